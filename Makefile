@@ -1,0 +1,61 @@
+# `make ask` and `make test` work in a fresh clone: each sets up `.venv` first if it is not there.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+FLOOR  := .venv-floor
+RECIPE ?= hired:0.2
+# One test process per core, at most four: each holds a torch of its own.
+WORKERS ?= $(shell $(PYTHON) -c "import os; print(min(4, len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1))")
+PYTEST_FLAGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help ask test test-all test-floor lint format bench clean
+
+help:            ## Say what there is
+	@grep -hE '^[a-z-]+: .*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
+
+ask: $(READY)    ## Ask the shipped model about the shipped picture and clip
+	@$(BIN)/vlmfast compare examples/picture.png "How many yellow objects are there?" --recipe $(RECIPE)
+	@echo
+	@$(BIN)/vlmfast compare examples/clip.mp4 "Which way does the cyan star move?" --num-frames 4 --recipe $(RECIPE)
+
+test: $(READY)   ## Everything that is not marked slow
+	$(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --dist worksteal $(PYTEST_FLAGS)
+
+test-all: $(READY)   ## The slow tests too
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_FLAGS)
+
+test-floor: $(FLOOR)/.ready   ## The suite on the oldest supported versions
+	$(FLOOR)/bin/python -m pytest -m "not slow" -n $(WORKERS) --dist worksteal $(PYTEST_FLAGS)
+
+lint: $(READY)   ## Rules and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(READY) ## Apply both
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(READY)  ## Time against Hugging Face generate; writes benchmarks/results
+	$(BIN)/python benchmarks/import_time.py
+	$(BIN)/python benchmarks/ask.py
+
+clean:           ## Remove environments and caches
+	rm -rf $(VENV) $(FLOOR) .pytest_cache .ruff_cache .hypothesis build dist
+
+# A stamp rather than the folder: an installation that was cut short is taken up again.
+$(READY): pyproject.toml
+	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'vlmfast needs Python 3.11 or newer: make PYTHON=python3.x ...')"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "setting up $(VENV) ..."
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[test,dev]"
+	@touch $@
+
+$(FLOOR)/.ready: pyproject.toml
+	@test -x $(FLOOR)/bin/python || $(PYTHON) -m venv $(FLOOR)
+	@echo "setting up $(FLOOR) ..."
+	@$(FLOOR)/bin/python -m pip install --quiet --disable-pip-version-check \
+		"torch==2.11.*" "transformers==5.17.*" -e ".[test]"
+	@touch $@

@@ -1,0 +1,540 @@
+"""The engine against Hugging Face, and against a dense masked reference."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import pytest
+import torch
+from reference import answer_logits, dense_logits
+from tiny_models import build_llava, build_llava_next
+
+from vlmfast import VLM, RecipeError, VLMFastError
+from vlmfast.engine.decode import Run
+from vlmfast.engine.prefill import Inputs
+from vlmfast.recipe import Recipe
+from vlmfast.stages import (
+    EncodeStage,
+    InEncoderStage,
+    PrefillStage,
+    StatRequest,
+    positions_param,
+)
+
+FAMILIES = {"llava": build_llava, "llava_next": build_llava_next}
+TOKENS = [5, 9, 11, 7, 8, 6, 10, 12]  # fed one by one behind the prompt
+EXACT = 1e-5
+
+
+def picture(seed: int, width: int = 60, height: int = 44) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+
+
+CASES = {
+    "no picture": {},
+    "one picture": {"images": [picture(0)]},
+    "three pictures": {"images": [picture(0), picture(1, 30, 70), picture(2, 90, 33)]},
+    "a clip": {"video": [picture(i, 40, 40) for i in range(4)], "num_frames": 4},
+}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def vlm(request) -> VLM:
+    return VLM(*FAMILIES[request.param](layers=4))
+
+
+@dataclass(frozen=True)
+class Shorten(EncodeStage):
+    """Keeps every third token of each picture."""
+
+    name: ClassVar[str] = "test-shorten"
+    positions: str = positions_param("keep")
+
+    def keep(self, tokens, geometry, stats, request):
+        return torch.arange(0, len(tokens), 3)
+
+
+@dataclass(frozen=True)
+class Rank(PrefillStage):
+    """Keeps, twice, the half of the visual tokens that the last row attends to most."""
+
+    name: ClassVar[str] = "test-rank"
+    at: tuple[int, ...] = (1, 3)
+    positions: str = positions_param("keep")
+
+    def layers(self, depth):
+        return self.at
+
+    def text_stats(self, depth):
+        return {layer - 1: StatRequest("last") for layer in self.at}
+
+    def keep(self, step, layer):
+        visual = step.layout.visual.nonzero().flatten()
+        score = step.stats[layer - 1].mean(dim=(0, 1))[visual]
+        best = visual[score.argsort(descending=True)[: len(visual) // 2]]
+        text = (~step.layout.visual).nonzero().flatten()
+        return torch.cat([text, best]).sort().values
+
+
+def start(vlm: VLM, recipe=(), **media) -> Run:
+    tensors = vlm.inputs("what is here ?", **media)
+    sizes = [
+        tuple(np.asarray(p).shape[:2]) for p in [*media.get("images", ()), *media.get("video", ())]
+    ]
+    return Run(vlm.adapter, Inputs(tensors, sizes, "q"), Recipe.of(recipe), time.perf_counter())
+
+
+def hf_logits(vlm: VLM, tensors: dict, tokens: list[int]) -> torch.Tensor:
+    ids = torch.cat([tensors["input_ids"], torch.tensor([tokens])], dim=1)
+    rest = {k: v for k, v in tensors.items() if k in ("pixel_values", "image_sizes")}
+    with torch.no_grad():
+        return vlm.model(input_ids=ids, **rest).logits[0, -len(tokens) - 1 :]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_none_equals_hugging_face(vlm, case):
+    run = start(vlm, **CASES[case])
+    expected = hf_logits(vlm, run.inputs.tensors, TOKENS)
+    assert (answer_logits(vlm, run, TOKENS) - expected).abs().max() < EXACT
+    # Control: other tokens give other logits, by far more than the tolerance.
+    control = hf_logits(vlm, run.inputs.tensors, TOKENS[::-1])
+    assert (control[1:] - expected[1:]).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "generation",
+    [
+        {"do_sample": False},
+        {"do_sample": True, "temperature": 0.8, "top_k": 20, "top_p": 0.9},
+        {"do_sample": True, "repetition_penalty": 1.3, "no_repeat_ngram_size": 2},
+        {"do_sample": False, "min_new_tokens": 6, "eos_token_id": [2, 17, 18, 19, 20, 21]},
+    ],
+    ids=["greedy", "sample", "penalties", "eos list"],
+)
+def test_tokens_equal_hugging_face(vlm, case, generation):
+    tensors = vlm.inputs("what is here ?", **CASES[case])
+    torch.manual_seed(3)
+    expected = vlm.model.generate(**tensors, max_new_tokens=12, **generation)
+    expected = expected[0, tensors["input_ids"].shape[1] :].tolist()
+    torch.manual_seed(3)
+    answer = vlm.ask("what is here ?", **CASES[case], max_new_tokens=12, **generation)
+    assert answer.token_ids == expected
+    assert answer.stats.visual_tokens_in == int(
+        (tensors["input_ids"] == vlm.adapter.image_token_id).sum()
+    )
+
+
+def test_sampling_depends_on_the_seed(vlm):
+    """The control of the equality above: sampling really samples."""
+    answers = []
+    for seed in range(4):
+        torch.manual_seed(seed)
+        answers.append(
+            vlm.ask("what ?", picture(0), max_new_tokens=12, do_sample=True, top_k=0).token_ids
+        )
+    assert len({tuple(a) for a in answers}) > 1
+
+
+def full_prompt(vlm: VLM, tensors: dict) -> torch.Tensor:
+    """Embeddings (S, D) of the unreduced prompt, merged by Hugging Face's own rule."""
+    ids = tensors["input_ids"]
+    embeds = vlm.model.get_input_embeddings()(
+        ids.clamp(max=vlm.adapter.config.text_config.vocab_size - 1)
+    )
+    arguments = {k: tensors[k] for k in ("pixel_values", "image_sizes") if k in tensors}
+    pixels = arguments.pop("pixel_values")
+    features = vlm.model.get_image_features(
+        pixels,
+        vision_feature_layer=vlm.model.config.vision_feature_layer,
+        vision_feature_select_strategy="default",
+        **arguments,
+    ).pooler_output
+    mask = (ids == vlm.adapter.image_token_id)[..., None].expand_as(embeds)
+    return embeds.masked_scatter(mask, torch.cat(list(features)))[0]
+
+
+def dense(vlm, tensors, alive, tokens=TOKENS, numbered=None):
+    """Reference logits after the prompt and after each of ``tokens``.
+
+    ``numbered`` says per layer which rows count in the rotary ids; all of them by default.
+    """
+    with torch.no_grad():
+        prompt = full_prompt(vlm, tensors)
+        answer = vlm.model.get_input_embeddings()(torch.tensor(tokens))
+    n = len(tokens)
+    rows = [torch.cat([a, torch.ones(n, dtype=torch.bool)]) for a in alive]
+    position = [
+        (torch.cat([r, torch.ones(n, dtype=torch.bool)]).cumsum(0) - 1).clamp(min=0)
+        for r in numbered or [torch.ones(len(prompt), dtype=torch.bool)] * len(rows)
+    ]
+    logits = dense_logits(vlm.model, torch.cat([prompt, answer]), position, rows)
+    return logits[-n - 1 :]
+
+
+@pytest.mark.parametrize("case", ["one picture", "three pictures", "a clip"])
+@pytest.mark.parametrize("policy", ["keep", "compact"])
+def test_a_shortened_run_equals_the_dense_reference(vlm, case, policy):
+    run = start(vlm, Shorten(policy), **CASES[case])
+    got = answer_logits(vlm, run, TOKENS)
+    total = run.inputs.tensors["input_ids"].shape[1]
+    alive = torch.zeros(total, dtype=torch.bool)
+    alive[run.prompt.layout.order] = True
+    assert alive.sum() < total
+    depth = vlm.adapter.depth
+    numbered = [alive] * depth if policy == "compact" else None
+    expected = dense(vlm, run.inputs.tensors, [alive] * depth, numbered=numbered)
+    assert (got - expected).abs().max() < EXACT
+    control = dense(vlm, run.inputs.tensors, [torch.ones(total, dtype=torch.bool)] * depth)
+    assert (got - control).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("case", ["one picture", "three pictures", "a clip"])
+@pytest.mark.parametrize("policy", ["keep", "compact"])
+@pytest.mark.parametrize("shorten", ["keep", "compact"])
+def test_dropping_between_layers_equals_the_dense_reference(vlm, case, policy, shorten):
+    run = start(vlm, (Shorten(shorten), Rank(positions=policy)), **CASES[case])
+    got = answer_logits(vlm, run, TOKENS)
+    lengths = run.cache.lengths()
+    assert lengths[0] > lengths[1] == lengths[2] > lengths[3]
+    total = run.inputs.tensors["input_ids"].shape[1]
+    visual = run.inputs.tensors["input_ids"][0] == vlm.adapter.image_token_id
+    alive = []
+    for layer in range(vlm.adapter.depth):
+        rows = ~visual
+        rows[run.trace.layout.order[run.trace.depth > layer]] = True
+        alive.append(rows)
+        assert int(rows.sum()) + len(TOKENS) == lengths[layer]
+    first = alive[0] if shorten == "compact" else torch.ones(total, dtype=torch.bool)
+    later = alive[1:] if policy == "compact" else [first] * (len(alive) - 1)
+    expected = dense(vlm, run.inputs.tensors, alive, numbered=[first, *later])
+    assert (got - expected).abs().max() < EXACT
+    control = dense(vlm, run.inputs.tensors, [torch.ones(total, dtype=torch.bool)] * len(alive))
+    assert (got - control).abs().max() > 1e-2
+
+
+def test_statistics_equal_eager_attention(vlm):
+    """The rows that a stage sees are those of Hugging Face's eager attention."""
+    seen = {}
+
+    @dataclass(frozen=True)
+    class Look(PrefillStage):
+        name: ClassVar[str] = "test-look"
+
+        def layers(self, depth):
+            return (1, 2, 3)
+
+        def text_stats(self, depth):
+            return {
+                0: StatRequest("last"),
+                1: StatRequest("window", 3),
+                2: StatRequest("columns"),
+            }
+
+        def keep(self, step, layer):
+            seen.update(step.stats)
+
+    run = start(vlm, Look(), images=[picture(0)])
+    answer_logits(vlm, run, [])
+    vlm.model.set_attn_implementation("eager")
+    try:
+        with torch.no_grad():
+            maps = vlm.model(
+                **{k: v for k, v in run.inputs.tensors.items()}, output_attentions=True
+            ).attentions
+    finally:
+        vlm.model.set_attn_implementation("sdpa")
+    expected = [maps[0][0, :, -1:], maps[1][0, :, -3:], maps[2][0].sum(1, keepdim=True)]
+    for layer, rows in enumerate(expected):
+        assert (seen[layer] - rows).abs().max() < 1e-5
+    assert (seen[0] - maps[1][0, :, -1:]).abs().max() > 1e-3  # another layer is something else
+
+
+def test_vision_statistics_equal_eager_attention(vlm):
+    seen = {}
+
+    @dataclass(frozen=True)
+    class Look(EncodeStage):
+        name: ClassVar[str] = "test-look"
+        positions: str = "keep"
+
+        def vision_stats(self, depth):
+            return {0: StatRequest("cls"), depth - 2: StatRequest("columns")}
+
+        def reduce(self, tokens, stats, request):
+            seen["rows"], seen["items"] = stats.rows, stats.items
+            return tokens
+
+    run = start(vlm, Look(), images=[picture(0), picture(1)])
+    answer_logits(vlm, run, [])
+    tower = vlm.model.get_encoder(modality="image")
+    pixels = run.inputs.tensors["pixel_values"]
+    if pixels.dim() == 5:
+        views = [item.views[1] - item.views[0] for item in seen["items"]]
+        pixels = torch.cat([p[:n] for p, n in zip(pixels, views, strict=True)])
+    vlm.model.set_attn_implementation("eager")
+    try:
+        with torch.no_grad():
+            maps = tower(pixels, output_attentions=True).attentions
+    finally:
+        vlm.model.set_attn_implementation("sdpa")
+    depth = len(maps)
+    assert (seen["rows"][0] - maps[0][:, :, 0, 1:]).abs().max() < 1e-6
+    assert (seen["rows"][depth - 2] - maps[depth - 2].sum(2)[..., 1:]).abs().max() < 1e-5
+
+
+def test_two_drops_at_one_layer_and_none_at_all(vlm):
+    """Stages that meet at a layer see what the one before left; keeping all changes nothing."""
+    both = start(vlm, (Rank(at=(2,)), Half()), images=[picture(0)])
+    answer_logits(vlm, both, [])
+    n = both.stats.visual_tokens_in
+    assert both.stats.visual_tokens_per_layer == [n, n, n // 2 // 2, n // 2 // 2]
+
+    @dataclass(frozen=True)
+    class KeepAll(PrefillStage):
+        name: ClassVar[str] = "test-all"
+
+        def layers(self, depth):
+            return (1,)
+
+        def keep(self, step, layer):
+            return torch.arange(len(step.layout))
+
+    run = start(vlm, KeepAll(), images=[picture(0)])
+    expected = hf_logits(vlm, run.inputs.tensors, TOKENS)
+    assert (answer_logits(vlm, run, TOKENS) - expected).abs().max() < EXACT
+
+
+@dataclass(frozen=True)
+class Half(PrefillStage):
+    name: ClassVar[str] = "test-half"
+
+    def layers(self, depth):
+        return (2,)
+
+    def keep(self, step, layer):
+        visual = step.layout.visual.nonzero().flatten()
+        gone = visual[len(visual) // 2 :]
+        left = torch.ones(len(step.layout), dtype=torch.bool)
+        left[gone] = False
+        return left.nonzero().flatten()
+
+
+def test_stages_may_not_drop_text_nor_leave_the_model(vlm):
+    @dataclass(frozen=True)
+    class DropsText(PrefillStage):
+        name: ClassVar[str] = "test-text"
+        at: int = 1
+
+        def layers(self, depth):
+            return (self.at,)
+
+        def keep(self, step, layer):
+            return torch.arange(1, len(step.layout))
+
+    with pytest.raises(RecipeError, match="test-text must keep every text token"):
+        vlm.ask("what ?", picture(0), recipe=DropsText())
+    with pytest.raises(RecipeError, match="test-text: layer 9 is out of range"):
+        vlm.ask("what ?", picture(0), recipe=DropsText(at=9))
+    assert vlm.ask("what ?", picture(0), max_new_tokens=3).token_ids  # still usable
+
+
+def test_the_wrapped_model_stays_as_it_was(vlm):
+    names = [
+        vlm.model.config.text_config._attn_implementation,
+        vlm.model.config.vision_config._attn_implementation,
+    ]
+    tensors = vlm.inputs("what ?", picture(0))
+    with torch.no_grad():
+        before = vlm.model(**tensors).logits
+    vlm.ask("what ?", picture(0), recipe=(Shorten(), Rank()), max_new_tokens=3)
+    assert names == [
+        vlm.model.config.text_config._attn_implementation,
+        vlm.model.config.vision_config._attn_implementation,
+    ]
+    assert not any(layer._forward_pre_hooks for layer in vlm.adapter.decoder.layers)
+    with torch.no_grad():
+        assert torch.equal(vlm.model(**tensors).logits, before)
+
+
+def test_attention_without_a_step_raises(vlm):
+    """A silent fallback would ignore padding; reaching the function from outside is an error."""
+    from vlmfast.engine.attention import switched
+
+    with switched(vlm.model), pytest.raises(RuntimeError, match="outside a vlmfast call"):
+        vlm.model(**vlm.inputs("what ?", picture(0)))
+
+
+def test_stats_and_trace(vlm):
+    answer = vlm.ask(
+        "what ?", picture(0), recipe=(Shorten(), Rank()), max_new_tokens=5, min_new_tokens=5
+    )
+    stats, depth = answer.stats, answer.trace.depth
+    n = stats.visual_tokens_in
+    kept = stats.visual_tokens_kept["test-shorten"]
+    assert kept == len(range(0, n, 3))
+    assert stats.visual_tokens_per_layer == [kept, kept // 2, kept // 2, kept // 2 // 2]
+    assert stats.equivalent_tokens == sum(stats.visual_tokens_per_layer) / 4
+    assert [int((depth > layer).sum()) for layer in range(4)] == stats.visual_tokens_per_layer
+    config = vlm.model.config.text_config
+    per_token = 2 * config.num_key_value_heads * config.head_dim * 4
+    text = stats.prompt_tokens - kept
+    assert stats.kv_bytes == per_token * (sum(stats.visual_tokens_per_layer) + 4 * text)
+    assert stats.kv_bytes_full == per_token * 4 * (text + n)
+    assert stats.generated_tokens == 5 == len(answer.token_ids)
+    assert 0 < stats.time_prefill_s < stats.ttft_s < stats.time_total_s
+    assert stats.tokens_per_s == pytest.approx(1 / stats.tpot_s)
+    d, m = config.hidden_size, config.intermediate_size
+    assert stats.flops_prefill == sum(
+        4 * k * d * d + 2 * k * k * d + 3 * k * d * m for k in stats.visual_tokens_per_layer
+    )
+    assert len(answer.trace.to_dict()["tokens"]) == n
+
+
+def test_the_cache_holds_what_it_says(vlm):
+    run = start(vlm, Rank(), images=[picture(0)])
+    answer_logits(vlm, run, TOKENS[:3])
+    layer = run.cache.layers[3]
+    address = layer.keys.data_ptr()
+    held = run.cache.held_bytes()
+    assert layer.length.unique().tolist() == [run.cache.lengths()[3]]
+    assert layer.get_seq_length() == run.inputs.tensors["input_ids"].shape[1] + 3
+    assert held == sum(run.cache.lengths()) * 2 * layer.keys.shape[1] * layer.keys.shape[3] * 4
+    assert layer.keys.data_ptr() == address
+
+
+def test_beams_are_refused(vlm):
+    with pytest.raises(ValueError, match="num_beams"):
+        vlm.ask("what ?", picture(0), num_beams=2)
+
+
+def test_length_stops_and_stop_strings(vlm):
+    full = vlm.ask("what ?", picture(0), max_new_tokens=12, min_new_tokens=12)
+    assert len(full.token_ids) == 12
+    words = [vlm.processor.tokenizer.decode([t]) for t in full.token_ids]
+    stop = next(w.strip() for w in words[2:] if w.strip())
+    cut = vlm.ask("what ?", picture(0), max_new_tokens=12, stop_strings=[stop])
+    assert len(cut.token_ids) <= len(full.token_ids)
+    assert cut.token_ids == full.token_ids[: len(cut.token_ids)]
+
+
+def test_stream_gives_the_pieces_of_the_answer(vlm):
+    expected = vlm.ask("what ?", picture(0), max_new_tokens=8)
+    *pieces, answer = vlm.stream("what ?", picture(0), max_new_tokens=8)
+    assert "".join(pieces).strip() == answer.text == expected.text
+    assert answer.token_ids == expected.token_ids
+    abandoned = vlm.stream("what ?", picture(0), max_new_tokens=2000, min_new_tokens=2000)
+    next(abandoned)
+    abandoned.close()  # returns only when the generation has stopped
+    with pytest.raises(VLMFastError):
+        list(vlm.stream("", picture(0)))
+    with pytest.raises(ValueError, match="num_beams"):
+        list(vlm.stream("what ?", picture(0), num_beams=2))
+    assert vlm.ask("what ?", picture(0), max_new_tokens=8).token_ids == expected.token_ids
+
+
+@dataclass(frozen=True)
+class MergePairs(InEncoderStage):
+    """Merges neighbours in a row of patches, everywhere or nowhere."""
+
+    name: ClassVar[str] = "test-pairs"
+    block: int = 1
+    merge: bool = True
+
+    def blocks(self, depth):
+        return (self.block,)
+
+    def on_block(self, step, index, hidden):
+        if not self.merge:
+            return hidden, None
+        v, n, d = hidden.shape
+        pairs = hidden[:, 1:].reshape(v, n // 2, 2, d).mean(2)
+        source = torch.cat([torch.zeros(1), torch.arange(n - 1) // 2 + 1]).long()
+        return torch.cat([hidden[:, :1], pairs], dim=1), source.expand(v, n)
+
+
+def test_merging_inside_the_tower(vlm):
+    """Merged rows stay merged, keep their place in the picture and count what they stand for."""
+    run = start(vlm, MergePairs(), images=[picture(0), picture(1)])
+    answer_logits(vlm, run, [])
+    layout = run.prompt.layout.select(run.prompt.layout.patches)
+    sources = run.trace.layout.patches.sum()
+    assert layout.weight.sum() == sources  # letterboxed halves leave weight 1
+    assert set(layout.weight.unique().tolist()) <= {1.0, 2.0}
+    assert run.stats.visual_tokens_kept["test-pairs"] == len(layout) + int(
+        (run.prompt.layout.kind == 3).sum()
+    )
+    assert (layout.grid[:, 2] % 2 == 0).sum() > 0.6 * len(layout)
+    before, after = run.trace.layout.box[:16], layout.box[:8]  # the first picture's first view
+    assert torch.equal(after[:, 0], before[::2, 0])
+    assert torch.equal(after[:, 2], before[1::2, 2])
+
+    # The tower's own arithmetic, by hand: block 0, the merge, the rest.
+    tower = vlm.model.get_encoder(modality="image")
+    pixels = run.inputs.tensors["pixel_values"]
+    views = pixels.flatten(0, 1) if pixels.dim() == 5 else pixels
+    with torch.no_grad():
+        hidden = tower.pre_layrnorm(tower.embeddings(views[:1]))
+        blocks = tower.encoder.layers
+        hidden = blocks[0](hidden, attention_mask=None)
+        hidden, _ = MergePairs().on_block(None, 1, hidden)
+        for block in blocks[1:-1]:
+            hidden = block(hidden, attention_mask=None)
+        expected = vlm.model.base_model.multi_modal_projector(hidden[:, 1:])[0]
+    first = (run.prompt.layout.view == 0).nonzero().flatten()
+    assert (run.prompt.embeds[first] - expected).abs().max() < EXACT
+    assert (run.prompt.embeds[first] - expected.flip(0)).abs().max() > 1e-2
+
+
+def test_in_encoder_stages_that_do_nothing_and_that_are_out_of_range(vlm):
+    run = start(vlm, MergePairs(merge=False), images=[picture(0)])
+    expected = hf_logits(vlm, run.inputs.tensors, TOKENS)
+    assert (answer_logits(vlm, run, TOKENS) - expected).abs().max() < EXACT
+    for block in (0, 3, 9):  # the last block of the tower does not reach the projector
+        with pytest.raises(RecipeError, match=f"vision block {block} is out of range"):
+            vlm.ask("what ?", picture(0), recipe=MergePairs(block))
+    assert not any(block._forward_pre_hooks for block in vlm.adapter.vision_blocks())
+
+
+def test_a_layer_can_be_asked_ahead(vlm):
+    """What a layer would attend to, before it runs, is what it attends to when nothing is dropped."""
+    seen = {}
+
+    @dataclass(frozen=True)
+    class Ahead(PrefillStage):
+        name: ClassVar[str] = "test-ahead"
+        drop: bool = False
+
+        def layers(self, depth):
+            return (1, 2)
+
+        def text_stats(self, depth):
+            return {1: StatRequest("last", ahead=True), 2: StatRequest("last", ahead=True)}
+
+        def keep(self, step, layer):
+            seen[layer] = step.stats[layer]
+            return Half().keep(step, layer) if self.drop else None
+
+    @dataclass(frozen=True)
+    class After(Ahead):
+        name: ClassVar[str] = "test-after"
+
+        def layers(self, depth):
+            return (2, 3)
+
+        def text_stats(self, depth):
+            return {1: StatRequest("last"), 2: StatRequest("last")}
+
+        def keep(self, step, layer):
+            seen[-(layer - 1)] = step.stats[layer - 1]
+
+    answer_logits(vlm, start(vlm, Ahead(), images=[picture(0)]), [])
+    answer_logits(vlm, start(vlm, After(), images=[picture(0)]), [])
+    for layer in (1, 2):
+        assert (seen[layer] - seen[-layer]).abs().max() < 1e-6
+    full = seen[2]
+    answer_logits(vlm, start(vlm, Ahead(drop=True), images=[picture(0)]), [])
+    assert seen[2].shape[-1] < full.shape[-1]  # the second look sees what the first drop left

@@ -1,0 +1,276 @@
+"""The public API: what a user may pass, what comes back, what goes wrong and how."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from tiny_models import build_llava, build_llava_next, build_text_only, picture
+
+import vlmfast
+from vlmfast import VLM, MediaError, ModelError, RecipeError, VLMFastError
+
+ASK = {"max_new_tokens": 6}
+
+
+@pytest.fixture(scope="module")
+def vlm() -> VLM:
+    return VLM(*build_llava_next())
+
+
+@pytest.fixture(scope="module")
+def expected(vlm) -> list[int]:
+    """The answer that the same VLM must still give after every error."""
+    return vlm.ask("what is here ?", picture(), **ASK).token_ids
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("checkpoint")
+    build_llava_next(path)
+    return path
+
+
+def png(image: Image.Image) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def test_pictures_in_every_form_give_the_same_answer(vlm, expected, tmp_path):
+    image = picture()
+    path = tmp_path / "a.png"
+    image.save(path)
+    array = np.asarray(image)
+    forms = [path, str(path), png(image), array, torch.from_numpy(array).permute(2, 0, 1), [image]]
+    for form in forms:
+        assert vlm.ask("what is here ?", form, **ASK).token_ids == expected
+    assert vlm.ask("what is here ?", picture(seed=1), **ASK).token_ids != expected
+
+
+def test_chat_takes_the_schema_of_hugging_face(vlm, expected, tmp_path):
+    path = tmp_path / "a.png"
+    picture().save(path)
+    content = [{"type": "image", "path": str(path)}, {"type": "text", "text": "what is here ?"}]
+    answer = vlm.chat([{"role": "user", "content": content}], **ASK)
+    assert answer.token_ids == expected
+    turns = [
+        {"role": "user", "content": content},
+        {"role": "assistant", "content": "a thing"},
+        {"role": "user", "content": "and what else ?"},
+    ]
+    assert vlm.chat(turns, **ASK).stats.prompt_tokens > answer.stats.prompt_tokens
+    with pytest.raises(VLMFastError, match="content type 'audio'"):
+        vlm.chat([{"role": "user", "content": [{"type": "audio"}]}])
+    with pytest.raises(VLMFastError, match="needs one of image, path, url, base64"):
+        vlm.chat([{"role": "user", "content": [{"type": "image"}]}])
+
+
+def test_compare_puts_the_full_model_first(vlm, expected):
+    rows = vlm.compare("what is here ?", picture(), recipes=["hired:0.2", "hired:1.0"], **ASK)
+    assert [row.recipe for row in rows] == ["none", "hired", "hired:1.0"]
+    assert rows[0].answer.token_ids == expected == rows[2].answer.token_ids
+    assert rows[0].agreement == rows[2].agreement == 1.0
+    assert rows[1].answer.stats.equivalent_tokens < rows[0].answer.stats.equivalent_tokens
+    assert 0 <= rows[1].agreement <= 1
+
+
+@pytest.mark.parametrize("recipe", ["hired:1.0", "random:1.0", "grid:1.0", "downsample:1.0"])
+def test_a_recipe_that_keeps_everything_is_the_full_model(vlm, expected, recipe):
+    assert vlm.ask("what is here ?", picture(), recipe=recipe, **ASK).token_ids == expected
+
+
+def test_recipes_in_python_and_as_text_are_the_same(vlm):
+    from vlmfast.compressors.hired import HiRED
+
+    by_text = vlm.ask("what ?", picture(), recipe="hired:0.4", **ASK)
+    in_python = vlm.ask("what ?", picture(), recipe=HiRED(0.4), **ASK)
+    assert by_text.token_ids == in_python.token_ids
+    assert by_text.recipe == in_python.recipe == "hired:0.4"
+
+
+def test_methods_lists_every_stage():
+    listed = {m["name"]: m for m in vlmfast.methods()}
+    assert {"hired", "random", "grid", "downsample"} <= set(listed)
+    hired = listed["hired"]
+    assert hired["protocol"] == "encode" and "2408.10945" in hired["paper"]
+    assert {"rate", "alpha", "budget", "positions"} <= {p["name"] for p in hired["parameters"]}
+    assert all(p["doc"] for m in listed.values() for p in m["parameters"])
+    json.dumps(vlmfast.methods())
+
+
+BAD_CALLS = {
+    "empty question": (lambda v: v.ask("  ", picture()), VLMFastError, "question is empty"),
+    "no such file": (lambda v: v.ask("what ?", "nowhere.png"), MediaError, "nowhere.png"),
+    "frames without a clip": (
+        lambda v: v.ask("what ?", picture(), num_frames=3),
+        VLMFastError,
+        "no video was given",
+    ),
+    "zero frames": (
+        lambda v: v.ask("what ?", video=[picture()] * 3, num_frames=0),
+        MediaError,
+        "num_frames",
+    ),
+    "no frames": (lambda v: v.ask("what ?", video=[]), MediaError, "frame"),
+    "a placeholder in the question": (
+        lambda v: v.ask("what is <image> ?", picture()),
+        MediaError,
+        "2 picture placeholders",
+    ),
+    "a placeholder and no picture": (
+        lambda v: v.ask("what is <image> ?"),
+        MediaError,
+        "1 picture placeholders",
+    ),
+    "unknown word": (
+        lambda v: v.ask("what ?", picture(), recipe="hirde:0.2"),
+        RecipeError,
+        "did you mean 'hired'",
+    ),
+    "rate above one": (
+        lambda v: v.ask("what ?", picture(), recipe="hired:1.5"),
+        RecipeError,
+        "rate=1.5 is out of range",
+    ),
+    "rate zero": (
+        lambda v: v.ask("what ?", picture(), recipe="hired:0"),
+        RecipeError,
+        "rate=0",
+    ),
+    "a recipe of another kind": (
+        lambda v: v.ask("what ?", picture(), recipe=3),
+        RecipeError,
+        "not int",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_CALLS)
+def test_bad_calls_give_one_clear_error_and_leave_the_vlm_usable(vlm, expected, case):
+    call, error, message = BAD_CALLS[case]
+    with pytest.raises(error, match=message):
+        call(vlm)
+    assert vlm.ask("what is here ?", picture(), **ASK).token_ids == expected
+
+
+def test_strange_pictures_are_answered(vlm):
+    for image in [
+        Image.new("RGB", (1, 1), "red"),
+        picture().convert("CMYK"),
+        picture().convert("P"),
+        Image.fromarray(np.full((40, 40), 40_000, dtype=np.uint16)),
+        picture(3, 200),
+    ]:
+        assert len(vlm.ask("what ?", image, **ASK).token_ids) > 0
+
+
+# --- loading -------------------------------------------------------------------------------------
+
+
+def test_a_saved_checkpoint_answers_as_the_model_in_memory(folder, expected):
+    loaded = VLM.from_pretrained(folder, device="cpu")
+    assert loaded.ask("what is here ?", picture(), **ASK).token_ids == expected
+
+
+def test_the_dtype_is_the_checkpoints_own(tmp_path):
+    build_llava(tmp_path, dtype=torch.bfloat16)
+    loaded = VLM.from_pretrained(tmp_path, device="cpu")
+    assert loaded.model.dtype == torch.bfloat16
+    assert loaded.ask("what ?", picture(), recipe="hired:0.5", **ASK).token_ids
+    assert VLM.from_pretrained(tmp_path, device="cpu", dtype="float32").model.dtype == torch.float32
+
+
+def test_device_map_is_refused(folder):
+    with pytest.raises(ModelError, match="device_map is not supported"):
+        VLM.from_pretrained(folder, device_map="auto")
+
+
+def test_a_folder_without_a_processor(folder, tmp_path):
+    for name in ("config.json", "model.safetensors", "generation_config.json"):
+        shutil.copy(folder / name, tmp_path)
+    with pytest.raises(ModelError, match=f"no processor in {tmp_path}"):
+        VLM.from_pretrained(tmp_path)
+
+
+def test_a_text_only_model(tmp_path):
+    build_text_only(tmp_path)
+    with pytest.raises(ModelError, match="'llama'.*supported are llava, llava_next"):
+        VLM.from_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="supported are llava, llava_next"):
+        VLM(build_text_only(tmp_path), None)
+
+
+def test_missing_weights_and_missing_folders(folder, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    for path in folder.iterdir():
+        shutil.copy(path, tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    name = next(k for k in weights if k.endswith("q_proj.weight"))
+    del weights[name]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match="lacks 1 weights"):
+        VLM.from_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"short")
+    with pytest.raises(ModelError, match="do not load"):
+        VLM.from_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="no model configuration"):
+        VLM.from_pretrained(tmp_path / "nowhere", local_files_only=True)
+
+
+def test_models_and_processors_that_do_not_fit():
+    model, processor = build_llava_next()
+    with pytest.raises(ModelError, match="no image processor"):
+        VLM(model, processor.tokenizer)
+    with torch.device("meta"):
+        ghost = type(model)(model.config)
+    with pytest.raises(ModelError, match="meta device"):
+        VLM(ghost, processor)
+    _, other = build_llava()
+    with pytest.raises(ModelError):
+        VLM(model, other).ask("what ?", picture())
+    processor.chat_template = None
+    with pytest.raises(ModelError, match="no chat template"):
+        VLM(model, processor).ask("what ?", picture())
+
+
+def test_a_tower_without_a_cls_token_is_refused_by_cls_methods():
+    """Not a LLaVA that exists, but the same family name with another tower does."""
+    from transformers import LlavaConfig, LlavaForConditionalGeneration, SiglipVisionConfig
+
+    model, processor = build_llava()
+    vision = SiglipVisionConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        image_size=32,
+        patch_size=8,
+        vision_use_head=False,
+    )
+    config = LlavaConfig(
+        vision_config=vision,
+        text_config=model.config.text_config,
+        image_token_id=model.config.image_token_id,
+        vision_feature_select_strategy="full",
+    )
+    processor.num_additional_image_tokens = 0
+    processor.vision_feature_select_strategy = "full"
+    vlm = VLM(LlavaForConditionalGeneration(config).eval(), processor)
+    assert vlm.ask("what ?", picture(), recipe="grid:0.5", **ASK).token_ids
+    with pytest.raises(RecipeError, match="CLS"):
+        vlm.ask("what ?", picture(), recipe="hired:0.2")
+
+
+def test_import_is_light():
+    code = "import torch, sys, vlmfast; print([m for m in ('transformers', 'PIL', 'timm') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

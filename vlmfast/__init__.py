@@ -1,0 +1,52 @@
+"""vlmfast: vision-language models, several times faster, by a recipe of one line."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .errors import MediaError, ModelError, RecipeError, VLMFastError
+    from .overlay import overlay
+    from .recipe import Recipe
+    from .vlm import VLM, Answer, Comparison, methods
+
+__version__ = "0.1.0"
+
+# Public name -> module. Everything is imported on first use, so that `import vlmfast` is cheap.
+_HOMES = {
+    "VLM": "vlm",
+    "Answer": "vlm",
+    "Comparison": "vlm",
+    "methods": "vlm",
+    "overlay": "overlay",
+    "Recipe": "recipe",
+    "VLMFastError": "errors",
+    "RecipeError": "errors",
+    "MediaError": "errors",
+    "ModelError": "errors",
+}
+
+__all__ = [
+    "VLM",
+    "Answer",
+    "Comparison",
+    "MediaError",
+    "ModelError",
+    "Recipe",
+    "RecipeError",
+    "VLMFastError",
+    "__version__",
+    "methods",
+    "overlay",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,439 @@
+"""The command line: ``vlmfast ask``, ``compare``, ``methods``, ``env``, ``train``, ``eval``,
+``report``.
+
+Nothing heavy is imported before a command needs it, so that ``vlmfast --help`` answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import json
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from . import __version__
+from .errors import MediaError, ModelError, VLMFastError
+
+if TYPE_CHECKING:
+    from .engine.stats import Stats
+    from .vlm import VLM, Answer, Comparison
+
+_INTERRUPTED, _BROKEN_PIPE = 130, 141  # 128 + the signal, as shells have it
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Parameters
+    ----------
+    argv : sequence of str, optional
+        Arguments without the program's name; the process's own by default.
+
+    Returns
+    -------
+    int
+        0, or 2 after an error that is the caller's to mend: it stands on stderr in one line.
+        Usage errors and ``--help`` leave through `SystemExit`, as argparse does.
+    """
+    parser = _parser()
+    debug = False
+    try:
+        args = parser.parse_args(argv)
+        debug = args.debug
+        if args.command is None:
+            parser.print_help()
+            return 0
+        _survive_narrow_encodings()
+        with contextlib.nullcontext() if debug else _quiet():
+            code = args.run(args) or 0
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader has gone; Python would complain once more when it flushes at exit.
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _BROKEN_PIPE
+    except KeyboardInterrupt:
+        if debug:
+            raise
+        return _INTERRUPTED
+    except Exception as error:
+        message = _message(error)
+        if debug or message is None:
+            raise
+        print(f"vlmfast: error: {message}", file=sys.stderr)
+        return 2
+    return code
+
+
+def _message(error: Exception) -> str | None:
+    """One line for what the caller can mend; ``None`` for what is a defect."""
+    text = " ".join(str(error).split())
+    if isinstance(error, VLMFastError):
+        return text
+    if type(error).__name__ == "OutOfMemoryError":
+        return f"the GPU's memory is too small: {text}"
+    return None
+
+
+# --- arguments -----------------------------------------------------------------------------------
+
+
+class _Command(argparse.ArgumentParser):
+    """A parser that asks for its arguments when it is chosen: their modules may be heavy."""
+
+    fill: Callable[[argparse.ArgumentParser], None] | None = None
+
+    def parse_known_args(self, *args: Any, **kwargs: Any) -> Any:
+        if self.fill is not None:
+            fill, self.fill = self.fill, None
+            fill(self)
+            _add_debug(self)
+        return super().parse_known_args(*args, **kwargs)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="vlmfast",
+        description="Vision-language models, several times faster, by a recipe of one line.",
+        epilog="`vlmfast COMMAND --help` lists what a command takes.",
+    )
+    parser.add_argument("--version", action="version", version=f"vlmfast {__version__}")
+    parser.add_argument("--debug", action="store_true", help="tracebacks, warnings and log lines")
+    commands = parser.add_subparsers(
+        dest="command", metavar="COMMAND", title="commands", parser_class=_Command
+    )
+    for name, (about, fill, run) in _COMMANDS.items():
+        command = commands.add_parser(name, help=about, description=about[0].upper() + about[1:])
+        command.fill = fill
+        command.set_defaults(run=run)
+    return parser
+
+
+def _add_debug(parser: argparse.ArgumentParser) -> None:
+    # Also behind the command; suppressed, or it would undo a `--debug` in front of it.
+    parser.add_argument(
+        "--debug", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS
+    )
+
+
+def _add_question(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", metavar="FILE", help="a picture or a clip; the content decides")
+    parser.add_argument("question", metavar="QUESTION")
+    parser.add_argument(
+        "--model", default="tiny", help="tiny (shipped, default), a folder or a hub id"
+    )
+    parser.add_argument("--max-new-tokens", type=_count, metavar="N", help="length of the answer")
+    frames = parser.add_mutually_exclusive_group()
+    frames.add_argument(
+        "--num-frames", type=_count, metavar="N", help="frames read of a clip (default 8)"
+    )
+    frames.add_argument("--fps", type=float, help="frames read of each second of a clip")
+    parser.add_argument("--device", help="cpu, cuda or cuda:1 (default: a GPU if there is one)")
+    parser.add_argument(
+        "--dtype",
+        default="auto",
+        choices=("auto", "float32", "bfloat16", "float16"),
+        help="number format of the weights (default: the checkpoint's own)",
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
+
+
+def _fill_ask(parser: argparse.ArgumentParser) -> None:
+    _add_question(parser)
+    parser.add_argument("--recipe", default="none", help="what is dropped, e.g. hired:0.2")
+
+
+def _fill_compare(parser: argparse.ArgumentParser) -> None:
+    _add_question(parser)
+    parser.add_argument(
+        "--recipe",
+        action="append",
+        default=[],
+        dest="recipes",
+        metavar="RECIPE",
+        required=True,
+        help="what is dropped, e.g. hired:0.2; may be given several times",
+    )
+    parser.add_argument("--overlay", metavar="PNG", help="draw which visual tokens were kept")
+    parser.add_argument(
+        "--no-warmup",
+        dest="warmup",
+        action="store_false",
+        help="do not run everything once before the clock starts",
+    )
+
+
+def _fill_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
+
+
+def _fill_train(parser: argparse.ArgumentParser) -> None:
+    what = parser.add_subparsers(dest="what", metavar="WHAT", required=True, parser_class=_Command)
+    tiny = what.add_parser("tiny", help="the shipped model, on drawn pictures and clips")
+    tiny.fill = lambda p: _module("models.tiny.training").add_arguments(p)
+
+
+def _count(text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return value
+
+
+def _module(name: str) -> Any:
+    return importlib.import_module(f".{name}", __package__)
+
+
+# --- commands ------------------------------------------------------------------------------------
+
+
+def _ask(args: argparse.Namespace) -> None:
+    vlm, media = _vlm(args), _media(args)
+    answer = vlm.ask(args.question, **media, recipe=args.recipe, **_generation(args))
+    if args.json:
+        _print_json({**_heading(args), **_answer_json(answer)})
+        return
+    print(answer.text)
+    print()
+    _print_table([_stats_row(answer.recipe, answer.stats)])
+
+
+def _compare(args: argparse.Namespace) -> None:
+    _check_overlay(args.overlay)
+    vlm, media = _vlm(args), _media(args)
+    if args.warmup:
+        vlm.compare(args.question, **media, recipes=args.recipes, max_new_tokens=2)
+    rows = vlm.compare(args.question, **media, recipes=args.recipes, **_generation(args))
+    if args.overlay:
+        from .overlay import contact_sheet
+
+        contact_sheet([row.answer for row in rows]).save(args.overlay)
+    if args.json:
+        answers = [{**_answer_json(row.answer), "agreement": row.agreement} for row in rows]
+        _print_json({**_heading(args), "answers": answers})
+        return
+    print(f"{args.file}: {args.question}")
+    print()
+    _print_table([_comparison_row(row) for row in rows])
+
+
+def _methods(args: argparse.Namespace) -> None:
+    from .vlm import methods
+
+    found = methods()
+    if args.json:
+        _print_json(found)
+        return
+    for number, method in enumerate(found):
+        if number:
+            print()
+        about = [method["protocol"], "needs training" if method["trained"] else "", method["paper"]]
+        print(f"{method['name']}  ({', '.join(part for part in about if part)})")
+        print(f"  {method['summary']}")
+        for parameter in method["parameters"]:
+            about = [parameter.get("doc", "")]
+            if parameter.get("choices"):
+                about.append("one of " + ", ".join(parameter["choices"]))
+            if parameter["name"] == method["value"]:
+                about.append("the bare value")
+            print(f"    {parameter['name']}={parameter['default']}  {'; '.join(about)}")
+
+
+def _env(args: argparse.Namespace) -> None:
+    from .env import environment
+
+    facts = environment()
+    if args.json:
+        _print_json(facts)
+        return
+    facts |= facts.pop("packages")
+    facts["memory"] = _bytes(facts.pop("memory_bytes"))
+    gpus = [f"{gpu['name']} ({_bytes(gpu['memory_bytes'])})" for gpu in facts.pop("gpus")]
+    facts["gpus"] = ", ".join(gpus) or None
+    facts["variables"] = " ".join(f"{k}={v}" for k, v in facts["variables"].items()) or None
+    width = max(map(len, facts))
+    for key, value in facts.items():
+        print(f"{key:<{width}}  {'-' if value is None else value}")
+
+
+def _train(args: argparse.Namespace) -> int:
+    return _module("models.tiny.training").run(args)
+
+
+def _eval(args: argparse.Namespace) -> int:
+    return _module("eval.commands").run_eval(args)
+
+
+def _report(args: argparse.Namespace) -> int:
+    return _module("eval.commands").run_report(args)
+
+
+_COMMANDS: dict[str, tuple[str, Callable[[Any], None], Callable[[Any], int | None]]] = {
+    "ask": ("answer a question about a picture or a clip", _fill_ask, _ask),
+    "compare": ("the full model beside recipes", _fill_compare, _compare),
+    "methods": ("every method with its parameters", _fill_json, _methods),
+    "env": ("what a bug report needs", _fill_json, _env),
+    "eval": (
+        "measure recipes on a task, resumably",
+        lambda parser: _module("eval.commands").add_eval(parser),
+        _eval,
+    ),
+    "report": (
+        "tables and plots of evaluation results",
+        lambda parser: _module("eval.commands").add_report(parser),
+        _report,
+    ),
+    "train": ("train what the project ships", _fill_train, _train),
+}
+
+
+# --- the way in ----------------------------------------------------------------------------------
+
+
+def _vlm(args: argparse.Namespace) -> VLM:
+    import torch
+
+    from .recipe import Recipe
+    from .vlm import VLM
+
+    # Before a checkpoint is loaded for minutes.
+    for recipe in getattr(args, "recipes", None) or [args.recipe]:
+        Recipe.parse(recipe)
+    try:
+        device = None if args.device is None else torch.device(args.device)
+    except RuntimeError:
+        raise ModelError(f"device {args.device!r} is not known; use cpu, cuda or cuda:1") from None
+    if device is not None and device.type == "cuda":
+        count = torch.cuda.device_count()
+        if (device.index or 0) >= count:
+            raise ModelError(f"device {args.device!r} is not there: PyTorch sees {count} GPUs")
+    if not args.debug:
+        from transformers.utils import logging
+
+        logging.set_verbosity_error()
+        if args.model == "tiny" or Path(args.model).is_dir():
+            # Where nothing is downloaded a progress bar is noise.
+            logging.disable_progress_bar()
+    return VLM.from_pretrained(args.model, device=device, dtype=args.dtype)
+
+
+def _media(args: argparse.Namespace) -> dict[str, Any]:
+    """The arguments of `VLM.ask` that hold what FILE is."""
+    from .media import kind_of
+
+    if kind_of(args.file) == "video":
+        return {"video": args.file, "num_frames": args.num_frames, "fps": args.fps}
+    if args.num_frames or args.fps:
+        raise MediaError(f"{args.file} is a picture; --num-frames and --fps are for clips")
+    return {"images": args.file}
+
+
+def _generation(args: argparse.Namespace) -> dict[str, Any]:
+    return {} if args.max_new_tokens is None else {"max_new_tokens": args.max_new_tokens}
+
+
+def _check_overlay(path: str | None) -> None:
+    """Refuse an overlay that could not be written, before anything is computed for it."""
+    if path is None:
+        return
+    from PIL import Image
+
+    if Path(path).suffix.lower() not in Image.registered_extensions():
+        raise MediaError(f"--overlay {path}: the name must end in .png or another picture format")
+    if not Path(path).parent.is_dir():
+        raise MediaError(f"--overlay {path}: there is no folder {Path(path).parent}")
+
+
+# --- the way out ---------------------------------------------------------------------------------
+
+
+def _heading(args: argparse.Namespace) -> dict[str, Any]:
+    return {"file": args.file, "question": args.question, "model": args.model}
+
+
+def _answer_json(answer: Answer) -> dict[str, Any]:
+    return {
+        "recipe": answer.recipe,
+        "answer": answer.text,
+        "token_ids": answer.token_ids,
+        "stats": answer.stats.to_dict(),
+    }
+
+
+def _print_json(value: Any) -> None:
+    print(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False, default=str))
+
+
+def _stats_row(recipe: str, stats: Stats) -> dict[str, str]:
+    kept = round(stats.equivalent_tokens, 1)
+    kept = int(kept) if kept == int(kept) else kept
+    tokens = str(stats.visual_tokens_in)
+    return {
+        "recipe": recipe,
+        "visual tokens": tokens if kept == stats.visual_tokens_in else f"{tokens} → {kept}",
+        "TTFT": _seconds(stats.ttft_s),
+        "tokens/s": f"{stats.tokens_per_s:.0f}" if stats.tokens_per_s else "-",
+        "KV cache": _bytes(stats.kv_bytes),
+    }
+
+
+def _comparison_row(row: Comparison) -> dict[str, str]:
+    return {
+        **_stats_row(row.recipe, row.answer.stats),
+        "agreement": f"{row.agreement:.0%}",
+        "answer": " ".join(row.answer.text.split()),
+    }
+
+
+def _print_table(rows: list[dict[str, str]]) -> None:
+    """Aligned columns: texts to the left, numbers to the right; the last may be long."""
+    texts = ("recipe", "answer")
+    widths = {key: max(len(key), *(len(row[key]) for row in rows)) for key in rows[0]}
+    for cells in ({key: key for key in widths}, *rows):
+        line = [
+            f"{cells[key]:<{width}}" if key in texts else f"{cells[key]:>{width}}"
+            for key, width in widths.items()
+        ]
+        print("  ".join(line).rstrip())
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.3g} ms"
+
+
+def _bytes(value: float | None) -> str:
+    if value is None:
+        return "-"
+    for unit in ("B", "kB", "MB"):
+        if value < 1000:
+            return f"{value:.3g} {unit}"
+        value /= 1000
+    return f"{value:.3g} GB"
+
+
+# --- surroundings --------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """No warnings and no log lines of the libraries underneath: stderr is for our errors."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _survive_narrow_encodings() -> None:
+    """An answer may hold any character; a terminal that cannot show one shows ``?``."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")

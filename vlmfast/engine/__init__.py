@@ -1,0 +1,1 @@
+"""Prefill, cache, decode: the one place that runs the language model."""

@@ -1,0 +1,204 @@
+"""The two attention functions that stand in for Hugging Face's while a `Step` is active.
+
+They are registered under names of their own and chosen per call, so no class is patched. The text
+name has no mask function on purpose: Hugging Face then builds no mask, and causality, padding and
+trees follow one rule here. The vision name has the SDPA mask function: towers with padded tiles
+need their mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from ..stages import Phase, StatRequest, Step, current_step
+
+# No "flash", "sdpa" or "/" in these names: transformers tests for such substrings.
+TEXT, VISION = "vlmfast_text", "vlmfast_vision"
+
+_ROWS_AT_ONCE = 512  # bounds the memory of column statistics to rows x keys x heads
+
+
+def _step(kwargs: dict) -> Step:
+    # An argument in decode (a ContextVar cannot be read inside a compiled region on torch 2.11),
+    # the ContextVar elsewhere.
+    step = kwargs.pop("vlmfast_step", None) or current_step.get()
+    if step is None:
+        raise RuntimeError(
+            "vlmfast's attention was reached outside a vlmfast call; "
+            "the attention implementation of this model was changed by hand"
+        )
+    return step
+
+
+def text_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs,
+) -> tuple[Tensor, None]:
+    """Self-attention of the language model.
+
+    Parameters
+    ----------
+    query : Tensor, (B, Hq, T, D)
+    key, value : Tensor, (B, Hkv, S, D)
+        What the cache's ``update`` returned: all tokens so far during prefill, the whole static
+        buffer afterwards.
+
+    Returns
+    -------
+    output : Tensor, (B, T, Hq, D)
+    """
+    step = _step(kwargs)
+    if step.phase in (Phase.DECODE, Phase.VERIFY):
+        mask = step.cache.layers[module.layer_idx].mask(query.shape[2])
+        return _buffer_attention(query, key, value, mask, scaling), None
+    request = step.requests.get(module.layer_idx)
+    if request is not None:
+        rows = _query_rows(request, step)
+        step.stats[module.layer_idx] = attention_rows(
+            query[0], key[0], rows, scaling, total=request.rows == "columns"
+        )
+    if step.phase is Phase.PROBE:
+        return torch.zeros_like(query).transpose(1, 2), None
+    if step.mask_rule is not None:
+        attention_mask = step.mask_rule(step.layout)[None, None]
+    return sdpa_attention_forward(
+        module, query, key, value, attention_mask, dropout=dropout, scaling=scaling
+    )
+
+
+def _buffer_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None
+) -> Tensor:
+    """Attention over static buffers. ``mask`` (B, Hkv, T, cap); returns (B, T, Hq, D)."""
+    b, hq, t, d = query.shape
+    hkv = key.shape[1]
+    # The query heads of one KV head become extra rows, so keys and values are never repeated.
+    rows = query.reshape(b, hkv, hq // hkv * t, d)
+    out = scaled_dot_product_attention(
+        rows, key, value, attn_mask=mask.repeat(1, 1, hq // hkv, 1), scale=scaling
+    )
+    return out.reshape(b, hq, t, -1).transpose(1, 2)
+
+
+def vision_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs,
+) -> tuple[Tensor, None]:
+    """Attention of the vision tower, (V, H, N, D) each; statistics only where they were asked."""
+    step = _step(kwargs)
+    request = step.requests.get(step.modules.get(id(module), -1))
+    if request is not None:
+        if request.rows == "columns":
+            stats = torch.stack(
+                [
+                    attention_rows(q, k, None, scaling, total=True, causal=False)
+                    for q, k in zip(query, key, strict=True)
+                ]
+            )
+        else:
+            logits = query[:, :, :1].float() @ key.float().transpose(-1, -2)
+            stats = (logits * _scale(scaling, query)).softmax(-1)
+        if step.merged is not None:  # back to the rows that entered the tower
+            rows = step.merged[:, None, None].expand(-1, *stats.shape[1:3], -1)
+            stats = stats.gather(-1, rows)
+        step.stats[step.modules[id(module)]] = stats
+    return sdpa_attention_forward(
+        module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+    )
+
+
+def _scale(scaling: float | None, query: Tensor) -> float:
+    return query.shape[-1] ** -0.5 if scaling is None else scaling
+
+
+def _query_rows(request: StatRequest, step: Step) -> Tensor | None:
+    """Indices of the query rows that a request means; ``None`` for all."""
+    n, device = len(step.layout), step.layout.device
+    if request.rows == "columns":
+        return None
+    if request.rows == "text":
+        visual = step.layout.visual.nonzero().flatten()
+        start = int(visual[-1]) + 1 if len(visual) else 0
+        return torch.arange(start, n, device=device)
+    if request.rows in ("last", "window"):
+        return torch.arange(max(n - (request.n or 1), 0), n, device=device)
+    raise ValueError(f"the language model has no {request.rows!r} rows")
+
+
+def attention_rows(
+    query: Tensor,
+    key: Tensor,
+    rows: Tensor | None,
+    scaling: float | None,
+    *,
+    total: bool = False,
+    causal: bool = True,
+) -> Tensor:
+    """Softmax attention of a few query rows, in float32.
+
+    Parameters
+    ----------
+    query : Tensor, (Hq, T, D)
+    key : Tensor, (Hkv, T, D)
+        Grouped-query heads are shared by ``Hq // Hkv`` query heads.
+    rows : Tensor, int64, (R,), or None
+        Query rows; all of them if ``None``.
+    total : bool
+        Sum over the rows; they are then computed a block at a time, never as one map.
+
+    Returns
+    -------
+    Tensor, float32, (Hq, R, T), or (Hq, 1, T) when summed
+    """
+    hq, t, _ = query.shape
+    rows = torch.arange(t, device=query.device) if rows is None else rows
+    groups, columns = hq // key.shape[0], torch.arange(t, device=query.device)
+    keys = key.float().transpose(-1, -2)
+    parts = []
+    for block in rows.split(_ROWS_AT_ONCE) if total else (rows,):
+        q = query.index_select(1, block).float() * _scale(scaling, query)
+        logits = (q.unflatten(0, (-1, groups)) @ keys[:, None]).flatten(0, 1)
+        if causal:
+            logits = logits.masked_fill(columns[None, :] > block[:, None], -torch.inf)
+        weights = logits.softmax(-1)
+        parts.append(weights.sum(1, keepdim=True) if total else weights)
+    return sum(parts[1:], parts[0])
+
+
+@contextmanager
+def switched(model: nn.Module) -> Iterator[None]:
+    """Run ``model`` with vlmfast's attention; the names it had before are restored on exit."""
+    before = {
+        key: getattr(model.config, key)._attn_implementation
+        for key in ("text_config", "vision_config")
+    }
+    model.set_attn_implementation({"text_config": TEXT, "vision_config": VISION})
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+AttentionInterface.register(TEXT, text_attention)
+AttentionInterface.register(VISION, vision_attention)
+AttentionMaskInterface.register(VISION, sdpa_mask)

@@ -1,0 +1,269 @@
+"""From processor output to the first logits: encode, reduce, merge, prefill with drops."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import ModelError, RecipeError
+from ..layout import TokenLayout
+from ..models.base import Adapter
+from ..recipe import Recipe
+from ..stages import EncodeRequest, Phase, PrefillStage, StatRequest, Step, active
+from .cache import KVCache
+from .stats import Stats, Trace, clock
+from .vision import encode, merge_requests
+
+
+@dataclass
+class Prompt:
+    """A prompt that is ready for the language model.
+
+    Parameters
+    ----------
+    embeds : Tensor, (S, D)
+    layout : TokenLayout, S rows
+    full_length : int
+        Ids of the prompt before anything was dropped.
+    next_position : int
+        Rotary id of the first generated token.
+    extra : tuple of Tensor, each (S_visual, D)
+        Deepstack levels of the visual rows.
+    """
+
+    embeds: Tensor
+    layout: TokenLayout
+    full_length: int
+    next_position: int
+    extra: tuple[Tensor, ...] = ()
+
+
+@dataclass
+class Inputs:
+    """Processor output with what the engine must know beside it.
+
+    Parameters
+    ----------
+    tensors : dict of str to Tensor
+        ``input_ids`` (1, S) and whatever the family's vision tower takes.
+    sizes : list of (int, int)
+        Height and width of every picture in pixels.
+    question : str
+        Text of the last user turn.
+    """
+
+    tensors: dict[str, Tensor]
+    sizes: list[tuple[int, int]] = field(default_factory=list)
+    question: str = ""
+
+
+def prepare(adapter: Adapter, inputs: Inputs, recipe: Recipe, stats: Stats, trace: Trace) -> Prompt:
+    """Encode the pictures, reduce their tokens and merge them into the prompt."""
+    ids = inputs.tensors["input_ids"]
+    position = adapter.positions(inputs.tensors)
+    is_visual = ids[0] == adapter.image_token_id
+    order = torch.arange(ids.shape[1], device=ids.device)
+    text_layout = TokenLayout.text(order[~is_visual], position[:, ~is_visual])
+    # Placeholder ids may lie outside the vocabulary, so only text is embedded.
+    text = adapter.embed(ids[:, ~is_visual])[0]
+    next_position = int(position.max()) + 1
+    if not inputs.sizes:
+        if bool(is_visual.any()):
+            raise ModelError("the prompt has picture placeholders, but no picture was given")
+        return Prompt(text, text_layout, ids.shape[1], next_position)
+
+    stages = recipe.acting("encode")
+    start = clock(ids.device)
+    tokens, vision = encode(
+        adapter,
+        inputs.tensors,
+        inputs.sizes,
+        recipe.acting("in-encoder"),
+        stages,
+        order[is_visual],
+        position[:, is_visual],
+        stats,
+        trace,
+    )
+    stats.time_vision_s = clock(ids.device) - start
+
+    start = clock(ids.device)
+    request = EncodeRequest(inputs.question, text, adapter.depth)
+    for stage in stages:
+        tokens = stage.reduce(tokens, vision, request)
+        trace.drop_before(0, tokens.layout, stage.name)
+        stats.visual_tokens_kept[stage.name] = len(tokens)
+    layout = TokenLayout.cat([text_layout, tokens.layout])
+    rank = layout.order.argsort(stable=True)
+    layout = layout.select(rank)
+    if any(stage.positions == "compact" for stage in stages) and len(layout) < ids.shape[1]:
+        layout = adapter.compact(layout)
+        next_position = int(layout.position.max()) + 1
+    embeds = torch.cat([text, tokens.features.to(text.dtype)]).index_select(0, rank)
+    stats.time_reduce_s += clock(ids.device) - start
+    return Prompt(embeds, layout, ids.shape[1], next_position, tokens.extra)
+
+
+@torch.no_grad()
+def prefill(
+    adapter: Adapter, prompt: Prompt, recipe: Recipe, cache: KVCache, stats: Stats, trace: Trace
+) -> Tensor:
+    """Run the prompt through the decoder, filling ``cache``.
+
+    Returns
+    -------
+    Tensor, (1, V)
+        Logits after the last token of the prompt.
+    """
+    stages = recipe.acting("prefill")
+    step = Step(Phase.PREFILL, layout=prompt.layout, cache=cache, mask_rule=adapter.mask_rule)
+    wanted: dict[int, StatRequest] = {}
+    for stage in stages:
+        merge_requests(wanted, stage.text_stats(adapter.depth), stage.name)
+    step.requests = {layer: r for layer, r in wanted.items() if not r.ahead}
+    ahead = {layer: r for layer, r in wanted.items() if r.ahead}
+    drops = Drops(adapter, stages, ahead, step, stats, trace)
+    start = clock(prompt.embeds.device)
+    with active(step), drops.installed():
+        hidden = adapter.decoder(
+            inputs_embeds=prompt.embeds[None],
+            position_ids=rows_of(prompt.layout.position),
+            past_key_values=cache,
+            use_cache=True,
+            **adapter.decoder_kwargs(prompt.layout, prompt.extra),
+        ).last_hidden_state
+        logits = adapter.logits(hidden[:, -1])
+    stats.time_prefill_s = clock(prompt.embeds.device) - start
+    stats.layer_tokens(drops.visual_per_layer, adapter.config.get_text_config())
+    stats.kv_bytes = cache.held_bytes()
+    held = sum(cache.lengths())
+    stats.kv_bytes_full = stats.kv_bytes * prompt.full_length * adapter.depth // held
+    return logits
+
+
+def rows_of(position: Tensor) -> Tensor:
+    """Rotary ids (P, S) as a decoder takes them: (1, S), or (3, 1, S) for M-RoPE."""
+    return position if position.shape[0] == 1 else position[:, None]
+
+
+class Drops:
+    """Shortens the sequence between decoder layers during one prefill.
+
+    A forward pre-hook on every layer from the first drop on: the decoder passes the same rotary
+    tables and position ids to each layer, so all later layers need the shortened ones.
+    """
+
+    def __init__(
+        self,
+        adapter: Adapter,
+        stages: list[PrefillStage],
+        ahead: dict[int, StatRequest],
+        step: Step,
+        stats: Stats,
+        trace: Trace,
+    ) -> None:
+        self.adapter, self.step, self.stats, self.trace = adapter, step, stats, trace
+        self.ahead = ahead
+        self.layers = adapter.decoder.layers
+        self.schedule: dict[int, list[PrefillStage]] = {}
+        for stage in stages:
+            for layer in stage.layers(adapter.depth):
+                if not adapter.min_drop_layer <= layer < adapter.depth:
+                    raise RecipeError(
+                        f"{stage.name}: layer {layer} is out of range, this model can drop before "
+                        f"layers {adapter.min_drop_layer} to {adapter.depth - 1}"
+                    )
+                self.schedule.setdefault(layer, []).append(stage)
+        self.kept: Tensor | None = None  # rows of the prompt that are still there
+        self.tables: tuple[Tensor, ...] | None = None  # rotary tables, once rows were renumbered
+        n = int(step.layout.visual.sum())
+        self.visual_per_layer = [n] * adapter.depth
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        first = min(self.schedule, default=len(self.layers))
+        handles = [
+            layer.register_forward_pre_hook(self._hook(index), with_kwargs=True)
+            for index, layer in enumerate(self.layers)
+            if index >= first
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _hook(self, index: int):
+        def hook(module: nn.Module, args: tuple, kwargs: dict):
+            hidden = args[0]
+            if index in self.ahead:
+                self._probe(module, index, hidden, kwargs)
+            for stage in self.schedule.get(index, ()):
+                start = clock(hidden.device)
+                keep = stage.keep(self.step, index)
+                if keep is not None:
+                    hidden = self._drop(stage, index, hidden, keep)
+                self.stats.time_reduce_s += clock(hidden.device) - start
+            if self.kept is None:
+                return None
+            return (hidden, *args[1:]), {**kwargs, **self._positions(kwargs)}
+
+        return hook
+
+    def _positions(self, kwargs: dict) -> dict:
+        """Rotary tables and ids of the rows that are left."""
+        if self.kept is None:
+            return {key: kwargs[key] for key in ("position_embeddings", "position_ids")}
+        tables = self.tables or tuple(
+            table.index_select(-2, self.kept) for table in kwargs["position_embeddings"]
+        )
+        position = rows_of(self.step.layout.position)
+        return {"position_embeddings": tables, "position_ids": position}
+
+    def _probe(self, module: nn.Module, index: int, hidden: Tensor, kwargs: dict) -> None:
+        """What layer ``index`` would attend to: its attention runs up to its queries and keys."""
+        start = clock(hidden.device)
+        probe = Step(Phase.PROBE, layout=self.step.layout, requests={index: self.ahead[index]})
+        with active(probe):
+            module.self_attn(
+                hidden_states=module.input_layernorm(hidden),
+                attention_mask=None,
+                past_key_values=None,
+                **self._positions(kwargs),
+            )
+        self.step.stats[index] = probe.stats[index]
+        self.stats.time_reduce_s += clock(hidden.device) - start
+
+    def _drop(self, stage: PrefillStage, index: int, hidden: Tensor, keep: Tensor) -> Tensor:
+        layout = self.step.layout
+        gone = torch.ones(len(layout), dtype=torch.bool, device=keep.device).index_fill(
+            0, keep, False
+        )
+        if bool((keep[1:] <= keep[:-1]).any()) or bool((gone & ~layout.visual).any()):
+            raise RecipeError(f"{stage.name} must keep every text token, in ascending order")
+        self.step.select(keep)
+        hidden = hidden.index_select(1, keep)
+        self.kept = keep if self.kept is None else self.kept.index_select(0, keep)
+        if stage.positions == "compact":
+            self._renumber(index, hidden)
+        elif self.tables is not None:
+            self.tables = tuple(table.index_select(-2, keep) for table in self.tables)
+        visual = self.step.layout.select(self.step.layout.visual)
+        self.visual_per_layer[index:] = [len(visual)] * (len(self.layers) - index)
+        self.trace.drop_before(index, visual, stage.name)
+        self.stats.visual_tokens_kept[stage.name] = len(visual)
+        return hidden
+
+    def _renumber(self, index: int, hidden: Tensor) -> None:
+        """Rows without gaps from layer ``index`` on; decode continues each layer's own count."""
+        last = int(self.step.layout.position.max())
+        self.step.layout = self.adapter.compact(self.step.layout)
+        shift = last - int(self.step.layout.position.max())
+        for layer in self.step.cache.layers[index:]:
+            layer.shift += shift
+        position = rows_of(self.step.layout.position)
+        self.tables = tuple(self.adapter.decoder.rotary_emb(hidden, position))

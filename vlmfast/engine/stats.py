@@ -1,0 +1,141 @@
+"""What an answer cost, and what became of each visual token."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..layout import TokenLayout
+
+
+def clock(device: torch.device) -> float:
+    """Seconds; waits for the device first, so that the work before it is counted."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+@dataclass
+class Stats:
+    """Cost of one answer. Times in seconds, sizes in bytes.
+
+    ``visual_tokens_kept`` counts what each stage handed on; ``equivalent_tokens`` is the number of
+    visual tokens averaged over the language model's layers, the common cost axis. ``flops_prefill``
+    counts the visual tokens' share of the prefill by the papers' formula, per layer with n tokens,
+    width d and FFN width m: ``4 n d^2 + 2 n^2 d + 3 n d m``. ``kv_bytes_full`` is what the cache
+    would hold had nothing been dropped. ``ttft_s`` runs from RGB pictures in host memory to the
+    first token on the host.
+    """
+
+    visual_tokens_in: int = 0
+    visual_tokens_kept: dict[str, int] = field(default_factory=dict)
+    visual_tokens_per_layer: list[int] = field(default_factory=list)
+    equivalent_tokens: float = 0.0
+    flops_prefill: float = 0.0
+    kv_bytes: int = 0
+    kv_bytes_full: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    time_media_s: float = 0.0
+    time_processor_s: float = 0.0
+    time_vision_s: float = 0.0
+    time_reduce_s: float = 0.0
+    time_prefill_s: float = 0.0
+    ttft_s: float = 0.0
+    time_total_s: float = 0.0
+    tpot_s: float = 0.0
+    tokens_per_s: float = 0.0
+    peak_memory_bytes: int = 0
+
+    def layer_tokens(self, per_layer: list[int], config: Any) -> None:
+        """Record the visual tokens that entered each layer of a language model."""
+        self.visual_tokens_per_layer = per_layer
+        self.equivalent_tokens = sum(per_layer) / len(per_layer)
+        d, m = config.hidden_size, config.intermediate_size
+        self.flops_prefill = float(
+            sum(4 * n * d * d + 2 * n * n * d + 3 * n * d * m for n in per_layer)
+        )
+
+    def finish(self, generated: int, start: float, first: float, end: float) -> None:
+        """Derive the rates from clock readings around the first and the last token."""
+        self.generated_tokens = generated
+        self.ttft_s, self.time_total_s = first - start, end - start
+        if generated > 1:
+            self.tpot_s = (end - first) / (generated - 1)
+            self.tokens_per_s = 1 / self.tpot_s
+        self.peak_memory_bytes = peak_memory()
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def peak_memory() -> int:
+    """Peak bytes: of the GPU's allocator when one is in use, of the process otherwise."""
+    if torch.cuda.is_available() and torch.cuda.max_memory_allocated():
+        return torch.cuda.max_memory_allocated()
+    import resource
+    import sys
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+@dataclass
+class Trace:
+    """How deep each visual token lived.
+
+    Parameters
+    ----------
+    layout : TokenLayout, N rows
+        All visual tokens before anything was dropped.
+    depth : Tensor, int64, (N,)
+        Number of language-model layers that the token entered: 0 when it was dropped before the
+        first, ``layers`` when it stayed to the end.
+    stages : list of (str, int)
+        Every stage that ran, with the layer before which it dropped.
+    images : list of PIL.Image.Image
+        The pictures, by ``layout.item``.
+    """
+
+    layout: TokenLayout | None = None
+    depth: Tensor | None = None
+    layers: int = 0
+    stages: list[tuple[str, int]] = field(default_factory=list)
+    images: list[Any] = field(default_factory=list)
+
+    def begin(self, layout: TokenLayout, layers: int) -> None:
+        self.layout, self.layers = layout, layers
+        self.depth = torch.full((len(layout),), layers, device=layout.device)
+
+    def drop_before(self, layer: int, left: TokenLayout, name: str) -> None:
+        """Tokens that are not among ``left`` (visual rows) do not enter ``layer``."""
+        gone = ~torch.isin(self.layout.order, left.order)
+        self.depth[gone & (self.depth > layer)] = layer
+        self.stages.append((name, layer))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain lists: one entry per visual token."""
+        if self.layout is None:
+            return {"layers": self.layers, "stages": [], "tokens": []}
+        rows = zip(
+            self.layout.item.tolist(),
+            self.layout.tile.tolist(),
+            self.layout.kind.tolist(),
+            self.layout.box.nan_to_num(-1).tolist(),
+            self.depth.tolist(),
+            strict=True,
+        )
+        keys = ("item", "tile", "kind", "box", "depth")
+        return {
+            "layers": self.layers,
+            "stages": [{"name": name, "layer": layer} for name, layer in self.stages],
+            "tokens": [dict(zip(keys, row, strict=True)) for row in rows],
+        }
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict())

@@ -1,0 +1,181 @@
+"""The vision tower under a recipe: statistics, in-encoder stages, and the tokens that come out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import ModelError, RecipeError
+from ..layout import TokenLayout, VisualTokens
+from ..models.base import Adapter
+from ..stages import InEncoderStage, Phase, Stage, StatRequest, Step, VisionStats, active
+from .stats import Stats, Trace
+
+
+def merge_requests(
+    requests: dict[int, StatRequest], more: dict[int, StatRequest], name: str
+) -> None:
+    """Add what one more stage wants; one layer yields one kind of statistic."""
+    for layer, request in more.items():
+        if requests.setdefault(layer, request) != request:
+            raise RecipeError(
+                f"{name} needs {request} of layer {layer}, another stage of the recipe "
+                f"{requests[layer]}; they cannot stand together"
+            )
+
+
+@torch.no_grad()
+def encode(
+    adapter: Adapter,
+    tensors: dict[str, Tensor],
+    sizes: list[tuple[int, int]],
+    inside: list[InEncoderStage],
+    outside: list[Stage],
+    order: Tensor,
+    position: Tensor,
+    stats: Stats,
+    trace: Trace,
+) -> tuple[VisualTokens, VisionStats]:
+    """All pictures through the tower, with ``inside`` stages between its blocks.
+
+    Parameters
+    ----------
+    outside : list of EncodeStage
+        Only their wish for statistics is served here.
+    order : Tensor, int64, (N,)
+        Indices of the picture placeholders in the prompt.
+    position : Tensor, int64, (P, N)
+        Their rotary ids.
+    """
+    blocks = adapter.vision_blocks()
+    step = Step(
+        Phase.VISION,
+        modules={id(block.self_attn): index for index, block in enumerate(blocks)},
+    )
+    for stage in outside:
+        merge_requests(step.requests, stage.vision_stats(len(blocks)), stage.name)
+    for layer in step.requests:
+        if not 0 <= layer < len(blocks):
+            raise RecipeError(
+                f"vision layer {layer} was asked for, the tower has {len(blocks)} layers"
+            )
+    with active(step), _between_blocks(adapter, inside, step):
+        encoded = adapter.encode(tensors, step, sizes)
+    features = torch.cat(encoded.features)
+    if features.shape[0] != order.shape[0]:
+        raise ModelError(
+            f"the processor made {order.shape[0]} picture placeholders, the vision tower "
+            f"{features.shape[0]} tokens; processor and model do not belong together"
+        )
+    layout = TokenLayout.cat(encoded.layouts).replace(order=order, position=position)
+    extra = tuple(torch.cat(level) for level in zip(*encoded.extra, strict=True))
+    tokens = VisualTokens(features, layout, extra)
+    stats.visual_tokens_in = len(tokens)
+    trace.begin(layout, adapter.depth)
+    if step.merged is not None:
+        h, w = encoded.stats.items[0].patches
+        tokens = representatives(tokens, step.merged[:, -h * w :], w)
+        trace.drop_before(0, tokens.layout, inside[-1].name)
+        stats.visual_tokens_kept[inside[-1].name] = len(tokens)
+    return tokens, encoded.stats
+
+
+@contextmanager
+def _between_blocks(adapter: Adapter, stages: list[InEncoderStage], step: Step) -> Iterator[None]:
+    """Hooks that run ``stages`` before blocks, and undo merges in front of the projector.
+
+    Merged rows are spread out to their places again there, so that the family's own packing (crops,
+    padding, newlines) meets the grid that it expects.
+    """
+    blocks, last = adapter.vision_blocks(), adapter.feature_block()
+    handles = []
+
+    def before_block(stage: InEncoderStage, index: int):
+        def hook(module: nn.Module, args: tuple, kwargs: dict):
+            hidden, source = stage.on_block(step, index, args[0])
+            if source is not None:
+                step.merged = source if step.merged is None else source.gather(1, step.merged)
+            return (hidden, *args[1:]), kwargs
+
+        return hook
+
+    def before_projector(module: nn.Module, args: tuple):
+        if step.merged is None:
+            return None
+        # Strategy "default" has cut the CLS row off, which is row 0 before and after merging.
+        cut = int(step.merged.max()) + 1 - args[0].shape[1]
+        rows = step.merged[:, cut:, None] - cut
+        return (args[0].gather(1, rows.expand(-1, -1, args[0].shape[2])), *args[1:])
+
+    try:
+        for stage in stages:
+            for index in stage.blocks(len(blocks)):
+                if not 1 <= index <= last:
+                    raise RecipeError(
+                        f"{stage.name}: vision block {index} is out of range, "
+                        f"allowed are 1 to {last}"
+                    )
+                handles.append(
+                    blocks[index].register_forward_pre_hook(
+                        before_block(stage, index), with_kwargs=True
+                    )
+                )
+        if stages:
+            handles.append(adapter.projector().register_forward_pre_hook(before_projector))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def representatives(tokens: VisualTokens, merged: Tensor, width: int) -> VisualTokens:
+    """One token per merged group: the one nearest to the group's middle, lower index on ties.
+
+    Parameters
+    ----------
+    merged : Tensor, int64, (V, N)
+        Group of each patch of each view.
+    width : int
+        Patches per row of a view.
+
+    Returns
+    -------
+    VisualTokens
+        ``weight`` counts the patches of the group that are in the prompt, ``box`` covers them.
+    """
+    layout = tokens.layout
+    here = layout.view >= 0
+    patch = torch.where(here, layout.grid[:, 1] * width + layout.grid[:, 2], 0).long()
+    group = merged[layout.view.clamp(min=0).long(), patch] + layout.view * (int(merged.max()) + 1)
+    # Newlines belong to no view: each is a group of its own.
+    group = torch.where(
+        here, group, int(group.max()) + 1 + torch.arange(len(layout), device=group.device)
+    )
+    _, group = group.unique(return_inverse=True)
+    n = int(group.max()) + 1
+    place = layout.grid[:, 1:].double()
+    size = torch.zeros(n, dtype=torch.float64, device=group.device).index_add(
+        0, group, torch.ones_like(place[:, 0])
+    )
+    middle = torch.zeros(n, 2, dtype=torch.float64, device=group.device)
+    middle = middle.index_add(0, group, place) / size[:, None]
+    distance = (place - middle[group]).square().sum(1)
+    # Sorted by group, then distance, then index (both sorts are stable): the first of each group.
+    rank = distance.argsort(stable=True)
+    rank = rank[group[rank].argsort(stable=True)]
+    starts = torch.cat([size.new_zeros(1), size.cumsum(0)[:-1]]).long()
+    chosen = rank[starts]
+    kept = chosen.sort().values
+    box = layout.box.new_full((n, 4), torch.inf)
+    box[:, 2:] = -torch.inf
+    index = group[:, None].expand(-1, 2)
+    box[:, :2] = box[:, :2].scatter_reduce(0, index, layout.box[:, :2], "amin")
+    box[:, 2:] = box[:, 2:].scatter_reduce(0, index, layout.box[:, 2:], "amax")
+    reduced = tokens.select(kept)
+    weight = size[group[kept]].to(layout.weight.dtype)
+    return VisualTokens(
+        reduced.features, reduced.layout.replace(weight=weight, box=box[group[kept]]), reduced.extra
+    )

@@ -1,0 +1,169 @@
+"""Where every token of a prompt came from.
+
+A `TokenLayout` travels beside the features of a sequence. Reducers and caches read it to know which
+tokens are visual, which picture and tile they belong to and where they lie in it; whatever selects
+rows of the features selects the same rows of the layout.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+
+class Kind(IntEnum):
+    """What a token stands for."""
+
+    TEXT = 0
+    IMAGE = 1
+    VIDEO = 2
+    NEWLINE = 3  # a learned row separator inside a picture (LLaVA-NeXT's ``image_newline``)
+
+
+@dataclass(frozen=True)
+class TokenLayout:
+    """Provenance of a sequence of ``S`` tokens; immutable, one row per token.
+
+    Parameters
+    ----------
+    kind : Tensor, uint8, (S,)
+        A `Kind`. Newlines count as visual tokens: they are paid for like any other.
+    item : Tensor, int32, (S,)
+        Index of the picture (or of the frame, when a clip is read frame by frame) inside the
+        prompt; -1 for text.
+    tile : Tensor, int32, (S,)
+        0 is the base view of the item, 1.. its crops in raster order; -1 for text and newlines.
+    view : Tensor, int32, (S,)
+        Row of the token's tile in the batch that went through the vision tower, so that
+        ``stats[view]`` are the statistics of its tile; -1 for text and newlines.
+    grid : Tensor, int32, (S, 3)
+        (t, y, x) in the token grid of the tile. For a newline, y is the row that it closes in the
+        stitched canvas of crops and x is -1. -1 for text.
+    box : Tensor, float32, (S, 4)
+        (x0, y0, x1, y1) of the token in its picture, as shares of the picture's width and height;
+        NaN where it has no place (text and newlines).
+    order : Tensor, int64, (S,)
+        Index in the full prompt, before anything was dropped. Causality follows it.
+    position : Tensor, int64, (P, S)
+        Rotary position ids; P is 1, or 3 for M-RoPE (t, h, w).
+    weight : Tensor, float32, (S,)
+        How many source tokens this row stands for (more than 1 after merging).
+    protected : Tensor, bool, (S,)
+        Rows that later parts of the same method must not drop.
+    """
+
+    kind: Tensor
+    item: Tensor
+    tile: Tensor
+    view: Tensor
+    grid: Tensor
+    box: Tensor
+    order: Tensor
+    position: Tensor
+    weight: Tensor
+    protected: Tensor
+
+    def __len__(self) -> int:
+        return self.kind.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        return self.kind.device
+
+    @property
+    def visual(self) -> Tensor:
+        """Tensor, bool, (S,): every token that the picture costs, newlines included."""
+        return self.kind != Kind.TEXT
+
+    @property
+    def patches(self) -> Tensor:
+        """Tensor, bool, (S,): tokens that show a part of a picture (no text, no newlines)."""
+        return (self.kind == Kind.IMAGE) | (self.kind == Kind.VIDEO)
+
+    def select(self, index: Tensor) -> TokenLayout:
+        """Rows ``index`` (int64 indices or a boolean mask), in that order."""
+        if index.dtype == torch.bool:
+            index = index.nonzero().flatten()
+        return TokenLayout(
+            **{
+                f.name: getattr(self, f.name).index_select(1 if f.name == "position" else 0, index)
+                for f in fields(self)
+            }
+        )
+
+    def replace(self, **changes: Tensor) -> TokenLayout:
+        return replace(self, **changes)
+
+    def to(self, device: torch.device | str) -> TokenLayout:
+        return TokenLayout(**{f.name: getattr(self, f.name).to(device) for f in fields(self)})
+
+    @staticmethod
+    def cat(layouts: list[TokenLayout]) -> TokenLayout:
+        """Rows of all ``layouts``, one after another."""
+        return TokenLayout(
+            **{
+                f.name: torch.cat(
+                    [getattr(layout, f.name) for layout in layouts],
+                    dim=1 if f.name == "position" else 0,
+                )
+                for f in fields(TokenLayout)
+            }
+        )
+
+    @staticmethod
+    def text(order: Tensor, position: Tensor) -> TokenLayout:
+        """Layout of text tokens at ``order`` (S,) with rotary ids ``position`` (P, S)."""
+        n, device = order.shape[0], order.device
+        none = torch.full((n,), -1, dtype=torch.int32, device=device)
+        return TokenLayout(
+            kind=torch.full((n,), int(Kind.TEXT), dtype=torch.uint8, device=device),
+            item=none,
+            tile=none,
+            view=none,
+            grid=torch.full((n, 3), -1, dtype=torch.int32, device=device),
+            box=torch.full((n, 4), torch.nan, device=device),
+            order=order,
+            position=position,
+            weight=torch.ones(n, device=device),
+            protected=torch.zeros(n, dtype=torch.bool, device=device),
+        )
+
+
+@dataclass(frozen=True)
+class VisualTokens:
+    """Visual tokens on their way from the vision encoder to the language model.
+
+    Parameters
+    ----------
+    features : Tensor, (N, D)
+        One row per token, after the projector, in the language model's width.
+    layout : TokenLayout
+        N rows, ascending in ``order``.
+    extra : tuple of Tensor, each (N, D)
+        Further features of the same tokens that enter deeper (deepstack levels); usually empty.
+    """
+
+    features: Tensor
+    layout: TokenLayout
+    extra: tuple[Tensor, ...] = ()
+
+    def __len__(self) -> int:
+        return self.features.shape[0]
+
+    def select(self, index: Tensor) -> VisualTokens:
+        """Rows ``index`` (int64 indices or a boolean mask), in that order."""
+        if index.dtype == torch.bool:
+            index = index.nonzero().flatten()
+        return VisualTokens(
+            self.features.index_select(0, index),
+            self.layout.select(index),
+            tuple(level.index_select(0, index) for level in self.extra),
+        )
+
+    def items(self) -> list[tuple[int, Tensor]]:
+        """``(item, indices)`` of every picture, in the order of the prompt."""
+        ids = self.layout.item
+        return [(i, (ids == i).nonzero().flatten()) for i in torch.unique(ids).tolist()]

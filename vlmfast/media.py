@@ -1,0 +1,486 @@
+"""Images and videos in, RGB frames out, :class:`~vlmfast.errors.MediaError` for everything else.
+
+Nothing heavy is imported before it is needed: Pillow, NumPy and the video decoders are imported by
+the functions that use them.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import itertools
+import math
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal, TypeAlias
+
+from ._media.containers import damage, irregularity
+from ._media.pictures import (
+    check_size,
+    from_array,
+    from_tensor,
+    load_pixels,
+    open_picture,
+    picture_name,
+    upright_rgb,
+)
+from ._media.sources import is_a, is_url, opened, short, sniffed
+from .errors import MediaError
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+    from ._media.decoders import AvReader, DecordReader
+
+__all__ = [
+    "MAX_ASPECT",
+    "MAX_PIXELS",
+    "MAX_VIDEO_PIXELS",
+    "VideoFrames",
+    "VideoInfo",
+    "kind_of",
+    "load_image",
+    "load_images",
+    "load_video",
+    "probe_video",
+    "read_media",
+]
+
+ImageSource: TypeAlias = Any
+"""A path, URL, ``data:`` URL, bytes, PIL image, NumPy array or torch tensor."""
+VideoSource: TypeAlias = Any
+"""A path, bytes, or a list of what :func:`load_image` takes."""
+Decoder: TypeAlias = Literal["auto", "decord", "av"]
+
+MAX_PIXELS = 89_478_485
+"""Largest picture that is decoded by default: Pillow's own limit, 256 MiB of RGB."""
+MAX_ASPECT = 100
+"""Largest ratio of the sides of a picture. Image processors scale the *shorter* side to the vision
+encoder's size (336 for LLaVA-1.5), so that a strip of ratio r becomes 336 * 336 * r pixels: at
+100 that is 11 Mpx, at 1000 it would be 113 Mpx, however small the file was."""
+MAX_VIDEO_PIXELS = 1 << 30
+"""Most pixels of frames that one video may take: 3 GiB of RGB, 517 frames of 1920x1080."""
+DEFAULT_FRAMES = 8
+
+
+@dataclass(frozen=True)
+class VideoInfo:
+    """What is known of a video before its frames are chosen.
+
+    Attributes
+    ----------
+    frames : int
+        Frames there are to choose from, as counted, not as the header claims.
+    fps : float
+        Average frame rate. A list of frames has no clock; it counts as one frame a second.
+    duration_s : float
+        Seconds from the first frame to the end of the last.
+    width, height : int
+        Size of the frames, upright.
+    """
+
+    frames: int
+    fps: float
+    duration_s: float
+    width: int
+    height: int
+
+
+@dataclass(frozen=True)
+class VideoFrames:
+    """Frames chosen from a video.
+
+    Attributes
+    ----------
+    frames : list of PIL.Image.Image
+        RGB, all of one size.
+    indices : list[int]
+        Their places in the video, ascending, none twice.
+    timestamps_s : list[float]
+        Seconds after the video's first frame at which each is shown.
+    source_fps : float
+        Average frame rate of the video they were chosen from.
+    info : VideoInfo
+        The whole video.
+    """
+
+    frames: list[Image.Image] = field(repr=False)
+    indices: list[int]
+    timestamps_s: list[float]
+    source_fps: float
+    info: VideoInfo
+
+    def __len__(self) -> int:
+        return len(self.frames)
+
+
+def load_image(
+    source: ImageSource,
+    *,
+    max_pixels: int | None = MAX_PIXELS,
+    max_aspect: float | None = MAX_ASPECT,
+    timeout_s: float = 20.0,
+) -> Image.Image:
+    """Read one picture as RGB.
+
+    The orientation that the camera stored is applied, transparency is laid on white, and of an
+    animation the first frame is taken. 16-bit grey is scaled by its range (65535 is white), not
+    clipped. Colour profiles are ignored. The source is never changed.
+
+    Parameters
+    ----------
+    source
+        - a path (str or :class:`os.PathLike`), an ``http(s)://`` URL (at most 64 MiB), a ``data:``
+          URL, or the bytes of a file: PNG, JPEG, GIF, BMP, TIFF, WebP, PPM, and, where Pillow was
+          built for them, JPEG 2000, AVIF and HEIF;
+        - a PIL image of any mode (``I`` is taken as 16-bit, ``F`` as lying in [0, 1]);
+        - a NumPy array, HxW, HxWx1, HxWx3 or HxWx4; uint8, uint16, bool, or floats in [0, 1];
+        - a torch tensor of these types, CxHxW, HxWxC or HxW. Where a shape fits both, it is CxHxW.
+    max_pixels : int, optional
+        Refuse larger pictures. Files are refused by their header, before pixels are decoded.
+        None: no limit.
+    max_aspect : float, optional
+        Refuse pictures whose sides differ by more than this factor (see `MAX_ASPECT`).
+        None: no limit.
+    timeout_s : float
+        Seconds that a download may take, all in all.
+
+    Returns
+    -------
+    PIL.Image.Image
+        Mode RGB, without metadata, so that reading it again returns it unchanged.
+
+    Raises
+    ------
+    MediaError
+        Names the source and the reason: missing, a directory, empty, not a picture, truncated or
+        damaged, too large, too narrow, an unsupported mode, shape or type, values outside the
+        range, or a failed download.
+    """
+    for argument, value in (("max_pixels", max_pixels), ("max_aspect", max_aspect)):
+        if value is not None and not value >= 1:
+            raise MediaError(f"{argument}={value!r}: must be at least 1, or None for no limit")
+    if is_a(source, "PIL.Image", "Image"):
+        name, image = picture_name(source), source
+    elif is_a(source, "numpy", "ndarray"):
+        name = f"NumPy array {source.shape} {source.dtype}"
+        image = from_array(name, source, max_pixels, max_aspect)
+    elif is_a(source, "torch", "Tensor"):
+        name = f"torch tensor {tuple(source.shape)} {source.dtype}"
+        image = from_array(name, from_tensor(name, source), max_pixels, max_aspect)
+    else:
+        with opened(source, timeout_s) as (name, file):
+            image = open_picture(name, file)
+            check_size(name, *image.size, max_pixels, max_aspect)
+            load_pixels(name, image)
+            return upright_rgb(name, image)
+    check_size(name, *image.size, max_pixels, max_aspect)
+    load_pixels(name, image)
+    return upright_rgb(name, image)
+
+
+def load_images(sources: ImageSource | Sequence[ImageSource], **limits: Any) -> list[Image.Image]:
+    """Read one picture or a list of them.
+
+    Parameters
+    ----------
+    sources
+        What :func:`load_image` takes, or a list or tuple of it. An empty list is an empty list.
+    **limits
+        As for :func:`load_image`.
+
+    Returns
+    -------
+    list of PIL.Image.Image
+        Mode RGB.
+
+    Raises
+    ------
+    MediaError
+        As :func:`load_image`; of a list, it also says which one.
+    """
+    if not isinstance(sources, (list, tuple)):
+        return [load_image(sources, **limits)]
+    return [_item("image", i, len(sources), source, limits) for i, source in enumerate(sources)]
+
+
+def probe_video(source: VideoSource, *, decoder: Decoder = "auto") -> VideoInfo:
+    """Count a video's frames and read its rate, length and size; parameters as `load_video`."""
+    if isinstance(source, (list, tuple)):
+        return _list_info(_list_frames(source[:1]), len(source))
+    with _opened_video(source, decoder) as reader:
+        return _info(reader)
+
+
+def load_video(
+    source: VideoSource,
+    *,
+    num_frames: int | None = None,
+    fps: float | None = None,
+    select: Callable[[VideoInfo], Sequence[int]] | None = None,
+    decoder: Decoder = "auto",
+    max_pixels: int | None = MAX_VIDEO_PIXELS,
+) -> VideoFrames:
+    """Read some frames of a video as RGB.
+
+    At most one of `num_frames`, `fps` and `select` says which. Without any, 8 frames of a file are
+    taken, and a list of frames, which somebody has chosen already, is taken whole.
+
+    Parameters
+    ----------
+    source
+        A path (str or :class:`os.PathLike`), the bytes of a file, or a list of frames of one size,
+        each of which may be anything that :func:`load_image` takes. Containers: MP4/MOV,
+        Matroska/WebM, AVI, MPEG-TS, MPEG-PS, FLV, Ogg, ASF. Videos are not fetched from URLs.
+    num_frames : int, optional
+        That many frames, spread evenly and with both ends:
+        ``np.linspace(0, frames - 1, num_frames, dtype=int)``, the rule of LLaVA-Video and
+        lmms-eval. Of a shorter video all frames, none twice.
+    fps : float, optional
+        The frames that are on screen at 0, 1/fps, 2/fps, ... seconds, none twice; above the
+        video's own rate that is all of them.
+    select : callable, optional
+        Takes the :class:`VideoInfo` and returns the indices, ascending.
+    decoder : {"auto", "decord", "av"}
+        "auto" takes decord where it is installed and counts the file's frames right, else PyAV.
+        That is decided from the container, before anything is decoded; a decoder that fails is
+        not replaced by the other one. decord returns other frames than asked for except from
+        whole MP4 files whose key frames start anew: from trimmed ones (edit lists), fragmented
+        ones, open groups of pictures and other containers. Asked for by name, it refuses them.
+    max_pixels : int, optional
+        Refuse when the chosen frames together have more pixels. None: no limit.
+
+    Returns
+    -------
+    VideoFrames
+
+    Raises
+    ------
+    MediaError
+        Names the source and the reason: missing, empty, truncated, not a video, without a video
+        stream, damaged, too large, an argument out of range, or no decoder installed.
+
+    Notes
+    -----
+    Rotation by quarter turns is applied. Both decoders return the same frames for the same
+    indices. Flipped bits inside a coded picture are concealed, as in any player.
+    """
+    _check_choice(num_frames, fps, select)
+    if isinstance(source, (list, tuple)):
+        name = f"list of {len(source)} frames"
+        if fps is not None:
+            raise MediaError(f"{name}: fps={fps!r}: has no clock; use num_frames")
+        info = _list_info(_list_frames(source[:1]), len(source))
+        times = [float(i) for i in range(info.frames)]
+        indices = list(range(info.frames))
+        if num_frames is not None or select is not None:
+            indices = _choose(name, info, times, num_frames, None, select)
+        _check_total(name, info, len(indices), max_pixels)
+        frames = _list_frames(source, indices)
+    else:
+        with _opened_video(source, decoder) as reader:
+            name, info, times = reader.name, _info(reader), reader.times
+            check_size(name, info.width, info.height, MAX_PIXELS, MAX_ASPECT)
+            indices = _choose(name, info, times, num_frames, fps, select)
+            _check_total(name, info, len(indices), max_pixels)
+            frames = reader.read(indices)
+    return VideoFrames(frames, indices, [times[i] for i in indices], info.fps, info)
+
+
+def kind_of(source: ImageSource | VideoSource) -> Literal["image", "video"]:
+    """Say whether a source is an image or a video, by its content and not by its name.
+
+    Lists are videos; URLs are images, as only images are fetched; animated GIFs are images.
+
+    Raises
+    ------
+    MediaError
+        If the source cannot be opened or is neither.
+    """
+    if isinstance(source, (list, tuple)):
+        return "video"
+    if is_url(source) or any(
+        is_a(source, module, kind)
+        for module, kind in (("PIL.Image", "Image"), ("numpy", "ndarray"), ("torch", "Tensor"))
+    ):
+        return "image"
+    with opened(source) as (name, file):
+        return sniffed(name, file, "an image or a video")[0]
+
+
+def read_media(
+    source: ImageSource | VideoSource, **video: Any
+) -> tuple[Literal["image"], Image.Image] | tuple[Literal["video"], VideoFrames]:
+    """Read an image or a video, whichever it is.
+
+    Parameters
+    ----------
+    source
+        As for :func:`kind_of`.
+    **video
+        Passed on to :func:`load_video` if it is a video, checked and otherwise unused if not.
+
+    Returns
+    -------
+    tuple
+        ``("image", PIL image)`` or ``("video", VideoFrames)``.
+    """
+    _check_choice(video.get("num_frames"), video.get("fps"), video.get("select"))
+    if kind_of(source) == "image":
+        return "image", load_image(source)
+    return "video", load_video(source, **video)
+
+
+def _item(what: str, index: int, count: int, source: ImageSource, limits: dict[str, Any]) -> Any:
+    try:
+        return load_image(source, **limits)
+    except MediaError as error:
+        raise MediaError(f"{what} {index + 1} of {count}: {error}") from error
+
+
+def _check_choice(num_frames: object, fps: object, select: object) -> None:
+    given = {"num_frames": num_frames, "fps": fps, "select": select}
+    given = {name: value for name, value in given.items() if value is not None}
+    if len(given) > 1:
+        raise MediaError(f"{' and '.join(given)}: only one of them may be given")
+    if num_frames is not None:
+        try:
+            count = 0 if isinstance(num_frames, bool) else operator.index(num_frames)  # type: ignore[arg-type]
+        except TypeError:
+            count = 0
+        if count < 1:
+            raise MediaError(f"num_frames={num_frames!r}: must be a whole number above 0")
+    if fps is not None:
+        try:
+            rate = float(fps)  # type: ignore[arg-type]
+        except (TypeError, ValueError):
+            rate = math.nan
+        if not (math.isfinite(rate) and rate > 0):
+            raise MediaError(f"fps={fps!r}: must be a finite number above 0")
+    if select is not None and not callable(select):
+        raise MediaError("select: must be a function that takes a VideoInfo and returns indices")
+
+
+def _choose(
+    name: str,
+    info: VideoInfo,
+    times: list[float],
+    num_frames: int | None,
+    fps: float | None,
+    select: Callable[[VideoInfo], Sequence[int]] | None,
+) -> list[int]:
+    import numpy as np
+
+    if select is not None:
+        chosen = select(info)
+        try:
+            indices = [operator.index(index) for index in chosen]
+        except TypeError as error:
+            raise MediaError(f"{name}: select must return whole numbers: {error}") from error
+        fine = indices and indices[0] >= 0 and indices[-1] < info.frames
+        if not fine or any(a >= b for a, b in itertools.pairwise(indices)):
+            raise MediaError(
+                f"{name}: select returned {short(str(indices))}: must be ascending, none twice, "
+                f"at least one, from 0 to {info.frames - 1}"
+            )
+        return indices
+    if fps is not None:
+        # Containers round display times to a millisecond; without the allowance a frame that is
+        # due at 66.7 ms and stored as 67 would be passed over for the one before it.
+        rounding = 1e-3
+        indices, step = [], 0
+        while (due := step / fps) <= times[-1] + rounding:
+            index = bisect.bisect_right(times, due + rounding) - 1
+            indices.append(index)
+            if index == info.frames - 1:
+                break
+            # Steps that find the same frame again are jumped over, however high the rate.
+            step = max(step + 1, math.ceil((times[index + 1] - rounding) * fps))
+        return indices
+    count = min(DEFAULT_FRAMES if num_frames is None else operator.index(num_frames), info.frames)
+    return [int(i) for i in np.linspace(0, info.frames - 1, count, dtype=int)]
+
+
+def _check_total(name: str, info: VideoInfo, count: int, max_pixels: int | None) -> None:
+    total = count * info.width * info.height
+    if max_pixels is not None and total > max_pixels:
+        raise MediaError(
+            f"{name}: {count} frames of {info.width}x{info.height} are {total} pixels, "
+            f"the limit is {max_pixels}: ask for fewer"
+        )
+
+
+def _info(reader: AvReader | DecordReader) -> VideoInfo:
+    return VideoInfo(len(reader.times), reader.fps, reader.duration_s, reader.width, reader.height)
+
+
+def _list_frames(source: Sequence[ImageSource], indices: list[int] | None = None) -> list[Any]:
+    if not source:
+        raise MediaError("list of frames: is empty")
+    indices = list(range(len(source))) if indices is None else indices
+    frames = [_item("frame", i, len(source), source[i], {}) for i in indices]
+    for index, frame in zip(indices, frames, strict=True):
+        if frame.size != frames[0].size:
+            raise MediaError(
+                f"frame {index + 1} of {len(source)}: is {frame.width}x{frame.height}, the first "
+                f"is {frames[0].width}x{frames[0].height}: frames must be of one size"
+            )
+    return frames
+
+
+def _list_info(first: list[Image.Image], count: int) -> VideoInfo:
+    return VideoInfo(count, 1.0, float(count), first[0].width, first[0].height)
+
+
+@contextlib.contextmanager
+def _opened_video(source: VideoSource, decoder: str) -> Iterator[AvReader | DecordReader]:
+    if decoder not in ("auto", "decord", "av"):
+        raise MediaError(f"decoder={decoder!r}: must be 'auto', 'decord' or 'av'")
+    if is_url(source):
+        name = short(source.partition("?")[0])
+        raise MediaError(f"{name}: videos are not fetched from URLs; download it first")
+    if any(is_a(source, *kind) for kind in (("numpy", "ndarray"), ("torch", "Tensor"))):
+        raise MediaError(f"{type(source).__name__}: of an array of frames, pass list(array)")
+    with opened(source) as (name, file):
+        kind, container = sniffed(name, file, "a video")
+        if kind == "image":
+            raise MediaError(f"{name}: is an image ({container}), not a video")
+        reason = damage(file, container)
+        if reason:
+            raise MediaError(f"{name}: {reason}")
+        reader = _reader(name, file, container, decoder)
+        try:
+            yield reader
+        finally:
+            reader.close()
+
+
+def _reader(name: str, file: BinaryIO, container: str, decoder: str) -> AvReader | DecordReader:
+    """Open a video with the decoder that `load_video` documents."""
+    from ._media.decoders import AvReader, DecordReader
+
+    unfit = irregularity(file, container) if decoder != "av" else None
+    if unfit:
+        unfit = f"decord miscounts the frames of {unfit}"
+    if decoder == "decord" and unfit:
+        raise MediaError(f"{name}: {unfit}; use decoder='av'")
+    if decoder != "av" and not unfit and _installed("decord"):
+        return DecordReader(name, file)
+    if decoder != "decord" and _installed("av"):
+        return AvReader(name, file)
+    if decoder == "auto" and unfit and _installed("decord"):
+        raise MediaError(f"{name}: {unfit}, and PyAV is not installed: pip install av")
+    missing = {"decord": "decord is not", "av": "PyAV is not"}.get(decoder, "no video decoder is")
+    package = "decord" if decoder == "decord" else "av"
+    raise MediaError(f"{name}: {missing} installed: pip install {package}")
+
+
+def _installed(module: str) -> bool:
+    import importlib
+
+    try:
+        importlib.import_module(module)
+    except (ImportError, OSError):  # OSError: its shared library does not load
+        return False
+    return True

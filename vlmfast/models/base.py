@@ -1,0 +1,224 @@
+"""What the engine needs to know about a model family."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import ModelError, RecipeError
+from ..layout import Kind, TokenLayout
+from ..stages import ItemGeometry, Step, VisionStats
+
+
+@dataclass
+class Encoded:
+    """The visual tokens of a prompt, item by item, before anything was dropped.
+
+    Parameters
+    ----------
+    features : list of Tensor, each (N_i, D)
+        In the order of the placeholders.
+    layouts : list of TokenLayout, each of N_i rows
+        Everything but ``order`` and ``position``, which `prepare` fills in.
+    stats : VisionStats
+    extra : list of tuple of Tensor
+        Per item, further (N_i, D) features that enter deeper in the language model.
+    """
+
+    features: list[Tensor]
+    layouts: list[TokenLayout]
+    stats: VisionStats
+    extra: list[tuple[Tensor, ...]]
+
+
+class Adapter:
+    """One family: pixels in, visual tokens out, and where they sit in the prompt.
+
+    A family's file defines ``FamilyAdapter(Adapter)`` with `encode`, and overrides what differs:
+    `positions` (M-RoPE), `decoder_kwargs` (deepstack), `mask_rule` (image blocks),
+    `min_drop_layer`, `logits` (soft caps).
+    """
+
+    kind: ClassVar[Kind] = Kind.IMAGE
+    tensors: ClassVar[tuple[str, ...]] = ("pixel_values",)  # what `encode` takes
+    native_video: ClassVar[bool] = False
+    min_drop_layer: ClassVar[int] = 0
+
+    def __init__(self, model: nn.Module, processor: Any) -> None:
+        if any(p.device.type == "meta" for p in model.parameters()):
+            raise ModelError("the model is on the meta device; load its weights first")
+        if len({p.device for p in model.parameters()}) > 1:
+            raise ModelError("the model is spread over several devices; one device is supported")
+        if getattr(processor, "image_processor", None) is None:
+            raise ModelError(
+                f"{type(processor).__name__} is no multimodal processor: it has no image processor"
+            )
+        self.model, self.processor = model, processor
+        self.config = model.config
+        self.decoder = model.get_decoder()
+        self.depth = len(self.decoder.layers)
+        self._embedding, self._head = model.get_input_embeddings(), model.get_output_embeddings()
+
+    # --- sizes ---------------------------------------------------------------------------------
+
+    @property
+    def device(self) -> torch.device:
+        return self._embedding.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._embedding.weight.dtype
+
+    @property
+    def image_token_id(self) -> int:
+        return self.config.image_token_id
+
+    def vision_blocks(self) -> list[nn.Module]:
+        """Blocks of the vision tower, first one first."""
+        tower = self.model.get_encoder(modality="image")
+        tower = getattr(tower, "vision_model", tower)  # a wrapper in some versions of CLIP
+        return list(tower.encoder.layers)
+
+    def projector(self) -> nn.Module:
+        """The module through which the tower's rows (V, N, D) go to the language model's width."""
+        return self.model.base_model.multi_modal_projector
+
+    def feature_block(self) -> int:
+        """Index of the last vision block whose output reaches the projector."""
+        layer = self.config.vision_feature_layer
+        layers = [layer] if isinstance(layer, int) else layer
+        depth = len(self.vision_blocks())
+        return max(index - 1 if index >= 0 else depth + index for index in layers)
+
+    # --- prompt --------------------------------------------------------------------------------
+
+    def frame_label(self, index: int) -> str:
+        """Text before frame ``index`` (from 0) where a clip is read as pictures."""
+        label = getattr(self.config, "vlmfast_frame_label", "")
+        return label.format(i=index + 1)
+
+    def image_token(self) -> str:
+        """The placeholder of one picture in the text of a prompt."""
+        return self.processor.image_token
+
+    def inputs(self, text: str, images: list[Any]) -> dict[str, Tensor]:
+        """Run the family's processor; tensors on the model's device, pixels in its dtype."""
+        tokenizer = self.processor.tokenizer
+        bos = tokenizer.bos_token
+        batch = self.processor(
+            images=images or None,
+            text=[text],
+            return_tensors="pt",
+            add_special_tokens=not (bos and text.startswith(bos)),
+        )
+        lacking = [key for key in self.tensors if images and key not in batch]
+        if lacking:
+            raise ModelError(
+                f"{type(self.processor).__name__} made no {', '.join(lacking)}: it does not belong "
+                f"to a {self.config.model_type} model"
+            )
+        return {
+            key: value.to(self.device, self.dtype if value.is_floating_point() else None)
+            for key, value in batch.items()
+            if isinstance(value, Tensor)
+        }
+
+    # --- tensors -------------------------------------------------------------------------------
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Input embeddings; through the module, because some families scale inside it."""
+        return self._embedding(ids)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Vocabulary logits of normalised hidden states (..., D)."""
+        return self._head(hidden)
+
+    def positions(self, inputs: dict[str, Tensor]) -> Tensor:
+        """Rotary ids (P, S) of the full prompt."""
+        length = inputs["input_ids"].shape[1]
+        return torch.arange(length, device=self.device)[None]
+
+    def compact(self, layout: TokenLayout) -> TokenLayout:
+        """``layout`` with its rows renumbered without gaps."""
+        position = torch.arange(len(layout), device=layout.device)
+        return layout.replace(position=position.expand_as(layout.position).contiguous())
+
+    def decoder_kwargs(self, layout: TokenLayout, extra: tuple[Tensor, ...]) -> dict[str, Any]:
+        """Further arguments of the decoder in prefill."""
+        return {}
+
+    mask_rule = None
+
+    def encode(
+        self,
+        inputs: dict[str, Tensor],
+        step: Step,
+        sizes: list[tuple[int, int]],
+    ) -> Encoded:
+        """Vision tower and projector over all pictures of a prompt.
+
+        ``step`` is active meanwhile and holds the statistics afterwards. ``sizes`` are the
+        pictures' heights and widths in pixels, before the processor.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.encode")
+
+    # --- shared parts of `encode` ----------------------------------------------------------------
+
+    def patch_stats(self, step: Step, patches: int) -> dict[int, Tensor]:
+        """Statistics over patches, (V, H, patches): the CLS column is cut off.
+
+        Raises
+        ------
+        RecipeError
+            When CLS rows were asked of a tower without a CLS token.
+        """
+        rows = {}
+        for layer, stats in step.stats.items():
+            has_cls = stats.shape[-1] == patches + 1
+            if step.requests[layer].rows == "cls" and not has_cls:
+                raise RecipeError(
+                    "this recipe ranks visual tokens by the attention of a CLS token, "
+                    f"and the vision tower of {self.config.model_type} has none"
+                )
+            rows[layer] = stats[:, :, 0, -patches:]
+        return rows
+
+    def view_layout(
+        self, tile: Tensor, y: Tensor, x: Tensor, newline: Tensor, item: int, geometry: ItemGeometry
+    ) -> TokenLayout:
+        """Layout of one item's tokens from their coordinates, (N,) each.
+
+        ``newline`` marks row separators, whose ``y`` is the row of the canvas that they close.
+        """
+        n, (rows, columns) = tile.shape[0], geometry.patches
+        blank = TokenLayout.text(
+            torch.zeros(n, dtype=torch.int64, device=tile.device),
+            torch.zeros(1, n, dtype=torch.int64, device=tile.device),
+        )
+        top_left, size = self.view_box(geometry, tile)
+        cell = size / torch.tensor([columns, rows], device=tile.device)
+        corner = top_left + torch.stack([x, y], dim=1) * cell
+        box = torch.cat([corner, corner + cell], dim=1).clamp(0, 1)
+        here = (~newline).to(torch.int32)
+        kind = torch.where(newline, int(Kind.NEWLINE), int(self.kind)).to(torch.uint8)
+        grid = torch.stack([torch.zeros_like(y), y, torch.where(newline, -1, x)], dim=1)
+        return blank.replace(
+            kind=kind,
+            item=torch.full_like(kind, item, dtype=torch.int32),
+            tile=(tile.to(torch.int32) + 1) * here - 1,
+            view=(tile.to(torch.int32) + geometry.views[0] + 1) * here - 1,
+            grid=grid.to(torch.int32),
+            box=torch.where(newline[:, None], torch.nan, box),
+        )
+
+    def view_box(self, geometry: ItemGeometry, tile: Tensor) -> tuple[Tensor, Tensor]:
+        """Top left corner and size (N, 2) as (x, y) shares of the picture, of each token's tile."""
+        height, width = geometry.size
+        crop = getattr(self.processor.image_processor, "do_center_crop", False)
+        short = min(height, width)
+        size = [short / width, short / height] if crop else [1.0, 1.0]
+        size = torch.tensor(size, device=tile.device).expand(tile.shape[0], 2)
+        return (1 - size) / 2, size

@@ -1,0 +1,85 @@
+"""LLaVA-NeXT: a base view, crops stitched to a canvas, a newline after each row of the canvas."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..stages import ItemGeometry, Step, VisionStats
+from .base import Adapter, Encoded
+
+
+class FamilyAdapter(Adapter):
+    tensors = ("pixel_values", "image_sizes")
+
+    def encode(
+        self,
+        inputs: dict[str, Tensor],
+        step: Step,
+        sizes: list[tuple[int, int]],
+    ) -> Encoded:
+        pixels, image_sizes = inputs["pixel_values"], inputs["image_sizes"]
+        strategy = self.config.vision_feature_select_strategy
+        output = self.model.base_model.get_image_features(
+            pixels,
+            image_sizes,
+            vision_feature_layer=self.config.vision_feature_layer,
+            vision_feature_select_strategy=strategy,
+        )
+        features = list(output.pooler_output)
+        items = self._geometry(sizes)
+        layouts = [
+            self._layout(i, geometry, image_sizes[i : i + 1], strategy)
+            for i, geometry in enumerate(items)
+        ]
+        rows, columns = items[0].patches
+        stats = VisionStats(items, self.patch_stats(step, rows * columns))
+        return Encoded(features, layouts, stats, [()] * len(features))
+
+    def _geometry(self, sizes: list[tuple[int, int]]) -> tuple[ItemGeometry, ...]:
+        from transformers.models.llava_next.modeling_llava_next import get_anyres_image_grid_shape
+
+        vision, start, items = self.config.vision_config, 0, []
+        side = vision.image_size // vision.patch_size
+        for height, width in sizes:
+            tiles = get_anyres_image_grid_shape(
+                (height, width), self.config.image_grid_pinpoints, vision.image_size
+            )
+            stop = start + 1 + tiles[0] * tiles[1]
+            items.append(ItemGeometry((height, width), tuple(tiles), (start, stop), (side, side)))
+            start = stop
+        return tuple(items)
+
+    def _layout(self, item: int, geometry: ItemGeometry, size: Tensor, strategy: str):
+        """Where each packed token came from: the model's own packing is run on coordinates."""
+        (rows, columns), views = geometry.patches, geometry.views[1] - geometry.views[0]
+        tile, y, x = torch.meshgrid(
+            *(
+                torch.arange(n, device=size.device, dtype=torch.float32)
+                for n in (views, rows, columns)
+            ),
+            indexing="ij",
+        )
+        coordinates = torch.stack([tile, y, x], dim=-1).flatten(1, 2)
+        packed, _ = self.model.base_model.pack_image_features(
+            [coordinates], size, strategy, image_newline=coordinates.new_full((3,), -1.0)
+        )
+        tile, y, x = packed[0].long().unbind(1)
+        newline = tile < 0
+        return self.view_layout(
+            tile, torch.where(newline, newline.cumsum(0) - 1, y), x, newline, item, geometry
+        )
+
+    def view_box(self, geometry: ItemGeometry, tile: Tensor) -> tuple[Tensor, Tensor]:
+        """The base view shows the whole picture, squeezed; a crop shows a part of the canvas on
+        which the picture lies centred with its own aspect ratio."""
+        height, width = geometry.size
+        down, across = geometry.tiles
+        side = self.config.vision_config.image_size
+        scale = min(across * side / width, down * side / height)
+        shown = torch.tensor([width * scale, height * scale], device=tile.device)
+        canvas = torch.tensor([across * side, down * side], device=tile.device)
+        crop = torch.stack([(tile - 1) % across, (tile - 1) // across], dim=1) * side
+        corner = (crop - (canvas - shown) / 2) / shown
+        base = (tile == 0)[:, None]
+        return torch.where(base, 0.0, corner), torch.where(base, 1.0, side / shown)

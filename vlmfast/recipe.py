@@ -1,0 +1,122 @@
+"""Recipes: which stages run, written as one short word.
+
+``hired:0.2+pyramiddrop`` names the stages in the order in which the data meets them. The grammar
+is ``name[:value][:key=value[,key=value...]]`` joined by ``+``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from .errors import RecipeError
+from .stages import PROTOCOLS, Stage, Stages, nearest, stage_class
+
+# Points of the measured accuracy curve of the shipped model (README, "How much survives"); a preset
+# is a starting point for a real checkpoint, not a promise about it.
+PRESETS = {
+    "none": "",
+    "faithful": "hired:budget=0.5",
+    "balanced": "hired:budget=0.22",
+    "fast": "hired:budget=0.11",
+}
+
+
+class Recipe(Stages):
+    """An ordered tuple of stages; immutable, hashable, equal when it does the same.
+
+    Examples
+    --------
+    >>> str(Recipe.parse("hired:0.2"))
+    'hired'
+    >>> Recipe.parse("none") == Recipe()
+    True
+    """
+
+    def __new__(cls, stages: tuple[Stage, ...] = ()) -> Recipe:
+        recipe = super().__new__(cls, stages)
+        recipe._validate()
+        return recipe
+
+    def _validate(self) -> None:
+        for stage in self:
+            if not isinstance(stage, Stage):
+                raise RecipeError(f"a recipe holds stages, not {type(stage).__name__}: {stage!r}")
+        names = [stage.name for stage in self]
+        for name in names:
+            if names.count(name) > 1:
+                raise RecipeError(f"{name} stands twice in the recipe {self}")
+        ranks = [PROTOCOLS.index(stage.expand()[0].protocol) for stage in self]
+        if ranks != sorted(ranks):
+            order = sorted(self, key=lambda s: PROTOCOLS.index(s.expand()[0].protocol))
+            raise RecipeError(
+                f"recipe {self} is not in pipeline order; write {'+'.join(map(str, order))}"
+            )
+
+    @classmethod
+    def parse(cls, text: str) -> Recipe:
+        """Read a recipe; a preset name stands for its recipe.
+
+        Raises
+        ------
+        RecipeError
+            For an unknown method or parameter, a value out of range or stages in the wrong order.
+        """
+        text = text.strip()
+        text = PRESETS.get(text, text)
+        if not text:
+            return cls()
+        return cls(tuple(_stage(word.strip(), text) for word in text.split("+")))
+
+    @classmethod
+    def of(cls, recipe: str | Stage | tuple[Stage, ...] | None) -> Recipe:
+        """Whatever a user may pass as ``recipe=``."""
+        if recipe is None:
+            return cls()
+        if isinstance(recipe, str):
+            return cls.parse(recipe)
+        if isinstance(recipe, Stage):
+            return cls((recipe,))
+        if isinstance(recipe, tuple | list):
+            return cls(tuple(recipe))
+        raise RecipeError(f"recipe must be a str, a stage or a Recipe, not {type(recipe).__name__}")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Recipe:
+        """Read a YAML file written by `save`."""
+        import yaml
+
+        try:
+            data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            raise RecipeError(f"recipe file {path} cannot be read: {error}") from error
+        if not isinstance(data, dict) or not isinstance(data.get("recipe"), str):
+            raise RecipeError(f"recipe file {path} has no text entry 'recipe'")
+        return cls.parse(data["recipe"])
+
+    def save(self, path: str | Path) -> None:
+        """Write the canonical text as YAML."""
+        import yaml
+
+        Path(path).write_text(yaml.safe_dump({"recipe": str(self)}), encoding="utf-8")
+
+
+def _stage(word: str, text: str) -> Stage:
+    name, _, rest = word.partition(":")
+    if not name:
+        raise RecipeError(f"recipe {text!r} has an empty word")
+    if name in PRESETS:
+        raise RecipeError(f"preset {name!r} stands alone, it cannot be joined with other words")
+    values: dict[str | None, str] = {}
+    for part in rest.split(",") if rest else ():
+        key, equals, value = part.partition("=")
+        where = key.strip() if equals else None
+        value = value.strip() if equals else key.strip()
+        if not value or where in values:
+            raise RecipeError(f"cannot read {part!r} in {word!r}: write {name}:key=value,key=value")
+        values[where] = value
+    if word.endswith(":"):
+        raise RecipeError(f"{word!r} ends in ':' without a value")
+    return stage_class(name).from_words(values)
+
+
+__all__ = ["PRESETS", "Recipe", "nearest"]

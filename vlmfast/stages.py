@@ -1,0 +1,539 @@
+"""The stage protocols: what a method may ask for and what it hands on.
+
+A method is a frozen dataclass that derives from one of the protocol classes below. Its fields are
+its hyper-parameters, declared with `param`, which also documents and bounds them; recipes, the
+command line and ``vlmfast methods`` read that declaration. Nothing here knows a method by name:
+`stage_class` finds ``name`` in ``vlmfast/compressors/name.py`` (or ``vlmfast/drafters``), and in
+the entry points ``vlmfast.stages`` of other packages.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.metadata
+import pkgutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import MISSING, dataclass, field, fields
+from enum import Enum
+from functools import cache
+from types import NoneType
+from typing import Any, ClassVar, get_args, get_type_hints
+
+import torch
+from torch import Tensor
+
+from .errors import RecipeError
+from .layout import TokenLayout, VisualTokens
+
+PROTOCOLS = ("media", "in-encoder", "encode", "prefill", "cache", "decode", "drafter")
+
+
+# --- hyper-parameters --------------------------------------------------------------------------
+
+
+def param(
+    default: Any = MISSING,
+    doc: str = "",
+    *,
+    gt: float | None = None,
+    ge: float | None = None,
+    lt: float | None = None,
+    le: float | None = None,
+    choices: tuple[str, ...] | None = None,
+) -> Any:
+    """A documented and bounded dataclass field of a `Stage`."""
+    bounds = {"gt": gt, "ge": ge, "lt": lt, "le": le}
+    limits = {key: value for key, value in bounds.items() if value is not None}
+    return field(default=default, metadata={"doc": doc, "choices": choices, **limits})
+
+
+def positions_param(default: str) -> Any:
+    """The position policy that every reducer offers; its paper's own is the default."""
+    return param(
+        default,
+        "rotary ids of the kept tokens: keep the original ones, or compact (renumbered)",
+        choices=("keep", "compact"),
+    )
+
+
+def budget_param() -> Any:
+    """The common cost axis that every reducer offers."""
+    return param(
+        None,
+        "visual tokens kept, averaged over the LLM's layers, as a share of those that came in; "
+        "replaces the method's own parameters",
+        gt=0.0,
+        le=1.0,
+    )
+
+
+def _describe(metadata: dict[str, Any]) -> str:
+    if metadata.get("choices"):
+        return "one of " + ", ".join(metadata["choices"])
+    signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
+    return " and ".join(f"{sign} {metadata[k]:g}" for k, sign in signs.items() if k in metadata)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Base of all stages: a named, validated, printable bundle of hyper-parameters.
+
+    Class attributes
+    ----------------
+    name : str
+        The recipe word.
+    protocol : str
+        One of `PROTOCOLS`.
+    paper : str
+        Title or venue and arXiv id.
+    lead : str or None
+        The field that a bare value (``hired:0.2``) sets.
+    trained : bool
+        Whether the method needs weights of its own.
+    """
+
+    name: ClassVar[str] = ""
+    protocol: ClassVar[str] = ""
+    paper: ClassVar[str] = ""
+    lead: ClassVar[str | None] = None
+    trained: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            value, meta = getattr(self, f.name), f.metadata
+            if value is None:
+                continue
+            values = value if isinstance(value, tuple) else (value,)
+            if meta.get("choices"):
+                ok = all(v in meta["choices"] for v in values)
+            else:
+                tests = {
+                    "gt": lambda v, b: v > b,
+                    "ge": lambda v, b: v >= b,
+                    "lt": lambda v, b: v < b,
+                    "le": lambda v, b: v <= b,
+                }
+                # `not (v > b)` rather than `v <= b`: NaN must fail too.
+                ok = all(test(v, meta[k]) for k, test in tests.items() if k in meta for v in values)
+            if not ok:
+                raise RecipeError(
+                    f"{self.name}: {f.name}={_show(value)} is out of range, "
+                    f"allowed is {_describe(meta)}"
+                )
+
+    @classmethod
+    def from_words(cls, words: dict[str | None, str]) -> Stage:
+        """Build from text values; the key ``None`` stands for the bare value."""
+        hints, values = get_type_hints(cls), {}
+        names = [f.name for f in fields(cls)]
+        for key, word in words.items():
+            if key is None:
+                if cls.lead is None:
+                    raise RecipeError(
+                        f"{cls.name} takes no bare value ({word!r}); parameters: {_list(names)}"
+                    )
+                key = cls.lead
+            if key not in names:
+                raise RecipeError(
+                    f"{cls.name} has no parameter {key!r}{nearest(key, names)}; "
+                    f"parameters: {_list(names)}"
+                )
+            if key in values:
+                raise RecipeError(f"{cls.name}: {key} is given twice")
+            values[key] = _parse(cls.name, key, word, hints[key])
+        return cls(**values)
+
+    def __str__(self) -> str:
+        """Canonical recipe word; parsing it gives an equal stage."""
+        changed = {
+            f.name: _show(getattr(self, f.name))
+            for f in fields(self)
+            if f.default is MISSING or getattr(self, f.name) != f.default
+        }
+        if not changed:
+            return self.name
+        if list(changed) == [self.lead]:
+            return f"{self.name}:{changed[self.lead]}"
+        return f"{self.name}:" + ",".join(f"{key}={value}" for key, value in changed.items())
+
+    def __add__(self, other: Stage | Stages) -> Stages:
+        return Stages((self,)) + other
+
+    def expand(self) -> tuple[Stage, ...]:
+        """The single-protocol stages that this word stands for; usually itself."""
+        return (self,)
+
+
+class Stages(tuple):
+    """Stages in pipeline order; ``a + b`` appends."""
+
+    def __add__(self, other: Stage | tuple[Stage, ...]) -> Stages:
+        if not isinstance(other, Stage | tuple):
+            return NotImplemented
+        return type(self)((*self, *((other,) if isinstance(other, Stage) else other)))
+
+    def __str__(self) -> str:
+        return "+".join(str(stage) for stage in self) or "none"
+
+    def acting(self, protocol: str) -> list[Stage]:
+        """The expanded stages of one protocol."""
+        return [s for stage in self for s in stage.expand() if s.protocol == protocol]
+
+
+def _show(value: Any) -> str:
+    if isinstance(value, tuple):
+        return "/".join(_show(v) for v in value)
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return str(value).replace("e+", "e")  # '+' joins the words of a recipe
+
+
+def _list(names: list[str]) -> str:
+    return ", ".join(names) if names else "none"
+
+
+def _parse(stage: str, key: str, word: str, hint: Any) -> Any:
+    """``word`` as the type that the field declares."""
+    options = [a for a in get_args(hint) if a is not NoneType] if NoneType in get_args(hint) else []
+    kind = options[0] if options else hint
+    if options and word.lower() == "none":
+        return None
+    try:
+        if getattr(kind, "__origin__", None) is tuple:
+            return tuple(get_args(kind)[0](part) for part in word.split("/"))
+        if kind is bool:
+            return {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}[
+                word.lower()
+            ]
+        return kind(word)
+    except (ValueError, KeyError):
+        what = getattr(kind, "__name__", str(kind))
+        raise RecipeError(f"{stage}: {key}={word!r} cannot be read as {what}") from None
+
+
+# --- what a forward pass carries -----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StatRequest:
+    """Rows of one layer's attention that a stage wants to see.
+
+    Parameters
+    ----------
+    rows : {"cls", "last", "text", "window", "columns"}
+        ``cls``: the first query row of a vision tower. ``last``: the last query row of the prompt.
+        ``text``: every text row behind the last visual token. ``window``: the last ``n`` rows.
+        ``columns``: attention received by each key, summed over all rows.
+    n : int
+        Number of rows for ``window``.
+    ahead : bool
+        Of the language model only: what the layer would attend to, computed from its own queries
+        and keys before it runs, so that a drop before that very layer can be ranked by it.
+    """
+
+    rows: str
+    n: int = 0
+    ahead: bool = False
+
+    def __post_init__(self) -> None:
+        if self.rows not in ("cls", "last", "text", "window", "columns"):
+            raise ValueError(f"StatRequest: rows={self.rows!r} is not a known set of rows")
+
+
+class Phase(Enum):
+    VISION = "vision"
+    PROBE = "probe"  # statistics of one layer, without running it
+    PREFILL = "prefill"
+    DECODE = "decode"
+    VERIFY = "verify"
+
+
+@dataclass
+class Step:
+    """The context of one forward pass; one object per pass, owned by the engine.
+
+    Parameters
+    ----------
+    phase : Phase
+        Which kind of pass this is.
+    layout : TokenLayout, optional
+        The tokens that enter the current layer (prefill).
+    requests : dict of int to StatRequest
+        Layer index to the rows that are wanted of it.
+    stats : dict of int to Tensor
+        Layer index to softmax attention, float32. Vision: (views, heads, rows, keys).
+        Text: (heads, rows, keys) over the tokens of ``layout``; its columns are kept aligned with
+        ``layout`` when rows are dropped. ``columns`` requests have one row.
+    modules : dict of int to int
+        ``id`` of a vision attention module to its layer index (vision modules do not know theirs).
+    merged : Tensor, int64, (views, rows), optional
+        Vision: for each row that entered the tower (CLS first), the row that it is part of now.
+    cache : object, optional
+        The cache of the sequence.
+    mask_rule : callable, optional
+        ``(layout) -> (S, S) bool`` for models that are not plainly causal over their prompt.
+    notes : dict of str to dict
+        What one part of a method tells a later part of the same method, by method name.
+    """
+
+    phase: Phase
+    layout: TokenLayout | None = None
+    requests: dict[int, StatRequest] = field(default_factory=dict)
+    stats: dict[int, Tensor] = field(default_factory=dict)
+    modules: dict[int, int] = field(default_factory=dict)
+    merged: Tensor | None = None
+    cache: Any = None
+    mask_rule: Any = None
+    notes: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def select(self, index: Tensor) -> None:
+        """Keep rows ``index`` of the current tokens, in the layout and in every statistic."""
+        self.layout = self.layout.select(index)
+        self.stats = {layer: s.index_select(-1, index) for layer, s in self.stats.items()}
+
+
+# The carrier of `Step` for passes that run eagerly (vision, prefill). Several vision towers swallow
+# unknown keyword arguments, so an argument cannot reach their attention.
+current_step: ContextVar[Step | None] = ContextVar("vlmfast_step", default=None)
+
+
+@contextmanager
+def active(step: Step) -> Iterator[Step]:
+    """Make ``step`` the context of the passes that run inside the block."""
+    token = current_step.set(step)
+    try:
+        yield step
+    finally:
+        current_step.reset(token)
+
+
+@dataclass(frozen=True)
+class ItemGeometry:
+    """How one picture went through the vision tower.
+
+    Parameters
+    ----------
+    size : (int, int)
+        Height and width of the picture in pixels.
+    tiles : (int, int)
+        Rows and columns of crops; (0, 0) when there is only a base view.
+    views : (int, int)
+        First row and one past the last row of the picture in the vision batch (base first).
+    patches : (int, int)
+        Rows and columns of visual tokens per view, before anything was dropped.
+    """
+
+    size: tuple[int, int]
+    tiles: tuple[int, int]
+    views: tuple[int, int]
+    patches: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class VisionStats:
+    """What the vision tower tells an encode stage.
+
+    Parameters
+    ----------
+    items : tuple of ItemGeometry
+        One per picture (or frame), by ``TokenLayout.item``.
+    rows : dict of int to Tensor
+        Vision layer index to softmax attention, float32, (views, heads, patches), the CLS row over
+        the patches of its view; for ``columns`` requests the attention received by each patch.
+    """
+
+    items: tuple[ItemGeometry, ...]
+    rows: dict[int, Tensor]
+
+
+@dataclass(frozen=True)
+class EncodeRequest:
+    """The question that the visual tokens will serve.
+
+    Parameters
+    ----------
+    question : str
+        The text of the last user turn.
+    question_embeds : Tensor, (T, D)
+        Input embeddings of the prompt's text tokens.
+    depth : int
+        Number of layers of the language model.
+    """
+
+    question: str
+    question_embeds: Tensor
+    depth: int
+
+
+# --- protocols -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class MediaStage(Stage):
+    """Chooses the frames of a clip before anything is encoded."""
+
+    protocol: ClassVar[str] = "media"
+
+    def frames(self, video: Any, question: str) -> list[int]:
+        """Indices of the frames to read, ascending."""
+        raise NotImplementedError(f"{type(self).__name__}.frames")
+
+
+@dataclass(frozen=True)
+class InEncoderStage(Stage):
+    """Works between the blocks of the vision tower."""
+
+    protocol: ClassVar[str] = "in-encoder"
+
+    def blocks(self, depth: int) -> tuple[int, ...]:
+        """Vision blocks (1 .. depth-1) before which `on_block` is asked."""
+        raise NotImplementedError(f"{type(self).__name__}.blocks")
+
+    def on_block(self, step: Step, index: int, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+        """New hidden states, and where each row went.
+
+        Parameters
+        ----------
+        hidden : Tensor, (V, N, D)
+            What would enter block ``index``; the CLS row first where the tower has one.
+
+        Returns
+        -------
+        hidden : Tensor, (V, M, D)
+        source : Tensor, int64, (V, N), or None
+            Row of the new hidden states that each old row is now part of; ``None`` when no row was
+            merged. Merged rows stay together from there on; the token nearest to their middle
+            stands for them in the prompt.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.on_block")
+
+
+@dataclass(frozen=True)
+class EncodeStage(Stage):
+    """Reduces the visual tokens between vision encoder and language model."""
+
+    protocol: ClassVar[str] = "encode"
+
+    def vision_stats(self, depth: int) -> dict[int, StatRequest]:
+        """Vision layer index (0 .. depth-1) to the rows that `reduce` wants of it."""
+        return {}
+
+    def reduce(
+        self, tokens: VisualTokens, stats: VisionStats, request: EncodeRequest
+    ) -> VisualTokens:
+        """Fewer tokens. By default each picture is reduced by itself with `reduce_item`."""
+        parts = [
+            self.reduce_item(tokens.select(index), stats.items[item], stats, request)
+            for item, index in tokens.items()
+        ]
+        if all(part is None for part in parts):
+            return tokens
+        kept = [
+            tokens.select(index) if part is None else part
+            for part, (_, index) in zip(parts, tokens.items(), strict=True)
+        ]
+        levels = zip(*(part.extra for part in kept), strict=True)
+        return VisualTokens(
+            torch.cat([part.features for part in kept]),
+            TokenLayout.cat([part.layout for part in kept]),
+            tuple(torch.cat(level) for level in levels),
+        )
+
+    def reduce_item(
+        self,
+        tokens: VisualTokens,
+        geometry: ItemGeometry,
+        stats: VisionStats,
+        request: EncodeRequest,
+    ) -> VisualTokens | None:
+        """The reduced tokens of one picture, or ``None`` when all of them stay.
+
+        By default the rows that `keep` names.
+        """
+        index = self.keep(tokens, geometry, stats, request)
+        return None if index is None else tokens.select(index)
+
+    def keep(
+        self,
+        tokens: VisualTokens,
+        geometry: ItemGeometry,
+        stats: VisionStats,
+        request: EncodeRequest,
+    ) -> Tensor | None:
+        """Rows of one picture that stay: int64 indices, ascending; ``None`` for all."""
+        raise NotImplementedError(f"{type(self).__name__}.keep")
+
+
+@dataclass(frozen=True)
+class PrefillStage(Stage):
+    """Drops visual tokens between the layers of the language model, during prefill.
+
+    A stage with a field ``positions = "compact"`` has the rows renumbered behind each of its drops.
+    """
+
+    protocol: ClassVar[str] = "prefill"
+    positions: ClassVar[str] = "keep"
+
+    def layers(self, depth: int) -> tuple[int, ...]:
+        """Layers (0 .. depth-1) before which `keep` is asked."""
+        raise NotImplementedError(f"{type(self).__name__}.layers")
+
+    def text_stats(self, depth: int) -> dict[int, StatRequest]:
+        """Layer index to the attention rows that `keep` wants of it."""
+        return {}
+
+    def keep(self, step: Step, layer: int) -> Tensor | None:
+        """Rows of ``step.layout`` that enter ``layer``: int64, ascending, all text among them."""
+        raise NotImplementedError(f"{type(self).__name__}.keep")
+
+
+# --- finding methods -----------------------------------------------------------------------------
+
+_HOMES = ("compressors", "drafters")
+
+
+@cache
+def _entry_points() -> dict[str, importlib.metadata.EntryPoint]:
+    return {e.name: e for e in importlib.metadata.entry_points(group="vlmfast.stages")}
+
+
+@cache
+def stage_names() -> dict[str, str]:
+    """Recipe word to the module that defines it, for every method that can be found."""
+    found = {}
+    for home in _HOMES:
+        package = importlib.import_module(f"{__package__}.{home}")
+        for info in pkgutil.iter_modules(package.__path__):
+            if not info.name.startswith("_"):
+                found[info.name.replace("_", "-")] = f"{package.__name__}.{info.name}"
+    return found | {name: entry.module for name, entry in _entry_points().items()}
+
+
+@cache
+def stage_class(name: str) -> type[Stage]:
+    """The class behind a recipe word.
+
+    Raises
+    ------
+    RecipeError
+        When no method has that name; lists the nearest and all of them.
+    """
+    names = stage_names()
+    if name not in names:
+        raise RecipeError(
+            f"unknown method {name!r}{nearest(name, list(names))}; known: {_list(sorted(names))}"
+        )
+    module = importlib.import_module(names[name])
+    for value in vars(module).values():
+        if isinstance(value, type) and issubclass(value, Stage) and value.name == name:
+            return value
+    raise RecipeError(f"module {names[name]} defines no stage called {name!r}")
+
+
+def nearest(word: str, words: list[str]) -> str:
+    """`` (did you mean 'x'?)`` or nothing."""
+    match = difflib.get_close_matches(word, words, n=1)
+    return f" (did you mean {match[0]!r}?)" if match else ""

@@ -1,0 +1,388 @@
+"""What a user holds: `VLM` answers questions about pictures and clips under a recipe."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import MISSING, dataclass, field, fields
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from .errors import MediaError, ModelError, VLMFastError
+from .recipe import Recipe
+from .stages import Stage, stage_class, stage_names
+
+if TYPE_CHECKING:
+    from .engine.stats import Stats, Trace
+
+_DEFAULT_NEW_TOKENS = 128
+_SHIPPED = {"tiny": Path(__file__).parent / "weights" / "tiny"}
+
+
+@dataclass
+class Answer:
+    """One answer, what it cost and what was dropped for it.
+
+    Parameters
+    ----------
+    text : str
+    token_ids : list of int
+        Generated ids, the end token included when one was produced.
+    stats : Stats
+    trace : Trace
+    recipe : str
+        Canonical text of the recipe.
+    """
+
+    text: str
+    token_ids: list[int]
+    stats: Stats
+    trace: Trace = field(repr=False)
+    recipe: str = "none"
+
+
+@dataclass
+class Comparison:
+    """A recipe beside the full model.
+
+    Parameters
+    ----------
+    recipe : str
+    answer : Answer
+    agreement : float
+        Share of positions whose token equals the full model's, over the longer of both answers.
+    """
+
+    recipe: str
+    answer: Answer
+    agreement: float
+
+
+class VLM:
+    """A vision-language model under vlmfast.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+        Stays usable as it was: attention functions and hooks are put in for the length of a call.
+    processor : transformers.ProcessorMixin
+        The processor that belongs to the model.
+
+    Raises
+    ------
+    ModelError
+        For an unsupported family, several devices, or a processor without an image processor.
+    """
+
+    def __init__(self, model: nn.Module, processor: Any) -> None:
+        from .models import adapter_for
+
+        self.adapter = adapter_for(model, processor)
+        self.model, self.processor = model, processor
+        self._lock = threading.RLock()
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name: str | Path,
+        *,
+        device: str | torch.device | None = None,
+        dtype: str | torch.dtype = "auto",
+        **kwargs: Any,
+    ) -> VLM:
+        """Load a checkpoint and its processor.
+
+        Parameters
+        ----------
+        name : str or Path
+            ``"tiny"`` (the shipped model), a local folder, or a hub id.
+        device : str, optional
+            A CUDA device when there is one, else the CPU.
+        dtype : str or torch.dtype
+            ``"auto"`` is the checkpoint's own.
+        **kwargs
+            For Hugging Face's ``from_pretrained`` (``revision``, ``token``, ...).
+
+        Raises
+        ------
+        ModelError
+            When there is no such checkpoint, it has no processor, its family is not supported or
+            its weights do not fit.
+        """
+        from .loading import load
+
+        path = _SHIPPED.get(str(name), name)
+        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        return cls(*load(path, device, dtype, **kwargs))
+
+    # --- questions -------------------------------------------------------------------------------
+
+    def ask(
+        self,
+        question: str,
+        images: Any = None,
+        video: Any = None,
+        *,
+        num_frames: int | None = None,
+        fps: float | None = None,
+        recipe: Any = None,
+        **generation: Any,
+    ) -> Answer:
+        """Answer a question about pictures or a clip.
+
+        Parameters
+        ----------
+        question : str
+        images : picture or list of pictures, optional
+            PIL image, path, URL, bytes, NumPy array or torch tensor.
+        video : path, bytes or list of frames, optional
+        num_frames, fps : optional
+            How many frames are read: a number, or so many a second; 8 when neither is given.
+        recipe : str, Stage or Recipe, optional
+            What is dropped; nothing by default.
+        **generation
+            Hugging Face's generation arguments (``max_new_tokens``, ``do_sample``, ...).
+
+        Raises
+        ------
+        VLMFastError
+            `MediaError` for pictures and clips that cannot be read, `RecipeError` for a recipe
+            that cannot run on this model.
+        """
+        recipe = Recipe.of(recipe)
+        messages = self._messages(question, images, video, num_frames, fps)
+        return self._answer(messages, recipe, generation)
+
+    def chat(self, messages: list[dict], *, recipe: Any = None, **generation: Any) -> Answer:
+        """Answer the last turn of a conversation in Hugging Face's chat schema.
+
+        A content entry ``{"type": "image", ...}`` holds its picture under ``image``, ``path``,
+        ``url`` or ``base64``; ``{"type": "video", ...}`` its clip under ``video``, ``path`` or
+        ``url``, with ``num_frames`` or ``fps`` beside it.
+        """
+        return self._answer(messages, Recipe.of(recipe), generation)
+
+    def stream(
+        self,
+        question: str,
+        images: Any = None,
+        video: Any = None,
+        *,
+        num_frames: int | None = None,
+        fps: float | None = None,
+        recipe: Any = None,
+        **generation: Any,
+    ) -> Iterator[str | Answer]:
+        """Like `ask`, piece by piece: yields ``str``, and the `Answer` as the last item."""
+        from .engine.streaming import stream
+
+        recipe = Recipe.of(recipe)
+        messages = self._messages(question, images, video, num_frames, fps)
+        criteria = list(generation.pop("stopping_criteria", None) or [])
+        return stream(
+            self.processor.tokenizer,
+            lambda streamer, cancelled: self._answer(
+                messages,
+                recipe,
+                {
+                    **generation,
+                    "vlmfast_streamer": streamer,
+                    "stopping_criteria": [*criteria, cancelled],
+                },
+            ),
+        )
+
+    def compare(
+        self,
+        question: str,
+        images: Any = None,
+        video: Any = None,
+        *,
+        recipes: list[Any],
+        num_frames: int | None = None,
+        fps: float | None = None,
+        **generation: Any,
+    ) -> list[Comparison]:
+        """The full model's answer first, then each recipe's."""
+        chosen = [Recipe(), *(Recipe.of(recipe) for recipe in recipes)]
+        messages = self._messages(question, images, video, num_frames, fps)
+        answers = [self._answer(messages, recipe, generation) for recipe in chosen]
+        full = answers[0].token_ids
+        return [Comparison(a.recipe, a, agreement(a.token_ids, full)) for a in answers]
+
+    # --- the way in ------------------------------------------------------------------------------
+
+    def inputs(
+        self,
+        question: str,
+        images: Any = None,
+        video: Any = None,
+        *,
+        num_frames: int | None = None,
+        fps: float | None = None,
+    ) -> dict[str, torch.Tensor]:
+        """The tensors that `ask` works on; ``vlm.model.generate(**inputs)`` is the full model."""
+        messages = self._messages(question, images, video, num_frames, fps)
+        text, pictures = self._render(messages, Recipe())
+        return self.adapter.inputs(text, pictures)
+
+    def _messages(
+        self, question: str, images: Any, video: Any, num_frames: int | None, fps: float | None
+    ) -> list[dict]:
+        if not isinstance(question, str) or not question.strip():
+            raise VLMFastError("question is empty; it must be a text with at least one letter")
+        if video is None and (num_frames is not None or fps is not None):
+            raise VLMFastError("num_frames and fps are for video=, and no video was given")
+        if images is None:
+            images = []
+        content = [
+            {"type": "image", "image": image}
+            for image in (images if isinstance(images, list | tuple) else [images])
+        ]
+        if video is not None:
+            content.append({"type": "video", "video": video, "num_frames": num_frames, "fps": fps})
+        content.append({"type": "text", "text": question})
+        return [{"role": "user", "content": content}]
+
+    def _render(self, messages: list[dict], recipe: Recipe) -> tuple[str, list[Any]]:
+        """Prompt text and RGB pictures, one per placeholder in it."""
+        pictures: list[Any] = []
+        choose = [partial(s.frames, question=_question(messages)) for s in recipe.acting("media")]
+        select = choose[0] if choose else None
+        plain = [
+            {"role": turn["role"], "content": self._content(turn["content"], pictures, select)}
+            for turn in messages
+        ]
+        if not getattr(self.processor, "chat_template", None):
+            raise ModelError(
+                f"the processor of {self.adapter.config.model_type} has no chat template; "
+                "set vlm.processor.chat_template"
+            )
+        text = self.processor.apply_chat_template(plain, add_generation_prompt=True, tokenize=False)
+        placeholders = text.count(self.adapter.image_token())
+        if placeholders != len(pictures):
+            raise MediaError(
+                f"the prompt has {placeholders} picture placeholders "
+                f"({self.adapter.image_token()}) and {len(pictures)} pictures were given"
+            )
+        return text, pictures
+
+    def _content(self, content: Any, pictures: list[Any], select: Any) -> list[dict]:
+        from .media import load_image, load_video
+
+        plain: list[dict] = []
+        for part in [{"type": "text", "text": content}] if isinstance(content, str) else content:
+            kind = part.get("type")
+            if kind == "text":
+                plain.append({"type": "text", "text": part["text"]})
+            elif kind == "image":
+                pictures.append(load_image(_source(part, "image", "path", "url", "base64")))
+                plain.append({"type": "image"})
+            elif kind == "video":
+                source = _source(part, "video", "path", "url")
+                clip = load_video(
+                    source,
+                    num_frames=part.get("num_frames"),
+                    fps=part.get("fps"),
+                    select=select,
+                )
+                for index, frame in enumerate(clip.frames):
+                    if label := self.adapter.frame_label(index):
+                        plain.append({"type": "text", "text": label})
+                    plain.append({"type": "image"})
+                    pictures.append(frame)
+            else:
+                raise VLMFastError(
+                    f"content type {kind!r} is not known; allowed are text, image and video"
+                )
+        return plain
+
+    def _answer(self, messages: list[dict], recipe: Recipe, generation: dict) -> Answer:
+        from .engine.decode import Run, generate
+        from .engine.prefill import Inputs
+
+        start = time.perf_counter()
+        text, pictures = self._render(messages, recipe)
+        loaded = time.perf_counter()
+        with self._lock:
+            begin = time.perf_counter()
+            tensors = self.adapter.inputs(text, pictures)
+            sizes = [(picture.height, picture.width) for picture in pictures]
+            run = Run(self.adapter, Inputs(tensors, sizes, _question(messages)), recipe, begin)
+            run.stats.time_media_s = loaded - start
+            run.stats.time_processor_s = time.perf_counter() - begin
+            run.trace.images = pictures
+            ids = generate(run, self._generation(generation))
+        decoded = self.processor.tokenizer.decode(ids, skip_special_tokens=True)
+        return Answer(decoded.strip(), ids, run.stats, run.trace, str(recipe))
+
+    def _generation(self, generation: dict) -> dict:
+        """Generation arguments; stop strings become a criterion, since `generate` does not hand the
+        tokenizer that they need to a loop of one's own."""
+        generation = dict(generation)
+        given = {"max_new_tokens", "max_length", "generation_config"} & set(generation)
+        config = self.model.generation_config
+        if not given and config.max_new_tokens is None and config.max_length in (None, 20):
+            generation["max_new_tokens"] = _DEFAULT_NEW_TOKENS
+        criteria = list(generation.pop("stopping_criteria", None) or [])
+        if stop := generation.pop("stop_strings", None):
+            from transformers import StopStringCriteria
+
+            criteria.append(StopStringCriteria(self.processor.tokenizer, stop))
+        if criteria:
+            from transformers import StoppingCriteriaList
+
+            generation["stopping_criteria"] = StoppingCriteriaList(criteria)
+        return generation
+
+
+def agreement(tokens: list[int], full: list[int]) -> float:
+    """Share of equal positions over the longer answer; 1.0 when both are empty."""
+    longest = max(len(tokens), len(full))
+    if longest == 0:
+        return 1.0
+    return sum(a == b for a, b in zip(tokens, full, strict=False)) / longest
+
+
+def methods() -> list[dict[str, Any]]:
+    """Every stage and drafter: name, protocol, parameters, paper, whether it needs training."""
+    return [_method(stage_class(name)) for name in sorted(stage_names())]
+
+
+def _method(cls: type[Stage]) -> dict[str, Any]:
+    return {
+        "name": cls.name,
+        "protocol": cls.protocol,
+        "paper": cls.paper,
+        "trained": cls.trained,
+        "value": cls.lead,
+        "summary": (cls.__doc__ or "").strip().partition("\n")[0],
+        "parameters": [
+            {
+                "name": f.name,
+                "type": str(f.type),
+                "default": None if f.default is MISSING else f.default,
+                **f.metadata,
+            }
+            for f in fields(cls)
+        ],
+    }
+
+
+def _source(part: dict, *keys: str) -> Any:
+    for key in keys:
+        if part.get(key) is not None:
+            return part[key] if key != "base64" else f"data:image;base64,{part[key]}"
+    raise VLMFastError(f"a content entry of type {part['type']} needs one of {', '.join(keys)}")
+
+
+def _question(messages: list[dict]) -> str:
+    content = messages[-1]["content"]
+    if isinstance(content, str):
+        return content
+    return "".join(part.get("text", "") for part in content if part.get("type") == "text")
