@@ -9,9 +9,9 @@ from typing import ClassVar
 import numpy as np
 import pytest
 import torch
+
 from reference import answer_logits, dense_logits
 from tiny_models import build_llava, build_llava_next
-
 from vlmfast import VLM, RecipeError, VLMFastError
 from vlmfast.engine.decode import Run
 from vlmfast.engine.prefill import Inputs
@@ -242,9 +242,7 @@ def test_statistics_equal_eager_attention(vlm):
     vlm.model.set_attn_implementation("eager")
     try:
         with torch.no_grad():
-            maps = vlm.model(
-                **{k: v for k, v in run.inputs.tensors.items()}, output_attentions=True
-            ).attentions
+            maps = vlm.model(**run.inputs.tensors, output_attentions=True).attentions
     finally:
         vlm.model.set_attn_implementation("sdpa")
     expected = [maps[0][0, :, -1:], maps[1][0, :, -3:], maps[2][0].sum(1, keepdim=True)]
@@ -500,7 +498,7 @@ def test_in_encoder_stages_that_do_nothing_and_that_are_out_of_range(vlm):
 
 
 def test_a_layer_can_be_asked_ahead(vlm):
-    """What a layer would attend to, before it runs, is what it attends to when nothing is dropped."""
+    """What a layer would attend to, asked before it runs, is what it attends to when it does."""
     seen = {}
 
     @dataclass(frozen=True)

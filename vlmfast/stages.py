@@ -13,10 +13,10 @@ import difflib
 import importlib
 import importlib.metadata
 import pkgutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields
 from enum import Enum
 from functools import cache
 from types import NoneType
@@ -43,11 +43,20 @@ def param(
     lt: float | None = None,
     le: float | None = None,
     choices: tuple[str, ...] | None = None,
+    word: str | None = None,
 ) -> Any:
-    """A documented and bounded dataclass field of a `Stage`."""
+    """A documented and bounded dataclass field of a `Stage`.
+
+    ``word`` is its name in recipes, where that is taken by a method of the protocol.
+    """
     bounds = {"gt": gt, "ge": ge, "lt": lt, "le": le}
     limits = {key: value for key, value in bounds.items() if value is not None}
-    return field(default=default, metadata={"doc": doc, "choices": choices, **limits})
+    return field(default=default, metadata={"doc": doc, "choices": choices, "word": word, **limits})
+
+
+def word_of(f: Field) -> str:
+    """A field's name in recipes."""
+    return f.metadata.get("word") or f.name
 
 
 def positions_param(default: str) -> Any:
@@ -120,7 +129,7 @@ class Stage:
                 ok = all(test(v, meta[k]) for k, test in tests.items() if k in meta for v in values)
             if not ok:
                 raise RecipeError(
-                    f"{self.name}: {f.name}={_show(value)} is out of range, "
+                    f"{self.name}: {word_of(f)}={_show(value)} is out of range, "
                     f"allowed is {_describe(meta)}"
                 )
 
@@ -128,22 +137,22 @@ class Stage:
     def from_words(cls, words: dict[str | None, str]) -> Stage:
         """Build from text values; the key ``None`` stands for the bare value."""
         hints, values = get_type_hints(cls), {}
-        names = [f.name for f in fields(cls)]
+        names = {word_of(f): f.name for f in fields(cls)}
         for key, word in words.items():
             if key is None:
                 if cls.lead is None:
                     raise RecipeError(
                         f"{cls.name} takes no bare value ({word!r}); parameters: {_list(names)}"
                     )
-                key = cls.lead
+                key = next(w for w, name in names.items() if name == cls.lead)
             if key not in names:
                 raise RecipeError(
-                    f"{cls.name} has no parameter {key!r}{nearest(key, names)}; "
+                    f"{cls.name} has no parameter {key!r}{nearest(key, list(names))}; "
                     f"parameters: {_list(names)}"
                 )
-            if key in values:
+            if names[key] in values:
                 raise RecipeError(f"{cls.name}: {key} is given twice")
-            values[key] = _parse(cls.name, key, word, hints[key])
+            values[names[key]] = _parse(cls.name, key, word, hints[names[key]])
         return cls(**values)
 
     def __str__(self) -> str:
@@ -157,10 +166,15 @@ class Stage:
             return self.name
         if list(changed) == [self.lead]:
             return f"{self.name}:{changed[self.lead]}"
-        return f"{self.name}:" + ",".join(f"{key}={value}" for key, value in changed.items())
+        words = {f.name: word_of(f) for f in fields(self)}
+        return f"{self.name}:" + ",".join(f"{words[key]}={v}" for key, v in changed.items())
 
     def __add__(self, other: Stage | Stages) -> Stages:
         return Stages((self,)) + other
+
+    def floor(self, depth: int) -> float:
+        """Lowest share of the visual tokens, averaged over ``depth`` layers, that is attainable."""
+        return 0.0
 
     def expand(self) -> tuple[Stage, ...]:
         """The single-protocol stages that this word stands for; usually itself."""
@@ -188,10 +202,12 @@ def _show(value: Any) -> str:
         return "/".join(_show(v) for v in value)
     if isinstance(value, bool):
         return "true" if value else "false"
+    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
+        return str(int(value))
     return str(value).replace("e+", "e")  # '+' joins the words of a recipe
 
 
-def _list(names: list[str]) -> str:
+def _list(names: Iterable[str]) -> str:
     return ", ".join(names) if names else "none"
 
 
@@ -259,6 +275,8 @@ class Step:
     ----------
     phase : Phase
         Which kind of pass this is.
+    depth : int
+        Number of layers of the model that the pass goes through.
     layout : TokenLayout, optional
         The tokens that enter the current layer (prefill).
     requests : dict of int to StatRequest
@@ -271,6 +289,9 @@ class Step:
         ``id`` of a vision attention module to its layer index (vision modules do not know theirs).
     merged : Tensor, int64, (views, rows), optional
         Vision: for each row that entered the tower (CLS first), the row that it is part of now.
+    lengths : Tensor, int64, (views,), optional
+        Vision: rows of each view that exist, where merging left fewer of some; the others, at the
+        end, are padding.
     cache : object, optional
         The cache of the sequence.
     mask_rule : callable, optional
@@ -280,11 +301,13 @@ class Step:
     """
 
     phase: Phase
+    depth: int = 0
     layout: TokenLayout | None = None
     requests: dict[int, StatRequest] = field(default_factory=dict)
     stats: dict[int, Tensor] = field(default_factory=dict)
     modules: dict[int, int] = field(default_factory=dict)
     merged: Tensor | None = None
+    lengths: Tensor | None = None
     cache: Any = None
     mask_rule: Any = None
     notes: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -475,7 +498,8 @@ class PrefillStage(Stage):
     """
 
     protocol: ClassVar[str] = "prefill"
-    positions: ClassVar[str] = "keep"
+    # Not annotated: a ClassVar would come first among the fields of a stage that declares it.
+    positions = "keep"
 
     def layers(self, depth: int) -> tuple[int, ...]:
         """Layers (0 .. depth-1) before which `keep` is asked."""

@@ -15,7 +15,7 @@ from torch import nn
 
 from .errors import MediaError, ModelError, VLMFastError
 from .recipe import Recipe
-from .stages import Stage, stage_class, stage_names
+from .stages import Stage, stage_class, stage_names, word_of
 
 if TYPE_CHECKING:
     from .engine.stats import Stats, Trace
@@ -364,10 +364,10 @@ def _method(cls: type[Stage]) -> dict[str, Any]:
         "summary": (cls.__doc__ or "").strip().partition("\n")[0],
         "parameters": [
             {
-                "name": f.name,
+                "name": word_of(f),
                 "type": str(f.type),
                 "default": None if f.default is MISSING else f.default,
-                **f.metadata,
+                **{key: value for key, value in f.metadata.items() if key != "word"},
             }
             for f in fields(cls)
         ],

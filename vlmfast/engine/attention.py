@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -106,18 +106,29 @@ def vision_attention(
 ) -> tuple[Tensor, None]:
     """Attention of the vision tower, (V, H, N, D) each; statistics only where they were asked."""
     step = _step(kwargs)
+    n = key.shape[2]
+    if step.lengths is not None:
+        there = (torch.arange(n, device=key.device) < step.lengths[:, None])[:, None, None]
+        attention_mask = there if attention_mask is None else attention_mask & there
     request = step.requests.get(step.modules.get(id(module), -1))
     if request is not None:
         if request.rows == "columns":
+            lengths = [n] * len(key) if step.lengths is None else step.lengths.tolist()
             stats = torch.stack(
                 [
-                    attention_rows(q, k, None, scaling, total=True, causal=False)
-                    for q, k in zip(query, key, strict=True)
+                    pad(
+                        attention_rows(q[:, :m], k[:, :m], None, scaling, total=True, causal=False),
+                        (0, n - m),
+                    )
+                    for q, k, m in zip(query, key, lengths, strict=True)
                 ]
             )
         else:
             logits = query[:, :, :1].float() @ key.float().transpose(-1, -2)
-            stats = (logits * _scale(scaling, query)).softmax(-1)
+            logits = logits * _scale(scaling, query)
+            if step.lengths is not None:
+                logits = logits.masked_fill(~there, -torch.inf)
+            stats = logits.softmax(-1)
         if step.merged is not None:  # back to the rows that entered the tower
             rows = step.merged[:, None, None].expand(-1, *stats.shape[1:3], -1)
             stats = stats.gather(-1, rows)

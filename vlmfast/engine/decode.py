@@ -42,7 +42,12 @@ class Run:
 
     def start(self, room: int) -> Tensor:
         """Prefill; ``room`` is the number of tokens that may follow. Returns logits (1, V)."""
-        self.prompt = prepare(self.adapter, self.inputs, self.recipe, self.stats, self.trace)
+        prompt = prepare(self.adapter, self.inputs, self.recipe, self.stats, self.trace)
+        return self.start_from(prompt, room)
+
+    def start_from(self, prompt: Prompt, room: int) -> Tensor:
+        """Prefill of a prompt that is already merged. Returns logits (1, V)."""
+        self.prompt = prompt
         self.stats.prompt_tokens = len(self.prompt.layout)
         self.cache = KVCache(self.adapter.depth)
         logits = prefill(self.adapter, self.prompt, self.recipe, self.cache, self.stats, self.trace)

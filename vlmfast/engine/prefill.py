@@ -120,7 +120,13 @@ def prefill(
         Logits after the last token of the prompt.
     """
     stages = recipe.acting("prefill")
-    step = Step(Phase.PREFILL, layout=prompt.layout, cache=cache, mask_rule=adapter.mask_rule)
+    step = Step(
+        Phase.PREFILL,
+        depth=adapter.depth,
+        layout=prompt.layout,
+        cache=cache,
+        mask_rule=adapter.mask_rule,
+    )
     wanted: dict[int, StatRequest] = {}
     for stage in stages:
         merge_requests(wanted, stage.text_stats(adapter.depth), stage.name)

@@ -53,6 +53,7 @@ def encode(
     blocks = adapter.vision_blocks()
     step = Step(
         Phase.VISION,
+        depth=len(blocks),
         modules={id(block.self_attn): index for index, block in enumerate(blocks)},
     )
     for stage in outside:

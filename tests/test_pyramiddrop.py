@@ -1,0 +1,135 @@
+"""PyramidDrop: counts, budgets and what it keeps; exactness is in test_golden and test_engine."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tiny_models import build_llava, build_llava_next
+from vlmfast import VLM, Recipe, RecipeError
+from vlmfast.compressors._budget import equivalent, solve
+from vlmfast.compressors.pyramiddrop import PyramidDrop, stage_counts, stage_layers
+
+
+@pytest.fixture(scope="module", params=[build_llava, build_llava_next])
+def vlm(request) -> VLM:
+    return VLM(*request.param(layers=4))
+
+
+def picture(seed: int, width: int = 60, height: int = 44) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+
+
+def test_the_published_setting_on_32_layers():
+    stage = PyramidDrop()
+    assert stage.layers(32) == (8, 16, 24)
+    counts = stage_counts(576, stage.shares(576, 32))
+    assert counts == [288, 144, 72]
+    assert equivalent(576, (8, 16, 24), counts, 32) == 270
+    assert stage_counts(577, stage.shares(577, 32)) == [288, 144, 72]
+
+
+@pytest.mark.parametrize(
+    ("layers", "target", "ratio"),
+    [
+        ((8, 16, 24), 192, 0.253),
+        ((2, 8, 16), 192, 0.560),
+        ((2, 8, 16), 128, 0.420),
+        ((2, 8, 16), 64, 0.192),
+    ],
+)
+def test_budgets_solve_to_the_known_ratios(layers, target, ratio):
+    stage = PyramidDrop(budget=target / 576, layers_=layers)
+    shares = stage.shares(576, 32)
+    assert shares[0] == pytest.approx(ratio, abs=2e-3)
+    assert equivalent(576, layers, stage_counts(576, shares), 32) == pytest.approx(target, abs=1)
+
+
+@given(n=st.integers(1, 3000), depth=st.integers(4, 80), budget=st.floats(0.01, 1))
+def test_budgets_are_met_or_the_floor_is(n, depth, budget):
+    stage = PyramidDrop(budget=budget)
+    layers = stage.layers(depth)
+    counts = stage_counts(n, stage.shares(n, depth))
+    got = equivalent(n, layers, counts, depth)
+    assert counts == sorted(counts, reverse=True)
+    floor = equivalent(n, layers, [1] * 3, depth)
+    # Counts are whole: one more token in every stage is the distance of two attainable costs.
+    assert abs(got - max(budget * n, floor)) <= 1.5
+    assert got >= stage.floor(depth) * n * 0.999
+
+
+def test_solve_finds_the_nearest_step():
+    def cost(x: float) -> int:
+        return int(x * 10)
+
+    assert cost(solve(cost, 7)) == 7
+    assert cost(solve(cost, -5)) == 0
+    assert cost(solve(cost, 99)) == 10
+
+
+def test_a_run_meets_its_budget_and_says_what_it_cost(vlm):
+    answer = vlm.ask(
+        "what ?", [picture(0), picture(1)], recipe="pyramiddrop:budget=0.6", max_new_tokens=3
+    )
+    n = answer.stats.visual_tokens_in
+    assert answer.stats.equivalent_tokens == pytest.approx(0.6 * n, abs=1)
+    assert answer.stats.visual_tokens_per_layer[0] == n
+    low = vlm.ask("what ?", picture(0), recipe="pyramiddrop:budget=0.01", max_new_tokens=3).stats
+    assert low.visual_tokens_per_layer == [low.visual_tokens_in, 1, 1, 1]  # the floor, not 1 %
+
+
+@pytest.mark.parametrize("rule", ["next", "last"])
+def test_pictures_are_ranked_together_or_each_by_itself(vlm, rule):
+    together = vlm.ask(
+        "what ?", [picture(0), picture(1)], recipe=f"pyramiddrop:rule={rule}", max_new_tokens=2
+    )
+    apart = vlm.ask(
+        "what ?",
+        [picture(0), picture(1)],
+        recipe=f"pyramiddrop:rule={rule},per_item=true",
+        max_new_tokens=2,
+    )
+    n = apart.trace.layout.item.bincount()
+    for layer, share in ((1, 0.5), (2, 0.25), (3, 0.125)):
+        kept = apart.trace.layout.item[apart.trace.depth > layer].bincount(minlength=2)
+        assert kept.tolist() == [int(k * share) for k in n.tolist()]
+        assert int((together.trace.depth > layer).sum()) == int(int(n.sum()) * share)
+
+
+def test_rules_and_positions_differ(vlm):
+    """Each parameter does something: the controls of the equalities elsewhere."""
+    depths = [
+        vlm.ask("what ?", picture(0), recipe=r, max_new_tokens=2).trace.depth
+        for r in ("pyramiddrop", "pyramiddrop:rule=last")
+    ]
+    assert not torch.equal(*depths)
+
+
+def test_text_and_clips_pass(vlm):
+    assert vlm.ask("what ?", recipe="pyramiddrop", max_new_tokens=3).token_ids
+    clip = [picture(i, 40, 40) for i in range(4)]
+    answer = vlm.ask(
+        "what ?", video=clip, num_frames=4, recipe="hired:0.5+pyramiddrop", max_new_tokens=3
+    )
+    kept = answer.stats.visual_tokens_per_layer
+    assert kept[0] > kept[1] > kept[2] > kept[3] >= 1
+
+
+def test_bad_parameters():
+    for word, message in {
+        "pyramiddrop:0": "keep=0 is out of range",
+        "pyramiddrop:keep=2": "keep=2 is out of range",
+        "pyramiddrop:rule=first": "rule=first.*one of next, last",
+        "pyramiddrop:ratios=0.5/0.2": "one ratio per drop",
+        "pyramiddrop:positions=none": "one of keep, compact",
+    }.items():
+        with pytest.raises(RecipeError, match=message):
+            Recipe.parse(word)
+    with pytest.raises(RecipeError, match="stay below 24"):
+        stage_layers((8, 16, 24), 24)
+    with pytest.raises(RecipeError, match="must ascend"):
+        stage_layers((0.5, 0.25), 32)
+    assert str(Recipe.parse("pyramiddrop:layers=8/16/24,keep=0.5")) == "pyramiddrop:layers=8/16/24"

@@ -1,0 +1,1 @@
+"""Visual-token reducers and cache compressors, one file per method."""

@@ -1,0 +1,147 @@
+"""PyramidDrop: the deeper the layer, the fewer visual tokens.
+
+Shallow layers need the whole picture, deep ones ever less of it. PyramidDrop (CVPR 2025, arXiv
+2410.17247) cuts a language model of L layers into stages and drops visual tokens between them. With
+``n_0`` visual tokens in the prompt and a ratio ``lambda``, stage s keeps::
+
+    n_s = trunc(n_0 lambda^s)        always of the original count, so rounding does not pile up
+
+those to which the last token of the instruction attends most (softmax attention in float32, mean
+over heads). ``budget`` solves ``lambda`` so that the average of ``n_s`` over the layers is met.
+
+Different from the authors' code, and why:
+
+- ``rule="next"`` is the authors' code: the stage is ranked by queries and keys of the layer behind
+  the drop, computed from what enters it. ``rule="last"`` is the paper: the attention of the layer
+  before the drop, which is there anyway and costs nothing.
+- Grouped-query heads share their keys; the authors' code fails on such models.
+- Every picture of a prompt may lose tokens; theirs ranks the first one only. ``per_item`` keeps the
+  same share of each picture instead of ranking all tokens together.
+- Any depth: a value of ``layers`` below 1 is a share of the model's depth (8, 16, 24 of 32 by
+  default).
+- Nothing is cut to a tokenizer's maximum length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ..errors import RecipeError
+from ..layout import TokenLayout
+from ..stages import PrefillStage, StatRequest, Step, budget_param, param, positions_param
+from ._budget import equivalent, solve
+from ._select import best
+
+
+def stage_layers(layers: tuple[float, ...], depth: int) -> tuple[int, ...]:
+    """Number of layers before each drop, for a model of ``depth`` layers."""
+    counts = tuple(max(round(n * depth), 1) if n < 1 else int(n) for n in layers)
+    if list(counts) != sorted(set(counts)) or counts[-1] >= depth:
+        raise RecipeError(
+            f"pyramiddrop: layers={'/'.join(f'{n:g}' for n in layers)} means drops after "
+            f"{', '.join(map(str, counts))} layers; they must ascend and stay below {depth}"
+        )
+    return counts
+
+
+def stage_counts(n: int, ratios: Sequence[float]) -> list[int]:
+    """Tokens kept by each stage, of ``n`` at the beginning; at least one."""
+    return [max(int(n * ratio), 1) for ratio in ratios]
+
+
+def rank(attention: Tensor) -> Tensor:
+    """Score of each token: attention (H, R, S), mean over heads and query rows; (S,)."""
+    return attention.float().mean(0).mean(0)
+
+
+@dataclass(frozen=True)
+class PyramidDrop(PrefillStage):
+    """Drops visual tokens in stages, by the attention of the last instruction token."""
+
+    name: ClassVar[str] = "pyramiddrop"
+    paper: ClassVar[str] = "CVPR 2025, arXiv 2410.17247"
+    lead: ClassVar[str | None] = "ratio"
+
+    ratio: float = param(
+        0.5, "lambda: share of its tokens that each stage hands on", word="keep", gt=0.0, le=1.0
+    )
+    ratios: tuple[float, ...] | None = param(
+        None,
+        "shares of the original count, one per drop, instead of powers of lambda",
+        gt=0.0,
+        le=1.0,
+    )
+    layers_: tuple[float, ...] = param(
+        (0.25, 0.5, 0.75),
+        "layers before each drop; a value below 1 is a share of the model's depth",
+        word="layers",
+        gt=0.0,
+    )
+    rule: str = param(
+        "next",
+        "layer whose attention ranks: the one behind the drop, or the last before it",
+        choices=("next", "last"),
+    )
+    per_item: bool = param(False, "the same share of each picture, instead of all ranked together")
+    positions: str = positions_param("compact")
+    budget: float | None = budget_param()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.ratios is not None and len(self.ratios) != len(self.layers_):
+            raise RecipeError(
+                f"pyramiddrop: ratios has {len(self.ratios)} entries, layers {len(self.layers_)}; "
+                "there must be one ratio per drop"
+            )
+
+    def layers(self, depth: int) -> tuple[int, ...]:
+        return stage_layers(self.layers_, depth)
+
+    def floor(self, depth: int) -> float:
+        return self.layers(depth)[0] / depth
+
+    def text_stats(self, depth: int) -> dict[int, StatRequest]:
+        if self.rule == "last":
+            return {layer - 1: StatRequest("last") for layer in self.layers(depth)}
+        return {layer: StatRequest("last", ahead=True) for layer in self.layers(depth)}
+
+    def shares(self, n: int, depth: int) -> tuple[float, ...]:
+        """Share of ``n`` tokens that each stage keeps."""
+        layers = self.layers(depth)
+        powers = range(1, len(layers) + 1)
+        if self.budget is not None:
+
+            def cost(ratio: float) -> float:
+                return equivalent(n, layers, stage_counts(n, [ratio**s for s in powers]), depth)
+
+            ratio = solve(cost, self.budget * n)
+            return tuple(ratio**s for s in powers)
+        return self.ratios or tuple(self.ratio**s for s in powers)
+
+    def keep(self, step: Step, layer: int) -> Tensor | None:
+        layout, layers = step.layout, self.layers(step.depth)
+        if not bool(layout.visual.any()):
+            return None
+        n = step.notes.setdefault(self.name, {}).setdefault("items", self._groups(layout))
+        source = layer if self.rule == "next" else layer - 1
+        score = rank(step.stats[source])
+        kept = ~layout.visual
+        for item, total in n.items():
+            share = self.shares(total, step.depth)[layers.index(layer)]
+            mine = layout.visual & ((layout.item == item) | (not self.per_item))
+            candidates = score.masked_fill(~mine, -torch.inf)
+            room = min(stage_counts(total, [share])[0], int(mine.sum()))
+            kept = kept | best(candidates[None], [room])[0]
+        return kept.nonzero().flatten()
+
+    def _groups(self, layout: TokenLayout) -> dict[int, int]:
+        """Tokens of each group that is ranked by itself, before the first drop."""
+        if not self.per_item:
+            return {-1: int(layout.visual.sum())}
+        items, counts = layout.item[layout.visual].unique(return_counts=True)
+        return dict(zip(items.tolist(), counts.tolist(), strict=True))

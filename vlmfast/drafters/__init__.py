@@ -1,0 +1,1 @@
+"""Drafters for speculative decoding, one file per method."""
