@@ -12,6 +12,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import importlib.metadata
+import operator
 import pkgutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -79,11 +80,14 @@ def budget_param() -> Any:
     )
 
 
+# Names of comparisons in `operator`. All are false for NaN, which is thus out of every range.
+_SIGNS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
+
+
 def _describe(metadata: dict[str, Any]) -> str:
     if metadata.get("choices"):
         return "one of " + ", ".join(metadata["choices"])
-    signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
-    return " and ".join(f"{sign} {metadata[k]:g}" for k, sign in signs.items() if k in metadata)
+    return " and ".join(f"{sign} {metadata[k]:g}" for k, sign in _SIGNS.items() if k in metadata)
 
 
 @dataclass(frozen=True)
@@ -113,20 +117,17 @@ class Stage:
     def __post_init__(self) -> None:
         for f in fields(self):
             value, meta = getattr(self, f.name), f.metadata
-            if value is None:
+            if value is None and f.default is None:
                 continue
             values = value if isinstance(value, tuple) else (value,)
             if meta.get("choices"):
                 ok = all(v in meta["choices"] for v in values)
             else:
-                tests = {
-                    "gt": lambda v, b: v > b,
-                    "ge": lambda v, b: v >= b,
-                    "lt": lambda v, b: v < b,
-                    "le": lambda v, b: v <= b,
-                }
-                # `not (v > b)` rather than `v <= b`: NaN must fail too.
-                ok = all(test(v, meta[k]) for k, test in tests.items() if k in meta for v in values)
+                tests = [(getattr(operator, k), meta[k]) for k in _SIGNS if k in meta]
+                try:
+                    ok = all(test(v, bound) for test, bound in tests for v in values)
+                except TypeError:  # a text where a number belongs
+                    ok = False
             if not ok:
                 raise RecipeError(
                     f"{self.name}: {word_of(f)}={_show(value)} is out of range, "

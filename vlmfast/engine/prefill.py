@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -93,8 +93,11 @@ def prepare(adapter: Adapter, inputs: Inputs, recipe: Recipe, stats: Stats, trac
 
     start = clock(ids.device)
     request = EncodeRequest(inputs.question, text, adapter.depth)
+    tower = len(adapter.vision_blocks())
     for stage in stages:
-        tokens = stage.reduce(tokens, vision, request)
+        # Only what this stage asked for: another one may have asked for other layers.
+        rows = {layer: vision.rows[layer] for layer in stage.vision_stats(tower)}
+        tokens = stage.reduce(tokens, replace(vision, rows=rows), request)
         trace.drop_before(0, tokens.layout, stage.name)
         stats.visual_tokens_kept[stage.name] = len(tokens)
     layout = TokenLayout.cat([text_layout, tokens.layout])

@@ -1,0 +1,224 @@
+"""The controls: random, evenly spaced and averaged tokens."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from helpers_layout import REQUEST, picture, picture_arguments, prompt
+from vlmfast.compressors._select import count
+from vlmfast.compressors.downsample import Downsample, cells, occupied, resolution
+from vlmfast.compressors.grid import Grid, evenly
+from vlmfast.compressors.random import Random, shuffled
+from vlmfast.errors import RecipeError
+from vlmfast.layout import VisualTokens
+from vlmfast.recipe import Recipe
+from vlmfast.stages import EncodeStage, VisionStats
+
+NO_ROWS: dict[int, torch.Tensor] = {}  # no control looks at the vision tower
+classes = pytest.mark.parametrize("kind", [Random, Grid, Downsample])
+
+
+def reduced(stage: EncodeStage, *pictures: dict) -> tuple[VisualTokens, VisualTokens]:
+    tokens, stats = prompt(*pictures)
+    return tokens, stage.reduce(tokens, VisionStats(stats.items, NO_ROWS), REQUEST)
+
+
+def same(a: VisualTokens, b: VisualTokens) -> bool:
+    return torch.equal(a.layout.order, b.layout.order) and torch.equal(a.features, b.features)
+
+
+# --- what all of them promise --------------------------------------------------------------------
+
+
+@classes
+@given(arguments=st.lists(picture_arguments((4, 4)), min_size=1, max_size=3), data=st.data())
+@settings(max_examples=25, deadline=None)
+def test_order_kind_and_repeatability(
+    kind: type[EncodeStage], arguments: list[dict], data: st.DataObject
+) -> None:
+    name = data.draw(st.sampled_from(["rate", "budget"]))
+    stage = kind(**{name: data.draw(st.floats(0.01, 0.99))})
+    tokens, kept = reduced(stage, *arguments)
+    order = kept.layout.order.tolist()
+    assert order == sorted(set(order))
+    assert set(order) <= set(tokens.layout.order.tolist())
+    assert kept.layout.patches.all()  # neither text nor newlines
+    assert set(kept.layout.item.tolist()) == set(range(len(arguments)))
+    assert kept.features.dtype == tokens.features.dtype
+    torch.manual_seed(data.draw(st.integers(0, 9)))  # the global state is of no account
+    assert same(reduced(stage, *arguments)[1], kept)
+    first = reduced(stage, arguments[0])[1]
+    assert torch.equal(first.features, kept.features[kept.layout.item == 0])
+
+
+@classes
+@given(picture_arguments(), st.floats(0.01, 0.99), st.floats(0.01, 0.99))
+@settings(max_examples=25, deadline=None)
+def test_a_higher_rate_keeps_at_least_as_many(
+    kind: type[EncodeStage], arguments: dict, one: float, other: float
+) -> None:
+    low, high = (len(reduced(kind(rate), arguments)[1]) for rate in sorted([one, other]))
+    assert low <= high
+    assert len(reduced(kind(one), arguments)[1]) == len(reduced(kind(budget=one), arguments)[1])
+
+
+@classes
+@given(picture_arguments(), st.booleans())
+@settings(max_examples=10, deadline=None)
+def test_all_is_all(kind: type[EncodeStage], arguments: dict, newline: bool) -> None:
+    for stage in (kind(1.0), kind(1), kind(0.2, budget=1.0)):
+        tokens, kept = reduced(stage, arguments, arguments)
+        assert kept is tokens
+
+
+@classes
+@pytest.mark.parametrize("value", ["0", "1.5", "-1", "nan", "budget=0", "budget=nan", "rate=inf"])
+def test_bad_values_are_named(kind: type[EncodeStage], value: str) -> None:
+    field = "budget" if value.startswith("budget") else "rate"
+    with pytest.raises(RecipeError, match=rf"{kind.name}: {field}="):
+        Recipe.parse(f"{kind.name}:{value}")
+
+
+# --- random and grid -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [Random, Grid])
+@given(picture_arguments(), st.floats(0.01, 0.99))
+@settings(max_examples=25, deadline=None)
+def test_the_count_is_exact(kind: type[EncodeStage], arguments: dict, rate: float) -> None:
+    tokens, kept = reduced(kind(rate), arguments)
+    patches = int(tokens.layout.patches.sum())
+    assert len(kept) == min(count(rate, len(tokens)), patches)
+    rows = torch.isin(tokens.layout.order, kept.layout.order)
+    assert torch.equal(kept.features, tokens.features[rows])
+
+
+def test_counts_round_half_to_even() -> None:
+    assert [count(0.25, n) for n in (1, 2, 6, 10)] == [1, 1, 2, 2]
+
+
+def test_random_draws() -> None:
+    arguments = {"tiles": (2, 2), "patches": (6, 6)}
+    same_picture_twice = reduced(Random(0.3), arguments, arguments)[1]
+    tokens, one = reduced(Random(0.3), arguments)
+    second = same_picture_twice.layout.item == 1
+    offset = int(same_picture_twice.layout.order[second][0] - one.layout.order[0])
+    assert not torch.equal(same_picture_twice.layout.order[second], one.layout.order + offset)
+    assert not same(reduced(Random(0.3, seed=1), arguments)[1], one)
+    few = set(reduced(Random(0.1), arguments)[1].layout.order.tolist())
+    assert few < set(one.layout.order.tolist())
+    # Every patch has its turn: no part of the picture is left out.
+    drawn = torch.zeros(len(tokens))
+    for seed in range(60):
+        drawn[reduced(Random(0.3, seed=seed), arguments)[1].layout.order - 3] += 1
+    assert (drawn[tokens.layout.patches] > 3).all()
+
+
+def test_shuffled_is_pinned() -> None:
+    """The draw is part of a recipe's meaning: a change of it changes published numbers."""
+    assert shuffled(8, 0, 0, 8).tolist() == [5, 6, 0, 7, 3, 1, 4, 2]
+    assert sorted(shuffled(100, 3, 1, 100).tolist()) == list(range(100))
+
+
+@given(st.integers(1, 200), st.data())
+def test_evenly(n: int, data: st.DataObject) -> None:
+    k = data.draw(st.integers(1, n))
+    chosen = evenly(n, k).tolist()
+    assert chosen == sorted(set(chosen))
+    assert len(chosen) == k
+    assert 0 <= chosen[0] <= chosen[-1] < n
+    gaps = [b - a for a, b in pairwise(chosen)]
+    assert not gaps or max(gaps) - min(gaps) <= 1
+    assert abs(chosen[0] - (n - 1 - chosen[-1])) <= 1
+    assert evenly(10, 3).tolist() == [1, 5, 8]
+
+
+# --- downsample ----------------------------------------------------------------------------------
+
+
+def test_average_in_numbers() -> None:
+    tokens, geometry = picture((0, 0), (4, 4))
+    kept = Downsample(0.25).reduce(tokens, VisionStats((geometry,), NO_ROWS), REQUEST)
+    assert len(kept) == 4
+    blocks = tokens.features.view(2, 2, 2, 2, -1).mean((1, 3)).flatten(0, 1)
+    torch.testing.assert_close(kept.features, blocks)
+    # All four tokens of a block are equally far from its middle: the first stands for it.
+    assert kept.layout.order.tolist() == [0, 2, 8, 10]
+    assert kept.layout.weight.tolist() == [4, 4, 4, 4]
+    assert torch.equal(kept.layout.box, tokens.layout.box[[0, 2, 8, 10]])
+
+
+def test_the_representative_is_the_middle_one() -> None:
+    tokens, geometry = picture((0, 0), (6, 6))
+    kept = Downsample(4 / 36).reduce(tokens, VisionStats((geometry,), NO_ROWS), REQUEST)
+    assert kept.layout.grid[:, 1:].tolist() == [[1, 1], [1, 4], [4, 1], [4, 4]]
+
+
+@given(picture_arguments(), st.floats(0.01, 0.99))
+@settings(max_examples=40, deadline=None)
+def test_mass_is_kept(arguments: dict, rate: float) -> None:
+    tokens, kept = reduced(Downsample(rate), arguments)
+    patches = tokens.layout.patches
+    assert float(kept.layout.weight.sum()) == int(patches.sum())
+    torch.testing.assert_close(
+        (kept.features * kept.layout.weight[:, None]).sum(0),
+        tokens.features[patches].sum(0),
+        atol=1e-4,
+        rtol=1e-4,
+    )
+    for view in set(tokens.layout.view[patches].tolist()):
+        whole = tokens.layout.view == view
+        assert float(kept.layout.weight[kept.layout.view == view].sum()) == int(whole.sum())
+
+
+@given(picture_arguments(), st.floats(0.01, 0.99))
+@settings(max_examples=25, deadline=None)
+def test_no_other_resolution_is_nearer(arguments: dict, rate: float) -> None:
+    """Against a count by brute force over every shape of cells that is allowed."""
+    tokens, kept = reduced(Downsample(rate), arguments)
+    target, (h, w) = count(rate, len(tokens)), arguments["patches"]
+    patches = tokens.layout.select(tokens.layout.patches)
+    places = list(zip(patches.tile.tolist(), *patches.grid[:, 1:].T.tolist(), strict=True))
+    attainable = {
+        len({(t, (2 * y + 1) * a // (2 * h), (2 * x + 1) * b // (2 * w)) for t, y, x in places})
+        for a in range(1, h + 1)
+        for b in range(1, w + 1)
+        if 0.5 <= (h * b) / (w * a) <= 2 or a == b == 1
+    }
+    assert len(kept) in attainable
+    assert abs(len(kept) - target) == min(abs(number - target) for number in attainable)
+
+
+def test_weights_and_levels_flow_on() -> None:
+    tokens, geometry = picture((0, 0), (4, 4))
+    weight = 1 + torch.arange(16.0) % 3
+    protected = torch.arange(16) == 5
+    level = torch.randn(16, 8, dtype=torch.float64)
+    tokens = VisualTokens(
+        tokens.features.half(),
+        tokens.layout.replace(weight=weight, protected=protected),
+        (level,),
+    )
+    kept = Downsample(1 / 16).reduce(tokens, VisionStats((geometry,), NO_ROWS), REQUEST)
+    assert kept.layout.weight.tolist() == [float(weight.sum())]
+    assert kept.layout.protected.tolist() == [True]
+    assert kept.features.dtype == torch.float16
+    expected = (level * weight[:, None]).sum(0) / weight.sum()
+    torch.testing.assert_close(kept.extra[0][0], expected, atol=1e-5, rtol=1e-5)
+
+
+def test_cells_and_counts() -> None:
+    assert cells(6, 4).tolist() == [0, 1, 1, 2, 3, 3]
+    full = torch.ones(5, 4, 4, dtype=torch.bool)
+    assert occupied(full).tolist() == [[5 * a * b for b in range(1, 5)] for a in range(1, 5)]
+    half = full.clone()
+    half[1:, :2] = False  # four crops of which only the lower half exists
+    assert occupied(half)[1, 1] == 4 + 4 * 2
+    assert resolution(full, 45) == (3, 3)
+    assert resolution(full, 1) == (1, 1)
+    assert resolution(full, 32) == (2, 3)  # 30 tokens; 40 would be farther

@@ -1,0 +1,369 @@
+"""HiRED: the rules in numbers worked out by hand, then its promises on random pictures."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from helpers_layout import REQUEST, TOWER, picture, picture_arguments, prompt
+from vlmfast.compressors._select import apportion, best, count
+from vlmfast.compressors.hired import (
+    HiRED,
+    content_by_area,
+    content_by_stripe,
+    crop_budgets,
+    open_rows,
+    packed,
+    view_budgets,
+)
+from vlmfast.errors import ModelError, RecipeError
+from vlmfast.layout import Kind, VisualTokens
+from vlmfast.recipe import Recipe
+from vlmfast.stages import StatRequest, VisionStats
+
+stages = st.builds(
+    HiRED,
+    rate=st.floats(0.02, 1),
+    alpha=st.floats(0, 1),
+    rule=st.sampled_from(["paper", "code"]),
+    grid_compat=st.booleans(),
+    newline=st.sampled_from(["drop", "keep", "rows"]),
+    budget=st.none(),
+)
+to_budget = st.builds(
+    HiRED,
+    alpha=st.floats(0, 1),
+    rule=st.sampled_from(["paper", "code"]),
+    newline=st.sampled_from(["drop", "keep", "rows"]),
+    budget=st.floats(0.01, 1),
+)
+
+
+def orders(tokens: VisualTokens) -> list[int]:
+    return tokens.layout.order.tolist()
+
+
+def newlines(tokens: VisualTokens) -> int:
+    return int((tokens.layout.kind == Kind.NEWLINE).sum())
+
+
+def reduced(stage: HiRED, *pictures: dict, seed: int = 0) -> tuple[VisualTokens, VisualTokens]:
+    tokens, stats = prompt(*pictures, seed=seed)
+    return tokens, stage.reduce(tokens, stats, REQUEST)
+
+
+# --- the rules -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("views", "rate", "alpha", "budgets"),
+    [
+        (5, 0.2, 0.5, (288, 288)),
+        (5, 0.4, 0.5, (576, 576)),
+        (5, 0.7, 0.5, (576, 1439)),  # 2880 * 0.7 is 2015.99..., and the whole view is full
+        (5, 0.2, 0.0, (0, 576)),
+        (5, 0.2, 1.0, (576, 0)),
+        (5, 0.9, 1.0, (576, 2016)),
+        (3, 0.2, 0.5, (172, 173)),  # the floor lost in the whole view goes to the crops
+    ],
+)
+def test_view_budgets(views: int, rate: float, alpha: float, budgets: tuple[int, int]) -> None:
+    assert view_budgets(views, 576, rate, alpha) == budgets
+
+
+def test_content_by_area_follows_the_crops() -> None:
+    content = torch.arange(16.0)  # 4 x 4
+    quadrants = [0 + 1 + 4 + 5, 2 + 3 + 6 + 7, 8 + 9 + 12 + 13, 10 + 11 + 14 + 15]
+    assert content_by_area(content, (4, 4), (2, 2)).tolist() == quadrants
+    assert content_by_area(content, (4, 4), (1, 2)).tolist() == [52, 68]
+    # The middle row of an odd number has its centre on the border and belongs to the lower crop.
+    assert content_by_area(torch.ones(9), (3, 3), (2, 1)).tolist() == [3, 6]
+
+
+def test_content_by_stripe_counts_the_most_attended() -> None:
+    content = torch.tensor([9.0, 8, 0, 0, 7, 0, 0, 6])
+    assert content_by_stripe(content, 4, 0.5).tolist() == [2, 0, 1, 1]
+    assert content_by_stripe(content, 2, 0.75).tolist() == [2, 0]
+    assert content_by_stripe(content, 4, 1.0).tolist() == [0, 0, 0, 0]
+
+
+def test_crop_budgets_lose_what_truncation_and_the_clamp_cut() -> None:
+    assert crop_budgets(torch.tensor([1.0, 1, 1, 0]), 10, 4) == [3, 3, 3, 0]
+    assert crop_budgets(torch.tensor([3.0, 1]), 8, 4) == [4, 2]
+    assert crop_budgets(torch.zeros(4), 8, 4) == [2, 2, 2, 2]
+    # In the precision of the content: 94 / 288 * 288 is 94 in float64, less in float32 for some.
+    stripes = torch.tensor([61.0, 94, 71, 62])
+    ours = crop_budgets(stripes, 288, 576)
+    assert ours == ((stripes / stripes.sum()) * 288).int().tolist()
+
+
+def test_whole_view_and_crops_in_numbers() -> None:
+    """Two crops side by side; all content on the right, so the right crop gets all."""
+    tokens, geometry = picture((1, 2), (2, 2))
+    content = torch.tensor([[[0.0, 0.5, 0.0, 0.5]]] * 3)
+    importance = torch.tensor([[[0.1, 0.2, 0.3, 0.4]], [[1.0, 0, 0, 0]], [[0.1, 0.6, 0.2, 0.1]]])
+    stats = VisionStats((geometry,), {0: content, 22: importance})
+    kept = HiRED(0.34).reduce(tokens, stats, REQUEST).layout  # trunc(12 * 0.34) = 4 tokens
+    assert torch.stack([kept.tile, kept.grid[:, 1], kept.grid[:, 2]], 1).tolist() == [
+        [0, 1, 0],
+        [0, 1, 1],
+        [2, 0, 1],
+        [2, 1, 0],
+    ]
+    stripes = HiRED(0.34, rule="code").reduce(tokens, stats, REQUEST).layout
+    assert stripes.tile.tolist() == [0, 0, 1, 2]  # one top patch in each half of the raster order
+
+
+def test_pictures_without_crops_are_judged_by_themselves() -> None:
+    shape = {"tiles": (0, 0), "patches": (4, 4)}
+    tokens, stats = prompt(shape, shape)
+    kept = HiRED(0.3).reduce(tokens, stats, REQUEST)
+    for item, geometry in enumerate(stats.items):
+        scores = stats.rows[22][geometry.views[0]].sum(0)
+        expected = scores.topk(int(16 * 0.3)).indices.sort().values + 16 * item
+        mine = kept.layout.item == item
+        places = kept.layout.grid[mine, 1] * 4 + kept.layout.grid[mine, 2] + 16 * item
+        assert torch.equal(places.long(), expected)
+
+
+def test_ties_go_to_the_lower_index() -> None:
+    tokens, geometry = picture((2, 2), (4, 4))
+    flat = torch.full((5, 2, 16), 1 / 16)
+    stats = VisionStats((geometry,), {0: flat, 22: flat})
+    kept = HiRED(0.3).reduce(tokens, stats, REQUEST).layout
+    places = kept.grid[:, 1] * 4 + kept.grid[:, 2]
+    for tile, number in enumerate([12, 3, 3, 3, 3]):
+        assert places[kept.tile == tile].tolist() == list(range(number))
+
+
+def test_newline_policies() -> None:
+    """Only the right crop has a choice in its lower row: one canvas row of two is open."""
+    tokens, geometry = picture((1, 2), (2, 2))
+    rows = torch.tensor([[[1.0, 0, 0, 0]], [[0.0, 0, 0, 0]], [[0.0, 0, 0, 1]]])
+    content = torch.tensor([[[0.0, 1, 0, 1]]] * 3)
+    stats = VisionStats((geometry,), {0: content, 22: rows})
+    kept = {
+        policy: HiRED(0.17, newline=policy).reduce(tokens, stats, REQUEST).layout
+        for policy in ("drop", "keep", "rows")
+    }
+    assert [len(kept[policy]) for policy in ("drop", "keep", "rows")] == [2, 4, 3]
+    assert kept["keep"].grid[kept["keep"].kind == Kind.NEWLINE, 1].tolist() == [0, 1]
+    assert kept["rows"].grid[kept["rows"].kind == Kind.NEWLINE, 1].tolist() == [1]
+
+
+def test_open_rows_of_a_picture_without_crops_count_its_own_tokens() -> None:
+    tokens, _ = picture((1, 1), (2, 2))
+    layout = tokens.layout  # four base tokens, then two rows of two and a newline
+    kept = torch.zeros(len(layout), dtype=torch.bool)
+    kept[0] = True
+    assert open_rows(kept, layout, tiled=True).tolist() == [True] * 4 + [False] * 6
+    assert open_rows(kept, layout, tiled=False).tolist() == [True] * 7 + [False] * 3
+    kept[8] = True
+    assert open_rows(kept, layout, tiled=True).tolist() == [True] * 4 + [False] * 3 + [True] * 3
+
+
+def test_packed_is_the_order_of_the_prompt() -> None:
+    for tiles in [(2, 2), (1, 2), (3, 1), (2, 3)]:
+        for size in [(100, 100), (60, 200), (210, 70)]:
+            tokens, _ = picture(tiles, (4, 4), size, newlines=False)
+            ids = tokens.layout.tile * 16 + tokens.layout.grid[:, 1] * 4 + tokens.layout.grid[:, 2]
+            assert packed(tiles, (4, 4), size, transposed=False).tolist() == ids.tolist()
+
+
+@pytest.mark.parametrize(
+    ("size", "tiles", "delivered"), [((300, 600), (1, 2), 864), ((900, 300), (3, 1), 768)]
+)
+def test_the_swapped_grid_loses_tokens(
+    size: tuple[int, int], tiles: tuple[int, int], delivered: int
+) -> None:
+    full = (1 + tiles[0] * tiles[1]) * 576
+    assert len(packed(tiles, (24, 24), size, transposed=False)) == full
+    assert len(packed(tiles, (24, 24), size, transposed=True)) == delivered
+    plain = len(reduced(HiRED(0.3), {"tiles": tiles, "patches": (24, 24), "size": size})[1])
+    compat = HiRED(0.3, grid_compat=True)
+    assert len(reduced(compat, {"tiles": tiles, "patches": (24, 24), "size": size})[1]) < plain
+    square = {"tiles": (2, 2), "size": (70, 50)}
+    assert orders(reduced(compat, square)[1]) == orders(reduced(HiRED(0.3), square)[1])
+
+
+def test_layers_are_the_first_and_the_one_before_the_last() -> None:
+    cls = StatRequest("cls")
+    assert HiRED().vision_stats(TOWER) == {0: cls, 22: cls}
+    assert HiRED().vision_stats(2) == HiRED().vision_stats(1) == {0: cls}
+
+
+def test_a_tower_with_other_patches_is_refused() -> None:
+    tokens, geometry = picture((2, 2), (4, 4))
+    rows = torch.rand(5, 2, 64)
+    with pytest.raises(ModelError, match="16 of 64"):
+        HiRED().reduce(tokens, VisionStats((geometry,), {0: rows, 22: rows}), REQUEST)
+
+
+# --- promises ------------------------------------------------------------------------------------
+
+
+@given(stages | to_budget, st.lists(picture_arguments(patches=(4, 4)), min_size=1, max_size=3))
+@settings(max_examples=40, deadline=None)
+def test_a_choice_is_ascending_repeatable_and_visual(stage: HiRED, pictures: list[dict]) -> None:
+    tokens, kept = reduced(stage, *pictures)
+    assert orders(kept) == sorted(set(orders(kept)))
+    assert set(orders(kept)) <= set(orders(tokens))
+    assert kept.layout.visual.all()
+    assert set(kept.layout.item.tolist()) == set(range(len(pictures)))
+    assert kept.layout.patches.any()
+    if stage.newline == "drop" and len(kept) < len(tokens):
+        for item in set(range(len(pictures))):
+            mine, all_ = kept.layout.item == item, tokens.layout.item == item
+            if mine.sum() < all_.sum():
+                assert kept.layout.patches[mine].all()
+    rows = torch.isin(tokens.layout.order, kept.layout.order)
+    assert torch.equal(kept.features, tokens.features[rows])
+    assert orders(reduced(stage, *pictures)[1]) == orders(kept)
+
+
+@given(stages | to_budget, st.lists(picture_arguments(patches=(4, 4)), min_size=2, max_size=3))
+@settings(max_examples=30, deadline=None)
+def test_other_pictures_do_not_matter(stage: HiRED, pictures: list[dict]) -> None:
+    alone = reduced(stage, pictures[0])[1]
+    together = reduced(stage, *pictures)[1]
+    assert orders(together)[: len(alone)] == orders(alone)
+    assert (together.layout.item[: len(alone)] == 0).all()
+    assert (together.layout.item[len(alone) :] > 0).all()
+
+
+@given(stages, picture_arguments())
+@settings(max_examples=40, deadline=None)
+def test_a_rate_selects_at_most_its_count(stage: HiRED, arguments: dict) -> None:
+    tokens, kept = reduced(stage, arguments)
+    if stage.rate == 1:
+        assert kept is tokens
+        return
+    (h, w), (gh, gw) = arguments["patches"], arguments["tiles"]
+    total = int((1 + gh * gw) * h * w * stage.rate)
+    assert 1 <= int(kept.layout.patches.sum()) <= max(total, 1)
+    if stage.newline == "keep":
+        assert newlines(kept) == newlines(tokens)
+
+
+@given(stages, picture_arguments(), st.floats(0.02, 1))
+@settings(max_examples=40, deadline=None)
+def test_a_higher_rate_keeps_all_that_a_lower_one_keeps(
+    stage: HiRED, arguments: dict, rate: float
+) -> None:
+    low, high = sorted([stage.rate, rate])
+    words = {"alpha": stage.alpha, "rule": stage.rule, "newline": stage.newline}
+    fewer = reduced(HiRED(low, **words), arguments)[1]
+    more = reduced(HiRED(high, **words), arguments)[1]
+    assert len(fewer) <= len(more)
+    if fewer.layout.patches.sum() > 1:  # a single one may be the stand-in for an empty choice
+        assert set(orders(fewer)) <= set(orders(more))
+
+
+@given(to_budget, picture_arguments())
+@settings(max_examples=80, deadline=None)
+def test_a_budget_is_met_exactly(stage: HiRED, arguments: dict) -> None:
+    tokens, kept = reduced(stage, arguments)
+    if stage.budget == 1:
+        assert kept is tokens
+        return
+    target, lines = count(stage.budget, len(tokens)), newlines(tokens)
+    if stage.newline == "drop":
+        assert len(kept) == min(target, len(tokens) - lines)
+    elif stage.newline == "keep":
+        assert len(kept) == max(target, lines + 1)
+        assert newlines(kept) == lines
+    else:
+        mine = torch.isin(tokens.layout.order, kept.layout.order)
+        tiled = arguments["tiles"] != (0, 0)
+        is_open = open_rows(mine & tokens.layout.patches, tokens.layout, tiled)
+        assert torch.equal(
+            mine & ~tokens.layout.patches, (tokens.layout.kind == Kind.NEWLINE) & is_open
+        )
+        # One more patch would bring a newline too, and no open row has a patch to spare.
+        if len(kept) != target:
+            assert len(kept) == (2 if target == 1 else target - 1)
+            assert target == 1 or not (is_open & tokens.layout.patches & ~mine).any()
+
+
+@given(picture_arguments(), st.integers(0, 5))
+@settings(max_examples=20, deadline=None)
+def test_full_rates_and_budgets_change_nothing(arguments: dict, seed: int) -> None:
+    tokens, stats = prompt(arguments, arguments, seed=seed)
+    for stage in (HiRED(1.0), HiRED(1), HiRED(budget=1.0), HiRED(0.1, budget=1.0)):
+        assert stage.reduce(tokens, stats, REQUEST) is tokens
+
+
+def test_budget_replaces_the_rate() -> None:
+    arguments = {"tiles": (2, 2), "patches": (6, 6)}
+    assert orders(reduced(HiRED(1.0, budget=0.2), arguments)[1]) == orders(
+        reduced(HiRED(0.7, budget=0.2), arguments)[1]
+    )
+
+
+# --- counting ------------------------------------------------------------------------------------
+
+
+@given(
+    st.integers(0, 60),
+    st.lists(
+        st.tuples(st.floats(0, 10) | st.just(0.0), st.integers(0, 12)), min_size=1, max_size=6
+    ),
+)
+def test_apportion(total: int, parts: list[tuple[float, int]]) -> None:
+    weights, caps = [w for w, _ in parts], [c for _, c in parts]
+    shares = apportion(total, weights, caps)
+    assert sum(shares) == min(total, sum(caps))
+    assert all(0 <= share <= cap for share, cap in zip(shares, caps, strict=True))
+
+
+def test_apportion_by_largest_remainder() -> None:
+    assert apportion(10, [1, 1, 1], [10, 10, 10]) == [4, 3, 3]
+    assert apportion(10, [5, 3, 2], [10, 10, 10]) == [5, 3, 2]
+    assert apportion(10, [8, 1, 1], [4, 10, 10]) == [4, 3, 3]
+    assert apportion(5, [0, 0], [1, 9]) == [1, 4]
+    assert apportion(9, [1, 1], [2, 3]) == [2, 3]
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=12), st.data())
+def test_best_breaks_ties_by_index(scores: list[int], data: st.DataObject) -> None:
+    k = data.draw(st.integers(0, len(scores)))
+    expected = sorted(range(len(scores)), key=lambda i: (-scores[i], i))[:k]
+    for dtype in (torch.float32, torch.float16):
+        mask = best(torch.tensor([scores], dtype=dtype), [k])[0]
+        assert mask.nonzero().flatten().tolist() == sorted(expected)
+
+
+# --- refusals ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("hired:1.5", r"hired: rate=1.5 is out of range, allowed is > 0 and <= 1"),
+        ("hired:0", r"rate=0(\.0)? is out of range"),
+        ("hired:-0.1", r"rate=-0.1 is out of range"),
+        ("hired:rate=nan", r"rate=nan is out of range"),
+        ("hired:rate=inf", r"rate=inf is out of range"),
+        ("hired:alpha=-1", r"alpha=-1(\.0)? is out of range"),
+        ("hired:budget=0", r"budget=0(\.0)? is out of range"),
+        ("hired:budget=2", r"budget=2(\.0)? is out of range"),
+        ("hired:much", r"rate='much' cannot be read as float"),
+        ("hired:grid_compat=maybe", r"grid_compat='maybe' cannot be read as bool"),
+        ("hired:rule=math", r"rule=math is out of range, allowed is one of paper, code"),
+        ("hired:newline=some", r"newline=some .* one of drop, keep, rows"),
+        ("hired:positions=odd", r"positions=odd .* one of keep, compact"),
+        ("hired:alfa=0.5", r"no parameter 'alfa' \(did you mean 'alpha'\?\); parameters: rate, al"),
+        ("hirde", r"unknown method 'hirde' \(did you mean 'hired'\?\); known: .*hired"),
+    ],
+)
+def test_bad_words(word: str, message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        Recipe.parse(word)
+
+
+@pytest.mark.parametrize("values", [{"rate": 1.5}, {"rate": 0.0}, {"rate": float("nan")}])
+def test_bad_values_in_python(values: dict[str, float]) -> None:
+    with pytest.raises(RecipeError, match="rate"):
+        HiRED(**values)

@@ -1,0 +1,219 @@
+"""Recipes: what can be written comes back as it was, what cannot is refused by name."""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, Field, fields
+from pathlib import Path
+from types import NoneType
+from typing import Any, get_args, get_origin, get_type_hints
+
+import pytest
+from hypothesis import given, reject, settings
+from hypothesis import strategies as st
+
+from vlmfast.compressors.grid import Grid
+from vlmfast.compressors.hired import HiRED
+from vlmfast.compressors.random import Random
+from vlmfast.errors import RecipeError, VLMFastError
+from vlmfast.recipe import PRESETS, Recipe
+from vlmfast.stages import PROTOCOLS, Stage, stage_class, stage_names
+
+NAMES = sorted(stage_names())
+
+
+def values(field: Field, hint: Any) -> st.SearchStrategy:
+    """Values that the declaration of ``field`` allows."""
+    options = get_args(hint)
+    if NoneType in options:
+        (inner,) = (option for option in options if option is not NoneType)
+        return st.none() | values(field, inner)
+    if get_origin(hint) is tuple:
+        return st.lists(values(field, options[0]), min_size=1, max_size=4).map(tuple)
+    meta = field.metadata
+    if meta.get("choices"):
+        return st.sampled_from(meta["choices"])
+    low, high = meta.get("gt", meta.get("ge")), meta.get("lt", meta.get("le"))
+    if hint is bool:
+        return st.booleans()
+    if hint is int:
+        least = -99 if low is None else int(low) + ("gt" in meta)
+        most = least + 10**6 if high is None else int(high) - ("lt" in meta)
+        return st.integers(least, most)
+    if hint is float:
+        return st.floats(
+            low,
+            high,
+            exclude_min="gt" in meta,
+            exclude_max="lt" in meta,
+            allow_nan=False,
+            allow_infinity=False,
+        )
+    if hint is str:
+        return st.from_regex(r"[a-z0-9_./-]{1,12}", fullmatch=True).filter(lambda s: s != "none")
+    raise NotImplementedError(f"{field.name}: {hint}")
+
+
+@st.composite
+def stages(draw: st.DrawFn, name: str) -> Stage:
+    """A stage with any of its parameters set."""
+    cls = stage_class(name)
+    hints, given_ = get_type_hints(cls), {}
+    for field in fields(cls):
+        needed = field.default is MISSING and field.default_factory is MISSING
+        if needed or draw(st.booleans()):
+            given_[field.name] = draw(values(field, hints[field.name]))
+    try:
+        return cls(**given_)
+    except VLMFastError:  # parameters that are allowed one by one but not together
+        return reject()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_stage_declares_itself(name: str) -> None:
+    cls = stage_class(name)
+    assert cls.name == name
+    assert cls.protocol in PROTOCOLS or cls.expand is not Stage.expand
+    assert cls.paper
+    assert cls.lead is None or cls.lead in [field.name for field in fields(cls)]
+    assert cls.__doc__
+    for field in fields(cls):
+        assert field.metadata.get("doc"), f"{name}: {field.name} is not documented"
+    assert str(Recipe.parse(name)) == name
+
+
+@pytest.mark.parametrize("name", NAMES)
+@given(data=st.data())
+@settings(max_examples=40, deadline=None)
+def test_a_stage_comes_back(name: str, data: st.DataObject) -> None:
+    stage = data.draw(stages(name))
+    text = str(stage)
+    assert Recipe.parse(text) == Recipe((stage,))
+    assert str(Recipe.parse(text)) == text
+    assert not set(text) & set(" '\"()[]{}$&;|<>*?\\!#~")  # no shell quoting is needed
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_a_recipe_comes_back(data: st.DataObject) -> None:
+    chosen = data.draw(st.lists(st.sampled_from(NAMES), unique=True, max_size=4))
+    parts = [data.draw(stages(name)) for name in chosen]
+    parts.sort(key=lambda stage: PROTOCOLS.index(stage.expand()[0].protocol))
+    try:
+        recipe = Recipe(tuple(parts))
+    except RecipeError:  # stages that cannot stand together
+        reject()
+    assert Recipe.parse(str(recipe)) == recipe
+    assert hash(Recipe.parse(str(recipe))) == hash(recipe)
+
+
+@given(st.text(max_size=30) | st.text("hired:+=,.0123/ratelpbudgonm ", max_size=30))
+@settings(max_examples=300, deadline=None)
+def test_any_text_is_read_or_refused(text: str) -> None:
+    try:
+        recipe = Recipe.parse(text)
+    except RecipeError:
+        return
+    assert Recipe.parse(str(recipe)) == recipe
+
+
+# --- canonical text ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "canonical"),
+    [
+        ("", "none"),
+        ("none", "none"),
+        ("hired", "hired"),
+        ("hired:0.2", "hired"),
+        ("hired:rate=0.20", "hired"),
+        ("hired:0.4", "hired:0.4"),
+        (" hired: 0.4 , alpha = 0.5 + grid ", "hired:0.4+grid"),
+        ("hired:0.4,alpha=0.25", "hired:rate=0.4,alpha=0.25"),
+        ("hired:alpha=0.25,rate=0.4", "hired:rate=0.4,alpha=0.25"),
+        ("hired:grid_compat=yes", "hired:grid_compat=true"),
+        ("hired:budget=None", "hired"),
+        ("hired:budget=1e-05", "hired:budget=1e-05"),
+        ("random:seed=3+grid:0.5", "random:seed=3+grid:0.5"),
+    ],
+)
+def test_canonical_text(text: str, canonical: str) -> None:
+    assert str(Recipe.parse(text)) == canonical
+    assert Recipe.parse(canonical) == Recipe.parse(text)
+
+
+def test_joining_in_python() -> None:
+    recipe = Recipe.parse("random:0.4+grid")
+    assert Recipe.of(Random(0.4) + Grid()) == recipe
+    assert Recipe.of([Random(0.4), Grid()]) == recipe
+    assert Recipe((Random(0.4),)) + Grid() == recipe
+    assert isinstance(Recipe((Random(0.4),)) + Grid(), Recipe)
+    assert str(Random(0.4) + Grid() + HiRED(0.1)) == "random:0.4+grid+hired:0.1"
+    assert Recipe.of(HiRED(0.4)) == Recipe.parse("hired:0.4") == Recipe.of("hired:0.4")
+    assert Recipe.of(None) == Recipe() == Recipe.of("none")
+    assert HiRED(1) == HiRED(1.0)
+
+
+def test_presets() -> None:
+    for name, text in PRESETS.items():
+        assert Recipe.parse(name) == Recipe.parse(text)
+    assert Recipe.parse("none") == Recipe()
+    with pytest.raises(RecipeError, match="preset 'fast' stands alone"):
+        Recipe.parse("fast+grid")
+
+
+def test_files(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    for text in ("none", "hired:rate=0.4,alpha=0.25+grid", "random:0.1"):
+        Recipe.parse(text).save(path)
+        assert Recipe.load(path) == Recipe.parse(text)
+    for content in ("- hired\n", "recipe: 3\n", "recipe: [\n", "other: hired\n"):
+        path.write_text(content, encoding="utf-8")
+        with pytest.raises(RecipeError, match=r"recipe\.yaml"):
+            Recipe.load(path)
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(RecipeError, match=r"recipe\.yaml"):
+        Recipe.load(path)
+    with pytest.raises(RecipeError, match="absent"):
+        Recipe.load(tmp_path / "absent")
+
+
+# --- refusals ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("hirde", r"'hirde' \(did you mean 'hired'\?\); known: "),
+        ("Hired", r"unknown method 'Hired'"),
+        ("xyzzy", r"unknown method 'xyzzy'; known: "),
+        ("hired+hired:0.4", r"hired stands twice"),
+        ("hired:", r"ends in ':'"),
+        ("hired:0.2,", r"cannot read ''"),
+        ("hired:=0.2", r"no parameter ''"),
+        ("hired:rate=", r"cannot read 'rate='"),
+        ("hired:0.2,0.4", r"cannot read '0.4'"),
+        ("hired:0.2,rate=0.4", r"rate is given twice"),
+        ("hired++grid", r"empty word"),
+        ("+hired", r"empty word"),
+        ("random:seed=1.5", r"random: seed='1.5' cannot be read as int"),
+        ("random:seed=-1", r"random: seed=-1 is out of range, allowed is >= 0"),
+        ("grid:sead=1", r"grid has no parameter 'sead'; parameters: rate, positions, budget"),
+    ],
+)
+def test_refusals(text: str, message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        Recipe.parse(text)
+
+
+@pytest.mark.parametrize("bad", [3, 0.2, {"hired": 0.2}, HiRED])
+def test_what_is_no_recipe(bad: Any) -> None:
+    with pytest.raises(RecipeError, match="recipe must be"):
+        Recipe.of(bad)
+    with pytest.raises(RecipeError, match="a recipe holds stages"):
+        Recipe((bad,))
+
+
+def test_errors_are_value_errors() -> None:
+    with pytest.raises(ValueError, match="hirde"):
+        Recipe.parse("hirde")
