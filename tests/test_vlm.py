@@ -14,6 +14,7 @@ import torch
 from PIL import Image
 
 import vlmfast
+from media_fixtures import encoded, png_header, write_audio, write_video
 from tiny_models import build_llava, build_llava_next, build_text_only, picture
 from vlmfast import VLM, MediaError, ModelError, RecipeError, VLMFastError
 
@@ -164,15 +165,66 @@ def test_bad_calls_give_one_clear_error_and_leave_the_vlm_usable(vlm, expected, 
     assert vlm.ask("what is here ?", picture(), **ASK).token_ids == expected
 
 
-def test_strange_pictures_are_answered(vlm):
-    for image in [
-        Image.new("RGB", (1, 1), "red"),
-        picture().convert("CMYK"),
-        picture().convert("P"),
-        Image.fromarray(np.full((40, 40), 40_000, dtype=np.uint16)),
-        picture(3, 200),
-    ]:
-        assert len(vlm.ask("what ?", image, **ASK).token_ids) > 0
+def bad_files(folder) -> dict[str, tuple[dict, str]]:
+    """Files that cannot be read: what is passed to `ask`, and what its error must say."""
+
+    def file(name: str, content: bytes) -> str:
+        (folder / name).write_bytes(content)
+        return str(folder / name)
+
+    jpeg = encoded(picture(200, 200), "JPEG")
+    clip = write_video(folder / "whole.mp4").read_bytes()
+    return {
+        "missing": ({"images": str(folder / "missing.png")}, "missing.png"),
+        "empty": ({"images": file("empty.png", b"")}, "empty.png.*empty"),
+        "text": ({"images": file("text.png", b"not a picture at all")}, "text.png"),
+        "truncated": ({"images": file("cut.jpg", jpeg[: len(jpeg) // 2])}, "cut.jpg.*truncated"),
+        "bomb": ({"images": file("bomb.png", png_header(60_000, 60_000))}, "bomb.png"),
+        "a line": ({"images": picture(20_000, 20)}, "20000x20"),
+        "truncated clip": ({"video": file("cut.mp4", clip[: len(clip) // 2])}, "cut.mp4"),
+        "sound only": ({"video": str(write_audio(folder / "sound.mp4"))}, "sound.mp4"),
+        "no frames": (
+            {"video": file("clip.mp4", clip), "num_frames": 0},
+            "num_frames",
+        ),
+    }
+
+
+def test_bad_files_give_one_clear_error_and_leave_the_vlm_usable(vlm, expected, tmp_path):
+    for name, (media, message) in bad_files(tmp_path).items():
+        with pytest.raises(MediaError, match=f"(?s){message}") as error:
+            vlm.ask("what is here ?", **media)
+        assert "\n" not in str(error.value), name
+        assert vlm.ask("what is here ?", picture(), **ASK).token_ids == expected, name
+
+
+def test_strange_pictures_are_answered_as_what_they_show(vlm, expected):
+    """Encodings of one picture give one answer; others at least some."""
+    image = picture()
+    turned = Image.Exif()
+    turned[0x0112] = 6  # to be turned to the right when shown
+    sideways = encoded(image.transpose(Image.Transpose.ROTATE_90), "PNG", exif=turned)
+    opaque = image.convert("RGBA")
+    clear = Image.new("RGBA", (image.width * 2, image.height), (9, 200, 9, 0))
+    clear.paste(opaque, (0, 0))
+    white = Image.new("RGB", clear.size, "white")
+    white.paste(image, (0, 0))
+    animated = io.BytesIO()
+    frames = [picture().quantize(64), picture(seed=5).quantize(64)]
+    frames[0].save(animated, "GIF", save_all=True, append_images=frames[1:])
+    same = {
+        "EXIF": (sideways, image),
+        "RGBA": (opaque, image),
+        "transparent": (clear, white),
+        "palette": (image.quantize(64), image.quantize(64).convert("RGB")),
+        "GIF": (animated.getvalue(), frames[0].convert("RGB")),
+        "CMYK": (image.convert("CMYK"), image.convert("CMYK").convert("RGB")),
+    }
+    for name, (strange, plain) in same.items():
+        answers = [vlm.ask("what is here ?", p, **ASK).token_ids for p in (strange, plain)]
+        assert answers[0] == answers[1], name
+    for image in (Image.new("RGB", (1, 1), "red"), np.full((40, 40), 40_000, np.uint16)):
+        assert vlm.ask("what ?", image, **ASK).token_ids
 
 
 # --- loading -------------------------------------------------------------------------------------

@@ -1,0 +1,124 @@
+"""Something that answers questions at once, and results that nobody had to compute."""
+
+from __future__ import annotations
+
+import random
+import time
+import zlib
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from vlmfast.engine.stats import Stats
+from vlmfast.errors import MediaError
+from vlmfast.eval.results import Writer, slug
+from vlmfast.eval.runner import method_of
+from vlmfast.eval.shapes import Shapes
+from vlmfast.eval.tasks import Doc
+from vlmfast.recipe import Recipe
+
+WORDS = ("yes", "no", "red", "blue", "2", "top left.", "There are 2 objects.")
+
+
+@dataclass
+class Answer:
+    text: str
+    stats: Stats
+
+
+@dataclass
+class FakeVLM:
+    """Answers by a hash of the question and the recipe; remembers what it was asked."""
+
+    delay: float = 0.0
+    fail: Any = None  # question -> whether it cannot be answered
+    asked: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+
+    def ask(
+        self,
+        question: str,
+        images: Any = None,
+        video: Any = None,
+        *,
+        num_frames: int | None = None,
+        recipe: Any = None,
+        **generation: Any,
+    ) -> Answer:
+        media = {"images": images, "video": video, "num_frames": num_frames}
+        self.asked.append((question, media | {"recipe": recipe} | generation))
+        time.sleep(self.delay)
+        if self.fail is not None and self.fail(question):
+            raise MediaError(f"cannot read the picture of {question!r}")
+        frames = [images] if video is None else video
+        key = b"".join([question.encode(), str(recipe).encode(), *(f.tobytes() for f in frames)])
+        tokens = 336 if video is None else 544
+        budget = next((s.budget for s in recipe or () if getattr(s, "budget", None)), 1.0)
+        stats = Stats(visual_tokens_in=tokens, equivalent_tokens=round(tokens * budget))
+        stats.ttft_s = time.perf_counter() % 1
+        return Answer(WORDS[zlib.crc32(key) % len(WORDS)], stats)
+
+
+@cache
+def docs(limit: int) -> list[Doc]:
+    return Shapes().docs(limit, 0)
+
+
+def meta(recipe: str = "none", **changes: Any) -> dict[str, Any]:
+    method, budget = method_of(Recipe.parse(recipe))
+    return {
+        "schema": 1,
+        "task": "shapes",
+        "task_version": "1",
+        "model": "tiny",
+        "weights_sha256": "0123456789abcdef",
+        "recipe": recipe,
+        "method": method,
+        "budget": budget,
+        "control": None,
+        "seed": 0,
+        "generation": {},
+        **changes,
+    }
+
+
+def write_results(
+    folder: Path,
+    recipe: str,
+    skill: float,
+    kept: float = 1.0,
+    *,
+    limit: int = 20,
+    control: str | None = None,
+    videos: bool = True,
+    **changes: Any,
+) -> Path:
+    """Results of a recipe that is right with probability ``skill``.
+
+    The same questions are hard for every recipe, as with a real model.
+    """
+    path = folder / "shapes" / slug(recipe, control)
+    with Writer(path, meta(recipe, control=control, **changes)) as writer:
+        writer.note({"date": "2030-01-01", "command": None, "device": "a CPU", "versions": {}})
+        for doc in docs(limit):
+            if doc.modality == "video" and not videos:
+                continue
+            hardness = random.Random(doc.doc_id).random()
+            luck = random.Random(f"{doc.doc_id} {recipe} {control}").uniform(-0.1, 0.1)
+            right = hardness + luck < skill
+            tokens = 336 if doc.modality == "image" else 544
+            sample = {
+                "doc_id": doc.doc_id,
+                "type": doc.type,
+                "modality": doc.modality,
+                "picture": doc.picture,
+                "prompt_hash": "0",
+                "target": doc.target,
+                "resps": [["?"]],
+                "filtered_resps": [doc.target if right else "?"],
+                "score": float(right),
+                "visual_tokens_in": tokens,
+                "equivalent_tokens": tokens * kept,
+            }
+            writer.add(sample, {"doc_id": doc.doc_id, "ttft_s": 0.02 + 0.03 * kept})
+    return path

@@ -1,0 +1,287 @@
+"""``vlmfast eval`` and ``vlmfast report`` from the command line."""
+
+from __future__ import annotations
+
+import json
+from argparse import ArgumentParser
+from typing import ClassVar
+
+import pytest
+
+import vlmfast
+from eval_fakes import FakeVLM
+from vlmfast.errors import ModelError, RecipeError, VLMFastError
+from vlmfast.eval import commands
+from vlmfast.eval.commands import add_eval, add_report, budgets, planned, run_eval, run_report
+from vlmfast.eval.results import read
+from vlmfast.eval.runner import evaluate
+from vlmfast.eval.shapes import Shapes
+from vlmfast.eval.summary import summarise
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    """Every model is the fake; the list of those that were loaded."""
+    loaded = []
+
+    def load(name, device):
+        loaded.append(FakeVLM())
+        return loaded[-1]
+
+    monkeypatch.setattr(commands, "_load", load)
+    return loaded
+
+
+def run(*words: object) -> int:
+    parser = ArgumentParser()
+    add_eval(parser)
+    return run_eval(parser.parse_args([str(word) for word in words]))
+
+
+def report(*words: object) -> int:
+    parser = ArgumentParser()
+    add_report(parser)
+    return run_report(parser.parse_args([str(word) for word in words]))
+
+
+def names(recipes):
+    return [str(recipe) for recipe in recipes]
+
+
+def test_budgets():
+    assert budgets(None) == []
+    assert budgets("0.33, 0.11,1,0.33") == [0.33, 0.11, 1.0]
+
+
+@pytest.mark.parametrize("text", ["", "0", "1.1", "-0.2", "a", "0.3,", "nan", "inf", "0.3;0.2"])
+def test_budgets_out_of_range(text):
+    with pytest.raises(RecipeError, match="is not a number above 0 and at most 1"):
+        budgets(text)
+
+
+def test_planned_recipes():
+    assert names(planned(["none"], [])) == []
+    assert names(planned(["hired", "hired", "none", "random:0.3"], [])) == ["hired", "random:0.3"]
+    assert names(planned(["none", "hired", "grid"], [0.33, 0.11])) == [
+        "hired:budget=0.33",
+        "hired:budget=0.11",
+        "grid:budget=0.33",
+        "grid:budget=0.11",
+    ]
+
+
+def test_all_is_every_training_free_method_at_each_budget():
+    recipes = planned(["all"], [0.33, 0.11])
+    found = {recipe[0].name for recipe in recipes}
+    assert {"hired", "random", "grid", "downsample"} <= found
+    assert found == {m["name"] for m in vlmfast.methods() if not m["trained"]}
+    for method in vlmfast.methods():
+        runs = [r for r in recipes if r[0].name == method["name"]]
+        if any(p["name"] == "budget" for p in method["parameters"]) and not method["trained"]:
+            assert [r[0].budget for r in runs] == [0.33, 0.11]
+    assert len(set(recipes)) == len(recipes)
+    assert len(planned(["all"], [])) == len(found)
+
+
+def test_a_budget_needs_something_to_set(monkeypatch):
+    with pytest.raises(RecipeError, match="add --recipe"):
+        planned(["none"], [0.3])
+    monkeypatch.setattr("vlmfast.eval.runner.takes_budget", lambda _: False)
+    with pytest.raises(RecipeError, match="'hired' has no stage with a budget"):
+        planned(["hired"], [0.3])
+
+
+def test_eval_writes_answers_and_numbers(tmp_path, fake, capsys):
+    out, file = tmp_path / "out", tmp_path / "deep" / "numbers.json"
+    words = ("shapes", "--limit", 2, "--out", out, "--json", file)
+    assert run(*words, "--recipe", "random", "--recipe", "hired", "--budget", "0.33,0.11") == 0
+    value = json.loads(file.read_text())
+    assert list(value["recipes"]) == [
+        "none",
+        "random:budget=0.33",
+        "random:budget=0.11",
+        "hired:budget=0.33",
+        "hired:budget=0.11",
+    ]
+    assert value["recipe"] == "random:budget=0.33"
+    first = value["recipes"]["random:budget=0.33"]
+    for key in (
+        "accuracy_image", "accuracy_video", "accuracy_image_ci", "accuracy_video_ci",
+        "caption_image", "caption_video", "loyalty", "equivalent_tokens", "types",
+    ):  # fmt: skip
+        assert value[key] == first[key]
+        assert first[key] is not None
+    assert value["recipes"]["none"]["loyalty"] == 1.0
+    assert value["failed"] == {}
+    assert len(fake[0].asked) == 5 * 42
+    printed = capsys.readouterr().out
+    assert "| `hired:budget=0.11` |" in printed
+    assert str(out) in printed
+    # Again: nothing is asked, and the numbers are the same.
+    assert run(*words, "--recipe", "random", "--budget", "0.33") == 0
+    assert not fake[1].asked
+    assert json.loads(file.read_text())["recipes"]["none"] == value["recipes"]["none"]
+
+
+def test_eval_without_a_recipe_is_the_full_model(tmp_path, fake):
+    file = tmp_path / "n.json"
+    assert run("shapes", "shapes", "--limit", 1, "--out", tmp_path / "o", "--json", file) == 0
+    value = json.loads(file.read_text())
+    assert value["recipe"] == "none"
+    assert list(value["recipes"]) == ["none"]
+    assert len(fake[0].asked) == 21
+
+
+def test_controls(tmp_path, fake):
+    file = tmp_path / "n.json"
+    run("shapes", "--limit", 1, "--controls", "--out", tmp_path, "--json", file)
+    value = json.loads(file.read_text())
+    assert list(value["recipes"]) == ["none", "none@question-only", "none@background-only"]
+    assert value["recipe"] == "none"
+    assert value["control"] is None
+
+
+def test_report_of_an_eval(tmp_path, fake, capsys):
+    words = ("--recipe", "random", "--recipe", "grid", "--budget", "0.33,0.11")
+    run("shapes", "--limit", 1, "--out", tmp_path / "a", *words)
+    run("shapes", "--limit", 1, "--out", tmp_path / "b", *words)
+    capsys.readouterr()
+    assert report(tmp_path / "a") == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("# Accuracy")
+    assert str(tmp_path / "a" / "shapes.png") in printed
+    assert report(tmp_path / "a", tmp_path / "b", "--out", tmp_path / "c") == 0
+    assert (tmp_path / "c" / "difference.md").exists()
+    # Reports lie beside the results and do not disturb them.
+    assert report(tmp_path / "a") == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "error", "message"),
+    [
+        (("shape",), VLMFastError, "unknown task 'shape'.*tasks: shapes"),
+        (("shapes", "--limit", "0"), VLMFastError, "limit is 0"),
+        (("shapes", "--seed", "99"), VLMFastError, "seed is 99"),
+        (("shapes", "--recipe", "hirde"), RecipeError, "did you mean 'hired'"),
+        (("shapes", "--recipe", "hired:2"), RecipeError, "out of range"),
+        (("shapes", "--recipe", "hired", "--budget", "1.5"), RecipeError, "budget '1.5' is not"),
+        (("shapes", "--budget", "0.5"), RecipeError, "add --recipe"),
+        (("shapes", "--device", "abacus"), ModelError, "device 'abacus' cannot be used"),
+        (("shapes", "--out", "FILE/x"), VLMFastError, "cannot write"),
+        (("shapes", "--out", "FILE"), VLMFastError, "cannot write"),
+        (("shapes", "--json", "."), VLMFastError, "is a folder"),
+        (("shapes", "--json", "FILE/x.json"), VLMFastError, "cannot write"),
+    ],
+)
+def test_bad_input_is_refused_before_a_model_is_loaded(
+    tmp_path, fake, monkeypatch, words, error, message
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "FILE").touch()
+    with pytest.raises(error, match=message) as caught:
+        run(*words)
+    assert "\n" not in str(caught.value)
+    assert not fake
+
+
+def test_a_cuda_device_that_is_not_there(monkeypatch):
+    import torch
+
+    if not torch.cuda.is_available():
+        with pytest.raises(ModelError, match="device 'cuda' cannot be used"):
+            commands.check_device("cuda")
+    commands.check_device("cpu")
+    commands.check_device(None)
+
+
+def test_an_out_folder_of_another_run(tmp_path, fake):
+    run("shapes", "--limit", 1, "--out", tmp_path)
+    with pytest.raises(VLMFastError, match="seed is 0 in the one and 2 in the other"):
+        run("shapes", "--limit", 1, "--out", tmp_path, "--seed", 2)
+
+
+def test_one_recipe_that_fails_does_not_stop_the_others(tmp_path, fake, monkeypatch):
+    def load(name, device):
+        vlm = FakeVLM()
+        ask = vlm.ask
+
+        def picky(question, *args, recipe=None, **kwargs):
+            if "grid" in str(recipe):
+                raise RecipeError("grid does not run on this model")
+            return ask(question, *args, recipe=recipe, **kwargs)
+
+        vlm.ask = picky
+        return vlm
+
+    monkeypatch.setattr(commands, "_load", load)
+    file = tmp_path / "n.json"
+    words = ("--recipe", "grid", "--recipe", "random", "--max-errors", 2)
+    with pytest.raises(VLMFastError, match=r"grid: 3 samples failed.*does not run on this model"):
+        run("shapes", "--limit", 1, "--out", tmp_path / "o", "--json", file, *words)
+    value = json.loads(file.read_text())
+    assert list(value["recipes"]) == ["none", "random"]
+    assert value["recipe"] == "random"
+    assert "grid" in value["failed"]
+
+
+def test_a_full_model_that_fails_stops_everything(tmp_path, monkeypatch):
+    monkeypatch.setattr(commands, "_load", lambda *_: FakeVLM(fail=lambda _: True))
+    with pytest.raises(VLMFastError, match="none: 11 samples failed"):
+        run("shapes", "--limit", 1, "--out", tmp_path, "--recipe", "random")
+    assert not (tmp_path / "shapes" / "random").exists()
+
+
+@pytest.mark.parametrize("words", [("nowhere",), ("FILE",), (".",), (".", "nowhere")])
+def test_reports_of_nothing(tmp_path, monkeypatch, words):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "FILE").touch()
+    with pytest.raises(VLMFastError, match=r"is not a folder|no results in"):
+        report(*words)
+
+
+def test_the_command_line_prints_one_line(tmp_path, capsys):
+    cli = pytest.importorskip("vlmfast.cli")
+    assert cli.main(["eval", "squares", "--out", str(tmp_path)]) == 2
+    out, err = capsys.readouterr()
+    assert not out
+    assert err.count("\n") == 1
+    assert "tasks: shapes" in err
+    assert cli.main(["report", str(tmp_path)]) == 2
+    assert "no results in" in capsys.readouterr().err
+
+
+class FewDocs(Shapes):
+    """A handful of docs and two tokens for each."""
+
+    generation: ClassVar = {k: {"do_sample": False, "max_new_tokens": 2} for k in Shapes.generation}
+
+    def docs(self, limit, seed):
+        return super().docs(limit, seed)[::5]
+
+
+def test_on_random_weights(tmp_path, random_vlm):
+    """The real way through the library, with answers that mean nothing."""
+    full = evaluate(random_vlm, FewDocs(), None, tmp_path, 1)
+    assert {s["modality"] for s in full.samples.values()} == {"image", "video"}
+    assert not any("error" in s for s in full.samples.values())
+    assert len(full.meta["weights_sha256"]) == 64
+    half = evaluate(random_vlm, FewDocs(), "random:budget=0.5", tmp_path, 1)
+    for doc, s in half.samples.items():
+        whole = full.samples[doc]
+        assert s["prompt_hash"] == whole["prompt_hash"]
+        assert whole["equivalent_tokens"] == whole["visual_tokens_in"] == s["visual_tokens_in"]
+        assert s["equivalent_tokens"] == pytest.approx(0.5 * s["visual_tokens_in"], rel=0.1)
+    assert all(line["ttft_s"] > 0 for line in full.timings.values())
+
+
+def test_the_shipped_model(tmp_path, tiny):
+    """Far above chance, and what random selection takes away shows."""
+    full = evaluate(tiny, "shapes", None, tmp_path, 4)
+    blind = evaluate(tiny, "shapes", None, tmp_path, 4, control="question-only")
+    poor = evaluate(tiny, "shapes", "random:budget=0.05", tmp_path, 4)
+    scores = [summarise(r, full)["accuracy_image"] for r in (full, blind, poor)]
+    assert scores[0] > 0.6
+    assert scores[0] > scores[1] + 0.15
+    assert scores[0] > scores[2]
+    assert summarise(full)["errors"] == 0
+    assert read(full.path).samples == full.samples

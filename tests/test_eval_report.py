@@ -1,0 +1,275 @@
+"""Tables and plots of results whose truth is known."""
+
+from __future__ import annotations
+
+import builtins
+import json
+import re
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from eval_fakes import write_results
+from vlmfast.errors import VLMFastError
+from vlmfast.eval.report import load, on_common_samples, write_difference, write_report
+from vlmfast.eval.results import read
+from vlmfast.eval.summary import compare, difference, summarise
+
+LIMIT = 12
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A good method, a useless one, the baselines, the full model and its controls."""
+    out = tmp_path_factory.mktemp("results")
+    write_results(out, "none", 0.8, limit=LIMIT)
+    write_results(out, "none", 0.3, control="question-only", limit=LIMIT)
+    for share, good, poor in ((0.33, 0.75, 0.6), (0.11, 0.7, 0.4)):
+        write_results(out, f"hired:budget={share}", good, share, limit=LIMIT)
+        for name in ("random", "grid", "downsample"):
+            write_results(out, f"{name}:budget={share}", poor, share, limit=LIMIT)
+    write_results(out, "hired:alpha=0.9,budget=0.11", 0.4, 0.11, limit=LIMIT)
+    return out
+
+
+def rows_of(text: str) -> dict[str, list[str]]:
+    cells = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("|")]
+    return {row[0].strip("`"): row for row in cells[2:]}
+
+
+def number(cell: str) -> float:
+    return float(re.match(r"[-+]?[\d.]+", cell).group())
+
+
+def test_numbers(folder):
+    full, hired = (read(folder / "shapes" / n) for n in ("none", "hired_budget=0.33"))
+    n = summarise(hired, full)
+    for m in ("image", "video"):
+        assert n[f"accuracy_{m}_ci"][0] < n[f"accuracy_{m}"] < n[f"accuracy_{m}_ci"][1]
+        types = [t for name, t in n["types"].items() if name.startswith(m) and "capt" not in name]
+        mean = sum(t["accuracy"] for t in types) / len(types)
+        assert n[f"accuracy_{m}"] == pytest.approx(mean)
+        assert n[f"caption_{m}"] is not None
+    assert len(n["types"]) == 21
+    assert {"image/exist", "video/exist"} <= set(n["types"])
+    assert all(t["n"] == LIMIT and t["ci"][0] < t["ci"][1] for t in n["types"].values())
+    assert n["kept"] == pytest.approx(0.33)
+    assert n["equivalent_tokens_image"] == pytest.approx(0.33 * 336)
+    assert n["visual_tokens_in"] == pytest.approx((13 * 336 + 8 * 544) / 21)
+    assert n["ttft_s_image"] == pytest.approx(0.0299)
+    assert n["samples"] == 21 * LIMIT
+    assert n["errors"] == 0
+    assert 0.7 < n["loyalty"] < 1
+    assert summarise(full, full)["loyalty"] == 1.0
+    json.dumps(n, allow_nan=False)
+
+
+def test_numbers_of_half_a_task(tmp_path):
+    run = read(write_results(tmp_path, "none", 0.8, limit=2, videos=False))
+    n = summarise(run, run)
+    assert n["accuracy_video"] is n["accuracy_video_ci"] is n["ttft_s_video"] is None
+    json.dumps(n, allow_nan=False)
+    text, files = write_report(tmp_path, tmp_path)
+    assert rows_of(text)["none"][2] == "–"
+    assert Image.open(files[1]).size[0] < 1600  # one panel
+
+
+def test_a_perfect_score_is_not_certainty(tmp_path):
+    for skill, mean in ((2.0, 1.0), (-1.0, 0.0)):
+        path = write_results(tmp_path / str(mean), "none", skill, limit=2)
+        n = summarise(read(path))
+        assert n["accuracy_image"] == mean
+        assert n["accuracy_image_ci"][1] - n["accuracy_image_ci"][0] > 0.2
+
+
+def test_differences_are_paired(folder):
+    hired, random = (read(folder / "shapes" / f"{n}_budget=0.11") for n in ("hired", "random"))
+    mean, low, high = difference(hired, random, "image")
+    alone = summarise(hired)["accuracy_image"] - summarise(random)["accuracy_image"]
+    assert mean == pytest.approx(alone)
+    assert 0 < low < mean < high
+    back = difference(random, hired, "image")
+    assert back == pytest.approx((-mean, -high, -low))
+    assert difference(hired, hired, "video") == (0.0, 0.0, 0.0)
+
+
+def test_report(folder, tmp_path):
+    text, files = write_report(folder, tmp_path / "new")
+    assert files == [tmp_path / "new" / "report.md", tmp_path / "new" / "shapes.png"]
+    assert files[0].read_text(encoding="utf-8") == text
+    assert "(shapes.png)" in text
+    rows = rows_of(text)
+    assert next(iter(rows)) == "none"
+    assert list(rows)[-1] == "none@question-only"
+    assert len(rows) == 11
+    assert all(len(row) == 10 for row in rows.values())
+    assert number(rows["none"][4]) == 100
+    assert number(rows["hired:budget=0.33"][6]) == 33
+    assert re.match(r"\+\d+\.\d \[\+", rows["hired:budget=0.11"][8])
+    for name in ("none", "none@question-only", "random:budget=0.11"):
+        assert rows[name][8] == "–"
+    warnings = re.findall(r"\*\*Warning:\*\* (.*)", text)
+    few = [warning for warning in warnings if "too few for intervals" in warning]
+    assert [re.sub(r"\d+", "N", w) for w in few] == [
+        "only N clips: too few for intervals; use a larger `--limit`."
+    ]
+    worse = [warning for warning in warnings if warning not in few]
+    assert len(worse) == 2  # pictures and clips
+    for warning in worse:
+        assert "`hired:alpha=0.9,budget=0.11` is not better than `random:budget=0.11`" in warning
+
+
+def test_plot_is_a_picture_with_every_method(folder, tmp_path, monkeypatch):
+    from matplotlib.figure import Figure
+
+    shown = []
+    save = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda s, *a, **k: (shown.append(s), save(s, *a, **k)))
+    _, files = write_report(folder, tmp_path)
+    with Image.open(files[1]) as image:
+        assert image.format == "PNG"
+        assert min(image.size) > 600
+        assert len(image.convert("RGB").getcolors(1 << 20)) > 50
+    labels = [text.get_text() for text in shown[0].legends[0].get_texts()]
+    assert set(labels) == {
+        "full model (95 % band)",
+        "question-only",
+        "hired",
+        "hired:alpha=0.9",
+        "random",
+        "grid",
+        "downsample",
+    }
+    assert [axis.get_title() for axis in shown[0].axes] == ["Pictures", "Clips"]
+    assert all("%" in axis.get_xlabel() for axis in shown[0].axes)
+
+
+def test_random_is_taken_at_the_cost_that_was_measured(tmp_path):
+    """A method that misses its budget is not compared with a cheaper random."""
+    write_results(tmp_path, "none", 0.8, limit=2)
+    for share in (0.33, 0.11):
+        write_results(tmp_path, f"random:budget={share}", 0.5, share, limit=2)
+    write_results(tmp_path, "hired:budget=0.11", 0.7, 0.35, limit=2)
+    write_results(tmp_path, "hired:budget=0.2", 0.7, 0.2, limit=2)
+    runs = load(tmp_path)["shapes"]
+    random = {row.run.name: row.random and row.random.name for row in compare(runs)}
+    assert random["hired:budget=0.11"] == "random:budget=0.33"
+    assert random["hired:budget=0.2"] is None
+    text, _ = write_report(tmp_path, tmp_path)
+    assert "no `random` near the 20.0 %" in text
+
+
+def test_missing_controls_are_said(tmp_path):
+    write_results(tmp_path, "hired:budget=0.11", 0.7, 0.11, limit=2)
+    text, _ = write_report(tmp_path, tmp_path)
+    for name in ("random", "downsample"):
+        assert f"the control `{name}` is missing" in text
+    assert "the full model is missing" in text
+    assert rows_of(text)["hired:budget=0.11"][4] == "–"
+
+
+def test_the_full_model_alone_needs_no_controls(tmp_path):
+    write_results(tmp_path, "none", 0.7, limit=1)
+    text, files = write_report(tmp_path, tmp_path)
+    assert "missing" not in text
+    assert all(file.exists() for file in files)
+
+
+def test_failed_samples_are_said(tmp_path):
+    path = write_results(tmp_path, "none", 0.7, limit=1)
+    lines = (path / "samples.jsonl").read_text().splitlines()
+    first = json.loads(lines[0]) | {
+        "error": "x", "resps": [], "filtered_resps": [], "score": 0.0,
+        "visual_tokens_in": None, "equivalent_tokens": None,
+    }  # fmt: skip
+    (path / "samples.jsonl").write_text("\n".join([json.dumps(first), *lines[1:]]) + "\n")
+    text, _ = write_report(tmp_path, tmp_path)
+    assert "1 samples of `none` failed" in text
+    # Two failures are not an agreement.
+    assert summarise(read(path), read(path))["loyalty"] < 1
+
+
+def test_unfinished_runs_are_compared_on_what_all_have(tmp_path):
+    write_results(tmp_path, "none", 0.8, limit=4)
+    path = write_results(tmp_path, "random:budget=0.33", 0.5, 0.33, limit=4)
+    lines = (path / "samples.jsonl").read_text().splitlines(keepends=True)
+    (path / "samples.jsonl").write_text("".join(lines[:30]) + lines[30][:40])
+    common, notes = on_common_samples(load(tmp_path)["shapes"])
+    assert [len(run.samples) for run in common] == [30, 30]
+    assert "random:budget=0.33 (30)" in notes[0]
+    text, _ = write_report(tmp_path, tmp_path)
+    assert "30 that all of them have" in text
+    assert "30 questions" in text
+
+
+def test_runs_without_a_common_sample(tmp_path):
+    path = write_results(tmp_path, "none", 0.8, limit=2)
+    other = write_results(tmp_path, "random", 0.5, 0.2, limit=2)
+    for folder, part in ((path, slice(0, 5)), (other, slice(5, 9))):
+        lines = (folder / "samples.jsonl").read_text().splitlines(keepends=True)
+        (folder / "samples.jsonl").write_text("".join(lines[part]))
+    with pytest.raises(VLMFastError, match="no sample in common: none has 5, random has 4"):
+        write_report(tmp_path, tmp_path)
+
+
+def test_results_of_different_models_are_not_put_in_one_table(tmp_path):
+    write_results(tmp_path, "none", 0.8, limit=1)
+    write_results(tmp_path / "b", "random", 0.8, 0.2, limit=1, weights_sha256="other")
+    (tmp_path / "b" / "shapes" / "random").rename(tmp_path / "shapes" / "random")
+    with pytest.raises(VLMFastError, match="different runs: weights_sha256"):
+        write_report(tmp_path, tmp_path)
+
+
+def test_folders_without_results(tmp_path):
+    with pytest.raises(VLMFastError, match="no results in"):
+        load(tmp_path)
+    path = write_results(tmp_path, "none", 0.8, limit=1)
+    (path / "samples.jsonl").unlink()
+    with pytest.raises(VLMFastError, match="only begun"):
+        load(tmp_path)
+
+
+def test_a_task_folder_will_do(folder):
+    assert len(load(folder / "shapes")["shapes"]) == 11
+
+
+def test_without_matplotlib_the_table_is_there_and_the_error_is_clear(
+    folder, tmp_path, monkeypatch
+):
+    real = builtins.__import__
+
+    def without(name, *args, **kwargs):
+        if name.startswith("matplotlib"):
+            raise ImportError(name)
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(VLMFastError, match=r"needs matplotlib.*pip install 'vlmfast\[eval\]'"):
+        write_report(folder, tmp_path)
+    assert (tmp_path / "report.md").exists()
+
+
+def test_two_folders(folder, tmp_path):
+    write_results(tmp_path, "none", 0.8, limit=LIMIT, weights_sha256="retrained")
+    write_results(tmp_path, "hired:budget=0.33", 0.35, 0.2, limit=9, weights_sha256="retrained")
+    text, files = write_difference(folder, tmp_path, tmp_path / "d")
+    assert files == [tmp_path / "d" / "difference.md"]
+    rows = rows_of(text)
+    assert set(rows) == {"none", "hired:budget=0.33"}
+    assert rows["none"][2] == rows["none"][3] == "+0.0 [+0.0, +0.0]"
+    worse = rows["hired:budget=0.33"]
+    assert worse[1] == str(21 * 9)
+    assert number(worse[2]) < -20
+    assert "(-39 %)" in worse[4]
+    assert f"Only in {folder}: hired:budget=0.11, hired:alpha=0.9,budget=0.11, " in text
+    assert f"Only in {tmp_path}" not in text
+
+
+def test_two_folders_that_do_not_compare(folder, tmp_path):
+    write_results(tmp_path / "a", "none", 0.8, limit=1, seed=3)
+    with pytest.raises(VLMFastError, match="seed is 0 in the one and 3 in the other"):
+        write_difference(folder, tmp_path / "a", tmp_path)
+    write_results(tmp_path / "b", "random:seed=4", 0.5, 0.2, limit=1)
+    with pytest.raises(VLMFastError, match="no recipe of shapes in common"):
+        write_difference(folder, tmp_path / "b", tmp_path)

@@ -1,0 +1,429 @@
+"""The runner: every sample once, whatever happens in between."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from eval_fakes import FakeVLM, meta
+from vlmfast.errors import MediaError, VLMFastError
+from vlmfast.eval import results as store
+from vlmfast.eval.results import Writer, read, slug
+from vlmfast.eval.runner import evaluate, method_of, weights_sha256, with_budget
+from vlmfast.eval.shapes import Shapes
+from vlmfast.recipe import Recipe
+
+LIMIT = 2
+DOCS = 21 * LIMIT
+FIELDS = {
+    "doc_id", "type", "modality", "picture", "prompt_hash", "target", "resps", "filtered_resps",
+    "score", "visual_tokens_in", "equivalent_tokens",
+}  # fmt: skip
+
+
+def lines(path: Path) -> list[str]:
+    return (path / "samples.jsonl").read_text(encoding="utf-8").splitlines()
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The lines of a run that nobody disturbed."""
+    return lines(evaluate(FakeVLM(), "shapes", out=tmp_path_factory.mktemp("o"), limit=LIMIT).path)
+
+
+def test_what_is_written(tmp_path):
+    vlm = FakeVLM()
+    run = evaluate(
+        vlm, "shapes", "random:budget=0.5", tmp_path, LIMIT, model="tiny", command="vlmfast eval"
+    )
+    assert run.path == tmp_path / "shapes" / "random_budget=0.5"
+    assert sorted(p.name for p in run.path.iterdir()) == [
+        "meta.json",
+        "samples.jsonl",
+        "timings.jsonl",
+    ]
+    samples = [json.loads(line) for line in lines(run.path)]
+    assert len(samples) == DOCS == len(vlm.asked)
+    assert [s["doc_id"] for s in samples] == [doc.doc_id for doc in Shapes().docs(LIMIT, 0)]
+    for s in samples:
+        assert set(s) == FIELDS
+        assert len(s["prompt_hash"]) == 64
+        assert s["filtered_resps"][0] in (s["resps"][0][0], s["resps"][0][0].lower().rstrip("."))
+        assert 0 <= s["score"] <= 1
+        assert s["equivalent_tokens"] == s["visual_tokens_in"] / 2
+    for line in (run.path / "timings.jsonl").read_text().splitlines():
+        times = json.loads(line)
+        assert {"doc_id", "ttft_s", "time_vision_s", "time_prefill_s"} <= set(times)
+    about = json.loads((run.path / "meta.json").read_text())
+    assert about["recipe"] == "random:budget=0.5"
+    assert (about["method"], about["budget"]) == ("random", 0.5)
+    assert {"python", "torch", "transformers", "vlmfast"} <= set(about["versions"])
+    assert about["generation"]["question"] == {"do_sample": False, "max_new_tokens": 16}
+    for key in ("date", "device", "command", "model", "seed", "task_version", "schema"):
+        assert about[key] is not None, key
+
+
+def test_questions_go_to_the_model_as_they_should(tmp_path):
+    vlm = FakeVLM()
+    evaluate(vlm, "shapes", "grid:budget=0.5", tmp_path, 1)
+    for doc, (question, args) in zip(Shapes().docs(1, 0), vlm.asked, strict=True):
+        assert question == doc.question
+        assert str(args["recipe"]) == "grid:budget=0.5"
+        assert args["do_sample"] is False
+        assert args["max_new_tokens"] == (128 if doc.kind == "caption" else 16)
+        if doc.modality == "image":
+            assert args["images"].size == (128, 128)
+            assert args["video"] is None
+        else:
+            assert len(args["video"]) == args["num_frames"] == 4
+
+
+def test_the_same_run_writes_the_same_bytes(tmp_path, whole):
+    run = evaluate(FakeVLM(), "shapes", out=tmp_path, limit=LIMIT)
+    assert lines(run.path) == whole
+
+
+def test_a_finished_run_asks_nothing(tmp_path, whole):
+    evaluate(FakeVLM(), "shapes", out=tmp_path, limit=LIMIT)
+    vlm = FakeVLM()
+    run = evaluate(vlm, "shapes", out=tmp_path, limit=LIMIT)
+    assert not vlm.asked
+    assert lines(run.path) == whole
+    assert "resumed" not in run.meta
+
+
+def test_a_larger_limit_adds_and_a_smaller_one_selects(tmp_path):
+    few = evaluate(FakeVLM(), "shapes", out=tmp_path, limit=1)
+    vlm = FakeVLM()
+    more = evaluate(vlm, "shapes", out=tmp_path, limit=3)
+    assert len(few.samples) == 21
+    assert len(more.samples) == 63
+    assert len(vlm.asked) == 42
+    assert len(more.meta["resumed"]) == 1
+    again = evaluate(vlm, "shapes", out=tmp_path, limit=1)
+    assert again.samples == few.samples
+    assert set(again.timings) == set(few.samples)
+
+
+SCRIPT = """
+import sys
+from eval_fakes import FakeVLM
+from vlmfast.eval.runner import evaluate
+evaluate(FakeVLM(delay=float(sys.argv[2])), "shapes", out=sys.argv[1], limit=int(sys.argv[3]))
+"""
+
+
+def start(out: Path, delay: float) -> subprocess.Popen:
+    here = Path(__file__).parent
+    paths = os.pathsep.join([str(here), str(here.parent), os.environ.get("PYTHONPATH", "")])
+    return subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, str(out), str(delay), str(LIMIT)],
+        env={**os.environ, "PYTHONPATH": paths},
+    )
+
+
+def wait_for_lines(file: Path, number: int) -> None:
+    deadline = time.monotonic() + 120
+    while not file.exists() or file.read_bytes().count(b"\n") < number:
+        assert time.monotonic() < deadline, "the run does not write"
+        time.sleep(0.01)
+
+
+def test_killed_and_resumed_is_as_if_undisturbed(tmp_path, whole):
+    file = tmp_path / "shapes" / "none" / "samples.jsonl"
+    for number in (5, 20):
+        process = start(tmp_path, 0.03)
+        wait_for_lines(file, number)
+        process.send_signal(signal.SIGKILL)
+        process.wait(60)
+        assert number <= len(lines(file.parent)) < DOCS
+    assert start(tmp_path, 0).wait(120) == 0
+    assert lines(file.parent) == whole
+    timings = [json.loads(line) for line in (file.parent / "timings.jsonl").open()]
+    assert {t["doc_id"] for t in timings} == {json.loads(line)["doc_id"] for line in whole}
+    assert len(read(file.parent).meta["resumed"]) == 2
+
+
+@pytest.mark.parametrize("cut", range(1, 12))
+def test_a_torn_last_line_is_done_again(tmp_path, whole, cut):
+    run = evaluate(FakeVLM(), "shapes", out=tmp_path, limit=LIMIT)
+    for name in ("samples.jsonl", "timings.jsonl"):
+        data = (run.path / name).read_bytes()
+        (run.path / name).write_bytes(data[: -17 * cut])
+    before = len(lines(run.path)) - 1
+    assert len(read(run.path).samples) == before
+    vlm = FakeVLM()
+    run = evaluate(vlm, "shapes", out=tmp_path, limit=LIMIT)
+    assert len(vlm.asked) == DOCS - before
+    assert lines(run.path) == whole
+    assert set(run.timings) == set(run.samples)
+
+
+def test_zeros_behind_the_last_line_are_torn_too(tmp_path, whole):
+    """What a file system may leave after the power went."""
+    run = evaluate(FakeVLM(), "shapes", out=tmp_path, limit=LIMIT)
+    text = "\n".join(whole[:-1]) + "\n"
+    (run.path / "samples.jsonl").write_bytes(text.encode() + bytes(100))
+    assert lines(evaluate(FakeVLM(), "shapes", out=tmp_path, limit=LIMIT).path) == whole
+
+
+def test_a_damaged_line_in_the_middle_is_not_passed_over(tmp_path):
+    run = evaluate(FakeVLM(), "shapes", out=tmp_path, limit=1)
+    all_lines = lines(run.path)
+    all_lines[3] = all_lines[3][:20]
+    (run.path / "samples.jsonl").write_text("\n".join(all_lines) + "\n")
+    with pytest.raises(VLMFastError, match="line 4 is damaged"):
+        evaluate(FakeVLM(), "shapes", out=tmp_path, limit=1)
+
+
+def test_only_one_run_writes(tmp_path):
+    with (
+        Writer(tmp_path / "shapes" / "none", meta()),
+        pytest.raises(VLMFastError, match="another run is writing"),
+        Writer(tmp_path / "shapes" / "none", meta()),
+    ):
+        pass
+    with Writer(tmp_path / "shapes" / "none", meta()):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("weights_sha256", "f00"), ("seed", 1), ("task_version", "0"), ("generation", {"a": 1})],
+)
+def test_a_folder_of_another_run_is_refused(tmp_path, key, value):
+    run = evaluate(FakeVLM(), "shapes", out=tmp_path, limit=1)
+    file = run.path / "meta.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), key: value}))
+    for recipe in ("none", "random"):  # the folder itself, and one beside it
+        with pytest.raises(VLMFastError, match=f"different runs: {key} is"):
+            evaluate(FakeVLM(), "shapes", recipe, tmp_path, 2)
+    assert len(lines(run.path)) == 21
+    assert not (tmp_path / "shapes" / "random").exists()
+
+
+def test_a_folder_of_another_recipe_is_refused(tmp_path):
+    run = evaluate(FakeVLM(), "shapes", "random", tmp_path, 1)
+    run.path.rename(tmp_path / "shapes" / "grid")
+    with pytest.raises(VLMFastError, match='recipe is "random" in the one and "grid"'):
+        evaluate(FakeVLM(), "shapes", "grid", tmp_path, 1)
+
+
+def test_a_renamed_model_is_the_same_model(tmp_path):
+    evaluate(FakeVLM(), "shapes", out=tmp_path, limit=1, model="tiny")
+    evaluate(FakeVLM(), "shapes", out=tmp_path, limit=1, model="copy/of/tiny")
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"schema": 1}'])
+def test_damaged_meta_is_one_clear_error(tmp_path, text):
+    run = evaluate(FakeVLM(), "shapes", out=tmp_path, limit=1)
+    (run.path / "meta.json").write_text(text)
+    with pytest.raises(VLMFastError, match=r"meta\.json is"):
+        evaluate(FakeVLM(), "shapes", out=tmp_path, limit=1)
+
+
+def test_samples_without_meta_are_refused(tmp_path):
+    run = evaluate(FakeVLM(), "shapes", out=tmp_path, limit=1)
+    (run.path / "meta.json").unlink()
+    with pytest.raises(VLMFastError, match=r"no meta\.json"):
+        evaluate(FakeVLM(), "shapes", out=tmp_path, limit=1)
+
+
+def test_a_folder_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(VLMFastError, match="cannot write"):
+        evaluate(FakeVLM(), "shapes", out=tmp_path / "file", limit=1)
+
+
+def test_a_full_disk_is_one_clear_error(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(VLMFastError, match=r"cannot write .*No space left"):
+        evaluate(FakeVLM(), "shapes", out=tmp_path, limit=1)
+
+
+def test_a_failing_sample_is_recorded_and_the_run_goes_on(tmp_path):
+    def fail(question):
+        return question.startswith("What does the sign")
+
+    run = evaluate(FakeVLM(fail=fail), "shapes", out=tmp_path, limit=LIMIT)
+    failed = [s for s in run.samples.values() if "error" in s]
+    assert len(run.samples) == DOCS
+    assert len(failed) >= LIMIT
+    for s in failed:
+        assert "cannot read the picture" in s["error"]
+        assert s["score"] == 0.0
+        assert s["resps"] == []
+        assert s["doc_id"] not in run.timings
+    vlm = FakeVLM()
+    evaluate(vlm, "shapes", out=tmp_path, limit=LIMIT)
+    assert not vlm.asked
+
+
+def test_too_many_failing_samples_end_the_run(tmp_path):
+    vlm = FakeVLM(fail=lambda _: True)
+    with pytest.raises(VLMFastError, match=r"4 samples failed, more than 3 .*cannot read"):
+        evaluate(vlm, "shapes", out=tmp_path, limit=LIMIT, max_errors=3)
+    assert len(vlm.asked) == 4
+    assert len(lines(tmp_path / "shapes" / "none")) == 4
+    with pytest.raises(VLMFastError, match="4 samples failed"):
+        evaluate(vlm, "shapes", out=tmp_path, limit=LIMIT, max_errors=3)
+    assert len(vlm.asked) == 4
+    run = evaluate(FakeVLM(), "shapes", out=tmp_path, limit=LIMIT, max_errors=4)
+    assert len(run.samples) == DOCS
+
+
+def test_the_last_allowed_error_on_the_last_sample_counts(tmp_path):
+    with pytest.raises(VLMFastError, match="1 samples failed"):
+        evaluate(
+            FakeVLM(fail=lambda q: q == Shapes().docs(1, 0)[-1].question),
+            "shapes",
+            out=tmp_path,
+            limit=1,
+            max_errors=0,
+        )
+
+
+def test_defects_are_not_recorded_as_samples(tmp_path):
+    class Broken(FakeVLM):
+        def ask(self, *args, **kwargs):
+            if len(self.asked) == 5:
+                raise RuntimeError("a defect")
+            return super().ask(*args, **kwargs)
+
+    with pytest.raises(RuntimeError, match="a defect"):
+        evaluate(Broken(), "shapes", out=tmp_path, limit=1)
+    assert len(lines(tmp_path / "shapes" / "none")) == 5
+
+
+def test_controls_have_folders_of_their_own(tmp_path):
+    full = evaluate(FakeVLM(), "shapes", out=tmp_path, limit=1)
+    vlm = FakeVLM()
+    blank = evaluate(vlm, "shapes", out=tmp_path, limit=1, control="question-only")
+    assert blank.path.name == blank.name == "none@question-only"
+    assert set(blank.samples) == set(full.samples)
+    pictures = [args["images"] for _, args in vlm.asked if args["images"]]
+    assert all(p.getextrema() == ((128, 128),) * 3 for p in pictures)
+    with pytest.raises(VLMFastError, match="controls: question-only, background-only"):
+        evaluate(vlm, "shapes", out=tmp_path, limit=1, control="answer-only")
+
+
+def test_the_prompt_hash_tells_prompts_and_arguments_apart(tmp_path):
+    run = evaluate(FakeVLM(), "shapes", out=tmp_path, limit=3)
+    prompts = {}
+    for doc in Shapes().docs(3, 0):
+        prompts.setdefault(doc.question, set()).add(run.samples[doc.doc_id]["prompt_hash"])
+    assert all(len(hashes) == 1 for hashes in prompts.values())
+    assert len(set().union(*prompts.values())) == len(prompts)
+
+
+def test_random_numbers_do_not_depend_on_what_came_before(tmp_path):
+    class Drawing(FakeVLM):
+        def ask(self, *args, **kwargs):
+            answer = super().ask(*args, **kwargs)
+            answer.text = str(torch.rand(()).item())
+            return answer
+
+    torch.manual_seed(7)
+    state = torch.get_rng_state()
+    run = evaluate(Drawing(), "shapes", out=tmp_path, limit=1)
+    assert torch.equal(torch.get_rng_state(), state)
+    text = (run.path / "samples.jsonl").read_text()
+    (run.path / "samples.jsonl").write_text("\n".join(text.splitlines()[:9]) + "\n")
+    torch.rand(13)
+    evaluate(Drawing(), "shapes", out=tmp_path, limit=1)
+    assert (run.path / "samples.jsonl").read_text() == text
+    assert len({tuple(s["filtered_resps"]) for s in run.samples.values()}) == 21
+
+
+def test_lines_reach_the_disk_within_a_second(tmp_path, monkeypatch):
+    """With a clock of our own: fast samples share a sync, slow ones get one each."""
+    now, synced = [0.0], []
+    monkeypatch.setattr(store.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(store.os, "fsync", lambda _: synced.append(now[0]))
+    for pause, samples in ((0.05, 100), (0.6, 20), (30.0, 5)):
+        with Writer(tmp_path / str(pause) / "none", meta()) as writer:
+            synced.clear()
+            unsafe = now[0]
+            for i in range(samples):
+                now[0] += pause
+                writer.add({"doc_id": str(i)}, {"doc_id": str(i)})
+                if synced and synced[-1] == now[0]:
+                    unsafe = now[0]
+                # Even if the next sample takes just as long, this one is safe by then.
+                assert now[0] + pause - unsafe < 1.0 or unsafe == now[0]
+        assert len(synced) // 2 <= max(samples * pause / 0.9, samples) + 1
+        if pause == 0.05:
+            assert len(synced) // 2 < 10
+
+
+@pytest.mark.parametrize(
+    ("recipe", "name"),
+    [
+        ("none", "none"),
+        ("hired:budget=0.33", "hired_budget=0.33"),
+        ("hired:rate=0.3,positions=keep+lookm", "hired_rate=0.3,positions=keep+lookm"),
+    ],
+)
+def test_folder_names(recipe, name):
+    assert slug(recipe) == name
+    assert slug(recipe, "question-only") == f"{name}@question-only"
+
+
+def test_folder_names_of_other_recipes_differ():
+    recipes = ["p:layers=1/2", "p:layers=1-2", "a:w=/x/y", "a:w=x/y", f"a:w={'x' * 300}"]
+    names = [slug(recipe) for recipe in recipes]
+    assert len(set(names)) == len(recipes)
+    assert all(len(name) < 100 and "/" not in name for name in names)
+
+
+def test_method_of():
+    assert method_of(Recipe.parse("none")) == ("none", None)
+    assert method_of(Recipe.parse("hired:0.3")) == ("hired", None)
+    assert method_of(Recipe.parse("hired:budget=0.3")) == ("hired", 0.3)
+    alpha = "hired:rate=0.3,alpha=0.1,budget=0.2"
+    assert method_of(Recipe.parse(alpha)) == ("hired:alpha=0.1", 0.2)
+
+
+def test_with_budget():
+    assert str(with_budget(Recipe.parse("hired:alpha=0.1"), 0.2)) == "hired:alpha=0.1,budget=0.2"
+    with pytest.raises(VLMFastError, match="out of range"):
+        with_budget(Recipe.parse("hired"), 1.5)
+
+
+def test_the_hash_of_weights_is_of_their_values():
+    class Holder:
+        def __init__(self, model):
+            self.model = model
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))  # a 0-d buffer too
+    before = weights_sha256(Holder(model))
+    assert before == weights_sha256(Holder(model))
+    assert before != weights_sha256(Holder(model.to(torch.bfloat16)))
+    model = model.float()
+    with torch.no_grad():
+        model[0].bias[0] += 1
+    assert before != weights_sha256(Holder(model))
+    assert weights_sha256(FakeVLM()) is None
+
+
+def test_media_errors_of_the_task_count_as_samples(tmp_path):
+    class Unreadable(Shapes):
+        def media(self, doc, control=None):
+            if doc.type == "ocr":
+                raise MediaError("file.png is truncated")
+            return super().media(doc, control)
+
+    run = evaluate(FakeVLM(), Unreadable(), out=tmp_path, limit=1)
+    assert [s["error"] for s in run.samples.values() if "error" in s] == ["file.png is truncated"]

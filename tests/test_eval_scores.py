@@ -1,0 +1,120 @@
+"""Scores and intervals of the evaluation."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vlmfast.eval.scores import bootstrap, normalise, wilson
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [(" Red. ", "red"), ("top left", "top left"), ("2.", "2"), ("...", ".."), ("", ""), ("A", "a")],
+)
+def test_normalise(text, expected):
+    assert normalise(text) == expected
+
+
+@given(st.integers(1, 5000).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))))
+def test_wilson_holds_the_share_and_stays_a_share(counts):
+    right, n = counts
+    share, low, high = wilson(right, n)
+    assert share == right / n
+    assert 0 <= low <= share <= high <= 1
+    assert low < high
+
+
+@given(st.integers(2, 500), st.data())
+def test_wilson_is_symmetric_and_narrows(n, data):
+    right = data.draw(st.integers(0, n))
+    _, low, high = wilson(right, n)
+    _, low_wrong, high_wrong = wilson(n - right, n)
+    assert low == pytest.approx(1 - high_wrong, abs=1e-12)
+    assert high == pytest.approx(1 - low_wrong, abs=1e-12)
+    _, low_more, high_more = wilson(4 * right, 4 * n)
+    assert high_more - low_more < high - low
+
+
+def test_wilson_against_published_values():
+    # Newcombe, Statistics in Medicine 17 (1998), table I, method 3.
+    for right, n, low, high in [
+        (81, 263, 0.2553, 0.3662),
+        (15, 148, 0.0624, 0.1605),
+        (0, 20, 0.0, 0.1611),
+        (1, 29, 0.0061, 0.1718),
+    ]:
+        assert wilson(right, n)[1:] == pytest.approx((low, high), abs=5e-5)
+
+
+@pytest.mark.parametrize("counts", [(0, 0), (3, 2), (-1, 2)])
+def test_wilson_refuses_impossible_counts(counts):
+    with pytest.raises(ValueError, match="wilson"):
+        wilson(*counts)
+
+
+def test_bootstrap_of_nothing():
+    assert bootstrap([]) is None
+
+
+def test_bootstrap_is_a_mean_over_types():
+    rows = [("p1", "often", 1.0)] * 9 + [("p2", "often", 1.0), ("p3", "rare", 0.0)]
+    mean, low, high = bootstrap(rows)
+    assert mean == 0.5
+    assert low <= mean <= high
+
+
+def test_bootstrap_does_not_depend_on_the_order_of_rows():
+    rng = np.random.default_rng(1)
+    rows = [(f"p{i % 17}", f"t{i % 3}", float(rng.random() < 0.6)) for i in range(90)]
+    assert bootstrap(rows) == bootstrap(rows[::-1])
+    assert bootstrap(rows) == bootstrap(rows)
+    assert bootstrap(rows, seed=1) != bootstrap(rows)
+
+
+def test_bootstrap_draws_whole_pictures():
+    """Ten questions with one fate are worth one question."""
+    fates = [float(i % 2) for i in range(40)]
+    clustered = [(f"p{i}", "t", fate) for i, fate in enumerate(fates) for _ in range(10)]
+    single = [(f"p{i}-{k}", "t", fate) for i, fate in enumerate(fates) for k in range(10)]
+    _, low, high = bootstrap(clustered)
+    _, low_single, high_single = bootstrap(single)
+    assert high - low > 2.5 * (high_single - low_single)
+
+
+def test_bootstrap_covers_the_truth():
+    rng, hits = np.random.default_rng(0), 0
+    for _ in range(200):
+        skill = rng.beta(6, 4, size=80)  # pictures differ
+        rows = [
+            (f"p{i}", f"t{k}", float(rng.random() < p)) for i, p in enumerate(skill) for k in (0, 1)
+        ]
+        _, low, high = bootstrap(rows, rounds=300)
+        hits += low <= 0.6 <= high
+    assert 0.90 <= hits / 200 <= 0.99
+
+
+def paired(gap: float, pictures: int, seed: int) -> tuple[float, float, float]:
+    """Two recipes on the same questions, the second right ``gap`` more often."""
+    rng, rows = np.random.default_rng(seed), []
+    for i in range(pictures):
+        for type_ in ("color", "count"):
+            hard = rng.random()
+            a, b = (float(hard + rng.normal(0, 0.1) < skill) for skill in (0.6 + gap, 0.6))
+            rows.append((f"p{i}", type_, a - b))
+    return bootstrap(rows)
+
+
+def test_paired_bootstrap_finds_a_planted_difference():
+    for seed in range(10):
+        mean, low, _ = paired(0.1, 200, seed)
+        assert low > 0
+        assert mean == pytest.approx(0.1, abs=0.06)
+
+
+def test_paired_bootstrap_finds_no_difference_where_there_is_none():
+    intervals = [paired(0.0, 100, seed) for seed in range(40)]
+    found = [low for _, low, high in intervals if not low <= 0 <= high]
+    assert len(found) <= 5  # 2 of 40 are expected

@@ -1,0 +1,263 @@
+"""The commands ``vlmfast eval`` and ``vlmfast report``."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import tempfile
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import ModelError, RecipeError, VLMFastError
+from ..recipe import Recipe
+from ..stages import stage_class, stage_names
+
+if TYPE_CHECKING:
+    from ..vlm import VLM
+    from .tasks import Task
+
+
+def add_eval(parser: ArgumentParser) -> None:
+    """Declare the arguments of ``vlmfast eval``."""
+    parser.description = (
+        "Measure what recipes cost in answers. Every answer is kept as it comes: the same command "
+        "goes on where an interrupted run stopped."
+    )
+    add = parser.add_argument
+    add("tasks", nargs="+", metavar="TASK", help="shapes: questions about drawn scenes")
+    add("--model", default="tiny", help="shipped model, hub id or folder (default: %(default)s)")
+    add(
+        "--recipe",
+        action="append",
+        metavar="R",
+        help="may be repeated; 'all' is every method that needs no training. The full model (none) "
+        "is always run too",
+    )
+    add("--budget", metavar="B,B", help="run each recipe at these budgets, such as 0.33,0.11")
+    add(
+        "--controls",
+        action="store_true",
+        help="also ask the full model without the picture (question-only) and without what is "
+        "in it (background-only)",
+    )
+    add(
+        "--limit",
+        type=int,
+        default=100,
+        metavar="N",
+        help="questions of each type (default: %(default)s)",
+    )
+    add(
+        "--out",
+        type=Path,
+        default=Path("vlmfast-results"),
+        metavar="DIR",
+        help="where the answers go (default: %(default)s)",
+    )
+    add("--json", type=Path, metavar="FILE", help="write the numbers there")
+    add("--seed", type=int, default=0, help="another seed, other questions (default: %(default)s)")
+    add("--device", help="such as cpu or cuda:0 (default: a GPU when there is one)")
+    add(
+        "--max-errors",
+        type=int,
+        default=10,
+        metavar="N",
+        help="samples of a recipe that may fail (default: %(default)s)",
+    )
+
+
+def run_eval(args: Namespace) -> int:
+    """Run ``vlmfast eval``; the exit code."""
+    from .results import writable, write_json
+    from .runner import weights_sha256
+    from .tasks import find_task
+
+    # Everything that can be wrong is looked at before a model is loaded.
+    tasks = [find_task(name) for name in dict.fromkeys(args.tasks)]
+    recipes = planned(args.recipe or ["none"], budgets(args.budget))
+    for task in tasks:
+        task.docs(args.limit, args.seed)
+    check_folder(args.out)
+    if args.json is not None:
+        check_folder(args.json.parent)
+        if args.json.is_dir():
+            raise VLMFastError(f"--json {args.json} is a folder; it must be a file")
+    check_device(args.device)
+
+    vlm = _load(args.model, args.device)
+    weights = weights_sha256(vlm)
+    reports = [_run_task(vlm, task, recipes, args, weights) for task in tasks]
+    if args.json is not None:
+        value = reports[0] if len(reports) == 1 else {"tasks": {r["task"]: r for r in reports}}
+        with writable(args.json):
+            write_json(args.json, value)
+    print(f"\nanswers are in {args.out}; 'vlmfast report {args.out}' makes a table and a plot")
+    failed = [reason for report in reports for reason in report["failed"].values()]
+    if failed:
+        raise VLMFastError("; ".join(failed))
+    return 0
+
+
+def _load(name: str, device: str | None) -> VLM:
+    from transformers.utils import logging
+
+    from ..vlm import VLM
+
+    if name == "tiny" or Path(name).is_dir():
+        # Where nothing is downloaded a progress bar is noise.
+        logging.disable_progress_bar()
+    return VLM.from_pretrained(name, device=device)
+
+
+def _run_task(
+    vlm: VLM, task: Task, recipes: list[Recipe], args: Namespace, weights: str | None
+) -> dict[str, Any]:
+    """All recipes on one task; prints the table and returns what ``--json`` writes."""
+    from .report import table
+    from .runner import TooManyErrors, evaluate
+    from .summary import compare
+
+    controls = task.controls if args.controls else ()
+    plan = [(Recipe(), None), *((Recipe(), c) for c in controls), *((r, None) for r in recipes)]
+    runs, failed = [], {}
+    for recipe, control in plan:
+        try:
+            run = evaluate(
+                vlm,
+                task,
+                recipe,
+                args.out,
+                args.limit,
+                seed=args.seed,
+                control=control,
+                max_errors=args.max_errors,
+                model=args.model,
+                weights=weights,
+                command=shlex.join(["vlmfast", *sys.argv[1:]]),
+                progress=True,
+            )
+        except TooManyErrors as error:
+            if not runs:  # nothing stands without the full model
+                raise
+            failed[f"{recipe}@{control}" if control else str(recipe)] = str(error)
+            continue
+        runs.append(run)
+    rows = compare(runs)
+    print(table(rows))
+    numbers = {row.run.name: row.numbers for row in rows}
+    asked = [str(recipe) for recipe in recipes if str(recipe) in numbers]
+    return {
+        "task": task.name,
+        "task_version": task.version,
+        "model": args.model,
+        "weights_sha256": weights,
+        "limit": args.limit,
+        "seed": args.seed,
+        **numbers[asked[0] if asked else "none"],
+        "recipes": numbers,
+        "failed": failed,
+    }
+
+
+def budgets(text: str | None) -> list[float]:
+    """Read ``0.33,0.11``.
+
+    Raises
+    ------
+    RecipeError
+        When a part is not a number above 0 and at most 1.
+    """
+    values = []
+    for part in text.split(",") if text is not None else ():
+        try:
+            value = float(part)
+        except ValueError:
+            value = -1.0
+        if not 0 < value <= 1:
+            raise RecipeError(f"budget {part.strip()!r} is not a number above 0 and at most 1")
+        values.append(value)
+    return list(dict.fromkeys(values))
+
+
+def planned(words: list[str], shares: list[float]) -> list[Recipe]:
+    """The recipes to run beside the full model, each once.
+
+    Raises
+    ------
+    RecipeError
+        For a recipe that cannot be read, or with a budget and nothing that takes one.
+    """
+    from .runner import takes_budget, with_budget
+
+    recipes: list[Recipe] = []
+    for word in words:
+        # Of all methods, caches and drafters drop no visual tokens: they run once, as they are.
+        group = _training_free() if word == "all" else [Recipe.parse(word)]
+        for recipe in group:
+            if shares and takes_budget(recipe):
+                recipes += [with_budget(recipe, share) for share in shares]
+            elif shares and recipe and word != "all":
+                raise RecipeError(f"recipe {word!r} has no stage with a budget; drop --budget")
+            else:
+                recipes.append(recipe)
+    recipes = [recipe for recipe in dict.fromkeys(recipes) if recipe]
+    if shares and not recipes:
+        raise RecipeError("--budget is for recipes that drop tokens; add --recipe")
+    return recipes
+
+
+def _training_free() -> list[Recipe]:
+    classes = [stage_class(name) for name in sorted(stage_names())]
+    return [Recipe((cls(),)) for cls in classes if not cls.trained]
+
+
+def check_folder(folder: Path) -> None:
+    """Refuse a folder that cannot be written, before hours are spent."""
+    from .results import writable
+
+    with writable(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+
+
+def check_device(name: str | None) -> None:
+    """Refuse a device that is not there."""
+    import torch
+
+    if name is None:
+        return
+    try:
+        torch.empty(0, device=torch.device(name))
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ModelError(f"device {name!r} cannot be used: {reason}") from error
+
+
+def add_report(parser: ArgumentParser) -> None:
+    """Declare the arguments of ``vlmfast report``."""
+    parser.description = (
+        "Tables and plots of result folders; of two folders, what changed from one to the other."
+    )
+    add = parser.add_argument
+    add("folder", type=Path, metavar="DIR", help="what 'vlmfast eval --out DIR' wrote")
+    add("other", type=Path, metavar="DIR2", nargs="?", help="compare with these results")
+    add("--out", type=Path, metavar="DIR", help="where the report goes (default: the last DIR)")
+
+
+def run_report(args: Namespace) -> int:
+    """Run ``vlmfast report``; the exit code."""
+    from .report import write_difference, write_report
+
+    out = args.out or args.other or args.folder
+    for folder in filter(None, (args.folder, args.other)):
+        if not folder.is_dir():
+            raise VLMFastError(f"{folder} is not a folder")
+    if args.other is None:
+        text, files = write_report(args.folder, out)
+    else:
+        text, files = write_difference(args.folder, args.other, out)
+    print(text)
+    print("written: " + ", ".join(str(file) for file in files))
+    return 0

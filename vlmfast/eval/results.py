@@ -1,0 +1,294 @@
+"""Result folders: ``DIR/<task>/<recipe>/{samples.jsonl, timings.jsonl, meta.json}``.
+
+What is in a folder survives a killed process: lines are only appended, a torn last line is dropped
+by whoever reads next, and ``meta.json`` is there before the first line. Times live in a file of
+their own, so that ``samples.jsonl`` is the same, byte for byte, whenever and wherever it is made.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..errors import VLMFastError
+
+SCHEMA = 1
+SAMPLES, TIMINGS, META = "samples.jsonl", "timings.jsonl", "meta.json"
+
+# What must be equal for results to stand in one table, and what names one folder in it.
+_SHARED = ("schema", "task", "task_version", "weights_sha256", "seed", "generation")
+_OWN = ("recipe", "control")
+_NEEDED = (*_SHARED, *_OWN, "model", "method", "budget")
+_SYNC_S = 1.0
+
+
+@dataclass
+class Results:
+    """Answers of one recipe to one task.
+
+    Parameters
+    ----------
+    path : Path
+    meta : dict
+    samples, timings : dict of str to dict
+        Lines of the two files by ``doc_id``.
+    """
+
+    path: Path
+    meta: dict[str, Any]
+    samples: dict[str, dict] = field(default_factory=dict)
+    timings: dict[str, dict] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """Recipe, and the control it ran under."""
+        control = self.meta.get("control")
+        return f"{self.meta['recipe']}@{control}" if control else self.meta["recipe"]
+
+    def only(self, docs: set[str]) -> Results:
+        """The same results for the samples ``docs``."""
+        return Results(
+            self.path,
+            self.meta,
+            {doc: line for doc, line in self.samples.items() if doc in docs},
+            {doc: line for doc, line in self.timings.items() if doc in docs},
+        )
+
+
+def slug(recipe: str, control: str | None = None) -> str:
+    """A folder name for a recipe; another recipe gets another name."""
+    plain = recipe.replace(":", "_")  # no recipe word has an underscore before its colon
+    name = re.sub(r"[^A-Za-z0-9._+=,-]", "-", plain)
+    if name != plain or len(name) > 80:
+        name = f"{name[:80]}-{hashlib.sha256(recipe.encode()).hexdigest()[:8]}"
+    return f"{name}@{control}" if control else name
+
+
+def read(path: Path) -> Results:
+    """Results of one folder, finished or not.
+
+    Raises
+    ------
+    VLMFastError
+        When the folder holds no results or they are damaged.
+    """
+    meta = _read_meta(path)
+    samples, timings = (_read_lines(path / name)[0] for name in (SAMPLES, TIMINGS))
+    return Results(path, meta, _by_doc(samples), _by_doc(timings))
+
+
+def check_same(metas: dict[str, dict], keys: tuple[str, ...] = _SHARED) -> None:
+    """Refuse results that do not compare.
+
+    Raises
+    ------
+    VLMFastError
+        Names the first field that differs, and where.
+    """
+    (first, expected), *others = metas.items()
+    for name, meta in others:
+        for key in keys:
+            if meta.get(key) != expected.get(key):
+                raise VLMFastError(
+                    f"{first} and {name} are results of different runs: {key} is "
+                    f"{json.dumps(expected.get(key))} in the one and {json.dumps(meta.get(key))} "
+                    "in the other; use another folder"
+                )
+
+
+class Writer:
+    """Appends to a result folder; a context manager.
+
+    Entering it makes the folder or takes up what an earlier run left there (`done` and the
+    messages of failed samples, `errors`), and keeps other processes out until it is left.
+
+    Parameters
+    ----------
+    path : Path
+    meta : dict
+        JSON values; must agree with the folder's own where there is one, and with the folders
+        beside it.
+
+    Raises
+    ------
+    VLMFastError
+        When the folder cannot be written, belongs to another run or is in use.
+    """
+
+    def __init__(self, path: Path, meta: dict[str, Any]) -> None:
+        self.path, self.meta = path, meta
+        self.done: set[str] = set()
+        self.errors: list[str] = []
+
+    def __enter__(self) -> Writer:
+        with writable(self.path):
+            self._check_beside()
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._samples, self._timings = (
+                open(self.path / name, "ab")  # noqa: SIM115 (closed by __exit__)
+                for name in (SAMPLES, TIMINGS)
+            )
+        try:
+            with writable(self.path):
+                _lock(self._samples, self.path)
+                self._take_up()
+        except BaseException:
+            self._close()
+            raise
+        self._written = self._synced = time.monotonic()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        try:
+            with writable(self.path):
+                self._sync()
+        finally:
+            self._close()
+
+    def add(self, sample: dict[str, Any], timing: dict[str, Any] | None) -> None:
+        """Append one sample; on disk within a second or with the sample itself."""
+        with writable(self.path):
+            # The times first: a sample that is there is done, so nothing of it may be missing.
+            if timing is not None:
+                self._timings.write(_line(timing))
+                self._timings.flush()
+            self._samples.write(_line(sample))
+            self._samples.flush()
+            now = time.monotonic()
+            # Wait for the next sample only when it can be expected in time.
+            if now - self._synced + (now - self._written) >= _SYNC_S:
+                self._sync()
+            self._written = now
+        self._count(sample)
+
+    def note(self, run: dict[str, Any]) -> None:
+        """Put what is known about a run that takes up this folder into ``meta.json``."""
+        with writable(self.path):
+            if self.done:
+                self.meta = {**self.meta, "resumed": [*self.meta.get("resumed", []), run]}
+            else:
+                self.meta = {**self.meta, **run}
+            write_json(self.path / META, self.meta)
+
+    def _check_beside(self) -> None:
+        """Results of one task in one folder are one table: all must be of the same model."""
+        if self.path.parent.is_dir():
+            for meta in sorted(self.path.parent.glob(f"*/{META}")):
+                keys = _SHARED + _OWN if meta.parent == self.path else _SHARED
+                there = {str(meta.parent): _read_meta(meta.parent), "this run": self.meta}
+                check_same(there, keys)
+
+    def _take_up(self) -> None:
+        for file in (self._samples, self._timings):
+            lines, good = _read_lines(Path(file.name))
+            file.truncate(good)
+            if file is self._samples:
+                for line in lines:
+                    self._count(line)
+        if (self.path / META).exists():
+            self.meta = _read_meta(self.path)
+        elif self.done:
+            raise VLMFastError(f"{self.path} has samples but no {META}; use another folder")
+
+    def _count(self, sample: dict[str, Any]) -> None:
+        self.done.add(sample["doc_id"])
+        if "error" in sample:
+            self.errors.append(sample["error"])
+
+    def _sync(self) -> None:
+        for file in (self._timings, self._samples):
+            file.flush()
+            os.fsync(file.fileno())
+        self._synced = time.monotonic()
+
+    def _close(self) -> None:
+        self._samples.close()
+        self._timings.close()
+
+
+@contextmanager
+def writable(path: Path) -> Iterator[None]:
+    """Turn the operating system's refusals into one clear error."""
+    try:
+        yield
+    except OSError as error:
+        raise VLMFastError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Replace a file in one step: a reader sees the old one or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with open(part, "w", encoding="utf-8") as file:
+            json.dump(value, file, indent=1, ensure_ascii=False)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _line(value: dict[str, Any]) -> bytes:
+    return json.dumps(value, ensure_ascii=False).encode() + b"\n"
+
+
+def _read_meta(path: Path) -> dict[str, Any]:
+    try:
+        meta = json.loads((path / META).read_bytes())
+    except OSError as error:
+        raise VLMFastError(f"cannot read {path / META}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise VLMFastError(f"{path / META} is damaged: {error}") from error
+    missing = [key for key in _NEEDED if not isinstance(meta, dict) or key not in meta]
+    if missing:
+        raise VLMFastError(f"{path / META} is not of this program: it has no {missing[0]!r}")
+    return meta
+
+
+def _read_lines(path: Path) -> tuple[list[dict], int]:
+    """The lines of a file and how many of its bytes they take; what is behind them is torn."""
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return [], 0
+    except OSError as error:
+        raise VLMFastError(f"cannot read {path}: {error.strerror or error}") from error
+    pieces = data.split(b"\n")[:-1]  # without a newline at its end a line is torn
+    lines, good = [], 0
+    for number, piece in enumerate(pieces, start=1):
+        try:
+            line = json.loads(piece)
+            line["doc_id"]
+        except (ValueError, TypeError, KeyError) as error:
+            if number == len(pieces):
+                break
+            raise VLMFastError(f"{path}: line {number} is damaged") from error
+        lines.append(line)
+        good += len(piece) + 1
+    return lines, good
+
+
+def _by_doc(lines: list[dict]) -> dict[str, dict]:
+    return {line["doc_id"]: line for line in lines}
+
+
+def _lock(file: Any, path: Path) -> None:
+    """Held until the file is closed or its process dies."""
+    try:
+        import fcntl
+    except ImportError:  # not on Windows
+        return
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise VLMFastError(f"another run is writing to {path}") from error

@@ -1,0 +1,244 @@
+"""Running a recipe on a task, resumably."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import MISSING, fields, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..env import environment
+from ..errors import VLMFastError
+from ..recipe import Recipe
+from ..stages import Stage
+from .results import SCHEMA, Results, Writer, read, slug
+from .tasks import Doc, Task, find_task
+
+
+class TooManyErrors(VLMFastError):
+    """More samples failed than a run may have."""
+
+
+def evaluate(
+    vlm: Any,
+    task: str | Task,
+    recipe: Any = None,
+    out: str | Path = "vlmfast-results",
+    limit: int = 100,
+    *,
+    seed: int = 0,
+    control: str | None = None,
+    max_errors: int = 10,
+    model: str | None = None,
+    weights: str | None = None,
+    command: str | None = None,
+    progress: bool = False,
+) -> Results:
+    """Ask a model the questions of a task under a recipe.
+
+    Every answer is written when it is there. A run that was interrupted goes on where it stopped,
+    a larger ``limit`` adds to what is there, and no sample is done twice.
+
+    Parameters
+    ----------
+    vlm : VLM
+    task : str or Task
+    recipe : str, Stage or Recipe, optional
+        Nothing is dropped by default.
+    out : str or Path
+        The results go to ``out/<task>/<recipe>``.
+    limit : int
+        Questions of each type.
+    seed : int
+        Another seed, other questions.
+    control : str, optional
+        One of the task's controls: what can be answered without seeing the answer.
+    max_errors : int
+        A sample that fails with a `VLMFastError` counts as wrong and is recorded with its
+        ``error``; more of them than this end the run.
+    model : str, optional
+        Its name in the results; by default the name it was loaded by.
+    weights : str, optional
+        `weights_sha256` of the model where it is known already.
+    command : str, optional
+        Command line, for the record.
+    progress : bool
+        A bar on stderr when that is a terminal.
+
+    Returns
+    -------
+    Results
+        Of the samples that were asked for.
+
+    Raises
+    ------
+    VLMFastError
+        When the folder cannot be used (`results.Writer`) or too many samples failed.
+    """
+    task = find_task(task) if isinstance(task, str) else task
+    recipe = Recipe.of(recipe)
+    if control is not None and control not in task.controls:
+        raise VLMFastError(
+            f"task {task.name} has no control {control!r}; controls: {', '.join(task.controls)}"
+        )
+    docs = task.docs(limit, seed)
+    method, budget = method_of(recipe)
+    meta = {
+        "schema": SCHEMA,
+        "task": task.name,
+        "task_version": task.version,
+        "model": model or _model_name(vlm),
+        "weights_sha256": weights or weights_sha256(vlm),
+        "recipe": str(recipe),
+        "method": method,
+        "budget": budget,
+        "control": control,
+        "seed": seed,
+        "generation": task.generation,
+    }
+    path = Path(out) / task.name / slug(str(recipe), control)
+    with Writer(path, json.loads(json.dumps(meta))) as writer:
+        left = [doc for doc in docs if doc.doc_id not in writer.done]
+        if left:
+            writer.note(_run(vlm, command))
+        done = len(docs) - len(left)
+        for doc in _bar(left, done, path.name) if progress else left:
+            _check_errors(writer, max_errors)
+            writer.add(*_ask(vlm, task, doc, recipe, control, seed))
+        _check_errors(writer, max_errors)
+    return read(path).only({doc.doc_id for doc in docs})
+
+
+def _ask(
+    vlm: Any, task: Task, doc: Doc, recipe: Recipe, control: str | None, seed: int
+) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """A line for the samples and one for the times."""
+    generation = task.generation[doc.kind]
+    sample: dict[str, Any] = {
+        "doc_id": doc.doc_id,
+        "type": doc.type,
+        "modality": doc.modality,
+        "picture": doc.picture,
+        "prompt_hash": None,
+        "target": doc.target,
+        "resps": [],
+        "filtered_resps": [],
+        "score": 0.0,
+        "visual_tokens_in": None,
+        "equivalent_tokens": None,
+    }
+    try:
+        media = task.media(doc, control)
+        sample["prompt_hash"] = prompt_hash(vlm, doc.question, media, generation)
+        with _own_randomness(f"{seed} {doc.doc_id}"):
+            answer = vlm.ask(doc.question, **media, recipe=recipe, **generation)
+    except VLMFastError as error:
+        return {**sample, "error": str(error)}, None
+    filtered = task.filter(doc, answer.text)
+    stats = answer.stats.to_dict()
+    sample |= {
+        "resps": [[answer.text]],  # lists as in lmms-eval: one per request, with its samples
+        "filtered_resps": [filtered],
+        "score": task.score(doc, filtered),
+        "visual_tokens_in": stats["visual_tokens_in"],
+        "equivalent_tokens": stats["equivalent_tokens"],
+    }
+    times = {key: value for key, value in stats.items() if key.endswith("_s")}
+    return sample, {"doc_id": doc.doc_id, **times}
+
+
+def prompt_hash(vlm: Any, question: str, media: dict[str, Any], generation: dict[str, Any]) -> str:
+    """SHA-256 of the prompt's token ids, before anything is dropped, and of the arguments."""
+    if hasattr(vlm, "inputs"):
+        prompt = vlm.inputs(question, **media)["input_ids"][0].tolist()
+    else:  # something else that answers questions
+        prompt = question
+    text = json.dumps([prompt, generation], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def method_of(recipe: Recipe) -> tuple[str, float | None]:
+    """What makes a curve: the recipe without its shares, and the budget it was put at."""
+    plain, budgets = [], []
+    for stage in recipe:
+        budgets.append(getattr(stage, "budget", None))
+        shares = {
+            f.name: f.default
+            for f in fields(stage)
+            if f.name in ("budget", stage.lead) and f.default is not MISSING
+        }
+        plain.append(str(replace(stage, **shares)))
+    given = {b for b in budgets if b is not None}
+    return "+".join(plain) or "none", given.pop() if len(given) == 1 else None
+
+
+def takes_budget(stages: Stage | Recipe) -> bool:
+    """Whether a stage, or any stage of a recipe, can be put at a budget."""
+    if isinstance(stages, Stage):
+        return any(f.name == "budget" for f in fields(stages))
+    return any(takes_budget(stage) for stage in stages)
+
+
+def with_budget(recipe: Recipe, budget: float) -> Recipe:
+    """The recipe with all its reducers at ``budget``."""
+    return Recipe(tuple(replace(s, budget=budget) if takes_budget(s) else s for s in recipe))
+
+
+def weights_sha256(vlm: Any) -> str | None:
+    """SHA-256 over name, type, shape and bytes of every weight; None without a model."""
+    if getattr(vlm, "model", None) is None:
+        return None
+    digest = hashlib.sha256()
+    for name, tensor in sorted(vlm.model.state_dict().items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        flat = tensor.detach().cpu().contiguous().flatten()
+        if flat.numel():
+            digest.update(memoryview(flat.view(torch.uint8).numpy()))
+    return digest.hexdigest()
+
+
+def _check_errors(writer: Writer, most: int) -> None:
+    if len(writer.errors) > most:
+        raise TooManyErrors(
+            f"{writer.path.name}: {len(writer.errors)} samples failed, more than {most} "
+            f"(max-errors); the last one: {writer.errors[-1]}"
+        )
+
+
+@contextmanager
+def _own_randomness(text: str) -> Iterator[None]:
+    """Random numbers that do not depend on which samples came before."""
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices):
+        torch.manual_seed(zlib.crc32(text.encode()))
+        yield
+
+
+def _bar(docs: list[Doc], done: int, name: str) -> Any:
+    from tqdm import tqdm
+
+    return tqdm(docs, desc=name, initial=done, total=done + len(docs), unit="q", disable=None)
+
+
+def _model_name(vlm: Any) -> str:
+    config = getattr(getattr(vlm, "model", None), "config", None)
+    return Path(getattr(config, "_name_or_path", "")).name or type(vlm).__name__
+
+
+def _run(vlm: Any, command: str | None) -> dict[str, Any]:
+    """Where and when, and with what versions."""
+    facts = environment()
+    device = torch.device(getattr(getattr(vlm, "model", None), "device", "cpu"))
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": command,
+        "device": facts["cpu"] if device.type == "cpu" else torch.cuda.get_device_name(device),
+        "versions": {key: facts[key] for key in ("python", "vlmfast")} | facts["packages"],
+    }

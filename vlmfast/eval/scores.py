@@ -1,0 +1,77 @@
+"""Scores of answers, and intervals around their means."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+_Z = 1.959963984540054  # 97.5 % point of the normal distribution
+
+# A mean with the ends of its 95 % interval.
+Interval = tuple[float, float, float]
+
+
+def normalise(text: str) -> str:
+    """Strip, lower case, no full stop at the end."""
+    return text.strip().lower().removesuffix(".").rstrip()
+
+
+def wilson(right: float, n: int) -> Interval:
+    """Share ``right / n`` with Wilson's 95 % score interval.
+
+    Unlike the usual ``p +- z s`` it stays inside [0, 1] and has a width at 0 and at 1.
+    """
+    if n < 1 or not 0 <= right <= n:
+        raise ValueError(f"wilson: {right} right answers of {n}")
+    share, z2 = right / n, _Z * _Z
+    centre = (share + z2 / (2 * n)) / (1 + z2 / n)
+    half = _Z / (1 + z2 / n) * math.sqrt(share * (1 - share) / n + z2 / (4 * n * n))
+    # Exact at the ends, where rounding would leave the share outside its own interval.
+    return share, min(share, max(0.0, centre - half)), max(share, min(1.0, centre + half))
+
+
+def bootstrap(
+    rows: Iterable[tuple[str, str, float]], *, seed: int = 0, rounds: int = 2000
+) -> Interval | None:
+    """Mean over types of the mean score of each type, with a 95 % bootstrap interval.
+
+    Whole pictures are drawn, because the answers to several questions about one picture fail
+    together; drawing questions would make the interval too narrow.
+
+    Parameters
+    ----------
+    rows : iterable of (picture, type, score)
+        The scores may be differences between two recipes on the same sample (a paired interval).
+    seed : int
+        Same rows in any order and same seed, same interval.
+    rounds : int
+
+    Returns
+    -------
+    (mean, low, high), or None without rows.
+    """
+    import numpy as np
+
+    rows = sorted(rows)
+    if not rows:
+        return None
+    pictures = {p: i for i, p in enumerate(dict.fromkeys(row[0] for row in rows))}
+    types = {t: i for i, t in enumerate(dict.fromkeys(sorted(row[1] for row in rows)))}
+    sums = np.zeros((len(pictures), len(types)))
+    counts = np.zeros_like(sums)
+    for picture, type_, score in rows:
+        sums[pictures[picture], types[type_]] += score
+        counts[pictures[picture], types[type_]] += 1
+    mean = float((sums.sum(0) / counts.sum(0)).mean())
+
+    rng, n, means = np.random.default_rng(seed), len(pictures), []
+    chunk = max(1, min(rounds, 4_000_000 // n))  # draws of one chunk stay within 32 MB
+    for start in range(0, rounds, chunk):
+        times = rng.multinomial(n, np.full(n, 1 / n), size=min(chunk, rounds - start))
+        drawn = times @ counts
+        with np.errstate(invalid="ignore"):
+            by_type = times @ sums / drawn
+        # A rare type can be missing from a draw; the mean is then over the others.
+        means.append(np.nanmean(by_type, axis=1))
+    low, high = np.quantile(np.concatenate(means), [0.025, 0.975])
+    return mean, float(low), float(high)

@@ -1,0 +1,206 @@
+"""From answers to numbers: accuracy, loyalty and cost of one recipe, and differences of two."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from statistics import fmean, median
+from typing import Any
+
+from .results import Results
+from .scores import Interval, bootstrap, wilson
+
+MODALITIES = ("image", "video")
+# Selections that look at nothing: what a method has to beat.
+BASELINES = ("random", "grid", "downsample")
+_SAME_COST = 0.15
+
+
+@dataclass
+class Row:
+    """One recipe in a table.
+
+    Parameters
+    ----------
+    run : Results
+    numbers : dict
+        See `summarise`.
+    random : Results or None
+        The random selection that costs most nearly the same.
+    gaps : dict
+        Accuracy minus that of ``random`` by modality, paired.
+    """
+
+    run: Results
+    numbers: dict[str, Any]
+    random: Results | None = None
+    gaps: dict[str, Interval | None] = field(default_factory=dict)
+
+
+def compare(runs: list[Results]) -> list[Row]:
+    """Every run beside the full model and the random selection among them."""
+    full = full_model(runs)
+    rows = [Row(run, summarise(run, full)) for run in runs]
+    for row in rows:
+        row.random = random_at_cost(row, rows)
+        if row.random is not None:
+            row.gaps = {m: difference(row.run, row.random, m) for m in MODALITIES}
+    return rows
+
+
+def summarise(run: Results, full: Results | None = None) -> dict[str, Any]:
+    """Every number of one recipe, as JSON values.
+
+    Accuracies are means over question types, captions apart; a sample that failed counts as wrong.
+    ``kept`` is the share of the visual tokens that was paid for, averaged over layers.
+
+    Parameters
+    ----------
+    run : Results
+    full : Results, optional
+        Answers of the full model, for ``loyalty``: the share of questions that both answer alike.
+    """
+    parts = {m: _of(run, m) for m in MODALITIES}
+    numbers: dict[str, Any] = {"recipe": run.meta["recipe"], "control": run.meta["control"]}
+    for modality, part in parts.items():
+        _put(numbers, f"accuracy_{modality}", _mean_share(_scores(part)))
+    for modality, part in parts.items():
+        _put(numbers, f"caption_{modality}", _mean_share(_scores(part, captions=True)))
+    by_type: dict[str, list[float]] = {}
+    for s in run.samples.values():
+        by_type.setdefault(_type(s), []).append(s["score"])
+    numbers["types"] = {type_: _share(by_type[type_]) for type_ in sorted(by_type)}
+    if full is not None:
+        _put(numbers, "loyalty", _mean_share(_agreement(run, full)))
+        for modality, part in parts.items():
+            _put(numbers, f"loyalty_{modality}", _mean_share(_agreement(part, full)))
+    numbers["equivalent_tokens"] = mean_tokens(run)
+    for modality, part in parts.items():
+        numbers[f"equivalent_tokens_{modality}"] = mean_tokens(part)
+    numbers["visual_tokens_in"] = _mean(run, lambda s: s["visual_tokens_in"])
+    numbers["kept"] = kept(run)
+    for modality in MODALITIES:
+        numbers[f"ttft_s_{modality}"] = ttft(run, modality)
+    numbers["samples"] = len(run.samples)
+    numbers["errors"] = sum("error" in s for s in run.samples.values())
+    return numbers
+
+
+def difference(a: Results, b: Results, modality: str) -> Interval | None:
+    """Accuracy of ``a`` minus accuracy of ``b`` on the questions that both have, paired."""
+    pairs = [
+        (s["picture"], s["type"], s["score"] - b.samples[doc]["score"])
+        for doc, s in _of(a, modality).samples.items()
+        if doc in b.samples and not _is_caption(s)
+    ]
+    return bootstrap(pairs)
+
+
+def kept(run: Results) -> float | None:
+    """Mean share of the visual tokens that a sample paid for, averaged over layers."""
+
+    def share(s: dict) -> float | None:
+        return s["equivalent_tokens"] / s["visual_tokens_in"] if s["visual_tokens_in"] else None
+
+    return _mean(run, share)
+
+
+def mean_tokens(run: Results) -> float | None:
+    """Visual tokens of a sample, averaged over layers."""
+    return _mean(run, lambda s: s["equivalent_tokens"])
+
+
+def ttft(run: Results, modality: str) -> float | None:
+    """Median seconds to the first token."""
+    lines = _of(run, modality).timings.values()
+    times = [line["ttft_s"] for line in lines if "ttft_s" in line]
+    return median(times) if times else None
+
+
+def full_model(runs: list[Results]) -> Results | None:
+    """The run that drops nothing."""
+    for run in runs:
+        if run.meta["recipe"] == "none" and not run.meta["control"]:
+            return run
+    return None
+
+
+def reduces(row: Row) -> bool:
+    """Whether a recipe drops visual tokens at all: not so caches, drafters and controls."""
+    return not row.run.meta["control"] and 0 < (row.numbers["kept"] or 0) < 0.999
+
+
+def random_at_cost(row: Row, rows: list[Row]) -> Results | None:
+    """The random selection that costs most nearly the same, None when none is near.
+
+    By what was measured rather than by the budget that was asked for: a method inside the language
+    model cannot go below its floor, and is to be judged at what it really costs.
+    """
+    found = [r for r in rows if r.run.meta["method"] == "random" and reduces(r)]
+    if not found or not reduces(row) or row.run.meta["method"] == "random":
+        return None
+
+    def distance(r: Row) -> float:
+        return abs(r.numbers["kept"] - row.numbers["kept"])
+
+    nearest = min(found, key=distance)
+    return nearest.run if distance(nearest) <= _SAME_COST * row.numbers["kept"] else None
+
+
+def _of(run: Results, modality: str) -> Results:
+    return run.only({doc for doc, s in run.samples.items() if s["modality"] == modality})
+
+
+def _is_caption(sample: dict) -> bool:
+    return sample["type"].endswith("-caption")
+
+
+def _type(sample: dict) -> str:
+    """Pictures and clips have types of the same name."""
+    return f"{sample['modality']}/{sample['type']}"
+
+
+def _scores(run: Results, *, captions: bool = False) -> list[tuple[str, str, float]]:
+    return [
+        (s["picture"], _type(s), s["score"])
+        for s in run.samples.values()
+        if _is_caption(s) == captions
+    ]
+
+
+def _agreement(run: Results, full: Results) -> list[tuple[str, str, float]]:
+    rows = []
+    for doc, s in run.samples.items():
+        if doc in full.samples and not _is_caption(s):
+            alike = "error" not in s and s["filtered_resps"] == full.samples[doc]["filtered_resps"]
+            rows.append((s["picture"], _type(s), float(alike)))
+    return rows
+
+
+def _mean_share(rows: list[tuple[str, str, float]]) -> Interval | None:
+    """`bootstrap`; of answers that are all right or all wrong, Wilson's interval over pictures.
+
+    A sample without variety gives a bootstrap nothing to vary: it would claim to be certain.
+    """
+    scores = {score for _, _, score in rows}
+    if scores in ({0.0}, {1.0}):
+        pictures = len({picture for picture, _, _ in rows})
+        return wilson(scores.pop() * pictures, pictures)
+    return bootstrap(rows)
+
+
+def _share(scores: list[float]) -> dict[str, Any]:
+    # Wilson's interval is for shares of right answers; for the scores of captions, which vary less
+    # around the same mean, it is wider than need be.
+    mean, low, high = wilson(sum(scores), len(scores))
+    return {"accuracy": mean, "ci": [low, high], "n": len(scores)}
+
+
+def _mean(run: Results, value: Callable[[dict], float | None]) -> float | None:
+    values = [v for v in map(value, run.samples.values()) if v is not None]
+    return fmean(values) if values else None
+
+
+def _put(numbers: dict[str, Any], name: str, interval: Interval | None) -> None:
+    numbers[name] = interval and interval[0]
+    numbers[f"{name}_ci"] = interval and list(interval[1:])
