@@ -6,16 +6,12 @@ the functions that use them.
 
 from __future__ import annotations
 
-import bisect
 import contextlib
-import itertools
-import math
-import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal, TypeAlias
 
-from ._media.containers import damage, irregularity
+from ._media.containers import damage, is_edited
 from ._media.pictures import (
     check_size,
     from_array,
@@ -25,6 +21,7 @@ from ._media.pictures import (
     picture_name,
     upright_rgb,
 )
+from ._media.selection import check_choice, check_total, choose
 from ._media.sources import is_a, is_url, opened, short, sniffed
 from .errors import MediaError
 
@@ -61,7 +58,9 @@ encoder's size (336 for LLaVA-1.5), so that a strip of ratio r becomes 336 * 336
 100 that is 11 Mpx, at 1000 it would be 113 Mpx, however small the file was."""
 MAX_VIDEO_PIXELS = 1 << 30
 """Most pixels of frames that one video may take: 3 GiB of RGB, 517 frames of 1920x1080."""
-DEFAULT_FRAMES = 8
+
+# PyAV first, as it finds any frame by its time. decord seeks by counting, and counts wrong.
+_DECODERS = ("av", "decord")
 
 
 @dataclass(frozen=True)
@@ -243,11 +242,10 @@ def load_video(
     select : callable, optional
         Takes the :class:`VideoInfo` and returns the indices, ascending.
     decoder : {"auto", "decord", "av"}
-        "auto" takes decord where it is installed and counts the file's frames right, else PyAV.
-        That is decided from the container, before anything is decoded; a decoder that fails is
-        not replaced by the other one. decord returns other frames than asked for except from
-        whole MP4 files whose key frames start anew: from trimmed ones (edit lists), fragmented
-        ones, open groups of pictures and other containers. Asked for by name, it refuses them.
+        "auto" takes PyAV where it is installed, else decord; a decoder that fails is not replaced
+        by the other one. Both return the same frames. decord decodes a video from its beginning,
+        as it returns other frames than asked for after seeking, and refuses what it gets wrong
+        even so: MP4 files trimmed by an edit list, and containers other than MP4 and Matroska.
     max_pixels : int, optional
         Refuse when the chosen frames together have more pixels. None: no limit.
 
@@ -263,10 +261,11 @@ def load_video(
 
     Notes
     -----
-    Rotation by quarter turns is applied. Both decoders return the same frames for the same
-    indices. Flipped bits inside a coded picture are concealed, as in any player.
+    Rotation by quarter turns is applied. Of a damaged file, PyAV refuses frames that the codec
+    flags; decord only those that do not come out at all. Later frames that build on a damaged one
+    are shown as any player shows them.
     """
-    _check_choice(num_frames, fps, select)
+    check_choice(num_frames, fps, select)
     if isinstance(source, (list, tuple)):
         name = f"list of {len(source)} frames"
         if fps is not None:
@@ -275,15 +274,15 @@ def load_video(
         times = [float(i) for i in range(info.frames)]
         indices = list(range(info.frames))
         if num_frames is not None or select is not None:
-            indices = _choose(name, info, times, num_frames, None, select)
-        _check_total(name, info, len(indices), max_pixels)
+            indices = choose(name, info, times, num_frames, None, select)
+        check_total(name, info, len(indices), max_pixels)
         frames = _list_frames(source, indices)
     else:
         with _opened_video(source, decoder) as reader:
             name, info, times = reader.name, _info(reader), reader.times
             check_size(name, info.width, info.height, MAX_PIXELS, MAX_ASPECT)
-            indices = _choose(name, info, times, num_frames, fps, select)
-            _check_total(name, info, len(indices), max_pixels)
+            indices = choose(name, info, times, num_frames, fps, select)
+            check_total(name, info, len(indices), max_pixels)
             frames = reader.read(indices)
     return VideoFrames(frames, indices, [times[i] for i in indices], info.fps, info)
 
@@ -326,7 +325,7 @@ def read_media(
     tuple
         ``("image", PIL image)`` or ``("video", VideoFrames)``.
     """
-    _check_choice(video.get("num_frames"), video.get("fps"), video.get("select"))
+    check_choice(video.get("num_frames"), video.get("fps"), video.get("select"))
     if kind_of(source) == "image":
         return "image", load_image(source)
     return "video", load_video(source, **video)
@@ -337,78 +336,6 @@ def _item(what: str, index: int, count: int, source: ImageSource, limits: dict[s
         return load_image(source, **limits)
     except MediaError as error:
         raise MediaError(f"{what} {index + 1} of {count}: {error}") from error
-
-
-def _check_choice(num_frames: object, fps: object, select: object) -> None:
-    given = {"num_frames": num_frames, "fps": fps, "select": select}
-    given = {name: value for name, value in given.items() if value is not None}
-    if len(given) > 1:
-        raise MediaError(f"{' and '.join(given)}: only one of them may be given")
-    if num_frames is not None:
-        try:
-            count = 0 if isinstance(num_frames, bool) else operator.index(num_frames)  # type: ignore[arg-type]
-        except TypeError:
-            count = 0
-        if count < 1:
-            raise MediaError(f"num_frames={num_frames!r}: must be a whole number above 0")
-    if fps is not None:
-        try:
-            rate = float(fps)  # type: ignore[arg-type]
-        except (TypeError, ValueError):
-            rate = math.nan
-        if not (math.isfinite(rate) and rate > 0):
-            raise MediaError(f"fps={fps!r}: must be a finite number above 0")
-    if select is not None and not callable(select):
-        raise MediaError("select: must be a function that takes a VideoInfo and returns indices")
-
-
-def _choose(
-    name: str,
-    info: VideoInfo,
-    times: list[float],
-    num_frames: int | None,
-    fps: float | None,
-    select: Callable[[VideoInfo], Sequence[int]] | None,
-) -> list[int]:
-    import numpy as np
-
-    if select is not None:
-        chosen = select(info)
-        try:
-            indices = [operator.index(index) for index in chosen]
-        except TypeError as error:
-            raise MediaError(f"{name}: select must return whole numbers: {error}") from error
-        fine = indices and indices[0] >= 0 and indices[-1] < info.frames
-        if not fine or any(a >= b for a, b in itertools.pairwise(indices)):
-            raise MediaError(
-                f"{name}: select returned {short(str(indices))}: must be ascending, none twice, "
-                f"at least one, from 0 to {info.frames - 1}"
-            )
-        return indices
-    if fps is not None:
-        # Containers round display times to a millisecond; without the allowance a frame that is
-        # due at 66.7 ms and stored as 67 would be passed over for the one before it.
-        rounding = 1e-3
-        indices, step = [], 0
-        while (due := step / fps) <= times[-1] + rounding:
-            index = bisect.bisect_right(times, due + rounding) - 1
-            indices.append(index)
-            if index == info.frames - 1:
-                break
-            # Steps that find the same frame again are jumped over, however high the rate.
-            step = max(step + 1, math.ceil((times[index + 1] - rounding) * fps))
-        return indices
-    count = min(DEFAULT_FRAMES if num_frames is None else operator.index(num_frames), info.frames)
-    return [int(i) for i in np.linspace(0, info.frames - 1, count, dtype=int)]
-
-
-def _check_total(name: str, info: VideoInfo, count: int, max_pixels: int | None) -> None:
-    total = count * info.width * info.height
-    if max_pixels is not None and total > max_pixels:
-        raise MediaError(
-            f"{name}: {count} frames of {info.width}x{info.height} are {total} pixels, "
-            f"the limit is {max_pixels}: ask for fewer"
-        )
 
 
 def _info(reader: AvReader | DecordReader) -> VideoInfo:
@@ -460,20 +387,20 @@ def _reader(name: str, file: BinaryIO, container: str, decoder: str) -> AvReader
     """Open a video with the decoder that `load_video` documents."""
     from ._media.decoders import AvReader, DecordReader
 
-    unfit = irregularity(file, container) if decoder != "av" else None
-    if unfit:
-        unfit = f"decord miscounts the frames of {unfit}"
-    if decoder == "decord" and unfit:
-        raise MediaError(f"{name}: {unfit}; use decoder='av'")
-    if decoder != "av" and not unfit and _installed("decord"):
-        return DecordReader(name, file)
-    if decoder != "decord" and _installed("av"):
-        return AvReader(name, file)
-    if decoder == "auto" and unfit and _installed("decord"):
-        raise MediaError(f"{name}: {unfit}, and PyAV is not installed: pip install av")
-    missing = {"decord": "decord is not", "av": "PyAV is not"}.get(decoder, "no video decoder is")
-    package = "decord" if decoder == "decord" else "av"
-    raise MediaError(f"{name}: {missing} installed: pip install {package}")
+    readers = {"av": AvReader, "decord": DecordReader}
+    order = _DECODERS if decoder == "auto" else (decoder,)
+    choice = next((module for module in order if _installed(module)), None)
+    if choice is None:
+        raise MediaError(f"{name}: {' or '.join(order)} must be installed: pip install {order[0]}")
+    if choice == "decord":
+        unfit = None
+        if container not in ("MP4", "Matroska"):
+            unfit = f"does not find the frames of {container} files exactly"
+        elif container == "MP4" and is_edited(file):
+            unfit = "shows what the edit list of this trimmed file hides"
+        if unfit:
+            raise MediaError(f"{name}: decord {unfit}; use PyAV (pip install av)")
+    return readers[choice](name, file)
 
 
 def _installed(module: str) -> bool:

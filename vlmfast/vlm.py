@@ -285,6 +285,11 @@ class VLM:
                 plain.append({"type": "image"})
             elif kind == "video":
                 source = _source(part, "video", "path", "url")
+                if select and (part.get("num_frames") or part.get("fps")):
+                    raise VLMFastError(
+                        "the recipe has a stage that chooses the frames; "
+                        "num_frames and fps cannot be given too"
+                    )
                 clip = load_video(
                     source,
                     num_frames=part.get("num_frames"),
@@ -377,7 +382,7 @@ def _method(cls: type[Stage]) -> dict[str, Any]:
 def _source(part: dict, *keys: str) -> Any:
     for key in keys:
         if part.get(key) is not None:
-            return part[key] if key != "base64" else f"data:image;base64,{part[key]}"
+            return part[key] if key != "base64" else f"data:;base64,{part[key]}"
     raise VLMFastError(f"a content entry of type {part['type']} needs one of {', '.join(keys)}")
 
 

@@ -1,0 +1,203 @@
+"""Builders of pictures and videos, whole and broken, for the tests of media reading."""
+
+from __future__ import annotations
+
+import contextlib
+import http.server
+import io
+import struct
+import threading
+import time
+import zlib
+from collections.abc import Iterator
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+
+def picture(height: int = 30, width: int = 40, seed: int = 0) -> np.ndarray:
+    """Return a uint8 HxWx3 picture: a gradient, so that order shows, with noise on it."""
+    noise = np.random.default_rng(seed).integers(0, 40, (height, width, 3))
+    ramp = np.add.outer(np.arange(height) * 3, np.arange(width) * 2)[..., None]
+    return np.clip(ramp * [1.0, 0.5, 0.25] + noise, 0, 255).astype(np.uint8)
+
+
+def encoded(image: Image.Image, fmt: str, **options: object) -> bytes:
+    """Return the bytes of a picture's file."""
+    buffer = io.BytesIO()
+    image.save(buffer, fmt, **options)
+    return buffer.getvalue()
+
+
+def png_header(width: int, height: int) -> bytes:
+    """Return a PNG that states a size and holds no pixels."""
+
+    def chunk(kind: bytes, body: bytes) -> bytes:
+        return (
+            struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+        )
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", b"") + chunk(b"IEND", b"")
+
+
+def frame_pixels(index: int, height: int, width: int) -> np.ndarray:
+    """Return frame `index` of the test videos: its number as brightness, and four corners.
+
+    Upper left red, upper right green, lower left blue, lower right dark, each a quarter wide.
+    """
+    pixels = np.full((height, width, 3), 40 + 3 * index, np.uint8)
+    h, w = height // 4, width // 4
+    pixels[:h, :w] = (255, 0, 0)
+    pixels[:h, -w:] = (0, 255, 0)
+    pixels[-h:, :w] = (0, 0, 255)
+    pixels[-h:, -w:] = 0
+    return pixels
+
+
+def frame_number(image: Image.Image) -> int:
+    """Read the number back from a frame of a test video, whatever its rotation."""
+    return round((float(np.asarray(image)[image.height // 2, image.width // 2].mean()) - 40) / 3)
+
+
+def corners(image: Image.Image) -> str:
+    """Return the colours of a frame's corners in reading order; upright is "RGBK"."""
+    pixels = np.asarray(image).astype(int)
+    found = (pixels[3, 3], pixels[3, -4], pixels[-4, 3], pixels[-4, -4])
+    return "".join("K" if corner.max() < 100 else "RGB"[corner.argmax()] for corner in found)
+
+
+def write_video(
+    path: Path,
+    frames: int = 40,
+    *,
+    height: int = 48,
+    width: int = 80,
+    rate: int | Fraction = 10,
+    codec: str = "libx264",
+    rotation: int = 0,
+    movflags: str = "",
+    container: str | None = None,
+    **options: str,
+) -> Path:
+    """Write a video whose frame i is `frame_pixels(i)`, with B-frames and several key frames."""
+    import av
+
+    flags = {"movflags": movflags} if movflags else {}
+    with av.open(str(path), "w", format=container, options=flags) as output:
+        stream = output.add_stream(codec, rate=rate)
+        stream.height, stream.width, stream.pix_fmt = height, width, "yuv420p"
+        stream.gop_size = 12
+        stream.options = {"bf": "2", "crf": "10"} | options if codec == "libx264" else options
+        for index in range(frames):
+            pixels = frame_pixels(index, height, width)
+            output.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+        output.mux(stream.encode())
+    if rotation:
+        path.write_bytes(_turned(path.read_bytes(), rotation))
+    return path
+
+
+def _turned(data: bytes, rotation: int) -> bytes:
+    """Write into an MP4 that its picture is to be shown turned to the left by so many degrees."""
+    # Shown at (a x - b y, b x + a y), with y pointing down: b = 1 turns to the right.
+    a, b = {90: (0, -1), 180: (-1, 0), 270: (0, 1)}[rotation]
+    at = data.index(b"tkhd") + 4 + 40
+    matrix = struct.pack(">9i", a << 16, b << 16, 0, -b << 16, a << 16, 0, 0, 0, 1 << 30)
+    return data[:at] + matrix + data[at + 36 :]
+
+
+def damaged(path: Path, index: int) -> bytes:
+    """Return a video with noise in the stored data of the frame shown at `index`."""
+    import av
+
+    with av.open(str(path)) as container:
+        stream = container.streams.video[0]
+        packets = [(p.pts, p.pos, p.size) for p in container.demux(stream) if p.size]
+    _, position, size = sorted(packets)[index]
+    data = bytearray(path.read_bytes())
+    kept = size // 2
+    data[position + kept : position + size] = np.random.default_rng(0).bytes(size - kept)
+    return bytes(data)
+
+
+def without_first_frame(path: Path, result: Path) -> Path:
+    """Copy a video, but for the key frame on which its first frames depend."""
+    import av
+
+    with av.open(str(path)) as container, av.open(str(result), "w") as output:
+        stream = output.add_stream_from_template(container.streams.video[0])
+        for number, packet in enumerate(container.demux(video=0)):
+            if number and packet.size:
+                packet.stream = stream
+                output.mux(packet)
+    return result
+
+
+def write_audio(path: Path, container: str | None = None) -> Path:
+    """Write a second of silence: a container without a video stream."""
+    import av
+
+    with av.open(str(path), "w", format=container) as output:
+        stream = output.add_stream("aac", rate=16000, layout="mono")
+        silence = np.zeros((1, 16000), np.float32)
+        frame = av.AudioFrame.from_ndarray(silence, format="fltp", layout="mono")
+        frame.sample_rate = 16000
+        output.mux(stream.encode(frame))
+        output.mux(stream.encode())
+    return path
+
+
+def trimmed(data: bytes, *, skip_ticks: int, length_ms: int) -> bytes:
+    """Return an MP4 (movie clock 1000, as FFmpeg writes) whose edit list shows only a part."""
+    at = data.index(b"elst") + 12
+    _, start = struct.unpack(">Ii", data[at : at + 8])
+    return data[:at] + struct.pack(">Ii", length_ms, start + skip_ticks) + data[at + 8 :]
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    payload = b""
+
+    def do_GET(self) -> None:  # the base class's name
+        path = self.path.partition("?")[0]
+        if path == "/moved":
+            self.send_response(302)
+            self.send_header("Location", "/picture")
+            self.end_headers()
+            return
+        if path == "/missing":
+            self.send_error(404)
+            return
+        self.send_response(200)
+        if path == "/huge":
+            self.send_header("Content-Length", str(1 << 40))
+        elif path == "/cut":
+            self.send_header("Content-Length", str(len(self.payload) + 100))
+        self.end_headers()
+        with contextlib.suppress(OSError):  # the reader may have gone
+            for _ in range(40 if path == "/trickle" else 1):
+                self.wfile.write(self.payload[:1] if path == "/trickle" else self.payload)
+                time.sleep(0.05 if path == "/trickle" else 0)
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def web_server(payload: bytes) -> Iterator[str]:
+    """Serve a payload on this machine, well and badly; yields the address.
+
+    Paths: /picture, /moved (to it), /missing, /huge (by its header), /cut (short of what its
+    header states), /trickle (a byte now and then).
+    """
+    handler = type("Handler", (_Handler,), {"payload": payload})
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()

@@ -1,0 +1,1075 @@
+"""Media reading: what is handled right, pixel by pixel, and every refusal by its message."""
+
+from __future__ import annotations
+
+import base64
+import importlib.util
+import io
+import math
+import os
+import random
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+from PIL import Image, ImageFile, features
+
+import media_fixtures as fx
+from vlmfast import media
+from vlmfast._media import decoders, sources
+from vlmfast.errors import MediaError, ModelError, RecipeError, VLMFastError
+from vlmfast.media import (
+    VideoInfo,
+    kind_of,
+    load_image,
+    load_images,
+    load_video,
+    probe_video,
+    read_media,
+)
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("av")
+
+DECORD = pytest.mark.skipif(
+    importlib.util.find_spec("decord") is None, reason="decord has no wheel for this platform"
+)
+BOTH = pytest.mark.parametrize("decoder", [pytest.param("decord", marks=DECORD), "av"])
+
+
+def pixels(image: Image.Image) -> np.ndarray:
+    assert image.mode == "RGB"
+    return np.asarray(image)
+
+
+def on_white(rgba: np.ndarray) -> np.ndarray:
+    alpha = rgba[..., 3:].astype(float) / 255
+    return rgba[..., :3] * alpha + 255 * (1 - alpha)
+
+
+def refused(source: object, *parts: str, **options: object) -> str:
+    """Check that a source is refused in one line that has all of these parts."""
+    loader = options.pop("loader", load_image)
+    with pytest.raises(MediaError) as caught:
+        loader(source, **options)
+    message = str(caught.value)
+    assert "\n" not in message
+    for part in parts:
+        assert part in message
+    return message
+
+
+def survives(loader: Callable[..., object], source: object, **options: object) -> None:
+    """Check that a source is read, or refused in one line, and that nothing else happens."""
+    message = ""
+    try:
+        loader(source, **options)
+    except MediaError as error:
+        message = str(error)
+    assert "\n" not in message
+
+
+# --- errors and import ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", [MediaError, ModelError, RecipeError])
+def test_errors_are_value_errors(error: type) -> None:
+    assert issubclass(error, VLMFastError)
+    assert issubclass(VLMFastError, ValueError)
+
+
+def test_importing_costs_nothing() -> None:
+    heavy = ("PIL", "numpy", "torch", "decord", "av", "urllib.request")
+    code = f"import sys, vlmfast.media; print([m for m in {heavy} if m in sys.modules])"
+    root = str(Path(media.__file__).parents[1])
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONPATH": root},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert result.stdout.strip() == "[]"
+
+
+# --- pictures that are handled right -------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    arrays(np.uint8, st.tuples(st.integers(1, 20), st.integers(1, 20), st.just(3))),
+    st.sampled_from(["array", "PIL", "PNG", "tensor", "float"]),
+)
+def test_pictures_come_through_unchanged(array: np.ndarray, way: str) -> None:
+    source = {
+        "array": lambda: array,
+        "PIL": lambda: Image.fromarray(array),
+        "PNG": lambda: fx.encoded(Image.fromarray(array), "PNG"),
+        "tensor": lambda: torch.from_numpy(array).permute(2, 0, 1),
+        "float": lambda: array.astype(np.float32) / 255,
+    }[way]()
+    assert np.array_equal(pixels(load_image(source)), array)
+
+
+def test_the_comparison_can_fail() -> None:
+    array = fx.picture()
+    other = array.copy()
+    other[3, 4, 1] ^= 1
+    assert not np.array_equal(pixels(load_image(other)), array)
+    assert not np.array_equal(pixels(load_image(array[:, ::-1])), array)
+
+
+def test_every_kind_of_source(tmp_path: Path) -> None:
+    array = fx.picture()
+    data = fx.encoded(Image.fromarray(array), "PNG")
+    path = tmp_path / "a picture: with spaces.png"
+    path.write_bytes(data)
+    text = base64.b64encode(data).decode()
+    for source in (
+        path,
+        str(path),
+        data,
+        bytearray(data),
+        memoryview(data),
+        f"data:image/png;base64,{text}",
+        f"data:image/png;base64,{text[:40]}\n {text[40:].rstrip('=')}",
+        "data:image/png," + "".join(f"%{byte:02x}" for byte in data),
+    ):
+        assert np.array_equal(pixels(load_image(source)), array)
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("fmt", ["PNG", "TIFF"])
+def test_orientation_is_applied_once(orientation: int, fmt: str) -> None:
+    stored = fx.picture(12, 20)
+    upright = {
+        1: stored,
+        2: stored[:, ::-1],
+        3: stored[::-1, ::-1],
+        4: stored[::-1],
+        5: stored.transpose(1, 0, 2),
+        6: np.rot90(stored, -1),
+        7: stored[::-1, ::-1].transpose(1, 0, 2),
+        8: np.rot90(stored, 1),
+    }[orientation]
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    data = fx.encoded(Image.fromarray(stored), fmt, exif=exif)
+    once = load_image(data)
+    assert np.array_equal(pixels(once), upright)
+    assert np.array_equal(pixels(load_image(once)), upright)
+    opened = Image.open(io.BytesIO(data))
+    assert np.array_equal(pixels(load_image(opened)), upright)
+
+
+def test_orientation_of_a_jpeg_and_unreadable_metadata() -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    image = Image.fromarray(fx.picture(12, 20))
+    data = fx.encoded(image, "JPEG", exif=exif, quality=95)
+    plain = pixels(Image.open(io.BytesIO(data)))
+    assert np.array_equal(pixels(load_image(data)), np.rot90(plain, -1))
+    broken = data.replace(b"Exif\0\0MM\0*", b"Exif\0\0MM\xff\xff", 1)
+    assert broken != data
+    assert np.array_equal(pixels(load_image(broken)), plain)
+
+
+def test_cmyk() -> None:
+    cmyk = np.random.default_rng(0).integers(0, 256, (10, 12, 4), np.uint8)
+    image = Image.frombytes("CMYK", (12, 10), cmyk.tobytes())
+    ink = cmyk.astype(float) / 255
+    expected = 255 * (1 - ink[..., :3]) * (1 - ink[..., 3:])
+    for source in (image, fx.encoded(image, "TIFF")):
+        assert np.abs(pixels(load_image(source)) - expected).max() <= 2
+    flat = Image.new("CMYK", (16, 16), (255, 0, 0, 0))
+    cyan = pixels(load_image(fx.encoded(flat, "JPEG", quality=95)))
+    assert np.abs(cyan.astype(int) - [0, 255, 255]).max() <= 4
+
+
+def test_16_bit_grey_is_scaled_and_not_clipped() -> None:
+    deep = np.linspace(0, 65535, 40 * 30).astype(np.uint16).reshape(30, 40)
+    expected = np.rint(deep / 257)[..., None].repeat(3, axis=2)
+    sources = [
+        deep,
+        deep[..., None],
+        deep.astype(">u2"),
+        torch.from_numpy(deep),
+        Image.fromarray(deep),
+        Image.fromarray(deep.astype(np.int32)),
+        fx.encoded(Image.fromarray(deep), "PNG"),
+        fx.encoded(Image.fromarray(deep), "TIFF"),
+        b"P5 40 30 65535\n" + deep.astype(">u2").tobytes(),
+    ]
+    for source in sources:
+        assert np.array_equal(pixels(load_image(source)), expected)
+    clipped = np.clip(deep, 0, 255)[..., None].repeat(3, axis=2)
+    assert not np.array_equal(expected, clipped)
+    colour = np.random.default_rng(0).integers(0, 65536, (5, 6, 3)).astype(np.uint16)
+    assert np.array_equal(pixels(load_image(colour)), np.rint(colour / 257))
+
+
+def test_transparency_is_laid_on_white() -> None:
+    rgba = np.random.default_rng(1).integers(0, 256, (8, 9, 4), np.uint8)
+    rgba[0, :, 3], rgba[1, :, 3] = 0, 255
+    expected = on_white(rgba)
+    image = Image.fromarray(rgba)
+    for source in (rgba, image, fx.encoded(image, "PNG"), torch.from_numpy(rgba)):
+        found = pixels(load_image(source))
+        assert np.abs(found - expected).max() <= 1
+        assert (found[0] == 255).all()
+        assert np.array_equal(found[1], rgba[1, :, :3])
+    grey = image.convert("LA")
+    expected = on_white(np.asarray(grey.convert("RGBA")))
+    assert np.abs(pixels(load_image(fx.encoded(grey, "PNG"))) - expected).max() <= 1
+    assert np.abs(pixels(load_image(grey)) - expected).max() <= 1
+
+
+def test_palettes_and_colour_keys() -> None:
+    indices = np.random.default_rng(2).integers(0, 4, (6, 7), np.uint8)
+    image = Image.frombytes("P", (7, 6), indices.tobytes())
+    image.putpalette([255, 0, 0, 0, 255, 0, 0, 0, 255, 10, 20, 30])
+    palette = np.array([(255, 0, 0), (0, 255, 0), (0, 0, 255), (10, 20, 30)])
+    assert np.array_equal(pixels(load_image(fx.encoded(image, "PNG"))), palette[indices])
+    data = fx.encoded(image, "PNG", transparency=bytes([255, 0, 128, 255]))
+    alpha = np.array([255, 0, 128, 255])
+    expected = on_white(np.concatenate([palette, alpha[:, None]], axis=1)[indices])
+    assert np.abs(pixels(load_image(data)) - expected).max() <= 1
+    keyed = Image.fromarray(palette[indices].astype(np.uint8))
+    data = fx.encoded(keyed, "PNG", transparency=(10, 20, 30))
+    expected = np.where((indices == 3)[..., None], 255, palette[indices])
+    assert np.array_equal(pixels(load_image(data)), expected)
+
+
+def test_animations_give_their_first_frame() -> None:
+    frames = [Image.new("RGB", (9, 7), colour) for colour in ("red", "lime", "blue")]
+    for fmt, options in (("GIF", {}), ("PNG", {}), ("WEBP", {"lossless": True}), ("TIFF", {})):
+        data = fx.encoded(frames[0], fmt, save_all=True, append_images=frames[1:], **options)
+        assert Image.open(io.BytesIO(data)).n_frames == 3
+        found = pixels(load_image(data))
+        assert (found == (255, 0, 0)).all()
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "LAB", "HSV", "YCbCr", "RGBX", "RGBa", "La", "PA"])
+def test_other_modes(mode: str) -> None:
+    image = Image.new(mode, (4, 3))
+    assert load_image(image).size == (4, 3)
+    assert load_image(image).mode == "RGB"
+
+
+def test_floating_point_pictures() -> None:
+    values = np.linspace(0, 1, 12, dtype=np.float32).reshape(3, 4)
+    expected = np.rint(values * 255)[..., None].repeat(3, axis=2)
+    for source in (
+        values,
+        values.astype(np.float64),
+        Image.fromarray(values),
+        torch.from_numpy(values)[None],
+    ):
+        assert np.array_equal(pixels(load_image(source)), expected)
+    for dtype in (torch.float16, torch.bfloat16):
+        half = torch.from_numpy(values)[None].to(dtype)
+        assert np.abs(pixels(load_image(half)) - expected).max() <= 1
+    mask = values > 0.5
+    assert np.array_equal(pixels(load_image(mask))[..., 0], np.where(mask, 255, 0))
+
+
+def test_array_and_tensor_shapes() -> None:
+    rgb = fx.picture(10, 12)
+    tensor = torch.from_numpy(rgb)
+    for source in (
+        tensor,
+        tensor.permute(2, 0, 1),
+        tensor.permute(2, 0, 1).float().div(255).requires_grad_(),
+        rgb[::-1][::-1],
+        np.asfortranarray(rgb),
+    ):
+        assert np.array_equal(pixels(load_image(source)), rgb)
+    grey = rgb[..., :1]
+    for source in (grey, grey[..., 0], torch.from_numpy(grey), torch.from_numpy(grey[..., 0])):
+        assert np.array_equal(pixels(load_image(source)), grey.repeat(3, axis=2))
+    both = fx.picture(3, 5)[:, :3]  # 3x3x3 is channels first as a tensor, last as an array
+    assert np.array_equal(pixels(load_image(both)), both)
+    assert np.array_equal(pixels(load_image(torch.from_numpy(both))), both.transpose(1, 2, 0))
+
+
+def test_the_source_is_not_changed_and_not_shared() -> None:
+    array = fx.picture()
+    image = Image.fromarray(array)
+    image.info["note"] = "kept"
+    loaded = load_image(image)
+    loaded.putpixel((0, 0), (1, 2, 3))
+    assert np.array_equal(pixels(image), array)
+    assert image.info == {"note": "kept"}
+    for source in (array, np.ascontiguousarray(array[..., 0])):
+        before = source.copy()
+        loaded = pixels(load_image(source)).copy()
+        image = load_image(source)
+        source[:] = 0
+        assert np.array_equal(pixels(image), loaded)
+        source[:] = before
+
+
+def test_lists_of_pictures() -> None:
+    array = fx.picture()
+    assert [image.size for image in load_images([array, Image.fromarray(array)])] == [(40, 30)] * 2
+    assert [image.size for image in load_images(array)] == [(40, 30)]
+    assert load_images([]) == []
+    refused([array, b""], "image 2 of 2", "is empty", loader=load_images)
+
+
+# --- pictures that are refused -------------------------------------------------------------------
+
+
+def test_files_that_are_no_pictures(tmp_path: Path) -> None:
+    def file(name: str, data: bytes) -> Path:
+        (tmp_path / name).write_bytes(data)
+        return tmp_path / name
+
+    refused(tmp_path / "absent.png", "absent.png", "no such file")
+    refused(tmp_path, tmp_path.name, "is a directory")
+    refused(file("nothing.png", b""), "nothing.png", "is empty")
+    refused(file("notes.png", b"Dear diary,\n" * 9), "notes.png", "is not an image", "is text")
+    refused(file("umlaut.png", "Süß. ".encode() * 400), "umlaut.png", "is text")
+    refused(file("noise.jpg", bytes(range(1, 256))), "noise.jpg", "of no known kind")
+    refused(file("bmw.bmp", b"BMW is a make of car"), "bmw.bmp", "cannot be read as BMP")
+    refused("", "no such file")
+    refused("a\0b.png", "a?b.png", "not a path")
+    refused("x" * 5000, "...", "File name too long")
+    refused(fx.write_video(tmp_path / "clip.png", 2, container="mp4"), "clip.png", "is a video")
+    pipe = tmp_path / "pipe.png"
+    os.mkfifo(pipe)
+    refused(pipe, "pipe.png", "not a regular file")
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root reads all files")
+def test_files_without_permission(tmp_path: Path) -> None:
+    path = tmp_path / "secret.png"
+    path.write_bytes(b"x")
+    path.chmod(0)
+    refused(path, "secret.png", "Permission denied")
+
+
+@pytest.mark.parametrize("indulgent", [False, True])
+@pytest.mark.parametrize(
+    ("fmt", "options"),
+    [
+        ("JPEG", {}),
+        ("JPEG", {"progressive": True}),
+        ("PNG", {}),
+        ("GIF", {}),
+        ("BMP", {}),
+        ("TIFF", {"compression": "tiff_lzw"}),
+        ("WEBP", {}),
+        ("PPM", {}),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::UserWarning")  # Pillow's, of half a TIFF directory
+def test_a_cut_picture_is_never_shown_in_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fmt: str, options: dict, indulgent: bool
+) -> None:
+    monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", indulgent)
+    data = fx.encoded(Image.fromarray(fx.picture()), fmt, **options)
+    whole = load_image(data).tobytes()
+    refusals = 0
+    for length in range(1, len(data), max(1, len(data) // 60)):
+        try:
+            assert load_image(data[:length]).tobytes() == whole
+        except MediaError:
+            refusals += 1
+    assert refusals > 50  # what is left may still be whole: trailing bytes carry no pixels
+    assert ImageFile.LOAD_TRUNCATED_IMAGES is indulgent
+    path = tmp_path / f"half.{fmt.lower()}"
+    path.write_bytes(data[: len(data) // 2])
+    message = refused(path, path.name)
+    assert re.search(r"is truncated or damaged|cannot be read as", message)
+
+
+def test_pillow_alone_would_have_shown_half_a_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", True)
+    data = fx.encoded(Image.fromarray(fx.picture(64, 64)), "JPEG")
+    Image.open(io.BytesIO(data[: len(data) // 2])).load()
+    refused(data[: len(data) // 2], "truncated")
+    refused(Image.open(io.BytesIO(data[: len(data) // 2])), "PIL image 64x64 RGB", "truncated")
+
+
+def test_size_is_refused_by_the_header(tmp_path: Path) -> None:
+    bomb = tmp_path / "bomb.png"
+    bomb.write_bytes(fx.png_header(50_000, 50_000))
+    start = time.perf_counter()
+    # These files have no pixels at all: any attempt to decode would say "truncated" instead.
+    refused(bomb, "bomb.png", "too large", "50000x50000", str(media.MAX_PIXELS))
+    refused(fx.png_header(20_000, 20), "too narrow", "20000x20", "above 100:1")
+    refused(fx.png_header(20_000, 20), "truncated", max_aspect=None)
+    assert time.perf_counter() - start < 2
+    refused(fx.picture(9, 9), "too large", max_pixels=80)
+    assert load_image(fx.picture(9, 9), max_pixels=81).size == (9, 9)
+    refused(np.broadcast_to(np.uint8(0), (20_000, 20_000)), "NumPy array", "too large")
+    for wrong in ({"max_pixels": 0}, {"max_aspect": 0.5}, {"max_aspect": math.nan}):
+        refused(fx.picture(), f"{next(iter(wrong))}=", "at least 1", **wrong)
+
+
+def test_pillows_own_limit_does_not_stand_in_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = fx.encoded(Image.fromarray(fx.picture(30, 40)), "PNG")
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+    with pytest.raises(Image.DecompressionBombError):
+        Image.open(io.BytesIO(data))
+    assert load_image(data).size == (40, 30)
+
+
+def test_aspect_ratio() -> None:
+    assert load_image(np.zeros((1, 100), np.uint8)).size == (100, 1)
+    assert load_image(np.zeros((1, 1), np.uint8)).size == (1, 1)
+    refused(np.zeros((1, 101), np.uint8), "too narrow", "100:1")
+    refused(np.zeros((101, 1), np.uint8), "too narrow", "100:1")
+    strip = fx.encoded(Image.new("RGB", (20_000, 20)), "PNG")
+    refused(strip, "bytes (", "too narrow")
+    assert load_image(strip, max_aspect=None).size == (20_000, 20)
+
+
+@pytest.mark.parametrize(
+    ("array", "reason"),
+    [
+        (np.zeros((0, 5, 3), np.uint8), "has no pixels"),
+        (np.zeros((5, 0), np.uint8), "has no pixels"),
+        (np.zeros(5, np.uint8), "must be HxW"),
+        (np.zeros((2, 5, 5, 3), np.uint8), "pass list(array)"),
+        (np.zeros((5, 5, 2), np.uint8), "must be HxW"),
+        (np.zeros((3, 5, 7), np.uint8), "transpose(1, 2, 0)"),
+        (np.zeros((5, 5, 3), np.int64), "must be uint8, uint16, bool or floats"),
+        (np.zeros((5, 5), np.complex64), "must be uint8"),
+        (np.zeros((5, 5), object), "must be uint8"),
+        (np.full((5, 5), np.nan, np.float32), "NaN"),
+        (np.full((5, 5), np.inf, np.float32), "infinite"),
+        (np.full((5, 5), 255.0), "floats must lie in [0, 1]"),
+        (np.full((5, 5), -0.5), "from -0.5 to -0.5"),
+    ],
+)
+def test_arrays_that_are_no_pictures(array: np.ndarray, reason: str) -> None:
+    refused(array, f"NumPy array {array.shape} {array.dtype}", reason)
+
+
+def test_one_nan_among_numbers_is_found() -> None:
+    array = np.random.default_rng(0).random((20, 20, 3))
+    array[7, 8, 1] = np.nan
+    refused(array, "NaN")
+
+
+@pytest.mark.parametrize(
+    ("tensor", "reason"),
+    [
+        (torch.zeros(5, 6, 7), "must be CxHxW or HxWxC"),
+        (torch.zeros(1, 3, 6, 7), "pass list(array)"),
+        (torch.zeros(3, 0, 7), "has no pixels"),
+        (torch.zeros(3, 6, 7, dtype=torch.int64), "must be uint8"),
+        (torch.full((3, 6, 7), math.nan), "NaN"),
+        (torch.zeros(3, 6, 7, device="meta"), "cannot be read"),
+        (torch.eye(6).to_sparse(), "cannot be read"),
+    ],
+)
+def test_tensors_that_are_no_pictures(tensor: torch.Tensor, reason: str) -> None:
+    refused(tensor, f"torch tensor {tuple(tensor.shape)}", reason)
+
+
+def test_pil_images_that_cannot_be_used(tmp_path: Path) -> None:
+    refused(Image.new("RGB", (0, 5)), "PIL image 0x5 RGB", "has no pixels")
+    refused(Image.fromarray(np.full((4, 4), 70_000, np.int32)), "mode I", "0 to 65535")
+    refused(Image.fromarray(np.full((4, 4), -1, np.int32)), "from -1 to -1")
+    refused(Image.fromarray(np.full((4, 4), np.nan, np.float32)), "NaN")
+    path = tmp_path / "closed.png"
+    path.write_bytes(fx.encoded(Image.fromarray(fx.picture()), "PNG"))
+    with Image.open(path) as image:
+        pass
+    refused(image, "closed.png", "truncated or damaged")
+
+
+def test_a_mode_that_cannot_be_converted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object) -> None:
+        raise ValueError("conversion not supported")
+
+    image = Image.new("CMYK", (4, 3))
+    monkeypatch.setattr(Image.Image, "convert", fail)
+    refused(image, "PIL image 4x3 CMYK", "mode CMYK is not supported")
+
+
+@pytest.mark.parametrize("source", [None, 7, object(), {"bytes": b""}, {1, 2}])
+def test_sources_of_no_known_type(source: object) -> None:
+    refused(source, type(source).__name__, "not a kind of source")
+
+
+def test_formats_that_run_programs_are_not_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subprocess, "Popen", None)
+    refused(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n", "is text")
+    if "HEIF" not in Image.OPEN:
+        heif = b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + bytes(100)
+        refused(heif, "is HEIF, which this Pillow does not read")
+
+
+@pytest.mark.parametrize(
+    ("url", "reason"),
+    [
+        ("data:image/png;base64,@@@", "not valid base64"),
+        ("data:image/png;base64", "no comma"),
+        ("data:image/png;base64,", "is empty"),
+        ("data:text/plain,hello", "is text"),
+        ("data:image/png;base64,äöü", "base64"),
+    ],
+)
+def test_bad_data_urls(url: str, reason: str) -> None:
+    refused(url, "data: URL", reason)
+
+
+def test_urls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    array = fx.picture()
+    with fx.web_server(fx.encoded(Image.fromarray(array), "PNG")) as address:
+        for path in ("/picture", "/moved", "/picture?key=secret"):
+            assert np.array_equal(pixels(load_image(address + path)), array)
+        refused(f"{address}/missing", f"{address}/missing", "HTTP 404")
+        refused(f"{address}/huge", "/huge", "too large to download", "64 MiB")
+        refused(f"{address}/cut", "/cut", "bytes came")
+        refused(f"{address}/trickle", "/trickle", "took over 0.2 s", timeout_s=0.2)
+        assert "secret" not in refused(f"{address}/missing?key=secret", "/missing")
+        monkeypatch.setattr(sources, "MAX_DOWNLOAD_BYTES", 1000)
+        refused(f"{address}/picture", "/picture", "too large to download")
+    refused(f"{address}/picture", "/picture", "cannot be fetched")
+    refused("http://", "cannot be fetched")
+    refused("http://[bad", "cannot be fetched")
+
+
+def _mutated(data: bytes, seed: int) -> bytes:
+    rng = random.Random(seed)
+    changed = bytearray(data)
+    for _ in range(rng.choice((1, 4, 16))):
+        changed[rng.randrange(len(changed))] = rng.randrange(256)
+    return bytes(changed)
+
+
+MAGIC = [b"", b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff\xe0", b"GIF89a", b"BM", b"II*\0", b"MM\0*"]
+MAGIC += [b"P6 4 4 255\n", b"RIFF\x40\0\0\0WEBPVP8 ", b"\0\0\0\x18ftypavif", b"\0\0\1\0\1\0"]
+MAGIC += [b"\0\0\0\x0cjP  \r\n\x87\n", b"\xff\x4f\xff\x51"]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # Pillow's, of broken metadata
+@settings(max_examples=200, deadline=None)
+@given(st.sampled_from(MAGIC), st.binary(max_size=200))
+def test_random_bytes_raise_nothing_else(magic: bytes, rest: bytes) -> None:
+    survives(load_image, magic + rest)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("fmt", ["PNG", "JPEG", "GIF", "BMP", "TIFF", "WEBP", "AVIF", "JPEG2000"])
+def test_damaged_pictures_raise_nothing_else(fmt: str) -> None:
+    if (fmt == "AVIF" and not features.check("avif")) or (
+        fmt == "JPEG2000" and not features.check("jpg_2000")
+    ):
+        pytest.skip(f"this Pillow has no {fmt}")
+    data = fx.encoded(Image.fromarray(fx.picture(20, 24)), fmt)
+    for seed in range(60):
+        survives(load_image, _mutated(data, seed), max_pixels=10_000)
+
+
+# --- videos that are handled right ---------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def clips(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("clips")
+    fx.write_video(folder / "clip.mp4")
+    fx.write_video(folder / "front.mp4", movflags="+faststart")
+    fx.write_video(folder / "clip.mkv")
+    return folder
+
+
+@pytest.fixture
+def clip(clips: Path) -> Path:
+    return clips / "clip.mp4"
+
+
+def numbers(frames: media.VideoFrames) -> list[int]:
+    return [fx.frame_number(frame) for frame in frames.frames]
+
+
+@BOTH
+def test_frames_are_those_asked_for(clip: Path, decoder: str) -> None:
+    assert probe_video(clip, decoder=decoder) == VideoInfo(40, 10.0, 4.0, 80, 48)
+    video = load_video(clip, decoder=decoder)
+    assert video.indices == np.linspace(0, 39, 8, dtype=int).tolist() == numbers(video)
+    assert video.timestamps_s == pytest.approx([i / 10 for i in video.indices], abs=1e-6)
+    assert video.source_fps == 10
+    assert video.info == probe_video(clip, decoder=decoder)
+    assert len(video) == 8
+    for index, frame in zip(video.indices, video.frames, strict=True):
+        difference = np.abs(pixels(frame).astype(int) - fx.frame_pixels(index, 48, 80))
+        assert difference.mean() < 4
+
+
+@DECORD
+@pytest.mark.parametrize("name", ["clip.mp4", "front.mp4", "clip.mkv"])
+def test_both_decoders_return_the_same(clips: Path, name: str) -> None:
+    first, second = (load_video(clips / name, num_frames=99, decoder=d) for d in ("decord", "av"))
+    assert first.info == second.info
+    assert first.indices == second.indices == list(range(40)) == numbers(first) == numbers(second)
+    assert first.timestamps_s == second.timestamps_s
+    worst = [
+        np.abs(pixels(a).astype(int) - pixels(b)).max()
+        for a, b in zip(first.frames, second.frames, strict=True)
+    ]
+    assert max(worst) <= 2
+    neighbours = zip(first.frames, second.frames[2:], strict=False)  # the control
+    assert all(np.abs(pixels(a).astype(int) - pixels(b)).max() > 2 for a, b in neighbours)
+
+
+@BOTH
+def test_bytes_are_read_as_files_are(clip: Path, decoder: str) -> None:
+    by_path = load_video(clip, num_frames=5, decoder=decoder)
+    by_bytes = load_video(clip.read_bytes(), num_frames=5, decoder=decoder)
+    assert by_bytes == by_path
+    assert by_bytes != load_video(clip, num_frames=4, decoder=decoder)
+
+
+@BOTH
+def test_a_path_that_looks_like_a_protocol(
+    clip: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, decoder: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("concat:a.mp4").write_bytes(clip.read_bytes())
+    assert numbers(load_video("concat:a.mp4", num_frames=2, decoder=decoder)) == [0, 39]
+
+
+@BOTH
+@pytest.mark.parametrize("count", [1, 2, 3, 7, 13, 39, 40, 41, 1000])
+def test_num_frames(clip: Path, decoder: str, count: int) -> None:
+    video = load_video(clip, num_frames=count, decoder=decoder)
+    assert video.indices == np.linspace(0, 39, min(count, 40), dtype=int).tolist()
+    assert numbers(video) == video.indices
+    assert len(set(video.indices)) == min(count, 40)
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("fps", "expected"),
+    [
+        (10, range(40)),
+        (1000, range(40)),
+        (1e308, range(40)),
+        (Fraction(10, 2), range(0, 40, 2)),
+        (5, range(0, 40, 2)),
+        (1, range(0, 40, 10)),
+        (4, [0, 2, 5, 7, 10, 12, 15, 17, 20, 22, 25, 27, 30, 32, 35, 37]),
+        (0.4, [0, 25]),
+        (1e-9, [0]),
+    ],
+)
+def test_fps(clip: Path, decoder: str, fps: float, expected: object) -> None:
+    video = load_video(clip, fps=fps, decoder=decoder)
+    assert numbers(video) == video.indices == list(expected)
+
+
+@BOTH
+def test_broadcast_rates_and_rounded_clocks(tmp_path: Path, decoder: str) -> None:
+    rate = Fraction(30000, 1001)
+    for name in ("ntsc.mp4", "ntsc.mkv"):  # Matroska rounds to milliseconds
+        path = fx.write_video(tmp_path / name, 30, rate=rate)
+        video = load_video(path, fps=float(rate), decoder=decoder)
+        assert video.indices == list(range(30)) == numbers(video)
+        assert load_video(path, fps=float(rate) / 2, decoder=decoder).indices == video.indices[::2]
+        assert video.source_fps == pytest.approx(float(rate), rel=1e-3)
+
+
+@BOTH
+def test_select(clip: Path, decoder: str) -> None:
+    seen = []
+
+    def select(info: VideoInfo) -> list[int]:
+        seen.append(info)
+        return np.array([3, 14, 15, 38])  # NumPy's integers, too
+
+    video = load_video(clip, select=select, decoder=decoder)
+    assert seen == [probe_video(clip, decoder=decoder)]
+    assert video.indices == [3, 14, 15, 38] == numbers(video)
+    assert all(type(index) is int for index in video.indices)
+    for wrong in ([], [40], [-1, 3], [3, 3], [5, 4]):
+        refused(
+            clip,
+            "clip.mp4",
+            "select",
+            "from 0 to 39",
+            loader=load_video,
+            select=lambda i, w=wrong: w,
+        )
+    refused(clip, "select must return whole", loader=load_video, select=lambda info: [0.5])
+    with pytest.raises(ZeroDivisionError):  # its own faults are its own
+        load_video(clip, select=lambda info: 1 / 0)
+
+
+@BOTH
+@pytest.mark.parametrize("rotation", [0, 90, 180, 270])
+@pytest.mark.parametrize("width", [80, 48, 24])  # decord pads narrow rows
+def test_rotation_is_applied(tmp_path: Path, decoder: str, rotation: int, width: int) -> None:
+    path = fx.write_video(tmp_path / "turned.mp4", 4, height=64, width=width, rotation=rotation)
+    video = load_video(path, decoder=decoder)
+    upright = {0: "RGBK", 90: "GKRB", 180: "KBGR", 270: "BRKG"}[rotation]
+    assert {fx.corners(frame) for frame in video.frames} == {upright}
+    size = (width, 64) if rotation in (0, 180) else (64, width)
+    assert {frame.size for frame in video.frames} == {size}
+    assert (video.info.width, video.info.height) == size
+    assert numbers(video) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("name", "codec", "options"),
+    [
+        ("open.mp4", "libx264", {"x264-params": "open-gop=1:bframes=3"}),
+        ("plain.mp4", "mpeg4", {}),
+        ("fragments.mp4", "libx264", {"movflags": "frag_keyframe+empty_moov"}),
+        ("hevc.mp4", "libx265", {"x265-params": "log-level=none:open-gop=1:bframes=3"}),
+        ("clip.ts", "libx264", {}),
+        ("clip.flv", "libx264", {}),
+        ("clip.avi", "libx264", {}),
+        ("plain.avi", "mpeg4", {"bf": "2"}),
+        ("clip.mpg", "mpeg2video", {}),
+        ("vp8.webm", "libvpx", {"deadline": "realtime", "auto-alt-ref": "1"}),
+        ("vp9.webm", "libvpx-vp9", {"deadline": "realtime", "cpu-used": "8"}),
+    ],
+)
+def test_containers_and_random_access(
+    tmp_path: Path, name: str, codec: str, options: dict[str, str]
+) -> None:
+    import av
+
+    if codec not in av.codecs_available:
+        pytest.skip(f"this PyAV has no {codec}")
+    path = fx.write_video(tmp_path / name, codec=codec, rate=25, **options)
+    every = load_video(path, num_frames=40)
+    assert every.indices == list(range(40))
+    with av.open(str(path)) as container:
+        sequence = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
+    assert len(sequence) == 40
+    for frame, expected in zip(every.frames, sequence, strict=True):
+        assert np.abs(pixels(frame).astype(int) - expected).max() <= 2
+    assert every.timestamps_s == pytest.approx(np.arange(40) / 25, abs=2e-3)
+    for seed in range(5):
+        chosen = sorted(random.Random(seed).sample(range(40), 5))
+        some = load_video(path, select=lambda info, chosen=chosen: chosen)
+        assert some.frames == [every.frames[index] for index in chosen]
+
+
+def test_a_trimmed_video_shows_only_what_is_left(clip: Path, tmp_path: Path) -> None:
+    path = tmp_path / "trimmed.mp4"
+    for skip, length, expected in ((0, 2000, range(20)), (15 * 1024, 2500, range(15, 40))):
+        path.write_bytes(fx.trimmed(clip.read_bytes(), skip_ticks=skip, length_ms=length))
+        video = load_video(path, num_frames=99)
+        assert numbers(video) == list(expected)
+        assert video.info.frames == len(expected)
+        assert video.timestamps_s[:2] == [0.0, 0.1]
+        some = load_video(path, num_frames=4)
+        assert some.frames == [video.frames[index] for index in some.indices]
+
+
+@DECORD
+def test_decord_refuses_what_it_gets_wrong(clip: Path, tmp_path: Path) -> None:
+    path = tmp_path / "trimmed.mp4"
+    options = {"loader": load_video, "decoder": "decord"}
+    for skip, length in ((0, 2000), (15 * 1024, 2500)):
+        path.write_bytes(fx.trimmed(clip.read_bytes(), skip_ticks=skip, length_ms=length))
+        refused(path, "trimmed.mp4", "edit list", "pip install av", **options)
+    path.write_bytes(fx.trimmed(clip.read_bytes(), skip_ticks=0, length_ms=4000))  # the control
+    assert load_video(path, decoder="decord").info.frames == 40
+    refused(fx.write_video(tmp_path / "clip.ts"), "clip.ts", "MPEG-TS", **options)
+    refused(fx.write_video(tmp_path / "clip.avi", codec="mpeg4"), "clip.avi", "AVI", **options)
+
+
+@DECORD
+@pytest.mark.parametrize("codec", ["libx264", "libx265"])
+@pytest.mark.parametrize("count", [29, 30, 31, 32])
+def test_decord_in_open_groups_of_pictures(tmp_path: Path, codec: str, count: int) -> None:
+    # Short last groups and frames shown before the key frame that they are stored behind.
+    params = {f"{codec[3:]}-params": "open-gop=1:bframes=2:keyint=9:scenecut=0:log-level=none"}
+    path = fx.write_video(tmp_path / "open.mp4", count, codec=codec, **params)
+    for indices in (
+        [count - 1],
+        [count - 2],
+        [0, count - 1],
+        [count - 3, count - 1],
+        [7, 8, 9, 10],
+    ):
+        video = load_video(path, select=lambda info, chosen=indices: chosen, decoder="decord")
+        assert numbers(video) == indices
+
+
+def test_lists_of_frames() -> None:
+    frames = [fx.frame_pixels(index, 48, 80) for index in range(12)]
+    video = load_video(frames)  # somebody has chosen them: all are kept
+    assert numbers(video) == video.indices == list(range(12))
+    assert video.info == probe_video(frames) == VideoInfo(12, 1.0, 12.0, 80, 48)
+    assert video.timestamps_s == [float(index) for index in range(12)]
+    mixed = (frames[0], Image.fromarray(frames[1]), torch.from_numpy(frames[2]).permute(2, 0, 1))
+    assert numbers(load_video(mixed)) == [0, 1, 2]
+    assert numbers(load_video(frames, num_frames=3)) == [0, 5, 11]
+    assert numbers(load_video(frames, select=lambda info: [1, info.frames - 1])) == [1, 11]
+
+
+def test_kinds_by_content(clip: Path, tmp_path: Path) -> None:
+    data = fx.encoded(Image.fromarray(fx.picture()), "PNG")
+    path = tmp_path / "picture.mp4"
+    path.write_bytes(data)
+    disguised = tmp_path / "clip.jpg"
+    disguised.write_bytes(clip.read_bytes())
+    assert kind_of(path) == kind_of(data) == kind_of(fx.picture()) == "image"
+    assert kind_of(Image.fromarray(fx.picture())) == kind_of(torch.zeros(3, 4, 4)) == "image"
+    assert kind_of("https://example.org/x.mp4") == "image"  # only images are fetched
+    assert kind_of(disguised) == kind_of(disguised.read_bytes()) == kind_of([data]) == "video"
+    kind, image = read_media(path, num_frames=3)
+    assert (kind, image.size) == ("image", (40, 30))
+    kind, video = read_media(str(disguised), num_frames=3)
+    assert (kind, video.indices) == ("video", [0, 19, 39])
+    (tmp_path / "notes.mp4").write_text("words")
+    refused(tmp_path / "notes.mp4", "notes.mp4", "an image or a video", "text", loader=kind_of)
+    refused(path, "num_frames=0", loader=read_media, num_frames=0)
+
+
+@BOTH
+def test_threads(clip: Path, decoder: str) -> None:
+    found: list[list[int]] = []
+
+    def work() -> None:
+        found.append(numbers(load_video(clip, num_frames=6, decoder=decoder)))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [np.linspace(0, 39, 6, dtype=int).tolist()] * 4
+
+
+# --- videos that are refused ---------------------------------------------------------------------
+
+
+def _broken(folder: Path, clips: Path) -> dict[str, tuple[Path, str]]:
+    whole, front = (clips / "clip.mp4").read_bytes(), (clips / "front.mp4").read_bytes()
+    matroska = (clips / "clip.mkv").read_bytes()
+    index = whole.index(b"moov") - 4
+    data = front.index(b"mdat")
+    scrambled = bytearray(front)
+    scrambled[data + 8 :] = bytes(0xAA for _ in scrambled[data + 8 :])
+    made = {
+        "empty.mp4": (b"", "is empty"),
+        "cut before index.mp4": (whole[: index // 2], "is truncated"),
+        "without index.mp4": (whole[:index], "no index ('moov' part)"),
+        "cut in index.mp4": (whole[: index + 200], "is truncated: its 'moov' part"),
+        "cut in data.mp4": (front[: (data + len(front)) // 2], "is truncated: its 'mdat' part"),
+        "without data.mp4": (front[: data - 4], "is truncated"),
+        "scrambled.mp4": (bytes(scrambled), "decoded"),
+        "cut.mkv": (matroska[: len(matroska) // 2], "is truncated: its header states"),
+        "words.mp4": (b"not a video\n" * 50, "is not a video: its content is text"),
+        "playlist.mp4": (b"#EXTM3U\n#EXTINF:1,\nfile:///etc/hosts\n", "its content is text"),
+        "noise.mp4": (random.Random(0).randbytes(999), "of no known kind"),
+        "picture.mp4": (fx.encoded(Image.fromarray(fx.picture()), "PNG"), "is an image (PNG)"),
+        "animation.mp4": (fx.encoded(Image.fromarray(fx.picture()), "GIF"), "is an image (GIF)"),
+    }
+    for name, (content, _) in made.items():
+        (folder / name).write_bytes(content)
+    fx.write_audio(folder / "sound.mp4")
+    fx.write_audio(folder / "sound.mkv", "matroska")
+    broken = {name: (folder / name, reason) for name, (_, reason) in made.items()}
+    broken["absent.mp4"] = folder / "absent.mp4", "no such file"
+    broken["sound.mp4"] = folder / "sound.mp4", "has no video stream"
+    broken["sound.mkv"] = folder / "sound.mkv", "has no video stream"
+    return broken
+
+
+@BOTH
+def test_broken_videos(
+    clips: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], decoder: str
+) -> None:
+    broken = _broken(tmp_path, clips)
+    capfd.readouterr()
+    for name, (path, reason) in broken.items():
+        for loader in (load_video, probe_video):
+            refused(path, name, reason, loader=loader, decoder=decoder)
+        if path.exists():
+            content = path.read_bytes()
+            refused(content, f"bytes ({len(content)})", reason, loader=load_video, decoder=decoder)
+    assert capfd.readouterr() == ("", "")  # the decoders keep quiet, too
+
+
+def test_a_cut_avi(tmp_path: Path) -> None:
+    data = fx.write_video(tmp_path / "clip.avi", codec="mpeg4").read_bytes()
+    (tmp_path / "cut.avi").write_bytes(data[: len(data) // 2])
+    refused(tmp_path / "cut.avi", "cut.avi", "is truncated: its header", loader=load_video)
+
+
+@BOTH
+def test_frames_that_cannot_be_decoded(
+    clips: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], decoder: str
+) -> None:
+    data = bytearray((clips / "front.mp4").read_bytes())
+    start = data.index(b"mdat") + 4
+    middle = (start + len(data)) // 2
+    data[middle : middle + 400] = b"\xff" * 400
+    path = tmp_path / "scratched.mp4"
+    path.write_bytes(data)
+    options = {"loader": load_video, "num_frames": 40, "decoder": decoder}
+    refused(path, "scratched.mp4", "cannot be decoded", **options)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_damaged_frame_is_refused_and_the_others_are_not(clips: Path, tmp_path: Path) -> None:
+    path = tmp_path / "scratched.mkv"
+    for index in (18, 20, 26):
+        path.write_bytes(fx.damaged(clips / "clip.mkv", index))
+        chosen = [0, index]
+        options = {"loader": load_video, "decoder": "av", "select": lambda info, c=chosen: c}
+        refused(path, "scratched.mkv", f"frame {index} of 40 is damaged", **options)
+        assert numbers(load_video(path, num_frames=2)) == [0, 39]
+
+
+@DECORD
+def test_decord_does_not_fill_in_missing_frames(clips: Path, tmp_path: Path) -> None:
+    path = fx.without_first_frame(clips / "clip.mkv", tmp_path / "headless.mkv")
+    options = {"loader": load_video, "num_frames": 40, "decoder": "decord"}
+    refused(path, "headless.mkv", "cannot be decoded", **options)
+    found = numbers(load_video(path, num_frames=40))
+    assert found == list(range(found[0], 40))  # PyAV leaves them out
+
+
+def test_frames_between_are_not_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = fx.write_video(tmp_path / "clip.mp4", **{"x264-params": "scenecut=0"})
+    starts = []
+    original = decoders.AvReader._decode_from
+
+    def spy(self: decoders.AvReader, key: int | None) -> object:
+        starts.append(key)
+        return original(self, key)
+
+    monkeypatch.setattr(decoders.AvReader, "_decode_from", spy)
+    assert numbers(load_video(path, select=lambda info: [2, 5, 23, 39])) == [2, 5, 23, 39]
+    assert starts == [None, 0, 12, 36]  # the first to see the rotation; then one for each group
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        ({"num_frames": 0}, ["num_frames=0", "above 0"]),
+        ({"num_frames": -3}, ["num_frames=-3", "whole number above 0"]),
+        ({"num_frames": 2.5}, ["num_frames=2.5", "whole number"]),
+        ({"num_frames": True}, ["num_frames=True"]),
+        ({"num_frames": "8"}, ["num_frames='8'"]),
+        ({"fps": 0}, ["fps=0", "above 0"]),
+        ({"fps": -1.0}, ["fps=-1.0"]),
+        ({"fps": math.inf}, ["fps=inf", "finite"]),
+        ({"fps": math.nan}, ["fps=nan"]),
+        ({"fps": "fast"}, ["fps='fast'"]),
+        ({"fps": 10**400}, ["fps=1000", "finite"]),
+        ({"num_frames": 4, "fps": 1}, ["num_frames and fps", "only one"]),
+        ({"num_frames": 4, "select": len}, ["num_frames and select", "only one"]),
+        ({"select": [1, 2]}, ["select", "function"]),
+        ({"decoder": "opencv"}, ["decoder='opencv'", "'auto', 'decord' or 'av'"]),
+        ({"max_pixels": 100}, ["clip.mp4", "8 frames of 80x48", "ask for fewer"]),
+    ],
+)
+def test_bad_arguments(clip: Path, options: dict, parts: list[str]) -> None:
+    refused(clip, *parts, loader=load_video, **options)
+
+
+def test_bad_video_sources() -> None:
+    frame = fx.frame_pixels(0, 48, 80)
+    refused([], "list of frames", "is empty", loader=load_video)
+    refused([], "list of frames", "is empty", loader=probe_video)
+    refused([frame, b"words"], "frame 2 of 2", "text", loader=load_video)
+    refused([frame, frame[:-2]], "frame 2 of 2", "80x46", "of one size", loader=load_video)
+    refused([frame], "list of 1 frames", "has no clock", loader=load_video, fps=1)
+    refused([frame] * 9, "9 frames", "ask for fewer", loader=load_video, max_pixels=9)
+    refused(np.stack([frame] * 2), "ndarray", "pass list(array)", loader=load_video)
+    refused(torch.zeros(2, 3, 4, 4), "Tensor", "pass list(array)", loader=load_video)
+    refused("https://a.org/b.mp4?key=1", "https://a.org/b.mp4: ", "URLs", loader=load_video)
+    refused(None, "NoneType", "not a kind of source", loader=load_video)
+
+
+def test_which_decoder_is_taken(clip: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = []
+    for kind in ("DecordReader", "AvReader"):
+        original = getattr(decoders, kind)
+
+        def spy(*args: object, original: type = original) -> object:
+            taken.append(original.__name__)
+            return original(*args)
+
+        monkeypatch.setattr(decoders, kind, spy)
+
+    def used(decoder: str) -> str:
+        taken.clear()
+        probe_video(clip, decoder=decoder)
+        return "".join(taken)
+
+    assert used("auto") == used("av") == "AvReader"
+    if importlib.util.find_spec("decord"):
+        assert used("decord") == "DecordReader"
+        with monkeypatch.context() as without:
+            without.setitem(sys.modules, "av", None)  # as if it were not installed
+            assert used("auto") == "DecordReader"
+            refused(clip, "clip.mp4", "av must be installed", loader=probe_video, decoder="av")
+    monkeypatch.setitem(sys.modules, "decord", None)
+    assert used("auto") == "AvReader"
+    refused(clip, "clip.mp4", "decord must be installed", loader=probe_video, decoder="decord")
+    monkeypatch.setitem(sys.modules, "av", None)
+    refused(clip, "clip.mp4", "av or decord must be installed: pip install av", loader=probe_video)
+
+
+@DECORD
+def test_decord_alone_says_what_it_cannot_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = fx.write_video(tmp_path / "clip.ts", 3)
+    monkeypatch.setitem(sys.modules, "av", None)
+    refused(path, "clip.ts", "MPEG-TS", "pip install av", loader=probe_video)
+
+
+@BOTH
+def test_a_failing_decoder_is_not_replaced(
+    clip: Path, monkeypatch: pytest.MonkeyPatch, decoder: str
+) -> None:
+    def fail(*args: object, **options: object) -> None:
+        raise RuntimeError("out of order")
+
+    monkeypatch.setattr({"av": "av.open", "decord": "decord.VideoReader"}[decoder], fail)
+    if decoder == "decord":
+        monkeypatch.setitem(sys.modules, "av", None)
+    refused(clip, "clip.mp4", "cannot be decoded: out of order", loader=load_video)
+
+
+def test_damaged_videos_raise_nothing_else(clips: Path) -> None:
+    for name in ("front.mp4", "clip.mkv"):
+        data = (clips / name).read_bytes()
+        for seed in range(25):
+            survives(load_video, _mutated(data, seed), num_frames=3, decoder="av")
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.sampled_from(
+        [
+            b"\0\0\0\x18ftypisom",
+            b"\x1a\x45\xdf\xa3",
+            b"RIFF\0\0\0\0AVI ",
+            b"OggS",
+            b"FLV\1",
+            b"\0\0\1\xba",
+        ]
+    ),
+    st.binary(max_size=300),
+)
+def test_random_videos_raise_nothing_else(magic: bytes, rest: bytes) -> None:
+    with pytest.raises(MediaError):
+        probe_video(magic + rest, decoder="av")

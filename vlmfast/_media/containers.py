@@ -1,0 +1,283 @@
+"""What a media file is and whether it is whole, from its bytes alone (standard library only).
+
+Decoders are tolerant: they guess formats (some of which open further files), play what is left of
+a truncated file, and print on stderr by themselves. So a file is looked at here first, and only a
+known, whole container reaches one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import struct
+from collections.abc import Iterator
+from typing import BinaryIO
+
+__all__ = ["HEAD_BYTES", "damage", "is_edited", "looks_like_text", "sniff"]
+
+HEAD_BYTES = 1024
+"""Bytes of the beginning of a file that :func:`sniff` wants to see."""
+
+_MAX_SAMPLES = 1 << 22  # frames of 19 hours at 60 a second; a damaged table may state any number
+
+_IMAGE_MAGIC = (
+    (b"\x89PNG\r\n\x1a\n", "PNG"),
+    (b"\xff\xd8\xff", "JPEG"),
+    (b"GIF87a", "GIF"),
+    (b"GIF89a", "GIF"),
+    (b"BM", "BMP"),
+    (b"II*\0", "TIFF"),
+    (b"MM\0*", "TIFF"),
+    (b"II+\0", "TIFF"),
+    (b"MM\0+", "TIFF"),
+    (b"\0\0\0\x0cjP  \r\n\x87\n", "JPEG2000"),
+    (b"\xff\x4f\xff\x51", "JPEG2000"),
+)
+_VIDEO_MAGIC = (
+    (b"\x1a\x45\xdf\xa3", "Matroska"),
+    (b"OggS", "Ogg"),
+    (b"FLV\1", "FLV"),
+    (b"\0\0\1\xba", "MPEG-PS"),
+    (b"\0\0\1\xb3", "MPEG-PS"),
+    (b"\x30\x26\xb2\x75\x8e\x66\xcf\x11", "ASF"),
+)
+_HEIF_BRANDS = {b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1"}
+
+
+def sniff(head: bytes) -> tuple[str, str] | None:
+    """Tell images and videos apart by content.
+
+    Parameters
+    ----------
+    head : bytes
+        The first `HEAD_BYTES` bytes of a file (fewer if it is shorter).
+
+    Returns
+    -------
+    tuple[str, str] or None
+        ``("image", format)`` with the format's name in Pillow, ``("video", container)``, or None
+        when the content is neither.
+    """
+    if head[:4] == b"RIFF":
+        return {b"WEBP": ("image", "WEBP"), b"AVI ": ("video", "AVI")}.get(head[8:12])
+    if head[4:8] == b"ftyp":
+        end = min(int.from_bytes(head[:4], "big"), len(head))
+        brands = {head[8:12], *(head[i : i + 4] for i in range(16, end - 3, 4))}
+        if brands & {b"avif", b"avis"}:
+            return "image", "AVIF"
+        return ("image", "HEIF") if head[8:12] in _HEIF_BRANDS else ("video", "MP4")
+    if head[4:8] in (b"moov", b"mdat", b"wide", b"pnot"):
+        return "video", "MP4"  # QuickTime files from before 'ftyp'
+    for magic, name in _IMAGE_MAGIC:
+        if head.startswith(magic):
+            return "image", name
+    for magic, name in _VIDEO_MAGIC:
+        if head.startswith(magic):
+            return "video", name
+    if head[:1] == b"P" and head[1:2] in b"123456f" and head[2:3] in (b" ", b"\n", b"\r", b"\t"):
+        return "image", "PPM"
+    if len(head) > 376 and head[0] == head[188] == head[376] == 0x47:
+        return "video", "MPEG-TS"
+    return None
+
+
+def looks_like_text(head: bytes) -> bool:
+    """Return whether the beginning of a file reads as text (it only sharpens an error message)."""
+    try:
+        text = head[: HEAD_BYTES - 4].decode("utf-8")  # a cut character would not decode
+    except UnicodeDecodeError as error:
+        if error.start < min(len(head), HEAD_BYTES) - 8:
+            return False
+        text = head[: error.start].decode("utf-8")
+    return bool(text) and all(character.isprintable() or character.isspace() for character in text)
+
+
+def damage(file: BinaryIO, container: str) -> str | None:
+    """Say why a video container cannot be whole, as far as its own byte counts tell.
+
+    Parameters
+    ----------
+    file : BinaryIO
+        Seekable; its position is moved.
+    container : str
+        As :func:`sniff` returned it. MP4, Matroska/WebM and AVI state their lengths; the streaming
+        containers do not, so that a shorter one is simply a shorter video.
+
+    Returns
+    -------
+    str or None
+        The reason, or None when nothing is wrong.
+    """
+    size = file.seek(0, 2)
+    if container == "MP4":
+        return _mp4_damage(file, size)
+    file.seek(0)
+    head = file.read(HEAD_BYTES)
+    end = None
+    if container == "Matroska":
+        end = _matroska_end(head)
+    elif container == "AVI" and len(head) >= 8:
+        stated = int.from_bytes(head[4:8], "little")
+        end = stated + 8 if 0 < stated < 0xFFFFFFFF else None  # 0 and -1: never filled in
+    if end is not None and end > size:
+        return f"is truncated: its header states {end} bytes, the file has {size}"
+    return None
+
+
+def is_edited(file: BinaryIO) -> bool:
+    """Return whether an MP4's edit list shows anything but every stored frame once.
+
+    Phones and editors trim a clip by writing an edit list and leaving the frames in the file.
+
+    Parameters
+    ----------
+    file : BinaryIO
+        An MP4, seekable; its position is moved.
+    """
+    size = file.seek(0, 2)
+    for moov in _find(file, 0, size, b"moov"):
+        movie_scale = _timescale(file, moov, b"mvhd")
+        for trak in _find(file, *moov, b"trak"):
+            edits = _edits(file, trak)
+            if _handler(file, trak) != b"vide" or not edits:
+                continue
+            if len(edits) > 1:
+                return True
+            length, start = edits[0]
+            for mdia in _find(file, *trak, b"mdia"):
+                scale = _timescale(file, mdia, b"mdhd")
+                times = _sample_times(file, mdia)
+                if not (times and scale and movie_scale):
+                    continue
+                # An edit of length 0 lasts to the end.
+                end = start + length * scale / movie_scale
+                if min(times) < start or (length and max(times) >= end):
+                    return True
+    return False
+
+
+def _boxes(file: BinaryIO, start: int, end: int) -> Iterator[tuple[bytes, int, int]]:
+    """Yield (type, start of payload, end) of the MP4 boxes in a byte range.
+
+    The end is what the box states, which may lie beyond the range: that is how truncation shows.
+    """
+    while start + 8 <= end:
+        file.seek(start)
+        head = file.read(16)
+        if len(head) < 8:
+            return
+        length, kind = struct.unpack(">I4s", head[:8])
+        payload = start + 8
+        if length == 1 and len(head) == 16:
+            length, payload = int.from_bytes(head[8:], "big"), start + 16
+        elif length == 0:  # to the end of the file
+            length = end - start
+        if length < payload - start:
+            return
+        yield kind, payload, start + length
+        start += length
+
+
+def _find(file: BinaryIO, start: int, end: int, kind: bytes) -> Iterator[tuple[int, int]]:
+    for name, payload, stop in _boxes(file, start, end):
+        if name == kind:
+            yield payload, min(stop, end)
+
+
+def _timescale(file: BinaryIO, parent: tuple[int, int], kind: bytes) -> int:
+    """Return the ticks per second that the 'mvhd' or 'mdhd' box in a box states, or 0."""
+    for body in _bodies(file, parent, kind):
+        at = 20 if body[:1] == b"\1" else 12
+        return int.from_bytes(body[at : at + 4], "big")
+    return 0
+
+
+def _bodies(file: BinaryIO, parent: tuple[int, int], *path: bytes) -> Iterator[bytes]:
+    """Yield the contents of the boxes at a path below a box."""
+    for start, end in _find(file, *parent, path[0]):
+        if len(path) > 1:
+            yield from _bodies(file, (start, end), *path[1:])
+        else:
+            file.seek(start)
+            yield file.read(end - start)
+
+
+def _sample_times(file: BinaryIO, mdia: tuple[int, int]) -> list[int]:
+    """Return when a track's stored frames are shown, in its own ticks (fragments left out)."""
+
+    def expanded(kind: bytes, form: str) -> Iterator[int]:
+        for body in _bodies(file, mdia, b"minf", b"stbl", kind):
+            usable = max(len(body) - 8, 0) // 8 * 8
+            for count, value in struct.iter_unpack(form, body[8 : 8 + usable]):
+                yield from itertools.repeat(value, count)
+
+    shifts = expanded(b"ctts", ">Ii")
+    times, clock = [], 0
+    for step in itertools.islice(expanded(b"stts", ">II"), _MAX_SAMPLES):
+        times.append(clock + next(shifts, 0))
+        clock += step
+    return times
+
+
+def _handler(file: BinaryIO, trak: tuple[int, int]) -> bytes:
+    return next((body[8:12] for body in _bodies(file, trak, b"mdia", b"hdlr")), b"")
+
+
+def _edits(file: BinaryIO, trak: tuple[int, int]) -> list[tuple[int, int]]:
+    """Return (length in movie time, start in media time) of a track's edits.
+
+    Empty ones, by which a track waits for another one, are left out.
+    """
+    for body in _bodies(file, trak, b"edts", b"elst"):
+        entry = struct.Struct(">Qq4x" if body[:1] == b"\1" else ">Ii4x")
+        usable = max(len(body) - 8, 0) // entry.size * entry.size
+        return [edit for edit in entry.iter_unpack(body[8 : 8 + usable]) if edit[1] >= 0]
+    return []
+
+
+def _mp4_damage(file: BinaryIO, size: int) -> str | None:
+    seen = set()
+    handlers = set()
+    for kind, start, stop in _boxes(file, 0, size):
+        # Only these hold the video: a cut 'free' or 'udta' box at the end harms nothing.
+        if stop > size and kind in (b"moov", b"mdat", b"moof"):
+            return (
+                f"is truncated: its {kind.decode()!r} part ends at byte {stop}, "
+                f"the file has {size} bytes"
+            )
+        seen.add(kind)
+        if kind == b"moov":
+            handlers |= {_handler(file, trak) for trak in _find(file, start, stop, b"trak")}
+    if b"moov" not in seen:
+        return "is truncated, or its recording was never finished: it has no index ('moov' part)"
+    if b"vide" not in handlers:
+        return "has no video stream"
+    if not seen & {b"mdat", b"moof"}:
+        return "is truncated: it has an index but no media data ('mdat' part)"
+    return None
+
+
+def _matroska_end(head: bytes) -> int | None:
+    """Return the byte at which the Matroska segment says it ends, None where it does not say."""
+    header = _vint(head, 4)
+    if header is None:
+        return None
+    position = header[0] + header[1]
+    if head[position : position + 4] != b"\x18\x53\x80\x67":
+        return None
+    segment = _vint(head, position + 4)
+    if segment is None or segment[2]:
+        return None
+    return segment[0] + segment[1]
+
+
+def _vint(data: bytes, position: int) -> tuple[int, int, bool] | None:
+    """Read an EBML length: (position after it, value, whether it means "unknown")."""
+    if position >= len(data) or data[position] == 0:
+        return None
+    width = 9 - data[position].bit_length()
+    raw = data[position : position + width]
+    if len(raw) < width:
+        return None
+    mask = (1 << (7 * width)) - 1
+    value = int.from_bytes(raw, "big") & mask
+    return position + width, value, value == mask
