@@ -7,8 +7,8 @@ from typing import ClassVar
 
 import numpy as np
 import pytest
-from tiny_models import build_llava
 
+from tiny_models import build_llava
 from vlmfast import VLM, VLMFastError
 from vlmfast.stages import MediaStage
 

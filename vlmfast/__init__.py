@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .errors import MediaError, ModelError, RecipeError, VLMFastError
-    from .overlay import overlay
+    from .overlays import overlay
     from .recipe import Recipe
     from .vlm import VLM, Answer, Comparison, methods
 
@@ -19,7 +19,7 @@ _HOMES = {
     "Answer": "vlm",
     "Comparison": "vlm",
     "methods": "vlm",
-    "overlay": "overlay",
+    "overlay": "overlays",
     "Recipe": "recipe",
     "VLMFastError": "errors",
     "RecipeError": "errors",

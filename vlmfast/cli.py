@@ -204,7 +204,7 @@ def _ask(args: argparse.Namespace) -> None:
         return
     print(answer.text)
     print()
-    _print_table([_stats_row(answer.recipe, answer.stats)])
+    _print_table([_stats_row(args.recipe, answer.stats)])
 
 
 def _compare(args: argparse.Namespace) -> None:
@@ -214,7 +214,7 @@ def _compare(args: argparse.Namespace) -> None:
         vlm.compare(args.question, **media, recipes=args.recipes, max_new_tokens=2)
     rows = vlm.compare(args.question, **media, recipes=args.recipes, **_generation(args))
     if args.overlay:
-        from .overlay import contact_sheet
+        from .overlays import contact_sheet
 
         contact_sheet([row.answer for row in rows]).save(args.overlay)
     if args.json:
@@ -223,7 +223,9 @@ def _compare(args: argparse.Namespace) -> None:
         return
     print(f"{args.file}: {args.question}")
     print()
-    _print_table([_comparison_row(row) for row in rows])
+    # As they were written: the canonical text leaves out what is a default.
+    names = ["none", *args.recipes]
+    _print_table([_comparison_row(*pair) for pair in zip(names, rows, strict=True)])
 
 
 def _methods(args: argparse.Namespace) -> None:
@@ -386,9 +388,9 @@ def _stats_row(recipe: str, stats: Stats) -> dict[str, str]:
     }
 
 
-def _comparison_row(row: Comparison) -> dict[str, str]:
+def _comparison_row(name: str, row: Comparison) -> dict[str, str]:
     return {
-        **_stats_row(row.recipe, row.answer.stats),
+        **_stats_row(name, row.answer.stats),
         "agreement": f"{row.agreement:.0%}",
         "answer": " ".join(row.answer.text.split()),
     }

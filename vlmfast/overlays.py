@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, fields
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -173,12 +171,3 @@ def _stack(pictures: list[Image.Image], *, across: bool) -> Image.Image:
         canvas.paste(picture, (offset, 0) if across else (0, offset))
         offset += step + _GAP
     return canvas
-
-
-class _Module(ModuleType):
-    __call__ = staticmethod(overlay)
-
-
-# Importing this module puts it into the package under the name of the function that
-# `vlmfast.overlay` promises, so the module answers to a call as well.
-sys.modules[__name__].__class__ = _Module

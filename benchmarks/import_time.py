@@ -1,0 +1,45 @@
+"""What `import vlmfast` adds to `import torch`: ``python benchmarks/import_time.py``.
+
+Fresh processes, interleaved, medians. Exits with 1 when the addition is above the limit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import subprocess
+import sys
+
+LIMIT_S = 0.3
+_TIMED = "import time; start = time.perf_counter(); {}; print(time.perf_counter() - start)"
+
+
+def seconds(statement: str) -> float:
+    """Time of ``statement`` in a fresh interpreter, the interpreter's own start not counted."""
+    command = [sys.executable, "-c", _TIMED.format(statement)]
+    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
+def measure(runs: int = 5) -> dict[str, float]:
+    """Median seconds of both imports and what the second adds."""
+    torch_only, both = [], []
+    for _ in range(runs):
+        torch_only.append(seconds("import torch"))
+        both.append(seconds("import torch; import vlmfast"))
+    base, total = statistics.median(torch_only), statistics.median(both)
+    return {"torch_s": base, "torch_and_vlmfast_s": total, "added_s": total - base}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--runs", type=int, default=5)
+    args = parser.parse_args()
+    result = measure(args.runs)
+    print(f"import torch             {result['torch_s']:.3f} s")
+    print(f"import torch, vlmfast    {result['torch_and_vlmfast_s']:.3f} s")
+    print(f"added                    {result['added_s']:+.3f} s (limit {LIMIT_S} s)")
+    return 0 if result["added_s"] <= LIMIT_S else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

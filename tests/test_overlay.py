@@ -1,0 +1,154 @@
+"""Overlays: the right patches keep their colour."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import tiny_models
+import vlmfast
+from vlmfast.engine.stats import Trace
+from vlmfast.layout import Kind, TokenLayout
+from vlmfast.overlays import MAX_SIDE, MIN_SIDE, contact_sheet, overlay
+
+COLOUR = (200, 40, 90)
+LAYERS = 4
+
+
+def grid_layout(side: int, tile: int = 0, newlines: bool = False) -> TokenLayout:
+    """``side`` x ``side`` patches of picture 0, in raster order, and row ends behind them."""
+    y, x = torch.meshgrid(torch.arange(side), torch.arange(side), indexing="ij")
+    y, x = y.flatten(), x.flatten()
+    n = len(y) + (side if newlines else 0)
+    box = torch.full((n, 4), torch.nan)
+    box[: len(y)] = torch.stack([x, y, x + 1, y + 1], dim=1) / side
+    kind = torch.full((n,), int(Kind.NEWLINE), dtype=torch.uint8)
+    kind[: len(y)] = int(Kind.IMAGE)
+    tiles = torch.full((n,), -1, dtype=torch.int32)
+    tiles[: len(y)] = tile
+    layout = TokenLayout.text(torch.arange(n), torch.arange(n)[None])
+    return layout.replace(kind=kind, item=torch.zeros(n, dtype=torch.int32), tile=tiles, box=box)
+
+
+def answer(layout: TokenLayout, depth: torch.Tensor, *pictures: Image.Image) -> SimpleNamespace:
+    trace = Trace()
+    trace.begin(layout, LAYERS)
+    trace.depth, trace.images = depth, list(pictures)
+    return SimpleNamespace(trace=trace, recipe="test")
+
+
+def plain(width: int = 64, height: int = 64) -> Image.Image:
+    return Image.new("RGB", (width, height), COLOUR)
+
+
+def middles(image: Image.Image, side: int, width: int, height: int, left: int = 0) -> np.ndarray:
+    """Colours (side, side, 3) in the middle of every cell of a panel."""
+    pixels = np.asarray(image)
+    ys = ((np.arange(side) + 0.5) * height / side).astype(int)
+    xs = left + ((np.arange(side) + 0.5) * width / side).astype(int)
+    return pixels[np.ix_(ys, xs)].astype(int)
+
+
+def test_kept_patches_are_untouched_and_dropped_ones_dark() -> None:
+    depth = torch.full((16,), LAYERS)
+    depth[[0, 5, 10]] = 0
+    (image,) = overlay(answer(grid_layout(4), depth, plain()))
+    cells = middles(image, 4, MIN_SIDE, MIN_SIDE).reshape(16, 3)
+    dropped = np.zeros(16, dtype=bool)
+    dropped[[0, 5, 10]] = True
+    assert (cells[~dropped] == COLOUR).all()
+    assert (cells[dropped].max(axis=1) < 0.5 * max(COLOUR)).all()
+    spread = cells[dropped].max(axis=1) - cells[dropped].min(axis=1)
+    assert (spread < 0.2 * (max(COLOUR) - min(COLOUR))).all()
+
+
+def test_earlier_death_is_darker() -> None:
+    depth = torch.tensor([0, 1, 3, LAYERS])
+    (image,) = overlay(answer(grid_layout(2), depth, plain()))
+    brightness = middles(image, 2, MIN_SIDE, MIN_SIDE).sum(axis=-1).flatten().tolist()
+    assert brightness == sorted(brightness)
+    assert len(set(brightness)) == 4
+
+
+def test_outline_runs_around_what_is_kept() -> None:
+    depth = torch.zeros(16, dtype=torch.int64)
+    depth[5] = LAYERS
+    (image,) = overlay(answer(grid_layout(4), depth, plain()), size=400)
+    pixels = np.asarray(image).astype(int)
+    corner = pixels[100, 100]
+    assert (corner != COLOUR).any()
+    assert (corner == pixels[199, 199]).all()
+    assert (pixels[110, 110] == COLOUR).all()
+
+
+def test_nothing_dropped_leaves_the_picture() -> None:
+    picture = tiny_models.picture(MIN_SIDE, MIN_SIDE)
+    (image,) = overlay(answer(grid_layout(4), torch.full((16,), LAYERS), picture))
+    assert np.array_equal(np.asarray(image)[:MIN_SIDE, :MIN_SIDE], np.asarray(picture))
+
+
+def test_crops_get_a_panel_of_their_own() -> None:
+    layout = TokenLayout.cat([grid_layout(2), grid_layout(4, tile=1, newlines=True)])
+    depth = torch.full((len(layout),), LAYERS)
+    depth[:4] = 0
+    (image,) = overlay(answer(layout, depth, plain()))
+    assert image.width > 2 * MIN_SIDE
+    base = middles(image, 2, MIN_SIDE, MIN_SIDE)
+    crops = middles(image, 4, MIN_SIDE, MIN_SIDE, left=image.width - MIN_SIDE)
+    assert (base.max(axis=-1) < 0.5 * max(COLOUR)).all()
+    assert (crops == COLOUR).all()
+
+
+def test_what_no_token_showed_is_black() -> None:
+    layout = grid_layout(2)
+    layout = layout.replace(box=layout.box * torch.tensor([0.5, 1.0, 0.5, 1.0]))
+    (image,) = overlay(answer(layout, torch.full((4,), LAYERS), plain()))
+    pixels = np.asarray(image).astype(int)
+    assert (pixels[MIN_SIDE // 2, MIN_SIDE // 4] == COLOUR).all()
+    assert pixels[MIN_SIDE // 2, MIN_SIDE * 3 // 4].max() < 30
+
+
+@pytest.mark.parametrize(
+    ("shape", "longest"),
+    [((10, 5), MIN_SIDE), ((600, 500), 600), ((4000, 1000), MAX_SIDE), ((2000, 20), MAX_SIDE)],
+)
+def test_size(shape: tuple[int, int], longest: int) -> None:
+    depth = torch.full((16,), LAYERS)
+    depth[3] = 0
+    made = answer(grid_layout(4), depth, plain(*shape))
+    assert overlay(made)[0].width == max(longest, overlay(made)[0].width)
+    (image,) = overlay(made, size=300)
+    assert image.width >= 300
+    assert image.height > 300 * shape[1] // shape[0]
+
+
+def test_prompt_without_a_picture_has_no_overlay() -> None:
+    empty = SimpleNamespace(trace=Trace(layers=4), recipe="none")
+    assert overlay(empty) == []
+    assert contact_sheet([empty]).size == (1, 1)
+
+
+def test_real_answers(random_vlm: vlmfast.VLM) -> None:
+    pictures = [tiny_models.picture(80, 60), tiny_models.picture(40, 90, seed=1)]
+    rows = random_vlm.compare("what?", pictures, recipes=["hired:0.3", "grid"], max_new_tokens=2)
+    for row in rows:
+        drawn = vlmfast.overlay(row.answer)
+        assert len(drawn) == 2
+        kept = (row.answer.trace.depth == row.answer.trace.layers).sum()
+        assert (row.recipe == "none") == (int(kept) == row.answer.stats.visual_tokens_in)
+    sheet = contact_sheet([row.answer for row in rows])
+    assert sheet.width > MIN_SIDE
+    assert sheet.height > 3 * MIN_SIDE
+
+
+def test_frames_of_a_clip_stand_side_by_side(random_vlm: vlmfast.VLM) -> None:
+    frames = [tiny_models.picture(32, 32, seed=i) for i in range(5)]
+    made = random_vlm.ask("what?", video=frames, recipe="random:0.4", max_new_tokens=2)
+    assert len(vlmfast.overlay(made)) == 5
+    sheet = contact_sheet([made])
+    assert sheet.width > 4 * 200
+    assert sheet.height > 2 * 200

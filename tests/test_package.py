@@ -1,0 +1,201 @@
+"""The package as such: what importing it costs, what it promises, which way its parts depend."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import vlmfast
+
+ROOT = Path(vlmfast.__file__).parent.parent
+HEAVY = ("transformers", "PIL", "timm", "decord", "av", "open_clip", "triton", "torchvision")
+
+
+def python(code: str) -> str:
+    """Stdout of ``code`` in a fresh interpreter that finds this package."""
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def loaded_after(code: str) -> set[str]:
+    """Top-level names of the modules that ``code`` leaves behind."""
+    out = python(f"{code}\nimport json, sys\nprint(json.dumps(sorted(sys.modules)))")
+    return {name.partition(".")[0] for name in json.loads(out.splitlines()[-1])}
+
+
+def test_import_is_light() -> None:
+    assert not loaded_after("import vlmfast") & set(HEAVY)
+
+
+def test_recipes_are_light() -> None:
+    code = "import vlmfast; vlmfast.Recipe.parse('hired:0.2'); vlmfast.methods()"
+    # torch itself brings triton in, on some of its releases.
+    assert not loaded_after(code) & (set(HEAVY) - {"triton"})
+
+
+def test_help_is_light() -> None:
+    code = "from vlmfast.cli import main\nassert main([]) == 0"
+    assert not loaded_after(code) & {*HEAVY, "torch", "numpy"}
+
+
+def test_import_adds_little_to_torch() -> None:
+    code = (
+        "import torch, time; t = time.perf_counter(); import vlmfast; print(time.perf_counter()-t)"
+    )
+    # The best of a few: a busy machine must not fail a test about this package.
+    assert min(float(python(code)) for _ in range(2)) < 0.3
+
+
+def test_public_names() -> None:
+    for name in vlmfast.__all__:
+        assert getattr(vlmfast, name) is not None
+    assert set(vlmfast.__all__) <= set(dir(vlmfast))
+    with pytest.raises(AttributeError, match="nonsense"):
+        _ = vlmfast.nonsense
+
+
+@pytest.mark.parametrize("first", ["vlmfast.overlay", "import vlmfast.overlays"])
+def test_overlay_stays_a_function(first: str) -> None:
+    """The module of that name must not hide the function, whichever is touched first."""
+    check = "assert callable(vlmfast.overlay); "
+    code = (
+        f"import vlmfast; {first}; {check * 2}from vlmfast import overlay; assert callable(overlay)"
+    )
+    python(code)
+
+
+def test_errors_are_value_errors() -> None:
+    for error in (vlmfast.RecipeError, vlmfast.MediaError, vlmfast.ModelError):
+        assert issubclass(error, vlmfast.VLMFastError)
+    assert issubclass(vlmfast.VLMFastError, ValueError)
+
+
+# --- structure -----------------------------------------------------------------------------------
+
+# A part may import parts of its own rank or below.
+RANKS = {
+    "errors": 0,
+    "layout": 0,
+    "env": 0,
+    "_media": 0,
+    "kernels": 0,
+    "media": 1,
+    "stages": 1,
+    "recipe": 2,
+    "overlays": 2,
+    "models": 2,
+    "compressors": 2,
+    "drafters": 2,
+    "loading": 3,
+    "engine": 3,
+    "vlm": 4,
+    "eval": 5,
+    "demos": 5,
+    "cli": 6,
+    "__main__": 7,
+}
+
+
+def imports(path: Path) -> set[str]:
+    """Parts of this package that a file imports, annotations-only imports left out."""
+    package = [*path.relative_to(ROOT).parts[:-1]]
+    found: set[str] = set()
+
+    def visit(node: ast.AST) -> None:
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            return
+        names = []
+        if isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = [*base, *(node.module or "").split(".")] if node.module else base
+            names = [".".join([*module, alias.name]) for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        for name in names:
+            parts = name.split(".")
+            if parts[0] == "vlmfast" and len(parts) > 1:
+                found.add(parts[1])
+        for child in ast.iter_child_nodes(node):
+            visit(child)
+
+    visit(ast.parse(path.read_text(encoding="utf-8")))
+    return found - {"__version__"}
+
+
+def test_dependencies_point_one_way() -> None:
+    wrong = []
+    for path in sorted((ROOT / "vlmfast").rglob("*.py")):
+        part = path.relative_to(ROOT / "vlmfast").parts[0].removesuffix(".py")
+        if part == "__init__":
+            continue
+        wrong += [
+            f"{path.relative_to(ROOT)} imports {name}"
+            for name in sorted(imports(path))
+            if RANKS[name] > RANKS[part]
+        ]
+    assert not wrong
+
+
+# --- examples ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def drawing():
+    import importlib.util
+
+    spec = importlib.util.spec_from_file_location("draw", ROOT / "examples" / "draw.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_example_picture_is_what_the_script_draws(drawing) -> None:
+    from vlmfast.media import load_image
+    from vlmfast.models.tiny.scenes import image_example
+
+    stored = load_image(ROOT / "examples" / "picture.png")
+    drawn = image_example(drawing.PICTURE_SEED).image
+    assert np.array_equal(np.asarray(stored), np.asarray(drawn))
+
+
+@pytest.mark.parametrize("decoder", ["decord", "av"])
+def test_example_clip_is_what_the_script_draws(drawing, decoder: str) -> None:
+    pytest.importorskip(decoder)
+    from vlmfast.media import load_video
+    from vlmfast.models.tiny.scenes import video_example
+
+    clip = load_video(ROOT / "examples" / "clip.mp4", num_frames=4, decoder=decoder)
+    drawn = video_example(drawing.CLIP_SEED).frames
+    assert len(clip) == len(drawn) == 4
+    for got, frame in zip(clip.frames, drawn, strict=True):
+        assert np.array_equal(np.asarray(got), np.asarray(frame))
+
+
+def test_written_clip_reads_back(drawing, tmp_path: Path) -> None:
+    pytest.importorskip("av")
+    from vlmfast.media import load_video
+    from vlmfast.models.tiny.scenes import EVAL_SEED_START, video_example
+
+    frames = video_example(EVAL_SEED_START + 100).frames
+    drawing.write_clip(tmp_path / "clip.mp4", frames)
+    got = load_video(tmp_path / "clip.mp4").frames
+    assert all(
+        np.array_equal(np.asarray(a), np.asarray(b)) for a, b in zip(got, frames, strict=True)
+    )
+
+
+def test_examples_are_asked_what_they_show(drawing) -> None:
+    """The questions of `make ask` are questions that the generator knows the answer to."""
+    from vlmfast.models.tiny.scenes import image_example, video_example
+
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for example in (image_example(drawing.PICTURE_SEED), video_example(drawing.CLIP_SEED)):
+        assert any(f'"{qa.question}"' in makefile for qa in example.qa)
