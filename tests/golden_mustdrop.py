@@ -1,0 +1,216 @@
+"""Replays the stored MustDrop cases: merging, key set and filter, alone and inside models."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+from transformers import CLIPVisionConfig, CLIPVisionModel, LlamaConfig, LlamaForCausalLM
+
+from helpers_layout import REQUEST, picture
+from vlmfast.compressors.mustdrop import (
+    MustDrop,
+    dual_attention,
+    dual_attention_rank,
+    spatial_merge,
+    text_attention,
+    window_similarity,
+    windows,
+)
+from vlmfast.engine.attention import TEXT, VISION
+from vlmfast.engine.decode import Run
+from vlmfast.engine.prefill import Inputs, Prompt
+from vlmfast.engine.vision import representatives
+from vlmfast.layout import Kind, TokenLayout
+from vlmfast.models.base import Adapter
+from vlmfast.recipe import Recipe
+from vlmfast.stages import Phase, Step, VisionStats, active
+
+CLOSE = {"rtol": 1e-3, "atol": 1e-4}
+
+
+def merge_case(data: dict, meta: dict) -> None:
+    """Merged hidden states, where each row went, and how many rows a token stands for."""
+    if "x" in data:  # as the kv folder stores it
+        window = tuple(int(n) for n in meta["window"].strip("()[] ").split(","))
+        hidden, out, threshold = data["x"], data["y"], float(meta["threshold"])
+    else:
+        window = tuple(data["window"].tolist())
+        hidden, out, threshold = data["hidden_states"], data["out"], float(data["threshold"])
+    similarity = window_similarity(windows(hidden[:, 1:], window))
+    counts = (similarity >= threshold).sum(1)
+    counts = counts.min().expand_as(counts)
+    if "r" in data:
+        assert int(counts[0]) == int(data["r"])
+    merged, source, lengths = spatial_merge(hidden, window, similarity, counts)
+    assert lengths.unique().tolist() == [out.shape[1]]
+    torch.testing.assert_close(merged, out, rtol=1e-4, atol=1e-5)
+    sizes = torch.zeros(out.shape[:2], dtype=torch.int64)
+    sizes = sizes.scatter_add(1, source, torch.ones_like(source))
+    assert torch.equal(sizes, data["size"][..., 0].long())
+    if "source" in data:
+        ours = torch.nn.functional.one_hot(source, out.shape[1]).transpose(1, 2)
+        assert torch.equal(ours, data["source"].long())
+
+    if window[0] == window[1]:  # what a recipe can say
+        stage = MustDrop(window[0], threshold, merge="call").expand()[0]
+        by_stage, rows = stage.on_block(Step(Phase.VISION), 1, hidden)
+        assert torch.equal(by_stage, merged)
+        assert torch.equal(rows, source) if int(counts[0]) else rows is None
+
+
+@torch.no_grad()
+def clip_case(data: dict, meta: dict) -> None:
+    """A tower of transformers with the stored weights, merged by the stage; then the key set."""
+    hidden, prefix = data["embeddings_after_pre_layrnorm"], "clip.vision_model.encoder.layers."
+    views, side = hidden.shape[0], math.isqrt(hidden.shape[1] - 1)
+    depth = len(data["num_tokens"]) - 1
+    tower = CLIPVisionModel(
+        CLIPVisionConfig(
+            hidden_size=hidden.shape[2],
+            intermediate_size=len(data[f"{prefix}0.mlp.fc1.bias"]),
+            num_hidden_layers=depth,
+            num_attention_heads=4,
+            image_size=14 * side,
+            patch_size=14,
+        )
+    ).eval()
+    tower.set_attn_implementation(VISION)
+    blocks = getattr(tower, "vision_model", tower).encoder.layers
+    blocks.load_state_dict(
+        {k.removeprefix(prefix): v for k, v in data.items() if k.startswith(prefix)}
+    )
+
+    merge, key_set, _ = MustDrop(merge="call").expand()
+    modules = {id(block.self_attn): index for index, block in enumerate(blocks)}
+    step = Step(Phase.VISION, depth=depth, modules=modules, requests=key_set.vision_stats(depth))
+    states = [hidden]
+    with active(step):
+        for index, block in enumerate(blocks):
+            if index in merge.blocks(depth):
+                hidden, step.merged = merge.on_block(step, index, hidden)
+                states[-1] = hidden
+            hidden = block(hidden, attention_mask=None)
+            states.append(hidden)
+    assert [state.shape[1] for state in states] == data["num_tokens"].tolist()
+    torch.testing.assert_close(hidden, data["last_hidden"], **CLOSE)
+    stored = data["features_select"]
+    torch.testing.assert_close(states[-2][:, -stored.shape[1] :], stored, **CLOSE)
+
+    # The stored indices count the rows behind CLS; ours mark tokens of the prompt.
+    if step.merged is None:
+        step.merged = torch.arange(1 + side * side).expand(views, -1)
+    attention = step.stats[depth - 1][:, :, 0, 1:]
+    for view, stored in enumerate(data["key_token_index"]):
+        tokens, geometry = picture((0, 0), (side, side))
+        rows = step.merged[view : view + 1, 1:] - 1
+        tokens = representatives(tokens, rows, side)
+        stats = VisionStats((geometry,), {depth - 1: attention[view : view + 1]})
+        layout = key_set.reduce(tokens, stats, REQUEST).layout
+        place = layout.grid[layout.protected, 1:].long()
+        ours = rows[0, place[:, 0] * side + place[:, 1]]
+        assert torch.equal(ours.sort().values, stored.sort().values)
+
+
+def filter_case(data: dict, meta: dict) -> None:
+    """Scores, and the tokens that pass, by the thresholds and by rank."""
+    if "attn" in data:  # as the kv folder stores it: whole maps
+        start, n = int(meta["v_token_start"]), int(meta["img_seq"])
+        thresholds = float(meta["global_thr"]), float(meta["individual_thr"])
+        attention, stored = data["attn"][0, :, start + n :], data["keep"]
+        attention = attention[:, : int(meta["text_seq"])]
+    else:
+        start, n = int(data["sys_len"]), int(data["img_len"])
+        thresholds = float(data["global_thr"]), float(data["individual_thr"])
+        attention, stored = data["attn_text_rows"][0], data["important_indices"]
+        assert attention.shape[1] == int(data["text_len"])
+    g, m = text_attention(attention[:, :, start : start + n])
+    if "global_score" in data:
+        torch.testing.assert_close(g, data["global_score"], rtol=1e-5, atol=1e-8)
+        torch.testing.assert_close(m, data["individual_score"], rtol=1e-5, atol=1e-8)
+    kept = dual_attention(g, m, *thresholds)
+    assert torch.equal(kept.nonzero().flatten(), stored)
+    if min(thresholds) > 0:
+        assert torch.equal(dual_attention_rank(g, m, *thresholds) >= 1, kept)
+
+
+def image_rows(total: int, kept: Tensor, images: Tensor) -> tuple[int, int]:
+    """First image row and number of image rows, from what was kept of ``total`` rows.
+
+    ``images`` are the kept ones counted from the first image row.
+    """
+    for start in (35, *range(len(kept) - len(images) + 1)):  # 35: the authors' system prompt
+        behind = len(kept) - start - len(images)
+        text = torch.arange(start), torch.arange(total - behind, total)
+        n = total - start - behind
+        if n > int(images[-1]) and torch.equal(torch.cat([text[0], start + images, text[1]]), kept):
+            return start, n
+    raise AssertionError("the kept rows are no text with images inside")
+
+
+@torch.no_grad()
+def llm_case(data: dict, meta: dict) -> None:
+    """The engine itself on the stored weights: selections, hidden states, keys.
+
+    What the file says about the cache behind the prefill (rows of layers 2 to 14 that later layers
+    dropped, the decoded token) belongs to the method's cache part.
+    """
+    depth, heads = len(data["cache_lengths"]), data["cache_key_layer0"].shape[1]
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=data["inputs_embeds"].shape[2],
+            intermediate_size=len(data["model.layers.0.mlp.up_proj.weight"]),
+            num_hidden_layers=depth,
+            num_attention_heads=heads,
+            vocab_size=len(data["model.embed_tokens.weight"]),
+        )
+    ).eval()
+    model.model.load_state_dict(
+        {k.removeprefix("model."): v for k, v in data.items() if k.startswith("model.")}
+    )
+    model.lm_head = torch.nn.Identity()  # so that logits are hidden states
+    model.set_attn_implementation(TEXT)
+    adapter = Adapter(model, SimpleNamespace(image_processor=True))
+
+    total, layers = data["inputs_embeds"].shape[1], (2, 6, 10, 14)
+    key = data["key_set"]
+    first = torch.cat([data["filter_kept_stage0"], key]).unique()
+    start, n = image_rows(total, data["kept_seq_index_stage0"], first)
+    order = torch.arange(total)
+    layout = TokenLayout.text(order, order[None])
+    kind, protected = layout.kind.clone(), layout.protected.clone()
+    kind[start : start + n] = int(Kind.IMAGE)
+    protected[start + key] = True
+    layout = layout.replace(kind=kind, protected=protected)
+
+    whole = MustDrop(
+        layers=tuple(layer + 1 for layer in layers),
+        global_thr=float(data["global_thr"]),
+        individual_thr=float(data["individual_thr"]),
+    )
+    recipe = Recipe((whole.expand()[2],))
+    run = Run(adapter, Inputs({}), recipe, begin=0.0)
+    run.trace.begin(layout.select(layout.visual), depth)
+    states = []
+    hook = model.model.norm.register_forward_hook(lambda module, args, out: states.append(out))
+    run.start_from(Prompt(data["inputs_embeds"][0], layout, total, total), room=1)
+    hook.remove()
+    torch.testing.assert_close(states[0], data["prefill_hidden"], **CLOSE)
+
+    alive = torch.arange(total)
+    for stage, layer in enumerate(layers):
+        gone = start + (run.trace.depth <= layer + 1).nonzero().flatten()
+        left = alive[~torch.isin(alive, gone)]
+        stored = data[f"kept_seq_index_stage{stage}"]  # of the rows that entered the stage
+        assert torch.equal(torch.isin(alive, left).nonzero().flatten(), stored)
+        alive = left
+    held = run.cache.lengths()
+    for layer in range(depth):
+        # In front of the first filter and behind the last one nothing is left to compress.
+        if layer < layers[0] or layer > layers[-1]:
+            assert held[layer] == int(data["cache_lengths"][layer])
+            if f"cache_key_layer{layer}" in data:
+                keys = run.cache.layers[layer].keys[:, :, : held[layer]]
+                torch.testing.assert_close(keys, data[f"cache_key_layer{layer}"], **CLOSE)

@@ -1,0 +1,718 @@
+"""MustDrop: its rules in numbers and against plain loops, then whole runs against references."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from helpers_layout import REQUEST, picture, prompt
+from reference import answer_logits, dense_logits
+from tiny_models import build_llava, build_llava_next
+from vlmfast import VLM, Recipe, RecipeError
+from vlmfast.compressors._budget import equivalent
+from vlmfast.compressors.mustdrop import (
+    PUBLISHED,
+    MustDrop,
+    dual_attention,
+    dual_attention_rank,
+    filter_counts,
+    filter_layers,
+    key_tokens,
+    spatial_merge,
+    text_attention,
+    window_similarity,
+    windows,
+)
+from vlmfast.engine.decode import Run
+from vlmfast.engine.prefill import Inputs
+from vlmfast.errors import ModelError
+from vlmfast.layout import Kind, TokenLayout
+from vlmfast.stages import EncodeStage, Phase, StatRequest, Step, VisionStats
+
+EXACT = 5e-5  # features of about 20
+TOKENS = [5, 9, 11, 7, 8]  # fed one by one behind the prompt
+NOTHING = MustDrop(similarity=2.0, global_thr=1.0, individual_thr=0.0)
+
+
+def noise(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+# --- merging -------------------------------------------------------------------------------------
+
+
+def window_ids(side: int, window: tuple[int, int]) -> torch.Tensor:
+    """Window of each patch in raster order, by plain arithmetic."""
+    y, x = torch.arange(side)[:, None], torch.arange(side)[None]
+    return (y // window[0] * (side // window[1]) + x // window[1]).flatten()
+
+
+@pytest.mark.parametrize(("side", "window"), [(4, (2, 2)), (6, (3, 3)), (6, (2, 3)), (4, (4, 1))])
+def test_similarity_is_the_mean_cosine_of_all_pairs(side: int, window: tuple[int, int]) -> None:
+    patches = noise(2, side * side, 5)
+    ids, m = window_ids(side, window), window[0] * window[1]
+    cells = windows(patches, window)
+    got = window_similarity(cells)
+    for view in range(2):
+        for w in range(got.shape[1]):
+            inside = patches[view, ids == w]
+            assert torch.equal(cells[view, w], inside)
+            cosines = torch.cosine_similarity(inside[:, None], inside[None], dim=-1)
+            expected = (cosines.sum() - cosines.trace()) / (m * (m - 1))
+            assert got[view, w] == pytest.approx(float(expected), abs=1e-6)
+
+
+def test_merging_in_numbers() -> None:
+    """Two windows of the first view merge and none of the second: the first one is padded."""
+    hidden = torch.arange(17.0).expand(2, 17)[..., None]
+    similarity = torch.tensor([[0.1, 0.9, 0.2, 0.95]] * 2)
+    merged, source, lengths = spatial_merge(hidden, (2, 2), similarity, torch.tensor([2, 0]))
+    assert lengths.tolist() == [11, 17]
+    # Lower right, then upper right; then the left half in raster order.
+    assert merged[0, :11, 0].tolist() == [0, 13.5, 5.5, 1, 2, 5, 6, 9, 10, 13, 14]
+    assert merged[1].equal(hidden[1])
+    assert source[0].tolist() == [0, 3, 4, 2, 2, 5, 6, 2, 2, 7, 8, 1, 1, 9, 10, 1, 1]
+    assert source[1].tolist() == list(range(17))
+
+
+@given(
+    st.sampled_from([(4, (2, 2)), (6, (3, 3)), (6, (2, 2)), (6, (2, 3))]),
+    st.lists(st.integers(0, 4), min_size=1, max_size=3),
+    st.integers(0, 99),
+)
+@settings(max_examples=40, deadline=None)
+def test_merged_rows_are_means_of_the_most_similar_windows(
+    shape: tuple[int, tuple[int, int]], counts: list[int], seed: int
+) -> None:
+    side, window = shape
+    m, ids = window[0] * window[1], window_ids(*shape)
+    hidden = noise(len(counts), 1 + side * side, 3, seed=seed)
+    similarity = window_similarity(windows(hidden[:, 1:], window))
+    got, source, lengths = spatial_merge(hidden, window, similarity, torch.tensor(counts))
+    assert got.shape[1] == int(lengths.max())
+    for view, count in enumerate(counts):
+        assert int(lengths[view]) == 1 + side * side - count * (m - 1)
+        order = similarity[view].argsort(descending=True)
+        groups = [[0]]
+        groups += [(1 + (ids == w).nonzero().flatten()).tolist() for w in order[:count]]
+        lone = ~torch.isin(ids, order[:count])
+        groups += [[1 + i] for i in lone.nonzero().flatten().tolist()]
+        assert len(groups) == int(lengths[view])
+        for row, members in enumerate(groups):
+            torch.testing.assert_close(got[view, row], hidden[view, members].mean(0))
+            assert (source[view, members] == row).all()
+
+
+def on_block(
+    stage: MustDrop, hidden: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None, Step]:
+    step = Step(Phase.VISION, depth=4)
+    return *stage.expand()[0].on_block(step, 1, hidden), step
+
+
+def towers(views: int = 3, side: int = 4, seed: int = 0) -> torch.Tensor:
+    """Hidden states whose view ``v`` has ``v`` windows of 2 x 2 equal patches."""
+    hidden, ids = noise(views, 1 + side * side, 16, seed=seed), window_ids(side, (2, 2))
+    for view in range(views):
+        for w in range(view):
+            inside = 1 + (ids == w).nonzero().flatten()
+            hidden[view, inside] = hidden[view, inside[:1]] * torch.tensor([[1], [2], [1], [3.0]])
+    return hidden
+
+
+def test_every_view_merges_its_own_windows_or_all_the_same_number() -> None:
+    hidden = towers()
+    merged, source, step = on_block(MustDrop(), hidden)
+    assert step.lengths.tolist() == [17, 14, 11]
+    assert merged.shape[1] == 17
+    assert (source.amax(1) + 1).tolist() == [17, 14, 11]
+    same, source, step = on_block(MustDrop(merge="call"), hidden)
+    assert same is hidden
+    assert source is None
+    assert step.lengths is None
+    merged, source, step = on_block(MustDrop(merge="call"), hidden[1:])
+    assert merged.shape[1] == 14
+    assert step.lengths is None  # no padding
+
+
+@pytest.mark.parametrize("stage", [MustDrop(similarity=2.0), MustDrop(1), MustDrop(budget=1.0)])
+def test_merging_can_be_switched_off(stage: MustDrop) -> None:
+    hidden = towers()
+    same, source, step = on_block(stage, hidden)
+    assert same is hidden
+    assert source is None
+    assert step.lengths is None
+
+
+@given(st.floats(0.01, 1), st.floats(-1, 1), st.sampled_from(["view", "call"]))
+@settings(max_examples=40, deadline=None)
+def test_merging_does_not_go_below_the_budget(budget: float, similarity: float, merge: str) -> None:
+    hidden = towers(seed=3)
+    stage = MustDrop(similarity=similarity, merge=merge, budget=budget)
+    _, source, _ = on_block(stage, hidden)
+    free = on_block(MustDrop(similarity=similarity, merge=merge), hidden)[1]
+    left, unbound = (48 if s is None else int(s.amax(1).sum()) for s in (source, free))
+    assert left >= budget * 48
+    assert left == unbound or unbound < budget * 48
+
+
+@pytest.mark.parametrize(
+    ("window", "side", "message"),
+    [
+        (3, 8, r"window=3 does not divide the 8x8 patches of a view; allowed are 1, 2, 4, 8"),
+        (2, 7, r"window=2 does not divide the 7x7 patches of a view; allowed are 1, 7"),
+        (0, 7, r"window=0 does not divide the 7x7 patches"),
+        (99, 8, r"window=99 does not divide the 8x8 patches"),
+    ],
+)
+def test_windows_must_divide_a_view(window: int, side: int, message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        on_block(MustDrop(window), noise(1, 1 + side * side, 4))
+
+
+@pytest.mark.parametrize(("side", "window"), [(24, 3), (16, 2), (12, 3), (8, 2)])
+def test_the_window_follows_the_grid(side: int, window: int) -> None:
+    assert MustDrop().window_of(side) == (window, window)
+    assert MustDrop(2).window_of(side) == (2, 2)
+
+
+def test_what_is_no_square_behind_cls_is_refused() -> None:
+    with pytest.raises(RecipeError, match=r"a CLS row and a square grid .* has 16 rows"):
+        on_block(MustDrop(), noise(1, 16, 4))
+    step = Step(Phase.VISION, merged=torch.zeros(1, 17, dtype=torch.int64))
+    with pytest.raises(RecipeError, match="nothing has merged before"):
+        MustDrop().expand()[0].on_block(step, 1, noise(1, 17, 4))
+
+
+# --- key set -------------------------------------------------------------------------------------
+
+
+def test_key_tokens_of_each_view() -> None:
+    """Two crops side by side without the newline; one attends to the end, one to the start."""
+    tokens, _ = picture((1, 2), (2, 2))
+    rows = torch.tensor([[0.1, 0.2, 0.3, 0.4], [0.4, 0.3, 0.2, 0.1], [0.25] * 4])
+    key = key_tokens(rows, tokens.layout, 2, 0.3)  # ceil(1.2) of four
+    layout = tokens.layout.select(key)
+    assert torch.stack([layout.tile, layout.grid[:, 1], layout.grid[:, 2]], 1).tolist() == [
+        [0, 1, 0],
+        [0, 1, 1],
+        [1, 0, 0],
+        [1, 0, 1],
+        [2, 0, 0],
+        [2, 0, 1],
+    ]
+
+
+@given(st.floats(0.001, 1), st.integers(0, 20))
+@settings(max_examples=30, deadline=None)
+def test_the_key_set_counts_tokens_of_the_prompt(share: float, seed: int) -> None:
+    """Crops lose their letterbox; what is left there is no candidate, and newlines never are."""
+    tokens, stats = prompt(
+        {"tiles": (2, 2), "patches": (4, 4), "size": (30, 80)}, {"tiles": (0, 0)}, seed=seed
+    )
+    last = {23: torch.rand(6, 2, 16, generator=torch.Generator().manual_seed(seed))}
+    stage = MustDrop(key=share).expand()[1]
+    marked = stage.reduce(tokens, VisionStats(stats.items, last), REQUEST)
+    layout = marked.layout
+    assert marked.features is tokens.features
+    assert not layout.protected[~layout.patches].any()
+    for view in range(6):
+        mine = layout.select(layout.view == view)
+        assert int(mine.protected.sum()) == math.ceil(len(mine) * share)
+        score = last[23][view].mean(0)[(mine.grid[:, 1] * 4 + mine.grid[:, 2]).long()]
+        if not mine.protected.all():
+            assert score[mine.protected].min() >= score[~mine.protected].max()
+
+
+def test_the_published_key_counts() -> None:
+    for side, tokens, number in [(24, 576, 47), (24, 296, 24)]:
+        layout = picture((0, 0), (side, side))[0].layout.select(torch.arange(tokens))
+        assert int(key_tokens(torch.rand(1, side * side), layout, side, 0.08).sum()) == number
+
+
+def test_marks_of_others_stay_and_another_tower_is_refused() -> None:
+    tokens, geometry = picture((0, 0), (4, 4))
+    protected = torch.zeros(16, dtype=torch.bool)
+    protected[5] = True
+    tokens = type(tokens)(tokens.features, tokens.layout.replace(protected=protected))
+    rows = torch.linspace(1, 0, 16).view(1, 1, 16)
+    stage = MustDrop().expand()[1]
+    marked = stage.reduce(tokens, VisionStats((geometry,), {23: rows}), REQUEST).layout.protected
+    assert marked.nonzero().flatten().tolist() == [0, 1, 5]
+    with pytest.raises(ModelError, match="16 of 64"):
+        stage.reduce(tokens, VisionStats((geometry,), {23: torch.rand(1, 2, 64)}), REQUEST)
+
+
+# --- filter --------------------------------------------------------------------------------------
+
+
+def test_the_filter_in_numbers() -> None:
+    """Two heads, two text rows, four tokens; a token falls only below both thresholds."""
+    attention = torch.tensor(
+        [
+            [[0.30, 0.02, 0.00, 0.00], [0.30, 0.02, 0.00, 0.10]],
+            [[0.10, 0.02, 0.00, 0.00], [0.30, 0.02, 0.02, 0.00]],
+        ]
+    )
+    g, m = text_attention(attention)
+    torch.testing.assert_close(g, torch.tensor([0.5, 0.04, 0.01, 0.05]))
+    torch.testing.assert_close(m, torch.tensor([0.3, 0.02, 0.01, 0.05]))
+    # The sum of g is 0.6. Token 1 is below the first threshold only, token 3 above both.
+    assert dual_attention(g, m, 0.07, 0.015).tolist() == [True, True, False, True]
+    assert dual_attention(g, m, 0.07, 0.03).tolist() == [True, False, False, True]
+    assert dual_attention(g, m, 0.01, 0.9).tolist() == [True, True, True, True]
+    assert dual_attention(g, m, 1.0, 0.0).all()
+    rank = dual_attention_rank(g, m, 0.07, 0.03)
+    torch.testing.assert_close(rank, torch.tensor([0.5 / 0.042, 0.04 / 0.042, 1 / 3, 5 / 3]))
+
+
+rules = st.builds(
+    MustDrop,
+    global_thr=st.floats(0.001, 0.2),
+    individual_thr=st.floats(0.001, 0.2),
+    layers=st.sampled_from([(0.1, 0.5), (2.0, 3.0), (1.0,)]),
+    budget=st.none() | st.floats(0.01, 1),
+)
+
+
+def prompt_step(
+    seed: int, depth: int = 4, behind: int = 5, pictures: tuple[int, ...] = (12, 7)
+) -> Step:
+    """Pictures with text in front of each and behind; some tokens are protected, some merged."""
+    kinds = [[Kind.TEXT] * 3 + [Kind.IMAGE] * n for n in pictures]
+    kinds = torch.tensor([k for part in kinds for k in part] + [Kind.TEXT] * behind)
+    order, generator = torch.arange(len(kinds)), torch.Generator().manual_seed(seed)
+    visual = kinds != Kind.TEXT
+    layout = TokenLayout.text(order, order[None])
+    layout = layout.replace(
+        kind=kinds.to(torch.uint8),
+        protected=visual & (torch.rand(len(kinds), generator=generator) < 0.2),
+        weight=1 + 3.0 * (visual & (torch.rand(len(kinds), generator=generator) < 0.3)),
+    )
+    return Step(Phase.PREFILL, depth=depth, layout=layout)
+
+
+def attend(step: Step, layer: int, seed: int) -> None:
+    """Attention of the text rows behind the last visual token."""
+    visual = step.layout.visual.nonzero().flatten()
+    rows = len(step.layout) - 1 - int(visual[-1]) if len(visual) else len(step.layout)
+    logits = 3 * noise(2, rows, len(step.layout), seed=seed + layer)
+    step.stats[layer - 1] = logits.softmax(-1)
+
+
+@given(rules, st.integers(0, 50))
+@settings(max_examples=100, deadline=None)
+def test_a_filter_keeps_text_and_the_key_set(stage: MustDrop, seed: int) -> None:
+    part, step = stage.expand()[2], prompt_step(seed)
+    key = step.layout.order[step.layout.protected]
+    text = step.layout.order[~step.layout.visual]
+    came_in = float(step.layout.weight[step.layout.visual].sum())
+    n = int(step.layout.visual.sum())
+    held = [n] * 4
+    for layer in part.layers(4):
+        attend(step, layer, seed)
+        g, m = text_attention(step.stats[layer - 1][..., step.layout.visual])
+        kept = part.keep(step, layer)
+        before = int(step.layout.visual.sum())
+        if kept is not None:
+            assert (kept[1:] > kept[:-1]).all()
+            assert len(kept) < len(step.layout)
+            step.select(kept)
+        assert torch.isin(key, step.layout.order).all()
+        assert torch.isin(text, step.layout.order).all()
+        after = int(step.layout.visual.sum())
+        held[layer:] = [after] * (4 - layer)
+        if stage.budget is None:
+            sure = dual_attention(g, m, *stage.thresholds)
+            assert max(int(sure.sum()), len(key)) <= after <= before
+        else:
+            assert after <= before
+    if stage.budget is not None:
+        first = part.layers(4)[0]
+        least = (first * n + (4 - first) * len(key)) / 4
+        wanted = min(max(stage.budget * came_in, least), n)
+        # One token less behind the first drop is the coarsest step there is.
+        assert sum(held) / 4 == pytest.approx(wanted, abs=0.5)
+
+
+@given(st.floats(0.001, 0.1), st.floats(0.001, 0.1), st.floats(1, 4), st.integers(0, 50))
+@settings(max_examples=50, deadline=None)
+def test_higher_thresholds_keep_less_and_the_rank_tells_when(
+    a: float, b: float, factor: float, seed: int
+) -> None:
+    g, m = text_attention((3 * noise(2, 5, 30, seed=seed)).softmax(-1)[..., :20])
+    low, high = dual_attention(g, m, a, b), dual_attention(g, m, a * factor, b * factor)
+    assert not (high & ~low).any()
+    rank = dual_attention_rank(g, m, a, b)
+    clear = (rank - factor).abs() > 1e-4
+    assert torch.equal((rank >= factor)[clear], high[clear])
+
+
+def test_a_budget_keeps_the_best_ranked_behind_the_key_set() -> None:
+    step = prompt_step(1)
+    part = MustDrop(layers=(2.0,), budget=0.4).expand()[2]
+    attend(step, 2, seed=1)
+    visual = step.layout.visual.nonzero().flatten()
+    g, m = text_attention(step.stats[1][..., visual])
+    rank = dual_attention_rank(g, m, *PUBLISHED["192"])
+    rank[step.layout.protected[visual]] = torch.inf
+    kept = part.keep(step, 2)
+    images = kept[torch.isin(kept, visual)]
+    best = visual[rank.argsort(descending=True)[: len(images)]]
+    assert torch.equal(images, best.sort().values)
+    assert len(images) < len(visual)
+
+
+def test_no_picture_and_no_text_behind_it_keep_everything() -> None:
+    for step in (prompt_step(0, behind=0), prompt_step(0, pictures=())):
+        part = MustDrop(global_thr=1.0, individual_thr=1.0).expand()[2]
+        attend(step, 1, seed=0)
+        assert part.keep(step, 1) is None
+
+
+# --- parameters ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("layers", "depth", "counts"),
+    [
+        (MustDrop().layers, 32, (3, 7, 11, 15)),
+        (MustDrop().layers, 40, (4, 9, 14, 19)),
+        (MustDrop().layers, 6, (1, 2, 3)),
+        (MustDrop().layers, 4, (1, 2)),
+        ((3.0, 7.0, 21.0), 32, (3, 7, 21)),
+        ((7.0, 0.25), 32, (7, 8)),
+        ((0.01,), 2, (1,)),
+    ],
+)
+def test_layers(layers: tuple[float, ...], depth: int, counts: tuple[int, ...]) -> None:
+    assert filter_layers(layers, depth) == counts
+    part = MustDrop(layers=layers).expand()[2]
+    assert part.layers(depth) == counts
+    assert part.text_stats(depth) == {n - 1: StatRequest("text") for n in counts}
+
+
+@pytest.mark.parametrize(
+    ("layers", "depth"), [((32.0,), 32), ((2.5,), 32), ((float("inf"),), 32), ((0.9,), 1)]
+)
+def test_layers_that_do_not_fit(layers: tuple[float, ...], depth: int) -> None:
+    with pytest.raises(RecipeError, match=rf"mustdrop: layers=.* of {depth} layers; allowed are"):
+        filter_layers(layers, depth)
+
+
+@given(
+    st.integers(1, 3000), st.floats(0, 1), st.floats(0.001, 1.2), st.sampled_from([4, 6, 32, 40])
+)
+@settings(deadline=None)
+def test_counts_meet_the_target_or_its_limits(
+    n: int, key: float, target: float, depth: int
+) -> None:
+    layers, key = filter_layers(MustDrop().layers, depth), int(key * n)
+    counts = filter_counts(n, key, target * n, layers, depth)
+    assert list(counts) == sorted(counts, reverse=True)
+    assert key <= counts[-1] <= counts[0] <= n
+    least = equivalent(n, layers, [key] * len(layers), depth)
+    got = equivalent(n, layers, counts, depth)
+    assert got == pytest.approx(min(max(target * n, least), n), abs=0.5)
+
+
+def test_every_filter_keeps_the_same_share_above_the_key_set() -> None:
+    counts = filter_counts(576, 47, 256, (3, 7, 11, 15), 32)
+    shares = [b / a for a, b in zip((576, *counts), counts, strict=False)]
+    assert shares == pytest.approx([shares[0]] * 4, abs=5e-3)
+    assert 47 < counts[3] < counts[2] < counts[1] < counts[0] < 576
+    assert equivalent(576, (3, 7, 11, 15), counts, 32) == pytest.approx(256, abs=0.3)
+    assert filter_counts(576, 47, 120, (3, 7, 11, 15), 32)[-1] == 47
+
+
+def test_the_word_and_its_parts() -> None:
+    stage = MustDrop()
+    assert [part.protocol for part in stage.expand()] == ["in-encoder", "encode", "prefill"]
+    assert {part.name for part in stage.expand()} == {"mustdrop"}
+    assert {part.positions for part in stage.expand()[1:]} == {"compact"}
+    assert {p.positions for p in MustDrop(positions="keep").expand()[1:]} == {"keep"}
+    assert stage.expand()[0].blocks(24) == (1,)
+    assert stage.expand()[1].vision_stats(24) == {23: StatRequest("cls")}
+    assert stage.floor(32) == pytest.approx((3 + 29 * 0.08) / 32)
+    assert Recipe.parse("mustdrop:0.33") == Recipe((MustDrop(budget=0.33),))
+    assert str(Recipe.parse("mustdrop:window=2,published=64")) == "mustdrop:window=2,published=64"
+    assert Recipe.parse("mustdrop:layers=3/7/21")[0].layers == (3, 7, 21)
+    with pytest.raises(RecipeError, match=r"pipeline order; write mustdrop\+hired"):
+        Recipe.parse("hired+mustdrop")
+
+
+def test_published_thresholds() -> None:
+    assert MustDrop().thresholds == (0.001, 0.001)
+    assert MustDrop(published="64").thresholds == (0.011, 0.01)
+    assert MustDrop(published="64", global_thr=0.5).thresholds == (0.5, 0.01)
+    assert MustDrop(individual_thr=0.0).thresholds == (0.001, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("mustdrop:0", r"mustdrop: budget=0 is out of range, allowed is > 0 and <= 1"),
+        ("mustdrop:window=-1", r"window=-1 is out of range"),
+        ("mustdrop:window=2.5", r"window='2.5' cannot be read as int"),
+        ("mustdrop:similarity=-2", r"similarity=-2 is out of range"),
+        ("mustdrop:similarity=nan", r"similarity=nan is out of range"),
+        ("mustdrop:merge=all", r"merge=all is out of range, allowed is one of view, call"),
+        ("mustdrop:key=0", r"key=0 is out of range"),
+        ("mustdrop:key=1.1", r"key=1.1 is out of range"),
+        ("mustdrop:layers=0/0.5", r"layers=0/0.5 is out of range"),
+        ("mustdrop:layers=three", r"layers='three' cannot be read"),
+        ("mustdrop:published=100", r"published=100 .* one of 192, 128, 64, 64-vizwiz"),
+        ("mustdrop:global_thr=2", r"global_thr=2 is out of range"),
+        ("mustdrop:individual_thr=-1", r"individual_thr=-1 is out of range"),
+        ("mustdrop:positions=odd", r"positions=odd .* one of keep, compact"),
+        ("mustdrop:0.5,global_thr=0", None),
+        ("mustdrop:budget=0.5,global_thr=0", r"global_thr=0 cannot stand with budget"),
+        ("mustdrop:budget=0.5,individual_thr=0", r"individual_thr=0 cannot stand with budget"),
+        ("mustdrop:windo=2", r"no parameter 'windo' \(did you mean 'window'\?\)"),
+    ],
+)
+def test_bad_words(word: str, message: str | None) -> None:
+    with pytest.raises(RecipeError, match=message or "global_thr=0 cannot stand with budget"):
+        Recipe.parse(word)
+
+
+# --- whole runs ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=[build_llava, build_llava_next])
+def vlm(request) -> VLM:
+    return VLM(*request.param(layers=4))
+
+
+def half_flat(seed: int, width: int = 60, height: int = 44) -> np.ndarray:
+    """Noise on the right, one colour on the left: some windows are alike, others are not."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    pixels[:, : width // 2] = 40 * seed + 20
+    return pixels
+
+
+CASES = {
+    "one picture": [half_flat(0, 64, 64)],
+    "three pictures": [half_flat(0), half_flat(1, 30, 70), half_flat(2, 90, 33)],
+}
+# Random weights spread their attention; these thresholds and this similarity bite on them.
+STRONG = {"similarity": 0.35, "global_thr": 0.08, "individual_thr": 0.1}
+
+
+def start(vlm: VLM, recipe, pictures: list[np.ndarray]) -> Run:
+    tensors = vlm.inputs("what is here ?", images=pictures)
+    sizes = [p.shape[:2] for p in pictures]
+    return Run(vlm.adapter, Inputs(tensors, sizes, "q"), Recipe.of(recipe), time.perf_counter())
+
+
+@torch.no_grad()
+def merged_by_hand(vlm: VLM, pictures: list[np.ndarray], threshold: float) -> list[tuple]:
+    """Per view, from the tower's own blocks and without padding: groups of patches, features."""
+    tensors = vlm.inputs("what is here ?", images=pictures)
+    pixels, results = tensors["pixel_values"], []
+    if pixels.dim() == 5:
+        sizes = [p.shape[:2] for p in pictures]
+        views = [views.views[1] - views.views[0] for views in vlm.adapter._geometry(sizes)]
+        pixels = torch.cat([p[:n] for p, n in zip(pixels, views, strict=True)])
+    tower, blocks = vlm.model.get_encoder(modality="image"), vlm.adapter.vision_blocks()
+    for view in pixels:
+        hidden = blocks[0](tower.pre_layrnorm(tower.embeddings(view[None])), attention_mask=None)
+        ids = window_ids(4, (2, 2))
+        groups = []
+        for w in range(4):
+            inside = (ids == w).nonzero().flatten()
+            patches = hidden[0, 1 + inside]
+            cosines = torch.cosine_similarity(patches[:, None], patches[None], dim=-1)
+            alike = (cosines.sum() - 4) / 12 >= threshold
+            groups += [inside.tolist()] if alike else [[i] for i in inside.tolist()]
+        rows = [hidden[0, :1], *(hidden[0, [1 + i for i in g]].mean(0)[None] for g in groups)]
+        hidden = torch.cat(rows)[None]
+        for block in blocks[1:-1]:
+            hidden = block(hidden, attention_mask=None)
+        results.append((groups, vlm.model.base_model.multi_modal_projector(hidden[:, 1:])[0]))
+    return results
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_merged_features_equal_the_tower_by_hand(vlm: VLM, case: str) -> None:
+    """Views that merge differently go through the tower together; padding changes nothing."""
+    run = start(vlm, MustDrop(**STRONG), CASES[case])
+    answer_logits(vlm, run, [])
+    full, layout = run.trace.layout, run.prompt.layout
+    here = {
+        (v, 4 * y + x): i
+        for i, (v, (_, y, x)) in enumerate(zip(full.view.tolist(), full.grid.tolist(), strict=True))
+        if v >= 0
+    }
+    tokens, sizes = 0, set()
+    for view, (groups, features) in enumerate(merged_by_hand(vlm, CASES[case], 0.35)):
+        sizes.add(len(groups))
+        for group, feature in zip(groups, features, strict=True):
+            there = [here[view, i] for i in group if (view, i) in here]
+            row = torch.isin(layout.order, full.order[there]).nonzero().flatten()
+            assert len(row) == bool(there)
+            if there:
+                assert (run.prompt.embeds[row[0]] - feature).abs().max() < EXACT
+                assert int(layout.weight[row[0]]) == len(there)
+                tokens += 1
+    newlines = int((layout.kind == Kind.NEWLINE).sum())
+    assert tokens + newlines == int(layout.visual.sum()) < len(full)
+    assert float(layout.weight[layout.visual].sum()) == len(full)
+    assert sorted(layout.order.tolist()) == layout.order.tolist()
+    if case == "three pictures":
+        assert len(sizes) > 1  # the views differ, so there was padding
+    # Control: another threshold gives other features.
+    other = start(vlm, MustDrop(similarity=0.999), CASES[case])
+    answer_logits(vlm, other, [])
+    assert len(other.prompt.layout) > len(layout)
+
+
+def test_a_view_does_not_depend_on_its_neighbours(vlm: VLM) -> None:
+    alone = start(vlm, MustDrop(**STRONG), CASES["three pictures"][:1])
+    together = start(vlm, MustDrop(**STRONG), CASES["three pictures"])
+    by_call = start(vlm, MustDrop(merge="call", **STRONG), CASES["three pictures"])
+    for run in (alone, together, by_call):
+        answer_logits(vlm, run, [])
+    first = [run.prompt.embeds[run.prompt.layout.item == 0] for run in (alone, together, by_call)]
+    assert (first[0] - first[1]).abs().max() < EXACT
+    assert first[2].shape != first[0].shape  # control: the view with the fewest rules over all
+
+
+def test_statistics_under_padding_equal_those_alone(vlm: VLM) -> None:
+    @dataclass(frozen=True)
+    class Look(EncodeStage):
+        name: ClassVar[str] = "test-look"
+        positions: ClassVar[str] = "keep"
+
+        def vision_stats(self, depth):
+            return {1: StatRequest("columns"), 2: StatRequest("cls")}
+
+        def reduce(self, tokens, stats, request):
+            seen.append(stats.rows)
+            return tokens
+
+    seen: list[dict] = []
+    for pictures in (CASES["three pictures"][:1], CASES["three pictures"]):
+        answer_logits(vlm, start(vlm, (MustDrop(**STRONG), Look()), pictures), [])
+    for layer in (1, 2):
+        alone, together = (rows[layer] for rows in seen)
+        assert len(together) > len(alone)
+        assert (together[: len(alone)] - alone).abs().max() < 1e-6
+
+
+def attention_maps(vlm: VLM, embeds: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Softmax attention (1, H, S, S) of every layer over a prompt, by Hugging Face's eager code."""
+    vlm.model.set_attn_implementation("eager")
+    try:
+        with torch.no_grad():
+            return vlm.model.get_decoder()(
+                inputs_embeds=embeds[None], output_attentions=True
+            ).attentions
+    finally:
+        vlm.model.set_attn_implementation("sdpa")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_first_filter_equals_eager_attention(vlm: VLM, case: str) -> None:
+    run = start(vlm, MustDrop(**STRONG), CASES[case])
+    answer_logits(vlm, run, [])
+    layout = run.prompt.layout
+    visual = layout.visual.nonzero().flatten()
+    attention = attention_maps(vlm, run.prompt.embeds)[0][0].mean(0)
+    rows = attention[int(visual[-1]) + 1 :, visual]
+    g, m = rows.sum(0), rows.amax(0)
+    key = layout.protected[visual]
+    kept = ~((g < 0.08 * g.sum()) & (m < 0.1)) | key
+    orders = run.trace.layout.order[run.trace.depth > 1]
+    assert torch.equal(layout.order[visual[kept]], orders)
+    assert 0 < int(kept.sum()) < len(visual)
+    if case == "three pictures":
+        # Controls: without the key set, and by all rows, it would choose otherwise.
+        assert (key & (g < 0.08 * g.sum()) & (m < 0.1)).any()
+        g, m = attention[:, visual].sum(0), attention[:, visual].amax(0)
+        assert not torch.equal(kept, ~((g < 0.08 * g.sum()) & (m < 0.1)) | key)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("policy", ["keep", "compact"])
+@pytest.mark.parametrize("budget", [None, 0.45])
+def test_a_run_equals_the_dense_reference(
+    vlm: VLM, case: str, policy: str, budget: float | None
+) -> None:
+    stage = MustDrop(positions=policy, budget=budget, **STRONG)
+    run = start(vlm, stage, CASES[case])
+    got = answer_logits(vlm, run, TOKENS)
+    layout, ones = run.prompt.layout, torch.ones(len(TOKENS), dtype=torch.bool)
+    alive = []
+    for layer in range(4):
+        gone = run.trace.layout.order[run.trace.depth <= layer]
+        alive.append(torch.cat([~torch.isin(layout.order, gone), ones]))
+    held = [int(rows.sum()) for rows in alive]
+    assert held[0] == len(layout) + len(TOKENS)
+    assert held[0] > held[1] >= held[2] == held[3]
+    assert run.cache.lengths() == held
+    for rows in alive:
+        assert rows[: len(layout)][layout.protected].all()
+    with torch.no_grad():
+        answer = vlm.model.get_input_embeddings()(torch.tensor(TOKENS))
+    embeds = torch.cat([run.prompt.embeds, answer])
+    if policy == "compact":
+        position = [(rows.cumsum(0) - 1).clamp(min=0) for rows in alive]
+    else:
+        follow = run.prompt.full_length + torch.arange(len(TOKENS))
+        position = [torch.cat([layout.order, follow])] * 4
+    expected = dense_logits(vlm.model, embeds, position, alive)[-len(TOKENS) - 1 :]
+    assert (got - expected).abs().max() < EXACT
+    control = dense_logits(vlm.model, embeds, position, [torch.ones_like(alive[0])] * 4)
+    assert (got - control[-len(TOKENS) - 1 :]).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("stage", [NOTHING, MustDrop(budget=1.0, **STRONG)], ids=str)
+def test_a_stage_that_keeps_everything_changes_nothing(
+    vlm: VLM, case: str, stage: MustDrop
+) -> None:
+    plain, run = start(vlm, (), CASES[case]), start(vlm, stage, CASES[case])
+    expected = answer_logits(vlm, plain, TOKENS)
+    assert torch.equal(answer_logits(vlm, run, TOKENS), expected)
+    assert run.stats.equivalent_tokens == run.stats.visual_tokens_in
+    assert run.prompt.layout.protected.any()
+
+
+@pytest.mark.parametrize("budget", [0.9, 0.6, 0.45, 0.33])
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_meets_its_budget(vlm: VLM, case: str, budget: float) -> None:
+    run = start(vlm, MustDrop(similarity=0.35, budget=budget), CASES[case])
+    answer_logits(vlm, run, [])
+    stats = run.stats
+    assert stats.equivalent_tokens == pytest.approx(budget * stats.visual_tokens_in, abs=1)
+    least = stats.visual_tokens_per_layer[0] + 3 * int(run.prompt.layout.protected.sum())
+    assert stats.equivalent_tokens >= least / 4
+
+
+def test_below_the_floor_the_key_set_is_left(vlm: VLM) -> None:
+    run = start(vlm, MustDrop(budget=0.01), CASES["three pictures"])
+    answer_logits(vlm, run, [])
+    key = int(run.prompt.layout.protected.sum())
+    n = int(run.prompt.layout.visual.sum())
+    assert run.stats.visual_tokens_per_layer == [n, key, key, key]
+    assert run.stats.visual_tokens_kept["mustdrop"] == key
+    left = run.trace.layout.select(run.trace.depth == 4)
+    assert set(left.item.tolist()) == {0, 1, 2}  # every picture keeps something
+
+
+def test_a_question_without_pictures(vlm: VLM) -> None:
+    assert (
+        vlm.ask("what ?", recipe="mustdrop:0.3", max_new_tokens=3).token_ids
+        == vlm.ask("what ?", max_new_tokens=3).token_ids
+    )
+    with pytest.raises(RecipeError, match="window=3 does not divide the 4x4"):
+        vlm.ask("what ?", half_flat(0), recipe="mustdrop:window=3", max_new_tokens=3)

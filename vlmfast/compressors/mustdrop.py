@@ -1,0 +1,412 @@
+"""MustDrop: tokens that are alike merge, tokens that matter stay, the question drops the rest.
+
+MustDrop (arXiv 2411.10803) asks three times whether a visual token must be dropped. This file holds
+the first two parts; one recipe word runs all of them.
+
+In the vision tower, behind its first layer, the patches are cut into windows of ``m`` (3 x 3). A
+window whose patches are alike becomes one token, their mean::
+
+    sim(w) = mean over pairs i != j of cos(x_i, x_j)          merge w if sim(w) >= similarity
+
+At the end of the tower the CLS row of the last layer, mean over heads, marks the *key set* of each
+view: the ``ceil(key T)`` most attended of its ``T`` tokens. No later part drops them.
+
+In the language model, behind layers 2, 6, 10 and 14 (of 0 to 31), every text row ``t`` behind the
+last visual token says, by its softmax attention ``A`` (mean over heads), what the question sees::
+
+    g_j = sum over t of A[t, j]         m_j = max over t of A[t, j]
+    drop j  if  g_j < global_thr sum_i g_i  and  m_j < individual_thr  and  j is no key token
+
+``budget`` needs counts rather than thresholds. Raise both thresholds by one common factor: token j
+falls at ``max(g_j / (global_thr sum_i g_i), m_j / individual_thr)``, and 1 is the rule above.
+That factor ranks the tokens. A budget keeps the key set and the best of the rest, ``n lambda^s``
+tokens behind filter ``s``; ``n`` enter the language model, and ``lambda`` is solved so that the
+average over the layers is met. Windows still merge, those of all views ranked together, while at
+least the budget's share of the tower's patches is left.
+
+Different from the authors' code, and why:
+
+- Every view merges all of its similar windows. The authors merge as many in each view as in the one
+  with the fewest, so that a call has rows of one length; ``merge="call"`` does so too. Here views
+  are padded instead, and what a picture keeps does not depend on its neighbours.
+- Merged tokens stand where the middle of their window stood. The authors put them in front of all
+  others, most similar first (so does `spatial_merge`; the tower itself does not mind).
+- Windows are 3 x 3 where that divides a view, else 2 x 2; other views need a window of their own.
+- Tokens that the prompt does not hold (LLaVA-NeXT's letterbox) are no candidates for the key set.
+- Newlines, which the authors do not insert, are visual tokens like others to the filter.
+- Similarities and attention are compared in float32. Ties go to the lower index.
+- Several pictures: their tokens are filtered together, by the text behind the last one.
+- Any depth: the layers are given as the number of layers before each drop, 3, 7, 11 and 15; a value
+  below 1 is a share of the depth. Thresholds are absolute, as published: fewer tokens, softer rule.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from ..errors import ModelError, RecipeError
+from ..layout import TokenLayout, VisualTokens
+from ..stages import (
+    EncodeRequest,
+    EncodeStage,
+    InEncoderStage,
+    PrefillStage,
+    Stage,
+    StatRequest,
+    Step,
+    VisionStats,
+    budget_param,
+    param,
+    positions_param,
+)
+from ._budget import equivalent, solve
+from ._select import best
+
+# Thresholds (global, individual) of the authors' scripts for LLaVA-1.5-7B, by the tokens that they
+# left on average of its 576: TextVQA's, and for 64 tokens also VizWiz's.
+PUBLISHED = {
+    "192": (0.001, 0.001),
+    "128": (0.0012, 0.001),
+    "64": (0.011, 0.01),
+    "64-vizwiz": (0.005, 0.001),
+}
+
+
+# --- in the vision tower -------------------------------------------------------------------------
+
+
+def windows(patches: Tensor, window: tuple[int, int]) -> Tensor:
+    """Patches (V, N, D) of square views as (V, W, m, D): windows, and the patches in each."""
+    side = math.isqrt(patches.shape[1])
+    down, across = window
+    cells = patches.unflatten(1, (side // down, down, side // across, across))
+    return cells.transpose(2, 3).flatten(3, 4).flatten(1, 2)
+
+
+def window_similarity(cells: Tensor) -> Tensor:
+    """Mean cosine over the pairs of different patches: (V, W, m, D) to float32 (V, W).
+
+    All pairs at once: the squared length of the sum of unit vectors is the sum over all pairs.
+    """
+    m, units = cells.shape[2], normalize(cells.float(), dim=-1)
+    pairs = units.sum(2).square().sum(-1) - units.square().sum((2, 3))
+    return pairs / (m * (m - 1))
+
+
+def spatial_merge(
+    hidden: Tensor, window: tuple[int, int], similarity: Tensor, counts: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Merge the ``counts[v]`` most similar windows of view ``v``.
+
+    Parameters
+    ----------
+    hidden : Tensor, (V, 1 + N, D)
+        CLS and the patches of a square view.
+    similarity : Tensor, (V, W)
+    counts : Tensor, int64, (V,)
+
+    Returns
+    -------
+    hidden : Tensor, (V, M, D)
+        CLS, merged windows by falling similarity, other patches in raster order, padding.
+    source : Tensor, int64, (V, 1 + N)
+        Row of the new hidden states that each old row is part of.
+    lengths : Tensor, int64, (V,)
+        Rows of each view without the padding.
+    """
+    views, n = hidden.shape[0], hidden.shape[1] - 1
+    cells = windows(hidden[:, 1:], window)
+    order = similarity.sort(dim=1, descending=True, stable=True).indices
+    rank, index = order.argsort(1), torch.arange(1 + n, device=hidden.device)
+    members = windows(index[None, :-1, None], window)[0, :, :, 0]
+    home = torch.empty_like(index[:-1])
+    home[members] = index[: len(members), None].expand_as(members)
+
+    merged = rank[:, home] < counts[:, None]
+    alone = (~merged).cumsum(1) - 1 + counts[:, None]
+    source = 1 + torch.where(merged, rank[:, home], alone)
+    source = torch.cat([torch.zeros_like(source[:, :1]), source], dim=1)
+    lengths = source.amax(1) + 1
+    most = int(lengths.max())
+
+    # Where each new row is copied from: an old row or the mean of a window. Windows that do not
+    # merge write into a last column that is cut off; padding is a copy of CLS.
+    copied = torch.zeros(views, most + 1, dtype=torch.int64, device=hidden.device)
+    copied = copied.scatter(1, source, index.expand(views, -1))
+    place = torch.where(rank < counts[:, None], 1 + rank, most)
+    copied = copied.scatter(1, place, (1 + n + index[: rank.shape[1]]).expand(views, -1))
+    rows = torch.cat([hidden, cells.mean(2)], dim=1)
+    return rows.gather(1, copied[:, :most, None].expand(-1, -1, rows.shape[2])), source, lengths
+
+
+def key_tokens(attention: Tensor, layout: TokenLayout, columns: int, share: float) -> Tensor:
+    """The most attended ``ceil(share T)`` of the ``T`` tokens of each view.
+
+    Parameters
+    ----------
+    attention : Tensor, (V, N)
+        CLS row of each view over its patches.
+    columns : int
+        Patches per row of a view.
+
+    Returns
+    -------
+    Tensor, bool, (S,)
+    """
+    there = layout.view >= 0
+    view = layout.view[there].long()
+    patch = (layout.grid[there, 1] * columns + layout.grid[there, 2]).long()
+    score = torch.full_like(attention, -torch.inf)
+    score[view, patch] = attention[view, patch]
+    tokens = (score > -torch.inf).sum(1)
+    chosen = best(score, (tokens.double() * share).ceil().long())
+    key = torch.zeros_like(layout.protected)
+    key[there] = chosen[view, patch]
+    return key
+
+
+# --- in the language model -----------------------------------------------------------------------
+
+
+def text_attention(attention: Tensor) -> tuple[Tensor, Tensor]:
+    """Sum and maximum over text rows of attention (H, R, N), mean over heads: ``g``, ``m`` (N,)."""
+    mean = attention.float().mean(0)
+    return mean.sum(0), mean.amax(0)
+
+
+def dual_attention(g: Tensor, m: Tensor, global_thr: float, individual_thr: float) -> Tensor:
+    """Tokens that pass one of both thresholds: bool (N,)."""
+    return ~((g < global_thr * g.sum()) & (m < individual_thr))
+
+
+def dual_attention_rank(g: Tensor, m: Tensor, global_thr: float, individual_thr: float) -> Tensor:
+    """By which factor both thresholds must be raised until a token falls: (N,)."""
+    return torch.maximum(g / (global_thr * g.sum()), m / individual_thr)
+
+
+def filter_layers(layers: Sequence[float], depth: int) -> tuple[int, ...]:
+    """Number of layers before each drop; shares that meet at a shallow model's layer are one."""
+    counts = {max(round(n * depth), 1) if n < 1 else n for n in layers}
+    if any(n % 1 != 0 or n >= depth for n in counts):
+        raise RecipeError(
+            f"mustdrop: layers={'/'.join(f'{n:g}' for n in layers)} does not fit a language model "
+            f"of {depth} layers; allowed are whole numbers below {depth}, or shares below 1"
+        )
+    return tuple(sorted(int(n) for n in counts))
+
+
+def filter_counts(
+    n: int, key: int, target: float, layers: Sequence[int], depth: int
+) -> tuple[int, ...]:
+    """Tokens behind each filter that bring the average over ``depth`` layers nearest to ``target``.
+
+    ``n`` enter the language model; no filter leaves fewer than the ``key`` tokens of the key set.
+    """
+
+    def counts(ratio: float) -> tuple[int, ...]:
+        powers = (ratio**s for s in range(1, len(layers) + 1))
+        return tuple(max(round(n * power), key) for power in powers)
+
+    return counts(solve(lambda ratio: equivalent(n, layers, counts(ratio), depth), target))
+
+
+# --- the recipe word, and its parts --------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class MustDrop(Stage):
+    """Merges similar windows, protects key tokens, drops what the question does not look at."""
+
+    name: ClassVar[str] = "mustdrop"
+    protocol: ClassVar[str] = "in-encoder"
+    paper: ClassVar[str] = "arXiv 2411.10803"
+    lead: ClassVar[str | None] = "budget"
+
+    window: int = param(
+        0,
+        "side of the windows in patches; 0: 3 where that divides a view, else 2; 1: nothing merges",
+        ge=0,
+    )
+    similarity: float = param(0.8, "mean cosine from which a window merges; 2: never", ge=-1.0)
+    merge: str = param(
+        "view",
+        "windows merged: all similar ones of each view, or as many as in the view with the fewest",
+        choices=("view", "call"),
+    )
+    key: float = param(0.08, "share of each view's tokens that is never dropped", gt=0.0, le=1.0)
+    layers: tuple[float, ...] = param(
+        (3 / 32, 7 / 32, 11 / 32, 15 / 32),
+        "layers before each filter; a value below 1 is a share of the model's depth",
+        gt=0.0,
+    )
+    published: str = param(
+        "192", "the authors' thresholds, by the tokens they left of 576", choices=tuple(PUBLISHED)
+    )
+    global_thr: float | None = param(
+        None, "lowest share of the text's attention, instead of the published one", ge=0.0, le=1.0
+    )
+    individual_thr: float | None = param(
+        None, "lowest attention of one text token, instead of the published one", ge=0.0, le=1.0
+    )
+    positions: str = positions_param("compact")
+    budget: float | None = budget_param()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        names = ("global_thr", "individual_thr")
+        for word, value in zip(names, self.thresholds, strict=True):
+            if self.budget is not None and value == 0:
+                raise RecipeError(
+                    f"mustdrop: {word}=0 cannot stand with budget, which ranks tokens by their "
+                    "attention in units of the thresholds; it must be > 0"
+                )
+
+    @property
+    def thresholds(self) -> tuple[float, float]:
+        """``global_thr`` and ``individual_thr``."""
+        pair = zip((self.global_thr, self.individual_thr), PUBLISHED[self.published], strict=True)
+        return tuple(usual if own is None else own for own, usual in pair)
+
+    def expand(self) -> tuple[Stage, ...]:
+        return (Merge(self), KeySet(self), Filter(self))
+
+    def floor(self, depth: int) -> float:
+        """Of a picture in which nothing merges: all tokens, then the key set alone."""
+        first = filter_layers(self.layers, depth)[0] / depth
+        return first + (1 - first) * self.key
+
+    def window_of(self, side: int) -> tuple[int, int]:
+        """Rows and columns of a window in views of ``side x side`` patches."""
+        for window in (self.window,) if self.window else (3, 2):
+            if side % window == 0:
+                return window, window
+        fitting = [w for w in range(1, side + 1) if side % w == 0]
+        raise RecipeError(
+            f"mustdrop: window={self.window} does not divide the {side}x{side} patches of a view; "
+            f"allowed are {', '.join(map(str, fitting))}"
+        )
+
+
+@dataclass(frozen=True)
+class Merge(InEncoderStage):
+    """Part 1: similar windows become one token behind the first layer of the tower."""
+
+    name: ClassVar[str] = MustDrop.name
+
+    of: MustDrop
+
+    def blocks(self, depth: int) -> tuple[int, ...]:
+        return (1,)
+
+    def on_block(self, step: Step, index: int, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+        n = hidden.shape[1] - 1
+        side = math.isqrt(n)
+        if step.merged is not None or side * side != n:
+            raise RecipeError(
+                f"mustdrop needs a CLS row and a square grid of patches that nothing has merged "
+                f"before; the vision tower has {n + 1} rows here"
+            )
+        if (window := self.of.window_of(side)) == (1, 1):
+            return hidden, None
+        similarity = window_similarity(windows(hidden[:, 1:], window))
+        similar = similarity >= self.of.similarity
+        room = similar.numel()
+        if self.of.budget is not None:
+            room = int(len(hidden) * n * (1 - self.of.budget) / (window[0] * window[1] - 1))
+        if self.of.merge == "view":
+            counts = (similar & best(similarity.view(1, -1), [room]).view_as(similar)).sum(1)
+        else:
+            counts = similar.sum(1).min().clamp(max=room // len(hidden)).expand(len(hidden))
+        if not bool(counts.any()):
+            return hidden, None
+        hidden, source, lengths = spatial_merge(hidden, window, similarity, counts)
+        if bool((lengths < hidden.shape[1]).any()):
+            step.lengths = lengths
+        return hidden, source
+
+
+@dataclass(frozen=True)
+class KeySet(EncodeStage):
+    """Between the parts: marks in ``layout.protected`` what no later part may drop."""
+
+    name: ClassVar[str] = MustDrop.name
+
+    of: MustDrop
+
+    @property
+    def positions(self) -> str:
+        return self.of.positions
+
+    def vision_stats(self, depth: int) -> dict[int, StatRequest]:
+        """The last layer, although its output goes nowhere."""
+        return {depth - 1: StatRequest("cls")}
+
+    def reduce(
+        self, tokens: VisualTokens, stats: VisionStats, request: EncodeRequest
+    ) -> VisualTokens:
+        layout, (h, w) = tokens.layout, stats.items[0].patches
+        attention = stats.rows[max(stats.rows)].mean(1)
+        if attention.shape[1] != h * w:
+            raise ModelError(
+                f"mustdrop needs one visual token per patch of the vision tower; this model makes "
+                f"{h * w} of {attention.shape[1]} patches"
+            )
+        key = key_tokens(attention, layout, w, self.of.key)
+        layout = layout.replace(protected=layout.protected | key)
+        return VisualTokens(tokens.features, layout, tokens.extra)
+
+
+@dataclass(frozen=True)
+class Filter(PrefillStage):
+    """Part 2: drops what no text token looks at, outside the key set."""
+
+    name: ClassVar[str] = MustDrop.name
+
+    of: MustDrop
+
+    @property
+    def positions(self) -> str:
+        return self.of.positions
+
+    def layers(self, depth: int) -> tuple[int, ...]:
+        return filter_layers(self.of.layers, depth)
+
+    def text_stats(self, depth: int) -> dict[int, StatRequest]:
+        return {layer - 1: StatRequest("text") for layer in self.layers(depth)}
+
+    def keep(self, step: Step, layer: int) -> Tensor | None:
+        layout, attention = step.layout, step.stats[layer - 1]
+        visual = layout.visual.nonzero().flatten()
+        if len(visual) == 0 or attention.shape[1] == 0:  # no picture, or no text behind it
+            return None
+        protected = layout.protected[visual]
+        g, m = text_attention(attention.index_select(-1, visual))
+        if self.of.budget is None:
+            kept = dual_attention(g, m, *self.of.thresholds) | protected
+        else:
+            rank = dual_attention_rank(g, m, *self.of.thresholds)
+            rank = rank.masked_fill(protected, torch.inf)
+            kept = best(rank[None], [self._count(step, layer)])[0]
+        if bool(kept.all()):
+            return None
+        return (~layout.visual).index_fill(0, visual[kept], True).nonzero().flatten()
+
+    def _count(self, step: Step, layer: int) -> int:
+        """Tokens left by the filter before ``layer``, solved once, at the first filter."""
+        layers, visual = self.layers(step.depth), step.layout.visual
+        note = step.notes.setdefault(self.name, {})
+        if "counts" not in note:
+            # A row's weight is the number of tokens that it stands for: together, what came in.
+            came_in = float(step.layout.weight[visual].double().sum())
+            key = int(step.layout.protected[visual].sum())
+            note["counts"] = filter_counts(
+                int(visual.sum()), key, self.of.budget * came_in, layers, step.depth
+            )
+        return note["counts"][layers.index(layer)]
