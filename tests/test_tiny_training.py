@@ -1,0 +1,357 @@
+"""Training of `tiny`: packing, resuming after a kill, export and generation."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from vlmfast.models.tiny import blocks, training
+from vlmfast.models.tiny.build import build_config, build_model
+from vlmfast.models.tiny.data import Spec, make_batch
+from vlmfast.models.tiny.evaluation import evaluate
+from vlmfast.models.tiny.export import ExportError, build_processor, export
+from vlmfast.models.tiny.heads import DenseHeads
+from vlmfast.models.tiny.labels import FIELDS
+from vlmfast.models.tiny.network import ATTENTION, Packed, packed_mask, to_tensors
+from vlmfast.models.tiny.optim import Optimizer, newton_schulz
+from vlmfast.models.tiny.scenes import EVAL_SEED_START, image_example, video_example
+from vlmfast.models.tiny.schedule import APART, DECAY, phase_of, plan
+from vlmfast.models.tiny.tokenizer import FastEncoder, build_tokenizer, turn, video_prefix
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="module")
+def tokenizer_file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tok") / "tokenizer.json"
+    build_tokenizer().save(str(path))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def packed(tokenizer_file):
+    torch.set_num_threads(2)
+    return Packed(build_model(3), DenseHeads(), FastEncoder(build_tokenizer())).eval()
+
+
+def _args(out: Path, **more: object) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    training.add_arguments(parser)
+    args = parser.parse_args(["--out", str(out), "--batch", "1", "--workers", "0"])
+    for name, value in more.items():
+        setattr(args, name, value)
+    return args
+
+
+def _lines(out: Path) -> list[dict]:
+    return [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+
+
+def test_configuration_is_the_documented_one():
+    config = build_config()
+    model = build_model()
+    assert 5.5e6 < sum(p.numel() for p in model.parameters()) < 7e6
+    assert config.text_config.num_hidden_layers == 6 and config.text_config.head_dim == 64
+    assert config.vision_feature_layer == -2
+    assert model.lm_head.weight is model.get_input_embeddings().weight
+
+
+def test_packed_mask_keeps_questions_apart():
+    mask = packed_mask(4, (2, 3)) == 0
+    assert mask[:4, :4].equal(torch.ones(4, 4).tril().bool())
+    assert mask[4:, :4].all()
+    assert not mask[6:, 4:6].any() and not mask[4:6, 6:].any()
+    assert mask.any(1).all()  # no row without a key
+
+
+@pytest.mark.parametrize("kind", ["image", "small", "video"])
+def test_packed_forward_equals_the_stock_model(packed, tokenizer_file, kind):
+    """The logits of a slot are those of the whole prompt sent through the stock model."""
+    spec = Spec(kind, 5, 1, (("exist", 1.0), ("where", 1.0), ("order", 1.0), ("count", 1.0)))
+    batch = make_batch(spec, tokenizer_file)
+    tensors = to_tensors(batch, torch.device("cpu"))
+    frame = packed.frame(kind, spec.slots, 0)
+    tokenizer = build_tokenizer()
+    processor = build_processor(tokenizer_file)
+    with torch.no_grad():
+        patches = packed.patches(tensors["pixels"], kind)[2]
+        hidden = packed.text(tensors, frame, patches, 0.0)
+        own = hidden @ packed.model.lm_head.weight.T
+        for slot in (0, len(spec.slots) - 1):
+            start = sum(spec.slots[:slot])
+            ids = batch.arrays["ids"][0, start : start + spec.slots[slot]]
+            ids = ids[ids > 0].tolist()
+            text = tokenizer.decode(ids, skip_special_tokens=False)
+            pixels = batch.arrays["pixels"][0]
+            if kind == "image":
+                canvas = np.concatenate(
+                    [np.concatenate(pixels[1:3], 1), np.concatenate(pixels[3:5], 1)]
+                )
+                images = [Image.fromarray(canvas)]
+                prompt = "USER: <image>\n" + text
+            else:
+                step = 2 if kind == "video" else len(pixels)
+                images = [Image.fromarray(p) for p in pixels[::step]]
+                prompt = (video_prefix(1) if kind == "video" else "USER: <image>\n") + text
+            inputs = processor(images=images, text=prompt, return_tensors="pt")
+            packed.model.set_attn_implementation("eager")
+            out = packed.model(**inputs).logits[0, -len(ids) :]
+            packed.model.set_attn_implementation(ATTENTION)
+            assert inputs["input_ids"][0, -len(ids) :].tolist() == ids
+            gap = (own[0, start : start + len(ids)] - out).abs().max()
+            assert gap < 2e-4 * out.abs().max()
+
+
+def test_single_views_are_equal_so_one_is_encoded(tokenizer_file):
+    for kind, views in (("small", 2), ("video", 8)):
+        pixels = make_batch(Spec(kind, 1, 1, (("exist", 1.0),)), tokenizer_file).arrays["pixels"]
+        assert pixels.shape[1] == views
+        assert np.array_equal(pixels[:, ::2], pixels[:, 1::2])
+
+
+def test_fast_attention_equals_the_plain_one():
+    torch.manual_seed(0)
+    n, g, prefix, slots, d = 3, 2, 7, (3, 3, 5), 16
+    length = prefix + sum(slots)
+    q, k, v = (torch.randn(s, requires_grad=True) for s in [(n, g, length, d)] + [(n, length, d)] * 2)
+    masks = blocks.causal_mask(prefix), blocks.own_mask(slots)
+    out = blocks.PackedAttention.apply(
+        *(x.bfloat16() for x in (q, k, v)), 0.3, prefix, slots, *masks
+    ).float()
+    score = torch.einsum("ngqd,nkd->ngqk", q, k) * 0.3 + packed_mask(prefix, slots)
+    want = torch.einsum("ngqk,nkd->ngqd", score.softmax(-1), v)
+    assert (out - want).abs().max() < 0.04
+    probe = torch.randn_like(want)
+    got = torch.autograd.grad((out * probe).sum(), (q, k, v))
+    ref = torch.autograd.grad((want * probe).sum(), (q, k, v))
+    for a, b in zip(got, ref, strict=True):
+        assert (a - b).norm() < 0.02 * b.norm()
+
+
+def test_codes_are_orthogonal_and_read_back():
+    heads = DenseHeads()
+    gram = heads.codes @ heads.codes.T
+    assert (gram - torch.diag(gram.diag())).abs().max() < 1e-4
+    fields = torch.stack([torch.randint(0, n, (5, 64)) for n in FIELDS.values()], -1)
+    place = torch.rand(5, 64, 2) * 2 - 1
+    code = heads.encode(fields, place)
+    loss, info = heads.dense_loss(code, fields, place)
+    assert float(info["fit"]) < 1e-8
+    assert all(float(info[name]) == 1.0 for name in FIELDS)
+    noisy, _ = heads.dense_loss(code + torch.randn_like(code), fields, place)
+    assert noisy > loss
+
+
+def test_newton_schulz_evens_out_singular_values():
+    torch.manual_seed(0)
+    out = newton_schulz(torch.randn(2, 24, 48))
+    values = torch.linalg.svdvals(out)
+    assert 0.5 < values.min() and values.max() < 1.4
+    assert newton_schulz(torch.randn(1, 48, 24)).shape == (1, 48, 24)
+
+
+def test_optimiser_survives_a_bad_batch():
+    p = torch.nn.Parameter(torch.ones(4, 4))
+    opt = Optimizer({"w": p})
+    p.grad = torch.full((4, 4), float("nan"))
+    opt.step(1.0)
+    assert torch.equal(p.detach(), torch.ones(4, 4))
+    p.grad = torch.eye(4)
+    opt.step(1.0)
+    assert torch.isfinite(p).all() and not torch.equal(p.detach(), torch.ones(4, 4))
+
+
+def test_schedule_is_deterministic_and_ends_at_rate_zero():
+    assert [phase_of(x) for x in (0, APART, DECAY, 1)] == ["apart", "together", "decay", "decay"]
+    assert plan(9, 0.5, 1, 8) == plan(9, 0.5, 1, 8)
+    assert plan(900, 1.0, 1, 8).lr == 0
+    late = [plan(i, 0.9, 1, 8) for i in range(200)]
+    assert not any(p.codes for p in late) and all(p.spec.hint == 0 for p in late)
+    assert all(p.spec.options == 4 for p in late)
+    dropped = [p for p in late if p.spec.keep]
+    assert dropped and not any(p.spec.keep_foreground for p in dropped)
+    assert {p.spec.kind for p in late} == {"image", "small", "video"}
+
+
+def test_training_scaffolds_never_reach_the_evaluation(tokenizer_file):
+    batch = make_batch(Spec("image", EVAL_SEED_START, 32, evaluation=True), tokenizer_file)
+    names = {training.data.TYPE_NAMES[t] for t in batch.arrays["types"].ravel() if t >= 0}
+    assert "mc" in names and not names & {"hint", "option"}
+
+
+@pytest.mark.slow
+def test_killed_and_resumed_run_equals_an_uninterrupted_one(tmp_path):
+    """A run that is killed with SIGKILL ends with the same weights, bit for bit."""
+    command = [
+        sys.executable, "-m", "vlmfast.models.tiny.training", "--batch", "1", "--workers", "0",
+        "--max-steps", "9", "--seed", "4", "--save-every", "0", "--eval-every", "1e9",
+    ]  # fmt: skip
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "env": env}
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    subprocess.run([*command, "--out", str(whole)], check=True, **quiet)
+    run = subprocess.Popen([*command, "--out", str(cut)], **quiet)
+    deadline = time.monotonic() + 120
+    while not (cut / "checkpoint.pt").exists() and run.poll() is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    run.send_signal(signal.SIGKILL)
+    run.wait()
+    subprocess.run([*command, "--out", str(cut)], check=True, **quiet)
+    a, b = (torch.load(d / "checkpoint.pt", weights_only=True) for d in (whole, cut))
+    assert a["step"] == b["step"] == 9
+    for part in ("master", "ema", "first", "second"):
+        for name, value in a["optimizer"][part].items():
+            assert torch.equal(value, b["optimizer"][part][name]), name
+
+
+def test_every_phase_runs_stops_resumes_and_exports(tmp_path):
+    """The whole life of a run on the smallest scale, and the exported folder at work."""
+    out = tmp_path / "run"
+    assert training.run(_args(out, max_steps=6, stop_after=2)) == 0
+    state = torch.load(out / "checkpoint.pt", weights_only=True)
+    assert state["step"] == 2 and not [x for x in _lines(out) if "final" in x] if (
+        out / "log.jsonl"
+    ).exists() else state["step"] == 2
+    assert training.run(_args(out, max_steps=6, smoke=True)) == 0
+    assert torch.load(out / "checkpoint.pt", weights_only=True)["step"] == 6
+    assert "final" in _lines(out)[-1]
+    with pytest.raises(training.TrainingError, match="seed"):
+        training.run(_args(out, max_steps=6, seed=9))
+
+    folder = tmp_path / "exported"
+    export(out, folder)
+    export(out / "checkpoint.pt", folder)  # replaces the folder
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["exported", "run"]
+    _check_folder(folder)
+
+
+def _check_folder(folder: Path) -> None:
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    assert (folder / "model.safetensors").stat().st_size < 16e6
+    model = AutoModelForImageTextToText.from_pretrained(folder).eval()
+    processor = AutoProcessor.from_pretrained(folder)
+    assert type(model).__name__ == "LlavaNextForConditionalGeneration"
+    assert model.dtype == torch.bfloat16
+    example = image_example(EVAL_SEED_START)
+    question = example.qa[0].question
+    messages = [
+        {
+            "role": "user",
+            "content": [{"type": "image"}, {"type": "text", "text": question}],
+        }
+    ]
+    prompt = processor.apply_chat_template(messages, add_generation_prompt=True)
+    assert prompt == f"USER: <image>\n{turn(question)}"
+    inputs = processor(images=example.image, text=prompt, return_tensors="pt")
+    ids = inputs["input_ids"][0].tolist()
+    assert ids.count(1) == 1 and ids[0] == 1 and ids.count(4) == 336
+    inputs["pixel_values"] = inputs["pixel_values"].to(model.dtype)
+    new = model.generate(**inputs, max_new_tokens=4, do_sample=False)[0, len(ids) :]
+    assert 1 <= len(new) <= 4
+    parts = []
+    for i in range(4):
+        parts += [{"type": "text", "text": f"frame {i + 1} "}, {"type": "image"}]
+    content = [*parts, {"type": "text", "text": "Which object moves?"}]
+    prompt = processor.apply_chat_template(
+        [{"role": "user", "content": content}], add_generation_prompt=True
+    )
+    assert prompt == video_prefix(1) + turn("Which object moves?")
+    frames = video_example(EVAL_SEED_START).frames
+    ids = processor(images=frames, text=prompt, return_tensors="pt")["input_ids"][0].tolist()
+    assert ids.count(4) == 544 and ids.count(1) == 1
+
+
+def test_bad_requests_are_refused(tmp_path):
+    with pytest.raises(ExportError, match="no checkpoint"):
+        export(tmp_path, tmp_path / "x")
+    with pytest.raises(training.TrainingError, match="positive"):
+        training.run(_args(tmp_path, minutes=0.0))
+    with pytest.raises(training.TrainingError, match="GPU"):
+        training.run(_args(tmp_path, processes=2, device="cuda"))
+    if not torch.cuda.is_available():
+        with pytest.raises(training.TrainingError, match="CUDA"):
+            training.run(_args(tmp_path, device="cuda"))
+
+
+def test_evaluation_restores_the_training_mode(packed, tokenizer_file):
+    table = evaluate(packed, tokenizer_file, images=2, clips=1, batch=2)
+    assert set(table) == {"image", "video"}
+    assert 0.0 <= table["image"]["mean"] <= 1.0
+
+
+@pytest.mark.slow
+def test_two_processes_train_as_one(tmp_path):
+    """Gradients are averaged: both processes hold the same weights all along."""
+    command = [
+        sys.executable, "-m", "vlmfast.models.tiny.training", "--batch", "1", "--max-steps", "3",
+        "--processes", "2", "--out", str(tmp_path), "--eval-every", "1e9", "--smoke",
+    ]  # fmt: skip
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    subprocess.run(command, check=True, env=env, capture_output=True, timeout=300)
+    assert torch.load(tmp_path / "checkpoint.pt", weights_only=True)["step"] == 3
+
+
+WEIGHTS = ROOT / "vlmfast" / "weights" / "tiny"
+
+
+@pytest.mark.skipif(not WEIGHTS.is_dir(), reason="the trained weights are not in this checkout")
+class TestShipped:
+    """The weights in the package."""
+
+    def test_folder_loads_and_generates(self):
+        _check_folder(WEIGHTS)
+
+    def test_generate_agrees_with_the_packed_evaluation(self):
+        """Greedy generation of the stock model gives what the packed evaluation counts."""
+        from transformers import AutoModelForImageTextToText, AutoProcessor
+
+        model = AutoModelForImageTextToText.from_pretrained(WEIGHTS, dtype=torch.float32).eval()
+        processor = AutoProcessor.from_pretrained(WEIGHTS)
+        path = str(WEIGHTS / "tokenizer.json")
+        packed = Packed(model, DenseHeads(), FastEncoder(processor.tokenizer.backend_tokenizer))
+        packed.eval()
+        spec = replace(Spec("image", EVAL_SEED_START + 100, 4), evaluation=True)
+        batch = make_batch(spec, path)
+        tensors = to_tensors(batch, torch.device("cpu"))
+        with torch.no_grad():
+            patches = packed.patches(tensors["pixels"], "image")[2]
+            hidden = packed.text(tensors, packed.frame("image", spec.slots, 0), patches, 0.0)
+            guess = (hidden @ model.lm_head.weight.T).argmax(-1)
+        target = tensors["targets"].long()
+        ok = (guess == target) | (target < 0)
+        model.set_attn_implementation("sdpa")
+        agree = []
+        for b in range(spec.size):
+            example = image_example(spec.seed + b)
+            by_type = {qa.type: qa for qa in example.qa}
+            at = 0
+            for k, length in enumerate(spec.slots[:-1]):
+                t = batch.arrays["types"][b, k]
+                if t >= 0:
+                    qa = by_type[training.data.TYPE_NAMES[t]]
+                    inputs = processor(
+                        images=example.image,
+                        text=f"USER: <image>\n{turn(qa.question)}",
+                        return_tensors="pt",
+                    )
+                    new = model.generate(**inputs, max_new_tokens=8, do_sample=False)
+                    new = new[0, inputs["input_ids"].shape[1] :]
+                    said = processor.tokenizer.decode(new, skip_special_tokens=True).strip()
+                    agree.append((said == qa.answer) == bool(ok[b, at : at + length].all()))
+                at += length
+        assert len(agree) > 20
+        assert np.mean(agree) == 1.0

@@ -1,0 +1,1 @@
+"""The model `tiny`: drawn scenes, tokenizer, training and export."""

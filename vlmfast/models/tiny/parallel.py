@@ -1,0 +1,79 @@
+"""Data-parallel training in processes of few threads.
+
+On a CPU that others use too, threads wait for one another thousands of times in a step, and
+processes that meet once in a step do not.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+
+class Group:
+    """The processes of one run; a group of one does nothing."""
+
+    def __init__(self, rank: int = 0, size: int = 1) -> None:
+        self.rank, self.size = rank, size
+        self.children: list[Any] = []
+
+    def agree(self, progress: float, stop: bool) -> tuple[float, bool]:
+        """Take the progress and the wish to stop from the first process."""
+        if self.size == 1:
+            return progress, stop
+        word = torch.tensor([progress, float(stop)], dtype=torch.float64)
+        dist.broadcast(word, 0)
+        return float(word[0]), bool(word[1])
+
+    @torch.no_grad()
+    def average(self, named: dict[str, nn.Parameter]) -> None:
+        """Replace gradients by their mean over the processes."""
+        if self.size == 1:
+            return
+        live = [p for p in named.values() if p.grad is not None]
+        flat = torch.cat([p.grad.flatten().float() for p in live])
+        dist.all_reduce(flat)
+        flat /= self.size
+        at = 0
+        for p in live:
+            p.grad.copy_(flat[at : at + p.numel()].view_as(p))
+            at += p.numel()
+
+    def close(self) -> None:
+        if self.size > 1:
+            dist.destroy_process_group()
+        for child in self.children:
+            child.join(timeout=60)
+
+
+def join(rank: int, size: int, meeting: str) -> Group:
+    """Meet the other processes through the file ``meeting``."""
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=size)
+    return Group(rank, size)
+
+
+def launch(size: int, work: Callable[[Any, int, str], None], args: Any) -> Group:
+    """Start ``size - 1`` processes running ``work(args, rank, meeting)`` and meet them."""
+    if size == 1:
+        return Group()
+    handle, meeting = tempfile.mkstemp(prefix="vlmfast-meeting-")
+    os.close(handle)
+    Path(meeting).unlink()
+    context = multiprocessing.get_context("spawn")
+    children = [
+        context.Process(target=work, args=(args, rank, meeting), daemon=True)
+        for rank in range(1, size)
+    ]
+    for child in children:
+        child.start()
+    group = join(0, size, meeting)
+    group.children = children
+    return group
