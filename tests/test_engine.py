@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import threading
 import time
 from dataclasses import dataclass
 from typing import ClassVar
@@ -12,7 +14,8 @@ import torch
 
 from reference import answer_logits, dense_logits
 from tiny_models import build_llava, build_llava_next
-from vlmfast import VLM, RecipeError, VLMFastError
+from vlmfast import VLM, ModelError, RecipeError, VLMFastError
+from vlmfast.engine.attention import switched
 from vlmfast.engine.decode import Run
 from vlmfast.engine.prefill import Inputs
 from vlmfast.recipe import Recipe
@@ -20,6 +23,7 @@ from vlmfast.stages import (
     EncodeStage,
     InEncoderStage,
     PrefillStage,
+    Stage,
     StatRequest,
     positions_param,
 )
@@ -360,8 +364,6 @@ def test_the_wrapped_model_stays_as_it_was(vlm):
 
 def test_attention_without_a_step_raises(vlm):
     """A silent fallback would ignore padding; reaching the function from outside is an error."""
-    from vlmfast.engine.attention import switched
-
     with switched(vlm.model), pytest.raises(RuntimeError, match="outside a vlmfast call"):
         vlm.model(**vlm.inputs("what ?", picture(0)))
 
@@ -392,21 +394,11 @@ def test_stats_and_trace(vlm):
     assert len(answer.trace.to_dict()["tokens"]) == n
 
 
-def test_the_cache_holds_what_it_says(vlm):
-    run = start(vlm, Rank(), images=[picture(0)])
-    answer_logits(vlm, run, TOKENS[:3])
-    layer = run.cache.layers[3]
-    address = layer.keys.data_ptr()
-    held = run.cache.held_bytes()
-    assert layer.length.unique().tolist() == [run.cache.lengths()[3]]
-    assert layer.get_seq_length() == run.inputs.tensors["input_ids"].shape[1] + 3
-    assert held == sum(run.cache.lengths()) * 2 * layer.keys.shape[1] * layer.keys.shape[3] * 4
-    assert layer.keys.data_ptr() == address
-
-
 def test_beams_are_refused(vlm):
-    with pytest.raises(ValueError, match="num_beams"):
+    with pytest.raises(VLMFastError, match="num_beams"):
         vlm.ask("what ?", picture(0), num_beams=2)
+    with pytest.raises(VLMFastError, match="guidance_scale"):
+        vlm.ask("what ?", picture(0), guidance_scale=2.0)
 
 
 def test_length_stops_and_stop_strings(vlm):
@@ -415,8 +407,14 @@ def test_length_stops_and_stop_strings(vlm):
     words = [vlm.processor.tokenizer.decode([t]) for t in full.token_ids]
     stop = next(w.strip() for w in words[2:] if w.strip())
     cut = vlm.ask("what ?", picture(0), max_new_tokens=12, stop_strings=[stop])
-    assert len(cut.token_ids) <= len(full.token_ids)
+    assert len(cut.token_ids) < len(full.token_ids)
     assert cut.token_ids == full.token_ids[: len(cut.token_ids)]
+    assert stop in cut.text
+    config = copy.deepcopy(vlm.model.generation_config)
+    config.stop_strings, config.max_new_tokens = [stop], 12
+    assert vlm.ask("what ?", picture(0), generation_config=config).token_ids == cut.token_ids
+    length = vlm.inputs("what ?", picture(0))["input_ids"].shape[1]
+    assert vlm.ask("what ?", picture(0), max_length=length + 5).token_ids == full.token_ids[:5]
 
 
 def test_stream_gives_the_pieces_of_the_answer(vlm):
@@ -424,12 +422,21 @@ def test_stream_gives_the_pieces_of_the_answer(vlm):
     *pieces, answer = vlm.stream("what ?", picture(0), max_new_tokens=8)
     assert "".join(pieces).strip() == answer.text == expected.text
     assert answer.token_ids == expected.token_ids
-    abandoned = vlm.stream("what ?", picture(0), max_new_tokens=2000, min_new_tokens=2000)
+    calls = []
+
+    def count(ids, scores, **kwargs):
+        calls.append(1)
+        return torch.zeros(1, dtype=torch.bool)
+
+    abandoned = vlm.stream(
+        "what ?", picture(0), max_new_tokens=3000, min_new_tokens=3000, stopping_criteria=[count]
+    )
     next(abandoned)
-    abandoned.close()  # returns only when the generation has stopped
+    abandoned.close()  # returns when the generation has stopped
+    assert len(calls) < 3000
     with pytest.raises(VLMFastError):
         list(vlm.stream("", picture(0)))
-    with pytest.raises(ValueError, match="num_beams"):
+    with pytest.raises(VLMFastError, match="num_beams"):
         list(vlm.stream("what ?", picture(0), num_beams=2))
     assert vlm.ask("what ?", picture(0), max_new_tokens=8).token_ids == expected.token_ids
 
@@ -536,3 +543,148 @@ def test_a_layer_can_be_asked_ahead(vlm):
     full = seen[2]
     answer_logits(vlm, start(vlm, Ahead(drop=True), images=[picture(0)]), [])
     assert seen[2].shape[-1] < full.shape[-1]  # the second look sees what the first drop left
+
+
+def test_the_cache_holds_what_it_says(vlm):
+    run = start(vlm, Rank(), images=[picture(0)])
+    answer_logits(vlm, run, TOKENS[:3])
+    layer = run.cache.layers[3]
+    assert layer.length.unique().tolist() == [layer.held] == [run.cache.lengths()[3]]
+    assert layer.get_seq_length() == run.inputs.tensors["input_ids"].shape[1] + 3
+    per_token = 2 * layer.keys.shape[1] * layer.keys.shape[3] * 4
+    assert run.cache.held_bytes() == sum(run.cache.lengths()) * per_token
+    # Buffers stay where they are until they are full, and growing loses nothing.
+    address, held = layer.keys.data_ptr(), layer.keys[:, :, : layer.held].clone()
+    with torch.no_grad(), switched(vlm.model):
+        for _ in range(layer.keys.shape[2] - layer.held):
+            run.next(torch.tensor([[5]]))
+        assert layer.keys.data_ptr() == address
+        run.next(torch.tensor([[5]]))
+    assert layer.keys.data_ptr() != address
+    assert torch.equal(layer.keys[:, :, : held.shape[2]], held)
+
+
+def test_several_tokens_at_once(vlm):
+    """The masked path, for batches and trees, gives what one token at a time gives."""
+    run, other = (start(vlm, Rank(), images=[picture(0)]) for _ in range(2))
+    expected = answer_logits(vlm, run, TOKENS)
+    with torch.no_grad(), switched(vlm.model):
+        other.start(len(TOKENS))
+        hidden = vlm.adapter.decoder(
+            inputs_embeds=vlm.adapter.embed(torch.tensor([TOKENS])),
+            position_ids=other.position + torch.arange(len(TOKENS)),
+            past_key_values=other.cache,
+            use_cache=True,
+            vlmfast_step=other.step,
+        ).last_hidden_state
+        got = vlm.adapter.logits(hidden[0])
+    assert (got - expected[1:]).abs().max() < EXACT
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("build", FAMILIES.values(), ids=FAMILIES)
+def test_half_precision_gives_the_same_bits(build, dtype):
+    half = VLM(*build(dtype=dtype))
+    tensors = half.inputs("what is here ?", picture(0))
+    expected = half.model.generate(
+        **tensors, max_new_tokens=16, output_logits=True, return_dict_in_generate=True
+    )
+    run = start(half, images=[picture(0)])
+    tokens = expected.sequences[0, tensors["input_ids"].shape[1] :].tolist()
+    got = answer_logits(half, run, tokens[:-1])
+    assert torch.equal(got.float(), torch.cat(expected.logits))
+    assert half.ask("what is here ?", picture(0), max_new_tokens=16).token_ids == tokens
+
+
+def test_two_wrappers_of_one_model_take_turns(vlm):
+    """Switching attention changes the model, so a second wrapper must wait for the first."""
+    second = VLM(vlm.model, vlm.processor)
+    expected = [vlm.ask("what ?", picture(i), max_new_tokens=8).token_ids for i in range(2)]
+    got: list = [None, None]
+
+    def ask(index: int, wrapper: VLM) -> None:
+        got[index] = wrapper.ask("what ?", picture(index), max_new_tokens=8).token_ids
+
+    for _ in range(3):
+        threads = [threading.Thread(target=ask, args=pair) for pair in ((0, vlm), (1, second))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert got == expected
+    inputs = vlm.inputs("what ?", picture(0))
+    assert vlm.model.generate(**inputs, max_new_tokens=8)[0, -8:].tolist() == expected[0]
+
+
+@dataclass(frozen=True)
+class Breaks(PrefillStage):
+    """Fails in the middle of a prefill."""
+
+    name: ClassVar[str] = "test-breaks"
+
+    def layers(self, depth):
+        return (1, 2)
+
+    def keep(self, step, layer):
+        if layer == 2:
+            raise KeyError("in the middle")
+        return Half().keep(step, layer)
+
+
+def test_an_exception_inside_leaves_nothing_behind(vlm):
+    inputs = vlm.inputs("what ?", picture(0))
+    before = vlm.model.generate(**inputs, max_new_tokens=4)
+    with pytest.raises(KeyError, match="in the middle"):
+        vlm.ask("what ?", picture(0), recipe=(MergePairs(), Breaks()))
+    assert vlm.model.config.text_config._attn_implementation == "sdpa"
+    assert vlm.model.config.vision_config._attn_implementation == "sdpa"
+    assert not any(layer._forward_pre_hooks for layer in vlm.adapter.decoder.layers)
+    assert not any(block._forward_pre_hooks for block in vlm.adapter.vision_blocks())
+    assert not vlm.adapter.projector()._forward_pre_hooks
+    assert torch.equal(vlm.model.generate(**inputs, max_new_tokens=4), before)
+
+
+def test_stages_that_nothing_runs_are_refused(vlm):
+    @dataclass(frozen=True)
+    class Evicts(Stage):
+        name: ClassVar[str] = "test-evicts"
+        protocol: ClassVar[str] = "cache"
+
+    with pytest.raises(RecipeError, match="test-evicts is a cache stage"):
+        vlm.ask("what ?", picture(0), recipe=Evicts())
+
+
+def test_text_only_prompts_pass_every_stage(vlm):
+    expected = vlm.ask("what ?", max_new_tokens=5).token_ids
+    recipe = (MergePairs(), Shorten(), Rank())
+    assert vlm.ask("what ?", recipe=recipe, max_new_tokens=5).token_ids == expected
+
+
+def test_a_sliding_window_is_not_overrun():
+    """Beyond its window a model attends to less, which the engine does not do."""
+    from transformers import LlavaConfig, LlavaForConditionalGeneration, MistralConfig
+
+    model, processor = build_llava()
+    text = model.config.text_config.to_dict()
+    keys = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "head_dim")
+    mistral = MistralConfig(
+        **{key: text[key] for key in keys},
+        num_hidden_layers=3,
+        num_key_value_heads=2,
+        sliding_window=64,
+        initializer_range=0.2,
+    )
+    config = LlavaConfig(
+        vision_config=model.config.vision_config,
+        text_config=mistral,
+        image_token_id=model.config.image_token_id,
+    )
+    torch.manual_seed(0)
+    windowed = VLM(LlavaForConditionalGeneration(config).eval(), processor)
+    with pytest.raises(ModelError, match="sliding window of 64"):
+        windowed.ask("what is here, and where is it ?", picture(0), max_new_tokens=60)
+    inputs = windowed.inputs("what ?", picture(0))
+    length = inputs["input_ids"].shape[1]
+    room = 64 - length
+    expected = windowed.model.generate(**inputs, max_new_tokens=room)[0, length:].tolist()
+    assert windowed.ask("what ?", picture(0), max_new_tokens=room).token_ids == expected

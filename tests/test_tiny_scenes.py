@@ -74,9 +74,9 @@ def test_same_seed_same_example_in_another_process():
     np.random.seed(5)  # noqa: NPY002 - global state must not matter
     assert _fingerprint() == here
     code = (
-        "import importlib.util as u; s = u.spec_from_file_location('t', {!r}); "
+        f"import importlib.util as u; s = u.spec_from_file_location('t', {__file__!r}); "
         "m = u.module_from_spec(s); s.loader.exec_module(m); print(m._fingerprint())"
-    ).format(__file__)
+    )
     env = {**os.environ, "PYTHONHASHSEED": "7"}
     out = subprocess.run(
         [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True
@@ -268,7 +268,7 @@ def test_training_never_draws_evaluation_seeds(tokenizer_file):
     for seed in (0, 1, 127, 128, 2**31):
         for step in (0, 10_000, 16_000_000, 2**24):
             spec = plan(step, 0.5, seed, 64).spec
-            assert 0 <= spec.seed and spec.seed + spec.size <= START
+            assert spec.seed >= 0 and spec.seed + spec.size <= START
     with pytest.raises(ValueError, match="kept for evaluation"):
         make_batch(Spec("image", START, 1, (("color", 1.0),)), tokenizer_file)
 

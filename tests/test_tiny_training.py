@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -20,15 +21,18 @@ from PIL import Image
 from vlmfast.models.tiny import blocks, training
 from vlmfast.models.tiny.build import build_config, build_model
 from vlmfast.models.tiny.data import Spec, make_batch
+from vlmfast.models.tiny.drawing import make_image_scene
 from vlmfast.models.tiny.evaluation import evaluate
 from vlmfast.models.tiny.export import ExportError, build_processor, export
 from vlmfast.models.tiny.heads import DenseHeads
 from vlmfast.models.tiny.labels import FIELDS
 from vlmfast.models.tiny.network import ATTENTION, Packed, packed_mask, to_tensors
 from vlmfast.models.tiny.optim import Optimizer, newton_schulz
+from vlmfast.models.tiny.references import FACTS, UNKNOWN, facts
 from vlmfast.models.tiny.scenes import EVAL_SEED_START, image_example, video_example
 from vlmfast.models.tiny.schedule import APART, DECAY, phase_of, plan
 from vlmfast.models.tiny.tokenizer import FastEncoder, build_tokenizer, turn, video_prefix
+from vlmfast.models.tiny.vocabulary import COLOR_NAMES, SHAPES
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -125,7 +129,9 @@ def test_fast_attention_equals_the_plain_one():
     torch.manual_seed(0)
     n, g, prefix, slots, d = 3, 2, 7, (3, 3, 5), 16
     length = prefix + sum(slots)
-    q, k, v = (torch.randn(s, requires_grad=True) for s in [(n, g, length, d)] + [(n, length, d)] * 2)
+    q, k, v = (
+        torch.randn(s, requires_grad=True) for s in [(n, g, length, d)] + [(n, length, d)] * 2
+    )
     masks = blocks.causal_mask(prefix), blocks.own_mask(slots)
     out = blocks.PackedAttention.apply(
         *(x.bfloat16() for x in (q, k, v)), 0.3, prefix, slots, *masks
@@ -158,7 +164,7 @@ def test_newton_schulz_evens_out_singular_values():
     torch.manual_seed(0)
     out = newton_schulz(torch.randn(2, 24, 48))
     values = torch.linalg.svdvals(out)
-    assert 0.5 < values.min() and values.max() < 1.4
+    assert values.min() > 0.5 and values.max() < 1.4
     assert newton_schulz(torch.randn(1, 48, 24)).shape == (1, 48, 24)
 
 
@@ -182,13 +188,76 @@ def test_schedule_is_deterministic_and_ends_at_rate_zero():
     assert all(p.spec.options == 4 for p in late)
     dropped = [p for p in late if p.spec.keep]
     assert dropped and not any(p.spec.keep_foreground for p in dropped)
-    assert {p.spec.kind for p in late} == {"image", "small", "video"}
+    assert {p.spec.kind for p in late} == {"image", "small", "video"}  # no more text alone
 
 
 def test_training_scaffolds_never_reach_the_evaluation(tokenizer_file):
     batch = make_batch(Spec("image", EVAL_SEED_START, 32, evaluation=True), tokenizer_file)
     names = {training.data.TYPE_NAMES[t] for t in batch.arrays["types"].ravel() if t >= 0}
     assert "mc" in names and not names & {"hint", "option"}
+
+
+def test_names_point_at_what_they_name(tokenizer_file):
+    """Training tells names where to look: the tokens end names, the bits are the right objects."""
+    tokenizer = build_tokenizer()
+    weights = tuple((t, 1.0) for t in ("exist", "rel", "color", "shape", "where", "chart"))
+    spec = Spec("image", 40, 24, weights)
+    a = make_batch(spec, tokenizer_file).arrays
+    seen = 0
+    for row in range(spec.size):
+        for at, bits in zip(a["named_at"][row], a["named"][row], strict=True):
+            if at < 0 or bits == 0:
+                continue
+            word = tokenizer.decode([int(a["ids"][row, at])]).strip()
+            meant = (bits >> a["owner"][row].astype(int)) & 1 > 0
+            shape, color = a["fields"][row][meant][:, :2].T
+            if word in SHAPES:
+                assert (shape == 1 + SHAPES.index(word)).all() and len(shape)
+                before = tokenizer.decode([int(a["ids"][row, at - 1])]).strip()
+                if before in COLOR_NAMES:
+                    assert (color == 1 + COLOR_NAMES.index(before)).all()
+                seen += 1
+        for k in range(8):
+            place, first, last = a["recall"][row, k]
+            if place >= 0:
+                assert tokenizer.decode([int(a["ids"][row, place])]) == ":"
+                assert a["targets"][row, place] >= 0 and first <= last < place
+    assert seen > 100
+
+
+def test_options_and_letters_are_found(tokenizer_file):
+    tokenizer = build_tokenizer()
+    for spec in (
+        Spec("text", 3, 12),
+        Spec("image", 3, 12, (("color", 1.0),), hint=0.4, reverse=0.3),
+    ):
+        a = make_batch(spec, tokenizer_file).arrays
+        seen = 0
+        for row, choices in enumerate(a["choice"]):
+            for c in choices[choices[:, 8] >= 0]:
+                words = [tokenizer.decode([int(a["ids"][row, i])]).strip() for i in c]
+                live = [w for w, i in zip(words[:4], c[:4], strict=True) if i >= 0]
+                assert sorted(live) == list("ABCD"[: len(live)]) and words[8] == ":"
+                said = a["targets"][row, c[8]]
+                answer = tokenizer.decode([int(said)]).strip()
+                if len(answer) == 1 and answer in "ABCD":
+                    assert live[0] == answer  # the right option stands first
+                seen += 1
+        assert seen > 8
+
+
+def test_facts_about_named_objects():
+    for i in range(50):
+        scene = make_image_scene(random.Random(i))
+        for k, thing in enumerate(scene.things):
+            row = dict(zip(FACTS, facts(scene, 1 << (1 + k)), strict=True))
+            assert SHAPES[int(row["shape"])] == thing.shape
+            assert COLOR_NAMES[int(row["color"])] == thing.color
+            assert abs((row["x"] + 1) * 64 - thing.x) < 1e-3
+            assert row["appear"] == row["move"] == UNKNOWN
+        if len(scene.things) > 1:
+            assert facts(scene, 0b110) == [UNKNOWN] * len(FACTS)  # two objects: nothing is sure
+    assert facts(scene, 0)[0] == 0.0
 
 
 @pytest.mark.slow
@@ -221,10 +290,8 @@ def test_every_phase_runs_stops_resumes_and_exports(tmp_path):
     """The whole life of a run on the smallest scale, and the exported folder at work."""
     out = tmp_path / "run"
     assert training.run(_args(out, max_steps=6, stop_after=2)) == 0
-    state = torch.load(out / "checkpoint.pt", weights_only=True)
-    assert state["step"] == 2 and not [x for x in _lines(out) if "final" in x] if (
-        out / "log.jsonl"
-    ).exists() else state["step"] == 2
+    assert torch.load(out / "checkpoint.pt", weights_only=True)["step"] == 2
+    assert not (out / "log.jsonl").exists()  # too short for a line
     assert training.run(_args(out, max_steps=6, smoke=True)) == 0
     assert torch.load(out / "checkpoint.pt", weights_only=True)["step"] == 6
     assert "final" in _lines(out)[-1]

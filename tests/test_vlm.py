@@ -50,7 +50,14 @@ def test_pictures_in_every_form_give_the_same_answer(vlm, expected, tmp_path):
     path = tmp_path / "a.png"
     image.save(path)
     array = np.asarray(image)
-    forms = [path, str(path), png(image), array, torch.from_numpy(array).permute(2, 0, 1), [image]]
+    forms = [
+        path,
+        str(path),
+        png(image),
+        array,
+        torch.from_numpy(array.copy()).permute(2, 0, 1),
+        [image],
+    ]
     for form in forms:
         assert vlm.ask("what is here ?", form, **ASK).token_ids == expected
     assert vlm.ask("what is here ?", picture(seed=1), **ASK).token_ids != expected
@@ -68,10 +75,23 @@ def test_chat_takes_the_schema_of_hugging_face(vlm, expected, tmp_path):
         {"role": "user", "content": "and what else ?"},
     ]
     assert vlm.chat(turns, **ASK).stats.prompt_tokens > answer.stats.prompt_tokens
+    audio = [{"type": "audio"}, {"type": "text", "text": "what ?"}]
     with pytest.raises(VLMFastError, match="content type 'audio'"):
-        vlm.chat([{"role": "user", "content": [{"type": "audio"}]}])
+        vlm.chat([{"role": "user", "content": audio}])
+    question = {"type": "text", "text": "what ?"}
     with pytest.raises(VLMFastError, match="needs one of image, path, url, base64"):
-        vlm.chat([{"role": "user", "content": [{"type": "image"}]}])
+        vlm.chat([{"role": "user", "content": [{"type": "image"}, question]}])
+    for messages, message in {
+        "empty": ([], "at least one turn"),
+        "a text": ("what ?", "list of at least one turn"),
+        "no role": ([{"content": "what ?"}], "a role and content"),
+        "no content": ([{"role": "user"}], "text, or a list of dicts"),
+        "texts": ([{"role": "user", "content": ["what ?"]}], "text, or a list of dicts"),
+        "no text": ([{"role": "user", "content": [{"type": "text"}]}], "under 'text'"),
+        "no words": ([{"role": "user", "content": " "}], "no text"),
+    }.values():
+        with pytest.raises(VLMFastError, match=message):
+            vlm.chat(messages)
 
 
 def test_compare_puts_the_full_model_first(vlm, expected):
@@ -84,7 +104,17 @@ def test_compare_puts_the_full_model_first(vlm, expected):
 
 
 @pytest.mark.parametrize(
-    "recipe", ["hired:1.0", "random:1.0", "grid:1.0", "downsample:1.0", "pyramiddrop:1.0"]
+    "recipe",
+    [
+        "hired:1.0",
+        "random:1.0",
+        "grid:1.0",
+        "downsample:1.0",
+        "pyramiddrop:1.0",
+        "pyramiddrop:budget=1",
+        "fastv:1.0",
+        "mustdrop:1.0",
+    ],
 )
 def test_a_recipe_that_keeps_everything_is_the_full_model(vlm, expected, recipe):
     assert vlm.ask("what is here ?", picture(), recipe=recipe, **ASK).token_ids == expected
@@ -243,6 +273,20 @@ def test_the_dtype_is_the_checkpoints_own(tmp_path):
     assert VLM.from_pretrained(tmp_path, device="cpu", dtype="float32").model.dtype == torch.float32
 
 
+def test_folders_saved_with_older_processors(folder, expected, tmp_path):
+    """They do not say how many placeholders a picture has; the model does."""
+    for path in folder.iterdir():
+        shutil.copy(path, tmp_path)
+    saved = json.loads((tmp_path / "processor_config.json").read_text())
+    for key in ("patch_size", "vision_feature_select_strategy", "num_additional_image_tokens"):
+        saved.pop(key)
+    (tmp_path / "processor_config.json").write_text(json.dumps(saved))
+    old = VLM.from_pretrained(tmp_path, device="cpu")
+    assert old.processor.patch_size is None
+    assert old.ask("what is here ?", picture(), **ASK).token_ids == expected
+    assert old.processor.patch_size is None  # the user's processor is not written to
+
+
 def test_device_map_is_refused(folder):
     with pytest.raises(ModelError, match="device_map is not supported"):
         VLM.from_pretrained(folder, device_map="auto")
@@ -289,9 +333,9 @@ def test_models_and_processors_that_do_not_fit():
         ghost = type(model)(model.config)
     with pytest.raises(ModelError, match="meta device"):
         VLM(ghost, processor)
-    _, other = build_llava()
-    with pytest.raises(ModelError):
-        VLM(model, other).ask("what ?", picture())
+    for one, another in ((build_llava, build_llava_next), (build_llava_next, build_llava)):
+        with pytest.raises(ModelError, match=r"does not belong|do not belong"):
+            VLM(one()[0], another()[1]).ask("what ?", picture())
     processor.chat_template = None
     with pytest.raises(ModelError, match="no chat template"):
         VLM(model, processor).ask("what ?", picture())

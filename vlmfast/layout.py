@@ -21,9 +21,10 @@ class Kind(IntEnum):
     IMAGE = 1
     VIDEO = 2
     NEWLINE = 3  # a learned row separator inside a picture (LLaVA-NeXT's ``image_newline``)
+    SPECIAL = 4  # a picture's token that shows no part of it (a CLS token that is kept)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TokenLayout:
     """Provenance of a sequence of ``S`` tokens; immutable, one row per token.
 
@@ -35,16 +36,17 @@ class TokenLayout:
         Index of the picture (or of the frame, when a clip is read frame by frame) inside the
         prompt; -1 for text.
     tile : Tensor, int32, (S,)
-        0 is the base view of the item, 1.. its crops in raster order; -1 for text and newlines.
+        0 is the base view of the item, 1.. its crops in raster order; -1 where it has no place
+        (text, newlines, special tokens).
     view : Tensor, int32, (S,)
         Row of the token's tile in the batch that went through the vision tower, so that
-        ``stats[view]`` are the statistics of its tile; -1 for text and newlines.
+        ``stats[view]`` are the statistics of its tile; -1 where it has no place.
     grid : Tensor, int32, (S, 3)
         (t, y, x) in the token grid of the tile. For a newline, y is the row that it closes in the
         stitched canvas of crops and x is -1. -1 for text.
     box : Tensor, float32, (S, 4)
         (x0, y0, x1, y1) of the token in its picture, as shares of the picture's width and height;
-        NaN where it has no place (text and newlines).
+        NaN where it has no place.
     order : Tensor, int64, (S,)
         Index in the full prompt, before anything was dropped. Causality follows it.
     position : Tensor, int64, (P, S)
@@ -80,7 +82,7 @@ class TokenLayout:
 
     @property
     def patches(self) -> Tensor:
-        """Tensor, bool, (S,): tokens that show a part of a picture (no text, no newlines)."""
+        """Tensor, bool, (S,): tokens that show a part of a picture."""
         return (self.kind == Kind.IMAGE) | (self.kind == Kind.VIDEO)
 
     def select(self, index: Tensor) -> TokenLayout:
@@ -132,7 +134,7 @@ class TokenLayout:
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class VisualTokens:
     """Visual tokens on their way from the vision encoder to the language model.
 

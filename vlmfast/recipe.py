@@ -1,7 +1,7 @@
 """Recipes: which stages run, written as one short word.
 
 ``hired:0.2+pyramiddrop`` names the stages in the order in which the data meets them. The grammar
-is ``name[:value][:key=value[,key=value...]]`` joined by ``+``.
+is ``name[:value]`` or ``name:[value,]key=value[,key=value...]``, joined by ``+``.
 """
 
 from __future__ import annotations
@@ -45,6 +45,8 @@ class Recipe(Stages):
         for name in names:
             if names.count(name) > 1:
                 raise RecipeError(f"{name} stands twice in the recipe {self}")
+        if sum(stage.protocol == "media" for stage in self) > 1:
+            raise RecipeError(f"recipe {self} has two stages that choose the frames; one can")
         ranks = [PROTOCOLS.index(stage.expand()[0].protocol) for stage in self]
         if ranks != sorted(ranks):
             order = sorted(self, key=lambda s: PROTOCOLS.index(s.expand()[0].protocol))

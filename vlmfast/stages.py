@@ -124,9 +124,12 @@ class Stage:
                 ok = all(v in meta["choices"] for v in values)
             else:
                 tests = [(getattr(operator, k), meta[k]) for k in _SIGNS if k in meta]
+                whole = type(f.default) is int
                 try:
-                    ok = all(test(v, bound) for test, bound in tests for v in values)
-                except TypeError:  # a text where a number belongs
+                    ok = not any(whole and v != int(v) for v in values) and all(
+                        test(v, bound) for test, bound in tests for v in values
+                    )
+                except (TypeError, ValueError, OverflowError):  # a text where a number belongs
                     ok = False
             if not ok:
                 raise RecipeError(
@@ -437,9 +440,14 @@ class InEncoderStage(Stage):
 
 @dataclass(frozen=True)
 class EncodeStage(Stage):
-    """Reduces the visual tokens between vision encoder and language model."""
+    """Reduces the visual tokens between vision encoder and language model.
+
+    A stage with a field ``positions = "compact"`` has the rows of the prompt renumbered.
+    """
 
     protocol: ClassVar[str] = "encode"
+    # Not annotated: a ClassVar would come first among the fields of a stage that declares it.
+    positions = "keep"
 
     def vision_stats(self, depth: int) -> dict[int, StatRequest]:
         """Vision layer index (0 .. depth-1) to the rows that `reduce` wants of it."""

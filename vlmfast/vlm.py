@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+import copy
 import time
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, field, fields
@@ -84,7 +84,6 @@ class VLM:
 
         self.adapter = adapter_for(model, processor)
         self.model, self.processor = model, processor
-        self._lock = threading.RLock()
 
     @classmethod
     def from_pretrained(
@@ -209,6 +208,7 @@ class VLM:
         **generation: Any,
     ) -> list[Comparison]:
         """The full model's answer first, then each recipe's."""
+        recipes = [recipes] if isinstance(recipes, str | Stage) else recipes
         chosen = [Recipe(), *(Recipe.of(recipe) for recipe in recipes)]
         messages = self._messages(question, images, video, num_frames, fps)
         answers = [self._answer(messages, recipe, generation) for recipe in chosen]
@@ -251,6 +251,9 @@ class VLM:
 
     def _render(self, messages: list[dict], recipe: Recipe) -> tuple[str, list[Any]]:
         """Prompt text and RGB pictures, one per placeholder in it."""
+        from jinja2 import TemplateError
+
+        _check_messages(messages)
         pictures: list[Any] = []
         choose = [partial(s.frames, question=_question(messages)) for s in recipe.acting("media")]
         select = choose[0] if choose else None
@@ -263,7 +266,12 @@ class VLM:
                 f"the processor of {self.adapter.config.model_type} has no chat template; "
                 "set vlm.processor.chat_template"
             )
-        text = self.processor.apply_chat_template(plain, add_generation_prompt=True, tokenize=False)
+        try:
+            text = self.processor.apply_chat_template(
+                plain, add_generation_prompt=True, tokenize=False
+            )
+        except TemplateError as error:
+            raise VLMFastError(f"the chat template refused the messages: {error}") from error
         placeholders = text.count(self.adapter.image_token())
         if placeholders != len(pictures):
             raise MediaError(
@@ -308,13 +316,16 @@ class VLM:
         return plain
 
     def _answer(self, messages: list[dict], recipe: Recipe, generation: dict) -> Answer:
+        from .engine.attention import lock_of
         from .engine.decode import Run, generate
         from .engine.prefill import Inputs
 
         start = time.perf_counter()
         text, pictures = self._render(messages, recipe)
         loaded = time.perf_counter()
-        with self._lock:
+        with lock_of(self.model):
+            if self.model.device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(self.model.device)
             begin = time.perf_counter()
             tensors = self.adapter.inputs(text, pictures)
             sizes = [(picture.height, picture.width) for picture in pictures]
@@ -327,15 +338,24 @@ class VLM:
         return Answer(decoded.strip(), ids, run.stats, run.trace, str(recipe))
 
     def _generation(self, generation: dict) -> dict:
-        """Generation arguments; stop strings become a criterion, since `generate` does not hand the
-        tokenizer that they need to a loop of one's own."""
+        """Generation arguments as our loop takes them.
+
+        Hugging Face hands neither streamer nor tokenizer to a loop of one's own, so the streamer
+        travels under another name and stop strings become a criterion.
+        """
         generation = dict(generation)
-        given = {"max_new_tokens", "max_length", "generation_config"} & set(generation)
-        config = self.model.generation_config
+        config = generation.get("generation_config") or self.model.generation_config
+        given = {"max_new_tokens", "max_length"} & set(generation)
         if not given and config.max_new_tokens is None and config.max_length in (None, 20):
             generation["max_new_tokens"] = _DEFAULT_NEW_TOKENS
+        if streamer := generation.pop("streamer", None):
+            generation["vlmfast_streamer"] = streamer
         criteria = list(generation.pop("stopping_criteria", None) or [])
-        if stop := generation.pop("stop_strings", None):
+        stop = generation.pop("stop_strings", None) or config.stop_strings
+        if stop:
+            if config.stop_strings:  # or `generate` would look for a tokenizer
+                generation["generation_config"] = copy.deepcopy(config)
+                generation["generation_config"].stop_strings = None
             from transformers import StopStringCriteria
 
             criteria.append(StopStringCriteria(self.processor.tokenizer, stop))
@@ -355,7 +375,10 @@ def agreement(tokens: list[int], full: list[int]) -> float:
 
 
 def methods() -> list[dict[str, Any]]:
-    """Every stage and drafter: name, protocol, parameters, paper, whether it needs training."""
+    """Every stage and drafter: name, protocol, parameters, paper, whether it needs training.
+
+    ``floor`` is the lowest share of the visual tokens, averaged over 32 layers, that it can reach.
+    """
     return [_method(stage_class(name)) for name in sorted(stage_names())]
 
 
@@ -365,6 +388,7 @@ def _method(cls: type[Stage]) -> dict[str, Any]:
         "protocol": cls.protocol,
         "paper": cls.paper,
         "trained": cls.trained,
+        "floor": cls().floor(32),
         "value": cls.lead,
         "summary": (cls.__doc__ or "").strip().partition("\n")[0],
         "parameters": [
@@ -386,8 +410,27 @@ def _source(part: dict, *keys: str) -> Any:
     raise VLMFastError(f"a content entry of type {part['type']} needs one of {', '.join(keys)}")
 
 
+def _check_messages(messages: Any) -> None:
+    """Hugging Face's chat schema, as far as it is used."""
+    if not isinstance(messages, list | tuple) or not messages:
+        raise VLMFastError("messages must be a list of at least one turn")
+    for turn in messages:
+        if not isinstance(turn, dict) or "role" not in turn:
+            raise VLMFastError(f"a turn must be a dict with a role and content, not {turn!r}")
+        content = turn.get("content")
+        parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        if not isinstance(parts, list | tuple) or not all(isinstance(p, dict) for p in parts):
+            raise VLMFastError("the content of a turn must be a text, or a list of dicts")
+        for part in parts:
+            if part.get("type") == "text" and not isinstance(part.get("text"), str):
+                raise VLMFastError("a content entry of type text needs its text under 'text'")
+    if not _question(messages).strip():
+        raise VLMFastError("the last user turn has no text")
+
+
 def _question(messages: list[dict]) -> str:
-    content = messages[-1]["content"]
+    """Text of the last user turn."""
+    content = next((t["content"] for t in reversed(messages) if t["role"] == "user"), "")
     if isinstance(content, str):
         return content
     return "".join(part.get("text", "") for part in content if part.get("type") == "text")

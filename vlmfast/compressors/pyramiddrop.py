@@ -93,6 +93,12 @@ class PyramidDrop(PrefillStage):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if not self.layers_ or any(n >= 1 and n != n // 1 for n in self.layers_):
+            raise RecipeError(
+                "pyramiddrop: layers must be one or more whole numbers, or shares below 1"
+            )
+        if self.ratios is not None and list(self.ratios) != sorted(self.ratios, reverse=True):
+            raise RecipeError("pyramiddrop: ratios must not grow from one drop to the next")
         if self.ratios is not None and len(self.ratios) != len(self.layers_):
             raise RecipeError(
                 f"pyramiddrop: ratios has {len(self.ratios)} entries, layers {len(self.layers_)}; "

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import RLock
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from ..errors import ModelError
 from ..stages import Phase, StatRequest, Step, current_step
 
 # No "flash", "sdpa" or "/" in these names: transformers tests for such substrings.
@@ -62,9 +65,24 @@ def text_attention(
     output : Tensor, (B, T, Hq, D)
     """
     step = _step(kwargs)
+    if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
+        raise ModelError("capped attention logits and attention sinks are not supported")
     if step.phase in (Phase.DECODE, Phase.VERIFY):
-        mask = step.cache.layers[module.layer_idx].mask(query.shape[2])
-        return _buffer_attention(query, key, value, mask, scaling), None
+        layer = step.cache.layers[module.layer_idx]
+        if query.shape[0] == query.shape[2] == 1:
+            # One sequence and one token: what is there is a plain prefix of the buffer, and
+            # Hugging Face's own call on it gives Hugging Face's own bits.
+            n = layer.held + 1
+            return sdpa_attention_forward(
+                module,
+                query,
+                key[:, :, :n],
+                value[:, :, :n],
+                None,
+                dropout=dropout,
+                scaling=scaling,
+            )
+        return _buffer_attention(query, key, value, layer.mask(query.shape[2]), scaling), None
     request = step.requests.get(module.layer_idx)
     if request is not None:
         rows = _query_rows(request, step)
@@ -123,6 +141,8 @@ def vision_attention(
                     for q, k, m in zip(query, key, lengths, strict=True)
                 ]
             )
+        elif request.rows != "cls":
+            raise ValueError(f"a vision tower has no {request.rows!r} rows")
         else:
             logits = query[:, :, :1].float() @ key.float().transpose(-1, -2)
             logits = logits * _scale(scaling, query)
@@ -196,18 +216,28 @@ def attention_rows(
     return sum(parts[1:], parts[0])
 
 
+# Switching changes the model itself, so whoever wraps the same model shares one lock.
+_LOCKS: WeakKeyDictionary[nn.Module, RLock] = WeakKeyDictionary()
+
+
+def lock_of(model: nn.Module) -> RLock:
+    """The lock under which ``model`` is run by vlmfast."""
+    return _LOCKS.setdefault(model, RLock())
+
+
 @contextmanager
 def switched(model: nn.Module) -> Iterator[None]:
     """Run ``model`` with vlmfast's attention; the names it had before are restored on exit."""
-    before = {
-        key: getattr(model.config, key)._attn_implementation
-        for key in ("text_config", "vision_config")
-    }
-    model.set_attn_implementation({"text_config": TEXT, "vision_config": VISION})
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(before)
+    with lock_of(model):
+        before = {
+            key: getattr(model.config, key)._attn_implementation
+            for key in ("text_config", "vision_config")
+        }
+        try:
+            model.set_attn_implementation({"text_config": TEXT, "vision_config": VISION})
+            yield
+        finally:
+            model.set_attn_implementation(before)
 
 
 AttentionInterface.register(TEXT, text_attention)

@@ -10,13 +10,15 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+_GROWTH = 256  # free slots that a frozen layer starts with, and gains when it is full
+
 
 class KVLayer(CacheLayerMixin):
     """Keys and values of one layer.
 
     While collecting, ``keys`` and ``values`` are (B, H, S, D) and grow. After `freeze` they are
-    buffers (B, H, capacity, D) whose addresses stay; ``length`` (B, H) on the device says how many
-    slots of each row and head are taken.
+    buffers (B, H, capacity, D); ``length`` (B, H) on the device says how many slots of each row and
+    head are taken, and ``held`` is the same number on the host.
     """
 
     is_compileable = False  # True would make generate() compile the model by itself
@@ -24,6 +26,7 @@ class KVLayer(CacheLayerMixin):
     def __init__(self) -> None:
         super().__init__()
         self.length: Tensor | None = None
+        self.held = 0
         self.logical = 0
         self.shift = 0  # how far this layer's rotary ids lie behind the running position
 
@@ -36,7 +39,7 @@ class KVLayer(CacheLayerMixin):
         return self.length is not None
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs):
-        """Append (B, H, T, D). Frozen layers write at ``length`` without advancing it."""
+        """Append (B, H, T, D). Frozen layers write behind ``held`` without advancing it."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         if not self.frozen:
@@ -45,23 +48,28 @@ class KVLayer(CacheLayerMixin):
             else:
                 self.keys = torch.cat([self.keys, key_states], dim=2)
                 self.values = torch.cat([self.values, value_states], dim=2)
+            self.held = self.keys.shape[2]
             return self.keys, self.values
-        slots = self.length[..., None] + torch.arange(key_states.shape[2], device=self.device)
-        slots = slots[..., None].expand(-1, -1, -1, key_states.shape[3])
-        self.keys.scatter_(2, slots, key_states)
-        self.values.scatter_(2, slots, value_states)
+        stop = self.held + key_states.shape[2]
+        if stop > self.keys.shape[2]:
+            self._resize(max(stop, self.keys.shape[2] + _GROWTH))
+        self.keys[:, :, self.held : stop] = key_states
+        self.values[:, :, self.held : stop] = value_states
         return self.keys, self.values
 
-    def freeze(self, room: int) -> None:
-        """Move to static buffers with ``room`` free slots behind the tokens held."""
-        b, h, n, _ = self.keys.shape
+    def freeze(self, room: int, length: Tensor) -> None:
+        """Move to buffers with ``room`` free slots; ``length`` (B, H) is where to count."""
+        self.length = length.fill_(self.held)
+        self._resize(self.held + min(room, _GROWTH))
+
+    def _resize(self, capacity: int) -> None:
         for name in ("keys", "values"):
-            held = getattr(self, name)
+            states = getattr(self, name)
+            b, h, _, d = states.shape
             # Zeros, not empty: masked slots still enter a product, and NaN * 0 is NaN.
-            buffer = held.new_zeros(b, h, n + room, held.shape[3])
-            buffer[:, :, :n] = held
+            buffer = states.new_zeros(b, h, capacity, d)
+            buffer[:, :, : self.held] = states[:, :, : self.held]
             setattr(self, name, buffer)
-        self.length = torch.full((b, h), n, dtype=torch.int64, device=self.device)
 
     def mask(self, query_length: int) -> Tensor:
         """Bool (B, H, T, capacity): slots that each of the next ``T`` tokens may read."""
@@ -70,21 +78,18 @@ class KVLayer(CacheLayerMixin):
         return slots <= last[..., None]
 
     def held_bytes(self) -> int:
-        """Bytes of the keys and values held now (not of free slots); synchronises when frozen."""
-        per_token = 2 * self.keys.shape[3] * self.keys.element_size()
-        if self.frozen:
-            return int(self.length.sum()) * per_token
-        return self.keys.shape[0] * self.keys.shape[1] * self.keys.shape[2] * per_token
+        """Bytes of the keys and values held now, not of free slots."""
+        rows = self.keys.shape[0] * self.keys.shape[1] * self.held
+        return 2 * rows * self.keys.shape[3] * self.keys.element_size()
 
     def get_seq_length(self) -> int:
         return self.logical
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        physical = 0 if self.keys is None else self.keys.shape[2]
-        return physical + (0 if self.frozen else query_length), 0
+        return self.held + query_length, 0
 
     def get_max_length(self) -> int:
-        return self.keys.shape[2] if self.frozen else -1
+        return -1
 
 
 class KVCache(Cache):
@@ -98,17 +103,22 @@ class KVCache(Cache):
 
     def __init__(self, depth: int) -> None:
         super().__init__(layers=[KVLayer() for _ in range(depth)])
+        self.length: Tensor | None = None  # (L, B, H): the layers' own are views of it
 
     def freeze(self, room: int, logical: int) -> None:
-        """End of prefill: static buffers with ``room`` free slots; ``logical`` ids consumed."""
-        for layer in self.layers:
-            layer.freeze(room)
+        """End of prefill: buffers for about ``room`` more tokens; ``logical`` ids consumed."""
+        b, h = self.layers[0].keys.shape[:2]
+        shape = (len(self.layers), b, h)
+        self.length = torch.zeros(shape, dtype=torch.int64, device=self.layers[0].device)
+        for layer, length in zip(self.layers, self.length, strict=True):
+            layer.freeze(room, length)
             layer.logical = logical
 
     def advance(self, tokens: int = 1) -> None:
         """Count ``tokens`` that the last pass wrote."""
+        self.length.add_(tokens)
         for layer in self.layers:
-            layer.length.add_(tokens)
+            layer.held += tokens
             layer.logical += tokens
 
     def held_bytes(self) -> int:
@@ -116,8 +126,5 @@ class KVCache(Cache):
         return sum(layer.held_bytes() for layer in self.layers)
 
     def lengths(self) -> list[int]:
-        """Tokens held per layer (the longest row and head); synchronises when frozen."""
-        return [
-            int(layer.length.max()) if layer.frozen else layer.keys.shape[2]
-            for layer in self.layers
-        ]
+        """Tokens held per layer."""
+        return [layer.held for layer in self.layers]

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from ..errors import ModelError, RecipeError, VLMFastError
 from ..models.base import Adapter
 from ..recipe import Recipe
 from ..stages import Phase, Step
@@ -23,6 +24,8 @@ from .attention import switched
 from .cache import KVCache
 from .prefill import Inputs, Prompt, prefill, prepare, rows_of
 from .stats import Stats, Trace, clock
+
+_SERVED = ("media", "in-encoder", "encode", "prefill")
 
 
 @dataclass
@@ -40,13 +43,34 @@ class Run:
     step: Step | None = None
     position: Tensor | None = None
 
+    def __post_init__(self) -> None:
+        for stage in (part for word in self.recipe for part in word.expand()):
+            if stage.protocol not in _SERVED:
+                raise RecipeError(
+                    f"{stage.name} is a {stage.protocol} stage, which the engine does not run; "
+                    f"it runs {', '.join(_SERVED)}"
+                )
+
     def start(self, room: int) -> Tensor:
         """Prefill; ``room`` is the number of tokens that may follow. Returns logits (1, V)."""
         prompt = prepare(self.adapter, self.inputs, self.recipe, self.stats, self.trace)
         return self.start_from(prompt, room)
 
     def start_from(self, prompt: Prompt, room: int) -> Tensor:
-        """Prefill of a prompt that is already merged. Returns logits (1, V)."""
+        """Prefill of a prompt that is already merged. Returns logits (1, V).
+
+        Raises
+        ------
+        ModelError
+            When prompt and answer do not fit into the model's sliding window.
+        """
+        window = self.adapter.window
+        if window is not None and prompt.next_position + room > window:
+            raise ModelError(
+                f"{prompt.next_position} prompt positions and {room} new tokens exceed the model's "
+                f"sliding window of {window}; shorten one of them, or drop visual tokens with "
+                "positions=compact"
+            )
         self.prompt = prompt
         self.stats.prompt_tokens = len(self.prompt.layout)
         self.cache = KVCache(self.adapter.depth)
@@ -78,6 +102,8 @@ class Run:
 
         def hook(shift: int):
             def rotate(module: nn.Module, args: tuple, kwargs: dict):
+                if kwargs.get("vlmfast_step") is not self.step:
+                    return None
                 if shift not in tables:
                     rotary = self.adapter.decoder.rotary_emb
                     tables[shift] = tuple(rotary(args[0], self.position - shift))
@@ -130,9 +156,11 @@ def loop(
     """
     run, device, prompt_length = vlmfast_run, input_ids.device, input_ids.shape[1]
     if generation_config.num_beams > 1 or generation_config.num_return_sequences > 1:
-        raise ValueError(
+        raise VLMFastError(
             "num_beams and num_return_sequences must be 1: vlmfast decodes greedily or by sampling"
         )
+    if generation_config.guidance_scale not in (None, 1):
+        raise VLMFastError("guidance_scale is not supported: it would need a second prompt")
     scores: list[Tensor] = []
     raw: list[Tensor] = []
     first = None
@@ -160,7 +188,8 @@ def loop(
             if not generation_config.output_logits:
                 raw.clear()
             logits = run.next(tokens[:, None])
-    run.stats.finish(input_ids.shape[1] - prompt_length, run.begin, first, clock(device))
+    generated = input_ids.shape[1] - prompt_length
+    run.stats.finish(generated, run.begin, first, clock(device), device)
     if vlmfast_streamer is not None:
         vlmfast_streamer.end()
     if not generation_config.return_dict_in_generate:

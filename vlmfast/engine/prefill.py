@@ -13,7 +13,7 @@ from ..errors import ModelError, RecipeError
 from ..layout import TokenLayout
 from ..models.base import Adapter
 from ..recipe import Recipe
-from ..stages import EncodeRequest, Phase, PrefillStage, StatRequest, Step, active
+from ..stages import EncodeRequest, Phase, PrefillStage, StatRequest, Step, active, current_step
 from .cache import KVCache
 from .stats import Stats, Trace, clock
 from .vision import encode, merge_requests
@@ -40,6 +40,7 @@ class Prompt:
     full_length: int
     next_position: int
     extra: tuple[Tensor, ...] = ()
+    notes: dict[str, dict] = field(default_factory=dict)  # see `Step.notes`
 
 
 @dataclass
@@ -88,6 +89,7 @@ def prepare(adapter: Adapter, inputs: Inputs, recipe: Recipe, stats: Stats, trac
         position[:, is_visual],
         stats,
         trace,
+        notes := {},
     )
     stats.time_vision_s = clock(ids.device) - start
 
@@ -108,7 +110,7 @@ def prepare(adapter: Adapter, inputs: Inputs, recipe: Recipe, stats: Stats, trac
         next_position = int(layout.position.max()) + 1
     embeds = torch.cat([text, tokens.features.to(text.dtype)]).index_select(0, rank)
     stats.time_reduce_s += clock(ids.device) - start
-    return Prompt(embeds, layout, ids.shape[1], next_position, tokens.extra)
+    return Prompt(embeds, layout, ids.shape[1], next_position, tokens.extra, notes)
 
 
 @torch.no_grad()
@@ -129,12 +131,16 @@ def prefill(
         layout=prompt.layout,
         cache=cache,
         mask_rule=adapter.mask_rule,
+        notes=prompt.notes,
     )
-    wanted: dict[int, StatRequest] = {}
+    if not bool(prompt.layout.visual.any()):
+        stages = []  # nothing to drop
+    ahead: dict[int, StatRequest] = {}
     for stage in stages:
-        merge_requests(wanted, stage.text_stats(adapter.depth), stage.name)
-    step.requests = {layer: r for layer, r in wanted.items() if not r.ahead}
-    ahead = {layer: r for layer, r in wanted.items() if r.ahead}
+        wanted = stage.text_stats(adapter.depth)
+        for requests, early in ((step.requests, False), (ahead, True)):
+            chosen = {layer: r for layer, r in wanted.items() if r.ahead is early}
+            merge_requests(requests, chosen, stage.name)
     drops = Drops(adapter, stages, ahead, step, stats, trace)
     start = clock(prompt.embeds.device)
     with active(step), drops.installed():
@@ -146,7 +152,7 @@ def prefill(
             **adapter.decoder_kwargs(prompt.layout, prompt.extra),
         ).last_hidden_state
         logits = adapter.logits(hidden[:, -1])
-    stats.time_prefill_s = clock(prompt.embeds.device) - start
+    stats.time_prefill_s = clock(prompt.embeds.device) - start  # the stages' own work included
     stats.layer_tokens(drops.visual_per_layer, adapter.config.get_text_config())
     stats.kv_bytes = cache.held_bytes()
     held = sum(cache.lengths())
@@ -194,7 +200,7 @@ class Drops:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        first = min(self.schedule, default=len(self.layers))
+        first = min([*self.schedule, *self.ahead], default=len(self.layers))
         handles = [
             layer.register_forward_pre_hook(self._hook(index), with_kwargs=True)
             for index, layer in enumerate(self.layers)
@@ -208,6 +214,8 @@ class Drops:
 
     def _hook(self, index: int):
         def hook(module: nn.Module, args: tuple, kwargs: dict):
+            if current_step.get() is not self.step:  # somebody else's pass through the same layers
+                return None
             hidden = args[0]
             if index in self.ahead:
                 self._probe(module, index, hidden, kwargs)

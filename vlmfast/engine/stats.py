@@ -29,7 +29,9 @@ class Stats:
     counts the visual tokens' share of the prefill by the papers' formula, per layer with n tokens,
     width d and FFN width m: ``4 n d^2 + 2 n^2 d + 3 n d m``. ``kv_bytes_full`` is what the cache
     would hold had nothing been dropped. ``ttft_s`` runs from RGB pictures in host memory to the
-    first token on the host.
+    first token on the host. ``time_reduce_s`` is the stages' own work, of which the part inside the
+    language model lies within ``time_prefill_s``. ``peak_memory_bytes`` is the peak of this answer
+    on a GPU, and of the whole process so far on a CPU.
     """
 
     visual_tokens_in: int = 0
@@ -61,23 +63,25 @@ class Stats:
             sum(4 * n * d * d + 2 * n * n * d + 3 * n * d * m for n in per_layer)
         )
 
-    def finish(self, generated: int, start: float, first: float, end: float) -> None:
+    def finish(
+        self, generated: int, start: float, first: float, end: float, device: torch.device
+    ) -> None:
         """Derive the rates from clock readings around the first and the last token."""
         self.generated_tokens = generated
         self.ttft_s, self.time_total_s = first - start, end - start
         if generated > 1:
             self.tpot_s = (end - first) / (generated - 1)
             self.tokens_per_s = 1 / self.tpot_s
-        self.peak_memory_bytes = peak_memory()
+        self.peak_memory_bytes = peak_memory(device)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
-def peak_memory() -> int:
-    """Peak bytes: of the GPU's allocator when one is in use, of the process otherwise."""
-    if torch.cuda.is_available() and torch.cuda.max_memory_allocated():
-        return torch.cuda.max_memory_allocated()
+def peak_memory(device: torch.device) -> int:
+    """Peak bytes: of the GPU's allocator since the last reset, else of the process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
     import resource
     import sys
 
@@ -85,7 +89,7 @@ def peak_memory() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-@dataclass
+@dataclass(eq=False)
 class Trace:
     """How deep each visual token lived.
 

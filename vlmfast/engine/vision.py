@@ -11,7 +11,16 @@ from torch import Tensor, nn
 from ..errors import ModelError, RecipeError
 from ..layout import TokenLayout, VisualTokens
 from ..models.base import Adapter
-from ..stages import InEncoderStage, Phase, Stage, StatRequest, Step, VisionStats, active
+from ..stages import (
+    InEncoderStage,
+    Phase,
+    Stage,
+    StatRequest,
+    Step,
+    VisionStats,
+    active,
+    current_step,
+)
 from .stats import Stats, Trace
 
 
@@ -38,6 +47,7 @@ def encode(
     position: Tensor,
     stats: Stats,
     trace: Trace,
+    notes: dict[str, dict],
 ) -> tuple[VisualTokens, VisionStats]:
     """All pictures through the tower, with ``inside`` stages between its blocks.
 
@@ -55,6 +65,7 @@ def encode(
         Phase.VISION,
         depth=len(blocks),
         modules={id(block.self_attn): index for index, block in enumerate(blocks)},
+        notes=notes,
     )
     for stage in outside:
         merge_requests(step.requests, stage.vision_stats(len(blocks)), stage.name)
@@ -96,6 +107,8 @@ def _between_blocks(adapter: Adapter, stages: list[InEncoderStage], step: Step) 
 
     def before_block(stage: InEncoderStage, index: int):
         def hook(module: nn.Module, args: tuple, kwargs: dict):
+            if current_step.get() is not step:  # somebody else's pass through the same tower
+                return None
             hidden, source = stage.on_block(step, index, args[0])
             if source is not None:
                 step.merged = source if step.merged is None else source.gather(1, step.merged)
@@ -104,7 +117,7 @@ def _between_blocks(adapter: Adapter, stages: list[InEncoderStage], step: Step) 
         return hook
 
     def before_projector(module: nn.Module, args: tuple):
-        if step.merged is None:
+        if step.merged is None or current_step.get() is not step:
             return None
         # Strategy "default" has cut the CLS row off, which is row 0 before and after merging.
         cut = int(step.merged.max()) + 1 - args[0].shape[1]

@@ -100,7 +100,8 @@ def _line(
     x, mean, low, high = zip(*sorted(points), strict=True)
     # Methods stand at the same budgets: a small shift keeps their error bars apart.
     shift = 1 + 0.012 * (number - (methods - 1) / 2)
-    baseline = method in _GREYS
+    word = method.partition(":")[0]
+    grey = _GREYS.get(word) if "+" not in method else None
     axis.errorbar(
         [value * shift for value in x],
         mean,
@@ -109,9 +110,9 @@ def _line(
             [h - m for m, h in zip(mean, high, strict=True)],
         ],
         label=method,
-        color=_GREYS.get(method, _COLORS[number % len(_COLORS)]),
+        color=grey or _COLORS[number % len(_COLORS)],
         marker=_MARKERS[number % len(_MARKERS)],
-        linestyle="--" if baseline else ("-", (0, (5, 1, 1, 1)))[number // len(_COLORS) % 2],
+        linestyle="--" if grey else ("-", (0, (5, 1, 1, 1)))[number // len(_COLORS) % 2],
         markersize=5,
         linewidth=1.6,
         capsize=2.5,

@@ -9,9 +9,9 @@ from ..errors import VLMFastError
 from .results import META, Results, check_same, read, writable
 from .scores import Interval
 from .summary import (
-    BASELINES,
     MODALITIES,
     Row,
+    baseline,
     compare,
     difference,
     full_model,
@@ -54,7 +54,7 @@ def load(folder: Path) -> dict[str, list[Results]]:
 
 def _order(run: Results) -> tuple:
     place = 2 if run.meta["control"] else int(run.meta["recipe"] != "none")
-    return place, run.meta["method"] in BASELINES, run.meta["method"], -(kept(run) or 0), run.name
+    return place, baseline(run) is not None, run.meta["method"], -(kept(run) or 0), run.name
 
 
 def write_report(folder: Path, out: Path) -> tuple[str, list[Path]]:
@@ -159,7 +159,7 @@ def _cells(row: Row) -> list[str]:
 
 def warnings(rows: list[Row]) -> list[str]:
     """What a reader must know before believing the table."""
-    notes, present = [], {row.run.meta["method"] for row in rows}
+    notes, present = [], {baseline(row.run) for row in rows}
     reducing = [row for row in rows if reduces(row)]
     for name in ("random", "downsample"):
         if reducing and name not in present:
@@ -172,7 +172,7 @@ def warnings(rows: list[Row]) -> list[str]:
     if full_model([row.run for row in rows]) is None:
         notes.append("the full model is missing, so there is no loyalty")
     for row in reducing:
-        if row.run.meta["method"] in BASELINES:
+        if baseline(row.run):
             continue
         if row.random is None and "random" in present:
             notes.append(

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import Any
 
+from ..recipe import Recipe
 from .results import Results
 from .scores import Interval, bootstrap, wilson
 
@@ -134,17 +135,35 @@ def random_at_cost(row: Row, rows: list[Row]) -> Results | None:
     """The random selection that costs most nearly the same, None when none is near.
 
     By what was measured rather than by the budget that was asked for: a method inside the language
-    model cannot go below its floor, and is to be judged at what it really costs.
+    model cannot go below its floor, and is to be judged at what it really costs. Among those that
+    are near, one with the same position policy: policies differ by more than methods do.
     """
-    found = [r for r in rows if r.run.meta["method"] == "random" and reduces(r)]
-    if not found or not reduces(row) or row.run.meta["method"] == "random":
+    if not reduces(row) or baseline(row.run) == "random":
         return None
 
     def distance(r: Row) -> float:
         return abs(r.numbers["kept"] - row.numbers["kept"])
 
-    nearest = min(found, key=distance)
-    return nearest.run if distance(nearest) <= _SAME_COST * row.numbers["kept"] else None
+    near = [
+        r
+        for r in rows
+        if baseline(r.run) == "random"
+        and reduces(r)
+        and distance(r) <= _SAME_COST * row.numbers["kept"]
+    ]
+    alike = [r for r in near if _positions(r.run) == _positions(row.run)]
+    return min(alike or near, key=distance).run if near else None
+
+
+def baseline(run: Results) -> str | None:
+    """The control that a recipe consists of, whatever its parameters; None for other recipes."""
+    word = run.meta["method"].partition(":")[0]
+    return word if word in BASELINES and "+" not in run.meta["method"] else None
+
+
+def _positions(run: Results) -> set[str]:
+    """The position policies of a recipe's stages."""
+    return {s.positions for s in Recipe.parse(run.meta["recipe"]) if hasattr(s, "positions")}
 
 
 def _of(run: Results, modality: str) -> Results:

@@ -44,7 +44,6 @@ class Adapter:
 
     kind: ClassVar[Kind] = Kind.IMAGE
     tensors: ClassVar[tuple[str, ...]] = ("pixel_values",)  # what `encode` takes
-    native_video: ClassVar[bool] = False
     min_drop_layer: ClassVar[int] = 0
 
     def __init__(self, model: nn.Module, processor: Any) -> None:
@@ -56,11 +55,18 @@ class Adapter:
             raise ModelError(
                 f"{type(processor).__name__} is no multimodal processor: it has no image processor"
             )
+        if model.get_output_embeddings() is None or not model.can_generate():
+            raise ModelError(f"{type(model).__name__} has no language-model head to answer with")
         self.model, self.processor = model, processor
         self.config = model.config
         self.decoder = model.get_decoder()
         self.depth = len(self.decoder.layers)
         self._embedding, self._head = model.get_input_embeddings(), model.get_output_embeddings()
+        text = self.config.get_text_config()
+        if getattr(text, "attn_logit_softcapping", None) is not None:
+            raise ModelError(f"{text.model_type} caps its attention logits, which is not supported")
+        # Beyond it attention is cut off, which the engine does not do.
+        self.window: int | None = getattr(text, "sliding_window", None)
 
     # --- sizes ---------------------------------------------------------------------------------
 
@@ -87,11 +93,11 @@ class Adapter:
         return self.model.base_model.multi_modal_projector
 
     def feature_block(self) -> int:
-        """Index of the last vision block whose output reaches the projector."""
+        """Index of the vision block whose output goes to the projector; of several, the first."""
         layer = self.config.vision_feature_layer
         layers = [layer] if isinstance(layer, int) else layer
         depth = len(self.vision_blocks())
-        return max(index - 1 if index >= 0 else depth + index for index in layers)
+        return min(index - 1 if index >= 0 else depth + index for index in layers)
 
     # --- prompt --------------------------------------------------------------------------------
 
@@ -108,12 +114,18 @@ class Adapter:
         """Run the family's processor; tensors on the model's device, pixels in its dtype."""
         tokenizer = self.processor.tokenizer
         bos = tokenizer.bos_token
-        batch = self.processor(
-            images=images or None,
-            text=[text],
-            return_tensors="pt",
-            add_special_tokens=not (bos and text.startswith(bos)),
-        )
+        try:
+            batch = self.processor(
+                images=images or None,
+                text=[text],
+                return_tensors="pt",
+                add_special_tokens=not (bos and text.startswith(bos)),
+            )
+        except (ValueError, TypeError) as error:
+            reason = str(error).partition("\n")[0]
+            raise ModelError(
+                f"{type(self.processor).__name__} refused the prompt: {reason}"
+            ) from error
         lacking = [key for key in self.tensors if images and key not in batch]
         if lacking:
             raise ModelError(
@@ -187,13 +199,15 @@ class Adapter:
         return rows
 
     def view_layout(
-        self, tile: Tensor, y: Tensor, x: Tensor, newline: Tensor, item: int, geometry: ItemGeometry
+        self, tile: Tensor, y: Tensor, x: Tensor, kind: Tensor, item: int, geometry: ItemGeometry
     ) -> TokenLayout:
-        """Layout of one item's tokens from their coordinates, (N,) each.
+        """Layout of one item's tokens from their coordinates and kinds, (N,) each.
 
-        ``newline`` marks row separators, whose ``y`` is the row of the canvas that they close.
+        Of a newline, ``y`` is the row of the canvas that it closes; tile and x do not count.
         """
         n, (rows, columns) = tile.shape[0], geometry.patches
+        here = (kind == Kind.IMAGE) | (kind == Kind.VIDEO)
+        tile, x = torch.where(here, tile, -1), torch.where(here, x, -1)
         blank = TokenLayout.text(
             torch.zeros(n, dtype=torch.int64, device=tile.device),
             torch.zeros(1, n, dtype=torch.int64, device=tile.device),
@@ -202,16 +216,13 @@ class Adapter:
         cell = size / torch.tensor([columns, rows], device=tile.device)
         corner = top_left + torch.stack([x, y], dim=1) * cell
         box = torch.cat([corner, corner + cell], dim=1).clamp(0, 1)
-        here = (~newline).to(torch.int32)
-        kind = torch.where(newline, int(Kind.NEWLINE), int(self.kind)).to(torch.uint8)
-        grid = torch.stack([torch.zeros_like(y), y, torch.where(newline, -1, x)], dim=1)
         return blank.replace(
-            kind=kind,
+            kind=kind.to(torch.uint8),
             item=torch.full_like(kind, item, dtype=torch.int32),
-            tile=(tile.to(torch.int32) + 1) * here - 1,
-            view=(tile.to(torch.int32) + geometry.views[0] + 1) * here - 1,
-            grid=grid.to(torch.int32),
-            box=torch.where(newline[:, None], torch.nan, box),
+            tile=tile.to(torch.int32),
+            view=torch.where(here, tile + geometry.views[0], -1).to(torch.int32),
+            grid=torch.stack([torch.zeros_like(y), y, x], dim=1).to(torch.int32),
+            box=torch.where(here[:, None], box, torch.nan),
         )
 
     def view_box(self, geometry: ItemGeometry, tile: Tensor) -> tuple[Tensor, Tensor]:

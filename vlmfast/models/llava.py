@@ -2,14 +2,42 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+import copy
+from typing import Any
 
+import torch
+from torch import Tensor, nn
+
+from ..errors import ModelError
+from ..layout import Kind
 from ..stages import ItemGeometry, Step, VisionStats
 from .base import Adapter, Encoded
 
 
+def complete(model: nn.Module, processor: Any) -> Any:
+    """The processor with what older checkpoints leave out, taken from the model.
+
+    It counts the placeholders of a picture from these three; a copy, because it is the user's.
+    """
+    if getattr(processor, "image_processor", None) is None:
+        return processor  # refused by the base class
+    tower = model.get_encoder(modality="image")
+    tower = getattr(tower, "vision_model", tower)
+    if not hasattr(tower, "encoder"):
+        raise ModelError(f"{type(tower).__name__} as vision tower is not supported")
+    has_cls = hasattr(tower.embeddings, "class_embedding")
+    processor = copy.copy(processor)
+    patch_size = getattr(processor, "patch_size", None)
+    processor.patch_size = patch_size or model.config.vision_config.patch_size
+    processor.vision_feature_select_strategy = model.config.vision_feature_select_strategy
+    processor.num_additional_image_tokens = int(has_cls)
+    return processor
+
+
 class FamilyAdapter(Adapter):
+    def __init__(self, model: nn.Module, processor: Any) -> None:
+        super().__init__(model, complete(model, processor))
+
     def encode(
         self,
         inputs: dict[str, Tensor],
@@ -17,6 +45,11 @@ class FamilyAdapter(Adapter):
         sizes: list[tuple[int, int]],
     ) -> Encoded:
         pixels = inputs["pixel_values"]
+        if pixels.dim() != 4:
+            raise ModelError(
+                f"{type(self.processor).__name__} made several views of each picture; "
+                f"it does not belong to a {self.config.model_type} model"
+            )
         vision = self.config.vision_config
         side = vision.image_size // vision.patch_size
         output = self.model.base_model.get_image_features(
@@ -31,18 +64,11 @@ class FamilyAdapter(Adapter):
         raster = torch.arange(features[0].shape[0], device=pixels.device)
         # With strategy "full" the CLS row comes first; it has no place in the picture.
         raster = raster - (features[0].shape[0] - side * side)
-        nowhere = raster < 0
-        layouts = []
-        for i, geometry in enumerate(items):
-            layout = self.view_layout(
-                torch.zeros_like(raster),
-                raster // side,
-                raster % side,
-                nowhere & False,
-                i,
-                geometry,
-            )
-            layout.box[nowhere] = torch.nan
-            layouts.append(layout)
+        kind = torch.where(raster < 0, int(Kind.SPECIAL), int(self.kind))
+        base = torch.zeros_like(raster)
+        layouts = [
+            self.view_layout(base, raster // side, raster % side, kind, i, geometry)
+            for i, geometry in enumerate(items)
+        ]
         stats = VisionStats(items, self.patch_stats(step, side * side))
         return Encoded(features, layouts, stats, [()] * len(features))

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import Any
 
+import torch
+from torch import Tensor, nn
+
+from ..layout import Kind, TokenLayout
 from ..stages import ItemGeometry, Step, VisionStats
 from .base import Adapter, Encoded
+from .llava import complete
 
 
 class FamilyAdapter(Adapter):
     tensors = ("pixel_values", "image_sizes")
+
+    def __init__(self, model: nn.Module, processor: Any) -> None:
+        super().__init__(model, complete(model, processor))
 
     def encode(
         self,
@@ -50,7 +57,9 @@ class FamilyAdapter(Adapter):
             start = stop
         return tuple(items)
 
-    def _layout(self, item: int, geometry: ItemGeometry, size: Tensor, strategy: str):
+    def _layout(
+        self, item: int, geometry: ItemGeometry, size: Tensor, strategy: str
+    ) -> TokenLayout:
         """Where each packed token came from: the model's own packing is run on coordinates."""
         (rows, columns), views = geometry.patches, geometry.views[1] - geometry.views[0]
         tile, y, x = torch.meshgrid(
@@ -66,9 +75,9 @@ class FamilyAdapter(Adapter):
         )
         tile, y, x = packed[0].long().unbind(1)
         newline = tile < 0
-        return self.view_layout(
-            tile, torch.where(newline, newline.cumsum(0) - 1, y), x, newline, item, geometry
-        )
+        kind = torch.where(newline, int(Kind.NEWLINE), int(self.kind))
+        y = torch.where(newline, newline.cumsum(0) - 1, y)
+        return self.view_layout(tile, y, x, kind, item, geometry)
 
     def view_box(self, geometry: ItemGeometry, tile: Tensor) -> tuple[Tensor, Tensor]:
         """The base view shows the whole picture, squeezed; a crop shows a part of the canvas on
