@@ -5,7 +5,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 FLOOR  := .venv-floor
-RECIPE ?= hired:0.2
+RECIPE ?= hired:0.2,positions=keep
 # One test process per core, at most four: each holds a torch of its own.
 WORKERS ?= $(shell $(PYTHON) -c "import os; print(min(4, len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1))")
 PYTEST_FLAGS ?=
@@ -17,7 +17,7 @@ help:            ## Say what there is
 	@grep -hE '^[a-z-]+: .*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
 
 ask: $(READY)    ## Ask the shipped model about the shipped picture and clip
-	@$(BIN)/vlmfast compare examples/picture.png "How many yellow objects are there?" --recipe $(RECIPE)
+	@$(BIN)/vlmfast compare examples/picture.png "What is in the bottom left?" --recipe $(RECIPE)
 	@echo
 	@$(BIN)/vlmfast compare examples/clip.mp4 "Which way does the cyan star move?" --num-frames 4 --recipe $(RECIPE)
 

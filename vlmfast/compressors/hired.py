@@ -195,7 +195,7 @@ class HiRED(EncodeStage):
     budget: float | None = budget_param()
 
     def vision_stats(self, depth: int) -> dict[int, StatRequest]:
-        """The first layer and the one whose output goes to the projector."""
+        """The first layer and the last but one, whose output goes to the projector in LLaVA."""
         return {0: StatRequest("cls"), max(depth - 2, 0): StatRequest("cls")}
 
     def keep(
