@@ -50,6 +50,22 @@ def vlm(request) -> VLM:
     return VLM(*FAMILIES[request.param](layers=4))
 
 
+@pytest.fixture(scope="module", params=[*FAMILIES, "tiny"])
+def every(request) -> VLM:
+    """Both families with random weights, and the shipped model, in float32."""
+    if request.param == "tiny":
+        return VLM.from_pretrained("tiny", device="cpu", dtype=torch.float32)
+    return VLM(*FAMILIES[request.param](layers=4))
+
+
+@pytest.fixture(scope="module", params=[*FAMILIES, "tiny"])
+def double(request) -> VLM:
+    """The same; the shipped model in float64, since its logits are an order larger."""
+    if request.param == "tiny":
+        return VLM.from_pretrained("tiny", device="cpu", dtype=torch.float64)
+    return VLM(*FAMILIES[request.param](layers=4))
+
+
 @dataclass(frozen=True)
 class Shorten(EncodeStage):
     """Keeps every third token of each picture."""
@@ -92,19 +108,26 @@ def start(vlm: VLM, recipe=(), **media) -> Run:
 
 
 def hf_logits(vlm: VLM, tensors: dict, tokens: list[int]) -> torch.Tensor:
-    ids = torch.cat([tensors["input_ids"], torch.tensor([tokens])], dim=1)
+    """Hugging Face's logits after the prompt, then after each of ``tokens``, with its own cache."""
     rest = {k: v for k, v in tensors.items() if k in ("pixel_values", "image_sizes")}
     with torch.no_grad():
-        return vlm.model(input_ids=ids, **rest).logits[0, -len(tokens) - 1 :]
+        output = vlm.model(input_ids=tensors["input_ids"], use_cache=True, **rest)
+        rows = [output.logits[:, -1]]
+        for token in tokens:
+            output = vlm.model(
+                input_ids=torch.tensor([[token]]), past_key_values=output.past_key_values
+            )
+            rows.append(output.logits[:, -1])
+    return torch.cat(rows)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_none_equals_hugging_face(vlm, case):
-    run = start(vlm, **CASES[case])
-    expected = hf_logits(vlm, run.inputs.tensors, TOKENS)
-    assert (answer_logits(vlm, run, TOKENS) - expected).abs().max() < EXACT
+def test_none_equals_hugging_face(every, case):
+    run = start(every, **CASES[case])
+    expected = hf_logits(every, run.inputs.tensors, TOKENS)
+    assert (answer_logits(every, run, TOKENS) - expected).abs().max() < EXACT
     # Control: other tokens give other logits, by far more than the tolerance.
-    control = hf_logits(vlm, run.inputs.tensors, TOKENS[::-1])
+    control = hf_logits(every, run.inputs.tensors, TOKENS[::-1])
     assert (control[1:] - expected[1:]).abs().max() > 1e-2
 
 
@@ -119,16 +142,16 @@ def test_none_equals_hugging_face(vlm, case):
     ],
     ids=["greedy", "sample", "penalties", "eos list"],
 )
-def test_tokens_equal_hugging_face(vlm, case, generation):
-    tensors = vlm.inputs("what is here ?", **CASES[case])
+def test_tokens_equal_hugging_face(every, case, generation):
+    tensors = every.inputs("what is here ?", **CASES[case])
     torch.manual_seed(3)
-    expected = vlm.model.generate(**tensors, max_new_tokens=12, **generation)
+    expected = every.model.generate(**tensors, max_new_tokens=12, **generation)
     expected = expected[0, tensors["input_ids"].shape[1] :].tolist()
     torch.manual_seed(3)
-    answer = vlm.ask("what is here ?", **CASES[case], max_new_tokens=12, **generation)
+    answer = every.ask("what is here ?", **CASES[case], max_new_tokens=12, **generation)
     assert answer.token_ids == expected
     assert answer.stats.visual_tokens_in == int(
-        (tensors["input_ids"] == vlm.adapter.image_token_id).sum()
+        (tensors["input_ids"] == every.adapter.image_token_id).sum()
     )
 
 
@@ -181,42 +204,42 @@ def dense(vlm, tensors, alive, tokens=TOKENS, numbered=None):
 
 @pytest.mark.parametrize("case", ["one picture", "three pictures", "a clip"])
 @pytest.mark.parametrize("policy", ["keep", "compact"])
-def test_a_shortened_run_equals_the_dense_reference(vlm, case, policy):
-    run = start(vlm, Shorten(policy), **CASES[case])
-    got = answer_logits(vlm, run, TOKENS)
+def test_a_shortened_run_equals_the_dense_reference(double, case, policy):
+    run = start(double, Shorten(policy), **CASES[case])
+    got = answer_logits(double, run, TOKENS)
     total = run.inputs.tensors["input_ids"].shape[1]
     alive = torch.zeros(total, dtype=torch.bool)
     alive[run.prompt.layout.order] = True
     assert alive.sum() < total
-    depth = vlm.adapter.depth
+    depth = double.adapter.depth
     numbered = [alive] * depth if policy == "compact" else None
-    expected = dense(vlm, run.inputs.tensors, [alive] * depth, numbered=numbered)
+    expected = dense(double, run.inputs.tensors, [alive] * depth, numbered=numbered)
     assert (got - expected).abs().max() < EXACT
-    control = dense(vlm, run.inputs.tensors, [torch.ones(total, dtype=torch.bool)] * depth)
+    control = dense(double, run.inputs.tensors, [torch.ones(total, dtype=torch.bool)] * depth)
     assert (got - control).abs().max() > 1e-2
 
 
 @pytest.mark.parametrize("case", ["one picture", "three pictures", "a clip"])
 @pytest.mark.parametrize("policy", ["keep", "compact"])
 @pytest.mark.parametrize("shorten", ["keep", "compact"])
-def test_dropping_between_layers_equals_the_dense_reference(vlm, case, policy, shorten):
-    run = start(vlm, (Shorten(shorten), Rank(positions=policy)), **CASES[case])
-    got = answer_logits(vlm, run, TOKENS)
+def test_dropping_between_layers_equals_the_dense_reference(double, case, policy, shorten):
+    run = start(double, (Shorten(shorten), Rank(positions=policy)), **CASES[case])
+    got = answer_logits(double, run, TOKENS)
     lengths = run.cache.lengths()
     assert lengths[0] > lengths[1] == lengths[2] > lengths[3]
     total = run.inputs.tensors["input_ids"].shape[1]
-    visual = run.inputs.tensors["input_ids"][0] == vlm.adapter.image_token_id
+    visual = run.inputs.tensors["input_ids"][0] == double.adapter.image_token_id
     alive = []
-    for layer in range(vlm.adapter.depth):
+    for layer in range(double.adapter.depth):
         rows = ~visual
         rows[run.trace.layout.order[run.trace.depth > layer]] = True
         alive.append(rows)
         assert int(rows.sum()) + len(TOKENS) == lengths[layer]
     first = alive[0] if shorten == "compact" else torch.ones(total, dtype=torch.bool)
     later = alive[1:] if policy == "compact" else [first] * (len(alive) - 1)
-    expected = dense(vlm, run.inputs.tensors, alive, numbered=[first, *later])
+    expected = dense(double, run.inputs.tensors, alive, numbered=[first, *later])
     assert (got - expected).abs().max() < EXACT
-    control = dense(vlm, run.inputs.tensors, [torch.ones(total, dtype=torch.bool)] * len(alive))
+    control = dense(double, run.inputs.tensors, [torch.ones(total, dtype=torch.bool)] * len(alive))
     assert (got - control).abs().max() > 1e-2
 
 
