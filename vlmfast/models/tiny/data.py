@@ -8,13 +8,14 @@ prefix, so a slot is computed exactly as if it were the only question asked.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
 
+from ...errors import VLMFastError
 from . import questions as Q
 from .captions import CAPTION_QUESTION, CLIP_QUESTION, caption
 from .drawing import make_image_scene, make_video_scene, paint
@@ -45,7 +46,7 @@ _NAMES = tuple(f"{c} {f}" for c in COLOR_NAMES for f in SHAPES)
 _NUMBERS = tuple(str(n) for n in range(100))
 
 
-class DataError(ValueError):
+class DataError(VLMFastError):
     """A batch was asked for that cannot be made."""
 
 
@@ -53,10 +54,12 @@ class DataError(ValueError):
 class Spec:
     """What one batch holds; everything in it is a function of these values.
 
-    ``kind`` is ``image`` (128 px), ``small`` (64 px), ``video`` or ``text`` (no picture); ``keep`` the number of prefix
-    tokens kept (0: all), foreground first where ``keep_foreground``; ``weights`` the relative
-    frequency of question types; ``hint`` and ``reverse`` the shares of multiple-choice slots that
-    carry a text hint or ask for an option by its letter, ``options`` how many they offer.
+    ``kind`` is ``image`` (128 px), ``small`` (64 px), ``video`` or ``text`` (no picture);
+    ``keep`` the number of prefix tokens kept (0: all), foreground first where
+    ``keep_foreground``; ``weights`` the relative frequency of question types; ``hint`` and
+    ``reverse`` the shares of multiple-choice slots that carry a text hint or ask for an option by
+    its letter, ``options`` how many they offer; ``plain`` the share of relations said with
+    "left of" and "above" alone.
     """
 
     kind: str
@@ -72,6 +75,7 @@ class Spec:
     pixels: bool = True
     evaluation: bool = False
     mc_bases: tuple[str, ...] = Q.MC_BASES
+    plain: float = 0.0
 
     @property
     def slots(self) -> tuple[int, ...]:
@@ -180,12 +184,27 @@ def _text_choice(spec: Spec, rng: random.Random) -> Q.QA:
     return Q.QA("option", f"Which says {'ABCD'[k]}? {listed}", options[k])
 
 
+def _plain(qa: Q.QA) -> Q.QA:
+    """Say "right of" as "left of" and "below" as "above", the other way round.
+
+    With two words the answer is one bit to pick; with four it is a parity, which is learned far
+    more easily once the bit is there.
+    """
+    for word, plain in ((" right of ", " left of "), (" below ", " above ")):
+        if word in qa.question:
+            a, b = qa.question.removeprefix("Is ").removesuffix("?").split(word)
+            return replace(qa, question=f"Is {b}{plain}{a}?")
+    return qa
+
+
 def _pick(scene, spec: Spec, rng: random.Random) -> list[Q.QA | None]:
     """Choose the questions of a training example: short slots, then multiple choice."""
     names, shares = zip(*spec.weights, strict=True)
     short: list[Q.QA] = []
     for _ in range(4 * N_SHORT):
         qa = Q.ask(scene, rng.choices(names, shares)[0], rng)
+        if qa is not None and qa.type == "rel" and rng.random() < spec.plain:
+            qa = _plain(qa)
         if qa is not None and all(qa.question != o.question for o in short):
             short.append(qa)
             if len(short) == N_SHORT:
@@ -311,7 +330,9 @@ def make_batch(spec: Spec, tokenizer_path: str | Path) -> Batch:
         parts["named_at"], parts["named"] = list(named_at), list(named)
         parts["recall"], parts["facts"] = list(recall), list(known)
     arrays = {k: np.stack(v) for k, v in parts.items()}
-    return Batch(spec, {**arrays, "ids": ids, "targets": targets, "asked": asks_next, "types": types})
+    return Batch(
+        spec, {**arrays, "ids": ids, "targets": targets, "asked": asks_next, "types": types}
+    )
 
 
 def _option_places(qa: Q.QA, encode: FastEncoder, start: int) -> np.ndarray:

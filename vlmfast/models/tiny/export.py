@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LlavaNextProcessor, PreTrainedTokenizerFast
 
+from ...errors import VLMFastError
 from .build import IMAGE_SIZE, PATCH, PINPOINTS, build_model
 from .tokenizer import BOS_ID, EOS_ID, PAD_ID
 
 
-class ExportError(ValueError):
+class ExportError(VLMFastError):
     """The checkpoint does not hold this model."""
 
 
@@ -95,6 +96,8 @@ def export_state(state: dict[str, Tensor], tokenizer_file: str | Path, folder: s
     shutil.rmtree(draft, ignore_errors=True)
     model.save_pretrained(draft)
     build_processor(tokenizer_file).save_pretrained(draft)
+    for file in draft.iterdir():  # safetensors writes for its owner alone
+        file.chmod(0o644)
     old = folder.with_name(folder.name + ".old")
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():

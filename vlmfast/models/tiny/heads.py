@@ -30,6 +30,10 @@ FIELD_WEIGHT = {
 }
 
 
+COMPARED = {"x": 0.1, "y": 0.1, "appear": 0.5}
+"""Facts compared between two named objects, and the least difference that counts."""
+
+
 class DenseHeads(nn.Module):
     """Tied label codes for patches, and linear heads for the class token."""
 
@@ -51,6 +55,7 @@ class DenseHeads(nn.Module):
         outputs = 3 + sum(FACT_CLASSES.values())
         self.name_facts = nn.Linear(LANGUAGE_WIDTH, outputs)
         self.answer_facts = nn.Linear(LANGUAGE_WIDTH, 2 * outputs)
+        self.relations = nn.Linear(LANGUAGE_WIDTH, len(COMPARED))
         starts, start = [], 0
         for classes in FIELDS.values():
             starts.append(start)
@@ -98,9 +103,7 @@ class DenseHeads(nn.Module):
             if name == "char":
                 w = (label > 0).float() + 0.02
                 w = w / w.sum()
-            elif name == "centre":
-                w = shown / shown.sum().clamp(min=1)
-            elif name == "view":  # an empty patch does not show its scale
+            elif name in ("centre", "view"):  # an empty patch does not show its scale
                 w = shown / shown.sum().clamp(min=1)
             total = total + FIELD_WEIGHT[name] * (loss.view_as(w) * w).sum()
             with torch.no_grad():
@@ -166,4 +169,21 @@ class DenseHeads(nn.Module):
                 total = total + F.binary_cross_entropy_with_logits(got[live][:, 0], want[live])
             else:
                 total = total + 2.0 * F.smooth_l1_loss(got[live][:, 0], want[live], beta=0.1)
+        return total
+
+    def relation_loss(self, answers: Tensor, known: Tensor) -> Tensor:
+        """Loss of which of two named objects is further left, higher and earlier.
+
+        ``answers (B, S, width)`` and ``known (B, S, 2, 9)`` as in :meth:`fact_loss`.
+        """
+        said = self.relations(F.rms_norm(answers.float(), answers.shape[-1:]))
+        total = said.new_zeros(())
+        for k, (name, least) in enumerate(COMPARED.items()):
+            first, last = known[..., FACTS.index(name)].unbind(-1)
+            gap = last - first
+            live = (first > UNKNOWN + 1) & (last > UNKNOWN + 1) & (gap.abs() > least)
+            if live.any():
+                total = total + F.binary_cross_entropy_with_logits(
+                    said[..., k][live], (gap[live] > 0).float()
+                )
         return total

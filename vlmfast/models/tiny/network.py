@@ -114,6 +114,7 @@ class Packed(nn.Module):
         self.choose: Tensor | None = None
         self.recall: Tensor | None = None
         self.facts: Tensor | None = None
+        self.compared: Tensor | None = None
         self._frames: dict = {}
         self._layouts: dict[str, Layout] = {}
         model.set_attn_implementation({"text_config": ATTENTION, "vision_config": ATTENTION})
@@ -304,6 +305,9 @@ class Packed(nn.Module):
                         self.facts = self.heads.fact_loss(
                             names.unflatten(1, (-1, 2)), answers, batch["facts"]
                         )
+                    elif index == CHOICE_LAYER:
+                        answers = self._at(x, batch["recall"].long()[..., 0], frame)
+                        self.compared = self.heads.relation_loss(answers, batch["facts"])
         else:
             for layer in lm.layers:
                 x = layer(x, attention_mask=frame.masks[0], position_embeddings=(cos, sin))

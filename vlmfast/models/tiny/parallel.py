@@ -38,13 +38,18 @@ class Group:
         """Replace gradients by their mean over the processes."""
         if self.size == 1:
             return
-        live = [p for p in named.values() if p.grad is not None]
-        flat = torch.cat([p.grad.flatten().float() for p in live])
+        # A rare question may be in the batch of one process alone: what has no gradient counts as
+        # zero, so that all send the same amount, and flags tell what has none anywhere.
+        every = list(named.values())
+        flags = torch.tensor([float(p.grad is not None) for p in every])
+        parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in every]
+        flat = torch.cat([flags, *(g.flatten().float() for g in parts)])
         dist.all_reduce(flat)
-        flat /= self.size
+        present, flat = flat[: len(every)], flat[len(every) :] / self.size
         at = 0
-        for p in live:
-            p.grad.copy_(flat[at : at + p.numel()].view_as(p))
+        for p, n in zip(every, present.tolist(), strict=True):
+            if n:
+                p.grad = flat[at : at + p.numel()].view_as(p).to(p.dtype)
             at += p.numel()
 
     def close(self) -> None:

@@ -24,7 +24,6 @@ from .vocabulary import EVAL_SEED_START
 
 APART, DECAY = 0.33, 0.77
 SEEDS_PER_STEP = 256
-HARD = ("rel", "exist", "where", "ocr", "count")
 SYM_KEEP = {"image": 80, "small": 60, "video": 112}
 
 
@@ -53,13 +52,21 @@ def phase_of(progress: float) -> str:
 
 def _image_weights(progress: float) -> tuple[tuple[str, float], ...]:
     hard = 1.3 if progress < 0.45 else 1.6
+    late = progress > 0.7  # what compares two places comes last
     easy = ("shape", "posq", "size", "tex")
-    return (("color", 1.4), *((t, 0.9) for t in easy), *((t, hard) for t in HARD), ("chart", 2.0))
+    return (
+        ("color", 1.4),
+        *((t, 0.9) for t in easy),
+        ("rel", 3.2 if late else hard),
+        ("where", 2.2 if late else hard),
+        *((t, hard) for t in ("exist", "ocr", "count")),
+        ("chart", 2.0),
+    )
 
 
 _VIDEO_WEIGHTS = (
     ("direction", 1.4), ("which", 1.0), ("frame", 1.0), ("appear", 1.0),
-    ("order", 1.4), ("before", 1.6), ("exist", 0.8),
+    ("order", 1.4), ("before", 2.2), ("exist", 0.8),
 )  # fmt: skip
 
 
@@ -84,14 +91,13 @@ def plan(step: int, progress: float, seed: int, batch: int) -> Plan:
         kind = "image" if draw < 0.7 else "small" if draw < 0.8 else "video"
     else:
         kind = "image" if draw < 0.66 else "small" if draw < 0.76 else "video"
-    codes = phase == "apart"
-    if phase == "together":
-        codes = rng.random() < _mix(0.6, 0.1, (progress - APART) / (DECAY - APART))
+    share = {"apart": 1.0, "together": _mix(0.6, 0.15, (progress - APART) / (DECAY - APART))}
+    codes = rng.random() < share.get(phase, 0.15)
     size, keep, foreground = batch, 0, True
     if codes:
         keep = SYM_KEEP[kind]
         if kind == "video":
-            size = batch * 3 // 4
+            size = max(1, batch * 3 // 4)
     elif kind == "video":
         size = max(1, batch * 5 // 12)
         if phase == "decay":
@@ -126,6 +132,7 @@ def plan(step: int, progress: float, seed: int, batch: int) -> Plan:
         keep_foreground=foreground,
         pixels=not codes or (kind != "text" and phase == "apart" and rng.random() < 0.5),
         mc_bases=bases,
+        plain=0.85 if progress < 0.86 else 0.35 if progress < 0.92 else 0.0,
     )
     if start + size > EVAL_SEED_START:
         raise ValueError(f"step {step} would train on evaluation seeds")
@@ -134,8 +141,8 @@ def plan(step: int, progress: float, seed: int, batch: int) -> Plan:
         lr *= 0.5
     if phase == "decay":
         lr *= max(0.0, (1.0 - progress) / (1.0 - DECAY))
-    dense = 1.0 if phase == "apart" else _mix(0.3, 0.1, (progress - APART) / 0.3)
+    dense = {"apart": 1.0, "together": 0.4, "decay": 0.25}[phase]
     choice = 0.5 if progress < 0.5 else 2.0
-    question = 0.4 if progress < DECAY else 0.1
-    look = 0.5 if progress < DECAY else 0.1
+    question = 0.4 if progress < DECAY else 0.2
+    look = 0.5 if progress < DECAY else 0.4
     return Plan(spec, phase, codes, dense, lr, question, choice, look)

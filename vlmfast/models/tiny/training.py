@@ -18,12 +18,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ...errors import VLMFastError
 from . import data
 from .parallel import Group, join, launch
 from .schedule import SEEDS_PER_STEP, Plan, plan
 
 
-class TrainingError(ValueError):
+class TrainingError(VLMFastError):
     """The training cannot start or go on as asked."""
 
 
@@ -38,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--processes", type=int, default=1, help="share the steps (CPU only)")
     parser.add_argument(
-        "--workers", type=int, default=-1, help="processes that draw; 0 draws inline (default: auto)"
+        "--workers", type=int, default=-1, help="processes that draw; 0: inline; -1: auto"
     )
     parser.add_argument("--save-every", type=float, default=180.0, help="seconds per checkpoint")
     parser.add_argument("--eval-every", type=float, default=600.0, help="seconds per evaluation")
@@ -208,7 +209,8 @@ class Trainer:
             info["look"], info["recall"] = packed.look.detach(), packed.recall.detach()
             total = total + planned.look * (packed.look + 0.5 * packed.recall)
             info["facts"] = packed.facts.detach()
-            total = total + 0.4 * planned.look * packed.facts
+            info["compared"] = packed.compared.detach()
+            total = total + planned.look * (0.4 * packed.facts + packed.compared)
         if packed.choose is not None:
             info["choose"] = packed.choose.detach()
             total = total + 0.5 * planned.look * packed.choose
