@@ -15,9 +15,9 @@ from .stages import PROTOCOLS, Stage, Stages, nearest, stage_class
 # is a starting point for a real checkpoint, not a promise about it.
 PRESETS = {
     "none": "",
-    "faithful": "hired:budget=0.5",
-    "balanced": "hired:budget=0.22",
-    "fast": "hired:budget=0.11",
+    "faithful": "hired:positions=keep,budget=0.33",
+    "balanced": "hired:positions=keep,budget=0.22",
+    "fast": "hired:positions=keep,budget=0.11",
 }
 
 
