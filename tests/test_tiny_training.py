@@ -184,10 +184,12 @@ def test_schedule_is_deterministic_and_ends_at_rate_zero():
     assert plan(9, 0.5, 1, 8) == plan(9, 0.5, 1, 8)
     assert plan(900, 1.0, 1, 8).lr == 0
     late = [plan(i, 0.9, 1, 8) for i in range(200)]
-    assert not any(p.codes for p in late) and all(p.spec.hint == 0 for p in late)
-    assert all(p.spec.options == 4 for p in late)
-    dropped = [p for p in late if p.spec.keep]
-    assert dropped and not any(p.spec.keep_foreground for p in dropped)
+    pixels = [p for p in late if not p.codes]
+    assert len(pixels) > 0.7 * len(late)  # label codes stay as a small part
+    assert all(p.spec.hint == 0 and p.spec.options == 4 for p in late)
+    dropped = [p for p in pixels if p.spec.keep]
+    assert dropped
+    assert not any(p.spec.keep_foreground for p in dropped)
     assert {p.spec.kind for p in late} == {"image", "small", "video"}  # no more text alone
 
 
