@@ -377,7 +377,6 @@ def test_two_processes_train_as_one(tmp_path):
 WEIGHTS = ROOT / "vlmfast" / "weights" / "tiny"
 
 
-@pytest.mark.skipif(not WEIGHTS.is_dir(), reason="the trained weights are not in this checkout")
 class TestShipped:
     """The weights in the package."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from .errors import RecipeError
-from .stages import PROTOCOLS, Stage, Stages, nearest, stage_class
+from .stages import PROTOCOLS, Stage, Stages, stage_class
 
 # Points of the measured accuracy curve of the shipped model (README, "How much survives"); a preset
 # is a starting point for a real checkpoint, not a promise about it.
@@ -119,6 +119,3 @@ def _stage(word: str, text: str) -> Stage:
     if word.endswith(":"):
         raise RecipeError(f"{word!r} ends in ':' without a value")
     return stage_class(name).from_words(values)
-
-
-__all__ = ["PRESETS", "Recipe", "nearest"]
