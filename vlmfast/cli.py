@@ -14,6 +14,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -177,6 +178,11 @@ def _fill_train(parser: argparse.ArgumentParser) -> None:
     what = parser.add_subparsers(dest="what", metavar="WHAT", required=True, parser_class=_Command)
     tiny = what.add_parser("tiny", help="the shipped model, on drawn pictures and clips")
     tiny.fill = lambda p: _module("models.tiny.training").add_arguments(p)
+    training = _module("training")
+    for name in training.trainable():
+        about = _module("stages").stage_class(name).__doc__ or ""
+        method = what.add_parser(name, help=about.strip().partition("\n")[0])
+        method.fill = partial(training.add_arguments, name=name)
 
 
 def _count(text: str) -> int:
@@ -268,7 +274,12 @@ def _env(args: argparse.Namespace) -> None:
 
 
 def _train(args: argparse.Namespace) -> int:
-    return _module("models.tiny.training").run(args)
+    if args.what == "tiny":
+        return _module("models.tiny.training").run(args)
+    trainer = _module("training").Trainer(args.what, args)
+    trainer.train()
+    print(f"{trainer.out / 'weights'}: {args.what} after {trainer.step} steps")
+    return 0
 
 
 def _eval(args: argparse.Namespace) -> int:

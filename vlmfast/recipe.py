@@ -47,6 +47,12 @@ class Recipe(Stages):
                 raise RecipeError(f"{name} stands twice in the recipe {self}")
         if sum(stage.protocol == "media" for stage in self) > 1:
             raise RecipeError(f"recipe {self} has two stages that choose the frames; one can")
+        inside = [s.name for s in self if any(p.protocol == "in-encoder" for p in s.expand())]
+        if len(inside) > 1:
+            raise RecipeError(
+                f"recipe {self} has {' and '.join(inside)}, which both rework the rows between the "
+                "blocks of the vision tower; one can"
+            )
         ranks = [PROTOCOLS.index(stage.expand()[0].protocol) for stage in self]
         if ranks != sorted(ranks):
             order = sorted(self, key=lambda s: PROTOCOLS.index(s.expand()[0].protocol))

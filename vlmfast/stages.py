@@ -17,14 +17,14 @@ import pkgutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import MISSING, Field, dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from enum import Enum
 from functools import cache
 from types import NoneType
 from typing import Any, ClassVar, get_args, get_type_hints
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .errors import RecipeError
 from .layout import TokenLayout, VisualTokens
@@ -80,6 +80,16 @@ def budget_param() -> Any:
     )
 
 
+def repair_param(default: bool = False) -> Any:
+    """Offered by every method that merges; its paper's own is the default."""
+    return param(default, "attention adds log(weight): a merged token counts for all it stands for")
+
+
+def weights_param() -> Any:
+    """Offered by every trained method."""
+    return param("auto", "folder of trained weights; auto: those that are shipped for the model")
+
+
 # Names of comparisons in `operator`. All are false for NaN, which is thus out of every range.
 _SIGNS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 
@@ -105,7 +115,10 @@ class Stage:
     lead : str or None
         The field that a bare value (``hired:0.2``) sets.
     trained : bool
-        Whether the method needs weights of its own.
+        Whether the method needs weights of its own; it then has a field ``weights`` and a `build`.
+    repair : bool
+        Whether attention is told how many tokens a merged one stands for (a field of methods that
+        merge).
     """
 
     name: ClassVar[str] = ""
@@ -113,6 +126,8 @@ class Stage:
     paper: ClassVar[str] = ""
     lead: ClassVar[str | None] = None
     trained: ClassVar[bool] = False
+    # Not annotated: a ClassVar would come first among the fields of a stage that declares it.
+    repair = False
 
     def __post_init__(self) -> None:
         for f in fields(self):
@@ -184,6 +199,19 @@ class Stage:
         """The single-protocol stages that this word stands for; usually itself."""
         return (self,)
 
+    @classmethod
+    def build(cls, config: dict[str, Any]) -> nn.Module:
+        """The untrained module of a trained method, float32.
+
+        Parameters
+        ----------
+        config : dict
+            What its training stored beside the weights: the sizes of the model (``width``,
+            ``depth``, ``heads``, ``vision_width``, ``vision_depth``, ``vision_heads``,
+            ``patches``) and whatever the method's own training added.
+        """
+        raise NotImplementedError(f"{cls.__name__}.build")
+
 
 class Stages(tuple):
     """Stages in pipeline order; ``a + b`` appends."""
@@ -252,15 +280,28 @@ class StatRequest:
     ahead : bool
         Of the language model only: what the layer would attend to, computed from its own queries
         and keys before it runs, so that a drop before that very layer can be ranked by it.
+    keys : bool
+        Of a vision tower only: also the layer's keys, mean over heads.
+    received : bool
+        Of the language model only: also the logits that each token receives from the visual rows,
+        before the softmax, mean over these rows. Computed as (sum of queries) times key.
     """
 
     rows: str
     n: int = 0
     ahead: bool = False
+    keys: bool = False
+    received: bool = False
 
     def __post_init__(self) -> None:
         if self.rows not in ("cls", "last", "text", "window", "columns"):
             raise ValueError(f"StatRequest: rows={self.rows!r} is not a known set of rows")
+
+    def joined(self, other: StatRequest) -> StatRequest | None:
+        """What serves both, or ``None`` when they want different rows."""
+        if (self.rows, self.n, self.ahead) != (other.rows, other.n, other.ahead):
+            return None
+        return replace(self, keys=self.keys or other.keys, received=self.received or other.received)
 
 
 class Phase(Enum):
@@ -289,6 +330,12 @@ class Step:
         Layer index to softmax attention, float32. Vision: (views, heads, rows, keys).
         Text: (heads, rows, keys) over the tokens of ``layout``; its columns are kept aligned with
         ``layout`` when rows are dropped. ``columns`` requests have one row.
+    received : dict of int to Tensor
+        Text: layer index to mean logits received from the visual rows, float32, (heads, 1, keys).
+    keys : dict of int to Tensor
+        Vision: layer index to keys, mean over heads, float32, (views, rows, head_dim).
+    items : tuple of ItemGeometry
+        Vision: the pictures that are in the batch.
     modules : dict of int to int
         ``id`` of a vision attention module to its layer index (vision modules do not know theirs).
     merged : Tensor, int64, (views, rows), optional
@@ -302,6 +349,15 @@ class Step:
         ``(layout) -> (S, S) bool`` for models that are not plainly causal over their prompt.
     notes : dict of str to dict
         What one part of a method tells a later part of the same method, by method name.
+    trained : dict of str to Module
+        The weights of trained methods, by method name, on the model's device in float32.
+    repair : bool
+        Attention adds the logarithm of each key's weight, so that a merged token counts for all
+        that it stands for.
+    soft : Tensor, float32, (S,), optional
+        Training: how much of each row of ``layout`` is there for the layers to come, in (0, 1].
+    answer : int
+        Training: rows at the end that are the answer; statistics do not look from them.
     """
 
     phase: Phase
@@ -309,17 +365,34 @@ class Step:
     layout: TokenLayout | None = None
     requests: dict[int, StatRequest] = field(default_factory=dict)
     stats: dict[int, Tensor] = field(default_factory=dict)
+    received: dict[int, Tensor] = field(default_factory=dict)
+    keys: dict[int, Tensor] = field(default_factory=dict)
+    items: tuple[ItemGeometry, ...] = ()
     modules: dict[int, int] = field(default_factory=dict)
     merged: Tensor | None = None
     lengths: Tensor | None = None
     cache: Any = None
     mask_rule: Any = None
     notes: dict[str, dict[str, Any]] = field(default_factory=dict)
+    trained: dict[str, nn.Module] = field(default_factory=dict)
+    repair: bool = False
+    soft: Tensor | None = None
+    answer: int = 0
 
     def select(self, index: Tensor) -> None:
         """Keep rows ``index`` of the current tokens, in the layout and in every statistic."""
         self.layout = self.layout.select(index)
-        self.stats = {layer: s.index_select(-1, index) for layer, s in self.stats.items()}
+        for of in (self.stats, self.received):
+            of.update({layer: s.index_select(-1, index) for layer, s in of.items()})
+        if self.soft is not None:
+            self.soft = self.soft.index_select(0, index)
+
+    def key_bias(self) -> Tensor | None:
+        """What is added to the logits of each key, float32, (S,); ``None`` for nothing."""
+        bias = self.layout.weight.log() if self.repair else None
+        if self.soft is None:
+            return bias
+        return self.soft.log() if bias is None else bias + self.soft.log()
 
 
 # The carrier of `Step` for passes that run eagerly (vision, prefill). Several vision towers swallow
@@ -351,12 +424,18 @@ class ItemGeometry:
         First row and one past the last row of the picture in the vision batch (base first).
     patches : (int, int)
         Rows and columns of visual tokens per view, before anything was dropped.
+    clip : int
+        Which clip of the prompt the picture is a frame of; -1 for a picture of its own.
+    frame : (int, int)
+        Which frame of how many.
     """
 
     size: tuple[int, int]
     tiles: tuple[int, int]
     views: tuple[int, int]
     patches: tuple[int, int]
+    clip: int = -1
+    frame: tuple[int, int] = (0, 1)
 
 
 @dataclass(frozen=True)
@@ -370,10 +449,16 @@ class VisionStats:
     rows : dict of int to Tensor
         Vision layer index to softmax attention, float32, (views, heads, patches), the CLS row over
         the patches of its view; for ``columns`` requests the attention received by each patch.
+    keys : dict of int to Tensor
+        Vision layer index to keys, mean over heads, float32, (views, patches, head_dim).
+    cls : Tensor, (views, D), optional
+        The CLS token of each view through the projector, where a stage sets ``wants_cls``.
     """
 
     items: tuple[ItemGeometry, ...]
     rows: dict[int, Tensor]
+    keys: dict[int, Tensor] = field(default_factory=dict)
+    cls: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -388,11 +473,15 @@ class EncodeRequest:
         Input embeddings of the prompt's text tokens.
     depth : int
         Number of layers of the language model.
+    notes, trained : dict
+        As in `Step`.
     """
 
     question: str
     question_embeds: Tensor
     depth: int
+    notes: dict[str, dict[str, Any]] = field(default_factory=dict)
+    trained: dict[str, nn.Module] = field(default_factory=dict)
 
 
 # --- protocols -----------------------------------------------------------------------------------
@@ -437,6 +526,22 @@ class InEncoderStage(Stage):
         """
         raise NotImplementedError(f"{type(self).__name__}.on_block")
 
+    def on_output(self, step: Step, hidden: Tensor) -> Tensor:
+        """Asked once, in front of the projector, with what goes into it.
+
+        Parameters
+        ----------
+        hidden : Tensor, (V', N, D)
+            Without the CLS row where the family cuts it off.
+
+        Returns
+        -------
+        Tensor, (V, N, D)
+            One row per view of the batch, as the projector and the packing behind it expect; what
+            a later part of the method needs beyond it goes to ``step.notes``.
+        """
+        return hidden
+
 
 @dataclass(frozen=True)
 class EncodeStage(Stage):
@@ -448,6 +553,7 @@ class EncodeStage(Stage):
     protocol: ClassVar[str] = "encode"
     # Not annotated: a ClassVar would come first among the fields of a stage that declares it.
     positions = "keep"
+    wants_cls = False  # whether `reduce` reads ``stats.cls``
 
     def vision_stats(self, depth: int) -> dict[int, StatRequest]:
         """Vision layer index (0 .. depth-1) to the rows that `reduce` wants of it."""

@@ -228,7 +228,7 @@ class VLM:
     ) -> dict[str, torch.Tensor]:
         """The tensors that `ask` works on; ``vlm.model.generate(**inputs)`` is the full model."""
         messages = self._messages(question, images, video, num_frames, fps)
-        text, pictures = self._render(messages, Recipe())
+        text, pictures, _ = self._render(messages, Recipe())
         return self.adapter.inputs(text, pictures)
 
     def _messages(
@@ -249,16 +249,25 @@ class VLM:
         content.append({"type": "text", "text": question})
         return [{"role": "user", "content": content}]
 
-    def _render(self, messages: list[dict], recipe: Recipe) -> tuple[str, list[Any]]:
-        """Prompt text and RGB pictures, one per placeholder in it."""
+    def _render(
+        self, messages: list[dict], recipe: Recipe
+    ) -> tuple[str, list[Any], list[tuple[int, int, int]]]:
+        """Prompt text, RGB pictures, one per placeholder in it, and which clip each is a frame of.
+
+        The last as in `engine.prefill.Inputs.frames`.
+        """
         from jinja2 import TemplateError
 
         _check_messages(messages)
         pictures: list[Any] = []
+        frames: list[tuple[int, int, int]] = []
         choose = [partial(s.frames, question=_question(messages)) for s in recipe.acting("media")]
         select = choose[0] if choose else None
         plain = [
-            {"role": turn["role"], "content": self._content(turn["content"], pictures, select)}
+            {
+                "role": turn["role"],
+                "content": self._content(turn["content"], pictures, frames, select),
+            }
             for turn in messages
         ]
         if not getattr(self.processor, "chat_template", None):
@@ -278,9 +287,15 @@ class VLM:
                 f"the prompt has {placeholders} picture placeholders "
                 f"({self.adapter.image_token()}) and {len(pictures)} pictures were given"
             )
-        return text, pictures
+        return text, pictures, frames
 
-    def _content(self, content: Any, pictures: list[Any], select: Any) -> list[dict]:
+    def _content(
+        self,
+        content: Any,
+        pictures: list[Any],
+        frames: list[tuple[int, int, int]],
+        select: Any,
+    ) -> list[dict]:
         from .media import load_image, load_video
 
         plain: list[dict] = []
@@ -290,6 +305,7 @@ class VLM:
                 plain.append({"type": "text", "text": part["text"]})
             elif kind == "image":
                 pictures.append(load_image(_source(part, "image", "path", "url", "base64")))
+                frames.append((-1, 0, 1))
                 plain.append({"type": "image"})
             elif kind == "video":
                 source = _source(part, "video", "path", "url")
@@ -304,11 +320,13 @@ class VLM:
                     fps=part.get("fps"),
                     select=select,
                 )
+                number = 1 + max((of for of, _, _ in frames), default=-1)
                 for index, frame in enumerate(clip.frames):
                     if label := self.adapter.frame_label(index):
                         plain.append({"type": "text", "text": label})
                     plain.append({"type": "image"})
                     pictures.append(frame)
+                    frames.append((number, index, len(clip.frames)))
             else:
                 raise VLMFastError(
                     f"content type {kind!r} is not known; allowed are text, image and video"
@@ -321,7 +339,7 @@ class VLM:
         from .engine.prefill import Inputs
 
         start = time.perf_counter()
-        text, pictures = self._render(messages, recipe)
+        text, pictures, frames = self._render(messages, recipe)
         loaded = time.perf_counter()
         with lock_of(self.model):
             if self.model.device.type == "cuda":
@@ -329,7 +347,8 @@ class VLM:
             begin = time.perf_counter()
             tensors = self.adapter.inputs(text, pictures)
             sizes = [(picture.height, picture.width) for picture in pictures]
-            run = Run(self.adapter, Inputs(tensors, sizes, _question(messages)), recipe, begin)
+            inputs = Inputs(tensors, sizes, _question(messages), frames)
+            run = Run(self.adapter, inputs, recipe, begin)
             run.stats.time_media_s = loaded - start
             run.stats.time_processor_s = time.perf_counter() - begin
             run.trace.images = pictures

@@ -73,29 +73,58 @@ def text_attention(
             # One sequence and one token: what is there is a plain prefix of the buffer, and
             # Hugging Face's own call on it gives Hugging Face's own bits.
             n = layer.held + 1
+            bias = None if layer.bias is None else layer.bias[None, None, None, :n].to(query.dtype)
             return sdpa_attention_forward(
                 module,
                 query,
                 key[:, :, :n],
                 value[:, :, :n],
-                None,
+                bias,
                 dropout=dropout,
                 scaling=scaling,
             )
-        return _buffer_attention(query, key, value, layer.mask(query.shape[2]), scaling), None
+        mask = layer.mask(query.shape[2])
+        if layer.bias is not None:
+            mask = _with_bias(mask, layer.bias, query.dtype)
+        return _buffer_attention(query, key, value, mask, scaling), None
+    bias = step.key_bias()
     request = step.requests.get(module.layer_idx)
     if request is not None:
-        rows = _query_rows(request, step)
         step.stats[module.layer_idx] = attention_rows(
-            query[0], key[0], rows, scaling, total=request.rows == "columns"
+            query[0],
+            key[0],
+            _query_rows(request, step),
+            scaling,
+            total=request.rows == "columns",
+            bias=bias,
         )
+        if request.received:
+            visual = step.layout.visual.nonzero().flatten()
+            step.received[module.layer_idx] = received_logits(query[0], key[0], visual, scaling)
     if step.phase is Phase.PROBE:
         return torch.zeros_like(query).transpose(1, 2), None
     if step.mask_rule is not None:
         attention_mask = step.mask_rule(step.layout)[None, None]
+    if bias is not None:
+        n = key.shape[2]
+        if attention_mask is None:
+            attention_mask = torch.ones(n, n, dtype=torch.bool, device=key.device).tril()
+        attention_mask = _with_bias(attention_mask, bias, query.dtype)
+        step.cache.layers[module.layer_idx].bias = bias
     return sdpa_attention_forward(
         module, query, key, value, attention_mask, dropout=dropout, scaling=scaling
     )
+
+
+def _with_bias(mask: Tensor, bias: Tensor, dtype: torch.dtype) -> Tensor:
+    """A boolean mask (..., T, S) as one that is added to the logits, with ``bias`` for each key.
+
+    Returns
+    -------
+    Tensor, (B or 1, H or 1, T, S)
+    """
+    biased = torch.where(mask, bias, -torch.inf).to(dtype)
+    return biased if biased.dim() == 4 else biased[None, None]
 
 
 def _buffer_attention(
@@ -128,17 +157,35 @@ def vision_attention(
     if step.lengths is not None:
         there = (torch.arange(n, device=key.device) < step.lengths[:, None])[:, None, None]
         attention_mask = there if attention_mask is None else attention_mask & there
+    bias = None
+    if step.repair and step.merged is not None:
+        # Rows of padding stand for nothing; the mask hides them.
+        size = key.new_zeros(len(key), n, dtype=torch.float32)
+        size = size.scatter_add(1, step.merged, torch.ones_like(step.merged, dtype=size.dtype))
+        bias = size.clamp(min=1).log()[:, None, None]
+        everything = torch.ones_like(bias, dtype=torch.bool)
+        mask = everything if attention_mask is None else attention_mask
+        attention_mask = _with_bias(mask, bias, query.dtype)
     request = step.requests.get(step.modules.get(id(module), -1))
     if request is not None:
         if request.rows == "columns":
             lengths = [n] * len(key) if step.lengths is None else step.lengths.tolist()
+            biases = [None] * len(key) if bias is None else bias[:, 0, 0]
             stats = torch.stack(
                 [
                     pad(
-                        attention_rows(q[:, :m], k[:, :m], None, scaling, total=True, causal=False),
+                        attention_rows(
+                            q[:, :m],
+                            k[:, :m],
+                            None,
+                            scaling,
+                            total=True,
+                            causal=False,
+                            bias=b if b is None else b[:m],
+                        ),
                         (0, n - m),
                     )
-                    for q, k, m in zip(query, key, lengths, strict=True)
+                    for q, k, m, b in zip(query, key, lengths, biases, strict=True)
                 ]
             )
         elif request.rows != "cls":
@@ -146,13 +193,20 @@ def vision_attention(
         else:
             logits = query[:, :, :1].float() @ key.float().transpose(-1, -2)
             logits = logits * _scale(scaling, query)
+            if bias is not None:
+                logits = logits + bias
             if step.lengths is not None:
                 logits = logits.masked_fill(~there, -torch.inf)
             stats = logits.softmax(-1)
+        keys = key.float().mean(1) if request.keys else None
         if step.merged is not None:  # back to the rows that entered the tower
             rows = step.merged[:, None, None].expand(-1, *stats.shape[1:3], -1)
             stats = stats.gather(-1, rows)
+            if keys is not None:
+                keys = keys.gather(1, step.merged[..., None].expand(-1, -1, keys.shape[2]))
         step.stats[step.modules[id(module)]] = stats
+        if keys is not None:
+            step.keys[step.modules[id(module)]] = keys
     return sdpa_attention_forward(
         module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
     )
@@ -164,7 +218,7 @@ def _scale(scaling: float | None, query: Tensor) -> float:
 
 def _query_rows(request: StatRequest, step: Step) -> Tensor | None:
     """Indices of the query rows that a request means; ``None`` for all."""
-    n, device = len(step.layout), step.layout.device
+    n, device = len(step.layout) - step.answer, step.layout.device
     if request.rows == "columns":
         return None
     if request.rows == "text":
@@ -184,6 +238,7 @@ def attention_rows(
     *,
     total: bool = False,
     causal: bool = True,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """Softmax attention of a few query rows, in float32.
 
@@ -196,6 +251,8 @@ def attention_rows(
         Query rows; all of them if ``None``.
     total : bool
         Sum over the rows; they are then computed a block at a time, never as one map.
+    bias : Tensor, float32, (T,), optional
+        Added to the logits of each key.
 
     Returns
     -------
@@ -209,11 +266,24 @@ def attention_rows(
     for block in rows.split(_ROWS_AT_ONCE) if total else (rows,):
         q = query.index_select(1, block).float() * _scale(scaling, query)
         logits = (q.unflatten(0, (-1, groups)) @ keys[:, None]).flatten(0, 1)
+        if bias is not None:
+            logits = logits + bias
         if causal:
             logits = logits.masked_fill(columns[None, :] > block[:, None], -torch.inf)
         weights = logits.softmax(-1)
         parts.append(weights.sum(1, keepdim=True) if total else weights)
     return sum(parts[1:], parts[0])
+
+
+def received_logits(query: Tensor, key: Tensor, rows: Tensor, scaling: float | None) -> Tensor:
+    """Logits that each key receives, mean over the query rows ``rows`` (R,): (Hq, 1, T), float32.
+
+    A mean of products is the product with the mean, so that no map is needed.
+    """
+    groups = query.shape[0] // key.shape[0]
+    mean = query.index_select(1, rows).float().mean(1, keepdim=True) * _scale(scaling, query)
+    keys = key.float().transpose(-1, -2)
+    return (mean.unflatten(0, (-1, groups)) @ keys[:, None]).flatten(0, 1)
 
 
 # Switching changes the model itself, so whoever wraps the same model shares one lock.

@@ -29,6 +29,7 @@ class KVLayer(CacheLayerMixin):
         self.held = 0
         self.logical = 0
         self.shift = 0  # how far this layer's rotary ids lie behind the running position
+        self.bias: Tensor | None = None  # (S,), added to the logits of these keys; 0 for later ones
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -70,6 +71,10 @@ class KVLayer(CacheLayerMixin):
             buffer = states.new_zeros(b, h, capacity, d)
             buffer[:, :, : self.held] = states[:, :, : self.held]
             setattr(self, name, buffer)
+        if self.bias is not None:
+            bias = self.bias.new_zeros(capacity)
+            bias[: len(self.bias)] = self.bias[:capacity]
+            self.bias = bias
 
     def mask(self, query_length: int) -> Tensor:
         """Bool (B, H, T, capacity): slots that each of the next ``T`` tokens may read."""

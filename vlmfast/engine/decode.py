@@ -51,11 +51,13 @@ class Run:
                     f"it runs {', '.join(_SERVED)}"
                 )
 
+    @torch.no_grad()
     def start(self, room: int) -> Tensor:
         """Prefill; ``room`` is the number of tokens that may follow. Returns logits (1, V)."""
         prompt = prepare(self.adapter, self.inputs, self.recipe, self.stats, self.trace)
         return self.start_from(prompt, room)
 
+    @torch.no_grad()
     def start_from(self, prompt: Prompt, room: int) -> Tensor:
         """Prefill of a prompt that is already merged. Returns logits (1, V).
 
@@ -79,8 +81,9 @@ class Run:
         self.step = Step(Phase.DECODE, cache=self.cache)
         first = torch.full_like(self.prompt.layout.position[:, :1], self.prompt.next_position)
         self.position = rows_of(first)
-        return logits
+        return logits[:, -1]
 
+    @torch.no_grad()
     def next(self, tokens: Tensor) -> Tensor:
         """Feed ``tokens`` (1, 1); returns the logits (1, V) behind them. No host sync."""
         with self._shifted():

@@ -33,6 +33,10 @@ class Prompt:
         Rotary id of the first generated token.
     extra : tuple of Tensor, each (S_visual, D)
         Deepstack levels of the visual rows.
+    notes, trained : dict
+        As in `Step`.
+    answer : int
+        Training: ids at the end that are the answer.
     """
 
     embeds: Tensor
@@ -40,7 +44,9 @@ class Prompt:
     full_length: int
     next_position: int
     extra: tuple[Tensor, ...] = ()
-    notes: dict[str, dict] = field(default_factory=dict)  # see `Step.notes`
+    notes: dict[str, dict] = field(default_factory=dict)
+    trained: dict[str, nn.Module] = field(default_factory=dict)
+    answer: int = 0
 
 
 @dataclass
@@ -55,11 +61,17 @@ class Inputs:
         Height and width of every picture in pixels.
     question : str
         Text of the last user turn.
+    frames : list of (int, int, int)
+        For every picture the clip that it is a frame of (-1: none), and which frame of how many.
+    answer : int
+        Training: ids at the end of the prompt that are the answer.
     """
 
     tensors: dict[str, Tensor]
     sizes: list[tuple[int, int]] = field(default_factory=list)
     question: str = ""
+    frames: list[tuple[int, int, int]] = field(default_factory=list)
+    answer: int = 0
 
 
 def prepare(adapter: Adapter, inputs: Inputs, recipe: Recipe, stats: Stats, trace: Trace) -> Prompt:
@@ -75,31 +87,42 @@ def prepare(adapter: Adapter, inputs: Inputs, recipe: Recipe, stats: Stats, trac
     if not inputs.sizes:
         if bool(is_visual.any()):
             raise ModelError("the prompt has picture placeholders, but no picture was given")
-        return Prompt(text, text_layout, ids.shape[1], next_position)
+        return Prompt(text, text_layout, ids.shape[1], next_position, answer=inputs.answer)
 
-    stages = recipe.acting("encode")
+    stages, notes = recipe.acting("encode"), {}
+    trained = {stage.name: adapter.trained(stage) for stage in recipe if stage.trained}
+    items = adapter.geometry(inputs.sizes)
+    if inputs.frames:
+        items = tuple(
+            replace(item, clip=clip, frame=(index, total))
+            for item, (clip, index, total) in zip(items, inputs.frames, strict=True)
+        )
     start = clock(ids.device)
     tokens, vision = encode(
         adapter,
         inputs.tensors,
-        inputs.sizes,
+        items,
         recipe.acting("in-encoder"),
         stages,
         order[is_visual],
         position[:, is_visual],
         stats,
         trace,
-        notes := {},
+        notes,
+        trained,
     )
     stats.time_vision_s = clock(ids.device) - start
 
     start = clock(ids.device)
-    request = EncodeRequest(inputs.question, text, adapter.depth)
+    asked = text[: len(text) - inputs.answer]
+    request = EncodeRequest(inputs.question, asked, adapter.depth, notes, trained)
     tower = len(adapter.vision_blocks())
     for stage in stages:
         # Only what this stage asked for: another one may have asked for other layers.
-        rows = {layer: vision.rows[layer] for layer in stage.vision_stats(tower)}
-        tokens = stage.reduce(tokens, replace(vision, rows=rows), request)
+        wanted = stage.vision_stats(tower)
+        rows = {layer: vision.rows[layer] for layer in wanted}
+        keys = {layer: vision.keys[layer] for layer, asks in wanted.items() if asks.keys}
+        tokens = stage.reduce(tokens, replace(vision, rows=rows, keys=keys), request)
         trace.drop_before(0, tokens.layout, stage.name)
         stats.visual_tokens_kept[stage.name] = len(tokens)
     layout = TokenLayout.cat([text_layout, tokens.layout])
@@ -110,10 +133,18 @@ def prepare(adapter: Adapter, inputs: Inputs, recipe: Recipe, stats: Stats, trac
         next_position = int(layout.position.max()) + 1
     embeds = torch.cat([text, tokens.features.to(text.dtype)]).index_select(0, rank)
     stats.time_reduce_s += clock(ids.device) - start
-    return Prompt(embeds, layout, ids.shape[1], next_position, tokens.extra, notes)
+    return Prompt(
+        embeds,
+        layout,
+        ids.shape[1],
+        next_position,
+        tokens.extra,
+        notes,
+        trained,
+        inputs.answer,
+    )
 
 
-@torch.no_grad()
 def prefill(
     adapter: Adapter, prompt: Prompt, recipe: Recipe, cache: KVCache, stats: Stats, trace: Trace
 ) -> Tensor:
@@ -121,10 +152,11 @@ def prefill(
 
     Returns
     -------
-    Tensor, (1, V)
-        Logits after the last token of the prompt.
+    Tensor, (1, 1 + answer, V)
+        Logits after the last token of the prompt, or from there on to the end of its answer.
     """
     stages = recipe.acting("prefill")
+    merging = [*recipe.acting("in-encoder"), *recipe.acting("encode"), *stages]
     step = Step(
         Phase.PREFILL,
         depth=adapter.depth,
@@ -132,6 +164,9 @@ def prefill(
         cache=cache,
         mask_rule=adapter.mask_rule,
         notes=prompt.notes,
+        trained=prompt.trained,
+        repair=any(stage.repair for stage in merging),
+        answer=prompt.answer,
     )
     if not bool(prompt.layout.visual.any()):
         stages = []  # nothing to drop
@@ -151,7 +186,7 @@ def prefill(
             use_cache=True,
             **adapter.decoder_kwargs(prompt.layout, prompt.extra),
         ).last_hidden_state
-        logits = adapter.logits(hidden[:, -1])
+        logits = adapter.logits(hidden[:, -1 - prompt.answer :])
     stats.time_prefill_s = clock(prompt.embeds.device) - start  # the stages' own work included
     stats.layer_tokens(drops.visual_per_layer, adapter.config.get_text_config())
     stats.kv_bytes = cache.held_bytes()
@@ -244,7 +279,9 @@ class Drops:
     def _probe(self, module: nn.Module, index: int, hidden: Tensor, kwargs: dict) -> None:
         """What layer ``index`` would attend to: its attention runs up to its queries and keys."""
         start = clock(hidden.device)
-        probe = Step(Phase.PROBE, layout=self.step.layout, requests={index: self.ahead[index]})
+        probe = replace(
+            self.step, phase=Phase.PROBE, requests={index: self.ahead[index]}, stats={}, received={}
+        )
         with active(probe):
             module.self_attn(
                 hidden_states=module.input_layernorm(hidden),
@@ -252,7 +289,8 @@ class Drops:
                 past_key_values=None,
                 **self._positions(kwargs),
             )
-        self.step.stats[index] = probe.stats[index]
+        self.step.stats |= probe.stats
+        self.step.received |= probe.received
         self.stats.time_reduce_s += clock(hidden.device) - start
 
     def _drop(self, stage: PrefillStage, index: int, hidden: Tensor, keep: Tensor) -> Tensor:

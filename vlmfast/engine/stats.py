@@ -102,24 +102,29 @@ class Trace:
         first, ``layers`` when it stayed to the end.
     stages : list of (str, int)
         Every stage that ran, with the layer before which it dropped.
+    entered : TokenLayout
+        The visual rows that entered the language model; ``weight`` above 1 where rows were merged.
     images : list of PIL.Image.Image
         The pictures, by ``layout.item``.
     """
 
     layout: TokenLayout | None = None
+    entered: TokenLayout | None = None
     depth: Tensor | None = None
     layers: int = 0
     stages: list[tuple[str, int]] = field(default_factory=list)
     images: list[Any] = field(default_factory=list)
 
     def begin(self, layout: TokenLayout, layers: int) -> None:
-        self.layout, self.layers = layout, layers
+        self.layout, self.entered, self.layers = layout, layout, layers
         self.depth = torch.full((len(layout),), layers, device=layout.device)
 
     def drop_before(self, layer: int, left: TokenLayout, name: str) -> None:
         """Tokens that are not among ``left`` (visual rows) do not enter ``layer``."""
         gone = ~torch.isin(self.layout.order, left.order)
         self.depth[gone & (self.depth > layer)] = layer
+        if layer == 0:
+            self.entered = left
         self.stages.append((name, layer))
 
     def to_dict(self) -> dict[str, Any]:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import ModelError, RecipeError
-from ..layout import TokenLayout, VisualTokens
+from ..layout import Kind, TokenLayout, VisualTokens
 from ..models.base import Adapter
 from ..stages import (
     InEncoderStage,
+    ItemGeometry,
     Phase,
     Stage,
     StatRequest,
@@ -29,18 +31,19 @@ def merge_requests(
 ) -> None:
     """Add what one more stage wants; one layer yields one kind of statistic."""
     for layer, request in more.items():
-        if requests.setdefault(layer, request) != request:
+        joined = requests.setdefault(layer, request).joined(request)
+        if joined is None:
             raise RecipeError(
                 f"{name} needs {request} of layer {layer}, another stage of the recipe "
                 f"{requests[layer]}; they cannot stand together"
             )
+        requests[layer] = joined
 
 
-@torch.no_grad()
 def encode(
     adapter: Adapter,
     tensors: dict[str, Tensor],
-    sizes: list[tuple[int, int]],
+    items: tuple[ItemGeometry, ...],
     inside: list[InEncoderStage],
     outside: list[Stage],
     order: Tensor,
@@ -48,11 +51,14 @@ def encode(
     stats: Stats,
     trace: Trace,
     notes: dict[str, dict],
+    trained: dict[str, nn.Module],
 ) -> tuple[VisualTokens, VisionStats]:
     """All pictures through the tower, with ``inside`` stages between its blocks.
 
     Parameters
     ----------
+    items : tuple of ItemGeometry
+        The pictures.
     outside : list of EncodeStage
         Only their wish for statistics is served here.
     order : Tensor, int64, (N,)
@@ -65,7 +71,10 @@ def encode(
         Phase.VISION,
         depth=len(blocks),
         modules={id(block.self_attn): index for index, block in enumerate(blocks)},
+        items=items,
         notes=notes,
+        trained=trained,
+        repair=any(stage.repair for stage in inside),
     )
     for stage in outside:
         merge_requests(step.requests, stage.vision_stats(len(blocks)), stage.name)
@@ -74,8 +83,10 @@ def encode(
             raise RecipeError(
                 f"vision layer {layer} was asked for, the tower has {len(blocks)} layers"
             )
-    with active(step), _between_blocks(adapter, inside, step):
-        encoded = adapter.encode(tensors, step, sizes)
+    wants_cls = any(stage.wants_cls for stage in outside)
+    with active(step), _between_blocks(adapter, inside, step), _cls(adapter, wants_cls) as cls:
+        encoded = adapter.encode(tensors, step)
+    vision = replace(encoded.stats, cls=cls[0] if cls else None)
     features = torch.cat(encoded.features)
     if features.shape[0] != order.shape[0]:
         raise ModelError(
@@ -83,16 +94,39 @@ def encode(
             f"{features.shape[0]} tokens; processor and model do not belong together"
         )
     layout = TokenLayout.cat(encoded.layouts).replace(order=order, position=position)
+    frames = torch.tensor([item.clip >= 0 for item in items], device=order.device)
+    of_clip = (layout.kind == Kind.IMAGE) & frames[layout.item.long()]
+    layout = layout.replace(kind=layout.kind.masked_fill(of_clip, int(Kind.VIDEO)))
     extra = tuple(torch.cat(level) for level in zip(*encoded.extra, strict=True))
     tokens = VisualTokens(features, layout, extra)
     stats.visual_tokens_in = len(tokens)
     trace.begin(layout, adapter.depth)
     if step.merged is not None:
-        h, w = encoded.stats.items[0].patches
+        h, w = items[0].patches
         tokens = representatives(tokens, step.merged[:, -h * w :], w)
         trace.drop_before(0, tokens.layout, inside[-1].name)
         stats.visual_tokens_kept[inside[-1].name] = len(tokens)
-    return tokens, encoded.stats
+    return tokens, vision
+
+
+@contextmanager
+def _cls(adapter: Adapter, wanted: bool) -> Iterator[list[Tensor]]:
+    """Collects the projected CLS token of every view, (V, D), which the family may cut off."""
+    found: list[Tensor] = []
+    if not wanted:
+        yield found
+        return
+
+    def hook(module: nn.Module, args: tuple, output: Tensor | tuple) -> None:
+        hidden = output[0] if isinstance(output, tuple) else output
+        # The projector's own hooks are for what the family sends through it.
+        found.append(adapter.projector().forward(hidden[:, :1])[:, 0])
+
+    handle = adapter.vision_blocks()[adapter.feature_block()].register_forward_hook(hook)
+    try:
+        yield found
+    finally:
+        handle.remove()
 
 
 @contextmanager
@@ -117,8 +151,12 @@ def _between_blocks(adapter: Adapter, stages: list[InEncoderStage], step: Step) 
         return hook
 
     def before_projector(module: nn.Module, args: tuple):
-        if step.merged is None or current_step.get() is not step:
+        if current_step.get() is not step:
             return None
+        for stage in stages:
+            args = (stage.on_output(step, args[0]), *args[1:])
+        if step.merged is None:
+            return args
         # Strategy "default" has cut the CLS row off, which is row 0 before and after merging.
         cut = int(step.merged.max()) + 1 - args[0].shape[1]
         rows = step.merged[:, cut:, None] - cut

@@ -8,9 +8,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from ..checkpoints import load_weights
 from ..errors import ModelError, RecipeError
 from ..layout import Kind, TokenLayout
-from ..stages import ItemGeometry, Step, VisionStats
+from ..stages import ItemGeometry, Stage, Step, VisionStats
 
 
 @dataclass
@@ -67,6 +68,8 @@ class Adapter:
             raise ModelError(f"{text.model_type} caps its attention logits, which is not supported")
         # Beyond it attention is cut off, which the engine does not do.
         self.window: int | None = getattr(text, "sliding_window", None)
+        # Modules of trained stages, by recipe word and `weights`.
+        self.modules: dict[tuple[str, str], nn.Module] = {}
 
     # --- sizes ---------------------------------------------------------------------------------
 
@@ -98,6 +101,41 @@ class Adapter:
         layers = [layer] if isinstance(layer, int) else layer
         depth = len(self.vision_blocks())
         return min(index - 1 if index >= 0 else depth + index for index in layers)
+
+    def sizes(self) -> dict[str, Any]:
+        """What a trained stage must know of the model, see `Stage.build`."""
+        text, vision = self.config.get_text_config(), self.config.vision_config
+        return {
+            "family": self.config.model_type,
+            "width": text.hidden_size,
+            "depth": self.depth,
+            "heads": text.num_attention_heads,
+            "vision_width": vision.hidden_size,
+            "vision_depth": len(self.vision_blocks()),
+            "vision_heads": vision.num_attention_heads,
+            "patches": (vision.image_size // vision.patch_size) ** 2,
+        }
+
+    def signature(self) -> list[float]:
+        """A few numbers by which weights that were trained for this very model know it again."""
+        weight = next(p for p in reversed(list(self.projector().parameters())) if p.dim() == 2)
+        weight = weight.detach().flatten()
+        index = torch.linspace(0, len(weight) - 1, 16, device=weight.device).long()
+        return weight[index].float().tolist()
+
+    def trained(self, stage: Stage) -> nn.Module:
+        """The module of a trained stage, loaded when it is first asked for.
+
+        Raises
+        ------
+        RecipeError
+            When there are no weights of the stage for this model.
+        """
+        key = (stage.name, stage.weights)
+        if key not in self.modules:
+            module = load_weights(stage, self.sizes(), self.signature())
+            self.modules[key] = module.to(self.device)
+        return self.modules[key]
 
     # --- prompt --------------------------------------------------------------------------------
 
@@ -164,23 +202,21 @@ class Adapter:
 
     mask_rule = None
 
-    def encode(
-        self,
-        inputs: dict[str, Tensor],
-        step: Step,
-        sizes: list[tuple[int, int]],
-    ) -> Encoded:
-        """Vision tower and projector over all pictures of a prompt.
+    def geometry(self, sizes: list[tuple[int, int]]) -> tuple[ItemGeometry, ...]:
+        """How pictures of ``sizes`` (height, width in pixels) lie in the vision batch."""
+        raise NotImplementedError(f"{type(self).__name__}.geometry")
 
-        ``step`` is active meanwhile and holds the statistics afterwards. ``sizes`` are the
-        pictures' heights and widths in pixels, before the processor.
+    def encode(self, inputs: dict[str, Tensor], step: Step) -> Encoded:
+        """Vision tower and projector over all pictures of a prompt, ``step.items``.
+
+        ``step`` is active meanwhile and holds the statistics afterwards.
         """
         raise NotImplementedError(f"{type(self).__name__}.encode")
 
     # --- shared parts of `encode` ----------------------------------------------------------------
 
-    def patch_stats(self, step: Step, patches: int) -> dict[int, Tensor]:
-        """Statistics over patches, (V, H, patches): the CLS column is cut off.
+    def patch_stats(self, step: Step, patches: int) -> VisionStats:
+        """Statistics over patches: the CLS column is cut off.
 
         Raises
         ------
@@ -196,7 +232,8 @@ class Adapter:
                     f"and the vision tower of {self.config.model_type} has none"
                 )
             rows[layer] = stats[:, :, 0, -patches:]
-        return rows
+        keys = {layer: of[:, -patches:] for layer, of in step.keys.items()}
+        return VisionStats(step.items, rows, keys)
 
     def view_layout(
         self, tile: Tensor, y: Tensor, x: Tensor, kind: Tensor, item: int, geometry: ItemGeometry

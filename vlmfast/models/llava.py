@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..errors import ModelError
 from ..layout import Kind
-from ..stages import ItemGeometry, Step, VisionStats
+from ..stages import ItemGeometry, Step
 from .base import Adapter, Encoded
 
 
@@ -38,29 +38,27 @@ class FamilyAdapter(Adapter):
     def __init__(self, model: nn.Module, processor: Any) -> None:
         super().__init__(model, complete(model, processor))
 
-    def encode(
-        self,
-        inputs: dict[str, Tensor],
-        step: Step,
-        sizes: list[tuple[int, int]],
-    ) -> Encoded:
+    def geometry(self, sizes: list[tuple[int, int]]) -> tuple[ItemGeometry, ...]:
+        vision = self.config.vision_config
+        side = vision.image_size // vision.patch_size
+        return tuple(
+            ItemGeometry(size, (0, 0), (i, i + 1), (side, side)) for i, size in enumerate(sizes)
+        )
+
+    def encode(self, inputs: dict[str, Tensor], step: Step) -> Encoded:
         pixels = inputs["pixel_values"]
         if pixels.dim() != 4:
             raise ModelError(
                 f"{type(self.processor).__name__} made several views of each picture; "
                 f"it does not belong to a {self.config.model_type} model"
             )
-        vision = self.config.vision_config
-        side = vision.image_size // vision.patch_size
+        side = step.items[0].patches[1]
         output = self.model.base_model.get_image_features(
             pixels,
             vision_feature_layer=self.config.vision_feature_layer,
             vision_feature_select_strategy=self.config.vision_feature_select_strategy,
         )
         features = list(output.pooler_output)
-        items = tuple(
-            ItemGeometry(size, (0, 0), (i, i + 1), (side, side)) for i, size in enumerate(sizes)
-        )
         raster = torch.arange(features[0].shape[0], device=pixels.device)
         # With strategy "full" the CLS row comes first; it has no place in the picture.
         raster = raster - (features[0].shape[0] - side * side)
@@ -68,7 +66,7 @@ class FamilyAdapter(Adapter):
         base = torch.zeros_like(raster)
         layouts = [
             self.view_layout(base, raster // side, raster % side, kind, i, geometry)
-            for i, geometry in enumerate(items)
+            for i, geometry in enumerate(step.items)
         ]
-        stats = VisionStats(items, self.patch_stats(step, side * side))
+        stats = self.patch_stats(step, side * side)
         return Encoded(features, layouts, stats, [()] * len(features))

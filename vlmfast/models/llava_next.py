@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..layout import Kind, TokenLayout
-from ..stages import ItemGeometry, Step, VisionStats
+from ..stages import ItemGeometry, Step
 from .base import Adapter, Encoded
 from .llava import complete
 
@@ -19,12 +19,7 @@ class FamilyAdapter(Adapter):
     def __init__(self, model: nn.Module, processor: Any) -> None:
         super().__init__(model, complete(model, processor))
 
-    def encode(
-        self,
-        inputs: dict[str, Tensor],
-        step: Step,
-        sizes: list[tuple[int, int]],
-    ) -> Encoded:
+    def encode(self, inputs: dict[str, Tensor], step: Step) -> Encoded:
         pixels, image_sizes = inputs["pixel_values"], inputs["image_sizes"]
         strategy = self.config.vision_feature_select_strategy
         output = self.model.base_model.get_image_features(
@@ -34,16 +29,15 @@ class FamilyAdapter(Adapter):
             vision_feature_select_strategy=strategy,
         )
         features = list(output.pooler_output)
-        items = self._geometry(sizes)
         layouts = [
             self._layout(i, geometry, image_sizes[i : i + 1], strategy)
-            for i, geometry in enumerate(items)
+            for i, geometry in enumerate(step.items)
         ]
-        rows, columns = items[0].patches
-        stats = VisionStats(items, self.patch_stats(step, rows * columns))
+        rows, columns = step.items[0].patches
+        stats = self.patch_stats(step, rows * columns)
         return Encoded(features, layouts, stats, [()] * len(features))
 
-    def _geometry(self, sizes: list[tuple[int, int]]) -> tuple[ItemGeometry, ...]:
+    def geometry(self, sizes: list[tuple[int, int]]) -> tuple[ItemGeometry, ...]:
         from transformers.models.llava_next.modeling_llava_next import get_anyres_image_grid_shape
 
         vision, start, items = self.config.vision_config, 0, []

@@ -1,0 +1,239 @@
+"""The loop that trains stages around a frozen model, with a stage of three lines."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+
+import vlmfast.checkpoints
+import vlmfast.training as loop
+from vlmfast import VLM
+from vlmfast.checkpoints import load_weights
+from vlmfast.compressors._training import Training
+from vlmfast.errors import RecipeError
+from vlmfast.layout import VisualTokens
+from vlmfast.models.tiny.lessons import lesson
+from vlmfast.models.tiny.vocabulary import EVAL_SEED_START
+from vlmfast.stages import EncodeStage, weights_param
+
+
+class Gain(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.linspace(-1, 1, width))
+
+
+@dataclass(frozen=True)
+class Scale(EncodeStage):
+    """Multiplies every feature by a learned number."""
+
+    name: ClassVar[str] = "scale"
+    trained: ClassVar[bool] = True
+
+    weights: str = weights_param()
+
+    def reduce(self, tokens, stats, request):
+        gain = request.trained[self.name].gain
+        request.notes[self.name] = {"rows": len(request.question_embeds)}
+        return VisualTokens(tokens.features * gain, tokens.layout, tokens.extra)
+
+    @classmethod
+    def build(cls, config):
+        return Gain(config["width"])
+
+
+class ScaleTraining(Training):
+    stage = Scale
+
+    def loss(self, module, outcomes, progress):
+        return outcomes[0].answer, {"gain": float(module.gain.detach().mean())}
+
+
+@pytest.fixture
+def known(monkeypatch):
+    """The loop and the loader know the stage."""
+    monkeypatch.setattr(loop, "stage_class", lambda name: Scale)
+    monkeypatch.setattr(loop, "training_class", lambda name: ScaleTraining)
+    monkeypatch.setattr(vlmfast.checkpoints, "stage_class", lambda name: Scale)
+
+
+def arguments(out, *words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    loop.add_arguments(parser, "scale")
+    return parser.parse_args(["--out", str(out), "--batch", "2", "--lr", "0.05", *words])
+
+
+@pytest.fixture(scope="module")
+def tiny() -> VLM:
+    return VLM.from_pretrained("tiny", device="cpu", dtype="float32")
+
+
+def test_training_lowers_the_loss_and_leaves_the_model_alone(known, tmp_path) -> None:
+    trainer = loop.Trainer("scale", arguments(tmp_path, "--steps", "12", "--lr", "0.2"))
+
+    def loss() -> float:
+        return sum(float(trainer.sample_loss(i)[0].detach()) for i in range(8))
+
+    at_first = loss()
+    before = {k: v.clone() for k, v in trainer.vlm.model.state_dict().items()}
+    trainer.train()
+    # In full precision nothing but the module may have moved.
+    after = trainer.vlm.model.state_dict()
+    assert all(torch.equal(value, after[key]) for key, value in before.items())
+    assert all(p.grad is None for p in trainer.vlm.model.parameters())
+    assert loss() < 0.9 * at_first
+    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert lines[0]["step"] == 10 and lines[0]["gain"] != 0 and lines[0]["tokens"] == 1
+
+
+def test_a_killed_run_goes_on_as_if_it_had_not_been(known, tmp_path) -> None:
+    whole = loop.Trainer("scale", arguments(tmp_path / "a", "--steps", "4"))
+    whole.train()
+    loop.Trainer("scale", arguments(tmp_path / "b", "--steps", "4", "--stop-after", "2")).train()
+    rest = loop.Trainer("scale", arguments(tmp_path / "b", "--steps", "4"))
+    assert rest.step == 2
+    assert not torch.equal(rest.module.gain, whole.module.gain)
+    rest.train()
+    assert torch.equal(rest.module.gain, whole.module.gain)
+
+
+def test_another_seed_does_not_take_over_a_run(known, tmp_path) -> None:
+    loop.Trainer("scale", arguments(tmp_path, "--stop-after", "1")).train()
+    with pytest.raises(loop.TrainingError, match="seed"):
+        loop.Trainer("scale", arguments(tmp_path, "--seed", "3"))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--batch", "0"), "--batch"),
+        (("--seed", "256"), "--seed"),
+        (("--distill", "2"), "--distill"),
+        (("--lr", "0"), "--lr"),
+        (("--data", "nowhere.json"), "nowhere.json"),
+    ],
+)
+def test_bad_options(known, tmp_path, words, message) -> None:
+    with pytest.raises(loop.TrainingError, match=message):
+        loop.Trainer("scale", arguments(tmp_path, *words))
+
+
+# --- what goes in --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [0, 1, 6, 7])
+def test_the_answer_follows_the_prompt_as_it_is_generated(tiny: VLM, number: int) -> None:
+    sample = loop.drawn(("image", "video"))(number)
+    inputs = loop.inputs_of(tiny, sample)
+    ids = inputs.tensors["input_ids"][0]
+    prompt = tiny.inputs(sample.question, **sample.media)["input_ids"][0]
+    assert torch.equal(ids[: -inputs.answer], prompt)
+    tokenizer = tiny.processor.tokenizer
+    assert ids[-1] == tokenizer.eos_token_id
+    text = tokenizer.decode(ids[-inputs.answer :], skip_special_tokens=True)
+    assert text.strip() == sample.answer
+    generated = tiny.ask(sample.question, **sample.media).token_ids
+    if tokenizer.decode(generated, skip_special_tokens=True).strip() == sample.answer:
+        assert generated == ids[-inputs.answer :].tolist()
+
+
+def test_logits_of_the_answer_are_those_of_the_full_model(tiny: VLM) -> None:
+    inputs = loop.inputs_of(tiny, loop.drawn(("image",))(3))
+    with torch.no_grad():
+        logits, _, share = loop.run(tiny, inputs, None)
+        whole = tiny.model(**inputs.tensors).logits[0]
+    assert share == 1
+    torch.testing.assert_close(logits, whole[-1 - inputs.answer : -1], rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(logits, whole[-inputs.answer :], rtol=1e-2, atol=1e-2)
+
+
+def test_stages_do_not_see_the_answer(known, tiny: VLM) -> None:
+    inputs = loop.inputs_of(tiny, loop.drawn(("image",))(3))
+    tiny.adapter.modules["scale", "auto"] = Gain(256)
+    try:
+        _, notes, _ = loop.run(tiny, inputs, Scale())
+    finally:
+        tiny.adapter.modules.clear()
+    text = int((inputs.tensors["input_ids"][0] != tiny.adapter.image_token_id).sum())
+    assert notes["rows"] == text - inputs.answer
+
+
+def test_lessons_are_drawn_outside_the_evaluation() -> None:
+    assert lesson("image", 5) == lesson("image", 5) or lesson("image", 5).question
+    a, b = lesson("video", 5), lesson("video", 5)
+    assert (a.question, a.answer, len(a.frames)) == (b.question, b.answer, 4)
+    assert a.question != lesson("video", 6).question or a.answer != lesson("video", 6).answer
+    with pytest.raises(ValueError, match="evaluation"):
+        lesson("image", EVAL_SEED_START)
+
+
+def test_conversations_in_llava_format(tmp_path) -> None:
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+    turns = [
+        {"from": "human", "value": "<image>\nWhat?"},
+        {"from": "gpt", "value": " This. "},
+        {"from": "human", "value": "And?"},
+        {"from": "gpt", "value": "That."},
+    ]
+    data = [{"image": "a.png", "conversations": turns}, {"conversations": turns}]
+    (tmp_path / "data.json").write_text(json.dumps(data))
+    sample = loop.conversations(tmp_path / "data.json", tmp_path, ("image",), 4)
+    seen = {(sample(i).question, sample(i).answer) for i in range(20)}
+    assert seen == {("What?", "This."), ("And?", "That.")}
+    assert sample(0).media == {"images": str(tmp_path / "a.png")}
+    with pytest.raises(loop.TrainingError, match="video"):
+        loop.conversations(tmp_path / "data.json", tmp_path, ("video",), 4)
+
+
+# --- what comes out ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def saved(known, tmp_path):
+    loop.Trainer("scale", arguments(tmp_path, "--stop-after", "1")).train()
+    return tmp_path / "weights"
+
+
+def test_weights_serve_the_model_they_were_trained_for(saved, tiny: VLM) -> None:
+    adapter = tiny.adapter
+    module = load_weights(Scale(weights=str(saved)), adapter.sizes(), adapter.signature())
+    assert module.gain.dtype == torch.float32 and not module.training
+    # The signature survives the number formats that a model comes in.
+    for dtype in (torch.bfloat16, torch.float16):
+        half = torch.tensor(adapter.signature()).to(dtype).float().tolist()
+        load_weights(Scale(weights=str(saved)), adapter.sizes(), half)
+
+
+def test_weights_of_another_model_are_refused(saved, tiny: VLM) -> None:
+    sizes, signature = tiny.adapter.sizes(), tiny.adapter.signature()
+    stage = Scale(weights=str(saved))
+    with pytest.raises(RecipeError, match="another model"):
+        load_weights(stage, sizes | {"depth": 7}, signature)
+    with pytest.raises(RecipeError, match="another model"):
+        load_weights(stage, sizes, [-x for x in signature])
+    with pytest.raises(RecipeError, match="no weights for this llava_next model"):
+        load_weights(Scale(), sizes, signature)
+    with pytest.raises(RecipeError, match="cannot be read"):
+        load_weights(Scale(weights="nowhere"), sizes, signature)
+    (saved / "model.safetensors").write_bytes(b"x")
+    with pytest.raises(Exception, match=r"safetensors|header|fit"):
+        load_weights(stage, sizes, signature)
+
+
+def test_a_trained_stage_in_an_answer(saved, tiny: VLM) -> None:
+    sample = loop.drawn(("image",))(2)
+    stage = Scale(weights=str(saved))
+    try:
+        answer = tiny.ask(sample.question, **sample.media, recipe=stage)
+        assert answer.stats.visual_tokens_kept == {"scale": 336}
+        with pytest.raises(RecipeError, match="no weights"):
+            tiny.ask(sample.question, **sample.media, recipe=Scale())
+    finally:
+        tiny.adapter.modules.clear()

@@ -1,0 +1,131 @@
+"""Weights of trained stages: a folder with ``stage.json`` and ``model.safetensors``.
+
+``stage.json`` holds the stage's name, what its module is built from (the sizes of the model among
+it), a signature of the model and how the weights came about. Weights serve the model they were
+trained for and no other.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from .errors import RecipeError
+from .stages import Stage, stage_class
+
+SHIPPED = Path(__file__).parent / "weights"
+CONFIG, WEIGHTS = "stage.json", "model.safetensors"
+
+
+def save_weights(
+    folder: str | Path,
+    name: str,
+    module: nn.Module,
+    config: dict[str, Any],
+    signature: list[float],
+    training: dict[str, Any],
+) -> None:
+    """Write the weights of a trained stage, in bfloat16, each file at one stroke.
+
+    Parameters
+    ----------
+    folder : str or Path
+        Made when it is not there.
+    name : str
+        Recipe word of the stage.
+    module : Module
+    config : dict
+        What `Stage.build` takes: sizes of the model and the training's own values.
+    signature : list of float
+        Of the model, see `Adapter.signature`.
+    training : dict
+        How the weights came about, for the reader.
+    """
+    from safetensors.torch import save_file
+
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    state = {
+        key: value.detach().to("cpu", torch.bfloat16 if value.is_floating_point() else None)
+        for key, value in module.state_dict().items()
+    }
+    text = json.dumps(
+        {"stage": name, "config": config, "signature": signature, "training": training}, indent=2
+    )
+    draft = folder / f"{WEIGHTS}.tmp"
+    save_file({key: value.contiguous() for key, value in state.items()}, draft)
+    os.replace(draft, folder / WEIGHTS)
+    draft = folder / f"{CONFIG}.tmp"
+    draft.write_text(text + "\n", encoding="utf-8")
+    os.replace(draft, folder / CONFIG)
+
+
+def load_weights(stage: Stage, sizes: dict[str, Any], signature: list[float]) -> nn.Module:
+    """The module of a trained stage for the model of these ``sizes`` and this ``signature``.
+
+    Returns
+    -------
+    Module
+        On the host, float32, for inference.
+
+    Raises
+    ------
+    RecipeError
+        When there are no weights for this model, or the folder holds something else.
+    """
+    model = f"this {sizes['family']} model of width {sizes['width']} and {sizes['depth']} layers"
+    train = f"train them with `vlmfast train {stage.name} --model ...` and give weights=DIR"
+    if stage.weights != "auto":
+        folder = Path(stage.weights)
+        about = _read(folder, stage.name)
+        if not _belongs(about, sizes, signature):
+            raise RecipeError(
+                f"{stage.name}: the weights in {folder} were trained for another model than "
+                f"{model}; {train}"
+            )
+        return _module(folder, about)
+    for folder in sorted(SHIPPED.glob(f"*-{stage.name}")):
+        about = _read(folder, stage.name)
+        if _belongs(about, sizes, signature):
+            return _module(folder, about)
+    raise RecipeError(f"{stage.name}: there are no weights for {model}; {train}")
+
+
+def _read(folder: Path, name: str) -> dict[str, Any]:
+    try:
+        about = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise RecipeError(
+            f"{name}: weights={folder} cannot be read: {error}; it must be a folder that "
+            f"`vlmfast train {name}` wrote"
+        ) from error
+    if not isinstance(about, dict) or about.get("stage") != name:
+        raise RecipeError(f"{name}: weights={folder} holds no weights of {name}")
+    return about
+
+
+def _belongs(about: dict[str, Any], sizes: dict[str, Any], signature: list[float]) -> bool:
+    config, stored = about["config"], about["signature"]
+    if any(config.get(key) != value for key, value in sizes.items()):
+        return False
+    # Half precision keeps three digits of a number, and little of very small ones.
+    return len(stored) == len(signature) and all(
+        abs(a - b) <= 0.01 * max(abs(a), abs(b)) + 1e-5
+        for a, b in zip(stored, signature, strict=True)
+    )
+
+
+def _module(folder: Path, about: dict[str, Any]) -> nn.Module:
+    from safetensors.torch import load_file
+
+    module = stage_class(about["stage"]).build(about["config"]).float()
+    try:
+        module.load_state_dict(load_file(folder / WEIGHTS))
+    except (OSError, RuntimeError) as error:
+        raise RecipeError(f"{about['stage']}: {folder / WEIGHTS} does not fit: {error}") from error
+    return module.eval().requires_grad_(False)

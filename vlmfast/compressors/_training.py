@@ -1,0 +1,95 @@
+"""What a trained method says about its training; the loop that drives it is `vlmfast.training`."""
+
+from __future__ import annotations
+
+import argparse
+import random
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from ..stages import Stage
+
+
+@dataclass
+class Outcome:
+    """One pass of the model over a sample, with one stage at work.
+
+    Parameters
+    ----------
+    stage : Stage
+    answer : Tensor, float32, ()
+        Loss of the answer's tokens, with the gradient.
+    notes : dict
+        What the stage left in ``notes[name]``.
+    tokens : float
+        Visual tokens that entered a layer of the language model, averaged over its layers, as a
+        share of those that came in. Soft masks do not count.
+    """
+
+    stage: Stage
+    answer: Tensor
+    notes: dict[str, Any]
+    tokens: float
+
+
+class Training:
+    """Base of every method's training: one file beside the module, one subclass in it.
+
+    The language model and the vision tower are frozen; the module that `Stage.build` makes is what
+    is trained. A stage sees that it is being trained by ``module.training`` of the module that it
+    finds in ``step.trained[name]`` or ``request.trained[name]``.
+
+    Parameters
+    ----------
+    args : argparse.Namespace
+        With the method's own options, see `add_arguments`.
+    sizes : dict
+        The model's, as `Stage.build` documents them.
+    """
+
+    stage: ClassVar[type[Stage]]
+    modalities: ClassVar[tuple[str, ...]] = ("image", "video")
+
+    def __init__(self, args: argparse.Namespace, sizes: dict[str, Any]) -> None:
+        self.args, self.sizes = args, sizes
+
+    @staticmethod
+    def add_arguments(parser: argparse.ArgumentParser) -> None:
+        """The method's own options."""
+
+    def prepare(self, module: nn.Module, adapter: Any) -> None:
+        """Start the module from the frozen model, where that helps.
+
+        Parameters
+        ----------
+        adapter : vlmfast.models.base.Adapter
+            Of the model, on its device and in its number format.
+        """
+
+    def config(self) -> dict[str, Any]:
+        """What `Stage.build` needs beside the sizes; plain values, stored with the weights."""
+        return {}
+
+    def stages(self, rng: random.Random, progress: float) -> list[Stage]:
+        """The stages under which a sample is run, one pass for each.
+
+        Parameters
+        ----------
+        rng : random.Random
+            Of this sample; the same in a resumed run.
+        progress : float
+            Share of the training that is over, 0 to 1.
+        """
+        return [self.stage()]
+
+    def loss(
+        self, module: nn.Module, outcomes: list[Outcome], progress: float
+    ) -> tuple[Tensor, dict[str, float]]:
+        """Loss of one sample, and what is logged beside it."""
+        return outcomes[0].answer, {}
+
+    def groups(self, module: nn.Module, lr: float) -> list[dict[str, Any]]:
+        """Parameter groups of the optimiser."""
+        return [{"params": list(module.parameters()), "lr": lr}]

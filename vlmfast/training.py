@@ -1,0 +1,422 @@
+"""Training of stages around a frozen model: the loop behind ``vlmfast train atp`` and others.
+
+A sample is a prompt with its answer. It goes through the engine as in an answer, with the stage at
+work and with gradients; the loss is the answer's, and what the method adds (`Training.loss`). Only
+the stage's own module learns. Everything in a step follows from the seed and the step's number, so
+a run that was killed goes on as if it had not been.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .compressors._training import Outcome, Training
+from .errors import VLMFastError
+from .stages import Stage, stage_class, stage_names
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from .engine.prefill import Inputs
+    from .vlm import VLM
+
+_SEEDS = 2**32  # seeds of one run; the next ``--seed`` starts behind them
+
+
+class TrainingError(VLMFastError):
+    """The training cannot start or go on as asked."""
+
+
+@dataclass
+class Sample:
+    """A question about ``media`` (the arguments of `VLM.ask`) with the answer to learn."""
+
+    media: dict[str, Any]
+    question: str
+    answer: str
+
+
+# --- options -------------------------------------------------------------------------------------
+
+
+def trainable() -> list[str]:
+    """Recipe words of the methods that can be trained."""
+    return [name for name in sorted(stage_names()) if stage_class(name).trained]
+
+
+def training_class(name: str) -> type[Training]:
+    """The training of a method: ``TRAINING`` in the module ``training`` of its package."""
+    return import_module(f"{stage_names()[name]}.training").TRAINING
+
+
+def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
+    """Add the options of ``vlmfast train NAME``."""
+    parser.add_argument(
+        "--model", default="tiny", help="tiny (shipped, default), a folder or a hub id"
+    )
+    parser.add_argument(
+        "--data", help="LLaVA-style JSON of conversations; drawn scenes when it is not given"
+    )
+    parser.add_argument("--media", default=".", help="folder of the pictures and clips of --data")
+    parser.add_argument("--num-frames", type=int, default=8, help="frames read of a clip of --data")
+    parser.add_argument("--out", default=f"runs/{name}", help="folder of checkpoint, log, weights")
+    parser.add_argument("--steps", type=int, default=1000, help="length of the training")
+    parser.add_argument("--minutes", type=float, default=0.0, help="length by the clock instead")
+    parser.add_argument("--stop-after", type=int, default=0, help="leave early after this step")
+    parser.add_argument("--batch", type=int, default=8, help="samples per step, one after another")
+    parser.add_argument("--lr", type=float, default=1e-3, help="peak learning rate")
+    parser.add_argument("--decay", type=float, default=0.01, help="weight decay")
+    parser.add_argument(
+        "--distill", type=float, default=0.0, help="share of the loss that follows the full model"
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument(
+        "--dtype",
+        default="auto",
+        choices=("auto", "float32", "bfloat16", "float16"),
+        help="number format of the frozen model (default: the checkpoint's own)",
+    )
+    parser.add_argument("--save-every", type=float, default=120.0, help="seconds per checkpoint")
+    parser.add_argument("--fresh", action="store_true", help="ignore a checkpoint in --out")
+    training_class(name).add_arguments(parser)
+
+
+def _check(args: argparse.Namespace) -> None:
+    for key in ("steps", "batch", "num_frames"):
+        if getattr(args, key) < 1:
+            raise TrainingError(f"--{key.replace('_', '-')} is {getattr(args, key)}; at least 1")
+    if not 0 <= args.seed < 256:
+        raise TrainingError(f"--seed is {args.seed}; allowed are 0 to 255")
+    if not 0 <= args.distill <= 1:
+        raise TrainingError(f"--distill is {args.distill}; allowed is 0 to 1")
+    if not args.lr > 0:
+        raise TrainingError(f"--lr is {args.lr}; it must be above 0")
+
+
+# --- samples -------------------------------------------------------------------------------------
+
+
+def drawn(modalities: tuple[str, ...]) -> Callable[[int], Sample]:
+    """Drawn scenes: sample number n is a function of n."""
+    from .models.tiny.lessons import lesson
+
+    def sample(number: int) -> Sample:
+        modality = modalities[number % len(modalities)]
+        drawn = lesson(modality, number)
+        if modality == "image":
+            return Sample({"images": drawn.frames[0]}, drawn.question, drawn.answer)
+        media = {"video": drawn.frames, "num_frames": len(drawn.frames)}
+        return Sample(media, drawn.question, drawn.answer)
+
+    return sample
+
+
+def conversations(
+    path: str | Path, media: str | Path, modalities: tuple[str, ...], num_frames: int
+) -> Callable[[int], Sample]:
+    """Samples from a LLaVA-style JSON file, in an order drawn anew for each epoch.
+
+    A list of ``{"image" or "video": file, "conversations": [{"from": "human", "value": ...},
+    {"from": "gpt", "value": ...}, ...]}``. One turn of an entry is one sample: a turn that is drawn
+    at random, asked as if it were the first. Entries without a picture are left out.
+    """
+    try:
+        entries = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise TrainingError(f"--data {path} cannot be read: {error}") from error
+    key = {"image": "image", "video": "video"}
+    found: list[tuple[str, str, list[tuple[str, str]]]] = []
+    for entry in entries if isinstance(entries, list) else []:
+        kind = next((m for m in modalities if isinstance(entry.get(key[m]), str)), None)
+        turns = entry.get("conversations", [])
+        pairs = [
+            (a["value"].replace("<image>", "").replace("<video>", "").strip(), b["value"].strip())
+            for a, b in zip(turns[::2], turns[1::2], strict=False)
+            if a.get("from") == "human" and b.get("from") == "gpt"
+        ]
+        if kind is not None and pairs:
+            found.append((kind, entry[key[kind]], pairs))
+    if not found:
+        raise TrainingError(
+            f"--data {path} has no conversation about a {' or a '.join(modalities)}; it must be a "
+            'list of {"image": file, "conversations": [{"from": "human", "value": ...}, '
+            '{"from": "gpt", "value": ...}]}'
+        )
+
+    def sample(number: int) -> Sample:
+        epoch, place = divmod(number, len(found))
+        order = list(range(len(found)))
+        random.Random(f"epoch-{epoch}").shuffle(order)
+        kind, file, pairs = found[order[place]]
+        question, answer = random.Random(f"turn-{number}").choice(pairs)
+        where = str(Path(media) / file)
+        shown = {"images": where} if kind == "image" else {"video": where, "num_frames": num_frames}
+        return Sample(shown, question, answer)
+
+    return sample
+
+
+def inputs_of(vlm: VLM, sample: Sample) -> Inputs:
+    """The prompt of a sample with its answer behind it, as the engine takes it."""
+    import torch
+
+    from .engine.prefill import Inputs
+    from .recipe import Recipe
+
+    media = {"images": None, "video": None, "num_frames": None, "fps": None} | sample.media
+    messages = vlm._messages(sample.question, **media)
+    text, pictures, frames = vlm._render(messages, Recipe())
+    tail = _answer_ids(vlm, text, sample.answer)
+    tensors = vlm.adapter.inputs(text, pictures)
+    ids = torch.tensor([tail], device=tensors["input_ids"].device)
+    tensors["input_ids"] = torch.cat([tensors["input_ids"], ids], dim=1)
+    if "attention_mask" in tensors:
+        tensors["attention_mask"] = torch.ones_like(tensors["input_ids"])
+    sizes = [(picture.height, picture.width) for picture in pictures]
+    return Inputs(tensors, sizes, sample.question, frames, answer=len(tail))
+
+
+def _answer_ids(vlm: VLM, prompt: str, answer: str) -> list[int]:
+    """Ids of the answer, its end token included, as they would follow the prompt."""
+    tokenizer = vlm.processor.tokenizer
+    # Whether a blank stands between prompt and answer is the template's business.
+    turn = [
+        {"role": "user", "content": [{"type": "text", "text": "?"}]},
+        {"role": "assistant", "content": [{"type": "text", "text": answer}]},
+    ]
+    template = vlm.processor.apply_chat_template
+    asked = template(turn[:1], add_generation_prompt=True, tokenize=False)
+    told = template(turn, tokenize=False)
+    tail = told[len(asked) :] if told.startswith(asked) else f" {answer}"
+    if tokenizer.eos_token and tokenizer.eos_token not in tail:
+        tail += tokenizer.eos_token
+    before = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    whole = tokenizer(prompt + tail, add_special_tokens=False)["input_ids"]
+    if whole[: len(before)] != before:  # the tokenizer joins both over the border
+        return tokenizer(tail, add_special_tokens=False)["input_ids"]
+    return whole[len(before) :]
+
+
+# --- passes --------------------------------------------------------------------------------------
+
+
+def run(vlm: VLM, inputs: Inputs, stage: Stage | None) -> tuple[Tensor, dict[str, Any], float]:
+    """One pass with gradients.
+
+    Returns
+    -------
+    logits : Tensor, float32, (A, V)
+        One row for each of the answer's tokens.
+    notes : dict
+        What ``stage`` left.
+    tokens : float
+        See `Outcome`.
+    """
+    from .engine.attention import switched
+    from .engine.cache import KVCache
+    from .engine.prefill import prefill, prepare
+    from .engine.stats import Stats, Trace
+    from .recipe import Recipe
+
+    adapter, recipe = vlm.adapter, Recipe(() if stage is None else (stage,))
+    stats, trace = Stats(), Trace()
+    with switched(vlm.model):
+        prompt = prepare(adapter, inputs, recipe, stats, trace)
+        logits = prefill(adapter, prompt, recipe, KVCache(adapter.depth), stats, trace)
+    notes = {} if stage is None else prompt.notes.get(stage.name, {})
+    return logits[0, :-1].float(), notes, stats.equivalent_tokens / stats.visual_tokens_in
+
+
+def answer_loss(logits: Tensor, targets: Tensor, teacher: Tensor | None, distill: float) -> Tensor:
+    """Cross entropy of the answer, and by ``distill`` the divergence from the full model."""
+    from torch.nn.functional import cross_entropy, kl_div
+
+    loss = cross_entropy(logits, targets)
+    if teacher is None:
+        return loss
+    apart = kl_div(
+        logits.log_softmax(-1), teacher.log_softmax(-1), reduction="batchmean", log_target=True
+    )
+    return (1 - distill) * loss + distill * apart
+
+
+# --- the loop ------------------------------------------------------------------------------------
+
+
+class Trainer:
+    """Model, module, optimiser and clock of one run."""
+
+    def __init__(self, name: str, args: argparse.Namespace) -> None:
+        import torch
+
+        from .vlm import VLM
+
+        _check(args)
+        self.name, self.args, self.out = name, args, Path(args.out)
+        self.device = torch.device(args.device)
+        if self.device.type == "cuda" and not torch.cuda.is_available():
+            raise TrainingError("--device cuda was asked for, but torch sees no CUDA device")
+        self.vlm = VLM.from_pretrained(args.model, device=self.device, dtype=args.dtype)
+        self.vlm.model.requires_grad_(False).eval()
+        adapter = self.vlm.adapter
+        self.training = training_class(name)(args, adapter.sizes())
+        self.config = adapter.sizes() | self.training.config()
+        torch.manual_seed(args.seed)
+        self.module: nn.Module = stage_class(name).build(self.config).float().to(self.device)
+        self.training.prepare(self.module, adapter)
+        self.module.train()
+        self.optimizer = torch.optim.AdamW(
+            self.training.groups(self.module, args.lr), betas=(0.9, 0.95), weight_decay=args.decay
+        )
+        for group in self.optimizer.param_groups:
+            group["peak"] = group["lr"]
+        modalities = self.training.modalities
+        if args.data:
+            self.sample = conversations(args.data, args.media, modalities, args.num_frames)
+        else:
+            self.sample = drawn(modalities)
+        self.step, self.elapsed, self.saved_at = 0, 0.0, 0.0
+        self.out.mkdir(parents=True, exist_ok=True)
+        if self.checkpoint.exists() and not args.fresh:
+            self.load()
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.out / "checkpoint.pt"
+
+    @property
+    def progress(self) -> float:
+        if self.args.minutes:
+            return min(1.0, self.elapsed / (60 * self.args.minutes))
+        return min(1.0, self.step / self.args.steps)
+
+    def load(self) -> None:
+        import torch
+
+        state = torch.load(self.checkpoint, map_location=self.device, weights_only=True)
+        for key, mine in (("name", self.name), ("seed", self.args.seed), ("config", self.config)):
+            if state[key] != mine:
+                raise TrainingError(
+                    f"{self.checkpoint} was written with {key}={state[key]}, not {mine}: "
+                    "repeat it, or start anew with --fresh"
+                )
+        self.module.load_state_dict(state["module"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.step, self.elapsed = state["step"], state["elapsed"]
+        self.saved_at = self.elapsed
+
+    def save(self) -> None:
+        """Write the checkpoint and the weights, each at one stroke."""
+        import torch
+
+        from .checkpoints import save_weights
+
+        state = {
+            "name": self.name,
+            "seed": self.args.seed,
+            "config": self.config,
+            "step": self.step,
+            "elapsed": self.elapsed,
+            "module": self.module.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+        }
+        draft = self.checkpoint.with_suffix(".tmp")
+        torch.save(state, draft)
+        os.replace(draft, self.checkpoint)
+        about = {"steps": self.step, "minutes": round(self.elapsed / 60, 1)}
+        about |= {key: getattr(self.args, key) for key in ("batch", "lr", "distill", "seed")}
+        about["data"] = Path(self.args.data).name if self.args.data else "drawn scenes"
+        signature = self.vlm.adapter.signature()
+        save_weights(self.out / "weights", self.name, self.module, self.config, signature, about)
+        self.saved_at = self.elapsed
+
+    def rate(self) -> float:
+        """Share of the peak learning rate: a short rise, then half a cosine down to zero."""
+        rise = min(1.0, (self.step + 1) / 20)
+        return rise * 0.5 * (1 + math.cos(math.pi * self.progress))
+
+    def sample_loss(self, number: int) -> tuple[Tensor, dict[str, float]]:
+        """Loss of sample ``number`` of this run, and what is logged beside it."""
+        import torch
+
+        rng = random.Random(f"sample-{self.args.seed}-{number}")
+        torch.manual_seed(rng.getrandbits(62))
+        inputs = inputs_of(self.vlm, self.sample(self.args.seed * _SEEDS + number))
+        targets = inputs.tensors["input_ids"][0, -inputs.answer :]
+        teacher, modules = None, self.vlm.adapter.modules
+        if self.args.distill:
+            with torch.no_grad():
+                teacher, _, _ = run(self.vlm, inputs, None)
+        outcomes = []
+        for stage in self.training.stages(rng, self.progress):
+            modules[stage.name, stage.weights] = self.module
+            logits, notes, tokens = run(self.vlm, inputs, stage)
+            loss = answer_loss(logits, targets, teacher, self.args.distill)
+            outcomes.append(Outcome(stage, loss, notes, tokens))
+        total, info = self.training.loss(self.module, outcomes, self.progress)
+        answer = sum(float(o.answer.detach()) for o in outcomes) / len(outcomes)
+        tokens = sum(o.tokens for o in outcomes) / len(outcomes)
+        return total, {"loss": float(total.detach()), "answer": answer, "tokens": tokens, **info}
+
+    def train(self) -> None:
+        """Train until the steps or the clock say that it is over."""
+        import torch
+        from tqdm import tqdm
+
+        args, stop = self.args, []
+        old = signal.signal(signal.SIGTERM, lambda number, _: stop.append(number))
+        sums: dict[str, list[float]] = {}
+        bar = tqdm(
+            total=round(args.minutes * 60) or args.steps,
+            unit="s" if args.minutes else "step",
+            mininterval=1.0 if sys.stderr.isatty() else 30,
+        )
+        clock = time.monotonic()
+        try:
+            while self.progress < 1 and not stop:
+                for i in range(args.batch):
+                    loss, info = self.sample_loss(self.step * args.batch + i)
+                    (loss / args.batch).backward()
+                    for key, value in info.items():
+                        pair = sums.setdefault(key, [0.0, 0.0])
+                        pair[0], pair[1] = pair[0] + value, pair[1] + 1
+                norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), 1.0)
+                for group in self.optimizer.param_groups:
+                    group["lr"] = group["peak"] * self.rate()
+                if math.isfinite(float(norm)):  # one bad batch must not poison the momenta
+                    self.optimizer.step()
+                self.optimizer.zero_grad(set_to_none=True)
+                self.step += 1
+                now = time.monotonic()
+                self.elapsed, clock = self.elapsed + now - clock, now
+                bar.n = round(self.elapsed) if args.minutes else self.step
+                bar.update(0)
+                if self.step % 10 == 0:
+                    self.write({key: round(a / n, 4) for key, (a, n) in sums.items()})
+                    sums.clear()
+                if self.elapsed - self.saved_at > args.save_every:
+                    self.save()
+                if args.stop_after and self.step >= args.stop_after:
+                    break
+        finally:
+            bar.close()
+            signal.signal(signal.SIGTERM, old)
+        self.save()
+
+    def write(self, line: dict[str, float]) -> None:
+        line = {"step": self.step, "minutes": round(self.elapsed / 60, 2), **line}
+        with (self.out / "log.jsonl").open("a") as file:
+            file.write(json.dumps(line) + "\n")
