@@ -39,6 +39,7 @@ def build_llava(
     folder: str | Path | None = None,
     *,
     layers: int = 4,
+    kv_heads: int = 2,
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
 ) -> tuple[nn.Module, Any]:
@@ -48,8 +49,8 @@ def build_llava(
     ----------
     folder : str or Path, optional
         Where model and processor are saved too, for ``from_pretrained``.
-    layers : int
-        Layers of the language model.
+    layers, kv_heads : int
+        Layers and KV heads (of 4 heads) of the language model.
     dtype : torch.dtype
         The float32 weights of the same seed, rounded.
     seed : int
@@ -63,7 +64,7 @@ def build_llava(
     from transformers import LlavaConfig, LlavaForConditionalGeneration, LlavaProcessor
     from transformers.models.clip import CLIPImageProcessor
 
-    config = LlavaConfig(**_configs(layers), image_seq_length=(IMAGE_SIZE // PATCH) ** 2)
+    config = LlavaConfig(**_configs(layers, kv_heads), image_seq_length=(IMAGE_SIZE // PATCH) ** 2)
     images = CLIPImageProcessor(
         size={"shortest_edge": IMAGE_SIZE},
         crop_size={"height": IMAGE_SIZE, "width": IMAGE_SIZE},
@@ -77,6 +78,7 @@ def build_llava_next(
     folder: str | Path | None = None,
     *,
     layers: int = 4,
+    kv_heads: int = 2,
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
 ) -> tuple[nn.Module, Any]:
@@ -91,7 +93,7 @@ def build_llava_next(
         LlavaNextProcessor,
     )
 
-    config = LlavaNextConfig(**_configs(layers), image_grid_pinpoints=PINPOINTS)
+    config = LlavaNextConfig(**_configs(layers, kv_heads), image_grid_pinpoints=PINPOINTS)
     images = LlavaNextImageProcessor(
         size={"shortest_edge": IMAGE_SIZE},
         crop_size={"height": IMAGE_SIZE, "width": IMAGE_SIZE},
@@ -113,7 +115,7 @@ def build_text_only(folder: str | Path, *, seed: int = 0) -> nn.Module:
     from transformers import LlamaForCausalLM
 
     with torch.random.fork_rng(devices=[]):
-        model = LlamaForCausalLM(_configs(2)["text_config"]).eval()
+        model = LlamaForCausalLM(_configs(2, 2)["text_config"]).eval()
     _fill(model, seed)
     model.save_pretrained(folder)
     build_tokenizer().save_pretrained(folder)
@@ -161,7 +163,7 @@ def build_tokenizer() -> Any:
     )
 
 
-def _configs(layers: int) -> dict[str, Any]:
+def _configs(layers: int, kv_heads: int) -> dict[str, Any]:
     from transformers import CLIPVisionConfig, LlamaConfig
 
     tokens = {"pad_token_id": PAD_ID, "bos_token_id": BOS_ID, "eos_token_id": EOS_ID}
@@ -181,7 +183,7 @@ def _configs(layers: int) -> dict[str, Any]:
             intermediate_size=128,
             num_hidden_layers=layers,
             num_attention_heads=4,
-            num_key_value_heads=2,
+            num_key_value_heads=kv_heads,
             head_dim=16,
             max_position_embeddings=4096,
             tie_word_embeddings=False,

@@ -1,0 +1,183 @@
+"""Every prefill method against a dense reference that selects by hand.
+
+The reference knows neither stages nor engine: it runs the decoder's layers one by one on the whole
+prompt with eager attention, removes nothing, masks what a rule written here drops, and reads that
+rule's scores from the full attention maps.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from reference import answer_logits, dense_logits
+from tiny_models import build_llava, build_llava_next, picture
+from vlmfast import VLM
+from vlmfast.compressors.fastv import FastV
+from vlmfast.compressors.mustdrop import MustDrop
+from vlmfast.compressors.pyramiddrop import PyramidDrop
+from vlmfast.engine.decode import Run
+from vlmfast.engine.prefill import Inputs
+from vlmfast.recipe import Recipe
+
+EXACT = 1e-5
+TOKENS = [17, 40, 99, 7, 123, 60, 200, 31]
+MODELS = {
+    "llava-1.5": (build_llava, 4),
+    "llava-next": (build_llava_next, 4),
+    "grouped queries": (build_llava, 1),
+}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def vlm(request) -> VLM:
+    build, kv_heads = MODELS[request.param]
+    return VLM(*build(layers=8, kv_heads=kv_heads))
+
+
+def embeds_of(vlm: VLM, tensors: dict) -> Tensor:
+    """The merged prompt (S, D) as Hugging Face makes it."""
+    taken = []
+    decoder = vlm.model.get_decoder()
+    hook = decoder.register_forward_pre_hook(
+        lambda module, args, kwargs: taken.append(kwargs["inputs_embeds"]), with_kwargs=True
+    )
+    try:
+        with torch.no_grad():
+            vlm.model(**tensors)
+    finally:
+        hook.remove()
+    return taken[0][0]
+
+
+@torch.no_grad()
+def by_hand(
+    vlm: VLM, embeds: Tensor, drop: Callable, policy: str
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Which rows are alive at each layer (S,), and their rotary ids.
+
+    ``drop(layer, before, ahead, rows)`` returns the rows that are left; ``before`` is the attention
+    map (H, S, S) of the layer before, ``ahead()`` that which the layer would have on ``rows``.
+    """
+    decoder, n = vlm.model.get_decoder(), embeds.shape[0]
+    rows, causal = torch.ones(n, dtype=torch.bool), torch.ones(n, n, dtype=torch.bool).tril()
+    ids, hidden, before = torch.arange(n), embeds[None], None
+    alive, position = [], []
+    decoder.config._attn_implementation = "eager"
+
+    def attend(layer) -> Tensor:
+        visible = (causal & rows[None]) | torch.eye(n, dtype=torch.bool)
+        mask = torch.zeros(n, n).masked_fill(~visible, -torch.inf)[None, None]
+        tables = decoder.rotary_emb(hidden, ids[None])
+        normed = layer.input_layernorm(hidden)
+        _, weights = layer.self_attn(
+            normed, attention_mask=mask, position_embeddings=tables, position_ids=ids[None]
+        )
+        following = layer(
+            hidden, attention_mask=mask, position_embeddings=tables, position_ids=ids[None]
+        )
+        return weights[0], following
+
+    try:
+        for index, layer in enumerate(decoder.layers):
+            left = drop(index, before, lambda layer=layer: attend(layer)[0], rows)
+            if not torch.equal(left, rows):
+                rows = left
+                if policy == "compact":
+                    ids = (rows.cumsum(0) - 1).clamp(min=0)
+            before, hidden = attend(layer)
+            alive.append(rows)
+            position.append(ids)
+    finally:
+        decoder.config._attn_implementation = "sdpa"
+    return alive, position
+
+
+def top(rows: Tensor, visual: Tensor, score: Tensor, k: int) -> Tensor:
+    candidates = (rows & visual).nonzero().flatten()
+    order = score[candidates].argsort(descending=True, stable=True)[:k]
+    left = rows & ~visual
+    left[candidates[order]] = True
+    return left
+
+
+def fastv_rule(visual: Tensor, protected: Tensor) -> Callable:
+    def drop(layer, before, ahead, rows):
+        if layer != 2:
+            return rows
+        return top(rows, visual, before[:, -1].mean(0), round(int(visual.sum()) * 0.4))
+
+    return drop
+
+
+def pyramid_rule(rule: str) -> Callable:
+    def make(visual: Tensor, protected: Tensor) -> Callable:
+        def drop(layer, before, ahead, rows):
+            if layer not in (2, 4, 6):
+                return rows
+            score = (ahead() if rule == "next" else before)[:, -1].mean(0)
+            return top(rows, visual, score, int(int(visual.sum()) * 0.6 ** (layer // 2)))
+
+        return drop
+
+    return make
+
+
+def mustdrop_rule(visual: Tensor, protected: Tensor) -> Callable:
+    def drop(layer, before, ahead, rows):
+        if layer not in (1, 3):
+            return rows
+        text = before[:, int(visual.nonzero().max()) + 1 :].mean(0)
+        inside = rows & visual
+        total = text.sum(0)
+        low = (total < 0.05 * total[inside].sum()) & (text.amax(0) < 0.3)
+        return rows & ~(inside & low & ~protected)
+
+    return drop
+
+
+METHODS = {
+    "fastv": (FastV(rate=0.4), fastv_rule),
+    "fastv compact": (FastV(rate=0.4, positions="compact"), fastv_rule),
+    "pyramiddrop": (PyramidDrop(0.6), pyramid_rule("next")),
+    "pyramiddrop keep": (PyramidDrop(0.6, positions="keep"), pyramid_rule("next")),
+    "pyramiddrop last": (PyramidDrop(0.6, rule="last"), pyramid_rule("last")),
+    "mustdrop": (
+        MustDrop(window=1, layers=(1, 3), global_thr=0.05, individual_thr=0.3),
+        mustdrop_rule,
+    ),
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("pictures", [1, 2])
+def test_a_prefill_method_equals_a_dense_reference_by_hand(vlm, method, pictures) -> None:
+    stage, rule = METHODS[method]
+    images = [picture(seed=i) for i in range(pictures)]
+    tensors = vlm.inputs("what is here ?", images)
+    sizes = [(p.height, p.width) for p in images]
+    run = Run(vlm.adapter, Inputs(tensors, sizes, "q"), Recipe((stage,)), time.perf_counter())
+    got = answer_logits(vlm, run, TOKENS)
+
+    embeds = embeds_of(vlm, tensors)
+    visual = tensors["input_ids"][0] == vlm.adapter.image_token_id
+    drop = rule(visual, run.prompt.layout.protected)
+    alive, position = by_hand(vlm, embeds, drop, stage.positions)
+    assert [int((rows & visual).sum()) for rows in alive] == run.stats.visual_tokens_per_layer
+    assert alive[-1].sum() < len(visual)
+    with torch.no_grad():
+        answer = vlm.model.get_input_embeddings()(torch.tensor(TOKENS))
+    n = len(TOKENS)
+    alive = [torch.cat([rows, rows.new_ones(n)]) for rows in alive]
+    position = [torch.cat([ids, ids[-1] + 1 + torch.arange(n)]) for ids in position]
+    expected = dense_logits(vlm.model, torch.cat([embeds, answer]), position, alive)[-n - 1 :]
+    torch.testing.assert_close(got, expected, rtol=EXACT, atol=EXACT)
+    # Control: with nothing dropped the logits are others.
+    full = [torch.ones_like(alive[0])] * len(alive)
+    ids = [torch.arange(len(alive[0]))] * len(alive)
+    control = dense_logits(vlm.model, torch.cat([embeds, answer]), ids, full)[-n - 1 :]
+    assert (got - control).abs().max() > 1e-3

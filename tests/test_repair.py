@@ -1,0 +1,399 @@
+"""Merged tokens that count for all they stand for, and the statistics that methods may ask for."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from reference import answer_logits
+from tiny_models import build_llava, build_llava_next, picture
+from vlmfast import VLM
+from vlmfast.engine.attention import attention_rows, received_logits, switched, text_attention
+from vlmfast.engine.cache import KVCache
+from vlmfast.engine.decode import Run
+from vlmfast.engine.prefill import Inputs
+from vlmfast.errors import RecipeError
+from vlmfast.layout import Kind, TokenLayout, VisualTokens
+from vlmfast.recipe import Recipe
+from vlmfast.stages import (
+    EncodeStage,
+    InEncoderStage,
+    Phase,
+    PrefillStage,
+    StatRequest,
+    Step,
+    repair_param,
+)
+
+TOKENS = [17, 40, 99, 7]
+FAMILIES = {"llava": build_llava, "llava-next": build_llava_next}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def vlm(request) -> VLM:
+    return VLM(*FAMILIES[request.param]())
+
+
+def start(vlm: VLM, recipe, images, **inputs) -> Run:
+    tensors = vlm.inputs("what is here ?", images)
+    sizes = [(p.height, p.width) for p in images]
+    made = Inputs(tensors, sizes, "q", **inputs)
+    return Run(vlm.adapter, made, Recipe.of(recipe), time.perf_counter())
+
+
+# --- log-weight bias -----------------------------------------------------------------------------
+
+
+class Layer:
+    """What an attention module is to the registered function."""
+
+    layer_idx, num_key_value_groups, training, is_causal = 0, 2, False, True
+
+
+def states(rows: torch.Tensor, seed: int) -> list[torch.Tensor]:
+    """Queries and grouped keys and values of 12 tokens, repeated as ``rows`` says."""
+    generator = torch.Generator().manual_seed(seed)
+    made = [torch.randn(1, heads, 12, 16, generator=generator) for heads in (4, 2, 2)]
+    return [s[:, :, rows] for s in made]
+
+
+def attend(rows: torch.Tensor, weight: torch.Tensor, repair: bool) -> tuple[torch.Tensor, KVCache]:
+    layout = TokenLayout.text(torch.arange(len(rows)), torch.arange(len(rows))[None])
+    cache = KVCache(1)
+    step = Step(Phase.PREFILL, layout=layout.replace(weight=weight), cache=cache, repair=repair)
+    query, key, value = states(rows, 0)
+    cache.layers[0].update(key, value)
+    out, _ = text_attention(Layer(), query, key, value, None, scaling=0.25, vlmfast_step=step)
+    return out, cache
+
+
+def test_one_weighted_token_attends_like_its_duplicates() -> None:
+    """Exact in prefill, in decode, and for several tokens at once."""
+    twice = torch.tensor([0, 1, 2, 3, 3, 3, 4, 5, 6, 6, 7, 8, 9, 10, 11])
+    once = torch.arange(12)
+    weight = torch.ones(12)
+    weight[3], weight[6] = 3, 2
+    expected, full = attend(twice, torch.ones(len(twice)), repair=False)
+    got, merged = attend(once, weight, repair=True)
+    control, plain = attend(once, weight, repair=False)
+    # The last of the duplicates sees what the merged token sees.
+    last = torch.tensor([0, 1, 2, 5, 6, 7, 9, 10, 11, 12, 13, 14])
+    torch.testing.assert_close(got, expected[:, last])
+    assert (control - expected[:, last]).abs().max() > 1e-2
+
+    for length in (1, 3):
+        outputs = []
+        for cache, repair in ((full, False), (merged, True), (plain, False)):
+            if cache.length is None:
+                cache.freeze(8, 12)
+            query, key, value = (s[:, :, :length] for s in states(once, 1))
+            step = Step(Phase.DECODE, cache=cache, repair=repair)
+            kv = cache.layers[0].update(key, value)
+            out, _ = text_attention(Layer(), query, *kv, None, scaling=0.25, vlmfast_step=step)
+            outputs.append(out)
+        torch.testing.assert_close(outputs[1], outputs[0])
+        assert (outputs[2] - outputs[0]).abs().max() > 1e-2
+
+
+def test_statistics_know_the_weights() -> None:
+    query, key, _ = states(torch.arange(12), 0)
+    weight = torch.ones(12)
+    weight[3] = 2.0
+    rows = torch.tensor([11])
+    once = attention_rows(query[0], key[0], rows, 0.25, bias=weight.log())
+    twice = torch.tensor([0, 1, 2, 3, 3, 4, 5, 6, 7, 8, 9, 10, 11])
+    q, k, _ = states(twice, 0)
+    expected = attention_rows(q[0], k[0], torch.tensor([12]), 0.25)
+    torch.testing.assert_close(once[..., 3], expected[..., 3] + expected[..., 4])
+    torch.testing.assert_close(once[..., 4:], expected[..., 5:])
+
+
+@dataclass(frozen=True)
+class Weigh(EncodeStage):
+    """Says of the first token of a picture that it stands for ``weight``."""
+
+    name: ClassVar[str] = "test-weigh"
+    weight: float = 1.0
+    repair: bool = repair_param(True)
+
+    def reduce(self, tokens, stats, request):
+        weight = tokens.layout.weight.clone()
+        weight[0] = self.weight
+        return VisualTokens(tokens.features, tokens.layout.replace(weight=weight), tokens.extra)
+
+
+def test_repair_in_a_whole_answer(vlm) -> None:
+    """Weights of one change nothing; others do, in prefill and decode, unless repair is off."""
+    full = answer_logits(vlm, start(vlm, (), [picture()]), TOKENS)
+    same = answer_logits(vlm, start(vlm, Weigh(1.0), [picture()]), TOKENS)
+    torch.testing.assert_close(same, full, rtol=1e-5, atol=1e-5)
+    heavy = answer_logits(vlm, start(vlm, Weigh(50.0), [picture()]), TOKENS)
+    assert ((heavy - full).abs().amax(1) > 1e-3).all()
+    off = answer_logits(vlm, start(vlm, Weigh(50.0, repair=False), [picture()]), TOKENS)
+    assert torch.equal(off, full)
+
+
+def test_repair_follows_the_rows_through_drops(vlm) -> None:
+    """A drop behind the merge: the bias of each layer is that of the rows it still holds."""
+
+    @dataclass(frozen=True)
+    class DropSecond(PrefillStage):
+        name: ClassVar[str] = "test-drop"
+
+        def layers(self, depth):
+            return (2,)
+
+        def keep(self, step, layer):
+            second = int(step.layout.visual.nonzero()[1])
+            return torch.tensor([i for i in range(len(step.layout)) if i != second])
+
+    run = start(vlm, (Weigh(9.0), DropSecond()), [picture()])
+    with torch.no_grad(), switched(vlm.model):
+        run.start(2)
+    first = int(run.prompt.layout.visual.nonzero()[0])
+    for layer in run.cache.layers:
+        assert layer.bias.nonzero().tolist() == [[first]]
+        assert torch.isclose(layer.bias[first].exp(), torch.tensor(9.0))
+        assert len(layer.bias) == layer.keys.shape[2]
+
+
+@dataclass(frozen=True)
+class MergeTwins(InEncoderStage):
+    """Merges rows 1 and 2 of every view behind the first block."""
+
+    name: ClassVar[str] = "test-twins"
+    repair: bool = repair_param(True)
+
+    def blocks(self, depth):
+        return (1,)
+
+    def on_block(self, step, index, hidden):
+        n = hidden.shape[1]
+        source = (torch.arange(n) - (torch.arange(n) > 1).long()).expand(len(hidden), -1)
+        return torch.cat([hidden[:, :2], hidden[:, 3:]], dim=1), source
+
+
+def test_repair_inside_the_tower_is_exact_for_duplicates(vlm) -> None:
+    """Rows 1 and 2 are made equal in front of the second block; merging them loses nothing."""
+    blocks = vlm.adapter.vision_blocks()
+    seen = {}
+
+    def twin(module, args):
+        hidden = args[0].clone()
+        hidden[:, 2] = hidden[:, 1]
+        return (hidden, *args[1:])
+
+    def look(name):
+        def hook(module, args, output):
+            seen[name] = output if torch.is_tensor(output) else output[0]
+
+        return hook
+
+    def final(recipe, name):
+        # Registered first, so that it runs in front of the stage's hook.
+        handles = [
+            blocks[1].register_forward_pre_hook(twin),
+            blocks[-1].register_forward_hook(look(name)),
+        ]
+        try:
+            answer_logits(vlm, start(vlm, recipe, [picture()]), [])
+        finally:
+            for handle in handles:
+                handle.remove()
+        return seen[name]
+
+    full = final((), "full")
+    rest = [i for i in range(full.shape[1]) if i != 2]
+    torch.testing.assert_close(final(MergeTwins(), "merged"), full[:, rest], rtol=1e-4, atol=1e-5)
+    without = final(MergeTwins(repair=False), "plain")
+    assert (without - full[:, rest]).abs().max() > 1e-3
+
+
+# --- what methods may ask for --------------------------------------------------------------------
+
+
+def test_received_logits_are_the_mean_of_the_map() -> None:
+    query, key, _ = states(torch.arange(12), 0)
+    rows = torch.tensor([2, 3, 7])
+    logits = query[0] @ key[0].repeat_interleave(2, 0).transpose(-1, -2) * 0.25
+    got = received_logits(query[0], key[0], rows, 0.25)
+    torch.testing.assert_close(got, logits[:, rows].mean(1, keepdim=True))
+    assert not torch.allclose(got, logits.mean(1, keepdim=True))
+
+
+def test_received_logits_and_text_rows_of_one_layer(vlm) -> None:
+    seen = {}
+
+    @dataclass(frozen=True)
+    class Look(PrefillStage):
+        name: ClassVar[str] = "test-look"
+
+        def layers(self, depth):
+            return (2,)
+
+        def text_stats(self, depth):
+            return {1: StatRequest("text", received=True)}
+
+        def keep(self, step, layer):
+            seen["text"], seen["received"] = step.stats[1], step.received[1]
+            step.select(torch.arange(len(step.layout) - 1))
+            assert step.received[1].shape[-1] == seen["received"].shape[-1] - 1
+
+    run = start(vlm, Look(), [picture()], answer=3)
+    with torch.no_grad(), switched(vlm.model):
+        run.start(1)
+    n = run.inputs.tensors["input_ids"].shape[1]
+    visual = run.inputs.tensors["input_ids"][0] == vlm.adapter.image_token_id
+    behind = n - 1 - int(visual.nonzero().max())
+    assert seen["received"].shape == (4, 1, n)
+    # Rows of an answer do not look, in training.
+    assert seen["text"].shape == (4, behind - 3, n)
+
+
+def test_requests_of_two_stages_are_joined() -> None:
+    a, b = StatRequest("cls"), StatRequest("cls", keys=True)
+    assert a.joined(b) == b.joined(a) == b
+    assert a.joined(StatRequest("columns")) is None
+    assert StatRequest("text").joined(StatRequest("text", received=True)).received
+
+
+def test_keys_and_cls_of_the_tower(vlm) -> None:
+    """The head mean of the keys, and the projected CLS row, are those of Hugging Face's tower."""
+    seen = {}
+
+    @dataclass(frozen=True)
+    class Look(EncodeStage):
+        name: ClassVar[str] = "test-look"
+        wants_cls = True
+
+        def vision_stats(self, depth):
+            return {1: StatRequest("cls", keys=True)}
+
+        def reduce(self, tokens, stats, request):
+            seen["stats"] = stats
+            return tokens
+
+    run = start(vlm, Look(), [picture(seed=0), picture(seed=1)])
+    answer_logits(vlm, run, [])
+    pixels = run.inputs.tensors["pixel_values"].flatten(0, -4)
+    tower, block = vlm.model.get_encoder(modality="image"), vlm.adapter.vision_blocks()[1]
+    keys = []
+    handle = block.self_attn.k_proj.register_forward_hook(lambda m, a, out: keys.append(out))
+    try:
+        with torch.no_grad():
+            states = tower(pixels, output_hidden_states=True).hidden_states
+            cls = vlm.adapter.projector()(states[-2][:, :1])[:, 0]
+    finally:
+        handle.remove()
+    expected = keys[0].unflatten(-1, (4, -1)).mean(2)[:, 1:]
+    torch.testing.assert_close(seen["stats"].keys[1], expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(seen["stats"].cls, cls, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(seen["stats"].cls[0], seen["stats"].cls[1], atol=1e-3)
+
+
+def test_frames_of_clips_are_known(vlm) -> None:
+    seen = {}
+
+    @dataclass(frozen=True)
+    class Look(EncodeStage):
+        name: ClassVar[str] = "test-look"
+
+        def reduce(self, tokens, stats, request):
+            seen["items"], seen["kind"] = stats.items, tokens.layout.kind
+            return tokens
+
+    messages = [
+        {
+            "role": "user",
+            "content": [
+                {"type": "image", "image": picture(seed=0)},
+                {"type": "video", "video": [picture(seed=i) for i in (1, 2)], "num_frames": 2},
+                {"type": "video", "video": [picture(seed=3)], "num_frames": 1},
+                {"type": "text", "text": "what ?"},
+            ],
+        }
+    ]
+    answer = vlm.chat(messages, recipe=Look(), max_new_tokens=1)
+    assert [(i.clip, i.frame) for i in seen["items"]] == [
+        (-1, (0, 1)),
+        (0, (0, 2)),
+        (0, (1, 2)),
+        (1, (0, 1)),
+    ]
+    item = answer.trace.layout.item
+    patches = answer.trace.layout.patches
+    assert (seen["kind"][(item == 0) & patches] == Kind.IMAGE).all()
+    assert (seen["kind"][(item > 0) & patches] == Kind.VIDEO).all()
+
+
+def test_a_stage_may_use_more_rows_in_the_tower_than_there_are_views(vlm) -> None:
+    """What the projector gets is what the stage says; with the first copy nothing changes."""
+
+    @dataclass(frozen=True)
+    class Copies(InEncoderStage):
+        name: ClassVar[str] = "test-copies"
+        pick: int = 0
+
+        def blocks(self, depth):
+            return (1,)
+
+        def on_block(self, step, index, hidden):
+            return torch.cat([hidden, 2 * hidden]), None
+
+        def on_output(self, step, hidden):
+            step.notes[self.name] = {"rows": len(hidden)}
+            return hidden.chunk(2)[self.pick]
+
+    full = answer_logits(vlm, start(vlm, (), [picture()]), TOKENS)
+    run = start(vlm, Copies(), [picture()])
+    torch.testing.assert_close(answer_logits(vlm, run, TOKENS), full, rtol=1e-4, atol=1e-5)
+    assert run.prompt.notes["test-copies"]["rows"] == 2 * run.trace.layout.view.max() + 2
+    other = answer_logits(vlm, start(vlm, Copies(1), [picture()]), TOKENS)
+    assert (other - full).abs().max() > 1e-3
+
+
+def test_two_stages_inside_the_tower_are_refused() -> None:
+    with pytest.raises(RecipeError, match="test-twins and mustdrop"):
+        Recipe((MergeTwins(), Recipe.parse("mustdrop")[0]))
+
+
+def test_a_soft_mask_is_a_bias(vlm) -> None:
+    """Training: a row that is hardly there counts as one that was dropped."""
+
+    @dataclass(frozen=True)
+    class Soft(PrefillStage):
+        name: ClassVar[str] = "test-soft"
+        left: float = 1.0
+
+        def layers(self, depth):
+            return (1,)
+
+        def keep(self, step, layer):
+            visual = step.layout.visual
+            if self.left:
+                step.soft = torch.where(visual, self.left, 1.0)
+                return None
+            return (~visual).nonzero().flatten()
+
+    full = answer_logits(vlm, start(vlm, (), [picture()]), [])
+    one = answer_logits(vlm, start(vlm, Soft(1.0), [picture()]), [])
+    torch.testing.assert_close(one, full, rtol=1e-5, atol=1e-5)
+    gone = answer_logits(vlm, start(vlm, Soft(0.0), [picture()]), [])
+    hardly = answer_logits(vlm, start(vlm, Soft(1e-9), [picture()]), [])
+    torch.testing.assert_close(hardly, gone, rtol=1e-4, atol=1e-4)
+    assert (gone - full).abs().max() > 1e-3
+
+
+def test_reference_attention_is_what_pytorch_computes() -> None:
+    """The bias path gives PyTorch's own numbers when all weights are one."""
+    rows = torch.arange(12)
+    query, key, value = states(rows, 0)
+    out, _ = attend(rows, torch.ones(12), repair=True)
+    keys, values = (s.repeat_interleave(2, 1) for s in (key, value))
+    expected = scaled_dot_product_attention(query, keys, values, is_causal=True, scale=0.25)
+    torch.testing.assert_close(out, expected.transpose(1, 2))
