@@ -6,7 +6,7 @@ import math
 from types import SimpleNamespace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import CLIPVisionConfig, CLIPVisionModel, LlamaConfig, LlamaForCausalLM
 
 from helpers_layout import REQUEST, picture
@@ -61,12 +61,11 @@ def merge_case(data: dict, meta: dict) -> None:
         assert torch.equal(rows, source) if int(counts[0]) else rows is None
 
 
-@torch.no_grad()
-def clip_case(data: dict, meta: dict) -> None:
-    """A tower of transformers with the stored weights, merged by the stage; then the key set."""
+def clip_blocks(data: dict) -> nn.ModuleList:
+    """Blocks of a tower of transformers with the stored weights."""
     hidden, prefix = data["embeddings_after_pre_layrnorm"], "clip.vision_model.encoder.layers."
-    views, side = hidden.shape[0], math.isqrt(hidden.shape[1] - 1)
-    depth = len(data["num_tokens"]) - 1
+    side = math.isqrt(hidden.shape[1] - 1)
+    depth = sum(name.startswith(prefix) and name.endswith("mlp.fc1.bias") for name in data)
     tower = CLIPVisionModel(
         CLIPVisionConfig(
             hidden_size=hidden.shape[2],
@@ -82,7 +81,14 @@ def clip_case(data: dict, meta: dict) -> None:
     blocks.load_state_dict(
         {k.removeprefix(prefix): v for k, v in data.items() if k.startswith(prefix)}
     )
+    return blocks
 
+
+@torch.no_grad()
+def clip_case(data: dict, meta: dict) -> None:
+    """A tower merged by the stage; then the key set."""
+    hidden, blocks = data["embeddings_after_pre_layrnorm"], clip_blocks(data)
+    views, side, depth = hidden.shape[0], math.isqrt(hidden.shape[1] - 1), len(blocks)
     merge, key_set, _ = MustDrop(merge="call").expand()
     modules = {id(block.self_attn): index for index, block in enumerate(blocks)}
     step = Step(Phase.VISION, depth=depth, modules=modules, requests=key_set.vision_stats(depth))

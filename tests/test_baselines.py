@@ -150,7 +150,9 @@ def test_average_in_numbers() -> None:
     # All four tokens of a block are equally far from its middle: the first stands for it.
     assert kept.layout.order.tolist() == [0, 2, 8, 10]
     assert kept.layout.weight.tolist() == [4, 4, 4, 4]
-    assert torch.equal(kept.layout.box, tokens.layout.box[[0, 2, 8, 10]])
+    halves = torch.tensor([0.0, 0.5])
+    top_left = torch.cartesian_prod(halves, halves).flip(1)
+    assert torch.equal(kept.layout.box, torch.cat([top_left, top_left + 0.5], dim=1))
 
 
 def test_the_representative_is_the_middle_one() -> None:

@@ -28,6 +28,8 @@ from golden_mustdrop import llm_case as mustdrop_llm
 from golden_mustdrop import merge_case as mustdrop_merge
 from golden_pyramiddrop import end_to_end as pyramiddrop_end_to_end
 from golden_pyramiddrop import rank_case as pyramiddrop_rank
+from golden_visionzip import clip_case as visionzip_clip
+from golden_visionzip import zip_case as visionzip_zip
 from helpers_layout import picture
 from vlmfast.compressors._select import best
 from vlmfast.compressors.hired import (
@@ -238,9 +240,9 @@ def rolled(*names: str) -> Callable[[Data], Data]:
     return lambda data: data | {name: data[name].roll(1, -1) for name in names}
 
 
-def reordered(name: str) -> Callable[[Data], Data]:
+def reordered(name: str, dim: int = 0) -> Callable[[Data], Data]:
     """A control: the same file with the rows of ``name`` the other way round."""
-    return lambda data: data | {name: data[name].flip(0)}
+    return lambda data: data | {name: data[name].flip(dim)}
 
 
 # --- tables --------------------------------------------------------------------------------------
@@ -259,6 +261,8 @@ RUNNERS: dict[str, dict[str, tuple[Check, Callable[[Data], Data]]]] = {
         "mustdrop-clip-e2e": (mustdrop_clip, rolled("embeddings_after_pre_layrnorm")),
         "mustdrop-dualattn": (mustdrop_filter, rolled("attn_text_rows")),
         "mustdrop-llm-e2e": (mustdrop_llm, rolled("inputs_embeds")),
+        "visionzip-d": (visionzip_zip, reordered("metric_mean_keys", 1)),
+        "visionzip-clip-e2e": (visionzip_clip, rolled("embeddings_after_pre_layrnorm")),
     },
     "kv": {
         "mustdrop-merge": (mustdrop_merge, rolled("x")),
@@ -270,7 +274,6 @@ RUNNERS: dict[str, dict[str, tuple[Check, Callable[[Data], Data]]]] = {
 # Files whose method the project does not have yet.
 NOT_BUILT: dict[str, dict[str, str]] = {
     "reducers": {
-        "visionzip-": "arrives with the VisionZip reducer",
         "prumerge-": "arrives with the PruMerge reducers",
         "divprune-": "arrives with the DivPrune reducer",
         "tome-": "arrives with the ToMe reducer",

@@ -354,7 +354,7 @@ def test_best_breaks_ties_by_index(scores: list[int], data: st.DataObject) -> No
         ("hired:rule=math", r"rule=math is out of range, allowed is one of paper, code"),
         ("hired:newline=some", r"newline=some .* one of drop, keep, rows"),
         ("hired:positions=odd", r"positions=odd .* one of keep, compact"),
-        ("hired:alfa=0.5", r"no parameter 'alfa' \(did you mean 'alpha'\?\); parameters: rate, al"),
+        ("hired:alfa=0.5", r"no parameter 'alfa' \(did you mean 'alpha'\?\); parameters: rate, "),
         ("hirde", r"unknown method 'hirde' \(did you mean 'hired'\?\); known: .*hired"),
     ],
 )

@@ -17,14 +17,12 @@ from helpers_layout import REQUEST, picture, prompt
 from reference import answer_logits, dense_logits
 from tiny_models import build_llava, build_llava_next
 from vlmfast import VLM, Recipe, RecipeError
-from vlmfast.compressors._budget import equivalent
+from vlmfast.compressors._budget import drop_layers, equivalent, solve_counts
 from vlmfast.compressors.mustdrop import (
     PUBLISHED,
     MustDrop,
     dual_attention,
     dual_attention_rank,
-    filter_counts,
-    filter_layers,
     key_tokens,
     spatial_merge,
     text_attention,
@@ -199,7 +197,7 @@ def test_key_tokens_of_each_view() -> None:
     """Two crops side by side without the newline; one attends to the end, one to the start."""
     tokens, _ = picture((1, 2), (2, 2))
     rows = torch.tensor([[0.1, 0.2, 0.3, 0.4], [0.4, 0.3, 0.2, 0.1], [0.25] * 4])
-    key = key_tokens(rows, tokens.layout, 2, 0.3)  # ceil(1.2) of four
+    key = key_tokens(rows, tokens.layout, (2, 2), 0.3)  # ceil(1.2) of four
     layout = tokens.layout.select(key)
     assert torch.stack([layout.tile, layout.grid[:, 1], layout.grid[:, 2]], 1).tolist() == [
         [0, 1, 0],
@@ -235,7 +233,8 @@ def test_the_key_set_counts_tokens_of_the_prompt(share: float, seed: int) -> Non
 def test_the_published_key_counts() -> None:
     for side, tokens, number in [(24, 576, 47), (24, 296, 24)]:
         layout = picture((0, 0), (side, side))[0].layout.select(torch.arange(tokens))
-        assert int(key_tokens(torch.rand(1, side * side), layout, side, 0.08).sum()) == number
+        key = key_tokens(torch.rand(1, side * side), layout, (side, side), 0.08)
+        assert int(key.sum()) == number
 
 
 def test_marks_of_others_stay_and_another_tower_is_refused() -> None:
@@ -390,22 +389,23 @@ def test_no_picture_and_no_text_behind_it_keep_everything() -> None:
         (MustDrop().layers, 4, (1, 2)),
         ((3.0, 7.0, 21.0), 32, (3, 7, 21)),
         ((7.0, 0.25), 32, (7, 8)),
+        ((0.25, 9.0), 32, (8, 9)),
         ((0.01,), 2, (1,)),
     ],
 )
 def test_layers(layers: tuple[float, ...], depth: int, counts: tuple[int, ...]) -> None:
-    assert filter_layers(layers, depth) == counts
+    assert drop_layers("mustdrop", layers, depth, merge=True) == counts
     part = MustDrop(layers=layers).expand()[2]
     assert part.layers(depth) == counts
     assert part.text_stats(depth) == {n - 1: StatRequest("text") for n in counts}
 
 
 @pytest.mark.parametrize(
-    ("layers", "depth"), [((32.0,), 32), ((2.5,), 32), ((float("inf"),), 32), ((0.9,), 1)]
+    ("layers", "depth"), [((32.0,), 32), ((0.9,), 1), ((9.0, 0.25), 32), ((0.5, 12.0), 32)]
 )
 def test_layers_that_do_not_fit(layers: tuple[float, ...], depth: int) -> None:
-    with pytest.raises(RecipeError, match=rf"mustdrop: layers=.* of {depth} layers; allowed are"):
-        filter_layers(layers, depth)
+    with pytest.raises(RecipeError, match=rf"mustdrop: layers=.* ascend and stay below {depth}"):
+        MustDrop(layers=layers).filters(depth)
 
 
 @given(
@@ -415,8 +415,8 @@ def test_layers_that_do_not_fit(layers: tuple[float, ...], depth: int) -> None:
 def test_counts_meet_the_target_or_its_limits(
     n: int, key: float, target: float, depth: int
 ) -> None:
-    layers, key = filter_layers(MustDrop().layers, depth), int(key * n)
-    counts = filter_counts(n, key, target * n, layers, depth)
+    layers, key = MustDrop().filters(depth), int(key * n)
+    counts = solve_counts(n, target * n, layers, depth, least=key)
     assert list(counts) == sorted(counts, reverse=True)
     assert key <= counts[-1] <= counts[0] <= n
     least = equivalent(n, layers, [key] * len(layers), depth)
@@ -425,12 +425,12 @@ def test_counts_meet_the_target_or_its_limits(
 
 
 def test_every_filter_keeps_the_same_share_above_the_key_set() -> None:
-    counts = filter_counts(576, 47, 256, (3, 7, 11, 15), 32)
+    counts = solve_counts(576, 256, (3, 7, 11, 15), 32, least=47)
     shares = [b / a for a, b in zip((576, *counts), counts, strict=False)]
     assert shares == pytest.approx([shares[0]] * 4, abs=5e-3)
     assert 47 < counts[3] < counts[2] < counts[1] < counts[0] < 576
     assert equivalent(576, (3, 7, 11, 15), counts, 32) == pytest.approx(256, abs=0.3)
-    assert filter_counts(576, 47, 120, (3, 7, 11, 15), 32)[-1] == 47
+    assert solve_counts(576, 120, (3, 7, 11, 15), 32, least=47)[-1] == 47
 
 
 def test_the_word_and_its_parts() -> None:
@@ -439,6 +439,8 @@ def test_the_word_and_its_parts() -> None:
     assert {part.name for part in stage.expand()} == {"mustdrop"}
     assert {part.positions for part in stage.expand()[1:]} == {"compact"}
     assert {p.positions for p in MustDrop(positions="keep").expand()[1:]} == {"keep"}
+    assert {part.repair for part in stage.expand()} == {False}
+    assert {part.repair for part in MustDrop(repair=True).expand()} == {True}
     assert stage.expand()[0].blocks(24) == (1,)
     assert stage.expand()[1].vision_stats(24) == {23: StatRequest("cls")}
     assert stage.floor(32) == pytest.approx((3 + 29 * 0.08) / 32)
@@ -469,6 +471,10 @@ def test_published_thresholds() -> None:
         ("mustdrop:key=1.1", r"key=1.1 is out of range"),
         ("mustdrop:layers=0/0.5", r"layers=0/0.5 is out of range"),
         ("mustdrop:layers=three", r"layers='three' cannot be read"),
+        ("mustdrop:layers=2.5", r"layers=2.5 must be one or more whole numbers"),
+        ("mustdrop:layers=inf", r"layers=inf must be one or more whole numbers"),
+        ("mustdrop:layers=7/3", r"layers=7/3 must be .* that ascend"),
+        ("mustdrop:layers=0.1/0.1", r"layers=0.1/0.1 must be .* that ascend"),
         ("mustdrop:published=100", r"published=100 .* one of 192, 128, 64, 64-vizwiz"),
         ("mustdrop:global_thr=2", r"global_thr=2 is out of range"),
         ("mustdrop:individual_thr=-1", r"individual_thr=-1 is out of range"),
@@ -520,7 +526,7 @@ def merged_by_hand(vlm: VLM, pictures: list[np.ndarray], threshold: float) -> li
     pixels, results = tensors["pixel_values"], []
     if pixels.dim() == 5:
         sizes = [p.shape[:2] for p in pictures]
-        views = [views.views[1] - views.views[0] for views in vlm.adapter._geometry(sizes)]
+        views = [views.views[1] - views.views[0] for views in vlm.adapter.geometry(sizes)]
         pixels = torch.cat([p[:n] for p, n in zip(pixels, views, strict=True)])
     tower, blocks = vlm.model.get_encoder(modality="image"), vlm.adapter.vision_blocks()
     for view in pixels:

@@ -11,9 +11,10 @@ from PIL import Image
 
 import tiny_models
 import vlmfast
+from vlmfast import overlays
 from vlmfast.engine.stats import Trace
 from vlmfast.layout import Kind, TokenLayout
-from vlmfast.overlays import MAX_SIDE, MIN_SIDE, contact_sheet, overlay
+from vlmfast.overlays import _MERGED, _OUTLINE, MAX_SIDE, MIN_SIDE, contact_sheet, overlay
 
 COLOUR = (200, 40, 90)
 LAYERS = 4
@@ -39,6 +40,11 @@ def answer(layout: TokenLayout, depth: torch.Tensor, *pictures: Image.Image) -> 
     trace.begin(layout, LAYERS)
     trace.depth, trace.images = depth, list(pictures)
     return SimpleNamespace(trace=trace, recipe="test")
+
+
+def painted(image: Image.Image, colour: tuple[int, int, int]) -> np.ndarray:
+    """Where a panel has exactly this colour, (MIN_SIDE, MIN_SIDE)."""
+    return (np.asarray(image)[:MIN_SIDE, :MIN_SIDE] == colour).all(axis=-1)
 
 
 def plain(width: int = 64, height: int = 64) -> Image.Image:
@@ -126,6 +132,97 @@ def test_size(shape: tuple[int, int], longest: int) -> None:
     assert image.height > 300 * shape[1] // shape[0]
 
 
+def merged_answer(side: int, rows: list[int], boxes: list[tuple], kinds=(Kind.IMAGE,)):
+    """Of ``side`` x ``side`` patches ``rows`` are left, which cover ``boxes``."""
+    layout, index = grid_layout(side), torch.tensor(rows)
+    depth = torch.zeros(side * side, dtype=torch.int64).index_fill(0, index, LAYERS)
+    made = answer(layout, depth, plain())
+    box = torch.tensor(boxes, dtype=torch.float32)
+    area = (box[:, 2] - box[:, 0]) * (box[:, 3] - box[:, 1]) * side * side
+    left = layout.select(index).replace(box=box, weight=area.nan_to_num(1.0))
+    kind = torch.tensor([int(k) for k in kinds], dtype=torch.uint8).expand(len(rows))
+    made.trace.entered = left.replace(kind=kind.contiguous())
+    return made
+
+
+def test_merged_patches_keep_their_colour_together() -> None:
+    quarter = [(0, 0, 0.5, 0.5)]
+    made = merged_answer(4, [5], quarter)
+    (image,) = overlay(made)
+    cells = middles(image, 4, MIN_SIDE, MIN_SIDE)
+    assert (cells[:2, :2] == COLOUR).all()
+    assert (cells[2:].max(axis=-1) < 0.5 * max(COLOUR)).all()
+    assert (cells[:, 2:].max(axis=-1) < 0.5 * max(COLOUR)).all()
+    blue = painted(image, _MERGED)
+    half = MIN_SIDE // 2
+    assert blue[0, :half].all()
+    assert blue[:half, half - 1].all()
+    assert not blue[half:].any()
+    # Control: the same patches without the merging.
+    made.trace.entered = made.trace.layout
+    (image,) = overlay(made)
+    assert not painted(image, _MERGED).any()
+    assert (middles(image, 4, MIN_SIDE, MIN_SIDE)[0, 0] != COLOUR).any()
+
+
+def test_every_merged_token_has_its_outline() -> None:
+    boxes = [(x, y, x + 0.5, y + 0.5) for y in (0, 0.5) for x in (0, 0.5)]
+    (image,) = overlay(merged_answer(4, [0, 2, 8, 10], boxes))
+    assert (middles(image, 4, MIN_SIDE, MIN_SIDE) == COLOUR).all()
+    blue, half = painted(image, _MERGED), MIN_SIDE // 2
+    assert blue[half].all()
+    assert blue[half - 1].all()
+    assert blue[:, half].all()
+    assert not painted(image, _OUTLINE).any()  # nothing was dropped
+
+
+def test_patches_share_the_fate_of_the_token_that_they_became() -> None:
+    made = merged_answer(2, [0, 1], [(0, 0, 0.5, 1), (0.5, 0, 1, 1)])
+    made.trace.depth = torch.tensor([2, LAYERS, 0, 0])
+    (image,) = overlay(made)
+    cells = middles(image, 2, MIN_SIDE, MIN_SIDE)
+    assert (cells[:, 1] == COLOUR).all()
+    assert np.array_equal(cells[0, 0], cells[1, 0])
+    assert cells[0, 0].sum() < sum(COLOUR)
+    assert not painted(image, _MERGED)[:, : MIN_SIDE // 2].any()
+
+
+def test_a_patch_that_made_room_for_cls_is_not_shown_as_kept() -> None:
+    none = (float("nan"),) * 4
+    made = merged_answer(2, [0, 3], [none, (0.5, 0.5, 1, 1)], (Kind.SPECIAL, Kind.IMAGE))
+    (image,) = overlay(made)
+    cells = middles(image, 2, MIN_SIDE, MIN_SIDE)
+    assert (cells[1, 1] == COLOUR).all()
+    assert cells[0, 0].max() < 0.5 * max(COLOUR)
+
+
+def test_captions_say_what_happened(monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[str] = []
+    draw = overlays._caption
+    monkeypatch.setattr(
+        overlays, "_caption", lambda picture, text: written.append(text) or draw(picture, text)
+    )
+    overlay(merged_answer(4, [5, 15], [(0, 0, 0.5, 0.5), (0.75, 0.75, 1, 1)]))
+    assert written == [
+        "5 of 16 patches in 2 tokens",
+        "test: 2 of 16 visual tokens; 1 merged from 4 (blue)",
+    ]
+    written.clear()
+    none = (float("nan"),) * 4
+    made = merged_answer(2, [0, 3], [none, (0.5, 0.5, 1, 1)], (Kind.SPECIAL, Kind.IMAGE))
+    contact_sheet([made, made])
+    assert written[:2] == ["1 of 4 patches", "test: 2 of 4 visual tokens; 1 show a whole view"]
+    assert sum("orange" in text for text in written) == 1
+
+
+def test_captions_break_where_the_picture_ends() -> None:
+    picture = plain(200, 20)
+    short, long = overlays._caption(picture, "a b"), overlays._caption(picture, "word " * 30)
+    assert short.width == long.width == 200
+    assert long.height > 3 * (short.height - 20)
+    assert overlays._caption(picture, "w" * 99).width > 200  # a word is never broken
+
+
 def test_prompt_without_a_picture_has_no_overlay() -> None:
     empty = SimpleNamespace(trace=Trace(layers=4), recipe="none")
     assert overlay(empty) == []
@@ -134,15 +231,19 @@ def test_prompt_without_a_picture_has_no_overlay() -> None:
 
 def test_real_answers(random_vlm: vlmfast.VLM) -> None:
     pictures = [tiny_models.picture(80, 60), tiny_models.picture(40, 90, seed=1)]
-    rows = random_vlm.compare("what?", pictures, recipes=["hired:0.3", "grid"], max_new_tokens=2)
+    recipes = ["hired:0.3", "grid", "downsample:0.3", "mustdrop:0.4", "visionzip:0.3"]
+    rows = random_vlm.compare("what?", pictures, recipes=recipes, max_new_tokens=2)
     for row in rows:
         drawn = vlmfast.overlay(row.answer)
         assert len(drawn) == 2
+        blue = [(np.asarray(image) == _MERGED).all(axis=-1).any() for image in drawn]
+        if "mustdrop" not in row.recipe:  # whose windows may all differ
+            assert any(blue) == ("downsample" in row.recipe or "visionzip" in row.recipe)
         kept = (row.answer.trace.depth == row.answer.trace.layers).sum()
         assert (row.recipe == "none") == (int(kept) == row.answer.stats.visual_tokens_in)
     sheet = contact_sheet([row.answer for row in rows])
     assert sheet.width > MIN_SIDE
-    assert sheet.height > 3 * MIN_SIDE
+    assert sheet.height > 6 * MIN_SIDE
 
 
 def test_frames_of_a_clip_stand_side_by_side(random_vlm: vlmfast.VLM) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tiny_models import build_llava, build_llava_next
 from vlmfast import VLM, Recipe, RecipeError
 from vlmfast.compressors._budget import equivalent, solve
-from vlmfast.compressors.pyramiddrop import PyramidDrop, stage_counts, stage_layers
+from vlmfast.compressors.pyramiddrop import PyramidDrop
 
 
 @pytest.fixture(scope="module", params=[build_llava, build_llava_next])
@@ -26,10 +26,10 @@ def picture(seed: int, width: int = 60, height: int = 44) -> np.ndarray:
 def test_the_published_setting_on_32_layers():
     stage = PyramidDrop()
     assert stage.layers(32) == (8, 16, 24)
-    counts = stage_counts(576, stage.shares(576, 32))
-    assert counts == [288, 144, 72]
+    counts = stage.counts(576, 32)
+    assert counts == (288, 144, 72)
     assert equivalent(576, (8, 16, 24), counts, 32) == 270
-    assert stage_counts(577, stage.shares(577, 32)) == [288, 144, 72]
+    assert stage.counts(577, 32) == (288, 144, 72)
 
 
 @pytest.mark.parametrize(
@@ -43,18 +43,18 @@ def test_the_published_setting_on_32_layers():
 )
 def test_budgets_solve_to_the_known_ratios(layers, target, ratio):
     stage = PyramidDrop(budget=target / 576, layers_=layers)
-    shares = stage.shares(576, 32)
-    assert shares[0] == pytest.approx(ratio, abs=2e-3)
-    assert equivalent(576, layers, stage_counts(576, shares), 32) == pytest.approx(target, abs=1)
+    counts = stage.counts(576, 32)
+    assert counts[0] / 576 == pytest.approx(ratio, abs=3e-3)
+    assert equivalent(576, layers, counts, 32) == pytest.approx(target, abs=1)
 
 
 @given(n=st.integers(1, 3000), depth=st.integers(4, 80), budget=st.floats(0.01, 1))
 def test_budgets_are_met_or_the_floor_is(n, depth, budget):
     stage = PyramidDrop(budget=budget)
     layers = stage.layers(depth)
-    counts = stage_counts(n, stage.shares(n, depth))
+    counts = stage.counts(n, depth)
     got = equivalent(n, layers, counts, depth)
-    assert counts == sorted(counts, reverse=True)
+    assert list(counts) == sorted(counts, reverse=True)
     floor = equivalent(n, layers, [1] * 3, depth)
     # Counts are whole: one more token in every stage is the distance of two attainable costs.
     assert abs(got - max(budget * n, floor)) <= 1.5
@@ -129,7 +129,10 @@ def test_bad_parameters():
         with pytest.raises(RecipeError, match=message):
             Recipe.parse(word)
     with pytest.raises(RecipeError, match="stay below 24"):
-        stage_layers((8, 16, 24), 24)
+        PyramidDrop(layers_=(8, 16, 24)).layers(24)
     with pytest.raises(RecipeError, match="must ascend"):
-        stage_layers((0.5, 0.25), 32)
+        PyramidDrop().layers(1)
+    for layers in ((), (0.5, 0.25), (8, 8), (8, 2.5)):
+        with pytest.raises(RecipeError, match=r"layers=.* whole numbers, or shares below 1"):
+            PyramidDrop(layers_=layers)
     assert str(Recipe.parse("pyramiddrop:layers=8/16/24,keep=0.5")) == "pyramiddrop:layers=8/16/24"

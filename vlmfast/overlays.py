@@ -1,4 +1,7 @@
-"""Pictures of what a recipe kept: dropped patches lose their colour, kept ones get an outline."""
+"""Pictures of what a recipe kept: dropped patches lose their colour, kept ones get an outline.
+
+Patches that became one token keep their colour together, inside an outline of another colour.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,19 @@ from PIL import Image, ImageDraw, ImageFont
 from .layout import Kind
 
 if TYPE_CHECKING:
+    from .engine.stats import Trace
+    from .layout import TokenLayout
     from .vlm import Answer
 
 MIN_SIDE, MAX_SIDE = 448, 1024
 _FRAME_SIDE = 224
-_OUTLINE = (255, 176, 0)
+_OUTLINE, _MERGED = (255, 176, 0), (0, 160, 255)
 _PAPER, _INK = (255, 255, 255), (40, 40, 40)
 _GAP, _FONT = 8, 14
+_LEGEND = (
+    "orange: around patches kept to the last layer; blue: around patches merged into one token; "
+    "the darker a patch, the earlier it was dropped"
+)
 # How much of a dropped patch's brightness stays, and how much of its colour.
 _BRIGHTNESS, _COLOUR = 0.32, 0.12
 # What no token ever showed, such as the rim that a centre crop cuts off.
@@ -29,7 +38,8 @@ def overlay(answer: Answer, *, size: int | None = None) -> list[Image.Image]:
 
     A patch whose token stayed to the last layer is shown as it is, inside an outline; one dropped
     before the language model is dark and grey; one dropped between its layers lies in between, the
-    darker the earlier. What no token showed is black.
+    darker the earlier. What no token showed is black. Patches that were merged into one token share
+    its fate and a blue outline; where they lie scattered, only its own patch does.
 
     Parameters
     ----------
@@ -47,15 +57,7 @@ def overlay(answer: Answer, *, size: int | None = None) -> list[Image.Image]:
     trace = answer.trace
     if trace.layout is None:
         return []
-    layout = trace.layout.to("cpu")
-    tokens = _Tokens(
-        item=layout.item.numpy(),
-        crop=layout.tile.numpy() > 0,
-        patch=layout.patches.numpy() & ~np.isnan(layout.box.numpy()).any(axis=1),
-        newline=layout.kind.numpy() == int(Kind.NEWLINE),
-        box=layout.box.numpy(),
-        life=trace.depth.cpu().numpy() / max(trace.layers, 1),
-    )
+    tokens = _tokens(trace)
     return [
         _draw_item(picture.convert("RGB"), tokens.where(tokens.item == index), answer.recipe, size)
         for index, picture in enumerate(trace.images)
@@ -73,35 +75,102 @@ def contact_sheet(answers: list[Answer], *, size: int | None = None) -> Image.Im
     for answer in answers:
         drawn = overlay(answer, size=size)
         lines += [_stack(drawn[i : i + 4], across=True) for i in range(0, len(drawn), 4)]
-    return _stack(lines, across=False)
+    sheet = _stack(lines, across=False)
+    return _caption(sheet, _LEGEND) if lines else sheet
 
 
 @dataclass(frozen=True)
 class _Tokens:
-    """The trace as arrays of equal length, one entry per visual token."""
+    """The trace as arrays of equal length, one entry per visual token before anything was dropped.
+
+    Parameters
+    ----------
+    item, tile : int
+    patch, newline : bool
+        What the token showed.
+    box : float, (N, 4)
+        Of the patch.
+    life : float
+        Share of the layers that the token entered.
+    shown : float
+        The same of whatever token shows the patch in the end.
+    weight : float
+        Tokens that it stood for when it entered the language model.
+    area : float, (N, 4)
+        The box around these.
+    special : bool
+        The token gave its place to one that shows no part of the picture.
+    """
 
     item: np.ndarray
-    crop: np.ndarray
+    tile: np.ndarray
     patch: np.ndarray
     newline: np.ndarray
     box: np.ndarray
-    life: np.ndarray  # share of the layers that the token entered
+    life: np.ndarray
+    shown: np.ndarray
+    weight: np.ndarray
+    area: np.ndarray
+    special: np.ndarray
+
+    @property
+    def merged(self) -> np.ndarray:
+        """Patches that stayed and stand for others too."""
+        return (self.weight > 1) & self.patch & ~self.special & (self.life == 1)
 
     def where(self, mask: np.ndarray) -> _Tokens:
         return _Tokens(*(getattr(self, f.name)[mask] for f in fields(self)))
 
 
+def _tokens(trace: Trace) -> _Tokens:
+    before, entered = trace.layout.to("cpu"), trace.entered.to("cpu")
+    life = trace.depth.cpu().numpy() / max(trace.layers, 1)
+    row = np.searchsorted(before.order.numpy(), entered.order.numpy())
+    weight, area = np.zeros_like(life), before.box.numpy().copy()
+    weight[row], area[row] = entered.weight.numpy(), entered.box.numpy()
+    patch, special = _placed(before), np.zeros(len(before), dtype=bool)
+    special[row] = ~_placed(entered)
+    tokens = _Tokens(
+        item=before.item.numpy(),
+        tile=before.tile.numpy(),
+        patch=patch,
+        newline=before.kind.numpy() == int(Kind.NEWLINE),
+        box=before.box.numpy(),
+        life=life,
+        shown=np.where(special, 0, life),
+        weight=weight,
+        area=area,
+        special=special & patch,
+    )
+    # Patches with their middle in the box of a merged token went into it.
+    for m in np.flatnonzero((weight > 1) & patch & ~special):
+        mine = patch & (tokens.item == tokens.item[m]) & (tokens.tile == tokens.tile[m])
+        middle = (tokens.box[:, :2] + tokens.box[:, 2:]) / 2
+        mine &= ((middle > area[m, :2]) & (middle < area[m, 2:])).all(axis=1)
+        tokens.shown[mine] = np.maximum(tokens.shown[mine], life[m])
+    return tokens
+
+
+def _placed(layout: TokenLayout) -> np.ndarray:
+    """Tokens that show a part of the picture of which it is known where it lies."""
+    return layout.patches.numpy() & ~layout.box.isnan().any(dim=1).numpy()
+
+
 def _draw_item(picture: Image.Image, tokens: _Tokens, recipe: str, size: int | None) -> Image.Image:
     picture = _resize(picture, size)
+    crop = tokens.tile > 0
     views = [("", tokens.where(tokens.patch))]
-    if tokens.crop.any():
+    if crop.any():
         views = [
-            ("base view", tokens.where(tokens.patch & ~tokens.crop)),
-            ("crops", tokens.where(tokens.patch & tokens.crop)),
+            ("base view", tokens.where(tokens.patch & ~crop)),
+            ("crops", tokens.where(tokens.patch & crop)),
         ]
     panels = []
     for name, view in views:
-        count = f"{(view.life == 1).sum()} of {len(view.life)} patches"
+        count = f"{(view.shown == 1).sum()} of {len(view.shown)} patches"
+        held = ((view.life == 1) & ~view.special).sum()
+        if held != (view.shown == 1).sum():
+            count += f" in {held} tokens"
         panels.append(_caption(_shade(picture, view), f"{name}: {count}" if name else count))
     total, kept = len(tokens.life), int((tokens.life == 1).sum())
     line = f"{recipe}: {kept} of {total} visual tokens"
@@ -111,6 +180,11 @@ def _draw_item(picture: Image.Image, tokens: _Tokens, recipe: str, size: int | N
     partly = (tokens.life > 0) & (tokens.life < 1)
     if partly.any():
         line += f"; {tokens.life.sum():.0f} averaged over the layers"
+    if tokens.merged.any():
+        of = tokens.weight[tokens.merged].sum()
+        line += f"; {tokens.merged.sum()} merged from {of:.0f} (blue)"
+    if (tokens.special & (tokens.life == 1)).any():
+        line += f"; {(tokens.special & (tokens.life == 1)).sum()} show a whole view"
     return _caption(_stack(panels, across=True), line)
 
 
@@ -125,8 +199,9 @@ def _shade(picture: Image.Image, tokens: _Tokens) -> Image.Image:
     pixels = np.asarray(picture, dtype=np.float32)
     height, width = pixels.shape[:2]
     life = np.full((height, width), -1.0, dtype=np.float32)
-    corners = np.round(tokens.box * [width, height, width, height]).astype(int)
-    for (left, top, right, bottom), value in zip(corners, tokens.life, strict=True):
+    scale = [width, height, width, height]
+    corners = np.round(tokens.box * scale).astype(int)
+    for (left, top, right, bottom), value in zip(corners, tokens.shown, strict=True):
         # Boxes of neighbouring crops may share a border: the token that lived longer shows.
         patch = life[top:bottom, left:right]
         np.maximum(patch, value, out=patch)
@@ -134,9 +209,12 @@ def _shade(picture: Image.Image, tokens: _Tokens) -> Image.Image:
     grey = pixels @ np.float32([0.299, 0.587, 0.114])
     dim = _BRIGHTNESS * (_COLOUR * pixels + (1 - _COLOUR) * grey[..., None])
     pixels = np.where(life[..., None] < 0, _UNSEEN * pixels, pixels + gone * (dim - pixels))
-    kept = life == 1
+    kept, thickness = life == 1, max(1, round(max(width, height) / 300))
     if not kept.all():
-        pixels[_rim(kept, max(1, round(max(width, height) / 300)))] = _OUTLINE
+        pixels[_rim(kept, thickness)] = _OUTLINE
+    for left, top, right, bottom in np.round(tokens.area[tokens.merged] * scale).astype(int):
+        group = pixels[top:bottom, left:right]
+        group[_rim(np.ones(group.shape[:2], dtype=bool), thickness)] = _MERGED
     return Image.fromarray(pixels.round().clip(0, 255).astype(np.uint8))
 
 
@@ -149,12 +227,21 @@ def _rim(mask: np.ndarray, thickness: int) -> np.ndarray:
 
 
 def _caption(picture: Image.Image, text: str) -> Image.Image:
-    font = ImageFont.load_default(_FONT)
-    _, _, right, bottom = font.getbbox(text)
-    width = max(picture.width, round(right) + 2)
-    canvas = Image.new("RGB", (width, picture.height + round(bottom) + 6), _PAPER)
+    """The picture with ``text`` below it, broken between words where it is wider."""
+    font, lines = ImageFont.load_default(_FONT), [""]
+    for word in text.split(" "):
+        longer = f"{lines[-1]} {word}".strip()
+        if lines[-1] and font.getlength(longer) > picture.width - 2:
+            lines.append(word)
+        else:
+            lines[-1] = longer
+    width = max(picture.width, *(round(font.getlength(line)) + 2 for line in lines))
+    step = round(font.getbbox("Ag")[3]) + 3
+    canvas = Image.new("RGB", (width, picture.height + step * len(lines) + 3), _PAPER)
     canvas.paste(picture, (0, 0))
-    ImageDraw.Draw(canvas).text((1, picture.height + 3), text, fill=_INK, font=font)
+    for number, line in enumerate(lines):
+        place = (1, picture.height + 3 + step * number)
+        ImageDraw.Draw(canvas).text(place, line, fill=_INK, font=font)
     return canvas
 
 

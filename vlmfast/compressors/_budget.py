@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from ..errors import RecipeError
+
 
 def equivalent(n: int, layers: Sequence[int], counts: Sequence[int], depth: int) -> float:
     """Visual tokens averaged over ``depth`` layers.
@@ -31,3 +33,69 @@ def solve(cost: Callable[[float], float], target: float) -> float:
     if low > 0 and abs(cost(low) - target) < abs(cost(high) - target):
         return low
     return high
+
+
+def solve_counts(
+    n: int,
+    target: float,
+    layers: Sequence[int],
+    depth: int,
+    *,
+    least: int = 1,
+    whole: Callable[[float], int] = round,
+) -> tuple[int, ...]:
+    """Tokens behind each drop that bring the average over ``depth`` layers nearest to ``target``.
+
+    ``n`` enter the language model; behind drop ``s`` there are ``n lambda^s``, made a number by
+    ``whole``, and never fewer than ``least``.
+    """
+
+    def counts(ratio: float) -> tuple[int, ...]:
+        powers = (ratio**s for s in range(1, len(layers) + 1))
+        return tuple(max(whole(n * power), least) for power in powers)
+
+    return counts(solve(lambda ratio: equivalent(n, layers, counts(ratio), depth), target))
+
+
+def check_layers(name: str, layers: Sequence[float]) -> None:
+    """Raise `RecipeError` unless ``layers`` are ascending shares and ascending whole numbers."""
+    shares, numbers = [n for n in layers if n < 1], [n for n in layers if n >= 1]
+    ascending = all(part == sorted(set(part)) for part in (shares, numbers))
+    if not layers or not ascending or any(n % 1 != 0 for n in numbers):
+        raise RecipeError(
+            f"{name}: layers={_slashed(layers)} must be one or more whole numbers, or shares below "
+            "1, that ascend"
+        )
+
+
+def drop_layers(
+    name: str, layers: Sequence[float], depth: int, *, merge: bool = False
+) -> tuple[int, ...]:
+    """Number of layers before each drop, for a model of ``depth`` layers.
+
+    Parameters
+    ----------
+    layers : sequence of float
+        Whole numbers, or shares of the depth below 1.
+    merge : bool
+        Drops that meet at one layer of a shallow model are one.
+
+    Raises
+    ------
+    RecipeError
+        When they do not ascend or do not fit into the model.
+    """
+    check_layers(name, layers)
+    counts = [max(round(n * depth), 1) if n < 1 else int(n) for n in layers]
+    if merge:
+        counts = list(dict.fromkeys(counts))
+    if counts != sorted(set(counts)) or counts[-1] >= depth:
+        raise RecipeError(
+            f"{name}: layers={_slashed(layers)} means drops after {', '.join(map(str, counts))} "
+            f"layers; they must ascend and stay below {depth}"
+        )
+    return tuple(counts)
+
+
+def _slashed(layers: Sequence[float]) -> str:
+    return "/".join(f"{n:g}" for n in layers)

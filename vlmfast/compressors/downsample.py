@@ -3,7 +3,7 @@
 The ``h x w`` tokens of a view fall into ``a x b`` cells, the same for all views of a picture; a
 token belongs to the cell that holds its centre. Each cell that has tokens becomes one: the mean of
 their features, weighted by what they stand for, with the sum of their weights. Order, position and
-place are those of the token nearest to the cell's centre. Newlines go.
+tile are those of the token nearest to the cell's centre; its box covers the cell. Newlines go.
 
 ``a x b`` gives the number of tokens nearest to the target among cells at most twice as long as wide
 (of equals fewer tokens, then the squarer cell). One token per view is the least.
@@ -19,21 +19,9 @@ import torch
 from torch import Tensor
 
 from ..layout import VisualTokens
-from ..stages import (
-    EncodeRequest,
-    EncodeStage,
-    ItemGeometry,
-    VisionStats,
-    budget_param,
-    param,
-    positions_param,
-)
-from ._select import count
-
-
-def cells(n: int, parts: int) -> Tensor:
-    """The part, of ``parts`` equal ones, that holds the centre of each of ``n``: int64, (n,)."""
-    return (2 * torch.arange(n) + 1) * parts // (2 * n)
+from ..stages import EncodeRequest, ItemGeometry, VisionStats, repair_param
+from ._reducer import Reducer
+from ._views import cells, covering
 
 
 def occupied(exists: Tensor) -> Tensor:
@@ -82,16 +70,13 @@ def resolution(exists: Tensor, target: int) -> tuple[int, int]:
 
 
 @dataclass(frozen=True)
-class Downsample(EncodeStage):
+class Downsample(Reducer):
     """Averages neighbouring patches until the target count is met."""
 
     name: ClassVar[str] = "downsample"
     paper: ClassVar[str] = "control"
-    lead: ClassVar[str | None] = "rate"
 
-    rate: float = param(0.2, "share of the visual tokens that stays", gt=0.0, le=1.0)
-    positions: str = positions_param("compact")
-    budget: float | None = budget_param()
+    repair: bool = repair_param(False)
 
     def reduce_item(
         self,
@@ -99,12 +84,9 @@ class Downsample(EncodeStage):
         geometry: ItemGeometry,
         stats: VisionStats,
         request: EncodeRequest,
-    ) -> VisualTokens | None:
+    ) -> VisualTokens:
         """One token per cell of each view of one picture."""
-        share = self.rate if self.budget is None else self.budget
-        if share == 1:
-            return None
-        target = count(share, len(tokens))
+        target = self.target(tokens)
         tokens = tokens.select(tokens.layout.patches)
         layout, (h, w) = tokens.layout, geometry.patches
         first, last = geometry.views
@@ -139,8 +121,9 @@ class Downsample(EncodeStage):
 
         weight = pooled(layout.weight.new_ones(len(tokens), 1))
         protected = pooled(layout.protected[:, None]).flatten() > 0
+        box = covering(layout.box, cell, (last - first) * a * b)[cell[index]]
         return VisualTokens(
             (pooled(tokens.features) / weight).to(tokens.features.dtype),
-            layout.select(index).replace(weight=weight.flatten(), protected=protected),
+            layout.select(index).replace(weight=weight.flatten(), protected=protected, box=box),
             tuple((pooled(level) / weight).to(level.dtype) for level in tokens.extra),
         )

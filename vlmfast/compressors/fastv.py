@@ -23,13 +23,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from ..errors import RecipeError
 from ..stages import PrefillStage, StatRequest, Step, budget_param, param, positions_param
-from ._budget import equivalent, solve
-from ._select import best, count
+from ._budget import solve_counts
+from ._select import count, top
 
 
 @dataclass(frozen=True)
@@ -60,16 +59,12 @@ class FastV(PrefillStage):
         """How many of ``n`` tokens stay."""
         if self.budget is None:
             return count(self.rate, n)
-
-        def cost(rate: float) -> float:
-            return equivalent(n, (self.k,), (count(rate, n),), depth)
-
-        return count(solve(cost, self.budget * n), n)
+        return solve_counts(n, self.budget * n, (self.k,), depth)[0]
 
     def keep(self, step: Step, layer: int) -> Tensor | None:
         visual = step.layout.visual
         if not bool(visual.any()):
             return None
-        score = step.stats[layer - 1].mean(0)[0].masked_fill(~visual, -torch.inf)
-        chosen = best(score[None], [self.kept(int(visual.sum()), step.depth)])[0]
+        score = step.stats[layer - 1].mean(0)[0]
+        chosen = top(score, visual, self.kept(int(visual.sum()), step.depth))
         return (chosen | ~visual).nonzero().flatten()

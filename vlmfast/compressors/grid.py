@@ -9,38 +9,25 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from ..layout import VisualTokens
-from ..stages import (
-    EncodeRequest,
-    EncodeStage,
-    ItemGeometry,
-    VisionStats,
-    budget_param,
-    param,
-    positions_param,
-)
-from ._select import count
+from ..stages import EncodeRequest, ItemGeometry, VisionStats
+from ._reducer import Reducer
+from ._views import cells
 
 
 def evenly(n: int, k: int) -> Tensor:
     """``k`` of ``n`` indices, evenly spaced: int64, (k,), ascending."""
-    return (2 * torch.arange(k) + 1) * n // (2 * k)
+    return cells(k, n)
 
 
 @dataclass(frozen=True)
-class Grid(EncodeStage):
+class Grid(Reducer):
     """Keeps evenly spaced patches."""
 
     name: ClassVar[str] = "grid"
     paper: ClassVar[str] = "control"
-    lead: ClassVar[str | None] = "rate"
-
-    rate: float = param(0.2, "share of the visual tokens that stays", gt=0.0, le=1.0)
-    positions: str = positions_param("compact")
-    budget: float | None = budget_param()
 
     def keep(
         self,
@@ -48,11 +35,8 @@ class Grid(EncodeStage):
         geometry: ItemGeometry,
         stats: VisionStats,
         request: EncodeRequest,
-    ) -> Tensor | None:
+    ) -> Tensor:
         """Rows of one picture that stay."""
-        share = self.rate if self.budget is None else self.budget
-        if share == 1:
-            return None
         patches = tokens.layout.patches.nonzero().flatten()
-        chosen = evenly(len(patches), min(count(share, len(tokens)), len(patches)))
+        chosen = evenly(len(patches), min(self.target(tokens), len(patches)))
         return patches[chosen.to(patches.device)]

@@ -41,19 +41,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..errors import ModelError
 from ..layout import Kind, TokenLayout, VisualTokens
-from ..stages import (
-    EncodeRequest,
-    EncodeStage,
-    ItemGeometry,
-    StatRequest,
-    VisionStats,
-    budget_param,
-    param,
-    positions_param,
-)
-from ._select import apportion, best, count
+from ..stages import EncodeRequest, ItemGeometry, StatRequest, VisionStats, param
+from ._reducer import Reducer
+from ._select import apportion, best, top
+from ._views import cells, marked, of_patches, per_token, slots
 
 
 def view_budgets(views: int, n: int, rate: float, alpha: float) -> tuple[int, int]:
@@ -79,9 +71,7 @@ def content_by_area(content: Tensor, patches: tuple[int, int], tiles: tuple[int,
     Tensor, float64, (crops,)
     """
     (h, w), (rows, columns) = patches, tiles
-    row = (2 * torch.arange(h) + 1) * rows // (2 * h)
-    column = (2 * torch.arange(w) + 1) * columns // (2 * w)
-    crop = (row[:, None] * columns + column).flatten()
+    crop = (cells(h, rows)[:, None] * columns + cells(w, columns)).flatten()
     return torch.zeros(rows * columns, dtype=torch.float64).index_add(0, crop, content.double())
 
 
@@ -144,19 +134,6 @@ def packed(
     return torch.cat([ids[: h * w], crops.flatten()])
 
 
-def slots(layout: TokenLayout, geometry: ItemGeometry) -> Tensor:
-    """Row of each token in the flattened (views, N) patches; the row behind them for the others.
-
-    Returns
-    -------
-    Tensor, int64, (S,)
-    """
-    h, w = geometry.patches
-    first, last = geometry.views
-    slot = ((layout.view - first) * h + layout.grid[:, 1]) * w + layout.grid[:, 2]
-    return torch.where(layout.patches, slot, (last - first) * h * w).long()
-
-
 def open_rows(kept: Tensor, layout: TokenLayout, tiled: bool) -> Tensor:
     """Tokens that share their row of the stitched crops, newline included, with a kept token.
 
@@ -175,12 +152,11 @@ def open_rows(kept: Tensor, layout: TokenLayout, tiled: bool) -> Tensor:
 
 
 @dataclass(frozen=True)
-class HiRED(EncodeStage):
+class HiRED(Reducer):
     """Keeps the patches to which CLS attends, by a budget for each view."""
 
     name: ClassVar[str] = "hired"
     paper: ClassVar[str] = "AAAI 2025, arXiv 2408.10945"
-    lead: ClassVar[str | None] = "rate"
 
     rate: float = param(0.2, "share of the patches of all views that is selected", gt=0.0, le=1.0)
     alpha: float = param(0.5, "share of the budget that the whole view gets", ge=0.0, le=1.0)
@@ -191,8 +167,6 @@ class HiRED(EncodeStage):
         "learned row separators: drop all, keep all, or keep those of rows with a kept token",
         choices=("drop", "keep", "rows"),
     )
-    positions: str = positions_param("compact")
-    budget: float | None = budget_param()
 
     def vision_stats(self, depth: int) -> dict[int, StatRequest]:
         """The first layer and the last but one, whose output goes to the projector in LLaVA."""
@@ -204,31 +178,22 @@ class HiRED(EncodeStage):
         geometry: ItemGeometry,
         stats: VisionStats,
         request: EncodeRequest,
-    ) -> Tensor | None:
+    ) -> Tensor:
         """Rows of one picture that stay."""
-        if (self.rate if self.budget is None else self.budget) == 1:
-            return None
         layout, (first, last) = tokens.layout, geometry.views
         content = stats.rows[min(stats.rows)][first].sum(0)
-        importance = stats.rows[max(stats.rows)][first:last].sum(1)
-        n, tiled = geometry.patches[0] * geometry.patches[1], geometry.tiles != (0, 0)
-        if importance.shape[1] != n:
-            raise ModelError(
-                f"hired needs one visual token per patch of the vision tower; this model makes {n} "
-                f"of {importance.shape[1]} patches"
-            )
+        importance = of_patches(self.name, stats.rows[max(stats.rows)], geometry)
+        importance, tiled = importance[first:last].sum(1), geometry.tiles != (0, 0)
         content = self._content(content.cpu(), geometry) if tiled else None
 
-        slot = slots(layout, geometry)
-        exists = torch.zeros(importance.numel() + 1, dtype=torch.bool, device=slot.device)
-        exists = exists.index_fill(0, slot, True)[:-1].view_as(importance)
+        slot = slots(layout, geometry.patches, geometry.views)
+        exists = marked(slot, importance)
         if self.grid_compat and tiled:
             seen = packed(geometry.tiles, geometry.patches, geometry.size, transposed=True)
-            reached = torch.zeros_like(exists.flatten()).index_fill(0, seen.to(slot.device), True)
-            exists = exists & reached.view_as(exists)
+            exists = exists & marked(seen.to(slot.device), importance)
 
         def with_newlines(chosen: Tensor) -> Tensor:
-            kept = torch.cat([chosen.flatten(), chosen.new_zeros(1)])[slot]
+            kept = per_token(chosen, slot)
             if self.newline == "drop":
                 return kept
             newline = layout.kind == Kind.NEWLINE
@@ -237,7 +202,7 @@ class HiRED(EncodeStage):
             return kept | newline
 
         if self.budget is None:
-            chosen = best(importance, self._by_rate(content, len(importance), n)) & exists
+            chosen = best(importance, self._by_rate(content, *importance.shape)) & exists
             if not chosen.any():
                 chosen = best(importance.masked_fill(~exists, -torch.inf).view(1, -1), [1])
             return with_newlines(chosen).nonzero().flatten()
@@ -245,7 +210,7 @@ class HiRED(EncodeStage):
         # Newlines are tokens too: as many patches as leave room for theirs.
         importance = importance.masked_fill(~exists, -torch.inf)
         caps = exists.sum(1).tolist()
-        target = count(self.budget, len(tokens))
+        target = self.target(tokens)
 
         def keep_patches(k: int) -> Tensor:
             return with_newlines(best(importance, self._by_count(content, k, caps)))
@@ -256,10 +221,9 @@ class HiRED(EncodeStage):
             kept = keep_patches(max(k, 1))
             # The next patch may bring a newline for which there is no room: fill open rows instead.
             spare = layout.patches & ~kept & open_rows(kept, layout, tiled)
-            score = torch.cat([importance.flatten(), importance.new_full((1,), -torch.inf)])[slot]
-            score = score.masked_fill(~spare, -torch.inf)
-            room = min(target - int(kept.sum()), int((score > -torch.inf).sum()))
-            kept = kept | best(score[None], [room])[0]
+            score = per_token(importance, slot, -torch.inf)
+            spare = spare & (score > -torch.inf)
+            kept = kept | top(score, spare, target - int(kept.sum()))
         else:
             fixed = int((layout.kind == Kind.NEWLINE).sum()) if self.newline == "keep" else 0
             kept = keep_patches(min(max(target - fixed, 1), sum(caps)))

@@ -43,7 +43,6 @@ Different from the authors' code, and why:
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -51,7 +50,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from ..errors import ModelError, RecipeError
+from ..errors import RecipeError
 from ..layout import TokenLayout, VisualTokens
 from ..stages import (
     EncodeRequest,
@@ -65,9 +64,11 @@ from ..stages import (
     budget_param,
     param,
     positions_param,
+    repair_param,
 )
-from ._budget import equivalent, solve
+from ._budget import check_layers, drop_layers, solve_counts
 from ._select import best
+from ._views import marked, of_patches, per_token, slots
 
 # Thresholds (global, individual) of the authors' scripts for LLaVA-1.5-7B, by the tokens that they
 # left on average of its 576: TextVQA's, and for 64 tokens also VizWiz's.
@@ -146,30 +147,27 @@ def spatial_merge(
     return rows.gather(1, copied[:, :most, None].expand(-1, -1, rows.shape[2])), source, lengths
 
 
-def key_tokens(attention: Tensor, layout: TokenLayout, columns: int, share: float) -> Tensor:
+def key_tokens(
+    attention: Tensor, layout: TokenLayout, patches: tuple[int, int], share: float
+) -> Tensor:
     """The most attended ``ceil(share T)`` of the ``T`` tokens of each view.
 
     Parameters
     ----------
     attention : Tensor, (V, N)
         CLS row of each view over its patches.
-    columns : int
-        Patches per row of a view.
+    patches : (int, int)
+        Rows and columns of them.
 
     Returns
     -------
     Tensor, bool, (S,)
     """
-    there = layout.view >= 0
-    view = layout.view[there].long()
-    patch = (layout.grid[there, 1] * columns + layout.grid[there, 2]).long()
-    score = torch.full_like(attention, -torch.inf)
-    score[view, patch] = attention[view, patch]
-    tokens = (score > -torch.inf).sum(1)
-    chosen = best(score, (tokens.double() * share).ceil().long())
-    key = torch.zeros_like(layout.protected)
-    key[there] = chosen[view, patch]
-    return key
+    slot = slots(layout, patches, (0, len(attention)))
+    here = marked(slot, attention)
+    score = attention.masked_fill(~here, -torch.inf)
+    chosen = best(score, (here.sum(1).double() * share).ceil().long())
+    return per_token(chosen, slot)
 
 
 # --- in the language model -----------------------------------------------------------------------
@@ -189,32 +187,6 @@ def dual_attention(g: Tensor, m: Tensor, global_thr: float, individual_thr: floa
 def dual_attention_rank(g: Tensor, m: Tensor, global_thr: float, individual_thr: float) -> Tensor:
     """By which factor both thresholds must be raised until a token falls: (N,)."""
     return torch.maximum(g / (global_thr * g.sum()), m / individual_thr)
-
-
-def filter_layers(layers: Sequence[float], depth: int) -> tuple[int, ...]:
-    """Number of layers before each drop; shares that meet at a shallow model's layer are one."""
-    counts = {max(round(n * depth), 1) if n < 1 else n for n in layers}
-    if any(n % 1 != 0 or n >= depth for n in counts):
-        raise RecipeError(
-            f"mustdrop: layers={'/'.join(f'{n:g}' for n in layers)} does not fit a language model "
-            f"of {depth} layers; allowed are whole numbers below {depth}, or shares below 1"
-        )
-    return tuple(sorted(int(n) for n in counts))
-
-
-def filter_counts(
-    n: int, key: int, target: float, layers: Sequence[int], depth: int
-) -> tuple[int, ...]:
-    """Tokens behind each filter that bring the average over ``depth`` layers nearest to ``target``.
-
-    ``n`` enter the language model; no filter leaves fewer than the ``key`` tokens of the key set.
-    """
-
-    def counts(ratio: float) -> tuple[int, ...]:
-        powers = (ratio**s for s in range(1, len(layers) + 1))
-        return tuple(max(round(n * power), key) for power in powers)
-
-    return counts(solve(lambda ratio: equivalent(n, layers, counts(ratio), depth), target))
 
 
 # --- the recipe word, and its parts --------------------------------------------------------------
@@ -256,10 +228,12 @@ class MustDrop(Stage):
         None, "lowest attention of one text token, instead of the published one", ge=0.0, le=1.0
     )
     positions: str = positions_param("compact")
+    repair: bool = repair_param(False)
     budget: float | None = budget_param()
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_layers(self.name, self.layers)
         names = ("global_thr", "individual_thr")
         for word, value in zip(names, self.thresholds, strict=True):
             if self.budget is not None and value == 0:
@@ -279,8 +253,12 @@ class MustDrop(Stage):
 
     def floor(self, depth: int) -> float:
         """Of a picture in which nothing merges: all tokens, then the key set alone."""
-        first = filter_layers(self.layers, depth)[0] / depth
+        first = self.filters(depth)[0] / depth
         return first + (1 - first) * self.key
+
+    def filters(self, depth: int) -> tuple[int, ...]:
+        """Number of layers before each filter."""
+        return drop_layers(self.name, self.layers, depth, merge=True)
 
     def window_of(self, side: int) -> tuple[int, int]:
         """Rows and columns of a window in views of ``side x side`` patches."""
@@ -295,12 +273,25 @@ class MustDrop(Stage):
 
 
 @dataclass(frozen=True)
-class Merge(InEncoderStage):
-    """Part 1: similar windows become one token behind the first layer of the tower."""
+class Part(Stage):
+    """What the parts have in common: the word that they belong to."""
 
     name: ClassVar[str] = MustDrop.name
 
     of: MustDrop
+
+    @property
+    def positions(self) -> str:
+        return self.of.positions
+
+    @property
+    def repair(self) -> bool:
+        return self.of.repair
+
+
+@dataclass(frozen=True)
+class Merge(Part, InEncoderStage):
+    """Part 1: similar windows become one token behind the first layer of the tower."""
 
     def blocks(self, depth: int) -> tuple[int, ...]:
         return (1,)
@@ -333,16 +324,8 @@ class Merge(InEncoderStage):
 
 
 @dataclass(frozen=True)
-class KeySet(EncodeStage):
+class KeySet(Part, EncodeStage):
     """Between the parts: marks in ``layout.protected`` what no later part may drop."""
-
-    name: ClassVar[str] = MustDrop.name
-
-    of: MustDrop
-
-    @property
-    def positions(self) -> str:
-        return self.of.positions
 
     def vision_stats(self, depth: int) -> dict[int, StatRequest]:
         """The last layer, although its output goes nowhere."""
@@ -351,32 +334,19 @@ class KeySet(EncodeStage):
     def reduce(
         self, tokens: VisualTokens, stats: VisionStats, request: EncodeRequest
     ) -> VisualTokens:
-        layout, (h, w) = tokens.layout, stats.items[0].patches
-        attention = stats.rows[max(stats.rows)].mean(1)
-        if attention.shape[1] != h * w:
-            raise ModelError(
-                f"mustdrop needs one visual token per patch of the vision tower; this model makes "
-                f"{h * w} of {attention.shape[1]} patches"
-            )
-        key = key_tokens(attention, layout, w, self.of.key)
+        (attention,), geometry, layout = stats.rows.values(), stats.items[0], tokens.layout
+        attention = of_patches(self.name, attention, geometry).mean(1)
+        key = key_tokens(attention, layout, geometry.patches, self.of.key)
         layout = layout.replace(protected=layout.protected | key)
         return VisualTokens(tokens.features, layout, tokens.extra)
 
 
 @dataclass(frozen=True)
-class Filter(PrefillStage):
+class Filter(Part, PrefillStage):
     """Part 2: drops what no text token looks at, outside the key set."""
 
-    name: ClassVar[str] = MustDrop.name
-
-    of: MustDrop
-
-    @property
-    def positions(self) -> str:
-        return self.of.positions
-
     def layers(self, depth: int) -> tuple[int, ...]:
-        return filter_layers(self.of.layers, depth)
+        return self.of.filters(depth)
 
     def text_stats(self, depth: int) -> dict[int, StatRequest]:
         return {layer - 1: StatRequest("text") for layer in self.layers(depth)}
@@ -406,7 +376,6 @@ class Filter(PrefillStage):
             # A row's weight is the number of tokens that it stands for: together, what came in.
             came_in = float(step.layout.weight[visual].double().sum())
             key = int(step.layout.protected[visual].sum())
-            note["counts"] = filter_counts(
-                int(visual.sum()), key, self.of.budget * came_in, layers, step.depth
-            )
+            target = self.of.budget * came_in
+            note["counts"] = solve_counts(int(visual.sum()), target, layers, step.depth, least=key)
         return note["counts"][layers.index(layer)]

@@ -28,25 +28,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from ..errors import RecipeError
 from ..layout import TokenLayout
 from ..stages import PrefillStage, StatRequest, Step, budget_param, param, positions_param
-from ._budget import equivalent, solve
-from ._select import best
-
-
-def stage_layers(layers: tuple[float, ...], depth: int) -> tuple[int, ...]:
-    """Number of layers before each drop, for a model of ``depth`` layers."""
-    counts = tuple(max(round(n * depth), 1) if n < 1 else int(n) for n in layers)
-    if list(counts) != sorted(set(counts)) or counts[-1] >= depth:
-        raise RecipeError(
-            f"pyramiddrop: layers={'/'.join(f'{n:g}' for n in layers)} means drops after "
-            f"{', '.join(map(str, counts))} layers; they must ascend and stay below {depth}"
-        )
-    return counts
+from ._budget import check_layers, drop_layers, solve_counts
+from ._select import top
 
 
 def stage_counts(n: int, ratios: Sequence[float]) -> list[int]:
@@ -93,10 +81,7 @@ class PyramidDrop(PrefillStage):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.layers_ or any(n >= 1 and n != n // 1 for n in self.layers_):
-            raise RecipeError(
-                "pyramiddrop: layers must be one or more whole numbers, or shares below 1"
-            )
+        check_layers(self.name, self.layers_)
         if self.ratios is not None and list(self.ratios) != sorted(self.ratios, reverse=True):
             raise RecipeError("pyramiddrop: ratios must not grow from one drop to the next")
         if self.ratios is not None and len(self.ratios) != len(self.layers_):
@@ -106,7 +91,7 @@ class PyramidDrop(PrefillStage):
             )
 
     def layers(self, depth: int) -> tuple[int, ...]:
-        return stage_layers(self.layers_, depth)
+        return drop_layers(self.name, self.layers_, depth)
 
     def floor(self, depth: int) -> float:
         return self.layers(depth)[0] / depth
@@ -116,18 +101,13 @@ class PyramidDrop(PrefillStage):
             return {layer - 1: StatRequest("last") for layer in self.layers(depth)}
         return {layer: StatRequest("last", ahead=True) for layer in self.layers(depth)}
 
-    def shares(self, n: int, depth: int) -> tuple[float, ...]:
-        """Share of ``n`` tokens that each stage keeps."""
+    def counts(self, n: int, depth: int) -> tuple[int, ...]:
+        """Tokens that each stage keeps, of ``n`` at the beginning."""
         layers = self.layers(depth)
-        powers = range(1, len(layers) + 1)
         if self.budget is not None:
-
-            def cost(ratio: float) -> float:
-                return equivalent(n, layers, stage_counts(n, [ratio**s for s in powers]), depth)
-
-            ratio = solve(cost, self.budget * n)
-            return tuple(ratio**s for s in powers)
-        return self.ratios or tuple(self.ratio**s for s in powers)
+            return solve_counts(n, self.budget * n, layers, depth, whole=int)
+        powers = tuple(self.ratio**s for s in range(1, len(layers) + 1))
+        return tuple(stage_counts(n, self.ratios or powers))
 
     def keep(self, step: Step, layer: int) -> Tensor | None:
         layout, layers = step.layout, self.layers(step.depth)
@@ -138,11 +118,8 @@ class PyramidDrop(PrefillStage):
         score = rank(step.stats[source])
         kept = ~layout.visual
         for item, total in n.items():
-            share = self.shares(total, step.depth)[layers.index(layer)]
             mine = layout.visual & ((layout.item == item) | (not self.per_item))
-            candidates = score.masked_fill(~mine, -torch.inf)
-            room = min(stage_counts(total, [share])[0], int(mine.sum()))
-            kept = kept | best(candidates[None], [room])[0]
+            kept = kept | top(score, mine, self.counts(total, step.depth)[layers.index(layer)])
         return kept.nonzero().flatten()
 
     def _groups(self, layout: TokenLayout) -> dict[int, int]:

@@ -16,16 +16,8 @@ import torch
 from torch import Tensor
 
 from ..layout import VisualTokens
-from ..stages import (
-    EncodeRequest,
-    EncodeStage,
-    ItemGeometry,
-    VisionStats,
-    budget_param,
-    param,
-    positions_param,
-)
-from ._select import count
+from ..stages import EncodeRequest, ItemGeometry, VisionStats, param
+from ._reducer import Reducer
 
 
 def shuffled(n: int, *key: int) -> Tensor:
@@ -36,17 +28,13 @@ def shuffled(n: int, *key: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Random(EncodeStage):
+class Random(Reducer):
     """Keeps patches drawn at random."""
 
     name: ClassVar[str] = "random"
     paper: ClassVar[str] = "control"
-    lead: ClassVar[str | None] = "rate"
 
-    rate: float = param(0.2, "share of the visual tokens that stays", gt=0.0, le=1.0)
     seed: int = param(0, "another seed, another draw", ge=0)
-    positions: str = positions_param("compact")
-    budget: float | None = budget_param()
 
     def keep(
         self,
@@ -54,12 +42,9 @@ class Random(EncodeStage):
         geometry: ItemGeometry,
         stats: VisionStats,
         request: EncodeRequest,
-    ) -> Tensor | None:
+    ) -> Tensor:
         """Rows of one picture that stay."""
-        share = self.rate if self.budget is None else self.budget
-        if share == 1:
-            return None
         patches = tokens.layout.patches.nonzero().flatten()
         draw = shuffled(len(patches), self.seed, int(tokens.layout.item[0]), len(tokens))
-        draw = draw[: count(share, len(tokens))].sort().values
+        draw = draw[: self.target(tokens)].sort().values
         return patches[draw.to(patches.device)]

@@ -13,7 +13,16 @@ from ..errors import ModelError, RecipeError
 from ..layout import TokenLayout
 from ..models.base import Adapter
 from ..recipe import Recipe
-from ..stages import EncodeRequest, Phase, PrefillStage, StatRequest, Step, active, current_step
+from ..stages import (
+    EncodeRequest,
+    Phase,
+    PrefillStage,
+    Stage,
+    StatRequest,
+    Step,
+    active,
+    current_step,
+)
 from .cache import KVCache
 from .stats import Stats, Trace, clock
 from .vision import encode, merge_requests
@@ -117,6 +126,8 @@ def prepare(adapter: Adapter, inputs: Inputs, recipe: Recipe, stats: Stats, trac
     asked = text[: len(text) - inputs.answer]
     request = EncodeRequest(inputs.question, asked, adapter.depth, notes, trained)
     tower = len(adapter.vision_blocks())
+    for stage in recipe:
+        _leaves_something(stage, stats.visual_tokens_in, adapter.depth)
     for stage in stages:
         # Only what this stage asked for: another one may have asked for other layers.
         wanted = stage.vision_stats(tower)
@@ -143,6 +154,15 @@ def prepare(adapter: Adapter, inputs: Inputs, recipe: Recipe, stats: Stats, trac
         trained,
         inputs.answer,
     )
+
+
+def _leaves_something(stage: Stage, n: int, depth: int) -> None:
+    budget = getattr(stage, "budget", None)
+    if budget is not None and round(budget * n) < 1 and stage.floor(depth) == 0:
+        raise RecipeError(
+            f"{stage.name}: budget={budget:g} leaves no token of the prompt's {n} visual tokens; "
+            f"it must be at least {1 / n:.2g}"
+        )
 
 
 def prefill(

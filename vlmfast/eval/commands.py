@@ -31,10 +31,15 @@ def add_eval(parser: ArgumentParser) -> None:
         "--recipe",
         action="append",
         metavar="R",
-        help="may be repeated; 'all' is every method that needs no training. The full model (none) "
-        "is always run too",
+        help="may be repeated; 'all' is every method, trained ones where there are weights for the "
+        "model. The full model (none) is always run too",
     )
     add("--budget", metavar="B,B", help="run each recipe at these budgets, such as 0.33,0.11")
+    add(
+        "--positions",
+        choices=("keep", "compact"),
+        help="rotary ids of the kept tokens, of every recipe (default: each method's own)",
+    )
     add(
         "--controls",
         action="store_true",
@@ -75,7 +80,7 @@ def run_eval(args: Namespace) -> int:
 
     # Everything that can be wrong is looked at before a model is loaded.
     tasks = [find_task(name) for name in dict.fromkeys(args.tasks)]
-    recipes = planned(args.recipe or ["none"], budgets(args.budget))
+    recipes = planned(args.recipe or ["none"], budgets(args.budget), args.positions)
     for task in tasks:
         task.docs(args.limit, args.seed)
     check_folder(args.out)
@@ -86,6 +91,7 @@ def run_eval(args: Namespace) -> int:
     check_device(args.device)
 
     vlm = _load(args.model, args.device)
+    recipes = _with_weights(vlm, recipes, lenient="all" in (args.recipe or ()))
     weights = weights_sha256(vlm)
     reports = [_run_task(vlm, task, recipes, args, weights) for task in tasks]
     if args.json is not None:
@@ -180,7 +186,32 @@ def budgets(text: str | None) -> list[float]:
     return list(dict.fromkeys(values))
 
 
-def planned(words: list[str], shares: list[float]) -> list[Recipe]:
+def _with_weights(vlm: VLM, recipes: list[Recipe], lenient: bool) -> list[Recipe]:
+    """The recipes whose trained methods have weights for the model.
+
+    Raises
+    ------
+    RecipeError
+        When one has none, unless ``lenient``: it is then left out, with a line on stderr.
+    """
+    left, told = [], set()
+    for recipe in recipes:
+        try:
+            for stage in recipe:
+                if stage.trained:
+                    vlm.adapter.trained(stage)
+        except RecipeError as error:
+            if not lenient:
+                raise
+            if str(error) not in told:
+                print(f"left out: {error}", file=sys.stderr)
+                told.add(str(error))
+            continue
+        left.append(recipe)
+    return left
+
+
+def planned(words: list[str], shares: list[float], positions: str | None = None) -> list[Recipe]:
     """The recipes to run beside the full model, each once.
 
     Raises
@@ -188,13 +219,15 @@ def planned(words: list[str], shares: list[float]) -> list[Recipe]:
     RecipeError
         For a recipe that cannot be read, or with a budget and nothing that takes one.
     """
-    from .runner import takes_budget, with_budget
+    from .runner import takes_budget, with_budget, with_field
 
     recipes: list[Recipe] = []
     for word in words:
         # Of all methods, caches and drafters drop no visual tokens: they run once, as they are.
-        group = _training_free() if word == "all" else [Recipe.parse(word)]
+        group = _every_method() if word == "all" else [Recipe.parse(word)]
         for recipe in group:
+            if positions is not None:
+                recipe = with_field(recipe, "positions", positions)
             if shares and takes_budget(recipe):
                 recipes += [with_budget(recipe, share) for share in shares]
             elif shares and recipe and word != "all":
@@ -207,9 +240,8 @@ def planned(words: list[str], shares: list[float]) -> list[Recipe]:
     return recipes
 
 
-def _training_free() -> list[Recipe]:
-    classes = [stage_class(name) for name in sorted(stage_names())]
-    return [Recipe((cls(),)) for cls in classes if not cls.trained]
+def _every_method() -> list[Recipe]:
+    return [Recipe((stage_class(name)(),)) for name in sorted(stage_names())]
 
 
 def check_folder(folder: Path) -> None:

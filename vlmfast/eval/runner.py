@@ -182,13 +182,22 @@ def method_of(recipe: Recipe) -> tuple[str, float | None]:
 def takes_budget(stages: Stage | Recipe) -> bool:
     """Whether a stage, or any stage of a recipe, can be put at a budget."""
     if isinstance(stages, Stage):
-        return any(f.name == "budget" for f in fields(stages))
+        return _has(stages, "budget")
     return any(takes_budget(stage) for stage in stages)
 
 
 def with_budget(recipe: Recipe, budget: float) -> Recipe:
     """The recipe with all its reducers at ``budget``."""
-    return Recipe(tuple(replace(s, budget=budget) if takes_budget(s) else s for s in recipe))
+    return with_field(recipe, "budget", budget)
+
+
+def with_field(recipe: Recipe, name: str, value: Any) -> Recipe:
+    """The recipe with one parameter set in every stage that has it."""
+    return Recipe(tuple(replace(s, **{name: value}) if _has(s, name) else s for s in recipe))
+
+
+def _has(stage: Stage, name: str) -> bool:
+    return any(f.name == name for f in fields(stage))
 
 
 def weights_sha256(vlm: Any) -> str | None:

@@ -1,0 +1,100 @@
+"""Replays the stored VisionZip cases: what is dominant, what merges, and the rows that come out."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from golden_mustdrop import clip_blocks
+from helpers_layout import REQUEST, picture
+from vlmfast.compressors._select import plus_mean
+from vlmfast.compressors.visionzip import VisionZip, homes
+from vlmfast.layout import Kind, VisualTokens
+from vlmfast.stages import Phase, Step, VisionStats, active
+
+EXACT = {"rtol": 0, "atol": 1e-4}
+
+
+def zip_case(data: dict, meta: dict) -> None:
+    """Indices and features of every view, by the pure functions and by the stage."""
+    views_case(
+        data, data["cls_attn"][..., 1:], data["metric_mean_keys"][:, 1:], data["hidden_states"]
+    )
+
+
+@torch.no_grad()
+def clip_case(data: dict, meta: dict) -> None:
+    """A tower of transformers with the stored weights; statistics as the engine takes them."""
+    hidden = data["embeddings_after_pre_layrnorm"]
+    blocks = clip_blocks(data)
+    depth = len(blocks)
+    ((layer, request),) = VisionZip().vision_stats(depth).items()
+    step = Step(
+        Phase.VISION,
+        depth=depth,
+        modules={id(block.self_attn): index for index, block in enumerate(blocks)},
+        requests={layer: request},
+    )
+    with active(step):
+        for block in blocks[: layer + 1]:
+            hidden = block(hidden, attention_mask=None)
+    views_case(data, step.stats[layer][:, :, 0, 1:], step.keys[layer][:, 1:], hidden)
+
+
+def views_case(data: dict, attention: Tensor, keys: Tensor, hidden: Tensor) -> None:
+    """
+    Parameters
+    ----------
+    attention : Tensor, (V, H, N)
+    keys : Tensor, (V, N, d)
+    hidden : Tensor, (V, 1 + N, D)
+        CLS first.
+    """
+    dominant, contextual = int(data["dominant_arg"]), int(data["contextual_arg"])
+    stored = data["all_indices"].sort(dim=1).values  # the rows that come out ascend
+    views, n = keys.shape[:2]
+    for view in range(views):
+        home = homes(attention[view].sum(0), keys[view], dominant - 1, contextual)
+        rows = plus_mean(hidden[view, 1:], home)
+        kept = home == torch.arange(n)
+        best = stored[view, 1:] - 1  # without CLS, which comes first
+        assert stored[view, 0] == 0
+        assert kept[best].all()
+        targets = kept.index_fill(0, best, False)
+        assert int(targets.sum()) == contextual
+        ours = torch.cat([hidden[view, :1], rows[best], rows[targets]])
+        torch.testing.assert_close(ours, data["out"][view], **EXACT)
+
+    # The stage: the same rows, in the order of the prompt.
+    side, tiles = math.isqrt(n), {1: (0, 0), 2: (1, 1), 5: (2, 2)}[views]
+    tokens, geometry = picture(tiles, (side, side))
+    layout = tokens.layout
+    place = 1 + layout.grid[:, 1] * side + layout.grid[:, 2]
+    place = torch.where(layout.patches, place, 0).long()
+    features = hidden[layout.view.clamp(min=0).long(), place]
+    stats = VisionStats((geometry,), {22: attention}, {22: keys}, cls=hidden[:, 0])
+    stage = VisionZip(dominant=dominant, contextual=contextual)
+    zipped = stage.reduce(VisualTokens(features, layout), stats, REQUEST)
+    assert len(zipped) == views * (dominant + contextual)
+    torch.testing.assert_close(
+        rows_of(zipped.features), rows_of(data["out"].flatten(0, 1)), **EXACT
+    )
+    assert int((zipped.layout.kind == Kind.SPECIAL).sum()) == views
+
+    if "next_order_row_id" in data:
+        # Dominant patches of base and crops stand where the authors' re-assembly puts them.
+        row = data["next_order_row_id"]
+        crop, number = row // (dominant + contextual), row % (dominant + contextual)
+        theirs = torch.stack([crop, stored[crop, number.clamp(max=dominant - 1)] - 1], 1)
+        theirs = theirs[(number > 0) & (number < dominant)]
+        mine = zipped.layout.select(zipped.layout.patches)
+        ours = torch.stack([mine.view, mine.grid[:, 1] * side + mine.grid[:, 2]], 1).long()
+        is_theirs = (ours[:, None] == theirs[None]).all(2).any(1)
+        assert torch.equal(ours[is_theirs], theirs)
+
+
+def rows_of(features: Tensor) -> Tensor:
+    """Rows sorted by their first entry: equal when the sets of rows are."""
+    return features[features[:, 0].argsort()]

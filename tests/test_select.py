@@ -1,0 +1,122 @@
+"""Arithmetic that methods share: choosing, counting, places of patches, layers and budgets."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from helpers_layout import picture, picture_arguments
+from vlmfast.compressors._budget import check_layers, drop_layers, equivalent, solve_counts
+from vlmfast.compressors._select import best, most_alike, plus_mean, top
+from vlmfast.compressors._views import by_view, covering, marked, of_patches, per_token, slots
+from vlmfast.errors import ModelError, RecipeError
+
+# --- choosing ------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.booleans()), min_size=1), st.integers(0, 12))
+def test_top_marks_the_best_of_those_allowed(entries: list[tuple[int, bool]], k: int) -> None:
+    scores = torch.tensor([float(score) for score, _ in entries])
+    among = torch.tensor([allowed for _, allowed in entries])
+    chosen = top(scores, among, k)
+    assert int(chosen.sum()) == min(k, int(among.sum()))
+    assert not (chosen & ~among).any()
+    left = among & ~chosen
+    if chosen.any() and left.any():
+        assert scores[chosen].min() >= scores[left].max()
+    if among.all():
+        assert torch.equal(chosen, best(scores[None], [k])[0])
+
+
+def test_most_alike_looks_at_direction_only() -> None:
+    targets = torch.tensor([[1.0, 0], [0, 5], [0, 1]])
+    rows = torch.tensor([[9.0, 1], [0.1, 0.2], [0, 0]])
+    assert most_alike(rows, targets).tolist() == [0, 1, 0]  # the first of equals
+
+
+@given(st.lists(st.integers(-1, 9), min_size=10, max_size=10), st.integers(0, 99))
+def test_plus_mean_against_a_loop(wanted: list[int], seed: int) -> None:
+    # Whoever is joined stays itself.
+    home = [i if i in wanted else w for i, w in enumerate(wanted)]
+    features = torch.randn(10, 3, generator=torch.Generator().manual_seed(seed))
+    got = plus_mean(features, torch.tensor(home))
+    for i in (i for i in range(10) if home[i] == i):
+        others = [j for j in range(10) if home[j] == i and j != i]
+        expected = features[i] + features[others].mean(0) if others else features[i]
+        torch.testing.assert_close(got[i], expected)
+
+
+# --- places --------------------------------------------------------------------------------------
+
+
+@given(picture_arguments())
+def test_tokens_and_patches_find_each_other(arguments: dict) -> None:
+    tokens, geometry = picture(**arguments, view=3)
+    layout, (h, w) = tokens.layout, geometry.patches
+    first, last = geometry.views
+    ids = torch.arange((last - first) * h * w).view(last - first, h * w)
+    slot = slots(layout, geometry.patches, geometry.views)
+    here = layout.patches
+    assert torch.equal(per_token(ids, slot, -1) >= 0, here)
+    assert torch.equal(slot[~here], torch.full_like(slot[~here], ids.numel()))
+    assert torch.equal(ids[marked(slot, ids)], slot[here].sort().values)
+    batch = torch.arange(last * h * w).view(last, h * w)  # views of other pictures in front
+    for view, (index, values) in enumerate(by_view(layout, geometry, batch)):
+        assert (layout.view[index] == first + view).all()
+        assert torch.equal(values - first * h * w, slot[index])
+
+
+def test_covering_boxes() -> None:
+    boxes = torch.tensor([[0.0, 0, 1, 1], [2, 0, 3, 1], [1, 4, 2, 5]])
+    covered = covering(boxes, torch.tensor([1, 1, 0]), 2)
+    assert covered.tolist() == [[1, 4, 2, 5], [0, 0, 3, 1]]
+
+
+def test_statistics_must_be_of_the_patches() -> None:
+    _, geometry = picture((0, 0), (2, 2))
+    rows = torch.zeros(1, 3, 4)
+    assert of_patches("x", rows, geometry) is rows
+    with pytest.raises(ModelError, match=r"x needs one visual token per patch .* 4 of 5 patches"):
+        of_patches("x", torch.zeros(1, 3, 5), geometry)
+
+
+# --- layers and budgets --------------------------------------------------------------------------
+
+
+def test_drop_layers() -> None:
+    assert drop_layers("x", (0.25, 0.5, 0.75), 32) == (8, 16, 24)
+    assert drop_layers("x", (0.25, 20), 32) == (8, 20)
+    assert drop_layers("x", (0.1, 0.2, 0.5), 4, merge=True) == (1, 2)
+    with pytest.raises(RecipeError, match="means drops after 1, 1, 2 layers; they must ascend"):
+        drop_layers("x", (0.1, 0.2, 0.5), 4)
+    with pytest.raises(RecipeError, match=r"x: layers=3/32 .* stay below 32"):
+        drop_layers("x", (3, 32), 32)
+
+
+@pytest.mark.parametrize(
+    "layers", [(), (2.5,), (float("inf"),), (3, 3), (7, 3), (0.5, 0.25), (0.5, 0.5)], ids=str
+)
+def test_layers_that_mean_nothing(layers: tuple[float, ...]) -> None:
+    for ask in (lambda: check_layers("x", layers), lambda: drop_layers("x", layers, 99)):
+        with pytest.raises(RecipeError, match=r"x: layers=.* whole numbers, or shares below 1"):
+            ask()
+
+
+@given(
+    st.integers(1, 3000),
+    st.floats(0.01, 1.1),
+    st.integers(1, 5),
+    st.integers(0, 40),
+    st.sampled_from([int, round]),
+)
+def test_solved_counts_meet_the_target(n: int, share: float, drops: int, least: int, whole) -> None:
+    layers, least = tuple(range(2, 2 + drops)), min(least, n)
+    counts = solve_counts(n, share * n, layers, 8, least=least, whole=whole)
+    assert list(counts) == sorted(counts, reverse=True)
+    assert least <= counts[-1] <= counts[0] <= n
+    floor = equivalent(n, layers, [least] * drops, 8)
+    got = equivalent(n, layers, counts, 8)
+    # Counts are whole: one more in every stage is the distance of two attainable costs.
+    assert abs(got - min(max(share * n, floor), n)) <= 0.5 * (8 - 2) / 8 * drops
