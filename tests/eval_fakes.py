@@ -8,7 +8,8 @@ import zlib
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 from vlmfast.engine.stats import Stats
 from vlmfast.errors import MediaError
@@ -31,6 +32,7 @@ class Answer:
 class FakeVLM:
     """Answers by a hash of the question and the recipe; remembers what it was asked."""
 
+    adapter: ClassVar = SimpleNamespace(depth=6)
     delay: float = 0.0
     fail: Any = None  # question -> whether it cannot be answered
     asked: list[tuple[str, dict[str, Any]]] = field(default_factory=list)

@@ -18,6 +18,7 @@ from vlmfast.eval.results import read
 from vlmfast.eval.runner import evaluate
 from vlmfast.eval.shapes import Shapes
 from vlmfast.eval.summary import summarise
+from vlmfast.recipe import Recipe
 
 
 @pytest.fixture
@@ -71,17 +72,51 @@ def test_planned_recipes():
     ]
 
 
-def test_all_is_every_training_free_method_at_each_budget():
+def test_all_is_every_method_at_each_budget():
     recipes = planned(["all"], [0.33, 0.11])
     found = {recipe[0].name for recipe in recipes}
     assert {"hired", "random", "grid", "downsample"} <= found
-    assert found == {m["name"] for m in vlmfast.methods() if not m["trained"]}
+    assert found == {m["name"] for m in vlmfast.methods()}
     for method in vlmfast.methods():
         runs = [r for r in recipes if r[0].name == method["name"]]
-        if any(p["name"] == "budget" for p in method["parameters"]) and not method["trained"]:
+        if any(p["name"] == "budget" for p in method["parameters"]):
             assert [r[0].budget for r in runs] == [0.33, 0.11]
     assert len(set(recipes)) == len(recipes)
     assert len(planned(["all"], [])) == len(found)
+
+
+def test_positions_are_set_in_every_stage_that_has_them():
+    found = planned(["hired+pyramiddrop", "fastv"], [], "keep")
+    assert names(found) == ["hired:positions=keep+pyramiddrop:positions=keep", "fastv"]
+    assert names(planned(["fastv"], [], "compact")) == ["fastv:positions=compact"]
+
+
+def test_what_only_repeats_the_floor_is_left_out(capsys):
+    class Model:
+        class adapter:
+            depth = 6
+
+    plan = planned(["fastv", "hired", "random+fastv"], [0.5, 0.22, 0.11])
+    left = commands._down_to_the_floor(Model(), plan)
+    # Two of six layers see every token: below a third there is one floor.
+    assert names(left) == [name for name in names(plan) if name != "fastv:budget=0.11"]
+    assert capsys.readouterr().err.count("left out: fastv:budget=0.11") == 1
+
+
+def test_methods_without_weights_for_the_model_are_left_out_of_all(capsys):
+    class Adapter:
+        def trained(self, stage):
+            raise RecipeError(f"{stage.name}: there are no weights")
+
+    class Model:
+        adapter = Adapter()
+
+    hired, trained = Recipe.parse("hired"), Recipe.parse("elastic")
+    left = commands._with_weights(Model(), [hired, trained, trained], lenient=True)
+    assert left == [hired]
+    assert capsys.readouterr().err == "left out: elastic: there are no weights\n"
+    with pytest.raises(RecipeError, match="no weights"):
+        commands._with_weights(Model(), [hired, trained], lenient=False)
 
 
 def test_a_budget_needs_something_to_set(monkeypatch):

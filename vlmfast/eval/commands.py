@@ -92,6 +92,7 @@ def run_eval(args: Namespace) -> int:
 
     vlm = _load(args.model, args.device)
     recipes = _with_weights(vlm, recipes, lenient="all" in (args.recipe or ()))
+    recipes = _down_to_the_floor(vlm, recipes)
     weights = weights_sha256(vlm)
     reports = [_run_task(vlm, task, recipes, args, weights) for task in tasks]
     if args.json is not None:
@@ -207,6 +208,26 @@ def _with_weights(vlm: VLM, recipes: list[Recipe], lenient: bool) -> list[Recipe
                 print(f"left out: {error}", file=sys.stderr)
                 told.add(str(error))
             continue
+        left.append(recipe)
+    return left
+
+
+def _down_to_the_floor(vlm: VLM, recipes: list[Recipe]) -> list[Recipe]:
+    """The recipes without those that only repeat what a method does at its floor.
+
+    All budgets of a method below its floor give the same tokens; the first of them is run.
+    """
+    from .runner import with_budget
+
+    left: list[Recipe] = []
+    at_floor: dict[Recipe, Recipe] = {}
+    for recipe in recipes:
+        budget = getattr(recipe[0], "budget", None)
+        if len(recipe) == 1 and budget is not None and budget < recipe[0].floor(vlm.adapter.depth):
+            first = at_floor.setdefault(with_budget(recipe, None), recipe)
+            if first != recipe:
+                print(f"left out: {recipe} gives what {first} gives, the floor", file=sys.stderr)
+                continue
         left.append(recipe)
     return left
 

@@ -186,7 +186,7 @@ def takes_budget(stages: Stage | Recipe) -> bool:
     return any(takes_budget(stage) for stage in stages)
 
 
-def with_budget(recipe: Recipe, budget: float) -> Recipe:
+def with_budget(recipe: Recipe, budget: float | None) -> Recipe:
     """The recipe with all its reducers at ``budget``."""
     return with_field(recipe, "budget", budget)
 
