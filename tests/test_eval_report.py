@@ -99,16 +99,16 @@ def test_report(folder, tmp_path):
     assert files == [tmp_path / "new" / "report.md", tmp_path / "new" / "shapes.png"]
     assert files[0].read_text(encoding="utf-8") == text
     assert "(shapes.png)" in text
-    rows = rows_of(text)
+    rows = rows_of(text.partition("In bold")[2])
     assert next(iter(rows)) == "none"
     assert list(rows)[-1] == "none@question-only"
     assert len(rows) == 11
-    assert all(len(row) == 10 for row in rows.values())
+    assert all(len(row) == 11 for row in rows.values())
     assert number(rows["none"][4]) == 100
     assert number(rows["hired:budget=0.33"][6]) == 33
-    assert re.match(r"\+\d+\.\d \[\+", rows["hired:budget=0.11"][8])
+    assert re.match(r"\+\d+\.\d \[\+", rows["hired:budget=0.11"][9])
     for name in ("none", "none@question-only", "random:budget=0.11"):
-        assert rows[name][8] == "–"
+        assert rows[name][9] == "–"
     warnings = re.findall(r"\*\*Warning:\*\* (.*)", text)
     few = [warning for warning in warnings if "too few for intervals" in warning]
     assert [re.sub(r"\d+", "N", w) for w in few] == [
@@ -118,6 +118,26 @@ def test_report(folder, tmp_path):
     assert len(worse) == 2  # pictures and clips
     for warning in worse:
         assert "`hired:alpha=0.9,budget=0.11` is not better than `random:budget=0.11`" in warning
+
+
+def test_methods_by_budgets_at_a_glance(folder, tmp_path):
+    text, _ = write_report(folder, tmp_path)
+    table = text.partition("| recipe")[0]
+    rows = rows_of(table)
+    assert list(rows) == ["hired", "hired:alpha=0.9", "downsample", "grid", "random"]
+    full = rows_of(text.partition("In bold")[2])
+    cell = full["hired:budget=0.11"]
+    accuracies = [f"{number(cell[i]):.1f}" for i in (1, 2)]
+    # What beats random is bold, what does not is plain, and what was not run is a dash.
+    assert rows["hired"][2] == " / ".join(f"**{a}**" for a in accuracies)
+    assert "**" not in rows["downsample"][2]
+    assert rows["hired:alpha=0.9"][1] == "–"
+    alone = tmp_path / "alone"
+    write_results(alone, "none", 0.8, limit=LIMIT)
+    write_results(alone, "hired:budget=0.2", 0.8, 0.4, limit=LIMIT)
+    assert "In bold" not in write_report(alone, alone)[0]
+    write_results(alone, "random:budget=0.2", 0.8, 0.2, limit=LIMIT)
+    assert "(40.0 %)" in rows_of(write_report(alone, alone)[0])["hired"][1]
 
 
 def test_plot_is_a_picture_with_every_method(folder, tmp_path, monkeypatch):

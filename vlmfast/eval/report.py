@@ -17,8 +17,8 @@ from .summary import (
     full_model,
     kept,
     mean_tokens,
+    median_time,
     reduces,
-    ttft,
 )
 
 _NOUN = {"image": "pictures", "video": "clips"}
@@ -66,7 +66,7 @@ def write_report(folder: Path, out: Path) -> tuple[str, list[Path]]:
         common, notes = on_common_samples(runs)
         rows, image = compare(common), out / f"{task}.png"
         plots.append((rows, image))
-        parts.append(f"## {task}\n\n{_about(common)}\n\n{table(rows)}\n")
+        parts.append(f"## {task}\n\n{_about(common)}\n\n{glance(rows)}{table(rows)}\n")
         parts += [f"**Warning:** {note}.\n" for note in notes + warnings(rows)]
         parts.append(f"![Accuracy of {task} against the share of visual tokens kept]({image.name})")
     text = "\n".join(parts) + "\n"
@@ -137,6 +137,7 @@ def table(rows: list[Row]) -> str:
         "equivalent tokens (picture / clip)",
         "kept %",
         "TTFT ms (picture / clip)",
+        "stages' own ms (picture / clip)",
         "against random, pictures",
         "against random, clips",
     ]
@@ -152,9 +153,50 @@ def _cells(row: Row) -> list[str]:
         _percent(n.get("loyalty")),
         _two(*(n[f"equivalent_tokens_{m}"] for m in MODALITIES)),
         _percent(n["kept"]),
-        _two(*(n[f"ttft_s_{m}"] for m in MODALITIES), scale=1000),
+        *(
+            _two(*(n[f"{key}_{m}"] for m in MODALITIES), scale=1000)
+            for key in ("ttft_s", "reduce_s")
+        ),
         *(_points(row.gaps.get(m)) for m in MODALITIES),
     ]
+
+
+def glance(rows: list[Row]) -> str:
+    """Methods by budgets: accuracy on pictures and clips; empty with fewer than two methods."""
+    budgets = sorted({row.run.meta["budget"] for row in rows if _at_budget(row)}, reverse=True)
+    methods = list(dict.fromkeys(row.run.meta["method"] for row in rows if _at_budget(row)))
+    if len(methods) < 2:
+        return ""
+    cells = {
+        (row.run.meta["method"], row.run.meta["budget"]): _glimpse(row)
+        for row in rows
+        if _at_budget(row)
+    }
+    head = ["pictures % / clips %", *(f"{100 * budget:g} % of the tokens" for budget in budgets)]
+    lines = [
+        [f"`{method}`", *(cells.get((method, budget), _NONE) for budget in budgets)]
+        for method in methods
+    ]
+    return (
+        f"{_markdown(head, lines)}\n\n"
+        "In bold what is above `random` of the same cost beyond the 95 % interval; in brackets the "
+        "share that was really kept where it is not the budget.\n\n"
+    )
+
+
+def _at_budget(row: Row) -> bool:
+    return row.run.meta["budget"] is not None and reduces(row)
+
+
+def _glimpse(row: Row) -> str:
+    shown = []
+    for modality in MODALITIES:
+        accuracy, gap = row.numbers[f"accuracy_{modality}"], row.gaps.get(modality)
+        text = _percent(accuracy)
+        shown.append(f"**{text}**" if gap and gap[1] > 0 else text)
+    kept_share, budget = row.numbers["kept"], row.run.meta["budget"]
+    off = abs(kept_share - budget) > 0.1 * budget
+    return " / ".join(shown) + (f" ({_percent(kept_share)} %)" if off else "")
 
 
 def warnings(rows: list[Row]) -> list[str]:
@@ -221,7 +263,7 @@ def _difference_table(pairs: list[tuple[Results, Results]]) -> str:
         common = set(old.samples) & set(new.samples)
         old, new = old.only(common), new.only(common)
         tokens = [mean_tokens(run) for run in (old, new)]
-        times = [ttft(run, m) for m in MODALITIES for run in (old, new)]
+        times = [median_time(run, m) for m in MODALITIES for run in (old, new)]
         rows.append(
             [
                 f"`{new.name}`",

@@ -81,7 +81,8 @@ def summarise(run: Results, full: Results | None = None) -> dict[str, Any]:
     numbers["visual_tokens_in"] = _mean(run, lambda s: s["visual_tokens_in"])
     numbers["kept"] = kept(run)
     for modality in MODALITIES:
-        numbers[f"ttft_s_{modality}"] = ttft(run, modality)
+        numbers[f"ttft_s_{modality}"] = median_time(run, modality)
+        numbers[f"reduce_s_{modality}"] = median_time(run, modality, "time_reduce_s")
     numbers["samples"] = len(run.samples)
     numbers["errors"] = sum("error" in s for s in run.samples.values())
     return numbers
@@ -111,10 +112,10 @@ def mean_tokens(run: Results) -> float | None:
     return _mean(run, lambda s: s["equivalent_tokens"])
 
 
-def ttft(run: Results, modality: str) -> float | None:
-    """Median seconds to the first token."""
+def median_time(run: Results, modality: str, key: str = "ttft_s") -> float | None:
+    """Median seconds, to the first token or of another of `Stats`' times."""
     lines = _of(run, modality).timings.values()
-    times = [line["ttft_s"] for line in lines if "ttft_s" in line]
+    times = [line[key] for line in lines if key in line]
     return median(times) if times else None
 
 
