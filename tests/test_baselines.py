@@ -10,8 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers_layout import REQUEST, picture, picture_arguments, prompt
+from vlmfast.compressors._cells import occupied, resolution
 from vlmfast.compressors._select import count
-from vlmfast.compressors.downsample import Downsample, cells, occupied, resolution
+from vlmfast.compressors._views import cells
+from vlmfast.compressors.downsample import Downsample
 from vlmfast.compressors.grid import Grid, evenly
 from vlmfast.compressors.random import Random, shuffled
 from vlmfast.errors import RecipeError

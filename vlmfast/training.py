@@ -338,6 +338,7 @@ class Trainer:
         os.replace(draft, self.checkpoint)
         about = {"steps": self.step, "minutes": round(self.elapsed / 60, 1)}
         about |= {key: getattr(self.args, key) for key in ("batch", "lr", "distill", "seed")}
+        about |= self.training.about()
         about["data"] = Path(self.args.data).name if self.args.data else "drawn scenes"
         signature = self.vlm.adapter.signature()
         save_weights(self.out / "weights", self.name, self.module, self.config, signature, about)

@@ -68,6 +68,12 @@ class Training:
             Of the model, on its device and in its number format.
         """
 
+    def about(self) -> dict[str, Any]:
+        """The method's own options, for the record beside the weights."""
+        parser = argparse.ArgumentParser()
+        self.add_arguments(parser)
+        return {key: getattr(self.args, key) for key in vars(parser.parse_args([]))}
+
     def config(self) -> dict[str, Any]:
         """What `Stage.build` needs beside the sizes; plain values, stored with the weights."""
         return {}

@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from ..compressors._views import covering
 from ..errors import ModelError, RecipeError
 from ..layout import Kind, TokenLayout, VisualTokens
 from ..models.base import Adapter
@@ -221,11 +222,7 @@ def representatives(tokens: VisualTokens, merged: Tensor, width: int) -> VisualT
     starts = torch.cat([size.new_zeros(1), size.cumsum(0)[:-1]]).long()
     chosen = rank[starts]
     kept = chosen.sort().values
-    box = layout.box.new_full((n, 4), torch.inf)
-    box[:, 2:] = -torch.inf
-    index = group[:, None].expand(-1, 2)
-    box[:, :2] = box[:, :2].scatter_reduce(0, index, layout.box[:, :2], "amin")
-    box[:, 2:] = box[:, 2:].scatter_reduce(0, index, layout.box[:, 2:], "amax")
+    box = covering(layout.box, group, n)
     reduced = tokens.select(kept)
     weight = size[group[kept]].to(layout.weight.dtype)
     return VisualTokens(

@@ -1,0 +1,488 @@
+"""The elastic compressor: its branches, its gate, its modes, its training, through the engine."""
+
+from __future__ import annotations
+
+import argparse
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import tiny_models
+import vlmfast
+from helpers_layout import DIM, REQUEST, picture_arguments, prompt
+from vlmfast.checkpoints import SHIPPED
+from vlmfast.compressors._select import count
+from vlmfast.compressors._training import Outcome
+from vlmfast.compressors.downsample import Downsample
+from vlmfast.compressors.elastic import Elastic
+from vlmfast.compressors.elastic.module import BRANCHES, anchors, separate
+from vlmfast.compressors.elastic.training import TRAINING, expected
+from vlmfast.compressors.random import Random
+from vlmfast.errors import RecipeError
+from vlmfast.layout import VisualTokens
+from vlmfast.models.tiny.scenes import EVAL_SEED_START, image_example, video_example
+from vlmfast.recipe import Recipe
+
+QUERIES = 9
+MERGING = ("pool", "conv", "resample")
+PLAIN = {"tiles": (2, 2), "patches": (4, 4)}
+LETTERBOX = {"tiles": (2, 2), "patches": (4, 4), "size": (30, 80)}
+EXACT = {"atol": 1e-5, "rtol": 1e-5}
+
+
+def module(seed: int | None = None, queries: int = QUERIES, text: bool = True) -> nn.Module:
+    """As it is built; with a ``seed`` as if it had been trained, every weight away from zero."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        built = Elastic.build({"width": DIM, "hidden": 16, "queries": queries, "text": text})
+    if seed is not None:
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for weight in built.parameters():
+                weight += 0.5 * torch.randn(weight.shape, generator=generator)
+    return built.eval()
+
+
+def asked(net: nn.Module, seed: int = 0):
+    question = torch.randn(5, DIM, generator=torch.Generator().manual_seed(seed))
+    return replace(REQUEST, question_embeds=question, trained={"elastic": net}, notes={})
+
+
+def reduced(stage: Elastic, net: nn.Module, *pictures: dict, question: int = 0):
+    tokens, stats = prompt(*pictures)
+    request = asked(net, question)
+    with torch.no_grad():
+        return tokens, stage.reduce(tokens, stats, request), request.notes.get("elastic")
+
+
+def same(a: VisualTokens, b: VisualTokens) -> bool:
+    return torch.equal(a.layout.order, b.layout.order) and torch.equal(a.features, b.features)
+
+
+def prefer(net: nn.Module, *names: str) -> nn.Module:
+    """A gate that wants the branches in this order, whatever it is asked."""
+    with torch.no_grad():
+        net.gate.outer.weight.zero_()
+        for rank, name in enumerate(reversed(names)):
+            net.gate.outer.bias[BRANCHES.index(name)] = 5.0 * (rank + 1)
+    return net
+
+
+# --- branches ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("branch", ["pool", "conv"])
+@given(arguments=picture_arguments(), rate=st.floats(0.01, 0.99))
+@settings(max_examples=15, deadline=None)
+def test_an_untrained_convolution_is_downsampling(
+    branch: str, arguments: dict, rate: float
+) -> None:
+    tokens, stats = prompt(arguments)
+    expected = Downsample(rate).reduce(tokens, stats, REQUEST)
+    _, kept, _ = reduced(Elastic(rate, branch=branch), module(), arguments)
+    torch.testing.assert_close(kept.features, expected.features, **EXACT)
+    for name in ("kind", "tile", "view", "grid", "box", "order", "weight", "protected"):
+        assert torch.equal(getattr(kept.layout, name), getattr(expected.layout, name)), name
+    # Control: a trained one is something else, pooling never is.
+    _, other, _ = reduced(Elastic(rate, branch=branch), module(1), arguments)
+    moved = (other.features - expected.features).abs().max()
+    assert moved > 0.01 if branch == "conv" else moved < 1e-5
+
+
+def test_merged_tokens_count_in_the_average() -> None:
+    tokens, stats = prompt(PLAIN)
+    weight = torch.randint(1, 5, (len(tokens),)).float()
+    tokens = VisualTokens(tokens.features, tokens.layout.replace(weight=weight))
+    expected = Downsample(0.2).reduce(tokens, stats, REQUEST)
+    for branch in ("pool", "conv"):
+        kept = Elastic(0.2, branch=branch).reduce(tokens, stats, asked(module()))
+        torch.testing.assert_close(kept.features, expected.features, **EXACT)
+        assert torch.equal(kept.layout.weight, expected.layout.weight)
+
+
+def test_pruning_is_the_control_random() -> None:
+    tokens, stats = prompt(PLAIN, LETTERBOX)
+    for seed in (0, 3):
+        _, kept, _ = reduced(Elastic(0.3, branch="prune", seed=seed), module(), PLAIN, LETTERBOX)
+        assert same(kept, Random(0.3, seed=seed).reduce(tokens, stats, REQUEST))
+
+
+@given(
+    pictures=st.lists(picture_arguments((4, 4)), min_size=1, max_size=2),
+    branch=st.sampled_from(BRANCHES[:-1]),
+    rate=st.floats(0.01, 0.99),
+    as_budget=st.booleans(),
+)
+@settings(max_examples=40, deadline=None)
+def test_counts_order_and_weights(
+    pictures: list[dict], branch: str, rate: float, as_budget: bool
+) -> None:
+    stage = Elastic(branch=branch, **{"budget" if as_budget else "rate": rate})
+    net = module(2, queries=200)
+    tokens, kept, _ = reduced(stage, net, *pictures)
+    order = kept.layout.order.tolist()
+    assert order == sorted(set(order))
+    assert set(order) <= set(tokens.layout.order.tolist())
+    assert kept.layout.patches.all()  # newlines go
+    assert kept.features.isfinite().all()
+    assert same(reduced(stage, net, *pictures)[1], kept)
+    for item, index in tokens.items():
+        part, mine = tokens.select(index), kept.select(kept.layout.item == item)
+        patches = int(part.layout.patches.sum())
+        wanted = min(count(rate, len(part)), patches)
+        if branch in ("prune", "resample"):
+            assert len(mine) == wanted
+        else:
+            like = Downsample(rate).reduce(*prompt(*pictures), REQUEST)
+            assert len(mine) == int((like.layout.item == item).sum())
+        stands_for = len(mine) if branch == "prune" else patches
+        assert float(mine.layout.weight.sum()) == pytest.approx(stands_for, rel=1e-4)
+        box = mine.layout.box
+        assert ((box[:, :2] < box[:, 2:]).all(1)).all()
+
+
+def test_query_places_are_nested_and_spread() -> None:
+    assert torch.equal(anchors(64)[:10], anchors(10))
+    for n in (4, 16, 64):
+        apart_by = torch.cdist(anchors(n), anchors(n)) + torch.eye(n)
+        assert apart_by.min() > 0.4 / n**0.5  # no two queries at one place
+    assert separate([3, 3, 3, 0, 9], 10) == [3, 4, 2, 0, 9]
+    assert sorted(separate([1] * 6, 6)) == list(range(6))
+
+
+def test_untrained_queries_average_what_is_around_them() -> None:
+    tokens, kept, _ = reduced(Elastic(0.06, branch="resample"), module(), PLAIN)
+    assert len(kept) == 5
+    patches = tokens.select(tokens.layout.patches)
+    box = patches.layout.box
+    at = torch.stack([box[:, 1] + box[:, 3], box[:, 0] + box[:, 2]], 1) / 2
+    share = (-2 * 5 * torch.cdist(anchors(5), at).square()).softmax(1)
+    made = sorted((share @ patches.features).tolist())
+    torch.testing.assert_close(torch.tensor(made), torch.tensor(sorted(kept.features.tolist())))
+    # The first queries are the same whatever number is asked for; what they look at narrows.
+    fewer = reduced(Elastic(branch="resample"), module(), PLAIN)[1]
+    assert len(fewer) == 2
+
+
+@pytest.mark.parametrize("branch", BRANCHES[:-1])
+def test_dtype_and_deeper_levels(branch: str) -> None:
+    tokens, stats = prompt(PLAIN)
+    deep = VisualTokens(
+        tokens.features.bfloat16(), tokens.layout, (tokens.features, tokens.features)
+    )
+    kept = Elastic(0.1, branch=branch).reduce(deep, stats, asked(module()))
+    assert kept.features.dtype == torch.bfloat16
+    for level in kept.extra:  # an untrained branch treats all levels alike
+        assert level.dtype == torch.float32
+        torch.testing.assert_close(level, kept.features.float(), atol=0.02, rtol=0.02)
+
+
+# --- the gate ------------------------------------------------------------------------------------
+
+
+def test_closed_branches_are_never_chosen() -> None:
+    net = prefer(module(), "resample", "text", "conv", "pool", "prune")
+    few, many = 8 / 88, 20 / 88  # of 88 tokens; there are 9 queries
+    chosen = {rate: reduced(Elastic(rate), net, PLAIN)[2]["branch"] for rate in (few, many)}
+    assert chosen == {few: "resample", many: "conv"}
+    # One picture that is too large closes the branch for the prompt.
+    small = {"tiles": (0, 0), "patches": (4, 4)}
+    assert reduced(Elastic(many), net, small)[2]["branch"] == "resample"
+    assert reduced(Elastic(many), net, small, PLAIN)[2]["branch"] == "conv"
+    # The picture goes only where that was allowed, and never under a budget.
+    net = prefer(module(), "text", "pool")
+    assert reduced(Elastic(), net, PLAIN)[2]["branch"] == "pool"
+    _, kept, notes = reduced(Elastic(text=True), net, PLAIN)
+    assert notes["branch"] == "text" and len(kept) == 0
+    assert reduced(Elastic(budget=0.05), net, PLAIN)[2]["branch"] == "pool"
+
+
+def test_the_gate_sees_question_picture_and_cost_and_nothing_else() -> None:
+    net, stage = module(3), Elastic(0.09)
+    tokens, stats = prompt(PLAIN)
+
+    def logits(tokens=tokens, stage=stage, words: int = 0, **other) -> torch.Tensor:
+        request = replace(asked(net, words), **other)
+        stage.reduce(tokens, stats, request)
+        return request.notes["elastic"]["logits"].detach()
+
+    first = logits()
+    assert (logits(words=1) - first)[:4].abs().max() > 1e-3
+    shifted = VisualTokens(tokens.features * 2, tokens.layout)
+    assert (logits(shifted) - first)[:4].abs().max() > 1e-3
+    assert (logits(stage=Elastic(0.05)) - first)[:4].abs().max() > 1e-3
+    assert torch.equal(logits(question="Something else?", depth=9), first)
+    newlines = torch.where(tokens.layout.patches[:, None], tokens.features, 7.0)
+    assert torch.equal(logits(VisualTokens(newlines, tokens.layout)), first)
+    assert torch.equal(logits(stage=replace(stage, seed=5)), first)
+    assert first[4] == -torch.inf
+
+
+def test_the_cost_moves_the_gate_to_the_cheap_branch() -> None:
+    """Losses (0.5, 0.4) at costs (0.05, 1/3): the break-even weight is 0.1 / (1/3 - 0.05)."""
+    losses, costs = torch.tensor([0.5, 0.4]), torch.tensor([0.05, 1 / 3])
+    even = torch.zeros(2)
+    assert float(expected(even, losses, 0 * costs)[0]) == pytest.approx(0.45)
+    for weight, best in ((0.0, 1), (0.34, 1), (0.36, 0), (2.0, 0)):
+        logits = torch.zeros(2, requires_grad=True)
+        for _ in range(300):
+            (gradient,) = torch.autograd.grad(expected(logits, losses, weight * costs)[0], logits)
+            logits = (logits - 50 * gradient).detach().requires_grad_()
+        assert int(logits.argmax()) == best, weight
+    # A closed branch has no part in it, whatever it would cost.
+    closed = torch.tensor([0.0, -torch.inf])
+    assert float(expected(closed, losses, costs)[0]) == pytest.approx(0.55)
+
+
+def test_one_decision_for_all_pictures() -> None:
+    net = module(4)
+    _, kept, notes = reduced(Elastic(0.09), net, PLAIN, LETTERBOX)
+    alone = Elastic(0.09, branch=notes["branch"])
+    for item, arguments in enumerate((PLAIN, LETTERBOX)):
+        mine = kept.select(kept.layout.item == item)
+        tokens, stats = prompt(PLAIN, LETTERBOX)
+        part = tokens.select(tokens.layout.item == item)
+        with torch.no_grad():
+            assert same(alone.reduce(part, stats, asked(net)), mine), arguments
+
+
+# --- modes ---------------------------------------------------------------------------------------
+
+
+def test_weighted_is_a_sum_of_its_branches() -> None:
+    net, rate = module(5), 0.2
+    _, kept, notes = reduced(Elastic(rate, mode="weighted"), net, PLAIN)
+    gates = notes["logits"][:3].softmax(0)
+    tokens, pool, _ = reduced(Elastic(rate, branch="pool"), net, PLAIN)
+    _, conv, _ = reduced(Elastic(rate, branch="conv"), net, PLAIN)
+    assert torch.equal(kept.layout.order, pool.layout.order)
+    assert torch.equal(kept.layout.weight, pool.layout.weight)
+    pruned = (kept.features - gates[1] * pool.features - gates[2] * conv.features) / gates[0]
+    nearest = torch.cdist(pruned.double(), tokens.features.double()).min(1)
+    assert (nearest.values < 1e-3).all()  # one patch each
+    assert nearest.indices.unique().numel() == len(kept)  # and no patch twice
+    default = reduced(Elastic(mode="weighted"), net, PLAIN)[1]
+    assert len(default) == len(reduced(Elastic(1 / 3, branch="pool"), net, PLAIN)[1])
+
+
+def test_concat_holds_all_of_its_branches() -> None:
+    net = module(6)
+    _, kept, _ = reduced(Elastic(mode="concat"), net, PLAIN)
+    own = [reduced(Elastic(branch=name), net, PLAIN)[1] for name in BRANCHES[:-1]]
+    assert len(kept) == sum(map(len, own))
+    rows = {tuple(row) for row in kept.features.tolist()}
+    assert all(tuple(row) in rows for part in own for row in part.features.tolist())
+    order = kept.layout.order.tolist()
+    assert order == sorted(set(order))
+    tokens, kept, _ = reduced(Elastic(0.2, mode="concat"), net, PLAIN)
+    assert abs(len(kept) - count(0.2, len(tokens))) <= 4
+
+
+@given(picture_arguments(), st.floats(0.01, 0.99))
+@settings(max_examples=15, deadline=None)
+def test_concat_at_any_share(arguments: dict, rate: float) -> None:
+    tokens, kept, _ = reduced(Elastic(rate, mode="concat"), module(6), arguments)
+    order = kept.layout.order.tolist()
+    assert order == sorted(set(order))
+    assert 1 <= len(kept) <= int(tokens.layout.patches.sum())
+    assert kept.features.isfinite().all()
+
+
+@pytest.mark.parametrize("mode", ["select", "weighted", "concat"])
+@pytest.mark.parametrize("share", [{"rate": 1.0}, {"budget": 1}, {"rate": 0.1, "budget": 1.0}])
+def test_all_is_all(mode: str, share: dict) -> None:
+    tokens, kept, _ = reduced(Elastic(mode=mode, **share), module(7), PLAIN, PLAIN)
+    assert kept is tokens
+
+
+@pytest.mark.parametrize(
+    ("word", "named"),
+    [
+        ("elastic:0", "rate=0"),
+        ("elastic:rate=1.5", "rate=1.5"),
+        ("elastic:budget=nan", "budget=nan"),
+        ("elastic:queries=0", "queries=0"),
+        ("elastic:conv=0", "conv=0"),
+        ("elastic:mode=all", "mode=all"),
+        ("elastic:branch=best", "branch=best"),
+        ("elastic:mode=concat,branch=pool", "mode=concat"),
+        ("elastic:mode=weighted,text=true", "mode=weighted"),
+        ("elastic:0.1,text=true", "rate=0.1"),
+        ("elastic:budget=0.1,branch=text", "budget=0.1"),
+    ],
+)
+def test_bad_values_are_named(word: str, named: str) -> None:
+    with pytest.raises(RecipeError, match="elastic") as caught:
+        Recipe.parse(word)
+    assert named in str(caught.value)
+
+
+def test_what_the_weights_cannot_do_is_named() -> None:
+    with pytest.raises(RecipeError, match=r"elastic: queries=10 .* 9"):
+        reduced(Elastic(queries=10), module(), PLAIN)
+    with pytest.raises(RecipeError, match=r"elastic: rate=0.5 .*branch=resample .* 9"):
+        reduced(Elastic(0.5, branch="resample"), module(), PLAIN)
+    with pytest.raises(RecipeError, match="elastic: mode=concat would leave more"):
+        reduced(Elastic(mode="concat", conv=1.0), module(), PLAIN)
+    with pytest.raises(RecipeError, match=r"elastic: text=true .*--text"):
+        reduced(Elastic(text=True), module(text=False), PLAIN)
+    with pytest.raises(RecipeError, match="width of 12"):
+        Elastic.build({"width": 12, "hidden": 16, "queries": 2, "text": False})
+
+
+def test_recipes_round_trip() -> None:
+    for word in ("elastic", "elastic:0.1", "elastic:mode=concat,budget=0.2", "elastic:text=true"):
+        assert str(Recipe.parse(word)) == word
+
+
+# --- training ------------------------------------------------------------------------------------
+
+
+def options(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    TRAINING.add_arguments(parser)
+    return parser.parse_args(words)
+
+
+def outcomes(net: nn.Module, names: tuple[str, ...], rate: float | None = 0.09) -> list[Outcome]:
+    """The answer's loss stands in as the mean of the squared rows."""
+    made = []
+    for name in names:
+        stage = Elastic(rate, branch=name)
+        tokens, stats = prompt(PLAIN)
+        request = asked(net)
+        kept = stage.reduce(tokens, stats, request)
+        loss = kept.features.square().mean()
+        made.append(Outcome(stage, loss, request.notes["elastic"], len(kept) / len(tokens)))
+    return made
+
+
+def test_gradients_reach_every_parameter() -> None:
+    net = module(8).train()
+    training = TRAINING(options(), {"width": DIM})
+    loss, info = training.loss(net, outcomes(net, BRANCHES[:-1]), 0.9)
+    loss.backward()
+    without = [name for name, p in net.named_parameters() if p.grad is None or not p.grad.any()]
+    assert without == []
+    assert {"p_prune", "loss_conv", "gate"} <= set(info)
+    grouped = [id(p) for group in training.groups(net, 1e-3) for p in group["params"]]
+    assert sorted(grouped) == sorted(map(id, net.parameters()))
+
+
+def test_a_branch_learns_from_its_own_answer_and_the_gate_from_all() -> None:
+    training = TRAINING(options("--cost-weight", "0"), {"width": DIM})
+
+    def gradients(names: tuple[str, ...], likely: str) -> dict[str, torch.Tensor]:
+        net = prefer(module(9), likely).train()
+        training.loss(net, outcomes(net, names), 0.9)[0].backward()
+        return {name: p.grad for name, p in net.named_parameters()}
+
+    # How likely the gate finds a branch changes nothing for the branch.
+    one, other = (gradients(BRANCHES[:-1], likely) for likely in ("conv", "prune"))
+    for name in one:
+        if not name.startswith("gate"):
+            torch.testing.assert_close(one[name], other[name])
+    assert not torch.allclose(one["gate.outer.bias"], other["gate.outer.bias"])
+    # Alone, a branch moves only itself.
+    alone = gradients(("conv",), "conv")
+    assert all((grad is None) == (not name.startswith("conv")) for name, grad in alone.items())
+
+
+def test_in_training_a_branch_learns_from_what_it_can_reach() -> None:
+    net = module(10).train()
+    (outcome,) = outcomes(net, ("resample",), rate=0.5)
+    assert outcome.tokens == QUERIES / 88
+    names = BRANCHES[:-1]
+    made = outcomes(net, names, rate=0.5)
+    loss, info = TRAINING(options(), {"width": DIM}).loss(net, made, 0.9)
+    assert info["p_resample"] == 0 and loss.isfinite()
+
+
+def test_passes_of_a_sample() -> None:
+    training = TRAINING(options("--text"), {"width": DIM})
+    early = [training.stages(random.Random(i), 0.1) for i in range(30)]
+    assert all(len(stages) == 1 for stages in early)
+    assert {stages[0].branch for stages in early} == {"conv", "resample"}
+    assert len({stages[0].rate for stages in early}) == 30
+    late = [training.stages(random.Random(i), 0.9) for i in range(30)]
+    for stages in late:
+        own = stages[0].rate is None
+        assert [s.branch for s in stages] == list(BRANCHES if own else BRANCHES[:-1])
+        assert len({s.rate for s in stages}) == 1
+    assert {stages[0].rate is None for stages in late} == {True, False}
+    one = TRAINING(options("--mode", "weighted"), {}).stages(random.Random(0), 0.9)
+    assert [stage.mode for stage in one] == ["weighted"]
+    assert Elastic.build({"width": DIM} | training.config()).queries == 80
+
+
+# --- through the engine --------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=["llava", "llava_next"])
+def vlm(request) -> vlmfast.VLM:
+    build = {"llava": tiny_models.build_llava, "llava_next": tiny_models.build_llava_next}
+    vlm = vlmfast.VLM(*build[request.param]())
+    torch.manual_seed(0)
+    config = vlm.adapter.sizes() | {"hidden": 16, "queries": QUERIES, "text": False}
+    vlm.adapter.modules["elastic", "auto"] = Elastic.build(config).eval()
+    return vlm
+
+
+def ask(vlm: vlmfast.VLM, recipe: str, pictures: int = 1) -> vlmfast.Answer:
+    images = [tiny_models.picture(64, 64, seed) for seed in range(pictures)]
+    return vlm.ask("what is here ?", images, recipe=recipe, max_new_tokens=4)
+
+
+@pytest.mark.parametrize("pictures", [1, 2])
+def test_through_the_engine(vlm: vlmfast.VLM, pictures: int) -> None:
+    full = ask(vlm, "none", pictures)
+    assert ask(vlm, "elastic:1", pictures).token_ids == full.token_ids
+    total = full.stats.visual_tokens_in
+    for branch in BRANCHES:
+        answer = ask(vlm, f"elastic:branch={branch}", pictures)
+        kept = answer.stats.visual_tokens_kept["elastic"]
+        assert (kept == 0) == (branch == "text")
+        assert kept < total and len(answer.token_ids) == 4
+    for share in (0.1, 0.3):
+        mean = ask(vlm, f"downsample:{share},positions=keep", pictures)
+        for branch in ("pool", "conv"):
+            pooled = ask(vlm, f"elastic:{share},branch={branch}", pictures)
+            assert pooled.token_ids == mean.token_ids
+            assert pooled.stats.equivalent_tokens == mean.stats.equivalent_tokens
+    for mode in ("weighted", "concat"):
+        for repair in ("true", "false"):
+            ask(vlm, f"elastic:0.3,mode={mode},repair={repair},positions=compact", pictures)
+
+
+def test_weights_of_this_model_are_needed() -> None:
+    vlm = vlmfast.VLM(*tiny_models.build_llava())
+    with pytest.raises(RecipeError, match=r"vlmfast train elastic"):
+        ask(vlm, "elastic")
+
+
+# --- as it is shipped ----------------------------------------------------------------------------
+
+
+def test_shipped_weights_beat_pooling(tiny: vlmfast.VLM) -> None:
+    folder = SHIPPED / "tiny-elastic"
+    assert sum(file.stat().st_size for file in folder.iterdir()) < 2_000_000
+    right = {"elastic": 0, "downsample": 0}
+    asked = 0
+    for seed in range(EVAL_SEED_START + 70, EVAL_SEED_START + 73):
+        for scene in (image_example(seed), video_example(seed)):
+            still = hasattr(scene, "image")
+            media = {"images": scene.image} if still else {"video": scene.frames, "num_frames": 4}
+            for qa in scene.qa[:4]:
+                asked += 1
+                for name in right:
+                    recipe = f"{name}:budget=0.05,positions=keep"
+                    answer = tiny.ask(qa.question, **media, recipe=recipe, max_new_tokens=8)
+                    right[name] += answer.text.strip() == qa.answer
+    assert asked == 19, right
+    assert right["elastic"] >= 0.75 * asked, right
+    assert right["elastic"] >= right["downsample"] + 4, right
