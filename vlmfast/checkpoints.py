@@ -46,7 +46,7 @@ def save_weights(
     training : dict
         How the weights came about, for the reader.
     """
-    from safetensors.torch import save_file
+    from safetensors.torch import save
 
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -58,7 +58,7 @@ def save_weights(
         {"stage": name, "config": config, "signature": signature, "training": training}, indent=2
     )
     draft = folder / f"{WEIGHTS}.tmp"
-    save_file({key: value.contiguous() for key, value in state.items()}, draft)
+    draft.write_bytes(save({key: value.contiguous() for key, value in state.items()}))
     os.replace(draft, folder / WEIGHTS)
     draft = folder / f"{CONFIG}.tmp"
     draft.write_text(text + "\n", encoding="utf-8")

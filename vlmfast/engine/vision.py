@@ -85,7 +85,8 @@ def encode(
                 f"vision layer {layer} was asked for, the tower has {len(blocks)} layers"
             )
     wants_cls = any(stage.wants_cls for stage in outside)
-    with active(step), _between_blocks(adapter, inside, step), _cls(adapter, wants_cls) as cls:
+    views = items[-1].views[1] if wants_cls else 0
+    with active(step), _between_blocks(adapter, inside, step), _cls(adapter, views) as cls:
         encoded = adapter.encode(tensors, step)
     vision = replace(encoded.stats, cls=cls[0] if cls else None)
     features = torch.cat(encoded.features)
@@ -111,17 +112,20 @@ def encode(
 
 
 @contextmanager
-def _cls(adapter: Adapter, wanted: bool) -> Iterator[list[Tensor]]:
-    """Collects the projected CLS token of every view, (V, D), which the family may cut off."""
+def _cls(adapter: Adapter, views: int) -> Iterator[list[Tensor]]:
+    """Collects the projected CLS token of the first ``views`` rows, which the family may cut off.
+
+    One tensor (V, D), or nothing where no view is wanted.
+    """
     found: list[Tensor] = []
-    if not wanted:
+    if not views:
         yield found
         return
 
     def hook(module: nn.Module, args: tuple, output: Tensor | tuple) -> None:
         hidden = output[0] if isinstance(output, tuple) else output
         # The projector's own hooks are for what the family sends through it.
-        found.append(adapter.projector().forward(hidden[:, :1])[:, 0])
+        found.append(adapter.projector().forward(hidden[:views, :1])[:, 0])
 
     handle = adapter.vision_blocks()[adapter.feature_block()].register_forward_hook(hook)
     try:

@@ -215,15 +215,17 @@ def _with_weights(vlm: VLM, recipes: list[Recipe], lenient: bool) -> list[Recipe
 def _down_to_the_floor(vlm: VLM, recipes: list[Recipe]) -> list[Recipe]:
     """The recipes without those that only repeat what a method does at its floor.
 
-    All budgets of a method below its floor give the same tokens; the first of them is run.
+    All budgets below the floor of a method inside the language model give the same tokens; the
+    first of them is run. (What merges in the tower may go lower on some pictures than on others.)
     """
     from .runner import with_budget
 
     left: list[Recipe] = []
     at_floor: dict[Recipe, Recipe] = {}
     for recipe in recipes:
-        budget = getattr(recipe[0], "budget", None)
-        if len(recipe) == 1 and budget is not None and budget < recipe[0].floor(vlm.adapter.depth):
+        stage, budget = recipe[0], getattr(recipe[0], "budget", None)
+        inside = len(recipe) == 1 and stage.protocol == "prefill"
+        if inside and budget is not None and budget < stage.floor(vlm.adapter.depth):
             first = at_floor.setdefault(with_budget(recipe, None), recipe)
             if first != recipe:
                 print(f"left out: {recipe} gives what {first} gives, the floor", file=sys.stderr)

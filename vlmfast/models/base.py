@@ -223,7 +223,7 @@ class Adapter:
         RecipeError
             When CLS rows were asked of a tower without a CLS token.
         """
-        rows = {}
+        rows, views = {}, step.items[-1].views[1]  # a stage may have put more rows behind them
         for layer, stats in step.stats.items():
             has_cls = stats.shape[-1] == patches + 1
             if step.requests[layer].rows == "cls" and not has_cls:
@@ -231,8 +231,8 @@ class Adapter:
                     "this recipe ranks visual tokens by the attention of a CLS token, "
                     f"and the vision tower of {self.config.model_type} has none"
                 )
-            rows[layer] = stats[:, :, 0, -patches:]
-        keys = {layer: of[:, -patches:] for layer, of in step.keys.items()}
+            rows[layer] = stats[:views, :, 0, -patches:]
+        keys = {layer: of[:views, -patches:] for layer, of in step.keys.items()}
         return VisionStats(step.items, rows, keys)
 
     def view_layout(
