@@ -41,6 +41,7 @@ format: $(READY) ## Apply both
 bench: $(READY)  ## Time against Hugging Face generate; writes benchmarks/results
 	$(BIN)/python benchmarks/import_time.py
 	$(BIN)/python benchmarks/ask.py
+	$(BIN)/python benchmarks/reduce.py
 
 clean:           ## Remove environments and caches
 	rm -rf $(VENV) $(FLOOR) .pytest_cache .ruff_cache .hypothesis build dist

@@ -112,11 +112,11 @@ def test_methods_without_weights_for_the_model_are_left_out_of_all(capsys):
         adapter = Adapter()
 
     hired, trained = Recipe.parse("hired"), Recipe.parse("elastic")
-    left = commands._with_weights(Model(), [hired, trained, trained], lenient=True)
+    left = commands._with_weights(Model(), [hired, trained, trained], [hired])
     assert left == [hired]
     assert capsys.readouterr().err == "left out: elastic: there are no weights\n"
     with pytest.raises(RecipeError, match="no weights"):
-        commands._with_weights(Model(), [hired, trained], lenient=False)
+        commands._with_weights(Model(), [hired, trained], [trained])
 
 
 def test_a_budget_needs_something_to_set(monkeypatch):

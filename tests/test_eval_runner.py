@@ -396,7 +396,7 @@ def test_method_of():
 
 
 def test_with_budget():
-    assert str(with_budget(Recipe.parse("hired:alpha=0.1"), 0.2)) == "hired:alpha=0.1,budget=0.2"
+    assert str(with_budget(Recipe.parse("hired:alpha=0.1"), 0.2)) == "hired:budget=0.2,alpha=0.1"
     with pytest.raises(VLMFastError, match="out of range"):
         with_budget(Recipe.parse("hired"), 1.5)
 

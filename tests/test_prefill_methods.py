@@ -17,6 +17,8 @@ from torch import Tensor
 from reference import answer_logits, dense_logits
 from tiny_models import build_llava, build_llava_next, picture
 from vlmfast import VLM
+from vlmfast.compressors.atp import ATP
+from vlmfast.compressors.atp.module import Module
 from vlmfast.compressors.fastv import FastV
 from vlmfast.compressors.mustdrop import MustDrop
 from vlmfast.compressors.pyramiddrop import PyramidDrop
@@ -60,16 +62,19 @@ def by_hand(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Which rows are alive at each layer (S,), and their rotary ids.
 
-    ``drop(layer, before, ahead, rows)`` returns the rows that are left; ``before`` is the attention
-    map (H, S, S) of the layer before, ``ahead()`` that which the layer would have on ``rows``.
+    ``drop(layer, before, ahead, rows)`` returns the rows that are left; ``before`` holds the
+    attention map (H, S, S) of the layer before, and its logits without mask and softmax;
+    ``ahead()`` those which the layer would have on ``rows``.
     """
     decoder, n = vlm.model.get_decoder(), embeds.shape[0]
     rows, causal = torch.ones(n, dtype=torch.bool), torch.ones(n, n, dtype=torch.bool).tril()
     ids, hidden, before = torch.arange(n), embeds[None], None
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
     alive, position = [], []
     decoder.config._attn_implementation = "eager"
 
-    def attend(layer) -> Tensor:
+    def attend(layer) -> tuple[tuple[Tensor, Tensor], Tensor]:
         visible = (causal & rows[None]) | torch.eye(n, dtype=torch.bool)
         mask = torch.zeros(n, n).masked_fill(~visible, -torch.inf)[None, None]
         tables = decoder.rotary_emb(hidden, ids[None])
@@ -77,10 +82,18 @@ def by_hand(
         _, weights = layer.self_attn(
             normed, attention_mask=mask, position_embeddings=tables, position_ids=ids[None]
         )
+        attention = layer.self_attn
+        query, key = (
+            proj(normed).unflatten(-1, (-1, attention.head_dim)).transpose(1, 2)
+            for proj in (attention.q_proj, attention.k_proj)
+        )
+        query, key = apply_rotary_pos_emb(query, key, *tables)
+        key = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
+        logits = (query @ key.transpose(-1, -2))[0] * attention.head_dim**-0.5
         following = layer(
             hidden, attention_mask=mask, position_embeddings=tables, position_ids=ids[None]
         )
-        return weights[0], following
+        return (weights[0], logits), following
 
     try:
         for index, layer in enumerate(decoder.layers):
@@ -109,7 +122,7 @@ def fastv_rule(visual: Tensor, protected: Tensor) -> Callable:
     def drop(layer, before, ahead, rows):
         if layer != 2:
             return rows
-        return top(rows, visual, before[:, -1].mean(0), round(int(visual.sum()) * 0.4))
+        return top(rows, visual, before[0][:, -1].mean(0), round(int(visual.sum()) * 0.4))
 
     return drop
 
@@ -119,7 +132,7 @@ def pyramid_rule(rule: str) -> Callable:
         def drop(layer, before, ahead, rows):
             if layer not in (2, 4, 6):
                 return rows
-            score = (ahead() if rule == "next" else before)[:, -1].mean(0)
+            score = (ahead() if rule == "next" else before)[0][:, -1].mean(0)
             return top(rows, visual, score, int(int(visual.sum()) * 0.6 ** (layer // 2)))
 
         return drop
@@ -131,13 +144,53 @@ def mustdrop_rule(visual: Tensor, protected: Tensor) -> Callable:
     def drop(layer, before, ahead, rows):
         if layer not in (1, 3):
             return rows
-        text = before[:, int(visual.nonzero().max()) + 1 :].mean(0)
+        text = before[0][:, int(visual.nonzero().max()) + 1 :].mean(0)
         inside = rows & visual
         total = text.sum(0)
         low = (total < 0.05 * total[inside].sum()) & (text.amax(0) < 0.3)
         return rows & ~(inside & low & ~protected)
 
     return drop
+
+
+def trained_atp(vlm: VLM) -> Module:
+    """A module as after a training: every number somewhere else than at its start."""
+    module = Module((2, 4), vlm.adapter.sizes()["heads"], learned=True)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for weight in module.parameters():
+            weight.copy_(0.3 * torch.randn(weight.shape, generator=generator))
+        for point in module.points.values():
+            point.theta_r.bias.fill_(0.0)
+    return module.eval().requires_grad_(False)
+
+
+def atp_rule(vlm: VLM) -> Callable:
+    """Equations of ATP, in the words of its docstring, on full maps."""
+    module = trained_atp(vlm)
+
+    def make(visual: Tensor, protected: Tensor) -> Callable:
+        def drop(layer, before, ahead, rows):
+            if layer not in (2, 4):
+                return rows
+            p = module.points[str(layer)]
+            inside = (rows & visual).nonzero().flatten()
+            attention, logits = before
+            a = attention[:, int(visual.nonzero().max()) + 1 :][..., inside].mean(1)
+            a = (p.cross_heads.softmax(0)[:, None] * a).sum(0)
+            g = logits[:, inside][..., inside].mean(1)
+            g = (p.self_heads[:, None] * g).sum(0)
+            levels = torch.stack([g - g.mean(), (len(inside) * a).log()])
+            both = torch.sigmoid(p.slope[:, None] * levels + p.offset[:, None])
+            z = p.hidden(both.mean(1))
+            kept = both.mean(0) > p.theta_r(z).sigmoid()
+            left = rows.clone()
+            left[inside] = kept
+            return left
+
+        return drop
+
+    return make
 
 
 METHODS = {
@@ -150,6 +203,7 @@ METHODS = {
         MustDrop(window=1, layers=(1, 3), global_thr=0.05, individual_thr=0.3),
         mustdrop_rule,
     ),
+    "atp": (ATP((2, 4), grids=0), None),
 }
 
 
@@ -160,6 +214,9 @@ def test_a_prefill_method_equals_a_dense_reference_by_hand(vlm, method, pictures
     images = [picture(seed=i) for i in range(pictures)]
     tensors = vlm.inputs("what is here ?", images)
     sizes = [(p.height, p.width) for p in images]
+    if stage.trained:
+        vlm.adapter.modules[stage.name, stage.weights] = trained_atp(vlm)
+        rule = atp_rule(vlm)
     run = Run(vlm.adapter, Inputs(tensors, sizes, "q"), Recipe((stage,)), time.perf_counter())
     got = answer_logits(vlm, run, TOKENS)
 

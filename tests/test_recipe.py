@@ -217,3 +217,14 @@ def test_what_is_no_recipe(bad: Any) -> None:
 def test_errors_are_value_errors() -> None:
     with pytest.raises(ValueError, match="hirde"):
         Recipe.parse("hirde")
+
+
+@pytest.mark.parametrize("path", ["runs/one+two", "a,b", " left"])
+def test_texts_that_cannot_stand_in_a_recipe(path):
+    from vlmfast.compressors.pvc import PVC
+
+    with pytest.raises(RecipeError, match="cannot stand in a recipe"):
+        PVC(weights=path)
+    assert Recipe.parse(str(PVC(weights="runs/1e+5".replace("+", "")))) == Recipe(
+        (PVC(weights="runs/1e5"),)
+    )

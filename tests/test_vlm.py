@@ -179,6 +179,61 @@ BAD_CALLS = {
         RecipeError,
         "rate=0",
     ),
+    "layers beyond the depth": (
+        lambda v: v.ask("what ?", picture(), recipe="pyramiddrop:layers=2/9"),
+        RecipeError,
+        "stay below 4",
+    ),
+    "layers that descend": (
+        lambda v: v.ask("what ?", picture(), recipe="pyramiddrop:layers=3/2"),
+        RecipeError,
+        "ascend",
+    ),
+    "a layer twice": (
+        lambda v: v.ask("what ?", picture(), recipe="pyramiddrop:layers=2/2"),
+        RecipeError,
+        "ascend",
+    ),
+    "ratios that grow": (
+        lambda v: v.ask("what ?", picture(), recipe="pyramiddrop:layers=1/2,ratios=0.3/0.5"),
+        RecipeError,
+        "must not grow",
+    ),
+    "k beyond the depth": (
+        lambda v: v.ask("what ?", picture(), recipe="fastv:k=4"),
+        RecipeError,
+        "below the model's 4 layers",
+    ),
+    "a filter beyond the depth": (
+        lambda v: v.ask("what ?", picture(), recipe="mustdrop:layers=1/4"),
+        RecipeError,
+        "stay below 4",
+    ),
+    "a budget that leaves nothing": (
+        lambda v: v.ask("what ?", picture(), recipe="random:budget=0.001"),
+        RecipeError,
+        "budget=0.001 leaves no token",
+    ),
+    "a method twice": (
+        lambda v: v.ask("what ?", picture(), recipe="random+random:0.1"),
+        RecipeError,
+        "random stands twice",
+    ),
+    "two stages in the tower": (
+        lambda v: v.ask("what ?", picture(), recipe="mustdrop+pvc"),
+        RecipeError,
+        "mustdrop and pvc",
+    ),
+    "trained, without weights": (
+        lambda v: v.ask("what ?", picture(), recipe="atp"),
+        RecipeError,
+        "no weights for this",
+    ),
+    "trained, weights that are not there": (
+        lambda v: v.ask("what ?", picture(), recipe="elastic:weights=nowhere"),
+        RecipeError,
+        "nowhere",
+    ),
     "a recipe of another kind": (
         lambda v: v.ask("what ?", picture(), recipe=3),
         RecipeError,

@@ -82,6 +82,8 @@ def load_weights(stage: Stage, sizes: dict[str, Any], signature: list[float]) ->
     train = f"train them with `vlmfast train {stage.name} --model ...` and give weights=DIR"
     if stage.weights != "auto":
         folder = Path(stage.weights)
+        if not (folder / CONFIG).exists() and (folder / "weights" / CONFIG).exists():
+            folder = folder / "weights"  # the folder of the whole training
         about = _read(folder, stage.name)
         if not _belongs(about, sizes, signature):
             raise RecipeError(
@@ -106,6 +108,10 @@ def _read(folder: Path, name: str) -> dict[str, Any]:
         ) from error
     if not isinstance(about, dict) or about.get("stage") != name:
         raise RecipeError(f"{name}: weights={folder} holds no weights of {name}")
+    signature = about.get("signature")
+    numbers = isinstance(signature, list) and all(isinstance(x, int | float) for x in signature)
+    if not numbers or not isinstance(about.get("config"), dict):
+        raise RecipeError(f"{name}: {folder / CONFIG} lacks the config or the signature")
     return about
 
 
@@ -121,11 +127,17 @@ def _belongs(about: dict[str, Any], sizes: dict[str, Any], signature: list[float
 
 
 def _module(folder: Path, about: dict[str, Any]) -> nn.Module:
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    module = stage_class(about["stage"]).build(about["config"]).float()
     try:
+        module = stage_class(about["stage"]).build(about["config"]).float()
         module.load_state_dict(load_file(folder / WEIGHTS))
-    except (OSError, RuntimeError) as error:
-        raise RecipeError(f"{about['stage']}: {folder / WEIGHTS} does not fit: {error}") from error
+    except RecipeError:
+        raise
+    except (OSError, RuntimeError, SafetensorError, KeyError, TypeError, ValueError) as error:
+        raise RecipeError(
+            f"{about['stage']}: the weights in {folder} cannot be used: "
+            f"{type(error).__name__}: {error}"
+        ) from error
     return module.eval().requires_grad_(False)

@@ -134,6 +134,11 @@ class Stage:
             value, meta = getattr(self, f.name), f.metadata
             if value is None and f.default is None:
                 continue
+            if isinstance(value, str) and (set(value) & set("+,") or value != value.strip()):
+                raise RecipeError(
+                    f"{self.name}: {word_of(f)}={value!r} cannot stand in a recipe: no '+', no ',' "
+                    "and no blanks at the ends"
+                )
             values = value if isinstance(value, tuple) else (value,)
             if meta.get("choices"):
                 ok = all(v in meta["choices"] for v in values)
@@ -236,7 +241,8 @@ def _show(value: Any) -> str:
         return "true" if value else "false"
     if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
         return str(int(value))
-    return str(value).replace("e+", "e")  # '+' joins the words of a recipe
+    text = str(value)
+    return text.replace("e+", "e") if isinstance(value, float) else text  # '+' joins recipe words
 
 
 def _list(names: Iterable[str]) -> str:

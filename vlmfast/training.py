@@ -2,8 +2,8 @@
 
 A sample is a prompt with its answer. It goes through the engine as in an answer, with the stage at
 work and with gradients; the loss is the answer's, and what the method adds (`Training.loss`). Only
-the stage's own module learns. Everything in a step follows from the seed and the step's number, so
-a run that was killed goes on as if it had not been.
+the stage's own module learns. A step follows from the seed, the step's number and how far the
+training is; where that is counted in steps, a run that was killed goes on as if it had not been.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .compressors._training import Outcome, Training
-from .errors import VLMFastError
+from .errors import MediaError, VLMFastError
 from .stages import Stage, stage_class, stage_names
 
 if TYPE_CHECKING:
@@ -58,7 +59,11 @@ def trainable() -> list[str]:
 
 def training_class(name: str) -> type[Training]:
     """The training of a method: ``TRAINING`` in the module ``training`` of its package."""
-    return import_module(f"{stage_names()[name]}.training").TRAINING
+    module = f"{stage_names()[name]}.training"
+    try:
+        return import_module(module).TRAINING
+    except (ModuleNotFoundError, AttributeError) as error:
+        raise TrainingError(f"{name} cannot be trained: {module} has no TRAINING") from error
 
 
 def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
@@ -102,8 +107,13 @@ def _check(args: argparse.Namespace) -> None:
         raise TrainingError(f"--seed is {args.seed}; allowed are 0 to 255")
     if not 0 <= args.distill <= 1:
         raise TrainingError(f"--distill is {args.distill}; allowed is 0 to 1")
-    if not args.lr > 0:
-        raise TrainingError(f"--lr is {args.lr}; it must be above 0")
+    if not 0 < args.lr < math.inf:
+        raise TrainingError(f"--lr is {args.lr}; it must be a number above 0")
+    for key in ("minutes", "decay", "stop_after", "save_every"):
+        if not 0 <= getattr(args, key) < math.inf:
+            raise TrainingError(
+                f"--{key.replace('_', '-')} is {getattr(args, key)}; it must be a number from 0 on"
+            )
 
 
 # --- samples -------------------------------------------------------------------------------------
@@ -137,36 +147,53 @@ def conversations(
         entries = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise TrainingError(f"--data {path} cannot be read: {error}") from error
-    key = {"image": "image", "video": "video"}
+    kinds = list(dict.fromkeys(modalities))
     found: list[tuple[str, str, list[tuple[str, str]]]] = []
     for entry in entries if isinstance(entries, list) else []:
-        kind = next((m for m in modalities if isinstance(entry.get(key[m]), str)), None)
-        turns = entry.get("conversations", [])
+        if not isinstance(entry, dict):
+            continue
+        kind = next((m for m in kinds if isinstance(entry.get(m), str)), None)
+        turns = entry.get("conversations")
+        turns = turns if isinstance(turns, list) else []
         pairs = [
-            (a["value"].replace("<image>", "").replace("<video>", "").strip(), b["value"].strip())
+            (question, answer)
             for a, b in zip(turns[::2], turns[1::2], strict=False)
-            if a.get("from") == "human" and b.get("from") == "gpt"
+            if (question := _said(a, "human")) and (answer := _said(b, "gpt"))
         ]
         if kind is not None and pairs:
-            found.append((kind, entry[key[kind]], pairs))
+            found.append((kind, entry[kind], pairs))
     if not found:
         raise TrainingError(
-            f"--data {path} has no conversation about a {' or a '.join(modalities)}; it must be a "
+            f"--data {path} has no conversation about a {' or a '.join(kinds)}; it must be a "
             'list of {"image": file, "conversations": [{"from": "human", "value": ...}, '
             '{"from": "gpt", "value": ...}]}'
         )
 
-    def sample(number: int) -> Sample:
-        epoch, place = divmod(number, len(found))
+    @lru_cache(maxsize=1)
+    def shuffled(epoch: int) -> list[int]:
         order = list(range(len(found)))
         random.Random(f"epoch-{epoch}").shuffle(order)
-        kind, file, pairs = found[order[place]]
+        return order
+
+    def sample(number: int) -> Sample:
+        epoch, place = divmod(number, len(found))
+        kind, file, pairs = found[shuffled(epoch)[place]]
         question, answer = random.Random(f"turn-{number}").choice(pairs)
         where = str(Path(media) / file)
         shown = {"images": where} if kind == "image" else {"video": where, "num_frames": num_frames}
         return Sample(shown, question, answer)
 
     return sample
+
+
+def _said(turn: Any, who: str) -> str:
+    """What a turn of ``who`` says, without placeholders; nothing where it is no such turn."""
+    if not isinstance(turn, dict) or turn.get("from") != who:
+        return ""
+    text = turn.get("value")
+    if not isinstance(text, str):
+        return ""
+    return text.replace("<image>", "").replace("<video>", "").strip()
 
 
 def inputs_of(vlm: VLM, sample: Sample) -> Inputs:
@@ -201,8 +228,9 @@ def _answer_ids(vlm: VLM, prompt: str, answer: str) -> list[int]:
     asked = template(turn[:1], add_generation_prompt=True, tokenize=False)
     told = template(turn, tokenize=False)
     tail = told[len(asked) :] if told.startswith(asked) else f" {answer}"
-    if tokenizer.eos_token and tokenizer.eos_token not in tail:
-        tail += tokenizer.eos_token
+    if tokenizer.eos_token:
+        # Blanks around the end of a turn belong to the template; a model does not say them.
+        tail = tail.partition(tokenizer.eos_token)[0].rstrip() + tokenizer.eos_token
     before = tokenizer(prompt, add_special_tokens=False)["input_ids"]
     whole = tokenizer(prompt + tail, add_special_tokens=False)["input_ids"]
     if whole[: len(before)] != before:  # the tokenizer joins both over the border
@@ -266,9 +294,15 @@ class Trainer:
 
         _check(args)
         self.name, self.args, self.out = name, args, Path(args.out)
-        self.device = torch.device(args.device)
-        if self.device.type == "cuda" and not torch.cuda.is_available():
-            raise TrainingError("--device cuda was asked for, but torch sees no CUDA device")
+        try:
+            self.device = torch.empty(0, device=args.device).device
+        except (RuntimeError, AssertionError) as error:
+            reason = str(error).strip().partition("\n")[0]
+            raise TrainingError(f"--device {args.device} cannot be used: {reason}") from error
+        try:
+            self.out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise TrainingError(f"--out {self.out} cannot be written: {error}") from error
         self.vlm = VLM.from_pretrained(args.model, device=self.device, dtype=args.dtype)
         self.vlm.model.requires_grad_(False).eval()
         adapter = self.vlm.adapter
@@ -289,7 +323,6 @@ class Trainer:
         else:
             self.sample = drawn(modalities)
         self.step, self.elapsed, self.saved_at = 0, 0.0, 0.0
-        self.out.mkdir(parents=True, exist_ok=True)
         if self.checkpoint.exists() and not args.fresh:
             self.load()
 
@@ -306,17 +339,30 @@ class Trainer:
     def load(self) -> None:
         import torch
 
-        state = torch.load(self.checkpoint, map_location=self.device, weights_only=True)
-        for key, mine in (("name", self.name), ("seed", self.args.seed), ("config", self.config)):
-            if state[key] != mine:
+        try:
+            state = torch.load(self.checkpoint, map_location=self.device, weights_only=True)
+            written = state["settings"]
+        except Exception as error:  # whatever else may lie in a file
+            raise TrainingError(
+                f"{self.checkpoint} is no checkpoint of this training ({type(error).__name__}); "
+                "give another --out, or start anew with --fresh"
+            ) from error
+        for key, mine in self.settings().items():
+            if written.get(key) != mine:
                 raise TrainingError(
-                    f"{self.checkpoint} was written with {key}={state[key]}, not {mine}: "
+                    f"{self.checkpoint} was written with {key}={written.get(key)}, not {mine}: "
                     "repeat it, or start anew with --fresh"
                 )
         self.module.load_state_dict(state["module"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.step, self.elapsed = state["step"], state["elapsed"]
         self.saved_at = self.elapsed
+
+    def settings(self) -> dict[str, Any]:
+        """What must be the same when a run is taken up; plain values."""
+        fixed = ("model", "data", "seed", "batch", "lr", "decay", "distill", "dtype", "num_frames")
+        own = {key: getattr(self.args, key) for key in fixed} | self.training.about()
+        return json.loads(json.dumps({"name": self.name, **own, "config": self.config}))
 
     def save(self) -> None:
         """Write the checkpoint and the weights, each at one stroke."""
@@ -325,9 +371,7 @@ class Trainer:
         from .checkpoints import save_weights
 
         state = {
-            "name": self.name,
-            "seed": self.args.seed,
-            "config": self.config,
+            "settings": self.settings(),
             "step": self.step,
             "elapsed": self.elapsed,
             "module": self.module.state_dict(),
@@ -388,8 +432,14 @@ class Trainer:
         clock = time.monotonic()
         try:
             while self.progress < 1 and not stop:
+                if args.stop_after and self.step >= args.stop_after:
+                    break
                 for i in range(args.batch):
-                    loss, info = self.sample_loss(self.step * args.batch + i)
+                    try:
+                        loss, info = self.sample_loss(self.step * args.batch + i)
+                    except MediaError as error:  # one file of many
+                        self.write({"left_out": str(error)})
+                        continue
                     (loss / args.batch).backward()
                     for key, value in info.items():
                         pair = sums.setdefault(key, [0.0, 0.0])
@@ -410,14 +460,12 @@ class Trainer:
                     sums.clear()
                 if self.elapsed - self.saved_at > args.save_every:
                     self.save()
-                if args.stop_after and self.step >= args.stop_after:
-                    break
         finally:
             bar.close()
             signal.signal(signal.SIGTERM, old)
         self.save()
 
-    def write(self, line: dict[str, float]) -> None:
+    def write(self, line: dict[str, Any]) -> None:
         line = {"step": self.step, "minutes": round(self.elapsed / 60, 2), **line}
         with (self.out / "log.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")

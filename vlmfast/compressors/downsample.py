@@ -41,6 +41,8 @@ class Downsample(Reducer):
     ) -> VisualTokens:
         """One token per cell of each view of one picture."""
         patches = tokens.select(tokens.layout.patches)
+        if not len(patches):
+            return patches
         layout = patches.layout
         cells = grouped(layout, geometry, self.target(tokens))
 

@@ -100,7 +100,10 @@ def text_attention(
         )
         if request.received:
             visual = step.layout.visual.nonzero().flatten()
-            step.received[module.layer_idx] = received_logits(query[0], key[0], visual, scaling)
+            share = None if step.soft is None else step.soft[visual]
+            step.received[module.layer_idx] = received_logits(
+                query[0], key[0], visual, scaling, share
+            )
     if step.phase is Phase.PROBE:
         return torch.zeros_like(query).transpose(1, 2), None
     if step.mask_rule is not None:
@@ -220,7 +223,7 @@ def _query_rows(request: StatRequest, step: Step) -> Tensor | None:
     """Indices of the query rows that a request means; ``None`` for all."""
     n, device = len(step.layout) - step.answer, step.layout.device
     if request.rows == "columns":
-        return None
+        return None if step.answer == 0 else torch.arange(n, device=device)
     if request.rows == "text":
         visual = step.layout.visual.nonzero().flatten()
         start = int(visual[-1]) + 1 if len(visual) else 0
@@ -275,13 +278,20 @@ def attention_rows(
     return sum(parts[1:], parts[0])
 
 
-def received_logits(query: Tensor, key: Tensor, rows: Tensor, scaling: float | None) -> Tensor:
+def received_logits(
+    query: Tensor, key: Tensor, rows: Tensor, scaling: float | None, share: Tensor | None = None
+) -> Tensor:
     """Logits that each key receives, mean over the query rows ``rows`` (R,): (Hq, 1, T), float32.
 
-    A mean of products is the product with the mean, so that no map is needed.
+    A mean of products is the product with the mean, so that no map is needed. ``share`` (R,) says
+    how much of each row counts.
     """
     groups = query.shape[0] // key.shape[0]
-    mean = query.index_select(1, rows).float().mean(1, keepdim=True) * _scale(scaling, query)
+    queries = query.index_select(1, rows).float() * _scale(scaling, query)
+    if share is None:
+        mean = queries.mean(1, keepdim=True)
+    else:
+        mean = (queries * share[:, None]).sum(1, keepdim=True) / share.sum()
     keys = key.float().transpose(-1, -2)
     return (mean.unflatten(0, (-1, groups)) @ keys[:, None]).flatten(0, 1)
 

@@ -185,7 +185,8 @@ def prefill(
         mask_rule=adapter.mask_rule,
         notes=prompt.notes,
         trained=prompt.trained,
-        repair=any(stage.repair for stage in merging),
+        # Where nothing was merged there is no bias, and attention is the model's own.
+        repair=any(stage.repair for stage in merging) and bool((prompt.layout.weight != 1).any()),
         answer=prompt.answer,
     )
     if not bool(prompt.layout.visual.any()):

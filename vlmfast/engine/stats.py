@@ -30,8 +30,10 @@ class Stats:
     width d and FFN width m: ``4 n d^2 + 2 n^2 d + 3 n d m``. ``kv_bytes_full`` is what the cache
     would hold had nothing been dropped. ``ttft_s`` runs from RGB pictures in host memory to the
     first token on the host. ``time_reduce_s`` is the stages' own work, of which the part inside the
-    language model lies within ``time_prefill_s``. ``peak_memory_bytes`` is the peak of this answer
-    on a GPU, and of the whole process so far on a CPU.
+    vision tower lies within ``time_vision_s`` and that inside the language model within
+    ``time_prefill_s``; what more rows cost the tower's own blocks is not in it.
+    ``peak_memory_bytes`` is the peak of this answer on a GPU, and of the whole process so far on a
+    CPU.
     """
 
     visual_tokens_in: int = 0

@@ -24,7 +24,7 @@ from ..stages import (
     active,
     current_step,
 )
-from .stats import Stats, Trace
+from .stats import Stats, Trace, clock
 
 
 def merge_requests(
@@ -86,7 +86,7 @@ def encode(
             )
     wants_cls = any(stage.wants_cls for stage in outside)
     views = items[-1].views[1] if wants_cls else 0
-    with active(step), _between_blocks(adapter, inside, step), _cls(adapter, views) as cls:
+    with active(step), _between_blocks(adapter, inside, step, stats), _cls(adapter, views) as cls:
         encoded = adapter.encode(tensors, step)
     vision = replace(encoded.stats, cls=cls[0] if cls else None)
     features = torch.cat(encoded.features)
@@ -121,6 +121,11 @@ def _cls(adapter: Adapter, views: int) -> Iterator[list[Tensor]]:
     if not views:
         yield found
         return
+    if not isinstance(adapter.config.vision_feature_layer, int):
+        raise RecipeError(
+            "this recipe needs the projected CLS token, and the model projects several layers of "
+            "its vision tower at once"
+        )
 
     def hook(module: nn.Module, args: tuple, output: Tensor | tuple) -> None:
         hidden = output[0] if isinstance(output, tuple) else output
@@ -135,7 +140,9 @@ def _cls(adapter: Adapter, views: int) -> Iterator[list[Tensor]]:
 
 
 @contextmanager
-def _between_blocks(adapter: Adapter, stages: list[InEncoderStage], step: Step) -> Iterator[None]:
+def _between_blocks(
+    adapter: Adapter, stages: list[InEncoderStage], step: Step, stats: Stats
+) -> Iterator[None]:
     """Hooks that run ``stages`` before blocks, and undo merges in front of the projector.
 
     Merged rows are spread out to their places again there, so that the family's own packing (crops,
@@ -148,7 +155,9 @@ def _between_blocks(adapter: Adapter, stages: list[InEncoderStage], step: Step) 
         def hook(module: nn.Module, args: tuple, kwargs: dict):
             if current_step.get() is not step:  # somebody else's pass through the same tower
                 return None
+            start = clock(args[0].device)
             hidden, source = stage.on_block(step, index, args[0])
+            stats.time_reduce_s += clock(hidden.device) - start
             if source is not None:
                 step.merged = source if step.merged is None else source.gather(1, step.merged)
             return (hidden, *args[1:]), kwargs
@@ -158,8 +167,10 @@ def _between_blocks(adapter: Adapter, stages: list[InEncoderStage], step: Step) 
     def before_projector(module: nn.Module, args: tuple):
         if current_step.get() is not step:
             return None
+        start = clock(args[0].device)
         for stage in stages:
             args = (stage.on_output(step, args[0]), *args[1:])
+        stats.time_reduce_s += clock(args[0].device) - start
         if step.merged is None:
             return args
         # Strategy "default" has cut the CLS row off, which is row 0 before and after merging.

@@ -91,7 +91,9 @@ def run_eval(args: Namespace) -> int:
     check_device(args.device)
 
     vlm = _load(args.model, args.device)
-    recipes = _with_weights(vlm, recipes, lenient="all" in (args.recipe or ()))
+    words = [word for word in args.recipe or () if word != "all"]
+    asked = planned(words, budgets(args.budget), args.positions) if words else []
+    recipes = _with_weights(vlm, recipes, asked)
     recipes = _down_to_the_floor(vlm, recipes)
     weights = weights_sha256(vlm)
     reports = [_run_task(vlm, task, recipes, args, weights) for task in tasks]
@@ -187,13 +189,14 @@ def budgets(text: str | None) -> list[float]:
     return list(dict.fromkeys(values))
 
 
-def _with_weights(vlm: VLM, recipes: list[Recipe], lenient: bool) -> list[Recipe]:
+def _with_weights(vlm: VLM, recipes: list[Recipe], asked: list[Recipe]) -> list[Recipe]:
     """The recipes whose trained methods have weights for the model.
 
     Raises
     ------
     RecipeError
-        When one has none, unless ``lenient``: it is then left out, with a line on stderr.
+        When one of those that were ``asked`` for by name has none. Others, which came with
+        ``all``, are left out, with a line on stderr.
     """
     left, told = [], set()
     for recipe in recipes:
@@ -202,7 +205,7 @@ def _with_weights(vlm: VLM, recipes: list[Recipe], lenient: bool) -> list[Recipe
                 if stage.trained:
                     vlm.adapter.trained(stage)
         except RecipeError as error:
-            if not lenient:
+            if recipe in asked:
                 raise
             if str(error) not in told:
                 print(f"left out: {error}", file=sys.stderr)

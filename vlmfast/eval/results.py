@@ -25,8 +25,8 @@ SAMPLES, TIMINGS, META = "samples.jsonl", "timings.jsonl", "meta.json"
 
 # What must be equal for results to stand in one table, and what names one folder in it.
 _SHARED = ("schema", "task", "task_version", "weights_sha256", "seed", "generation")
-_OWN = ("recipe", "control")
-_NEEDED = (*_SHARED, *_OWN, "model", "method", "budget")
+_OWN = ("recipe", "control", "stage_weights")
+_NEEDED = (*_SHARED, "recipe", "control", "model", "method", "budget")
 _SYNC_S = 1.0
 
 

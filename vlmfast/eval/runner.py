@@ -96,6 +96,7 @@ def evaluate(
         "task_version": task.version,
         "model": model or _model_name(vlm),
         "weights_sha256": weights or weights_sha256(vlm),
+        "stage_weights": stage_weights(vlm, recipe),
         "recipe": str(recipe),
         "method": method,
         "budget": budget,
@@ -202,10 +203,17 @@ def _has(stage: Stage, name: str) -> bool:
 
 def weights_sha256(vlm: Any) -> str | None:
     """SHA-256 over name, type, shape and bytes of every weight; None without a model."""
-    if getattr(vlm, "model", None) is None:
-        return None
+    return None if getattr(vlm, "model", None) is None else _sha256(vlm.model)
+
+
+def stage_weights(vlm: Any, recipe: Recipe) -> dict[str, str] | None:
+    """SHA-256 of the weights of each trained stage; None where none is trained."""
+    return {s.name: _sha256(vlm.adapter.trained(s)) for s in recipe if s.trained} or None
+
+
+def _sha256(module: torch.nn.Module) -> str:
     digest = hashlib.sha256()
-    for name, tensor in sorted(vlm.model.state_dict().items()):
+    for name, tensor in sorted(module.state_dict().items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         flat = tensor.detach().cpu().contiguous().flatten()
         if flat.numel():

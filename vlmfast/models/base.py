@@ -120,7 +120,7 @@ class Adapter:
         """A few numbers by which weights that were trained for this very model know it again."""
         weight = next(p for p in reversed(list(self.projector().parameters())) if p.dim() == 2)
         weight = weight.detach().flatten()
-        index = torch.linspace(0, len(weight) - 1, 16, device=weight.device).long()
+        index = torch.arange(16, device=weight.device) * (len(weight) - 1) // 15
         return weight[index].float().tolist()
 
     def trained(self, stage: Stage) -> nn.Module:
@@ -133,9 +133,8 @@ class Adapter:
         """
         key = (stage.name, stage.weights)
         if key not in self.modules:
-            module = load_weights(stage, self.sizes(), self.signature())
-            self.modules[key] = module.to(self.device)
-        return self.modules[key]
+            self.modules[key] = load_weights(stage, self.sizes(), self.signature())
+        return self.modules[key].to(self.device)  # the model may have moved since
 
     # --- prompt --------------------------------------------------------------------------------
 

@@ -93,7 +93,7 @@ class Elastic(EncodeStage):
         self, tokens: VisualTokens, stats: VisionStats, request: EncodeRequest
     ) -> VisualTokens:
         """One decision for all pictures, then each picture by itself."""
-        if self.share == 1:
+        if self.share == 1 or not bool(tokens.layout.patches.any()):
             return tokens
         module = request.trained[self.name]
         if self.queries > module.queries:
@@ -133,6 +133,8 @@ class Elastic(EncodeStage):
         """One picture under the branch that was chosen, or under all of them."""
         module, notes = request.trained[self.name], request.notes[self.name]
         patches = tokens.select(tokens.layout.patches)
+        if not len(patches):
+            return patches
         key = (self.seed, int(tokens.layout.item[0]), len(tokens))
         counts = self.counts(len(tokens), module.queries)
         if self.mode == "weighted":

@@ -46,6 +46,8 @@ Different from the paper, or not said there, and why:
 - ``budget`` takes the nearest of what the weights were trained for: sides 2 and 4, views repeated
   1, 2 or 4 times, with a clip's crops or without. So counts are fixed; a picture's nearest point
   below 100 % is half. ``budget=1`` leaves the tokens as they are.
+- ``positions=keep`` is the default, which the weights are trained under; the paper numbers the
+  tokens that are left.
 - Four repeats cost a picture four times the work in the tower's last blocks.
 
 `published.read_config` reads the released model's configuration.

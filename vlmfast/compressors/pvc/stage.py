@@ -50,7 +50,7 @@ class PVC(Stage):
         "what is seen of a clip's frames: the base view alone, or all crops too",
         choices=("base", "all"),
     )
-    positions: str = positions_param("compact")
+    positions: str = positions_param("keep")
     repair: bool = repair_param()
     budget: float | None = budget_param()
     weights: str = weights_param()

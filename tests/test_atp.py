@@ -1,0 +1,519 @@
+"""ATP: its scores, thresholds and ranking, its losses, soft masks and drops through the engine."""
+
+from __future__ import annotations
+
+import argparse
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import tiny_models
+from helpers_layout import picture_arguments, prompt
+from vlmfast import VLM, Recipe, RecipeError
+from vlmfast.compressors._budget import equivalent
+from vlmfast.compressors._training import Outcome
+from vlmfast.compressors.atp import ATP
+from vlmfast.compressors.atp.module import (
+    Module,
+    Scores,
+    budget_counts,
+    cross_level,
+    hard_mask,
+    margin,
+    ranking,
+    self_level,
+    soft_mask,
+    spatial_score,
+)
+from vlmfast.compressors.atp.training import TRAINING, depth_term, target_term
+from vlmfast.layout import TokenLayout
+from vlmfast.stages import Phase, Step
+from vlmfast.training import Sample, inputs_of, run
+
+HEADS, DEPTH = 4, 8
+LAYERS = (1, 4, 6)  # what the default shares mean in eight layers
+
+
+def module(seed: int | None = 0, *, learned: bool = True, layers=LAYERS) -> Module:
+    """As if it had been trained: every weight away from where it starts; ``None``: untrained."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        built = ATP.build(
+            {
+                "layers": layers,
+                "heads": HEADS,
+                "head_weights": "learned" if learned else "mean",
+                "grids": 3,
+            }
+        )
+    if seed is not None:
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for weight in (p for p in built.parameters() if p.requires_grad):
+                weight += 0.3 * torch.randn(weight.shape, generator=generator)
+            for share, point in zip((0.4, 0.2, 0.1), built.points.values(), strict=False):
+                point.share.fill_(share)
+                point.theta_s.bias -= 2.2  # among the grids
+    return built.eval()
+
+
+def step_for(*pictures: dict, net: Module, seed: int = 0, text: int = 5) -> Step:
+    """A prompt behind layer 0: three text rows before each picture, ``text`` behind the last."""
+    visual = prompt(*pictures)[0].layout
+    n = int(visual.order[-1]) + 1 + text
+    words = torch.ones(n, dtype=torch.bool).index_fill(0, visual.order, False).nonzero().flatten()
+    layout = TokenLayout.cat([TokenLayout.text(words, words[None]), visual])
+    layout = layout.select(layout.order.argsort())
+    generator = torch.Generator().manual_seed(seed)
+    step = Step(Phase.PREFILL, depth=DEPTH, layout=layout, trained={"atp": net})
+    for layer in LAYERS:
+        logits = 2 * torch.randn(HEADS, text, n, generator=generator)
+        step.stats[layer - 1] = logits.softmax(-1)
+        step.received[layer - 1] = 2 * torch.randn(HEADS, 1, n, generator=generator)
+    return step
+
+
+# --- scores --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("side", [8, 24])
+def test_grids_of_a_whole_view(side: int) -> None:
+    layout = prompt({"tiles": (0, 0), "patches": (side, side)})[0].layout
+    score = spatial_score(layout, 3)
+    for stride, value in ((2, 0.25), (4, 0.8125), (8, 0.953125)):
+        assert int((score >= value).sum()) == (side // stride) ** 2
+    assert (score[score < 0.25] == 0).all()
+    assert not spatial_score(layout, 0).any()
+
+
+@given(arguments=picture_arguments(), grids=st.integers(1, 5))
+@settings(max_examples=30, deadline=None)
+def test_grids_are_nested_lattices_and_newlines_lie_on_none(arguments: dict, grids: int) -> None:
+    layout = prompt(arguments)[0].layout
+    score = spatial_score(layout, grids)
+    assert not score[~layout.patches].any()
+    inside = torch.ones_like(layout.patches)
+    for g in range(1, grids + 1):
+        on = score >= 1 - 3 / 4**g
+        assert (inside | ~on).all()
+        place = layout.grid[on][:, 1:]
+        assert len(place) == 0 or not ((place - place[0]) % 2**g).any()
+        inside = on
+
+
+def test_levels_are_in_nats_against_the_others() -> None:
+    whole = torch.ones(4)
+    share = torch.tensor([0.1, 0.2, 0.3, 0.05])
+    expected = torch.log(4 * share)
+    torch.testing.assert_close(cross_level(share, whole), expected)
+    assert cross_level(torch.tensor([0.0, 1.0]), torch.ones(2)).isfinite().all()
+    logits = torch.tensor([1.0, 2.0, 6.0, -1.0])
+    torch.testing.assert_close(self_level(logits + 7, whole), logits - 2)
+
+
+def test_a_token_that_is_hardly_there_does_not_count() -> None:
+    """Soft masks against the same tokens without those that they hide."""
+    soft = torch.tensor([1.0, 1e-9, 1.0, 1.0, 1e-9])
+    there = soft > 0.5
+    logits = torch.tensor([0.3, 2.0, -1.0, 0.8, 1.0])
+    hidden = (logits + soft.log()).softmax(0)
+    torch.testing.assert_close(
+        cross_level(hidden, soft)[there], cross_level(logits[there].softmax(0), torch.ones(3))
+    )
+    torch.testing.assert_close(
+        self_level(logits, soft)[there], self_level(logits[there], torch.ones(3))
+    )
+    # What is there of a token does not lower its own score: the attention holds it already.
+    half = torch.tensor([0.5, 1.0, 1.0])
+    level = cross_level((torch.zeros(3) + half.log()).softmax(0), half)
+    torch.testing.assert_close(level, torch.zeros(3))
+
+
+def test_the_score_on_a_worked_example() -> None:
+    """Untrained: plain means of heads, mean of both sigmoids, thresholds where they start."""
+    point = module(None).points["1"]
+    attention = torch.tensor([[0.1, 0.4], [0.3, 0.2], [0.1, 0.1], [0.1, 0.1]])
+    received = torch.tensor([[1.0, 3.0], [0.0, 0.0], [2.0, 0.0], [1.0, 1.0]])
+    scores = point(attention, received, torch.tensor([0.0, 0.25]), torch.ones(2))
+    own, cross = torch.tensor([0.0, 0.0]), (2 * torch.tensor([0.15, 0.2])).log()
+    torch.testing.assert_close(scores.red, (own.sigmoid() + cross.sigmoid()) / 2)
+    # The logistic of log(r) is r / (1 + r).
+    torch.testing.assert_close(scores.red, 0.25 + torch.tensor([0.3 / 1.3, 0.4 / 1.4]) / 2)
+    assert [scores.theta_r.item(), scores.theta_s.item()] == pytest.approx([0.5, 0.9])
+
+
+@given(seed=st.integers(0, 99), n=st.integers(1, 40), scale=st.floats(0, 30))
+@settings(max_examples=30, deadline=None)
+def test_scores_and_thresholds_are_in_range(seed: int, n: int, scale: float) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits = scale * torch.randn(2, HEADS, n, generator=generator)
+    spatial = torch.rand(n, generator=generator)
+    scores = module(seed).points["4"](logits[0].softmax(-1), logits[1], spatial, torch.ones(n))
+    for value in (scores.red, scores.theta_r, scores.theta_s):
+        assert ((value >= 0) & (value <= 1)).all()
+    for temperature in (0.1, 10.0, 1000.0):
+        soft = soft_mask(scores, temperature)
+        assert ((soft > 0) & (soft <= 1)).all() and soft.log().isfinite().all()
+
+
+def test_thresholds_depend_on_the_input() -> None:
+    """On the means of both scores, so that how much is kept is the input's own."""
+    point, generator = module(3).points["1"], torch.Generator().manual_seed(0)
+    uniform, flat = torch.full((HEADS, 30), 1 / 30), torch.zeros(HEADS, 30)
+    peaked = (5 * torch.randn(HEADS, 30, generator=generator)).softmax(-1)
+    spatial, soft = torch.zeros(30), torch.ones(30)
+    a, b = (point(x, flat, spatial, soft) for x in (uniform, peaked))
+    assert abs((a.theta_r - b.theta_r).item()) > 1e-3
+    assert abs((a.theta_s - b.theta_s).item()) > 1e-3
+
+
+# --- masks ---------------------------------------------------------------------------------------
+
+
+@st.composite
+def scores(draw: st.DrawFn) -> Scores:
+    n = draw(st.integers(1, 30))
+    red = draw(st.lists(st.integers(0, 64), min_size=n, max_size=n))
+    spatial = draw(st.lists(st.sampled_from([0.0, 0.25, 0.8125]), min_size=n, max_size=n))
+    # Scores on a lattice and thresholds off it: no token lies on its threshold.
+    thetas = (torch.tensor((2 * draw(st.integers(0, 63)) + 1) / 128) for _ in range(2))
+    return Scores(torch.tensor(red) / 64, torch.tensor(spatial), *thetas)
+
+
+@given(scores=scores())
+@settings(max_examples=50, deadline=None)
+def test_soft_masks_harden(scores: Scores) -> None:
+    hard = hard_mask(scores)
+    off = [(soft_mask(scores, t) - hard.float()).abs().max() for t in (10.0, 100.0, 5000.0)]
+    assert off[0] >= off[1] >= off[2] and off[2] < 1e-3
+    assert torch.equal(soft_mask(scores, 10.0) > 0.5, hard)
+
+
+@given(scores=scores(), shift=st.integers(0, 64))
+@settings(max_examples=50, deadline=None)
+def test_the_margin_is_how_far_the_thresholds_may_rise(scores: Scores, shift: int) -> None:
+    rise = shift / 64
+    risen = Scores(scores.red, scores.spatial, scores.theta_r + rise, scores.theta_s + rise)
+    assert torch.equal(margin(scores) > rise, hard_mask(risen))
+    place = ranking(scores)
+    assert place.sort().values.tolist() == list(range(len(place)))
+    kept = hard_mask(risen)
+    assert torch.equal(place < int(kept.sum()), kept)  # the same set as the best so many
+
+
+def test_ties_of_the_ranking() -> None:
+    """Four on one grid: by their other score, then by index; then those on none."""
+    theta = torch.tensor(0.9)
+    spatial = torch.tensor([0.0, 0.8, 0.8, 0.8, 0.8, 0.0])
+    red = torch.tensor([0.1, 0.2, 0.4, 0.4, 0.3, 0.2])
+    assert ranking(Scores(red, spatial, theta, theta)).tolist() == [5, 3, 0, 1, 2, 4]
+
+
+# --- the stage -----------------------------------------------------------------------------------
+
+
+@given(
+    pictures=st.lists(picture_arguments((4, 4)), min_size=1, max_size=2),
+    budget=st.none() | st.floats(0.01, 0.99),
+    seed=st.integers(0, 20),
+)
+@settings(max_examples=30, deadline=None)
+def test_what_is_kept(pictures: list[dict], budget: float | None, seed: int) -> None:
+    stage, net = ATP(budget=budget), module(seed)
+    step = step_for(*pictures, net=net, seed=seed)
+    n, counts = int(step.layout.visual.sum()), []
+    for layer in stage.layers(DEPTH):
+        again = stage.keep(step, layer)
+        kept = stage.keep(step, layer)
+        if kept is None:
+            kept = torch.arange(len(step.layout))
+        else:
+            assert torch.equal(kept, again)
+            assert (kept[1:] > kept[:-1]).all()
+            gone = torch.ones(len(step.layout), dtype=torch.bool).index_fill(0, kept, False)
+            assert not (gone & ~step.layout.visual).any()
+        step.select(kept)
+        counts.append(int(step.layout.visual.sum()))
+    if budget is not None:
+        assert tuple(counts) == step.notes["atp"]["counts"]
+        cost, floor = equivalent(n, LAYERS, counts, DEPTH), equivalent(n, LAYERS, (1,) * 3, DEPTH)
+        assert abs(cost - max(budget * n, floor)) <= 1.5
+
+
+def test_budget_ranks_by_the_trained_thresholds() -> None:
+    """The budget that the thresholds would spend keeps what the thresholds keep."""
+    net = module(5, layers=(1,))
+    stage, step = ATP((1,)), step_for({"tiles": (2, 2), "patches": (6, 6)}, net=module(5))
+    step.trained["atp"] = net
+    kept = stage.keep(step, 1)
+    n, left = int(step.layout.visual.sum()), int(step.layout.visual[kept].sum())
+    assert 0 < left < n
+    same = ATP((1,), budget=equivalent(n, (1,), (left,), DEPTH) / n)
+    assert torch.equal(same.keep(step, 1), kept)
+
+
+@given(
+    n=st.integers(1, 3000),
+    budget=st.floats(0.01, 1),
+    shares=st.lists(st.floats(0, 1), min_size=3, max_size=3),
+)
+def test_budgets_follow_the_trained_shares(n: int, budget: float, shares: list[float]) -> None:
+    shares.sort(reverse=True)
+    counts = budget_counts(n, budget * n, (4, 14, 24), shares, 32)
+    assert list(counts) == sorted(counts, reverse=True) and counts[-1] >= 1
+    cost, floor = (equivalent(n, (4, 14, 24), c, 32) for c in (counts, (1, 1, 1)))
+    assert abs(cost - max(budget * n, floor)) <= 1.5
+    if budget == 1:
+        assert counts == (n, n, n)
+
+
+def test_the_trained_cost_gives_the_trained_shares() -> None:
+    shares, layers = (0.5, 0.25, 0.1), (4, 14, 24)
+    trained = equivalent(1000, layers, (500, 250, 100), 32)
+    assert budget_counts(1000, trained, layers, shares, 32) == (500, 250, 100)
+    # One common power of them: squares, where the budget asks for less.
+    less = equivalent(1000, layers, (250, 62, 10), 32)
+    assert budget_counts(1000, less, layers, shares, 32) == (250, 62, 10)
+    # Untrained, and where all was kept: the same count behind every drop.
+    assert len(set(budget_counts(1000, 400, layers, (1.0, 1.0, 1.0), 32))) == 1
+
+
+def test_newlines_are_judged_by_redundancy_alone() -> None:
+    net = module(None)
+    step = step_for({"tiles": (2, 2), "patches": (4, 4)}, net=net)
+    with torch.no_grad():
+        net.points["1"].theta_s.bias.fill_(-9.0)  # every grid passes
+    newline = step.layout.visual & ~step.layout.patches
+    step.stats[0][..., newline] = 1e-6
+    step.received[0][..., newline] = -50.0
+    kept = ATP().keep(step, 1)
+    assert newline.any() and not newline[kept].any()
+    step.received[0][..., newline] = 50.0
+    step.stats[0][..., newline] = 0.2
+    assert bool(newline[ATP().keep(step, 1)].sum() == newline.sum())
+
+
+def test_nothing_to_do() -> None:
+    net = module()
+    step = step_for({"tiles": (0, 0), "patches": (4, 4)}, net=net, text=0)
+    assert ATP().keep(step, 1) is None  # no text that looks
+    step = step_for({"tiles": (0, 0), "patches": (4, 4)}, net=net)
+    step.select((~step.layout.visual).nonzero().flatten())
+    assert ATP().keep(step, 1) is None  # no picture left
+
+
+@pytest.mark.parametrize(
+    ("word", "named"),
+    [
+        ("atp:0", "budget=0"),
+        ("atp:budget=nan", "budget=nan"),
+        ("atp:layers=0.5/0.25", "layers=0.5/0.25"),
+        ("atp:layers=2/2", "layers=2/2"),
+        ("atp:layers=0", "layers=0"),
+        ("atp:grids=-1", "grids=-1"),
+        ("atp:grids=1.5", "grids="),
+        ("atp:temperature=0", "temperature=0"),
+        ("atp:positions=free", "positions=free"),
+    ],
+)
+def test_bad_values_are_named(word: str, named: str) -> None:
+    with pytest.raises(RecipeError, match="atp") as caught:
+        Recipe.parse(word)
+    assert named in str(caught.value)
+
+
+def test_layers_that_the_weights_do_not_know() -> None:
+    step = step_for({"tiles": (0, 0), "patches": (4, 4)}, net=module(layers=(1, 6)))
+    with pytest.raises(RecipeError, match=r"atp: layers=.* after 1, 4, 6 of 8 .* after 1, 6$"):
+        ATP().keep(step, 1)
+    with pytest.raises(RecipeError, match="atp: layers"):
+        ATP((9,)).layers(DEPTH)
+
+
+def test_layers_of_any_depth() -> None:
+    stage = ATP()
+    assert stage.layers(32) == (4, 14, 24)  # the paper's
+    assert stage.layers(6) == (1, 3, 4)
+    assert stage.layers(3) == (1, 2)
+    assert stage.floor(32) == 1 / 8
+    assert Recipe.parse("atp:0.3").acting("prefill")[0] == ATP(budget=0.3)
+
+
+# --- through the engine --------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=["llava", "llava_next"])
+def vlm(request) -> VLM:
+    build = getattr(tiny_models, f"build_{request.param}")
+    built = VLM(*build(layers=DEPTH))
+    built.adapter.modules["atp", "auto"] = module(1)
+    return built
+
+
+def asked(vlm: VLM, recipe: str, **media):
+    media = media or {"images": tiny_models.picture(64, 64)}
+    return vlm.ask("what?", recipe=recipe, max_new_tokens=4, **media)
+
+
+@pytest.mark.parametrize("budget", [0.2, 0.5, 0.9])
+@pytest.mark.parametrize("positions", ["keep", "compact"])
+def test_budgets_are_met(vlm: VLM, budget: float, positions: str) -> None:
+    answer = asked(vlm, f"atp:{budget},positions={positions}")
+    n = answer.stats.visual_tokens_in
+    assert answer.stats.equivalent_tokens == pytest.approx(budget * n, abs=1.5)
+    assert 0 < answer.stats.visual_tokens_kept["atp"] < n
+
+
+def test_all_is_all(vlm: VLM) -> None:
+    assert asked(vlm, "atp:1").token_ids == asked(vlm, "none").token_ids
+    assert asked(vlm, "atp:1").stats.equivalent_tokens == asked(vlm, "none").stats.equivalent_tokens
+
+
+def test_own_thresholds_several_pictures_and_clips(vlm: VLM) -> None:
+    pictures = [tiny_models.picture(64, 48, seed=s) for s in range(2)]
+    for media in (
+        {"images": pictures},
+        {"video": [tiny_models.picture(64, 64, seed=s) for s in range(3)], "num_frames": 3},
+        {"images": tiny_models.picture(5, 5)},
+    ):
+        first, second = asked(vlm, "atp", **media), asked(vlm, "atp", **media)
+        assert first.token_ids == second.token_ids
+        assert torch.equal(first.trace.depth, second.trace.depth)
+        assert set(first.trace.depth.tolist()) <= {*LAYERS, DEPTH}
+        assert first.stats.visual_tokens_kept["atp"] < first.stats.visual_tokens_in
+    assert asked(vlm, "atp", images=None).stats.visual_tokens_in == 0
+
+
+def test_without_weights() -> None:
+    built = VLM(*tiny_models.build_llava(layers=4))
+    with pytest.raises(RecipeError, match="vlmfast train atp"):
+        asked(built, "atp")
+
+
+# --- training ------------------------------------------------------------------------------------
+
+
+def options(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    TRAINING.add_arguments(parser)
+    return parser.parse_args(words)
+
+
+SIZES = {"depth": 32, "heads": HEADS}
+
+
+def test_the_terms_of_the_loss_on_a_worked_example() -> None:
+    """The published layers, a half, a quarter and an eighth left."""
+    shares = {4: torch.tensor(0.5), 14: torch.tensor(0.25), 24: torch.tensor(0.125)}
+    # (4 * 0.5 + 14 * 0.25 + 24 * 0.125) / 32
+    assert float(depth_term(shares, 32)) == pytest.approx(8.5 / 32)
+    # 4 layers see all, 10 a half, 10 a quarter, 8 an eighth: 12.5 of 32.
+    assert float(target_term(shares, 32, 0.25)) == pytest.approx(12.5 / 32 - 0.25)
+    assert float(target_term(shares, 32, 0.5)) == pytest.approx(0.5 - 12.5 / 32)
+    training = TRAINING(options("--depth-weight", "0.5", "--target-weight", "2"), SIZES)
+    outcome = Outcome(ATP(), torch.tensor(3.0), {"shares": shares}, 1.0)
+    loss, info = training.loss(module(), [outcome], 0.0)
+    assert float(loss) == pytest.approx(3 + 0.5 * 8.5 / 32 + 2 * (12.5 / 32 - 0.25))
+    assert info["share_14"] == 0.25
+
+
+def test_what_the_training_stores_and_runs() -> None:
+    training = TRAINING(options("--heads", "mean", "--temperature", "5", "80"), SIZES)
+    assert training.config() == {"layers": [4, 14, 24], "head_weights": "mean", "grids": 3}
+    stages = [training.stages(random.Random(0), progress)[0] for progress in (0.0, 0.5, 1.0)]
+    assert [stage.temperature for stage in stages] == pytest.approx([5, 20, 80])
+    assert all(stage.layers(32) == (4, 14, 24) for stage in stages)
+    built = ATP.build(SIZES | training.config())
+    (group,) = training.groups(built, 0.1)
+    assert sum(p.numel() for p in group["params"]) < sum(p.numel() for p in built.parameters())
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (("--target", "0.125"), "--target is 0.125"),
+        (("--target", "1"), "--target is 1"),
+        (("--temperature", "0", "9"), "--temperature is 0"),
+        (("--layers", "0.5/x"), "layers="),
+        (("--layers", "40"), "layers=40"),
+        (("--grids", "9"), "grids=9"),
+    ],
+)
+def test_bad_options_are_named(words: tuple[str, ...], named: str) -> None:
+    with pytest.raises(RecipeError, match="atp") as caught:
+        TRAINING(options(*words), SIZES)
+    assert named in str(caught.value)
+
+
+def passed(vlm: VLM, stage: ATP, net: Module) -> tuple[Tensor, dict]:
+    """Logits of an answer's tokens, and what the stage left."""
+    vlm.adapter.modules["atp", "auto"] = net
+    sample = Sample({"images": tiny_models.picture(64, 64)}, "what?", "that")
+    logits, notes, _ = run(vlm, inputs_of(vlm, sample), stage)
+    return logits, notes
+
+
+@pytest.fixture(scope="module")
+def own() -> VLM:
+    """A model of its own: training puts other modules into it."""
+    built = VLM(*tiny_models.build_llava_next(layers=DEPTH))
+    built.model.requires_grad_(False)
+    return built
+
+
+@pytest.mark.parametrize("learned", [True, False])
+def test_gradients_reach_every_parameter(own: VLM, learned: bool) -> None:
+    net = module(2, learned=learned).train()
+    logits, notes = passed(own, ATP(), net)
+    for target in (logits.log_softmax(-1)[:, 7].sum(), depth_term(notes["shares"], DEPTH)):
+        wanted = {name: p for name, p in net.named_parameters() if p.requires_grad}
+        gradients = torch.autograd.grad(target, list(wanted.values()), retain_graph=True)
+        for name, gradient in zip(wanted, gradients, strict=True):
+            assert gradient.abs().max() > 0, name
+    frozen = {name for name, p in net.named_parameters() if not p.requires_grad}
+    assert bool(frozen) != learned and all("heads" in name for name in frozen)
+    shares = [share.item() for share in notes["shares"].values()]
+    remembered = [point.share.item() for point in net.points.values()]
+    before = [point.share.item() for point in module(2).points.values()]
+    expected = [0.99 * old + 0.01 * new for old, new in zip(before, shares, strict=True)]
+    assert remembered == pytest.approx(expected)
+    assert 1 > shares[0] > shares[1] > shares[2] > 0  # masks multiply
+
+
+def test_hard_soft_masks_are_drops(own: VLM) -> None:
+    """What is trained is what runs: a very steep mask gives the logits of the drop."""
+    stage, net = ATP((4,), temperature=1000.0), module(6, layers=(4,))
+    with torch.no_grad():
+        dropped, _ = passed(own, stage, net)
+        masked, _ = passed(own, stage, net.train())
+        gentle, _ = passed(own, ATP((4,), temperature=10.0), net)
+        full, _ = passed(own, ATP((4,), budget=1.0), net.eval())
+    torch.testing.assert_close(masked, dropped, atol=1e-3, rtol=0)
+    assert (full - dropped).abs().max() > 0.1
+    assert (gentle - dropped).abs().max() > 0.01
+
+
+def test_the_terms_pull_towards_the_target(own: VLM) -> None:
+    """The loss of the shares alone, by a few steps of gradient descent, meets a target."""
+    net = module(None).train()
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.1)
+    for _ in range(25):
+        _, notes = passed(own, ATP(), net)
+        loss = target_term(notes["shares"], DEPTH, 0.25)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert loss.item() < 0.02
+    first = passed(own, ATP(), module(None).train())[1]["shares"]
+    assert target_term(first, DEPTH, 0.25).item() > 0.05
+
+
+def test_the_module_is_built_from_sizes_and_what_the_training_stores(own: VLM) -> None:
+    sizes = own.adapter.sizes()
+    built = ATP.build(sizes | TRAINING(options(), sizes).config())
+    assert built.layers == ATP().layers(DEPTH) == LAYERS
+    assert sum(p.numel() for p in built.parameters()) < 1000
