@@ -63,7 +63,7 @@ def plot(rows: list[Row], file: Path) -> None:
     for axis in axes:
         handles, labels = axis.get_legend_handles_labels()
         named |= dict(zip(labels, handles, strict=True))
-    figure.legend(named.values(), named, loc="outside right center", frameon=False, fontsize=9)
+    figure.legend(named.values(), named, loc="outside right center", frameon=False, fontsize=8)
     figure.savefig(file)
 
 
@@ -112,6 +112,7 @@ def _line(
         label=method,
         color=grey or _COLORS[number % len(_COLORS)],
         marker=_MARKERS[number % len(_MARKERS)],
+        markerfacecolor="white" if "+" in method else None,  # stacks are hollow
         linestyle="--" if grey else ("-", (0, (5, 1, 1, 1)))[number // len(_COLORS) % 2],
         markersize=5,
         linewidth=1.6,
