@@ -34,7 +34,9 @@ def plot(rows: list[Row], file: Path) -> None:
 
     reducing = [row for row in rows if reduces(row)]
     methods = list(dict.fromkeys(row.run.meta["method"] for row in reducing))
-    shares = [100 * row.numbers["kept"] for row in reducing]
+    shares = [
+        100 * row.numbers[f"kept_{m}"] for row in reducing for m in MODALITIES if _accuracy(row, m)
+    ]
     panels = [m for m in MODALITIES if any(_accuracy(row, m) for row in rows)]
     # A figure of its own draws with Agg and leaves pyplot's state, and its back end, alone.
     figure = Figure(figsize=(4.4 * len(panels) + 2.6, 4.6), dpi=160, layout="constrained")
@@ -43,7 +45,7 @@ def plot(rows: list[Row], file: Path) -> None:
         _references(axis, rows, modality)
         for number, method in enumerate(methods):
             points = [
-                (100 * row.numbers["kept"], *accuracy)
+                (100 * row.numbers[f"kept_{modality}"], *accuracy)
                 for row in reducing
                 if row.run.meta["method"] == method and (accuracy := _accuracy(row, modality))
             ]
@@ -99,7 +101,7 @@ def _line(
         return
     x, mean, low, high = zip(*sorted(points), strict=True)
     # Methods stand at the same budgets: a small shift keeps their error bars apart.
-    shift = 1 + 0.012 * (number - (methods - 1) / 2)
+    shift = 1 + 0.05 * (number / max(methods - 1, 1) - 0.5)
     word = method.partition(":")[0]
     grey = _GREYS.get(word) if "+" not in method else None
     axis.errorbar(
@@ -125,6 +127,6 @@ def _ticks(shares: list[float]) -> list[float]:
     """The shares that were measured, those that lie close together as one."""
     ticks: list[float] = []
     for share in sorted(shares):
-        if not ticks or share > 1.18 * ticks[-1]:
+        if not ticks or share > 1.35 * ticks[-1]:
             ticks.append(share)
     return ticks

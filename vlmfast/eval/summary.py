@@ -78,6 +78,7 @@ def summarise(run: Results, full: Results | None = None) -> dict[str, Any]:
     numbers["equivalent_tokens"] = mean_tokens(run)
     for modality, part in parts.items():
         numbers[f"equivalent_tokens_{modality}"] = mean_tokens(part)
+        numbers[f"kept_{modality}"] = kept(part)
     numbers["visual_tokens_in"] = _mean(run, lambda s: s["visual_tokens_in"])
     numbers["kept"] = kept(run)
     for modality in MODALITIES:
