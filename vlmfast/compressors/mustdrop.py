@@ -67,6 +67,7 @@ from ..stages import (
     repair_param,
 )
 from ._budget import check_layers, drop_layers, solve_counts
+from ._part import Part
 from ._select import best
 from ._views import marked, of_patches, per_token, slots
 
@@ -273,25 +274,10 @@ class MustDrop(Stage):
 
 
 @dataclass(frozen=True)
-class Part(Stage):
-    """What the parts have in common: the word that they belong to."""
-
-    name: ClassVar[str] = MustDrop.name
-
-    of: MustDrop
-
-    @property
-    def positions(self) -> str:
-        return self.of.positions
-
-    @property
-    def repair(self) -> bool:
-        return self.of.repair
-
-
-@dataclass(frozen=True)
 class Merge(Part, InEncoderStage):
     """Part 1: similar windows become one token behind the first layer of the tower."""
+
+    name: ClassVar[str] = MustDrop.name
 
     def blocks(self, depth: int) -> tuple[int, ...]:
         return (1,)
@@ -327,6 +313,8 @@ class Merge(Part, InEncoderStage):
 class KeySet(Part, EncodeStage):
     """Between the parts: marks in ``layout.protected`` what no later part may drop."""
 
+    name: ClassVar[str] = MustDrop.name
+
     def vision_stats(self, depth: int) -> dict[int, StatRequest]:
         """The last layer, although its output goes nowhere."""
         return {depth - 1: StatRequest("cls")}
@@ -344,6 +332,8 @@ class KeySet(Part, EncodeStage):
 @dataclass(frozen=True)
 class Filter(Part, PrefillStage):
     """Part 2: drops what no text token looks at, outside the key set."""
+
+    name: ClassVar[str] = MustDrop.name
 
     def layers(self, depth: int) -> tuple[int, ...]:
         return self.of.filters(depth)

@@ -24,6 +24,7 @@ from ...stages import (
     repair_param,
     weights_param,
 )
+from .._part import Part
 from .._views import covering, merged
 from .module import ProgressiveEncoder, ranks, to_cells, to_patches
 from .plan import Cells, Choice, Plan, make_plan, nearest
@@ -98,12 +99,10 @@ class PVC(Stage):
 
 
 @dataclass(frozen=True)
-class Progress(InEncoderStage):
+class Progress(Part, InEncoderStage):
     """Part 1: frames know their past, and cells become tokens in front of the projector."""
 
     name: ClassVar[str] = PVC.name
-
-    of: PVC
 
     def blocks(self, depth: int) -> tuple[int, ...]:
         """All that may lie in front of LLaVA's feature layer, -2; the weights say which count."""
@@ -216,20 +215,10 @@ def members(
 
 
 @dataclass(frozen=True)
-class Compress(EncodeStage):
+class Compress(Part, EncodeStage):
     """Part 2: of all places that show the same token one is kept."""
 
     name: ClassVar[str] = PVC.name
-
-    of: PVC
-
-    @property
-    def positions(self) -> str:
-        return self.of.positions
-
-    @property
-    def repair(self) -> bool:
-        return self.of.repair
 
     def reduce(
         self, tokens: VisualTokens, stats: VisionStats, request: EncodeRequest
