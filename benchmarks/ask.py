@@ -410,6 +410,23 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
+def heading(script: str, arguments: list[str], args: argparse.Namespace) -> dict[str, Any]:
+    """What a result must say of how it came about."""
+    from vlmfast.env import environment
+
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(["python", f"benchmarks/{script}", *arguments]),
+        "environment": environment(),
+        "load_average": list(os.getloadavg()) if hasattr(os, "getloadavg") else None,
+        "device": args.device,
+        "dtype": args.dtype,
+        "repeats": args.repeats,
+        "tower": dict(zip(("layers", "width", "heads"), TOWERS[args.tower], strict=True)),
+        "layers": args.layers,
+    }
+
+
 def main(argv: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
     args = parse(arguments)
@@ -417,21 +434,7 @@ def main(argv: list[str] | None = None) -> int:
         args.model = args.models[0]
         worker(args)
         return 0
-    from vlmfast.env import environment
-
-    report: dict[str, Any] = {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", "benchmarks/ask.py", *arguments]),
-        "environment": environment(),
-        "load_average": list(os.getloadavg()) if hasattr(os, "getloadavg") else None,
-        "device": args.device,
-        "dtype": args.dtype,
-        "repeats": args.repeats,
-        "new_tokens": args.new_tokens,
-        "tower": dict(zip(("layers", "width", "heads"), TOWERS[args.tower], strict=True)),
-        "layers": args.layers,
-        "models": {},
-    }
+    report = heading("ask.py", arguments, args) | {"new_tokens": args.new_tokens, "models": {}}
     failed = False
     for model in args.models:
         if model == "tiny" and not (TINY / "model.safetensors").is_file():

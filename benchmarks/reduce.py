@@ -12,10 +12,7 @@ decides by its weights how much to keep is run at ``budget=0.22``.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import os
-import shlex
 import statistics
 import sys
 from dataclasses import replace
@@ -26,7 +23,6 @@ import ask
 import torch
 
 from vlmfast import VLM
-from vlmfast.env import environment
 from vlmfast.recipe import Recipe
 from vlmfast.stages import stage_class, stage_names
 from vlmfast.training import add_arguments, training_class
@@ -96,19 +92,7 @@ def main(argv: list[str] | None = None) -> int:
         for name, taken in samples.items()
     }
     print(table(rows))
-    report = {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", "benchmarks/reduce.py", *arguments]),
-        "environment": environment(),
-        "load_average": list(os.getloadavg()) if hasattr(os, "getloadavg") else None,
-        "device": args.device,
-        "dtype": args.dtype,
-        "repeats": args.repeats,
-        "tower": dict(zip(("layers", "width", "heads"), ask.TOWERS[args.tower], strict=True)),
-        "layers": args.layers,
-        "rows": rows,
-        "samples": samples,
-    }
+    report = ask.heading("reduce.py", arguments, args) | {"rows": rows, "samples": samples}
     out = args.out or ask.RESULTS / f"reduce-{args.device.partition(':')[0]}-{args.dtype}.json"
     out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     print(f"\nwritten: {out}", file=sys.stderr)

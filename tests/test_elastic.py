@@ -336,7 +336,7 @@ def test_what_the_weights_cannot_do_is_named() -> None:
 
 
 def test_recipes_round_trip() -> None:
-    for word in ("elastic", "elastic:0.1", "elastic:mode=concat,budget=0.2", "elastic:text=true"):
+    for word in ("elastic", "elastic:0.1", "elastic:budget=0.2,mode=concat", "elastic:text=true"):
         assert str(Recipe.parse(word)) == word
 
 

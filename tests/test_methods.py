@@ -46,7 +46,6 @@ def test_every_method_takes_every_medium(tiny, name) -> None:
 def test_budget_one_is_the_full_model(tiny, name) -> None:
     media = MEDIA["two pictures"]
     full = tiny.ask("what ?", **media, max_new_tokens=6)
-    # Merging windows of mustdrop is its own parameter; a budget of one leaves no room for it.
     same = tiny.ask("what ?", **media, recipe=budgeted(name, 1.0), max_new_tokens=6)
     assert same.token_ids == full.token_ids
     assert same.stats.equivalent_tokens == full.stats.equivalent_tokens
@@ -70,10 +69,6 @@ def test_every_method_is_deterministic(tiny, name) -> None:
     ]
     assert runs[0].token_ids == runs[1].token_ids
     assert torch.equal(runs[0].trace.depth, runs[1].trace.depth)
-    other = tiny.ask(
-        "what ?", picture(128, 128, seed=3), recipe=budgeted(name, 0.3), max_new_tokens=4
-    )
-    assert other.stats.visual_tokens_in == runs[0].stats.visual_tokens_in
 
 
 @pytest.mark.parametrize("name", [n for n in METHODS if stage_class(n).trained])
@@ -125,8 +120,8 @@ def test_stacks_cost_less_than_their_parts(tiny, recipe) -> None:
             assert whole.token_ids
 
 
-def test_the_test_can_fail(tiny) -> None:
-    """The control: another seed of `random` is another selection."""
+def test_another_seed_is_another_selection(tiny) -> None:
+    """The control of determinism."""
     depths = [
         tiny.ask("what ?", picture(128, 128), recipe=Random(seed=s), max_new_tokens=1).trace.depth
         for s in (0, 1)

@@ -310,7 +310,6 @@ class Trainer:
         self.config = adapter.sizes() | self.training.config()
         torch.manual_seed(args.seed)
         self.module: nn.Module = stage_class(name).build(self.config).float().to(self.device)
-        self.training.prepare(self.module, adapter)
         self.module.train()
         self.optimizer = torch.optim.AdamW(
             self.training.groups(self.module, args.lr), betas=(0.9, 0.95), weight_decay=args.decay

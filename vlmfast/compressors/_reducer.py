@@ -29,8 +29,8 @@ class Reducer(EncodeStage):
     budget: float | None = budget_param()
 
     @property
-    def share(self) -> float:
-        """Share of the tokens that stays."""
+    def share(self) -> float | None:
+        """Share of the tokens that stays; ``None`` where a method has other defaults."""
         return self.rate if self.budget is None else self.budget
 
     def target(self, tokens: VisualTokens) -> int:

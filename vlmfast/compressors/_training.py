@@ -59,15 +59,6 @@ class Training:
     def add_arguments(parser: argparse.ArgumentParser) -> None:
         """The method's own options."""
 
-    def prepare(self, module: nn.Module, adapter: Any) -> None:
-        """Start the module from the frozen model, where that helps.
-
-        Parameters
-        ----------
-        adapter : vlmfast.models.base.Adapter
-            Of the model, on its device and in its number format.
-        """
-
     def about(self) -> dict[str, Any]:
         """The method's own options, for the record beside the weights."""
         parser = argparse.ArgumentParser()

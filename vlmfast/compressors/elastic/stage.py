@@ -11,15 +11,14 @@ from ...errors import RecipeError
 from ...layout import VisualTokens
 from ...stages import (
     EncodeRequest,
-    EncodeStage,
     ItemGeometry,
     VisionStats,
-    budget_param,
     param,
     positions_param,
     repair_param,
     weights_param,
 )
+from .._reducer import Reducer
 from .._select import apportion, count
 from .module import BRANCHES, MODES, ElasticCompressor, summarise
 
@@ -27,12 +26,11 @@ _CHOICES = ("gate", *BRANCHES)
 
 
 @dataclass(frozen=True)
-class Elastic(EncodeStage):
+class Elastic(Reducer):
     """Prunes, pools, convolves or resamples a picture, as a gate decides from the question."""
 
     name: ClassVar[str] = "elastic"
     paper: ClassVar[str] = "SpecVLM, arXiv 2509.11815"
-    lead: ClassVar[str | None] = "rate"
     trained: ClassVar[bool] = True
 
     rate: float | None = param(
@@ -48,7 +46,6 @@ class Elastic(EncodeStage):
     seed: int = param(0, "another seed, another draw of random pruning", ge=0)
     positions: str = positions_param("keep")
     repair: bool = repair_param(False)
-    budget: float | None = budget_param()
     weights: str = weights_param()
 
     def __post_init__(self) -> None:
@@ -63,11 +60,6 @@ class Elastic(EncodeStage):
                 f"elastic: without the picture no share of it is left; {self._asked} cannot stand "
                 "beside text=true or branch=text"
             )
-
-    @property
-    def share(self) -> float | None:
-        """The share that every branch keeps, or ``None`` where each has its own."""
-        return self.rate if self.budget is None else self.budget
 
     @property
     def _asked(self) -> str:
