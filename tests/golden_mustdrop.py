@@ -1,7 +1,8 @@
-"""Replays the stored MustDrop cases: merging, key set and filter, alone and inside models."""
+"""Replays the stored MustDrop cases: merging, key set, filter and cache, alone and in models."""
 
 from __future__ import annotations
 
+import json
 import math
 from types import SimpleNamespace
 
@@ -23,6 +24,7 @@ from vlmfast.engine.attention import TEXT, VISION
 from vlmfast.engine.decode import Run
 from vlmfast.engine.prefill import Inputs, Prompt
 from vlmfast.engine.vision import representatives
+from vlmfast.kv import KV
 from vlmfast.layout import Kind, TokenLayout
 from vlmfast.models.base import Adapter
 from vlmfast.recipe import Recipe
@@ -89,7 +91,7 @@ def clip_case(data: dict, meta: dict) -> None:
     """A tower merged by the stage; then the key set."""
     hidden, blocks = data["embeddings_after_pre_layrnorm"], clip_blocks(data)
     views, side, depth = hidden.shape[0], math.isqrt(hidden.shape[1] - 1), len(blocks)
-    merge, key_set, _ = MustDrop(merge="call").expand()
+    merge, key_set, *_ = MustDrop(merge="call").expand()
     modules = {id(block.self_attn): index for index, block in enumerate(blocks)}
     step = Step(Phase.VISION, depth=depth, modules=modules, requests=key_set.vision_stats(depth))
     states = [hidden]
@@ -142,6 +144,35 @@ def filter_case(data: dict, meta: dict) -> None:
         assert torch.equal(dual_attention_rank(g, m, *thresholds) >= 1, kept)
 
 
+def slots(tokens: Tensor, keys: Tensor) -> KV:
+    """Slots of ``tokens`` (N,) of a prompt, with ``keys`` (H, N, D)."""
+    order = tokens.expand(len(keys), -1)
+    lengths = torch.full((len(keys),), len(tokens))
+    return KV(keys, keys, order, order, torch.ones_like(order, dtype=torch.bool), lengths)
+
+
+def cache_case(data: dict, meta: dict) -> None:
+    """What each layer keeps of its cache when the prompt is read."""
+    filters = json.loads(meta["pruning_layers"])
+    # Tokens of the prompt that each layer held: the stored indices count what the filter left.
+    held, tokens = [], torch.arange(int(data["layer_len_in"][0]))
+    for layer, length in enumerate(data["layer_len_in"].tolist()):
+        if layer - 1 in filters:
+            tokens = tokens[data[f"final_indices_{filters.index(layer - 1)}"]]
+        assert len(tokens) == length
+        held.append(tokens)
+    cache = [slots(tokens, torch.zeros(1, len(tokens), 8)) for tokens in held]
+    stage = MustDrop(layers=tuple(layer + 1 for layer in filters)).expand()[-1]
+    step = Step(Phase.PREFILL, depth=len(held), layout=TokenLayout.text(tokens, tokens[None]))
+    kept = stage.finish(step, cache)
+    assert [len(kv) for kv in kept] == data["layer_len_out"].tolist()
+    for layer, (before, after) in enumerate(zip(held, kept, strict=True)):
+        places = torch.isin(before, after.order[0]).nonzero().flatten()
+        assert torch.equal(before[places], after.order[0])
+        if f"kpos_l{layer}" in data:
+            assert torch.equal(places, data[f"kpos_l{layer}"])
+
+
 def image_rows(total: int, kept: Tensor, images: Tensor) -> tuple[int, int]:
     """First image row and number of image rows, from what was kept of ``total`` rows.
 
@@ -158,10 +189,9 @@ def image_rows(total: int, kept: Tensor, images: Tensor) -> tuple[int, int]:
 
 @torch.no_grad()
 def llm_case(data: dict, meta: dict) -> None:
-    """The engine itself on the stored weights: selections, hidden states, keys.
+    """The engine itself on the stored weights: selections, hidden states, keys that are left.
 
-    What the file says about the cache behind the prefill (rows of layers 2 to 14 that later layers
-    dropped, the decoded token) belongs to the method's cache part.
+    The decoded token of the file is left out: the authors rotate it by other ids than its layers'.
     """
     depth, heads = len(data["cache_lengths"]), data["cache_key_layer0"].shape[1]
     model = LlamaForCausalLM(
@@ -205,18 +235,27 @@ def llm_case(data: dict, meta: dict) -> None:
     hook.remove()
     torch.testing.assert_close(states[0], data["prefill_hidden"], **CLOSE)
 
-    alive = torch.arange(total)
+    alive, left_by = order, {}
     for stage, layer in enumerate(layers):
         gone = start + (run.trace.depth <= layer + 1).nonzero().flatten()
         left = alive[~torch.isin(alive, gone)]
         stored = data[f"kept_seq_index_stage{stage}"]  # of the rows that entered the stage
         assert torch.equal(torch.isin(alive, left).nonzero().flatten(), stored)
-        alive = left
-    held = run.cache.lengths()
+        alive = left_by[layer] = left
+    held = [
+        next((left_by[at] for at in reversed(layers) if at < layer), order)
+        for layer in range(depth)
+    ]
+    assert run.cache.lengths() == [len(tokens) for tokens in held]
+    cache = [
+        slots(tokens, run.cache.layers[layer].keys[0, :, : len(tokens)])
+        for layer, tokens in enumerate(held)
+    ]
+    step = Step(Phase.PREFILL, depth=depth, layout=layout.select(alive))
+    kept = whole.expand()[3].finish(step, cache)
+    assert [len(kv) for kv in kept] == data["cache_lengths"].tolist()
     for layer in range(depth):
-        # In front of the first filter and behind the last one nothing is left to compress.
-        if layer < layers[0] or layer > layers[-1]:
-            assert held[layer] == int(data["cache_lengths"][layer])
-            if f"cache_key_layer{layer}" in data:
-                keys = run.cache.layers[layer].keys[:, :, : held[layer]]
-                torch.testing.assert_close(keys, data[f"cache_key_layer{layer}"], **CLOSE)
+        if f"cache_key_layer{layer}" in data:
+            torch.testing.assert_close(
+                kept[layer].keys[None], data[f"cache_key_layer{layer}"], **CLOSE
+            )

@@ -108,7 +108,7 @@ def end_to_end(data: dict, meta: dict) -> None:
         alive = (run.trace.depth > layer).nonzero().flatten()
         assert torch.equal(alive, data[f"kept_image_index_stage{stage}"])
     for i in range(len(steps)):
-        positions = [int(run.position) - layer.shift for layer in run.cache.layers]
+        positions = [int(run.position) - layer.shift[0] for layer in run.cache.layers]
         assert positions == data["decode_position_per_layer"][i].tolist()
         hidden = run.next(torch.tensor([[i]]))
         torch.testing.assert_close(hidden[0], data["decode_hidden"][0, i], rtol=1e-3, atol=1e-4)

@@ -572,14 +572,14 @@ def test_the_cache_holds_what_it_says(vlm):
     run = start(vlm, Rank(), images=[picture(0)])
     answer_logits(vlm, run, TOKENS[:3])
     layer = run.cache.layers[3]
-    assert layer.length.unique().tolist() == [layer.held] == [run.cache.lengths()[3]]
+    assert layer.length.unique().tolist() == layer.held == [run.cache.lengths()[3]]
     assert layer.get_seq_length() == run.inputs.tensors["input_ids"].shape[1] + 3
     per_token = 2 * layer.keys.shape[1] * layer.keys.shape[3] * 4
     assert run.cache.held_bytes() == sum(run.cache.lengths()) * per_token
     # Buffers stay where they are until they are full, and growing loses nothing.
-    address, held = layer.keys.data_ptr(), layer.keys[:, :, : layer.held].clone()
+    address, held = layer.keys.data_ptr(), layer.keys[:, :, : layer.held[0]].clone()
     with torch.no_grad(), switched(vlm.model):
-        for _ in range(layer.keys.shape[2] - layer.held):
+        for _ in range(layer.keys.shape[2] - layer.held[0]):
             run.next(torch.tensor([[5]]))
         assert layer.keys.data_ptr() == address
         run.next(torch.tensor([[5]]))
@@ -669,12 +669,12 @@ def test_an_exception_inside_leaves_nothing_behind(vlm):
 
 def test_stages_that_nothing_runs_are_refused(vlm):
     @dataclass(frozen=True)
-    class Evicts(Stage):
-        name: ClassVar[str] = "test-evicts"
-        protocol: ClassVar[str] = "cache"
+    class Drafts(Stage):
+        name: ClassVar[str] = "test-drafts"
+        protocol: ClassVar[str] = "drafter"
 
-    with pytest.raises(RecipeError, match="test-evicts is a cache stage"):
-        vlm.ask("what ?", picture(0), recipe=Evicts())
+    with pytest.raises(RecipeError, match="test-drafts is a drafter stage"):
+        vlm.ask("what ?", picture(0), recipe=Drafts())
 
 
 def test_text_only_prompts_pass_every_stage(vlm):

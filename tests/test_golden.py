@@ -20,16 +20,36 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers.image_processing_utils import select_best_resolution
 
+from golden_budgets import adjust_case as cake_adjust
+from golden_budgets import cake_case, fastkv_case, vlcache_case
+from golden_evict import (
+    h2o_answer,
+    h2o_grouped,
+    h2o_mask,
+    pyramidkv,
+    quickprefill,
+    snapkv,
+    streamingllm,
+)
 from golden_fastv import choice as fastv_choice
 from golden_fastv import end_to_end as fastv_end_to_end
+from golden_lookm import gqa_case as lookm_gqa
+from golden_lookm import merge_case as lookm_merge
+from golden_lookm import text_case as lookm_text
+from golden_lookm import textprior_case as lookm_textprior
+from golden_mustdrop import cache_case as mustdrop_cache
 from golden_mustdrop import clip_case as mustdrop_clip
 from golden_mustdrop import filter_case as mustdrop_filter
 from golden_mustdrop import llm_case as mustdrop_llm
 from golden_mustdrop import merge_case as mustdrop_merge
 from golden_pyramiddrop import end_to_end as pyramiddrop_end_to_end
 from golden_pyramiddrop import rank_case as pyramiddrop_rank
+from golden_quant import decode as decode_mixed
+from golden_quant import kivi, zipcache_mixed, zipcache_quant, zipcache_saliency
+from golden_stats import colstats_case
 from golden_visionzip import clip_case as visionzip_clip
 from golden_visionzip import zip_case as visionzip_zip
+from golden_zipvl import tau_case as zipvl_tau
 from helpers_layout import picture
 from vlmfast.compressors._select import best
 from vlmfast.compressors.hired import (
@@ -265,8 +285,33 @@ RUNNERS: dict[str, dict[str, tuple[Check, Callable[[Data], Data]]]] = {
         "visionzip-clip-e2e": (visionzip_clip, rolled("embeddings_after_pre_layrnorm")),
     },
     "kv": {
-        "mustdrop-merge": (mustdrop_merge, rolled("x")),
+        "cake-": (cake_case, rolled("q0")),
+        "cake-adjust_budgets": (cake_adjust, rolled("in0")),
+        "fastkv-": (fastkv_case, rolled("q")),
+        "h2o-gqa": (h2o_grouped, rolled("q")),
+        "h2o-localmask": (h2o_mask, rolled("logits")),
+        "h2o-realdrop": (h2o_answer, rolled("q")),
+        "kivi-": (kivi, rolled("k")),
+        "lookm-gqa": (lookm_gqa, rolled("k")),
+        "lookm-pivot": (lookm_merge("pivot"), rolled("k")),
+        "lookm-text": (lookm_text, rolled("image_mask")),
+        "lookm-weighted": (lookm_merge("weighted"), rolled("k")),
+        "mustdrop-decodecache": (mustdrop_cache, rolled("final_indices_0")),
         "mustdrop-filter": (mustdrop_filter, rolled("attn")),
+        "mustdrop-merge": (mustdrop_merge, rolled("x")),
+        "oracle-colstats": (colstats_case, rolled("k")),
+        "oracle-decode-mixed": (decode_mixed, rolled("v4")),
+        "oracle-tau": (zipvl_tau, rolled("k")),
+        "oracle-textprior": (lookm_textprior, rolled("score")),
+        "pyramidkv-": (pyramidkv, rolled("q")),
+        "quickprefill-": (quickprefill, reordered("k", 2)),
+        "snapkv-gqa": (snapkv, rolled("q")),
+        "snapkv-mha": (snapkv, rolled("q")),
+        "streamingllm-": (streamingllm, reordered("k", 2)),
+        "vlcache-": (vlcache_case, rolled("q0")),
+        "zipcache-mixed": (zipcache_mixed, reordered("important", 1)),
+        "zipcache-quant": (zipcache_quant, rolled("v")),
+        "zipcache-saliency": (zipcache_saliency, rolled("k")),
     },
     "spec": {},
 }
@@ -281,30 +326,14 @@ NOT_BUILT: dict[str, dict[str, str]] = {
         "dart-": "arrives with the DART reducer",
     },
     "kv": {
-        "lookm-": "arrives with the LOOK-M cache method",
-        "h2o-": "arrives with the H2O cache method",
-        "snapkv-": "arrives with the SnapKV cache method",
-        "pyramidkv-": "arrives with the PyramidKV cache method",
-        "adakv-": "arrives with per-head budgets in the cache",
-        "mergekv-": "arrives with merging in the cache",
-        "streamingllm-": "arrives with the StreamingLLM cache method",
-        "fastkv-": "arrives with the FastKV cache method",
-        "cake-": "arrives with the CAKE cache method",
-        "vlcache-": "arrives with the VL-Cache method",
-        "quickprefill-": "arrives with the QuickPrefill method",
-        "mustdrop-decodecache": "arrives with MustDrop's cache part",
-        "tome-": "arrives with the ToMe reducer",
-        "minicache-": "arrives with merging across cache layers",
-        "kivi-": "arrives with the KIVI quantiser",
-        "zipcache-": "arrives with the ZipCache quantiser",
-        "rotatekv-": "arrives with rotated quantisation",
-        "gear-": "arrives with the GEAR comparison",
-        "kvpress-": "arrives with the cache scorers",
-        "oracle-colstats": "arrives with the col_stats kernel",
-        "oracle-decode-mixed": "arrives with the decode_mixed kernel",
-        "oracle-tau": "arrives with the ZipVL method",
-        "oracle-textprior": "arrives with the LOOK-M cache method",
+        "adakv-": "not built yet: budgets that heads share out among themselves (AdaKV)",
+        "gear-": "not built yet: low-rank and sparse corrections of quantisation (GEAR)",
+        "kvpress-": "not built yet: the scores of kvpress's own methods",
+        "mergekv-": "not built yet: the merge weights of KVCache-Factory",
+        "minicache-": "not built yet: merging across cache layers (MiniCache)",
         "oracle-tree": "arrives with the tree_verify kernel",
+        "rotatekv-": "not built yet: rotated quantisation (RotateKV)",
+        "tome-": "arrives with the ToMe reducer",
     },
     "spec": {
         "eagle1_multiround_": "arrives with drafts that are sampled",
@@ -328,7 +357,10 @@ NOT_BUILT: dict[str, dict[str, str]] = {
 # Files whose rule the project does not follow on purpose.
 REPLACED: dict[str, dict[str, str]] = {
     "reducers": {},
-    "kv": {},
+    "kv": {
+        "lookm-avg": "stores a known error of the reference: averaged merging filters the list of "
+        "pivots but not the rows, so tokens merge into other tokens' pivots"
+    },
     "spec": {
         f"eagle1_multiround_{case}": "stores a known error of the reference: the token after a "
         "fully accepted node is drawn from raw logits instead of the warped distribution"

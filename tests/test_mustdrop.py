@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
@@ -32,6 +32,8 @@ from vlmfast.compressors.mustdrop import (
 from vlmfast.engine.decode import Run
 from vlmfast.engine.prefill import Inputs
 from vlmfast.errors import ModelError
+from vlmfast.kernels.quantize_kv import quantise
+from vlmfast.kv import KV
 from vlmfast.layout import Kind, TokenLayout
 from vlmfast.stages import EncodeStage, Phase, StatRequest, Step, VisionStats
 
@@ -435,7 +437,9 @@ def test_every_filter_keeps_the_same_share_above_the_key_set() -> None:
 
 def test_the_word_and_its_parts() -> None:
     stage = MustDrop()
-    assert [part.protocol for part in stage.expand()] == ["in-encoder", "encode", "prefill"]
+    protocols = ["in-encoder", "encode", "prefill", "cache"]
+    assert [part.protocol for part in stage.expand()] == protocols
+    assert [part.protocol for part in MustDrop(cache=False).expand()] == protocols[:3]
     assert {part.name for part in stage.expand()} == {"mustdrop"}
     assert {part.positions for part in stage.expand()[1:]} == {"compact"}
     assert {p.positions for p in MustDrop(positions="keep").expand()[1:]} == {"keep"}
@@ -444,6 +448,7 @@ def test_the_word_and_its_parts() -> None:
     assert stage.expand()[0].blocks(24) == (1,)
     assert stage.expand()[1].vision_stats(24) == {23: StatRequest("cls")}
     assert stage.floor(32) == pytest.approx((3 + 29 * 0.08) / 32)
+    assert stage.asks_question
     assert Recipe.parse("mustdrop:0.33") == Recipe((MustDrop(budget=0.33),))
     assert str(Recipe.parse("mustdrop:window=2,published=64")) == "mustdrop:window=2,published=64"
     assert Recipe.parse("mustdrop:layers=3/7/21")[0].layers == (3, 7, 21)
@@ -653,7 +658,7 @@ def test_the_first_filter_equals_eager_attention(vlm: VLM, case: str) -> None:
 def test_a_run_equals_the_dense_reference(
     vlm: VLM, case: str, policy: str, budget: float | None
 ) -> None:
-    stage = MustDrop(positions=policy, budget=budget, **STRONG)
+    stage = MustDrop(positions=policy, budget=budget, cache=False, **STRONG)
     run = start(vlm, stage, CASES[case])
     got = answer_logits(vlm, run, TOKENS)
     layout, ones = run.prompt.layout, torch.ones(len(TOKENS), dtype=torch.bool)
@@ -679,6 +684,67 @@ def test_a_run_equals_the_dense_reference(
     assert (got - expected).abs().max() < EXACT
     control = dense_logits(vlm.model, embeds, position, [torch.ones_like(alive[0])] * 4)
     assert (got - control[-len(TOKENS) - 1 :]).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("policy", ["keep", "compact"])
+def test_the_cache_keeps_what_survived_the_last_filter(vlm: VLM, case: str, policy: str) -> None:
+    """The same keys as without the third part, less those of dropped tokens; same prefill."""
+    strong = STRONG | {"layers": (2, 3)}
+    runs = [
+        start(vlm, MustDrop(positions=policy, cache=cache, **strong), CASES[case])
+        for cache in (True, False)
+    ]
+    cut, plain = (answer_logits(vlm, run, TOKENS) for run in runs)
+    assert torch.equal(cut[0], plain[0])
+    assert (cut[1:] - plain[1:]).abs().max() > 1e-3
+    run, whole = runs
+    layout, depth = run.prompt.layout, run.trace.depth
+    n = len(TOKENS)
+    for layer in range(4):
+        held = ~torch.isin(layout.order, run.trace.layout.order[depth <= layer])
+        left = ~torch.isin(layout.order, run.trace.layout.order[depth < 4])
+        kept = held if layer < 1 else left  # the first filter runs behind layer 1
+        assert whole.cache.lengths()[layer] == int(held.sum()) + n
+        assert run.cache.lengths()[layer] == int(kept.sum()) + n
+        for name in ("keys", "values"):
+            mine, all_ = (getattr(r.cache.layers[layer], name)[0] for r in runs)
+            rows = kept[held].nonzero().flatten()
+            assert torch.equal(mine[:, : len(rows)], all_[:, rows])
+    assert run.cache.lengths()[0] > run.cache.lengths()[1] == run.cache.lengths()[3]
+    assert whole.cache.lengths()[1] > whole.cache.lengths()[3]  # control: there is something to cut
+    assert run.stats.kv_bytes < whole.stats.kv_bytes
+
+
+def test_the_cache_part_in_numbers() -> None:
+    """Heads of different lengths, as an earlier stage may leave them."""
+    order = torch.tensor([[0, 2, 3, 5, 6], [1, 2, 5, 6, 6]])
+    kv = KV(
+        keys=noise(2, 5, 4),
+        values=noise(2, 5, 4, seed=1),
+        order=order,
+        position=order,
+        visual=(order > 1) & (order < 6),
+        lengths=torch.tensor([5, 4]),
+        bias=order.float(),
+    )
+    left = torch.tensor([0, 1, 5, 6])
+    step = Step(Phase.PREFILL, depth=4, layout=TokenLayout.text(left, left[None]))
+    part = MustDrop(layers=(2, 3)).expand()[3]
+    first, *others = part.finish(step, [kv] * 4)
+    assert first is kv
+    for got in others:
+        assert got.lengths.tolist() == [3, 3]
+        assert got.order.tolist() == [[0, 5, 6], [1, 5, 6]]
+        assert torch.equal(got.keys, torch.stack([kv.keys[0, [0, 3, 4]], kv.keys[1, [0, 2, 3]]]))
+        assert torch.equal(got.bias, got.order.float())
+    # Control: where nothing was dropped nothing is copied.
+    every = torch.arange(7)
+    step.layout = TokenLayout.text(every, every[None])
+    assert all(got is kv for got in part.finish(step, [kv] * 4))
+    codes = quantise(kv.keys, kv.values, kv.order, kv.lengths, 4)
+    with pytest.raises(RecipeError, match=r"mustdrop: a later stage .* write cache=false"):
+        part.finish(step, [replace(kv, segments=(codes,))] * 4)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -205,7 +205,7 @@ METHODS = {
     ),
     "pyramiddrop last": (PyramidDrop(0.6, layers_=STAGES, rule="last"), pyramid_rule("last")),
     "mustdrop": (
-        MustDrop(window=1, layers=(1, 3), global_thr=0.05, individual_thr=0.3),
+        MustDrop(window=1, layers=(1, 3), global_thr=0.05, individual_thr=0.3, cache=False),
         mustdrop_rule,
     ),
     "atp": (ATP((2, 4), grids=0), None),

@@ -157,9 +157,9 @@ def test_repair_follows_the_rows_through_drops(vlm) -> None:
         run.start(2)
     first = int(run.prompt.layout.visual.nonzero()[0])
     for layer in run.cache.layers:
-        assert layer.bias.nonzero().tolist() == [[first]]
-        assert torch.isclose(layer.bias[first].exp(), torch.tensor(9.0))
-        assert len(layer.bias) == layer.keys.shape[2]
+        assert [row.nonzero().tolist() for row in layer.bias[0]] == [[[first]]] * 2
+        assert torch.isclose(layer.bias[0, 0, first].exp(), torch.tensor(9.0))
+        assert layer.bias.shape[2] == layer.keys.shape[2]
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ if TYPE_CHECKING:
     from .errors import MediaError, ModelError, RecipeError, VLMFastError
     from .overlays import overlay
     from .recipe import Recipe
-    from .vlm import VLM, Answer, Comparison, methods
+    from .session import Session
+    from .vlm import VLM, Answer, Comparison, Request, methods
 
 __version__ = "0.1.0"
 
@@ -18,7 +19,9 @@ _HOMES = {
     "VLM": "vlm",
     "Answer": "vlm",
     "Comparison": "vlm",
+    "Request": "vlm",
     "methods": "vlm",
+    "Session": "session",
     "overlay": "overlays",
     "Recipe": "recipe",
     "VLMFastError": "errors",
@@ -35,6 +38,8 @@ __all__ = [
     "ModelError",
     "Recipe",
     "RecipeError",
+    "Request",
+    "Session",
     "VLMFastError",
     "__version__",
     "methods",

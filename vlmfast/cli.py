@@ -148,6 +148,12 @@ def _add_question(parser: argparse.ArgumentParser) -> None:
 def _fill_ask(parser: argparse.ArgumentParser) -> None:
     _add_question(parser)
     parser.add_argument("--recipe", default="none", help="what is dropped, e.g. hired:0.2")
+    parser.add_argument(
+        "--max-kv-tokens",
+        type=_count,
+        metavar="N",
+        help="read a clip block by block; no layer ever caches more tokens than that",
+    )
 
 
 def _fill_compare(parser: argparse.ArgumentParser) -> None:
@@ -204,6 +210,10 @@ def _module(name: str) -> Any:
 
 def _ask(args: argparse.Namespace) -> None:
     vlm, media = _vlm(args), _media(args)
+    if args.max_kv_tokens is not None:
+        if "video" not in media:
+            raise MediaError(f"{args.file} is a picture; --max-kv-tokens is for clips")
+        media |= {"max_kv_tokens": args.max_kv_tokens, "progress": sys.stderr.isatty()}
     answer = vlm.ask(args.question, **media, recipe=args.recipe, **_generation(args))
     if args.json:
         _print_json({**_heading(args), **_answer_json(answer)})

@@ -34,12 +34,14 @@ __all__ = [
     "MAX_ASPECT",
     "MAX_PIXELS",
     "MAX_VIDEO_PIXELS",
+    "OpenVideo",
     "VideoFrames",
     "VideoInfo",
     "kind_of",
     "load_image",
     "load_images",
     "load_video",
+    "open_video",
     "probe_video",
     "read_media",
 ]
@@ -265,6 +267,52 @@ def load_video(
     flags; decord only those that do not come out at all. Later frames that build on a damaged one
     are shown as any player shows them.
     """
+    with open_video(source, num_frames=num_frames, fps=fps, select=select, decoder=decoder) as clip:
+        check_total(clip.name, clip.info, len(clip.indices), max_pixels)
+        frames = clip.read(0, len(clip.indices))
+    times = [clip.times[i] for i in clip.indices]
+    return VideoFrames(frames, clip.indices, times, clip.info.fps, clip.info)
+
+
+@dataclass
+class OpenVideo:
+    """A video whose frames have been chosen and are read when they are asked for.
+
+    Parameters
+    ----------
+    name : str
+        What error messages call it.
+    info : VideoInfo
+    times : list of float
+        Seconds at which each of its frames is shown.
+    indices : list of int
+        The chosen frames.
+    """
+
+    name: str
+    info: VideoInfo
+    times: list[float]
+    indices: list[int]
+    _read: Callable[[list[int]], list[Any]] = field(repr=False)
+
+    def read(self, start: int, stop: int) -> list[Image.Image]:
+        """The chosen frames ``start`` to ``stop``, RGB; cheap where calls follow each other."""
+        return self._read(self.indices[start:stop])
+
+
+@contextlib.contextmanager
+def open_video(
+    source: VideoSource,
+    *,
+    num_frames: int | None = None,
+    fps: float | None = None,
+    select: Callable[[VideoInfo], Sequence[int]] | None = None,
+    decoder: Decoder = "auto",
+) -> Iterator[OpenVideo]:
+    """Choose frames of a video and read them part by part; parameters as for :func:`load_video`.
+
+    There is no limit on their number: they are never all in memory, unless the caller keeps them.
+    """
     check_choice(num_frames, fps, select)
     if isinstance(source, (list, tuple)):
         name = f"list of {len(source)} frames"
@@ -275,16 +323,13 @@ def load_video(
         indices = list(range(info.frames))
         if num_frames is not None or select is not None:
             indices = choose(name, info, times, num_frames, None, select)
-        check_total(name, info, len(indices), max_pixels)
-        frames = _list_frames(source, indices)
+        yield OpenVideo(name, info, times, indices, lambda part: _list_frames(source, part))
     else:
         with _opened_video(source, decoder) as reader:
             name, info, times = reader.name, _info(reader), reader.times
             check_size(name, info.width, info.height, MAX_PIXELS, MAX_ASPECT)
             indices = choose(name, info, times, num_frames, fps, select)
-            check_total(name, info, len(indices), max_pixels)
-            frames = reader.read(indices)
-    return VideoFrames(frames, indices, [times[i] for i in indices], info.fps, info)
+            yield OpenVideo(name, info, times, indices, reader.read)
 
 
 def kind_of(source: ImageSource | VideoSource) -> Literal["image", "video"]:

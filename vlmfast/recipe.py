@@ -47,6 +47,19 @@ class Recipe(Stages):
                 raise RecipeError(f"{name} stands twice in the recipe {self}")
         if sum(stage.protocol == "media" for stage in self) > 1:
             raise RecipeError(f"recipe {self} has two stages that choose the frames; one can")
+        parts = [p for s in self for p in s.expand() if p.protocol == "cache"]
+        for first, second in zip(parts, parts[1:], strict=False):
+            if first.quantises:
+                raise RecipeError(
+                    f"recipe {self}: {first.name} quantises the cache, so {second.name} cannot "
+                    "stand behind it"
+                )
+        evicting = [p.name for s in self for p in s.expand() if p.protocol == "decode"]
+        if len(evicting) > 1:
+            raise RecipeError(
+                f"recipe {self} has {' and '.join(evicting)}, which both rework the cache between "
+                "decode steps; one can"
+            )
         inside = [s.name for s in self if any(p.protocol == "in-encoder" for p in s.expand())]
         if len(inside) > 1:
             raise RecipeError(

@@ -14,20 +14,24 @@ import importlib
 import importlib.metadata
 import operator
 import pkgutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from enum import Enum
 from functools import cache
 from types import NoneType
-from typing import Any, ClassVar, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, get_args, get_type_hints
 
 import torch
 from torch import Tensor, nn
 
 from .errors import RecipeError
+from .kv import KV
 from .layout import TokenLayout, VisualTokens
+
+if TYPE_CHECKING:
+    from .kernels.quantize_kv import Segment
 
 PROTOCOLS = ("media", "in-encoder", "encode", "prefill", "cache", "decode", "drafter")
 
@@ -119,6 +123,8 @@ class Stage:
     repair : bool
         Whether attention is told how many tokens a merged one stands for (a field of methods that
         merge).
+    asks_question : bool
+        Whether what stays depends on the question; a session then chooses anew with each.
     """
 
     name: ClassVar[str] = ""
@@ -128,6 +134,7 @@ class Stage:
     trained: ClassVar[bool] = False
     # Not annotated: a ClassVar would come first among the fields of a stage that declares it.
     repair = False
+    asks_question: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         for f in fields(self):
@@ -310,10 +317,68 @@ class StatRequest:
         return replace(self, keys=self.keys or other.keys, received=self.received or other.received)
 
 
+@dataclass(frozen=True)
+class ColumnRequest:
+    """What a cache stage wants to know of one layer: attention received by each key.
+
+    Parameters
+    ----------
+    rows : {"all", "text", "window", "probe"}
+        Query rows that are summed: all of them; the text behind the last visual token (the last row
+        where there is none); the last ``n``; the last ``n`` and ``random`` others, drawn without
+        replacement by ``seed`` and layer.
+    n, random : float
+        Rows; below 1 shares of the prompt's S rows, ``S - int((1 - n) S)`` and ``int(random S)``.
+    seed : int
+    threshold : float
+        Also count, per key, the entries that reach this share of their row's largest; 0 for not.
+    """
+
+    rows: str = "all"
+    n: float = 0
+    random: float = 0
+    seed: int = 0
+    threshold: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.rows not in ("all", "text", "window", "probe"):
+            raise ValueError(f"ColumnRequest: rows={self.rows!r} is not a known set of rows")
+
+
+@dataclass(frozen=True, eq=False)
+class ColumnStats:
+    """Statistics of softmax attention per key, over the rows of a `ColumnRequest`; float32.
+
+    Slots are those of the `KV` that comes with it; ``G`` query heads share each of ``H`` KV heads.
+
+    Parameters
+    ----------
+    sum, sumsq, max : Tensor, (H, G, N)
+        Over the rows, of each key's attention.
+    entropy : Tensor, (H, G, N)
+        Sum over the rows of ``-p ln(p + 1e-10)``.
+    count : Tensor, int32, (H, G, N)
+        Entries that reach the request's threshold; zeros without one.
+    nnz : Tensor, int64, (H, N)
+        Rows that could see the key.
+    rows : Tensor, int64, (R,)
+        The query rows, as indices into the prompt that is left at this layer, ascending.
+    """
+
+    sum: Tensor
+    sumsq: Tensor
+    max: Tensor
+    entropy: Tensor
+    count: Tensor
+    nnz: Tensor
+    rows: Tensor
+
+
 class Phase(Enum):
     VISION = "vision"
     PROBE = "probe"  # statistics of one layer, without running it
     PREFILL = "prefill"
+    EXTEND = "extend"  # several more tokens of a prompt behind a frozen cache
     DECODE = "decode"
     VERIFY = "verify"
 
@@ -364,6 +429,15 @@ class Step:
         Training: how much of each row of ``layout`` is there for the layers to come, in (0, 1].
     answer : int
         Training: rows at the end that are the answer; statistics do not look from them.
+    attend : dict of int to PrefillStage
+        Layers whose attention a stage computes itself.
+    after : callable, optional
+        ``(layer, query, key, value, scaling)``, asked behind the attention of every layer in
+        prefill; how cache stages see what flows past.
+    rotate : callable, optional
+        ``(keys (H, N, D), delta (H, N)) -> keys`` with ``delta`` added to their rotary ids.
+    limit : int, optional
+        Block-wise prefill: slots of this block that each layer may keep.
     """
 
     phase: Phase
@@ -384,6 +458,10 @@ class Step:
     repair: bool = False
     soft: Tensor | None = None
     answer: int = 0
+    attend: dict[int, PrefillStage] = field(default_factory=dict)
+    after: Callable[..., None] | None = None
+    rotate: Callable[[Tensor, Tensor], Tensor] | None = None
+    limit: int | None = None
 
     def select(self, index: Tensor) -> None:
         """Keep rows ``index`` of the current tokens, in the layout and in every statistic."""
@@ -498,6 +576,7 @@ class MediaStage(Stage):
     """Chooses the frames of a clip before anything is encoded."""
 
     protocol: ClassVar[str] = "media"
+    asks_question: ClassVar[bool] = True
 
     def frames(self, video: Any, question: str) -> list[int]:
         """Indices of the frames to read, ascending."""
@@ -633,6 +712,123 @@ class PrefillStage(Stage):
     def keep(self, step: Step, layer: int) -> Tensor | None:
         """Rows of ``step.layout`` that enter ``layer``: int64, ascending, all text among them."""
         raise NotImplementedError(f"{type(self).__name__}.keep")
+
+    def attends(self, depth: int) -> tuple[int, ...]:
+        """Layers (0 .. depth-1) whose attention `attend` computes."""
+        return ()
+
+    def attend(
+        self,
+        step: Step,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float | None,
+    ) -> Tensor | None:
+        """Causal attention of one layer over the rows of ``step.layout``.
+
+        Parameters
+        ----------
+        query : Tensor, (1, Hq, S, D)
+        key, value : Tensor, (1, Hkv, S, D)
+
+        Returns
+        -------
+        Tensor, (1, Hq, S, D), or None
+            ``None`` for the model's own attention.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.attend")
+
+
+@dataclass(frozen=True)
+class CacheStage(Stage):
+    """Shrinks the keys and values of a prompt, layer by layer while the prompt is read.
+
+    `compress` is asked right behind a layer's own attention, so that a prefill is exact and its
+    memory falls layer by layer; where budgets need all layers, `finish` is asked at the end, and
+    stages behind it then. Prompts without a picture are left alone.
+    """
+
+    protocol: ClassVar[str] = "cache"
+    blockwise: ClassVar[bool] = False  # whether `compress` may see a prompt block by block
+    quantises: ClassVar[bool] = False  # whether what it hands on may hold segments
+
+    def text_stats(self, depth: int) -> dict[int, ColumnRequest]:
+        """Layer index to the statistics that `compress` wants of it."""
+        return {}
+
+    def compress(self, step: Step, layer: int, kv: KV, stats: ColumnStats | None) -> KV:
+        """What ``layer`` keeps of ``kv``; ``step.layout`` are the prompt's rows at that layer."""
+        return kv
+
+    def finish(self, step: Step, cache: list[KV]) -> list[KV]:
+        """The same for all layers at once, when the last has run."""
+        return cache
+
+
+@dataclass(frozen=True)
+class DecodeStage(Stage):
+    """Works on the cache between decode steps."""
+
+    protocol: ClassVar[str] = "decode"
+    mass: ClassVar[bool] = False  # whether `step` reads the attention that each slot receives
+    every: ClassVar[int] = 1  # decode steps from one call to the next
+
+    def step(self, slots: Slots, layer: int) -> None:
+        """Change the float part of one layer of one sequence, in place, without a host sync.
+
+        Asked before the token of the next step is written.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.step")
+
+
+class Slots(Protocol):
+    """The float part of one layer of one sequence, while it is decoded.
+
+    Attributes
+    ----------
+    keys, values : Tensor, (H, capacity, D)
+        Views of the cache's buffers.
+    order : Tensor, int64, (H, capacity)
+        Index of each slot's token in the full sequence, answer included. Slots beyond ``length``
+        hold anything.
+    mass : Tensor, float32, (H, capacity)
+        Attention received since the prompt, mean over the query heads of each KV head; only where
+        a stage of the recipe sets ``mass``. Writable.
+    length : Tensor, int64, (H,)
+        Slots that exist; on the device.
+    held : int
+        The largest of ``length``, on the host.
+    prompt : Tensor, int64, (H,)
+        What ``length`` was when decoding began.
+    seen : int
+        Tokens of the full sequence so far, dropped ones included: the next one's ``order``.
+    notes : dict
+        The sequence's `Step.notes`.
+    """
+
+    keys: Tensor
+    values: Tensor
+    order: Tensor
+    mass: Tensor
+    length: Tensor
+    held: int
+    prompt: Tensor
+    seen: int
+    notes: dict[str, dict[str, Any]]
+
+    def evict(self, slot: Tensor) -> None:
+        """Remove one slot per head, (H,); the last slot takes its place."""
+
+    def quantise(self, count: int, make: Callable[[Tensor, Tensor], Segment]) -> None:
+        """Move the first ``count`` slots of every head, keys and values (H, count, D), to a page.
+
+        Only where no stage of the recipe evicts in decode: slots are then in order.
+        """
+
+    def rotate(self, keys: Tensor, delta: Tensor) -> Tensor:
+        """As `Step.rotate`."""
 
 
 # --- finding methods -----------------------------------------------------------------------------

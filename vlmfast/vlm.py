@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import MISSING, dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -18,9 +19,12 @@ from .recipe import Recipe
 from .stages import Stage, stage_class, stage_names, word_of
 
 if TYPE_CHECKING:
+    from .engine.decode import Turn
     from .engine.stats import Stats, Trace
+    from .session import Session
 
 _DEFAULT_NEW_TOKENS = 128
+_DECODING = ("auto", "graph", "compile", "eager")
 _SHIPPED = {"tiny": Path(__file__).parent / "weights" / "tiny"}
 
 
@@ -44,6 +48,27 @@ class Answer:
     stats: Stats
     trace: Trace = field(repr=False)
     recipe: str = "none"
+
+
+@dataclass
+class Request:
+    """One question of a batch; the parameters are those of `VLM.ask`.
+
+    Parameters
+    ----------
+    question : str
+    images, video, num_frames, fps, recipe : optional
+    generation : dict
+        Hugging Face's generation arguments.
+    """
+
+    question: str
+    images: Any = None
+    video: Any = None
+    num_frames: int | None = None
+    fps: float | None = None
+    recipe: Any = None
+    generation: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -72,6 +97,17 @@ class VLM:
         Stays usable as it was: attention functions and hooks are put in for the length of a call.
     processor : transformers.ProcessorMixin
         The processor that belongs to the model.
+    decoding : {"auto", "graph", "compile", "eager"}
+        How decode steps run: as CUDA graphs that are captured once per shape (``auto`` on a GPU),
+        through ``torch.compile``, or operation by operation (``auto`` on a CPU).
+
+    Attributes
+    ----------
+    session_bytes : int or None
+        What the caches of all open sessions may take together between questions; no bound by
+        default. Beyond it the sessions that were not used for longest lose their caches, and build
+        them again when they are asked next. A session that is being used keeps its own, even where
+        that is larger than the bound.
 
     Raises
     ------
@@ -79,11 +115,21 @@ class VLM:
         For an unsupported family, several devices, or a processor without an image processor.
     """
 
-    def __init__(self, model: nn.Module, processor: Any) -> None:
+    session_bytes: int | None = None
+
+    def __init__(self, model: nn.Module, processor: Any, *, decoding: str = "auto") -> None:
         from .models import adapter_for
 
+        if decoding not in _DECODING:
+            raise VLMFastError(f"decoding={decoding!r} must be one of {', '.join(_DECODING)}")
         self.adapter = adapter_for(model, processor)
+        if decoding == "graph" and self.adapter.device.type != "cuda":
+            raise VLMFastError(
+                f"decoding='graph' needs a CUDA device, and the model is on {self.adapter.device}"
+            )
+        self.adapter.decoding = decoding
         self.model, self.processor = model, processor
+        self._sessions: WeakSet[Session] = WeakSet()
 
     @classmethod
     def from_pretrained(
@@ -130,6 +176,8 @@ class VLM:
         num_frames: int | None = None,
         fps: float | None = None,
         recipe: Any = None,
+        max_kv_tokens: int | None = None,
+        progress: bool = True,
         **generation: Any,
     ) -> Answer:
         """Answer a question about pictures or a clip.
@@ -144,6 +192,12 @@ class VLM:
             How many frames are read: a number, or so many a second; 8 when neither is given.
         recipe : str, Stage or Recipe, optional
             What is dropped; nothing by default.
+        max_kv_tokens : int, optional
+            Read the clip block by block, so that no layer ever caches more tokens, however long it
+            is. Each block is thinned out by the recipe's block-wise cache method, or by
+            ``quickprefill``. The answer then has no trace.
+        progress : bool
+            Whether a bar shows how much of such a clip has been read.
         **generation
             Hugging Face's generation arguments (``max_new_tokens``, ``do_sample``, ...).
 
@@ -154,6 +208,12 @@ class VLM:
             that cannot run on this model.
         """
         recipe = Recipe.of(recipe)
+        if max_kv_tokens is not None:
+            if video is None or images is not None:
+                raise VLMFastError("max_kv_tokens is for video= alone")
+            self._messages(question, None, video, num_frames, fps)  # the usual checks
+            clip = (video, num_frames, fps)
+            return self._answer_long(question, clip, recipe, max_kv_tokens, progress, generation)
         messages = self._messages(question, images, video, num_frames, fps)
         return self._answer(messages, recipe, generation)
 
@@ -215,6 +275,93 @@ class VLM:
         full = answers[0].token_ids
         return [Comparison(a.recipe, a, agreement(a.token_ids, full)) for a in answers]
 
+    def ask_many(
+        self, requests: Iterable[Request | str], *, batch_size: int = 8, **generation: Any
+    ) -> list[Answer]:
+        """Answer many questions, up to ``batch_size`` of them decoded together.
+
+        Every request has its own pictures, recipe, length and end. Prompts are read one at a time
+        and never padded, so each greedy answer is the one that `ask` gives; sampled answers draw
+        from the one random stream in the order of the batch.
+
+        Parameters
+        ----------
+        requests : iterable of Request or str
+            Read as rows become free. A ``str`` is a question without a picture.
+        batch_size : int
+        **generation
+            For requests that do not say otherwise.
+
+        Returns
+        -------
+        list of Answer
+            In the order of the requests.
+
+        Raises
+        ------
+        VLMFastError
+            For the first request that cannot be answered; says which one.
+        """
+        if not isinstance(batch_size, int) or batch_size < 1:
+            raise VLMFastError(f"batch_size={batch_size!r} must be a whole number of at least 1")
+        return self._many(requests, batch_size, generation)
+
+    # --- sessions --------------------------------------------------------------------------------
+
+    def session(
+        self,
+        images: Any = None,
+        video: Any = None,
+        *,
+        num_frames: int | None = None,
+        fps: float | None = None,
+        recipe: Any = None,
+        history: bool = True,
+    ) -> Session:
+        """Open a session: pictures are encoded, and read where the recipe allows, once.
+
+        Parameters
+        ----------
+        images, video, num_frames, fps, recipe : optional
+            As in `ask`.
+        history : bool
+            Whether each question sees the ones before it and their answers, as in `chat`. Otherwise
+            every question stands alone, as in `ask`.
+
+        Returns
+        -------
+        Session
+            ``session.reuses`` says what is shared. Close it, or open it in a ``with`` statement.
+
+        Raises
+        ------
+        VLMFastError
+            As `ask` does, for pictures and recipes that cannot be used.
+        """
+        from .session import Session
+
+        recipe = Recipe.of(recipe)
+        return Session._open(self, images, video, num_frames, fps, recipe, history)
+
+    def load_session(self, path: str | Path, *, recipe: Any = None) -> Session:
+        """A session that `Session.save` wrote, to go on with.
+
+        Parameters
+        ----------
+        path : str or Path
+        recipe : str, Stage or Recipe, optional
+            What the session must have been saved under; by default whatever it was.
+
+        Raises
+        ------
+        VLMFastError
+            For a file that is damaged or none of these; `ModelError` where it was saved with
+            another model, `RecipeError` where under another recipe than ``recipe``.
+        """
+        from .session import Session
+
+        return Session._load(self, path, recipe)
+
     # --- the way in ------------------------------------------------------------------------------
 
     def inputs(
@@ -256,13 +403,10 @@ class VLM:
 
         The last as in `engine.prefill.Inputs.frames`.
         """
-        from jinja2 import TemplateError
-
         _check_messages(messages)
         pictures: list[Any] = []
         frames: list[tuple[int, int, int]] = []
-        choose = [partial(s.frames, question=_question(messages)) for s in recipe.acting("media")]
-        select = choose[0] if choose else None
+        select = self._chooser(recipe, _question(messages))
         plain = [
             {
                 "role": turn["role"],
@@ -270,17 +414,7 @@ class VLM:
             }
             for turn in messages
         ]
-        if not getattr(self.processor, "chat_template", None):
-            raise ModelError(
-                f"the processor of {self.adapter.config.model_type} has no chat template; "
-                "set vlm.processor.chat_template"
-            )
-        try:
-            text = self.processor.apply_chat_template(
-                plain, add_generation_prompt=True, tokenize=False
-            )
-        except TemplateError as error:
-            raise VLMFastError(f"the chat template refused the messages: {error}") from error
+        text = self._templated(plain)
         placeholders = text.count(self.adapter.image_token())
         if placeholders != len(pictures):
             raise MediaError(
@@ -288,6 +422,27 @@ class VLM:
                 f"({self.adapter.image_token()}) and {len(pictures)} pictures were given"
             )
         return text, pictures, frames
+
+    def _chooser(self, recipe: Recipe, question: str) -> Any:
+        """What chooses the frames of a clip, where a stage of the recipe does."""
+        stages = recipe.acting("media")
+        return partial(stages[0].frames, question=question) if stages else None
+
+    def _templated(self, plain: list[dict]) -> str:
+        """The prompt of turns whose pictures stand as ``{"type": "image"}``."""
+        from jinja2 import TemplateError
+
+        if not getattr(self.processor, "chat_template", None):
+            raise ModelError(
+                f"the processor of {self.adapter.config.model_type} has no chat template; "
+                "set vlm.processor.chat_template"
+            )
+        try:
+            return self.processor.apply_chat_template(
+                plain, add_generation_prompt=True, tokenize=False
+            )
+        except TemplateError as error:
+            raise VLMFastError(f"the chat template refused the messages: {error}") from error
 
     def _content(
         self,
@@ -333,17 +488,16 @@ class VLM:
                 )
         return plain
 
-    def _answer(self, messages: list[dict], recipe: Recipe, generation: dict) -> Answer:
+    def _turn(self, messages: list[dict], recipe: Recipe, generation: dict) -> Turn:
+        """The answer to come: pictures decoded and processed, nothing computed yet."""
         from .engine.attention import lock_of
-        from .engine.decode import Run, generate
+        from .engine.decode import Run, open_turn
         from .engine.prefill import Inputs
 
         start = time.perf_counter()
         text, pictures, frames = self._render(messages, recipe)
         loaded = time.perf_counter()
         with lock_of(self.model):
-            if self.model.device.type == "cuda":
-                torch.cuda.reset_peak_memory_stats(self.model.device)
             begin = time.perf_counter()
             tensors = self.adapter.inputs(text, pictures)
             sizes = [(picture.height, picture.width) for picture in pictures]
@@ -352,9 +506,81 @@ class VLM:
             run.stats.time_media_s = loaded - start
             run.stats.time_processor_s = time.perf_counter() - begin
             run.trace.images = pictures
-            ids = generate(run, self._generation(generation))
-        decoded = self.processor.tokenizer.decode(ids, skip_special_tokens=True)
-        return Answer(decoded.strip(), ids, run.stats, run.trace, str(recipe))
+            return open_turn(run, self._generation(generation))
+
+    def _answer(self, messages: list[dict], recipe: Recipe, generation: dict) -> Answer:
+        from .engine.attention import lock_of
+        from .engine.decode import answer
+
+        turn = self._turn(messages, recipe, generation)
+        with lock_of(self.model):
+            if self.model.device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(self.model.device)
+            answer(turn)
+            turn.run.release()
+        return self._said(turn)
+
+    def _answer_long(
+        self,
+        question: str,
+        source: tuple[Any, int | None, float | None],
+        recipe: Recipe,
+        max_kv_tokens: int,
+        progress: bool,
+        generation: dict,
+    ) -> Answer:
+        from .engine.attention import lock_of
+        from .engine.decode import Run, answer, open_turn
+        from .engine.prefill import Inputs
+        from .long_video import LongVideo, checked
+        from .media import open_video
+
+        recipe = checked(recipe, max_kv_tokens)
+        video, num_frames, fps = source
+        choose = self._chooser(recipe, question)
+        with open_video(video, num_frames=num_frames, fps=fps, select=choose) as clip:
+            content: list[dict] = []
+            for index in range(len(clip.indices)):
+                if label := self.adapter.frame_label(index):
+                    content.append({"type": "text", "text": label})
+                content.append({"type": "image"})
+            content.append({"type": "text", "text": question})
+            text = self._templated([{"role": "user", "content": content}])
+            with lock_of(self.model):
+                begin = time.perf_counter()
+                long = LongVideo(self.adapter, clip, text, max_kv_tokens, progress)
+                run = Run(self.adapter, Inputs({"input_ids": long.ids()}), recipe, begin)
+                turn = open_turn(run, self._generation(generation))
+                answer(turn, lambda: long.read(run, turn.room, question))
+                run.release()
+        return self._said(turn)
+
+    def _said(self, turn: Turn) -> Answer:
+        ids, run = turn.generated, turn.run
+        text = self.processor.tokenizer.decode(ids, skip_special_tokens=True)
+        return Answer(text.strip(), ids, run.stats, run.trace, str(run.recipe))
+
+    def _many(
+        self, requests: Iterable[Request | str], batch_size: int, generation: dict
+    ) -> list[Answer]:
+        from .engine.decode import answer_many
+
+        def turns() -> Iterator[Turn]:
+            for number, request in enumerate(requests):
+                r = Request(request) if isinstance(request, str) else request
+                try:
+                    messages = self._messages(r.question, r.images, r.video, r.num_frames, r.fps)
+                    recipe = Recipe.of(r.recipe)
+                    turn = self._turn(messages, recipe, {**generation, **r.generation})
+                except VLMFastError as error:
+                    raise type(error)(f"request {number}: {error}") from error
+                turn.number = number
+                yield turn
+
+        answers: dict[int, Answer] = {}
+        for turn in answer_many(self.model, turns(), batch_size):
+            answers[turn.number] = self._said(turn)
+        return [answers[number] for number in sorted(answers)]
 
     def _generation(self, generation: dict) -> dict:
         """Generation arguments as our loop takes them.

@@ -81,6 +81,8 @@ class AvReader(_Reader):
         import av
 
         self.name, self._file, self._av = name, file, av
+        # Decoded frames, and the index after which they go on.
+        self._cursor: tuple[Iterator[Any] | None, int] = (None, -1)
         self._open()
         stream = self._stream
         packets = self._packets()
@@ -123,8 +125,10 @@ class AvReader(_Reader):
     def read(self, indices: list[int]) -> list[Image.Image]:
         """Decode the frames at ascending `indices`."""
         images = []
-        frames: Iterator[Any] | None = None
-        position = -1  # index after which `frames` goes on
+        frames, position = self._cursor  # where the call before stopped
+        if indices[0] <= position:
+            frames, position = None, -1
+        self._cursor = None, -1  # an error leaves nothing to go on from
         for index in indices:
             key = self._key_before(index)
             if frames is None or key > position + 1:
@@ -139,6 +143,7 @@ class AvReader(_Reader):
                 raise self._fail(f"frame {index} of {len(self._pts)} is damaged or missing")
             position = index
             images.append(self._image(frame))
+        self._cursor = frames, position
         return images
 
     def _open(self) -> None:
@@ -243,19 +248,23 @@ class DecordReader(_Reader):
         starts, ends = times[:, 0].tolist(), times[:, 1].tolist()
         super().__init__(name, starts, ends[-1] - starts[-1], fps)
         self.width, self.height = self._image(self._next()).size
+        self._at = None
 
     def close(self) -> None:
         del self._reader
 
     def read(self, indices: list[int]) -> list[Image.Image]:
-        """Decode the frames at ascending `indices`."""
-        self._open()
+        """Decode the frames at ascending `indices`; a later call goes on where this one stops."""
+        if self._at is None or indices[0] < self._at:
+            self._open()
+        at, self._at = self._at or 0, None  # an error leaves nothing to go on from
         wanted = set(indices)
         images = []
-        for index in range(indices[-1] + 1):
+        for index in range(at, indices[-1] + 1):
             frame = self._next()
             if index in wanted:
                 images.append(self._image(frame))
+        self._at = indices[-1] + 1
         return images
 
     def _open(self) -> None:
@@ -264,6 +273,7 @@ class DecordReader(_Reader):
         if isinstance(path, str):  # decord copies file objects into memory, so give it the path
             source = "file:" + os.path.abspath(path) if ":" in path else path
         self._file.seek(0)
+        self._at: int | None = 0  # index of the frame that comes next
         try:
             # The least fault tolerance there is: otherwise frames that cannot be decoded are
             # replaced by their neighbours, with no more than a line on stderr.

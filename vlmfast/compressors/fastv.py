@@ -38,6 +38,7 @@ class FastV(PrefillStage):
     name: ClassVar[str] = "fastv"
     paper: ClassVar[str] = "ECCV 2024, arXiv 2403.06764"
     lead: ClassVar[str | None] = "rate"
+    asks_question: ClassVar[bool] = True
 
     rate: float = param(0.5, "share of the visual tokens kept behind the drop", gt=0.0, le=1.0)
     k: int = param(2, "layers that see every token", ge=1)

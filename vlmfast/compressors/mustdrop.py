@@ -1,7 +1,7 @@
 """MustDrop: tokens that are alike merge, tokens that matter stay, the question drops the rest.
 
-MustDrop (arXiv 2411.10803) asks three times whether a visual token must be dropped. This file holds
-the first two parts; one recipe word runs all of them.
+MustDrop (arXiv 2411.10803) asks three times whether a visual token must be dropped; one recipe word
+runs all three parts.
 
 In the vision tower, behind its first layer, the patches are cut into windows of ``m`` (3 x 3). A
 window whose patches are alike becomes one token, their mean::
@@ -16,6 +16,10 @@ last visual token says, by its softmax attention ``A`` (mean over heads), what t
 
     g_j = sum over t of A[t, j]         m_j = max over t of A[t, j]
     drop j  if  g_j < global_thr sum_i g_i  and  m_j < individual_thr  and  j is no key token
+
+In the cache, once the prompt is read, a layer still holds what later filters dropped. The answer
+needs what survived the last one: from the layer on behind which the first filter runs, all layers
+keep these tokens alone (``cache``). Layers before it keep everything. The prefill does not change.
 
 ``budget`` needs counts rather than thresholds. Raise both thresholds by one common factor: token j
 falls at ``max(g_j / (global_thr sum_i g_i), m_j / individual_thr)``, and 1 is the rule above.
@@ -36,6 +40,9 @@ Different from the authors' code, and why:
 - Newlines, which the authors do not insert, are visual tokens like others to the filter.
 - Similarities and attention are compared in float32. Ties go to the lower index.
 - Several pictures: their tokens are filtered together, by the text behind the last one.
+- A cached token keeps the rotary id that it has in its layer, and the answer continues the ids of
+  each layer's prompt. In the authors' decode a layer's next id is the number of slots that its
+  cache holds, less than the ids of what it holds.
 - Any depth: the layers are given as the number of layers before each drop, 3, 7, 11 and 15; a value
   below 1 is a share of the depth. Thresholds are absolute, as published: fewer tokens, softer rule.
 """
@@ -51,8 +58,10 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from ..errors import RecipeError
+from ..kv import KV
 from ..layout import TokenLayout, VisualTokens
 from ..stages import (
+    CacheStage,
     EncodeRequest,
     EncodeStage,
     InEncoderStage,
@@ -201,6 +210,7 @@ class MustDrop(Stage):
     protocol: ClassVar[str] = "in-encoder"
     paper: ClassVar[str] = "arXiv 2411.10803"
     lead: ClassVar[str | None] = "budget"
+    asks_question: ClassVar[bool] = True
 
     window: int = param(
         0,
@@ -228,6 +238,7 @@ class MustDrop(Stage):
     individual_thr: float | None = param(
         None, "lowest attention of one text token, instead of the published one", ge=0.0, le=1.0
     )
+    cache: bool = param(True, "layers from the first filter on keep what survived the last")
     positions: str = positions_param("compact")
     repair: bool = repair_param(False)
     budget: float | None = budget_param()
@@ -250,7 +261,8 @@ class MustDrop(Stage):
         return tuple(usual if own is None else own for own, usual in pair)
 
     def expand(self) -> tuple[Stage, ...]:
-        return (Merge(self), KeySet(self), Filter(self))
+        prefill = (Merge(self), KeySet(self), Filter(self))
+        return (*prefill, Cache(self)) if self.cache else prefill
 
     def floor(self, depth: int) -> float:
         """Of a picture in which nothing merges: all tokens, then the key set alone."""
@@ -369,3 +381,25 @@ class Filter(Part, PrefillStage):
             target = self.of.budget * came_in
             note["counts"] = solve_counts(int(visual.sum()), target, layers, step.depth, least=key)
         return note["counts"][layers.index(layer)]
+
+
+@dataclass(frozen=True)
+class Cache(Part, CacheStage):
+    """Part 3: what survived the last filter is all that later steps see of most layers."""
+
+    name: ClassVar[str] = MustDrop.name
+
+    def finish(self, step: Step, cache: list[KV]) -> list[KV]:
+        first = self.of.filters(step.depth)[0] - 1
+        return [*cache[:first], *(self._survivors(step, kv) for kv in cache[first:])]
+
+    def _survivors(self, step: Step, kv: KV) -> KV:
+        if kv.segments:
+            raise RecipeError(
+                "mustdrop: a later stage of the recipe quantises the cache before the last filter "
+                "has run; write cache=false"
+            )
+        # A token is known by its place in the prompt, so no indices of one filter are translated
+        # into those of another.
+        keep = torch.isin(kv.order, step.layout.order) & kv.valid
+        return kv if torch.equal(keep, kv.valid) else kv.select_mask(keep)

@@ -54,6 +54,7 @@ class PyramidDrop(PrefillStage):
     name: ClassVar[str] = "pyramiddrop"
     paper: ClassVar[str] = "CVPR 2025, arXiv 2410.17247"
     lead: ClassVar[str | None] = "ratio"
+    asks_question: ClassVar[bool] = True
 
     ratio: float = param(
         0.5, "lambda: share of its tokens that each stage hands on", word="keep", gt=0.0, le=1.0

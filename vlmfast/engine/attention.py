@@ -21,6 +21,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from ..errors import ModelError
+from ..kernels.decode_mixed import decode_mixed
 from ..stages import Phase, StatRequest, Step, current_step
 
 # No "flash", "sdpa" or "/" in these names: transformers tests for such substrings.
@@ -67,26 +68,8 @@ def text_attention(
     step = _step(kwargs)
     if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
         raise ModelError("capped attention logits and attention sinks are not supported")
-    if step.phase in (Phase.DECODE, Phase.VERIFY):
-        layer = step.cache.layers[module.layer_idx]
-        if query.shape[0] == query.shape[2] == 1:
-            # One sequence and one token: what is there is a plain prefix of the buffer, and
-            # Hugging Face's own call on it gives Hugging Face's own bits.
-            n = layer.held + 1
-            bias = None if layer.bias is None else layer.bias[None, None, None, :n].to(query.dtype)
-            return sdpa_attention_forward(
-                module,
-                query,
-                key[:, :, :n],
-                value[:, :, :n],
-                bias,
-                dropout=dropout,
-                scaling=scaling,
-            )
-        mask = layer.mask(query.shape[2])
-        if layer.bias is not None:
-            mask = _with_bias(mask, layer.bias, query.dtype)
-        return _buffer_attention(query, key, value, mask, scaling), None
+    if step.phase in (Phase.EXTEND, Phase.DECODE, Phase.VERIFY):
+        return _cached(module, query, key, value, step, scaling, dropout)
     bias = step.key_bias()
     request = step.requests.get(module.layer_idx)
     if request is not None:
@@ -106,6 +89,33 @@ def text_attention(
             )
     if step.phase is Phase.PROBE:
         return torch.zeros_like(query).transpose(1, 2), None
+    output = None
+    if module.layer_idx in step.attend:
+        stage = step.attend[module.layer_idx]
+        output = stage.attend(step, module.layer_idx, query, key, value, scaling)
+    if output is not None:
+        if bias is not None:
+            step.cache.layers[module.layer_idx].bias = bias
+        output = output.transpose(1, 2), None
+    else:
+        output = _dense(module, query, key, value, attention_mask, step, bias, scaling, dropout)
+    if step.after is not None:
+        step.after(module.layer_idx, query, key, value, scaling)
+    return output
+
+
+def _dense(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    step: Step,
+    bias: Tensor | None,
+    scaling: float | None,
+    dropout: float,
+) -> tuple[Tensor, None]:
+    """A prompt's own attention."""
     if step.mask_rule is not None:
         attention_mask = step.mask_rule(step.layout)[None, None]
     if bias is not None:
@@ -117,6 +127,65 @@ def text_attention(
     return sdpa_attention_forward(
         module, query, key, value, attention_mask, dropout=dropout, scaling=scaling
     )
+
+
+def _cached(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    step: Step,
+    scaling: float | None,
+    dropout: float,
+) -> tuple[Tensor, None]:
+    """Attention of new tokens over a frozen cache, to whose tail they have just been written."""
+    index, tokens = module.layer_idx, query.shape[2]
+    layer = step.cache.layers[index]
+    plain = not layer.segments and layer.mass is None
+    if plain and layer.prefix and tokens == 1:
+        # One sequence and one token: Hugging Face's own call on what is there gives its own bits.
+        n = layer.held[0] + 1
+        bias = None if layer.bias is None else layer.bias[:, :, None, :n].to(query.dtype)
+        if bias is not None and bias.shape[1] != query.shape[1]:
+            bias = bias.repeat_interleave(query.shape[1] // bias.shape[1], 1)
+        return sdpa_attention_forward(
+            module,
+            query,
+            key[:, :, :n],
+            value[:, :, :n],
+            bias,
+            dropout=dropout,
+            scaling=scaling,
+        )
+    mask = layer.mask(tokens)
+    bias = layer.bias
+    if layer.prefix:
+        n = layer.held[0] + tokens
+        key, value, mask = key[:, :, :n], value[:, :, :n], mask[..., :n]
+        bias = None if bias is None else bias[:, :, :n]
+    if plain:
+        if bias is not None:
+            mask = _with_bias(mask, bias[:, :, None], query.dtype)
+        output = _buffer_attention(query, key, value, mask, scaling)
+    else:
+        output, _, mass = decode_mixed(
+            query,
+            layer.segments,
+            key,
+            value,
+            mask,
+            scaling,
+            bias,
+            want_mass=layer.mass is not None,
+        )
+        if mass is not None:
+            layer.mass[:, :, : mass.shape[2]] += mass
+        output = output.transpose(1, 2)
+    if step.after is not None:
+        at = layer.length[..., None] + torch.arange(tokens, device=key.device)
+        at = at[..., None].expand(-1, -1, -1, key.shape[3])
+        step.after(index, query, layer.keys.gather(2, at), layer.values.gather(2, at), scaling)
+    return output, None
 
 
 def _with_bias(mask: Tensor, bias: Tensor, dtype: torch.dtype) -> Tensor:

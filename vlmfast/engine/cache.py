@@ -1,35 +1,74 @@
 """The KV cache: grows layer by layer during prefill, then freezes into static buffers.
 
-Logical and physical length are two numbers: positions follow how many ids were consumed, memory and
-masks follow how many keys a layer really holds, and both differ as soon as tokens are dropped.
+Three numbers are kept apart. *Logical* length counts the ids that were consumed; rotary ids follow
+it. *Physical* length counts the slots that a layer, row and head really holds; masks and memory
+follow it, and it differs between layers, rows and heads as soon as something is dropped. *Capacity*
+is what the buffers could hold.
+
+A frozen layer holds, per row and head, ``[segment]...[tail]``: quantised slots, then slots in the
+model's dtype. New tokens go to the tail.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import Field, fields, replace
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-_GROWTH = 256  # free slots that a frozen layer starts with, and gains when it is full
+from ..buffers import BufferPool, bucket
+from ..kernels.quantize_kv import Segment
+from ..kv import KV
+
+_ROOM = 256  # free slots that a frozen layer starts with at most, and gains when it is full
+_SLOTWISE = ("keys", "values", "order", "mass", "bias")
 
 
 class KVLayer(CacheLayerMixin):
-    """Keys and values of one layer.
+    """Keys and values of one layer, for one row during prefill and for B rows afterwards.
 
-    While collecting, ``keys`` and ``values`` are (B, H, S, D) and grow. After `freeze` they are
-    buffers (B, H, capacity, D); ``length`` (B, H) on the device says how many slots of each row and
-    head are taken, and ``held`` is the same number on the host.
+    While collecting, ``keys`` and ``values`` are (1, H, S, D), or ``kv`` holds what a cache stage
+    made of them.
+
+    Attributes (frozen)
+    -------------------
+    keys, values : Tensor, (B, H, capacity, D)
+        The tail.
+    length : Tensor, int64, (B, H)
+        Slots of the tail that are taken; on the device, a view into `KVCache.length`.
+    held : list of int
+        The largest of each row's lengths, on the host.
+    segments : list of Segment
+        Quantised slots, leading dimensions (B, H), one of each kind.
+    order : Tensor, int64, (B, H, capacity), optional
+        Index of each slot's token in the full sequence, where a decode stage reads it.
+    mass : Tensor, float32, (B, H, capacity), optional
+        Attention received, where a decode stage reads it.
+    bias : Tensor, float32, (B, H, capacity), optional
+        Added to the logits of each slot.
+    shift : list of int
+        How far this layer's rotary ids lie behind the running position, by row.
     """
 
     is_compileable = False  # True would make generate() compile the model by itself
 
-    def __init__(self) -> None:
+    def __init__(self, pool: BufferPool) -> None:
         super().__init__()
+        self.pool = pool
+        self.kv: KV | None = None
         self.length: Tensor | None = None
-        self.held = 0
-        self.logical = 0
-        self.shift = 0  # how far this layer's rotary ids lie behind the running position
-        self.bias: Tensor | None = None  # (S,), added to the logits of these keys; 0 for later ones
+        self.seen: Tensor | None = None
+        self.held: list[int] = [0]
+        self.stored: list[list[int]] = []  # by segment and row: slots on the host
+        self.segments: list[Segment] = []
+        self.order = self.mass = self.bias = None
+        self.incoming: Tensor | None = None  # (T,): bias of the tokens that come next
+        self.shift: list[int] = [0]
+        self.even = True  # whether all heads of a row are equally long
+        self.lent = False  # whether buffers belong to a captured step, which will use them again
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -39,97 +78,579 @@ class KVLayer(CacheLayerMixin):
     def frozen(self) -> bool:
         return self.length is not None
 
+    @property
+    def prefix(self) -> bool:
+        """Whether what is there is a plain prefix of the buffers, the same for every head.
+
+        Hugging Face's own attention on it then gives Hugging Face's own bits. On CUDA shapes must
+        not change from step to step, so masks say what is there.
+        """
+        return len(self.held) == 1 and self.even and self.device.type == "cpu"
+
+    # --- prefill ---------------------------------------------------------------------------------
+
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs):
-        """Append (B, H, T, D). Frozen layers write behind ``held`` without advancing it."""
+        """Append (B, H, T, D). A frozen layer writes behind ``length`` without advancing it."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        if not self.frozen:
-            if self.keys is None:
-                self.keys, self.values = key_states, value_states
-            else:
-                self.keys = torch.cat([self.keys, key_states], dim=2)
-                self.values = torch.cat([self.values, value_states], dim=2)
-            self.held = self.keys.shape[2]
+        if self.frozen:
+            self._write(key_states, value_states)
             return self.keys, self.values
-        stop = self.held + key_states.shape[2]
-        if stop > self.keys.shape[2]:
-            self._resize(max(stop, self.keys.shape[2] + _GROWTH))
-        self.keys[:, :, self.held : stop] = key_states
-        self.values[:, :, self.held : stop] = value_states
+        if self.keys is not None:
+            key_states = torch.cat([self.keys, key_states], dim=2)
+            value_states = torch.cat([self.values, value_states], dim=2)
+        self.keys, self.values = key_states, value_states
+        self.held = [key_states.shape[2]]
         return self.keys, self.values
 
-    def freeze(self, room: int, length: Tensor) -> None:
-        """Move to buffers with ``room`` free slots; ``length`` (B, H) is where to count."""
-        self.length = length.fill_(self.held)
-        self._resize(self.held + min(room, _GROWTH))
+    def put(self, kv: KV) -> None:
+        """What a cache stage left of the prompt takes the place of what was collected."""
+        self.kv, self.keys, self.values, self.bias = kv, None, None, None
+        self.held = [len(kv)]
+        self.stored = [[int(segment.lengths.max())] for segment in kv.segments]
+
+    def freeze(self, room: int, length: Tensor, seen: Tensor, track: bool, mass: bool) -> None:
+        """Move to buffers with ``room`` free slots.
+
+        Parameters
+        ----------
+        length : Tensor, (1, H)
+            Where to count slots.
+        seen : Tensor, (1,)
+            Where the ids consumed so far are counted.
+        track, mass : bool
+            Whether decode stages read ``order`` and ``mass``; only of layers that were `put`.
+        """
+        kv, self.kv = self.kv, None
+        if kv is None:
+            keys, values, bias = self.keys, self.values, self.bias
+            length.fill_(keys.shape[2])
+            bias = None if bias is None else bias.expand(1, keys.shape[1], -1)
+            order = masses = None
+        else:
+            keys, values, order = kv.keys[None], kv.values[None], kv.order[None]
+            bias, masses = (None if of is None else of[None] for of in (kv.bias, kv.mass))
+            length.copy_(kv.lengths[None])
+            self.even = bool((kv.lengths == kv.lengths[0]).all())
+            self.segments = [segment.unsqueeze() for segment in kv.segments]
+        self.length, self.seen, self.held = length, seen, [keys.shape[2]]
+        capacity = bucket(keys.shape[2] + min(room, _ROOM))
+        self.keys, self.values = (self._buffer(of, capacity) for of in (keys, values))
+        self.bias = None if bias is None else self._buffer(bias, capacity)
+        if track:
+            self.order = self._buffer(order, capacity)
+        if mass:
+            start = torch.zeros(keys.shape[:3], device=keys.device) if masses is None else masses
+            self.mass = self._buffer(start, capacity)
+
+    # --- buffers ---------------------------------------------------------------------------------
+
+    def _buffer(self, of: Tensor, capacity: int) -> Tensor:
+        """(B, H, N, ...) at the beginning of a buffer of ``capacity`` slots."""
+        shape = (*of.shape[:2], capacity, *of.shape[3:])
+        buffer = self.pool.take(shape, of.dtype, of.device)
+        taken = min(of.shape[2], capacity)
+        buffer[:, :, :taken] = of[:, :, :taken]
+        return buffer
+
+    def _give(self, buffer: Tensor) -> None:
+        if not self.lent:
+            self.pool.give(buffer)
 
     def _resize(self, capacity: int) -> None:
-        for name in ("keys", "values"):
-            states = getattr(self, name)
-            b, h, _, d = states.shape
-            # Zeros, not empty: masked slots still enter a product, and NaN * 0 is NaN.
-            buffer = states.new_zeros(b, h, capacity, d)
-            buffer[:, :, : self.held] = states[:, :, : self.held]
-            setattr(self, name, buffer)
-        if self.bias is not None:
-            bias = self.bias.new_zeros(capacity)
-            bias[: len(self.bias)] = self.bias[:capacity]
-            self.bias = bias
+        for name in _SLOTWISE:
+            of = getattr(self, name)
+            if of is not None:
+                setattr(self, name, self._buffer(of, capacity))
+                self._give(of)
 
-    def mask(self, query_length: int) -> Tensor:
-        """Bool (B, H, T, capacity): slots that each of the next ``T`` tokens may read."""
+    def reserve(self, tokens: int) -> None:
+        """Make sure that ``tokens`` more fit in every row."""
+        need = max(self.held) + tokens
+        if need > self.keys.shape[2]:
+            self._resize(bucket(need + max(_ROOM - tokens, 0)))
+
+    def _write(self, keys: Tensor, values: Tensor) -> None:
+        tokens = keys.shape[2]
+        self.reserve(tokens)
+        index = self.length[..., None] + torch.arange(tokens, device=self.device)
+        if self.prefix:
+            at = slice(self.held[0], self.held[0] + tokens)
+            self.keys[:, :, at], self.values[:, :, at] = keys, values
+        else:
+            for buffer, new in ((self.keys, keys), (self.values, values)):
+                buffer.scatter_(2, index[..., None].expand_as(new), new)
+        if self.order is not None:
+            order = self.seen[:, None, None] + torch.arange(tokens, device=self.device)
+            self.order.scatter_(2, index, order.expand_as(index))
+        if self.incoming is not None and self.bias is None:
+            nothing = torch.zeros(*index.shape[:2], 0, device=self.device)
+            self.bias = self._buffer(nothing, self.keys.shape[2])
+        for of in (self.mass, self.bias):  # slots may have been taken before
+            if of is not None:
+                of.scatter_(2, index, torch.zeros_like(index, dtype=of.dtype))
+        if self.incoming is not None:
+            self.bias.scatter_(2, index, self.incoming.to(self.bias.dtype).expand_as(index))
+
+    def append(self, kv: KV, tokens: int) -> None:
+        """Block-wise prefill: ``kv`` takes the place of the last ``tokens`` that were written."""
+        kept = len(kv)
+        start = self.length[0]
+        index = start[:, None] + torch.arange(kept, device=self.device)
+        for name, new in (("keys", kv.keys), ("values", kv.values)):
+            at = index[..., None].expand_as(new)
+            getattr(self, name)[0].scatter_(1, at, new.to(self.dtype))
+        for name, new in (("order", kv.order), ("mass", kv.mass), ("bias", kv.bias)):
+            of = getattr(self, name)
+            if of is not None and new is not None:
+                of[0].scatter_(1, index, new.to(of.dtype))
+        start.add_(kv.lengths)
+        even = bool((kv.lengths == kv.lengths[0]).all())
+        self.even = self.even and even
+        self.held[0] = int(start.max())
+
+    def mask(self, tokens: int) -> Tensor:
+        """Bool (B, H, T, capacity): slots that each of the next ``tokens`` may read."""
         slots = torch.arange(self.keys.shape[2], device=self.device)
-        last = self.length[..., None] + torch.arange(query_length, device=self.device)
+        last = self.length[..., None] + torch.arange(tokens, device=self.device)
         return slots <= last[..., None]
 
+    def release(self) -> None:
+        """Give the buffers back; the layer is not used again."""
+        for name in _SLOTWISE:
+            if self.frozen:
+                self._give(getattr(self, name))
+            setattr(self, name, None)
+        self.segments, self.kv = [], None
+
+    # --- rows ------------------------------------------------------------------------------------
+
+    def page(self, row: int, count: int, page: Segment) -> None:
+        """The first ``count`` slots of a row's tail have become ``page``, (H, ...)."""
+        if self.bias is not None and page.bias is None:
+            page = replace(page, bias=self.bias[row, :, :count].clone())
+        page = page.unsqueeze()
+        kinds = [segment.key for segment in self.segments]
+        if page.group and page.key in kinds:
+            at = kinds.index(page.key)
+        else:  # slots that share their parameters all together cannot grow
+            at = len(kinds)
+            self.segments.append(Segment.empty(page, len(self.held)))
+            self.stored.append([0] * len(self.held))
+        segment = self.segments[at]
+        rows = []
+        for b, stored in enumerate(self.stored[at]):
+            own = segment.rows(torch.arange(b, b + 1, device=self.device)).first(stored)
+            if b == row:
+                own = own.append(page) if stored else page
+            rows.append(own)
+        self.segments[at] = rows[0] if len(rows) == 1 else Segment.cat(rows)
+        self.stored[at][row] += count
+        for name in _SLOTWISE:
+            of = getattr(self, name)
+            if of is not None:
+                of[row, :, : of.shape[2] - count] = of[row, :, count:].clone()
+        self.length[row].sub_(count)
+        self.held[row] -= count
+
+    def slots(self, row: int) -> int:
+        """Physical length of a row: its segments and its tail, of the longest head."""
+        return self.held[row] + sum(stored[row] for stored in self.stored)
+
     def held_bytes(self) -> int:
-        """Bytes of the keys and values held now, not of free slots."""
-        rows = self.keys.shape[0] * self.keys.shape[1] * self.held
-        return 2 * rows * self.keys.shape[3] * self.keys.element_size()
+        """Bytes of what is held now, parameters of segments included, free slots not."""
+        if self.frozen:
+            taken, segments = int(self.length.sum()), self.segments
+        elif self.kv is not None:
+            taken, segments = int(self.kv.lengths.sum()), self.kv.segments
+        elif self.keys is None:  # the layer has not run yet
+            return 0
+        else:
+            taken, segments = self.keys.shape[1] * self.held[0], ()
+        of = self.kv.keys if self.kv is not None else self.keys
+        each = 2 * of.shape[-1] * of.element_size()
+        if self.frozen:
+            extra = (self.order, self.mass, self.bias)
+            each += sum(e.element_size() for e in extra if e is not None)
+        return taken * each + sum(segment.held_bytes() for segment in segments)
 
     def get_seq_length(self) -> int:
-        return self.logical
+        return int(self.seen.max()) if self.frozen else self.held[0]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.held + query_length, 0
+        return max(self.held) + query_length, 0
 
     def get_max_length(self) -> int:
         return -1
 
 
 class KVCache(Cache):
-    """One `KVLayer` per decoder layer.
+    """One `KVLayer` per decoder layer; one row during prefill, B rows in a batch.
 
     Parameters
     ----------
     depth : int
         Number of decoder layers.
+    pool : BufferPool, optional
+        Where buffers come from.
     """
 
-    def __init__(self, depth: int) -> None:
-        super().__init__(layers=[KVLayer() for _ in range(depth)])
+    def __init__(self, depth: int, pool: BufferPool | None = None) -> None:
+        self.pool = pool or BufferPool(0)
+        super().__init__(layers=[KVLayer(self.pool) for _ in range(depth)])
         self.length: Tensor | None = None  # (L, B, H): the layers' own are views of it
+        self.seen: Tensor | None = None  # (B,): ids consumed, on the device
+        self.logical: list[int] = []  # the same on the host
+        self.base: list[int] = []  # ids by row that were compressed, or came in front of such
+        self.track = self.mass = False
 
-    def freeze(self, room: int, logical: int) -> None:
+    @property
+    def rows(self) -> int:
+        return len(self.logical)
+
+    def freeze(self, room: int, logical: int, *, track: bool = False, mass: bool = False) -> None:
         """End of prefill: buffers for about ``room`` more tokens; ``logical`` ids consumed."""
-        b, h = self.layers[0].keys.shape[:2]
-        shape = (len(self.layers), b, h)
-        self.length = torch.zeros(shape, dtype=torch.int64, device=self.layers[0].device)
+        first = self.layers[0]
+        heads = len(first.kv.keys) if first.kv is not None else first.keys.shape[1]
+        shape = (len(self.layers), 1, heads)
+        self.track, self.mass = track, mass
+        self.length = torch.zeros(shape, dtype=torch.int64, device=first.device)
+        self.seen = torch.full((1,), logical, device=first.device)
+        self.logical = [logical]
         for layer, length in zip(self.layers, self.length, strict=True):
-            layer.freeze(room, length)
-            layer.logical = logical
+            layer.freeze(room, length, self.seen, track, mass)
+        whole = all(layer.held == self.logical and layer.even for layer in self.layers)
+        self.base = [0 if whole else logical]
 
     def advance(self, tokens: int = 1) -> None:
-        """Count ``tokens`` that the last pass wrote."""
+        """Count ``tokens`` that the last pass wrote to every row."""
+        self.advance_device(tokens)
+        self.advance_host(tokens)
+
+    def advance_device(self, tokens: int = 1) -> None:
+        """The part of `advance` that a captured step repeats."""
         self.length.add_(tokens)
+        self.seen.add_(tokens)
+
+    def advance_host(self, tokens: int = 1) -> None:
+        """The part of `advance` that it does not."""
         for layer in self.layers:
-            layer.held += tokens
-            layer.logical += tokens
+            layer.held = [held + tokens for held in layer.held]
+        self.logical = [logical + tokens for logical in self.logical]
+
+    def reserve(self, tokens: int) -> None:
+        """Make sure that every layer has room for ``tokens`` more."""
+        for layer in self.layers:
+            layer.reserve(tokens)
+
+    def state(self) -> dict[tuple, Tensor]:
+        """Every tensor that a decode step reads or writes, by its place."""
+        state = {("length",): self.length, ("seen",): self.seen}
+        for at, layer in enumerate(self.layers):
+            for name in _SLOTWISE:
+                if (of := getattr(layer, name)) is not None:
+                    state[at, name] = of
+            for number, segment in enumerate(layer.segments):
+                for field in _tensors(segment):
+                    state[at, number, field.name] = getattr(segment, field.name)
+        return state
+
+    def load(self, state: dict[tuple, Tensor]) -> None:
+        """Go on in the tensors of ``state``, which hold the same; own buffers are given back."""
+        self.length, self.seen = state["length",], state["seen",]
+        for at, (layer, length) in enumerate(zip(self.layers, self.length, strict=True)):
+            layer.length, layer.seen = length, self.seen
+            for name in _SLOTWISE:
+                of = getattr(layer, name)
+                if of is not None and of is not state[at, name]:
+                    layer._give(of)
+                    setattr(layer, name, state[at, name])
+            layer.segments = [
+                replace(
+                    segment,
+                    **{
+                        field.name: state[at, number, field.name]
+                        for field in _tensors(segment)
+                    },
+                )
+                for number, segment in enumerate(layer.segments)
+            ]
+
+    def lend(self, lent: bool) -> None:
+        """Whether the buffers belong to a captured step."""
+        for layer in self.layers:
+            layer.lent = lent
+
+    def consume(self, tokens: int) -> None:
+        """Count ids of every row that were compressed: their slots are counted already."""
+        if tokens:
+            self._count(tokens)
+            self.base = list(self.logical)
+
+    def _count(self, tokens: int) -> None:
+        self.seen.add_(tokens)
+        self.logical = [logical + tokens for logical in self.logical]
+
+    @contextmanager
+    def biased(self, bias: Tensor | None) -> Iterator[None]:
+        """What is written meanwhile has ``bias`` (T,) added to its logits."""
+        for layer in self.layers:
+            layer.incoming = bias
+        try:
+            yield
+        finally:
+            for layer in self.layers:
+                layer.incoming = None
+
+    def crop(self, tokens: int) -> None:
+        """Forget the last ``tokens`` of every row.
+
+        Raises
+        ------
+        ValueError
+            Where a layer does not hold them in its tail, one slot each.
+        """
+        if self.track:
+            raise ValueError("a cache that decode stages rework cannot be cropped")
+        for logical, base in zip(self.logical, self.base, strict=True):
+            if logical - tokens < base:
+                raise ValueError(f"{tokens} tokens reach into the compressed part of the cache")
+        self.length.sub_(tokens)
+        for layer in self.layers:
+            layer.held = [held - tokens for held in layer.held]
+        self._count(-tokens)
+
+    def accept(self, index: Tensor, counts: Sequence[int]) -> None:
+        """Keep some of the tokens that the last pass wrote behind the tail, and count them.
+
+        Parameters
+        ----------
+        index : Tensor, int64, (B, A)
+            Which of the T written tokens each row keeps, ascending; behind ``counts`` anything.
+        counts : sequence of int
+            How many of the A each row keeps.
+        """
+        kept = torch.tensor(counts, device=index.device)
+        for layer in self.layers:
+            source = layer.length[..., None] + index[:, None]
+            target = layer.length[..., None] + torch.arange(index.shape[1], device=index.device)
+            for name in _SLOTWISE:
+                of = getattr(layer, name)
+                if of is None:
+                    continue
+                wide = (..., *(None,) * (of.dim() - 3))
+                shape = (*source.shape, *of.shape[3:])
+                moved = of.gather(2, source.clamp(max=of.shape[2] - 1)[wide].expand(shape))
+                of.scatter_(2, target.clamp(max=of.shape[2] - 1)[wide].expand(shape), moved)
+            if layer.order is not None:  # what is kept follows without gaps
+                order = self.seen[:, None, None] + torch.arange(index.shape[1], device=index.device)
+                layer.order.scatter_(
+                    2, target.clamp(max=layer.order.shape[2] - 1), order.expand_as(target)
+                )
+            layer.held = [held + count for held, count in zip(layer.held, counts, strict=True)]
+        self.length.add_(kept[None, :, None])
+        self.seen.add_(kept)
+        self.logical = [n + count for n, count in zip(self.logical, counts, strict=True)]
+
+    # --- batches ---------------------------------------------------------------------------------
+
+    @staticmethod
+    def cat(caches: Sequence[KVCache]) -> KVCache:
+        """One frozen cache with the rows of all ``caches``, which are used up."""
+        if len(caches) == 1:
+            return caches[0]
+        first = caches[0]
+        joined = KVCache(len(first.layers), first.pool)
+        joined.track = any(cache.track for cache in caches)
+        joined.mass = any(cache.mass for cache in caches)
+        joined.length = torch.cat([cache.length for cache in caches], dim=1)
+        joined.seen = torch.cat([cache.seen for cache in caches])
+        joined.logical = [n for cache in caches for n in cache.logical]
+        joined.base = [n for cache in caches for n in cache.base]
+        for at, layer in enumerate(joined.layers):
+            parts = [cache.layers[at] for cache in caches]
+            layer.lazy_initialization(parts[0].keys, parts[0].values)
+            layer.length, layer.seen = joined.length[at], joined.seen
+            layer.held = [n for part in parts for n in part.held]
+            layer.shift = [n for part in parts for n in part.shift]
+            layer.even = all(part.even for part in parts)
+            capacity = bucket(max(layer.held) + _ROOM)
+            for name, wanted in (
+                ("keys", True),
+                ("values", True),
+                ("order", joined.track),
+                ("mass", joined.mass),
+                ("bias", any(part.bias is not None for part in parts)),
+            ):
+                if wanted:
+                    setattr(layer, name, _stacked(layer, name, parts, capacity))
+            _join_segments(layer, parts)
+            for part in parts:
+                part.release()
+        return joined
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep only ``rows``, in that order."""
+        index = torch.tensor(list(rows), device=self.length.device)
+        self.length = self.length.index_select(1, index)
+        self.seen = self.seen.index_select(0, index)
+        self.logical = [self.logical[row] for row in rows]
+        self.base = [self.base[row] for row in rows]
+        for layer, length in zip(self.layers, self.length, strict=True):
+            layer.length, layer.seen = length, self.seen
+            layer.held, layer.shift = (
+                [of[row] for row in rows] for of in (layer.held, layer.shift)
+            )
+            layer.stored = [[of[row] for row in rows] for of in layer.stored]
+            for name in _SLOTWISE:
+                of = getattr(layer, name)
+                if of is not None:
+                    shape = (len(rows), *of.shape[1:])
+                    buffer = layer.pool.take(shape, of.dtype, of.device)
+                    torch.index_select(of, 0, index, out=buffer)
+                    setattr(layer, name, buffer)
+                    layer._give(of)
+            layer.segments = [segment.rows(index) for segment in layer.segments]
+            kept = [at for at, stored in enumerate(layer.stored) if any(stored)]
+            layer.segments = [layer.segments[at] for at in kept]
+            layer.stored = [layer.stored[at] for at in kept]
+
+    def clone(self) -> KVCache:
+        """A copy that shares nothing that changes."""
+        twin = KVCache(len(self.layers), self.pool)
+        twin.track, twin.mass = self.track, self.mass
+        twin.logical, twin.base = list(self.logical), list(self.base)
+        twin.length, twin.seen = self.length.clone(), self.seen.clone()
+        for layer, copy, length in zip(self.layers, twin.layers, twin.length, strict=True):
+            copy.lazy_initialization(layer.keys, layer.values)
+            copy.length, copy.seen, copy.even = length, twin.seen, layer.even
+            copy.held, copy.shift = list(layer.held), list(layer.shift)
+            # A segment is never written to, unless a captured step owns it: pages make a new one.
+            copy.segments = [
+                replace(s, **{f.name: getattr(s, f.name).clone() for f in _tensors(s)})
+                if layer.lent
+                else s
+                for s in layer.segments
+            ]
+            copy.stored = [list(s) for s in layer.stored]
+            for name in _SLOTWISE:
+                of = getattr(layer, name)
+                if of is not None:
+                    setattr(copy, name, copy._buffer(of, of.shape[2]))
+        return twin
+
+    def release(self) -> None:
+        """Give all buffers back; the cache is not used again."""
+        for layer in self.layers:
+            layer.release()
+
+    # --- what is held ----------------------------------------------------------------------------
 
     def held_bytes(self) -> int:
         """Bytes of all keys and values held now."""
         return sum(layer.held_bytes() for layer in self.layers)
 
-    def lengths(self) -> list[int]:
-        """Tokens held per layer."""
-        return [layer.held for layer in self.layers]
+    def lengths(self, row: int = 0) -> list[int]:
+        """Slots held per layer, of the longest head."""
+        return [layer.slots(row) for layer in self.layers]
+
+
+def _tensors(segment: Segment) -> list[Field]:
+    return [f for f in fields(segment) if isinstance(getattr(segment, f.name), Tensor)]
+
+
+def _stacked(layer: KVLayer, name: str, parts: Sequence[KVLayer], capacity: int) -> Tensor:
+    """A buffer with the rows of all parts; zeros where a part has none."""
+    like = next(getattr(part, name) for part in parts if getattr(part, name) is not None)
+    rows = sum(len(part.held) for part in parts)
+    shape = (rows, like.shape[1], capacity, *like.shape[3:])
+    buffer, row = layer.pool.take(shape, like.dtype, like.device), 0
+    for part in parts:
+        of, count = getattr(part, name), max(part.held)
+        if of is not None:
+            buffer[row : row + len(part.held), :, :count] = of[:, :, :count]
+        row += len(part.held)
+    return buffer
+
+
+def _join_segments(layer: KVLayer, parts: Sequence[KVLayer]) -> None:
+    """Segments of one kind stand together; rows that have none of it get an empty one."""
+    # A layer may hold several of one kind: the first of each stand together, then the second.
+    kinds: dict[tuple, Segment] = {}
+    places: list[dict[tuple, int]] = []
+    for part in parts:
+        keys, place = [segment.key for segment in part.segments], {}
+        for at, segment in enumerate(part.segments):
+            kind = segment.key, keys[:at].count(segment.key)
+            place[kind] = at
+            kinds.setdefault(kind, segment)
+        places.append(place)
+    for kind, like in kinds.items():
+        pieces, stored = [], []
+        for part, place in zip(parts, places, strict=True):
+            rows, at = len(part.held), place.get(kind)
+            pieces.append(Segment.empty(like, rows) if at is None else part.segments[at])
+            stored += [0] * rows if at is None else part.stored[at]
+        layer.segments.append(Segment.cat(pieces))
+        layer.stored.append(stored)
+
+
+class RowSlots:
+    """One row of one layer's tail, as decode stages see it (`stages.Slots`)."""
+
+    def __init__(
+        self,
+        cache: KVCache,
+        layer: int,
+        row: int,
+        prompt: Tensor,
+        notes: dict,
+        rotate: Callable[[Tensor, Tensor], Tensor],
+    ) -> None:
+        self._cache, self._layer, self._row = cache, cache.layers[layer], row
+        self.prompt, self.notes, self.rotate = prompt, notes, rotate
+
+    @property
+    def keys(self) -> Tensor:
+        return self._layer.keys[self._row]
+
+    @property
+    def values(self) -> Tensor:
+        return self._layer.values[self._row]
+
+    @property
+    def order(self) -> Tensor:
+        return self._layer.order[self._row]
+
+    @property
+    def mass(self) -> Tensor:
+        return self._layer.mass[self._row]
+
+    @property
+    def length(self) -> Tensor:
+        return self._layer.length[self._row]
+
+    @property
+    def held(self) -> int:
+        return self._layer.held[self._row]
+
+    @property
+    def seen(self) -> int:
+        return self._cache.logical[self._row]
+
+    def evict(self, slot: Tensor) -> None:
+        last = (self.length - 1)[:, None]
+        for name in _SLOTWISE:
+            of = getattr(self._layer, name)
+            if of is not None:
+                of = of[self._row]
+                wide = (..., *(None,) * (of.dim() - 2))
+                shape = (len(of), 1, *of.shape[2:])
+                moved = of.gather(1, last[wide].expand(shape))
+                of.scatter_(1, slot[:, None][wide].expand(shape), moved)
+        self.length.sub_(1)
+        self._layer.held[self._row] -= 1
+
+    def quantise(self, count: int, make: Callable[[Tensor, Tensor], Segment]) -> None:
+        page = make(self.keys[:, :count], self.values[:, :count])
+        self._layer.page(self._row, count, page)

@@ -2,12 +2,12 @@
 
 ``generate`` prepares logits processors, stopping criteria and the generation config; this loop asks
 them in the same order and with the same ids as Hugging Face's sampling loop, so that tokens and
-random numbers are the same.
+random numbers are the same. In a batch every sequence has its own of them, which see its own ids.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,13 +19,194 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from ..errors import ModelError, RecipeError, VLMFastError
 from ..models.base import Adapter
 from ..recipe import Recipe
-from ..stages import Phase, Step
+from ..stages import DecodeStage, Phase, Step
 from .attention import switched
-from .cache import KVCache
+from .cache import KVCache, RowSlots
+from .compress import Compression
+from .graphs import Graphs, StepGraph
 from .prefill import Inputs, Prompt, prefill, prepare, rows_of
 from .stats import Stats, Trace, clock
 
-_SERVED = ("media", "in-encoder", "encode", "prefill")
+_SERVED = ("media", "in-encoder", "encode", "prefill", "cache", "decode")
+
+
+@dataclass
+class Row:
+    """What a decoder knows of one of its sequences.
+
+    Parameters
+    ----------
+    stages : list of DecodeStage
+    notes : dict
+        As in `Step`.
+    prompt : Tensor, int64, (L, H)
+        Slots of the tail when decoding began.
+    steps : int
+        Tokens that have been fed since.
+    """
+
+    stages: list[DecodeStage]
+    notes: dict[str, dict]
+    prompt: Tensor
+    steps: int = 0
+
+
+class Decoder:
+    """Sequences that are decoded together, one token each per step.
+
+    Parameters
+    ----------
+    adapter : Adapter
+    cache : KVCache
+        Frozen.
+    position : Tensor, int64, (B, 1), or (3, B, 1) for M-RoPE
+        Rotary ids of the tokens that come next; used up.
+    rows : list of Row
+    """
+
+    def __init__(self, adapter: Adapter, cache: KVCache, position: Tensor, rows: list[Row]) -> None:
+        self.adapter, self.cache, self.position, self.rows = adapter, cache, position, rows
+        self.step = Step(Phase.DECODE, cache=cache)
+        self.graph: StepGraph | None = None
+        # Layers whose rows were renumbered in prefill, and by how much; on the device once.
+        shifts = {index: tuple(held.shift) for index, held in enumerate(cache.layers)}
+        self._shifts = {index: shift for index, shift in shifts.items() if any(shift)}
+        self._offsets = {
+            shift: torch.tensor(shift, device=position.device)[:, None]
+            for shift in set(self._shifts.values())
+        }
+
+    @staticmethod
+    def join(decoders: Sequence[Decoder]) -> Decoder:
+        """One decoder for the sequences of all, which are used up."""
+        if len(decoders) == 1:
+            return decoders[0]
+        position = torch.cat([decoder.position for decoder in decoders], dim=-2)
+        cache = KVCache.cat([decoder.cache for decoder in decoders])
+        for decoder in decoders:
+            decoder.retire()
+        rows = [row for decoder in decoders for row in decoder.rows]
+        return Decoder(decoders[0].adapter, cache, position, rows)
+
+    def select(self, rows: Sequence[int]) -> Decoder:
+        """Only ``rows`` go on; this decoder is used up."""
+        self.cache.select(rows)
+        index = torch.tensor(list(rows), device=self.position.device)
+        position = self.position.index_select(-2, index)
+        self.retire()
+        return Decoder(self.adapter, self.cache, position, [self.rows[row] for row in rows])
+
+    def next(self, tokens: Tensor) -> Tensor:
+        """Feed ``tokens`` (B, 1); returns the logits (B, V) behind them. No host sync."""
+        self.rework()
+        self.cache.reserve(1)
+        logits = self.captured(tokens) if self.captures else self.forward(tokens)
+        self.cache.advance_host()
+        return logits
+
+    @property
+    def captures(self) -> bool:
+        """Whether steps are captured: on CUDA, unless the user chose otherwise."""
+        mode = self.adapter.decoding
+        return mode == "graph" or (mode == "auto" and self.position.is_cuda)
+
+    @property
+    def graphs(self) -> Graphs:
+        return self.adapter.kept.setdefault("graphs", Graphs())
+
+    def captured(self, tokens: Tensor) -> Tensor:
+        """A step through a graph; one is captured where none fits."""
+        if self.graph is None or not self.graph.serves(self):
+            if self.graph is not None:
+                # Some buffers may still be the old step's: they are copied before others use them.
+                own = self.graph.state
+                self.load(
+                    {k: of.clone() if own.get(k) is of else of for k, of in self.state().items()}
+                )
+                self.retire()
+            self.graph = self.graphs.get(self)
+            self.cache.lend(True)
+        return self.graph.replay(tokens)
+
+    def retire(self) -> None:
+        """Let the captured step serve others; this decoder holds nothing in its buffers any more."""
+        if self.graph is not None:
+            self.graphs.put(self.graph)
+            self.graph = None
+            self.cache.lend(False)
+
+    def release(self) -> None:
+        """Give everything back; the decoder is not used again."""
+        self.cache.release()
+        self.retire()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """The step itself, from embedding to logits: the device's part, which can be captured."""
+        decoder = self.adapter.decoder
+        if self.adapter.decoding == "compile":
+            decoder = self.adapter.kept.setdefault("compiled", torch.compile(decoder))
+        with self.shifted(self.step, self.position):
+            hidden = decoder(
+                inputs_embeds=self.adapter.embed(tokens),
+                position_ids=self.position,
+                past_key_values=self.cache,
+                use_cache=True,
+                vlmfast_step=self.step,
+            ).last_hidden_state
+        self.cache.advance_device()
+        self.position.add_(1)
+        return self.adapter.logits(hidden[:, -1])
+
+    def state(self) -> dict[tuple, Tensor]:
+        """Every tensor that a step reads or writes beside the weights, by its place."""
+        shifts = {("shift", *shift): of for shift, of in self._offsets.items()}
+        return {("position",): self.position, **shifts, **self.cache.state()}
+
+    def load(self, state: dict[tuple, Tensor]) -> None:
+        """Go on in the tensors of ``state``, which hold the same."""
+        self.position = state["position",]
+        self._offsets = {shift: state["shift", *shift] for shift in self._offsets}
+        self.cache.load(state)
+
+    def rework(self) -> None:
+        """Let the decode stages of each row work on what it holds."""
+        for number, row in enumerate(self.rows):
+            for stage in row.stages:
+                if row.steps % stage.every == 0:
+                    for layer, prompt in enumerate(row.prompt):
+                        slots = RowSlots(
+                            self.cache, layer, number, prompt, row.notes, self.adapter.rotate
+                        )
+                        stage.step(slots, layer)
+            row.steps += 1
+
+    @contextmanager
+    def shifted(self, step: Step, position: Tensor) -> Iterator[None]:
+        """Layers whose rows were renumbered in prefill rotate by their own positions."""
+        tables: dict[tuple[int, ...], tuple[Tensor, ...]] = {}
+
+        def hook(shift: tuple[int, ...]):
+            def rotate(module: nn.Module, args: tuple, kwargs: dict):
+                if kwargs.get("vlmfast_step") is not step:
+                    return None
+                if shift not in tables:
+                    rotary = self.adapter.decoder.rotary_emb
+                    tables[shift] = tuple(rotary(args[0], position - self._offsets[shift]))
+                return args, {**kwargs, "position_embeddings": tables[shift]}
+
+            return rotate
+
+        handles = [
+            self.adapter.decoder.layers[index].register_forward_pre_hook(
+                hook(shift), with_kwargs=True
+            )
+            for index, shift in self._shifts.items()
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
 
 @dataclass
@@ -40,8 +221,7 @@ class Run:
     trace: Trace = field(default_factory=Trace)
     cache: KVCache | None = None
     prompt: Prompt | None = None
-    step: Step | None = None
-    position: Tensor | None = None
+    decoder: Decoder | None = None
 
     def __post_init__(self) -> None:
         for stage in (part for word in self.recipe for part in word.expand()):
@@ -51,6 +231,14 @@ class Run:
                     f"it runs {', '.join(_SERVED)}"
                 )
 
+    @property
+    def step(self) -> Step:
+        return self.decoder.step
+
+    @property
+    def position(self) -> Tensor:
+        return self.decoder.position
+
     @torch.no_grad()
     def start(self, room: int) -> Tensor:
         """Prefill; ``room`` is the number of tokens that may follow. Returns logits (1, V)."""
@@ -58,91 +246,218 @@ class Run:
         return self.start_from(prompt, room)
 
     @torch.no_grad()
-    def start_from(self, prompt: Prompt, room: int) -> Tensor:
+    def start_from(self, prompt: Prompt, room: int, limit: int | None = None) -> Tensor:
         """Prefill of a prompt that is already merged. Returns logits (1, V).
+
+        ``limit`` is as in `extend`.
 
         Raises
         ------
         ModelError
             When prompt and answer do not fit into the model's sliding window.
         """
-        window = self.adapter.window
-        if window is not None and prompt.next_position + room > window:
-            raise ModelError(
-                f"{prompt.next_position} prompt positions and {room} new tokens exceed the model's "
-                f"sliding window of {window}; shorten one of them, or drop visual tokens with "
-                "positions=compact"
-            )
+        self._fits(prompt.next_position + room)
         self.prompt = prompt
         self.stats.prompt_tokens = len(self.prompt.layout)
-        self.cache = KVCache(self.adapter.depth)
-        logits = prefill(self.adapter, self.prompt, self.recipe, self.cache, self.stats, self.trace)
-        self.cache.freeze(room, self.prompt.full_length)
-        self.step = Step(Phase.DECODE, cache=self.cache)
+        self.cache = KVCache(self.adapter.depth, self.adapter.pool)
+        logits = prefill(
+            self.adapter, prompt, self.recipe, self.cache, self.stats, self.trace, limit=limit
+        )
+        # Without a picture the cache is left alone.
+        pictured = bool(prompt.layout.visual.any())
+        stages = self.recipe.acting("decode") if pictured else []
+        self.cache.freeze(
+            room,
+            self.prompt.full_length,
+            track=bool(stages),
+            mass=any(stage.mass for stage in stages),
+        )
+        self.stats.kv_bytes = self.cache.held_bytes()
         first = torch.full_like(self.prompt.layout.position[:, :1], self.prompt.next_position)
-        self.position = rows_of(first)
+        row = Row(stages, prompt.notes, self.cache.length[:, 0].clone())
+        self.decoder = Decoder(self.adapter, self.cache, rows_of(first), [row])
         return logits[:, -1]
+
+    @torch.no_grad()
+    def extend(self, prompt: Prompt, *, compress: bool = False, limit: int | None = None) -> Tensor:
+        """Read more of the prompt behind what has been read. Returns logits (1, V).
+
+        Parameters
+        ----------
+        prompt : Prompt
+            Its ``full_length`` counts only these rows, its positions continue the first ones.
+        compress : bool
+            Whether the recipe's cache stages work on these rows.
+        limit : int, optional
+            Slots of these rows that each layer may keep.
+        """
+        self._fits(prompt.next_position)
+        decoder, rows = self.decoder, len(prompt.layout)
+        merging = [*self.recipe.acting("in-encoder"), *self.recipe.acting("encode")]
+        step = Step(
+            Phase.EXTEND,
+            depth=self.adapter.depth,
+            layout=prompt.layout,
+            cache=self.cache,
+            notes=prompt.notes,
+            trained=prompt.trained,
+            # As in `prefill`.
+            repair=any(s.repair for s in merging) and bool((prompt.layout.weight != 1).any()),
+            limit=limit,
+        )
+        if compress:
+            Compression.of(self.adapter, self.recipe, step, self.cache, self.stats)
+        position = rows_of(prompt.layout.position)
+        start = clock(position.device)
+        with decoder.shifted(step, position), self.cache.biased(step.key_bias()):
+            hidden = self.adapter.decoder(
+                inputs_embeds=prompt.embeds[None],
+                position_ids=position,
+                past_key_values=self.cache,
+                use_cache=True,
+                vlmfast_step=step,
+            ).last_hidden_state
+        if step.after is None:
+            self.cache.advance(rows)
+            self.cache.consume(prompt.full_length - rows)
+        else:
+            self.cache.consume(prompt.full_length)
+        self.stats.time_prefill_s += clock(position.device) - start
+        self.stats.prompt_tokens += rows
+        decoder.position.fill_(prompt.next_position)
+        decoder.rows[0].prompt = self.cache.length[:, 0].clone()
+        return self.adapter.logits(hidden[:, -1])
 
     @torch.no_grad()
     def next(self, tokens: Tensor) -> Tensor:
         """Feed ``tokens`` (1, 1); returns the logits (1, V) behind them. No host sync."""
-        with self._shifted():
-            hidden = self.adapter.decoder(
-                inputs_embeds=self.adapter.embed(tokens),
-                position_ids=self.position,
-                past_key_values=self.cache,
-                use_cache=True,
-                vlmfast_step=self.step,
-            ).last_hidden_state
-        self.cache.advance()
-        self.position.add_(1)
-        return self.adapter.logits(hidden[:, -1])
+        return self.decoder.next(tokens)
 
-    @contextmanager
-    def _shifted(self) -> Iterator[None]:
-        """Layers whose rows were renumbered in prefill rotate by their own positions."""
-        tables: dict[int, tuple[Tensor, ...]] = {}
+    def release(self) -> None:
+        """Give the cache back."""
+        if self.decoder is not None:
+            self.decoder.release()
+        elif self.cache is not None:
+            self.cache.release()
 
-        def hook(shift: int):
-            def rotate(module: nn.Module, args: tuple, kwargs: dict):
-                if kwargs.get("vlmfast_step") is not self.step:
-                    return None
-                if shift not in tables:
-                    rotary = self.adapter.decoder.rotary_emb
-                    tables[shift] = tuple(rotary(args[0], self.position - shift))
-                return args, {**kwargs, "position_embeddings": tables[shift]}
-
-            return rotate
-
-        handles = [
-            layer.register_forward_pre_hook(hook(held.shift), with_kwargs=True)
-            for layer, held in zip(self.adapter.decoder.layers, self.cache.layers, strict=True)
-            if held.shift
-        ]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+    def _fits(self, positions: int) -> None:
+        window = self.adapter.window
+        if window is not None and positions > window:
+            raise ModelError(
+                f"prompt and answer take {positions} positions, more than the model's sliding "
+                f"window of {window}; shorten one of them, or drop visual tokens with "
+                "positions=compact"
+            )
 
 
-def generate(run: Run, generation: dict[str, Any]) -> list[int]:
-    """Hugging Face's ``generate`` around `loop`; returns the generated ids."""
+@dataclass
+class Turn:
+    """The answer of one run, token by token, as ``generate`` set it up.
+
+    Parameters
+    ----------
+    run : Run
+    ids : Tensor, int64, (1, S)
+        Full prompt, placeholders included, because logits processors see the prompt; then what has
+        been generated.
+    processor, criteria, config
+        Hugging Face's logits processors, stopping criteria and generation config.
+    streamer : object, optional
+        Gets each token.
+    number : int
+        Which request of a batch it is.
+    """
+
+    run: Run
+    ids: Tensor
+    processor: Any
+    criteria: Any
+    config: Any
+    streamer: Any = None
+    number: int = 0
+    scores: list[Tensor] = field(default_factory=list)
+    raw: list[Tensor] = field(default_factory=list)
+    first: float | None = None
+    done: bool = False
+
+    def __post_init__(self) -> None:
+        self.prompt = self.ids.shape[1]
+        if self.config.num_beams > 1 or self.config.num_return_sequences > 1:
+            raise VLMFastError(
+                "num_beams and num_return_sequences must be 1: vlmfast decodes greedily or by "
+                "sampling"
+            )
+        if self.config.guidance_scale not in (None, 1):
+            raise VLMFastError("guidance_scale is not supported: it would need a second prompt")
+
+    @property
+    def room(self) -> int:
+        return self.config.max_length - self.prompt
+
+    @property
+    def generated(self) -> list[int]:
+        return self.ids[0, self.prompt :].tolist()
+
+    def take(self, logits: Tensor) -> Tensor:
+        """The next token (1,) from ``logits`` (1, V); sets ``done`` when it was the last."""
+        config = self.config
+        if not config.output_scores:
+            self.scores.clear()
+        if not config.output_logits:
+            self.raw.clear()
+        # A copy in float32, as Hugging Face makes it: processors may write into it.
+        logits = logits.to(copy=True, dtype=torch.float32)
+        processed = self.processor(self.ids, logits)
+        self.scores.append(processed)
+        self.raw.append(logits)
+        if config.do_sample:
+            tokens = torch.multinomial(processed.softmax(-1), num_samples=1).squeeze(1)
+        else:
+            tokens = processed.argmax(-1)
+        self.ids = torch.cat([self.ids, tokens[:, None]], dim=-1)
+        if self.first is None:
+            self.first = clock(self.ids.device)
+        if self.streamer is not None:
+            self.streamer.put(tokens.cpu())
+        self.done = bool(self.criteria(self.ids, tuple(self.scores)).all())
+        if self.done:
+            self._finish()
+        return tokens
+
+    def _finish(self) -> None:
+        device = self.ids.device
+        count = self.ids.shape[1] - self.prompt
+        self.run.stats.finish(count, self.run.begin, self.first, clock(device), device)
+        if self.streamer is not None:
+            self.streamer.end()
+
+    def output(self) -> Tensor | GenerateDecoderOnlyOutput:
+        """What ``generate`` returns."""
+        config = self.config
+        if not config.return_dict_in_generate:
+            return self.ids
+        return GenerateDecoderOnlyOutput(
+            sequences=self.ids,
+            scores=tuple(self.scores) if config.output_scores else None,
+            logits=tuple(self.raw) if config.output_logits else None,
+        )
+
+
+def open_turn(run: Run, generation: dict[str, Any]) -> Turn:
+    """Hugging Face's ``generate`` up to where its loop would begin."""
     ids = run.inputs.tensors["input_ids"]
-    output = run.adapter.model.generate(
+    return run.adapter.model.generate(
         input_ids=ids,
         attention_mask=torch.ones_like(ids),
         # Given, so that families with rotary state of their own do not compute and keep it.
         position_ids=torch.arange(ids.shape[1], device=ids.device)[None],
-        custom_generate=loop,
+        custom_generate=_turn,
         vlmfast_run=run,
         **generation,
     )
-    sequences = getattr(output, "sequences", output)
-    return sequences[0, ids.shape[1] :].tolist()
 
 
-def loop(
+def _turn(
     model: Any,
     input_ids: Tensor,
     logits_processor: Any,
@@ -151,54 +466,76 @@ def loop(
     vlmfast_run: Run | None = None,
     vlmfast_streamer: Any = None,
     **kwargs: Any,
-) -> Tensor | GenerateDecoderOnlyOutput:
+) -> Turn:
     """The callable that ``generate(custom_generate=...)`` calls.
 
-    ``input_ids`` (1, S) are the full prompt, placeholders included, because logits processors see
-    the prompt. Parameters that Hugging Face's own loop does not have are how the run gets in.
+    Parameters that Hugging Face's own loop does not have are how the run gets in.
     """
-    run, device, prompt_length = vlmfast_run, input_ids.device, input_ids.shape[1]
-    if generation_config.num_beams > 1 or generation_config.num_return_sequences > 1:
-        raise VLMFastError(
-            "num_beams and num_return_sequences must be 1: vlmfast decodes greedily or by sampling"
-        )
-    if generation_config.guidance_scale not in (None, 1):
-        raise VLMFastError("guidance_scale is not supported: it would need a second prompt")
-    scores: list[Tensor] = []
-    raw: list[Tensor] = []
-    first = None
-    with switched(model):
-        logits = run.start(generation_config.max_length - prompt_length)
-        while True:
-            # A copy in float32, as Hugging Face makes it: processors may write into it.
-            logits = logits.to(copy=True, dtype=torch.float32)
-            processed = logits_processor(input_ids, logits)
-            scores.append(processed)
-            raw.append(logits)
-            if generation_config.do_sample:
-                tokens = torch.multinomial(processed.softmax(-1), num_samples=1).squeeze(1)
-            else:
-                tokens = processed.argmax(-1)
-            input_ids = torch.cat([input_ids, tokens[:, None]], dim=-1)
-            if first is None:
-                first = clock(device)
-            if vlmfast_streamer is not None:
-                vlmfast_streamer.put(tokens.cpu())
-            if bool(stopping_criteria(input_ids, tuple(scores)).all()):
-                break
-            if not generation_config.output_scores:
-                scores.clear()
-            if not generation_config.output_logits:
-                raw.clear()
-            logits = run.next(tokens[:, None])
-    generated = input_ids.shape[1] - prompt_length
-    run.stats.finish(generated, run.begin, first, clock(device), device)
-    if vlmfast_streamer is not None:
-        vlmfast_streamer.end()
-    if not generation_config.return_dict_in_generate:
-        return input_ids
-    return GenerateDecoderOnlyOutput(
-        sequences=input_ids,
-        scores=tuple(scores) if generation_config.output_scores else None,
-        logits=tuple(raw) if generation_config.output_logits else None,
+    return Turn(
+        vlmfast_run,
+        input_ids,
+        logits_processor,
+        stopping_criteria,
+        generation_config,
+        vlmfast_streamer,
     )
+
+
+@torch.no_grad()
+def answer(turn: Turn, start: Callable[[], Tensor] | None = None) -> list[int]:
+    """The ids that one turn generates.
+
+    Parameters
+    ----------
+    start : callable, optional
+        Reads the prompt and returns the logits (1, V) behind it; by default the run's prefill.
+    """
+    with switched(turn.run.adapter.model):
+        logits = turn.run.start(turn.room) if start is None else start()
+        while True:
+            tokens = turn.take(logits)
+            if turn.done:
+                return turn.generated
+            logits = turn.run.next(tokens[:, None])
+
+
+@torch.no_grad()
+def answer_many(model: nn.Module, turns: Iterator[Turn], at_once: int) -> Iterator[Turn]:
+    """Turns as they end; up to ``at_once`` are decoded together.
+
+    A prompt is read as soon as a row is free, one at a time and without padding; a row that ends
+    leaves the batch at once.
+    """
+    active: list[Turn] = []
+    decoder: Decoder | None = None
+    tokens: list[Tensor] = []
+    with switched(model):
+        while True:
+            while len(active) < at_once and (turn := next(turns, None)) is not None:
+                try:
+                    token = turn.take(turn.run.start(turn.room))
+                except VLMFastError as error:
+                    raise type(error)(f"request {turn.number}: {error}") from error
+                if turn.done:
+                    turn.run.release()
+                    yield turn
+                    continue
+                active.append(turn)
+                tokens.append(token)
+                joined = [turn.run.decoder] if decoder is None else [decoder, turn.run.decoder]
+                decoder = Decoder.join(joined)
+                turn.run.cache = turn.run.decoder = None
+            if not active:
+                return
+            logits = decoder.next(torch.stack(tokens))
+            tokens = [turn.take(row[None]) for turn, row in zip(active, logits, strict=True)]
+            alive = [row for row, turn in enumerate(active) if not turn.done]
+            ended = [turn for turn in active if turn.done]
+            if ended:
+                if alive:
+                    decoder = decoder.select(alive)
+                else:
+                    decoder.release()
+                    decoder = None
+                active, tokens = [active[r] for r in alive], [tokens[r] for r in alive]
+            yield from ended

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ModelError, RecipeError
-from ..layout import TokenLayout
+from ..layout import TokenLayout, VisualTokens
 from ..models.base import Adapter
 from ..recipe import Recipe
 from ..stages import (
@@ -20,10 +20,12 @@ from ..stages import (
     Stage,
     StatRequest,
     Step,
+    VisionStats,
     active,
     current_step,
 )
 from .cache import KVCache
+from .compress import Compression
 from .stats import Stats, Trace, clock
 from .vision import encode, merge_requests
 
@@ -57,6 +59,12 @@ class Prompt:
     trained: dict[str, nn.Module] = field(default_factory=dict)
     answer: int = 0
 
+    def behind(self, ids: int) -> Prompt:
+        """The same as a later part of a prompt, ``ids`` in front of it."""
+        if not ids:
+            return self
+        return replace(self, layout=self.layout.replace(order=self.layout.order + ids))
+
 
 @dataclass
 class Inputs:
@@ -74,6 +82,8 @@ class Inputs:
         For every picture the clip that it is a frame of (-1: none), and which frame of how many.
     answer : int
         Training: ids at the end of the prompt that are the answer.
+    offset, start : int
+        Of a later part of a prompt: ids and rotary ids in front of it.
     """
 
     tensors: dict[str, Tensor]
@@ -81,24 +91,46 @@ class Inputs:
     question: str = ""
     frames: list[tuple[int, int, int]] = field(default_factory=list)
     answer: int = 0
+    offset: int = 0
+    start: int = 0
 
 
-def prepare(adapter: Adapter, inputs: Inputs, recipe: Recipe, stats: Stats, trace: Trace) -> Prompt:
-    """Encode the pictures, reduce their tokens and merge them into the prompt."""
+@dataclass
+class Seen:
+    """Pictures behind the vision tower, before any encode stage: what several questions share.
+
+    Parameters
+    ----------
+    tokens : VisualTokens
+    vision : VisionStats
+        What the recipe's encode stages asked of the tower.
+    notes, trained : dict
+        As in `Step`.
+    """
+
+    tokens: VisualTokens
+    vision: VisionStats
+    notes: dict[str, dict] = field(default_factory=dict)
+    trained: dict[str, nn.Module] = field(default_factory=dict)
+
+
+def look(
+    adapter: Adapter,
+    inputs: Inputs,
+    recipe: Recipe,
+    stats: Stats,
+    trace: Trace,
+    position: Tensor | None = None,
+) -> Seen:
+    """Encode the pictures of a prompt.
+
+    ``position`` (P, S) are its rotary ids, the family's own by default.
+    """
     ids = inputs.tensors["input_ids"]
-    position = adapter.positions(inputs.tensors)
+    position = adapter.positions(inputs.tensors) if position is None else position
     is_visual = ids[0] == adapter.image_token_id
     order = torch.arange(ids.shape[1], device=ids.device)
-    text_layout = TokenLayout.text(order[~is_visual], position[:, ~is_visual])
-    # Placeholder ids may lie outside the vocabulary, so only text is embedded.
-    text = adapter.embed(ids[:, ~is_visual])[0]
-    next_position = int(position.max()) + 1
-    if not inputs.sizes:
-        if bool(is_visual.any()):
-            raise ModelError("the prompt has picture placeholders, but no picture was given")
-        return Prompt(text, text_layout, ids.shape[1], next_position, answer=inputs.answer)
-
-    stages, notes = recipe.acting("encode"), {}
+    notes: dict[str, dict] = {}
     trained = {stage.name: adapter.trained(stage) for stage in recipe if stage.trained}
     items = adapter.geometry(inputs.sizes)
     if inputs.frames:
@@ -112,7 +144,7 @@ def prepare(adapter: Adapter, inputs: Inputs, recipe: Recipe, stats: Stats, trac
         inputs.tensors,
         items,
         recipe.acting("in-encoder"),
-        stages,
+        recipe.acting("encode"),
         order[is_visual],
         position[:, is_visual],
         stats,
@@ -120,11 +152,50 @@ def prepare(adapter: Adapter, inputs: Inputs, recipe: Recipe, stats: Stats, trac
         notes,
         trained,
     )
-    stats.time_vision_s = clock(ids.device) - start
+    stats.time_vision_s += clock(ids.device) - start
+    return Seen(tokens, vision, notes, trained)
+
+
+def prepare(
+    adapter: Adapter,
+    inputs: Inputs,
+    recipe: Recipe,
+    stats: Stats,
+    trace: Trace,
+    seen: Seen | None = None,
+) -> Prompt:
+    """Encode the pictures, reduce their tokens and merge them into the prompt.
+
+    Parameters
+    ----------
+    seen : Seen, optional
+        The same pictures at the same place of a prompt, encoded before under the same recipe.
+    """
+    ids = inputs.tensors["input_ids"]
+    position = adapter.positions(inputs.tensors) + inputs.start
+    is_visual = ids[0] == adapter.image_token_id
+    order = torch.arange(ids.shape[1], device=ids.device)
+    text_layout = TokenLayout.text(order[~is_visual], position[:, ~is_visual])
+    # Placeholder ids may lie outside the vocabulary, so only text is embedded.
+    text = adapter.embed(ids[:, ~is_visual])[0]
+    next_position = int(position.max()) + 1
+    if not inputs.sizes and seen is None:
+        if bool(is_visual.any()):
+            raise ModelError("the prompt has picture placeholders, but no picture was given")
+        return Prompt(text, text_layout, ids.shape[1], next_position, answer=inputs.answer).behind(
+            inputs.offset
+        )
+
+    stages = recipe.acting("encode")
+    if seen is None:
+        seen = look(adapter, inputs, recipe, stats, trace, position)
+    tokens, vision = seen.tokens, seen.vision
+    # What an encode stage notes belongs to this question, what the tower noted to all.
+    notes = {name: dict(noted) for name, noted in seen.notes.items()}
 
     start = clock(ids.device)
     asked = text[: len(text) - inputs.answer]
-    request = EncodeRequest(inputs.question, asked, adapter.depth, notes, trained)
+    request = EncodeRequest(inputs.question, asked, adapter.depth, notes, seen.trained)
     tower = len(adapter.vision_blocks())
     for stage in recipe:
         _leaves_something(stage, stats.visual_tokens_in, adapter.depth)
@@ -141,6 +212,7 @@ def prepare(adapter: Adapter, inputs: Inputs, recipe: Recipe, stats: Stats, trac
     layout = layout.select(rank)
     if any(stage.positions == "compact" for stage in stages) and len(layout) < ids.shape[1]:
         layout = adapter.compact(layout)
+        layout = layout.replace(position=layout.position + inputs.start)
         next_position = int(layout.position.max()) + 1
     embeds = torch.cat([text, tokens.features.to(text.dtype)]).index_select(0, rank)
     stats.time_reduce_s += clock(ids.device) - start
@@ -151,9 +223,9 @@ def prepare(adapter: Adapter, inputs: Inputs, recipe: Recipe, stats: Stats, trac
         next_position,
         tokens.extra,
         notes,
-        trained,
+        seen.trained,
         inputs.answer,
-    )
+    ).behind(inputs.offset)
 
 
 def _leaves_something(stage: Stage, n: int, depth: int) -> None:
@@ -166,9 +238,16 @@ def _leaves_something(stage: Stage, n: int, depth: int) -> None:
 
 
 def prefill(
-    adapter: Adapter, prompt: Prompt, recipe: Recipe, cache: KVCache, stats: Stats, trace: Trace
+    adapter: Adapter,
+    prompt: Prompt,
+    recipe: Recipe,
+    cache: KVCache,
+    stats: Stats,
+    trace: Trace,
+    *,
+    limit: int | None = None,
 ) -> Tensor:
-    """Run the prompt through the decoder, filling ``cache``.
+    """Run the prompt through the decoder, filling ``cache``; ``limit`` is as in `Step`.
 
     Returns
     -------
@@ -188,9 +267,18 @@ def prefill(
         # Where nothing was merged there is no bias, and attention is the model's own.
         repair=any(stage.repair for stage in merging) and bool((prompt.layout.weight != 1).any()),
         answer=prompt.answer,
+        limit=limit,
     )
     if not bool(prompt.layout.visual.any()):
         stages = []  # nothing to drop
+    for stage in stages:
+        for layer in stage.attends(adapter.depth):
+            if step.attend.setdefault(layer, stage) is not stage:
+                raise RecipeError(
+                    f"{stage.name} and {step.attend[layer].name} both compute the attention of "
+                    f"layer {layer}; one can"
+                )
+    compression = Compression.of(adapter, recipe, step, cache, stats)
     ahead: dict[int, StatRequest] = {}
     for stage in stages:
         wanted = stage.text_stats(adapter.depth)
@@ -208,11 +296,13 @@ def prefill(
             **adapter.decoder_kwargs(prompt.layout, prompt.extra),
         ).last_hidden_state
         logits = adapter.logits(hidden[:, -1 - prompt.answer :])
+    if compression is not None:
+        compression.finish()
     stats.time_prefill_s = clock(prompt.embeds.device) - start  # the stages' own work included
     stats.layer_tokens(drops.visual_per_layer, adapter.config.get_text_config())
     stats.kv_bytes = cache.held_bytes()
-    held = sum(cache.lengths())
-    stats.kv_bytes_full = stats.kv_bytes * prompt.full_length * adapter.depth // held
+    stats.kv_bytes_full = prompt.full_length * adapter.bytes_per_token()
+    stats.kv_tokens_per_layer = cache.lengths()
     return logits
 
 
@@ -340,6 +430,6 @@ class Drops:
         self.step.layout = self.adapter.compact(self.step.layout)
         shift = last - int(self.step.layout.position.max())
         for layer in self.step.cache.layers[index:]:
-            layer.shift += shift
+            layer.shift = [layer.shift[0] + shift]
         position = rows_of(self.step.layout.position)
         self.tables = tuple(self.adapter.decoder.rotary_emb(hidden, position))

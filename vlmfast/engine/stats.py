@@ -32,8 +32,10 @@ class Stats:
     first token on the host. ``time_reduce_s`` is the stages' own work, of which the part inside the
     vision tower lies within ``time_vision_s`` and that inside the language model within
     ``time_prefill_s``; what more rows cost the tower's own blocks is not in it.
-    ``peak_memory_bytes`` is the peak of this answer on a GPU, and of the whole process so far on a
-    CPU.
+    In a session ``prompt_reused`` ids of the prompt were in the cache already and ``prompt_fed``
+    went through the language model. ``kv_tokens_per_layer`` counts the cache's slots when decoding
+    begins, in the longest head. ``peak_memory_bytes`` is the peak of this answer on a GPU, and of
+    the whole process so far on a CPU.
     """
 
     visual_tokens_in: int = 0
@@ -43,7 +45,10 @@ class Stats:
     flops_prefill: float = 0.0
     kv_bytes: int = 0
     kv_bytes_full: int = 0
+    kv_tokens_per_layer: list[int] = field(default_factory=list)
     prompt_tokens: int = 0
+    prompt_reused: int = 0
+    prompt_fed: int = 0
     generated_tokens: int = 0
     time_media_s: float = 0.0
     time_processor_s: float = 0.0

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from ..buffers import BufferPool
 from ..checkpoints import load_weights
 from ..errors import ModelError, RecipeError
 from ..layout import Kind, TokenLayout
@@ -70,6 +71,9 @@ class Adapter:
         self.window: int | None = getattr(text, "sliding_window", None)
         # Modules of trained stages, by recipe word and `weights`.
         self.modules: dict[tuple[str, str], nn.Module] = {}
+        self.pool = BufferPool()  # buffers of caches, from one request to the next
+        self.decoding = "auto"  # how decode steps run, see `VLM`
+        self.kept: dict[str, Any] = {}  # what the engine keeps from one request to the next
 
     # --- sizes ---------------------------------------------------------------------------------
 
@@ -115,6 +119,13 @@ class Adapter:
             "vision_heads": vision.num_attention_heads,
             "patches": (vision.image_size // vision.patch_size) ** 2,
         }
+
+    def bytes_per_token(self) -> int:
+        """Bytes that one token costs in the cache of all layers, uncompressed."""
+        text = self.config.get_text_config()
+        heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+        head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        return 2 * self.depth * heads * head * self.dtype.itemsize
 
     def signature(self) -> list[float]:
         """A few numbers by which weights that were trained for this very model know it again."""
@@ -194,6 +205,17 @@ class Adapter:
         """``layout`` with its rows renumbered without gaps."""
         position = torch.arange(len(layout), device=layout.device)
         return layout.replace(position=position.expand_as(layout.position).contiguous())
+
+    def rotate(self, keys: Tensor, delta: Tensor) -> Tensor:
+        """Keys (H, N, D) whose rotary ids are moved by ``delta``, int64, (H, N)."""
+        rotary = self.decoder.rotary_emb
+        cos, sin = rotary(keys.float(), delta)  # each head is a row of the batch here
+        scale = getattr(rotary, "attention_scaling", 1.0)  # the keys have it already
+        cos, sin = cos.float() / scale, sin.float() / scale
+        turned, rest = keys.float().split([cos.shape[-1], keys.shape[-1] - cos.shape[-1]], dim=-1)
+        first, second = turned.chunk(2, dim=-1)
+        turned = turned * cos + torch.cat([-second, first], dim=-1) * sin
+        return torch.cat([turned, rest], dim=-1).to(keys.dtype)
 
     def decoder_kwargs(self, layout: TokenLayout, extra: tuple[Tensor, ...]) -> dict[str, Any]:
         """Further arguments of the decoder in prefill."""

@@ -62,6 +62,11 @@ class Elastic(Reducer):
             )
 
     @property
+    def asks_question(self) -> bool:
+        """Whether the gate, which reads the question, has a say."""
+        return self.branch == "gate" and self.mode != "concat"
+
+    @property
     def _asked(self) -> str:
         name = "rate" if self.budget is None else "budget"
         return f"{name}={self.share:g}"

@@ -1,0 +1,144 @@
+"""Replays the stored CAKE, VL-Cache and FastKV cases: budgets of all layers, and what they keep."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from fake_slots import columns, prompt_kv, prompt_step
+from vlmfast.compressors.cake import CAKE, adjust_budgets, moments
+from vlmfast.compressors.fastkv import FastKV
+from vlmfast.compressors.vlcache import VLCache, budgets
+from vlmfast.kernels.col_stats import col_stats
+from vlmfast.kv import KV
+from vlmfast.stages import ColumnStats
+
+
+def same_rows(ours: Tensor, stored: Tensor) -> None:
+    """Equal sets of slots per head (H, M, D), in whatever order they are stored."""
+    assert ours.shape == stored.shape
+    for mine, theirs in zip(ours, stored, strict=True):
+        assert torch.equal(mine[mine[:, 0].argsort()], theirs[theirs[:, 0].argsort()])
+
+
+def same_slots(kv: KV, data: dict, layer: int | str) -> None:
+    """Keys and values, and one and the same choice of both."""
+    same_rows(torch.cat([kv.keys, kv.values], -1), torch.cat(stored_pair(data, layer), -1))
+
+
+def stored_pair(data: dict, layer: int | str) -> tuple[Tensor, Tensor]:
+    return data[f"k_out{layer}"][0], data[f"v_out{layer}"][0]
+
+
+def cake_case(data: dict, meta: dict) -> None:
+    """Scores and preferences of each layer, then the cascade, then the budgets and the slots."""
+    depth, window, capacity = (int(meta[name]) for name in ("layers", "window", "cache_size"))
+    n = data["k0"].shape[2]
+    stage = CAKE(
+        share=capacity / n,
+        window=window,
+        gamma=float(meta["gamma"]),
+        tau1=float(meta["tau1"]),
+        tau2=float(meta["tau2"]),
+    )
+    assert stage.capacity(None, 0, n) == capacity
+    step, cache = prompt_step(n, depth), []
+    for layer, request in stage.text_stats(depth).items():
+        kv = prompt_kv(data[f"k{layer}"][0], data[f"v{layer}"][0])
+        stats = columns(data[f"q{layer}"][0], kv.keys, request)
+        cache.append(stage.compress(step, layer, kv, stats))
+        seen, inside = stage.seen(step)[layer], slice(0, n - window)
+        torch.testing.assert_close(
+            seen.scores[:, inside], data[f"hh_score{layer}"][0], rtol=1e-5, atol=1e-8
+        )
+        entropy, variance = stats.entropy[..., inside].sum(), moments(stats)[1][..., inside].sum()
+        torch.testing.assert_close(entropy, data[f"disp{layer}"], rtol=1e-5, atol=0)
+        torch.testing.assert_close(variance, data[f"var{layer}"], rtol=1e-5, atol=0)
+        assert seen.claim == pytest.approx(float(data["pref_scores"][layer]), rel=1e-5)
+    cache = stage.finish(step, cache)
+    assert step.notes["cake"]["kept"] == (data["layer_budget"] + window).tolist()
+    for layer, kv in enumerate(cache):
+        same_slots(kv, data, layer)
+
+
+def adjust_case(data: dict, meta: dict) -> None:
+    for i in range(3):
+        total, limit = data[f"tot_seq{i}"].tolist()
+        ideal = data[f"in{i}"].tolist()
+        assert adjust_budgets(ideal, total, [limit] * len(ideal)) == data[f"out{i}"].tolist()
+
+
+def vlcache_case(data: dict, meta: dict) -> None:
+    """Sparsity, budgets, ranking and slots; uniform budgets come from uniform sparsities."""
+    depth, rows = len(data["sparsity"]), int(meta["tau"])
+    n = data["k0"].shape[2]
+    stage = VLCache(share=float(meta["alpha"]), head_adaptive=meta["head_adaptive"] == "True")
+    adaptive = meta["layer_adaptive"] == "True"
+    step, cache = prompt_step(n, depth), []
+    for layer, request in stage.text_stats(depth).items():
+        kv = prompt_kv(data[f"k{layer}"][0], data[f"v{layer}"][0])
+        stats = question_stats(data[f"q{layer}"][0], kv.keys, rows, request.threshold)
+        cache.append(stage.compress(step, layer, kv, stats))
+        seen = stage.seen(step)[layer]
+        assert 1 - seen.claim == pytest.approx(float(data["sparsity"][layer]), rel=1e-4, abs=1e-6)
+        ranked = stage.score(kv, stats, None)
+        order = data["sorted_idx"][layer].reshape(-1, n).expand(len(ranked), -1)
+        falling = ranked.gather(1, order).diff(dim=1)
+        assert bool((falling <= 1e-6).all())
+        if not adaptive:
+            seen.claim = 1.0
+    claims = [of.claim for of in stage.seen(step).values()]
+    ours = torch.tensor(budgets(claims, stage.share, stage.recent))
+    torch.testing.assert_close(ours, data["budget"], rtol=1e-5, atol=0)
+    for layer, kv in enumerate(stage.finish(step, cache)):
+        same_slots(kv, data, layer)
+
+
+def question_stats(query: Tensor, key: Tensor, rows: int, threshold: float) -> ColumnStats:
+    """Statistics of the last ``rows`` rows, whose queries (Hq, rows, D) alone are stored."""
+    n = key.shape[1]
+    index = torch.arange(n - rows, n)
+    whole = query.new_zeros(len(query), n, query.shape[2]).index_copy(1, index, query)
+    out = col_stats(whole, key, index, threshold=threshold)
+    return ColumnStats(**out | {"nnz": out["nnz"].expand(len(key), -1)}, rows=index)
+
+
+def fastkv_case(data: dict, meta: dict) -> None:
+    """Both choices of the TSP layer: rows that go on and slots that stay."""
+    query, key, value = (data[name][0] for name in ("q", "k", "v"))
+    n, window = key.shape[1], int(meta["window"])
+    capacity, left = int(meta["max_capacity"]), int(meta["tsp_length"])
+    proportional = meta["mode"] == "proportional"
+    stage = FastKV(
+        share=float(meta["retain_rate"]) if proportional else capacity / n,
+        tsp=float(meta["tsp_rate"]) if proportional else left / n,
+        window=window,
+        kernel=int(meta["kernel"]),
+    )
+    depth, cut = 8, 4
+    visual = torch.arange(n) < n - window  # whatever the reference may drop
+    step = prompt_step(n, depth, visual)
+    tsp, cache = stage.expand()
+    assert tsp.layers(depth) == (cut,)
+    stats = columns(query, key, cache.text_stats(depth)[cut - 1])
+    kv = cache.compress(step, cut - 1, prompt_kv(key, value, visual), stats)
+    same_slots(kv, data, "")
+    for mine, theirs in zip(kv.order, data["kept"][0], strict=True):
+        assert torch.equal(mine, theirs.sort().values)
+
+    ((layer, request),) = tsp.text_stats(depth).items()
+    step.stats[layer] = window_attention(query, key, request.n)
+    rows = tsp.keep(step, cut)
+    assert torch.equal(rows, data["tsp_indices"][0])
+    # Behind the TSP layer as many slots stay, of fewer.
+    assert cache.capacity(step, cut, len(rows)) == capacity
+
+
+def window_attention(query: Tensor, key: Tensor, rows: int) -> Tensor:
+    """The last rows of causal attention: (Hq, rows, N)."""
+    n = key.shape[1]
+    key = key.repeat_interleave(len(query) // len(key), 0)
+    logits = query[:, n - rows :] @ key.transpose(1, 2) * key.shape[-1] ** -0.5
+    behind = torch.arange(n) > torch.arange(n - rows, n)[:, None]
+    return logits.masked_fill(behind, -torch.inf).softmax(-1)

@@ -1,0 +1,97 @@
+"""Replays the stored LOOK-M cases: which slots stay, and what merges into them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from vlmfast.compressors.lookm import LookM, heavy_hitters, sizes
+from vlmfast.errors import RecipeError
+from vlmfast.kernels.col_stats import col_stats
+from vlmfast.kv import KV
+from vlmfast.stages import ColumnStats, Phase, Step
+
+STEP = Step(Phase.PREFILL, depth=1)
+
+
+def layer(keys: Tensor, values: Tensor, visual: Tensor) -> KV:
+    """A layer of one prompt: (H, N, D) each, and what is visual, (N,)."""
+    h, n, _ = keys.shape
+    order = torch.arange(n).expand(h, -1)
+    return KV(keys, values, order, order, visual.expand(h, -1), torch.full((h,), n))
+
+
+def received(total: Tensor) -> ColumnStats:
+    """Statistics of which only the sum, (H, G, N), is known."""
+    none = total.new_zeros(total.shape)
+    return ColumnStats(total, none, none, none, none.int(), none[:, 0].long(), torch.arange(0))
+
+
+def same(kept: KV, keys: Tensor, values: Tensor, tolerance: float = 1e-5) -> None:
+    close = {"rtol": tolerance, "atol": tolerance}
+    torch.testing.assert_close(kept.keys, keys[0].to(kept.keys.dtype), **close)
+    torch.testing.assert_close(kept.values, values[0].to(kept.keys.dtype), **close)
+
+
+def merge_case(mode: str) -> Callable[[dict, dict], None]:
+    """Without text prior: sinks, heavy hitters, recent slots, and the rest merged by ``mode``."""
+
+    def run(data: dict, meta: dict) -> None:
+        hh, rec = float(meta["hh_ratio"]), float(meta["recent_ratio"])
+        q, k, v = (data[name][0] for name in "qkv")
+        total = col_stats(q, k)["sum"]
+        torch.testing.assert_close(total[:, 0], data["col_sum"], rtol=1e-5, atol=1e-5)
+        stage = LookM(hh + rec, rec / (hh + rec), mode, filter="slot", text_prior=False)
+        count = sizes(k.shape[1], stage.share, stage.recent)
+        assert count == (int(meta["hh_size"]), int(meta["recent_size"]))
+        kv = layer(k, v, torch.ones(k.shape[1], dtype=torch.bool))
+        same(stage.compress(STEP, 0, kv, received(total)), data["k_out"], data["v_out"])
+
+    return run
+
+
+def text_case(data: dict, meta: dict) -> None:
+    """Text prior, as the authors' code has it: all text stays; their averages are wrong."""
+    hh, rec = float(meta["hh_ratio"]), float(meta["recent_ratio"])
+    kv = layer(data["k"][0].float(), data["v"][0].float(), data["image_mask"])
+    for mode, merge in {"evict": "none", "pivot": "pivot", "weighted": "weighted"}.items():
+        stage = LookM(hh + rec, rec / (hh + rec), merge, filter="slot", overrun=True)
+        keys, values = data[f"k_{mode}"], data[f"v_{mode}"]
+        assert keys.shape[2] == int(meta["n_kept"])
+        kept = stage.compress(STEP, 0, kv, received(data["col_sum"][:, None]))
+        same(kept, keys, values, tolerance=1e-4)
+
+
+def gqa_case(data: dict, meta: dict) -> None:
+    """Grouped query heads: scores are averaged over a group, and merging is per KV head.
+
+    The budgets of these files leave less than the text, which is an error of the stage; so what
+    stays is chosen here, and the stage merges.
+    """
+    q, k, v = (data[name][0] for name in "qkv")
+    stage = LookM(float(meta["budget"]), 0.1, "pivot" if meta["merge"] == "True" else "none")
+    h, n, _ = k.shape
+    hh, rec = sizes(n, stage.share, stage.recent)
+    assert (hh, rec) == (int(meta["hh_size"]), int(meta["recent_size"]))
+    kv = layer(k, v, ~data["text_mask"])
+    with pytest.raises(RecipeError, match="lookm: share="):
+        stage.keep(kv, kv.keys[..., 0])
+    among = (torch.arange(n) < n - rec).expand(h, -1)
+    score = col_stats(q, k)["sum"].mean(1)
+    keep = heavy_hitters(score, stage.first(kv), among, torch.full((h,), hh)) | ~among
+    same(stage.shrunk(STEP, kv, keep), data["k_out"], data["v_out"], tolerance=1e-2)
+
+
+def textprior_case(data: dict, meta: dict) -> None:
+    """Text first, then by score: exactly ``hh``, and with all text beyond it."""
+    score, text, hh = data["score"], ~data["is_image"], int(data["hh"])
+    h, n = score.shape
+    among = (torch.arange(n) < n - int(data["recent"])).expand(h, -1)
+    first = text.expand(h, -1)
+    capped = heavy_hitters(score, first, among, torch.full((h,), hh)) | ~among
+    assert torch.equal(capped, data["keep_capped"])
+    most = torch.full((h,), max(hh, int((first & among)[0].sum())))
+    assert torch.equal(heavy_hitters(score, first, among, most) | ~among, data["keep_overrun"])

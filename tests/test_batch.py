@@ -1,0 +1,354 @@
+"""`ask_many`: a batch of anything gives what each request gives alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import LogitsProcessor, LogitsProcessorList
+
+from tiny_models import build_llava, build_llava_next, picture
+from vlmfast import VLM, MediaError, RecipeError, Request, VLMFastError
+from vlmfast.buffers import BufferPool
+from vlmfast.engine.decode import Turn
+
+KV_STATS = (
+    "visual_tokens_in",
+    "visual_tokens_kept",
+    "visual_tokens_per_layer",
+    "prompt_tokens",
+    "generated_tokens",
+    "kv_bytes",
+    "kv_bytes_full",
+    "kv_tokens_per_layer",
+)
+
+
+def request(recipe, seeds=(0,), question="what is here ?", **generation) -> Request:
+    images = [picture(seed=seed) for seed in seeds] or None
+    return Request(question, images, recipe=recipe, generation=generation)
+
+
+# Pages of kivi and zipcache are full several times before the answers end.
+REQUESTS = [
+    request(None, (0,), max_new_tokens=9),
+    request("hired:0.4", (1, 2), "and in these two ?", max_new_tokens=20),
+    request("kivi:bits=2,group=4,residual=8", (3,), max_new_tokens=25),
+    request("pyramiddrop:layers=1/3,positions=compact", (4,), "a", max_new_tokens=4),
+    request("snapkv:share=0.8,window=4", (5, 6, 7), max_new_tokens=14),
+    request(None, (), "say something without a picture", max_new_tokens=17),
+    request("h2o:0.6", (8,), "where is the square ?", max_new_tokens=22),
+    request("streamingllm:0.6", (9,), "how many are there , and which ?", max_new_tokens=19),
+    request("zipcache:page=8", (10,), "why ?", max_new_tokens=21),
+    request("lookm:share=0.8,merge=avg,repair=true", (11,), max_new_tokens=1),
+    request("visionzip:dominant=6,contextual=4,repair=true", (12, 13), max_new_tokens=6),
+    request("cake:share=0.8,window=4", (14,), "which colour is it ?", max_new_tokens=16),
+    request("hired:0.6+pyramiddrop+snapkv:share=0.9,window=4", (15, 16), max_new_tokens=18),
+    request("snapkv:share=0.8,window=4+kivi:residual=8,group=4", (17,), max_new_tokens=20),
+]
+
+
+def alone(vlm: VLM, r: Request, **more):
+    return vlm.ask(
+        r.question, r.images, r.video, num_frames=r.num_frames, fps=r.fps, recipe=r.recipe,
+        **more, **r.generation,
+    )  # fmt: skip
+
+
+def assert_same(got, expected) -> None:
+    assert got.token_ids == expected.token_ids
+    assert got.text == expected.text and got.recipe == expected.recipe
+    for name in KV_STATS:
+        assert getattr(got.stats, name) == getattr(expected.stats, name), name
+
+
+@pytest.fixture(scope="module")
+def vlm() -> VLM:
+    return VLM(*build_llava(layers=4, kv_heads=2))
+
+
+@pytest.fixture(scope="module")
+def singles(vlm) -> list:
+    return [alone(vlm, r) for r in REQUESTS]
+
+
+def test_the_requests_differ(singles):
+    """The control of what follows: no answer could be taken for another one."""
+    assert len({tuple(a.token_ids) for a in singles}) == len(singles)
+    assert len({len(a.token_ids) for a in singles}) > 8
+    assert len({a.stats.prompt_tokens for a in singles}) > 6
+    assert len({tuple(a.stats.kv_tokens_per_layer) for a in singles}) > 10
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 3, 8])
+def test_every_request_gets_the_answer_that_it_gets_alone(vlm, singles, batch_size):
+    answers = vlm.ask_many(REQUESTS, batch_size=batch_size)
+    assert len(answers) == len(REQUESTS)
+    for got, expected in zip(answers, singles, strict=True):
+        assert_same(got, expected)
+
+
+def test_in_any_company(vlm, singles):
+    for seed in range(2):
+        order = torch.randperm(
+            len(REQUESTS), generator=torch.Generator().manual_seed(seed)
+        ).tolist()
+        answers = vlm.ask_many([REQUESTS[i] for i in order], batch_size=4)
+        for i, got in zip(order, answers, strict=True):
+            assert_same(got, singles[i])
+
+
+def test_a_family_with_tiles():
+    vlm = VLM(*build_llava_next(layers=4, kv_heads=2))
+    requests = [replace(r, images=r.images and r.images[:1]) for r in REQUESTS[:9]]
+    for got, r in zip(vlm.ask_many(requests, batch_size=4), requests, strict=True):
+        assert_same(got, alone(vlm, r))
+
+
+REDUCERS = {
+    "pyramiddrop": ("pyramiddrop:layers=1/3", "pyramiddrop", "pyramiddrop:positions=compact"),
+    "fastv": ("fastv:k=1", "fastv:k=2,rate=0.7", "fastv:k=1,rate=0.3"),
+    "mustdrop": (
+        "mustdrop:window=1,layers=1/3,global_thr=0.05,individual_thr=0.3",
+        "mustdrop",
+        "mustdrop:window=2",
+    ),
+}
+
+
+@pytest.mark.parametrize("method", REDUCERS)
+def test_a_ragged_batch_under_a_reducer_between_layers(vlm, method):
+    """The same one three times, and differently set in each row."""
+    recipes = REDUCERS[method]
+    rows = [((0,), "what ?"), ((1, 2, 3), "and in these ?"), ((4, 5), "how many are there ?")]
+    for chosen in ((recipes[0],) * 3, recipes):
+        requests = [
+            request(recipe, *row, max_new_tokens=12)
+            for recipe, row in zip(chosen, rows, strict=True)
+        ]
+        answers = vlm.ask_many(requests, batch_size=3)
+        for got, r in zip(answers, requests, strict=True):
+            assert_same(got, alone(vlm, r))
+        assert len({a.stats.prompt_tokens for a in answers}) == 3
+    dropped = answers[0].stats
+    assert dropped.equivalent_tokens < dropped.visual_tokens_in  # it did something
+
+
+def test_a_ragged_batch_under_a_trained_reducer(tiny):
+    """ATP brings weights for the shipped model."""
+    requests = [
+        request("atp", (0,), "what is here ?", max_new_tokens=8),
+        request("atp", (1, 2), "how many circles are there ?", max_new_tokens=8),
+        request("atp:budget=0.5", (3,), "which colour ?", max_new_tokens=8),
+    ]
+    answers = tiny.ask_many(requests, batch_size=3)
+    for got, r in zip(answers, requests, strict=True):
+        assert_same(got, alone(tiny, r))
+    assert any(a.stats.equivalent_tokens < a.stats.visual_tokens_in for a in answers)
+
+
+# --- ends ----------------------------------------------------------------------------------------
+
+
+def test_a_row_that_ends_at_once(vlm, singles):
+    first = singles[4].token_ids[0]
+    ends = replace(REQUESTS[4], generation={"max_new_tokens": 14, "eos_token_id": first})
+    one = replace(REQUESTS[6], generation={"max_new_tokens": 1})
+    requests = [ends, REQUESTS[0], one, ends, REQUESTS[2], one]
+    for batch_size in (1, 2, 6):
+        answers = vlm.ask_many(requests, batch_size=batch_size)
+        assert [len(a.token_ids) for a in answers] == [1, 9, 1, 1, 25, 1]
+        assert answers[0].token_ids == [first] == answers[3].token_ids
+        assert answers[2].token_ids == singles[6].token_ids[:1]
+        assert_same(answers[1], singles[0])
+        assert_same(answers[4], singles[2])
+    assert [len(a.token_ids) for a in vlm.ask_many([ends, one], batch_size=2)] == [1, 1]
+
+
+def test_a_row_that_ends_in_the_middle(vlm, singles):
+    """By an end token of its own; nobody else ends by that."""
+    ids = singles[6].token_ids
+    at = next(i for i, token in enumerate(ids) if i > 2 and token not in ids[:i])
+    ends = replace(REQUESTS[6], generation={"max_new_tokens": 22, "eos_token_id": ids[at]})
+    same = replace(REQUESTS[6], generation={"max_new_tokens": 22, "eos_token_id": 2})
+    answers = vlm.ask_many([same, ends, same], batch_size=3)
+    assert answers[1].token_ids == ids[: at + 1]
+    assert answers[0].token_ids == answers[2].token_ids == ids
+
+
+def test_no_request_no_answer(vlm):
+    assert vlm.ask_many([]) == []
+    assert vlm.ask_many(iter([]), batch_size=2) == []
+
+
+def test_questions_without_a_picture(vlm):
+    answers = vlm.ask_many(["say a", Request("say b"), "and c"], batch_size=2, max_new_tokens=5)
+    for got, question in zip(answers, ("say a", "say b", "and c"), strict=True):
+        assert_same(got, vlm.ask(question, max_new_tokens=5))
+    # Under a recipe they are left alone.
+    recipes = ("h2o:0.3", "kivi:residual=8,group=4", "pyramiddrop", "zipcache")
+    requests = [request(r, (), "say something", max_new_tokens=12) for r in recipes]
+    expected = vlm.ask("say something", max_new_tokens=12)
+    for got in vlm.ask_many([*requests, REQUESTS[6]], batch_size=5)[:4]:
+        assert got.token_ids == expected.token_ids
+        assert got.stats.kv_tokens_per_layer == expected.stats.kv_tokens_per_layer
+
+
+def test_clips_stand_beside_pictures(vlm):
+    frames = [picture(40, 40, seed) for seed in range(6)]
+    clip = Request(
+        "what happens ?",
+        video=frames,
+        num_frames=3,
+        recipe="snapkv:share=0.8,window=4",
+        generation={"max_new_tokens": 8},
+    )
+    answers = vlm.ask_many([clip, REQUESTS[0]], batch_size=2)
+    assert_same(answers[0], alone(vlm, clip))
+    assert answers[0].stats.visual_tokens_in == 3 * 16
+
+
+# --- reading -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_requests_are_read_as_rows_become_free(vlm, monkeypatch, batch_size):
+    ended, ahead, finish = [], [], Turn._finish
+
+    def count(turn: Turn) -> None:
+        finish(turn)
+        ended.append(turn.number)
+
+    monkeypatch.setattr(Turn, "_finish", count)
+
+    def requests():
+        for number, r in enumerate(REQUESTS[:9]):
+            ahead.append(number - len(ended))
+            yield r
+
+    vlm.ask_many(requests(), batch_size=batch_size)
+    assert sorted(ended) == list(range(9))
+    assert max(ahead) == batch_size - 1
+    if batch_size > 1:
+        assert ended != sorted(ended)  # a later one was done before an earlier one
+
+
+BAD = {
+    "a recipe that does not exist": (request("snapvk"), RecipeError, "did you mean 'snapkv'"),
+    "a share that is too small": (
+        request("snapkv:0.01"),
+        RecipeError,
+        "snapkv: share=0.01 leaves 0 of 49 slots",
+    ),
+    "a picture that is none": (Request("what ?", "nowhere.png"), MediaError, "nowhere.png"),
+    "no question": (Request(" "), VLMFastError, "question is empty"),
+    "beams": (request(None, num_beams=2), VLMFastError, "num_beams"),
+    "frames of nothing": (Request("what ?", num_frames=2), VLMFastError, "no video"),
+}
+
+
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_an_error_says_whose_it_is(vlm, singles, bad, batch_size):
+    """Whether it comes up when the request is read, or when its prompt is."""
+    wrong, kind, message = BAD[bad]
+    with pytest.raises(kind, match=r"^request 2: ") as error:
+        vlm.ask_many([*REQUESTS[:2], wrong, REQUESTS[3]], batch_size=batch_size)
+    assert message in str(error.value)
+    assert vlm.model.config.text_config._attn_implementation == "sdpa"
+    assert not any(layer._forward_pre_hooks for layer in vlm.adapter.decoder.layers)
+    assert_same(vlm.ask_many(REQUESTS[:2])[1], singles[1])  # still usable
+
+
+@pytest.mark.parametrize("size", [0, -1, 1.5, "2", None])
+def test_batch_sizes(vlm, size):
+    with pytest.raises(VLMFastError, match=r"batch_size=.* must be a whole number of at least 1"):
+        vlm.ask_many(REQUESTS, batch_size=size)
+
+
+# --- generation ----------------------------------------------------------------------------------
+
+
+def test_generation_arguments_are_each_requests_own(vlm):
+    requests = [
+        request(None, (0,), max_new_tokens=12, repetition_penalty=1.8),
+        request("h2o:0.6", (0,), max_new_tokens=7, no_repeat_ngram_size=1),
+        request(None, (0,), min_new_tokens=10),
+        request(None, (0,), do_sample=False, max_new_tokens=12, bad_words_ids=[[70], [80], [90]]),
+    ]
+    answers = vlm.ask_many(requests, batch_size=4, max_new_tokens=10)
+    for got, r in zip(answers, requests, strict=True):
+        assert_same(got, alone(vlm, replace(r, generation={"max_new_tokens": 10} | r.generation)))
+    assert [len(a.token_ids) for a in answers] == [12, 7, 10, 12]
+    assert answers[0].token_ids != answers[3].token_ids  # the penalty did something
+    assert len(set(answers[1].token_ids)) == 7
+
+
+class Looks(LogitsProcessor):
+    def __init__(self) -> None:
+        self.seen: list[list[int]] = []
+
+    def __call__(self, ids, scores):
+        assert ids.shape[0] == scores.shape[0] == 1
+        self.seen.append(ids[0].tolist())
+        return scores
+
+
+def test_logits_processors_see_their_own_ids(vlm):
+    looks = [Looks() for _ in range(4)]
+    requests = [
+        replace(r, generation={**r.generation, "logits_processor": LogitsProcessorList([look])})
+        for r, look in zip(REQUESTS[1:5], looks, strict=True)
+    ]
+    answers = vlm.ask_many(requests, batch_size=3)
+    for r, look, answer in zip(requests, looks, answers, strict=True):
+        prompt = vlm.inputs(r.question, r.images)["input_ids"][0].tolist()
+        grown = [prompt + answer.token_ids[:i] for i in range(len(answer.token_ids))]
+        assert look.seen == grown
+
+
+def test_sampling(vlm):
+    sampled = {"do_sample": True, "temperature": 1.3, "top_k": 0}
+    requests = [replace(r, generation=r.generation | {"min_new_tokens": 3}) for r in REQUESTS[:5]]
+    lengths = [r.generation["max_new_tokens"] for r in requests]
+
+    def ids(batch_size: int, seed: int) -> list[list[int]]:
+        torch.manual_seed(seed)
+        answers = vlm.ask_many(requests, batch_size=batch_size, **sampled)
+        return [answer.token_ids for answer in answers]
+
+    first = ids(3, 0)
+    assert [len(of) for of in first] == lengths
+    assert ids(3, 0) == first != ids(3, 1)
+    # One at a time they draw as `ask` does, one after the other.
+    torch.manual_seed(7)
+    expected = [alone(vlm, r, **sampled).token_ids for r in requests]
+    assert ids(1, 7) == expected
+
+
+# --- memory --------------------------------------------------------------------------------------
+
+
+def test_buffers_are_given_back(vlm, singles, monkeypatch):
+    class Counting(BufferPool):
+        new = out = 0
+
+        def take(self, shape, dtype, device):
+            self.new += not self._free.get((shape, dtype, device))
+            buffer = super().take(shape, dtype, device)
+            self.out += buffer.nbytes
+            return buffer
+
+        def give(self, buffer):
+            self.out -= 0 if buffer is None else buffer.nbytes
+            super().give(buffer)
+
+    pool = Counting()
+    monkeypatch.setattr(vlm.adapter, "pool", pool)
+    vlm.ask_many(REQUESTS, batch_size=3)
+    assert pool.out == 0 and pool.idle > 0
+    new = pool.new
+    for got, expected in zip(vlm.ask_many(REQUESTS, batch_size=3), singles, strict=True):
+        assert_same(got, expected)
+    assert pool.out == 0 and pool.new == new

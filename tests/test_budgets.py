@@ -1,0 +1,478 @@
+"""Methods that share a budget among layers: CAKE, VL-Cache and FastKV (numbers: test_golden)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fake_slots import FakeSlots, columns, prompt_kv, prompt_step
+from vlmfast import Recipe, RecipeError
+from vlmfast.compressors._layered import Layered, Scored
+from vlmfast.compressors.cake import CAKE, adjust_budgets, most, parts
+from vlmfast.compressors.fastkv import FastKV
+from vlmfast.compressors.vlcache import VLCache, budgets, density
+from vlmfast.kv import KV
+from vlmfast.stages import CacheStage, ColumnRequest, ColumnStats, Step
+
+N, HEADS, GROUPS, DIM = 96, 2, 2, 8
+STAGES = (VLCache(), CAKE(window=8), FastKV())
+
+
+def prompt(seed: int, layer: int = 0, n: int = N, sharp: float = 1.0) -> tuple[Tensor, KV]:
+    """Queries and cache of one layer; ``sharp`` layers look at few keys."""
+    g = torch.Generator().manual_seed(100 * seed + layer)
+    query = torch.randn(HEADS * GROUPS, n, DIM, generator=g) * sharp
+    key, value = torch.randn(2, HEADS, n, DIM, generator=g)
+    return query, prompt_kv(key, value, visual_rows(n))
+
+
+def visual_rows(n: int) -> Tensor:
+    """Text, a picture, a question of 16 tokens."""
+    rows = torch.arange(n)
+    return (rows >= 4) & (rows < n - 16)
+
+
+def asked(query: Tensor, kv: KV, request: ColumnRequest) -> ColumnStats:
+    """Statistics over the rows of ``request``; the question for those of text."""
+    if request.rows != "text":
+        return columns(query, kv.keys, request)
+    stats = columns(query, kv.keys, ColumnRequest("window", 16))
+    reach = [
+        torch.stack([(p >= request.threshold * p.amax(-1, keepdim=True)) & (p > 0) for p in group])
+        for group in maps(query, kv, 16)
+    ]
+    return replace(stats, count=torch.stack(reach).sum(2).int())
+
+
+def maps(query: Tensor, kv: KV, rows: int) -> Tensor:
+    """Causal attention of the last rows: (H, G, rows, N)."""
+    n = len(kv)
+    logits = query[:, n - rows :].unflatten(0, (HEADS, GROUPS)) @ kv.keys[:, None].mT * DIM**-0.5
+    behind = torch.arange(n) > torch.arange(n - rows, n)[:, None]
+    return logits.masked_fill(behind, -torch.inf).softmax(-1)
+
+
+SHARP = (0.5, 2.0, 1.0, 4.0, 1.5, 3.0)
+
+
+def run(
+    stage: CacheStage, seed: int = 0, sharp: tuple[float, ...] = SHARP, n: int | list[int] = N
+) -> tuple[list[KV], list[KV], Step]:
+    """A whole prompt: the cache behind each layer, the cache in the end, and the pass."""
+    depth = len(sharp)
+    lengths = n if isinstance(n, list) else [n] * depth
+    step, along = prompt_step(lengths[0], depth, visual_rows(lengths[0])), []
+    for layer, request in stage.text_stats(depth).items():
+        query, kv = prompt(seed, layer, lengths[layer], sharp[layer])
+        along.append(stage.compress(step, layer, kv, asked(query, kv, request)))
+    return along, stage.finish(step, list(along)), step
+
+
+def lengths(cache: list[KV]) -> list[int]:
+    return [len(kv) for kv in cache]
+
+
+def same(a: list[KV], b: list[KV]) -> bool:
+    return all(torch.equal(x.order, y.order) for x, y in zip(a, b, strict=True))
+
+
+# --- what holds for all --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", STAGES, ids=str)
+def test_a_share_of_one_returns_the_very_same_cache(stage):
+    along, cache, step = run(replace(stage, share=1.0))
+    for layer, (behind, end) in enumerate(zip(along, cache, strict=True)):
+        assert behind is end
+        query, kv = prompt(0, layer, N, SHARP[layer])
+        request = stage.text_stats(6)[layer]
+        whole = replace(stage, share=1.0).compress(step, layer, kv, asked(query, kv, request))
+        assert whole is kv
+    assert sum(lengths(run(replace(stage, share=0.9))[1])) < 6 * N  # the control
+
+
+@pytest.mark.parametrize("stage", STAGES, ids=str)
+def test_kept_slots_are_whole_ascending_and_hold_the_window(stage):
+    _, cache, _ = run(replace(stage, share=0.4))
+    for layer, kv in enumerate(cache):
+        _, full = prompt(0, layer, N, SHARP[layer])
+        assert bool((kv.order.diff(dim=1) > 0).all())
+        assert bool((kv.lengths == len(kv)).all())
+        at = kv.order[..., None].expand(-1, -1, DIM)
+        assert torch.equal(kv.keys, full.keys.gather(1, at))
+        assert torch.equal(kv.values, full.values.gather(1, at))
+        assert torch.equal(kv.order[:, -3:], torch.arange(N - 3, N).expand(HEADS, -1))
+    assert not torch.equal(cache[0].order[0], cache[0].order[1])  # heads choose for themselves
+
+
+@pytest.mark.parametrize("stage", STAGES, ids=str)
+def test_a_share_below_the_window_names_the_least(stage):
+    with pytest.raises(RecipeError, match=f"{stage.name}: share=0.01 leaves 0 of 96 .*at least"):
+        run(replace(stage, share=0.01))
+    try:
+        run(replace(stage, share=0.01))
+    except RecipeError as error:
+        least = float(str(error).split()[-1])
+    run(replace(stage, share=least))
+    with pytest.raises(RecipeError):
+        run(replace(stage, share=least - 1 / N))
+
+
+@pytest.mark.parametrize("stage", [VLCache(), CAKE(window=8)], ids=str)
+def test_heads_of_different_lengths_stay_whole(stage):
+    """An earlier stage left one head shorter: it is cut like the other, down to what it has."""
+    stage, step, cache = replace(stage, share=0.5), prompt_step(N, 2), []
+    for layer, request in stage.text_stats(2).items():
+        query, kv = prompt(0, layer, N)
+        stats = asked(query, kv, request)
+        keep = torch.ones(HEADS, N, dtype=torch.bool)
+        keep[1, 12:86] = False
+        short = kv.select_mask(keep)
+        at = short.order[:, None].expand(-1, GROUPS, -1)
+        moved = {
+            name: getattr(stats, name).gather(2, at)
+            for name in ("sum", "sumsq", "entropy", "count")
+        }
+        stats = replace(stats, **moved, nnz=stats.nnz.gather(1, short.order))
+        cache.append(stage.compress(step, layer, short, stats))
+    for kv in stage.finish(step, cache):
+        assert kv.lengths.tolist() == [len(kv), 22]
+        for head, length in zip(kv.order, kv.lengths.tolist(), strict=True):
+            assert bool((head[:length].diff() > 0).all())
+        assert kv.order[1, :22].tolist() == [*range(12), *range(86, 96)]
+
+
+def test_words():
+    assert str(Recipe.parse("vlcache:0.2+cake:window=8")) == "vlcache:0.2+cake:window=8"
+    assert str(Recipe.parse("fastkv:0.3,tsp=0.4")) == "fastkv:share=0.3,tsp=0.4"
+    # It drops rows too, so it stands before methods that only look at the cache.
+    Recipe.parse("fastkv+vlcache")
+    with pytest.raises(RecipeError, match=r"write fastkv\+vlcache"):
+        Recipe.parse("vlcache+fastkv")
+    for word, message in {
+        "cake:tau1=0": "tau1=0 is out of range",
+        "cake:kernel=4": "kernel=4 is even",
+        "cake:window=8.5": "window=8.5 must be a whole number",
+        "vlcache:recent=1": "recent=1 is out of range",
+        "fastkv:layer=2.5": "must be one or more whole numbers",
+        "fastkv:0": "share=0 is out of range",
+    }.items():
+        with pytest.raises(RecipeError, match=message):
+            Recipe.parse(word)
+
+
+# --- VL-Cache ------------------------------------------------------------------------------------
+
+
+@given(
+    densities=st.lists(st.floats(0.001, 1), min_size=1, max_size=40),
+    share=st.floats(0.01, 1),
+    recent=st.floats(0, 0.9),
+)
+def test_vlcache_budgets_sum_to_the_share_inside_their_bounds(densities, share, recent):
+    betas = budgets(densities, share, recent)
+    low, high = 0.01 * (1 - recent), 1.0
+    assert all(low - 1e-12 <= beta <= high for beta in betas)
+    if all(low < beta < high for beta in betas):
+        assert sum(betas) / len(betas) == pytest.approx(share * (1 - recent))
+    by_density = sorted(zip(densities, betas, strict=True))
+    assert [beta for _, beta in by_density] == sorted(betas)
+
+
+def test_vlcache_bounds_bind():
+    assert budgets([1.0, 1e-4], 0.9, 0.0) == [1.0, 0.01]
+    assert budgets([0.5, 0.5], 0.2, 0.1) == pytest.approx([0.18, 0.18])
+
+
+def test_density_is_the_share_of_what_is_seen_that_counts():
+    query, kv = prompt(3, sharp=3.0)
+    stats = asked(query, kv, ColumnRequest("text", threshold=0.01))
+    p = maps(query, kv, 16)
+    reach = (p >= 0.01 * p.amax(-1, keepdim=True)) & (p > 0)
+    expected = reach.sum() / (HEADS * GROUPS * sum(range(N - 15, N + 1)))
+    torch.testing.assert_close(density(stats.count, stats.nnz).float(), expected)
+    blunt, kv = prompt(3, sharp=0.3)
+    stats = asked(blunt, kv, ColumnRequest("text", threshold=0.01))
+    assert density(stats.count, stats.nnz) > expected + 0.1
+
+
+def test_vlcache_gives_dense_layers_more_and_meets_its_share():
+    _, cache, _ = run(VLCache(share=0.3))
+    counts = lengths(cache)
+    # The blunter a layer's attention (a smaller factor), the more slots.
+    assert [counts[i] for i in sorted(range(6), key=lambda i: SHARP[i])] == sorted(counts)[::-1]
+    assert counts[0] > 2 * counts[3]
+    assert sum(counts) == pytest.approx(0.3 * 6 * N, abs=2 * 6)
+
+
+def test_vlcache_budgets_are_shares_of_each_layers_own_slots():
+    """A reducer left later layers fewer rows."""
+    lengths_in = [96, 96, 64, 64]
+    _, cache, _ = run(VLCache(share=0.25), sharp=(0.02,) * 4, n=lengths_in)
+    assert all(abs(len(kv) - 0.25 * n) <= 2 for kv, n in zip(cache, lengths_in, strict=True))
+
+
+def test_vlcache_heads_together_keep_the_same_tokens():
+    _, cache, _ = run(VLCache(share=0.3, head_adaptive=False))
+    assert all(torch.equal(kv.order[0], kv.order[1]) for kv in cache)
+    _, kv = prompt(0)
+    moved = torch.stack([torch.arange(90), torch.arange(2, 92)])
+    stats = asked(*prompt(0), ColumnRequest("text", threshold=0.01))
+    with pytest.raises(RecipeError, match=r"head_adaptive=false.*use head_adaptive=true"):
+        VLCache(head_adaptive=False).score(kv.select(moved), stats, None)
+
+
+def test_a_later_stage_may_drop_slots_before_the_end():
+    """`finish` finds its scores by token, not by place."""
+    stage = VLCache(share=0.2)
+    along, cache, _ = run(stage)
+    step, thinned = prompt_step(N, 6, visual_rows(N)), []
+    for layer, request in stage.text_stats(6).items():
+        query, kv = prompt(0, layer, N, SHARP[layer])
+        kv = stage.compress(step, layer, kv, asked(query, kv, request))
+        kept = torch.zeros_like(kv.order, dtype=torch.bool).scatter(1, cache[layer].order, True)
+        kept[:, layer] = True  # the later stage's own taste
+        thinned.append(kv.select_mask(kept))
+    assert lengths(thinned) != lengths(along)
+    again = stage.finish(step, thinned)
+    for ours, full in zip(again, cache, strict=True):
+        for mine, theirs, n in zip(ours.order, full.order, ours.lengths.tolist(), strict=True):
+            assert torch.equal(mine[:n], theirs)
+
+
+# --- CAKE ----------------------------------------------------------------------------------------
+
+
+@given(
+    claims=st.lists(st.floats(1e-6, 1e3), min_size=1, max_size=40),
+    share=st.floats(0.01, 1.2),
+    limit=st.integers(1, 400),
+)
+def test_cake_budgets_conserve_the_total_within_the_limits(claims, share, limit):
+    limits = [limit + i % 3 for i in range(len(claims))]
+    total = int(share * sum(limits))
+    parts = adjust_budgets([c / sum(claims) * total for c in claims], total, limits)
+    assert sum(parts) == min(total, sum(limits))
+    assert all(0 <= part <= most for part, most in zip(parts, limits, strict=True))
+
+
+def test_cake_hands_out_again_what_one_round_would_waste():
+    # 90 over: 45 each for the others; the second then has 5 more than it may, the first takes them.
+    assert adjust_budgets([0.0, 60.0, 190.0], 250, [100, 100, 100]) == [50, 100, 100]
+
+
+@pytest.mark.parametrize("share", [0.15, 0.3, 0.6, 0.9])
+def test_cake_meets_its_share_on_average(share):
+    _, cache, step = run(CAKE(share=share, window=8, tau2=1.0))
+    counts = lengths(cache)
+    assert counts == step.notes["cake"]["kept"]
+    assert sum(counts) == 6 * int(share * N)
+    assert len(set(counts)) > 1
+
+
+def at_the_end(stage: CAKE, *args) -> list[KV]:
+    """The same without the cascade: no layer is cut before all have run."""
+
+    class Late(CAKE):
+        compress = Layered.compress
+
+    along, cache, _ = run(Late(**vars(stage)), *args)
+    assert lengths(along) == args[2]
+    return cache
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    share=st.floats(0.15, 0.95),
+    layers=st.lists(st.tuples(st.floats(0.3, 4), st.integers(40, N)), min_size=1, max_size=8),
+    tau=st.sampled_from([0.2, 0.9, 2.3]),
+)
+def test_the_cascade_leaves_what_cutting_at_the_end_leaves(seed, share, layers, tau):
+    """Whatever the layers prefer, and where reducers shortened later ones."""
+    sharp = tuple(s for s, _ in layers)
+    n = sorted((n for _, n in layers), reverse=True)
+    stage = CAKE(share=share, window=4, tau1=tau, tau2=tau)
+    along, cache, _ = run(stage, seed, sharp, n)
+    assert same(cache, at_the_end(stage, seed, sharp, n))
+    assert all(len(a) >= len(b) for a, b in zip(along, cache, strict=True))
+
+
+def test_the_cascade_cuts_on_its_way():
+    stage, sharp = CAKE(share=0.1, window=4), (1.0,) * 12
+    along, cache, _ = run(stage, 0, sharp, [400] * 12)
+    assert same(cache, at_the_end(stage, 0, sharp, [400] * 12))
+    assert len(along[0]) == 400 and sum(lengths(along)) < 0.5 * 12 * 400
+    assert sum(lengths(cache)) == 12 * 40
+
+
+def test_a_part_may_grow_again():
+    """The control: what a layer is offered when it has run is no bound, `most` is."""
+    nothing = torch.zeros(0)
+
+    def layer(claim: float) -> Scored:
+        return Scored(nothing, nothing, claim, n=68, average=33, window=8)
+
+    layers = [layer(claim) for claim in (10, 10, 0.1, 1e6)]
+    ideal, total = parts(layers[:3], 4)
+    assert total == 100
+    assert adjust_budgets(ideal, total, [60] * 3) == [50, 50, 0]
+    # The last layer can take but 60, and leaves 40 to three others.
+    assert CAKE(window=8).counts(layers) == [22, 21, 21, 68]
+    assert 21 <= most(layers[:3], 4) < 68
+
+
+def test_each_of_cakes_parameters_does_something():
+    stage = CAKE(share=0.3, window=8)
+    usual = run(stage)[1]
+    for other in ({"share": 0.35}, {"gamma": 0.0}, {"tau1": 3.0}, {"tau2": 0.5}, {"kernel": 1}):
+        changed = run(replace(stage, **other))[1]
+        assert lengths(changed) != lengths(usual) or not same(changed, usual), other
+
+
+def test_cake_layers_of_different_lengths_have_limits_of_their_own():
+    _, cache, _ = run(CAKE(share=0.7, window=8, tau1=0.3), sharp=(1, 3, 3, 1), n=[96, 96, 40, 40])
+    counts = lengths(cache)
+    assert all(k <= n for k, n in zip(counts, [96, 96, 40, 40], strict=True))
+    assert sum(counts) <= 2 * int(0.7 * 96) + 2 * int(0.7 * 40)
+
+
+def test_a_window_may_be_a_share_of_the_budget():
+    stage = CAKE(share=0.2, window=0.25)
+    assert stage.text_stats(2)[0] == ColumnRequest("window", 32)
+    _, cache, step = run(stage)
+    assert step.notes["cake"]["windows"] == [4] * 6  # of int(0.2 * 96) = 19
+    assert all(kv.order[0, -4:].tolist() == [92, 93, 94, 95] for kv in cache)
+
+
+@pytest.mark.parametrize("reset", [True, False], ids=["newest row", "control: all rows"])
+def test_cake_gives_away_what_the_newest_token_attends_to_least(reset):
+    stage = CAKE(share=0.3, window=8)
+    _, cache, step = run(stage, sharp=(1.0, 2.0))
+    _, decode = stage.expand()
+    layer, steps = 1, 40
+    kv = cache[layer]
+    slots, count = FakeSlots(kv, step, steps + 2), len(kv)
+    if not reset:
+        slots.mass[:, :count] += torch.rand(
+            HEADS, count, generator=torch.Generator().manual_seed(5)
+        )
+    expected = [
+        dict(zip(o.tolist(), k, strict=True)) for o, k in zip(kv.order, kv.keys, strict=True)
+    ]
+    row: list[Tensor] | None = None
+    g = torch.Generator().manual_seed(9)
+    agree = True
+    for i in range(steps):
+        decode.step(slots, layer)
+        if not reset:  # what a stage that forgets to forget would see
+            slots.mass[:, : slots.held] += torch.rand(HEADS, slots.held, generator=g)
+        for head, tokens in enumerate(expected):
+            if row is not None and len(tokens) > count:
+                free = [t for t in tokens if t < N + i - 8]
+                place = {t: j for j, t in enumerate(tokens)}
+                del tokens[min(free, key=lambda t: float(row[head][place[t]]))]
+            agree &= set(slots.order[head, : slots.held].tolist()) == set(tokens)
+        if not agree:
+            break
+        assert slots.held == count
+        key, value = torch.randn(2, HEADS, DIM, generator=g)
+        query = torch.randn(HEADS * GROUPS, DIM, generator=g)
+        slots.write(key, value)
+        slots.attend(query)
+        row = []
+        for head, tokens in enumerate(expected):
+            tokens[N + i] = key[head]
+            keys = torch.stack(list(tokens.values()))
+            group = query.unflatten(0, (HEADS, GROUPS))[head]
+            row.append((group @ keys.T * DIM**-0.5).softmax(-1).mean(0))
+    assert agree is reset
+
+
+def test_cake_leaves_a_cache_alone_that_it_did_not_cut():
+    stage = CAKE(share=1.0, window=8)
+    _, cache, step = run(stage, sharp=(1.0,))
+    slots = FakeSlots(cache[0], step, 3)
+    for _ in range(3):
+        slots.write(torch.zeros(HEADS, DIM), torch.zeros(HEADS, DIM))
+        stage.expand()[1].step(slots, 0)
+    assert slots.held == N + 3
+
+
+# --- FastKV --------------------------------------------------------------------------------------
+
+DEPTH = 6
+
+
+def propagate(
+    stage: FastKV, n: int = N, visual: Tensor | None = None
+) -> tuple[Tensor | None, Step]:
+    """Rows that go on, and the pass."""
+    tsp, _ = stage.expand()
+    visual = visual_rows(n) if visual is None else visual
+    step = prompt_step(n, DEPTH, visual)
+    ((layer, request),) = tsp.text_stats(DEPTH).items()
+    step.stats[layer] = maps(*prompt(0, layer, n), request.n).flatten(0, 1)
+    return tsp.keep(step, layer + 1), step
+
+
+def test_rows_that_go_on_hold_all_text_and_the_window():
+    rows, step = propagate(FastKV(tsp=0.4))
+    assert len(rows) == int(0.4 * N)
+    assert bool((rows.diff() > 0).all())
+    assert bool(torch.isin((~step.layout.visual).nonzero().flatten(), rows).all())
+    # A picture at the very end: its last tokens are the window.
+    rows, _ = propagate(FastKV(tsp=0.4), visual=torch.arange(N) >= 10)
+    assert set(range(N - 8, N)) <= set(rows.tolist())
+    # The best of the rest: pooled votes of the last eight rows of all heads.
+    rows, step = propagate(FastKV(tsp=0.4, kernel=1))
+    (attention,) = step.stats.values()
+    score = attention.sum((0, 1)).masked_fill(~step.layout.visual, -torch.inf)
+    best = score.topk(int(0.4 * N) - int((~step.layout.visual).sum())).indices
+    chosen = rows[step.layout.visual[rows]]
+    assert torch.equal(chosen, best.sort().values)
+    assert not torch.equal(propagate(FastKV(tsp=0.4, kernel=7))[0], rows)
+
+
+def test_every_layer_stores_the_same_number_of_slots():
+    stage = FastKV(share=0.2, tsp=0.45)
+    rows, step = propagate(stage)
+    counts = []
+    for layer, request in stage.text_stats(DEPTH).items():
+        query, kv = prompt(0, layer)
+        stats = columns(query, kv.keys, request)
+        if layer >= stage.cut(DEPTH):
+            query, kv = query[:, rows], kv.select(rows)
+            stats = columns(query, kv.keys, request)
+        counts.append(len(stage.compress(step, layer, kv, stats)))
+    assert counts == [int(0.2 * N)] * DEPTH
+    # Without the note of what went on, a share of the shorter prompt would stay.
+    assert stage.capacity(prompt_step(len(rows), DEPTH), DEPTH - 1, len(rows)) < counts[0]
+
+
+def test_as_many_rows_go_on_as_slots_stay():
+    assert len(propagate(FastKV(share=0.6, tsp=0.3))[0]) == int(0.6 * N)
+    assert propagate(FastKV(share=1.0))[0] is None
+    assert propagate(FastKV(tsp=1.0))[0] is None
+    assert propagate(FastKV(), visual=torch.zeros(N, dtype=torch.bool))[0] is None
+
+
+def test_a_share_of_rows_must_hold_the_text():
+    with pytest.raises(RecipeError, match=r"fastkv: tsp=0.2 lets 19 of 96 rows .* the 20 .* 0.21"):
+        propagate(FastKV(tsp=0.2))
+    rows, step = propagate(FastKV(tsp=0.21))
+    assert torch.equal(rows, (~step.layout.visual).nonzero().flatten())
+
+
+def test_the_cut_is_a_share_of_the_depth_or_a_number():
+    assert FastKV().cut(32) == 16
+    assert FastKV().floor(32) == 0.5
+    assert FastKV().expand()[0].text_stats(32).keys() == {15}
+    assert FastKV(layer=2).expand()[0].layers(6) == (2,)
+    with pytest.raises(RecipeError, match="stay below 6"):
+        FastKV(layer=6).cut(6)

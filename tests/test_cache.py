@@ -1,0 +1,935 @@
+"""The KV cache: what it holds, what it costs, and that nothing else gets out of it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import DynamicCache
+
+from tiny_models import build_llava, picture
+from vlmfast import VLM
+from vlmfast.buffers import BufferPool, bucket
+from vlmfast.engine.attention import switched
+from vlmfast.engine.cache import KVCache, RowSlots
+from vlmfast.engine.decode import Decoder, Run
+from vlmfast.engine.prefill import Inputs, prefill, prepare
+from vlmfast.engine.stats import Stats, Trace
+from vlmfast.kernels.quantize_kv import Segment, quantise
+from vlmfast.kv import KV
+from vlmfast.recipe import Recipe
+from vlmfast.stages import CacheStage, ColumnRequest
+
+EXACT = 1e-5
+TOKENS = [5, 9, 11, 7, 8, 6, 10, 12, 30, 31, 32, 33]
+BUFFERS = ("keys", "values", "order", "mass", "bias")
+HEADS = {"heads of their own": 4, "grouped queries": 2}
+
+
+@pytest.fixture(scope="module", params=HEADS)
+def vlm(request) -> VLM:
+    return VLM(*build_llava(layers=4, kv_heads=HEADS[request.param]))
+
+
+@pytest.fixture(scope="module")
+def grouped() -> VLM:
+    return VLM(*build_llava(layers=4, kv_heads=2))
+
+
+def own_mask(layer: int, heads: int, n: int, *, whole: bool = False) -> Tensor:
+    """Slots that stay, bool (H, N): other ones and another number in each layer and head."""
+    generator = torch.Generator().manual_seed(100 * layer + n)
+    share = 0.35 + 0.1 * layer + 0.12 * torch.arange(heads)[:, None]
+    keep = torch.rand(heads, n, generator=generator) < share
+    keep[:, -1] = True
+    if whole:
+        keep[0] = True
+    return keep
+
+
+@dataclass(frozen=True)
+class Own(CacheStage):
+    """Keeps what `own_mask` says."""
+
+    name: ClassVar[str] = "test-own"
+    whole: bool = False
+
+    def compress(self, step, layer, kv, stats):
+        keep = own_mask(layer, len(kv.keys), len(kv), whole=self.whole)
+        return kv.select_mask(keep)
+
+
+def run_of(vlm: VLM, recipe=(), seeds=(0,), question: str = "what is here ?") -> Run:
+    pictures = [picture(seed=seed) for seed in seeds]
+    tensors = vlm.inputs(question, images=pictures)
+    sizes = [(p.height, p.width) for p in pictures]
+    inputs = Inputs(tensors, sizes, question)
+    return Run(vlm.adapter, inputs, Recipe.of(recipe), time.perf_counter())
+
+
+def started(vlm: VLM, recipe=(), seeds=(0,), question="what is here ?", room=12) -> Run:
+    run = run_of(vlm, recipe, seeds, question)
+    with torch.no_grad(), switched(vlm.model):
+        run.start(room)
+    return run
+
+
+def fed(vlm: VLM, decoder: Decoder | Run, tokens: list[int], rows: int = 1) -> Tensor:
+    """Logits (rows, T, V) behind each of ``tokens``, the same for all rows."""
+    with torch.no_grad(), switched(vlm.model):
+        logits = [decoder.next(torch.full((rows, 1), token)) for token in tokens]
+    return torch.stack(logits, 1)
+
+
+@torch.no_grad()
+def masked_logits(vlm: VLM, run: Run, keep: list[Tensor], tokens: list[int]) -> Tensor:
+    """Hugging Face's decoder over the whole prompt, of which each layer sees ``keep`` (H, N)."""
+    cache, decoder = DynamicCache(), vlm.model.get_decoder()
+    vlm.model(**run.inputs.tensors, past_key_values=cache, use_cache=True)
+    n, rows = keep[0].shape[1], []
+    before = decoder.config._attn_implementation
+    decoder.config._attn_implementation = "eager"
+    try:
+        for count, token in enumerate(tokens, 1):
+            hidden = vlm.model.get_input_embeddings()(torch.tensor([[token]]))
+            at = torch.tensor([[n + count - 1]])
+            tables = decoder.rotary_emb(hidden, at)
+            for layer, mask in zip(decoder.layers, keep, strict=True):
+                seen = torch.cat([mask, torch.ones(len(mask), count, dtype=torch.bool)], 1)
+                seen = seen.repeat_interleave(
+                    vlm.model.config.text_config.num_attention_heads // len(mask), 0
+                )
+                hidden = layer(
+                    hidden,
+                    attention_mask=torch.zeros(seen.shape).masked_fill(~seen, -torch.inf)[
+                        None, :, None
+                    ],
+                    position_embeddings=tables,
+                    position_ids=at,
+                    past_key_values=cache,
+                    use_cache=True,
+                )
+            rows.append(vlm.model.get_output_embeddings()(decoder.norm(hidden))[0, -1])
+    finally:
+        decoder.config._attn_implementation = before
+    return torch.stack(rows)
+
+
+# --- lengths of their own ------------------------------------------------------------------------
+
+
+PROMPTS = [((0,), "what is here ?"), ((1, 2), "and in these two ?"), ((3,), "a")]
+
+
+def masks(vlm: VLM, n: int, **how) -> list[Tensor]:
+    heads = vlm.model.config.text_config.num_key_value_heads
+    return [own_mask(layer, heads, n, **how) for layer in range(vlm.adapter.depth)]
+
+
+def test_layers_and_heads_of_their_own_lengths(vlm):
+    run = started(vlm, Own())
+    n = run.inputs.tensors["input_ids"].shape[1]
+    keep = masks(vlm, n)
+    counts = torch.stack([mask.sum(1) for mask in keep])
+    assert len(set(counts.flatten().tolist())) > 4  # they do differ
+    assert torch.equal(run.cache.length[:, 0], counts)
+    assert run.cache.lengths() == counts.amax(1).tolist() == run.stats.kv_tokens_per_layer
+
+    got = fed(vlm, run, TOKENS)[0]
+    assert (got - masked_logits(vlm, run, keep, TOKENS)).abs().max() < EXACT
+    # Control: one slot more in one head of one layer is another answer.
+    other = [mask.clone() for mask in keep]
+    other[1][0, (~other[1][0]).nonzero()[3]] = True
+    assert (got - masked_logits(vlm, run, other, TOKENS)).abs().max() > 1e-3
+
+    # Logical length is that of the full text, physical length what is there.
+    assert run.cache.logical == [n + len(TOKENS)] == run.cache.seen.tolist()
+    assert run.cache.layers[0].get_seq_length() == n + len(TOKENS)
+    assert run.position.item() == n + len(TOKENS)
+    assert torch.equal(run.cache.length[:, 0], counts + len(TOKENS))
+    assert run.cache.lengths() == (counts.amax(1) + len(TOKENS)).tolist()
+
+
+def test_rows_of_their_own_lengths(vlm):
+    runs = [started(vlm, Own(), *prompt) for prompt in PROMPTS]
+    plain = started(vlm, (), (4,), "and this one, which nothing has touched ?")
+    lengths = [run.inputs.tensors["input_ids"].shape[1] for run in runs]
+    assert len(set(lengths)) == 3
+    alone = [fed(vlm, started(vlm, Own(), *prompt), TOKENS)[0] for prompt in PROMPTS]
+    expected = [
+        masked_logits(vlm, run, masks(vlm, n), TOKENS) for run, n in zip(runs, lengths, strict=True)
+    ]
+    decoder = Decoder.join([*(run.decoder for run in runs), plain.decoder])
+    got = fed(vlm, decoder, TOKENS, 4)
+    for row, one, wanted in zip(got, alone, expected, strict=False):
+        assert (row - wanted).abs().max() < EXACT
+        assert (row - one).abs().max() < EXACT
+    own = fed(vlm, started(vlm, (), (4,), "and this one, which nothing has touched ?"), TOKENS)
+    assert (got[3] - own[0]).abs().max() < EXACT
+    assert (got[0] - got[1]).abs().max() > 1e-2  # control
+    cache = decoder.cache
+    for row, n in enumerate(lengths):
+        counts = torch.stack([mask.sum(1) for mask in masks(vlm, n)]) + len(TOKENS)
+        assert torch.equal(cache.length[:, row], counts)
+        assert cache.lengths(row) == counts.amax(1).tolist()
+        assert cache.logical[row] == n + len(TOKENS)
+
+
+def test_statistics_follow_slots_that_an_earlier_stage_moved(grouped):
+    """Also where a head keeps all its slots, and others do not."""
+    seen = {}
+
+    @dataclass(frozen=True)
+    class Look(CacheStage):
+        name: ClassVar[str] = "test-look"
+
+        def text_stats(self, depth):
+            return {1: ColumnRequest("all", threshold=0.3)}
+
+        def compress(self, step, layer, kv, stats):
+            seen[layer] = kv, stats
+            return kv
+
+    started(grouped, Look())
+    full = seen[1][1]
+    for whole in (False, True):
+        started(grouped, (Own(whole), Look()))
+        assert seen[0][1] is None  # asked of layer 1 alone
+        kv, stats = seen[1]
+        assert not torch.equal(kv.lengths[:1], kv.lengths[1:])
+        for head in range(2):
+            at = kv.order[head, : kv.lengths[head]]
+            for name in ("sum", "sumsq", "max", "entropy", "count"):
+                mine, its = getattr(stats, name)[head], getattr(full, name)[head]
+                assert torch.equal(mine[:, : len(at)], its[:, at])
+            assert torch.equal(stats.nnz[head, : len(at)], full.nnz[head, at])
+        assert torch.equal(stats.rows, full.rows)
+
+
+# --- what a cache stage hands over ---------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(heads=st.integers(1, 4), n=st.integers(1, 12), seed=st.integers(0, 99), extras=st.booleans())
+def test_choosing_slots_by_head(heads, n, seed, extras):
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.stack([torch.randperm(50, generator=generator)[:n].sort().values] * heads)
+    kv = KV(
+        keys=torch.randn(heads, n, 4, generator=generator),
+        values=torch.randn(heads, n, 4, generator=generator),
+        order=order,
+        position=order * 2,
+        visual=torch.rand(heads, n, generator=generator) < 0.5,
+        lengths=torch.full((heads,), n),
+        bias=torch.randn(heads, n, generator=generator) if extras else None,
+        mass=torch.rand(heads, n, generator=generator) if extras else None,
+    )
+    keep = torch.rand(heads, n, generator=generator) < 0.5
+    got = kv.select_mask(keep)
+    assert got.lengths.tolist() == keep.sum(1).tolist()
+    assert len(got) == int(keep.sum(1).max())
+    assert got.valid.sum(1).tolist() == got.lengths.tolist()
+    for name in ("keys", "values", "order", "position", "visual", "bias", "mass"):
+        of, new = getattr(kv, name), getattr(got, name)
+        assert (of is None) == (new is None)
+        for head in range(heads) if of is not None else ():
+            assert torch.equal(new[head, : got.lengths[head]], of[head, keep[head]])
+    assert torch.equal(kv.select_mask(torch.ones_like(keep)).keys, kv.keys)
+
+
+# --- by hand -------------------------------------------------------------------------------------
+
+
+def frozen(
+    lengths: list[list[int]],
+    *,
+    seed: int = 0,
+    logical: int | None = None,
+    pool: BufferPool | None = None,
+    room: int = 8,
+    dim: int = 8,
+    bias: bool = False,
+    **how,
+) -> tuple[KVCache, list[KV]]:
+    """A cache of one row whose heads hold ``lengths[layer][head]`` slots of noise."""
+    generator = torch.Generator().manual_seed(seed)
+    cache, held = KVCache(len(lengths), pool), []
+    top = max(max(of) for of in lengths)
+    for layer, of in zip(cache.layers, lengths, strict=True):
+        n, counts = max(of), torch.tensor(of)
+        keys = torch.randn(2, 1, len(of), top, dim, generator=generator)
+        layer.update(keys[0], keys[1])
+        order = torch.arange(n).expand(len(of), -1)
+        kv = KV(
+            keys[0, 0, :, :n],
+            keys[1, 0, :, :n],
+            order,
+            order,
+            torch.zeros_like(order, dtype=torch.bool),
+            counts,
+            bias=torch.randn(len(of), n, generator=generator) if bias else None,
+        )
+        layer.put(kv)
+        held.append(kv)
+    cache.freeze(room, top if logical is None else logical, **how)
+    return cache, held
+
+
+def contents(cache: KVCache, layer: int, row: int, name: str = "keys") -> list[Tensor]:
+    """What each head of a row holds in its tail."""
+    of, lengths = getattr(cache.layers[layer], name)[row], cache.length[layer, row]
+    return [head[:n].clone() for head, n in zip(of, lengths.tolist(), strict=True)]
+
+
+def write(cache: KVCache, tokens: int, seed: int = 1) -> list[Tensor]:
+    """Noise as the next tokens of every row: keys (B, H, T, D) by layer; values are twice that."""
+    generator, new = torch.Generator().manual_seed(seed), []
+    for layer in cache.layers:
+        b, h, _, d = layer.keys.shape
+        new.append(torch.randn(b, h, tokens, d, generator=generator))
+        layer.update(new[-1], 2 * new[-1])
+    return new
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 1 << 20))
+def test_a_bucket_is_little_larger_than_what_it_serves(slots):
+    size = bucket(slots)
+    assert size >= slots
+    assert size - slots < 64 or size < slots * 9 / 8
+    assert bucket(size) == size
+
+
+def test_there_are_few_buckets():
+    assert len({bucket(n) for n in range(1, 1 << 14)}) < 60
+
+
+def test_freezing_moves_to_buffers_with_room():
+    cache, held = frozen([[5, 3], [4, 4]], logical=9, room=70, track=True, mass=True, bias=True)
+    for at, kv in enumerate(held):
+        layer = cache.layers[at]
+        assert layer.keys.shape == (1, 2, bucket(max(kv.lengths.tolist()) + 70), 8)
+        for name in ("keys", "values", "order", "bias"):
+            for head, got in enumerate(contents(cache, at, 0, name)):
+                assert torch.equal(got, getattr(kv, name)[head, : kv.lengths[head]])
+        assert layer.mass.shape == layer.order.shape and not layer.mass.any()
+        assert layer.held == [max(kv.lengths.tolist())]
+    assert [layer.even for layer in cache.layers] == [False, True]
+    assert cache.logical == [9] and cache.lengths() == [5, 4]
+    # Counts are views of the cache's own.
+    cache.advance(2)
+    assert cache.layers[0].length.tolist() == [[7, 5]]
+    assert cache.layers[0].seen.tolist() == [11]
+
+
+def test_what_is_written_stands_behind_what_each_head_holds():
+    cache, held = frozen([[5, 3], [4, 4]], track=True, mass=True, bias=True)
+    for layer in cache.layers:  # somebody was there before
+        for name in ("mass", "bias"):
+            getattr(layer, name)[:, :, max(layer.held) :] = 7.0
+    new = write(cache, 2)
+    assert cache.lengths() == [5, 4]  # not counted yet
+    cache.advance(2)
+    for at, kv in enumerate(held):
+        for head in range(2):
+            n = int(kv.lengths[head])
+            keys, values = contents(cache, at, 0)[head], contents(cache, at, 0, "values")[head]
+            assert torch.equal(keys, torch.cat([kv.keys[head, :n], new[at][0, head]]))
+            assert torch.equal(values, torch.cat([kv.values[head, :n], 2 * new[at][0, head]]))
+            assert contents(cache, at, 0, "order")[head][n:].tolist() == [5, 6]
+            assert contents(cache, at, 0, "mass")[head][n:].tolist() == [0, 0]
+            assert contents(cache, at, 0, "bias")[head][n:].tolist() == [0, 0]
+            assert torch.equal(contents(cache, at, 0, "bias")[head][:n], kv.bias[head, :n])
+
+
+@pytest.mark.parametrize("lengths", [[[60, 60]], [[60, 31]]], ids=["even", "uneven"])
+def test_growing_keeps_what_is_there(lengths):
+    pool = BufferPool()
+    cache, _ = frozen(lengths, pool=pool, room=1, track=True, mass=True, bias=True)
+    layer = cache.layers[0]
+    layer.mass.copy_(torch.rand_like(layer.mass))
+    before = {name: contents(cache, 0, 0, name) for name in BUFFERS}
+    capacity, expected = layer.keys.shape[2], []
+    assert pool.idle == 0
+    for step in range(10):
+        expected.append(write(cache, 1, seed=step)[0])
+        cache.advance()
+    assert layer.keys.shape[2] > capacity
+    assert pool.idle > 0  # the small buffers were given back
+    for name in BUFFERS:
+        for head, old in enumerate(before[name]):
+            assert torch.equal(contents(cache, 0, 0, name)[head][: len(old)], old)
+    for head, n in enumerate(lengths[0]):
+        new = torch.cat(expected, 2)[0, head]
+        assert torch.equal(contents(cache, 0, 0)[head][n:], new)
+
+
+# --- pages ---------------------------------------------------------------------------------------
+
+
+def paged(keys: Tensor, values: Tensor, order: Tensor, bits: int = 8, group: int = 4) -> Segment:
+    lengths = torch.full((len(keys),), keys.shape[1])
+    return quantise(keys, values, order, lengths, bits, key_group=group)
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "with a bias"])
+def test_pages_of_one_row(bias):
+    parts = [frozen([[n]], seed=n, track=True, bias=bias, dim=16) for n in (12, 20, 9)]
+    cache = KVCache.cat([cache for cache, _ in parts])
+    layer = cache.layers[0]
+    before = {
+        name: [contents(cache, 0, row, name)[0] for row in range(3)]
+        for name in ("keys", "values", "order", *(["bias"] if bias else []))
+    }
+    slots = RowSlots(cache, 0, 1, None, {}, None)
+    for start, count in ((0, 8), (8, 4)):
+        order = slots.order[:, :count]
+        assert order[0].tolist() == list(range(start, start + count))
+        slots.quantise(count, lambda k, v, order=order: paged(k, v, order))
+        assert cache.lengths(1) == [20]  # of the row all is still there
+    (segment,) = layer.segments
+    assert layer.held == [12, 8, 9] and cache.length[0].tolist() == [[12], [8], [9]]
+    assert layer.stored == [[0, 12, 0]] and segment.lengths.tolist() == [[0], [12], [0]]
+    assert segment.order[1, 0].tolist() == list(range(12))
+    keys, values = segment.dequantise(torch.float32)
+    step = segment.key_step.max()
+    assert (keys[1, 0] - before["keys"][1][:12]).abs().max() < step
+    assert (values[1, 0] - before["values"][1][:12]).abs().max() < step
+    if bias:
+        assert torch.equal(segment.bias[1, 0], before["bias"][1][:12])
+    for name, of in before.items():
+        assert torch.equal(contents(cache, 0, 1, name)[0], of[1][12:])
+        for row in (0, 2):
+            assert torch.equal(contents(cache, 0, row, name)[0], of[row])
+    # Another row's first page is shorter than what stands beside it; another kind stands apart.
+    slots = RowSlots(cache, 0, 0, None, {}, None)
+    slots.quantise(4, lambda k, v: paged(k, v, slots.order[:, :4]))
+    slots.quantise(2, lambda k, v: paged(k, v, slots.order[:, :2], bits=4))
+    assert layer.stored == [[4, 12, 0], [2, 0, 0]]
+    assert [segment.lengths[:, 0].tolist() for segment in layer.segments] == layer.stored
+    assert layer.segments[1].order[0, 0, :2].tolist() == [4, 5]
+    assert [cache.lengths(row) for row in range(3)] == [[12], [20], [9]]
+    # A row that leaves takes its kinds of segments along.
+    cache.select([1, 2])
+    assert layer.stored == [[12, 0]] and len(layer.segments) == 1
+
+
+def test_pages_that_share_their_parameters_all_together_stand_apart():
+    cache, held = frozen([[12]], track=True)
+    slots = RowSlots(cache, 0, 0, None, {}, None)
+    for _ in range(2):
+        slots.quantise(4, lambda k, v: paged(k, v, slots.order[:, :4], group=0))
+    layer = cache.layers[0]
+    assert [segment.order[0, 0].tolist() for segment in layer.segments] == [
+        [0, 1, 2, 3],
+        [4, 5, 6, 7],
+    ]
+    assert layer.stored == [[4], [4]] and cache.lengths() == [12]
+    keys, _ = layer.segments[1].dequantise(torch.float32)
+    assert (keys[0, 0] - held[0].keys[0, 4:8]).abs().max() < 0.05
+
+
+# --- going back ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", [(), Own()], ids=["none", "uneven"])
+def test_cropping_forgets_the_last_tokens(grouped, recipe):
+    run, other = started(grouped, recipe), started(grouped, recipe)
+    fed(grouped, run, TOKENS[:7])
+    run.cache.crop(4)
+    run.position.sub_(4)
+    assert run.cache.logical == [run.prompt.full_length + 3] == run.cache.seen.tolist()
+    got = fed(grouped, run, TOKENS[::-1])
+    expected = fed(grouped, other, TOKENS[:3] + TOKENS[::-1])[:, 3:]
+    assert torch.equal(got, expected)
+    control = fed(grouped, started(grouped, recipe), TOKENS[:7] + TOKENS[::-1])[:, 7:]
+    assert (control - expected).abs().max() > 1e-3
+
+
+def test_cropping_into_a_prompt_that_is_whole(grouped):
+    run = started(grouped)
+    ids = run.inputs.tensors["input_ids"][0, -5:].tolist()
+    with torch.no_grad(), switched(grouped.model):
+        expected = run_of(grouped).start(5)
+    run.cache.crop(5)
+    run.position.sub_(5)
+    assert (fed(grouped, run, ids)[:, -1] - expected).abs().max() < EXACT
+
+
+@pytest.mark.parametrize(
+    "recipe", [Own(), "snapkv:share=0.8,window=4", "hired:0.4", "pyramiddrop", "lookm:share=0.8"]
+)
+def test_cropping_stops_in_front_of_what_is_compressed(grouped, recipe):
+    run = started(grouped, recipe)
+    fed(grouped, run, TOKENS[:3])
+    lengths, held = run.cache.length.clone(), run.cache.held_bytes()
+    with pytest.raises(ValueError, match="4 tokens reach into the compressed part"):
+        run.cache.crop(4)
+    assert torch.equal(run.cache.length, lengths) and run.cache.held_bytes() == held
+    run.cache.crop(3)
+    with pytest.raises(ValueError, match="1 tokens reach"):
+        run.cache.crop(1)
+    # In a batch the row that can go back least decides.
+    rows = [started(grouped), started(grouped, recipe)]
+    decoder = Decoder.join([row.decoder for row in rows])
+    with pytest.raises(ValueError, match="1 tokens reach"):
+        decoder.cache.crop(1)
+    decoder.select([0]).cache.crop(1)
+
+
+@pytest.mark.parametrize("recipe", ["h2o:0.6", "kivi:residual=8,group=4", "zipcache"])
+def test_what_decode_stages_rework_is_not_cropped(grouped, recipe):
+    run = started(grouped, recipe)
+    fed(grouped, run, TOKENS[:3])
+    with pytest.raises(ValueError, match="decode stages"):
+        run.cache.crop(1)
+
+
+def test_not_even_a_whole_prompt_has_more_tokens_than_it_has(grouped):
+    run = started(grouped)
+    with pytest.raises(ValueError, match="reach into"):
+        run.cache.crop(run.prompt.full_length + 1)
+    run.cache.clone().crop(run.prompt.full_length)
+
+
+@pytest.mark.parametrize(
+    "recipe", [(), Own(), "h2o:0.6", "kivi:residual=8,group=4", "zipcache:page=8"]
+)
+def test_a_clone_shares_nothing_that_changes(grouped, recipe):
+    run = started(grouped, recipe)
+    fed(grouped, run, TOKENS[:5])
+    row = run.decoder.rows[0]
+    cache = run.cache.clone()
+    assert cache.held_bytes() == run.cache.held_bytes()
+    assert cache.lengths() == run.cache.lengths()
+    for one, another in zip(run.cache.layers, cache.layers, strict=True):
+        for name in BUFFERS:
+            of, twin = getattr(one, name), getattr(another, name)
+            assert (of is None) == (twin is None)
+            if of is not None:
+                assert torch.equal(of, twin)
+                assert of.untyped_storage().data_ptr() != twin.untyped_storage().data_ptr()
+    twin = Decoder(
+        grouped.adapter, cache, run.position.clone(), [replace(row, prompt=row.prompt.clone())]
+    )
+    # Whatever one of the two does, the other goes on as if it were alone.
+    mine = fed(grouped, run, TOKENS[::-1])
+    its = fed(grouped, twin, TOKENS)
+    alone = started(grouped, recipe)
+    fed(grouped, alone, TOKENS[:5])
+    assert torch.equal(its, fed(grouped, alone, TOKENS))
+    assert (mine - its).abs().max() > 1e-3
+    cache.release()
+    fed(grouped, run, TOKENS[:1])
+
+
+def test_accepting_some_of_the_tokens_that_were_written():
+    """A tree of tokens: each row keeps its own path, and it is as if nothing else had come."""
+
+    def rows(**how) -> KVCache:
+        lengths = ([[5, 3], [4, 4]], [[9, 9], [2, 6]])
+        parts = [frozen(of, seed=i, logical=20 + i, **how)[0] for i, of in enumerate(lengths)]
+        return KVCache.cat(parts)
+
+    for how in ({}, {"track": True, "mass": True, "bias": True}):
+        cache, other = rows(**how), rows(**how)
+        tree = write(cache, 6)
+        cache.accept(torch.tensor([[0, 2, 5], [1, 4, 0]]), [3, 2])
+        paths = [[0, 2, 5], [1, 4]]
+        # Row by row, only the tokens that stay.
+        for row, path in enumerate(paths):
+            for at, layer in enumerate(other.layers):
+                for name, factor in (("keys", 1), ("values", 2)):
+                    for head, n in enumerate(other.length[at, row].tolist()):
+                        new = factor * tree[at][row, head, path]
+                        getattr(layer, name)[row, head, n : n + len(path)] = new
+                layer.held[row] += len(path)
+            other.length[:, row] += len(path)
+        assert torch.equal(cache.length, other.length)
+        assert cache.logical == [23, 23] == cache.seen.tolist()
+        for at, row in ((at, row) for at in range(2) for row in range(2)):
+            assert cache.layers[at].held == other.layers[at].held
+            for name in ("keys", "values"):
+                for a, b in zip(
+                    contents(cache, at, row, name), contents(other, at, row, name), strict=True
+                ):
+                    assert torch.equal(a, b)
+            if how:
+                for order in contents(cache, at, row, "order"):
+                    assert order[-len(paths[row]) :].tolist() == [
+                        20 + row + i for i in range(len(paths[row]))
+                    ]
+                for name in ("mass", "bias"):
+                    for of in contents(cache, at, row, name):
+                        assert not of[-len(paths[row]) :].any()
+
+
+def test_accepting_the_beginning_of_what_was_fed_at_once(grouped):
+    """In a model: of eight tokens that went through at once three stay, then others follow."""
+    run, other = started(grouped, Own()), started(grouped, Own())
+    with torch.no_grad(), switched(grouped.model):
+        grouped.adapter.decoder(
+            inputs_embeds=grouped.adapter.embed(torch.tensor([TOKENS[:8]])),
+            position_ids=run.position + torch.arange(8),
+            past_key_values=run.cache,
+            use_cache=True,
+            vlmfast_step=run.step,
+        )
+    run.cache.accept(torch.tensor([[0, 1, 2]]), [3])
+    run.position.add_(3)
+    expected = fed(grouped, other, TOKENS[:3] + TOKENS[::-1])[:, 3:]
+    assert (fed(grouped, run, TOKENS[::-1]) - expected).abs().max() < EXACT
+    assert torch.equal(run.cache.length, other.cache.length)
+    # Control: another subset.
+    wrong = started(grouped, Own())
+    fed(grouped, wrong, TOKENS[:1] + TOKENS[2:4])
+    assert (fed(grouped, wrong, TOKENS[::-1]) - expected).abs().max() > 1e-3
+
+
+# --- batches -------------------------------------------------------------------------------------
+
+
+def test_joining_and_choosing_rows():
+    pool = BufferPool()
+    sizes = ([[5, 3]], [[300, 200]], [[70, 70]])
+    parts = [frozen(n, seed=i, pool=pool, room=i, bias=i == 1) for i, n in enumerate(sizes)]
+    assert len({cache.layers[0].keys.shape[2] for cache, _ in parts}) == 3
+    cache = KVCache.cat([cache for cache, _ in parts])
+    assert cache.rows == 3 and cache.logical == [5, 300, 70]
+    assert all(part.layers[0].keys is None for part, _ in parts)  # used up
+
+    def same(row: int, of: int) -> None:
+        kv = parts[of][1][0]
+        for head, n in enumerate(kv.lengths.tolist()):
+            for name in ("keys", "values"):
+                got = contents(cache, 0, row, name)[head]
+                assert torch.equal(got[:n], getattr(kv, name)[head, :n])
+            bias = contents(cache, 0, row, "bias")[head]
+            assert torch.equal(bias, torch.zeros_like(bias) if of != 1 else kv.bias[head, :n])
+
+    for row in range(3):
+        same(row, row)
+    idle = pool.idle
+    cache.select([2, 0])
+    assert pool.idle > idle
+    assert cache.logical == [70, 5] and cache.layers[0].held == [70, 5]
+    same(0, 2)
+    same(1, 0)
+    # What comes later goes to the right place.
+    new = write(cache, 1)
+    cache.advance()
+    assert torch.equal(contents(cache, 0, 1)[1][3:], new[0][1, 1])
+    assert cache.length[0].tolist() == [[71, 71], [6, 4]]
+    cache.release()
+    assert KVCache.cat([cache]) is cache
+
+
+@dataclass(frozen=True)
+class Twice(CacheStage):
+    """Two segments of one kind: the first and the second half of a layer."""
+
+    name: ClassVar[str] = "test-twice"
+    quantises: ClassVar[bool] = True
+
+    def compress(self, step, layer, kv, stats):
+        half = len(kv) // 2
+        parts = (slice(0, half), slice(half, len(kv)))
+        segments = [
+            paged(kv.keys[:, p], kv.values[:, p], kv.order[:, p], bits=4, group=0) for p in parts
+        ]
+        return replace(kv.select(torch.arange(0)), segments=tuple(segments))
+
+
+MIXED = {
+    "2 bits in groups": "kivi:residual=8,group=4",
+    "4 and 2 bits": "zipcache:page=8",
+    "8 bits": "kivi:bits=8,residual=8,group=8",
+    "twice of one kind": Twice(),
+    "uneven": Own(),
+    "uneven in 2 bits": (Own(), *Recipe.of("kivi:residual=8,group=4")),
+    "nothing": (),
+}
+
+
+def test_rows_of_different_kinds_stand_in_one_batch(grouped):
+    alone = {
+        name: fed(grouped, started(grouped, recipe, (i,)), TOKENS)[0]
+        for i, (name, recipe) in enumerate(MIXED.items())
+    }
+    runs = [started(grouped, recipe, (i,)) for i, recipe in enumerate(MIXED.values())]
+    slots = [run.cache.lengths() for run in runs]
+    decoder = Decoder.join([run.decoder for run in runs])
+    assert [decoder.cache.lengths(row) for row in range(len(runs))] == slots
+    got = fed(grouped, decoder, TOKENS[:6], len(runs))
+    order = [4, 0, 3, 5, 1]  # some end, the others change places
+    decoder = decoder.select(order)
+    rest = fed(grouped, decoder, TOKENS[6:], len(order))
+    names = list(MIXED)
+    for row, name in enumerate(names):
+        assert (got[row] - alone[name][:6]).abs().max() < EXACT
+    for row, of in enumerate(order):
+        # The last bit of a step in half precision may fall the other way.
+        loose = 1e-4 if "bits" in names[of] else EXACT
+        assert (rest[row] - alone[names[of]][6:]).abs().max() < loose
+    # Control: the methods differ by more than that.
+    plain = fed(grouped, started(grouped, (), (3,)), TOKENS)[0]
+    assert (alone["twice of one kind"] - plain).abs().max() > 1e-2
+
+
+# --- bytes ---------------------------------------------------------------------------------------
+
+
+def counted(cache: KVCache) -> int:
+    """Bytes of what a cache holds, slot by slot."""
+    total = 0
+    for layer in cache.layers:
+        for row in range(cache.rows):
+            for name in BUFFERS:
+                if getattr(layer, name) is not None:
+                    of = getattr(layer, name)[row]
+                    for head, n in enumerate(layer.length[row].tolist()):
+                        total += of[head, :n].nbytes
+            for segment in layer.segments:
+                for head, n in enumerate(segment.lengths[row].tolist()):
+                    for name in ("key_codes", "value_codes", "value_step", "value_min"):
+                        total += getattr(segment, name)[row, head, :n].nbytes
+                    groups = range(0, n, segment.group) if segment.group else range(min(n, 1))
+                    for name in ("key_step", "key_min"):
+                        total += getattr(segment, name)[row, head, : len(groups)].nbytes
+                    if segment.value_scale is not None and n:
+                        total += segment.value_scale[row, head].nbytes
+                    if segment.bias is not None:
+                        total += segment.bias[row, head, :n].nbytes
+    return total
+
+
+COSTS = {
+    "none": (),
+    "uneven": Own(),
+    "evicted": "snapkv:share=0.8,window=4",
+    "tracked": "h2o:0.6",
+    "biased": "lookm:share=0.8,merge=avg,repair=true",
+    "2 bits": "kivi:residual=8,group=4",
+    "4 and 2 bits": "zipcache:page=8",
+    "dropped in layers": "pyramiddrop",
+}
+
+
+@pytest.mark.parametrize("case", COSTS)
+def test_bytes_are_those_of_what_is_held(grouped, case):
+    run = started(grouped, COSTS[case])
+    assert run.cache.held_bytes() == counted(run.cache) == run.stats.kv_bytes
+    full = run.prompt.full_length * 4 * 2 * 2 * 16 * 4  # layers, keys and values, heads, dim, float
+    assert (
+        run.stats.kv_bytes_full
+        == full
+        == grouped.adapter.bytes_per_token() * len(run.inputs.tensors["input_ids"][0])
+    )
+    assert (run.stats.kv_bytes == full) == (case == "none")
+    fed(grouped, run, TOKENS)
+    assert run.cache.held_bytes() == counted(run.cache)
+    rows = [started(grouped, recipe, (i,)).decoder for i, recipe in enumerate(COSTS.values())]
+    decoder = Decoder.join(rows)
+    fed(grouped, decoder, TOKENS, len(rows))
+    assert decoder.cache.held_bytes() == counted(decoder.cache)
+
+
+@pytest.mark.parametrize("recipe", [(), Own(), "kivi:residual=8,group=4"])
+def test_bytes_are_the_same_before_and_after_freezing(grouped, recipe):
+    run = run_of(grouped, recipe)
+    cache, stats = KVCache(4), Stats()
+    assert cache.held_bytes() == 0
+    with torch.no_grad(), switched(grouped.model):
+        prompt = prepare(grouped.adapter, run.inputs, run.recipe, stats, Trace())
+        prefill(grouped.adapter, prompt, run.recipe, cache, stats, Trace())
+    before = cache.held_bytes()
+    assert before == stats.kv_bytes
+    assert stats.kv_tokens_per_layer == cache.lengths()
+    cache.freeze(10, prompt.full_length)
+    assert cache.held_bytes() == before == counted(cache)
+    assert stats.kv_tokens_per_layer == cache.lengths()
+
+
+def test_memory_falls_layer_by_layer(grouped):
+    """While a prompt is read, no more than one layer is there uncompressed."""
+
+    def held(recipe) -> list[int]:
+        run, sizes = run_of(grouped, recipe, range(12)), []
+        hooks = [
+            layer.register_forward_hook(lambda *args: sizes.append(run.cache.held_bytes()))
+            for layer in grouped.adapter.decoder.layers
+        ]
+        try:
+            with torch.no_grad(), switched(grouped.model):
+                run.start(4)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return sizes
+
+    full, small = held(()), held("lookm:0.3")
+    one = full[0]
+    assert full == [one, 2 * one, 3 * one, 4 * one]
+    for layer, size in enumerate(small):
+        assert 0.25 * one * (layer + 1) < size <= 0.3 * one * (layer + 1)
+
+
+# --- what does not exist -------------------------------------------------------------------------
+
+
+def poison(cache: KVCache) -> None:
+    """NaN in every slot that does not exist."""
+    for layer in cache.layers:
+        slots = torch.arange(layer.keys.shape[2])
+        free = slots >= layer.length[..., None]
+        layer.keys[free], layer.values[free] = torch.nan, torch.nan
+
+
+@pytest.mark.parametrize(
+    "recipe", [(), "snapkv:share=0.8,window=4", "h2o:0.6", "kivi:residual=8,group=4", "zipcache"]
+)
+def test_a_single_row_never_looks_at_free_slots(grouped, recipe):
+    run = started(grouped, recipe)
+    poison(run.cache)
+    assert torch.equal(fed(grouped, run, TOKENS), fed(grouped, started(grouped, recipe), TOKENS))
+
+
+def test_mixed_rows_never_look_at_free_slots(grouped):
+    def decoder() -> Decoder:
+        recipes = ((), "h2o:0.6", Own(), "kivi:residual=8,group=4")
+        runs = [started(grouped, recipe, (i,)) for i, recipe in enumerate(recipes)]
+        return Decoder.join([run.decoder for run in runs])
+
+    one, another = decoder(), decoder()
+    poison(one.cache)
+    assert torch.equal(fed(grouped, one, TOKENS, 4), fed(grouped, another, TOKENS, 4))
+
+
+class Counting(BufferPool):
+    """Counts what is new, and what is out."""
+
+    new = out = 0
+
+    def take(self, shape, dtype, device):
+        self.new += not self._free.get((shape, dtype, device))
+        buffer = super().take(shape, dtype, device)
+        self.out += buffer.nbytes
+        return buffer
+
+    def give(self, buffer):
+        self.out -= 0 if buffer is None else buffer.nbytes
+        super().give(buffer)
+
+
+@pytest.fixture
+def pool(grouped, monkeypatch) -> Counting:
+    pool = Counting()
+    monkeypatch.setattr(grouped.adapter, "pool", pool)
+    return pool
+
+
+UNEVEN = ((), Own(), "snapkv:share=0.8,window=4")
+
+
+def uneven_rows(vlm: VLM) -> Decoder:
+    """Rows that go through masked attention over whole buffers."""
+    return Decoder.join([started(vlm, r, (i,)).decoder for i, r in enumerate(UNEVEN)])
+
+
+def test_free_slots_of_a_batch_are_zeros_or_were_something(grouped, pool):
+    """There masks alone do not help, so a buffer that comes back from another request is wiped."""
+    decoder = uneven_rows(grouped)
+    expected = fed(grouped, decoder, TOKENS, 3)
+    decoder = uneven_rows(grouped)
+    poison(decoder.cache)
+    assert fed(grouped, decoder, TOKENS, 3).isnan().any()  # which is why
+
+    for _ in range(2):
+        decoder.cache.release()
+        for buffers in pool._free.values():
+            for buffer in buffers:
+                if buffer.is_floating_point():
+                    buffer.fill_(torch.nan)
+        decoder, new = uneven_rows(grouped), pool.new
+        for layer in decoder.cache.layers:
+            slots = torch.arange(layer.keys.shape[2]) >= torch.tensor(layer.held)[:, None, None]
+            assert not layer.keys[slots.expand(layer.keys.shape[:3])].any()
+            assert not layer.values[slots.expand(layer.keys.shape[:3])].any()
+        assert torch.equal(fed(grouped, decoder, TOKENS, 3), expected)
+        assert pool.new == new
+
+
+@pytest.mark.parametrize("recipe", ["h2o:0.6", "streamingllm:0.6", "kivi:residual=8,group=4"])
+def test_slots_that_were_given_up_stay_finite(grouped, pool, recipe):
+    """Evicting, paging, cropping and growing leave numbers behind, and numbers can be masked."""
+    decoder = Decoder.join([started(grouped, r, (i,)).decoder for i, r in enumerate((recipe, ()))])
+    fed(grouped, decoder, (TOKENS * 30)[:300], 2)
+    decoder = decoder.select([1, 0])
+    fed(grouped, decoder, TOKENS, 2)
+    for layer in decoder.cache.layers:
+        for name in BUFFERS:
+            of = getattr(layer, name)
+            assert of is None or bool(of.isfinite().all())
+
+
+def test_free_slots_of_ragged_heads_never_reach_an_answer(vlm):
+    """One row with heads of different lengths is masked as well."""
+    run = started(vlm, Own())
+    expected = fed(vlm, started(vlm, Own()), TOKENS)
+    for layer in run.cache.layers:
+        free = torch.arange(layer.keys.shape[2]) >= layer.length[..., None]
+        layer.keys[free], layer.values[free] = 1e4, -1e4
+    assert (fed(vlm, run, TOKENS) - expected).abs().max() < EXACT
+
+
+# --- buffers -------------------------------------------------------------------------------------
+
+
+def test_buffers_come_back_empty():
+    pool, device = BufferPool(limit=1000), torch.device("cpu")
+    one = pool.take((2, 5), torch.float32, device)
+    assert not one.any()
+    one.fill_(torch.nan)
+    pool.give(one)
+    assert pool.idle == 40
+    assert pool.take((2, 5), torch.float64, device) is not one
+    assert pool.take((5, 2), torch.float32, device) is not one
+    assert pool.idle == 40
+    again = pool.take((2, 5), torch.float32, device)
+    assert again is one and not again.any() and pool.idle == 0
+    assert pool.take((2, 5), torch.float32, device) is not one  # it is out
+    pool.give(None)
+
+
+def test_a_pool_keeps_no_more_than_its_limit():
+    pool, device = BufferPool(limit=1000), torch.device("cpu")
+    buffers = [pool.take((100,), torch.float32, device) for _ in range(4)]
+    for buffer in buffers:
+        pool.give(buffer)
+    assert pool.idle == 800
+    again = [pool.take((100,), torch.float32, device) for _ in range(3)]
+    assert {id(b) for b in again[:2]} <= {id(b) for b in buffers} and pool.idle == 0
+    nothing = BufferPool(0)
+    nothing.give(buffers[3])
+    assert nothing.idle == 0
+    assert nothing.take((100,), torch.float32, device) is not buffers[3]
+
+
+@pytest.mark.parametrize(
+    "recipe", [None, "snapkv:share=0.8,window=4", "h2o:0.6", "kivi:residual=8,group=4"]
+)
+def test_a_second_request_of_the_same_size_allocates_nothing(grouped, pool, recipe):
+    first = grouped.ask("what ?", picture(seed=0), recipe=recipe, max_new_tokens=20)
+    new = pool.new
+    assert new > 0 and pool.out == 0 and pool.idle > 0
+    second = grouped.ask("what ?", picture(seed=0), recipe=recipe, max_new_tokens=20)
+    assert pool.new == new and pool.out == 0
+    assert second.token_ids == first.token_ids
+    grouped.ask("what ?", picture(seed=0), recipe=recipe, max_new_tokens=100)
+    assert pool.new > new  # control: another size does

@@ -1,0 +1,599 @@
+"""Methods that keep some slots of a prompt: what holds for all, what each chooses, the answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fake_slots import FakeSlots, columns, compressed, prompt_kv, prompt_step, rotate
+from vlmfast.compressors._evictor import Evictor, least_share, pooled
+from vlmfast.compressors.h2o import H2O, Answer, lightest
+from vlmfast.compressors.pyramidkv import PyramidKV, pyramid
+from vlmfast.compressors.quickprefill import QuickPrefill
+from vlmfast.compressors.snapkv import SnapKV
+from vlmfast.compressors.streamingllm import Slide, StreamingLLM, oldest
+from vlmfast.errors import RecipeError
+from vlmfast.kv import KV
+from vlmfast.recipe import Recipe
+from vlmfast.stages import ColumnStats
+
+DIM = 8
+QUICK = settings(max_examples=25, deadline=None)
+
+
+def tensors(n: int, heads: int = 2, group: int = 2, seed: int = 0) -> tuple[Tensor, KV]:
+    """Queries of a prompt, and what its attention leaves behind."""
+    generator = torch.Generator().manual_seed(seed)
+    query = torch.randn(heads * group, n, DIM, generator=generator)
+    keys = torch.randn(2, heads, n, DIM, generator=generator)
+    return query, prompt_kv(keys[0], keys[1])
+
+
+def kept_by(stage, query: Tensor, kv: KV) -> list[list[int]]:
+    """Tokens that each head keeps."""
+    kept = compressed(stage, query, kv)[0]
+    return [row[:n].tolist() for row, n in zip(kept.order, kept.lengths.tolist(), strict=True)]
+
+
+@dataclass(frozen=True)
+class Plain(Evictor):
+    """Scores are the first channel of the values."""
+
+    name = "plain"
+    window: float = 0
+    sinks: int = 0
+
+    def score(self, kv: KV, stats: ColumnStats | None, ranked: Tensor) -> Tensor:
+        return kv.values[..., 0]
+
+
+@dataclass(frozen=True)
+class Early(Plain):
+    """Prefers the visual tokens, whatever their scores."""
+
+    name = "early"
+
+    def first(self, kv: KV) -> Tensor:
+        return kv.visual
+
+
+def build(name: str, share: float):
+    """Every method of this kind, at a share that its window allows at 40 slots and more."""
+    return {
+        "plain": Plain(share, window=3, sinks=2),
+        "snapkv": SnapKV(share, window=4, kernel=3),
+        "pyramidkv": PyramidKV(share, window=4, kernel=3),
+        "h2o": H2O(share),
+        "streamingllm": StreamingLLM(share),
+    }[name]
+
+
+NAMES = ("plain", "snapkv", "pyramidkv", "h2o", "streamingllm")
+# The first and the last slots that each keeps for certain, of ``c`` that stay.
+CERTAIN = {
+    "plain": lambda c: (2, 3),
+    "snapkv": lambda c: (0, 4),
+    "pyramidkv": lambda c: (0, 4),
+    "h2o": lambda c: (0, c // 2),
+    "streamingllm": lambda c: (4, c - 4),
+}
+
+
+# --- what holds for all --------------------------------------------------------------------------
+
+
+@QUICK
+@given(
+    name=st.sampled_from(NAMES),
+    n=st.integers(40, 90),
+    percent=st.integers(15, 99),
+    seed=st.integers(0, 9),
+)
+def test_counts_order_window_and_sinks(name, n, percent, seed) -> None:
+    query, kv = tensors(n, seed=seed)
+    count = int(percent / 100 * n)
+    kept, _ = compressed(build(name, percent / 100), query, kv)
+    assert len(kept) == count < n
+    assert kept.lengths.tolist() == [count, count]
+    assert bool((kept.order.diff(dim=1) > 0).all())
+    first, last = CERTAIN[name](count)
+    wanted = [*range(first), *range(n - last, n)]
+    assert all(set(wanted) <= set(row) for row in kept.order.tolist())
+    # What stays is what came in.
+    rows = kept.order[..., None].expand(-1, -1, DIM)
+    assert torch.equal(kept.values, kv.values.gather(1, rows))
+    if name != "streamingllm":
+        assert torch.equal(kept.keys, kv.keys.gather(1, rows))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_share_of_one_hands_on_the_same_object(name) -> None:
+    query, kv = tensors(40)
+    kept, step = compressed(build(name, 1.0), query, kv)
+    assert kept is kv
+    assert not step.notes
+    assert compressed(build(name, 0.9), query, kv)[0] is not kv
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_equal_heads_choose_alike(name) -> None:
+    query, kv = tensors(60)
+    query = torch.cat([query[:2], query[:2]])
+    same = prompt_kv(kv.keys[:1].repeat(2, 1, 1), kv.values[:1].repeat(2, 1, 1))
+    first, second = kept_by(build(name, 0.3), query, same)
+    assert first == second
+    if name != "streamingllm":  # which looks at nothing
+        first, second = kept_by(build(name, 0.3), *tensors(60))
+        assert first != second
+
+
+@QUICK
+@given(name=st.sampled_from(NAMES), seed=st.integers(0, 9), short=st.integers(40, 69))
+def test_padding_is_never_chosen(name, seed, short) -> None:
+    """A head that holds fewer slots chooses as it would alone; what padding holds is no matter."""
+    query, kv = tensors(70, seed=seed)
+    stage = build(name, 0.25)
+    lengths = torch.tensor([70, short])
+    ragged = replace(kv, lengths=lengths)
+    ragged.values[1, short:] = 100.0
+    step = prompt_step(70, 1)
+    request = stage.text_stats(1).get(0)
+    stats = None
+    if request is not None:
+        stats = columns(query, kv.keys, request)
+        # Padding may hold anything: the largest scores, here.
+        stats.sum[1, :, short:] = 100.0
+    kept = stage.compress(step, 0, ragged, stats)
+    assert kept.lengths.tolist() == [int(0.25 * 70), int(0.25 * short)]
+    assert int(kept.order[1, : kept.lengths[1]].max()) == short - 1
+
+    for head, n in enumerate(lengths.tolist()):
+        alone = ragged.select(torch.arange(n))
+        alone = KV(*(getattr(alone, f)[head : head + 1] for f in FIELDS))
+        of_head = None
+        if stats is not None:
+            of_head = replace(
+                stats, sum=stats.sum[head : head + 1, :, :n], nnz=stats.nnz[head : head + 1, :n]
+            )
+        wanted = stage.compress(prompt_step(n, 1), 0, alone, of_head)
+        count = len(wanted)
+        assert torch.equal(kept.order[head, :count], wanted.order[0])
+        assert torch.equal(kept.keys[head, :count], wanted.keys[0])
+
+
+FIELDS = ("keys", "values", "order", "position", "visual", "lengths")
+
+
+def test_ragged_heads_that_all_stay_are_left_alone() -> None:
+    query, kv = tensors(50)
+    ragged = replace(kv, lengths=torch.tensor([50, 20]))
+    assert compressed(Plain(1.0), query, ragged)[0] is ragged
+
+
+def test_ties_go_to_the_lower_index() -> None:
+    query, kv = tensors(20)
+    kv.values[:] = 0.0
+    assert kept_by(Plain(0.3), query, kv) == [[0, 1, 2, 3, 4, 5]] * 2
+    kv.values[:, 9] = 1.0
+    assert kept_by(Plain(0.3), query, kv) == [[0, 1, 2, 3, 4, 9]] * 2
+
+
+def test_preference_is_lexicographic() -> None:
+    """No score outweighs it, and the window outweighs both."""
+    query, kv = tensors(20)
+    kv.values[..., 0] = torch.linspace(0, -1e30, 20)
+    visual = torch.zeros(20, dtype=torch.bool)
+    visual[[12, 14, 16]] = True
+    kv = replace(kv, visual=visual.expand(2, -1))
+    assert kept_by(Early(0.3), query, kv) == [[0, 1, 2, 12, 14, 16]] * 2
+    assert kept_by(Early(0.25, window=4), query, kv) == [[12, 16, 17, 18, 19]] * 2
+    assert kept_by(Plain(0.3), query, kv) == [[0, 1, 2, 3, 4, 5]] * 2
+
+
+@pytest.mark.parametrize(
+    ("stage", "says"),
+    [
+        (
+            SnapKV(0.01),
+            "snapkv: share=0.01 leaves 3 of 300 slots in layer 0, no more than its window of 32; "
+            "it must be at least 0.11",
+        ),
+        (PyramidKV(0.02), "pyramidkv: share=0.02 leaves 6 of 300 .* window of 8; .* least 0.03"),
+        (StreamingLLM(0.01), "streamingllm: share=0.01 leaves 3 .* its 4 first ones; .* 0.017"),
+        (H2O(0.001), "h2o: share=0.001 leaves 0 of 300 slots in layer 0; it must .* least 0.004"),
+        (Plain(0.01, window=2, sinks=2), "its window of 2 and its 2 first ones; .* least 0.017"),
+    ],
+)
+def test_a_share_that_is_too_small(stage, says) -> None:
+    query, kv = tensors(300)
+    with pytest.raises(RecipeError, match=says):
+        compressed(stage, query, kv)
+    least = float(says.split()[-1])
+    assert len(compressed(replace(stage, share=least), query, kv)[0]) <= 33
+
+
+@given(n=st.integers(1, 4000), data=st.data())
+@QUICK
+def test_the_share_that_an_error_names_suffices(n, data) -> None:
+    least = data.draw(st.integers(1, n))
+    share = float(f"{least_share(least, n):g}")
+    assert int(share * n) >= least
+    assert share == 1.0 or int((share - 10 / n) * n) < least
+
+
+def test_a_prompt_shorter_than_the_window() -> None:
+    query, kv = tensors(20)
+    with pytest.raises(RecipeError, match=r"of 20 slots .* at least 1$"):
+        compressed(SnapKV(0.5), query, kv)
+    assert compressed(SnapKV(1.0), query, kv)[0] is kv
+
+
+def test_pooling() -> None:
+    scores = torch.tensor([[3.0, 0, 0, 6, 0], [0, 0, 0, 0, 9]])
+    average = torch.tensor([[1.0, 1, 2, 2, 2], [0, 0, 0, 3, 3]])
+    most = torch.tensor([[3.0, 3, 6, 6, 6], [0, 0, 0, 9, 9]])
+    assert torch.equal(pooled(scores, 3, "avg"), average)
+    assert torch.equal(pooled(scores, 3, "max"), most)
+    assert torch.equal(pooled(scores, 1, "max"), scores)
+    assert torch.equal(pooled(scores[:, None], 3, "avg"), average[:, None])
+
+
+def test_as_recipes() -> None:
+    recipe = Recipe.parse("snapkv:0.3,window=0.1")
+    assert recipe[0] == SnapKV(0.3, window=0.1)
+    assert str(Recipe.parse("h2o:0.1")) == "h2o:0.1"
+    assert [s.protocol for s in H2O().expand()] == ["cache", "decode"]
+    assert [s.protocol for s in H2O(decode=False).expand()] == ["cache"]
+    for wrong in ("snapkv:kernel=4", "snapkv:window=2.5", "snapkv:0", "h2o:recent=1"):
+        with pytest.raises(RecipeError):
+            Recipe.parse(wrong)
+
+
+# --- SnapKV, PyramidKV ---------------------------------------------------------------------------
+
+
+def test_snapkv_keeps_what_the_last_rows_attend_to() -> None:
+    query, kv = tensors(64, heads=1, group=1)
+    query[:, -4:] = 30 * kv.keys[:, 20:21]
+    assert 20 in kept_by(SnapKV(0.2, window=4, kernel=1), query, kv)[0]
+    # Its neighbours stay with it.
+    assert {18, 19, 20, 21, 22} <= set(kept_by(SnapKV(0.2, window=4, kernel=5), query, kv)[0])
+    query[:, -4:] = 30 * kv.keys[:, 40:41]
+    assert 20 not in kept_by(SnapKV(0.2, window=4, kernel=1), query, kv)[0]
+
+
+def test_what_the_window_receives_is_not_pooled() -> None:
+    """Slots beside the window gain nothing from it."""
+    query, kv = tensors(64, heads=1, group=1)
+    kv.keys[:, 60] *= 5
+    query[:, -4:] = kv.keys[:, 60:61]
+    stage = SnapKV(0.2, window=4, kernel=7, pool="max")
+    stats = columns(query, kv.keys, stage.text_stats(1)[0])
+    ranked = torch.arange(64)[None] < 60
+    assert float(stage.score(kv, stats, ranked)[0, 57]) < 0.1
+    assert float(stage.score(kv, stats, ranked | True)[0, 57]) > 1
+    assert not {57, 58, 59} & set(kept_by(stage, query, kv)[0])
+    assert {57, 58, 59} <= set(kept_by(replace(stage, window=3), query, kv)[0])
+
+
+def test_snapkv_window_as_a_share() -> None:
+    query, kv = tensors(100)
+    kept = compressed(SnapKV(0.4, window=0.1), query, kv)[0]
+    assert kept.order[0, -4:].tolist() == [96, 97, 98, 99]
+    assert len(kept) == 40
+    stage = SnapKV(0.04, window=0.1)
+    assert stage.last(4) == 1
+    assert [row[-1] for row in kept_by(stage, query, kv)] == [99, 99]
+
+
+def test_pyramid_counts() -> None:
+    """The worked case of 8 layers, and that the average is about what was asked for."""
+    assert pyramid(200, 40, 8, 8, 20) == [71, 63, 55, 47, 39, 31, 23, 15]
+    for n, capacity, window, depth in ((2928, 585, 8, 32), (300, 60, 8, 6), (100, 30, 4, 4)):
+        counts = pyramid(n, capacity, window, depth, 20)
+        assert counts == sorted(counts, reverse=True)
+        assert counts[0] <= n
+        assert counts[-1] > window
+        assert capacity <= sum(counts) / depth < capacity + depth
+    assert pyramid(96, 64, 8, 6, 10) == [64] * 6  # too large a budget for a pyramid
+    assert pyramid(50, 50, 8, 6, 20) == [50] * 6
+    assert pyramid(200, 40, 8, 1, 20) == [40]
+    assert min(pyramid(200, 12, 8, 2, 20)) == 9
+
+
+def test_pyramidkv_gives_deep_layers_less() -> None:
+    query, kv = tensors(200)
+    stage = PyramidKV(0.2)
+    lengths = [len(compressed(stage, query, kv, 8, layer)[0]) for layer in range(8)]
+    assert lengths == pyramid(200, 40, 8, 8, 20)
+    assert lengths != [40] * 8
+
+
+# --- H2O -----------------------------------------------------------------------------------------
+
+
+def literal_h2o(
+    query: Tensor, kv: KV, n: int, budget: int, recent: int
+) -> tuple[list[list[int]], Tensor]:
+    """One head after another, lists of tokens; what stays at the end, and all outputs."""
+    group, outputs, held = len(query) // len(kv.keys), [], []
+    for head in range(len(kv.keys)):
+        keys, values = kv.keys[head], kv.values[head]
+        of_head = query[head * group : (head + 1) * group]
+        acc = torch.zeros(len(keys), dtype=torch.float64)
+        for t in range(n):
+            acc[: t + 1] += (of_head[:, t] @ keys[: t + 1].T * DIM**-0.5).softmax(-1).mean(0)
+        tokens = list(range(n))
+
+        def evict(tokens: list[int], acc: list[float]) -> list[int]:
+            if len(tokens) <= budget:
+                return tokens
+            free = sorted(tokens[: len(tokens) - recent], key=lambda token: -acc[token])
+            return sorted(free[: budget - recent]) + tokens[len(tokens) - recent :]
+
+        tokens, seen = evict(tokens, acc.tolist()), []
+        for t in range(n, len(keys)):
+            tokens = [*evict(tokens, acc.tolist()), t]
+            p = (of_head[:, t] @ keys[tokens].T * DIM**-0.5).softmax(-1)
+            acc[tokens] += p.mean(0).double()
+            seen.append(p @ values[tokens])
+        held.append(evict(tokens, acc.tolist()))
+        outputs.append(torch.stack(seen))
+    return held, torch.cat(outputs, 1)
+
+
+def run(stage, part, query: Tensor, kv: KV, n: int) -> tuple[FakeSlots, Tensor]:
+    """A prompt of ``n`` tokens, then the others one by one."""
+    kept, step = compressed(stage, query[:, :n], kv.select(torch.arange(n)))
+    slots, outputs = FakeSlots(kept, step, room=len(kv) - n), []
+    for t in range(n, len(kv)):
+        if part is not None:
+            part.step(slots, 0)
+        slots.write(kv.keys[:, t], kv.values[:, t])
+        outputs.append(slots.attend(query[:, t]))
+    return slots, torch.stack(outputs)
+
+
+@pytest.mark.parametrize(("share", "recent"), [(0.2, 0.5), (0.3, 0.25), (0.25, 0.0), (0.2, 0.9)])
+def test_h2o_keeps_its_size_and_its_heavy_hitters(share, recent) -> None:
+    n = 48
+    query, kv = tensors(n + 32, seed=3)
+    stage = H2O(share, recent=recent)
+    budget = int(share * n)
+    slots, outputs = run(stage, Answer(stage), query, kv, n)
+    assert slots.held == budget + 1
+    Answer(stage).step(slots, 0)
+    assert slots.length.tolist() == [budget, budget]
+    held, wanted = literal_h2o(query, kv, n, budget, int(recent * budget))
+    assert [row.tolist() for row in slots.sorted("order")] == held
+    torch.testing.assert_close(outputs, wanted, rtol=1e-4, atol=1e-5)
+    # The control: without eviction in the answer, other outputs.
+    _, growing = run(replace(stage, decode=False), None, query, kv, n)
+    assert not torch.allclose(outputs, growing, rtol=1e-4, atol=1e-5)
+
+
+def test_h2o_share_of_one_lets_the_answer_grow() -> None:
+    query, kv = tensors(40)
+    stage = H2O(1.0)
+    slots, _ = run(stage, Answer(stage), query, kv, 30)
+    assert slots.held == 40
+
+
+def test_h2o_without_decode_counts_nothing() -> None:
+    query, kv = tensors(40)
+    assert compressed(H2O(0.5, decode=False), query, kv)[0].mass is None
+    kept, _ = compressed(H2O(0.5), query, kv)
+    stats = columns(query, kv.keys, H2O().text_stats(1)[0])
+    assert torch.equal(kept.mass, stats.sum.mean(1).gather(1, kept.order))
+
+
+def test_h2o_with_heads_of_different_lengths() -> None:
+    """Each head keeps its own size and its own last slots."""
+    query, kv = tensors(72, seed=5)
+    n, stage = 40, H2O(0.5)
+    whole = kv.select(torch.arange(n))
+    ragged = replace(whole, lengths=torch.tensor([40, 24]))
+    stats = columns(query[:, :n], whole.keys, stage.text_stats(1)[0])
+    step = prompt_step(n, 1)
+    slots = FakeSlots(stage.compress(step, 0, ragged, stats), step, room=32)
+    for t in range(n, 72):
+        Answer(stage).step(slots, 0)
+        slots.write(kv.keys[:, t], kv.values[:, t])
+        slots.attend(query[:, t])
+    assert slots.length.tolist() == [21, 13]
+    for row, last in zip(slots.sorted("order"), (10, 6), strict=True):
+        assert row[-last:].tolist() == list(range(72 - last, 72))
+
+
+def test_the_lightest_slot() -> None:
+    order = torch.tensor([[5, 9, 2, 7, 99], [5, 9, 2, 99, 99]])
+    mass = torch.tensor([[1.0, 0.0, 1.0, 3.0, 0.0], [1.0, 0.0, 2.0, 0.0, 0.0]])
+    length = torch.tensor([4, 3])
+    # Token 9 is lightest but among the last; of equal ones the older token goes.
+    assert lightest(order, mass, length, torch.tensor([1, 1])).tolist() == [2, 0]
+    assert lightest(order, mass, length, torch.tensor([0, 0])).tolist() == [1, 1]
+    assert lightest(order, mass, length, torch.tensor([3, 2])).tolist() == [2, 2]
+
+
+# --- StreamingLLM --------------------------------------------------------------------------------
+
+
+def literal_slot_rope(query: Tensor, kv: KV, n: int, budget: int, sinks: int) -> Tensor:
+    """Keys and queries without rotary ids; all are rotated by slot in every step."""
+    heads, group, outputs = len(kv.keys), len(query) // len(kv.keys), []
+    for t in range(n, len(kv)):
+        tokens = list(range(t + 1))
+        if len(tokens) > budget:
+            tokens = tokens[:sinks] + tokens[len(tokens) - (budget - sinks) :]
+        slots = torch.arange(len(tokens)).expand(heads, -1)
+        keys = rotate(kv.keys[:, tokens], slots)
+        turned = rotate(query[:, t : t + 1], slots[:1, -1:])[:, 0].unflatten(0, (heads, group))
+        p = (turned @ keys.transpose(1, 2) * DIM**-0.5).softmax(-1)
+        outputs.append((p @ kv.values[:, tokens]).flatten(0, 1))
+    return torch.stack(outputs)
+
+
+def baked(query: Tensor, kv: KV, start: int = 0) -> tuple[Tensor, KV]:
+    """The same under rotary ids that count up from ``start``."""
+    ids = start + torch.arange(len(kv))
+    turned = replace(
+        kv, keys=rotate(kv.keys, ids.expand(len(kv.keys), -1)), position=ids + kv.order * 0
+    )
+    return rotate(query, ids.expand(len(query), -1)), turned
+
+
+@pytest.mark.parametrize(("sinks", "start"), [(4, 0), (1, 7), (0, 0)])
+def test_streaming_is_slot_rope(sinks, start) -> None:
+    """Logits as if all keys had the ids of their slots, over 32 steps."""
+    n, share = 48, 0.25
+    query, kv = tensors(n + 32, seed=2)
+    kv = replace(kv, keys=3 * kv.keys)
+    stage = StreamingLLM(share, sinks=sinks)
+    turned, cached = baked(query, kv, start)
+    slots, outputs = run(stage, Slide(stage), turned, cached, n)
+    budget = int(share * n)
+    assert slots.held == budget
+    wanted = [*range(sinks), *range(80 - budget + sinks, 80)]
+    assert [row.tolist() for row in slots.sorted("order")] == [wanted] * 2
+    exact = literal_slot_rope(query, kv, n, budget, sinks)
+    torch.testing.assert_close(outputs, exact, rtol=1e-5, atol=1e-5)
+
+    if sinks:  # the control: sinks that stay where they were
+        kept, step = compressed(stage, turned, cached.select(torch.arange(n)))
+        step.rotate = lambda keys, delta: keys
+        slots = FakeSlots(kept, step, room=1)
+        Slide(stage).step(slots, 0)
+        slots.write(cached.keys[:, n], cached.values[:, n])
+        assert not torch.allclose(slots.attend(turned[:, n]), exact[0], rtol=1e-3, atol=1e-3)
+
+
+def test_streaming_moves_only_the_sinks() -> None:
+    query, kv = baked(*tensors(48))
+    kept, _ = compressed(StreamingLLM(0.25), query, kv)
+    assert torch.equal(kept.keys[:, 4:], kv.keys[:, 40:])
+    assert not torch.allclose(kept.keys[:, :4], kv.keys[:, :4])
+    assert kept.position[0].tolist() == list(range(36, 48))
+
+
+def test_streaming_closes_gaps_in_the_window() -> None:
+    """Where earlier stages left gaps between ids, slots are what counts."""
+    query, kv = tensors(40)
+    ids = torch.arange(40) * 3
+    kv = replace(kv, position=ids.expand(2, -1))
+    kept, _ = compressed(StreamingLLM(0.25), query, kv)
+    assert kept.position[0].tolist() == list(range(108, 118))
+    wanted = rotate(kv.keys[:, 34:], (torch.arange(112, 118) - ids[34:]).expand(2, -1))
+    torch.testing.assert_close(kept.keys[:, 4:], wanted)
+
+
+def test_streaming_in_half_precision_does_not_drift() -> None:
+    """Sinks are rotated from float32 each time: after many steps one rounding, not many."""
+    query, kv = baked(*tensors(40))
+    half = replace(kv, keys=kv.keys.bfloat16(), values=kv.values.bfloat16())
+    stage, part = StreamingLLM(0.25), None
+    kept, step = compressed(stage, query, half)
+    slots, part = FakeSlots(kept, step, room=1), Slide(stage)
+    again = kept.keys[:, :4].clone()
+    for _ in range(200):
+        part.step(slots, 0)
+        again = rotate(again, torch.ones(2, 4))
+        slots.write(half.keys[:, -1], half.values[:, -1])
+    # The last step made room for the token that has just been written: 200 tokens in all.
+    exact = rotate(half.keys[:, :4].float(), torch.full((2, 4), 30 + 200))
+    error = (slots.keys[:, :4].float() - exact).abs().max()
+    assert error < 2 * (exact.bfloat16().float() - exact).abs().max()
+    assert (again.float() - exact).abs().max() > 3 * error
+
+
+def test_streaming_share_of_one_lets_the_answer_grow() -> None:
+    query, kv = baked(*tensors(40))
+    stage = StreamingLLM(1.0)
+    slots, _ = run(stage, Slide(stage), query, kv, 30)
+    assert slots.held == 40
+
+
+def test_streaming_refuses_three_rotary_ids() -> None:
+    query, kv = tensors(40)
+    with pytest.raises(RecipeError, match=r"streamingllm: .* 3 rotary ids"):
+        compressed(StreamingLLM(0.5), query, kv, ids=3)
+
+
+def test_streaming_must_be_the_last_to_evict() -> None:
+    query, kv = baked(*tensors(60))
+    stage = StreamingLLM(0.5)
+    kept, step = compressed(stage, query, kv)
+    Slide(stage).step(FakeSlots(kept, step, room=1), 0)
+    fewer = FakeSlots(kept.select(torch.arange(2, 30)), step, room=1)
+    with pytest.raises(RecipeError, match="streamingllm must be the last"):
+        Slide(stage).step(fewer, 0)
+
+
+def test_the_oldest_slot() -> None:
+    order = torch.tensor([[0, 1, 9, 7, 3], [0, 1, 9, 7, 3]])
+    assert oldest(order, torch.tensor([5, 4]), 2).tolist() == [4, 3]
+    assert oldest(order, torch.tensor([5, 4]), 0).tolist() == [0, 0]
+
+
+# --- QuickPrefill --------------------------------------------------------------------------------
+
+
+def clip(n: int = 30, text: tuple[int, ...] = (0, 1, 15)) -> tuple[Tensor, KV, Tensor]:
+    """A block whose visual keys have norms that grow from slot to slot."""
+    query, kv = tensors(n)
+    visual = torch.ones(n, dtype=torch.bool)
+    visual[list(text)] = False
+    keys = torch.nn.functional.normalize(kv.keys, dim=-1) * torch.arange(1.0, n + 1)[:, None]
+    return query, replace(kv, keys=keys, visual=visual.expand(2, -1)), visual
+
+
+def test_quickprefill_keeps_text_and_small_keys() -> None:
+    query, kv, visual = clip()
+    kept, _ = compressed(QuickPrefill(0.2), query, kv, visual=visual)
+    assert kept.order.tolist() == [[0, 1, 2, 3, 4, 5, 6, 15]] * 2  # 5 of 27
+    kept, _ = compressed(QuickPrefill(0.2, score="key-norm"), query, kv, visual=visual)
+    assert kept.order.tolist() == [[0, 1, 15, 25, 26, 27, 28, 29]] * 2
+    kept, _ = compressed(QuickPrefill(top_k=2), query, kv, visual=visual)
+    assert kept.order.tolist() == [[0, 1, 2, 3, 15]] * 2
+
+
+def test_quickprefill_ranks_all_heads_as_one() -> None:
+    query, kv, visual = clip()
+    other = torch.cat([kv.keys[:1], kv.keys[1:].flip(1) * 2])
+    kept, _ = compressed(QuickPrefill(0.2), query, replace(kv, keys=other), visual=visual)
+    assert torch.equal(kept.order[0], kept.order[1])
+    norm = torch.arange(1.0, 31).square() + 4 * torch.arange(1.0, 31).flip(0).square()
+    best = norm.masked_fill(~visual, 0).argsort()[:8].sort().values
+    assert torch.equal(kept.order[0], best)
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3, 5, 8, 30])
+def test_quickprefill_respects_the_limit_of_a_block(limit) -> None:
+    """Visual slots go first, then text."""
+    _, kv, visual = clip()
+    step = prompt_step(30, 1, visual)
+    step.limit = limit
+    kept = QuickPrefill(0.2).compress(step, 0, kv, None)
+    assert len(kept) == min(limit, 8)
+    is_text = ~kept.visual[0]
+    assert int(is_text.sum()) == min(3, limit)
+
+
+def test_quickprefill_no_op_and_least() -> None:
+    query, kv, visual = clip()
+    assert compressed(QuickPrefill(1.0), query, kv, visual=visual)[0] is kv
+    assert compressed(QuickPrefill(top_k=40), query, kv, visual=visual)[0] is kv
+    assert len(compressed(QuickPrefill(0.01), query, kv, visual=visual)[0]) == 4
+    _, words = tensors(10)
+    assert compressed(QuickPrefill(0.1), query, words)[0] is words
+
+
+def test_quickprefill_wants_the_same_tokens_in_all_heads() -> None:
+    query, kv, _ = clip()
+    index = torch.stack([torch.arange(20), torch.arange(20) + 5])
+    with pytest.raises(RecipeError, match="quickprefill must stand before"):
+        compressed(QuickPrefill(), query, kv.select(index))

@@ -1,0 +1,164 @@
+"""Captured decode steps: without a GPU a step is repeated instead of replayed.
+
+What a CUDA graph cannot do for a test here, run kernels from fixed addresses, the stand-in checks: it
+refuses to run when a tensor of the step has moved.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import vlmfast
+from tiny_models import build_llava, picture
+from vlmfast import VLM, Request, VLMFastError
+from vlmfast.engine.graphs import Graphs, StepGraph
+
+RECIPES = ["none", "pyramiddrop", "h2o:0.7", "kivi:bits=4,group=4,residual=8", "streamingllm:0.7"]
+
+
+def repeated(step, state):
+    """Runs the step from what was recorded, at the addresses that were recorded."""
+    addresses = {key: of.data_ptr() for key, of in state.items()}
+
+    def replay() -> None:
+        assert addresses == {key: of.data_ptr() for key, of in state.items()}
+        step()
+
+    return replay
+
+
+@pytest.fixture(scope="module")
+def plain() -> VLM:
+    return VLM(*build_llava())
+
+
+@pytest.fixture
+def vlm(monkeypatch) -> VLM:
+    """A model whose steps are captured by the stand-in."""
+    from vlmfast.engine.cache import KVLayer
+
+    # As on CUDA: masks and not lengths say what is there.
+    monkeypatch.setattr(KVLayer, "prefix", False)
+    vlm = VLM(*build_llava())
+    vlm.adapter.decoding = "graph"
+    vlm.adapter.kept["graphs"] = Graphs(record=repeated)
+    follow(monkeypatch)
+    return vlm
+
+
+def follow(monkeypatch) -> None:
+    """The stand-in's step is Python: it works on the decoder that uses the graph now."""
+    adopt = StepGraph.adopt
+
+    def adopted(self, decoder):
+        adopt(self, decoder)
+        self.now = decoder
+
+    def step_of(self, decoder):
+        self.now = decoder
+
+        def step():
+            assert all(self.state[key] is of for key, of in self.now.state().items())
+            self.logits = self.now.forward(self.tokens)
+
+        return step
+
+    monkeypatch.setattr(StepGraph, "adopt", adopted)
+    monkeypatch.setattr(StepGraph, "_step_of", step_of)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_captured_steps_give_the_same_tokens(plain: VLM, vlm: VLM, recipe: str) -> None:
+    for seed in (0, 1):
+        given = dict(images=picture(seed=seed), recipe=recipe, max_new_tokens=40)
+        wanted = plain.ask("what is here ?", **given, eos_token_id=None).token_ids
+        assert vlm.ask("what is here ?", **given, eos_token_id=None).token_ids == wanted
+        assert len(wanted) == 40
+
+
+def test_a_second_request_uses_the_step_again(plain: VLM, vlm: VLM) -> None:
+    graphs = vlm.adapter.kept["graphs"]
+    for number in range(3):
+        vlm.ask("what is here ?", images=picture(seed=number), max_new_tokens=6)
+        assert (graphs.captured, graphs.adopted) == (1, number)
+    # Another shape is another step.
+    vlm.ask("what is here ?", images=[picture(seed=s) for s in range(4)], max_new_tokens=6)
+    assert graphs.captured == 2
+
+
+def test_growing_beyond_the_buffers_captures_anew(plain: VLM, vlm: VLM, monkeypatch) -> None:
+    from vlmfast.engine import cache
+
+    monkeypatch.setattr(cache, "_ROOM", 8)
+    given = dict(images=picture(seed=0), max_new_tokens=120, eos_token_id=None)
+    first = vlm.ask("what is here ?", **given).token_ids
+    assert first == plain.ask("what is here ?", **given).token_ids
+    graphs = vlm.adapter.kept["graphs"]
+    assert graphs.captured > 1
+    before = graphs.captured
+    assert vlm.ask("what is here ?", **given).token_ids == first
+    assert graphs.captured == before
+
+
+def test_batches_and_sessions(plain: VLM, vlm: VLM) -> None:
+    requests = [
+        Request("what ?", images=picture(seed=i), recipe=r, generation={"max_new_tokens": 5 + 7 * i})
+        for i, r in enumerate(["none", "h2o:0.7", "pyramiddrop", "none"])
+    ]
+    wanted = [a.token_ids for a in plain.ask_many(requests, batch_size=3)]
+    for _ in range(2):
+        assert [a.token_ids for a in vlm.ask_many(requests, batch_size=3)] == wanted
+    answers = []
+    for model in (plain, vlm):
+        with model.session(images=picture(seed=3), recipe="h2o:0.8") as session:
+            answers.append(
+                [session.ask(q, max_new_tokens=9).token_ids for q in ("what ?", "and ?", "so ?")]
+            )
+    assert answers[0] == answers[1]
+
+
+def test_the_stand_in_notices_a_moved_buffer(vlm: VLM) -> None:
+    """Control: a step whose buffers were replaced behind its back does not run."""
+    from vlmfast.engine.attention import switched
+    from vlmfast.engine.decode import Run
+    from vlmfast.engine.prefill import Inputs
+    from vlmfast.recipe import Recipe
+
+    tensors = vlm.inputs("what ?", images=[picture(seed=0)])
+    run = Run(vlm.adapter, Inputs(tensors, [(64, 64)], "what ?"), Recipe(), 0.0)
+    with torch.no_grad(), switched(vlm.model):
+        run.start(8)
+        run.next(torch.tensor([[5]]))
+        run.decoder.graph.state["position",] = run.decoder.position.clone()
+        with pytest.raises(AssertionError):
+            run.decoder.graph.replay(torch.tensor([[5]]))
+
+
+def test_idle_steps_are_bounded() -> None:
+    class Fake:
+        def __init__(self, number: int) -> None:
+            self.nbytes, self.number = 10, number
+
+    graphs = Graphs(limit=25)
+    for number in range(4):
+        graphs.put(Fake(number))
+    assert [idle.number for idle in graphs._idle] == [2, 3]
+
+
+def test_compiled_steps_give_the_same_tokens(plain: VLM) -> None:
+    torch._dynamo.reset()
+    vlm = VLM(*build_llava(), decoding="compile")
+    vlm.adapter.kept["compiled"] = torch.compile(vlm.adapter.decoder, backend="eager")
+    given = dict(images=picture(seed=0), max_new_tokens=6, eos_token_id=None)
+    wanted = plain.ask("what is here ?", **given).token_ids
+    assert vlm.ask("what is here ?", **given).token_ids == wanted
+
+
+def test_bad_choices_are_refused() -> None:
+    model, processor = build_llava()
+    with pytest.raises(VLMFastError, match="decoding='fast' must be one of auto, graph"):
+        VLM(model, processor, decoding="fast")
+    with pytest.raises(VLMFastError, match="needs a CUDA device"):
+        VLM(model, processor, decoding="graph")
+    assert vlmfast.VLM(model, processor).adapter.decoding == "auto"

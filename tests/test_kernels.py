@@ -1,0 +1,255 @@
+"""Choosing slots, and what each key receives of an attention."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from vlmfast.kernels import col_stats as module
+from vlmfast.kernels.col_stats import col_stats
+from vlmfast.kernels.select import mass_count, ranked, top_k
+
+# Few values, so that there are ties.
+SCORES = st.lists(st.sampled_from([-math.inf, -1.0, 0.0, 0.5, 1.0, 1e30, math.inf]), max_size=40)
+
+
+# --- what stays ----------------------------------------------------------------------------------
+
+
+@given(SCORES)
+def test_ranks_are_those_of_a_stable_sort(scores):
+    got = ranked(torch.tensor(scores)).tolist()
+    assert got == sorted(range(len(scores)), key=lambda i: (-scores[i], i))
+
+
+@given(SCORES, st.integers(0, 45), st.randoms(use_true_random=False))
+def test_the_best_stay_in_ascending_order(scores, k, random):
+    """Ties go to the lower index; what is preferred comes before any score."""
+    n = len(scores)
+    best = sorted(sorted(range(n), key=lambda i: (-scores[i], i))[:k])
+    assert top_k(torch.tensor(scores), k).tolist() == best
+    first = [random.random() < 0.4 for _ in range(n)]
+    best = sorted(sorted(range(n), key=lambda i: (not first[i], -scores[i], i))[:k])
+    got = top_k(torch.tensor(scores), k, torch.tensor(first, dtype=torch.bool))
+    assert got.tolist() == best and got.dtype == torch.int64
+
+
+@given(
+    st.integers(1, 3), st.integers(1, 4), st.integers(1, 20), st.integers(0, 20), st.integers(0, 99)
+)
+def test_rows_are_ranked_by_themselves(b, h, n, k, seed):
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.randint(0, 5, (b, h, n), generator=generator)
+    shared = torch.rand(n, generator=generator) < 0.3
+    got, preferred = top_k(scores, k), top_k(scores, k, shared)
+    for i in range(b):
+        for j in range(h):
+            assert torch.equal(got[i, j], top_k(scores[i, j], k))
+            assert torch.equal(preferred[i, j], top_k(scores[i, j], k, shared))
+    order = ranked(scores)
+    assert torch.equal(torch.gather(scores, -1, order), scores.sort(-1, descending=True).values)
+
+
+def test_a_preference_is_no_large_number():
+    """In half precision a bonus would swallow the scores, or be swallowed by them."""
+    scores = torch.tensor([6e4, 5.0, 4.0, 6e4, 3.0], dtype=torch.float16)
+    first = torch.tensor([False, True, False, False, True])
+    assert top_k(scores, 1, first).tolist() == [1]
+    assert top_k(scores, 3, first).tolist() == [0, 1, 4]
+    assert top_k(scores, 3).tolist() == [0, 1, 3]  # control
+
+
+@settings(max_examples=200)
+@given(
+    st.lists(st.integers(0, 64), min_size=1, max_size=30),
+    st.one_of(st.integers(-5, 2200), st.integers(0, 64)),
+)
+@example([0, 0], 0)
+@example([1, 2, 3], 6)
+@example([1, 2, 3], 7)
+def test_the_least_number_that_reaches_a_mass(mass, target):
+    """Whole numbers, whose sums are exact; the definition, one by one."""
+    total, wanted = 0, len(mass)
+    for count, of in enumerate(sorted(mass, reverse=True), 1):
+        total += of
+        if total >= target:
+            wanted = count
+            break
+    assert mass_count(torch.tensor(mass), float(target)).item() == wanted
+    rows = torch.tensor([mass, mass[::-1]])
+    assert mass_count(rows, float(target)).tolist() == [wanted, wanted]
+    every = torch.tensor([float(target), 0.0])
+    assert mass_count(rows, every).tolist() == [wanted, 1]
+
+
+def test_a_share_of_a_softmax_is_reached():
+    p = torch.randn(7, 200, generator=torch.Generator().manual_seed(0)).softmax(-1)
+    count = mass_count(p, 0.9)
+    sums = p.sort(-1, descending=True).values.cumsum(-1)
+    assert (sums.gather(-1, count[:, None] - 1) >= 0.9).all()
+    assert (sums.gather(-1, count[:, None] - 2) < 0.9).all()
+    assert mass_count(p, 1.1).tolist() == [200] * 7
+
+
+# --- what a key receives -------------------------------------------------------------------------
+
+
+def whole_map(
+    query: Tensor,
+    key: Tensor,
+    scaling: float | None = None,
+    *,
+    causal: bool = True,
+    start: int = 0,
+    bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Softmax attention (Hq, S, S) in float64, and which entries a row may see (S, S)."""
+    hq, s, d = query.shape
+    keys = key.double().repeat_interleave(hq // len(key), 0)
+    logits = query.double() @ keys.transpose(-1, -2) * (d**-0.5 if scaling is None else scaling)
+    if bias is not None:
+        logits = logits + bias.double()
+    seen = torch.ones(s, s, dtype=torch.bool)
+    seen = (seen.tril() if causal else seen) & (torch.arange(s) >= start)
+    p = logits.masked_fill(~seen, -torch.inf).softmax(-1)
+    return torch.where(seen, p, 0.0), seen
+
+
+CASES = {
+    "heads of their own": {},
+    "grouped": {"heads": (6, 2)},
+    "one key head": {"heads": (4, 1)},
+    "some rows": {"rows": [3, 9, 10, 21, 29]},
+    "the last row": {"rows": [29]},
+    "the first row": {"rows": [0]},
+    "a row twice": {"rows": [4, 4, 20]},
+    "padding in front": {"start": 7},
+    "padding, and rows of it": {"start": 7, "rows": [2, 6, 7, 8, 25]},
+    "a bias": {"bias": True},
+    "a bias that hides a key": {"bias": "hides"},
+    "all see all": {"causal": False},
+    "all see all, some rows": {"causal": False, "rows": [0, 5, 17], "heads": (4, 2)},
+    "all see all behind padding": {"causal": False, "start": 4},
+    "a threshold": {"threshold": 0.5},
+    "a low threshold": {"threshold": 0.01, "heads": (6, 2), "rows": [0, 11, 12, 29]},
+    "a threshold and padding": {"threshold": 0.3, "start": 5},
+    "another scale": {"scaling": 0.9},
+    "half precision": {"dtype": torch.bfloat16, "heads": (4, 2)},
+    "everything": {
+        "heads": (4, 2), "rows": [6, 9, 28], "start": 3, "bias": True, "threshold": 0.2,
+        "scaling": 0.4,
+    },
+}  # fmt: skip
+S, D = 30, 8
+
+
+def inputs(case: str, seed: int = 0) -> tuple[Tensor, Tensor, Tensor | None, dict]:
+    given = dict(CASES[case])
+    hq, hk = given.pop("heads", (3, 3))
+    generator = torch.Generator().manual_seed(seed)
+    dtype = given.pop("dtype", torch.float32)
+    query = torch.randn(hq, S, D, generator=generator).to(dtype) * 1.5
+    key = torch.randn(hk, S, D, generator=generator).to(dtype)
+    if bias := given.pop("bias", False):
+        given["bias"] = torch.randn(S, generator=generator)
+        if bias == "hides":
+            given["bias"][5] = -torch.inf
+    rows = given.pop("rows", None)
+    return query, key, None if rows is None else torch.tensor(rows), given
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_statistics_equal_those_of_the_whole_map(case):
+    query, key, rows, how = inputs(case)
+    threshold = how.pop("threshold", 0.0)
+    got = col_stats(query, key, rows, threshold=threshold, **how)
+    p, seen = whole_map(query, key, **how)
+    rows = torch.arange(S) if rows is None else rows
+    p, seen = p[:, rows], seen[rows]
+    hk = len(key)
+    expected = {
+        "sum": p.sum(1),
+        "sumsq": p.square().sum(1),
+        "max": p.amax(1),
+        "entropy": -(p * (p + 1e-10).log()).sum(1),
+    }
+    for name, of in expected.items():
+        assert got[name].dtype == torch.float32
+        assert got[name].shape == (hk, len(query) // hk, S)
+        torch.testing.assert_close(got[name].flatten(0, 1).double(), of, rtol=1e-5, atol=2e-6)
+    assert got["count"].dtype == torch.int32 and got["nnz"].dtype == torch.int64
+    # A row before the first key of a causal map sees nothing; one of the other kind sees all.
+    assert torch.equal(got["nnz"], seen.sum(0))
+    if threshold:
+        reach = (p >= threshold * p.amax(-1, keepdim=True)) & seen
+        assert torch.equal(got["count"].flatten(0, 1), reach.sum(1).int())
+        assert got["count"].any() and (got["count"] < got["nnz"]).any()
+    else:
+        assert not got["count"].any()
+    assert not any(of.isnan().any() for of in got.values())
+    if case == "the first row":  # sees itself alone, whatever it is
+        return
+    # Control: other queries receive other things.
+    other = col_stats(*inputs(case, seed=1)[:2], rows, threshold=threshold, **how)
+    assert (other["sum"] - got["sum"]).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_blocks_of_rows_give_the_same(case, monkeypatch):
+    """The map is never there as a whole; how much of it is must not matter."""
+    query, key, rows, how = inputs(case)
+    expected = col_stats(query, key, rows, **how)
+    sizes, softmax = [], Tensor.softmax
+
+    def record(self, *args, **kwargs):
+        sizes.append(self.numel())
+        return softmax(self, *args, **kwargs)
+
+    monkeypatch.setattr(Tensor, "softmax", record)
+    for entries in (1, 4 * S * len(query), 7 * S * len(query) + 5):
+        sizes.clear()
+        monkeypatch.setattr(module, "_ENTRIES_AT_ONCE", entries)
+        got = col_stats(query, key, rows, **how)
+        for name, of in expected.items():
+            torch.testing.assert_close(got[name], of, rtol=1e-5, atol=1e-6)
+        assert max(sizes) <= max(entries, S * len(query))  # a row at least
+        if rows is None:
+            assert len(sizes) > 1
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.integers(1, 24),
+    st.data(),
+)
+def test_attention_is_shared_out(heads, groups, s, data):
+    """What the keys receive is what the rows give: one each, but for rows that see nothing."""
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    query = torch.randn(heads * groups, s, 4, generator=generator) * 3
+    key = torch.randn(heads, s, 4, generator=generator)
+    rows = data.draw(st.lists(st.integers(0, s - 1), min_size=1, max_size=s, unique=True))
+    start = data.draw(st.integers(0, s - 1))
+    rows = torch.tensor(sorted(rows))
+    got = col_stats(query, key, rows, start=start, threshold=1.0)
+    giving = int((rows >= start).sum())
+    total = got["sum"].sum(-1)
+    torch.testing.assert_close(total, torch.full_like(total, giving), rtol=0, atol=1e-4)
+    assert (got["sumsq"] <= got["sum"] + 1e-6).all() and (got["max"] <= got["sum"] + 1e-6).all()
+    assert (got["entropy"] >= -1e-6).all()
+    assert (got["count"].sum(-1) >= giving).all()  # each row's largest reaches the threshold
+    assert not got["sum"][..., :start].any() and not got["nnz"][:start].any()
+    assert (got["sum"] <= got["nnz"] + 1e-5).all()
+
+
+def test_no_row_gives_nothing():
+    query, key, *_ = inputs("grouped")
+    got = col_stats(query, key, torch.tensor([], dtype=torch.int64), threshold=0.5)
+    assert got["sum"].shape == (2, 3, S)
+    assert not any(of.any() for of in got.values())

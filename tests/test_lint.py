@@ -1,0 +1,203 @@
+"""A decode step on a GPU: nothing waits for it, and every step has the shapes of the one before.
+
+There is no GPU here: everything becomes a fake tensor on ``cuda``, see `fake_cuda`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from fake_cuda import Watch, shapes, steps
+from tiny_models import build_llava, picture
+from vlmfast import VLM
+from vlmfast.engine.attention import switched
+from vlmfast.engine.decode import Decoder, Run
+from vlmfast.engine.prefill import Inputs
+from vlmfast.recipe import Recipe
+from vlmfast.stages import CacheStage, DecodeStage
+
+STEPS = 10  # two pages
+
+
+@dataclass(frozen=True)
+class Uneven(CacheStage):
+    """Keeps another number of slots in each head."""
+
+    name: ClassVar[str] = "test-uneven"
+
+    def compress(self, step, layer, kv, stats):
+        keep = torch.ones(len(kv.keys), len(kv), dtype=torch.bool)
+        keep[1, ::3] = False
+        return kv.select_mask(keep)
+
+
+@dataclass(frozen=True)
+class Does(DecodeStage):
+    """Does something to the slots between steps."""
+
+    name: ClassVar[str] = "test-does"
+    what: Callable[[Any], None] = lambda slots: None
+
+    def step(self, slots, layer):
+        self.what(slots)
+
+
+RECIPES = {
+    "nothing": (),
+    "visionzip": "visionzip:dominant=4,contextual=3",
+    "repair": "visionzip:dominant=4,contextual=3,repair=true",
+    "pyramiddrop": "pyramiddrop:layers=1",
+    "pyramiddrop, renumbered": "pyramiddrop:layers=1,positions=compact",
+    "snapkv": "snapkv:share=0.8,window=4",
+    "pyramidkv": "pyramidkv:share=0.8,window=3",
+    "vlcache": "vlcache:0.6",
+    "fastkv": "fastkv:share=0.7,tsp=0.9,window=3",
+    "quickprefill": "quickprefill:0.4",
+    "lookm": "lookm:share=0.8",
+    "lookm, repair": "lookm:share=0.8,merge=avg,repair=true",
+    "h2o": "h2o:0.6",
+    "cake": "cake:share=0.7,window=4",
+    "streamingllm": "streamingllm:0.6",
+    "uneven heads": Uneven(),
+    "kivi": "kivi:group=4,residual=32",
+    "zipcache": "zipcache",
+    "zipvl": "zipvl:tau=0.9",
+    "zipvl, dropping": "zipvl:tau=0.9,kv=drop,rows=all",
+    "snapkv and kivi": "snapkv:share=0.8,window=4+kivi:group=4,residual=32",
+}
+PAGED = {
+    "kivi": "kivi:group=4,residual=4",
+    "zipcache": "zipcache:page=4",
+    "zipvl": "zipvl:tau=0.9,page=4",
+    "snapkv and kivi": "snapkv:share=0.8,window=4+kivi:group=4,residual=4",
+}
+
+
+def decoder(recipes: list, fed: int = 2, room: int = STEPS + 2) -> tuple[VLM, Decoder]:
+    """Rows that have taken ``fed`` steps on the CPU; model and decoder are used up by `steps`."""
+    vlm, runs = VLM(*build_llava(layers=2, kv_heads=2)), []
+    with torch.no_grad(), switched(vlm.model):
+        for number, recipe in enumerate(recipes):
+            # The prompts are of different lengths.
+            pictures = [picture(seed=10 * number + i) for i in range(number + 1)]
+            tensors = vlm.inputs("what is here ?", images=pictures)
+            inputs = Inputs(tensors, [(p.height, p.width) for p in pictures], "what ?")
+            run = Run(vlm.adapter, inputs, Recipe.of(recipe), time.perf_counter())
+            run.start(room)
+            runs.append(run)
+        joined = Decoder.join([run.decoder for run in runs])
+        for _ in range(fed):
+            joined.next(torch.full((len(runs), 1), 7))
+    return vlm, joined
+
+
+def watched(recipes: list, count: int = 3) -> Watch:
+    return steps(*decoder(recipes), count)
+
+
+def changes(watch: Watch) -> list[int]:
+    """Steps that do not do what the one before did."""
+    done = shapes(watch)
+    return [i for i in range(1, len(done)) if done[i] != done[i - 1]]
+
+
+@pytest.mark.parametrize("case", RECIPES)
+@pytest.mark.parametrize("rows", [1, 2])
+def test_no_step_waits_for_the_device(case, rows):
+    """From the second step on all are alike; alone, and beside a row that is left as it is."""
+    watch = watched([RECIPES[case], ()][:rows])
+    assert watch.complaints == []
+    assert len(shapes(watch)) == 3 and len(shapes(watch)[0]) > 100
+    assert changes(watch) == []
+
+
+def test_rows_of_all_kinds():
+    recipes = [
+        RECIPES[case] for case in ("h2o", "kivi", "nothing", "streamingllm", "lookm, repair")
+    ]
+    watch = watched(recipes)
+    assert watch.complaints == [] and changes(watch) == []
+
+
+@pytest.mark.parametrize("case", PAGED)
+@pytest.mark.parametrize("rows", [1, 2])
+def test_pages_change_shapes_and_wait_for_nothing(case, rows):
+    """In between, steps are alike."""
+    vlm, joined = decoder([PAGED[case], ()][:rows])
+    sizes = []
+    watch = steps(vlm, joined, STEPS, lambda: sizes.append(joined.cache.layers[0].held[0]))
+    assert watch.complaints == []
+    flushed = [i for i in range(1, STEPS) if sizes[i] < sizes[i - 1]]
+    assert len(flushed) >= 2
+    # A step with a page is one of its own; the ones behind it have a longer segment.
+    assert set(flushed) <= set(changes(watch)) <= {i for at in flushed for i in (at, at + 1)}
+
+
+def test_growing_waits_for_nothing():
+    vlm, joined = decoder([Uneven()], fed=0, room=1)
+    (layer, _), sizes = joined.cache.layers, []
+    with torch.no_grad(), switched(vlm.model):
+        while layer.held[0] < layer.keys.shape[2] - 2:
+            joined.next(torch.tensor([[7]]))
+    watch = steps(vlm, joined, 5, lambda: sizes.append(layer.keys.shape[2]))
+    (at,) = [i for i in range(1, 5) if sizes[i] > sizes[i - 1]]
+    assert watch.complaints == []
+    assert changes(watch) == [at, at + 1]
+
+
+# --- controls ------------------------------------------------------------------------------------
+
+
+def reads(slots) -> None:
+    slots.length.sum().item()
+
+
+def asks(slots) -> None:
+    if slots.length[0] > 3:
+        pass
+
+
+def chooses(slots) -> None:
+    slots.keys[slots.keys > 0]
+
+
+def finds(slots) -> None:
+    slots.order.nonzero()
+
+
+RAISES = {"item": reads, "a branch": asks, "a mask": chooses, "nonzero": finds}
+COMPLAINS = {
+    "to the host": lambda slots: slots.keys.cpu(),
+    "from the host": lambda slots: slots.keys.add_(torch.ones(1).to(slots.keys.device)),
+    "a list": lambda slots: torch.tensor([1, 2], device=slots.keys.device),
+    "a tensor on the CPU": lambda slots: torch.arange(3) + 1,
+    "a scalar on the CPU": lambda slots: slots.keys * torch.tensor(2.0),
+}
+
+
+@pytest.mark.parametrize("case", RAISES)
+def test_what_depends_on_content_is_noticed(case):
+    vlm, joined = decoder([(Uneven(), Does(RAISES[case]))])
+    with pytest.raises(Exception, match=r"data-dependent|dynamic|aten\.") as error:
+        steps(vlm, joined, 2)
+    assert type(error.value).__name__ in (
+        "DataDependentOutputException",
+        "DynamicOutputShapeException",
+    )
+
+
+@pytest.mark.parametrize("case", COMPLAINS)
+def test_the_host_is_noticed(case):
+    assert watched([(Uneven(), Does(COMPLAINS[case]))], 2).complaints
+    assert not watched([(Uneven(), Does())], 2).complaints
+
+
+def test_shapes_that_grow_are_noticed():
+    watch = watched([(Uneven(), Does(lambda slots: slots.keys[:, : slots.held] + 1))], 4)
+    assert watch.complaints == [] and changes(watch) == [1, 2, 3]

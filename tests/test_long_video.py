@@ -1,0 +1,644 @@
+"""Clips that are read block by block into a cache of bounded size."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import pytest
+import torch
+
+import vlmfast.long_video as module
+from media_fixtures import frame_number, write_video
+from tiny_models import build_llava, build_llava_next, picture
+from vlmfast import VLM, MediaError, RecipeError, VLMFastError
+from vlmfast.engine.cache import KVLayer
+from vlmfast.engine.decode import Run
+from vlmfast.long_video import LongVideo
+from vlmfast.media import OpenVideo, load_video, open_video
+from vlmfast.stages import CacheStage
+
+QUESTION = "what happens here ?"
+HUGE = 1 << 20
+NEW = 6
+QUIET = {"max_new_tokens": NEW, "progress": False}
+
+
+def frames_of(count: int, size: int = 40) -> list:
+    return [picture(size, size, seed) for seed in range(count)]
+
+
+FRAMES = frames_of(40)
+
+
+@pytest.fixture(scope="module")
+def vlm() -> VLM:
+    return VLM(*build_llava(layers=3, kv_heads=2))
+
+
+@pytest.fixture(scope="module")
+def clip(tmp_path_factory) -> Path:
+    """Thirty frames, ten a second."""
+    return write_video(tmp_path_factory.mktemp("clip") / "clip.mp4", 30)
+
+
+@pytest.fixture
+def lengths(monkeypatch) -> list[int]:
+    """Physical length of every layer, each time that something is written to it."""
+    seen, update, put = [], KVLayer.update, KVLayer.append
+
+    def watch(layer: KVLayer, keys, values, *args, **kwargs):
+        out = update(layer, keys, values, *args, **kwargs)
+        seen.append(layer.slots(0) + (keys.shape[2] if layer.frozen else 0))
+        return out
+
+    def append(layer: KVLayer, kv, tokens: int):
+        put(layer, kv, tokens)
+        seen.append(int(layer.length.max()))
+
+    monkeypatch.setattr(KVLayer, "update", watch)
+    monkeypatch.setattr(KVLayer, "append", append)
+    return seen
+
+
+@pytest.fixture
+def logits(monkeypatch) -> list[torch.Tensor]:
+    """What each long clip is answered from."""
+    seen, read = [], LongVideo.read
+
+    def keep(self, *args):
+        seen.append(read(self, *args))
+        return seen[-1]
+
+    monkeypatch.setattr(LongVideo, "read", keep)
+    return seen
+
+
+# --- one block, many blocks ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("build", [build_llava, build_llava_next], ids=["llava", "llava_next"])
+@pytest.mark.parametrize("recipe", [None, "hired:0.4", "visionzip:dominant=5,contextual=3"])
+def test_a_cap_that_nothing_reaches_changes_nothing(build, recipe):
+    vlm = VLM(*build(layers=3))
+    expected = vlm.ask(QUESTION, video=FRAMES[:12], recipe=recipe, max_new_tokens=NEW)
+    got = vlm.ask(QUESTION, video=FRAMES[:12], recipe=recipe, max_kv_tokens=HUGE, **QUIET)
+    assert got.token_ids == expected.token_ids and got.text == expected.text
+    for name in (
+        "visual_tokens_in",
+        "prompt_tokens",
+        "kv_bytes",
+        "kv_bytes_full",
+        "kv_tokens_per_layer",
+        "generated_tokens",
+    ):
+        assert getattr(got.stats, name) == getattr(expected.stats, name), name
+    kept = {k: n for k, n in got.stats.visual_tokens_kept.items() if k != "quickprefill"}
+    assert kept == expected.stats.visual_tokens_kept
+    other = vlm.ask(QUESTION, video=FRAMES[12:24], recipe=recipe, max_kv_tokens=HUGE, **QUIET)
+    assert other.token_ids != got.token_ids  # control
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        None,
+        "hired:0.5",
+        "visionzip:dominant=4,contextual=3",
+        "visionzip:dominant=4,contextual=3,repair=true",
+    ],
+)
+def test_blocks_are_read_as_one_prompt_is(vlm, logits, recipe, monkeypatch):
+    """Where all fits, it does not matter how much is read at a time, weights of merged tokens
+    included."""
+    for block in (12, 5, 1):
+        monkeypatch.setattr(module, "FRAMES", block)
+        vlm.ask(QUESTION, video=FRAMES[:12], recipe=recipe, max_kv_tokens=HUGE, **QUIET)
+    for other in logits[1:]:
+        assert (other - logits[0]).abs().max() < 1e-5
+    vlm.ask(QUESTION, video=FRAMES[:11], recipe=recipe, max_kv_tokens=HUGE, **QUIET)
+    assert (logits[-1] - logits[0]).abs().max() > 1e-2  # control
+
+
+@pytest.mark.parametrize("build", [build_llava, build_llava_next], ids=["llava", "llava_next"])
+def test_the_prompt_is_the_processors(build, monkeypatch):
+    vlm, ids = VLM(*build(layers=2)), []
+    own = LongVideo.ids
+
+    def keep(self):
+        ids.append(own(self))
+        return ids[-1]
+
+    monkeypatch.setattr(LongVideo, "ids", keep)
+    vlm.ask(QUESTION, video=FRAMES[:9], max_kv_tokens=HUGE, **QUIET)
+    vlm.adapter.config.vlmfast_frame_label = "frame {i} "
+    vlm.ask(QUESTION, video=FRAMES[:9], max_kv_tokens=HUGE, **QUIET)
+    assert torch.equal(ids[1], vlm.inputs(QUESTION, video=FRAMES[:9])["input_ids"])
+    vlm.adapter.config.vlmfast_frame_label = ""
+    assert torch.equal(ids[0], vlm.inputs(QUESTION, video=FRAMES[:9])["input_ids"])
+    assert ids[1].shape > ids[0].shape
+
+
+def test_labels_stand_in_front_of_their_frames(vlm, monkeypatch):
+    """With text between the frames, blocks change nothing either."""
+    monkeypatch.setattr(vlm.adapter.config, "vlmfast_frame_label", "frame {i} ", raising=False)
+    expected = vlm.ask(QUESTION, video=FRAMES[:10], max_new_tokens=NEW)
+    monkeypatch.setattr(module, "FRAMES", 3)
+    got = vlm.ask(QUESTION, video=FRAMES[:10], max_kv_tokens=HUGE, **QUIET)
+    assert got.token_ids == expected.token_ids
+    assert got.stats.prompt_tokens == expected.stats.prompt_tokens
+
+
+# --- the cap -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cap", [150, 200, 320, 500, 800])
+@pytest.mark.parametrize(
+    "recipe", [None, "quickprefill:0.3", "hired:0.5", "hired:0.3+quickprefill"]
+)
+def test_no_layer_ever_holds_more_than_the_cap(vlm, lengths, cap, recipe):
+    """Not while a block is read, and not while the answer grows."""
+    answer = vlm.ask(QUESTION, video=FRAMES, recipe=recipe, max_kv_tokens=cap, **QUIET)
+    assert max(lengths) <= cap
+    assert len(lengths) > 3 * (len(FRAMES) // 16)
+    assert len(answer.token_ids) == NEW
+    assert max(answer.stats.kv_tokens_per_layer) <= cap - NEW
+    if recipe is None and cap < 800:
+        assert max(lengths) > 0.6 * cap  # the room is used
+    assert answer.stats.visual_tokens_in == 16 * len(FRAMES)
+    assert (
+        answer.stats.kv_bytes_full
+        == vlm.adapter.bytes_per_token() * vlm.inputs(QUESTION, video=FRAMES)["input_ids"].shape[1]
+    )
+    assert answer.stats.kv_bytes == 2 * 2 * 16 * 4 * sum(answer.stats.kv_tokens_per_layer)
+
+
+def test_the_answer_has_its_room(vlm, lengths):
+    for new in (1, 60, 120):
+        lengths.clear()
+        answer = vlm.ask(
+            QUESTION,
+            video=FRAMES,
+            max_kv_tokens=230,
+            max_new_tokens=new,
+            min_new_tokens=new,
+            progress=False,
+        )
+        assert len(answer.token_ids) == new and max(lengths) <= 230
+
+
+def test_text_stays_whole_and_frames_share_the_rest(vlm, monkeypatch):
+    kept, put, append = [], KVLayer.put, KVLayer.append
+    monkeypatch.setattr(KVLayer, "put", lambda s, kv: (kept.append((s, kv)), put(s, kv))[1])
+    monkeypatch.setattr(
+        KVLayer, "append", lambda s, kv, n: (kept.append((s, kv)), append(s, kv, n))[1]
+    )
+    monkeypatch.setattr(vlm.adapter.config, "vlmfast_frame_label", "frame {i} ", raising=False)
+    answer = vlm.ask(QUESTION, video=FRAMES, max_kv_tokens=1100, **QUIET)
+    ids = vlm.inputs(QUESTION, video=FRAMES)["input_ids"][0]
+    visual = ids == vlm.adapter.image_token_id
+    question = len(ids) - int(visual.nonzero()[-1]) - 1
+    layers = list({id(layer): layer for layer, _ in kept}.values())
+    assert len(layers) == 3
+    for at, layer in enumerate(layers):
+        # A layer's prompt is handed over twice in its first block, when it ran and at the end.
+        orders = torch.cat([kv.order[0] for of, kv in kept if of is layer]).unique()
+        pictures = torch.cat([kv.order[0][kv.visual[0]] for of, kv in kept if of is layer]).unique()
+        assert orders.max() < len(ids) - question
+        there = torch.zeros(len(ids), dtype=torch.bool)
+        there[orders] = True
+        there[-question:] = True  # read as it is
+        assert there[~visual].all()
+        assert visual[pictures].all() and len(pictures) < int(visual.sum())
+        assert answer.stats.kv_tokens_per_layer[at] == len(orders) + question
+        # No part of the clip is forgotten: each quarter of it has about as much left.
+        quarters = torch.histc(pictures.float(), 4, 0, len(ids))
+        assert quarters.min() > 0.6 * quarters.max()
+
+
+@pytest.mark.parametrize("frames", [1, 2, 5, 16, 17, 40])
+@pytest.mark.parametrize("cap", [1, 70, 100, 128])
+def test_the_least_cap_is_named(vlm, frames, cap, lengths):
+    """It works, and one less does not; and above it all do."""
+
+    def ask(cap: int) -> None:
+        vlm.ask(
+            QUESTION, video=FRAMES[:frames], max_kv_tokens=cap, max_new_tokens=20, progress=False
+        )
+        assert max(lengths) <= cap
+
+    try:
+        ask(cap)
+        return
+    except VLMFastError as error:
+        message = str(error)
+    assert f"max_kv_tokens={cap} is too small for {frames} frames of 16 tokens" in message
+    assert "20 of answer" in message
+    least = int(re.search(r"it must be at least (\d+)$", message)[1])
+    lengths.clear()
+    ask(least)
+    assert max(lengths) > 0.6 * least
+    with pytest.raises(VLMFastError, match=f"at least {least}$"):
+        ask(least - 1)
+
+
+def test_every_cap_above_the_least_works(vlm, monkeypatch):
+    """Although larger blocks need more room beside what is kept."""
+
+    def plan(frames: int, per_frame: int, label: int, room: int, cap: int) -> bool | int:
+        long = object.__new__(LongVideo)
+        long.cap, long.frames, long.per_frame, long.block = cap, frames, per_frame, 1
+        long.pieces = [range(9), *[range(label)] * (frames - 1), range(20)]
+        try:
+            blocks, space = long._plan(room)
+        except VLMFastError as error:
+            return int(re.search(r"at least (\d+)$", str(error))[1])
+        assert space >= blocks == -(-frames // long.block)
+        assert long.block == 1 or 4 * long.block * per_frame <= cap
+        return True
+
+    for args in ((40, 16, 1, 6), (33, 88, 8, 60), (192, 88, 8, 1), (130, 9, 0, 16), (1, 576, 3, 9)):
+        least = plan(*args, 1)
+        assert plan(*args, least - 1) == least
+        assert all(plan(*args, cap) is True for cap in range(least, least + 1500))
+
+
+@pytest.mark.parametrize("cap", [0, -5, 1.5, "100", True, False, [9]])
+def test_the_cap_is_a_number_of_tokens(vlm, cap):
+    with pytest.raises(VLMFastError, match=r"max_kv_tokens=.* must be a whole number above 0"):
+        vlm.ask(QUESTION, video=FRAMES[:4], max_kv_tokens=cap)
+
+
+# --- what cannot be read block by block ----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "pyramiddrop",
+        "fastv",
+        "mustdrop",
+        "snapkv:0.5",
+        "h2o:0.5",
+        "kivi",
+        "zipcache",
+        "streamingllm",
+        "hired:0.5+snapkv:0.5",
+    ],
+)
+def test_stages_that_need_the_whole_prompt_are_refused(vlm, recipe):
+    with pytest.raises(RecipeError, match="must see the whole prompt at once") as error:
+        vlm.ask(QUESTION, video=FRAMES[:4], recipe=recipe, max_kv_tokens=HUGE)
+    assert recipe.split("+")[-1].split(":")[0] in str(error.value)
+
+
+def test_a_cap_is_for_a_clip_alone(vlm):
+    for media in ({"images": picture()}, {}, {"images": picture(), "video": FRAMES[:3]}):
+        with pytest.raises(VLMFastError, match="max_kv_tokens is for video= alone"):
+            vlm.ask(QUESTION, **media, max_kv_tokens=500)
+    with pytest.raises(VLMFastError, match="question is empty"):
+        vlm.ask(" ", video=FRAMES[:3], max_kv_tokens=500)
+
+
+def test_placeholders_in_the_question_are_refused(vlm):
+    """As they are without a cap."""
+    for cap in ({}, {"max_kv_tokens": 500}):
+        with pytest.raises(MediaError, match="4 picture placeholders"):
+            vlm.ask("what is <image> ?", video=FRAMES[:3], **cap)
+
+
+# --- frames --------------------------------------------------------------------------------------
+
+
+def test_frames_are_chosen_as_ever(vlm, clip, monkeypatch):
+    """All choices that `ask` offers; the frames, seen by the tower in order, are the same."""
+    read, seen = OpenVideo.read, []
+
+    def keep(self, start, stop):
+        frames = read(self, start, stop)
+        if (start, stop) != (0, 1) or self.indices == [0]:
+            seen.extend(frame_number(frame) for frame in frames)
+        return frames
+
+    monkeypatch.setattr(OpenVideo, "read", keep)
+    monkeypatch.setattr(module, "FRAMES", 4)
+    for how in ({"num_frames": 10}, {"fps": 5}, {}, {"num_frames": 30}, {"fps": 0.4}):
+        seen.clear()
+        got = vlm.ask(QUESTION, video=str(clip), max_kv_tokens=HUGE, **how, **QUIET)
+        chosen = list(seen)
+        expected = vlm.ask(QUESTION, video=str(clip), max_new_tokens=NEW, **how)
+        assert chosen == load_video(clip, **how).indices
+        assert got.token_ids == expected.token_ids
+        assert got.stats.visual_tokens_in == 16 * len(chosen)
+    with pytest.raises(VLMFastError):
+        vlm.ask(QUESTION, video=str(clip), num_frames=3, fps=1, max_kv_tokens=HUGE)
+
+
+@pytest.mark.parametrize("decoder", ["av", "decord"])
+@pytest.mark.parametrize("container", ["mp4", "mkv", "avi", "mpg"])
+def test_parts_of_a_clip_are_those_of_the_whole(tmp_path, decoder, container):
+    """Whatever parts are asked for: what follows, what leaves gaps, what goes back."""
+    if decoder == "decord":
+        pytest.importorskip("decord")
+        if container in ("avi", "mpg"):
+            return  # which decord is not given
+    codec = {"avi": "mpeg4", "mpg": "mpeg1video"}.get(container, "libx264")
+    rate = 25 if container == "mpg" else 10
+    path = write_video(tmp_path / f"clip.{container}", 40, codec=codec, rate=rate)
+    whole = [np.asarray(frame) for frame in load_video(path, num_frames=40, decoder=decoder).frames]
+    assert len({of.tobytes() for of in whole}) >= len(whole) - 2 >= 36
+    n = len(whole)
+    every = lambda info: list(range(info.frames))  # noqa: E731
+    cuts = [
+        [(0, 1), (0, 7), (7, 8), (8, 21), (21, n)],
+        [(at, at + 3) for at in range(0, n - 3, 5)],
+        [(20, 30), (5, 9), (9, 12), (11, 14), (30, n), (0, 1)],
+    ]
+    for parts in cuts:
+        with open_video(path, select=every, decoder=decoder) as opened:
+            for start, stop in parts:
+                got = opened.read(start, stop)
+                assert len(got) == stop - start
+                for frame, expected in zip(got, whole[start:stop], strict=True):
+                    assert np.array_equal(np.asarray(frame), expected)
+
+
+def test_following_parts_are_decoded_once(tmp_path):
+    """A clip that is read in parts is not decoded from its beginning each time."""
+    import vlmfast._media.decoders as decoders
+
+    path = write_video(tmp_path / "clip.avi", 40, codec="mpeg4")
+    with open_video(path, num_frames=40) as opened:
+        starts, decode = [], decoders.AvReader._decode_from
+        decoders.AvReader._decode_from = lambda self, key: (starts.append(key), decode(self, key))[
+            1
+        ]
+        try:
+            for at in range(0, 40, 4):
+                opened.read(at, at + 4)
+        finally:
+            decoders.AvReader._decode_from = decode
+    assert len(starts) == 1
+
+
+class Made(list):
+    """A clip whose frames are drawn when they are looked at."""
+
+    def __init__(self, count: int, bad: dict | None = None) -> None:
+        super().__init__([None] * count)
+        self.bad = bad or {}
+
+    def __getitem__(self, at):
+        if isinstance(at, slice):
+            return [self[i] for i in range(*at.indices(len(self)))]
+        return self.bad.get(at, None) or picture(40, 40, at)
+
+
+def threads() -> set:
+    return {thread for thread in threading.enumerate() if thread.is_alive()}
+
+
+def test_frames_are_never_all_in_memory(vlm, monkeypatch):
+    frames, blocks, alive = [], [], []
+    read, processed = OpenVideo.read, LongVideo._processed
+
+    def living(of: list) -> int:
+        return sum(ref() is not None for ref in of)
+
+    def reading(self, start, stop):
+        got = read(self, start, stop)
+        frames.extend(weakref.ref(frame) for frame in got)
+        return got
+
+    def making(self, start, stop):
+        block = processed(self, start, stop)
+        blocks.append(weakref.ref(block.tensors["pixel_values"]))
+        alive.append((living(frames), living(blocks)))
+        return block
+
+    monkeypatch.setattr(OpenVideo, "read", reading)
+    monkeypatch.setattr(LongVideo, "_processed", making)
+    vlm.ask(QUESTION, video=Made(160), max_kv_tokens=600, **QUIET)
+    block = 600 // 4 // 16
+    assert len(alive) == -(-160 // block) + 1
+    assert max(count for count, _ in alive) <= 2 * block
+    # One in the making, two that wait, one in the model; and the one before it.
+    assert max(count for _, count in alive) <= 5
+    assert living(frames) == 0 == living(blocks)
+
+
+def test_decoding_goes_on_while_the_model_works(vlm, monkeypatch):
+    pause, made, blocks = 0.06, [], 10
+
+    def slow(function):
+        def run(*args, **kwargs):
+            time.sleep(pause)
+            return function(*args, **kwargs)
+
+        return run
+
+    processed = LongVideo._processed
+
+    def making(self, start, stop):
+        time.sleep(pause)
+        made.append(start)
+        return processed(self, start, stop)
+
+    def seconds() -> float:
+        start = time.perf_counter()
+        vlm.ask(QUESTION, video=FRAMES, max_kv_tokens=4 * 4 * 16, max_new_tokens=1, progress=False)
+        return time.perf_counter() - start
+
+    fast = seconds()
+    monkeypatch.setattr(LongVideo, "_processed", making)
+    monkeypatch.setattr(Run, "start_from", slow(Run.start_from))
+    monkeypatch.setattr(Run, "extend", slow(Run.extend))
+    total = seconds()
+    assert made == [0, *range(0, 40, 4)]
+    # One after the other they would take 2 * 10 pauses, and one for each end.
+    assert total < fast + (2 * blocks + 2) * pause * 0.75
+
+
+BAD = {
+    "missing": ({25: "nowhere.png"}, "frame 26 of 40: nowhere.png"),
+    "of another size": ({25: picture(48, 40)}, "frame 26 of 40: is 48x40, the first is 40x40"),
+    # Frames of a block are alike, and unlike those in front of them.
+    "all of another size": (
+        {at: picture(48, 40, at) for at in range(24, 40)},
+        "frame 25 of 40 is 48x40 and not 40x40",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_frame_that_cannot_be_read_in_the_middle(vlm, case):
+    before = threads()
+    bad, message = BAD[case]
+    with pytest.raises(MediaError, match=message):
+        vlm.ask(QUESTION, video=Made(40, bad), max_kv_tokens=300, **QUIET)
+    assert threads() == before
+    assert vlm.model.config.text_config._attn_implementation == "sdpa"
+    assert vlm.ask(QUESTION, video=FRAMES[:4], max_kv_tokens=300, **QUIET).token_ids
+
+
+def test_a_file_that_breaks_in_the_middle(vlm, tmp_path):
+    """Its beginning has long been read when the damage shows."""
+    from media_fixtures import damaged
+
+    path = write_video(tmp_path / "clip.mp4", 40, bf="0")
+    broken = tmp_path / "broken.mp4"
+    broken.write_bytes(damaged(path, 31))
+    before = threads()
+    started, start_from = [], Run.start_from
+    Run.start_from = lambda *args, **kwargs: (started.append(1), start_from(*args, **kwargs))[1]
+    try:
+        with pytest.raises(MediaError, match=r"broken\.mp4"):
+            vlm.ask(QUESTION, video=broken, num_frames=40, max_kv_tokens=300, **QUIET)
+    finally:
+        Run.start_from = start_from
+    assert started
+    assert threads() == before
+
+
+@dataclass(frozen=True)
+class Breaks(CacheStage):
+    """Fails in the third block."""
+
+    name: ClassVar[str] = "test-breaks"
+    blockwise: ClassVar[bool] = True
+
+    def compress(self, step, layer, kv, stats):
+        if int(kv.order[0, 0]) > 100:
+            raise KeyError("in the middle")
+        return kv.select(torch.arange(min(len(kv), step.limit)))
+
+
+def test_a_reader_that_goes_away(vlm):
+    """The model fails: whoever makes blocks must not wait for it for ever."""
+    before = threads()
+    with pytest.raises(KeyError, match="in the middle"):
+        vlm.ask(QUESTION, video=Made(400), recipe=Breaks(), max_kv_tokens=700, **QUIET)
+    assert threads() == before
+    with module._ahead(iter(range(1000))) as ready:
+        assert [next(ready), next(ready)] == [0, 1]
+    assert threads() == before
+    with module._ahead(iter(range(5))) as ready:
+        assert list(ready) == list(range(5))
+    assert threads() == before
+
+
+def test_a_bar_shows_what_has_been_read(vlm, capsys):
+    vlm.ask(QUESTION, video=FRAMES, max_kv_tokens=300, max_new_tokens=1)
+    out, err = capsys.readouterr()
+    assert "reading" in err and "40/40" in err and out == ""
+    vlm.ask(QUESTION, video=FRAMES, max_kv_tokens=300, max_new_tokens=1, progress=False)
+    assert capsys.readouterr() == ("", "")
+
+
+# --- memory --------------------------------------------------------------------------------------
+
+ASK = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+from tiny_models import build_llava
+from vlmfast import VLM, media
+from vlmfast.engine.cache import KVLayer
+
+seen, update = [0], KVLayer.update
+
+def watch(layer, keys, values, *args, **kwargs):
+    out = update(layer, keys, values, *args, **kwargs)
+    seen[0] = max(seen[0], layer.slots(0) + (keys.shape[2] if layer.frozen else 0))
+    return out
+
+KVLayer.update = watch
+vlm = VLM(*build_llava(layers=2, kv_heads=2))
+path, cap = sys.argv[2], int(sys.argv[3])
+if cap:
+    stats = vlm.ask(
+        "what happens ?", video=path, fps=1, max_kv_tokens=cap, max_new_tokens=8, progress=False
+    ).stats
+    tokens = stats.visual_tokens_in
+else:
+    tokens = 16 * len(media.load_video(path, fps=1, max_pixels=None).frames)
+with open("/proc/self/status") as status:
+    peak = next(int(line.split()[1]) for line in status if line.startswith("VmHWM"))
+print(json.dumps({"tokens": tokens, "cached": seen[0], "kilobytes": peak}))
+"""
+
+
+def drawn(path: Path, seconds: int, size: tuple[int, int] = (240, 320)) -> Path:
+    """A clip of one frame a second, in which a bar moves."""
+    import av
+
+    height, width = size
+    with av.open(str(path), "w") as output:
+        stream = output.add_stream("libx264", rate=1)
+        stream.height, stream.width, stream.pix_fmt = height, width, "yuv420p"
+        stream.options = {"preset": "ultrafast"}
+        for second in range(seconds):
+            pixels = np.full((height, width, 3), second % 200, np.uint8)
+            pixels[:, second % width] = 255
+            output.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+        output.mux(stream.encode())
+    return path
+
+
+def measured(*runs: tuple[Path, int]) -> list[dict]:
+    """Each clip asked about in a process of its own, side by side."""
+    command = [sys.executable, "-c", ASK, str(Path(__file__).parent)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
+    processes = [
+        subprocess.Popen(
+            [*command, str(path), str(cap)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=environment,
+            text=True,
+        )
+        for path, cap in runs
+    ]
+    results = []
+    for process in processes:
+        out, err = process.communicate(timeout=500)
+        assert process.returncode == 0, err
+        results.append(json.loads(out.splitlines()[-1]))
+    return results
+
+
+linux = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="no /proc here")
+
+
+@linux
+def test_memory_does_not_grow_with_the_clip(tmp_path):
+    short = drawn(tmp_path / "short.mp4", 60)
+    long = drawn(tmp_path / "long.mp4", 240)
+    few, many = measured((short, 700), (long, 700))
+    assert (few["tokens"], many["tokens"]) == (60 * 16, 240 * 16)
+    assert few["cached"] <= 700 and many["cached"] <= 700
+    assert many["kilobytes"] < 1.1 * few["kilobytes"]
+
+
+@linux
+@pytest.mark.slow
+def test_an_hour_takes_no_more_memory_than_ten_minutes(tmp_path):
+    ten = drawn(tmp_path / "ten.mp4", 600)
+    hour = drawn(tmp_path / "hour.mp4", 3600)
+    few, many = measured((ten, 6000), (hour, 6000))
+    assert (few["tokens"], many["tokens"]) == (600 * 16, 3600 * 16)
+    for run in (few, many):
+        assert 4000 < run["cached"] <= 6000
+    assert many["kilobytes"] < 1.1 * few["kilobytes"]
+    # Control: whoever holds all frames is found out.
+    (whole,) = measured((hour, 0))
+    assert whole["kilobytes"] > 1.5 * few["kilobytes"]

@@ -1,0 +1,398 @@
+"""Merging by plain loops, and what LOOK-M keeps."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fake_slots import compressed, prompt_kv, prompt_step, rotate
+from vlmfast import Recipe
+from vlmfast.compressors.lookm import LookM, sizes
+from vlmfast.errors import RecipeError
+from vlmfast.kernels import merge as kernel
+from vlmfast.kernels.merge import merge_into
+from vlmfast.kv import KV
+from vlmfast.stages import ColumnRequest, ColumnStats
+
+
+def noise(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+# --- merging -------------------------------------------------------------------------------------
+
+
+def by_hand(
+    keys: Tensor, values: Tensor, keep: list[int], mode: str, used: set[int]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One head, in float64, token by token."""
+    keys, values = keys.double(), values.double()
+    groups: dict[int, list[tuple[int, float]]] = {c: [] for c in keep}
+    for e in sorted(used):
+        cosines = [float(torch.cosine_similarity(keys[e], keys[c], dim=0)) for c in keep]
+        best = max(range(len(keep)), key=lambda i: (cosines[i], -i))
+        groups[keep[best]].append((e, cosines[best]))
+    out = []
+    for x in (keys, values):
+        rows = []
+        for c, inside in groups.items():
+            total = x[c].clone()
+            for e, cosine in inside:
+                total += {
+                    "pivot": (x[e] + x[c]) / 2,
+                    "avg": x[e],
+                    "weighted": cosine * x[e],
+                }[mode]
+            rows.append(total / (1 + len(inside)))
+        out.append(torch.stack(rows))
+    return *out, torch.tensor([1.0 + len(inside) for inside in groups.values()])
+
+
+@given(
+    st.integers(1, 3),
+    st.integers(2, 20),
+    st.integers(1, 19),
+    st.sampled_from(["pivot", "avg", "weighted"]),
+    st.integers(0, 99),
+)
+@settings(max_examples=60, deadline=None)
+def test_merging_equals_plain_loops(h: int, n: int, s: int, mode: str, seed: int) -> None:
+    s = min(s, n - 1)
+    keys, values = noise(h, n, 4, seed=seed), noise(h, n, 4, seed=seed + 100)
+    keep = torch.stack([noise(n, seed=seed + i).topk(s).indices.sort().values for i in range(h)])
+    got = merge_into(keys, values, keep, mode)
+    for head in range(h):
+        used = set(range(n)) - set(keep[head].tolist())
+        expected = by_hand(keys[head], values[head], keep[head].tolist(), mode, used)
+        for mine, right in zip(got, expected, strict=True):
+            torch.testing.assert_close(mine[head].double(), right.double(), rtol=1e-5, atol=1e-5)
+        other = by_hand(keys[head], values[head], keep[head].tolist(), mode, set())
+        assert not torch.equal(other[2], got[2][head])  # control: something did merge
+
+
+@given(st.integers(0, 99))
+@settings(max_examples=20, deadline=None)
+def test_an_average_conserves_what_it_merges(seed: int) -> None:
+    """Times what each slot stands for, sums over slots are what they were."""
+    keys, values = noise(2, 30, 8, seed=seed), noise(2, 30, 8, seed=seed + 100)
+    keep = torch.arange(0, 30, 4).expand(2, -1)
+    for mode, conserved in (("avg", True), ("pivot", False)):
+        k, v, weight = merge_into(keys, values, keep, mode)
+        assert weight.sum(1).tolist() == [30.0, 30.0]
+        for new, old in ((k, keys), (v, values)):
+            sums = (new * weight[..., None]).sum(1), old.sum(1)
+            assert torch.allclose(*sums, rtol=1e-4, atol=1e-4) == conserved
+
+
+def test_only_tokens_above_the_mean_are_averaged() -> None:
+    keys, values = noise(3, 24, 4), noise(3, 24, 4, seed=1)
+    keep = torch.arange(0, 24, 4).expand(3, -1)
+    evicted = [e for e in range(24) if e % 4]
+    units = keys / keys.norm(dim=-1, keepdim=True)
+    best = (units[:, evicted] @ units[:, keep[0]].transpose(1, 2)).amax(-1)
+    rules = {
+        "token": best >= best.mean(1, keepdim=True),
+        "slot": (best.mean(0) >= best.mean()).expand(3, -1),
+        "all": torch.ones_like(best, dtype=torch.bool),
+    }
+    results = {}
+    for rule, used in rules.items():
+        results[rule] = merge_into(keys, values, keep, "avg", rule=rule)
+        for head in range(3):
+            chosen = {e for e, u in zip(evicted, used[head].tolist(), strict=True) if u}
+            expected = by_hand(keys[head], values[head], keep[head].tolist(), "avg", chosen)
+            torch.testing.assert_close(results[rule][0][head].double(), expected[0])
+    assert not torch.allclose(results["token"][0], results["slot"][0])
+    assert not torch.allclose(results["token"][0], results["all"][0])
+    # One head: its m-th slot is one token, and both rules are the same.
+    one = [merge_into(keys[:1], values[:1], keep[:1], "avg", rule=r)[0] for r in ("token", "slot")]
+    assert torch.equal(*one)
+
+
+def test_ties_go_to_the_first_pivot_and_zeros_are_no_nan() -> None:
+    keys = torch.tensor([[[1.0, 0], [2, 0], [0, 1], [3, 0], [0, 0]]])
+    values = torch.arange(5.0)[None, :, None].expand(1, 5, 2)
+    keep = torch.tensor([[0, 1, 2]])
+    k, v, weight = merge_into(keys, values, keep, "avg")
+    assert weight.tolist() == [[3, 1, 1]]  # 3 is as near to 0 as to 1; 4 is as near to all
+    assert torch.allclose(k[0], torch.tensor([[4 / 3, 0], [2, 0], [0, 1]]))
+    assert v[0, :, 0].tolist() == pytest.approx([7 / 3, 1, 2])
+    # A pivot without direction is nobody's, and stays what it is.
+    k, _, weight = merge_into(keys, values, torch.tensor([[1, 4]]), "avg")
+    assert weight.tolist() == [[4, 1]]  # of cosine 0 to both, 2 takes the first
+    assert k[0, 1].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sums_are_made_in_float32(dtype: torch.dtype) -> None:
+    """Many small values would vanish in a sum of few digits."""
+    n = 2000
+    keys = torch.ones(1, n, 4, dtype=dtype)
+    values = torch.full((1, n, 4), 0.0101).to(dtype)
+    values[:, 0] = 8.0
+    _, v, _ = merge_into(keys, values, torch.zeros(1, 1, dtype=torch.int64), "avg")
+    assert v.dtype == dtype
+    exact = float(values.double()[0, :, 0].mean())
+    assert float(v[0, 0, 0]) == pytest.approx(exact, rel=4e-3)
+    total = values[0, 0, 0].clone()
+    for value in values[0, 1:, 0]:
+        total += value
+    assert float(total / n) != pytest.approx(exact, rel=4e-2)  # control
+
+
+def test_merging_in_blocks_and_again_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys, values = noise(2, 200, 8), noise(2, 200, 8, seed=1)
+    keep = torch.arange(0, 200, 7).expand(2, -1)
+    whole = merge_into(keys, values, keep, "weighted", rule="token")
+    again = merge_into(keys, values, keep, "weighted", rule="token")
+    monkeypatch.setattr(kernel, "_ENTRIES_AT_ONCE", 1000)
+    blocks = merge_into(keys, values, keep, "weighted", rule="token")
+    for one, two, three in zip(whole, again, blocks, strict=True):
+        assert torch.equal(one, two)
+        torch.testing.assert_close(one, three)
+
+
+@pytest.mark.parametrize("rule", ["all", "token", "slot"])
+def test_slots_that_do_not_exist_take_no_part(rule: str) -> None:
+    """Heads of different lengths, each as if alone; padding holds NaN."""
+    lengths, counts = (12, 7), (5, 3)
+    keys, values = noise(2, 12, 4), noise(2, 12, 4, seed=1)
+    keys[1, 7:], values[1, 7:] = torch.nan, torch.nan
+    keep = torch.tensor([[0, 2, 5, 8, 11], [1, 3, 6, 0, 0]])
+    valid = torch.arange(12) < torch.tensor(lengths)[:, None]
+    got = merge_into(
+        keys, values, keep, "pivot", rule=rule, valid=valid, lengths=torch.tensor(counts)
+    )
+    if rule == "slot":  # which ties heads to each other
+        assert all(bool(x[head, :c].isfinite().all()) for x in got for head, c in enumerate(counts))
+        return
+    for head, (n, count) in enumerate(zip(lengths, counts, strict=True)):
+        alone = merge_into(
+            keys[head : head + 1, :n],
+            values[head : head + 1, :n],
+            keep[head : head + 1, :count],
+            "pivot",
+            rule=rule,
+        )
+        for mine, right in zip(got, alone, strict=True):
+            torch.testing.assert_close(mine[head, :count], right[0])
+
+
+def test_merging_nothing_changes_nothing() -> None:
+    keys, values = noise(2, 6, 4), noise(2, 6, 4, seed=1)
+    k, v, weight = merge_into(keys, values, torch.arange(6).expand(2, -1), "pivot")
+    assert torch.equal(k, keys)
+    assert torch.equal(v, values)
+    assert torch.equal(weight, torch.ones(2, 6))
+
+
+# --- LOOK-M --------------------------------------------------------------------------------------
+
+
+def mixed(n: int, text: int, seed: int = 0) -> Tensor:
+    """Which of ``n`` tokens are visual; ``text`` are not."""
+    chosen = torch.randperm(n, generator=torch.Generator().manual_seed(seed))[:text]
+    return torch.ones(n, dtype=torch.bool).index_fill(0, chosen, False)
+
+
+def read(
+    stage: LookM, visual: Tensor, groups: int = 2, heads: int = 2, seed: int = 0
+) -> tuple[KV, KV]:
+    """A prompt before and after the stage."""
+    n = len(visual)
+    kv = prompt_kv(noise(heads, n, 8, seed=seed), noise(heads, n, 8, seed=seed + 1), visual)
+    return kv, compressed(stage, noise(heads * groups, n, 8, seed=seed + 2), kv, visual=visual)[0]
+
+
+def test_sizes() -> None:
+    assert sizes(640, 0.2, 0.5) == (64, 64)
+    assert sizes(48, 0.4, 0.5) == (9, 9)  # each is rounded down by itself
+    assert sizes(301, 1.0, 0.5) == (301, 0)
+
+
+@given(
+    st.integers(20, 60),
+    st.integers(0, 8),
+    st.floats(0.4, 0.99),
+    st.floats(0.0, 0.6),
+    st.sampled_from(["pivot", "avg", "weighted", "none"]),
+    st.integers(0, 99),
+)
+@settings(max_examples=60, deadline=None)
+def test_the_budget_is_exact_and_text_stays(
+    n: int, text: int, share: float, recent: float, merge: str, seed: int
+) -> None:
+    visual = mixed(n, text, seed)
+    assume(text <= sizes(n, share, recent)[0])
+    kv, kept = read(LookM(share, recent, merge), visual, seed=seed)
+    if sum(sizes(n, share, recent)) < n:
+        assert kept.lengths.tolist() == [sum(sizes(n, share, recent))] * 2
+    rec = sizes(n, share, recent)[1]
+    must = set((~visual).nonzero().flatten().tolist()) | set(range(n - rec, n))
+    for head in range(2):
+        order = kept.order[head].tolist()
+        assert order == sorted(set(order))
+        assert must <= set(order)
+    assert torch.equal(kept.visual, visual[kept.order])
+    assert torch.equal(kept.position, kept.order)
+    if merge == "none":
+        assert torch.equal(kept.keys, kv.select(kept.order).keys)
+
+
+def test_what_is_left_goes_to_the_most_attended() -> None:
+    """Column sums, mean over the query heads of a KV head; the last slots are not ranked."""
+    visual = mixed(40, 6, seed=3)
+    kv = prompt_kv(noise(2, 40, 8), visual=visual)
+    score = noise(2, 3, 40, seed=5).exp()
+    none = torch.zeros_like(score)
+    stats = ColumnStats(score, none, none, none, none.int(), none[:, 0].long(), torch.arange(40))
+    stage = LookM(0.5, 0.4, "none")
+    kept = stage.compress(prompt_step(40, 1), 0, kv, stats)
+    hh, rec = sizes(40, 0.5, 0.4)
+    for head in range(2):
+        mean = score[head].mean(0)
+        ranking = sorted(range(40 - rec), key=lambda j: (bool(visual[j]), -float(mean[j])))
+        assert kept.order[head].tolist() == sorted([*ranking[:hh], *range(40 - rec, 40)])
+    assert not torch.equal(kept.order[0], kept.order[1])
+    # Without text first, the first four slots come first.
+    plain = LookM(0.5, 0.4, "none", text_prior=False).compress(prompt_step(40, 1), 0, kv, stats)
+    for head in range(2):
+        mean = score[head].mean(0)
+        ranking = sorted(range(40 - rec), key=lambda j: (j >= 4, -float(mean[j])))
+        assert plain.order[head].tolist() == sorted([*ranking[:hh], *range(40 - rec, 40)])
+    assert not torch.equal(plain.order, kept.order)  # control
+
+
+def test_text_beyond_the_share_is_an_error_or_an_overrun() -> None:
+    visual = mixed(300, 90)
+    with pytest.raises(
+        RecipeError,
+        match=r"lookm: share=0.2 leaves 30 of 300 slots beside the last 30, less than the 8\d text",
+    ) as error:
+        read(LookM(0.2), visual)
+    least = float(str(error.value).rpartition(" ")[2])
+    assert 0.4 < least < 0.6
+    _, kept = read(LookM(least), visual)
+    hh, rec = sizes(300, least, 0.5)
+    text = int((~visual[: 300 - rec]).sum())
+    assert text <= hh
+    assert len(kept) == hh + rec
+    with pytest.raises(RecipeError):
+        read(LookM(round(least - 1e-4, 4)), visual)
+    _, kept = read(LookM(0.2, overrun=True), visual)
+    text = int((~visual[:270]).sum())
+    assert kept.lengths.tolist() == [text + 30] * 2
+    assert not kept.visual[:, : -sizes(300, 0.2, 0.5)[1]].any()
+
+
+def test_sinks_beyond_the_share_are_an_error() -> None:
+    visual = mixed(40, 0)
+    with pytest.raises(
+        RecipeError, match=r"less than the 4 sinks before these; it must be at least 0\.2$"
+    ):
+        read(LookM(0.1, text_prior=False), visual)
+    assert len(read(LookM(0.2, text_prior=False), visual)[1]) == 8
+    assert len(read(LookM(0.1, text_prior=False, sinks=2), visual)[1]) == 4
+
+
+def test_nothing_to_do_returns_the_same_object() -> None:
+    for stage, visual in (
+        (LookM(1.0), mixed(33, 5)),
+        (LookM(0.2), torch.zeros(33, dtype=torch.bool)),  # no picture
+        (LookM(1.0, text_prior=False), mixed(33, 33)),
+    ):
+        before, after = read(stage, visual)
+        assert after is before
+    before, after = read(LookM(0.5), mixed(33, 5))  # control
+    assert after is not before
+
+
+def test_heads_that_an_earlier_stage_left_of_different_length() -> None:
+    visual = mixed(40, 6)
+    whole = prompt_kv(noise(2, 40, 8), noise(2, 40, 8, seed=1), visual)
+    keep = torch.ones(2, 40, dtype=torch.bool)
+    gone = visual.nonzero().flatten()[3:13]
+    keep[1, gone] = False
+    kv = whole.select_mask(keep)
+    score = noise(2, 1, 40, seed=2).exp()
+    none = torch.zeros_like(score)
+    stats = ColumnStats(score, none, none, none, none.int(), none[:, 0].long(), torch.arange(40))
+    stage = LookM(0.6)
+    kept = stage.compress(prompt_step(40, 1), 0, kv, stats)
+    assert kept.lengths.tolist() == [sum(sizes(40, 0.6, 0.5)), sum(sizes(30, 0.6, 0.5))]
+    for head in range(2):
+        n = int(kv.lengths[head])
+        one = KV(
+            *(getattr(kv, x)[head : head + 1, :n] for x in ("keys", "values", "order")),
+            kv.position[head : head + 1, :n],
+            kv.visual[head : head + 1, :n],
+            kv.lengths[head : head + 1],
+        )
+        part = score[head : head + 1, :, :n]
+        alone = stage.compress(prompt_step(40, 1), 0, one, replace(stats, sum=part))
+        count = int(kept.lengths[head])
+        assert torch.equal(kept.order[head, :count], alone.order[0])
+        torch.testing.assert_close(kept.keys[head, :count], alone.keys[0])
+        assert not kept.keys[head, :count].isnan().any()
+
+
+def test_a_bias_stays_with_its_pivot_and_repair_counts_what_merged() -> None:
+    visual = mixed(40, 6)
+    kv = prompt_kv(noise(2, 40, 8), noise(2, 40, 8, seed=1), visual)
+    weight = 1 + torch.arange(40).remainder(3).float().expand(2, -1)
+    kv = replace(kv, bias=weight.log())
+    query = noise(2, 40, 8, seed=2)
+    kept, _ = compressed(LookM(0.5), query, kv, visual=visual)
+    assert torch.equal(kept.bias, kv.bias.gather(1, kept.order))
+    repaired, _ = compressed(LookM(0.5, repair=True), query, kv, visual=visual)
+    assert torch.equal(repaired.keys, kept.keys)
+    assert repaired.bias.exp().sum(1).tolist() == pytest.approx([float(weight[0].sum())] * 2)
+    assert (repaired.bias >= kept.bias - 1e-6).all()
+    assert kept.bias.exp().sum(1).tolist() != pytest.approx([float(weight[0].sum())] * 2)
+    plain, _ = compressed(LookM(0.5, repair=True), query, replace(kv, bias=None), visual=visual)
+    assert plain.bias.exp().sum(1).tolist() == pytest.approx([40.0, 40.0])
+
+
+def test_repair_of_equal_tokens_is_exact() -> None:
+    """Averages of tokens that are the same, counted: attention gives what it gave before."""
+    n, copies = 8, 5
+    keys = noise(1, n, 8).repeat_interleave(copies, 1)
+    values = noise(1, n, 8, seed=1).repeat_interleave(copies, 1)
+    index = torch.arange(0, n * copies, copies)[None]
+    k, v, weight = merge_into(keys, values, index, "avg")
+    query = noise(8, seed=3)
+    full = (keys[0] @ query / math.sqrt(8)).softmax(0) @ values[0]
+    logits = k[0] @ query / math.sqrt(8)
+    assert torch.allclose((logits + weight[0].log()).softmax(0) @ v[0], full, atol=1e-5)
+    skewed = merge_into(keys, values, index, "avg", weight=torch.ones(1, n * copies).cumsum(1))[2]
+    assert not torch.allclose((logits + skewed[0].log()).softmax(0) @ v[0], full, atol=1e-3)
+
+
+def test_rope_aware_merging_does_not_see_where_tokens_stand() -> None:
+    """Keys that are the same but for their rotation merge into themselves."""
+    visual = mixed(40, 4)
+    position = torch.arange(40).expand(2, -1)
+    content = noise(2, 1, 8).expand(-1, 40, -1)
+    kv = prompt_kv(rotate(content, position), noise(2, 40, 8, seed=1), visual)
+    query = noise(2, 40, 8, seed=2)
+    kept, _ = compressed(LookM(0.5, rope_aware=True), query, kv, visual=visual)
+    expected = kv.keys.gather(1, kept.order[..., None].expand(-1, -1, 8))
+    torch.testing.assert_close(kept.keys, expected, rtol=1e-4, atol=1e-4)
+    plain, _ = compressed(LookM(0.5), query, kv, visual=visual)
+    assert (plain.keys - expected).abs().max() > 1e-2  # control: rotated keys blur
+
+
+def test_the_word() -> None:
+    assert Recipe.parse("lookm:0.3") == Recipe((LookM(0.3),))
+    assert LookM().text_stats(3) == dict.fromkeys(range(3), ColumnRequest("all"))
+    assert not LookM.asks_question
+    with pytest.raises(RecipeError, match="merge=mean is out of range, allowed is one of pivot"):
+        Recipe.parse("lookm:merge=mean")
+    with pytest.raises(RecipeError, match="recent=1 is out of range, allowed is >= 0 and < 1"):
+        Recipe.parse("lookm:recent=1")

@@ -1,0 +1,832 @@
+"""Quantised keys and values: codes, segments, attention over them, and the methods that make them.
+
+What the references store is replayed in test_golden.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+
+from vlmfast.compressors.kivi import Kivi
+from vlmfast.compressors.zipcache import ZipCache, least_salient, saliency
+from vlmfast.errors import RecipeError
+from vlmfast.kernels.decode_mixed import decode_mixed
+from vlmfast.kernels.quantize_kv import (
+    Segment,
+    channel_scale,
+    pack,
+    parameter_dtype,
+    quantise,
+    quantise_keys,
+    unpack,
+)
+from vlmfast.kv import KV
+from vlmfast.layout import TokenLayout
+from vlmfast.stages import ColumnStats, Phase, Step
+
+FLOAT = torch.float32
+BITS = st.sampled_from([2, 4, 8])
+SEEDS = st.integers(0, 10_000)
+
+
+def noise(*shape: int, seed: int = 0, spread: float = 0.0, dtype: torch.dtype = FLOAT) -> Tensor:
+    """Normal numbers; channels of very different size and middle where ``spread`` is not zero."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=generator)
+    size = (spread * torch.randn(shape[-1], generator=generator)).exp()
+    middle = spread * torch.randn(shape[-1], generator=generator)
+    return (x * size + middle).to(dtype)
+
+
+def segment(
+    heads: int = 2, n: int = 40, dim: int = 16, bits: int = 4, seed: int = 0, lengths=None, **more
+) -> Segment:
+    lengths = torch.full((heads,), n) if lengths is None else torch.tensor(lengths)
+    order = torch.arange(n).expand(heads, -1)
+    keys, values = noise(heads, n, dim, seed=seed), noise(heads, n, dim, seed=seed + 1)
+    return quantise(keys, values, order, lengths, bits, **more)
+
+
+def same(a: Segment, b: Segment) -> bool:
+    """Whether two segments hold the same slots: what lies beyond ``lengths`` does not count."""
+    if a.key != b.key or not torch.equal(a.lengths, b.lengths):
+        return False
+    n = int(a.lengths.max())
+    valid = a.first(n).valid[..., None]
+    pairs = [
+        *zip(a.first(n).dequantise(FLOAT), b.first(n).dequantise(FLOAT), strict=True),
+        (a.first(n).order[..., None], b.first(n).order[..., None]),
+    ]
+    if (a.bias is None) != (b.bias is None):
+        return False
+    if a.bias is not None:
+        pairs.append((a.first(n).bias[..., None], b.first(n).bias[..., None]))
+    return all(torch.equal(x.where(valid, 0), y.where(valid, 0)) for x, y in pairs)
+
+
+# --- codes ---------------------------------------------------------------------------------------
+
+
+@given(bits=BITS, rows=st.integers(1, 5), width=st.integers(1, 9), seed=SEEDS)
+def test_packing_is_undone(bits, rows, width, seed):
+    dim = width * 8 // bits
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 2**bits, (rows, dim), generator=generator, dtype=torch.uint8)
+    packed = pack(codes, bits)
+    assert packed.shape == (rows, dim * bits // 8)
+    assert torch.equal(unpack(packed, bits), codes)
+    other = codes.clone()
+    other[0, 0] ^= 1
+    assert not torch.equal(pack(other, bits), packed)
+
+
+@pytest.mark.parametrize(
+    ("bits", "codes", "packed"),
+    [
+        (8, [7, 200, 3, 4], [7, 200, 3, 4]),
+        (4, [1, 2, 3, 4], [1 | 3 << 4, 2 | 4 << 4]),
+        (2, [1, 2, 3, 0, 2, 2, 1, 1], [1 | 3 << 2 | 2 << 4 | 1 << 6, 2 | 0 << 2 | 2 << 4 | 1 << 6]),
+    ],
+)
+def test_bytes_hold_channels_a_part_of_the_head_apart(bits, codes, packed):
+    assert pack(torch.tensor(codes), bits).tolist() == packed
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    bits=BITS,
+    n=st.integers(1, 70),
+    group=st.sampled_from([0, 8, 32]),
+    value_group=st.sampled_from([None, 4, 16]),
+    scaled=st.booleans(),
+    spread=st.sampled_from([0.0, 2.0]),
+    dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
+    seed=SEEDS,
+)
+def test_an_entry_comes_back_within_half_a_step(
+    bits, n, group, value_group, scaled, spread, dtype, seed
+):
+    keys = noise(2, n, 16, seed=seed, spread=spread, dtype=dtype)
+    values = noise(2, n, 16, seed=seed + 1, spread=spread, dtype=dtype)
+    of = quantise(
+        keys,
+        values,
+        torch.arange(n).expand(2, -1),
+        torch.tensor([n, n]),
+        bits,
+        key_group=group,
+        value_group=value_group,
+        scaled=scaled,
+    )
+    assert of.key == (bits, group, 16 // (value_group or 16), scaled)
+    k, v = of.dequantise(FLOAT)
+    step = of.key_step.float()
+    step = step.repeat_interleave(group, 1)[:, :n] if group else step
+    # The sum of a code's share and the minimum is rounded too.
+    slack = 1e-6 * keys.float().abs().amax() + 1e-5
+    assert bool(((k - keys.float()).abs() <= 0.5 * step + slack).all())
+    step = of.value_step.float().repeat_interleave(value_group or 16, 2)
+    if scaled:
+        step = step * of.value_scale.float()[:, None]
+    slack = 1e-6 * values.float().abs().amax() + 1e-5
+    error = (v - values.float()).abs()
+    assert bool((error <= 0.5 * step + slack).all())
+    if n > 20 and bits == 2:
+        assert not bool((error <= 0.25 * step + slack).all())
+
+
+def test_a_minimum_is_stored_below_the_true_one():
+    """Else a channel of small range far from zero would lose all of it to float16's rounding."""
+    keys = 100 + noise(1, 64, 8) * 1e-2
+    _, step, minimum = quantise_keys(keys, 4, dtype=torch.float16)
+    assert bool((minimum.float() <= keys.amin(1, keepdim=True)).all())
+    assert bool((minimum.float() + 15 * step.float() >= keys.amax(1, keepdim=True) - 1e-3).all())
+    assert not bool((keys.amin(1, keepdim=True).half().float() <= keys.amin(1)).all())
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("value", [0.0, 1.5, -3.0, 1e-7])
+def test_groups_of_one_number_give_that_number(bits, value):
+    x = torch.full((1, 5, 16), value)
+    of = quantise(x, x, torch.arange(5)[None], torch.tensor([5]), bits, scaled=True)
+    assert bool((of.key_step == 1).all()) and not of.key_codes.any()
+    for back in of.dequantise(FLOAT):
+        torch.testing.assert_close(back, x, rtol=1e-3, atol=1e-7)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 30), min_size=2, max_size=2),
+    group=st.sampled_from([0, 8]),
+    poison=st.sampled_from([torch.nan, torch.inf, 1e9]),
+    seed=SEEDS,
+)
+def test_padding_has_no_part_in_parameters(lengths, group, poison, seed):
+    n = max(*lengths, 1)
+    keys, values = noise(2, n, 16, seed=seed), noise(2, n, 16, seed=seed + 1)
+    gone = torch.arange(n) >= torch.tensor(lengths)[:, None]
+    order = torch.arange(n).expand(2, -1)
+    spoiled = [x.masked_fill(gone[..., None], poison) for x in (keys, values)]
+    whole = quantise(*spoiled, order, torch.tensor(lengths), 4, key_group=group, scaled=True)
+    assert all(bool(x.isfinite().all()) for x in whole.dequantise(FLOAT))
+    for head, length in enumerate(lengths):
+        alone = quantise(
+            keys[head : head + 1, :length],
+            values[head : head + 1, :length],
+            order[:1, :length],
+            torch.tensor([length]),
+            4,
+            key_group=group,
+            scaled=True,
+        )
+        mine = whole._each(lambda name, x, head=head: x[head : head + 1])
+        assert same(mine.first(length), alone)
+        assert mine.held_bytes() == alone.held_bytes()
+        if length:
+            assert torch.equal(mine.value_scale, alone.value_scale)
+
+
+def test_float16_holds_the_parameters_where_the_range_fits():
+    small, large = noise(1, 9, 8), 1e5 * noise(1, 9, 8)
+    assert parameter_dtype(small.bfloat16(), small.bfloat16()) == torch.float16
+    assert parameter_dtype(small, large) == torch.float32
+    assert parameter_dtype(small.bfloat16(), large.bfloat16()) == torch.bfloat16
+    assert parameter_dtype(small[:, :0], small[:, :0]) == torch.float16
+    args = (torch.arange(9)[None], torch.tensor([9]), 8)
+    wide = quantise(large, small, *args)
+    assert wide.key_step.dtype == torch.float32
+    torch.testing.assert_close(wide.dequantise(FLOAT)[0], large, rtol=0, atol=2e3)
+    forced = quantise(large, small, *args, dtype=torch.float16)
+    assert all(bool(x.isfinite().all()) for x in forced.dequantise(FLOAT))
+    # What does not exist does not ask for a wider type.
+    args = (torch.arange(9)[None], torch.tensor([8]), 8)
+    small[:, 8] = torch.inf
+    assert quantise(small, small, *args).key_step.dtype == torch.float16
+
+
+@pytest.mark.parametrize(
+    ("dim", "bits", "value_group", "message"),
+    [
+        (16, 3, None, "bits=3 cannot be packed; allowed are 2, 4 and 8"),
+        (15, 4, None, "must be a multiple of 2"),
+        (18, 2, None, "must be a multiple of 4"),
+        (16, 4, 5, "groups of 5 channels do not divide a head of 16"),
+        (16, 4, 0, "groups of 0 channels"),
+    ],
+)
+def test_what_cannot_be_packed_is_named(dim, bits, value_group, message):
+    with pytest.raises(ValueError, match=message):
+        segment(dim=dim, bits=bits, value_group=value_group)
+
+
+# --- segments ------------------------------------------------------------------------------------
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    bits=BITS,
+    group=st.sampled_from([0, 8]),
+    scaled=st.booleans(),
+    sizes=st.lists(st.integers(1, 30), min_size=1, max_size=3),
+    biased=st.integers(0, 2),
+    seed=SEEDS,
+)
+def test_a_batch_holds_what_its_rows_held(bits, group, scaled, sizes, biased, seed):
+    singles = []
+    for at, n in enumerate(sizes):
+        bias = noise(2, n, seed=seed + 7) if at < biased else None
+        lengths = [n, max(n - 3, 0)]
+        singles.append(
+            segment(
+                n=n,
+                bits=bits,
+                seed=seed + at,
+                key_group=group,
+                scaled=scaled,
+                bias=bias,
+                lengths=lengths,
+            ).unsqueeze()
+        )
+    joined = Segment.cat([*singles, Segment.empty(singles[0], 2)])
+    assert joined.lengths.shape == (len(sizes) + 2, 2)
+    assert len(joined) == max(sizes)
+    assert not joined.lengths[len(sizes) :].any()
+    for at, single in enumerate(singles):
+        row = joined.rows(torch.tensor([at]))
+        if joined.bias is not None:
+            single = single._with_bias()
+        assert same(row, single)
+    order = torch.tensor([*range(len(sizes))])
+    if joined.bias is None:
+        held = [single.held_bytes() for single in singles]
+        assert joined.held_bytes() == sum(held)
+        assert joined.rows(order[:1]).held_bytes() == held[0]
+    assert all(bool(x.isfinite().all()) for x in joined.dequantise(FLOAT))
+    assert same(joined.rows(order.flip(0)).rows(order.flip(0)), joined.rows(order))
+
+
+@settings(max_examples=30, deadline=None)
+@given(bits=BITS, pages=st.lists(st.integers(1, 3), min_size=1, max_size=3), seed=SEEDS)
+def test_pages_stand_behind_each_other(bits, pages, seed):
+    group = 8
+    n = group * sum(pages)
+    keys, values = noise(2, n, 16, seed=seed), noise(2, n, 16, seed=seed + 1)
+    order = torch.arange(n).expand(2, -1)
+    scale = channel_scale(values[:, :group], dtype=torch.float16)
+
+    def part(start: int, stop: int) -> Segment:
+        return quantise(
+            keys[:, start:stop],
+            values[:, start:stop],
+            order[:, start:stop],
+            torch.full((2,), stop - start),
+            bits,
+            key_group=group,
+            scaled=scale,
+        )
+
+    grown, at = part(0, group * pages[0]).unsqueeze(), group * pages[0]
+    for count in pages[1:]:
+        grown, at = grown.append(part(at, at + group * count).unsqueeze()), at + group * count
+    whole = part(0, n).unsqueeze()
+    assert same(grown, whole)
+    assert grown.held_bytes() == whole.held_bytes()
+    if len(pages) > 1:
+        other = part(group, 2 * group).unsqueeze()
+        wrong = other.append(part(0, group).unsqueeze())
+        assert not same(wrong, whole.first(2 * group))
+    assert same(whole.first(group), part(0, group).unsqueeze())
+
+
+def test_pages_that_cannot_grow():
+    with pytest.raises(ValueError, match="cannot grow"):
+        segment(n=40, key_group=0).append(segment(n=40, key_group=0))
+    with pytest.raises(ValueError, match="40 slots in groups of 16"):
+        segment(n=40, key_group=16).append(segment(n=16, key_group=16))
+    with pytest.raises(ValueError, match="different kinds"):
+        segment(bits=4, key_group=8).append(segment(bits=2, key_group=8))
+    with pytest.raises(ValueError, match="different kinds"):
+        Segment.cat([segment(scaled=True).unsqueeze(), segment().unsqueeze()])
+
+
+@pytest.mark.parametrize(
+    ("group", "value_group", "scaled", "biased"),
+    [(0, None, True, False), (8, 4, False, True), (16, 16, True, True), (0, 8, False, False)],
+)
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_bytes_are_those_of_the_slots_that_exist(bits, group, value_group, scaled, biased):
+    n, dim, lengths = 40, 16, [40, 21, 0]
+    of = segment(
+        heads=3,
+        n=n,
+        bits=bits,
+        lengths=lengths,
+        key_group=group,
+        value_group=value_group,
+        scaled=scaled,
+        bias=noise(3, n) if biased else None,
+    )
+    expected = 0
+    for length in lengths:
+        groups = -(-length // group) if group else int(length > 0)
+        expected += 2 * length * dim * bits // 8  # codes of keys and of values
+        expected += 2 * 2 * length * (dim // (value_group or dim))  # value step and minimum
+        expected += 2 * 2 * groups * dim  # key step and minimum
+        expected += 2 * dim * (scaled and length > 0)
+        expected += 4 * length * biased
+    assert of.held_bytes() == expected
+    assert of.unsqueeze().held_bytes() == expected
+    assert segment(heads=3, n=n, bits=bits, lengths=[40, 21, 1]).held_bytes() != expected
+
+
+# --- attention -----------------------------------------------------------------------------------
+
+
+def dense(
+    query: Tensor, keys: Tensor, values: Tensor, seen: Tensor, bias: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Output, log-sum-exp and probabilities in float64, head by head; ``seen`` (B, Hk, T, N)."""
+    b, heads, rows, dim = query.shape
+    shared = heads // keys.shape[1]
+    out, p = torch.zeros(query.shape).double(), torch.zeros(b, heads, rows, keys.shape[2]).double()
+    lse = torch.full((b, heads, rows), -1e30).double()
+    for i in range(b):
+        for h in range(heads):
+            for t in range(rows):
+                at = seen[i, h // shared, t].nonzero().flatten()
+                if len(at):
+                    k, v = (x[i, h // shared, at].double() for x in (keys, values))
+                    x = k @ query[i, h, t].double() * dim**-0.5 + bias[i, h // shared, at]
+                    p[i, h, t, at] = x.softmax(0)
+                    lse[i, h, t], out[i, h, t] = x.logsumexp(0), x.softmax(0) @ v
+    return out, lse, p
+
+
+def problem(seed: int, heads: int, shared: int, rows: int, empty_tail: bool, biased: bool) -> dict:
+    """A batch of three: one without a segment of the second kind, one with nothing at all."""
+    dim, cap = 16, 9
+    generator = torch.Generator().manual_seed(seed)
+
+    def lengths(top: int) -> list[int]:
+        return torch.randint(1, top + 1, (heads,), generator=generator).tolist()
+
+    def bias(n: int) -> Tensor | None:
+        return noise(heads, n, seed=seed + n) if biased else None
+
+    def row(n: int, at: int, **more) -> Segment:
+        return segment(
+            heads, n, dim, seed=seed + at, lengths=lengths(n), bias=bias(n), **more
+        ).unsqueeze()
+
+    first = [row(33, 3, bits=4, scaled=True), row(17, 5, bits=4, scaled=True)]
+    second = row(24, 11, bits=2, key_group=8, value_group=8)
+    segments = [
+        Segment.cat([*first, Segment.empty(first[0], 1)]),
+        Segment.cat([second, Segment.empty(second, 2)]),
+    ]
+    tail = torch.randint(0, cap - rows, (3, heads), generator=generator)
+    if empty_tail:
+        tail[2] = -rows
+    slots = torch.arange(cap)
+    mask = slots < (tail[..., None, None] + 1 + torch.arange(rows)[:, None]).clamp(min=0)
+    return {
+        "query": noise(3, heads * shared, rows, dim, seed=seed + 21),
+        "segments": segments,
+        "tail_keys": noise(3, heads, cap, dim, seed=seed + 22),
+        "tail_values": noise(3, heads, cap, dim, seed=seed + 23),
+        "tail_mask": mask,
+        "tail_bias": noise(3, heads, cap, seed=seed + 24) if biased else None,
+    }
+
+
+def together(problem: dict) -> tuple[Tensor, ...]:
+    """All keys, values, what is seen of them, and biases, dequantised and in one row."""
+    parts = [segment.dequantise(FLOAT) for segment in problem["segments"]]
+    rows = problem["query"].shape[2]
+    keys = torch.cat([*(k for k, _ in parts), problem["tail_keys"]], 2)
+    values = torch.cat([*(v for _, v in parts), problem["tail_values"]], 2)
+    seen = [s.valid[:, :, None].expand(-1, -1, rows, -1) for s in problem["segments"]]
+    zeros = torch.zeros(keys.shape[:3])
+    biases = [s.bias for s in problem["segments"]] + [problem["tail_bias"]]
+    bias = zeros if biases[-1] is None else torch.cat(biases, 2)
+    return keys, values, torch.cat([*seen, problem["tail_mask"]], 3), bias
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    seed=SEEDS,
+    heads=st.sampled_from([1, 2]),
+    shared=st.sampled_from([1, 2, 3]),
+    rows=st.sampled_from([1, 3]),
+    empty_tail=st.booleans(),
+    biased=st.booleans(),
+)
+def test_attention_is_that_over_what_is_read_back(seed, heads, shared, rows, empty_tail, biased):
+    case = problem(seed, heads, shared, rows, empty_tail, biased)
+    out, lse, mass = decode_mixed(**case, want_mass=True)
+    expected, lse_expected, p = dense(case["query"], *together(case))
+    close = {"rtol": 1e-5, "atol": 1e-6}
+    torch.testing.assert_close(out, expected.float(), **close)
+    torch.testing.assert_close(lse, lse_expected.float(), **close)
+    tail = p[..., -case["tail_mask"].shape[-1] :]
+    torch.testing.assert_close(mass, tail.unflatten(1, (heads, -1)).mean(2).sum(2).float(), **close)
+    if empty_tail:
+        assert not out[2].any() and not mass[2].any()
+        assert bool((lse[2] == -1e30).all())
+    # Another head's query is noticed, and so is one slot more.
+    wrong, _, _ = decode_mixed(**case | {"query": case["query"].roll(1, 2 if rows > 1 else 3)})
+    assert not torch.allclose(wrong, expected.float(), **close)
+    shorter = replace(case["segments"][0], lengths=case["segments"][0].lengths - 1)
+    wrong, _, _ = decode_mixed(**case | {"segments": [shorter, case["segments"][1]]})
+    assert not torch.allclose(wrong, expected.float(), **close)
+
+
+def poisoned(of: Segment) -> Segment:
+    """Anything in the slots that do not exist, parameters included."""
+    gone = ~of.valid[..., None]
+    groups = of.key_step
+    if of.group:
+        first = torch.arange(groups.shape[-2]) * of.group
+        unused = (first >= of.lengths[..., None])[..., None]
+        groups = groups.masked_fill(unused, torch.nan)
+    return replace(
+        of,
+        key_codes=of.key_codes.masked_fill(gone, 255),
+        value_codes=of.value_codes.masked_fill(gone, 255),
+        key_step=groups,
+        value_step=of.value_step.masked_fill(gone, torch.nan),
+        value_min=of.value_min.masked_fill(gone, torch.inf),
+        bias=None if of.bias is None else of.bias.masked_fill(gone[..., 0], torch.nan),
+    )
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("shared", [1, 2])
+def test_what_does_not_exist_is_not_read(biased, shared):
+    case = problem(5, 2, shared, 2, empty_tail=True, biased=biased)
+    clean = decode_mixed(**case, want_mass=True)
+    nobody = ~case["tail_mask"].any(2)
+    dirty = case | {
+        "segments": [poisoned(of) for of in case["segments"]],
+        "tail_keys": case["tail_keys"].masked_fill(nobody[..., None], torch.nan),
+        "tail_values": case["tail_values"].masked_fill(nobody[..., None], torch.inf),
+    }
+    if biased:
+        dirty["tail_bias"] = case["tail_bias"].masked_fill(nobody, torch.nan)
+    for ours, other in zip(clean, decode_mixed(**dirty, want_mass=True), strict=True):
+        assert torch.equal(ours, other)
+    # The same garbage in slots that exist would show.
+    longer = [replace(of, lengths=of.lengths + 1) for of in dirty["segments"]]
+    assert not bool(decode_mixed(**dirty | {"segments": longer})[0].isfinite().all())
+
+
+def test_half_precision_is_computed_in_float32():
+    case = problem(3, 2, 2, 1, empty_tail=False, biased=False)
+    halves = {name: case[name].bfloat16() for name in ("query", "tail_keys", "tail_values")}
+    floats = {name: x.float() for name, x in halves.items()}
+    ours, lse, _ = decode_mixed(**case | halves)
+    exact, exact_lse, _ = decode_mixed(**case | floats)
+    assert ours.dtype == torch.bfloat16 and lse.dtype == FLOAT
+    assert torch.equal(ours, exact.bfloat16()) and torch.equal(lse, exact_lse)
+
+
+def test_a_mask_for_all_heads_and_rows_expands():
+    case = problem(3, 2, 2, 1, empty_tail=False, biased=False)
+    mask = case["tail_mask"][:, :1]
+    whole = decode_mixed(**case | {"tail_mask": mask.expand(-1, 2, -1, -1)}, want_mass=True)
+    for ours, other in zip(
+        whole, decode_mixed(**case | {"tail_mask": mask}, want_mass=True), strict=True
+    ):
+        assert torch.equal(ours, other)
+    without = decode_mixed(**case | {"segments": []})
+    assert bool(without[0].isfinite().all()) and not torch.equal(without[0], whole[0])
+
+
+def test_the_order_of_segments_does_not_matter():
+    case = problem(8, 2, 2, 1, empty_tail=False, biased=True)
+    ours, other = (
+        decode_mixed(**case | {"segments": of})[0]
+        for of in (case["segments"], case["segments"][::-1])
+    )
+    torch.testing.assert_close(ours, other, rtol=0, atol=1e-6)
+
+
+def test_nothing_waits_for_the_device():
+    """Tensors without data: to ask for a number, or for a shape that depends on one, fails."""
+    case = problem(3, 2, 2, 1, empty_tail=False, biased=False)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        case = {
+            name: mode.from_tensor(of) if isinstance(of, Tensor) else of
+            for name, of in case.items()
+        }
+        case["segments"] = [of._each(lambda _, x: mode.from_tensor(x)) for of in case["segments"]]
+        out, lse, mass = decode_mixed(**case, want_mass=True)
+        assert (out.shape, lse.shape, mass.shape) == ((3, 4, 1, 16), (3, 4, 1), (3, 2, 9))
+        keys, lengths = torch.zeros(2, 8, 16), torch.full((2,), 8)
+        order = torch.arange(8).expand(2, -1)
+        page = quantise(keys, keys, order, lengths, 4, scaled=True, dtype=torch.float16)
+        page.unsqueeze().rows(torch.zeros(1, dtype=torch.int64))
+        with pytest.raises(DataDependentOutputException):
+            page.held_bytes()
+
+
+# --- KIVI ----------------------------------------------------------------------------------------
+
+
+def prompt(n: int, heads: int = 2, dim: int = 32, seed: int = 0, lengths=None, bias=None) -> KV:
+    order = 3 + torch.arange(n).expand(heads, -1)
+    return KV(
+        keys=noise(heads, n, dim, seed=seed, spread=0.5),
+        values=noise(heads, n, dim, seed=seed + 1),
+        order=order,
+        position=order,
+        visual=torch.zeros(heads, n, dtype=torch.bool),
+        lengths=torch.full((heads,), n) if lengths is None else torch.tensor(lengths),
+        bias=bias,
+    )
+
+
+def pass_over(n: int) -> Step:
+    order = 3 + torch.arange(n)
+    return Step(Phase.PREFILL, depth=1, layout=TokenLayout.text(order, order[None]))
+
+
+class Tail:
+    """`vlmfast.stages.Slots` of what a quantiser left, as far as quantisers look at it."""
+
+    def __init__(self, kv: KV, step: Step) -> None:
+        self.keys, self.values, self.order = kv.keys, kv.values, kv.order
+        self.length, self.held, self.seen = kv.lengths.clone(), len(kv), 1000
+        self.notes, self.pages = step.notes, list(kv.segments)
+        self.calls = 0
+
+    def write(self, key: Tensor, value: Tensor) -> None:
+        room = self.keys.new_full((len(self.keys), 1, self.keys.shape[2]), torch.nan)
+        self.keys, self.values = (torch.cat([x, room], 1) for x in (self.keys, self.values))
+        self.order = torch.cat([self.order, torch.zeros_like(room[..., 0]).long()], 1)
+        heads = torch.arange(len(key))
+        self.keys[heads, self.length], self.values[heads, self.length] = key, value
+        self.order[heads, self.length] = self.seen
+        self.length, self.held, self.seen = self.length + 1, self.held + 1, self.seen + 1
+
+    def quantise(self, count: int, make) -> None:
+        assert count <= int(self.length.min())
+        page = make(self.keys[:, :count], self.values[:, :count]).unsqueeze()
+        assert not page.order.is_set_to(self.order)
+        self.order, self.keys, self.values = (
+            x[:, count:].clone() for x in (self.order, self.keys, self.values)
+        )
+        self.length, self.held, self.calls = self.length - count, self.held - count, self.calls + 1
+        last = self.pages and self.pages[-1].unsqueeze()
+        if last and last.key == page.key and last.group:
+            self.pages[-1], page = last.append(page)._each(lambda _, x: x[0]), None
+        if page is not None:
+            self.pages.append(page._each(lambda _, x: x[0]))
+
+
+@pytest.mark.parametrize("n", [0, 1, 31, 32, 33, 64, 100])
+def test_kivi_leaves_less_than_a_residual_of_a_prompt(n):
+    stage, kv = Kivi(bits=4, group=8, residual=32), prompt(n)
+    out = stage.compress(pass_over(n), 0, kv, None)
+    if n < 32:
+        assert out is kv
+        return
+    (of,) = out.segments
+    assert (len(of), len(out)) == (n // 32 * 32, n % 32)
+    assert of.key == (4, 8, 4, False)
+    assert torch.equal(torch.cat([of.order.long(), out.order], 1), kv.order)
+    assert torch.equal(out.keys, kv.keys[:, len(of) :])
+    assert torch.equal(out.lengths, torch.full((2,), n % 32))
+    own = quantise(
+        kv.keys[:, 8:16], kv.values[:, 8:16], kv.order[:, 8:16], torch.tensor([8, 8]), 4,
+        key_group=8, value_group=8,
+    )  # fmt: skip
+    keys, values = of.dequantise(FLOAT)
+    assert torch.equal(keys[:, 8:16], own.dequantise(FLOAT)[0])
+    assert torch.equal(values[:, 8:16], own.dequantise(FLOAT)[1])
+    assert not torch.equal(keys[:, :8], own.dequantise(FLOAT)[0])
+
+
+def test_kivi_takes_three_bits_of_sixteen():
+    kv = prompt(256, dim=64)
+    (of,) = Kivi().compress(pass_over(256), 0, kv, None).segments
+    assert of.held_bytes() * 8 == 3 * kv.keys.numel() * 2
+
+
+def test_kivi_carries_biases_and_heads_of_different_length():
+    bias = noise(2, 80, seed=5)
+    stage, step = Kivi(bits=2, group=8, residual=16), pass_over(80)
+    kv = prompt(80, lengths=[70, 41], bias=bias)
+    kv.keys[1, 41:], kv.values[1, 41:] = torch.nan, torch.nan
+    out = stage.compress(step, 0, kv, None)
+    (of,) = out.segments
+    assert len(of) == 32 and out.lengths.tolist() == [38, 9]
+    assert torch.equal(of.bias, bias[:, :32]) and torch.equal(out.bias, bias[:, 32:])
+    assert all(bool(x.isfinite().all()) for x in of.dequantise(FLOAT))
+    # In decode, what is quantised is what the shortest head has: it lies 29 behind the longest.
+    slots, part = Tail(out, step), stage.expand()[1]
+    held = []
+    for _ in range(30):
+        part.step(slots, 0)
+        held.append(slots.length.tolist())
+        slots.write(noise(2, 32, seed=1), noise(2, 32, seed=2))
+    assert all(longest - shortest == 29 for longest, shortest in held)
+    assert held[6:8] == [[44, 15], [29 + 0, 0]]
+    assert all(bool(x.isfinite().all()) for p in slots.pages for x in p.dequantise(FLOAT))
+
+
+@pytest.mark.parametrize("n", [5, 40])
+def test_kivi_quantises_the_answer_as_it_does_a_prompt(n):
+    """Prompt and answer together: the codes of a prompt that had been longer."""
+    stage, total = Kivi(bits=2, group=8, residual=16), 70
+    kv = prompt(total)
+    start, step = torch.arange(n), pass_over(n)
+    slots, part = Tail(stage.compress(step, 0, kv.select(start), None), step), stage.expand()[1]
+    slots.seen = 3 + n
+    for at in range(n, total):
+        part.step(slots, 0)
+        assert slots.held < 16
+        slots.write(kv.keys[:, at], kv.values[:, at])
+    part.step(slots, 0)
+    whole = stage.compress(pass_over(total), 0, kv, None)
+    assert slots.held == len(whole) == total % 16
+    (of,) = slots.pages
+    assert same(of, whole.segments[0])
+    assert torch.equal(slots.keys, whole.keys)
+    assert slots.calls == total // 16 - n // 16
+    assert not same(of, Kivi(bits=4, group=8, residual=16).compress(step, 0, kv, None).segments[0])
+
+
+def test_kivi_catches_up_with_many_tokens_at_once():
+    stage, step = Kivi(bits=2, group=8, residual=16), pass_over(50)
+    slots = Tail(prompt(50), step)
+    stage.expand()[1].step(slots, 0)
+    assert (slots.held, slots.calls) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ({"bits": 3}, "kivi: bits=3 cannot be packed; allowed are 2, 4 and 8"),
+        ({"bits": 16}, "kivi: bits=16 is out of range"),
+        ({"residual": 100}, "kivi: residual=100 does not consist of groups of 32"),
+    ],
+)
+def test_kivi_names_what_it_cannot_do(parameters, message):
+    with pytest.raises(RecipeError, match=message):
+        Kivi(**parameters)
+
+
+def test_methods_name_heads_that_they_cannot_pack():
+    with pytest.raises(RecipeError, match="kivi: groups of 32 channels do not divide a head of 48"):
+        Kivi().compress(pass_over(128), 0, prompt(128, dim=48), None)
+    narrow = Kivi().compress(pass_over(128), 0, prompt(128, dim=16), None)
+    assert narrow.segments[0].key == (2, 32, 1, False)
+    with pytest.raises(RecipeError, match="zipcache: 6 channels cannot be packed"):
+        ZipCache().compress(pass_over(8), 0, prompt(8, dim=6), columns(8))
+
+
+# --- ZipCache ------------------------------------------------------------------------------------
+
+
+def columns(n: int, heads: int = 2, groups: int = 2, seed: int = 0) -> ColumnStats:
+    received = torch.rand(heads, groups, n, generator=torch.Generator().manual_seed(seed))
+    nnz = torch.arange(n, 0, -1).clamp(max=4).expand(heads, -1)
+    none = torch.zeros_like(received)
+    return ColumnStats(received, none, none, none, none.int(), nnz, torch.arange(4))
+
+
+@given(
+    share=st.sampled_from([0.0, 0.25, 0.4, 0.5, 1.0]),
+    lengths=st.lists(st.integers(0, 40), min_size=1, max_size=3),
+    seed=SEEDS,
+)
+def test_the_least_salient_are_the_lowest_of_each_head(share, lengths, seed):
+    n = max(*lengths, 1)
+    score = noise(len(lengths), n, seed=seed)
+    low = least_salient(score, share, torch.tensor(lengths))
+    for of, mine, length in zip(score, low, lengths, strict=True):
+        assert int(mine.sum()) == int(share * length)
+        assert not mine[length:].any()
+        if 0 < mine.sum() < length:
+            assert of[mine].max() < of[:length][~mine[:length]].min()
+
+
+def test_ties_are_salient_at_the_lower_index():
+    low = least_salient(torch.ones(1, 10), 0.4, torch.tensor([10]))
+    assert low[0].nonzero().flatten().tolist() == [6, 7, 8, 9]
+
+
+def test_saliency_is_a_mean_over_the_rows_that_see_a_slot():
+    stats, n = columns(20), 20
+    full = ZipCache().score(pass_over(n), prompt(n), stats)
+    torch.testing.assert_close(full, stats.sum.sum(1) / (n - torch.arange(n)))
+    probe = ZipCache(norm="probe").score(pass_over(n), prompt(n), stats)
+    torch.testing.assert_close(probe, stats.sum.sum(1) / stats.nnz)
+    assert not torch.equal(full, probe)
+    assert bool(saliency(stats.sum, 0 * stats.nnz).isfinite().all())
+    # Of a prompt that has lost slots, each is divided by the rows that still see it.
+    left = torch.tensor([0, 3, 4, 11, 19])
+    kv = prompt(n).select(left)
+    some = ColumnStats(
+        *(getattr(stats, name)[..., left] for name in ("sum", "sumsq", "max", "entropy", "count")),
+        nnz=stats.nnz[:, left],
+        rows=stats.rows,
+    )
+    assert torch.equal(ZipCache().score(pass_over(n), kv, some), full[:, left])
+
+
+@pytest.mark.parametrize("lengths", [[40, 40], [40, 17]])
+def test_zipcache_keeps_every_slot_in_one_of_two_precisions(lengths):
+    n, stage, step = 40, ZipCache(), pass_over(40)
+    kv, stats = prompt(n, lengths=lengths, bias=noise(2, n, seed=4)), columns(n)
+    out = stage.compress(step, 0, kv, stats)
+    high, low = out.segments
+    assert len(out) == 0 and not out.lengths.any()
+    assert (high.key, low.key) == ((4, 0, 1, True), (2, 0, 1, True))
+    assert low.lengths.tolist() == [int(0.4 * length) for length in lengths]
+    assert torch.equal(high.value_scale, low.value_scale)
+    score = stage.score(step, kv, stats)
+    for head, length in enumerate(lengths):
+        orders = [of.order[head, : of.lengths[head]].long() - 3 for of in (high, low)]
+        assert torch.cat(orders).sort().values.tolist() == list(range(length))
+        assert all(bool((order.diff() > 0).all()) for order in orders)
+        assert score[head, orders[0]].min() > score[head, orders[1]].max()
+        for of, order in zip((high, low), orders, strict=True):
+            mine = slice(0, len(order))
+            assert torch.equal(of.bias[head, mine], kv.bias[head, order])
+            alone = quantise(
+                kv.keys[head : head + 1, order],
+                kv.values[head : head + 1, order],
+                kv.order[head : head + 1, order],
+                torch.tensor([len(order)]),
+                of.bits,
+                scaled=of.value_scale[head : head + 1],
+            )
+            for ours, other in zip(of.dequantise(FLOAT), alone.dequantise(FLOAT), strict=True):
+                assert torch.equal(ours[head, mine], other[0])
+    error = [(kv.keys.mean(1) - of.dequantise(FLOAT)[0].mean(1)).abs().mean() for of in (high, low)]
+    assert error[0] < error[1]
+
+
+@pytest.mark.parametrize(("important", "bits"), [(1.0, [4]), (0.0, [2]), (0.5, [4, 2])])
+def test_zipcache_with_one_precision(important, bits):
+    out = ZipCache(important=important).compress(pass_over(20), 0, prompt(20), columns(20))
+    assert [of.bits for of in out.segments] == bits
+    equal = ZipCache(important=important, bits_high=8, bits_low=8)
+    (of,) = equal.compress(pass_over(20), 0, prompt(20), columns(20)).segments
+    assert (of.bits, len(of)) == (8, 20)
+
+
+def test_zipcache_quantises_the_answer_in_pages():
+    stage, step = ZipCache(page=16), pass_over(20)
+    kv = prompt(20)
+    compressed = stage.compress(step, 0, kv, columns(20))
+    slots, part = Tail(compressed, step), stage.expand()[1]
+    keys, values = noise(2, 40, 32, seed=8), noise(2, 40, 32, seed=9)
+    for at in range(40):
+        part.step(slots, 0)
+        assert slots.held < 16
+        slots.write(keys[:, at], values[:, at])
+    assert slots.calls == 2
+    high, low, pages = slots.pages
+    # What was quantised before is as it was.
+    assert high is compressed.segments[0] and low is compressed.segments[1]
+    assert pages.key == (4, 16, 1, True) and pages.lengths.tolist() == [32, 32]
+    assert torch.equal(pages.value_scale, high.value_scale)
+    assert pages.order[0].tolist() == list(range(1000, 1032))
+    own = quantise(
+        keys[:, 16:32], values[:, 16:32], kv.order[:, :16], torch.tensor([16, 16]), 4,
+        key_group=16, scaled=high.value_scale,
+    )  # fmt: skip
+    for ours, other in zip(pages.dequantise(FLOAT), own.dequantise(FLOAT), strict=True):
+        assert torch.equal(ours[:, 16:], other)
+        assert not torch.equal(ours[:, :16], other)
+
+
+def test_zipcache_asks_for_shares_of_the_rows():
+    stage = ZipCache(recent=0.1, random=0.2, seed=7)
+    (request,) = set(stage.text_stats(3).values())
+    assert set(stage.text_stats(3)) == {0, 1, 2}
+    assert (request.rows, request.n, request.random, request.seed) == ("probe", 0.1, 0.2, 7)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ({"bits_high": 6}, "zipcache: bits_high=6 cannot be packed; allowed are 2, 4 and 8"),
+        ({"bits_high": 2, "bits_low": 4}, "bits_low=4 is more than bits_high=2"),
+        ({"important": 1.5}, "important=1.5 is out of range"),
+        ({"recent": 0.0}, "recent=0 is out of range"),
+    ],
+)
+def test_zipcache_names_what_it_cannot_do(parameters, message):
+    with pytest.raises(RecipeError, match=message):
+        ZipCache(**parameters)

@@ -1,0 +1,376 @@
+"""ZipVL: which tokens are important, attention among them, and what becomes of the cache."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from fake_slots import FakeSlots, prompt_kv, prompt_step
+from tiny_models import picture
+from vlmfast import Recipe, RecipeError
+from vlmfast.compressors.zipvl import ZipVL, important, probe_rows, sparse_attention
+from vlmfast.kernels.quantize_kv import Segment
+from vlmfast.kv import KV
+from vlmfast.stages import Step
+
+
+def noise(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def qkv(heads: int, kv_heads: int, n: int, d: int = 16, seed: int = 0) -> list[Tensor]:
+    """Queries, keys and values with a batch axis; some keys draw much more than others."""
+    q, k, v = (noise(1, h, n, d, seed=seed + i) for i, h in enumerate((heads, kv_heads, kv_heads)))
+    return [2 * q, 2 * k, v]
+
+
+def maps(q: Tensor, k: Tensor, allowed: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Softmax attention, float64, (Hq, S, S)."""
+    k = k[0].double().repeat_interleave(q.shape[1] // k.shape[1], 0)
+    logits = q[0].double() @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
+    logits = logits if bias is None else logits + bias.double()
+    return logits.masked_fill(~allowed, -torch.inf).softmax(-1).nan_to_num(0.0)
+
+
+# --- probes and importance -----------------------------------------------------------------------
+
+
+@given(st.integers(1, 80), st.integers(1, 40), st.integers(0, 40), st.integers(0, 5))
+@settings(max_examples=60, deadline=None)
+def test_probe_rows(n: int, recent: int, random: int, seed: int) -> None:
+    rows = probe_rows(n, recent, random, seed).tolist()
+    assert rows == sorted(set(rows))
+    assert len(rows) == min(n, recent) + min(random, max(n - recent, 0))
+    assert rows[-min(n, recent) :] == list(range(max(n - recent, 0), n))
+    assert rows == probe_rows(n, recent, random, seed).tolist()
+
+
+def test_probe_rows_depend_on_the_seed() -> None:
+    assert not torch.equal(probe_rows(500, 8, 16, 0), probe_rows(500, 8, 16, 1))
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+@pytest.mark.parametrize("tau", [0.3, 0.8, 0.97])
+def test_importance_by_hand(kv_heads: int, tau: float) -> None:
+    n = 60
+    q, k, _ = qkv(4, kv_heads, n)
+    rows = probe_rows(n, 10, 10, 0)
+    received = maps(q, k, torch.ones(n, n, dtype=torch.bool).tril())[:, rows].mean(0).sum(0)
+    total, count = 0.0, 0
+    for mass in sorted(received.tolist(), reverse=True):
+        total, count = total + mass, count + 1
+        if total >= tau * len(rows):
+            break
+    seen = [sum(int(r) >= j for r in rows) for j in range(n)]
+    score = [float(received[j]) / seen[j] for j in range(n)]
+    expected = sorted(sorted(range(n), key=lambda j: -score[j])[:count])
+    got = important(q[0], k[0], rows, tau)
+    assert got.tolist() == expected
+    assert 1 < count < n
+    raw = sorted(sorted(range(n), key=lambda j: -float(received[j]))[:count])
+    assert got.tolist() != raw  # control: the set is not chosen by what is counted
+
+
+def test_forced_tokens_are_among_the_count() -> None:
+    q, k, _ = qkv(4, 4, 60)
+    rows = probe_rows(60, 10, 10, 0)
+    free = important(q[0], k[0], rows, 0.5)
+    forced = ~torch.isin(torch.arange(60), free)
+    forced = forced & (forced.cumsum(0) <= 2)
+    got = important(q[0], k[0], rows, 0.5, forced=forced)
+    assert len(got) == len(free)
+    assert set(forced.nonzero().flatten().tolist()) <= set(got.tolist())
+    all_ = important(q[0], k[0], rows, 0.01, forced=torch.ones(60, dtype=torch.bool))
+    assert len(all_) == 60
+
+
+def test_a_bias_makes_a_token_important() -> None:
+    q, k, _ = qkv(4, 2, 60)
+    rows = probe_rows(60, 10, 10, 0)
+    least = next(j for j in range(50) if j not in important(q[0], k[0], rows, 0.5).tolist())
+    bias = torch.zeros(60).index_fill(0, torch.tensor([least]), 6.0)
+    assert least in important(q[0], k[0], rows, 0.5, bias=bias).tolist()
+
+
+# --- attention -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("every_row", [False, True])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("kv_heads", [6, 2, 1])
+def test_attention_equals_a_masked_dense_softmax(
+    kv_heads: int, biased: bool, every_row: bool
+) -> None:
+    n = 40
+    q, k, v = qkv(6, kv_heads, n)
+    chosen = torch.tensor([3, 4, 9, 17, 18, 30, 39])
+    bias = noise(n, seed=9) if biased else None
+    got = sparse_attention(q, k, v, chosen, every_row=every_row, bias=bias)
+    columns = torch.zeros(n, dtype=torch.bool).index_fill(0, chosen, True)
+    rows = torch.ones_like(columns) if every_row else columns
+    allowed = torch.ones(n, n, dtype=torch.bool).tril() & columns
+    p = maps(q, k, allowed, bias) * rows[:, None]
+    expected = p @ v[0].double().repeat_interleave(6 // kv_heads, 0)
+    assert (got[0].double() - expected).abs().max() < 1e-6
+    silent = torch.arange(n) < 3 if every_row else ~columns
+    assert bool((got[0, :, silent] == 0).all())
+    assert bool((got[0, :, ~silent] != 0).any(-1).all())
+    if biased:  # control
+        plain = sparse_attention(q, k, v, chosen, every_row=every_row)
+        assert (plain - got).abs().max() > 1e-2
+
+
+def test_attention_follows_a_rule_of_its_own() -> None:
+    """What rows may see, where a model is not plainly causal: here the first half sees itself."""
+    n = 20
+    q, k, v = qkv(4, 2, n)
+    chosen = torch.tensor([1, 4, 8, 12, 19])
+    allowed = torch.ones(n, n, dtype=torch.bool).tril()
+    allowed[:10, :10] = True
+    got = sparse_attention(q, k, v, chosen, allowed=allowed)
+    columns = torch.zeros(n, dtype=torch.bool).index_fill(0, chosen, True)
+    expected = maps(q, k, allowed & columns) @ v[0].double().repeat_interleave(2, 0)
+    assert (got[0, :, chosen].double() - expected[:, chosen]).abs().max() < 1e-6
+    assert (got - sparse_attention(q, k, v, chosen)).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("every_row", [False, True])
+def test_all_tokens_are_the_dense_attention(every_row: bool) -> None:
+    q, k, v = qkv(4, 2, 30)
+    dense = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    got = sparse_attention(q, k, v, torch.arange(30), every_row=every_row)
+    assert (got - dense).abs().max() < 1e-6
+    got = sparse_attention(q, k, v, torch.arange(1, 30), every_row=every_row)
+    assert (got - dense).abs().max() > 1e-2
+
+
+# --- the prefill part ----------------------------------------------------------------------------
+
+
+def attended(stage: ZipVL, n: int = 200, seed: int = 0) -> tuple[Tensor | None, Step, list[Tensor]]:
+    q, k, v = qkv(4, 2, n, seed=seed)
+    step = prompt_step(n, 3)
+    return stage.expand()[0].attend(step, 1, q, k, v, None), step, [q, k, v]
+
+
+def test_the_last_row_always_attends() -> None:
+    for seed in range(5):
+        for last in (1, 7):
+            stage = ZipVL(0.1, force_recent=last)
+            out, step, _ = attended(stage, seed=seed)
+            chosen = step.notes["zipvl"][1]
+            assert set(range(200 - last, 200)) <= set(chosen.tolist())
+            assert bool((out[0, :, chosen] != 0).any(-1).all())
+            others = ~torch.isin(torch.arange(200), chosen)
+            assert int(others.sum()) > 0
+            assert bool((out[0, :, others] == 0).all())
+
+
+def test_a_layer_equals_its_parts() -> None:
+    for rows in ("important", "all"):
+        stage = ZipVL(0.6, rows=rows, recent=16, random=8, seed=4)
+        out, step, (q, k, v) = attended(stage)
+        probes = probe_rows(200, 16, 8, 4 * 3 + 1)
+        last = torch.arange(200) == 199
+        chosen = important(q[0], k[0], probes, 0.6, forced=last)
+        assert torch.equal(step.notes["zipvl"][1], chosen)
+        assert torch.equal(out, sparse_attention(q, k, v, chosen, every_row=rows == "all"))
+
+
+def test_layers_probe_other_rows() -> None:
+    stage = ZipVL(0.6, recent=1, random=8).expand()[0]
+    q, k, v = qkv(4, 2, 200)
+    step = prompt_step(200, 3)
+    for layer in (0, 1):
+        stage.attend(step, layer, q, k, v, None)
+    assert not torch.equal(step.notes["zipvl"][0], step.notes["zipvl"][1])
+
+
+def test_dense_where_nothing_would_be_saved() -> None:
+    share = len(attended(ZipVL(0.6))[1].notes["zipvl"][1]) / 200
+    assert 0.1 < share < 0.9
+    out, step, _ = attended(ZipVL(0.6, dense_above=share - 0.01))
+    assert out is None
+    assert len(step.notes["zipvl"][1]) == round(share * 200)  # the cache still goes by it
+    assert attended(ZipVL(0.6, dense_above=share + 0.01))[0] is not None
+    assert ZipVL(1.0).expand()[0].attends(3) == ()
+    assert ZipVL(0.9).expand()[0].attends(3) == (0, 1, 2)
+
+
+def test_rows_of_an_answer_lose_nothing_and_do_not_probe() -> None:
+    q, k, v = qkv(4, 2, 120)
+    step = prompt_step(120, 3)
+    step.answer = 20
+    stage = ZipVL(0.3, recent=8, random=8).expand()[0]
+    out = stage.attend(step, 0, q, k, v, None)
+    chosen = step.notes["zipvl"][0]
+    assert set(range(99, 120)) < set(chosen.tolist())
+    alone = prompt_step(100, 3)
+    stage.attend(alone, 0, *(x[:, :, :100] for x in (q, k, v)), None)
+    assert torch.equal(alone.notes["zipvl"][0], chosen[:-20])
+    assert bool((out[0, :, 100:] != 0).any(-1).all())
+    # Other queries in the answer, the same choice.
+    q = torch.cat([q[:, :, :100], noise(1, 4, 20, 16, seed=7)], 2)
+    stage.attend(step, 1, q, k, v, None)
+    stage.attend(step, 0, q, k, v, None)
+    assert torch.equal(step.notes["zipvl"][0], chosen)
+    assert not torch.equal(step.notes["zipvl"][1], chosen)
+
+
+# --- the cache parts -----------------------------------------------------------------------------
+
+
+def layer_of(n: int = 90, seed: int = 0) -> tuple[KV, Step, Tensor]:
+    """A layer of a prompt, a pass that found a third of it important, and these tokens."""
+    kv = prompt_kv(noise(2, n, 16, seed=seed), noise(2, n, 16, seed=seed + 1))
+    step = prompt_step(n, 3)
+    chosen = torch.arange(0, n, 3)
+    step.notes["zipvl"] = {1: chosen}
+    return kv, step, chosen
+
+
+def test_drop_keeps_the_important_tokens() -> None:
+    kv, step, chosen = layer_of()
+    part = ZipVL(0.9, kv="drop").expand()[1]
+    kept = part.compress(step, 1, kv, None)
+    assert torch.equal(kept.order, chosen.expand(2, -1))
+    assert torch.equal(kept.keys, kv.keys[:, chosen])
+    assert part.compress(step, 0, kv, None) is kv  # a layer that attended densely
+
+
+@pytest.mark.parametrize(("high", "low"), [(4, 2), (8, 4), (4, 4)])
+def test_two_precisions(high: int, low: int) -> None:
+    kv, step, chosen = layer_of()
+    kv = replace(kv, bias=torch.arange(90.0).expand(2, -1))
+    got = ZipVL(bits_high=high, bits_low=low).expand()[1].compress(step, 1, kv, None)
+    assert got.keys.shape == got.values.shape == (2, 0, 16)
+    assert got.lengths.tolist() == [0, 0]
+    first, second = got.segments
+    assert (first.bits, second.bits) == (high, low)
+    rest = torch.tensor([j for j in range(90) if j % 3])
+    for segment, tokens in ((first, chosen), (second, rest)):
+        assert torch.equal(segment.order.long(), tokens.expand(2, -1))
+        assert torch.equal(segment.bias, tokens.float().expand(2, -1))
+        assert segment.value_scale is not None
+        keys, values = segment.dequantise(torch.float32)
+        # Half a step is what rounding may cost.
+        worst = (keys - kv.keys[:, tokens]).abs() / segment.key_step.float()
+        assert worst.max() < 0.51
+        error = (values - kv.values[:, tokens]).abs().mean()
+        assert error < 0.3 * kv.values.std() * 4 / 2**segment.bits
+    error = [
+        (s.dequantise(torch.float32)[0] - kv.keys[:, s.order[0].long()]).abs().mean()
+        for s in got.segments
+    ]
+    assert error[0] < error[1] / 2 or high == low
+    # What an earlier stage has quantised stays in front.
+    again = ZipVL().expand()[1].compress(layer_of()[1], 1, replace(kv, segments=(first,)), None)
+    assert again.segments[0] is first
+    assert len(again.segments) == 3
+
+
+def test_all_important_tokens_make_one_segment() -> None:
+    kv, step, _ = layer_of()
+    (segment,) = ZipVL(1.0).expand()[1].compress(step, 0, kv, None).segments
+    assert (segment.bits, len(segment)) == (4, 90)
+
+
+def test_heads_that_hold_other_tokens() -> None:
+    kv, step, chosen = layer_of()
+    keep = torch.ones(2, 90, dtype=torch.bool)
+    keep[0, :30] = False
+    kv = kv.select_mask(keep)
+    first, second = ZipVL().expand()[1].compress(step, 1, kv, None).segments
+    assert first.lengths.tolist() == [20, 30]
+    assert second.lengths.tolist() == [40, 60]
+    assert first.order[0, :20].tolist() == chosen[10:].tolist()
+    assert first.order[1].tolist() == chosen.tolist()
+
+
+# --- the answer ----------------------------------------------------------------------------------
+
+
+class PagedSlots(FakeSlots):
+    """With pages, as the cache makes them."""
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.pages: list[Segment] = []
+
+    def quantise(self, count: int, make) -> None:
+        self.pages.append(make(self.keys[:, :count], self.values[:, :count]))
+        for of in (self.keys, self.values, self.order, self.mass):
+            of[:, :-count] = of[:, count:].clone()
+        self.length -= count
+        self.held -= count
+
+
+def test_the_answer_becomes_pages() -> None:
+    kv, step, _ = layer_of()
+    _, mixed, pages = ZipVL(page=8).expand()
+    kept = mixed.compress(step, 1, kv, None)
+    slots = PagedSlots(kept, step, room=30)
+    keys, values = noise(2, 27, 16, seed=5), noise(2, 27, 16, seed=6)
+    held = []
+    for token in range(27):
+        pages.step(slots, 1)
+        held.append(slots.held)
+        slots.write(keys[:, token], values[:, token])
+    assert held == [token % 8 if token % 8 or not token else 0 for token in range(27)]
+    assert [page.bits for page in slots.pages] == [4, 4, 4]
+    assert len({page.key for page in slots.pages}) == 1
+    whole = slots.pages[0].append(slots.pages[1]).append(slots.pages[2])
+    assert whole.order.tolist() == [list(range(90, 114))] * 2
+    got = whole.dequantise(torch.float32)
+    for mine, right in zip(got, (keys[:, :24], values[:, :24]), strict=True):
+        assert (mine - right).abs().mean() < 0.15
+        assert (mine - right).abs().max() > 1e-3  # control: it is quantised
+    assert torch.equal(slots.keys[:, :3], keys[:, 24:])
+    assert torch.equal(slots.order[0, :3], torch.tensor([114, 115, 116]))
+
+
+# --- the word ------------------------------------------------------------------------------------
+
+
+def test_the_word_and_its_parts() -> None:
+    protocols = {
+        kv: [part.protocol for part in ZipVL(kv=kv).expand()] for kv in ("mixed", "drop", "none")
+    }
+    assert protocols == {
+        "mixed": ["prefill", "cache", "decode"],
+        "drop": ["prefill", "cache"],
+        "none": ["prefill"],
+    }
+    assert [getattr(part, "quantises", None) for part in ZipVL().expand()[1:2]] == [True]
+    assert not ZipVL(kv="drop").expand()[1].quantises
+    assert {part.name for part in ZipVL().expand()} == {"zipvl"}
+    assert ZipVL.asks_question
+    assert Recipe.parse("zipvl:0.96,kv=drop") == Recipe((ZipVL(0.96, kv="drop"),))
+    assert str(Recipe.parse("zipvl:tau=0.96")) == "zipvl:0.96"
+    with pytest.raises(RecipeError, match=r"zipvl: bits_low=3 is out of range, allowed is one of"):
+        Recipe.parse("zipvl:bits_low=3")
+    with pytest.raises(RecipeError, match=r"tau=0 is out of range, allowed is > 0 and <= 1"):
+        Recipe.parse("zipvl:0")
+
+
+def test_whole_answers(tiny) -> None:
+    image = picture(128, 128)
+
+    def ask(recipe: str, **more):
+        return tiny.ask("what is here ?", image, recipe=recipe, max_new_tokens=10, **more)
+
+    full = ask("none")
+    for same in ("zipvl:1,kv=none", "zipvl:1,kv=drop"):
+        answer = ask(same)
+        assert answer.token_ids == full.token_ids
+        assert answer.stats.kv_bytes == full.stats.kv_bytes
+    mixed, dropped = ask("zipvl:0.97,page=4"), ask("zipvl:0.97,kv=drop")
+    assert mixed.stats.kv_bytes < 0.35 * full.stats.kv_bytes
+    assert dropped.stats.kv_bytes < full.stats.kv_bytes
+    assert mixed.token_ids == ask("zipvl:0.97,page=4").token_ids

@@ -1,0 +1,179 @@
+"""Cache stages at work: behind the attention of each layer, while a prompt is read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from ..kernels.col_stats import col_stats
+from ..kv import KV
+from ..models.base import Adapter
+from ..recipe import Recipe
+from ..stages import CacheStage, ColumnRequest, ColumnStats, DecodeStage, Phase, Step
+from .cache import KVCache
+from .stats import Stats, clock
+
+
+@dataclass
+class Compression:
+    """Runs the cache stages of a recipe over one prompt.
+
+    Parameters
+    ----------
+    stages : list of CacheStage
+    decoding : list of DecodeStage
+        Only what they need of the cache is looked at here.
+    """
+
+    adapter: Adapter
+    stages: list[CacheStage]
+    decoding: list[DecodeStage]
+    step: Step
+    cache: KVCache
+    stats: Stats
+    requests: dict[str, dict[int, ColumnRequest]] = field(init=False)
+    # Stages behind one whose budgets need all layers: they take their turn at the end.
+    late: list[CacheStage] = field(init=False)
+    waiting: dict[tuple[int, str], tuple[ColumnStats | None, Tensor]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        whole = [type(stage).finish is not CacheStage.finish for stage in self.stages]
+        self.late = self.stages[whole.index(True) + 1 :] if any(whole) else []
+        depth = self.adapter.depth
+        self.requests = {stage.name: stage.text_stats(depth) for stage in self.stages}
+
+    @staticmethod
+    def of(
+        adapter: Adapter, recipe: Recipe, step: Step, cache: KVCache, stats: Stats
+    ) -> Compression | None:
+        """``None`` for a recipe that leaves the cache alone, or a prompt without a picture."""
+        stages, decoding = recipe.acting("cache"), recipe.acting("decode")
+        if not (stages or decoding) or not bool(step.layout.visual.any()):
+            return None
+        compression = Compression(adapter, stages, decoding, step, cache, stats)
+        step.after, step.rotate = compression.after, adapter.rotate
+        return compression
+
+    def after(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float | None
+    ) -> None:
+        """Compress what ``layer`` has just attended to.
+
+        Parameters
+        ----------
+        query : Tensor, (1, Hq, S, D)
+        key, value : Tensor, (1, H, S, D)
+            Of the rows of ``step.layout``.
+        """
+        start = clock(key.device)
+        step, held = self.step, self.cache.layers[layer]
+        layout, heads = step.layout, key.shape[1]
+        bias = step.key_bias()
+        kv = KV(
+            keys=key[0],
+            values=value[0],
+            order=layout.order.expand(heads, -1),
+            position=layout.position[0].expand(heads, -1),
+            visual=layout.visual.expand(heads, -1),
+            lengths=torch.full((heads,), len(layout), device=key.device),
+            bias=None if bias is None else bias.expand(heads, -1),
+        )
+        # Before anything goes: one pass over the attention for every request that differs.
+        asked = {name: of[layer] for name, of in self.requests.items() if layer in of}
+        known = {
+            request: statistics(request, layer, query[0], key[0], step, scaling, bias)
+            for request in set(asked.values())
+        }
+        for stage in self.stages:
+            stats = known.get(asked.get(stage.name))
+            if stage in self.late:
+                self.waiting[layer, stage.name] = stats, layout.order
+            else:
+                kv = stage.compress(step, layer, kv, aligned(stats, kv, layout.order))
+        if step.phase is Phase.EXTEND:
+            held.append(kv, len(layout))
+        else:
+            held.put(kv)
+        self.stats.time_reduce_s += clock(key.device) - start
+
+    def finish(self) -> None:
+        """The last layer has run: budgets that need all of them."""
+        if self.step.phase is Phase.EXTEND:
+            return
+        start = clock(self.adapter.device)
+        kvs = [layer.kv for layer in self.cache.layers]
+        for stage in self.stages:
+            if stage in self.late:
+                kvs = [
+                    stage.compress(self.step, layer, kv, self._waited(layer, stage, kv))
+                    for layer, kv in enumerate(kvs)
+                ]
+            kvs = stage.finish(self.step, kvs)
+        for layer, kv in zip(self.cache.layers, kvs, strict=True):
+            layer.put(kv)
+        self.stats.time_reduce_s += clock(self.adapter.device) - start
+
+    def _waited(self, layer: int, stage: CacheStage, kv: KV) -> ColumnStats | None:
+        stats, order = self.waiting.pop((layer, stage.name))
+        return aligned(stats, kv, order)
+
+    @property
+    def track(self) -> bool:
+        return bool(self.decoding)
+
+    @property
+    def mass(self) -> bool:
+        return any(stage.mass for stage in self.decoding)
+
+
+def query_rows(request: ColumnRequest, layer: int, step: Step) -> Tensor:
+    """Rows of ``step.layout`` that a request means, ascending."""
+    layout = step.layout
+    n, device = len(layout), layout.device
+    every = torch.arange(n, device=device)
+    if request.rows == "all":
+        return every
+    if request.rows == "text":
+        visual = layout.visual.nonzero().flatten()
+        start = int(visual[-1]) + 1 if len(visual) else 0
+        return every[min(start, n - 1) :]
+    last = int(request.n) if request.n >= 1 else n - int((1 - request.n) * n)
+    recent = every[max(n - last, 0) :]
+    if request.rows == "window":
+        return recent
+    others = n - len(recent)
+    generator = torch.Generator().manual_seed(request.seed * 1009 + layer)
+    count = int(request.random if request.random >= 1 else request.random * n)
+    drawn = torch.randperm(others, generator=generator)[:count]
+    return torch.cat([drawn.sort().values.to(device), recent])
+
+
+def statistics(
+    request: ColumnRequest,
+    layer: int,
+    query: Tensor,
+    key: Tensor,
+    step: Step,
+    scaling: float | None,
+    bias: Tensor | None,
+) -> ColumnStats:
+    """What a request wants of one layer, over all rows of ``step.layout``."""
+    rows = query_rows(request, layer, step)
+    of = col_stats(query, key, rows, scaling, threshold=request.threshold, bias=bias)
+    nnz = of.pop("nnz").expand(key.shape[0], -1)
+    return ColumnStats(**of, nnz=nnz, rows=rows)
+
+
+def aligned(stats: ColumnStats | None, kv: KV, order: Tensor) -> ColumnStats | None:
+    """``stats`` over the rows of ``order`` as statistics over the slots that ``kv`` still has."""
+    if stats is None:
+        return None
+    if kv.order.shape[1] == len(order) and bool((kv.order == order).all()):
+        return stats
+    at = torch.searchsorted(order, kv.order.contiguous()).clamp(max=len(order) - 1)
+    groups = at[:, None].expand(-1, stats.sum.shape[1], -1)
+    names = ("sum", "sumsq", "max", "entropy", "count")
+    moved = {name: getattr(stats, name).gather(2, groups) for name in names}
+    return replace(stats, **moved, nnz=stats.nnz.gather(1, at))

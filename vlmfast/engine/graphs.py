@@ -1,0 +1,138 @@
+"""One decode step as a CUDA graph, captured once per shape and used again by later requests.
+
+A step launches a thousand small kernels from Python; a graph launches them at once. It reads and
+writes fixed addresses, so a captured step keeps its buffers: a decoder whose cache has the same
+shapes copies what it holds into them and goes on there. A cache that outgrows its buffers, gets a
+page of quantised slots or other rows has new shapes, and with them another step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from .decode import Decoder
+
+_WARM_UP = 3  # steps before a capture, in which libraries make their workspaces
+
+State = dict[tuple, Tensor]
+Signature = tuple[tuple[tuple, tuple[int, ...], torch.dtype], ...]
+
+
+def signature(state: State) -> Signature:
+    """What a captured step must share with a decoder."""
+    return tuple((key, tuple(of.shape), of.dtype) for key, of in state.items())
+
+
+class StepGraph:
+    """A captured step.
+
+    Parameters
+    ----------
+    decoder : Decoder
+        Its buffers become those of the graph; it goes on in them.
+    record : callable, optional
+        ``(step, state) -> replay``: how a step becomes something that can be replayed;
+        `cuda_graph` by default.
+    """
+
+    def __init__(self, decoder: Decoder, record: Callable[..., Any] | None = None) -> None:
+        self.state = decoder.state()
+        self.signature = signature(self.state)
+        self.tokens = torch.zeros(
+            len(decoder.rows), 1, dtype=torch.int64, device=decoder.position.device
+        )
+        self.logits: Tensor | None = None
+        # A method of the decoder would keep it, its notes and its rows alive.
+        self._replay = (record or cuda_graph)(self._step_of(decoder), self.state)
+
+    def _step_of(self, decoder: Decoder) -> Callable[[], None]:
+        def step() -> None:
+            self.logits = decoder.forward(self.tokens)
+
+        return step
+
+    @property
+    def nbytes(self) -> int:
+        return sum(of.nbytes for of in self.state.values())
+
+    def serves(self, decoder: Decoder) -> bool:
+        """Whether ``decoder`` stands in these very buffers."""
+        state = decoder.state()
+        return len(state) == len(self.state) and all(
+            key in self.state and self.state[key] is of for key, of in state.items()
+        )
+
+    def adopt(self, decoder: Decoder) -> None:
+        """Copy what ``decoder`` holds into these buffers, where it goes on."""
+        for key, of in decoder.state().items():
+            self.state[key].copy_(of)
+        decoder.load(self.state)
+
+    def replay(self, tokens: Tensor) -> Tensor:
+        """One step with ``tokens`` (B, 1); the logits (B, V) are overwritten by the next."""
+        self.tokens.copy_(tokens)
+        self._replay()
+        return self.logits
+
+
+def cuda_graph(step: Callable[[], None], state: State) -> Callable[[], None]:
+    """Record ``step`` as a CUDA graph; ``state`` is afterwards as it was."""
+    before = {key: of.clone() for key, of in state.items() if _advances(key)}
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(_WARM_UP):
+            step()
+            for key, of in before.items():
+                state[key].copy_(of)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for key, of in before.items():  # capturing runs nothing, but this costs nothing either
+        state[key].copy_(of)
+    return graph.replay
+
+
+def _advances(key: tuple) -> bool:
+    """Whether a step changes more of it than the free slot that it writes."""
+    return key[0] in ("position", "length", "seen") or key[-1] == "mass"
+
+
+class Graphs:
+    """The captured steps of one model that wait for a decoder.
+
+    Parameters
+    ----------
+    limit : int
+        Bytes of buffers that wait at most; the oldest steps go first.
+    record : callable, optional
+        As in `StepGraph`.
+    """
+
+    def __init__(self, limit: int = 4 << 30, record: Callable[..., Any] | None = None) -> None:
+        self.limit, self.record = limit, record
+        self.captured = self.adopted = 0  # how often a step was recorded, and used again
+        self._idle: list[StepGraph] = []
+
+    def get(self, decoder: Decoder) -> StepGraph:
+        """A step in whose buffers ``decoder`` goes on: one that waits, or a new one."""
+        wanted = signature(decoder.state())
+        for at, graph in enumerate(self._idle):
+            if graph.signature == wanted:
+                self._idle.pop(at).adopt(decoder)
+                self.adopted += 1
+                return graph
+        self.captured += 1
+        return StepGraph(decoder, self.record)
+
+    def put(self, graph: StepGraph) -> None:
+        """Nobody decodes in the buffers of ``graph`` any more."""
+        self._idle.append(graph)
+        while sum(idle.nbytes for idle in self._idle) > self.limit:
+            self._idle.pop(0)

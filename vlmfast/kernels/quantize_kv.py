@@ -1,0 +1,488 @@
+"""``quantize_kv``: keys and values as 8-, 4- or 2-bit codes, each with a step and a minimum.
+
+A number ``x`` of a group becomes ``q = round((x - min) / step)``, half to even, where ``step`` is
+``(max - min) / (2^bits - 1)``; it is read back as ``q step + min``. Keys share step and minimum per
+channel, over a group of slots; values per slot, over a group of channels. Values may first be
+divided by a scale of their channel, the square root of its largest magnitude.
+
+Codes are counted from the step and the minimum *as they are stored*. The stored minimum is never
+above the true one, so that an entry is read back within half a step of itself.
+
+Bytes hold ``n = 8 / bits`` codes, split along the channels: byte ``j`` of a slot has the codes of
+channels ``j``, ``j + D/n``, ``j + 2 D/n`` ... from its lowest bits up. A kernel thus gets whole
+halves (quarters) of the channels out of a tile of bytes, without shuffling them, and the two halves
+are the ones that a rotary embedding pairs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+BITS = (2, 4, 8)
+LIMIT = 6e4  # largest magnitude that is stored in float16
+
+
+def check(bits: int, dim: int, value_group: int | None = None) -> None:
+    """Raise ``ValueError`` where ``dim`` channels cannot be stored this way."""
+    if bits not in BITS:
+        raise ValueError(f"bits={bits} cannot be packed; allowed are 2, 4 and 8")
+    if dim % (8 // bits):
+        raise ValueError(
+            f"{dim} channels cannot be packed into bytes of {8 // bits} codes; "
+            f"their number must be a multiple of {8 // bits}"
+        )
+    if value_group is not None and (value_group < 1 or dim % value_group):
+        raise ValueError(
+            f"groups of {value_group} channels do not divide a head of {dim}; "
+            f"allowed are the divisors of {dim}"
+        )
+
+
+# --- packing -------------------------------------------------------------------------------------
+
+
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """Codes (..., D) below ``2^bits`` into uint8 (..., D*bits//8), split along the last axis."""
+    check(bits, codes.shape[-1])
+    parts = codes.to(torch.uint8).chunk(8 // bits, -1)
+    packed = parts[0].clone()
+    for i, part in enumerate(parts[1:], 1):
+        packed |= part << (bits * i)
+    return packed
+
+
+def unpack(packed: Tensor, bits: int) -> Tensor:
+    """The inverse of `pack`: uint8 (..., D)."""
+    mask = 2**bits - 1
+    return torch.cat([(packed >> shift) & mask for shift in range(0, 8, bits)], -1)
+
+
+# --- codes of one tensor -------------------------------------------------------------------------
+
+
+def affine(low: Tensor, high: Tensor, bits: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Step and minimum as they are stored, for groups that reach from ``low`` to ``high``.
+
+    Groups without an entry have ``low > high``. A step of zero becomes one; all codes are then 0.
+    """
+    low, high = low.masked_fill(low > high, 0.0), high.masked_fill(low > high, 0.0)
+    info = torch.finfo(dtype)
+    minimum = low.clamp(info.min, info.max).to(dtype)
+    below = (low - low.abs() * info.eps - info.smallest_normal * info.eps).clamp(info.min, info.max)
+    minimum = torch.where(minimum.float() > low, below.to(dtype), minimum)
+    step = ((high - minimum.float()) / (2**bits - 1)).clamp(max=info.max).to(dtype)
+    return step.masked_fill(step == 0, 1), minimum
+
+
+def encode(x: Tensor, step: Tensor, minimum: Tensor, bits: int) -> Tensor:
+    """Codes of ``x``, float32 whole numbers."""
+    return ((x - minimum.float()) / step.float()).round().clamp(0, 2**bits - 1)
+
+
+def grouped(x: Tensor, group: int, fill: float = 0.0) -> Tensor:
+    """Slots (..., N, D) in groups (..., G, group, D), the last one filled up; 0: all in one."""
+    if group == 0:
+        return x.unsqueeze(-3)
+    return pad(x, (0, 0, 0, -x.shape[-2] % group), value=fill).unflatten(-2, (-1, group))
+
+
+def quantise_keys(
+    x: Tensor, bits: int, group: int = 0, valid: Tensor | None = None, *, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Per channel, over groups of slots.
+
+    Parameters
+    ----------
+    x : Tensor, (..., N, D)
+    group : int
+        Slots that share the parameters of a channel; 0 for all. The last group may be short.
+    valid : Tensor, bool, (..., N), optional
+        Slots that exist; the others have no part in the parameters and may hold anything.
+
+    Returns
+    -------
+    packed : Tensor, uint8, (..., N, D*bits//8)
+    step, minimum : Tensor, dtype, (..., G, D)
+    """
+    x = x.float()
+    low = high = x
+    if valid is not None:
+        gone = ~valid[..., None]
+        x = x.masked_fill(gone, 0.0)
+        low, high = x.masked_fill(gone, torch.inf), x.masked_fill(gone, -torch.inf)
+    if x.shape[-2] == 0:  # one slot that does not exist, so that there is something to reduce
+        low, high = pad(low, (0, 0, 0, 1), value=1.0), pad(high, (0, 0, 0, 1), value=-1.0)
+    low = grouped(low, group, torch.inf).amin(-2)
+    high = grouped(high, group, -torch.inf).amax(-2)
+    groups = -(-x.shape[-2] // group) if group else 1
+    step, minimum = affine(low[..., :groups, :], high[..., :groups, :], bits, dtype)
+    codes = encode(grouped(x, group), step[..., None, :], minimum[..., None, :], bits)
+    codes = codes.flatten(-3, -2)[..., : x.shape[-2], :]
+    return pack(codes, bits), step, minimum
+
+
+def quantise_values(
+    x: Tensor,
+    bits: int,
+    group: int | None = None,
+    scale: Tensor | None = None,
+    valid: Tensor | None = None,
+    *,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Per slot, over groups of channels.
+
+    Parameters
+    ----------
+    x : Tensor, (..., N, D)
+    group : int, optional
+        Channels that share the parameters of a slot; all by default.
+    scale : Tensor, (..., D), optional
+        What each channel is divided by.
+    valid : Tensor, bool, (..., N), optional
+        Slots that exist; the others may hold anything.
+
+    Returns
+    -------
+    packed : Tensor, uint8, (..., N, D*bits//8)
+    step, minimum : Tensor, dtype, (..., N, D//group)
+    """
+    group = x.shape[-1] if group is None else group
+    check(bits, x.shape[-1], group)
+    x = x.float()
+    if valid is not None:
+        x = x.masked_fill(~valid[..., None], 0.0)
+    if scale is not None:
+        x = x / scale.float()[..., None, :]
+    x = x.unflatten(-1, (-1, group))
+    step, minimum = affine(x.amin(-1), x.amax(-1), bits, dtype)
+    return (
+        pack(encode(x, step[..., None], minimum[..., None], bits).flatten(-2), bits),
+        step,
+        minimum,
+    )
+
+
+def channel_scale(x: Tensor, valid: Tensor | None = None, *, dtype: torch.dtype) -> Tensor:
+    """``sqrt(max |x|)`` of each channel of (..., N, D) over the slots; one where all are zero."""
+    x = x.float().abs()
+    if valid is not None:
+        x = x.masked_fill(~valid[..., None], 0.0)
+    top = pad(x, (0, 0, 0, 1)).amax(-2).sqrt().to(dtype)
+    return top.masked_fill(top == 0, 1)
+
+
+def dequantise_keys(packed: Tensor, step: Tensor, minimum: Tensor, bits: int, group: int) -> Tensor:
+    """The inverse of `quantise_keys`, float32 (..., N, D)."""
+    codes = unpack(packed, bits).float()
+    step, minimum = step.float(), minimum.float()
+    if group:
+        step = step.repeat_interleave(group, -2)[..., : codes.shape[-2], :]
+        minimum = minimum.repeat_interleave(group, -2)[..., : codes.shape[-2], :]
+    return codes * step + minimum
+
+
+def dequantise_values(
+    packed: Tensor, step: Tensor, minimum: Tensor, bits: int, scale: Tensor | None = None
+) -> Tensor:
+    """The inverse of `quantise_values`, float32 (..., N, D)."""
+    codes = unpack(packed, bits).float().unflatten(-1, (step.shape[-1], -1))
+    x = (codes * step.float()[..., None] + minimum.float()[..., None]).flatten(-2)
+    return x if scale is None else x * scale.float()[..., None, :]
+
+
+def parameter_dtype(*tensors: Tensor) -> torch.dtype:
+    """float16 where the tensors' range fits into it, else their own dtype.
+
+    bfloat16 is never chosen for its own sake: it would take three bits off steps and minima. Waits
+    for the device, unless the tensors are float16.
+    """
+    own = tensors[0].dtype
+    if own == torch.float16:
+        return own
+    fits = all(float(x.abs().amax()) <= LIMIT for x in tensors if x.numel())
+    return torch.float16 if fits else own
+
+
+# --- keys and values together --------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Segment:
+    """Quantised keys and values; the leading axes are (H,) or (B, H).
+
+    Parameters
+    ----------
+    bits : int
+        8, 4 or 2.
+    group : int
+        Slots that share the key parameters of a channel; 0: all slots of the segment.
+    key_codes, value_codes : Tensor, uint8, (..., N, D*bits//8)
+    key_step, key_min : Tensor, (..., G, D)
+        ``G = ceil(N / group)``; 1 where ``group`` is 0.
+    value_step, value_min : Tensor, (..., N, C)
+        For ``C`` groups of ``D/C`` channels each.
+    value_scale : Tensor, (..., D), optional
+        What values are multiplied by, per channel.
+    lengths : Tensor, int64, (...,)
+        Slots that exist; the others, at the end, are padding.
+    order : Tensor, int32, (..., N)
+        Index of each slot's token in the full sequence. Attention does not read it.
+    bias : Tensor, float32, (..., N), optional
+        What attention adds to the logit of each key.
+    """
+
+    bits: int
+    group: int
+    key_codes: Tensor
+    key_step: Tensor
+    key_min: Tensor
+    value_codes: Tensor
+    value_step: Tensor
+    value_min: Tensor
+    value_scale: Tensor | None
+    lengths: Tensor
+    order: Tensor
+    bias: Tensor | None = None
+
+    def __len__(self) -> int:
+        return self.key_codes.shape[-2]
+
+    @property
+    def dim(self) -> int:
+        """Channels of a head."""
+        return self.key_codes.shape[-1] * 8 // self.bits
+
+    @property
+    def key(self) -> tuple[int, int, int, bool]:
+        """Segments of equal key can stand in one batch, and be appended to each other."""
+        return self.bits, self.group, self.value_step.shape[-1], self.value_scale is not None
+
+    @property
+    def valid(self) -> Tensor:
+        """Tensor, bool, (..., N): slots that exist."""
+        return torch.arange(len(self), device=self.lengths.device) < self.lengths[..., None]
+
+    def dequantise(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Keys and values (..., N, D), computed in float32; padding gives finite numbers."""
+        keys = dequantise_keys(self.key_codes, self.key_step, self.key_min, self.bits, self.group)
+        values = dequantise_values(
+            self.value_codes, self.value_step, self.value_min, self.bits, self.value_scale
+        )
+        return keys.to(dtype), values.to(dtype)
+
+    def held_bytes(self) -> int:
+        """Bytes of the slots that exist: codes, parameters and biases; waits for the device."""
+        n = self.lengths
+        groups = -(-n // self.group) if self.group else (n > 0).long()
+        per_slot = 2 * self.key_codes.shape[-1]
+        per_slot += 2 * self.value_step.shape[-1] * self.value_step.element_size()
+        per_slot += 0 if self.bias is None else self.bias.element_size()
+        total = n * per_slot + groups * (2 * self.dim * self.key_step.element_size())
+        if self.value_scale is not None:
+            total = total + (n > 0) * (self.dim * self.value_scale.element_size())
+        return int(total.sum())
+
+    def _each(self, change: Callable[[str, Tensor], Tensor]) -> Segment:
+        tensors = {
+            name: change(name, of) for name in TENSORS if (of := getattr(self, name)) is not None
+        }
+        return replace(self, **tensors)
+
+    def unsqueeze(self) -> Segment:
+        """With a batch axis in front."""
+        return self._each(lambda name, x: x[None])
+
+    def rows(self, index: Tensor) -> Segment:
+        """Rows ``index`` (int64) of the batch."""
+        return self._each(lambda name, x: x.index_select(0, index))
+
+    def _padded(self, slots: int, groups: int) -> Segment:
+        """At least ``slots`` slots and ``groups`` key groups, zeros behind those that exist."""
+
+        def change(name: str, x: Tensor) -> Tensor:
+            if name in ("lengths", "value_scale"):
+                return x
+            if name in ("key_step", "key_min"):
+                return pad(x, (0, 0, 0, groups - x.shape[-2]))
+            if name in ("order", "bias"):
+                return pad(x, (0, slots - x.shape[-1]))
+            return pad(x, (0, 0, 0, slots - x.shape[-2]))
+
+        return self._each(change)
+
+    def _with_bias(self) -> Segment:
+        if self.bias is not None:
+            return self
+        return replace(self, bias=torch.zeros(self.order.shape, device=self.order.device))
+
+    @staticmethod
+    def cat(segments: list[Segment]) -> Segment:
+        """Along the batch axis; all of one key, padded to the longest."""
+        _same_key(segments)
+        if len(segments) == 1:
+            return segments[0]
+        if any(s.bias is not None for s in segments):
+            segments = [s._with_bias() for s in segments]
+        slots = max(len(s) for s in segments)
+        groups = max(s.key_step.shape[-2] for s in segments)
+        parts = [s._padded(slots, groups) for s in segments]
+        return parts[0]._each(lambda name, x: torch.cat([getattr(s, name) for s in parts]))
+
+    def first(self, slots: int) -> Segment:
+        """The first ``slots`` slots, padding among them if a head has fewer."""
+        groups = -(-slots // self.group) if self.group else 1
+
+        def change(name: str, x: Tensor) -> Tensor:
+            if name == "lengths":
+                return x.clamp(max=slots)
+            if name == "value_scale":
+                return x
+            if name in ("key_step", "key_min"):
+                return x[..., :groups, :]
+            return x[..., :slots] if name in ("order", "bias") else x[..., :slots, :]
+
+        return self._each(change)
+
+    def append(self, other: Segment) -> Segment:
+        """With the slots of ``other`` behind; how pages grow.
+
+        Both have one key, with a ``group``, whose last group is full in every row and head that has
+        slots of ``other`` (all heads of equal length). Where values have a channel scale, both were
+        divided by the same one: pass the first's to `quantise`.
+        """
+        _same_key([self, other])
+        if not self.group or len(self) % self.group:
+            raise ValueError(
+                f"{len(self)} slots in groups of {self.group or 'all'} cannot grow; "
+                "their number must be a multiple of the group"
+            )
+        first, second = self, other
+        if (first.bias is None) != (second.bias is None):
+            first, second = first._with_bias(), second._with_bias()
+
+        def change(name: str, x: Tensor) -> Tensor:
+            y = getattr(second, name)
+            if name == "lengths":
+                return x + y
+            if name == "value_scale":
+                return x
+            return torch.cat([x, y], -1 if name in ("order", "bias") else -2)
+
+        return first._each(change)
+
+    @staticmethod
+    def empty(like: Segment, batch: int) -> Segment:
+        """``batch`` rows without a slot, to stand beside rows that have such a segment."""
+        heads = like.lengths.shape[-1]
+
+        def change(name: str, x: Tensor) -> Tensor:
+            if name == "lengths":
+                shape = ()
+            elif name == "value_scale":
+                shape = x.shape[-1:]
+            elif name in ("order", "bias"):
+                shape = (0,)
+            elif name in ("key_step", "key_min"):
+                shape = (0 if like.group else 1, x.shape[-1])
+            else:
+                shape = (0, x.shape[-1])
+            return x.new_zeros(batch, heads, *shape)
+
+        return like._each(change)
+
+
+TENSORS = (
+    "key_codes",
+    "key_step",
+    "key_min",
+    "value_codes",
+    "value_step",
+    "value_min",
+    "value_scale",
+    "lengths",
+    "order",
+    "bias",
+)
+
+
+def _same_key(segments: list[Segment]) -> None:
+    keys = {s.key for s in segments}
+    if len(keys) != 1:
+        raise ValueError(
+            f"segments of different kinds (bits, group, value groups, scaled): {sorted(keys)}; "
+            "they must all be of one"
+        )
+
+
+def quantise(
+    keys: Tensor,
+    values: Tensor,
+    order: Tensor,
+    lengths: Tensor,
+    bits: int,
+    *,
+    key_group: int = 0,
+    value_group: int | None = None,
+    scaled: bool | Tensor = False,
+    bias: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> Segment:
+    """Keys and values as a segment.
+
+    Parameters
+    ----------
+    keys, values : Tensor, (..., N, D)
+    order : Tensor, int64, (..., N)
+        Index of each slot's token in the full sequence.
+    lengths : Tensor, int64, (...,)
+        Slots that exist; the others may hold anything.
+    bits : int
+        2, 4 or 8.
+    key_group : int
+        Slots that share the key parameters of a channel; 0 for all.
+    value_group : int, optional
+        Channels that share the value parameters of a slot; all by default.
+    scaled : bool or Tensor (..., D)
+        Whether values are divided by a scale of their channel, or that scale.
+    bias : Tensor, (..., N), optional
+    dtype : torch.dtype, optional
+        Of the parameters; what does not fit is cut off. By default `parameter_dtype`, which waits
+        for the device.
+
+    Raises
+    ------
+    ValueError
+        Where so many channels cannot be stored this way.
+    """
+    check(bits, keys.shape[-1], value_group)
+    valid = torch.arange(keys.shape[-2], device=keys.device) < lengths[..., None]
+    if dtype is None:
+        dtype = parameter_dtype(*(x.masked_fill(~valid[..., None], 0.0) for x in (keys, values)))
+    if isinstance(scaled, Tensor):
+        scale = scaled
+    else:
+        scale = channel_scale(values, valid, dtype=dtype) if scaled else None
+    key_codes, key_step, key_min = quantise_keys(keys, bits, key_group, valid, dtype=dtype)
+    value_codes, value_step, value_min = quantise_values(
+        values, bits, value_group, scale, valid, dtype=dtype
+    )
+    return Segment(
+        bits=bits,
+        group=key_group,
+        key_codes=key_codes,
+        key_step=key_step,
+        key_min=key_min,
+        value_codes=value_codes,
+        value_step=value_step,
+        value_min=value_min,
+        value_scale=scale,
+        lengths=lengths.long(),
+        order=order.int(),
+        bias=None if bias is None else bias.float(),
+    )

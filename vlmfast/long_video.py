@@ -1,0 +1,256 @@
+"""A clip that is read block by block into a cache of bounded size.
+
+A block of frames goes through the vision tower and, behind what is cached so far, through the
+language model; then the recipe's block-wise cache method thins it out, and the next block follows.
+Frames are decoded and processed in a thread meanwhile and are never all in memory. The text behind
+the clip stays whole.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .engine.decode import Run
+from .engine.prefill import Inputs, prepare
+from .engine.stats import Stats, Trace
+from .errors import MediaError, RecipeError, VLMFastError
+from .media import OpenVideo
+from .models.base import Adapter
+from .recipe import Recipe
+from .stages import stage_class
+
+FRAMES = 16  # of one block at most, the group of QuickPrefill
+_SHARE = 4  # a block is at most this part of the cache
+_AHEAD = 2  # blocks that wait for the model
+
+
+@dataclass
+class Block:
+    """Some frames of the clip with the text in front of each.
+
+    Parameters
+    ----------
+    tensors : dict of str to Tensor
+        What the processor made of the frames; ``input_ids`` (1, S) of this block alone.
+    sizes : list of (int, int)
+    first : int
+        Which frame of the clip comes first.
+    """
+
+    tensors: dict[str, Tensor]
+    sizes: list[tuple[int, int]]
+    first: int
+
+
+def checked(recipe: Recipe, max_kv_tokens: int) -> Recipe:
+    """The recipe with a block-wise cache method: the given one, else QuickPrefill's.
+
+    Raises
+    ------
+    VLMFastError, RecipeError
+        For a bound that is no count, and for stages that must see the whole prompt at once.
+    """
+    if isinstance(max_kv_tokens, bool) or not isinstance(max_kv_tokens, int) or max_kv_tokens < 1:
+        raise VLMFastError(f"max_kv_tokens={max_kv_tokens!r} must be a whole number above 0")
+    for stage in (part for word in recipe for part in word.expand()):
+        if stage.protocol in ("prefill", "decode") or (
+            stage.protocol == "cache" and not stage.blockwise
+        ):
+            raise RecipeError(
+                f"{stage.name} must see the whole prompt at once, and max_kv_tokens reads a clip "
+                "block by block; encode stages and quickprefill can stand there"
+            )
+    if recipe.acting("cache"):
+        return recipe
+    return recipe + stage_class("quickprefill")(1.0)
+
+
+class LongVideo:
+    """One clip and the text around it, as `VLM.ask` hands them over.
+
+    Parameters
+    ----------
+    adapter : Adapter
+    clip : OpenVideo
+    text : str
+        The rendered prompt, one placeholder per frame.
+    max_kv_tokens : int
+        Cached tokens of each layer at most, the block in work and the answer included.
+    """
+
+    def __init__(
+        self, adapter: Adapter, clip: OpenVideo, text: str, max_kv_tokens: int, progress: bool
+    ) -> None:
+        self.adapter, self.clip, self.cap, self.progress = adapter, clip, max_kv_tokens, progress
+        self.frames = len(clip.indices)
+        bos = adapter.processor.tokenizer.bos_token
+        ids = adapter.processor.tokenizer(
+            text, add_special_tokens=not (bos and text.startswith(bos)), return_tensors="pt"
+        ).input_ids[0]
+        # Text in front of each frame, and behind the last.
+        places = (ids == adapter.image_token_id).nonzero().flatten().tolist()
+        starts = [0, *(place + 1 for place in places)]
+        self.pieces = [ids[a:b] for a, b in zip(starts, [*places, len(ids)], strict=True)]
+        if len(places) != self.frames:
+            raise MediaError(
+                f"the prompt has {len(places)} picture placeholders ({adapter.image_token()}) and "
+                f"{self.frames} pictures were given"
+            )
+        first = self._processed(0, 1)
+        self.per_frame = int((first.tensors["input_ids"] == adapter.image_token_id).sum())
+        self.block = 1
+
+    def ids(self) -> Tensor:
+        """The full prompt (1, S), placeholders included."""
+        frame = torch.full((self.per_frame,), self.adapter.image_token_id)
+        parts = [part for piece in self.pieces[:-1] for part in (piece, frame)]
+        return torch.cat([*parts, self.pieces[-1]])[None].to(self.adapter.device)
+
+    def _processed(self, start: int, stop: int) -> Block:
+        frames, info = self.clip.read(start, stop), self.clip.info
+        for at, frame in enumerate(frames, start):  # a reader compares no more than it reads
+            if frame.size != (info.width, info.height):
+                raise MediaError(
+                    f"{self.clip.name}: frame {at + 1} of {self.frames} is {frame.width}x"
+                    f"{frame.height} and not {info.width}x{info.height}: frames must be of one size"
+                )
+        tensors = self.adapter.inputs(self.adapter.image_token() * len(frames), frames)
+        return Block(tensors, [(f.height, f.width) for f in frames], start)
+
+    def _blocks(self) -> Iterator[Block]:
+        for start in range(0, self.frames, self.block):
+            stop = min(start + self.block, self.frames)
+            block = self._processed(start, stop)
+            frame = torch.full((self.per_frame,), self.adapter.image_token_id)
+            parts = [part for piece in self.pieces[start:stop] for part in (piece, frame)]
+            ids = torch.cat(parts)[None].to(self.adapter.device)
+            yield replace(block, tensors=block.tensors | {"input_ids": ids})
+
+    def _plan(self, room: int) -> tuple[int, int]:
+        """Choose the block; how many there are, and how many visual tokens all may keep.
+
+        So many that the block in work, the question and the answer fit beside them. Text stays
+        whole, and each block keeps one visual token at least.
+        """
+        lengths, least = [len(piece) for piece in self.pieces], []
+        text, last = sum(lengths[:-1]), lengths[-1] + room
+        for size in range(min(FRAMES, self.frames), 0, -1):
+            starts = range(0, self.frames, size)
+            ends = [min(at + size, self.frames) for at in starts]
+            widest = max(
+                sum(lengths[at:end]) + self.per_frame * (end - at)
+                for at, end in zip(starts, ends, strict=True)
+            )
+            taken, share = max(widest, last) + text, size * self.per_frame * _SHARE
+            least.append(max(taken + len(starts), share if size > 1 else 0))
+            if self.cap >= least[-1]:
+                self.block = size
+                return len(starts), self.cap - taken
+        raise VLMFastError(
+            f"max_kv_tokens={self.cap} is too small for {self.frames} frames of "
+            f"{self.per_frame} tokens, {sum(lengths)} tokens of text and {room} of answer; it must "
+            f"be at least {min(least)}"
+        )
+
+    def read(self, run: Run, room: int, question: str) -> Tensor:
+        """Read the whole prompt into the run's cache; returns the logits (1, V) behind it."""
+        # One token for each block; the rest of the space is shared out among frames.
+        blocks, space = self._plan(room)
+        stats, fed, kept, said, entered, flops = run.stats, 0, 0, 0, 0, 0.0
+        config = self.adapter.config.get_text_config()
+        d, m = config.hidden_size, config.intermediate_size
+        logits = None
+        with _ahead(self._blocks()) as ready, self._bar() as bar:
+            for number, block in enumerate(ready, 1):
+                inputs = Inputs(
+                    block.tensors,
+                    block.sizes,
+                    question,
+                    [(0, block.first + i, self.frames) for i in range(len(block.sizes))],
+                    offset=fed,
+                    start=0 if run.prompt is None else run.prompt.next_position,
+                )
+                own = Stats()
+                prompt = prepare(self.adapter, inputs, run.recipe, own, Trace())
+                visual = int(prompt.layout.visual.sum())
+                entered += visual
+                said += len(prompt.layout) - visual
+                flops += visual * (4 * d * d + 2 * (kept + visual) * d + 3 * d * m)
+                done = block.first + len(block.sizes)
+                limit = said + number + (space - blocks) * done // self.frames - kept
+                if run.decoder is None:
+                    logits = run.start_from(prompt, self.cap - len(prompt.layout), limit)
+                else:
+                    logits = run.extend(prompt, compress=True, limit=limit)
+                run.prompt = prompt
+                fed += prompt.full_length
+                kept = max(run.cache.lengths())
+                stats.visual_tokens_in += own.visual_tokens_in
+                stats.time_vision_s += own.time_vision_s
+                stats.time_reduce_s += own.time_reduce_s
+                for name, count in own.visual_tokens_kept.items():
+                    before = stats.visual_tokens_kept.get(name, 0)
+                    stats.visual_tokens_kept[name] = before + count
+                bar.update(len(block.sizes))
+        if len(self.pieces[-1]):
+            ids = self.pieces[-1][None].to(self.adapter.device)
+            start = run.prompt.next_position
+            inputs = Inputs({"input_ids": ids}, offset=fed, start=start)
+            logits = run.extend(prepare(self.adapter, inputs, Recipe(), Stats(), Trace()))
+            fed += ids.shape[1]
+        stats.layer_tokens([entered] * self.adapter.depth, config)
+        stats.flops_prefill = float(flops * self.adapter.depth)  # a block sees what is left
+        stats.kv_bytes = run.cache.held_bytes()
+        stats.kv_bytes_full = fed * self.adapter.bytes_per_token()
+        stats.kv_tokens_per_layer = run.cache.lengths()
+        return logits
+
+    def _bar(self) -> Any:
+        from tqdm import tqdm
+
+        return tqdm(total=self.frames, unit="frame", desc="reading", disable=not self.progress)
+
+
+@contextmanager
+def _ahead(blocks: Iterator[Block]) -> Iterator[Iterator[Block]]:
+    """``blocks`` made in a thread, a few ahead of the reader; an error is raised at the reader."""
+    waiting: queue.Queue[Any] = queue.Queue(_AHEAD)
+    stop, end = threading.Event(), object()
+
+    def put(item: Any) -> None:
+        while not stop.is_set():
+            with suppress(queue.Full):
+                waiting.put(item, timeout=0.1)
+                return
+
+    def work() -> None:
+        try:
+            for block in blocks:
+                put(block)
+                if stop.is_set():
+                    return
+            put(end)
+        except BaseException as error:
+            put(error)
+
+    def read() -> Iterator[Block]:
+        while (item := waiting.get()) is not end:
+            if isinstance(item, BaseException):
+                raise item
+            yield item
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    try:
+        yield read()
+    finally:
+        stop.set()
+        thread.join()
