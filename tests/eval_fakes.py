@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from vlmfast.engine.stats import Stats
 from vlmfast.errors import MediaError
 from vlmfast.eval.results import Writer, slug
-from vlmfast.eval.runner import method_of
+from vlmfast.eval.runner import method_of, share_of
 from vlmfast.eval.shapes import Shapes
 from vlmfast.eval.tasks import Doc
 from vlmfast.recipe import Recipe
@@ -56,9 +56,35 @@ class FakeVLM:
         key = b"".join([question.encode(), str(recipe).encode(), *(f.tobytes() for f in frames)])
         tokens = 336 if video is None else 544
         budget = next((s.budget for s in recipe or () if getattr(s, "budget", None)), 1.0)
+        share = share_of(Recipe.of(recipe)) or budget
         stats = Stats(visual_tokens_in=tokens, equivalent_tokens=round(tokens * budget))
+        stats.kv_bytes, stats.kv_bytes_full = round(100 * tokens * share), 100 * tokens
         stats.ttft_s = time.perf_counter() % 1
         return Answer(WORDS[zlib.crc32(key) % len(WORDS)], stats)
+
+    def session(self, *, recipe: Any, history: bool, **media: Any) -> FakeSession:
+        assert not history
+        return FakeSession(self, media | {"recipe": recipe})
+
+
+@dataclass
+class FakeSession:
+    """Asks its model; counts in ``open`` how many there are."""
+
+    vlm: FakeVLM
+    about: dict[str, Any]
+    open: ClassVar[int] = 0
+
+    def __enter__(self) -> FakeSession:
+        FakeSession.open += 1
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        FakeSession.open -= 1
+
+    def ask(self, question: str, **generation: Any) -> Answer:
+        assert FakeSession.open == 1
+        return self.vlm.ask(question, **self.about, **generation)
 
 
 @cache
@@ -93,13 +119,17 @@ def write_results(
     limit: int = 20,
     control: str | None = None,
     videos: bool = True,
+    held: float | None = None,
+    session: bool = False,
     **changes: Any,
 ) -> Path:
     """Results of a recipe that is right with probability ``skill``.
 
-    The same questions are hard for every recipe, as with a real model.
+    The same questions are hard for every recipe, as with a real model. In a session every third
+    question is a first one.
     """
-    path = folder / "shapes" / slug(recipe, control)
+    path = folder / "shapes" / slug(recipe, "session" if session else control)
+    changes["session"] = session or None
     with Writer(path, meta(recipe, control=control, **changes)) as writer:
         writer.note({"date": "2030-01-01", "command": None, "device": "a CPU", "versions": {}})
         for doc in docs(limit):
@@ -121,6 +151,10 @@ def write_results(
                 "score": float(right),
                 "visual_tokens_in": tokens,
                 "equivalent_tokens": tokens * kept,
+                "kv_bytes": tokens * (kept if held is None else held),
+                "kv_bytes_full": tokens,
             }
+            if session:
+                sample["turn"] = len(writer.done) % 3
             writer.add(sample, {"doc_id": doc.doc_id, "ttft_s": 0.02 + 0.03 * kept})
     return path

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -106,8 +108,10 @@ def steps(vlm: Any, decoder: Any, count: int, change: Callable[[], None] | None 
     """``count`` decode steps under watch."""
     from vlmfast.engine.attention import switched
 
-    vlm.adapter.decoding = "eager"  # a graph cannot be captured on a GPU that is not there
-    with torch.no_grad(), switched(vlm.model), pretended(vlm, decoder) as watch:
+    # Neither a graph nor a kernel can be launched on a GPU that is not there.
+    vlm.adapter.decoding = "eager"
+    references = mock.patch.dict(os.environ, VLMFAST_KERNELS="torch")
+    with references, torch.no_grad(), switched(vlm.model), pretended(vlm, decoder) as watch:
         tokens = torch.zeros(len(decoder.rows), 1, dtype=torch.int64, device="cuda")
         with watch:
             for _ in range(count):

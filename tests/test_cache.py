@@ -370,6 +370,20 @@ def test_growing_keeps_what_is_there(lengths):
         assert torch.equal(contents(cache, 0, 0)[head][n:], new)
 
 
+@pytest.mark.parametrize("tokens", [256, 257, 300, 1100])
+def test_more_tokens_at_once_than_there_is_room_for(tokens):
+    cache, held = frozen([[60, 31], [50, 50]], room=1, track=True, bias=True)
+    new = write(cache, tokens)
+    cache.advance(tokens)
+    for at, kv in enumerate(held):
+        for head, n in enumerate(kv.lengths.tolist()):
+            keys = contents(cache, at, 0)[head]
+            assert torch.equal(keys, torch.cat([kv.keys[head, :n], new[at][0, head]]))
+            assert contents(cache, at, 0, "order")[head][n:].tolist() == list(
+                range(60, 60 + tokens)
+            )
+
+
 # --- pages ---------------------------------------------------------------------------------------
 
 

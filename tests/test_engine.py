@@ -711,3 +711,22 @@ def test_a_sliding_window_is_not_overrun():
     room = 64 - length
     expected = windowed.model.generate(**inputs, max_new_tokens=room)[0, length:].tolist()
     assert windowed.ask("what ?", picture(0), max_new_tokens=room).token_ids == expected
+
+
+def test_the_last_block_of_the_tower_runs_for_nobody(vlm):
+    """LLaVA reads the last block but one; Hugging Face runs the last all the same."""
+    blocks, ran = vlm.adapter.vision_blocks(), []
+    handles = [
+        block.mlp.register_forward_hook(lambda *_, index=index: ran.append(index))
+        for index, block in enumerate(blocks)
+    ]
+    try:
+        vlm.ask("what ?", picture(0), max_new_tokens=1)
+        assert ran == list(range(len(blocks) - 1))
+        with torch.no_grad():
+            vlm.model(**vlm.inputs("what ?", picture(0)))
+        assert ran[len(blocks) - 1 :] == list(range(len(blocks)))
+        assert "forward" not in blocks[-1].__dict__
+    finally:
+        for handle in handles:
+            handle.remove()

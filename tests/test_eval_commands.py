@@ -15,7 +15,7 @@ from vlmfast.errors import ModelError, RecipeError, VLMFastError
 from vlmfast.eval import commands
 from vlmfast.eval.commands import add_eval, add_report, budgets, planned, run_eval, run_report
 from vlmfast.eval.results import read
-from vlmfast.eval.runner import evaluate
+from vlmfast.eval.runner import evaluate, shrinks_cache
 from vlmfast.eval.shapes import Shapes
 from vlmfast.eval.summary import summarise
 from vlmfast.recipe import Recipe
@@ -83,6 +83,43 @@ def test_all_is_every_method_at_each_budget():
             assert [r[0].budget for r in runs] == [0.33, 0.11]
     assert len(set(recipes)) == len(recipes)
     assert len(planned(["all"], [])) == len(found)
+
+
+def test_cache_is_every_cache_method_at_each_share():
+    shares = [0.5, 0.2, 0.1]
+    recipes = planned(["cache"], [], None, shares)
+    found = {}
+    for (stage,) in recipes:
+        found.setdefault(stage.name, []).append(stage)
+    names = {m["name"] for m in vlmfast.methods() if shrinks_cache(Recipe.parse(m["name"]))}
+    assert {"lookm", "snapkv", "fastkv", "kivi", "zipvl"} <= names == set(found)
+    for stages in found.values():
+        if hasattr(stages[0], "share"):
+            assert [stage.share for stage in stages] == shares
+        # A window of the method's own would fill a short prompt's budget.
+        windows = {getattr(stage, "window", 0) for stage in stages}
+        assert windows <= {0, 0.1}
+    assert [stage.bits for stage in found["kivi"]] == [4, 2]
+    assert len(found["zipcache"]) == len(found["zipvl"]) == 1
+    # Without shares, and by its own name, a method is what it is by itself.
+    assert {str(recipe) for recipe in planned(["cache"], [])} == names
+    assert [str(r) for r in planned(["snapkv", "kivi"], [], None, [0.5])] == ["snapkv:0.5", "kivi"]
+    # The reducers of 'all' do not change.
+    every = planned(["all"], [0.33], None, shares)
+    assert set(recipes) <= set(every)
+    reducers = {r for r in every if not shrinks_cache(r)}
+    assert reducers == {r for r in planned(["all"], [0.33]) if not shrinks_cache(r)}
+
+
+def test_a_share_needs_something_to_set():
+    stack = planned(["random+lookm"], [0.5], None, [0.5, 0.2])
+    assert names(stack) == ["random:budget=0.5+lookm:0.5", "random:budget=0.5+lookm"]
+    with pytest.raises(RecipeError, match="'hired' has no cache method; drop --share"):
+        planned(["hired"], [], None, [0.2])
+    with pytest.raises(RecipeError, match="--share is for recipes with a cache method; add"):
+        planned(["none"], [], None, [0.2])
+    with pytest.raises(RecipeError, match="'lookm' has no stage with a budget"):
+        planned(["lookm"], [0.2])
 
 
 def test_positions_are_set_in_every_stage_that_has_them():
@@ -177,6 +214,24 @@ def test_controls(tmp_path, fake):
     assert value["control"] is None
 
 
+def test_sessions(tmp_path, fake, capsys):
+    file = tmp_path / "n.json"
+    words = ("shapes", "--limit", 2, "--out", tmp_path / "o", "--json", file)
+    run(*words, "--recipe", "lookm", "--recipe", "streamingllm", "--share", "0.5,0.2", "--session")
+    value = json.loads(file.read_text())
+    alone = ["none", "lookm:0.5", "lookm", "streamingllm:0.5", "streamingllm"]
+    assert set(value["recipes"]) == {*alone, *(f"{name}@session" for name in alone)}
+    asked = value["recipes"]["lookm@session"]
+    for key in ("accuracy_first_image", "accuracy_later_image", "accuracy_later_video"):
+        assert asked[key] is not None
+        assert value["recipes"]["lookm"][key] is None
+    assert asked["held"] == pytest.approx(0.2)
+    printed = capsys.readouterr().out
+    assert printed.count("| `lookm:0.5` |") == 2
+    run(*words, "--recipe", "lookm", "--share", "0.5")
+    assert not fake[1].asked  # what was asked alone is not asked again
+
+
 def test_report_of_an_eval(tmp_path, fake, capsys):
     words = ("--recipe", "random", "--recipe", "grid", "--budget", "0.33,0.11")
     run("shapes", "--limit", 1, "--out", tmp_path / "a", *words)
@@ -202,6 +257,8 @@ def test_report_of_an_eval(tmp_path, fake, capsys):
         (("shapes", "--recipe", "hired:2"), RecipeError, "out of range"),
         (("shapes", "--recipe", "hired", "--budget", "1.5"), RecipeError, "budget '1.5' is not"),
         (("shapes", "--budget", "0.5"), RecipeError, "add --recipe"),
+        (("shapes", "--recipe", "lookm", "--share", "2"), RecipeError, "share '2' is not"),
+        (("shapes", "--recipe", "hired", "--share", "0.2"), RecipeError, "drop --share"),
         (("shapes", "--device", "abacus"), ModelError, "device 'abacus' cannot be used"),
         (("shapes", "--out", "FILE/x"), VLMFastError, "cannot write"),
         (("shapes", "--out", "FILE"), VLMFastError, "cannot write"),
@@ -308,6 +365,17 @@ def test_on_random_weights(tmp_path, random_vlm):
         assert whole["equivalent_tokens"] == whole["visual_tokens_in"] == s["visual_tokens_in"]
         assert s["equivalent_tokens"] == pytest.approx(0.5 * s["visual_tokens_in"], rel=0.1)
     assert all(line["ttft_s"] > 0 for line in full.timings.values())
+
+
+def test_caches_in_sessions(tmp_path, tiny):
+    """The real way again: less is held, later questions see no more than that."""
+    full = evaluate(tiny, FewDocs(), None, tmp_path, 1, session=True)
+    kept = evaluate(tiny, FewDocs(), "lookm:0.3", tmp_path, 1, session=True)
+    assert {s["turn"] for s in kept.samples.values()} > {0}
+    assert summarise(full, full)["held"] == 1
+    # The pictures are cut down to that, and the question follows.
+    assert 0.3 < summarise(kept, full)["held"] < 0.36
+    assert not any("error" in s for s in kept.samples.values())
 
 
 def test_the_shipped_model(tmp_path, tiny):

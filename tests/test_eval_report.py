@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -173,11 +174,154 @@ def test_random_is_taken_at_the_cost_that_was_measured(tmp_path):
     write_results(tmp_path, "hired:budget=0.11", 0.7, 0.35, limit=2)
     write_results(tmp_path, "hired:budget=0.2", 0.7, 0.2, limit=2)
     runs = load(tmp_path)["shapes"]
-    random = {row.run.name: row.random and row.random.name for row in compare(runs)}
-    assert random["hired:budget=0.11"] == "random:budget=0.33"
-    assert random["hired:budget=0.2"] is None
+    random = {
+        row.run.name: [control.run.name for control in row.controls.values()]
+        for row in compare(runs)
+    }
+    assert random["hired:budget=0.11"] == ["random:budget=0.33"]
+    assert random["hired:budget=0.2"] == []
     text, _ = write_report(tmp_path, tmp_path)
     assert "no `random` near the 20.0 %" in text
+
+
+# --- caches --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def caches(tmp_path_factory) -> Path:
+    """A good cache method, a useless one, both controls, a quantiser; in sessions too."""
+    out = tmp_path_factory.mktemp("caches")
+    for session in (False, True):
+        write_results(out, "none", 0.8, session=session, limit=LIMIT)
+        for share in (0.5, 0.1):
+            # In a session the good one is better still, the other not better than the controls.
+            more = {"session": session, "limit": LIMIT}
+            good, poor = (0.8, 0.45) if session else (0.75, 0.5)
+            write_results(out, f"lookm:{share}", good, held=share, **more)
+            write_results(out, f"h2o:{share}", poor, held=share * 1.05, **more)
+            write_results(out, f"streamingllm:{share}", 0.5, held=share, **more)
+            write_results(out, f"random:budget={share}", 0.5, share, held=share * 1.1, **more)
+        write_results(out, "kivi", 0.79, held=0.2, session=session, limit=LIMIT)
+    return out
+
+
+def parts_of(text: str) -> dict[str, dict[str, list[str]]]:
+    """Rows of every table, by the first word of its head."""
+    found = {}
+    for block in re.split(r"\n\n+", text):
+        if block.startswith("|"):
+            found[block.strip("| ").split(" | ")[0] + str(len(found))] = rows_of(block)
+    return found
+
+
+def test_numbers_of_a_cache(caches):
+    full, alone, asked = (
+        read(caches / "shapes" / name) for name in ("none", "lookm_0.1", "lookm_0.1@session")
+    )
+    n, s = summarise(alone, full), summarise(asked, full)
+    assert n["held"] == n["held_image"] == pytest.approx(0.1)
+    assert n["kept"] == 1
+    assert summarise(full)["held"] == 1
+    for m in ("image", "video"):
+        assert n[f"accuracy_first_{m}"] is n[f"accuracy_later_{m}"] is None
+        first = [
+            x["score"]
+            for x in asked.samples.values()
+            if x["turn"] == 0 and x["modality"] == m and "caption" not in x["type"]
+        ]
+        assert 0 < len(first) < sum(x["modality"] == m for x in asked.samples.values()) / 2
+        assert s[f"accuracy_first_{m}"] is not None
+        low, high = s[f"accuracy_later_{m}_ci"]
+        assert low < s[f"accuracy_later_{m}"] < high
+    assert s["ttft_later_s_image"] > 0
+    json.dumps(s, allow_nan=False)
+
+
+def test_report_of_caches(caches, tmp_path):
+    text, files = write_report(caches, tmp_path)
+    assert [file.name for file in files] == ["report.md", "shapes-cache.png"]
+    assert text.startswith("# Accuracy against KV cache\n")
+    alone, captions, later, table, sessions = parts_of(text).values()
+    for grid in (alone, captions, later):
+        assert list(grid) == ["h2o", "kivi", "lookm", "streamingllm"]
+        assert grid["kivi"][1:3] == ["–", "–"]
+        assert "(20.0 %)" in grid["kivi"][3]
+        assert grid["lookm"][3] == "–"
+        # Beats both controls on pictures and clips; a dozen captions cannot say so.
+        assert grid["lookm"][1].count("**") == 4 or grid is captions
+        assert "**" not in grid["h2o"][1]
+        assert "(" not in grid["lookm"][1] + grid["h2o"][1]
+    assert list(table)[:2] == ["none", "h2o:0.5"]
+    assert {"random:budget=0.5", "streamingllm:0.1"} <= set(table)
+    row = table["lookm:0.1"]
+    assert number(row[1]) == 10
+    assert all(re.match(r"[\d.]+ \[[\d.]+, [\d.]+\]$", cell) for cell in row[2:7])
+    assert number(row[9]) < 0  # against the full model
+    assert number(row[11]) > 0 < number(row[13])  # streamingllm, random
+    assert table["none"][9:] == ["–"] * 6
+    assert table["streamingllm:0.1"][11] == "–"
+    assert set(sessions) == set(table)
+    assert sessions["lookm:0.1"][1] == "once"
+    assert "picture read again" in text
+    assert number(sessions["lookm:0.1"][10]) > 0 > number(sessions["h2o:0.1"][10])
+    worse = [w for w in re.findall(r"\*\*Warning:\*\* (.*)", text) if "not better" in w]
+    worse = [w for w in worse if "captions" not in w]
+    assert worse
+    assert all("`h2o" in w and "`lookm" not in w for w in worse)
+    assert any(
+        "`random` of the same size (later questions in a session, pictures)" in w for w in worse
+    )
+
+
+def test_controls_of_a_cache_hold_as_much_as_it_does(caches):
+    rows = {row.run.name: row for row in compare(load(caches)["shapes"])}
+    assert "lookm:0.1@session" not in rows
+    names = {word: of.run.name for word, of in rows["lookm:0.1"].controls.items()}
+    assert names == {"streamingllm": "streamingllm:0.1", "random": "random:budget=0.1"}
+    asked = rows["lookm:0.1"].session.controls["random"]
+    assert asked.run.name == "random:budget=0.1@session"
+    assert not rows["kivi"].controls  # nothing is near
+    assert not rows["none"].controls
+
+
+def test_caches_and_reducers_in_one_report(folder, caches, tmp_path):
+    for source in (folder, caches):
+        for path in sorted((source / "shapes").iterdir()):
+            if path.is_dir() and not (tmp_path / "shapes" / path.name).exists():
+                shutil.copytree(path, tmp_path / "shapes" / path.name)
+    text, files = write_report(tmp_path, tmp_path / "out")
+    assert [f.name for f in files] == ["report.md", "shapes.png", "shapes-cache.png"]
+    assert text.startswith("# Accuracy against visual tokens and KV cache\n")
+    budgets, tokens, *_, table, _ = parts_of(text).values()
+    assert "hired" in budgets
+    assert "lookm" not in str(budgets)
+    assert {"hired:budget=0.11", "random:budget=0.5"} <= set(tokens)
+    assert "lookm:0.1" not in tokens
+    assert "hired:budget=0.11" not in table
+
+
+def test_sessions_alone_stand_for_themselves(tmp_path):
+    for recipe in ("none", "lookm"):
+        write_results(tmp_path, recipe, 0.8, held=0.2, session=True, limit=2)
+    text, _ = write_report(tmp_path, tmp_path)
+    assert "`lookm@session` was asked in sessions only" in text
+    assert "the full model is missing" in text
+
+
+def test_plot_of_caches(caches, tmp_path, monkeypatch):
+    from matplotlib.figure import Figure
+
+    shown = []
+    save = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda s, *a, **k: (shown.append(s), save(s, *a, **k)))
+    write_report(caches, tmp_path)
+    (figure,) = shown
+    titles = [axis.get_title() for axis in figure.axes]
+    assert titles[:3] == ["Pictures, asked alone", "Clips, asked alone", "Captions of pictures"]
+    assert len(titles) == 6
+    labels = {text.get_text() for text in figure.legends[0].get_texts()}
+    assert labels == {"full model (95 % band)", "lookm", "h2o", "streamingllm", "random", "kivi"}
+    assert all("cache" in axis.get_xlabel() for axis in figure.axes)
 
 
 def test_missing_controls_are_said(tmp_path):

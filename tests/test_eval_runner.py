@@ -17,7 +17,16 @@ from eval_fakes import FakeVLM, meta
 from vlmfast.errors import MediaError, VLMFastError
 from vlmfast.eval import results as store
 from vlmfast.eval.results import Writer, read, slug
-from vlmfast.eval.runner import evaluate, method_of, weights_sha256, with_budget
+from vlmfast.eval.runner import (
+    evaluate,
+    method_of,
+    share_of,
+    shrinks_cache,
+    takes_budget,
+    weights_sha256,
+    with_budget,
+    with_share,
+)
 from vlmfast.eval.shapes import Shapes
 from vlmfast.recipe import Recipe
 
@@ -25,7 +34,7 @@ LIMIT = 2
 DOCS = 21 * LIMIT
 FIELDS = {
     "doc_id", "type", "modality", "picture", "prompt_hash", "target", "resps", "filtered_resps",
-    "score", "visual_tokens_in", "equivalent_tokens",
+    "score", "visual_tokens_in", "equivalent_tokens", "kv_bytes", "kv_bytes_full",
 }  # fmt: skip
 
 
@@ -59,6 +68,7 @@ def test_what_is_written(tmp_path):
         assert s["filtered_resps"][0] in (s["resps"][0][0], s["resps"][0][0].lower().rstrip("."))
         assert 0 <= s["score"] <= 1
         assert s["equivalent_tokens"] == s["visual_tokens_in"] / 2
+        assert s["kv_bytes"] == s["kv_bytes_full"] / 2
     for line in (run.path / "timings.jsonl").read_text().splitlines():
         times = json.loads(line)
         assert {"doc_id", "ttft_s", "time_vision_s", "time_prefill_s"} <= set(times)
@@ -318,6 +328,70 @@ def test_controls_have_folders_of_their_own(tmp_path):
         evaluate(vlm, "shapes", out=tmp_path, limit=1, control="answer-only")
 
 
+def test_sessions_have_folders_of_their_own(tmp_path):
+    alone = evaluate(FakeVLM(), "shapes", "lookm", tmp_path, 1)
+    vlm = FakeVLM()
+    asked = evaluate(vlm, "shapes", "lookm", tmp_path, 1, session=True)
+    assert asked.path.name == asked.name == "lookm@session"
+    assert (asked.variant, alone.variant) == ("session", None)
+    assert len(vlm.asked) == 21
+    for doc, sample in alone.samples.items():
+        turn = asked.samples[doc].pop("turn")
+        assert asked.samples[doc] == sample  # the fake does not care in which way it is asked
+        assert isinstance(turn, int)
+        assert "turn" not in sample
+    asked.path.rename(tmp_path / "shapes" / "h2o")
+    with pytest.raises(VLMFastError, match='recipe is "lookm" in the one and "h2o"'):
+        evaluate(FakeVLM(), "shapes", "h2o", tmp_path, 1)
+
+
+def test_sessions_and_single_questions_are_not_mixed(tmp_path):
+    asked = evaluate(FakeVLM(), "shapes", "lookm", tmp_path, 1, session=True)
+    asked.path.rename(tmp_path / "shapes" / "lookm")
+    with pytest.raises(VLMFastError, match="session is true in the one and null in the other"):
+        evaluate(FakeVLM(), "shapes", "lookm", tmp_path, 2)
+
+
+def test_a_session_asks_all_about_one_picture(tmp_path):
+    vlm = FakeVLM()
+    run = evaluate(vlm, "shapes", None, tmp_path, 8, session=True)
+    samples = list(run.samples.values())
+    pictures = [s["picture"] for s in samples]
+    turns = {p: [s["turn"] for s in samples if s["picture"] == p] for p in pictures}
+    assert all(of == list(range(len(of))) for of in turns.values())
+    assert len(turns) > 10
+    # One picture at a time, and no type of question always comes first.
+    assert [p for p, q in zip(pictures, [None, *pictures], strict=False) if p != q] == list(turns)
+    assert len({(s["modality"], s["type"]) for s in samples if s["turn"] == 0}) > 8
+
+
+def test_a_session_that_was_interrupted_goes_on(tmp_path):
+    whole = evaluate(FakeVLM(), "shapes", out=tmp_path / "a", limit=LIMIT, session=True)
+    run = evaluate(FakeVLM(), "shapes", out=tmp_path / "b", limit=LIMIT, session=True)
+    kept = 7  # in the middle of a picture
+    middle = json.loads(lines(run.path)[kept])
+    assert middle["turn"] > 0
+    (run.path / "samples.jsonl").write_text("\n".join(lines(run.path)[:kept]) + "\n")
+    vlm = FakeVLM()
+    run = evaluate(vlm, "shapes", out=tmp_path / "b", limit=LIMIT, session=True)
+    assert lines(run.path) == lines(whole.path)
+    # The first question about that picture is asked again: what follows is not the first.
+    assert len(vlm.asked) == DOCS - kept + 1
+    again = FakeVLM()
+    evaluate(again, "shapes", out=tmp_path / "b", limit=LIMIT, session=True)
+    assert not again.asked
+
+
+def test_a_session_that_cannot_be_opened_fails_for_each_question(tmp_path):
+    class Closed(FakeVLM):
+        def session(self, **kwargs):
+            raise MediaError("cannot read the picture")
+
+    run = evaluate(Closed(), "shapes", out=tmp_path, limit=1, session=True, max_errors=21)
+    assert all(s["error"] == "cannot read the picture" for s in run.samples.values())
+    assert len(run.samples) == 21
+
+
 def test_the_prompt_hash_tells_prompts_and_arguments_apart(tmp_path):
     run = evaluate(FakeVLM(), "shapes", out=tmp_path, limit=3)
     prompts = {}
@@ -393,6 +467,18 @@ def test_method_of():
     assert method_of(Recipe.parse("hired:budget=0.3")) == ("hired", 0.3)
     alpha = "hired:rate=0.3,alpha=0.1,budget=0.2"
     assert method_of(Recipe.parse(alpha)) == ("hired:alpha=0.1", 0.2)
+
+
+def test_what_a_recipe_can_be_put_at():
+    words = {"hired": (1, 0), "lookm": (0, 1), "kivi": (0, 1), "hired+lookm": (1, 1)}
+    # A reducer with a part in the cache stays a reducer.
+    words |= {"mustdrop": (1, 0), "fastkv": (0, 1), "zipvl": (0, 1), "none": (0, 0)}
+    for word, (budget, shrinks) in words.items():
+        recipe = Recipe.parse(word)
+        assert (takes_budget(recipe), shrinks_cache(recipe)) == (budget, shrinks), word
+    assert share_of(Recipe.parse("random:0.5+lookm:0.3")) == 0.3
+    assert share_of(Recipe.parse("random+kivi")) is None
+    assert str(with_share(Recipe.parse("random:0.5+lookm"), 0.3)) == "random:0.5+lookm:0.3"
 
 
 def test_with_budget():

@@ -1,7 +1,7 @@
 """Captured decode steps: without a GPU a step is repeated instead of replayed.
 
-What a CUDA graph cannot do for a test here, run kernels from fixed addresses, the stand-in checks: it
-refuses to run when a tensor of the step has moved.
+A CUDA graph runs kernels on fixed addresses. The stand-in checks them: it refuses to run when a
+tensor of the step has moved.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def follow(monkeypatch) -> None:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_captured_steps_give_the_same_tokens(plain: VLM, vlm: VLM, recipe: str) -> None:
     for seed in (0, 1):
-        given = dict(images=picture(seed=seed), recipe=recipe, max_new_tokens=40)
+        given = {"images": picture(seed=seed), "recipe": recipe, "max_new_tokens": 40}
         wanted = plain.ask("what is here ?", **given, eos_token_id=None).token_ids
         assert vlm.ask("what is here ?", **given, eos_token_id=None).token_ids == wanted
         assert len(wanted) == 40
@@ -91,7 +91,7 @@ def test_growing_beyond_the_buffers_captures_anew(plain: VLM, vlm: VLM, monkeypa
     from vlmfast.engine import cache
 
     monkeypatch.setattr(cache, "_ROOM", 8)
-    given = dict(images=picture(seed=0), max_new_tokens=120, eos_token_id=None)
+    given = {"images": picture(seed=0), "max_new_tokens": 120, "eos_token_id": None}
     first = vlm.ask("what is here ?", **given).token_ids
     assert first == plain.ask("what is here ?", **given).token_ids
     graphs = vlm.adapter.kept["graphs"]
@@ -103,7 +103,7 @@ def test_growing_beyond_the_buffers_captures_anew(plain: VLM, vlm: VLM, monkeypa
 
 def test_batches_and_sessions(plain: VLM, vlm: VLM) -> None:
     requests = [
-        Request("what ?", images=picture(seed=i), recipe=r, generation={"max_new_tokens": 5 + 7 * i})
+        Request("what ?", picture(seed=i), recipe=r, generation={"max_new_tokens": 5 + 7 * i})
         for i, r in enumerate(["none", "h2o:0.7", "pyramiddrop", "none"])
     ]
     wanted = [a.token_ids for a in plain.ask_many(requests, batch_size=3)]
@@ -150,7 +150,7 @@ def test_compiled_steps_give_the_same_tokens(plain: VLM) -> None:
     torch._dynamo.reset()
     vlm = VLM(*build_llava(), decoding="compile")
     vlm.adapter.kept["compiled"] = torch.compile(vlm.adapter.decoder, backend="eager")
-    given = dict(images=picture(seed=0), max_new_tokens=6, eos_token_id=None)
+    given = {"images": picture(seed=0), "max_new_tokens": 6, "eos_token_id": None}
     wanted = plain.ask("what is here ?", **given).token_ids
     assert vlm.ask("what is here ?", **given).token_ids == wanted
 

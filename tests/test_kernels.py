@@ -10,6 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from vlmfast import VLMFastError
 from vlmfast.kernels import col_stats as module
 from vlmfast.kernels.col_stats import col_stats
 from vlmfast.kernels.select import mass_count, ranked, top_k
@@ -248,8 +249,9 @@ def test_attention_is_shared_out(heads, groups, s, data):
     assert (got["sum"] <= got["nnz"] + 1e-5).all()
 
 
-def test_no_row_gives_nothing():
+def test_nothing_to_look_at_is_refused():
     query, key, *_ = inputs("grouped")
-    got = col_stats(query, key, torch.tensor([], dtype=torch.int64), threshold=0.5)
-    assert got["sum"].shape == (2, 3, S)
-    assert not any(of.any() for of in got.values())
+    with pytest.raises(VLMFastError, match="at least one of each"):
+        col_stats(query, key, torch.tensor([], dtype=torch.int64))
+    with pytest.raises(VLMFastError, match="at least one of each"):
+        col_stats(query[:, :0], key[:, :0])

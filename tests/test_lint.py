@@ -25,6 +25,12 @@ from vlmfast.stages import CacheStage, DecodeStage
 STEPS = 10  # two pages
 
 
+@pytest.fixture(autouse=True)
+def references(monkeypatch):
+    """A kernel is one operation that waits for nothing; what its reference does can be watched."""
+    monkeypatch.setenv("VLMFAST_KERNELS", "torch")
+
+
 @dataclass(frozen=True)
 class Uneven(CacheStage):
     """Keeps another number of slots in each head."""

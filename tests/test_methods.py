@@ -15,7 +15,10 @@ from vlmfast.errors import RecipeError
 from vlmfast.recipe import Recipe
 from vlmfast.stages import stage_class, stage_names
 
-METHODS = sorted(stage_names())
+METHODS = sorted(n for n in stage_names() if stage_class(n).protocol != "media")
+REDUCERS = [n for n in METHODS if hasattr(stage_class(n)(), "budget")]
+CACHES = [n for n in METHODS if n not in REDUCERS]
+SHARED = [n for n in CACHES if hasattr(stage_class(n)(), "share")]
 MEDIA = {
     "one pixel": {"images": Image.new("RGB", (1, 1), "red")},
     "below a patch": {"images": picture(5, 3)},
@@ -24,17 +27,28 @@ MEDIA = {
     "two pictures": {"images": [picture(seed=1), picture(128, 128, seed=2)]},
     "a clip": {"video": [picture(seed=i) for i in range(3)], "num_frames": 3},
 }
+# Where a method's default is for prompts of thousands.
+SHORT = {"window": 0.1, "residual": 32, "tsp": 0.6}
 
 
-def budgeted(name: str, budget: float):
-    return replace(stage_class(name)(), budget=budget)
+def having(stage, **values):
+    """The stage with those of the values for which it has a parameter."""
+    names = {f.name for f in fields(stage)}
+    return replace(stage, **{name: value for name, value in values.items() if name in names})
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_every_method_takes_every_medium(tiny, name) -> None:
+def lessened(name: str, share: float):
+    """A method so that it keeps about ``share``, of the visual tokens or of the cache."""
+    if name in REDUCERS:
+        return having(stage_class(name)(), budget=share)
+    return having(stage_class(name)(), share=share, **SHORT)
+
+
+@pytest.mark.parametrize("name", REDUCERS)
+def test_every_reducer_takes_every_medium(tiny, name) -> None:
     """Its own default and a budget: fewer tokens come out, and an answer."""
     for case, media in MEDIA.items():
-        for stage in (stage_class(name)(), budgeted(name, 0.4)):
+        for stage in (stage_class(name)(), lessened(name, 0.4)):
             answer = tiny.ask("what ?", **media, recipe=stage, max_new_tokens=2)
             stats = answer.stats
             assert answer.token_ids, (case, str(stage))
@@ -42,33 +56,99 @@ def test_every_method_takes_every_medium(tiny, name) -> None:
             assert len(answer.trace.entered) >= stats.visual_tokens_per_layer[0], case
 
 
+@pytest.mark.parametrize("name", CACHES)
+def test_every_cache_method_takes_every_medium(tiny, name) -> None:
+    """A smaller cache comes out, and an answer that is read from it."""
+    stage = lessened(name, 0.4)
+    for case, media in MEDIA.items():
+        answer = tiny.ask("what ?", **media, recipe=stage, max_new_tokens=4)
+        stats = answer.stats
+        assert answer.token_ids, case
+        assert 0 < stats.kv_bytes < stats.kv_bytes_full, case
+
+
 @pytest.mark.parametrize("name", METHODS)
+def test_text_alone_is_left_alone(tiny, name) -> None:
+    stage = lessened(name, 0.4)
+    full = tiny.ask("what is two and two ?", max_new_tokens=6)
+    same = tiny.ask("what is two and two ?", recipe=stage, max_new_tokens=6)
+    assert same.token_ids == full.token_ids
+    assert same.stats.kv_bytes == full.stats.kv_bytes == full.stats.kv_bytes_full
+
+
+@pytest.mark.parametrize("name", REDUCERS)
 def test_budget_one_is_the_full_model(tiny, name) -> None:
     media = MEDIA["two pictures"]
     full = tiny.ask("what ?", **media, max_new_tokens=6)
-    same = tiny.ask("what ?", **media, recipe=budgeted(name, 1.0), max_new_tokens=6)
+    same = tiny.ask("what ?", **media, recipe=lessened(name, 1.0), max_new_tokens=6)
     assert same.token_ids == full.token_ids
     assert same.stats.equivalent_tokens == full.stats.equivalent_tokens
 
 
-@pytest.mark.parametrize("name", [n for n in METHODS if stage_class(n)().floor(6) == 0])
+@pytest.mark.parametrize("name", SHARED)
+def test_share_one_is_the_full_model(tiny, name) -> None:
+    """With every parameter but the share at its default."""
+    stage = having(stage_class(name)(), share=1.0)
+    for case in ("two pictures", "a clip"):
+        full = tiny.ask("what ?", **MEDIA[case], max_new_tokens=12)
+        same = tiny.ask("what ?", **MEDIA[case], recipe=stage, max_new_tokens=12)
+        assert same.token_ids == full.token_ids, case
+        assert same.stats.kv_tokens_per_layer == full.stats.kv_tokens_per_layer
+
+
+@pytest.mark.parametrize("name", [n for n in REDUCERS if stage_class(n)().floor(6) == 0])
 def test_a_budget_is_met_by_methods_without_a_floor(tiny, name) -> None:
     """As near as equal cells and whole numbers allow."""
     for budget in (0.5, 0.22, 0.11):
         stats = tiny.ask(
-            "what ?", picture(128, 128), recipe=budgeted(name, budget), max_new_tokens=1
+            "what ?", picture(128, 128), recipe=lessened(name, budget), max_new_tokens=1
         ).stats
         assert stats.equivalent_tokens / stats.visual_tokens_in == pytest.approx(budget, rel=0.12)
 
 
+@pytest.mark.parametrize("name", SHARED)
+def test_a_share_is_met(tiny, name) -> None:
+    """In bytes: text that always stays, and what decode stages keep books of, come on top."""
+    for share in (0.5, 0.2, 0.1):
+        stats = tiny.ask(
+            "what ?", picture(128, 128), recipe=lessened(name, share), max_new_tokens=1
+        ).stats
+        held = stats.kv_bytes / stats.kv_bytes_full
+        text = 1 - stats.visual_tokens_in / stats.prompt_tokens
+        assert share * 0.95 < held < share * 1.06 + text
+
+
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_is_deterministic(tiny, name) -> None:
-    runs = [
-        tiny.ask("what ?", picture(128, 128), recipe=budgeted(name, 0.3), max_new_tokens=4)
-        for _ in range(2)
-    ]
+    stage = lessened(name, 0.3)
+    runs = [tiny.ask("what ?", picture(128, 128), recipe=stage, max_new_tokens=8) for _ in range(2)]
     assert runs[0].token_ids == runs[1].token_ids
     assert torch.equal(runs[0].trace.depth, runs[1].trace.depth)
+    assert runs[0].stats.kv_bytes == runs[1].stats.kv_bytes
+
+
+@pytest.mark.parametrize("name", CACHES)
+def test_an_answer_is_read_from_what_is_left(tiny, name) -> None:
+    """The control of what keeps everything: other words come out where a fortieth is left."""
+    stage = having(
+        lessened(name, 0.025), important=0.0, tau=0.1, kv="drop", sinks=1, text_prior=False
+    )
+    media = MEDIA["two pictures"]
+    ask = {"max_new_tokens": 24, "min_new_tokens": 24}
+    full = tiny.ask("Describe the picture.", **media, **ask)
+    less = tiny.ask("Describe the picture.", **media, recipe=stage, **ask)
+    assert less.token_ids != full.token_ids
+
+
+def test_cache_methods_share_a_batch(tiny) -> None:
+    """Every row with a method of its own, and each answers as it does alone."""
+    media = MEDIA["a clip"]
+    recipes = [None, *(lessened(name, 0.4) for name in CACHES)]
+    requests = [vlmfast.Request("what ?", **media, recipe=recipe) for recipe in recipes]
+    answers = tiny.ask_many(requests, batch_size=len(requests), max_new_tokens=5)
+    for request, answer in zip(requests, answers, strict=True):
+        alone = tiny.ask("what ?", **media, recipe=request.recipe, max_new_tokens=5)
+        assert answer.token_ids == alone.token_ids, answer.recipe
 
 
 @pytest.mark.parametrize("name", [n for n in METHODS if stage_class(n).trained])
@@ -108,16 +188,40 @@ def test_stacks_cost_less_than_their_parts(tiny, recipe) -> None:
     """Several stages in one recipe, on a picture and on a clip, in both position policies."""
     for case in ("two pictures", "a clip"):
         for positions in ("keep", "compact"):
-            stages = tuple(
-                replace(s, positions=positions)
-                if any(f.name == "positions" for f in fields(s))
-                else s
-                for s in Recipe.parse(recipe)
-            )
+            stages = tuple(having(s, positions=positions) for s in Recipe.parse(recipe))
             first = tiny.ask("what ?", **MEDIA[case], recipe=stages[:1], max_new_tokens=2).stats
             whole = tiny.ask("what ?", **MEDIA[case], recipe=stages, max_new_tokens=2)
             assert whole.stats.equivalent_tokens < first.equivalent_tokens
             assert whole.token_ids
+
+
+CACHE_STACKS = (
+    "hired:0.5+lookm:0.4",
+    "pyramiddrop+kivi:residual=32",
+    "elastic:budget=0.3+snapkv:0.5,window=0.1",
+    "pvc:budget=0.22+h2o:0.5",
+    "fastv+streamingllm:0.4",
+    "downsample:0.4,repair=true+cake:0.5,window=0.1",
+    "visionzip:0.5+fastkv:0.4,window=0.1,tsp=0.6",
+    "hired:0.5+zipvl",
+    "mustdrop:budget=0.5+lookm:0.5",
+    "atp+pyramidkv:0.5,window=0.1",
+    "lookm:0.4+kivi:residual=32",
+    "vlcache:0.4+zipcache",
+)
+
+
+@pytest.mark.parametrize("recipe", CACHE_STACKS)
+def test_stacks_with_a_cache_method_hold_less_than_their_parts(tiny, recipe) -> None:
+    """Also where an earlier stage renumbered the rows, or left layers prompts of their own."""
+    for case in ("two pictures", "a clip"):
+        for positions in ("keep", "compact"):
+            stages = tuple(having(s, positions=positions) for s in Recipe.parse(recipe))
+            whole = tiny.ask("what ?", **MEDIA[case], recipe=stages, max_new_tokens=4)
+            assert whole.token_ids
+            for part in stages:
+                alone = tiny.ask("what ?", **MEDIA[case], recipe=part, max_new_tokens=1)
+                assert whole.stats.kv_bytes < alone.stats.kv_bytes, (case, str(part))
 
 
 def test_another_seed_is_another_selection(tiny) -> None:

@@ -27,6 +27,7 @@ from ..stages import Phase, StatRequest, Step, current_step
 # No "flash", "sdpa" or "/" in these names: transformers tests for such substrings.
 TEXT, VISION = "vlmfast_text", "vlmfast_vision"
 
+_FEW = 64  # query rows that the decode kernel takes
 _ROWS_AT_ONCE = 512  # bounds the memory of column statistics to rows x keys x heads
 
 
@@ -142,8 +143,10 @@ def _cached(
     index, tokens = module.layer_idx, query.shape[2]
     layer = step.cache.layers[index]
     plain = not layer.segments and layer.mass is None
+    # Few rows over a cache on a GPU: the decode kernel, which reads no slot that is not there.
+    dense = plain and not (key.is_cuda and tokens <= _FEW)
     if plain and layer.prefix and tokens == 1:
-        # One sequence and one token: Hugging Face's own call on what is there gives its own bits.
+        # One token, nothing ragged: Hugging Face's own call on what is there gives its own bits.
         n = layer.held[0] + 1
         bias = None if layer.bias is None else layer.bias[:, :, None, :n].to(query.dtype)
         if bias is not None and bias.shape[1] != query.shape[1]:
@@ -163,7 +166,7 @@ def _cached(
         n = layer.held[0] + tokens
         key, value, mask = key[:, :, :n], value[:, :, :n], mask[..., :n]
         bias = None if bias is None else bias[:, :, :n]
-    if plain:
+    if dense:
         if bias is not None:
             mask = _with_bias(mask, bias[:, :, None], query.dtype)
         output = _buffer_attention(query, key, value, mask, scaling)
@@ -207,9 +210,9 @@ def _buffer_attention(
     hkv = key.shape[1]
     # The query heads of one KV head become extra rows, so keys and values are never repeated.
     rows = query.reshape(b, hkv, hq // hkv * t, d)
-    out = scaled_dot_product_attention(
-        rows, key, value, attn_mask=mask.repeat(1, 1, hq // hkv, 1), scale=scaling
-    )
+    if t > 1:  # one row of the mask serves all query heads
+        mask = mask.repeat(1, 1, hq // hkv, 1)
+    out = scaled_dot_product_attention(rows, key, value, attn_mask=mask, scale=scaling)
     return out.reshape(b, hq, t, -1).transpose(1, 2)
 
 

@@ -80,12 +80,12 @@ class KVLayer(CacheLayerMixin):
 
     @property
     def prefix(self) -> bool:
-        """Whether what is there is a plain prefix of the buffers, the same for every head.
+        """Whether what is there is a plain prefix of the buffers, the same for all rows and heads.
 
         Hugging Face's own attention on it then gives Hugging Face's own bits. On CUDA shapes must
         not change from step to step, so masks say what is there.
         """
-        return len(self.held) == 1 and self.even and self.device.type == "cpu"
+        return self.even and min(self.held) == max(self.held) and self.device.type == "cpu"
 
     # --- prefill ---------------------------------------------------------------------------------
 
@@ -368,10 +368,7 @@ class KVCache(Cache):
             layer.segments = [
                 replace(
                     segment,
-                    **{
-                        field.name: state[at, number, field.name]
-                        for field in _tensors(segment)
-                    },
+                    **{field.name: state[at, number, field.name] for field in _tensors(segment)},
                 )
                 for number, segment in enumerate(layer.segments)
             ]

@@ -118,7 +118,7 @@ class Decoder:
         """A step through a graph; one is captured where none fits."""
         if self.graph is None or not self.graph.serves(self):
             if self.graph is not None:
-                # Some buffers may still be the old step's: they are copied before others use them.
+                # Some buffers may still be the old step's: copied before others use them.
                 own = self.graph.state
                 self.load(
                     {k: of.clone() if own.get(k) is of else of for k, of in self.state().items()}
@@ -129,7 +129,7 @@ class Decoder:
         return self.graph.replay(tokens)
 
     def retire(self) -> None:
-        """Let the captured step serve others; this decoder holds nothing in its buffers any more."""
+        """Let the captured step serve others; nothing of this decoder is in its buffers now."""
         if self.graph is not None:
             self.graphs.put(self.graph)
             self.graph = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -86,7 +87,12 @@ def encode(
             )
     wants_cls = any(stage.wants_cls for stage in outside)
     views = items[-1].views[1] if wants_cls else 0
-    with active(step), _between_blocks(adapter, inside, step, stats), _cls(adapter, views) as cls:
+    with (
+        active(step),
+        _unused_skipped(adapter, step),
+        _between_blocks(adapter, inside, step, stats),
+        _cls(adapter, views) as cls,
+    ):
         encoded = adapter.encode(tensors, step)
     vision = replace(encoded.stats, cls=cls[0] if cls else None)
     features = torch.cat(encoded.features)
@@ -137,6 +143,31 @@ def _cls(adapter: Adapter, views: int) -> Iterator[list[Tensor]]:
         yield found
     finally:
         handle.remove()
+
+
+@contextmanager
+def _unused_skipped(adapter: Adapter, step: Step) -> Iterator[None]:
+    """Blocks behind the last whose output or attention is used hand on what they get.
+
+    LLaVA takes the features of the last block but one, and the tower would run the last for nobody.
+    """
+    used = max([*adapter.feature_blocks(), *step.requests])
+    idle = adapter.vision_blocks()[used + 1 :]
+    before = [block.__dict__.get("forward") for block in idle]
+    try:
+        for block in idle:
+            block.forward = _handed_on
+        yield
+    finally:
+        for block, forward in zip(idle, before, strict=True):
+            if forward is None:
+                del block.forward
+            else:
+                block.forward = forward
+
+
+def _handed_on(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return hidden_states
 
 
 @contextmanager

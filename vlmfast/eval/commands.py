@@ -32,9 +32,17 @@ def add_eval(parser: ArgumentParser) -> None:
         action="append",
         metavar="R",
         help="may be repeated; 'all' is every method, trained ones where there are weights for the "
-        "model. The full model (none) is always run too",
+        "model, 'cache' every method that makes the cache smaller. The full model (none) is always "
+        "run too",
     )
-    add("--budget", metavar="B,B", help="run each recipe at these budgets, such as 0.33,0.11")
+    add("--budget", metavar="B,B", help="run each reducer at these budgets, such as 0.33,0.11")
+    add(
+        "--share",
+        metavar="S,S",
+        help="run each cache method at these shares of the cache, such as 0.5,0.2,0.1; those that "
+        "quantise have none and run as they are. Of 'all' and 'cache', windows are a tenth of what "
+        "stays, and bits are 4 and 2",
+    )
     add(
         "--positions",
         choices=("keep", "compact"),
@@ -45,6 +53,12 @@ def add_eval(parser: ArgumentParser) -> None:
         action="store_true",
         help="also ask the full model without the picture (question-only) and without what is "
         "in it (background-only)",
+    )
+    add(
+        "--session",
+        action="store_true",
+        help="also ask all questions about a picture one after another, in a session that reads "
+        "the picture once: what second questions cost",
     )
     add(
         "--limit",
@@ -80,7 +94,8 @@ def run_eval(args: Namespace) -> int:
 
     # Everything that can be wrong is looked at before a model is loaded.
     tasks = [find_task(name) for name in dict.fromkeys(args.tasks)]
-    recipes = planned(args.recipe or ["none"], budgets(args.budget), args.positions)
+    axes = budgets(args.budget), args.positions, budgets(args.share, "share")
+    recipes = planned(args.recipe or ["none"], *axes)
     for task in tasks:
         task.docs(args.limit, args.seed)
     check_folder(args.out)
@@ -91,8 +106,8 @@ def run_eval(args: Namespace) -> int:
     check_device(args.device)
 
     vlm = _load(args.model, args.device)
-    words = [word for word in args.recipe or () if word != "all"]
-    asked = planned(words, budgets(args.budget), args.positions) if words else []
+    words = [word for word in args.recipe or () if word not in _GROUPS]
+    asked = planned(words, *axes) if words else []
     recipes = _with_weights(vlm, recipes, asked)
     recipes = _down_to_the_floor(vlm, recipes)
     weights = weights_sha256(vlm)
@@ -123,14 +138,18 @@ def _run_task(
     vlm: VLM, task: Task, recipes: list[Recipe], args: Namespace, weights: str | None
 ) -> dict[str, Any]:
     """All recipes on one task; prints the table and returns what ``--json`` writes."""
-    from .report import table
+    from .report import tables
+    from .results import named
     from .runner import TooManyErrors, evaluate
     from .summary import compare
 
     controls = task.controls if args.controls else ()
-    plan = [(Recipe(), None), *((Recipe(), c) for c in controls), *((r, None) for r in recipes)]
+    plan = [(Recipe(), None, False), *((Recipe(), c, False) for c in controls)]
+    plan += [(recipe, None, False) for recipe in recipes]
+    if args.session:
+        plan += [(recipe, None, True) for recipe in (Recipe(), *recipes)]
     runs, failed = [], {}
-    for recipe, control in plan:
+    for recipe, control, session in plan:
         try:
             run = evaluate(
                 vlm,
@@ -140,6 +159,7 @@ def _run_task(
                 args.limit,
                 seed=args.seed,
                 control=control,
+                session=session,
                 max_errors=args.max_errors,
                 model=args.model,
                 weights=weights,
@@ -149,11 +169,13 @@ def _run_task(
         except TooManyErrors as error:
             if not runs:  # nothing stands without the full model
                 raise
-            failed[f"{recipe}@{control}" if control else str(recipe)] = str(error)
+            variant = control or ("session" if session else None)
+            failed[named(str(recipe), variant)] = str(error)
             continue
         runs.append(run)
     rows = compare(runs)
-    print(table(rows))
+    print(tables(rows))
+    rows += [row.session for row in rows if row.session]
     numbers = {row.run.name: row.numbers for row in rows}
     asked = [str(recipe) for recipe in recipes if str(recipe) in numbers]
     return {
@@ -169,7 +191,7 @@ def _run_task(
     }
 
 
-def budgets(text: str | None) -> list[float]:
+def budgets(text: str | None, what: str = "budget") -> list[float]:
     """Read ``0.33,0.11``.
 
     Raises
@@ -184,7 +206,7 @@ def budgets(text: str | None) -> list[float]:
         except ValueError:
             value = -1.0
         if not 0 < value <= 1:
-            raise RecipeError(f"budget {part.strip()!r} is not a number above 0 and at most 1")
+            raise RecipeError(f"{what} {part.strip()!r} is not a number above 0 and at most 1")
         values.append(value)
     return list(dict.fromkeys(values))
 
@@ -237,37 +259,82 @@ def _down_to_the_floor(vlm: VLM, recipes: list[Recipe]) -> list[Recipe]:
     return left
 
 
-def planned(words: list[str], shares: list[float], positions: str | None = None) -> list[Recipe]:
+def planned(
+    words: list[str],
+    at_budgets: list[float],
+    positions: str | None = None,
+    at_shares: list[float] = (),
+) -> list[Recipe]:
     """The recipes to run beside the full model, each once.
 
     Raises
     ------
     RecipeError
-        For a recipe that cannot be read, or with a budget and nothing that takes one.
+        For a recipe that cannot be read, or with a budget or a share and nothing that takes one.
     """
-    from .runner import takes_budget, with_budget, with_field
+    from .runner import shrinks_cache, takes_budget, with_budget, with_field, with_share
 
     recipes: list[Recipe] = []
     for word in words:
-        # Of all methods, caches and drafters drop no visual tokens: they run once, as they are.
-        group = _every_method() if word == "all" else [Recipe.parse(word)]
+        grouped = word in _GROUPS
+        group = _GROUPS[word](at_shares) if grouped else [Recipe.parse(word)]
         for recipe in group:
             if positions is not None:
                 recipe = with_field(recipe, "positions", positions)
-            if shares and takes_budget(recipe):
-                recipes += [with_budget(recipe, share) for share in shares]
-            elif shares and recipe and word != "all":
-                raise RecipeError(f"recipe {word!r} has no stage with a budget; drop --budget")
-            else:
-                recipes.append(recipe)
+            budgeted = bool(at_budgets) and takes_budget(recipe)
+            shared = bool(at_shares) and shrinks_cache(recipe)
+            if (at_budgets or at_shares) and recipe and not (grouped or budgeted or shared):
+                # Of all methods, those that have neither run once, as they are.
+                if at_budgets:
+                    raise RecipeError(f"recipe {word!r} has no stage with a budget; drop --budget")
+                raise RecipeError(f"recipe {word!r} has no cache method; drop --share")
+            versions = [recipe]
+            if budgeted:
+                versions = [with_budget(recipe, budget) for budget in at_budgets]
+            if shared:
+                versions = [with_share(r, share) for r in versions for share in at_shares]
+            recipes += versions
     recipes = [recipe for recipe in dict.fromkeys(recipes) if recipe]
-    if shares and not recipes:
+    if at_budgets and not recipes:
         raise RecipeError("--budget is for recipes that drop tokens; add --recipe")
+    if at_shares and not recipes:
+        raise RecipeError("--share is for recipes with a cache method; add --recipe")
     return recipes
 
 
-def _every_method() -> list[Recipe]:
-    return [Recipe((stage_class(name)(),)) for name in sorted(stage_names())]
+def _every_method(at_shares: list[float]) -> list[Recipe]:
+    from .runner import shrinks_cache
+
+    recipes = [Recipe((stage_class(name)(),)) for name in sorted(stage_names())]
+    if not at_shares:
+        return recipes
+    return [r for of in recipes for r in (measured(of) if shrinks_cache(of) else [of])]
+
+
+def _every_cache_method(at_shares: list[float]) -> list[Recipe]:
+    from .runner import shrinks_cache
+
+    return [recipe for recipe in _every_method(at_shares) if shrinks_cache(recipe)]
+
+
+# What a word stands for that is no recipe.
+_GROUPS = {"all": _every_method, "cache": _every_cache_method}
+
+
+def measured(recipe: Recipe) -> list[Recipe]:
+    """What of a cache method is run at shares of short prompts; the one place that decides it.
+
+    Windows are a tenth of what stays, as ports to vision-language models have it: of 35 slots, a
+    tenth of a small picture's prompt, SnapKV's own window of 32 would leave it next to nothing to
+    choose. A method whose first parameter is its bits has no share; it is run at 4 and at 2.
+    Everything else is at its default, and so is a method that is asked for by name.
+    """
+    from .runner import with_field
+
+    (stage,) = recipe
+    if stage.lead == "bits":
+        return [with_field(recipe, "bits", bits) for bits in (4, 2)]
+    return [with_field(recipe, "window", 0.1)]  # where it has one
 
 
 def check_folder(folder: Path) -> None:

@@ -1,23 +1,86 @@
-"""Accuracy against the share of visual tokens kept, as a picture."""
+"""Accuracy against what was kept, of the visual tokens or of the cache, as a picture."""
 
 from __future__ import annotations
 
-from itertools import cycle
+from dataclasses import dataclass
+from itertools import chain, cycle
 from pathlib import Path
 from typing import Any
 
 from ..errors import VLMFastError
-from .summary import BASELINES, MODALITIES, Row, reduces
+from .summary import BASELINES, Row, reduces, rereads, shrinks
 
 # Okabe and Ito's colours, apart for colour-blind eyes too; their yellow is too pale for a line.
 _COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 _MARKERS = "osD^vPX*<>"
 _GREYS = dict(zip(BASELINES, ("#222222", "#6b6b6b", "#9a9a9a"), strict=True))
-_TITLES = {"image": "Pictures", "video": "Clips"}
+_GREYS["streamingllm"] = "#8a8a8a"
 
 
-def plot(rows: list[Row], file: Path) -> None:
+@dataclass(frozen=True)
+class Panel:
+    """One of a figure's axes.
+
+    Parameters
+    ----------
+    title, modality : str
+    accuracy : str
+        What stands above what was paid: ``accuracy``, ``caption`` or ``accuracy_later``.
+    session : bool
+        Whether both are of the recipes' sessions, where these read a picture once.
+    """
+
+    title: str
+    modality: str
+    accuracy: str = "accuracy"
+    session: bool = False
+
+    def numbers(self, row: Row) -> dict[str, Any] | None:
+        if not self.session:
+            return row.numbers
+        return None if row.session is None or rereads(row.run) else row.session.numbers
+
+    def point(self, row: Row) -> tuple[float, float, float] | None:
+        """Mean and interval in per cent."""
+        numbers = self.numbers(row)
+        mean = numbers and numbers[f"{self.accuracy}_{self.modality}"]
+        if mean is None:
+            return None
+        low, high = numbers[f"{self.accuracy}_{self.modality}_ci"]
+        return 100 * mean, 100 * low, 100 * high
+
+    def cost(self, row: Row, axis: str) -> float:
+        return 100 * self.numbers(row)[f"{axis}_{self.modality}"]
+
+
+_PANELS = {
+    "kept": ((Panel("Pictures", "image"), Panel("Clips", "video")),),
+    "held": (
+        (Panel("Pictures, asked alone", "image"), Panel("Clips, asked alone", "video")),
+        (
+            Panel("Captions of pictures", "image", "caption"),
+            Panel("Captions of clips", "video", "caption"),
+        ),
+        (
+            Panel("Pictures, later questions (read once)", "image", "accuracy_later", True),
+            Panel("Clips, later questions (read once)", "video", "accuracy_later", True),
+        ),
+    ),
+}
+_LABELS = {
+    "kept": "visual tokens kept, averaged over layers (%)",
+    "held": "bytes of the KV cache held (% of the full one)",
+}
+_ROUND = (1, 2, 5, 10, 20, 30, 50, 80)  # shares held differ by a little from method to method
+
+
+def plot(rows: list[Row], file: Path, axis: str = "kept") -> None:
     """One line per method with 95 % intervals, the full model as a band; a PNG.
+
+    Parameters
+    ----------
+    axis : {"kept", "held"}
+        What accuracies stand against: visual tokens, or bytes of the cache.
 
     Raises
     ------
@@ -32,62 +95,57 @@ def plot(rows: list[Row], file: Path) -> None:
             "the plot needs matplotlib, which is not installed: pip install 'vlmfast[eval]'"
         ) from error
 
-    reducing = [row for row in rows if reduces(row)]
-    methods = list(dict.fromkeys(row.run.meta["method"] for row in reducing))
-    shares = [
-        100 * row.numbers[f"kept_{m}"] for row in reducing for m in MODALITIES if _accuracy(row, m)
-    ]
-    panels = [m for m in MODALITIES if any(_accuracy(row, m) for row in rows)]
+    drawn = [row for row in rows if reduces(row) or shrinks(row)]
+    methods = list(dict.fromkeys(row.run.meta["method"] for row in drawn))
+    # What nobody was asked, a modality or sessions, has no panel.
+    grid = [[p for p in line if any(map(p.point, rows))] for line in _PANELS[axis]]
+    grid = [line for line in grid if line]
+    shares = [p.cost(row, axis) for line in grid for p in line for row in drawn if p.point(row)]
     # A figure of its own draws with Agg and leaves pyplot's state, and its back end, alone.
-    figure = Figure(figsize=(4.4 * len(panels) + 2.6, 4.6), dpi=160, layout="constrained")
-    axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
-    for axis, modality in zip(axes, panels, strict=True):
-        _references(axis, rows, modality)
+    size = 4.4 * len(grid[0]) + 2.6, 0.4 + 4.2 * len(grid)
+    figure = Figure(figsize=size, dpi=160, layout="constrained")
+    axes = figure.subplots(len(grid), len(grid[0]), sharey=True, squeeze=False)
+    named = {}  # a method may be in one panel only
+    for panel, place in zip(chain(*grid), axes.flat, strict=True):
+        _references(place, rows, panel)
         for number, method in enumerate(methods):
             points = [
-                (100 * row.numbers[f"kept_{modality}"], *accuracy)
-                for row in reducing
-                if row.run.meta["method"] == method and (accuracy := _accuracy(row, modality))
+                (panel.cost(row, axis), *accuracy)
+                for row in drawn
+                if row.run.meta["method"] == method and (accuracy := panel.point(row))
             ]
-            _line(axis, method, number, len(methods), points)
-        axis.set_xscale("log")
-        axis.set_xlim(min(shares, default=10) / 1.25, max(shares, default=80) * 1.25)
-        axis.xaxis.set_major_locator(FixedLocator(_ticks(shares)))
-        axis.xaxis.set_minor_locator(NullLocator())
-        axis.xaxis.set_major_formatter(lambda value, _: f"{value:.3g}")
-        axis.set_ylim(0, 100)
-        axis.set_xlabel("visual tokens kept, averaged over layers (%)")
-        axis.set_title(_TITLES[modality])
-        axis.grid(alpha=0.25, linewidth=0.6)
-        axis.spines[["top", "right"]].set_visible(False)
-    axes[0].set_ylabel("accuracy, mean over question types (%)")
-    named = {}  # a method may be in one panel only
-    for axis in axes:
-        handles, labels = axis.get_legend_handles_labels()
+            _line(place, method, number, len(methods), points)
+        place.set_xscale("log")
+        place.set_xlim(min(shares, default=10) / 1.25, max(shares, default=80) * 1.25)
+        place.xaxis.set_major_locator(FixedLocator(_ticks(shares) if axis == "kept" else _ROUND))
+        place.xaxis.set_minor_locator(NullLocator())
+        place.xaxis.set_major_formatter(lambda value, _: f"{value:.3g}")
+        place.set_ylim(0, 100)
+        place.set_xlabel(_LABELS[axis])
+        place.set_title(panel.title)
+        place.grid(alpha=0.25, linewidth=0.6)
+        place.spines[["top", "right"]].set_visible(False)
+        handles, labels = place.get_legend_handles_labels()
         named |= dict(zip(labels, handles, strict=True))
+    for line in axes:
+        line[0].set_ylabel("accuracy, mean over question types (%)")
     figure.legend(named.values(), named, loc="outside right center", frameon=False, fontsize=8)
     figure.savefig(file)
 
 
-def _accuracy(row: Row, modality: str) -> tuple[float, float, float] | None:
-    """Mean and interval in per cent."""
-    mean, ci = (row.numbers[f"accuracy_{modality}{end}"] for end in ("", "_ci"))
-    return None if mean is None else (100 * mean, 100 * ci[0], 100 * ci[1])
-
-
-def _references(axis: Any, rows: list[Row], modality: str) -> None:
+def _references(place: Any, rows: list[Row], panel: Panel) -> None:
     """What has no budget: the full model and the controls, across the whole width."""
     styles = cycle((":", "-.", "--"))
     for row in rows:
-        accuracy, control = _accuracy(row, modality), row.run.meta["control"]
+        accuracy, control = panel.point(row), row.run.meta["control"]
         if accuracy is None:
             continue
         mean, low, high = accuracy
         if control:
-            axis.axhline(mean, color="#444444", linewidth=1, linestyle=next(styles), label=control)
+            place.axhline(mean, color="#444444", linewidth=1, linestyle=next(styles), label=control)
         elif row.run.meta["recipe"] == "none":
-            axis.axhspan(low, high, color="#000000", alpha=0.12, linewidth=0)
-            axis.axhline(mean, color="#000000", linewidth=1, label="full model (95 % band)")
+            place.axhspan(low, high, color="#000000", alpha=0.12, linewidth=0)
+            place.axhline(mean, color="#000000", linewidth=1, label="full model (95 % band)")
 
 
 def _line(

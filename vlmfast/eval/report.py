@@ -6,19 +6,25 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import VLMFastError
+from ..recipe import Recipe
 from .results import META, Results, check_same, read, writable
+from .runner import share_of
 from .scores import Interval
 from .summary import (
+    CACHE_BASELINES,
     MODALITIES,
     Row,
     baseline,
     compare,
     difference,
     full_model,
+    held,
     kept,
     mean_tokens,
     median_time,
     reduces,
+    rereads,
+    shrinks,
 )
 
 _NOUN = {"image": "pictures", "video": "clips"}
@@ -54,28 +60,44 @@ def load(folder: Path) -> dict[str, list[Results]]:
 
 def _order(run: Results) -> tuple:
     place = 2 if run.meta["control"] else int(run.meta["recipe"] != "none")
-    return place, baseline(run) is not None, run.meta["method"], -(kept(run) or 0), run.name
+    cost = -(kept(run) or 0), -(held(run) or 0)
+    return place, baseline(run) is not None, run.meta["method"], *cost, run.name
 
 
 def write_report(folder: Path, out: Path) -> tuple[str, list[Path]]:
-    """``report.md`` and a plot for each task in ``out``; returns the text and the files."""
+    """``report.md`` and plots for each task in ``out``; returns the text and the files."""
     from .plot import plot
 
-    parts, files, plots = ["# Accuracy against visual tokens\n"], [], []
+    parts, files, plots, axes = [], [], [], []
     for task, runs in load(folder).items():
         common, notes = on_common_samples(runs)
-        rows, image = compare(common), out / f"{task}.png"
-        plots.append((rows, image))
-        parts.append(f"## {task}\n\n{_about(common)}\n\n{glance(rows)}{table(rows)}\n")
+        rows = compare(common)
+        parts.append(f"## {task}\n\n{_about(common)}\n")
+        tokens, cache = by_tokens(rows), by_cache(rows)
+        if tokens:
+            image = out / f"{task}.png"
+            parts.append(f"{glance(tokens)}{table(tokens)}\n")
+            parts.append(f"![{task}: accuracy against the share of visual tokens]({image.name})\n")
+            plots.append((tokens, image, "kept"))
+            axes.append("visual tokens")
+        if cache:
+            image = out / f"{task}-cache.png"
+            parts.append(f"### KV cache\n\n{_ABOUT_CACHE}\n")
+            parts.append(f"{cache_glance(cache)}{cache_table(cache)}\n")
+            parts.append(f"![{task}: accuracy against the share of the cache]({image.name})\n")
+            plots.append((cache, image, "held"))
+            axes.append("KV cache")
+        if any(row.session for row in rows):
+            parts.append(f"### Sessions\n\n{_ABOUT_SESSIONS}\n\n{session_table(rows)}\n")
         parts += [f"**Warning:** {note}.\n" for note in notes + warnings(rows)]
-        parts.append(f"![Accuracy of {task} against the share of visual tokens kept]({image.name})")
-    text = "\n".join(parts) + "\n"
+    title = f"# Accuracy against {' and '.join(dict.fromkeys(axes))}\n"
+    text = "\n".join([title, *parts])
     with writable(out):
         out.mkdir(parents=True, exist_ok=True)
         files.append(out / "report.md")
         files[0].write_text(text, encoding="utf-8")
-        for rows, image in plots:  # last: they need matplotlib
-            plot(rows, image)
+        for rows, image, axis in plots:  # last: they need matplotlib
+            plot(rows, image, axis)
             files.append(image)
     return text, files
 
@@ -126,18 +148,45 @@ def on_common_samples(runs: list[Results]) -> tuple[list[Results], list[str]]:
 # --- one folder ----------------------------------------------------------------------------------
 
 
+def tables(rows: list[Row]) -> str:
+    """Every table that has something to say about the rows."""
+    parts = [
+        of(some) for of, some in ((table, by_tokens(rows)), (cache_table, by_cache(rows))) if some
+    ]
+    if any(row.session for row in rows):
+        parts.append(session_table(rows))
+    return "\n\n".join(parts)
+
+
+def by_tokens(rows: list[Row]) -> list[Row]:
+    """The rows of the table by visual tokens; empty where there are only caches."""
+    caches = any(map(shrinks, rows))
+    found = [row for row in rows if not shrinks(row)]
+    own = [r for r in found if not (_is_reference(r) or (caches and baseline(r.run) == "random"))]
+    return found if own or not caches else []
+
+
+def by_cache(rows: list[Row]) -> list[Row]:
+    """The rows of the table by the cache, with its controls; empty without caches."""
+    if not any(map(shrinks, rows)):
+        return []
+    return [r for r in rows if shrinks(r) or _is_reference(r) or baseline(r.run) == "random"]
+
+
+def _is_reference(row: Row) -> bool:
+    return row.run.meta["recipe"] == "none"
+
+
 def table(rows: list[Row]) -> str:
-    """A Markdown table, one row per recipe."""
+    """A Markdown table by visual tokens, one row per recipe."""
     head = [
         "recipe",
-        "pictures %",
-        "clips %",
+        *_NOUNS,
         "captions % (picture / clip)",
         "loyalty %",
         "equivalent tokens (picture / clip)",
         "kept %",
-        "TTFT ms (picture / clip)",
-        "stages' own ms (picture / clip)",
+        *_TIMES,
         "against random, pictures",
         "against random, clips",
     ]
@@ -148,63 +197,169 @@ def _cells(row: Row) -> list[str]:
     n = row.numbers
     return [
         f"`{row.run.name}`",
-        *(_percent(n[f"accuracy_{m}"], n[f"accuracy_{m}_ci"]) for m in MODALITIES),
+        *_both(n, "accuracy"),
         _two(*(n[f"caption_{m}"] for m in MODALITIES), scale=100),
         _percent(n.get("loyalty")),
         _two(*(n[f"equivalent_tokens_{m}"] for m in MODALITIES)),
         _percent(n["kept"]),
-        *(
-            _two(*(n[f"{key}_{m}"] for m in MODALITIES), scale=1000)
-            for key in ("ttft_s", "reduce_s")
-        ),
-        *(_points(row.gaps.get(m)) for m in MODALITIES),
+        *_times(row),
+        *_gaps(row, row.controls.get("random")),
     ]
+
+
+def cache_table(rows: list[Row]) -> str:
+    """A Markdown table by the cache's size, one row per recipe."""
+    (full,) = [row for row in rows if row.run.name == "none"] or [None]
+    controls = [word for word in CACHE_BASELINES if any(word in row.controls for row in rows)]
+    head = ["recipe", "held %", *_NOUNS, *_CAPTIONS, "loyalty %", *_TIMES]
+    for of in ("the full model", *controls):
+        head += [f"against {of}, {noun}" for noun in _NOUN.values()]
+    cells = []
+    for row in rows:
+        n = row.numbers
+        cells.append(
+            [f"`{row.run.name}`", _percent(n["held"]), *_both(n, "accuracy"), *_both(n, "caption")]
+            + [_percent(n.get("loyalty"), n.get("loyalty_ci")), *_times(row)]
+            + _gaps(row, None if _is_reference(row) else full)
+            + [cell for word in controls for cell in _gaps(row, row.controls.get(word))]
+        )
+    return _markdown(head, cells)
+
+
+def session_table(rows: list[Row]) -> str:
+    """A Markdown table of what was asked in sessions, one row per recipe."""
+    head = [
+        "recipe",
+        "pictures are read",
+        "held %",
+        "first questions % (picture / clip)",
+        "later ones, pictures %",
+        "later ones, clips %",
+        *_CAPTIONS,
+        "loyalty %",
+        "TTFT ms of later ones (picture / clip)",
+        "against asking alone, pictures",
+        "against asking alone, clips",
+    ]
+    return _markdown(head, [_session_cells(row) for row in rows if row.session])
+
+
+def _session_cells(row: Row) -> list[str]:
+    n = row.session.numbers
+    return [
+        f"`{row.run.name}`",
+        "for each question" if rereads(row.run) else "once",
+        _percent(n["held"]),
+        _two(*(n[f"accuracy_first_{m}"] for m in MODALITIES), scale=100),
+        *_both(n, "accuracy_later"),
+        *_both(n, "caption"),
+        _percent(n.get("loyalty"), n.get("loyalty_ci")),
+        _two(*(n[f"ttft_later_s_{m}"] for m in MODALITIES), scale=1000),
+        *_gaps(row.session, row),
+    ]
+
+
+_NOUNS = [f"{noun} %" for noun in _NOUN.values()]
+_CAPTIONS = [f"captions of {noun} %" for noun in _NOUN.values()]
+_TIMES = ["TTFT ms (picture / clip)", "stages' own ms (picture / clip)"]
+
+
+def _both(numbers: dict[str, Any], key: str) -> list[str]:
+    return [_percent(numbers[f"{key}_{m}"], numbers[f"{key}_{m}_ci"]) for m in MODALITIES]
+
+
+def _times(row: Row) -> list[str]:
+    return [
+        _two(*(row.numbers[f"{key}_{m}"] for m in MODALITIES), scale=1000)
+        for key in ("ttft_s", "reduce_s")
+    ]
+
+
+def _gaps(row: Row, other: Row | None) -> list[str]:
+    return [_points(other and row.gap(other, m)) for m in MODALITIES]
 
 
 def glance(rows: list[Row]) -> str:
     """Methods by budgets: accuracy on pictures and clips; empty with fewer than two methods."""
-    budgets = sorted({row.run.meta["budget"] for row in rows if _at_budget(row)}, reverse=True)
-    methods = list(dict.fromkeys(row.run.meta["method"] for row in rows if _at_budget(row)))
-    if len(methods) < 2:
-        return ""
     cells = {
-        (row.run.meta["method"], row.run.meta["budget"]): _glimpse(row)
+        (row.run.meta["method"], row.run.meta["budget"]): _glimpse(row, row.run.meta["budget"])
         for row in rows
-        if _at_budget(row)
+        if row.run.meta["budget"] is not None and reduces(row)
     }
-    head = ["pictures % / clips %", *(f"{100 * budget:g} % of the tokens" for budget in budgets)]
-    lines = [
-        [f"`{method}`", *(cells.get((method, budget), _NONE) for budget in budgets)]
-        for method in methods
-    ]
-    return (
-        f"{_markdown(head, lines)}\n\n"
-        "In bold what is above `random` of the same cost beyond the 95 % interval; in brackets the "
-        "share that was really kept where it is not the budget.\n\n"
+    grid = _grid(cells, "pictures % / clips %", "of the tokens")
+    return grid and (
+        f"{grid}\n\nIn bold what is above `random` of the same cost beyond the 95 % interval; in "
+        "brackets the share that was really kept where it is not the budget.\n\n"
     )
 
 
-def _at_budget(row: Row) -> bool:
-    return row.run.meta["budget"] is not None and reduces(row)
+def cache_glance(rows: list[Row]) -> str:
+    """The same by shares of the cache; questions, captions, and later questions in sessions.
+
+    Methods without a share stand in a column of their own.
+    """
+    grids = []
+    for what, title in _VIEWS.items():
+        cells = {}
+        for row in filter(shrinks, rows):
+            if what == "later" and row.session is None:
+                continue
+            share = share_of(Recipe.parse(row.run.meta["recipe"]))
+            method = row.run.meta["method" if share is not None else "recipe"]
+            cells[method, share] = _glimpse(row, share, what)
+        grids.append(_grid(cells, f"{title}: pictures % / clips %", "of the cache"))
+    text = "\n\n".join(filter(None, grids))
+    return text and (
+        f"{text}\n\nIn bold what is above every control of the same size beyond the 95 % interval; "
+        "in brackets the share that was really held where it is not the one asked for. With \\* "
+        "each question of a session has the picture read again.\n\n"
+    )
 
 
-def _glimpse(row: Row) -> str:
+_VIEWS = {
+    "questions": "questions asked alone",
+    "captions": "captions",
+    "later": "later questions in a session",
+}
+
+
+def _grid(cells: dict[tuple[str, float | None], str], title: str, what: str) -> str:
+    """Methods by shares; a share that is ``None`` stands in a last column."""
+    methods = list(dict.fromkeys(method for method, _ in cells))
+    if len(methods) < 2:
+        return ""
+    shares = sorted({share for _, share in cells if share is not None}, reverse=True)
+    head = [title, *(f"{100 * share:g} % {what}" for share in shares)]
+    if any(share is None for _, share in cells):
+        head, shares = [*head, "no share"], [*shares, None]
+    return _markdown(
+        head,
+        [[f"`{method}`", *(cells.get((method, s), _NONE) for s in shares)] for method in methods],
+    )
+
+
+def _glimpse(row: Row, share: float | None, what: str = "questions") -> str:
+    """Scores, in bold above all controls, and what was paid where it is not ``share``."""
+    key = {"questions": "accuracy", "captions": "caption", "later": "accuracy_later"}[what]
+    asked = row.session if what == "later" else row
     shown = []
     for modality in MODALITIES:
-        accuracy, gap = row.numbers[f"accuracy_{modality}"], row.gaps.get(modality)
-        text = _percent(accuracy)
-        shown.append(f"**{text}**" if gap and gap[1] > 0 else text)
-    kept_share, budget = row.numbers["kept"], row.run.meta["budget"]
-    off = abs(kept_share - budget) > 0.1 * budget
-    return " / ".join(shown) + (f" ({_percent(kept_share)} %)" if off else "")
+        gaps = [asked.gap(control, modality, what) for control in asked.controls.values()]
+        text = _percent(asked.numbers[f"{key}_{modality}"])
+        shown.append(f"**{text}**" if gaps and all(gap and gap[1] > 0 for gap in gaps) else text)
+    paid = asked.numbers["held" if shrinks(row) else "kept"]
+    off = share is None or abs(paid - share) > 0.1 * share
+    again = " \\*" if what == "later" and rereads(row.run) else ""
+    return " / ".join(shown) + again + (f" ({_percent(paid)} %)" if off else "")
 
 
 def warnings(rows: list[Row]) -> list[str]:
-    """What a reader must know before believing the table."""
+    """What a reader must know before believing the tables."""
     notes, present = [], {baseline(row.run) for row in rows}
-    reducing = [row for row in rows if reduces(row)]
-    for name in ("random", "downsample"):
-        if reducing and name not in present:
+    needed = ("random", "downsample") if any(map(reduces, by_tokens(rows))) else ()
+    needed += CACHE_BASELINES if any(map(shrinks, rows)) else ()
+    for name in dict.fromkeys(needed):
+        if name not in present:
             notes.append(f"the control `{name}` is missing; add `--recipe {name}`")
     for modality, noun in _NOUN.items():
         samples = [s for s in rows[0].run.samples.values() if s["modality"] == modality]
@@ -213,25 +368,58 @@ def warnings(rows: list[Row]) -> list[str]:
             notes.append(f"only {number} {noun}: too few for intervals; use a larger `--limit`")
     if full_model([row.run for row in rows]) is None:
         notes.append("the full model is missing, so there is no loyalty")
-    for row in reducing:
-        if baseline(row.run):
-            continue
-        if row.random is None and "random" in present:
-            notes.append(
-                f"nothing to compare `{row.run.name}` with: no `random` near the "
-                f"{_percent(row.numbers['kept'])} % of the tokens that it keeps"
-            )
-        for modality, gap in row.gaps.items():
-            if gap is not None and gap[1] <= 0:
-                notes.append(
-                    f"`{row.run.name}` is not better than `{row.random.name}` on "
-                    f"{_NOUN[modality]}: {_points(gap)} points"
-                )
     for row in rows:
+        if not (reduces(row) or shrinks(row)) or baseline(row.run):
+            continue
+        words = CACHE_BASELINES if shrinks(row) else ("random",)
+        if not row.controls and present.intersection(words):
+            cost, what = ("held", "cache") if shrinks(row) else ("kept", "tokens")
+            notes.append(
+                f"nothing to compare `{row.run.name}` with: no "
+                f"{' and no '.join(f'`{word}`' for word in words)} near the "
+                f"{_percent(row.numbers[cost])} % of the {what} that it keeps"
+            )
+        for control in () if shrinks(row) else row.controls.values():
+            for modality, noun in _NOUN.items():
+                gap = row.gap(control, modality)
+                if gap is not None and gap[1] <= 0:
+                    notes.append(
+                        f"`{row.run.name}` is not better than `{control.run.name}` on {noun}: "
+                        f"{_points(gap)} points"
+                    )
+    notes += _no_better(list(filter(shrinks, rows)))
+    for row in [*rows, *(row.session for row in rows if row.session)]:
         if row.numbers["errors"]:
             notes.append(
                 f"{row.numbers['errors']} samples of `{row.run.name}` failed and count as wrong"
             )
+    for row in rows:
+        if row.run.variant == "session":
+            notes.append(f"`{row.run.name}` was asked in sessions only")
+    return notes
+
+
+def _no_better(rows: list[Row]) -> list[str]:
+    """Caches that do not beat a control, in one note for each control and kind of question."""
+    notes = []
+    for what, title in _VIEWS.items():
+        asked = [row.session if what == "later" else row for row in rows]
+        for word in CACHE_BASELINES:
+            for modality, noun in _NOUN.items():
+                names = [
+                    f"`{row.run.meta['recipe']}`"
+                    for row in asked
+                    if row is not None
+                    and not baseline(row.run)
+                    and word in row.controls
+                    and (gap := row.gap(row.controls[word], modality, what)) is not None
+                    and gap[1] <= 0
+                ]
+                if names:
+                    notes.append(
+                        f"not better than `{word}` of the same size ({title}, {noun}): "
+                        + ", ".join(names)
+                    )
     return notes
 
 
@@ -249,6 +437,26 @@ def _about(runs: list[Results]) -> str:
         "Equivalent tokens: visual tokens kept, averaged over layers. TTFT: median time to the "
         "first token. `random` is taken at the nearest cost."
     )
+
+
+_ABOUT_CACHE = (
+    "Held: bytes of the cache when decoding begins, parameters of quantised slots included, as a "
+    "share of the full cache's. Most methods read the prompt itself in full, and the first token "
+    "of an answer comes from that: of a question asked alone, whose answer is a word or two, "
+    "little depends on what the cache still holds. Captions are long, and later questions in a "
+    "session see nothing else of a picture that is read once: these tell methods apart.\n\n"
+    "No method here is random, so the controls are what looks at nothing: `streamingllm` holds the "
+    "first and the last slots, whatever is in them; `random` drops visual tokens before the "
+    "language model, which makes the prefill cheaper too. Each is taken at the nearest size of "
+    "the cache."
+)
+_ABOUT_SESSIONS = (
+    "All questions about a picture or a clip, one after another in a session; none sees another. "
+    "Where a recipe does not look at the question, the picture is read and its cache compressed "
+    "once, before the first question; held is that cache with the question behind it. With the "
+    "other recipes each question has the language model read the picture again, and is answered as "
+    "if it were asked alone. Against asking alone: the same questions, paired."
+)
 
 
 # --- two folders ---------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ SAMPLES, TIMINGS, META = "samples.jsonl", "timings.jsonl", "meta.json"
 
 # What must be equal for results to stand in one table, and what names one folder in it.
 _SHARED = ("schema", "task", "task_version", "weights_sha256", "seed", "generation")
-_OWN = ("recipe", "control", "stage_weights")
+_OWN = ("recipe", "control", "session", "stage_weights")
 _NEEDED = (*_SHARED, "recipe", "control", "model", "method", "budget")
 _SYNC_S = 1.0
 
@@ -49,9 +49,13 @@ class Results:
 
     @property
     def name(self) -> str:
-        """Recipe, and the control it ran under."""
-        control = self.meta.get("control")
-        return f"{self.meta['recipe']}@{control}" if control else self.meta["recipe"]
+        """Recipe, and the variant it ran as."""
+        return named(self.meta["recipe"], self.variant)
+
+    @property
+    def variant(self) -> str | None:
+        """The control it ran under, or ``session``."""
+        return self.meta.get("control") or ("session" if self.meta.get("session") else None)
 
     def only(self, docs: set[str]) -> Results:
         """The same results for the samples ``docs``."""
@@ -63,13 +67,18 @@ class Results:
         )
 
 
-def slug(recipe: str, control: str | None = None) -> str:
+def named(recipe: str, variant: str | None) -> str:
+    """A recipe, and the variant it ran as: a control, or ``session``."""
+    return f"{recipe}@{variant}" if variant else recipe
+
+
+def slug(recipe: str, variant: str | None = None) -> str:
     """A folder name for a recipe; another recipe gets another name."""
     plain = recipe.replace(":", "_")  # no recipe word has an underscore before its colon
     name = re.sub(r"[^A-Za-z0-9._+=,-]", "-", plain)
     if name != plain or len(name) > 80:
         name = f"{name[:80]}-{hashlib.sha256(recipe.encode()).hexdigest()[:8]}"
-    return f"{name}@{control}" if control else name
+    return named(name, variant)
 
 
 def read(path: Path) -> Results:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import MISSING, fields, replace
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import MISSING, dataclass, fields, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,9 @@ from ..recipe import Recipe
 from ..stages import Stage
 from .results import SCHEMA, Results, Writer, read, slug
 from .tasks import Doc, Task, find_task
+
+# What a sample says of its cost; no times, which are never the same twice.
+_COSTS = ("visual_tokens_in", "equivalent_tokens", "kv_bytes", "kv_bytes_full")
 
 
 class TooManyErrors(VLMFastError):
@@ -35,6 +39,7 @@ def evaluate(
     *,
     seed: int = 0,
     control: str | None = None,
+    session: bool = False,
     max_errors: int = 10,
     model: str | None = None,
     weights: str | None = None,
@@ -60,6 +65,9 @@ def evaluate(
         Another seed, other questions.
     control : str, optional
         One of the task's controls: what can be answered without seeing the answer.
+    session : bool
+        Ask all questions about a picture in one `Session` without history. They follow each other
+        in an order of their own for each picture, so that every type has its turn as the first.
     max_errors : int
         A sample that fails with a `VLMFastError` counts as wrong and is recorded with its
         ``error``; more of them than this end the run.
@@ -101,58 +109,114 @@ def evaluate(
         "method": method,
         "budget": budget,
         "control": control,
+        "session": session or None,
         "seed": seed,
         "generation": task.generation,
     }
-    path = Path(out) / task.name / slug(str(recipe), control)
+    path = Path(out) / task.name / slug(str(recipe), control or ("session" if session else None))
     with Writer(path, json.loads(json.dumps(meta))) as writer:
         left = [doc for doc in docs if doc.doc_id not in writer.done]
         if left:
             writer.note(_run(vlm, command))
+        asking = _Asking(vlm, task, recipe, control, seed)
+        lines = asking.sessions(docs, set(writer.done)) if session else map(asking.alone, left)
         done = len(docs) - len(left)
-        for doc in _bar(left, done, path.name) if progress else left:
-            _check_errors(writer, max_errors)
-            writer.add(*_ask(vlm, task, doc, recipe, control, seed))
         _check_errors(writer, max_errors)
+        for line in _bar(lines, done, len(docs), path.name) if progress else lines:
+            writer.add(*line)
+            _check_errors(writer, max_errors)
     return read(path).only({doc.doc_id for doc in docs})
 
 
-def _ask(
-    vlm: Any, task: Task, doc: Doc, recipe: Recipe, control: str | None, seed: int
-) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """A line for the samples and one for the times."""
-    generation = task.generation[doc.kind]
-    sample: dict[str, Any] = {
-        "doc_id": doc.doc_id,
-        "type": doc.type,
-        "modality": doc.modality,
-        "picture": doc.picture,
-        "prompt_hash": None,
-        "target": doc.target,
-        "resps": [],
-        "filtered_resps": [],
-        "score": 0.0,
-        "visual_tokens_in": None,
-        "equivalent_tokens": None,
-    }
-    try:
-        media = task.media(doc, control)
-        sample["prompt_hash"] = prompt_hash(vlm, doc.question, media, generation)
-        with _own_randomness(f"{seed} {doc.doc_id}"):
-            answer = vlm.ask(doc.question, **media, recipe=recipe, **generation)
-    except VLMFastError as error:
-        return {**sample, "error": str(error)}, None
-    filtered = task.filter(doc, answer.text)
-    stats = answer.stats.to_dict()
-    sample |= {
-        "resps": [[answer.text]],  # lists as in lmms-eval: one per request, with its samples
-        "filtered_resps": [filtered],
-        "score": task.score(doc, filtered),
-        "visual_tokens_in": stats["visual_tokens_in"],
-        "equivalent_tokens": stats["equivalent_tokens"],
-    }
-    times = {key: value for key, value in stats.items() if key.endswith("_s")}
-    return sample, {"doc_id": doc.doc_id, **times}
+@dataclass(frozen=True)
+class _Asking:
+    """Turns questions into lines: one for the samples, and one for the times or None."""
+
+    vlm: Any
+    task: Task
+    recipe: Recipe
+    control: str | None
+    seed: int
+
+    def alone(self, doc: Doc) -> tuple[dict[str, Any], dict[str, Any] | None]:
+        """A question by itself."""
+
+        def ask(media: dict[str, Any], generation: dict[str, Any]) -> Any:
+            return self.vlm.ask(doc.question, **media, recipe=self.recipe, **generation)
+
+        return self._lines(doc, ask, {})
+
+    def sessions(
+        self, docs: list[Doc], done: set[str]
+    ) -> Iterator[tuple[dict[str, Any], dict[str, Any] | None]]:
+        """The questions that are not ``done``, picture by picture; ``turn`` counts from 0."""
+        for about in _by_picture(docs):
+            if done.issuperset(doc.doc_id for doc in about):
+                continue
+            with ExitStack() as stack:
+                ask = self._session(stack)
+                for turn, doc in enumerate(about):
+                    # The first is asked again where others follow: these are later ones.
+                    if turn and doc.doc_id in done:
+                        continue
+                    lines = self._lines(doc, partial(ask, doc.question), {"turn": turn})
+                    if doc.doc_id not in done:
+                        yield lines
+
+    def _session(self, stack: ExitStack) -> Callable[..., Any]:
+        """Asks in a session, which is opened by the first question and closed by ``stack``."""
+        opened: list[Any] = []
+
+        def ask(question: str, media: dict[str, Any], generation: dict[str, Any]) -> Any:
+            if not opened:
+                session = self.vlm.session(**media, recipe=self.recipe, history=False)
+                opened.append(stack.enter_context(session))
+            return opened[0].ask(question, **generation)
+
+        return ask
+
+    def _lines(
+        self, doc: Doc, ask: Callable[..., Any], place: dict[str, int]
+    ) -> tuple[dict[str, Any], dict[str, Any] | None]:
+        task, generation = self.task, self.task.generation[doc.kind]
+        sample: dict[str, Any] = {
+            "doc_id": doc.doc_id,
+            "type": doc.type,
+            "modality": doc.modality,
+            "picture": doc.picture,
+            **place,
+            "prompt_hash": None,
+            "target": doc.target,
+            "resps": [],
+            "filtered_resps": [],
+            "score": 0.0,
+            **dict.fromkeys(_COSTS),
+        }
+        try:
+            media = task.media(doc, self.control)
+            sample["prompt_hash"] = prompt_hash(self.vlm, doc.question, media, generation)
+            with _own_randomness(f"{self.seed} {doc.doc_id}"):
+                answer = ask(media, generation)
+        except VLMFastError as error:
+            return {**sample, "error": str(error)}, None
+        filtered = task.filter(doc, answer.text)
+        stats = answer.stats.to_dict()
+        sample |= {
+            "resps": [[answer.text]],  # lists as in lmms-eval: one per request, with its samples
+            "filtered_resps": [filtered],
+            "score": task.score(doc, filtered),
+            **{key: stats[key] for key in _COSTS},
+        }
+        times = {key: value for key, value in stats.items() if key.endswith("_s")}
+        return sample, {"doc_id": doc.doc_id, **times}
+
+
+def _by_picture(docs: list[Doc]) -> list[list[Doc]]:
+    """The questions about each picture, in an order that neither types nor limits decide."""
+    groups: dict[str, list[Doc]] = {}
+    for doc in docs:
+        groups.setdefault(doc.picture, []).append(doc)
+    return [sorted(of, key=lambda doc: zlib.crc32(doc.doc_id.encode())) for of in groups.values()]
 
 
 def prompt_hash(vlm: Any, question: str, media: dict[str, Any], generation: dict[str, Any]) -> str:
@@ -180,16 +244,36 @@ def method_of(recipe: Recipe) -> tuple[str, float | None]:
     return "+".join(plain) or "none", given.pop() if len(given) == 1 else None
 
 
-def takes_budget(stages: Stage | Recipe) -> bool:
-    """Whether a stage, or any stage of a recipe, can be put at a budget."""
-    if isinstance(stages, Stage):
-        return _has(stages, "budget")
-    return any(takes_budget(stage) for stage in stages)
+def takes_budget(recipe: Recipe) -> bool:
+    """Whether any stage of a recipe can be put at a budget."""
+    return any(_has(stage, "budget") for stage in recipe)
 
 
 def with_budget(recipe: Recipe, budget: float | None) -> Recipe:
     """The recipe with all its reducers at ``budget``."""
     return with_field(recipe, "budget", budget)
+
+
+def shrinks_cache(stages: Stage | Recipe) -> bool:
+    """Whether a stage, or any stage of a recipe, is there to make the cache smaller.
+
+    Not so reducers, which are judged by the visual tokens that they keep, even where one of their
+    parts works on the cache.
+    """
+    if isinstance(stages, Stage):
+        return any(p.protocol == "cache" for p in stages.expand()) and not _has(stages, "budget")
+    return any(shrinks_cache(stage) for stage in stages)
+
+
+def share_of(recipe: Recipe) -> float | None:
+    """The share of the cache that a recipe is put at."""
+    shares = {stage.share for stage in recipe if _has(stage, "share")}
+    return shares.pop() if len(shares) == 1 else None
+
+
+def with_share(recipe: Recipe, share: float) -> Recipe:
+    """The recipe with all its cache methods at ``share``, as far as they have one."""
+    return with_field(recipe, "share", share)
 
 
 def with_field(recipe: Recipe, name: str, value: Any) -> Recipe:
@@ -238,10 +322,10 @@ def _own_randomness(text: str) -> Iterator[None]:
         yield
 
 
-def _bar(docs: list[Doc], done: int, name: str) -> Any:
+def _bar(lines: Iterator, done: int, total: int, name: str) -> Any:
     from tqdm import tqdm
 
-    return tqdm(docs, desc=name, initial=done, total=done + len(docs), unit="q", disable=None)
+    return tqdm(lines, desc=name, initial=done, total=total, unit="q", disable=None)
 
 
 def _model_name(vlm: Any) -> str:

@@ -9,15 +9,19 @@ from typing import Any
 
 from ..recipe import Recipe
 from .results import Results
+from .runner import shrinks_cache
 from .scores import Interval, bootstrap, wilson
 
 MODALITIES = ("image", "video")
 # Selections that look at nothing: what a method has to beat.
 BASELINES = ("random", "grid", "downsample")
+# What looks at nothing and leaves a smaller cache: the last and the first slots, whatever they
+# hold; and visual tokens that were drawn at random before the language model.
+CACHE_BASELINES = ("streamingllm", "random")
 _SAME_COST = 0.15
 
 
-@dataclass
+@dataclass(eq=False)
 class Row:
     """One recipe in a table.
 
@@ -26,34 +30,54 @@ class Row:
     run : Results
     numbers : dict
         See `summarise`.
-    random : Results or None
-        The random selection that costs most nearly the same.
-    gaps : dict
-        Accuracy minus that of ``random`` by modality, paired.
+    controls : dict of str to Row
+        By recipe word: what looks at nothing and costs most nearly the same.
+    session : Row, optional
+        The same recipe where all questions about a picture were asked in one session.
     """
 
     run: Results
     numbers: dict[str, Any]
-    random: Results | None = None
-    gaps: dict[str, Interval | None] = field(default_factory=dict)
+    controls: dict[str, Row] = field(default_factory=dict)
+    session: Row | None = None
+
+    def gap(self, other: Row, modality: str, what: str = "questions") -> Interval | None:
+        """Score minus that of another row, paired.
+
+        ``what`` is ``questions``, ``captions``, or ``later``: questions but the first of a session.
+        """
+        runs = self.run, other.run
+        if what == "later":
+            runs = [turns(run, first=False) for run in runs]
+        return difference(*runs, modality, captions=what == "captions")
 
 
 def compare(runs: list[Results]) -> list[Row]:
-    """Every run beside the full model and the random selection among them."""
+    """Every run with its controls and its questions in sessions."""
     full = full_model(runs)
     rows = [Row(run, summarise(run, full)) for run in runs]
+    sessions = [row for row in rows if row.run.meta.get("session")]
+    plain = {row.run.name: row for row in rows if row not in sessions}
     for row in rows:
-        row.random = random_at_cost(row, rows)
-        if row.random is not None:
-            row.gaps = {m: difference(row.run, row.random, m) for m in MODALITIES}
-    return rows
+        # What is asked in a session is held against controls that were asked in one too.
+        row.controls = controls_at_cost(row, sessions if row in sessions else [*plain.values()])
+    for row in sessions:
+        alone = plain.get(row.run.meta["recipe"])
+        if alone is None:
+            plain[row.run.name] = row
+        else:
+            alone.session = row
+    return list(plain.values())
 
 
 def summarise(run: Results, full: Results | None = None) -> dict[str, Any]:
     """Every number of one recipe, as JSON values.
 
     Accuracies are means over question types, captions apart; a sample that failed counts as wrong.
-    ``kept`` is the share of the visual tokens that was paid for, averaged over layers.
+    ``kept`` is the share of the visual tokens that was paid for, averaged over layers; ``held`` is
+    the share of the full cache's bytes that is held when decoding begins. Of questions that were
+    asked in sessions, ``accuracy_first`` is over those that came first, ``accuracy_later`` over the
+    others.
 
     Parameters
     ----------
@@ -67,6 +91,13 @@ def summarise(run: Results, full: Results | None = None) -> dict[str, Any]:
         _put(numbers, f"accuracy_{modality}", _mean_share(_scores(part)))
     for modality, part in parts.items():
         _put(numbers, f"caption_{modality}", _mean_share(_scores(part, captions=True)))
+    for name, first in (("first", True), ("later", False)):
+        for modality, part in parts.items():
+            _put(
+                numbers,
+                f"accuracy_{name}_{modality}",
+                _mean_share(_scores(turns(part, first=first))),
+            )
     by_type: dict[str, list[float]] = {}
     for s in run.samples.values():
         by_type.setdefault(_type(s), []).append(s["score"])
@@ -79,22 +110,24 @@ def summarise(run: Results, full: Results | None = None) -> dict[str, Any]:
     for modality, part in parts.items():
         numbers[f"equivalent_tokens_{modality}"] = mean_tokens(part)
         numbers[f"kept_{modality}"] = kept(part)
+        numbers[f"held_{modality}"] = held(part)
     numbers["visual_tokens_in"] = _mean(run, lambda s: s["visual_tokens_in"])
-    numbers["kept"] = kept(run)
+    numbers["kept"], numbers["held"] = kept(run), held(run)
     for modality in MODALITIES:
         numbers[f"ttft_s_{modality}"] = median_time(run, modality)
         numbers[f"reduce_s_{modality}"] = median_time(run, modality, "time_reduce_s")
+        numbers[f"ttft_later_s_{modality}"] = median_time(turns(run, first=False), modality)
     numbers["samples"] = len(run.samples)
     numbers["errors"] = sum("error" in s for s in run.samples.values())
     return numbers
 
 
-def difference(a: Results, b: Results, modality: str) -> Interval | None:
+def difference(a: Results, b: Results, modality: str, *, captions: bool = False) -> Interval | None:
     """Accuracy of ``a`` minus accuracy of ``b`` on the questions that both have, paired."""
     pairs = [
         (s["picture"], s["type"], s["score"] - b.samples[doc]["score"])
         for doc, s in _of(a, modality).samples.items()
-        if doc in b.samples and not _is_caption(s)
+        if doc in b.samples and _is_caption(s) == captions
     ]
     return bootstrap(pairs)
 
@@ -104,6 +137,15 @@ def kept(run: Results) -> float | None:
 
     def share(s: dict) -> float | None:
         return s["equivalent_tokens"] / s["visual_tokens_in"] if s["visual_tokens_in"] else None
+
+    return _mean(run, share)
+
+
+def held(run: Results) -> float | None:
+    """Mean share of the full cache's bytes that a sample held when decoding began."""
+
+    def share(s: dict) -> float | None:
+        return s["kv_bytes"] / s["kv_bytes_full"] if s.get("kv_bytes_full") else None
 
     return _mean(run, share)
 
@@ -123,53 +165,86 @@ def median_time(run: Results, modality: str, key: str = "ttft_s") -> float | Non
 def full_model(runs: list[Results]) -> Results | None:
     """The run that drops nothing."""
     for run in runs:
-        if run.meta["recipe"] == "none" and not run.meta["control"]:
+        if run.meta["recipe"] == "none" and not run.variant:
             return run
     return None
 
 
+def rereads(run: Results) -> bool:
+    """Whether a session reads the pictures anew with each question, because the recipe asks it."""
+    words = Recipe.parse(run.meta["recipe"])
+    return any(part.asks_question for word in words for part in (word, *word.expand()))
+
+
+def shrinks(row: Row) -> bool:
+    """Whether a recipe is there to make the cache smaller, and does."""
+    recipe = Recipe.parse(row.run.meta["recipe"])
+    return shrinks_cache(recipe) and 0 < (row.numbers["held"] or 0) < 0.999
+
+
 def reduces(row: Row) -> bool:
-    """Whether a recipe drops visual tokens at all: not so caches, drafters and controls."""
-    return not row.run.meta["control"] and 0 < (row.numbers["kept"] or 0) < 0.999
+    """Whether a recipe is there to drop visual tokens, and does: not so caches and controls."""
+    recipe = Recipe.parse(row.run.meta["recipe"])
+    if row.run.meta["control"] or shrinks_cache(recipe):
+        return False
+    return 0 < (row.numbers["kept"] or 0) < 0.999
 
 
-def random_at_cost(row: Row, rows: list[Row]) -> Results | None:
-    """The random selection that costs most nearly the same, None when none is near.
+def controls_at_cost(row: Row, rows: list[Row]) -> dict[str, Row]:
+    """Of each kind of control the row that costs most nearly the same, where one is near.
 
-    By what was measured rather than by the budget that was asked for: a method inside the language
-    model cannot go below its floor, and is to be judged at what it really costs. Among those that
-    are near, one with the same position policy: policies differ by more than methods do.
+    By what was measured rather than by what was asked for: a method inside the language model
+    cannot go below its floor, and is to be judged at what it really costs. Cost is the visual
+    tokens kept, or where a recipe works on the cache the bytes held. Among those that are near, one
+    with the same position policy: policies differ by more than methods do.
     """
-    if not reduces(row) or baseline(row.run) == "random":
-        return None
+    if shrinks(row):
+        words, cost = CACHE_BASELINES, "held"
+    elif reduces(row):
+        words, cost = ("random",), "kept"
+    else:
+        return {}
 
     def distance(r: Row) -> float:
-        return abs(r.numbers["kept"] - row.numbers["kept"])
+        return abs((r.numbers[cost] or 0) - row.numbers[cost])
 
-    near = [
-        r
-        for r in rows
-        if baseline(r.run) == "random"
-        and reduces(r)
-        and distance(r) <= _SAME_COST * row.numbers["kept"]
-    ]
-    alike = [r for r in near if _positions(r.run) == _positions(row.run)]
-    return min(alike or near, key=distance).run if near else None
+    found = {}
+    for word in words:
+        if baseline(row.run) == word:
+            continue
+        near = [
+            r
+            for r in rows
+            if baseline(r.run) == word
+            and (reduces(r) or shrinks(r))
+            and distance(r) <= _SAME_COST * row.numbers[cost]
+        ]
+        alike = [r for r in near if _positions(r.run) == _positions(row.run)]
+        if near:
+            found[word] = min(alike or near, key=distance)
+    return found
 
 
 def baseline(run: Results) -> str | None:
     """The control that a recipe consists of, whatever its parameters; None for other recipes."""
     word = run.meta["method"].partition(":")[0]
-    return word if word in BASELINES and "+" not in run.meta["method"] else None
+    known = word in BASELINES + CACHE_BASELINES and "+" not in run.meta["method"]
+    return word if known else None
 
 
 def _positions(run: Results) -> set[str]:
-    """The position policies of a recipe's stages."""
-    return {s.positions for s in Recipe.parse(run.meta["recipe"]) if hasattr(s, "positions")}
+    """The position policies of a recipe's stages; those without one leave each token its id."""
+    return {getattr(s, "positions", "keep") for s in Recipe.parse(run.meta["recipe"])}
 
 
 def _of(run: Results, modality: str) -> Results:
     return run.only({doc for doc, s in run.samples.items() if s["modality"] == modality})
+
+
+def turns(run: Results, *, first: bool) -> Results:
+    """The questions that came first in their sessions, or the others."""
+    turns = {doc: s["turn"] for doc, s in run.samples.items() if "turn" in s}
+    return run.only({doc for doc, turn in turns.items() if (turn == 0) == first})
 
 
 def _is_caption(sample: dict) -> bool:

@@ -99,12 +99,16 @@ class Adapter:
         """The module through which the tower's rows (V, N, D) go to the language model's width."""
         return self.model.base_model.multi_modal_projector
 
-    def feature_block(self) -> int:
-        """Index of the vision block whose output goes to the projector; of several, the first."""
+    def feature_blocks(self) -> list[int]:
+        """Indices of the vision blocks whose output goes to the projector, ascending."""
         layer = self.config.vision_feature_layer
         layers = [layer] if isinstance(layer, int) else layer
         depth = len(self.vision_blocks())
-        return min(index - 1 if index >= 0 else depth + index for index in layers)
+        return sorted(index - 1 if index >= 0 else depth + index for index in layers)
+
+    def feature_block(self) -> int:
+        """The first of `feature_blocks`."""
+        return self.feature_blocks()[0]
 
     def sizes(self) -> dict[str, Any]:
         """What a trained stage must know of the model, see `Stage.build`."""
@@ -168,6 +172,7 @@ class Adapter:
                 text=[text],
                 return_tensors="pt",
                 add_special_tokens=not (bos and text.startswith(bos)),
+                **(self.on_device() if images else {}),
             )
         except (ValueError, TypeError) as error:
             reason = str(error).partition("\n")[0]
@@ -185,6 +190,13 @@ class Adapter:
             for key, value in batch.items()
             if isinstance(value, Tensor)
         }
+
+    def on_device(self) -> dict[str, Any]:
+        """Where pictures are resized and normalised: on the GPU, by processors that can."""
+        if self.device.type == "cpu":
+            return {}
+        backend = getattr(self.processor.image_processor, "backend", None)
+        return {"device": self.device} if backend == "torchvision" else {}
 
     # --- tensors -------------------------------------------------------------------------------
 

@@ -1,0 +1,366 @@
+"""What a compressed cache holds and what a token then takes: ``python benchmarks/kv.py``.
+
+A language model of Qwen2-0.5B's shape with random weights (`ask.py` builds it; no vision tower
+runs) reads a prompt of random embeddings, all visual but for 60 text tokens, under each recipe and
+into Hugging Face's `DynamicCache` and `QuantizedCache`, and decodes from there: 1, 8, 16 and 32
+requests of 2,900 tokens together, then one of 32,768 in a model of fewer layers.
+
+Requests of a batch are of one length and share one prefill: the frozen cache is cloned for every
+row, and the rows are joined as a batch of `VLM.ask_many` joins them. Hugging Face's caches are
+given the keys and values of one prefill once for every row. Attention of random weights is even, so
+nearly all tokens are important to `zipvl`: it holds about the most that it can.
+
+============  ==================================================================================
+``held``      bytes of keys and values when decoding begins, parameters of quantised slots
+              included, free slots not
+``taken``     bytes of all tensors that belong to the cache: buffers with their free slots, the
+              bookkeeping of methods that work in decode
+``step``      time in which every request of the batch gets one more token; the variants take
+              turns, so that a machine that gets warm or busy slows all of them
+``same``      share of the tokens that are those of Hugging Face's `DynamicCache`
+============  ==================================================================================
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import gc
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import ask
+import torch
+from torch import Tensor
+
+from vlmfast import VLM
+from vlmfast.engine.attention import switched
+from vlmfast.engine.decode import Decoder, Run
+from vlmfast.engine.prefill import Inputs, Prompt
+from vlmfast.engine.stats import clock
+from vlmfast.layout import Kind, TokenLayout
+from vlmfast.recipe import Recipe
+
+RECIPES = ("none", "lookm:0.2", "snapkv:0.2", "zipvl", "zipcache", "kivi")
+# The most that a cache may hold, as a share of the full one in bfloat16.
+AIMS = {"lookm:0.2": 0.21, "zipvl": 0.27}
+HF = "hf DynamicCache"
+QUANTISED = {
+    "hf QuantizedCache quanto 4 bit": {"backend": "quanto", "nbits": 4},
+    "hf QuantizedCache quanto 2 bit": {"backend": "quanto", "nbits": 2},
+    "hf QuantizedCache hqq 2 bit": {"backend": "hqq", "nbits": 2, "axis_key": 1, "axis_value": 1},
+    "hf QuantizedCache fp8": {"backend": "fp8"},
+}
+BEFORE, BEHIND = 20, 40  # text tokens on both sides of the picture
+WARM = 2  # steps of each turn that are not counted
+
+
+# --- two engines ---------------------------------------------------------------------------------
+
+Step = Callable[[Tensor], Tensor]  # tokens (B, 1) -> logits (B, V)
+
+
+@dataclass
+class Variant:
+    """A cache behind one prompt, and how to decode from copies of it.
+
+    Parameters
+    ----------
+    first : Tensor, (1, 1)
+        The token behind the prompt.
+    start : callable
+        ``requests -> (step, held, taken)``, the latter two in bytes.
+    prefill : float
+        Seconds.
+    own : bool
+        Whether vlmfast decodes.
+    """
+
+    first: Tensor
+    start: Callable[[int], tuple[Step, int, int]]
+    prefill: float
+    own: bool = True
+
+
+def prompt(vlm: VLM, tokens: int) -> Prompt:
+    """Random embeddings of text around one long picture."""
+    device, dtype = vlm.adapter.device, vlm.adapter.dtype
+    width = vlm.model.config.text_config.hidden_size
+    embeds = 0.02 * torch.randn(tokens, width, generator=torch.Generator().manual_seed(0))
+    order = torch.arange(tokens, device=device)
+    visual = (order >= BEFORE) & (order < tokens - BEHIND)
+    kind = torch.where(visual, int(Kind.IMAGE), int(Kind.TEXT)).to(torch.uint8)
+    layout = TokenLayout.text(order, order[None]).replace(kind=kind)
+    return Prompt(embeds.to(device, dtype), layout, tokens, tokens)
+
+
+def vlmfast(vlm: VLM, recipe: str, tokens: int) -> Variant:
+    """One prefill under a recipe."""
+    run = Run(vlm.adapter, Inputs({}), Recipe.parse(recipe), clock(vlm.adapter.device))
+    asked = prompt(vlm, tokens)
+    run.trace.begin(asked.layout.select(asked.layout.visual), vlm.adapter.depth)
+    with switched(vlm.model):
+        logits = run.start_from(asked, room=256)
+
+    def start(requests: int) -> tuple[Step, int, int]:
+        decoder = Decoder.join([_clone(run.decoder) for _ in range(requests)])
+        layers = decoder.cache.layers
+        names = ("keys", "values", "order", "mass", "bias")
+        taken = [getattr(layer, name) for layer in layers for name in names]
+        taken += [vars(segment) for layer in layers for segment in layer.segments]
+        return decoder.next, decoder.cache.held_bytes(), _size(taken)
+
+    return Variant(logits.argmax(-1)[:, None], start, run.stats.time_prefill_s)
+
+
+def _clone(decoder: Decoder) -> Decoder:
+    (row,) = decoder.rows
+    row = replace(row, notes=copy.deepcopy(row.notes), prompt=row.prompt.clone())
+    position = decoder.position.clone()
+    return Decoder(decoder.adapter, decoder.cache.clone(), position, [row])
+
+
+def huggingface(vlm: VLM, tokens: int) -> dict[str, Variant | str]:
+    """Hugging Face's caches behind one prefill; where one does not run, the reason."""
+    from transformers import DynamicCache, QuantizedCache
+
+    begin, read = clock(vlm.adapter.device), DynamicCache()
+    embeds = prompt(vlm, tokens).embeds[None]
+    hidden = vlm.adapter.decoder(inputs_embeds=embeds, past_key_values=read, use_cache=True)
+    first = vlm.adapter.logits(hidden.last_hidden_state[:, -1]).argmax(-1)[:, None]
+    prefill = clock(vlm.adapter.device) - begin
+    config = vlm.model.config.text_config
+    makers = {name: partial(QuantizedCache, config=config, **of) for name, of in QUANTISED.items()}
+    found: dict[str, Variant | str] = {}
+    for name, make in {HF: DynamicCache, **makers}.items():
+        variant = Variant(first, partial(_refill, vlm, read, make), prefill, own=False)
+        try:
+            variant.start(1)[0](first)
+        except Exception as error:  # a library is missing, or does not run here
+            found[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+        else:
+            found[name] = variant
+    return found
+
+
+def _refill(vlm: VLM, read: Any, make: Callable[[], Any], requests: int) -> tuple[Step, int, int]:
+    cache, seen = make(), read.get_seq_length()
+    for index, layer in enumerate(read.layers):
+        keys, values = (of.repeat(requests, 1, 1, 1) for of in (layer.keys, layer.values))
+        cache.update(keys, values, index)
+    size = _size([vars(layer) for layer in cache.layers])
+
+    def step(ids: Tensor) -> Tensor:
+        nonlocal seen
+        position = torch.full((1, 1), seen, device=ids.device)
+        seen += 1
+        hidden = vlm.adapter.decoder(
+            inputs_embeds=vlm.adapter.embed(ids),
+            position_ids=position,
+            past_key_values=cache,
+            use_cache=True,
+        ).last_hidden_state
+        return vlm.adapter.logits(hidden[:, -1])
+
+    return step, size, size
+
+
+def _size(of: Any) -> int:
+    """Bytes of all tensors in lists and dicts."""
+    if isinstance(of, Tensor):
+        parts = [part for part in vars(of).values() if isinstance(part, Tensor)]
+        return sum(map(_size, parts)) if parts else of.nbytes  # a quantised one is made of others
+    if isinstance(of, dict):
+        of = list(of.values())
+    return sum(map(_size, of)) if isinstance(of, list | tuple) else 0
+
+
+# --- the benchmark -------------------------------------------------------------------------------
+
+
+@dataclass
+class Row:
+    """What one variant did with one batch."""
+
+    held: int = 0
+    taken: int = 0
+    prefill: float = 0.0
+    steps: list[float] = field(default_factory=list)
+    tokens: list[list[int]] = field(default_factory=list)
+
+
+@torch.no_grad()
+def turn(vlm: VLM, variant: Variant, requests: int, count: int, row: Row | None) -> None:
+    """Decode ``count`` tokens for every request from fresh copies of the cache."""
+    device = vlm.adapter.device
+    with switched(vlm.model) if variant.own else contextlib.nullcontext():
+        step, held, taken = variant.start(requests)
+        ids, times, said = variant.first.repeat(requests, 1), [], []
+        for _ in range(WARM + count):
+            begin = clock(device)
+            ids = step(ids).argmax(-1)[:, None]
+            times.append(clock(device) - begin)
+            said.append(ids[:, 0].tolist())
+    if row is not None:
+        row.held, row.taken, row.prefill = held, taken, variant.prefill
+        row.steps += times[WARM:]
+        row.tokens = said
+
+
+@torch.no_grad()
+def bench(
+    vlm: VLM, tokens: int, batches: list[int], args: argparse.Namespace
+) -> tuple[dict[int, dict[str, Row]], dict[str, str]]:
+    """All variants on prompts of one length, by the number of requests; and what does not run."""
+    variants = huggingface(vlm, tokens)
+    for recipe in args.recipes:
+        variants[recipe] = vlmfast(vlm, recipe, tokens)
+        print(f"{tokens} tokens: {recipe} read", file=sys.stderr)
+    missing = {name: of for name, of in variants.items() if isinstance(of, str)}
+    running = [(name, of) for name, of in variants.items() if isinstance(of, Variant)]
+    found: dict[int, dict[str, Row]] = {}
+    for requests in batches:
+        rows = found[requests] = {name: Row() for name, _ in running}
+        for again in range(args.repeats):
+            for at in range(len(running)):
+                name, variant = running[(again + at) % len(running)]
+                turn(vlm, variant, requests, args.new_tokens, rows[name])
+                gc.collect()
+        print(f"{tokens} tokens: {requests} at once done", file=sys.stderr)
+    return found, missing
+
+
+def numbers(rows: dict[str, Row], full: int) -> dict[str, dict[str, Any]]:
+    """JSON values; ``full`` are the bytes of the full cache."""
+    reference, base = rows[HF].tokens, ask.spread(rows[HF].steps)["median"]
+    found = {}
+    for name, row in rows.items():
+        pairs = [
+            (a, b)
+            for left, right in zip(row.tokens, reference, strict=True)
+            for a, b in zip(left, right, strict=True)
+        ]
+        step = ask.spread(row.steps)
+        found[name] = {
+            "held": row.held,
+            "share": row.held / full,
+            "taken": row.taken,
+            "prefill": row.prefill,
+            "step": step,
+            "ratio": base / step["median"],
+            "same": sum(a == b for a, b in pairs) / len(pairs),
+        }
+    return found
+
+
+def markdown(title: str, rows: dict[str, dict[str, Any]]) -> str:
+    """One table per batch: medians with quartiles, and the ratio to Hugging Face's own cache."""
+    lines = [
+        f"| {title} | held | of the full cache | taken | step | same | prefill of one |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for name, row in rows.items():
+        step = {key: 1e3 * value for key, value in row["step"].items()}
+        cells = [f"`{name}`" if name != HF and not name.startswith("hf") else name]
+        cells += [f"{1e-6 * row['held']:,.1f} MB", f"{row['share']:.1%}"]
+        cells += [f"{1e-6 * row['taken']:,.1f} MB"]
+        cells += [f"{step['median']:,.1f} ms [{step['q1']:,.1f}, {step['q3']:,.1f}]"]
+        cells[-1] += "" if name == HF else f" ({row['ratio']:.2f}x)"
+        cells += [f"{row['same']:.0%}", f"{row['prefill']:,.2f} s"]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def verdicts(rows: dict[str, dict[str, Any]], dtype: str) -> list[str]:
+    """The aims that were set for what a cache may hold; in bfloat16, which they are about."""
+    if dtype != "bfloat16":
+        return []
+    return [
+        f"{'PASS' if rows[name]['share'] <= aim else 'FAIL'}: {name} holds "
+        f"{rows[name]['share']:.2%} of the full cache, at most {aim:.0%} is the aim"
+        for name, aim in AIMS.items()
+        if name in rows
+    ]
+
+
+def load(args: argparse.Namespace, layers: int) -> VLM:
+    model, processor = ask.qwen_shaped("small", layers)
+    return VLM(model.to(args.device, getattr(torch, args.dtype)), processor)
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--recipe", action="append", dest="recipes", help=f"default: {', '.join(RECIPES)}")
+    add("--tokens", type=int, default=2900, help="of a prompt (default: %(default)s)")
+    add("--requests", default="1,8,16,32", help="batch sizes (default: %(default)s)")
+    add("--long", type=int, default=32_768, help="tokens of the long prompt; 0 for none")
+    add("--layers", type=int, default=24, help="of the language model (default: %(default)s)")
+    add("--long-layers", type=int, default=2, help="for the long prompt (default: %(default)s)")
+    add("--new-tokens", type=int, default=8, help="steps of a turn (default: %(default)s)")
+    add("--repeats", type=int, default=3, help="turns (default: %(default)s)")
+    add("--dtype", default="bfloat16", choices=("float32", "bfloat16"))
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--threads", type=int, default=0, help="0: PyTorch's own choice")
+    add("--quick", action="store_true", help="checks the script, measures nothing")
+    add("--out", type=Path, help="default: benchmarks/results/kv-....json")
+    args = parser.parse_args(argv)
+    if args.quick:
+        args.tokens, args.requests, args.long, args.repeats = 320, "1,2", 640, 1
+        args.layers, args.long_layers, args.new_tokens = 2, 2, 3
+    args.requests = [int(number) for number in args.requests.split(",")]
+    args.recipes = args.recipes or list(RECIPES)
+    args.tower = "small"
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = sys.argv[1:] if argv is None else argv
+    args = parse(arguments)
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    report = ask.heading("kv.py", arguments, args) | {
+        "threads": torch.get_num_threads(),
+        "new_tokens": args.new_tokens,
+        "cases": [],
+    }
+    failed = False
+    for tokens, batches, layers in (
+        (args.tokens, args.requests, args.layers),
+        (args.long, [1], args.long_layers),
+    ):
+        if not tokens:
+            continue
+        vlm = load(args, layers)
+        found, missing = bench(vlm, tokens, batches, args)
+        for requests, rows in found.items():
+            full = requests * tokens * vlm.adapter.bytes_per_token()
+            case = numbers(rows, full)
+            about = {"tokens": tokens, "requests": requests, "layers": layers, "full": full}
+            told = verdicts(case, args.dtype)
+            report["cases"].append({**about, "rows": case, "missing": missing, "verdicts": told})
+            title = f"{requests} x {tokens:,} tokens, {layers} layers, {args.dtype}"
+            print(f"\n{markdown(title, case)}\n")
+            print("\n".join(told + [f"not run: {name}: {why}" for name, why in missing.items()]))
+            failed = failed or any(line.startswith("FAIL") for line in told)
+        del vlm, found
+        gc.collect()
+    if args.quick and args.out is None:
+        return 0
+    out = args.out or ask.RESULTS / f"kv-{args.device.partition(':')[0]}-{args.dtype}.json"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    print(f"\nwritten: {out}", file=sys.stderr)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
