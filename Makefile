@@ -42,6 +42,7 @@ bench: $(READY)  ## Time against Hugging Face generate; writes benchmarks/result
 	$(BIN)/python benchmarks/import_time.py
 	$(BIN)/python benchmarks/ask.py
 	$(BIN)/python benchmarks/reduce.py
+	$(BIN)/python benchmarks/kv.py
 
 clean:           ## Remove environments and caches
 	rm -rf $(VENV) $(FLOOR) .pytest_cache .ruff_cache .hypothesis build dist
@@ -54,9 +55,10 @@ $(READY): pyproject.toml
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[test,dev]"
 	@touch $@
 
+# The interpreter of triton 3.6, which comes with torch 2.11, does not loop with later numpys.
 $(FLOOR)/.ready: pyproject.toml
 	@test -x $(FLOOR)/bin/python || $(PYTHON) -m venv $(FLOOR)
 	@echo "setting up $(FLOOR) ..."
 	@$(FLOOR)/bin/python -m pip install --quiet --disable-pip-version-check \
-		"torch==2.11.*" "transformers==5.17.*" -e ".[test]"
+		"torch==2.11.*" "transformers==5.17.*" "numpy<2.4" -e ".[test]"
 	@touch $@

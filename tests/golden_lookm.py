@@ -27,7 +27,7 @@ def layer(keys: Tensor, values: Tensor, visual: Tensor) -> KV:
 def received(total: Tensor) -> ColumnStats:
     """Statistics of which only the sum, (H, G, N), is known."""
     none = total.new_zeros(total.shape)
-    return ColumnStats(total, none, none, none, none.int(), none[:, 0].long(), torch.arange(0))
+    return ColumnStats(none[:, 0].long(), torch.arange(0), total)
 
 
 def same(kept: KV, keys: Tensor, values: Tensor, tolerance: float = 1e-5) -> None:

@@ -21,15 +21,14 @@ from vlmfast.compressors.atp.module import (
     Module,
     Scores,
     budget_counts,
-    cross_level,
     hard_mask,
     margin,
     ranking,
-    self_level,
     soft_mask,
     spatial_score,
 )
 from vlmfast.compressors.atp.training import TRAINING, depth_term, target_term
+from vlmfast.kernels.score import cross_level, self_level
 from vlmfast.layout import TokenLayout
 from vlmfast.stages import Phase, Step
 from vlmfast.training import Sample, inputs_of, run

@@ -352,3 +352,10 @@ def test_buffers_are_given_back(vlm, singles, monkeypatch):
     for got, expected in zip(vlm.ask_many(REQUESTS, batch_size=3), singles, strict=True):
         assert_same(got, expected)
     assert pool.out == 0 and pool.new == new
+
+
+def test_what_is_no_request_is_refused(vlm):
+    with pytest.raises(VLMFastError, match=r"request 1: is a dict; it must be a vlmfast\.Request"):
+        vlm.ask_many(["what ?", {"question": "what ?"}], max_new_tokens=1)
+    with pytest.raises(VLMFastError, match="batch_size=True"):
+        vlm.ask_many(["what ?"], batch_size=True)

@@ -344,7 +344,8 @@ def test_cake_layers_of_different_lengths_have_limits_of_their_own():
 
 def test_a_window_may_be_a_share_of_the_budget():
     stage = CAKE(share=0.2, window=0.25)
-    assert stage.text_stats(2)[0] == ColumnRequest("window", 32)
+    want = ("sum", "sumsq", "entropy")
+    assert stage.text_stats(2)[0] == ColumnRequest("window", 32, want=want)
     _, cache, step = run(stage)
     assert step.notes["cake"]["windows"] == [4] * 6  # of int(0.2 * 96) = 19
     assert all(kv.order[0, -4:].tolist() == [92, 93, 94, 95] for kv in cache)

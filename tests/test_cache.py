@@ -190,7 +190,8 @@ def test_statistics_follow_slots_that_an_earlier_stage_moved(grouped):
         name: ClassVar[str] = "test-look"
 
         def text_stats(self, depth):
-            return {1: ColumnRequest("all", threshold=0.3)}
+            want = ("sum", "sumsq", "max", "entropy", "count")
+            return {1: ColumnRequest("all", threshold=0.3, want=want)}
 
         def compress(self, step, layer, kv, stats):
             seen[layer] = kv, stats

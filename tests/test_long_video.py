@@ -21,7 +21,7 @@ import torch
 import vlmfast.long_video as module
 from media_fixtures import frame_number, write_video
 from tiny_models import build_llava, build_llava_next, picture
-from vlmfast import VLM, MediaError, RecipeError, VLMFastError
+from vlmfast import VLM, MediaError, ModelError, RecipeError, VLMFastError
 from vlmfast.engine.cache import KVLayer
 from vlmfast.engine.decode import Run
 from vlmfast.long_video import LongVideo
@@ -315,6 +315,40 @@ def test_placeholders_in_the_question_are_refused(vlm):
     for cap in ({}, {"max_kv_tokens": 500}):
         with pytest.raises(MediaError, match="4 picture placeholders"):
             vlm.ask("what is <image> ?", video=FRAMES[:3], **cap)
+
+
+def test_a_sliding_window_holds_the_prompt_and_not_the_cap():
+    """What counts are the positions that clip and answer take."""
+    from transformers import LlavaConfig, LlavaForConditionalGeneration, MistralConfig
+
+    model, processor = build_llava()
+    text = model.config.text_config.to_dict()
+    keys = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "head_dim")
+    mistral = MistralConfig(
+        **{key: text[key] for key in keys},
+        num_hidden_layers=2,
+        num_key_value_heads=2,
+        sliding_window=200,
+    )
+    config = LlavaConfig(
+        vision_config=model.config.vision_config,
+        text_config=mistral,
+        image_token_id=model.config.image_token_id,
+    )
+    windowed = VLM(LlavaForConditionalGeneration(config).eval(), processor)
+
+    def ask(frames: int, new: int, **cap) -> list[int]:
+        return windowed.ask(
+            QUESTION, video=FRAMES[:frames], max_new_tokens=new, progress=False, **cap
+        ).token_ids
+
+    length = windowed.inputs(QUESTION, video=FRAMES[:4])["input_ids"].shape[1]
+    room = 200 - length
+    assert ask(4, room, max_kv_tokens=1000) == ask(4, room)
+    for frames, new in ((4, room + 1), (40, 1)):
+        for cap in ({}, {"max_kv_tokens": 1000}, {"max_kv_tokens": 250}):
+            with pytest.raises(ModelError, match="sliding window of 200"):
+                ask(frames, new, **cap)
 
 
 # --- frames --------------------------------------------------------------------------------------

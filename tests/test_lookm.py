@@ -251,7 +251,7 @@ def test_what_is_left_goes_to_the_most_attended() -> None:
     kv = prompt_kv(noise(2, 40, 8), visual=visual)
     score = noise(2, 3, 40, seed=5).exp()
     none = torch.zeros_like(score)
-    stats = ColumnStats(score, none, none, none, none.int(), none[:, 0].long(), torch.arange(40))
+    stats = ColumnStats(none[:, 0].long(), torch.arange(40), score)
     stage = LookM(0.5, 0.4, "none")
     kept = stage.compress(prompt_step(40, 1), 0, kv, stats)
     hh, rec = sizes(40, 0.5, 0.4)
@@ -322,7 +322,7 @@ def test_heads_that_an_earlier_stage_left_of_different_length() -> None:
     kv = whole.select_mask(keep)
     score = noise(2, 1, 40, seed=2).exp()
     none = torch.zeros_like(score)
-    stats = ColumnStats(score, none, none, none, none.int(), none[:, 0].long(), torch.arange(40))
+    stats = ColumnStats(none[:, 0].long(), torch.arange(40), score)
     stage = LookM(0.6)
     kept = stage.compress(prompt_step(40, 1), 0, kv, stats)
     assert kept.lengths.tolist() == [sum(sizes(40, 0.6, 0.5)), sum(sizes(30, 0.6, 0.5))]

@@ -1,5 +1,5 @@
-"""The command line: ``vlmfast ask``, ``compare``, ``methods``, ``env``, ``train``, ``eval``,
-``report``.
+"""The command line: ``vlmfast ask``, ``compare``, ``bench``, ``methods``, ``env``, ``train``,
+``eval``, ``report``.
 
 Nothing heavy is imported before a command needs it, so that ``vlmfast --help`` answers at once.
 """
@@ -123,18 +123,10 @@ def _add_debug(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_question(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", metavar="FILE", help="a picture or a clip; the content decides")
-    parser.add_argument("question", metavar="QUESTION")
+def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", default="tiny", help="tiny (shipped, default), a folder or a hub id"
     )
-    parser.add_argument("--max-new-tokens", type=_count, metavar="N", help="length of the answer")
-    frames = parser.add_mutually_exclusive_group()
-    frames.add_argument(
-        "--num-frames", type=_count, metavar="N", help="frames read of a clip (default 8)"
-    )
-    frames.add_argument("--fps", type=float, help="frames read of each second of a clip")
     parser.add_argument("--device", help="cpu, cuda or cuda:1 (default: a GPU if there is one)")
     parser.add_argument(
         "--dtype",
@@ -143,6 +135,18 @@ def _add_question(parser: argparse.ArgumentParser) -> None:
         help="number format of the weights (default: the checkpoint's own)",
     )
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
+
+
+def _add_question(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", metavar="FILE", help="a picture or a clip; the content decides")
+    parser.add_argument("question", metavar="QUESTION")
+    _add_model(parser)
+    parser.add_argument("--max-new-tokens", type=_count, metavar="N", help="length of the answer")
+    frames = parser.add_mutually_exclusive_group()
+    frames.add_argument(
+        "--num-frames", type=_count, metavar="N", help="frames read of a clip (default 8)"
+    )
+    frames.add_argument("--fps", type=float, help="frames read of each second of a clip")
 
 
 def _fill_ask(parser: argparse.ArgumentParser) -> None:
@@ -173,6 +177,24 @@ def _fill_compare(parser: argparse.ArgumentParser) -> None:
         dest="warmup",
         action="store_false",
         help="do not run everything once before the clock starts",
+    )
+
+
+def _fill_bench(parser: argparse.ArgumentParser) -> None:
+    _add_model(parser)
+    default = _module("bench").RECIPES
+    parser.add_argument(
+        "--recipe",
+        action="append",
+        dest="recipes",
+        metavar="RECIPE",
+        help=f"beside the full model; may be given several times (default: {', '.join(default)})",
+    )
+    parser.add_argument(
+        "--new-tokens", type=_count, default=32, metavar="N", help="length of each answer (32)"
+    )
+    parser.add_argument(
+        "--repeats", type=_count, default=3, metavar="N", help="turns that are counted (3)"
     )
 
 
@@ -244,6 +266,19 @@ def _compare(args: argparse.Namespace) -> None:
     _print_table([_comparison_row(*pair) for pair in zip(names, rows, strict=True)])
 
 
+def _bench(args: argparse.Namespace) -> None:
+    bench = _module("bench")
+    args.recipes = args.recipes or list(bench.RECIPES)
+    rows = bench.bench(_vlm(args), args.recipes, new_tokens=args.new_tokens, repeats=args.repeats)
+    if args.json:
+        about = {"model": args.model, "new_tokens": args.new_tokens, "repeats": args.repeats}
+        _print_json({**bench.facts(), **about, "rows": [vars(row) for row in rows]})
+        return
+    _print_table(
+        [_bench_row(*pair, rows[0]) for pair in zip(["none", *args.recipes], rows, strict=True)]
+    )
+
+
 def _methods(args: argparse.Namespace) -> None:
     from .vlm import methods
 
@@ -303,6 +338,7 @@ def _report(args: argparse.Namespace) -> int:
 _COMMANDS: dict[str, tuple[str, Callable[[Any], None], Callable[[Any], int | None]]] = {
     "ask": ("answer a question about a picture or a clip", _fill_ask, _ask),
     "compare": ("the full model beside recipes", _fill_compare, _compare),
+    "bench": ("what recipes save on this machine", _fill_bench, _bench),
     "methods": ("every method with its parameters", _fill_json, _methods),
     "env": ("what a bug report needs", _fill_json, _env),
     "eval": (
@@ -397,16 +433,19 @@ def _print_json(value: Any) -> None:
 
 
 def _stats_row(recipe: str, stats: Stats) -> dict[str, str]:
-    kept = round(stats.equivalent_tokens, 1)
-    kept = int(kept) if kept == int(kept) else kept
-    tokens = str(stats.visual_tokens_in)
     return {
         "recipe": recipe,
-        "visual tokens": tokens if kept == stats.visual_tokens_in else f"{tokens} → {kept}",
+        "visual tokens": _tokens(stats.visual_tokens_in, stats.equivalent_tokens),
         "TTFT": _seconds(stats.ttft_s),
         "tokens/s": f"{stats.tokens_per_s:.0f}" if stats.tokens_per_s else "-",
         "KV cache": _bytes(stats.kv_bytes),
     }
+
+
+def _tokens(before: int, kept: float) -> str:
+    kept = round(kept, 1)
+    kept = int(kept) if kept == int(kept) else kept
+    return str(before) if kept == before else f"{before} → {kept}"
 
 
 def _comparison_row(name: str, row: Comparison) -> dict[str, str]:
@@ -414,6 +453,22 @@ def _comparison_row(name: str, row: Comparison) -> dict[str, str]:
         **_stats_row(name, row.answer.stats),
         "agreement": f"{row.agreement:.0%}",
         "answer": " ".join(row.answer.text.split()),
+    }
+
+
+def _bench_row(name: str, row: Any, full: Any) -> dict[str, str]:
+    def against(text: str, ratio: float) -> str:
+        return text if row is full else f"{text} ({ratio:.2f}x)"
+
+    return {
+        "recipe": name,
+        "visual tokens": _tokens(row.visual_tokens_in, row.visual_tokens),
+        "TTFT": against(_seconds(row.ttft_s), full.ttft_s / row.ttft_s),
+        "prefill": against(_seconds(row.prefill_s), full.prefill_s / row.prefill_s),
+        "tokens/s": against(f"{row.tokens_per_s:.0f}", row.tokens_per_s / full.tokens_per_s),
+        "KV cache": _bytes(row.kv_bytes),
+        "peak memory": _bytes(row.peak_memory_bytes),
+        "agreement": f"{row.agreement:.0%}",
     }
 
 

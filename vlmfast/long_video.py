@@ -187,7 +187,7 @@ class LongVideo:
                 done = block.first + len(block.sizes)
                 limit = said + number + (space - blocks) * done // self.frames - kept
                 if run.decoder is None:
-                    logits = run.start_from(prompt, self.cap - len(prompt.layout), limit)
+                    logits = run.start_from(prompt, room, limit)
                 else:
                     logits = run.extend(prompt, compress=True, limit=limit)
                 run.prompt = prompt
@@ -200,6 +200,7 @@ class LongVideo:
                     before = stats.visual_tokens_kept.get(name, 0)
                     stats.visual_tokens_kept[name] = before + count
                 bar.update(len(block.sizes))
+        run._fits(run.prompt.next_position + len(self.pieces[-1]) + room)
         if len(self.pieces[-1]):
             ids = self.pieces[-1][None].to(self.adapter.device)
             start = run.prompt.next_position

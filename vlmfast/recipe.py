@@ -6,6 +6,7 @@ is ``name[:value]`` or ``name:[value,]key=value[,key=value...]``, joined by ``+`
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 from .errors import RecipeError
@@ -48,7 +49,7 @@ class Recipe(Stages):
         if sum(stage.protocol == "media" for stage in self) > 1:
             raise RecipeError(f"recipe {self} has two stages that choose the frames; one can")
         parts = [p for s in self for p in s.expand() if p.protocol == "cache"]
-        for first, second in zip(parts, parts[1:], strict=False):
+        for first, second in pairwise(parts):
             if first.quantises:
                 raise RecipeError(
                     f"recipe {self}: {first.name} quantises the cache, so {second.name} cannot "

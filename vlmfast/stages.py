@@ -331,7 +331,9 @@ class ColumnRequest:
         Rows; below 1 shares of the prompt's S rows, ``S - int((1 - n) S)`` and ``int(random S)``.
     seed : int
     threshold : float
-        Also count, per key, the entries that reach this share of their row's largest; 0 for not.
+        What ``count`` counts: the entries that reach this share of their row's largest.
+    want : tuple of str
+        Which of the statistics are computed; others are ``None``.
     """
 
     rows: str = "all"
@@ -339,6 +341,7 @@ class ColumnRequest:
     random: float = 0
     seed: int = 0
     threshold: float = 0.0
+    want: tuple[str, ...] = ("sum",)
 
     def __post_init__(self) -> None:
         if self.rows not in ("all", "text", "window", "probe"):
@@ -365,13 +368,13 @@ class ColumnStats:
         The query rows, as indices into the prompt that is left at this layer, ascending.
     """
 
-    sum: Tensor
-    sumsq: Tensor
-    max: Tensor
-    entropy: Tensor
-    count: Tensor
     nnz: Tensor
     rows: Tensor
+    sum: Tensor | None = None
+    sumsq: Tensor | None = None
+    max: Tensor | None = None
+    entropy: Tensor | None = None
+    count: Tensor | None = None
 
 
 class Phase(Enum):

@@ -302,7 +302,7 @@ class VLM:
         VLMFastError
             For the first request that cannot be answered; says which one.
         """
-        if not isinstance(batch_size, int) or batch_size < 1:
+        if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
             raise VLMFastError(f"batch_size={batch_size!r} must be a whole number of at least 1")
         return self._many(requests, batch_size, generation)
 
@@ -569,6 +569,10 @@ class VLM:
             for number, request in enumerate(requests):
                 r = Request(request) if isinstance(request, str) else request
                 try:
+                    if not isinstance(r, Request):
+                        raise VLMFastError(
+                            f"is a {type(request).__name__}; it must be a vlmfast.Request or a str"
+                        )
                     messages = self._messages(r.question, r.images, r.video, r.num_frames, r.fps)
                     recipe = Recipe.of(r.recipe)
                     turn = self._turn(messages, recipe, {**generation, **r.generation})

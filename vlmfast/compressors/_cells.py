@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..kernels.pool import cell_average
 from ..layout import TokenLayout
 from ..stages import ItemGeometry
 from ._views import cells
@@ -89,13 +90,11 @@ class Cells:
         return rows[..., self.table, :]
 
     def average(self, rows: Tensor, weight: Tensor) -> Tensor:
-        """Mean of the rows (..., N, D) of each cell, weighted by ``weight`` (N,): (..., C, D).
+        """Mean of the rows (N, D) of each cell, weighted by ``weight`` (N,): (C, D).
 
         By a table rather than by adding up with atomics, which would not be repeatable.
         """
-        mass = self.there * weight[self.table]
-        share = mass / mass.sum(1, keepdim=True)
-        return (self.gather(rows.float()) * share[..., None]).sum(-2).to(rows.dtype)
+        return cell_average(rows, weight, self.table, self.there)
 
     def total(self, weight: Tensor) -> Tensor:
         """Sum of ``weight`` (N,) over each cell: (C,)."""

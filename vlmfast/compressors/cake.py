@@ -45,14 +45,14 @@ Different from the authors' code, and why:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from ..kv import KV
-from ..stages import ColumnStats, DecodeStage, Slots, Stage, Step, param
+from ..stages import ColumnRequest, ColumnStats, DecodeStage, Slots, Stage, Step, param
 from ._layered import Layered, Scored
 from ._part import Part
 from .snapkv import SnapKV, votes
@@ -142,6 +142,10 @@ class CAKE(Layered, SnapKV):
 
     def expand(self) -> tuple[Stage, ...]:
         return (self, Decode(self))
+
+    def text_stats(self, depth: int) -> dict[int, ColumnRequest]:
+        want = ("sum", "sumsq", "entropy")
+        return {at: replace(asked, want=want) for at, asked in super().text_stats(depth).items()}
 
     def score(self, kv: KV, stats: ColumnStats | None, ranked: Tensor) -> Tensor:
         mean, variance = moments(stats)

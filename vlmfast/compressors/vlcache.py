@@ -92,7 +92,9 @@ class VLCache(Layered):
     )
 
     def text_stats(self, depth: int) -> dict[int, ColumnRequest]:
-        return dict.fromkeys(range(depth), ColumnRequest("text", threshold=self.p))
+        return dict.fromkeys(
+            range(depth), ColumnRequest("text", threshold=self.p, want=("sum", "count"))
+        )
 
     def last(self, capacity: int) -> int:
         return max(int(self.recent * capacity), 1)

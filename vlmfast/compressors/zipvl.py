@@ -90,7 +90,7 @@ def important(
     Tensor, int64, (b,)
         Ascending.
     """
-    stats = col_stats(query, key, rows, scaling, bias=bias)
+    stats = col_stats(query, key, rows, scaling, bias=bias, want=("sum", "nnz"))
     mass = stats["sum"].mean((0, 1))
     count = int(mass_count(mass, tau * len(rows)))
     if forced is not None:

@@ -21,6 +21,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from ..errors import ModelError
+from ..kernels._triton import use_triton
+from ..kernels.biased_attention import biased_attention
+from ..kernels.col_stats import col_stats
 from ..kernels.decode_mixed import decode_mixed
 from ..stages import Phase, StatRequest, Step, current_step
 
@@ -28,7 +31,7 @@ from ..stages import Phase, StatRequest, Step, current_step
 TEXT, VISION = "vlmfast_text", "vlmfast_vision"
 
 _FEW = 64  # query rows that the decode kernel takes
-_ROWS_AT_ONCE = 512  # bounds the memory of column statistics to rows x keys x heads
+_ROWS_AT_ONCE = 512  # bounds the memory of sums over rows, where gradients are wanted
 
 
 def _step(kwargs: dict) -> Step:
@@ -74,14 +77,9 @@ def text_attention(
     bias = step.key_bias()
     request = step.requests.get(module.layer_idx)
     if request is not None:
-        step.stats[module.layer_idx] = attention_rows(
-            query[0],
-            key[0],
-            _query_rows(request, step),
-            scaling,
-            total=request.rows == "columns",
-            bias=bias,
-        )
+        rows = _query_rows(request, step)
+        take = received_sum if request.rows == "columns" else attention_rows
+        step.stats[module.layer_idx] = take(query[0], key[0], rows, scaling, bias=bias)
         if request.received:
             visual = step.layout.visual.nonzero().flatten()
             share = None if step.soft is None else step.soft[visual]
@@ -121,10 +119,12 @@ def _dense(
         attention_mask = step.mask_rule(step.layout)[None, None]
     if bias is not None:
         n = key.shape[2]
+        step.cache.layers[module.layer_idx].bias = bias
+        if attention_mask is None and _kernels(query, key):
+            return biased_attention(query, key, value, bias, scaling).transpose(1, 2), None
         if attention_mask is None:
             attention_mask = torch.ones(n, n, dtype=torch.bool, device=key.device).tril()
         attention_mask = _with_bias(attention_mask, bias, query.dtype)
-        step.cache.layers[module.layer_idx].bias = bias
     return sdpa_attention_forward(
         module, query, key, value, attention_mask, dropout=dropout, scaling=scaling
     )
@@ -144,8 +144,8 @@ def _cached(
     layer = step.cache.layers[index]
     plain = not layer.segments and layer.mass is None
     # Few rows over a cache on a GPU: the decode kernel, which reads no slot that is not there.
-    dense = plain and not (key.is_cuda and tokens <= _FEW)
-    if plain and layer.prefix and tokens == 1:
+    dense = plain and not (tokens <= _FEW and _kernels(query, key))
+    if dense and layer.prefix and tokens == 1:
         # One token, nothing ragged: Hugging Face's own call on what is there gives its own bits.
         n = layer.held[0] + 1
         bias = None if layer.bias is None else layer.bias[:, :, None, :n].to(query.dtype)
@@ -249,12 +249,11 @@ def vision_attention(
             stats = torch.stack(
                 [
                     pad(
-                        attention_rows(
+                        received_sum(
                             q[:, :m],
                             k[:, :m],
                             None,
                             scaling,
-                            total=True,
                             causal=False,
                             bias=b if b is None else b[:m],
                         ),
@@ -305,13 +304,17 @@ def _query_rows(request: StatRequest, step: Step) -> Tensor | None:
     raise ValueError(f"the language model has no {request.rows!r} rows")
 
 
+def _kernels(query: Tensor, key: Tensor) -> bool:
+    """Whether attention runs on the project's kernels: not where gradients are wanted."""
+    return not torch.is_grad_enabled() and use_triton("attention", query, key)
+
+
 def attention_rows(
     query: Tensor,
     key: Tensor,
     rows: Tensor | None,
     scaling: float | None,
     *,
-    total: bool = False,
     causal: bool = True,
     bias: Tensor | None = None,
 ) -> Tensor:
@@ -324,29 +327,47 @@ def attention_rows(
         Grouped-query heads are shared by ``Hq // Hkv`` query heads.
     rows : Tensor, int64, (R,), or None
         Query rows; all of them if ``None``.
-    total : bool
-        Sum over the rows; they are then computed a block at a time, never as one map.
     bias : Tensor, float32, (T,), optional
         Added to the logits of each key.
 
     Returns
     -------
-    Tensor, float32, (Hq, R, T), or (Hq, 1, T) when summed
+    Tensor, float32, (Hq, R, T)
     """
-    hq, t, _ = query.shape
-    rows = torch.arange(t, device=query.device) if rows is None else rows
-    groups, columns = hq // key.shape[0], torch.arange(t, device=query.device)
-    keys = key.float().transpose(-1, -2)
-    parts = []
-    for block in rows.split(_ROWS_AT_ONCE) if total else (rows,):
-        q = query.index_select(1, block).float() * _scale(scaling, query)
-        logits = (q.unflatten(0, (-1, groups)) @ keys[:, None]).flatten(0, 1)
-        if bias is not None:
-            logits = logits + bias
-        if causal:
-            logits = logits.masked_fill(columns[None, :] > block[:, None], -torch.inf)
-        weights = logits.softmax(-1)
-        parts.append(weights.sum(1, keepdim=True) if total else weights)
+    t = query.shape[1]
+    columns = torch.arange(t, device=query.device)
+    rows = columns if rows is None else rows
+    groups, keys = query.shape[0] // key.shape[0], key.float().transpose(-1, -2)
+    q = query.index_select(1, rows).float() * _scale(scaling, query)
+    logits = (q.unflatten(0, (-1, groups)) @ keys[:, None]).flatten(0, 1)
+    if bias is not None:
+        logits = logits + bias
+    if causal:
+        logits = logits.masked_fill(columns[None, :] > rows[:, None], -torch.inf)
+    return logits.softmax(-1)
+
+
+def received_sum(
+    query: Tensor,
+    key: Tensor,
+    rows: Tensor | None,
+    scaling: float | None,
+    *,
+    causal: bool = True,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """Softmax attention that each key receives, summed over query rows: (Hq, 1, T), float32.
+
+    Parameters are those of `attention_rows`. There is never a map of all rows.
+    """
+    if not torch.is_grad_enabled():
+        given = {"causal": causal, "bias": bias, "want": ("sum",)}
+        return col_stats(query, key, rows, scaling, **given)["sum"].flatten(0, 1)[:, None]
+    rows = torch.arange(query.shape[1], device=query.device) if rows is None else rows
+    parts = [
+        attention_rows(query, key, block, scaling, causal=causal, bias=bias).sum(1, keepdim=True)
+        for block in rows.split(_ROWS_AT_ONCE)
+    ]
     return sum(parts[1:], parts[0])
 
 

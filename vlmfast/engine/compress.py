@@ -161,7 +161,9 @@ def statistics(
 ) -> ColumnStats:
     """What a request wants of one layer, over all rows of ``step.layout``."""
     rows = query_rows(request, layer, step)
-    of = col_stats(query, key, rows, scaling, threshold=request.threshold, bias=bias)
+    want = (*request.want, "nnz")
+    summed = None if request.rows == "all" else rows
+    of = col_stats(query, key, summed, scaling, threshold=request.threshold, bias=bias, want=want)
     nnz = of.pop("nnz").expand(key.shape[0], -1)
     return ColumnStats(**of, nnz=nnz, rows=rows)
 
@@ -173,7 +175,9 @@ def aligned(stats: ColumnStats | None, kv: KV, order: Tensor) -> ColumnStats | N
     if kv.order.shape[1] == len(order) and bool((kv.order == order).all()):
         return stats
     at = torch.searchsorted(order, kv.order.contiguous()).clamp(max=len(order) - 1)
-    groups = at[:, None].expand(-1, stats.sum.shape[1], -1)
     names = ("sum", "sumsq", "max", "entropy", "count")
-    moved = {name: getattr(stats, name).gather(2, groups) for name in names}
+    there = {name: of for name in names if (of := getattr(stats, name)) is not None}
+    moved = {
+        name: of.gather(2, at[:, None].expand(-1, of.shape[1], -1)) for name, of in there.items()
+    }
     return replace(stats, **moved, nnz=stats.nnz.gather(1, at))

@@ -276,6 +276,10 @@ class Segment:
         )
         return keys.to(dtype), values.to(dtype)
 
+    def tensors(self) -> list[Tensor]:
+        """All tensors that it consists of."""
+        return [of for name in TENSORS if (of := getattr(self, name)) is not None]
+
     def held_bytes(self) -> int:
         """Bytes of the slots that exist: codes, parameters and biases; waits for the device."""
         n = self.lengths

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from ...kernels.score import TINY, atp_score
 from ...layout import TokenLayout
 from .._budget import equivalent, solve
 
@@ -18,33 +19,9 @@ WIDTH = 16  # of the layer between the two means and the thresholds
 # is flat, and the tokens of that grid stay for good.
 START_R, START_S = 0.5, 0.9
 MEMORY = 0.01  # of the average of the shares, for each sample
-_TINY = 1e-12  # below any softmax weight that matters; keeps the logarithm finite
 
 
 # --- scores --------------------------------------------------------------------------------------
-
-
-def cross_level(attention: Tensor, soft: Tensor) -> Tensor:
-    """How much more the text looks at a token than it would at random, in nats.
-
-    Parameters
-    ----------
-    attention : Tensor, (N,)
-        Softmax attention of the text to the visual tokens.
-    soft : Tensor, (N,)
-        How much of each token is there; 1 at inference. The attention contains it.
-
-    Returns
-    -------
-    Tensor, (N,)
-        ``log(n a_i)``; 0 is an equal share of the whole attention.
-    """
-    return (attention / soft * soft.sum()).clamp(min=_TINY).log()
-
-
-def self_level(received: Tensor, soft: Tensor) -> Tensor:
-    """Logits (N,) received from the visual tokens, against their mean over these tokens."""
-    return received - (received * soft).sum() / soft.sum()
 
 
 def spatial_score(layout: TokenLayout, grids: int) -> Tensor:
@@ -90,7 +67,7 @@ def soft_mask(scores: Scores, temperature: float) -> Tensor:
     red = temperature * (scores.red - scores.theta_r)
     spatial = temperature * (scores.spatial - scores.theta_s)
     # In float32 the sigmoid of -104 is 0, whose logarithm attention cannot use.
-    return torch.maximum(red, spatial).sigmoid().clamp(min=_TINY)
+    return torch.maximum(red, spatial).sigmoid().clamp(min=TINY)
 
 
 def hard_mask(scores: Scores) -> Tensor:
@@ -153,14 +130,11 @@ class Point(nn.Module):
             Softmax attention of the text, mean over its rows, and logits from the visual rows.
         spatial, soft : Tensor, float32, (N,)
         """
-        cross = (self.cross_heads.softmax(0)[:, None] * attention).sum(0)
-        own = (self.self_heads[:, None] * received).sum(0)
-        levels = torch.stack([self_level(own, soft), cross_level(cross, soft)])
-        both = (self.slope[:, None] * levels + self.offset[:, None]).sigmoid()
-        means = (both * soft).sum(1) / soft.sum()
+        weights = (self.cross_heads, self.self_heads, self.slope, self.offset)
+        redundancy, means = atp_score(attention, received, soft, *weights)
         z = self.hidden(means)
         return Scores(
-            both.mean(0), spatial, self.theta_r(z).sigmoid()[0], self.theta_s(z).sigmoid()[0]
+            redundancy, spatial, self.theta_r(z).sigmoid()[0], self.theta_s(z).sigmoid()[0]
         )
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu, one_hot
 
 from ...errors import RecipeError
+from ...kernels.pool import cell_mix, resample
 from ...layout import TokenLayout, VisualTokens
 from ...stages import ItemGeometry
 from .._cells import Cells, grouped
@@ -121,7 +122,7 @@ class Conv(nn.Module):
     def forward(
         self, x: Tensor, weight: Tensor, cells: Cells, place: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Rows (..., N, D) to (..., C, D), and the shares of the patches (..., C, m, heads).
+        """Rows (N, D) to (C, D), and the shares of the patches (C, m, heads).
 
         ``place`` (N, 8) are their `surroundings`.
         """
@@ -129,9 +130,7 @@ class Conv(nn.Module):
         mean = cells.average(units, weight)
         x, hidden = self.read(x, units - mean[..., cells.cell, :], place)
         score = weight.log()[:, None] + self.kernel(place) + self.content(hidden)
-        share = cells.gather(score).masked_fill(~cells.there[..., None], -torch.inf).softmax(-2)
-        rows = cells.gather(x).unflatten(-1, (self.heads, -1))
-        y = (share[..., None] * rows).sum(-3).flatten(-2)
+        y, share = cell_mix(x, score, cells.table, cells.there)
         return self.write(y, place[cells.index, 5:])[0], share
 
 
@@ -162,17 +161,15 @@ class Resample(nn.Module):
     def forward(
         self, x: Tensor, weight: Tensor, place: Tensor, overview: Tensor, n: int
     ) -> tuple[Tensor, Tensor]:
-        """Rows (..., N, D) to (..., n, D), and the attention (..., heads, n, N)."""
+        """Rows (N, D) to (n, D), and the attention (n, N), mean over heads."""
         at, size = self.anchors[:n], math.log(n)
         key = self.key(self.read.norm(x)).unflatten(-1, (self.heads, -1))
         query = self.queries[:n] + size * self.by_count
-        score = torch.einsum("qhd,...thd->...hqt", query, key) / query.shape[-1] ** 0.5
-        far = 2 * n * squared_distance(at, place) * self.sharpness.exp()[:, None, None]
-        attention = (weight.log() - far + score).softmax(-1)
         rows = self.read(x, torch.cat([place, overview], dim=1))[0]
-        y = torch.einsum("...hqt,...thd->...qhd", attention, rows.unflatten(-1, (self.heads, -1)))
+        pull = 2 * n * self.sharpness.exp()
+        y, attention = resample(query, key, rows, weight.log(), at, place, pull)
         side = torch.cat([at, at.new_full((n, 1), size)], dim=1)
-        return self.write(y.flatten(-2), side)[0], attention
+        return self.write(y, side)[0], attention
 
 
 class Gate(nn.Module):
@@ -395,7 +392,6 @@ class ElasticCompressor(nn.Module):
         layout, features = patches.layout, patches.features
         count, at, base = min(count, len(layout)), centres(layout), overview(layout)
         rows, attention = self.resample(features.float(), layout.weight, at, base, count)
-        attention = attention.mean(0)
         # A query stands in the place of the nearest patch, of equals in that of a crop.
         far = squared_distance(self.resample.anchors[:count], at) + 1e-3 * base.T
         index = far.sort(dim=1, stable=True).indices[:, 0]

@@ -8,7 +8,9 @@ from itertools import product
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import pad
+
+from ...kernels.temporal_attention import temporal_attention
 
 SINUSOID = 256  # width of the sinusoid of a timestamp
 TURNS = 4  # patches of a cell that take turns as the place of its token
@@ -97,9 +99,8 @@ class TemporalAttention(nn.Module):
     def forward(self, x: Tensor, time: Tensor) -> Tensor:
         """Sequences (S, T, N, D) of frames under their embedded times (T, E)."""
         qkv = self.qkv(self.norm(x, time[:, None])).unflatten(-1, (3, self.heads, -1))
-        q, k, v = qkv.permute(3, 0, 2, 4, 1, 5)  # each (S, N, heads, T, d)
-        mixed = scaled_dot_product_attention(q, k, v, is_causal=True)
-        return x + self.out(mixed.permute(0, 3, 1, 2, 4).flatten(3))
+        q, k, v = qkv.unbind(3)  # each (S, T, N, heads, d)
+        return x + self.out(temporal_attention(q, k, v).flatten(3))
 
 
 class Compressor(nn.Module):

@@ -1,0 +1,674 @@
+"""Whole answers beside Hugging Face: ``python benchmarks/end_to_end.py --model NAME``.
+
+====================  =============================================================================
+llava-1.5-7b          LLaVA-1.5 on Vicuna-7B's shape, 576 visual tokens
+llava-next-7b         LLaVA-NeXT on Vicuna-7B's shape, 2,928 visual tokens
+qwen2.5-vl-7b-shape   the language model has the shape of Qwen2.5-VL-7B's and reads 8,192 tokens;
+                      the way into it is LLaVA-NeXT's, since the family itself is not supported yet
+tiny-shape            LLaVA-NeXT at toy size: checks the script on any machine
+====================  =============================================================================
+
+Weights are random and made on the device, so nothing is downloaded. Attention of random weights is
+even: methods that keep what is important find nearly everything so, and `zipvl` holds about the
+most that it can. Times do not depend on what the numbers are, as long as as many tokens stay.
+
+Measured are Hugging Face's ``generate`` (``sdpa``, and with a static cache, whose decode step it
+compiles on a GPU) and vlmfast, each at every batch size. All requests ask about the same picture.
+
+============  =====================================================================================
+``first``     RGB pictures in host memory until every request has its first token
+``step``      tokens per second of all requests together, from the third token on: the second may
+              hold a capture or a compilation
+``floor``     weights and cache read once, at the bandwidth of a large copy on this GPU
+``memory``    highest allocated size while answering, the model included (CPU: resident size)
+============  =====================================================================================
+
+Before it is timed, every variant decodes 8 given tokens. Its logits must be those of its reference
+within three times what Hugging Face's own two kinds of attention (``eager``, ``sdpa``) differ. For
+``none`` and the static cache the reference is Hugging Face's ``sdpa`` with one request; for other
+recipes it is the same recipe with one request by the PyTorch references of the kernels, operation
+by operation. Where logits are further apart, no ratio is given.
+
+Every part, a variant at a batch size, is written as soon as it is there. The script ends by itself
+before ``--minutes`` are over, with exit code 3 where parts are missing; the same command goes on.
+What failed is tried again then, but for what found no room in memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import gc
+import json
+import os
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels import kernels, machine
+from vlmfast import VLM
+from vlmfast.bench import drawn, facts, forget_peak, peak
+from vlmfast.engine.stats import clock
+from vlmfast.vlm import Request
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = Path(__file__).resolve().parent / "results"
+HF, STATIC = "hf sdpa", "hf static"
+RECIPES = ("none", "hired:0.2", "pyramiddrop", "hired:0.2+pyramiddrop+zipvl")
+QUESTION = "How many yellow objects are there?"
+FORCED = 8  # tokens whose logits are compared
+LEAST = {torch.float32: 1e-4, torch.bfloat16: 1e-2}  # relative error that is always allowed
+USUAL = {"batches": "1,8,32", "new_tokens": 64, "repeats": 3}
+TOY = {"batches": "1,2", "new_tokens": 8, "repeats": 1}
+UNFINISHED = 3  # exit code
+FULL = "out of memory"
+
+
+# --- models --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model by its numbers.
+
+    ``tower``: layers, width, heads, edge of its pictures, edge of a patch. ``canvases``: sizes
+    (height, width) into which LLaVA-NeXT cuts pictures; LLaVA-1.5 has none. ``prompt``: tokens that
+    the question is filled up to.
+    """
+
+    language: str
+    layers: int
+    width: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    vocabulary: int
+    picture: tuple[int, int]
+    canvases: tuple[tuple[int, int], ...] = ()
+    tower: tuple[int, int, int, int, int] = (24, 1024, 16, 336, 14)
+    prompt: int = 0
+
+
+CANVASES = ((336, 672), (672, 336), (672, 672), (1008, 336), (336, 1008))
+MODELS = {
+    "llava-1.5-7b": Shape("llama", 32, 4096, 11008, 32, 32, 32064, (336, 336)),
+    "llava-next-7b": Shape("llama", 32, 4096, 11008, 32, 32, 32064, (672, 672), CANVASES),
+    "qwen2.5-vl-7b-shape": Shape(
+        "qwen2", 28, 3584, 18944, 28, 4, 152064, (1344, 1008), ((1344, 1008),), prompt=8192
+    ),
+    "tiny-shape": Shape(
+        "llama", 4, 64, 128, 4, 2, 512, (64, 64), ((32, 64), (64, 32), (64, 64)),
+        tower=(4, 64, 4, 32, 8), prompt=160,
+    ),
+}  # fmt: skip
+
+
+def build(shape: Shape, device: torch.device, dtype: torch.dtype, layers: int = 0) -> Any:
+    """Model and processor; weights are drawn on the device in their dtype."""
+    import transformers as hf
+    from transformers.models.clip import CLIPImageProcessor
+
+    sys.path.insert(0, str(ROOT / "tests"))
+    import tiny_models
+
+    depth, width, heads, edge, patch = shape.tower
+    vision = hf.CLIPVisionConfig(
+        hidden_size=width,
+        intermediate_size=4 * width,
+        num_hidden_layers=depth,
+        num_attention_heads=heads,
+        image_size=edge,
+        patch_size=patch,
+        projection_dim=width,
+    )
+    of_text, theta = {"llama": (hf.LlamaConfig, 1e4), "qwen2": (hf.Qwen2Config, 1e6)}[
+        shape.language
+    ]
+    text = of_text(
+        vocab_size=shape.vocabulary,
+        hidden_size=shape.width,
+        intermediate_size=shape.ffn,
+        num_hidden_layers=layers or shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        max_position_embeddings=32768,
+        rope_parameters={"rope_type": "default", "rope_theta": theta},
+        tie_word_embeddings=False,
+    )
+    both = {"vision_config": vision, "text_config": text, "tie_word_embeddings": False}
+    both |= {"image_token_id": tiny_models.IMAGE_ID}
+    crop = {"size": {"shortest_edge": edge}, "crop_size": {"height": edge, "width": edge}}
+    if shape.canvases:
+        canvases = [list(of) for of in shape.canvases]
+        config = hf.LlavaNextConfig(**both, image_grid_pinpoints=canvases)
+        images = hf.LlavaNextImageProcessor(**crop, image_grid_pinpoints=canvases)
+        of_model, of_processor = hf.LlavaNextForConditionalGeneration, hf.LlavaNextProcessor
+    else:
+        config = hf.LlavaConfig(**both, image_seq_length=(edge // patch) ** 2)
+        images = CLIPImageProcessor(**crop)
+        of_model, of_processor = hf.LlavaForConditionalGeneration, hf.LlavaProcessor
+    torch.manual_seed(0)
+    with torch.device(device), _default(dtype):
+        model = of_model(config)
+    model.eval().requires_grad_(False)
+    # Every variant decodes the same number of tokens.
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = tiny_models.PAD_ID
+    processor = of_processor(
+        image_processor=images,
+        tokenizer=tiny_models.build_tokenizer(),
+        patch_size=patch,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+        chat_template=tiny_models.CHAT_TEMPLATE,
+    )
+    return model, processor
+
+
+@contextlib.contextmanager
+def _default(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@dataclass
+class Job:
+    """A model and what it is asked."""
+
+    model: Any
+    processor: Any
+    picture: Any
+    question: str
+    decoding: str = "auto"
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    def vlm(self) -> VLM:
+        """A new one: with no buffers and no captured steps of an earlier variant."""
+        return VLM(self.model, self.processor, decoding=self.decoding)
+
+
+def prepared(name: str, device: torch.device, dtype: torch.dtype, args: argparse.Namespace) -> Job:
+    shape = MODELS[name]
+    model, processor = build(shape, device, dtype, args.layers)
+    height, width = shape.picture
+    picture = drawn(max(shape.picture)).resize((width, height))
+    job = Job(model, processor, picture, QUESTION, args.decoding)
+    tokens = job.vlm().inputs(QUESTION, images=picture)["input_ids"].shape[1]
+    if tokens < shape.prompt:  # one token per letter
+        job.question = f"{'.' * (shape.prompt - tokens)}{QUESTION}"
+    return job
+
+
+# --- one answer ----------------------------------------------------------------------------------
+
+
+class Watch:
+    """A stopping criterion that stops nothing, and notes when every request has a token more."""
+
+    def __init__(self, device: torch.device, calls: int) -> None:
+        self.device, self.calls, self.seen = device, calls, 0
+        self.times: list[float] = []
+
+    def __call__(self, ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        self.seen += 1
+        # The first two rounds: later ones must not be waited for.
+        if self.seen % self.calls == 0 and len(self.times) < 2:
+            self.times.append(clock(self.device))
+        return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+
+
+class Forced:
+    """A logits processor that keeps what it gets and has the next given token chosen."""
+
+    def __init__(self, tokens: list[int] | None) -> None:
+        self.tokens = tokens
+        self.logits: list[Tensor] = []
+
+    def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
+        self.logits.append(scores.to(torch.float32, copy=True))
+        if self.tokens is None:
+            return scores
+        chosen = torch.full_like(scores, -torch.inf)
+        chosen[:, self.tokens[len(self.logits) - 1]] = 0.0
+        return chosen
+
+
+@dataclass
+class Run:
+    """What one batch of answers took, in seconds and bytes; and the logits (B, n, V) if watched."""
+
+    first: float
+    second: float
+    rate: float
+    memory: int | None
+    parts: dict[str, float] = field(default_factory=dict)
+    logits: Tensor | None = None
+    tokens: list[int] = field(default_factory=list)
+
+
+Answer = Callable[[int, int, "list[int] | bool"], Run]
+
+
+def huggingface(job: Job, static: bool = False) -> Answer:
+    """``(batch, new tokens, tokens that are forced) -> Run``; with ``True`` logits are kept."""
+    vlm = job.vlm()
+    content = [{"type": "image"}, {"type": "text", "text": job.question}]
+    text = job.processor.apply_chat_template(
+        [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=False
+    )
+    more = {"cache_implementation": "static"} if static else {}
+
+    def answer(batch: int, new: int, forced: list[int] | bool = False) -> Run:
+        watch, probe = Watch(job.device, 1), Forced(forced if isinstance(forced, list) else None)
+        forget_peak(job.device)
+        begin = clock(job.device)
+        # Pictures are resized where vlmfast resizes them.
+        inputs = job.processor(
+            images=[job.picture] * batch,
+            text=[text] * batch,
+            return_tensors="pt",
+            **vlm.adapter.on_device(),
+        )
+        inputs = {
+            key: of.to(job.device, vlm.adapter.dtype if of.is_floating_point() else None)
+            for key, of in inputs.items()
+        }
+        ids = job.model.generate(
+            **inputs,
+            max_new_tokens=new,
+            do_sample=False,
+            stopping_criteria=[watch],
+            logits_processor=[probe] if forced else [],
+            **more,
+        )
+        end = clock(job.device)
+        run = _run(begin, watch, end, batch, new, peak(job.device))
+        run.tokens = ids[0, inputs["input_ids"].shape[1] :].tolist()
+        run.logits = torch.stack(probe.logits, 1) if forced else None
+        return run
+
+    return answer
+
+
+def own(job: Job, recipe: str) -> Answer:
+    """As `huggingface`, by vlmfast."""
+    vlm = job.vlm()
+
+    def answer(batch: int, new: int, forced: list[int] | bool = False) -> Run:
+        watch = Watch(job.device, batch)
+        tokens = forced if isinstance(forced, list) else None
+        probes = [Forced(tokens) for _ in range(batch)]
+        generation = {"max_new_tokens": new, "do_sample": False, "stopping_criteria": [watch]}
+        requests = [
+            Request(
+                job.question,
+                job.picture,
+                recipe=recipe,
+                generation=generation | ({"logits_processor": [probe]} if forced else {}),
+            )
+            for probe in probes
+        ]
+        forget_peak(job.device)
+        begin = clock(job.device)
+        answers = vlm.ask_many(requests, batch_size=batch)
+        end = clock(job.device)
+        run = _run(begin, watch, end, batch, new, peak(job.device))
+        stats = [answer.stats for answer in answers]
+        run.tokens = answers[0].token_ids
+        run.parts = {
+            "prompt_tokens": stats[0].prompt_tokens,
+            "visual_tokens": stats[0].equivalent_tokens,
+            "processor": sum(s.time_processor_s for s in stats),
+            "vision": sum(s.time_vision_s for s in stats),
+            "reduce": sum(s.time_reduce_s for s in stats),
+            "prefill": sum(s.time_prefill_s for s in stats),
+            "kv_bytes": sum(s.kv_bytes for s in stats),
+            "kv_bytes_full": sum(s.kv_bytes_full for s in stats),
+        }
+        if forced:
+            run.logits = torch.stack([torch.stack(probe.logits, 1)[0] for probe in probes])
+        return run
+
+    return answer
+
+
+def _run(begin: float, watch: Watch, end: float, batch: int, new: int, memory: int | None) -> Run:
+    first, second = watch.times
+    rate = batch * (new - 2) / (end - second) if new > 2 else 0.0
+    return Run(first - begin, second - first, rate, memory)
+
+
+def variant(job: Job, name: str) -> Answer:
+    return huggingface(job, name == STATIC) if name in (HF, STATIC) else own(job, name)
+
+
+# --- comparing -----------------------------------------------------------------------------------
+
+
+@dataclass
+class Judge:
+    """Says whether a variant computes what it should.
+
+    Parameters
+    ----------
+    tokens : list of int
+        What Hugging Face says greedily; every variant is given them.
+    logits : Tensor, (n, V)
+        Hugging Face's behind the prompt and behind each of them but the last.
+    own : float
+        How far its ``eager`` attention is from its ``sdpa``.
+    """
+
+    job: Job
+    tokens: list[int]
+    logits: Tensor
+    own: float
+    allowed: float
+    references: dict[str, Tensor] = field(default_factory=dict)
+
+    @staticmethod
+    def of(job: Job) -> Judge:
+        answer = huggingface(job)
+        said = answer(1, FORCED, True)
+        logits = said.logits[0]
+        job.model.set_attn_implementation("eager")
+        try:
+            other = answer(1, FORCED, said.tokens).logits
+        finally:
+            job.model.set_attn_implementation("sdpa")
+        off = apart(other, logits)
+        return Judge(job, said.tokens, logits, off, max(3 * off, LEAST[job.model.dtype]))
+
+    def check(self, name: str, answer: Answer, batch: int) -> dict[str, Any]:
+        """``passed``, the ``error``, what is ``allowed``, and what was ``compared``."""
+        got = answer(batch, FORCED, self.tokens).logits
+        wanted, with_what = self.logits, "Hugging Face (sdpa)"
+        if name not in (HF, STATIC, "none"):
+            wanted, with_what = self.reference(name), "the same recipe by the PyTorch references"
+        error = apart(got, wanted)
+        flips = got.argmax(-1) != wanted.argmax(-1)
+        top = wanted.topk(2).values
+        margin = ((top[:, 0] - top[:, 1]) / wanted.std(-1)).expand_as(flips)[flips]
+        return {
+            "passed": error <= self.allowed,
+            "error": error,
+            "allowed": self.allowed,
+            "hf_eager_error": self.own,
+            "greedy_tokens_that_differ": int(flips.sum()),
+            # In standard deviations of the logits: how sure the reference was where they differ.
+            "largest_margin_there": float(margin.max()) if len(margin) else 0.0,
+            "compared": f"logits of {FORCED} given tokens, {batch} requests, with {with_what}",
+        }
+
+    def reference(self, recipe: str) -> Tensor:
+        if recipe not in self.references:
+            job = copy.copy(self.job)
+            job.decoding = "eager"
+            with kernels("torch"):
+                said = own(job, recipe)(1, FORCED, self.tokens)
+            self.references[recipe] = said.logits[0]
+        return self.references[recipe]
+
+
+def apart(got: Tensor, wanted: Tensor) -> float:
+    """Largest relative error of a request: logits (B, n, V) against (n, V), less their mean."""
+    spread = (wanted - wanted.mean(-1, keepdim=True)).norm()
+    off = (got - wanted).flatten(1).norm(dim=1) / spread
+    return float(off.max()) if bool(off.isfinite().all()) else float("inf")
+
+
+# --- the benchmark -------------------------------------------------------------------------------
+
+
+def part(job: Job, judge: Judge, name: str, batch: int, args: argparse.Namespace) -> dict[str, Any]:
+    """A variant at a batch size: the comparison, a run that warms up, and those that count."""
+    answer = variant(job, name)
+    found: dict[str, Any] = {"check": judge.check(name, answer, batch)}
+    begin = clock(job.device)
+    answer(batch, args.new_tokens)
+    found["warm_up"] = clock(job.device) - begin
+    runs = [answer(batch, args.new_tokens) for _ in range(args.repeats)]
+    for key in ("first", "second", "rate", "memory"):
+        values = [getattr(run, key) for run in runs]
+        found[key] = None if None in values else statistics.median(values)
+        found.setdefault("samples", {})[key] = values
+    found["parts"] = {key: statistics.median(r.parts[key] for r in runs) for key in runs[0].parts}
+    found["compiled"] = hasattr(job.model, "_compiled_call") if name == STATIC else None
+    return found
+
+
+def cleaned(job: Job) -> None:
+    """Nothing of a variant is left for the next one's memory."""
+    for name in ("_cache", "_compiled_call"):
+        if name in job.model.__dict__:
+            delattr(job.model, name)
+    torch._dynamo.reset()
+    gc.collect()
+    if job.device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def weights(model: Any) -> int:
+    """Bytes of weights that a decode step reads."""
+    decoder, head = model.get_decoder(), model.get_output_embeddings()
+    embedding = model.get_input_embeddings().weight.nbytes
+    return sum(p.nbytes for p in decoder.parameters()) - embedding + head.weight.nbytes
+
+
+def good(row: dict[str, Any] | None) -> bool:
+    return row is not None and "rate" in row and row["check"]["passed"]
+
+
+def ratio(new: float | None, old: float | None) -> str:
+    return f"{new / old:.2f}x" if new and old else "-"
+
+
+def markdown(report: dict[str, Any]) -> str:
+    """One table; ratios are to Hugging Face's ``sdpa`` and to ``none`` at the same batch size."""
+    head = ["variant", "batch", "visual tokens", "first", "prefill", "tokens/s", "of the floor"]
+    head += ["KV", "memory", "off by (allowed)"]
+    lines = ["| " + " | ".join(head) + " |", "|---|" + "---:|" * (len(head) - 1)]
+    parts, rates = report["parts"], report.get("machine")
+    for key, row in parts.items():
+        name, batch = key.rsplit(" | ", 1)
+        shown = name if name in (HF, STATIC) else f"`{name}`"
+        if "failed" in row:
+            lines.append("| " + " | ".join([shown, batch, row["failed"], *[""] * 7]) + " |")
+            continue
+        hf, none = (parts.get(f"{of} | {batch}") for of in (HF, "none"))
+        first, rate = f"{1e3 * row['first']:,.1f} ms", f"{row['rate']:,.1f}"
+        if not row["check"]["passed"]:
+            first, rate = first + " (WRONG)", rate + " (WRONG)"
+        else:
+            for base, title in ((hf, "HF"), (none, "none")):
+                if row is not base and good(base):
+                    first += f" ({base['first'] / row['first']:.2f}x {title})"
+                    rate += f" ({ratio(row['rate'], base['rate'])} {title})"
+        took = row["parts"]
+        cells = [shown, batch]
+        cells.append(f"{took['visual_tokens']:,.0f}" if took else "")
+        cells += [first, f"{1e3 * took['prefill']:,.1f} ms" if took else "", rate]
+        read = report["weights"] + took.get("kv_bytes", 0)
+        share = rates and took and read / rates["copy"] * row["rate"] / int(batch)
+        cells.append(f"{share:.0%}" if share else "")
+        cells.append(f"{took['kv_bytes'] / 1e6:,.1f} MB" if took else "")
+        cells.append(f"{row['memory'] / 1e9:,.2f} GB" if row["memory"] else "-")
+        cells.append(f"{row['check']['error']:.1e} ({row['check']['allowed']:.1e})")
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def aims(report: dict[str, Any]) -> list[str]:
+    """What was aimed at on an H200, beside what was measured; only of parts that were right."""
+    parts, rates, lines = report["parts"], report.get("machine"), []
+
+    def at(name: str, batch: int) -> dict[str, Any] | None:
+        row = parts.get(f"{name} | {batch}")
+        return row if good(row) else None
+
+    def aim(what: str, value: float, least: float, show: str = "{:.2f}") -> None:
+        word = "PASS" if value >= least else "MISS"
+        lines.append(f"{word}: {what}: {show.format(value)}, aim {show.format(least)}")
+
+    hf, none, hired = at(HF, 1), at("none", 1), at("hired:0.2", 1)
+    if report["settings"]["model"] == "llava-1.5-7b" and none:
+        if rates:
+            share = report["weights"] / rates["copy"] * none["rate"]
+            aim("decode, batch 1, none: share of the weights' floor", share, 0.75)
+        if hf:
+            aim("decode, batch 1, none over Hugging Face", none["rate"] / hf["rate"], 3)
+    if report["settings"]["model"] == "llava-next-7b":
+        if none and hired:
+            aim("time to first token, none over hired:0.2", none["first"] / hired["first"], 2.5)
+            prefill = none["parts"]["prefill"] / hired["parts"]["prefill"]
+            aim("prefill alone, none over hired:0.2", prefill, 4)
+        full = at("none", 16)
+        for key in parts:
+            name, batch = key.rsplit(" | ", 1)
+            row = at(name, 16)
+            if batch == "16" and full and row and name not in (HF, STATIC, "none"):
+                share = row["parts"]["kv_bytes"] / full["parts"]["kv_bytes"]
+                what = f"decode, batch 16, {name} ({share:.0%} of the KV) over none"
+                aim(what, row["rate"] / full["rate"], 1.8)
+    for key in parts:
+        name, batch = key.rsplit(" | ", 1)
+        row, full = at(name, int(batch)), at("none", int(batch))
+        # On a CPU it is the size of the process, which is not the model's alone.
+        if rates and row and full and name not in (HF, STATIC, "none"):
+            aim(f"memory, batch {batch}, none over {name}", full["memory"] / row["memory"], 1)
+    return lines
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--model", required=True, choices=tuple(MODELS))
+    add("--recipe", action="append", dest="recipes", help=f"default: {', '.join(RECIPES)}")
+    add("--batches", help="joined by a comma (1,8,32; of tiny-shape 1,2)")
+    add("--no-hf", action="store_true", help="leave Hugging Face's times out (not the comparison)")
+    add("--new-tokens", type=int, help="at least 3 (64; of tiny-shape 8)")
+    add("--repeats", type=int, help="runs that count (3; of tiny-shape 1)")
+    add("--layers", type=int, default=0, help="of the language model, for a quick look")
+    add("--decoding", default="auto", choices=("auto", "graph", "compile", "eager"))
+    add("--dtype", choices=("float32", "bfloat16"), help="bfloat16 on a GPU, float32 elsewhere")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--minutes", type=float, default=9.0, help="begin no part that may last longer")
+    add("--again", action="store_true", help="measure these parts anew, keep the others")
+    add("--fresh", action="store_true", help="forget what the result file has")
+    add("--out", type=Path, help="default: benchmarks/results/end_to_end-MODEL-DEVICE.json")
+    args = parser.parse_args(argv)
+    for name, value in (TOY if args.model == "tiny-shape" else USUAL).items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    if args.new_tokens < 3:
+        parser.error("--new-tokens must be at least 3")
+    args.batches = [int(batch) for batch in args.batches.split(",")]
+    args.recipes = args.recipes or list(RECIPES)
+    args.dtype = args.dtype or ("bfloat16" if args.device.startswith("cuda") else "float32")
+    return args
+
+
+def left_over(
+    wanted: list[tuple[str, int]], parts: dict[str, dict[str, Any]]
+) -> list[tuple[str, int]]:
+    """Parts that are not there; those that failed last, so that they do not keep others away."""
+    found: list[list[tuple[str, int]]] = [[], []]
+    for name, batch in wanted:
+        row = parts.get(f"{name} | {batch}")
+        if row is None or row.get("failed", FULL) != FULL:
+            found[row is not None].append((name, batch))
+    return found[0] + found[1]
+
+
+def settings(args: argparse.Namespace, about: dict[str, Any]) -> dict[str, Any]:
+    """What parts of one file must have in common."""
+    versions = {name: about["environment"]["packages"][name] for name in ("torch", "transformers")}
+    keys = ("model", "dtype", "new_tokens", "layers", "decoding")
+    return {key: getattr(args, key) for key in keys} | {"device": about["device"], **versions}
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = sys.argv[1:] if argv is None else argv
+    args = parse(arguments)
+    start = time.perf_counter()
+    device = torch.device(args.device)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    about = facts()
+    kind = device.type if device.type == "cpu" else about["device"].replace(" ", "-").lower()
+    out = args.out or RESULTS / f"end_to_end-{args.model}-{kind}.json"
+    report: dict[str, Any] = {"settings": settings(args, about), "parts": {}}
+    if out.is_file() and not args.fresh:
+        report |= json.loads(out.read_text(encoding="utf-8"))
+        if report["settings"] != settings(args, about):
+            print(
+                f"{out} was measured with {report['settings']}, not with {settings(args, about)}; "
+                "take --fresh or another --out",
+                file=sys.stderr,
+            )
+            return 2
+    command = shlex.join(["python", "benchmarks/end_to_end.py", *arguments])
+    report |= {"command": command, **about}
+    names = args.recipes if args.no_hf else [HF, *args.recipes, STATIC]
+    wanted = [(name, batch) for batch in args.batches for name in names]
+    missing = wanted if args.again else left_over(wanted, report["parts"])
+    if missing:
+        if device.type == "cuda":
+            report["machine"] = machine()
+        job = prepared(args.model, device, getattr(torch, args.dtype), args)
+        report["weights"] = weights(job.model)
+        judge = Judge.of(job)
+        print(f"{args.model}: ready after {time.perf_counter() - start:.0f} s", file=sys.stderr)
+    longest, left = 0.0, len(missing)
+    for name, batch in missing:
+        begin = time.perf_counter()
+        if begin - start + 1.5 * longest > 60 * args.minutes:
+            break
+        try:
+            row = part(job, judge, name, batch, args)
+        except torch.OutOfMemoryError:
+            row = {"failed": FULL}
+        except Exception as error:  # of this variant; the others may do
+            row = {"failed": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
+        with contextlib.suppress(Exception):  # a broken device fails here, too
+            cleaned(job)
+        took = time.perf_counter() - begin
+        longest, left = max(longest, took), left - 1
+        report["parts"][f"{name} | {batch}"] = row | {"date": about["date"], "took": took}
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        said = row.get("failed") or f"{row['rate']:,.1f} tokens/s"
+        print(f"{name} | {batch}: {said}, took {took:.0f} s", file=sys.stderr)
+    print(f"\n{args.model}, {args.dtype}, {about['device']}\n\n{markdown(report)}\n")
+    print("\n".join(aims(report)))
+    wrong = 0
+    for key, row in report["parts"].items():
+        if not good(row) and row.get("failed") != FULL:
+            wrong += 1
+            print(f"WRONG: {key}: {row.get('failed') or row['check']}")
+    print(f"\nwritten: {out}", file=sys.stderr)
+    if left:
+        print(f"{left} parts are missing; the same command goes on", file=sys.stderr)
+        return UNFINISHED
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1003 @@
+"""Every kernel at its shapes: ``python benchmarks/kernels.py``.
+
+Shapes are one layer of A: LLaVA-1.5-7B at 640 tokens, B: LLaVA-NeXT-7B at 2,944, C: the same on
+Mistral's 8 KV heads, D: Qwen2.5-7B's language model at 8,192, E: the same at 32,768; bfloat16.
+
+For each case and shape the kernel's result is first compared with that of its PyTorch reference
+(``VLMFAST_KERNELS=torch``), from poisoned memory. Where they differ the row says so and holds no
+time. Where they agree it is timed as the replay of a CUDA graph, the second-level cache flushed
+before every replay, beside the reference and beside PyTorch's own functions that do the same work,
+whose results are compared too. Bytes are the fewest that the task moves, operations those of its
+matrix products; both are set against what this GPU reaches, a large copy and a large product
+measured in the same process.
+
+============  =====================================================================================
+``time``      median of the replays, on the device
+``call``      one call after another from Python, launches included
+``floor``     the longer of bytes over copy bandwidth and operations over matrix rate; the share of
+              it that is reached follows
+============  =====================================================================================
+
+Each kernel file has a process of its own, and another one behind a case that breaks it or hangs;
+rows are written as they come, and ``--missing`` takes those that are not there yet. Without a GPU
+``--check`` compares kernels with references at toy sizes in Triton's interpreter, and takes no
+time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import json
+import math
+import os
+import shlex
+import statistics
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields, is_dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+RESULTS = Path(__file__).resolve().parent / "results"
+# The interpreter cuts numbers off where it should round them to bfloat16.
+HALF = torch.bfloat16 if torch.cuda.is_available() else torch.float16
+# Relative error that a row may have, by the dtype of a result.
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+FLUSHED = 1 << 28  # bytes written before a replay: several times the second-level cache
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One layer of a language model over a prompt: heads, KV heads, head dimension, tokens ..."""
+
+    hq: int
+    hk: int
+    d: int
+    length: int
+    width: int
+    ffn: int
+    toy: bool = False
+
+
+SHAPES = {
+    "A": Shape(32, 32, 128, 640, 4096, 11008),
+    "B": Shape(32, 32, 128, 2944, 4096, 11008),
+    "C": Shape(32, 8, 128, 2944, 4096, 14336),
+    "D": Shape(28, 4, 128, 8192, 3584, 18944),
+    "E": Shape(28, 4, 128, 32768, 3584, 18944),
+}
+TOYS = {
+    "toy": Shape(4, 2, 16, 48, 64, 96, toy=True),
+    "odd": Shape(2, 2, 24, 37, 40, 72, toy=True),
+}
+
+
+@dataclass
+class Other:
+    """A function of PyTorch that does the same work.
+
+    ``same``: its result is the reference's, and is compared; otherwise it works on other storage of
+    the same numbers.
+    """
+
+    run: Callable[[], Any]
+    same: bool = True
+
+
+@dataclass
+class Work:
+    """What is measured.
+
+    Parameters
+    ----------
+    run : callable
+        Calls the public function; the reference is the same call under ``VLMFAST_KERNELS=torch``.
+    bytes, flop : int
+        The least that the task moves; operations of its matrix products.
+    others : dict of str to Other
+    prepare : callable, optional
+        Brings buffers that ``run`` writes into to a known state before a comparison.
+    tolerance : float, optional
+        Relative error of a row of floats; by default what its dtype allows.
+    allow : float
+        Share of rows, or of integers, that may be further off: where a near tie decides.
+    off : int
+        By how much an integer may differ.
+    """
+
+    run: Callable[[], Any]
+    bytes: int
+    flop: int = 0
+    others: dict[str, Other] = field(default_factory=dict)
+    prepare: Callable[[], None] | None = None
+    tolerance: float | None = None
+    allow: float = 0.0
+    off: int = 0
+
+
+# --- what each kernel is given -------------------------------------------------------------------
+
+
+def randn(*shape: int, dtype: torch.dtype = HALF) -> Tensor:
+    return torch.randn(shape, device=_device()).to(dtype)
+
+
+def uniform(*shape: int) -> Tensor:
+    return torch.rand(shape, device=_device())
+
+
+def _device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def some(of: int, keep: int, *leading: int) -> Tensor:
+    """``keep`` of so many indices, ascending, in each leading entry."""
+    order = uniform(*leading, of).argsort(-1)[..., :keep]
+    return order.sort(-1).values
+
+
+def fifth(s: Shape) -> int:
+    return s.length // 5
+
+
+def pairs(s: Shape, rows: Tensor | None = None) -> int:
+    """Pairs of a query row and a key that it sees."""
+    n = s.length
+    return n * (n + 1) // 2 if rows is None else int((rows + 1).sum())
+
+
+def col_stats(s: Shape, rows: int | None, name: str = "col_stats") -> Work:
+    """So many of the last rows, as methods with an observation window ask for them; or all."""
+    from vlmfast.kernels import col_stats as kernel
+
+    query, key = randn(s.hq, s.length, s.d), randn(s.hk, s.length, s.d)
+    at = None
+    if rows is not None:
+        rows = min(rows, s.length // 2)
+        at = torch.arange(s.length - rows, s.length, device=query.device)
+    seen, asked = pairs(s, at), s.length if rows is None else rows
+    moved = 2 * s.d * (s.hq * asked + s.hk * s.length)
+    if name == "row_lse":
+        run = partial(kernel.row_lse, query, key, at)
+        return Work(run, moved + 8 * s.hq * asked, 2 * s.hq * s.d * seen)
+    run = partial(kernel.col_stats, query, key, at, want=("sum",))
+    # Normalisers first, then sums: the products are made twice.
+    return Work(run, moved + 4 * s.hq * s.length, 2 * 2 * s.hq * s.d * seen)
+
+
+def top_k(s: Shape) -> Work:
+    from vlmfast.kernels import select
+
+    scores, k = randn(s.hq, s.length, dtype=torch.float32), fifth(s)
+    others = {"topk, sort": Other(lambda: scores.topk(k).indices.sort(-1).values)}
+    return Work(lambda: select.top_k(scores, k), scores.nbytes + 8 * s.hq * k, others=others)
+
+
+def mass_count(s: Shape) -> Work:
+    from vlmfast.kernels import select
+
+    mass = uniform(s.hq, s.length)
+    target = 0.9 * mass.sum(-1)
+    return Work(lambda: select.mass_count(mass, target), mass.nbytes, off=1)
+
+
+def gather_states(s: Shape) -> Work:
+    from vlmfast.kernels.gather_rows import gather_rows
+
+    index = some(s.length, fifth(s))
+    states = randn(1, s.length, s.width)
+    tables = [randn(1, s.length, s.d) for _ in range(2)]
+    moved = 2 * 2 * len(index) * (s.width + 2 * s.d) + index.nbytes
+    return Work(lambda: gather_rows(index, states, *tables, dim=1), moved)
+
+
+def gather_kv(s: Shape) -> Work:
+    from vlmfast.kernels.gather_rows import gather_rows
+
+    index = some(s.length, fifth(s), s.hk)
+    keys, values = randn(s.hk, s.length, s.d), randn(s.hk, s.length, s.d)
+    moved = 2 * 2 * 2 * index.numel() * s.d + index.nbytes
+    return Work(lambda: gather_rows(index, keys, values), moved)
+
+
+def merge(s: Shape) -> Work:
+    from vlmfast.kernels.merge import merge_into
+
+    keep = some(s.length, fifth(s), s.hk)
+    keys, values = randn(s.hk, s.length, s.d), randn(s.hk, s.length, s.d)
+    kept, gone = keep.shape[1], s.length - keep.shape[1]
+    moved = 2 * 2 * s.hk * s.d * (s.length + kept) + keep.nbytes
+    # In another order of summation another pivot may be the nearest.
+    return Work(
+        lambda: merge_into(keys, values, keep), moved, 2 * s.hk * gone * kept * s.d, allow=2e-3
+    )
+
+
+KIVI = {"bits": 2, "key_group": 32, "value_group": 32}
+ZIP4, ZIP2 = {"bits": 4, "scaled": True}, {"bits": 2, "scaled": True}
+
+
+def segment(keys: Tensor, values: Tensor, bits: int, value_group: int | None = None, **more) -> Any:
+    """Keys and values (..., N, D) in codes."""
+    from vlmfast.kernels.quantize_kv import quantise
+
+    n, d = keys.shape[-2:]
+    order = torch.arange(n, device=keys.device).expand(keys.shape[:-1])
+    lengths = torch.full(keys.shape[:-2], n, device=keys.device)
+    group = None if value_group is None else math.gcd(value_group, d)
+    more |= {"value_group": group, "dtype": torch.float16}
+    return quantise(keys, values, order, lengths, bits, **more)
+
+
+def read_bytes(of: Any) -> int:
+    """What attention reads of a segment."""
+    return sum(t.nbytes for t in of.tensors() if t is not of.order)
+
+
+def quantise(s: Shape, how: dict[str, Any]) -> Work:
+    keys, values = randn(s.hk, s.length, s.d), randn(s.hk, s.length, s.d)
+    made = segment(keys, values, **how)
+    moved = keys.nbytes + values.nbytes + sum(t.nbytes for t in made.tensors())
+    return Work(lambda: segment(keys, values, **how), moved, allow=1e-3)
+
+
+def fused_attention(*args: Any, **kwargs: Any) -> Tensor:
+    """PyTorch's, in one of the ways that make no map."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    ways = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION]
+    with sdpa_kernel([*ways, SDPBackend.EFFICIENT_ATTENTION]):
+        return functional.scaled_dot_product_attention(*args, **kwargs)
+
+
+def decode_mixed(s: Shape, parts: tuple[tuple[float, dict], ...], batch: int = 1) -> Work:
+    """One token over the whole prompt; parts of it in codes, at least 32 tokens as they are."""
+    from vlmfast.kernels.decode_mixed import decode_mixed as kernel
+
+    query = randn(batch, s.hq, 1, s.d)
+    keys, values = (randn(batch, s.hk, s.length, s.d) for _ in range(2))
+    segments, at, coded = [], 0, s.length - min(32, s.length // 2)
+    with kernels("torch"):
+        for share, how in parts:
+            n = int(share * coded)
+            rows = slice(at, at + n)
+            segments.append(segment(keys[:, :, rows], values[:, :, rows], **how))
+            at += n
+    tail = keys[:, :, at:].contiguous(), values[:, :, at:].contiguous()
+    mask = torch.ones(1, 1, 1, s.length - at, dtype=torch.bool, device=query.device)
+    moved = sum(map(read_bytes, segments)) + 2 * tail[0].nbytes + 2 * query.nbytes
+    flop = 4 * batch * s.hq * s.d * s.length
+    same = not segments
+    sdpa = Other(lambda: fused_attention(query, keys, values, enable_gqa=s.hq != s.hk), same=same)
+    return Work(
+        lambda: kernel(query, segments, *tail, mask)[0], moved, flop, {"SDPA in bf16": sdpa}
+    )
+
+
+def residual_norm(s: Shape, tokens: int) -> Work:
+    from vlmfast.kernels.norm_rope_append import residual_norm as kernel
+
+    x, residual, weight = randn(tokens, s.width), randn(tokens, s.width), randn(s.width)
+
+    def rival() -> tuple[Tensor, Tensor]:
+        total = x + residual
+        return functional.rms_norm(total, weight.shape, weight, 1e-6), total
+
+    moved = 4 * x.nbytes + weight.nbytes
+    run = partial(kernel, x, weight, 1e-6, residual)
+    return Work(run, moved, others={"add, rms_norm": Other(rival)})
+
+
+def rotate_append(s: Shape, batch: int) -> Work:
+    from vlmfast.kernels.norm_rope_append import rotate_append as kernel
+
+    room = min(s.length, 1024)
+    query = randn(batch, s.hq, 1, s.d)
+    key, value = randn(batch, s.hk, 1, s.d), randn(batch, s.hk, 1, s.d)
+    keys, values = (
+        torch.empty(batch, s.hk, room, s.d, dtype=HALF, device=key.device) for _ in "kv"
+    )
+    angle = 6.3 * uniform(batch, 1, s.d // 2).repeat(1, 1, 2)
+    cos, sin = angle.cos().to(HALF), angle.sin().to(HALF)
+    length = torch.randint(0, room, (batch, s.hk), device=key.device)
+
+    def prepare() -> None:
+        keys.fill_(-7), values.fill_(-7)
+
+    def run() -> tuple[Tensor, ...]:
+        return kernel(query, key, value, cos, sin, keys, values, length), keys, values
+
+    moved = 2 * (query.nbytes + key.nbytes + value.nbytes) + 2 * cos.nbytes
+    return Work(run, moved, prepare=prepare)
+
+
+def swiglu(s: Shape, tokens: int | None) -> Work:
+    from vlmfast.kernels.swiglu import swiglu as kernel
+
+    tokens = s.length if tokens is None else tokens
+    gate, up = randn(tokens, s.ffn), randn(tokens, s.ffn)
+    return Work(lambda: kernel(gate, up), 3 * gate.nbytes)
+
+
+def attention(s: Shape, biased: bool) -> Work:
+    """Causal, over the whole prompt."""
+    from vlmfast.kernels.biased_attention import biased_attention as kernel
+
+    n, grouped = s.length, s.hq != s.hk
+    query = randn(1, s.hq, n, s.d)
+    key, value = randn(1, s.hk, n, s.d), randn(1, s.hk, n, s.d)
+    bias = torch.log(1 + 8 * uniform(n)) if biased else None
+    if bias is None:
+        others = {
+            "SDPA": Other(
+                lambda: fused_attention(query, key, value, is_causal=True, enable_gqa=grouped)
+            )
+        }
+    else:
+        others = {}
+        later = torch.ones(n, n, dtype=torch.bool, device=key.device).triu(1)
+        added = bias.to(HALF).expand(n, n).masked_fill(later, -torch.inf)[None, None]
+        # The map in half precision has another bias: its result is off by more than a rounding.
+        others["SDPA with a map"] = Other(
+            lambda: fused_attention(query, key, value, added, enable_gqa=grouped), same=False
+        )
+        if query.is_cuda and n >= 2048:
+            others["FlexAttention"] = Other(_flex(query, key, value, bias, grouped))
+    moved = 2 * query.nbytes + 2 * key.nbytes + (0 if bias is None else bias.nbytes)
+    flop = 4 * s.hq * s.d * pairs(s)
+    return Work(lambda: kernel(query, key, value, bias), moved, flop, others)
+
+
+def _flex(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, grouped: bool) -> Callable:
+    """PyTorch's compiler makes the kernel when it is first called."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    n = query.shape[2]
+    compiled = torch.compile(flex_attention, dynamic=False)
+    mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, n, n, device=query.device)
+
+    def scored(score: Tensor, b: Any, h: Any, q: Any, k: Any) -> Tensor:
+        return score + bias[k]
+
+    return lambda: compiled(
+        query, key, value, score_mod=scored, block_mask=mask, enable_gqa=grouped
+    )
+
+
+def temporal_attention(s: Shape) -> Work:
+    """A clip of 4 frames, 576 places in 16 heads of 64."""
+    from vlmfast.kernels.temporal_attention import temporal_attention as kernel
+
+    size = (1, 3, 7, 2, 16) if s.toy else (1, 4, 576, 16, 64)
+    query, key, value = (randn(*size, dtype=torch.float32) for _ in range(3))
+    return Work(lambda: kernel(query, key, value), 4 * query.nbytes)
+
+
+def cells(s: Shape) -> tuple[Tensor, Tensor]:
+    """Cells of four rows each, a few of them short."""
+    table = torch.arange(s.length // 4 * 4, device=_device()).view(-1, 4)
+    there = uniform(*table.shape) < 0.9
+    there[:, 0] = True
+    return table, there
+
+
+def cell_average(s: Shape) -> Work:
+    from vlmfast.kernels.pool import cell_average as kernel
+
+    rows, weight, (table, there) = randn(s.length, s.width), uniform(s.length) + 0.5, cells(s)
+    moved = rows.nbytes + len(table) * s.width * 2 + table.nbytes + there.nbytes
+    return Work(lambda: kernel(rows, weight, table, there), moved)
+
+
+def cell_mix(s: Shape) -> Work:
+    from vlmfast.kernels.pool import cell_mix as kernel
+
+    rows, (table, there) = randn(s.length, s.width, dtype=torch.float32), cells(s)
+    score = randn(s.length, 8, dtype=torch.float32)
+    moved = rows.nbytes + score.nbytes + len(table) * s.width * 4 + table.nbytes + there.nbytes
+    return Work(lambda: kernel(rows, score, table, there), moved)
+
+
+def resample(s: Shape) -> Work:
+    from vlmfast.kernels.pool import resample as kernel
+
+    queries, heads, dim = (5, 2, 16) if s.toy else (80, 8, 64)
+    query = randn(queries, heads, dim, dtype=torch.float32)
+    key = randn(s.length, heads, dim, dtype=torch.float32)
+    rows = randn(s.length, s.width, dtype=torch.float32)
+    bias, at, place = uniform(s.length), uniform(queries, 2), uniform(s.length, 2)
+    pull = uniform(heads)
+    moved = rows.nbytes + key.nbytes + 4 * queries * (s.width + s.length)
+    # In float32: `flop` is set against the rate of half precision, so it is left out.
+    return Work(lambda: kernel(query, key, rows, bias, at, place, pull), moved)
+
+
+def similar(s: Shape) -> tuple[Tensor, int]:
+    """Cosines of a picture's tokens, and how many of them are chosen."""
+    from vlmfast.kernels.diversity import cosine
+
+    n = 24 if s.toy else 576
+    return cosine(randn(1, n, 32 if s.toy else 1024, dtype=torch.float32)), n // 6
+
+
+def max_min(s: Shape) -> Work:
+    from vlmfast.kernels.diversity import max_min as kernel
+
+    matrix, k = similar(s)
+    return Work(lambda: kernel(matrix, k), 4 * k * len(matrix[0]))
+
+
+def dpp(s: Shape) -> Work:
+    from vlmfast.kernels.diversity import dpp as kernel
+
+    matrix, k = similar(s)
+    return Work(lambda: kernel(matrix, k), 4 * (k + k * k // 2) * len(matrix[0]))
+
+
+def density_peaks(s: Shape) -> Work:
+    from vlmfast.kernels.diversity import density_peaks as kernel
+
+    matrix, k = similar(s)
+    distance = (1 - matrix).clamp(min=0)
+    return Work(lambda: kernel(distance, k, 5), 2 * matrix.nbytes)
+
+
+def atp_score(s: Shape) -> Work:
+    from vlmfast.kernels.score import atp_score as kernel
+
+    n = 37 if s.toy else 576
+    attention = uniform(s.hq, n).softmax(-1)
+    received = randn(s.hq, n, dtype=torch.float32)
+    soft = uniform(n) + 0.1
+    heads = [randn(s.hq, dtype=torch.float32) for _ in range(2)]
+    line = [randn(2, dtype=torch.float32) for _ in range(2)]
+    return Work(lambda: kernel(attention, received, soft, *heads, *line), 8 * s.hq * n)
+
+
+# --- the table of cases --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kernel at work: its file, what it does, the shapes, and what makes the `Work`."""
+
+    file: str
+    name: str
+    shapes: str
+    make: Callable[[Shape], Work]
+
+
+# Parts of a prompt's tokens, and how they are stored.
+FLOAT = ()
+FOUR = ((1.0, ZIP4),)
+MIXED = ((0.6, ZIP4), (0.4, ZIP2))
+TWO = ((1.0, KIVI),)
+
+CASES = [
+    Case("col_stats", "col_stats, 64 rows", "ABCDE", partial(col_stats, rows=64)),
+    Case("col_stats", "col_stats, all rows", "ABCD", partial(col_stats, rows=None)),
+    Case("col_stats", "row_lse, 64 rows", "ABCDE", partial(col_stats, rows=64, name="row_lse")),
+    Case("select", "top_k, a fifth", "ABCD", top_k),
+    Case("select", "mass_count, 90 %", "ABCD", mass_count),
+    Case("gather_rows", "gather_rows, states", "ABCDE", gather_states),
+    Case("gather_rows", "gather_rows, KV", "ABCDE", gather_kv),
+    Case("merge", "merge, keep a fifth", "ABCDE", merge),
+    Case("quantize_kv", "quantise, 4 bit", "ABCDE", partial(quantise, how=ZIP4)),
+    Case("quantize_kv", "quantise, 2 bit groups", "ABCDE", partial(quantise, how=KIVI)),
+    Case("decode_mixed", "decode, bf16", "ABCDE", partial(decode_mixed, parts=FLOAT)),
+    Case("decode_mixed", "decode, 4 bit", "ABCDE", partial(decode_mixed, parts=FOUR)),
+    Case("decode_mixed", "decode, 4 and 2 bit", "ABCDE", partial(decode_mixed, parts=MIXED)),
+    Case("decode_mixed", "decode, 2 bit groups", "ABCDE", partial(decode_mixed, parts=TWO)),
+    Case(
+        "decode_mixed", "decode, bf16, 16 at once", "BCD",
+        partial(decode_mixed, parts=FLOAT, batch=16),
+    ),
+    Case(
+        "decode_mixed", "decode, 4 bit, 16 at once", "BCD",
+        partial(decode_mixed, parts=FOUR, batch=16),
+    ),
+    Case("norm_rope_append", "residual_norm, 1 token", "AD", partial(residual_norm, tokens=1)),
+    Case("norm_rope_append", "residual_norm, 32 tokens", "AD", partial(residual_norm, tokens=32)),
+    Case("norm_rope_append", "rotate_append, 1 row", "ACD", partial(rotate_append, batch=1)),
+    Case("norm_rope_append", "rotate_append, 32 rows", "ACD", partial(rotate_append, batch=32)),
+    Case("swiglu", "swiglu, 1 token", "AD", partial(swiglu, tokens=1)),
+    Case("swiglu", "swiglu, 32 tokens", "AD", partial(swiglu, tokens=32)),
+    Case("swiglu", "swiglu, prompt", "ABCD", partial(swiglu, tokens=None)),
+    Case("biased_attention", "attention, causal", "ABCD", partial(attention, biased=False)),
+    Case("biased_attention", "attention, with bias", "ABCD", partial(attention, biased=True)),
+    Case("temporal_attention", "temporal_attention, 4 frames", "A", temporal_attention),
+    Case("pool", "cell_average, 4 to 1", "BD", cell_average),
+    Case("pool", "cell_mix, 4 to 1", "BD", cell_mix),
+    Case("pool", "resample, 80 queries", "BD", resample),
+    Case("diversity", "max_min, a sixth of 576", "A", max_min),
+    Case("diversity", "dpp, a sixth of 576", "A", dpp),
+    Case("diversity", "density_peaks, 576", "A", density_peaks),
+    Case("score", "atp_score, 576", "A", atp_score),
+]  # fmt: skip
+
+
+# --- comparing -----------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def kernels(choice: str) -> Iterator[None]:
+    """``VLMFAST_KERNELS`` for a while."""
+    before = os.environ.get("VLMFAST_KERNELS")
+    os.environ["VLMFAST_KERNELS"] = choice
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["VLMFAST_KERNELS"]
+        else:
+            os.environ["VLMFAST_KERNELS"] = before
+
+
+@contextlib.contextmanager
+def poisoned() -> Iterator[None]:
+    """Memory that nobody has written holds NaN, or the largest integer."""
+    before = torch.are_deterministic_algorithms_enabled()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(before)
+
+
+def tensors(of: Any) -> Iterator[Tensor]:
+    """Those in a result, in order."""
+    if isinstance(of, Tensor):
+        yield of
+    elif isinstance(of, dict):
+        for key in sorted(of):
+            yield from tensors(of[key])
+    elif isinstance(of, list | tuple):
+        for part in of:
+            yield from tensors(part)
+    elif is_dataclass(of):
+        for f in fields(of):
+            yield from tensors(getattr(of, f.name))
+
+
+def compared(got: Any, wanted: Any, work: Work) -> dict[str, Any]:
+    """``passed``, the largest relative ``error`` of a tensor, and ``why`` where it did not pass."""
+    left, right = list(tensors(got)), list(tensors(wanted))
+    if len(left) != len(right) or not left:
+        return {"passed": False, "why": f"{len(left)} tensors, the reference has {len(right)}"}
+    worst = 0.0
+    for number, (a, b) in enumerate(zip(left, right, strict=True)):
+        if a.shape != b.shape or a.dtype != b.dtype:
+            why = f"tensor {number}: {tuple(a.shape)} {a.dtype}, not {tuple(b.shape)} {b.dtype}"
+            return {"passed": False, "why": why}
+        if not a.numel():
+            continue
+        if a.dtype.is_floating_point:
+            error, far = _float_error(a, b, work.tolerance)
+        else:
+            far = ((a.long() - b.long()).abs() > work.off).double().mean().item()
+            error = far
+        worst = max(worst, error)
+        if not far <= work.allow:
+            why = f"tensor {number}: {far:.2%} of it differs, relative error {error:.1e}"
+            return {"passed": False, "error": error, "why": why}
+    return {"passed": True, "error": worst}
+
+
+def _float_error(a: Tensor, b: Tensor, tolerance: float | None) -> tuple[float, float]:
+    """Relative error as a whole, and the share of rows that are further off than they may be."""
+    if tolerance is None:
+        tolerance = TOLERANCE[b.dtype]
+    a, b = (x.double().reshape(-1, x.shape[-1] if x.dim() else 1) for x in (a, b))
+    if not bool(a.isfinite().all()):
+        return math.inf, 1.0
+    size = b.norm(dim=1)
+    off = (a - b).norm(dim=1)
+    usual = size.mean()
+    far = (off > tolerance * torch.maximum(size, usual)).double().mean().item()
+    return (off.norm() / size.norm().clamp(min=1e-300)).item(), far
+
+
+def checked(work: Work) -> dict[str, Any]:
+    """The kernel beside its reference; and the others that claim the same beside it."""
+
+    def result(run: Callable[[], Any]) -> list[Tensor]:
+        if work.prepare is not None:
+            work.prepare()
+        return [t.clone() for t in tensors(run())]
+
+    with poisoned():
+        got = result(work.run)
+    with kernels("torch"):
+        wanted = result(work.run)
+    found = compared(got, wanted, work)
+    found["others"] = {}
+    for name, other in work.others.items():
+        if not other.same:
+            found["others"][name] = "works on other storage, not compared"
+            continue
+        try:
+            match = compared([t.clone() for t in tensors(other.run())], wanted, work)
+        except Exception as error:  # not on this device, or not in this version
+            found["others"][name] = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+        else:
+            found["others"][name] = "same" if match["passed"] else match["why"]
+    return found
+
+
+# --- timing --------------------------------------------------------------------------------------
+
+
+class Timer:
+    """Times on the device, each from a cold second-level cache."""
+
+    def __init__(self) -> None:
+        self.dirt = torch.empty(FLUSHED, dtype=torch.uint8, device="cuda")
+
+    def times(self, run: Callable[[], Any], seconds: float = 0.2) -> list[float]:
+        """Seconds on the device, of as many runs as fit."""
+        first = self._once(run)
+        found = []
+        for _ in range(max(3, min(50, int(seconds / max(first, 1e-6))))):
+            found.append(self._once(run))
+        return found
+
+    def _once(self, run: Callable[[], Any]) -> float:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self.dirt.zero_()  # keeps the device busy while the host launches, too
+        begin.record()
+        run()
+        end.record()
+        torch.cuda.synchronize()
+        return begin.elapsed_time(end) / 1e3
+
+    def least(self) -> float:
+        """What an all but empty graph takes by this clock."""
+        one = torch.zeros(1, device="cuda")
+        return statistics.median(self.times(captured(lambda: one.add_(1))))
+
+
+def captured(run: Callable[[], Any]) -> Callable[[], Any]:
+    """The replay of a CUDA graph of it."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph.replay
+
+
+def timed(timer: Timer, run: Callable[[], Any]) -> dict[str, Any]:
+    """Median of the replays; of plain calls where it cannot be captured or takes long."""
+    begin = time.perf_counter()
+    run()
+    torch.cuda.synchronize()
+    found: dict[str, Any] = {"captured": False}
+    replay = run
+    if time.perf_counter() - begin < 0.2:  # launches do not matter beyond
+        try:
+            replay = captured(run)
+            found["captured"] = True
+        except Exception as error:  # it waits for the device
+            found["not captured"] = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            torch.cuda.synchronize()
+    taken = sorted(timer.times(replay))
+    found["time"] = statistics.median(taken)
+    found["spread"] = [taken[len(taken) // 4], taken[-1 - len(taken) // 4]]
+    return found
+
+
+def called(run: Callable[[], Any], count: int = 20) -> float:
+    """Seconds per call, one after another from Python."""
+    for _ in range(3):
+        run()
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for _ in range(count):
+        run()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - begin) / count
+
+
+def machine() -> dict[str, float]:
+    """Bytes per second of a copy (read and written), operations per second of a matrix product.
+
+    ``least``: seconds that an all but empty graph takes by the same clock.
+    """
+    timer = Timer()
+    return {"copy": _copy(timer), "matrix": _product(timer), "least": timer.least()}
+
+
+def _copy(timer: Timer, count: int = 1 << 28) -> float:
+    x = torch.randn(count, device="cuda")
+    y = torch.empty_like(x)
+    return 2 * x.nbytes / statistics.median(timer.times(lambda: y.copy_(x)))
+
+
+def _product(timer: Timer, n: int = 8192) -> float:
+    a, b = (torch.randn(n, n, device="cuda").to(HALF) for _ in range(2))
+    return 2 * n**3 / statistics.median(timer.times(lambda: a @ b))
+
+
+def measured(case: Case, shape: str, rates: dict[str, float] | None) -> dict[str, Any]:
+    """One row: the comparison, and times only where it was passed and ``rates`` are known."""
+    torch.manual_seed(0)
+    work = case.make((SHAPES | TOYS)[shape])
+    row = {"file": case.file, "bytes": work.bytes, "flop": work.flop, "check": checked(work)}
+    if rates is None or not row["check"]["passed"]:
+        return row
+    timer = Timer()
+    row |= timed(timer, work.run)
+    row["call"] = called(work.run)
+    row["bandwidth"] = work.bytes / row["time"]
+    row["rate"] = work.flop / row["time"]
+    row["floor"] = max(work.bytes / rates["copy"], work.flop / rates["matrix"])
+    row["machine"] = rates
+    row["others"] = {}
+    for name, other in work.others.items():
+        # What is not the same is no yardstick.
+        if row["check"]["others"][name] in ("same", "works on other storage, not compared"):
+            row["others"][name] = timed(timer, other.run)
+    with kernels("torch"):
+        row["reference"] = timed(timer, work.run)
+    return row
+
+
+# --- the benchmark -------------------------------------------------------------------------------
+
+
+Pair = tuple[str, str]  # of a case's name and a shape
+BROKEN = ("CUDA error", "Triton Error [CUDA]")  # in the message of an error
+
+
+def row_of(pair: Pair, rates: dict[str, float] | None) -> dict[str, Any]:
+    """`measured`, with what went wrong in its place."""
+    case = next(case for case in CASES if case.name == pair[0])
+    begin = time.perf_counter()
+    try:
+        row = measured(case, pair[1], rates)
+    except Exception as error:
+        why = f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
+        row = {"file": case.file, "error": why}
+        # Nothing runs on a device any more after such an error.
+        row |= {"fatal": True} if any(of in why for of in BROKEN) else {}
+    return row | {"took": time.perf_counter() - begin}
+
+
+def child(check: bool) -> None:
+    """The rows of the pairs that stdin names, a line of JSON each."""
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print must not stand between the lines
+    rates = None if check else machine()
+    for pair in json.load(sys.stdin):
+        row = row_of(tuple(pair), rates)
+        print(json.dumps({"pair": pair, "row": row}), file=replies, flush=True)
+        if row.get("fatal"):
+            return
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def spawned(pairs: list[Pair], check: bool, seconds: float) -> Iterator[tuple[Pair, dict]]:
+    """Rows as they come from a process of their own; another one where it breaks.
+
+    ``seconds``: that a row may take.
+    """
+    command = [sys.executable, __file__, "--child", *(["--check"] if check else [])]
+    waiting = list(pairs)
+    while waiting:
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        told: dict[str, Any] | None = None
+        try:
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.write(json.dumps(waiting))
+                process.stdin.close()
+            while waiting:
+                watch = threading.Timer(seconds, process.kill)
+                watch.start()
+                line = process.stdout.readline()
+                watch.cancel()
+                told = json.loads(line) if line else None
+                if told is None:
+                    break
+                yield waiting.pop(0), told["row"]
+                if told["row"].get("fatal"):
+                    break
+        finally:
+            if waiting:
+                process.kill()
+            code = process.wait()
+        if waiting and told is None:
+            why = f"its process ended with {code}, after at most {seconds:.0f} s"
+            yield waiting.pop(0), {"error": why}
+
+
+def micro(seconds: float) -> str:
+    us = 1e6 * seconds
+    return f"{us:,.1f} us" if us < 1000 else f"{us / 1000:,.2f} ms"
+
+
+def markdown(rows: dict[str, dict[str, Any]]) -> str:
+    """Every row that was timed; a ratio above 1 says that the kernel is faster."""
+    lines = [
+        "| kernel | shape | time | call | bandwidth | rate | of the floor | reference | others |",
+        "|---|---|---:|---:|---:|---:|---:|---:|---|",
+    ]
+    for name, row in rows.items():
+        if "time" not in row or not row["check"]["passed"]:
+            continue
+        rates, now = row["machine"], row["time"]
+        of_copy, of_matrix = row["bandwidth"] / rates["copy"], row["rate"] / rates["matrix"]
+        others = [
+            f"{other} {micro(of['time'])} ({of['time'] / now:.2f}x)"
+            for other, of in row["others"].items()
+        ]
+        reference = row["reference"]["time"]
+        cells = [
+            *name.split(" | "),
+            micro(now) + ("" if row["captured"] else " (eager)"),
+            micro(row["call"]),
+            f"{row['bandwidth'] / 1e9:,.0f} GB/s ({of_copy:.0%})",
+            f"{row['rate'] / 1e12:,.1f} TFLOP/s ({of_matrix:.0%})" if row["flop"] else "",
+            f"{row['floor'] / now:.0%} of {micro(row['floor'])}",
+            f"{micro(reference)} ({reference / now:.2f}x)",
+            ", ".join(others),
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def aims(rows: dict[str, dict[str, Any]]) -> list[str]:
+    """What was aimed at on an H200, beside what was measured."""
+    lines = []
+    row = rows.get("col_stats, 64 rows | B", {})
+    if "time" in row:
+        floor = row["bytes"] / row["machine"]["copy"]
+        word = "PASS" if row["time"] <= 2 * floor else "MISS"
+        lines.append(
+            f"{word}: col_stats on 64 rows of 2,944 keys takes {row['time'] / floor:.2f} times "
+            "what its bytes do, aim 2"
+        )
+    row = rows.get("decode, 4 bit | E", {})
+    if "time" in row and "SDPA in bf16" in row["others"]:
+        gain = row["others"]["SDPA in bf16"]["time"] / row["time"]
+        word = "PASS" if gain >= 2.5 else "MISS"
+        lines.append(
+            f"{word}: decode in 4 bit over 32,768 keys is {gain:.2f} times as fast as SDPA in "
+            "bf16, aim 2.5"
+        )
+    return lines
+
+
+def verdict(row: dict[str, Any]) -> str:
+    """One word, and why."""
+    if "error" in row:
+        return f"BROKEN  {row['error']}"
+    check = row["check"]
+    if not check["passed"]:
+        return f"WRONG   {check['why']}; no time is given"
+    text = f"ok      relative error {check['error']:.1e}"
+    return text + (f", {micro(row['time'])}" if "time" in row else "")
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add(
+        "--kernel", action="append", help="a kernel's file or part of a case's name; all by default"
+    )
+    add("--shapes", help="joined by a comma; all of a case by default")
+    add("--check", action="store_true", help="compare alone, take no time")
+    add("--missing", action="store_true", help="only rows that the result file does not have")
+    add("--minutes", type=float, default=9.0, help="stop after that (%(default)s)")
+    add("--row-seconds", type=float, default=120.0, help="that a row may take (%(default)s)")
+    add("--out", type=Path, help="default: benchmarks/results/kernels-GPU.json")
+    add("--child", action="store_true", help=argparse.SUPPRESS)
+    return parser.parse_args(argv)
+
+
+def chosen(args: argparse.Namespace, cuda: bool) -> dict[str, list[Pair]]:
+    """By file: toys where there is no GPU, and before all others in ``--check``."""
+    wanted = None if args.shapes is None else args.shapes.split(",")
+    found: dict[str, list[Pair]] = {}
+    for case in CASES:
+        if args.kernel and not any(of == case.file or of in case.name for of in args.kernel):
+            continue
+        shapes = [*(TOYS if args.check else ()), *(case.shapes if cuda else ())]
+        pairs = [(case.name, shape) for shape in shapes if wanted is None or shape in wanted]
+        found.setdefault(case.file, []).extend(pairs)
+    return found
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = sys.argv[1:] if argv is None else argv
+    args = parse(arguments)
+    cuda = torch.cuda.is_available()
+    if not cuda and not args.check:
+        print("no GPU: nothing can be timed; --check compares at toy sizes", file=sys.stderr)
+        return 2
+    os.environ["VLMFAST_KERNELS"] = "triton"
+    if not cuda:  # before anything imports Triton
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+    if args.child:
+        child(args.check)
+        return 0
+    from vlmfast.bench import facts
+
+    name = torch.cuda.get_device_name().replace(" ", "-").lower() if cuda else "cpu"
+    out = args.out or (None if args.check else RESULTS / f"kernels-{name}.json")
+    command = shlex.join(["python", "benchmarks/kernels.py", *arguments])
+    report: dict[str, Any] = {"rows": {}}
+    if out is not None and out.is_file():
+        report = json.loads(out.read_text(encoding="utf-8"))
+    report |= {"command": command, **facts()}
+    have = report["rows"] if args.missing else {}
+    todo = {
+        file: [pair for pair in pairs if "time" not in have.get(" | ".join(pair), {})]
+        for file, pairs in chosen(args, cuda).items()
+    }
+    end = time.perf_counter() + 60 * args.minutes
+    fresh: dict[str, dict[str, Any]] = {}
+    for pairs in todo.values():
+        rows = (
+            spawned(pairs, args.check, args.row_seconds)
+            if cuda
+            else ((pair, row_of(pair, None)) for pair in pairs)
+        )
+        for pair, row in rows:
+            key = " | ".join(pair)
+            fresh[key] = report["rows"][key] = row | {"date": report["date"]}
+            print(f"{key:42} {verdict(row)}", file=sys.stderr)
+            if out is not None:
+                out.parent.mkdir(parents=True, exist_ok=True)
+                out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+            if time.perf_counter() > end:
+                rows.close()
+                break
+        if time.perf_counter() > end:
+            break
+    late = sum(map(len, todo.values())) - len(fresh)
+    timed_rows = {key: row for key, row in fresh.items() if "time" in row}
+    if timed_rows:
+        rates = next(iter(timed_rows.values()))["machine"]
+        print(markdown(timed_rows))
+        print("", *aims(timed_rows), sep="\n")
+        print(
+            f"\n{name}: copy {rates['copy'] / 1e12:.2f} TB/s, bf16 product "
+            f"{rates['matrix'] / 1e12:.0f} TFLOP/s, an empty graph {micro(rates['least'])}"
+        )
+    elif args.check:
+        how = "on the GPU" if cuda else "in Triton's interpreter, at toy sizes"
+        print(f"kernels compared with their references {how}; no time was taken")
+    bad = [key for key, row in fresh.items() if "error" in row or not row["check"]["passed"]]
+    print(f"{len(fresh) - len(bad)} of {len(fresh)} agree", *bad, sep="\n  ")
+    if late:
+        print(f"{late} rows were left for another run with --missing", file=sys.stderr)
+    if out is not None:
+        print(f"written: {out}", file=sys.stderr)
+    return 1 if bad or late else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,61 @@
+"""Kernels against their references: on a GPU where there is one, else in Triton's interpreter."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+from vlmfast.kernels import _triton
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture
+def triton(monkeypatch: pytest.MonkeyPatch, poisoned: None) -> None:
+    """Kernels run on Triton, whatever the device, into poisoned memory."""
+    if isinstance(_triton.triton, _triton._Absent):
+        pytest.skip("no Triton on this platform")
+    if _triton.INTERPRETED and not _interpreter_counts():
+        pytest.skip("this Triton interprets no loop with this NumPy; 3.6 needs NumPy before 2.4")
+    monkeypatch.setenv("VLMFAST_KERNELS", "triton")
+
+
+@pytest.fixture
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that nobody has written holds NaN, or a number far from all others."""
+    for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
+        make = getattr(owner, name)
+
+        @functools.wraps(make)
+        def filled(*args, _make=make, **kwargs) -> torch.Tensor:
+            return poison(_make(*args, **kwargs))
+
+        monkeypatch.setattr(owner, name, filled)
+
+
+def poison(x: torch.Tensor) -> torch.Tensor:
+    if x.is_floating_point() or x.is_complex():
+        return x.fill_(float("nan"))
+    return x.fill_(True if x.dtype == torch.bool else torch.iinfo(x.dtype).max - 1)
+
+
+@_triton.triton.jit
+def _count(out, n):
+    for _ in range(n):
+        _triton.tl.store(out, 1)
+
+
+@functools.cache
+def _interpreter_counts() -> bool:
+    """Whether loops may end where the run-time says."""
+    out = torch.zeros(1, dtype=torch.int32)
+    try:
+        _count[(1,)](out, 3)
+    except Exception:
+        return False
+    return bool(out.item())

@@ -1,0 +1,194 @@
+"""Rows that stay: the kernel against PyTorch's own gathers, bit by bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from vlmfast.errors import VLMFastError
+from vlmfast.kernels import gather_rows as module
+from vlmfast.kernels.gather_rows import gather_rows, gather_rows_ref
+
+pytestmark = pytest.mark.usefixtures("triton")
+
+DTYPES = [
+    torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.int32,
+    torch.uint8, torch.bool,
+]  # fmt: skip
+
+
+def filled(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, seed: int = 0
+) -> Tensor:
+    """Any bits, infinities among them; PyTorch's own gather on a CPU turns one NaN into another."""
+    generator = torch.Generator().manual_seed(seed)
+    if dtype == torch.bool:
+        return (torch.rand(shape, generator=generator) < 0.5).to(device)
+    size = torch.empty((), dtype=dtype).element_size()
+    raw = torch.randint(0, 256, (*shape, size), generator=generator).to(device, torch.uint8)
+    x = raw.view(dtype).view(shape)
+    return x.nan_to_num_(torch.inf) if dtype.is_floating_point else x
+
+
+def drawn(shape: tuple[int, ...], n: int, device: torch.device) -> Tensor:
+    return torch.randint(0, n, shape, generator=torch.Generator().manual_seed(1)).to(device)
+
+
+def bits(x: Tensor) -> Tensor:
+    return x.contiguous().view(torch.uint8)
+
+
+def same(got: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> bool:
+    assert len(got) == len(expected)
+    for ours, theirs in zip(got, expected, strict=True):
+        assert ours.dtype == theirs.dtype and ours.shape == theirs.shape
+        assert ours.is_contiguous()
+    return all(
+        torch.equal(bits(ours), bits(theirs)) for ours, theirs in zip(got, expected, strict=True)
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_shared_rows_of_every_dtype(dtype: torch.dtype, device: torch.device) -> None:
+    x = filled((2, 40, 24), dtype, device)
+    index = drawn((33,), 40, device)
+    got = gather_rows(index, x, dim=1)
+    assert same(got, (x.index_select(1, index),))
+    assert same(got, gather_rows_ref(index, x, dim=1))
+    assert not same(got, gather_rows_ref(index.flip(0), x, dim=1))  # control
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_of_each_head_of_every_dtype(dtype: torch.dtype, device: torch.device) -> None:
+    x = filled((3, 40, 72), dtype, device)
+    index = drawn((3, 21), 40, device)
+    got = gather_rows(index, x)
+    assert same(got, (x.gather(1, index[..., None].expand(-1, -1, 72)),))
+    assert same(got, gather_rows_ref(index, x))
+    assert not same(got, gather_rows_ref(index.roll(1, 0), x))  # control
+
+
+def test_hidden_states_and_tables_at_once(device: torch.device) -> None:
+    """Several columns of tiles, several rows of them, and neither full."""
+    s, index = 300, torch.arange(0, 300, 2, device=device)
+    tensors = (
+        filled((1, s, 600), torch.bfloat16, device),
+        filled((1, s, 128), torch.float32, device, 1),
+        filled((1, s, 128), torch.float32, device, 2),
+        filled((3, s, 5), torch.int64, device, 3),
+    )
+    got = gather_rows(index, *tensors, dim=1)
+    assert same(got, tuple(x[:, ::2].contiguous() for x in tensors))
+
+
+def test_keys_and_values_and_what_is_known_of_them(device: torch.device) -> None:
+    tensors = (
+        filled((4, 290, 80), torch.float16, device),
+        filled((4, 290, 80), torch.float16, device, 1),
+        filled((4, 290), torch.int64, device, 2),
+        filled((4, 290), torch.bool, device, 3),
+        filled((4, 290), torch.float32, device, 4),
+    )
+    index = drawn((4, 270), 290, device).sort(-1).values
+    got = gather_rows(index, *tensors)
+    assert same(got, gather_rows_ref(index, *tensors))
+
+
+def test_one_launch(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    grids, real = [], module._gather_rows
+
+    class Recorded:
+        def __getitem__(self, grid):
+            grids.append(grid)
+            return real[grid]
+
+    monkeypatch.setattr(module, "_gather_rows", Recorded())
+    x = filled((2, 9, 8), torch.float16, device)
+    gather_rows(drawn((2, 4), 9, device), x, x[..., 0], x[..., :3])
+    assert len(grids) == 1
+
+
+def test_axes_in_front_and_behind(device: torch.device) -> None:
+    x = filled((2, 3, 20, 4, 5), torch.float16, device)
+    index = drawn((2, 3, 7), 20, device)
+    assert same(gather_rows(index, x), gather_rows_ref(index, x))
+    shared = index[0, 0]
+    for dim in (0, 1, 3):
+        at = shared % x.shape[dim]
+        assert same(gather_rows(at, x, dim=dim), (x.index_select(dim, at),))
+    flat = filled((20,), torch.int64, device)
+    assert same(gather_rows(shared, flat), (flat[shared],))
+
+
+def test_views(device: torch.device) -> None:
+    """Part of a buffer, heads behind tokens, every second channel, an expanded index."""
+    buffer = filled((3, 90, 16), torch.float16, device)
+    x = buffer[:, 10:50]
+    index = drawn((3, 21), 40, device)
+    for view in (x, x.transpose(0, 1).contiguous().transpose(0, 1), x[..., ::2], x[..., 1:]):
+        assert not view.is_contiguous()
+        assert same(gather_rows(index, view), gather_rows_ref(index, view))
+    shared = index[0].expand(3, -1)
+    assert same(gather_rows(shared, x), gather_rows_ref(index[0], x, dim=1))
+    assert same(gather_rows(index[:, ::2], x), gather_rows_ref(index[:, ::2].contiguous(), x))
+
+
+@pytest.mark.parametrize("given", ["each", "all", "none", "full"])
+def test_counts(given: str, device: torch.device) -> None:
+    """Behind them are zeros, and the index may point anywhere."""
+    tensors = (filled((3, 50, 40), torch.float16, device), filled((3, 50), torch.int64, device, 1))
+    index = drawn((3, 45), 50, device)
+    counts = {"each": [45, 0, 17], "all": 17, "none": 0, "full": [45] * 3}[given]
+    counts = torch.tensor(counts, device=device)
+    wild = index.clone()
+    for row, count in zip(wild, counts.expand(3).tolist(), strict=True):
+        row[count:] = 10**12
+    got = gather_rows(wild, *tensors, counts=counts)
+    assert same(got, gather_rows_ref(wild, *tensors, counts=counts))
+    plain = gather_rows_ref(index, *tensors)
+    for ours, whole in zip(got, plain, strict=True):
+        for head, count in enumerate(counts.expand(3).tolist()):
+            assert torch.equal(bits(ours[head, :count]), bits(whole[head, :count]))
+            assert not bits(ours[head, count:]).any()
+
+
+def test_counts_of_a_shared_index(device: torch.device) -> None:
+    x = filled((2, 30, 8), torch.float32, device)
+    index, count = drawn((20,), 30, device), torch.tensor(13, device=device)
+    got = gather_rows(index, x, dim=1, counts=count)
+    assert same(got, gather_rows_ref(index, x, dim=1, counts=count))
+    assert torch.equal(bits(got[0][:, :13]), bits(x[:, index[:13]])) and not got[0][:, 13:].any()
+
+
+def test_nothing_to_take(device: torch.device) -> None:
+    x = filled((3, 30, 8), torch.float32, device)
+    none = torch.zeros(3, 0, dtype=torch.int64, device=device)
+    assert gather_rows(none) == ()
+    assert gather_rows(none, x)[0].shape == (3, 0, 8)
+    assert gather_rows(none, x[:, :0])[0].shape == (3, 0, 8)
+    index = drawn((3, 4), 30, device)
+    assert [y.shape[2] for y in gather_rows(index, x[..., :0], x)] == [0, 8]
+
+
+@pytest.mark.parametrize("choice", ["triton", "torch"])
+def test_what_is_refused(
+    choice: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLMFAST_KERNELS", choice)
+    x = filled((3, 30, 8), torch.float32, device)
+    index = drawn((3, 4), 30, device)
+    with pytest.raises(VLMFastError, match=r"\(3, 4\) of torch.int32; it takes int64"):
+        gather_rows(index.int(), x)
+    with pytest.raises(VLMFastError, match="dim=2 with an index of 2 axes"):
+        gather_rows(index, x, dim=2)
+    with pytest.raises(VLMFastError, match=r"tensor \(2, 30, 8\) for rows \(3, 4\) .* must agree"):
+        gather_rows(index, x, x[:2])
+    with pytest.raises(VLMFastError, match=r"tensor \(30,\) for rows"):
+        gather_rows(index, x[0, :, 0])
+    with pytest.raises(VLMFastError, match="along axis -2"):
+        gather_rows(index[0], x, dim=-2)
+    with pytest.raises(VLMFastError, match=r"\(3, 0, 8\) has no row to take"):
+        gather_rows(index, x[:, :0])
+    with pytest.raises(VLMFastError, match=r"counts \(2,\) for an index \(3, 4\)"):
+        gather_rows(index, x, counts=torch.ones(2, dtype=torch.int64, device=device))

@@ -1,0 +1,185 @@
+"""Merging evicted slots into kept ones: the kernels against the reference."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+
+from golden_lookm import gqa_case, merge_case
+from vlmfast.errors import VLMFastError
+from vlmfast.kernels import merge as module
+from vlmfast.kernels.merge import MODES, RULES, merge_into, merge_into_ref
+
+GOLDEN = Path(os.environ.get("VLMFAST_GOLDEN") or Path(__file__).parents[1] / "golden")
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+# The interpreter cuts what it stores in bfloat16; both round what they compute in float32.
+CLOSE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 1e-2}
+
+pytestmark = pytest.mark.usefixtures("triton")
+
+# Heads, slots, kept slots, head dimension.
+SHAPES = {
+    "one of everything": (1, 2, 1, 8),
+    "blocks that are not full": (2, 90, 12, 24),
+    "several blocks": (1, 150, 70, 16),
+    "few stay": (2, 140, 3, 128),
+    "few go": (1, 70, 69, 80),
+    "wide": (1, 40, 9, 256),
+    "odd": (2, 75, 11, 72),
+}
+
+
+def inputs(
+    shape: tuple[int, int, int, int], device: torch.device, dtype=torch.float32, seed: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
+    h, n, s, d = shape
+    generator = torch.Generator().manual_seed(seed)
+    keys, values = torch.randn(2, h, n, d, generator=generator)
+    keep = [torch.randperm(n, generator=generator)[:s].sort().values for _ in range(h)]
+    return keys.to(device, dtype), values.to(device, dtype), torch.stack(keep).to(device)
+
+
+def check(got: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
+    for ours, theirs in zip(got, expected, strict=True):
+        assert ours.dtype == theirs.dtype and ours.shape == theirs.shape
+        close = CLOSE[ours.dtype]
+        torch.testing.assert_close(ours, theirs, rtol=close, atol=close)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("mode", MODES)
+def test_merging_is_that_of_the_reference(name: str, mode: str, device: torch.device) -> None:
+    args = inputs(SHAPES[name], device)
+    check(merge_into(*args, mode), merge_into_ref(*args, mode))
+    # Control: other slots give something else.
+    other = *inputs(SHAPES[name], device, seed=1)[:2], args[2]
+    with pytest.raises(AssertionError):
+        check(merge_into(*args, mode), merge_into_ref(*other, mode))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rule", RULES)
+def test_rules_in_every_dtype(rule: str, dtype: torch.dtype, device: torch.device) -> None:
+    args = inputs((3, 70, 15, 64), device, dtype)
+    weight = torch.rand(3, 70, device=device) + 0.5
+    got = merge_into(*args, "weighted", rule=rule, weight=weight)
+    check(got, merge_into_ref(*args, "weighted", rule=rule, weight=weight))
+    if rule != "all":
+        with pytest.raises(AssertionError):
+            check(got, merge_into_ref(*args, "weighted", weight=weight))
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_heads_of_several_lengths(rule: str, device: torch.device) -> None:
+    """What does not exist holds NaN, and one head keeps all that it has."""
+    lengths, counts = (80, 9, 40), (30, 9, 1)
+    keys, values, _ = inputs((3, 80, 30, 16), device)
+    valid = torch.arange(80) < torch.tensor(lengths)[:, None]
+    keys[~valid], values[~valid] = torch.nan, torch.nan
+    keep = torch.zeros(3, 30, dtype=torch.int64)
+    for head, (n, count) in enumerate(zip(lengths, counts, strict=True)):
+        generator = torch.Generator().manual_seed(head)
+        keep[head, :count] = torch.randperm(n, generator=generator)[:count].sort().values
+    how = {"rule": rule, "valid": valid.to(device), "lengths": torch.tensor(counts, device=device)}
+    args = keys, values, keep.to(device), "avg"
+    got, expected = merge_into(*args, **how), merge_into_ref(*args, **how)
+    for head, count in enumerate(counts):
+        mine, theirs = (tuple(x[head, :count] for x in of) for of in (got, expected))
+        assert all(bool(x.isfinite().all()) for x in mine)
+        check(mine, theirs)
+    assert torch.equal(got[0][1, :9], keys[1, keep[1, :9].to(device)])
+    assert got[2][1, :9].tolist() == [1.0] * 9
+
+
+def test_views_that_are_not_contiguous(device: torch.device) -> None:
+    """Heads interleaved with slots, as a projection leaves them; the last axis with gaps too."""
+    shape = (3, 40, 9, 16)
+    keys, values, keep = inputs(shape, device)
+    expected = merge_into_ref(keys, values, keep)
+    turned = keys.transpose(0, 1).contiguous().transpose(0, 1)
+    spread = torch.stack([values, values], -1)[..., 0]
+    wide = torch.stack([keep, keep], -1)[..., 0]
+    assert not turned.is_contiguous() and spread.stride(-1) == 2
+    check(merge_into(turned, spread, wide), expected)
+
+
+def test_nothing_to_merge(device: torch.device) -> None:
+    keys, values, keep = inputs((2, 9, 9, 8), device)
+    k, v, weight = merge_into(keys, values, keep)
+    assert torch.equal(k, keys) and torch.equal(v, values)
+    assert torch.equal(weight, torch.ones_like(weight))
+
+
+def test_ties_and_keys_without_direction(device: torch.device) -> None:
+    """The first of equally near pivots takes a slot, also across blocks of pivots."""
+    keys = torch.zeros(1, 140, 8, device=device)
+    keys[0, :, 0] = 1.0
+    keys[0, 135] = 0.0
+    values = torch.arange(140.0, device=device)[None, :, None].expand(1, 140, 8)
+    k, v, weight = merge_into(keys, values, torch.arange(130, device=device)[None], "avg")
+    assert weight[0].tolist() == [11.0] + [1.0] * 129
+    assert float(v[0, 0, 0]) == pytest.approx(sum(range(130, 140)) / 11)
+    assert bool(k.isfinite().all())
+
+
+def test_the_same_bits_twice(device: torch.device) -> None:
+    args = inputs((2, 120, 8, 32), device)
+    first, second = merge_into(*args, "weighted"), merge_into(*args, "weighted")
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize(
+    "path",
+    [p for name in ("pivot", "weighted", "gqa") for p in sorted(GOLDEN.rglob(f"lookm-{name}-*"))],
+    ids=lambda p: p.stem,
+)
+def test_stored_merges(path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    if device.type == "cuda":
+        pytest.skip("the cases are made on the CPU")
+    calls = []
+    monkeypatch.setattr(
+        module,
+        "_launch",
+        lambda *a, _launch=module._launch, **k: calls.append(1) or _launch(*a, **k),
+    )
+    with safe_open(path, "pt") as file:
+        meta = file.metadata()
+    mode = path.stem.split("-")[1]
+    (gqa_case if mode == "gqa" else merge_case(mode))(load_file(path), meta)
+    assert bool(calls) == (meta.get("merge") != "False")
+
+
+def test_stored_merges_are_there() -> None:
+    assert list(GOLDEN.rglob("lookm-pivot-*"))
+
+
+@pytest.mark.parametrize("choice", ["triton", "torch"])
+def test_what_is_refused(
+    choice: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLMFAST_KERNELS", choice)
+    keys, values, keep = inputs((2, 9, 3, 8), device)
+    refused = {
+        r"keys \(2, 9, 8\), values \(2, 8, 8\)": (keys, values[:, 1:], keep),
+        r"kept slots \(1, 3\)": (keys, values, keep[:1]),
+        "0 kept of 9 slots; it takes at least one": (keys, values, keep[:, :0]),
+        "keys in torch.float32, values in torch.float16; it takes one": (keys, values.half(), keep),
+        "mode='mean' must be one of pivot, avg, weighted": (keys, values, keep, "mean"),
+    }
+    for told, args in refused.items():
+        with pytest.raises(VLMFastError, match=f"merge: .*{told}"):
+            merge_into(*args)
+    with pytest.raises(VLMFastError, match="merge: rule='head' must be one of all, token, slot"):
+        merge_into(keys, values, keep, rule="head")
+
+
+@pytest.mark.parametrize("dim", [4, 20, 264])
+def test_head_dimensions_that_are_refused(dim: int, device: torch.device) -> None:
+    with pytest.raises(VLMFastError, match=f"merge: head dimension {dim}; it takes multiples of 8"):
+        merge_into(*inputs((1, 4, 2, dim), device))

@@ -1,0 +1,225 @@
+"""Between the products of a decode step: the kernels against the references, and Hugging Face."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
+
+from vlmfast.errors import VLMFastError
+from vlmfast.kernels import _triton
+from vlmfast.kernels.norm_rope_append import (
+    residual_norm,
+    residual_norm_ref,
+    rotate_append,
+    rotate_append_ref,
+)
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+pytestmark = pytest.mark.usefixtures("triton")
+
+
+def noise(*shape: int, device: torch.device, dtype=torch.float32, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).to(device, dtype)
+
+
+def close(dtype: torch.dtype) -> dict[str, float]:
+    """One or two units in the last place; the interpreter cuts what it makes bfloat16."""
+    each = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype]
+    return {"rtol": 2 * each, "atol": 2 * each}
+
+
+# --- norm ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("added", [True, False])
+@pytest.mark.parametrize("shape", [(1, 1, 8), (2, 1, 100), (5, 1024), (3, 2, 24)])
+def test_norm_is_that_of_llama(
+    shape: tuple[int, ...], added: bool, dtype: torch.dtype, device: torch.device
+) -> None:
+    x, residual = (noise(*shape, device=device, dtype=dtype, seed=i) for i in (0, 1))
+    norm = LlamaRMSNorm(shape[-1], eps=1e-5).to(device, dtype)
+    with torch.no_grad():
+        norm.weight.copy_(noise(shape[-1], device=device, seed=2))
+    residual = residual if added else None
+    got, total = residual_norm(x, norm.weight.detach(), 1e-5, residual)
+    whole = x + residual if added else x
+    expected = norm(whole).detach()
+    assert got.dtype == dtype and got.shape == x.shape
+    torch.testing.assert_close(got, expected, **close(dtype))
+    torch.testing.assert_close(total, whole, **close(dtype))
+    reference = residual_norm_ref(x, norm.weight.detach(), 1e-5, residual)
+    assert torch.equal(reference[0], expected) and torch.equal(reference[1], whole)
+    with pytest.raises(AssertionError):  # control: the sum is normed, not the row
+        torch.testing.assert_close(got, norm(x if added else x + 1).detach(), **close(dtype))
+
+
+def test_norm_rounds_before_it_weights(device: torch.device) -> None:
+    """In half precision the order shows."""
+    x, weight = (noise(64, 48, device=device, dtype=torch.float16), noise(48, device=device))
+    got, _ = residual_norm(x, weight.half(), 1e-6)
+    wide = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-6)
+    # The sum of squares may end otherwise, and then some entries do.
+    same = (got == weight.half() * wide.half()).float().mean()
+    other = (got == (weight.half().float() * wide).half()).float().mean()
+    assert same > 0.98 and other < 0.8
+
+
+def test_norm_of_zeros_and_of_rows_with_gaps(device: torch.device) -> None:
+    x = noise(6, 40, device=device)
+    x[2] = 0
+    weight = torch.ones(20, device=device)
+    for rows in (x[:, :20], x[:, ::2], x.T[:20].T):
+        got, total = residual_norm(rows, weight, 1e-6, rows)
+        torch.testing.assert_close(got, residual_norm_ref(rows, weight, 1e-6, rows)[0])
+        assert torch.equal(total, rows + rows)
+        assert got[2].tolist() == [0.0] * 20
+
+
+# --- rotation and append -------------------------------------------------------------------------
+
+
+def tables(b: int, t: int, d: int, device: torch.device, dtype: torch.dtype):
+    position = torch.arange(b * t, device=device).view(b, t, 1) * 37 + 5
+    power = 10000 ** -(torch.arange(0, d, 2, device=device) / d)
+    angle = torch.cat([position * power] * 2, -1)
+    return angle.cos().to(dtype), angle.sin().to(dtype)
+
+
+def step(
+    b: int, hq: int, hk: int, t: int, d: int, device: torch.device, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """Heads as views of one product, and buffers with slots of several lengths."""
+    joint = noise(b, t, hq + 2 * hk, d, device=device, dtype=dtype).transpose(1, 2)
+    query, key, value = joint.split((hq, hk, hk), 1)
+    cos, sin = tables(b, t, d, device, dtype)
+    length = torch.arange(b * hk, device=device).view(b, hk) * 3 % 7
+    keys, values = (noise(b, hk, 12, d, device=device, dtype=dtype, seed=i) for i in (1, 2))
+    return {
+        "query": query,
+        "key": key,
+        "value": value,
+        "cos": cos,
+        "sin": sin,
+        "keys": keys,
+        "values": values,
+        "length": length,
+    }
+
+
+def both(inputs: dict[str, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    results = []
+    for run in (rotate_append, rotate_append_ref):
+        own = inputs | {name: inputs[name].clone() for name in ("keys", "values")}
+        results.append([run(**own), own["keys"], own["values"]])
+    return tuple(results)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "sizes",
+    [(1, 1, 1, 1, 8), (2, 4, 2, 1, 72), (3, 2, 2, 1, 80), (1, 4, 1, 5, 96), (2, 2, 1, 1, 128)],
+)
+def test_rotation_and_append_are_those_of_the_reference(
+    sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> None:
+    inputs = step(*sizes, device=device, dtype=dtype)
+    got, expected = both(inputs)
+    b, _, hk, t, _ = sizes
+    rotated = apply_rotary_pos_emb(inputs["query"], inputs["key"], inputs["cos"], inputs["sin"])
+    assert torch.equal(expected[0], rotated[0])
+    for row in range(b):
+        for head in range(hk):
+            n = int(inputs["length"][row, head])
+            for ours, before, new in zip(
+                got[1:], ("keys", "values"), (rotated[1], inputs["value"]), strict=True
+            ):
+                held, ours = inputs[before][row, head], ours[row, head]
+                assert torch.equal(ours[:n], held[:n])
+                assert torch.equal(ours[n + t :], held[n + t :])
+                torch.testing.assert_close(ours[n : n + t], new[row, head], **close(dtype))
+    assert torch.equal(got[2], expected[2])  # values are copied as they are
+    torch.testing.assert_close(got[0], expected[0], **close(dtype))
+    if dtype == torch.float16 or not _triton.INTERPRETED:  # rounded where the reference rounds
+        assert dtype == torch.float32 or all(map(torch.equal, got, expected))
+    other = inputs | {"sin": -inputs["sin"]}  # control
+    assert not torch.allclose(got[0], rotate_append_ref(**other))
+
+
+def test_tables_in_float32(device: torch.device) -> None:
+    """Nothing is rounded in between, and one table serves all rows."""
+    inputs = step(2, 2, 1, 3, 64, device, torch.float16)
+    cos, sin = tables(1, 3, 64, device, torch.float32)
+    got, expected = both(inputs | {"cos": cos, "sin": sin})
+    for ours, theirs in zip(got, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
+    rounded, _ = both(inputs | {"cos": cos.half(), "sin": sin.half()})
+    assert not torch.equal(got[0], rounded[0])
+
+
+def test_nothing_is_written_beyond_the_buffers(device: torch.device) -> None:
+    inputs = step(1, 1, 2, 4, 8, device, torch.float32)
+    room = noise(1, 2, 20, 8, device=device)
+    inputs |= {"keys": room[:, :, 4:12], "values": room[:, :, 12:]}
+    inputs["length"] = torch.tensor([[6, 0]], device=device)
+    before = room.clone()
+    rotate_append(**inputs)
+    changed = (room != before).any(-1)[0]
+    assert changed[0].nonzero().flatten().tolist() == [10, 11, 18, 19]
+    assert changed[1].nonzero().flatten().tolist() == [4, 5, 6, 7, 12, 13, 14, 15]
+
+
+def test_lengths_of_other_types_and_strides(device: torch.device) -> None:
+    inputs = step(2, 2, 2, 1, 16, device, torch.float32)
+    _, expected = both(inputs)
+    wide = torch.stack([inputs["length"].int()] * 2, -1)[..., 0]
+    got, _ = both(inputs | {"length": wide, "query": inputs["query"].clone()})
+    for ours, theirs in zip(got, expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+# --- what is refused -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("choice", ["triton", "torch"])
+def test_what_is_refused(
+    choice: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLMFAST_KERNELS", choice)
+    x, weight = noise(2, 8, device=device), torch.ones(8, device=device)
+    with pytest.raises(VLMFastError, match=r"residual_norm: shapes \(2, 8\), \(4,\); it takes"):
+        residual_norm(x, weight[:4], 1e-6)
+    with pytest.raises(
+        VLMFastError, match=r"residual_norm: tensors in torch\.float32, torch\.float16"
+    ):
+        residual_norm(x, weight.half(), 1e-6)
+    inputs = step(2, 2, 1, 1, 16, device, torch.float32)
+    refused = {
+        r"key \(2, 1, 1, 8\)": {"key": inputs["key"][..., :8]},
+        r"length \(2, 2\)": {"length": inputs["length"].expand(2, 2)},
+        r"cos \(2, 1, 8\)": {"cos": inputs["cos"][..., :8]},
+        "tensors in torch.float32, torch.float16": {"key": inputs["key"].half()},
+        "tables in torch.float16 and torch.float32": {"cos": inputs["cos"].half()},
+    }
+    for told, changes in refused.items():
+        with pytest.raises(VLMFastError, match=f"rotate_append: .*{told}"):
+            rotate_append(**inputs | changes)
+
+
+@pytest.mark.parametrize("dim", [4, 20, 264])
+def test_head_dimensions_that_are_refused(dim: int, device: torch.device) -> None:
+    with pytest.raises(VLMFastError, match=f"rotate_append: head dimension {dim}; it takes mult"):
+        rotate_append(**step(1, 1, 1, 1, dim, device, torch.float32))
+
+
+def test_buffers_and_rows_that_are_refused(device: torch.device) -> None:
+    inputs = step(1, 1, 1, 1, 8, device, torch.float32)
+    gaps = torch.zeros(1, 1, 12, 16, device=device)[..., ::2]
+    with pytest.raises(VLMFastError, match="rotate_append: buffers whose last axis"):
+        rotate_append(**inputs | {"keys": gaps})
+    with pytest.raises(VLMFastError, match="residual_norm: rows of 20000; it takes 1 to 16384"):
+        residual_norm(torch.ones(1, 20000, device=device), torch.ones(20000, device=device), 1e-6)

@@ -1,0 +1,226 @@
+"""Pooling, convolving and resampling: the kernels against references, and against `elastic`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from vlmfast.compressors.elastic.module import Resample, anchors
+from vlmfast.errors import VLMFastError
+from vlmfast.kernels import pool as module
+from vlmfast.kernels.pool import (
+    cell_average,
+    cell_average_ref,
+    cell_mix,
+    cell_mix_ref,
+    resample,
+    resample_ref,
+)
+
+pytestmark = pytest.mark.usefixtures("triton")
+
+CLOSE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 1e-2}
+
+
+def noise(*shape: int, device: torch.device, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).to(device)
+
+
+def check(got: Tensor, expected: Tensor) -> None:
+    assert got.dtype == expected.dtype and got.shape == expected.shape
+    torch.testing.assert_close(got, expected, rtol=CLOSE[got.dtype], atol=CLOSE[got.dtype])
+
+
+# --- cells ---------------------------------------------------------------------------------------
+
+
+def cells(n: int, m: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """All of ``n`` rows, in cells of 1 to ``m`` of them; padding points at row 0."""
+    generator = torch.Generator().manual_seed(n * m)
+    order, rows = torch.randperm(n, generator=generator).tolist(), []
+    while order:
+        size = int(torch.randint(1, m + 1, (), generator=generator))
+        rows.append(sorted(order[:size]))
+        order = order[size:]
+    rows[0] += [0] * (m - len(rows[0]))  # some cell is as long as the table is wide
+    table = torch.tensor([row + [0] * (m - len(row)) for row in rows])
+    there = torch.arange(m) < torch.tensor([len(set(row)) for row in rows])[:, None]
+    return table.to(device), there.to(device)
+
+
+@pytest.mark.parametrize("dtype", CLOSE)
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (9, 1, 8), (40, 4, 300), (50, 9, 72), (60, 40, 24)])
+def test_averages_are_those_of_the_reference(
+    sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> None:
+    n, m, d = sizes
+    rows, (table, there) = noise(n, d, device=device).to(dtype), cells(n, m, device)
+    weight = torch.rand(n, device=device) * 9 + 0.1
+    rows_ = rows.clone()
+    got = cell_average(rows, weight, table, there)
+    check(got, cell_average_ref(rows_, weight, table, there))
+    by_hand = [
+        (rows[t[u]].double() * weight[t[u], None]).sum(0) / weight[t[u]].sum()
+        for t, u in zip(table, there, strict=True)
+    ]
+    check(got, torch.stack(by_hand).to(dtype))
+    if m > 1:  # control: weights count
+        with pytest.raises(AssertionError):
+            check(got, cell_average_ref(rows, weight.flip(0), table, there))
+
+
+@pytest.mark.parametrize(
+    "sizes", [(1, 1, 8, 1), (30, 4, 64, 8), (25, 9, 600, 2), (60, 40, 24, 3), (12, 17, 72, 1)]
+)
+def test_mixtures_are_those_of_the_reference(sizes: tuple[int, ...], device: torch.device) -> None:
+    n, m, d, heads = sizes
+    table, there = cells(n, m, device)
+    rows, score = noise(n, d, device=device), 3 * noise(n, heads, device=device, seed=1)
+    got, share = cell_mix(rows, score, table, there)
+    expected, shares = cell_mix_ref(rows, score, table, there)
+    check(got, expected)
+    check(share, shares)
+    assert not share[~there].any()
+    if m > 1 and heads > 1:  # control: each head weights by itself
+        with pytest.raises(AssertionError):
+            check(got, cell_mix_ref(rows, score.flip(1), table, there)[0])
+
+
+def test_scores_far_apart(device: torch.device) -> None:
+    table, there = torch.arange(4, device=device)[None], torch.ones(1, 4, dtype=torch.bool)
+    score = torch.tensor([[-3e4], [2e4], [-1e3], [2e4]], device=device)
+    rows = noise(4, 8, device=device)
+    got, share = cell_mix(rows, score, table, there.to(device))
+    assert share[0, :, 0].tolist() == [0.0, 0.5, 0.0, 0.5]
+    check(got[0], (rows[1] + rows[3]) / 2)
+
+
+def test_padding_is_not_read(device: torch.device) -> None:
+    """A row that only padding points at may hold NaN."""
+    rows, score = noise(5, 8, device=device), noise(5, 2, device=device, seed=1)
+    table = torch.tensor([[1, 2, 0], [3, 0, 0], [4, 0, 0]], device=device)
+    there = torch.tensor([[1, 1, 0], [1, 0, 0], [1, 0, 0]], dtype=torch.bool, device=device)
+    expected = cell_mix_ref(rows, score, table, there)
+    averages = cell_average_ref(rows, score[:, 0].exp(), table, there)
+    rows[0] = score[0] = torch.nan
+    for ours, theirs in zip(cell_mix(rows, score, table, there), expected, strict=True):
+        check(ours, theirs)
+    check(cell_average(rows, score[:, 0].exp(), table, there), averages)
+
+
+def test_views_that_are_not_contiguous(device: torch.device) -> None:
+    table, there = cells(20, 4, device)
+    rows, score = noise(40, 20, device=device).T[:, ::2], noise(20, 8, device=device)[:, ::2]
+    weight = score[:, 0].exp()
+    check(
+        cell_average(rows, weight, table.T.contiguous().T, there),
+        cell_average_ref(rows, weight, table, there),
+    )
+    check(cell_mix(rows, score, table, there)[0], cell_mix_ref(rows, score, table, there)[0])
+
+
+# --- few queries ---------------------------------------------------------------------------------
+
+
+def picture(
+    count: int, n: int, heads: int, d: int, width: int, device: torch.device
+) -> list[Tensor]:
+    return [
+        noise(count, heads, d, device=device),
+        noise(n, heads, d, device=device, seed=1),
+        noise(n, width, device=device, seed=2),
+        torch.rand(n, generator=torch.Generator().manual_seed(3)).add(0.1).log().to(device),
+        anchors(count).to(device),
+        torch.rand(n, 2, generator=torch.Generator().manual_seed(4)).to(device),
+        torch.linspace(1, 40, heads, device=device),
+    ]
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        (1, 1, 1, 1, 1),
+        (3, 70, 2, 16, 16),
+        (17, 100, 8, 16, 72),
+        (2, 5, 1, 24, 300),
+        (1, 64, 2, 8, 8),
+    ],
+)
+def test_resampling_is_that_of_the_reference(sizes: tuple[int, ...], device: torch.device) -> None:
+    inputs = picture(*sizes, device=device)
+    expected = resample_ref(*inputs)
+    for ours, theirs in zip(resample(*inputs), expected, strict=True):
+        check(ours, theirs)
+    if sizes[1] > 1:
+        for changed in (0, 3, 5, 6):  # control: queries, bias, places and pull all count
+            other = list(inputs)
+            other[changed] = other[changed].roll(1, 0) if changed != 6 else other[6] * 2
+            if sizes[0] > 1 or changed:
+                with pytest.raises(AssertionError):
+                    check(expected[0], resample_ref(*other)[0])
+
+
+def test_elastic_reads_the_same_on_either(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    layer = Resample(width=48, hidden=16, heads=4, queries=9, depth=8).to(device)
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    n, count = 70, 6
+    x, weight = torch.randn(n, 48, device=device), torch.rand(n, device=device) + 0.5
+    place, overview = torch.rand(n, 2, device=device), torch.zeros(n, 1, device=device)
+    results = []
+    for choice in ("triton", "torch"):
+        monkeypatch.setenv("VLMFAST_KERNELS", choice)
+        with torch.no_grad():
+            results.append(layer(x, weight, place, overview, count))
+    for got, expected in zip(*results, strict=True):
+        check(got, expected)
+
+
+# --- gradients, and what is refused --------------------------------------------------------------
+
+
+def test_where_a_gradient_is_wanted_the_references_serve(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("_launch_average", "_launch_mix", "_launch_resample"):
+        monkeypatch.delattr(module, name)
+    table, there = cells(9, 3, device)
+    rows, score = noise(9, 8, device=device).requires_grad_(), noise(9, 2, device=device)
+    cell_average(rows, score[:, 0].exp(), table, there).sum().backward()
+    cell_mix(rows, score, table, there)[0].sum().backward()
+    inputs = picture(2, 5, 1, 8, 8, device)
+    resample(inputs[0].requires_grad_(), *inputs[1:])[0].sum().backward()
+    assert rows.grad is not None and inputs[0].grad is not None
+    with torch.no_grad(), pytest.raises(NameError):
+        cell_mix(rows, score, table, there)
+
+
+@pytest.mark.parametrize("choice", ["triton", "torch"])
+def test_what_is_refused(
+    choice: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLMFAST_KERNELS", choice)
+    table, there = cells(9, 3, device)
+    rows, score = noise(9, 8, device=device), noise(9, 2, device=device)
+    with pytest.raises(VLMFastError, match=r"cell_average: rows \(9, 8\), table .* it takes \(N"):
+        cell_average(rows, score[:, 0], table, there[:, :2])
+    with pytest.raises(VLMFastError, match=r"cell_average: 9 rows and weights \(9, 2\); it takes"):
+        cell_average(rows, score, table, there)
+    with pytest.raises(
+        VLMFastError, match=r"cell_mix: rows \(9, 8\) and scores \(9, 3\); it takes"
+    ):
+        cell_mix(rows, noise(9, 3, device=device), table, there)
+    with pytest.raises(VLMFastError, match=r"cell_mix: tensors in .*float16.*; it takes float32"):
+        cell_mix(rows.half(), score, table, there)
+    inputs = picture(2, 5, 2, 8, 8, device)
+    for at in range(1, 7):
+        wrong = [x[:1] if i == at else x for i, x in enumerate(inputs)]
+        with pytest.raises(VLMFastError, match=r"resample: query \(2, 2, 8\), .* H a divisor of D"):
+            resample(*wrong)
+    with pytest.raises(VLMFastError, match=r"resample: tensors in .*float16.*; it takes float32"):
+        resample(inputs[0].half(), *inputs[1:])

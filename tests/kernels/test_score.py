@@ -1,0 +1,102 @@
+"""ATP's scores: the kernel against the reference, and against ATP's own layer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from vlmfast.compressors.atp.module import Point
+from vlmfast.errors import VLMFastError
+from vlmfast.kernels import score as module
+from vlmfast.kernels.score import atp_score, atp_score_ref
+
+pytestmark = pytest.mark.usefixtures("triton")
+
+
+def inputs(h: int, n: int, device: torch.device, seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    attention = torch.randn(h, n, generator=generator).mul(2).softmax(1)
+    attention[:, n // 2 + 1 :: 7] = 0.0  # a logarithm has its floor
+    received, heads = torch.randn(h, n, generator=generator), torch.randn(2, h, generator=generator)
+    soft = torch.rand(n, generator=generator) + 0.01
+    slope, offset = torch.tensor([1.5, 0.7]), torch.tensor([0.1, -0.3])
+    every = (attention, received, soft, *heads, slope, offset)
+    return [x.to(device) for x in every]
+
+
+def check(got: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
+    for ours, theirs in zip(got, expected, strict=True):
+        assert ours.dtype == theirs.dtype == torch.float32 and ours.shape == theirs.shape
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("h", "n"), [(1, 1), (1, 300), (4, 256), (17, 50), (32, 576)])
+def test_scores_are_those_of_the_reference(h: int, n: int, device: torch.device) -> None:
+    args = inputs(h, n, device)
+    got = atp_score(*args)
+    check(got, atp_score_ref(*args))
+    if n > 1:
+        for at in range(7):  # control: everything counts
+            other = [x.flip(0) if i == at else x for i, x in enumerate(args)]
+            if not torch.equal(other[at], args[at]):
+                with pytest.raises(AssertionError):
+                    check(got, atp_score_ref(*other))
+
+
+def test_it_is_what_atp_does(device: torch.device) -> None:
+    torch.manual_seed(0)
+    point = Point(6, learned=True).to(device)
+    for parameter in point.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    attention, received, soft, *_ = inputs(6, 90, device)
+    with torch.no_grad():
+        expected = point(attention, received, torch.zeros(90, device=device), soft)
+        red, means = atp_score(
+            attention,
+            received,
+            soft,
+            point.cross_heads,
+            point.self_heads,
+            point.slope,
+            point.offset,
+        )
+        torch.testing.assert_close(red, expected.red)
+        z = point.hidden(means)
+        torch.testing.assert_close(point.theta_r(z).sigmoid()[0], expected.theta_r)
+        torch.testing.assert_close(point.theta_s(z).sigmoid()[0], expected.theta_s)
+
+
+def test_views_that_are_not_contiguous(device: torch.device) -> None:
+    args = inputs(3, 40, device)
+    views = [torch.stack([x, x], -1)[..., 0] for x in args]
+    views[0] = args[0].T.contiguous().T
+    check(atp_score(*views), atp_score_ref(*args))
+
+
+def test_where_a_gradient_is_wanted_the_reference_serves(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(module, "_launch")
+    args = inputs(2, 9, device)
+    red, means = atp_score(*args[:5], args[5].requires_grad_(), args[6])
+    (red.sum() + means.sum()).backward()
+    assert args[5].grad is not None
+    with torch.no_grad(), pytest.raises(NameError):
+        atp_score(*args)
+
+
+@pytest.mark.parametrize("choice", ["triton", "torch"])
+def test_what_is_refused(
+    choice: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLMFAST_KERNELS", choice)
+    args = inputs(3, 9, device)
+    for at in range(7):
+        wrong = [x[:1] if i == at else x for i, x in enumerate(args)]
+        with pytest.raises(VLMFastError, match=r"atp_score: shapes .*; it takes \(H, N\) twice"):
+            atp_score(*wrong)
+    with pytest.raises(VLMFastError, match=r"atp_score: shapes .*, none empty"):
+        atp_score(*inputs(3, 9, device)[:0], *(x[..., :0] for x in args[:3]), *args[3:])
+    with pytest.raises(VLMFastError, match=r"atp_score: tensors in .*; it takes float32"):
+        atp_score(args[0].half(), *args[1:])

@@ -1,0 +1,193 @@
+"""Selection: the kernels against their references, and against the definition."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from torch import Tensor
+
+from vlmfast.errors import VLMFastError
+from vlmfast.kernels import select as module
+from vlmfast.kernels.select import mass_count, mass_count_ref, top_k, top_k_ref
+
+GOLDEN = Path(os.environ.get("VLMFAST_GOLDEN") or Path(__file__).parents[1] / "golden")
+INF, NAN = float("inf"), float("nan")
+
+pytestmark = pytest.mark.usefixtures("triton")
+# The fixture sets what stays the same for every example.
+QUIET = settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+
+
+def scored(kind: str, rows: tuple[int, ...], n: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(*rows, n, generator=generator)
+    if kind == "ties":
+        x = x.round()
+    if kind == "equal":
+        x = torch.full_like(x, -2.5)
+    if kind == "odd":  # both zeros are one; NaN of either sign comes first
+        odd = torch.tensor([0.0, -0.0, INF, -INF, NAN, 1e-42, -1e-42, 3e38, -NAN])
+        x = odd[torch.randint(0, len(odd), x.shape, generator=generator)]
+    return x
+
+
+@pytest.mark.parametrize("kind", ["distinct", "ties", "equal", "odd"])
+@pytest.mark.parametrize("n", [1, 2, 17, 300])
+def test_the_best_are_those_of_the_reference(kind: str, n: int, device: torch.device) -> None:
+    scores = scored(kind, (1, 2), n).to(device)
+    for k in {0, n // 3, n - 1, n + 5}:
+        got = top_k(scores, k)
+        assert got.dtype == torch.int64 and got.shape == (1, 2, min(k, n))
+        assert torch.equal(got, top_k_ref(scores, k))
+    if kind == "distinct" and n > 16:  # control
+        assert not torch.equal(
+            top_k(scores, 5), top_k_ref(scored(kind, (1, 2), n, 1), 5).to(device)
+        )
+
+
+@pytest.mark.parametrize("kind", ["distinct", "ties", "odd"])
+@pytest.mark.parametrize("shape", ["shared", "own"])
+def test_what_comes_first(kind: str, shape: str, device: torch.device) -> None:
+    n = 90
+    scores = scored(kind, (2,), n).to(device)
+    first = scored("distinct", (2,) if shape == "own" else (), n, 1).to(device) < -0.7
+    for k in (1, int(first.sum(-1).min()), 30, n):
+        got = top_k(scores, k, first)
+        assert torch.equal(got, top_k_ref(scores, k, first))
+        marked = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, got, True)
+        first_of = first.expand_as(scores)
+        # Nobody stays while somebody who comes first does not.
+        assert ((marked & ~first_of).any(1) <= ~(first_of & ~marked).any(1)).all()
+    assert not torch.equal(top_k(scores, 30, first), top_k(scores, 30))  # control
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_counts_of_their_own(first: bool, device: torch.device) -> None:
+    scores = scored("ties", (2, 3), 50).to(device)
+    k = torch.tensor([[0, 1, 50], [7, 20, 49]], device=device)
+    preferred = scored("distinct", (), 50, 2).to(device) > 0.8 if first else None
+    for width in (50, 71):
+        got = top_k(scores, k, preferred, width=width)
+        assert torch.equal(got, top_k_ref(scores, k, preferred, width=width))
+        for row, count, of in zip(
+            got.flatten(0, 1), k.flatten().tolist(), scores.flatten(0, 1), strict=True
+        ):
+            assert torch.equal(row[:count], top_k(of, count, preferred))
+            assert not row[count:].any()
+
+
+@QUIET
+@given(
+    st.lists(st.sampled_from([-INF, -1.0, -0.0, 0.0, 0.5, 1e30, INF]), min_size=1, max_size=40),
+    st.integers(0, 45),
+    st.randoms(use_true_random=False),
+)
+def test_the_definition(device: torch.device, scores: list[float], k: int, random) -> None:
+    n = len(scores)
+    first = [random.random() < 0.4 for _ in range(n)]
+    best = sorted(sorted(range(n), key=lambda i: (not first[i], -scores[i], i))[:k])
+    got = top_k(torch.tensor(scores, device=device), k, torch.tensor(first, device=device))
+    assert got.tolist() == best
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.int64])
+def test_dtypes_and_views(dtype: torch.dtype, device: torch.device) -> None:
+    scores = (scored("distinct", (40, 3), 2).to(device) * 9).to(dtype)[..., 1].T
+    assert not scores.is_contiguous()
+    assert torch.equal(top_k(scores, 11), top_k_ref(scores, 11))
+    assert torch.equal(mass_count(scores.abs(), 20.0), mass_count_ref(scores.abs(), 20.0))
+
+
+def test_rows_and_entries_there_are_none_of(device: torch.device) -> None:
+    assert top_k(torch.zeros(0, 5, device=device), 2).shape == (0, 2)
+    assert top_k(torch.zeros(3, 0, device=device), 2).shape == (3, 0)
+    assert mass_count(torch.zeros(0, 5, device=device), 1.0).shape == (0,)
+    assert mass_count(torch.zeros(3, 0, device=device), 1.0).tolist() == [0, 0, 0]
+
+
+def test_long_rows_are_sorted(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The longest that a program holds, and one more."""
+    launched = []
+    for name in ("_launch_top_k", "_launch_mass_count"):
+        real = getattr(module, name)
+        monkeypatch.setattr(
+            module, name, lambda x, *rest, real=real: launched.append(x.shape) or real(x, *rest)
+        )
+    for n in (module.LONGEST, module.LONGEST + 1):
+        scores = scored("ties", (1,), n).to(device)
+        assert torch.equal(top_k(scores, 2000), top_k_ref(scores, 2000))
+        mass = scores.abs()
+        assert torch.equal(mass_count(mass, 900.0), mass_count_ref(mass, 900.0))
+    assert launched == [(1, module.LONGEST)] * 2
+
+
+# --- mass ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [1, 2, 33, 200])
+def test_counts_are_those_of_the_reference(n: int, device: torch.device) -> None:
+    """Quarters, whose sums are exact, so that no rounding decides."""
+    mass = (scored("distinct", (4,), n).abs() * 4).round().to(device) / 4
+    total = float(mass.sum(-1).max())
+    for target in (-1.0, 0.0, 0.25, 0.3 * total, total, total + 1, INF):
+        got = mass_count(mass, target)
+        assert got.dtype == torch.int64
+        assert torch.equal(got, mass_count_ref(mass, target))
+    every = torch.tensor([0.0, 0.25, 0.5 * total, 2 * total], device=device)
+    assert torch.equal(mass_count(mass, every), mass_count_ref(mass, every))
+    if n == 200:  # control
+        assert len(set(mass_count(mass, every).tolist())) == 3
+        assert not torch.equal(mass_count(mass, 9.0), mass_count_ref(mass, 20.0))
+
+
+@pytest.mark.parametrize("tau", [0.1, 0.5, 0.9, 0.975])
+def test_the_least_number_that_reaches_a_share(tau: float, device: torch.device) -> None:
+    p = (scored("distinct", (5,), 250) * 2).softmax(-1).to(device)
+    got = mass_count(p, tau)
+    sums = p.double().sort(-1, descending=True).values.cumsum(-1)
+    assert (sums.gather(-1, got[:, None] - 1) >= tau - 1e-6).all()
+    assert (sums.gather(-1, (got[:, None] - 2).clamp(min=0)) < tau + 1e-6)[got > 1].all()
+    assert ((got - mass_count_ref(p, tau)).abs() <= 1).all()
+
+
+def test_mass_of_nothing(device: torch.device) -> None:
+    nothing = torch.zeros(2, 7, device=device)
+    assert mass_count(nothing, 1.0).tolist() == [7, 7]
+    assert mass_count(nothing, 0.0).tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("path", sorted(GOLDEN.rglob("oracle-tau-*")), ids=lambda p: p.stem)
+def test_stored_selections(path: Path, device: torch.device) -> None:
+    from safetensors import safe_open
+
+    data = {name: of.to(device) for name, of in load_file(path).items()}
+    with safe_open(path, "pt") as file:
+        tau = float(file.metadata()["tau"])
+    budget = mass_count(data["mass"], tau * len(data["rows"]))
+    assert budget == data["budget"]
+    assert torch.equal(top_k(data["norm"], int(budget)), data["important"].long())
+    assert mass_count(data["mass"].roll(1) * 1.1, tau * len(data["rows"])) != budget  # control
+
+
+def test_stored_selections_are_there() -> None:
+    assert list(GOLDEN.rglob("oracle-tau-*"))
+
+
+@pytest.mark.parametrize("choice", ["triton", "torch"])
+def test_what_is_refused(
+    choice: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLMFAST_KERNELS", choice)
+    scores = torch.zeros(3, 5, device=device)
+    with pytest.raises(VLMFastError, match="top_k: k is a tensor without a width"):
+        top_k(scores, torch.ones(3, dtype=torch.int64, device=device))
+    with pytest.raises(VLMFastError, match=r"top_k: k of shape \(2,\) for scores \(3, 5\)"):
+        top_k(scores, torch.ones(2, dtype=torch.int64, device=device), width=2)

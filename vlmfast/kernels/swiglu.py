@@ -1,0 +1,72 @@
+"""``swiglu``: ``silu(gate) * up``, between the products of a gated MLP.
+
+Shapes: gate, up and the result (..., I); gate and up may be halves of one product's rows. Grid: one
+program per row and 1,024 columns. Bytes: both once, the result once, 2 x 3 I per token in half
+precision (66 kB at 11,008). Floor: the bytes; at 2,944 tokens 194 MB, 45 us at 4.3 TB/s.
+
+``silu`` is computed in float32 and rounded before it is multiplied, as Hugging Face's MLP does.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+from ..errors import VLMFastError
+from ._triton import Variant, pointer, tl, triton, use_triton
+
+_BLOCK = 1024
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """``silu(gate) * up`` of two tensors (..., I) of one shape and dtype, contiguous."""
+    if gate.shape != up.shape or gate.dtype != up.dtype:
+        raise VLMFastError(
+            f"swiglu: gate {tuple(gate.shape)} in {gate.dtype}, up {tuple(up.shape)} in "
+            f"{up.dtype}; it takes one shape and one dtype"
+        )
+    return _launch(gate, up) if use_triton("swiglu", gate, up) else swiglu_ref(gate, up)
+
+
+def swiglu_ref(gate: Tensor, up: Tensor) -> Tensor:
+    """`swiglu` in plain PyTorch."""
+    return silu(gate) * up
+
+
+# --- Triton --------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=("columns",))
+def _swiglu(gate, up, out, stride_g, stride_u, columns, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    dtype: tl.constexpr = out.dtype.element_ty
+    g = tl.load(gate + row * stride_g + c, mask=c < columns, other=0.0).to(tl.float32)
+    u = tl.load(up + row * stride_u + c, mask=c < columns, other=0.0).to(tl.float32)
+    g = (g / (1.0 + tl.exp(-g))).to(dtype).to(tl.float32)
+    tl.store(out + row * columns + c, (g * u).to(dtype), mask=c < columns)
+
+
+def _launch(gate: Tensor, up: Tensor) -> Tensor:
+    columns = gate.shape[-1]
+    out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    gate, up = (x.reshape(-1, columns) for x in (gate, up))
+    gate, up = (x if x.stride(1) == 1 else x.contiguous() for x in (gate, up))
+    if gate.numel():
+        grid = (len(gate), triton.cdiv(columns, _BLOCK))
+        _swiglu[grid](
+            gate, up, out, gate.stride(0), up.stride(0), columns, BLOCK=_BLOCK, num_warps=4
+        )
+    return out
+
+
+VARIANTS = [
+    Variant(
+        _swiglu,
+        dict.fromkeys(("gate", "up", "out"), pointer(dtype))
+        | {"stride_g": "i32:16", "stride_u": "i32:16", "columns": "i32"},
+        {"BLOCK": _BLOCK},
+    )
+    for dtype in (torch.float16, torch.bfloat16, torch.float32)
+]
