@@ -835,7 +835,7 @@ def _choose(
     rows = min(padded(group * tokens), 64 if sizes[0] == 2 else 16)
     tile = 32 if sizes[0] > 2 or block * sizes[1] > 256 or block > stored else 64
     flags |= {"BM": rows, "BN": min(padded(slots), tile) if slots else tile}
-    return _attend, flags, 8 if rows > 32 else 4, 3 if bits else 2
+    return _attend, flags, 8 if rows > 32 else 4, 3 if bits and block == stored else 2
 
 
 def _variant(
