@@ -245,8 +245,10 @@ def read_bytes(of: Any) -> int:
     return sum(t.nbytes for t in of.tensors() if t is not of.order)
 
 
-def quantise(s: Shape, how: dict[str, Any]) -> Work:
-    keys, values = randn(s.hk, s.length, s.d), randn(s.hk, s.length, s.d)
+def quantise(s: Shape, how: dict[str, Any], slots: int | None = None) -> Work:
+    """The whole prompt, or a page of so many slots."""
+    slots = s.length if slots is None else min(slots, s.length)
+    keys, values = randn(s.hk, slots, s.d), randn(s.hk, slots, s.d)
     made = segment(keys, values, **how)
     moved = keys.nbytes + values.nbytes + sum(t.nbytes for t in made.tensors())
     return Work(lambda: segment(keys, values, **how), moved, allow=1e-3)
@@ -282,6 +284,45 @@ def decode_mixed(s: Shape, parts: tuple[tuple[float, dict], ...], batch: int = 1
     sdpa = Other(lambda: fused_attention(query, keys, values, enable_gqa=s.hq != s.hk), same=same)
     return Work(
         lambda: kernel(query, segments, *tail, mask)[0], moved, flop, {"SDPA in bf16": sdpa}
+    )
+
+
+def drafted(nodes: int) -> tuple[Tensor, Tensor]:
+    """A tree whose nodes have two children each: bits of ancestors (T, 1), and as bool (T, T)."""
+    rows: list[int] = []
+    for node in range(nodes):
+        rows.append((rows[(node - 1) // 2] if node else 0) | 1 << node)
+    bits = torch.tensor(rows, device=_device())[:, None]
+    return bits, (bits >> torch.arange(nodes, device=bits.device)) & 1 != 0
+
+
+def tree_verify(s: Shape, nodes: int, how: dict[str, Any] | None = None) -> Work:
+    """A drafted tree over the whole prompt, as it is or in codes."""
+    from vlmfast.kernels.tree_verify import tree_verify as kernel
+
+    bits, seen = drafted(nodes)
+    query = randn(1, s.hq, nodes, s.d)
+    keys, values = (randn(1, s.hk, s.length + nodes, s.d) for _ in range(2))
+    own = keys[:, :, s.length :].contiguous(), values[:, :, s.length :].contiguous()
+    context = keys[:, :, : s.length].contiguous(), values[:, :, : s.length].contiguous()
+    lengths, segments = torch.full((1, s.hk), s.length, device=query.device), []
+    if how is not None:
+        with kernels("torch"):
+            segments = [segment(*context, **how)]
+        context, lengths = (context[0][:, :, :0], context[1][:, :, :0]), torch.zeros_like(lengths)
+    moved = sum(map(read_bytes, segments)) + 2 * (context[0].nbytes + own[0].nbytes)
+    pairs = nodes * s.length + int(seen.sum())
+    # The query heads of a KV head as rows, so that no key is repeated.
+    rows = query.reshape(1, s.hk, -1, s.d)
+    mask = torch.cat([seen.new_ones(nodes, s.length), seen], 1).repeat(s.hq // s.hk, 1)
+    sdpa = Other(
+        lambda: fused_attention(rows, keys, values, mask).view(query.shape), same=how is None
+    )
+    return Work(
+        lambda: kernel(query, *context, lengths, *own, bits, segments=segments)[0],
+        moved + 2 * query.nbytes,
+        4 * s.hq * s.d * pairs,
+        {"SDPA with a mask in bf16": sdpa},
     )
 
 
@@ -495,6 +536,7 @@ CASES = [
     Case("merge", "merge, keep a fifth", "ABCDE", merge),
     Case("quantize_kv", "quantise, 4 bit", "ABCDE", partial(quantise, how=ZIP4)),
     Case("quantize_kv", "quantise, 2 bit groups", "ABCDE", partial(quantise, how=KIVI)),
+    Case("quantize_kv", "quantise, 2 bit, a page", "AD", partial(quantise, how=KIVI, slots=128)),
     Case("decode_mixed", "decode, bf16", "ABCDE", partial(decode_mixed, parts=FLOAT)),
     Case("decode_mixed", "decode, 4 bit", "ABCDE", partial(decode_mixed, parts=FOUR)),
     Case("decode_mixed", "decode, 4 and 2 bit", "ABCDE", partial(decode_mixed, parts=MIXED)),
@@ -507,6 +549,10 @@ CASES = [
         "decode_mixed", "decode, 4 bit, 16 at once", "BCD",
         partial(decode_mixed, parts=FOUR, batch=16),
     ),
+    Case("tree_verify", "tree of 26, bf16", "ABCDE", partial(tree_verify, nodes=26)),
+    Case("tree_verify", "tree of 60, bf16", "ABCDE", partial(tree_verify, nodes=60)),
+    Case("tree_verify", "tree of 26, 4 bit", "BCDE", partial(tree_verify, nodes=26, how=ZIP4)),
+    Case("tree_verify", "tree of 60, 4 bit", "BCDE", partial(tree_verify, nodes=60, how=ZIP4)),
     Case("norm_rope_append", "residual_norm, 1 token", "AD", partial(residual_norm, tokens=1)),
     Case("norm_rope_append", "residual_norm, 32 tokens", "AD", partial(residual_norm, tokens=32)),
     Case("norm_rope_append", "rotate_append, 1 row", "ACD", partial(rotate_append, batch=1)),

@@ -11,7 +11,16 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from vlmfast.kernels import col_stats, gather_rows, select
+from vlmfast.kernels import (
+    col_stats,
+    decode_mixed,
+    gather_rows,
+    norm_rope_append,
+    quantize_kv,
+    select,
+    swiglu,
+    tree_verify,
+)
 
 
 class NoDriver:
@@ -38,7 +47,16 @@ def bind(kernel: JITFunction, grid: tuple[int, ...]):
 
 driver.set_active(NoDriver())
 JITFunction.__getitem__ = bind
-for module in (col_stats, gather_rows, select):
+for module in (
+    col_stats,
+    decode_mixed,
+    gather_rows,
+    norm_rope_append,
+    quantize_kv,
+    select,
+    swiglu,
+    tree_verify,
+):
     module.use_triton = lambda *args: True
 
 query = torch.randn(4, 100, 80).bfloat16()
@@ -56,3 +74,25 @@ shared, own = torch.arange(7), torch.arange(14).view(2, 7)
 gather_rows.gather_rows(shared, query[:1], torch.randn(1, 100, 16), dim=1)
 gather_rows.gather_rows(own, key, key[..., 0] > 0, torch.ones(2, 100), counts=shared[3:5])
 gather_rows.gather_rows(own, key, counts=torch.tensor(3))
+
+keys, values = (torch.randn(2, 3, 70, 128).bfloat16() for _ in range(2))
+order, lengths = torch.arange(70).expand(2, 3, -1), torch.full((2, 3), 70)
+own = {"dtype": torch.float16}
+segments = [
+    quantize_kv.quantise(keys, values, order, lengths, 4, scaled=True, **own),
+    quantize_kv.quantise(keys, values, order, lengths, 2, key_group=32, value_group=32, **own),
+]
+bits, queries = (2 << torch.arange(9)) - 1, torch.randn(2, 6, 9, 128).bfloat16()
+tree = (keys[:, :, :9], values[:, :, 9:18])
+tree_verify.tree_verify(queries, keys, values, lengths, *tree, bits, segments=segments)
+one = (queries[:, :3, :1], keys[:, :, :0], values[:, :, :0], lengths, tree[0][:, :, :1])
+tree_verify.tree_verify(*one, tree[1][:, :, :1], bits[:1], bias=torch.zeros(2, 3, 0))
+mask = torch.ones(2, 1, 1, 70, dtype=torch.bool)
+decode_mixed.decode_mixed(queries[:, :, :1], segments, keys, values, mask, want_mass=True)
+
+x, table = torch.randn(2, 1, 48).bfloat16(), torch.randn(2, 1, 128).bfloat16()
+norm_rope_append.residual_norm(x, x[0, 0], 1e-6)
+norm_rope_append.residual_norm(x, x[0, 0], 1e-6, x)
+heads = (queries[:, :, :1], keys[:, :, :1], values[:, :, :1])
+norm_rope_append.rotate_append(*heads, table, table, keys, values, lengths)
+swiglu.swiglu(x, x)

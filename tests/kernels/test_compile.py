@@ -108,4 +108,6 @@ def test_launchers_give_triton_what_it_takes() -> None:
     done = run(str(HERE / "bound.py"), VLMFAST_KERNELS="triton")
     assert done.returncode == 0, done.stderr
     kernels = {"_row_lse", "_join", "_col_stats", "_top_k", "_mass_count", "_gather_rows"}
+    kernels |= {"_extent", "_finish", "_value_parameters", "_pack", "_attend", "_attend_one"}
+    kernels |= {"_mass", "_norm", "_rotate", "_swiglu"}
     assert kernels <= set(done.stdout.split())

@@ -7,25 +7,36 @@ import functools
 import pytest
 import torch
 
+from fake_drafters import Knows
 from tiny_models import build_llava, picture
 from vlmfast import VLM, Request
+from vlmfast.engine.prefill import Drops
 from vlmfast.kernels import (
     biased_attention,
     col_stats,
     decode_mixed,
+    gather_rows,
     merge,
+    norm_rope_append,
+    quantize_kv,
     select,
+    swiglu,
+    tree_verify,
 )
+from vlmfast.recipe import Recipe
 
+STEP = (decode_mixed, norm_rope_append, swiglu)  # what every decode step launches
+MODULES = (*STEP, biased_attention, col_stats, gather_rows, merge, quantize_kv, select)
 # What a recipe must launch beside the decode step's own attention.
 RECIPES = {
     "none": (),
     "snapkv:share=0.7,window=4": (col_stats, select),
     "lookm:share=0.8,recent=0.2": (col_stats, merge),
     "h2o:0.7": (col_stats, select),
-    "kivi:bits=4,group=4,residual=4": (),
+    "kivi:bits=4,group=4,residual=4": (quantize_kv,),
     "downsample:0.3,repair=true": (biased_attention,),
-    "pyramiddrop+zipcache:page=4": (col_stats,),
+    "pyramiddrop+zipcache:page=4": (col_stats, gather_rows, quantize_kv),
+    "pyramiddrop:positions=compact": (gather_rows,),
 }
 
 
@@ -39,7 +50,7 @@ def vlm(device: torch.device) -> VLM:
 def counted(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """How often each of the kernels' files was launched."""
     counts: dict[str, int] = {}
-    for module in (biased_attention, col_stats, decode_mixed, merge, select):
+    for module in MODULES:
         for name in [name for name in vars(module) if name.startswith("_launch")]:
             launch = getattr(module, name)
 
@@ -58,7 +69,7 @@ def test_a_model_gives_the_same_tokens(vlm: VLM, recipe: str, monkeypatch) -> No
     given = {"images": picture(seed=3), "recipe": recipe, "max_new_tokens": 6}
     counts = counted(monkeypatch)
     got = vlm.ask("what is here ?", **given, eos_token_id=None)
-    for module in (decode_mixed, *RECIPES[recipe]):
+    for module in (*STEP, *RECIPES[recipe]):
         assert counts.get(module.__name__), f"{module.__name__} was not launched"
     counts.clear()
     monkeypatch.setenv("VLMFAST_KERNELS", "torch")
@@ -66,6 +77,19 @@ def test_a_model_gives_the_same_tokens(vlm: VLM, recipe: str, monkeypatch) -> No
     assert not counts
     assert got.token_ids == expected.token_ids
     assert got.stats.kv_bytes == expected.stats.kv_bytes
+
+
+@pytest.mark.parametrize("recipe", ["none", "pyramiddrop", "kivi:bits=4,group=4,residual=8"])
+@pytest.mark.usefixtures("triton")
+def test_trees_give_the_same_tokens(vlm: VLM, recipe: str, monkeypatch) -> None:
+    given = {"images": picture(seed=3), "max_new_tokens": 9, "eos_token_id": None}
+    wanted = vlm.ask("what is here ?", recipe=recipe, **given).token_ids
+    seen = []
+    attend = tree_verify.attend
+    monkeypatch.setattr(tree_verify, "attend", lambda *a: seen.append(a[0]) or attend(*a))
+    drafts = Recipe.of(recipe) + Knows(answer=tuple(wanted), cycle=True)
+    got = vlm.ask("what is here ?", recipe=drafts, **given)
+    assert got.token_ids == wanted and got.stats.accepted > 2 and seen
 
 
 @pytest.mark.usefixtures("triton")
@@ -78,3 +102,40 @@ def test_a_ragged_batch_gives_the_same_tokens(vlm: VLM, monkeypatch) -> None:
     monkeypatch.setenv("VLMFAST_KERNELS", "torch")
     assert got == [answer.token_ids for answer in vlm.ask_many(requests, eos_token_id=None)]
     assert [len(ids) for ids in got] == [3, 4, 5]
+
+
+@pytest.mark.parametrize("positions", ["keep", "compact"])
+@pytest.mark.usefixtures("triton")
+def test_layers_with_rotary_tables_of_their_own(positions: str, device) -> None:
+    """Where a model gives some layers other tables, rows are dropped from those."""
+    model, processor = build_llava(layers=6)
+    vlm, seen = VLM(model.to(device), processor, decoding="eager"), {}
+
+    def halve(module, args, kwargs):
+        own = tuple(table / 2 for table in kwargs["position_embeddings"])
+        return args, kwargs | {"position_embeddings": own}
+
+    layers = vlm.adapter.decoder.layers
+    for index in (3, 4):
+        layers[index].register_forward_pre_hook(halve, with_kwargs=True)
+    made = Drops._hook
+
+    def noted(self, index: int):
+        drop = made(self, index)
+
+        def hook(module, args, kwargs):
+            found = drop(module, args, kwargs)
+            seen[index] = (found[1] if found else kwargs)["position_embeddings"]
+            return found
+
+        return hook
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Drops, "_hook", noted)
+        recipe = f"pyramiddrop:layers=1/3,ratios=0.7/0.4,positions={positions}"
+        vlm.ask("what ?", images=picture(seed=1), recipe=recipe, max_new_tokens=1)
+    lengths = [seen[index][0].shape[1] for index in range(1, 6)]
+    assert lengths[0] == lengths[1] > lengths[2] == lengths[3] == lengths[4]
+    for at in (3, 4):
+        for own, other in zip(seen[at], seen[5], strict=True):
+            assert torch.equal(own if positions == "compact" else 2 * own, other)

@@ -647,7 +647,7 @@ class Floats:
     keys, values : Tensor, (B, Hk, N, D)
     seen : Tensor
         Of ``kind`` ``LENGTHS``: (B, Hk), how many slots exist; ``MASK``: bool, (B, Hk, T, N);
-        ``ANCESTORS``: int64, (B, 1, T, words), a bit for each slot.
+        ``ANCESTORS``: int64, (B, Hk, T, words), 64 slots to a word.
     bias : Tensor, (B, Hk, N), optional
     """
 
@@ -667,8 +667,10 @@ LEAST = 128  # slots of a split; their bytes are many times those of the partial
 
 def _splits(slots: int, heads: int, rows: int) -> int:
     """How many programs share the slots. The batch has no part in it, so results neither."""
+    if not slots or not rows:
+        return 0
     least = LEAST if rows <= 4 else 2 * LEAST
-    return max(min(-(-slots // least), ROOM // (heads * -(-rows // 64))), 1) if slots else 0
+    return max(min(-(-slots // least), ROOM // (heads * -(-rows // 64))), 1)
 
 
 def attend(
@@ -782,7 +784,7 @@ def _launch(
 
     group = every // heads
     sizes = (query.element_size(), keys.element_size())
-    kernel, flags, warps, stages = _choose(group, tokens, dim, sizes, layout)
+    kernel, flags, warps, stages = _choose(group, tokens, dim, sizes, layout, kind)
     # What all strides are multiples of is how much a thread reads at once.
     flags["ALIGN"] = math.gcd(16, *keys.stride()[:3], *values.stride()[:3])
     kernel[count, batch * heads, triton.cdiv(group * tokens, flags.get("BM", 1))](
@@ -818,7 +820,12 @@ def _launch(
 
 
 def _choose(
-    group: int, tokens: int, dim: int, sizes: tuple[int, int], layout: tuple[int, int, int]
+    group: int,
+    tokens: int,
+    dim: int,
+    sizes: tuple[int, int],
+    layout: tuple[int, int, int],
+    seen: int,
 ) -> tuple[Any, dict[str, int], int, int]:
     """Kernel, compile-time parameters, warps and stages; ``sizes``: bytes of entries of q and k."""
     bits, slots, each = layout  # slots in a key group
@@ -832,13 +839,15 @@ def _choose(
         flags |= {"ROWS": rows, "BN": min(max(2048 // (block * sizes[1]), 1), 128)}
         return _attend_one, flags, 4, 2
     # Smaller tiles for what would not fit into registers; float32 is made of single products.
-    rows = min(padded(group * tokens), 64 if sizes[0] == 2 else 16)
-    tile = 32 if sizes[0] > 2 or block * sizes[1] > 256 or block > stored else 64
+    # Hopper's tensor cores multiply 64 rows at a time; 32 take more registers than these.
+    rows = 64 if sizes[0] == 2 and group * tokens > 16 else 16
+    narrow = sizes[0] > 2 or block * sizes[1] > 256 or block > stored
+    tile = 32 if narrow or (seen == MASK and rows > 16) else 64
     flags |= {"BM": rows, "BN": min(padded(slots), tile) if slots else tile}
-    return _attend, flags, 8 if rows > 32 else 4, 3 if bits and block == stored else 2
+    return _attend, flags, 8 if rows > 16 else 4, 3 if bits and block == stored else 2
 
 
-def _variant(
+def variant(
     kind: str,
     dim: int,
     group: int,
@@ -850,7 +859,7 @@ def _variant(
     """What `_launch` would ask for."""
     bits, slots, each = layout or (0, 0, dim)
     kernel, flags, warps, stages = _choose(
-        group, tokens, dim, (2, 1 if bits else 2), (bits, slots, each)
+        group, tokens, dim, (2, 1 if bits else 2), (bits, slots, each), seen
     )
     align = math.gcd(16, dim * bits // 8 if bits else dim)
     types: dict[str, Any] = {
@@ -885,11 +894,11 @@ def _joining(kind: str, dim: int) -> Variant:
     return Variant(_join, pointers, {"D": dim, "BD": padded(dim), "BS": 2048 // padded(dim)})
 
 
-# One query head per KV head and one token; four heads; four heads and the tokens of a draft.
-_ONE, _FOUR, _DRAFT = (1, 1), (4, 1), (4, 26)
+# Query heads per KV head, and tokens.
+_ONE, _FOUR, _CHAIN = (1, 1), (4, 1), (4, 26)
 VARIANTS = [
     *(
-        _variant("bf16", 128, *queries, layout, *seen)
+        variant("bf16", 128, *queries, layout, *seen)
         for queries in (_ONE, _FOUR)
         for layout, seen in (
             ((4, 0, 128), ()),
@@ -900,10 +909,14 @@ VARIANTS = [
             (None, (MASK, True)),
         )
     ),
-    _variant("bf16", 128, *_DRAFT, (4, 0, 128)),
-    _variant("bf16", 128, *_DRAFT, None, ANCESTORS),
+    # A chain of drafted tokens, over a tail that may be ragged.
     *(
-        _variant("fp16", dim, *queries, layout, *seen)
+        variant("bf16", dim, *_CHAIN, None, MASK, mass)
+        for dim in (80, 128)
+        for mass in (False, True)
+    ),
+    *(
+        variant("fp16", dim, *queries, layout, *seen)
         for queries, dim in ((_ONE, 64), (_FOUR, 80), (_ONE, 96))
         for layout, seen in (((4, 0, dim), ()), ((2, 0, dim), ()), (None, (MASK,)))
     ),

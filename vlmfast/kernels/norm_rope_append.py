@@ -30,7 +30,7 @@ from torch import Tensor
 from ..errors import VLMFastError
 from ._triton import Variant, check_heads, padded, pointer, tl, triton, use_triton
 
-_WIDEST = 16384  # of a row that one program holds
+WIDEST = 16384  # of a row that one program holds
 
 
 def residual_norm(
@@ -287,8 +287,8 @@ def _launch_norm(
     x: Tensor, weight: Tensor, eps: float, residual: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     c = x.shape[-1]
-    if not 0 < c <= _WIDEST:
-        raise VLMFastError(f"residual_norm: rows of {c}; it takes 1 to {_WIDEST}")
+    if not 0 < c <= WIDEST:
+        raise VLMFastError(f"residual_norm: rows of {c}; it takes 1 to {WIDEST}")
     rows = x.reshape(-1, c)
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     added = None
@@ -388,7 +388,7 @@ def _rotations(dtype: torch.dtype, d: int, table: torch.dtype) -> Variant:
 
 
 VARIANTS = [
-    *(_norms(torch.bfloat16, width) for width in (64, 3584, 4096, 8192, _WIDEST)),
+    *(_norms(torch.bfloat16, width) for width in (64, 3584, 4096, 8192, WIDEST)),
     _norms(torch.float16, 4096, residual=None, total=None),
     _norms(torch.float32, 4096),
     *(_rotations(torch.bfloat16, d, torch.bfloat16) for d in (64, 80, 96, 128, 256)),

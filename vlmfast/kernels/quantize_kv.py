@@ -12,16 +12,25 @@ Bytes hold ``n = 8 / bits`` codes, split along the channels: byte ``j`` of a slo
 channels ``j``, ``j + D/n``, ``j + 2 D/n`` ... from its lowest bits up. A kernel thus gets whole
 halves (quarters) of the channels out of a tile of bytes, without shuffling them, and the two halves
 are the ones that a rotary embedding pairs.
+
+On Triton, bit for bit what the reference makes on a CPU: largest and smallest numbers of a channel
+come from partial results of blocks of slots; values find theirs in one go; one kernel counts and
+packs the codes of both. Bytes: keys and values twice (the second time out of the L2 cache, where it
+holds them), codes and parameters once. Floor for 2,944 slots of 32 heads, D=128, in 4 bits, at 4.3
+TB/s: 22.4 us to read and 3.0 us to write.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+
+from ._triton import Variant, check_heads, padded, tl, triton, use_triton
 
 BITS = (2, 4, 8)
 LIMIT = 6e4  # largest magnitude that is stored in float16
@@ -109,6 +118,14 @@ def quantise_keys(
     packed : Tensor, uint8, (..., N, D*bits//8)
     step, minimum : Tensor, dtype, (..., G, D)
     """
+    run = _launch_keys if use_triton("quantize_kv", x, valid) else quantise_keys_ref
+    return run(x, bits, group, valid, dtype=dtype)
+
+
+def quantise_keys_ref(
+    x: Tensor, bits: int, group: int = 0, valid: Tensor | None = None, *, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`quantise_keys` in plain PyTorch."""
     x = x.float()
     low = high = x
     if valid is not None:
@@ -154,6 +171,20 @@ def quantise_values(
     """
     group = x.shape[-1] if group is None else group
     check(bits, x.shape[-1], group)
+    run = _launch_values if use_triton("quantize_kv", x, scale, valid) else quantise_values_ref
+    return run(x, bits, group, scale, valid, dtype=dtype)
+
+
+def quantise_values_ref(
+    x: Tensor,
+    bits: int,
+    group: int,
+    scale: Tensor | None = None,
+    valid: Tensor | None = None,
+    *,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`quantise_values` in plain PyTorch."""
     x = x.float()
     if valid is not None:
         x = x.masked_fill(~valid[..., None], 0.0)
@@ -170,10 +201,17 @@ def quantise_values(
 
 def channel_scale(x: Tensor, valid: Tensor | None = None, *, dtype: torch.dtype) -> Tensor:
     """``sqrt(max |x|)`` of each channel of (..., N, D) over the slots; one where all are zero."""
+    run = _launch_scale if use_triton("quantize_kv", x, valid) else channel_scale_ref
+    return run(x, valid, dtype=dtype)
+
+
+def channel_scale_ref(x: Tensor, valid: Tensor | None = None, *, dtype: torch.dtype) -> Tensor:
+    """`channel_scale` in plain PyTorch."""
     x = x.float().abs()
     if valid is not None:
         x = x.masked_fill(~valid[..., None], 0.0)
-    top = pad(x, (0, 0, 0, 1)).amax(-2).sqrt().to(dtype)
+    # In float64, as not every library's square root of float32 is right to the last bit.
+    top = pad(x, (0, 0, 0, 1)).amax(-2).double().sqrt().float().to(dtype)
     return top.masked_fill(top == 0, 1)
 
 
@@ -490,3 +528,408 @@ def quantise(
         order=order.int(),
         bias=None if bias is None else bias.float(),
     )
+
+
+# --- Triton --------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _rounded(x, kind: tl.constexpr):
+    """float32 as it is stored in ``kind``; the interpreter itself does not round to bfloat16."""
+    if kind == tl.float16:
+        x = x.to(tl.float16).to(tl.float32)
+    if kind == tl.bfloat16:
+        bits = x.to(tl.uint32, bitcast=True)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+        x = bits.to(tl.float32, bitcast=True)
+    return x
+
+
+@triton.jit
+def _affine(low, high, levels, limit, eps, tiny, kind: tl.constexpr):
+    """Step and minimum of `affine`."""
+    some = low <= high
+    low, high = tl.where(some, low, 0.0), tl.where(some, high, 0.0)
+    minimum = _rounded(tl.minimum(tl.maximum(low, -limit), limit), kind)
+    below = low - tl.abs(low) * eps - tiny
+    below = _rounded(tl.minimum(tl.maximum(below, -limit), limit), kind)
+    minimum = tl.where(minimum > low, below, minimum)
+    step = _rounded(tl.minimum(tl.div_rn(high - minimum, levels), limit), kind)
+    return tl.where(step == 0, 1.0, step), minimum
+
+
+@triton.jit(do_not_specialize=("slots", "group"))
+def _extent(
+    x,
+    valid,  # bool (A, H, N), or None
+    lows,  # out: float32 (A*H, chunks, D)
+    highs,
+    stride_x,  # tuples: of the leading axes and of slots
+    stride_valid,
+    heads,
+    slots,
+    group,  # slots of a group; a chunk never reaches into two
+    D: tl.constexpr,
+    BN: tl.constexpr,
+    BD: tl.constexpr,
+):
+    """Smallest and largest number of each channel, in one chunk of slots."""
+    chunk, lead = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    per = tl.cdiv(group, BN)
+    n = chunk // per * group + chunk % per * BN + tl.arange(0, BN)
+    c = tl.program_id(2) * BD + tl.arange(0, BD)
+    there = n < tl.minimum(slots, (chunk // per + 1) * group)
+    if valid is not None:
+        valid += lead // heads * stride_valid[0] + lead % heads * stride_valid[1]
+        there = there & (tl.load(valid + n * stride_valid[2], mask=there, other=0) != 0)
+    x += lead // heads * stride_x[0] + lead % heads * stride_x[1]
+    inside = there[:, None] & (c < D)[None, :]
+    y = tl.load(x + (n * stride_x[2])[:, None] + c[None, :], mask=inside, other=0.0)
+    y = y.to(tl.float32)
+    at = (lead * tl.num_programs(0) + chunk) * D + c
+    tl.store(lows + at, tl.min(tl.where(inside, y, float("inf")), 0), mask=c < D)
+    tl.store(highs + at, tl.max(tl.where(inside, y, float("-inf")), 0), mask=c < D)
+
+
+@triton.jit(do_not_specialize=("chunks",))
+def _finish(
+    lows,
+    highs,
+    step,  # out: (A*H*groups, D); of values, the scale
+    minimum,  # out: the same; None for the scale
+    chunks,  # of a group
+    levels,
+    limit,
+    eps,
+    tiny,
+    D: tl.constexpr,
+    BN: tl.constexpr,
+    BD: tl.constexpr,
+):
+    """Parameters of the channels of one group, from those of its chunks."""
+    of = tl.program_id(0).to(tl.int64)
+    c = tl.program_id(1) * BD + tl.arange(0, BD)
+    low = tl.full((BD,), float("inf"), tl.float32)
+    high = tl.full((BD,), float("-inf"), tl.float32)
+    for start in range(0, chunks, BN):
+        n = start + tl.arange(0, BN)
+        at = (of * chunks + n)[:, None] * D + c[None, :]
+        inside = (n < chunks)[:, None] & (c < D)[None, :]
+        y = tl.load(lows + at, mask=inside, other=float("inf"))
+        low = tl.minimum(low, tl.min(y, 0))
+        y = tl.load(highs + at, mask=inside, other=float("-inf"))
+        high = tl.maximum(high, tl.max(y, 0))
+    kind: tl.constexpr = step.dtype.element_ty
+    to = of * D + c
+    if minimum is None:
+        top = _rounded(tl.sqrt_rn(tl.maximum(tl.maximum(-low, high), 0.0)), kind)
+        tl.store(step + to, tl.where(top == 0, 1.0, top).to(kind), mask=c < D)
+    else:
+        s, low = _affine(low, high, levels, limit, eps, tiny, kind)
+        tl.store(step + to, s.to(kind), mask=c < D)
+        tl.store(minimum + to, low.to(kind), mask=c < D)
+
+
+@triton.jit
+def _read(x, at, inside, scale, c, width):
+    """Numbers of a tile, float32, over the scale of their channels; zeros where there are none."""
+    y = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    if scale is not None:
+        y = tl.div_rn(y, tl.load(scale + c, mask=c < width, other=1.0).to(tl.float32))
+    return y
+
+
+@triton.jit(do_not_specialize=("slots",))
+def _value_parameters(
+    x,
+    valid,
+    scale,  # (A, H, D), or None
+    step,  # out: (A*H, N, C)
+    minimum,
+    stride_x,
+    stride_valid,
+    stride_scale,
+    heads,
+    slots,
+    levels,
+    limit,
+    eps,
+    tiny,
+    GROUP: tl.constexpr,
+    BN: tl.constexpr,
+    BD: tl.constexpr,
+):
+    """Parameters of a group of channels in a block of slots."""
+    lead, g = tl.program_id(1).to(tl.int64), tl.program_id(2)
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    j = tl.arange(0, BD)[None, :]
+    there = n < slots
+    live = there
+    if valid is not None:
+        valid += lead // heads * stride_valid[0] + lead % heads * stride_valid[1]
+        live = there & (tl.load(valid + n * stride_valid[2], mask=there, other=0) != 0)
+    x += lead // heads * stride_x[0] + lead % heads * stride_x[1] + g * GROUP
+    if scale is not None:
+        scale += lead // heads * stride_scale[0] + lead % heads * stride_scale[1] + g * GROUP
+    inside = live[:, None] & (j < GROUP)
+    y = _read(x, (n * stride_x[2])[:, None] + j, inside, scale, j, GROUP)
+    low = tl.min(tl.where(j < GROUP, y, float("inf")), 1)
+    high = tl.max(tl.where(j < GROUP, y, float("-inf")), 1)
+    kind: tl.constexpr = step.dtype.element_ty
+    s, low = _affine(low, high, levels, limit, eps, tiny, kind)
+    to = (lead * slots + n) * tl.num_programs(2) + g
+    tl.store(step + to, s.to(kind), mask=there)
+    tl.store(minimum + to, low.to(kind), mask=there)
+
+
+@triton.jit(do_not_specialize=("slots", "rows", "group"))
+def _pack(
+    x,
+    valid,
+    scale,
+    step,  # (A*H, rows, D // EACH)
+    minimum,
+    packed,  # out: uint8 (A*H, N, D * BITS // 8)
+    stride_x,
+    stride_valid,
+    stride_scale,
+    heads,
+    slots,
+    rows,
+    group,  # slots that share parameters
+    levels,
+    D: tl.constexpr,
+    BITS: tl.constexpr,
+    EACH: tl.constexpr,  # channels that share them
+    BN: tl.constexpr,
+    BD: tl.constexpr,
+):
+    """Codes of a block of slots, as bytes."""
+    DB: tl.constexpr = D * BITS // 8
+    lead = tl.program_id(1).to(tl.int64)
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    c = (tl.program_id(2) * BD + tl.arange(0, BD))[None, :]
+    there = (n < slots)[:, None] & (c < DB)
+    live = there
+    if valid is not None:
+        valid += lead // heads * stride_valid[0] + lead % heads * stride_valid[1]
+        live = live & (tl.load(valid + n * stride_valid[2], mask=n < slots, other=0) != 0)[:, None]
+    x += lead // heads * stride_x[0] + lead % heads * stride_x[1]
+    if scale is not None:
+        scale += lead // heads * stride_scale[0] + lead % heads * stride_scale[1]
+    of = ((lead * rows + n // group) * (D // EACH))[:, None]
+    byte = tl.zeros((BN, BD), tl.int32)
+    for i in tl.static_range(8 // BITS):
+        at = i * DB + c
+        y = _read(x, (n * stride_x[2])[:, None] + at, live, scale, at, i * DB + DB)
+        low = tl.load(minimum + of + at // EACH, mask=there, other=0.0).to(tl.float32)
+        s = tl.load(step + of + at // EACH, mask=there, other=1.0).to(tl.float32)
+        y = tl.minimum(tl.maximum(tl.div_rn(y - low, s), 0.0), levels)
+        y = (y + 12582912.0) - 12582912.0  # to a whole number, half to even
+        byte |= y.to(tl.int32) << (i * BITS)
+    to = (lead * slots + n)[:, None] * DB + c
+    tl.store(packed + to, byte.to(tl.uint8), mask=there)
+
+
+def _lead(x: Tensor, behind: int) -> Tensor:
+    """With two axes before the last ``behind``, the last of all in one piece."""
+    missing = 2 + behind - x.dim()
+    x = x[(None,) * missing] if missing > 0 else x.flatten(0, -missing) if missing else x
+    return x if not x.numel() or x.stride(-1) == 1 or behind == 1 else x.contiguous()
+
+
+class _Rows:
+    """Slots as the kernels take them.
+
+    Parameters
+    ----------
+    x : Tensor, (..., N, D)
+    valid : Tensor, bool, (..., N), optional
+    """
+
+    def __init__(self, x: Tensor, valid: Tensor | None) -> None:
+        check_heads("quantize_kv", x.shape[-1])
+        self.shape, self.device = x.shape[:-2], x.device
+        self.slots, self.dim = x.shape[-2:]
+        self.x = _lead(x, 2)
+        self.heads, self.leads = self.x.shape[1], self.x.shape[:2].numel()
+        self.valid = None
+        if valid is not None:
+            self.valid = _lead(valid.expand(x.shape[:-1]), 1).view(torch.uint8)
+        self.strides = (
+            tuple(self.x.stride()[:3]),
+            (0, 0, 0) if self.valid is None else tuple(self.valid.stride()),
+        )
+
+    def make(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty((*self.shape, *shape), dtype=dtype, device=self.device)
+
+    def parameters(
+        self, group: int, groups: int, step: Tensor, minimum: Tensor | None, numbers: tuple
+    ) -> None:
+        """Write those of channels, each over ``group`` slots."""
+        if not self.leads or not groups:
+            return
+        per = -(-group // _SLOTS)
+        lows, highs = (self.make(groups * per, self.dim) for _ in range(2))
+        flags, blocks = _columns(self.dim)
+        _extent[groups * per, self.leads, blocks](
+            self.x,
+            self.valid,
+            lows,
+            highs,
+            *self.strides,
+            self.heads,
+            self.slots,
+            group,
+            BN=_SLOTS,
+            **flags,
+            num_warps=4,
+        )
+        _finish[self.leads * groups, blocks](
+            lows, highs, step, minimum, per, *numbers, BN=16, **flags, num_warps=4
+        )
+
+    def pack(
+        self,
+        bits: int,
+        scale: Tensor | None,
+        step: Tensor,
+        minimum: Tensor,
+        group: int,
+        each: int,
+    ) -> Tensor:
+        """Codes, with parameters that ``group`` slots and ``each`` channels share."""
+        stored = self.dim * bits // 8
+        packed = self.make(self.slots, stored, dtype=torch.uint8)
+        if packed.numel():
+            block = min(padded(stored), 64)
+            grid = (triton.cdiv(self.slots, 32), self.leads, triton.cdiv(stored, block))
+            _pack[grid](
+                self.x,
+                self.valid,
+                scale,
+                step,
+                minimum,
+                packed,
+                *self.strides,
+                _strides(scale),
+                self.heads,
+                self.slots,
+                step.shape[-2],
+                group,
+                float(2**bits - 1),
+                D=self.dim,
+                BITS=bits,
+                EACH=each,
+                BN=32,
+                BD=block,
+                num_warps=4,
+            )
+        return packed
+
+
+_SLOTS = 64  # of a chunk
+
+
+def _columns(dim: int) -> tuple[dict[str, int], int]:
+    """Channels of a program, and how many programs share a head."""
+    block = min(padded(dim), 128)
+    return {"D": dim, "BD": block}, -(-dim // block)
+
+
+def _numbers(bits: int, dtype: torch.dtype) -> tuple[float, float, float, float]:
+    """What `affine` knows of codes and of the type of parameters."""
+    info = torch.finfo(dtype)
+    return float(2**bits - 1), info.max, info.eps, info.smallest_normal * info.eps
+
+
+def _strides(scale: Tensor | None) -> tuple[int, int]:
+    return (0, 0) if scale is None else (scale.stride(0), scale.stride(1))
+
+
+def _launch_keys(
+    x: Tensor, bits: int, group: int, valid: Tensor | None, *, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    check(bits, x.shape[-1])
+    rows = _Rows(x, valid)
+    groups = -(-rows.slots // group) if group else 1
+    group = group or max(rows.slots, 1)
+    step, minimum = (rows.make(groups, rows.dim, dtype=dtype) for _ in range(2))
+    rows.parameters(group, groups, step, minimum, _numbers(bits, dtype))
+    return rows.pack(bits, None, step, minimum, group, 1), step, minimum
+
+
+def _launch_values(
+    x: Tensor,
+    bits: int,
+    group: int,
+    scale: Tensor | None,
+    valid: Tensor | None,
+    *,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows = _Rows(x, valid)
+    groups = rows.dim // group
+    step, minimum = (rows.make(rows.slots, groups, dtype=dtype) for _ in range(2))
+    if scale is not None:
+        scale = _lead(scale.expand(*rows.shape, rows.dim), 1)
+        scale = scale if scale.stride(-1) == 1 else scale.contiguous()
+    if step.numel():
+        block = padded(group)
+        _value_parameters[triton.cdiv(rows.slots, 32), rows.leads, groups](
+            rows.x,
+            rows.valid,
+            scale,
+            step,
+            minimum,
+            *rows.strides,
+            _strides(scale),
+            rows.heads,
+            rows.slots,
+            *_numbers(bits, dtype),
+            GROUP=group,
+            BN=32,
+            BD=block,
+            num_warps=4,
+        )
+    return rows.pack(bits, scale, step, minimum, 1, group), step, minimum
+
+
+def _launch_scale(x: Tensor, valid: Tensor | None, *, dtype: torch.dtype) -> Tensor:
+    rows = _Rows(x, valid)
+    scale = rows.make(rows.dim, dtype=dtype)
+    rows.parameters(max(rows.slots, 1), 1, scale, None, (0.0, 0.0, 0.0, 0.0))
+    return scale
+
+
+def _variants(kind: str, dim: int) -> list[Variant]:
+    """Keys and values of ``kind`` that are quantised whole, and in groups as KIVI has them."""
+    types: dict[str, Any] = {
+        "x": f"*{kind}",
+        "valid": "*u8",
+        **dict.fromkeys(("lows", "highs"), "*fp32"),
+        **dict.fromkeys(("step", "minimum", "scale"), "*fp16"),
+        "packed": "*u8",
+        "stride_x": ("i32:16",) * 3,
+        "stride_valid": ("i32",) * 3,
+        "stride_scale": ("i32:16",) * 2,
+        **dict.fromkeys(("heads", "slots", "group", "chunks", "rows"), "i32"),
+        **dict.fromkeys(("levels", "limit", "eps", "tiny"), "fp32"),
+    }
+    flags, _ = _columns(dim)
+    found = [
+        Variant(_extent, types, {**flags, "BN": _SLOTS}),
+        Variant(_finish, types, {**flags, "BN": 16}),
+        Variant(_finish, types, {**flags, "BN": 16, "minimum": None}),
+    ]
+    for bits, each, scale in ((4, dim, {}), (2, dim // 4, {"scale": None})):
+        block = {"BN": 32, "BD": padded(each)}
+        found.append(Variant(_value_parameters, types, {"GROUP": each, **block, **scale}))
+        block = {"BN": 32, "BD": min(padded(dim * bits // 8), 64), "D": dim, "BITS": bits}
+        found.append(Variant(_pack, types, {**block, "EACH": each, **scale}))
+        found.append(Variant(_pack, types, {**block, "EACH": 1, "scale": None}))
+    return found
+
+
+VARIANTS = [*_variants("bf16", 128), *_variants("fp16", 80)]

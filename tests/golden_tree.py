@@ -1,0 +1,29 @@
+"""What is stored of attention over trees."""
+
+from __future__ import annotations
+
+import torch
+
+from vlmfast.kernels.tree_verify import tree_verify
+
+
+def tree_case(data: dict, meta: dict) -> None:
+    """Output and log-sum-exp, whatever the slots hold that do not exist."""
+    keys, values, lengths = data["k_ctx"].float(), data["v_ctx"].float(), data["len_ctx"]
+    gone = torch.arange(keys.shape[2]) >= lengths[..., None]
+    inputs = (data["k_tree"].float(), data["v_tree"].float(), data["ancestor_bits"])
+    for garbage in (0.0, torch.nan):
+        out, lse = tree_verify(
+            data["q"].float(),
+            keys.masked_fill(gone[..., None], garbage),
+            values.masked_fill(gone[..., None], garbage),
+            lengths,
+            *inputs,
+        )
+        torch.testing.assert_close(out, data["out"], rtol=1e-5, atol=2e-6)
+        torch.testing.assert_close(lse, data["lse"], rtol=1e-5, atol=1e-5)
+    for node, parent in enumerate(data["parents"].tolist()):  # the bits are those of the tree
+        seen = int(data["ancestor_bits"][node])
+        above = int(data["ancestor_bits"][parent]) if parent >= 0 else 0
+        assert seen == above | 1 << node
+        assert seen.bit_count() == int(data["depth"][node]) + 1

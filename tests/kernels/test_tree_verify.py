@@ -1,0 +1,219 @@
+"""Attention of a tree of drafted tokens: kernel against reference, and the reference itself."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from golden_tree import tree_case
+from vlmfast import VLMFastError
+from vlmfast.kernels import decode_mixed as shared
+from vlmfast.kernels.decode_mixed import decode_mixed_ref
+from vlmfast.kernels.quantize_kv import Segment, quantise
+from vlmfast.kernels.tree_verify import tree_verify, tree_verify_ref
+
+pytestmark = pytest.mark.usefixtures("triton")
+
+CLOSE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+ROOT = Path(os.environ.get("VLMFAST_GOLDEN") or Path(__file__).parents[1] / "golden")
+GOLDEN = sorted((ROOT / "kv").glob("oracle-tree-*"))
+
+
+def noise(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def tree(nodes: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """A random tree: words of ancestors (T, words), and the same as bool (T, T)."""
+    generator = torch.Generator().manual_seed(seed)
+    seen = torch.eye(nodes, dtype=torch.bool)
+    for node in range(1, nodes):
+        seen[node] |= seen[int(torch.randint(0, node, (), generator=generator))]
+    words = []
+    for start in range(0, nodes, 64):
+        bits = [
+            sum(1 << j for j, on in enumerate(row[start : start + 64].tolist()) if on)
+            for row in seen
+        ]
+        words.append([x - (1 << 64) if x >> 63 else x for x in bits])
+    return torch.tensor(words).T.contiguous(), seen
+
+
+def case(
+    batch, heads, groups, nodes, dim, slots, dtype=torch.float32, device="cpu", **more
+) -> dict:
+    """Arguments of `tree_verify`; the context is ragged and poisoned behind its lengths."""
+    keys, values = (noise(batch, heads, slots, dim, seed=s).to(dtype) for s in (1, 2))
+    lengths = torch.arange(batch * heads).view(batch, heads) * 13 % (slots + 1)
+    gone = (torch.arange(slots) >= lengths[..., None])[..., None]
+    own = [noise(batch, heads, nodes, dim, seed=s).to(device, dtype) for s in (3, 4)]
+    return {
+        "query": noise(batch, heads * groups, nodes, dim, seed=5).to(device, dtype),
+        "keys": keys.masked_fill(gone, torch.nan).to(device),
+        "values": values.masked_fill(gone, torch.nan).to(device),
+        "lengths": lengths.to(device),
+        "tree_keys": own[0],
+        "tree_values": own[1],
+        "ancestors": tree(nodes)[0].to(device),
+        **more,
+    }
+
+
+def segment(batch: int, heads: int, n: int, dim: int, device, **more) -> Segment:
+    with pytest.MonkeyPatch.context() as patch:  # not what is tested here
+        patch.setenv("VLMFAST_KERNELS", "torch")
+        made = quantise(
+            noise(batch, heads, n, dim, seed=8),
+            noise(batch, heads, n, dim, seed=9),
+            torch.arange(n).expand(batch, heads, -1),
+            (torch.arange(batch * heads).view(batch, heads) * 7 + 5) % (n + 1),
+            **more,
+        )
+    return made._each(lambda name, x: x.to(device))
+
+
+def check(given: dict) -> None:
+    out, lse = tree_verify(**given)
+    expected = tree_verify_ref(**given)
+    close = CLOSE[out.dtype]
+    assert out.dtype == given["query"].dtype and expected[0].isfinite().all()
+    torch.testing.assert_close(out, expected[0], rtol=close, atol=close)
+    torch.testing.assert_close(lse, expected[1], rtol=1e-5, atol=max(close, 1e-5))
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 7, 20])
+@pytest.mark.parametrize("groups", [1, 3])
+def test_it_is_the_reference(nodes, groups, device):
+    check(case(2, 2, groups, nodes, 32, 40, device=device))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_half_precision(dtype, groups, device):
+    check(case(1, 2, groups, 5, 64, 50, dtype, device))
+
+
+@pytest.mark.parametrize("dim", [8, 72, 80, 96, 128])
+def test_head_dimensions(dim, device):
+    check(case(1, 1, 2, 6, dim, 33, device=device))
+
+
+def test_more_nodes_than_bits_of_a_word(device):
+    for nodes in (64, 70):
+        given = case(1, 1, 1, nodes, 16, 10, device=device)
+        assert given["ancestors"].shape == (nodes, -(-nodes // 64))
+        check(given)
+    assert bool(given["ancestors"][63, 0] < 0)  # the highest bit of a word is used
+
+
+def test_a_tree_for_each_row_of_the_batch(device):
+    given = case(2, 1, 2, 5, 16, 20, device=device)
+    words = torch.stack([tree(5, seed)[0] for seed in (1, 2)]).to(device)
+    check(given | {"ancestors": words})
+    both = tree_verify(**given | {"ancestors": words})[0]
+    for row in range(2):
+        one = tree_verify(**given | {"ancestors": words[row]})[0]
+        torch.testing.assert_close(both[row], one[row], rtol=0, atol=0)
+        assert not torch.equal(both[1 - row], one[1 - row])
+    one_word = tree_verify(**given | {"ancestors": words[0, :, 0]})[0]
+    assert torch.equal(one_word, tree_verify(**given | {"ancestors": words[0]})[0])
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_over_quantised_segments_and_biases(groups, device, monkeypatch):
+    given = case(2, 2, groups, 5, 32, 40, device=device)
+    given["segments"] = [
+        segment(2, 2, 33, 32, device, bits=4, scaled=True),
+        segment(2, 2, 24, 32, device, bits=2, key_group=8, value_group=8),
+    ]
+    given["bias"] = noise(2, 2, 40, seed=7).to(device)
+    check(given)
+    monkeypatch.setattr(shared, "LEAST", 8)  # as many programs as there are tiles
+    check(given)
+
+
+def test_a_chain_is_causal_attention(device):
+    """Reference and kernel: a tree without branches."""
+    given = case(1, 2, 2, 6, 16, 30, device=device)
+    given["ancestors"] = (2 ** (torch.arange(6, device=device) + 1)) - 1
+    keys, values = (
+        torch.cat([given[a], given[b]], 2)
+        for a, b in (("keys", "tree_keys"), ("values", "tree_values"))
+    )
+    context = torch.arange(30, device=device) < given["lengths"][..., None]
+    causal = torch.ones(6, 6, dtype=torch.bool, device=device).tril()
+    mask = torch.cat([context[:, :, None].expand(-1, -1, 6, -1), causal.expand(1, 2, -1, -1)], 3)
+    expected, lse, _ = decode_mixed_ref(given["query"], [], keys, values, mask)
+    for ours in (tree_verify(**given), tree_verify_ref(**given)):
+        torch.testing.assert_close(ours[0], expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(ours[1], lse, rtol=1e-5, atol=1e-5)
+    every = torch.full((6,), 63, device=device)  # control: all see all
+    assert not torch.allclose(tree_verify(**given | {"ancestors": every})[0], expected)
+
+
+def test_a_node_sees_its_branch_alone(device):
+    """Another key of a node changes its descendants, and bit for bit nobody else."""
+    given = case(1, 1, 2, 12, 16, 20, device=device)
+    seen = tree(12)[1].to(device)
+    before = tree_verify(**given)[0]
+    node = 7
+    other = given["tree_keys"].clone()
+    other[:, :, node] += 1
+    after = tree_verify(**given | {"tree_keys": other})[0]
+    changed = (before != after).any(-1)[0, 0]
+    assert torch.equal(changed, seen[:, node])
+
+
+def test_no_context(device):
+    given = case(1, 2, 1, 4, 16, 20, device=device)
+    empty = {"keys": given["keys"][:, :, :0], "values": given["values"][:, :, :0]}
+    check(given | empty | {"lengths": torch.zeros_like(given["lengths"])})
+    nobody = {"ancestors": torch.zeros(4, dtype=torch.int64, device=device)}
+    out, lse = tree_verify(**given | nobody)
+    assert not given["lengths"][0, 0] and not out[0, 0].any() and (lse[0, 0] == -1e30).all()
+    check(given | nobody)
+
+
+def test_what_is_not_contiguous(device):
+    given = case(2, 2, 2, 5, 32, 24, device=device)
+    turned = {
+        name: given[name].transpose(1, 2).contiguous().transpose(1, 2)
+        for name in ("query", "keys", "values", "tree_keys", "tree_values")
+    }
+    assert not turned["keys"].is_contiguous()
+    for ours, other in zip(tree_verify(**given | turned), tree_verify(**given), strict=True):
+        torch.testing.assert_close(ours, other, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("path", GOLDEN, ids=lambda path: path.stem)
+def test_golden(path):
+    data = load_file(path)
+    tree_case(data, {})
+    with pytest.raises(AssertionError):  # control
+        tree_case(data | {"v_tree": data["v_tree"].roll(1, -1)}, {})
+
+
+def test_what_is_refused(device):
+    given = case(1, 2, 2, 5, 16, 10, device=device)
+    for ancestors in (
+        given["ancestors"][:4],
+        given["ancestors"].int(),
+        given["ancestors"][None, None],
+    ):
+        with pytest.raises(VLMFastError, match=r"5 nodes take int64 \(5, 1\)"):
+            tree_verify(**given | {"ancestors": ancestors})
+    with pytest.raises(VLMFastError, match=r"70 nodes take int64 \(70, 2\)"):
+        tree_verify(**case(1, 1, 1, 70, 16, 10) | {"ancestors": torch.zeros(70, 1).long()})
+    with pytest.raises(VLMFastError, match="tree_verify: head dimension 12"):
+        tree_verify(**case(1, 1, 1, 3, 12, 8, device=device))
+    with pytest.raises(VLMFastError, match="tree_verify: queries, keys and values in"):
+        tree_verify(**given | {"tree_keys": given["tree_keys"].half()})
+    with pytest.raises(VLMFastError, match=r"slots, 16\) in all pieces"):
+        tree_verify(**given | {"keys": given["keys"][:, :1]})
+    with pytest.raises(VLMFastError, match="tree_verify: tensors on"):
+        tree_verify(**given | {"lengths": given["lengths"].to("meta")})
