@@ -671,9 +671,9 @@ def test_stages_that_nothing_runs_are_refused(vlm):
     @dataclass(frozen=True)
     class Drafts(Stage):
         name: ClassVar[str] = "test-drafts"
-        protocol: ClassVar[str] = "drafter"
+        protocol: ClassVar[str] = "guess"
 
-    with pytest.raises(RecipeError, match="test-drafts is a drafter stage"):
+    with pytest.raises(RecipeError, match="test-drafts is a guess stage"):
         vlm.ask("what ?", picture(0), recipe=Drafts())
 
 

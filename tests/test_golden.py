@@ -22,6 +22,15 @@ from transformers.image_processing_utils import select_best_resolution
 
 from golden_budgets import adjust_case as cake_adjust
 from golden_budgets import cake_case, fastkv_case, vlcache_case
+from golden_eagle import (
+    eagle3_case,
+    eagle_case,
+    losses_case,
+    msd_case,
+    ttt_case,
+    vispec_case,
+)
+from golden_eagle import tree_case as eagle_tree
 from golden_evict import (
     h2o_answer,
     h2o_grouped,
@@ -46,7 +55,23 @@ from golden_pyramiddrop import end_to_end as pyramiddrop_end_to_end
 from golden_pyramiddrop import rank_case as pyramiddrop_rank
 from golden_quant import decode as decode_mixed
 from golden_quant import kivi, zipcache_mixed, zipcache_quant, zipcache_saliency
+from golden_spec import (
+    chain_rejection,
+    eagle_buffers,
+    exact_law,
+    medusa_buffers,
+    medusa_greedy,
+    multiround,
+    other_prompts,
+    posterior_greedy,
+    posterior_sample,
+    posterior_vispec,
+    prompt_lookup,
+    ragged_batch,
+    recycling,
+)
 from golden_stats import colstats_case
+from golden_tree import tree_case
 from golden_visionzip import clip_case as visionzip_clip
 from golden_visionzip import zip_case as visionzip_zip
 from golden_zipvl import tau_case as zipvl_tau
@@ -303,6 +328,7 @@ RUNNERS: dict[str, dict[str, tuple[Check, Callable[[Data], Data]]]] = {
         "oracle-decode-mixed": (decode_mixed, rolled("v4")),
         "oracle-tau": (zipvl_tau, rolled("k")),
         "oracle-textprior": (lookm_textprior, rolled("score")),
+        "oracle-tree": (tree_case, rolled("k_ctx")),
         "pyramidkv-": (pyramidkv, rolled("q")),
         "quickprefill-": (quickprefill, reordered("k", 2)),
         "snapkv-gqa": (snapkv, rolled("q")),
@@ -313,7 +339,27 @@ RUNNERS: dict[str, dict[str, tuple[Check, Callable[[Data], Data]]]] = {
         "zipcache-quant": (zipcache_quant, rolled("v")),
         "zipcache-saliency": (zipcache_saliency, rolled("k")),
     },
-    "spec": {},
+    "spec": {
+        "eagle12_": (eagle_case, rolled("w.fc.weight")),
+        "eagle1_multiround_": (multiround, rolled("tree_logits")),
+        "eagle2_tree_": (eagle_tree, rolled("logits_step0")),
+        "eagle3_tiny_": (eagle3_case, rolled("w.fc.weight")),
+        "eagle3_ttt_": (ttt_case, rolled("w.self_attn.q_proj.weight")),
+        "eagle_posterior_greedy_": (posterior_greedy, rolled("tree_logits")),
+        "eagle_posterior_sample_": (posterior_sample, rolled("tree_logits")),
+        "eagle_static_": (eagle_buffers, rolled("tree_indices")),
+        "ebay_": (ragged_batch, rolled("k_in_1")),
+        "exact_law_": (exact_law, rolled("q0")),
+        "hf_speculative_": (chain_rejection, rolled("new_logits")),
+        "losses": (losses_case, rolled("predicted_features")),
+        "medusa_buffers_": (medusa_buffers, rolled("tree_indices")),
+        "medusa_posterior_": (medusa_greedy, rolled("medusa_logits")),
+        "msd_": (msd_case, rolled("w.fc.weight")),
+        "prompt_lookup_": (prompt_lookup, other_prompts),
+        "token_recycling_": (recycling, rolled("adjacency")),
+        "vispec_posterior_": (posterior_vispec, rolled("tree_logits")),
+        "vispec_tiny_": (vispec_case, rolled("w.fc.weight")),
+    },
 }
 
 # Files whose method the project does not have yet.
@@ -331,27 +377,10 @@ NOT_BUILT: dict[str, dict[str, str]] = {
         "kvpress-": "not built yet: the scores of kvpress's own methods",
         "mergekv-": "not built yet: the merge weights of KVCache-Factory",
         "minicache-": "not built yet: merging across cache layers (MiniCache)",
-        "oracle-tree": "arrives with the tree_verify kernel",
         "rotatekv-": "not built yet: rotated quantisation (RotateKV)",
         "tome-": "arrives with the ToMe reducer",
     },
-    "spec": {
-        "eagle1_multiround_": "arrives with drafts that are sampled",
-        "eagle12_": "arrives with the EAGLE drafter",
-        "eagle2_": "arrives with the EAGLE drafter",
-        "eagle3_": "arrives with the EAGLE drafter",
-        "eagle_posterior_": "arrives with speculative verification",
-        "eagle_static_": "arrives with the draft tree",
-        "ebay_": "arrives with speculation in a batch",
-        "exact_law_": "arrives with speculative verification",
-        "hf_speculative_": "arrives with speculative verification",
-        "losses": "arrives with drafter training",
-        "medusa_": "arrives with the draft tree",
-        "msd_": "arrives with the EAGLE drafter",
-        "prompt_lookup_": "arrives with the n-gram drafter",
-        "token_recycling_": "arrives with the recycling drafter",
-        "vispec_": "arrives with the ViSpec drafter",
-    },
+    "spec": {},
 }
 
 # Files whose rule the project does not follow on purpose.
@@ -365,6 +394,10 @@ REPLACED: dict[str, dict[str, str]] = {
         f"eagle1_multiround_{case}": "stores a known error of the reference: the token after a "
         "fully accepted node is drawn from raw logits instead of the warped distribution"
         for case in ("04", "05")
+    }
+    | {
+        f"medusa_posterior_{case}": "typical acceptance changes the law of the answer"
+        for case in ("02", "03", "04")
     },
 }
 

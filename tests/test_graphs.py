@@ -49,22 +49,20 @@ def vlm(monkeypatch) -> VLM:
 
 def follow(monkeypatch) -> None:
     """The stand-in's step is Python: it works on the decoder that uses the graph now."""
-    adopt = StepGraph.adopt
+    replay = StepGraph.replay
 
-    def adopted(self, decoder):
-        adopt(self, decoder)
+    def replayed(self, decoder, *given):
         self.now = decoder
+        return replay(self, decoder, *given)
 
-    def step_of(self, decoder):
-        self.now = decoder
-
+    def step_of(self, decoder, key):
         def step():
             assert all(self.state[key] is of for key, of in self.now.state().items())
-            self.logits = self.now.forward(self.tokens)
+            self.outputs[key] = self.now.forward(*self.inputs[key])
 
         return step
 
-    monkeypatch.setattr(StepGraph, "adopt", adopted)
+    monkeypatch.setattr(StepGraph, "replay", replayed)
     monkeypatch.setattr(StepGraph, "_step_of", step_of)
 
 
@@ -85,6 +83,23 @@ def test_a_second_request_uses_the_step_again(plain: VLM, vlm: VLM) -> None:
     # Another shape is another step.
     vlm.ask("what is here ?", images=[picture(seed=s) for s in range(4)], max_new_tokens=6)
     assert graphs.captured == 2
+
+
+@pytest.mark.parametrize("recipe", ["none", "pyramiddrop", "kivi:bits=4,group=4,residual=8"])
+def test_trees_are_captured_by_their_width(plain: VLM, vlm: VLM, recipe: str) -> None:
+    """Single tokens and trees of several widths take turns in the same buffers."""
+    from fake_drafters import Knows
+    from vlmfast.recipe import Recipe
+
+    given = {"images": picture(seed=0), "max_new_tokens": 40, "eos_token_id": None}
+    wanted = plain.ask("what is here ?", recipe=recipe, **given).token_ids
+    knows = Knows(answer=tuple(wanted), cycle=True)
+    for _ in range(2):
+        got = vlm.ask("what is here ?", recipe=Recipe.of(recipe) + knows, **given)
+        assert got.token_ids == wanted and got.stats.accepted > 10
+    (graph, *_) = vlm.adapter.kept["graphs"]._idle
+    widths = {width for width, _ in graph.outputs}
+    assert widths <= {1, 2, 4, 8, 16} and len(widths) > 1
 
 
 def test_growing_beyond_the_buffers_captures_anew(plain: VLM, vlm: VLM, monkeypatch) -> None:
@@ -132,7 +147,7 @@ def test_the_stand_in_notices_a_moved_buffer(vlm: VLM) -> None:
         run.next(torch.tensor([[5]]))
         run.decoder.graph.state["position",] = run.decoder.position.clone()
         with pytest.raises(AssertionError):
-            run.decoder.graph.replay(torch.tensor([[5]]))
+            run.decoder.graph.replay(run.decoder, torch.tensor([[5]]))
 
 
 def test_idle_steps_are_bounded() -> None:

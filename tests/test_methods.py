@@ -15,7 +15,8 @@ from vlmfast.errors import RecipeError
 from vlmfast.recipe import Recipe
 from vlmfast.stages import stage_class, stage_names
 
-METHODS = sorted(n for n in stage_names() if stage_class(n).protocol != "media")
+METHODS = sorted(n for n in stage_names() if stage_class(n).protocol not in ("media", "drafter"))
+DRAFTERS = sorted(n for n in stage_names() if stage_class(n).protocol == "drafter")
 REDUCERS = [n for n in METHODS if hasattr(stage_class(n)(), "budget")]
 CACHES = [n for n in METHODS if n not in REDUCERS]
 SHARED = [n for n in CACHES if hasattr(stage_class(n)(), "share")]
@@ -231,3 +232,20 @@ def test_another_seed_is_another_selection(tiny) -> None:
         for s in (0, 1)
     ]
     assert not torch.equal(*depths)
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_no_drafter_changes_an_answer(tiny, name) -> None:
+    stage = stage_class(name)()
+    if stage.trained and not tiny.adapter.ships(stage):
+        with pytest.raises(RecipeError, match="there are no weights for this llava_next model"):
+            tiny.ask("what ?", recipe=stage)
+        return
+    for case, media in {"text alone": {}, **MEDIA}.items():
+        full = tiny.ask("what ?", **media, max_new_tokens=12, eos_token_id=None)
+        more = {"max_new_tokens": 12, "eos_token_id": None, "strict": True}
+        same = tiny.ask("what ?", **media, recipe=stage, **more)
+        assert same.token_ids == full.token_ids, case
+        assert same.stats.kv_bytes == full.stats.kv_bytes
+        assert 0 < same.stats.rounds <= 11
+        assert same.stats.speculation

@@ -30,7 +30,7 @@ from .kernels.quantize_kv import Segment
 from .layout import TokenLayout, VisualTokens
 from .models.base import Adapter
 from .recipe import Recipe
-from .stages import ItemGeometry, VisionStats
+from .stages import ItemGeometry, Read, VisionStats
 
 if TYPE_CHECKING:
     from .vlm import VLM, Answer
@@ -100,6 +100,8 @@ class Kept:
         How many of these were read first, under the recipe.
     stats, trace
         As that left them.
+    reads : list of Read
+        What drafters remember of the first part; not saved.
     """
 
     cache: KVCache
@@ -108,6 +110,7 @@ class Kept:
     base: int
     stats: Stats
     trace: Trace
+    reads: list[Read] = field(default_factory=list)
 
     def rewind(self, ids: int) -> bool:
         """Forget all but the first ``ids``; whether that was possible."""
@@ -448,6 +451,8 @@ class Session:
         if not self.history and kept.cache.track:  # its stages will not let go of this question
             kept = kept.clone()
         run.cache, run.decoder = kept.cache, kept.decoder
+        if run.watch is not None:
+            run.watch.reads = list(kept.reads)
         new = turn.ids[:, len(kept.ids) : turn.prompt]
         run._fits(int(run.position.max()) + new.shape[1] + turn.room)
         for part in new.split(_AT_ONCE, dim=1) if new.shape[1] else ():
@@ -476,6 +481,7 @@ class Session:
             len(consumed),
             copy.deepcopy(run.stats),
             _copied(run.trace, "cpu", []),
+            [] if run.watch is None else list(run.watch.reads),
         )
         return self._kept, logits
 

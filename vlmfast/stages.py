@@ -31,6 +31,7 @@ from .kv import KV
 from .layout import TokenLayout, VisualTokens
 
 if TYPE_CHECKING:
+    from .drafters.tree import Tree
     from .kernels.quantize_kv import Segment
 
 PROTOCOLS = ("media", "in-encoder", "encode", "prefill", "cache", "decode", "drafter")
@@ -441,6 +442,10 @@ class Step:
         ``(keys (H, N, D), delta (H, N)) -> keys`` with ``delta`` added to their rotary ids.
     limit : int, optional
         Block-wise prefill: slots of this block that each layer may keep.
+    tree : Tensor, bool, (B, T, T), optional
+        Verification of drafts: which of the T new tokens each of them sees.
+    ancestors : Tensor, int64, (B, T, 1), optional
+        The same as bits, for up to 64 tokens.
     """
 
     phase: Phase
@@ -465,6 +470,8 @@ class Step:
     after: Callable[..., None] | None = None
     rotate: Callable[[Tensor, Tensor], Tensor] | None = None
     limit: int | None = None
+    tree: Tensor | None = None
+    ancestors: Tensor | None = None
 
     def select(self, index: Tensor) -> None:
         """Keep rows ``index`` of the current tokens, in the layout and in every statistic."""
@@ -785,6 +792,13 @@ class DecodeStage(Stage):
         """
         raise NotImplementedError(f"{type(self).__name__}.step")
 
+    def quiet(self, slots: Slots, layer: int) -> int:
+        """How many of the next calls of `step` have nothing to do; asked right behind one.
+
+        So many drafted tokens can be checked at once: the cache is as if they came one by one.
+        """
+        return 0
+
 
 class Slots(Protocol):
     """The float part of one layer of one sequence, while it is decoded.
@@ -834,9 +848,167 @@ class Slots(Protocol):
         """As `Step.rotate`."""
 
 
+@dataclass(frozen=True, eq=False)
+class Target:
+    """What a drafter may use of the model that it drafts for.
+
+    Parameters
+    ----------
+    embed : callable
+        Ids, int64, (...) to input embeddings (..., D).
+    logits : callable
+        Hidden states behind the last norm (..., D) to logits (..., V).
+    width, depth, vocabulary : int
+        D, decoder layers, V.
+    banned : tuple of int
+        Ids that are never drafted: placeholders of pictures and clips.
+    trained : Module, optional
+        The drafter's own weights.
+    shallow : callable, optional
+        ``(token, behind, layers) -> logits (V,)``: what only ``layers`` of the model make of a
+        token, ``behind`` such tokens after the cache.
+    kept : dict
+        The drafter's own, of this model, from one request to the next.
+    """
+
+    embed: Callable[[Tensor], Tensor]
+    logits: Callable[[Tensor], Tensor]
+    width: int
+    depth: int
+    vocabulary: int
+    banned: tuple[int, ...] = ()
+    trained: nn.Module | None = None
+    shallow: Callable[..., Tensor] | None = None
+    kept: dict[Any, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class Read:
+    """A part of a prompt behind the target's last layer.
+
+    Parameters
+    ----------
+    ids : list of int
+        The full part, placeholders and dropped rows included.
+    layout : TokenLayout
+        The S rows that are left behind the last layer.
+    embeds : Tensor, (S, D)
+        What went into the first layer of these rows.
+    features : Tensor, (S, D), optional
+        Behind the last norm; where the drafter `DrafterStage.features`.
+    taps : Tensor, (S, K, D), optional
+        What went into the K layers of `DrafterStage.taps`.
+    """
+
+    ids: list[int]
+    layout: TokenLayout
+    embeds: Tensor
+    features: Tensor | None = None
+    taps: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Round:
+    """A tree that the target has checked.
+
+    Parameters
+    ----------
+    tree : Tree
+    path : list of int
+        Nodes that were accepted, the root first.
+    emitted : list of int
+        The tokens of ``path`` behind the root, and the target's own next one.
+    logits : Tensor, (N, V)
+        The target's, of every node.
+    features, taps : Tensor, (N, D) and (N, K, D), optional
+        As in `Read`, of every node.
+    """
+
+    tree: Tree
+    path: list[int]
+    emitted: list[int]
+    logits: Tensor
+    features: Tensor | None = None
+    taps: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Budget:
+    """How large a tree may be, and how its tokens are ranked.
+
+    Parameters
+    ----------
+    nodes : int
+        Of the whole tree, the root included.
+    depth : int
+        Drafted tokens on one path.
+    warp : callable, optional
+        Logits (K, V) to logits as the request samples from them. ``None`` when it is greedy.
+    noise : callable, optional
+        Depth (1, 2, ...) to the Gumbel noise (V,) that the target will add at that depth.
+    """
+
+    nodes: int
+    depth: int
+    warp: Callable[[Tensor], Tensor] | None = None
+    noise: Callable[[int], Tensor] | None = None
+
+    def rank(self, logits: Tensor, depth: int) -> Tensor:
+        """By what children at ``depth`` are ranked: (K, V), log-probabilities, or these with noise.
+
+        With the target's own noise the best child is the token that the target takes wherever the
+        drafter's probabilities are the target's: sampling without replacement, coupled to it.
+        """
+        if self.noise is None:
+            return logits.float().log_softmax(-1)
+        return self.warp(logits.float()).log_softmax(-1) + self.noise(depth)
+
+
+class Drafter(Protocol):
+    """Drafts the answer of one request."""
+
+    def prefill(self, read: Read) -> None:
+        """See a prompt, or the next part of one."""
+
+    def propose(self, root: int, budget: Budget) -> Tree:
+        """A tree below ``root``, the token that was emitted last; it may be the root alone."""
+
+    def extend(self, done: Round) -> None:
+        """See what the target made of a tree."""
+
+
+@dataclass(frozen=True)
+class DrafterStage(Stage):
+    """Guesses tokens of the answer, which the model checks all at once. Never changes an answer."""
+
+    protocol: ClassVar[str] = "drafter"
+    merges: ClassVar[bool] = False  # whether its trees may stand beside another drafter's
+    features: ClassVar[bool] = False  # whether it reads the target's hidden states
+    governs: ClassVar[bool] = False  # whether it drafts nothing, and decides for those that do
+
+    def taps(self, depth: int) -> tuple[int, ...]:
+        """Decoder layers (0 .. depth-1) whose input it reads."""
+        return ()
+
+    def largest(self) -> tuple[int, int]:
+        """Nodes of a tree, the root included, and drafted tokens on one path, at most."""
+        raise NotImplementedError(f"{type(self).__name__}.budget")
+
+    def open(self, target: Target) -> Drafter:
+        """A drafter for one request.
+
+        Raises
+        ------
+        RecipeError
+            When it does not belong to ``target``.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.open")
+
+
 # --- finding methods -----------------------------------------------------------------------------
 
 _HOMES = ("compressors", "drafters")
+_SHARED = ("tree",)  # modules there that are no methods
 
 
 @cache
@@ -851,7 +1023,7 @@ def stage_names() -> dict[str, str]:
     for home in _HOMES:
         package = importlib.import_module(f"{__package__}.{home}")
         for info in pkgutil.iter_modules(package.__path__):
-            if not info.name.startswith("_"):
+            if info.name not in _SHARED and not info.name.startswith("_"):
                 found[info.name.replace("_", "-")] = f"{package.__name__}.{info.name}"
     return found | {name: entry.module for name, entry in _entry_points().items()}
 

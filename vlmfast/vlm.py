@@ -600,6 +600,9 @@ class VLM:
         if streamer := generation.pop("streamer", None):
             generation["vlmfast_streamer"] = streamer
         criteria = list(generation.pop("stopping_criteria", None) or [])
+        for name in ("seed", "strict"):
+            if name in generation:
+                generation[f"vlmfast_{name}"] = generation.pop(name)
         stop = generation.pop("stop_strings", None) or config.stop_strings
         if stop:
             if config.stop_strings:  # or `generate` would look for a tokenizer

@@ -127,3 +127,7 @@ class Pages(Part, DecodeStage):
         order = slots.order[:, :count]
         dtype = note.get("dtype", torch.float16)
         slots.quantise(count, lambda k, v: self.of.segment(k, v, order, dtype=dtype))
+
+    def quiet(self, slots: Slots, layer: int) -> int:
+        note = slots.notes.get(self.name, {}).get(layer, {})
+        return self.of.residual - 1 - (slots.held - note.get("apart", 0))

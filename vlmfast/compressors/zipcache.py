@@ -196,3 +196,6 @@ class Pages(Part, DecodeStage):
             )
 
         slots.quantise(count, make)
+
+    def quiet(self, slots: Slots, layer: int) -> int:
+        return self.of.page - 1 - slots.held

@@ -321,3 +321,6 @@ class Pages(Part, DecodeStage):
             )
 
         slots.quantise(page, make)
+
+    def quiet(self, slots: Slots, layer: int) -> int:
+        return self.of.page - 1 - slots.held

@@ -25,6 +25,7 @@ from ..kernels._triton import use_triton
 from ..kernels.biased_attention import biased_attention
 from ..kernels.col_stats import col_stats
 from ..kernels.decode_mixed import decode_mixed
+from ..kernels.tree_verify import tree_verify
 from ..stages import Phase, StatRequest, Step, current_step
 
 # No "flash", "sdpa" or "/" in these names: transformers tests for such substrings.
@@ -160,7 +161,16 @@ def _cached(
             dropout=dropout,
             scaling=scaling,
         )
-    mask = layer.mask(tokens)
+    if step.ancestors is not None and layer.mass is None and _kernels(query, key):
+        at = layer.length[..., None] + torch.arange(tokens, device=key.device)
+        at = at[..., None].expand(-1, -1, -1, key.shape[3])
+        own = key.gather(2, at), value.gather(2, at)
+        lengths, words = layer.length, step.ancestors
+        output, _ = tree_verify(
+            query, key, value, lengths, *own, words, scaling, layer.segments, layer.bias
+        )
+        return output.transpose(1, 2), None
+    mask = layer.mask(tokens, step.tree)
     bias = layer.bias
     if layer.prefix:
         n = layer.held[0] + tokens

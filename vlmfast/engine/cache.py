@@ -209,9 +209,21 @@ class KVLayer(CacheLayerMixin):
         self.even = self.even and even
         self.held[0] = int(start.max())
 
-    def mask(self, tokens: int) -> Tensor:
-        """Bool (B, H, T, capacity): slots that each of the next ``tokens`` may read."""
+    def mask(self, tokens: int, tree: Tensor | None = None) -> Tensor:
+        """Bool (B, H, T, capacity): slots that each of the next ``tokens`` may read.
+
+        ``tree`` (B, T, T) says which of these tokens see each other, one that does not see itself
+        sees nothing; without it each sees those before it.
+        """
         slots = torch.arange(self.keys.shape[2], device=self.device)
+        if tree is not None:
+            at = slots - self.length[..., None]  # (B, H, capacity): place among the new tokens
+            new = (at >= 0) & (at < tokens)
+            at = at.clamp(0, tokens - 1)[:, :, None].expand(-1, -1, tokens, -1)
+            own = tree[:, None].expand(-1, at.shape[1], -1, -1).gather(3, at)
+            old = (slots < self.length[..., None])[:, :, None]
+            old = old & tree.diagonal(dim1=1, dim2=2)[:, None, :, None]
+            return torch.where(new[:, :, None], own, old)
         last = self.length[..., None] + torch.arange(tokens, device=self.device)
         return slots <= last[..., None]
 
@@ -417,7 +429,7 @@ class KVCache(Cache):
             layer.held = [held - tokens for held in layer.held]
         self._count(-tokens)
 
-    def accept(self, index: Tensor, counts: Sequence[int]) -> None:
+    def accept(self, index: Tensor, counts: Sequence[int], *, moves: bool = True) -> None:
         """Keep some of the tokens that the last pass wrote behind the tail, and count them.
 
         Parameters
@@ -426,9 +438,11 @@ class KVCache(Cache):
             Which of the T written tokens each row keeps, ascending; behind ``counts`` anything.
         counts : sequence of int
             How many of the A each row keeps.
+        moves : bool
+            Whether any of them has to move up; ``False`` where every row keeps its first ones.
         """
         kept = torch.tensor(counts, device=index.device)
-        for layer in self.layers:
+        for layer in self.layers if moves else ():
             source = layer.length[..., None] + index[:, None]
             target = layer.length[..., None] + torch.arange(index.shape[1], device=index.device)
             for name in _SLOTWISE:
@@ -444,6 +458,7 @@ class KVCache(Cache):
                 layer.order.scatter_(
                     2, target.clamp(max=layer.order.shape[2] - 1), order.expand_as(target)
                 )
+        for layer in self.layers:
             layer.held = [held + count for held, count in zip(layer.held, counts, strict=True)]
         self.length.add_(kept[None, :, None])
         self.seen.add_(kept)

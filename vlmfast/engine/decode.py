@@ -8,7 +8,7 @@ random numbers are the same. In a batch every sequence has its own of them, whic
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,18 +16,44 @@ import torch
 from torch import Tensor, nn
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from ..drafters.tree import Tree
 from ..errors import ModelError, RecipeError, VLMFastError
+from ..kernels.tree_verify import WORD
 from ..models.base import Adapter
 from ..recipe import Recipe
 from ..stages import DecodeStage, Phase, Step
 from .attention import switched
 from .cache import KVCache, RowSlots
 from .compress import Compression
+from .fused import fusable, fused_step
 from .graphs import Graphs, StepGraph
+from .noise import gumbel
 from .prefill import Inputs, Prompt, prefill, prepare, rows_of
+from .speculation import Speculation, check, drafting, walk
 from .stats import Stats, Trace, clock
+from .taps import Watch, tapped
 
-_SERVED = ("media", "in-encoder", "encode", "prefill", "cache", "decode")
+_SERVED = ("media", "in-encoder", "encode", "prefill", "cache", "decode", "drafter")
+_WIDTHS = (2, 4, 8, 16, 32, 48, 64)  # nodes of a captured tree
+_ULPS = 8  # near tie: so many units in the last place of the largest logit
+
+
+@dataclass
+class Output:
+    """What a pass over T new tokens of each row gives.
+
+    Parameters
+    ----------
+    logits : Tensor, (B, T, V)
+    hidden : Tensor, (B, T, D)
+        Behind the last norm.
+    taps : Tensor, (B, T, K, D), optional
+        What went into the layers `Decoder.taps`.
+    """
+
+    logits: Tensor
+    hidden: Tensor
+    taps: Tensor | None = None
 
 
 @dataclass
@@ -43,12 +69,15 @@ class Row:
         Slots of the tail when decoding began.
     steps : int
         Tokens that have been fed since.
+    taps : tuple of int
+        Layers whose input the row's drafter reads.
     """
 
     stages: list[DecodeStage]
     notes: dict[str, dict]
     prompt: Tensor
     steps: int = 0
+    taps: tuple[int, ...] = ()
 
 
 class Decoder:
@@ -68,6 +97,7 @@ class Decoder:
         self.adapter, self.cache, self.position, self.rows = adapter, cache, position, rows
         self.step = Step(Phase.DECODE, cache=cache)
         self.graph: StepGraph | None = None
+        self.taps = tuple(sorted({layer for row in rows for layer in row.taps}))
         # Layers whose rows were renumbered in prefill, and by how much; on the device once.
         shifts = {index: tuple(held.shift) for index, held in enumerate(cache.layers)}
         self._shifts = {index: shift for index, shift in shifts.items() if any(shift)}
@@ -99,10 +129,65 @@ class Decoder:
     def next(self, tokens: Tensor) -> Tensor:
         """Feed ``tokens`` (B, 1); returns the logits (B, V) behind them. No host sync."""
         self.rework()
+        return self.feed(tokens).logits[:, -1]
+
+    def feed(self, tokens: Tensor) -> Output:
+        """The same without the decode stages' work."""
         self.cache.reserve(1)
-        logits = self.captured(tokens) if self.captures else self.forward(tokens)
+        output = self.captured(tokens) if self.captures else self.forward(tokens)
         self.cache.advance_host()
-        return logits
+        return output
+
+    def verify(self, trees: Sequence[Tree]) -> Output:
+        """Read one tree of each row behind what it holds; nothing is counted before `accept`."""
+        width = max(len(tree) for tree in trees)
+        if self.captures:  # few widths, so that few steps are captured
+            width = next(w for w in _WIDTHS if w >= width) if width <= _WIDTHS[-1] else width
+        tokens = torch.zeros(len(trees), width, dtype=torch.int64)
+        offset, mask = torch.zeros_like(tokens), torch.eye(width, dtype=torch.bool)
+        mask = mask.repeat(len(trees), 1, 1)
+        for row, tree in enumerate(trees):
+            n = len(tree)
+            tokens[row] = tree.tokens[0]  # padding: any token, which nobody sees
+            tokens[row, :n] = torch.tensor(tree.tokens)
+            offset[row, :n] = torch.tensor(tree.depths)
+            mask[row, :n, :n] = tree.mask()
+            if self.cache.mass:  # padding must not count as a reader
+                mask[row, n:] = False
+        given = tuple(of.to(self.position.device) for of in (tokens, offset, mask))
+        self.cache.reserve(width)
+        return self.captured(*given) if self.captures else self.forward(*given)
+
+    def accept(self, paths: Sequence[Sequence[int]]) -> None:
+        """Count the nodes of ``paths``, root first, of the trees that `verify` has read."""
+        counts = [len(path) for path in paths]
+        longest = max(max(counts), 1)
+        device = self.position.device
+        index = torch.tensor([[*path, *[0] * (longest - len(path))] for path in paths])
+        moves = any(list(path) != list(range(len(path))) for path in paths)
+        self.cache.accept(index.to(device), counts, moves=moves)
+        self.position.add_(torch.tensor(counts, device=device)[:, None])
+        for row, count in zip(self.rows, counts, strict=True):
+            row.steps += count - 1  # `rework` has counted the root
+
+    def rewind(self, tokens: int) -> None:
+        """Forget the last ``tokens`` of every row."""
+        self.cache.crop(tokens)
+        self.position.sub_(tokens)
+
+    def spare(self, number: int) -> int:
+        """How many drafted tokens a row may take before a decode stage has work to do."""
+        row, spare = self.rows[number], 1 << 30
+        if any(stage.mass for stage in row.stages):  # what rejected tokens attend to would count
+            return 0
+        for stage in row.stages:
+            gap = -row.steps % stage.every
+            quiet = min(
+                stage.quiet(self._slots(number, layer, prompt), layer)
+                for layer, prompt in enumerate(row.prompt)
+            )
+            spare = min(spare, max(gap, quiet, 0))
+        return spare
 
     @property
     def captures(self) -> bool:
@@ -114,8 +199,8 @@ class Decoder:
     def graphs(self) -> Graphs:
         return self.adapter.kept.setdefault("graphs", Graphs())
 
-    def captured(self, tokens: Tensor) -> Tensor:
-        """A step through a graph; one is captured where none fits."""
+    def captured(self, *given: Tensor) -> Output:
+        """A step through a graph; one is captured where none fits. Arguments as in `forward`."""
         if self.graph is None or not self.graph.serves(self):
             if self.graph is not None:
                 # Some buffers may still be the old step's: copied before others use them.
@@ -126,7 +211,7 @@ class Decoder:
                 self.retire()
             self.graph = self.graphs.get(self)
             self.cache.lend(True)
-        return self.graph.replay(tokens)
+        return self.graph.replay(self, *given)
 
     def retire(self) -> None:
         """Let the captured step serve others; nothing of this decoder is in its buffers now."""
@@ -140,22 +225,92 @@ class Decoder:
         self.cache.release()
         self.retire()
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """The step itself, from embedding to logits: the device's part, which can be captured."""
+    def forward(
+        self, tokens: Tensor, offset: Tensor | None = None, tree: Tensor | None = None
+    ) -> Output:
+        """The step itself, from embedding to logits: the device's part, which can be captured.
+
+        Parameters
+        ----------
+        tokens : Tensor, int64, (B, T)
+        offset : Tensor, int64, (B, T), optional
+            How far behind the next position each token stands. Without it, T is 1 and the token is
+            counted.
+        tree : Tensor, bool, (B, T, T), optional
+            Which of the tokens see each other.
+        """
+        position = self.position if offset is None else self.position + offset
+        self.step.tree, self.step.ancestors = tree, None
+        self.step.phase = Phase.DECODE if tree is None else Phase.VERIFY
+        if tree is not None and tree.shape[1] <= WORD:
+            places = torch.arange(tree.shape[1], device=tree.device)
+            self.step.ancestors = (tree.long() << places).sum(-1, keepdim=True)
+        embeds, compiles = self.adapter.embed(tokens), self.adapter.decoding == "compile"
+        if not compiles and fusable(self.adapter):
+            offsets = {layer: self._offsets[shift] for layer, shift in self._shifts.items()}
+            hidden, seen = fused_step(
+                self.adapter, embeds, position, self.cache, self.step, offsets, self.taps
+            )
+        else:
+            hidden, seen = self._modules(embeds, position)
+        taps = torch.stack([seen[layer] for layer in self.taps], 2) if self.taps else None
+        if tree is not None:
+            return Output(self.adapter.logits(hidden), hidden, taps)
+        self.cache.advance_device()
+        self.position.add_(1)
+        return Output(self.adapter.logits(hidden[:, -1])[:, None], hidden, taps)
+
+    def _modules(self, embeds: Tensor, position: Tensor) -> tuple[Tensor, dict[int, Tensor]]:
+        """`fused_step` through the model's own modules."""
         decoder = self.adapter.decoder
-        if self.adapter.decoding == "compile":
-            decoder = self.adapter.kept.setdefault("compiled", torch.compile(decoder))
-        with self.shifted(self.step, self.position):
+        with self.shifted(self.step, position), tapped(decoder, self.taps, self.step) as seen:
+            if self.adapter.decoding == "compile":
+                decoder = self.adapter.kept.setdefault("compiled", torch.compile(decoder))
             hidden = decoder(
-                inputs_embeds=self.adapter.embed(tokens),
-                position_ids=self.position,
+                inputs_embeds=embeds,
+                position_ids=position,
                 past_key_values=self.cache,
                 use_cache=True,
                 vlmfast_step=self.step,
             ).last_hidden_state
-        self.cache.advance_device()
-        self.position.add_(1)
-        return self.adapter.logits(hidden[:, -1])
+        return hidden, seen
+
+    def shallow(self, number: int, token: int, behind: int, layers: Sequence[int]) -> Tensor:
+        """Logits (V,) behind ``token`` of one row by only some of the layers.
+
+        Parameters
+        ----------
+        behind : int
+            Tokens that were passed in this way before it; nothing is counted.
+        layers : sequence of int
+        """
+        decoder, cache = self.adapter.decoder, self.cache
+        tokens = torch.full((len(self.rows), 1), token, device=self.position.device)
+        cache.advance(behind)
+        cache.reserve(1)
+        position = self.position + behind
+        self.step.tree, self.step.phase = None, Phase.DECODE
+        if cache.mass:  # what is drafted must not count as a reader of other rows
+            self.step.tree = torch.zeros(len(self.rows), 1, 1, dtype=torch.bool)
+            self.step.tree[number] = True
+            self.step.tree = self.step.tree.to(position.device)
+        try:
+            with self.shifted(self.step, position):
+                hidden = self.adapter.embed(tokens)
+                tables = decoder.rotary_emb(hidden, position)
+                for index in layers:
+                    hidden = decoder.layers[index](
+                        hidden,
+                        attention_mask=None,
+                        position_ids=position,
+                        past_key_values=cache,
+                        use_cache=True,
+                        position_embeddings=tables,
+                        vlmfast_step=self.step,
+                    )
+            return self.adapter.logits(decoder.norm(hidden)[number, -1])
+        finally:
+            cache.advance(-behind)
 
     def state(self) -> dict[tuple, Tensor]:
         """Every tensor that a step reads or writes beside the weights, by its place."""
@@ -174,11 +329,12 @@ class Decoder:
             for stage in row.stages:
                 if row.steps % stage.every == 0:
                     for layer, prompt in enumerate(row.prompt):
-                        slots = RowSlots(
-                            self.cache, layer, number, prompt, row.notes, self.adapter.rotate
-                        )
-                        stage.step(slots, layer)
+                        stage.step(self._slots(number, layer, prompt), layer)
             row.steps += 1
+
+    def _slots(self, number: int, layer: int, prompt: Tensor) -> RowSlots:
+        notes = self.rows[number].notes
+        return RowSlots(self.cache, layer, number, prompt, notes, self.adapter.rotate)
 
     @contextmanager
     def shifted(self, step: Step, position: Tensor) -> Iterator[None]:
@@ -222,8 +378,13 @@ class Run:
     cache: KVCache | None = None
     prompt: Prompt | None = None
     decoder: Decoder | None = None
+    watch: Watch | None = None
 
     def __post_init__(self) -> None:
+        drafters = self.recipe.acting("drafter")
+        if drafters:
+            check(drafters, self.adapter)
+            self.watch = Watch(drafting(drafters, self.adapter), self.adapter.depth)
         for stage in (part for word in self.recipe for part in word.expand()):
             if stage.protocol not in _SERVED:
                 raise RecipeError(
@@ -261,7 +422,14 @@ class Run:
         self.stats.prompt_tokens = len(self.prompt.layout)
         self.cache = KVCache(self.adapter.depth, self.adapter.pool)
         logits = prefill(
-            self.adapter, prompt, self.recipe, self.cache, self.stats, self.trace, limit=limit
+            self.adapter,
+            prompt,
+            self.recipe,
+            self.cache,
+            self.stats,
+            self.trace,
+            limit=limit,
+            watch=self.watch,
         )
         # Without a picture the cache is left alone.
         pictured = bool(prompt.layout.visual.any())
@@ -274,7 +442,8 @@ class Run:
         )
         self.stats.kv_bytes = self.cache.held_bytes()
         first = torch.full_like(self.prompt.layout.position[:, :1], self.prompt.next_position)
-        row = Row(stages, prompt.notes, self.cache.length[:, 0].clone())
+        taps = () if self.watch is None else self.watch.layers
+        row = Row(stages, prompt.notes, self.cache.length[:, 0].clone(), taps=taps)
         self.decoder = Decoder(self.adapter, self.cache, rows_of(first), [row])
         return logits[:, -1]
 
@@ -309,7 +478,10 @@ class Run:
             Compression.of(self.adapter, self.recipe, step, self.cache, self.stats)
         position = rows_of(prompt.layout.position)
         start = clock(position.device)
-        with decoder.shifted(step, position), self.cache.biased(step.key_bias()):
+        watch = self.watch
+        watched = nullcontext() if watch is None else watch.over(self.adapter.decoder, step)
+        biased = self.cache.biased(step.key_bias())
+        with decoder.shifted(step, position), biased, watched as seen:
             hidden = self.adapter.decoder(
                 inputs_embeds=prompt.embeds[None],
                 position_ids=position,
@@ -317,6 +489,8 @@ class Run:
                 use_cache=True,
                 vlmfast_step=step,
             ).last_hidden_state
+        if watch is not None:
+            watch.remember(step, prompt.embeds, prompt.layout.order, hidden[0], seen)
         if step.after is None:
             self.cache.advance(rows)
             self.cache.consume(prompt.full_length - rows)
@@ -366,6 +540,12 @@ class Turn:
         Gets each token.
     number : int
         Which request of a batch it is.
+    seed : int, optional
+        Sampling: the token at each place is drawn with noise that depends on the seed and the place
+        alone. Without it, as Hugging Face draws, from torch's generator; drafts need it, and draw
+        it from there.
+    strict : bool
+        Whether near ties are taken from the single-token path.
     """
 
     run: Run
@@ -375,6 +555,10 @@ class Turn:
     config: Any
     streamer: Any = None
     number: int = 0
+    seed: int | None = None
+    strict: bool = False
+    speculation: Speculation | None = None
+    drifted: int = 0  # strict: tokens in the cache, the last ones, that trees had a part in
     scores: list[Tensor] = field(default_factory=list)
     raw: list[Tensor] = field(default_factory=list)
     first: float | None = None
@@ -389,6 +573,21 @@ class Turn:
             )
         if self.config.guidance_scale not in (None, 1):
             raise VLMFastError("guidance_scale is not supported: it would need a second prompt")
+        if self.seed is None and self.sampled and self.run.watch is not None:
+            self.seed = int(torch.randint(2**62, ()))
+
+    @property
+    def sampled(self) -> bool:
+        return bool(self.config.do_sample)
+
+    @property
+    def count(self) -> int:
+        """Tokens that have been generated."""
+        return self.ids.shape[1] - self.prompt
+
+    @property
+    def decoder(self) -> Decoder:
+        return self.speculation.seat[0]
 
     @property
     def room(self) -> int:
@@ -410,10 +609,10 @@ class Turn:
         processed = self.processor(self.ids, logits)
         self.scores.append(processed)
         self.raw.append(logits)
-        if config.do_sample:
+        if self.sampled and self.seed is None:
             tokens = torch.multinomial(processed.softmax(-1), num_samples=1).squeeze(1)
         else:
-            tokens = processed.argmax(-1)
+            tokens = self.perturbed(processed).argmax(-1)
         self.ids = torch.cat([self.ids, tokens[:, None]], dim=-1)
         if self.first is None:
             self.first = clock(self.ids.device)
@@ -423,6 +622,32 @@ class Turn:
         if self.done:
             self._finish()
         return tokens
+
+    def draft(self) -> None:
+        """Let the recipe's drafters begin, where the prompt has been read."""
+        if self.run.watch is not None and not self.done:
+            stages = self.run.recipe.acting("drafter")
+            self.speculation = Speculation(self, stages, self.run.watch.reads)
+
+    def perturbed(self, processed: Tensor) -> Tensor:
+        """Scores (1, V) whose largest is the next token."""
+        if not self.sampled:
+            return processed
+        noise = gumbel(self.seed, self.ids.shape[1], processed.shape[1], processed.device)
+        return processed.double() + noise
+
+    def sure(self, logits: Tensor) -> bool:
+        """Whether the token behind ``logits`` (V,) is the same whatever their last bits are."""
+        logits = logits[None].to(copy=True, dtype=torch.float32)
+        ulp = torch.finfo(self.run.adapter.dtype).eps * float(logits.abs().max())
+        processed = self.processor(self.ids, logits)
+        best = self.perturbed(processed).topk(2, dim=-1).values[0]
+        scale = getattr(self.config, "temperature", None) or 1.0 if self.sampled else 1.0
+        return float(best[0] - best[1]) > _ULPS * ulp / scale
+
+    def one(self, logits: Tensor) -> tuple[int, bool]:
+        """`take`, for a walk through a tree."""
+        return int(self.take(logits[None])), self.done
 
     def _finish(self) -> None:
         device = self.ids.device
@@ -465,6 +690,8 @@ def _turn(
     generation_config: Any,
     vlmfast_run: Run | None = None,
     vlmfast_streamer: Any = None,
+    vlmfast_seed: int | None = None,
+    vlmfast_strict: bool = False,
     **kwargs: Any,
 ) -> Turn:
     """The callable that ``generate(custom_generate=...)`` calls.
@@ -478,7 +705,69 @@ def _turn(
         stopping_criteria,
         generation_config,
         vlmfast_streamer,
+        seed=vlmfast_seed,
+        strict=vlmfast_strict,
     )
+
+
+def advance(decoder: Decoder, turns: Sequence[Turn], tokens: Sequence[Tensor]) -> list[Tensor]:
+    """One round: every sequence emits its next token, and those that were drafted right.
+
+    ``tokens`` (1,) each were emitted last; returns those that are now.
+    """
+    decoder.rework()
+    if all(turn.speculation is None for turn in turns):
+        logits = decoder.feed(torch.stack(list(tokens))).logits[:, -1]
+        return [turn.take(row[None]) for turn, row in zip(turns, logits, strict=True)]
+    trees = [
+        Tree.chain([int(token)])
+        if turn.speculation is None
+        else turn.speculation.propose(decoder, row, int(token))
+        for row, (turn, token) in enumerate(zip(turns, tokens, strict=True))
+    ]
+    start = clock(decoder.position.device)
+    drafted = any(len(tree) > 1 for tree in trees)
+    if drafted:
+        output = decoder.verify(trees)
+    else:
+        output = decoder.feed(torch.stack(list(tokens)))
+    seconds = clock(decoder.position.device) - start
+    last, paths = [], []
+    for row, (turn, tree) in enumerate(zip(turns, trees, strict=True)):
+        # Of a strict answer a token is sure, or its logits are those of single tokens alone.
+        watched = turn.strict and (drafted or turn.drifted)
+        path, emitted = walk(tree, output.logits[row], turn.one, turn.sure if watched else None)
+        turn.run.stats.time_verify_s += seconds
+        if turn.speculation is not None:
+            turn.speculation.learn(tree, path, emitted, output, row)
+        if watched:
+            turn.drifted += len(path) if drafted else 1
+        paths.append(path)
+        last.append(turn.ids[0, -1:])
+    if drafted:
+        decoder.accept(paths)
+    (turn, *others), path = turns, paths[0]
+    if turn.strict and not turn.done and (not path or int(last[0]) in trees[0].children[path[-1]]):
+        assert not others  # drafts of a strict answer have no company
+        if not drafted:
+            decoder.rewind(1)
+            turn.drifted -= 1
+        return [_anew(decoder, turn)]
+    return last
+
+
+def _anew(decoder: Decoder, turn: Turn) -> Tensor:
+    """The next token of a strict answer, from a cache that single tokens have written alone."""
+    fed = turn.ids[:, -1 - turn.drifted :]
+    decoder.rewind(turn.drifted)
+    for token in fed.split(1, dim=1):
+        output = decoder.feed(token)
+    turn.drifted = 0
+    turn.run.stats.redecoded += 1
+    root = Tree.chain([int(fed[0, -1])])
+    path, emitted = walk(root, output.logits[0], turn.one)
+    turn.speculation.learn(root, path, emitted, output, 0)
+    return turn.ids[0, -1:]
 
 
 @torch.no_grad()
@@ -492,11 +781,11 @@ def answer(turn: Turn, start: Callable[[], Tensor] | None = None) -> list[int]:
     """
     with switched(turn.run.adapter.model):
         logits = turn.run.start(turn.room) if start is None else start()
-        while True:
-            tokens = turn.take(logits)
-            if turn.done:
-                return turn.generated
-            logits = turn.run.next(tokens[:, None])
+        token = turn.take(logits)
+        turn.draft()
+        while not turn.done:
+            (token,) = advance(turn.run.decoder, [turn], [token])
+        return turn.generated
 
 
 @torch.no_grad()
@@ -520,6 +809,7 @@ def answer_many(model: nn.Module, turns: Iterator[Turn], at_once: int) -> Iterat
                     turn.run.release()
                     yield turn
                     continue
+                turn.draft()
                 active.append(turn)
                 tokens.append(token)
                 joined = [turn.run.decoder] if decoder is None else [decoder, turn.run.decoder]
@@ -527,8 +817,7 @@ def answer_many(model: nn.Module, turns: Iterator[Turn], at_once: int) -> Iterat
                 turn.run.cache = turn.run.decoder = None
             if not active:
                 return
-            logits = decoder.next(torch.stack(tokens))
-            tokens = [turn.take(row[None]) for turn, row in zip(active, logits, strict=True)]
+            tokens = advance(decoder, active, tokens)
             alive = [row for row, turn in enumerate(active) if not turn.done]
             ended = [turn for turn in active if turn.done]
             if ended:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from .decode import Decoder
+    from .decode import Decoder, Output
 
 _WARM_UP = 3  # steps before a capture, in which libraries make their workspaces
 
@@ -29,7 +29,7 @@ def signature(state: State) -> Signature:
 
 
 class StepGraph:
-    """A captured step.
+    """The captured steps of one set of buffers: one token each, and trees of some widths.
 
     Parameters
     ----------
@@ -43,16 +43,14 @@ class StepGraph:
     def __init__(self, decoder: Decoder, record: Callable[..., Any] | None = None) -> None:
         self.state = decoder.state()
         self.signature = signature(self.state)
-        self.tokens = torch.zeros(
-            len(decoder.rows), 1, dtype=torch.int64, device=decoder.position.device
-        )
-        self.logits: Tensor | None = None
-        # A method of the decoder would keep it, its notes and its rows alive.
-        self._replay = (record or cuda_graph)(self._step_of(decoder), self.state)
+        self.record = record or cuda_graph
+        self.inputs: dict[tuple, tuple[Tensor | None, ...]] = {}
+        self.outputs: dict[tuple, Output] = {}
+        self._replays: dict[tuple, Callable[[], None]] = {}
 
-    def _step_of(self, decoder: Decoder) -> Callable[[], None]:
+    def _step_of(self, decoder: Decoder, key: tuple) -> Callable[[], None]:
         def step() -> None:
-            self.logits = decoder.forward(self.tokens)
+            self.outputs[key] = decoder.forward(*self.inputs[key])
 
         return step
 
@@ -73,11 +71,21 @@ class StepGraph:
             self.state[key].copy_(of)
         decoder.load(self.state)
 
-    def replay(self, tokens: Tensor) -> Tensor:
-        """One step with ``tokens`` (B, 1); the logits (B, V) are overwritten by the next."""
-        self.tokens.copy_(tokens)
-        self._replay()
-        return self.logits
+    def replay(self, decoder: Decoder, *given: Tensor | None) -> Output:
+        """One step of ``decoder``, which these buffers serve.
+
+        ``given`` are the arguments of `Decoder.forward`; what comes back is overwritten by the next
+        step of the same width.
+        """
+        key = (given[0].shape[1], decoder.taps)
+        if key not in self._replays:
+            self.inputs[key] = tuple(None if of is None else of.clone() for of in given)
+            self._replays[key] = self.record(self._step_of(decoder, key), self.state)
+        for own, of in zip(self.inputs[key], given, strict=True):
+            if own is not None:
+                own.copy_(of)
+        self._replays[key]()
+        return self.outputs[key]
 
 
 def cuda_graph(step: Callable[[], None], state: State) -> Callable[[], None]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import ModelError, RecipeError
+from ..kernels.gather_rows import gather_rows, gather_rows_ref
 from ..layout import TokenLayout, VisualTokens
 from ..models.base import Adapter
 from ..recipe import Recipe
@@ -27,6 +28,7 @@ from ..stages import (
 from .cache import KVCache
 from .compress import Compression
 from .stats import Stats, Trace, clock
+from .taps import Watch
 from .vision import encode, merge_requests
 
 
@@ -246,8 +248,11 @@ def prefill(
     trace: Trace,
     *,
     limit: int | None = None,
+    watch: Watch | None = None,
 ) -> Tensor:
     """Run the prompt through the decoder, filling ``cache``; ``limit`` is as in `Step`.
+
+    ``watch`` remembers what drafters read.
 
     Returns
     -------
@@ -287,7 +292,8 @@ def prefill(
             merge_requests(requests, chosen, stage.name)
     drops = Drops(adapter, stages, ahead, step, stats, trace)
     start = clock(prompt.embeds.device)
-    with active(step), drops.installed():
+    watched = nullcontext() if watch is None else watch.over(adapter.decoder, step)
+    with active(step), drops.installed(), watched as seen:
         hidden = adapter.decoder(
             inputs_embeds=prompt.embeds[None],
             position_ids=rows_of(prompt.layout.position),
@@ -296,6 +302,8 @@ def prefill(
             **adapter.decoder_kwargs(prompt.layout, prompt.extra),
         ).last_hidden_state
         logits = adapter.logits(hidden[:, -1 - prompt.answer :])
+    if watch is not None:
+        watch.remember(step, prompt.embeds, prompt.layout.order, hidden[0], seen)
     if compression is not None:
         compression.finish()
     stats.time_prefill_s = clock(prompt.embeds.device) - start  # the stages' own work included
@@ -309,6 +317,13 @@ def prefill(
 def rows_of(position: Tensor) -> Tensor:
     """Rotary ids (P, S) as a decoder takes them: (1, S), or (3, 1, S) for M-RoPE."""
     return position if position.shape[0] == 1 else position[:, None]
+
+
+def _rows(index: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Rows ``index`` of tensors (..., S, D), in one launch."""
+    take = gather_rows_ref if torch.is_grad_enabled() else gather_rows
+    flat = take(index, *(of.flatten(0, -3) for of in tensors), dim=1)
+    return tuple(rows.unflatten(0, of.shape[:-2]) for rows, of in zip(flat, tensors, strict=True))
 
 
 class Drops:
@@ -340,7 +355,8 @@ class Drops:
                     )
                 self.schedule.setdefault(layer, []).append(stage)
         self.kept: Tensor | None = None  # rows of the prompt that are still there
-        self.tables: tuple[Tensor, ...] | None = None  # rotary tables, once rows were renumbered
+        self.tables: tuple[Tensor, ...] = ()  # rotary tables of these rows
+        self.source: tuple[Tensor, ...] | None = None  # whose rows they are, unless renumbered
         n = int(step.layout.visual.sum())
         self.visual_per_layer = [n] * adapter.depth
 
@@ -369,7 +385,7 @@ class Drops:
                 start = clock(hidden.device)
                 keep = stage.keep(self.step, index)
                 if keep is not None:
-                    hidden = self._drop(stage, index, hidden, keep)
+                    hidden = self._drop(stage, index, hidden, keep, kwargs)
                 self.stats.time_reduce_s += clock(hidden.device) - start
             if self.kept is None:
                 return None
@@ -381,9 +397,9 @@ class Drops:
         """Rotary tables and ids of the rows that are left."""
         if self.kept is None:
             return {key: kwargs[key] for key in ("position_embeddings", "position_ids")}
-        tables = self.tables or tuple(
-            table.index_select(-2, self.kept) for table in kwargs["position_embeddings"]
-        )
+        tables, given = self.tables, kwargs["position_embeddings"]
+        if self.source is not None and self.source is not given:  # another kind of layer
+            tables = _rows(self.kept, *given)
         position = rows_of(self.step.layout.position)
         return {"position_embeddings": tables, "position_ids": position}
 
@@ -404,20 +420,25 @@ class Drops:
         self.step.received |= probe.received
         self.stats.time_reduce_s += clock(hidden.device) - start
 
-    def _drop(self, stage: PrefillStage, index: int, hidden: Tensor, keep: Tensor) -> Tensor:
+    def _drop(
+        self, stage: PrefillStage, index: int, hidden: Tensor, keep: Tensor, kwargs: dict
+    ) -> Tensor:
         layout = self.step.layout
         gone = torch.ones(len(layout), dtype=torch.bool, device=keep.device).index_fill(
             0, keep, False
         )
         if bool((keep[1:] <= keep[:-1]).any()) or bool((gone & ~layout.visual).any()):
             raise RecipeError(f"{stage.name} must keep every text token, in ascending order")
+        compact, renumbered = stage.positions == "compact", self.tables and self.source is None
+        tables = () if compact else self._positions(kwargs)["position_embeddings"]
+        hidden, *tables = _rows(keep, hidden, *tables)
         self.step.select(keep)
-        hidden = hidden.index_select(1, keep)
         self.kept = keep if self.kept is None else self.kept.index_select(0, keep)
-        if stage.positions == "compact":
+        if compact:
             self._renumber(index, hidden)
-        elif self.tables is not None:
-            self.tables = tuple(table.index_select(-2, keep) for table in self.tables)
+        else:
+            self.tables = tuple(tables)
+            self.source = None if renumbered else kwargs["position_embeddings"]
         visual = self.step.layout.select(self.step.layout.visual)
         self.visual_per_layer[index:] = [len(visual)] * (len(self.layers) - index)
         self.trace.drop_before(index, visual, stage.name)
@@ -433,3 +454,4 @@ class Drops:
             layer.shift = [layer.shift[0] + shift]
         position = rows_of(self.step.layout.position)
         self.tables = tuple(self.adapter.decoder.rotary_emb(hidden, position))
+        self.source = None

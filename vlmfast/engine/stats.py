@@ -33,7 +33,12 @@ class Stats:
     vision tower lies within ``time_vision_s`` and that inside the language model within
     ``time_prefill_s``; what more rows cost the tower's own blocks is not in it.
     In a session ``prompt_reused`` ids of the prompt were in the cache already and ``prompt_fed``
-    went through the language model. ``kv_tokens_per_layer`` counts the cache's slots when decoding
+    went through the language model. Speculation: ``rounds`` are passes of the model that checked
+    ``drafted`` tokens, of which ``accepted`` were in the answer; ``mean_emitted`` counts the tokens
+    of a round, the model's own included, ``mean_accepted`` the drafted ones among them;
+    ``accepted_at_depth`` of ``drafted_at_depth`` rounds went beyond that many drafts. ``redecoded``
+    counts near ties that were taken from the single-token path, and ``speculation`` says who
+    drafted, and why nobody did. ``kv_tokens_per_layer`` counts the cache's slots when decoding
     begins, in the longest head. ``peak_memory_bytes`` is the peak of this answer on a GPU, and of
     the whole process so far on a CPU.
     """
@@ -50,6 +55,17 @@ class Stats:
     prompt_reused: int = 0
     prompt_fed: int = 0
     generated_tokens: int = 0
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    mean_emitted: float = 0.0
+    mean_accepted: float = 0.0
+    drafted_at_depth: list[int] = field(default_factory=list)
+    accepted_at_depth: list[int] = field(default_factory=list)
+    redecoded: int = 0
+    speculation: str = ""
+    time_draft_s: float = 0.0
+    time_verify_s: float = 0.0
     time_media_s: float = 0.0
     time_processor_s: float = 0.0
     time_vision_s: float = 0.0

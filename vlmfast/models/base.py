@@ -86,8 +86,24 @@ class Adapter:
         return self._embedding.weight.dtype
 
     @property
+    def width(self) -> int:
+        """Of the hidden states."""
+        return self._embedding.weight.shape[-1]
+
+    @property
+    def vocabulary(self) -> int:
+        """Of the logits."""
+        return self._head.weight.shape[0]
+
+    @property
     def image_token_id(self) -> int:
         return self.config.image_token_id
+
+    def placeholders(self) -> tuple[int, ...]:
+        """Ids that stand for pictures and clips, and never for text."""
+        names = ("image_token_id", "video_token_id", "image_token_index", "video_token_index")
+        found = {getattr(self.config, name, None) for name in names}
+        return tuple(sorted(found - {None}))
 
     def vision_blocks(self) -> list[nn.Module]:
         """Blocks of the vision tower, first one first."""
@@ -150,6 +166,14 @@ class Adapter:
         if key not in self.modules:
             self.modules[key] = load_weights(stage, self.sizes(), self.signature())
         return self.modules[key].to(self.device)  # the model may have moved since
+
+    def ships(self, stage: Stage) -> bool:
+        """Whether there are weights of a trained stage for this model."""
+        try:
+            self.trained(stage)
+        except RecipeError:
+            return False
+        return True
 
     # --- prompt --------------------------------------------------------------------------------
 

@@ -1,0 +1,61 @@
+"""Drafters that know the answer, or do not want to."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import ClassVar
+
+from vlmfast.drafters.tree import Tree
+from vlmfast.stages import Budget, DrafterStage, Read, Round, Target, param
+
+
+@dataclass(frozen=True)
+class Knows(DrafterStage):
+    """Drafts the answer that it was given, with mistakes."""
+
+    name: ClassVar[str] = "knows"
+    merges: ClassVar[bool] = True
+
+    answer: tuple[int, ...] = param((), "the tokens to come, the first one among them")
+    wrong: float = param(0.0, "how often a token of the path is another one", ge=0, le=1)
+    cycle: bool = param(
+        False, "the first round is wrong at depth 1, the next at depth 2, and so on"
+    )
+    beside: int = param(2, "wrong tokens beside each right one, in front of it", ge=0)
+    depth: int = param(4, "drafted tokens on a path", ge=1)
+
+    def largest(self) -> tuple[int, int]:
+        return 1 + self.depth * (self.beside + 1), self.depth
+
+    def open(self, target: Target) -> Drafting:
+        return Drafting(self, target)
+
+
+class Drafting:
+    def __init__(self, stage: Knows, target: Target) -> None:
+        self.stage, self.target, self.at = stage, target, 1
+        self.proposals = 0
+        self.random = random.Random(str(stage))
+        self.reads: list[Read] = []
+        self.rounds: list[Round] = []
+
+    def prefill(self, read: Read) -> None:
+        self.reads.append(read)
+
+    def propose(self, root: int, budget: Budget) -> Tree:
+        stage, size = self.stage, self.target.vocabulary
+        assert stage.answer[self.at - 1] == root
+        paths, before, bad = [], [], self.proposals % stage.depth if stage.cycle else None
+        self.proposals += 1
+        for number, token in enumerate(stage.answer[self.at : self.at + budget.depth]):
+            others = [t for t in range(5, size) if t != token]
+            paths += [[*before, other] for other in self.random.sample(others, stage.beside)]
+            missed = self.random.random() < stage.wrong or number == bad
+            before = [*before, self.random.choice(others) if missed else token]
+            paths.append(before)
+        return Tree.of_paths(root, paths)
+
+    def extend(self, done: Round) -> None:
+        self.rounds.append(done)
+        self.at += len(done.emitted)

@@ -1,0 +1,267 @@
+"""Replays the stored trees, drafters and losses of EAGLE-2, EAGLE-3, ViSpec and MSD."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vlmfast.drafters._grow import grow
+from vlmfast.drafters._layer import Layer, Unrolled
+from vlmfast.drafters._losses import (
+    eagle_loss,
+    feature_loss,
+    ranking_loss,
+    token_loss,
+    vispec_loss,
+)
+from vlmfast.drafters.draft_eagle.drafter import EagleDrafter
+from vlmfast.drafters.draft_eagle.module import EagleModule
+from vlmfast.drafters.draft_vispec.module import VispecModule
+from vlmfast.drafters.draft_vispec.stage import VispecDrafter
+from vlmfast.drafters.tree import Tree
+from vlmfast.layout import Kind, TokenLayout
+from vlmfast.stages import Budget, Read, Round, Target
+
+Data = dict[str, Tensor]
+Meta = dict[str, str]
+
+
+def close(ours: Tensor, stored: Tensor) -> None:
+    torch.testing.assert_close(ours, stored, rtol=1e-4, atol=1e-4)
+
+
+def same_tree(tree: Tree, data: Data, prefix: str = "", by_leaf: bool = True) -> None:
+    """Tokens, mask, depths and paths."""
+    assert list(tree.tokens) == data[prefix + "draft_tokens"][0].tolist()
+    assert torch.equal(tree.mask(), data[prefix + "tree_mask"][0, 0].bool())
+    assert list(tree.depths) == data[prefix + "tree_position_ids"].tolist()
+    paths = tree.paths()
+    if not by_leaf:  # sorted by their nodes, the end of a path behind all
+        paths = torch.tensor(
+            sorted(paths.tolist(), key=lambda p: [n if n >= 0 else 1e9 for n in p])
+        )
+    assert torch.equal(paths, data[prefix + "retrieve_indices"])
+
+
+# --- the tree -------------------------------------------------------------------------------------
+
+
+def tree_case(data: Data, meta: Meta) -> None:
+    """The tree, and every intermediate call of the drafter."""
+    k, passes = int(meta["top_k"]), int(meta["depth"])
+    ids = data["prompt_ids_with_sampled"][0].tolist()
+    calls = 0
+
+    def step(tokens: Tensor, origin: Tensor, mask: Tensor, level: int) -> Tensor:
+        nonlocal calls
+        calls += 1
+        assert torch.equal(tokens, data[f"draft_call{level}_input_ids"][0])
+        assert torch.equal(mask, data[f"draft_call{level}_tree_mask"][0, 0].bool())
+        rows = len(ids) - 1  # of the drafter: the sampled token has no hidden state yet
+        assert torch.equal(
+            torch.full_like(tokens, rows + level), data[f"draft_call{level}_position_ids"]
+        )
+        return data[f"logits_step{level + 1}"]
+
+    size = {"top_k": k, "depth": passes + 1, "nodes": data["draft_tokens"].shape[1]}
+    rank = Budget(size["nodes"], size["depth"]).rank
+    tree = grow(ids[-1], data["logits_step0"], step, rank, **size)
+    assert calls == passes
+    same_tree(tree, data, by_leaf=meta["logits_processor"] == "None")
+
+
+# --- drafters with weights ------------------------------------------------------------------------
+
+
+def weights(data: Data) -> Data:
+    """Stored weights under our names."""
+    names = {"layers.0.": "layer.", "midlayer.": "layer."}
+    found = {}
+    for key, value in data.items():
+        name = key.removeprefix("w.")
+        for theirs, ours in names.items():
+            name = name.replace(theirs, ours)
+        if key.startswith("w.") and name not in ("embed_tokens.weight", "t2d"):
+            found[name] = value
+    return found
+
+
+def sizes(meta: Meta, **own: Any) -> dict[str, Any]:
+    config = json.loads(meta["config"])
+    return {
+        "width": config["hidden_size"],
+        "heads": config["num_attention_heads"],
+        "kv_heads": config["num_key_value_heads"],
+        "hidden": config["intermediate_size"],
+        "eps": config["rms_norm_eps"],
+        "theta": config.get("rope_theta", 10000.0),
+        "input_norm": False,
+        **own,
+    }
+
+
+def target_of(data: Data, module: EagleModule) -> Target:
+    embed = data["w.embed_tokens.weight"]
+    head = data.get("lm_head", embed)
+    return Target(lambda ids: embed[ids], lambda x: x @ head.T, 32, 12, len(embed), trained=module)
+
+
+def text(n: int) -> TokenLayout:
+    return TokenLayout.text(torch.arange(n), torch.arange(n)[None])
+
+
+def size_of(meta: Meta) -> tuple[int, int, int]:
+    """Children, drafted tokens on a path, nodes."""
+    return int(meta["top_k"]), int(meta["depth"]) + 1, int(meta["total_tokens_arg"])
+
+
+def two_rounds(drafter: EagleDrafter, data: Data, meta: Meta, taps: int = 0) -> None:
+    """The tree behind a prompt that was read, and the one behind what was accepted of it."""
+    _, depth, nodes = size_of(meta)
+    budget = Budget(nodes, depth)
+    ids, later = data["input_ids"][0].tolist(), data["r2_input_ids"][0].tolist()
+    same_tree(drafter.propose(ids[-1], budget), data)
+    stable = drafter.cache.length
+    features = data["r2_hidden_states"][0]
+    emitted = later[len(ids) :]
+    done = Round(
+        Tree.chain([ids[-1], *emitted[:-1]]),
+        list(range(len(emitted))),
+        emitted,
+        torch.zeros(len(emitted), 1),
+        None if taps else features,
+        features.unflatten(1, (taps, -1)) if taps else None,
+    )
+    drafter.extend(done)
+    same_tree(drafter.propose(emitted[-1], budget), data, "r2_")
+    assert drafter.cache.length == stable + len(emitted)
+
+
+def eagle_case(data: Data, meta: Meta) -> None:
+    module = EagleModule(sizes(meta))
+    module.load_state_dict(weights(data))
+    ids, features = data["input_ids"][0], data["hidden_states"]
+    embeds, n = data["w.embed_tokens.weight"][ids], features.shape[1]
+    out = module(embeds[None, 1:], features, torch.arange(n)[None])
+    close(out, data["drafter_out"])
+    drafter = EagleDrafter(target_of(data, module), module, *size_of(meta))
+    drafter.prefill(Read(ids[:-1].tolist(), text(n), embeds[:-1], features[0]))
+    two_rounds(drafter, data, meta)
+
+
+def eagle3_case(data: Data, meta: Meta) -> None:
+    drafted = len(data["w.lm_head.weight"])
+    module = EagleModule(sizes(meta, kind="eagle3", draft_vocabulary=drafted))
+    stored = weights(data)
+    module.load_state_dict({"d2t": torch.zeros(drafted, dtype=torch.int64)} | stored)
+    ids, features = data["input_ids"][0], data["hidden_states"]
+    embeds, n = data["w.embed_tokens.weight"][ids], features.shape[1]
+    out = module(embeds[None, 1:], features, torch.arange(n)[None])
+    target = target_of(data, module)
+    close(out, data["drafter_out_prenorm"])
+    close(module.output(out, target.logits), data["draft_logits"])
+    if "w.t2d" in data:
+        assert torch.equal(module.vocabulary(), data["w.t2d"].nonzero().flatten())
+    drafter = EagleDrafter(target, module, *size_of(meta))
+    taps = features[0].unflatten(1, (3, -1))
+    drafter.prefill(Read(ids[:-1].tolist(), text(n), embeds[:-1], taps=taps))
+    two_rounds(drafter, data, meta, taps=3)
+
+
+def vispec_case(data: Data, meta: Meta) -> None:
+    queries = int(meta["num_q"])
+    module = VispecModule(sizes(meta, queries=queries))
+    module.load_state_dict(weights(data))
+    ids, mask = data["input_ids"][0], data["image_mask"][0].bool()
+    embeds, features = data["prompt_embeds"][0], data["hidden_states"]
+    n = len(embeds)
+    table = data["w.embed_tokens.weight"]
+    ahead = torch.cat([embeds[1:], table[ids[-1:]]])
+    close(ahead, data["shifted_embeds"][0])
+    image = torch.where(torch.cat([mask[1:], mask.new_zeros(1)]), 0, -1)
+    out = module(ahead[None], features, torch.arange(n)[None], image=image[None])
+    close(out, data["drafter_out_scattered"])
+    close(module.imadpt(ahead[image == 0]), data["adaptor_out_for_rows_3_11_of_shifted"][0])
+
+    layout = text(n)
+    layout = layout.replace(
+        kind=torch.where(mask, int(Kind.IMAGE), int(Kind.TEXT)).to(torch.uint8),
+        item=torch.where(mask, 0, -1).int(),
+    )
+    drafter = VispecDrafter(target_of(data, module), module, *size_of(meta))
+    drafter.prefill(Read(ids[:-1].tolist(), layout, embeds, features[0]))
+    close(drafter.seen[None], data["global_feature"])
+    _, depth, nodes = size_of(meta)
+    drafter.propose(int(ids[-1]), Budget(nodes, depth))
+    close(drafter.cache.keys, data["kv_k"])
+    close(drafter.cache.values, data["kv_v"])
+    assert drafter.next == int(data["kv_next_position"])
+    two_rounds(drafter, data, meta)
+
+
+def msd_case(data: Data, meta: Meta) -> None:
+    module = EagleModule(sizes(meta, kind="msd"))
+    module.load_state_dict(weights(data))
+    embeds, features = data["prompt_embeds"][0], data["hidden_states"][0]
+    ids, n = data["input_ids_with_-200"][0].tolist(), len(features)
+    at = ids.index(-200)
+    rows = n - (len(ids) - 2)  # of the picture; the last id is sampled
+    mask = torch.zeros(n, dtype=torch.bool)
+    mask[at : at + rows] = True
+    layout = text(n).replace(
+        kind=torch.where(mask, int(Kind.IMAGE), int(Kind.TEXT)).to(torch.uint8),
+        item=torch.where(mask, 0, -1).int(),
+    )
+    drafter = EagleDrafter(target_of(data, module), module, *size_of(meta))
+    drafter.prefill(Read([0] * n, layout, embeds, features))
+    _, depth, nodes = size_of(meta)
+    tree = drafter.propose(ids[-1], Budget(nodes, depth))
+    close(drafter.cache.keys, data["kv_k"])
+    close(drafter.cache.values, data["kv_v"])
+    same_tree(tree, data)
+
+
+# --- training -------------------------------------------------------------------------------------
+
+
+def ttt_case(data: Data, meta: Meta) -> None:
+    config = sizes(meta)
+    layer = Layer(
+        config["width"],
+        config["hidden"],
+        config["heads"],
+        config["kv_heads"],
+        config["width"] // config["heads"],
+        eps=config["eps"],
+        theta=config["theta"],
+        double=True,
+    )
+    layer.load_state_dict(weights(data))
+    attend, hidden, step = Unrolled(), data["hidden_in"], 0
+    position = torch.arange(hidden.shape[1])[None]
+    while f"ttt{step}_hidden_out" in data:
+        embeds = data["embed"][data[f"ttt{step}_input_ids"]]
+        hidden = layer(torch.cat([embeds, hidden], dim=-1), position + step, attend)
+        close(hidden, data[f"ttt{step}_hidden_out"])
+        step += 1
+    assert step == 4
+
+
+def losses_case(data: Data, meta: Meta) -> None:
+    head, mask = data["lm_head"], data["loss_mask"][..., 0].bool()
+    predicted, target = data["predicted_features"], data["target_features"]
+    student, teacher = predicted @ head.T, target @ head.T
+    features, tokens = feature_loss(predicted, target, mask), token_loss(student, teacher, mask)
+    ranking = ranking_loss(student, teacher, mask)
+    for ours, stored in {
+        features: "eagle_vloss",
+        tokens: "eagle_ploss",
+        eagle_loss(predicted, target, student, teacher, mask): "eagle_total",
+        vispec_loss(student, teacher, mask): "vispec_stage2_loss",
+        eagle_loss(predicted, target, student, teacher, mask) - 0.1 * tokens: "vispec_stage1_vloss",
+        tokens + 0.1 * ranking: "vispec_stage1_ploss_with_rank",
+    }.items():
+        close(ours[None], data[stored])

@@ -1,0 +1,460 @@
+"""Replays the stored cases of speculative decoding.
+
+The verifiers that draw a number for each guess in turn stand here only: the product draws one token
+at each node instead (`engine.speculation.walk`), which is the same law and keeps an answer what it
+is without drafts. Their stored draws go through the product's walk all the same: deciding guess by
+guess is one more way to draw a node's token.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from transformers.generation.logits_process import (
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from vlmfast.drafters._static import ROOT, filled, guesses, shape_of
+from vlmfast.drafters.draft_ngram import copied, matches
+from vlmfast.drafters.draft_recycle import TEMPLATE
+from vlmfast.drafters.tree import Tree
+from vlmfast.engine.cache import KVCache
+from vlmfast.engine.speculation import walk
+
+CLOSE = {"rtol": 1e-4, "atol": 1e-5}
+
+# Medusa's tree of 63 drafts.
+MC_SIM_63 = shape_of(
+    (
+        (10,),
+        (10, 7, 3, 2, 1, 1, 1, 1, 1, 1),
+        (10, 3, 2, 1, 1, 1, 1, 1, 0, 0, 2, 0, 0, 0, 0, 0, 0, 1),
+        (2,),
+    )
+)
+
+
+# --- verifiers that decide guess by guess --------------------------------------------------------
+
+Warp = Callable[[Tensor], Tensor]  # a row of logits as it is sampled from
+
+
+class Rejection:
+    """What `walk` asks for a node's token: its guesses are accepted or refused one by one.
+
+    Parameters
+    ----------
+    children : list of list of int
+        Of each node, in the order in which they are tried.
+    warp : callable
+    draw : callable
+        Node to the uniform number that decides on it.
+    q : callable, optional
+        Node to the distribution (V,) that its children were sampled from, without replacement.
+        Without it the children are fixed guesses.
+    """
+
+    def __init__(
+        self,
+        tree: Tree,
+        children: list[list[int]],
+        warp: Warp,
+        draw: Callable[[int], float],
+        q: Callable[[int], Tensor] | None = None,
+    ) -> None:
+        self.tree, self.children, self.warp, self.draw, self.q = tree, children, warp, draw, q
+        self.node = 0
+        self.left = torch.empty(0)  # the distribution behind the last node that was accepted
+
+    def __call__(self, logits: Tensor) -> tuple[int, bool]:
+        p = self.warp(logits).softmax(-1)
+        q = self.q(self.node) if self.q and self.children[self.node] else None
+        for child in self.children[self.node]:
+            token = self.tree.tokens[child]
+            if self.draw(child) < p[token] / (1 if q is None else q[token]):
+                self.node = child
+                return token, False
+            if q is None:
+                p = p.index_fill(0, torch.tensor(token), 0.0)
+            else:
+                p = (p - q).clamp(min=0)
+                q = q.index_fill(0, torch.tensor(token), 0.0)
+                q = q / q.sum()
+            p = p / p.sum()
+        self.left = p
+        return -1, True
+
+
+def warper(temperature: float, top_p: float = 0.0, top_k: int = 0) -> Warp:
+    """Processors in EAGLE's order."""
+    chosen = []
+    if temperature != 1:
+        chosen.append(TemperatureLogitsWarper(temperature))
+    if 0 < top_p < 1:
+        chosen.append(TopPLogitsWarper(top_p))
+    if top_k:
+        chosen.append(TopKLogitsWarper(top_k))
+
+    def warp(logits: Tensor) -> Tensor:
+        for processor in chosen:
+            logits = processor(None, logits[None])[0]
+        return logits
+
+    return warp
+
+
+def greedy(logits: Tensor) -> tuple[int, bool]:
+    return int(logits.argmax()), False
+
+
+def tree_of(tokens: Iterable[int], rows: Tensor) -> Tree:
+    """The tree whose paths are ``rows`` of nodes, filled up with -1."""
+    tokens = tuple(tokens)
+    parents = [-1] * len(tokens)
+    for row in rows.tolist():
+        for above, node in pairwise(row):
+            if node >= 0:
+                parents[node] = above
+    return Tree(tokens, tuple(parents))
+
+
+def in_order_of(rows: Tensor, nodes: int) -> list[list[int]]:
+    """Children of each node, as they first appear in ``rows``."""
+    children: list[list[int]] = [[] for _ in range(nodes)]
+    for row in rows.tolist():
+        for above, node in pairwise(row):
+            if node >= 0 and node not in children[above]:
+                children[above].append(node)
+    return children
+
+
+def same_path(data: dict, path: list[int]) -> None:
+    """The accepted nodes are the beginning of the row that the reference chose."""
+    accepted = int(data["accept_length"])
+    assert len(path) - 1 == accepted
+    row = data["retrieve_indices"][int(data["best_candidate"])]
+    assert row[: accepted + 1].tolist() == path
+
+
+def counting(uniforms: Tensor, used: list[float]) -> Callable[[int], float]:
+    """One number after the other; ``used`` collects them."""
+    left: Iterator[float] = iter(uniforms.tolist())
+
+    def draw(node: int) -> float:
+        used.append(next(left))
+        return used[-1]
+
+    return draw
+
+
+# --- shapes --------------------------------------------------------------------------------------
+
+
+def same_shape(tree: Tree, mask: Tensor, depths: Tensor, rows: Tensor) -> None:
+    """Mask, depths and paths; the order of the paths, and what fills them up, is each one's own."""
+    assert torch.equal(tree.mask(), mask.bool())
+    assert list(tree.depths) == depths.tolist()
+    mine = [[node for node in row if node >= 0] for row in tree.paths().tolist()]
+    theirs = [[node for node in row if node >= 0] for row in rows.tolist()]
+    assert sorted(mine) == sorted(theirs)
+
+
+def choices_of(meta: dict) -> Tree:
+    """The shape of a list of rank paths, level by level."""
+    choices = json.loads(meta["choices"])
+    return Tree.of_paths(ROOT, sorted(choices, key=lambda path: (len(path), path)))
+
+
+def medusa_buffers(data: dict, meta: dict) -> None:
+    """Heads of Medusa guess by depth alone."""
+    shape, top = choices_of(meta), int(meta["TOPK"])
+    mask, depths = data["medusa_attn_mask"][0, 0], data["medusa_position_ids"]
+    same_shape(shape, mask, depths, data["retrieve_indices"])
+    at = [
+        1 + top * (depth - 1) + rank if depth else 0
+        for rank, depth in zip(shape.tokens, shape.depths, strict=True)
+    ]
+    assert at == data["tree_indices"].tolist()
+
+
+def blocks(shape: Tree, top: int) -> list[int]:
+    """Places of EAGLE's guesses: one block of ``top`` for each node that has children."""
+    order = [node for node, below in enumerate(shape.children) if below]
+    return [0] + [
+        1 + top * order.index(parent) + rank
+        for rank, parent in zip(shape.tokens[1:], shape.parents[1:], strict=True)
+    ]
+
+
+def eagle_buffers(data: dict, meta: dict) -> None:
+    shape = choices_of(meta)
+    mask, depths = data["tree_attn_mask"][0, 0], data["tree_position_ids"]
+    same_shape(shape, mask, depths, data["retrieve_indices"])
+    assert blocks(shape, int(meta["TOPK"])) == data["tree_indices"].tolist()
+
+
+def recycling(data: dict, meta: dict) -> None:
+    """The template, and what a matrix of successors makes of it."""
+    choices = json.loads(meta["template"])
+    assert Tree.of_paths(ROOT, choices) == TEMPLATE
+    ends = [sum(d < depth for d in TEMPLATE.depths) for depth in range(1, TEMPLATE.depth + 2)]
+    assert ends == json.loads(meta["deep_split"])
+    assert TEMPLATE.tokens == tuple(data["candi_index"].tolist())
+    assert TEMPLATE.parents == tuple(data["father_index"].tolist())
+    same_shape(
+        TEMPLATE,
+        data["attention_mask"][0],
+        data["position_ids"][0],
+        data["search_path"],
+    )
+    matrix, root = data["adjacency"].tolist(), int(data["root"])
+    wanted = data["tree_input_ids"][0].tolist()
+    assert guesses(TEMPLATE, root, matrix.__getitem__) == wanted
+    # As a tree, with successors that are not the same twice: every path of the template.
+    distinct = [list(dict.fromkeys(row)) for row in matrix]
+    tree = filled(TEMPLATE, root, distinct.__getitem__)
+    expected = [root]
+    for node in range(1, len(TEMPLATE)):
+        token = root
+        for rank in (TEMPLATE.tokens[at] for at in TEMPLATE.path(node)[1:]):
+            known = distinct[token]
+            if rank >= len(known):
+                break
+            token = known[rank]
+        else:
+            expected.append(token)
+    assert list(tree.tokens) == expected
+
+
+# --- verification --------------------------------------------------------------------------------
+
+
+def posterior_greedy(data: dict, meta: dict) -> None:
+    rows, logits = data["retrieve_indices"], data["tree_logits"]
+    tree = tree_of(data["draft_tokens"][0].tolist(), rows)
+    same_shape(tree, tree.mask(), torch.tensor(tree.depths), rows)
+    path, emitted = walk(tree, logits, greedy)
+    same_path(data, path)
+    best = data["candidates"][int(data["best_candidate"])]
+    assert [tree.tokens[0], *emitted[:-1]] == best[: len(path)].tolist()
+    assert torch.equal(logits[path[-1]], data["sample_p"])
+    assert emitted[-1] == int(data["sample_p"].argmax())
+
+
+def posterior_sample(data: dict, meta: dict) -> None:
+    """EAGLE-2: fixed guesses, one number for each that is tried."""
+    rows, used = data["retrieve_indices"], []
+    tree = tree_of(data["draft_tokens"][0].tolist(), rows)
+    warp = warper(float(meta["temperature"]), float(meta["top_p"]), int(meta["top_k"]))
+    verifier = Rejection(tree, in_order_of(rows, len(tree)), warp, counting(data["uniforms"], used))
+    path, _ = walk(tree, data["tree_logits"], verifier)
+    same_path(data, path)
+    assert len(used) == int(data["uniforms_consumed"])
+    torch.testing.assert_close(verifier.left, data["sample_p"], **CLOSE)
+
+
+def posterior_vispec(data: dict, meta: dict) -> None:
+    """ViSpec: as EAGLE-2, with a number for each place of its table of paths."""
+    rows = data["retrieve_indices"]
+    tree = tree_of(data["draft_tokens"][0].tolist(), rows)
+    where = {}
+    for j, row in enumerate(rows.tolist()):
+        for i, node in enumerate(row):
+            where.setdefault(node, (j, i))
+    verifier = Rejection(
+        tree,
+        in_order_of(rows, len(tree)),
+        warper(float(meta["temperature"])),
+        lambda node: float(data["uniform_matrix"][where[node]]),
+    )
+    path, _ = walk(tree, data["tree_logits"], verifier)
+    same_path(data, path)
+    torch.testing.assert_close(verifier.left, data["sample_p"], **CLOSE)
+
+
+def multiround(data: dict, meta: dict) -> None:
+    """EAGLE-1: children that were sampled, through its static tree."""
+    shape = Tree.of_paths(ROOT, json.loads(meta["tree_choices"]))
+    guessed = torch.cat([data["sample_token"][0], data["ss_token"].flatten()])
+    at = blocks(shape, data["ss_token"].shape[1])
+    assert at == data["tree_indices"].tolist()
+    tree = Tree(tuple(guessed[at].tolist()), shape.parents)
+    assert list(tree.tokens) == data["tree_candidates"][0].tolist()
+    rows = data["retrieve_indices"]
+    same_shape(tree, data["tree_attn_mask"][0, 0], data["tree_position_ids"], rows)
+    for row, tokens in zip(rows.tolist(), data["candidates"].tolist(), strict=True):
+        path = [node for node in row if node >= 0]
+        assert [tree.tokens[node] for node in path] == tokens[: len(path)]
+
+    warp, used = warper(float(meta["temperature"])), []
+    asked = [node for node, below in enumerate(tree.children) if below]
+
+    def q(node: int) -> Tensor:
+        level = tree.depths[node]
+        row = [other for other in asked if tree.depths[other] == level].index(node)
+        drafted = warp(data[f"draft_logits_{level}"][row]).softmax(-1)
+        torch.testing.assert_close(drafted, data[f"op_{level}"][row], **CLOSE)
+        return drafted
+
+    verifier = Rejection(
+        tree, in_order_of(rows, len(tree)), warp, counting(data["uniforms"], used), q
+    )
+    path, _ = walk(tree, data["tree_logits"], verifier)
+    same_path(data, path)
+    assert len(used) == int(data["uniforms_consumed"])
+    torch.testing.assert_close(verifier.left, data["sample_p"], **CLOSE)
+
+
+def chain_rejection(data: dict, meta: dict) -> None:
+    """Hugging Face's chain, whose drafts were sampled too."""
+    logits, q = data["new_logits"][0], data["candidate_logits"][0].softmax(-1)
+    ids = data["candidate_input_ids"][0].tolist()
+    tree = Tree.chain(ids[-len(q) - 1 :])
+    children = [list(below.values()) for below in tree.children]
+    draw = data["uniforms"].tolist()
+    verifier = Rejection(
+        tree, children, warper(1.0), lambda node: draw[node - 1], lambda node: q[node]
+    )
+    path, emitted = walk(tree, logits, verifier)
+    assert len(path) - 1 == int(data["n_matches"])
+    torch.testing.assert_close(verifier.left, data["next_token_distribution"][0], **CLOSE)
+    valid = data["valid_tokens_argmax"][0].tolist()
+    assert [*emitted[:-1], int(verifier.left.argmax())] == valid
+
+
+def medusa_greedy(data: dict, meta: dict) -> None:
+    assert meta["mode"] == "greedy"
+    root = int(data["logits"][0, -1].argmax())
+    best = data["medusa_logits"][:, 0, -1].topk(10).indices
+    tokens = [root]
+    for rank, depth in zip(MC_SIM_63.tokens[1:], MC_SIM_63.depths[1:], strict=True):
+        tokens.append(int(best[depth - 1, rank]))
+    assert tokens == data["tree_candidates"][0].tolist()
+    tree = Tree(tuple(tokens), MC_SIM_63.parents)
+    path, _ = walk(tree, data["tree_logits"], greedy)
+    assert len(path) - 1 == int(data["accept_length"])
+    row = data["candidates"][int(data["best_candidate"])]
+    assert row[: len(path)].tolist() == [tree.tokens[node] for node in path]
+
+
+# --- a batch -------------------------------------------------------------------------------------
+
+
+def ragged_batch(data: dict, meta: dict) -> None:
+    """What each row holds when its drafts are accepted; it is not moved to the right for that."""
+    pads, contents = (
+        data[f"{name}s"].tolist() for name in ("old_padding_length", "original_content_length")
+    )
+    counts, layers = data["matched_tokens_incl_bonus"].tolist(), (0, 1)
+    written = data["k_in_0"].shape[2] - (pads[0] + contents[0] - 1)  # the root and its drafts
+    rows = []
+    for row, (pad, content) in enumerate(zip(pads, contents, strict=True)):
+        cache, old = KVCache(len(layers)), slice(pad, pad + content - 1)
+        for at, layer in zip(layers, cache.layers, strict=True):
+            layer.update(*(data[f"{kind}_in_{at}"][row, None, :, old] for kind in "kv"))
+        cache.freeze(written, content - 1)
+        rows.append(cache)
+    cache = KVCache.cat(rows)
+    for at, layer in zip(layers, cache.layers, strict=True):
+        layer.update(*(data[f"{kind}_in_{at}"][:, :, -written:] for kind in "kv"))
+    cache.accept(torch.arange(written).expand(len(rows), -1), counts)
+    ids = data["new_generated_ids"]
+    for row, (pad, content) in enumerate(zip(pads, contents, strict=True)):
+        there = int(data["new_padding_lengths"][row])
+        held = cache.lengths(row)
+        assert held == [content - 1 + counts[row]] * len(layers)
+        for at, layer in zip(layers, cache.layers, strict=True):
+            for name, kind in (("keys", "k"), ("values", "v")):
+                mine = getattr(layer, name)[row, :, : held[at]]
+                assert torch.equal(mine, data[f"{kind}_out_{at}"][row, :, there:])
+        emitted = data[f"accepted_{row}"].tolist()
+        assert len(emitted) == counts[row]
+        assert ids[row, there:].tolist() == [*data["generated_ids"][row, pad:].tolist(), *emitted]
+
+
+# --- prompt lookup -------------------------------------------------------------------------------
+
+
+def prompt_lookup(data: dict, meta: dict) -> None:
+    """Earliest match; Hugging Face ends a copy with the text, and in front of an end token."""
+    assert data["cases"]
+    for case in data["cases"]:
+        ids, wanted = case["input_ids"], case["candidates"]
+        found = matches(ids, case["max_matching_ngram_size"], latest=False)
+        copy = []
+        if found:
+            start = found[0][1]
+            end = [] if case["eos"] is None else [case["eos"]]
+            copy = copied(ids, start, case["num_output_tokens"], end)[: len(ids) - start]
+        assert copy == wanted
+
+
+def other_prompts(data: dict) -> dict:
+    """A control: prompts the other way round."""
+    return data | {"cases": [c | {"input_ids": c["input_ids"][::-1]} for c in data["cases"]]}
+
+
+# --- the exact law -------------------------------------------------------------------------------
+
+
+def accepted_by(p: Tensor, q: Tensor, guesses_left: int) -> tuple[Tensor, Tensor]:
+    """Sampled siblings at one node, enumerated: P(one is accepted), and the law that comes out.
+
+    Parameters
+    ----------
+    p, q : Tensor, (V,)
+        What is left of the target's and of the drafter's distribution.
+    """
+    if not guesses_left:
+        return p.new_zeros(()), p
+    ratio = (p / q).clamp(max=1).nan_to_num(0)
+    take = q * ratio
+    residual = (p - q).clamp(min=0)
+    residual = residual / residual.sum()
+    accept, law = take.sum(), take.clone()
+    for token, refused in enumerate((q - take).tolist()):
+        if refused > 0:
+            rest = q.index_fill(0, torch.tensor(token), 0.0)
+            later, below = accepted_by(residual, rest / rest.sum(), guesses_left - 1)
+            accept, law = accept + refused * later, law + refused * below
+    return accept, law
+
+
+def exact_law(data: dict, meta: dict) -> None:
+    """Closed forms of the toy model: what its other tests count must come near to them."""
+    p0, p1, p2, q0, q1 = (data[name] for name in ("p0", "p1", "p2", "q0", "q1"))
+    exact = {"rtol": 1e-12, "atol": 1e-14}
+    joint = p0[:, None, None] * p1[:, :, None] * p2
+    torch.testing.assert_close(joint, data["joint_first3"], **exact)
+
+    both = torch.minimum(p0, q0)
+    chain = torch.stack([both.sum(), (both * torch.minimum(p1, q1).sum(1)).sum()])
+    torch.testing.assert_close(chain, data["chain_gamma2_level_accept"], **exact)
+
+    pairs = [(x, y) for x in q0.topk(2).indices.tolist() for y in q1[x].topk(2).indices.tolist()]
+    tree = Tree.of_paths(ROOT, pairs)
+    reached = [1.0]
+    for node in range(1, len(tree)):
+        path = [tree.tokens[at] for at in tree.path(node)[1:]]
+        reached.append(float(p0[path[0]] * (p1[tuple(path)] if len(path) == 2 else 1)))
+    levels = [
+        sum(p for p, depth in zip(reached, tree.depths, strict=True) if depth == d) for d in (1, 2)
+    ]
+    torch.testing.assert_close(
+        torch.tensor(levels).double(), data["topk2x2_tree_level_accept"], rtol=1e-6, atol=1e-7
+    )
+    several = [accepted_by(p0, q0, k) for k in (1, 2, 3, 4)]
+    torch.testing.assert_close(
+        torch.stack([accept for accept, _ in several]),
+        data["multiround_root_accept_K1..4"],
+        rtol=1e-9,
+        atol=1e-12,
+    )
+    torch.testing.assert_close(several[-1][1], data["multiround_root_law_K4"], **exact)
+    torch.testing.assert_close(several[-1][1], p0, **exact)

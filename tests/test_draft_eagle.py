@@ -1,0 +1,883 @@
+"""`draft-eagle`: the layer, the tree, the rows of pictures, and whole drafts without an engine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise, product
+from math import prod
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+
+import golden_eagle
+from helpers_layout import picture
+from vlmfast.drafters._grow import RANKS, grow
+from vlmfast.drafters._layer import Cache
+from vlmfast.drafters._loading import accepts_something, replay
+from vlmfast.drafters.draft_eagle import DraftEagle
+from vlmfast.drafters.draft_eagle.drafter import EagleDrafter
+from vlmfast.drafters.draft_eagle.module import EagleModule
+from vlmfast.drafters.draft_eagle.stage import layers_read
+from vlmfast.drafters.draft_eagle.ttt import unroll
+from vlmfast.drafters.draft_eagle.visual import CHOICES, Visual, shortened
+from vlmfast.drafters.tree import Tree
+from vlmfast.engine.noise import gumbel
+from vlmfast.errors import RecipeError
+from vlmfast.layout import Kind, TokenLayout
+from vlmfast.recipe import Recipe
+from vlmfast.stages import Budget, Read, Round, Target
+
+WIDTH, VOCABULARY = 8, 40
+SIZES = {"width": WIDTH, "heads": 2, "hidden": 16}
+COMPRESSOR = {"hidden": 8, "queries": 4}
+
+
+# --- stored vectors -------------------------------------------------------------------------------
+
+GOLDEN = Path(os.environ.get("VLMFAST_GOLDEN") or Path(__file__).parent / "golden") / "spec"
+STORED = {
+    "eagle2_tree_k10_d7_t60": (golden_eagle.tree_case, "logits_step1"),
+    "eagle2_tree_k1_d4_t6_chain": (golden_eagle.tree_case, "logits_step3"),
+    "eagle2_tree_k2_d2_t5": (golden_eagle.tree_case, "logits_step0"),
+    "eagle2_tree_k8_d3_t30": (golden_eagle.tree_case, "logits_step2"),
+    "eagle12_tiny_drafter": (golden_eagle.eagle_case, "w.fc.weight"),
+    "eagle3_tiny_drafter_dv40": (golden_eagle.eagle3_case, "w.norm.weight"),
+    "vispec_tiny_drafter_one_image": (golden_eagle.vispec_case, "w.imadpt.q"),
+    "msd_tiny_drafter_llava": (golden_eagle.msd_case, "w.fc.weight"),
+    "eagle3_ttt_layer": (golden_eagle.ttt_case, "w.hidden_norm.weight"),
+    "losses": (golden_eagle.losses_case, "predicted_features"),
+}
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_stored_vectors_and_that_they_can_fail(name: str) -> None:
+    file, (check, spoiled) = GOLDEN / f"{name}.safetensors", STORED[name]
+    if not file.exists():
+        pytest.skip(f"{GOLDEN} holds no {name}")
+    with safe_open(file, "pt") as stored:
+        meta = stored.metadata()
+    data = load_file(file)
+    check(data, meta)
+    data[spoiled] = data[spoiled].flip(-1)
+    with pytest.raises(AssertionError):
+        check(data, meta)
+
+
+@pytest.mark.parametrize(
+    ("name", "check"),
+    [
+        ("eagle12_tiny_drafter", golden_eagle.eagle_case),
+        ("eagle3_tiny_drafter_dv40", golden_eagle.eagle3_case),
+        ("vispec_tiny_drafter_one_image", golden_eagle.vispec_case),
+    ],
+)
+def test_second_rounds_can_fail(name: str, check: Callable) -> None:
+    file = GOLDEN / f"{name}.safetensors"
+    if not file.exists():
+        pytest.skip(f"{GOLDEN} holds no {name}")
+    with safe_open(file, "pt") as stored:
+        meta = stored.metadata()
+    data = load_file(file)
+    data["r2_hidden_states"] = -data["r2_hidden_states"]
+    with pytest.raises(AssertionError):
+        check(data, meta)
+
+
+# --- a small world --------------------------------------------------------------------------------
+
+
+def target(module: EagleModule | None = None, dtype: torch.dtype = torch.float64, **own) -> Target:
+    generator = torch.Generator().manual_seed(5)
+    embed = torch.randn(VOCABULARY, WIDTH, generator=generator, dtype=torch.float64).to(dtype)
+    head = torch.randn(VOCABULARY, WIDTH, generator=generator, dtype=torch.float64).to(dtype)
+    options = {"width": WIDTH, "depth": 12, "vocabulary": VOCABULARY, "trained": module} | own
+    return Target(lambda ids: embed[ids], lambda x: x @ head.T, **options)
+
+
+def module_of(seed: int = 0, dtype: torch.dtype = torch.float64, **own) -> EagleModule:
+    torch.manual_seed(seed)
+    module = EagleModule(SIZES | own).to(dtype)
+    with torch.no_grad():
+        for weight in module.parameters():
+            if weight.dim() == 1:  # norms and biases, so that they are seen to be used
+                weight.add_(0.3 * torch.randn_like(weight))
+        if module.kind == "eagle3":
+            module.restrict(torch.randperm(VOCABULARY)[: len(module.d2t)].sort().values)
+    return module.eval().requires_grad_(False)
+
+
+def text_layout(n: int, first: int = 0) -> TokenLayout:
+    at = torch.arange(first, first + n)
+    return TokenLayout.text(at, at[None])
+
+
+def layout_of(*parts: int | dict) -> TokenLayout:
+    """Text of some length, and pictures (arguments of `picture`), in the order of a prompt."""
+    layouts, first, items = [], 0, 0
+    for part in parts:
+        if isinstance(part, int):
+            layouts.append(text_layout(part, first))
+        else:
+            layouts.append(picture(**part, item=items, order=first)[0].layout)
+            items += 1
+        first += len(layouts[-1])
+    return TokenLayout.cat(layouts)
+
+
+TILED = {"tiles": (1, 2), "patches": (4, 4)}
+PLAIN = {"tiles": (0, 0), "patches": (6, 6)}
+
+
+def read_of(layout: TokenLayout, seed: int = 1, taps: bool = False, **own) -> Read:
+    """Random embeddings and hidden states for a layout."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def rows(*shape: int) -> Tensor:
+        return torch.randn(len(layout), *shape, generator=generator, dtype=torch.float64)
+
+    values = {"embeds": rows(WIDTH), "features": rows(WIDTH), "taps": rows(3, WIDTH)} | own
+    unused = "features" if taps else "taps"
+    return Read([7] * len(layout), layout, **(values | {unused: None}))
+
+
+def rows_of(read: Read, start: int, stop: int) -> Read:
+    index = torch.arange(start, stop)
+    return Read(
+        read.ids[start:stop],
+        read.layout.select(index),
+        read.embeds[start:stop],
+        None if read.features is None else read.features[start:stop],
+        None if read.taps is None else read.taps[start:stop],
+    )
+
+
+def answered(drafter: EagleDrafter, tree: Tree, path: list[int], bonus: int, seed: int) -> Round:
+    """A round that accepts ``path`` of ``tree``, with random hidden states."""
+    generator = torch.Generator().manual_seed(seed)
+    own = drafter.module.kind == "eagle3"
+    shape = (len(tree), 3, WIDTH) if own else (len(tree), WIDTH)
+    rows = torch.randn(shape, generator=generator, dtype=torch.float64)
+    emitted = [*(tree.tokens[node] for node in path[1:]), bonus]
+    logits = torch.zeros(len(tree), VOCABULARY)
+    done = Round(tree, path, emitted, logits, None if own else rows, rows if own else None)
+    drafter.extend(done)
+    return done
+
+
+# --- the layer and the module ---------------------------------------------------------------------
+
+KINDS = {
+    "eagle": {"input_norm": False},
+    "specvlm": {},
+    "grouped": {"heads": 4, "kv_heads": 2, "qkv_bias": True, "bias": False},
+    "msd": {"kind": "msd"},
+    "eagle3": {"kind": "eagle3", "draft_vocabulary": 25},
+    "eagle3.1": {
+        "kind": "eagle3",
+        "draft_vocabulary": 25,
+        "norm_output": True,
+        "norm_before_residual": True,
+        "norm_before_fc": True,
+        "fc_norm": True,
+    },
+}
+
+
+@pytest.fixture(params=KINDS)
+def module(request: pytest.FixtureRequest) -> EagleModule:
+    return module_of(**KINDS[request.param])
+
+
+def sequences(module: EagleModule, *shape: int) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(11)
+    embeds = torch.randn(*shape, WIDTH, dtype=torch.float64)
+    features = torch.randn(*shape, module.feature_width, dtype=torch.float64)
+    return embeds, features, torch.arange(shape[-1]).expand(shape)
+
+
+def test_padding_changes_nothing_and_rows_are_causal(module: EagleModule) -> None:
+    embeds, features, position = sequences(module, 2, 9)
+    full = module(embeds, features, position)
+    there = torch.ones(2, 9, dtype=torch.bool)
+    there[1, 6:] = False
+    there[0, :2] = False
+    masked = module(embeds, features, position, there)
+    torch.testing.assert_close(masked[1, :6], full[1, :6])
+    alone = module(embeds[:1, 2:], features[:1, 2:], position[:1, 2:])
+    torch.testing.assert_close(masked[0, 2:], alone[0])
+    assert not torch.allclose(alone[0], full[0, 2:])  # what was masked does count
+    assert masked.isfinite().all()
+    shifted = module(embeds, features, position + 100)  # rotary ids are relative
+    torch.testing.assert_close(shifted, full)
+    stretched = module(embeds, features, position * 3)
+    assert not torch.allclose(stretched, full)
+
+
+def test_cache_in_parts_is_one_pass_and_trees_leave_no_trace(module: EagleModule) -> None:
+    embeds, features, position = sequences(module, 1, 9)
+    full = module(embeds, features, position)
+    rows, cache = module.rows(embeds, features), Cache()
+    first = module.run(rows[:, :5], position[:, :5], cache.attend())
+    # A tree of two branches: each row is as if the other were not there.
+    mask = torch.tensor([[1, 0, 0], [0, 1, 0], [1, 0, 1]], dtype=torch.bool)
+    at = torch.tensor([[5, 5, 6]])
+    tree = module.run(rows[:, [5, 7, 6]], at, cache.attend(mask))
+    torch.testing.assert_close(tree[:, [0, 2]], full[:, 5:7])
+    assert not torch.allclose(tree[:, 1], full[:, 7])
+    assert cache.length == 8
+    cache.crop(5)
+    rest = [module.run(rows[:, i : i + 1], position[:, i : i + 1], cache.attend()) for i in (5, 6)]
+    rest.append(module.run(rows[:, 7:], position[:, 7:], cache.attend()))
+    torch.testing.assert_close(torch.cat([first, *rest], dim=1), full)
+    assert cache.length == 9
+
+
+def test_half_precision_is_near(module: EagleModule) -> None:
+    embeds, features, position = sequences(module, 1, 9)
+    exact = module(embeds, features, position)
+    half = module.to(torch.bfloat16)(embeds.bfloat16(), features.bfloat16(), position)
+    assert half.dtype == torch.bfloat16
+    torch.testing.assert_close(half.double(), exact, rtol=0.1, atol=0.1)
+
+
+def test_images_of_msd_bypass_fc() -> None:
+    module = module_of(kind="msd")
+    embeds, features, _ = sequences(module, 1, 6)
+    image = torch.tensor([[-1, 0, 0, 1, -1, -1]])
+    rows, plain = module.rows(embeds, features, image), module.rows(embeds, features)
+    torch.testing.assert_close(rows[image >= 0], embeds[image >= 0])
+    torch.testing.assert_close(rows[image < 0], plain[image < 0])
+    eagle = module_of(kind="eagle")
+    torch.testing.assert_close(eagle.rows(embeds, features, image), eagle.rows(embeds, features))
+
+
+def test_unrolled_steps_are_what_drafting_computes(module: EagleModule) -> None:
+    """Place t of step s: the true rows to t, then s drafted rows on the tokens that follow."""
+    embeds, features, position = sequences(module, 1, 8)
+    steps = 3
+    ahead = [embeds.roll(-s, dims=1) for s in range(steps)]
+    outputs = unroll(module, ahead, features, position)
+    for place in (0, 2, 4):
+        cache = Cache()
+        rows = module.rows(embeds, features)[:, : place + 1]
+        hidden = module.run(rows, position[:, : place + 1], cache.attend())[:, -1:]
+        for s in range(steps):
+            torch.testing.assert_close(outputs[s][:, place : place + 1], hidden)
+            if s + 1 < steps:
+                nxt = embeds[:, place + s + 1 : place + s + 2]
+                row = module.rows(nxt, hidden)
+                hidden = module.run(row, position[:, place : place + 1] + s + 1, cache.attend())
+    # Padding behind changes nothing in front of it; without the test it would be the next pass.
+    there = torch.arange(8)[None] < 6
+    masked = unroll(module, ahead, features, position, there)
+    for ours, full in zip(masked, outputs, strict=True):
+        torch.testing.assert_close(ours[:, :6], full[:, :6])
+        assert ours.isfinite().all()
+    plain = module(ahead[1], outputs[0], position + 1)
+    assert not torch.allclose(plain, outputs[1])
+
+
+def test_norms_of_eagle3_are_used() -> None:
+    base = KINDS["eagle3"]
+    embeds, features, position = sequences(module_of(**base), 1, 5)
+    plain = module_of(**base)
+    for flag in ("norm_output", "norm_before_residual", "norm_before_fc", "fc_norm"):
+        other = module_of(**base, **{flag: True})
+        other.load_state_dict(plain.state_dict() | other.state_dict() | plain.state_dict())
+        changed = other(embeds, features, position)
+        assert not torch.allclose(changed, plain(embeds, features, position)), flag
+    output = module_of(**base, norm_output=True)
+    output.load_state_dict(plain.state_dict())
+    state, own = plain(embeds, features, position), output(embeds, features, position)
+    torch.testing.assert_close(plain.norm(state), own)
+    torch.testing.assert_close(plain.output(state, None), output.output(own, None))
+
+
+def test_bad_modules() -> None:
+    with pytest.raises(RecipeError, match="kind='medusa'"):
+        EagleModule(SIZES | {"kind": "medusa"})
+    with pytest.raises(RecipeError, match="3 of them"):
+        EagleModule(SIZES | {"kv_heads": 3})
+    with pytest.raises(ValueError, match="3 ids for a draft vocabulary of 25"):
+        module_of(kind="eagle3", draft_vocabulary=25).restrict(torch.arange(3))
+
+
+# --- the tree -------------------------------------------------------------------------------------
+
+
+def slow_tree(root: int, level_logits: list[Tensor], k: int, depth: int, nodes: int) -> Tree:
+    """The rule of EAGLE-2 in words: lists, one candidate at a time, exact ties by number."""
+    candidates = []  # (score, number, token, parent's number)
+    frontier = [(0.0, -1)]
+    for level in range(depth):
+        made = []
+        for row, (score, number) in enumerate(frontier):
+            lp = level_logits[level][row].float().log_softmax(-1).tolist()
+            ranked = sorted(range(len(lp)), key=lambda t, lp=lp: (-lp[t], t))[:k]
+            for token in ranked:
+                total = float(torch.tensor(score) + torch.tensor(lp[token]))
+                made.append((total, len(candidates) + len(made), token, number))
+        candidates += made
+        frontier = [(c[0], c[1]) for c in sorted(made, key=lambda c: (-c[0], c[1]))[:k]]
+    best = sorted(candidates, key=lambda c: (-c[0], c[1]))[: nodes - 1]
+    best = sorted((c for c in best if c[0] > -torch.inf), key=lambda c: c[1])
+    place = {-1: 0} | {c[1]: i + 1 for i, c in enumerate(best)}
+    return Tree((root, *(c[2] for c in best)), (-1, *(place[c[3]] for c in best)))
+
+
+@st.composite
+def levels(draw: st.DrawFn) -> tuple[list[Tensor], int, int, int]:
+    k, depth = draw(st.integers(1, 5)), draw(st.integers(1, 4))
+    vocabulary, nodes = draw(st.integers(1, 9)), draw(st.integers(1, 20))
+    kind = draw(st.sampled_from(["normal", "ties", "one-hot", "closed"]))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    found = []
+    for level in range(depth):
+        logits = torch.randn(k if level else 1, vocabulary, generator=generator)
+        if kind == "ties":
+            logits = logits.round()
+        elif kind == "one-hot":  # a probability of exactly 1: the child's score is its parent's
+            logits = torch.full_like(logits, -1e4).scatter(1, logits.argmax(1, keepdim=True), 0.0)
+        elif kind == "closed":
+            logits = logits.masked_fill(logits > 0.5, -torch.inf)
+            logits[:, 0] = 0.0
+        found.append(logits)
+    return found, k, depth, nodes
+
+
+@given(levels())
+@settings(max_examples=150, deadline=None)
+def test_tree_is_the_rule_of_eagle2(drawn: tuple) -> None:
+    logits, k, depth, nodes = drawn
+    calls = []
+
+    def step(tokens: Tensor, origin: Tensor, mask: Tensor, level: int) -> Tensor:
+        rows = len(tokens)
+        assert mask.shape == (rows, rows * (level + 1))
+        assert mask.sum(1).tolist() == [level + 1] * rows
+        assert mask[:, -rows:].equal(torch.eye(rows, dtype=torch.bool))
+        calls.append(level)
+        return logits[level + 1][:rows]
+
+    rank = Budget(nodes, depth).rank
+    tree = grow(3, logits[0], step, rank, top_k=k, depth=depth, nodes=nodes)
+    if nodes == 1:
+        assert len(tree) == 1 and not calls
+        return
+    assert calls == list(range(depth - 1))
+    assert len(tree) <= nodes and tree.depth <= depth
+    # No more than N - 1 of a level are ever kept, so a narrower frontier finds the same tree; a
+    # wide one has the same order.
+    narrow = min(k, nodes - 1, logits[0].shape[1])
+    assert tree == slow_tree(3, logits, narrow, depth, nodes)
+
+
+def test_probability_one_and_broken_logits() -> None:
+    sure = torch.tensor([[0.0, -1e4, -1e4]])
+
+    def step(tokens: Tensor, origin: Tensor, mask: Tensor, level: int) -> Tensor:
+        return sure.expand(len(tokens), -1)
+
+    size = {"top_k": 2, "depth": 5, "nodes": 6}
+    tree = grow(9, sure, step, Budget(6, 5).rank, **size)
+    assert tree == Tree.chain([9, 0, 0, 0, 0, 0])
+    broken = torch.full_like(sure, torch.nan)
+    assert len(grow(9, broken, step, Budget(6, 5).rank, **size)) == 1
+    with_noise = Budget(6, 5, lambda logits: logits, lambda depth: torch.zeros(3)).rank
+    assert len(grow(9, broken, step, with_noise, **size, shared_noise=True)) == 1
+
+
+def test_shared_noise_finds_the_targets_choice() -> None:
+    """With the target's own distribution the first child is what it draws; with other noise not."""
+    torch.manual_seed(0)
+    table = 2 * torch.randn(12, 12)  # next-token logits of a chain
+
+    def draft(noise: Callable[[int], Tensor]) -> Tree:
+        def step(tokens: Tensor, origin: Tensor, mask: Tensor, level: int) -> Tensor:
+            return table[tokens]
+
+        budget = Budget(9, 4, lambda logits: logits / 0.7, noise)
+        size = {"top_k": 3, "depth": 4, "nodes": 9}
+        return grow(5, table[[5]], step, budget.rank, **size, shared_noise=True)
+
+    full, other = 0, 0
+    for seed in range(40):
+
+        def own(depth: int, seed: int = seed) -> Tensor:
+            return gumbel(seed, depth, 12)
+
+        def wrong(depth: int, seed: int = seed) -> Tensor:
+            return gumbel(seed + 1000, depth, 12)
+
+        drawn, token = [], 5
+        for depth in range(1, 5):
+            token = int(((table[token] / 0.7).log_softmax(-1) + own(depth)).argmax())
+            drawn.append(token)
+        for noise, count in ((own, True), (wrong, False)):
+            tree, node, found = draft(noise), 0, 0
+            while found < 4 and (child := tree.children[node].get(drawn[found])) is not None:
+                node, found = child, found + 1
+                if count:
+                    assert next(iter(tree.children[tree.parents[node]])) == drawn[found - 1]
+            full, other = full + found * count, other + found * (not count)
+    assert full == 40 * 4
+    assert other < 40 * 2
+    assert list(RANKS) == sorted(RANKS, reverse=True) and sum(RANKS) < 1
+
+
+# --- rows of pictures -----------------------------------------------------------------------------
+
+
+def shorten(choice: str, layout: TokenLayout, **own) -> tuple:
+    """Rows whose hidden states are twice their embeddings, shortened."""
+    module = module_of(dtype=torch.float32, compressor=COMPRESSOR)
+    torch.manual_seed(3)
+    embeds = torch.randn(len(layout), WIDTH)
+    position = layout.position[0] - 1
+    made, chosen = shortened(
+        Visual(choice, **own),
+        module.compressor,
+        embeds,
+        2 * embeds,
+        position,
+        layout,
+        torch.randn(4, WIDTH),
+    )
+    return embeds, position, made, chosen
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_text_stays_and_pictures_are_shortened_alike(choice: str) -> None:
+    layout = layout_of(3, TILED, 2, PLAIN, 4)
+    embeds, position, made, chosen = shorten(choice, layout)
+    text = (~layout.visual).nonzero().flatten()
+    stay = made.source >= 0
+    assert torch.equal(made.source[stay], text)
+    assert torch.equal(made.embeds[stay], embeds[text])
+    assert torch.equal(made.features[stay], 2 * embeds[text])
+    assert torch.equal(made.position[stay], position[text])
+    assert torch.equal(made.image[stay], torch.full_like(text, -1))
+    assert made.position.diff().min() > 0  # still the order of the prompt
+    rest = int((~stay).sum())
+    tiled, plain = (int((layout.item == item).sum()) for item in (0, 1))  # 52 and 36
+    held = {
+        "all": tiled + plain,
+        "prune": round(0.05 * tiled) + round(0.05 * plain),
+        "resample": 4,
+        "text": 0,
+    }
+    if choice in held:
+        assert rest == held[choice]
+    else:
+        assert 0 < rest <= 0.6 * (tiled + plain)
+    if choice == "all":
+        assert torch.equal(made.embeds, embeds)
+        assert chosen.branch == "all"
+        return
+    for item in (0, 1):
+        at = made.position[made.image == item]
+        own = position[(layout.item == item) & layout.visual]
+        if choice == "prune":
+            rows = torch.isin(position, at).nonzero().flatten()
+            assert torch.equal(made.embeds[made.image == item], embeds[rows])
+            assert layout.patches[rows].all()
+        elif choice != "text" and chosen.branch != "prune":
+            assert torch.equal(at, own[len(own) - len(at) :])
+    if choice == "pool":  # hidden states are averaged as embeddings are
+        torch.testing.assert_close(made.features, 2 * made.embeds)
+        mean = embeds[layout.patches & (layout.item == 1)].mean(0)
+        torch.testing.assert_close(made.embeds[made.image == 1].mean(0), mean)
+    if choice in ("select", "weighted"):
+        assert chosen.logits.shape == (5,)
+        assert chosen.logits[4] == -torch.inf  # text-only was not trained
+
+
+def test_share_and_seed() -> None:
+    layout = layout_of(3, PLAIN, 4)
+    for choice in ("prune", "pool", "conv"):
+        made = shorten(choice, layout, share=0.25)[2]
+        assert int((made.source < 0).sum()) == 9, choice
+    rows = [shorten("prune", layout, share=0.25, seed=seed)[2].position for seed in (0, 0, 1)]
+    assert torch.equal(rows[0], rows[1]) and not torch.equal(rows[0], rows[2])
+    with pytest.raises(RecipeError, match="at most 4"):
+        shorten("resample", layout, share=0.25)
+    with pytest.raises(RecipeError, match="queries=9"):
+        shorten("resample", layout, queries=9)
+    assert int((shorten("concat", layout, share=0.25)[2].source < 0).sum()) <= 11
+
+
+def test_small_and_thinned_pictures() -> None:
+    """Pictures that a reducer left next to nothing of."""
+    layout = layout_of(3, TILED, 4)
+    for kept in (1, 2, 5):
+        patches = layout.patches.nonzero().flatten()
+        index = torch.cat([torch.arange(3), patches[:: len(patches) // kept][:kept]])
+        index = torch.cat([index, torch.arange(len(layout) - 4, len(layout))])
+        thin = layout.select(index)
+        for choice in CHOICES:
+            made = shorten(choice, thin)[2]
+            assert int((made.source >= 0).sum()) == 7
+            assert choice == "text" or 1 <= int((made.source < 0).sum()) <= kept
+
+
+def test_weights_without_a_compressor() -> None:
+    layout = layout_of(3, PLAIN, 4)
+    embeds = torch.randn(len(layout), WIDTH)
+    before = torch.get_rng_state()
+    for choice in CHOICES:
+        args = (Visual(choice), None, embeds, embeds, layout.position[0], layout, embeds[:2])
+        if choice in ("all", "prune", "pool", "text"):
+            shortened(*args)
+        else:
+            with pytest.raises(RecipeError, match=f"visual={choice} needs weights"):
+                shortened(*args)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_gradients_reach_the_compressor() -> None:
+    layout = layout_of(3, PLAIN, 4)
+    module = EagleModule(SIZES | {"compressor": COMPRESSOR})
+    embeds = torch.randn(len(layout), WIDTH)
+    for choice, part in (("conv", "conv"), ("resample", "resample"), ("weighted", "gate")):
+        args = (Visual(choice), module.compressor, embeds, embeds, layout.position[0], layout)
+        rows, _ = shortened(*args, torch.randn(3, WIDTH))
+        module.zero_grad()
+        module.rows(rows.embeds[None], rows.features[None]).square().sum().backward()
+        found = getattr(module.compressor, part).parameters()
+        assert any(p.grad is not None and p.grad.abs().sum() > 0 for p in found), choice
+
+
+# --- whole drafts ---------------------------------------------------------------------------------
+
+BUDGET = Budget(26, 4)
+
+
+def open_drafter(
+    module: EagleModule, read: Read, visual: str = "all", nodes: int = 9, **own
+) -> EagleDrafter:
+    stage = DraftEagle(visual, kind=module.kind, top_k=3, depth=3, nodes=nodes)
+    drafter = stage.open(target(module, **own))
+    drafter.prefill(read)
+    return drafter
+
+
+def reading(module: EagleModule, layout: TokenLayout, **own) -> Read:
+    return read_of(layout, taps=module.kind == "eagle3", **own)
+
+
+@pytest.mark.parametrize("visual", ["all", "prune", "pool", "text"])
+def test_cache_after_rounds_is_that_of_one_prefill(module: EagleModule, visual: str) -> None:
+    layout = layout_of(3, PLAIN, 4)
+    read = reading(module, layout)
+    drafter = open_drafter(module, read, visual)
+    root, embeds, features, taps = 4, [read.embeds], [read.features], [read.taps]
+    for number, accepted in enumerate([0, 2, 1, 3, 0]):
+        tree = drafter.propose(root, BUDGET)
+        assert 1 < len(tree) <= 9
+        again = drafter.propose(root, BUDGET)  # asking twice changes nothing
+        assert again == tree
+        leaf = max(range(len(tree)), key=lambda node: tree.depths[node])
+        path = tree.path(leaf)[: accepted + 1]
+        done = answered(drafter, tree, path, (root + number) % VOCABULARY, number)
+        tokens = torch.tensor([tree.tokens[node] for node in path])
+        embeds.append(drafter.target.embed(tokens))
+        if done.features is not None:
+            features.append(done.features[path])
+        else:
+            taps.append(done.taps[path])
+        root = done.emitted[-1]
+    tree = drafter.propose(root, BUDGET)
+    long = torch.cat(embeds)
+    extra = len(long) - len(layout)
+    whole = Read(
+        [7] * len(long),
+        TokenLayout.cat([layout, text_layout(extra, len(layout))]),
+        long,
+        None if read.features is None else torch.cat(features),
+        None if read.taps is None else torch.cat(taps),
+    )
+    fresh = open_drafter(module, whole, visual)
+    assert fresh.propose(root, BUDGET) == tree
+    assert fresh.cache.length == drafter.cache.length
+    torch.testing.assert_close(fresh.cache.keys, drafter.cache.keys, rtol=0, atol=1e-10)
+    torch.testing.assert_close(fresh.cache.values, drafter.cache.values, rtol=0, atol=1e-10)
+
+
+def test_parts_of_a_prompt_continue(module: EagleModule) -> None:
+    layout = layout_of(3, PLAIN, 4, TILED, 3)
+    read = reading(module, layout)
+    one = open_drafter(module, read)
+    cut = [0, 1, 3, 20, 41, len(layout)]
+    several = open_drafter(module, rows_of(read, 0, 1))
+    for first, last in pairwise(cut[1:]):
+        several.prefill(rows_of(read, first, last))
+    assert one.propose(4, BUDGET) == several.propose(4, BUDGET)
+    torch.testing.assert_close(one.cache.keys, several.cache.keys)
+    # A later question behind an answer: the row that waits gets the next part's first token.
+    tree = one.propose(4, BUDGET)
+    answered(one, tree, [0], 9, 1)
+    later = reading(module, text_layout(3, len(layout) + 1), seed=8)
+    one.prefill(later)
+    one.propose(2, BUDGET)
+    assert one.cache.length == len(layout) + 4
+    assert one.next == len(layout) + 4
+
+
+def test_rounds_without_a_draft_are_read_too(module: EagleModule) -> None:
+    read = reading(module, layout_of(6))
+    eager, lazy = open_drafter(module, read), open_drafter(module, read)
+    assert len(lazy.propose(4, Budget(1, 4))) == len(lazy.propose(4, Budget(9, 0))) == 1
+    assert lazy.cache.length == 0  # nothing is computed before it is needed
+    tree = eager.propose(4, BUDGET)
+    for drafter, drafted in ((eager, tree), (lazy, Tree.chain([4]))):
+        n = len(drafted)
+        drafter.extend(Round(drafted, [0], [9], torch.zeros(n, VOCABULARY), *states(module, n)))
+    assert eager.propose(9, BUDGET) == lazy.propose(9, BUDGET)
+    torch.testing.assert_close(eager.cache.keys, lazy.cache.keys)
+    # Other hidden states or another token do matter.
+    other = open_drafter(module, read)
+    answered(other, Tree.chain([4]), [0], 9, 1)
+    assert other.propose(9, BUDGET) != lazy.propose(9, BUDGET)
+    assert not torch.allclose(other.cache.keys, lazy.cache.keys)
+
+
+def states(module: EagleModule, n: int) -> tuple[Tensor | None, Tensor | None]:
+    """Hidden states and taps of n nodes; those of the first node are always the same."""
+    torch.manual_seed(21)
+    first = torch.randn(1, 3, WIDTH, dtype=torch.float64)
+    rows = torch.cat([first, torch.randn(n - 1, 3, WIDTH, dtype=torch.float64)])
+    return (None, rows) if module.kind == "eagle3" else (rows[:, 0], None)
+
+
+def test_rows_pair_with_the_next_row_that_survived() -> None:
+    """Row t: hidden state t, embedding of the row behind it, at the rotary id of t."""
+    module = module_of()
+    layout = layout_of(3, PLAIN, 4).select(torch.tensor([0, 1, 2, 5, 11, 30, 39, 40, 41, 42]))
+    read = reading(module, layout)
+    drafter = open_drafter(module, read)
+    tree = drafter.propose(4, BUDGET)
+    root = drafter.target.embed(torch.tensor([4]))
+    embeds = torch.cat([read.embeds[1:], root])
+    cache = Cache()
+    rows = module.rows(embeds[None], read.features[None])
+    out = module.run(rows, layout.position, cache.attend())
+    torch.testing.assert_close(drafter.cache.keys, cache.keys)
+    first = drafter.target.logits(out[0, -1]).topk(3).indices
+    assert sorted(tree.children[0]) == sorted(first.tolist())
+    assert drafter.next == 43
+
+
+def test_every_branch_is_drafted_as_if_alone(module: EagleModule) -> None:
+    """Children of a node: the best tokens behind its path, read one row after the other."""
+    read = reading(module, layout_of(6, PLAIN, 3))
+    tree = open_drafter(module, read, nodes=22).propose(4, BUDGET)
+    assert tree.depth == 3 and len(tree) == 22  # all there are
+    for node, below in enumerate(tree.children):
+        if not below:
+            continue
+        alone = open_drafter(module, read)
+        alone.propose(4, Budget(2, 1))
+        hidden = alone._hidden
+        for place, step in enumerate(tree.path(node)[1:]):
+            row = module.rows(alone.target.embed(torch.tensor([[tree.tokens[step]]])), hidden[None])
+            at = torch.tensor([[len(read.layout) + place]])
+            hidden = module.run(row, at, alone.cache.attend())[0]
+        best = alone.logits(hidden)[0].topk(3).indices.tolist()
+        assert list(below) == best[: len(below)]
+
+
+def test_what_is_banned_is_never_drafted(module: EagleModule) -> None:
+    read = reading(module, layout_of(6))
+    free = open_drafter(module, read).propose(4, BUDGET)
+    banned = tuple(sorted(set(free.tokens[1:])))[:10]
+    tree = open_drafter(module, read, banned=banned).propose(4, BUDGET)
+    assert len(tree) > 1 and not set(banned) & set(tree.tokens[1:])
+    if module.kind == "eagle3":
+        assert set(tree.tokens[1:]) <= set(module.vocabulary().tolist())
+
+
+def test_noise_reaches_the_tree() -> None:
+    module = module_of()
+    read = reading(module, layout_of(6))
+
+    def noise(depth: int) -> Tensor:
+        return 100.0 * (torch.arange(VOCABULARY) == 10 + depth)
+
+    budget = Budget(9, 3, lambda logits: logits, noise)
+    tree = open_drafter(module, read).propose(4, budget)
+    assert tree.tokens[1] == 11
+    path = tree.path(max(range(len(tree)), key=lambda node: tree.depths[node]))
+    assert [tree.tokens[node] for node in path] == [4, 11, 12, 13]
+
+
+def test_with_noise_the_shape_follows_the_ranks() -> None:
+    """Whatever the logits are: a node's worth is how often the children on its path are right."""
+    shapes = set()
+    for seed in range(3):
+        read = reading(module_of(), layout_of(6), seed=seed)
+        budget = Budget(9, 3, lambda logits: logits, lambda d, s=seed: gumbel(s, d, VOCABULARY))
+        tree = open_drafter(module_of(), read).propose(4, budget)
+        shapes.add(tree.parents)
+        worth = [1.0]
+        for node, parent in enumerate(tree.parents[1:], start=1):
+            rank = list(tree.children[parent].values()).index(node)
+            worth.append(worth[parent] * RANKS[rank])
+    assert len(shapes) == 1
+    paths = product(range(-1, 3), repeat=3)  # ranks along a path, -1 behind its end
+    real = {p for p in paths if p[0] >= 0 and not (p[1] < 0 <= p[2])}
+    best = sorted((prod(RANKS[r] for r in p if r >= 0) for p in real), reverse=True)[:8]
+    assert sorted(worth[1:], reverse=True) == pytest.approx(best)
+
+
+def test_lower_precision_of_the_target_and_the_weights() -> None:
+    module = module_of(dtype=torch.float32)
+    read = read_of(layout_of(6))
+    half = replace(read, embeds=read.embeds.bfloat16(), features=read.features.bfloat16())
+    drafter = DraftEagle(top_k=3, depth=3, nodes=9).open(target(module, torch.bfloat16))
+    drafter.prefill(half)
+    assert len(drafter.propose(4, BUDGET)) == 9
+    assert drafter.cache.keys.dtype == torch.float32
+
+
+# --- a target that can be learned -----------------------------------------------------------------
+
+
+def cyclic() -> tuple[Target, EagleModule, Read]:
+    """A target that says a permutation of its last token, and a drafter that knows it.
+
+    Embeddings are unit vectors and hidden states those of the next token, so ``fc`` is the
+    permutation of the embedding and the layer adds nothing.
+    """
+    n = 16
+    generator = torch.Generator().manual_seed(4)
+    order = torch.randperm(n, generator=generator)
+    follows = torch.empty_like(order)
+    follows[order] = order.roll(-1)  # one cycle
+    unit = torch.eye(n)
+    module = EagleModule({"width": n, "heads": 2, "input_norm": True})
+    with torch.no_grad():
+        for weight in (module.layer.self_attn.o_proj.weight, module.layer.mlp.down_proj.weight):
+            weight.zero_()
+        module.fc.bias.zero_()
+        module.fc.weight.zero_()
+        module.fc.weight[:, :n] = unit[follows].T
+    ids = [0]
+    while len(ids) < 41:
+        ids.append(int(follows[ids[-1]]))
+    rows = torch.tensor(ids[:-1])
+    read = Read(ids, text_layout(40), unit[rows], unit[follows[rows]])
+    whole = Target(lambda t: unit[t], lambda x: 20 * x, n, 12, n, trained=module)
+    return whole, module, read
+
+
+def test_a_drafter_that_knows_the_target_is_always_right() -> None:
+    whole, _, read = cyclic()
+    stage = DraftEagle()
+    accepted = replay(stage.open(whole), read, prompt=10, nodes=26, depth=4)
+    assert accepted == [4] * 6  # five tokens a round
+    assert replay(stage.open(whole), read, 10, nodes=26, depth=2) == [2] * 10
+    assert replay(stage.open(whole), read, 10, nodes=1, depth=2) == [0] * 30
+    assert accepts_something(stage.open(whole), read, 10)
+
+
+def test_a_drafter_that_accepts_nothing_is_found_out() -> None:
+    whole, module, read = cyclic()
+    torch.manual_seed(1)
+    with torch.no_grad():
+        module.fc.weight.normal_()
+    accepted = replay(DraftEagle(nodes=5, top_k=2).open(whole), read, 10, nodes=5, depth=4)
+    assert len(accepted) > 15
+    drafter = DraftEagle(nodes=3, top_k=2, depth=2).open(whole)
+    assert not accepts_something(drafter, read, 10)
+
+
+def test_an_embedding_one_place_off_costs_everything() -> None:
+    """The control of the alignment: each row with the token in front of it drafts nothing right."""
+    whole, _, read = cyclic()
+    before = torch.empty(16, dtype=torch.int64)
+    before[torch.tensor(read.ids[1:17])] = torch.tensor(read.ids[:16])
+    off = replace(whole, embed=lambda tokens: torch.eye(16)[before[tokens]])
+    accepted = replay(DraftEagle(top_k=1, depth=3, nodes=4).open(off), read, 10, 4, 3)
+    assert accepted == [0] * 30
+
+
+# --- the stage ------------------------------------------------------------------------------------
+
+
+def test_recipe_words_and_bad_values() -> None:
+    stage = DraftEagle("prune", share=0.1, nodes=12)
+    assert Recipe.parse(str(stage)) == Recipe((stage,))
+    assert DraftEagle().largest() == (26, 4)
+    assert (DraftEagle().features, DraftEagle().taps(32)) == (True, ())
+    third = DraftEagle(kind="eagle3")
+    assert (third.features, third.taps(32), third.taps(28)) == (False, (2, 16, 29), (2, 14, 25))
+    for bad, text in {
+        "draft-eagle:top_k=2,depth=2,nodes=8": "at most 7 nodes",
+        "draft-eagle:all,share=0.1": "share=0.1 belongs to",
+        "draft-eagle:visual=zip": "out of range",
+        "draft-eagle:nodes=1": "out of range",
+        "draft-eagle:kind=medusa": "out of range",
+    }.items():
+        with pytest.raises(RecipeError, match=text):
+            Recipe.parse(bad)
+    assert DraftEagle(top_k=2, depth=2, nodes=7).nodes == 7
+
+
+@pytest.mark.parametrize("depth", range(3, 40))
+def test_layers_of_eagle3_are_three(depth: int) -> None:
+    low, middle, high = layers_read(depth)
+    assert 0 <= low < middle < high < depth
+
+
+def test_models_that_do_not_fit() -> None:
+    with pytest.raises(RecipeError, match="reads three layers, and the model has 2"):
+        layers_read(2)
+    with pytest.raises(RecipeError, match="no weights"):
+        DraftEagle().open(target(None))
+    module = module_of()
+    with pytest.raises(RecipeError, match="width 8, this one has 16"):
+        DraftEagle().open(target(module, width=16))
+    with pytest.raises(RecipeError, match="are of kind=eagle, not kind=eagle3"):
+        DraftEagle(kind="eagle3").open(target(module))
+    with pytest.raises(RecipeError, match="needs weights that were trained with a compressor"):
+        DraftEagle("conv").open(target(module))
+    third = module_of(kind="eagle3", draft_vocabulary=25)
+    with pytest.raises(RecipeError, match="draft tokens up to"):
+        DraftEagle(kind="eagle3").open(target(third, vocabulary=20))
+    drafter = DraftEagle().open(target(module))
+    with pytest.raises(ValueError, match="must see a prompt"):
+        drafter.propose(3, BUDGET)
+    with pytest.raises(ValueError, match="reads hidden states"):
+        drafter.prefill(read_of(layout_of(4), taps=True))
+
+
+def test_visual_rows_of_every_choice_draft() -> None:
+    module = module_of(compressor=COMPRESSOR, dtype=torch.float32)
+    layout = layout_of(3, TILED, 2, PLAIN, 4)
+    read = read_of(layout)
+    read = replace(read, embeds=read.embeds.float(), features=read.features.float())
+    trees = {}
+    for choice in CHOICES:
+        drafter = DraftEagle(choice, top_k=3, depth=3, nodes=9).open(target(module, torch.float32))
+        drafter.prefill(read)
+        trees[choice] = drafter.propose(4, BUDGET)
+        assert len(trees[choice]) == 9
+        visual = int(layout.visual.sum())
+        text = len(layout) - visual
+        held = drafter.cache.length - text
+        assert (
+            (held == visual)
+            if choice == "all"
+            else (held < visual)
+            and (held == 0 if choice == "text" else held > 0 or drafter.choice.branch == "text")
+        )
+    assert Kind.NEWLINE in layout.kind.tolist()
+    assert len(set(trees.values())) > 1  # the choice does reach the drafts

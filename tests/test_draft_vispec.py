@@ -1,0 +1,235 @@
+"""`draft-vispec`: few rows for a picture, and text that knows of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from test_draft_eagle import (
+    BUDGET,
+    PLAIN,
+    SIZES,
+    TILED,
+    VOCABULARY,
+    WIDTH,
+    answered,
+    cyclic,
+    layout_of,
+    read_of,
+    rows_of,
+    target,
+    text_layout,
+)
+from vlmfast.drafters._layer import Cache
+from vlmfast.drafters._loading import replay
+from vlmfast.drafters.draft_eagle.module import EagleModule
+from vlmfast.drafters.draft_vispec import DraftVispec
+from vlmfast.drafters.draft_vispec.module import VispecModule
+from vlmfast.drafters.draft_vispec.stage import VispecDrafter
+from vlmfast.errors import RecipeError
+from vlmfast.layout import TokenLayout
+from vlmfast.recipe import Recipe
+from vlmfast.stages import Read
+
+
+def module_of(seed: int = 0, **own) -> VispecModule:
+    torch.manual_seed(seed)
+    module = VispecModule(SIZES | own).double()
+    with torch.no_grad():  # at the start the global feature does nothing
+        for weight in module.parameters():
+            weight.add_(0.3 * torch.randn_like(weight))
+    return module.eval().requires_grad_(False)
+
+
+def open_drafter(module: VispecModule, read: Read, **own) -> VispecDrafter:
+    drafter = DraftVispec(top_k=3, depth=3, nodes=9).open(target(module, **own))
+    drafter.prefill(read)
+    return drafter
+
+
+def image_of(layout: TokenLayout) -> Tensor:
+    return torch.where(layout.visual, layout.item.long(), -1)
+
+
+def test_untrained_it_is_eagle_on_text() -> None:
+    torch.manual_seed(0)
+    vispec = VispecModule(SIZES).double()
+    eagle = EagleModule(SIZES).double()
+    state = vispec.state_dict()
+    eagle.load_state_dict({key: state[key] for key in eagle.state_dict()})
+    rows = torch.randn(2, 7, WIDTH, dtype=torch.float64)
+    features, at = torch.randn_like(rows), torch.arange(7).expand(2, 7)
+    torch.testing.assert_close(vispec(rows, features, at), eagle(rows, features, at))
+    assert not torch.allclose(module_of()(rows, features, at), eagle(rows, features, at))
+
+
+@pytest.mark.parametrize("queries", [2, 4])
+def test_pictures_by_item(queries: int) -> None:
+    """Two pictures side by side, then text, then a third: each by its own rows."""
+    module = module_of(queries=queries)
+    layout = layout_of(2, PLAIN, TILED, 3, PLAIN, 2)
+    read = read_of(layout)
+    image = image_of(layout)
+    rows, source, seen = module.adapted(
+        read.embeds, read.features, image, torch.zeros(WIDTH, dtype=torch.float64)
+    )
+    assert len(rows) == 7 + 3 * (queries - 1)
+    ends = [int((image == item).nonzero().max()) + 1 for item in range(3)]
+    latest = torch.zeros(WIDTH, dtype=torch.float64)
+    expected = []
+    for row in range(len(layout)):
+        item = int(image[row])
+        if item < 0:
+            both = torch.cat([read.features[row], latest])
+            expected.append((row, module.rows(read.embeds[row], module.img_fc(both))))
+        elif row >= ends[item] - (queries - 1):
+            few = module.imadpt(read.embeds[image == item])
+            expected.append((row, few[row - ends[item] + queries - 1]))
+            if row == ends[item] - 1:
+                latest = few[-1]
+    assert source.tolist() == [row for row, _ in expected]
+    torch.testing.assert_close(rows, torch.stack([made for _, made in expected]))
+    torch.testing.assert_close(seen, latest)
+    # Merged into one picture, as the mask alone would have it, the rows are others.
+    merged = torch.where(image == 1, 0, image)
+    assert len(module.adapted(read.embeds, read.features, merged, seen)[0]) < len(rows)
+
+
+def test_a_picture_with_fewer_rows_than_queries() -> None:
+    module = module_of(queries=6)
+    layout = layout_of(2, PLAIN, 3)
+    thin = layout.select(torch.tensor([0, 1, 4, 9, 38, 39, 40]))
+    read = read_of(thin)
+    drafter = open_drafter(module, read)
+    drafter.propose(4, BUDGET)
+    assert drafter.cache.length == 7  # five of text, two of the picture, as many as there are
+
+
+def test_padding_and_masks() -> None:
+    module = module_of()
+    torch.manual_seed(2)
+    embeds = torch.randn(2, 9, WIDTH, dtype=torch.float64)
+    features = torch.randn_like(embeds)
+    position = torch.arange(9).expand(2, 9)
+    image = torch.tensor([[-1, 0, 0, 0, -1, -1, 1, 1, -1], [-1, -1, 0, 0, -1, -1, -1, -1, -1]])
+    there = torch.ones(2, 9, dtype=torch.bool)
+    there[1, 6:] = False
+    out = module(embeds, features, position, there, image)
+    for number, n in ((0, 9), (1, 6)):
+        one = slice(number, number + 1)
+        alone = module(embeds[one, :n], features[one, :n], position[one, :n], None, image[one, :n])
+        torch.testing.assert_close(out[number, :n], alone[0])
+    gone = torch.tensor([1, 2, 6])
+    assert torch.equal(out[0, gone], torch.zeros(3, WIDTH, dtype=torch.float64))
+    assert bool((out[0, [0, 3, 4, 5, 7, 8]].abs().sum(-1) > 0).all())
+    assert torch.equal(out[1, 6:], torch.zeros(3, WIDTH, dtype=torch.float64))
+    # Text in front of a picture does not know of it, text behind it does.
+    other = embeds.clone()
+    other[0, 1] += 1
+    changed = (module(other, features, position, there, image) - out)[0].abs().sum(-1) > 1e-9
+    assert changed.tolist() == [False, False, False, True, True, True, False, True, True]
+
+
+def test_gradients_reach_the_adaptor() -> None:
+    module = VispecModule(SIZES)
+    with torch.no_grad():
+        module.img_fc.weight.add_(0.1)
+    rows = torch.randn(1, 6, WIDTH)
+    image = torch.tensor([[-1, 0, 0, 0, -1, -1]])
+    out = module(rows, rows, torch.arange(6)[None], image=image)
+    out[0, 4:].square().sum().backward()
+    for name, weight in module.named_parameters():
+        assert weight.grad is not None and weight.grad.abs().sum() > 0, name
+
+
+@pytest.mark.parametrize("parts", [(5,), (5, PLAIN, 4), (2, PLAIN, TILED, 4), (1, PLAIN)])
+def test_cache_after_rounds_is_that_of_one_prefill(parts: tuple) -> None:
+    module = module_of()
+    layout = layout_of(*parts)
+    read = read_of(layout)
+    drafter = open_drafter(module, read)
+    pictures = sum(isinstance(part, dict) for part in parts)
+    root, embeds, features = 4, [read.embeds], [read.features]
+    for number, accepted in enumerate([1, 0, 3, 2]):
+        tree = drafter.propose(root, BUDGET)
+        if number == 0:
+            text = len(layout) - int(layout.visual.sum())
+            assert drafter.cache.length == text + pictures
+        leaf = max(range(len(tree)), key=lambda node: tree.depths[node])
+        path = tree.path(leaf)[: accepted + 1]
+        done = answered(drafter, tree, path, (root + number) % VOCABULARY, number)
+        tokens = torch.tensor([tree.tokens[node] for node in path])
+        embeds.append(drafter.target.embed(tokens))
+        features.append(done.features[path])
+        root = done.emitted[-1]
+    tree, long = drafter.propose(root, BUDGET), torch.cat(embeds)
+    extra = len(long) - len(layout)
+    whole = TokenLayout.cat([layout, text_layout(extra, len(layout))])
+    fresh = open_drafter(module, Read([7] * len(long), whole, long, torch.cat(features)))
+    assert fresh.propose(root, BUDGET) == tree
+    torch.testing.assert_close(fresh.cache.keys, drafter.cache.keys, rtol=0, atol=1e-10)
+    torch.testing.assert_close(fresh.cache.values, drafter.cache.values, rtol=0, atol=1e-10)
+
+
+def test_parts_of_a_prompt_continue() -> None:
+    """A part that begins with a picture, and one that has none: the global feature stays."""
+    module = module_of()
+    layout = layout_of(3, PLAIN, 4, TILED, 3)
+    read = read_of(layout)
+    one, several = open_drafter(module, read), open_drafter(module, rows_of(read, 0, 3))
+    for first, last in ((3, 40), (40, 43), (43, len(layout) - 1), (len(layout) - 1, len(layout))):
+        several.prefill(rows_of(read, first, last))
+    assert one.propose(4, BUDGET) == several.propose(4, BUDGET)
+    torch.testing.assert_close(one.cache.keys, several.cache.keys)
+    torch.testing.assert_close(one.seen, several.seen)
+    forgetful = open_drafter(module, read)
+    forgetful.seen = None
+    forgetful.propose(4, BUDGET)
+    assert not torch.allclose(forgetful.cache.values, one.cache.values)
+
+
+def test_positions_are_those_of_the_span() -> None:
+    module = module_of()
+    layout = layout_of(3, PLAIN, 4)
+    read = read_of(layout)
+    drafter = open_drafter(module, read)
+    drafter.propose(4, BUDGET)
+    image = image_of(layout)
+    root = drafter.target.embed(torch.tensor([4]))
+    ahead = torch.cat([read.embeds[1:], root])
+    shifted = torch.cat([image[1:], torch.tensor([-1])])
+    none = torch.zeros(WIDTH, dtype=torch.float64)
+    rows, source, _ = module.adapted(ahead, read.features, shifted, none)
+    assert source.tolist() == [0, 1, 37, 38, 39, 40, 41, 42]
+    cache = Cache()
+    module.run(rows[None], source[None], cache.attend())  # rotary ids are rows here
+    torch.testing.assert_close(drafter.cache.keys, cache.keys)
+    assert drafter.next == 43
+
+
+def test_a_drafter_that_knows_the_target_is_always_right() -> None:
+    whole, eagle, read = cyclic()
+    module = VispecModule({"width": 16, "heads": 2})
+    missing = module.load_state_dict(eagle.state_dict(), strict=False).missing_keys
+    assert all(key.startswith(("imadpt", "img_fc")) for key in missing)
+    drafter = DraftVispec().open(replace(whole, trained=module))
+    assert replay(drafter, read, 10, nodes=30, depth=4) == [4] * 6
+
+
+def test_recipe_words_and_bad_values() -> None:
+    stage = DraftVispec(nodes=12)
+    assert Recipe.parse(str(stage)) == Recipe((stage,))
+    assert stage.largest() == (12, 4) and stage.features and stage.taps(32) == ()
+    with pytest.raises(RecipeError, match="draft-vispec: nodes=8 is out of range"):
+        DraftVispec(top_k=2, depth=2, nodes=8)
+    with pytest.raises(RecipeError, match="queries=1"):
+        VispecModule(SIZES | {"queries": 1})
+    with pytest.raises(RecipeError, match="draft-vispec: there are no weights"):
+        DraftVispec().open(target(None))
+    with pytest.raises(RecipeError, match="draft-vispec: there are no weights"):
+        DraftVispec().open(target(EagleModule(SIZES)))
+    with pytest.raises(RecipeError, match="width 8, this one has 16"):
+        DraftVispec().open(target(module_of(), width=16))

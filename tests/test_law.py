@@ -1,0 +1,360 @@
+"""Sampling with drafts has the law of sampling, on a toy model whose law is known exactly.
+
+The model has six tokens and three places. Drafts come from another distribution; the walk, the
+tree, the ranking of drafts and the noise are the product's. What stands between them here can be
+spoiled: each planted error must be noticed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers.generation.logits_process import TemperatureLogitsWarper, TopPLogitsWarper
+
+from vlmfast.drafters.tree import Tree
+from vlmfast.engine.noise import gumbel
+from vlmfast.engine.speculation import walk
+from vlmfast.stages import Budget
+
+LAW = load_file(Path(__file__).parent / "golden" / "spec" / "exact_law_V6.safetensors")
+V, PLACES, START = 6, 3, -1
+N = 30_000
+UNLIKELY = 1e-4
+
+Prefix = tuple[int, ...]
+
+
+def model(prefix: Prefix) -> Tensor:
+    """The target's logits, (V,), behind at most two tokens."""
+    return LAW[f"p{len(prefix)}"][prefix].log()
+
+
+def draft_model(last: int) -> Tensor:
+    """The drafter's, which sees one token."""
+    return (LAW["q0"] if last == START else LAW["q1"][last]).log()
+
+
+def noise_of(seed: int, n: int = N) -> Tensor:
+    """(n, places, V): the noise of ``n`` answers. One place and many answers make one call."""
+    return torch.stack([gumbel(seed, t, V * n).view(n, V) for t in range(PLACES)], 1)
+
+
+@dataclass(frozen=True)
+class Way:
+    """How answers are sampled, and what may go wrong with it."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    shared: bool = False  # drafts are ranked with the target's own noise
+    widths: tuple[int, ...] = (3, 2)
+    raw_root: bool = False
+    raw_leaf: bool = False
+    noise: Callable[[Tensor], Tensor] = lambda noise: noise  # as the target uses it
+    place: Callable[[int, int], int] = lambda place, node: place
+
+    def warp(self, logits: Tensor) -> Tensor:
+        if self.temperature != 1:
+            logits = TemperatureLogitsWarper(self.temperature)(None, logits)
+        return TopPLogitsWarper(self.top_p)(None, logits) if self.top_p < 1 else logits
+
+    def law(self, prefix: Prefix) -> Tensor:
+        return self.warp(model(prefix)[None])[0].softmax(-1)
+
+
+@dataclass(frozen=True)
+class Sampled:
+    tokens: Tensor  # (n, places)
+    accepted: Tensor  # (n,): drafts of the first round
+
+
+def alike(tokens: Tensor) -> Iterator[tuple[Prefix, Tensor]]:
+    """The different rows of ``tokens``, and where each of them stands."""
+    if not tokens.shape[1]:
+        yield (), torch.ones(len(tokens), dtype=torch.bool)
+        return
+    for row in tokens.unique(dim=0):
+        yield tuple(row.tolist()), (tokens == row).all(1)
+
+
+def plain(way: Way, noise: Tensor) -> Tensor:
+    """Token after token, with the noise of its place."""
+    tokens = torch.zeros(len(noise), 0, dtype=torch.int64)
+    for place in range(PLACES):
+        rows = torch.empty(len(noise), V, dtype=torch.float64)
+        for prefix, mine in alike(tokens):
+            rows[mine] = way.warp(model(prefix)[None])[0]
+        chosen = (rows + noise[:, place]).argmax(1)
+        tokens = torch.cat([tokens, chosen[:, None]], 1)
+    return tokens
+
+
+def speculative(way: Way, noise: Tensor) -> Sampled:
+    """Round after round: draft a tree, walk it."""
+    used = way.noise(noise)
+
+    @cache
+    def taken(prefix: Prefix, place: int, raw: bool) -> list[int]:
+        """The target's token in every answer, behind ``prefix`` and with one place's noise."""
+        row = model(prefix)[None]
+        return ((row if raw else way.warp(row)) + used[:, place]).argmax(1).tolist()
+
+    @cache
+    def ranked(last: int, place: int, width: int) -> list[list[int]]:
+        """The best drafts behind ``last``, of every answer."""
+        own = (lambda depth: noise[:, place]) if way.shared else None
+        scores = Budget(99, 99, way.warp, own).rank(draft_model(last)[None], 1)
+        return scores.topk(width).indices.expand(len(noise), -1).tolist()
+
+    def drafted(answer: int, prefix: Prefix) -> Tree:
+        root = prefix[-1] if prefix else START
+        paths: tuple[Prefix, ...] = ((),)
+        for depth, width in enumerate(way.widths[: PLACES - 1 - len(prefix)]):
+            paths = tuple(
+                (*path, token)
+                for path in paths
+                for token in ranked((root, *path)[-1], len(prefix) + depth, width)[answer]
+            )
+        return grown(root, paths)
+
+    grown = cache(Tree.of_paths)
+    fixed = cache(lambda prefix: drafted(0, prefix))
+    behind = cache(
+        lambda tree, prefix: [
+            (
+                prefix + tuple(tree.tokens[at] for at in tree.path(node)[1:]),
+                node,
+                (way.raw_root and node == 0) or (way.raw_leaf and not tree.children[node]),
+            )
+            for node in range(len(tree))
+        ]
+    )
+    tokens, accepted = [], []
+    for answer in range(len(noise)):
+        said: Prefix = ()
+        while len(said) < PLACES:
+            tree = drafted(answer, said) if way.shared else fixed(said)
+
+            def take(row: tuple[Prefix, int, bool], answer=answer) -> tuple[int, bool]:
+                prefix, node, raw = row
+                place = way.place(len(prefix), node)
+                return taken(prefix, place, raw)[answer], False
+
+            path, emitted = walk(tree, behind(tree, said), take)
+            if not said:
+                accepted.append(len(path) - 1)
+            said += tuple(emitted)
+        tokens.append(said)
+    return Sampled(torch.tensor(tokens), torch.tensor(accepted))
+
+
+# --- tests of the law ----------------------------------------------------------------------------
+
+
+def p_value(counts: Tensor, law: Tensor) -> float:
+    """Of Pearson's chi-squared; what is expected fewer than five times is counted together."""
+    expected = law.flatten() * counts.sum()
+    counts = counts.flatten().double()
+    if counts[expected == 0].any():
+        return 0.0
+    rare = expected < 5
+    if rare.any():
+        counts = torch.cat([counts[~rare], counts[rare].sum()[None]])
+        expected = torch.cat([expected[~rare], expected[rare].sum()[None]])
+    there = expected > 0
+    if there.sum() < 2:
+        return 1.0
+    chi2 = ((counts - expected)[there] ** 2 / expected[there]).sum()
+    half = (there.sum().double() - 1) / 2
+    return float(torch.special.gammaincc(half, chi2 / 2))
+
+
+def tally(tokens: Tensor) -> Tensor:
+    """Counts (V, V, ...) of the rows."""
+    flat = torch.zeros(len(tokens), dtype=torch.int64)
+    for column in tokens.unbind(1):
+        flat = flat * V + column
+    return flat.bincount(minlength=V ** tokens.shape[1]).view((V,) * tokens.shape[1])
+
+
+def deviations(sampled: Sampled, way: Way) -> set[str]:
+    """What is not as the law has it."""
+    tokens, found = sampled.tokens, set()
+    p0 = way.law(())
+    p1 = torch.stack([way.law((x,)) for x in range(V)])
+    p2 = torch.stack([torch.stack([way.law((x, y)) for y in range(V)]) for x in range(V)])
+    if p_value(tally(tokens[:, :1]), p0) < UNLIKELY:
+        found.add("first")
+    pairs = tally(tokens[:, :2])
+    if any(p_value(pairs[x], p1[x]) < UNLIKELY for x in range(V)):
+        found.add("second")
+    full = tokens[sampled.accepted == PLACES - 1]
+    assert len(full) > len(tokens) / 25, "hardly any draft was accepted: nothing is tested"
+    counts = tally(full)
+    seen = counts.sum(2, keepdim=True)
+    law = seen * p2 / len(full)  # of the third, given the two that were accepted
+    if p_value(counts, law) < UNLIKELY:
+        found.add("bonus")
+    if p_value(tally(tokens), p0[:, None, None] * p1[:, :, None] * p2) < UNLIKELY:
+        found.add("joint")
+    return found
+
+
+WAYS = [
+    replace(way, shared=shared)
+    for way in (Way(0.5), Way(1.0), Way(1.0, top_p=0.9))
+    for shared in (False, True)
+]
+ways = pytest.mark.parametrize(
+    "way", WAYS, ids=lambda w: f"T{w.temperature}-p{w.top_p}-{'shared' if w.shared else 'fixed'}"
+)
+
+
+@pytest.fixture(scope="module")
+def noise() -> Tensor:
+    return noise_of(2024)
+
+
+@ways
+def test_the_law_and_the_very_answers(way: Way, noise: Tensor) -> None:
+    """First, second, bonus and joint; and each answer is the one without drafts."""
+    sampled = speculative(way, noise)
+    assert deviations(sampled, way) == set()
+    assert torch.equal(sampled.tokens, plain(way, noise))
+    for depth in range(PLACES):  # all of it happens: no draft, one or two are accepted
+        assert (sampled.accepted == depth).sum() > 300
+
+
+def test_the_plain_answers_have_the_law(noise: Tensor) -> None:
+    for way in WAYS[::2]:
+        tokens = plain(way, noise)
+        assert deviations(Sampled(tokens, torch.full((N,), PLACES - 1)), way) == set()
+        # The control: another temperature.
+        other = replace(way, temperature=way.temperature * 1.1)
+        assert "joint" in deviations(Sampled(tokens, torch.full((N,), PLACES - 1)), other)
+
+
+def test_a_seed_for_every_answer() -> None:
+    """As requests have it: 4,000 answers with their own seeds, all of them the plain ones."""
+    seeds = range(-2000, 2000)
+    noise = torch.stack([torch.stack([gumbel(s, t, V) for t in range(PLACES)]) for s in seeds])
+    for shared in (False, True):
+        way = Way(0.8, 0.95, shared)
+        sampled = speculative(way, noise)
+        assert int((sampled.tokens == plain(way, noise)).all(1).sum()) == 4000
+        assert deviations(sampled, way) == set()
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_removed_tokens_never_appear(shared: bool) -> None:
+    """Half of the first place's vocabulary is cut off: none of it in 100,000 draws."""
+    way = Way(top_p=0.7, shared=shared)
+    assert (way.law(()) == 0).sum() == V / 2
+    noise = noise_of(7, 34_000)
+    tokens = speculative(way, noise).tokens
+    assert tokens.numel() > 100_000
+    assert removed(tokens, way) == 0
+
+
+def removed(tokens: Tensor, way: Way) -> int:
+    """How many tokens have no probability where they stand."""
+    count = 0
+    for place in range(PLACES):
+        for (*prefix, token), where in alike(tokens[:, : place + 1]):
+            count += int(where.sum()) * int(way.law(tuple(prefix))[token] == 0)
+    return count
+
+
+# --- how many drafts are accepted ----------------------------------------------------------------
+
+
+def test_acceptance_at_one_node(noise: Tensor) -> None:
+    """Shared noise couples drafts to the target's choice; fixed ones accept what they weigh."""
+    p, q = LAW["p0"], LAW["q0"]
+    noise, rates = noise[: N // 2], {}
+    for shared in (False, True):
+        rates[shared] = [
+            float(
+                (speculative(Way(shared=shared, widths=(k,)), noise).accepted > 0).double().mean()
+            )
+            for k in (1, 2, 3, 4)
+        ]
+    assert rates[True] == pytest.approx([0.70, 0.89, 0.96, 0.99], abs=0.015)
+    weight = [float(p[q.topk(k).indices].sum()) for k in (1, 2, 3, 4)]
+    assert rates[False] == pytest.approx(weight, abs=4 * (0.25 / len(noise)) ** 0.5)
+    assert all(a > b for a, b in zip(rates[True], rates[False], strict=True))
+    distance = float((p - q).abs().sum() / 2)
+    assert (1 - distance) / (1 + distance) <= rates[True][0] <= 1 - distance
+
+
+def test_acceptance_of_the_small_tree(noise: Tensor) -> None:
+    sampled = speculative(Way(widths=(2, 2)), noise)
+    rates = [float((sampled.accepted >= d).double().mean()) for d in (1, 2)]
+    assert rates == pytest.approx(LAW["topk2x2_tree_level_accept"].tolist(), abs=0.012)
+
+
+# --- planted errors ------------------------------------------------------------------------------
+
+
+def bf16(noise: Tensor) -> Tensor:
+    return noise.bfloat16().double()
+
+
+def bf16_uniforms(noise: Tensor) -> Tensor:
+    """The same numbers, rounded before the logarithms."""
+    uniform = torch.exp(-torch.exp(-noise)).bfloat16().double()
+    return -torch.log(-torch.log(uniform))
+
+
+def fresh(noise: Tensor) -> Tensor:
+    """Other noise than that of the seed and the place."""
+    return noise_of(99, len(noise))
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize(
+    ("error", "law"),
+    [
+        ({"raw_leaf": True}, {"bonus", "joint"}),
+        ({"raw_root": True}, {"first", "joint"}),
+        ({"place": lambda place, node: min(node, PLACES - 1)}, {"joint"}),
+        ({"noise": fresh}, set()),
+        ({"noise": bf16}, set()),
+        ({"noise": bf16_uniforms}, set()),
+    ],
+    ids=[
+        "bonus from raw logits",
+        "processors skipped at the root",
+        "noise keyed by node",
+        "noise not keyed",
+        "noise in half precision",
+        "uniforms in half precision",
+    ],
+)
+def test_planted_errors_are_noticed(
+    error: dict, law: set[str], shared: bool, noise: Tensor
+) -> None:
+    """``law``: what the statistics find beside it; the answers differ in each case."""
+    way, noise = replace(Way(0.5, shared=shared), **error), noise[: N // 2]
+    sampled = speculative(way, noise)
+    assert not torch.equal(sampled.tokens, plain(way, noise))
+    found = deviations(sampled, way)
+    assert law <= found
+    if error.get("raw_leaf"):  # only behind a fully accepted path
+        assert "first" not in found
+
+
+def test_half_precision_emits_what_was_removed() -> None:
+    way = Way(top_p=0.7, noise=bf16_uniforms)
+    assert removed(speculative(way, noise_of(7, 34_000)).tokens, way) > 0
+
+
+def test_a_sibling_drafted_twice_is_refused() -> None:
+    with pytest.raises(ValueError, match="one token twice behind the same node"):
+        Tree((START, 2, 3, 2), (-1, 0, 0, 0))

@@ -1,0 +1,238 @@
+"""Trees of drafts: what is true of every one of them."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vlmfast.drafters._static import ROOT, filled, guesses, likeliest_first, shape_of
+from vlmfast.drafters.tree import Tree
+
+quick = settings(max_examples=150, deadline=None)
+
+
+@st.composite
+def trees(draw: st.DrawFn, most: int = 16, alphabet: int = 5) -> Tree:
+    """Any tree: bushy, deep, or the root alone."""
+    tokens, parents = [draw(st.integers(0, alphabet - 1))], [-1]
+    for node in range(1, draw(st.integers(1, most))):
+        parent = draw(st.integers(0, node - 1))
+        taken = {t for t, p in zip(tokens, parents, strict=True) if p == parent}
+        free = [token for token in range(alphabet) if token not in taken]
+        if free:
+            tokens.append(draw(st.sampled_from(free)))
+            parents.append(parent)
+        else:
+            break
+    return Tree(tuple(tokens), tuple(parents))
+
+
+def above(tree: Tree, node: int) -> list[int]:
+    """The path to a node, by hand."""
+    return [node] if node == 0 else [*above(tree, tree.parents[node]), node]
+
+
+def words(tree: Tree) -> set[tuple[int, ...]]:
+    """The token paths of all nodes."""
+    return {tuple(tree.tokens[at] for at in above(tree, node)) for node in range(len(tree))}
+
+
+def valid(tree: Tree) -> None:
+    """A parent before its child, siblings apart, everything below the root."""
+    assert len(tree.tokens) == len(tree.parents) == len(tree) >= 1
+    assert tree.parents[0] == -1
+    assert all(0 <= parent < node for node, parent in enumerate(tree.parents) if node)
+    assert len(words(tree)) == len(tree)
+
+
+@quick
+@given(trees())
+def test_structure(tree: Tree) -> None:
+    valid(tree)
+    n = len(tree)
+    for node in range(n):
+        assert tree.path(node) == above(tree, node)
+        assert tree.depths[node] == len(above(tree, node)) - 1
+        below = [other for other in range(n) if tree.parents[other] == node]
+        assert list(tree.children[node].values()) == below
+        assert list(tree.children[node]) == [tree.tokens[other] for other in below]
+    assert tree.depth == max(tree.depths)
+    assert tree.leaves() == [node for node in range(n) if node not in tree.parents]
+
+
+@quick
+@given(trees())
+def test_the_mask_is_the_closure_of_parents(tree: Tree) -> None:
+    n = len(tree)
+    step = torch.eye(n)
+    for node, parent in enumerate(tree.parents):
+        if node:
+            step[node, parent] = 1
+    closure = torch.linalg.matrix_power(step, n) > 0
+    assert torch.equal(tree.mask(), closure)
+    assert (tree.mask().sum(1) - 1).tolist() == list(tree.depths)
+
+
+@quick
+@given(trees())
+def test_paths_are_those_from_the_root_to_the_leaves(tree: Tree) -> None:
+    paths = tree.paths()
+    assert paths.shape == (len(tree.leaves()), tree.depth + 1)
+    assert paths.dtype == torch.int64
+    rows = [[node for node in row if node >= 0] for row in paths.tolist()]
+    assert rows == [above(tree, leaf) for leaf in tree.leaves()]
+    for row, padded in zip(rows, paths.tolist(), strict=True):
+        assert padded == row + [-1] * (tree.depth + 1 - len(row))
+    assert set().union(*rows) == set(range(len(tree)))
+    # The tree is what its paths are.
+    again = Tree.of_paths(tree.tokens[0], [[tree.tokens[at] for at in row[1:]] for row in rows])
+    valid(again)
+    assert words(again) == words(tree)
+
+
+@quick
+@given(trees(), st.integers(0, 18), st.integers(0, 6))
+def test_the_first_nodes(tree: Tree, nodes: int, depth: int) -> None:
+    part = tree.first(nodes, depth)
+    valid(part)
+    assert len(part) <= max(nodes, 1)
+    assert part.depth <= depth
+    assert words(part) <= words(tree)
+    fitting = sum(d <= depth for d in tree.depths)
+    assert len(part) == min(max(nodes, 1), fitting)  # no more is lost than must be
+    assert tree.first(len(tree)) == tree.first(len(tree), tree.depth) == tree
+    assert tree.first(1) == tree.first(9, 0) == Tree.chain([tree.tokens[0]])
+
+
+@quick
+@given(trees(), st.lists(st.integers(0, 4), max_size=3))
+def test_without_some_tokens(tree: Tree, banned: list[int]) -> None:
+    part = tree.without(banned)
+    valid(part)
+    assert part.tokens[0] == tree.tokens[0]  # the root is decided
+    assert words(part) == {word for word in words(tree) if not set(word[1:]) & set(banned)}
+    assert part.without(banned) == part
+
+
+@quick
+@given(trees(), trees())
+def test_two_trees_in_one(one: Tree, other: Tree) -> None:
+    other = Tree((one.tokens[0], *other.tokens[1:]), other.parents)
+    both = one.joined(other)
+    valid(both)
+    assert words(both) == words(one) | words(other)
+    assert both.first(len(one)) == one  # this one's nodes come first
+    assert one.joined(one) == one == one.joined(Tree.chain([one.tokens[0]]))
+    apart = Tree((one.tokens[0] + 1, *other.tokens[1:]), other.parents)
+    with pytest.raises(ValueError, match="different roots"):
+        one.joined(apart)
+
+
+def test_the_root_alone() -> None:
+    tree = Tree.chain([7])
+    assert (len(tree), tree.depth, tree.leaves(), tree.path(0)) == (1, 0, [0], [0])
+    assert tree.mask().tolist() == [[True]]
+    assert tree.paths().tolist() == [[0]]
+    assert tree.children == ({},)
+    assert tree == Tree.of_paths(7, []) == Tree.of_paths(7, [[]]) == tree.without([7])
+
+
+def test_a_chain() -> None:
+    tree = Tree.chain([3, 3, 3])
+    assert tree.parents == (-1, 0, 1)
+    assert tree.paths().tolist() == [[0, 1, 2]]
+    assert torch.equal(tree.mask(), torch.ones(3, 3, dtype=torch.bool).tril())
+
+
+@pytest.mark.parametrize(
+    ("tokens", "parents", "message"),
+    [
+        ((), (), "needs as many of both, and a root"),
+        ((1, 2), (-1,), "needs as many of both"),
+        ((1,), (0,), "a parent must come before"),
+        ((1, 2), (-1, 1), "a parent must come before"),
+        ((1, 2, 3), (-1, 2, 0), "a parent must come before"),
+        ((1, 2), (-1, -1), "a parent must come before"),
+        ((1, 2, 2), (-1, 0, 0), "one token twice behind the same node"),
+        ((1, 2, 3, 3), (-1, 0, 1, 1), "one token twice behind the same node"),
+    ],
+)
+def test_what_is_no_tree(tokens: tuple, parents: tuple, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Tree(tokens, parents)
+
+
+# --- static shapes -------------------------------------------------------------------------------
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> tuple[Tree, list[list[int]]]:
+    width, widths = 1, []
+    for _ in range(draw(st.integers(0, 4))):
+        counts = draw(st.lists(st.integers(0, 3), min_size=0, max_size=width))
+        widths.append(counts)
+        width = sum(counts)
+    return shape_of(widths), widths
+
+
+@quick
+@given(shapes())
+def test_a_shape_has_the_children_that_are_asked_for(drawn: tuple) -> None:
+    shape, widths = drawn
+    valid(shape)
+    for depth, counts in enumerate(widths):
+        level = [node for node, d in enumerate(shape.depths) if d == depth]
+        counts = counts + [0] * (len(level) - len(counts))
+        for node, count in zip(level, counts, strict=True):
+            assert list(shape.children[node]) == list(range(count))
+    assert len(shape) == 1 + sum(map(sum, widths))
+
+
+@quick
+@given(shapes())
+def test_likeliest_first_keeps_the_shape(drawn: tuple) -> None:
+    shape, _ = drawn
+    ordered = likeliest_first(shape)
+    valid(ordered)
+    assert words(ordered) == words(shape)
+
+    def likelihood(tree: Tree, node: int) -> float:
+        odds = 1.0
+        for at in above(tree, node)[1:]:
+            odds /= (tree.tokens[at] + 1) * 1.3
+        return odds
+
+    odds = [likelihood(ordered, node) for node in range(len(ordered))]
+    assert all(a >= b * (1 - 1e-9) for a, b in pairwise(odds))
+
+
+@quick
+@given(shapes(), st.dictionaries(st.integers(0, 9), st.permutations(range(10)), max_size=10))
+def test_filling_leaves_out_what_is_not_known(drawn: tuple, known: dict) -> None:
+    shape, _ = drawn
+    known = {token: row[: token % 4] for token, row in known.items()}
+    of = lambda token: known.get(token, ())  # noqa: E731
+    tree = filled(shape, 0, of)
+    valid(tree)
+    expected = {(0,)}
+    for word in words(shape) - {(ROOT,)}:
+        tokens = [0]
+        for rank in word[1:]:
+            row = of(tokens[-1])
+            if rank >= len(row):
+                break
+            tokens.append(row[rank])
+        else:
+            expected.add(tuple(tokens))
+    assert words(tree) == expected
+    listed = guesses(shape, 0, of)
+    assert [token for token in listed if token is not None] == list(tree.tokens)
+    assert all(
+        listed[node] is None
+        for node, parent in enumerate(shape.parents)
+        if node and listed[parent] is None
+    )

@@ -1,0 +1,156 @@
+"""Speculation that decides by itself how much to draft, and whether.
+
+A draft pays where the tokens that are accepted cost more than drafting and checking them: that
+depends on the device, on the batch, on the drafter and on the text. Every round is timed. A few
+sizes of the tree ("arms") are tried and each keeps a running mean of emitted tokens and seconds;
+the next round takes the arm with the most tokens per second, by the goodput rule of SmartSpec
+(arXiv 2406.14066)::
+
+    rate(N, D) = E[1 + accepted] / (t_draft(D) + t_verify(N) + t_host),      off: N = 1
+
+What is measured stays with the model, so that later answers start where earlier ones ended.
+Nothing is drafted
+
+- before ``after`` tokens of the answer have come: short answers never pay for a drafter's prefill;
+- while opening the drafter costs more than the rest of the answer could save, where an answer is
+  expected to go on for as long as it has lasted (or to its limit);
+- while no arm is ``margin`` times faster than plain decoding, apart from one trial now and then.
+
+An arm that leads is left when another one is ``hold`` times faster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from ..stages import DrafterStage, Target, param, stage_class
+
+_TRIES = 3  # rounds of each arm before it is judged
+_AGAIN = 64  # plain rounds from one trial of the best arm to the next
+_KEEP = 0.9  # of a running mean at each round
+_PREFERRED = ("draft-eagle", "draft-vispec")
+_FREE = ("draft-ngram", "draft-recycle")
+
+
+@dataclass(frozen=True)
+class DraftAuto(DrafterStage):
+    """Decides for the other drafters of a recipe; alone it chooses them too."""
+
+    name: ClassVar[str] = "draft-auto"
+    paper: ClassVar[str] = "SmartSpec's goodput rule, arXiv 2406.14066"
+    governs: ClassVar[bool] = True
+
+    after: int = param(4, "tokens of an answer before the first draft", ge=1)
+    margin: float = param(1.05, "how much faster than plain decoding drafts must be", ge=1)
+    hold: float = param(1.05, "how much faster another tree must be to take over", ge=1)
+
+    def largest(self) -> tuple[int, int]:
+        return 1, 0
+
+    def open(self, target: Target) -> None:
+        raise NotImplementedError("draft-auto drafts nothing")
+
+    def choice(self, ships: Callable[[DrafterStage], bool]) -> list[DrafterStage]:
+        """The drafters of a recipe that names none: a trained one, or those without weights."""
+        for name in _PREFERRED:
+            if ships(stage := stage_class(name)()):
+                return [stage]
+        return [stage_class(name)() for name in _FREE]
+
+    def govern(self, limit: tuple[int, int], known: dict[Any, Any]) -> Governor:
+        return Governor(self, limit, known)
+
+
+class Arm:
+    """Running means of one size of the tree."""
+
+    def __init__(self) -> None:
+        self.rounds, self.emitted, self.seconds = 0, 0.0, 0.0
+
+    def add(self, emitted: int, seconds: float) -> None:
+        self.rounds += 1
+        keep = min(_KEEP, 1 - 1 / self.rounds)
+        self.emitted = keep * self.emitted + (1 - keep) * emitted
+        self.seconds = keep * self.seconds + (1 - keep) * seconds
+
+    @property
+    def rate(self) -> float:
+        return self.emitted / self.seconds if self.seconds else 0.0
+
+
+class Governor:
+    """Chooses the size of each round's tree for one answer.
+
+    Parameters
+    ----------
+    stage : DraftAuto
+    limit : (int, int)
+        Nodes and depth of the largest tree.
+    known : dict
+        What is known about this model and these drafters; shared by all answers.
+    """
+
+    def __init__(self, stage: DraftAuto, limit: tuple[int, int], known: dict[Any, Any]) -> None:
+        nodes, depth = limit
+        sizes = {(nodes, depth), ((nodes + 1) // 2, (depth + 1) // 2), (min(nodes, 4), 1)}
+        self.stage, self.known, self.off = stage, known, (1, 0)
+        self.sizes = sorted(size for size in sizes if size[0] > 1 and size[1] > 0)
+        self.opened, self.plain = False, 0
+        self.reason = ""
+
+    def arm(self, rows: int, size: tuple[int, int]) -> Arm:
+        return self.known.setdefault((rows, size), Arm())
+
+    def choose(self, rows: int, count: int, room: int) -> tuple[int, int]:
+        """Nodes and depth of the next tree.
+
+        Parameters
+        ----------
+        rows : int
+            Sequences that are decoded together.
+        count, room : int
+            Tokens of the answer so far, and at most.
+        """
+        size, self.reason = self._choose(rows, count, room)
+        return size
+
+    def _choose(self, rows: int, count: int, room: int) -> tuple[tuple[int, int], str]:
+        if count < self.stage.after or room - count < 2:
+            return self.off, "off: the answer is short"
+        arms = {size: self.arm(rows, size) for size in (self.off, *self.sizes)}
+        if arms[self.off].rounds < _TRIES:
+            return self.off, "off: timing plain decoding"
+        best = max(self.sizes, key=lambda size: arms[size].rate)
+        untried = [size for size in self.sizes if arms[size].rounds < _TRIES]
+        rest = min(room - count, count)
+        if not self.opened and not untried:
+            saved = rest * (1 / arms[self.off].rate - 1 / arms[best].rate)
+            if saved < self.known.get("open", 0.0):
+                return self.off, "off: too few tokens to come"
+        if untried:
+            return untried[0], "trying"
+        last = self.known.get(("last", rows), best)
+        if arms[best].rate < self.stage.hold * arms[last].rate:
+            best = last
+        if arms[best].rate >= self.stage.margin * arms[self.off].rate:
+            self.known["last", rows] = best
+            return best, "drafting"
+        self.plain += 1
+        if self.plain % _AGAIN == 0:
+            return best, "trying again"
+        return self.off, "off: drafts do not pay here"
+
+    def opening(self, seconds: float) -> None:
+        """The drafter has read the prompt."""
+        self.opened = True
+        keep = _KEEP if "open" in self.known else 0.0
+        self.known["open"] = keep * self.known.get("open", 0.0) + (1 - keep) * seconds
+
+    def observe(
+        self, rows: int, size: tuple[int, int], nodes: int, emitted: int, seconds: float
+    ) -> None:
+        """What a round with a tree of ``nodes`` nodes, ``size`` at most, gave and took."""
+        if (size == self.off) == (nodes == 1):  # otherwise there was no room to draft
+            self.arm(rows, size).add(emitted, seconds)

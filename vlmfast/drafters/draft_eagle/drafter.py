@@ -1,0 +1,192 @@
+"""Drafting with a trained layer: its own cache, and the tree that is grown from it.
+
+Row t pairs the target's hidden state at t with the token behind it, so the last row that the target
+has read waits for its token: the next one of the prompt, or the one that is emitted.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...layout import TokenLayout
+from ...stages import Budget, Read, Round, Target
+from .._grow import grow
+from .._layer import Cache
+from ..tree import Tree
+from .module import EagleModule
+from .visual import Choice, Visual, shortened
+
+
+class EagleDrafter:
+    """Drafts of one request.
+
+    Nothing is computed before the first tree is asked for.
+
+    Parameters
+    ----------
+    target : Target
+    module : EagleModule
+        On the target's device.
+    top_k, depth, nodes : int
+        As in `drafters._grow.grow`.
+    visual : Visual
+        What becomes of the visual rows.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        module: EagleModule,
+        top_k: int,
+        depth: int,
+        nodes: int,
+        visual: Visual | None = None,
+    ) -> None:
+        self.target, self.module, self.visual = target, module, visual or Visual()
+        self.top_k, self.depth, self.nodes = top_k, depth, nodes
+        self.cache = Cache()
+        self.next = 0  # rotary id of the token that the target reads next
+        self.choice: Choice | None = None
+        self._waiting: tuple[Tensor, Tensor] | None = None  # hidden state and id of the last row
+        self._queue: list[tuple[Tensor, Tensor]] = []  # rows that are known but not read yet
+        self._question: Tensor | None = None
+        self._hidden: Tensor | None = None  # output of the last row, (1, D)
+        self._dtype = module.dtype  # of the target
+        self._banned: Tensor | None = None
+
+    # --- what the target has read ----------------------------------------------------------------
+
+    @torch.no_grad()
+    def prefill(self, read: Read) -> None:
+        """See a prompt, or the next part of one."""
+        if not len(read.layout):
+            return
+        features, position = self._features(read), read.layout.position[0]
+        embeds, layout = read.embeds, read.layout
+        earlier, at = features[:-1], position[:-1]
+        if self._waiting is None:
+            embeds, layout = embeds[1:], layout.select(torch.arange(1, len(layout)).to(at.device))
+        else:
+            earlier = torch.cat([self._waiting[0], earlier])
+            at = torch.cat([self._waiting[1], at])
+        text = features[~read.layout.visual]
+        if self._question is None or len(text):
+            self._question = text if len(text) else torch.zeros_like(features[:1])
+        if len(layout):
+            self._queue.append(self.prompt_rows(self._cast(embeds), earlier, at, layout))
+        self._waiting = features[-1:], position[-1:]
+        self.next = int(read.layout.position.max()) + 1
+
+    @torch.no_grad()
+    def extend(self, done: Round) -> None:
+        """See what the target made of a tree."""
+        if self._waiting is not None:
+            self._give(done.tree.tokens[0])
+        path = torch.tensor(done.path, device=done.logits.device)
+        features = self._features(done).index_select(0, path)
+        at = self.next + torch.arange(len(path), device=features.device)
+        if len(path) > 1:
+            tokens = torch.tensor(done.emitted[: len(path) - 1], device=features.device)
+            self._queue.append((self.answer_rows(self._embed(tokens), features[:-1]), at[:-1]))
+        self._waiting = features[-1:], at[-1:]
+        self.next += len(path)
+
+    def _features(self, of: Read | Round) -> Tensor:
+        """Hidden states (S, D) in the module's dtype."""
+        features = of.features if self.module.kind != "eagle3" else of.taps
+        if features is None:
+            what = "hidden states" if self.module.kind != "eagle3" else "taps"
+            raise ValueError(f"the drafter reads {what}; there are none")
+        return self.module.project(self._cast(features.flatten(1)))
+
+    def _give(self, token: int) -> None:
+        """Pair the row that waits with the token behind it."""
+        features, at = self._waiting
+        ids = torch.tensor([token], device=features.device)
+        self._queue.append((self.answer_rows(self._embed(ids), features), at))
+        self._waiting = None
+
+    # --- what becomes of rows --------------------------------------------------------------------
+
+    def prompt_rows(
+        self, embeds: Tensor, features: Tensor, position: Tensor, layout: TokenLayout
+    ) -> tuple[Tensor, Tensor]:
+        """What enters the layer of S rows of a prompt, and its rotary ids.
+
+        ``layout`` are the rows of ``embeds``, one behind those of ``features`` and ``position``.
+        """
+        rows, self.choice = shortened(
+            self.visual,
+            self.module.compressor,
+            embeds,
+            features,
+            position,
+            layout,
+            self._question,
+        )
+        return self.module.rows(rows.embeds, rows.features, rows.image), rows.position
+
+    def answer_rows(self, embeds: Tensor, features: Tensor) -> Tensor:
+        """The same for rows of an answer, whose features may be outputs."""
+        return self.module.rows(embeds, features)
+
+    def _cast(self, rows: Tensor) -> Tensor:
+        self._dtype = rows.dtype
+        return rows.to(self.module.dtype)
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        return self.target.embed(tokens).to(self.module.dtype)
+
+    # --- drafting --------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def propose(self, root: int, budget: Budget) -> Tree:
+        """A tree below ``root``."""
+        nodes, depth = min(self.nodes, budget.nodes), min(self.depth, budget.depth)
+        if nodes <= 1 or depth < 1:
+            return Tree((root,), (-1,))
+        if self._waiting is not None:
+            self._give(root)
+        if self._queue:
+            rows, position = (torch.cat(of) for of in zip(*self._queue, strict=True))
+            self._queue.clear()
+            out = self.module.run(rows[None], position[None], self.cache.attend())
+            self._hidden = out[0, -1:]
+        if self._hidden is None:
+            raise ValueError("a drafter must see a prompt before it drafts")
+        stable, state = self.cache.length, self._hidden
+
+        def step(tokens: Tensor, origin: Tensor, mask: Tensor, level: int) -> Tensor:
+            nonlocal state
+            rows = self.answer_rows(self._embed(tokens), state.index_select(0, origin))
+            position = torch.full_like(tokens, self.next + level)
+            state = self.module.run(rows[None], position[None], self.cache.attend(mask))[0]
+            return self.logits(state)
+
+        try:
+            return grow(
+                root,
+                self.logits(state),
+                step,
+                budget.rank,
+                top_k=self.top_k,
+                depth=depth,
+                nodes=nodes,
+                shared_noise=budget.noise is not None,
+            )
+        finally:
+            self.cache.crop(stable)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits (F, V) over the target's vocabulary; minus infinity for what is never drafted."""
+        if self.module.kind == "eagle3":
+            own = self.module.output(hidden, self.target.logits).float()
+            logits = own.new_full((len(own), self.target.vocabulary), -torch.inf)
+            logits[:, self.module.vocabulary()] = own
+        else:
+            logits = self.module.output(hidden.to(self._dtype), self.target.logits).float()
+        if self._banned is None:
+            banned = [token for token in self.target.banned if token < logits.shape[-1]]
+            self._banned = torch.tensor(banned, dtype=torch.int64, device=logits.device)
+        return logits.index_fill(1, self._banned, -torch.inf)

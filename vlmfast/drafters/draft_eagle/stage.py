@@ -1,0 +1,107 @@
+"""The stage: which drafter, how large a tree, and what becomes of visual rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from ...errors import RecipeError
+from ...stages import DrafterStage, Target, param, weights_param
+from .._loading import fitting
+from .drafter import EagleDrafter
+from .module import KINDS, EagleModule
+from .visual import CHOICES, Visual, check
+
+
+def check_size(stage: Any) -> None:
+    """Whether a drafter with ``top_k``, ``depth`` and ``nodes`` knows of so many candidates.
+
+    Raises
+    ------
+    RecipeError
+    """
+    k, passes = stage.top_k, stage.depth - 1
+    most = k + passes * k * k
+    if stage.nodes - 1 > most:
+        raise RecipeError(
+            f"{stage.name}: nodes={stage.nodes} is out of range; top_k={k} and depth={stage.depth} "
+            f"give {most} candidates, so at most {most + 1} nodes"
+        )
+
+
+def layers_read(depth: int) -> tuple[int, int, int]:
+    """The decoder layers whose inputs EAGLE-3 reads, of ``depth``: low, middle and high.
+
+    Raises
+    ------
+    RecipeError
+        When there are not three.
+    """
+    if depth < 3:
+        raise RecipeError(f"draft-eagle: kind=eagle3 reads three layers, and the model has {depth}")
+    # Published drafters are for deep models; the first rule would name a layer twice below 7.
+    return (2, depth // 2, depth - 3) if depth > 6 else (depth // 4, depth // 2, depth * 3 // 4)
+
+
+@dataclass(frozen=True)
+class DraftEagle(DrafterStage):
+    """Drafts with one trained layer, with fewer visual rows of its own."""
+
+    name: ClassVar[str] = "draft-eagle"
+    paper: ClassVar[str] = "EAGLE-2, arXiv 2406.16858; EAGLE-3, 2503.01840; SpecVLM, 2509.11815"
+    lead: ClassVar[str | None] = "visual"
+    trained: ClassVar[bool] = True
+
+    visual: str = param(
+        "all",
+        "what becomes of the drafter's visual rows: a branch, or how they go together",
+        choices=CHOICES,
+    )
+    share: float | None = param(
+        None, "share of a picture's rows under every branch, instead of their own", gt=0.0, le=1.0
+    )
+    queries: int = param(2, "rows of the resampler for each picture", ge=1)
+    seed: int = param(0, "another seed, another draw of random pruning", ge=0)
+    top_k: int = param(8, "children of a node, and nodes that go through the drafter at once", ge=1)
+    depth: int = param(4, "drafted tokens on one path, at most", ge=1)
+    nodes: int = param(26, "of a tree, at most, the token before it included", ge=2)
+    kind: str = param("eagle", "what the weights are", choices=KINDS)
+    weights: str = weights_param()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_size(self)
+        if self.share is not None and self.visual in ("all", "text"):
+            raise RecipeError(
+                f"draft-eagle: share={self.share:g} belongs to a branch that shortens pictures, "
+                f"not to visual={self.visual}"
+            )
+
+    @property
+    def features(self) -> bool:
+        """Whether it reads the target's last hidden states; EAGLE-3 reads earlier ones."""
+        return self.kind != "eagle3"
+
+    def taps(self, depth: int) -> tuple[int, ...]:
+        """Decoder layers (0 .. depth-1) whose input it reads."""
+        return layers_read(depth) if self.kind == "eagle3" else ()
+
+    @classmethod
+    def build(cls, config: dict[str, Any]) -> EagleModule:
+        """The untrained module, see `EagleModule`."""
+        return EagleModule(config)
+
+    def largest(self) -> tuple[int, int]:
+        """Nodes of a tree, the root included, and drafted tokens on one path, at most."""
+        return self.nodes, self.depth
+
+    def open(self, target: Target) -> EagleDrafter:
+        """A drafter for one request."""
+        module = fitting(self, target, EagleModule)
+        if module.kind != self.kind:
+            raise RecipeError(
+                f"draft-eagle: the weights are of kind={module.kind}, not kind={self.kind}"
+            )
+        rule = Visual(self.visual, self.share, self.queries, self.seed)
+        check(rule, module.compressor)
+        return EagleDrafter(target, module, self.top_k, self.depth, self.nodes, rule)

@@ -1,0 +1,169 @@
+"""Training of EAGLE drafters by the target's own logits and features, with training-time test.
+
+``eagle`` learns as EAGLE-2 and SpecVLM do, ``SmoothL1(g_t, f_(t+1)) + 0.1 CE(p, q)``, and reads its
+own outputs in ``--ttt`` passes, which EAGLE-2 does not; ``eagle3`` learns the target's
+probabilities alone, restricted to its vocabulary. Pass s counts 0.8^s.
+
+With ``--compressor`` a sample is learned with its pictures whole or under one of the compressor's
+branches and modes, drawn anew each time, so that one drafter serves them all; towards the end the
+gate learns too: from what each branch costs in rows and in loss, as in `compressors.elastic`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ...compressors.elastic.module import BRANCHES
+from ...compressors.elastic.training import expected
+from ...stages import DrafterStage
+from .._losses import feature_loss, restricted, token_loss
+from .._training import DrafterTraining, Known, Lesson, Teacher
+from .module import EagleModule
+from .stage import DraftEagle
+from .visual import Visual, shortened
+
+_COUNTED = 512  # answers whose tokens make the vocabulary of eagle3
+_WHOLE = 0.4  # share of the samples whose pictures are not shortened, beside a compressor
+
+
+class EagleTraining(DrafterTraining):
+    """The kinds ``eagle`` and ``eagle3``, with and without a compressor."""
+
+    stage = DraftEagle
+    later: ClassVar[tuple[str, ...]] = ("compressor.",)
+
+    @staticmethod
+    def add_arguments(parser: argparse.ArgumentParser) -> None:
+        add = parser.add_argument
+        add("--feature", type=float, default=1.0, help="eagle: weight of the loss of features")
+        add("--soft", type=float, default=0.1, help="eagle: weight of the loss of logits")
+        add(
+            "--draft-vocabulary", type=int, default=0,
+            help="eagle3: tokens that are drafted (0: three quarters)",
+        )  # fmt: skip
+        add("--compressor", action="store_true", help="eagle: learn to shorten pictures, too")
+        add("--compressor-units", type=int, default=128, help="units inside its parts")
+        add("--queries", type=int, default=16, help="learned queries of its resampler")
+        add("--gate-from", type=float, default=0.6, help="share of the training without its gate")
+        add("--cost-weight", type=float, default=0.1, help="loss that its gate counts for all rows")
+
+    @property
+    def three(self) -> bool:
+        return self.args.kind == "eagle3"
+
+    def config(self) -> dict[str, Any]:
+        args, own = self.args, {}
+        if self.three:
+            vocabulary = self.sizes["vocabulary"]
+            own["draft_vocabulary"] = args.draft_vocabulary or vocabulary * 3 // 4
+        if args.compressor:
+            size = {"hidden": args.compressor_units, "queries": args.queries, "text": True}
+            own["compressor"] = size
+        return super().config() | own
+
+    def readers(self) -> list[DrafterStage]:
+        return [DraftEagle(), *([DraftEagle(kind="eagle3")] if self.three else [])]
+
+    def views(self) -> tuple[str, ...]:
+        return ("all", "select") if self.args.compressor else ("all",)
+
+    def begin(self, module: EagleModule, answers: Callable[[int], list[int]]) -> None:
+        """The vocabulary of eagle3: the tokens that the first answers have most often."""
+        if not self.three:
+            return
+        counts = Counter(range(self.sizes["vocabulary"]))  # each once, in ascending order
+        for number in range(min(_COUNTED, self.args.samples)):
+            counts.update(answers(number)[1:])
+        chosen = [token for token, _ in counts.most_common(len(module.d2t))]
+        module.restrict(torch.tensor(sorted(chosen)))
+
+    def features(self, module: EagleModule, lesson: Lesson) -> Tensor:
+        return lesson.taps.flatten(1) if self.three else lesson.features
+
+    def known(
+        self, module: EagleModule, lesson: Lesson, features: Tensor, view: str | Visual
+    ) -> Known:
+        visual = Visual(view) if isinstance(view, str) else view
+        n, features = lesson.prompt, module.project(features)
+        position, layout = lesson.layout.position[0], lesson.layout
+        rows, choice = shortened(
+            visual,
+            module.compressor,
+            lesson.embeds[1:n],
+            features[: n - 1],
+            position[: n - 1],
+            layout.select(torch.arange(1, n, device=position.device)),
+            features[:n][~layout.visual[:n]],
+        )
+        seen = module.rows(rows.embeds, rows.features, rows.image)
+        told = module.rows(lesson.embeds[n:-1], features[n - 1 : -2])
+        return Known(
+            torch.cat([seen, told]),
+            torch.cat([rows.position, position[n - 1 : -2]]),
+            len(seen),
+            module.rows,
+            choice.logits,
+        )
+
+    def loss(
+        self,
+        module: EagleModule,
+        hidden: Tensor,
+        student: Tensor,
+        true: Tensor,
+        teacher: Tensor,
+    ) -> tuple[Tensor, dict[str, float]]:
+        teacher, inside = restricted(teacher, module.vocabulary())
+        counts = torch.ones_like(student[:, 0]) if inside is None else inside.float()
+        soft = token_loss(student, teacher, counts)
+        info = {"soft": float(soft.detach())}
+        if self.three:
+            return counts.sum() * soft, info
+        apart = feature_loss(hidden, true, counts)
+        info["feature"] = float(apart.detach())
+        return counts.sum() * (self.args.feature * apart + self.args.soft * soft), info
+
+    def learn(
+        self,
+        module: EagleModule,
+        lesson: Lesson,
+        target: Teacher,
+        rng: random.Random,
+        progress: float,
+    ) -> tuple[Tensor, dict[str, float]]:
+        if not self.args.compressor or not bool(lesson.layout.visual.any()):
+            return super().learn(module, lesson, target, rng, progress)
+        features, seed = self.noisy(self.features(module, lesson)), rng.getrandbits(31)
+        views, own = [Visual()], rng.random() >= _WHOLE
+        if own and progress < self.args.gate_from:
+            choice = rng.choice((*BRANCHES, "weighted", "concat"))
+            queries = rng.randint(1, module.compressor.queries) if rng.random() < 0.5 else 2
+            views = [Visual(choice, queries=queries, seed=seed)]
+        elif own:
+            views = [Visual(choice, seed=seed) for choice in ("select", *BRANCHES)]
+        learned = [self.known(module, lesson, features, view) for view in views]
+        if len(learned) == 1:
+            return self.passes(module, lesson, target, learned[0])
+        gate = learned[0].gate
+        outcomes = [self.passes(module, lesson, target, known) for known in learned[1:]]
+        losses = torch.stack([loss for loss, _ in outcomes])
+        whole, count = len(lesson.embeds) - 2, len(lesson.answer) - 1
+        rows = losses.new_tensor([len(known.rows) for known in learned[1:]])
+        costs = self.args.cost_weight * rows / whole
+        more, chance = expected(gate, losses.detach() / count, costs)
+        info = {f"p_{name}": p for name, p in zip(BRANCHES, chance.tolist(), strict=True)}
+        info |= {
+            f"loss_{name}": float(loss) / count
+            for name, loss in zip(BRANCHES, losses.detach(), strict=True)
+        }
+        return losses.mean() + count * more, info
+
+
+TRAINING = EagleTraining

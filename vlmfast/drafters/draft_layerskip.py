@@ -1,0 +1,84 @@
+"""Layer skipping: the model drafts for itself, with half of its layers.
+
+A residual network changes its state little in most layers, so a pass through some of them often
+finds the same next token. No other weights are needed, and no other cache: the layers that are used
+write their keys and values behind the prompt's, and the check of the draft writes all of them
+again. Self-speculative decoding (Draft & Verify, arXiv 2309.08168; SWIFT, arXiv 2410.06916)::
+
+    h_0 = e(x),   h = layer_l(h) for l in kept,   q = softmax(head(norm(h)))
+
+A chain of such tokens is drafted until one has a probability below ``confidence`` or ``depth`` of
+them have come together.
+
+What differs from the authors' code: they search for the set of skipped sublayers, once for a model
+(Draft & Verify) or while answers are written (SWIFT), and skip attention and MLP apart. Here whole
+layers are kept at even distances, the first and the last always, or those that ``layers`` names;
+drafts are chains.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ..errors import RecipeError
+from ..stages import Budget, DrafterStage, Read, Round, Target, param
+from .tree import Tree
+
+
+def kept(depth: int, skip: float) -> list[int]:
+    """Layers at even distances, first and last among them, when a share ``skip`` is left out."""
+    count = max(min(depth, 2), round(depth * (1 - skip)))
+    if count == 1:
+        return [0]
+    return sorted({round(i * (depth - 1) / (count - 1)) for i in range(count)})
+
+
+@dataclass(frozen=True)
+class DraftLayerSkip(DrafterStage):
+    """The model's own layers draft, some of them left out."""
+
+    name: ClassVar[str] = "draft-layerskip"
+    paper: ClassVar[str] = "SWIFT, arXiv 2410.06916"
+    lead: ClassVar[str] = "skip"
+    merges: ClassVar[bool] = True
+
+    skip: float = param(0.45, "share of the layers that drafting leaves out", ge=0, lt=1)
+    layers: tuple[int, ...] = param((), "layers that draft, instead of those at even distances")
+    depth: int = param(4, "drafted tokens at most", ge=1)
+    confidence: float = param(0.6, "a token below this probability is the last one", ge=0, le=1)
+
+    def largest(self) -> tuple[int, int]:
+        return 1 + self.depth, self.depth
+
+    def open(self, target: Target) -> Chain:
+        layers = list(self.layers) or kept(target.depth, self.skip)
+        if not all(0 <= layer < target.depth for layer in layers) or layers != sorted(set(layers)):
+            raise RecipeError(
+                f"{self.name}: layers={'/'.join(map(str, layers))} must be ascending, each from 0 "
+                f"to {target.depth - 1}"
+            )
+        return Chain(self, target, layers)
+
+
+class Chain:
+    """Drafts one path, token by token."""
+
+    def __init__(self, stage: DraftLayerSkip, target: Target, layers: list[int]) -> None:
+        self.stage, self.target, self.layers = stage, target, layers
+
+    def prefill(self, read: Read) -> None:
+        pass
+
+    def extend(self, done: Round) -> None:
+        pass
+
+    def propose(self, root: int, budget: Budget) -> Tree:
+        chain = [root]
+        for depth in range(1, min(budget.depth, self.stage.depth) + 1):
+            logits = self.target.shallow(chain[-1], depth - 1, self.layers).float()
+            logits[list(self.target.banned)] = -float("inf")
+            chain.append(int(budget.rank(logits[None], depth)[0].argmax()))
+            if float(logits.softmax(-1)[chain[-1]]) < self.stage.confidence:
+                break
+        return Tree.chain(chain)

@@ -1,0 +1,116 @@
+"""Token Recycling: what the target thought likely before, tried again.
+
+Every pass of the target says far more than the one token that is taken: behind each node of the
+tree it has checked it ranks the whole vocabulary. Token Recycling (arXiv 2408.08696) remembers the
+8 best successors of each token that it last saw anywhere, and fills a fixed tree of 80 drafts in 6
+levels with them: the child of rank r carries the r-th successor of its parent's token. Nothing is
+trained and no other model runs. What one answer has taught serves the next ones of the same model.
+
+Different from the authors' code, and why:
+
+- A token whose successors are not known has no children. The authors draft token 0 there.
+- Where one token stands at several nodes, the last one wins, and what was accepted comes last. The
+  authors' scatter keeps any of them, and another one each time, on a GPU.
+- Pairs of neighbours in the prompt are a first guess, which the first look at a token replaces.
+- Placeholders of pictures are neither remembered nor drafted.
+- ``nodes`` may cut the tree; then its likeliest nodes stay.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import ClassVar
+
+from ..stages import Budget, Drafter, DrafterStage, Read, Round, Target, param
+from ._static import filled, likeliest_first, shape_of
+from .tree import Tree
+
+SUCCESSORS = 8
+TEMPLATE = shape_of(
+    (
+        (8,),
+        (8, 4, 3, 2, 1, 1, 1, 1),
+        (8, 3, 2, 1, 1, 1, 1, 1, 2, 1, 0, 0, 1, 0, 0, 1, 0, 1, 1),
+        (5, 2, 1, 1, 1, 0, 0, 0, 1, 0, 0, 1, 0, 0, 0, 0, 0, 0, 1, 0, 0, 1, 1),
+        (3, 1, 1, 0, 0, 1, 0, 0, 0, 0, 1, 0, 1),
+        (2, 0, 0, 1),
+    )
+)
+SHAPE = likeliest_first(TEMPLATE)
+
+
+class Successors:
+    """The best successors of each token, as they were seen last.
+
+    Parameters
+    ----------
+    banned : sequence of int
+        Ids that are nobody's successor.
+    of : dict of int to tuple of int, optional
+        Where they are kept; what earlier requests left there is used.
+    """
+
+    def __init__(
+        self, banned: tuple[int, ...] = (), of: dict[int, tuple[int, ...]] | None = None
+    ) -> None:
+        self.banned = frozenset(banned)
+        self.of = {} if of is None else of
+        self.last: int | None = None  # what the target has read last
+
+    def __call__(self, token: int) -> tuple[int, ...]:
+        return self.of.get(token, ())
+
+    def read(self, ids: list[int]) -> None:
+        """See a text: a neighbour becomes its token's best successor."""
+        ids = ids if self.last is None else [self.last, *ids]
+        for token, follower in pairwise(ids):
+            if follower not in self.banned:
+                others = (other for other in self(token) if other != follower)
+                self.of[token] = (follower, *others)[:SUCCESSORS]
+        self.last = ids[-1] if ids else None
+
+    def learn(self, done: Round) -> None:
+        """See what the target expects behind every node of a tree."""
+        size = done.logits.shape[-1]
+        rows = done.logits.topk(min(SUCCESSORS + len(self.banned), size)).indices.tolist()
+        for node in (*range(len(rows)), *done.path):
+            fitting = [token for token in rows[node] if token not in self.banned]
+            self.of[done.tree.tokens[node]] = tuple(fitting[:SUCCESSORS])
+        self.last = [done.tree.tokens[0], *done.emitted][-2]
+
+
+class Recycled:
+    """The drafter of one request."""
+
+    def __init__(self, nodes: int, successors: Successors) -> None:
+        self.nodes, self.successors = nodes, successors
+
+    def prefill(self, read: Read) -> None:
+        self.successors.read(read.ids)
+
+    def propose(self, root: int, budget: Budget) -> Tree:
+        tree = filled(SHAPE, root, self.successors)
+        return tree.first(min(self.nodes, budget.nodes), budget.depth)
+
+    def extend(self, done: Round) -> None:
+        self.successors.learn(done)
+
+
+@dataclass(frozen=True)
+class Recycle(DrafterStage):
+    """Fills a fixed tree with the successors that the model itself ranked best before."""
+
+    name: ClassVar[str] = "draft-recycle"
+    paper: ClassVar[str] = "Token Recycling, arXiv 2408.08696"
+    lead: ClassVar[str | None] = "nodes"
+    merges: ClassVar[bool] = True
+
+    nodes: int = param(len(SHAPE), "nodes of the tree, the root included", ge=2, le=len(SHAPE))
+
+    def largest(self) -> tuple[int, int]:
+        return self.nodes, SHAPE.first(self.nodes).depth
+
+    def open(self, target: Target) -> Drafter:
+        known = target.kept.setdefault("successors", {})
+        return Recycled(self.nodes, Successors(target.banned, known))

@@ -1,0 +1,141 @@
+"""The weights of `draft-vispec`: an adaptor for pictures and a global feature."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from ...errors import RecipeError
+from .._layer import causal
+from ..draft_eagle.module import EagleModule
+
+
+class Adaptor(nn.Module):
+    """Learned queries read a picture's rows: (N, D) to (n, D). No norm, no place, no residual."""
+
+    def __init__(self, width: int, heads: int, head_width: int, queries: int, bias: bool) -> None:
+        super().__init__()
+        self.q = nn.Parameter(torch.randn(queries, heads, head_width) * head_width**-0.5)
+        self.k_proj = nn.Linear(width, heads * head_width, bias=bias)
+        self.v_proj = nn.Linear(width, heads * head_width, bias=bias)
+        self.o_proj = nn.Linear(heads * head_width, width, bias=False)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        shape = (len(rows), *self.q.shape[1:])
+        k, v = (p(rows).view(shape).transpose(0, 1) for p in (self.k_proj, self.v_proj))
+        out = scaled_dot_product_attention(self.q.transpose(0, 1)[None], k[None], v[None])
+        return self.o_proj(out[0].transpose(0, 1).flatten(1))
+
+
+class VispecModule(EagleModule):
+    """An EAGLE-2 layer that sees a picture as few rows, and text rows that know of it.
+
+    With n queries: the adaptor's first n - 1 outputs take the place of a picture's rows, its last
+    one is the global feature g of all text behind it::
+
+        text row t    fc [e_t; img_fc [f_t; g]]        g = 0 in front of the first picture
+
+    Parameters
+    ----------
+    config : dict
+        As in `EagleModule`, without kinds; and ``queries`` (n, 2).
+
+    Raises
+    ------
+    RecipeError
+        When there are fewer than two queries.
+    """
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__({**config, "kind": "eagle", "compressor": None})
+        width, heads = config["width"], config["heads"]
+        queries = config.get("queries", 2)
+        if queries < 2:
+            raise RecipeError(
+                f"draft-vispec: queries={queries}; the last is global, so at least 2"
+            )
+        head_width = config.get("head_width") or width // heads
+        bias = config.get("qkv_bias", False)
+        self.imadpt = Adaptor(width, heads, head_width, queries, bias)
+        self.img_fc = nn.Linear(2 * width, width)
+        with torch.no_grad():  # at the start text rows are EAGLE's
+            self.img_fc.weight.copy_(torch.eye(width, 2 * width))
+            self.img_fc.bias.zero_()
+
+    def text_rows(self, embeds: Tensor, features: Tensor, seen: Tensor) -> Tensor:
+        """What enters the layer of text rows; ``seen`` is their global feature, (..., D) each."""
+        return self.rows(embeds, self.img_fc(torch.cat([features, seen], dim=-1)))
+
+    def adapted(
+        self, embeds: Tensor, features: Tensor, image: Tensor, seen: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows of one prompt, or of a part of one, with each picture's as few.
+
+        Parameters
+        ----------
+        embeds, features : Tensor, (S, D)
+            As in `EagleModule.rows`.
+        image : Tensor, int64, (S,)
+            Picture that a row's embedding belongs to, -1 for text. Neighbours of one picture are
+            one run.
+        seen : Tensor, (D,)
+            Global feature of what came before; zeros without a picture.
+
+        Returns
+        -------
+        rows : Tensor, (R, D)
+            What enters the layer.
+        source : Tensor, int64, (R,)
+            The row in whose place each stands: of a picture, its last n - 1 (fewer where it has
+            fewer).
+        seen : Tensor, (D,)
+            Global feature of what comes behind.
+        """
+        runs, lengths = image.unique_consecutive(return_counts=True)
+        rows, source, first = [], [], 0
+        places = torch.arange(len(image), device=image.device)
+        for item, length in zip(runs.tolist(), lengths.tolist(), strict=True):
+            span = slice(first, first + length)
+            if item < 0:
+                known = seen.expand(length, -1)
+                rows.append(self.text_rows(embeds[span], features[span], known))
+                source.append(places[span])
+            else:
+                few = self.imadpt(embeds[span])
+                few, seen = few[:-1][:length], few[-1]
+                rows.append(few)
+                source.append(places[span][length - len(few) :])
+            first += length
+        return torch.cat(rows), torch.cat(source), seen
+
+    def forward(
+        self,
+        embeds: Tensor,
+        features: Tensor,
+        position: Tensor,
+        mask: Tensor | None = None,
+        image: Tensor | None = None,
+    ) -> Tensor:
+        """As `EagleModule.forward`; zeros for rows of pictures that are left out.
+
+        ``image`` (B, S) says which those are; without it all rows are text.
+        """
+        if image is None:
+            image = torch.full(embeds.shape[:2], -1, device=embeds.device)
+        out = torch.zeros_like(features)
+        there = torch.ones_like(image, dtype=torch.bool) if mask is None else mask
+        for number in range(len(embeds)):
+            index = there[number].nonzero().flatten()
+            if not len(index):
+                continue
+            none = features.new_zeros(self.width)
+            rows, source, _ = self.adapted(
+                embeds[number, index], features[number, index], image[number, index], none
+            )
+            at = index[source]
+            made = self.run(rows[None], position[number, at][None], causal())[0]
+            out = out.index_put((torch.full_like(at, number), at), made)
+        return out

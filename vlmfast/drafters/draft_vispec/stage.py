@@ -1,0 +1,78 @@
+"""The stage: an EAGLE drafter whose pictures are a few rows and a global feature."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ...layout import TokenLayout
+from ...stages import DrafterStage, Target, param, weights_param
+from .._loading import fitting
+from ..draft_eagle.drafter import EagleDrafter
+from ..draft_eagle.stage import check_size
+from .module import VispecModule
+
+
+class VispecDrafter(EagleDrafter):
+    """Drafts of one request; `seen` is the global feature of the latest picture."""
+
+    module: VispecModule
+
+    def __init__(
+        self, target: Target, module: VispecModule, top_k: int, depth: int, nodes: int
+    ) -> None:
+        super().__init__(target, module, top_k, depth, nodes)
+        self.seen: Tensor | None = None
+
+    def prompt_rows(
+        self, embeds: Tensor, features: Tensor, position: Tensor, layout: TokenLayout
+    ) -> tuple[Tensor, Tensor]:
+        """What enters the layer of S rows of a prompt, and its rotary ids."""
+        image = torch.where(layout.visual, layout.item.long(), -1)
+        seen = self._latest(features)
+        rows, source, self.seen = self.module.adapted(embeds, features, image, seen)
+        return rows, position[source]
+
+    def answer_rows(self, embeds: Tensor, features: Tensor) -> Tensor:
+        """The same for rows of an answer."""
+        seen = self._latest(features).expand_as(features)
+        return self.module.text_rows(embeds, features, seen)
+
+    def _latest(self, like: Tensor) -> Tensor:
+        return like.new_zeros(like.shape[-1]) if self.seen is None else self.seen
+
+
+@dataclass(frozen=True)
+class DraftVispec(DrafterStage):
+    """Drafts with a trained layer that sees each picture as one row and a global feature."""
+
+    name: ClassVar[str] = "draft-vispec"
+    paper: ClassVar[str] = "ViSpec, NeurIPS 2025, arXiv 2509.15235"
+    trained: ClassVar[bool] = True
+    features: ClassVar[bool] = True
+
+    top_k: int = param(8, "children of a node, and nodes that go through the drafter at once", ge=1)
+    depth: int = param(4, "drafted tokens on one path, at most", ge=1)
+    nodes: int = param(30, "of a tree, at most, the token before it included", ge=2)
+    weights: str = weights_param()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_size(self)
+
+    @classmethod
+    def build(cls, config: dict[str, Any]) -> VispecModule:
+        """The untrained module, see `VispecModule`."""
+        return VispecModule(config)
+
+    def largest(self) -> tuple[int, int]:
+        """Nodes of a tree, the root included, and drafted tokens on one path, at most."""
+        return self.nodes, self.depth
+
+    def open(self, target: Target) -> VispecDrafter:
+        """A drafter for one request."""
+        module = fitting(self, target, VispecModule)
+        return VispecDrafter(target, module, self.top_k, self.depth, self.nodes)

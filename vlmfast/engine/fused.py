@@ -1,0 +1,157 @@
+"""A pass over new tokens through kernels that fuse what lies between matrix products.
+
+Hugging Face's decoder launches some fifteen small operations per layer beside its matrix products
+and attention: two norms with their sums, the rotation of queries and keys, the cache's writes, the
+gated activation. Here four kernels do that work, on the modules of the model as they are:
+`residual_norm` twice, `rotate_append`, `swiglu`. Every rounding is that of the modules' own
+forward; only the sums of a norm are made in another order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ..kernels._triton import use_triton
+from ..kernels.norm_rope_append import WIDEST, residual_norm, rotate_append
+from ..kernels.swiglu import swiglu
+from ..models.base import Adapter
+from ..stages import Step
+from .attention import text_attention
+from .cache import KVCache, KVLayer
+
+# Families whose layers do exactly this, by their modules in transformers. A class that only has
+# the same names may scale a residual or add one to the weight of a norm.
+_KINDS = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2"}
+
+
+def fusable(adapter: Adapter) -> bool:
+    """Whether new tokens go through `fused_step`: layers of a kind that it knows, and kernels.
+
+    Kernels run on CUDA, or where ``VLMFAST_KERNELS=triton`` asks for them. The kind of the layers
+    is looked at once per model.
+    """
+    if "fusable" not in adapter.kept:
+        adapter.kept["fusable"] = _known(adapter.decoder)
+    return adapter.kept["fusable"] and use_triton("fused_step", adapter.decoder.norm.weight)
+
+
+def fused_step(
+    adapter: Adapter,
+    embeds: Tensor,
+    position: Tensor,
+    cache: KVCache,
+    step: Step,
+    offsets: Mapping[int, Tensor] | None = None,
+    taps: Sequence[int] = (),
+) -> tuple[Tensor, dict[int, Tensor]]:
+    """What the model's own decoder makes of ``embeds``; the cache is written to, not advanced.
+
+    Parameters
+    ----------
+    adapter : Adapter
+        One that is `fusable`.
+    embeds : Tensor, (B, T, D)
+        New tokens of each row, few of them; nothing waits for the device.
+    position : Tensor, int64, (B, T)
+        Their rotary ids.
+    cache : KVCache
+        Frozen, with room for them.
+    step : Step
+        Of phase ``DECODE`` or ``VERIFY``.
+    offsets : mapping of int to Tensor, int64 (B, 1), optional
+        By layer, how far its rotary ids lie behind ``position``.
+    taps : sequence of int
+        Layers whose input is wanted.
+
+    Returns
+    -------
+    hidden : Tensor, (B, T, D)
+        Behind the last norm.
+    seen : dict of int to Tensor, (B, T, D)
+        What went into the layers ``taps``.
+    """
+    decoder, offsets = adapter.decoder, offsets or {}
+    tables: dict[int | None, tuple[Tensor, Tensor]] = {}
+    seen: dict[int, Tensor] = {}
+    added, stream = embeds, None
+    for index, (layer, held) in enumerate(zip(decoder.layers, cache.layers, strict=True)):
+        offset = offsets.get(index)
+        if id(offset) not in tables:
+            at = position if offset is None else position - offset
+            tables[id(offset)] = decoder.rotary_emb(embeds, at)
+        attention, mlp = layer.self_attn, layer.mlp
+        x, stream = _norm(layer.input_layernorm, added, stream)
+        if index in taps:
+            seen[index] = stream
+        query, key, value = (
+            project(x).unflatten(-1, (-1, attention.head_dim)).transpose(1, 2)
+            for project in (attention.q_proj, attention.k_proj, attention.v_proj)
+        )
+        held.reserve(embeds.shape[1])
+        query = rotate_append(
+            query, key, value, *tables[id(offset)], held.keys, held.values, held.length
+        )
+        _note(held, embeds.shape[1])
+        output, _ = text_attention(
+            attention, query, held.keys, held.values, None, attention.scaling, vlmfast_step=step
+        )
+        added = attention.o_proj(output.flatten(2))
+        x, stream = _norm(layer.post_attention_layernorm, added, stream)
+        added = mlp.down_proj(swiglu(mlp.gate_proj(x), mlp.up_proj(x)))
+    return _norm(decoder.norm, added, stream)[0], seen
+
+
+def _norm(module: nn.Module, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    return residual_norm(x, module.weight, module.variance_epsilon, residual)
+
+
+def _note(layer: KVLayer, tokens: int) -> None:
+    """What a layer knows of slots that have just been written, beside keys and values."""
+    kept = [of for of in (layer.order, layer.mass, layer.bias) if of is not None]
+    if not kept:
+        return
+    steps = torch.arange(tokens, device=layer.device)
+    index = layer.length[..., None] + steps
+    if layer.order is not None:
+        layer.order.scatter_(2, index, (layer.seen[:, None, None] + steps).expand_as(index))
+    for of in (layer.mass, layer.bias):  # slots may have been taken before
+        if of is not None:
+            of.scatter_(2, index, torch.zeros_like(index, dtype=of.dtype))
+
+
+def _known(decoder: nn.Module) -> bool:
+    """Whether the layers are of a kind in `_KINDS`, as transformers defines them."""
+    kind = decoder.config.model_type
+    if kind not in _KINDS or decoder.config.hidden_act != "silu":
+        return False
+    parts = [(decoder, "Model"), (decoder.norm, "RMSNorm")]
+    for layer in decoder.layers:
+        parts += [
+            (layer, "DecoderLayer"),
+            (layer.self_attn, "Attention"),
+            (layer.mlp, "MLP"),
+            (layer.input_layernorm, "RMSNorm"),
+            (layer.post_attention_layernorm, "RMSNorm"),
+        ]
+    place, width, head = (
+        f"transformers.models.{kind}.modeling_{kind}",
+        decoder.norm.weight.shape[0],
+        decoder.layers[0].self_attn.head_dim,
+    )
+    return (
+        all(_is(part, place, _KINDS[kind] + name) for part, name in parts)
+        and len({part.weight.dtype for part, name in parts if name == "RMSNorm"}) == 1
+        and width <= WIDEST
+        and head % 8 == 0
+        and head <= 256
+    )
+
+
+def _is(module: nn.Module, place: str, name: str) -> bool:
+    """Whether a module is of that very class, and nobody has put something of his own into it."""
+    own = type(module)
+    changed = "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks
+    return (own.__module__, own.__qualname__) == (place, name) and not changed

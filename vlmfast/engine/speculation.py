@@ -1,0 +1,285 @@
+"""Speculative decoding: drafters guess, the model checks, and no answer changes.
+
+A token of the answer is a function of the model's logits, and of noise that depends on the seed and
+the token's place alone (`engine.noise`). Checking a draft is taking that token at each node that is
+reached and going on where a child carries it ("sample and match"). So an answer is, token for
+token, the one without drafts, whatever the drafts are: greedy, and sampled with the same seed. In
+floating point a tree and a single token go through products of other shapes, whose last bits may
+differ, in the logits and in what the cache keeps. A `strict` answer takes near ties from a cache
+that is written anew by single tokens; everything else is no tie for such differences.
+
+Rounds of a batch check one tree of each sequence at once. A round never crosses a step at which a
+decode stage reworks the cache.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from ..drafters.tree import Tree
+from ..errors import RecipeError
+from ..models.base import Adapter
+from ..stages import Budget, Drafter, DrafterStage, Read, Round, Target
+from .noise import gumbel
+from .stats import clock
+
+if TYPE_CHECKING:
+    from .decode import Decoder, Output, Turn
+
+# Logits processors that look at a row of logits alone, so that drafts can be ranked through them.
+_ROWWISE = (
+    "TemperatureLogitsWarper",
+    "TopKLogitsWarper",
+    "TopPLogitsWarper",
+    "MinPLogitsWarper",
+    "TypicalLogitsWarper",
+    "EpsilonLogitsWarper",
+    "EtaLogitsWarper",
+    "LogitNormalization",
+    "InfNanRemoveLogitsProcessor",
+)
+
+
+def walk(
+    tree: Tree,
+    logits: Tensor | Sequence[Tensor],
+    take: Callable[[Tensor], tuple[int, bool]],
+    sure: Callable[[Tensor], bool] | None = None,
+) -> tuple[list[int], list[int]]:
+    """Sample and match: which nodes are accepted, and what is emitted.
+
+    Parameters
+    ----------
+    tree : Tree
+    logits : (N, V)
+        The model's, of every node.
+    take : callable
+        Logits (V,) to the next token and whether the answer ends with it. Asked once for every
+        node that is reached, in the order of the answer.
+    sure : callable, optional
+        Whether the token behind these logits can be taken from them; where not, the walk ends in
+        front of the node.
+
+    Returns
+    -------
+    path : list of int
+        Nodes whose next token was taken, the root first.
+    emitted : list of int
+        These tokens.
+    """
+    path: list[int] = []
+    emitted: list[int] = []
+    node: int | None = 0
+    while node is not None:
+        if sure is not None and not sure(logits[node]):
+            break
+        path.append(node)
+        token, done = take(logits[node])
+        emitted.append(token)
+        node = None if done else tree.children[node].get(token)
+    return path, emitted
+
+
+def check(stages: Sequence[DrafterStage], adapter: Adapter) -> None:
+    """Whether the drafters of a recipe can work together, and on this model.
+
+    Raises
+    ------
+    RecipeError
+    """
+    alone = [stage for stage in stages if not stage.merges and not stage.governs]
+    if len(alone) > 1:
+        raise RecipeError(
+            f"{alone[0].name} and {alone[1].name} cannot draft together: each needs trees of its "
+            "own; only drafters without a model can stand beside another one"
+        )
+    if sum(stage.governs for stage in stages) > 1:
+        raise RecipeError("a recipe has one draft-auto at most")
+    text = adapter.config.get_text_config()
+    kinds = set(getattr(text, "layer_types", None) or ())
+    if odd := kinds - {"full_attention", "sliding_attention"}:
+        raise RecipeError(
+            f"{stages[0].name}: {text.model_type} has {', '.join(sorted(odd))} layers, whose state "
+            "cannot hold drafts that are taken back"
+        )
+
+
+class Speculation:
+    """The drafts of one answer.
+
+    Parameters
+    ----------
+    turn : Turn
+    stages : list of DrafterStage
+        Of the recipe.
+    reads : list of Read
+        The prompt.
+
+    Raises
+    ------
+    RecipeError
+        When a drafter does not fit the model.
+    """
+
+    def __init__(self, turn: Turn, stages: Sequence[DrafterStage], reads: Sequence[Read]) -> None:
+        adapter = turn.run.adapter
+        self.turn, self.seat = turn, (None, 0)
+        self.stages, self.reads = drafting(stages, adapter), list(reads)
+        self.limit = _limit(self.stages)
+        ruling = [stage for stage in stages if stage.governs]
+        # What it finds out about a model and these drafters serves later requests too.
+        known = adapter.kept.setdefault(("drafting", *map(str, self.stages)), {})
+        self.governor = ruling[0].govern(self.limit, known) if ruling else None
+        self.drafters: list[Drafter] | None = None
+        self.warp = _warper(turn)
+        self.names = turn.run.stats.speculation = "+".join(stage.name for stage in self.stages)
+        self.taken, self.rows, self.began = self.limit, 1, 0.0
+        self.behind: list[Round] = []  # rounds that drafters have not seen yet
+
+    # --- a round ---------------------------------------------------------------------------------
+
+    def propose(self, decoder: Decoder, number: int, root: int) -> Tree:
+        """What is drafted behind ``root``, which the model has not read yet."""
+        turn, stats = self.turn, self.turn.run.stats
+        left = turn.room - turn.count - 1  # what is emitted beyond the round's own token
+        self.began = time.perf_counter()
+        nodes, depth = self.limit
+        self.rows = len(decoder.rows)
+        if self.governor is not None:
+            nodes, depth = self.governor.choose(self.rows, turn.count, turn.room)
+            stats.speculation = f"{self.names}: {self.governor.reason}"
+        self.taken = nodes, depth
+        depth = min(depth, left, decoder.spare(number)) if depth and left > 0 else 0
+        if turn.strict and (len(decoder.rows) > 1 or decoder.rows[number].stages):
+            stats.speculation = "off: strict, in a batch or with a cache that is reworked"
+            depth = 0
+        if depth < 1 or nodes < 2:
+            return Tree.chain([root])
+        self.seat = decoder, number
+        start = clock(decoder.position.device)
+        if self.drafters is None:
+            self._open()
+            if self.governor is not None:
+                spent = clock(decoder.position.device) - start
+                self.governor.opening(spent)
+                self.began += spent
+        for done in self.behind:
+            for drafter in self.drafters:
+                drafter.extend(done)
+        self.behind.clear()
+        budget = Budget(nodes, depth, self.warp, self.noise if turn.sampled else None)
+        banned = turn.run.adapter.placeholders()
+        trees = [drafter.propose(root, budget) for drafter in self.drafters]
+        tree = trees[0]
+        for other in trees[1:]:
+            tree = tree.joined(other)
+        tree = tree.without(banned).first(nodes, depth)
+        stats.time_draft_s += clock(decoder.position.device) - start
+        return tree
+
+    def noise(self, depth: int) -> Tensor:
+        """The noise of the token at ``depth`` below the root."""
+        turn = self.turn
+        device, size = turn.ids.device, turn.run.adapter.vocabulary
+        return gumbel(turn.seed, turn.ids.shape[1] + depth - 1, size, device)
+
+    def learn(
+        self, tree: Tree, path: list[int], emitted: list[int], output: Output, number: int
+    ) -> None:
+        """What the model made of ``tree``."""
+        if not path:
+            return
+        stats, n = self.turn.run.stats, len(tree)
+        stats.rounds += 1
+        stats.drafted += n - 1
+        stats.accepted += len(path) - 1
+        stats.mean_emitted = (self.turn.count - 1) / stats.rounds
+        stats.mean_accepted = stats.accepted / stats.rounds
+        for depth in range(1, tree.depth + 1):
+            if len(stats.drafted_at_depth) < depth:
+                stats.drafted_at_depth.append(0)
+                stats.accepted_at_depth.append(0)
+            # Of the rounds that came so far and had a draft there.
+            stats.drafted_at_depth[depth - 1] += len(path) >= depth
+            stats.accepted_at_depth[depth - 1] += len(path) > depth
+        if self.governor is not None:
+            seconds = clock(self.turn.ids.device) - self.began
+            self.governor.observe(self.rows, self.taken, n, len(emitted), seconds)
+        if self.turn.done:
+            return
+        taps = None
+        if output.taps is not None:
+            decoder, own = self.turn.decoder, self.own_taps
+            at = [decoder.taps.index(layer) for layer in own]
+            taps = output.taps[number, :n, at]
+        features = output.hidden[number, :n] if self.features else None
+        # A captured step writes its next outputs over these.
+        logits = output.logits[number, :n].clone()
+        features = None if features is None else features.clone()
+        self.behind.append(Round(tree, path, emitted, logits, features, taps))
+
+    @property
+    def features(self) -> bool:
+        return any(stage.features for stage in self.stages)
+
+    @property
+    def own_taps(self) -> tuple[int, ...]:
+        depth = self.turn.run.adapter.depth
+        return tuple(sorted({at for stage in self.stages for at in stage.taps(depth)}))
+
+    def _open(self) -> None:
+        adapter, ids = self.turn.run.adapter, self.turn.ids[0, : self.turn.prompt].tolist()
+        self.drafters = [stage.open(self._target(adapter, stage)) for stage in self.stages]
+        for drafter in self.drafters:
+            for part, read in enumerate(self.reads):
+                own = Read([] if part else ids, read.layout, read.embeds, read.features, read.taps)
+                drafter.prefill(own)
+        self.reads.clear()
+
+    def _target(self, adapter: Adapter, stage: DrafterStage) -> Target:
+        def shallow(token: int, behind: int, layers: Sequence[int]) -> Tensor:
+            decoder, number = self.seat
+            return decoder.shallow(number, token, behind, layers)
+
+        return Target(
+            adapter.embed,
+            adapter.logits,
+            adapter.width,
+            adapter.depth,
+            adapter.vocabulary,
+            adapter.placeholders(),
+            adapter.trained(stage) if stage.trained else None,
+            shallow,
+            adapter.kept.setdefault(("drafter", str(stage)), {}),
+        )
+
+
+def drafting(stages: Sequence[DrafterStage], adapter: Adapter) -> list[DrafterStage]:
+    """The drafters of a recipe, or those that its governor chooses."""
+    chosen = [stage for stage in stages if not stage.governs]
+    return chosen or stages[0].choice(adapter.ships)
+
+
+def _limit(stages: Sequence[DrafterStage]) -> tuple[int, int]:
+    """Nodes and depth of the trees of several drafters in one."""
+    sizes = [stage.largest() for stage in stages]
+    return sum(nodes - 1 for nodes, _ in sizes) + 1, max(depth for _, depth in sizes)
+
+
+def _warper(turn: Turn) -> Callable[[Tensor], Tensor] | None:
+    """The processors of a request that can rank drafts."""
+    if not turn.sampled:
+        return None
+    chosen = [p for p in turn.processor if type(p).__name__ in _ROWWISE]
+
+    def warp(logits: Tensor) -> Tensor:
+        nothing = turn.ids.new_zeros(len(logits), 0)
+        for processor in chosen:
+            logits = processor(nothing, logits)
+        return logits
+
+    return warp

@@ -1,0 +1,121 @@
+"""What drafters see of the model's inside: hidden states, caught by hooks on decoder layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from ..stages import DrafterStage, Read, Step, current_step
+
+
+@contextmanager
+def tapped(decoder: nn.Module, layers: Sequence[int], step: Step) -> Iterator[dict[int, Tensor]]:
+    """What goes into ``layers`` during a pass of ``step``: (B, T, D) by layer."""
+    seen: dict[int, Tensor] = {}
+
+    def hook(index: int):
+        def catch(module: nn.Module, args: tuple, kwargs: dict) -> None:
+            if kwargs.get("vlmfast_step") is step or current_step.get() is step:
+                seen[index] = args[0]
+
+        return catch
+
+    handles = [
+        decoder.layers[index].register_forward_pre_hook(hook(index), with_kwargs=True)
+        for index in layers
+    ]
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@dataclass
+class Watch:
+    """What is remembered of a prompt for its drafters.
+
+    Parameters
+    ----------
+    stages : list of DrafterStage
+    depth : int
+        Layers of the language model.
+
+    Attributes
+    ----------
+    layers : tuple of int
+        Those whose input is remembered.
+    reads : list of Read
+        The parts of the prompt so far.
+    """
+
+    stages: list[DrafterStage]
+    depth: int
+    layers: tuple[int, ...] = ()
+    reads: list[Read] = field(default_factory=list)
+    _orders: dict[int, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.layers = tuple(sorted({at for s in self.stages for at in s.taps(self.depth)}))
+
+    @property
+    def features(self) -> bool:
+        return any(stage.features for stage in self.stages)
+
+    @contextmanager
+    def over(self, decoder: nn.Module, step: Step) -> Iterator[dict[int, Tensor]]:
+        """Catch the taps of one pass of a prompt, and which rows they are."""
+
+        def hook(index: int):
+            def note(*_) -> None:
+                if current_step.get() is step and step.layout is not None:
+                    self._orders[index] = step.layout.order
+
+            return note
+
+        handles = [decoder.layers[at].register_forward_pre_hook(hook(at)) for at in self.layers]
+        try:
+            with tapped(decoder, self.layers, step) if self.layers else nullcontext({}) as seen:
+                yield seen
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def remember(
+        self, step: Step, embeds: Tensor, order: Tensor, hidden: Tensor, seen: dict[int, Tensor]
+    ) -> None:
+        """Keep what the drafters read of the rows that are left.
+
+        Parameters
+        ----------
+        embeds : Tensor, (S, D)
+            What went into the first layer, rows ``order``.
+        hidden : Tensor, (S', D)
+            Behind the last norm, the rows of ``step.layout``.
+        seen : dict of int to Tensor
+            What `over` has caught.
+        """
+        if not self.features and not self.layers:
+            self.reads.append(Read([], step.layout, embeds[:0]))
+            return
+        left = step.layout.order
+        taps = None
+        if self.layers:
+            taps = torch.stack(
+                [
+                    of[0].index_select(0, _places(self._orders.pop(at, left), left))
+                    for at, of in ((at, seen[at]) for at in self.layers)
+                ],
+                1,
+            )
+        rows = embeds.index_select(0, _places(order, left))
+        self.reads.append(Read([], step.layout, rows, hidden if self.features else None, taps))
+
+
+def _places(order: Tensor, of: Tensor) -> Tensor:
+    """Where each of ``of`` stands in ``order``; both ascending."""
+    return torch.searchsorted(order.contiguous(), of.contiguous())
