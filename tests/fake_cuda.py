@@ -104,19 +104,26 @@ def pretended(vlm: Any, decoder: Any) -> Iterator[Watch]:
         yield watch
 
 
-def steps(vlm: Any, decoder: Any, count: int, change: Callable[[], None] | None = None) -> Watch:
-    """``count`` decode steps under watch."""
+def steps(
+    vlm: Any, decoder: Any, count: int, change: Callable[[], None] | None = None, width: int = 1
+) -> Watch:
+    """``count`` decode steps under watch, or as many checks of trees of ``width`` tokens."""
     from vlmfast.engine.attention import switched
 
     # Neither a graph nor a kernel can be launched on a GPU that is not there.
     vlm.adapter.decoding = "eager"
     references = mock.patch.dict(os.environ, VLMFAST_KERNELS="torch")
     with references, torch.no_grad(), switched(vlm.model), pretended(vlm, decoder) as watch:
-        tokens = torch.zeros(len(decoder.rows), 1, dtype=torch.int64, device="cuda")
+        tokens = torch.zeros(len(decoder.rows), width, dtype=torch.int64, device="cuda")
+        tree = torch.ones(len(tokens), width, width, dtype=torch.bool, device="cuda")
         with watch:
             for _ in range(count):
                 watch.trace.append(("step", ()))
-                decoder.next(tokens)
+                if width == 1:
+                    decoder.next(tokens)
+                else:
+                    decoder.cache.reserve(width)
+                    decoder.forward(tokens, tokens, tree)
                 if change is not None:
                     change()
     return watch

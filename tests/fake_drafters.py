@@ -46,7 +46,7 @@ class Drafting:
     def propose(self, root: int, budget: Budget) -> Tree:
         stage, size = self.stage, self.target.vocabulary
         assert stage.answer[self.at - 1] == root
-        paths, before, bad = [], [], self.proposals % stage.depth if stage.cycle else None
+        paths, before, bad = [], [], self.proposals % (stage.depth + 1) if stage.cycle else None
         self.proposals += 1
         for number, token in enumerate(stage.answer[self.at : self.at + budget.depth]):
             others = [t for t in range(5, size) if t != token]

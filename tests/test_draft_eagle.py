@@ -357,13 +357,14 @@ def levels(draw: st.DrawFn) -> tuple[list[Tensor], int, int, int]:
 @settings(max_examples=150, deadline=None)
 def test_tree_is_the_rule_of_eagle2(drawn: tuple) -> None:
     logits, k, depth, nodes = drawn
-    calls = []
+    calls, lines = [], []
 
     def step(tokens: Tensor, origin: Tensor, mask: Tensor, level: int) -> Tensor:
         rows = len(tokens)
         assert mask.shape == (rows, rows * (level + 1))
-        assert mask.sum(1).tolist() == [level + 1] * rows
-        assert mask[:, -rows:].equal(torch.eye(rows, dtype=torch.bool))
+        above = lines[-1] if lines else [set()] * rows
+        lines.append([above[row] | {rows * level + j} for j, row in enumerate(origin.tolist())])
+        assert [set(seen.nonzero().flatten().tolist()) for seen in mask] == lines[-1]
         calls.append(level)
         return logits[level + 1][:rows]
 

@@ -123,6 +123,15 @@ def test_no_step_waits_for_the_device(case, rows):
     assert changes(watch) == []
 
 
+@pytest.mark.parametrize("case", RECIPES)
+@pytest.mark.parametrize("rows", [1, 2])
+def test_no_check_of_drafts_waits_for_the_device(case, rows):
+    """What a round does on the device, from the tree's tokens to the logits of its nodes."""
+    watch = steps(*decoder([RECIPES[case], ()][:rows]), 3, width=4)
+    assert watch.complaints == [] and changes(watch) == []
+    assert len(shapes(watch)[0]) > 100
+
+
 def test_rows_of_all_kinds():
     recipes = [
         RECIPES[case] for case in ("h2o", "kivi", "nothing", "streamingllm", "lookm, repair")

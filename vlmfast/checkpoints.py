@@ -84,6 +84,8 @@ def load_weights(stage: Stage, sizes: dict[str, Any], signature: list[float]) ->
         folder = Path(stage.weights)
         if not (folder / CONFIG).exists() and (folder / "weights" / CONFIG).exists():
             folder = folder / "weights"  # the folder of the whole training
+        if (module := stage.published(folder, sizes)) is not None:
+            return module.requires_grad_(False).eval()
         about = _read(folder, stage.name)
         if not _belongs(about, sizes, signature):
             raise RecipeError(

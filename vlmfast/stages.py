@@ -20,6 +20,7 @@ from contextvars import ContextVar
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from enum import Enum
 from functools import cache
+from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, get_args, get_type_hints
 
@@ -224,6 +225,17 @@ class Stage:
             ``patches``) and whatever the method's own training added.
         """
         raise NotImplementedError(f"{cls.__name__}.build")
+
+    def published(self, folder: Path, sizes: dict[str, Any]) -> nn.Module | None:
+        """The module that a folder in the authors' own format holds; ``None`` for another one.
+
+        Parameters
+        ----------
+        folder : Path
+        sizes : dict
+            Of the model, as in `build`.
+        """
+        return None
 
 
 class Stages(tuple):

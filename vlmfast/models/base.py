@@ -46,6 +46,10 @@ class Adapter:
 
     kind: ClassVar[Kind] = Kind.IMAGE
     tensors: ClassVar[tuple[str, ...]] = ("pixel_values",)  # what `encode` takes
+    clip_tensors: ClassVar[tuple[str, ...]] = ()  # the same of clips, where they are no pictures
+    processors: ClassVar[tuple[str, ...]] = ()  # classes that belong to the family, if it checks
+    attention: ClassVar[str] = "self_attn"  # what a vision block calls it
+    rows: ClassVar[tuple[str, ...]] = ("cls", "columns")  # what its attention can be asked for
     min_drop_layer: ClassVar[int] = 0
 
     def __init__(self, model: nn.Module, processor: Any) -> None:
@@ -56,6 +60,12 @@ class Adapter:
         if getattr(processor, "image_processor", None) is None:
             raise ModelError(
                 f"{type(processor).__name__} is no multimodal processor: it has no image processor"
+            )
+        kinds = [kind.__name__ for kind in type(processor).__mro__]
+        if self.processors and not set(kinds) & set(self.processors):
+            raise ModelError(
+                f"{kinds[0]} does not belong to a {model.config.model_type} model; supported are "
+                f"{', '.join(self.processors)}"
             )
         if model.get_output_embeddings() is None or not model.can_generate():
             raise ModelError(f"{type(model).__name__} has no language-model head to answer with")
@@ -69,8 +79,8 @@ class Adapter:
             raise ModelError(f"{text.model_type} caps its attention logits, which is not supported")
         # Beyond it attention is cut off, which the engine does not do.
         self.window: int | None = getattr(text, "sliding_window", None)
-        # Modules of trained stages, by recipe word and `weights`.
-        self.modules: dict[tuple[str, str], nn.Module] = {}
+        # Modules of trained stages, by recipe word, `weights` and kind.
+        self.modules: dict[tuple[str, str, str], nn.Module] = {}
         self.pool = BufferPool()  # buffers of caches, from one request to the next
         self.decoding = "auto"  # how decode steps run, see `VLM`
         self.kept: dict[str, Any] = {}  # what the engine keeps from one request to the next
@@ -104,6 +114,10 @@ class Adapter:
         names = ("image_token_id", "video_token_id", "image_token_index", "video_token_index")
         found = {getattr(self.config, name, None) for name in names}
         return tuple(sorted(found - {None}))
+
+    def visual(self, ids: Tensor) -> Tensor:
+        """Which ids stand for a picture or a clip: bool, of their shape."""
+        return ids == self.image_token_id
 
     def vision_blocks(self) -> list[nn.Module]:
         """Blocks of the vision tower, first one first."""
@@ -162,10 +176,12 @@ class Adapter:
         RecipeError
             When there are no weights of the stage for this model.
         """
-        key = (stage.name, stage.weights)
+        key = (stage.name, stage.weights, getattr(stage, "kind", ""))
         if key not in self.modules:
             self.modules[key] = load_weights(stage, self.sizes(), self.signature())
-        return self.modules[key].to(self.device)  # the model may have moved since
+        # The model may have moved since. What only guesses may do so in the model's own type.
+        half = stage.protocol == "drafter" and self.device.type != "cpu"
+        return self.modules[key].to(self.device, self.dtype if half else None)
 
     def ships(self, stage: Stage) -> bool:
         """Whether there are weights of a trained stage for this model."""

@@ -21,7 +21,7 @@ from .visual import Choice, Visual, shortened
 class EagleDrafter:
     """Drafts of one request.
 
-    Nothing is computed before the first tree is asked for.
+    The layer does not run before the first tree is asked for.
 
     Parameters
     ----------

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
+
+from torch import nn
 
 from ...errors import RecipeError
 from ...stages import DrafterStage, Target, param, weights_param
-from .._loading import fitting
+from .._loading import fitting, load_published, published
 from .drafter import EagleDrafter
 from .module import KINDS, EagleModule
 from .visual import CHOICES, Visual, check
@@ -90,6 +93,10 @@ class DraftEagle(DrafterStage):
     def build(cls, config: dict[str, Any]) -> EagleModule:
         """The untrained module, see `EagleModule`."""
         return EagleModule(config)
+
+    def published(self, folder: Path, sizes: dict[str, Any]) -> nn.Module | None:
+        """The module of a published drafter, see `drafters._loading`."""
+        return load_published(self, folder, sizes) if published(folder) else None
 
     def largest(self) -> tuple[int, int]:
         """Nodes of a tree, the root included, and drafted tokens on one path, at most."""

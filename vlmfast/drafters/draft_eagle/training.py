@@ -4,9 +4,10 @@
 own outputs in ``--ttt`` passes, which EAGLE-2 does not; ``eagle3`` learns the target's
 probabilities alone, restricted to its vocabulary. Pass s counts 0.8^s.
 
-With ``--compressor`` a sample is learned with its pictures whole or under one of the compressor's
-branches and modes, drawn anew each time, so that one drafter serves them all; towards the end the
-gate learns too: from what each branch costs in rows and in loss, as in `compressors.elastic`.
+With ``--compressor`` a sample is learned twice, with its pictures whole and under one of the
+compressor's branches and modes, drawn anew each time, so that one drafter serves them all; towards
+the end under all branches, and the gate learns too: from what each costs in rows and in loss, as in
+`compressors.elastic`.
 """
 
 from __future__ import annotations
@@ -30,7 +31,6 @@ from .stage import DraftEagle
 from .visual import Visual, shortened
 
 _COUNTED = 512  # answers whose tokens make the vocabulary of eagle3
-_WHOLE = 0.4  # share of the samples whose pictures are not shortened, beside a compressor
 
 
 class EagleTraining(DrafterTraining):
@@ -141,29 +141,27 @@ class EagleTraining(DrafterTraining):
         if not self.args.compressor or not bool(lesson.layout.visual.any()):
             return super().learn(module, lesson, target, rng, progress)
         features, seed = self.noisy(self.features(module, lesson)), rng.getrandbits(31)
-        views, own = [Visual()], rng.random() >= _WHOLE
-        if own and progress < self.args.gate_from:
+        choose = progress >= self.args.gate_from
+        if choose:
+            views = [Visual(choice, seed=seed) for choice in ("select", *BRANCHES)]
+        else:
             choice = rng.choice((*BRANCHES, "weighted", "concat"))
             queries = rng.randint(1, module.compressor.queries) if rng.random() < 0.5 else 2
             views = [Visual(choice, queries=queries, seed=seed)]
-        elif own:
-            views = [Visual(choice, seed=seed) for choice in ("select", *BRANCHES)]
-        learned = [self.known(module, lesson, features, view) for view in views]
-        if len(learned) == 1:
-            return self.passes(module, lesson, target, learned[0])
-        gate = learned[0].gate
-        outcomes = [self.passes(module, lesson, target, known) for known in learned[1:]]
-        losses = torch.stack([loss for loss, _ in outcomes])
-        whole, count = len(lesson.embeds) - 2, len(lesson.answer) - 1
-        rows = losses.new_tensor([len(known.rows) for known in learned[1:]])
-        costs = self.args.cost_weight * rows / whole
-        more, chance = expected(gate, losses.detach() / count, costs)
-        info = {f"p_{name}": p for name, p in zip(BRANCHES, chance.tolist(), strict=True)}
-        info |= {
-            f"loss_{name}": float(loss) / count
-            for name, loss in zip(BRANCHES, losses.detach(), strict=True)
-        }
-        return losses.mean() + count * more, info
+        learned = [self.known(module, lesson, features, view) for view in (*views, Visual())]
+        # The gate's own view is one of the branches again.
+        outcomes = [self.passes(module, lesson, target, of) for of in learned[choose:]]
+        losses, info = torch.stack([loss for loss, _ in outcomes]), outcomes[-1][1]
+        total = (losses[:-1].mean() + losses[-1]) / 2
+        if not choose:
+            return total, info
+        count = len(lesson.answer) - 1
+        each = losses[:-1].detach() / count
+        rows = each.new_tensor([len(of.rows) for of in learned[1:-1]]) / len(learned[-1].rows)
+        more, chance = expected(learned[0].gate, each, self.args.cost_weight * rows)
+        info |= {f"p_{name}": p for name, p in zip(BRANCHES, chance.tolist(), strict=True)}
+        info |= {f"loss_{name}": loss for name, loss in zip(BRANCHES, each.tolist(), strict=True)}
+        return total + count * more, info
 
 
 TRAINING = EagleTraining

@@ -54,9 +54,7 @@ class VispecModule(EagleModule):
         width, heads = config["width"], config["heads"]
         queries = config.get("queries", 2)
         if queries < 2:
-            raise RecipeError(
-                f"draft-vispec: queries={queries}; the last is global, so at least 2"
-            )
+            raise RecipeError(f"draft-vispec: queries={queries}; the last is global, so at least 2")
         head_width = config.get("head_width") or width // heads
         bias = config.get("qkv_bias", False)
         self.imadpt = Adaptor(width, heads, head_width, queries, bias)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...layout import TokenLayout
 from ...stages import DrafterStage, Target, param, weights_param
-from .._loading import fitting
+from .._loading import fitting, load_published, published
 from ..draft_eagle.drafter import EagleDrafter
 from ..draft_eagle.stage import check_size
 from .module import VispecModule
@@ -67,6 +68,10 @@ class DraftVispec(DrafterStage):
     def build(cls, config: dict[str, Any]) -> VispecModule:
         """The untrained module, see `VispecModule`."""
         return VispecModule(config)
+
+    def published(self, folder: Path, sizes: dict[str, Any]) -> nn.Module | None:
+        """The module of a published drafter, see `drafters._loading`."""
+        return load_published(self, folder, sizes) if published(folder) else None
 
     def largest(self) -> tuple[int, int]:
         """Nodes of a tree, the root included, and drafted tokens on one path, at most."""

@@ -1,0 +1,72 @@
+"""On the kernels no attention map of a prompt ever exists, whatever a recipe wants to know of it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tiny_models import build_llava, picture
+from vlmfast import VLM
+
+RECIPES = [
+    "none",
+    "mustdrop",
+    "fastv",
+    "snapkv:share=0.7,window=4",
+    "lookm:share=0.8",
+    "h2o:0.7",
+    "pyramidkv:share=0.8,window=4",
+    "vlcache:0.7",
+    "cake:share=0.7,window=4",
+    "zipvl:tau=0.9",
+    "zipcache:page=8",
+    "downsample:0.3,repair=true",
+]
+PICTURES = [picture(seed=seed) for seed in range(5)]
+
+
+class Maps(TorchDispatchMode):
+    """Counts what is as long and as wide as the prompt, and float."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size, self.found = size, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for of in tree_leaves(out):
+            if isinstance(of, Tensor) and of.is_floating_point() and of.dim() > 1:
+                rows, columns = of.shape[-2:]
+                if min(rows, columns) >= self.size:
+                    self.found.append((str(func), tuple(of.shape)))
+        return out
+
+
+@pytest.fixture(scope="module")
+def vlm(device: torch.device) -> VLM:
+    model, processor = build_llava(layers=4)
+    return VLM(model.to(device), processor, decoding="eager")
+
+
+def maps(vlm: VLM, recipe: str) -> list:
+    """What was made of that size while a prompt was read; the model is 64 wide, the prompt longer."""
+    length = vlm.ask("what ?", images=PICTURES, max_new_tokens=1).stats.prompt_tokens
+    assert length > 90
+    with Maps(length // 2 + 20) as watch:  # some recipes halve it on the way
+        vlm.ask("what ?", images=PICTURES, recipe=recipe, max_new_tokens=2)
+    # Weights and what runs through the layers are as long, and as wide as the model.
+    return [entry for entry in watch.found if entry[1][-1] not in (64, 128)]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.usefixtures("triton")
+def test_no_map_exists(vlm: VLM, recipe: str) -> None:
+    assert maps(vlm, recipe) == []
+
+
+def test_a_map_is_noticed(vlm: VLM, monkeypatch) -> None:
+    monkeypatch.setenv("VLMFAST_KERNELS", "torch")
+    assert maps(vlm, "lookm:share=0.8")
