@@ -405,7 +405,13 @@ def test_sessions(llava: VLM, recipe: str) -> None:
         name: ClassVar[str] = "follows"
 
         def open(self, target):
-            return Drafting(replace(Knows(wrong=0.2), answer=tuple(answers.pop(0))), target)
+            return Answering(Knows(wrong=0.2), target)
+
+    class Answering(Drafting):
+        def prefill(self, read):
+            if not self.reads:
+                self.stage = replace(self.stage, answer=tuple(answers.pop(0)))
+            super().prefill(read)
 
     answers = [list(ids) for ids in wanted]
     with llava.session(images=picture(seed=1), recipe=Recipe.of(recipe) + Follows()) as session:
@@ -442,7 +448,7 @@ def test_drafters_read_the_rows_that_are_left(vlm: VLM, recipe: str) -> None:
     wanted = vlm.ask(QUESTION, recipe=recipe, **given())
     got = drafted(vlm, wanted, recipe, Listens(wrong=0.2), **given())
     assert got.token_ids == wanted.token_ids
-    ((target, told),) = Listens.heard
+    _, (target, told) = Listens.heard  # the first one is opened to see whether it fits
     (read,) = told.reads
     rows = len(read.layout)
     assert rows == len(told.reads[0].embeds) == len(read.features)
@@ -468,7 +474,7 @@ def test_taps_are_what_enters_a_layer(llava: VLM) -> None:
     Listens.heard.clear()
     wanted = llava.ask(QUESTION, **given())
     drafted(llava, wanted, "none", Listens(), **given())
-    ((_, told),) = Listens.heard
+    _, (_, told) = Listens.heard
     inputs = llava.inputs(QUESTION, images=picture(seed=1))
     with torch.no_grad():
         states = llava.model(**inputs, output_hidden_states=True).hidden_states
@@ -540,6 +546,24 @@ def test_linear_attention_is_refused(llava: VLM) -> None:
 
     with pytest.raises(RecipeError, match="linear_attention layers"):
         speculation.check([Knows()], Adapter())
+
+
+def test_a_drafter_of_another_model_is_refused_before_anything_runs(llava: VLM) -> None:
+    from vlmfast.drafters.draft_eagle.module import EagleModule
+
+    key = ("draft-eagle", "auto", "eagle")
+    for config, match in (({"width": 32, "heads": 2}, "width"),):
+        llava.adapter.modules[key] = EagleModule(config)
+        try:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(decode, "prefill", None)
+                with pytest.raises(RecipeError, match=match):
+                    llava.ask(QUESTION, recipe="draft-eagle", **given())
+        finally:
+            del llava.adapter.modules[key]
+    with pytest.raises(RecipeError, match="layers=0/9 must be ascending, each from 0 to 3"):
+        llava.ask(QUESTION, recipe="draft-layerskip:layers=0/9", **given())
+    assert llava.ask(QUESTION, **given()).token_ids
 
 
 # --- half precision ------------------------------------------------------------------------------

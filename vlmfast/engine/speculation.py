@@ -85,7 +85,7 @@ def walk(
 
 
 def check(stages: Sequence[DrafterStage], adapter: Adapter) -> None:
-    """Whether the drafters of a recipe can work together, and on this model.
+    """Whether the drafters of a recipe can work together, and on this model; they are opened once.
 
     Raises
     ------
@@ -106,6 +106,8 @@ def check(stages: Sequence[DrafterStage], adapter: Adapter) -> None:
             f"{stages[0].name}: {text.model_type} has {', '.join(sorted(odd))} layers, whose state "
             "cannot hold drafts that are taken back"
         )
+    for stage in drafting(stages, adapter):
+        stage.open(_target(adapter, stage))
 
 
 class Speculation:
@@ -233,29 +235,33 @@ class Speculation:
 
     def _open(self) -> None:
         adapter, ids = self.turn.run.adapter, self.turn.ids[0, : self.turn.prompt].tolist()
-        self.drafters = [stage.open(self._target(adapter, stage)) for stage in self.stages]
+        targets = [_target(adapter, stage, self._shallow) for stage in self.stages]
+        self.drafters = [stage.open(of) for stage, of in zip(self.stages, targets, strict=True)]
         for drafter in self.drafters:
             for part, read in enumerate(self.reads):
                 own = Read([] if part else ids, read.layout, read.embeds, read.features, read.taps)
                 drafter.prefill(own)
         self.reads.clear()
 
-    def _target(self, adapter: Adapter, stage: DrafterStage) -> Target:
-        def shallow(token: int, behind: int, layers: Sequence[int]) -> Tensor:
-            decoder, number = self.seat
-            return decoder.shallow(number, token, behind, layers)
+    def _shallow(self, token: int, behind: int, layers: Sequence[int]) -> Tensor:
+        decoder, number = self.seat
+        return decoder.shallow(number, token, behind, layers)
 
-        return Target(
-            adapter.embed,
-            adapter.logits,
-            adapter.width,
-            adapter.depth,
-            adapter.vocabulary,
-            adapter.placeholders(),
-            adapter.trained(stage) if stage.trained else None,
-            shallow,
-            adapter.kept.setdefault(("drafter", str(stage)), {}),
-        )
+
+def _target(
+    adapter: Adapter, stage: DrafterStage, shallow: Callable[..., Tensor] | None = None
+) -> Target:
+    return Target(
+        adapter.embed,
+        adapter.logits,
+        adapter.width,
+        adapter.depth,
+        adapter.vocabulary,
+        adapter.placeholders(),
+        adapter.trained(stage) if stage.trained else None,
+        shallow,
+        adapter.kept.setdefault(("drafter", str(stage)), {}),
+    )
 
 
 def drafting(stages: Sequence[DrafterStage], adapter: Adapter) -> list[DrafterStage]:
