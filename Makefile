@@ -5,13 +5,14 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 FLOOR  := .venv-floor
+LMMS   := .venv-lmms
 RECIPE ?= hired:0.2,positions=keep
 # One test process per core, at most four: each holds a torch of its own.
 WORKERS ?= $(shell $(PYTHON) -c "import os; print(min(4, len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1))")
 PYTEST_FLAGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help ask test test-all test-floor lint format bench clean
+.PHONY: help ask test test-all test-floor test-lmms lint format bench clean
 
 help:            ## Say what there is
 	@grep -hE '^[a-z-]+: .*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -30,6 +31,9 @@ test-all: $(READY)   ## The slow tests too
 test-floor: $(FLOOR)/.ready   ## The suite on the oldest supported versions
 	$(FLOOR)/bin/python -m pytest -m "not slow" -n $(WORKERS) --dist worksteal $(PYTEST_FLAGS)
 
+test-lmms: $(LMMS)/.ready   ## The plug-in of lmms-eval, with the released package
+	$(LMMS)/bin/python -m pytest tests/test_lmms_plugin.py $(PYTEST_FLAGS)
+
 lint: $(READY)   ## Rules and format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -45,7 +49,7 @@ bench: $(READY)  ## Time against Hugging Face generate; writes benchmarks/result
 	$(BIN)/python benchmarks/kv.py
 
 clean:           ## Remove environments and caches
-	rm -rf $(VENV) $(FLOOR) .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) $(FLOOR) $(LMMS) .pytest_cache .ruff_cache .hypothesis build dist
 
 # A stamp rather than the folder: an installation that was cut short is taken up again.
 $(READY): pyproject.toml
@@ -61,4 +65,11 @@ $(FLOOR)/.ready: pyproject.toml
 	@echo "setting up $(FLOOR) ..."
 	@$(FLOOR)/bin/python -m pip install --quiet --disable-pip-version-check \
 		"torch==2.11.*" "transformers==5.17.*" "numpy<2.4" -e ".[test]"
+	@touch $@
+
+$(LMMS)/.ready: pyproject.toml
+	@test -x $(LMMS)/bin/python || $(PYTHON) -m venv $(LMMS)
+	@echo "setting up $(LMMS) ..."
+	@$(LMMS)/bin/python -m pip install --quiet --disable-pip-version-check \
+		"lmms-eval==0.7.3" "pytest>=8.3" "pytest-timeout>=2.3" -e .
 	@touch $@

@@ -52,7 +52,8 @@ class FakeVLM:
         time.sleep(self.delay)
         if self.fail is not None and self.fail(question):
             raise MediaError(f"cannot read the picture of {question!r}")
-        frames = [images] if video is None else video
+        several = list(images) if isinstance(images, list) else [images]
+        frames = several if video is None else video
         key = b"".join([question.encode(), str(recipe).encode(), *(f.tobytes() for f in frames)])
         tokens = 336 if video is None else 544
         budget = next((s.budget for s in recipe or () if getattr(s, "budget", None)), 1.0)
@@ -61,6 +62,12 @@ class FakeVLM:
         stats.kv_bytes, stats.kv_bytes_full = round(100 * tokens * share), 100 * tokens
         stats.ttft_s = time.perf_counter() % 1
         return Answer(WORDS[zlib.crc32(key) % len(WORDS)], stats)
+
+    def ask_many(self, requests: Any, *, batch_size: int) -> list[Answer]:
+        return [
+            self.ask(r.question, r.images, r.video, num_frames=r.num_frames, recipe=r.recipe)
+            for r in requests
+        ]
 
     def session(self, *, recipe: Any, history: bool, **media: Any) -> FakeSession:
         assert not history

@@ -35,6 +35,7 @@ def folder(tmp_path_factory) -> Path:
 
 
 def rows_of(text: str) -> dict[str, list[str]]:
+    text = text.partition("### Cost")[0]
     cells = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("|")]
     return {row[0].strip("`"): row for row in cells[2:]}
 
@@ -97,7 +98,11 @@ def test_differences_are_paired(folder):
 
 def test_report(folder, tmp_path):
     text, files = write_report(folder, tmp_path / "new")
-    assert files == [tmp_path / "new" / "report.md", tmp_path / "new" / "shapes.png"]
+    assert [file.name for file in files] == ["report.md", "shapes.png", "report.json"]
+    assert {file.parent for file in files} == {tmp_path / "new"}
+    found = json.loads(files[2].read_text())["tasks"]["shapes"]
+    assert found["recipes"]["none"]["loyalty"] == 1.0
+    assert len(found["recipes"]) == 11
     assert files[0].read_text(encoding="utf-8") == text
     assert "(shapes.png)" in text
     rows = rows_of(text.partition("In bold")[2])
@@ -116,9 +121,11 @@ def test_report(folder, tmp_path):
         "only N clips: too few for intervals; use a larger `--limit`."
     ]
     worse = [warning for warning in warnings if warning not in few]
-    assert len(worse) == 2  # pictures and clips
+    assert len(worse) == 4  # pictures and clips, random and downsample
     for warning in worse:
-        assert "`hired:alpha=0.9,budget=0.11` is not better than `random:budget=0.11`" in warning
+        assert warning.startswith("`hired:alpha=0.9,budget=0.11` is not better than `")
+    for control in ("random", "downsample"):
+        assert sum(f"than `{control}:budget=0.11`" in warning for warning in worse) == 2
 
 
 def test_methods_by_budgets_at_a_glance(folder, tmp_path):
@@ -139,6 +146,38 @@ def test_methods_by_budgets_at_a_glance(folder, tmp_path):
     assert "In bold" not in write_report(alone, alone)[0]
     write_results(alone, "random:budget=0.2", 0.8, 0.2, limit=LIMIT)
     assert "(40.0 %)" in rows_of(write_report(alone, alone)[0])["hired"][1]
+
+
+def tables_behind(text: str, title: str) -> list[list[str]]:
+    """The rows of the first table under a title, head and rule left out."""
+    block = text.partition(f"### {title}\n")[2].partition("\n|")[2].partition("\n\n")[0]
+    return [line.strip("| ").split(" | ") for line in block.split("\n")][2:]
+
+
+def test_costs(folder, tmp_path):
+    rows = {
+        row[0].strip("`"): row for row in tables_behind(write_report(folder, tmp_path)[0], "Cost")
+    }
+    assert len(rows) == 11
+    assert rows["none"][1] == "336.0 / 544.0"
+    assert number(rows["hired:budget=0.33"][3]) == 29.9
+    assert number(rows["hired:budget=0.33"][5]) == 33
+    assert rows["none"][6] == "– / –"  # nobody measured it
+
+
+def test_pairs(folder, tmp_path):
+    rows = tables_behind(write_report(folder, tmp_path)[0], "Pairs")
+    pairs = {(row[0].strip("`"), row[1].strip("`")): row for row in rows}
+    good, poor = "hired:budget=0.11", "hired:alpha=0.9,budget=0.11"
+    for recipe in (good, poor):
+        for other in ("none", "random:budget=0.11", "downsample:budget=0.11"):
+            assert (recipe, other) in pairs
+    better = pairs[good, "random:budget=0.11"]
+    assert number(better[2]) > 0
+    assert int(better[4]) > int(better[5])
+    assert float(better[6]) < 0.001
+    assert float(pairs[poor, "random:budget=0.11"][6]) > 0.05
+    assert number(pairs[good, "none"][2]) < 0
 
 
 def test_plot_is_a_picture_with_every_method(folder, tmp_path, monkeypatch):
@@ -181,7 +220,7 @@ def test_random_is_taken_at_the_cost_that_was_measured(tmp_path):
     assert random["hired:budget=0.11"] == ["random:budget=0.33"]
     assert random["hired:budget=0.2"] == []
     text, _ = write_report(tmp_path, tmp_path)
-    assert "no `random` near the 20.0 %" in text
+    assert "no `random` and no `downsample` near the 20.0 %" in text
 
 
 # --- caches --------------------------------------------------------------------------------------
@@ -208,7 +247,7 @@ def caches(tmp_path_factory) -> Path:
 def parts_of(text: str) -> dict[str, dict[str, list[str]]]:
     """Rows of every table, by the first word of its head."""
     found = {}
-    for block in re.split(r"\n\n+", text):
+    for block in re.split(r"\n\n+", text.partition("### Cost")[0]):
         if block.startswith("|"):
             found[block.strip("| ").split(" | ")[0] + str(len(found))] = rows_of(block)
     return found
@@ -239,7 +278,7 @@ def test_numbers_of_a_cache(caches):
 
 def test_report_of_caches(caches, tmp_path):
     text, files = write_report(caches, tmp_path)
-    assert [file.name for file in files] == ["report.md", "shapes-cache.png"]
+    assert [file.name for file in files] == ["report.md", "shapes-cache.png", "report.json"]
     assert text.startswith("# Accuracy against KV cache\n")
     alone, captions, later, table, sessions = parts_of(text).values()
     for grid in (alone, captions, later):
@@ -290,7 +329,7 @@ def test_caches_and_reducers_in_one_report(folder, caches, tmp_path):
             if path.is_dir() and not (tmp_path / "shapes" / path.name).exists():
                 shutil.copytree(path, tmp_path / "shapes" / path.name)
     text, files = write_report(tmp_path, tmp_path / "out")
-    assert [f.name for f in files] == ["report.md", "shapes.png", "shapes-cache.png"]
+    assert [f.name for f in files] == ["report.md", "shapes.png", "shapes-cache.png", "report.json"]
     assert text.startswith("# Accuracy against visual tokens and KV cache\n")
     budgets, tokens, *_, table, _ = parts_of(text).values()
     assert "hired" in budgets
@@ -425,7 +464,8 @@ def test_two_folders(folder, tmp_path):
     worse = rows["hired:budget=0.33"]
     assert worse[1] == str(21 * 9)
     assert number(worse[2]) < -20
-    assert "(-39 %)" in worse[4]
+    assert float(worse[4]) < 0.01 < float(rows["none"][4]) == 1
+    assert "(-39 %)" in worse[5]
     assert f"Only in {folder}: hired:budget=0.11, hired:alpha=0.9,budget=0.11, " in text
     assert f"Only in {tmp_path}" not in text
 

@@ -56,6 +56,7 @@ def test_what_is_written(tmp_path):
     assert run.path == tmp_path / "shapes" / "random_budget=0.5"
     assert sorted(p.name for p in run.path.iterdir()) == [
         "meta.json",
+        "results.json",
         "samples.jsonl",
         "timings.jsonl",
     ]

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlmfast.eval.scores import bootstrap, normalise, wilson
+from vlmfast.eval.scores import bootstrap, mcnemar, normalise, standard_errors, wilson
 
 
 @pytest.mark.parametrize(
@@ -118,3 +118,26 @@ def test_paired_bootstrap_finds_no_difference_where_there_is_none():
     intervals = [paired(0.0, 100, seed) for seed in range(40)]
     found = [low for _, low, high in intervals if not low <= 0 <= high]
     assert len(found) <= 5  # 2 of 40 are expected
+
+
+def test_mcnemar_is_the_sign_test():
+    # Two-sided binomial probabilities, by hand.
+    assert mcnemar(0, 0) == mcnemar(4, 4) == 1.0
+    assert mcnemar(5, 0) == mcnemar(0, 5) == 2 / 32
+    assert mcnemar(8, 2) == pytest.approx(2 * (1 + 10 + 45) / 1024)
+    assert mcnemar(3000, 2000) < 1e-40
+
+
+def test_standard_errors():
+    scores = [1.0, 0.0, 1.0, 1.0, 0.0, 0.0]
+    plain, alone = standard_errors(scores, [str(i) for i in range(6)])
+    assert plain == pytest.approx(np.std(scores, ddof=1) / np.sqrt(6))
+    assert alone == pytest.approx(plain)
+    # Each answer three times is one answer: sqrt(3) more than it seems.
+    clustered = standard_errors(scores * 3, [str(i) for i in range(6)] * 3)
+    assert clustered[1] == pytest.approx(np.std(scores) / np.sqrt(6), rel=0.02)
+    assert clustered[0] < clustered[1] / 1.6
+    assert standard_errors([1.0], ["a"]) == (None, None)
+    assert standard_errors([1.0, 0.0], ["a", "a"])[1] is None
+    plain, opposed = standard_errors([1.0, 0.0] * 8, [str(i // 2) for i in range(16)])
+    assert 0 <= opposed < plain / 2

@@ -18,7 +18,7 @@ from vlmfast.drafters.tree import Tree
 from vlmfast.engine.attention import switched
 from vlmfast.engine.cache import KVCache
 from vlmfast.engine.decode import Decoder
-from vlmfast.errors import RecipeError
+from vlmfast.errors import RecipeError, VLMFastError
 from vlmfast.recipe import Recipe
 
 FAMILIES = {"llava": build_llava, "llava-next": build_llava_next}
@@ -119,6 +119,12 @@ def test_grouped_queries_and_depth_one() -> None:
     wanted = vlm.ask(QUESTION, **given())
     for knows in (Knows(depth=1, beside=0), Knows(depth=9, beside=5), Knows(depth=40, beside=0)):
         assert drafted(vlm, wanted, knows=knows, **given()).token_ids == wanted.token_ids
+
+
+@pytest.mark.parametrize("seed", ["7", 1.5, True])
+def test_seeds_are_whole_numbers(llava: VLM, seed) -> None:
+    with pytest.raises(VLMFastError, match=r"seed=.* must be a whole number"):
+        llava.ask(QUESTION, seed=seed, do_sample=True, **given())
 
 
 def test_a_seed_is_the_sample(llava: VLM) -> None:
@@ -431,6 +437,7 @@ class Listens(Knows):
 
     name: ClassVar[str] = "listens"
     features: ClassVar[bool] = True
+    logits: ClassVar[bool] = True
     heard: ClassVar[list] = []
 
     def taps(self, depth):

@@ -3,28 +3,33 @@
 Each recipe answers the same question about the same drawn picture with the same number of tokens.
 Recipes take turns, so that a machine that gets warm or busy slows all of them; the first turn is
 not counted, and what is reported are medians.
+
+``--audit-lossless`` takes no times: it looks for answers that drafts have changed (`audit`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import datetime
+import math
 import statistics
 import subprocess
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
+from .errors import RecipeError, VLMFastError
 from .recipe import Recipe
-from .vlm import agreement
+from .stages import stage_class
+from .vlm import VLM, agreement
 
 if TYPE_CHECKING:
     from PIL import Image
-
-    from .vlm import VLM
 
 QUESTION = "How many yellow objects are there?"
 RECIPES = ("hired:0.2", "hired:0.2+pyramiddrop+zipvl")
@@ -141,6 +146,280 @@ def drawn(size: int, seed: int = 9) -> Image.Image:
 
     picture = image_example(EVAL_SEED_START + seed).image
     return picture.resize((size, size), Image.Resampling.BICUBIC)
+
+
+# --- whether drafts change answers ---------------------------------------------------------------
+
+NEAR = 4.0  # ulp: what a near tie is at most
+_FREE = ("draft-ngram+draft-recycle", "draft-layerskip")
+_TRAINED = ("draft-eagle", "draft-vispec")
+
+Asked = Callable[..., Any]  # (vlm, recipe, **generation): the question that the two answers are to
+
+
+@dataclass
+class Divergence:
+    """Where a drafted answer leaves the plain one.
+
+    Parameters
+    ----------
+    prompt : int
+        Number of the prompt.
+    at : int
+        Tokens that both answers begin with.
+    plain, drafted : int or None
+        The next token of each; ``None`` where an answer is the beginning of the other.
+    gap : float or None
+        How far the lower of the two lies below the largest logit when the common beginning is read
+        in float32: top 1 less top 2 where they are these two. In units in the last place (ulp) that
+        the model's own type has there.
+    own_gap : float or None
+        The same when the model itself reads the beginning, token by token: where this is small and
+        ``gap`` is not, the model's own rounding is larger than a near tie.
+    bug : bool
+        Whether rounding cannot be why.
+    """
+
+    prompt: int
+    at: int
+    plain: int | None
+    drafted: int | None
+    gap: float | None
+    own_gap: float | None
+    bug: bool
+
+
+@dataclass
+class Audit:
+    """Plain answers beside those of one drafter.
+
+    Parameters
+    ----------
+    recipe, drafter : str
+    prompts, identical : int
+    prefix : list of int
+        Tokens that both answers to each prompt begin with.
+    lengths : list of int
+        Tokens of the plain answers.
+    divergences : list of Divergence
+        The first one of each answer that has any.
+    drafted, accepted, rounds, redecoded : int
+        As in `engine.stats.Stats`. Where nothing was drafted, nothing was audited.
+    speculation : str
+        Who drafted, or why nobody did; of the last answer.
+    """
+
+    recipe: str
+    drafter: str
+    prompts: int = 0
+    identical: int = 0
+    prefix: list[int] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+    divergences: list[Divergence] = field(default_factory=list)
+    drafted: int = 0
+    accepted: int = 0
+    rounds: int = 0
+    redecoded: int = 0
+    speculation: str = ""
+
+    @property
+    def bugs(self) -> int:
+        return sum(of.bug for of in self.divergences)
+
+
+class Referee:
+    """Tells rounding from bugs.
+
+    A tree and a single token go through products of other shapes, whose last bits may differ; two
+    tokens that are nearly tied may then change places. Anything else is a bug.
+
+    Parameters
+    ----------
+    vlm : VLM
+    near : float
+        Ulp of the model's type up to which two logits are nearly tied.
+    strict : bool
+        Whether near ties are bugs as well.
+    """
+
+    def __init__(self, vlm: VLM, *, near: float = NEAR, strict: bool = False) -> None:
+        self.vlm, self.near, self.strict = vlm, near, strict
+        self._wide: VLM | None = None
+
+    @property
+    def wide(self) -> VLM:
+        """The model in float32 (or better); a copy that is made when it is first needed."""
+        if self._wide is None:
+            dtype = torch.promote_types(self.vlm.adapter.dtype, torch.float32)
+            model = self.vlm.model
+            if dtype != self.vlm.adapter.dtype:
+                model = copy.deepcopy(model).to(dtype)
+            self._wide = VLM(model, self.vlm.processor, decoding="eager")
+        return self._wide
+
+    def judge(
+        self, asked: Asked, recipe: Recipe, plain: list[int], drafted: list[int], prompt: int = 0
+    ) -> Divergence | None:
+        """Compare two answers.
+
+        Parameters
+        ----------
+        asked : callable
+            ``asked(vlm, recipe, **generation)`` has a model answer the same question.
+        recipe : Recipe
+            Of the plain answer. Where it chooses among visual tokens, it does so in float32 anew.
+        plain, drafted : list of int
+        prompt : int
+            Its number.
+
+        Returns
+        -------
+        Divergence or None
+            ``None`` for equal answers.
+        """
+        if plain == drafted:
+            return None
+        at = common(plain, drafted)
+        pair = [tokens[at] if at < len(tokens) else None for tokens in (plain, drafted)]
+        if None in pair:
+            return Divergence(prompt, at, *pair, None, None, bug=True)
+        gaps = [
+            self._gap(_scores(vlm, asked, recipe, plain[:at]), pair)
+            for vlm in (self.wide, self.vlm)
+        ]
+        return Divergence(prompt, at, *pair, *gaps, bug=self.strict or not gaps[0] <= self.near)
+
+    def _gap(self, scores: Tensor, pair: list[int]) -> float:
+        best, lower = float(scores.max()), float(scores[pair].min())
+        finfo = torch.finfo(self.vlm.adapter.dtype)
+        ulp = finfo.eps * 2.0 ** math.floor(math.log2(max(abs(best), finfo.tiny)))
+        return (best - lower) / ulp
+
+
+class _Given:
+    """A logits processor that has given tokens chosen, and keeps the scores of the one behind."""
+
+    def __init__(self, tokens: list[int]) -> None:
+        self.tokens, self.seen = tokens, 0
+        self.scores: Tensor | None = None
+
+    def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
+        number, self.seen = self.seen, self.seen + 1
+        if number >= len(self.tokens):
+            self.scores = scores[0].clone()
+            return scores
+        chosen = torch.full_like(scores, -torch.inf)
+        chosen[:, self.tokens[number]] = 0.0
+        return chosen
+
+
+def _scores(vlm: VLM, asked: Asked, recipe: Recipe, tokens: list[int]) -> Tensor:
+    """Processed logits (V,), float32, behind an answer that begins with ``tokens``."""
+    probe = _Given(tokens)
+    asked(vlm, recipe, logits_processor=[probe], max_new_tokens=len(tokens) + 1, do_sample=False)
+    if probe.scores is None:
+        raise VLMFastError(f"the answer ended before the {len(tokens)} tokens that were given")
+    return probe.scores
+
+
+def common(left: Sequence[int], right: Sequence[int]) -> int:
+    """Tokens that both begin with."""
+    pairs = enumerate(zip(left, right, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(left), len(right)))
+
+
+def prompts(count: int) -> list[tuple[Image.Image, str]]:
+    """Drawn pictures that no training has seen; a caption and a question about them take turns."""
+    from .models.tiny.scenes import CAPTION_QUESTION, EVAL_SEED_START, image_example
+
+    found = []
+    for number in range(count):
+        example = image_example(EVAL_SEED_START + number)
+        asked = example.qa[number // 2 % len(example.qa)].question
+        found.append((example.image, asked if number % 2 else CAPTION_QUESTION))
+    return found
+
+
+def audit(
+    vlm: VLM,
+    recipes: Sequence[Any] = ("none",),
+    drafters: Sequence[Any] | None = None,
+    *,
+    count: int = 24,
+    new_tokens: int = 32,
+    strict: bool = False,
+    near: float = NEAR,
+) -> list[Audit]:
+    """Greedy answers with drafts beside those without, in the model's own type.
+
+    Parameters
+    ----------
+    recipes : sequence
+        What is dropped, without drafters.
+    drafters : sequence, optional
+        By default those that need no weights, and those whose weights there are.
+    count : int
+        Prompts.
+    new_tokens : int
+        Of an answer, at most.
+    strict : bool
+        Whether drafted answers are ``strict``; every difference is then a bug.
+    near : float
+        As in `Referee`.
+
+    Raises
+    ------
+    RecipeError
+        For a recipe with a drafter, or a drafter that is none.
+    """
+    if drafters is None:
+        ships = vlm.adapter.ships
+        drafters = [*_FREE, *(name for name in _TRAINED if ships(stage_class(name)()))]
+    plans, drafting = [Recipe.of(of) for of in recipes], [Recipe.of(of) for of in drafters]
+    for plan in plans:
+        if plan.acting("drafter"):
+            raise RecipeError(f"recipe {plan}: drafters are named by drafters=, apart from recipes")
+    for drafter in drafting:
+        if not drafter or len(drafter.acting("drafter")) != len(drafter):
+            raise RecipeError(f"drafter {drafter}: it must hold drafters, and nothing else")
+    referee, found = Referee(vlm, near=near, strict=strict), []
+    generation = {"max_new_tokens": new_tokens, "do_sample": False}
+    asked = [_asking(*prompt) for prompt in prompts(count)]
+    for plan in plans:
+        plain = [ask(vlm, plan, **generation).token_ids for ask in asked]
+        for drafter in drafting:
+            row = Audit(str(plan), str(drafter))
+            for number, (ask, wanted) in enumerate(zip(asked, plain, strict=True)):
+                got = ask(vlm, plan + drafter, **generation, strict=strict)
+                row.prompts += 1
+                row.lengths.append(len(wanted))
+                row.prefix.append(common(wanted, got.token_ids))
+                row.identical += wanted == got.token_ids
+                for name in ("drafted", "accepted", "rounds", "redecoded"):
+                    setattr(row, name, getattr(row, name) + getattr(got.stats, name))
+                row.speculation = got.stats.speculation
+                if gone := referee.judge(ask, plan, wanted, got.token_ids, number):
+                    row.divergences.append(gone)
+            found.append(row)
+    return found
+
+
+def _asking(picture: Image.Image, question: str) -> Asked:
+    def ask(vlm: VLM, recipe: Recipe, **generation: Any) -> Any:
+        return vlm.ask(question, images=picture, recipe=recipe, **generation)
+
+    return ask
+
+
+def numerics(vlm: VLM) -> dict[str, str]:
+    """What decides about last bits."""
+    return {
+        "device": str(vlm.adapter.device),
+        "dtype": str(vlm.adapter.dtype).removeprefix("torch."),
+        "attention": vlm.model.config.get_text_config()._attn_implementation,
+        "decoding": vlm.adapter.decoding,
+        "torch": torch.__version__,
+    }
 
 
 # --- memory --------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -196,6 +197,25 @@ def _fill_bench(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--repeats", type=_count, default=3, metavar="N", help="turns that are counted (3)"
     )
+    audit = parser.add_argument_group(
+        "whether drafts change answers", "a difference that rounding does not explain exits with 1"
+    )
+    audit.add_argument(
+        "--audit-lossless",
+        action="store_true",
+        help="compare drafted answers with plain ones under each recipe (default: none)",
+    )
+    audit.add_argument(
+        "--drafter",
+        action="append",
+        dest="drafters",
+        metavar="RECIPE",
+        help="e.g. draft-ngram+draft-recycle; may be given several times (default: all that run)",
+    )
+    audit.add_argument("--prompts", type=_count, metavar="N", help="drawn pictures (24)")
+    audit.add_argument(
+        "--strict", action="store_true", help="strict answers, whose near ties must be right too"
+    )
 
 
 def _fill_json(parser: argparse.ArgumentParser) -> None:
@@ -206,6 +226,8 @@ def _fill_train(parser: argparse.ArgumentParser) -> None:
     what = parser.add_subparsers(dest="what", metavar="WHAT", required=True, parser_class=_Command)
     tiny = what.add_parser("tiny", help="the shipped model, on drawn pictures and clips")
     tiny.fill = lambda p: _module("models.tiny.training").add_arguments(p)
+    drafter = what.add_parser("drafter", help="a drafter, from the answers of the model itself")
+    drafter.fill = lambda p: _module("drafters._training").add_arguments(p)
     training = _module("training")
     for name in training.trainable():
         about = _module("stages").stage_class(name).__doc__ or ""
@@ -266,17 +288,55 @@ def _compare(args: argparse.Namespace) -> None:
     _print_table([_comparison_row(*pair) for pair in zip(names, rows, strict=True)])
 
 
-def _bench(args: argparse.Namespace) -> None:
+def _bench(args: argparse.Namespace) -> int | None:
     bench = _module("bench")
+    if args.audit_lossless:
+        return _audit(args)
+    if args.drafters or args.prompts or args.strict:
+        raise VLMFastError("--drafter, --prompts and --strict belong to --audit-lossless")
     args.recipes = args.recipes or list(bench.RECIPES)
     rows = bench.bench(_vlm(args), args.recipes, new_tokens=args.new_tokens, repeats=args.repeats)
     if args.json:
         about = {"model": args.model, "new_tokens": args.new_tokens, "repeats": args.repeats}
         _print_json({**bench.facts(), **about, "rows": [vars(row) for row in rows]})
-        return
+        return None
     _print_table(
         [_bench_row(*pair, rows[0]) for pair in zip(["none", *args.recipes], rows, strict=True)]
     )
+    return None
+
+
+def _audit(args: argparse.Namespace) -> int:
+    from .recipe import Recipe
+
+    bench, args.recipes = _module("bench"), args.recipes or ["none"]
+    for drafter in args.drafters or ():  # before a checkpoint is loaded
+        Recipe.parse(drafter)
+    vlm = _vlm(args)
+    rows = bench.audit(
+        vlm,
+        args.recipes,
+        args.drafters,
+        count=args.prompts or 24,
+        new_tokens=args.new_tokens,
+        strict=args.strict,
+    )
+    about = bench.numerics(vlm)
+    bugs = sum(row.bugs for row in rows)
+    if args.json:
+        about |= {"model": args.model, "new_tokens": args.new_tokens, "strict": args.strict}
+        found = [{**asdict(row), "bugs": row.bugs} for row in rows]
+        _print_json({**about, **bench.facts(), "near": bench.NEAR, "rows": found, "bugs": bugs})
+        return int(bool(bugs))
+    print(f"{args.model}: " + ", ".join(f"{key} {value}" for key, value in about.items()))
+    print()
+    _print_table([_audit_row(row) for row in rows])
+    for row in rows:
+        for gone in row.divergences:
+            print(_divergence(row, gone))
+        if not row.drafted:
+            print(f"nothing was drafted: {_audited(row)}: {row.speculation}")
+    return int(bool(bugs))
 
 
 def _methods(args: argparse.Namespace) -> None:
@@ -321,9 +381,12 @@ def _env(args: argparse.Namespace) -> None:
 def _train(args: argparse.Namespace) -> int:
     if args.what == "tiny":
         return _module("models.tiny.training").run(args)
-    trainer = _module("training").Trainer(args.what, args)
+    if args.what == "drafter":
+        trainer = _module("drafters._training").DrafterTrainer(args)
+    else:
+        trainer = _module("training").Trainer(args.what, args)
     trainer.train()
-    print(f"{trainer.out / 'weights'}: {args.what} after {trainer.step} steps")
+    print(f"{trainer.out / 'weights'}: {trainer.name} after {trainer.step} steps")
     return 0
 
 
@@ -470,6 +533,34 @@ def _bench_row(name: str, row: Any, full: Any) -> dict[str, str]:
         "peak memory": _bytes(row.peak_memory_bytes),
         "agreement": f"{row.agreement:.0%}",
     }
+
+
+def _audited(row: Any) -> str:
+    return row.drafter if row.recipe == "none" else f"{row.recipe}+{row.drafter}"
+
+
+def _audit_row(row: Any) -> dict[str, str]:
+    gaps = [gone.gap for gone in row.divergences if gone.gap is not None]
+    return {
+        "recipe": _audited(row),
+        "answers": str(row.prompts),
+        "identical": f"{row.identical / row.prompts:.1%}",
+        "common prefix": f"{sum(row.prefix) / sum(row.lengths):.1%}",
+        "accepted": f"{row.accepted / row.rounds:.2f}" if row.drafted else "-",
+        "taken anew": str(row.redecoded),
+        "largest gap": f"{max(gaps):.3g} ulp" if gaps else "-",
+        "bugs": str(row.bugs),
+    }
+
+
+def _divergence(row: Any, gone: Any) -> str:
+    where = f"{'BUG' if gone.bug else 'near tie'}: {_audited(row)}, prompt {gone.prompt}: token "
+    if gone.gap is None:
+        return f"{where}{gone.at} ends the {'drafted' if gone.drafted is None else 'plain'} answer"
+    return (
+        f"{where}{gone.at} is {gone.drafted}, plain {gone.plain}; {gone.gap:.3g} ulp apart in "
+        f"float32, {gone.own_gap:.3g} in the model's own type"
+    )
 
 
 def _print_table(rows: list[dict[str, str]]) -> None:

@@ -105,6 +105,7 @@ class Recycle(DrafterStage):
     paper: ClassVar[str] = "Token Recycling, arXiv 2408.08696"
     lead: ClassVar[str | None] = "nodes"
     merges: ClassVar[bool] = True
+    logits: ClassVar[bool] = True
 
     nodes: int = param(len(SHAPE), "nodes of the tree, the root included", ge=2, le=len(SHAPE))
 

@@ -130,7 +130,7 @@ class Speculation:
     def __init__(self, turn: Turn, stages: Sequence[DrafterStage], reads: Sequence[Read]) -> None:
         adapter = turn.run.adapter
         self.turn, self.seat = turn, (None, 0)
-        self.stages, self.reads = drafting(stages, adapter), list(reads)
+        self.stages, self.prompt = drafting(stages, adapter), list(reads)
         self.limit = _limit(self.stages)
         ruling = [stage for stage in stages if stage.governs]
         # What it finds out about a model and these drafters serves later requests too.
@@ -141,6 +141,8 @@ class Speculation:
         self.names = turn.run.stats.speculation = "+".join(stage.name for stage in self.stages)
         self.taken, self.rows, self.began = self.limit, 1, 0.0
         self.behind: list[Round] = []  # rounds that drafters have not seen yet
+        if not any(stage.trained for stage in self.stages):
+            self._open()
 
     # --- a round ---------------------------------------------------------------------------------
 
@@ -155,13 +157,13 @@ class Speculation:
             nodes, depth = self.governor.choose(self.rows, turn.count, turn.room)
             stats.speculation = f"{self.names}: {self.governor.reason}"
         self.taken = nodes, depth
+        self.seat = decoder, number
         depth = min(depth, left, decoder.spare(number)) if depth and left > 0 else 0
         if turn.strict and (len(decoder.rows) > 1 or decoder.rows[number].stages):
             stats.speculation = "off: strict, in a batch or with a cache that is reworked"
             depth = 0
         if depth < 1 or nodes < 2:
             return Tree.chain([root])
-        self.seat = decoder, number
         start = clock(decoder.position.device)
         if self.drafters is None:
             self._open()
@@ -169,10 +171,6 @@ class Speculation:
                 spent = clock(decoder.position.device) - start
                 self.governor.opening(spent)
                 self.began += spent
-        for done in self.behind:
-            for drafter in self.drafters:
-                drafter.extend(done)
-        self.behind.clear()
         budget = Budget(nodes, depth, self.warp, self.noise if turn.sampled else None)
         banned = turn.run.adapter.placeholders()
         trees = [drafter.propose(root, budget) for drafter in self.drafters]
@@ -218,15 +216,15 @@ class Speculation:
             decoder, own = self.turn.decoder, self.own_taps
             at = [decoder.taps.index(layer) for layer in own]
             taps = output.taps[number, :n, at]
-        features = output.hidden[number, :n] if self.features else None
         # A captured step writes its next outputs over these.
-        logits = output.logits[number, :n].clone()
-        features = None if features is None else features.clone()
+        logits = output.logits[number, :n].clone() if self.reads("logits") else None
+        features = output.hidden[number, :n].clone() if self.reads("features") else None
         self.behind.append(Round(tree, path, emitted, logits, features, taps))
+        if self.drafters is not None:
+            self._catch_up()
 
-    @property
-    def features(self) -> bool:
-        return any(stage.features for stage in self.stages)
+    def reads(self, what: str) -> bool:
+        return any(getattr(stage, what) for stage in self.stages)
 
     @property
     def own_taps(self) -> tuple[int, ...]:
@@ -238,10 +236,18 @@ class Speculation:
         targets = [_target(adapter, stage, self._shallow) for stage in self.stages]
         self.drafters = [stage.open(of) for stage, of in zip(self.stages, targets, strict=True)]
         for drafter in self.drafters:
-            for part, read in enumerate(self.reads):
+            for part, read in enumerate(self.prompt):
                 own = Read([] if part else ids, read.layout, read.embeds, read.features, read.taps)
                 drafter.prefill(own)
-        self.reads.clear()
+        self.prompt.clear()
+        self._catch_up()
+
+    def _catch_up(self) -> None:
+        """Show the drafters what came while none was needed."""
+        for done in self.behind:
+            for drafter in self.drafters:
+                drafter.extend(done)
+        self.behind.clear()
 
     def _shallow(self, token: int, behind: int, layers: Sequence[int]) -> Tensor:
         decoder, number = self.seat

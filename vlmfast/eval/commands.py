@@ -15,7 +15,11 @@ from ..stages import stage_class, stage_names
 
 if TYPE_CHECKING:
     from ..vlm import VLM
+    from .results import Results
     from .tasks import Task
+
+# Arguments that go to tasks, which say what they have no use for.
+_OF_TASKS = ("data", "split", "mode", "videos", "subtitles", "num_frames")
 
 
 def add_eval(parser: ArgumentParser) -> None:
@@ -25,7 +29,13 @@ def add_eval(parser: ArgumentParser) -> None:
         "goes on where an interrupted run stopped."
     )
     add = parser.add_argument
-    add("tasks", nargs="+", metavar="TASK", help="shapes: questions about drawn scenes")
+    add(
+        "tasks",
+        nargs="+",
+        metavar="TASK",
+        help="shapes (drawn scenes, offline), mmmu, video-mme or pope; all others come through "
+        "lmms-eval, see docs/evaluation.md",
+    )
     add("--model", default="tiny", help="shipped model, hub id or folder (default: %(default)s)")
     add(
         "--recipe",
@@ -63,10 +73,47 @@ def add_eval(parser: ArgumentParser) -> None:
     add(
         "--limit",
         type=int,
-        default=100,
         metavar="N",
-        help="questions of each type (default: %(default)s)",
+        help="questions of each type: shapes' types, MMMU's subjects, Video-MME's durations, "
+        "POPE's categories (default: all there are; of shapes 100)",
     )
+    add(
+        "--batch-size",
+        type=int,
+        default=1,
+        metavar="N",
+        help="questions that are decoded together (default: %(default)s)",
+    )
+    add(
+        "--shard",
+        metavar="I/N",
+        help="ask part I of N only, 0/4 is the first of four; parts write to one folder. Under "
+        "torchrun and accelerate launch each process takes its part without this",
+    )
+    add(
+        "--data",
+        metavar="DATA",
+        help="a parquet file, a folder of them, or a hub id, in the schema of MMMU/MMMU, "
+        "lmms-lab/Video-MME or lmms-lab/POPE (default: these)",
+    )
+    add("--split", help="of mmmu: validation (default), dev or test, whose answers are hidden")
+    add(
+        "--mode",
+        help="whose prompts, parsers and scores: official (default, the benchmark's authors), "
+        "lmms-eval or vlmevalkit (exact matching)",
+    )
+    add(
+        "--videos",
+        metavar="DIR",
+        help="of video-mme: folder of <videoID>.mp4 and subtitle/<videoID>.srt (default: DATA)",
+    )
+    add(
+        "--subtitles",
+        action="store_true",
+        default=None,
+        help="of video-mme: with what is said at the chosen frames",
+    )
+    add("--num-frames", type=int, metavar="N", help="of video-mme: frames of a video (default: 32)")
     add(
         "--out",
         type=Path,
@@ -89,15 +136,22 @@ def add_eval(parser: ArgumentParser) -> None:
 def run_eval(args: Namespace) -> int:
     """Run ``vlmfast eval``; the exit code."""
     from .results import writable, write_json
-    from .runner import weights_sha256
+    from .runner import part_of, weights_sha256
     from .tasks import find_task
+    from .workers import chosen, is_first, own_device, part_ways
 
     # Everything that can be wrong is looked at before a model is loaded.
-    tasks = [find_task(name) for name in dict.fromkeys(args.tasks)]
+    own = {key: getattr(args, key) for key in _OF_TASKS if getattr(args, key) is not None}
+    tasks = [find_task(name, **own) for name in dict.fromkeys(args.tasks)]
+    shard = chosen(args.shard)
+    if args.batch_size < 1 or (args.session and args.batch_size > 1):
+        raise VLMFastError(
+            f"--batch-size {args.batch_size} must be at least 1, and 1 with --session"
+        )
     axes = budgets(args.budget), args.positions, budgets(args.share, "share")
     recipes = planned(args.recipe or ["none"], *axes)
     for task in tasks:
-        task.docs(args.limit, args.seed)
+        part_of(task.docs(args.limit, args.seed), *(shard or (0, 1)))
     check_folder(args.out)
     if args.json is not None:
         check_folder(args.json.parent)
@@ -105,19 +159,21 @@ def run_eval(args: Namespace) -> int:
             raise VLMFastError(f"--json {args.json} is a folder; it must be a file")
     check_device(args.device)
 
-    vlm = _load(args.model, args.device)
+    vlm = _load(args.model, args.device or own_device())
     words = [word for word in args.recipe or () if word not in _GROUPS]
     asked = planned(words, *axes) if words else []
     recipes = _with_weights(vlm, recipes, asked)
     recipes = _down_to_the_floor(vlm, recipes)
     weights = weights_sha256(vlm)
-    reports = [_run_task(vlm, task, recipes, args, weights) for task in tasks]
-    if args.json is not None:
+    reports = [_run_task(vlm, task, recipes, args, weights, shard) for task in tasks]
+    part_ways()
+    failed = [reason for report in reports for reason in report["failed"].values()]
+    if args.json is not None and is_first():
         value = reports[0] if len(reports) == 1 else {"tasks": {r["task"]: r for r in reports}}
         with writable(args.json):
             write_json(args.json, value)
-    print(f"\nanswers are in {args.out}; 'vlmfast report {args.out}' makes a table and a plot")
-    failed = [reason for report in reports for reason in report["failed"].values()]
+    if is_first():
+        print(f"\nanswers are in {args.out}; 'vlmfast report {args.out}' makes a table and a plot")
     if failed:
         raise VLMFastError("; ".join(failed))
     return 0
@@ -135,13 +191,19 @@ def _load(name: str, device: str | None) -> VLM:
 
 
 def _run_task(
-    vlm: VLM, task: Task, recipes: list[Recipe], args: Namespace, weights: str | None
+    vlm: VLM,
+    task: Task,
+    recipes: list[Recipe],
+    args: Namespace,
+    weights: str | None,
+    shard: tuple[int, int] | None,
 ) -> dict[str, Any]:
     """All recipes on one task; prints the table and returns what ``--json`` writes."""
-    from .report import tables
+    from .report import metrics_table, on_common_samples, tables
     from .results import named
-    from .runner import TooManyErrors, evaluate
+    from .runner import TooManyErrors
     from .summary import compare
+    from .workers import is_first
 
     controls = task.controls if args.controls else ()
     plan = [(Recipe(), None, False), *((Recipe(), c, False) for c in controls)]
@@ -151,21 +213,7 @@ def _run_task(
     runs, failed = [], {}
     for recipe, control, session in plan:
         try:
-            run = evaluate(
-                vlm,
-                task,
-                recipe,
-                args.out,
-                args.limit,
-                seed=args.seed,
-                control=control,
-                session=session,
-                max_errors=args.max_errors,
-                model=args.model,
-                weights=weights,
-                command=shlex.join(["vlmfast", *sys.argv[1:]]),
-                progress=True,
-            )
+            run = _evaluate(vlm, task, recipe, control, session, args, weights, shard)
         except TooManyErrors as error:
             if not runs:  # nothing stands without the full model
                 raise
@@ -173,8 +221,11 @@ def _run_task(
             failed[named(str(recipe), variant)] = str(error)
             continue
         runs.append(run)
+    if shard is not None:  # other parts may not be as far
+        runs = on_common_samples(runs)[0]
     rows = compare(runs)
-    print(tables(rows))
+    if is_first():
+        print("\n\n".join(filter(None, (tables(rows), metrics_table(rows)))))
     rows += [row.session for row in rows if row.session]
     numbers = {row.run.name: row.numbers for row in rows}
     asked = [str(recipe) for recipe in recipes if str(recipe) in numbers]
@@ -189,6 +240,51 @@ def _run_task(
         "recipes": numbers,
         "failed": failed,
     }
+
+
+def _evaluate(
+    vlm: VLM,
+    task: Task,
+    recipe: Recipe,
+    control: str | None,
+    session: bool,
+    args: Namespace,
+    weights: str | None,
+    shard: tuple[int, int] | None,
+) -> Results:
+    """One run; under a launcher, what all its processes have together."""
+    from .runner import TooManyErrors, check_errors, evaluate, finished
+    from .workers import is_first, launched, meet
+
+    try:
+        run = evaluate(
+            vlm,
+            task,
+            recipe,
+            args.out,
+            args.limit,
+            seed=args.seed,
+            control=control,
+            session=session,
+            batch_size=args.batch_size,
+            shard=shard,
+            max_errors=args.max_errors,
+            model=args.model,
+            weights=weights,
+            command=shlex.join(["vlmfast", *sys.argv[1:]]),
+            progress=is_first(),
+        )
+    except TooManyErrors:
+        meet()
+        raise
+    meet()
+    if launched() is None:
+        return run
+    run = finished(task, run.path, args.limit, args.seed)
+    # All processes see the same files, so all of them end here or none does.
+    errors = [s["error"] for s in run.samples.values() if "error" in s]
+    check_errors(errors, run.path, args.max_errors)
+    return run
 
 
 def budgets(text: str | None, what: str = "budget") -> list[float]:

@@ -7,11 +7,12 @@ from typing import Any
 
 from ..errors import VLMFastError
 from ..recipe import Recipe
-from .results import META, Results, check_same, read, writable
+from .results import META, Results, check_same, read, writable, write_json
 from .runner import share_of
 from .scores import Interval
 from .summary import (
     CACHE_BASELINES,
+    CONTROLS,
     MODALITIES,
     Row,
     baseline,
@@ -25,6 +26,7 @@ from .summary import (
     reduces,
     rereads,
     shrinks,
+    splits,
 )
 
 _NOUN = {"image": "pictures", "video": "clips"}
@@ -65,18 +67,20 @@ def _order(run: Results) -> tuple:
 
 
 def write_report(folder: Path, out: Path) -> tuple[str, list[Path]]:
-    """``report.md`` and plots for each task in ``out``; returns the text and the files."""
+    """``report.md``, plots for each task, ``report.json``; returns the text and the files."""
     from .plot import plot
 
-    parts, files, plots, axes = [], [], [], []
+    parts, files, plots, axes, numbers = [], [], [], [], {}
     for task, runs in load(folder).items():
         common, notes = on_common_samples(runs)
         rows = compare(common)
         parts.append(f"## {task}\n\n{_about(common)}\n")
         tokens, cache = by_tokens(rows), by_cache(rows)
+        known = any(row.numbers[f"accuracy_{m}"] is not None for row in rows for m in MODALITIES)
         if tokens:
-            image = out / f"{task}.png"
             parts.append(f"{glance(tokens)}{table(tokens)}\n")
+        if tokens and known:
+            image = out / f"{task}.png"
             parts.append(f"![{task}: accuracy against the share of visual tokens]({image.name})\n")
             plots.append((tokens, image, "kept"))
             axes.append("visual tokens")
@@ -89,17 +93,28 @@ def write_report(folder: Path, out: Path) -> tuple[str, list[Path]]:
             axes.append("KV cache")
         if any(row.session for row in rows):
             parts.append(f"### Sessions\n\n{_ABOUT_SESSIONS}\n\n{session_table(rows)}\n")
-        parts += [f"**Warning:** {note}.\n" for note in notes + warnings(rows)]
+        if any(row.numbers.get("metrics") for row in rows):
+            parts.append(f"### Metrics of {task}\n\n{_ABOUT_METRICS}\n\n{metrics_table(rows)}\n")
+            parts.append(f"{group_tables(rows)}\n")
+        parts.append(f"### Cost\n\n{cost_table(rows)}\n")
+        if pairs := pair_table(rows):
+            parts.append(f"### Pairs\n\n{_ABOUT_PAIRS}\n\n{pairs}\n")
+        notes += warnings(rows)
+        parts += [f"**Warning:** {note}.\n" for note in notes]
+        rows += [row.session for row in rows if row.session]
+        recipes = {row.run.name: row.numbers for row in rows}
+        numbers[task] = {"recipes": recipes, "warnings": notes}
     title = f"# Accuracy against {' and '.join(dict.fromkeys(axes))}\n"
     text = "\n".join([title, *parts])
     with writable(out):
         out.mkdir(parents=True, exist_ok=True)
         files.append(out / "report.md")
         files[0].write_text(text, encoding="utf-8")
+        write_json(out / "report.json", {"tasks": numbers})
         for rows, image, axis in plots:  # last: they need matplotlib
             plot(rows, image, axis)
             files.append(image)
-    return text, files
+    return text, [*files, out / "report.json"]
 
 
 def write_difference(before: Path, after: Path, out: Path) -> tuple[str, list[Path]]:
@@ -259,6 +274,92 @@ def _session_cells(row: Row) -> list[str]:
     ]
 
 
+def metrics_table(rows: list[Row]) -> str:
+    """A Markdown table of a task's own metrics, one row per recipe; empty where it has none."""
+    rows = [row for row in rows if row.numbers.get("metrics")]
+    if not rows:
+        return ""
+    names = list(rows[0].numbers["metrics"])
+    return _markdown(
+        ["recipe", *names],
+        [
+            [f"`{row.run.name}`", *(f"{row.numbers['metrics'][name]:.4g}" for name in names)]
+            for row in rows
+        ],
+    )
+
+
+def group_tables(rows: list[Row]) -> str:
+    """For each way to group the questions, accuracies of its groups, one column per recipe."""
+    rows = [row for row in rows if row.numbers.get("groups")]
+    parts = []
+    for group in rows[0].numbers["groups"] if rows else ():
+        first = rows[0].numbers["groups"][group]
+        head = [group, "questions", *(f"`{row.run.name}` %" for row in rows)]
+        lines = [
+            [name, str(of["n"]), *(_of_group(row, group, name) for row in rows)]
+            for name, of in first.items()
+        ]
+        parts.append(_markdown(head, lines))
+    return "\n\n".join(parts)
+
+
+def _of_group(row: Row, group: str, name: str) -> str:
+    found = row.numbers["groups"].get(group, {}).get(name)
+    return _percent(found["accuracy"], found["ci"]) if found else _NONE
+
+
+def cost_table(rows: list[Row]) -> str:
+    """A Markdown table of what answers took, one row per recipe, pictures and clips apart."""
+    head = [
+        "recipe",
+        "equivalent tokens",
+        "GFLOPs of their prefill",
+        "TTFT ms",
+        "tokens a second",
+        "KV cache %",
+        "peak memory MB",
+    ]
+    return _markdown(head, [_cost_cells(row) for row in rows])
+
+
+def _cost_cells(row: Row) -> list[str]:
+    n = row.numbers
+    tpot = [n[f"tpot_s_{m}"] for m in MODALITIES]
+    return [
+        f"`{row.run.name}`",
+        _two(*(n[f"equivalent_tokens_{m}"] for m in MODALITIES)),
+        _two(*(n[f"flops_prefill_{m}"] for m in MODALITIES), scale=1e-9),
+        _two(*(n[f"ttft_s_{m}"] for m in MODALITIES), scale=1000),
+        _two(*(1 / t if t else None for t in tpot)),
+        _two(*(n[f"held_{m}"] for m in MODALITIES), scale=100),
+        _two(*(n[f"peak_memory_bytes_{m}"] for m in MODALITIES), scale=1e-6),
+    ]
+
+
+def pair_table(rows: list[Row]) -> str:
+    """A Markdown table of each recipe beside the full model and its controls, on the same ids."""
+    full = next((row for row in rows if row.run.name == "none"), None)
+    lines = []
+    for row in rows:
+        others = [full] if full is not None and row is not full else []
+        for other in [*others, *row.controls.values()]:
+            only, only_other, p = splits(row.run, other.run)
+            lines.append(
+                [
+                    f"`{row.run.name}`",
+                    f"`{other.run.name}`",
+                    *_gaps(row, other),
+                    str(only),
+                    str(only_other),
+                    f"{p:.2g}",
+                ]
+            )
+    head = ["recipe", "against", "pictures, points", "clips, points"]
+    head += ["only it right", "only the other", "McNemar's p"]
+    return _markdown(head, lines) if lines else ""
+
+
 _NOUNS = [f"{noun} %" for noun in _NOUN.values()]
 _CAPTIONS = [f"captions of {noun} %" for noun in _NOUN.values()]
 _TIMES = ["TTFT ms (picture / clip)", "stages' own ms (picture / clip)"]
@@ -288,7 +389,8 @@ def glance(rows: list[Row]) -> str:
     }
     grid = _grid(cells, "pictures % / clips %", "of the tokens")
     return grid and (
-        f"{grid}\n\nIn bold what is above `random` of the same cost beyond the 95 % interval; in "
+        f"{grid}\n\nIn bold what is above every control (`random`, `downsample`) of the same cost "
+        "beyond the 95 % interval; in "
         "brackets the share that was really kept where it is not the budget.\n\n"
     )
 
@@ -356,7 +458,9 @@ def _glimpse(row: Row, share: float | None, what: str = "questions") -> str:
 def warnings(rows: list[Row]) -> list[str]:
     """What a reader must know before believing the tables."""
     notes, present = [], {baseline(row.run) for row in rows}
-    needed = ("random", "downsample") if any(map(reduces, by_tokens(rows))) else ()
+    if all(s["score"] is None for s in rows[0].run.samples.values()):
+        notes.append("the answers to these questions are hidden: there are no scores")
+    needed = CONTROLS if any(map(reduces, by_tokens(rows))) else ()
     needed += CACHE_BASELINES if any(map(shrinks, rows)) else ()
     for name in dict.fromkeys(needed):
         if name not in present:
@@ -371,7 +475,7 @@ def warnings(rows: list[Row]) -> list[str]:
     for row in rows:
         if not (reduces(row) or shrinks(row)) or baseline(row.run):
             continue
-        words = CACHE_BASELINES if shrinks(row) else ("random",)
+        words = CACHE_BASELINES if shrinks(row) else CONTROLS
         if not row.controls and present.intersection(words):
             cost, what = ("held", "cache") if shrinks(row) else ("kept", "tokens")
             notes.append(
@@ -428,9 +532,10 @@ def _about(runs: list[Results]) -> str:
     pictures = len({s["picture"] for s in samples})
     devices = sorted({run.meta.get("device") or "unknown" for run in runs})
     weights = f", weights {meta['weights_sha256'][:12]}" if meta["weights_sha256"] else ""
+    options = "".join(f", {key} {value}" for key, value in (meta.get("options") or {}).items())
     return (
         f"Model {meta['model']}{weights}; task version {meta['task_version']}, "
-        f"seed {meta['seed']}; {len(samples)} questions about {pictures} pictures "
+        f"seed {meta['seed']}{options}; {len(samples)} questions about {pictures} pictures "
         f"and clips; on {', '.join(devices)}.\n\n"
         "Accuracies are means over question types; brackets are 95 % intervals (bootstrap over "
         "pictures and clips, paired for differences). Loyalty: the same answer as the full model. "
@@ -439,6 +544,15 @@ def _about(runs: list[Results]) -> str:
     )
 
 
+_ABOUT_METRICS = (
+    "By the names of lmms-eval, in the mode that the folder was made with; intervals of groups "
+    "draw whole pictures and videos."
+)
+_ABOUT_PAIRS = (
+    "The same questions under two recipes, captions left out: differences with their interval "
+    "(bootstrap over pictures and clips), and McNemar's exact test, which takes questions for "
+    "independent and is too sure of itself where several are about one picture."
+)
 _ABOUT_CACHE = (
     "Held: bytes of the cache when decoding begins, parameters of quantised slots included, as a "
     "share of the full cache's. Most methods read the prompt itself in full, and the first token "
@@ -466,7 +580,8 @@ def _difference_table(pairs: list[tuple[Results, Results]]) -> str:
     rows = []
     for old, new in pairs:
         check_same(
-            {str(run.path): run.meta for run in (old, new)}, ("task", "task_version", "seed")
+            {str(run.path): run.meta for run in (old, new)},
+            ("task", "task_version", "seed", "options"),
         )
         common = set(old.samples) & set(new.samples)
         old, new = old.only(common), new.only(common)
@@ -477,6 +592,7 @@ def _difference_table(pairs: list[tuple[Results, Results]]) -> str:
                 f"`{new.name}`",
                 str(len(common)),
                 *(_points(difference(new, old, m)) for m in MODALITIES),
+                f"{splits(new, old)[2]:.2g}",
                 _arrow(*tokens),
                 *(_arrow(*times[i : i + 2], scale=1000) for i in (0, 2)),
             ]
@@ -486,6 +602,7 @@ def _difference_table(pairs: list[tuple[Results, Results]]) -> str:
         "samples",
         "pictures, points",
         "clips, points",
+        "McNemar's p",
         "equivalent tokens",
         "TTFT ms, pictures",
         "TTFT ms, clips",

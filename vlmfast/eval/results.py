@@ -1,4 +1,4 @@
-"""Result folders: ``DIR/<task>/<recipe>/{samples.jsonl, timings.jsonl, meta.json}``.
+"""Result folders: ``DIR/<task>/<recipe>/{samples.jsonl, timings.jsonl, meta.json, results.json}``.
 
 What is in a folder survives a killed process: lines are only appended, a torn last line is dropped
 by whoever reads next, and ``meta.json`` is there before the first line. Times live in a file of
@@ -21,12 +21,12 @@ from typing import Any
 from ..errors import VLMFastError
 
 SCHEMA = 1
-SAMPLES, TIMINGS, META = "samples.jsonl", "timings.jsonl", "meta.json"
+SAMPLES, TIMINGS, META, RESULTS = "samples.jsonl", "timings.jsonl", "meta.json", "results.json"
 
 # What must be equal for results to stand in one table, and what names one folder in it.
-_SHARED = ("schema", "task", "task_version", "weights_sha256", "seed", "generation")
+_SHARED = ("schema", "task", "task_version", "weights_sha256", "seed", "generation", "options")
 _OWN = ("recipe", "control", "session", "stage_weights")
-_NEEDED = (*_SHARED, "recipe", "control", "model", "method", "budget")
+_NEEDED = (*_SHARED[:-1], "recipe", "control", "model", "method", "budget")
 _SYNC_S = 1.0
 
 
@@ -90,8 +90,23 @@ def read(path: Path) -> Results:
         When the folder holds no results or they are damaged.
     """
     meta = _read_meta(path)
-    samples, timings = (_read_lines(path / name)[0] for name in (SAMPLES, TIMINGS))
+    samples, timings = (
+        [line for file in _all(path, name) for line in _read_lines(file)[0]]
+        for name in (SAMPLES, TIMINGS)
+    )
     return Results(path, meta, _by_doc(samples), _by_doc(timings))
+
+
+def _all(path: Path, name: str) -> list[Path]:
+    """A file and those that shards wrote beside it."""
+    stem, ending = name.split(".")
+    return [path / name, *sorted(path.glob(f"{stem}.*-of-*.{ending}"))]
+
+
+def shard_file(name: str, shard: tuple[int, int] | None) -> str:
+    """``samples.jsonl``, or ``samples.0-of-4.jsonl`` of shard ``(0, 4)``."""
+    stem, ending = name.split(".")
+    return name if shard is None else f"{stem}.{shard[0]}-of-{shard[1]}.{ending}"
 
 
 def check_same(metas: dict[str, dict], keys: tuple[str, ...] = _SHARED) -> None:
@@ -125,6 +140,9 @@ class Writer:
     meta : dict
         JSON values; must agree with the folder's own where there is one, and with the folders
         beside it.
+    shard : (int, int), optional
+        Several processes may write to one folder, each into files of its own: its place, and how
+        many there are.
 
     Raises
     ------
@@ -132,8 +150,10 @@ class Writer:
         When the folder cannot be written, belongs to another run or is in use.
     """
 
-    def __init__(self, path: Path, meta: dict[str, Any]) -> None:
-        self.path, self.meta = path, meta
+    def __init__(
+        self, path: Path, meta: dict[str, Any], shard: tuple[int, int] | None = None
+    ) -> None:
+        self.path, self.meta, self.shard = path, meta, shard
         self.done: set[str] = set()
         self.errors: list[str] = []
 
@@ -142,7 +162,7 @@ class Writer:
             self._check_beside()
             self.path.mkdir(parents=True, exist_ok=True)
             self._samples, self._timings = (
-                open(self.path / name, "ab")  # noqa: SIM115 (closed by __exit__)
+                open(self.path / shard_file(name, self.shard), "ab")  # noqa: SIM115 (see __exit__)
                 for name in (SAMPLES, TIMINGS)
             )
         try:
@@ -180,8 +200,13 @@ class Writer:
 
     def note(self, run: dict[str, Any]) -> None:
         """Put what is known about a run that takes up this folder into ``meta.json``."""
-        with writable(self.path):
-            if self.done:
+        with writable(self.path), _folder_lock(self.path):
+            first = not (self.path / META).exists()
+            if not first:  # another shard may have written to it since
+                self.meta = _read_meta(self.path)
+            if self.shard is not None:
+                run = {**run, "shard": "{}/{}".format(*self.shard)}
+            if self.done or not (first or self.shard is None):
                 self.meta = {**self.meta, "resumed": [*self.meta.get("resumed", []), run]}
             else:
                 self.meta = {**self.meta, **run}
@@ -197,11 +222,10 @@ class Writer:
 
     def _take_up(self) -> None:
         for file in (self._samples, self._timings):
-            lines, good = _read_lines(Path(file.name))
-            file.truncate(good)
-            if file is self._samples:
-                for line in lines:
-                    self._count(line)
+            file.truncate(_read_lines(Path(file.name))[1])
+        for file in _all(self.path, SAMPLES):  # of other shards, too
+            for line in _read_lines(file)[0]:
+                self._count(line)
         if (self.path / META).exists():
             self.meta = _read_meta(self.path)
         elif self.done:
@@ -289,6 +313,22 @@ def _read_lines(path: Path) -> tuple[list[dict], int]:
 
 def _by_doc(lines: list[dict]) -> dict[str, dict]:
     return {line["doc_id"]: line for line in lines}
+
+
+@contextmanager
+def _folder_lock(path: Path) -> Iterator[None]:
+    """One process at a time; the others wait."""
+    try:
+        import fcntl
+    except ImportError:  # not on Windows
+        yield
+        return
+    folder = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(folder)
 
 
 def _lock(file: Any, path: Path) -> None:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import MISSING, dataclass, fields, replace
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +18,14 @@ from ..env import environment
 from ..errors import VLMFastError
 from ..recipe import Recipe
 from ..stages import Stage
-from .results import SCHEMA, Results, Writer, read, slug
-from .tasks import Doc, Task, find_task
+from .results import META, RESULTS, SCHEMA, Results, Writer, read, slug, writable, write_json
+from .tasks import HIDDEN, Doc, Task, find_task
 
 # What a sample says of its cost; no times, which are never the same twice.
 _COSTS = ("visual_tokens_in", "equivalent_tokens", "kv_bytes", "kv_bytes_full")
+# What stands beside the times: also measured, or not needed to score.
+_MEASURED = ("flops_prefill", "generated_tokens", "peak_memory_bytes")
+_READ_AHEAD = 4  # requests of a batch: rows that end are refilled so many times
 
 
 class TooManyErrors(VLMFastError):
@@ -35,11 +37,13 @@ def evaluate(
     task: str | Task,
     recipe: Any = None,
     out: str | Path = "vlmfast-results",
-    limit: int = 100,
+    limit: int | None = None,
     *,
     seed: int = 0,
     control: str | None = None,
     session: bool = False,
+    batch_size: int = 1,
+    shard: tuple[int, int] | None = None,
     max_errors: int = 10,
     model: str | None = None,
     weights: str | None = None,
@@ -59,8 +63,8 @@ def evaluate(
         Nothing is dropped by default.
     out : str or Path
         The results go to ``out/<task>/<recipe>``.
-    limit : int
-        Questions of each type.
+    limit : int, optional
+        Questions of each type; by default all of a data set, and 100 of a task that draws them.
     seed : int
         Another seed, other questions.
     control : str, optional
@@ -68,6 +72,11 @@ def evaluate(
     session : bool
         Ask all questions about a picture in one `Session` without history. They follow each other
         in an order of their own for each picture, so that every type has its turn as the first.
+    batch_size : int
+        Questions decoded together. Greedy answers are the same up to rounding.
+    shard : (int, int), optional
+        Ask a part of the pictures only: ``(i, n)`` is part i of n, counted from 0. Parts may run at
+        once and write to one folder, which reads as one run.
     max_errors : int
         A sample that fails with a `VLMFastError` counts as wrong and is recorded with its
         ``error``; more of them than this end the run.
@@ -83,7 +92,7 @@ def evaluate(
     Returns
     -------
     Results
-        Of the samples that were asked for.
+        Of the samples that were asked for, as far as they are there.
 
     Raises
     ------
@@ -96,7 +105,10 @@ def evaluate(
         raise VLMFastError(
             f"task {task.name} has no control {control!r}; controls: {', '.join(task.controls)}"
         )
+    if batch_size < 1 or (session and batch_size > 1):
+        raise VLMFastError(f"batch_size is {batch_size}; it must be at least 1, and 1 in sessions")
     docs = task.docs(limit, seed)
+    docs = docs if shard is None else part_of(docs, *shard)
     method, budget = method_of(recipe)
     meta = {
         "schema": SCHEMA,
@@ -112,20 +124,57 @@ def evaluate(
         "session": session or None,
         "seed": seed,
         "generation": task.generation,
+        "options": task.options or None,
     }
     path = Path(out) / task.name / slug(str(recipe), control or ("session" if session else None))
-    with Writer(path, json.loads(json.dumps(meta))) as writer:
+    with Writer(path, json.loads(json.dumps(meta)), shard) as writer:
         left = [doc for doc in docs if doc.doc_id not in writer.done]
-        if left:
-            writer.note(_run(vlm, command))
+        if left or not (path / META).exists():  # a part of a run may have no questions at all
+            writer.note({"data": _data_name(task), **_run(vlm, command, batch_size)})
         asking = _Asking(vlm, task, recipe, control, seed)
-        lines = asking.sessions(docs, set(writer.done)) if session else map(asking.alone, left)
+        if session:
+            lines = asking.sessions(docs, set(writer.done))
+        elif batch_size > 1:
+            lines = asking.batches(left, batch_size)
+        else:
+            lines = map(asking.alone, left)
         done = len(docs) - len(left)
-        _check_errors(writer, max_errors)
+        check_errors(writer.errors, path, max_errors)
         for line in _bar(lines, done, len(docs), path.name) if progress else lines:
             writer.add(*line)
-            _check_errors(writer, max_errors)
-    return read(path).only({doc.doc_id for doc in docs})
+            check_errors(writer.errors, path, max_errors)
+    return finished(task, path, limit, seed)
+
+
+def finished(task: Task, path: Path, limit: int | None, seed: int) -> Results:
+    """What is there of the samples that were asked for; also writes it as lmms-eval does.
+
+    ``results.json`` has lmms-eval's field names, so that its tools can read it; of a split whose
+    answers are hidden there is a ``submission.json``.
+    """
+    from .summary import as_lmms_eval
+
+    run = read(path).only({doc.doc_id for doc in task.docs(limit, seed)})
+    with writable(path):
+        write_json(path / RESULTS, as_lmms_eval(run))
+        answers = getattr(task, "submission", lambda _: None)(run.samples.values())
+        if answers is not None:
+            write_json(path / "submission.json", answers)
+    return run
+
+
+def part_of(docs: list[Doc], part: int, parts: int) -> list[Doc]:
+    """Every so many-th picture, with all its questions.
+
+    Raises
+    ------
+    VLMFastError
+        When there is no such part.
+    """
+    if not 0 <= part < parts:
+        raise VLMFastError(f"shard {part}/{parts} is none; of 4 shards, the first is 0/4")
+    pictures = {p: i for i, p in enumerate(dict.fromkeys(doc.picture for doc in docs))}
+    return [doc for doc in docs if pictures[doc.picture] % parts == part]
 
 
 @dataclass(frozen=True)
@@ -141,10 +190,48 @@ class _Asking:
     def alone(self, doc: Doc) -> tuple[dict[str, Any], dict[str, Any] | None]:
         """A question by itself."""
 
-        def ask(media: dict[str, Any], generation: dict[str, Any]) -> Any:
-            return self.vlm.ask(doc.question, **media, recipe=self.recipe, **generation)
+        def ask(question: str, media: dict[str, Any], generation: dict[str, Any]) -> Any:
+            return self.vlm.ask(question, **media, recipe=self.recipe, **generation)
 
         return self._lines(doc, ask, {})
+
+    def batches(
+        self, docs: list[Doc], size: int
+    ) -> Iterator[tuple[dict[str, Any], dict[str, Any] | None]]:
+        """Questions that are decoded ``size`` at once; one that fails has its batch asked alone."""
+        for start in range(0, len(docs), _READ_AHEAD * size):
+            chunk = docs[start : start + _READ_AHEAD * size]
+            lines = self._batch(chunk, size)
+            for doc in chunk:
+                yield lines[doc.doc_id] if doc.doc_id in lines else self.alone(doc)
+
+    def _batch(self, docs: list[Doc], size: int) -> dict[str, Any]:
+        from ..vlm import Request
+
+        samples: dict[str, dict[str, Any]] = {}
+
+        def requests() -> Iterator[Request]:
+            for doc in docs:
+                generation = self.task.generation[doc.kind]
+                try:
+                    question, media, sample = self._prepared(doc, generation)
+                except VLMFastError:
+                    continue  # asked alone, it is recorded
+                samples[doc.doc_id] = sample
+                # The prompt is read before the next request is; decoding is greedy.
+                torch.manual_seed(_seed(f"{self.seed} {doc.doc_id}"))
+                yield Request(question, **media, recipe=self.recipe, generation=generation)
+
+        by_id = {doc.doc_id: doc for doc in docs}
+        try:
+            with _own_randomness(""):
+                answers = self.vlm.ask_many(requests(), batch_size=size)
+        except VLMFastError:
+            return {}
+        return {
+            doc_id: self._answered(by_id[doc_id], sample, answer)
+            for (doc_id, sample), answer in zip(samples.items(), answers, strict=True)
+        }
 
     def sessions(
         self, docs: list[Doc], done: set[str]
@@ -159,7 +246,7 @@ class _Asking:
                     # The first is asked again where others follow: these are later ones.
                     if turn and doc.doc_id in done:
                         continue
-                    lines = self._lines(doc, partial(ask, doc.question), {"turn": turn})
+                    lines = self._lines(doc, ask, {"turn": turn})
                     if doc.doc_id not in done:
                         yield lines
 
@@ -178,36 +265,54 @@ class _Asking:
     def _lines(
         self, doc: Doc, ask: Callable[..., Any], place: dict[str, int]
     ) -> tuple[dict[str, Any], dict[str, Any] | None]:
-        task, generation = self.task, self.task.generation[doc.kind]
-        sample: dict[str, Any] = {
+        generation = self.task.generation[doc.kind]
+        sample = self._sample(doc, place)
+        try:
+            question, media, sample = self._prepared(doc, generation, place)
+            with _own_randomness(f"{self.seed} {doc.doc_id}"):
+                answer = ask(question, media, generation)
+        except VLMFastError as error:
+            return {**sample, "error": str(error)}, None
+        return self._answered(doc, sample, answer)
+
+    def _sample(self, doc: Doc, place: dict[str, int]) -> dict[str, Any]:
+        """What is known before a question is asked; of one that fails, all there is."""
+        return {
             "doc_id": doc.doc_id,
             "type": doc.type,
             "modality": doc.modality,
             "picture": doc.picture,
+            **({"groups": dict(doc.groups)} if doc.groups else {}),
             **place,
             "prompt_hash": None,
             "target": doc.target,
             "resps": [],
             "filtered_resps": [],
-            "score": 0.0,
+            "score": None if doc.target == HIDDEN else 0.0,
             **dict.fromkeys(_COSTS),
         }
-        try:
-            media = task.media(doc, self.control)
-            sample["prompt_hash"] = prompt_hash(self.vlm, doc.question, media, generation)
-            with _own_randomness(f"{self.seed} {doc.doc_id}"):
-                answer = ask(media, generation)
-        except VLMFastError as error:
-            return {**sample, "error": str(error)}, None
-        filtered = task.filter(doc, answer.text)
+
+    def _prepared(
+        self, doc: Doc, generation: dict[str, Any], place: dict[str, int] | None = None
+    ) -> tuple[str, dict[str, Any], dict[str, Any]]:
+        media = self.task.media(doc, self.control)
+        question = media.pop("question", doc.question)
+        sample = self._sample(doc, place or {})
+        sample["prompt_hash"] = prompt_hash(self.vlm, question, media, generation)
+        return question, media, sample
+
+    def _answered(
+        self, doc: Doc, sample: dict[str, Any], answer: Any
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
         stats = answer.stats.to_dict()
         sample |= {
             "resps": [[answer.text]],  # lists as in lmms-eval: one per request, with its samples
-            "filtered_resps": [filtered],
-            "score": task.score(doc, filtered),
+            **self.task.judge(doc, answer.text),
             **{key: stats[key] for key in _COSTS},
         }
-        times = {key: value for key, value in stats.items() if key.endswith("_s")}
+        times = {
+            key: value for key, value in stats.items() if key.endswith("_s") or key in _MEASURED
+        }
         return sample, {"doc_id": doc.doc_id, **times}
 
 
@@ -220,9 +325,15 @@ def _by_picture(docs: list[Doc]) -> list[list[Doc]]:
 
 
 def prompt_hash(vlm: Any, question: str, media: dict[str, Any], generation: dict[str, Any]) -> str:
-    """SHA-256 of the prompt's token ids, before anything is dropped, and of the arguments."""
-    if hasattr(vlm, "inputs"):
-        prompt = vlm.inputs(question, **media)["input_ids"][0].tolist()
+    """SHA-256 of the prompt's token ids, of the sizes of its pictures, and of the arguments.
+
+    With one id for each picture: what a processor makes of pictures takes as long again as asking.
+    """
+    if hasattr(vlm, "_render"):
+        given = {"images": None, "video": None, "num_frames": None, "fps": None} | media
+        text, pictures, _ = vlm._render(vlm._messages(question, **given), Recipe())
+        ids = vlm.processor.tokenizer(text)["input_ids"]
+        prompt: Any = [ids, [picture.size for picture in pictures]]
     else:  # something else that answers questions
         prompt = question
     text = json.dumps([prompt, generation], sort_keys=True)
@@ -305,11 +416,12 @@ def _sha256(module: torch.nn.Module) -> str:
     return digest.hexdigest()
 
 
-def _check_errors(writer: Writer, most: int) -> None:
-    if len(writer.errors) > most:
+def check_errors(errors: list[str], path: Path, most: int) -> None:
+    """Raise `TooManyErrors` for more than ``most`` of them."""
+    if len(errors) > most:
         raise TooManyErrors(
-            f"{writer.path.name}: {len(writer.errors)} samples failed, more than {most} "
-            f"(max-errors); the last one: {writer.errors[-1]}"
+            f"{path.name}: {len(errors)} samples failed, more than {most} "
+            f"(max-errors); the last one: {errors[-1]}"
         )
 
 
@@ -318,8 +430,12 @@ def _own_randomness(text: str) -> Iterator[None]:
     """Random numbers that do not depend on which samples came before."""
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices):
-        torch.manual_seed(zlib.crc32(text.encode()))
+        torch.manual_seed(_seed(text))
         yield
+
+
+def _seed(text: str) -> int:
+    return zlib.crc32(text.encode())
 
 
 def _bar(lines: Iterator, done: int, total: int, name: str) -> Any:
@@ -333,13 +449,22 @@ def _model_name(vlm: Any) -> str:
     return Path(getattr(config, "_name_or_path", "")).name or type(vlm).__name__
 
 
-def _run(vlm: Any, command: str | None) -> dict[str, Any]:
-    """Where and when, and with what versions."""
-    facts = environment()
-    device = torch.device(getattr(getattr(vlm, "model", None), "device", "cpu"))
+def _data_name(task: Task) -> str | None:
+    """The hub id, or the last part of a path."""
+    data = getattr(task, "data", None)
+    return None if data is None else Path(data).name if Path(data).exists() else str(data)
+
+
+def _run(vlm: Any, command: str | None, batch_size: int) -> dict[str, Any]:
+    """Where and when, with what versions, and what the hub's name of the model stood for."""
+    facts, model = environment(), getattr(vlm, "model", None)
+    device = torch.device(getattr(model, "device", "cpu"))
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": command,
         "device": facts["cpu"] if device.type == "cpu" else torch.cuda.get_device_name(device),
+        "dtype": str(getattr(model, "dtype", "")).removeprefix("torch.") or None,
+        "model_revision": getattr(getattr(model, "config", None), "_commit_hash", None),
+        "batch_size": batch_size,
         "versions": {key: facts[key] for key in ("python", "vlmfast")} | facts["packages"],
     }

@@ -22,7 +22,7 @@ from ..models.tiny.scenes import (
     video_example,
 )
 from .scores import normalise
-from .tasks import Doc
+from .tasks import Doc, grey
 
 if TYPE_CHECKING:
     import numpy as np
@@ -34,7 +34,7 @@ _CAPTIONS = {"image": CAPTION_QUESTION, "video": CLIP_QUESTION}
 # A run with another seed sees other scenes; the held-out seeds have room for this many runs.
 _SEEDS = 16
 _STRIDE = (EVAL_SEED_STOP - EVAL_SEED_START) // _SEEDS
-_GREY = (128, 128, 128)
+_LIMIT = 100
 
 
 @lru_cache(maxsize=4)
@@ -54,8 +54,11 @@ class Shapes:
         "caption": {"do_sample": False, "max_new_tokens": 128},
     }
 
-    def docs(self, limit: int, seed: int) -> list[Doc]:
-        """``limit`` questions of each type."""
+    options: ClassVar[dict[str, Any]] = {}
+
+    def docs(self, limit: int | None, seed: int) -> list[Doc]:
+        """``limit`` questions of each type, by default 100."""
+        limit = _LIMIT if limit is None else limit
         if limit < 1:
             raise VLMFastError(f"limit is {limit}; it must be at least 1 question per type")
         if not 0 <= seed < _SEEDS:
@@ -89,7 +92,7 @@ class Shapes:
         single = doc.modality == "image"
         frames = [example.image] if single else example.frames
         if control == "question-only":
-            frames = [_grey(frame) for frame in frames]
+            frames = [grey(frame) for frame in frames]
         elif control == "background-only":
             masks = example.foreground[None] if single else example.foreground
             frames = [
@@ -97,6 +100,10 @@ class Shapes:
                 for frame, mask in zip(frames, masks, strict=True)
             ]
         return {"images": frames[0]} if single else {"video": frames, "num_frames": len(frames)}
+
+    def judge(self, doc: Doc, text: str) -> dict[str, Any]:
+        answer = self.filter(doc, text)
+        return {"filtered_resps": [answer], "score": self.score(doc, answer)}
 
     def filter(self, doc: Doc, text: str) -> str:
         """Captions as they are, other answers normalised."""
@@ -107,12 +114,6 @@ class Shapes:
         if doc.kind == "caption":
             return score_caption(answer, _example(doc.modality, doc.seed).caption_slots)
         return float(answer == normalise(doc.target))
-
-
-def _grey(frame: Image.Image) -> Image.Image:
-    from PIL import Image
-
-    return Image.new("RGB", frame.size, _GREY)
 
 
 def without_foreground(frame: Image.Image, mask: np.ndarray, seed: int) -> Image.Image:
@@ -128,7 +129,7 @@ def without_foreground(frame: Image.Image, mask: np.ndarray, seed: int) -> Image
 
     pixels = np.asarray(frame, dtype=np.float64)
     if mask.all() or not mask.any():
-        return _grey(frame) if mask.any() else frame
+        return grey(frame) if mask.any() else frame
     rows, columns = np.indices(mask.shape) / max(mask.shape)
     places = np.stack([np.ones(mask.shape), rows, columns], axis=-1)
     plane = np.linalg.lstsq(places[~mask], pixels[~mask], rcond=None)[0]

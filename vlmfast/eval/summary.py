@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import Any
@@ -10,11 +10,14 @@ from typing import Any
 from ..recipe import Recipe
 from .results import Results
 from .runner import shrinks_cache
-from .scores import Interval, bootstrap, wilson
+from .scores import Interval, bootstrap, mcnemar, standard_errors, wilson
+from .tasks import metrics
 
 MODALITIES = ("image", "video")
 # Selections that look at nothing: what a method has to beat.
 BASELINES = ("random", "grid", "downsample")
+# Of these, what every report must hold.
+CONTROLS = ("random", "downsample")
 # What looks at nothing and leaves a smaller cache: the last and the first slots, whatever they
 # hold; and visual tokens that were drawn at random before the language model.
 CACHE_BASELINES = ("streamingllm", "random")
@@ -40,16 +43,20 @@ class Row:
     numbers: dict[str, Any]
     controls: dict[str, Row] = field(default_factory=dict)
     session: Row | None = None
+    _known: dict[tuple, Interval | None] = field(default_factory=dict, repr=False)
 
     def gap(self, other: Row, modality: str, what: str = "questions") -> Interval | None:
         """Score minus that of another row, paired.
 
         ``what`` is ``questions``, ``captions``, or ``later``: questions but the first of a session.
         """
-        runs = self.run, other.run
-        if what == "later":
-            runs = [turns(run, first=False) for run in runs]
-        return difference(*runs, modality, captions=what == "captions")
+        key = (id(other), modality, what)
+        if key not in self._known:
+            runs = self.run, other.run
+            if what == "later":
+                runs = [turns(run, first=False) for run in runs]
+            self._known[key] = difference(*runs, modality, captions=what == "captions")
+        return self._known[key]
 
 
 def compare(runs: list[Results]) -> list[Row]:
@@ -77,7 +84,8 @@ def summarise(run: Results, full: Results | None = None) -> dict[str, Any]:
     ``kept`` is the share of the visual tokens that was paid for, averaged over layers; ``held`` is
     the share of the full cache's bytes that is held when decoding begins. Of questions that were
     asked in sessions, ``accuracy_first`` is over those that came first, ``accuracy_later`` over the
-    others.
+    others. Of tasks from outside, ``metrics`` are their own by lmms-eval's names, and ``groups``
+    has the accuracy of each subject, duration and so on.
 
     Parameters
     ----------
@@ -99,9 +107,12 @@ def summarise(run: Results, full: Results | None = None) -> dict[str, Any]:
                 _mean_share(_scores(turns(part, first=first))),
             )
     by_type: dict[str, list[float]] = {}
-    for s in run.samples.values():
+    for s in _scored(run):
         by_type.setdefault(_type(s), []).append(s["score"])
     numbers["types"] = {type_: _share(by_type[type_]) for type_ in sorted(by_type)}
+    if run.meta.get("options"):
+        numbers["metrics"] = metrics(run.meta, run.samples.values())
+        numbers["groups"] = groups(run)
     if full is not None:
         _put(numbers, "loyalty", _mean_share(_agreement(run, full)))
         for modality, part in parts.items():
@@ -117,6 +128,8 @@ def summarise(run: Results, full: Results | None = None) -> dict[str, Any]:
         numbers[f"ttft_s_{modality}"] = median_time(run, modality)
         numbers[f"reduce_s_{modality}"] = median_time(run, modality, "time_reduce_s")
         numbers[f"ttft_later_s_{modality}"] = median_time(turns(run, first=False), modality)
+        for key in ("tpot_s", "flops_prefill", "peak_memory_bytes"):
+            numbers[f"{key}_{modality}"] = median_time(run, modality, key)
     numbers["samples"] = len(run.samples)
     numbers["errors"] = sum("error" in s for s in run.samples.values())
     return numbers
@@ -127,9 +140,94 @@ def difference(a: Results, b: Results, modality: str, *, captions: bool = False)
     pairs = [
         (s["picture"], s["type"], s["score"] - b.samples[doc]["score"])
         for doc, s in _of(a, modality).samples.items()
-        if doc in b.samples and _is_caption(s) == captions
+        if doc in b.samples and _is_caption(s) == captions and s["score"] is not None
     ]
     return bootstrap(pairs)
+
+
+def splits(a: Results, b: Results) -> tuple[int, int, float]:
+    """Questions that only ``a`` has right, those that only ``b`` has, and McNemar's p.
+
+    Captions, which are right in part, are left out.
+    """
+    pairs = [
+        (s["score"], b.samples[doc]["score"])
+        for doc, s in a.samples.items()
+        if doc in b.samples and not _is_caption(s) and s["score"] is not None
+    ]
+    only_a, only_b = (sum(x > y for x, y in pairs), sum(x < y for x, y in pairs))
+    return only_a, only_b, mcnemar(only_a, only_b)
+
+
+def groups(run: Results) -> dict[str, dict[str, dict[str, Any]]]:
+    """The accuracy of each subject of each group of subjects; intervals draw whole pictures."""
+    found: dict[str, dict[str, list[dict]]] = {}
+    for s in _scored(run):
+        for group, name in s.get("groups", {}).items():
+            found.setdefault(group, {}).setdefault(name, []).append(s)
+    return {
+        group: {name: _of_group(samples) for name, samples in sorted(of.items())}
+        for group, of in found.items()
+    }
+
+
+def _of_group(samples: list[dict]) -> dict[str, Any]:
+    mean, low, high = _mean_share([(s["picture"], _type(s), s["score"]) for s in samples])
+    return {"accuracy": mean, "ci": [low, high], "n": len(samples)}
+
+
+_LMMS_NAMES = {
+    "mmmu": "mmmu_val",
+    "mmmu-dev": "mmmu_dev",
+    "mmmu-test": "mmmu_test",
+    "video-mme": "videomme",
+    "video-mme-subtitles": "videomme_w_subtitle",
+}
+
+
+def as_lmms_eval(run: Results) -> dict[str, Any]:
+    """A run as lmms-eval's ``results.json``, for its tools.
+
+    Standard errors are of shares, as there, even where a metric is in per cent.
+    """
+    meta, samples = run.meta, list(_scored(run))
+    task = _LMMS_NAMES.get(meta["task"], meta["task"])
+    own = metrics(meta, samples)
+    if not own:
+        numbers = summarise(run)
+        keys = [f"{what}_{m}" for what in ("accuracy", "caption") for m in MODALITIES]
+        own = {key: numbers[key] for key in keys if numbers[key] is not None}
+    found: dict[str, Any] = {"alias": task} | {f"{key},none": value for key, value in own.items()}
+    main = next(iter(own), None)
+    if main is not None and run.meta.get("options"):
+        errors = standard_errors([s["score"] for s in samples], [s["picture"] for s in samples])
+        for kind, value in zip(("stderr_clt", "stderr_clustered"), errors, strict=True):
+            found[f"{main}_{kind},none"] = "N/A" if value is None else value
+    return {
+        "results": {task: found},
+        "group_subtasks": {task: []},
+        "configs": {
+            task: {
+                "task": task,
+                "output_type": "generate_until",
+                "generation_kwargs": meta["generation"].get("question", {}),
+                "metadata": {"version": meta["task_version"], **(meta.get("options") or {})},
+            }
+        },
+        "versions": {task: meta["task_version"]},
+        "n-shot": {task: 0},
+        "higher_is_better": {task: dict.fromkeys(own, True)},
+        "n-samples": {task: {"original": len(run.samples), "effective": len(run.samples)}},
+        "config": {
+            "model": "vlmfast",
+            "model_args": f"pretrained={meta['model']},recipe={meta['recipe']}",
+            "model_revision": meta.get("model_revision"),
+            "batch_size": meta.get("batch_size"),
+            "device": meta.get("device"),
+            "random_seed": meta["seed"],
+        },
+        "date": meta.get("date"),
+    }
 
 
 def kept(run: Results) -> float | None:
@@ -201,7 +299,7 @@ def controls_at_cost(row: Row, rows: list[Row]) -> dict[str, Row]:
     if shrinks(row):
         words, cost = CACHE_BASELINES, "held"
     elif reduces(row):
-        words, cost = ("random",), "kept"
+        words, cost = ("random",) if baseline(row.run) else CONTROLS, "kept"
     else:
         return {}
 
@@ -258,19 +356,27 @@ def _type(sample: dict) -> str:
 
 def _scores(run: Results, *, captions: bool = False) -> list[tuple[str, str, float]]:
     return [
-        (s["picture"], _type(s), s["score"])
-        for s in run.samples.values()
-        if _is_caption(s) == captions
+        (s["picture"], _type(s), s["score"]) for s in _scored(run) if _is_caption(s) == captions
     ]
+
+
+def _scored(run: Results) -> Iterator[dict]:
+    """Without those whose score nobody here knows."""
+    return (s for s in run.samples.values() if s["score"] is not None)
 
 
 def _agreement(run: Results, full: Results) -> list[tuple[str, str, float]]:
     rows = []
     for doc, s in run.samples.items():
         if doc in full.samples and not _is_caption(s):
-            alike = "error" not in s and s["filtered_resps"] == full.samples[doc]["filtered_resps"]
+            alike = "error" not in s and _said(s) == _said(full.samples[doc])
             rows.append((s["picture"], _type(s), float(alike)))
     return rows
+
+
+def _said(sample: dict) -> list:
+    """What was read from an answer; the answer itself where that is nothing, or a guess."""
+    return sample["filtered_resps" if sample.get("answered", True) else "resps"]
 
 
 def _mean_share(rows: list[tuple[str, str, float]]) -> Interval | None:

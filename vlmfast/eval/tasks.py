@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import importlib
+import inspect
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ..errors import VLMFastError
 from ..stages import nearest
 
+if TYPE_CHECKING:
+    from PIL import Image
+
 # Task -> (module, class); a module is imported when its task is asked for.
-_TASKS = {"shapes": ("shapes", "Shapes")}
+_TASKS = {
+    "shapes": ("shapes", "Shapes"),
+    "mmmu": ("mmmu", "MMMU"),
+    "video-mme": ("video_mme", "VideoMME"),
+    "pope": ("pope", "POPE"),
+}
+HIDDEN = "?"  # the target where nobody but the authors knows it
+_GREY = (128, 128, 128)
 
 
 @dataclass(frozen=True)
@@ -30,7 +42,11 @@ class Doc:
     kind : {"question", "caption"}
         Captions have a score of their own and stay out of the accuracy.
     seed : int
-        What the task needs to draw it again.
+        What the task needs to draw it again: a seed, or the number of its row.
+    groups : tuple of (str, str)
+        What else it belongs to, such as ``("subject", "Art")``; each group has an accuracy.
+    options : tuple of str
+        Of a multiple-choice question.
     """
 
     doc_id: str
@@ -41,6 +57,8 @@ class Doc:
     target: str
     kind: str
     seed: int
+    groups: tuple[tuple[str, str], ...] = ()
+    options: tuple[str, ...] = ()
 
 
 class Task(Protocol):
@@ -54,37 +72,93 @@ class Task(Protocol):
         Variants in which the answer cannot be seen.
     generation : dict
         Arguments of ``generate`` for each kind of question.
+    options : dict
+        What else must be the same for scores to compare.
     """
 
     name: str
     version: str
     controls: tuple[str, ...]
     generation: dict[str, dict[str, Any]]
+    options: dict[str, Any]
 
-    def docs(self, limit: int, seed: int) -> list[Doc]:
+    def docs(self, limit: int | None, seed: int) -> list[Doc]:
         """``limit`` questions of each type; a larger limit adds to those of a smaller one."""
 
     def media(self, doc: Doc, control: str | None) -> dict[str, Any]:
-        """Keyword arguments of ``VLM.ask`` that carry the picture or the clip."""
+        """Keyword arguments of ``VLM.ask`` that carry the picture or the clip.
 
-    def filter(self, doc: Doc, text: str) -> str:
-        """The part of an answer that is scored."""
+        Also the ``question``, where it is not the doc's own.
+        """
 
-    def score(self, doc: Doc, answer: str) -> float:
-        """Score of a filtered answer, 0 to 1."""
+    def judge(self, doc: Doc, text: str) -> dict[str, Any]:
+        """What a sample says of an answer.
+
+        ``filtered_resps``, the part that is scored, and its ``score``, 0 to 1, or None where nobody
+        knows; of others than shapes also ``answered``, whether there was anything to score.
+        """
 
 
-def find_task(name: str) -> Task:
-    """The task called ``name``.
+def find_task(name: str, **options: Any) -> Task:
+    """The task called ``name``, with its own options.
 
     Raises
     ------
     VLMFastError
-        Lists the tasks there are.
+        Lists the tasks, or the options, there are.
     """
     if name not in _TASKS:
         raise VLMFastError(
             f"unknown task {name!r}{nearest(name, list(_TASKS))}; tasks: {', '.join(_TASKS)}"
         )
     module, attribute = _TASKS[name]
-    return getattr(importlib.import_module(f".{module}", __package__), attribute)()
+    task = getattr(importlib.import_module(f".{module}", __package__), attribute)
+    known = [key for key in inspect.signature(task).parameters if not key.startswith("_")]
+    for option in options:
+        if option not in known:
+            raise VLMFastError(
+                f"task {name} has no option {option}; "
+                + (f"it has {', '.join(known)}" if known else "it has none")
+            )
+    return task(**options)
+
+
+def metrics(meta: dict[str, Any], samples: Iterable[dict[str, Any]]) -> dict[str, float]:
+    """A task's own metrics, by their names in lmms-eval; empty for tasks that have none.
+
+    Samples whose score nobody knows are left out.
+    """
+    family = next((t for t in ("mmmu", "video-mme", "pope") if meta["task"].startswith(t)), None)
+    scored = [s for s in samples if s["score"] is not None]
+    if family is None or not scored:
+        return {}
+    module = importlib.import_module(f".scorers.{family.replace('-', '_')}", __package__)
+    return module.metrics(scored, meta["options"]["mode"])
+
+
+def check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
+    """Refuse what is not among the choices."""
+    if value not in choices:
+        raise VLMFastError(f"{name} is {value!r}; it must be one of {', '.join(map(str, choices))}")
+
+
+def first_of_each(docs: list[Doc], limit: int | None, group: Callable[[Doc], str]) -> list[Doc]:
+    """The first ``limit`` of each group, in the order they come in; all without a limit."""
+    if limit is None:
+        return docs
+    if limit < 1:
+        raise VLMFastError(f"limit is {limit}; it must be at least 1 question per type")
+    taken: dict[str, int] = {}
+    chosen = []
+    for doc in docs:
+        taken[group(doc)] = taken.get(group(doc), 0) + 1
+        if taken[group(doc)] <= limit:
+            chosen.append(doc)
+    return chosen
+
+
+def grey(frame: Image.Image) -> Image.Image:
+    """As large a picture of nothing."""
+    from PIL import Image
+
+    return Image.new("RGB", frame.size, _GREY)

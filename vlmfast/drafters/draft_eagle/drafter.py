@@ -83,8 +83,8 @@ class EagleDrafter:
         """See what the target made of a tree."""
         if self._waiting is not None:
             self._give(done.tree.tokens[0])
-        path = torch.tensor(done.path, device=done.logits.device)
-        features = self._features(done).index_select(0, path)
+        features, path = self._features(done), done.path
+        features = features.index_select(0, torch.tensor(path, device=features.device))
         at = self.next + torch.arange(len(path), device=features.device)
         if len(path) > 1:
             tokens = torch.tensor(done.emitted[: len(path) - 1], device=features.device)

@@ -1,0 +1,164 @@
+"""Data sets of a few questions in the schemas of the real ones, drawn by the project."""
+
+from __future__ import annotations
+
+import io
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import av
+from PIL import Image
+
+from vlmfast.models.tiny.scenes import EVAL_SEED_START, image_example, video_example
+
+PICTURES = [f"image_{i}" for i in range(1, 8)]
+
+
+@cache
+def drawn(number: int) -> Image.Image:
+    return image_example(EVAL_SEED_START + number).image
+
+
+def stored(image: Image.Image) -> dict[str, Any]:
+    """A picture as the hub's parquet files hold it."""
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return {"bytes": file.getvalue(), "path": None}
+
+
+def question(
+    name: str, text: str, options: Any, answer: Any, pictures: int = 1, **more: Any
+) -> dict:
+    """A row of MMMU; its k-th picture is drawn with number ``10 k``."""
+    row = {
+        "id": name,
+        "question": text,
+        "options": options if isinstance(options, str) else repr(options),
+        "explanation": "",
+        **dict.fromkeys(PICTURES),
+        "img_type": "['Tables']",
+        "answer": answer,
+        "topic_difficulty": "Easy",
+        "question_type": "multiple-choice",
+        "subfield": "Anything",
+    }
+    row |= {f"image_{i}": stored(drawn(10 * i)) for i in range(1, pictures + 1)}
+    return row | more
+
+
+OPEN = {"question_type": "open"}
+NINE = [f"thing {i}" for i in range(9)]
+MMMU = [
+    question("validation_Accounting_1", "<image 1> How many?", ["1", "2", "3", "4"], "B"),
+    question("validation_Accounting_2", "<image 1> Sum?", ["$1", "it's 2"], "A"),
+    question("validation_Art_1", "Which?", ["<image 2>", "<image 3>", "<image 1>"], "A", 3),
+    question("validation_Art_Theory_1", "<image 2> after <image 1>?", ["yes", "no"], "A", 2),
+    question("validation_Math_1", "<image 1> Count, see <image 1>.", "[]", "2", **OPEN),
+    question("validation_Math_2", "<image 1> Where?", [], "['left', 'on the left']", **OPEN),
+    question("validation_Physics_1", "<image 1> Which thing?", NINE, "I"),
+    question("validation_Physics_2", "<image 1> Any?", ["a", "b", "c"], "['B', 'C']"),
+    question("validation_Music_1", "<image 1> What?", "", "circle", question_type="short-answer"),
+]
+
+
+def write_rows(file: Path, rows: list[dict], pictures: list[str] = PICTURES) -> Path:
+    """A parquet file as ``datasets`` writes it, with the types of its columns."""
+    from datasets import Dataset, Features
+    from datasets import Image as Picture
+
+    file.parent.mkdir(parents=True, exist_ok=True)
+    table = Dataset.from_list(rows)
+    types = Features({**table.features, **{key: Picture() for key in pictures}})
+    table.cast(types).to_parquet(str(file))
+    return file
+
+
+def write_plain(file: Path, rows: list[dict]) -> Path:
+    """A parquet file of anybody else."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    file.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.Table.from_pylist(rows), file)
+    return file
+
+
+# --- Video-MME -----------------------------------------------------------------------------------
+
+VIDEOS = {"aaaaaaaaaa1": "short", "bbbbbbbbbb2": "medium", "cccccccccc3": "long"}
+OPTIONS = ["A. Apples.", "B. Candles.", "C. Berries.", "D. The three kinds are of the same number."]
+
+
+def video_question(video: str, number: int, **more: Any) -> dict:
+    place = list(VIDEOS).index(video) + 1
+    return {
+        "video_id": f"{place:03d}",
+        "duration": VIDEOS[video],
+        "domain": "Knowledge" if number % 2 else "Multilingual",
+        "sub_category": "Humanity & History" if number % 2 else "Multilingual",
+        "url": f"https://example.org/{video}",
+        "videoID": video,
+        "question_id": f"{place:03d}-{number}",
+        "task_type": ("Counting Problem", "OCR Problems", "Action Reasoning")[number - 1],
+        "question": f"Which is it, number {number}?",
+        "options": OPTIONS,
+        "answer": "CAD"[number - 1],
+        **more,
+    }
+
+
+VIDEO_MME = [video_question(video, number) for video in VIDEOS for number in (1, 2, 3)]
+
+WHITE = '<font color="white" size=".72c">{}</font>'
+SUBTITLES = "\n\n".join(
+    [
+        f"1\n00:00:00,000 --> 00:00:00,400\n{WHITE.format('first words')}",
+        f"2\n00:00:00,400 --> 00:00:00,500\n{WHITE.format('never on screen')}",
+        "3\n00:00:01,000 --> 00:00:01,400\nwithout a font",
+        f"4\n00:00:01,400 --> 00:00:02,000\n{WHITE.format('last words')}\nin two lines",
+        "",
+    ]
+)
+
+
+def write_video(file: Path, number: int) -> Path:
+    """Two seconds: four drawn frames at two a second."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with av.open(str(file), "w") as container:
+        stream = container.add_stream("libx264", rate=2)
+        frames = video_example(EVAL_SEED_START + number).frames
+        stream.width, stream.height = frames[0].size
+        stream.pix_fmt = "yuv420p"
+        for frame in frames:
+            container.mux(stream.encode(av.VideoFrame.from_image(frame)))
+        container.mux(stream.encode())
+    return file
+
+
+def write_video_mme(folder: Path, missing: tuple[str, ...] = ()) -> Path:
+    """As its hub repository is laid out once the archives are unpacked."""
+    write_rows(folder / "videomme" / "test-00000-of-00001.parquet", VIDEO_MME, [])
+    for number, name in enumerate(VIDEOS):
+        if name not in missing:
+            write_video(folder / "data" / f"{name}.mp4", number)
+    (folder / "subtitle").mkdir()
+    (folder / "subtitle" / f"{next(iter(VIDEOS))}.srt").write_text(SUBTITLES, encoding="utf-8")
+    return folder
+
+
+# --- POPE ----------------------------------------------------------------------------------------
+
+POPE = [
+    {
+        "id": str(number),
+        "question_id": str(number % 4 + 1),
+        "question": f"Is there a {thing} in the image?",
+        "answer": ("yes", "no")[number % 2],
+        "image_source": f"drawn_{number % 2}",
+        "image": stored(drawn(number % 2)),
+        "category": category,
+    }
+    for category in ("adversarial", "popular", "random")
+    for number, thing in enumerate(("circle", "dog", "square", "car"))
+]

@@ -1,0 +1,623 @@
+"""Tasks from outside: what is asked, what is shown, and data that is not as it should be."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from eval_data import (
+    MMMU,
+    NINE,
+    OPTIONS,
+    POPE,
+    SUBTITLES,
+    VIDEO_MME,
+    VIDEOS,
+    drawn,
+    question,
+    stored,
+    video_question,
+    write_plain,
+    write_rows,
+    write_video_mme,
+)
+from eval_fakes import FakeVLM
+from vlmfast.errors import MediaError, VLMFastError
+from vlmfast.eval import mmmu, video_mme
+from vlmfast.eval.commands import add_eval, run_eval
+from vlmfast.eval.data import read_subtitles, spoken
+from vlmfast.eval.report import write_report
+from vlmfast.eval.results import read
+from vlmfast.eval.runner import evaluate
+from vlmfast.eval.summary import summarise
+from vlmfast.eval.tasks import find_task
+from vlmfast.media import VideoInfo
+
+
+@pytest.fixture(scope="module")
+def college(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("mmmu")
+    write_rows(folder / "All" / "validation-00000-of-00001.parquet", MMMU)
+    hidden = [row | {"id": row["id"].replace("validation", "test"), "answer": "?"} for row in MMMU]
+    write_rows(folder / "All" / "test-00000-of-00001.parquet", hidden)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def films(tmp_path_factory) -> Path:
+    return write_video_mme(tmp_path_factory.mktemp("video-mme"))
+
+
+@pytest.fixture(scope="module")
+def objects(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("pope")
+    return write_rows(folder / "test-00000-of-00003.parquet", POPE, ["image"])
+
+
+def rows_file(tmp_path: Path, *rows: dict) -> Path:
+    return write_plain(tmp_path / "validation.parquet", list(rows))
+
+
+def run(*words: object) -> int:
+    from argparse import ArgumentParser
+
+    parser = ArgumentParser()
+    add_eval(parser)
+    return run_eval(parser.parse_args([str(word) for word in words]))
+
+
+# --- prompts -------------------------------------------------------------------------------------
+
+DIRECTLY = "Answer with the option's letter from the given choices directly."
+
+
+@pytest.mark.parametrize(
+    ("mode", "choice", "open_"),
+    [
+        (
+            "official",
+            f"Q <image 1>?\n(A) it's\n(B) 2\n\n{DIRECTLY}",
+            "Q <image 1>?\nAnswer the question using a single word or phrase.",
+        ),
+        (
+            "lmms-eval",
+            f"Q <image 1>?\nA. it's\nB. 2\n\n{DIRECTLY}",
+            "Q <image 1>?\n\nAnswer the question using a single word or phrase.",
+        ),
+        (
+            "vlmevalkit",
+            "Question: Q <image 1>?\nOptions:\nA. it's\nB. 2\n"
+            "Please select the correct answer from the options above. \n",
+            "Question: Q <image 1>?\n",
+        ),
+    ],
+)
+def test_prompts_of_mmmu(mode, choice, open_):
+    options = ("it's", "2")
+    assert mmmu.prompt("Q <image 1>?", options, "multiple-choice", mode) == choice
+    assert mmmu.prompt("Q <image 1>?", (), "open", mode) == open_
+
+
+BOTH = "Which is it?\nA. x\nB. y"
+ONLY = "Respond with only the letter (A, B, C, or D) of the correct option."
+SELECT = "Select the best answer to the following multiple-choice question based on the video"
+LISTED = "This video's subtitles are listed below:"
+
+
+@pytest.mark.parametrize(
+    ("mode", "subtitles", "said", "text"),
+    [
+        ("official", False, None, f"{SELECT}. {ONLY}\n{BOTH}\nThe best answer is:"),
+        (
+            "official", True, "one\ntwo",
+            f"{LISTED}\none\ntwo\n{SELECT} and the subtitles. {ONLY}\n{BOTH}\nThe best answer is:",
+        ),
+        ("official", True, None, f"{SELECT}. {ONLY}\n{BOTH}\nThe best answer is:"),
+        ("lmms-eval", False, None, f"{SELECT} and the subtitles. {ONLY}\n{BOTH}\n\n{DIRECTLY}"),
+        (
+            "lmms-eval", True, "one",
+            f"{LISTED} \none\n{SELECT} and the subtitles. {ONLY}\n{BOTH}\nThe best answer is:",
+        ),
+        (
+            "lmms-eval", True, None,
+            f"{LISTED} \nNo subtitles available\n{SELECT} and the subtitles. {ONLY}\n{BOTH}\n"
+            "The best answer is:",
+        ),
+        (
+            "vlmevalkit", False, None,
+            f"\nThese are the frames of a video. {SELECT}. {ONLY}\nQuestion: {BOTH}\nAnswer: ",
+        ),
+        (
+            "vlmevalkit", True, "one",
+            f"\nThese are the frames of a video. {LISTED}\none\n{SELECT}. {ONLY}\n"
+            f"Question: {BOTH}\nAnswer: ",
+        ),
+    ],
+)  # fmt: skip
+def test_prompts_of_video_mme(mode, subtitles, said, text):
+    assert video_mme.prompt("Which is it?", ("A. x", "B. y"), mode, subtitles, said) == text
+
+
+@pytest.mark.parametrize(
+    ("mode", "behind"),
+    [
+        ("official", ""),
+        ("lmms-eval", "\nAnswer the question using a single word or phrase."),
+        ("vlmevalkit", " Please answer yes or no."),
+    ],
+)
+def test_prompts_of_pope(objects, mode, behind):
+    doc = find_task("pope", data=objects, mode=mode).docs(1, 0)[0]
+    assert doc.question == "Is there a circle in the image?" + behind
+
+
+# --- mmmu ----------------------------------------------------------------------------------------
+
+
+def test_docs_of_mmmu(college):
+    task = find_task("mmmu", data=college)
+    docs = {doc.doc_id: doc for doc in task.docs(None, 0)}
+    assert list(docs) == [row["id"] for row in MMMU]
+    art = dict(docs["validation_Art_Theory_1"].groups)
+    assert (art["discipline"], art["subject"]) == ("Art and Design", "Art_Theory")
+    assert docs["validation_Music_1"].options == ()
+    assert dict(docs["validation_Music_1"].groups)["question_type"] == "open"
+    assert docs["validation_Accounting_2"].options == ("$1", "it's 2")
+    assert docs["validation_Physics_1"].options == tuple(NINE)
+    assert "(I) thing 8\n" in docs["validation_Physics_1"].question
+    assert docs["validation_Math_2"].target == "['left', 'on the left']"
+    # The first of each subject; more of them add to these.
+    assert [doc.doc_id for doc in task.docs(1, 0)] == [i for i in docs if i.endswith("_1")]
+    assert find_task("mmmu", data=college, split="test").docs(None, 0)[0].target == "?"
+
+
+def shown(task, docs, name: str) -> list:
+    return task.media(docs[name])["images"]
+
+
+@pytest.mark.parametrize("write", [write_rows, write_plain])
+@pytest.mark.parametrize("room", [None, 0])
+def test_pictures_come_by_number(tmp_path, write, room):
+    """From memory, and from the file where there is no room for them."""
+    task = find_task("mmmu", data=write(tmp_path / "x.parquet", MMMU))
+    task._rows._room = task._rows._room if room is None else room
+    docs = {doc.doc_id: doc for doc in task.docs(None, 0)}
+    for name, numbers in {
+        "validation_Art_1": (1, 2, 3),  # in the options only
+        "validation_Art_Theory_1": (1, 2),  # the second is named first
+        "validation_Math_1": (1,),  # named twice, shown once
+        "validation_Accounting_1": (1,),  # an earlier row again
+    }.items():
+        pictures = shown(task, docs, name)
+        for picture, number in zip(pictures, numbers, strict=True):
+            assert np.array_equal(picture, drawn(10 * number)), name
+    assert len(task._rows._kept) == (0 if room == 0 else len(MMMU))
+    blank = task.media(docs["validation_Art_1"], "question-only")["images"]
+    assert [p.getextrema() for p in blank] == [((128, 128),) * 3] * 3
+
+
+def test_judging_mmmu(college):
+    task = find_task("mmmu", data=college)
+    docs = {doc.doc_id: doc for doc in task.docs(None, 0)}
+
+    def judged(name, text):
+        found = task.judge(docs[f"validation_{name}"], text)
+        return found["score"], found["answered"]
+
+    assert judged("Accounting_1", "B") == (1.0, True)
+    assert judged("Physics_1", "(I)") == (1.0, True)
+    assert judged("Physics_2", "C") == (1.0, True)
+    assert judged("Math_2", "It is on the left.") == (1.0, True)
+    assert judged("Music_1", "a circle") == (1.0, True)
+    assert judged("Accounting_1", "")[1] is False
+    assert judged("Music_1", "") == (0.0, False)
+    empty = [task.judge(doc, "") for doc in docs.values() if doc.options]
+    assert empty == [task.judge(doc, "") for doc in docs.values() if doc.options]
+    assert json.dumps(task.judge(docs["validation_Math_1"], "inf, nan, 1e999"), allow_nan=False)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (question("validation_Art_1", "?", "['a', 'b'", "A"), r"_Art_1: options are no list: \"\["),
+        (question("validation_Art_1", "?", "{'a': 1}", "A"), "options are no list"),
+        (question("validation_Art_1", "?", "'a'", "A"), "options are no list"),
+        (question("validation_Art_1", "?", "print(1)", "A"), "options are no list"),
+        (question("validation_Art_1", "?", "[]", "A"), "multiple-choice question without options"),
+        (question("validation_Art_1", "?", [str(i) for i in range(27)], "A"), "has 27 options"),
+        (question("1", "?", ["a"], "A"), "id '1' is not of the form"),
+        (question("validation_Art_1", "?", ["a"], "A", question_type="essay"), "question_type is"),
+    ],
+)
+def test_rows_of_mmmu_that_cannot_be_asked(tmp_path, row, message):
+    with pytest.raises(VLMFastError, match=message):
+        find_task("mmmu", data=rows_file(tmp_path, row)).docs(None, 0)
+
+
+def test_an_answer_that_is_a_list(tmp_path):
+    rows = [question(f"validation_Art_{i}", "?", ["a", "b"], ["B", "A"]) for i in (1, 2)]
+    task = find_task("mmmu", data=rows_file(tmp_path, *rows))
+    doc, _ = task.docs(None, 0)
+    assert doc.target == "['B', 'A']"
+    assert task.judge(doc, "A")["score"] == 1.0
+
+
+def test_options_that_are_a_list_already(tmp_path):
+    row = question("validation_Art_1", "?", "", "B") | {"options": ["a", "b"]}
+    assert find_task("mmmu", data=rows_file(tmp_path, row)).docs(None, 0)[0].options == ("a", "b")
+
+
+def test_ids_that_are_there_twice(tmp_path):
+    row = question("validation_Art_1", "?", ["a"], "A")
+    with pytest.raises(VLMFastError, match="has the id 'validation_Art_1' twice"):
+        find_task("mmmu", data=rows_file(tmp_path, row, row)).docs(None, 0)
+
+
+def test_a_damaged_or_missing_picture_fails_its_sample_only(tmp_path):
+    rows = [question(f"validation_Art_{i}", "<image 1>?", ["a", "b"], "A") for i in (1, 2, 3)]
+    rows[0]["image_1"] = {"bytes": rows[0]["image_1"]["bytes"][:300], "path": None}
+    rows[1]["question"] = "<image 2>?"
+    file = write_rows(tmp_path / "validation.parquet", rows)
+    run = evaluate(FakeVLM(), find_task("mmmu", data=file), out=tmp_path / "o", batch_size=2)
+    errors = [s.get("error") for s in run.samples.values()]
+    assert "validation_Art_1" in errors[0]
+    assert errors[1] == "validation_Art_2: image_2 is empty"
+    assert errors[2] is None
+
+
+# --- where data comes from -----------------------------------------------------------------------
+
+
+def test_wrong_columns(tmp_path):
+    rows = [{key: value for key, value in MMMU[0].items() if key not in ("options", "answer")}]
+    for write in (write_rows, write_plain):
+        with pytest.raises(VLMFastError, match="no column 'options', 'answer'; it has id, ques"):
+            find_task("mmmu", data=write(tmp_path / "x.parquet", rows)).docs(None, 0)
+
+
+def test_data_that_cannot_be_read(tmp_path):
+    (tmp_path / "validation.parquet").write_bytes(b"PAR1 and nothing else")
+    with pytest.raises(VLMFastError, match=r"cannot read .*parquet") as error:
+        find_task("mmmu", data=tmp_path / "validation.parquet").docs(None, 0)
+    assert "\n" not in str(error.value)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(VLMFastError, match=r"no parquet file of split 'validation'.* there are no"):
+        find_task("mmmu", data=empty).docs(None, 0)
+    with pytest.raises(VLMFastError, match=r"no parquet file of split 'dev'.*there is validation"):
+        find_task("mmmu", data=tmp_path, split="dev").docs(None, 0)
+
+
+def test_the_hub_is_read_through_datasets(monkeypatch):
+    import datasets
+
+    asked = []
+
+    def load_dataset(path, split, streaming, name=None):
+        asked.append((path, name, split, streaming))
+        rows = [row for row in MMMU if name is None or f"_{name}_" in row["id"]]
+        return datasets.IterableDataset.from_generator(lambda: iter(rows))
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    subjects = ["Accounting", "Art", "Math"]
+    monkeypatch.setattr(datasets, "get_dataset_config_names", lambda _: [*subjects, "Cooking"])
+    task = find_task("mmmu")
+    docs = {doc.doc_id: doc for doc in task.docs(None, 0)}
+    assert asked == [("MMMU/MMMU", name, "validation", True) for name in subjects]
+    assert [len(shown(task, docs, name)) for name in ("validation_Art_1", "validation_Math_2")] == [
+        3,
+        1,
+    ]
+    monkeypatch.setattr(datasets, "get_dataset_config_names", lambda _: ["default"])
+    assert len(find_task("mmmu", data="lmms-lab/MMMU").docs(None, 0)) == len(MMMU)
+    assert asked[-1] == ("lmms-lab/MMMU", None, "validation", True)
+
+    def gone(*args, **kwargs):
+        raise ConnectionError("the hub is not there\nand more")
+
+    monkeypatch.setattr(datasets, "load_dataset", gone)
+    with pytest.raises(VLMFastError, match=r"cannot read lmms-lab/POPE: the hub is not there$"):
+        find_task("pope").docs(None, 0)
+
+
+def test_without_datasets_the_error_is_clear(college, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "datasets", None)
+    with pytest.raises(VLMFastError, match=r"needs datasets.*pip install 'vlmfast\[eval\]'"):
+        find_task("mmmu", data=college).docs(None, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("mmmu", {"split": "train"}, "split is 'train'; it must be one of dev, validation, test"),
+        ("mmmu", {"mode": "mine"}, "mode 'mine' must be one of official, lmms-eval, vlmevalkit"),
+        ("mmmu", {"num_frames": 3}, "task mmmu has no option num_frames; it has data, split, mode"),
+        ("shapes", {"data": "x"}, "task shapes has no option data; it has none"),
+        ("video-mme", {}, "needs the folder of its videos: --videos DIR"),
+        ("video-mme", {"videos": "nowhere"}, "videos nowhere is not a folder"),
+        ("video-mme", {"videos": ".", "num_frames": 0}, "num_frames is 0"),
+        ("video_mme", {}, "unknown task 'video_mme'.*video-mme"),
+    ],
+)
+def test_options_of_tasks(name, options, message):
+    with pytest.raises(VLMFastError, match=message):
+        find_task(name, **options)
+
+
+def test_limits_and_seeds(objects):
+    task = find_task("pope", data=objects)
+    assert [doc.doc_id for doc in task.docs(1, 0)] == ["adversarial-1", "popular-1", "random-1"]
+    assert len(task.docs(None, 0)) == 12
+    with pytest.raises(VLMFastError, match="limit is 0"):
+        task.docs(0, 0)
+    with pytest.raises(VLMFastError, match="seed is 1"):
+        task.docs(None, 1)
+
+
+def test_pope(objects, tmp_path):
+    task = find_task("pope", data=objects)
+    docs = task.docs(None, 0)
+    assert {doc.picture for doc in docs} == {"drawn_0", "drawn_1"}
+    assert np.array_equal(task.media(docs[1])["images"], drawn(1))
+    assert task.judge(docs[1], "No, there is none.")["score"] == 1.0
+    rows = [POPE[0] | {"answer": "maybe"}]
+    with pytest.raises(VLMFastError, match="adversarial-1: answer is 'maybe'"):
+        find_task("pope", data=write_plain(tmp_path / "test.parquet", rows)).docs(None, 0)
+
+
+# --- video-mme -----------------------------------------------------------------------------------
+
+FIRST, SECOND, THIRD = VIDEOS
+INFO = VideoInfo(frames=4, fps=2.0, duration_s=2.0, width=8, height=8)
+
+
+def test_docs_of_video_mme(films):
+    task = find_task("video-mme", data=films)
+    docs = task.docs(None, 0)
+    assert len(docs) == 9
+    assert dict(docs[4].groups) == {
+        "duration": "medium",
+        "domain": "Multilingual",
+        "sub_category": "Multilingual",
+        "task_type": "OCR Problems",
+    }
+    assert [doc.picture for doc in task.docs(1, 0)] == list(VIDEOS)
+    assert docs[0].options == tuple(OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("mode", "number", "frames"),
+    [("official", 3, 3), ("official", 32, 4), ("lmms-eval", 2, 2), ("vlmevalkit", 3, 3)],
+)
+def test_frames(films, mode, number, frames):
+    task = find_task("video-mme", data=films, num_frames=number, mode=mode)
+    media = task.media(task.docs(None, 0)[0])
+    assert len(media["video"]) == media["num_frames"] == frames
+    assert task._frames(VideoInfo(100, 2.0, 50.0, 8, 8))[-1] == (75 if mode == "vlmevalkit" else 99)
+    assert task.media(task.docs(None, 0)[0], "question-only")["video"][0].getextrema()[0][0] == 128
+
+
+@pytest.mark.parametrize(
+    ("mode", "said"),
+    [
+        ("official", "first words\nwithout a font\nlast words in two lines"),
+        # Two frames a second: a span that ends within half a second has no frame.
+        ("lmms-eval", "never on screen\nlast words"),
+        # What has begun before a frame and ends behind it: no frame is at 0.0 s or 1.0 s inside.
+        ("vlmevalkit", "last words in two lines"),
+    ],
+)
+def test_what_is_said(tmp_path, mode, said):
+    file = tmp_path / "x.srt"
+    file.write_text(SUBTITLES, encoding="utf-8")
+    assert spoken(read_subtitles(file), [0, 2, 3], INFO, mode) == said
+
+
+def test_lines_come_in_the_order_of_a_set(tmp_path):
+    """Of Python's, for lmms-eval; in order for the others."""
+    many = [(i / 2, i / 2 + 0.5, f'<font color="white" size=".72c">{i}</font>') for i in range(40)]
+    frames, info = [33, 1, 8], VideoInfo(40, 2.0, 20.0, 8, 8)
+    assert spoken(many, frames, info, "official") == "1\n8\n33"
+    assert spoken(many, frames, info, "lmms-eval") == "\n".join(map(str, list({33, 1, 8})))
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
+def test_subtitles_in_encodings_that_say_so(tmp_path, encoding):
+    file = tmp_path / "x.srt"
+    file.write_bytes("1\r\n00:00:01,000 --> 00:00:02,500\r\nÄh, 你好\r\n\r\n".encode(encoding))
+    assert read_subtitles(file) == [(1.0, 2.5, "Äh, 你好")]
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ("1\n00:00:01,000 --> 00:00:02,500\nÄh\n".encode("latin-1"), "x.srt are not UTF-8"),
+        ("1\n00:00:01,000 --> 00:00:02,500\n你好\n".encode("gb18030"), "x.srt are not UTF-8"),
+        (b"1\nnow --> 00:00:02,500\nWell\n", "'now' is not a time"),
+    ],
+)
+def test_subtitles_that_cannot_be_read(tmp_path, data, message):
+    (tmp_path / "x.srt").write_bytes(data)
+    with pytest.raises(MediaError, match=message):
+        read_subtitles(tmp_path / "x.srt")
+
+
+def test_empty_subtitles(tmp_path):
+    (tmp_path / "x.srt").touch()
+    assert read_subtitles(tmp_path / "x.srt") == []
+    assert spoken([], [0], INFO, "official") == ""
+
+
+def test_subtitles_in_prompts(tmp_path):
+    folder = write_video_mme(tmp_path)
+    (folder / "subtitle" / f"{SECOND}.srt").touch()
+    latin = "1\n0:0:1,0 --> 0:0:2,0\nÄ".encode("latin-1")
+    (folder / "subtitle" / f"{THIRD}.srt").write_bytes(latin)
+    task = find_task("video-mme", data=folder, subtitles=True)
+    first, _, _, second, _, _, third, *_ = task.docs(None, 0)
+    text = "This video's subtitles are listed below:\nfirst words\nwithout a font\nlast words"
+    assert task.media(first)["question"].startswith(text)
+    assert "subtitles" not in task.media(second)["question"]
+    with pytest.raises(MediaError, match="not UTF-8"):
+        task.media(third)
+
+
+def test_missing_videos_are_named_and_counted(tmp_path, capsys):
+    folder = write_video_mme(tmp_path / "data", missing=(SECOND,))
+    task = find_task("video-mme", data=folder, num_frames=2)
+    capsys.readouterr()
+    run = evaluate(FakeVLM(), task, out=tmp_path / "o")
+    assert capsys.readouterr().err == f"1 of 3 videos are not in {folder}: {SECOND}\n"
+    errors = {s["doc_id"]: s["error"] for s in run.samples.values() if "error" in s}
+    assert list(errors) == ["002-1", "002-2", "002-3"]
+    assert errors["002-1"] == f"video {SECOND} of 002-1 is not in {folder}"
+    text, _ = write_report(tmp_path / "o", tmp_path / "o")
+    assert "3 samples of `none` failed and count as wrong" in text
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"options": OPTIONS[:3]}, "001-1: options must be a list of four texts"),
+        ({"options": "['A', 'B', 'C', 'D']"}, "001-1: options must be a list of four texts"),
+        ({"answer": "E"}, "001-1: answer is 'E'"),
+    ],
+)
+def test_rows_of_video_mme_that_cannot_be_asked(tmp_path, change, message):
+    file = write_plain(tmp_path / "test.parquet", [video_question(FIRST, 1, **change)])
+    with pytest.raises(VLMFastError, match=message):
+        find_task("video-mme", data=file).docs(None, 0)
+
+
+def test_videos_beside_a_file_and_elsewhere(films, tmp_path):
+    file = write_plain(tmp_path / "test.parquet", VIDEO_MME[:1])
+    task = find_task("video-mme", data=file, videos=films)
+    assert len(task.media(task.docs(None, 0)[0])["video"]) == 4
+    (tmp_path / f"{FIRST}.mp4").write_bytes((films / "data" / f"{FIRST}.mp4").read_bytes())
+    task = find_task("video-mme", data=file)
+    assert len(task.media(task.docs(None, 0)[0])["video"]) == 4
+
+
+# --- from end to end -----------------------------------------------------------------------------
+
+
+def samples(folder: Path) -> dict:
+    return read(folder).samples
+
+
+def test_mmmu_with_the_shipped_model(college, tmp_path, capsys):
+    out, file = tmp_path / "o", tmp_path / "n.json"
+    words = ("--recipe", "random", "--recipe", "downsample", "--recipe", "hired")
+    run("mmmu", "--data", college, "--out", out, "--json", file, *words, "--budget", "0.3")
+    found = samples(out / "mmmu" / "none")
+    assert len(found) == len(MMMU)
+    assert not any("error" in s for s in found.values())
+    art = found["validation_Art_1"]
+    assert art["visual_tokens_in"] == 3 * found["validation_Music_1"]["visual_tokens_in"]
+    assert art["groups"]["discipline"] == "Art and Design"
+    numbers = json.loads(file.read_text())["recipes"]["none"]
+    right = sum(s["score"] for s in found.values())
+    assert numbers["accuracy_image"] == pytest.approx(right / len(MMMU))
+    assert numbers["metrics"]["mmmu_acc"] == round(right / len(MMMU), 3)
+    assert numbers["groups"]["subject"]["Accounting"]["n"] == 2
+    assert "mmmu_acc_expected" in capsys.readouterr().out
+    theirs = json.loads((out / "mmmu" / "none" / "results.json").read_text())
+    assert theirs["results"]["mmmu_val"]["mmmu_acc,none"] == numbers["metrics"]["mmmu_acc"]
+    assert theirs["n-samples"]["mmmu_val"]["effective"] == len(MMMU)
+    assert theirs["results"]["mmmu_val"]["mmmu_acc_stderr_clt,none"] > 0
+    text, files = write_report(out, out)
+    assert "| Art and Design | 3 |" in text
+    assert (out / "mmmu.png") in files
+
+
+def test_hidden_answers_have_no_score(college, tmp_path):
+    task = find_task("mmmu", data=college, split="test")
+    run = evaluate(FakeVLM(), task, out=tmp_path)
+    assert {s["score"] for s in run.samples.values()} == {None}
+    answers = json.loads((run.path / "submission.json").read_text())
+    assert list(answers) == list(run.samples)
+    assert answers["test_Physics_1"] in "ABCDEFGHI"
+    raw = run.samples["test_Music_1"]["resps"][0][0]
+    assert answers["test_Music_1"] == raw
+    text, files = write_report(tmp_path, tmp_path)
+    assert "there are no scores" in text
+    assert [file.name for file in files] == ["report.md", "report.json"]  # nothing to draw
+
+
+@pytest.mark.parametrize("subtitles", [False, True])
+def test_video_mme_with_the_shipped_model(films, tmp_path, subtitles):
+    words = ["--subtitles"] if subtitles else []
+    run("video-mme", "--data", films, "--out", tmp_path, "--num-frames", 4, *words)
+    name = "video-mme-subtitles" if subtitles else "video-mme"
+    found = samples(tmp_path / name / "none")
+    assert len(found) == 9
+    assert not any("error" in s for s in found.values())
+    meta = json.loads((tmp_path / name / "none" / "meta.json").read_text())
+    assert meta["data"] == films.name
+    assert {"model_revision", "dtype", "device", "versions", "batch_size", "command"} <= set(meta)
+    assert meta["options"] == {"mode": "official", "num_frames": 4, "subtitles": subtitles}
+    theirs = json.loads((tmp_path / name / "none" / "results.json").read_text())["results"]
+    results = theirs["videomme_w_subtitle" if subtitles else "videomme"]
+    assert {"videomme_perception_score,none", "score_over_all,none"} <= set(results)
+    text, _ = write_report(tmp_path, tmp_path / "r")
+    for name in ("short", "medium", "long", "Multilingual", "OCR Problems"):
+        assert f"| {name} | 3 |" in text or name == "Multilingual", name
+
+
+def test_pope_with_the_shipped_model(objects, tmp_path):
+    run("pope", "--data", objects, "--out", tmp_path, "--mode", "vlmevalkit", "--batch-size", 4)
+    found = samples(tmp_path / "pope" / "none")
+    assert len(found) == 12
+    assert not any("error" in s for s in found.values())
+    assert len({s["prompt_hash"] for s in found.values()}) == 4  # questions and sizes of pictures
+    text, _ = write_report(tmp_path, tmp_path)
+    assert "pope_f1_score" in text
+    assert "| adversarial | 4 |" in text
+
+
+def test_modes_are_not_mixed(objects, tmp_path):
+    evaluate(FakeVLM(), find_task("pope", data=objects), out=tmp_path)
+    with pytest.raises(VLMFastError, match=r"options is .*official.* in the one and .*lmms-eval"):
+        evaluate(FakeVLM(), find_task("pope", data=objects, mode="lmms-eval"), out=tmp_path)
+
+
+def test_an_empty_output_is_an_answer_that_is_wrong(college, objects, tmp_path):
+    class Silent(FakeVLM):
+        def ask(self, *args, **kwargs):
+            answer = super().ask(*args, **kwargs)
+            answer.text = ""
+            return answer
+
+    first, again = (
+        evaluate(Silent(), find_task("mmmu", data=college), out=tmp_path / str(i)) for i in (1, 2)
+    )
+    assert first.samples == again.samples
+    assert not any(s["answered"] for s in first.samples.values())
+    theirs = json.loads((first.path / "results.json").read_text())["results"]["mmmu_val"]
+    assert theirs["fallbacks,none"] == sum("choices" in s for s in first.samples.values()) == 6
+    pope = evaluate(Silent(), find_task("pope", data=objects), out=tmp_path / "p")
+    assert {s["filtered_resps"][0] for s in pope.samples.values()} == {"yes"}
+
+
+def test_two_guesses_are_no_agreement(college, tmp_path):
+    class Mumbling(FakeVLM):
+        """Says nothing that can be read, and another thing under each recipe."""
+
+        def ask(self, *args, recipe=None, **kwargs):
+            answer = super().ask(*args, recipe=recipe, **kwargs)
+            answer.text = f"hm {recipe}"
+            return answer
+
+    task = find_task("mmmu", data=college)
+    full, other = (evaluate(Mumbling(), task, r, tmp_path) for r in (None, "random"))
+    choice = [s for s in full.samples.values() if "choices" in s]
+    assert all(s["filtered_resps"] == other.samples[s["doc_id"]]["filtered_resps"] for s in choice)
+    assert summarise(other, full)["loyalty"] == 0.0
+    assert summarise(full, full)["loyalty"] == 1.0
+
+
+def test_stored_pictures_are_small():
+    assert len(stored(drawn(1))["bytes"]) < 60_000

@@ -1,0 +1,287 @@
+"""What tasks read: rows of data sets, videos by name, subtitles."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import MediaError, VLMFastError
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+    from ..media import VideoInfo
+
+_KEPT_BYTES = 1 << 29  # of pictures, as they are stored; all of MMMU's validation
+
+
+@dataclass
+class Rows:
+    """The rows of one split, streamed, with as many of its pictures in memory as there is room for.
+
+    Parameters
+    ----------
+    source : str or Path
+        A parquet file, a folder of them whose names begin with the split's, as a copy of a hub
+        repository has them, or a hub id.
+    split : str
+    needed : sequence of str
+        Columns without which the task cannot do.
+    pictures : sequence of str
+        Columns of pictures.
+    configs : sequence of str
+        Of the hub repository, one after another; those that it does not have are left out, and
+        without any of them its default is read.
+
+    Raises
+    ------
+    VLMFastError
+        When there is nothing to read, or it cannot be read, or a column is missing.
+    """
+
+    source: str | Path
+    split: str
+    needed: Sequence[str]
+    pictures: Sequence[str] = ()
+    configs: Sequence[str] = ()
+    _texts: list[dict[str, Any]] | None = field(default=None, repr=False)
+    _kept: dict[int, dict[str, Any]] = field(default_factory=dict, repr=False)
+    _room: int = field(default=_KEPT_BYTES, repr=False)
+    _ahead: Iterator[dict] | None = field(default=None, repr=False)
+    _next: int = field(default=0, repr=False)
+
+    def texts(self) -> list[dict[str, Any]]:
+        """All columns of all rows but the pictures; read once."""
+        if self._texts is None:
+            with self._readable():
+                self._texts = [self._split(n, row) for n, row in enumerate(self._stream())]
+        return self._texts
+
+    def row(self, number: int) -> dict[str, Any]:
+        """The pictures of one row; where they are not kept in memory, cheap where calls ascend."""
+        if number in self._kept:
+            return self._kept[number]
+        with self._readable():
+            if self._ahead is None or number < self._next:
+                self._ahead, self._next = self._stream(), 0
+            for row in self._ahead:
+                self._next += 1
+                if self._next > number:
+                    return row
+        raise VLMFastError(f"{self.source} has no row {number}; it has changed")
+
+    def _split(self, number: int, row: dict[str, Any]) -> dict[str, Any]:
+        """The texts of a row; its pictures are kept for later, as long as there is room.
+
+        Every recipe sees every picture again, and reading a stream anew may mean to fetch it anew.
+        """
+        pictures = {key: row[key] for key in self.pictures if row.get(key) is not None}
+        size = sum(
+            len((p.get("bytes") or b"") if isinstance(p, dict) else p.tobytes())
+            for p in pictures.values()
+        )
+        if pictures and size <= self._room:
+            self._room -= size
+            self._kept[number] = pictures
+        return {key: value for key, value in row.items() if key not in self.pictures}
+
+    def _stream(self) -> Iterator[dict[str, Any]]:
+        for part in self._parts():
+            columns = None if part.features is None else list(part.features)
+            if columns is not None:
+                self._check(columns)
+                part = self._undecoded(part)
+            for row in part:
+                if columns is None:
+                    self._check(columns := list(row))
+                yield row
+
+    def _check(self, columns: list[str]) -> None:
+        missing = [name for name in self.needed if name not in columns]
+        if missing:
+            raise VLMFastError(
+                f"{self.source} has no column {', '.join(map(repr, missing))}; "
+                f"it has {', '.join(columns)}"
+            )
+
+    def _undecoded(self, part: Any) -> Any:
+        """Bytes rather than pictures: a damaged one is then the matter of its own sample."""
+        from datasets import Image
+
+        for name in self.pictures:
+            if isinstance(part.features.get(name), Image):
+                part = part.cast_column(name, Image(decode=False))
+        return part
+
+    def _parts(self) -> list[Any]:
+        datasets = _datasets()
+        path = Path(self.source)
+        if path.exists():
+            files = [str(file) for file in _parquet_files(path, self.split)]
+            return [_load(datasets, "parquet", "train", data_files=files)]
+        there = datasets.get_dataset_config_names(str(self.source)) if self.configs else []
+        configs = [name for name in self.configs if name in there]
+        name = str(self.source)
+        return [_load(datasets, name, self.split, name=c) for c in configs or [None]]
+
+    def _readable(self) -> Any:
+        return _Readable(str(self.source))
+
+
+class _Readable:
+    """Turns what a library says of data that cannot be read into one clear error."""
+
+    def __init__(self, source: str) -> None:
+        self.source = source
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, _: Any) -> None:
+        if isinstance(error, Exception) and not isinstance(error, VLMFastError):
+            reason = str(error).strip().partition("\n")[0] or type(error).__name__
+            raise VLMFastError(f"cannot read {self.source}: {reason}") from error
+
+
+def _datasets() -> Any:
+    try:
+        import datasets
+    except ImportError as error:
+        raise VLMFastError(
+            "this task needs datasets, which is not installed: pip install 'vlmfast[eval]'"
+        ) from error
+    return datasets
+
+
+def _load(datasets: Any, path: str, split: str, **kwargs: Any) -> Any:
+    return datasets.load_dataset(path, split=split, streaming=True, **kwargs)
+
+
+def _parquet_files(path: Path, split: str) -> list[Path]:
+    if path.is_file():
+        return [path]
+    files = sorted(path.rglob("*.parquet"))
+    found = [file for file in files if re.match(rf"{re.escape(split)}\b", file.name)]
+    if not found:
+        there = ", ".join(str(file.relative_to(path)) for file in files[:5])
+        raise VLMFastError(
+            f"{path} has no parquet file of split {split!r} ({split}-*.parquet); "
+            f"there {'is ' + there if there else 'are no parquet files'}"
+        )
+    return found
+
+
+def check_ids(ids: Sequence[str], source: str | Path) -> None:
+    """Refuse a data set that has an id twice: its second sample would never be asked."""
+    seen: set[str] = set()
+    for one in ids:
+        if one in seen:
+            raise VLMFastError(f"{source} has the id {one!r} twice")
+        seen.add(one)
+
+
+def picture(row: dict[str, Any], name: str) -> Image.Image:
+    """The picture in a column, RGB.
+
+    Raises
+    ------
+    MediaError
+        When the column is empty or the picture damaged.
+    """
+    from ..media import load_image
+
+    value = row.get(name)
+    if isinstance(value, dict):  # as datasets and parquet files hold it
+        value = value.get("bytes") or value.get("path")
+    if value is None:
+        raise MediaError(f"{name} is empty")
+    return load_image(value)
+
+
+# --- videos --------------------------------------------------------------------------------------
+
+_FOLDERS = ("", "data", "video", "videos")
+_ENDINGS = (".mp4", ".MP4", ".mkv", ".webm")
+
+
+def find_video(folder: str | Path | None, name: str) -> Path | None:
+    """``<folder>/<name>.mp4``, or in one of its folders, or of another container."""
+    if folder is None:
+        return None
+    paths = (Path(folder, sub, name + ending) for sub in _FOLDERS for ending in _ENDINGS)
+    return next((path for path in paths if path.is_file()), None)
+
+
+# --- subtitles -----------------------------------------------------------------------------------
+
+# Start and end in seconds, and the text with its tags.
+Subtitle = tuple[float, float, str]
+_TIME = re.compile(r"(\d+):(\d+):(\d+)[,.](\d+)")
+_WHITE = re.compile(r'<font color="white" size=".72c">(.*?)</font>')
+
+
+def read_subtitles(path: Path) -> list[Subtitle]:
+    """The entries of an SRT file, each span of time once; none of an empty file.
+
+    Raises
+    ------
+    MediaError
+        When it is in another encoding than UTF-8, or UTF-16 with its mark, or has a time that is
+        none. Guessing at encodings would put nonsense into prompts.
+    """
+    try:
+        data = path.read_bytes()
+        marked = data[:2] in (b"\xff\xfe", b"\xfe\xff")
+        text = data.decode("utf-16" if marked else "utf-8-sig")
+    except OSError as error:
+        raise MediaError(f"cannot read {path.name}: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise MediaError(
+            f"subtitles {path.name} are not UTF-8 (byte {error.start}); convert them"
+        ) from error
+    found: dict[tuple[float, float], str] = {}
+    for block in text.replace("\r\n", "\n").split("\n\n"):
+        lines = block.split("\n")
+        if len(lines) >= 3 and block.strip():
+            start, _, end = lines[1].partition(" --> ")
+            found[_seconds(start, path), _seconds(end, path)] = " ".join(lines[2:])
+    return [(start, end, text) for (start, end), text in found.items()]
+
+
+def _seconds(text: str, path: Path) -> float:
+    match = _TIME.search(text)
+    if match is None:
+        raise MediaError(f"subtitles {path.name}: {text.strip()!r} is not a time")
+    hours, minutes, seconds, rest = map(int, match.groups())
+    return hours * 3600 + minutes * 60 + seconds + rest / 1000
+
+
+def spoken(subtitles: Sequence[Subtitle], frames: Sequence[int], info: VideoInfo, mode: str) -> str:
+    """The lines that are on screen at the chosen frames, as the code base ``mode`` puts them.
+
+    Each once and in order. lmms-eval rounds spans down to frames, has the lines in the order of a
+    Python set, and only those in its white font; vlmevalkit has one line for each frame.
+    """
+    times = [frame / info.fps for frame in frames]
+    if mode == "vlmevalkit":
+        shown = [
+            next((text for start, end, text in subtitles if start < time < end), "")
+            for time in times
+        ]
+        return "\n".join(text for text in map(_plain, shown) if text)
+    if mode == "lmms-eval":
+        spans = [(int(start * info.fps), int(end * info.fps)) for start, end, _ in subtitles]
+        seen = [i for f in frames for i, (start, end) in enumerate(spans) if start <= f < end]
+        white = (_WHITE.findall(subtitles[i][2]) for i in list(set(seen)))
+        return "\n".join(texts[0] for texts in white if texts)
+    heard = (
+        _plain(text) for start, end, text in subtitles if any(start <= time < end for time in times)
+    )
+    return "\n".join(filter(None, heard))
+
+
+def _plain(text: str) -> str:
+    return re.sub(r"<[^>]*>", "", text).strip()

@@ -1,0 +1,182 @@
+"""The task ``mmmu``: college questions with pictures (arXiv 2311.16502)."""
+
+from __future__ import annotations
+
+import ast
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+from ..errors import MediaError, VLMFastError
+from .data import Rows, check_ids, picture
+from .scorers import check_mode, drawn_by, letters
+from .scorers.mmmu import SUBJECTS, judge, subject_of
+from .tasks import HIDDEN, Doc, check_choice, first_of_each, grey
+
+SPLITS = ("dev", "validation", "test")
+_CHOICE, _OPEN = "multiple-choice", "open"
+_KINDS = {_CHOICE: _CHOICE, _OPEN: _OPEN, "short-answer": _OPEN}
+_PICTURES = tuple(f"image_{i}" for i in range(1, 8))
+_DIRECTLY = "Answer with the option's letter from the given choices directly."
+_BRIEFLY = "Answer the question using a single word or phrase."
+
+
+@dataclass
+class MMMU:
+    """Multiple-choice and open questions of 30 subjects in six disciplines.
+
+    Pictures come first, in the order of their numbers, and the text names them as it stands.
+
+    Parameters
+    ----------
+    data : str or Path
+        A parquet file, a folder of them, or a hub id.
+    split : {"validation", "dev", "test"}
+        The answers of ``test`` are hidden: its runs have no score, and a ``submission.json``.
+    mode : {"official", "lmms-eval", "vlmevalkit"}
+        Whose prompts, parser and score.
+    """
+
+    data: str | Path = "MMMU/MMMU"
+    split: str = "validation"
+    mode: str = "official"
+    _rows: Rows = field(init=False, repr=False)
+
+    version: ClassVar[str] = "1"
+    controls: ClassVar[tuple[str, ...]] = ("question-only",)
+    generation: ClassVar[dict[str, dict[str, Any]]] = {
+        "question": {"do_sample": False, "max_new_tokens": 128}
+    }
+
+    def __post_init__(self) -> None:
+        check_mode(self.mode)
+        check_choice("split", self.split, SPLITS)
+        needed = ("id", "question", "options", "answer", "question_type", "image_1")
+        self._rows = Rows(self.data, self.split, needed, _PICTURES, tuple(sorted(SUBJECTS)))
+
+    @property
+    def name(self) -> str:
+        return "mmmu" if self.split == "validation" else f"mmmu-{self.split}"
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"mode": self.mode, "split": self.split}
+
+    def docs(self, limit: int | None, seed: int) -> list[Doc]:
+        """All questions, or the first ``limit`` of each subject."""
+        check_choice("seed", seed, (0,))
+        docs = [self._doc(number, row) for number, row in enumerate(self._rows.texts())]
+        check_ids([doc.doc_id for doc in docs], self.data)
+        return first_of_each(docs, limit, lambda doc: dict(doc.groups)["subject"])
+
+    def _doc(self, number: int, row: dict[str, Any]) -> Doc:
+        doc_id, kind = row["id"], _KINDS.get(row["question_type"])
+        if kind is None:
+            raise VLMFastError(f"{doc_id}: question_type is {row['question_type']!r}")
+        options = read_options(doc_id, row["options"])
+        if kind == _CHOICE and not options:
+            raise VLMFastError(f"{doc_id} is a multiple-choice question without options")
+        subject, answer = subject_of(doc_id), row["answer"]
+        groups = {
+            "discipline": SUBJECTS.get(subject, "other"),
+            "subject": subject,
+            "question_type": kind,
+        }
+        if row.get("topic_difficulty"):
+            groups["topic_difficulty"] = row["topic_difficulty"]
+        return Doc(
+            doc_id,
+            "question",
+            "image",
+            doc_id,
+            prompt(row["question"], options, kind, self.mode),
+            answer if isinstance(answer, str) else repr(answer),
+            "question",
+            number,
+            tuple(groups.items()),
+            options if kind == _CHOICE else (),
+        )
+
+    def media(self, doc: Doc, control: str | None = None) -> dict[str, Any]:
+        """The pictures that the prompt names."""
+        row, names = self._rows.row(doc.seed), named_pictures(doc.question)
+        try:
+            pictures = [picture(row, name) for name in names]
+        except MediaError as error:
+            raise MediaError(f"{doc.doc_id}: {error}") from error
+        return {"images": [grey(p) for p in pictures] if control else pictures}
+
+    def judge(self, doc: Doc, text: str) -> dict[str, Any]:
+        """What was read from an answer, and its score; None where the target is hidden."""
+        kind = dict(doc.groups)["question_type"]
+        parsed, score = judge(
+            text, doc.options, doc.target, kind, self.mode, guess=drawn_by(doc.doc_id)
+        )
+        values = parsed.answer if isinstance(parsed.answer, list) else [parsed.answer]
+        found = {
+            # JSON has no number for "inf" and "nan".
+            "filtered_resps": [
+                v if isinstance(v, str) or math.isfinite(v) else str(v) for v in values
+            ],
+            "score": None if doc.target == HIDDEN else score,
+            "answered": parsed.found,
+        }
+        return found | ({"choices": len(doc.options)} if doc.options else {})
+
+    def submission(self, samples: Iterable[dict[str, Any]]) -> dict[str, str] | None:
+        """For the split whose answers are hidden, what the authors' server takes."""
+        return submission(samples) if self.split == "test" else None
+
+
+def read_options(doc_id: str, text: Any) -> tuple[str, ...]:
+    """The options of a question, which the data set has as the text of a Python list.
+
+    Raises
+    ------
+    VLMFastError
+        When it is no list, or has more options than there are letters.
+    """
+    value = text
+    if isinstance(text, str):
+        try:
+            value = ast.literal_eval(text) if text.strip() else []
+        except (ValueError, SyntaxError) as error:
+            raise VLMFastError(f"{doc_id}: options are no list: {text!r}") from error
+    if value is None:
+        return ()
+    if not isinstance(value, list | tuple):
+        raise VLMFastError(f"{doc_id}: options are no list: {text!r}")
+    if len(value) > 26:
+        raise VLMFastError(f"{doc_id} has {len(value)} options; there are 26 letters")
+    return tuple(str(option) for option in value)
+
+
+def prompt(question: str, options: tuple[str, ...], kind: str, mode: str) -> str:
+    """A question as the code base ``mode`` asks it."""
+    named = list(zip(letters(len(options)), options, strict=True)) if kind == _CHOICE else []
+    if mode == "vlmevalkit":
+        lines = "".join(f"{letter}. {text}\n" for letter, text in named)
+        ask = f"Options:\n{lines}Please select the correct answer from the options above. \n"
+        return f"Question: {question}\n" + (ask if named else "")
+    if mode == "lmms-eval":
+        lines = "\n".join(f"{letter}. {text}" for letter, text in named)
+        return f"{question}\n{lines}\n\n{_DIRECTLY}" if named else f"{question}\n\n{_BRIEFLY}"
+    lines = "".join(f"({letter}) {text}\n" for letter, text in named)
+    return f"{question}\n{lines}\n{_DIRECTLY}" if named else f"{question}\n{_BRIEFLY}"
+
+
+def named_pictures(text: str) -> list[str]:
+    """``image_1`` for ``<image 1>``: each once, by number, wherever in the text it stands."""
+    return [f"image_{i}" for i in sorted({int(i) for i in re.findall(r"<image (\d+)>", text)})]
+
+
+def submission(samples: Iterable[dict[str, Any]]) -> dict[str, str]:
+    """Letters, and open answers as they are, by id: what the authors' server takes."""
+    return {
+        s["doc_id"]: s["filtered_resps"][0] if s.get("choices") else s["resps"][0][0]
+        for s in samples
+        if s["resps"]
+    }

@@ -1,0 +1,94 @@
+"""The task ``pope``: whether there is such an object in a picture (arXiv 2305.10355)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+from ..errors import MediaError, VLMFastError
+from .data import Rows, check_ids, picture
+from .scorers import check_mode
+from .scorers.pope import parse
+from .tasks import Doc, check_choice, first_of_each, grey
+
+_ASK = {
+    "official": "{}",
+    "lmms-eval": "{}\nAnswer the question using a single word or phrase.",
+    "vlmevalkit": "{} Please answer yes or no.",
+}
+
+
+@dataclass
+class POPE:
+    """Yes-or-no questions, half of them about objects that are not there.
+
+    Objects that are not there were drawn at random, among frequent ones (``popular``) or among
+    those that often come with what is there (``adversarial``).
+
+    Parameters
+    ----------
+    data : str or Path
+        A parquet file, a folder of them, or a hub id.
+    mode : {"official", "lmms-eval", "vlmevalkit"}
+        Whose prompts, parser and score.
+    """
+
+    data: str | Path = "lmms-lab/POPE"
+    mode: str = "official"
+    _rows: Rows = field(init=False, repr=False)
+
+    name: ClassVar[str] = "pope"
+    version: ClassVar[str] = "1"
+    controls: ClassVar[tuple[str, ...]] = ("question-only",)
+    generation: ClassVar[dict[str, dict[str, Any]]] = {
+        "question": {"do_sample": False, "max_new_tokens": 128}
+    }
+
+    def __post_init__(self) -> None:
+        check_mode(self.mode)
+        needed = ("question_id", "question", "answer", "category", "image")
+        self._rows = Rows(self.data, "test", needed, ("image",))
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"mode": self.mode}
+
+    def docs(self, limit: int | None, seed: int) -> list[Doc]:
+        """All questions, or the first ``limit`` of each category."""
+        check_choice("seed", seed, (0,))
+        docs = [self._doc(number, row) for number, row in enumerate(self._rows.texts())]
+        check_ids([doc.doc_id for doc in docs], self.data)
+        return first_of_each(docs, limit, lambda doc: dict(doc.groups)["category"])
+
+    def _doc(self, number: int, row: dict[str, Any]) -> Doc:
+        doc_id = f"{row['category']}-{row['question_id']}"
+        target = str(row["answer"]).strip().lower()
+        if target not in ("yes", "no"):
+            raise VLMFastError(f"{doc_id}: answer is {row['answer']!r}; it must be yes or no")
+        return Doc(
+            doc_id,
+            "question",
+            "image",
+            str(row.get("image_source") or doc_id),
+            _ASK[self.mode].format(row["question"].strip()),
+            target,
+            "question",
+            number,
+            (("category", row["category"]),),
+        )
+
+    def media(self, doc: Doc, control: str | None = None) -> dict[str, Any]:
+        try:
+            image = picture(self._rows.row(doc.seed), "image")
+        except MediaError as error:
+            raise MediaError(f"{doc.doc_id}: {error}") from error
+        return {"images": grey(image) if control else image}
+
+    def judge(self, doc: Doc, text: str) -> dict[str, Any]:
+        parsed = parse(text, self.mode)
+        return {
+            "filtered_resps": [parsed.answer],
+            "score": float(parsed.answer == doc.target),
+            "answered": parsed.found,
+        }

@@ -1,0 +1,182 @@
+"""The task ``video-mme``: questions about videos of seconds to an hour (arXiv 2405.21075)."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from ..errors import MediaError, VLMFastError
+from ..media import load_video
+from .data import Rows, check_ids, find_video, read_subtitles, spoken
+from .scorers import check_mode
+from .scorers.video_mme import parse_choice
+from .tasks import Doc, check_choice, first_of_each, grey
+
+if TYPE_CHECKING:
+    from ..media import VideoInfo
+
+_SELECT = (
+    "Select the best answer to the following multiple-choice question based on the video{}. "
+    "Respond with only the letter (A, B, C, or D) of the correct option."
+)
+_AND = " and the subtitles"
+_LISTED = "This video's subtitles are listed below:"
+_BEST = "The best answer is:"
+_GROUPS = ("duration", "domain", "sub_category", "task_type")
+
+
+@dataclass
+class VideoMME:
+    """Three questions with four options about each of 900 videos.
+
+    Parameters
+    ----------
+    data : str or Path
+        A parquet file, a folder of them, or a hub id.
+    videos : str or Path, optional
+        Folder of ``<videoID>.mp4``, or with such a folder ``data``, ``video`` or ``videos`` in it,
+        and one of ``subtitle/<videoID>.srt``; where ``data`` is a folder, that one by default. A
+        question whose video is not there is a sample that failed.
+    subtitles : bool
+        Put what is said at the chosen frames in front of the question.
+    num_frames : int
+        Frames of each video, spread evenly: with both ends, for vlmevalkit without.
+    mode : {"official", "lmms-eval", "vlmevalkit"}
+        Whose prompts, parser and score.
+    """
+
+    data: str | Path = "lmms-lab/Video-MME"
+    videos: str | Path | None = None
+    subtitles: bool = False
+    num_frames: int = 32
+    mode: str = "official"
+    _rows: Rows = field(init=False, repr=False)
+    _told: bool = field(default=False, init=False, repr=False)
+
+    version: ClassVar[str] = "1"
+    controls: ClassVar[tuple[str, ...]] = ("question-only",)
+    generation: ClassVar[dict[str, dict[str, Any]]] = {
+        "question": {"do_sample": False, "max_new_tokens": 16}
+    }
+
+    def __post_init__(self) -> None:
+        check_mode(self.mode)
+        if self.num_frames < 1:
+            raise VLMFastError(f"num_frames is {self.num_frames}; it must be at least 1")
+        if self.videos is None and Path(self.data).exists():
+            self.videos = self.data if Path(self.data).is_dir() else Path(self.data).parent
+        if self.videos is None:
+            raise VLMFastError("video-mme needs the folder of its videos: --videos DIR")
+        if not Path(self.videos).is_dir():
+            raise VLMFastError(f"videos {self.videos} is not a folder")
+        needed = ("videoID", "question_id", "question", "options", "answer", *_GROUPS)
+        self._rows = Rows(self.data, "test", needed)
+
+    @property
+    def name(self) -> str:
+        return "video-mme-subtitles" if self.subtitles else "video-mme"
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"mode": self.mode, "num_frames": self.num_frames, "subtitles": self.subtitles}
+
+    def docs(self, limit: int | None, seed: int) -> list[Doc]:
+        """All questions, or the first ``limit`` of each duration; says which videos are missing."""
+        check_choice("seed", seed, (0,))
+        docs = [self._doc(number, row) for number, row in enumerate(self._rows.texts())]
+        check_ids([doc.doc_id for doc in docs], self.data)
+        docs = first_of_each(docs, limit, lambda doc: dict(doc.groups)["duration"])
+        if not self._told:
+            self._told = True
+            self._tell_missing(dict.fromkeys(doc.picture for doc in docs))
+        return docs
+
+    def _tell_missing(self, names: dict[str, None]) -> None:
+        missing = [name for name in names if find_video(self.videos, name) is None]
+        if missing:
+            print(
+                f"{len(missing)} of {len(names)} videos are not in {self.videos}: "
+                + ", ".join(missing),
+                file=sys.stderr,
+            )
+
+    def _doc(self, number: int, row: dict[str, Any]) -> Doc:
+        doc_id, options = row["question_id"], row["options"]
+        if not isinstance(options, list | tuple) or len(options) != 4:
+            raise VLMFastError(f"{doc_id}: options must be a list of four texts, not {options!r}")
+        if row["answer"] not in ("A", "B", "C", "D"):
+            raise VLMFastError(f"{doc_id}: answer is {row['answer']!r}; it must be A, B, C or D")
+        return Doc(
+            doc_id,
+            "question",
+            "video",
+            row["videoID"],
+            row["question"],
+            row["answer"],
+            "question",
+            number,
+            tuple((name, row[name]) for name in _GROUPS),
+            tuple(options),
+        )
+
+    def media(self, doc: Doc, control: str | None = None) -> dict[str, Any]:
+        """The chosen frames, and the prompt, which may hold what is said at them."""
+        path = find_video(self.videos, doc.picture)
+        if path is None:
+            raise MediaError(f"video {doc.picture} of {doc.doc_id} is not in {self.videos}")
+        video = load_video(path, select=self._frames)
+        frames = [grey(f) for f in video.frames] if control else video.frames
+        said = None
+        if self.subtitles:
+            file = Path(self.videos, "subtitle", f"{doc.picture}.srt")
+            if file.is_file():
+                said = spoken(read_subtitles(file), video.indices, video.info, self.mode)
+        question = prompt(doc.question, doc.options, self.mode, self.subtitles, said)
+        return {"video": frames, "num_frames": len(frames), "question": question}
+
+    def _frames(self, info: VideoInfo) -> list[int]:
+        import numpy as np
+
+        n = self.num_frames
+        if self.mode == "vlmevalkit":
+            step = info.frames / (n + 1)
+            return sorted({int(i * step) for i in range(1, n + 1)})
+        return sorted(set(np.linspace(0, info.frames - 1, n, dtype=int).tolist()))
+
+    def judge(self, doc: Doc, text: str) -> dict[str, Any]:
+        parsed = parse_choice(text, doc.options, self.mode)
+        return {
+            "filtered_resps": [parsed.answer],
+            "score": float(parsed.answer == doc.target),
+            "answered": parsed.found,
+        }
+
+
+def prompt(
+    question: str, options: tuple[str, ...], mode: str, subtitles: bool, said: str | None
+) -> str:
+    """A question as the code base ``mode`` asks it.
+
+    Parameters
+    ----------
+    subtitles : bool
+    said : str, optional
+        None where the video has no subtitles: the authors' prompt is then the one without, and
+        lmms-eval's says so.
+    """
+    asked = "\n".join([question, *options])
+    if mode == "vlmevalkit":
+        select = "\nThese are the frames of a video. "
+        select += f"{_LISTED}\n{said or ''}\n" if subtitles else ""
+        return f"{select}{_SELECT.format('')}\nQuestion: {asked}\nAnswer: "
+    if mode == "lmms-eval":
+        select = f"{_SELECT.format(_AND)}\n{asked}\n"
+        if not subtitles:
+            return f"{select}\nAnswer with the option's letter from the given choices directly."
+        said = "No subtitles available" if said is None else said
+        return f"{_LISTED} \n{said}\n{select}{_BEST}"
+    if subtitles and said:
+        return f"{_LISTED}\n{said}\n{_SELECT.format(_AND)}\n{asked}\n{_BEST}"
+    return f"{_SELECT.format('')}\n{asked}\n{_BEST}"
