@@ -3,7 +3,7 @@
     make .venv-lmms/.ready
     .venv-lmms/bin/python tests/make_lmms_scores.py
 
-writes ``tests/golden/lmms_scores.json``, which `test_lmms_scores.py` reads. Guesses are made
+writes ``tests/data/lmms_scores.json``, which `test_lmms_scores.py` reads. Guesses are made
 comparable by seeding the module's stream with the number of the row.
 """
 
@@ -14,7 +14,7 @@ import random
 from importlib.metadata import version
 from pathlib import Path
 
-FILE = Path(__file__).parent / "golden" / "lmms_scores.json"
+FILE = Path(__file__).parent / "data" / "lmms_scores.json"
 
 OPTIONS = [
     ["a red car", "a blue bus", "DNA double helix", "none of these"],

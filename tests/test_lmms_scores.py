@@ -11,7 +11,7 @@ import pytest
 import make_lmms_scores
 from vlmfast.eval.scorers import mmmu, pope, video_mme
 
-FILE = Path(__file__).parent / "golden" / "lmms_scores.json"
+FILE = Path(__file__).parent / "data" / "lmms_scores.json"
 TABLE = json.loads(FILE.read_text(encoding="utf-8"))
 ROWS = TABLE["rows"]
 
