@@ -349,7 +349,7 @@ def test_layers_of_any_depth() -> None:
 def vlm(request) -> VLM:
     build = getattr(tiny_models, f"build_{request.param}")
     built = VLM(*build(layers=DEPTH))
-    built.adapter.modules["atp", "auto"] = module(1)
+    built.adapter.modules["atp", "auto", ""] = module(1)
     return built
 
 
@@ -450,7 +450,7 @@ def test_bad_options_are_named(words: tuple[str, ...], named: str) -> None:
 
 def passed(vlm: VLM, stage: ATP, net: Module) -> tuple[Tensor, dict]:
     """Logits of an answer's tokens, and what the stage left."""
-    vlm.adapter.modules["atp", "auto"] = net
+    vlm.adapter.modules["atp", "auto", ""] = net
     sample = Sample({"images": tiny_models.picture(64, 64)}, "what?", "that")
     logits, notes, _ = run(vlm, inputs_of(vlm, sample), stage)
     return logits, notes

@@ -429,7 +429,7 @@ def vlm(request) -> vlmfast.VLM:
     vlm = vlmfast.VLM(*build[request.param]())
     torch.manual_seed(0)
     config = vlm.adapter.sizes() | {"hidden": 16, "queries": QUERIES, "text": False}
-    vlm.adapter.modules["elastic", "auto"] = Elastic.build(config).eval()
+    vlm.adapter.modules["elastic", "auto", ""] = Elastic.build(config).eval()
     return vlm
 
 

@@ -22,6 +22,8 @@ from transformers.image_processing_utils import select_best_resolution
 
 from golden_budgets import adjust_case as cake_adjust
 from golden_budgets import cake_case, fastkv_case, vlcache_case
+from golden_dart import choice as dart_choice
+from golden_divprune import choice as divprune_choice
 from golden_eagle import (
     eagle3_case,
     eagle_case,
@@ -51,10 +53,13 @@ from golden_mustdrop import clip_case as mustdrop_clip
 from golden_mustdrop import filter_case as mustdrop_filter
 from golden_mustdrop import llm_case as mustdrop_llm
 from golden_mustdrop import merge_case as mustdrop_merge
+from golden_prumerge import case as prumerge_case
 from golden_pyramiddrop import end_to_end as pyramiddrop_end_to_end
 from golden_pyramiddrop import rank_case as pyramiddrop_rank
 from golden_quant import decode as decode_mixed
 from golden_quant import kivi, zipcache_mixed, zipcache_quant, zipcache_saliency
+from golden_sparsevlm import choice as sparsevlm_choice
+from golden_sparsevlm import cluster as sparsevlm_cluster
 from golden_spec import (
     chain_rejection,
     eagle_buffers,
@@ -71,6 +76,8 @@ from golden_spec import (
     recycling,
 )
 from golden_stats import colstats_case
+from golden_tome import case as tome_case
+from golden_tome import sized_case as tome_sized
 from golden_tree import tree_case
 from golden_visionzip import clip_case as visionzip_clip
 from golden_visionzip import zip_case as visionzip_zip
@@ -306,6 +313,12 @@ RUNNERS: dict[str, dict[str, tuple[Check, Callable[[Data], Data]]]] = {
         "mustdrop-clip-e2e": (mustdrop_clip, rolled("embeddings_after_pre_layrnorm")),
         "mustdrop-dualattn": (mustdrop_filter, rolled("attn_text_rows")),
         "mustdrop-llm-e2e": (mustdrop_llm, rolled("inputs_embeds")),
+        "dart-": (dart_choice, reordered("hidden_after_final_norm", 1)),
+        "divprune-": (divprune_choice, reordered("visual_tokens")),
+        "prumerge-": (prumerge_case, rolled("features_penultimate")),
+        "sparsevlm-cluster": (sparsevlm_cluster, rolled("out")),
+        "sparsevlm-topk": (sparsevlm_choice, rolled("attn_text_rows")),
+        "tome-": (tome_case, rolled("x")),
         "visionzip-d": (visionzip_zip, reordered("metric_mean_keys", 1)),
         "visionzip-clip-e2e": (visionzip_clip, rolled("embeddings_after_pre_layrnorm")),
     },
@@ -334,6 +347,7 @@ RUNNERS: dict[str, dict[str, tuple[Check, Callable[[Data], Data]]]] = {
         "snapkv-gqa": (snapkv, rolled("q")),
         "snapkv-mha": (snapkv, rolled("q")),
         "streamingllm-": (streamingllm, reordered("k", 2)),
+        "tome-": (tome_sized, rolled("x")),
         "vlcache-": (vlcache_case, rolled("q0")),
         "zipcache-mixed": (zipcache_mixed, reordered("important", 1)),
         "zipcache-quant": (zipcache_quant, rolled("v")),
@@ -365,11 +379,6 @@ RUNNERS: dict[str, dict[str, tuple[Check, Callable[[Data], Data]]]] = {
 # Files whose method the project does not have yet.
 NOT_BUILT: dict[str, dict[str, str]] = {
     "reducers": {
-        "prumerge-": "arrives with the PruMerge reducers",
-        "divprune-": "arrives with the DivPrune reducer",
-        "tome-": "arrives with the ToMe reducer",
-        "sparsevlm-": "arrives with the SparseVLM reducer",
-        "dart-": "arrives with the DART reducer",
     },
     "kv": {
         "adakv-": "not built yet: budgets that heads share out among themselves (AdaKV)",
@@ -378,7 +387,6 @@ NOT_BUILT: dict[str, dict[str, str]] = {
         "mergekv-": "not built yet: the merge weights of KVCache-Factory",
         "minicache-": "not built yet: merging across cache layers (MiniCache)",
         "rotatekv-": "not built yet: rotated quantisation (RotateKV)",
-        "tome-": "arrives with the ToMe reducer",
     },
     "spec": {},
 }

@@ -104,6 +104,7 @@ RANKS = {
     "session": 4,
     "long_video": 4,
     "training": 5,
+    "drafter_training": 5,
     "bench": 5,
     "eval": 5,
     "demos": 5,

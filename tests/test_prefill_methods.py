@@ -220,7 +220,7 @@ def test_a_prefill_method_equals_a_dense_reference_by_hand(vlm, method, pictures
     tensors = vlm.inputs("what is here ?", images)
     sizes = [(p.height, p.width) for p in images]
     if stage.trained:
-        vlm.adapter.modules[stage.name, stage.weights] = trained_atp(vlm)
+        vlm.adapter.modules[stage.name, stage.weights, ""] = trained_atp(vlm)
         rule = atp_rule(vlm)
     run = Run(vlm.adapter, Inputs(tensors, sizes, "q"), Recipe((stage,)), time.perf_counter())
     got = answer_logits(vlm, run, TOKENS)

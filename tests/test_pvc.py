@@ -287,7 +287,7 @@ def inputs_of(vlm: VLM, *media) -> Inputs:
 @torch.no_grad()
 def visual(vlm: VLM, module: ProgressiveEncoder, stage: PVC | None, *media):
     """Layout and features of the visual tokens that reach the language model, and the stats."""
-    vlm.adapter.modules["pvc", "auto"] = module
+    vlm.adapter.modules["pvc", "auto", ""] = module
     stats = Stats()
     recipe = Recipe(() if stage is None else (stage,))
     with switched(vlm.model):
@@ -339,7 +339,7 @@ def test_budget_one_is_the_identity(vlm: VLM) -> None:
 
 
 def test_answers_of_budget_one_are_the_full_models(vlm: VLM) -> None:
-    vlm.adapter.modules["pvc", "auto"] = shaken(encoder(vlm))
+    vlm.adapter.modules["pvc", "auto", ""] = shaken(encoder(vlm))
     picture = noise_picture(64, 64)
     full = vlm.ask("What is it?", picture, max_new_tokens=8)
     assert vlm.ask("What is it?", picture, recipe="pvc:1", max_new_tokens=8).token_ids == (
@@ -507,7 +507,7 @@ def options(**values) -> argparse.Namespace:
 def test_gradients_reach_every_weight(next_vlm: VLM) -> None:
     """After a first step, in which what starts at zero hides what lies before it."""
     module = shaken(encoder(next_vlm)).train()
-    next_vlm.adapter.modules["pvc", "auto"] = module
+    next_vlm.adapter.modules["pvc", "auto", ""] = module
     next_vlm.model.requires_grad_(False)
     for stage in (PVC(), PVC(side=4, image_repeat=2)):
         run = Run(

@@ -179,7 +179,7 @@ def test_logits_of_the_answer_are_those_of_the_full_model(tiny: VLM) -> None:
 
 def test_stages_do_not_see_the_answer(known, tiny: VLM) -> None:
     inputs = loop.inputs_of(tiny, loop.drawn(("image",))(3))
-    tiny.adapter.modules["scale", "auto"] = Gain(256)
+    tiny.adapter.modules["scale", "auto", ""] = Gain(256)
     try:
         _, notes, _ = loop.run(tiny, inputs, Scale())
     finally:

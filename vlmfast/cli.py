@@ -1,5 +1,5 @@
 """The command line: ``vlmfast ask``, ``compare``, ``bench``, ``methods``, ``env``, ``train``,
-``eval``, ``report``.
+``eval``, ``report``, ``demo``.
 
 Nothing heavy is imported before a command needs it, so that ``vlmfast --help`` answers at once.
 """
@@ -124,7 +124,7 @@ def _add_debug(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_model(parser: argparse.ArgumentParser) -> None:
+def _add_model(parser: argparse.ArgumentParser, *, json: bool = True) -> None:
     parser.add_argument(
         "--model", default="tiny", help="tiny (shipped, default), a folder or a hub id"
     )
@@ -135,7 +135,8 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         choices=("auto", "float32", "bfloat16", "float16"),
         help="number format of the weights (default: the checkpoint's own)",
     )
-    parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
+    if json:
+        _fill_json(parser)
 
 
 def _add_question(parser: argparse.ArgumentParser) -> None:
@@ -218,6 +219,13 @@ def _fill_bench(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _fill_demo(parser: argparse.ArgumentParser) -> None:
+    _add_model(parser, json=False)
+    parser.add_argument("--recipe", default="balanced", help="what the page begins with")
+    parser.add_argument("--host", default="127.0.0.1", help="where it listens (this machine alone)")
+    parser.add_argument("--port", type=_count, default=7860, metavar="N", help="(7860)")
+
+
 def _fill_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
 
@@ -227,7 +235,7 @@ def _fill_train(parser: argparse.ArgumentParser) -> None:
     tiny = what.add_parser("tiny", help="the shipped model, on drawn pictures and clips")
     tiny.fill = lambda p: _module("models.tiny.training").add_arguments(p)
     drafter = what.add_parser("drafter", help="a drafter, from the answers of the model itself")
-    drafter.fill = lambda p: _module("drafters._training").add_arguments(p)
+    drafter.fill = lambda p: _module("drafter_training").add_arguments(p)
     training = _module("training")
     for name in training.trainable():
         about = _module("stages").stage_class(name).__doc__ or ""
@@ -382,7 +390,7 @@ def _train(args: argparse.Namespace) -> int:
     if args.what == "tiny":
         return _module("models.tiny.training").run(args)
     if args.what == "drafter":
-        trainer = _module("drafters._training").DrafterTrainer(args)
+        trainer = _module("drafter_training").DrafterTrainer(args)
     else:
         trainer = _module("training").Trainer(args.what, args)
     trainer.train()
@@ -396,6 +404,17 @@ def _eval(args: argparse.Namespace) -> int:
 
 def _report(args: argparse.Namespace) -> int:
     return _module("eval.commands").run_report(args)
+
+
+def _demo(args: argparse.Namespace) -> None:
+    app = _module("demos.app")  # says what is missing before a checkpoint is loaded
+
+    def ready(address: str) -> None:
+        print(f"{args.model} answers at {address} (Ctrl+C ends it)", flush=True)
+
+    app.launch(
+        _vlm(args), args.model, recipe=args.recipe, host=args.host, port=args.port, ready=ready
+    )
 
 
 _COMMANDS: dict[str, tuple[str, Callable[[Any], None], Callable[[Any], int | None]]] = {
@@ -415,6 +434,7 @@ _COMMANDS: dict[str, tuple[str, Callable[[Any], None], Callable[[Any], int | Non
         _report,
     ),
     "train": ("train what the project ships", _fill_train, _train),
+    "demo": ("a page that shows the full model beside a recipe", _fill_demo, _demo),
 }
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from .engine.decode import Run
 from .engine.prefill import Inputs, prepare
 from .engine.stats import Stats, Trace
-from .errors import MediaError, RecipeError, VLMFastError
+from .errors import MediaError, ModelError, RecipeError, VLMFastError
 from .media import OpenVideo
 from .models.base import Adapter
 from .recipe import Recipe
@@ -89,6 +89,11 @@ class LongVideo:
     def __init__(
         self, adapter: Adapter, clip: OpenVideo, text: str, max_kv_tokens: int, progress: bool
     ) -> None:
+        if not adapter.blocks:
+            raise ModelError(
+                f"max_kv_tokens reads a clip as pictures, which {adapter.config.model_type} puts "
+                "into a prompt in a way of its own; ask without it, with fewer frames"
+            )
         self.adapter, self.clip, self.cap, self.progress = adapter, clip, max_kv_tokens, progress
         self.frames = len(clip.indices)
         bos = adapter.processor.tokenizer.bos_token

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal, TypeAlias
 
 from ._media.containers import damage, is_edited
@@ -79,6 +79,9 @@ class VideoInfo:
         Seconds from the first frame to the end of the last.
     width, height : int
         Size of the frames, upright.
+    read : callable, optional
+        For those who choose frames by what they show: ascending indices to RGB pictures. It is
+        there while frames are chosen, and not afterwards.
     """
 
     frames: int
@@ -86,6 +89,9 @@ class VideoInfo:
     duration_s: float
     width: int
     height: int
+    read: Callable[[list[int]], list[Image.Image]] | None = field(
+        default=None, repr=False, compare=False
+    )
 
 
 @dataclass(frozen=True)
@@ -322,14 +328,23 @@ def open_video(
         times = [float(i) for i in range(info.frames)]
         indices = list(range(info.frames))
         if num_frames is not None or select is not None:
+            select = _seeing(select, lambda part: _list_frames(source, part))
             indices = choose(name, info, times, num_frames, None, select)
         yield OpenVideo(name, info, times, indices, lambda part: _list_frames(source, part))
     else:
         with _opened_video(source, decoder) as reader:
             name, info, times = reader.name, _info(reader), reader.times
             check_size(name, info.width, info.height, MAX_PIXELS, MAX_ASPECT)
-            indices = choose(name, info, times, num_frames, fps, select)
+            indices = choose(name, info, times, num_frames, fps, _seeing(select, reader.read))
             yield OpenVideo(name, info, times, indices, reader.read)
+
+
+def _seeing(
+    select: Callable[[VideoInfo], Sequence[int]] | None,
+    read: Callable[[list[int]], list[Image.Image]],
+) -> Callable[[VideoInfo], Sequence[int]] | None:
+    """``select`` with an eye for the frames."""
+    return select and (lambda info: select(replace(info, read=read)))
 
 
 def kind_of(source: ImageSource | VideoSource) -> Literal["image", "video"]:

@@ -67,6 +67,12 @@ class Recipe(Stages):
                 f"recipe {self} has {' and '.join(inside)}, which both rework the rows between the "
                 "blocks of the vision tower; one can"
             )
+        for part in (part for stage in self for part in stage.expand()):
+            if part.protocol not in PROTOCOLS:
+                raise RecipeError(
+                    f"{part.name} is a {part.protocol} stage, which nothing runs; protocols are "
+                    + ", ".join(PROTOCOLS)
+                )
         ranks = [PROTOCOLS.index(stage.expand()[0].protocol) for stage in self]
         if ranks != sorted(ranks):
             order = sorted(self, key=lambda s: PROTOCOLS.index(s.expand()[0].protocol))

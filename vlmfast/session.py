@@ -76,7 +76,7 @@ class Pictures:
     head: str
     prefix: list[int]
     sizes: list[tuple[int, int]]
-    frames: list[tuple[int, int, int]]
+    frames: list[tuple]
     tensors: dict[str, Tensor]
     pixels: dict[str, Tensor]
     seen: Seen
@@ -220,20 +220,20 @@ class Session:
                 return cls(vlm, recipe, history, None, Stats())
             adapter, begin = vlm.adapter, time.perf_counter()
             text, _, _ = vlm._render(_turns(media, [], question), Recipe())
-            tensors = adapter.inputs(text, pictures)
+            tensors = adapter.inputs(text, pictures, frames)
             sizes = [(picture.height, picture.width) for picture in pictures]
             run = Run(adapter, Inputs(tensors, sizes, "", frames), recipe, begin)
             run.stats.time_media_s = loaded - start
             run.stats.time_processor_s = time.perf_counter() - begin
             run.trace.images = pictures
-            head, tail = _split(text, adapter.image_token())
+            head, tail = _split(text, adapter.marks())
             ids = tensors.pop("input_ids")
             prefix = _before(adapter, ids[0].tolist(), tail)
             run.inputs.tensors = {**tensors, "input_ids": ids}
             with switched(vlm.model), torch.no_grad():
                 seen = look(adapter, run.inputs, recipe, run.stats, run.trace)
             tensors.pop("attention_mask", None)
-            pixels = {key: of for key, of in tensors.items() if of.is_floating_point()}
+            pixels = {key: of for key, of in tensors.items() if key.startswith("pixel_values")}
             known = Pictures(
                 media,
                 head,
@@ -373,7 +373,7 @@ class Session:
         adapter, known = self._vlm.adapter, self._pictures
         if known is None:
             return adapter.inputs(text, [])["input_ids"]
-        head, tail = _split(text, adapter.image_token())
+        head, tail = _split(text, adapter.marks())
         if head != known.head:
             raise ModelError(
                 "the chat template now writes something else in front of the pictures than when "
@@ -598,7 +598,8 @@ def _turns(media: list[dict], messages: list[dict], question: str) -> list[dict]
     from PIL import Image
 
     blank = Image.new("RGB", (1, 1))
-    shown = [{**part, "image": blank} if part["type"] == "image" else part for part in media]
+    blanks = {"image": {"image": blank}, "video": {"video": [blank]}}
+    shown = [{**part, **blanks.get(part["type"], {})} for part in media]
     first, *rest = [*messages, {"role": "user", "content": question}]
     return [
         {"role": "user", "content": [*shown, {"type": "text", "text": first["content"]}]},
@@ -606,9 +607,9 @@ def _turns(media: list[dict], messages: list[dict], question: str) -> list[dict]
     ]
 
 
-def _split(text: str, placeholder: str) -> tuple[str, str]:
-    """A prompt's text behind its last picture, and what is before that."""
-    end = text.rindex(placeholder) + len(placeholder)
+def _split(text: str, marks: tuple[str, ...]) -> tuple[str, str]:
+    """A prompt's text behind its last picture or clip, and what is before that."""
+    end = max(text.rindex(mark) + len(mark) for mark in marks if mark in text)
     return text[:end], text[end:]
 
 

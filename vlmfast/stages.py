@@ -14,7 +14,7 @@ import importlib
 import importlib.metadata
 import operator
 import pkgutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
@@ -308,6 +308,8 @@ class StatRequest:
         and keys before it runs, so that a drop before that very layer can be ranked by it.
     keys : bool
         Of a vision tower only: also the layer's keys, mean over heads.
+    wide : bool
+        With ``keys``: those of all heads side by side, instead of their mean.
     received : bool
         Of the language model only: also the logits that each token receives from the visual rows,
         before the softmax, mean over these rows. Computed as (sum of queries) times key.
@@ -318,6 +320,7 @@ class StatRequest:
     ahead: bool = False
     keys: bool = False
     received: bool = False
+    wide: bool = False
 
     def __post_init__(self) -> None:
         if self.rows not in ("cls", "last", "text", "window", "columns"):
@@ -327,7 +330,14 @@ class StatRequest:
         """What serves both, or ``None`` when they want different rows."""
         if (self.rows, self.n, self.ahead) != (other.rows, other.n, other.ahead):
             return None
-        return replace(self, keys=self.keys or other.keys, received=self.received or other.received)
+        if self.keys and other.keys and self.wide != other.wide:
+            return None
+        return replace(
+            self,
+            keys=self.keys or other.keys,
+            received=self.received or other.received,
+            wide=self.wide or other.wide,
+        )
 
 
 @dataclass(frozen=True)
@@ -420,7 +430,13 @@ class Step:
     received : dict of int to Tensor
         Text: layer index to mean logits received from the visual rows, float32, (heads, 1, keys).
     keys : dict of int to Tensor
-        Vision: layer index to keys, mean over heads, float32, (views, rows, head_dim).
+        Vision: layer index to keys, mean over heads, float32, (views, rows, head_dim); ``wide``
+        ones (views, rows, heads * head_dim).
+    hidden : Tensor, (S, D), optional
+        Prefill: what enters the layer before which `PrefillStage.keep` is asked. A stage that
+        merges puts there what its rows become, of the same shape, before it says which stay.
+    norm : callable, optional
+        Prefill: the language model's last norm.
     items : tuple of ItemGeometry
         Vision: the pictures that are in the batch.
     modules : dict of int to int
@@ -467,6 +483,8 @@ class Step:
     stats: dict[int, Tensor] = field(default_factory=dict)
     received: dict[int, Tensor] = field(default_factory=dict)
     keys: dict[int, Tensor] = field(default_factory=dict)
+    hidden: Tensor | None = None
+    norm: Callable[[Tensor], Tensor] | None = None
     items: tuple[ItemGeometry, ...] = ()
     modules: dict[int, int] = field(default_factory=dict)
     merged: Tensor | None = None
@@ -556,7 +574,8 @@ class VisionStats:
         Vision layer index to softmax attention, float32, (views, heads, patches), the CLS row over
         the patches of its view; for ``columns`` requests the attention received by each patch.
     keys : dict of int to Tensor
-        Vision layer index to keys, mean over heads, float32, (views, patches, head_dim).
+        Vision layer index to keys, mean over heads, float32, (views, patches, head_dim); ``wide``
+        ones (views, patches, heads * head_dim).
     cls : Tensor, (views, D), optional
         The CLS token of each view through the projector, where a stage sets ``wants_cls``.
     """
@@ -581,6 +600,10 @@ class EncodeRequest:
         Number of layers of the language model.
     notes, trained : dict
         As in `Step`.
+    order : Tensor, int64, (T,), optional
+        Where these tokens stand in the full prompt.
+    pictures : sequence of PIL.Image.Image
+        By ``TokenLayout.item``; empty where only their features are known.
     """
 
     question: str
@@ -588,6 +611,8 @@ class EncodeRequest:
     depth: int
     notes: dict[str, dict[str, Any]] = field(default_factory=dict)
     trained: dict[str, nn.Module] = field(default_factory=dict)
+    order: Tensor | None = None
+    pictures: Sequence[Any] = ()
 
 
 # --- protocols -----------------------------------------------------------------------------------
@@ -930,8 +955,8 @@ class Round:
         Nodes that were accepted, the root first.
     emitted : list of int
         The tokens of ``path`` behind the root, and the target's own next one.
-    logits : Tensor, (N, V)
-        The target's, of every node.
+    logits : Tensor, (N, V), optional
+        The target's, of every node; where a drafter of the recipe reads `DrafterStage.logits`.
     features, taps : Tensor, (N, D) and (N, K, D), optional
         As in `Read`, of every node.
     """
@@ -939,7 +964,7 @@ class Round:
     tree: Tree
     path: list[int]
     emitted: list[int]
-    logits: Tensor
+    logits: Tensor | None = None
     features: Tensor | None = None
     taps: Tensor | None = None
 
@@ -996,6 +1021,7 @@ class DrafterStage(Stage):
     protocol: ClassVar[str] = "drafter"
     merges: ClassVar[bool] = False  # whether its trees may stand beside another drafter's
     features: ClassVar[bool] = False  # whether it reads the target's hidden states
+    logits: ClassVar[bool] = False  # whether it reads the target's logits
     governs: ClassVar[bool] = False  # whether it drafts nothing, and decides for those that do
 
     def taps(self, depth: int) -> tuple[int, ...]:
@@ -1004,7 +1030,7 @@ class DrafterStage(Stage):
 
     def largest(self) -> tuple[int, int]:
         """Nodes of a tree, the root included, and drafted tokens on one path, at most."""
-        raise NotImplementedError(f"{type(self).__name__}.budget")
+        raise NotImplementedError(f"{type(self).__name__}.largest")
 
     def open(self, target: Target) -> Drafter:
         """A drafter for one request.

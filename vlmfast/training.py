@@ -16,7 +16,7 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
@@ -53,8 +53,9 @@ class Sample:
 
 
 def trainable() -> list[str]:
-    """Recipe words of the methods that can be trained."""
-    return [name for name in sorted(stage_names()) if stage_class(name).trained]
+    """Recipe words of the methods that can be trained, apart from drafters."""
+    known = {name: stage_class(name) for name in sorted(stage_names())}
+    return [n for n, cls in known.items() if cls.trained and cls.protocol != "drafter"]
 
 
 def training_class(name: str) -> type[Training]:
@@ -135,13 +136,18 @@ def drawn(modalities: tuple[str, ...]) -> Callable[[int], Sample]:
 
 
 def conversations(
-    path: str | Path, media: str | Path, modalities: tuple[str, ...], num_frames: int
+    path: str | Path,
+    media: str | Path,
+    modalities: tuple[str, ...],
+    num_frames: int,
+    part: slice = slice(None),
 ) -> Callable[[int], Sample]:
     """Samples from a LLaVA-style JSON file, in an order drawn anew for each epoch.
 
     A list of ``{"image" or "video": file, "conversations": [{"from": "human", "value": ...},
     {"from": "gpt", "value": ...}, ...]}``. One turn of an entry is one sample: a turn that is drawn
-    at random, asked as if it were the first. Entries without a picture are left out.
+    at random, asked as if it were the first. Entries without a picture are left out, and of the
+    others those outside ``part``.
     """
     try:
         entries = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -168,6 +174,9 @@ def conversations(
             'list of {"image": file, "conversations": [{"from": "human", "value": ...}, '
             '{"from": "gpt", "value": ...}]}'
         )
+    whole, found = len(found), found[part]
+    if not found:
+        raise TrainingError(f"--data {path} has too few conversations: {whole}")
 
     @lru_cache(maxsize=1)
     def shuffled(epoch: int) -> list[int]:
@@ -207,7 +216,7 @@ def inputs_of(vlm: VLM, sample: Sample) -> Inputs:
     messages = vlm._messages(sample.question, **media)
     text, pictures, frames = vlm._render(messages, Recipe())
     tail = _answer_ids(vlm, text, sample.answer)
-    tensors = vlm.adapter.inputs(text, pictures)
+    tensors = vlm.adapter.inputs(text, pictures, frames)
     ids = torch.tensor([tail], device=tensors["input_ids"].device)
     tensors["input_ids"] = torch.cat([tensors["input_ids"], ids], dim=1)
     if "attention_mask" in tensors:
@@ -287,6 +296,11 @@ def answer_loss(logits: Tensor, targets: Tensor, teacher: Tensor | None, distill
 class Trainer:
     """Model, module, optimiser and clock of one run."""
 
+    # Options that must be the same when a run is taken up, and those that are told of the weights.
+    fixed = ("model", "data", "seed", "batch", "lr", "decay", "distill", "dtype", "num_frames")
+    told = ("batch", "lr", "distill", "seed")
+    clip = 1.0  # largest norm of a step's gradient
+
     def __init__(self, name: str, args: argparse.Namespace) -> None:
         import torch
 
@@ -305,9 +319,9 @@ class Trainer:
             raise TrainingError(f"--out {self.out} cannot be written: {error}") from error
         self.vlm = VLM.from_pretrained(args.model, device=self.device, dtype=args.dtype)
         self.vlm.model.requires_grad_(False).eval()
-        adapter = self.vlm.adapter
-        self.training = training_class(name)(args, adapter.sizes())
-        self.config = adapter.sizes() | self.training.config()
+        sizes = self.sizes()
+        self.training = training_class(name)(args, sizes)
+        self.config = sizes | self.training.config()
         torch.manual_seed(args.seed)
         self.module: nn.Module = stage_class(name).build(self.config).float().to(self.device)
         self.module.train()
@@ -316,14 +330,21 @@ class Trainer:
         )
         for group in self.optimizer.param_groups:
             group["peak"] = group["lr"]
-        modalities = self.training.modalities
-        if args.data:
-            self.sample = conversations(args.data, args.media, modalities, args.num_frames)
-        else:
-            self.sample = drawn(modalities)
+        self.sample = self.samples()
         self.step, self.elapsed, self.saved_at = 0, 0.0, 0.0
         if self.checkpoint.exists() and not args.fresh:
             self.load()
+
+    def sizes(self) -> dict[str, Any]:
+        """What the module is built for."""
+        return self.vlm.adapter.sizes()
+
+    def samples(self) -> Callable[[int], Sample]:
+        """What is learned from, by number."""
+        args, modalities = self.args, self.training.modalities
+        if args.data:
+            return conversations(args.data, args.media, modalities, args.num_frames)
+        return drawn(modalities)
 
     @property
     def checkpoint(self) -> Path:
@@ -359,8 +380,7 @@ class Trainer:
 
     def settings(self) -> dict[str, Any]:
         """What must be the same when a run is taken up; plain values."""
-        fixed = ("model", "data", "seed", "batch", "lr", "decay", "distill", "dtype", "num_frames")
-        own = {key: getattr(self.args, key) for key in fixed} | self.training.about()
+        own = {key: getattr(self.args, key) for key in self.fixed} | self.training.about()
         return json.loads(json.dumps({"name": self.name, **own, "config": self.config}))
 
     def save(self) -> None:
@@ -380,7 +400,7 @@ class Trainer:
         torch.save(state, draft)
         os.replace(draft, self.checkpoint)
         about = {"steps": self.step, "minutes": round(self.elapsed / 60, 1)}
-        about |= {key: getattr(self.args, key) for key in ("batch", "lr", "distill", "seed")}
+        about |= {key: getattr(self.args, key) for key in self.told}
         about |= self.training.about()
         about["data"] = Path(self.args.data).name if self.args.data else "drawn scenes"
         signature = self.vlm.adapter.signature()
@@ -406,7 +426,7 @@ class Trainer:
                 teacher, _, _ = run(self.vlm, inputs, None)
         outcomes = []
         for stage in self.training.stages(rng, self.progress):
-            modules[stage.name, stage.weights] = self.module
+            modules[stage.name, stage.weights, getattr(stage, "kind", "")] = self.module
             logits, notes, tokens = run(self.vlm, inputs, stage)
             loss = answer_loss(logits, targets, teacher, self.args.distill)
             outcomes.append(Outcome(stage, loss, notes, tokens))
@@ -414,6 +434,20 @@ class Trainer:
         answer = sum(float(o.answer.detach()) for o in outcomes) / len(outcomes)
         tokens = sum(o.tokens for o in outcomes) / len(outcomes)
         return total, {"loss": float(total.detach()), "answer": answer, "tokens": tokens, **info}
+
+    def losses(self) -> Iterator[tuple[Tensor, dict[str, float]]]:
+        """Parts of this step's loss, one after another; they add up to it."""
+        for i in range(self.args.batch):
+            try:
+                loss, info = self.sample_loss(self.step * self.args.batch + i)
+            except MediaError as error:  # one file of many
+                self.write({"left_out": str(error)})
+                continue
+            yield loss / self.args.batch, info
+
+    def stepped(self) -> str:
+        """What else is to be done after a step; returns what the bar says."""
+        return ""
 
     def train(self) -> None:
         """Train until the steps or the clock say that it is over."""
@@ -433,17 +467,12 @@ class Trainer:
             while self.progress < 1 and not stop:
                 if args.stop_after and self.step >= args.stop_after:
                     break
-                for i in range(args.batch):
-                    try:
-                        loss, info = self.sample_loss(self.step * args.batch + i)
-                    except MediaError as error:  # one file of many
-                        self.write({"left_out": str(error)})
-                        continue
-                    (loss / args.batch).backward()
+                for loss, info in self.losses():
+                    loss.backward()
                     for key, value in info.items():
                         pair = sums.setdefault(key, [0.0, 0.0])
                         pair[0], pair[1] = pair[0] + value, pair[1] + 1
-                norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), 1.0)
+                norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), self.clip)
                 for group in self.optimizer.param_groups:
                     group["lr"] = group["peak"] * self.rate()
                 if math.isfinite(float(norm)):  # one bad batch must not poison the momenta
@@ -453,6 +482,7 @@ class Trainer:
                 now = time.monotonic()
                 self.elapsed, clock = self.elapsed + now - clock, now
                 bar.n = round(self.elapsed) if args.minutes else self.step
+                bar.set_postfix_str(self.stepped(), refresh=False)
                 bar.update(0)
                 if self.step % 10 == 0:
                     self.write({key: round(a / n, 4) for key, (a, n) in sums.items()})

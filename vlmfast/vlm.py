@@ -375,8 +375,7 @@ class VLM:
     ) -> dict[str, torch.Tensor]:
         """The tensors that `ask` works on; ``vlm.model.generate(**inputs)`` is the full model."""
         messages = self._messages(question, images, video, num_frames, fps)
-        text, pictures, _ = self._render(messages, Recipe())
-        return self.adapter.inputs(text, pictures)
+        return self.adapter.inputs(*self._render(messages, Recipe()))
 
     def _messages(
         self, question: str, images: Any, video: Any, num_frames: int | None, fps: float | None
@@ -396,16 +395,14 @@ class VLM:
         content.append({"type": "text", "text": question})
         return [{"role": "user", "content": content}]
 
-    def _render(
-        self, messages: list[dict], recipe: Recipe
-    ) -> tuple[str, list[Any], list[tuple[int, int, int]]]:
+    def _render(self, messages: list[dict], recipe: Recipe) -> tuple[str, list[Any], list[tuple]]:
         """Prompt text, RGB pictures, one per placeholder in it, and which clip each is a frame of.
 
         The last as in `engine.prefill.Inputs.frames`.
         """
         _check_messages(messages)
         pictures: list[Any] = []
-        frames: list[tuple[int, int, int]] = []
+        frames: list[tuple] = []
         select = self._chooser(recipe, _question(messages))
         plain = [
             {
@@ -415,11 +412,13 @@ class VLM:
             for turn in messages
         ]
         text = self._templated(plain)
-        placeholders = text.count(self.adapter.image_token())
-        if placeholders != len(pictures):
+        marks = self.adapter.marks()
+        placeholders = sum(map(text.count, marks))
+        alone, clips = self.adapter.parted(pictures, frames)
+        if placeholders != len(alone) + len(clips):
             raise MediaError(
-                f"the prompt has {placeholders} picture placeholders "
-                f"({self.adapter.image_token()}) and {len(pictures)} pictures were given"
+                f"the prompt has {placeholders} picture placeholders ({', '.join(marks)}) "
+                f"and {len(alone) + len(clips)} pictures were given"
             )
         return text, pictures, frames
 
@@ -448,7 +447,7 @@ class VLM:
         self,
         content: Any,
         pictures: list[Any],
-        frames: list[tuple[int, int, int]],
+        frames: list[tuple],
         select: Any,
     ) -> list[dict]:
         from .media import load_image, load_video
@@ -475,13 +474,16 @@ class VLM:
                     fps=part.get("fps"),
                     select=select,
                 )
-                number = 1 + max((of for of, _, _ in frames), default=-1)
+                number = 1 + max((of for of, *_ in frames), default=-1)
+                if self.adapter.clip_tensors:
+                    plain.append({"type": "video"})
                 for index, frame in enumerate(clip.frames):
-                    if label := self.adapter.frame_label(index):
-                        plain.append({"type": "text", "text": label})
-                    plain.append({"type": "image"})
+                    if not self.adapter.clip_tensors:
+                        if label := self.adapter.frame_label(index):
+                            plain.append({"type": "text", "text": label})
+                        plain.append({"type": "image"})
                     pictures.append(frame)
-                    frames.append((number, index, len(clip.frames)))
+                    frames.append((number, index, len(clip.frames), clip.timestamps_s[index]))
             else:
                 raise VLMFastError(
                     f"content type {kind!r} is not known; allowed are text, image and video"
@@ -499,7 +501,7 @@ class VLM:
         loaded = time.perf_counter()
         with lock_of(self.model):
             begin = time.perf_counter()
-            tensors = self.adapter.inputs(text, pictures)
+            tensors = self.adapter.inputs(text, pictures, frames)
             sizes = [(picture.height, picture.width) for picture in pictures]
             inputs = Inputs(tensors, sizes, _question(messages), frames)
             run = Run(self.adapter, inputs, recipe, begin)

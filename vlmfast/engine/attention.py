@@ -80,7 +80,9 @@ def text_attention(
     if request is not None:
         rows = _query_rows(request, step)
         take = received_sum if request.rows == "columns" else attention_rows
-        step.stats[module.layer_idx] = take(query[0], key[0], rows, scaling, bias=bias)
+        step.stats[module.layer_idx] = take(
+            query[0], key[0], rows, scaling, bias=bias, last=last_seen(step)
+        )
         if request.received:
             visual = step.layout.visual.nonzero().flatten()
             share = None if step.soft is None else step.soft[visual]
@@ -282,7 +284,9 @@ def vision_attention(
             if step.lengths is not None:
                 logits = logits.masked_fill(~there, -torch.inf)
             stats = logits.softmax(-1)
-        keys = key.float().mean(1) if request.keys else None
+        keys = None
+        if request.keys:
+            keys = key.transpose(1, 2).flatten(2).float() if request.wide else key.float().mean(1)
         if step.merged is not None:  # back to the rows that entered the tower
             rows = step.merged[:, None, None].expand(-1, *stats.shape[1:3], -1)
             stats = stats.gather(-1, rows)
@@ -327,6 +331,7 @@ def attention_rows(
     *,
     causal: bool = True,
     bias: Tensor | None = None,
+    last: Tensor | None = None,
 ) -> Tensor:
     """Softmax attention of a few query rows, in float32.
 
@@ -339,6 +344,8 @@ def attention_rows(
         Query rows; all of them if ``None``.
     bias : Tensor, float32, (T,), optional
         Added to the logits of each key.
+    last : Tensor, int64, (T,), optional
+        The last key that each row sees; itself by default.
 
     Returns
     -------
@@ -353,7 +360,8 @@ def attention_rows(
     if bias is not None:
         logits = logits + bias
     if causal:
-        logits = logits.masked_fill(columns[None, :] > rows[:, None], -torch.inf)
+        limit = rows if last is None else last[rows]
+        logits = logits.masked_fill(columns[None, :] > limit[:, None], -torch.inf)
     return logits.softmax(-1)
 
 
@@ -365,20 +373,31 @@ def received_sum(
     *,
     causal: bool = True,
     bias: Tensor | None = None,
+    last: Tensor | None = None,
 ) -> Tensor:
     """Softmax attention that each key receives, summed over query rows: (Hq, 1, T), float32.
 
     Parameters are those of `attention_rows`. There is never a map of all rows.
     """
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() and last is None:
         given = {"causal": causal, "bias": bias, "want": ("sum",)}
         return col_stats(query, key, rows, scaling, **given)["sum"].flatten(0, 1)[:, None]
     rows = torch.arange(query.shape[1], device=query.device) if rows is None else rows
     parts = [
-        attention_rows(query, key, block, scaling, causal=causal, bias=bias).sum(1, keepdim=True)
+        attention_rows(query, key, block, scaling, causal=causal, bias=bias, last=last).sum(
+            1, keepdim=True
+        )
         for block in rows.split(_ROWS_AT_ONCE)
     ]
     return sum(parts[1:], parts[0])
+
+
+def last_seen(step: Step) -> Tensor | None:
+    """The last row that each row of a prompt sees, (S,), where that is not always itself.
+
+    Every mask rule lets a row see all rows up to one.
+    """
+    return None if step.mask_rule is None else step.mask_rule(step.layout).sum(1) - 1
 
 
 def received_logits(

@@ -12,8 +12,11 @@ from ..kv import KV
 from ..models.base import Adapter
 from ..recipe import Recipe
 from ..stages import CacheStage, ColumnRequest, ColumnStats, DecodeStage, Phase, Step
+from .attention import attention_rows, last_seen
 from .cache import KVCache
 from .stats import Stats, clock
+
+_ROWS_AT_ONCE = 512  # bounds the memory of statistics that no kernel serves
 
 
 @dataclass
@@ -162,9 +165,51 @@ def statistics(
     """What a request wants of one layer, over all rows of ``step.layout``."""
     rows = query_rows(request, layer, step)
     want = (*request.want, "nnz")
+    if (last := last_seen(step)) is not None:
+        return _of_blocks(request, rows, query, key, scaling, bias, last)
     summed = None if request.rows == "all" else rows
     of = col_stats(query, key, summed, scaling, threshold=request.threshold, bias=bias, want=want)
     nnz = of.pop("nnz").expand(key.shape[0], -1)
+    return ColumnStats(**of, nnz=nnz, rows=rows)
+
+
+def _of_blocks(
+    request: ColumnRequest,
+    rows: Tensor,
+    query: Tensor,
+    key: Tensor,
+    scaling: float | None,
+    bias: Tensor | None,
+    last: Tensor,
+) -> ColumnStats:
+    """`statistics` of a prompt whose pictures see themselves whole: rows see up to ``last``."""
+    heads = key.shape[0]
+    parts = []
+    for block in rows.split(_ROWS_AT_ONCE):
+        p = attention_rows(query, key, block, scaling, bias=bias, last=last)
+        reach = (p >= request.threshold * p.amax(-1, keepdim=True)) & (p > 0)
+        parts.append(
+            {
+                "sum": p.sum(1),
+                "sumsq": p.square().sum(1),
+                "max": p.amax(1),
+                "entropy": -torch.xlogy(p, p + 1e-10).sum(1),
+                "count": (reach & (request.threshold > 0)).sum(1, dtype=torch.int32),
+            }
+        )
+    joined = {
+        name: torch.stack([part[name] for part in parts])
+        for name in request.want
+        if name in parts[0]
+    }
+    of = {
+        name: (values.amax(0) if name == "max" else values.sum(0, dtype=values.dtype)).unflatten(
+            0, (heads, -1)
+        )
+        for name, values in joined.items()
+    }
+    keys = torch.arange(key.shape[1], device=key.device)
+    nnz = (keys[None] <= last[rows][:, None]).sum(0).expand(heads, -1)
     return ColumnStats(**of, nnz=nnz, rows=rows)
 
 

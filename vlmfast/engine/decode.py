@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from ..drafters.tree import Tree
-from ..errors import ModelError, RecipeError, VLMFastError
+from ..errors import ModelError, VLMFastError
 from ..kernels.tree_verify import WORD
 from ..models.base import Adapter
 from ..recipe import Recipe
@@ -33,7 +33,6 @@ from .speculation import Speculation, check, drafting, walk
 from .stats import Stats, Trace, clock
 from .taps import Watch, tapped
 
-_SERVED = ("media", "in-encoder", "encode", "prefill", "cache", "decode", "drafter")
 _WIDTHS = (2, 4, 8, 16, 32, 48, 64)  # nodes of a captured tree
 _ULPS = 8  # near tie: so many units in the last place of the largest logit
 
@@ -297,7 +296,6 @@ class Decoder:
         try:
             with self.shifted(self.step, position):
                 hidden = self.adapter.embed(tokens)
-                tables = decoder.rotary_emb(hidden, position)
                 for index in layers:
                     hidden = decoder.layers[index](
                         hidden,
@@ -305,7 +303,7 @@ class Decoder:
                         position_ids=position,
                         past_key_values=cache,
                         use_cache=True,
-                        position_embeddings=tables,
+                        position_embeddings=self.adapter.tables(hidden, position, index),
                         vlmfast_step=self.step,
                     )
             return self.adapter.logits(decoder.norm(hidden)[number, -1])
@@ -339,22 +337,24 @@ class Decoder:
     @contextmanager
     def shifted(self, step: Step, position: Tensor) -> Iterator[None]:
         """Layers whose rows were renumbered in prefill rotate by their own positions."""
-        tables: dict[tuple[int, ...], tuple[Tensor, ...]] = {}
+        tables: dict[tuple, tuple[Tensor, ...]] = {}
 
-        def hook(shift: tuple[int, ...]):
+        def hook(index: int, shift: tuple[int, ...]):
+            key = shift, self.adapter.rotary(index)
+
             def rotate(module: nn.Module, args: tuple, kwargs: dict):
                 if kwargs.get("vlmfast_step") is not step:
                     return None
-                if shift not in tables:
-                    rotary = self.adapter.decoder.rotary_emb
-                    tables[shift] = tuple(rotary(args[0], position - self._offsets[shift]))
-                return args, {**kwargs, "position_embeddings": tables[shift]}
+                if key not in tables:
+                    own = position - self._offsets[shift]
+                    tables[key] = self.adapter.tables(args[0], own, index)
+                return args, {**kwargs, "position_embeddings": tables[key]}
 
             return rotate
 
         handles = [
             self.adapter.decoder.layers[index].register_forward_pre_hook(
-                hook(shift), with_kwargs=True
+                hook(index, shift), with_kwargs=True
             )
             for index, shift in self._shifts.items()
         ]
@@ -385,12 +385,6 @@ class Run:
         if drafters:
             check(drafters, self.adapter)
             self.watch = Watch(drafting(drafters, self.adapter), self.adapter.depth)
-        for stage in (part for word in self.recipe for part in word.expand()):
-            if stage.protocol not in _SERVED:
-                raise RecipeError(
-                    f"{stage.name} is a {stage.protocol} stage, which the engine does not run; "
-                    f"it runs {', '.join(_SERVED)}"
-                )
 
     @property
     def step(self) -> Step:
@@ -488,6 +482,7 @@ class Run:
                 past_key_values=self.cache,
                 use_cache=True,
                 vlmfast_step=step,
+                **self.adapter.decoder_kwargs(prompt.layout, prompt.extra),
             ).last_hidden_state
         if watch is not None:
             watch.remember(step, prompt.embeds, prompt.layout.order, hidden[0], seen)
@@ -573,6 +568,10 @@ class Turn:
             )
         if self.config.guidance_scale not in (None, 1):
             raise VLMFastError("guidance_scale is not supported: it would need a second prompt")
+        if self.seed is not None and (
+            isinstance(self.seed, bool) or not isinstance(self.seed, int)
+        ):
+            raise VLMFastError(f"seed={self.seed!r} must be a whole number, or None")
         if self.seed is None and self.sampled and self.run.watch is not None:
             self.seed = int(torch.randint(2**62, ()))
 

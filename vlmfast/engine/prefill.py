@@ -80,8 +80,9 @@ class Inputs:
         Height and width of every picture in pixels.
     question : str
         Text of the last user turn.
-    frames : list of (int, int, int)
-        For every picture the clip that it is a frame of (-1: none), and which frame of how many.
+    frames : list of (int, int, int, ...)
+        For every picture the clip that it is a frame of (-1: none), and which frame of how many;
+        where it is known, also its second.
     answer : int
         Training: ids at the end of the prompt that are the answer.
     offset, start : int
@@ -91,7 +92,7 @@ class Inputs:
     tensors: dict[str, Tensor]
     sizes: list[tuple[int, int]] = field(default_factory=list)
     question: str = ""
-    frames: list[tuple[int, int, int]] = field(default_factory=list)
+    frames: list[tuple] = field(default_factory=list)
     answer: int = 0
     offset: int = 0
     start: int = 0
@@ -130,16 +131,11 @@ def look(
     """
     ids = inputs.tensors["input_ids"]
     position = adapter.positions(inputs.tensors) if position is None else position
-    is_visual = ids[0] == adapter.image_token_id
+    is_visual = adapter.visual(ids[0])
     order = torch.arange(ids.shape[1], device=ids.device)
     notes: dict[str, dict] = {}
     trained = {stage.name: adapter.trained(stage) for stage in recipe if stage.trained}
-    items = adapter.geometry(inputs.sizes)
-    if inputs.frames:
-        items = tuple(
-            replace(item, clip=clip, frame=(index, total))
-            for item, (clip, index, total) in zip(items, inputs.frames, strict=True)
-        )
+    items = adapter.items(inputs.tensors, inputs.sizes, inputs.frames)
     start = clock(ids.device)
     tokens, vision = encode(
         adapter,
@@ -175,7 +171,7 @@ def prepare(
     """
     ids = inputs.tensors["input_ids"]
     position = adapter.positions(inputs.tensors) + inputs.start
-    is_visual = ids[0] == adapter.image_token_id
+    is_visual = adapter.visual(ids[0])
     order = torch.arange(ids.shape[1], device=ids.device)
     text_layout = TokenLayout.text(order[~is_visual], position[:, ~is_visual])
     # Placeholder ids may lie outside the vocabulary, so only text is embedded.
@@ -197,7 +193,15 @@ def prepare(
 
     start = clock(ids.device)
     asked = text[: len(text) - inputs.answer]
-    request = EncodeRequest(inputs.question, asked, adapter.depth, notes, seen.trained)
+    request = EncodeRequest(
+        inputs.question,
+        asked,
+        adapter.depth,
+        notes,
+        seen.trained,
+        order=text_layout.order[: len(asked)],
+        pictures=trace.images,
+    )
     tower = len(adapter.vision_blocks())
     for stage in recipe:
         _leaves_something(stage, stats.visual_tokens_in, adapter.depth)
@@ -269,6 +273,7 @@ def prefill(
         mask_rule=adapter.mask_rule,
         notes=prompt.notes,
         trained=prompt.trained,
+        norm=getattr(adapter.decoder, "norm", None),
         # Where nothing was merged there is no bias, and attention is the model's own.
         repair=any(stage.repair for stage in merging) and bool((prompt.layout.weight != 1).any()),
         answer=prompt.answer,
@@ -356,7 +361,9 @@ class Drops:
                 self.schedule.setdefault(layer, []).append(stage)
         self.kept: Tensor | None = None  # rows of the prompt that are still there
         self.tables: tuple[Tensor, ...] = ()  # rotary tables of these rows
-        self.source: tuple[Tensor, ...] | None = None  # whose rows they are, unless renumbered
+        self.source: tuple[Tensor, ...] | None = None  # whose rows they are
+        # Where rows were renumbered: tables of the new ids, by kind of layer.
+        self.numbered: dict[str, tuple[Tensor, ...]] | None = None
         n = int(step.layout.visual.sum())
         self.visual_per_layer = [n] * adapter.depth
 
@@ -383,24 +390,32 @@ class Drops:
                 self._probe(module, index, hidden, kwargs)
             for stage in self.schedule.get(index, ()):
                 start = clock(hidden.device)
+                self.step.hidden = hidden[0]
                 keep = stage.keep(self.step, index)
+                hidden = self.step.hidden[None]
                 if keep is not None:
                     hidden = self._drop(stage, index, hidden, keep, kwargs)
                 self.stats.time_reduce_s += clock(hidden.device) - start
+            self.step.hidden = None
             if self.kept is None:
                 return None
-            return (hidden, *args[1:]), {**kwargs, **self._positions(kwargs)}
+            return (hidden, *args[1:]), {**kwargs, **self._positions(index, kwargs)}
 
         return hook
 
-    def _positions(self, kwargs: dict) -> dict:
+    def _positions(self, index: int, kwargs: dict) -> dict:
         """Rotary tables and ids of the rows that are left."""
         if self.kept is None:
             return {key: kwargs[key] for key in ("position_embeddings", "position_ids")}
         tables, given = self.tables, kwargs["position_embeddings"]
-        if self.source is not None and self.source is not given:  # another kind of layer
-            tables = _rows(self.kept, *given)
         position = rows_of(self.step.layout.position)
+        if self.numbered is not None:
+            kind = self.adapter.rotary(index)
+            if kind not in self.numbered:
+                self.numbered[kind] = self.adapter.tables(given[0], position, index)
+            tables = self.numbered[kind]
+        elif self.source is not given:  # another kind of layer
+            tables = _rows(self.kept, *given)
         return {"position_embeddings": tables, "position_ids": position}
 
     def _probe(self, module: nn.Module, index: int, hidden: Tensor, kwargs: dict) -> None:
@@ -414,7 +429,7 @@ class Drops:
                 hidden_states=module.input_layernorm(hidden),
                 attention_mask=None,
                 past_key_values=None,
-                **self._positions(kwargs),
+                **self._positions(index, kwargs),
             )
         self.step.stats |= probe.stats
         self.step.received |= probe.received
@@ -429,29 +444,32 @@ class Drops:
         )
         if bool((keep[1:] <= keep[:-1]).any()) or bool((gone & ~layout.visual).any()):
             raise RecipeError(f"{stage.name} must keep every text token, in ascending order")
-        compact, renumbered = stage.positions == "compact", self.tables and self.source is None
-        tables = () if compact else self._positions(kwargs)["position_embeddings"]
+        compact, given = stage.positions == "compact", kwargs["position_embeddings"]
+        renumbered = self.numbered is not None
+        if compact or renumbered:
+            tables = ()
+        else:
+            tables = self._positions(index, kwargs)["position_embeddings"]
         hidden, *tables = _rows(keep, hidden, *tables)
         self.step.select(keep)
         self.kept = keep if self.kept is None else self.kept.index_select(0, keep)
         if compact:
-            self._renumber(index, hidden)
+            self._renumber(index)
+        elif renumbered:
+            self.numbered = {}
         else:
-            self.tables = tuple(tables)
-            self.source = None if renumbered else kwargs["position_embeddings"]
+            self.tables, self.source = tuple(tables), given
         visual = self.step.layout.select(self.step.layout.visual)
         self.visual_per_layer[index:] = [len(visual)] * (len(self.layers) - index)
         self.trace.drop_before(index, visual, stage.name)
         self.stats.visual_tokens_kept[stage.name] = len(visual)
         return hidden
 
-    def _renumber(self, index: int, hidden: Tensor) -> None:
+    def _renumber(self, index: int) -> None:
         """Rows without gaps from layer ``index`` on; decode continues each layer's own count."""
         last = int(self.step.layout.position.max())
         self.step.layout = self.adapter.compact(self.step.layout)
         shift = last - int(self.step.layout.position.max())
         for layer in self.step.cache.layers[index:]:
             layer.shift = [layer.shift[0] + shift]
-        position = rows_of(self.step.layout.position)
-        self.tables = tuple(self.adapter.decoder.rotary_emb(hidden, position))
-        self.source = None
+        self.numbered = {}

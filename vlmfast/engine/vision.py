@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +26,7 @@ from ..stages import (
     current_step,
 )
 from .stats import Stats, Trace, clock
+from .tower import captured
 
 
 def merge_requests(
@@ -72,7 +73,7 @@ def encode(
     step = Step(
         Phase.VISION,
         depth=len(blocks),
-        modules={id(block.self_attn): index for index, block in enumerate(blocks)},
+        modules={id(getattr(block, adapter.attention)): i for i, block in enumerate(blocks)},
         items=items,
         notes=notes,
         trained=trained,
@@ -80,21 +81,33 @@ def encode(
     )
     for stage in outside:
         merge_requests(step.requests, stage.vision_stats(len(blocks)), stage.name)
-    for layer in step.requests:
+    if inside and not adapter.inside(items):
+        raise RecipeError(
+            f"{inside[0].name} works inside the vision tower, which needs one visual token for "
+            f"each of its patches; {adapter.config.model_type} makes one of several here"
+        )
+    for layer, asked in step.requests.items():
+        if asked.rows not in adapter.rows:
+            raise RecipeError(
+                "this recipe ranks visual tokens by the vision tower's attention "
+                f"({asked.rows}), which {adapter.config.model_type} does not show; stages that can "
+                "stand here rank them by the features, or inside the language model"
+            )
         if not 0 <= layer < len(blocks):
             raise RecipeError(
                 f"vision layer {layer} was asked for, the tower has {len(blocks)} layers"
             )
     wants_cls = any(stage.wants_cls for stage in outside)
-    views = items[-1].views[1] if wants_cls else 0
+    views = max(item.views[1] for item in items) if wants_cls else 0
     with (
         active(step),
         _unused_skipped(adapter, step),
         _between_blocks(adapter, inside, step, stats),
         _cls(adapter, views) as cls,
+        nullcontext() if inside else captured(adapter, step, cls, views),
     ):
         encoded = adapter.encode(tensors, step)
-    vision = replace(encoded.stats, cls=cls[0] if cls else None)
+    vision = replace(encoded.stats, cls=torch.cat(cls) if cls else None)
     features = torch.cat(encoded.features)
     if features.shape[0] != order.shape[0]:
         raise ModelError(
@@ -121,13 +134,13 @@ def encode(
 def _cls(adapter: Adapter, views: int) -> Iterator[list[Tensor]]:
     """Collects the projected CLS token of the first ``views`` rows, which the family may cut off.
 
-    One tensor (V, D), or nothing where no view is wanted.
+    A tensor (V, D) of each pass through the tower, or nothing where no view is wanted.
     """
     found: list[Tensor] = []
     if not views:
         yield found
         return
-    if not isinstance(adapter.config.vision_feature_layer, int):
+    if len(adapter.feature_blocks()) > 1:
         raise RecipeError(
             "this recipe needs the projected CLS token, and the model projects several layers of "
             "its vision tower at once"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -48,9 +49,14 @@ class Adapter:
     tensors: ClassVar[tuple[str, ...]] = ("pixel_values",)  # what `encode` takes
     clip_tensors: ClassVar[tuple[str, ...]] = ()  # the same of clips, where they are no pictures
     processors: ClassVar[tuple[str, ...]] = ()  # classes that belong to the family, if it checks
+    fixed: ClassVar[bool] = False  # whether views are of the one size that the tower takes
+    nested: ClassVar[bool] = False  # whether the processor takes a list of pictures per prompt
     attention: ClassVar[str] = "self_attn"  # what a vision block calls it
     rows: ClassVar[tuple[str, ...]] = ("cls", "columns")  # what its attention can be asked for
+    blocks: ClassVar[bool] = True  # whether a clip can be read block by block, as pictures
     min_drop_layer: ClassVar[int] = 0
+    # Whether the tower does the same for all inputs of one shape, so that it can be captured.
+    fixed_tower: ClassVar[bool] = False
 
     def __init__(self, model: nn.Module, processor: Any) -> None:
         if any(p.device.type == "meta" for p in model.parameters()):
@@ -119,6 +125,10 @@ class Adapter:
         """Which ids stand for a picture or a clip: bool, of their shape."""
         return ids == self.image_token_id
 
+    def tower(self) -> nn.Module:
+        """The vision tower, called with pixels."""
+        return self.model.get_encoder(modality="image")
+
     def vision_blocks(self) -> list[nn.Module]:
         """Blocks of the vision tower, first one first."""
         tower = self.model.get_encoder(modality="image")
@@ -131,7 +141,7 @@ class Adapter:
 
     def feature_blocks(self) -> list[int]:
         """Indices of the vision blocks whose output goes to the projector, ascending."""
-        layer = self.config.vision_feature_layer
+        layer = getattr(self.config, "vision_feature_layer", -1)
         layers = [layer] if isinstance(layer, int) else layer
         depth = len(self.vision_blocks())
         return sorted(index - 1 if index >= 0 else depth + index for index in layers)
@@ -150,9 +160,14 @@ class Adapter:
             "heads": text.num_attention_heads,
             "vision_width": vision.hidden_size,
             "vision_depth": len(self.vision_blocks()),
-            "vision_heads": vision.num_attention_heads,
-            "patches": (vision.image_size // vision.patch_size) ** 2,
+            "vision_heads": getattr(vision, "num_attention_heads", getattr(vision, "num_heads", 0)),
+            "patches": self.patches(),
         }
+
+    def patches(self) -> int:
+        """Patches of one view in the vision tower."""
+        vision = self.config.vision_config
+        return (vision.image_size // vision.patch_size) ** 2
 
     def bytes_per_token(self) -> int:
         """Bytes that one token costs in the cache of all layers, uncompressed."""
@@ -202,16 +217,28 @@ class Adapter:
         """The placeholder of one picture in the text of a prompt."""
         return self.processor.image_token
 
-    def inputs(self, text: str, images: list[Any]) -> dict[str, Tensor]:
-        """Run the family's processor; tensors on the model's device, pixels in its dtype."""
+    def marks(self) -> tuple[str, ...]:
+        """The placeholders of pictures, and of clips that are not read as pictures."""
+        clips = (self.processor.video_token,) if self.clip_tensors else ()
+        return (self.image_token(), *clips)
+
+    def inputs(
+        self, text: str, images: list[Any], frames: Sequence[tuple] = ()
+    ) -> dict[str, Tensor]:
+        """Run the family's processor; tensors on the model's device, pixels in its dtype.
+
+        ``images`` are all pictures and frames, ``frames`` is as in `engine.prefill.Inputs`.
+        """
         tokenizer = self.processor.tokenizer
         bos = tokenizer.bos_token
+        pictures, clips = self.parted(images, frames)
         try:
             batch = self.processor(
-                images=images or None,
+                images=([pictures] if self.nested else pictures) if pictures else None,
                 text=[text],
                 return_tensors="pt",
                 add_special_tokens=not (bos and text.startswith(bos)),
+                **(self.of_clips(clips) if clips else {}),
                 **(self.on_device() if images else {}),
             )
         except (ValueError, TypeError) as error:
@@ -219,17 +246,69 @@ class Adapter:
             raise ModelError(
                 f"{type(self.processor).__name__} refused the prompt: {reason}"
             ) from error
-        lacking = [key for key in self.tensors if images and key not in batch]
+        wanted = (self.tensors if pictures else ()) + (self.clip_tensors if clips else ())
+        lacking = [key for key in wanted if key not in batch]
         if lacking:
             raise ModelError(
                 f"{type(self.processor).__name__} made no {', '.join(lacking)}: it does not belong "
                 f"to a {self.config.model_type} model"
             )
+        if "attention_mask" in batch and not bool(batch["attention_mask"].all()):
+            raise ModelError(
+                f"{type(self.processor).__name__} padded the prompt; prompts are read one at a "
+                "time and without padding: take padding out of the processor's own arguments"
+            )
+        for key, value in batch.items():
+            if self.fixed and key.startswith("pixel_values"):
+                self._fits(value)
         return {
-            key: value.to(self.device, self.dtype if value.is_floating_point() else None)
+            key: value.to(self.device, self.dtype if key.startswith("pixel_values") else None)
             for key, value in batch.items()
             if isinstance(value, Tensor)
         }
+
+    def _fits(self, pixels: Tensor) -> None:
+        size = self.config.vision_config.image_size
+        takes = (size, size) if isinstance(size, int) else tuple(size)
+        if tuple(pixels.shape[-2:]) != takes:
+            height, width = pixels.shape[-2:]
+            raise ModelError(
+                f"{type(self.processor).__name__} makes pictures of {height}x{width} pixels, and "
+                f"the vision tower takes {takes[0]}x{takes[1]}; set the size in the processor"
+            )
+
+    def parted(
+        self, images: list[Any], frames: Sequence[tuple]
+    ) -> tuple[list[Any], list[tuple[list[Any], list[float]]]]:
+        """Pictures, and clips that are not read as pictures: frames and their seconds."""
+        if not self.clip_tensors or not frames:
+            return images, []
+        pictures: list[Any] = []
+        clips: dict[int, tuple[list[Any], list[float]]] = {}
+        for picture, (clip, _, _, *seconds) in zip(images, frames, strict=True):
+            if clip < 0:
+                pictures.append(picture)
+            else:
+                shown, times = clips.setdefault(clip, ([], []))
+                shown.append(picture)
+                times += seconds
+        return pictures, list(clips.values())
+
+    def of_clips(self, clips: list[tuple[list[Any], list[float]]]) -> dict[str, Any]:
+        """Clips as the processor takes them: frames have been chosen, and it is told when."""
+        about = []
+        for shown, times in clips:
+            gap = (times[-1] - times[0]) / max(len(times) - 1, 1) or 1.0
+            about.append(
+                {
+                    "fps": 1 / gap,
+                    "total_num_frames": len(shown),
+                    "frames_indices": [time / gap for time in times],
+                    "duration": gap * len(shown),
+                }
+            )
+        videos = [shown for shown, _ in clips]
+        return {"videos": videos, "video_metadata": about, "do_sample_frames": False}
 
     def on_device(self) -> dict[str, Any]:
         """Where pictures are resized and normalised: on the GPU, by processors that can."""
@@ -253,6 +332,14 @@ class Adapter:
         length = inputs["input_ids"].shape[1]
         return torch.arange(length, device=self.device)[None]
 
+    def tables(self, hidden: Tensor, position: Tensor, layer: int = 0) -> tuple[Tensor, ...]:
+        """Rotary tables of rows at ``position``, (B, S) or (3, B, S), as ``layer`` takes them."""
+        return tuple(self.decoder.rotary_emb(hidden, position))
+
+    def rotary(self, layer: int) -> str:
+        """Which kind of rotary tables a layer takes."""
+        return ""
+
     def compact(self, layout: TokenLayout) -> TokenLayout:
         """``layout`` with its rows renumbered without gaps."""
         position = torch.arange(len(layout), device=layout.device)
@@ -260,9 +347,8 @@ class Adapter:
 
     def rotate(self, keys: Tensor, delta: Tensor) -> Tensor:
         """Keys (H, N, D) whose rotary ids are moved by ``delta``, int64, (H, N)."""
-        rotary = self.decoder.rotary_emb
-        cos, sin = rotary(keys.float(), delta)  # each head is a row of the batch here
-        scale = getattr(rotary, "attention_scaling", 1.0)  # the keys have it already
+        cos, sin = self.tables(keys.float(), delta)  # each head is a row of the batch here
+        scale = getattr(self.decoder.rotary_emb, "attention_scaling", 1.0)  # keys have it already
         cos, sin = cos.float() / scale, sin.float() / scale
         turned, rest = keys.float().split([cos.shape[-1], keys.shape[-1] - cos.shape[-1]], dim=-1)
         first, second = turned.chunk(2, dim=-1)
@@ -274,6 +360,25 @@ class Adapter:
         return {}
 
     mask_rule = None
+
+    def items(
+        self, tensors: dict[str, Tensor], sizes: list[tuple[int, int]], frames: Sequence[tuple]
+    ) -> tuple[ItemGeometry, ...]:
+        """`geometry` of a prompt's pictures, and which of them are frames.
+
+        The parameters are those of `engine.prefill.Inputs`; a family may join frames to one item.
+        """
+        items = self.geometry(sizes)
+        if not frames:
+            return items
+        return tuple(
+            replace(item, clip=clip, frame=(index, total))
+            for item, (clip, index, total, *_) in zip(items, frames, strict=True)
+        )
+
+    def inside(self, items: tuple[ItemGeometry, ...]) -> bool:
+        """Whether stages inside the tower are served: one visual token for each of its patches."""
+        return True
 
     def geometry(self, sizes: list[tuple[int, int]]) -> tuple[ItemGeometry, ...]:
         """How pictures of ``sizes`` (height, width in pixels) lie in the vision batch."""
@@ -296,7 +401,8 @@ class Adapter:
         RecipeError
             When CLS rows were asked of a tower without a CLS token.
         """
-        rows, views = {}, step.items[-1].views[1]  # a stage may have put more rows behind them
+        rows = {}
+        views = max(item.views[1] for item in step.items)  # a stage may have put more rows behind
         for layer, stats in step.stats.items():
             has_cls = stats.shape[-1] == patches + 1
             if step.requests[layer].rows == "cls" and not has_cls:

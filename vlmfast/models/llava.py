@@ -35,6 +35,8 @@ def complete(model: nn.Module, processor: Any) -> Any:
 
 
 class FamilyAdapter(Adapter):
+    fixed_tower = True
+
     def __init__(self, model: nn.Module, processor: Any) -> None:
         super().__init__(model, complete(model, processor))
 

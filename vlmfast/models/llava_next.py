@@ -15,6 +15,7 @@ from .llava import complete
 
 class FamilyAdapter(Adapter):
     tensors = ("pixel_values", "image_sizes")
+    fixed_tower = True
 
     def __init__(self, model: nn.Module, processor: Any) -> None:
         super().__init__(model, complete(model, processor))

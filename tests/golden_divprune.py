@@ -1,0 +1,33 @@
+"""Replays the stored DivPrune cases: what is chosen, and in which order."""
+
+from __future__ import annotations
+
+import torch
+
+from helpers_layout import REQUEST, picture
+from vlmfast.compressors._select import count
+from vlmfast.compressors.divprune import DivPrune
+from vlmfast.kernels.diversity import cosine, max_min
+from vlmfast.layout import VisualTokens
+from vlmfast.stages import VisionStats
+
+
+def choice(data: dict, meta: dict) -> None:
+    features, rate = data["visual_tokens"], float(data["ratio"])
+    n = len(features)
+    k = count(rate, n)
+    order = data["selected_in_order"]
+    assert k == len(order)
+    if features.dtype == torch.float32:
+        similarity = cosine(features)
+    else:  # distances in the precision of the features, as the authors take them
+        units = features / features.norm(dim=-1, keepdim=True)
+        similarity = 1 - (1.0 - units @ units.T).float()
+    assert torch.equal(max_min(similarity, k), order)
+    assert torch.equal(order.sort().values, data["kept_sorted"])
+
+    if features.dtype == torch.float32:
+        tokens, geometry = picture((0, 0), (1, n))
+        tokens = VisualTokens(features, tokens.layout)
+        kept = DivPrune(rate).reduce(tokens, VisionStats((geometry,), {}), REQUEST)
+        assert torch.equal(kept.layout.order, data["kept_sorted"])

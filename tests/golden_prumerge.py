@@ -1,0 +1,70 @@
+"""Replays the stored PruMerge cases: attention of one wide head, what is kept, and the rows."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from helpers_layout import REQUEST, picture
+from vlmfast.compressors._select import best
+from vlmfast.compressors.prumerge import PruMerge, mixture, one_head, outliers
+from vlmfast.layout import VisualTokens
+from vlmfast.stages import VisionStats
+
+EXACT = {"rtol": 0, "atol": 1e-4}
+HEADS = 4
+
+
+def case(data: dict, meta: dict) -> None:
+    q, k, features = data["q_layer23"], data["k_layer23"], data["features_penultimate"]
+    views, n = q.shape[0], q.shape[1] - 1
+    attention = data["cls_attn"]
+    scaled = (q[:, :1] @ k.transpose(1, 2)) * q.shape[-1] ** -0.5
+    torch.testing.assert_close(scaled.softmax(-1)[:, 0, 1:], attention, rtol=1e-5, atol=1e-8)
+    # From the rows of several heads, as the engine has them.
+    heads = [t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in (q, k)]
+    rows = heads[0][:, :, :1] @ heads[1].transpose(2, 3) * (q.shape[-1] // HEADS) ** -0.5
+    rows = rows.softmax(-1)[:, :, 0, 1:]
+    torch.testing.assert_close(one_head(rows), attention, rtol=1e-4, atol=1e-8)
+
+    kept = data["topk_index"]
+    if int(data["adaptive"]):
+        # One ratio for the batch.
+        k_all = outliers(attention.flatten()) / attention.numel()
+        assert int(n * k_all) == kept.shape[1]
+    else:
+        assert int(n * float(data["reduction_ratio"])) == kept.shape[1]
+    for view in range(views):
+        chosen = best(attention[view][None], [kept.shape[1]])[0].nonzero()[:, 0]
+        assert torch.equal(chosen, kept[view].sort().values)
+        index = kept[view]
+        if int(data["plus"]):
+            step = int(1 / float(data["reduction_ratio"]))
+            index = torch.cat([index, torch.arange(step // 2, n - 1, step)])
+        # Patches that are chosen twice are there twice, also as neighbours; the authors' list of
+        # the others is then that much too short, at its beginning.
+        gone = torch.ones(n, dtype=torch.bool).index_fill(0, index, False).nonzero()[:, 0]
+        gone = gone[len(index) - len(index.unique()) :]
+        rows_of = torch.cat([index, gone])
+        mix = mixture(attention[view, rows_of], k[view, 1:][rows_of], torch.arange(len(index)))
+        ours = mix @ features[view, 1:][rows_of]
+        torch.testing.assert_close(ours, data["out"][view], **EXACT)
+    if views == 1 and not int(data["plus"]):
+        stage_delivers(data, rows, n)
+
+
+def stage_delivers(data: dict, rows: Tensor, n: int) -> None:
+    """The same rows in the order of the prompt; that of what is gone stands for all of it."""
+    side = math.isqrt(n)
+    tokens, geometry = picture((0, 0), (side, side))
+    tokens = VisualTokens(data["features_penultimate"][0, 1:], tokens.layout)
+    stats = VisionStats((geometry,), {23: rows}, {23: data["k_layer23"][:, 1:]})
+    out = PruMerge().reduce(tokens, stats, REQUEST)
+    kept = data["topk_index"][0]
+    gone = torch.ones(n, dtype=torch.bool).index_fill(0, kept, False).nonzero()[-1]
+    order = torch.cat([kept, gone])
+    assert torch.equal(out.layout.order, order.sort().values)
+    torch.testing.assert_close(out.features, data["out"][0][order.argsort()], **EXACT)
+    assert out.layout.weight.sum() == n

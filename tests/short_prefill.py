@@ -1,0 +1,67 @@
+"""A prefill that really shortens the sequence, layer by layer, without the engine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from reference import answer_logits
+from vlmfast import VLM, Recipe
+from vlmfast.engine.decode import Run
+from vlmfast.engine.prefill import Inputs
+
+
+def embeds_of(vlm: VLM, tensors: dict) -> Tensor:
+    """The merged prompt (S, D) as Hugging Face makes it."""
+    taken = []
+    hook = vlm.model.get_decoder().register_forward_pre_hook(
+        lambda module, args, kwargs: taken.append(kwargs["inputs_embeds"]), with_kwargs=True
+    )
+    try:
+        with torch.no_grad():
+            vlm.model(**tensors)
+    finally:
+        hook.remove()
+    return taken[0][0]
+
+
+def ran(vlm: VLM, recipe: str, images: list) -> tuple[Run, Tensor]:
+    """The engine: the run, and the logits (V,) behind the prompt."""
+    tensors = vlm.inputs("what is here ?", images=images)
+    inputs = Inputs(tensors, [(p.height, p.width) for p in images], "what is here ?")
+    run = Run(vlm.adapter, inputs, Recipe.parse(recipe), time.perf_counter())
+    return run, answer_logits(vlm, run, [])[0]
+
+
+@torch.no_grad()
+def shortened(vlm: VLM, embeds: Tensor, drop: Callable, policy: str) -> tuple[Tensor, Tensor]:
+    """Logits (V,) behind the prompt, and the rows of it (S',) that reach the end.
+
+    ``drop(layer, attention, hidden, rows)`` is asked before every layer, with the attention map
+    (H, S, S) of the one before, if any; it returns hidden states and which of them stay.
+    """
+    decoder = vlm.model.get_decoder()
+    hidden, rows, attention = embeds, torch.arange(len(embeds)), None
+    ids, before = rows, decoder.config._attn_implementation
+    decoder.config._attn_implementation = "eager"
+    try:
+        for index, layer in enumerate(decoder.layers):
+            hidden, stays = drop(index, attention, hidden, rows)
+            if stays is not None:
+                hidden, rows = hidden[stays], rows[stays]
+                ids = torch.arange(len(rows)) if policy == "compact" else rows
+            n = len(rows)
+            mask = torch.zeros(n, n).masked_fill(~torch.ones(n, n).bool().tril(), -torch.inf)
+            given = {
+                "attention_mask": mask[None, None],
+                "position_embeddings": decoder.rotary_emb(hidden[None], ids[None]),
+                "position_ids": ids[None],
+            }
+            attention = layer.self_attn(layer.input_layernorm(hidden[None]), **given)[1][0]
+            hidden = layer(hidden[None], **given)[0]
+        return vlm.model.get_output_embeddings()(decoder.norm(hidden[-1:]))[0], rows
+    finally:
+        decoder.config._attn_implementation = before

@@ -1,0 +1,155 @@
+"""CATP: covering in numbers, budgets, and runs with several pictures beside a prefill by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.functional import cosine_similarity, normalize
+
+from short_prefill import embeds_of, ran, shortened
+from tiny_models import build_llava, build_llava_next, picture
+from vlmfast import VLM, Recipe, RecipeError
+from vlmfast.compressors._cover import cover
+from vlmfast.compressors.catp import CATP
+
+
+def greedy(worth: torch.Tensor, k: int, value) -> list[int]:
+    """``k`` columns that make ``value`` of a list of columns largest, one after another."""
+    chosen: list[int] = []
+    for _ in range(k):
+        rest = [j for j in range(worth.shape[1]) if j not in chosen]
+        chosen.append(max(rest, key=lambda j: value([*chosen, j])))
+    return chosen
+
+
+def test_covering() -> None:
+    generator = torch.Generator().manual_seed(0)
+    worth = torch.rand(12, 9, generator=generator)
+    bonus, scale = torch.rand(9, generator=generator), torch.rand(9, generator=generator)
+
+    def covered(some: list[int]) -> float:
+        return float(worth[:, some].amax(1).sum())
+
+    assert cover(worth, 5).tolist() == greedy(worth, 5, covered)
+    expected = greedy(worth, 5, lambda some: covered(some) + float(bonus[some].sum()))
+    assert cover(worth, 5, bonus=bonus).tolist() == expected
+    expected = greedy(
+        worth,
+        5,
+        lambda some: (covered(some) - (covered(some[:-1]) if some[:-1] else 0)) * scale[some[-1]],
+    )
+    assert cover(worth, 5, scale=scale).tolist() == expected
+    assert cover(torch.ones(3, 4), 4).tolist() == [0, 1, 2, 3]  # the first of equals
+    assert sorted(cover(worth, 9).tolist()) == list(range(9))
+
+
+@pytest.mark.parametrize("build", [build_llava, build_llava_next])
+@pytest.mark.parametrize("positions", ["compact", "keep"])
+@pytest.mark.parametrize("pictures", [1, 3])
+def test_a_run_equals_a_prefill_by_hand(build, positions, pictures) -> None:
+    vlm = VLM(*build(layers=6))
+    images = [picture(seed=i) for i in range(pictures)]
+    tensors = vlm.inputs("what is here ?", images=images)
+    run, logits = ran(vlm, f"catp:0.4,k=2,positions={positions}", images)
+    layout = run.trace.layout
+    visual = tensors["input_ids"][0] == vlm.adapter.image_token_id
+    item = torch.full((len(visual),), -1)
+    item[visual] = layout.item.long()
+    sizes = [int((item == i).sum()) for i in range(pictures)]
+    last, n = pictures - 1, len(visual)
+    others = visual & (item != last)
+
+    def drop(layer, attention, hidden, rows):
+        here = item[rows]
+        left = torch.ones(len(rows), dtype=torch.bool)
+        if layer == 0:
+            for i in range(pictures):
+                mine = (here == i).nonzero()[:, 0]
+                end = int((here == i + 1).nonzero()[0]) if i < last else n
+                text = torch.arange(int(mine[-1]) + 1, end)
+                text = text[~visual[text]]
+                text = text if len(text) else (~visual).nonzero()[:, 0]
+                x = normalize(hidden[mine], dim=-1)
+                sim = (x @ x.T + 1) / 2
+                named = (cosine_similarity(hidden[mine], hidden[text].mean(0)[None]) + 1) / 2
+                kept = greedy(
+                    sim,
+                    int(len(mine) * 0.7 + 1e-9),
+                    lambda some, sim=sim, named=named: float(
+                        sim[:, some].amax(1).sum() + 0.7 * named[some].sum()
+                    ),
+                )
+                left[mine] = False
+                left[mine[kept]] = True
+            return hidden, left
+        seen.append(attention)
+        if layer not in (3, 4):
+            return hidden, None
+        context, sample = others[rows], here == last
+        pool, total = (context, sum(sizes[:-1])) if layer == 3 else (sample, sizes[-1])
+        if not pool.any():
+            return hidden, None
+        if layer == 3 or pictures == 1:
+            border = int(pool.nonzero().max())
+            gain = seen[-1][:, -1].mean(0) - seen[-2][:, -1].mean(0)
+            mean = hidden[border + 1 :].mean(0)
+            score = gain.clamp(min=0) + 0.6 * cosine_similarity(hidden, mean[None])
+        else:
+            score = cosine_similarity(hidden, hidden[context].mean(0)[None])
+        places = pool.nonzero()[:, 0]
+        best = score[places].argsort(descending=True, stable=True)[: round(0.4 * total)]
+        left[places] = False
+        left[places[best]] = True
+        # Rows of the next map are those that are left.
+        seen[-1] = attention[:, left][:, :, left]
+        return hidden, left
+
+    seen = []
+    embeds = embeds_of(vlm, tensors)
+    expected, rows = shortened(vlm, embeds, drop, positions)
+    whole = round(0.4 * sizes[-1]) + (round(0.4 * sum(sizes[:-1])) if last else 0)
+    assert run.stats.visual_tokens_per_layer[4:] == [whole] * 2
+    assert int(visual[rows].sum()) == whole
+    torch.testing.assert_close(logits, expected, atol=5e-5, rtol=1e-4)
+    full, _ = shortened(vlm, embeds, lambda layer, a, hidden, rows: (hidden, None), positions)
+    assert (logits - full).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("pictures", [1, 3])
+@pytest.mark.parametrize("budget", [0.4, 0.6, 0.9])
+def test_a_budget_is_met(pictures, budget) -> None:
+    vlm = VLM(*build_llava_next(layers=8))
+    images = [picture(seed=i) for i in range(pictures)]
+    run, _ = ran(vlm, f"catp:budget={budget}", images)
+    share = run.stats.equivalent_tokens / run.stats.visual_tokens_in
+    assert share == pytest.approx(budget, abs=0.02)
+
+
+def test_the_word() -> None:
+    cover_part, context = CATP().expand()
+    assert (cover_part.protocol, context.protocol) == ("encode", "prefill")
+    assert CATP().layer(32) == 6
+    assert CATP(k=10).layer(40) == 10
+    assert context.layers(32) == (7, 8)
+    assert sorted(context.text_stats(32)) == [5, 6, 7]
+    for text in ("catp", "catp:0.2,k=6,text=1", "catp:budget=0.5,positions=keep"):
+        assert Recipe.parse(text) == Recipe.parse(str(Recipe.parse(text)))
+
+
+@pytest.mark.parametrize("k", [2.5, 6, 0.9])
+def test_layers_that_do_not_fit(k) -> None:
+    with pytest.raises(RecipeError, match=r"catp: k=.* means layer .* of 6; it must be"):
+        CATP(k=k).layer(6)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("catp:0", r"rate=0 is out of range"),
+        ("catp:k=0", r"k=0 is out of range"),
+        ("catp:text=-1", r"text=-1 is out of range"),
+    ],
+)
+def test_bad_words(text: str, message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        Recipe.parse(text)

@@ -1,0 +1,126 @@
+"""DivPrune: the rule in numbers, clips as one, and its promises on random pictures."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from helpers_layout import REQUEST, picture, picture_arguments, prompt
+from vlmfast import Recipe, RecipeError
+from vlmfast.compressors._groups import MOST, together
+from vlmfast.compressors.divprune import DivPrune
+from vlmfast.layout import VisualTokens
+from vlmfast.stages import VisionStats
+
+
+def by_hand(features: Tensor, k: int) -> list[int]:
+    """The paper's greedy rule in plain loops."""
+    n = len(features)
+    cos = torch.nn.functional.cosine_similarity
+    d = [[1 - float(cos(features[i], features[j], dim=0)) for j in range(n)] for i in range(n)]
+    chosen = [max(range(n), key=lambda i: min(d[i][j] for j in range(n) if j != i))]
+    while len(chosen) < k:
+        rest = [i for i in range(n) if i not in chosen]
+        chosen.append(max(rest, key=lambda i: min(d[i][j] for j in chosen)))
+    return sorted(chosen)
+
+
+def as_clip(stats: VisionStats) -> VisionStats:
+    """The same pictures as frames of one clip."""
+    n = len(stats.items)
+    frames = (replace(item, clip=0, frame=(i, n)) for i, item in enumerate(stats.items))
+    return VisionStats(tuple(frames), stats.rows)
+
+
+def test_the_rule_in_numbers() -> None:
+    tokens, geometry = picture((0, 0), (4, 5), seed=3)
+    stats = VisionStats((geometry,), {})
+    for k in (1, 2, 7, 19):
+        kept = DivPrune(k / 20).reduce(tokens, stats, REQUEST)
+        assert kept.layout.order.tolist() == by_hand(tokens.features, k)
+    copies = VisualTokens(tokens.features[[0, 1, 2, 3] * 5], tokens.layout)
+    kept = DivPrune(0.2).reduce(copies, stats, REQUEST)
+    assert len({tuple(row.tolist()) for row in kept.features}) == 4  # each of them once
+
+
+def test_frames_of_a_clip_are_compared() -> None:
+    """What stands still is kept once; each frame by itself would keep it every time."""
+    tokens, stats = prompt(*[{"tiles": (0, 0)}] * 3)
+    still = VisualTokens(tokens.features[:16].repeat(3, 1), tokens.layout)
+    clip = as_clip(stats)
+
+    def kinds(stage: DivPrune, stats: VisionStats) -> int:
+        kept = stage.reduce(still, stats, REQUEST)
+        assert len(kept) == 15
+        return len({tuple(row.tolist()) for row in kept.features})
+
+    # Equal tokens lie at a distance of some rounding; no two different ones do.
+    assert kinds(DivPrune(15 / 48), clip) == 15
+    assert kinds(DivPrune(15 / 48, across="frame"), clip) == 5
+    assert kinds(DivPrune(15 / 48), stats) == 5
+
+
+def test_together() -> None:
+    tokens, stats = prompt(*[{"tiles": (0, 0)}] * 4)
+    a, b, c, d = stats.items
+    mixed = (a, replace(b, clip=0), replace(c, clip=0), replace(d, clip=1))
+    assert [len(g) for g in together(tokens, mixed)] == [16, 32, 16]
+    assert torch.equal(torch.cat(together(tokens, mixed)), torch.arange(64))
+    assert [len(g) for g in together(tokens, stats.items)] == [16] * 4
+    big, geometry = picture((0, 0), (50, 60))
+    parts = [
+        VisualTokens(big.features, big.layout.replace(item=big.layout.item + i)) for i in range(4)
+    ]
+    layouts = type(big.layout).cat([p.layout for p in parts])
+    long = VisualTokens(torch.cat([p.features for p in parts]), layouts)
+    frames = (replace(geometry, clip=0),) * 4
+    assert [len(g) for g in together(long, frames)] == [6000, 6000]
+    assert MOST == 8192
+
+
+@given(picture_arguments(), st.floats(0.02, 0.98), st.sampled_from(["rate", "budget"]))
+@settings(max_examples=20, deadline=None)
+def test_what_a_picture_keeps(arguments: dict, share: float, name: str) -> None:
+    tokens, stats = prompt(arguments, arguments)
+    stage = DivPrune(**{name: share})
+    kept = stage.reduce(tokens, stats, REQUEST)
+    order = kept.layout.order
+    assert bool((order[1:] > order[:-1]).all())
+    first = tokens.layout.item == 0
+    alone = stage.reduce(tokens.select(first), VisionStats(stats.items[:1], {}), REQUEST)
+    mine = kept.layout.item == 0
+    assert len(alone) == max(1, round(share * int(first.sum())))
+    assert torch.equal(kept.layout.order[mine], alone.layout.order)
+    same = torch.isin(tokens.layout.order, order)
+    assert torch.equal(kept.features, tokens.features[same])
+
+
+@pytest.mark.parametrize("stage", [DivPrune(1.0), DivPrune(budget=1.0)])
+def test_all_is_all(stage: DivPrune) -> None:
+    tokens, stats = prompt({"tiles": (2, 2)})
+    assert stage.reduce(tokens, stats, REQUEST) is tokens
+
+
+def test_the_word() -> None:
+    assert DivPrune().rate == 0.098
+    assert DivPrune().positions == "compact"
+    stage = Recipe.parse("divprune:0.1,across=frame,positions=keep")
+    assert stage == Recipe.parse(str(stage))
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("divprune:0", r"divprune: rate=0 is out of range"),
+        ("divprune:across=picture", r"across=picture is out of range, allowed is one of clip"),
+        ("divprune:budget=2", r"budget=2 is out of range"),
+    ],
+)
+def test_bad_words(word: str, message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        Recipe.parse(word)

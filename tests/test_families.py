@@ -1,0 +1,764 @@
+"""Every family against Hugging Face, and against a dense reference that drops nothing and masks.
+
+The reference takes what Hugging Face's own forward hands to its decoder (embeddings, rotary ids,
+deepstack features) and runs the decoder's layers over prompt and answer in one pass.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import pytest
+import torch
+
+import tiny_families
+from fake_drafters import Knows
+from reference import answer_logits
+from vlmfast import VLM, ModelError, RecipeError, Request
+from vlmfast.drafters.tree import Tree
+from vlmfast.engine.attention import switched
+from vlmfast.engine.cache import KVLayer
+from vlmfast.engine.decode import Decoder, Run
+from vlmfast.engine.prefill import Inputs
+from vlmfast.models import families
+from vlmfast.recipe import Recipe
+from vlmfast.stages import (
+    CacheStage,
+    ColumnRequest,
+    EncodeStage,
+    InEncoderStage,
+    PrefillStage,
+    StatRequest,
+    positions_param,
+)
+
+BUILD = {
+    name.removeprefix("build_"): build
+    for name, build in vars(tiny_families).items()
+    if name.startswith("build_")
+}
+TOKENS = [40, 71, 33, 55, 90, 46, 63, 101]  # fed one by one behind the prompt
+EXACT = 1e-5
+
+
+def picture(seed: int, width: int = 60, height: int = 44) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+
+
+CASES = {
+    "no picture": {},
+    "one picture": {"images": [picture(0)]},
+    "three pictures": {"images": [picture(0), picture(1, 30, 70), picture(2, 90, 33)]},
+    "a clip": {"video": [picture(i, 40, 40) for i in range(5)], "num_frames": 5},
+    "a picture and a clip": {
+        "images": [picture(0)],
+        "video": [picture(i, 40, 40) for i in range(4)],
+        "num_frames": 4,
+    },
+}
+PICTURED = [
+    "three pictures",
+    "a clip",
+    pytest.param("one picture", marks=pytest.mark.slow),
+    pytest.param("a picture and a clip", marks=pytest.mark.slow),
+]
+
+
+@pytest.fixture(scope="module", params=BUILD)
+def vlm(request) -> VLM:
+    if request.param == "smolvlm":
+        pytest.importorskip("num2words")  # its processor wants it
+    return VLM(*BUILD[request.param]())
+
+
+def served(vlm: VLM, case: str) -> str:
+    """``case``, or what stands for it in a family that does not read it."""
+    if vlm.adapter.config.model_type == "smolvlm" and case == "a picture and a clip":
+        return "a clip"
+    return case
+
+
+def start(vlm: VLM, recipe=(), **media) -> Run:
+    given = {"images": None, "video": None, "num_frames": None, "fps": None} | media
+    text, pictures, frames = vlm._render(vlm._messages("what is here ?", **given), Recipe())
+    tensors = vlm.adapter.inputs(text, pictures, frames)
+    sizes = [(of.height, of.width) for of in pictures]
+    return Run(
+        vlm.adapter, Inputs(tensors, sizes, "q", frames), Recipe.of(recipe), time.perf_counter()
+    )
+
+
+# --- the reference -------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def handed(model, tensors: dict) -> dict:
+    """What Hugging Face's forward hands to its decoder."""
+    seen: dict = {}
+
+    class Stop(Exception):
+        pass
+
+    def hook(module, args, kwargs):
+        seen.update(kwargs)
+        raise Stop
+
+    handle = model.get_decoder().register_forward_pre_hook(hook, with_kwargs=True)
+    try:
+        model(**tensors)
+    except Stop:
+        pass
+    finally:
+        handle.remove()
+    return seen
+
+
+@dataclass
+class Dense:
+    """Logits over a prompt and an answer in one pass; what is dropped is masked.
+
+    Parameters
+    ----------
+    vlm : VLM
+    tensors : dict
+        What the processor made of the prompt.
+    blocks : bool
+    """
+
+    vlm: VLM
+    tensors: dict
+    blocks: bool = True  # whether pictures see themselves whole, where the family has it so
+
+    def __post_init__(self) -> None:
+        self.model = self.vlm.model
+        self.given = handed(self.model, self.tensors)
+        self.size = self.given["inputs_embeds"].shape[1]
+        position = self.given.get("position_ids")
+        if position is None:
+            position = torch.arange(self.size)[None]
+        elif position.dim() == 3:
+            position = position[-3:, 0]  # behind the text's own, where there are four
+        self.position = position
+
+    def everything(self) -> list[torch.Tensor]:
+        layers = len(self.model.get_decoder().layers)
+        return [torch.ones(self.size, dtype=torch.bool)] * layers
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        alive: list[torch.Tensor],
+        tokens: list[int] = TOKENS,
+        numbered: list[torch.Tensor | None] | None = None,
+        read: list[torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """Logits (1 + len(tokens), V): after the prompt, then after each token.
+
+        Parameters
+        ----------
+        alive : list of Tensor, bool, (S,)
+            Per layer the rows of the prompt that exist there.
+        numbered : list of Tensor, bool, (S,), optional
+            Per layer the rows that count in rotary ids; the family's own ids by default.
+        read : list of Tensor, bool, (H, S), optional
+            Per layer what the answer's tokens see of the prompt, by head.
+        """
+        model, decoder, n = self.model, self.model.get_decoder(), len(tokens)
+        more = torch.ones(n, dtype=torch.bool)
+        answer = model.get_input_embeddings()(torch.tensor([tokens], dtype=torch.long))
+        hidden = torch.cat([self.given["inputs_embeds"], answer], 1)
+        before = decoder.config._attn_implementation
+        decoder.config._attn_implementation = "eager"
+        try:
+            for index, layer in enumerate(decoder.layers):
+                rows = torch.cat([alive[index], more])
+                visible = self.sees(index, n) & (rows | torch.eye(len(rows), dtype=torch.bool))
+                heads = decoder.config.num_attention_heads
+                visible = visible.expand(heads, -1, -1).clone()
+                if read is not None:
+                    group = heads // len(read[index])
+                    visible[:, self.size :, : self.size] &= read[index].repeat_interleave(group, 0)[
+                        :, None
+                    ]
+                mask = torch.zeros(visible.shape).masked_fill(~visible, -torch.inf)
+                position = self.ids(n, None if numbered is None else numbered[index])
+                hidden = layer(
+                    hidden,
+                    attention_mask=mask[None],
+                    position_embeddings=self.tables(hidden, position, index),
+                    position_ids=position if len(position) == 1 else None,
+                )
+                hidden = hidden[0] if isinstance(hidden, tuple) else hidden
+                deep = self.given.get("deepstack_visual_embeds") or []
+                if index < len(deep):
+                    where = self.given["visual_pos_masks"][0].nonzero().flatten()
+                    hidden[0, where] += deep[index]
+            return model.get_output_embeddings()(decoder.norm(hidden))[0, -n - 1 :]
+        finally:
+            decoder.config._attn_implementation = before
+
+    def sees(self, layer: int, n: int) -> torch.Tensor:
+        """Bool (S + n, S + n): what each row sees while nothing is dropped."""
+        visible = torch.ones(self.size + n, self.size + n, dtype=torch.bool).tril()
+        if self.blocks and "token_type_ids" in self.tensors:
+            here = self.tensors["token_type_ids"][0] == 1
+            edge = here & ~torch.cat([torch.zeros(1, dtype=torch.bool), here[:-1]])
+            picture = torch.where(here, edge.cumsum(0), -torch.arange(self.size))
+            visible[: self.size, : self.size] |= picture[:, None] == picture
+        return visible
+
+    def ids(self, n: int, numbered: torch.Tensor | None) -> torch.Tensor:
+        """Rotary ids (P, S + n)."""
+        position = self.position
+        if numbered is not None:
+            position = (numbered.long().cumsum(0) - 1).clamp(min=0).expand(len(position), -1)
+        answer = int(position.max()) + 1 + torch.arange(n)
+        return torch.cat([position, answer.expand(len(position), -1)], 1)
+
+    def tables(self, hidden, position, layer):
+        decoder = self.model.get_decoder()
+        position = position if len(position) == 1 else position[:, None]
+        if decoder.config.model_type == "gemma3_text":
+            return decoder.rotary_emb(hidden, position, decoder.config.layer_types[layer])
+        return decoder.rotary_emb(hidden, position)
+
+
+def close(got: torch.Tensor, expected: torch.Tensor, control: torch.Tensor) -> None:
+    assert (got - expected).abs().max() < EXACT
+    assert (got - control).abs().max() > 1e-2  # and dropping nothing is something else
+
+
+# --- nothing dropped -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_none_equals_hugging_face(vlm, case):
+    case = served(vlm, case)
+    run = start(vlm, **CASES[case])
+    tensors = run.inputs.tensors
+    expected = vlm.model.generate(
+        **tensors,
+        max_new_tokens=9,
+        do_sample=False,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    tokens = expected.sequences[0, tensors["input_ids"].shape[1] :].tolist()
+    got = answer_logits(vlm, run, tokens[:-1])
+    assert (got - torch.cat(expected.logits)).abs().max() < EXACT
+    # Control: other tokens give other logits, by far more than the tolerance.
+    control = answer_logits(vlm, start(vlm, **CASES[case]), TOKENS)
+    assert (got[1:] - control[1:]).abs().max() > 1e-2
+    answer = vlm.ask("what is here ?", **CASES[case], max_new_tokens=9, do_sample=False)
+    assert answer.token_ids == tokens
+    visual = vlm.adapter.visual(tensors["input_ids"])
+    assert answer.stats.visual_tokens_in == int(visual.sum())
+    assert bool(visual.any()) == (case != "no picture")
+    # The reference of the tests below says the same.
+    dense = Dense(vlm, tensors)
+    assert (dense(dense.everything(), tokens[:-1]) - got).abs().max() < EXACT
+
+
+def test_the_layout_says_where_tokens_are(vlm):
+    case = served(vlm, "a picture and a clip")
+    run = start(vlm, **CASES[case])
+    answer_logits(vlm, run, [])
+    layout = run.prompt.layout.select(run.prompt.layout.patches)
+    pictures = layout.select(layout.kind == 1)
+    assert pictures.item.unique().tolist() == ([0] if case == "a picture and a clip" else [])
+    assert layout.select(layout.kind == 2).item.min() == len(pictures.item.unique())
+    assert layout.item.diff().min() >= 0  # items are in the order of the prompt
+    box = layout.box
+    assert bool((box[:, :2] < box[:, 2:]).all()) and box.min() >= 0 and box.max() <= 1
+    for item in layout.item.unique():
+        for tile in layout.select(layout.item == item).tile.unique():
+            of = layout.select((layout.item == item) & (layout.tile == tile))
+            assert len(of.grid[:, 1:].unique(dim=0)) == len(of)  # one token at each place
+
+
+# --- one method of each protocol ------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Rank(PrefillStage):
+    """Keeps, twice, the half of the visual tokens that the last row attends to most."""
+
+    name: ClassVar[str] = "test-rank"
+    at: tuple[int, ...] = (1, 3)
+    positions: str = positions_param("keep")
+
+    def layers(self, depth):
+        return self.at
+
+    def text_stats(self, depth):
+        return {layer - 1: StatRequest("last") for layer in self.at}
+
+    def keep(self, step, layer):
+        visual = step.layout.visual.nonzero().flatten()
+        score = step.stats[layer - 1].mean(dim=(0, 1))[visual]
+        best = visual[score.argsort(descending=True)[: len(visual) // 2]]
+        text = (~step.layout.visual).nonzero().flatten()
+        return torch.cat([text, best]).sort().values
+
+
+def layers_of(vlm: VLM) -> tuple[int, int]:
+    """Two layers before which this model may drop."""
+    return max(vlm.adapter.min_drop_layer, 1), 3
+
+
+def entered(vlm: VLM, run: Run) -> list[torch.Tensor]:
+    """Per layer the rows of the full prompt that entered it."""
+    visual = vlm.adapter.visual(run.inputs.tensors["input_ids"][0])
+    alive = []
+    for layer in range(vlm.adapter.depth):
+        rows = ~visual
+        rows[run.trace.layout.order[run.trace.depth > layer]] = True
+        alive.append(rows)
+    return alive
+
+
+@pytest.mark.parametrize("case", PICTURED)
+@pytest.mark.parametrize("policy", ["keep", "compact"])
+@pytest.mark.parametrize("method", ["random", pytest.param("grid", marks=pytest.mark.slow)])
+def test_encode(vlm, case, policy, method):
+    case = served(vlm, case)
+    run = start(vlm, f"{method}:rate=0.4,positions={policy}", **CASES[case])
+    got = answer_logits(vlm, run, TOKENS)
+    alive = entered(vlm, run)
+    assert int((~alive[0]).sum()) > 1
+    dense = Dense(vlm, run.inputs.tensors)
+    expected = dense(alive, numbered=alive if policy == "compact" else None)
+    close(got, expected, dense(dense.everything()))
+
+
+@pytest.mark.parametrize("case", PICTURED)
+@pytest.mark.parametrize("policy", ["keep", "compact"])
+@pytest.mark.parametrize("method", ["rank", "fastv", "random+rank"])
+def test_prefill(vlm, case, policy, method):
+    case = served(vlm, case)
+    first, second = layers_of(vlm)
+    recipe = {
+        "rank": Rank((first, second), policy),
+        "fastv": f"fastv:0.4,k={first + 1},positions={policy}",
+        "random+rank": Recipe.of("random:0.6,positions=keep") + Rank((first, second), policy),
+    }[method]
+    run = start(vlm, recipe, **CASES[case])
+    got = answer_logits(vlm, run, TOKENS)
+    alive = entered(vlm, run)
+    lengths = run.cache.lengths()
+    assert lengths == [int(rows.sum()) + len(TOKENS) for rows in alive]
+    assert lengths[0] >= lengths[first] >= lengths[second] < lengths[0]
+    dense = Dense(vlm, run.inputs.tensors)
+    full, numbered = dense.everything(), None
+    if policy == "compact":
+        drop = first + 1 if method == "fastv" else first
+        # Random keeps its own ids; a layer is renumbered by the drops at it and before it.
+        numbered = [None if layer < drop else alive[layer] for layer in range(len(alive))]
+    expected = dense(alive, numbered=numbered or [None] * len(alive))
+    close(got, expected, dense(full))
+
+
+@pytest.fixture
+def kept(monkeypatch) -> dict:
+    """By layer what cache stages leave of it, indices of its prompt for each head."""
+    seen, put = {}, KVLayer.put
+
+    def note(self, kv):
+        rows = [order[:n].tolist() for order, n in zip(kv.order, kv.lengths, strict=True)]
+        seen[id(self)] = self, rows
+        put(self, kv)
+
+    monkeypatch.setattr(KVLayer, "put", note)
+    return seen
+
+
+def readable(kept: dict, layers: list[KVLayer], size: int) -> list[torch.Tensor]:
+    masks = []
+    for layer in layers:
+        _, heads = kept[id(layer)]
+        mask = torch.zeros(len(heads), size, dtype=torch.bool)
+        for head, rows in enumerate(heads):
+            mask[head, rows] = True
+        masks.append(mask)
+    return masks
+
+
+@pytest.mark.parametrize("case", PICTURED)
+def test_cache(vlm, case, kept):
+    case = served(vlm, case)
+    run = start(vlm, "snapkv:share=0.5,window=4", **CASES[case])
+    got = answer_logits(vlm, run, TOKENS)
+    dense = Dense(vlm, run.inputs.tensors)
+    read = readable(kept, run.cache.layers, dense.size)
+    assert 0 < read[0].sum() < 0.7 * read[0].numel()
+    assert any(bool((of[0] != of[1]).any()) for of in read)  # heads differ
+    everything = dense.everything()
+    close(got, dense(everything, read=read), dense(everything))
+
+
+@pytest.mark.parametrize("case", ["no picture", *PICTURED])
+def test_speculation(vlm, case):
+    """A tree is checked as if each of its paths had been decoded alone."""
+    case = served(vlm, case)
+    recipe = () if case == "no picture" else Rank(layers_of(vlm))
+    run = start(vlm, recipe, **CASES[case])
+    wrong = [token + 1 for token in TOKENS]
+    tree = Tree.of_paths(TOKENS[0], [TOKENS[1:5], [TOKENS[1], *wrong[2:4]], wrong[1:3]])
+    paths = [tree.path(node) for node in range(len(tree)) if not tree.children[node]]
+    taken = [tree.tokens[node] for node in paths[-1][:2]]
+    with torch.no_grad(), switched(vlm.model):
+        first = run.start(20)
+        run.decoder.rework()
+        logits = run.decoder.verify([tree]).logits[0]
+        # The accepted part of a path stays, and decoding goes on behind it.
+        run.decoder.accept([paths[-1][:2]])
+        rows = [run.next(torch.tensor([[token]])) for token in wrong[5:]]
+    dense = Dense(vlm, run.inputs.tensors)
+    alive = dense.everything() if case == "no picture" else entered(vlm, run)
+    assert len(paths) == 3
+    for path in paths:
+        expected = dense(alive, [tree.tokens[node] for node in path])
+        assert (first - expected[:1]).abs().max() < EXACT
+        assert (logits[path] - expected[1:]).abs().max() < EXACT
+    # Control: where two paths part, they are far from each other.
+    assert (logits[paths[0][2]] - logits[paths[1][2]]).abs().max() > 1e-2
+    expected = dense(alive, taken + wrong[5:])
+    assert (torch.cat(rows) - expected[-len(rows) :]).abs().max() < EXACT
+
+
+def test_drafted_answers_are_the_same(vlm):
+    for case in ("one picture", "a clip"):
+        answer = vlm.ask("what is here ?", **CASES[case], max_new_tokens=12).token_ids
+        for stage in (Knows(tuple(answer)), Knows(tuple(answer), wrong=0.4)):
+            drafted = vlm.ask("what is here ?", **CASES[case], max_new_tokens=12, recipe=stage)
+            assert drafted.token_ids == answer
+            assert drafted.stats.accepted > 2
+
+
+@pytest.mark.parametrize("method", ["none", "random", "rank", "compact", "snapkv"])
+def test_a_ragged_batch_of_three(vlm, method, kept):
+    """Rows of other pictures and lengths stand beside each other."""
+    recipe = {
+        "none": (),
+        "random": "random:0.4,positions=keep",
+        "rank": Rank(layers_of(vlm)),
+        "compact": Rank(layers_of(vlm), "compact"),
+        "snapkv": "snapkv:share=0.5,window=4",
+    }[method]
+    cases = ("one picture", "three pictures", "a picture and a clip")
+    runs = [start(vlm, recipe, **CASES[served(vlm, case)]) for case in cases]
+    rows, answers = [], [TOKENS, TOKENS[::-1], [token + 2 for token in TOKENS]]
+    with torch.no_grad(), switched(vlm.model):
+        rows.append(torch.cat([run.start(len(TOKENS)) for run in runs]))
+        layers = [run.cache.layers for run in runs]
+        decoder = Decoder.join([run.decoder for run in runs])
+        for tokens in zip(*answers, strict=True):
+            rows.append(decoder.next(torch.tensor(tokens)[:, None]))
+    depth, sizes = vlm.adapter.depth, set()
+    for number, (run, tokens) in enumerate(zip(runs, answers, strict=True)):
+        dense = Dense(vlm, run.inputs.tensors)
+        sizes.add(dense.size)
+        got = torch.stack([row[number] for row in rows])
+        alive = entered(vlm, run)
+        read, numbered = None, None
+        if method == "snapkv":
+            read = readable(kept, layers[number], dense.size)
+        if method == "compact":
+            first = layers_of(vlm)[0]
+            numbered = [None if layer < first else alive[layer] for layer in range(depth)]
+        expected = dense(alive, tokens, numbered or [None] * depth, read)
+        assert (got - expected).abs().max() < EXACT
+        if method != "none":
+            assert (got - dense(dense.everything(), tokens)).abs().max() > 1e-2
+    assert len(sizes) == 3
+
+
+# --- what a family has of its own -----------------------------------------------------------------
+
+
+def one(name: str) -> VLM:
+    if name == "smolvlm":
+        pytest.importorskip("num2words")
+    return VLM(*BUILD[name]())
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
+def test_times_of_a_clip_reach_the_model(name):
+    """Frames that lie farther apart in time are another clip."""
+    vlm = one(name)
+    frames = [picture(i, 40, 40) for i in range(8)]
+    run = start(vlm, video=frames, num_frames=4)  # frames of one second each, every second one
+    seconds = [at for *_, at in run.inputs.frames]
+    assert len(seconds) == 4 and seconds == sorted(seconds) and seconds[-1] - seconds[0] > 3
+    if name == "qwen2_5_vl":
+        gap = (seconds[-1] - seconds[0]) / 3
+        assert run.inputs.tensors["second_per_grid_ts"].tolist() == pytest.approx([2 * gap])
+    else:
+        text = vlm.processor.tokenizer.decode(run.inputs.tensors["input_ids"][0])
+        for a, b in zip(seconds[::2], seconds[1::2], strict=True):
+            assert f"<{(a + b) / 2:.1f} seconds>" in text
+    position = vlm.adapter.positions(run.inputs.tensors)
+    assert position.shape == (3, run.inputs.tensors["input_ids"].shape[1])
+    assert bool((position[0] != position[1]).any()) and bool((position[1] != position[2]).any())
+
+
+def test_deepstack_features_are_cut_with_their_tokens():
+    vlm = one("qwen3_vl")
+    run = start(vlm, "random:0.4,positions=keep", **CASES["one picture"])
+    answer_logits(vlm, run, [])
+    prompt, full = run.prompt, start(vlm, **CASES["one picture"])
+    answer_logits(vlm, full, [])
+    kept = torch.isin(full.prompt.layout.order, prompt.layout.order[prompt.layout.visual])
+    kept = kept[full.prompt.layout.visual]
+    assert len(prompt.extra) == 2 and 0 < int(kept.sum()) < len(kept)
+    for cut, whole in zip(prompt.extra, full.prompt.extra, strict=True):
+        assert torch.equal(cut, whole[kept])
+    with pytest.raises(RecipeError, match="layer 1 is out of range, this model can drop before"):
+        answer_logits(vlm, start(vlm, "fastv:k=1", **CASES["one picture"]), [])
+
+
+def test_pictures_of_gemma3_see_themselves_whole():
+    vlm = one("gemma3")
+    run = start(vlm, **CASES["three pictures"])
+    got = answer_logits(vlm, run, TOKENS)
+    dense = Dense(vlm, run.inputs.tensors)
+    causal = Dense(vlm, run.inputs.tensors, blocks=False)
+    close(got, dense(dense.everything()), causal(causal.everything()))
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen2_5_vl"])
+def test_statistics_equal_eager_attention(name):
+    seen = {}
+
+    @dataclass(frozen=True)
+    class Look(PrefillStage):
+        name: ClassVar[str] = "test-look"
+
+        def layers(self, depth):
+            return (3,)
+
+        def text_stats(self, depth):
+            rows = StatRequest("last"), StatRequest("window", 40), StatRequest("columns")
+            return dict(enumerate(rows))
+
+        def keep(self, step, layer):
+            seen.update(step.stats)
+
+    @dataclass(frozen=True)
+    class Sums(CacheStage):
+        name: ClassVar[str] = "test-sums"
+
+        def text_stats(self, depth):
+            return {0: ColumnRequest("window", 40, want=("sum", "max", "entropy", "sumsq"))}
+
+        def compress(self, step, layer, kv, stats):
+            if stats is not None:
+                seen["cache"] = stats
+            return kv
+
+    vlm = one(name)
+    run = start(vlm, (Look(), Sums()), **CASES["three pictures"])
+    answer_logits(vlm, run, [])
+    tensors = run.inputs.tensors
+    with torch.no_grad():
+        vlm.model.set_attn_implementation("eager")
+        maps = vlm.model(**tensors, output_attentions=True, use_cache=False).attentions
+        vlm.model.set_attn_implementation("sdpa")
+    expected = [maps[0][0, :, -1:], maps[1][0, :, -40:], maps[2][0].sum(1, keepdim=True)]
+    for layer, rows in enumerate(expected):
+        assert (seen[layer] - rows).abs().max() < EXACT
+    rows = maps[0][0, :, -40:].unflatten(0, (2, -1))
+    stats = seen["cache"]
+    assert (stats.sum - rows.sum(3 - 1)).abs().max() < EXACT
+    assert (stats.max - rows.amax(2)).abs().max() < EXACT
+    assert (stats.sumsq - rows.square().sum(2)).abs().max() < EXACT
+    entropy = -torch.xlogy(rows, rows + 1e-10).sum(2)
+    assert (stats.entropy - entropy).abs().max() < EXACT
+    assert torch.equal(stats.nnz[0], (rows[0, 0] > 0).sum(0))
+    blocks = bool((maps[1][0, 0].triu(1) > 0).any())
+    assert blocks == (name == "gemma3")
+
+
+def test_prompts_beyond_a_window_are_refused():
+    vlm = one("gemma3")
+    with pytest.raises(ModelError, match="sliding window of 256; shorten one of them"):
+        vlm.ask("what ?", **CASES["a clip"], max_new_tokens=200)
+    assert vlm.ask("what ?", **CASES["a clip"], max_new_tokens=2).token_ids
+
+
+@pytest.mark.parametrize("name", ["llava_next_video", "llava_onevision"])
+def test_vision_statistics_cover_pictures_and_frames(name):
+    """The tower runs twice, over pictures and over frames; a view is a row of both together."""
+    seen = {}
+
+    @dataclass(frozen=True)
+    class Look(EncodeStage):
+        name: ClassVar[str] = "test-look"
+        positions: str = "keep"
+
+        def vision_stats(self, depth):
+            return {1: StatRequest("columns")}
+
+        def reduce(self, tokens, stats, request):
+            seen.update(rows=stats.rows[1], items=stats.items)
+            return tokens
+
+    vlm = one(name)
+    run = start(vlm, Look(), **CASES["a picture and a clip"])
+    answer_logits(vlm, run, [])
+    tensors = run.inputs.tensors
+    tower = vlm.model.get_encoder(modality="image")
+    vlm.model.set_attn_implementation("eager")
+    with torch.no_grad():
+        pixels = tensors["pixel_values"][0], tensors["pixel_values_videos"][0]
+        maps = [tower(of, output_attentions=True).attentions[1].sum(2) for of in pixels]
+    vlm.model.set_attn_implementation("sdpa")
+    maps = torch.cat(maps)[..., -16:]
+    assert seen["rows"].shape == maps.shape
+    assert (seen["rows"] - maps).abs().max() < EXACT
+    assert [item.views for item in seen["items"]] == [(0, 5), (5, 6), (6, 7), (7, 8), (8, 9)]
+
+
+@pytest.mark.parametrize("name", BUILD)
+def test_a_session_answers_as_ask_does(name):
+    vlm = one(name)
+    for case in ("one picture", "a clip"):
+        with vlm.session(**CASES[case], history=False) as session:
+            for question in ("what is here ?", "and the rest ?"):
+                expected = vlm.ask(question, **CASES[case], max_new_tokens=6)
+                got = session.ask(question, max_new_tokens=6)
+                assert got.token_ids == expected.token_ids
+                assert got.stats.prompt_reused > 0
+
+
+def test_a_batch_of_requests(vlm):
+    requests = [
+        Request("what ?", **CASES["one picture"], recipe="random:0.5"),
+        Request("and here ?", **CASES["a clip"], recipe=f"fastv:k={layers_of(vlm)[0]}"),
+        Request("say something"),
+    ]
+    answers = vlm.ask_many(requests, batch_size=3, max_new_tokens=6)
+    for got, r in zip(answers, requests, strict=True):
+        alone = vlm.ask(
+            r.question, r.images, r.video, num_frames=r.num_frames, recipe=r.recipe,
+            max_new_tokens=6,
+        )  # fmt: skip
+        assert got.token_ids == alone.token_ids
+
+
+# --- bad input ------------------------------------------------------------------------------------
+
+
+def test_every_family_has_an_adapter():
+    assert set(BUILD) | {"llava", "llava_next"} <= set(families())
+
+
+@pytest.mark.parametrize("name", BUILD)
+def test_a_processor_of_another_family(name):
+    model, _ = BUILD[name]()
+    other = "qwen2_5_vl" if name != "qwen2_5_vl" else "gemma3"
+    _, processor = BUILD[other]()
+    with pytest.raises(ModelError, match=rf"does not belong to a {name} model; supported are \w+"):
+        VLM(model, processor)
+
+
+def test_models_that_cannot_be_used():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    _, processor = BUILD["internvl"]()
+    text = LlamaForCausalLM(
+        LlamaConfig(**{**tiny_families.TEXT, "vocab_size": 64, "num_hidden_layers": 1})
+    )
+    with pytest.raises(ModelError, match=r"'llama' is not supported; supported are .*qwen2_5_vl"):
+        VLM(text, processor)
+    model, processor = BUILD["qwen2_5_vl"]()
+    with pytest.raises(ModelError, match="on the meta device; load its weights first"):
+        VLM(model.to("meta"), processor)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3"])
+def test_padding(name, side):
+    """Where padding would go does not matter; a processor that pads is told not to."""
+    vlm = one(name)
+    expected = vlm.ask("what ?", **CASES["one picture"], max_new_tokens=4).token_ids
+    vlm.processor.tokenizer.padding_side = side
+    assert vlm.ask("what ?", **CASES["one picture"], max_new_tokens=4).token_ids == expected
+    tokenizer = vlm.processor.tokenizer
+    call = type(tokenizer).__call__
+
+    class Pads(type(tokenizer)):
+        def __call__(self, *args, **kwargs):
+            return call(self, *args, **{**kwargs, "padding": "max_length", "max_length": 200})
+
+    tokenizer.__class__ = Pads
+    with pytest.raises(ModelError, match="padded the prompt"):
+        vlm.ask("what ?", **CASES["one picture"], max_new_tokens=4)
+
+
+def test_sizes_that_the_tower_refuses():
+    vlm = one("internvl")
+    vlm.processor.image_processor.size = {"height": 48, "width": 48}
+    with pytest.raises(ModelError, match="48x48 pixels, and the vision tower takes 32x32"):
+        vlm.ask("what ?", **CASES["one picture"])
+    vlm = one("qwen2_5_vl")
+    with pytest.raises(ModelError, match="refused the prompt: absolute aspect ratio"):
+        vlm.ask("what ?", images=[picture(0, 4100, 20)])
+
+
+def test_what_a_family_does_not_read():
+    vlm = one("smolvlm")
+    with pytest.raises(ModelError, match="reads pictures or one clip"):
+        vlm.ask("what ?", **CASES["a picture and a clip"])
+    for name in ("internvl", "gemma3", "llava_onevision"):
+        with pytest.raises(ModelError, match=f"which {name} puts into a prompt in a way"):
+            one(name).ask("what ?", **CASES["a clip"], max_kv_tokens=4000, progress=False)
+    vlm = one("gemma3")
+    vlm.processor.image_processor.do_pan_and_scan = True
+    vlm.processor.image_processor.pan_and_scan_min_crop_size = 8
+    vlm.processor.image_processor.pan_and_scan_max_num_crops = 2
+    vlm.processor.image_processor.pan_and_scan_min_ratio_to_activate = 1.1
+    with pytest.raises(ModelError, match="do_pan_and_scan"):
+        vlm.ask("what ?", images=[picture(0, 90, 30)])
+
+
+def test_a_clip_block_by_block():
+    vlm = one("qwen2_5_vl")
+    answer = vlm.ask(
+        "what ?", video=[picture(i, 40, 40) for i in range(12)], num_frames=12,
+        max_kv_tokens=120, progress=False, max_new_tokens=4,
+    )  # fmt: skip
+    assert answer.stats.visual_tokens_in == 12 * 4 and len(answer.token_ids) == 4
+    assert max(answer.stats.kv_tokens_per_layer) <= 120
+
+
+@pytest.mark.parametrize("name", BUILD)
+def test_stages_that_a_tower_cannot_serve(name):
+    """CLS rows and work inside the tower: an error that says so, or an answer."""
+    vlm = one(name)
+    shows = "cls" in vlm.adapter.rows
+    for recipe in ("hired:0.5", "visionzip", "mustdrop"):
+        if shows:
+            assert vlm.ask("what ?", picture(0), recipe=recipe, max_new_tokens=2).token_ids
+            with pytest.raises(ModelError, match="needs one visual token per patch"):
+                vlm.ask("what ?", **CASES["a clip"], recipe=recipe, max_new_tokens=2)
+        else:
+            with pytest.raises(RecipeError, match=f"which {name} does not show"):
+                vlm.ask("what ?", picture(0), recipe=recipe)
+    if "columns" not in vlm.adapter.rows:
+        with pytest.raises(RecipeError, match="one visual token for each of its patches"):
+            vlm.ask("what ?", picture(0), recipe=Between())
+
+
+@dataclass(frozen=True)
+class Between(InEncoderStage):
+    name: ClassVar[str] = "test-between"
+
+    def blocks(self, depth):
+        return (1,)
+
+    def on_block(self, step, index, hidden):
+        return hidden, None

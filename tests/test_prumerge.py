@@ -1,0 +1,188 @@
+"""PruMerge and PruMerge+: the rules in numbers, their promises, and a run beside the tower."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from helpers_layout import REQUEST, picture, picture_arguments, prompt
+from reference import answer_logits
+from tiny_models import build_llava
+from tiny_models import picture as photo
+from vlmfast import VLM, Recipe, RecipeError
+from vlmfast.compressors.prumerge import PruMerge, mixture, one_head, outliers
+from vlmfast.compressors.prumerge_plus import PruMergePlus
+from vlmfast.engine.decode import Run
+from vlmfast.engine.prefill import Inputs
+from vlmfast.errors import ModelError
+from vlmfast.layout import VisualTokens
+from vlmfast.stages import StatRequest, VisionStats
+
+BOTH = [PruMerge, PruMergePlus]
+LAST = 23
+
+
+def with_keys(stats: VisionStats) -> VisionStats:
+    """Rows of one layer of the tower with room for CLS, and keys."""
+    rows = stats.rows[22] * 0.9
+    generator = torch.Generator().manual_seed(5)
+    keys = torch.randn(rows.shape[0], rows.shape[2], 6, generator=generator)
+    return VisionStats(stats.items, {LAST: rows}, {LAST: keys})
+
+
+def reduced(stage: PruMerge, *pictures: dict) -> tuple[VisualTokens, VisualTokens]:
+    tokens, stats = prompt(*pictures)
+    return tokens, stage.reduce(tokens, with_keys(stats), REQUEST)
+
+
+def test_one_head_is_that_of_wide_queries_and_keys() -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k = torch.randn(1, 4, 8, generator=generator), torch.randn(9, 4, 8, generator=generator)
+    heads = torch.einsum("ihd,jhd->hij", q, k) * 8**-0.5
+    wide = (q.flatten(1) @ k.flatten(1).T * 32**-0.5).softmax(-1)
+    ours = one_head(heads.softmax(-1)[None, :, 0, 1:])
+    torch.testing.assert_close(ours, wide[:, 1:])
+    mean = heads.softmax(-1).mean(0)[:, 1:]
+    assert (ours - mean).abs().max() > 1e-2  # control: it is not the mean over heads
+
+
+def test_outliers_in_numbers() -> None:
+    assert outliers(torch.tensor([1.0, 2, 3, 4, 5, 6, 7, 100])) == 1
+    assert outliers(torch.tensor([1.0] * 6 + [5, 9])) == 2
+    assert outliers(torch.ones(8)) == 1  # none: the best
+
+
+def test_mixture_in_numbers(monkeypatch) -> None:
+    monkeypatch.setattr("vlmfast.compressors.prumerge.NEAREST", 2)
+    attention = torch.tensor([0.1, 0.2, 0.3, 0.4])
+    keys = torch.tensor([[1.0, 0], [3, 1], [0, 1], [1, 1]])
+    mix = mixture(attention, keys, torch.tensor([0, 2]))
+    expected = [[1, 0.2, 0, 0.4], [0, 0.2, 1, 0.4], [0, 0.2, 0, 0.4]]
+    torch.testing.assert_close(mix, torch.tensor(expected))
+
+
+def test_the_grid_between_outliers() -> None:
+    attention = torch.zeros(36)
+    attention[[3, 10, 30]] = 1.0  # a twelfth: steps of 4
+    kept = PruMergePlus().chosen(attention, None)
+    assert kept.tolist() == sorted({3, 10, 30, *range(0, 35, 4)})
+    # Nine tokens: one for the rest, four outliers (the fourth is the first of equals), four spread.
+    kept = PruMergePlus(0.25).chosen(attention, 9).tolist()
+    assert len(kept) == 8
+    assert {0, 3, 10, 30} < set(kept)
+    rest = [i for i in range(36) if i not in (0, 3, 10, 30)]
+    assert set(kept) - {0, 3, 10, 30} == {rest[i] for i in (4, 12, 20, 28)}
+
+
+@pytest.mark.parametrize("method", BOTH)
+@given(picture_arguments(), st.floats(0.02, 0.98) | st.none(), st.sampled_from(["rate", "budget"]))
+@settings(max_examples=12, deadline=None)
+def test_what_a_picture_keeps(method, arguments: dict, share: float | None, name: str) -> None:
+    stage = method(**{name: share})
+    tokens, kept = reduced(stage, arguments, arguments)
+    order = kept.layout.order
+    assert bool((order[1:] > order[:-1]).all())
+    assert bool(kept.layout.patches.all())
+    for item in (0, 1):
+        mine, before = kept.layout.item == item, tokens.layout.item == item
+        patches = int(tokens.layout.patches[before].sum())
+        weight = kept.layout.weight[mine]
+        if share is None:
+            assert 0 < int(mine.sum()) <= patches
+        else:
+            assert int(mine.sum()) == min(max(1, round(share * int(before.sum()))), patches)
+        views = len(kept.layout.view[mine].unique())
+        if share is None or int(mine.sum()) >= len(tokens.layout.view[before].unique()):
+            assert weight.sum() == patches  # every view with a token merges all of its own
+        assert int((weight > 1).sum()) <= views
+    if share is not None:  # a picture does not depend on its neighbours
+        alone = reduced(stage, arguments)[1]
+        assert torch.equal(alone.layout.order, order[kept.layout.item == 0])
+
+
+@pytest.mark.parametrize("method", BOTH)
+def test_all_is_all(method) -> None:
+    tokens, kept = reduced(method(budget=1.0), {"tiles": (2, 2)})
+    assert kept is tokens
+
+
+@pytest.mark.parametrize("method", BOTH)
+def test_deeper_features_mix_alike(method) -> None:
+    tokens, geometry = picture((0, 0), (4, 4))
+    tokens = VisualTokens(tokens.features, tokens.layout, (2 * tokens.features,))
+    _, stats = prompt({"tiles": (0, 0)})
+    kept = method(0.3).reduce(tokens, with_keys(VisionStats((geometry,), stats.rows)), REQUEST)
+    torch.testing.assert_close(kept.extra[0], 2 * kept.features)
+    taken = torch.isin(tokens.layout.order, kept.layout.order)
+    assert (kept.features - tokens.features[taken]).abs().max() > 1e-3  # control: something mixed
+
+
+def test_a_run_equals_the_tower_by_hand() -> None:
+    """Queries and keys from hooks on the tower's last layer, which LLaVA otherwise leaves out."""
+    vlm = VLM(*build_llava())
+    image, seen = photo(), [None, None]
+    tensors = vlm.inputs("what is here ?", images=[image])
+    inputs = Inputs(tensors, [(image.height, image.width)], "q")
+    run = Run(vlm.adapter, inputs, Recipe.parse("prumerge:0.4"), time.perf_counter())
+    answer_logits(vlm, run, [])
+    attention = vlm.adapter.vision_blocks()[-1].self_attn
+    hooks = [
+        part.register_forward_hook(lambda module, args, out, at=at: seen.__setitem__(at, out[0]))
+        for at, part in enumerate((attention.q_proj, attention.k_proj))
+    ]
+    with torch.no_grad():
+        out = vlm.model.get_encoder(modality="image")(
+            tensors["pixel_values"], output_hidden_states=True
+        )
+        features = vlm.model.base_model.multi_modal_projector(out.hidden_states[-2])[0, 1:]
+    for hook in hooks:
+        hook.remove()
+    queries, keys = seen
+    row = (queries[0] @ keys.T * keys.shape[1] ** -0.5).softmax(-1)[1:]
+    kept = row.topk(round(0.4 * 16) - 1).indices.sort().values
+    gone = [i for i in range(16) if i not in kept.tolist()]
+    expected = mixture(row, keys[1:], kept) @ features
+    layout = run.prompt.layout
+    places = torch.cat([kept, torch.tensor(gone[-1:])])
+    first = int(layout.order[layout.visual][0]) - int(places.min())
+    assert torch.equal(layout.order[layout.visual] - first, places.sort().values)
+    got = run.prompt.embeds[layout.visual]
+    torch.testing.assert_close(got, expected[places.argsort()], atol=2e-4, rtol=1e-3)
+
+
+def test_the_words() -> None:
+    assert PruMerge().vision_stats(24) == {23: StatRequest("cls", keys=True, wide=True)}
+    for word in ("prumerge", "prumerge-plus:0.25,repair=true", "prumerge:budget=0.1"):
+        assert Recipe.parse(word) == Recipe.parse(str(Recipe.parse(word)))
+    assert PruMerge().rate is None
+    assert PruMerge().positions == "compact"
+
+
+def test_two_kinds_of_keys_of_a_layer_cannot_stand_together() -> None:
+    wide, mean = StatRequest("cls", keys=True, wide=True), StatRequest("cls", keys=True)
+    assert wide.joined(mean) is None
+    assert wide.joined(StatRequest("cls")) == StatRequest("cls").joined(wide) == wide
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("prumerge:0", r"prumerge: rate=0 is out of range"),
+        ("prumerge-plus:budget=2", r"prumerge-plus: budget=2 is out of range"),
+        ("prumerge-plus:step=2", r"prumerge-plus has no parameter 'step'"),
+    ],
+)
+def test_bad_words(word: str, message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        Recipe.parse(word)
+
+
+def test_another_number_of_patches_is_refused() -> None:
+    tokens, geometry = picture((0, 0), (4, 4))
+    stats = VisionStats((geometry,), {23: torch.rand(1, 2, 64)}, {23: torch.rand(1, 64, 4)})
+    with pytest.raises(ModelError, match=r"prumerge needs .* makes 16 of 64 patches"):
+        PruMerge().reduce(tokens, stats, REQUEST)

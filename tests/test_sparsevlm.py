@@ -1,0 +1,172 @@
+"""SparseVLM: raters, counts and groups in numbers, and runs beside a prefill by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from short_prefill import embeds_of, ran, shortened
+from tiny_models import build_llava, build_llava_next, picture
+from vlmfast import VLM, Recipe, RecipeError
+from vlmfast.compressors.sparsevlm import SparseVLM, clusters, raters, recycled, split
+from vlmfast.engine.prefill import prefill
+from vlmfast.stages import StatRequest
+
+DROPS = {2: 40, 3: 20}  # tokens left behind the drops of the runs below
+
+
+@pytest.fixture(scope="module", params=[build_llava, build_llava_next])
+def vlm(request) -> VLM:
+    return VLM(*request.param(layers=6))
+
+
+def test_raters_in_numbers() -> None:
+    visual = torch.tensor([[2.0, 0], [2, 0], [0, 1]])
+    text = torch.tensor([[1.0, 0], [-1, 0], [0, 1]])
+    rate, score = raters(visual, text)
+    e = torch.tensor([[2.0, -2, 0], [2, -2, 0], [0, 0, 1]]).softmax(1).mean(0)
+    torch.testing.assert_close(score, e)
+    assert rate.tolist() == [True, False, False]
+    assert raters(visual, text[:1])[0].tolist() == [True]  # the only word there is
+    assert raters(visual, text[[0, 0]])[0].tolist() == [True, True]
+
+
+def test_counts_in_numbers() -> None:
+    assert recycled(276) == (83, 9)
+    assert recycled(109) == (33, 4)
+    assert recycled(1) == (1, 1)
+    assert recycled(0) == (0, 0)
+    for n in (5, 40, 577):
+        for total in range(1, n + 1):
+            kept, groups = split(n, total)
+            assert kept + groups == total
+            assert groups == recycled(n - kept)[1] or kept == 0
+
+
+def test_groups_in_numbers() -> None:
+    rows = torch.tensor([[0.0, 0], [0.1, 0], [9, 9], [9, 9.1], [0, 0.1]])
+    means, centres, label = clusters(rows, 2)
+    assert label[[0, 1, 4]].unique().numel() == label[[2, 3]].unique().numel() == 1
+    assert label[0] != label[2]
+    for group in (0, 1):
+        torch.testing.assert_close(means[group], rows[label == group].mean(0))
+        assert label[centres[group]] == group
+
+
+def rule(vlm: VLM, tensors: dict, embeds: Tensor, recycle: bool):
+    """The paper's words, on full maps."""
+    visual = tensors["input_ids"][0] == vlm.adapter.image_token_id
+    behind = int(visual.nonzero().max()) + 1
+    s = (embeds[visual] @ embeds[behind:].T).softmax(-1).mean(0)
+    rating = behind + (s > s.mean()).nonzero()[:, 0]
+    n0 = int(visual.sum())
+
+    def drop(layer, attention, hidden, rows):
+        if layer not in DROPS:
+            return hidden, None
+        total = max(1, round(DROPS[layer] / 100 * n0))
+        score = attention[:, torch.isin(rows, rating)].mean(0).mean(0)
+        order = [i for i in score.argsort(descending=True, stable=True).tolist() if visual[rows[i]]]
+        kept = total
+        while recycle and kept + (int((int(0.3 * (len(order) - kept)) + 1) / 10) + 1) > total:
+            kept -= 1
+        stays = order[:kept]
+        if recycle:
+            some = torch.tensor(sorted(order[kept : kept + int(0.3 * (len(order) - kept)) + 1]))
+            means, centres, _ = clusters(hidden[some], total - kept)
+            hidden = hidden.index_copy(0, some[centres], means)
+            stays = stays + some[centres].tolist()
+        left = ~visual[rows]
+        left[stays] = True
+        return hidden, left
+
+    return drop
+
+
+def word(recycle: bool, positions: str) -> str:
+    return f"sparsevlm:layers=2/3,budget=0.5,recycle={str(recycle).lower()},positions={positions}"
+
+
+@pytest.mark.parametrize("positions", ["compact", "keep"])
+@pytest.mark.parametrize("recycle", [True, False])
+@pytest.mark.parametrize("pictures", [1, 2])
+def test_a_run_equals_a_prefill_by_hand(vlm, positions, recycle, pictures, monkeypatch) -> None:
+    images = [picture(seed=i) for i in range(pictures)]
+    tensors = vlm.inputs("what is here ?", images=images)
+    embeds = embeds_of(vlm, tensors)
+    n0 = int((tensors["input_ids"] == vlm.adapter.image_token_id).sum())
+    totals = tuple(max(1, round(share / 100 * n0)) for share in DROPS.values())
+    monkeypatch.setattr("vlmfast.compressors.sparsevlm.solve_counts", lambda *args: totals)
+    run, logits = ran(vlm, word(recycle, positions), images)
+    expected, _ = shortened(vlm, embeds, rule(vlm, tensors, embeds, recycle), positions)
+    assert run.stats.visual_tokens_per_layer == [n0] * 2 + [totals[0]] + [totals[1]] * 3
+    torch.testing.assert_close(logits, expected, atol=2e-5, rtol=1e-4)
+    # Controls: recycling, and dropping at all, make a difference.
+    other, _ = shortened(vlm, embeds, rule(vlm, tensors, embeds, not recycle), positions)
+    full, _ = shortened(vlm, embeds, lambda layer, a, hidden, rows: (hidden, None), positions)
+    assert (logits - other).abs().max() > 1e-3
+    assert (logits - full).abs().max() > 1e-3
+
+
+def test_weights_of_recycled_tokens_count(vlm, monkeypatch) -> None:
+    steps = []
+
+    def watched(adapter, prompt, recipe, cache, *args, **kwargs):
+        from vlmfast.compressors.sparsevlm import Drop
+
+        (stage,) = (s for s in recipe.acting("prefill") if isinstance(s, Drop))
+        keep = Drop.keep
+
+        def noted(self, step, layer):
+            rows = keep(self, step, layer)
+            steps.append(step.layout.weight[step.layout.visual].sum())
+            steps.append(step.layout.select(rows).weight.max())
+            return rows
+
+        monkeypatch.setattr(type(stage), "keep", noted)
+        return prefill(adapter, prompt, recipe, cache, *args, **kwargs)
+
+    monkeypatch.setattr("vlmfast.engine.decode.prefill", watched)
+    images = [picture(seed=i) for i in range(3)]
+    _, plain = ran(vlm, word(True, "keep"), images)
+    _, repaired = ran(vlm, word(True, "keep") + ",repair=true", images)
+    assert max(float(w) for w in steps[1::2]) > 1
+    assert (plain - repaired).abs().max() > 1e-5
+
+
+def test_published_counts_on_average() -> None:
+    """Recycled tokens included, as the authors average them: 2, 4, 9 and 17 of 32 layers."""
+    from vlmfast.compressors.sparsevlm import PUBLISHED
+
+    for name, expected in (("192", 192.0), ("128", 128.6), ("96", 96.9), ("64", 64.8)):
+        n, counts = 576, []
+        for kept in PUBLISHED[name]:
+            n = kept + recycled(n - kept)[1]
+            counts.append(n)
+        average = (2 * 576 + 4 * counts[0] + 9 * counts[1] + 17 * counts[2]) / 32
+        assert average == pytest.approx(expected, abs=0.06)
+
+
+def test_the_word() -> None:
+    question, drop = SparseVLM().expand()
+    assert (question.protocol, drop.protocol) == ("encode", "prefill")
+    assert drop.layers(32) == (3, 7, 16)
+    assert drop.text_stats(32) == dict.fromkeys((2, 6, 15), StatRequest("text"))
+    assert SparseVLM().floor(32) == 3 / 32
+    for text in ("sparsevlm", "sparsevlm:0.3,layers=2/8", "sparsevlm:published=64,recycle=false"):
+        assert Recipe.parse(text) == Recipe.parse(str(Recipe.parse(text)))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("sparsevlm:published=100", r"published=100 is out of range, allowed is one of 192, 128"),
+        ("sparsevlm:layers=2/8", r"the published counts are for 3 drops, layers has 2"),
+        ("sparsevlm:0.5,layers=8/2", r"layers=8/2 must be one or more whole numbers"),
+        ("sparsevlm:0", r"rate=0 is out of range"),
+    ],
+)
+def test_bad_words(text: str, message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        Recipe.parse(text)

@@ -1,0 +1,137 @@
+"""ToMe: matching in numbers, the schedule, and a tower by hand with proportional attention."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from reference import answer_logits
+from tiny_models import build_llava, build_llava_next, picture
+from vlmfast import VLM, Recipe, RecipeError
+from vlmfast.compressors.tome import Merge, ToMe, bipartite, merge, schedule
+from vlmfast.engine.decode import Run
+from vlmfast.engine.prefill import Inputs
+from vlmfast.stages import StatRequest
+
+
+def test_matching_in_numbers() -> None:
+    # A: rows 0, 2, 4; B: rows 1, 3. Row 4 is most like 3, row 2 like 1, row 0 like nothing.
+    metric = torch.tensor([[[-1.0, 0], [1, 0.2], [1, 0], [0, 1], [0, 2]]])
+    assert bipartite(metric, 1, False).tolist() == [[0, 2, 1, 3, 3]]
+    assert bipartite(metric, 2, False).tolist() == [[0, 1, 1, 2, 2]]
+    assert bipartite(metric, 9, False).tolist() == [[0, 1, 1, 2, 2]]  # half of them
+    alike = torch.ones(1, 5, 2)
+    assert bipartite(alike, 1, False).tolist() == [[2, 2, 0, 3, 1]]  # the first of equals
+    assert bipartite(alike, 2, True).tolist() == [[0, 1, 1, 2, 1]]  # CLS stays
+
+
+def test_means_are_weighted() -> None:
+    rows, size = torch.tensor([[[1.0], [4], [10]]]), torch.tensor([[1.0, 2, 5]])
+    out, total = merge(rows, size, torch.tensor([[1, 1, 0]]))
+    assert out.flatten().tolist() == [10, 3]
+    assert total.tolist() == [[5, 3]]
+
+
+@given(st.integers(2, 600), st.data(), st.integers(1, 24))
+def test_the_schedule_reaches_its_end(n: int, data: st.DataObject, blocks: int) -> None:
+    left = data.draw(st.integers(max(1, -(-n // 2**blocks)), n))
+    steps = schedule(n, left, blocks)
+    assert len(steps) == blocks
+    assert n - sum(steps) == left
+    used = [s for s in steps if s]
+    assert used == steps[: len(used)]
+
+
+def test_schedules_in_numbers() -> None:
+    assert schedule(576, 192, 22) == [18] * 21 + [6]
+    assert schedule(576, 64, 22) == [24] * 21 + [8]
+    assert schedule(197, 1, 3, r=16) == [16] * 3
+    assert schedule(16, 1, 4) == [8, 4, 2, 1]  # half of what is there, at most
+    assert schedule(10, 1, 3, r=6) == [5, 2, 1]
+
+
+@torch.no_grad()
+def tower_by_hand(vlm: VLM, pixels: Tensor, stage: ToMe) -> tuple[Tensor, Tensor]:
+    """Rows behind the tower, (V, M, D), and where each patch went, (V, 1 + N)."""
+    tower = vlm.model.get_encoder(modality="image")
+    vlm.model.set_attn_implementation("eager")
+    hidden = tower.pre_layrnorm(tower.embeddings(pixels))
+    views, n, _ = hidden.shape
+    where, size = torch.arange(n).expand(views, -1), torch.ones(views, n)
+    blocks = vlm.adapter.vision_blocks()
+    counts, keys = stage.steps(n - 1, len(blocks) - 2), None
+    for index, block in enumerate(blocks[:-1]):
+        if index:
+            source = bipartite(keys, counts[index - 1], True)
+            if counts[index - 1]:
+                hidden, size = merge(hidden, size, source)
+                where = source.gather(1, where)
+        wide = block.self_attn.k_proj(block.layer_norm1(hidden))
+        keys = wide.unflatten(-1, (-1, block.self_attn.head_dim)).mean(2)
+        bias = size.log()[:, None, None].expand(-1, -1, hidden.shape[1], -1)
+        hidden = block(hidden, attention_mask=bias if stage.repair else None)
+    vlm.model.set_attn_implementation("sdpa")
+    return hidden, where
+
+
+@pytest.mark.parametrize("build", [build_llava, build_llava_next])
+@pytest.mark.parametrize("word", ["tome:0.4", "tome:0.4,repair=false", "tome:r=3"])
+def test_a_run_equals_the_tower_by_hand(build, word) -> None:
+    vlm, image = VLM(*build()), picture()
+    tensors = vlm.inputs("what is here ?", images=[image])
+    recipe = Recipe.parse(word)
+    (stage,) = recipe
+    inputs = Inputs(tensors, [(image.height, image.width)], "q")
+    run = Run(vlm.adapter, inputs, recipe, time.perf_counter())
+    logits = answer_logits(vlm, run, [])
+    full, layout = run.trace.layout, run.prompt.layout.select(run.prompt.layout.visual)
+
+    hidden, where = tower_by_hand(vlm, tensors["pixel_values"].flatten(0, -4), stage)
+    rows = vlm.model.base_model.multi_modal_projector(hidden)
+    assert bool(layout.patches.all())  # newlines are gone
+    patch = (layout.grid[:, 1] * 4 + layout.grid[:, 2]).long() + 1
+    group = where[layout.view.long(), patch]
+    got = run.prompt.embeds[run.prompt.layout.visual]
+    torch.testing.assert_close(got, rows[layout.view.long(), group], atol=1e-4, rtol=1e-3)
+    # One token of every group, with the number of its patches as weight.
+    seen = {(v, int(where[v, 1 + p])) for v in range(len(where)) for p in range(16)}
+    ours = set(zip(layout.view.tolist(), group.tolist(), strict=True))
+    assert ours == seen
+    assert len(layout) == len(ours) == sum(int(w.max()) for w in where)
+    assert layout.weight.sum() == int(full.patches.sum())
+    # Control: another treatment of sizes gives something else.
+    other = Recipe.parse(word + ("" if "repair" in word else ",repair=false"))
+    if other != recipe:
+        run = Run(vlm.adapter, inputs, other, time.perf_counter())
+        assert (answer_logits(vlm, run, []) - logits).abs().max() > 1e-3
+
+
+def test_the_word() -> None:
+    stage = ToMe(0.5)
+    assert [part.protocol for part in stage.expand()] == ["in-encoder", "encode"]
+    assert stage.expand()[0].blocks(24) == tuple(range(1, 23))
+    requests = stage.expand()[1].vision_stats(24)
+    assert requests == dict.fromkeys(range(22), StatRequest("cls", keys=True))
+    assert Merge(ToMe(1.0)).blocks(24) == ()
+    for word in ("tome", "tome:0.2,positions=keep", "tome:r=8,repair=false"):
+        assert Recipe.parse(word) == Recipe.parse(str(Recipe.parse(word)))
+    assert Recipe.parse("tome")[0].repair
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("tome:0", r"tome: rate=0 is out of range"),
+        ("tome:r=-1", r"tome: r=-1 is out of range, allowed is >= 0"),
+        ("tome:r=1.5", r"r='1.5' cannot be read as int"),
+        ("tome+mustdrop", r"tome and mustdrop, which both rework the rows between the blocks"),
+    ],
+)
+def test_bad_words(word: str, message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        Recipe.parse(word)

@@ -1,0 +1,112 @@
+"""The captured vision tower: without a GPU a pass is repeated into the tensors of its recording."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from tiny_models import build_llava, build_llava_next, picture
+from vlmfast import VLM
+from vlmfast.engine.tower import _SHAPES, Towers
+
+RECIPES = ["none", "hired:0.4", "visionzip:dominant=4,contextual=3", "grid:0.5", "pyramiddrop"]
+
+
+def repeated(run):
+    """As a graph: what a pass makes lies in the same tensors, and the next one overwrites them."""
+    made = run()
+
+    def tensors(of) -> list[Tensor]:
+        return [leaf for leaf in tree_leaves(of) if isinstance(leaf, Tensor)]
+
+    def replay() -> None:
+        for mine, new in zip(tensors(made), tensors(run()), strict=True):
+            mine.copy_(new)
+
+    return made, replay
+
+
+@pytest.fixture(params=[build_llava, build_llava_next], ids=["llava", "llava-next"])
+def pair(request) -> tuple[VLM, VLM]:
+    plain, vlm = VLM(*request.param()), VLM(*request.param())
+    vlm.adapter.kept["towers"] = Towers(record=repeated)
+    return plain, vlm
+
+
+@pytest.fixture(autouse=True)
+def captures(monkeypatch) -> None:
+    from vlmfast.engine import tower
+
+    monkeypatch.setattr(tower, "_captures", lambda adapter: "towers" in adapter.kept)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_answers_are_the_same(pair, recipe: str) -> None:
+    plain, vlm = pair
+    towers = vlm.adapter.kept["towers"]
+    for seed in range(4):
+        given = {"images": picture(seed=seed), "recipe": recipe, "max_new_tokens": 5}
+        wanted = plain.ask("what ?", **given)
+        got = vlm.ask("what ?", **given)
+        assert got.token_ids == wanted.token_ids
+        assert torch.equal(got.trace.depth, wanted.trace.depth)
+        assert towers.replayed == seed  # the first one is not worth a graph
+    assert "forward" not in vars(vlm.adapter.tower())
+
+
+def test_another_shape_or_wish_is_another_graph(pair) -> None:
+    plain, vlm = pair
+    towers = vlm.adapter.kept["towers"]
+    for images in ([picture(seed=0)], [picture(seed=1), picture(seed=2)]):
+        for recipe in ("none", "hired:0.4"):
+            for _ in range(3):
+                given = {"images": images, "recipe": recipe, "max_new_tokens": 3}
+                assert (
+                    vlm.ask("what ?", **given).token_ids == plain.ask("what ?", **given).token_ids
+                )
+    assert len(towers._kept) == 4 and towers.replayed == 8
+
+
+def test_what_a_replay_made_is_not_overwritten(pair) -> None:
+    """Two sessions hold the pictures of two replays."""
+    plain, vlm = pair
+    for seed in range(2):
+        vlm.ask("what ?", images=picture(seed=seed), max_new_tokens=1)
+    answers = []
+    for model in (plain, vlm):
+        one = model.session(images=picture(seed=5), recipe="hired:0.4")
+        other = model.session(images=picture(seed=6), recipe="hired:0.4")
+        answers.append([s.ask("what ?", max_new_tokens=4).token_ids for s in (one, other, one)])
+    assert answers[0] == answers[1]
+
+
+def test_stages_inside_the_tower_run_as_they_are(pair) -> None:
+    _, vlm = pair
+    for seed in range(3):
+        vlm.ask("what ?", images=picture(seed=seed), recipe="mustdrop", max_new_tokens=2)
+    assert vlm.adapter.kept["towers"].replayed == 0
+
+
+def test_kept_graphs_are_bounded() -> None:
+    from vlmfast.stages import Phase, Step
+
+    towers = Towers(record=lambda run: (run(), lambda: None))
+    for size in range(1, _SHAPES + 4):
+        for _ in range(2):
+            pixels = torch.zeros(1, 3, size, size)
+            towers.pass_of(lambda pixels: pixels, pixels, {}, Step(Phase.VISION), [], 0)
+    assert len(towers._kept) == _SHAPES
+
+
+def test_a_graph_that_does_nothing_is_noticed(pair) -> None:
+    """Control: replays that leave the tensors of the recording as they were."""
+    plain, vlm = pair
+    vlm.adapter.kept["towers"] = Towers(record=lambda run: (run(), lambda: None))
+    given = {"recipe": "none", "max_new_tokens": 8}
+    answers = [
+        [m.ask("what ?", images=picture(seed=s), **given).token_ids for s in range(4)]
+        for m in (plain, vlm)
+    ]
+    assert answers[0][:2] == answers[1][:2] and answers[0] != answers[1]

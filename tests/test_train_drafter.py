@@ -1,0 +1,442 @@
+"""`vlmfast train drafter`: answers, teacher, rows, losses, and the loop around them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+
+import pytest
+import torch
+from PIL import Image
+
+import vlmfast.drafter_training as drafters
+from vlmfast import VLM
+from vlmfast.checkpoints import load_weights
+from vlmfast.drafter_training import DrafterTrainer, drawn, teach
+from vlmfast.drafters._training import Drafting, Teacher, accepted, unroll
+from vlmfast.drafters.draft_eagle.stage import DraftEagle
+from vlmfast.drafters.draft_eagle.visual import Visual
+from vlmfast.drafters.draft_vispec.stage import DraftVispec
+from vlmfast.drafters.tree import Tree
+from vlmfast.models.tiny.vocabulary import EVAL_SEED_START
+from vlmfast.stages import Budget, Read, Round, Target
+from vlmfast.training import TrainingError, training_class
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    """Few answers are generated at a time."""
+    monkeypatch.setattr(drafters, "_BLOCK", 4)
+
+
+@pytest.fixture(scope="module")
+def tiny() -> VLM:
+    return VLM.from_pretrained("tiny", device="cpu", dtype="float32")
+
+
+def arguments(out, *words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    drafters.add_arguments(parser)
+    quick = "--samples 3 --held-out 2 --batch 2 --lr 1e-3 --steps 4 --answer-tokens 12"
+    quick = [*quick.split(), "--dtype", "float32"]
+    return parser.parse_args(["--out", str(out), *quick, *words])
+
+
+def training(tiny: VLM, *words: str):
+    """A kind's training and an untrained module of it."""
+    args = arguments("nowhere", *words)
+    torch.manual_seed(0)
+    text = tiny.adapter.config.get_text_config()
+    sizes = {**tiny.adapter.sizes(), "vocabulary": text.vocab_size, "kv_heads": 2}
+    made = training_class(drafters.KINDS[args.kind])(args, sizes)
+    return made, made.stage.build(sizes | made.config())
+
+
+@pytest.fixture(scope="module")
+def lesson(tiny: VLM):
+    """A description of a drawn picture."""
+    messages = drawn(5)
+    assert messages[0]["content"][1]["text"].startswith("Describe")
+    lesson = teach(
+        tiny, messages, tiny.chat(messages).token_ids, [DraftEagle(), DraftEagle(kind="eagle3")]
+    )
+    assert len(lesson.answer) > 8
+    return lesson
+
+
+def told(tiny: VLM, number: int) -> list[int]:
+    return tiny.chat(drawn(number), max_new_tokens=12).token_ids
+
+
+# --- answers -------------------------------------------------------------------------------------
+
+
+def test_answers_are_the_targets_own_and_stay(tiny: VLM, tmp_path) -> None:
+    args = arguments(tmp_path)
+    answers = drafters.Answers(tiny, drawn, tmp_path, args)
+    assert [answers[n] for n in (2, 5)] == [told(tiny, n) for n in (2, 5)]
+    assert sorted(p.name for p in tmp_path.glob("*.jsonl")) == ["00000000.jsonl", "00000001.jsonl"]
+    # What is on disk is taken as it is, and nothing else.
+    (tmp_path / "00000000.jsonl").write_text("[1, 2]\n" * 4)
+    assert drafters.Answers(tiny, drawn, tmp_path, args)[2] == [1, 2]
+    (tmp_path / "00000000.jsonl").write_text("[1, 2]\n")
+    with pytest.raises(TrainingError, match="1 lines, not 4"):
+        drafters.Answers(tiny, drawn, tmp_path, args)[2]
+    with pytest.raises(TrainingError, match=r"sampled=0.0, not 0.5.*--answers"):
+        drafters.Answers(tiny, drawn, tmp_path, arguments(tmp_path, "--sampled", "0.5"))
+
+
+def test_sampled_answers_repeat(tiny: VLM, tmp_path) -> None:
+    args = arguments(tmp_path, "--sampled", "1")
+
+    def generated(folder: str) -> list[list[int]]:
+        answers = drafters.Answers(tiny, drawn, tmp_path / folder, args)
+        return [answers[n] for n in range(8)]
+
+    first = generated("a")
+    torch.rand(7)
+    assert generated("b") == first != [told(tiny, n) for n in range(8)]
+    held = drafters._HELD_OUT + 1  # which are for greedy drafts
+    assert drafters.Answers(tiny, drawn, tmp_path / "b", args)[held] == told(tiny, held)
+
+
+def test_prompts_are_drawn_outside_the_evaluation() -> None:
+    kinds = (
+        {len(drawn(n)) for n in range(40)},
+        {drawn(n)[0]["content"][0]["type"] for n in range(9)},
+    )
+    assert kinds == ({1, 3}, {"image", "video"})
+    with pytest.raises(ValueError, match="evaluation"):
+        drawn(EVAL_SEED_START)
+
+
+def test_held_out_conversations_are_not_learned(tmp_path) -> None:
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+    data = [
+        {
+            "image": "a.png",
+            "conversations": [{"from": "human", "value": q}, {"from": "gpt", "value": "x"}],
+        }
+        for q in "abcdef"
+    ]
+    (tmp_path / "data.json").write_text(json.dumps(data))
+    words = ("--data", str(tmp_path / "data.json"), "--media", str(tmp_path))
+    trainer = DrafterTrainer(arguments(tmp_path / "out", *words))
+
+    def asked(numbers) -> set[str]:
+        return {trainer.prompt(n)[0]["content"][-1]["text"] for n in numbers}
+
+    assert asked(range(12)) == set("abcd")
+    assert asked(range(drafters._HELD_OUT, drafters._HELD_OUT + 4)) == set("ef")
+    with pytest.raises(TrainingError, match="too few"):
+        DrafterTrainer(arguments(tmp_path / "out", *words, "--held-out", "6"))
+
+
+def test_a_picture_that_cannot_be_read_is_left_out(tmp_path) -> None:
+    Image.new("RGB", (8, 8), "red").save(tmp_path / "a.png")
+    turns = [{"from": "human", "value": "What?"}, {"from": "gpt", "value": "Red."}]
+    names = ("a.png", "missing.png", "a.png", "a.png")
+    data = [{"image": name, "conversations": turns} for name in names]
+    (tmp_path / "data.json").write_text(json.dumps(data))
+    words = ("--data", str(tmp_path / "data.json"), "--media", str(tmp_path), "--stop-after", "1")
+    trainer = DrafterTrainer(arguments(tmp_path / "out", *words, "--samples", "2"))
+    assert sorted(map(bool, (trainer.answers[0], trainer.answers[1]))) == [False, True]
+    trainer.train()
+    assert trainer.step == 1
+    assert "missing.png" in (tmp_path / "out" / "log.jsonl").read_text()
+
+
+# --- teacher and rows ----------------------------------------------------------------------------
+
+
+def test_the_teacher_tells_what_comes_next(tiny: VLM, lesson) -> None:
+    n = lesson.prompt
+    assert torch.equal(lesson.logits.argmax(-1), lesson.answer[1:])
+    head = tiny.adapter.logits
+    torch.testing.assert_close(head(lesson.features[n:-1]), lesson.logits, rtol=1e-4, atol=1e-4)
+    assert not torch.equal(head(lesson.features[n - 1 : -2]).argmax(-1), lesson.answer[1:])
+    assert torch.equal(lesson.embeds[n:], tiny.adapter.embed(lesson.answer))
+    assert lesson.taps.shape == (len(lesson.embeds), 3, 256)
+    assert not torch.equal(lesson.taps[:, 1], lesson.taps[:, 2])
+
+
+KINDS = [
+    ("--kind", "eagle"),
+    ("--kind", "eagle3"),
+    ("--kind", "vispec"),
+]
+
+
+def drafter_of(tiny: VLM, stage, module):
+    """The stage's own drafter, one token wide, with ``module`` for weights."""
+    target = Target(
+        embed=tiny.adapter.embed,
+        logits=tiny.adapter.logits,
+        width=256,
+        depth=6,
+        vocabulary=512,
+        trained=module,
+    )
+    return stage.open(target)
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+@pytest.mark.parametrize("words", KINDS)
+def test_drafts_are_those_of_the_stage(tiny: VLM, lesson, words, shift: int) -> None:
+    """Training reads the rows that an answer reads: at its start, and in its middle."""
+    made, module = training(tiny, *words)
+    kind = {"kind": "eagle3"} if words[1] == "eagle3" else {}
+    # Embeddings are larger than features, which must have a say too.
+    module.fc.weight.data[:, 256:] *= 30
+    stage = DraftVispec if words[1] == "vispec" else DraftEagle
+    stage = stage(top_k=1, depth=4, nodes=5, **kind)
+    n, depth = lesson.prompt, 4
+    ids = lesson.answer.tolist()
+    module.eval()
+    with torch.no_grad():
+        drafts = made.draft(module, lesson, Teacher(tiny.adapter), depth, "all").tolist()
+    drafter = drafter_of(tiny, stage, module)
+    # A control: features of the token before.
+    features, taps = (x.roll(shift, 0) for x in (lesson.features, lesson.taps))
+    if words[1] != "eagle3":
+        taps = None
+    prompt = lesson.layout.select(torch.arange(n))
+    some = [1] * n
+    drafter.prefill(
+        Read(some, prompt, lesson.embeds[:n], features[:n], None if taps is None else taps[:n])
+    )
+    budget = Budget(5, depth)
+    found = [list(drafter.propose(ids[0], budget).tokens[1:])]
+    # Two tokens are accepted, and a third one follows.
+    path = slice(n, n + 3)
+    round_ = Round(
+        Tree((ids[0], ids[1], ids[2]), (-1, 0, 1)),
+        [0, 1, 2],
+        ids[1:4],
+        lesson.logits[:3],
+        features[path],
+        None if taps is None else taps[path],
+    )
+    drafter.extend(round_)
+    found.append(list(drafter.propose(ids[3], budget).tokens[1:]))
+    assert (found == [drafts[0], drafts[3]]) is (shift == 0)
+
+
+@pytest.mark.parametrize("view", ["all", "pool", "text", "select"])
+def test_pictures_are_shortened_as_in_the_stage(tiny: VLM, lesson, view: str) -> None:
+    made, module = training(tiny, "--compressor")
+    n = lesson.prompt
+    with torch.no_grad():
+        drafts = made.draft(module, lesson, Teacher(tiny.adapter), 4, view).tolist()
+        whole = made.draft(module, lesson, Teacher(tiny.adapter), 4, "all").tolist()
+    drafter = drafter_of(tiny, DraftEagle(visual=view, top_k=1, depth=4, nodes=5), module)
+    prompt = lesson.layout.select(torch.arange(n))
+    drafter.prefill(Read([1] * n, prompt, lesson.embeds[:n], lesson.features[:n]))
+    found = list(drafter.propose(int(lesson.answer[0]), Budget(5, 4)).tokens[1:])
+    assert found == drafts[0]
+    assert (drafts == whole) is (view == "all")
+
+
+def test_drafted_rows_see_the_true_ones_before_their_place() -> None:
+    """Against a mask over everything, built row by row."""
+    torch.manual_seed(0)
+    rows, first, places, steps = 9, 4, 5, 3
+    attend = Drafting(first)
+    made = [torch.randn(3, 1, 2, rows if not s else places - s, 8) for s in range(steps)]
+    outputs = [attend(*qkv) for qkv in made]
+    where = [(0, r) for r in range(rows)]
+    where += [(s, first + i) for s in range(1, steps) for i in range(places - s)]
+    seen = torch.tensor(
+        [
+            [(s2 == 0 and p2 <= p) or (s > 0 and 0 < s2 <= s and p2 == p) for s2, p2 in where]
+            for s, p in where
+        ]
+    )
+    q, k, v = torch.cat(made, dim=3)
+    want = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+    torch.testing.assert_close(torch.cat(outputs, dim=2), want)
+    seen[-1, first + 2] ^= True
+    other = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+    assert not torch.allclose(torch.cat(outputs, dim=2), other)
+
+
+@pytest.mark.parametrize(
+    ("drafted", "rounds", "total"),
+    [
+        # The answer is 5 6 7 8 9; rows follow 5, 6, 7 and 8.
+        ([[6, 7], [0, 0], [0, 0], [9, 0]], 2, 3),  # 6 7, then 8 comes; 9
+        ([[0, 7], [7, 8], [0, 0], [0, 0]], 2, 2),  # none, 6 comes; 7 8, 9 comes
+        ([[0, 0], [0, 8], [0, 0], [0, 0]], 4, 0),  # what follows a wrong token does not count
+        ([[6, 7], [0, 0], [0, 0], [9, 9]], 2, 3),  # nothing follows the end
+    ],
+)
+def test_accepted(drafted, rounds: int, total: int) -> None:
+    answer = torch.tensor([5, 6, 7, 8, 9])
+    assert accepted(torch.tensor(drafted), answer) == (rounds, total)
+
+
+# --- losses --------------------------------------------------------------------------------------
+
+
+def test_a_perfect_drafter_has_no_loss_of_features(tiny: VLM, lesson) -> None:
+    made, module = training(tiny, "--kind", "eagle", "--noise", "0", "--ttt", "1", "--soft", "0")
+    target = Teacher(tiny.adapter)
+    n = lesson.prompt
+
+    def loss() -> float:
+        return float(made.learn(module, lesson, target, random.Random(0), 0.0)[0].detach())
+
+    first = loss()
+    right = torch.zeros(1, len(lesson.embeds) - 2, 256)
+    right[0, -(len(lesson.answer) - 1) :] = lesson.features[n:-1]
+    module.run = lambda rows, position, attend: right
+    assert loss() == 0 < first
+    module.run = lambda rows, position, attend: right.roll(1, 1)
+    assert loss() > 0
+
+
+def test_passes_read_what_the_last_one_drafted(tiny: VLM, lesson) -> None:
+    """Gradients of the second pass alone reach the first one's outputs."""
+    made, module = training(tiny, "--kind", "eagle", "--ttt", "2")
+    known = made.known(module, lesson, lesson.features, "all")
+    n = lesson.prompt
+    steps = list(unroll(module, known, 3, lambda s, _: lesson.embeds[n + s : -1]))
+    assert [len(step) for step in steps] == [len(lesson.answer) - k for k in (1, 2, 3)]
+    grad = torch.autograd.grad(steps[1].sum(), steps[0])[0]
+    assert bool((grad[:-1].abs().sum(-1) > 0).all()) and float(grad[-1].abs().sum()) == 0
+
+
+def test_eagle3_learns_its_vocabulary_alone(tiny: VLM, lesson) -> None:
+    made, module = training(tiny, "--kind", "eagle3", "--draft-vocabulary", "20")
+    said = [7, 300] * 30 + list(range(100, 118)) * 2 + [50]
+    made.begin(module, lambda number: [9, *said])
+    assert module.vocabulary().tolist() == [7, *range(100, 118), 300]
+    student = torch.randn(2, 20)
+    teacher = torch.zeros(2, 512)
+    teacher[0, 50], teacher[1, 300] = 9, 9  # the first is no token of the drafter
+    both, _ = made.loss(module, None, student, None, teacher)
+    one, _ = made.loss(module, None, student[1:], None, teacher[1:])
+    torch.testing.assert_close(both, one)
+
+
+def test_the_compressor_and_its_gate_learn(tiny: VLM, lesson) -> None:
+    made, module = training(tiny, "--compressor", "--gate-from", "0.5")
+    target = Teacher(tiny.adapter)
+    module.compressor.gate.outer.weight.data.normal_()
+
+    def learned(seed: int, progress: float) -> set[str]:
+        module.zero_grad()
+        made.learn(module, lesson, target, random.Random(seed), progress)[0].backward()
+        grads = {k: p.grad for k, p in module.compressor.named_parameters() if p.grad is not None}
+        return {key.partition(".")[0] for key, grad in grads.items() if float(grad.abs().sum())}
+
+    late = set().union(*(learned(seed, 0.9) for seed in range(4)))
+    assert late == {"conv", "resample", "gate"}
+    early = [learned(seed, 0.1) for seed in range(8)]
+    assert set() in early and {"conv"} in early  # one way at a time
+
+
+# --- the loop ------------------------------------------------------------------------------------
+
+
+def state(trainer: DrafterTrainer) -> dict[str, torch.Tensor]:
+    return trainer.module.state_dict()
+
+
+def same(a: DrafterTrainer, b: DrafterTrainer) -> bool:
+    return all(torch.equal(value, state(b)[key]) for key, value in state(a).items())
+
+
+@pytest.mark.parametrize("words", [("--compressor", "--gate-from", "0.3"), *KINDS[1:]])
+def test_a_killed_run_goes_on_as_if_it_had_not_been(tmp_path, words) -> None:
+    def trainer(folder: str, *more: str) -> DrafterTrainer:
+        return DrafterTrainer(
+            arguments(tmp_path / folder, "--sampled", "0.5", "--eval-every", "2", *words, *more)
+        )
+
+    whole = trainer("a")
+    whole.train()
+    trainer("b", "--stop-after", "2").train()
+    rest = trainer("b")
+    assert rest.step == 2 and not same(rest, whole)
+    rest.train()
+    assert same(rest, whole)
+    lines = [(tmp_path / f / "log.jsonl").read_text().splitlines() for f in "ab"]
+    noted = [[json.loads(x)["accepted"] for x in of if "accepted" in x] for of in lines]
+    assert noted[0] == noted[1] and len(noted[0]) == 2
+    with pytest.raises(TrainingError, match=r"ttt=.*--fresh"):
+        trainer("b", "--ttt", "1")
+
+
+def test_training_lowers_the_loss_and_leaves_the_target_alone(tmp_path) -> None:
+    words = ("--steps", "16", "--lr", "3e-3", "--noise", "0")
+    trainer = DrafterTrainer(arguments(tmp_path, *words))
+    before = {k: v.clone() for k, v in trainer.vlm.model.state_dict().items()}
+
+    def loss() -> float:
+        return float(sum(loss.detach() for loss, _ in trainer.losses()))
+
+    first = loss()
+    trainer.train()
+    after = trainer.vlm.model.state_dict()
+    assert all(torch.equal(value, after[key]) for key, value in before.items())
+    trainer.step = 0
+    assert loss() < 0.7 * first
+    # Weights come back as they were written, and start another training.
+    sizes, signature = trainer.vlm.adapter.sizes(), trainer.vlm.adapter.signature()
+    load_weights(DraftEagle(weights=str(tmp_path / "weights")), sizes, signature)
+    init = ("--init", str(tmp_path / "weights"))
+    other = DrafterTrainer(arguments(tmp_path / "vispec", "--kind", "vispec", *init))
+    key = "layer.mlp.up_proj.weight"
+    torch.testing.assert_close(state(other)[key], state(trainer)[key], rtol=1e-2, atol=1e-3)
+    with pytest.raises(TrainingError, match="holds another drafter"):
+        DrafterTrainer(arguments(tmp_path / "three", "--kind", "eagle3", *init))
+
+
+def test_each_epoch_has_every_sample_once(tmp_path) -> None:
+    trainer = DrafterTrainer(arguments(tmp_path, "--samples", "9"))
+    epochs = [[trainer.number(e * 9 + i) for i in range(9)] for e in range(3)]
+    assert epochs[0] == list(range(9)) != epochs[1] != epochs[2]
+    assert all(sorted(epoch) == epochs[0] for epoch in epochs)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--samples", "0"), "--samples"),
+        (("--held-out", "0"), "--held-out"),
+        (("--answer-tokens", "1"), "--answer-tokens"),
+        (("--sampled", "2"), "--sampled"),
+        (("--ttt", "0"), "--ttt"),
+        (("--clip", "0"), "--clip"),
+        (("--noise", "nan"), "--noise"),
+        (("--lr", "0"), "--lr"),
+        (("--init", "nowhere"), "--init nowhere"),
+    ],
+)
+def test_bad_options(tmp_path, words, message) -> None:
+    with pytest.raises(TrainingError, match=message):
+        DrafterTrainer(arguments(tmp_path, *words))
+
+
+# --- what is shipped -----------------------------------------------------------------------------
+
+
+def test_the_shipped_drafter_is_accepted(tiny: VLM) -> None:
+    adapter = tiny.adapter
+    module = load_weights(DraftEagle(), adapter.sizes(), adapter.signature())
+    made, untrained = training(tiny, *(["--compressor"] if module.compressor else []))
+    target = Teacher(adapter)
+
+    def mean(module) -> float:
+        rounds = total = 0
+        for number in range(drafters._HELD_OUT + 1000, drafters._HELD_OUT + 1006):
+            messages = drawn(number)
+            lesson = teach(tiny, messages, tiny.chat(messages).token_ids, [DraftEagle()])
+            with torch.no_grad():
+                more = accepted(made.draft(module, lesson, target, 4, Visual()), lesson.answer)
+            rounds, total = rounds + more[0], total + more[1]
+        return total / rounds
+
+    assert mean(module) > 1.5 > 0.3 > mean(untrained)

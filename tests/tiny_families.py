@@ -1,0 +1,465 @@
+"""Random-weight models of the families beside LLaVA, from transformers' own classes.
+
+As in `tiny_models`: nothing is downloaded, the same arguments give the same weights, and attention
+is far from uniform. Each builder returns model and processor.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+PATCH = 8
+TEXT = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def tokenizer(*more: str, **named: str) -> Any:
+    """One token per byte behind ``<pad> <s> </s> <unk>`` and the family's own special tokens.
+
+    ``named`` are special tokens that the processor asks for by name.
+    """
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    special = tuple(dict.fromkeys(("<pad>", "<s>", "</s>", "<unk>", *named.values(), *more)))
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: index for index, token in enumerate((*special, *alphabet))}
+    made = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    made.add_special_tokens([AddedToken(token, special=True) for token in special])
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    made.post_processor = processors.TemplateProcessing(
+        single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", 1)]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made,
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="</s>",
+        unk_token="<unk>",
+        extra_special_tokens=named,
+    )
+
+
+def template(image: str, video: str = "") -> str:
+    """A chat template that writes ``image`` and ``video`` where the content has them."""
+    return (
+        "{% for message in messages %}{{ message['role'].upper() + ': ' }}"
+        "{% for part in message['content'] %}"
+        f"{{% if part['type'] == 'image' %}}{{{{ {image!r} }}}}"
+        f"{{% elif part['type'] == 'video' %}}{{{{ {video!r} }}}}"
+        "{% else %}{{ part['text'] + ' ' }}{% endif %}"
+        "{% endfor %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"
+    )
+
+
+def filled(model_class: type, config: Any, special: int, seed: int = 0) -> nn.Module:
+    """A model with every weight overwritten; the first ``special`` tokens are never generated."""
+    with torch.random.fork_rng(devices=[]):
+        model = model_class(config).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, weight in sorted(model.named_parameters()):
+            noise = torch.randn(weight.shape, generator=generator)
+            if "timm_model" in name:  # convolutions would soon forget the picture otherwise
+                wide = weight.dim() == 4
+                scale = (len(weight) / weight.numel()) ** 0.5 if wide else 0.1
+                weight.copy_(noise * scale + float(not wide and not name.endswith("bias")))
+            elif "norm" in name or name.endswith("ln_q.weight"):
+                weight.copy_((1.0 if name.endswith("weight") else 0.0) + 0.1 * noise)
+            else:
+                weight.copy_(noise * (1.0 if "embed_tokens" in name or "newline" in name else 0.2))
+        head = model.get_output_embeddings().weight
+        head.mul_(0.5)
+        head[:special] = 0.0
+    return model
+
+
+def ids(of: Any, *tokens: str) -> list[int]:
+    return [of.convert_tokens_to_ids(token) for token in tokens]
+
+
+QWEN = {
+    "vision_start_token": "<|vision_start|>",
+    "vision_end_token": "<|vision_end|>",
+    "image_token": "<|image_pad|>",
+    "video_token": "<|video_pad|>",
+}
+
+
+def _qwen(tokens: Any, heads: int = 4) -> dict[str, Any]:
+    start, end, image, video = ids(tokens, *QWEN.values())
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+    text = {**TEXT, "vocab_size": len(tokens), "rope_parameters": rope}
+    return {
+        "text_config": text,
+        "image_token_id": image,
+        "video_token_id": video,
+        "vision_start_token_id": start,
+        "vision_end_token_id": end,
+        "tie_word_embeddings": False,
+    }
+
+
+def build_qwen2_5_vl(seed: int = 0) -> tuple[nn.Module, Any]:
+    """Windows of 2 x 2 tokens, all attention in blocks 1 and 3."""
+    from transformers import (
+        Qwen2_5_VLConfig,
+        Qwen2_5_VLForConditionalGeneration,
+        Qwen2_5_VLProcessor,
+        Qwen2VLImageProcessor,
+        Qwen2VLVideoProcessor,
+    )
+
+    tokens = tokenizer(**QWEN)
+    vision = {
+        "depth": 4,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_heads": 2,
+        "patch_size": PATCH,
+        "window_size": 4 * PATCH,
+        "fullatt_block_indexes": [1, 3],
+        "out_hidden_size": 64,
+    }
+    config = Qwen2_5_VLConfig(**_qwen(tokens), vision_config=vision)
+    size = {"shortest_edge": 16 * 16, "longest_edge": 64 * 64}
+    sizes = {"patch_size": PATCH, "size": size}
+    processor = Qwen2_5_VLProcessor(
+        image_processor=Qwen2VLImageProcessor(**sizes),
+        video_processor=Qwen2VLVideoProcessor(**sizes),
+        tokenizer=tokens,
+        chat_template=template(
+            "<|vision_start|><|image_pad|><|vision_end|>",
+            "<|vision_start|><|video_pad|><|vision_end|>",
+        ),
+    )
+    return filled(Qwen2_5_VLForConditionalGeneration, config, 8, seed), processor
+
+
+def build_qwen3_vl(seed: int = 0) -> tuple[nn.Module, Any]:
+    """Features of the vision blocks 0 and 2 enter behind the first two layers."""
+    from transformers import (
+        Qwen2VLImageProcessor,
+        Qwen3VLConfig,
+        Qwen3VLForConditionalGeneration,
+        Qwen3VLProcessor,
+        Qwen3VLVideoProcessor,
+    )
+
+    tokens = tokenizer(**QWEN)
+    vision = {
+        "depth": 4,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_heads": 2,
+        "patch_size": PATCH,
+        "out_hidden_size": 64,
+        "num_position_embeddings": 64,
+        "deepstack_visual_indexes": [0, 2],
+    }
+    config = Qwen3VLConfig(**_qwen(tokens), vision_config=vision)
+    size = {"shortest_edge": 16 * 16, "longest_edge": 64 * 64}
+    sizes = {"patch_size": PATCH, "size": size, "merge_size": 2, "temporal_patch_size": 2}
+    processor = Qwen3VLProcessor(
+        image_processor=Qwen2VLImageProcessor(**sizes),
+        video_processor=Qwen3VLVideoProcessor(
+            **{**sizes, "size": {"shortest_edge": 16 * 16 * 4, "longest_edge": 64 * 64 * 6}}
+        ),
+        tokenizer=tokens,
+        chat_template=template(
+            "<|vision_start|><|image_pad|><|vision_end|>",
+            "<|vision_start|><|video_pad|><|vision_end|>",
+        ),
+    )
+    return filled(Qwen3VLForConditionalGeneration, config, 8, seed), processor
+
+
+def _clip(**more: Any) -> dict[str, Any]:
+    return {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 2,
+        "image_size": 4 * PATCH,
+        "patch_size": PATCH,
+        **more,
+    }
+
+
+def _llava(tokens: Any) -> dict[str, Any]:
+    image, video = ids(tokens, "<image>", "<video>")
+    return {
+        "image_token_id": image,
+        "video_token_id": video,
+        "image_grid_pinpoints": PINPOINTS,
+        "tie_word_embeddings": False,
+    }
+
+
+PINPOINTS = [[32, 64], [64, 32], [64, 64], [32, 96], [96, 32]]
+
+
+def build_llava_next_video(seed: int = 0) -> tuple[nn.Module, Any]:
+    """A frame costs 2 x 2 tokens."""
+    from transformers import (
+        LlavaNextImageProcessor,
+        LlavaNextVideoConfig,
+        LlavaNextVideoForConditionalGeneration,
+        LlavaNextVideoProcessor,
+        LlavaNextVideoVideoProcessor,
+    )
+
+    tokens = tokenizer(image_token="<image>", video_token="<video>")
+    config = LlavaNextVideoConfig(
+        **_llava(tokens),
+        text_config={**TEXT, "model_type": "llama", "vocab_size": len(tokens)},
+        vision_config=_clip(model_type="clip_vision_model", projection_dim=32),
+        vision_feature_layer=-2,
+        vision_feature_select_strategy="default",
+    )
+    size, crop = {"shortest_edge": 4 * PATCH}, {"height": 4 * PATCH, "width": 4 * PATCH}
+    processor = LlavaNextVideoProcessor(
+        image_processor=LlavaNextImageProcessor(
+            size=size, crop_size=crop, image_grid_pinpoints=PINPOINTS
+        ),
+        video_processor=LlavaNextVideoVideoProcessor(size=size, crop_size=crop),
+        tokenizer=tokens,
+        patch_size=PATCH,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+        chat_template=template("<image>\n", "<video>\n"),
+    )
+    return filled(LlavaNextVideoForConditionalGeneration, config, 6, seed), processor
+
+
+def build_llava_onevision(seed: int = 0) -> tuple[nn.Module, Any]:
+    """A picture of its own costs a base view and at most two views' worth of crops."""
+    from transformers import (
+        LlavaOnevisionConfig,
+        LlavaOnevisionForConditionalGeneration,
+        LlavaOnevisionImageProcessor,
+        LlavaOnevisionProcessor,
+        LlavaOnevisionVideoProcessor,
+    )
+
+    tokens = tokenizer(image_token="<image>", video_token="<video>")
+    config = LlavaOnevisionConfig(
+        **_llava(tokens),
+        text_config={**TEXT, "model_type": "qwen2", "vocab_size": len(tokens)},
+        vision_config=_clip(model_type="siglip_vision_model", vision_use_head=False),
+        vision_feature_layer=-1,
+        vision_feature_select_strategy="full",
+        vision_aspect_ratio="anyres_max_2",
+    )
+    size = {"height": 4 * PATCH, "width": 4 * PATCH}
+    processor = LlavaOnevisionProcessor(
+        image_processor=LlavaOnevisionImageProcessor(size=size, image_grid_pinpoints=PINPOINTS),
+        video_processor=LlavaOnevisionVideoProcessor(size=size),
+        tokenizer=tokens,
+        num_image_tokens=16,
+        vision_feature_select_strategy="full",
+        vision_aspect_ratio="anyres_max_2",
+        chat_template=template("<image>\n", "<video>\n"),
+    )
+    return filled(LlavaOnevisionForConditionalGeneration, config, 6, seed), processor
+
+
+def build_internvl(seed: int = 0) -> tuple[nn.Module, Any]:
+    """Two or three crops and the whole picture; a view costs 2 x 2 tokens."""
+    from transformers import (
+        GotOcr2ImageProcessor,
+        InternVLConfig,
+        InternVLForConditionalGeneration,
+        InternVLProcessor,
+        InternVLVideoProcessor,
+    )
+
+    tokens = tokenizer(
+        start_image_token="<img>",
+        end_image_token="</img>",
+        context_image_token="<IMG_CONTEXT>",
+        video_token="<video>",
+    )
+    config = InternVLConfig(
+        text_config={**TEXT, "model_type": "qwen2", "vocab_size": len(tokens)},
+        vision_config=_clip(
+            model_type="internvl_vision",
+            image_size=[4 * PATCH] * 2,
+            patch_size=[PATCH] * 2,
+            layer_scale_init_value=1.0,
+        ),
+        image_token_id=ids(tokens, "<IMG_CONTEXT>")[0],
+        image_seq_length=4,
+        downsample_ratio=0.5,
+        tie_word_embeddings=False,
+    )
+    size = {"height": 4 * PATCH, "width": 4 * PATCH}
+    processor = InternVLProcessor(
+        image_processor=GotOcr2ImageProcessor(
+            size=size, crop_to_patches=True, min_patches=1, max_patches=3
+        ),
+        video_processor=InternVLVideoProcessor(size=size),
+        tokenizer=tokens,
+        image_seq_length=4,
+        chat_template=template("<IMG_CONTEXT>\n", "<video>\n"),
+    )
+    return filled(InternVLForConditionalGeneration, config, 8, seed), processor
+
+
+_IDEFICS = (
+    "<fake_token_around_image>",
+    "<global-img>",
+    "<end_of_utterance>",
+    *(f"<row_{row}_col_{column}>" for row in range(1, 4) for column in range(1, 4)),
+)
+
+
+def _idefics(tokens: Any) -> dict[str, Any]:
+    return {
+        "text_config": {**TEXT, "model_type": "llama", "vocab_size": len(tokens)},
+        "image_token_id": ids(tokens, "<image>")[0],
+        "scale_factor": 2,
+        "pad_token_id": 0,
+        "tie_word_embeddings": False,
+    }
+
+
+def build_idefics3(seed: int = 0) -> tuple[nn.Module, Any]:
+    """Views of 4 x 4 patches, 2 x 2 tokens; pictures are cut into up to 2 x 2 crops."""
+    from transformers import (
+        Idefics3Config,
+        Idefics3ForConditionalGeneration,
+        Idefics3ImageProcessor,
+        Idefics3Processor,
+    )
+
+    tokens = tokenizer(*_IDEFICS, image_token="<image>")
+    config = Idefics3Config(**_idefics(tokens), vision_config=_clip(model_type="idefics3_vision"))
+    edge = {"longest_edge": 4 * PATCH}
+    processor = Idefics3Processor(
+        image_processor=Idefics3ImageProcessor(
+            size={"longest_edge": 8 * PATCH}, max_image_size=edge
+        ),
+        tokenizer=tokens,
+        image_seq_len=4,
+        chat_template=template("<image>"),
+    )
+    return filled(Idefics3ForConditionalGeneration, config, len(tokens) - 256, seed), processor
+
+
+def build_smolvlm(seed: int = 0) -> tuple[nn.Module, Any]:
+    """As Idefics3, with clips. Its processor needs the package num2words."""
+    from transformers import (
+        SmolVLMConfig,
+        SmolVLMForConditionalGeneration,
+        SmolVLMImageProcessor,
+        SmolVLMProcessor,
+        SmolVLMVideoProcessor,
+    )
+
+    tokens = tokenizer(*_IDEFICS, image_token="<image>", video_token="<video>")
+    config = SmolVLMConfig(**_idefics(tokens), vision_config=_clip(model_type="smolvlm_vision"))
+    edge = {"longest_edge": 4 * PATCH}
+    processor = SmolVLMProcessor(
+        image_processor=SmolVLMImageProcessor(
+            size={"longest_edge": 8 * PATCH}, max_image_size=edge
+        ),
+        video_processor=SmolVLMVideoProcessor(
+            size=edge, max_image_size=edge, num_frames=8, fps=1, do_sample_frames=False
+        ),
+        tokenizer=tokens,
+        image_seq_len=4,
+        chat_template=template("<image>", "<video>"),
+    )
+    return filled(SmolVLMForConditionalGeneration, config, len(tokens) - 256, seed), processor
+
+
+def build_gemma3(seed: int = 0) -> tuple[nn.Module, Any]:
+    """Three layers with a window and one without; 4 x 4 tokens a picture."""
+    from transformers import (
+        Gemma3Config,
+        Gemma3ForConditionalGeneration,
+        Gemma3ImageProcessor,
+        Gemma3Processor,
+    )
+
+    tokens = tokenizer(
+        boi_token="<start_of_image>", eoi_token="<end_of_image>", image_token="<image_soft_token>"
+    )
+    boi, eoi, image = ids(tokens, "<start_of_image>", "<end_of_image>", "<image_soft_token>")
+    config = Gemma3Config(
+        text_config={
+            **TEXT,
+            "vocab_size": len(tokens),
+            "query_pre_attn_scalar": 16,
+            "sliding_window": 256,
+            "layer_types": ["sliding_attention"] * 2 + ["full_attention", "sliding_attention"],
+        },
+        vision_config=_clip(
+            model_type="siglip_vision_model", vision_use_head=False, image_size=8 * PATCH
+        ),
+        mm_tokens_per_image=16,
+        boi_token_index=boi,
+        eoi_token_index=eoi,
+        image_token_id=image,
+        tie_word_embeddings=False,
+    )
+    processor = Gemma3Processor(
+        image_processor=Gemma3ImageProcessor(size={"height": 8 * PATCH, "width": 8 * PATCH}),
+        tokenizer=tokens,
+        image_seq_length=16,
+        chat_template=template("<start_of_image>"),
+    )
+    return filled(Gemma3ForConditionalGeneration, config, 7, seed), processor
+
+
+def build_fast_vlm(seed: int = 0) -> tuple[nn.Module, Any]:
+    """A square of 256 pixels costs 4 x 4 tokens."""
+    from transformers import (
+        CLIPImageProcessor,
+        FastVlmConfig,
+        FastVlmForConditionalGeneration,
+        LlavaProcessor,
+    )
+
+    tokens = tokenizer(image_token="<image>")
+    config = FastVlmConfig(
+        text_config={**TEXT, "model_type": "qwen2", "vocab_size": len(tokens)},
+        vision_config={
+            "model_type": "timm_wrapper",
+            "architecture": "fastvit_mci3",
+            "do_pooling": False,
+            "hidden_size": 64,
+            "model_args": {"layers": [1] * 5, "embed_dims": [8, 8, 16, 32, 32]},
+        },
+        image_token_id=ids(tokens, "<image>")[0],
+        image_seq_length=16,
+        tie_word_embeddings=False,
+    )
+    processor = LlavaProcessor(
+        image_processor=CLIPImageProcessor(
+            size={"shortest_edge": 256}, crop_size={"height": 256, "width": 256}
+        ),
+        tokenizer=tokens,
+        patch_size=64,
+        vision_feature_select_strategy="full",
+        num_additional_image_tokens=0,
+        chat_template=template("<image>\n"),
+    )
+    return filled(FastVlmForConditionalGeneration, config, 5, seed), processor

@@ -1,0 +1,141 @@
+"""The vision tower as CUDA graphs, one for each shape of its input that came twice.
+
+A tower of two dozen blocks launches some three hundred small kernels; for one picture they take
+less time than launching them. Its input has few shapes: so many views of one size. A graph holds
+the whole pass, statistics and projected CLS token included, and what it makes is copied out of it,
+because its next replay overwrites it. Stages that work between the blocks are asked from Python, so
+a tower with such stages runs as it is.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from ..models.base import Adapter
+from ..stages import Step
+
+_WARM_UP = 3  # passes before a capture, in which libraries make their workspaces
+_SHAPES = 8  # graphs that are kept
+
+Made = tuple[Any, dict[int, Tensor], dict[int, Tensor], list[Tensor]]
+Record = Callable[[Callable[[], Made]], tuple[Made, Callable[[], None]]]
+
+
+def cuda_graph(run: Callable[[], Made]) -> tuple[Made, Callable[[], None]]:
+    """Record ``run``; what it makes lies where every replay writes it."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(_WARM_UP):
+            run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made = run()
+    return made, graph.replay
+
+
+class Towers:
+    """The recorded passes of one model's tower.
+
+    Parameters
+    ----------
+    record : callable, optional
+        How a pass becomes something that can be replayed; `cuda_graph` by default.
+    """
+
+    def __init__(self, record: Record | None = None) -> None:
+        self.record = record or cuda_graph
+        self.replayed = 0
+        self._met: set[tuple] = set()
+        self._now: tuple[Step, list[Tensor]]  # what the pass that runs fills
+        self._kept: OrderedDict[tuple, tuple[Tensor, Made, Callable[[], None]]] = OrderedDict()
+
+    def pass_of(
+        self,
+        forward: Callable[..., Any],
+        pixels: Tensor,
+        given: dict[str, Any],
+        step: Step,
+        cls: list[Tensor],
+        views: int,
+    ) -> Any:
+        """What ``forward(pixels, **given)`` returns, ``step`` and ``cls`` filled as it fills them.
+
+        Parameters
+        ----------
+        pixels : Tensor, (V, C, H, W)
+        views : int
+            Rows of which the CLS token is wanted.
+        """
+        asked = tuple(sorted((layer, str(of)) for layer, of in step.requests.items()))
+        key = (tuple(pixels.shape), pixels.dtype, asked, views, str(sorted(given.items())))
+        if key not in self._met:  # a shape that does not come again is not worth a graph
+            self._met.add(key)
+            return forward(pixels, **given)
+        self._now = step, cls
+        if key not in self._kept:
+            own = pixels.clone()
+
+            def run() -> Made:
+                step, cls = self._now
+                step.stats.clear()
+                step.keys.clear()
+                cls.clear()
+                output = forward(own, **given)
+                return output, dict(step.stats), dict(step.keys), list(cls)
+
+            self._kept[key] = (own, *self.record(run))
+            while len(self._kept) > _SHAPES:
+                self._kept.popitem(last=False)
+        self._kept.move_to_end(key)
+        own, made, replay = self._kept[key]
+        own.copy_(pixels)
+        replay()
+        self.replayed += 1
+        output, stats, keys, tokens = tree_map_only(Tensor, Tensor.clone, made)
+        step.stats.update(stats)
+        step.keys.update(keys)
+        cls[:] = tokens
+        return output
+
+
+@contextmanager
+def captured(adapter: Adapter, step: Step, cls: list[Tensor], views: int) -> Iterator[None]:
+    """The tower's passes inside the block are replays, where that is possible."""
+    tower = adapter.tower() if adapter.fixed_tower else None
+    if tower is None or not _captures(adapter) or torch.is_grad_enabled():
+        yield
+        return
+    towers = adapter.kept.setdefault("towers", Towers())
+    before, forward = tower.__dict__.get("forward"), tower.forward
+
+    def replayed(pixel_values: Tensor, *args: Any, **given: Any) -> Any:
+        if args:
+            return forward(pixel_values, *args, **given)
+        return towers.pass_of(forward, pixel_values, given, step, cls, views)
+
+    tower.forward = replayed
+    try:
+        yield
+    finally:
+        _restore(tower, before)
+
+
+def _captures(adapter: Adapter) -> bool:
+    mode = adapter.decoding
+    return mode == "graph" or (mode == "auto" and adapter.device.type == "cuda")
+
+
+def _restore(module: nn.Module, forward: Any) -> None:
+    if forward is None:
+        del module.forward
+    else:
+        module.forward = forward

@@ -1,0 +1,41 @@
+"""FastVLM: a convolutional tower of timm, one square view per picture, few large tokens.
+
+The tower mixes most of its rows by convolutions, on grids that become coarser, and attends without
+a CLS token. So stages that read its attention, and stages between its blocks, are refused; those
+that rank tokens by their features, the question or the language model's attention can all stand.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from ..errors import ModelError
+from ..stages import ItemGeometry
+from .base import Adapter
+from .internvl import Tiled
+
+
+class FamilyAdapter(Tiled):
+    processors = ("LlavaProcessor",)
+    attention = "token_mixer"
+    blocks = True
+
+    def vision_blocks(self) -> list[nn.Module]:
+        tower = self.model.get_encoder(modality="image").timm_model
+        if not hasattr(tower, "stages"):
+            raise ModelError(f"{type(tower).__name__} as vision tower is not supported")
+        return [block for stage in tower.stages for block in stage.blocks]
+
+    def patches(self) -> int:
+        return self.config.image_seq_length
+
+    def geometry(self, sizes: list[tuple[int, int]]) -> tuple[ItemGeometry, ...]:
+        side = int(self.patches() ** 0.5)
+        return tuple(
+            ItemGeometry(size, (0, 0), (i, i + 1), (side, side)) for i, size in enumerate(sizes)
+        )
+
+    def features(self, inputs: dict[str, Tensor]) -> Tensor:
+        return self.model.base_model.get_image_features(inputs["pixel_values"]).pooler_output
+
+    view_box = Adapter.view_box

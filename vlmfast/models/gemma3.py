@@ -1,0 +1,66 @@
+"""Gemma 3: a picture is one square view, its patches pooled; its tokens see each other both ways.
+
+Most layers of the language model attend within a window. Prompt and answer must fit into it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import ModelError, RecipeError
+from ..layout import TokenLayout
+from ..stages import ItemGeometry
+from .internvl import Tiled
+
+
+class FamilyAdapter(Tiled):
+    processors = ("Gemma3Processor",)
+    nested, fixed = True, True
+
+    def __init__(self, model: nn.Module, processor: Any) -> None:
+        super().__init__(model, processor)
+        self.kinds = self.config.get_text_config().layer_types
+        if "sliding_attention" not in self.kinds:
+            self.window = None
+
+    def mask_rule(self, layout: TokenLayout) -> Tensor:
+        """Bool (S, S): what each row sees: rows before it, and all of its own picture."""
+        place = torch.arange(len(layout), device=layout.device)
+        before = place[:, None] >= place
+        return before | ((layout.item[:, None] == layout.item) & layout.visual[:, None])
+
+    def rotary(self, layer: int) -> str:
+        return self.kinds[layer]
+
+    def tables(self, hidden: Tensor, position: Tensor, layer: int = 0) -> tuple[Tensor, ...]:
+        return tuple(self.decoder.rotary_emb(hidden, position, self.kinds[layer]))
+
+    def rotate(self, keys: Tensor, delta: Tensor) -> Tensor:
+        raise RecipeError(
+            "this recipe moves the rotary ids of cached keys; layers of gemma3 turn them in "
+            "different ways, and it is not told which layer it works on"
+        )
+
+    def image_token(self) -> str:
+        return self.processor.boi_token
+
+    def geometry(self, sizes: list[tuple[int, int]]) -> tuple[ItemGeometry, ...]:
+        side = int(self.config.mm_tokens_per_image**0.5)
+        return tuple(
+            ItemGeometry(size, (0, 0), (i, i + 1), (side, side)) for i, size in enumerate(sizes)
+        )
+
+    def features(self, inputs: dict[str, Tensor]) -> Tensor:
+        return self.model.base_model.get_image_features(inputs["pixel_values"]).pooler_output
+
+    def inputs(self, text: str, images: list[Any], frames: Any = ()) -> dict[str, Tensor]:
+        tensors = super().inputs(text, images, frames)
+        if images and len(tensors["pixel_values"]) != len(images):
+            raise ModelError(
+                "the processor cut pictures into crops (do_pan_and_scan), which is not supported; "
+                "set processor.image_processor.do_pan_and_scan = False"
+            )
+        return tensors

@@ -1,0 +1,108 @@
+"""InternVL: crops of a picture first, the whole of it behind them; a frame is one view."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ..layout import TokenLayout
+from ..stages import ItemGeometry, Step, VisionStats
+from .base import Adapter, Encoded
+
+
+class Tiled(Adapter):
+    """Families that write text around the views of a picture, the base view last."""
+
+    rows = ()  # several patches make a token
+    blocks = False
+
+    def inside(self, items: tuple[ItemGeometry, ...]) -> bool:
+        return False
+
+    def features(self, inputs: dict[str, Tensor]) -> Tensor:
+        """Of every view, (V, N, D)."""
+        raise NotImplementedError(f"{type(self).__name__}.features")
+
+    def encode(self, inputs: dict[str, Tensor], step: Step) -> Encoded:
+        views = self.features(inputs)
+        parts = [views[slice(*item.views)].flatten(0, 1) for item in step.items]
+        layouts = [self._layout(i, geometry) for i, geometry in enumerate(step.items)]
+        return Encoded(parts, layouts, VisionStats(step.items, {}), [()] * len(parts))
+
+    def _layout(self, item: int, geometry: ItemGeometry) -> TokenLayout:
+        (rows, columns), (first, stop) = geometry.patches, geometry.views
+        view, y, x = torch.meshgrid(
+            *(torch.arange(n, device=self.device) for n in (stop - first, rows, columns)),
+            indexing="ij",
+        )
+        view, y, x = view.flatten(), y.flatten(), x.flatten()
+        crops = geometry.tiles[0] * geometry.tiles[1]
+        tile = torch.where(view < crops, view + 1, 0)
+        kind = torch.full_like(view, int(self.kind))
+        layout = self.view_layout(tile, y, x, kind, item, geometry)
+        return layout.replace(view=(view + first).to(torch.int32))
+
+    def view_box(self, geometry: ItemGeometry, tile: Tensor) -> tuple[Tensor, Tensor]:
+        """The whole picture is squeezed into the base view, and into the canvas of crops."""
+        down, across = geometry.tiles
+        base = (tile == 0)[:, None]
+        if down == 0:
+            return torch.zeros(len(tile), 2, device=tile.device), torch.ones_like(base * 1.0)
+        size = torch.tensor([1 / across, 1 / down], device=tile.device)
+        corner = torch.stack([(tile - 1) % across, (tile - 1) // across], dim=1) * size
+        return torch.where(base, 0.0, corner), torch.where(base, 1.0, size)
+
+
+class FamilyAdapter(Tiled):
+    clip_tensors = ("pixel_values",)
+    processors = ("InternVLProcessor",)
+    fixed = True
+    attention = "attention"
+
+    def vision_blocks(self) -> list[nn.Module]:
+        return list(self.model.get_encoder(modality="image").encoder.layer)
+
+    def patches(self) -> int:
+        vision = self.config.vision_config
+        (h, w), (p, q) = _pair(vision.image_size), _pair(vision.patch_size)
+        return (h // p) * (w // q)
+
+    def items(
+        self, tensors: dict[str, Tensor], sizes: list[tuple[int, int]], frames: Sequence[tuple]
+    ) -> tuple[ItemGeometry, ...]:
+        vision = self.config.vision_config
+        side = int(_pair(vision.image_size)[0] // _pair(vision.patch_size)[0])
+        side = int(side * self.config.downsample_ratio)
+        # The tokens of each picture stand between two marks.
+        here = self.visual(tensors["input_ids"][0]).int()
+        edges = here.diff(prepend=here.new_zeros(1), append=here.new_zeros(1))
+        counts = ((edges < 0).nonzero() - (edges > 0).nonzero()).flatten() // side**2
+        items, view = [], 0
+        frames = frames or [(-1, 0, 1)] * len(sizes)
+        for size, (clip, *frame), count in zip(sizes, frames, counts.tolist(), strict=True):
+            tiles = self._tiles(size) if count > 1 else (0, 0)
+            place = (view, view + count)
+            items.append(ItemGeometry(size, tiles, place, (side, side), clip, tuple(frame[:2])))
+            view += count
+        return tuple(items)
+
+    def _tiles(self, size: tuple[int, int]) -> tuple[int, int]:
+        from transformers.models.got_ocr2.image_processing_got_ocr2 import get_optimal_tiled_canvas
+
+        of = self.processor.image_processor
+        tile = of.size["height"], of.size["width"]
+        across, down = get_optimal_tiled_canvas(size, tile, of.min_patches, of.max_patches)
+        return down, across
+
+    def features(self, inputs: dict[str, Tensor]) -> Tensor:
+        return self.model.base_model.get_image_features(
+            inputs["pixel_values"],
+            vision_feature_layer=self.config.vision_feature_layer,
+            vision_feature_select_strategy=self.config.vision_feature_select_strategy,
+        ).pooler_output
+
+
+def _pair(value: int | Sequence[int]) -> Sequence[int]:
+    return (value, value) if isinstance(value, int) else value

@@ -1,0 +1,115 @@
+"""LLaVA-NeXT-Video: pictures as in LLaVA-NeXT; of a clip one view per frame, its patches pooled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..layout import Kind, TokenLayout
+from ..stages import ItemGeometry, Step
+from .base import Encoded
+from .llava_next import FamilyAdapter as LlavaNext
+
+
+class FamilyAdapter(LlavaNext):
+    clip_tensors = ("pixel_values_videos",)
+    processors = ("LlavaNextVideoProcessor",)
+    fixed = True
+
+    def visual(self, ids: Tensor) -> Tensor:
+        return (ids == self.config.image_token_id) | (ids == self.config.video_token_id)
+
+    def pooled(self) -> int:
+        """Tokens in a row of a frame."""
+        vision = self.config.vision_config
+        return vision.image_size // vision.patch_size // self.config.spatial_pool_stride
+
+    def inside(self, items: tuple[ItemGeometry, ...]) -> bool:
+        side = self.patches() ** 0.5
+        return all(item.patches == (side, side) for item in items)
+
+    def items(
+        self, tensors: dict[str, Tensor], sizes: list[tuple[int, int]], frames: Sequence[tuple]
+    ) -> tuple[ItemGeometry, ...]:
+        if self.clip_tensors[0] not in tensors:
+            return super().items(tensors, sizes, frames)
+        alone = [size for size, (clip, *_) in zip(sizes, frames, strict=True) if clip < 0]
+        pictures = self.geometry(alone)
+        view = pictures[-1].views[1] if pictures else 0  # the tower reads the pictures first
+        of_picture, items, side = iter(pictures), [], self.pooled()
+        for size, (clip, index, total, *_) in zip(sizes, frames, strict=True):
+            if clip < 0:
+                items.append(next(of_picture))
+            else:
+                place = (view, view + 1)
+                items.append(ItemGeometry(size, (0, 0), place, (side, side), clip, (index, total)))
+                view += 1
+        return tuple(items)
+
+    def encode(self, inputs: dict[str, Tensor], step: Step) -> Encoded:
+        features: dict[int, Tensor] = {}
+        layouts: dict[int, TokenLayout] = {}
+        strategy = self.config.vision_feature_select_strategy
+        clips = self.clip_tensors[0] in inputs
+        framed = [i for i, item in enumerate(step.items) if clips and item.clip >= 0]
+        alone = [i for i in range(len(step.items)) if i not in framed]
+        if alone:
+            for n, (i, of) in enumerate(zip(alone, self.pictures(inputs), strict=True)):
+                size = inputs["image_sizes"][n : n + 1]
+                features[i], layouts[i] = of, self._layout(i, step.items[i], size, strategy)
+        first = dict(step.stats), dict(step.keys)
+        if framed:
+            step.stats.clear(), step.keys.clear()
+            for i, of in zip(framed, self.frames(inputs), strict=True):
+                features[i], layouts[i] = of, self._frame(i, step.items[i], len(of))
+            for before, now in zip(first, (step.stats, step.keys), strict=True):
+                for layer, of in before.items():
+                    now[layer] = torch.cat([of, now[layer]])
+        order = range(len(step.items))
+        stats = self.patch_stats(step, self.patches())
+        return Encoded(
+            [features[i] for i in order], [layouts[i] for i in order], stats, [()] * len(order)
+        )
+
+    def pictures(self, inputs: dict[str, Tensor]) -> list[Tensor]:
+        """Features of each picture, packed."""
+        output = self.model.base_model.get_image_features(
+            inputs["pixel_values"],
+            inputs["image_sizes"],
+            vision_feature_layer=self.config.vision_feature_layer,
+            vision_feature_select_strategy=self.config.vision_feature_select_strategy,
+        )
+        return list(output.pooler_output)
+
+    def frames(self, inputs: dict[str, Tensor]) -> list[Tensor]:
+        """Features of each frame, clip by clip."""
+        pixels, each = inputs["pixel_values_videos"], self.pooled() ** 2
+        output = self.model.base_model.get_video_features(
+            pixels,
+            vision_feature_layer=self.config.vision_feature_layer,
+            vision_feature_select_strategy=self.config.vision_feature_select_strategy,
+        )
+        # Some versions of transformers put a newline behind each clip here, some put it elsewhere.
+        clips = [clip.flatten(0, -2)[: pixels.shape[1] * each] for clip in output.pooler_output]
+        return [frame for clip in clips for frame in clip.split(each)]
+
+    def _frame(self, item: int, geometry: ItemGeometry, n: int) -> TokenLayout:
+        rows, columns = geometry.patches
+        raster = torch.arange(n, device=self.device)
+        newline = raster >= rows * columns
+        kind = torch.where(newline, int(Kind.NEWLINE), int(self.kind))
+        y, x = (raster // columns).clamp(max=rows - 1), raster % columns
+        return self.view_layout(torch.zeros_like(raster), y, x, kind, item, geometry)
+
+    def view_box(self, geometry: ItemGeometry, tile: Tensor) -> tuple[Tensor, Tensor]:
+        if geometry.tiles != (0, 0):
+            return super().view_box(geometry, tile)
+        # The frame's middle, or the whole of it squeezed.
+        height, width = geometry.size
+        crop = getattr(self.processor.video_processor, "do_center_crop", False)
+        short = min(height, width)
+        size = [short / width, short / height] if crop else [1.0, 1.0]
+        size = torch.tensor(size, device=tile.device).expand(tile.shape[0], 2)
+        return (1 - size) / 2, size

@@ -1,0 +1,108 @@
+"""LLaVA-OneVision: one picture in crops, several as one view each, a clip in pooled frames."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..layout import Kind, TokenLayout
+from ..stages import ItemGeometry
+from .base import Adapter
+from .llava_next_video import FamilyAdapter as LlavaNextVideo
+
+
+class FamilyAdapter(LlavaNextVideo):
+    processors = ("LlavaOnevisionProcessor",)
+    nested = True  # of several pictures it makes no crops
+    rows = ("columns",)  # SigLIP has no CLS token
+    blocks = False  # a picture's tokens depend on how many pictures there are
+
+    def __init__(self, model: nn.Module, processor: Any) -> None:
+        Adapter.__init__(self, model, processor)
+
+    def pooled(self) -> int:
+        vision = self.config.vision_config
+        return -(-(vision.image_size // vision.patch_size) // 2)
+
+    def geometry(self, sizes: list[tuple[int, int]]) -> tuple[ItemGeometry, ...]:
+        if len(sizes) == 1:
+            return super().geometry(sizes)
+        vision = self.config.vision_config
+        side = vision.image_size // vision.patch_size
+        return tuple(
+            ItemGeometry(size, (0, 0), (i, i + 1), (side, side)) for i, size in enumerate(sizes)
+        )
+
+    def view_box(self, geometry: ItemGeometry, tile: Tensor) -> tuple[Tensor, Tensor]:
+        top_left, size = super().view_box(geometry, tile)
+        if geometry.tiles != (0, 0) or geometry.patches[0] == self.pooled():
+            return top_left, size
+        height, width = geometry.size  # one of several pictures: padded to a square
+        longer = max(height, width)
+        size = torch.tensor([longer / width, longer / height], device=tile.device).expand_as(size)
+        return (1 - size) / 2, size
+
+    def pictures(self, inputs: dict[str, Tensor]) -> list[Tensor]:
+        output = self.model.base_model.get_image_features(
+            inputs["pixel_values"],
+            inputs["image_sizes"],
+            vision_feature_layer=self.config.vision_feature_layer,
+            vision_feature_select_strategy=self.config.vision_feature_select_strategy,
+            vision_aspect_ratio=self.config.vision_aspect_ratio,
+            batch_num_images=inputs["batch_num_images"],
+        )
+        return list(output.pooler_output)
+
+    def frames(self, inputs: dict[str, Tensor]) -> list[Tensor]:
+        frames = super().frames(inputs)
+        total, newline = inputs["pixel_values_videos"].shape[1], self.model.base_model.image_newline
+        for last in range(total - 1, len(frames), total):
+            frames[last] = torch.cat([frames[last], newline[None].to(frames[last])])
+        return frames
+
+    def _layout(
+        self, item: int, geometry: ItemGeometry, size: Tensor, strategy: str
+    ) -> TokenLayout:
+        if geometry.tiles == (0, 0):
+            return self._frame(item, geometry, self.patches() + 1)
+        places = self._packed(geometry, size, self.config.vision_aspect_ratio)
+        whole = self._packed(geometry, size, f"anyres_max_{10**6}")
+        kind = torch.where(places[:, 0] < 0, int(Kind.NEWLINE), int(self.kind))
+        if len(places) < len(whole):  # too large: the canvas of crops was scaled down
+            places = self._scaled(places, whole, geometry)
+        tile, y, x = places.long().unbind(1)
+        newline = kind == Kind.NEWLINE
+        y = torch.where(newline, newline.cumsum(0) - 1, y)
+        return self.view_layout(tile, y, x, kind, item, geometry)
+
+    def _packed(self, geometry: ItemGeometry, size: Tensor, ratio: str) -> Tensor:
+        """(tile, y, x) of each token by the model's own packing, run on coordinates."""
+        counts = (geometry.views[1] - geometry.views[0], *geometry.patches)
+        grid = torch.meshgrid(
+            *(torch.arange(n, device=size.device, dtype=torch.float32) for n in counts),
+            indexing="ij",
+        )
+        packed, _ = self.model.base_model.pack_image_features(
+            [torch.stack(grid, dim=-1).flatten(1, 2)],
+            size,
+            image_newline=torch.full((3,), -1.0, device=size.device),
+            vision_aspect_ratio=ratio,
+        )
+        return packed[0]
+
+    def _scaled(self, places: Tensor, whole: Tensor, geometry: ItemGeometry) -> Tensor:
+        """The patch of the unscaled canvas that lies under the middle of each scaled token."""
+        base = geometry.patches[0] * geometry.patches[1]
+
+        def shape(of: Tensor) -> tuple[int, int]:
+            rows = int((of[base:, 0] < 0).sum())
+            return rows, len(of[base:]) // rows
+
+        (h, w), (rows, columns) = shape(places), shape(whole)
+        y = ((torch.arange(h, device=places.device) + 0.5) * rows / h).long()
+        x = ((torch.arange(w - 1, device=places.device) + 0.5) * (columns - 1) / (w - 1)).long()
+        x = torch.cat([x, x.new_tensor([columns - 1])])  # the newline
+        canvas = whole[base:].view(rows, columns, 3)[y][:, x]
+        return torch.cat([whole[:base], canvas.flatten(0, 1)])

@@ -1,0 +1,104 @@
+"""Qwen2.5-VL: pictures keep their shape, one token for 2 x 2 patches, rotary ids (t, y, x).
+
+A clip goes in as such. Its frames are joined two by two; each pair is an item of the layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..layout import TokenLayout
+from ..stages import ItemGeometry, Step, VisionStats
+from .base import Adapter, Encoded
+
+
+class FamilyAdapter(Adapter):
+    tensors = ("pixel_values", "image_grid_thw")
+    clip_tensors = ("pixel_values_videos", "video_grid_thw")
+    processors = ("Qwen2_5_VLProcessor", "Qwen2VLProcessor")
+    attention = "attn"
+    rows = ()  # its patches are in windows, and four of them make a token
+
+    def visual(self, ids: Tensor) -> Tensor:
+        return (ids == self.config.image_token_id) | (ids == self.config.video_token_id)
+
+    def vision_blocks(self) -> list[nn.Module]:
+        return list(self.model.base_model.visual.blocks)
+
+    def projector(self) -> nn.Module:
+        return self.model.base_model.visual.merger
+
+    def patches(self) -> int:
+        return 0  # as many as the picture has
+
+    def inside(self, items: tuple[ItemGeometry, ...]) -> bool:
+        return False
+
+    def tables(self, hidden: Tensor, position: Tensor, layer: int = 0) -> tuple[Tensor, ...]:
+        return super().tables(hidden, position.expand(3, *position.shape[-2:]), layer)
+
+    def positions(self, inputs: dict[str, Tensor]) -> Tensor:
+        ids = inputs["input_ids"]
+        if not bool(self.visual(ids).any()):
+            return super().positions(inputs).expand(3, -1)
+        kinds = (ids == self.config.image_token_id).int() + 2 * (ids == self.config.video_token_id)
+        given = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")
+        position, _ = self.model.base_model.get_rope_index(
+            ids, mm_token_type_ids=kinds, **{key: inputs[key] for key in given if key in inputs}
+        )
+        return position[:, 0]
+
+    def items(
+        self, tensors: dict[str, Tensor], sizes: list[tuple[int, int]], frames: Sequence[tuple]
+    ) -> tuple[ItemGeometry, ...]:
+        merge = self.config.vision_config.spatial_merge_size
+        pictures, clips = (
+            iter(tensors[key].tolist() if key in tensors else [])
+            for key in ("image_grid_thw", "video_grid_thw")
+        )
+        items: list[ItemGeometry] = []
+        for size, (clip, *frame) in zip(sizes, frames or [(-1, 0, 1)] * len(sizes), strict=True):
+            whole = clip >= 0 and self.clip_tensors[0] in tensors  # not read as pictures
+            if whole and frame[0] > 0:
+                continue
+            t, h, w = next(clips if whole else pictures)
+            item = ItemGeometry(size, (0, 0), (0, 1), (h // merge, w // merge), clip)
+            steps = [(i, t) for i in range(t)] if whole else [tuple(frame[:2])]
+            items += [replace(item, frame=step) for step in steps]
+        return tuple(replace(item, views=(i, i + 1)) for i, item in enumerate(items))
+
+    def encode(self, inputs: dict[str, Tensor], step: Step) -> Encoded:
+        pictures, clips = self._tower("image", inputs), self._tower("video", inputs)
+        whole = self.clip_tensors[0] in inputs
+        parts = [next(clips if whole and item.clip >= 0 else pictures) for item in step.items]
+        layouts = [self._layout(i, geometry) for i, geometry in enumerate(step.items)]
+        stats = VisionStats(step.items, {})
+        return Encoded([of[0] for of in parts], layouts, stats, [of[1:] for of in parts])
+
+    def _tower(self, kind: str, inputs: dict[str, Tensor]) -> Iterator[tuple[Tensor, ...]]:
+        """Of each picture, or of each step in time of each clip: its features, level by level."""
+        pixels = inputs.get(self.tensors[0] if kind == "image" else self.clip_tensors[0])
+        if pixels is None:
+            return iter(())
+        grid = inputs[f"{kind}_grid_thw"]
+        output: Any = getattr(self.model.base_model, f"get_{kind}_features")(pixels, grid)
+        deep = getattr(output, "deepstack_features", None) or ()
+        levels = [
+            of if isinstance(of, Tensor) else torch.cat(list(of))
+            for of in (output.pooler_output, *deep)
+        ]
+        merge = self.config.vision_config.spatial_merge_size
+        counts = [h * w // merge**2 for t, h, w in grid.tolist() for _ in range(t)]
+        return zip(*(level.split(counts) for level in levels), strict=True)
+
+    def _layout(self, item: int, geometry: ItemGeometry) -> TokenLayout:
+        rows, columns = geometry.patches
+        raster = torch.arange(rows * columns, device=self.device)
+        none = torch.zeros_like(raster)
+        kind = torch.full_like(raster, int(self.kind))
+        return self.view_layout(none, raster // columns, raster % columns, kind, item, geometry)

@@ -1,0 +1,28 @@
+"""Qwen3-VL: as Qwen2.5-VL, with a time in front of each step of a clip, and deepstack features.
+
+Features of earlier vision blocks are added to the visual rows behind the first layers of the
+language model. They are cut with the tokens that they belong to; tokens can be dropped before the
+first layer that no features are added in front of any more.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..layout import TokenLayout
+from .qwen2_5_vl import FamilyAdapter as Qwen
+
+
+class FamilyAdapter(Qwen):
+    processors = ("Qwen3VLProcessor",)
+
+    def __init__(self, model: nn.Module, processor: Any) -> None:
+        super().__init__(model, processor)
+        self.min_drop_layer = len(self.config.vision_config.deepstack_visual_indexes)
+
+    def decoder_kwargs(self, layout: TokenLayout, extra: tuple[Tensor, ...]) -> dict[str, Any]:
+        if not extra:
+            return {}
+        return {"visual_pos_masks": layout.visual[None], "deepstack_visual_embeds": list(extra)}
