@@ -195,8 +195,11 @@ class Adapter:
         if key not in self.modules:
             self.modules[key] = load_weights(stage, self.sizes(), self.signature())
         # The model may have moved since. What only guesses may do so in the model's own type.
-        half = stage.protocol == "drafter" and self.device.type != "cpu"
-        return self.modules[key].to(self.device, self.dtype if half else None)
+        module, half = self.modules[key], stage.protocol == "drafter" and self.device.type != "cpu"
+        some = next(module.parameters())
+        if some.device != self.device or (half and some.dtype != self.dtype):
+            module.to(self.device, self.dtype if half else None)
+        return module
 
     def ships(self, stage: Stage) -> bool:
         """Whether there are weights of a trained stage for this model."""
