@@ -1,0 +1,739 @@
+"""Drafted answers beside plain ones of the same engine: ``python benchmarks/speculation.py``.
+
+==============  ===================================================================================
+tiny            the shipped model. ``captions`` of drawn pictures; in a session, behind a caption,
+                a short ``second question`` and the ``caption again``
+qwen2-0.5b      LLaVA-1.5 on Qwen2-0.5B's shape, 576 visual tokens, random weights
+llava-1.5-7b    LLaVA-1.5 on Vicuna-7B's shape, random weights made on the device; for a GPU
+tiny-shape      LLaVA-NeXT at toy size: checks the script on any machine
+==============  ===================================================================================
+
+With random weights no drafter guesses anything, so acceptance is recorded: the plain answer is
+drafted again, each place of it right with probability ``--rates``, drawn once for the place.
+``recorded`` drafts a chain at no cost, as a lookup does. ``+ layer`` drafts as large a tree as
+`draft-eagle`, while an untrained EAGLE layer of the model's shape reads the prompt and grows trees
+that nobody looks at: it costs what a trained drafter costs.
+
+Every pair is one question, answered plainly and with drafts, one behind the other in turns. Answers
+are greedy, and both must be the same: in float32 exactly, in half precision but for near ties
+(`vlmfast.bench.Referee`); else no ratio is given. In half precision random weights are full of near
+ties, so there two answers are compared once and then steered along the plain one while they are
+timed, both by the same logits processor.
+
+================  =================================================================================
+``accepted``      drafted tokens of a round that were in the answer; ``emitted`` has the model's own
+                  token too
+``by depth``      of the rounds that came so far, the share that went beyond so many drafts
+``calls``         passes of the model behind the prompt, as a share of the plain answer's
+``draft`` ...     milliseconds of an answer: drafters with their own prefill, the model's passes,
+                  and everything else between the first token and the last
+``decode``        plain time over drafted time from the first token on
+``wall``          the same from RGB picture to the last token: processor, tower, prefill and all;
+                  in a session the last question alone
+================  =================================================================================
+
+Ratios are of sums over all pairs, with the 95 % interval of a bootstrap over pairs. Hugging Face's
+rows are its ``generate`` with its own drafters, also against the plain answers of this engine.
+
+Every part, a drafter under a recipe, is written as soon as it is there. The script ends by itself
+before ``--minutes`` are over, with exit code 3 where parts are missing; the same command goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import json
+import os
+import random
+import shlex
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import end_to_end
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from vlmfast import VLM
+from vlmfast.bench import NEAR, Referee, drawn, facts, numerics
+from vlmfast.drafters.draft_auto import DraftAuto
+from vlmfast.drafters.draft_eagle.drafter import EagleDrafter
+from vlmfast.drafters.draft_eagle.module import EagleModule
+from vlmfast.drafters.draft_layerskip import kept
+from vlmfast.drafters.tree import Tree
+from vlmfast.engine.stats import Stats, clock
+from vlmfast.models.tiny.scenes import CAPTION_QUESTION, EVAL_SEED_START, image_example
+from vlmfast.recipe import Recipe
+from vlmfast.stages import Budget, DrafterStage, Read, Round, Target, param
+
+RESULTS = Path(__file__).resolve().parent / "results"
+WEIGHTS = Path(__file__).resolve().parents[1] / "vlmfast" / "weights"
+TINY = "tiny"
+SHAPES = {
+    "qwen2-0.5b": end_to_end.Shape(
+        "qwen2", 24, 896, 4864, 14, 2, 151936, (336, 336), tower=(6, 384, 6, 336, 14)
+    ),
+    "llava-1.5-7b": end_to_end.MODELS["llava-1.5-7b"],
+    "tiny-shape": end_to_end.MODELS["tiny-shape"],
+}
+RECIPES = ("none", "hired:0.2", "pyramiddrop")
+WORKLOADS = ("captions", "second question", "caption again")
+BRANCHES = ("prune", "pool", "conv", "resample", "text", "weighted", "concat", "select")
+DRAFTERS = (
+    "draft-ngram",
+    "draft-recycle",
+    "draft-ngram+draft-recycle",
+    "draft-layerskip",
+    "draft-eagle",
+    *(f"draft-eagle:{branch}" for branch in BRANCHES),
+    *(["draft-vispec"] if (WEIGHTS / "tiny-draft-vispec").is_dir() else []),
+    "draft-auto",
+)
+HF, LOOKUP, HALF, EXIT = "hf", "hf prompt lookup", "hf half the layers", "hf early exit"
+LAYER, AUTO = " + layer", "draft-auto over "
+# Pairs and tokens of an answer, at most.
+USUAL = {TINY: (20, 64), "tiny-shape": (2, 12), "llava-1.5-7b": (5, 128), "qwen2-0.5b": (5, 64)}
+UNFINISHED = 3  # exit code
+
+
+# --- questions -----------------------------------------------------------------------------------
+
+
+@dataclass
+class Said:
+    """What a dialogue gave: tokens of every answer; time, passes and books of the last."""
+
+    tokens: list[list[int]]
+    seconds: float
+    calls: int
+    stats: Stats | None = None
+
+
+@dataclass(frozen=True)
+class Dialogue:
+    """A picture and the questions about it; the last one is measured."""
+
+    picture: Any
+    questions: tuple[str, ...]
+    generation: dict[str, Any]
+
+    def __call__(self, vlm: VLM, recipe: Recipe, **special: Any) -> Said:
+        """Ask all of them; ``special`` generation arguments are for the last."""
+        *before, last = self.questions
+        more = self.generation | special
+        if not before:
+            begin = clock(vlm.adapter.device)
+            answer = vlm.ask(last, images=self.picture, recipe=recipe, **more)
+            return _said([answer], clock(vlm.adapter.device) - begin)
+        with vlm.session(images=self.picture, recipe=recipe) as session:
+            answers = [session.ask(question, **self.generation) for question in before]
+            begin = clock(vlm.adapter.device)
+            answers.append(session.ask(last, **more))
+            return _said(answers, clock(vlm.adapter.device) - begin)
+
+    def until(self, number: int) -> Dialogue:
+        """The same up to one of its questions."""
+        return Dialogue(self.picture, self.questions[: number + 1], self.generation)
+
+
+def _said(answers: list[Any], seconds: float) -> Said:
+    stats = answers[-1].stats
+    calls = stats.rounds if stats.speculation else stats.generated_tokens - 1
+    return Said([answer.token_ids for answer in answers], seconds, calls, stats)
+
+
+def dialogues(job: Job, workload: str, count: int, first: int = 0) -> list[Dialogue]:
+    if job.shape != TINY:
+        return [Dialogue(job.picture, (end_to_end.QUESTION,), job.generation)] * count
+    found = []
+    for number in range(first, first + count):
+        example = image_example(EVAL_SEED_START + number)
+        questions = {
+            "captions": (CAPTION_QUESTION,),
+            "second question": (CAPTION_QUESTION, example.qa[number % len(example.qa)].question),
+            "caption again": (CAPTION_QUESTION, CAPTION_QUESTION),
+        }[workload]
+        found.append(Dialogue(example.image, questions, job.generation))
+    return found
+
+
+# --- recorded acceptance -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Recorded(DrafterStage):
+    """Drafts an answer that is known, wrong at some of its places."""
+
+    name: ClassVar[str] = "recorded"
+
+    answer: tuple[int, ...] = param((), "the answer, its first token among it")
+    rate: float = param(0.8, "how many of its places are drafted right", ge=0, le=1)
+    depth: int = param(4, "drafted tokens on a path", ge=1)
+    nodes: int = param(26, "of the layer's trees", ge=2)
+    layer: str = param("", "which of `LAYERS` runs beside it")
+    seed: int = param(0, "another seed, other places")
+
+    def __str__(self) -> str:
+        """What is learnt of it serves all its answers."""
+        return f"recorded:rate={self.rate:g}" + (",layer" if self.layer else "")
+
+    @property
+    def features(self) -> bool:
+        return bool(self.layer)
+
+    def largest(self) -> tuple[int, int]:
+        return (self.nodes if self.layer else 1 + self.depth), self.depth
+
+    def open(self, target: Target) -> Playing:
+        layer = LAYERS[self.layer] if self.layer else None
+        return Playing(self, target, layer)
+
+    def right(self, at: int) -> bool:
+        return random.Random(f"{self.seed} {at}").random() < self.rate
+
+
+LAYERS: dict[str, EagleModule] = {}
+
+
+class Playing:
+    """The drafter of one request."""
+
+    def __init__(self, stage: Recorded, target: Target, layer: EagleModule | None) -> None:
+        self.stage, self.target, self.at = stage, target, 1
+        self.inner = None
+        if layer is not None:
+            top_k = max(1, min(8, stage.nodes // 3))  # of `draft-eagle`'s 26 nodes its 8
+            self.inner = EagleDrafter(target, layer, top_k, stage.depth, stage.nodes)
+
+    def prefill(self, read: Read) -> None:
+        if self.inner is not None:
+            self.inner.prefill(read)
+
+    def extend(self, done: Round) -> None:
+        self.at += len(done.emitted)
+        if self.inner is not None:
+            self.inner.extend(done)
+
+    def propose(self, root: int, budget: Budget) -> Tree:
+        stage = self.stage
+        depth = min(stage.depth, budget.depth)
+        nodes = 1 + depth
+        if self.inner is not None:
+            self.inner.propose(root, budget)
+            nodes = max(min(stage.nodes, budget.nodes), nodes)
+        if stage.answer[self.at - 1 : self.at] != (root,):
+            return Tree.chain([root])  # the answer has left the record
+        return self.filled(root, nodes, depth)
+
+    def filled(self, root: int, nodes: int, depth: int) -> Tree:
+        """One path of ``depth``, and wrong tokens beside its nodes until there are ``nodes``."""
+        tokens, parents, above = [root], [-1], 0
+        truths = self.stage.answer[self.at : self.at + depth]
+        beside = nodes - 1 - len(truths)
+        for level, truth in enumerate(truths):
+            right = self.stage.right(self.at + level)
+            others = (beside + level) // len(truths)  # so that all levels together have `beside`
+            parents += [above] * (1 + others)
+            above = len(tokens)
+            tokens.append(truth if right else self.wrong(truth, 0))
+            tokens += [self.wrong(truth, 1 + rank) for rank in range(others)]
+        return Tree(tuple(tokens), tuple(parents))
+
+    def wrong(self, truth: int, rank: int) -> int:
+        """A token that is not ``truth``, another one for each rank."""
+        size = self.target.vocabulary
+        others = (token for token in range(size) if token != truth)
+        fitting = (token for token in others if token not in self.target.banned)
+        return next(token for number, token in enumerate(fitting) if number == rank)
+
+
+def layer_of(vlm: VLM) -> EagleModule:
+    """An untrained EAGLE layer that is as wide as the model."""
+    text = vlm.model.config.get_text_config()
+    torch.manual_seed(0)
+    module = EagleModule(
+        {
+            "width": text.hidden_size,
+            "heads": text.num_attention_heads,
+            "kv_heads": text.num_key_value_heads,
+            "hidden": text.intermediate_size,
+        }
+    )
+    return module.to(vlm.adapter.device, vlm.adapter.dtype).eval().requires_grad_(False)
+
+
+class Steered:
+    """A logits processor that makes the tokens of a known answer certain; for one answer."""
+
+    def __init__(self, tokens: list[int]) -> None:
+        self.tokens, self.start = tokens, None
+
+    def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
+        self.start = ids.shape[1] if self.start is None else self.start
+        scores[:, self.tokens[ids.shape[1] - self.start]] += 1e4
+        return scores
+
+
+# --- who answers ---------------------------------------------------------------------------------
+
+Answer = Callable[[Dialogue, int], Said]  # and the number of the pair
+
+
+@dataclass
+class Job:
+    """A model and what it is asked."""
+
+    shape: str
+    model: Any
+    processor: Any
+    generation: dict[str, Any]
+    picture: Any = None
+    decoding: str = "auto"
+
+    def vlm(self) -> VLM:
+        """A new one, which has learnt nothing from earlier drafts."""
+        return VLM(self.model, self.processor, decoding=self.decoding)
+
+    @property
+    def exact(self) -> bool:
+        return self.model.dtype in (torch.float32, torch.float64)
+
+
+def prepared(args: argparse.Namespace) -> Job:
+    dtype = getattr(torch, args.dtype)
+    generation = {"max_new_tokens": args.new_tokens, "do_sample": False}
+    if args.shape == TINY:
+        vlm = VLM.from_pretrained(TINY, device=args.device, dtype=dtype)
+        return Job(TINY, vlm.model, vlm.processor, generation, decoding=args.decoding)
+    shape = SHAPES[args.shape]
+    model, processor = end_to_end.build(shape, torch.device(args.device), dtype, args.layers)
+    height, width = shape.picture
+    picture = drawn(max(shape.picture)).resize((width, height))
+    return Job(args.shape, model, processor, generation, picture, args.decoding)
+
+
+def plainly(vlm: VLM, plan: Recipe) -> Answer:
+    return lambda dialogue, number: dialogue(vlm, plan)
+
+
+def recorded(
+    vlm: VLM, plan: Recipe, name: str, answer: list[int], args: argparse.Namespace
+) -> Answer:
+    """With drafts of a known answer; ``name`` as `named` writes it."""
+    rate = float(name.removeprefix(AUTO).removesuffix(LAYER).split()[1])
+    layer = ""
+    if name.endswith(LAYER):
+        layer = str(vlm.adapter.dtype)
+        LAYERS[layer] = layer_of(vlm)
+    ruling = (DraftAuto(),) if name.startswith(AUTO) else ()
+
+    def said(dialogue: Dialogue, number: int, **more: Any) -> Said:
+        stage = Recorded(tuple(answer), rate, args.depth, args.nodes, layer, seed=number)
+        return dialogue(vlm, plan + Recipe((*ruling, stage)), **more)
+
+    return said
+
+
+def huggingface(job: Job, name: str) -> Answer:
+    """Hugging Face's ``generate``, plain or with one of its own drafters."""
+    vlm, calls = job.vlm(), 0
+    layers = vlm.model.config.get_text_config().num_hidden_layers
+    if name == HALF:
+        more = {"assistant_model": halved(job.model)}
+    else:
+        more = {
+            LOOKUP: {"prompt_lookup_num_tokens": 10},
+            EXIT: {"assistant_early_exit": layers // 2},
+        }
+        more = more.get(name, {})
+
+    def count(*_: Any) -> None:
+        nonlocal calls
+        calls += 1
+
+    def answer(dialogue: Dialogue, number: int) -> Said:
+        nonlocal calls
+        calls = -1  # the prompt's
+        hook = job.model.get_decoder().register_forward_pre_hook(count)
+        begin = clock(vlm.adapter.device)
+        try:
+            inputs = vlm.inputs(dialogue.questions[0], images=dialogue.picture)
+            ids = job.model.generate(**inputs, **dialogue.generation, **more)
+        finally:
+            hook.remove()
+        seconds = clock(vlm.adapter.device) - begin
+        return Said([ids[0, inputs["input_ids"].shape[1] :].tolist()], seconds, calls)
+
+    return answer
+
+
+def halved(model: Any) -> Any:
+    """A copy of a model with those of its layers that `draft-layerskip` drafts with."""
+    small = copy.deepcopy(model)
+    decoder = small.get_decoder()
+    chosen = kept(len(decoder.layers), 0.45)
+    decoder.layers = nn.ModuleList(decoder.layers[index] for index in chosen)
+    for index, layer in enumerate(decoder.layers):
+        layer.self_attn.layer_idx = index
+    for config in (small.config.get_text_config(), decoder.config):
+        config.num_hidden_layers = len(chosen)
+        if getattr(config, "layer_types", None):
+            config.layer_types = config.layer_types[: len(chosen)]
+    return small
+
+
+# --- a part --------------------------------------------------------------------------------------
+
+
+@dataclass
+class Pairs:
+    """Plain and drafted answers to the same questions."""
+
+    plain: list[Said] = field(default_factory=list)
+    drafted: list[Said] = field(default_factory=list)
+    divergences: list[dict[str, Any]] = field(default_factory=list)
+    crashes: list[str] = field(default_factory=list)
+
+    def compare(self, referee: Referee, dialogue: Dialogue, plan: Recipe, number: int) -> None:
+        """Judge the last pair, answer by answer up to the first difference."""
+        answers = zip(self.plain[-1].tokens, self.drafted[-1].tokens, strict=True)
+        for at, (wanted, got) in enumerate(answers):
+            asked = lambda vlm, recipe, at=at, **more: dialogue.until(at)(vlm, recipe, **more)  # noqa: E731
+            if gone := referee.judge(asked, plan, wanted, got, number):
+                self.divergences.append(vars(gone))
+                return
+
+
+def part(job: Job, workload: str, recipe: str, name: str, args: argparse.Namespace) -> dict:
+    """One drafter under one recipe: answers that warm up, and pairs that count."""
+    plan, vlm = Recipe.of(recipe), job.vlm()
+    # In float32 nothing is nearly tied.
+    referee = Referee(job.vlm(), strict=job.exact)
+    plain, found, checked = plainly(job.vlm(), plan), Pairs(), Pairs()
+    asked = dialogues(job, workload, args.pairs)
+    warm = dialogues(job, workload, 2 if job.shape == TINY else 1, first=10_000)
+    if "recorded" in name:
+        wanted = plain(asked[0], 0).tokens[0]
+        drafted = recorded(vlm, plan, name, wanted, args)
+        if not job.exact:
+            checked.plain.append(plain(asked[0], 0))
+            checked.drafted.append(drafted(asked[0], 0))
+            checked.compare(referee, asked[0], plan, 0)
+            steer = lambda: {"logits_processor": [Steered(wanted)]}  # noqa: E731
+            free, other = drafted, job.vlm()
+            plain = lambda dialogue, number: dialogue(other, plan, **steer())  # noqa: E731
+            drafted = lambda dialogue, number: free(dialogue, number, **steer())  # noqa: E731
+    elif name.startswith(HF):
+        drafted = huggingface(job, name)
+    else:
+        full = plan + Recipe.parse(name)
+        drafted = lambda dialogue, number: dialogue(vlm, full)  # noqa: E731
+    for number, dialogue in enumerate([*warm, *asked], start=-len(warm)):
+        said: dict[str, Said] = {}
+        for who in ("plain", "drafted")[:: 1 if number % 2 else -1]:
+            try:
+                said[who] = (plain if who == "plain" else drafted)(dialogue, number)
+            except Exception as error:
+                if not name.startswith(HF):
+                    raise
+                found.crashes.append(f"{type(error).__name__}: {_line(error)}")
+        if number >= 0 and len(said) == 2:
+            found.plain.append(said["plain"])
+            found.drafted.append(said["drafted"])
+            found.compare(referee, dialogue, plan, number)
+    found.divergences += checked.divergences
+    if not found.plain:
+        return {"failed": found.crashes[0]}
+    return numbers(found)
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]
+
+
+def numbers(pairs: Pairs) -> dict[str, Any]:
+    """JSON values; no ratio where an answer was wrong."""
+    bugs = [gone for gone in pairs.divergences if gone["bug"]]
+    stats = [said.stats for said in pairs.drafted if said.stats is not None]
+    plain = [said.stats for said in pairs.plain]
+    calls, plain_calls = (sum(s.calls for s in of) for of in (pairs.drafted, pairs.plain))
+    wall = [[a.seconds, b.seconds] for a, b in zip(pairs.plain, pairs.drafted, strict=True)]
+    row: dict[str, Any] = {
+        "pairs": len(wall),
+        "identical": sum(
+            a.tokens == b.tokens for a, b in zip(pairs.plain, pairs.drafted, strict=True)
+        ),
+        "divergences": pairs.divergences,
+        "bugs": len(bugs),
+        "crashes": pairs.crashes,
+        # An answer of one token again and again would hide a wrong cache.
+        "distinct": max(len(set(said.tokens[-1])) for said in pairs.plain),
+        "tokens": sum(len(said.tokens[-1]) for said in pairs.plain),
+        "calls": calls,
+        "plain_calls": plain_calls,
+        "samples": {"wall": wall},
+        "wall": None if bugs else ratio(wall),
+        "decode": None,
+    }
+    if not stats:
+        return row
+    decode = [[_decode(a), _decode(b)] for a, b in zip(plain, stats, strict=True)]
+    row["samples"]["decode"] = decode
+    row["decode"] = None if bugs else ratio(decode)
+    rounds = sum(s.rounds for s in stats)
+    draft, verify = sum(s.time_draft_s for s in stats), sum(s.time_verify_s for s in stats)
+    row |= {
+        "rounds": rounds,
+        "drafted": sum(s.drafted for s in stats),
+        "accepted": sum(s.accepted for s in stats),
+        "mean_accepted": sum(s.accepted for s in stats) / rounds if rounds else 0.0,
+        "mean_emitted": sum(s.generated_tokens - 1 for s in stats) / rounds if rounds else 0.0,
+        "drafted_at_depth": _sums(s.drafted_at_depth for s in stats),
+        "accepted_at_depth": _sums(s.accepted_at_depth for s in stats),
+        "draft_s": draft / len(stats),
+        "verify_s": verify / len(stats),
+        "host_s": (sum(b for _, b in decode) - draft - verify) / len(stats),
+        "plain_step_s": sum(a for a, _ in decode) / plain_calls if plain_calls else None,
+        "prefill_s": sum(s.time_prefill_s for s in stats) / len(stats),
+        "speculation": stats[-1].speculation,
+    }
+    return row
+
+
+def _decode(stats: Stats) -> float:
+    return stats.time_total_s - stats.ttft_s
+
+
+def _sums(lists: Any) -> list[int]:
+    lists = list(lists)
+    width = max(map(len, lists), default=0)
+    return [sum(of[at] for of in lists if at < len(of)) for at in range(width)]
+
+
+def ratio(pairs: list[list[float]], draws: int = 4000) -> dict[str, float] | None:
+    """Sum of the first of each pair over that of the second, and its 95 % interval."""
+    times = np.array(pairs)
+    if not times.sum(0).all():
+        return None  # answers of one token
+    index = np.random.default_rng(0).integers(0, len(times), (draws, len(times)))
+    plain, drafted = times[index].sum(1).T
+    low, high = np.quantile(plain / drafted, [0.025, 0.975])
+    value = times[:, 0].sum() / times[:, 1].sum()
+    return {"value": float(value), "low": float(low), "high": float(high)}
+
+
+# --- the report ----------------------------------------------------------------------------------
+
+
+def markdown(parts: dict[str, dict[str, Any]]) -> str:
+    """One table for each workload and recipe."""
+    head = ["accepted", "emitted", "by depth", "calls", "draft", "verify", "host", "decode", "wall"]
+    tables: dict[str, list[str]] = {}
+    for key, row in parts.items():
+        workload, recipe, name = key.split(" | ")
+        title = f"{workload}, `{recipe}`"
+        if title not in tables:
+            columns = [title, *head, "same answers"]
+            tables[title] = [
+                "| " + " | ".join(columns) + " |",
+                "|---|" + "---:|" * len(head) + "---:|",
+            ]
+        shown = f"`{name}`" if name.startswith("draft-") and "over" not in name else name
+        if "failed" in row:
+            cells = [shown, _short(row["failed"]), *[""] * len(head)]
+        else:
+            cells = [shown, *_cells(row)]
+        tables[title].append("| " + " | ".join(cells) + " |")
+    return "\n\n".join("\n".join(lines) for lines in tables.values())
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    calls = f"{row['calls'] / row['plain_calls']:.0%}" if row["plain_calls"] else "-"
+    cells = [""] * 3 + [calls] + [""] * 3
+    if "rounds" in row:
+        depths = zip(row["accepted_at_depth"], row["drafted_at_depth"], strict=True)
+        shares = [f"{took / of:.2f}" for took, of in depths if of]
+        cells = [
+            f"{row['mean_accepted']:.2f}",
+            f"{row['mean_emitted']:.2f}",
+            " ".join(shares),
+            calls,
+        ]
+        cells += [f"{1e3 * row[name]:,.1f} ms" for name in ("draft_s", "verify_s", "host_s")]
+    for name in ("decode", "wall"):
+        found = row[name]
+        if row["bugs"]:
+            cells.append("WRONG")
+        elif found is None:
+            cells.append("-")
+        else:
+            cells.append(f"{found['value']:.2f}x [{found['low']:.2f}, {found['high']:.2f}]")
+    same = f"{row['identical']} of {row['pairs']}"
+    if row["crashes"]:
+        same += f", {len(row['crashes'])} crashed: {_short(row['crashes'][0])}"
+    return [*cells, same]
+
+
+def _short(text: str) -> str:
+    return text.replace("|", "/")[:120]
+
+
+def aims(parts: dict[str, dict[str, Any]]) -> list[str]:
+    """What was aimed at beside what was measured; only of parts that were right."""
+    lines = []
+
+    def aim(what: str, value: float, bound: float, *, least: bool = True) -> None:
+        word = "PASS" if (value >= bound if least else value <= bound) else "MISS"
+        sign = "at least" if least else "at most"
+        lines.append(f"{word}: {what}: {value:.2f}, aim {sign} {bound:.2f}")
+
+    for key, row in parts.items():
+        workload, recipe, name = key.split(" | ")
+        if "failed" in row or row["bugs"]:
+            continue
+        if (workload, recipe, name) == ("captions", "none", "draft-eagle"):
+            aim("draft-eagle, captions: mean accepted", row["mean_accepted"], 2.5)
+            share = row["calls"] / row["plain_calls"]
+            aim("draft-eagle, captions: calls over plain", share, 1 / 3, least=False)
+        if name.startswith("draft-auto") and row["wall"]:
+            what = f"{name}, {workload}, {recipe}: lower bound of the wall clock's ratio"
+            aim(what, row["wall"]["low"], 0.9)
+        if name.startswith("recorded") and row["wall"]:  # of the shapes
+            aim(f"{name}, {workload}, {recipe}: wall clock over plain", row["wall"]["value"], 1)
+    return lines
+
+
+# --- the command ---------------------------------------------------------------------------------
+
+
+def named(args: argparse.Namespace) -> list[tuple[str, str, str]]:
+    """All parts: workload, recipe, who drafts."""
+    if args.shape == TINY:
+        found = [(w, r, d) for w in args.workloads for r in args.recipes for d in args.drafters]
+        reference = [HF, LOOKUP, HALF, EXIT]
+    else:
+        plays = [f"recorded {rate:g}" for rate in args.rates]
+        every = [of for play in plays for of in (play, play + LAYER, AUTO + play + LAYER)]
+        found = [("question", r, d) for r in args.recipes for d in args.drafters or every]
+        reference = [HF, LOOKUP]
+    # Hugging Face has no sessions and prunes nothing.
+    alone = {("captions", "none"), ("question", "none")} & {(w, r) for w, r, _ in found}
+    if not args.no_hf:
+        found += [(*of, name) for of in alone for name in reference]
+    return found
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--shape", default=TINY, choices=(TINY, *SHAPES))
+    add("--workload", action="append", dest="workloads", choices=WORKLOADS, help="of tiny (all)")
+    add("--recipe", action="append", dest="recipes", help=f"default: {', '.join(RECIPES)}")
+    add("--drafter", action="append", dest="drafters", help="default: all")
+    add("--rates", default="0.6,0.8", help="of recorded acceptance (%(default)s)")
+    add("--depth", type=int, default=4, help="of recorded drafts (%(default)s)")
+    add("--nodes", type=int, default=26, help="of their trees beside a layer (%(default)s)")
+    add("--pairs", type=int, help="that count (tiny 20, other shapes 5, tiny-shape 2)")
+    add("--new-tokens", type=int, help="of an answer, at most (tiny and qwen2-0.5b 64, 7b 128)")
+    add("--no-hf", action="store_true", help="leave Hugging Face out")
+    add("--layers", type=int, default=0, help="of a shape's language model, for a quick look")
+    add("--decoding", default="auto", choices=("auto", "graph", "compile", "eager"))
+    add("--dtype", choices=("float32", "bfloat16"), help="bfloat16 on a GPU, float32 elsewhere")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--minutes", type=float, default=9.0, help="begin no part that may last longer")
+    add("--again", action="store_true", help="measure these parts anew, keep the others")
+    add("--fresh", action="store_true", help="forget what the result file has")
+    add("--out", type=Path, help="default: benchmarks/results/speculation-SHAPE-DEVICE.json")
+    args = parser.parse_args(argv)
+    pairs, tokens = USUAL[args.shape]
+    args.pairs, args.new_tokens = args.pairs or pairs, args.new_tokens or tokens
+    args.rates = [float(rate) for rate in args.rates.split(",")]
+    args.recipes = args.recipes or list(RECIPES)
+    args.workloads = args.workloads or list(WORKLOADS)
+    args.drafters = args.drafters or (list(DRAFTERS) if args.shape == TINY else [])
+    args.dtype = args.dtype or ("bfloat16" if args.device.startswith("cuda") else "float32")
+    return args
+
+
+def _is_hf(key: str) -> bool:
+    return key.split(" | ")[2].startswith(HF)
+
+
+def settings(args: argparse.Namespace, about: dict[str, Any]) -> dict[str, Any]:
+    """What parts of one file must have in common."""
+    versions = {name: about["environment"]["packages"][name] for name in ("torch", "transformers")}
+    keys = ("shape", "dtype", "pairs", "new_tokens", "depth", "nodes", "layers", "decoding")
+    return {key: getattr(args, key) for key in keys} | {"device": about["device"], **versions}
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = sys.argv[1:] if argv is None else argv
+    args, start = parse(arguments), time.perf_counter()
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    about = facts()
+    kind = args.device if args.device == "cpu" else about["device"].replace(" ", "-").lower()
+    out = args.out or RESULTS / f"speculation-{args.shape}-{kind}.json"
+    report: dict[str, Any] = {"settings": settings(args, about), "parts": {}}
+    if out.is_file() and not args.fresh:
+        report |= json.loads(out.read_text(encoding="utf-8"))
+        if report["settings"] != settings(args, about):
+            print(
+                f"{out} was measured with {report['settings']}, not with {settings(args, about)}; "
+                "take --fresh or another --out",
+                file=sys.stderr,
+            )
+            return 2
+    parts = report["parts"]
+    wanted = [" | ".join(of) for of in named(args)]
+    tried = {key for key, row in parts.items() if "failed" not in row or _is_hf(key)}
+    missing = wanted if args.again else [key for key in wanted if key not in tried]
+    if missing:
+        job = prepared(args)
+        command = shlex.join(["python", "benchmarks/speculation.py", *arguments])
+        report |= {"command": command, **about, "near": NEAR, "numerics": numerics(job.vlm())}
+        report["threads"] = torch.get_num_threads()
+    longest, left = 0.0, len(missing)
+    for key in missing:
+        begin = time.perf_counter()
+        if begin - start + 1.5 * longest > 60 * args.minutes:
+            break
+        try:
+            row = part(job, *key.split(" | "), args)
+        except Exception as error:  # of this drafter; the others may do
+            row = {"failed": f"{type(error).__name__}: {_line(error)}"}
+        gc.collect()
+        took = time.perf_counter() - begin
+        longest, left = max(longest, took), left - 1
+        load = list(os.getloadavg()) if hasattr(os, "getloadavg") else None
+        parts[key] = row | {"date": about["date"], "took": took, "load_average": load}
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        print(f"{key}: {row.get('failed') or row['wall']}, took {took:.0f} s", file=sys.stderr)
+    print(f"\n{args.shape}, {args.dtype}, {about['device']}\n\n{markdown(parts)}\n")
+    if args.shape != "tiny-shape":  # too small for the aims
+        print("\n".join(aims(parts)))
+    wrong = 0
+    for key, row in parts.items():
+        for gone in row.get("divergences", ()):
+            print(f"{'WRONG' if gone['bug'] else 'near tie'}: {key}: {gone}")
+        wrong += bool(row.get("bugs"))
+        if "failed" in row and not _is_hf(key):
+            wrong += 1
+            print(f"FAILED: {key}: {row['failed']}")
+    print(f"\nwritten: {out}", file=sys.stderr)
+    if left:
+        print(f"{left} parts are missing; the same command goes on", file=sys.stderr)
+        return UNFINISHED
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,332 @@
+"""What looks for answers that drafts have changed, and what times drafts, can itself go wrong."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from fake_drafters import Knows
+from tiny_models import SPECIAL_TOKENS, build_llava
+from vlmfast import VLM, bench
+from vlmfast.cli import main as cli
+from vlmfast.drafters.tree import Tree
+from vlmfast.engine.cache import KVCache
+from vlmfast.engine.decode import Turn
+from vlmfast.errors import RecipeError
+from vlmfast.recipe import Recipe
+from vlmfast.stages import Budget, Round
+
+
+def script(name: str) -> Any:
+    """A benchmark as a module; found by its file, since `tests` has a folder of the same name."""
+    file = Path(__file__).resolve().parents[1] / "benchmarks" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, file)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+script("kernels"), script("end_to_end")
+speculation = script("speculation")
+AUDITED = {"count": 4, "new_tokens": 32}
+
+
+@pytest.fixture
+def unmoved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A planted bug: nodes that were accepted stay where they were written."""
+    accept = KVCache.accept
+    monkeypatch.setattr(
+        KVCache,
+        "accept",
+        lambda self, index, counts, moves=True: accept(self, index, counts, moves=False),
+    )
+
+
+# --- the audit -----------------------------------------------------------------------------------
+
+
+def test_an_audit_of_what_is_right(tiny: VLM) -> None:
+    found = bench.audit(tiny, ["none", "hired:0.5"], ["draft-recycle", "draft-ngram"], **AUDITED)
+    pairs = [(row.recipe, row.drafter) for row in found]
+    assert pairs == [
+        (str(Recipe.parse(recipe)), drafter)
+        for recipe in ("none", "hired:0.5")
+        for drafter in ("draft-recycle", "draft-ngram")
+    ]
+    for row in found:
+        assert row.bugs == 0 and row.prompts == len(row.lengths) == 4
+        assert row.identical == 4 - len(row.divergences)
+        assert max(row.lengths) > 20 > 5 > min(row.lengths)  # captions and questions
+        assert 0 < row.accepted < row.drafted and row.rounds > 4
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_audit_finds_a_planted_bug(tiny: VLM, unmoved: None, strict: bool) -> None:
+    (row,) = bench.audit(tiny, drafters=["draft-recycle"], **AUDITED, strict=strict)
+    assert row.bugs > 0 and row.identical < 4
+    first = row.divergences[0]
+    assert first.bug and first.gap > bench.NEAR
+    assert first.at == row.prefix[first.prompt] < row.lengths[first.prompt]
+
+
+def test_the_command(
+    unmoved: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["bench", "--audit-lossless", "--device", "cpu", "--drafter", "draft-recycle"]
+    argv += ["--prompts", "4"]
+    assert cli(argv) == 1
+    out, err = capsys.readouterr()
+    assert err == "" and "BUG: draft-recycle, prompt" in out
+    for said in ("dtype bfloat16", "attention sdpa", f"torch {torch.__version__}"):
+        assert said in out.splitlines()[0]
+    assert cli([*argv, "--json"]) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert told["bugs"] == told["rows"][0]["bugs"] > 0
+    assert {"date", "environment", "dtype", "attention", "torch", "near"} <= set(told)
+    monkeypatch.undo()
+    assert cli([*argv, "--recipe", "none"]) == 0
+    out = capsys.readouterr().out
+    assert "BUG" not in out and "nothing was drafted" not in out
+    assert cli([*argv[:-2], "--prompts", "2", "--new-tokens", "2"]) == 0
+    assert "nothing was drafted: draft-recycle" in capsys.readouterr().out
+
+
+class Paired:
+    """A model whose tokens come in pairs with the same logits, and how drafts take the other."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        model, processor = build_llava(dtype=torch.bfloat16)
+        head, first = model.get_output_embeddings().weight, len(SPECIAL_TOKENS)
+        with torch.no_grad():
+            head[first + 1 :: 2] = head[first:-1:2]
+        self.vlm = VLM(model, processor)
+        perturbed = Turn.perturbed
+
+        def other(turn: Turn, processed: torch.Tensor) -> torch.Tensor:
+            scores = perturbed(turn, processed)
+            if turn.speculation is not None:
+                scores = scores.clone()
+                scores[:, first + 1 :: 2] = scores[:, first:-1:2] + 1e-3
+            return scores
+
+        monkeypatch.setattr(Turn, "perturbed", other)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_near_tie_is_no_bug_but_for_a_strict_answer(
+    monkeypatch: pytest.MonkeyPatch, strict: bool
+) -> None:
+    vlm = Paired(monkeypatch).vlm
+    (row,) = bench.audit(
+        vlm, drafters=[Knows(answer=(), beside=0)], count=2, new_tokens=1, strict=strict
+    )
+    assert row.identical == 2  # one token: nobody drafts
+    (row,) = bench.audit(vlm, drafters=["draft-ngram"], count=2, new_tokens=4, strict=strict)
+    assert row.identical == 0 and len(row.divergences) == 2
+    for gone in row.divergences:
+        assert gone.at == 1 and gone.drafted == gone.plain + 1
+        assert gone.gap <= 1 and gone.bug is strict
+    assert row.bugs == (2 if strict else 0)
+
+
+def test_an_answer_that_is_cut_short_is_a_bug(tiny: VLM) -> None:
+    judge = bench.Referee(tiny).judge
+    gone = judge(lambda *_, **__: pytest.fail("nothing to ask"), Recipe(), [7, 8, 9], [7, 8], 3)
+    assert gone == bench.Divergence(3, 2, 9, None, None, None, bug=True)
+    assert judge(lambda *_, **__: pytest.fail("nothing to ask"), Recipe(), [7], [7]) is None
+
+
+def test_gaps_are_in_units_of_the_models_type(tiny: VLM) -> None:
+    assert tiny.adapter.dtype == torch.bfloat16
+    referee = bench.Referee(tiny)
+    scores = torch.tensor([20.0, 19.875, 19.0, 3.0])  # bfloat16 has steps of 1/8 there
+    assert referee._gap(scores, [0, 1]) == 1
+    assert referee._gap(scores, [0, 2]) == 8
+    assert referee._gap(scores, [1, 2]) == 8  # neither is the best
+    assert referee._gap(scores / 16, [0, 1]) == 1
+    assert referee.wide.adapter.dtype == torch.float32
+    assert tiny.adapter.dtype == torch.bfloat16
+
+
+def test_what_an_audit_refuses(tiny: VLM, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(RecipeError, match="apart from recipes"):
+        bench.audit(tiny, ["hired:0.2+draft-ngram"])
+    for drafter in ("hired:0.2+draft-ngram", "none"):
+        with pytest.raises(RecipeError, match="must hold drafters"):
+            bench.audit(tiny, drafters=[drafter])
+    for flag in (["--strict"], ["--prompts", "3"], ["--drafter", "draft-ngram"]):
+        assert cli(["bench", *flag]) == 2
+        assert "belong to --audit-lossless" in capsys.readouterr().err
+    assert cli(["bench", "--audit-lossless", "--drafter", "draft-nonsense"]) == 2
+    assert "draft-nonsense" in capsys.readouterr().err
+
+
+# --- recorded acceptance -------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def toy() -> tuple[Any, Any]:
+    args = speculation.parse(["--shape", "tiny-shape", "--device", "cpu"])
+    return speculation.prepared(args), args
+
+
+def played(rate: float, layer: str = "", nodes: int = 10) -> Any:
+    stage = speculation.Recorded(tuple(range(50, 80)), rate, nodes=nodes, layer=layer)
+    return speculation.Playing(stage, SimpleNamespace(vocabulary=100, banned=(0, 3)), None)
+
+
+def test_trees_of_recorded_answers() -> None:
+    play = played(1.0)
+    assert play.propose(50, Budget(5, 4)) == Tree.chain(range(50, 55))
+    assert play.propose(50, Budget(5, 2)) == Tree.chain(range(50, 53))
+    assert play.propose(51, Budget(5, 4)) == Tree.chain([51])  # off the record
+    play.extend(Round(Tree.chain([50, 51]), [0, 1], [51, 52]))
+    assert play.propose(52, Budget(5, 4)) == Tree.chain(range(52, 57))
+    tree = play.filled(52, 12, 4)
+    assert len(tree) == 12 and tree.depth == 4
+    node = 0
+    for token in range(53, 57):
+        node = tree.children[node][token]
+    wrong = played(0.0).filled(50, 12, 4)
+    assert not set(wrong.tokens) & {51, 52, 53, 54} and not set(wrong.tokens) & {0, 3}
+    assert (wrong.depth, len(wrong)) == (4, 12)
+
+
+@pytest.mark.parametrize("name", ["recorded 1", "recorded 1 + layer", "recorded 0"])
+def test_recorded_acceptance_is_what_was_asked_for(toy: tuple[Any, Any], name: str) -> None:
+    job, args = toy
+    row = speculation.part(job, "question", "none", name, args)
+    assert row["identical"] == row["pairs"] == args.pairs and row["bugs"] == 0
+    assert row["plain_calls"] == args.pairs * 11
+    if name == "recorded 0":
+        assert row["accepted"] == 0 < row["drafted"] and row["calls"] == row["plain_calls"]
+    else:  # 11 tokens in rounds of 5, 5 and 1
+        assert row["calls"] == args.pairs * 3 and row["mean_emitted"] == pytest.approx(11 / 3)
+        assert row["accepted_at_depth"] == row["drafted_at_depth"] == [2 * args.pairs] * 4
+    assert row["wall"]["low"] <= row["wall"]["value"] <= row["wall"]["high"]
+
+
+def test_steered_answers_are_compared_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = speculation.parse(
+        ["--shape", "tiny-shape", "--device", "cpu", "--dtype", "bfloat16", "--pairs", "1"]
+    )
+    job, compared = speculation.prepared(args), []
+    judge = bench.Referee.judge
+    monkeypatch.setattr(
+        bench.Referee,
+        "judge",
+        lambda self, *given: compared.append(given[2:4]) or judge(self, *given),
+    )
+    row = speculation.part(job, "question", "none", "recorded 0.5 + layer", args)
+    assert len(compared) == 2 and row["bugs"] == 0 and row["identical"] == 1
+
+
+# --- what is told --------------------------------------------------------------------------------
+
+
+def test_no_ratio_where_an_answer_is_wrong(
+    unmoved: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, key = tmp_path / "out.json", "captions | none | draft-recycle"
+    argv = ["--device", "cpu", "--workload", "captions", "--recipe", "none", "--no-hf"]
+    argv += ["--drafter", "draft-recycle", "--pairs", "2", "--out", str(out)]
+    assert speculation.main(argv) == 1
+    table = capsys.readouterr().out
+    assert "WRONG |" in table and "x [" not in table and f"WRONG: {key}" in table
+    row = json.loads(out.read_text())["parts"][key]
+    assert row["bugs"] > 0 and row["wall"] is None and row["decode"] is None
+
+
+@pytest.mark.parametrize("workload", speculation.WORKLOADS)
+def test_drafters_of_the_shipped_model(workload: str) -> None:
+    args = speculation.parse(["--device", "cpu", "--pairs", "1", "--new-tokens", "16"])
+    job = speculation.prepared(args)
+    row = speculation.part(job, workload, "hired:0.5", "draft-ngram+draft-recycle", args)
+    assert row["identical"] == row["pairs"] == 1 and row["divergences"] == []
+    assert row["distinct"] > 1
+    assert 0 < row["calls"] <= row["plain_calls"] and row["verify_s"] > 0
+    assert row["speculation"] == "draft-ngram+draft-recycle"
+
+
+def test_hugging_face_beside_it(toy: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    job, args = toy
+    row = speculation.part(job, "question", "none", speculation.HF, args)
+    assert row["identical"] == row["pairs"] and row["calls"] == row["plain_calls"] > 0
+    assert row["decode"] is None and row["wall"]["value"] > 0
+
+    def broken(*_: Any) -> Any:
+        def answer(dialogue: Any, number: int) -> Any:
+            raise ValueError("features | tokens")
+
+        return answer
+
+    monkeypatch.setattr(speculation, "huggingface", broken)
+    row = speculation.part(job, "question", "none", speculation.LOOKUP, args)
+    assert row == {"failed": "ValueError: features | tokens"}
+    assert "features / tokens" in speculation.markdown({"question | none | hf": row})
+
+
+def test_ratios() -> None:
+    same = speculation.ratio([[2.0, 1.0]] * 5)
+    assert same == {"value": 2.0, "low": 2.0, "high": 2.0}
+    found = speculation.ratio([[2.0, 1.0], [1.0, 1.0], [1.0, 2.0], [3.0, 1.0]])
+    assert found["value"] == pytest.approx(7 / 5)
+    assert found["low"] < 7 / 5 < found["high"]
+    assert speculation.ratio([[0.0, 0.0]]) is None
+
+
+def test_aims() -> None:
+    def row(accepted: float, calls: int, low: float) -> dict[str, Any]:
+        wall = {"value": low + 0.1, "low": low, "high": low + 0.2}
+        told = {"mean_accepted": accepted, "calls": calls, "plain_calls": 90, "wall": wall}
+        return told | {"bugs": 0}
+
+    parts = {
+        "captions | none | draft-eagle": row(2.6, 30, 1.0),
+        "captions | none | draft-auto": row(1.0, 60, 0.89),
+        "question | none | recorded 0.8": row(2.0, 40, 0.95),
+    }
+    lines = speculation.aims(parts)
+    assert [line[:4] for line in lines] == ["PASS", "PASS", "MISS", "PASS"]
+    for of in parts.values():
+        of["bugs"] = 1
+    assert speculation.aims(parts) == []
+
+
+def test_a_run_goes_on_where_it_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, measure, names = tmp_path / "out.json", speculation.part, []
+    argv = ["--shape", "tiny-shape", "--device", "cpu", "--recipe", "none", "--rates", "1"]
+    argv += ["--no-hf", "--pairs", "1", "--new-tokens", "6", "--out", str(out)]
+
+    def part(job: Any, workload: str, recipe: str, name: str, args: Any) -> dict[str, Any]:
+        names.append(name)
+        if len(names) == 2:
+            raise RuntimeError("did not work")
+        if len(names) == 3:
+            raise KeyboardInterrupt
+        return measure(job, workload, recipe, name, args)
+
+    monkeypatch.setattr(speculation, "part", part)
+    with pytest.raises(KeyboardInterrupt):
+        speculation.main(argv)
+    parts = json.loads(out.read_text())["parts"]
+    assert [key.split(" | ")[2] for key in parts] == ["recorded 1", "recorded 1 + layer"]
+    assert parts["question | none | recorded 1 + layer"]["failed"] == "RuntimeError: did not work"
+    assert speculation.main(argv) == 0
+    assert names[3:] == ["recorded 1 + layer", "draft-auto over recorded 1 + layer"]
+    report = json.loads(out.read_text())
+    assert {"date", "command", "environment", "settings", "numerics", "device"} <= set(report)
+    assert "| question, `none` | accepted |" in capsys.readouterr().out
+    assert speculation.main(argv) == 0 and len(names) == 5
+    assert speculation.main([*argv, "--decoding", "compile"]) == 2
+    assert "take --fresh" in capsys.readouterr().err
+    assert speculation.main([*argv, "--fresh", "--minutes", "0"]) == speculation.UNFINISHED
