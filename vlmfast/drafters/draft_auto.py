@@ -14,9 +14,10 @@ Nothing is drafted
 - before ``after`` tokens of the answer have come: short answers never pay for a drafter's prefill;
 - while opening the drafter costs more than the rest of the answer could save, where an answer is
   expected to go on for as long as it has lasted (or to its limit);
-- while no arm is ``margin`` times faster than plain decoding, apart from one trial now and then.
+- while no arm is ``margin`` times faster than plain decoding, apart from one trial now and then
+  where a drafter is open.
 
-An arm that leads is left when another one is ``hold`` times faster.
+An arm that leads is left when another one is ``hold`` times faster; others are tried now and then.
 """
 
 from __future__ import annotations
@@ -27,9 +28,11 @@ from typing import Any, ClassVar
 
 from ..stages import DrafterStage, Target, param, stage_class
 
-_TRIES = 3  # rounds of each arm before it is judged
+_TRIES = 5  # rounds of each arm before it is judged
 _AGAIN = 64  # plain rounds from one trial of the best arm to the next
-_KEEP = 0.9  # of a running mean at each round
+_OTHER = 12  # drafting rounds from one trial of another size to the next
+_NEAR = 0.6  # of the best rate that another size must have for that
+_KEEP = 0.95  # of a running mean at each round
 _PREFERRED = ("draft-eagle", "draft-vispec")
 _FREE = ("draft-ngram", "draft-recycle")
 
@@ -122,35 +125,47 @@ class Governor:
         arms = {size: self.arm(rows, size) for size in (self.off, *self.sizes)}
         if arms[self.off].rounds < _TRIES:
             return self.off, "off: timing plain decoding"
-        best = max(self.sizes, key=lambda size: arms[size].rate)
         untried = [size for size in self.sizes if arms[size].rounds < _TRIES]
-        rest = min(room - count, count)
-        if not self.opened and not untried:
-            saved = rest * (1 / arms[self.off].rate - 1 / arms[best].rate)
-            if saved < self.known.get("open", 0.0):
-                return self.off, "off: too few tokens to come"
         if untried:
             return untried[0], "trying"
+        best = max(self.sizes, key=lambda size: arms[size].rate)
         last = self.known.get(("last", rows), best)
         if arms[best].rate < self.stage.hold * arms[last].rate:
             best = last
-        if arms[best].rate >= self.stage.margin * arms[self.off].rate:
-            self.known["last", rows] = best
-            return best, "drafting"
-        self.plain += 1
-        if self.plain % _AGAIN == 0:
-            return best, "trying again"
-        return self.off, "off: drafts do not pay here"
-
-    def opening(self, seconds: float) -> None:
-        """The drafter has read the prompt."""
-        self.opened = True
-        keep = _KEEP if "open" in self.known else 0.0
-        self.known["open"] = keep * self.known.get("open", 0.0) + (1 - keep) * seconds
+        if arms[best].rate < self.stage.margin * arms[self.off].rate:
+            self.plain += 1
+            if self.opened and self.plain % _AGAIN == 0:
+                return best, "trying again"
+            return self.off, "off: drafts do not pay here"
+        saved = min(room - count, count) * (1 / arms[self.off].rate - 1 / arms[best].rate)
+        if not self.opened and saved < self.known.get("open", 0.0):
+            return self.off, "off: too few tokens to come"
+        self.known["last", rows] = best
+        # What was measured on few rounds may be wrong: now and then one of another size.
+        turns = self.known["turns", rows] = self.known.get(("turns", rows), 0) + 1
+        near = [s for s in self.sizes if s != best and arms[s].rate > _NEAR * arms[best].rate]
+        if turns % _OTHER == 0 and near:
+            return near[turns // _OTHER % len(near)], "trying another size"
+        return best, "drafting"
 
     def observe(
-        self, rows: int, size: tuple[int, int], nodes: int, emitted: int, seconds: float
+        self,
+        rows: int,
+        size: tuple[int, int],
+        nodes: int,
+        emitted: int,
+        seconds: float,
+        first: bool = False,
     ) -> None:
-        """What a round with a tree of ``nodes`` nodes, ``size`` at most, gave and took."""
-        if (size == self.off) == (nodes == 1):  # otherwise there was no room to draft
+        """What a round with a tree of ``nodes`` nodes, ``size`` at most, gave and took.
+
+        ``first`` says that a drafter read the prompt in it: what it took beyond others is the cost
+        of that.
+        """
+        if first:
+            self.opened = True
+            spent = max(seconds - self.arm(rows, size).seconds, 0.0)
+            keep = _KEEP if "open" in self.known else 0.0
+            self.known["open"] = keep * self.known.get("open", 0.0) + (1 - keep) * spent
+        elif (size == self.off) == (nodes == 1):  # otherwise there was no room to draft
             self.arm(rows, size).add(emitted, seconds)

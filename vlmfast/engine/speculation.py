@@ -15,7 +15,8 @@ decode stage reworks the cache.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -141,8 +142,10 @@ class Speculation:
         self.names = turn.run.stats.speculation = "+".join(stage.name for stage in self.stages)
         self.taken, self.rows, self.began = self.limit, 1, 0.0
         self.behind: list[Round] = []  # rounds that drafters have not seen yet
+        self.first = False  # whether drafters read the prompt in this round
         if not any(stage.trained for stage in self.stages):
-            self._open()
+            with self._drafting():
+                self._open()
 
     # --- a round ---------------------------------------------------------------------------------
 
@@ -164,22 +167,28 @@ class Speculation:
             depth = 0
         if depth < 1 or nodes < 2:
             return Tree.chain([root])
-        start = clock(decoder.position.device)
+        with self._drafting():
+            return self._tree(root, Budget(nodes, depth, self.warp, self._noise()))
+
+    def _tree(self, root: int, budget: Budget) -> Tree:
         if self.drafters is None:
             self._open()
-            if self.governor is not None:
-                spent = clock(decoder.position.device) - start
-                self.governor.opening(spent)
-                self.began += spent
-        budget = Budget(nodes, depth, self.warp, self.noise if turn.sampled else None)
-        banned = turn.run.adapter.placeholders()
-        trees = [drafter.propose(root, budget) for drafter in self.drafters]
-        tree = trees[0]
-        for other in trees[1:]:
+            self.first = True
+        tree, *others = (drafter.propose(root, budget) for drafter in self.drafters)
+        for other in others:
             tree = tree.joined(other)
-        tree = tree.without(banned).first(nodes, depth)
-        stats.time_draft_s += clock(decoder.position.device) - start
-        return tree
+        banned = self.turn.run.adapter.placeholders()
+        return tree.without(banned).first(budget.nodes, budget.depth)
+
+    @contextmanager
+    def _drafting(self) -> Iterator[None]:
+        """What is done meanwhile is the drafters' work."""
+        start = clock(self.turn.ids.device)
+        yield
+        self.turn.run.stats.time_draft_s += clock(self.turn.ids.device) - start
+
+    def _noise(self) -> Callable[[int], Tensor] | None:
+        return self.noise if self.turn.sampled else None
 
     def noise(self, depth: int) -> Tensor:
         """The noise of the token at ``depth`` below the root."""
@@ -208,7 +217,8 @@ class Speculation:
             stats.accepted_at_depth[depth - 1] += len(path) > depth
         if self.governor is not None:
             seconds = clock(self.turn.ids.device) - self.began
-            self.governor.observe(self.rows, self.taken, n, len(emitted), seconds)
+            self.governor.observe(self.rows, self.taken, n, len(emitted), seconds, self.first)
+            self.first = False
         if self.turn.done:
             return
         taps = None
@@ -221,7 +231,8 @@ class Speculation:
         features = output.hidden[number, :n].clone() if self.reads("features") else None
         self.behind.append(Round(tree, path, emitted, logits, features, taps))
         if self.drafters is not None:
-            self._catch_up()
+            with self._drafting():
+                self._catch_up()
 
     def reads(self, what: str) -> bool:
         return any(getattr(stage, what) for stage in self.stages)

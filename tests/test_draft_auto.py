@@ -1,0 +1,142 @@
+"""`draft-auto`: how much is drafted, by what it costs and brings."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+
+from vlmfast.drafters.draft_auto import DraftAuto, Governor
+from vlmfast.drafters.draft_eagle import DraftEagle
+from vlmfast.errors import RecipeError
+
+LIMIT = (26, 4)
+
+
+class World:
+    """A model with costs: a step, a node of a tree, a level of drafting; and tokens that fit."""
+
+    def __init__(self, step=1.0, node=0.01, level=0.05, opening=0.0, right=0.7, seed=0) -> None:
+        self.step, self.node, self.level = step, node, level
+        self.opening, self.right, self.random = opening, right, random.Random(seed)
+
+    def answer(self, known: dict, tokens: int, rows: int = 1, **given) -> tuple[float, list]:
+        """Seconds of an answer, and the sizes that were chosen."""
+        governor = Governor(DraftAuto(**given), LIMIT, known)
+        count, seconds, sizes = 1, 0.0, []
+        while count < tokens:
+            nodes, depth = governor.choose(rows, count, tokens)
+            sizes.append((nodes, depth))
+            first = depth > 0 and not governor.opened
+            depth = min(depth, tokens - count - 1)
+            emitted = 1
+            while emitted <= depth and self.random.random() < self.right:
+                emitted += 1
+            spent = self.step + (self.level * depth + self.node * nodes if depth else 0.0)
+            spent += self.opening * first
+            governor.observe(
+                rows, sizes[-1], nodes if depth else 1, emitted, spent, first and depth > 0
+            )
+            count, seconds = count + emitted, seconds + spent
+        return seconds, sizes
+
+
+def after_a_while(world: World, tokens: int = 60, answers: int = 12, **given):
+    known: dict = {}
+    for _ in range(answers):
+        outcome = world.answer(known, tokens, **given)
+    return (*outcome, known)
+
+
+def test_drafts_that_pay_are_drafted() -> None:
+    seconds, sizes, _ = after_a_while(World(right=0.85))
+    assert seconds < 0.6 * 59
+    assert Counter(sizes).most_common(1)[0][0] == LIMIT and set(sizes[:3]) == {(1, 0)}
+
+
+@pytest.mark.parametrize(
+    "world",
+    [World(right=0.02), World(level=2.0), World(node=0.2)],
+    ids=["never right", "slow drafter", "slow check"],
+)
+def test_drafts_that_do_not_pay_are_left(world: World) -> None:
+    """Never slower than plain by more than a trial now and then."""
+    known: dict = {}
+    for _ in range(4):
+        world.answer(known, 60)
+    seconds = sum(world.answer(known, 60)[0] for _ in range(20))
+    assert seconds < 20 * 59 / 0.9
+
+
+def test_the_size_follows_the_costs() -> None:
+    """Where nodes are dear a small tree wins, where they are cheap a large one."""
+    for world, large in ((World(node=0.03, right=0.6), False), (World(node=0.0, right=0.9), True)):
+        _, sizes, _ = after_a_while(world, answers=20)
+        assert (Counter(sizes[3:]).most_common(1)[0][0] == LIMIT) == large
+
+
+def test_short_answers_are_not_drafted() -> None:
+    known: dict = {}
+    for _ in range(10):
+        seconds, sizes = World(opening=5.0).answer(known, 5)
+        assert set(sizes) == {(1, 0)} and seconds == 4
+    assert after_a_while(World(), after=20)[1][:18] == [(1, 0)] * 18
+
+
+def test_a_dear_prompt_waits_for_a_long_answer() -> None:
+    known: dict = {}
+    world = World(opening=30.0)
+    for _ in range(10):
+        world.answer(known, 300)
+    assert known["open"] == pytest.approx(30, rel=0.3)
+    _, sizes = world.answer(known, 40)
+    assert set(sizes) == {(1, 0)}  # at most half of its 40 tokens could be saved
+    _, sizes = world.answer(known, 300)
+    assert sizes[10] == (1, 0) and sizes[-3] != (1, 0)
+
+
+def test_batches_are_judged_apart() -> None:
+    """What is known of one row says nothing of sixteen."""
+    known: dict = {}
+    for _ in range(8):
+        World(right=0.85).answer(known, 60)
+        World(node=0.3, level=1.0).answer(known, 60, rows=16)
+    sizes = World(right=0.85).answer(known, 60)[1]
+    assert Counter(sizes).most_common(1)[0][0] != (1, 0)
+    assert World(node=0.3).answer(known, 60, rows=16)[1].count((1, 0)) > 50
+
+
+def test_reasons_are_given() -> None:
+    governor, reasons = Governor(DraftAuto(), LIMIT, {}), set()
+    for count in range(1, 60):
+        size = governor.choose(1, count, 60)
+        reasons.add(governor.reason)
+        governor.observe(1, size, size[0], 1, 1.0 + size[0])
+    assert reasons == {
+        "off: the answer is short",
+        "off: timing plain decoding",
+        "trying",
+        "off: drafts do not pay here",
+    }
+
+
+def test_it_chooses_drafters() -> None:
+    assert [s.name for s in DraftAuto().choice(lambda stage: False)] == [
+        "draft-ngram",
+        "draft-recycle",
+    ]
+    assert DraftAuto().choice(lambda stage: True) == [DraftEagle()]
+
+
+def test_in_the_engine(tiny) -> None:
+    given = {"images": "examples/picture.png", "max_new_tokens": 40, "eos_token_id": None}
+    wanted = tiny.ask("Describe the image.", **given)
+    for recipe in ("draft-auto", "draft-ngram+draft-auto"):
+        for _ in range(3):
+            got = tiny.ask("Describe the image.", recipe=recipe, strict=True, **given)
+            assert got.token_ids == wanted.token_ids
+        names = "draft-eagle" if recipe == "draft-auto" else "draft-ngram"
+        assert got.stats.speculation.startswith(f"{names}: ") and got.stats.drafted > 0
+    with pytest.raises(RecipeError, match="draft-auto stands twice"):
+        tiny.ask("what ?", recipe="draft-auto+draft-auto:after=9")
