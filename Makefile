@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
+PAGE   := $(VENV)/.ready-demo
 FLOOR  := .venv-floor
 LMMS   := .venv-lmms
 RECIPE ?= hired:0.2,positions=keep
@@ -12,7 +13,7 @@ WORKERS ?= $(shell $(PYTHON) -c "import os; print(min(4, len(os.sched_getaffinit
 PYTEST_FLAGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help ask test test-all test-floor test-lmms lint format bench clean
+.PHONY: help ask demo test test-all test-floor test-demo test-lmms lint format bench clean
 
 help:            ## Say what there is
 	@grep -hE '^[a-z-]+: .*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -22,6 +23,9 @@ ask: $(READY)    ## Ask the shipped model about the shipped picture and clip
 	@echo
 	@$(BIN)/vlmfast compare examples/clip.mp4 "Which way does the cyan star move?" --num-frames 4 --recipe $(RECIPE)
 
+demo: $(PAGE)    ## The full model beside a recipe, on a page in the browser
+	@$(BIN)/vlmfast demo --recipe $(RECIPE)
+
 test: $(READY)   ## Everything that is not marked slow
 	$(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --dist worksteal $(PYTEST_FLAGS)
 
@@ -30,6 +34,10 @@ test-all: $(READY)   ## The slow tests too
 
 test-floor: $(FLOOR)/.ready   ## The suite on the oldest supported versions
 	$(FLOOR)/bin/python -m pytest -m "not slow" -n $(WORKERS) --dist worksteal $(PYTEST_FLAGS)
+
+test-demo: $(PAGE)   ## The demo in a real browser: needs Debian's chromium
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[demo-test]"
+	$(BIN)/python -m pytest tests/demos/browser.py $(PYTEST_FLAGS)
 
 test-lmms: $(LMMS)/.ready   ## The plug-in of lmms-eval, with the released package
 	$(LMMS)/bin/python -m pytest tests/test_lmms_plugin.py $(PYTEST_FLAGS)
@@ -57,6 +65,10 @@ $(READY): pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "setting up $(VENV) ..."
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[test,dev]"
+	@touch $@
+
+$(PAGE): $(READY)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[demo]"
 	@touch $@
 
 # The interpreter of triton 3.6, which comes with torch 2.11, does not loop with later numpys.

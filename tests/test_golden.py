@@ -378,8 +378,7 @@ RUNNERS: dict[str, dict[str, tuple[Check, Callable[[Data], Data]]]] = {
 
 # Files whose method the project does not have yet.
 NOT_BUILT: dict[str, dict[str, str]] = {
-    "reducers": {
-    },
+    "reducers": {},
     "kv": {
         "adakv-": "not built yet: budgets that heads share out among themselves (AdaKV)",
         "gear-": "not built yet: low-rank and sparse corrections of quantisation (GEAR)",

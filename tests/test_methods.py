@@ -10,6 +10,7 @@ from PIL import Image
 
 import vlmfast
 from tiny_models import picture
+from vlmfast.compressors import _clip
 from vlmfast.compressors.random import Random
 from vlmfast.errors import RecipeError
 from vlmfast.recipe import Recipe
@@ -43,6 +44,22 @@ def lessened(name: str, share: float):
     if name in REDUCERS:
         return having(stage_class(name)(), budget=share)
     return having(stage_class(name)(), share=share, **SHORT)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_clip(tmp_path_factory):
+    """Methods that ask an OpenCLIP model ask a tiny one: no hub is reached from a test."""
+    import tiny_clip
+
+    folder, load, names = tmp_path_factory.mktemp("clip"), _clip.load, []
+
+    def tiny(stage, model, pretrained):
+        names[:] = names or tiny_clip.build(folder)
+        return load(stage, *names)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_clip, "load", tiny)
+        yield
 
 
 @pytest.mark.parametrize("name", REDUCERS)

@@ -100,41 +100,45 @@ class Clip:
         return torch.stack([self.prepare(picture) for picture in pictures]).to(self._device)
 
 
-@lru_cache(maxsize=2)
 def load(stage: str, model: str, pretrained: str) -> Clip:
-    """An OpenCLIP model for the method ``stage``.
-
-    Pictures are squeezed to its square rather than cropped, so that no part of them is missing.
+    """An OpenCLIP model for the method ``stage``, on the GPU where there is one.
 
     Raises
     ------
     RecipeError
         When OpenCLIP is not installed, does not know the model, or cannot load its weights.
     """
-    try:
-        import open_clip
-    except ImportError as error:
-        raise RecipeError(
-            f"{stage} needs OpenCLIP, which cannot be imported ({error}); "
-            "pip install open_clip_torch"
-        ) from None
     if not pretrained and not model.startswith(("hf-hub:", "local-dir:")):
         raise RecipeError(
             f"{stage}: pretrained is empty, and {model} has no weights of its own; give a tag of "
             "OpenCLIP or a file"
         )
     try:
-        found, _, prepare = open_clip.create_model_and_transforms(
-            model, pretrained=pretrained or None, image_resize_mode="squash"
-        )
-        tokenizer = open_clip.get_tokenizer(model)
+        return _opened(model, pretrained)
+    except ImportError as error:
+        raise RecipeError(
+            f"{stage} needs OpenCLIP, which cannot be imported ({error}); "
+            "pip install open_clip_torch"
+        ) from None
     except Exception as error:  # whatever its readers and the hub raise
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise RecipeError(
             f"{stage}: OpenCLIP cannot load model={model} with pretrained={pretrained}: {reason}; "
             "give a model and weights that it knows, or a file"
         ) from error
-    return Clip(found.eval().requires_grad_(False), tokenizer, prepare)
+
+
+@lru_cache(maxsize=2)
+def _opened(model: str, pretrained: str) -> Clip:
+    import open_clip
+
+    # Pictures are squeezed to the model's square rather than cropped: no part of them is missing.
+    found, _, prepare = open_clip.create_model_and_transforms(
+        model, pretrained=pretrained or None, image_resize_mode="squash"
+    )
+    found = found.eval().requires_grad_(False)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return Clip(found.to(device), open_clip.get_tokenizer(model), prepare)
 
 
 def at_boxes(values: Tensor, boxes: Tensor) -> Tensor:

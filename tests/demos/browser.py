@@ -1,0 +1,330 @@
+"""The page in a real browser: ``pytest tests/demos/browser.py``.
+
+Needs the extra ``demo-test`` and Debian's chromium. Where one is missing these tests fail; the name
+of this file keeps them out of an ordinary run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
+
+ROOT = Path(__file__).parents[2]
+PICTURE, CLIP = ROOT / "examples" / "picture.png", ROOT / "examples" / "clip.mp4"
+QUESTION, SAID = "What is in the bottom left?", "yellow triangle"
+WAIT_MS = 20_000
+READY_S = 60  # on a machine that does other work as well
+
+expect.set_options(timeout=WAIT_MS)
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A server of its own, started as a user starts it."""
+    log = tmp_path_factory.mktemp("demo") / "log"
+    command = [sys.executable, "-m", "vlmfast", "demo", "--port", "7917"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    with log.open("w") as out:
+        server = subprocess.Popen(command, stdout=out, stderr=out, env=environment)
+    try:
+        end = time.monotonic() + READY_S
+        while not (found := re.search(r"http://\S+", log.read_text())):
+            assert server.poll() is None, log.read_text()
+            assert time.monotonic() < end, log.read_text()
+            time.sleep(0.2)
+        yield found[0]
+        assert "Traceback" not in log.read_text(), log.read_text()
+    finally:
+        server.terminate()
+        server.wait(timeout=20)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    path = shutil.which("chromium")
+    assert path, "there is no chromium: apt-get install chromium"
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(browser: Browser, address: str) -> Iterator[Page]:
+    yield from opened(browser, address)
+
+
+def opened(browser: Browser, address: str, **options) -> Iterator[Page]:
+    """A user of their own; whatever the page itself complains about is an error."""
+    options = {"viewport": {"width": 1280, "height": 900}, **options}
+    context = browser.new_context(**options)
+    page, complaints = context.new_page(), []
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.goto(address)
+    expect(page.get_by_role("button", name="Ask", exact=True)).to_be_visible()
+    yield page
+    context.close()
+    assert not complaints
+
+
+def upload(page: Page, path: Path, kind: str = "image") -> None:
+    page.locator(f"#{kind}-media input[type=file]").set_input_files(path)
+
+
+def ask(page: Page, question: str = QUESTION, kind: str = "image") -> None:
+    page.locator(f"#{kind}-question textarea, #{kind}-question input").fill(question)
+    page.locator(f"#{kind}-ask").click()
+
+
+def answered(page: Page, kind: str = "image", words: str = "Answered under") -> None:
+    expect(page.locator(f"#{kind}-note")).to_contain_text(words)
+
+
+def counter(page: Page, name: str, side: str, kind: str = "image") -> str:
+    row = page.locator(f"#{kind}-counters tr", has_text=name).first
+    return row.locator("td").nth(0 if side == "full" else 1).inner_text()
+
+
+def write(box: Locator, text: str) -> None:
+    """Key by key, as people do."""
+    box.press("Control+a")
+    box.press_sequentially(text)
+
+
+def shot(page: Page, name: str) -> None:
+    """Kept where ``VLMFAST_SHOTS`` names a folder, to be looked at."""
+    if folder := os.environ.get("VLMFAST_SHOTS"):
+        page.screenshot(path=f"{folder}/{name}.png", full_page=True)
+
+
+@pytest.fixture
+def asked(page: Page) -> Page:
+    upload(page, PICTURE)
+    expect(page.locator("#image-media img")).to_be_visible()
+    ask(page)
+    answered(page)
+    return page
+
+
+def test_ask_counts_and_draws(asked: Page) -> None:
+    for side in ("full", "recipe"):
+        expect(asked.locator(f"#image-{side}")).to_contain_text(SAID)
+    assert counter(asked, "Visual tokens", "full") == "336"
+    assert counter(asked, "Visual tokens", "recipe") == "336 → 74 (hired)"
+    assert counter(asked, "Agreement", "recipe") == "100 %"
+    assert float(counter(asked, "Time to the first", "full").split(" ")[0]) > 0
+    expect(asked.locator("#image-depths img")).to_have_count(2)
+    shot(asked, "asked-1280")
+
+
+def test_the_slider_slides(asked: Page) -> None:
+    slider = asked.locator("#image-slider")
+    expect(slider.locator("img")).to_have_count(2)
+    slider.scroll_into_view_if_needed()
+    box = slider.locator("img").first.bounding_box()
+    before = slider.screenshot()
+    middle = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
+    asked.mouse.move(*middle)
+    asked.mouse.down()
+    asked.mouse.move(middle[0] - box["width"] / 3, middle[1], steps=5)
+    asked.mouse.up()
+    assert slider.screenshot() != before
+
+
+def test_text_streams(page: Page) -> None:
+    upload(page, PICTURE)
+    expect(page.locator("#image-media img")).to_be_visible()
+    page.evaluate(
+        """() => { window.seen = new Set();
+        new MutationObserver(() => window.seen.add(
+            document.querySelector('#image-full').innerText)).observe(
+            document.querySelector('#image-full'), {subtree: true, childList: true,
+            characterData: true}); }"""
+    )
+    ask(page, "Describe the image.")
+    answered(page)
+    texts = page.evaluate("[...window.seen]")
+    assert len([text for text in texts if "There are" in text]) > 3
+
+
+def test_second_question_and_a_second_look(asked: Page) -> None:
+    ask(asked, "What color is the circle?")
+    expect(asked.locator("#image-recipe")).to_contain_text("purple")
+    answered(asked)
+    assert int(counter(asked, "Prompt found", "recipe").split(" ")[0]) > 80
+    assert counter(asked, "Visual tokens", "recipe") == "336 → 74 (hired)"
+    asked.locator("#image-again").click()
+    answered(asked, words="Answered under none")
+    expect(asked.locator("#image-recipe")).to_contain_text("Looked again at full detail: purple")
+    assert counter(asked, "Visual tokens", "recipe") == "336"
+    with asked.expect_download() as download:
+        asked.locator("#image-trace").click()
+    trace = json.loads(Path(download.value.path()).read_text(encoding="utf-8"))
+    assert trace["question"] == "What color is the circle?"
+    assert set(trace["answers"]) == {"full", "recipe", "restored"}
+
+
+def test_the_recipe_by_text_and_by_controls(page: Page) -> None:
+    text = page.locator("#recipe textarea, #recipe input")
+    page.locator("#builder > button").click()
+    write(text, "grid:0.5")
+    method = page.locator("#method-encode input")
+    expect(method).to_have_value("grid")
+    expect(page.locator("#preset input")).to_have_value("custom")
+    write(text, "grdi:0.5")
+    expect(page.locator("#recipe-note")).to_contain_text("grdi")
+    expect(method).to_have_value("grid")
+    write(text, "grid:0.5")
+    expect(page.locator("#recipe-note")).not_to_be_visible()
+    page.locator("#dial-encode input[type=number]").fill("0.25")
+    expect(text).to_have_value("grid:budget=0.25")
+    method.click()
+    page.get_by_role("option", name="visionzip", exact=True).click()
+    expect(text).to_have_value(re.compile("^visionzip:"))
+    page.locator("#method-cache input").click()
+    page.get_by_role("option", name="kivi", exact=True).click()
+    expect(text).to_have_value(re.compile(r"^visionzip:.*\+kivi$"))
+    page.locator("#preset input").click()
+    page.get_by_role("option", name="fast", exact=True).click()
+    expect(text).to_have_value("hired:positions=keep,budget=0.11")
+    expect(page.locator("#method-cache input")).to_have_value("none")
+    shot(page, "builder")
+    upload(page, PICTURE)
+    expect(page.locator("#image-media img")).to_be_visible()
+    ask(page)
+    answered(page)
+    assert counter(page, "Visual tokens", "recipe") == "336 → 37 (hired)"
+
+
+def test_bad_input_says_so_and_the_next_question_works(page: Page, tmp_path: Path) -> None:
+    bad = tmp_path / "notes.png"
+    bad.write_text("these are notes, and no picture\n" * 20)
+    ask(page)
+    alert = page.locator("#image-note [role=alert]")
+    expect(alert).to_contain_text("there is no picture")
+    upload(page, bad)
+    expect(page.locator("#image-media img")).to_have_count(1)
+    ask(page)
+    expect(alert).to_contain_text("notes.png")
+    shot(page, "bad-file")
+    page.get_by_role("button", name="Remove Image").click()
+    upload(page, PICTURE)
+    expect(page.locator("#image-media img")).to_be_visible()
+    ask(page, " ")
+    expect(alert).to_contain_text("question is empty")
+    page.locator("#recipe textarea, #recipe input").fill("hirred:0.2")
+    ask(page)
+    expect(alert).to_contain_text("hirred")
+    page.locator("#recipe textarea, #recipe input").fill("hired:0.2")
+    ask(page)
+    answered(page)
+
+
+def test_a_model_that_is_not_there(page: Page) -> None:
+    page.locator("#model-area > button").click()
+    page.locator("#model textarea, #model input").fill("nobody/no-such-model")
+    page.locator("#model-load").click()
+    expect(page.locator("#model-note [role=alert]")).to_contain_text("nobody/no-such-model")
+
+
+def test_two_users_at_once(browser: Browser, address: str, asked: Page) -> None:
+    users = opened(browser, address)
+    other = next(users)
+    upload(other, PICTURE)
+    expect(other.locator("#image-media img")).to_be_visible()
+    ask(other, "What color is the circle?")
+    ask(asked, "How many yellow objects are there?")
+    expect(other.locator("#image-full")).to_contain_text("purple")
+    answered(other)
+    answered(asked)
+    expect(asked.locator("#image-full")).to_contain_text("How many yellow")
+    expect(asked.locator("#image-full")).not_to_contain_text("purple")
+    expect(other.locator("#image-full")).not_to_contain_text("How many yellow")
+    assert next(users, None) is None
+
+
+def test_reload_in_the_middle_of_an_answer(page: Page) -> None:
+    upload(page, PICTURE)
+    expect(page.locator("#image-media img")).to_be_visible()
+    ask(page, "Describe the image.")
+    expect(page.locator("#image-full")).to_contain_text("There")
+    page.reload()
+    upload(page, PICTURE)
+    expect(page.locator("#image-media img")).to_be_visible()
+    ask(page)
+    answered(page)
+    expect(page.locator("#image-full")).to_contain_text(SAID)
+
+
+def test_stop(page: Page) -> None:
+    upload(page, PICTURE)
+    expect(page.locator("#image-media img")).to_be_visible()
+    ask(page, "Describe the image.")
+    expect(page.locator("#image-full")).to_contain_text("There")
+    page.locator("#image-stop").click()
+    answered(page, words="Stopped")
+    ask(page)
+    answered(page)
+
+
+def test_a_clip_has_a_strip_of_frames(page: Page) -> None:
+    page.get_by_role("tab", name="Clip").click()
+    upload(page, CLIP, "video")
+    expect(page.locator("#video-media video")).to_be_visible()
+    ask(page, "Which way does the cyan star move?", "video")
+    answered(page, "video")
+    expect(page.locator("#video-recipe")).to_contain_text("up")
+    expect(page.locator("#video-strip img")).to_have_count(4)
+    assert counter(page, "Visual tokens", "full", "video") == "544"
+    shot(page, "clip")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_narrow_screen(browser: Browser, address: str, scheme: str) -> None:
+    narrow = {"viewport": {"width": 390, "height": 800}, "color_scheme": scheme}
+    users = opened(browser, f"{address}/?__theme={scheme}", **narrow)
+    page = next(users)
+    page.get_by_text(QUESTION).first.click()  # an example
+    expect(page.locator("#image-media img")).to_be_visible()
+    page.locator("#image-ask").click()
+    answered(page)
+    expect(page.locator("#image-slider img")).to_have_count(2)
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    shot(page, f"narrow-{scheme}")
+    assert next(users, None) is None
+
+
+def test_everything_has_a_name(page: Page) -> None:
+    """What a screen reader would read out, and that the keyboard alone can ask."""
+    nameless = page.evaluate(
+        """() => [...document.querySelectorAll('input, textarea, button, select')].filter(
+        e => e.offsetParent && e.type !== 'file' && !(e.labels && e.labels.length)
+        && !(e.getAttribute('aria-label') || e.getAttribute('aria-labelledby')
+        || e.getAttribute('title') || e.innerText.trim())).map(e => e.outerHTML)"""
+    )
+    assert nameless == []
+    page.get_by_text(QUESTION).first.click()
+    expect(page.locator("#image-media img")).to_be_visible()
+    page.locator("#image-question textarea, #image-question input").focus()
+    page.keyboard.press("Enter")
+    answered(page)
+
+
+def test_the_measured_plots(page: Page) -> None:
+    page.get_by_role("tab", name="Measured").click()
+    plots = page.locator(".plot img")
+    expect(plots).to_have_count(2)
+    for number in range(2):
+        expect(plots.nth(number)).to_have_js_property("complete", True)
+        assert plots.nth(number).evaluate("e => e.naturalWidth") > 500
+    shot(page, "measured")

@@ -1,0 +1,443 @@
+"""Conversations of the demo: what is asked, counted and drawn, and what bad input says."""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+import zlib
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+import vlmfast
+from vlmfast import MediaError, ModelError, RecipeError, VLMFastError
+from vlmfast.demos import drawn, panels
+from vlmfast.demos.talk import FULL, RECIPE, RESTORED, Conversation, Desk, Limits, Media, Stopped
+from vlmfast.stages import MediaStage
+
+QUESTION = "What is in the bottom left?"
+BALANCED = str(vlmfast.Recipe.parse("balanced"))
+
+
+@pytest.fixture(scope="module")
+def examples(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[str]]]:
+    return drawn.write_examples(tmp_path_factory.mktemp("examples"))
+
+
+@pytest.fixture
+def picture(examples) -> Media:
+    return Media("image", examples["image"][0][0])
+
+
+@pytest.fixture
+def desk(tiny) -> Desk:
+    return Desk(tiny, "tiny")
+
+
+def ask(desk: Desk, media: Media, question: str = QUESTION, **changed) -> Conversation:
+    given = {"user": "u", "recipe": "balanced", "tokens": 24, "history": False, **changed}
+    *_, talk = desk.ask(media=media, question=question, **given)
+    return talk
+
+
+def png_of(width: int, height: int) -> bytes:
+    """A valid header, and no pixels worth the name."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return (
+            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        )
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    pixels = zlib.compress(bytes(1000))
+    magic = b"\x89PNG\r\n\x1a\n"
+    return magic + chunk(b"IHDR", header) + chunk(b"IDAT", pixels) + chunk(b"IEND", b"")
+
+
+# --- answers -------------------------------------------------------------------------------------
+
+
+def test_a_first_question_costs_what_ask_says(desk: Desk, picture: Media, tiny) -> None:
+    turn = ask(desk, picture).turns[-1]
+    for side, recipe in ((FULL, "none"), (RECIPE, "balanced")):
+        alone = tiny.ask(QUESTION, images=picture.path, recipe=recipe, max_new_tokens=24)
+        answer = turn.answers[side]
+        assert answer.token_ids == alone.token_ids
+        assert answer.stats.visual_tokens_kept == alone.stats.visual_tokens_kept
+        assert answer.stats.kv_bytes == alone.stats.kv_bytes
+    kept = [turn.answers[side].stats.equivalent_tokens for side in (FULL, RECIPE)]
+    assert kept[1] < 0.25 * kept[0]
+
+
+def test_text_grows_piece_by_piece(desk: Desk, picture: Media) -> None:
+    seen = []
+    given = ("u", picture, "Describe the image.", "balanced", 24, False)
+    for talk in desk.ask(*given):
+        if talk.current:
+            seen.append(dict(talk.current.texts))
+    texts = [of[FULL] for of in seen if RECIPE not in of]
+    assert len(set(texts)) > 5
+    assert all(later.startswith(text) for text, later in pairwise(map(str.strip, texts)))
+    assert talk.current is None
+    assert len(talk.turns) == 1
+
+
+def test_a_later_question_finds_the_picture_read(desk: Desk, picture: Media) -> None:
+    first = ask(desk, picture)
+    assert first.turns[0].answers[FULL].stats.prompt_reused == 0
+    talk = ask(desk, picture, "What color is the circle?")
+    assert talk is first
+    stats = talk.turns[1].answers[RECIPE].stats
+    assert stats.prompt_reused > 300
+    assert stats.prompt_fed < 30
+    assert not talk.turns[0].answers
+    assert talk.turns[1].texts[FULL] == "purple"
+
+
+def test_history_reaches_both_sides(desk: Desk, picture: Media, tiny) -> None:
+    ask(desk, picture, history=True)
+    talk = ask(desk, picture, "Is there a blue circle?", history=True)
+    said = [{"role": "user", "content": [{"type": "image", "image": picture.path},
+                                         {"type": "text", "text": QUESTION}]},
+            {"role": "assistant", "content": talk.turns[0].texts[FULL]},
+            {"role": "user", "content": "Is there a blue circle?"}]  # fmt: skip
+    answer = tiny.chat(said, max_new_tokens=24)
+    assert talk.turns[1].answers[FULL].token_ids == answer.token_ids
+    assert (
+        talk.turns[1].answers[FULL].stats.prompt_reused
+        + talk.turns[1].answers[FULL].stats.prompt_fed
+        == answer.stats.prompt_tokens
+    )
+    assert talk._sessions[RECIPE].messages[1]["content"] == talk.turns[0].texts[RECIPE]
+
+
+@pytest.mark.parametrize("history", [False, True])
+def test_looking_again_takes_all_tokens(desk: Desk, picture: Media, history: bool) -> None:
+    ask(desk, picture, history=history, recipe="grid:0.05")
+    talk = ask(desk, picture, "What color is the circle?", history=history, recipe="grid:0.05")
+    kept = talk.turns[-1].shown.stats.equivalent_tokens
+    for _ in range(2):
+        for again in desk.look_again("u", 24):
+            assert again is talk
+        turn = talk.turns[-1]
+        assert turn.shown is turn.answers[RESTORED]
+        assert turn.shown.stats.equivalent_tokens == 336 > 10 * kept
+        assert turn.agreement == 1
+        assert len(talk._sessions[RECIPE].messages) == (4 if history else 0)
+    assert ask(desk, picture, history=history, recipe="grid:0.05").turns[-1].texts[RECIPE]
+
+
+def test_another_recipe_begins_another_conversation(desk: Desk, picture: Media) -> None:
+    first = ask(desk, picture)
+    second = ask(desk, picture, recipe="fast")
+    assert second is not first
+    assert first.closed
+    assert len(second.turns) == 1
+    assert ask(desk, picture, recipe=str(vlmfast.Recipe.parse("fast"))) is second
+
+
+def test_a_clip_is_read_frame_by_frame(desk: Desk, examples) -> None:
+    path, question = examples["video"][0]
+    turn = ask(desk, Media("video", path, 4), question).turns[-1]
+    assert turn.texts == {FULL: "up", RECIPE: "up"}
+    strip = panels.frame_strip(turn.shown)
+    assert [caption.split(":")[0] for _, caption in strip] == [f"frame {i}" for i in range(1, 5)]
+    kept = [int(caption.split(": ")[1].split(" of ")[0]) for _, caption in strip]
+    assert sum(kept) == turn.shown.stats.visual_tokens_kept["hired"]
+
+
+@dataclass(frozen=True)
+class Ends(MediaStage):
+    """Reads the first and the last frame."""
+
+    name: ClassVar[str] = "test-ends"
+    asks_question: ClassVar[bool] = False
+
+    def frames(self, video, question):
+        return [0, video.frames - 1]
+
+
+@dataclass(frozen=True)
+class AskedEnds(Ends):
+    """The same, were it to listen."""
+
+    name: ClassVar[str] = "test-asked-ends"
+    asks_question: ClassVar[bool] = True
+
+
+@pytest.mark.parametrize("stage", [Ends(), AskedEnds()])
+def test_a_recipe_may_choose_the_frames_itself(tiny, tmp_path: Path, stage: MediaStage) -> None:
+    path = tmp_path / "clip.mp4"
+    write_video(path, 40, 4)
+    talk = Conversation(tiny, Media("video", str(path), 3), vlmfast.Recipe((stage,)), False)
+    list(talk.ask("Which object moves?", max_new_tokens=2))
+    turn = talk.turns[-1]
+    images = {side: answer.trace.images for side, answer in turn.answers.items()}
+    assert [len(images[side]) for side in (FULL, RECIPE)] == [3, 2]
+    assert images[RECIPE][1].getpixel((0, 0))[0] > 30  # of the whole clip, not of the three frames
+    before, after = panels.slider(turn.answers[FULL], turn.shown)
+    assert before.size == after.size
+    list(talk.ask("Which object moves?", max_new_tokens=2))
+    again = talk.turns[-1].shown
+    assert len(again.trace.images) == 2
+    assert (again.stats.prompt_reused > 0) is not stage.asks_question
+
+
+# --- what is shown -------------------------------------------------------------------------------
+
+
+def test_counters_are_those_of_the_answers(desk: Desk, picture: Media) -> None:
+    recipe = f"{BALANCED}+pyramiddrop:positions=keep+draft-ngram"
+    talk = ask(desk, picture, "Describe the image.", recipe=recipe, tokens=64)
+    turn = talk.turns[-1]
+    rows = {what: (full, shown) for what, full, shown in panels.counters(turn)}
+    kept = turn.shown.stats.visual_tokens_kept
+    steps = f"336 → {kept['hired']} (hired) → {kept['pyramiddrop']} (pyramiddrop)"
+    assert rows["Visual tokens"] == ("336", steps)
+    assert rows["Accepted drafts"][0] == "–"
+    assert rows["Accepted drafts"][1] == f"{turn.shown.stats.mean_accepted:.2f} tokens a pass"
+    full, shown = (turn.answers[side].token_ids for side in (FULL, RECIPE))
+    assert (
+        rows["Agreement with the full model"][1]
+        == f"{vlmfast.vlm.agreement(shown, full):.0%}"[:-1] + " %"
+    )
+    page = panels.table(panels.counters(turn))
+    assert all(shown in page for _, shown in rows.values())
+    assert {cell for *cells, _ in panels.counters(None) for cell in cells[1:]} == {"–"}
+
+
+def test_the_slider_shows_both_alike(desk: Desk, picture: Media) -> None:
+    import numpy as np
+
+    turn = ask(desk, picture).turns[-1]
+    before, after = panels.slider(turn.answers[FULL], turn.shown)
+    assert before.size == after.size
+    assert before.width == 448
+    views = [np.asarray(side)[:448] for side in (before, after)]
+    assert views[1].mean() < 0.8 * views[0].mean()
+    same = panels.slider(turn.answers[FULL], turn.answers[FULL])
+    assert np.array_equal(np.asarray(same[0]), np.asarray(same[1]))
+
+
+def test_depths_follow_the_trace(desk: Desk, picture: Media) -> None:
+    recipe = f"{BALANCED}+pyramiddrop:positions=keep"
+    answer = ask(desk, picture, recipe=recipe).turns[-1].shown
+    captions = [caption for _, caption in panels.depths(answer)]
+    per_layer = answer.stats.visual_tokens_per_layer
+    shown = [captions[0], *(f"layer {i}: {per_layer[i]} of 336 tokens" for i in (0, 2, 3, 4))]
+    assert captions == shown
+    assert captions[0].startswith("from the vision tower: 336")
+
+
+def test_the_trace_is_json(desk: Desk, picture: Media, tmp_path: Path) -> None:
+    talk = ask(desk, picture)
+    path = panels.write_trace(talk, talk.turns[-1], tmp_path / "traces")
+    found = json.loads(path.read_text(encoding="utf-8"))
+    assert found["question"] == QUESTION
+    assert found["recipe"] == BALANCED
+    assert len(found["answers"][RECIPE]["trace"]["tokens"]) == 336
+    assert found["answers"][FULL]["answer"] == talk.turns[-1].texts[FULL]
+    assert str(tmp_path) not in path.read_text(encoding="utf-8")
+
+
+def test_messages_are_escaped() -> None:
+    assert "<b>" not in panels.message("<b>", error=True)
+    assert 'role="alert"' in panels.message("x", error=True)
+    assert "<b>" not in panels.table([("<b>", "<b>", "<b>")])
+
+
+def test_the_measured_plots_are_there() -> None:
+    assert len(panels.plots()) == 2
+
+
+# --- bad input -----------------------------------------------------------------------------------
+
+
+def bad_files(folder: Path) -> dict[str, tuple[str, bytes, str]]:
+    import io
+
+    from PIL import Image
+
+    whole = io.BytesIO()
+    Image.effect_noise((64, 64), 50).convert("RGB").save(whole, "PNG")
+    return {
+        "not a picture": ("image", b"hello, I am a text" * 20, "neither|not"),
+        "truncated": ("image", whole.getvalue()[:-2000], "truncated|damaged"),
+        "300 megapixels": ("image", png_of(20_000, 15_000), "too large|pixels"),
+        "empty": ("image", b"", "empty"),
+        "a picture among the clips": ("video", whole.getvalue(), "tab Picture"),
+        "not a clip": ("video", b"hello, I am a text" * 20, "neither|not"),
+    }
+
+
+@pytest.mark.parametrize("what", list(bad_files(Path())))
+def test_a_bad_file_says_what_is_wrong_and_the_next_question_works(
+    desk: Desk, picture: Media, tmp_path: Path, what: str
+) -> None:
+    kind, data, words = bad_files(tmp_path)[what]
+    path = tmp_path / "upload.bin"
+    path.write_bytes(data)
+    with pytest.raises(MediaError, match=words) as caught:
+        ask(desk, Media(kind, str(path)))
+    assert str(tmp_path) not in str(caught.value)
+    assert "upload.bin" in str(caught.value)
+    assert re.search("choose another file|tab Picture", str(caught.value))
+    assert ask(desk, picture).turns[-1].texts[FULL] == "yellow triangle"
+
+
+def test_no_file(desk: Desk) -> None:
+    with pytest.raises(MediaError, match="upload one"):
+        ask(desk, Media("image", None))
+
+
+def test_of_an_animation_the_first_picture_is_taken(desk: Desk, tmp_path: Path, examples) -> None:
+    from PIL import Image
+
+    frames = [Image.open(path).convert("RGB") for path, _ in examples["image"][:2]]
+    path = tmp_path / "animated.gif"
+    frames[0].save(path, save_all=True, append_images=frames[1:], duration=100)
+    assert ask(desk, Media("image", str(path))).turns[-1].texts[FULL] == "yellow triangle"
+    with pytest.raises(MediaError, match="tab Picture"):
+        ask(desk, Media("video", str(path)))
+
+
+def write_video(path: Path, frames: int, rate: int) -> None:
+    import av
+    from PIL import Image
+
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("mpeg4", rate=rate)
+        stream.width = stream.height = 64
+        for i in range(frames):
+            frame = av.VideoFrame.from_image(Image.new("RGB", (64, 64), (i % 256, 0, 0)))
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+
+
+def test_a_clip_without_frames(desk: Desk, tmp_path: Path) -> None:
+    import av
+    import numpy as np
+
+    path = tmp_path / "sound.mp4"
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("aac", rate=16_000)
+        frame = av.AudioFrame.from_ndarray(np.zeros((1, 4096), np.float32), "fltp", "mono")
+        frame.sample_rate = 16_000
+        container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    with pytest.raises(MediaError, match=r"video stream|no video"):
+        ask(desk, Media("video", str(path)))
+
+
+def test_an_hour_of_video_costs_the_frames_that_are_read(desk: Desk, tmp_path: Path) -> None:
+    path = tmp_path / "hour.mp4"
+    write_video(path, 3600, 1)
+    talk = ask(desk, Media("video", str(path), 4), "Which object moves?")
+    assert len(talk.turns[-1].answers[FULL].trace.images) == 4
+
+
+@pytest.mark.parametrize("question", ["", "  \n"])
+def test_an_empty_question(desk: Desk, picture: Media, question: str) -> None:
+    with pytest.raises(VLMFastError, match="question is empty"):
+        ask(desk, picture, question)
+
+
+def test_a_mistyped_recipe_keeps_the_conversation(desk: Desk, picture: Media) -> None:
+    talk = ask(desk, picture)
+    with pytest.raises(RecipeError, match="hired"):
+        ask(desk, picture, recipe="hirred:0.2")
+    assert ask(desk, picture) is talk
+    assert len(talk.turns) == 2
+
+
+def test_nothing_to_look_at_again(desk: Desk) -> None:
+    with pytest.raises(VLMFastError, match="ask a question first"):
+        list(desk.look_again("u", 8))
+
+
+def test_models_that_cannot_be_had_leave_the_old_one(
+    desk: Desk, picture: Media, tmp_path: Path, random_llava: Path
+) -> None:
+    talk = ask(desk, picture)
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    for name, words in (
+        ("nobody/no-such-model", "nobody/no-such-model"),
+        (str(tmp_path), "'bert' model, which is not supported"),
+        (" ", "the model is empty"),
+    ):
+        with pytest.raises(VLMFastError, match=words):
+            desk.load(name, device="cpu")
+        assert desk.toy
+    assert issubclass(ModelError, VLMFastError)
+    assert ask(desk, picture) is talk
+    desk.load(str(random_llava), device="cpu")
+    assert talk.closed
+    assert not desk.toy
+    assert FULL in ask(desk, picture, recipe="none", tokens=2).turns[-1].answers
+
+
+def test_leaving_in_the_middle_frees_the_model(desk: Desk, picture: Media) -> None:
+    ask(desk, picture)
+    pieces = desk.ask("u", picture, "Describe the image.", "balanced", 512, False)
+    talk = next(pieces)
+    next(pieces)
+    assert talk.current
+    pieces.close()
+    assert talk.current is None
+    assert len(talk.turns) == 1
+    assert ask(desk, picture) is talk
+    assert talk.turns[-1].texts[RECIPE] == "yellow triangle"
+
+
+def test_an_answer_of_a_closed_conversation_stops(desk: Desk, picture: Media) -> None:
+    pieces = desk.ask("u", picture, "Describe the image.", "balanced", 512, False)
+    next(pieces)
+    desk.forget("u")
+    with pytest.raises(VLMFastError, match="closed"):
+        list(pieces)
+    assert ask(desk, picture).turns[-1].texts[FULL] == "yellow triangle"
+
+
+def test_stopping_leaves_what_was_said_before(desk: Desk, picture: Media) -> None:
+    ask(desk, picture)
+    pieces = desk.ask("u", picture, "Describe the image.", "balanced", 512, False)
+    talk = next(pieces)
+    talk.stop()
+    with pytest.raises(Stopped):
+        list(pieces)
+    assert [turn.question for turn in talk.turns] == [QUESTION]
+    talk.stop()  # nothing is being said
+    assert len(ask(desk, picture).turns) == 2
+
+
+def test_conversations_are_bounded(tiny, picture: Media) -> None:
+    desk = Desk(tiny, "tiny", Limits(users=2))
+    talks = [ask(desk, picture, user=user, tokens=1) for user in "abc"]
+    assert [talk.closed for talk in talks] == [True, False, False]
+    assert desk.talk("a") is None
+
+
+def test_answers_are_bounded(tiny, picture: Media) -> None:
+    desk = Desk(tiny, "tiny", Limits(seconds=0.02, tokens=64))
+    with pytest.raises(VLMFastError, match="1 to 64"):
+        ask(desk, picture, tokens=65)
+    answer = ask(desk, picture, "Describe the image.", tokens=64).turns[-1].answers[FULL]
+    free = Desk(tiny, "tiny", Limits(tokens=64))
+    whole = ask(free, picture, "Describe the image.", tokens=64).turns[-1].answers[FULL]
+    assert len(answer.token_ids) < len(whole.token_ids)
+
+
+def test_users_do_not_meet(desk: Desk, examples) -> None:
+    first, second = (Media("image", examples["image"][i][0]) for i in (0, 2))
+    a = desk.ask("a", first, QUESTION, "balanced", 24, False)
+    b = desk.ask("b", second, QUESTION, "fast", 24, False)
+    for _ in range(4):
+        next(a), next(b)
+    *_, one = a
+    *_, other = b
+    assert one.turns[-1].texts[FULL] == "yellow triangle"
+    assert other.turns[-1].texts[FULL] == "blue circle"

@@ -1,0 +1,234 @@
+"""clip-relevance: relevance by hand, the determinant by brute force, and whole runs."""
+
+from __future__ import annotations
+
+import builtins
+from itertools import combinations
+
+import pytest
+import torch
+from torch.nn.functional import cosine_similarity, interpolate
+
+from helpers_layout import REQUEST, picture, prompt
+from tiny_models import build_llava, build_llava_next
+from tiny_models import picture as photo
+from vlmfast import VLM, Recipe, RecipeError
+from vlmfast.compressors import _clip
+from vlmfast.compressors.clip_relevance import ClipRelevance
+from vlmfast.kernels.diversity import cosine, dpp
+from vlmfast.layout import VisualTokens
+from vlmfast.stages import EncodeRequest, VisionStats
+
+QUESTION = "what is the red thing ?"
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory) -> dict[str, tuple[str, str]]:
+    pytest.importorskip("open_clip", reason="OpenCLIP (open_clip_torch) is not installed")
+    import tiny_clip
+
+    folder = tmp_path_factory.mktemp("clip")
+    return {kind: tiny_clip.build(folder, kind) for kind in tiny_clip.VISION}
+
+
+@pytest.fixture(params=["vit", "resnet"])
+def judge(request, weights) -> _clip.Clip:
+    return _clip.load("test", *weights[request.param])
+
+
+def asked(*pictures, question: str = QUESTION) -> EncodeRequest:
+    return EncodeRequest(question, torch.zeros(3, 8), depth=4, pictures=pictures)
+
+
+# --- the judge -----------------------------------------------------------------------------------
+
+
+def test_texts_and_pictures_are_those_of_open_clip(judge) -> None:
+    import open_clip
+
+    tokens = open_clip.get_tokenizer("vlmfast-test-vit")([QUESTION])
+    with torch.no_grad():
+        text = judge.model.encode_text(tokens, normalize=True)[0]
+        pixels = torch.stack([judge.prepare(photo(seed=i)) for i in range(20)])
+        seen = judge.model.encode_image(pixels, normalize=True)
+    torch.testing.assert_close(judge.text(QUESTION), text)
+    torch.testing.assert_close(judge.pictures([photo(seed=i) for i in range(20)]), seen)
+
+
+@torch.no_grad()
+def test_patches_by_hand(weights) -> None:
+    judge = _clip.load("test", *weights["vit"])
+    visual, text, seen = judge.model.visual, judge.text(QUESTION), []
+    hook = visual.transformer.register_forward_hook(lambda module, args, out: seen.append(out))
+    visual(judge.prepare(photo(70, 40))[None])
+    hook.remove()
+    patches = visual.ln_post(seen[0])[0, 1:] @ visual.proj
+    expected = -cosine_similarity(patches, text[None]).view(4, 4)
+    found = judge.relevance(photo(70, 40), text)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+    # Nothing is cropped: a change at the edge of a wide picture is seen.
+    changed = photo(70, 40)
+    changed.paste((255, 0, 0), (0, 0, 6, 40))
+    assert (judge.relevance(changed, text) - found).abs().max() > 1e-4
+
+
+def test_windows_where_there_are_no_patches(weights) -> None:
+    judge, image = _clip.load("test", *weights["resnet"]), photo(80, 40)
+    text = judge.text(QUESTION)
+    found = judge.relevance(image, text)
+    assert not judge.dense
+    assert found.shape == (4, 4)
+    corner = judge.pictures([image.crop((0, 0, 40, 20)), image.crop((40, 20, 80, 40))]) @ text
+    torch.testing.assert_close(found[[0, 3], [0, 3]], corner)
+    middle = judge.pictures([image.crop((10, 10, 50, 30))]) @ text
+    # The second of four middles lies at 3/8: its window begins at 1/8.
+    torch.testing.assert_close(
+        found[2, 1], (judge.pictures([image.crop((10, 15, 50, 35))]) @ text)[0]
+    )
+    assert (middle - found[2, 1]).abs() > 1e-6
+    assert judge.relevance(photo(1, 1), text).isfinite().all()
+
+
+def test_maps_are_read_at_the_middles_of_boxes() -> None:
+    values = torch.arange(16.0).view(4, 4)
+    tokens, _ = picture((0, 0), (4, 4))
+    torch.testing.assert_close(_clip.at_boxes(values, tokens.layout.box), values.flatten())
+    tokens, _ = picture((0, 0), (8, 8))
+    wide = interpolate(values[None, None], scale_factor=2, mode="bilinear")
+    torch.testing.assert_close(_clip.at_boxes(values, tokens.layout.box), wide.flatten())
+
+
+# --- the choice ----------------------------------------------------------------------------------
+
+
+def test_the_determinant_by_brute_force() -> None:
+    features = torch.randn(7, 8, generator=torch.Generator().manual_seed(2))
+    relevance = torch.tensor([0.9, 0.1, 0.5, 0.8, 0.2, 0.7, 0.3])
+    kernel = _clip.conditional(cosine(features), relevance)
+    r = (relevance - 0.1) / 0.8
+    plain = r[:, None] * cosine(features) * r
+    torch.testing.assert_close(kernel, plain, atol=2e-4, rtol=1e-4)
+    chosen: list[int] = []
+    for _ in range(4):
+        rest = [j for j in range(7) if j not in chosen]
+        chosen.append(
+            max(rest, key=lambda j: float(kernel[[*chosen, j]][:, [*chosen, j]].double().det()))
+        )
+    assert dpp(kernel, 4).tolist() == chosen
+    best = max(combinations(range(7), 2), key=lambda s: float(kernel[list(s)][:, list(s)].det()))
+    assert set(dpp(kernel, 2).tolist()) == set(best)
+
+
+def test_copies_go_by_relevance() -> None:
+    """Once everything is there, what repeats it follows by relevance, not by its place."""
+    features = torch.eye(2)[[0, 0, 1, 1, 0]]
+    relevance = torch.tensor([0.5, 1.0, 0.9, 0.0, 0.8])
+    chosen = dpp(_clip.conditional(cosine(features), relevance), 4).tolist()
+    assert chosen == [1, 2, 4, 0]
+
+
+@pytest.mark.parametrize("diversity", [True, False])
+def test_what_is_kept(judge, monkeypatch, diversity) -> None:
+    monkeypatch.setattr(_clip, "load", lambda *names: judge)
+    tokens, stats = prompt({"tiles": (2, 2), "size": (90, 60)}, {"tiles": (0, 0)})
+    images = photo(60, 90, seed=1), photo(60, 60, seed=2)
+    stage = ClipRelevance(0.3, diversity=diversity)
+    kept = stage.reduce(tokens, stats, asked(*images))
+    assert bool(kept.layout.patches.all())
+    text = judge.text(QUESTION)
+    for item, image in enumerate(images):
+        mine = tokens.layout.item == item
+        places = (mine & tokens.layout.patches).nonzero()[:, 0]
+        r = _clip.at_boxes(judge.relevance(image, text), tokens.layout.box[places])
+        k = round(0.3 * int(mine.sum()))
+        if diversity:
+            chosen = dpp(_clip.conditional(cosine(tokens.features[places]), r), k)
+        else:
+            chosen = r.argsort(descending=True, stable=True)[:k]
+        ours = kept.layout.order[kept.layout.item == item]
+        assert torch.equal(ours, tokens.layout.order[places[chosen]].sort().values)
+    # Controls: another question, another picture.
+    assert not torch.equal(
+        stage.reduce(tokens, stats, asked(*images, question="why ?")).layout.order,
+        kept.layout.order,
+    )
+    assert not torch.equal(
+        stage.reduce(tokens, stats, asked(*images[::-1])).layout.order, kept.layout.order
+    )
+
+
+def test_all_is_all_and_asks_nobody() -> None:
+    tokens, stats = prompt({"tiles": (2, 2)})
+    assert ClipRelevance(1.0).reduce(tokens, stats, REQUEST) is tokens
+    assert ClipRelevance(0.2, budget=1.0).reduce(tokens, stats, REQUEST) is tokens
+
+
+@pytest.mark.parametrize("build", [build_llava, build_llava_next])
+def test_whole_runs(weights, build) -> None:
+    vlm, (model, pretrained) = VLM(*build()), weights["vit"]
+    recipe = f"clip-relevance:0.3,model={model},pretrained={pretrained}"
+    for media in (
+        {"images": photo()},
+        {"images": [photo(seed=1), photo(120, 40, seed=2)]},
+        {"video": [photo(seed=i) for i in range(3)], "num_frames": 3},
+    ):
+        stats = vlm.ask(QUESTION, **media, recipe=recipe, max_new_tokens=2).stats
+        assert stats.equivalent_tokens == pytest.approx(0.3 * stats.visual_tokens_in, rel=0.05)
+    with vlm.session(images=photo(), recipe=recipe) as session:
+        first = session.ask(QUESTION, max_new_tokens=6)
+        assert session.reuses == "features"
+    alone = vlm.ask(QUESTION, photo(), recipe=recipe, max_new_tokens=6)
+    assert first.token_ids == alone.token_ids
+
+
+# --- errors --------------------------------------------------------------------------------------
+
+
+def test_without_open_clip(monkeypatch) -> None:
+    real = builtins.__import__
+
+    def without(name, *args, **kwargs):
+        if name == "open_clip":
+            raise ImportError("No module named 'open_clip'")
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    tokens, stats = prompt({"tiles": (0, 0)})
+    with pytest.raises(RecipeError, match=r"clip-relevance needs OpenCLIP.*pip install open_clip"):
+        ClipRelevance(0.3, model="not-yet-asked").reduce(tokens, stats, asked(photo()))
+
+
+def test_models_that_cannot_be_had(weights, tmp_path) -> None:
+    model, pretrained = weights["vit"]
+    (tmp_path / "empty.pt").write_bytes(b"")
+    for words, message in (
+        (("unheard-of", pretrained), r"cannot load model=unheard-of"),
+        ((model, str(tmp_path / "none.pt")), r"cannot load .* with pretrained=.*none\.pt"),
+        ((model, str(tmp_path / "empty.pt")), r"cannot load .* with pretrained=.*empty\.pt"),
+        ((model, weights["resnet"][1]), r"cannot load .*resnet\.pt"),
+        ((model, ""), r"pretrained is empty"),
+    ):
+        with pytest.raises(RecipeError, match=message):
+            _clip.load("clip-relevance", *words)
+
+
+def test_pictures_must_be_there() -> None:
+    tokens, stats = prompt({"tiles": (0, 0)})
+    with pytest.raises(RecipeError, match=r"clip-relevance looks at the pictures themselves"):
+        ClipRelevance(0.3).reduce(tokens, stats, REQUEST)
+
+
+def test_the_word() -> None:
+    for text in ("clip-relevance", "clip-relevance:0.2,model=ViT-B-32,pretrained=/a/b.pt"):
+        assert Recipe.parse(text) == Recipe.parse(str(Recipe.parse(text)))
+    with pytest.raises(RecipeError, match=r"clip-relevance: rate=0 is out of range"):
+        Recipe.parse("clip-relevance:0")
+    assert ClipRelevance.asks_question
+
+
+def test_deeper_features_follow(judge, monkeypatch) -> None:
+    monkeypatch.setattr(_clip, "load", lambda *names: judge)
+    tokens, geometry = picture((0, 0), (4, 4))
+    tokens = VisualTokens(tokens.features, tokens.layout, (2 * tokens.features,))
+    kept = ClipRelevance(0.3).reduce(tokens, VisionStats((geometry,), {}), asked(photo()))
+    assert torch.equal(kept.extra[0], 2 * kept.features)

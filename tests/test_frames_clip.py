@@ -1,0 +1,97 @@
+"""frames-clip: which frames are chosen, of lists and of files, and what is asked for them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tiny_models import build_llava
+from tiny_models import picture as photo
+from vlmfast import VLM, Recipe, RecipeError
+from vlmfast.compressors import _clip
+from vlmfast.compressors.frames_clip import FramesClip
+from vlmfast.kernels.diversity import cosine, dpp
+from vlmfast.media import VideoInfo, load_video
+
+QUESTION = "where is the dog ?"
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory) -> tuple[str, str]:
+    pytest.importorskip("open_clip", reason="OpenCLIP (open_clip_torch) is not installed")
+    import tiny_clip
+
+    return tiny_clip.build(tmp_path_factory.mktemp("clip"))
+
+
+def clip(n: int) -> list:
+    return [photo(40, 40, seed=i) for i in range(n)]
+
+
+def by_hand(weights, frames: list, places: list[int], n: int, question: str) -> list[int]:
+    judge = _clip.load("test", *weights)
+    seen = judge.pictures([frames[i] for i in places])
+    r = seen @ judge.text(question)
+    r = (r - r.min()) / (r.max() - r.min() + 1e-6)
+    s = cosine(seen) + 1e-4 * torch.eye(len(seen))
+    return sorted(places[i] for i in dpp(r[:, None] * s * r, n).tolist())
+
+
+def stage(weights, **values) -> FramesClip:
+    return FramesClip(model=weights[0], pretrained=weights[1], **values)
+
+
+@pytest.mark.parametrize("n", [1, 3, 5])
+def test_which_frames(weights, n) -> None:
+    frames = clip(12)
+    seen = load_video(frames, select=lambda info: stage(weights, n=n).frames(info, QUESTION))
+    assert seen.indices == by_hand(weights, frames, list(range(12)), n, QUESTION)
+    assert seen.info.read is None
+    # Fewer candidates: the middles of equal parts.
+    few = stage(weights, n=n, candidates=6)
+    seen = load_video(frames, select=lambda info: few.frames(info, QUESTION))
+    assert seen.indices == by_hand(weights, frames, [1, 3, 5, 7, 9, 11], n, QUESTION)
+
+
+def test_another_question_chooses_other_frames(weights) -> None:
+    info = VideoInfo(20, 1.0, 20.0, 40, 40)
+    frames = clip(20)
+    info = replace(info, read=lambda part: [frames[i] for i in part])
+    chosen = {
+        tuple(stage(weights, n=4).frames(info, question))
+        for question in (QUESTION, "why ?", "a red ball", "nothing at all")
+    }
+    assert len(chosen) > 1
+
+
+def test_short_clips_are_read_whole() -> None:
+    """And nobody is asked."""
+    assert FramesClip(n=8).frames(VideoInfo(8, 1.0, 8.0, 4, 4), QUESTION) == list(range(8))
+
+
+def test_a_run(weights) -> None:
+    vlm, frames = VLM(*build_llava()), clip(9)
+    chosen = vlm.ask(QUESTION, video=frames, recipe=stage(weights, n=3), max_new_tokens=6)
+    places = by_hand(weights, frames, list(range(9)), 3, QUESTION)
+    expected = vlm.ask(QUESTION, video=[frames[i] for i in places], max_new_tokens=6)
+    assert chosen.token_ids == expected.token_ids
+    other = [i for i in range(9) if i not in places][:3]
+    assert vlm.ask(QUESTION, video=[frames[i] for i in other], max_new_tokens=6).token_ids != (
+        expected.token_ids
+    )
+    with pytest.raises(RecipeError, match=r"frames-clip chooses frames by the question"):
+        vlm.session(video=frames, recipe=stage(weights, n=3))
+
+
+def test_errors() -> None:
+    with pytest.raises(RecipeError, match=r"candidates=4 must be at least n=8"):
+        FramesClip(candidates=4)
+    with pytest.raises(RecipeError, match=r"frames-clip: n=0 is out of range"):
+        Recipe.parse("frames-clip:0")
+    with pytest.raises(RecipeError, match=r"frames-clip looks at the frames"):
+        FramesClip(n=2).frames(VideoInfo(8, 1.0, 8.0, 4, 4), QUESTION)
+    assert Recipe.parse("frames-clip:4,candidates=16") == Recipe.parse(
+        str(Recipe.parse("frames-clip:4,candidates=16"))
+    )

@@ -1,0 +1,104 @@
+"""MMTok: coverage in numbers, the greedy choice by hand, and runs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.functional import cosine_similarity
+
+from helpers_layout import DIM, picture, prompt
+from short_prefill import embeds_of, ran
+from tiny_models import build_llava
+from tiny_models import picture as photo
+from vlmfast import VLM, Recipe, RecipeError
+from vlmfast.compressors.mmtok import MMTok, coverage
+from vlmfast.layout import VisualTokens
+from vlmfast.stages import EncodeRequest, VisionStats
+
+
+def by_hand(x: torch.Tensor, text: torch.Tensor, k: int) -> list[int]:
+    """The paper's sums, in plain steps."""
+    p = torch.stack([(cosine_similarity(t[None], x) / 0.02).softmax(0) for t in text])
+    q = torch.stack([(cosine_similarity(v[None], x) / 0.2).softmax(0) for v in x])
+
+    def value(some: list[int]) -> float:
+        covered = p[:, some].amax(1).mean() + 0.5 * q[:, some].amax(1).mean()
+        return float(covered)
+
+    chosen: list[int] = []
+    for _ in range(k):
+        rest = [j for j in range(len(x)) if j not in chosen]
+        chosen.append(max(rest, key=lambda j: value([*chosen, j])))
+    return sorted(chosen)
+
+
+def request(text: torch.Tensor, order: torch.Tensor | None = None) -> EncodeRequest:
+    return EncodeRequest("what ?", text, depth=4, order=order)
+
+
+def test_coverage_sums_to_one() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, text = torch.randn(9, 4, generator=generator), torch.randn(3, 4, generator=generator)
+    worth = coverage(x, text, 0.02, 0.2, 0.5)
+    assert worth.shape == (12, 9)
+    assert float(worth[:3].sum()) == pytest.approx(1)
+    assert float(worth[3:].sum()) == pytest.approx(0.5)
+
+
+def test_the_choice_by_hand() -> None:
+    tokens, geometry = picture((0, 0), (4, 5), seed=1)
+    stats = VisionStats((geometry,), {})
+    generator = torch.Generator().manual_seed(3)
+    text, other = (torch.randn(4, DIM, generator=generator) for _ in range(2))
+    kept = MMTok(0.3).reduce(tokens, stats, request(text))
+    assert kept.layout.order.tolist() == by_hand(tokens.features, text, 6)
+    kept = MMTok(0.3).reduce(tokens, stats, request(other))
+    assert kept.layout.order.tolist() == by_hand(tokens.features, other, 6)
+    assert by_hand(tokens.features, text, 6) != by_hand(tokens.features, other, 6)
+    nothing = MMTok(0.3).reduce(tokens, stats, request(text[:0]))
+    assert len(nothing) == 6
+
+
+def test_text_in_front_of_the_picture_does_not_count() -> None:
+    tokens, geometry = picture((0, 0), (4, 5), order=3)
+    text = torch.randn(5, DIM, generator=torch.Generator().manual_seed(1))
+    order = torch.tensor([0, 1, 2, 23, 24])
+    stats = VisionStats((geometry,), {})
+    kept = MMTok(0.4).reduce(tokens, stats, request(text, order))
+    assert (kept.layout.order - 3).tolist() == by_hand(tokens.features, text[3:], 8)
+    assert by_hand(tokens.features, text[3:], 8) != by_hand(tokens.features, text, 8)
+    # Where all of it stands in front, all of it counts.
+    kept = MMTok(0.4).reduce(tokens, stats, request(text[:3], order[:3]))
+    assert (kept.layout.order - 3).tolist() == by_hand(tokens.features, text[:3], 8)
+
+
+def test_newlines_go_and_pictures_are_alone() -> None:
+    tokens, stats = prompt({"tiles": (2, 2)}, {"tiles": (1, 2)})
+    text = torch.randn(5, DIM, generator=torch.Generator().manual_seed(1))
+    kept = MMTok(0.25).reduce(tokens, stats, request(text))
+    assert bool(kept.layout.patches.all())
+    first = tokens.layout.item == 0
+    alone = MMTok(0.25).reduce(tokens.select(first), stats, request(text))
+    assert torch.equal(kept.layout.order[kept.layout.item == 0], alone.layout.order)
+    assert MMTok(1.0).reduce(tokens, stats, request(text)) is tokens
+    deep = VisualTokens(tokens.features, tokens.layout, (3 * tokens.features,))
+    kept = MMTok(0.25).reduce(deep, stats, request(text))
+    assert torch.equal(kept.extra[0], 3 * kept.features)
+
+
+def test_a_run() -> None:
+    vlm, image = VLM(*build_llava()), photo()
+    embeds = embeds_of(vlm, tensors := vlm.inputs("what is here ?", images=[image]))
+    visual = (tensors["input_ids"][0] == vlm.adapter.image_token_id).nonzero()[:, 0]
+    run, _ = ran(vlm, "mmtok:0.4", [image])
+    chosen = by_hand(embeds[visual], embeds[int(visual[-1]) + 1 :], round(0.4 * len(visual)))
+    layout = run.prompt.layout
+    assert torch.equal(layout.order[layout.visual], visual[chosen])
+
+
+def test_the_word() -> None:
+    for text in ("mmtok", "mmtok:0.1,alpha=1,tau_t=0.01", "mmtok:budget=0.2,positions=keep"):
+        assert Recipe.parse(text) == Recipe.parse(str(Recipe.parse(text)))
+    assert MMTok.asks_question
+    with pytest.raises(RecipeError, match=r"mmtok: tau_v=0 is out of range, allowed is > 0"):
+        Recipe.parse("mmtok:tau_v=0")

@@ -1,0 +1,93 @@
+"""SCOPE: the score by hand, on pictures and clips, and its promises."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.functional import cosine_similarity
+
+from helpers_layout import REQUEST, TOWER, picture, picture_arguments, prompt
+from vlmfast import Recipe, RecipeError
+from vlmfast.compressors.scope import SCOPE
+from vlmfast.errors import ModelError
+from vlmfast.stages import StatRequest, VisionStats
+
+
+def one_layer(stats: VisionStats) -> VisionStats:
+    return VisionStats(stats.items, {TOWER - 2: stats.rows[TOWER - 2]})
+
+
+def by_hand(x: Tensor, attention: Tensor, k: int, alpha: float) -> list[int]:
+    sim = torch.stack([cosine_similarity(v[None], x).clamp(min=0) for v in x])
+    chosen: list[int] = []
+    for _ in range(k):
+        now = sim[:, chosen].amax(1) if chosen else torch.zeros(len(x))
+        score = [
+            -1.0
+            if j in chosen
+            else float(torch.maximum(sim[:, j], now).sum() - now.sum())
+            * float(attention[j]) ** alpha
+            for j in range(len(x))
+        ]
+        chosen.append(max(range(len(x)), key=score.__getitem__))
+    return sorted(chosen)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.1, 0.25])
+def test_the_score_by_hand(alpha) -> None:
+    tokens, stats = prompt({"tiles": (0, 0), "patches": (4, 5)}, seed=4)
+    stats = one_layer(stats)
+    attention = stats.rows[TOWER - 2].mean(1)[0]
+    kept = SCOPE(0.35, alpha=alpha).reduce(tokens, stats, REQUEST)
+    expected = by_hand(tokens.features, attention, 7, alpha)
+    assert (kept.layout.order - 3).tolist() == expected
+    # Controls: neither the most salient, nor what another power chooses.
+    assert expected != attention.topk(7).indices.sort().values.tolist()
+    assert expected != by_hand(tokens.features, attention, 7, alpha + 5)
+
+
+def test_frames_of_a_clip_cover_each_other() -> None:
+    tokens, stats = prompt(*[{"tiles": (0, 0)}] * 3)
+    stats = one_layer(stats)
+    clip = VisionStats(
+        tuple(replace(item, clip=0, frame=(i, 3)) for i, item in enumerate(stats.items)),
+        stats.rows,
+    )
+    kept = SCOPE(0.25).reduce(tokens, clip, REQUEST)
+    attention = stats.rows[TOWER - 2].mean(1).flatten()
+    chosen = by_hand(tokens.features, attention, 12, 1.0)
+    assert torch.equal(kept.layout.order, tokens.layout.order[chosen])
+    alone = SCOPE(0.25).reduce(tokens, stats, REQUEST)
+    assert not torch.equal(alone.layout.order, kept.layout.order)
+
+
+@given(picture_arguments(), st.floats(0.02, 0.98))
+@settings(max_examples=15, deadline=None)
+def test_what_a_picture_keeps(arguments: dict, share: float) -> None:
+    tokens, stats = prompt(arguments, arguments)
+    kept = SCOPE(share).reduce(tokens, one_layer(stats), REQUEST)
+    assert bool(kept.layout.patches.all())
+    for item in (0, 1):
+        before = tokens.layout.item == item
+        patches = int(tokens.layout.patches[before].sum())
+        expected = min(max(1, round(share * int(before.sum()))), patches)
+        assert int((kept.layout.item == item).sum()) == expected
+    same = torch.isin(tokens.layout.order, kept.layout.order)
+    assert torch.equal(kept.features, tokens.features[same])
+
+
+def test_the_word() -> None:
+    assert SCOPE().vision_stats(24) == {22: StatRequest("cls")}
+    tokens, stats = prompt({"tiles": (2, 2)})
+    assert SCOPE(budget=1.0).reduce(tokens, one_layer(stats), REQUEST) is tokens
+    assert Recipe.parse("scope:0.1,alpha=2") == Recipe.parse(str(Recipe.parse("scope:0.1,alpha=2")))
+    with pytest.raises(RecipeError, match=r"scope: alpha=-1 is out of range"):
+        Recipe.parse("scope:alpha=-1")
+    tokens, geometry = picture((0, 0), (4, 4))
+    with pytest.raises(ModelError, match=r"scope needs .* makes 16 of 64 patches"):
+        SCOPE().reduce(tokens, VisionStats((geometry,), {22: torch.rand(1, 2, 64)}), REQUEST)

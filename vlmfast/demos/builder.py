@@ -1,0 +1,175 @@
+"""A recipe as controls: one method and one number for each place of the pipeline.
+
+The text is the recipe; a control changes the words that it stands for and leaves all others as they
+are, so that what the controls cannot say survives them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from typing import Any
+
+from ..errors import RecipeError
+from ..recipe import PRESETS, Recipe
+from ..stages import PROTOCOLS, Stage, stage_class, stage_names, word_of
+
+NONE = "none"
+CUSTOM = "custom"
+PLACES = {
+    "in-encoder": "Vision tower",
+    "encode": "Visual tokens",
+    "prefill": "Language model",
+    "cache": "KV cache",
+    "drafter": "Drafts",
+}
+_BUDGET = 0.22
+
+
+@dataclass(frozen=True)
+class Dial:
+    """The number of a method that a slider moves.
+
+    Parameters
+    ----------
+    name : str
+        Its word in recipes.
+    value : float or None
+        ``None``: the method's other parameters decide.
+    low, high, step : float
+    """
+
+    name: str
+    value: float | None
+    low: float
+    high: float
+    step: float
+
+
+@dataclass(frozen=True)
+class Slot:
+    """What the controls of one place show."""
+
+    method: str = NONE
+    dial: Dial | None = None
+
+
+@dataclass(frozen=True)
+class Controls:
+    """What all controls show of a recipe.
+
+    Parameters
+    ----------
+    slots : dict of str to Slot
+        By place.
+    keep : bool
+        Whether no stage renumbers the tokens that it keeps.
+    preset : str
+        Name of the preset that does the same, or ``"custom"``.
+    beyond : str
+        Stages without a control: a second one in the same place. Empty where there are none.
+    """
+
+    slots: dict[str, Slot]
+    keep: bool
+    preset: str
+    beyond: str
+
+
+@cache
+def methods_of(place: str) -> list[str]:
+    """``"none"`` and the methods of a place."""
+    return [NONE, *(n for n in sorted(stage_names()) if stage_class(n).protocol == place)]
+
+
+def read(text: str) -> Controls:
+    """What the controls show for a recipe.
+
+    Raises
+    ------
+    RecipeError
+        As `Recipe.parse`.
+    """
+    recipe = Recipe.parse(text)
+    slots, beyond = {place: Slot() for place in PLACES}, []
+    for stage in recipe:
+        if stage.protocol not in slots or slots[stage.protocol].method != NONE:
+            beyond.append(str(stage))
+        else:
+            slots[stage.protocol] = Slot(stage.name, dial_of(stage))
+    preset = next((name for name in PRESETS if Recipe.parse(name) == recipe), CUSTOM)
+    placed = [stage.positions for stage in recipe if hasattr(stage, "positions")]
+    return Controls(slots, "compact" not in placed, preset, ", ".join(beyond))
+
+
+def choose(text: str, place: str, method: str, keep: bool = True) -> str:
+    """The recipe with another method in a place, at its defaults and a budget where it has one."""
+    stages = list(Recipe.parse(text))
+    at = _first(stages, place)
+    if at is not None:
+        stages.pop(at)
+    if method != NONE:
+        rank = PROTOCOLS.index(place)
+        later = (i for i, s in enumerate(stages) if PROTOCOLS.index(s.protocol) >= rank)
+        stages.insert(next(later, len(stages)) if at is None else at, _new(method, keep))
+    return str(Recipe(tuple(stages)))
+
+
+def turn(text: str, place: str, value: float) -> str:
+    """The recipe with another number for the first method of a place."""
+    stages = list(Recipe.parse(text))
+    at = _first(stages, place)
+    dial = None if at is None else dial_of(stages[at])
+    if dial is None:
+        raise RecipeError(f"{PLACES[place]}: no method there has a number; choose a method first")
+    stages[at] = _set(stages[at], dial, value)
+    return str(Recipe(tuple(stages)))
+
+
+def set_positions(text: str, keep: bool) -> str:
+    """The recipe with all kept tokens at their own rotary ids, or renumbered."""
+    policy = "keep" if keep else "compact"
+    stages = (
+        replace(s, positions=policy) if hasattr(s, "positions") else s for s in Recipe.parse(text)
+    )
+    return str(Recipe(tuple(stages)))
+
+
+def dial_of(stage: Stage) -> Dial | None:
+    """The number that says how much a method keeps: its budget, else its bare value."""
+    by_name = {f.name: f for f in fields(stage)}
+    f = by_name.get("budget") or by_name.get(stage.lead or "")
+    if f is None:
+        return None
+    value = getattr(stage, f.name)
+    kind = type(f.default)
+    if kind is int:
+        low, high = f.metadata.get("ge", 1), f.metadata.get("le", max(8, 2 * f.default))
+        return Dial(word_of(f), value, low, high, 1)
+    if kind is float or f.name == "budget":
+        return Dial(word_of(f), value, 0.05, 0.95 if "lt" in f.metadata else 1.0, 0.005)
+    return None
+
+
+def _set(stage: Stage, dial: Dial, value: float) -> Stage:
+    names = {word_of(f): f for f in fields(stage)}
+    f = names[dial.name]
+    values: dict[str, Any] = {f.name: int(value) if type(f.default) is int else float(value)}
+    if f.name == "budget" and stage.lead not in (None, "budget"):
+        # The budget replaces the method's own number, which would only stand there unused.
+        values[stage.lead] = next(of.default for of in fields(stage) if of.name == stage.lead)
+    return replace(stage, **values)
+
+
+def _new(method: str, keep: bool) -> Stage:
+    cls = stage_class(method)
+    names, values = {f.name for f in fields(cls)}, {}
+    if "budget" in names:
+        values["budget"] = max(_BUDGET, cls().floor(32))
+    if "positions" in names and keep:
+        values["positions"] = "keep"
+    return cls(**values)
+
+
+def _first(stages: list[Stage], place: str) -> int | None:
+    return next((i for i, stage in enumerate(stages) if stage.protocol == place), None)

@@ -1,0 +1,230 @@
+"""What the page shows of an answer: chats, counters, drawings, the trace as a file."""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from ..engine.stats import Stats, Trace
+from ..overlays import overlay
+from ..vlm import Answer
+from .talk import FULL, RECIPE, RESTORED, Conversation, Turn
+
+AGAIN = "Looked again at full detail: "
+_PAPER = (255, 255, 255)
+
+
+def chat(talk: Conversation | None, side: str) -> list[dict[str, str]]:
+    """One side of a conversation as chat messages."""
+    if talk is None:
+        return []
+    messages = []
+    new = [] if talk.current is None or talk.current in talk.turns else [talk.current]
+    for turn in [*talk.turns, *new]:
+        messages.append({"role": "user", "content": turn.question})
+        if side in turn.texts:
+            messages.append({"role": "assistant", "content": turn.texts[side] or "…"})
+        if side == RECIPE and RESTORED in turn.texts:
+            said = AGAIN + (turn.texts[RESTORED] or "…")
+            messages.append({"role": "assistant", "content": said})
+    return messages
+
+
+def counters(turn: Turn | None) -> list[tuple[str, str, str]]:
+    """Rows (what, the full model's, the recipe's) of what a turn cost."""
+    full = turn and turn.answers.get(FULL)
+    shown = turn and turn.shown
+    agree = turn and turn.agreement
+    rows = [(what, of(full), of(shown)) for what, of in _COUNTED.items()]
+    return [*rows, ("Agreement with the full model", "–" if full is None else "100 %", _per(agree))]
+
+
+def table(rows: list[tuple[str, str, str]]) -> str:
+    """The counters as HTML."""
+    body = "".join(
+        f'<tr><th scope="row">{html.escape(what)}</th>'
+        f"<td>{html.escape(full)}</td><td>{html.escape(shown)}</td></tr>"
+        for what, full, shown in rows
+    )
+    return (
+        '<table class="counters"><caption>What the last answers cost</caption><thead><tr>'
+        '<th scope="col">Counter</th><th scope="col">Full model</th><th scope="col">Recipe</th>'
+        f"</tr></thead><tbody>{body}</tbody></table>"
+    )
+
+
+def message(text: str, *, error: bool = False) -> str:
+    """A line above the answers that screen readers say aloud."""
+    role, kind = ("alert", "note error") if error else ("status", "note")
+    return f'<div role="{role}" class="{kind}">{html.escape(text)}</div>'
+
+
+def slider(full: Answer, shown: Answer) -> tuple[Image.Image, Image.Image]:
+    """What came in and what was kept, drawn alike and of one size."""
+    before, after = (_views(answer) for answer in (full, shown))
+    if len(before) == len(after):  # else the recipe chose other frames
+        pairs = (_alike(pair) for pair in zip(before, after, strict=True))
+        before, after = zip(*pairs, strict=True)
+    return tuple(_alike((_grid(before), _grid(after))))
+
+
+def depths(answer: Answer) -> list[tuple[Image.Image, str]]:
+    """What the language model still sees, at the first layer and wherever that changes."""
+    trace = answer.trace
+    if trace.layout is None:
+        return []
+    whole = _living(replace(trace, entered=trace.layout), torch.ones_like(trace.depth))
+    everything = _grid(_views(replace(answer, trace=whole)))
+    drawn = [(everything, f"from the vision tower: {len(trace.depth)} tokens")]
+    for layer in sorted({0, *(layer for _, layer in trace.stages)} & set(range(trace.layers))):
+        alive = trace.depth > layer
+        picture = _grid(_views(replace(answer, trace=_living(trace, alive))))
+        drawn.append((picture, f"layer {layer}: {int(alive.sum())} of {len(alive)} tokens"))
+    return drawn
+
+
+def frame_strip(answer: Answer) -> list[tuple[Image.Image, str]]:
+    """Each frame with what was kept of it to the last layer."""
+    trace = answer.trace
+    if trace.layout is None:
+        return []
+    item, stayed = trace.layout.item, trace.depth == trace.layers
+    strip = []
+    for index, picture in enumerate(_views(answer)):
+        mine = item == index
+        kept, total = int(stayed[mine].sum()), int(mine.sum())
+        strip.append((picture, f"frame {index + 1}: {kept} of {total} tokens"))
+    return strip
+
+
+def write_trace(talk: Conversation, turn: Turn, folder: Path) -> Path:
+    """Everything that is known of a turn, as a JSON file."""
+    answers = {
+        side: {
+            "recipe": answer.recipe,
+            "answer": answer.text,
+            "token_ids": answer.token_ids,
+            "stats": answer.stats.to_dict(),
+            "trace": answer.trace.to_dict(),
+        }
+        for side, answer in turn.answers.items()
+    }
+    name = Path(talk.media.path or "").name
+    about = {"file": name, "question": turn.question, "recipe": str(talk.recipe)}
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "trace.json"
+    path.write_text(json.dumps({**about, "answers": answers}, indent=1), encoding="utf-8")
+    return path
+
+
+def plots() -> list[tuple[str, str]]:
+    """The measured plots: path and caption."""
+    folder = Path(__file__).parent / "results"
+    if not folder.is_dir():  # a clone
+        folder = Path(__file__).parents[2] / "docs" / "results"
+    found = {
+        folder / "shapes.png": "accuracy against the share of visual tokens",
+        folder / "cache" / "shapes-cache.png": "accuracy against the bytes of the KV cache",
+    }
+    return [(str(path), caption) for path, caption in found.items() if path.is_file()]
+
+
+# --- counters ------------------------------------------------------------------------------------
+
+
+def _tokens(stats: Stats) -> str:
+    steps = [f"{kept} ({name})" for name, kept in stats.visual_tokens_kept.items()]
+    return " → ".join([str(stats.visual_tokens_in), *steps])
+
+
+def _kv(stats: Stats) -> str:
+    share = f" ({_per(stats.kv_bytes / stats.kv_bytes_full)})" if stats.kv_bytes_full else ""
+    return f"{stats.kv_bytes / 1e6:.3g} MB{share}"
+
+
+def _drafts(stats: Stats) -> str:
+    if stats.drafted:
+        return f"{stats.mean_accepted:.2f} tokens a pass"
+    return stats.speculation and f"nothing drafted ({stats.speculation})"
+
+
+def _reused(stats: Stats) -> str:
+    return f"{stats.prompt_reused} of {stats.prompt_reused + stats.prompt_fed}"
+
+
+def _of(show: Any) -> Any:
+    return lambda answer: "–" if answer is None else show(answer.stats) or "–"
+
+
+def _per(share: float | None) -> str:
+    return "–" if share is None else f"{share:.0%}".replace("%", " %")
+
+
+_COUNTED = {
+    "Visual tokens": _of(_tokens),
+    "Visual tokens, mean over layers": _of(lambda stats: f"{stats.equivalent_tokens:.1f}"),
+    "Time to the first token": _of(lambda stats: f"{stats.ttft_s * 1e3:,.1f} ms"),
+    "Tokens a second": _of(lambda s: f"{s.tokens_per_s:.0f}" if s.tokens_per_s else ""),
+    "KV cache": _of(_kv),
+    "Accepted drafts": _of(_drafts),
+    "Prompt found in the cache": _of(lambda s: _reused(s) if s.prompt_fed else ""),
+}
+
+
+def _living(trace: Trace, alive: Tensor) -> Trace:
+    """The trace of a model that drops nothing but what is not ``alive``."""
+    return replace(trace, depth=alive.long() * trace.layers)
+
+
+def _views(answer: Answer) -> list[Image.Image]:
+    """One drawing for each picture or frame: its crops where the model looked at some."""
+    trace, drawn = answer.trace, []
+    if trace.layout is None:
+        return []
+    for index, picture in enumerate(trace.images):
+        crops = (trace.layout.tile[trace.layout.item == index] > 0).any()
+        layout, entered = (
+            of.select((of.item == index) & ((of.tile > 0) | ~crops))
+            for of in (trace.layout, trace.entered)
+        )
+        rows = torch.isin(trace.layout.order, layout.order)
+        # Alone, the crops are a picture like any other.
+        layout, entered = (
+            of.replace(item=torch.zeros_like(of.item), tile=torch.zeros_like(of.tile))
+            for of in (layout, entered)
+        )
+        part = replace(
+            trace, layout=layout, entered=entered, depth=trace.depth[rows], images=[picture]
+        )
+        drawn += overlay(replace(answer, trace=part, recipe="kept"))  # short enough for a line
+    return drawn
+
+
+def _grid(pictures: Sequence[Image.Image]) -> Image.Image:
+    """Pictures below each other, two in a line where there are several."""
+    columns = 1 if len(pictures) == 1 else 2
+    width, height = (max(p.size[axis] for p in pictures) for axis in (0, 1))
+    lines = -(-len(pictures) // columns)
+    canvas = Image.new("RGB", (width * columns, height * lines), _PAPER)
+    for number, picture in enumerate(pictures):
+        canvas.paste(picture, (number % columns * width, number // columns * height))
+    return canvas
+
+
+def _alike(pair: tuple[Image.Image, Image.Image]) -> list[Image.Image]:
+    size = tuple(max(side) for side in zip(*(picture.size for picture in pair), strict=True))
+    return [_padded(picture, size) for picture in pair]
+
+
+def _padded(picture: Image.Image, size: tuple[int, ...]) -> Image.Image:
+    canvas = Image.new("RGB", size, _PAPER)
+    canvas.paste(picture, (0, 0))
+    return canvas
