@@ -1,4 +1,4 @@
-"""On the kernels no attention map of a prompt ever exists, whatever a recipe wants to know of it."""
+"""On the kernels no attention map of a prompt exists, whatever a recipe wants to know of it."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def vlm(device: torch.device) -> VLM:
 
 
 def maps(vlm: VLM, recipe: str) -> list:
-    """What was made of that size while a prompt was read; the model is 64 wide, the prompt longer."""
+    """What was made of that size while a prompt was read; the model is narrower than it is long."""
     length = vlm.ask("what ?", images=PICTURES, max_new_tokens=1).stats.prompt_tokens
     assert length > 90
     with Maps(length // 2 + 20) as watch:  # some recipes halve it on the way

@@ -1,7 +1,7 @@
 """SCOPE: tokens that stand for what is not covered yet, and to which CLS attends.
 
-Among the strongest published reducers at 64 of LLaVA-1.5's 576 tokens (95.4 %) that neither look at
-the question nor run another model, so that one choice serves every question: that is why it is here.
+Among the strongest published reducers at 64 of LLaVA-1.5's 576 tokens (95.4 %) that neither look
+at the question nor run another model, so that one choice serves every question: why it is here.
 The most salient tokens gather on a few objects and leave their surroundings out. SCOPE (NeurIPS
 2025, arXiv 2510.24214) weighs saliency ``a``, the CLS row of the layer that feeds the projector
 (mean over heads), with the gain of coverage::
