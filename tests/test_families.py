@@ -6,8 +6,10 @@ deepstack features) and runs the decoder's layers over prompt and answer in one 
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
@@ -17,7 +19,7 @@ import torch
 import tiny_families
 from fake_drafters import Knows
 from reference import answer_logits
-from vlmfast import VLM, ModelError, RecipeError, Request
+from vlmfast import VLM, ModelError, RecipeError, Request, VLMFastError
 from vlmfast.drafters.tree import Tree
 from vlmfast.engine.attention import switched
 from vlmfast.engine.cache import KVLayer
@@ -42,6 +44,9 @@ BUILD = {
 }
 TOKENS = [40, 71, 33, 55, 90, 46, 63, 101]  # fed one by one behind the prompt
 EXACT = 1e-5
+PROTOCOLS = ("none", "encode", "prefill", "cache", "draft")
+MEASURED: dict[tuple[str, str], float] = {}
+DOCS = Path(__file__).parents[1] / "docs" / "models.md"
 
 
 def picture(seed: int, width: int = 60, height: int = 44) -> np.ndarray:
@@ -141,6 +146,8 @@ class Dense:
             position = torch.arange(self.size)[None]
         elif position.dim() == 3:
             position = position[-3:, 0]  # behind the text's own, where there are four
+        if hasattr(self.model.get_decoder().rotary_emb, "mrope_section"):
+            position = position.expand(3, -1)
         self.position = position
 
     def everything(self) -> list[torch.Tensor]:
@@ -226,8 +233,18 @@ class Dense:
         return decoder.rotary_emb(hidden, position)
 
 
-def close(got: torch.Tensor, expected: torch.Tensor, control: torch.Tensor) -> None:
-    assert (got - expected).abs().max() < EXACT
+def equal(vlm: VLM, protocol: str, got: torch.Tensor, expected: torch.Tensor) -> None:
+    """Equality as far as floats go; the largest difference goes to the table in the docs."""
+    difference = float((got - expected).abs().max())
+    assert difference < EXACT
+    key = vlm.adapter.config.model_type, protocol
+    MEASURED[key] = max(MEASURED.get(key, 0.0), difference)
+
+
+def close(
+    vlm: VLM, protocol: str, got: torch.Tensor, expected: torch.Tensor, control: torch.Tensor
+) -> None:
+    equal(vlm, protocol, got, expected)
     assert (got - control).abs().max() > 1e-2  # and dropping nothing is something else
 
 
@@ -248,7 +265,7 @@ def test_none_equals_hugging_face(vlm, case):
     )
     tokens = expected.sequences[0, tensors["input_ids"].shape[1] :].tolist()
     got = answer_logits(vlm, run, tokens[:-1])
-    assert (got - torch.cat(expected.logits)).abs().max() < EXACT
+    equal(vlm, "none", got, torch.cat(expected.logits))
     # Control: other tokens give other logits, by far more than the tolerance.
     control = answer_logits(vlm, start(vlm, **CASES[case]), TOKENS)
     assert (got[1:] - control[1:]).abs().max() > 1e-2
@@ -331,7 +348,7 @@ def test_encode(vlm, case, policy, method):
     assert int((~alive[0]).sum()) > 1
     dense = Dense(vlm, run.inputs.tensors)
     expected = dense(alive, numbered=alive if policy == "compact" else None)
-    close(got, expected, dense(dense.everything()))
+    close(vlm, "encode", got, expected, dense(dense.everything()))
 
 
 @pytest.mark.parametrize("case", PICTURED)
@@ -358,7 +375,7 @@ def test_prefill(vlm, case, policy, method):
         # Random keeps its own ids; a layer is renumbered by the drops at it and before it.
         numbered = [None if layer < drop else alive[layer] for layer in range(len(alive))]
     expected = dense(alive, numbered=numbered or [None] * len(alive))
-    close(got, expected, dense(full))
+    close(vlm, "prefill", got, expected, dense(full))
 
 
 @pytest.fixture
@@ -396,7 +413,7 @@ def test_cache(vlm, case, kept):
     assert 0 < read[0].sum() < 0.7 * read[0].numel()
     assert any(bool((of[0] != of[1]).any()) for of in read)  # heads differ
     everything = dense.everything()
-    close(got, dense(everything, read=read), dense(everything))
+    close(vlm, "cache", got, dense(everything, read=read), dense(everything))
 
 
 @pytest.mark.parametrize("case", ["no picture", *PICTURED])
@@ -421,12 +438,12 @@ def test_speculation(vlm, case):
     assert len(paths) == 3
     for path in paths:
         expected = dense(alive, [tree.tokens[node] for node in path])
-        assert (first - expected[:1]).abs().max() < EXACT
-        assert (logits[path] - expected[1:]).abs().max() < EXACT
+        equal(vlm, "draft", first, expected[:1])
+        equal(vlm, "draft", logits[path], expected[1:])
     # Control: where two paths part, they are far from each other.
     assert (logits[paths[0][2]] - logits[paths[1][2]]).abs().max() > 1e-2
     expected = dense(alive, taken + wrong[5:])
-    assert (torch.cat(rows) - expected[-len(rows) :]).abs().max() < EXACT
+    equal(vlm, "draft", torch.cat(rows), expected[-len(rows) :])
 
 
 def test_drafted_answers_are_the_same(vlm):
@@ -470,10 +487,35 @@ def test_a_ragged_batch_of_three(vlm, method, kept):
             first = layers_of(vlm)[0]
             numbered = [None if layer < first else alive[layer] for layer in range(depth)]
         expected = dense(alive, tokens, numbered or [None] * depth, read)
-        assert (got - expected).abs().max() < EXACT
+        protocol = {"random": "encode", "rank": "prefill", "compact": "prefill", "snapkv": "cache"}
+        equal(vlm, protocol.get(method, "none"), got, expected)
         if method != "none":
             assert (got - dense(dense.everything(), tokens)).abs().max() > 1e-2
     assert len(sizes) == 3
+
+
+def test_the_table_in_the_docs():
+    """``VLMFAST_WRITE_TABLE=1`` and all of this file write it anew."""
+    rows = [
+        f"| `{name}` | "
+        + " | ".join(f"{MEASURED.get((name, of), 0):.1e}" for of in PROTOCOLS)
+        + " |"
+        for name in sorted(BUILD)
+    ]
+    head = ["| `model_type` | " + " | ".join(PROTOCOLS) + " |", "|---" * 6 + "|"]
+    text = DOCS.read_text()
+    before, _, rest = text.partition("<!-- equality -->\n")
+    table, _, after = rest.partition("<!-- end -->")
+    if os.environ.get("VLMFAST_WRITE_TABLE"):
+        assert len(MEASURED) == len(BUILD) * len(PROTOCOLS)
+        table = "\n".join([*head, *rows]) + "\n"
+        DOCS.write_text(f"{before}<!-- equality -->\n{table}<!-- end -->{after}")
+    written = {
+        cells[0].strip(" `"): [float(cell) for cell in cells[1:]]
+        for cells in (line.strip("| ").split("|") for line in table.splitlines()[2:])
+    }
+    assert set(written) == set(BUILD)
+    assert all(0 < of < EXACT for row in written.values() for of in row)
 
 
 # --- what a family has of its own -----------------------------------------------------------------
@@ -526,7 +568,7 @@ def test_pictures_of_gemma3_see_themselves_whole():
     got = answer_logits(vlm, run, TOKENS)
     dense = Dense(vlm, run.inputs.tensors)
     causal = Dense(vlm, run.inputs.tensors, blocks=False)
-    close(got, dense(dense.everything()), causal(causal.everything()))
+    close(vlm, "none", got, dense(dense.everything()), causal(causal.everything()))
 
 
 @pytest.mark.parametrize("name", ["gemma3", "qwen2_5_vl"])
@@ -631,7 +673,10 @@ def test_a_session_answers_as_ask_does(name):
                 expected = vlm.ask(question, **CASES[case], max_new_tokens=6)
                 got = session.ask(question, max_new_tokens=6)
                 assert got.token_ids == expected.token_ids
-                assert got.stats.prompt_reused > 0
+                # Ids of the text behind a clip of Qwen2.5-VL do not follow those of its times.
+                shared = (name, case) != ("qwen2_5_vl", "a clip")
+                assert session.reuses == ("kv" if shared else "features")
+                assert (got.stats.prompt_reused > 0) == shared
 
 
 def test_a_batch_of_requests(vlm):
@@ -704,9 +749,6 @@ def test_sizes_that_the_tower_refuses():
     vlm.processor.image_processor.size = {"height": 48, "width": 48}
     with pytest.raises(ModelError, match="48x48 pixels, and the vision tower takes 32x32"):
         vlm.ask("what ?", **CASES["one picture"])
-    vlm = one("qwen2_5_vl")
-    with pytest.raises(ModelError, match="refused the prompt: absolute aspect ratio"):
-        vlm.ask("what ?", images=[picture(0, 4100, 20)])
 
 
 def test_what_a_family_does_not_read():
@@ -717,12 +759,16 @@ def test_what_a_family_does_not_read():
         with pytest.raises(ModelError, match=f"which {name} puts into a prompt in a way"):
             one(name).ask("what ?", **CASES["a clip"], max_kv_tokens=4000, progress=False)
     vlm = one("gemma3")
-    vlm.processor.image_processor.do_pan_and_scan = True
-    vlm.processor.image_processor.pan_and_scan_min_crop_size = 8
-    vlm.processor.image_processor.pan_and_scan_max_num_crops = 2
-    vlm.processor.image_processor.pan_and_scan_min_ratio_to_activate = 1.1
+
+    class Crops(type(vlm.processor)):
+        def __call__(self, *args, **kwargs):
+            batch = super().__call__(*args, **kwargs)
+            batch["pixel_values"] = torch.cat([batch["pixel_values"]] * 2)
+            return batch
+
+    vlm.processor.__class__ = Crops
     with pytest.raises(ModelError, match="do_pan_and_scan"):
-        vlm.ask("what ?", images=[picture(0, 90, 30)])
+        vlm.ask("what ?", **CASES["one picture"])
 
 
 def test_a_clip_block_by_block():
@@ -743,10 +789,12 @@ def test_stages_that_a_tower_cannot_serve(name):
     for recipe in ("hired:0.5", "visionzip", "mustdrop"):
         if shows:
             assert vlm.ask("what ?", picture(0), recipe=recipe, max_new_tokens=2).token_ids
-            with pytest.raises(ModelError, match="needs one visual token per patch"):
+            with pytest.raises(VLMFastError, match=r"needs one visual token (per|for each of)"):
                 vlm.ask("what ?", **CASES["a clip"], recipe=recipe, max_new_tokens=2)
         else:
-            with pytest.raises(RecipeError, match=f"which {name} does not show"):
+            inside = recipe == "mustdrop" and "columns" not in vlm.adapter.rows
+            message = "works inside the vision tower" if inside else f"which {name} does not show"
+            with pytest.raises(RecipeError, match=message):
                 vlm.ask("what ?", picture(0), recipe=recipe)
     if "columns" not in vlm.adapter.rows:
         with pytest.raises(RecipeError, match="one visual token for each of its patches"):
@@ -762,3 +810,21 @@ class Between(InEncoderStage):
 
     def on_block(self, step, index, hidden):
         return hidden, None
+
+
+@pytest.mark.parametrize("name", BUILD)
+def test_a_saved_model_is_found_by_its_type(name, tmp_path):
+    vlm = one(name)
+    expected = vlm.ask("what ?", **CASES["one picture"], max_new_tokens=4).token_ids
+    vlm.model.save_pretrained(tmp_path)
+    vlm.processor.save_pretrained(tmp_path)
+    loaded = VLM.from_pretrained(tmp_path, device="cpu")
+    assert len(loaded.ask("what ?", **CASES["one picture"], max_new_tokens=4).token_ids) == 4
+    # The same pixels: a processor that is loaded may resize with another library.
+    again = VLM(loaded.model, vlm.processor)
+    assert again.ask("what ?", **CASES["one picture"], max_new_tokens=4).token_ids == expected
+    identity = [vlm.adapter.sizes(), vlm.adapter.signature(), vlm.adapter.bytes_per_token()]
+    assert identity == [
+        loaded.adapter.sizes(), loaded.adapter.signature(), loaded.adapter.bytes_per_token()
+    ]  # fmt: skip
+    assert vlm.adapter.sizes()["family"] == name

@@ -85,7 +85,7 @@ def filled(model_class: type, config: Any, special: int, seed: int = 0) -> nn.Mo
             else:
                 weight.copy_(noise * (1.0 if "embed_tokens" in name or "newline" in name else 0.2))
         head = model.get_output_embeddings().weight
-        head.mul_(0.5)
+        head.mul_(0.25)  # logits of about unit size, as trained models have
         head[:special] = 0.0
     return model
 

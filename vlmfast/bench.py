@@ -87,7 +87,7 @@ def bench(
         pictures into tiles do.
     """
     plans = [Recipe(), *(Recipe.of(recipe) for recipe in recipes)]
-    picture = drawn(size or 2 * vlm.adapter.config.vision_config.image_size)
+    picture = drawn(size or 2 * _side(vlm.adapter.config.vision_config))
     generation = {"max_new_tokens": new_tokens, "do_sample": False}
     found: list[list[tuple[Any, int | None]]] = [[] for _ in plans]
     with _endless(vlm.model.generation_config):
@@ -136,6 +136,12 @@ def _row(taken: list[tuple[Any, int | None]], full: list[int]) -> Row:
         samples=samples,
         **middle,
     )
+
+
+def _side(vision: Any) -> int:
+    """Pixels that a tower takes on a side; 448 where it takes any number."""
+    side = getattr(vision, "image_size", None) or 448
+    return side if isinstance(side, int) else max(side)
 
 
 def drawn(size: int, seed: int = 9) -> Image.Image:

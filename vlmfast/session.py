@@ -70,6 +70,8 @@ class Pictures:
         As the tower left them.
     images : list of PIL.Image.Image
         For overlays.
+    ends : bool
+        Whether the rotary ids of what comes behind the pictures follow the largest so far.
     """
 
     media: list[dict]
@@ -83,6 +85,7 @@ class Pictures:
     stats: Stats
     trace: Trace
     images: list[Any] = field(default_factory=list)
+    ends: bool = True
 
 
 @dataclass
@@ -180,7 +183,8 @@ class Session:
     ) -> None:
         self._vlm, self._pictures = vlm, pictures
         self.recipe, self.history, self.stats = recipe, history, stats
-        self.reuses = "features" if any(p.asks_question for p in _parts(recipe)) else "kv"
+        asks = any(p.asks_question for p in _parts(recipe))
+        self.reuses = "features" if asks or not (pictures is None or pictures.ends) else "kv"
         self._messages: list[dict] = []
         self._kept: Kept | None = None
         self._closed = False
@@ -232,6 +236,8 @@ class Session:
             run.inputs.tensors = {**tensors, "input_ids": ids}
             with switched(vlm.model), torch.no_grad():
                 seen = look(adapter, run.inputs, recipe, run.stats, run.trace)
+            position, n = adapter.positions(run.inputs.tensors), len(prefix)
+            ends = int(position[:, n:].min()) > int(position[:, :n].max())
             tensors.pop("attention_mask", None)
             pixels = {key: of for key, of in tensors.items() if key.startswith("pixel_values")}
             known = Pictures(
@@ -246,6 +252,7 @@ class Session:
                 copy.deepcopy(run.stats),
                 _copied(run.trace, "cpu", []),
                 pictures,
+                ends,
             )
             session = cls(vlm, recipe, history, known, run.stats)
             if session.reuses == "kv":

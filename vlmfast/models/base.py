@@ -265,10 +265,16 @@ class Adapter:
             if self.fixed and key.startswith("pixel_values"):
                 self._fits(value)
         return {
-            key: value.to(self.device, self.dtype if key.startswith("pixel_values") else None)
+            key: self._moved(value, self.dtype if key.startswith("pixel_values") else value.dtype)
             for key, value in batch.items()
             if isinstance(value, Tensor)
         }
+
+    def _moved(self, value: Tensor, dtype: torch.dtype) -> Tensor:
+        """``value`` on the device; the host does not wait for a copy to a GPU."""
+        if self.device.type == "cuda" and value.device.type == "cpu":
+            return value.pin_memory().to(self.device, non_blocking=True).to(dtype)
+        return value.to(self.device, dtype)
 
     def _fits(self, pixels: Tensor) -> None:
         size = self.config.vision_config.image_size

@@ -7,6 +7,7 @@ that rank tokens by their features, the question or the language model's attenti
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from ..errors import ModelError
@@ -36,6 +37,8 @@ class FamilyAdapter(Tiled):
         )
 
     def features(self, inputs: dict[str, Tensor]) -> Tensor:
-        return self.model.base_model.get_image_features(inputs["pixel_values"]).pooler_output
+        output = self.model.base_model.get_image_features(inputs["pixel_values"]).pooler_output
+        # A list of pictures in some versions of transformers.
+        return output if isinstance(output, Tensor) else torch.stack(list(output))
 
     view_box = Adapter.view_box

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from ..errors import ModelError
@@ -23,6 +24,11 @@ class FamilyAdapter(Idefics3):
         if len(clips) > 1 or (clips and pictures):
             raise ModelError("smolvlm reads pictures or one clip, not both in one prompt")
         return super().inputs(text, images, frames)
+
+    def of_clips(self, clips: list[tuple[list[Any], list[float]]]) -> dict[str, Any]:
+        given = super().of_clips(clips)
+        # One list of clips per prompt, each an array: so that no frame is taken for a clip.
+        return {**given, "videos": [[np.stack([np.asarray(f) for f in of]) for of, _ in clips]]}
 
     def items(
         self, tensors: dict[str, Tensor], sizes: list[tuple[int, int]], frames: Sequence[tuple]
