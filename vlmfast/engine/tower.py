@@ -130,8 +130,7 @@ def captured(adapter: Adapter, step: Step, cls: list[Tensor], views: int) -> Ite
 
 
 def _captures(adapter: Adapter) -> bool:
-    mode = adapter.decoding
-    return mode == "graph" or (mode == "auto" and adapter.device.type == "cuda")
+    return adapter.device.type == "cuda" and adapter.decoding in ("auto", "graph")
 
 
 def _restore(module: nn.Module, forward: Any) -> None:
