@@ -180,17 +180,24 @@ class KVLayer(CacheLayerMixin):
         else:
             for buffer, new in ((self.keys, keys), (self.values, values)):
                 buffer.scatter_(2, index[..., None].expand_as(new), new)
-        if self.order is not None:
-            order = self.seen[:, None, None] + torch.arange(tokens, device=self.device)
-            self.order.scatter_(2, index, order.expand_as(index))
         if self.incoming is not None and self.bias is None:
             nothing = torch.zeros(*index.shape[:2], 0, device=self.device)
             self.bias = self._buffer(nothing, self.keys.shape[2])
+        self.note(tokens)
+        if self.incoming is not None:
+            self.bias.scatter_(2, index, self.incoming.to(self.bias.dtype).expand_as(index))
+
+    def note(self, tokens: int) -> None:
+        """What is known of the next ``tokens`` slots beside keys and values."""
+        if all(of is None for of in (self.order, self.mass, self.bias)):
+            return
+        steps = torch.arange(tokens, device=self.device)
+        index = self.length[..., None] + steps
+        if self.order is not None:
+            self.order.scatter_(2, index, (self.seen[:, None, None] + steps).expand_as(index))
         for of in (self.mass, self.bias):  # slots may have been taken before
             if of is not None:
                 of.scatter_(2, index, torch.zeros_like(index, dtype=of.dtype))
-        if self.incoming is not None:
-            self.bias.scatter_(2, index, self.incoming.to(self.bias.dtype).expand_as(index))
 
     def append(self, kv: KV, tokens: int) -> None:
         """Block-wise prefill: ``kv`` takes the place of the last ``tokens`` that were written."""

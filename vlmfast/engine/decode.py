@@ -585,10 +585,6 @@ class Turn:
         return self.ids.shape[1] - self.prompt
 
     @property
-    def decoder(self) -> Decoder:
-        return self.speculation.seat[0]
-
-    @property
     def room(self) -> int:
         return self.config.max_length - self.prompt
 

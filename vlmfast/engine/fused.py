@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import torch
 from torch import Tensor, nn
 
 from ..kernels._triton import use_triton
@@ -20,7 +19,7 @@ from ..kernels.swiglu import swiglu
 from ..models.base import Adapter
 from ..stages import Step
 from .attention import text_attention
-from .cache import KVCache, KVLayer
+from .cache import KVCache
 
 # Families whose layers do exactly this, by their modules in transformers. A class that only has
 # the same names may scale a residual or add one to the weight of a norm.
@@ -94,7 +93,7 @@ def fused_step(
         query = rotate_append(
             query, key, value, *tables[id(offset)], held.keys, held.values, held.length
         )
-        _note(held, embeds.shape[1])
+        held.note(embeds.shape[1])
         output, _ = text_attention(
             attention, query, held.keys, held.values, None, attention.scaling, vlmfast_step=step
         )
@@ -106,20 +105,6 @@ def fused_step(
 
 def _norm(module: nn.Module, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
     return residual_norm(x, module.weight, module.variance_epsilon, residual)
-
-
-def _note(layer: KVLayer, tokens: int) -> None:
-    """What a layer knows of slots that have just been written, beside keys and values."""
-    kept = [of for of in (layer.order, layer.mass, layer.bias) if of is not None]
-    if not kept:
-        return
-    steps = torch.arange(tokens, device=layer.device)
-    index = layer.length[..., None] + steps
-    if layer.order is not None:
-        layer.order.scatter_(2, index, (layer.seen[:, None, None] + steps).expand_as(index))
-    for of in (layer.mass, layer.bias):  # slots may have been taken before
-        if of is not None:
-            of.scatter_(2, index, torch.zeros_like(index, dtype=of.dtype))
 
 
 def _known(decoder: nn.Module) -> bool:

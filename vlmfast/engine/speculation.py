@@ -223,7 +223,7 @@ class Speculation:
             return
         taps = None
         if output.taps is not None:
-            decoder, own = self.turn.decoder, self.own_taps
+            (decoder, _), own = self.seat, self.own_taps
             at = [decoder.taps.index(layer) for layer in own]
             taps = output.taps[number, :n, at]
         # A captured step writes its next outputs over these.
