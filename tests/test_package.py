@@ -103,6 +103,7 @@ RANKS = {
     "vlm": 4,
     "session": 4,
     "long_video": 4,
+    "attachment": 5,
     "training": 5,
     "drafter_training": 5,
     "bench": 5,

@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .attachment import Attachment, attach
     from .errors import MediaError, ModelError, RecipeError, VLMFastError
     from .overlays import overlay
     from .recipe import Recipe
@@ -21,6 +22,8 @@ _HOMES = {
     "Comparison": "vlm",
     "Request": "vlm",
     "methods": "vlm",
+    "Attachment": "attachment",
+    "attach": "attachment",
     "Session": "session",
     "overlay": "overlays",
     "Recipe": "recipe",
@@ -33,6 +36,7 @@ _HOMES = {
 __all__ = [
     "VLM",
     "Answer",
+    "Attachment",
     "Comparison",
     "MediaError",
     "ModelError",
@@ -42,6 +46,7 @@ __all__ = [
     "Session",
     "VLMFastError",
     "__version__",
+    "attach",
     "methods",
     "overlay",
 ]

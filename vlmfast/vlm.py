@@ -588,8 +588,8 @@ class VLM:
             answers[turn.number] = self._said(turn)
         return [answers[number] for number in sorted(answers)]
 
-    def _generation(self, generation: dict) -> dict:
-        """Generation arguments as our loop takes them.
+    def _generation(self, generation: dict, default: int | None = _DEFAULT_NEW_TOKENS) -> dict:
+        """Generation arguments as our loop takes them; ``default`` is of new tokens.
 
         Hugging Face hands neither streamer nor tokenizer to a loop of one's own, so the streamer
         travels under another name and stop strings become a criterion.
@@ -597,8 +597,9 @@ class VLM:
         generation = dict(generation)
         config = generation.get("generation_config") or self.model.generation_config
         given = {"max_new_tokens", "max_length"} & set(generation)
-        if not given and config.max_new_tokens is None and config.max_length in (None, 20):
-            generation["max_new_tokens"] = _DEFAULT_NEW_TOKENS
+        unset = not given and config.max_new_tokens is None and config.max_length in (None, 20)
+        if unset and default is not None:
+            generation["max_new_tokens"] = default
         if streamer := generation.pop("streamer", None):
             generation["vlmfast_streamer"] = streamer
         criteria = list(generation.pop("stopping_criteria", None) or [])

@@ -665,8 +665,9 @@ class Turn:
 
 def open_turn(run: Run, generation: dict[str, Any]) -> Turn:
     """Hugging Face's ``generate`` up to where its loop would begin."""
-    ids = run.inputs.tensors["input_ids"]
-    return run.adapter.model.generate(
+    ids, model = run.inputs.tensors["input_ids"], run.adapter.model
+    return type(model).generate(  # the class's: the model's own may lead here, see `attach`
+        model,
         input_ids=ids,
         attention_mask=torch.ones_like(ids),
         # Given, so that families with rotary state of their own do not compute and keep it.

@@ -16,6 +16,7 @@ from ..models.base import Adapter
 from ..recipe import Recipe
 from ..stages import (
     EncodeRequest,
+    ItemGeometry,
     Phase,
     PrefillStage,
     Stage,
@@ -87,6 +88,8 @@ class Inputs:
         Training: ids at the end of the prompt that are the answer.
     offset, start : int
         Of a later part of a prompt: ids and rotary ids in front of it.
+    items : tuple of ItemGeometry, optional
+        Of the pictures; what `Adapter.items` says by default.
     """
 
     tensors: dict[str, Tensor]
@@ -96,6 +99,7 @@ class Inputs:
     answer: int = 0
     offset: int = 0
     start: int = 0
+    items: tuple[ItemGeometry, ...] | None = None
 
 
 @dataclass
@@ -135,7 +139,9 @@ def look(
     order = torch.arange(ids.shape[1], device=ids.device)
     notes: dict[str, dict] = {}
     trained = {stage.name: adapter.trained(stage) for stage in recipe if stage.trained}
-    items = adapter.items(inputs.tensors, inputs.sizes, inputs.frames)
+    items = inputs.items
+    if items is None:
+        items = adapter.items(inputs.tensors, inputs.sizes, inputs.frames)
     start = clock(ids.device)
     tokens, vision = encode(
         adapter,

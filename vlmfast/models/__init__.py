@@ -17,7 +17,7 @@ def families() -> list[str]:
     return sorted(
         info.name
         for info in pkgutil.iter_modules(__path__)
-        if not info.ispkg and info.name != "base"
+        if not info.ispkg and info.name != "base" and not info.name.startswith("_")
     )
 
 

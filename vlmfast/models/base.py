@@ -14,6 +14,7 @@ from ..checkpoints import load_weights
 from ..errors import ModelError, RecipeError
 from ..layout import Kind, TokenLayout
 from ..stages import ItemGeometry, Stage, Step, VisionStats
+from ._batch import Media
 
 
 @dataclass
@@ -48,6 +49,7 @@ class Adapter:
     kind: ClassVar[Kind] = Kind.IMAGE
     tensors: ClassVar[tuple[str, ...]] = ("pixel_values",)  # what `encode` takes
     clip_tensors: ClassVar[tuple[str, ...]] = ()  # the same of clips, where they are no pictures
+    beside: ClassVar[tuple[str, ...]] = ()  # what processors give beside these, where they do
     processors: ClassVar[tuple[str, ...]] = ()  # classes that belong to the family, if it checks
     fixed: ClassVar[bool] = False  # whether views are of the one size that the tower takes
     nested: ClassVar[bool] = False  # whether the processor takes a list of pictures per prompt
@@ -265,13 +267,12 @@ class Adapter:
             if self.fixed and key.startswith("pixel_values"):
                 self._fits(value)
         return {
-            key: self._moved(value, self.dtype if key.startswith("pixel_values") else value.dtype)
-            for key, value in batch.items()
-            if isinstance(value, Tensor)
+            key: self.moved(key, value) for key, value in batch.items() if isinstance(value, Tensor)
         }
 
-    def _moved(self, value: Tensor, dtype: torch.dtype) -> Tensor:
-        """``value`` on the device; the host does not wait for a copy to a GPU."""
+    def moved(self, key: str, value: Tensor) -> Tensor:
+        """An input on the device, pixels in the model's dtype; the host waits for no copy."""
+        dtype = self.dtype if key.startswith("pixel_values") else value.dtype
         if self.device.type == "cuda" and value.device.type == "cpu":
             return value.pin_memory().to(self.device, non_blocking=True).to(dtype)
         return value.to(self.device, dtype)
@@ -318,6 +319,45 @@ class Adapter:
             )
         videos = [shown for shown, _ in clips]
         return {"videos": videos, "video_metadata": about, "do_sample_frames": False}
+
+    # --- a batch of prompts ----------------------------------------------------------------------
+
+    def pictures_in(self, batch: dict[str, Tensor], ids: list[Tensor]) -> list[Media]:
+        """The pictures of a batch in the order of its rows, whose ids are ``ids``, (S_i,) each."""
+        return self._alike(batch, self.tensors[0], self.image_token_id, ids)
+
+    def clips_in(self, batch: dict[str, Tensor], ids: list[Tensor]) -> list[Media]:
+        """Its clips, where they are no pictures."""
+        return []
+
+    def _alike(
+        self, batch: dict[str, Tensor], key: str, token: int, ids: list[Tensor]
+    ) -> list[Media]:
+        """Pictures, or clips (N, T, C, H, W), that all cost the same number of tokens."""
+        pixels = batch.get(key)
+        if pixels is None:
+            return []
+        tokens = sum(int((of == token).sum()) for of in ids) // max(len(pixels), 1)
+        frames = pixels.shape[1] if pixels.dim() == 5 else 0
+        size = pixels.shape[-2], pixels.shape[-1]
+        return [Media(tokens, {key: one}, size, frames) for one in pixels.split(1)]
+
+    def joined(self, parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        """`Media.tensors` of several pictures and clips as those of one prompt."""
+        keys = {key: None for part in parts for key in part}
+        return {key: torch.cat([part[key] for part in parts if key in part]) for key in keys}
+
+    def items_of(
+        self, tensors: dict[str, Tensor], media: Sequence[Media]
+    ) -> tuple[ItemGeometry, ...]:
+        """`items` of a prompt that came in a batch."""
+        sizes, frames, clips = [], [], 0
+        for one in media:
+            clip = clips if one.frames else -1
+            clips += one.frames > 0
+            sizes += [one.size] * max(one.frames, 1)
+            frames += [(clip, i, max(one.frames, 1)) for i in range(max(one.frames, 1))]
+        return self.items(tensors, sizes, frames) if media else ()
 
     def on_device(self) -> dict[str, Any]:
         """Where pictures are resized and normalised: on the GPU, by processors that can."""
@@ -377,7 +417,7 @@ class Adapter:
 
         The parameters are those of `engine.prefill.Inputs`; a family may join frames to one item.
         """
-        items = self.geometry(sizes)
+        items = self.views_of(tensors, sizes)
         if not frames:
             return items
         return tuple(
@@ -388,6 +428,12 @@ class Adapter:
     def inside(self, items: tuple[ItemGeometry, ...]) -> bool:
         """Whether stages inside the tower are served: one visual token for each of its patches."""
         return True
+
+    def views_of(
+        self, tensors: dict[str, Tensor], sizes: list[tuple[int, int]]
+    ) -> tuple[ItemGeometry, ...]:
+        """`geometry`, where the processor's output says more than the sizes."""
+        return self.geometry(sizes)
 
     def geometry(self, sizes: list[tuple[int, int]]) -> tuple[ItemGeometry, ...]:
         """How pictures of ``sizes`` (height, width in pixels) lie in the vision batch."""

@@ -30,8 +30,11 @@ class FamilyAdapter(Tiled):
     def patches(self) -> int:
         return self.config.image_seq_length
 
+    def side(self) -> int:
+        return int(self.patches() ** 0.5)
+
     def geometry(self, sizes: list[tuple[int, int]]) -> tuple[ItemGeometry, ...]:
-        side = int(self.patches() ** 0.5)
+        side = self.side()
         return tuple(
             ItemGeometry(size, (0, 0), (i, i + 1), (side, side)) for i, size in enumerate(sizes)
         )

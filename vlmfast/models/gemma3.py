@@ -47,8 +47,11 @@ class FamilyAdapter(Tiled):
     def image_token(self) -> str:
         return self.processor.boi_token
 
+    def side(self) -> int:
+        return int(self.config.mm_tokens_per_image**0.5)
+
     def geometry(self, sizes: list[tuple[int, int]]) -> tuple[ItemGeometry, ...]:
-        side = int(self.config.mm_tokens_per_image**0.5)
+        side = self.side()
         return tuple(
             ItemGeometry(size, (0, 0), (i, i + 1), (side, side)) for i, size in enumerate(sizes)
         )

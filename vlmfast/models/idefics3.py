@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import re
+
 import torch
 from torch import Tensor, nn
 
 from ..stages import ItemGeometry
+from ._batch import Media, runs
 from .internvl import Tiled
 
 
 class FamilyAdapter(Tiled):
+    beside = ("pixel_attention_mask",)
     processors = ("Idefics3Processor", "SmolVLMProcessor")
     nested = True
 
     def projector(self) -> nn.Module:
         return self.model.base_model.connector
+
+    def side(self) -> int:
+        return int(self.patches() ** 0.5) // self.config.scale_factor
 
     def geometry(self, sizes: list[tuple[int, int]]) -> tuple[ItemGeometry, ...]:
         items, start = [], 0
@@ -28,8 +35,31 @@ class FamilyAdapter(Tiled):
     def _item(
         self, size: tuple[int, int], tiles: tuple[int, int], start: int, count: int
     ) -> ItemGeometry:
-        side = int(self.patches() ** 0.5) // self.config.scale_factor
+        side = self.side()
         return ItemGeometry(size, tiles, (start, start + count), (side, side))
+
+    def pictures_in(self, batch: dict[str, Tensor], ids: list[Tensor]) -> list[Media]:
+        """In front of each crop stands its place, the whole picture comes last."""
+        found = []
+        keys = [key for key in (*self.tensors, *self.beside) if key in batch]
+        for number, row in enumerate(ids if keys else []):
+            first, views, end, tokens, tiles = 0, 0, 0, 0, (0, 0)
+            for start, length in runs(row, self.image_token_id):
+                text = self.processor.tokenizer.decode(row[end:start])
+                views, end, tokens = views + 1, start + length, tokens + length
+                if place := re.search(r"<row_(\d+)_col_(\d+)>", text):
+                    tiles = int(place[1]), int(place[2])
+                    continue
+                own = {key: batch[key][number : number + 1, first:views] for key in keys}
+                height, width = own["pixel_values"].shape[-2:]
+                size = max(tiles[0], 1) * height, max(tiles[1], 1) * width
+                found.append(Media(tokens, own, size, 0, tiles))
+                first, tokens, tiles = views, 0, (0, 0)
+        return found
+
+    def joined(self, parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        keys = parts[0] if parts else ()
+        return {key: torch.cat([part[key] for part in parts], dim=1) for key in keys}
 
     def features(self, inputs: dict[str, Tensor]) -> Tensor:
         output = self.model.base_model.get_image_features(

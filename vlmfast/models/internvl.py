@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ..layout import TokenLayout
 from ..stages import ItemGeometry, Step, VisionStats
+from ._batch import Media, runs, tiling
 from .base import Adapter, Encoded
 
 
@@ -20,6 +21,20 @@ class Tiled(Adapter):
 
     def inside(self, items: tuple[ItemGeometry, ...]) -> bool:
         return False
+
+    def side(self) -> int:
+        """Tokens in a row of a view."""
+        raise NotImplementedError(f"{type(self).__name__}.side")
+
+    def items_of(
+        self, tensors: dict[str, Tensor], media: Sequence[Media]
+    ) -> tuple[ItemGeometry, ...]:
+        items, view, side = [], 0, self.side()
+        for one in media:
+            place = view, view + one.tokens // side**2
+            items.append(ItemGeometry(one.size, one.tiles or (0, 0), place, (side, side)))
+            view = place[1]
+        return tuple(items)
 
     def features(self, inputs: dict[str, Tensor]) -> Tensor:
         """Of every view, (V, N, D)."""
@@ -69,19 +84,34 @@ class FamilyAdapter(Tiled):
         (h, w), (p, q) = _pair(vision.image_size), _pair(vision.patch_size)
         return (h // p) * (w // q)
 
+    def side(self) -> int:
+        vision = self.config.vision_config
+        patches = _pair(vision.image_size)[0] // _pair(vision.patch_size)[0]
+        return int(patches * self.config.downsample_ratio)
+
+    def pictures_in(self, batch: dict[str, Tensor], ids: list[Tensor]) -> list[Media]:
+        """The tokens of each picture, or of each frame, stand between two marks."""
+        found, view, pixels = [], 0, batch.get("pixel_values")
+        for _, tokens in [run for row in ids for run in runs(row, self.image_token_id)]:
+            count = tokens // self.side() ** 2
+            if pixels is None or view + count > len(pixels):
+                break
+            own = pixels[view : view + count]
+            down, across = tiling(own) if count > 1 else (0, 0)
+            size = max(down, 1) * pixels.shape[-2], max(across, 1) * pixels.shape[-1]
+            found.append(Media(tokens, {"pixel_values": own}, size, 0, (down, across)))
+            view += count
+        return found
+
     def items(
         self, tensors: dict[str, Tensor], sizes: list[tuple[int, int]], frames: Sequence[tuple]
     ) -> tuple[ItemGeometry, ...]:
-        vision = self.config.vision_config
-        side = int(_pair(vision.image_size)[0] // _pair(vision.patch_size)[0])
-        side = int(side * self.config.downsample_ratio)
+        side, items, view = self.side(), [], 0
         # The tokens of each picture stand between two marks.
-        here = self.visual(tensors["input_ids"][0]).int()
-        edges = here.diff(prepend=here.new_zeros(1), append=here.new_zeros(1))
-        counts = ((edges < 0).nonzero() - (edges > 0).nonzero()).flatten() // side**2
-        items, view = [], 0
+        found = runs(tensors["input_ids"][0], self.image_token_id)
+        counts = [tokens // side**2 for _, tokens in found]
         frames = frames or [(-1, 0, 1)] * len(sizes)
-        for size, (clip, *frame), count in zip(sizes, frames, counts.tolist(), strict=True):
+        for size, (clip, *frame), count in zip(sizes, frames, counts, strict=True):
             tiles = self._tiles(size) if count > 1 else (0, 0)
             place = (view, view + count)
             items.append(ItemGeometry(size, tiles, place, (side, side), clip, tuple(frame[:2])))

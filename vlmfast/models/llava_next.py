@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ..layout import Kind, TokenLayout
 from ..stages import ItemGeometry, Step
+from ._batch import Media
 from .base import Adapter, Encoded
 from .llava import complete
 
@@ -37,6 +38,19 @@ class FamilyAdapter(Adapter):
         rows, columns = step.items[0].patches
         stats = self.patch_stats(step, rows * columns)
         return Encoded(features, layouts, stats, [()] * len(features))
+
+    def pictures_in(self, batch: dict[str, Tensor], ids: list[Tensor]) -> list[Media]:
+        if "image_sizes" not in batch:
+            return []
+        return [self._picture(batch, i) for i in range(len(batch["image_sizes"]))]
+
+    def _picture(self, batch: dict[str, Tensor], i: int) -> Media:
+        own = {key: batch[key][i : i + 1] for key in ("pixel_values", "image_sizes")}
+        height, width = own["image_sizes"][0].tolist()
+        (geometry,) = self.geometry([(height, width)])
+        strategy = self.config.vision_feature_select_strategy
+        tokens = len(self._layout(0, geometry, own["image_sizes"], strategy))
+        return Media(tokens, own, (height, width))
 
     def geometry(self, sizes: list[tuple[int, int]]) -> tuple[ItemGeometry, ...]:
         from transformers.models.llava_next.modeling_llava_next import get_anyres_image_grid_shape

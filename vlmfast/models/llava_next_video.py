@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..layout import Kind, TokenLayout
 from ..stages import ItemGeometry, Step
+from ._batch import Media
 from .base import Encoded
 from .llava_next import FamilyAdapter as LlavaNext
 
@@ -30,13 +31,16 @@ class FamilyAdapter(LlavaNext):
         side = self.patches() ** 0.5
         return all(item.patches == (side, side) for item in items)
 
+    def clips_in(self, batch: dict[str, Tensor], ids: list[Tensor]) -> list[Media]:
+        return self._alike(batch, self.clip_tensors[0], self.config.video_token_id, ids)
+
     def items(
         self, tensors: dict[str, Tensor], sizes: list[tuple[int, int]], frames: Sequence[tuple]
     ) -> tuple[ItemGeometry, ...]:
         if self.clip_tensors[0] not in tensors:
             return super().items(tensors, sizes, frames)
         alone = [size for size, (clip, *_) in zip(sizes, frames, strict=True) if clip < 0]
-        pictures = self.geometry(alone)
+        pictures = self.views_of(tensors, alone)
         view = pictures[-1].views[1] if pictures else 0  # the tower reads the pictures first
         of_picture, items, side = iter(pictures), [], self.pooled()
         for size, (clip, index, total, *_) in zip(sizes, frames, strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,11 +10,13 @@ from torch import Tensor, nn
 
 from ..layout import Kind, TokenLayout
 from ..stages import ItemGeometry
+from ._batch import Media
 from .base import Adapter
 from .llava_next_video import FamilyAdapter as LlavaNextVideo
 
 
 class FamilyAdapter(LlavaNextVideo):
+    beside = ("batch_num_images",)
     processors = ("LlavaOnevisionProcessor",)
     nested = True  # of several pictures it makes no crops
     rows = ("columns",)  # SigLIP has no CLS token
@@ -25,6 +28,33 @@ class FamilyAdapter(LlavaNextVideo):
     def pooled(self) -> int:
         vision = self.config.vision_config
         return -(-(vision.image_size // vision.patch_size) // 2)
+
+    def pictures_in(self, batch: dict[str, Tensor], ids: list[Tensor]) -> list[Media]:
+        pictures = super().pictures_in(batch, ids)
+        # Of how many each is one; a processor that got one flat list cuts all of them.
+        counts = batch["batch_num_images"].tolist() if pictures else []
+        alone = [n == 1 for n in counts for _ in range(n)]
+        found = []
+        for one, crops in zip(pictures, alone, strict=True):
+            tokens = one.tokens if crops else self.patches() + 1
+            count = torch.tensor([int(crops)])
+            own = {**one.tensors, "batch_num_images": count}
+            found.append(replace(one, tokens=tokens, tensors=own))
+        return found
+
+    def joined(self, parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        tensors = super().joined(parts)
+        counts = tensors.get("batch_num_images")
+        if counts is not None and not bool(counts.all()):
+            tensors["batch_num_images"] = torch.tensor([len(counts)])
+        return tensors
+
+    def views_of(
+        self, tensors: dict[str, Tensor], sizes: list[tuple[int, int]]
+    ) -> tuple[ItemGeometry, ...]:
+        if bool((tensors.get("batch_num_images", torch.zeros(1)) == 1).all()):
+            return super().geometry(sizes)
+        return self.geometry(sizes)
 
     def geometry(self, sizes: list[tuple[int, int]]) -> tuple[ItemGeometry, ...]:
         if len(sizes) == 1:

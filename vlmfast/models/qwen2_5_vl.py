@@ -14,12 +14,14 @@ from torch import Tensor, nn
 
 from ..layout import TokenLayout
 from ..stages import ItemGeometry, Step, VisionStats
+from ._batch import Media
 from .base import Adapter, Encoded
 
 
 class FamilyAdapter(Adapter):
     tensors = ("pixel_values", "image_grid_thw")
     clip_tensors = ("pixel_values_videos", "video_grid_thw")
+    beside = ("second_per_grid_ts", "mm_token_type_ids")
     processors = ("Qwen2_5_VLProcessor", "Qwen2VLProcessor")
     attention = "attn"
     rows = ()  # its patches are in windows, and four of them make a token
@@ -52,6 +54,28 @@ class FamilyAdapter(Adapter):
             ids, mm_token_type_ids=kinds, **{key: inputs[key] for key in given if key in inputs}
         )
         return position[:, 0]
+
+    def pictures_in(self, batch: dict[str, Tensor], ids: list[Tensor]) -> list[Media]:
+        return self._patches_in(batch, *self.tensors)
+
+    def clips_in(self, batch: dict[str, Tensor], ids: list[Tensor]) -> list[Media]:
+        return self._patches_in(batch, *self.clip_tensors, clips=True)
+
+    def _patches_in(
+        self, batch: dict[str, Tensor], pixels: str, grid: str, clips: bool = False
+    ) -> list[Media]:
+        if grid not in batch:
+            return []
+        vision, found, grids = self.config.vision_config, [], batch[grid]
+        parts = batch[pixels].split(grids.prod(-1).tolist())
+        for i, (part, (t, h, w)) in enumerate(zip(parts, grids.tolist(), strict=True)):
+            own = {pixels: part, grid: grids[i : i + 1]}
+            if clips and "second_per_grid_ts" in batch:
+                own["second_per_grid_ts"] = batch["second_per_grid_ts"][i : i + 1]
+            size = h * vision.patch_size, w * vision.patch_size
+            tokens = t * h * w // vision.spatial_merge_size**2
+            found.append(Media(tokens, own, size, int(clips)))
+        return found
 
     def items(
         self, tensors: dict[str, Tensor], sizes: list[tuple[int, int]], frames: Sequence[tuple]

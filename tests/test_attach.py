@@ -1,0 +1,497 @@
+"""`vlmfast.attach`: a model's own ``generate`` under a recipe, for every family, and given back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria, TextIteratorStreamer
+
+import tiny_families
+import tiny_models
+import vlmfast
+from vlmfast import VLM, Attachment, ModelError, RecipeError, VLMFastError
+from vlmfast.models._batch import runs, tiling
+
+BUILD = {
+    "llava": tiny_models.build_llava,
+    "llava_next": tiny_models.build_llava_next,
+    **{
+        name.removeprefix("build_"): build
+        for name, build in vars(tiny_families).items()
+        if name.startswith("build_")
+    },
+}
+CLIPS = ("llava_next_video", "llava_onevision", "qwen2_5_vl", "qwen3_vl", "internvl")
+NEW = 6
+
+
+def picture(seed: int, width: int = 60, height: int = 44) -> Image.Image:
+    of = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return Image.fromarray(of)
+
+
+# Three rows of different lengths: one picture, three, none.
+ROWS = [
+    ("what is here ?", [picture(0)]),
+    ("and in these ?", [picture(1, 30, 70), picture(2, 90, 33), picture(3)]),
+    ("hello", []),
+]
+
+
+@pytest.fixture(scope="module", params=BUILD)
+def pair(request) -> tuple[Any, Any]:
+    if request.param == "smolvlm":
+        pytest.importorskip("num2words")  # its processor wants it
+    return BUILD[request.param]()
+
+
+@pytest.fixture(scope="module")
+def llava() -> tuple[Any, Any]:
+    return BUILD["llava"]()
+
+
+def prompt(processor: Any, question: str, pictures: int = 0, clips: int = 0) -> str:
+    content = [{"type": "image"}] * pictures + [{"type": "video"}] * clips
+    content.append({"type": "text", "text": question})
+    return processor.apply_chat_template(
+        [{"role": "user", "content": content}], add_generation_prompt=True
+    )
+
+
+def ready(vlm: VLM, texts: list[str], pictures: list[list], side: str = "left", **more) -> dict:
+    """What the processor makes of a batch."""
+    # The adapter's, which has what older checkpoints leave out.
+    processor = vlm.adapter.processor
+    processor.tokenizer.padding_side = side
+    images = pictures if vlm.adapter.nested else [one for row in pictures for one in row]
+    if vlm.adapter.config.model_type == "llava_onevision":
+        images = [row for row in pictures if row]
+    if any(pictures):
+        more["images"] = images
+    return dict(processor(text=texts, padding=True, return_tensors="pt", **more))
+
+
+def batch(vlm: VLM, rows: list[tuple[str, list]] = ROWS, side: str = "left") -> dict:
+    texts = [prompt(vlm.processor, question, len(of)) for question, of in rows]
+    return ready(vlm, texts, [of for _, of in rows], side)
+
+
+def alone(vlm: VLM, recipe: str = "none", **generation) -> list[list[int]]:
+    """The ids that `VLM.ask` gives for `ROWS`."""
+    given = {"max_new_tokens": NEW, **generation}
+    return [
+        vlm.ask(question, images=pictures, recipe=recipe, **given).token_ids
+        for question, pictures in ROWS
+    ]
+
+
+def said(ids: torch.Tensor, inputs: dict, pad: int = 0) -> list[list[int]]:
+    rows = ids[:, inputs["input_ids"].shape[1] :].tolist()
+    return [[token for token in row if token != pad] for row in rows]
+
+
+def test_a_padded_batch_gives_what_hugging_face_gives(pair):
+    model, processor = pair
+    inputs = batch(VLM(model, processor))
+    full = model.generate(**inputs, max_new_tokens=NEW, do_sample=False)
+    before = dict(vars(model))
+    with vlmfast.attach(model, processor) as attached:
+        got = model.generate(**inputs, max_new_tokens=NEW, do_sample=False)
+        assert len(attached.answers) == len(ROWS)
+        assert attached.answers[2].stats.visual_tokens_in == 0
+        assert attached.answers[1].stats.visual_tokens_in > 0
+    assert vars(model).keys() == before.keys()
+    assert torch.equal(got, full)
+    # A control: other pixels give other tokens.
+    turned = {**inputs, "pixel_values": inputs["pixel_values"].flip(-1)}
+    with vlmfast.attach(model, processor):
+        assert not torch.equal(model.generate(**turned, max_new_tokens=NEW), full)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("recipe", ["random:0.5", "fastv", "snapkv:0.5,window=0.1", "draft-ngram"])
+def test_each_row_is_the_answer_that_it_would_get_alone(pair, recipe, side):
+    model, processor = pair
+    vlm = VLM(model, processor)
+    inputs = batch(vlm, side=side)
+    with vlmfast.attach(model, processor, recipe) as attached:
+        got = model.generate(**inputs, max_new_tokens=NEW)
+    expected = alone(vlm, recipe)
+    assert said(got, inputs) == [[t for t in row if t != 0] for row in expected]
+    assert [answer.token_ids for answer in attached.answers] == expected
+    if recipe == "random:0.5":
+        assert expected != alone(vlm)  # a control: the recipe changes something
+        for answer in attached.answers[:2]:
+            assert answer.stats.equivalent_tokens < 0.6 * answer.stats.visual_tokens_in
+
+
+@pytest.mark.parametrize("family", CLIPS)
+def test_clips_and_pictures_find_their_rows(family):
+    model, processor = BUILD[family]()
+    vlm = VLM(model, processor)
+    frames = [[picture(10 * n + i, 40, 40) for i in range(4)] for n in range(2)]
+    asked = [("what happens ?", 1), ("hello", 0), ("and then, in the other one ?", 1)]
+    videos = [np.stack([np.asarray(frame) for frame in of]) for of in frames]
+    about = [{"fps": 1.0, "total_num_frames": 4, "frames_indices": list(range(4))} for _ in videos]
+    texts = [prompt(processor, question, 0, clips) for question, clips in asked]
+    inputs = ready(
+        vlm,
+        texts,
+        [],
+        videos=videos,
+        video_metadata=about,
+        do_sample_frames=False,
+    )
+    full = model.generate(**inputs, max_new_tokens=NEW, do_sample=False)
+    with vlmfast.attach(model, processor) as attached:
+        assert torch.equal(model.generate(**inputs, max_new_tokens=NEW, do_sample=False), full)
+    with vlmfast.attach(model, processor, "grid:0.5"):
+        got = model.generate(**inputs, max_new_tokens=NEW)
+    kept = [answer.stats.visual_tokens_in for answer in attached.answers]
+    assert kept[0] == kept[2] > 0 == kept[1]
+    clip = {"video": frames[1], "num_frames": 4}
+    expected = vlm.ask(asked[2][0], **clip, recipe="grid:0.5", max_new_tokens=NEW).token_ids
+    assert said(got, inputs)[2] == [t for t in expected if t != 0]
+
+
+def test_a_flat_list_of_pictures_means_crops_of_each_to_onevision():
+    model, processor = BUILD["llava_onevision"]()
+    text = prompt(processor, "both ?", 2)
+    given = {"text": [text], "return_tensors": "pt"}
+    pictures = [picture(0), picture(1, 30, 70)]
+    flat = dict(processor(images=pictures, **given))
+    nested = dict(processor(images=[pictures], **given))
+    assert flat["input_ids"].shape[1] > nested["input_ids"].shape[1]
+    for inputs in (flat, nested):
+        full = model.generate(**inputs, max_new_tokens=NEW, do_sample=False)
+        with vlmfast.attach(model, processor):
+            assert torch.equal(model.generate(**inputs, max_new_tokens=NEW, do_sample=False), full)
+
+
+# --- what generate returns -----------------------------------------------------------------------
+
+
+def test_arguments_and_results_are_hugging_faces(llava):
+    model, processor = llava
+    vlm = VLM(model, processor)
+    inputs = batch(vlm)
+    given = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+    cases = [
+        {"max_new_tokens": 5},
+        {"max_length": inputs["input_ids"].shape[1] + 3},
+        {"min_new_tokens": 3, "max_new_tokens": 4, "repetition_penalty": 1.3},
+        {},  # 20 new tokens
+        {"generation_config": GenerationConfig(max_new_tokens=3, eos_token_id=2, pad_token_id=0)},
+        {"max_new_tokens": 5, "suppress_tokens": [40, 41, 42]},
+    ]
+    for case in cases:
+        config = model.generation_config.to_dict()
+        full = model.generate(**inputs, **given, do_sample=False, **case)
+        with vlmfast.attach(model, processor):
+            got = model.generate(**inputs, **given, do_sample=False, **case)
+            plain = model.generate(**inputs, do_sample=False, **case)
+        assert torch.equal(got.sequences, full.sequences)
+        assert torch.equal(plain, full.sequences)
+        assert len(got.scores) == len(full.scores) == len(got.logits)
+        for a, b in zip(got.scores, full.scores, strict=True):
+            torch.testing.assert_close(a[:2], b[:2], atol=1e-4, rtol=1e-4)
+        assert model.generation_config.to_dict() == config
+
+
+def test_rows_that_end_early_are_padded_as_hugging_face_pads_them(llava):
+    model, processor = llava
+    vlm = VLM(model, processor)
+    inputs = batch(vlm)
+    tokens = alone(vlm)
+    ends = tokens[0][1]  # the second token of the first row ends it
+    assert ends not in tokens[1][:2]
+    given = {"max_new_tokens": NEW, "eos_token_id": ends, "pad_token_id": 3, "do_sample": False}
+    full = model.generate(**inputs, **given)
+    with vlmfast.attach(model, processor):
+        got = model.generate(**inputs, **given, return_dict_in_generate=True, output_scores=True)
+    assert torch.equal(got.sequences, full)
+    assert got.sequences[0, -1] == 3 != got.sequences[1, -1]
+    assert got.scores[-1][0].argmax() == 3
+
+
+def test_one_row_samples_what_hugging_face_samples_and_streams(llava):
+    model, processor = llava
+    inputs = batch(VLM(model, processor), ROWS[:1])
+    given = {"max_new_tokens": NEW, "do_sample": True, "temperature": 1.5}
+    torch.manual_seed(3)
+    full = model.generate(**inputs, **given)
+    streamer = TextIteratorStreamer(processor.tokenizer, skip_prompt=True, timeout=30)
+    with vlmfast.attach(model, processor):
+        torch.manual_seed(3)
+        got = model.generate(**inputs, **given, streamer=streamer)
+        seeded = [model.generate(**inputs, **given, seed=5) for _ in range(2)]
+    assert torch.equal(got, full)
+    assert torch.equal(*seeded) and not torch.equal(seeded[0], full)
+    new = got[0, inputs["input_ids"].shape[1] :]
+    assert "".join(streamer) == processor.tokenizer.decode(new)
+
+
+def test_processors_criteria_and_prefixes_see_their_row(llava):
+    model, processor = llava
+    vlm = VLM(model, processor)
+    inputs = batch(vlm)
+
+    class Only(LogitsProcessor):
+        def __call__(self, ids, scores):
+            scores[:, 50] = 100.0
+            return scores
+
+    class Two(StoppingCriteria):
+        def __call__(self, ids, scores, **kwargs):
+            return torch.full((len(ids),), bool((ids[0, -2:] == 50).all()))
+
+    def allowed(row: int, ids: torch.Tensor) -> list[int]:
+        return [60 + row]
+
+    with vlmfast.attach(model, processor):
+        made = model.generate(
+            **inputs, max_new_tokens=NEW, logits_processor=[Only()], stopping_criteria=[Two()]
+        )
+        prefixed = model.generate(**inputs, max_new_tokens=1, prefix_allowed_tokens_fn=allowed)
+        stopped = model.generate(
+            **inputs,
+            max_new_tokens=NEW,
+            logits_processor=[Only()],
+            stop_strings=processor.tokenizer.decode([50, 50, 50]),
+            tokenizer=processor.tokenizer,
+        )
+    assert said(made, inputs) == [[50, 50]] * 3
+    assert said(prefixed, inputs) == [[60], [61], [62]]
+    assert said(stopped, inputs) == [[50, 50, 50]] * 3
+
+
+def test_a_pipeline_runs_on_it():
+    from transformers import pipeline
+
+    model, processor = BUILD["llava_next"]()
+    vlm = VLM(model, processor)
+    pipe = pipeline("image-text-to-text", model=model, processor=vlm.adapter.processor)
+    text = prompt(processor, "what is here ?", 1)
+
+    def ask() -> str:
+        (got,) = pipe(images=picture(0), text=text, max_new_tokens=NEW, return_full_text=False)
+        return got["generated_text"]
+
+    full = ask()
+    with vlmfast.attach(model, processor) as attached:
+        assert ask() == full
+        assert attached.answers
+    with vlmfast.attach(model, processor, "random:0.2"):
+        assert ask() != full
+
+
+# --- put in and given back -----------------------------------------------------------------------
+
+
+def recipes(model: Any) -> Iterator[str]:
+    """Of the attachments over a model, the last one first."""
+    own = vars(model).get("generate")
+    while own is not None:
+        yield str(own.__self__.recipe)
+        own = own.__self__._below
+
+
+def test_everything_is_as_it_was_behind_the_block(llava):
+    model, processor = llava
+    before, kind = dict(vars(model)), type(model).generate
+    hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
+    config = model.config.to_dict()
+    inputs = batch(VLM(model, processor))
+    full = model.generate(**inputs, max_new_tokens=NEW, do_sample=False)
+    with vlmfast.attach(model, processor, "random:0.2"):
+        assert not torch.equal(model.generate(**inputs, max_new_tokens=NEW), full)
+    assert dict(vars(model)) == before and type(model).generate is kind
+    assert hooks == [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
+    assert model.config.to_dict() == config
+    assert torch.equal(model.generate(**inputs, max_new_tokens=NEW, do_sample=False), full)
+
+
+def test_an_exception_inside_gives_everything_back(llava):
+    model, processor = llava
+    inputs = batch(VLM(model, processor))
+
+    class Fails(LogitsProcessor):
+        def __call__(self, ids, scores):
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"), vlmfast.attach(model, processor, "random:0.5"):
+        model.generate(**inputs, max_new_tokens=NEW, logits_processor=[Fails()])
+    assert "generate" not in vars(model)
+    with vlmfast.attach(model, processor) as attached:
+        with pytest.raises(KeyError):
+            model.generate(**inputs, max_new_tokens=NEW, logits_processor=[Fails()])
+        model.generate(**inputs, max_new_tokens=NEW)  # the next call works
+        assert [answer.token_ids for answer in attached.answers] == alone(VLM(model, processor))
+
+
+def test_attachments_nest(llava):
+    model, processor = llava
+    with vlmfast.attach(model, processor, "random:0.5") as outer:
+        with vlmfast.attach(model, processor, "fastv") as inner:
+            assert list(recipes(model)) == ["fastv", "random:0.5"]
+            assert model.generate == inner.generate
+        assert model.generate == outer.generate
+        # Asking through the library meanwhile is not affected.
+        question, pictures = ROWS[0]
+        answer = VLM(model, processor).ask(question, images=pictures, max_new_tokens=NEW)
+        assert answer.recipe == "none"
+    assert "generate" not in vars(model)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1), (1, 0, 2), (2, 0, 1), (1, 2, 0)])
+def test_attachments_go_in_any_order(llava, order):
+    model, processor = llava
+    three = [vlmfast.attach(model, processor, f"random:0.{n}") for n in (2, 4, 6)]
+    for number in order:
+        left = [one for one in three if one.attached and one is not three[number]]
+        three[number].detach()
+        three[number].detach()  # once more does nothing
+        assert ("generate" in vars(model)) == bool(left)
+        if left:
+            assert model.generate == left[-1].generate
+    assert not any(one.attached for one in three)
+
+
+def test_what_the_user_put_there_comes_back(llava):
+    model, processor = llava
+    calls = []
+    model.generate = lambda *args, **kwargs: calls.append(kwargs)
+    mine = model.generate
+    try:
+        with vlmfast.attach(model, processor) as attached:
+            model.generate(**batch(attached.vlm), max_new_tokens=1)
+            assert not calls
+        assert model.generate is mine
+        attached.generate(max_new_tokens=7)  # kept by somebody: it hands on
+        assert calls == [{"max_new_tokens": 7}]
+    finally:
+        del model.generate
+
+
+def test_used_twice(llava):
+    model, processor = llava
+    attached = vlmfast.attach(model, processor, "random:0.5")
+    assert isinstance(attached, Attachment) and "attached recipe random:0.5" in repr(attached)
+    with attached:
+        with pytest.raises(VLMFastError, match="used twice"):
+            attached.__enter__()
+        assert model.generate == attached.generate
+    assert "generate" not in vars(model) and "detached" in repr(attached)
+    with attached:  # one after another is fine
+        assert model.generate == attached.generate
+    assert "generate" not in vars(model)
+
+
+# --- bad input -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"inputs_embeds": torch.zeros(1, 2, 3)}, VLMFastError, "inputs_embeds cannot be given"),
+        ({"num_beams": 2}, VLMFastError, "num_beams"),
+        ({"output_attentions": True}, VLMFastError, "output_attentions cannot"),
+        ({"assistant_model": object()}, VLMFastError, "assistant_model cannot"),
+        ({"pixel_values_videos": torch.zeros(1, 4, 3, 8, 8)}, ModelError, "is no input of a llava"),
+        ({"input_ids": None}, VLMFastError, "input_ids must be"),
+        ({"input_ids": torch.zeros(4, dtype=torch.long)}, VLMFastError, "input_ids must be"),
+        ({"pixel_values": None}, ModelError, "row 0 .* placeholders of a picture too many"),
+        ({"attention_mask": torch.ones(3, 2)}, VLMFastError, "attention_mask has the shape"),
+        ({"attention_mask": "none"}, VLMFastError, "leaves nothing of row 1"),
+        ({"attention_mask": "gaps"}, VLMFastError, "has gaps in row 1"),
+        ({"pixel_values": "fewer"}, ModelError, "placeholders"),
+        ({"pixel_values": "more"}, ModelError, "placeholders"),
+        ({"streamer": object()}, VLMFastError, "streamer is for one prompt"),
+        ({"no_such_thing": 1}, ValueError, "no_such_thing"),
+    ],
+)
+def test_bad_input(llava, change, error, message):
+    model, processor = llava
+    inputs = batch(VLM(model, processor))
+    mask, pixels = inputs["attention_mask"], inputs["pixel_values"]
+    ((name, value),) = change.items()
+    none, gaps = mask.clone(), mask.clone()
+    none[1], gaps[1, -3] = 0, 0
+    named = {
+        "none": none,
+        "gaps": gaps,
+        "fewer": pixels[:2],
+        "more": torch.cat([pixels, pixels[:1]]),
+    }
+    inputs[name] = named[value] if isinstance(value, str) else value
+    with vlmfast.attach(model, processor), pytest.raises(error, match=message):
+        model.generate(**inputs, max_new_tokens=2)
+    assert "generate" not in vars(model)
+
+
+def test_a_prompt_that_was_cut_off_says_so(llava):
+    model, processor = llava
+    inputs = batch(VLM(model, processor), ROWS[:1])
+    first, length = runs(inputs["input_ids"][0], tiny_models.IMAGE_ID)[0]
+    cut = {key: of[:, : first + length - 3] for key, of in inputs.items() if of.dim() == 2}
+    pixels = torch.cat([inputs["pixel_values"]] * 2)
+    with (
+        vlmfast.attach(model, processor),
+        pytest.raises(ModelError, match=r"do not fit|too many|without"),
+    ):
+        model.generate(**cut, pixel_values=pixels, max_new_tokens=2)
+
+
+def test_the_prompt_given_twice_and_frames_that_were_chosen(llava):
+    model, processor = llava
+    inputs = batch(VLM(model, processor))
+    with vlmfast.attach(model, processor):
+        with pytest.raises(VLMFastError, match="given twice"):
+            model.generate(inputs["input_ids"], **inputs)
+        ids = inputs.pop("input_ids")
+        assert model.generate(ids, **inputs, max_new_tokens=2).shape[1] == ids.shape[1] + 2
+    with pytest.raises(RecipeError, match="frames-clip chooses the frames"):
+        vlmfast.attach(model, processor, "frames-clip")
+    with pytest.raises(RecipeError, match="hird"):
+        vlmfast.attach(model, processor, "hird:0.2")
+    with pytest.raises(RecipeError, match="weights"):
+        vlmfast.attach(model, processor, "elastic")
+    assert "generate" not in vars(model)
+
+
+# --- crops ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("down", "across"), [(1, 6), (2, 3), (3, 2), (6, 1), (1, 1), (2, 2)])
+def test_the_arrangement_of_crops_is_seen_in_them(down, across):
+    side = 16
+    of = Image.fromarray(
+        np.random.default_rng(down).integers(0, 256, (down * 4, across * 4, 3), dtype=np.uint8)
+    ).resize((across * side, down * side), Image.Resampling.BICUBIC)
+    canvas = torch.from_numpy(np.asarray(of).copy()).permute(2, 0, 1).float()
+    whole = torch.from_numpy(np.asarray(of.resize((side, side))).copy()).permute(2, 0, 1).float()
+    crops = [c for row in canvas.split(side, 1) for c in row.split(side, 2)]
+    assert tiling(torch.stack([*crops, whole])) == (down, across)
+
+
+@pytest.mark.parametrize("family", ["internvl", "idefics3", "smolvlm", "llava_next"])
+def test_layouts_are_those_of_the_pictures(family):
+    if family == "smolvlm":
+        pytest.importorskip("num2words")
+    model, processor = BUILD[family]()
+    vlm = VLM(model, processor)
+    smooth = Image.fromarray(
+        np.random.default_rng(4).integers(0, 256, (3, 7, 3), dtype=np.uint8)
+    ).resize((140, 60), Image.Resampling.BICUBIC)
+    inputs = batch(vlm, [("where ?", [smooth])])
+    with vlmfast.attach(model, processor) as attached:
+        model.generate(**inputs, max_new_tokens=1)
+    got = attached.answers[0].trace.layout
+    expected = vlm.ask("where ?", images=[smooth], max_new_tokens=1).trace.layout
+    assert torch.equal(got.grid, expected.grid) and torch.equal(got.tile, expected.tile)
+    torch.testing.assert_close(got.box, expected.box, equal_nan=True, atol=0.06, rtol=0)
