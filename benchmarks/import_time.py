@@ -30,11 +30,14 @@ def measure(runs: int = 5) -> dict[str, float]:
     return {"torch_s": base, "torch_and_vlmfast_s": total, "added_s": total - base}
 
 
-def main() -> int:
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=5)
-    args = parser.parse_args()
-    result = measure(args.runs)
+    return parser.parse_args(argv)
+
+
+def main() -> int:
+    result = measure(parse().runs)
     print(f"import torch             {result['torch_s']:.3f} s")
     print(f"import torch, vlmfast    {result['torch_and_vlmfast_s']:.3f} s")
     print(f"added                    {result['added_s']:+.3f} s (limit {LIMIT_S} s)")

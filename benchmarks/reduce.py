@@ -65,8 +65,7 @@ def table(rows: dict[str, dict[str, float]]) -> str:
     return "\n".join(lines)
 
 
-def main(argv: list[str] | None = None) -> int:
-    arguments = sys.argv[1:] if argv is None else argv
+def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -76,7 +75,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--tower", default="small", choices=tuple(ask.TOWERS))
     parser.add_argument("--layers", type=int, default=24, help="of the language model")
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/reduce-....json")
-    args = parser.parse_args(arguments)
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = sys.argv[1:] if argv is None else argv
+    args = parse(arguments)
     args.model = ask.SHAPED
     vlm, picture = ask.load(args)
     plans = recipes(vlm)
