@@ -5,6 +5,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 PAGE   := $(VENV)/.ready-demo
+SITE   := $(VENV)/.ready-docs
 FLOOR  := .venv-floor
 LMMS   := .venv-lmms
 RECIPE ?= hired:0.2,positions=keep
@@ -13,7 +14,7 @@ WORKERS ?= $(shell $(PYTHON) -c "import os; print(min(4, len(os.sched_getaffinit
 PYTEST_FLAGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help ask demo test test-all test-floor test-demo test-lmms lint format bench clean
+.PHONY: help ask demo test test-all test-floor test-demo test-lmms lint format bench docs clean
 
 help:            ## Say what there is
 	@grep -hE '^[a-z-]+: .*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -56,8 +57,12 @@ bench: $(READY)  ## Time against Hugging Face generate; writes benchmarks/result
 	$(BIN)/python benchmarks/reduce.py
 	$(BIN)/python benchmarks/kv.py
 
+docs: $(SITE)    ## Build the pages; strict, links checked offline
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@$(BIN)/python tools/check_site.py site
+
 clean:           ## Remove environments and caches
-	rm -rf $(VENV) $(FLOOR) $(LMMS) .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf site $(VENV) $(FLOOR) $(LMMS) .pytest_cache .ruff_cache .hypothesis build dist
 
 # A stamp rather than the folder: an installation that was cut short is taken up again.
 $(READY): pyproject.toml
@@ -69,6 +74,10 @@ $(READY): pyproject.toml
 
 $(PAGE): $(READY)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[demo]"
+	@touch $@
+
+$(SITE): $(READY)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[docs]"
 	@touch $@
 
 # The interpreter of triton 3.6, which comes with torch 2.11, does not loop with later numpys.

@@ -295,6 +295,10 @@ def benchmark(name: str) -> Any:
         module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
         with contextlib.ExitStack() as stack:
             stack.enter_context(mock.patch.object(sys, "path", [str(file.parent), *sys.path]))
+            # `tests` has a folder with the name of a script, which may have been imported.
+            for other in [path.stem for path in file.parent.glob("*.py")]:
+                if other in sys.modules:
+                    stack.callback(sys.modules.__setitem__, other, sys.modules.pop(other))
             for absent, stand_in in missing.items():
                 stack.callback(sys.modules.pop, absent, None)
                 sys.modules[absent] = stand_in

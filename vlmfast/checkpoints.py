@@ -65,6 +65,12 @@ def save_weights(
     os.replace(draft, folder / CONFIG)
 
 
+def training(name: str) -> str:
+    """The command that makes the weights of a trained stage."""
+    drafter = name.removeprefix("draft-")
+    return f"vlmfast train {name if drafter == name else f'drafter --kind {drafter}'}"
+
+
 def load_weights(stage: Stage, sizes: dict[str, Any], signature: list[float]) -> nn.Module:
     """The module of a trained stage for the model of these ``sizes`` and this ``signature``.
 
@@ -79,7 +85,7 @@ def load_weights(stage: Stage, sizes: dict[str, Any], signature: list[float]) ->
         When there are no weights for this model, or the folder holds something else.
     """
     model = f"this {sizes['family']} model of width {sizes['width']} and {sizes['depth']} layers"
-    train = f"train them with `vlmfast train {stage.name} --model ...` and give weights=DIR"
+    train = f"train them with `{training(stage.name)} --model ...` and give weights=DIR"
     if stage.weights != "auto":
         folder = Path(stage.weights)
         if not (folder / CONFIG).exists() and (folder / "weights" / CONFIG).exists():
@@ -106,7 +112,7 @@ def _read(folder: Path, name: str) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise RecipeError(
             f"{name}: weights={folder} cannot be read: {error}; it must be a folder that "
-            f"`vlmfast train {name}` wrote"
+            f"`{training(name)}` wrote"
         ) from error
     if not isinstance(about, dict) or about.get("stage") != name:
         raise RecipeError(f"{name}: weights={folder} holds no weights of {name}")

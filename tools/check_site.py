@@ -1,0 +1,104 @@
+"""Check a built site: ``python tools/check_site.py site``.
+
+Every link and resource inside the site exists, every ``#anchor`` too, and no page asks another host
+for a script, a style sheet, a picture or a font. Links that a reader may follow to other hosts are
+not looked up.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urldefrag
+
+# What a browser fetches by itself; other links are followed by a reader alone.
+_FETCHED = {("script", "src"), ("img", "src"), ("img", "srcset"), ("iframe", "src")}
+_FETCHED |= {("source", "src"), ("source", "srcset"), ("video", "src"), ("object", "data")}
+_LINKS = {("a", "href"), ("link", "href"), ("use", "href"), *_FETCHED}
+_FETCHING = {"stylesheet", "preload", "prefetch", "icon", "preconnect", "dns-prefetch", "manifest"}
+_CSS = re.compile(r"url\(\s*['\"]?([^'\")]+)|@import\s+['\"]([^'\"]+)")
+
+
+class Page(HTMLParser):
+    """Links, resources and anchors of one page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.links: list[str] = []
+        self.fetched: list[str] = []
+        self.anchors: set[str] = set()
+        self._style = False
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        of = {key: value or "" for key, value in attrs}
+        self.anchors |= {of[key] for key in ("id", "name") if key in of}
+        self._style = tag == "style"
+        self.fetched += _css(of.get("style", ""))
+        for key in ("href", "src", "srcset", "data"):
+            if key not in of or (tag, key) not in _LINKS:
+                continue
+            self.links.append(of[key])
+            rel = set(of.get("rel", "").split())
+            if (tag, key) in _FETCHED or (tag == "link" and rel & _FETCHING):
+                self.fetched.append(of[key])
+
+    def handle_endtag(self, tag: str) -> None:
+        self._style = False
+
+    def handle_data(self, data: str) -> None:
+        if self._style:
+            self.fetched += _css(data)
+
+
+def _css(text: str) -> list[str]:
+    return [one or other for one, other in _CSS.findall(text)]
+
+
+def outside(link: str) -> bool:
+    """Whether another host would be asked."""
+    return link.startswith("//") or re.match(r"(?!data:)[a-z][a-z0-9+.-]*:", link) is not None
+
+
+def problems(site: Path) -> list[str]:
+    """One line for each link that leads nowhere and each resource of another host."""
+    read = {f: Page(f.read_text(encoding="utf-8")) for f in sorted(site.rglob("*.html"))}
+    found = [] if read else [f"{site}: no pages"]
+    for file, page in read.items():
+        name = file.relative_to(site)
+        found += [f"{name}: asks another host for {link}" for link in page.fetched if outside(link)]
+        for link in dict.fromkeys(page.links):
+            if outside(link) or link.startswith("data:"):
+                continue
+            path, anchor = urldefrag(unquote(link))
+            path = path.partition("?")[0]
+            target = site / path.lstrip("/") if path.startswith("/") else file.parent / path
+            target = (file if not path else target).resolve()
+            target = target / "index.html" if target.is_dir() else target
+            if not target.is_file():
+                found.append(f"{name}: {link} does not exist")
+            elif anchor and target.suffix == ".html" and anchor not in read[target].anchors:
+                found.append(f"{name}: {link}: no such anchor")
+    for file in sorted(site.rglob("*.css")):
+        text = file.read_text(encoding="utf-8")
+        for link in _css(text):
+            if outside(link):
+                found.append(f"{file.relative_to(site)}: asks another host for {link}")
+    return found
+
+
+def main(site: str) -> int:
+    """Print what is wrong; 1 if anything is."""
+    folder = Path(site).resolve()
+    found = problems(folder)
+    for line in found:
+        sys.stderr.write(line + "\n")
+    number = len(list(folder.rglob("*.html")))
+    sys.stdout.write(f"{number} pages, {len(found)} problems\n")
+    return int(bool(found))
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

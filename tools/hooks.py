@@ -1,0 +1,56 @@
+"""MkDocs hooks: pages that are made, and links that leave the pages."""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from typing import Any
+
+import pages
+
+_LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)\s#]+)(#[^)\s]*)?\)")
+_WORD = re.compile(r"(?<!\[)`([a-z0-9-]+)`(?!\])")
+
+
+def on_config(config: Any) -> Any:
+    """Methods into the navigation: whatever is registered."""
+    for entry in config.nav:
+        if "Methods" in entry:
+            entry["Methods"] = pages.nav()
+    return config
+
+
+def on_files(files: Any, *, config: Any) -> Any:
+    """The pages that are no files."""
+    from mkdocs.structure.files import File
+
+    for path, text in pages.pages().items():
+        files.append(File.generated(config, path, content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> str:
+    """Links to files outside of ``docs`` lead to the repository, where one is configured."""
+    here = posixpath.dirname(page.file.src_uri)
+    words = set(pages.stage_names())
+
+    def outside(match: re.Match[str]) -> str:
+        text, target, anchor = match[1], match[2], match[3] or ""
+        path = posixpath.normpath(posixpath.join(here, target))
+        if ":" in target or not path.startswith("../"):
+            return match[0]
+        path = path.removeprefix("../")
+        if config.repo_url:
+            return f"[{text}]({config.repo_url.rstrip('/')}/blob/HEAD/{path}{anchor})"
+        return f"`{path}`" if text.startswith("`") else f"{text} (`{path}`)"
+
+    def named(line: str) -> str:
+        """The first cell of a table: words of recipes lead to their pages."""
+        if not line.startswith("| `") or here in ("methods", "results"):
+            return line
+        start = posixpath.relpath("methods", here or ".")
+        cell, bar, rest = line[2:].partition(" |")
+        link = _WORD.sub(lambda m: f"[{m[0]}]({start}/{m[1]}.md)" if m[1] in words else m[0], cell)
+        return f"| {link}{bar}{rest}"
+
+    return "\n".join(map(named, _LINK.sub(outside, markdown).split("\n")))

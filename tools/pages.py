@@ -1,0 +1,562 @@
+"""A page for every method: what the registry says of it, and what the reports measured.
+
+Nothing on these pages is written by hand: a method brings its docstring and its parameters, and the
+numbers come from ``docs/results/**/report.json`` and ``benchmarks/results``. `pages` needs the
+package and matplotlib; MkDocs is not imported here.
+"""
+
+from __future__ import annotations
+
+import html
+import importlib
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import vlmfast
+from vlmfast.eval.runner import shrinks_cache
+from vlmfast.recipe import Recipe
+from vlmfast.stages import Stage, stage_class, stage_names
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+DRAFTS = ROOT / "benchmarks" / "results" / "speculation-tiny-cpu.json"
+
+PROTOCOLS = {
+    "media": ("Frames", "before anything is read: it chooses the frames of a clip"),
+    "in-encoder": ("Vision tower", "between the blocks of the vision tower"),
+    "encode": ("Before the language model", "between the vision tower and the language model"),
+    "prefill": (
+        "Inside the language model",
+        "between the layers of the language model, while it reads the prompt",
+    ),
+    "cache": ("KV cache", "on the keys and values of the prompt, behind each layer's attention"),
+    "decode": ("Decoding", "on the cache, between the steps of the answer"),
+    "drafter": ("Drafters", "while the answer is decoded: it guesses, the model checks"),
+}
+
+# Recipes where the bare word is not what to begin with on `tiny`, whose prompts are short.
+EXAMPLES = {
+    "cake": "cake:window=0.1",
+    "fastkv": "fastkv:window=0.1",
+    "frames-clip": "frames-clip:4",
+    "lookm": "lookm:0.5",
+    "pyramidkv": "pyramidkv:window=0.1",
+    "quickprefill": "quickprefill:score=key-norm",
+    "snapkv": "snapkv:window=0.1",
+}
+_CLIP = (
+    "It needs an OpenCLIP model beside the VLM, which is not shipped: with a connection its "
+    "weights are downloaded, without one give `model=local-dir:FOLDER`."
+)
+# What methods need that is not shipped.
+NEEDS = {
+    "clip-relevance": _CLIP,
+    "frames-clip": _CLIP,
+    "draft-vispec": "No weights are shipped for `tiny`: "
+    "`vlmfast train drafter --kind vispec --init runs/eagle/weights` makes them, after "
+    "`vlmfast train drafter --out runs/eagle`.",
+}
+
+
+# --- what was measured ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Report:
+    """One task of a ``report.json``.
+
+    Parameters
+    ----------
+    place : str
+        Its folder below ``docs``.
+    task, about : str
+        ``about`` is the line of its ``report.md`` on model, seed and number of questions.
+    recipes : dict
+        Name of a run to its numbers, as ``vlmfast report`` writes them.
+    """
+
+    place: str
+    task: str
+    about: str
+    recipes: dict[str, dict[str, Any]]
+
+    def runs(self, word: str) -> dict[str, dict[str, Any]]:
+        """Recipes of this method alone, questions asked one by one; by falling cost."""
+        found = {}
+        for name, numbers in self.recipes.items():
+            if "@" in name or numbers["control"]:
+                continue
+            stages = Recipe.parse(numbers["recipe"])
+            if len(stages) == 1 and stages[0].name == word:
+                found[name] = numbers
+        return found
+
+
+def reports(docs: Path = DOCS) -> list[Report]:
+    """Every report in ``docs/results``, that of the folder itself first."""
+    found = []
+    files = sorted((docs / "results").rglob("report.json"), key=lambda f: (len(f.parts), f))
+    for file in files:
+        text = file.with_suffix(".md").read_text(encoding="utf-8")
+        for task, of in json.loads(file.read_text(encoding="utf-8"))["tasks"].items():
+            about = re.search(rf"^## {re.escape(task)}\n\n(.+)$", text, re.MULTILINE)
+            if about is None:
+                raise ValueError(f"{file.with_suffix('.md')} has no section on {task}")
+            place = file.parent.relative_to(docs).as_posix()
+            found.append(Report(place, task, about[1], of["recipes"]))
+    return found
+
+
+def measured(word: str, found: list[Report]) -> list[Report]:
+    """The reports that ran this method."""
+    return [report for report in found if report.runs(word)]
+
+
+def axis_of(word: str, report: Report) -> str:
+    """``held`` where a method is there to make the cache smaller, else ``kept``."""
+    run = next(iter(report.runs(word).values()))
+    return "held" if shrinks_cache(Recipe.parse(run["recipe"])) else "kept"
+
+
+def line_of(recipe: str) -> str:
+    """What the points of one curve have in common: the recipe without its budget."""
+    stage = Recipe.parse(recipe)[0]
+    axes = {"budget", "rate", "share"} | ({stage.lead} if _number(stage) else set())
+    plain = {f.name: f.default for f in fields(stage) if f.name in axes}
+    return str(replace(stage, **plain))
+
+
+def _number(stage: Stage) -> bool:
+    value = getattr(stage, stage.lead) if stage.lead else None
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def lines_of(word: str, report: Report) -> dict[str, dict[str, dict[str, Any]]]:
+    """The runs of a method, those that differ in their budget alone together."""
+    lines: dict[str, dict[str, dict[str, Any]]] = {}
+    for name, numbers in report.runs(word).items():
+        lines.setdefault(line_of(numbers["recipe"]), {})[name] = numbers
+    return lines
+
+
+def baselines(word: str, report: Report) -> dict[str, dict[str, dict[str, Any]]]:
+    """The longest curve of each control that a method of this kind is to be compared with."""
+    words = ("random", "streamingllm") if axis_of(word, report) == "held" else ("random",)
+    lines = [lines_of(control, report) for control in words if control != word]
+    return dict(max(of.items(), key=lambda line: len(line[1])) for of in lines if of)
+
+
+# --- curves --------------------------------------------------------------------------------------
+
+_INK = "#010101"  # becomes the page's own colour
+_COLORS = ("#3b8edb", "#d5762a", "#22a884", "#c66fa3")
+_GREY = "#8a8a8a"
+_COST = {"kept": "visual tokens kept, mean of layers (%)", "held": "KV cache held (%)"}
+_PANELS = {
+    "kept": (("accuracy", "image", "Pictures"), ("accuracy", "video", "Clips")),
+    "held": (
+        ("accuracy", "image", "Questions, pictures"),
+        ("accuracy", "video", "Questions, clips"),
+        ("caption", "image", "Captions, pictures"),
+        ("caption", "video", "Captions, clips"),
+    ),
+}
+
+
+def curves(word: str, report: Report) -> str:
+    """The panels of a method as inline SVG in the colours of the page."""
+    axis, full = axis_of(word, report), report.recipes["none"]
+    # What nobody was asked has no panel.
+    asked = [panel for panel in _PANELS[axis] if full[f"{panel[0]}_{panel[1]}"] is not None]
+    panels = [_panel(word, report, axis, *panel, legend=not i) for i, panel in enumerate(asked)]
+    return '<div class="curves" data-search-exclude>\n' + "\n".join(panels) + "\n</div>"
+
+
+def points(
+    runs: dict[str, dict[str, Any]], axis: str, key: str, modality: str
+) -> list[tuple[float, ...]]:
+    """Cost, accuracy and its interval of each run in per cent, by rising cost."""
+    rows = [
+        (n[f"{axis}_{modality}"], n[f"{key}_{modality}"], *n[f"{key}_{modality}_ci"])
+        for n in runs.values()
+        if n[f"{key}_{modality}"] is not None
+    ]
+    return sorted(tuple(100 * value for value in row) for row in rows)
+
+
+def _panel(
+    word: str, report: Report, axis: str, key: str, modality: str, title: str, legend: bool
+) -> str:
+    import matplotlib
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FixedLocator, NullLocator
+
+    salt = {"svg.fonttype": "none", "svg.hashsalt": f"{word}{key}{modality}", "font.size": 11}
+    ink = dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor"), _INK)
+    ink |= dict.fromkeys(("xtick.color", "ytick.color"), _INK)
+    with matplotlib.rc_context(salt | ink | {"font.family": "sans-serif"}):
+        figure = Figure(figsize=(4.3, 3.4), layout="constrained")
+        place = figure.subplots()
+        full = report.recipes["none"]
+        low, high = (100 * v for v in full[f"{key}_{modality}_ci"])
+        place.axhspan(low, high, color=_INK, alpha=0.12, linewidth=0)
+        place.axhline(100 * full[f"{key}_{modality}"], color=_INK, linewidth=1, label="full model")
+        styles = iter(("--", ":"))
+        for label, runs in baselines(word, report).items():
+            x, y, _, _ = zip(*points(runs, axis, key, modality), strict=True)
+            place.plot(x, y, next(styles), color=_GREY, marker=".", label=label.partition(":")[0])
+        for color, (label, runs) in zip(_COLORS * 9, lines_of(word, report).items(), strict=False):
+            x, y, lows, highs = zip(*points(runs, axis, key, modality), strict=True)
+            bars = [[m - l for m, l in zip(y, lows, strict=True)]]
+            bars.append([h - m for m, h in zip(y, highs, strict=True)])
+            place.errorbar(
+                x, y, yerr=bars, color=color, marker="o", markersize=5, capsize=2.5, label=label
+            )
+        place.set_xscale("log")
+        place.set_xlim(4, 110)
+        place.xaxis.set_major_locator(FixedLocator((5, 10, 20, 50, 100)))
+        place.xaxis.set_minor_locator(NullLocator())
+        place.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        place.set_ylim(0, 104)
+        place.set(xlabel=_COST[axis], ylabel="accuracy (%)", title=title)
+        place.grid(alpha=0.2, color=_INK, linewidth=0.6)
+        place.spines[["top", "right"]].set_visible(False)
+        if legend:  # the others have the same lines
+            place.legend(loc="best", frameon=False, fontsize=9)
+        text = StringIO()
+        none = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        figure.savefig(text, format="svg", transparent=True, metadata=none)
+    svg = text.getvalue()
+    svg = svg[svg.index("<svg") :]
+    # A style sheet inside a page's SVG would hold for the whole page.
+    svg = re.sub(r"<(style|metadata)\b.*?</\1>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r' width="[\d.]+pt"| height="[\d.]+pt"', "", svg, count=2)
+    label = html.escape(f"{word}: {title.lower()}, accuracy against {_COST[axis]}")
+    svg = svg.replace("<svg", f'<svg role="img" aria-label="{label}"', 1)
+    return re.sub(r"\n\s*", "\n", svg.replace(_INK, "currentColor")).strip()
+
+
+# --- tables --------------------------------------------------------------------------------------
+
+
+def percent(value: float | None, ci: list[float] | None = None) -> str:
+    """A share in per cent, with its interval."""
+    if value is None:
+        return "–"
+    text = f"{100 * value:.1f}"
+    return f"{text} [{100 * ci[0]:.1f}, {100 * ci[1]:.1f}]" if ci else text
+
+
+def table(head: list[str], rows: list[list[str]], right: bool = False) -> str:
+    """A Markdown table; pipes in its cells are escaped."""
+    rule = ["---", *["---:" if right else "---"] * (len(head) - 1)]
+    cells = [[cell.replace("|", "\\|") for cell in row] for row in [head, *rows]]
+    return "\n".join(f"| {' | '.join(row)} |" for row in [cells[0], rule, *cells[1:]])
+
+
+def numbers_table(word: str, report: Report) -> str:
+    """The points of the curves, the full model and the controls among them."""
+    axis = axis_of(word, report)
+    paid = "cache held %" if axis == "held" else "tokens kept %"
+    scores = [(key, m) for key, m, _ in _PANELS[axis]]
+    titles = [title.lower() for _, _, title in _PANELS[axis]]
+    head = ["recipe", f"{paid}, pictures / clips", *(f"{title} %" for title in titles)]
+    runs = {"none": report.recipes["none"]} | report.runs(word)
+    for line in baselines(word, report).values():
+        runs |= line
+    rows = [
+        [
+            f"`{name}`",
+            f"{percent(n[f'{axis}_image'])} / {percent(n[f'{axis}_video'])}",
+            *(percent(n[f"{key}_{m}"], n[f"{key}_{m}_ci"]) for key, m in scores),
+        ]
+        for name, n in runs.items()
+    ]
+    return table(head, rows, right=True)
+
+
+def questions(word: str, report: Report) -> str:
+    """How many questions a point stands for."""
+    types = next(iter(report.runs(word).values()))["types"]
+    each = sorted({of["n"] for of in types.values()})
+    return f"{' or '.join(map(str, each))} questions of each of {len(types)} types"
+
+
+def drafts_table(word: str) -> str:
+    """Accepted drafts on ``tiny``; empty where the benchmark did not run this drafter."""
+    data = json.loads(DRAFTS.read_text(encoding="utf-8"))
+    rows = []
+    for name, part in data["parts"].items():
+        work, _, drafter = name.split(" | ")
+        if "mean_accepted" not in part or word not in re.split(r"[+:]", drafter):
+            continue
+        wall = part["wall"]
+        rows.append(
+            [
+                f"`{drafter}`",
+                work,
+                f"{part['mean_accepted']:.2f}",
+                f"{100 * part['calls'] / part['plain_calls']:.0f} %",
+                f"{wall['value']:.2f}x [{wall['low']:.2f}, {wall['high']:.2f}]",
+                f"{part['identical']} of {part['pairs']}",
+            ]
+        )
+    head = ["recipe", "asked", "accepted drafts a round", "passes of the model"]
+    head += ["speed against no drafter", "same answers"]
+    return table(head, rows, right=True) if rows else ""
+
+
+def _measured_section(word: str, protocol: str, found: list[Report]) -> Iterator[str]:
+    yield "## Measured on `tiny`"
+    if protocol == "drafter":
+        rows = drafts_table(word)
+        if not rows:
+            yield f"Not measured on `tiny`. {NEEDS.get(word, '')}".strip()
+        else:
+            data = json.loads(DRAFTS.read_text(encoding="utf-8"))
+            settings = data["settings"]
+            yield rows
+            yield (
+                f"Measured on {data['date'][:10]}: {data['threads']} thread of a CPU, "
+                f"{settings['dtype']}, torch {settings['torch']}, transformers "
+                f"{settings['transformers']}; {settings['pairs']} pairs of a drafted and a plain "
+                "answer, speed from picture to last token "
+                f"([`{DRAFTS.name}`](../../{DRAFTS.relative_to(ROOT).as_posix()}))."
+            )
+        yield (
+            "A drafter never changes an answer, so it has no accuracy of its own: "
+            "[speculation](../speculation.md)."
+        )
+        return
+    first, *others = measured(word, found) or [None]
+    if first is None:
+        yield f"Not measured on `tiny`. {NEEDS.get(word, '')}".strip()
+        if protocol != "media":
+            yield (
+                f"`vlmfast eval shapes --recipe {word} --recipe random --budget 0.33,0.11 "
+                "--out runs/mine` measures it ([evaluation](../evaluation.md))."
+            )
+        return
+    yield curves(word, first)
+    yield numbers_table(word, first)
+    yield (
+        f"{first.about} A point is {questions(word, first)}; brackets and bars are 95 % intervals; "
+        f"the grey band is the full model's. [The whole report](../{first.place}/report.md)."
+    )
+    if others:
+        links = (f"[{report.place}](../{report.place}/report.md)" for report in others)
+        yield f"Also measured in {', '.join(links)}."
+    yield (
+        "`tiny` knows drawn scenes and nothing else: compare methods by it, and measure again on "
+        "your own model."
+    )
+
+
+# --- what the code says --------------------------------------------------------------------------
+
+
+def prose(doc: str) -> str:
+    """A module's docstring as Markdown: ``::`` opens a block, the rest is Markdown already.
+
+    What goes on inside an item of a list is indented by two in docstrings, by four in Markdown.
+    """
+    out: list[str] = []
+    lines = doc.strip().splitlines()
+    item, block = False, 0  # inside a list; spaces in front of a block's lines
+    loose = False  # a list whose items are paragraphs needs blank lines between them
+    for i, line in enumerate(lines):
+        margin = "    " if item else ""
+        if block and line.strip() and len(line) - len(line.lstrip()) < block:
+            while not out[-1].strip():
+                out.pop()
+            out += [f"{margin}```", ""]
+            block = 0
+        if block:
+            out.append(margin + line[block:] if line.strip() else "")
+            continue
+        if line and not line.startswith(" "):
+            loose = loose and line.startswith("- ")
+            item = line.startswith("- ")
+            if loose and out[-1]:
+                out.append("")
+        loose = loose or (item and not line)
+        margin = "    " if item else ""
+        indent = 6 if item else 4
+        follows = next((later for later in lines[i + 1 :] if later.strip()), "")
+        opens = line.endswith("::") and follows.startswith(" " * indent)
+        out.append(
+            ("  " if item and line.startswith("  ") else "") + _text(line[: -1 if opens else None])
+        )
+        if opens:
+            out += ["", f"{margin}```text"]
+            block, loose = indent, item
+    if block:
+        out.append(f"{'    ' if item else ''}```")
+    return re.sub(r"```text\n\n+", "```text\n", "\n".join(out))
+
+
+def _text(line: str) -> str:
+    """Outside of code, what Markdown would take for markup."""
+    parts = re.split(r"(`+[^`]*`+)", line)
+    return "".join(p if p.startswith("`") else re.sub(r"<(?=\w)", "&lt;", p) for p in parts)
+
+
+def shown(value: Any) -> str:
+    """A default as a recipe writes it."""
+    if isinstance(value, tuple):
+        return "/".join(map(shown, value)) or "none"
+    if isinstance(value, bool) or value is None:
+        return str(value).lower()
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+_SIGNS = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
+
+
+def _allowed(parameter: dict[str, Any]) -> str:
+    if parameter["choices"]:
+        return ", ".join(f"`{choice}`" for choice in parameter["choices"])
+    bounds = [f"{sign} {shown(parameter[k])}" for k, sign in _SIGNS.items() if k in parameter]
+    return ", ".join(bounds) or {"bool": "`true`, `false`"}.get(parameter["type"], "")
+
+
+def parameters_table(method: dict[str, Any]) -> str:
+    """Name, default, range and meaning of every parameter."""
+    rows = []
+    for p in method["parameters"]:
+        bare = " *(bare value)*" if p["name"] == method["value"] else ""
+        default = f"`{shown(p['default'])}`"
+        rows.append([f"`{p['name']}`{bare}", default, _allowed(p), html.escape(p["doc"], False)])
+    return table(["parameter", "default", "allowed", "meaning"], rows)
+
+
+def paper(text: str) -> str:
+    """Names of papers, their arXiv numbers as links."""
+    return re.sub(r"(?:arXiv )?(\d{4}\.\d{5})", r"[\g<0>](https://arxiv.org/abs/\1)", text)
+
+
+def source(word: str) -> str:
+    """The file of a method, from the root of the repository."""
+    path = Path(importlib.import_module(stage_names()[word]).__file__)
+    path = path.with_name("stage.py") if path.name == "__init__.py" else path
+    return path.relative_to(ROOT).as_posix()
+
+
+def example(word: str) -> str:
+    """A recipe of this method alone."""
+    return EXAMPLES.get(word, word)
+
+
+def _acts(word: str) -> str:
+    parts = dict.fromkeys(part.protocol for part in stage_class(word)().expand())
+    where = "; ".join(PROTOCOLS[protocol][1] for protocol in parts)
+    return where.replace("its layers", "layers of the language model")
+
+
+def _trained(word: str) -> str:
+    home = "drafters-training.md" if word.startswith("draft-") else "trained.md"
+    if (ROOT / "vlmfast" / "weights" / f"tiny-{word}").is_dir():
+        return f"yes; weights for `tiny` are shipped, [others you train](../{home})"
+    return f"yes; [you train the weights](../{home})"
+
+
+def method_page(method: dict[str, Any], found: list[Report]) -> str:
+    """The page of one method, in Markdown."""
+    word, protocol = method["name"], method["protocol"]
+    path = source(word)
+    facts = {
+        "acts": _acts(word),
+        "paper": paper(method["paper"]),
+        "trained": _trained(word) if method["trained"] else "no",
+        "source": f"[`{path}`](../../{path})",
+    }
+    if method["floor"]:
+        note = "of the visual tokens is the least it can reach, averaged over 32 layers"
+        facts["floor"] = f"{100 * method['floor']:.3g} % {note}"
+    recipe = example(word)
+    parts = [
+        f"# {word}",
+        f"**{method['summary']}**",
+        "\n".join(f"- {name}: {fact}" for name, fact in facts.items()),
+        "## Use",
+    ]
+    if word in NEEDS:
+        parts.append(NEEDS[word])
+    question = "Describe the image." if protocol == "drafter" else "What is in the bottom left?"
+    media = "examples/picture.png"
+    if protocol == "media":
+        media, question = "examples/clip.mp4", "Which way does the cyan star move?"
+    parts.append(
+        f'```\nvlmfast ask {media} "{question}" --recipe {recipe}\n```\n\n'
+        f'```python\nvlm = vlmfast.VLM.from_pretrained("tiny")\n'
+        f'vlm.ask(\n    "{question}",\n'
+        f'    {"video" if protocol == "media" else "images"}="{media}",\n'
+        f'    recipe="{recipe}",\n)\n```'
+    )
+    parts += _measured_section(word, protocol, found)
+    parts += ["## Parameters", parameters_table(method) if method["parameters"] else "None."]
+    doc = importlib.import_module(stage_names()[word]).__doc__
+    parts += ["## How it works", prose(doc)]
+    return "\n\n".join(parts) + "\n"
+
+
+def index_page(methods: list[dict[str, Any]], found: list[Report]) -> str:
+    """All methods, by where they act."""
+    parts = [
+        "# Methods",
+        f"{len(methods)} recipe words, in the order in which the data meets them. Each page has "
+        "the parameters, what the method does, and what it kept on the shipped model. "
+        "`vlmfast methods` prints the same list.",
+    ]
+    for protocol, (title, where) in PROTOCOLS.items():
+        here = [m for m in methods if m["protocol"] == protocol]
+        if not here:
+            continue
+        rows = [
+            [
+                f"[`{m['name']}`]({m['name']}.md)",
+                m["summary"],
+                paper(m["paper"]),
+                "yes" if m["trained"] else "",
+                _where_measured(m, found),
+            ]
+            for m in here
+        ]
+        head = ["word", "what it does", "paper", "trained", "measured"]
+        parts += [f"## {title}", f"{where[0].upper()}{where[1:]}.", table(head, rows)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _where_measured(method: dict[str, Any], found: list[Report]) -> str:
+    if method["protocol"] == "drafter":
+        return "accepted drafts" if drafts_table(method["name"]) else ""
+    report = next(iter(measured(method["name"], found)), None)
+    if report is None:
+        return ""
+    kind = "cache" if axis_of(method["name"], report) == "held" else "tokens"
+    return f"[{kind}](../{report.place}/report.md)"
+
+
+def pages(docs: Path = DOCS) -> dict[str, str]:
+    """Path below ``docs`` to Markdown, of every page that is not a file."""
+    methods, found = vlmfast.methods(), reports(docs)
+    made = {f"methods/{m['name']}.md": method_page(m, found) for m in methods}
+    return {"methods/index.md": index_page(methods, found), **made}
+
+
+def nav() -> list[Any]:
+    """The methods' part of the navigation."""
+    by: dict[str, list[str]] = {}
+    for m in vlmfast.methods():
+        by.setdefault(m["protocol"], []).append(m["name"])
+    groups = [
+        {title: [{word: f"methods/{word}.md"} for word in by[protocol]]}
+        for protocol, (title, _) in PROTOCOLS.items()
+        if protocol in by
+    ]
+    return ["methods/index.md", *groups]
