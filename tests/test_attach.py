@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -203,6 +204,74 @@ def test_arguments_and_results_are_hugging_faces(llava):
         assert model.generation_config.to_dict() == config
 
 
+@pytest.fixture
+def settings(llava) -> Iterator[GenerationConfig]:
+    """The generation config of the model, to be changed."""
+    model, _ = llava
+    own = model.generation_config
+    model.generation_config = copy.deepcopy(own)
+    yield model.generation_config
+    model.generation_config = own
+
+
+def test_arguments_and_both_configs_are_put_together_as_hugging_face_does(llava, settings):
+    model, processor = llava
+    vlm = VLM(model, processor)
+    inputs, tokens = batch(vlm), alone(vlm)
+    length, given = inputs["input_ids"].shape[1], GenerationConfig(do_sample=False)
+    stop = processor.tokenizer.decode(tokens[1][2:4])
+    cases = [
+        ({"max_length": length + 3}, {"generation_config": given}),
+        ({"max_new_tokens": 3}, {"max_new_tokens": None}),  # 20 new tokens
+        ({"max_new_tokens": 3}, {"generation_config": GenerationConfig(max_length=length + 2)}),
+        ({"eos_token_id": tokens[0][1]}, {"eos_token_id": None, "max_new_tokens": NEW}),
+        ({"eos_token_id": tokens[0][1]}, {"generation_config": given, "max_new_tokens": NEW}),
+        ({"stop_strings": [stop]}, {"generation_config": given, "max_new_tokens": NEW}),
+        ({"do_sample": True, "top_k": 1}, {"do_sample": None, "max_new_tokens": 2}),
+        ({"pad_token_id": None}, {"eos_token_id": torch.tensor([7, 9]), "max_new_tokens": 2}),
+    ]
+    for own, more in cases:
+        before = {key: getattr(settings, key) for key in own}
+        vars(settings).update(own)
+        # Hugging Face wants a tokenizer for stop strings.
+        full = model.generate(**inputs, **more, tokenizer=processor.tokenizer)
+        with vlmfast.attach(model, processor):
+            assert torch.equal(model.generate(**inputs, **more), full), (own, more)
+        vars(settings).update(before)
+    # A control: what was switched off does something.
+    settings.eos_token_id = tokens[0][1]
+    with vlmfast.attach(model, processor):
+        assert said(model.generate(**inputs, max_new_tokens=NEW), inputs)[0] == tokens[0][:2]
+    settings.top_k, settings.do_sample = 1, True
+    one, free = batch(vlm, ROWS[:1]), {"top_k": None, "temperature": 9.0, "max_new_tokens": NEW}
+    torch.manual_seed(0)
+    full = model.generate(**one, **free)
+    with vlmfast.attach(model, processor):
+        torch.manual_seed(0)
+        assert torch.equal(model.generate(**one, **free), full)
+    assert said(full, one)[0] != tokens[0]
+
+
+def test_a_missing_mask_is_guessed_as_hugging_face_guesses_it(llava, settings):
+    model, processor = llava
+    inputs = batch(VLM(model, processor))
+    mask, seen = inputs.pop("attention_mask"), []
+    for pad, ends in ((0, 2), (0, 0), (9, 2), (None, 0)):
+        settings.pad_token_id = None if pad is None else 0
+        ids = inputs["input_ids"].where(mask.bool(), 0 if pad is None else pad)
+        given = {"eos_token_id": ends, "max_new_tokens": NEW, "generation_config": None}
+        if pad == 9:
+            given["pad_token_id"] = 9
+        if pad == 0 and ends == 2:
+            given["generation_config"] = GenerationConfig()
+        full = model.generate(**{**inputs, "input_ids": ids}, **given, do_sample=False)
+        with vlmfast.attach(model, processor):
+            got = model.generate(**{**inputs, "input_ids": ids}, **given, do_sample=False)
+        assert torch.equal(got, full), (pad, ends)
+        seen.append(got[0, -NEW:].tolist())
+    assert seen[0] == seen[2] != seen[1]  # padding that ends an answer is taken for text
+
+
 def test_rows_that_end_early_are_padded_as_hugging_face_pads_them(llava):
     model, processor = llava
     vlm = VLM(model, processor)
@@ -268,6 +337,58 @@ def test_processors_criteria_and_prefixes_see_their_row(llava):
     assert said(made, inputs) == [[50, 50]] * 3
     assert said(prefixed, inputs) == [[60], [61], [62]]
     assert said(stopped, inputs) == [[50, 50, 50]] * 3
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_the_users_callables_see_rows_with_their_padding(llava, side):
+    model, processor = llava
+    inputs = batch(VLM(model, processor), side=side)
+    ids, seen = inputs["input_ids"], []
+    length = ids.shape[1]
+
+    class Counts(LogitsProcessor):
+        def __call__(self, row, scores):
+            scores[:, 50 + row.shape[1] - length] = 100.0
+            return scores
+
+    class Three(StoppingCriteria):
+        def __call__(self, row, scores, **kwargs):
+            seen.append(row[0, :length])
+            return torch.full((len(row),), row.shape[1] - length == 3)
+
+    def allowed(number: int, row: torch.Tensor) -> list[int]:
+        assert torch.equal(row[:length], ids[number])
+        return [70 + len(row) - length]
+
+    with vlmfast.attach(model, processor):
+        made = model.generate(
+            **inputs, max_new_tokens=5, logits_processor=[Counts()], stopping_criteria=[Three()]
+        )
+        prefixed = model.generate(**inputs, max_new_tokens=2, prefix_allowed_tokens_fn=allowed)
+    assert said(made, inputs) == [[50, 51, 52]] * 3
+    assert said(prefixed, inputs) == [[70, 71]] * 3
+    assert {tuple(row.tolist()) for row in seen} == {tuple(row.tolist()) for row in ids}
+
+
+def test_a_call_in_inference_mode_leaves_nothing_behind(llava):
+    model, processor = llava
+    with vlmfast.attach(model, processor):
+        with torch.inference_mode():
+            inputs = batch(VLM(model, processor))
+            first = model.generate(**inputs, max_new_tokens=NEW)
+        assert torch.equal(model.generate(**inputs, max_new_tokens=NEW), first)
+
+
+def test_sizes_may_be_lists():
+    model, processor = BUILD["llava_next"]()
+    inputs = batch(VLM(model, processor))
+    full = model.generate(**inputs, max_new_tokens=NEW, do_sample=False)
+    inputs["image_sizes"] = [tuple(size) for size in inputs["image_sizes"].tolist()]
+    with vlmfast.attach(model, processor):
+        assert torch.equal(model.generate(**inputs, max_new_tokens=NEW), full)
+        inputs["image_sizes"][0] = (1,)
+        with pytest.raises(VLMFastError, match="image_sizes must be a tensor"):
+            model.generate(**inputs)
 
 
 def test_a_pipeline_runs_on_it():
@@ -348,6 +469,20 @@ def test_attachments_nest(llava):
     assert "generate" not in vars(model)
 
 
+def test_one_that_lies_below_another_cannot_come_back(llava):
+    model, processor = llava
+    below, above = (vlmfast.attach(model, processor, f"random:0.{n}") for n in (2, 4))
+    below.detach()
+    with pytest.raises(VLMFastError, match="still lies below"), below:
+        pass
+    assert model.generate == above.generate
+    above.detach()
+    assert "generate" not in vars(model)
+    with below:  # it does not lie there any more
+        assert model.generate == below.generate
+    assert "generate" not in vars(model)
+
+
 @pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1), (1, 0, 2), (2, 0, 1), (1, 2, 0)])
 def test_attachments_go_in_any_order(llava, order):
     model, processor = llava
@@ -413,6 +548,16 @@ def test_used_twice(llava):
         ({"pixel_values": "more"}, ModelError, "placeholders"),
         ({"streamer": object()}, VLMFastError, "streamer is for one prompt"),
         ({"no_such_thing": 1}, ValueError, "no_such_thing"),
+        ({"no_such_thing": "ids"}, ModelError, "no_such_thing is no input"),
+        ({"position_ids": "ids"}, VLMFastError, "position_ids cannot"),
+        ({"vision_feature_layer": -1}, VLMFastError, "vision_feature_layer cannot"),
+        ({"penalty_alpha": 0.6}, VLMFastError, "penalty_alpha cannot"),
+        ({"cache_implementation": "paged"}, VLMFastError, "cache_implementation='paged' cannot"),
+        (
+            {"generation_config": GenerationConfig(prompt_lookup_num_tokens=2)},
+            VLMFastError,
+            "prompt_lookup_num_tokens cannot",
+        ),
     ],
 )
 def test_bad_input(llava, change, error, message):
@@ -428,7 +573,8 @@ def test_bad_input(llava, change, error, message):
         "fewer": pixels[:2],
         "more": torch.cat([pixels, pixels[:1]]),
     }
-    inputs[name] = named[value] if isinstance(value, str) else value
+    named["ids"] = inputs["input_ids"]
+    inputs[name] = named.get(value, value) if isinstance(value, str) else value
     with vlmfast.attach(model, processor), pytest.raises(error, match=message):
         model.generate(**inputs, max_new_tokens=2)
     assert "generate" not in vars(model)
@@ -455,6 +601,8 @@ def test_the_prompt_given_twice_and_frames_that_were_chosen(llava):
             model.generate(inputs["input_ids"], **inputs)
         ids = inputs.pop("input_ids")
         assert model.generate(ids, **inputs, max_new_tokens=2).shape[1] == ids.shape[1] + 2
+        two = GenerationConfig(max_new_tokens=2)
+        assert model.generate(ids, two, **inputs).shape[1] == ids.shape[1] + 2
     with pytest.raises(RecipeError, match="frames-clip chooses the frames"):
         vlmfast.attach(model, processor, "frames-clip")
     with pytest.raises(RecipeError, match="hird"):

@@ -14,7 +14,7 @@ import torch
 
 from reference import answer_logits, dense_logits
 from tiny_models import build_llava, build_llava_next
-from vlmfast import VLM, ModelError, RecipeError, VLMFastError
+from vlmfast import VLM, ModelError, RecipeError, Request, VLMFastError
 from vlmfast.engine.attention import switched
 from vlmfast.engine.decode import Run
 from vlmfast.engine.prefill import Inputs
@@ -436,6 +436,8 @@ def test_length_stops_and_stop_strings(vlm):
     config = copy.deepcopy(vlm.model.generation_config)
     config.stop_strings, config.max_new_tokens = [stop], 12
     assert vlm.ask("what ?", picture(0), generation_config=config).token_ids == cut.token_ids
+    off = {"generation_config": config, "stop_strings": None}
+    assert vlm.ask("what ?", picture(0), **off).token_ids == full.token_ids
     length = vlm.inputs("what ?", picture(0))["input_ids"].shape[1]
     assert vlm.ask("what ?", picture(0), max_length=length + 5).token_ids == full.token_ids[:5]
 
@@ -730,3 +732,22 @@ def test_the_last_block_of_the_tower_runs_for_nobody(vlm):
     finally:
         for handle in handles:
             handle.remove()
+
+
+def test_answers_in_inference_mode_leave_nothing_that_others_cannot_use(vlm):
+    with torch.inference_mode():
+        inside = [vlm.ask("what ?", picture(0), max_new_tokens=4, recipe="snapkv:window=0.1")]
+        inside += vlm.ask_many([Request("what ?", picture(0))], max_new_tokens=4)
+        with vlm.session(picture(0)) as session:
+            inside.append(session.ask("what ?", max_new_tokens=4))
+    outside = [vlm.ask("what ?", picture(0), max_new_tokens=4, recipe="snapkv:window=0.1")]
+    outside += vlm.ask_many([Request("what ?", picture(0))], max_new_tokens=4)
+    with vlm.session(picture(0)) as session:
+        outside.append(session.ask("what ?", max_new_tokens=4))
+    assert [a.token_ids for a in inside] == [a.token_ids for a in outside]
+
+
+def test_a_compiled_model_is_wrapped(vlm):
+    compiled = VLM(torch.compile(vlm.model, backend="eager"), vlm.processor)
+    expected = vlm.ask("what ?", picture(0), max_new_tokens=4).token_ids
+    assert compiled.ask("what ?", picture(0), max_new_tokens=4).token_ids == expected

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import MISSING, dataclass, field, fields
@@ -606,11 +605,9 @@ class VLM:
         for name in ("seed", "strict"):
             if name in generation:
                 generation[f"vlmfast_{name}"] = generation.pop(name)
-        stop = generation.pop("stop_strings", None) or config.stop_strings
+        stop = generation.get("stop_strings", config.stop_strings)
+        generation["stop_strings"] = None  # or `generate` would look for a tokenizer
         if stop:
-            if config.stop_strings:  # or `generate` would look for a tokenizer
-                generation["generation_config"] = copy.deepcopy(config)
-                generation["generation_config"].stop_strings = None
             from transformers import StopStringCriteria
 
             criteria.append(StopStringCriteria(self.processor.tokenizer, stop))

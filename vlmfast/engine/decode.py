@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.generation.utils import GenerateDecoderOnlyOutput
+from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerationMixin
 
 from ..drafters.tree import Tree
 from ..errors import ModelError, VLMFastError
@@ -35,6 +36,11 @@ from .taps import Watch, tapped
 
 _WIDTHS = (2, 4, 8, 16, 32, 48, 64)  # nodes of a captured tree
 _ULPS = 8  # near tie: so many units in the last place of the largest logit
+
+
+def lasting(function: Callable) -> Callable:
+    """Without gradients, and outside of inference mode, whose tensors nobody can write to later."""
+    return torch.inference_mode(False)(torch.no_grad()(function))
 
 
 @dataclass
@@ -394,13 +400,13 @@ class Run:
     def position(self) -> Tensor:
         return self.decoder.position
 
-    @torch.no_grad()
+    @lasting
     def start(self, room: int) -> Tensor:
         """Prefill; ``room`` is the number of tokens that may follow. Returns logits (1, V)."""
         prompt = prepare(self.adapter, self.inputs, self.recipe, self.stats, self.trace)
         return self.start_from(prompt, room)
 
-    @torch.no_grad()
+    @lasting
     def start_from(self, prompt: Prompt, room: int, limit: int | None = None) -> Tensor:
         """Prefill of a prompt that is already merged. Returns logits (1, V).
 
@@ -441,7 +447,7 @@ class Run:
         self.decoder = Decoder(self.adapter, self.cache, rows_of(first), [row])
         return logits[:, -1]
 
-    @torch.no_grad()
+    @lasting
     def extend(self, prompt: Prompt, *, compress: bool = False, limit: int | None = None) -> Tensor:
         """Read more of the prompt behind what has been read. Returns logits (1, V).
 
@@ -497,7 +503,7 @@ class Run:
         decoder.rows[0].prompt = self.cache.length[:, 0].clone()
         return self.adapter.logits(hidden[:, -1])
 
-    @torch.no_grad()
+    @lasting
     def next(self, tokens: Tensor) -> Tensor:
         """Feed ``tokens`` (1, 1); returns the logits (1, V) behind them. No host sync."""
         return self.decoder.next(tokens)
@@ -663,11 +669,16 @@ class Turn:
         )
 
 
+def generate_of(model: nn.Module) -> Callable:
+    """Hugging Face's ``generate``: the model's own may be one that leads here, see `attach`."""
+    of_class = getattr(type(model), "generate", GenerationMixin.generate)
+    return partial(of_class, model)
+
+
 def open_turn(run: Run, generation: dict[str, Any]) -> Turn:
     """Hugging Face's ``generate`` up to where its loop would begin."""
-    ids, model = run.inputs.tensors["input_ids"], run.adapter.model
-    return type(model).generate(  # the class's: the model's own may lead here, see `attach`
-        model,
+    ids = run.inputs.tensors["input_ids"]
+    return generate_of(run.adapter.model)(
         input_ids=ids,
         attention_mask=torch.ones_like(ids),
         # Given, so that families with rotary state of their own do not compute and keep it.
@@ -766,7 +777,7 @@ def _anew(decoder: Decoder, turn: Turn) -> Tensor:
     return turn.ids[0, -1:]
 
 
-@torch.no_grad()
+@lasting
 def answer(turn: Turn, start: Callable[[], Tensor] | None = None) -> list[int]:
     """The ids that one turn generates.
 
@@ -784,7 +795,7 @@ def answer(turn: Turn, start: Callable[[], Tensor] | None = None) -> list[int]:
         return turn.generated
 
 
-@torch.no_grad()
+@lasting
 def answer_many(model: nn.Module, turns: Iterator[Turn], at_once: int) -> Iterator[Turn]:
     """Turns as they end; up to ``at_once`` are decoded together.
 

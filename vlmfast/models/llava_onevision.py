@@ -32,7 +32,8 @@ class FamilyAdapter(LlavaNextVideo):
     def pictures_in(self, batch: dict[str, Tensor], ids: list[Tensor]) -> list[Media]:
         pictures = super().pictures_in(batch, ids)
         # Of how many each is one; a processor that got one flat list cuts all of them.
-        counts = batch["batch_num_images"].tolist() if pictures else []
+        each = torch.ones(len(pictures), dtype=torch.int64)
+        counts = batch.get("batch_num_images", each).tolist()
         alone = [n == 1 for n in counts for _ in range(n)]
         found = []
         for one, crops in zip(pictures, alone, strict=True):
