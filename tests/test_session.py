@@ -250,11 +250,42 @@ def test_what_decode_stages_did_to_a_conversation_is_not_undone_by_halves(vlm):
         said = s.messages
     assert answer.stats.prompt_reused == 0
     with vlm.session(images=picture(), recipe=SMALL["h2o"]) as s:
-        s._messages = said[:2]
+        s.messages = said[:2]
         assert s.ask(QUESTIONS[1], **ASK).token_ids == answer.token_ids
         s._drop()
-        s._messages = []
+        s.messages = []
         assert s.ask(QUESTIONS[1], **ASK).token_ids != answer.token_ids
+
+
+def test_another_conversation_can_be_put_in_its_place(vlm):
+    with vlm.session(images=picture()) as s:
+        answers = [s.ask(question, **ASK) for question in QUESTIONS[:3]]
+        said = s.messages
+        s.messages = said[:4]  # the last question is taken back
+        again = s.ask(QUESTIONS[2], **ASK)
+        assert again.token_ids == answers[2].token_ids and s.messages == said
+        assert again.stats.prompt_reused > answers[1].stats.prompt_reused
+        with vlm.session(images=picture()) as other:
+            other.messages = said[:4]
+            assert other.ask(QUESTIONS[2], **ASK).token_ids == again.token_ids
+        s.messages = []
+        assert s.ask(QUESTIONS[2], **ASK).token_ids != again.token_ids
+        said = s.messages
+        for wrong, words in (
+            ([said[1], said[0]], r"messages\[0\] must have the role user"),
+            (
+                [{"role": "user", "content": [{"type": "image"}]}, said[1]],
+                r"messages\[0\] .* a text",
+            ),
+            (said[:1], "must end with an answer"),
+        ):
+            with pytest.raises(VLMFastError, match=words):
+                s.messages = wrong
+            assert s.messages == said
+    with vlm.session(images=picture(), history=False) as s:
+        s.messages = []
+        with pytest.raises(VLMFastError, match="history=False"):
+            s.messages = said
 
 
 def test_logits_processors_see_the_whole_prompt(vlm):

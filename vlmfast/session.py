@@ -173,7 +173,8 @@ class Session:
         Whether a question sees the ones before it and their answers.
     reuses : str
     messages : list of dict
-        The conversation so far, without the pictures; stays empty without ``history``.
+        The conversation so far, without the pictures; stays empty without ``history``. Another one
+        can be put in its place: what both begin with is not read again.
     stats : Stats
         What opening the session cost.
     """
@@ -327,6 +328,18 @@ class Session:
     @property
     def messages(self) -> list[dict]:
         return [dict(turn) for turn in self._messages]
+
+    @messages.setter
+    def messages(self, messages: list[dict]) -> None:
+        if messages and not self.history:
+            raise VLMFastError("messages: this session was opened with history=False")
+        for number, turn in enumerate(messages):
+            role = ("user", "assistant")[number % 2]
+            if turn.get("role") != role or not isinstance(turn.get("content"), str):
+                raise VLMFastError(f"messages[{number}] must have the role {role} and a text")
+        if len(messages) % 2:
+            raise VLMFastError("messages must end with an answer; ask puts the next question")
+        self._messages = [{"role": m["role"], "content": m["content"]} for m in messages]
 
     @property
     def bytes(self) -> int:

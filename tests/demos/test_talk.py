@@ -318,17 +318,22 @@ def write_video(path: Path, frames: int, rate: int) -> None:
         container.mux(stream.encode())
 
 
-def test_a_clip_without_frames(desk: Desk, tmp_path: Path) -> None:
+def write_sound(path: Path) -> None:
+    """A clip without a picture."""
     import av
     import numpy as np
 
-    path = tmp_path / "sound.mp4"
     with av.open(str(path), "w") as container:
         stream = container.add_stream("aac", rate=16_000)
         frame = av.AudioFrame.from_ndarray(np.zeros((1, 4096), np.float32), "fltp", "mono")
         frame.sample_rate = 16_000
         container.mux(stream.encode(frame))
         container.mux(stream.encode())
+
+
+def test_a_clip_without_frames(desk: Desk, tmp_path: Path) -> None:
+    path = tmp_path / "sound.mp4"
+    write_sound(path)
     with pytest.raises(MediaError, match=r"video stream|no video"):
         ask(desk, Media("video", str(path)))
 

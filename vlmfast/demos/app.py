@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
+os.environ.setdefault("GRADIO_ANALYTICS_MAX_EVENTS", "100")  # kept in memory all the same
 
 try:
     import gradio as gr
@@ -31,6 +32,7 @@ _LOCAL = ("127.0.0.1", "localhost", "::1")
 _UPLOAD = "512mb"
 _QUEUE = 32
 _AT_ONCE = 2  # users whose answers take turns; others wait in the queue
+_PAGES = 128  # whose controls Gradio remembers; it forgets none that was closed
 _DAY = 86_400
 _TOY = (
     "**`tiny` is a toy.** It has six million weights and knows the scenes that this project draws, "
@@ -58,7 +60,22 @@ table.counters tbody th { font-weight: 400; }
 table.counters td { font-variant-numeric: tabular-nums; font-weight: 600; }
 .gradio-container { overflow-x: hidden; }
 .answers button[aria-label="Clear"] { display: none; }
-@media (max-width: 640px) { .depths .grid-container { grid-template-columns: 1fr 1fr !important; } }
+.drawn .grid-wrap { max-height: none !important; min-height: 8rem !important;
+  padding-top: 2.25rem !important; }
+.drawn .grid-container { height: auto !important; max-height: none !important; }
+.drawn .gallery-item { height: auto; }
+.drawn .thumbnail-lg { display: flex; flex-direction: column; aspect-ratio: auto !important;
+  height: auto !important; }
+.drawn .thumbnail-lg img { height: auto !important; min-height: 5rem;
+  object-fit: contain !important; }
+.drawn .caption-label { position: static !important; max-width: 100% !important;
+  border: 0 !important; white-space: normal !important; }
+@media (max-width: 640px) { .drawn .grid-container { grid-template-columns: 1fr 1fr !important; } }
+.gradio-container { --block-info-text-color: #52525b; --button-primary-background-fill: #c2410c;
+  --button-primary-background-fill-hover: #9a3412; --tab-ink: #9a3412; }
+.dark .gradio-container, .gradio-container.dark { --block-info-text-color: #a1a1aa;
+  --tab-ink: #fb923c; }
+button[role="tab"].selected { color: var(--tab-ink) !important; }
 """
 
 
@@ -78,8 +95,14 @@ class Panel:
     counters: Any
     slider: Any
     depths: Any
-    strip: Any
     trace: Any
+    strip: Any
+
+    @property
+    def drawings(self) -> list[Any]:
+        """What is drawn of a turn once it is complete."""
+        drawn = [self.slider, self.depths, self.trace]
+        return [*drawn, self.strip] if self.kind == "video" else drawn
 
 
 def launch(
@@ -118,6 +141,7 @@ def launch(
                 server_port=port,
                 css=_CSS,
                 max_file_size=_UPLOAD,
+                state_session_capacity=_PAGES,
                 allowed_paths=[str(Path(path).parent) for path, _ in panels.plots()],
                 footer_links=["gradio", "settings"],
                 prevent_thread_lock=True,
@@ -210,7 +234,12 @@ def _recipe_area(desk: Desk, recipe: str) -> tuple[Any, Any, Any]:
         )
     with gr.Accordion("Answers", open=False):
         tokens = gr.Slider(
-            1, desk.limits.tokens, value=96, step=1, label="Longest answer, in tokens"
+            1,
+            desk.limits.tokens,
+            value=96,
+            step=1,
+            label="Longest answer, in tokens",
+            elem_id="tokens",
         )
         history = gr.Checkbox(
             not desk.toy,
@@ -219,32 +248,24 @@ def _recipe_area(desk: Desk, recipe: str) -> tuple[Any, Any, Any]:
             elem_id="history",
         )
 
-    def mistake(error: VLMFastError) -> Any:
-        return gr.update(value=panels.message(str(error), error=True), visible=True)
-
-    def show(text: str, good: str, written: bool) -> list[Any]:
+    def changed(good: str, change: Callable[[], str]) -> list[Any]:
+        """All that follows the text, which comes first; a mistake leaves the last good recipe."""
         try:
+            text = change()
             shown = builder.read(text)
+            note = _recipe_note(shown)
         except VLMFastError as error:
-            # The text stays as it was typed.
-            return [gr.skip(), good, mistake(error), *[gr.skip()] * 12]
+            text, shown = good, builder.read(good)
+            note = {"value": panels.message(str(error), error=True), "visible": True}
         return [
-            gr.skip() if written else text,
             text,
-            gr.update(**_recipe_note(shown)),
+            text,
+            gr.update(**note),
             shown.preset,
             shown.keep,
-            *(gr.update(value=shown.slots[place].method) for place in methods),
+            *(shown.slots[place].method for place in methods),
             *(gr.update(**_dial(place, shown.slots[place])) for place in dials),
         ]
-
-    def changed(good: str, change: Any) -> list[Any]:
-        try:
-            return show(change(), good, written=False)
-        except VLMFastError as error:
-            shown = show(good, good, written=False)
-            shown[2] = mistake(error)
-            return shown
 
     outputs = [text, good, note, preset, keep, *methods.values(), *dials.values()]
     quick = {
@@ -254,7 +275,9 @@ def _recipe_area(desk: Desk, recipe: str) -> tuple[Any, Any, Any]:
         "trigger_mode": "always_last",
         "api_visibility": "private",
     }
-    text.input(lambda text, good: show(text, good, written=True), [text, good], **quick)
+    # The text itself stays as it was typed.
+    written = {**quick, "outputs": outputs[1:]}
+    text.input(lambda text, good: changed(good, lambda: text)[1:], [text, good], **written)
     preset.input(
         lambda name, good: changed(good, lambda: str(Recipe.parse(PRESETS.get(name, good)))),
         [preset, good],
@@ -332,7 +355,14 @@ def _panel(
                 media = gr.Video(
                     label="Your clip", sources=["upload"], height=280, elem_id=f"{kind}-media"
                 )
-                frames = gr.Slider(1, 32, value=4, step=1, label="Frames read, evenly spread")
+                frames = gr.Slider(
+                    1,
+                    32,
+                    value=4,
+                    step=1,
+                    label="Frames read, evenly spread",
+                    elem_id=f"{kind}-frames",
+                )
             # Files are opened by `talk`, whose messages say what is wrong with them.
             media.preprocess = _path
         with gr.Column(scale=2, min_width=300):
@@ -348,7 +378,23 @@ def _panel(
                     "Look again at full detail", elem_id=f"{kind}-again", min_width=180
                 )
                 stop = gr.Button("Stop", elem_id=f"{kind}-stop", min_width=90)
-            gr.Examples(examples, [media, question], label=f"Drawn {what.lower()}s")
+            drawn = gr.Dataset(
+                components=[media, question],
+                samples=examples,
+                headers=[what, "Question"],
+                label=f"Drawn {what.lower()}s",
+                type="index",
+            )
+            # Not gr.Examples, which puts a new component with a preprocess of its own in the place
+            # of `media`.
+            drawn.click(
+                lambda number: examples[number],
+                drawn,
+                [media, question],
+                queue=False,
+                show_progress="hidden",
+                api_visibility="private",
+            )
     note = gr.HTML(elem_id=f"{kind}-note")
     with gr.Row():
         sides = [
@@ -376,24 +422,24 @@ def _panel(
     strip = gr.Gallery(
         label="Frames, with what was kept of each",
         columns=4,
-        height=260,
         visible=kind == "video",
         interactive=False,
+        object_fit="contain",
         elem_id=f"{kind}-strip",
+        elem_classes="drawn",
     )
     depths = gr.Gallery(
         label="What the language model sees, by depth",
         columns=3,
-        height=460,
         fit_columns=False,
         interactive=False,
         object_fit="contain",
         elem_id=f"{kind}-depths",
-        elem_classes="depths",
+        elem_classes="drawn",
     )
     trace = gr.DownloadButton("Trace as JSON", interactive=False, elem_id=f"{kind}-trace")
-    buttons, drawings = (ask, again, stop), (slider, depths, strip)
-    panel = Panel(kind, media, question, *buttons, note, *sides, counters, *drawings, trace)
+    buttons, drawings = (ask, again, stop), (slider, depths, trace, strip)
+    panel = Panel(kind, media, question, *buttons, note, *sides, counters, *drawings)
     _wire(desk, folder, panel, frames, shared)
 
 
@@ -414,85 +460,87 @@ def _wire(
         tokens: int,
         history: bool,
         request: gr.Request,
-    ) -> Iterator[dict]:
+    ) -> Iterator[list]:
         user = _user(request, panel.kind)
         media = Media(panel.kind, path, int(frames) or 1)
         talks = desk.ask(user, media, question, recipe, int(tokens), history)
-        yield from _shown(desk, folder / "traces" / user, panel, talks, {panel.question: ""})
+        yield from _shown(desk, user, talks)
 
-    def asked_again(tokens: int, request: gr.Request) -> Iterator[dict]:
+    def asked_again(tokens: int, request: gr.Request) -> Iterator[list]:
         user = _user(request, panel.kind)
-        talks = desk.look_again(user, int(tokens))
-        yield from _shown(desk, folder / "traces" / user, panel, talks, {})
+        yield from _shown(desk, user, desk.look_again(user, int(tokens)))
+
+    def drawn(request: gr.Request) -> list:
+        user = _user(request, panel.kind)
+        return _drawn(panel, desk.talk(user), folder / "traces" / user)
 
     def stopped(request: gr.Request) -> None:
         if talk := desk.talk(_user(request, panel.kind)):
             talk.stop()
 
-    shown = [panel.note, panel.full, panel.recipe, panel.counters, panel.slider]
-    shown += [panel.depths, panel.strip, panel.trace]
+    answers = [panel.note, panel.full, panel.recipe, panel.counters, panel.trace]
     running = {
         "show_progress": "hidden",
         "concurrency_limit": _AT_ONCE,
         "concurrency_id": "model",
+        "api_visibility": "private",
     }
+    quick = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}
     inputs = [panel.media, frames, panel.question, text, tokens, history]
-    for trigger in (panel.ask.click, panel.question.submit):
-        trigger(asked, inputs, [*shown, panel.question], api_visibility="private", **running)
-    panel.again.click(asked_again, [tokens], shown, api_visibility="private", **running)
-    panel.stop.click(stopped, queue=False, show_progress="hidden", api_visibility="private")
+    for done in (
+        panel.ask.click(asked, inputs, answers, **running),
+        panel.question.submit(asked, inputs, answers, **running),
+        panel.again.click(asked_again, [tokens], answers, **running),
+    ):
+        done.then(drawn, None, panel.drawings, **quick)
+    panel.stop.click(stopped, **quick)
 
 
-def _shown(
-    desk: Desk, folder: Path, panel: Panel, talks: Iterator[Conversation], last: dict
-) -> Iterator[dict]:
-    """What changes on the page while a conversation goes on."""
-    talk = None
-    yield {panel.note: panels.message("Reading …")}
+def _shown(desk: Desk, user: str, talks: Iterator[Conversation]) -> Iterator[list]:
+    """The note, both chats, the counters and no trace yet, while a conversation goes on.
+
+    All of them each time: Gradio builds a component anew for one that is left out, and keeps it.
+    """
+
+    def now(text: str, talk: Conversation | None, *, error: bool = False) -> list:
+        turn = talk and (talk.current or (talk.turns or [None])[-1])
+        return [
+            panels.message(text, error=error),
+            panels.chat(talk, FULL),
+            panels.chat(talk, RECIPE),
+            panels.table(panels.counters(turn)),
+            gr.DownloadButton(interactive=False),
+        ]
+
+    yield now("Reading …", desk.talk(user))
     try:
         for talk in talks:
-            turn = talk.current or talk.turns[-1]
-            yield {
-                panel.note: panels.message("Answering …"),
-                panel.full: panels.chat(talk, FULL),
-                panel.recipe: panels.chat(talk, RECIPE),
-                panel.counters: panels.table(panels.counters(turn)),
-            }
-        yield {**_drawn(desk, folder, panel, talk), **last}
+            yield now("Answering …", talk)
+        answers = talk.turns[-1].answers.values()
+        if any(answer.stats.time_total_s >= desk.limits.seconds for answer in answers):
+            said = f"Cut off: an answer may take {desk.limits.seconds:g} s. Ask for a shorter one."
+            yield now(said, talk, error=True)
+        else:
+            yield now(f"Answered under {talk.turns[-1].shown.recipe}.", talk)
     except Exception as error:
-        said = panels.message(_said(error), error=not isinstance(error, Stopped))
-        update = {panel.note: said}
-        if talk is not None:
-            update |= {
-                panel.full: panels.chat(talk, FULL),
-                panel.recipe: panels.chat(talk, RECIPE),
-            }
-        yield update
+        yield now(_said(error), desk.talk(user), error=not isinstance(error, Stopped))
     finally:
         talks.close()
 
 
-def _drawn(desk: Desk, folder: Path, panel: Panel, talk: Conversation) -> dict:
+def _drawn(panel: Panel, talk: Conversation | None, folder: Path) -> list:
+    """What belongs to the last turn: the slider, the depths, the trace, the frames of a clip."""
+    if talk is None or not talk.turns:
+        blank = [None, None, gr.DownloadButton(value=None, interactive=False), None]
+        return blank[: len(panel.drawings)]
     turn = talk.turns[-1]
-    full, shown = turn.answers[FULL], turn.shown
-    slow = any(a.stats.time_total_s >= desk.limits.seconds for a in turn.answers.values())
-    said = f"Answered under {shown.recipe}."
-    if slow:
-        said = f"Cut off: an answer may take {desk.limits.seconds:g} s. Ask for a shorter one."
-    drawn = {
-        panel.note: panels.message(said, error=slow),
-        panel.full: panels.chat(talk, FULL),
-        panel.recipe: panels.chat(talk, RECIPE),
-        panel.counters: panels.table(panels.counters(turn)),
-        panel.slider: panels.slider(full, shown),
-        panel.depths: panels.depths(shown),
-        panel.trace: gr.DownloadButton(
-            value=str(panels.write_trace(talk, turn, folder)), interactive=True
-        ),
-    }
-    if panel.kind == "video":
-        drawn[panel.strip] = panels.frame_strip(shown)
-    return drawn
+    trace = panels.write_trace(talk, turn, folder)
+    drawn = [
+        panels.slider(turn.answers[FULL], turn.shown),
+        panels.depths(turn.shown),
+        gr.DownloadButton(value=str(trace), interactive=True),
+    ]
+    return [*drawn, panels.frame_strip(turn.shown)] if panel.kind == "video" else drawn
 
 
 def _said(error: Exception) -> str:

@@ -127,9 +127,9 @@ class Conversation:
         if not self.turns:
             raise VLMFastError("there is nothing to look at again: ask a question first")
         turn = self.current = self.turns[-1]
-        session = self._session(RECIPE, self.recipe, upto=-1)
-        # The new answer takes the place of the recipe's own.
-        del session._messages[2 * (len(self.turns) - 1) :]
+        session = self._session(RECIPE, self.recipe)
+        if self.history:  # the new answer takes the place of the recipe's own
+            session.messages = session.messages[: 2 * (len(self.turns) - 1)]
         turn.answers.pop(RESTORED, None)
         pieces = session.stream(turn.question, restore=True, **generation)
         yield from self._written(turn, RESTORED, pieces)
@@ -158,18 +158,22 @@ class Conversation:
         chooses = self.media.kind == "video" and recipe.acting("media")
         return {"video": self.media.path} if chooses else self._loaded
 
-    def _session(self, side: str, recipe: Recipe, upto: int | None = None) -> Session:
+    def _session(self, side: str, recipe: Recipe) -> Session:
         if side not in self._sessions:
             session = self.vlm.session(**self._given(recipe), recipe=recipe, history=self.history)
-            if self.history:  # what was said before the session began
-                for turn in self.turns[:upto]:
-                    said = turn.texts.get(RESTORED if side == RECIPE else FULL) or turn.texts[side]
-                    session._messages += [
-                        {"role": "user", "content": turn.question},
-                        {"role": "assistant", "content": said},
-                    ]
+            if self.history:
+                session.messages = self._said_before(side)
             self._sessions[side] = session
         return self._sessions[side]
+
+    def _said_before(self, side: str) -> list[dict[str, str]]:
+        """The conversation as one side knows it: the recipe's has the second looks in it."""
+        messages = []
+        for turn in self.turns:
+            said = turn.texts.get(RESTORED if side == RECIPE else FULL) or turn.texts[side]
+            messages.append({"role": "user", "content": turn.question})
+            messages.append({"role": "assistant", "content": said})
+        return messages
 
     def _written(self, turn: Turn, side: str, pieces: Iterator[str | Answer]) -> Iterator[Turn]:
         turn.texts[side] = ""

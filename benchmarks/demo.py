@@ -1,0 +1,263 @@
+"""How quick the demo is, and whether it grows: ``python benchmarks/demo.py``.
+
+Starts ``vlmfast demo`` as its users do and speaks to it as its page does, without a browser: each
+user has a page of their own, uploads the shipped picture and asks through Gradio's queue.
+
+==========  ====================================================================================
+``ready``   from the command to a page that is served
+``first``   from a click on *Ask* to the first text on the page: the first question of a page,
+            so processor, vision tower and prefill of the full model are in it
+``whole``   from the same click to the end of both answers, drawn and counted
+``two``     the same for two users who ask at once, over ``whole`` of one alone
+``grown``   resident memory of the server after the last question, over that after the 20th
+==========  ====================================================================================
+
+Users ask a few questions each, some of them with a last look at full detail, and go; the next one
+opens another page. Every answer must be the one that the model is known to give.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import os
+import re
+import secrets
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+from ask import RESULTS, ROOT, spread
+from gradio_client.utils import apply_diff
+
+from vlmfast.env import environment
+
+PICTURE = ROOT / "examples" / "picture.png"
+QUESTIONS = {
+    "What is in the bottom left?": "yellow triangle",
+    "What color is the circle?": "purple",
+}
+AIMS = {"ready_s": 20.0, "first_s": 3.0, "two_ratio": 2.5, "grown": 1.05}
+START_S, ANSWER_S = 120, 120
+
+
+class Server:
+    """``vlmfast demo`` in a process of its own."""
+
+    def __init__(self, port: int, log: Path) -> None:
+        command = [sys.executable, "-m", "vlmfast", "demo", "--port", str(port)]
+        begin = time.perf_counter()
+        with log.open("w") as out:
+            self.process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
+        while not (found := re.search(r"http://\S+", log.read_text())):
+            if self.process.poll() is not None or time.perf_counter() - begin > START_S:
+                self.close()
+                raise SystemExit(f"the demo did not start:\n{log.read_text()}")
+            time.sleep(0.05)
+        self.address = found[0]
+        httpx.get(self.address).raise_for_status()
+        self.ready_s = time.perf_counter() - begin
+
+    @property
+    def resident(self) -> int:
+        status = Path(f"/proc/{self.process.pid}/status").read_text(encoding="ascii")
+        return int(re.search(r"VmRSS:\s+(\d+) kB", status)[1]) * 1024
+
+    def close(self) -> None:
+        self.process.terminate()
+        self.process.wait(timeout=30)
+
+
+class Page:
+    """What a browser says to the server, for the picture tab; a context manager."""
+
+    def __init__(self, address: str) -> None:
+        self.http = httpx.Client(base_url=f"{address}/", timeout=ANSWER_S)
+        self.session = secrets.token_hex(8)
+        config = self.http.get("config").json()
+        self.values = {part["id"]: part["props"].get("value") for part in config["components"]}
+        self.ids = {
+            name: part["id"]
+            for part in config["components"]
+            if (name := part["props"].get("elem_id"))
+        }
+        self.events = {
+            target: event["id"]
+            for event in config["dependencies"]
+            for target, trigger in event["targets"]
+            if trigger == "click"
+        }
+        self.wiring = {event["id"]: event for event in config["dependencies"]}
+        # Its end tells the server that the page was closed.
+        self.alive = self.http.stream("GET", f"gradio_api/heartbeat/{self.session}")
+
+    def __enter__(self) -> Page:
+        self.alive.__enter__()
+        with PICTURE.open("rb") as file:
+            (path,) = self.http.post("gradio_api/upload", files={"files": file}).json()
+        about = {"path": path, "orig_name": PICTURE.name, "meta": {"_type": "gradio.FileData"}}
+        self.values[self.ids["image-media"]] = about
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.alive.__exit__(*exception)
+        self.http.close()
+
+    def ask(self, question: str, recipe: str = "balanced") -> tuple[float, float]:
+        """Seconds to the first text and to the end."""
+        self.values[self.ids["image-question"]] = question
+        self.values[self.ids["recipe"]] = recipe
+        return self._run("image-ask", QUESTIONS[question])
+
+    def look_again(self, question: str) -> tuple[float, float]:
+        return self._run("image-again", QUESTIONS[question])
+
+    def _run(self, button: str, expected: str) -> tuple[float, float]:
+        event = self.wiring[self.events[self.ids[button]]]
+        data = [self.values[of] for of in event["inputs"]]
+        chats = [event["outputs"].index(self.ids[f"image-{side}"]) for side in ("full", "recipe")]
+        about = {"data": data, "fn_index": event["id"], "session_hash": self.session}
+        begin, first, shown = time.perf_counter(), None, []
+        self.http.post("gradio_api/queue/join", json=about).raise_for_status()
+        where = {"session_hash": self.session}
+        with self.http.stream("GET", "gradio_api/queue/data", params=where) as answer:
+            for line in answer.iter_lines():
+                message = json.loads(line.partition(":")[2]) if line.startswith("data:") else {}
+                if message.get("msg") == "process_generating":
+                    new = message["output"]["data"]
+                    # The first message is whole, each later one says what has changed.
+                    shown = [
+                        apply_diff(old, part) for old, part in zip(shown, new, strict=True)
+                    ] if shown else new  # fmt: skip
+                    if first is None and said(shown[chats[0]]):
+                        first = time.perf_counter() - begin
+                elif message.get("msg") == "process_completed":
+                    if not message["success"]:
+                        raise SystemExit(f"the demo failed: {message['output']}")
+                    break
+        for then in self.wiring.values():
+            if then["trigger_after"] == event["id"]:
+                about = {"data": [], "fn_index": then["id"], "session_hash": self.session}
+                drawn = self.http.post("gradio_api/run/predict", json=about).raise_for_status()
+                if not all(drawn.json()["data"]):
+                    raise SystemExit(f"the demo drew nothing: {drawn.json()}")
+        whole = time.perf_counter() - begin
+        for chat in chats:
+            if expected not in said(shown[chat]):
+                raise SystemExit(f"{expected!r} was expected and not {shown[chat]}")
+        return first, whole
+
+
+def said(chat: Any) -> str:
+    """The last message of a chat, if it is an answer that has begun."""
+    if not isinstance(chat, list) or not chat or chat[-1]["role"] != "assistant":
+        return ""
+    content = chat[-1]["content"]
+    text = content if isinstance(content, str) else "".join(part["text"] for part in content)
+    return text.strip("… ")
+
+
+def visit(address: str, questions: int) -> list[tuple[float, float]]:
+    """One user who comes, asks, and goes; every third question is a look at full detail."""
+    times, asked = [], list(QUESTIONS)
+    with Page(address) as page:
+        for number in range(questions):
+            question = asked[number // 3 % len(asked)]
+            again = number % 3 == 2
+            times.append(page.look_again(question) if again else page.ask(question))
+    return times
+
+
+def first_questions(address: str) -> tuple[float, float]:
+    """The first question of a page of its own."""
+    with Page(address) as page:
+        return page.ask(next(iter(QUESTIONS)))
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        server = Server(args.port, Path(folder) / "log")
+        try:
+            return _measured(server, args)
+        finally:
+            server.close()
+
+
+def _measured(server: Server, args: argparse.Namespace) -> dict[str, Any]:
+    cold, _ = first_questions(server.address)
+    alone, together = [], []
+    with ThreadPoolExecutor(2) as users:
+        for _ in range(args.repeats):  # in turns, so that a busy machine slows both
+            alone.append(first_questions(server.address))
+            asking = [users.submit(first_questions, server.address) for _ in range(2)]
+            together += [user.result() for user in asking]
+    asked, resident = 1 + 3 * args.repeats, {}
+    while asked < args.questions:
+        count = min(args.visit, 20 - asked % 20)
+        visit(server.address, count)
+        asked += count
+        if asked % 20 == 0:
+            resident[asked] = server.resident
+            print(f"{asked} questions: {resident[asked] / 1e6:.1f} MB", file=sys.stderr)
+    whole = {name: spread([t for _, t in of]) for name, of in (("one", alone), ("two", together))}
+    return {
+        "ready_s": server.ready_s,
+        "cold_first_s": cold,
+        "first_s": spread([first for first, _ in alone]),
+        "whole_s": whole,
+        "two_ratio": whole["two"]["median"] / whole["one"]["median"],
+        "two_worst_ratio": max(t for _, t in together) / whole["one"]["median"],
+        "resident_bytes": resident,
+        "grown": resident[max(resident)] / resident[20],
+    }
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = sys.argv[1:] if argv is None else argv
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--repeats", type=int, default=6, help="of one and of two users, 1 to 6")
+    parser.add_argument("--questions", type=int, default=200, help="in all, a multiple of 20")
+    parser.add_argument("--visit", type=int, default=9, help="questions of one user")
+    parser.add_argument("--port", type=int, default=7918)
+    parser.add_argument("--out", type=Path, default=RESULTS / "demo-tiny-cpu.json")
+    args = parser.parse_args(arguments)
+    if not 1 <= args.repeats <= 6 or args.questions < 40 or args.questions % 20:
+        parser.error("--repeats is 1 to 6; --questions a multiple of 20, 40 at least")
+    result = measure(args)
+    found = {
+        "ready_s": result["ready_s"],
+        "first_s": result["first_s"]["median"],
+        "two_ratio": result["two_ratio"],
+        "grown": result["grown"],
+    }
+    report = {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(["python", "benchmarks/demo.py", *arguments]),
+        "environment": environment(),
+        "gradio": importlib.metadata.version("gradio"),
+        "load_average": list(os.getloadavg()),
+        "device": "cpu",
+        **result,
+        "aims": AIMS,
+    }
+    args.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    for name, value in found.items():
+        print(f"{name:<10} {value:6.3f}  (at most {AIMS[name]:g})")
+    print(f"first, of the server  {result['cold_first_s']:.3f} s")
+    print(f"one user, a question  {result['whole_s']['one']['median']:.3f} s")
+    print(f"two users, the same   {result['whole_s']['two']['median']:.3f} s")
+    return int(any(value > AIMS[name] for name, value in found.items()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
