@@ -41,8 +41,9 @@ from torch import Tensor
 
 from vlmfast import VLM
 from vlmfast.engine.attention import switched
-from vlmfast.engine.decode import Decoder, Run
+from vlmfast.engine.decode import Decoder
 from vlmfast.engine.prefill import Inputs, Prompt
+from vlmfast.engine.run import Run
 from vlmfast.engine.stats import clock
 from vlmfast.layout import Kind, TokenLayout
 from vlmfast.recipe import Recipe

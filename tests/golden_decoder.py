@@ -9,8 +9,8 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from vlmfast.engine.attention import TEXT
-from vlmfast.engine.decode import Run
 from vlmfast.engine.prefill import Inputs, Prompt
+from vlmfast.engine.run import Run
 from vlmfast.layout import Kind, TokenLayout
 from vlmfast.models.base import Adapter
 from vlmfast.recipe import Recipe

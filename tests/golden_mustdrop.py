@@ -21,8 +21,8 @@ from vlmfast.compressors.mustdrop import (
     windows,
 )
 from vlmfast.engine.attention import TEXT, VISION
-from vlmfast.engine.decode import Run
 from vlmfast.engine.prefill import Inputs, Prompt
+from vlmfast.engine.run import Run
 from vlmfast.engine.vision import representatives
 from vlmfast.kv import KV
 from vlmfast.layout import Kind, TokenLayout

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from reference import answer_logits
 from vlmfast import VLM, Recipe
-from vlmfast.engine.decode import Run
 from vlmfast.engine.prefill import Inputs
+from vlmfast.engine.run import Run
 
 
 def embeds_of(vlm: VLM, tensors: dict) -> Tensor:

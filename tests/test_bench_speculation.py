@@ -18,7 +18,7 @@ from vlmfast import VLM, bench
 from vlmfast.cli import main as cli
 from vlmfast.drafters.tree import Tree
 from vlmfast.engine.cache import KVCache
-from vlmfast.engine.decode import Turn
+from vlmfast.engine.turn import Turn
 from vlmfast.errors import RecipeError
 from vlmfast.recipe import Recipe
 from vlmfast.stages import Budget, Round

@@ -18,8 +18,9 @@ from vlmfast import VLM
 from vlmfast.buffers import BufferPool, bucket
 from vlmfast.engine.attention import switched
 from vlmfast.engine.cache import KVCache, RowSlots
-from vlmfast.engine.decode import Decoder, Run
+from vlmfast.engine.decode import Decoder
 from vlmfast.engine.prefill import Inputs, prefill, prepare
+from vlmfast.engine.run import Run
 from vlmfast.engine.stats import Stats, Trace
 from vlmfast.kernels.quantize_kv import Segment, quantise
 from vlmfast.kv import KV

@@ -20,8 +20,9 @@ from tiny_models import build_llava, picture
 from vlmfast import VLM
 from vlmfast.engine.attention import switched
 from vlmfast.engine.cache import KVCache
-from vlmfast.engine.decode import Decoder, Run
+from vlmfast.engine.decode import Decoder
 from vlmfast.engine.prefill import Inputs, prefill, prepare
+from vlmfast.engine.run import Run
 from vlmfast.engine.stats import Stats, Trace
 from vlmfast.kernels.quantize_kv import quantise
 from vlmfast.kv import KV

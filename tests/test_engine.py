@@ -16,8 +16,8 @@ from reference import answer_logits, dense_logits
 from tiny_models import build_llava, build_llava_next
 from vlmfast import VLM, ModelError, RecipeError, Request, VLMFastError
 from vlmfast.engine.attention import switched
-from vlmfast.engine.decode import Run
 from vlmfast.engine.prefill import Inputs
+from vlmfast.engine.run import Run
 from vlmfast.recipe import Recipe
 from vlmfast.stages import (
     EncodeStage,

@@ -23,8 +23,9 @@ from vlmfast import VLM, ModelError, RecipeError, Request, VLMFastError
 from vlmfast.drafters.tree import Tree
 from vlmfast.engine.attention import switched
 from vlmfast.engine.cache import KVLayer
-from vlmfast.engine.decode import Decoder, Run
+from vlmfast.engine.decode import Decoder
 from vlmfast.engine.prefill import Inputs
+from vlmfast.engine.run import Run
 from vlmfast.models import families
 from vlmfast.recipe import Recipe
 from vlmfast.stages import (

@@ -136,8 +136,8 @@ def test_batches_and_sessions(plain: VLM, vlm: VLM) -> None:
 def test_the_stand_in_notices_a_moved_buffer(vlm: VLM) -> None:
     """Control: a step whose buffers were replaced behind its back does not run."""
     from vlmfast.engine.attention import switched
-    from vlmfast.engine.decode import Run
     from vlmfast.engine.prefill import Inputs
+    from vlmfast.engine.run import Run
     from vlmfast.recipe import Recipe
 
     tensors = vlm.inputs("what ?", images=[picture(seed=0)])

@@ -17,8 +17,9 @@ from fake_cuda import Watch, shapes, steps
 from tiny_models import build_llava, picture
 from vlmfast import VLM
 from vlmfast.engine.attention import switched
-from vlmfast.engine.decode import Decoder, Run
+from vlmfast.engine.decode import Decoder
 from vlmfast.engine.prefill import Inputs
+from vlmfast.engine.run import Run
 from vlmfast.recipe import Recipe
 from vlmfast.stages import CacheStage, DecodeStage
 

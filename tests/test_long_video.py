@@ -23,7 +23,7 @@ from media_fixtures import frame_number, write_video
 from tiny_models import build_llava, build_llava_next, picture
 from vlmfast import VLM, MediaError, ModelError, RecipeError, VLMFastError
 from vlmfast.engine.cache import KVLayer
-from vlmfast.engine.decode import Run
+from vlmfast.engine.run import Run
 from vlmfast.long_video import LongVideo
 from vlmfast.media import OpenVideo, load_video, open_video
 from vlmfast.stages import CacheStage

@@ -29,8 +29,8 @@ from vlmfast.compressors.mustdrop import (
     window_similarity,
     windows,
 )
-from vlmfast.engine.decode import Run
 from vlmfast.engine.prefill import Inputs
+from vlmfast.engine.run import Run
 from vlmfast.errors import ModelError
 from vlmfast.kernels.quantize_kv import quantise
 from vlmfast.kv import KV

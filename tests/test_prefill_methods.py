@@ -22,8 +22,8 @@ from vlmfast.compressors.atp.module import Module
 from vlmfast.compressors.fastv import FastV
 from vlmfast.compressors.mustdrop import MustDrop
 from vlmfast.compressors.pyramiddrop import PyramidDrop
-from vlmfast.engine.decode import Run
 from vlmfast.engine.prefill import Inputs
+from vlmfast.engine.run import Run
 from vlmfast.recipe import Recipe
 
 EXACT = 1e-5

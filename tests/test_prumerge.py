@@ -16,8 +16,8 @@ from tiny_models import picture as photo
 from vlmfast import VLM, Recipe, RecipeError
 from vlmfast.compressors.prumerge import PruMerge, mixture, one_head, outliers
 from vlmfast.compressors.prumerge_plus import PruMergePlus
-from vlmfast.engine.decode import Run
 from vlmfast.engine.prefill import Inputs
+from vlmfast.engine.run import Run
 from vlmfast.errors import ModelError
 from vlmfast.layout import VisualTokens
 from vlmfast.stages import StatRequest, VisionStats

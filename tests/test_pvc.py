@@ -30,8 +30,8 @@ from vlmfast.compressors.pvc.module import (
 )
 from vlmfast.compressors.pvc.plan import Choice, make_plan, nearest, scenes, tokens_in, tokens_out
 from vlmfast.engine.attention import switched
-from vlmfast.engine.decode import Run
 from vlmfast.engine.prefill import Inputs, prepare
+from vlmfast.engine.run import Run
 from vlmfast.engine.stats import Stats, Trace
 from vlmfast.layout import Kind
 from vlmfast.stages import ItemGeometry, Phase, Step

@@ -15,8 +15,8 @@ from tiny_models import build_llava, build_llava_next, picture
 from vlmfast import VLM
 from vlmfast.engine.attention import attention_rows, received_logits, switched, text_attention
 from vlmfast.engine.cache import KVCache
-from vlmfast.engine.decode import Run
 from vlmfast.engine.prefill import Inputs
+from vlmfast.engine.run import Run
 from vlmfast.errors import RecipeError
 from vlmfast.layout import Kind, TokenLayout, VisualTokens
 from vlmfast.recipe import Recipe

@@ -9,8 +9,9 @@ import pytest
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria
 
-import vlmfast.engine.decode as decode
+import vlmfast.engine.run as running
 import vlmfast.engine.speculation as speculation
+import vlmfast.engine.turn as turning
 from fake_drafters import Drafting, Knows
 from tiny_models import build_llava, build_llava_next, picture
 from vlmfast import VLM, Request
@@ -187,9 +188,9 @@ def test_as_hugging_face_greedy() -> None:
 def held(vlm: VLM, recipe: Recipe, wanted=None, tokens: int = 24) -> Decoder:
     """The decoder when an answer has ended."""
     seen = []
-    release = decode.Run.release
+    release = running.Run.release
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decode.Run, "release", lambda run: seen.append(run))
+        patch.setattr(running.Run, "release", lambda run: seen.append(run))
         vlm.ask(QUESTION, recipe=recipe, **given(max_new_tokens=tokens))
     del release
     return seen[0].decoder
@@ -227,8 +228,8 @@ def test_the_cache_control(llava: VLM, monkeypatch) -> None:
 
 def test_verification_is_single_steps(llava: VLM) -> None:
     """Logits of every node of a tree are those of feeding its path token by token."""
-    from vlmfast.engine.decode import Run
     from vlmfast.engine.prefill import Inputs
+    from vlmfast.engine.run import Run
 
     tree = Tree.of_paths(7, [[8, 9], [8, 10, 11], [12]])
     with torch.no_grad(), switched(llava.model):
@@ -341,7 +342,7 @@ def test_streams_are_the_same(llava: VLM) -> None:
 
 
 def test_scores_are_those_of_what_was_emitted(llava: VLM) -> None:
-    from vlmfast.engine.decode import answer
+    from vlmfast.engine.turn import answer
 
     more = given(return_dict_in_generate=True, output_scores=True, output_logits=True)
     turns = []
@@ -563,7 +564,7 @@ def test_a_drafter_of_another_model_is_refused_before_anything_runs(llava: VLM) 
         llava.adapter.modules[key] = EagleModule(config)
         try:
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(decode, "prefill", None)
+                patch.setattr(running, "prefill", None)
                 with pytest.raises(RecipeError, match=match):
                     llava.ask(QUESTION, recipe="draft-eagle", **given())
         finally:
@@ -585,7 +586,7 @@ def test_strict_takes_near_ties_from_single_tokens(recipe: str, monkeypatch) -> 
     got = drafted(vlm, wanted, recipe, Knows(cycle=True), **more, strict=True)
     assert got.token_ids == wanted.token_ids
     # With a tolerance that everything falls below, every token is decoded alone ...
-    monkeypatch.setattr(decode, "_ULPS", 1e9)
+    monkeypatch.setattr(turning, "_ULPS", 1e9)
     got = drafted(vlm, wanted, recipe, Knows(cycle=True), **more, strict=True)
     assert got.token_ids == wanted.token_ids
     assert got.stats.accepted == 0 and got.stats.redecoded == 46  # the last is drafted by nobody
@@ -600,7 +601,7 @@ def test_strict_takes_near_ties_from_single_tokens(recipe: str, monkeypatch) -> 
 
     monkeypatch.setattr(Decoder, "verify", drifts)
     for ulps, same in ((40.0, True), (0.0, False)):
-        monkeypatch.setattr(decode, "_ULPS", ulps)
+        monkeypatch.setattr(turning, "_ULPS", ulps)
         got = drafted(vlm, wanted, recipe, Patient(), **more, strict=True)
         if same or recipe == "none":  # control
             assert (got.token_ids == wanted.token_ids) == same
@@ -657,12 +658,12 @@ def raw_bonus(patch) -> None:
             node = None if done else tree.children[node].get(token)
         return path, emitted
 
-    patch.setattr(decode, "walk", walked)
+    patch.setattr(turning, "walk", walked)
 
 
 def unkeyed(patch) -> None:
     """Noise that is drawn anew each time."""
-    patch.setattr(decode, "gumbel", lambda s, p, size, d: -torch.rand(size).log().neg().log())
+    patch.setattr(turning, "gumbel", lambda s, p, size, d: -torch.rand(size).log().neg().log())
 
 
 def keyed_by_depth(patch) -> None:
@@ -673,11 +674,11 @@ def keyed_by_depth(patch) -> None:
         turn.offset = turn.ids.shape[1]
         return speculation.walk(tree, logits, take, sure)
 
-    gumbel = decode.gumbel
-    patch.setattr(decode, "walk", walked)
-    patch.setattr(decode.Turn, "offset", 0, raising=False)
+    gumbel = turning.gumbel
+    patch.setattr(turning, "walk", walked)
+    patch.setattr(turning.Turn, "offset", 0, raising=False)
     patch.setattr(
-        decode.Turn,
+        turning.Turn,
         "perturbed",
         lambda self, of: (
             of
@@ -703,7 +704,7 @@ def unprocessed_root(patch) -> None:
         finally:
             turn.processor = keep
 
-    patch.setattr(decode, "walk", walked)
+    patch.setattr(turning, "walk", walked)
 
 
 def not_compacted(patch) -> None:
@@ -721,7 +722,7 @@ def stop_ignored(patch) -> None:
     def walked(tree, logits, take, sure=None):
         return speculation.walk(tree, logits, lambda row: (take(row)[0], False), sure)
 
-    patch.setattr(decode, "walk", walked)
+    patch.setattr(turning, "walk", walked)
 
 
 def siblings_see_each_other(patch) -> None:

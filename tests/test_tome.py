@@ -14,8 +14,8 @@ from reference import answer_logits
 from tiny_models import build_llava, build_llava_next, picture
 from vlmfast import VLM, Recipe, RecipeError
 from vlmfast.compressors.tome import Merge, ToMe, bipartite, merge, schedule
-from vlmfast.engine.decode import Run
 from vlmfast.engine.prefill import Inputs
+from vlmfast.engine.run import Run
 from vlmfast.stages import StatRequest
 
 

@@ -17,8 +17,8 @@ from tiny_models import build_llava, build_llava_next
 from vlmfast import VLM, Recipe, RecipeError
 from vlmfast.compressors._select import plus_mean
 from vlmfast.compressors.visionzip import VisionZip, homes
-from vlmfast.engine.decode import Run
 from vlmfast.engine.prefill import Inputs
+from vlmfast.engine.run import Run
 from vlmfast.errors import ModelError
 from vlmfast.layout import Kind, VisualTokens
 from vlmfast.stages import StatRequest, VisionStats

@@ -14,9 +14,11 @@ from transformers import GenerationMixin
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from .engine.attention import lock_of
-from .engine.decode import Run, Turn, answer_many, generate_of, lasting, open_turn
+from .engine.decode import lasting
 from .engine.prefill import Inputs
+from .engine.run import Run
 from .engine.stats import clock
+from .engine.turn import Turn, answer_many, generate_of, open_turn
 from .errors import ModelError, RecipeError, VLMFastError
 from .models._batch import split
 from .recipe import Recipe

@@ -212,7 +212,7 @@ class Answers:
         return answers
 
     def _generate(self, numbers: range) -> list[list[int]]:
-        from .engine.decode import answer_many
+        from .engine.turn import answer_many
         from .recipe import Recipe
 
         vlm, args = self.vlm, self.args

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .engine.decode import Run
 from .engine.prefill import Inputs, prepare
+from .engine.run import Run
 from .engine.stats import Stats, Trace
 from .errors import MediaError, ModelError, RecipeError, VLMFastError
 from .media import OpenVideo

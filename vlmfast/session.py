@@ -22,9 +22,11 @@ from torch import Tensor
 from . import snapshot
 from .engine.attention import lock_of, switched
 from .engine.cache import KVCache
-from .engine.decode import Decoder, Row, Run, Turn, answer, open_turn
+from .engine.decode import Decoder, Row
 from .engine.prefill import Inputs, Prompt, Seen, look, prepare
+from .engine.run import Run
 from .engine.stats import Stats, Trace
+from .engine.turn import Turn, answer, open_turn
 from .errors import ModelError, RecipeError, VLMFastError
 from .kernels.quantize_kv import Segment
 from .layout import TokenLayout, VisualTokens

@@ -18,8 +18,8 @@ from .recipe import Recipe
 from .stages import Stage, stage_class, stage_names, word_of
 
 if TYPE_CHECKING:
-    from .engine.decode import Turn
     from .engine.stats import Stats, Trace
+    from .engine.turn import Turn
     from .session import Session
 
 _DEFAULT_NEW_TOKENS = 128
@@ -492,8 +492,9 @@ class VLM:
     def _turn(self, messages: list[dict], recipe: Recipe, generation: dict) -> Turn:
         """The answer to come: pictures decoded and processed, nothing computed yet."""
         from .engine.attention import lock_of
-        from .engine.decode import Run, open_turn
         from .engine.prefill import Inputs
+        from .engine.run import Run
+        from .engine.turn import open_turn
 
         start = time.perf_counter()
         text, pictures, frames = self._render(messages, recipe)
@@ -511,7 +512,7 @@ class VLM:
 
     def _answer(self, messages: list[dict], recipe: Recipe, generation: dict) -> Answer:
         from .engine.attention import lock_of
-        from .engine.decode import answer
+        from .engine.turn import answer
 
         turn = self._turn(messages, recipe, generation)
         with lock_of(self.model):
@@ -531,8 +532,9 @@ class VLM:
         generation: dict,
     ) -> Answer:
         from .engine.attention import lock_of
-        from .engine.decode import Run, answer, open_turn
         from .engine.prefill import Inputs
+        from .engine.run import Run
+        from .engine.turn import answer, open_turn
         from .long_video import LongVideo, checked
         from .media import open_video
 
@@ -564,7 +566,7 @@ class VLM:
     def _many(
         self, requests: Iterable[Request | str], batch_size: int, generation: dict
     ) -> list[Answer]:
-        from .engine.decode import answer_many
+        from .engine.turn import answer_many
 
         def turns() -> Iterator[Turn]:
             for number, request in enumerate(requests):

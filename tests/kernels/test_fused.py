@@ -18,9 +18,10 @@ from tiny_models import build_llava, picture
 from vlmfast import VLM
 from vlmfast.engine.attention import switched
 from vlmfast.engine.cache import KVCache
-from vlmfast.engine.decode import Decoder, Run
+from vlmfast.engine.decode import Decoder
 from vlmfast.engine.fused import fusable, fused_step
 from vlmfast.engine.prefill import Inputs
+from vlmfast.engine.run import Run
 from vlmfast.kernels import norm_rope_append, swiglu
 from vlmfast.recipe import Recipe
 from vlmfast.stages import CacheStage, Phase, Step

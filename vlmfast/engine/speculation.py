@@ -29,7 +29,8 @@ from .noise import gumbel
 from .stats import clock
 
 if TYPE_CHECKING:
-    from .decode import Decoder, Output, Turn
+    from .decode import Decoder, Output
+    from .turn import Turn
 
 # Logits processors that look at a row of logits alone, so that drafts can be ranked through them.
 _ROWWISE = (
