@@ -255,7 +255,7 @@ def test_numbers_are_those_of_the_reports(tools, made) -> None:
 def test_other_numbers_make_other_pages(tools, tmp_path: Path) -> None:
     """The control of the test above: what the report says is what the page says."""
     shutil.copytree(DOCS / "results", tmp_path / "results")
-    file = tmp_path / "results" / "field" / "report.json"
+    file = tmp_path / "results" / "report.json"
     data = json.loads(file.read_text(encoding="utf-8"))
     name, numbers = next(
         (k, n) for k, n in data["tasks"]["shapes"]["recipes"].items() if k.startswith("tome")
@@ -265,7 +265,7 @@ def test_other_numbers_make_other_pages(tools, tmp_path: Path) -> None:
     file.write_text(json.dumps(data))
 
     def cell(docs: Path) -> str:
-        (report,) = (r for r in tools.pages.reports(docs) if r.place == "results/field")
+        (report,) = (r for r in tools.pages.reports(docs) if r.place == "results")
         (line,) = (
             x for x in tools.pages.numbers_table("tome", report).splitlines() if f"`{name}`" in x
         )

@@ -205,6 +205,33 @@ def test_plot_is_a_picture_with_every_method(folder, tmp_path, monkeypatch):
     assert all("%" in axis.get_xlabel() for axis in shown[0].axes)
 
 
+def test_many_methods_are_drawn_apart(tmp_path, monkeypatch):
+    from matplotlib.figure import Figure
+
+    write_results(tmp_path, "none", 0.8, limit=1)
+    before = "divprune flashvid mmtok prumerge scope visionzip".split()
+    within, trained = "fastv pyramiddrop sparsevlm tome".split(), ["elastic"]
+    stacks = ["hired:budget=0.5+divprune:budget=0.22"]
+    for name in (*before, *within, *trained, "random", "downsample"):
+        write_results(tmp_path, f"{name}:budget=0.5", 0.7, 0.5, limit=1)
+    for recipe in ("hired:budget=0.2", "hired:positions=keep,budget=0.2", *stacks):
+        write_results(tmp_path, recipe, 0.7, 0.2, limit=1)
+    shown = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_: shown.append(figure))
+    write_report(tmp_path, tmp_path)
+    axes = shown[0].axes
+    assert [axis.get_title() for axis in axes[::2]] == [
+        "Pictures, before the language model",
+        "Pictures, inside encoder or language model",
+        "Pictures, trained",
+        "Pictures, stages together",
+    ]
+    legends = [{text.get_text() for text in a.get_legend().get_texts()} for a in axes[1::2]]
+    common = {"full model (95 % band)", "random", "downsample"}
+    expected = [{*before, "hired", "hired:positions=keep"}, {*within}, {*trained}]
+    assert legends == [own | common for own in (*expected, {"hired+divprune"})]
+
+
 def test_random_is_taken_at_the_cost_that_was_measured(tmp_path):
     """A method that misses its budget is not compared with a cheaper random."""
     write_results(tmp_path, "none", 0.8, limit=2)

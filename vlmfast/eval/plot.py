@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, cycle
 from pathlib import Path
 from typing import Any
 
 from ..errors import VLMFastError
+from ..recipe import Recipe
 from .summary import BASELINES, Row, reduces, rereads, shrinks
 
 # Okabe and Ito's colours, apart for colour-blind eyes too; their yellow is too pale for a line.
@@ -71,7 +72,10 @@ _LABELS = {
     "kept": "visual tokens kept, averaged over layers (%)",
     "held": "bytes of the KV cache held (% of the full one)",
 }
-_ROUND = (1, 2, 5, 10, 20, 30, 50, 80)  # shares held differ by a little from method to method
+_ROUND = {"kept": (1, 2, 3, 5, 10, 20, 30, 50, 100), "held": (1, 2, 5, 10, 20, 30, 50, 80)}
+_MANY = 12  # more curves cannot be told apart in one panel
+_BEFORE, _WITHIN = "before the language model", "inside encoder or language model"
+_TRAINED, _STACKS = "trained", "stages together"
 
 
 def plot(rows: list[Row], file: Path, axis: str = "kept") -> None:
@@ -96,28 +100,36 @@ def plot(rows: list[Row], file: Path, axis: str = "kept") -> None:
         ) from error
 
     drawn = [row for row in rows if reduces(row) or shrinks(row)]
-    methods = list(dict.fromkeys(row.run.meta["method"] for row in drawn))
+    names = _names([row.run.meta["method"] for row in drawn])
+    groups = _groups(drawn) if axis == "kept" and len(names) > _MANY else {"": drawn}
     # What nobody was asked, a modality or sessions, has no panel.
-    grid = [[p for p in line if any(map(p.point, rows))] for line in _PANELS[axis]]
-    grid = [line for line in grid if line]
-    shares = [p.cost(row, axis) for line in grid for p in line for row in drawn if p.point(row)]
+    panels = [[p for p in line if any(map(p.point, rows))] for line in _PANELS[axis]]
+    grid = [
+        [(replace(p, title=", ".join(filter(None, (p.title, group)))), own) for p in line]
+        for group, own in groups.items()
+        for line in panels
+        if line
+    ]
+    shares = [p.cost(row, axis) for line in grid for p, own in line for row in own if p.point(row)]
     # A figure of its own draws with Agg and leaves pyplot's state, and its back end, alone.
     size = 4.4 * len(grid[0]) + 2.6, 0.4 + 4.2 * len(grid)
-    figure = Figure(figsize=size, dpi=160, layout="constrained")
+    figure = Figure(figsize=size, dpi=160 if len(groups) == 1 else 110, layout="constrained")
     axes = figure.subplots(len(grid), len(grid[0]), sharey=True, squeeze=False)
-    named = {}  # a method may be in one panel only
-    for panel, place in zip(chain(*grid), axes.flat, strict=True):
+    named: dict[str, Any] = {}  # a method may be in one panel only
+    for (panel, own), place in zip(chain(*grid), axes.flat, strict=True):
         _references(place, rows, panel)
+        methods = list(dict.fromkeys(row.run.meta["method"] for row in own))
         for number, method in enumerate(methods):
             points = [
                 (panel.cost(row, axis), *accuracy)
-                for row in drawn
+                for row in own
                 if row.run.meta["method"] == method and (accuracy := panel.point(row))
             ]
-            _line(place, method, number, len(methods), points)
+            _line(place, method, names[method], number, len(methods), points)
         place.set_xscale("log")
         place.set_xlim(min(shares, default=10) / 1.25, max(shares, default=80) * 1.25)
-        place.xaxis.set_major_locator(FixedLocator(_ticks(shares) if axis == "kept" else _ROUND))
+        ticks = _ticks(shares) if axis == "kept" and len(groups) == 1 else _ROUND[axis]
+        place.xaxis.set_major_locator(FixedLocator(ticks))
         place.xaxis.set_minor_locator(NullLocator())
         place.xaxis.set_major_formatter(lambda value, _: f"{value:.3g}")
         place.set_ylim(0, 100)
@@ -125,12 +137,45 @@ def plot(rows: list[Row], file: Path, axis: str = "kept") -> None:
         place.set_title(panel.title)
         place.grid(alpha=0.25, linewidth=0.6)
         place.spines[["top", "right"]].set_visible(False)
-        handles, labels = place.get_legend_handles_labels()
-        named |= dict(zip(labels, handles, strict=True))
     for line in axes:
         line[0].set_ylabel("accuracy, mean over question types (%)")
-    figure.legend(named.values(), named, loc="outside right center", frameon=False, fontsize=8)
+        here = {}
+        for place in line:
+            handles, labels = place.get_legend_handles_labels()
+            here |= dict(zip(labels, handles, strict=True))
+        if len(groups) > 1:
+            beside = {"loc": "center left", "bbox_to_anchor": (1.02, 0.5)}
+            line[-1].legend(here.values(), here, frameon=False, fontsize=8, **beside)
+        named |= here
+    if len(groups) == 1:
+        figure.legend(named.values(), named, loc="outside right center", frameon=False, fontsize=8)
     figure.savefig(file)
+
+
+def _names(methods: list[str]) -> dict[str, str]:
+    """What stands in the legend: positions only where a method was run with both."""
+    short = {method: method.replace(":positions=keep", "") for method in dict.fromkeys(methods)}
+    twice = [name for name in short.values() if list(short.values()).count(name) > 1]
+    return {method: method if name in twice else name for method, name in short.items()}
+
+
+def _groups(rows: list[Row]) -> dict[str, list[Row]]:
+    """Many methods by the place where they act; what looks at nothing is in each group."""
+    found: dict[str, list[Row]] = {}
+    common = [row for row in rows if row.run.meta["method"].partition(":")[0] in BASELINES]
+    for row in rows:
+        recipe = Recipe.parse(row.run.meta["recipe"])
+        if len(recipe) > 1:
+            title = _STACKS
+        elif any(stage.trained for stage in recipe):
+            title = _TRAINED
+        else:
+            within = recipe.acting("in-encoder") or recipe.acting("prefill")
+            title = _WITHIN if within else _BEFORE
+        if row not in common:
+            found.setdefault(title, []).append(row)
+    order = (_BEFORE, _WITHIN, _TRAINED, _STACKS)
+    return {title: found[title] + common for title in order if title in found}
 
 
 def _references(place: Any, rows: list[Row], panel: Panel) -> None:
@@ -151,6 +196,7 @@ def _references(place: Any, rows: list[Row], panel: Panel) -> None:
 def _line(
     axis: Any,
     method: str,
+    name: str,
     number: int,
     methods: int,
     points: list[tuple[float, float, float, float]],
@@ -169,7 +215,7 @@ def _line(
             [m - l for m, l in zip(mean, low, strict=True)],
             [h - m for m, h in zip(mean, high, strict=True)],
         ],
-        label=method,
+        label=name,
         color=grey or _COLORS[number % len(_COLORS)],
         marker=_MARKERS[number % len(_MARKERS)],
         markerfacecolor="white" if "+" in method else None,  # stacks are hollow
