@@ -209,8 +209,8 @@ def test_many_methods_are_drawn_apart(tmp_path, monkeypatch):
     from matplotlib.figure import Figure
 
     write_results(tmp_path, "none", 0.8, limit=1)
-    before = "divprune flashvid mmtok prumerge scope visionzip".split()
-    within, trained = "fastv pyramiddrop sparsevlm tome".split(), ["elastic"]
+    before = ["divprune", "flashvid", "mmtok", "prumerge", "scope", "visionzip"]
+    within, trained = ["fastv", "pyramiddrop", "sparsevlm", "tome"], ["elastic"]
     stacks = ["hired:budget=0.5+divprune:budget=0.22"]
     for name in (*before, *within, *trained, "random", "downsample"):
         write_results(tmp_path, f"{name}:budget=0.5", 0.7, 0.5, limit=1)
