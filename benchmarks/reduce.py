@@ -23,6 +23,7 @@ import ask
 import torch
 
 from vlmfast import VLM
+from vlmfast.eval.runner import shrinks_cache
 from vlmfast.recipe import Recipe
 from vlmfast.stages import stage_class, stage_names
 from vlmfast.training import add_arguments, training_class
@@ -31,17 +32,21 @@ TIMES = ("time_vision_s", "time_reduce_s", "time_prefill_s", "ttft_s")
 
 
 def recipes(vlm: VLM) -> dict[str, Recipe]:
-    """Every method at its default, by name; trained ones get a fresh module."""
+    """Every method that drops visual tokens, at its default; trained ones get a fresh module."""
     found = {"none": Recipe()}
     for name in sorted(stage_names()):
         stage = stage_class(name)()
+        if stage.protocol in ("media", "drafter") or shrinks_cache(Recipe((stage,))):
+            continue
+        if name == "clip-relevance":  # needs a CLIP model beside this one
+            continue
         if stage.trained:
             parser = argparse.ArgumentParser()
             add_arguments(parser, name)
             config = training_class(name)(parser.parse_args([]), vlm.adapter.sizes()).config()
             module = stage.build(vlm.adapter.sizes() | config).float().eval()
             stage = replace(stage, budget=0.22)
-            vlm.adapter.modules[name, stage.weights] = module.to(vlm.adapter.device)
+            vlm.adapter.modules[name, stage.weights, ""] = module.to(vlm.adapter.device)
         found[str(stage)] = Recipe((stage,))
     return found
 

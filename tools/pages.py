@@ -501,6 +501,8 @@ def method_page(method: dict[str, Any], found: list[Report]) -> str:
     parts += _measured_section(word, protocol, found)
     parts += ["## Parameters", parameters_table(method) if method["parameters"] else "None."]
     doc = importlib.import_module(stage_names()[word]).__doc__
+    if not doc:
+        raise ValueError(f"{path} has no docstring at its head, which is the method's page")
     parts += ["## How it works", prose(doc)]
     return "\n\n".join(parts) + "\n"
 

@@ -366,7 +366,9 @@ def _methods(args: argparse.Namespace) -> None:
                 about.append("one of " + ", ".join(parameter["choices"]))
             if parameter["name"] == method["value"]:
                 about.append("the bare value")
-            print(f"    {parameter['name']}={parameter['default']}  {'; '.join(about)}")
+            value = parameter["default"]
+            value = f"{value:.4g}" if isinstance(value, float) else value
+            print(f"    {parameter['name']}={value}  {'; '.join(about)}")
 
 
 def _env(args: argparse.Namespace) -> None:

@@ -1089,5 +1089,5 @@ def stage_class(name: str) -> type[Stage]:
 
 def nearest(word: str, words: list[str]) -> str:
     """`` (did you mean 'x'?)`` or nothing."""
-    match = difflib.get_close_matches(word, words, n=1)
+    match = difflib.get_close_matches(word.lower(), words, n=1)
     return f" (did you mean {match[0]!r}?)" if match else ""

@@ -177,6 +177,12 @@ def conversations(
     whole, found = len(found), found[part]
     if not found:
         raise TrainingError(f"--data {path} has too few conversations: {whole}")
+    some = [Path(media) / file for _, file, _ in found[:100]]
+    if not any(file.exists() for file in some):
+        raise TrainingError(
+            f"--media {media} has none of the first {len(some)} files that --data names; "
+            f"{some[0]} is not there"
+        )
 
     @lru_cache(maxsize=1)
     def shuffled(epoch: int) -> list[int]:

@@ -149,7 +149,9 @@ def launch(
                 quiet=True,
             )
         except OSError as error:
-            raise VLMFastError(f"port {port} of {host} cannot be had: {error}") from error
+            raise VLMFastError(
+                f"port {port} of {host} cannot be had; if something listens there, give another"
+            ) from error
         ready(f"http://{host}:{page.server_port}")
         page.block_thread()
 

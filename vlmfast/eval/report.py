@@ -318,7 +318,7 @@ def cost_table(rows: list[Row]) -> str:
         "TTFT ms",
         "tokens a second",
         "KV cache %",
-        "peak memory MB",
+        "peak memory MB (on a CPU: of the process so far)",
     ]
     return _markdown(head, [_cost_cells(row) for row in rows])
 
