@@ -7,6 +7,7 @@ from collections import Counter
 
 import pytest
 
+from vlmfast import VLM
 from vlmfast.drafters.draft_auto import DraftAuto, Governor
 from vlmfast.drafters.draft_eagle import DraftEagle
 from vlmfast.errors import RecipeError
@@ -133,10 +134,13 @@ def test_in_the_engine(tiny) -> None:
     given = {"images": "examples/picture.png", "max_new_tokens": 40, "eos_token_id": None}
     wanted = tiny.ask("Describe the image.", **given)
     for recipe in ("draft-auto", "draft-ngram+draft-auto"):
+        fresh, drafted = VLM(tiny.model, tiny.processor), 0
         for _ in range(3):
-            got = tiny.ask("Describe the image.", recipe=recipe, strict=True, **given)
+            got = fresh.ask("Describe the image.", recipe=recipe, strict=True, **given)
             assert got.token_ids == wanted.token_ids
+            drafted += got.stats.drafted
         names = "draft-eagle" if recipe == "draft-auto" else "draft-ngram"
-        assert got.stats.speculation.startswith(f"{names}: ") and got.stats.drafted > 0
+        assert got.stats.speculation.startswith(f"{names}: ")
+        assert drafted > 0  # it has tried; on a busy machine it may have stopped by now
     with pytest.raises(RecipeError, match="draft-auto stands twice"):
         tiny.ask("what ?", recipe="draft-auto+draft-auto:after=9")
