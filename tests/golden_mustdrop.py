@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import CLIPVisionConfig, CLIPVisionModel, LlamaConfig, LlamaForCausalLM
 
-from helpers_layout import REQUEST, picture
+from helpers_layout import REQUEST, picture, stats_of
 from vlmfast.compressors.mustdrop import (
     MustDrop,
     dual_attention,
@@ -28,7 +28,7 @@ from vlmfast.kv import KV
 from vlmfast.layout import Kind, TokenLayout
 from vlmfast.models.base import Adapter
 from vlmfast.recipe import Recipe
-from vlmfast.stages import Phase, Step, VisionStats, active
+from vlmfast.stages import Phase, StatRequest, Step, active
 
 CLOSE = {"rtol": 1e-3, "atol": 1e-4}
 
@@ -58,7 +58,7 @@ def merge_case(data: dict, meta: dict) -> None:
 
     if window[0] == window[1]:  # what a recipe can say
         stage = MustDrop(window[0], threshold, merge="call").expand()[0]
-        by_stage, rows = stage.on_block(Step(Phase.VISION), 1, hidden)
+        by_stage, rows = stage.on_block(Step(Phase.VISION, specials=1), 1, hidden)
         assert torch.equal(by_stage, merged)
         assert torch.equal(rows, source) if int(counts[0]) else rows is None
 
@@ -93,7 +93,8 @@ def clip_case(data: dict, meta: dict) -> None:
     views, side, depth = hidden.shape[0], math.isqrt(hidden.shape[1] - 1), len(blocks)
     merge, key_set, *_ = MustDrop(merge="call").expand()
     modules = {id(block.self_attn): index for index, block in enumerate(blocks)}
-    step = Step(Phase.VISION, depth=depth, modules=modules, requests=key_set.vision_stats(depth))
+    requests = {depth - 1: StatRequest("cls")}
+    step = Step(Phase.VISION, depth=depth, modules=modules, requests=requests, specials=1)
     states = [hidden]
     with active(step):
         for index, block in enumerate(blocks):
@@ -115,7 +116,7 @@ def clip_case(data: dict, meta: dict) -> None:
         tokens, geometry = picture((0, 0), (side, side))
         rows = step.merged[view : view + 1, 1:] - 1
         tokens = representatives(tokens, rows, side)
-        stats = VisionStats((geometry,), {depth - 1: attention[view : view + 1]})
+        stats = stats_of((geometry,), {depth - 1: attention[view : view + 1]})
         layout = key_set.reduce(tokens, stats, REQUEST).layout
         place = layout.grid[layout.protected, 1:].long()
         ours = rows[0, place[:, 0] * side + place[:, 1]]

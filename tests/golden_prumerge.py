@@ -7,11 +7,10 @@ import math
 import torch
 from torch import Tensor
 
-from helpers_layout import REQUEST, picture
+from helpers_layout import REQUEST, picture, stats_of
 from vlmfast.compressors._select import best
 from vlmfast.compressors.prumerge import PruMerge, mixture, one_head, outliers
 from vlmfast.layout import VisualTokens
-from vlmfast.stages import VisionStats
 
 EXACT = {"rtol": 0, "atol": 1e-4}
 HEADS = 4
@@ -60,7 +59,7 @@ def stage_delivers(data: dict, rows: Tensor, n: int) -> None:
     side = math.isqrt(n)
     tokens, geometry = picture((0, 0), (side, side))
     tokens = VisualTokens(data["features_penultimate"][0, 1:], tokens.layout)
-    stats = VisionStats((geometry,), {23: rows}, {23: data["k_layer23"][:, 1:]})
+    stats = stats_of((geometry,), {23: rows}, {23: data["k_layer23"][:, 1:]})
     out = PruMerge().reduce(tokens, stats, REQUEST)
     kept = data["topk_index"][0]
     gone = torch.ones(n, dtype=torch.bool).index_fill(0, kept, False).nonzero()[-1]

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from golden_mustdrop import clip_blocks
-from helpers_layout import REQUEST, picture
+from helpers_layout import REQUEST, picture, stats_of
 from vlmfast.compressors._select import plus_mean
 from vlmfast.compressors.visionzip import VisionZip, homes
 from vlmfast.layout import Kind, VisualTokens
-from vlmfast.stages import Phase, Step, VisionStats, active
+from vlmfast.stages import Phase, StatRequest, Step, active
 
 EXACT = {"rtol": 0, "atol": 1e-4}
 
@@ -30,7 +30,7 @@ def clip_case(data: dict, meta: dict) -> None:
     hidden = data["embeddings_after_pre_layrnorm"]
     blocks = clip_blocks(data)
     depth = len(blocks)
-    ((layer, request),) = VisionZip().vision_stats(depth).items()
+    layer, request = depth - 2, StatRequest("cls", keys=True)  # LLaVA's feature layer
     step = Step(
         Phase.VISION,
         depth=depth,
@@ -74,7 +74,7 @@ def views_case(data: dict, attention: Tensor, keys: Tensor, hidden: Tensor) -> N
     place = 1 + layout.grid[:, 1] * side + layout.grid[:, 2]
     place = torch.where(layout.patches, place, 0).long()
     features = hidden[layout.view.clamp(min=0).long(), place]
-    stats = VisionStats((geometry,), {22: attention}, {22: keys}, cls=hidden[:, 0])
+    stats = stats_of((geometry,), {22: attention}, {22: keys}, cls=hidden[:, 0])
     stage = VisionZip(dominant=dominant, contextual=contextual)
     zipped = stage.reduce(VisualTokens(features, layout), stats, REQUEST)
     assert len(zipped) == views * (dominant + contextual)

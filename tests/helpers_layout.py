@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from vlmfast.layout import Kind, TokenLayout, VisualTokens
+from vlmfast.saliency import Saliency, SaliencyRequest
 from vlmfast.stages import EncodeRequest, ItemGeometry, VisionStats
 
 DIM = 8
@@ -93,7 +94,32 @@ def prompt(*pictures: dict, seed: int = 0) -> tuple[VisualTokens, VisionStats]:
         torch.cat([part.features for part in parts]),
         TokenLayout.cat([part.layout for part in parts]),
     )
-    return tokens, VisionStats(tuple(items), attention(items, seed))
+    return tokens, stats_of(tuple(items), attention(items, seed))
+
+
+def stats_of(
+    items: tuple[ItemGeometry, ...],
+    rows: dict[int, Tensor],
+    keys: dict[int, Tensor] | None = None,
+    cls: Tensor | None = None,
+    source: str = "cls",
+) -> VisionStats:
+    """Statistics whose saliency is that of the given blocks, (views, heads, N) of all items.
+
+    The lowest block is the first of the tower, the highest the last, and its output the features.
+    """
+    keys = keys or {}
+    named = {"first": min(rows), "features": max(rows), "last": max(rows)} if rows else {}
+    saliency = {}
+    for block, layer in named.items():
+        for kinds in ({}, {"keys": True}, {"keys": True, "wide": True}):
+            if kinds and layer not in keys:
+                continue
+            saliency[SaliencyRequest(block, **kinds).key] = tuple(
+                Saliency(source, rows[layer][views], keys[layer][views] if kinds else None)
+                for views in (slice(*item.views) for item in items)
+            )
+    return VisionStats(items, rows, keys, cls, saliency)
 
 
 def attention(items: list[ItemGeometry], seed: int, heads: int = 2) -> dict[int, Tensor]:

@@ -9,18 +9,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers_layout import DIM, REQUEST, TOWER, picture_arguments, prompt
+from helpers_layout import DIM, REQUEST, TOWER, picture_arguments, prompt, stats_of
 from vlmfast import Recipe, RecipeError
 from vlmfast.compressors.flashvid import FlashVID, calibrated, means, segments
 from vlmfast.kernels.diversity import cosine, max_min
 from vlmfast.layout import VisualTokens
-from vlmfast.stages import StatRequest, VisionStats
+from vlmfast.saliency import SaliencyRequest
+from vlmfast.stages import VisionStats
 
 
 def as_clip(stats: VisionStats) -> VisionStats:
     n = len(stats.items)
     frames = (replace(item, clip=0, frame=(i, n)) for i, item in enumerate(stats.items))
-    return VisionStats(tuple(frames), {TOWER - 2: stats.rows[TOWER - 2]})
+    return stats_of(tuple(frames), {TOWER - 2: stats.rows[TOWER - 2]})
 
 
 def test_segments_in_numbers() -> None:
@@ -123,7 +124,7 @@ def test_deeper_features_merge_alike() -> None:
 
 
 def test_the_word() -> None:
-    assert FlashVID().vision_stats(24) == {22: StatRequest("cls")}
+    assert FlashVID().saliencies() == (SaliencyRequest("features"),)
     tokens, stats = prompt({"tiles": (2, 2)})
     assert FlashVID(budget=1.0).reduce(tokens, as_clip(stats), REQUEST) is tokens
     for text in ("flashvid", "flashvid:0.2,alpha=0.5,repair=true", "flashvid:budget=0.1,least=1"):

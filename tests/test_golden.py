@@ -82,7 +82,7 @@ from golden_tree import tree_case
 from golden_visionzip import clip_case as visionzip_clip
 from golden_visionzip import zip_case as visionzip_zip
 from golden_zipvl import tau_case as zipvl_tau
-from helpers_layout import picture
+from helpers_layout import picture, stats_of
 from vlmfast.compressors._select import best
 from vlmfast.compressors.hired import (
     HiRED,
@@ -92,7 +92,7 @@ from vlmfast.compressors.hired import (
     view_budgets,
 )
 from vlmfast.layout import Kind, TokenLayout, VisualTokens
-from vlmfast.stages import EncodeRequest, VisionStats
+from vlmfast.stages import EncodeRequest
 
 ROOT = Path(os.environ.get("VLMFAST_GOLDEN") or Path(__file__).parent / "golden").resolve()
 FOLDERS = ("reducers", "kv", "spec")
@@ -199,7 +199,7 @@ def stage_delivers(
 ) -> None:
     """The stage, on tokens laid out by the correct grid, keeps those of ``wanted`` that exist."""
     tokens, geometry = picture(tiles, PATCHES, size, view=first)
-    stats = VisionStats(
+    stats = stats_of(
         (geometry,),
         {0: cls_rows(data["cls_attn_layer0"]), 22: cls_rows(data["cls_attn_layer22"])},
     )
@@ -237,7 +237,7 @@ def hired_llava15(data: Data, meta: Meta) -> None:
 
     if exact and rate < 1:
         tokens, geometry = picture((0, 0), PATCHES, (336, 336))
-        stats = VisionStats((geometry,), {0: cls_rows(stored), 22: cls_rows(stored)})
+        stats = stats_of((geometry,), {0: cls_rows(stored), 22: cls_rows(stored)})
         kept = HiRED(rate).keep(tokens, geometry, stats, REQUEST)
         assert torch.equal(kept, data["kept_index"].sort().values)
 

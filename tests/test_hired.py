@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers_layout import REQUEST, TOWER, picture, picture_arguments, prompt
+from helpers_layout import REQUEST, picture, picture_arguments, prompt, stats_of
 from vlmfast.compressors._select import apportion, best, count
 from vlmfast.compressors.hired import (
     HiRED,
@@ -18,10 +18,10 @@ from vlmfast.compressors.hired import (
     packed,
     view_budgets,
 )
-from vlmfast.errors import ModelError, RecipeError
+from vlmfast.errors import RecipeError
 from vlmfast.layout import Kind, VisualTokens
 from vlmfast.recipe import Recipe
-from vlmfast.stages import StatRequest, VisionStats
+from vlmfast.saliency import SaliencyRequest
 
 stages = st.builds(
     HiRED,
@@ -104,7 +104,7 @@ def test_whole_view_and_crops_in_numbers() -> None:
     tokens, geometry = picture((1, 2), (2, 2))
     content = torch.tensor([[[0.0, 0.5, 0.0, 0.5]]] * 3)
     importance = torch.tensor([[[0.1, 0.2, 0.3, 0.4]], [[1.0, 0, 0, 0]], [[0.1, 0.6, 0.2, 0.1]]])
-    stats = VisionStats((geometry,), {0: content, 22: importance})
+    stats = stats_of((geometry,), {0: content, 22: importance})
     kept = HiRED(0.34).reduce(tokens, stats, REQUEST).layout  # trunc(12 * 0.34) = 4 tokens
     assert torch.stack([kept.tile, kept.grid[:, 1], kept.grid[:, 2]], 1).tolist() == [
         [0, 1, 0],
@@ -131,7 +131,7 @@ def test_pictures_without_crops_are_judged_by_themselves() -> None:
 def test_ties_go_to_the_lower_index() -> None:
     tokens, geometry = picture((2, 2), (4, 4))
     flat = torch.full((5, 2, 16), 1 / 16)
-    stats = VisionStats((geometry,), {0: flat, 22: flat})
+    stats = stats_of((geometry,), {0: flat, 22: flat})
     kept = HiRED(0.3).reduce(tokens, stats, REQUEST).layout
     places = kept.grid[:, 1] * 4 + kept.grid[:, 2]
     for tile, number in enumerate([12, 3, 3, 3, 3]):
@@ -143,7 +143,7 @@ def test_newline_policies() -> None:
     tokens, geometry = picture((1, 2), (2, 2))
     rows = torch.tensor([[[1.0, 0, 0, 0]], [[0.0, 0, 0, 0]], [[0.0, 0, 0, 1]]])
     content = torch.tensor([[[0.0, 1, 0, 1]]] * 3)
-    stats = VisionStats((geometry,), {0: content, 22: rows})
+    stats = stats_of((geometry,), {0: content, 22: rows})
     kept = {
         policy: HiRED(0.17, newline=policy).reduce(tokens, stats, REQUEST).layout
         for policy in ("drop", "keep", "rows")
@@ -188,17 +188,9 @@ def test_the_swapped_grid_loses_tokens(
     assert orders(reduced(compat, square)[1]) == orders(reduced(HiRED(0.3), square)[1])
 
 
-def test_layers_are_the_first_and_the_one_before_the_last() -> None:
-    cls = StatRequest("cls")
-    assert HiRED().vision_stats(TOWER) == {0: cls, 22: cls}
-    assert HiRED().vision_stats(2) == HiRED().vision_stats(1) == {0: cls}
-
-
-def test_a_tower_with_other_patches_is_refused() -> None:
-    tokens, geometry = picture((2, 2), (4, 4))
-    rows = torch.rand(5, 2, 64)
-    with pytest.raises(ModelError, match="16 of 64"):
-        HiRED().reduce(tokens, VisionStats((geometry,), {0: rows, 22: rows}), REQUEST)
+def test_blocks_are_the_first_and_the_one_that_feeds_the_projector() -> None:
+    assert HiRED().saliencies() == (SaliencyRequest("first"), SaliencyRequest("features"))
+    assert {of.source for of in HiRED(saliency="received").saliencies()} == {"received"}
 
 
 # --- promises ------------------------------------------------------------------------------------

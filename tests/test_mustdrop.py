@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers_layout import REQUEST, picture, prompt
+from helpers_layout import REQUEST, picture, prompt, stats_of
 from reference import answer_logits, dense_logits
 from tiny_models import build_llava, build_llava_next
 from vlmfast import VLM, Recipe, RecipeError
@@ -31,11 +31,11 @@ from vlmfast.compressors.mustdrop import (
 )
 from vlmfast.engine.prefill import Inputs
 from vlmfast.engine.run import Run
-from vlmfast.errors import ModelError
 from vlmfast.kernels.quantize_kv import quantise
 from vlmfast.kv import KV
 from vlmfast.layout import Kind, TokenLayout
-from vlmfast.stages import EncodeStage, Phase, StatRequest, Step, VisionStats
+from vlmfast.saliency import SaliencyRequest
+from vlmfast.stages import EncodeStage, Phase, StatRequest, Step
 
 EXACT = 5e-5  # features of about 20
 TOKENS = [5, 9, 11, 7, 8]  # fed one by one behind the prompt
@@ -114,7 +114,7 @@ def test_merged_rows_are_means_of_the_most_similar_windows(
 def on_block(
     stage: MustDrop, hidden: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None, Step]:
-    step = Step(Phase.VISION, depth=4)
+    step = Step(Phase.VISION, depth=4, specials=1)
     return *stage.expand()[0].on_block(step, 1, hidden), step
 
 
@@ -184,8 +184,8 @@ def test_the_window_follows_the_grid(side: int, window: int) -> None:
     assert MustDrop(2).window_of(side) == (2, 2)
 
 
-def test_what_is_no_square_behind_cls_is_refused() -> None:
-    with pytest.raises(RecipeError, match=r"a CLS row and a square grid .* has 16 rows"):
+def test_patches_that_are_no_square_are_refused() -> None:
+    with pytest.raises(RecipeError, match=r"a square grid of patches .* has 15 of them"):
         on_block(MustDrop(), noise(1, 16, 4))
     step = Step(Phase.VISION, merged=torch.zeros(1, 17, dtype=torch.int64))
     with pytest.raises(RecipeError, match="nothing has merged before"):
@@ -197,9 +197,9 @@ def test_what_is_no_square_behind_cls_is_refused() -> None:
 
 def test_key_tokens_of_each_view() -> None:
     """Two crops side by side without the newline; one attends to the end, one to the start."""
-    tokens, _ = picture((1, 2), (2, 2))
+    tokens, item = picture((1, 2), (2, 2))
     rows = torch.tensor([[0.1, 0.2, 0.3, 0.4], [0.4, 0.3, 0.2, 0.1], [0.25] * 4])
-    key = key_tokens(rows, tokens.layout, (2, 2), 0.3)  # ceil(1.2) of four
+    key = key_tokens(rows, tokens.layout, item, 0.3)  # ceil(1.2) of four
     layout = tokens.layout.select(key)
     assert torch.stack([layout.tile, layout.grid[:, 1], layout.grid[:, 2]], 1).tolist() == [
         [0, 1, 0],
@@ -220,7 +220,7 @@ def test_the_key_set_counts_tokens_of_the_prompt(share: float, seed: int) -> Non
     )
     last = {23: torch.rand(6, 2, 16, generator=torch.Generator().manual_seed(seed))}
     stage = MustDrop(key=share).expand()[1]
-    marked = stage.reduce(tokens, VisionStats(stats.items, last), REQUEST)
+    marked = stage.reduce(tokens, stats_of(stats.items, last), REQUEST)
     layout = marked.layout
     assert marked.features is tokens.features
     assert not layout.protected[~layout.patches].any()
@@ -234,22 +234,21 @@ def test_the_key_set_counts_tokens_of_the_prompt(share: float, seed: int) -> Non
 
 def test_the_published_key_counts() -> None:
     for side, tokens, number in [(24, 576, 47), (24, 296, 24)]:
-        layout = picture((0, 0), (side, side))[0].layout.select(torch.arange(tokens))
-        key = key_tokens(torch.rand(1, side * side), layout, (side, side), 0.08)
+        whole, item = picture((0, 0), (side, side))
+        layout = whole.layout.select(torch.arange(tokens))
+        key = key_tokens(torch.rand(1, side * side), layout, item, 0.08)
         assert int(key.sum()) == number
 
 
-def test_marks_of_others_stay_and_another_tower_is_refused() -> None:
+def test_marks_of_others_stay() -> None:
     tokens, geometry = picture((0, 0), (4, 4))
     protected = torch.zeros(16, dtype=torch.bool)
     protected[5] = True
     tokens = type(tokens)(tokens.features, tokens.layout.replace(protected=protected))
     rows = torch.linspace(1, 0, 16).view(1, 1, 16)
     stage = MustDrop().expand()[1]
-    marked = stage.reduce(tokens, VisionStats((geometry,), {23: rows}), REQUEST).layout.protected
+    marked = stage.reduce(tokens, stats_of((geometry,), {23: rows}), REQUEST).layout.protected
     assert marked.nonzero().flatten().tolist() == [0, 1, 5]
-    with pytest.raises(ModelError, match="16 of 64"):
-        stage.reduce(tokens, VisionStats((geometry,), {23: torch.rand(1, 2, 64)}), REQUEST)
 
 
 # --- filter --------------------------------------------------------------------------------------
@@ -446,7 +445,7 @@ def test_the_word_and_its_parts() -> None:
     assert {part.repair for part in stage.expand()} == {False}
     assert {part.repair for part in MustDrop(repair=True).expand()} == {True}
     assert stage.expand()[0].blocks(24) == (1,)
-    assert stage.expand()[1].vision_stats(24) == {23: StatRequest("cls")}
+    assert stage.expand()[1].saliencies() == (SaliencyRequest("last"),)
     assert stage.floor(32) == pytest.approx((3 + 29 * 0.08) / 32)
     assert stage.asks_question
     assert Recipe.parse("mustdrop:0.33") == Recipe((MustDrop(budget=0.33),))

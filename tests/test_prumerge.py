@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers_layout import REQUEST, picture, picture_arguments, prompt
+from helpers_layout import REQUEST, picture, picture_arguments, prompt, stats_of
 from reference import answer_logits
 from tiny_models import build_llava
 from tiny_models import picture as photo
@@ -18,8 +18,8 @@ from vlmfast.compressors.prumerge import PruMerge, mixture, one_head, outliers
 from vlmfast.compressors.prumerge_plus import PruMergePlus
 from vlmfast.engine.prefill import Inputs
 from vlmfast.engine.run import Run
-from vlmfast.errors import ModelError
 from vlmfast.layout import VisualTokens
+from vlmfast.saliency import SaliencyRequest
 from vlmfast.stages import StatRequest, VisionStats
 
 BOTH = [PruMerge, PruMergePlus]
@@ -31,7 +31,7 @@ def with_keys(stats: VisionStats) -> VisionStats:
     rows = stats.rows[22] * 0.9
     generator = torch.Generator().manual_seed(5)
     keys = torch.randn(rows.shape[0], rows.shape[2], 6, generator=generator)
-    return VisionStats(stats.items, {LAST: rows}, {LAST: keys})
+    return stats_of(stats.items, {LAST: rows}, {LAST: keys})
 
 
 def reduced(stage: PruMerge, *pictures: dict) -> tuple[VisualTokens, VisualTokens]:
@@ -115,7 +115,7 @@ def test_deeper_features_mix_alike(method) -> None:
     tokens, geometry = picture((0, 0), (4, 4))
     tokens = VisualTokens(tokens.features, tokens.layout, (2 * tokens.features,))
     _, stats = prompt({"tiles": (0, 0)})
-    kept = method(0.3).reduce(tokens, with_keys(VisionStats((geometry,), stats.rows)), REQUEST)
+    kept = method(0.3).reduce(tokens, with_keys(stats_of((geometry,), stats.rows)), REQUEST)
     torch.testing.assert_close(kept.extra[0], 2 * kept.features)
     taken = torch.isin(tokens.layout.order, kept.layout.order)
     assert (kept.features - tokens.features[taken]).abs().max() > 1e-3  # control: something mixed
@@ -155,7 +155,7 @@ def test_a_run_equals_the_tower_by_hand() -> None:
 
 
 def test_the_words() -> None:
-    assert PruMerge().vision_stats(24) == {23: StatRequest("cls", keys=True, wide=True)}
+    assert PruMerge().saliencies() == (SaliencyRequest("last", keys=True, wide=True),)
     for word in ("prumerge", "prumerge-plus:0.25,repair=true", "prumerge:budget=0.1"):
         assert Recipe.parse(word) == Recipe.parse(str(Recipe.parse(word)))
     assert PruMerge().rate is None
@@ -179,10 +179,3 @@ def test_two_kinds_of_keys_of_a_layer_cannot_stand_together() -> None:
 def test_bad_words(word: str, message: str) -> None:
     with pytest.raises(RecipeError, match=message):
         Recipe.parse(word)
-
-
-def test_another_number_of_patches_is_refused() -> None:
-    tokens, geometry = picture((0, 0), (4, 4))
-    stats = VisionStats((geometry,), {23: torch.rand(1, 2, 64)}, {23: torch.rand(1, 64, 4)})
-    with pytest.raises(ModelError, match=r"prumerge needs .* makes 16 of 64 patches"):
-        PruMerge().reduce(tokens, stats, REQUEST)

@@ -16,6 +16,7 @@ from vlmfast.compressors.hired import HiRED
 from vlmfast.compressors.random import Random
 from vlmfast.errors import RecipeError, VLMFastError
 from vlmfast.recipe import PRESETS, Recipe
+from vlmfast.saliency import SOURCES
 from vlmfast.stages import PROTOCOLS, Stage, stage_class, stage_names
 
 NAMES = sorted(stage_names())
@@ -156,8 +157,11 @@ def test_joining_in_python() -> None:
 
 
 def test_presets() -> None:
-    for name, text in PRESETS.items():
-        assert Recipe.parse(name) == Recipe.parse(text)
+    for name, by_source in PRESETS.items():
+        assert set(by_source) == set(SOURCES)
+        for source, text in by_source.items():
+            assert Recipe.parse(name, source) == Recipe.parse(text)
+        assert Recipe.parse(name) == Recipe.parse(name, "cls")
     assert Recipe.parse("none") == Recipe()
     with pytest.raises(RecipeError, match="preset 'fast' stands alone"):
         Recipe.parse("fast+grid")

@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
-from helpers_layout import REQUEST, TOWER, picture, picture_arguments, prompt
+from helpers_layout import REQUEST, TOWER, picture_arguments, prompt, stats_of
 from vlmfast import Recipe, RecipeError
 from vlmfast.compressors.scope import SCOPE
-from vlmfast.errors import ModelError
-from vlmfast.stages import StatRequest, VisionStats
+from vlmfast.saliency import SaliencyRequest
+from vlmfast.stages import VisionStats
 
 
 def one_layer(stats: VisionStats) -> VisionStats:
-    return VisionStats(stats.items, {TOWER - 2: stats.rows[TOWER - 2]})
+    return stats_of(stats.items, {TOWER - 2: stats.rows[TOWER - 2]})
 
 
 def by_hand(x: Tensor, attention: Tensor, k: int, alpha: float) -> list[int]:
@@ -54,7 +54,7 @@ def test_the_score_by_hand(alpha) -> None:
 def test_frames_of_a_clip_cover_each_other() -> None:
     tokens, stats = prompt(*[{"tiles": (0, 0)}] * 3)
     stats = one_layer(stats)
-    clip = VisionStats(
+    clip = stats_of(
         tuple(replace(item, clip=0, frame=(i, 3)) for i, item in enumerate(stats.items)),
         stats.rows,
     )
@@ -82,12 +82,9 @@ def test_what_a_picture_keeps(arguments: dict, share: float) -> None:
 
 
 def test_the_word() -> None:
-    assert SCOPE().vision_stats(24) == {22: StatRequest("cls")}
+    assert SCOPE().saliencies() == (SaliencyRequest("features"),)
     tokens, stats = prompt({"tiles": (2, 2)})
     assert SCOPE(budget=1.0).reduce(tokens, one_layer(stats), REQUEST) is tokens
     assert Recipe.parse("scope:0.1,alpha=2") == Recipe.parse(str(Recipe.parse("scope:0.1,alpha=2")))
     with pytest.raises(RecipeError, match=r"scope: alpha=-1 is out of range"):
         Recipe.parse("scope:alpha=-1")
-    tokens, geometry = picture((0, 0), (4, 4))
-    with pytest.raises(ModelError, match=r"scope needs .* makes 16 of 64 patches"):
-        SCOPE().reduce(tokens, VisionStats((geometry,), {22: torch.rand(1, 2, 64)}), REQUEST)

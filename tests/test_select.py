@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from helpers_layout import picture, picture_arguments
 from vlmfast.compressors._budget import check_layers, drop_layers, equivalent, solve_counts
 from vlmfast.compressors._select import best, most_alike, plus_mean, top
-from vlmfast.compressors._views import by_view, covering, marked, of_patches, per_token, slots
-from vlmfast.errors import ModelError, RecipeError
+from vlmfast.compressors._views import by_view, covering, marked, per_token, slots
+from vlmfast.errors import RecipeError
 
 # --- choosing ------------------------------------------------------------------------------------
 
@@ -57,29 +57,20 @@ def test_tokens_and_patches_find_each_other(arguments: dict) -> None:
     layout, (h, w) = tokens.layout, geometry.patches
     first, last = geometry.views
     ids = torch.arange((last - first) * h * w).view(last - first, h * w)
-    slot = slots(layout, geometry.patches, geometry.views)
+    slot = slots(layout, geometry)
     here = layout.patches
     assert torch.equal(per_token(ids, slot, -1) >= 0, here)
     assert torch.equal(slot[~here], torch.full_like(slot[~here], ids.numel()))
     assert torch.equal(ids[marked(slot, ids)], slot[here].sort().values)
-    batch = torch.arange(last * h * w).view(last, h * w)  # views of other pictures in front
-    for view, (index, values) in enumerate(by_view(layout, geometry, batch)):
+    for view, (index, values) in enumerate(by_view(layout, geometry, ids)):
         assert (layout.view[index] == first + view).all()
-        assert torch.equal(values - first * h * w, slot[index])
+        assert torch.equal(values, slot[index])
 
 
 def test_covering_boxes() -> None:
     boxes = torch.tensor([[0.0, 0, 1, 1], [2, 0, 3, 1], [1, 4, 2, 5]])
     covered = covering(boxes, torch.tensor([1, 1, 0]), 2)
     assert covered.tolist() == [[1, 4, 2, 5], [0, 0, 3, 1]]
-
-
-def test_statistics_must_be_of_the_patches() -> None:
-    _, geometry = picture((0, 0), (2, 2))
-    rows = torch.zeros(1, 3, 4)
-    assert of_patches("x", rows, geometry) is rows
-    with pytest.raises(ModelError, match=r"x needs one visual token per patch .* 4 of 5 patches"):
-        of_patches("x", torch.zeros(1, 3, 5), geometry)
 
 
 # --- layers and budgets --------------------------------------------------------------------------

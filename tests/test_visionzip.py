@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from helpers_layout import DIM, REQUEST, TOWER, picture, picture_arguments, prompt
+from helpers_layout import DIM, REQUEST, TOWER, picture, picture_arguments, prompt, stats_of
 from reference import answer_logits
 from tiny_models import build_llava, build_llava_next
 from vlmfast import VLM, Recipe, RecipeError
@@ -19,9 +19,9 @@ from vlmfast.compressors._select import plus_mean
 from vlmfast.compressors.visionzip import VisionZip, homes
 from vlmfast.engine.prefill import Inputs
 from vlmfast.engine.run import Run
-from vlmfast.errors import ModelError
 from vlmfast.layout import Kind, VisualTokens
-from vlmfast.stages import StatRequest, VisionStats
+from vlmfast.saliency import SaliencyRequest
+from vlmfast.stages import VisionStats
 
 
 def reduced(
@@ -36,7 +36,7 @@ def reduced(
     ]
     keys = {TOWER - 2: torch.stack([d[: n * 4].view(n, 4) for d in drawn])}
     cls = torch.stack([d[n * 4 :] for d in drawn])
-    stats = VisionStats(stats.items, rows, keys, cls)
+    stats = stats_of(stats.items, rows, keys, cls)
     return tokens, stage.reduce(tokens, stats, REQUEST), stats
 
 
@@ -150,7 +150,7 @@ def test_weights_marks_and_levels_flow_on() -> None:
     )
     rows = {22: torch.tensor([[[0.1, 0.6, 0.2, 0.1]]])}
     keys = {22: torch.tensor([[[1.0, 0], [0, 1], [0, 1], [1, 0.1]]])}
-    stats = VisionStats((geometry,), rows, keys, torch.full((1, DIM), 9.0))
+    stats = stats_of((geometry,), rows, keys, torch.full((1, DIM), 9.0))
     kept = VisionZip(dominant=2, contextual=1).reduce(tokens, stats, REQUEST)
     # Patch 1 is dominant, 0 takes 2 and 3 in, and CLS stands where 2 stood.
     assert kept.layout.order.tolist() == [0, 1, 2]
@@ -162,7 +162,7 @@ def test_weights_marks_and_levels_flow_on() -> None:
 
 
 def test_the_word() -> None:
-    assert VisionZip().vision_stats(24) == {22: StatRequest("cls", keys=True)}
+    assert VisionZip().saliencies() == (SaliencyRequest("features", keys=True),)
     assert VisionZip.wants_cls
     stage = Recipe.parse("visionzip:0.1,dominant=54,contextual=10,positions=keep,repair=true")
     assert stage == Recipe.parse(str(stage))
@@ -183,13 +183,6 @@ def test_the_word() -> None:
 def test_bad_words(word: str, message: str) -> None:
     with pytest.raises(RecipeError, match=message):
         Recipe.parse(word)
-
-
-def test_another_number_of_patches_is_refused() -> None:
-    tokens, geometry = picture((0, 0), (4, 4))
-    stats = VisionStats((geometry,), {22: torch.rand(1, 2, 64)}, {22: torch.rand(1, 64, 4)})
-    with pytest.raises(ModelError, match=r"visionzip needs .* makes 16 of 64 patches"):
-        VisionZip().reduce(tokens, stats, REQUEST)
 
 
 # --- a whole run ---------------------------------------------------------------------------------

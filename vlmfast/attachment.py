@@ -21,7 +21,6 @@ from .engine.stats import clock
 from .engine.turn import Turn, answer_many, generate_of, open_turn
 from .errors import ModelError, RecipeError, VLMFastError
 from .models._batch import split
-from .recipe import Recipe
 from .vlm import VLM, Answer
 
 if TYPE_CHECKING:
@@ -110,7 +109,8 @@ class Attachment:
     """
 
     def __init__(self, model: nn.Module, processor: Any, recipe: Any = None) -> None:
-        self.vlm, self.recipe = VLM(model, processor), Recipe.of(recipe)
+        self.vlm = VLM(model, processor)
+        self.recipe = self.vlm.recipe(recipe)
         if stages := self.recipe.acting("media"):
             raise RecipeError(
                 f"{stages[0].name} chooses the frames of a clip, and generate gets frames that the "

@@ -86,7 +86,7 @@ def bench(
         Edge of the picture; by default twice that of the vision tower, so that models which cut
         pictures into tiles do.
     """
-    plans = [Recipe(), *(Recipe.of(recipe) for recipe in recipes)]
+    plans = [Recipe(), *(vlm.recipe(recipe) for recipe in recipes)]
     picture = drawn(size or 2 * _side(vlm.adapter.config.vision_config))
     generation = {"max_new_tokens": new_tokens, "do_sample": False}
     found: list[list[tuple[Any, int | None]]] = [[] for _ in plans]
@@ -381,7 +381,7 @@ def audit(
     if drafters is None:
         ships = vlm.adapter.ships
         drafters = [*_FREE, *(name for name in _TRAINED if ships(stage_class(name)()))]
-    plans, drafting = [Recipe.of(of) for of in recipes], [Recipe.of(of) for of in drafters]
+    plans, drafting = ([vlm.recipe(of) for of in each] for each in (recipes, drafters))
     for plan in plans:
         if plan.acting("drafter"):
             raise RecipeError(f"recipe {plan}: drafters are named by drafters=, apart from recipes")

@@ -10,15 +10,23 @@ from itertools import pairwise
 from pathlib import Path
 
 from .errors import RecipeError
+from .saliency import SOURCES
 from .stages import PROTOCOLS, Stage, Stages, stage_class
 
-# Points of the measured accuracy curve of the shipped model (README, "How much survives"); a preset
-# is a starting point for a real checkpoint, not a promise about it.
-PRESETS = {
-    "none": "",
-    "faithful": "hired:positions=keep,budget=0.33",
-    "balanced": "hired:positions=keep,budget=0.22",
-    "fast": "hired:positions=keep,budget=0.11",
+_SHARES = {"faithful": 0.33, "balanced": 0.22, "fast": 0.11}
+# By the source of saliency in the vision tower: what was measured to beat `random` there
+# beyond its interval (docs/saliency.md). A preset is a starting point for a real checkpoint, not a
+# promise about it.
+_PRESET_METHODS = {"cls": "hired", "received": "divprune", "norm": "divprune"}
+PRESETS: dict[str, dict[str, str]] = {
+    "none": dict.fromkeys(SOURCES, ""),
+    **{
+        name: {
+            source: f"{method}:positions=keep,budget={share}"
+            for source, method in _PRESET_METHODS.items()
+        }
+        for name, share in _SHARES.items()
+    },
 }
 
 
@@ -81,8 +89,14 @@ class Recipe(Stages):
             )
 
     @classmethod
-    def parse(cls, text: str) -> Recipe:
+    def parse(cls, text: str, source: str = "cls") -> Recipe:
         """Read a recipe; a preset name stands for its recipe.
+
+        Parameters
+        ----------
+        text : str
+        source : {"cls", "received", "norm"}
+            The source of saliency that the model has, by which presets differ.
 
         Raises
         ------
@@ -90,23 +104,27 @@ class Recipe(Stages):
             For an unknown method or parameter, a value out of range or stages in the wrong order.
         """
         text = text.strip()
-        text = PRESETS.get(text, text)
+        text = PRESETS[text][source] if text in PRESETS else text
         if not text:
             return cls()
         return cls(tuple(_stage(word.strip(), text) for word in text.split("+")))
 
     @classmethod
-    def of(cls, recipe: str | Stage | tuple[Stage, ...] | None) -> Recipe:
-        """Whatever a user may pass as ``recipe=``."""
+    def of(cls, recipe: str | Stage | tuple[Stage, ...] | None, source: str = "cls") -> Recipe:
+        """Whatever a user may pass as ``recipe=``; ``source`` is as in `parse`."""
         if recipe is None:
             return cls()
         if isinstance(recipe, str):
-            return cls.parse(recipe)
+            return cls.parse(recipe, source)
         if isinstance(recipe, Stage):
             return cls((recipe,))
         if isinstance(recipe, tuple | list):
             return cls(tuple(recipe))
         raise RecipeError(f"recipe must be a str, a stage or a Recipe, not {type(recipe).__name__}")
+
+    def fitted(self, depth: int, first: int) -> Recipe:
+        """`Stage.fitted` of every stage."""
+        return type(self)(tuple(stage.fitted(depth, first) for stage in self))
 
     @classmethod
     def load(cls, path: str | Path) -> Recipe:

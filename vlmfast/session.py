@@ -32,6 +32,7 @@ from .kernels.quantize_kv import Segment
 from .layout import TokenLayout, VisualTokens
 from .models.base import Adapter
 from .recipe import Recipe
+from .saliency import Saliency
 from .stages import ItemGeometry, Read, VisionStats
 
 if TYPE_CHECKING:
@@ -578,7 +579,7 @@ class Session:
             )
         _same_model(path, json.loads(metadata["model"]), identity(vlm.adapter))
         saved = metadata["recipe"]
-        chosen = Recipe.parse(saved) if recipe is None else Recipe.of(recipe)
+        chosen = vlm.recipe(saved if recipe is None else recipe)
         if str(chosen) != saved:
             raise RecipeError(f"{path} was saved under the recipe {saved}, not {chosen}")
         adapter = vlm.adapter
@@ -723,7 +724,7 @@ def _classes(recipe: Recipe) -> dict[str, type]:
     import sys
 
     found = [Pictures, Seen, Stats, Trace, Segment]
-    found += [ItemGeometry, TokenLayout, VisionStats, VisualTokens]
+    found += [ItemGeometry, Saliency, TokenLayout, VisionStats, VisualTokens]
     for part in _parts(recipe):
         module = sys.modules[type(part).__module__]
         found += [of for of in vars(module).values() if hasattr(of, "__dataclass_fields__")]

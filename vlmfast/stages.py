@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from .errors import RecipeError
 from .kv import KV
 from .layout import TokenLayout, VisualTokens
+from .saliency import SOURCES, Saliency, SaliencyRequest
 
 if TYPE_CHECKING:
     from .drafters.tree import Tree
@@ -89,6 +90,16 @@ def budget_param() -> Any:
 def repair_param(default: bool = False) -> Any:
     """Offered by every method that merges; its paper's own is the default."""
     return param(default, "attention adds log(weight): a merged token counts for all it stands for")
+
+
+def saliency_param() -> Any:
+    """Offered by every method that ranks tokens by their saliency in the vision tower."""
+    return param(
+        "auto",
+        "source of saliency: attention of CLS, attention received, feature norm; "
+        "auto: the first of these that the vision tower has",
+        choices=("auto", *SOURCES),
+    )
 
 
 def weights_param() -> Any:
@@ -209,6 +220,14 @@ class Stage:
         """Lowest share of the visual tokens, averaged over ``depth`` layers, that is attainable."""
         return 0.0
 
+    def fitted(self, depth: int, first: int) -> Stage:
+        """This method for a model of ``depth`` layers.
+
+        Layers that were given as shares of the depth move to ``first``, the first layer before
+        which the model lets tokens be dropped; whole numbers stay as they are.
+        """
+        return self
+
     def expand(self) -> tuple[Stage, ...]:
         """The single-protocol stages that this word stands for; usually itself."""
         return (self,)
@@ -291,16 +310,21 @@ def _parse(stage: str, key: str, word: str, hint: Any) -> Any:
 # --- what a forward pass carries -----------------------------------------------------------------
 
 
+_ROWS = ("cls", "received", "keys", "last", "text", "window", "columns")
+
+
 @dataclass(frozen=True)
 class StatRequest:
     """Rows of one layer's attention that a stage wants to see.
 
     Parameters
     ----------
-    rows : {"cls", "last", "text", "window", "columns"}
-        ``cls``: the first query row of a vision tower. ``last``: the last query row of the prompt.
-        ``text``: every text row behind the last visual token. ``window``: the last ``n`` rows.
-        ``columns``: attention received by each key, summed over all rows.
+    rows : {"cls", "received", "keys", "last", "text", "window", "columns"}
+        ``cls``: the first query row of a vision tower. ``received``: of a vision tower the
+        attention received by each key, mean over the rows of patches. ``keys``: of a vision tower
+        nothing but the keys. ``last``: the last query row of the prompt. ``text``: every text row
+        after the last visual token. ``window``: the last ``n`` rows. ``columns``: attention
+        received by each key, summed over all rows.
     n : int
         Number of rows for ``window``.
     ahead : bool
@@ -323,17 +347,19 @@ class StatRequest:
     wide: bool = False
 
     def __post_init__(self) -> None:
-        if self.rows not in ("cls", "last", "text", "window", "columns"):
+        if self.rows not in _ROWS:
             raise ValueError(f"StatRequest: rows={self.rows!r} is not a known set of rows")
 
     def joined(self, other: StatRequest) -> StatRequest | None:
         """What serves both, or ``None`` when they want different rows."""
-        if (self.rows, self.n, self.ahead) != (other.rows, other.n, other.ahead):
+        both = {self.rows, other.rows} - {"keys"}
+        if len(both) > 1 or (self.n, self.ahead) != (other.n, other.ahead):
             return None
         if self.keys and other.keys and self.wide != other.wide:
             return None
         return replace(
             self,
+            rows=both.pop() if both else "keys",
             keys=self.keys or other.keys,
             received=self.received or other.received,
             wide=self.wide or other.wide,
@@ -446,6 +472,11 @@ class Step:
     lengths : Tensor, int64, (views,), optional
         Vision: rows of each view that exist, where merging left fewer of some; the others, at the
         end, are padding.
+    specials : int
+        Vision: rows in front of the patches of each view (CLS).
+    chunks : dict of int to list of (Tensor, Tensor), optional
+        Vision: of towers that take all images in one row and attend to each by itself, ``stats``
+        and ``keys`` of each image.
     cache : object, optional
         The cache of the sequence.
     mask_rule : callable, optional
@@ -489,6 +520,8 @@ class Step:
     modules: dict[int, int] = field(default_factory=dict)
     merged: Tensor | None = None
     lengths: Tensor | None = None
+    specials: int = 0
+    chunks: dict[int, list[tuple[Tensor | None, Tensor | None]]] | None = None
     cache: Any = None
     mask_rule: Any = None
     notes: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -577,13 +610,28 @@ class VisionStats:
         Vision layer index to keys, mean over heads, float32, (views, patches, head_dim); ``wide``
         ones (views, patches, heads * head_dim).
     cls : Tensor, (views, D), optional
-        The CLS token of each view through the projector, where a stage sets ``wants_cls``.
+        The CLS token of each view through the projector, where a stage sets ``wants_cls`` and the
+        projector takes one.
+    saliency : dict of str to tuple of Saliency
+        By `SaliencyRequest.key`: of each of ``items``. Read it with `salient`.
+    left_out : tuple of str
+        Parts of methods that the tower cannot serve.
     """
 
     items: tuple[ItemGeometry, ...]
     rows: dict[int, Tensor]
     keys: dict[int, Tensor] = field(default_factory=dict)
     cls: Tensor | None = None
+    saliency: dict[str, tuple[Saliency, ...]] = field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
+
+    def sources(self) -> str:
+        """Where saliency came from, ``cls`` for example; nothing where no stage asked."""
+        return ", ".join(sorted({of.source for each in self.saliency.values() for of in each}))
+
+    def salient(self, request: SaliencyRequest, item: ItemGeometry) -> Saliency:
+        """What a stage asked for with `EncodeStage.saliencies`, of one of ``items``."""
+        return self.saliency[request.key][self.items.index(item)]
 
 
 @dataclass(frozen=True)
@@ -635,6 +683,8 @@ class InEncoderStage(Stage):
     """Works between the blocks of the vision tower."""
 
     protocol: ClassVar[str] = "in-encoder"
+    # Not annotated: a ClassVar would come first among the fields of a stage that declares it.
+    optional = False  # whether its method does without it where a tower cannot serve it
 
     def blocks(self, depth: int) -> tuple[int, ...]:
         """Vision blocks (1 .. depth-1) before which `on_block` is asked."""
@@ -690,6 +740,10 @@ class EncodeStage(Stage):
     def vision_stats(self, depth: int) -> dict[int, StatRequest]:
         """Vision layer index (0 .. depth-1) to the rows that `reduce` wants of it."""
         return {}
+
+    def saliencies(self) -> tuple[SaliencyRequest, ...]:
+        """What `reduce` wants to know of each token's saliency; every tower has one."""
+        return ()
 
     def reduce(
         self, tokens: VisualTokens, stats: VisionStats, request: EncodeRequest

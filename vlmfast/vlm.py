@@ -164,6 +164,20 @@ class VLM:
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         return cls(*load(path, device, dtype, **kwargs))
 
+    def recipe(self, recipe: Any) -> Recipe:
+        """What ``recipe=`` means on this model; presets differ by what its vision tower has.
+
+        Parameters
+        ----------
+        recipe : str, Stage, Recipe or None
+
+        Raises
+        ------
+        RecipeError
+            For an unknown method or parameter, a value out of range or stages in the wrong order.
+        """
+        return Recipe.of(recipe, self.adapter.sources()[0])
+
     # --- questions -------------------------------------------------------------------------------
 
     def ask(
@@ -206,7 +220,7 @@ class VLM:
             `MediaError` for pictures and clips that cannot be read, `RecipeError` for a recipe
             that cannot run on this model.
         """
-        recipe = Recipe.of(recipe)
+        recipe = self.recipe(recipe)
         if max_kv_tokens is not None:
             if video is None or images is not None:
                 raise VLMFastError("max_kv_tokens is for video= alone")
@@ -223,7 +237,7 @@ class VLM:
         ``url`` or ``base64``; ``{"type": "video", ...}`` its clip under ``video``, ``path`` or
         ``url``, with ``num_frames`` or ``fps`` beside it.
         """
-        return self._answer(messages, Recipe.of(recipe), generation)
+        return self._answer(messages, self.recipe(recipe), generation)
 
     def stream(
         self,
@@ -239,7 +253,7 @@ class VLM:
         """Like `ask`, piece by piece: yields ``str``, and the `Answer` as the last item."""
         from .engine.streaming import stream
 
-        recipe = Recipe.of(recipe)
+        recipe = self.recipe(recipe)
         messages = self._messages(question, images, video, num_frames, fps)
         criteria = list(generation.pop("stopping_criteria", None) or [])
         return stream(
@@ -268,7 +282,7 @@ class VLM:
     ) -> list[Comparison]:
         """The full model's answer first, then each recipe's."""
         recipes = [recipes] if isinstance(recipes, str | Stage) else recipes
-        chosen = [Recipe(), *(Recipe.of(recipe) for recipe in recipes)]
+        chosen = [Recipe(), *(self.recipe(recipe) for recipe in recipes)]
         messages = self._messages(question, images, video, num_frames, fps)
         answers = [self._answer(messages, recipe, generation) for recipe in chosen]
         full = answers[0].token_ids
@@ -339,7 +353,7 @@ class VLM:
         """
         from .session import Session
 
-        recipe = Recipe.of(recipe)
+        recipe = self.recipe(recipe)
         return Session._open(self, images, video, num_frames, fps, recipe, history)
 
     def load_session(self, path: str | Path, *, recipe: Any = None) -> Session:
@@ -577,7 +591,7 @@ class VLM:
                             f"is a {type(request).__name__}; it must be a vlmfast.Request or a str"
                         )
                     messages = self._messages(r.question, r.images, r.video, r.num_frames, r.fps)
-                    recipe = Recipe.of(r.recipe)
+                    recipe = self.recipe(r.recipe)
                     turn = self._turn(messages, recipe, {**generation, **r.generation})
                 except VLMFastError as error:
                     raise type(error)(f"request {number}: {error}") from error

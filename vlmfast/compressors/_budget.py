@@ -97,5 +97,14 @@ def drop_layers(
     return tuple(counts)
 
 
+def moved_layers(layers: Sequence[float], depth: int, first: int) -> dict[int, int]:
+    """Number of layers before each drop to the index of the last drop there, from ``first`` on.
+
+    Shares that mean fewer layers than ``first`` move there.
+    """
+    counts = [max(round(n * depth), first) if n < 1 else int(n) for n in layers]
+    return {count: index for index, count in enumerate(counts)}
+
+
 def _slashed(layers: Sequence[float]) -> str:
     return "/".join(f"{n:g}" for n in layers)

@@ -7,7 +7,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..errors import ModelError
 from ..layout import Kind, TokenLayout, VisualTokens
 from ..stages import ItemGeometry
 
@@ -17,40 +16,19 @@ def cells(n: int, parts: int) -> Tensor:
     return (2 * torch.arange(n) + 1) * parts // (2 * n)
 
 
-def of_patches(name: str, rows: Tensor, geometry: ItemGeometry) -> Tensor:
-    """Statistics (views, heads, N) of the tower, unchanged, if they are of the picture's patches.
+def slots(layout: TokenLayout, item: ItemGeometry) -> Tensor:
+    """Place of each token of one image in the flattened (views, N) grids of its views.
 
-    Raises
-    ------
-    ModelError
-        When the model makes one visual token of several patches, or several of one.
-    """
-    n = geometry.patches[0] * geometry.patches[1]
-    if rows.shape[2] != n:
-        raise ModelError(
-            f"{name} needs one visual token per patch of the vision tower; this model makes {n} "
-            f"of {rows.shape[2]} patches"
-        )
-    return rows
-
-
-def slots(layout: TokenLayout, patches: tuple[int, int], views: tuple[int, int]) -> Tensor:
-    """Place of each token in the flattened (views, N) patches; the one behind them for the others.
-
-    Parameters
-    ----------
-    patches : (int, int)
-        Rows and columns of patches per view.
-    views : (int, int)
-        First view and one past the last.
+    The whole view comes first, as in `Saliency`. Tokens that show no part of the image, newlines
+    for example, have the place after the last.
 
     Returns
     -------
     Tensor, int64, (S,)
     """
-    (h, w), (first, last) = patches, views
-    slot = ((layout.view - first) * h + layout.grid[:, 1]) * w + layout.grid[:, 2]
-    return torch.where(layout.patches, slot, (last - first) * h * w).long()
+    (h, w), views = item.patches, item.views[1] - item.views[0]
+    slot = (layout.tile * h + layout.grid[:, 1]) * w + layout.grid[:, 2]
+    return torch.where(layout.patches, slot, views * h * w).long()
 
 
 def marked(slot: Tensor, like: Tensor) -> Tensor:
@@ -91,7 +69,7 @@ def by_view(layout: TokenLayout, geometry: ItemGeometry, *values: Tensor) -> lis
     layout : TokenLayout
         Tokens of one picture.
     values : Tensor, (V, N, ...)
-        One row per view of the batch.
+        One row per view of the image, the whole view first.
 
     Returns
     -------
@@ -100,9 +78,9 @@ def by_view(layout: TokenLayout, geometry: ItemGeometry, *values: Tensor) -> lis
     """
     patch = layout.grid[:, 1] * geometry.patches[1] + layout.grid[:, 2]
     views = []
-    for view in range(*geometry.views):
-        index = (layout.view == view).nonzero()[:, 0]
-        views.append([index, *(of[view].index_select(0, patch[index]) for of in values)])
+    for tile in range(geometry.views[1] - geometry.views[0]):
+        index = (layout.tile == tile).nonzero()[:, 0]
+        views.append([index, *(of[tile].index_select(0, patch[index]) for of in values)])
     return views
 
 

@@ -38,12 +38,13 @@ from torch.nn.functional import normalize
 
 from ..kernels.diversity import cosine, density_peaks
 from ..layout import TokenLayout, VisualTokens
-from ..stages import EncodeRequest, StatRequest, VisionStats, param, repair_param
+from ..saliency import SaliencyRequest
+from ..stages import EncodeRequest, VisionStats, param, repair_param, saliency_param
 from ._groups import together
 from ._reducer import Reducer
 from ._select import apportion, count
 from ._views import merged
-from .scope import saliency
+from .scope import token_saliency
 
 NEIGHBOURS = 7
 
@@ -100,15 +101,17 @@ class FlashVID(Reducer):
     least: int = param(8, "segments of a clip at least", ge=1)
     repair: bool = repair_param(False)
 
-    def vision_stats(self, depth: int) -> dict[int, StatRequest]:
-        return {max(depth - 2, 0): StatRequest("cls")}
+    saliency: str = saliency_param()
+
+    def saliencies(self) -> tuple[SaliencyRequest, ...]:
+        return (SaliencyRequest("features", self.saliency),)
 
     def reduce(
         self, tokens: VisualTokens, stats: VisionStats, request: EncodeRequest
     ) -> VisualTokens:
         if self.share == 1:
             return tokens
-        attention = saliency(self.name, tokens.layout, stats)
+        attention = token_saliency(tokens, stats, *self.saliencies())
         parts = []
         for index in together(tokens, stats.items):
             k = count(self.share, len(index))

@@ -42,10 +42,11 @@ import torch
 from torch import Tensor
 
 from ..layout import Kind, TokenLayout, VisualTokens
-from ..stages import EncodeRequest, ItemGeometry, StatRequest, VisionStats, param
+from ..saliency import SaliencyRequest
+from ..stages import EncodeRequest, ItemGeometry, VisionStats, param, saliency_param
 from ._reducer import Reducer
 from ._select import apportion, best, top
-from ._views import cells, marked, of_patches, per_token, slots
+from ._views import cells, marked, per_token, slots
 
 
 def view_budgets(views: int, n: int, rate: float, alpha: float) -> tuple[int, int]:
@@ -168,9 +169,11 @@ class HiRED(Reducer):
         choices=("drop", "keep", "rows"),
     )
 
-    def vision_stats(self, depth: int) -> dict[int, StatRequest]:
-        """The first layer and the last but one, whose output goes to the projector in LLaVA."""
-        return {0: StatRequest("cls"), max(depth - 2, 0): StatRequest("cls")}
+    saliency: str = saliency_param()
+
+    def saliencies(self) -> tuple[SaliencyRequest, ...]:
+        """Of the first block, and of the one whose output goes to the projector."""
+        return SaliencyRequest("first", self.saliency), SaliencyRequest("features", self.saliency)
 
     def keep(
         self,
@@ -180,13 +183,11 @@ class HiRED(Reducer):
         request: EncodeRequest,
     ) -> Tensor:
         """Rows of one picture that stay."""
-        layout, (first, last) = tokens.layout, geometry.views
-        content = stats.rows[min(stats.rows)][first].sum(0)
-        importance = of_patches(self.name, stats.rows[max(stats.rows)], geometry)
-        importance, tiled = importance[first:last].sum(1), geometry.tiles != (0, 0)
-        content = self._content(content.cpu(), geometry) if tiled else None
+        layout, tiled = tokens.layout, geometry.tiles != (0, 0)
+        first, last = (stats.salient(asked, geometry).rows.sum(1) for asked in self.saliencies())
+        content, importance = self._content(first[0].cpu(), geometry) if tiled else None, last
 
-        slot = slots(layout, geometry.patches, geometry.views)
+        slot = slots(layout, geometry)
         exists = marked(slot, importance)
         if self.grid_compat and tiled:
             seen = packed(geometry.tiles, geometry.patches, geometry.size, transposed=True)

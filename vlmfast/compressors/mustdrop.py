@@ -50,7 +50,7 @@ Different from the authors' code, and why:
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -60,11 +60,13 @@ from torch.nn.functional import normalize
 from ..errors import RecipeError
 from ..kv import KV
 from ..layout import TokenLayout, VisualTokens
+from ..saliency import SaliencyRequest
 from ..stages import (
     CacheStage,
     EncodeRequest,
     EncodeStage,
     InEncoderStage,
+    ItemGeometry,
     PrefillStage,
     Stage,
     StatRequest,
@@ -74,11 +76,12 @@ from ..stages import (
     param,
     positions_param,
     repair_param,
+    saliency_param,
 )
-from ._budget import check_layers, drop_layers, solve_counts
+from ._budget import check_layers, drop_layers, moved_layers, solve_counts
 from ._part import Part
 from ._select import best
-from ._views import marked, of_patches, per_token, slots
+from ._views import marked, per_token, slots
 
 # Thresholds (global, individual) of the authors' scripts for LLaVA-1.5-7B, by the tokens that they
 # left on average of its 576: TextVQA's, and for 64 tokens also VizWiz's.
@@ -112,68 +115,70 @@ def window_similarity(cells: Tensor) -> Tensor:
 
 
 def spatial_merge(
-    hidden: Tensor, window: tuple[int, int], similarity: Tensor, counts: Tensor
+    hidden: Tensor,
+    window: tuple[int, int],
+    similarity: Tensor,
+    counts: Tensor,
+    cls: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Merge the ``counts[v]`` most similar windows of view ``v``.
 
     Parameters
     ----------
-    hidden : Tensor, (V, 1 + N, D)
-        CLS and the patches of a square view.
+    hidden : Tensor, (V, cls + N, D)
+        CLS, where the tower has one, and the patches of a square view.
     similarity : Tensor, (V, W)
     counts : Tensor, int64, (V,)
+    cls : int
+        0 for a tower without CLS.
 
     Returns
     -------
     hidden : Tensor, (V, M, D)
         CLS, merged windows by falling similarity, other patches in raster order, padding.
-    source : Tensor, int64, (V, 1 + N)
+    source : Tensor, int64, (V, cls + N)
         Row of the new hidden states that each old row is part of.
     lengths : Tensor, int64, (V,)
         Rows of each view without the padding.
     """
-    views, n = hidden.shape[0], hidden.shape[1] - 1
-    cells = windows(hidden[:, 1:], window)
+    views, n = hidden.shape[0], hidden.shape[1] - cls
+    cells = windows(hidden[:, cls:], window)
     order = similarity.sort(dim=1, descending=True, stable=True).indices
-    rank, index = order.argsort(1), torch.arange(1 + n, device=hidden.device)
-    members = windows(index[None, :-1, None], window)[0, :, :, 0]
-    home = torch.empty_like(index[:-1])
+    rank, index = order.argsort(1), torch.arange(cls + n, device=hidden.device)
+    members = windows(index[None, :n, None], window)[0, :, :, 0]
+    home = torch.empty_like(index[:n])
     home[members] = index[: len(members), None].expand_as(members)
 
     merged = rank[:, home] < counts[:, None]
     alone = (~merged).cumsum(1) - 1 + counts[:, None]
-    source = 1 + torch.where(merged, rank[:, home], alone)
-    source = torch.cat([torch.zeros_like(source[:, :1]), source], dim=1)
+    source = cls + torch.where(merged, rank[:, home], alone)
+    source = torch.cat([torch.zeros_like(source[:, :cls]), source], dim=1)
     lengths = source.amax(1) + 1
     most = int(lengths.max())
 
     # Where each new row is copied from: an old row or the mean of a window. Windows that do not
-    # merge write into a last column that is cut off; padding is a copy of CLS.
+    # merge write into a last column that is cut off; padding is a copy of the first row.
     copied = torch.zeros(views, most + 1, dtype=torch.int64, device=hidden.device)
     copied = copied.scatter(1, source, index.expand(views, -1))
-    place = torch.where(rank < counts[:, None], 1 + rank, most)
-    copied = copied.scatter(1, place, (1 + n + index[: rank.shape[1]]).expand(views, -1))
+    place = torch.where(rank < counts[:, None], cls + rank, most)
+    copied = copied.scatter(1, place, (cls + n + index[: rank.shape[1]]).expand(views, -1))
     rows = torch.cat([hidden, cells.mean(2)], dim=1)
     return rows.gather(1, copied[:, :most, None].expand(-1, -1, rows.shape[2])), source, lengths
 
 
-def key_tokens(
-    attention: Tensor, layout: TokenLayout, patches: tuple[int, int], share: float
-) -> Tensor:
-    """The most attended ``ceil(share T)`` of the ``T`` tokens of each view.
+def key_tokens(attention: Tensor, layout: TokenLayout, item: ItemGeometry, share: float) -> Tensor:
+    """The most attended ``ceil(share T)`` of the ``T`` tokens of each view of one image.
 
     Parameters
     ----------
     attention : Tensor, (V, N)
-        CLS row of each view over its patches.
-    patches : (int, int)
-        Rows and columns of them.
+        Saliency of the tokens of each view, the whole view first.
 
     Returns
     -------
     Tensor, bool, (S,)
     """
-    slot = slots(layout, patches, (0, len(attention)))
+    slot = slots(layout, item)
     here = marked(slot, attention)
     score = attention.masked_fill(~here, -torch.inf)
     chosen = best(score, (here.sum(1).double() * share).ceil().long())
@@ -238,6 +243,7 @@ class MustDrop(Stage):
     individual_thr: float | None = param(
         None, "lowest attention of one text token, instead of the published one", ge=0.0, le=1.0
     )
+    saliency: str = saliency_param()
     cache: bool = param(True, "layers from the first filter on keep what survived the last")
     positions: str = positions_param("compact")
     repair: bool = repair_param(False)
@@ -263,6 +269,11 @@ class MustDrop(Stage):
     def expand(self) -> tuple[Stage, ...]:
         prefill = (Merge(self), KeySet(self), Filter(self))
         return (*prefill, Cache(self)) if self.cache else prefill
+
+    def fitted(self, depth: int, first: int) -> Stage:
+        if self.filters(depth)[0] >= first:
+            return self
+        return replace(self, layers=tuple(map(float, moved_layers(self.layers, depth, first))))
 
     def floor(self, depth: int) -> float:
         """Of a picture in which nothing merges: all tokens, then the key set alone."""
@@ -291,20 +302,26 @@ class Merge(Part, InEncoderStage):
 
     name: ClassVar[str] = MustDrop.name
 
+    @property
+    def optional(self) -> bool:
+        """Whether the filters drop anything without it."""
+        return self.of.budget is not None or min(self.of.thresholds) > 0
+
     def blocks(self, depth: int) -> tuple[int, ...]:
         return (1,)
 
     def on_block(self, step: Step, index: int, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
-        n = hidden.shape[1] - 1
+        cls = step.specials
+        n = hidden.shape[1] - cls
         side = math.isqrt(n)
         if step.merged is not None or side * side != n:
             raise RecipeError(
-                f"mustdrop needs a CLS row and a square grid of patches that nothing has merged "
-                f"before; the vision tower has {n + 1} rows here"
+                f"mustdrop needs a square grid of patches that nothing has merged before; the "
+                f"vision tower has {n} of them here"
             )
         if (window := self.of.window_of(side)) == (1, 1):
             return hidden, None
-        similarity = window_similarity(windows(hidden[:, 1:], window))
+        similarity = window_similarity(windows(hidden[:, cls:], window))
         similar = similarity >= self.of.similarity
         room = similar.numel()
         if self.of.budget is not None:
@@ -315,7 +332,7 @@ class Merge(Part, InEncoderStage):
             counts = similar.sum(1).min().clamp(max=room // len(hidden)).expand(len(hidden))
         if not bool(counts.any()):
             return hidden, None
-        hidden, source, lengths = spatial_merge(hidden, window, similarity, counts)
+        hidden, source, lengths = spatial_merge(hidden, window, similarity, counts, cls)
         if bool((lengths < hidden.shape[1]).any()):
             step.lengths = lengths
         return hidden, source
@@ -327,17 +344,20 @@ class KeySet(Part, EncodeStage):
 
     name: ClassVar[str] = MustDrop.name
 
-    def vision_stats(self, depth: int) -> dict[int, StatRequest]:
-        """The last layer, although its output goes nowhere."""
-        return {depth - 1: StatRequest("cls")}
+    def saliencies(self) -> tuple[SaliencyRequest, ...]:
+        """Of the last block, although its output goes nowhere in LLaVA."""
+        return (SaliencyRequest("last", self.of.saliency),)
 
     def reduce(
         self, tokens: VisualTokens, stats: VisionStats, request: EncodeRequest
     ) -> VisualTokens:
-        (attention,), geometry, layout = stats.rows.values(), stats.items[0], tokens.layout
-        attention = of_patches(self.name, attention, geometry).mean(1)
-        key = key_tokens(attention, layout, geometry.patches, self.of.key)
-        layout = layout.replace(protected=layout.protected | key)
+        protected = tokens.layout.protected
+        for number, index in tokens.items():
+            item = stats.items[number]
+            rows = stats.salient(*self.saliencies(), item).rows.mean(1)
+            key = key_tokens(rows, tokens.layout.select(index), item, self.of.key)
+            protected = protected.index_copy(0, index, protected[index] | key)
+        layout = tokens.layout.replace(protected=protected)
         return VisualTokens(tokens.features, layout, tokens.extra)
 
 

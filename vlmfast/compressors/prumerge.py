@@ -39,30 +39,43 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from ..layout import VisualTokens
-from ..stages import EncodeRequest, ItemGeometry, StatRequest, VisionStats, param, repair_param
+from ..saliency import SaliencyRequest
+from ..stages import (
+    EncodeRequest,
+    ItemGeometry,
+    VisionStats,
+    param,
+    repair_param,
+    saliency_param,
+)
 from ._reducer import Reducer
 from ._select import apportion, best
-from ._views import by_view, merged, of_patches
+from ._views import by_view, merged
 
 NEAREST = 32
 
 
-def one_head(rows: Tensor) -> Tensor:
+def one_head(rows: Tensor, cls: bool = True) -> Tensor:
     """CLS rows of all heads as that of one wide head.
 
     Parameters
     ----------
     rows : Tensor, (V, H, N)
-        Softmax attention to the patches; what is missing to 1 went to CLS itself.
+        Softmax attention to the patches.
+    cls : bool
+        Whether what is missing to 1 went to CLS itself; otherwise rows are scaled to 1.
 
     Returns
     -------
     Tensor, float32, (V, N)
     """
     rows = rows.double()
-    whole = torch.cat([1 - rows.sum(-1, keepdim=True), rows], dim=-1)
+    if cls:
+        whole = torch.cat([1 - rows.sum(-1, keepdim=True), rows], dim=-1)
+    else:
+        whole = rows / rows.sum(-1, keepdim=True)
     logits = whole.clamp(min=1e-30).log().sum(1) * rows.shape[1] ** -0.5
-    return logits.softmax(-1)[:, 1:].float()
+    return logits.softmax(-1)[:, int(cls) :].float()
 
 
 def outliers(attention: Tensor) -> int:
@@ -103,9 +116,11 @@ class PruMerge(Reducer):
     )
     repair: bool = repair_param(False)
 
-    def vision_stats(self, depth: int) -> dict[int, StatRequest]:
-        """The last layer, although its output goes nowhere."""
-        return {depth - 1: StatRequest("cls", keys=True, wide=True)}
+    saliency: str = saliency_param()
+
+    def saliencies(self) -> tuple[SaliencyRequest, ...]:
+        """Of the last block, although its output goes nowhere in LLaVA."""
+        return (SaliencyRequest("last", self.saliency, keys=True, wide=True),)
 
     def chosen(self, attention: Tensor, total: int | None) -> Tensor:
         """Patches of one view, (N,), that are kept: ``total - 1`` of them, or the outliers."""
@@ -121,9 +136,9 @@ class PruMerge(Reducer):
     ) -> VisualTokens:
         total = None if self.share is None else self.target(tokens)
         tokens = tokens.select(tokens.layout.patches)
-        ((layer, rows),) = stats.rows.items()
-        attention = one_head(of_patches(self.name, rows, geometry))
-        views = by_view(tokens.layout, geometry, attention, stats.keys[layer])
+        salient = stats.salient(*self.saliencies(), geometry)
+        attention = one_head(salient.rows, cls=salient.source == "cls")
+        views = by_view(tokens.layout, geometry, attention, salient.keys)
         totals = [None] * len(views)
         if total is not None:
             totals = apportion(total, [1.0] * len(views), [len(index) for index, *_ in views])

@@ -25,15 +25,15 @@ Different from the authors' code, and why:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from torch import Tensor
 
 from ..errors import RecipeError
 from ..layout import TokenLayout
-from ..stages import PrefillStage, StatRequest, Step, budget_param, param, positions_param
-from ._budget import check_layers, drop_layers, solve_counts
+from ..stages import PrefillStage, Stage, StatRequest, Step, budget_param, param, positions_param
+from ._budget import check_layers, drop_layers, moved_layers, solve_counts
 from ._select import top
 
 
@@ -90,6 +90,17 @@ class PyramidDrop(PrefillStage):
                 f"pyramiddrop: ratios has {len(self.ratios)} entries, layers {len(self.layers_)}; "
                 "there must be one ratio per drop"
             )
+
+    def fitted(self, depth: int, first: int) -> Stage:
+        if min(n * depth if n < 1 else n for n in self.layers_) >= first - 0.5:
+            return self
+        moved = moved_layers(self.layers_, depth, first)
+        ratios = self.ratios or tuple(self.ratio ** (s + 1) for s in range(len(self.layers_)))
+        return replace(
+            self,
+            layers_=tuple(float(count) for count in moved),
+            ratios=None if self.budget is not None else tuple(ratios[s] for s in moved.values()),
+        )
 
     def layers(self, depth: int) -> tuple[int, ...]:
         return drop_layers(self.name, self.layers_, depth)

@@ -23,21 +23,25 @@ import torch
 from torch import Tensor
 
 from ..kernels.diversity import cosine
-from ..layout import TokenLayout, VisualTokens
-from ..stages import EncodeRequest, StatRequest, VisionStats, param
+from ..layout import VisualTokens
+from ..saliency import SaliencyRequest
+from ..stages import EncodeRequest, VisionStats, param, saliency_param
 from ._cover import cover
 from ._groups import together
 from ._reducer import Reducer
 from ._select import count
-from ._views import of_patches, per_token, slots
+from ._views import per_token, slots
 
 
-def saliency(name: str, layout: TokenLayout, stats: VisionStats) -> Tensor:
-    """CLS row, mean over heads, at the patch of each token; 0 without one: float32, (S,)."""
-    geometry = stats.items[0]
-    (rows,) = stats.rows.values()
-    rows = of_patches(name, rows, geometry).mean(1)
-    return per_token(rows, slots(layout, geometry.patches, (0, len(rows))))
+def token_saliency(tokens: VisualTokens, stats: VisionStats, asked: SaliencyRequest) -> Tensor:
+    """Saliency of each token, mean over heads; 0 of newlines: float32, (S,)."""
+    saliency = tokens.layout.weight.new_zeros(len(tokens), dtype=torch.float32)
+    for number, index in tokens.items():
+        item = stats.items[number]
+        rows = stats.salient(asked, item).rows.mean(1)
+        slot = slots(tokens.layout.select(index), item)
+        saliency = saliency.index_copy(0, index, per_token(rows, slot))
+    return saliency
 
 
 @dataclass(frozen=True)
@@ -50,15 +54,17 @@ class SCOPE(Reducer):
     rate: float = param(1 / 9, "share of the visual tokens that stays", gt=0.0, le=1.0)
     alpha: float = param(1.0, "power of saliency; 0: coverage alone", ge=0.0)
 
-    def vision_stats(self, depth: int) -> dict[int, StatRequest]:
-        return {max(depth - 2, 0): StatRequest("cls")}
+    saliency: str = saliency_param()
+
+    def saliencies(self) -> tuple[SaliencyRequest, ...]:
+        return (SaliencyRequest("features", self.saliency),)
 
     def reduce(
         self, tokens: VisualTokens, stats: VisionStats, request: EncodeRequest
     ) -> VisualTokens:
         if self.share == 1:
             return tokens
-        weight = saliency(self.name, tokens.layout, stats) ** self.alpha
+        weight = token_saliency(tokens, stats, *self.saliencies()) ** self.alpha
         kept = []
         for index in together(tokens, stats.items):
             k = count(self.share, len(index))

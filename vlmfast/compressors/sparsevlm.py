@@ -30,7 +30,7 @@ Different from the authors' code, and why:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -52,7 +52,7 @@ from ..stages import (
     positions_param,
     repair_param,
 )
-from ._budget import check_layers, drop_layers, solve_counts
+from ._budget import check_layers, drop_layers, moved_layers, solve_counts
 from ._part import Part
 from ._select import count, top
 
@@ -143,6 +143,12 @@ class SparseVLM(Stage):
     def drops(self, depth: int) -> tuple[int, ...]:
         """Number of layers before each drop."""
         return drop_layers(self.name, self.layers, depth, merge=True)
+
+    def fitted(self, depth: int, first: int) -> Stage:
+        published = self.rate is None and self.budget is None  # counts for these very drops
+        if published or self.drops(depth)[0] >= first:
+            return self
+        return replace(self, layers=tuple(map(float, moved_layers(self.layers, depth, first))))
 
 
 @dataclass(frozen=True)

@@ -183,7 +183,7 @@ class Keys(Part, EncodeStage):
 
     def vision_stats(self, depth: int) -> dict[int, StatRequest]:
         blocks = Merge(self.of).blocks(depth)
-        return {block - 1: StatRequest("cls", keys=True) for block in blocks}
+        return {block - 1: StatRequest("keys", keys=True) for block in blocks}
 
     def reduce(
         self, tokens: VisualTokens, stats: VisionStats, request: EncodeRequest

@@ -22,10 +22,18 @@ import torch
 from torch import Tensor
 
 from ..layout import VisualTokens
-from ..stages import EncodeRequest, ItemGeometry, StatRequest, VisionStats, param, repair_param
+from ..saliency import SaliencyRequest
+from ..stages import (
+    EncodeRequest,
+    ItemGeometry,
+    VisionStats,
+    param,
+    repair_param,
+    saliency_param,
+)
 from ._reducer import Reducer
 from ._select import apportion, best, most_alike, plus_mean
-from ._views import by_view, merged, of_patches
+from ._views import by_view, merged
 
 
 def homes(attention: Tensor, keys: Tensor, dominant: int, contextual: int) -> Tensor:
@@ -51,8 +59,10 @@ class VisionZip(Reducer):
     contextual: int = param(0, "C of each view", ge=0)
     repair: bool = repair_param(False)
 
-    def vision_stats(self, depth: int) -> dict[int, StatRequest]:
-        return {max(depth - 2, 0): StatRequest("cls", keys=True)}
+    saliency: str = saliency_param()
+
+    def saliencies(self) -> tuple[SaliencyRequest, ...]:
+        return (SaliencyRequest("features", self.saliency, keys=True),)
 
     def counts(self, total: int, sizes: list[int]) -> list[tuple[int, int]]:
         """``(D, C)`` of views with ``sizes`` patches, ``total`` tokens together or as given."""
@@ -69,12 +79,14 @@ class VisionZip(Reducer):
         request: EncodeRequest,
     ) -> VisualTokens:
         total, tokens = self.target(tokens), tokens.select(tokens.layout.patches)
-        ((layer, rows),), home, cls = stats.rows.items(), torch.empty_like(tokens.layout.order), []
-        rows = of_patches(self.name, rows, geometry).sum(1)
-        views = by_view(tokens.layout, geometry, rows, stats.keys[layer])
+        salient = stats.salient(*self.saliencies(), geometry)
+        projected = int(stats.cls is not None)  # whether CLS is one of the D tokens
+        home, cls = torch.empty_like(tokens.layout.order), []
+        views = by_view(tokens.layout, geometry, salient.rows.sum(1), salient.keys)
         counts = self.counts(total, [len(index) for index, *_ in views])
         for (index, attention, keys), (d, c) in zip(views, counts, strict=True):
-            new = homes(attention, keys, max(d - 1, 0), c)
+            new = homes(attention, keys, max(d - projected, 0), c)
             home[index] = torch.where(new < 0, new, index[new])
-            cls.append(index[home[index] != index][: min(d, 1)])
-        return merged(tokens, home, plus_mean, torch.cat(cls), stats.cls)
+            cls.append(index[home[index] != index][: min(d, projected)])
+        features = tokens.features[:0] if stats.cls is None else stats.cls
+        return merged(tokens, home, plus_mean, torch.cat(cls), features)

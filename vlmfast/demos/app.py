@@ -21,7 +21,7 @@ except ImportError as error:
     raise VLMFastError("the demo needs Gradio 6: pip install 'vlmfast[demo]'") from error
 
 from ..errors import VLMFastError
-from ..recipe import PRESETS, Recipe
+from ..recipe import PRESETS
 from ..vlm import VLM
 from . import builder, panels
 from .drawn import write_examples
@@ -159,7 +159,7 @@ def launch(
 def build(desk: Desk, folder: Path, recipe: str, *, choose_model: bool) -> gr.Blocks:
     """The page of a desk; files it writes go below ``folder``."""
     examples = write_examples(folder / "examples")
-    recipe = str(Recipe.parse(recipe))
+    recipe = str(desk.vlm.recipe(recipe))
     with gr.Blocks(title="vlmfast", delete_cache=(3600, _DAY)) as page:
         gr.Markdown("# vlmfast: the full model and a recipe, side by side")
         about = gr.Markdown(_about(desk))
@@ -196,7 +196,8 @@ def _about(desk: Desk) -> str:
 
 
 def _recipe_area(desk: Desk, recipe: str) -> tuple[Any, Any, Any]:
-    shown = builder.read(recipe)
+    source = desk.vlm.adapter.sources()[0]
+    shown = builder.read(recipe, source)
     good = gr.State(recipe)  # what the controls start from while the text has a mistake
     with gr.Row():
         text = gr.Textbox(
@@ -254,14 +255,15 @@ def _recipe_area(desk: Desk, recipe: str) -> tuple[Any, Any, Any]:
         """All that follows the text, which comes first; a mistake leaves the last good recipe."""
         try:
             text = change()
-            shown = builder.read(text)
+            recipe = str(desk.vlm.recipe(text))  # a preset is what it stands for on this model
+            shown = builder.read(recipe, source)
             note = _recipe_note(shown)
         except VLMFastError as error:
-            text, shown = good, builder.read(good)
+            text, recipe, shown = good, good, builder.read(good, source)
             note = {"value": panels.message(str(error), error=True), "visible": True}
         return [
             text,
-            text,
+            recipe,
             gr.update(**note),
             shown.preset,
             shown.keep,
@@ -281,7 +283,9 @@ def _recipe_area(desk: Desk, recipe: str) -> tuple[Any, Any, Any]:
     written = {**quick, "outputs": outputs[1:]}
     text.input(lambda text, good: changed(good, lambda: text)[1:], [text, good], **written)
     preset.input(
-        lambda name, good: changed(good, lambda: str(Recipe.parse(PRESETS.get(name, good)))),
+        lambda name, good: changed(
+            good, lambda: str(desk.vlm.recipe(name if name in PRESETS else good))
+        ),
         [preset, good],
         **quick,
     )

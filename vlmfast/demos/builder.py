@@ -82,8 +82,8 @@ def methods_of(place: str) -> list[str]:
     return [NONE, *(n for n in sorted(stage_names()) if stage_class(n).protocol == place)]
 
 
-def read(text: str) -> Controls:
-    """What the controls show for a recipe.
+def read(text: str, source: str = "cls") -> Controls:
+    """What the controls show for a recipe; presets are those of a model with this saliency.
 
     Raises
     ------
@@ -97,7 +97,7 @@ def read(text: str) -> Controls:
             beyond.append(str(stage))
         else:
             slots[stage.protocol] = Slot(stage.name, dial_of(stage))
-    preset = next((name for name in PRESETS if Recipe.parse(name) == recipe), CUSTOM)
+    preset = next((name for name in PRESETS if Recipe.parse(name, source) == recipe), CUSTOM)
     placed = [stage.positions for stage in recipe if hasattr(stage, "positions")]
     return Controls(slots, "compact" not in placed, preset, ", ".join(beyond))
 

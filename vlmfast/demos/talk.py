@@ -252,7 +252,7 @@ class Desk:
         """
         if not question.strip():
             raise VLMFastError("the question is empty: write one, or choose an example")
-        chosen = Recipe.parse(recipe)
+        chosen = self.vlm.recipe(recipe)
         talk = self.talk(user)
         same = talk and (talk.media, talk.recipe, talk.history) == (media, chosen, history)
         if not same:

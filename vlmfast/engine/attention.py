@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -244,6 +244,7 @@ def vision_attention(
     if step.lengths is not None:
         there = (torch.arange(n, device=key.device) < step.lengths[:, None])[:, None, None]
         attention_mask = there if attention_mask is None else attention_mask & there
+    padding = attention_mask
     bias = None
     if step.repair and step.merged is not None:
         # Rows of padding stand for nothing; the mask hides them.
@@ -253,51 +254,81 @@ def vision_attention(
         everything = torch.ones_like(bias, dtype=torch.bool)
         mask = everything if attention_mask is None else attention_mask
         attention_mask = _with_bias(mask, bias, query.dtype)
-    request = step.requests.get(step.modules.get(id(module), -1))
-    if request is not None:
-        if request.rows == "columns":
-            lengths = [n] * len(key) if step.lengths is None else step.lengths.tolist()
-            biases = [None] * len(key) if bias is None else bias[:, 0, 0]
-            stats = torch.stack(
-                [
-                    pad(
-                        received_sum(
-                            q[:, :m],
-                            k[:, :m],
-                            None,
-                            scaling,
-                            causal=False,
-                            bias=b if b is None else b[:m],
-                        ),
-                        (0, n - m),
-                    )
-                    for q, k, m, b in zip(query, key, lengths, biases, strict=True)
-                ]
-            )
-        elif request.rows != "cls":
-            raise ValueError(f"a vision tower has no {request.rows!r} rows")
-        else:
-            logits = query[:, :, :1].float() @ key.float().transpose(-1, -2)
-            logits = logits * _scale(scaling, query)
-            if bias is not None:
-                logits = logits + bias
-            if step.lengths is not None:
-                logits = logits.masked_fill(~there, -torch.inf)
-            stats = logits.softmax(-1)
+    layer = step.modules.get(id(module), -1)
+    if (request := step.requests.get(layer)) is not None:
+        visible = None if padding is None else _visible_keys(padding).expand(len(key), n)
+        stats = _vision_rows(request, query, key, visible, bias, scaling, step.specials)
         keys = None
         if request.keys:
             keys = key.transpose(1, 2).flatten(2).float() if request.wide else key.float().mean(1)
         if step.merged is not None:  # back to the rows that entered the tower
-            rows = step.merged[:, None, None].expand(-1, *stats.shape[1:3], -1)
-            stats = stats.gather(-1, rows)
+            if stats is not None:
+                rows = step.merged[:, None, None].expand(-1, *stats.shape[1:3], -1)
+                stats = stats.gather(-1, rows)
             if keys is not None:
                 keys = keys.gather(1, step.merged[..., None].expand(-1, -1, keys.shape[2]))
-        step.stats[step.modules[id(module)]] = stats
-        if keys is not None:
-            step.keys[step.modules[id(module)]] = keys
+        if step.chunks is not None:
+            step.chunks.setdefault(layer, []).append((stats, keys))
+        else:
+            if stats is not None:
+                step.stats[layer] = stats
+            if keys is not None:
+                step.keys[layer] = keys
     return sdpa_attention_forward(
         module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
     )
+
+
+def _visible_keys(mask: Tensor) -> Tensor:
+    """Keys (V, N) that an attention mask (V, 1, N or 1, N) of a tower lets somebody see."""
+    seen = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+    return seen.flatten(1, 2).any(1)
+
+
+def _vision_rows(
+    request: StatRequest,
+    query: Tensor,
+    key: Tensor,
+    visible: Tensor | None,
+    bias: Tensor | None,
+    scaling: float | None,
+    specials: int,
+) -> Tensor | None:
+    """Statistics of one block of a tower, float32, (V, H, 1, N); see `StatRequest`.
+
+    Parameters
+    ----------
+    visible : Tensor, bool, (V, N), optional
+        Rows that exist; the others are padding.
+    bias : Tensor, float32, (V, 1, 1, N), optional
+    specials : int
+        Rows in front of the patches.
+    """
+    if request.rows == "keys":
+        return None
+    if request.rows == "cls":
+        logits = query[:, :, :1].float() @ key.float().transpose(-1, -2)
+        logits = logits * _scale(scaling, query)
+        if bias is not None:
+            logits = logits + bias
+        if visible is not None:
+            logits = logits.masked_fill(~visible[:, None, None], -torch.inf)
+        return logits.softmax(-1)
+    if request.rows not in ("columns", "received"):
+        raise ValueError(f"a vision tower has no {request.rows!r} rows")
+    first = specials if request.rows == "received" else 0
+    views = []
+    for number, (q, k) in enumerate(zip(query, key, strict=True)):
+        here = torch.arange(k.shape[1], device=k.device)
+        if visible is not None:
+            here = here[visible[number]]
+        at = None if bias is None else bias[number, 0, 0, here]
+        rows = None if first == 0 else torch.arange(first, len(here), device=k.device)
+        taken = received_sum(q[:, here], k[:, here], rows, scaling, causal=False, bias=at)
+        if request.rows == "received":
+            taken = taken / max(len(here) - first, 1)
+        views.append(taken.new_zeros(*taken.shape[:2], k.shape[1]).index_copy(2, here, taken))
+    return torch.stack(views)
 
 
 def _scale(scaling: float | None, query: Tensor) -> float:

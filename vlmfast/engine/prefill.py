@@ -194,6 +194,8 @@ def prepare(
     if seen is None:
         seen = look(adapter, inputs, recipe, stats, trace, position)
     tokens, vision = seen.tokens, seen.vision
+    stats.saliency = trace.saliency = vision.sources()
+    stats.left_out = list(vision.left_out)
     # What an encode stage notes belongs to this question, what the tower noted to all.
     notes = {name: dict(noted) for name, noted in seen.notes.items()}
 
@@ -214,7 +216,7 @@ def prepare(
     for stage in stages:
         # Only what this stage asked for: another one may have asked for other layers.
         wanted = stage.vision_stats(tower)
-        rows = {layer: vision.rows[layer] for layer in wanted}
+        rows = {layer: vision.rows[layer] for layer, asks in wanted.items() if asks.rows != "keys"}
         keys = {layer: vision.keys[layer] for layer, asks in wanted.items() if asks.keys}
         tokens = stage.reduce(tokens, replace(vision, rows=rows, keys=keys), request)
         trace.drop_before(0, tokens.layout, stage.name)

@@ -37,6 +37,7 @@ class Run:
     watch: Watch | None = None
 
     def __post_init__(self) -> None:
+        self.recipe = self.recipe.fitted(self.adapter.depth, self.adapter.min_drop_layer)
         drafters = self.recipe.acting("drafter")
         if drafters:
             check(drafters, self.adapter)

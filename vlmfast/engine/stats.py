@@ -24,8 +24,11 @@ def clock(device: torch.device) -> float:
 class Stats:
     """Cost of one answer. Times in seconds, sizes in bytes.
 
-    ``visual_tokens_kept`` counts what each stage handed on; ``equivalent_tokens`` is the number of
-    visual tokens averaged over the language model's layers, the common cost axis. ``flops_prefill``
+    ``saliency`` is the source by which stages ranked visual tokens in the vision tower (``cls``,
+    ``received`` or ``norm``, see `vlmfast.saliency`), ``left_out`` names parts of methods that this
+    model cannot serve. ``visual_tokens_kept`` counts what each stage handed on;
+    ``equivalent_tokens`` is the number of visual tokens averaged over the language model's layers,
+    the common cost axis. ``flops_prefill``
     counts the visual tokens' share of the prefill by the papers' formula, per layer with n tokens,
     width d and FFN width m: ``4 n d^2 + 2 n^2 d + 3 n d m``. ``kv_bytes_full`` is what the cache
     would hold had nothing been dropped. ``ttft_s`` runs from RGB pictures in host memory to the
@@ -44,6 +47,8 @@ class Stats:
     """
 
     visual_tokens_in: int = 0
+    saliency: str = ""
+    left_out: list[str] = field(default_factory=list)
     visual_tokens_kept: dict[str, int] = field(default_factory=dict)
     visual_tokens_per_layer: list[int] = field(default_factory=list)
     equivalent_tokens: float = 0.0
@@ -129,6 +134,8 @@ class Trace:
         The visual rows that entered the language model; ``weight`` above 1 where rows were merged.
     images : list of PIL.Image.Image
         The pictures, by ``layout.item``.
+    saliency : str
+        As in `Stats`.
     """
 
     layout: TokenLayout | None = None
@@ -137,6 +144,7 @@ class Trace:
     layers: int = 0
     stages: list[tuple[str, int]] = field(default_factory=list)
     images: list[Any] = field(default_factory=list)
+    saliency: str = ""
 
     def begin(self, layout: TokenLayout, layers: int) -> None:
         self.layout, self.entered, self.layers = layout, layout, layers
@@ -153,7 +161,7 @@ class Trace:
     def to_dict(self) -> dict[str, Any]:
         """Plain lists: one entry per visual token."""
         if self.layout is None:
-            return {"layers": self.layers, "stages": [], "tokens": []}
+            return {"layers": self.layers, "saliency": "", "stages": [], "tokens": []}
         rows = zip(
             self.layout.item.tolist(),
             self.layout.tile.tolist(),
@@ -165,6 +173,7 @@ class Trace:
         keys = ("item", "tile", "kind", "box", "depth")
         return {
             "layers": self.layers,
+            "saliency": self.saliency,
             "stages": [{"name": name, "layer": layer} for name, layer in self.stages],
             "tokens": [dict(zip(keys, row, strict=True)) for row in rows],
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -14,11 +15,13 @@ from ..compressors._views import covering
 from ..errors import ModelError, RecipeError
 from ..layout import Kind, TokenLayout, VisualTokens
 from ..models.base import Adapter
+from ..recipe import PRESETS
+from ..saliency import Saliency, SaliencyRequest
 from ..stages import (
+    EncodeStage,
     InEncoderStage,
     ItemGeometry,
     Phase,
-    Stage,
     StatRequest,
     Step,
     VisionStats,
@@ -48,7 +51,7 @@ def encode(
     tensors: dict[str, Tensor],
     items: tuple[ItemGeometry, ...],
     inside: list[InEncoderStage],
-    outside: list[Stage],
+    outside: list[EncodeStage],
     order: Tensor,
     position: Tensor,
     stats: Stats,
@@ -70,44 +73,44 @@ def encode(
         Their rotary ids.
     """
     blocks = adapter.vision_blocks()
+    inside, left_out = _served(adapter, inside, items)
     step = Step(
         Phase.VISION,
         depth=len(blocks),
-        modules={id(getattr(block, adapter.attention)): i for i, block in enumerate(blocks)},
+        modules={id(getattr(block, adapter.attention, block)): i for i, block in enumerate(blocks)},
         items=items,
         notes=notes,
         trained=trained,
         repair=any(stage.repair for stage in inside),
+        specials=adapter.specials(),
+        chunks={} if adapter.packed else None,
     )
     for stage in outside:
-        merge_requests(step.requests, stage.vision_stats(len(blocks)), stage.name)
-    if inside and not adapter.inside(items):
-        raise RecipeError(
-            f"{inside[0].name} works inside the vision tower, which needs one visual token for "
-            f"each of its patches; {adapter.config.model_type} makes one of several here"
-        )
-    for layer, asked in step.requests.items():
-        if asked.rows not in adapter.rows:
-            raise RecipeError(
-                "this recipe ranks visual tokens by the vision tower's attention "
-                f"({asked.rows}), which {adapter.config.model_type} does not show; stages that can "
-                "stand here rank them by the features, or inside the language model"
-            )
-        if not 0 <= layer < len(blocks):
-            raise RecipeError(
-                f"vision layer {layer} was asked for, the tower has {len(blocks)} layers"
-            )
-    wants_cls = any(stage.wants_cls for stage in outside)
+        _ask_for_rows(adapter, stage, step)
+    wanted = _ask_for_saliency(adapter, outside, step)
+    wants_cls = adapter.projects_cls() and any(
+        stage.wants_cls and {wanted[asked.key][1] for asked in stage.saliencies()} <= {"cls"}
+        for stage in outside
+    )
     views = max(item.views[1] for item in items) if wants_cls else 0
     with (
         active(step),
         _unused_skipped(adapter, step),
         _between_blocks(adapter, inside, step, stats),
         _cls(adapter, views) as cls,
+        _projected(adapter, any(source == "norm" for _, source in wanted.values())) as features,
         nullcontext() if inside else captured(adapter, step, cls, views),
     ):
         encoded = adapter.encode(tensors, step)
-    vision = replace(encoded.stats, cls=torch.cat(cls) if cls else None)
+    vision = replace(
+        encoded.stats,
+        cls=torch.cat(cls) if cls else None,
+        saliency={
+            key: _saliency(adapter, step, asked, source, features)
+            for key, (asked, source) in wanted.items()
+        },
+        left_out=left_out,
+    )
     features = torch.cat(encoded.features)
     if features.shape[0] != order.shape[0]:
         raise ModelError(
@@ -128,6 +131,119 @@ def encode(
         trace.drop_before(0, tokens.layout, inside[-1].name)
         stats.visual_tokens_kept[inside[-1].name] = len(tokens)
     return tokens, vision
+
+
+def _served(
+    adapter: Adapter, inside: list[InEncoderStage], items: tuple[ItemGeometry, ...]
+) -> tuple[list[InEncoderStage], tuple[str, ...]]:
+    """The stages that can work inside the tower, and what is left out of methods that do without.
+
+    Raises
+    ------
+    RecipeError
+        When a stage cannot work there and nothing else of its method would drop anything.
+    """
+    if adapter.inside(items):
+        return inside, ()
+    for stage in inside:
+        if not stage.optional:
+            raise RecipeError(
+                f"{stage.name} works inside the vision tower, which needs one visual token for "
+                f"each of its patches; {adapter.config.model_type} makes one of several here"
+                f"{works_here(adapter)}"
+            )
+    return [], tuple(f"{stage.name}: its part inside the vision tower" for stage in inside)
+
+
+def works_here(adapter: Adapter) -> str:
+    """The end of a message that refuses a recipe: one that every family runs."""
+    return f"; on this model {PRESETS['balanced'][adapter.sources()[0]]!r} works"
+
+
+def _ask_for_rows(adapter: Adapter, stage: EncodeStage, step: Step) -> None:
+    """Requests of single blocks, whose statistics are of whole views."""
+    asked = stage.vision_stats(step.depth)
+    family = adapter.config.model_type
+    for layer, request in asked.items():
+        if adapter.packed or not adapter.global_blocks():
+            raise RecipeError(
+                f"{stage.name} reads the attention of single blocks of the vision tower, view by "
+                f"view, which {family} does not show; stages that ask for saliency can stand here"
+            )
+        if request.rows == "cls" and not adapter.specials():
+            raise RecipeError(
+                f"{stage.name} ranks visual tokens by the attention of a CLS token, and the vision "
+                f"tower of {family} has none; stages that ask for saliency can stand here"
+            )
+        if not 0 <= layer < step.depth:
+            raise RecipeError(
+                f"vision layer {layer} was asked for, the tower has {step.depth} layers"
+            )
+    merge_requests(step.requests, asked, stage.name)
+
+
+def _ask_for_saliency(
+    adapter: Adapter, stages: list[EncodeStage], step: Step
+) -> dict[str, tuple[SaliencyRequest, str]]:
+    """By key: what stages asked for, and which source answers it."""
+    wanted: dict[str, tuple[SaliencyRequest, str]] = {}
+    for stage in stages:
+        for asked in stage.saliencies():
+            source = adapter.sources()[0] if asked.source == "auto" else asked.source
+            if source not in adapter.sources():
+                raise RecipeError(
+                    f"{stage.name}: saliency={source} cannot be read of "
+                    f"{adapter.config.model_type}: {adapter.why_no_source(source)}; allowed are "
+                    f"auto, {', '.join(adapter.sources())}"
+                )
+            wanted[asked.key] = asked, source
+            if source != "norm":
+                rows = StatRequest(source, keys=asked.keys, wide=asked.wide)
+                merge_requests(
+                    step.requests, {adapter.salient_block(asked.block): rows}, stage.name
+                )
+    return wanted
+
+
+def _saliency(
+    adapter: Adapter,
+    step: Step,
+    asked: SaliencyRequest,
+    source: str,
+    features: list[Tensor],
+) -> tuple[Saliency, ...]:
+    """The answer to a request, item by item."""
+    if source == "norm":
+        inputs = adapter.projector_input(features, step.items)
+        found = [(of.norm(dim=-1)[:, None], of if asked.keys else None) for of in inputs]
+    else:
+        found = adapter.block_stats(step, adapter.salient_block(asked.block))
+    answer = []
+    for item, (rows, keys) in zip(step.items, found, strict=True):
+        together = 1 if source == "norm" else rows.shape[-1] / math.prod(item.patches)
+        rows = adapter.to_tokens(rows, item) * together
+        if asked.keys:
+            keys = adapter.to_tokens(keys.transpose(1, 2), item).transpose(1, 2)
+        answer.append(Saliency(source, rows, keys if asked.keys else None))
+    return tuple(answer)
+
+
+@contextmanager
+def _projected(adapter: Adapter, wanted: bool) -> Iterator[list[Tensor]]:
+    """Collects what goes into the projector, call by call, float32."""
+    found: list[Tensor] = []
+    if not wanted:
+        yield found
+        return
+
+    def hook(module: nn.Module, args: tuple) -> None:
+        found.append(args[0].float())
+
+    handle = adapter.projector().register_forward_pre_hook(hook)
+    try:
+        yield found
+    finally:
+        handle.remove()
 
 
 @contextmanager

@@ -61,7 +61,6 @@ class VLMFast(lmms):
         batch_size: int | str = 1,
         **unknown: Any,
     ) -> None:
-        from ..recipe import Recipe
         from ..vlm import VLM
 
         super().__init__()
@@ -74,7 +73,6 @@ class VLMFast(lmms):
             )
         if str(batch_size) != "1":
             raise VLMFastError(f"batch_size is {batch_size}; with lmms-eval, vlmfast has 1 only")
-        self.recipe = Recipe.parse(str(recipe).replace(";", ","))
         self.num_frames = int(num_frames)
         self.accelerator = Accelerator()
         self._rank = self.accelerator.process_index
@@ -83,6 +81,7 @@ class VLMFast(lmms):
             device = str(self.accelerator.device)
         kwargs = {} if revision is None else {"revision": revision}
         self.vlm = VLM.from_pretrained(pretrained, device=device, dtype=dtype, **kwargs)
+        self.recipe = self.vlm.recipe(str(recipe).replace(";", ","))
 
     @property
     def model(self) -> Any:

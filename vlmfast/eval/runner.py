@@ -100,7 +100,7 @@ def evaluate(
         When the folder cannot be used (`results.Writer`) or too many samples failed.
     """
     task = find_task(task) if isinstance(task, str) else task
-    recipe = Recipe.of(recipe)
+    recipe = vlm.recipe(recipe)
     if control is not None and control not in task.controls:
         raise VLMFastError(
             f"task {task.name} has no control {control!r}; controls: {', '.join(task.controls)}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -13,6 +14,7 @@ from ..buffers import BufferPool
 from ..checkpoints import load_weights
 from ..errors import ModelError, RecipeError
 from ..layout import Kind, TokenLayout
+from ..saliency import to_tokens
 from ..stages import ItemGeometry, Stage, Step, VisionStats
 from ._batch import Media
 
@@ -54,7 +56,7 @@ class Adapter:
     fixed: ClassVar[bool] = False  # whether views are of the one size that the tower takes
     nested: ClassVar[bool] = False  # whether the processor takes a list of pictures per prompt
     attention: ClassVar[str] = "self_attn"  # what a vision block calls it
-    rows: ClassVar[tuple[str, ...]] = ("cls", "columns")  # what its attention can be asked for
+    packed: ClassVar[bool] = False  # whether the tower takes the patches of all images in one row
     blocks: ClassVar[bool] = True  # whether a clip can be read block by block, as pictures
     min_drop_layer: ClassVar[int] = 0
     # Whether the tower does the same for all inputs of one shape, so that it can be captured.
@@ -136,6 +138,64 @@ class Adapter:
         tower = self.model.get_encoder(modality="image")
         tower = getattr(tower, "vision_model", tower)  # a wrapper in some versions of CLIP
         return list(tower.encoder.layers)
+
+    # --- saliency ------------------------------------------------------------------------------
+
+    def specials(self) -> int:
+        """Rows of the tower in front of the patches of each view: 1 for a CLS token."""
+        tower = self.model.get_encoder(modality="image")
+        embeddings = getattr(getattr(tower, "vision_model", tower), "embeddings", None)
+        names = ("class_embedding", "cls_token")
+        return int(any(getattr(embeddings, name, None) is not None for name in names))
+
+    def sources(self) -> tuple[str, ...]:
+        """Of `saliency.SOURCES` those that the tower has, the usual one first."""
+        return ("cls", "received", "norm") if self.specials() else ("received", "norm")
+
+    def why_no_source(self, source: str) -> str:
+        """The reason why a source of `saliency.SOURCES` is not among `sources`."""
+        return "its vision tower has no CLS token"
+
+    def projects_cls(self) -> bool:
+        """Whether the projector takes one row of the tower at a time, the CLS row too."""
+        return self.specials() == 1
+
+    def global_blocks(self) -> list[int]:
+        """Vision blocks in which patches attend to the whole view, ascending."""
+        return list(range(len(self.vision_blocks())))
+
+    def salient_block(self, block: str) -> int:
+        """The block that a `SaliencyRequest` means: the nearest of `global_blocks`, the later one
+        where two are equally near."""
+        last = len(self.vision_blocks()) - 1
+        meant = {"first": 0, "features": self.feature_blocks()[-1], "last": last}[block]
+        return min(self.global_blocks(), key=lambda index: (abs(index - meant), -index))
+
+    def block_stats(self, step: Step, layer: int) -> list[tuple[Tensor, Tensor | None]]:
+        """What ``layer`` says of each item: statistics (V, H, P) and keys (V, P, D) of its patches.
+
+        The view of the whole image first. `to_tokens` knows in which order patches are.
+        """
+        n, rows, keys = self.patches(), step.stats[layer], step.keys.get(layer)
+        views = [self.whole_first(item) for item in step.items]
+        return [(rows[v, :, 0, -n:], None if keys is None else keys[v, -n:]) for v in views]
+
+    def projector_input(self, calls: list[Tensor], items: Sequence[ItemGeometry]) -> list[Tensor]:
+        """What went into the projector, call by call, as (V, P, D) of each item."""
+        views = [view for call in calls for view in call]
+        return [torch.stack([views[i] for i in self.whole_first(item)]) for item in items]
+
+    def to_tokens(self, patches: Tensor, item: ItemGeometry) -> Tensor:
+        """Values (..., P) of an item's patches as means over its visual tokens, (..., N)."""
+        n = item.patches[0] * item.patches[1]
+        if patches.shape[-1] == n:
+            return patches
+        side = math.isqrt(patches.shape[-1])  # what does not belong to the square is CLS
+        return to_tokens(patches[..., -side * side :], item.patches)
+
+    def whole_first(self, item: ItemGeometry) -> list[int]:
+        """The views of an item, that of the whole image first, then its crops in raster order."""
+        return list(range(*item.views))
 
     def projector(self) -> nn.Module:
         """The module through which the tower's rows (V, N, D) go to the language model's width."""
@@ -449,23 +509,9 @@ class Adapter:
     # --- shared parts of `encode` ----------------------------------------------------------------
 
     def patch_stats(self, step: Step, patches: int) -> VisionStats:
-        """Statistics over patches: the CLS column is cut off.
-
-        Raises
-        ------
-        RecipeError
-            When CLS rows were asked of a tower without a CLS token.
-        """
-        rows = {}
+        """Statistics over patches: the CLS column is cut off."""
         views = max(item.views[1] for item in step.items)  # a stage may have put more rows behind
-        for layer, stats in step.stats.items():
-            has_cls = stats.shape[-1] == patches + 1
-            if step.requests[layer].rows == "cls" and not has_cls:
-                raise RecipeError(
-                    "this recipe ranks visual tokens by the attention of a CLS token, "
-                    f"and the vision tower of {self.config.model_type} has none"
-                )
-            rows[layer] = stats[:views, :, 0, -patches:]
+        rows = {layer: of[:views, :, 0, -patches:] for layer, of in step.stats.items()}
         keys = {layer: of[:views, -patches:] for layer, of in step.keys.items()}
         return VisionStats(step.items, rows, keys)
 

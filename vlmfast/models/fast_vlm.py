@@ -1,8 +1,8 @@
 """FastVLM: a convolutional tower of timm, one square view per picture, few large tokens.
 
-The tower mixes most of its rows by convolutions, on grids that become coarser, and attends without
-a CLS token. So stages that read its attention, and stages between its blocks, are refused; those
-that rank tokens by their features, the question or the language model's attention can all stand.
+The tower mixes most of its rows by convolutions, on grids that become coarser, and ends without
+attention: saliency is the norm of the features that enter the projector. Stages between its blocks
+are refused.
 """
 
 from __future__ import annotations
@@ -26,6 +26,12 @@ class FamilyAdapter(Tiled):
         if not hasattr(tower, "stages"):
             raise ModelError(f"{type(tower).__name__} as vision tower is not supported")
         return [block for stage in tower.stages for block in stage.blocks]
+
+    def sources(self) -> tuple[str, ...]:
+        return ("norm",)
+
+    def why_no_source(self, source: str) -> str:
+        return "its vision tower ends in convolutions, not in attention"
 
     def patches(self) -> int:
         return self.config.image_seq_length

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..layout import TokenLayout
-from ..stages import ItemGeometry, Step, VisionStats
+from ..stages import ItemGeometry, Step
 from ._batch import Media, runs, tiling
 from .base import Adapter, Encoded
 
@@ -16,7 +16,6 @@ from .base import Adapter, Encoded
 class Tiled(Adapter):
     """Families that write text around the views of a picture, the base view last."""
 
-    rows = ()  # several patches make a token
     blocks = False
 
     def inside(self, items: tuple[ItemGeometry, ...]) -> bool:
@@ -44,7 +43,14 @@ class Tiled(Adapter):
         views = self.features(inputs)
         parts = [views[slice(*item.views)].flatten(0, 1) for item in step.items]
         layouts = [self._layout(i, geometry) for i, geometry in enumerate(step.items)]
-        return Encoded(parts, layouts, VisionStats(step.items, {}), [()] * len(parts))
+        return Encoded(parts, layouts, self.patch_stats(step, self.patches()), [()] * len(parts))
+
+    def whole_first(self, item: ItemGeometry) -> list[int]:
+        *crops, whole = range(*item.views)
+        return [whole, *crops]
+
+    def projects_cls(self) -> bool:
+        return False
 
     def _layout(self, item: int, geometry: ItemGeometry) -> TokenLayout:
         (rows, columns), (first, stop) = geometry.patches, geometry.views

@@ -19,7 +19,6 @@ class FamilyAdapter(LlavaNextVideo):
     beside = ("batch_num_images",)
     processors = ("LlavaOnevisionProcessor",)
     nested = True  # of several pictures it makes no crops
-    rows = ("columns",)  # SigLIP has no CLS token
     blocks = False  # a picture's tokens depend on how many pictures there are
 
     def __init__(self, model: nn.Module, processor: Any) -> None:

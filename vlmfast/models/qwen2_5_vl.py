@@ -5,6 +5,7 @@ A clip goes in as such. Its frames are joined two by two; each pair is an item o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..layout import TokenLayout
+from ..saliency import window_order
 from ..stages import ItemGeometry, Step, VisionStats
 from ._batch import Media
 from .base import Adapter, Encoded
@@ -24,7 +26,7 @@ class FamilyAdapter(Adapter):
     beside = ("second_per_grid_ts", "mm_token_type_ids")
     processors = ("Qwen2_5_VLProcessor", "Qwen2VLProcessor")
     attention = "attn"
-    rows = ()  # its patches are in windows, and four of them make a token
+    packed = True
 
     def visual(self, ids: Tensor) -> Tensor:
         return (ids == self.config.image_token_id) | (ids == self.config.video_token_id)
@@ -40,6 +42,46 @@ class FamilyAdapter(Adapter):
 
     def inside(self, items: tuple[ItemGeometry, ...]) -> bool:
         return False
+
+    def specials(self) -> int:
+        return 0
+
+    def sources(self) -> tuple[str, ...]:
+        return ("received", "norm") if self.global_blocks() else ("norm",)
+
+    def why_no_source(self, source: str) -> str:
+        if source == "received":
+            return "all blocks of its vision tower attend within windows"
+        return super().why_no_source(source)
+
+    def global_blocks(self) -> list[int]:
+        everywhere = getattr(self.config.vision_config, "fullatt_block_indexes", None)
+        return super().global_blocks() if everywhere is None else sorted(everywhere)
+
+    def block_stats(self, step: Step, layer: int) -> list[tuple[Tensor, Tensor | None]]:
+        return self._by_item([(of[:, :, 0], keys) for of, keys in step.chunks[layer]], step.items)
+
+    def projector_input(self, calls: list[Tensor], items: Sequence[ItemGeometry]) -> list[Tensor]:
+        merge = self.config.vision_config.spatial_merge_size**2
+        # The tower reads the images first.
+        order = sorted(range(len(items)), key=lambda i: items[i].clip >= 0)
+        counts = [math.prod(items[i].patches) * merge for i in order]
+        return self._by_item([part[None] for part in torch.cat(calls).split(counts)], items)
+
+    def _by_item(self, parts: list[Any], items: Sequence[ItemGeometry]) -> list[Any]:
+        """What the tower made of its images, and behind them of its videos, item by item."""
+        order = sorted(range(len(items)), key=lambda i: items[i].clip >= 0)
+        return [parts[order.index(i)] for i in range(len(items))]
+
+    def to_tokens(self, patches: Tensor, item: ItemGeometry) -> Tensor:
+        """Patches of a token follow each other; tokens are in the order of windows."""
+        vision = self.config.vision_config
+        tokens = patches.unflatten(-1, (-1, vision.spatial_merge_size**2)).mean(-1)
+        size = getattr(vision, "window_size", None)
+        if size is None:
+            return tokens
+        window = size // vision.spatial_merge_size // vision.patch_size
+        return tokens[..., window_order(*item.patches, window).argsort().to(tokens.device)]
 
     def tables(self, hidden: Tensor, position: Tensor, layer: int = 0) -> tuple[Tensor, ...]:
         return super().tables(hidden, position.expand(3, *position.shape[-2:]), layer)
