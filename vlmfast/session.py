@@ -43,6 +43,8 @@ _ROOM = 128  # free slots that a cache begins with
 _AT_ONCE = 1024  # rows that are read at once behind a cache: bounds the size of their mask
 _BUFFERS = ("keys", "values", "order", "mass", "bias")
 _SHARED = (
+    "saliency",
+    "left_out",
     "visual_tokens_in",
     "visual_tokens_kept",
     "visual_tokens_per_layer",

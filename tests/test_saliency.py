@@ -1,0 +1,410 @@
+"""Saliency of visual tokens: every tower has one, and it belongs to the right tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import pytest
+import torch
+
+import tiny_families
+import tiny_models
+from closeness import apart, close
+from vlmfast import VLM, RecipeError, VLMFastError
+from vlmfast.engine.attention import _vision_rows
+from vlmfast.saliency import SaliencyRequest, to_tokens, window_order
+from vlmfast.stages import EncodeStage, StatRequest
+
+BUILD = {
+    name.removeprefix("build_"): build
+    for name, build in vars(tiny_families).items()
+    if name.startswith("build_")
+}
+BUILD |= {"llava": tiny_models.build_llava, "llava_next": tiny_models.build_llava_next}
+SOURCES = {
+    "llava": "cls",
+    "llava_next": "cls",
+    "llava_next_video": "cls",
+    "internvl": "cls",
+    "llava_onevision": "received",
+    "qwen2_5_vl": "received",
+    "qwen3_vl": "received",
+    "idefics3": "received",
+    "smolvlm": "received",
+    "gemma3": "received",
+    "fast_vlm": "norm",
+}
+# Whose images give one visual token for each patch of the tower.
+PATCHWISE = ("llava", "llava_next", "llava_next_video", "llava_onevision")
+RECIPES = (
+    "hired:0.2",
+    "visionzip:0.2",
+    "mustdrop",
+    "pyramiddrop",
+    "divprune:0.2",
+    "scope:0.2",
+    "flashvid:0.2",
+    "prumerge:0.2",
+    "prumerge-plus:0.2",
+    "faithful",
+    "balanced",
+    "fast",
+    "hired:0.5+pyramiddrop",
+)
+
+
+def picture(seed: int, width: int = 60, height: int = 44) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+
+
+IMAGE = {"images": picture(0, 90, 44)}
+VIDEO = {"video": [picture(i, 40, 40) for i in range(5)], "num_frames": 5}
+BOTH = {"images": picture(0, 90, 44), **VIDEO}
+CASES = {"image": IMAGE, "video": VIDEO, "both": BOTH}
+
+
+@pytest.fixture(scope="module", params=BUILD)
+def vlm(request) -> VLM:
+    if request.param == "smolvlm":
+        pytest.importorskip("num2words")  # its processor wants it
+    return VLM(*BUILD[request.param]())
+
+
+def family(vlm: VLM) -> str:
+    return vlm.adapter.config.model_type
+
+
+@dataclass(frozen=True)
+class Look(EncodeStage):
+    """Notes what it sees and keeps everything."""
+
+    name: ClassVar[str] = "test-look"
+    asked: tuple[SaliencyRequest, ...] = (SaliencyRequest(),)
+    seen: ClassVar[dict] = {}
+
+    def saliencies(self) -> tuple[SaliencyRequest, ...]:
+        return self.asked
+
+    def reduce(self, tokens, stats, request):
+        self.seen.update(tokens=tokens, stats=stats)
+        return tokens
+
+
+def looked(vlm: VLM, *asked: SaliencyRequest, **media) -> tuple:
+    """Tokens and statistics of a prompt."""
+    vlm.ask("what ?", **media, recipe=Look(asked or (SaliencyRequest(),)), max_new_tokens=1)
+    return Look.seen["tokens"], Look.seen["stats"]
+
+
+# --- every recipe that the documentation shows runs on every family -------------------------------
+
+
+@pytest.mark.parametrize("case", ["image", "video"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_recipes_answer_on_every_family(vlm, recipe, case):
+    answer = vlm.ask("what is here ?", **CASES[case], recipe=recipe, max_new_tokens=3)
+    stats = answer.stats
+    assert answer.token_ids
+    ranked = {"divprune", "pyramiddrop"}.isdisjoint({s.name for s in vlm.recipe(recipe)})
+    expected = SOURCES[family(vlm)] if ranked or "hired" in answer.recipe else ""
+    assert stats.saliency == answer.trace.saliency == expected
+    assert answer.trace.to_dict()["saliency"] == expected
+    if recipe != "mustdrop":  # whose thresholds are absolute
+        assert stats.equivalent_tokens < stats.visual_tokens_in
+
+
+@pytest.mark.parametrize("recipe", ["hired:0.3", "visionzip:0.3", "scope:0.3", "flashvid:0.3"])
+def test_images_and_videos_in_one_prompt(vlm, recipe):
+    media = VIDEO if family(vlm) == "smolvlm" else BOTH
+    answer = vlm.ask("what is here ?", **media, recipe=recipe, max_new_tokens=3)
+    assert 0 < answer.stats.equivalent_tokens < 0.5 * answer.stats.visual_tokens_in
+
+
+@pytest.mark.parametrize("shape", [(20, 2000, 3), (2000, 20, 3)])
+def test_long_narrow_images(vlm, shape):
+    pixels = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
+    for recipe in ("hired:0.2", "flashvid:0.2"):
+        try:
+            answer = vlm.ask("what ?", pixels, recipe=recipe, max_new_tokens=1)
+        except VLMFastError:  # Hugging Face's processor refuses it too
+            with pytest.raises(VLMFastError):
+                vlm.ask("what ?", pixels, max_new_tokens=1)
+        else:
+            assert answer.stats.saliency == SOURCES[family(vlm)]
+
+
+# --- the right source, of the right block, at the right token ------------------------------------
+
+
+def test_sources(vlm):
+    usual = SOURCES[family(vlm)]
+    assert vlm.adapter.sources()[0] == usual
+    for source in vlm.adapter.sources():
+        _, stats = looked(vlm, SaliencyRequest(source=source, keys=True), **IMAGE)
+        assert stats.sources() == source
+        for item in stats.items:
+            salient = stats.salient(SaliencyRequest(source=source, keys=True), item)
+            views, n = item.views[1] - item.views[0], item.patches[0] * item.patches[1]
+            assert (salient.rows.shape[0], salient.rows.shape[2]) == (views, n)
+            assert salient.keys.shape[:2] == (views, n)
+            assert salient.rows.dtype == torch.float32
+            assert bool((salient.rows >= 0).all())
+            if source == "received":  # each row of patches spends 1, less what goes to CLS
+                total = salient.rows.sum(-1)
+                assert bool((total <= 1 + 1e-5).all())
+                if not vlm.adapter.specials():
+                    close(total, torch.ones_like(total), terms=16 * n)
+    for source in {"cls", "received", "norm"} - set(vlm.adapter.sources()):
+        message = rf"saliency={source} cannot be read of {family(vlm)}: its vision tower .* allowed"
+        with pytest.raises(RecipeError, match=message):
+            vlm.ask("what ?", **IMAGE, recipe=f"hired:saliency={source}")
+
+
+@pytest.mark.parametrize("case", ["image", "video", "both"])
+def test_saliency_lies_at_the_tokens_of_its_patches(vlm, case):
+    """A patch that changes in front of the projector changes the tokens that its saliency is of."""
+    if family(vlm) == "smolvlm" and case == "both":
+        pytest.skip("smolvlm reads images or one video")
+    if family(vlm) == "fast_vlm":
+        pytest.skip("its features are not those of single patches in front of the projector alone")
+    adapter = vlm.adapter
+    block = adapter.vision_blocks()[adapter.feature_blocks()[-1]]
+    tokens, stats = looked(vlm, **CASES[case])
+    plain = tokens.features.clone()
+    rng = np.random.default_rng(0)
+    # Which calls of the tower there are, and how many rows each has.
+    shapes: list[tuple[int, ...]] = []
+    handle = block.register_forward_hook(
+        lambda m, a, out: shapes.append((out[0] if isinstance(out, tuple) else out).shape)
+    )
+    looked(vlm, **CASES[case])
+    handle.remove()
+    for _ in range(6):
+        call = int(rng.integers(len(shapes)))
+        rows = shapes[call][-2] - adapter.specials()
+        view = int(rng.integers(shapes[call][0])) if len(shapes[call]) == 3 else 0
+        patch = int(rng.integers(rows))
+        count = iter(range(len(shapes)))
+
+        def disturbed(module, args, out, call=call, view=view, patch=patch, count=count):
+            hidden = (out[0] if isinstance(out, tuple) else out).clone()
+            if next(count) == call:
+                where = (view,) if hidden.dim() == 3 else ()
+                hidden[(*where, adapter.specials() + patch)] += 3 * torch.randn(hidden.shape[-1])
+            return (hidden, *out[1:]) if isinstance(out, tuple) else hidden
+
+        handle = block.register_forward_hook(disturbed, prepend=True)
+        try:
+            changed, _ = looked(vlm, **CASES[case])
+        finally:
+            handle.remove()
+        moved = (changed.features - plain).abs().amax(1) > 1e-4
+        assert set(moved.nonzero().flatten().tolist()) == marked(
+            vlm, tokens, stats.items, shapes, call, view, patch
+        )
+
+
+def marked(vlm, tokens, items, shapes, call, view, patch) -> set[int]:
+    """Tokens that `Adapter.to_tokens` gives a patch of the tower to."""
+    adapter = vlm.adapter
+    if adapter.packed:  # all images of a call in one row
+        order = sorted(range(len(items)), key=lambda i: items[i].clip >= 0)
+        row = sum(shape[-2] for shape in shapes[:call]) + patch
+        for number in order:
+            n = items[number].patches[0] * items[number].patches[1]
+            n *= adapter.config.vision_config.spatial_merge_size**2
+            if row < n:
+                break
+            row -= n
+        one = torch.zeros(1, n)
+        one[0, row] = 1
+    else:
+        view += sum(shape[0] for shape in shapes[:call])
+        number = next((i for i, of in enumerate(items) if of.views[0] <= view < of.views[1]), None)
+        if number is None:  # a view of padding
+            return set()
+        views = adapter.whole_first(items[number])
+        one = torch.zeros(len(views), shapes[call][-2] - adapter.specials())
+        one[views.index(view), patch] = 1
+    item = items[number]
+    spread = adapter.to_tokens(one, item)
+    layout = tokens.layout
+    mine = (layout.item == number) & layout.patches
+    place = (layout.grid[:, 1] * item.patches[1] + layout.grid[:, 2]).long()
+    index = mine.nonzero().flatten()
+    here = spread[layout.tile[index].long(), place[index]] > 0
+    return set(index[here].tolist())
+
+
+def test_received_attention_equals_eager_maps(vlm):
+    """Of towers whose attention maps Hugging Face hands out."""
+    if vlm.adapter.packed or family(vlm) in ("fast_vlm", "internvl"):
+        pytest.skip("its tower hands out no attention maps")
+    request = SaliencyRequest(source="received")
+    _, stats = looked(vlm, request, **IMAGE)
+    inputs = vlm.inputs("what ?", **IMAGE)
+    pixels, specials = inputs["pixel_values"].flatten(0, -4), vlm.adapter.specials()
+    tower = vlm.model.get_encoder(modality="image")
+    vlm.model.set_attn_implementation("eager")
+    try:
+        with torch.no_grad():
+            maps = tower(pixels, output_attentions=True).attentions
+    finally:
+        vlm.model.set_attn_implementation("sdpa")
+    layer = vlm.adapter.salient_block("features")
+    expected = maps[layer][:, :, specials:].mean(2)[..., specials:]
+    (item,) = stats.items
+    expected = expected[vlm.adapter.whole_first(item)]
+    n = item.patches[0] * item.patches[1]
+    tokens_of = vlm.adapter.to_tokens(expected, item) * (expected.shape[-1] / n)
+    rows = stats.salient(request, item).rows
+    close(rows, tokens_of, terms=64 * expected.shape[-1])
+    wrong = vlm.adapter.to_tokens(maps[layer - 1][:, :, specials:].mean(2)[..., specials:], item)
+    apart(rows, wrong[vlm.adapter.whole_first(item)], terms=64 * expected.shape[-1])
+
+
+def test_packed_towers_say_what_each_image_receives():
+    """Qwen2.5-VL: full attention blocks alone, image by image, by hand from queries and keys."""
+    vlm = VLM(*BUILD["qwen2_5_vl"]())
+    adapter = vlm.adapter
+    assert adapter.global_blocks() == [1, 3]
+    assert [adapter.salient_block(of) for of in ("first", "features", "last")] == [1, 3, 3]
+    module, seen = adapter.vision_blocks()[3].attn, {}
+    handle = module.qkv.register_forward_hook(lambda m, a, out: seen.update(qkv=out))
+    position = module.register_forward_pre_hook(
+        lambda m, a, kw: seen.update(tables=kw["position_embeddings"]), with_kwargs=True
+    )
+    try:
+        media = {"images": [picture(0), picture(1, 90, 60)]}
+        _, stats = looked(vlm, SaliencyRequest(), **media)
+    finally:
+        handle.remove(), position.remove()
+    from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import apply_rotary_pos_emb_vision
+
+    q, k, _ = seen["qkv"].unflatten(-1, (3, module.num_heads, -1)).permute(1, 0, 2, 3).unbind(0)
+    q, k = apply_rotary_pos_emb_vision(q, k, *seen["tables"])
+    start = 0
+    for item in stats.items:
+        n = item.patches[0] * item.patches[1] * 4
+        logits = torch.einsum("qhd,khd->hqk", q[start : start + n], k[start : start + n])
+        received = (logits * module.scaling).softmax(-1).mean(1)
+        start += n
+        cells = received.unflatten(-1, (-1, 4)).sum(-1)
+        raster = torch.empty_like(cells)
+        raster[:, window_order(*item.patches, 2)] = cells
+        rows = stats.salient(SaliencyRequest(), item).rows[0]
+        close(rows, raster, terms=64 * n)
+        apart(rows, cells if not torch.equal(raster, cells) else cells.flip(-1), terms=64 * n)
+
+
+def test_a_tower_of_windows_alone_has_no_received_attention():
+    vlm = VLM(*BUILD["qwen2_5_vl"]())
+    vlm.model.config.vision_config.fullatt_block_indexes = []
+    assert vlm.adapter.sources() == ("norm",)
+    with pytest.raises(RecipeError, match="all blocks of its vision tower attend within windows"):
+        vlm.ask("what ?", **IMAGE, recipe="hired:saliency=received")
+    assert vlm.ask("what ?", **IMAGE, recipe="hired", max_new_tokens=1).stats.saliency == "norm"
+
+
+# --- arithmetic -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("specials", [0, 1])
+@pytest.mark.parametrize("padded", [False, True])
+def test_received_rows_by_hand(specials, padded):
+    generator = torch.Generator().manual_seed(3)
+    q, k = torch.randn(2, 2, 3, 9, 4, generator=generator).unbind(0)
+    visible = torch.ones(2, 9, dtype=torch.bool)
+    if padded:
+        visible[1, 6:] = False
+    bias = torch.randn(2, 1, 1, 9, generator=generator)
+    rows = _vision_rows(
+        StatRequest("received"), q, k, visible if padded else None, bias, None, specials
+    )
+    logits = q.double() @ k.double().transpose(-1, -2) / 2 + bias
+    weights = logits.masked_fill(~visible[:, None, None], -torch.inf).softmax(-1)
+    for view in range(2):
+        there = visible[view].nonzero().flatten()[specials:]
+        close(rows[view, :, 0], weights[view][:, there].mean(1), torch.float32, 9 * 4)
+        apart(rows[view, :, 0], weights[view].sum(1), torch.float32, 9 * 4)
+
+
+def test_patches_become_tokens():
+    patches = torch.arange(16.0).view(1, 16)
+    assert to_tokens(patches, (4, 4)) is patches
+    assert to_tokens(patches, (2, 2)).tolist() == [[2.5, 4.5, 10.5, 12.5]]
+    assert to_tokens(torch.ones(3, 2, 25), (3, 3)).shape == (3, 2, 9)
+    assert to_tokens(torch.ones(3, 2, 25), (3, 3)).unique().tolist() == [1.0]
+
+
+def test_order_of_windows():
+    assert window_order(2, 3, 2).tolist() == [0, 1, 3, 4, 2, 5]
+    assert window_order(3, 3, 2).tolist() == [0, 1, 3, 4, 2, 5, 6, 7, 8]
+    for rows, columns, window in [(5, 7, 3), (4, 4, 2), (1, 9, 4)]:
+        order = window_order(rows, columns, window)
+        assert order.sort().values.tolist() == list(range(rows * columns))
+
+
+def test_requests_are_checked():
+    for wrong in ({"block": "middle"}, {"source": "attention"}):
+        with pytest.raises(ValueError, match="SaliencyRequest"):
+            SaliencyRequest(**wrong)
+    assert SaliencyRequest().key != SaliencyRequest(keys=True).key
+    assert SaliencyRequest(keys=True).key != SaliencyRequest(keys=True, wide=True).key
+
+
+# --- the source is a choice -----------------------------------------------------------------------
+
+
+def test_sources_of_a_tower_with_cls(random_vlm):
+    answers = {
+        source: random_vlm.ask(
+            "what ?", picture(0), recipe=f"hired:0.3,saliency={source}", max_new_tokens=2
+        )
+        for source in ("auto", "cls", "received", "norm")
+    }
+    kept = {source: of.trace.entered.order.tolist() for source, of in answers.items()}
+    assert kept["auto"] == kept["cls"]
+    assert len({tuple(of) for of in kept.values()}) == 3
+    named = {source: of.stats.saliency for source, of in answers.items()}
+    assert named == {"auto": "cls", "cls": "cls", "received": "received", "norm": "norm"}
+
+
+def test_visionzip_without_cls_keeps_as_many_tokens(random_vlm):
+    counts = {
+        source: random_vlm.ask(
+            "what ?", picture(0), recipe=f"visionzip:0.3,saliency={source}", max_new_tokens=1
+        ).trace.entered
+        for source in ("cls", "received")
+    }
+    assert len(counts["cls"]) == len(counts["received"])
+    special = {source: int((of.kind == 4).sum()) for source, of in counts.items()}
+    assert special["received"] == 0 < special["cls"]
+
+
+# --- parts that a tower cannot serve -------------------------------------------------------------
+
+
+def test_mustdrop_says_which_part_was_left_out(vlm):
+    answer = vlm.ask("what ?", **IMAGE, recipe="mustdrop:budget=0.8", max_new_tokens=1)
+    inside = family(vlm) in PATCHWISE
+    left_out = [] if inside else ["mustdrop: its part inside the vision tower"]
+    assert answer.stats.left_out == left_out
+    assert answer.stats.equivalent_tokens < answer.stats.visual_tokens_in
+
+
+def test_a_method_without_any_part_that_works_is_refused(vlm):
+    if family(vlm) in ("llava", "llava_next", "llava_next_video", "llava_onevision"):
+        return
+    with pytest.raises(
+        RecipeError, match=r"inside the vision tower .* on this model '\w+:.*' works"
+    ):
+        vlm.ask("what ?", **IMAGE, recipe="mustdrop:global_thr=0", max_new_tokens=1)
+
+
+def test_a_session_remembers_the_source(random_vlm):
+    with random_vlm.session(images=picture(0), recipe="hired:0.5", history=False) as session:
+        for question in ("what ?", "and here ?"):
+            assert session.ask(question, max_new_tokens=2).stats.saliency == "cls"
