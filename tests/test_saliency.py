@@ -399,7 +399,7 @@ def test_a_method_without_any_part_that_works_is_refused(vlm):
     if family(vlm) in ("llava", "llava_next", "llava_next_video", "llava_onevision"):
         return
     with pytest.raises(
-        RecipeError, match=r"inside the vision tower .* on this model '\w+:.*' works"
+        RecipeError, match=r"inside the vision tower, .* on this model '\w+:.*' works"
     ):
         vlm.ask("what ?", **IMAGE, recipe="mustdrop:global_thr=0", max_new_tokens=1)
 
