@@ -115,7 +115,7 @@ def clip_case(data: dict, meta: dict) -> None:
     for view, stored in enumerate(data["key_token_index"]):
         tokens, geometry = picture((0, 0), (side, side))
         rows = step.merged[view : view + 1, 1:] - 1
-        tokens = representatives(tokens, rows, side)
+        tokens = representatives(tokens, rows, [side])
         stats = stats_of((geometry,), {depth - 1: attention[view : view + 1]})
         layout = key_set.reduce(tokens, stats, REQUEST).layout
         place = layout.grid[layout.protected, 1:].long()

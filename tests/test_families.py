@@ -19,7 +19,7 @@ import torch
 import tiny_families
 from fake_drafters import Knows
 from reference import answer_logits
-from vlmfast import VLM, ModelError, RecipeError, Request, VLMFastError
+from vlmfast import VLM, ModelError, RecipeError, Request
 from vlmfast.drafters.tree import Tree
 from vlmfast.engine.attention import switched
 from vlmfast.engine.cache import KVLayer
@@ -784,27 +784,31 @@ def test_a_clip_block_by_block():
 
 @pytest.mark.parametrize("name", BUILD)
 def test_stages_that_a_tower_cannot_serve(name):
-    """CLS rows and work inside the tower: an error that says so, or an answer."""
+    """Work inside the tower: an answer, or an error that says what the tower lacks."""
     vlm = one(name)
-    shows = "cls" in vlm.adapter.rows
-    for recipe in ("hired:0.5", "visionzip", "mustdrop"):
-        if shows:
-            assert vlm.ask("what ?", picture(0), recipe=recipe, max_new_tokens=2).token_ids
-            with pytest.raises(VLMFastError, match=r"needs one visual token (per|for each of)"):
-                vlm.ask("what ?", **CASES["a clip"], recipe=recipe, max_new_tokens=2)
+    for case in ("one picture", "a clip"):
+        media = CASES[case]
+        if case == "one picture" and name in ("llava_next_video", "llava_onevision"):
+            assert vlm.ask("what ?", **media, recipe=Between(), max_new_tokens=2).token_ids
         else:
-            inside = recipe == "mustdrop" and "columns" not in vlm.adapter.rows
-            message = "works inside the vision tower" if inside else f"which {name} does not show"
-            with pytest.raises(RecipeError, match=message):
-                vlm.ask("what ?", picture(0), recipe=recipe)
-    if "columns" not in vlm.adapter.rows:
-        with pytest.raises(RecipeError, match="one visual token for each of its patches"):
-            vlm.ask("what ?", picture(0), recipe=Between())
+            with pytest.raises(RecipeError, match="one visual token for each of its patches"):
+                vlm.ask("what ?", **media, recipe=Between())
+        if name == "fast_vlm":
+            with pytest.raises(RecipeError, match="its vision tower ends in convolutions"):
+                vlm.ask("what ?", **media, recipe=Between(whole=True))
+        else:
+            recipe = Between(whole=True)
+            assert vlm.ask("what ?", **media, recipe=recipe, max_new_tokens=2).token_ids
 
 
 @dataclass(frozen=True)
 class Between(InEncoderStage):
     name: ClassVar[str] = "test-between"
+    whole: bool = False
+
+    @property
+    def cells(self):
+        return self.whole
 
     def blocks(self, depth):
         return (1,)

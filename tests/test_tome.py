@@ -115,7 +115,7 @@ def test_the_word() -> None:
     stage = ToMe(0.5)
     assert [part.protocol for part in stage.expand()] == ["in-encoder", "encode"]
     assert stage.expand()[0].blocks(24) == tuple(range(1, 23))
-    requests = stage.expand()[1].vision_stats(24)
+    requests = stage.expand()[0].vision_stats(24)
     assert requests == dict.fromkeys(range(22), StatRequest("keys", keys=True))
     assert Merge(ToMe(1.0)).blocks(24) == ()
     for word in ("tome", "tome:0.2,positions=keep", "tome:r=8,repair=false"):

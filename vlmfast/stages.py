@@ -468,7 +468,11 @@ class Step:
     modules : dict of int to int
         ``id`` of a vision attention module to its layer index (vision modules do not know theirs).
     merged : Tensor, int64, (views, rows), optional
-        Vision: for each row that entered the tower (CLS first), the row that it is part of now.
+        Vision: for each row that entered the tower (CLS first), the row that it is part of now. A
+        stage with `InEncoderStage.cells` sees the same of CLS and cells.
+    sizes : iterator of Tensor, each float32, (n,), optional
+        Vision: of towers that take all images in one row, how many rows that entered each row
+        stands for now; chunk by chunk, as the block that runs attends to them.
     lengths : Tensor, int64, (views,), optional
         Vision: rows of each view that exist, where merging left fewer of some; the others, at the
         end, are padding.
@@ -519,6 +523,7 @@ class Step:
     items: tuple[ItemGeometry, ...] = ()
     modules: dict[int, int] = field(default_factory=dict)
     merged: Tensor | None = None
+    sizes: Iterator[Tensor] | None = None
     lengths: Tensor | None = None
     specials: int = 0
     chunks: dict[int, list[tuple[Tensor | None, Tensor | None]]] | None = None
@@ -685,6 +690,11 @@ class InEncoderStage(Stage):
     protocol: ClassVar[str] = "in-encoder"
     # Not annotated: a ClassVar would come first among the fields of a stage that declares it.
     optional = False  # whether its method does without it where a tower cannot serve it
+    cells = False  # whether it takes all patches of a visual token as one row, see `on_block`
+
+    def vision_stats(self, depth: int) -> dict[int, StatRequest]:
+        """Vision layer index to the keys that `on_block` reads, in ``step.keys``."""
+        return {}
 
     def blocks(self, depth: int) -> tuple[int, ...]:
         """Vision blocks (1 .. depth-1) before which `on_block` is asked."""
@@ -692,6 +702,12 @@ class InEncoderStage(Stage):
 
     def on_block(self, step: Step, index: int, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
         """New hidden states, and where each row went.
+
+        Without `cells` a stage is asked only where the tower makes one visual token of each patch.
+        With it rows are *cells*: the ``m`` patches that become one visual token side by side, so
+        that D is ``m`` times the tower's width, as that of ``step.keys`` is; special rows are
+        repeated to that width. ``step.items`` are the images that lie in ``hidden``, all of one
+        grid of visual tokens. Such a stage changes rows by merging alone.
 
         Parameters
         ----------

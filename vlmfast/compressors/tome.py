@@ -12,16 +12,30 @@ so that ``r`` rows are gone from every block on. *Proportional attention* adds l
 of a key, as if every patch were still there; ``repair`` (on, as in the paper for towers that were
 not trained with merging) does so in the tower, and in the language model too.
 
-``rate`` and ``budget`` say which share of a view's patches is left as rows in front of the
-projector, and solve ``r``: the smallest number with which that is reached, the last merging block
-taking what is missing. ``r`` itself may be given instead. Newlines go.
+``rate`` and ``budget`` say which share of a view's tokens is left, and solve ``r``: the smallest
+number with which that is reached, the last merging block taking what is missing. ``r`` itself may
+be given instead. Newlines go.
+
+Many towers make one visual token of several patches (2 x 2 in Qwen-VL and InternVL, pooled frames
+of video). There the rows above are *cells*: all patches that become one visual token. Two cells
+merge patch by patch, the i-th of one with the i-th of the other, so that a merger or pool behind
+the tower meets whole cells; a cell's key is the keys of its patches side by side.
 
 Different from the authors' code, and why:
 
 - Rows are merged behind a block, not between its attention and its MLP: there a tower of
   transformers can be reached without replacing its layers. The keys are those of the same block.
-- The projector sees a merged row at each of its places, so that a family's own packing (crops,
+- Behind the tower a merged row stands at each of its places, so that a family's own packing (crops,
   letterbox, newlines) finds its grid; of each group the token nearest to its middle stays.
+- The paper's towers (ViT, and CLIP in comparisons on LLaVA) have no cells and no windows. In
+  Qwen-VL, whose blocks turn keys by their position, the keys that are compared are turned, and a
+  merged cell takes the rotary position of its first member. In Qwen2.5-VL, most of whose blocks
+  attend within windows, it also stands in that one's window; merging knows no windows, and cells
+  keep the order of the tower, so that A and B are every other cell of that order.
+- Qwen3-VL reads features of earlier blocks; each of them is that of the groups at its block.
+- A tower without attention has no keys (FastVLM), and where frames are pooled by interpolation
+  patches belong to no single token (LLaVA-OneVision with an odd number of patches in a row). Both
+  are refused.
 - Ties go to the lower index.
 """
 
@@ -34,7 +48,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from ..errors import ModelError
 from ..layout import VisualTokens
 from ..stages import (
     EncodeRequest,
@@ -119,14 +132,14 @@ class ToMe(Stage):
     paper: ClassVar[str] = "ICLR 2023, arXiv 2210.09461"
     lead: ClassVar[str | None] = "rate"
 
-    rate: float = param(1 / 3, "share of the patches of each view that is left", gt=0.0, le=1.0)
-    r: int = param(0, "patches merged in each block, instead of rate, if not 0", ge=0)
+    rate: float = param(1 / 3, "share of each view's visual tokens that is left", gt=0.0, le=1.0)
+    r: int = param(0, "tokens merged in each block, instead of rate, if not 0", ge=0)
     positions: str = positions_param("compact")
     repair: bool = repair_param(True)
     budget: float | None = budget_param()
 
     def expand(self) -> tuple[Stage, ...]:
-        return (Merge(self), Keys(self))
+        return (Merge(self), Tokens(self))
 
     @property
     def whole(self) -> bool:
@@ -146,6 +159,10 @@ class Merge(Part, InEncoderStage):
     """In the tower: behind each block but those whose output nobody takes."""
 
     name: ClassVar[str] = ToMe.name
+    cells: ClassVar[bool] = True
+
+    def vision_stats(self, depth: int) -> dict[int, StatRequest]:
+        return {block - 1: StatRequest("keys", keys=True) for block in self.blocks(depth)}
 
     def blocks(self, depth: int) -> tuple[int, ...]:
         # LLaVA takes the features in front of the last block.
@@ -155,12 +172,6 @@ class Merge(Part, InEncoderStage):
         views, rows, _ = hidden.shape
         before = rows if step.merged is None else step.merged.shape[1]
         h, w = step.items[0].patches
-        cls = before - h * w
-        if cls not in (0, 1):
-            raise ModelError(
-                f"tome needs one visual token per patch of the vision tower; this model makes "
-                f"{h * w} of {before} rows"
-            )
         blocks = self.blocks(step.depth)
         r = self.of.steps(h * w, len(blocks))[blocks.index(index)]
         if r == 0:
@@ -171,19 +182,15 @@ class Merge(Part, InEncoderStage):
             place = step.merged[..., None].expand_as(keys)
             keys = keys.new_zeros(views, rows, keys.shape[2]).scatter(1, place, keys)
             size = size.new_zeros(views, rows).scatter_add(1, step.merged, size)
-        source = bipartite(keys, r, cls == 1)
+        source = bipartite(keys, r, step.specials == 1)
         return merge(hidden, size, source)[0], source
 
 
 @dataclass(frozen=True)
-class Keys(Part, EncodeStage):
-    """Behind it: has the tower note its keys, and drops newlines."""
+class Tokens(Part, EncodeStage):
+    """Behind it: drops newlines."""
 
     name: ClassVar[str] = ToMe.name
-
-    def vision_stats(self, depth: int) -> dict[int, StatRequest]:
-        blocks = Merge(self.of).blocks(depth)
-        return {block - 1: StatRequest("keys", keys=True) for block in blocks}
 
     def reduce(
         self, tokens: VisualTokens, stats: VisionStats, request: EncodeRequest

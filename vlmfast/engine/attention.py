@@ -254,6 +254,9 @@ def vision_attention(
         everything = torch.ones_like(bias, dtype=torch.bool)
         mask = everything if attention_mask is None else attention_mask
         attention_mask = _with_bias(mask, bias, query.dtype)
+    elif step.sizes is not None:
+        bias = next(step.sizes).log()[None, None, None]
+        attention_mask = bias.to(query.dtype)
     layer = step.modules.get(id(module), -1)
     if (request := step.requests.get(layer)) is not None:
         visible = None if padding is None else _visible_keys(padding).expand(len(key), n)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -26,9 +26,9 @@ from ..stages import (
     Step,
     VisionStats,
     active,
-    current_step,
 )
-from .stats import Stats, Trace, clock
+from .between import between_blocks
+from .stats import Stats, Trace
 from .tower import captured
 
 
@@ -85,6 +85,8 @@ def encode(
         specials=adapter.specials(),
         chunks={} if adapter.packed else None,
     )
+    for stage in inside:
+        merge_requests(step.requests, stage.vision_stats(step.depth), stage.name)
     for stage in outside:
         _ask_for_rows(adapter, stage, step)
     wanted = _ask_for_saliency(adapter, outside, step)
@@ -96,7 +98,7 @@ def encode(
     with (
         active(step),
         _unused_skipped(adapter, step),
-        _between_blocks(adapter, inside, step, stats),
+        between_blocks(adapter, inside, step, stats) as groups,
         _cls(adapter, views) as cls,
         _projected(adapter, any(source == "norm" for _, source in wanted.values())) as features,
         nullcontext() if inside else captured(adapter, step, cls, views),
@@ -125,9 +127,8 @@ def encode(
     tokens = VisualTokens(features, layout, extra)
     stats.visual_tokens_in = len(tokens)
     trace.begin(layout, adapter.depth)
-    if step.merged is not None:
-        h, w = items[0].patches
-        tokens = representatives(tokens, step.merged[:, -h * w :], w)
+    if groups:
+        tokens = representatives(tokens, *_of_views(groups, items))
         trace.drop_before(0, tokens.layout, inside[-1].name)
         stats.visual_tokens_kept[inside[-1].name] = len(tokens)
     return tokens, vision
@@ -143,16 +144,27 @@ def _served(
     RecipeError
         When a stage cannot work there and nothing else of its method would drop anything.
     """
-    if adapter.inside(items):
-        return inside, ()
+    patchwise = adapter.inside(items)
+    served, left_out = [], []
     for stage in inside:
-        if not stage.optional:
+        refused = [item for item in items if adapter.cells(item) is None]
+        if stage.cells and refused:
+            raise RecipeError(
+                f"{stage.name} merges the patches of whole visual tokens inside the vision tower, "
+                f"which {adapter.config.model_type} does not serve here: "
+                f"{adapter.why_no_cells(refused[0])}{works_here(adapter)}"
+            )
+        if stage.cells or patchwise:
+            served.append(stage)
+        elif stage.optional:
+            left_out.append(f"{stage.name}: its part inside the vision tower")
+        else:
             raise RecipeError(
                 f"{stage.name} works inside the vision tower, which needs one visual token for "
                 f"each of its patches; {adapter.config.model_type} makes one of several here"
                 f"{works_here(adapter)}"
             )
-    return [], tuple(f"{stage.name}: its part inside the vision tower" for stage in inside)
+    return served, tuple(left_out)
 
 
 def works_here(adapter: Adapter) -> str:
@@ -299,85 +311,47 @@ def _handed_on(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     return hidden_states
 
 
-@contextmanager
-def _between_blocks(
-    adapter: Adapter, stages: list[InEncoderStage], step: Step, stats: Stats
-) -> Iterator[None]:
-    """Hooks that run ``stages`` before blocks, and undo merges in front of the projector.
-
-    Merged rows are spread out to their places again there, so that the family's own packing (crops,
-    padding, newlines) meets the grid that it expects.
-    """
-    blocks, last = adapter.vision_blocks(), adapter.feature_block()
-    handles = []
-
-    def before_block(stage: InEncoderStage, index: int):
-        def hook(module: nn.Module, args: tuple, kwargs: dict):
-            if current_step.get() is not step:  # somebody else's pass through the same tower
-                return None
-            start = clock(args[0].device)
-            hidden, source = stage.on_block(step, index, args[0])
-            stats.time_reduce_s += clock(hidden.device) - start
-            if source is not None:
-                step.merged = source if step.merged is None else source.gather(1, step.merged)
-            return (hidden, *args[1:]), kwargs
-
-        return hook
-
-    def before_projector(module: nn.Module, args: tuple):
-        if current_step.get() is not step:
-            return None
-        start = clock(args[0].device)
-        for stage in stages:
-            args = (stage.on_output(step, args[0]), *args[1:])
-        stats.time_reduce_s += clock(args[0].device) - start
-        if step.merged is None:
-            return args
-        # Strategy "default" has cut the CLS row off, which is row 0 before and after merging.
-        cut = int(step.merged.max()) + 1 - args[0].shape[1]
-        rows = step.merged[:, cut:, None] - cut
-        return (args[0].gather(1, rows.expand(-1, -1, args[0].shape[2])), *args[1:])
-
-    try:
-        for stage in stages:
-            for index in stage.blocks(len(blocks)):
-                if not 1 <= index <= last:
-                    raise RecipeError(
-                        f"{stage.name}: vision block {index} is out of range, "
-                        f"allowed are 1 to {last}"
-                    )
-                handles.append(
-                    blocks[index].register_forward_pre_hook(
-                        before_block(stage, index), with_kwargs=True
-                    )
-                )
-        if stages:
-            handles.append(adapter.projector().register_forward_pre_hook(before_projector))
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+def _of_views(
+    groups: dict[int, Tensor], items: tuple[ItemGeometry, ...]
+) -> tuple[list[Tensor], list[int]]:
+    """Groups of tokens and tokens in a row, of each view; each token alone where none merged."""
+    grids = {view: item.patches for item in items for view in range(*item.views)}
+    some = next(iter(groups.values()))
+    alone = {
+        view: torch.arange(math.prod(grid), device=some.device) for view, grid in grids.items()
+    }
+    views = range(max(grids) + 1)
+    return (
+        [groups.get(view, alone.get(view, some[:0])) for view in views],
+        [grids.get(view, (0, 0))[1] for view in views],
+    )
 
 
-def representatives(tokens: VisualTokens, merged: Tensor, width: int) -> VisualTokens:
+def representatives(
+    tokens: VisualTokens, groups: Sequence[Tensor], widths: Sequence[int]
+) -> VisualTokens:
     """One token per merged group: the one nearest to the group's middle, lower index on ties.
 
     Parameters
     ----------
-    merged : Tensor, int64, (V, N)
-        Group of each patch of each view.
-    width : int
-        Patches per row of a view.
+    groups : sequence of Tensor, each int64, (N,)
+        Group of each visual token of each view, in raster order.
+    widths : sequence of int
+        Visual tokens in a row of each view.
 
     Returns
     -------
     VisualTokens
-        ``weight`` counts the patches of the group that are in the prompt, ``box`` covers them.
+        ``weight`` counts the tokens of the group that are in the prompt, ``box`` covers them.
     """
     layout = tokens.layout
-    here = layout.view >= 0
-    patch = torch.where(here, layout.grid[:, 1] * width + layout.grid[:, 2], 0).long()
-    group = merged[layout.view.clamp(min=0).long(), patch] + layout.view * (int(merged.max()) + 1)
+    here, view = layout.view >= 0, layout.view.clamp(min=0).long()
+    counts = torch.tensor([0, *map(len, groups)], device=view.device)
+    most = max(int(of.max()) for of in groups if len(of)) + 1
+    table = torch.cat([of + number * most for number, of in enumerate(groups)])
+    width = torch.tensor(widths, device=view.device)[view]
+    place = counts.cumsum(0)[view] + layout.grid[:, 1] * width + layout.grid[:, 2]
+    group = table[torch.where(here, place, 0).long()]
     # Newlines belong to no view: each is a group of its own.
     group = torch.where(
         here, group, int(group.max()) + 1 + torch.arange(len(layout), device=group.device)

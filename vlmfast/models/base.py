@@ -197,6 +197,36 @@ class Adapter:
         """The views of an item, that of the whole image first, then its crops in raster order."""
         return list(range(*item.views))
 
+    # --- work inside the tower -------------------------------------------------------------------
+
+    def cells(self, item: ItemGeometry) -> Tensor | None:
+        """Patches of the tower that make each visual token of a view: int64, (N, m).
+
+        Tokens are in raster order; patches are rows of the tower, counted after `specials`.
+        ``None`` where no patches belong to one token alone, see `why_no_cells`.
+        """
+        side, (rows, columns) = math.isqrt(self.patches()), item.patches
+        if side % rows or side % columns:
+            return None
+        patches = torch.arange(side * side).view(rows, side // rows, columns, side // columns)
+        return patches.transpose(1, 2).flatten(2).flatten(0, 1)
+
+    def why_no_cells(self, item: ItemGeometry) -> str:
+        """The reason why an item has no `cells`."""
+        side, (rows, columns) = math.isqrt(self.patches()), item.patches
+        return (
+            f"the {side} x {side} patches of its vision tower do not divide into "
+            f"{rows} x {columns} visual tokens"
+        )
+
+    def mergers(self) -> list[nn.Module]:
+        """The modules that make tokens of the rows of a packed tower, `projector` among them."""
+        return [self.projector()]
+
+    def tower_order(self, items: Sequence[ItemGeometry]) -> list[int]:
+        """Indices of ``items`` in the order in which a packed tower reads them."""
+        return list(range(len(items)))
+
     def projector(self) -> nn.Module:
         """The module through which the tower's rows (V, N, D) go to the language model's width."""
         return self.model.base_model.multi_modal_projector
@@ -486,8 +516,9 @@ class Adapter:
         )
 
     def inside(self, items: tuple[ItemGeometry, ...]) -> bool:
-        """Whether stages inside the tower are served: one visual token for each of its patches."""
-        return True
+        """Whether the tower makes one visual token of each of its patches."""
+        cells = (self.cells(item) for item in items)
+        return not self.packed and all(of is not None and of.shape[1] == 1 for of in cells)
 
     def views_of(
         self, tensors: dict[str, Tensor], sizes: list[tuple[int, int]]

@@ -33,6 +33,12 @@ class FamilyAdapter(Tiled):
     def why_no_source(self, source: str) -> str:
         return "its vision tower ends in convolutions, not in attention"
 
+    def cells(self, item: ItemGeometry) -> None:
+        return None
+
+    def why_no_cells(self, item: ItemGeometry) -> str:
+        return self.why_no_source("received")
+
     def patches(self) -> int:
         return self.config.image_seq_length
 

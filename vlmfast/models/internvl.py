@@ -18,9 +18,6 @@ class Tiled(Adapter):
 
     blocks = False
 
-    def inside(self, items: tuple[ItemGeometry, ...]) -> bool:
-        return False
-
     def side(self) -> int:
         """Tokens in a row of a view."""
         raise NotImplementedError(f"{type(self).__name__}.side")

@@ -27,9 +27,10 @@ class FamilyAdapter(LlavaNext):
         vision = self.config.vision_config
         return vision.image_size // vision.patch_size // self.config.spatial_pool_stride
 
-    def inside(self, items: tuple[ItemGeometry, ...]) -> bool:
-        side = self.patches() ** 0.5
-        return all(item.patches == (side, side) for item in items)
+    def cells(self, item: ItemGeometry) -> Tensor | None:
+        stride = getattr(self.config, "spatial_pool_stride", 1)
+        pooled = item.clip >= 0 and item.patches == (self.pooled(), self.pooled())
+        return None if pooled and self.patches() ** 0.5 % stride else super().cells(item)
 
     def clips_in(self, batch: dict[str, Tensor], ids: list[Tensor]) -> list[Media]:
         return self._alike(batch, self.clip_tensors[0], self.config.video_token_id, ids)

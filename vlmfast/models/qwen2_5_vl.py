@@ -40,8 +40,15 @@ class FamilyAdapter(Adapter):
     def patches(self) -> int:
         return 0  # as many as the picture has
 
-    def inside(self, items: tuple[ItemGeometry, ...]) -> bool:
-        return False
+    def cells(self, item: ItemGeometry) -> Tensor:
+        m = self.config.vision_config.spatial_merge_size**2
+        order = self._order(item)
+        place = torch.arange(math.prod(item.patches)) if order is None else order.argsort()
+        return place[:, None] * m + torch.arange(m)
+
+    def tower_order(self, items: Sequence[ItemGeometry]) -> list[int]:
+        """The tower reads the images first."""
+        return sorted(range(len(items)), key=lambda i: items[i].clip >= 0)
 
     def specials(self) -> int:
         return 0
@@ -63,25 +70,28 @@ class FamilyAdapter(Adapter):
 
     def projector_input(self, calls: list[Tensor], items: Sequence[ItemGeometry]) -> list[Tensor]:
         merge = self.config.vision_config.spatial_merge_size**2
-        # The tower reads the images first.
-        order = sorted(range(len(items)), key=lambda i: items[i].clip >= 0)
-        counts = [math.prod(items[i].patches) * merge for i in order]
+        counts = [math.prod(items[i].patches) * merge for i in self.tower_order(items)]
         return self._by_item([part[None] for part in torch.cat(calls).split(counts)], items)
 
     def _by_item(self, parts: list[Any], items: Sequence[ItemGeometry]) -> list[Any]:
         """What the tower made of its images, and behind them of its videos, item by item."""
-        order = sorted(range(len(items)), key=lambda i: items[i].clip >= 0)
+        order = self.tower_order(items)
         return [parts[order.index(i)] for i in range(len(items))]
 
     def to_tokens(self, patches: Tensor, item: ItemGeometry) -> Tensor:
         """Patches of a token follow each other; tokens are in the order of windows."""
+        merge = self.config.vision_config.spatial_merge_size
+        tokens = patches.unflatten(-1, (-1, merge**2)).mean(-1)
+        order = self._order(item)
+        return tokens if order is None else tokens[..., order.argsort().to(tokens.device)]
+
+    def _order(self, item: ItemGeometry) -> Tensor | None:
+        """Tokens in the order of the tower's windows; ``None`` for raster order."""
         vision = self.config.vision_config
-        tokens = patches.unflatten(-1, (-1, vision.spatial_merge_size**2)).mean(-1)
         size = getattr(vision, "window_size", None)
         if size is None:
-            return tokens
-        window = size // vision.spatial_merge_size // vision.patch_size
-        return tokens[..., window_order(*item.patches, window).argsort().to(tokens.device)]
+            return None
+        return window_order(*item.patches, size // vision.spatial_merge_size // vision.patch_size)
 
     def tables(self, hidden: Tensor, position: Tensor, layer: int = 0) -> tuple[Tensor, ...]:
         return super().tables(hidden, position.expand(3, *position.shape[-2:]), layer)

@@ -22,6 +22,9 @@ class FamilyAdapter(Qwen):
         super().__init__(model, processor)
         self.min_drop_layer = len(self.config.vision_config.deepstack_visual_indexes)
 
+    def mergers(self) -> list[nn.Module]:
+        return [self.projector(), *self.model.base_model.visual.deepstack_merger_list]
+
     def decoder_kwargs(self, layout: TokenLayout, extra: tuple[Tensor, ...]) -> dict[str, Any]:
         if not extra:
             return {}

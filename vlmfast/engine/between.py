@@ -1,0 +1,328 @@
+"""Work between the blocks of the vision tower, and rows that merge there.
+
+A stage merges *cells*: all patches of the tower that become one visual token, a single patch in
+many towers and 2 x 2 or more in others. Two cells merge patch by patch, so that what makes tokens
+of patches (a merger, a pixel shuffle, a pool) still meets whole cells. Stages see each cell as one
+wide row, its patches side by side; here it becomes rows of the tower again.
+
+Behind the tower merged rows are spread out to their places, so that the family's own packing
+(crops, letterbox, newlines) and the merger meet the grid that they expect.
+
+`Batched` towers have a row of the batch for each view. A `Packed` tower has the patches of all
+images in one row and attends to each, or to each window, by itself. There a merged cell stands at
+its first member: in its window, with its rotary position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import RecipeError
+from ..models.base import Adapter
+from ..stages import InEncoderStage, Step, current_step
+from .stats import Stats, clock
+
+
+@contextmanager
+def between_blocks(
+    adapter: Adapter, stages: list[InEncoderStage], step: Step, stats: Stats
+) -> Iterator[dict[int, Tensor]]:
+    """Hooks that run ``stages`` before blocks, and undo merges behind the tower.
+
+    Yields
+    ------
+    dict of int to Tensor
+        By view, of views in which something merged, the group of each visual token: int64, (N,).
+        Filled when the tower has run.
+    """
+    tower = (Packed if adapter.packed else Batched)(adapter, step)
+    blocks, last = adapter.vision_blocks(), adapter.feature_block()
+    asked: dict[int, list[InEncoderStage]] = {}
+    for stage in stages:
+        for index in stage.blocks(len(blocks)):
+            if not 1 <= index <= last:
+                raise RecipeError(
+                    f"{stage.name}: vision block {index} is out of range, allowed are 1 to {last}"
+                )
+            asked.setdefault(index, []).append(stage)
+
+    def before_block(index: int):
+        def hook(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+            if current_step.get() is not step:  # somebody else's pass through the same tower
+                return None
+            hidden, start = args[0], clock(args[0].device)
+            if index == 0:
+                tower.begin(hidden)
+            for stage in asked.get(index, ()):
+                hidden = tower.ask(stage, index, hidden)
+            args, kwargs = tower.given((hidden, *args[1:]), kwargs)
+            stats.time_reduce_s += clock(hidden.device) - start
+            return args, kwargs
+
+        return hook
+
+    def after_block(index: int):
+        def hook(module: nn.Module, args: tuple, output: Any) -> None:
+            if current_step.get() is step:
+                tower.note(index)
+
+        return hook
+
+    def after_tower(module: nn.Module, args: tuple, output: Any) -> None:
+        if current_step.get() is not step or step.merged is None:
+            return
+        output.last_hidden_state = tower.spread(output.last_hidden_state)
+        if (levels := getattr(output, "hidden_states", None)) is not None:
+            wanted = [block + 1 for block in adapter.feature_blocks()]
+            output.hidden_states = tuple(
+                tower.spread(level) if i in wanted else level for i, level in enumerate(levels)
+            )
+
+    def before_merger(module: nn.Module, args: tuple) -> tuple | None:
+        if current_step.get() is not step:
+            return None
+        return (tower.spread(args[0]), *args[1:])
+
+    def before_projector(module: nn.Module, args: tuple) -> tuple | None:
+        if current_step.get() is not step:
+            return None
+        start, hidden = clock(args[0].device), args[0]
+        for stage in stages:
+            hidden = stage.on_output(step, hidden)
+        stats.time_reduce_s += clock(hidden.device) - start
+        return (hidden, *args[1:])
+
+    handles = []
+    try:
+        if stages:
+            for index, block in enumerate(blocks):
+                before = block.register_forward_pre_hook(before_block(index), with_kwargs=True)
+                handles += [before, block.register_forward_hook(after_block(index))]
+            if adapter.packed:
+                for merger in adapter.mergers():
+                    handles.append(merger.register_forward_pre_hook(before_merger))
+            else:
+                handles.append(adapter.tower().register_forward_hook(after_tower))
+            handles.append(adapter.projector().register_forward_pre_hook(before_projector))
+        yield tower.groups
+        tower.finish()
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class Batched:
+    """A tower whose rows are (V, N, D): of each view special rows, then patches in raster order.
+
+    Once cells have merged, their rows follow each other: special rows, then cell by cell.
+    """
+
+    def __init__(self, adapter: Adapter, step: Step) -> None:
+        self.adapter, self.step = adapter, step
+        self.groups: dict[int, Tensor] = {}
+        self.views = 0  # of all calls until now
+        self.merged: Tensor | None = None  # of each special row and cell, the row it is part of
+
+    def begin(self, hidden: Tensor) -> None:
+        """A call of the tower: pictures and clips may come in two."""
+        self.finish()
+        self.first, self.views = self.views, self.views + len(hidden)
+        of = self.step.items
+        self.items = tuple(item for item in of if self.first <= item.views[0] < self.views)
+        cells = self.adapter.cells(self.items[0]) if self.items else None
+        self.cells = None if cells is None else cells.to(hidden.device)
+        self.step.merged = self.step.lengths = self.merged = None
+
+    def ask(self, stage: InEncoderStage, index: int, hidden: Tensor) -> Tensor:
+        """The rows that enter block ``index`` behind the stage's work."""
+        step = self.step
+        if not stage.cells:
+            hidden, source = stage.on_block(step, index, hidden)
+            if source is not None:
+                step.merged = source if step.merged is None else source.gather(1, step.merged)
+            return hidden
+        specials, m = step.specials, self.cells.shape[1]
+        keys = {of: self.wide(keys) for of, keys in step.keys.items() if of == index - 1}
+        seen = replace(step, items=self.items, merged=self.merged, keys=keys)
+        rows, source = stage.on_block(seen, index, self.wide(hidden, self.merged is not None))
+        if source is None:
+            return hidden
+        self.merged = source if self.merged is None else source.gather(1, self.merged)
+        group = self.merged[:, specials:] - specials
+        place = torch.arange(m, device=group.device)
+        merged = self.merged.new_empty(len(group), specials + self.cells.numel())
+        merged[:, :specials] = torch.arange(specials, device=group.device)
+        merged[:, specials + self.cells] = specials + group[..., None] * m + place
+        step.merged = merged
+        patches = rows[:, specials:].unflatten(2, (m, -1)).flatten(1, 2)
+        return torch.cat([rows[:, :specials, : patches.shape[2]], patches], dim=1)
+
+    def wide(self, rows: Tensor, by_cell: bool = False) -> Tensor:
+        """Rows (V, N, D) as special rows, repeated to the width, and cells: (V, S + C, m D)."""
+        specials, m = self.step.specials, self.cells.shape[1]
+        patches = rows[:, specials:]
+        if not by_cell:
+            patches = patches[:, self.cells.flatten()]
+        cells = patches.unflatten(1, (-1, m)).flatten(2)
+        return torch.cat([rows[:, :specials].repeat(1, 1, m), cells], dim=1)
+
+    def given(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """Arguments of a block for the rows that are left: without a mask that hides nothing."""
+        if self.step.merged is None:
+            return args, kwargs
+        rest = tuple(self._unmasked(of) for of in args[1:])
+        return (args[0], *rest), {key: self._unmasked(of) for key, of in kwargs.items()}
+
+    def _unmasked(self, given: Any) -> Any:
+        before = self.step.merged.shape[1]
+        if not isinstance(given, Tensor) or given.dim() != 4 or given.shape[-1] != before:
+            return given
+        if not bool((given if given.dtype == torch.bool else given == 0).all()):
+            raise RecipeError(
+                "rows of the vision tower cannot merge in views that are padded; let the processor "
+                "make whole views"
+            )
+        return None
+
+    def note(self, index: int) -> None:
+        """Block ``index`` has run."""
+
+    def spread(self, rows: Tensor) -> Tensor:
+        """Rows that merged at each of their places: (V, M, D) to (V, N, D)."""
+        place = self.step.merged[..., None]
+        return rows.gather(1, place.expand(-1, -1, rows.shape[2]))
+
+    def finish(self) -> None:
+        """The call is over."""
+        if self.step.merged is None:
+            return
+        # Patch-wise work leaves the groups of patches, which are those of tokens.
+        merged = self.step.merged if self.merged is None else self.merged
+        for number, group in enumerate(merged[:, self.step.specials :]):
+            self.groups[self.first + number] = group
+
+
+class Packed:
+    """A tower whose rows are (S, D): image by image, cell by cell, in the order of its windows."""
+
+    def __init__(self, adapter: Adapter, step: Step) -> None:
+        self.adapter, self.step = adapter, step
+        self.groups: dict[int, Tensor] = {}
+        self.waiting = adapter.tower_order(step.items)  # items that no call has taken yet
+        self.noted: dict[int, list[tuple[Tensor | None, Tensor | None]]] = {}
+        self.keys: Tensor | None = None  # of the block that has run last, (S', d)
+        self.taken: list[int] = []
+
+    def begin(self, hidden: Tensor) -> None:
+        self._group()
+        device, self.taken, cells, self.counts = hidden.device, [], [], []
+        while sum(self.counts) < len(hidden):
+            self.taken.append(self.waiting.pop(0))
+            cells.append(self.adapter.cells(self.step.items[self.taken[-1]]).to(device))
+            self.counts.append(cells[-1].numel())
+        self.m = cells[0].shape[1]
+        # By image: of each token its cell, counted in the order of the tower; of each cell the one
+        # that it is part of now; of each of these its first member.
+        self.cell_of = [of[:, 0] // self.m for of in cells]
+        self.merged = [torch.arange(len(of), device=device) for of in cells]
+        self.first = [torch.arange(len(of), device=device) for of in cells]
+        self.less = False  # whether anything has merged
+        self._moved()
+
+    def ask(self, stage: InEncoderStage, index: int, hidden: Tensor) -> Tensor:
+        step, parts = self.step, []
+        cells = self._by_image(hidden)
+        keys = None if self.keys is None else self._by_image(self.keys)
+        for i, (item, rows) in enumerate(zip(self.taken, cells, strict=True)):
+            merged = self.merged[i]
+            known = {} if keys is None else {index - 1: keys[i][merged][None]}
+            seen = replace(step, items=(step.items[item],), merged=merged[None], keys=known)
+            (rows,), source = stage.on_block(seen, index, rows[None])
+            if source is not None:
+                first = torch.full_like(merged, len(merged))[: len(rows)]
+                first = first.scatter_reduce(0, source[0], self.first[i], "amin")
+                order = first.argsort()
+                rows, self.first[i] = rows[order], first[order]
+                self.merged[i] = order.argsort()[source[0][merged]]
+                self.less = True
+            parts.append(rows)
+        if not self.less:
+            return hidden
+        self._moved()
+        return torch.cat(parts).unflatten(1, (self.m, -1)).flatten(0, 1)
+
+    def given(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """Boundaries, rotary tables and sizes for the rows that are left."""
+        if not self.less:
+            return args, kwargs
+        ends = kwargs["cu_seqlens"]
+        left = torch.searchsorted(self.stands, (ends // self.m).to(self.stands.dtype)) * self.m
+        left = left.unique_consecutive().to(ends.dtype)  # windows that are empty now go
+        kwargs = {**kwargs, "cu_seqlens": left}
+        if kwargs.get("max_seqlen") is not None:
+            kwargs["max_seqlen"] = type(kwargs["max_seqlen"])((left[1:] - left[:-1]).max())
+        if (tables := kwargs.get("position_embeddings")) is not None:
+            kwargs["position_embeddings"] = tuple(table[self.rows] for table in tables)
+        if self.step.repair:
+            self.step.sizes = iter(self.sizes.split((left[1:] - left[:-1]).tolist()))
+        return args, kwargs
+
+    def note(self, index: int) -> None:
+        """Statistics of block ``index``, chunk by chunk, as those of the rows that came in."""
+        self.keys, self.step.sizes = None, None
+        chunks = self.step.chunks.pop(index, [])
+        if chunks and chunks[0][1] is not None:
+            self.keys = torch.cat([keys for _, keys in chunks], dim=1)[0]
+        if index not in self.adapter.global_blocks():
+            return  # chunks are windows
+        for i, (stats, keys) in enumerate(chunks):
+            if self.less:
+                rows = self._rows(self.merged[i])
+                stats = None if stats is None else stats[..., rows]
+                keys = None if keys is None else keys[:, rows]
+            self.noted.setdefault(index, []).append((stats, keys))
+
+    def spread(self, rows: Tensor) -> Tensor:
+        """Rows that merged at each of their places: (S', D) to (S, D)."""
+        if not self.less:
+            return rows
+        counts = [len(first) * self.m for first in self.first]
+        parts = zip(rows.split(counts), self.merged, strict=True)
+        return torch.cat([part[self._rows(merged)] for part, merged in parts])
+
+    def finish(self) -> None:
+        self._group()
+        self.step.chunks.update(self.noted)
+
+    def _group(self) -> None:
+        for i, item in enumerate(self.taken if self.taken and self.less else ()):
+            view = self.step.items[item].views[0]
+            self.groups[view] = self.merged[i][self.cell_of[i]]
+
+    def _by_image(self, rows: Tensor) -> tuple[Tensor, ...]:
+        """Rows (S', D) as cells (M, m D) of each image."""
+        return rows.unflatten(0, (-1, self.m)).flatten(1).split([len(of) for of in self.first])
+
+    def _rows(self, cells: Tensor) -> Tensor:
+        """Indices of the rows of ``cells``, (C,) to (C m,)."""
+        place = torch.arange(self.m, device=cells.device)
+        return (cells[:, None] * self.m + place).flatten()
+
+    def _moved(self) -> None:
+        """What follows from the cells that are left: where they stand, their rows and sizes."""
+        starts = [sum(self.counts[:i]) // self.m for i in range(len(self.counts))]
+        self.stands = torch.cat([of + start for of, start in zip(self.first, starts, strict=True)])
+        self.rows = self._rows(self.stands)
+        sizes = [
+            torch.zeros(len(first), device=first.device).index_add(
+                0, merged, torch.ones_like(merged, dtype=torch.float32)
+            )
+            for first, merged in zip(self.first, self.merged, strict=True)
+        ]
+        self.sizes = torch.cat(sizes).repeat_interleave(self.m)
