@@ -14,9 +14,10 @@ import tiny_families
 from closeness import apart, close
 from vlmfast import VLM, RecipeError
 from vlmfast.compressors.tome import ToMe, bipartite, merge
+from vlmfast.engine.between import Batched, Packed
 from vlmfast.recipe import Recipe
 from vlmfast.saliency import SaliencyRequest, window_order
-from vlmfast.stages import EncodeStage, InEncoderStage
+from vlmfast.stages import EncodeStage, InEncoderStage, ItemGeometry, Phase, Step
 
 NAMES = [name for name in vars(tiny_families) if name.startswith("build_")]
 BUILD = {
@@ -405,6 +406,77 @@ def test_internvl_by_hand(word):
         assert sorted(group[place].tolist()) == list(range(int(group.max()) + 1))
         other, _ = internvl_by_hand(vlm, hidden[view], ToMe(1.0))  # control
         apart(tokens.features[here], other[place], terms=4 * 512)
+
+
+# --- what blocks are given ------------------------------------------------------------------------
+
+
+def test_arguments_of_a_packed_block():
+    """Boundaries of windows that lose all rows go, the longest is measured anew."""
+    adapter = built("qwen2_5_vl").adapter
+    item = ItemGeometry((48, 64), (0, 0), (0, 1), (3, 4))  # windows of 4, 4, 2 and 2 cells
+    step = Step(Phase.VISION, depth=4, items=(item,), chunks={}, repair=True)
+    tower = Packed(adapter, step)
+    hidden = torch.arange(48.0)[:, None]
+    tower.begin(hidden)
+    cu, table = torch.tensor([0, 16, 32, 40, 48], dtype=torch.int32), torch.arange(48)[:, None]
+    kwargs = {"cu_seqlens": cu, "max_seqlen": 16, "position_embeddings": (table, -table)}
+    assert tower.given((hidden,), kwargs) == ((hidden,), kwargs)  # nothing has merged
+
+    @dataclass(frozen=True)
+    class Joins(InEncoderStage):
+        """The last six cells become part of cells 0, 1, 2, 5, 5 and 5."""
+
+        name: ClassVar[str] = "test-joins"
+        cells: ClassVar[bool] = True
+
+        def on_block(self, step, index, hidden):
+            assert hidden.shape == (1, 12, 4)
+            source = torch.tensor([[5, 4, 3, 2, 1, 0, 5, 4, 3, 0, 0, 0]])  # in another order
+            return hidden[:, [5, 4, 3, 2, 1, 0]], source
+
+    left = tower.ask(Joins(), 1, hidden)
+    assert left.flatten().tolist() == list(range(24))  # by their first members
+    _, given = tower.given((left,), kwargs)
+    assert given["cu_seqlens"].tolist() == [0, 16, 24]
+    assert given["cu_seqlens"].dtype == torch.int32
+    assert given["max_seqlen"] == 16 and type(given["max_seqlen"]) is int
+    assert given["position_embeddings"][1].flatten().tolist() == [-i for i in range(24)]
+    sizes = [2, 2, 2, 1, 1, 4]
+    chunks = [chunk.tolist() for chunk in step.sizes]
+    assert [len(chunk) for chunk in chunks] == [16, 8]
+    assert sum(chunks, []) == [float(size) for size in sizes for _ in range(4)]
+    assert tower.spread(left).flatten().tolist() == [
+        4 * cell + place for cell in [0, 1, 2, 3, 4, 5, 0, 1, 2, 5, 5, 5] for place in range(4)
+    ]
+
+
+def test_masks_of_views_with_merged_rows():
+    """A mask that hides nothing goes; padded views are refused."""
+    adapter = built("idefics3").adapter
+    item = ItemGeometry((44, 60), (0, 0), (0, 1), (2, 2))
+    step = Step(Phase.VISION, depth=4, items=(item,))
+    tower = Batched(adapter, step)
+    tower.begin(torch.zeros(1, 16, 3))
+    mask = torch.ones(1, 1, 16, 16, dtype=torch.bool)
+    hidden = torch.zeros(1, 8, 3)
+    assert tower.given((hidden, mask), {})[0][1] is mask
+    step.merged = torch.zeros(1, 16, dtype=torch.int64)
+    args, kwargs = tower.given((hidden, mask), {"attention_mask": 0.0 * mask, "other": 3})
+    assert args == (hidden, None) and kwargs == {"attention_mask": None, "other": 3}
+    mask[..., 12:] = False
+    with pytest.raises(RecipeError, match="cannot merge in views that are padded"):
+        tower.given((hidden, mask), {})
+
+
+def test_half_precision():
+    for name in ("qwen2_5_vl", "qwen3_vl", "internvl", "gemma3"):
+        vlm = built(name)
+        full, _ = looked(vlm, ToMe(0.5), **CASES["images"])
+        vlm.model.bfloat16()
+        half, _ = looked(vlm, ToMe(0.5), **CASES["images"])
+        assert half.features.dtype == torch.bfloat16
+        assert len(half) == len(full)
 
 
 # --- towers that cannot serve it ------------------------------------------------------------------

@@ -691,6 +691,9 @@ class InEncoderStage(Stage):
     # Not annotated: a ClassVar would come first among the fields of a stage that declares it.
     optional = False  # whether its method does without it where a tower cannot serve it
     cells = False  # whether it takes all patches of a visual token as one row, see `on_block`
+    # Whether it takes any number of patches for each token, where the projector takes a row of
+    # them together (`Adapter.token_rows`); `on_output` then sees tokens.
+    token_rows = False
 
     def vision_stats(self, depth: int) -> dict[int, StatRequest]:
         """Vision layer index to the keys that `on_block` reads, in ``step.keys``."""
@@ -703,7 +706,8 @@ class InEncoderStage(Stage):
     def on_block(self, step: Step, index: int, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
         """New hidden states, and where each row went.
 
-        Without `cells` a stage is asked only where the tower makes one visual token of each patch.
+        Without `cells` a stage is asked only where the tower makes one visual token of each patch,
+        or as `token_rows` says.
         With it rows are *cells*: the ``m`` patches that become one visual token side by side, so
         that D is ``m`` times the tower's width, as that of ``step.keys`` is; special rows are
         repeated to that width. ``step.items`` are the images that lie in ``hidden``, all of one

@@ -154,7 +154,7 @@ def _served(
                 f"which {adapter.config.model_type} does not serve here: "
                 f"{adapter.why_no_cells(refused[0])}{works_here(adapter)}"
             )
-        if stage.cells or patchwise:
+        if stage.cells or patchwise or (stage.token_rows and adapter.token_rows):
             served.append(stage)
         elif stage.optional:
             left_out.append(f"{stage.name}: its part inside the vision tower")

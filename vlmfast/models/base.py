@@ -58,6 +58,8 @@ class Adapter:
     attention: ClassVar[str] = "self_attn"  # what a vision block calls it
     packed: ClassVar[bool] = False  # whether the tower takes the patches of all images in one row
     blocks: ClassVar[bool] = True  # whether a clip can be read block by block, as pictures
+    # Whether the patches of each visual token are one row of what the projector takes.
+    token_rows: ClassVar[bool] = False
     min_drop_layer: ClassVar[int] = 0
     # Whether the tower does the same for all inputs of one shape, so that it can be captured.
     fixed_tower: ClassVar[bool] = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -76,7 +77,7 @@ class Tiled(Adapter):
 class FamilyAdapter(Tiled):
     clip_tensors = ("pixel_values",)
     processors = ("InternVLProcessor",)
-    fixed = True
+    fixed, token_rows = True, True
     attention = "attention"
 
     def vision_blocks(self) -> list[nn.Module]:
@@ -91,6 +92,11 @@ class FamilyAdapter(Tiled):
         vision = self.config.vision_config
         patches = _pair(vision.image_size)[0] // _pair(vision.patch_size)[0]
         return int(patches * self.config.downsample_ratio)
+
+    def sizes(self) -> dict[str, Any]:
+        sizes = super().sizes()
+        patches = self.patches() // self.side() ** 2
+        return sizes | {"token_width": patches * sizes["vision_width"]}
 
     def pictures_in(self, batch: dict[str, Tensor], ids: list[Tensor]) -> list[Media]:
         """The tokens of each picture, or of each frame, stand between two marks."""

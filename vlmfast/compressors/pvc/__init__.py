@@ -37,9 +37,17 @@ Different from the paper, or not said there, and why:
 - The paper's projector makes the tokens and sets their number; here they are spread over the places
   that they stand for, the family's projector and packing see the grid that they expect, and one
   place of each token is kept behind them.
-- InternVL2 already makes 256 tokens of the 1024 patches of a view, and PVC 64: four repeats are as
-  many as before. LLaVA has a token for each patch, so that cells of 2 x 2 are what compares.
+- On InternVL, the paper's own family, the tower makes one token of 2 x 2 patches (256 of the 1024
+  of a view). Its pixel shuffle stays, and cells are made of its rows, 2 x 2 patches side by side;
+  the temporal attention is of single patches. Cells of 2 x 2 rows are 4 x 4 patches: 64 tokens a
+  view, as published, and four repeats of an image are as many as before. In the paper one MLP
+  replaces pixel shuffle and projector. LLaVA has a token for each patch, so that cells of 2 x 2
+  patches are what compares.
+- The temporal attention may stand before the last blocks but one, LLaVA's feature layer being the
+  last but one. On InternVL, too, the last block has none before it.
 - A picture's newlines stay when it is not shortened, else they go, as those of clips do.
+- Other families whose tower makes a token of several patches are refused: their projectors take
+  patches, not tokens.
 - A picture's letterbox may cut a cell: it has no more tokens than patches that are left.
 - LLaVA-NeXT cuts a frame into a base view and crops. ``views=base`` drops the crops (the paper has
   one tile per frame). A frame as small as one view has a single crop, which repeats the base view.

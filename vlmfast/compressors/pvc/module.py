@@ -172,6 +172,8 @@ class ProgressiveEncoder(nn.Module):
         Width inside the compressors, halved from the second side on (cells grow as it shrinks).
     time_width : int
         Width of an embedded timestamp.
+    token_width : int, optional
+        Width of what the projector takes for one visual token; by default the tower's.
     """
 
     def __init__(
@@ -183,10 +185,11 @@ class ProgressiveEncoder(nn.Module):
         repeats: Sequence[int],
         hidden: int,
         time_width: int,
+        token_width: int | None = None,
     ) -> None:
         super().__init__()
         self.blocks, self.sides, self.repeats = tuple(blocks), tuple(sides), tuple(repeats)
-        self.width = width
+        self.width, self.token_width = width, token_width or width
         self.embed = nn.Sequential(
             nn.Linear(SINUSOID, time_width), nn.SiLU(), nn.Linear(time_width, time_width), nn.SiLU()
         )
@@ -195,10 +198,15 @@ class ProgressiveEncoder(nn.Module):
         )
         self.compress = nn.ModuleDict(
             {
-                str(side): Compressor(width, side, hidden >> bool(number), time_width)
+                str(side): Compressor(self.token_width, side, hidden >> bool(number), time_width)
                 for number, side in enumerate(self.sides)
             }
         )
+
+    @property
+    def patches(self) -> int:
+        """Patches that the tower makes one visual token of."""
+        return self.token_width // self.width
 
     def time(self, time: Tensor) -> Tensor:
         """Embedded timestamps: (...,) to (..., E)."""

@@ -156,27 +156,39 @@ def canvas(item: ItemGeometry) -> tuple[int, int]:
     )
 
 
-def tokens_in(item: ItemGeometry) -> int:
-    """Visual tokens of a picture: base view, and crops with a newline for each of their rows."""
+def tokens_in(item: ItemGeometry, stitched: bool = True) -> int:
+    """Visual tokens of a picture: base view, and crops with a newline for each of their rows.
+
+    Crops that are not ``stitched`` to a canvas, as those of InternVL, are views like the base view.
+    """
+    view = item.patches[0] * item.patches[1]
+    if not stitched:
+        return view * (item.views[1] - item.views[0])
     rows, columns = canvas(item)
-    return item.patches[0] * item.patches[1] + rows * (columns + 1)
+    return view + rows * (columns + 1)
 
 
-def tokens_out(item: ItemGeometry, choice: Choice) -> int:
+def tokens_out(item: ItemGeometry, choice: Choice, stitched: bool = True) -> int:
     """How many of them ``choice`` leaves; by area where cells are cut by the letterbox."""
     if choice.whole:
-        return tokens_in(item)
+        return tokens_in(item, stitched)
     h, w = item.patches
     heights, widths = (
         [min(choice.side, n - start) for start in range(0, n, choice.side)] for n in (h, w)
     )
     view = sum(min(choice.repeats, a * b) for a, b in product(heights, widths))
+    if not stitched:
+        return view * (item.views[1] - item.views[0] if choice.crops else 1)
     rows, columns = canvas(item) if choice.crops else (0, 0)
     return view + round(view * rows * columns / (h * w))
 
 
 def nearest(
-    scene: Sequence[ItemGeometry], share: float, sides: Sequence[int], repeats: Sequence[int]
+    scene: Sequence[ItemGeometry],
+    share: float,
+    sides: Sequence[int],
+    repeats: Sequence[int],
+    stitched: bool = True,
 ) -> Choice:
     """The choice that leaves nearest to ``share`` of a scene's tokens.
 
@@ -184,10 +196,10 @@ def nearest(
     base view shows, and is worth less than a repeat. Crops of a picture of its own are not dropped.
     """
     single = all(item.tiles == (1, 1) for item in scene)
-    target = share * sum(map(tokens_in, scene))
+    target = share * sum(tokens_in(item, stitched) for item in scene)
 
     def worth(choice: Choice) -> tuple[float, int, bool, int]:
-        far = abs(sum(tokens_out(item, choice) for item in scene) - target)
+        far = abs(sum(tokens_out(item, choice, stitched) for item in scene) - target)
         return far, choice.side, choice.crops is single, choice.repeats
 
     crops = (True, False) if scene[0].clip >= 0 else (True,)

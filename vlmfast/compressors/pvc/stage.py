@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -43,7 +44,7 @@ class PVC(Stage):
     lead: ClassVar[str | None] = "budget"
     trained: ClassVar[bool] = True
 
-    side: int = param(2, "side of the cells, in patches, that become one token", ge=2)
+    side: int = param(2, "side of the cells, in visual tokens, that become one token", ge=2)
     image_repeat: int = param(4, "how often a picture is repeated: tokens of each cell", ge=1)
     video_repeat: int = param(1, "how often each frame of a clip is repeated", ge=1)
     views: str = param(
@@ -82,12 +83,14 @@ class PVC(Stage):
             repeats=config["repeats"],
             hidden=config["hidden"],
             time_width=config["time_width"],
+            token_width=config.get("token_width"),
         )
 
     def choose(self, scene: list[ItemGeometry], module: ProgressiveEncoder) -> Choice:
         """What becomes of a picture (a scene of one) or of the frames of a clip."""
         if self.budget is not None:
-            return nearest(scene, self.budget, module.sides, module.repeats)
+            stitched = module.patches == 1  # LLaVA; others have no newlines and no letterbox
+            return nearest(scene, self.budget, module.sides, module.repeats, stitched)
         if self.side not in module.sides:
             raise RecipeError(
                 f"pvc: side={self.side} has no trained compressor; these weights have sides "
@@ -103,6 +106,7 @@ class Progress(Part, InEncoderStage):
     """Part 1: frames know their past, and cells become tokens in front of the projector."""
 
     name: ClassVar[str] = PVC.name
+    token_rows: ClassVar[bool] = True
 
     def blocks(self, depth: int) -> tuple[int, ...]:
         """All that may lie in front of LLaVA's feature layer, -2; the weights say which count."""
@@ -112,7 +116,7 @@ class Progress(Part, InEncoderStage):
         module: ProgressiveEncoder = step.trained[self.name]
         if index not in module.blocks:
             return hidden, None
-        hidden, plan = self._repeated(step, hidden)
+        hidden, plan = self._repeated(step, hidden, module.patches, module.width)
         attention = module.temporal[str(index)]
         for rows in plan.sequences:
             time = module.time(plan.time[rows[0]])
@@ -125,7 +129,7 @@ class Progress(Part, InEncoderStage):
         if self.of.budget == 1:
             return hidden
         module: ProgressiveEncoder = step.trained[self.name]
-        hidden, plan = self._repeated(step, hidden)
+        hidden, plan = self._repeated(step, hidden, 1, module.token_width)
         grid = step.items[0].patches
         cut = hidden.shape[1] - grid[0] * grid[1]  # a CLS row, where the family does not cut it off
         views = hidden[: max(item.views[1] for item in step.items)]
@@ -135,18 +139,23 @@ class Progress(Part, InEncoderStage):
             views = views.index_copy(0, cells.views, rows)
         return views
 
-    def _repeated(self, step: Step, hidden: Tensor) -> tuple[Tensor, Plan]:
-        """The hidden states, repeated where that was not done yet, and the plan."""
+    def _repeated(
+        self, step: Step, hidden: Tensor, patches: int, width: int
+    ) -> tuple[Tensor, Plan]:
+        """The hidden states, repeated where that was not done yet, and the plan.
+
+        ``patches`` for each visual token are expected in ``hidden``, in rows of ``width``.
+        """
         module: ProgressiveEncoder = step.trained[self.name]
-        h, w = step.items[0].patches
-        if step.merged is not None or hidden.shape[1] - h * w not in (0, 1):
+        n = math.prod(step.items[0].patches) * patches
+        if step.merged is not None or hidden.shape[1] - n not in (0, 1):
             raise RecipeError(
-                f"pvc needs all {h * w} patches of a view, and the vision tower has "
+                f"pvc needs all {n} patches of a view, and the vision tower has "
                 f"{hidden.shape[1]} rows here; it cannot stand with a stage that merges them"
             )
-        if hidden.shape[2] != module.width:
+        if hidden.shape[2] != width:
             raise RecipeError(
-                f"pvc works on one layer of the vision tower, of width {module.width}; the model "
+                f"pvc works on one layer of the vision tower, of width {width}; the model "
                 f"gives rows of {hidden.shape[2]} to its projector"
             )
         note = step.notes.setdefault(self.name, {})

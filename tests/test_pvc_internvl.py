@@ -1,0 +1,293 @@
+"""PVC on InternVL, whose tower makes one visual token of 2 x 2 patches."""
+
+from __future__ import annotations
+
+import argparse
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import tiny_families
+from closeness import apart, close
+from vlmfast import VLM, RecipeError
+from vlmfast.checkpoints import load_weights, save_weights
+from vlmfast.cli import main
+from vlmfast.compressors.pvc import PVC
+from vlmfast.compressors.pvc.module import PRIOR, ProgressiveEncoder, ranks, to_cells
+from vlmfast.compressors.pvc.plan import Choice, tokens_in, tokens_out
+from vlmfast.compressors.pvc.training import TRAINING
+from vlmfast.stages import ItemGeometry
+
+TRAINED = {"blocks": [1, 2], "sides": [2, 4], "repeats": [1, 2, 4], "hidden": 16, "time_width": 8}
+TERMS = 8 * 512
+
+
+def picture(seed: int, width: int = 90, height: int = 44) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+
+
+def video(frames: list[np.ndarray]) -> dict:
+    return {"video": frames, "num_frames": len(frames)}
+
+
+IMAGE = {"images": picture(0)}
+FRAMES = [picture(i, 40, 40) for i in range(5)]
+CASES = {
+    "image": IMAGE,
+    "images": {"images": [picture(0), picture(1, 40, 60)]},
+    "video": video(FRAMES),
+    "both": {**IMAGE, **video(FRAMES)},
+}
+
+
+@pytest.fixture(scope="module")
+def vlm() -> VLM:
+    """Patches of 4 x 4 in a view, 2 x 2 tokens."""
+    return VLM(*tiny_families.build_internvl())
+
+
+def module_of(vlm: VLM, shaken: bool) -> ProgressiveEncoder:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        module = PVC.build(vlm.adapter.sizes() | TRAINED).eval()
+        with torch.no_grad():
+            for weight in module.parameters() if shaken else ():
+                weight += 0.2 * torch.randn(weight.shape)
+    return module
+
+
+@pytest.fixture(scope="module")
+def weights(vlm, tmp_path_factory):
+    """A folder of weights as after some training: nothing is zero any more."""
+    folder = tmp_path_factory.mktemp("pvc")
+    config = vlm.adapter.sizes() | TRAINED
+    save_weights(folder, "pvc", module_of(vlm, True), config, vlm.adapter.signature(), {})
+    return folder
+
+
+def projected(vlm: VLM, recipe, **media) -> tuple[Tensor, object]:
+    """What went into the projector, and the answer."""
+    into = []
+
+    def hook(module: torch.nn.Module, args: tuple, output: Tensor) -> None:
+        into.append(args[0].clone())
+
+    handle = vlm.adapter.projector().register_forward_hook(hook)
+    try:
+        answer = vlm.ask("what ?", **media, recipe=recipe, max_new_tokens=2)
+    finally:
+        handle.remove()
+    (rows,) = into
+    return rows, answer
+
+
+def use(vlm: VLM, module: ProgressiveEncoder) -> None:
+    vlm.adapter.modules["pvc", "auto", ""] = module
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_counts_and_weights(vlm, weights, case):
+    """An image costs as many tokens as before, a frame a quarter: one for 4 x 4 patches."""
+    full = vlm.ask("what ?", **CASES[case], max_new_tokens=2)
+    layout = full.trace.entered
+    frames = int((layout.kind == 2).sum())
+    images = len(layout) - frames
+    for recipe, tokens in {
+        "pvc:": images + frames // 4,
+        "pvc:image_repeat=1,video_repeat=2,": images // 4 + frames // 2,
+        "pvc:0.25,": len(layout) // 4,
+        "pvc:side=4,image_repeat=2,": images // 2 + frames // 4,  # a cell is the view's 2 x 2
+        "pvc:1,": len(layout),
+    }.items():
+        answer = vlm.ask("what ?", **CASES[case], recipe=f"{recipe}weights={weights}")
+        kept = answer.trace.entered
+        assert len(kept) == tokens, recipe
+        assert float(kept.weight.sum()) == len(layout)
+        assert answer.stats.visual_tokens_in == len(layout)
+        assert torch.equal(kept.order, kept.order.sort().values)
+    assert answer.token_ids[:2] == full.token_ids  # of budget 1
+
+
+def test_untrained_it_is_a_mean_near_each_place(vlm):
+    """The stated start: softmax of the priors over the tokens in front of the projector."""
+    before, _ = projected(vlm, "none", **IMAGE)
+    use(vlm, module_of(vlm, False))
+    for repeats in (1, 2, 4):
+        into, _ = projected(vlm, PVC(image_repeat=repeats), **IMAGE)
+        assert into.shape == before.shape == (3, 4, 4 * 32)
+        rank = ranks(2)[0]
+        for place in range(4):
+            shown = rank[place] % repeats  # the repeat that stands here
+            logits = PRIOR * (rank == shown) + PRIOR * (rank % repeats == shown)
+            close(into[:, place], logits.softmax(0) @ before, terms=TERMS)
+    apart(into, before, terms=TERMS)
+
+
+@torch.no_grad()
+def tower_by_hand(
+    vlm: VLM, module: ProgressiveEncoder, pixels: Tensor, temporal: bool = True
+) -> Tensor:
+    """What enters the projector for each frame of a video: (T, D), by the formulas."""
+    base = vlm.model.base_model
+    vlm.model.set_attn_implementation("eager")
+    try:
+        hidden = base.vision_tower.embeddings(pixels)
+        hidden = hidden[0] if isinstance(hidden, tuple) else hidden
+        frames = len(hidden)
+        time = module.time(torch.linspace(0, 1, frames))
+        for index, block in enumerate(base.vision_tower.encoder.layer):
+            if index in module.blocks and temporal:
+                of, seen = module.temporal[str(index)], []
+                for t in range(frames):  # each row sees itself and the same row before
+                    past = of.norm(hidden[: t + 1], time[: t + 1, None])
+                    q, k, v = of.qkv(past).unflatten(-1, (3, of.heads, -1)).unbind(2)
+                    logits = torch.einsum("nhd,tnhd->nht", q[t], k) * q.shape[-1] ** -0.5
+                    value = torch.einsum("nht,tnhd->nhd", logits.softmax(-1), v)
+                    seen.append(hidden[t] + of.out(value.flatten(1)))
+                hidden = torch.stack(seen)
+            hidden = block(hidden)
+            hidden = hidden[0] if isinstance(hidden, tuple) else hidden
+        hidden = base.vision_tower.layernorm(hidden)[:, 1:]
+        rows = base.pixel_shuffle(hidden.view(frames, 4, 4, -1), 0.5).flatten(1, 2)
+        found = []
+        for t, cell in enumerate(to_cells(rows, (2, 2), 2)[:, 0]):
+            of = module.compress["2"]
+            y = of.norm(cell, time[t])
+            home = ranks(2)[t % 4] == 0
+            logits = of.score(y)[:, 0] + of.home * home + of.share
+            found.append(logits.softmax(0) @ cell + of.mlp(y.flatten()))
+        return torch.stack(found)
+    finally:
+        vlm.model.set_attn_implementation("sdpa")
+
+
+def test_a_video_by_hand(vlm):
+    module = module_of(vlm, True)
+    use(vlm, module)
+    into, answer = projected(vlm, PVC(), **video(FRAMES))
+    pixels = vlm.inputs("what ?", **video(FRAMES))["pixel_values"]
+    want = tower_by_hand(vlm, module, pixels)
+    assert into.shape == (5, 4, 4 * 32)
+    for place in range(4):  # all places of a cell show its token
+        close(into[:, place], want, terms=TERMS)
+    apart(into[:, 0], tower_by_hand(vlm, module, pixels, temporal=False), terms=TERMS)
+    # The token stands at one of its places, in turn along the frames.
+    grid = answer.trace.entered.grid
+    assert (grid[:, 1] * 2 + grid[:, 2]).tolist() == [0, 3, 1, 2, 0]
+    close(answer.trace.entered.weight, torch.full((5,), 4.0))
+
+
+def test_frames_know_their_past_and_nothing_else(vlm):
+    use(vlm, module_of(vlm, True))
+    plain, _ = projected(vlm, PVC(), **video(FRAMES))
+    other = [*FRAMES[:2], picture(9, 40, 40), *FRAMES[3:]]
+    changed, _ = projected(vlm, PVC(), **video(other))
+    close(changed[:2], plain[:2], terms=TERMS)
+    for frame in (2, 3, 4):
+        apart(changed[frame], plain[frame], terms=TERMS)
+    # An image in the same prompt changes nothing.
+    both, _ = projected(vlm, PVC(), **IMAGE, **video(FRAMES))
+    close(both[-5:], plain, terms=TERMS)
+
+
+def test_an_image_is_a_video_that_stands_still(vlm):
+    """Four equal frames give what four repeats of one view give."""
+    use(vlm, module_of(vlm, True))
+    still = picture(3, 40, 40)
+    seen = []
+
+    def hook(module: torch.nn.Module, args: tuple) -> None:
+        seen.append(args[0].clone())
+
+    handle = vlm.adapter.modules["pvc", "auto", ""].compress["2"].register_forward_pre_hook(hook)
+    try:
+        image, _ = projected(vlm, PVC(image_repeat=4), images=still)
+        frames, _ = projected(vlm, PVC(), **video([still] * 4))
+    finally:
+        handle.remove()
+    assert (len(image), len(frames)) == (1, 4)
+    repeats, cells = seen
+    close(repeats, cells, terms=TERMS)
+    apart(cells[0], cells[3], terms=TERMS)  # control: each repeat says something else
+    apart(image[0, 0], image[0, 3], terms=TERMS)
+
+
+def test_the_model_is_restored(vlm, weights):
+    def hooks() -> int:
+        return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in vlm.model.modules())
+
+    before, plain = hooks(), vlm.ask("what ?", **CASES["both"], max_new_tokens=4).token_ids
+    vlm.ask("what ?", **CASES["both"], recipe=f"pvc:weights={weights}", max_new_tokens=2)
+    assert hooks() == before
+    assert vlm.ask("what ?", **CASES["both"], max_new_tokens=4).token_ids == plain
+
+
+def test_weights_are_of_this_model(vlm, weights):
+    stage = PVC(weights=str(weights))
+    module = load_weights(stage, vlm.adapter.sizes(), vlm.adapter.signature())
+    assert (module.width, module.token_width, module.patches) == (32, 128, 4)
+    with pytest.raises(RecipeError, match="trained for another model"):
+        load_weights(stage, vlm.adapter.sizes() | {"token_width": 512}, vlm.adapter.signature())
+    with pytest.raises(RecipeError, match="there are no weights for this internvl model"):
+        VLM(*tiny_families.build_internvl(1)).ask("what ?", **IMAGE, recipe="pvc")
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", "gemma3", "idefics3"])
+def test_other_towers_of_several_patches_are_refused(name):
+    other = VLM(*getattr(tiny_families, f"build_{name}")())
+    other.adapter.modules["pvc", "auto", ""] = torch.nn.Linear(1, 1)
+    with pytest.raises(RecipeError, match="pvc works inside the vision tower, which needs one"):
+        other.ask("what ?", **IMAGE, recipe="pvc")
+
+
+def test_counts_of_views_without_a_canvas():
+    item = ItemGeometry((44, 90), (1, 2), (0, 3), (16, 16))
+    assert tokens_in(item, stitched=False) == 3 * 256
+    assert tokens_out(item, Choice(2, 1), stitched=False) == 3 * 64
+    assert tokens_out(item, Choice(2, 4), stitched=False) == 3 * 256
+    assert tokens_in(item) != 3 * 256  # control: LLaVA-NeXT's newlines and letterbox
+
+
+def test_gradients_reach_every_weight(vlm):
+    from vlmfast.engine.attention import switched
+    from vlmfast.engine.prefill import Inputs, prepare
+    from vlmfast.engine.stats import Stats, Trace
+    from vlmfast.recipe import Recipe
+
+    module = module_of(vlm, True).train()
+    use(vlm, module)
+    vlm.model.requires_grad_(False)
+    tensors = vlm.inputs("what ?", **video(FRAMES))
+    frames = [(0, i, 5, float(i)) for i in range(5)]
+    for stage in (PVC(), PVC(side=4)):
+        inputs = Inputs(tensors, [(40, 40)] * 5, "what ?", frames)
+        with switched(vlm.model):
+            prompt = prepare(vlm.adapter, inputs, Recipe((stage,)), Stats(), Trace())
+        prompt.embeds.square().sum().backward()
+    for name, weight in module.named_parameters():
+        assert weight.grad is not None and weight.grad.abs().max() > 0, name
+
+
+def test_training_asks_for_what_the_tower_has(vlm):
+    options = argparse.Namespace(last=2, hidden=0, time_width=8, positions="keep")
+    config = vlm.adapter.sizes() | TRAINING(options, vlm.adapter.sizes()).config()
+    assert config["blocks"] == [1, 2]
+    assert config["token_width"] == 4 * config["vision_width"]
+    assert PVC.build(config).compress["2"].mlp[0].in_features == 4 * 4 * 32
+
+
+@pytest.mark.slow
+def test_training_on_a_folder(vlm, tmp_path):
+    """``vlmfast train pvc --model FOLDER``: the weights that it writes answer."""
+    vlm.model.save_pretrained(tmp_path / "model")
+    vlm.processor.save_pretrained(tmp_path / "model")
+    words = ["--steps", "2", "--batch", "1", "--hidden", "16", "--time-width", "8"]
+    words += ["--device", "cpu", "--dtype", "float32", "--out", str(tmp_path / "out")]
+    assert main(["train", "pvc", "--model", str(tmp_path / "model"), *words]) in (0, None)
+    loaded = VLM.from_pretrained(tmp_path / "model", device="cpu", dtype="float32")
+    answer = loaded.ask(
+        "what ?", **video(FRAMES), recipe=f"pvc:weights={tmp_path / 'out'}", max_new_tokens=2
+    )
+    assert len(answer.trace.entered) == 5
