@@ -445,7 +445,8 @@ def test_arguments_of_a_packed_block():
     sizes = [2, 2, 2, 1, 1, 4]
     chunks = [chunk.tolist() for chunk in step.sizes]
     assert [len(chunk) for chunk in chunks] == [16, 8]
-    assert sum(chunks, []) == [float(size) for size in sizes for _ in range(4)]
+    flat = [size for chunk in chunks for size in chunk]
+    assert flat == [float(size) for size in sizes for _ in range(4)]
     assert tower.spread(left).flatten().tolist() == [
         4 * cell + place for cell in [0, 1, 2, 3, 4, 5, 0, 1, 2, 5, 5, 5] for place in range(4)
     ]
