@@ -56,14 +56,15 @@ def between_blocks(
         def hook(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
             if current_step.get() is not step:  # somebody else's pass through the same tower
                 return None
-            hidden, start = args[0], clock(args[0].device)
+            hidden = args[0]
             if index == 0:
                 tower.begin(hidden)
-            for stage in asked.get(index, ()):
-                hidden = tower.ask(stage, index, hidden)
-            args, kwargs = tower.given((hidden, *args[1:]), kwargs)
-            stats.time_reduce_s += clock(hidden.device) - start
-            return args, kwargs
+            if index in asked:
+                start = clock(hidden.device)
+                for stage in asked[index]:
+                    hidden = tower.ask(stage, index, hidden)
+                stats.time_reduce_s += clock(hidden.device) - start
+            return tower.given((hidden, *args[1:]), kwargs)
 
         return hook
 
