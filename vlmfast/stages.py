@@ -138,6 +138,8 @@ class Stage:
         merge).
     asks_question : bool
         Whether what stays depends on the question; a session then chooses anew with each.
+    other_model : bool
+        Whether it runs a model of its own beside the VLM, downloaded when it is first used.
     """
 
     name: ClassVar[str] = ""
@@ -148,6 +150,7 @@ class Stage:
     # Not annotated: a ClassVar would come first among the fields of a stage that declares it.
     repair = False
     asks_question: ClassVar[bool] = False
+    other_model: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         for f in fields(self):

@@ -189,7 +189,7 @@ def _ask_for_saliency(
     wanted: dict[str, tuple[SaliencyRequest, str]] = {}
     for stage in stages:
         for asked in stage.saliencies():
-            source = adapter.sources()[0] if asked.source == "auto" else asked.source
+            source = adapter.source(asked)
             if source not in adapter.sources():
                 raise RecipeError(
                     f"{stage.name}: saliency={source} cannot be read of "

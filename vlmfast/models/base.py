@@ -14,7 +14,7 @@ from ..buffers import BufferPool
 from ..checkpoints import load_weights
 from ..errors import ModelError, RecipeError
 from ..layout import Kind, TokenLayout
-from ..saliency import to_tokens
+from ..saliency import SaliencyRequest, to_tokens
 from ..stages import ItemGeometry, Stage, Step, VisionStats
 from ._batch import Media
 
@@ -151,6 +151,10 @@ class Adapter:
     def sources(self) -> tuple[str, ...]:
         """Of `saliency.SOURCES` those that the tower has, the usual one first."""
         return ("cls", "received", "norm") if self.specials() else ("received", "norm")
+
+    def source(self, asked: SaliencyRequest) -> str:
+        """The source that answers a request."""
+        return self.sources()[0] if asked.source == "auto" else asked.source
 
     def why_no_source(self, source: str) -> str:
         """The reason why a source of `saliency.SOURCES` is not among `sources`."""
