@@ -42,7 +42,7 @@ class Adapter:
     """One family: pixels in, visual tokens out, and where they sit in the prompt.
 
     A family's file defines ``FamilyAdapter(Adapter)`` with `encode`, and overrides what differs:
-    `positions` (M-RoPE), `decoder_kwargs` (deepstack), `mask_rule` (image blocks),
+    `positions` and `compact` (M-RoPE), `decoder_kwargs` (deepstack), `mask_rule` (image blocks),
     `min_drop_layer`, `logits` (soft caps).
     """
 
