@@ -18,7 +18,7 @@ import torch
 
 import tiny_families
 from fake_drafters import Knows
-from reference import answer_logits
+from reference import answer_logits, closed
 from vlmfast import VLM, ModelError, RecipeError, Request, VLMFastError
 from vlmfast.drafters.tree import Tree
 from vlmfast.engine.attention import switched
@@ -221,8 +221,9 @@ class Dense:
     def ids(self, n: int, numbered: torch.Tensor | None) -> torch.Tensor:
         """Rotary ids (P, S + n)."""
         position = self.position
-        if numbered is not None:
-            position = (numbered.long().cumsum(0) - 1).clamp(min=0).expand(len(position), -1)
+        if numbered is not None and not bool(numbered.all()):
+            of = self.tensors["input_ids"][0]
+            position = closed(position, of.where(self.vlm.adapter.visual(of), -1), numbered)
         answer = int(position.max()) + 1 + torch.arange(n)
         return torch.cat([position, answer.expand(len(position), -1)], 1)
 

@@ -244,6 +244,7 @@ class Session:
                 seen = look(adapter, run.inputs, recipe, run.stats, run.trace)
             position, n = adapter.positions(run.inputs.tensors), len(prefix)
             ends = int(position[:, n:].min()) > int(position[:, :n].max())
+            ends = ends and not _times_may_lead(adapter, recipe, ids, position)
             tensors.pop("attention_mask", None)
             pixels = {key: of for key, of in tensors.items() if key.startswith("pixel_values")}
             known = Pictures(
@@ -654,6 +655,20 @@ def _before(adapter: Adapter, ids: list[int], tail: str) -> list[int]:
             "own; sessions cannot be opened on this model"
         )
     return ids[:end]
+
+
+def _times_may_lead(adapter: Adapter, recipe: Recipe, ids: Tensor, position: Tensor) -> bool:
+    """Whether text after a video may get ids below the video's times once drops are closed up.
+
+    Text follows the rows and columns that are left, and a video keeps its times apart.
+    """
+    if len(position) == 1 or all(
+        getattr(part, "positions", "keep") != "compact" for part in _parts(recipe)
+    ):
+        return False
+    visual = adapter.visual(ids[0])
+    inside = visual[1:] & (ids[0, 1:] == ids[0, :-1])
+    return bool((position[0].diff() != 0)[inside].any())
 
 
 def _common(one: list[int], another: list[int]) -> int:

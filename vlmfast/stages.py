@@ -732,7 +732,8 @@ class InEncoderStage(Stage):
 class EncodeStage(Stage):
     """Reduces the visual tokens between vision encoder and language model.
 
-    A stage with a field ``positions = "compact"`` has the rows of the prompt renumbered.
+    A stage with a field ``positions = "compact"`` has the rows of the prompt renumbered if it drops
+    some.
     """
 
     protocol: ClassVar[str] = "encode"
@@ -798,7 +799,7 @@ class EncodeStage(Stage):
 class PrefillStage(Stage):
     """Drops visual tokens between the layers of the language model, during prefill.
 
-    A stage with a field ``positions = "compact"`` has the rows renumbered behind each of its drops.
+    A stage with a field ``positions = "compact"`` has the rows renumbered after each of its drops.
     """
 
     protocol: ClassVar[str] = "prefill"

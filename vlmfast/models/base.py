@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..buffers import BufferPool
 from ..checkpoints import load_weights
 from ..errors import ModelError, RecipeError
-from ..layout import Kind, TokenLayout
+from ..layout import Kind, Numbering, TokenLayout
 from ..saliency import SaliencyRequest, to_tokens
 from ..stages import ItemGeometry, Stage, Step, VisionStats
 from ._batch import Media
@@ -44,7 +44,7 @@ class Adapter:
     """One family: pixels in, visual tokens out, and where they sit in the prompt.
 
     A family's file defines ``FamilyAdapter(Adapter)`` with `encode`, and overrides what differs:
-    `positions` (M-RoPE), `decoder_kwargs` (deepstack), `mask_rule` (image blocks),
+    `positions` and `compact` (M-RoPE), `decoder_kwargs` (deepstack), `mask_rule` (image blocks),
     `min_drop_layer`, `logits` (soft caps).
     """
 
@@ -453,10 +453,21 @@ class Adapter:
         """Which kind of rotary tables a layer takes."""
         return ""
 
-    def compact(self, layout: TokenLayout) -> TokenLayout:
-        """``layout`` with its rows renumbered without gaps."""
-        position = torch.arange(len(layout), device=layout.device)
-        return layout.replace(position=position.expand_as(layout.position).contiguous())
+    def compact(self, full: Numbering, kept: Tensor) -> Tensor:
+        """Rotary ids (P, N) without the gaps of what was dropped; the prompt's own if nothing was.
+
+        Parameters
+        ----------
+        full : Numbering
+            Of the prompt before anything was dropped, so that it does not matter how many drops
+            there were.
+        kept : Tensor, int64, (N,)
+            Rows of it that are left, ascending.
+        """
+        if len(kept) == len(full):
+            return full.position
+        count = torch.arange(len(kept), device=kept.device)
+        return full.position[:, :1] + count
 
     def rotate(self, keys: Tensor, delta: Tensor) -> Tensor:
         """Keys (H, N, D) whose rotary ids are moved by ``delta``, int64, (H, N)."""
