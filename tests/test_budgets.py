@@ -178,7 +178,7 @@ def test_words():
 def test_vlcache_budgets_sum_to_the_share_inside_their_bounds(densities, share, recent):
     betas = budgets(densities, share, recent)
     low, high = 0.01 * (1 - recent), 1.0
-    assert all(low - 1e-12 <= beta <= high for beta in betas)
+    assert all(low <= beta <= high for beta in betas)
     if all(low < beta < high for beta in betas):
         close(sum(betas) / len(betas), share * (1 - recent), terms=2 * len(betas))
     by_density = sorted(zip(densities, betas, strict=True))
