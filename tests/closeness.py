@@ -36,6 +36,14 @@ def network(model: Any, rows: int) -> int:
     return text.num_hidden_layers * layer
 
 
+def tower(model: Any) -> int:
+    """``terms`` of a feature of a picture: the sums through the vision tower."""
+    vision = model.config.vision_config
+    patches = (vision.image_size // vision.patch_size) ** 2
+    layer = 3 * vision.hidden_size + vision.intermediate_size + patches
+    return vision.num_hidden_layers * layer
+
+
 def tolerance(
     dtype: torch.dtype | None, terms: float, scale: float | Tensor, *of: Tensor
 ) -> Tensor:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from closeness import apart, close, network
+from closeness import apart, close, network, tower
 from reference import answer_logits, dense_logits
 from tiny_models import build_llava, build_llava_next
 from vlmfast import VLM, ModelError, RecipeError, Request, VLMFastError
@@ -110,13 +110,6 @@ def start(vlm: VLM, recipe=(), **media) -> Run:
 def sums(run: Run) -> int:
     """Behind a logit of ``run``: through the decoder, over its prompt and `TOKENS`."""
     return network(run.adapter.model, run.inputs.tensors["input_ids"].shape[1] + len(TOKENS))
-
-
-def tower_sums(vlm: VLM) -> int:
-    """Behind a feature of a picture."""
-    config = vlm.model.config.vision_config
-    patches = (config.image_size // config.patch_size) ** 2
-    return config.num_hidden_layers * (3 * config.hidden_size + config.intermediate_size + patches)
 
 
 def hf_logits(vlm: VLM, tensors: dict, tokens: list[int]) -> torch.Tensor:
@@ -310,7 +303,7 @@ def test_vision_statistics_equal_eager_attention(vlm):
 
     run = start(vlm, Look(), images=[picture(0), picture(1)])
     answer_logits(vlm, run, [])
-    tower = vlm.model.get_encoder(modality="image")
+    encoder = vlm.model.get_encoder(modality="image")
     pixels = run.inputs.tensors["pixel_values"]
     if pixels.dim() == 5:
         views = [item.views[1] - item.views[0] for item in seen["items"]]
@@ -318,11 +311,11 @@ def test_vision_statistics_equal_eager_attention(vlm):
     vlm.model.set_attn_implementation("eager")
     try:
         with torch.no_grad():
-            maps = tower(pixels, output_attentions=True).attentions
+            maps = encoder(pixels, output_attentions=True).attentions
     finally:
         vlm.model.set_attn_implementation("sdpa")
     depth = len(maps)
-    terms = tower_sums(vlm)
+    terms = tower(vlm.model)
     close(seen["rows"][0], maps[0][:, :, 0, 1:], terms=terms)
     close(seen["rows"][depth - 2], maps[depth - 2].sum(2)[..., 1:], terms=terms)
 
@@ -519,20 +512,20 @@ def test_merging_inside_the_tower(vlm):
     assert torch.equal(after[:, 2], before[1::2, 2])
 
     # The tower's own arithmetic, by hand: block 0, the merge, the rest.
-    tower = vlm.model.get_encoder(modality="image")
+    encoder = vlm.model.get_encoder(modality="image")
     pixels = run.inputs.tensors["pixel_values"]
     views = pixels.flatten(0, 1) if pixels.dim() == 5 else pixels
     with torch.no_grad():
-        hidden = tower.pre_layrnorm(tower.embeddings(views[:1]))
-        blocks = tower.encoder.layers
+        hidden = encoder.pre_layrnorm(encoder.embeddings(views[:1]))
+        blocks = encoder.encoder.layers
         hidden = blocks[0](hidden, attention_mask=None)
         hidden, _ = MergePairs().on_block(None, 1, hidden)
         for block in blocks[1:-1]:
             hidden = block(hidden, attention_mask=None)
         expected = vlm.model.base_model.multi_modal_projector(hidden[:, 1:])[0]
     first = (run.prompt.layout.view == 0).nonzero().flatten()
-    close(run.prompt.embeds[first], expected, terms=tower_sums(vlm))
-    apart(run.prompt.embeds[first], expected.flip(0), terms=tower_sums(vlm))
+    close(run.prompt.embeds[first], expected, terms=tower(vlm.model))
+    apart(run.prompt.embeds[first], expected.flip(0), terms=tower(vlm.model))
 
 
 def test_in_encoder_stages_that_do_nothing_and_that_are_out_of_range(vlm):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from closeness import apart, close
+from closeness import apart, close, tolerance
 from fake_slots import FakeSlots, prompt_kv, prompt_step
 from tiny_models import picture
 from vlmfast import Recipe, RecipeError
@@ -263,9 +263,10 @@ def test_two_precisions(high: int, low: int) -> None:
         assert torch.equal(segment.bias, tokens.float().expand(2, -1))
         assert segment.value_scale is not None
         keys, values = segment.dequantise(torch.float32)
-        # Half a step is what rounding may cost.
-        worst = (keys - kv.keys[:, tokens]).abs() / segment.key_step.float()
-        assert worst.max() < 0.51
+        # Half a step is what rounding to codes may cost; the rest is that of the quotient and sum.
+        slack = tolerance(FLOAT, 3, kv.keys.abs().max())
+        worst = (keys - kv.keys[:, tokens]).abs()
+        assert bool((worst <= 0.5 * segment.key_step.float() + slack).all())
         error = (values - kv.values[:, tokens]).abs().mean()
         assert error < 0.3 * kv.values.std() * 4 / 2**segment.bits
     error = [
