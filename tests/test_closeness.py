@@ -126,6 +126,7 @@ def test_what_the_tool_complains_of(tool: ModuleType) -> None:
     assert "     0.340  c\n     0.300  a" in summary.text()
     assert tool.Summary(passed=1, failed=2).complaints() == ["2 tests failed"]
     assert tool.Summary().complaints() == ["no test passed"]
+    assert tool.Summary(passed=1, status=2).complaints() == ["pytest ended with status 2"]
 
 
 @pytest.mark.parametrize("capability", ["AVX512", "AVX2", "DEFAULT"])

@@ -59,6 +59,7 @@ class Summary:
     controls: dict[str, float] = field(default_factory=dict)
     passed: int = 0
     failed: int = 0
+    status: int = 0  # that pytest ended with
 
     def add(self, lines: Iterable[str]) -> None:
         for line in lines:
@@ -75,6 +76,8 @@ class Summary:
         told = [f"{self.failed} tests failed"] if self.failed else []
         if not self.passed:
             told.append("no test passed")
+        if self.status > 1:  # 0 and 1 are runs that came to their end
+            told.append(f"pytest ended with status {self.status}")
         for test, share in self.shares.items():
             if share > LARGEST_SHARE:
                 told.append(f"{test} uses {share:.2f} of its tolerance")
@@ -106,8 +109,8 @@ def run(setting: Setting, workers: str, more: list[str]) -> Summary:
         report = folder / "report.xml"
         command = [sys.executable, "-m", "pytest", "-q", "-m", "equality and not slow"]
         command += ["-n", workers, "--dist", "worksteal", f"--junit-xml={report}", *more]
-        subprocess.run(command, env=setting.environment(folder), check=False)
-        summary = Summary()
+        done = subprocess.run(command, env=setting.environment(folder), check=False)
+        summary = Summary(status=done.returncode)
         for file in folder.glob("*.jsonl"):
             summary.add(file.read_text().splitlines())
         if report.exists():
