@@ -75,7 +75,9 @@ def support(vlm: VLM, *, video: bool = False) -> list[Support]:
     for name in sorted(stage_names()):
         stage = stage_class(name)()
         # Defaults of cache methods are for longer prompts than the one that is asked here.
-        shares = {f.name: _SHARE for f in fields(stage) if f.name in ("share", "tsp")}
+        shares = {}
+        if any(part.protocol == "cache" for part in stage.expand()):
+            shares = {f.name: _SHARE for f in fields(stage) if f.name in ("share", "tsp")}
         tried = support_of(vlm, Recipe((replace(stage, **shares),)), video=video)
         found.append(replace(tried, method=name))
     return found
