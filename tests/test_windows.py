@@ -683,6 +683,10 @@ def test_drafted_answers_are_the_same(vlm):
         drafted = vlm.ask("what is here ?" * 3, **given, recipe=stage)
         assert drafted.token_ids == answer
         assert drafted.stats.accepted > 5
+    for recipe in ("draft-ngram", "draft-recycle", "draft-layerskip"):
+        drafted = vlm.ask("what is here ?" * 3, **given, recipe=recipe)
+        assert drafted.token_ids == answer
+        assert drafted.stats.drafted > 0
 
 
 def test_a_ragged_batch_of_three(vlm, kept):
