@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 _KIND, _VERSION = "vlmfast-session", "1"
 _ROOM = 128  # free slots that a cache begins with
 _AT_ONCE = 1024  # rows that are read at once behind a cache: bounds the size of their mask
-_BUFFERS = ("keys", "values", "order", "mass", "bias")
+_BUFFERS = ("keys", "values", "order", "rank", "mass", "bias")
 _SHARED = (
     "saliency",
     "left_out",
@@ -485,7 +485,7 @@ class Session:
             logits = run.extend(_text(run.adapter, part, run.cache, run.decoder))
         stats = run.stats
         stats.kv_bytes, stats.kv_tokens_per_layer = run.cache.held_bytes(), run.cache.lengths()
-        stats.kv_bytes_full = len(whole) * run.adapter.bytes_per_token()
+        stats.kv_bytes_full = run.adapter.cache_bytes(len(whole))
         return logits
 
     def _read(self, run: Run, ids: Tensor) -> tuple[Kept, Tensor]:
@@ -498,7 +498,7 @@ class Session:
             ids = ids[:, : len(self._pictures.prefix)]
         inputs = self._inputs(ids, run.inputs.question)
         prompt = prepare(run.adapter, inputs, self.recipe, run.stats, run.trace, seen)
-        logits = run.start_from(prompt, _ROOM)
+        logits = run.start_from(prompt, _ROOM, bounded=False)
         consumed = ids[0].tolist()
         self._kept = Kept(
             run.cache,
@@ -759,6 +759,7 @@ def _frozen(kept: Kept) -> dict[str, Any]:
                 "held": held,
                 "capacity": layer.keys.shape[2],
                 "shift": layer.shift,
+                "gap": layer.gap,
                 "even": layer.even,
                 "stored": layer.stored,
                 "segments": layer.segments,
@@ -792,7 +793,7 @@ def _thawed(adapter: Adapter, recipe: Recipe, frozen: dict[str, Any]) -> Kept:
     layers = frozen["layers"]
     if len(layers) != adapter.depth:
         raise ValueError(f"{len(layers)} layers, the model has {adapter.depth}")
-    cache = KVCache(adapter.depth, adapter.pool)
+    cache = KVCache(adapter.depth, adapter.pool, adapter.windows)
     cache.track, cache.mass = frozen["track"], frozen["mass"]
     cache.length, cache.logical = frozen["length"].clone(), list(frozen["logical"])
     cache.base, cache.seen = (
@@ -804,6 +805,8 @@ def _thawed(adapter: Adapter, recipe: Recipe, frozen: dict[str, Any]) -> Kept:
         layer.lazy_initialization(buffers["keys"], buffers["values"])
         layer.length, layer.seen, layer.even = length, cache.seen, saved["even"]
         layer.held, layer.shift = [saved["held"]], list(saved["shift"])
+        if layer.window is not None:
+            layer.gap = list(saved["gap"])
         layer.segments, layer.stored = list(saved["segments"]), [list(s) for s in saved["stored"]]
         for name, of in buffers.items():
             shape = (*of.shape[:2], saved["capacity"], *of.shape[3:])

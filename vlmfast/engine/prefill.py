@@ -338,7 +338,7 @@ def prefill(
     stats.time_prefill_s = clock(prompt.embeds.device) - start  # the stages' own work included
     stats.layer_tokens(drops.visual_per_layer, adapter.config.get_text_config())
     stats.kv_bytes = cache.held_bytes()
-    stats.kv_bytes_full = prompt.full_length * adapter.bytes_per_token()
+    stats.kv_bytes_full = adapter.cache_bytes(prompt.full_length)
     stats.kv_tokens_per_layer = cache.lengths()
     return logits
 

@@ -87,8 +87,9 @@ class Adapter:
         text = self.config.get_text_config()
         if getattr(text, "attn_logit_softcapping", None) is not None:
             raise ModelError(f"{text.model_type} caps its attention logits, which is not supported")
-        # Beyond it attention is cut off, which the engine does not do.
+        # Prompt and answer must fit into it, but where a family names the windows of its layers.
         self.window: int | None = getattr(text, "sliding_window", None)
+        self.windows: tuple[int | None, ...] = (None,) * self.depth
         # Modules of trained stages, by recipe word, `weights` and kind.
         self.modules: dict[tuple[str, str, str], nn.Module] = {}
         self.pool = BufferPool()  # buffers of caches, from one request to the next
@@ -241,6 +242,11 @@ class Adapter:
         heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
         head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         return 2 * self.depth * heads * head * self.dtype.itemsize
+
+    def cache_bytes(self, tokens: int) -> int:
+        """Bytes of an uncompressed cache after ``tokens``; layers hold what their windows show."""
+        slots = (tokens if w is None else min(tokens, w - 1) for w in self.windows)
+        return sum(slots) * self.bytes_per_token() // self.depth
 
     def signature(self) -> list[float]:
         """A few numbers by which weights that were trained for this very model know it again."""
