@@ -8,7 +8,7 @@ PAGE   := $(VENV)/.ready-demo
 SITE   := $(VENV)/.ready-docs
 FLOOR  := .venv-floor
 LMMS   := .venv-lmms
-RECIPE ?= hired:0.2,positions=keep
+RECIPE ?= balanced
 # One test process per core, at most four: each holds a torch of its own.
 WORKERS ?= $(shell $(PYTHON) -c "import os; print(min(4, len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1))")
 PYTEST_FLAGS ?=

@@ -48,7 +48,7 @@ def column(name: str) -> dict[str, str]:
 def table() -> dict[str, dict[str, str]]:
     """By family and method, as it stands in the documentation."""
     text = DOCS.read_text(encoding="utf-8").partition(START)[2].partition(END)[0]
-    lines = [line.strip("| ").split(" | ") for line in text.strip().splitlines()]
+    lines = [line.split("|")[1:-1] for line in text.strip().splitlines()]
     if not lines:
         return {}
     names = [of.strip(" `") for of in lines[0][1:]]

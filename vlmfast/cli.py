@@ -154,7 +154,9 @@ def _add_question(parser: argparse.ArgumentParser) -> None:
 
 def _fill_ask(parser: argparse.ArgumentParser) -> None:
     _add_question(parser)
-    parser.add_argument("--recipe", default="none", help="what is dropped, e.g. hired:0.2")
+    parser.add_argument(
+        "--recipe", default="none", help="what is dropped, e.g. balanced or hired:0.2"
+    )
     parser.add_argument(
         "--max-kv-tokens",
         type=_count,
@@ -172,7 +174,7 @@ def _fill_compare(parser: argparse.ArgumentParser) -> None:
         dest="recipes",
         metavar="RECIPE",
         required=True,
-        help="what is dropped, e.g. hired:0.2; may be given several times",
+        help="what is dropped, e.g. balanced or hired:0.2; may be given several times",
     )
     parser.add_argument("--overlay", metavar="PNG", help="draw which visual tokens were kept")
     parser.add_argument(

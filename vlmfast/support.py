@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _SIZE = (64, 96)  # height and width of the image that is asked about
 _FRAMES = 4
-_SHARE = 0.9
+_SHARE = 0.97
 
 
 @dataclass(frozen=True)
