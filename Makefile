@@ -8,13 +8,14 @@ PAGE   := $(VENV)/.ready-demo
 SITE   := $(VENV)/.ready-docs
 FLOOR  := .venv-floor
 LMMS   := .venv-lmms
-RECIPE ?= hired:0.2,positions=keep
+RECIPE ?= balanced
 # One test process per core, at most four: each holds a torch of its own.
 WORKERS ?= $(shell $(PYTHON) -c "import os; print(min(4, len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1))")
 PYTEST_FLAGS ?=
+CPUS_FLAGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help ask demo test test-all test-floor test-demo test-lmms lint format bench docs clean
+.PHONY: help ask demo test test-all test-floor test-demo test-lmms test-cpus lint format bench docs clean
 
 help:            ## Say what there is
 	@grep -hE '^[a-z-]+: .*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -42,6 +43,9 @@ test-demo: $(PAGE)   ## The demo in a real browser: needs Debian's chromium
 
 test-lmms: $(LMMS)/.ready   ## The plug-in of lmms-eval, with the released package
 	$(LMMS)/bin/python -m pytest tests/test_lmms_plugin.py $(PYTEST_FLAGS)
+
+test-cpus: $(READY)   ## Comparisons of floats as other processors would make them
+	$(BIN)/python tools/test_cpus.py --workers $(WORKERS) $(CPUS_FLAGS)
 
 lint: $(READY)   ## Rules and format
 	$(BIN)/ruff check .

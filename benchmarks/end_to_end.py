@@ -4,7 +4,7 @@
 llava-1.5-7b          LLaVA-1.5 on Vicuna-7B's shape, 576 visual tokens
 llava-next-7b         LLaVA-NeXT on Vicuna-7B's shape, 2,928 visual tokens
 qwen2.5-vl-7b-shape   the language model has the shape of Qwen2.5-VL-7B's and reads 8,192 tokens;
-                      the way into it is LLaVA-NeXT's, since the family itself is not supported yet
+                      the way into it is LLaVA-NeXT's (`gpu_hour.py` has the family's own modules)
 tiny-shape            LLaVA-NeXT at toy size: checks the script on any machine
 ====================  =============================================================================
 

@@ -112,7 +112,7 @@ def vlmfast(vlm: VLM, recipe: str, tokens: int) -> Variant:
     def start(requests: int) -> tuple[Step, int, int]:
         decoder = Decoder.join([_clone(run.decoder) for _ in range(requests)])
         layers = decoder.cache.layers
-        names = ("keys", "values", "order", "mass", "bias")
+        names = ("keys", "values", "order", "rank", "mass", "bias")
         taken = [getattr(layer, name) for layer in layers for name in names]
         taken += [vars(segment) for layer in layers for segment in layer.segments]
         return decoder.next, decoder.cache.held_bytes(), _size(taken)

@@ -2,27 +2,53 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import re
 from pathlib import Path
 
 # Before torch and transformers are imported. A parallel run gives each worker one thread: several
-# threads each would only wait for each other.
+# threads each would only wait for each other. `make test-cpus` asks for some all the same.
 if "PYTEST_XDIST_WORKER" in os.environ:
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("VLMFAST_THREADS", "1")
+if "VLMFAST_THREADS" in os.environ:
+    os.environ["OMP_NUM_THREADS"] = os.environ["VLMFAST_THREADS"]
+    os.environ["MKL_NUM_THREADS"] = os.environ["VLMFAST_THREADS"]
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("MPLBACKEND", "agg")
 
+import hypothesis
 import pytest
 import torch
+
+# How long an example takes is a matter of the machine and of what else it does.
+hypothesis.settings.register_profile("vlmfast", deadline=None)
+hypothesis.settings.load_profile("vlmfast")
 
 if not torch.cuda.is_available():  # kernels run in Triton's interpreter, where a test asks for them
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 def pytest_configure() -> None:
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        torch.set_num_threads(1)
+    if threads := os.environ.get("VLMFAST_THREADS"):
+        torch.set_num_threads(int(threads))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what compares by `closeness`, itself or through a helper beside it."""
+    for item in items:
+        if _compares(item.path):
+            item.add_marker(pytest.mark.equality)
+
+
+@functools.cache
+def _compares(path: Path) -> bool:
+    names = re.findall(r"^\s*(?:from|import) (\w+)", path.read_text(), re.MULTILINE)
+    if "closeness" in names:
+        return True
+    helpers = (Path(__file__).with_name(f"{name}.py") for name in names)
+    return any(_compares(helper) for helper in helpers if helper.is_file() and helper != path)
 
 
 @pytest.fixture(scope="session")

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import CLIPVisionConfig, CLIPVisionModel, LlamaConfig, LlamaForCausalLM
 
+from closeness import close, network
 from helpers_layout import REQUEST, picture, stats_of
 from vlmfast.compressors.mustdrop import (
     MustDrop,
@@ -30,8 +31,6 @@ from vlmfast.models.base import Adapter
 from vlmfast.recipe import Recipe
 from vlmfast.stages import Phase, StatRequest, Step, active
 
-CLOSE = {"rtol": 1e-3, "atol": 1e-4}
-
 
 def merge_case(data: dict, meta: dict) -> None:
     """Merged hidden states, where each row went, and how many rows a token stands for."""
@@ -48,7 +47,7 @@ def merge_case(data: dict, meta: dict) -> None:
         assert int(counts[0]) == int(data["r"])
     merged, source, lengths = spatial_merge(hidden, window, similarity, counts)
     assert lengths.unique().tolist() == [out.shape[1]]
-    torch.testing.assert_close(merged, out, rtol=1e-4, atol=1e-5)
+    close(merged, out, terms=window[0] * window[1])  # means over windows
     sizes = torch.zeros(out.shape[:2], dtype=torch.int64)
     sizes = sizes.scatter_add(1, source, torch.ones_like(source))
     assert torch.equal(sizes, data["size"][..., 0].long())
@@ -104,9 +103,10 @@ def clip_case(data: dict, meta: dict) -> None:
             hidden = block(hidden, attention_mask=None)
             states.append(hidden)
     assert [state.shape[1] for state in states] == data["num_tokens"].tolist()
-    torch.testing.assert_close(hidden, data["last_hidden"], **CLOSE)
+    terms = network(blocks[0].self_attn, 1 + side * side)
+    close(hidden, data["last_hidden"], terms=terms)
     stored = data["features_select"]
-    torch.testing.assert_close(states[-2][:, -stored.shape[1] :], stored, **CLOSE)
+    close(states[-2][:, -stored.shape[1] :], stored, terms=terms)
 
     # The stored indices count the rows behind CLS; ours mark tokens of the prompt.
     if step.merged is None:
@@ -137,8 +137,9 @@ def filter_case(data: dict, meta: dict) -> None:
         assert attention.shape[1] == int(data["text_len"])
     g, m = text_attention(attention[:, :, start : start + n])
     if "global_score" in data:
-        torch.testing.assert_close(g, data["global_score"], rtol=1e-5, atol=1e-8)
-        torch.testing.assert_close(m, data["individual_score"], rtol=1e-5, atol=1e-8)
+        terms = attention.shape[0] + attention.shape[1]  # heads, then rows
+        for ours, theirs in ((g, data["global_score"]), (m, data["individual_score"])):
+            close(ours, theirs, terms=terms, scale=theirs)
     kept = dual_attention(g, m, *thresholds)
     assert torch.equal(kept.nonzero().flatten(), stored)
     if min(thresholds) > 0:
@@ -234,7 +235,8 @@ def llm_case(data: dict, meta: dict) -> None:
     hook = model.model.norm.register_forward_hook(lambda module, args, out: states.append(out))
     run.start_from(Prompt(data["inputs_embeds"][0], layout, total, total), room=1)
     hook.remove()
-    torch.testing.assert_close(states[0], data["prefill_hidden"], **CLOSE)
+    terms = network(model, total)
+    close(states[0], data["prefill_hidden"], terms=terms)
 
     alive, left_by = order, {}
     for stage, layer in enumerate(layers):
@@ -257,6 +259,4 @@ def llm_case(data: dict, meta: dict) -> None:
     assert [len(kv) for kv in kept] == data["cache_lengths"].tolist()
     for layer in range(depth):
         if f"cache_key_layer{layer}" in data:
-            torch.testing.assert_close(
-                kept[layer].keys[None], data[f"cache_key_layer{layer}"], **CLOSE
-            )
+            close(kept[layer].keys[None], data[f"cache_key_layer{layer}"], terms=terms)

@@ -6,6 +6,8 @@ generated tokens in one pass), one additive mask per layer.
 
 from __future__ import annotations
 
+from itertools import groupby, pairwise
+
 import torch
 from torch import Tensor
 
@@ -51,3 +53,42 @@ def answer_logits(vlm, run, tokens: list[int]) -> Tensor:
         rows = [run.start(len(tokens))]
         rows += [run.next(torch.tensor([[token]])) for token in tokens]
     return torch.cat(rows)
+
+
+def closed(position: Tensor, kind: Tensor, rows: Tensor) -> Tensor:
+    """Rotary ids (P, S) after the rows that are gone have closed up; 0 for those.
+
+    With one axis the rows are counted. With three, each axis of an image or video loses the ids
+    that no row has any more, each with its step to the next one; what follows moves up by what the
+    rows or columns have shrunk, whichever were more.
+
+    Parameters
+    ----------
+    position : Tensor, int64, (P, S)
+        Those of the full prompt.
+    kind : Tensor, int64, (S,)
+        The placeholder's id for visual tokens, -1 for text.
+    rows : Tensor, bool, (S,)
+        What is left.
+    """
+    new = torch.zeros_like(position)
+    if len(position) == 1:
+        new[0, rows] = torch.arange(int(rows.sum()))
+        return new
+    start = int(position[0, 0])
+    for _, run in groupby(range(len(kind)), key=kind.tolist().__getitem__):
+        run = list(run)
+        left, width = [i for i in run if rows[i]], 0
+        for axis, ids in enumerate(position.tolist()):
+            known, present = sorted({ids[i] for i in run}), {ids[i] for i in left}
+            place, at = {}, start
+            for value, following in pairwise([*known, known[-1] + 1]):
+                if value in present:
+                    place[value] = at
+                    at += following - value
+            for i in left:
+                new[axis, i] = place[ids[i]]
+            if axis > 0 and place:
+                width = max(width, max(place.values()) + 1 - start)
+        start += width
+    return new

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.nn.functional import cosine_similarity, interpolate
 
+from closeness import apart, close
 from helpers_layout import REQUEST, picture, prompt
 from tiny_models import build_llava, build_llava_next
 from tiny_models import picture as photo
@@ -40,6 +41,11 @@ def asked(*pictures, question: str = QUESTION) -> EncodeRequest:
     return EncodeRequest(question, torch.zeros(3, 8), depth=4, pictures=pictures)
 
 
+def behind(judge: _clip.Clip) -> int:
+    """Terms of what a judge sees: the sums of all its layers, one behind the other."""
+    return sum(w[0].numel() for w in judge.model.parameters() if w.dim() > 1)
+
+
 # --- the judge -----------------------------------------------------------------------------------
 
 
@@ -51,8 +57,8 @@ def test_texts_and_pictures_are_those_of_open_clip(judge) -> None:
         text = judge.model.encode_text(tokens, normalize=True)[0]
         pixels = torch.stack([judge.prepare(photo(seed=i)) for i in range(20)])
         seen = judge.model.encode_image(pixels, normalize=True)
-    torch.testing.assert_close(judge.text(QUESTION), text)
-    torch.testing.assert_close(judge.pictures([photo(seed=i) for i in range(20)]), seen)
+    close(judge.text(QUESTION), text, terms=behind(judge))
+    close(judge.pictures([photo(seed=i) for i in range(20)]), seen, terms=behind(judge))
 
 
 @torch.no_grad()
@@ -65,37 +71,40 @@ def test_patches_by_hand(weights) -> None:
     patches = visual.ln_post(seen[0])[0, 1:] @ visual.proj
     expected = -cosine_similarity(patches, text[None]).view(4, 4)
     found = judge.relevance(photo(70, 40), text)
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+    close(found, expected, terms=behind(judge), scale=1)  # cosines
     # Nothing is cropped: a change at the edge of a wide picture is seen.
     changed = photo(70, 40)
     changed.paste((255, 0, 0), (0, 0, 6, 40))
-    assert (judge.relevance(changed, text) - found).abs().max() > 1e-4
+    apart(judge.relevance(changed, text), found, terms=behind(judge), scale=1)
 
 
-def test_windows_where_there_are_no_patches(weights) -> None:
+def test_windows_where_there_are_no_patches(weights, monkeypatch) -> None:
     judge, image = _clip.load("test", *weights["resnet"]), photo(80, 40)
     text = judge.text(QUESTION)
+    shown, pictures = [], _clip.Clip.pictures
+    monkeypatch.setattr(
+        _clip.Clip, "pictures", lambda self, some: shown.extend(some) or pictures(self, some)
+    )
     found = judge.relevance(image, text)
     assert not judge.dense
     assert found.shape == (4, 4)
     corner = judge.pictures([image.crop((0, 0, 40, 20)), image.crop((40, 20, 80, 40))]) @ text
-    torch.testing.assert_close(found[[0, 3], [0, 3]], corner)
-    middle = judge.pictures([image.crop((10, 10, 50, 30))]) @ text
+    close(found[[0, 3], [0, 3]], corner, terms=behind(judge), scale=1)
     # The second of four middles lies at 3/8: its window begins at 1/8.
-    torch.testing.assert_close(
-        found[2, 1], (judge.pictures([image.crop((10, 15, 50, 35))]) @ text)[0]
-    )
-    assert (middle - found[2, 1]).abs() > 1e-6
+    assert shown[2 * 4 + 1].tobytes() == image.crop((10, 15, 50, 35)).tobytes()
+    assert shown[2 * 4 + 1].tobytes() != image.crop((10, 10, 50, 30)).tobytes()
+    window = judge.pictures([image.crop((10, 15, 50, 35))]) @ text
+    close(found[2, 1], window[0], terms=behind(judge), scale=1)
     assert judge.relevance(photo(1, 1), text).isfinite().all()
 
 
 def test_maps_are_read_at_the_middles_of_boxes() -> None:
     values = torch.arange(16.0).view(4, 4)
     tokens, _ = picture((0, 0), (4, 4))
-    torch.testing.assert_close(_clip.at_boxes(values, tokens.layout.box), values.flatten())
+    close(_clip.at_boxes(values, tokens.layout.box), values.flatten(), terms=4)
     tokens, _ = picture((0, 0), (8, 8))
     wide = interpolate(values[None, None], scale_factor=2, mode="bilinear")
-    torch.testing.assert_close(_clip.at_boxes(values, tokens.layout.box), wide.flatten())
+    close(_clip.at_boxes(values, tokens.layout.box), wide.flatten(), terms=4)
 
 
 # --- the choice ----------------------------------------------------------------------------------
@@ -105,9 +114,9 @@ def test_the_determinant_by_brute_force() -> None:
     features = torch.randn(7, 8, generator=torch.Generator().manual_seed(2))
     relevance = torch.tensor([0.9, 0.1, 0.5, 0.8, 0.2, 0.7, 0.3])
     kernel = _clip.conditional(cosine(features), relevance)
-    r = (relevance - 0.1) / 0.8
-    plain = r[:, None] * cosine(features) * r
-    torch.testing.assert_close(kernel, plain, atol=2e-4, rtol=1e-4)
+    r = (relevance - 0.1) / (0.8 + 1e-6)
+    plain = r[:, None] * (cosine(features) + _clip._RIDGE * torch.eye(7)) * r
+    close(kernel, plain, terms=features.shape[1], scale=1)
     chosen: list[int] = []
     for _ in range(4):
         rest = [j for j in range(7) if j not in chosen]

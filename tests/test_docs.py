@@ -170,8 +170,10 @@ def test_presets_are_those_of_the_code() -> None:
     from vlmfast.recipe import PRESETS
 
     text = (DOCS / "recipes.md").read_text(encoding="utf-8")
-    for name, recipe in PRESETS.items():
-        assert f"| `{name}` | {f'`{recipe}`' if recipe else 'everything stays'} |" in text
+    for name, by_source in PRESETS.items():
+        cells = [f"`{of}`" if of else "every token is kept" for of in by_source.values()]
+        assert cells[1:] == cells[1:2] * 2  # towers without CLS share a column
+        assert f"| `{name}` | {cells[0]} | {cells[1]} |" in text
 
 
 def test_api_has_every_public_name() -> None:

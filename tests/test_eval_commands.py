@@ -10,6 +10,7 @@ from typing import ClassVar
 import pytest
 
 import vlmfast
+from closeness import close
 from eval_fakes import FakeVLM
 from vlmfast.errors import ModelError, RecipeError, VLMFastError
 from vlmfast.eval import commands
@@ -225,7 +226,7 @@ def test_sessions(tmp_path, fake, capsys):
     for key in ("accuracy_first_image", "accuracy_later_image", "accuracy_later_video"):
         assert asked[key] is not None
         assert value["recipes"]["lookm"][key] is None
-    assert asked["held"] == pytest.approx(0.2)
+    close(asked["held"], 0.2, terms=100)  # a mean over fewer samples than that
     printed = capsys.readouterr().out
     assert printed.count("| `lookm:0.5` |") == 2
     run(*words, "--recipe", "lookm", "--share", "0.5")

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from closeness import apart, close
 from fake_slots import FakeSlots, columns, compressed, prompt_kv, prompt_step, rotate
 from vlmfast.compressors._evictor import Evictor, least_share, pooled
 from vlmfast.compressors.h2o import H2O, Answer, lightest
@@ -371,10 +372,10 @@ def test_h2o_keeps_its_size_and_its_heavy_hitters(share, recent) -> None:
     assert slots.length.tolist() == [budget, budget]
     held, wanted = literal_h2o(query, kv, n, budget, int(recent * budget))
     assert [row.tolist() for row in slots.sorted("order")] == held
-    torch.testing.assert_close(outputs, wanted, rtol=1e-4, atol=1e-5)
+    close(outputs, wanted, terms=DIM + n)
     # The control: without eviction in the answer, other outputs.
     _, growing = run(replace(stage, decode=False), None, query, kv, n)
-    assert not torch.allclose(outputs, growing, rtol=1e-4, atol=1e-5)
+    apart(outputs, growing, terms=DIM + n)
 
 
 def test_h2o_share_of_one_lets_the_answer_grow() -> None:
@@ -461,7 +462,7 @@ def test_streaming_is_slot_rope(sinks, start) -> None:
     wanted = [*range(sinks), *range(80 - budget + sinks, 80)]
     assert [row.tolist() for row in slots.sorted("order")] == [wanted] * 2
     exact = literal_slot_rope(query, kv, n, budget, sinks)
-    torch.testing.assert_close(outputs, exact, rtol=1e-5, atol=1e-5)
+    close(outputs, exact, terms=DIM + budget)
 
     if sinks:  # the control: sinks that stay where they were
         kept, step = compressed(stage, turned, cached.select(torch.arange(n)))
@@ -469,14 +470,14 @@ def test_streaming_is_slot_rope(sinks, start) -> None:
         slots = FakeSlots(kept, step, room=1)
         Slide(stage).step(slots, 0)
         slots.write(cached.keys[:, n], cached.values[:, n])
-        assert not torch.allclose(slots.attend(turned[:, n]), exact[0], rtol=1e-3, atol=1e-3)
+        apart(slots.attend(turned[:, n]), exact[0], terms=DIM + budget)
 
 
 def test_streaming_moves_only_the_sinks() -> None:
     query, kv = baked(*tensors(48))
     kept, _ = compressed(StreamingLLM(0.25), query, kv)
     assert torch.equal(kept.keys[:, 4:], kv.keys[:, 40:])
-    assert not torch.allclose(kept.keys[:, :4], kv.keys[:, :4])
+    apart(kept.keys[:, :4], kv.keys[:, :4], terms=2)
     assert kept.position[0].tolist() == list(range(36, 48))
 
 
@@ -488,7 +489,7 @@ def test_streaming_closes_gaps_in_the_window() -> None:
     kept, _ = compressed(StreamingLLM(0.25), query, kv)
     assert kept.position[0].tolist() == list(range(108, 118))
     wanted = rotate(kv.keys[:, 34:], (torch.arange(112, 118) - ids[34:]).expand(2, -1))
-    torch.testing.assert_close(kept.keys[:, 4:], wanted)
+    close(kept.keys[:, 4:], wanted, terms=2)
 
 
 def test_streaming_in_half_precision_does_not_drift() -> None:

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from closeness import close
 from helpers_layout import DIM, REQUEST, TOWER, picture_arguments, prompt, stats_of
 from vlmfast import Recipe, RecipeError
 from vlmfast.compressors.flashvid import FlashVID, calibrated, means, segments
@@ -77,7 +78,7 @@ def test_what_stands_still_becomes_one_tree() -> None:
     place = torch.searchsorted(tokens.layout.order, whole.order)
     assert bool((place < 16).all())
     expected = still.view(4, 16, DIM)[:, place].mean(0)
-    torch.testing.assert_close(kept.features[merged & (weight == 4)], expected)
+    close(kept.features[merged & (weight == 4)], expected, terms=4)
     # Control: where every frame is a segment nothing is linked, and frames are clustered.
     cut = FlashVID(20 / 64, alpha=0.2, segment=1.0, least=4)
     kept = cut.reduce(tokens, as_clip(stats), REQUEST)
@@ -119,7 +120,7 @@ def test_deeper_features_merge_alike() -> None:
     tokens, stats = prompt(*[{"tiles": (0, 0)}] * 3)
     tokens = VisualTokens(tokens.features, tokens.layout, (2 * tokens.features,))
     kept = FlashVID(0.3).reduce(tokens, as_clip(stats), REQUEST)
-    torch.testing.assert_close(kept.extra[0], 2 * kept.features)
+    close(kept.extra[0], 2 * kept.features, terms=len(tokens))
     assert (kept.layout.weight > 1).any()
 
 

@@ -98,7 +98,7 @@ def test_trees_are_captured_by_their_width(plain: VLM, vlm: VLM, recipe: str) ->
         got = vlm.ask("what is here ?", recipe=Recipe.of(recipe) + knows, **given)
         assert got.token_ids == wanted and got.stats.accepted > 10
     (graph, *_) = vlm.adapter.kept["graphs"]._idle
-    widths = {width for width, _ in graph.outputs}
+    widths = {width for width, *_ in graph.outputs}
     assert widths <= {1, 2, 4, 8, 16} and len(widths) > 1
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import make_lmms_scores
+from closeness import close
 from vlmfast.eval.scorers import mmmu, pope, video_mme
 
 FILE = Path(__file__).parent / "data" / "lmms_scores.json"
@@ -73,4 +74,4 @@ def test_sums_agree():
         ]
         found |= module.metrics(samples, "lmms-eval")
     for name, value in TABLE["measures"].items():
-        assert found[name] == pytest.approx(value), name
+        close(found[name], value, terms=len(ROWS))  # means, in another order

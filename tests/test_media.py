@@ -12,7 +12,6 @@ import re
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
@@ -25,6 +24,7 @@ from hypothesis.extra.numpy import arrays
 from PIL import Image, ImageFile, features
 
 import media_fixtures as fx
+from closeness import close
 from vlmfast import media
 from vlmfast._media import decoders, sources
 from vlmfast.errors import MediaError, ModelError, RecipeError, VLMFastError
@@ -405,12 +405,10 @@ def test_pillow_alone_would_have_shown_half_a_picture(monkeypatch: pytest.Monkey
 def test_size_is_refused_by_the_header(tmp_path: Path) -> None:
     bomb = tmp_path / "bomb.png"
     bomb.write_bytes(fx.png_header(50_000, 50_000))
-    start = time.perf_counter()
     # These files have no pixels at all: any attempt to decode would say "truncated" instead.
     refused(bomb, "bomb.png", "too large", "50000x50000", str(media.MAX_PIXELS))
     refused(fx.png_header(20_000, 20), "too narrow", "20000x20", "above 100:1")
     refused(fx.png_header(20_000, 20), "truncated", max_aspect=None)
-    assert time.perf_counter() - start < 2
     refused(fx.picture(9, 9), "too large", max_pixels=80)
     assert load_image(fx.picture(9, 9), max_pixels=81).size == (9, 9)
     refused(np.broadcast_to(np.uint8(0), (20_000, 20_000)), "NumPy array", "too large")
@@ -604,7 +602,8 @@ def test_frames_are_those_asked_for(clip: Path, decoder: str) -> None:
     assert probe_video(clip, decoder=decoder) == VideoInfo(40, 10.0, 4.0, 80, 48)
     video = load_video(clip, decoder=decoder)
     assert video.indices == np.linspace(0, 39, 8, dtype=int).tolist() == numbers(video)
-    assert video.timestamps_s == pytest.approx([i / 10 for i in video.indices], abs=1e-6)
+    wanted = torch.tensor(video.indices) / 10
+    close(torch.tensor(video.timestamps_s), wanted, torch.float32, 2)
     assert video.source_fps == 10
     assert video.info == probe_video(clip, decoder=decoder)
     assert len(video) == 8

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from closeness import apart, close, network
 from reference import answer_logits, dense_logits
 from tiny_models import build_llava, build_llava_next, picture
 from vlmfast import VLM
@@ -26,7 +27,6 @@ from vlmfast.engine.prefill import Inputs
 from vlmfast.engine.run import Run
 from vlmfast.recipe import Recipe
 
-EXACT = 1e-5
 STAGES = (2, 3, 5)  # layers in front of which PyramidDrop drops
 TOKENS = [17, 40, 99, 7, 123, 60, 200, 31]
 MODELS = {
@@ -237,9 +237,10 @@ def test_a_prefill_method_equals_a_dense_reference_by_hand(vlm, method, pictures
     alive = [torch.cat([rows, rows.new_ones(n)]) for rows in alive]
     position = [torch.cat([ids, ids[-1] + 1 + torch.arange(n)]) for ids in position]
     expected = dense_logits(vlm.model, torch.cat([embeds, answer]), position, alive)[-n - 1 :]
-    assert (got - expected).abs().max() < EXACT
+    terms = network(vlm.model, len(visual) + n)
+    close(got, expected, terms=terms)
     # Control: with nothing dropped the logits are others.
     full = [torch.ones_like(alive[0])] * len(alive)
     ids = [torch.arange(len(alive[0]))] * len(alive)
     control = dense_logits(vlm.model, torch.cat([embeds, answer]), ids, full)[-n - 1 :]
-    assert (got - control).abs().max() > 1e-3
+    apart(got, control, terms=terms)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from closeness import close
 from helpers_layout import picture, picture_arguments
 from vlmfast.compressors._budget import check_layers, drop_layers, equivalent, solve_counts
 from vlmfast.compressors._select import best, most_alike, plus_mean, top
@@ -36,6 +37,7 @@ def test_most_alike_looks_at_direction_only() -> None:
     assert most_alike(rows, targets).tolist() == [0, 1, 0]  # the first of equals
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(-1, 9), min_size=10, max_size=10), st.integers(0, 99))
 def test_plus_mean_against_a_loop(wanted: list[int], seed: int) -> None:
     # Whoever is joined stays itself.
@@ -45,7 +47,7 @@ def test_plus_mean_against_a_loop(wanted: list[int], seed: int) -> None:
     for i in (i for i in range(10) if home[i] == i):
         others = [j for j in range(10) if home[j] == i and j != i]
         expected = features[i] + features[others].mean(0) if others else features[i]
-        torch.testing.assert_close(got[i], expected)
+        close(got[i], expected, terms=len(home), scale=features.abs().max())
 
 
 # --- places --------------------------------------------------------------------------------------

@@ -520,7 +520,7 @@ def test_mmmu_with_the_shipped_model(college, tmp_path, capsys):
     assert art["groups"]["discipline"] == "Art and Design"
     numbers = json.loads(file.read_text())["recipes"]["none"]
     right = sum(s["score"] for s in found.values())
-    assert numbers["accuracy_image"] == pytest.approx(right / len(MMMU))
+    assert numbers["accuracy_image"] == right / len(MMMU)
     assert numbers["metrics"]["mmmu_acc"] == round(right / len(MMMU), 3)
     assert numbers["groups"]["subject"]["Accounting"]["n"] == 2
     assert "mmmu_acc_expected" in capsys.readouterr().out

@@ -390,8 +390,8 @@ def build_smolvlm(seed: int = 0) -> tuple[nn.Module, Any]:
     return filled(SmolVLMForConditionalGeneration, config, len(tokens) - 256, seed), processor
 
 
-def build_gemma3(seed: int = 0) -> tuple[nn.Module, Any]:
-    """Three layers with a window and one without; 4 x 4 tokens a picture."""
+def build_gemma3(seed: int = 0, window: int = 256) -> tuple[nn.Module, Any]:
+    """Three layers with a window and one without; 4 x 4 tokens an image."""
     from transformers import (
         Gemma3Config,
         Gemma3ForConditionalGeneration,
@@ -408,7 +408,7 @@ def build_gemma3(seed: int = 0) -> tuple[nn.Module, Any]:
             **TEXT,
             "vocab_size": len(tokens),
             "query_pre_attn_scalar": 16,
-            "sliding_window": 256,
+            "sliding_window": window,
             "layer_types": ["sliding_attention"] * 2 + ["full_attention", "sliding_attention"],
         },
         vision_config=_clip(

@@ -64,7 +64,7 @@ def attach(model: nn.Module, processor: Any, recipe: Any = None) -> Attachment:
     that it would get alone. Nothing else of the model changes. Where a processor makes pictures of
     the frames of clips (InternVL, SmolVLM), they are single pictures to the recipe too.
 
-    >>> with vlmfast.attach(model, processor, "hired:0.2") as attached:
+    >>> with vlmfast.attach(model, processor, "balanced") as attached:
     ...     ids = model.generate(**inputs, max_new_tokens=64)
     ...     print(attached.answers[0].stats)
 

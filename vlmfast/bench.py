@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from PIL import Image
 
 QUESTION = "How many yellow objects are there?"
-RECIPES = ("hired:0.2", "hired:0.2+pyramiddrop+zipvl")
+RECIPES = ("balanced", "hired:0.5+pyramiddrop")
 
 
 @dataclass
@@ -50,6 +50,8 @@ class Row:
         Of the GPU's allocator, or of the process on Linux; while answering, the model included.
     agreement : float
         Share of tokens that are the full model's.
+    saliency : str
+        As in `Stats`.
     samples : dict of str to list
         What the medians are taken from.
     """
@@ -63,6 +65,7 @@ class Row:
     kv_bytes: int
     peak_memory_bytes: int | None
     agreement: float
+    saliency: str
     samples: dict[str, list[Any]]
 
 
@@ -133,6 +136,7 @@ def _row(taken: list[tuple[Any, int | None]], full: list[int]) -> Row:
         visual_tokens=last.stats.equivalent_tokens,
         kv_bytes=last.stats.kv_bytes,
         agreement=agreement(last.token_ids, full),
+        saliency=last.stats.saliency,
         samples=samples,
         **middle,
     )

@@ -124,10 +124,11 @@ def _add_debug(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_model(parser: argparse.ArgumentParser, *, json: bool = True) -> None:
-    parser.add_argument(
-        "--model", default="tiny", help="tiny (shipped, default), a folder or a hub id"
-    )
+def _add_model(
+    parser: argparse.ArgumentParser, *, json: bool = True, default: str | None = "tiny"
+) -> None:
+    shipped = "tiny (shipped, default)" if default else "tiny (shipped)"
+    parser.add_argument("--model", default=default, help=f"{shipped}, a folder or a hub id")
     parser.add_argument("--device", help="cpu, cuda or cuda:1 (default: a GPU if there is one)")
     parser.add_argument(
         "--dtype",
@@ -153,7 +154,9 @@ def _add_question(parser: argparse.ArgumentParser) -> None:
 
 def _fill_ask(parser: argparse.ArgumentParser) -> None:
     _add_question(parser)
-    parser.add_argument("--recipe", default="none", help="what is dropped, e.g. hired:0.2")
+    parser.add_argument(
+        "--recipe", default="none", help="what is dropped, e.g. balanced or hired:0.2"
+    )
     parser.add_argument(
         "--max-kv-tokens",
         type=_count,
@@ -171,7 +174,7 @@ def _fill_compare(parser: argparse.ArgumentParser) -> None:
         dest="recipes",
         metavar="RECIPE",
         required=True,
-        help="what is dropped, e.g. hired:0.2; may be given several times",
+        help="what is dropped, e.g. balanced or hired:0.2; may be given several times",
     )
     parser.add_argument("--overlay", metavar="PNG", help="draw which visual tokens were kept")
     parser.add_argument(
@@ -224,6 +227,14 @@ def _fill_demo(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--recipe", default="balanced", help="what the page begins with")
     parser.add_argument("--host", default="127.0.0.1", help="where it listens (this machine alone)")
     parser.add_argument("--port", type=_count, default=7860, metavar="N", help="(7860)")
+
+
+def _fill_methods(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("names", nargs="*", metavar="METHOD", help="these alone (default: all)")
+    _add_model(parser, default=None)
+    parser.add_argument(
+        "--video", action="store_true", help="with --model: ask about a video, not an image"
+    )
 
 
 def _fill_json(parser: argparse.ArgumentParser) -> None:
@@ -350,7 +361,12 @@ def _audit(args: argparse.Namespace) -> int:
 def _methods(args: argparse.Namespace) -> None:
     from .vlm import methods
 
-    found = methods()
+    if args.model is not None:
+        _supported(args)
+        return
+    for name in args.names:
+        _module("stages").stage_class(name)  # an unknown one is an error that lists them
+    found = [method for method in methods() if not args.names or method["name"] in args.names]
     if args.json:
         _print_json(found)
         return
@@ -369,6 +385,34 @@ def _methods(args: argparse.Namespace) -> None:
             value = parameter["default"]
             value = f"{value:.4g}" if isinstance(value, float) else value
             print(f"    {parameter['name']}={value}  {'; '.join(about)}")
+
+
+def _supported(args: argparse.Namespace) -> None:
+    """Which methods run on a model."""
+    from dataclasses import asdict
+
+    from .support import support, support_of
+
+    args.recipes = args.names  # checked before the model is loaded
+    vlm = _vlm(args)
+    if args.names:
+        found = [support_of(vlm, name, video=args.video) for name in args.names]
+    else:
+        found = support(vlm, video=args.video)
+    if args.json:
+        _print_json([asdict(of) for of in found])
+        return
+    _print_table(
+        [
+            {
+                "method": of.method,
+                "runs": {True: "yes", False: "no", None: "?"}[of.runs],
+                "saliency": of.saliency or "-",
+                "note": of.note,
+            }
+            for of in found
+        ]
+    )
 
 
 def _env(args: argparse.Namespace) -> None:
@@ -423,7 +467,7 @@ _COMMANDS: dict[str, tuple[str, Callable[[Any], None], Callable[[Any], int | Non
     "ask": ("answer a question about a picture or a clip", _fill_ask, _ask),
     "compare": ("the full model beside recipes", _fill_compare, _compare),
     "bench": ("what recipes save on this machine", _fill_bench, _bench),
-    "methods": ("every method with its parameters", _fill_json, _methods),
+    "methods": ("methods with their parameters, or which run on a model", _fill_methods, _methods),
     "env": ("what a bug report needs", _fill_json, _env),
     "eval": (
         "measure recipes on a task, resumably",
@@ -450,7 +494,7 @@ def _vlm(args: argparse.Namespace) -> VLM:
     from .vlm import VLM
 
     # Before a checkpoint is loaded for minutes.
-    for recipe in getattr(args, "recipes", None) or [args.recipe]:
+    for recipe in getattr(args, "recipes", None) or [getattr(args, "recipe", None) or "none"]:
         Recipe.parse(recipe)
     try:
         device = None if args.device is None else torch.device(args.device)
@@ -524,6 +568,7 @@ def _stats_row(recipe: str, stats: Stats) -> dict[str, str]:
         "TTFT": _seconds(stats.ttft_s),
         "tokens/s": f"{stats.tokens_per_s:.0f}" if stats.tokens_per_s else "-",
         "KV cache": _bytes(stats.kv_bytes),
+        "saliency": stats.saliency or "-",
     }
 
 
@@ -553,6 +598,7 @@ def _bench_row(name: str, row: Any, full: Any) -> dict[str, str]:
         "tokens/s": against(f"{row.tokens_per_s:.0f}", row.tokens_per_s / full.tokens_per_s),
         "KV cache": _bytes(row.kv_bytes),
         "peak memory": _bytes(row.peak_memory_bytes),
+        "saliency": row.saliency or "-",
         "agreement": f"{row.agreement:.0%}",
     }
 
@@ -587,7 +633,7 @@ def _divergence(row: Any, gone: Any) -> str:
 
 def _print_table(rows: list[dict[str, str]]) -> None:
     """Aligned columns: texts to the left, numbers to the right; the last may be long."""
-    texts = ("recipe", "answer")
+    texts = ("recipe", "method", "saliency", "note", "answer")
     widths = {key: max(len(key), *(len(row[key]) for row in rows)) for key in rows[0]}
     for cells in ({key: key for key in widths}, *rows):
         line = [

@@ -265,7 +265,7 @@ def teach(vlm: VLM, messages: Messages, answer: list[int], readers: list[Drafter
     inputs, watch = inputs_of(vlm, messages, answer), Watch(readers, adapter.depth)
     with switched(vlm.model):
         prompt = prepare(adapter, inputs, recipe, stats, trace)
-        cache = KVCache(adapter.depth)
+        cache = KVCache(adapter.depth, windows=adapter.windows)
         logits = prefill(adapter, prompt, recipe, cache, stats, trace, watch=watch)
     read = watch.reads[0]
     return Lesson(

@@ -135,6 +135,35 @@ class TokenLayout:
 
 
 @dataclass(frozen=True, eq=False)
+class Numbering:
+    """Rotary ids of a full prompt, before anything was dropped.
+
+    Parameters
+    ----------
+    position : Tensor, int64, (P, S)
+    segment : Tensor, int64, (S,)
+        Counts the runs of text and of visual tokens: an image, or a video that is one block.
+    first : int
+        Index of the first row in the full prompt, where this is a later part of one.
+    """
+
+    position: Tensor
+    segment: Tensor
+    first: int = 0
+
+    def __len__(self) -> int:
+        return self.segment.shape[0]
+
+    @staticmethod
+    def of(position: Tensor, kind: Tensor) -> Numbering:
+        """``position`` (P, S) of rows of ``kind`` (S,); a segment ends where the kind changes."""
+        starts = torch.ones_like(kind, dtype=torch.int64)
+        starts[:1] = 0
+        starts[1:] = kind[1:] != kind[:-1]
+        return Numbering(position, starts.cumsum(0))
+
+
+@dataclass(frozen=True, eq=False)
 class VisualTokens:
     """Visual tokens on their way from the vision encoder to the language model.
 

@@ -94,6 +94,12 @@ class LongVideo:
                 f"max_kv_tokens reads a clip as pictures, which {adapter.config.model_type} puts "
                 "into a prompt in a way of its own; ask without it, with fewer frames"
             )
+        if any(adapter.windows):
+            raise ModelError(
+                f"max_kv_tokens reads a video block by block, and layers of "
+                f"{adapter.config.model_type} attend within a window, which only whole prompts "
+                "can; ask without it, with fewer frames"
+            )
         self.adapter, self.clip, self.cap, self.progress = adapter, clip, max_kv_tokens, progress
         self.frames = len(clip.indices)
         bos = adapter.processor.tokenizer.bos_token
@@ -215,7 +221,7 @@ class LongVideo:
         stats.layer_tokens([entered] * self.adapter.depth, config)
         stats.flops_prefill = float(flops * self.adapter.depth)  # a block sees what is left
         stats.kv_bytes = run.cache.held_bytes()
-        stats.kv_bytes_full = fed * self.adapter.bytes_per_token()
+        stats.kv_bytes_full = self.adapter.cache_bytes(fed)
         stats.kv_tokens_per_layer = run.cache.lengths()
         return logits
 

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 _KIND, _VERSION = "vlmfast-session", "1"
 _ROOM = 128  # free slots that a cache begins with
 _AT_ONCE = 1024  # rows that are read at once behind a cache: bounds the size of their mask
-_BUFFERS = ("keys", "values", "order", "mass", "bias")
+_BUFFERS = ("keys", "values", "order", "rank", "mass", "bias")
 _SHARED = (
     "saliency",
     "left_out",
@@ -244,6 +244,7 @@ class Session:
                 seen = look(adapter, run.inputs, recipe, run.stats, run.trace)
             position, n = adapter.positions(run.inputs.tensors), len(prefix)
             ends = int(position[:, n:].min()) > int(position[:, :n].max())
+            ends = ends and not _times_may_lead(adapter, recipe, ids, position)
             tensors.pop("attention_mask", None)
             pixels = {key: of for key, of in tensors.items() if key.startswith("pixel_values")}
             known = Pictures(
@@ -484,7 +485,7 @@ class Session:
             logits = run.extend(_text(run.adapter, part, run.cache, run.decoder))
         stats = run.stats
         stats.kv_bytes, stats.kv_tokens_per_layer = run.cache.held_bytes(), run.cache.lengths()
-        stats.kv_bytes_full = len(whole) * run.adapter.bytes_per_token()
+        stats.kv_bytes_full = run.adapter.cache_bytes(len(whole))
         return logits
 
     def _read(self, run: Run, ids: Tensor) -> tuple[Kept, Tensor]:
@@ -497,7 +498,7 @@ class Session:
             ids = ids[:, : len(self._pictures.prefix)]
         inputs = self._inputs(ids, run.inputs.question)
         prompt = prepare(run.adapter, inputs, self.recipe, run.stats, run.trace, seen)
-        logits = run.start_from(prompt, _ROOM)
+        logits = run.start_from(prompt, _ROOM, bounded=False)
         consumed = ids[0].tolist()
         self._kept = Kept(
             run.cache,
@@ -656,6 +657,20 @@ def _before(adapter: Adapter, ids: list[int], tail: str) -> list[int]:
     return ids[:end]
 
 
+def _times_may_lead(adapter: Adapter, recipe: Recipe, ids: Tensor, position: Tensor) -> bool:
+    """Whether text after a video may get ids below the video's times once drops are closed up.
+
+    Text follows the rows and columns that are left, and a video keeps its times apart.
+    """
+    if len(position) == 1 or all(
+        getattr(part, "positions", "keep") != "compact" for part in _parts(recipe)
+    ):
+        return False
+    visual = adapter.visual(ids[0])
+    inside = visual[1:] & (ids[0, 1:] == ids[0, :-1])
+    return bool((position[0].diff() != 0)[inside].any())
+
+
 def _common(one: list[int], another: list[int]) -> int:
     """How many ids both begin with."""
     pairs = enumerate(zip(one, another, strict=False))
@@ -744,6 +759,7 @@ def _frozen(kept: Kept) -> dict[str, Any]:
                 "held": held,
                 "capacity": layer.keys.shape[2],
                 "shift": layer.shift,
+                "gap": layer.gap,
                 "even": layer.even,
                 "stored": layer.stored,
                 "segments": layer.segments,
@@ -777,7 +793,7 @@ def _thawed(adapter: Adapter, recipe: Recipe, frozen: dict[str, Any]) -> Kept:
     layers = frozen["layers"]
     if len(layers) != adapter.depth:
         raise ValueError(f"{len(layers)} layers, the model has {adapter.depth}")
-    cache = KVCache(adapter.depth, adapter.pool)
+    cache = KVCache(adapter.depth, adapter.pool, adapter.windows)
     cache.track, cache.mass = frozen["track"], frozen["mass"]
     cache.length, cache.logical = frozen["length"].clone(), list(frozen["logical"])
     cache.base, cache.seen = (
@@ -789,6 +805,8 @@ def _thawed(adapter: Adapter, recipe: Recipe, frozen: dict[str, Any]) -> Kept:
         layer.lazy_initialization(buffers["keys"], buffers["values"])
         layer.length, layer.seen, layer.even = length, cache.seen, saved["even"]
         layer.held, layer.shift = [saved["held"]], list(saved["shift"])
+        if layer.window is not None:
+            layer.gap = list(saved["gap"])
         layer.segments, layer.stored = list(saved["segments"]), [list(s) for s in saved["stored"]]
         for name, of in buffers.items():
             shape = (*of.shape[:2], saved["capacity"], *of.shape[3:])

@@ -138,6 +138,8 @@ class Stage:
         merge).
     asks_question : bool
         Whether what stays depends on the question; a session then chooses anew with each.
+    other_model : bool
+        Whether it runs a model of its own beside the VLM, downloaded when it is first used.
     """
 
     name: ClassVar[str] = ""
@@ -148,6 +150,7 @@ class Stage:
     # Not annotated: a ClassVar would come first among the fields of a stage that declares it.
     repair = False
     asks_question: ClassVar[bool] = False
+    other_model: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         for f in fields(self):
@@ -484,7 +487,8 @@ class Step:
     cache : object, optional
         The cache of the sequence.
     mask_rule : callable, optional
-        ``(layout) -> (S, S) bool`` for models that are not plainly causal over their prompt.
+        ``(layout) -> (S, S) bool`` for models that are not plainly causal over their prompt, apart
+        from the windows of layers, which the cache knows.
     notes : dict of str to dict
         What one part of a method tells a later part of the same method, by method name.
     trained : dict of str to Module
@@ -548,6 +552,23 @@ class Step:
             of.update({layer: s.index_select(-1, index) for layer, s in of.items()})
         if self.soft is not None:
             self.soft = self.soft.index_select(0, index)
+
+    def window(self, layer: int) -> int | None:
+        """The window of a layer, where the rows of ``layout`` do not all fit into it.
+
+        Row ``i`` of those that enter the layer sees none before row ``i - window + 1``.
+        """
+        window = None if self.cache is None else self.cache.layers[layer].window
+        return window if window is not None and len(self.layout) > window else None
+
+    def visible(self, layer: int) -> Tensor | None:
+        """Bool (S, S): what each row of ``layout`` sees of them; ``None`` where plainly causal."""
+        mask = None if self.mask_rule is None else self.mask_rule(self.layout)
+        if (window := self.window(layer)) is None:
+            return mask
+        place = torch.arange(len(self.layout), device=self.layout.device)
+        mask = place[:, None] >= place if mask is None else mask
+        return mask & (place > place[:, None] - window)
 
     def key_bias(self) -> Tensor | None:
         """What is added to the logits of each key, float32, (S,); ``None`` for nothing."""
@@ -749,7 +770,8 @@ class InEncoderStage(Stage):
 class EncodeStage(Stage):
     """Reduces the visual tokens between vision encoder and language model.
 
-    A stage with a field ``positions = "compact"`` has the rows of the prompt renumbered.
+    A stage with a field ``positions = "compact"`` has the rows of the prompt renumbered if it drops
+    some.
     """
 
     protocol: ClassVar[str] = "encode"
@@ -815,7 +837,7 @@ class EncodeStage(Stage):
 class PrefillStage(Stage):
     """Drops visual tokens between the layers of the language model, during prefill.
 
-    A stage with a field ``positions = "compact"`` has the rows renumbered behind each of its drops.
+    A stage with a field ``positions = "compact"`` has the rows renumbered after each of its drops.
     """
 
     protocol: ClassVar[str] = "prefill"

@@ -278,7 +278,9 @@ def run(vlm: VLM, inputs: Inputs, stage: Stage | None) -> tuple[Tensor, dict[str
     stats, trace = Stats(), Trace()
     with switched(vlm.model):
         prompt = prepare(adapter, inputs, recipe, stats, trace)
-        logits = prefill(adapter, prompt, recipe, KVCache(adapter.depth), stats, trace)
+        logits = prefill(
+            adapter, prompt, recipe, KVCache(adapter.depth, windows=adapter.windows), stats, trace
+        )
     notes = {} if stage is None else prompt.notes.get(stage.name, {})
     return logits[0, :-1].float(), notes, stats.equivalent_tokens / stats.visual_tokens_in
 

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from closeness import close
 from vlmfast.errors import VLMFastError
 from vlmfast.kernels.diversity import (
     cosine,
@@ -170,7 +171,9 @@ def test_cosines(device: torch.device) -> None:
     x[2] = 0
     got = cosine(x.half())
     assert got.dtype == torch.float32 and not got[2].any()
-    torch.testing.assert_close(got[0, 1], torch.cosine_similarity(x[0], x[1], 0), atol=1e-3, rtol=0)
+    # Of rows that were rounded to half precision; the sums are float32's.
+    close(got[0, 1], torch.cosine_similarity(x[0], x[1], 0), torch.float16, 1, scale=1)
+    close(got[0, 1], torch.cosine_similarity(*x[:2].half().float(), 0), terms=6, scale=1)
 
 
 @pytest.mark.parametrize("path", sorted(GOLDEN.rglob("divprune-*")), ids=lambda p: p.stem)
@@ -189,7 +192,7 @@ def test_stored_clusters(path: Path, device: torch.device) -> None:
     x, k = data["x"][0], int(data["cluster_num"])
     _, label = density_peaks(torch.cdist(x, x) / x.shape[1] ** 0.5, k, k)
     means = torch.stack([x[label == i].mean(0) for i in range(k)])
-    torch.testing.assert_close(means, data["out"][0])
+    close(means, data["out"][0], terms=x.shape[0])
 
 
 @pytest.mark.parametrize("choice", ["triton", "torch"])

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from closeness import apart, close
 from vlmfast.compressors.elastic.module import Resample, anchors
 from vlmfast.errors import VLMFastError
 from vlmfast.kernels import pool as module
@@ -20,7 +21,7 @@ from vlmfast.kernels.pool import (
 
 pytestmark = pytest.mark.usefixtures("triton")
 
-CLOSE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 1e-2}
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def noise(*shape: int, device: torch.device, seed: int = 0) -> Tensor:
@@ -28,9 +29,10 @@ def noise(*shape: int, device: torch.device, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=generator).to(device)
 
 
-def check(got: Tensor, expected: Tensor) -> None:
+def check(got: Tensor, expected: Tensor, terms: int) -> None:
+    """Sums are float32's, and then rounded."""
     assert got.dtype == expected.dtype and got.shape == expected.shape
-    torch.testing.assert_close(got, expected, rtol=CLOSE[got.dtype], atol=CLOSE[got.dtype])
+    close(got, expected, terms=terms if got.dtype == torch.float32 else 1)
 
 
 # --- cells ---------------------------------------------------------------------------------------
@@ -50,25 +52,24 @@ def cells(n: int, m: int, device: torch.device) -> tuple[Tensor, Tensor]:
     return table.to(device), there.to(device)
 
 
-@pytest.mark.parametrize("dtype", CLOSE)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (9, 1, 8), (40, 4, 300), (50, 9, 72), (60, 40, 24)])
 def test_averages_are_those_of_the_reference(
     sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> None:
     n, m, d = sizes
     rows, (table, there) = noise(n, d, device=device).to(dtype), cells(n, m, device)
-    weight = torch.rand(n, device=device) * 9 + 0.1
+    weight = noise(n, device=device, seed=1).abs() * 9 + 0.1
     rows_ = rows.clone()
     got = cell_average(rows, weight, table, there)
-    check(got, cell_average_ref(rows_, weight, table, there))
+    check(got, cell_average_ref(rows_, weight, table, there), m)
     by_hand = [
         (rows[t[u]].double() * weight[t[u], None]).sum(0) / weight[t[u]].sum()
         for t, u in zip(table, there, strict=True)
     ]
-    check(got, torch.stack(by_hand).to(dtype))
-    if m > 1:  # control: weights count
-        with pytest.raises(AssertionError):
-            check(got, cell_average_ref(rows, weight.flip(0), table, there))
+    check(got, torch.stack(by_hand).to(dtype), m)
+    if m > 1 and dtype == torch.float32:  # control: weights count; a mean changes by little
+        apart(got, cell_average_ref(rows, weight.flip(0), table, there), terms=m)
 
 
 @pytest.mark.parametrize(
@@ -80,12 +81,11 @@ def test_mixtures_are_those_of_the_reference(sizes: tuple[int, ...], device: tor
     rows, score = noise(n, d, device=device), 3 * noise(n, heads, device=device, seed=1)
     got, share = cell_mix(rows, score, table, there)
     expected, shares = cell_mix_ref(rows, score, table, there)
-    check(got, expected)
-    check(share, shares)
+    check(got, expected, m)
+    check(share, shares, m)
     assert not share[~there].any()
     if m > 1 and heads > 1:  # control: each head weights by itself
-        with pytest.raises(AssertionError):
-            check(got, cell_mix_ref(rows, score.flip(1), table, there)[0])
+        apart(got, cell_mix_ref(rows, score.flip(1), table, there)[0], terms=m)
 
 
 def test_scores_far_apart(device: torch.device) -> None:
@@ -94,7 +94,7 @@ def test_scores_far_apart(device: torch.device) -> None:
     rows = noise(4, 8, device=device)
     got, share = cell_mix(rows, score, table, there.to(device))
     assert share[0, :, 0].tolist() == [0.0, 0.5, 0.0, 0.5]
-    check(got[0], (rows[1] + rows[3]) / 2)
+    check(got[0], (rows[1] + rows[3]) / 2, 4)
 
 
 def test_padding_is_not_read(device: torch.device) -> None:
@@ -106,8 +106,8 @@ def test_padding_is_not_read(device: torch.device) -> None:
     averages = cell_average_ref(rows, score[:, 0].exp(), table, there)
     rows[0] = score[0] = torch.nan
     for ours, theirs in zip(cell_mix(rows, score, table, there), expected, strict=True):
-        check(ours, theirs)
-    check(cell_average(rows, score[:, 0].exp(), table, there), averages)
+        check(ours, theirs, 3)
+    check(cell_average(rows, score[:, 0].exp(), table, there), averages, 3)
 
 
 def test_views_that_are_not_contiguous(device: torch.device) -> None:
@@ -117,8 +117,9 @@ def test_views_that_are_not_contiguous(device: torch.device) -> None:
     check(
         cell_average(rows, weight, table.T.contiguous().T, there),
         cell_average_ref(rows, weight, table, there),
+        4,
     )
-    check(cell_mix(rows, score, table, there)[0], cell_mix_ref(rows, score, table, there)[0])
+    check(cell_mix(rows, score, table, there)[0], cell_mix_ref(rows, score, table, there)[0], 4)
 
 
 # --- few queries ---------------------------------------------------------------------------------
@@ -150,16 +151,15 @@ def picture(
 )
 def test_resampling_is_that_of_the_reference(sizes: tuple[int, ...], device: torch.device) -> None:
     inputs = picture(*sizes, device=device)
-    expected = resample_ref(*inputs)
+    expected, terms = resample_ref(*inputs), sizes[1] + sizes[3]  # a logit, then a mean
     for ours, theirs in zip(resample(*inputs), expected, strict=True):
-        check(ours, theirs)
+        check(ours, theirs, terms)
     if sizes[1] > 1:
         for changed in (0, 3, 5, 6):  # control: queries, bias, places and pull all count
             other = list(inputs)
             other[changed] = other[changed].roll(1, 0) if changed != 6 else other[6] * 2
             if sizes[0] > 1 or changed:
-                with pytest.raises(AssertionError):
-                    check(expected[0], resample_ref(*other)[0])
+                apart(expected[0], resample_ref(*other)[0], terms=terms)
 
 
 def test_elastic_reads_the_same_on_either(
@@ -178,7 +178,7 @@ def test_elastic_reads_the_same_on_either(
         with torch.no_grad():
             results.append(layer(x, weight, place, overview, count))
     for got, expected in zip(*results, strict=True):
-        check(got, expected)
+        check(got, expected, 48 + 16 + n + 48)  # into the layer, its attention, and out
 
 
 # --- gradients, and what is refused --------------------------------------------------------------

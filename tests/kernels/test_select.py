@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
 
+from closeness import tolerance
 from vlmfast.errors import VLMFastError
 from vlmfast.kernels import select as module
 from vlmfast.kernels.select import mass_count, mass_count_ref, top_k, top_k_ref
@@ -153,8 +154,9 @@ def test_the_least_number_that_reaches_a_share(tau: float, device: torch.device)
     p = (scored("distinct", (5,), 250) * 2).softmax(-1).to(device)
     got = mass_count(p, tau)
     sums = p.double().sort(-1, descending=True).values.cumsum(-1)
-    assert (sums.gather(-1, got[:, None] - 1) >= tau - 1e-6).all()
-    assert (sums.gather(-1, (got[:, None] - 2).clamp(min=0)) < tau + 1e-6)[got > 1].all()
+    slack = float(tolerance(torch.float32, 250, 1))  # the kernel sums in float32
+    assert (sums.gather(-1, got[:, None] - 1) >= tau - slack).all()
+    assert (sums.gather(-1, (got[:, None] - 2).clamp(min=0)) < tau + slack)[got > 1].all()
     assert ((got - mass_count_ref(p, tau)).abs() <= 1).all()
 
 

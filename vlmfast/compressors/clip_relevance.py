@@ -45,6 +45,7 @@ class ClipRelevance(Reducer):
 
     name: ClassVar[str] = "clip-relevance"
     paper: ClassVar[str] = "NeurIPS 2025, arXiv 2506.10967"
+    other_model: ClassVar[bool] = True
     asks_question: ClassVar[bool] = True
 
     rate: float = param(1 / 9, "share of the visual tokens that stays", gt=0.0, le=1.0)

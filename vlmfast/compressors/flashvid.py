@@ -24,6 +24,8 @@ Different from the authors' code, and why:
 - Its second part, a drop by attention in a deep layer of the language model, is a stage of its own
   here: ``flashvid:...+fastv:k=20``.
 - A picture of its own is a clip of one frame: tokens are chosen, and the rest is clustered.
+- On vision towers without CLS, ``a`` is the attention that patches receive in the block that feeds
+  the projector, pooled with the features, as on LLaVA-OneVision, LLaVA-Video and Qwen-VL there.
 - ``w`` below 0 counts as 0. Newlines go. Weights are the tokens in a cluster, for ``repair``.
 """
 
@@ -100,7 +102,6 @@ class FlashVID(Reducer):
     segment: float = param(0.9, "cosine of two frames below which a segment ends", le=1.0)
     least: int = param(8, "segments of a clip at least", ge=1)
     repair: bool = repair_param(False)
-
     saliency: str = saliency_param()
 
     def saliencies(self) -> tuple[SaliencyRequest, ...]:

@@ -30,6 +30,7 @@ class FramesClip(MediaStage):
 
     name: ClassVar[str] = "frames-clip"
     paper: ClassVar[str] = "ours, after arXiv 2506.10967"
+    other_model: ClassVar[bool] = True
     lead: ClassVar[str | None] = "n"
 
     n: int = param(8, "frames that are read", ge=1)

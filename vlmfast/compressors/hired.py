@@ -27,6 +27,8 @@ Different from the authors' code, and why:
   which are not as many high as wide are stitched and unpadded wrongly and most of their tokens
   vanish; ``grid_compat`` loses the same tokens (their order stays the prompt's).
 - Ties go to the lower index. A picture keeps at least one token.
+- On vision towers without CLS, the attention that patches receive takes the place of its row, and
+  several patches that become one token count together (`vlmfast.saliency`).
 - The authors never insert newlines; ``newline`` can keep them.
 - ``budget`` counts the tokens that the prompt would really hold. ``rate`` counts all ``V N``
   patches, so that choices inside the letterbox padding are lost and fewer are delivered.
@@ -168,7 +170,6 @@ class HiRED(Reducer):
         "learned row separators: drop all, keep all, or keep those of rows with a kept token",
         choices=("drop", "keep", "rows"),
     )
-
     saliency: str = saliency_param()
 
     def saliencies(self) -> tuple[SaliencyRequest, ...]:

@@ -40,6 +40,8 @@ Different from the authors' code, and why:
 - Newlines, which the authors do not insert, are visual tokens like others to the filter.
 - Similarities and attention are compared in float32. Ties go to the lower index.
 - Several pictures: their tokens are filtered together, by the text behind the last one.
+- On vision towers without CLS the attention that patches receive marks the key set. Towers that
+  make one token of several patches merge no windows; the other parts run alone.
 - A cached token keeps the rotary id that it has in its layer, and the answer continues the ids of
   each layer's prompt. In the authors' decode a layer's next id is the number of slots that its
   cache holds, less than the ids of what it holds.

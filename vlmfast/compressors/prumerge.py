@@ -27,6 +27,7 @@ Different from the authors' code, and why:
   the last patch that is gone, and its weight is the number of those: for ``repair``, a kept patch
   stands for itself.
 - Letterbox patches that the prompt lacks take no part.
+- On vision towers without CLS, ``p_h`` is the attention that patches receive, scaled to sum to 1.
 """
 
 from __future__ import annotations
@@ -115,7 +116,6 @@ class PruMerge(Reducer):
         None, "share of the visual tokens that stays; none: by the outliers", gt=0.0, le=1.0
     )
     repair: bool = repair_param(False)
-
     saliency: str = saliency_param()
 
     def saliencies(self) -> tuple[SaliencyRequest, ...]:

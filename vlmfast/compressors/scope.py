@@ -11,7 +11,8 @@ The most salient tokens gather on a few objects and leave their surroundings out
 
 Different from the authors' code, and why: features are those behind the projector, where encode
 stages work. Frames of one clip are chosen from together, several pictures each by itself. Newlines
-go. ``alpha`` is 1, plain saliency; a cosine below 0 covers nothing.
+go. ``alpha`` is 1, plain saliency; a cosine below 0 covers nothing. On vision towers without CLS
+the attention that patches receive is the saliency.
 """
 
 from __future__ import annotations
@@ -53,7 +54,6 @@ class SCOPE(Reducer):
 
     rate: float = param(1 / 9, "share of the visual tokens that stays", gt=0.0, le=1.0)
     alpha: float = param(1.0, "power of saliency; 0: coverage alone", ge=0.0)
-
     saliency: str = saliency_param()
 
     def saliencies(self) -> tuple[SaliencyRequest, ...]:

@@ -10,7 +10,8 @@ other patches in raster order, and their keys in the same layer, mean over heads
 ``rate`` and ``budget`` give each view the same D + C, as 54 : 10; newlines go. Different from the
 authors' code: features are those behind the projector, where encode stages work, not before it.
 Letterbox patches that the prompt lacks take no part. Tokens stay in the order of the prompt, theirs
-end with the contextual ones; CLS takes the place of its view's first patch that is gone.
+end with the contextual ones; CLS takes the place of its view's first patch that is gone. Towers
+without CLS rank patches by the attention that they receive, as on Qwen-VL, and keep D patches.
 """
 
 from __future__ import annotations
@@ -58,7 +59,6 @@ class VisionZip(Reducer):
     dominant: int = param(0, "D of each view; with contextual instead of rate, if not 0", ge=0)
     contextual: int = param(0, "C of each view", ge=0)
     repair: bool = repair_param(False)
-
     saliency: str = saliency_param()
 
     def saliencies(self) -> tuple[SaliencyRequest, ...]:

@@ -71,6 +71,7 @@ def important(
     *,
     bias: Tensor | None = None,
     forced: Tensor | None = None,
+    window: int | None = None,
 ) -> Tensor:
     """The tokens that matter in a layer.
 
@@ -84,18 +85,45 @@ def important(
         Added to the logits of each key.
     forced : Tensor, bool, (S,), optional
         Tokens that are important in any case; they count among the ``b``.
+    window : int, optional
+        How many tokens a row sees, itself included.
 
     Returns
     -------
     Tensor, int64, (b,)
         Ascending.
     """
-    stats = col_stats(query, key, rows, scaling, bias=bias, want=("sum", "nnz"))
-    mass = stats["sum"].mean((0, 1))
+    if window is None:
+        stats = col_stats(query, key, rows, scaling, bias=bias, want=("sum", "nnz"))
+        mass, nnz = stats["sum"].mean((0, 1)), stats["nnz"]
+    else:
+        mass, nnz = within(query, key, rows, scaling, bias, window)
     count = int(mass_count(mass, tau * len(rows)))
     if forced is not None:
         count = max(count, int(forced.sum()))
-    return top_k(mass / stats["nnz"], count, forced)
+    return top_k(mass / nnz, count, forced)
+
+
+def within(
+    query: Tensor,
+    key: Tensor,
+    rows: Tensor,
+    scaling: float | None,
+    bias: Tensor | None,
+    window: int,
+) -> tuple[Tensor, Tensor]:
+    """What each token receives within a window, mean over heads; and the rows that see it, (S,).
+
+    A token that none sees has received nothing, from one row.
+    """
+    place = torch.arange(key.shape[1], device=key.device)
+    seen = (place <= rows[:, None]) & (place > rows[:, None] - window)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    q = query.index_select(1, rows).float().unflatten(0, (len(key), -1)) * scale
+    logits = q @ key.float().transpose(-1, -2)[:, None]
+    logits = logits if bias is None else logits + bias
+    p = logits.masked_fill(~seen, -torch.inf).softmax(-1)
+    return p.sum(2).mean((0, 1)), seen.sum(0).clamp(min=1)
 
 
 def sparse_attention(
@@ -237,6 +265,7 @@ class Sparse(Part, PrefillStage):
             scaling,
             bias=None if bias is None else bias[:n],
             forced=every[:n] >= n - of.force_recent,
+            window=step.window(layer),
         )
         chosen = torch.cat([chosen, every[n:]])
         step.notes.setdefault(self.name, {})[layer] = step.layout.order[chosen]
@@ -249,7 +278,7 @@ class Sparse(Part, PrefillStage):
             chosen,
             scaling,
             every_row=of.rows == "all",
-            allowed=None if step.mask_rule is None else step.mask_rule(step.layout),
+            allowed=step.visible(layer),
             bias=bias,
         )
 

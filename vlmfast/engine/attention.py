@@ -80,8 +80,9 @@ def text_attention(
     if request is not None:
         rows = _query_rows(request, step)
         take = received_sum if request.rows == "columns" else attention_rows
+        first, last = span(step, module.layer_idx)
         step.stats[module.layer_idx] = take(
-            query[0], key[0], rows, scaling, bias=bias, last=last_seen(step)
+            query[0], key[0], rows, scaling, bias=bias, first=first, last=last
         )
         if request.received:
             visual = step.layout.visual.nonzero().flatten()
@@ -103,6 +104,8 @@ def text_attention(
         output = _dense(module, query, key, value, attention_mask, step, bias, scaling, dropout)
     if step.after is not None:
         step.after(module.layer_idx, query, key, value, scaling)
+    elif step.window(module.layer_idx) is not None:
+        step.cache.layers[module.layer_idx].slide()
     return output
 
 
@@ -118,8 +121,9 @@ def _dense(
     dropout: float,
 ) -> tuple[Tensor, None]:
     """A prompt's own attention."""
-    if step.mask_rule is not None:
-        attention_mask = step.mask_rule(step.layout)[None, None]
+    visible = step.visible(module.layer_idx)
+    if visible is not None:
+        attention_mask = visible[None, None]
     if bias is not None:
         n = key.shape[2]
         step.cache.layers[module.layer_idx].bias = bias
@@ -145,25 +149,27 @@ def _cached(
     """Attention of new tokens over a frozen cache, to whose tail they have just been written."""
     index, tokens = module.layer_idx, query.shape[2]
     layer = step.cache.layers[index]
+    sliding = step.cache.sliding(index, tokens)
     plain = not layer.segments and layer.mass is None
     # Few rows over a cache on a GPU: the decode kernel, which reads no slot that is not there.
     dense = plain and not (tokens <= _FEW and _kernels(query, key))
-    if dense and layer.prefix and tokens == 1:
+    if dense and layer.prefix and tokens == 1 and not (sliding and layer.rank is not None):
         # One token, nothing ragged: Hugging Face's own call on what is there gives its own bits.
         n = layer.held[0] + 1
-        bias = None if layer.bias is None else layer.bias[:, :, None, :n].to(query.dtype)
+        there = slice(n - layer.window if sliding else 0, n)
+        bias = None if layer.bias is None else layer.bias[:, :, None, there].to(query.dtype)
         if bias is not None and bias.shape[1] != query.shape[1]:
             bias = bias.repeat_interleave(query.shape[1] // bias.shape[1], 1)
         return sdpa_attention_forward(
             module,
             query,
-            key[:, :, :n],
-            value[:, :, :n],
+            key[:, :, there],
+            value[:, :, there],
             bias,
             dropout=dropout,
             scaling=scaling,
         )
-    if step.ancestors is not None and layer.mass is None and _kernels(query, key):
+    if step.ancestors is not None and layer.mass is None and not sliding and _kernels(query, key):
         at = layer.length[..., None] + torch.arange(tokens, device=key.device)
         at = at[..., None].expand(-1, -1, -1, key.shape[3])
         own = key.gather(2, at), value.gather(2, at)
@@ -172,12 +178,17 @@ def _cached(
             query, key, value, lengths, *own, words, scaling, layer.segments, layer.bias
         )
         return output.transpose(1, 2), None
-    mask = layer.mask(tokens, step.tree)
-    bias = layer.bias
+    mask = layer.mask(tokens, step.tree, sliding)
+    bias, segments = layer.bias, layer.segments
     if layer.prefix:
         n = layer.held[0] + tokens
         key, value, mask = key[:, :, :n], value[:, :, :n], mask[..., :n]
         bias = None if bias is None else bias[:, :, :n]
+    tail = key.shape[2]
+    if sliding and segments:  # rows see different parts of them, which only a tail's mask can say
+        parts = [layer.opened(segment, tokens, step.tree, key.dtype) for segment in segments]
+        key, value, mask, bias = _joined([*parts, (key, value, mask, bias)])
+        segments = []
     if dense:
         if bias is not None:
             mask = _with_bias(mask, bias[:, :, None], query.dtype)
@@ -185,7 +196,7 @@ def _cached(
     else:
         output, _, mass = decode_mixed(
             query,
-            layer.segments,
+            segments,
             key,
             value,
             mask,
@@ -194,13 +205,27 @@ def _cached(
             want_mass=layer.mass is not None,
         )
         if mass is not None:
-            layer.mass[:, :, : mass.shape[2]] += mass
+            layer.receive(mass[:, :, -tail:], sliding)
         output = output.transpose(1, 2)
     if step.after is not None:
         at = layer.length[..., None] + torch.arange(tokens, device=key.device)
         at = at[..., None].expand(-1, -1, -1, key.shape[3])
         step.after(index, query, layer.keys.gather(2, at), layer.values.gather(2, at), scaling)
     return output, None
+
+
+def _joined(parts: list[tuple[Tensor, Tensor, Tensor, Tensor | None]]) -> tuple[Tensor, ...]:
+    """Keys, values, masks and biases of several parts as those of one."""
+    keys, values, masks, biases = zip(*parts, strict=True)
+    bias = None
+    if any(of is not None for of in biases):
+        pairs = zip(keys, biases, strict=True)
+        biases = [
+            key.new_zeros(key.shape[:3], dtype=torch.float32) if of is None else of
+            for key, of in pairs
+        ]
+        bias = torch.cat(biases, 2)
+    return torch.cat(keys, 2), torch.cat(values, 2), torch.cat(masks, 3), bias
 
 
 def _with_bias(mask: Tensor, bias: Tensor, dtype: torch.dtype) -> Tensor:
@@ -365,6 +390,7 @@ def attention_rows(
     *,
     causal: bool = True,
     bias: Tensor | None = None,
+    first: Tensor | None = None,
     last: Tensor | None = None,
 ) -> Tensor:
     """Softmax attention of a few query rows, in float32.
@@ -378,8 +404,8 @@ def attention_rows(
         Query rows; all of them if ``None``.
     bias : Tensor, float32, (T,), optional
         Added to the logits of each key.
-    last : Tensor, int64, (T,), optional
-        The last key that each row sees; itself by default.
+    first, last : Tensor, int64, (T,), optional
+        The first and the last key that each row sees; by default the very first, and itself.
 
     Returns
     -------
@@ -396,6 +422,8 @@ def attention_rows(
     if causal:
         limit = rows if last is None else last[rows]
         logits = logits.masked_fill(columns[None, :] > limit[:, None], -torch.inf)
+    if first is not None:
+        logits = logits.masked_fill(columns[None, :] < first[rows][:, None], -torch.inf)
     return logits.softmax(-1)
 
 
@@ -407,31 +435,38 @@ def received_sum(
     *,
     causal: bool = True,
     bias: Tensor | None = None,
+    first: Tensor | None = None,
     last: Tensor | None = None,
 ) -> Tensor:
     """Softmax attention that each key receives, summed over query rows: (Hq, 1, T), float32.
 
     Parameters are those of `attention_rows`. There is never a map of all rows.
     """
-    if not torch.is_grad_enabled() and last is None:
+    if not torch.is_grad_enabled() and first is None and last is None:
         given = {"causal": causal, "bias": bias, "want": ("sum",)}
         return col_stats(query, key, rows, scaling, **given)["sum"].flatten(0, 1)[:, None]
     rows = torch.arange(query.shape[1], device=query.device) if rows is None else rows
+    given = {"causal": causal, "bias": bias, "first": first, "last": last}
     parts = [
-        attention_rows(query, key, block, scaling, causal=causal, bias=bias, last=last).sum(
-            1, keepdim=True
-        )
+        attention_rows(query, key, block, scaling, **given).sum(1, keepdim=True)
         for block in rows.split(_ROWS_AT_ONCE)
     ]
     return sum(parts[1:], parts[0])
 
 
-def last_seen(step: Step) -> Tensor | None:
-    """The last row that each row of a prompt sees, (S,), where that is not always itself.
+def span(step: Step, layer: int) -> tuple[Tensor | None, Tensor | None]:
+    """The first and the last row that each row of a prompt sees at a layer, (S,) each.
 
-    Every mask rule lets a row see all rows up to one.
+    ``None`` for the first where that is always the very first, for the last where it is the row
+    itself. Every mask rule lets a row see all rows up to one; a window cuts off the first ones.
     """
-    return None if step.mask_rule is None else step.mask_rule(step.layout).sum(1) - 1
+    first = last = None
+    if step.mask_rule is not None:
+        last = step.mask_rule(step.layout).sum(1) - 1
+    if (window := step.window(layer)) is not None:
+        place = torch.arange(len(step.layout), device=step.layout.device)
+        first = (place - window + 1).clamp(min=0)
+    return first, last
 
 
 def received_logits(

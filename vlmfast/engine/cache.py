@@ -7,6 +7,12 @@ is what the buffers could hold.
 
 A frozen layer holds, per row and head, ``[segment]...[tail]``: quantised slots, then slots in the
 model's dtype. New tokens go to the tail.
+
+Some models have layers that attend within a *window*. It counts the rows that entered the layer, as
+the model itself does: rows that were dropped before are no part of the sequence, rows that were
+evicted afterwards are. After prefill such a layer holds the last ``window - 1`` rows, which are all
+that later tokens can see, and cache stages work on these. What leaves the window during the answer
+is masked.
 """
 
 from __future__ import annotations
@@ -24,7 +30,8 @@ from ..kernels.quantize_kv import Segment
 from ..kv import KV
 
 _ROOM = 256  # free slots that a frozen layer starts with at most, and gains when it is full
-_SLOTWISE = ("keys", "values", "order", "mass", "bias")
+_NEAR = torch.iinfo(torch.int32).max
+_SLOTWISE = ("keys", "values", "order", "rank", "mass", "bias")
 
 
 class KVLayer(CacheLayerMixin):
@@ -45,26 +52,37 @@ class KVLayer(CacheLayerMixin):
         Quantised slots, leading dimensions (B, H), one of each kind.
     order : Tensor, int64, (B, H, capacity), optional
         Index of each slot's token in the full sequence, where a decode stage reads it.
+    rank : Tensor, int32, (B, H, capacity), optional
+        Of a layer with a window whose slots may have gaps: the place of each slot's token among
+        the rows that entered the layer, counted so that the next token's is ``seen``. The ``order``
+        of its segments says the same. Without it, slots follow each other up to the next token.
     mass : Tensor, float32, (B, H, capacity), optional
         Attention received, where a decode stage reads it.
     bias : Tensor, float32, (B, H, capacity), optional
         Added to the logits of each slot.
     shift : list of int
         How far this layer's rotary ids lie behind the running position, by row.
+    window : int, optional
+        How many rows a row of this layer sees, itself included; all of them without it.
+    gap : list of int
+        Ids of each row's prompt that did not enter this layer.
     """
 
     is_compileable = False  # True would make generate() compile the model by itself
 
-    def __init__(self, pool: BufferPool) -> None:
+    def __init__(self, pool: BufferPool, window: int | None = None) -> None:
         super().__init__()
-        self.pool = pool
+        self.pool, self.window = pool, window
         self.kv: KV | None = None
         self.length: Tensor | None = None
         self.seen: Tensor | None = None
         self.held: list[int] = [0]
         self.stored: list[list[int]] = []  # by segment and row: slots on the host
         self.segments: list[Segment] = []
-        self.order = self.mass = self.bias = None
+        self.order = self.rank = self.mass = self.bias = None
+        self.entered: Tensor | None = None  # (S,): ``order`` of the rows that entered the layer
+        self.rows = 0  # how many these are
+        self.gap: list[int] = [0]
         self.incoming: Tensor | None = None  # (T,): bias of the tokens that come next
         self.shift: list[int] = [0]
         self.even = True  # whether all heads of a row are equally long
@@ -100,8 +118,17 @@ class KVLayer(CacheLayerMixin):
             key_states = torch.cat([self.keys, key_states], dim=2)
             value_states = torch.cat([self.values, value_states], dim=2)
         self.keys, self.values = key_states, value_states
-        self.held = [key_states.shape[2]]
+        self.rows = key_states.shape[2]
+        self.held = [self.rows]
         return self.keys, self.values
+
+    def slide(self) -> None:
+        """Let go of what later tokens cannot see: all but the last ``window - 1`` rows."""
+        start = max(self.keys.shape[2] - self.window + 1, 0)
+        # Copies, so that the rest is freed.
+        self.keys, self.values = (of[:, :, start:].clone() for of in (self.keys, self.values))
+        self.bias = None if self.bias is None else self.bias[..., start:]
+        self.held = [self.keys.shape[2]]
 
     def put(self, kv: KV) -> None:
         """What a cache stage left of the prompt takes the place of what was collected."""
@@ -109,7 +136,9 @@ class KVLayer(CacheLayerMixin):
         self.held = [len(kv)]
         self.stored = [[int(segment.lengths.max())] for segment in kv.segments]
 
-    def freeze(self, room: int, length: Tensor, seen: Tensor, track: bool, mass: bool) -> None:
+    def freeze(
+        self, room: int, length: Tensor, seen: Tensor, logical: int, track: bool, mass: bool
+    ) -> None:
         """Move to buffers with ``room`` free slots.
 
         Parameters
@@ -118,6 +147,8 @@ class KVLayer(CacheLayerMixin):
             Where to count slots.
         seen : Tensor, (1,)
             Where the ids consumed so far are counted.
+        logical : int
+            How many that are.
         track, mass : bool
             Whether decode stages read ``order`` and ``mass``; only of layers that were `put`.
         """
@@ -126,22 +157,37 @@ class KVLayer(CacheLayerMixin):
             keys, values, bias = self.keys, self.values, self.bias
             length.fill_(keys.shape[2])
             bias = None if bias is None else bias.expand(1, keys.shape[1], -1)
-            order = masses = None
+            order = masses = rank = None
         else:
             keys, values, order = kv.keys[None], kv.values[None], kv.order[None]
             bias, masses = (None if of is None else of[None] for of in (kv.bias, kv.mass))
             length.copy_(kv.lengths[None])
             self.even = bool((kv.lengths == kv.lengths[0]).all())
             self.segments = [segment.unsqueeze() for segment in kv.segments]
+            rank = self._ranked(kv, logical)
+        self.gap, self.entered = [logical - self.rows], None
         self.length, self.seen, self.held = length, seen, [keys.shape[2]]
         capacity = bucket(keys.shape[2] + min(room, _ROOM))
         self.keys, self.values = (self._buffer(of, capacity) for of in (keys, values))
         self.bias = None if bias is None else self._buffer(bias, capacity)
+        self.rank = None if rank is None else self._buffer(rank[None], capacity)
         if track:
             self.order = self._buffer(order, capacity)
         if mass:
             start = torch.zeros(keys.shape[:3], device=keys.device) if masses is None else masses
             self.mass = self._buffer(start, capacity)
+
+    def _ranked(self, kv: KV, logical: int) -> Tensor | None:
+        """`rank` of the slots of ``kv``, (H, N); that of its segments takes their ``order``."""
+        if self.window is None:
+            return None
+
+        def rank(order: Tensor) -> Tensor:
+            place = torch.searchsorted(self.entered, order.to(self.entered.dtype).contiguous())
+            return (place + logical - self.rows).to(torch.int32)
+
+        self.segments = [replace(of, order=rank(of.order)) for of in self.segments]
+        return rank(kv.order)
 
     # --- buffers ---------------------------------------------------------------------------------
 
@@ -189,12 +235,14 @@ class KVLayer(CacheLayerMixin):
 
     def note(self, tokens: int) -> None:
         """What is known of the next ``tokens`` slots beside keys and values."""
-        if all(of is None for of in (self.order, self.mass, self.bias)):
+        if all(of is None for of in (self.order, self.rank, self.mass, self.bias)):
             return
         steps = torch.arange(tokens, device=self.device)
         index = self.length[..., None] + steps
-        if self.order is not None:
-            self.order.scatter_(2, index, (self.seen[:, None, None] + steps).expand_as(index))
+        for of in (self.order, self.rank):
+            if of is not None:
+                new = (self.seen[:, None, None] + steps).to(of.dtype)
+                of.scatter_(2, index, new.expand_as(index))
         for of in (self.mass, self.bias):  # slots may have been taken before
             if of is not None:
                 of.scatter_(2, index, torch.zeros_like(index, dtype=of.dtype))
@@ -216,23 +264,70 @@ class KVLayer(CacheLayerMixin):
         self.even = self.even and even
         self.held[0] = int(start.max())
 
-    def mask(self, tokens: int, tree: Tensor | None = None) -> Tensor:
+    def mask(self, tokens: int, tree: Tensor | None = None, sliding: bool = False) -> Tensor:
         """Bool (B, H, T, capacity): slots that each of the next ``tokens`` may read.
 
         ``tree`` (B, T, T) says which of these tokens see each other, one that does not see itself
-        sees nothing; without it each sees those before it.
+        sees nothing; without it each sees those before it. ``sliding`` says whether some of what
+        is there lies outside the layer's window.
         """
         slots = torch.arange(self.keys.shape[2], device=self.device)
+        depth = self._depth(tokens, tree) if sliding else None
         if tree is not None:
+            if sliding:
+                tree = tree & (depth[:, :, None] - depth[:, None] < self.window)
             at = slots - self.length[..., None]  # (B, H, capacity): place among the new tokens
             new = (at >= 0) & (at < tokens)
             at = at.clamp(0, tokens - 1)[:, :, None].expand(-1, -1, tokens, -1)
             own = tree[:, None].expand(-1, at.shape[1], -1, -1).gather(3, at)
             old = (slots < self.length[..., None])[:, :, None]
             old = old & tree.diagonal(dim1=1, dim2=2)[:, None, :, None]
+            if sliding:
+                old = old & self._near(self.ranks(), depth)
             return torch.where(new[:, :, None], own, old)
         last = self.length[..., None] + torch.arange(tokens, device=self.device)
-        return slots <= last[..., None]
+        mask = slots <= last[..., None]
+        return mask & self._near(self.ranks(), depth) if sliding else mask
+
+    # --- windows ---------------------------------------------------------------------------------
+
+    def ranks(self) -> Tensor:
+        """`rank`, or what it would be: (B, H, capacity)."""
+        if self.rank is not None:
+            return self.rank
+        slots = torch.arange(self.keys.shape[2], device=self.device)
+        return (self.seen[:, None] - self.length)[..., None] + slots
+
+    def _depth(self, tokens: int, tree: Tensor | None) -> Tensor:
+        """(B or 1, T): how far each of the next ``tokens`` stands behind the first of them."""
+        if tree is None:
+            return torch.arange(tokens, device=self.device)[None]
+        return tree.sum(-1) - 1
+
+    def _near(self, rank: Tensor, depth: Tensor) -> Tensor:
+        """Bool (B, H, T, N): which slots of ``rank`` lie in the window of each token."""
+        first = self.seen[:, None] + depth - self.window + 1
+        return rank[:, :, None] >= first[:, None, :, None]
+
+    def opened(
+        self, segment: Segment, tokens: int, tree: Tensor | None, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Keys, values (B, H, N, D), mask (B, H, T, N) and bias of a segment, as of a tail."""
+        keys, values = segment.dequantise(dtype)
+        mask = segment.valid[:, :, None] & self._near(segment.order, self._depth(tokens, tree))
+        if tree is not None:
+            mask = mask & tree.diagonal(dim1=1, dim2=2)[:, None, :, None]
+        return keys, values, mask, segment.bias
+
+    def receive(self, mass: Tensor, sliding: bool) -> None:
+        """Count the attention that the first N slots of the tail have just received, (B, H, N).
+
+        What has left the window will never receive any again and weighs nothing.
+        """
+        self.mass[:, :, : mass.shape[2]] += mass
+        if sliding:
+            gone = self.ranks() <= (self.seen - self.window)[:, None, None]
+            self.mass.masked_fill_(gone, 0.0)
 
     def release(self) -> None:
         """Give the buffers back; the layer is not used again."""
@@ -248,6 +343,8 @@ class KVLayer(CacheLayerMixin):
         """The first ``count`` slots of a row's tail have become ``page``, (H, ...)."""
         if self.bias is not None and page.bias is None:
             page = replace(page, bias=self.bias[row, :, :count].clone())
+        if self.rank is not None:
+            page = replace(page, order=self.rank[row, :, :count].clone())
         page = page.unsqueeze()
         kinds = [segment.key for segment in self.segments]
         if page.group and page.key in kinds:
@@ -289,7 +386,7 @@ class KVLayer(CacheLayerMixin):
         of = self.kv.keys if self.kv is not None else self.keys
         each = 2 * of.shape[-1] * of.element_size()
         if self.frozen:
-            extra = (self.order, self.mass, self.bias)
+            extra = (self.order, self.rank, self.mass, self.bias)
             each += sum(e.element_size() for e in extra if e is not None)
         return taken * each + sum(segment.held_bytes() for segment in segments)
 
@@ -312,11 +409,19 @@ class KVCache(Cache):
         Number of decoder layers.
     pool : BufferPool, optional
         Where buffers come from.
+    windows : sequence of int or None, optional
+        Of each layer; none by default.
     """
 
-    def __init__(self, depth: int, pool: BufferPool | None = None) -> None:
+    def __init__(
+        self,
+        depth: int,
+        pool: BufferPool | None = None,
+        windows: Sequence[int | None] | None = None,
+    ) -> None:
         self.pool = pool or BufferPool(0)
-        super().__init__(layers=[KVLayer(self.pool) for _ in range(depth)])
+        windows = [None] * depth if windows is None else windows
+        super().__init__(layers=[KVLayer(self.pool, window) for window in windows])
         self.length: Tensor | None = None  # (L, B, H): the layers' own are views of it
         self.seen: Tensor | None = None  # (B,): ids consumed, on the device
         self.logical: list[int] = []  # the same on the host
@@ -337,9 +442,19 @@ class KVCache(Cache):
         self.seen = torch.full((1,), logical, device=first.device)
         self.logical = [logical]
         for layer, length in zip(self.layers, self.length, strict=True):
-            layer.freeze(room, length, self.seen, track, mass)
+            layer.freeze(room, length, self.seen, logical, track, mass)
         whole = all(layer.held == self.logical and layer.even for layer in self.layers)
         self.base = [0 if whole else logical]
+
+    def sliding(self, layer: int, tokens: int) -> bool:
+        """Whether a layer may hold something outside the window of one of the next ``tokens``."""
+        held = self.layers[layer]
+        if held.window is None:
+            return False
+        spans = held.held
+        if held.rank is not None:
+            spans = [logical - gap for logical, gap in zip(self.logical, held.gap, strict=True)]
+        return max(spans) + tokens > held.window
 
     def advance(self, tokens: int = 1) -> None:
         """Count ``tokens`` that the last pass wrote to every row."""
@@ -460,11 +575,11 @@ class KVCache(Cache):
                 shape = (*source.shape, *of.shape[3:])
                 moved = of.gather(2, source.clamp(max=of.shape[2] - 1)[wide].expand(shape))
                 of.scatter_(2, target.clamp(max=of.shape[2] - 1)[wide].expand(shape), moved)
-            if layer.order is not None:  # what is kept follows without gaps
-                order = self.seen[:, None, None] + torch.arange(index.shape[1], device=index.device)
-                layer.order.scatter_(
-                    2, target.clamp(max=layer.order.shape[2] - 1), order.expand_as(target)
-                )
+            for of in (layer.order, layer.rank):
+                if of is not None:  # what is kept follows without gaps
+                    steps = torch.arange(index.shape[1], device=index.device)
+                    order = (self.seen[:, None, None] + steps).to(of.dtype)
+                    of.scatter_(2, target.clamp(max=of.shape[2] - 1), order.expand_as(target))
         for layer in self.layers:
             layer.held = [held + count for held, count in zip(layer.held, counts, strict=True)]
         self.length.add_(kept[None, :, None])
@@ -492,17 +607,27 @@ class KVCache(Cache):
             layer.length, layer.seen = joined.length[at], joined.seen
             layer.held = [n for part in parts for n in part.held]
             layer.shift = [n for part in parts for n in part.shift]
+            layer.gap = [n for part in parts for n in part.gap]
+            layer.window = next((p.window for p in parts if p.window is not None), None)
+            own = {part.window for part in parts}
+            ranked = len(own) > 1 or any(part.rank is not None for part in parts)
             layer.even = all(part.even for part in parts)
             capacity = bucket(max(layer.held) + _ROOM)
             for name, wanted in (
                 ("keys", True),
                 ("values", True),
                 ("order", joined.track),
+                ("rank", ranked),
                 ("mass", joined.mass),
                 ("bias", any(part.bias is not None for part in parts)),
             ):
                 if wanted:
                     setattr(layer, name, _stacked(layer, name, parts, capacity))
+            for part in parts:  # all of it fits into the window: near to whatever comes
+                if part.window is None and layer.window is not None:
+                    part.segments = [
+                        replace(of, order=torch.full_like(of.order, _NEAR)) for of in part.segments
+                    ]
             _join_segments(layer, parts)
             for part in parts:
                 part.release()
@@ -517,8 +642,8 @@ class KVCache(Cache):
         self.base = [self.base[row] for row in rows]
         for layer, length in zip(self.layers, self.length, strict=True):
             layer.length, layer.seen = length, self.seen
-            layer.held, layer.shift = (
-                [of[row] for row in rows] for of in (layer.held, layer.shift)
+            layer.held, layer.shift, layer.gap = (
+                [of[row] for row in rows] for of in (layer.held, layer.shift, layer.gap)
             )
             layer.stored = [[of[row] for row in rows] for of in layer.stored]
             for name in _SLOTWISE:
@@ -536,7 +661,7 @@ class KVCache(Cache):
 
     def clone(self) -> KVCache:
         """A copy that shares nothing that changes."""
-        twin = KVCache(len(self.layers), self.pool)
+        twin = KVCache(len(self.layers), self.pool, [layer.window for layer in self.layers])
         twin.track, twin.mass = self.track, self.mass
         twin.logical, twin.base = list(self.logical), list(self.base)
         twin.length, twin.seen = self.length.clone(), self.seen.clone()
@@ -544,6 +669,7 @@ class KVCache(Cache):
             copy.lazy_initialization(layer.keys, layer.values)
             copy.length, copy.seen, copy.even = length, twin.seen, layer.even
             copy.held, copy.shift = list(layer.held), list(layer.shift)
+            copy.gap = list(layer.gap)
             # A segment is never written to, unless a captured step owns it: pages make a new one.
             copy.segments = [
                 replace(s, **{f.name: getattr(s, f.name).clone() for f in _tensors(s)})
@@ -585,7 +711,7 @@ def _stacked(layer: KVLayer, name: str, parts: Sequence[KVLayer], capacity: int)
     shape = (rows, like.shape[1], capacity, *like.shape[3:])
     buffer, row = layer.pool.take(shape, like.dtype, like.device), 0
     for part in parts:
-        of, count = getattr(part, name), max(part.held)
+        of, count = part.ranks() if name == "rank" else getattr(part, name), max(part.held)
         if of is not None:
             buffer[row : row + len(part.held), :, :count] = of[:, :, :count]
         row += len(part.held)

@@ -12,7 +12,7 @@ from ..kv import KV
 from ..models.base import Adapter
 from ..recipe import Recipe
 from ..stages import CacheStage, ColumnRequest, ColumnStats, DecodeStage, Phase, Step
-from .attention import attention_rows, last_seen
+from .attention import attention_rows, span
 from .cache import KVCache
 from .stats import Stats, clock
 
@@ -74,14 +74,18 @@ class Compression:
         step, held = self.step, self.cache.layers[layer]
         layout, heads = step.layout, key.shape[1]
         bias = step.key_bias()
+        # A layer with a window holds what later tokens can still see, and stages work on that.
+        window = step.window(layer)
+        seen = slice(0 if window is None else len(layout) - window + 1, None)
+        held.entered = layout.order
         kv = KV(
-            keys=key[0],
-            values=value[0],
-            order=layout.order.expand(heads, -1),
-            position=layout.position[0].expand(heads, -1),
-            visual=layout.visual.expand(heads, -1),
-            lengths=torch.full((heads,), len(layout), device=key.device),
-            bias=None if bias is None else bias.expand(heads, -1),
+            keys=key[0, :, seen],
+            values=value[0, :, seen],
+            order=layout.order[seen].expand(heads, -1),
+            position=layout.position[0, seen].expand(heads, -1),
+            visual=layout.visual[seen].expand(heads, -1),
+            lengths=torch.full((heads,), len(layout.order[seen]), device=key.device),
+            bias=None if bias is None else bias[seen].expand(heads, -1),
         )
         # Before anything goes: one pass over the attention for every request that differs.
         asked = {name: of[layer] for name, of in self.requests.items() if layer in of}
@@ -165,28 +169,30 @@ def statistics(
     """What a request wants of one layer, over all rows of ``step.layout``."""
     rows = query_rows(request, layer, step)
     want = (*request.want, "nnz")
-    if (last := last_seen(step)) is not None:
-        return _of_blocks(request, rows, query, key, scaling, bias, last)
+    first, last = span(step, layer)
+    if first is not None or last is not None:
+        return _of_spans(request, rows, query, key, scaling, bias, first, last)
     summed = None if request.rows == "all" else rows
     of = col_stats(query, key, summed, scaling, threshold=request.threshold, bias=bias, want=want)
     nnz = of.pop("nnz").expand(key.shape[0], -1)
     return ColumnStats(**of, nnz=nnz, rows=rows)
 
 
-def _of_blocks(
+def _of_spans(
     request: ColumnRequest,
     rows: Tensor,
     query: Tensor,
     key: Tensor,
     scaling: float | None,
     bias: Tensor | None,
-    last: Tensor,
+    first: Tensor | None,
+    last: Tensor | None,
 ) -> ColumnStats:
-    """`statistics` of a prompt whose pictures see themselves whole: rows see up to ``last``."""
+    """`statistics` of a layer whose rows see from ``first`` to ``last``, as `attention_rows`."""
     heads = key.shape[0]
     parts = []
     for block in rows.split(_ROWS_AT_ONCE):
-        p = attention_rows(query, key, block, scaling, bias=bias, last=last)
+        p = attention_rows(query, key, block, scaling, bias=bias, first=first, last=last)
         reach = (p >= request.threshold * p.amax(-1, keepdim=True)) & (p > 0)
         parts.append(
             {
@@ -209,7 +215,10 @@ def _of_blocks(
         for name, values in joined.items()
     }
     keys = torch.arange(key.shape[1], device=key.device)
-    nnz = (keys[None] <= last[rows][:, None]).sum(0).expand(heads, -1)
+    seen = keys <= (rows if last is None else last[rows])[:, None]
+    if first is not None:
+        seen = seen & (keys >= first[rows][:, None])
+    nnz = seen.sum(0).expand(heads, -1)
     return ColumnStats(**of, nnz=nnz, rows=rows)
 
 

@@ -77,7 +77,10 @@ class StepGraph:
         ``given`` are the arguments of `Decoder.forward`; what comes back is overwritten by the next
         step of the same width.
         """
-        key = (given[0].shape[1], decoder.taps)
+        # Steps beyond the window of a layer have a mask that others do not need.
+        width, cache = given[0].shape[1], decoder.cache
+        sliding = tuple(cache.sliding(layer, width) for layer in range(len(cache.layers)))
+        key = (width, decoder.taps, sliding)
         if key not in self._replays:
             self.inputs[key] = tuple(None if of is None else of.clone() for of in given)
             self._replays[key] = self.record(self._step_of(decoder, key), self.state)

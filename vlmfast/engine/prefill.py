@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..errors import ModelError, RecipeError
 from ..kernels.gather_rows import gather_rows, gather_rows_ref
-from ..layout import TokenLayout, VisualTokens
+from ..layout import Numbering, TokenLayout, VisualTokens
 from ..models.base import Adapter
 from ..recipe import Recipe
 from ..stages import (
@@ -30,7 +30,7 @@ from .cache import KVCache
 from .compress import Compression
 from .stats import Stats, Trace, clock
 from .taps import Watch
-from .vision import encode, merge_requests
+from .vision import encode, merge_requests, served
 
 
 @dataclass
@@ -51,6 +51,8 @@ class Prompt:
         As in `Step`.
     answer : int
         Training: ids at the end that are the answer.
+    full : Numbering, optional
+        Rotary ids before anything was dropped; by default those of ``layout``, which is all then.
     """
 
     embeds: Tensor
@@ -61,12 +63,17 @@ class Prompt:
     notes: dict[str, dict] = field(default_factory=dict)
     trained: dict[str, nn.Module] = field(default_factory=dict)
     answer: int = 0
+    full: Numbering | None = None
 
     def behind(self, ids: int) -> Prompt:
         """The same as a later part of a prompt, ``ids`` in front of it."""
         if not ids:
             return self
-        return replace(self, layout=self.layout.replace(order=self.layout.order + ids))
+        return replace(
+            self,
+            layout=self.layout.replace(order=self.layout.order + ids),
+            full=self.full and replace(self.full, first=self.full.first + ids),
+        )
 
 
 @dataclass
@@ -138,10 +145,11 @@ def look(
     is_visual = adapter.visual(ids[0])
     order = torch.arange(ids.shape[1], device=ids.device)
     notes: dict[str, dict] = {}
-    trained = {stage.name: adapter.trained(stage) for stage in recipe if stage.trained}
     items = inputs.items
     if items is None:
         items = adapter.items(inputs.tensors, inputs.sizes, inputs.frames)
+    served(adapter, recipe.acting("in-encoder"), items)  # before weights are asked for
+    trained = {stage.name: adapter.trained(stage) for stage in recipe if stage.trained}
     start = clock(ids.device)
     tokens, vision = encode(
         adapter,
@@ -196,6 +204,8 @@ def prepare(
     tokens, vision = seen.tokens, seen.vision
     stats.saliency = trace.saliency = vision.sources()
     stats.left_out = list(vision.left_out)
+    merged = len(tokens) < ids.shape[1] - len(text)
+    closed = merged and any(_compacts(stage) for stage in recipe.acting("in-encoder"))
     # What an encode stage notes belongs to this question, what the tower noted to all.
     notes = {name: dict(noted) for name, noted in seen.notes.items()}
 
@@ -218,15 +228,17 @@ def prepare(
         wanted = stage.vision_stats(tower)
         rows = {layer: vision.rows[layer] for layer, asks in wanted.items() if asks.rows != "keys"}
         keys = {layer: vision.keys[layer] for layer, asks in wanted.items() if asks.keys}
+        before = len(tokens)
         tokens = stage.reduce(tokens, replace(vision, rows=rows, keys=keys), request)
+        closed = closed or (_compacts(stage) and len(tokens) < before)
         trace.drop_before(0, tokens.layout, stage.name)
         stats.visual_tokens_kept[stage.name] = len(tokens)
     layout = TokenLayout.cat([text_layout, tokens.layout])
     rank = layout.order.argsort(stable=True)
     layout = layout.select(rank)
-    if any(stage.positions == "compact" for stage in stages) and len(layout) < ids.shape[1]:
-        layout = adapter.compact(layout)
-        layout = layout.replace(position=layout.position + inputs.start)
+    full = Numbering.of(position, torch.where(is_visual, ids[0], -1))
+    if closed:
+        layout = layout.replace(position=adapter.compact(full, layout.order))
         next_position = int(layout.position.max()) + 1
     embeds = torch.cat([text, tokens.features.to(text.dtype)]).index_select(0, rank)
     stats.time_reduce_s += clock(ids.device) - start
@@ -239,7 +251,12 @@ def prepare(
         notes,
         seen.trained,
         inputs.answer,
+        full,
     ).behind(inputs.offset)
+
+
+def _compacts(stage: Stage) -> bool:
+    return getattr(stage, "positions", "keep") == "compact"
 
 
 def _leaves_something(stage: Stage, n: int, depth: int) -> None:
@@ -303,7 +320,7 @@ def prefill(
         for requests, early in ((step.requests, False), (ahead, True)):
             chosen = {layer: r for layer, r in wanted.items() if r.ahead is early}
             merge_requests(requests, chosen, stage.name)
-    drops = Drops(adapter, stages, ahead, step, stats, trace)
+    drops = Drops(adapter, prompt, stages, ahead, step, stats, trace)
     start = clock(prompt.embeds.device)
     watched = nullcontext() if watch is None else watch.over(adapter.decoder, step)
     with active(step), drops.installed(), watched as seen:
@@ -322,7 +339,7 @@ def prefill(
     stats.time_prefill_s = clock(prompt.embeds.device) - start  # the stages' own work included
     stats.layer_tokens(drops.visual_per_layer, adapter.config.get_text_config())
     stats.kv_bytes = cache.held_bytes()
-    stats.kv_bytes_full = prompt.full_length * adapter.bytes_per_token()
+    stats.kv_bytes_full = adapter.cache_bytes(prompt.full_length)
     stats.kv_tokens_per_layer = cache.lengths()
     return logits
 
@@ -349,6 +366,7 @@ class Drops:
     def __init__(
         self,
         adapter: Adapter,
+        prompt: Prompt,
         stages: list[PrefillStage],
         ahead: dict[int, StatRequest],
         step: Step,
@@ -356,7 +374,7 @@ class Drops:
         trace: Trace,
     ) -> None:
         self.adapter, self.step, self.stats, self.trace = adapter, step, stats, trace
-        self.ahead = ahead
+        self.prompt, self.ahead = prompt, ahead
         self.layers = adapter.decoder.layers
         self.schedule: dict[int, list[PrefillStage]] = {}
         for stage in stages:
@@ -398,14 +416,15 @@ class Drops:
                 self._probe(module, index, hidden, kwargs)
             for stage in self.schedule.get(index, ()):
                 start = clock(hidden.device)
-                self.step.hidden = hidden[0]
+                self.step.hidden = rows = hidden[0]
                 keep = stage.keep(self.step, index)
-                hidden = self.step.hidden[None]
+                if self.step.hidden is not rows:
+                    hidden = self.step.hidden[None]
                 if keep is not None:
                     hidden = self._drop(stage, index, hidden, keep, kwargs)
                 self.stats.time_reduce_s += clock(hidden.device) - start
             self.step.hidden = None
-            if self.kept is None:
+            if self.kept is None and hidden is args[0]:
                 return None
             return (hidden, *args[1:]), {**kwargs, **self._positions(index, kwargs)}
 
@@ -452,32 +471,42 @@ class Drops:
         )
         if bool((keep[1:] <= keep[:-1]).any()) or bool((gone & ~layout.visual).any()):
             raise RecipeError(f"{stage.name} must keep every text token, in ascending order")
-        compact, given = stage.positions == "compact", kwargs["position_embeddings"]
-        renumbered = self.numbered is not None
-        if compact or renumbered:
-            tables = ()
-        else:
-            tables = self._positions(index, kwargs)["position_embeddings"]
-        hidden, *tables = _rows(keep, hidden, *tables)
-        self.step.select(keep)
-        self.kept = keep if self.kept is None else self.kept.index_select(0, keep)
-        if compact:
-            self._renumber(index)
-        elif renumbered:
-            self.numbered = {}
-        else:
-            self.tables, self.source = tuple(tables), given
+        if len(keep) < len(layout):
+            hidden = self._select(stage, index, hidden, keep, kwargs)
         visual = self.step.layout.select(self.step.layout.visual)
         self.visual_per_layer[index:] = [len(visual)] * (len(self.layers) - index)
         self.trace.drop_before(index, visual, stage.name)
         self.stats.visual_tokens_kept[stage.name] = len(visual)
         return hidden
 
+    def _select(
+        self, stage: PrefillStage, index: int, hidden: Tensor, keep: Tensor, kwargs: dict
+    ) -> Tensor:
+        """Rows ``keep`` of the hidden states, the layout, statistics and rotary tables."""
+        given, renumbered = kwargs["position_embeddings"], self.numbered is not None
+        if _compacts(stage) or renumbered:
+            tables = ()
+        else:
+            tables = self._positions(index, kwargs)["position_embeddings"]
+        hidden, *tables = _rows(keep, hidden, *tables)
+        self.step.select(keep)
+        self.kept = keep if self.kept is None else self.kept.index_select(0, keep)
+        if _compacts(stage):
+            self._renumber(index)
+        elif renumbered:
+            self.numbered = {}
+        else:
+            self.tables, self.source = tuple(tables), given
+        return hidden
+
     def _renumber(self, index: int) -> None:
         """Rows without gaps from layer ``index`` on; decode continues each layer's own count."""
-        last = int(self.step.layout.position.max())
-        self.step.layout = self.adapter.compact(self.step.layout)
-        shift = last - int(self.step.layout.position.max())
+        layout, whole, full = self.step.layout, self.prompt.layout, self.prompt.full
+        if full is None:
+            full = Numbering.of(whole.position, whole.kind)
+        position = self.adapter.compact(full, layout.order - full.first)
+        self.step.layout = layout.replace(position=position)
+        shift = self.prompt.next_position - 1 - int(position.max())
         for layer in self.step.cache.layers[index:]:
-            layer.shift = [layer.shift[0] + shift]
+            layer.shift = [shift]
         self.numbered = {}

@@ -58,10 +58,17 @@ class Run:
         return self.start_from(prompt, room)
 
     @lasting
-    def start_from(self, prompt: Prompt, room: int, limit: int | None = None) -> Tensor:
+    def start_from(
+        self, prompt: Prompt, room: int, limit: int | None = None, *, bounded: bool = True
+    ) -> Tensor:
         """Prefill of a prompt that is already merged. Returns logits (1, V).
 
-        ``limit`` is as in `extend`.
+        Parameters
+        ----------
+        limit : int, optional
+            As in `extend`.
+        bounded : bool
+            Whether no more than ``room`` tokens follow.
 
         Raises
         ------
@@ -71,7 +78,11 @@ class Run:
         self._fits(prompt.next_position + room)
         self.prompt = prompt
         self.stats.prompt_tokens = len(self.prompt.layout)
-        self.cache = KVCache(self.adapter.depth, self.adapter.pool)
+        windows = self.adapter.windows
+        if bounded:  # a window that holds the whole sequence is none
+            most = len(prompt.layout) + room
+            windows = [None if window is None or most <= window else window for window in windows]
+        self.cache = KVCache(self.adapter.depth, self.adapter.pool, windows)
         logits = prefill(
             self.adapter,
             prompt,

@@ -73,7 +73,7 @@ def encode(
         Their rotary ids.
     """
     blocks = adapter.vision_blocks()
-    inside, left_out = _served(adapter, inside, items)
+    inside, left_out = served(adapter, inside, items)
     step = Step(
         Phase.VISION,
         depth=len(blocks),
@@ -134,7 +134,7 @@ def encode(
     return tokens, vision
 
 
-def _served(
+def served(
     adapter: Adapter, inside: list[InEncoderStage], items: tuple[ItemGeometry, ...]
 ) -> tuple[list[InEncoderStage], tuple[str, ...]]:
     """The stages that can work inside the tower, and what is left out of methods that do without.
@@ -201,7 +201,7 @@ def _ask_for_saliency(
     wanted: dict[str, tuple[SaliencyRequest, str]] = {}
     for stage in stages:
         for asked in stage.saliencies():
-            source = adapter.sources()[0] if asked.source == "auto" else asked.source
+            source = adapter.source(asked)
             if source not in adapter.sources():
                 raise RecipeError(
                     f"{stage.name}: saliency={source} cannot be read of "

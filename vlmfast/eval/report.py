@@ -211,7 +211,7 @@ def table(rows: list[Row]) -> str:
 def _cells(row: Row) -> list[str]:
     n = row.numbers
     return [
-        f"`{row.run.name}`",
+        row.run.label,
         *_both(n, "accuracy"),
         _two(*(n[f"caption_{m}"] for m in MODALITIES), scale=100),
         _percent(n.get("loyalty")),
@@ -233,7 +233,7 @@ def cache_table(rows: list[Row]) -> str:
     for row in rows:
         n = row.numbers
         cells.append(
-            [f"`{row.run.name}`", _percent(n["held"]), *_both(n, "accuracy"), *_both(n, "caption")]
+            [row.run.label, _percent(n["held"]), *_both(n, "accuracy"), *_both(n, "caption")]
             + [_percent(n.get("loyalty"), n.get("loyalty_ci")), *_times(row)]
             + _gaps(row, None if _is_reference(row) else full)
             + [cell for word in controls for cell in _gaps(row, row.controls.get(word))]
@@ -262,7 +262,7 @@ def session_table(rows: list[Row]) -> str:
 def _session_cells(row: Row) -> list[str]:
     n = row.session.numbers
     return [
-        f"`{row.run.name}`",
+        row.run.label,
         "for each question" if rereads(row.run) else "once",
         _percent(n["held"]),
         _two(*(n[f"accuracy_first_{m}"] for m in MODALITIES), scale=100),
@@ -283,7 +283,7 @@ def metrics_table(rows: list[Row]) -> str:
     return _markdown(
         ["recipe", *names],
         [
-            [f"`{row.run.name}`", *(f"{row.numbers['metrics'][name]:.4g}" for name in names)]
+            [row.run.label, *(f"{row.numbers['metrics'][name]:.4g}" for name in names)]
             for row in rows
         ],
     )
@@ -295,7 +295,7 @@ def group_tables(rows: list[Row]) -> str:
     parts = []
     for group in rows[0].numbers["groups"] if rows else ():
         first = rows[0].numbers["groups"][group]
-        head = [group, "questions", *(f"`{row.run.name}` %" for row in rows)]
+        head = [group, "questions", *(f"{row.run.label} %" for row in rows)]
         lines = [
             [name, str(of["n"]), *(_of_group(row, group, name) for row in rows)]
             for name, of in first.items()
@@ -327,7 +327,7 @@ def _cost_cells(row: Row) -> list[str]:
     n = row.numbers
     tpot = [n[f"tpot_s_{m}"] for m in MODALITIES]
     return [
-        f"`{row.run.name}`",
+        row.run.label,
         _two(*(n[f"equivalent_tokens_{m}"] for m in MODALITIES)),
         _two(*(n[f"flops_prefill_{m}"] for m in MODALITIES), scale=1e-9),
         _two(*(n[f"ttft_s_{m}"] for m in MODALITIES), scale=1000),
@@ -347,8 +347,8 @@ def pair_table(rows: list[Row]) -> str:
             only, only_other, p = splits(row.run, other.run)
             lines.append(
                 [
-                    f"`{row.run.name}`",
-                    f"`{other.run.name}`",
+                    row.run.label,
+                    other.run.label,
                     *_gaps(row, other),
                     str(only),
                     str(only_other),
@@ -589,7 +589,7 @@ def _difference_table(pairs: list[tuple[Results, Results]]) -> str:
         times = [median_time(run, m) for m in MODALITIES for run in (old, new)]
         rows.append(
             [
-                f"`{new.name}`",
+                new.label,
                 str(len(common)),
                 *(_points(difference(new, old, m)) for m in MODALITIES),
                 f"{splits(new, old)[2]:.2g}",

@@ -53,6 +53,12 @@ class Results:
         return named(self.meta["recipe"], self.variant)
 
     @property
+    def label(self) -> str:
+        """`name` in Markdown, with the source of saliency where the recipe reads any."""
+        source = self.meta.get("saliency")
+        return f"`{self.name}`" + (f" ({source})" if source else "")
+
+    @property
     def variant(self) -> str | None:
         """The control it ran under, or ``session``."""
         return self.meta.get("control") or ("session" if self.meta.get("session") else None)

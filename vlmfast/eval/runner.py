@@ -130,7 +130,10 @@ def evaluate(
     with Writer(path, json.loads(json.dumps(meta)), shard) as writer:
         left = [doc for doc in docs if doc.doc_id not in writer.done]
         if left or not (path / META).exists():  # a part of a run may have no questions at all
-            writer.note({"data": _data_name(task), **_run(vlm, command, batch_size)})
+            asked = [of for stage in recipe.acting("encode") for of in stage.saliencies()]
+            sources = sorted({vlm.adapter.source(of) for of in asked})
+            about = {"data": _data_name(task), "saliency": ", ".join(sources) or None}
+            writer.note({**about, **_run(vlm, command, batch_size)})
         asking = _Asking(vlm, task, recipe, control, seed)
         if session:
             lines = asking.sessions(docs, set(writer.done))

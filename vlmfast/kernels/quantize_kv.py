@@ -270,7 +270,8 @@ class Segment:
     lengths : Tensor, int64, (...,)
         Slots that exist; the others, at the end, are padding.
     order : Tensor, int32, (..., N)
-        Index of each slot's token in the full sequence. Attention does not read it.
+        Index of each slot's token in the full sequence; in a cache layer with a window, its `rank`
+        there. Attention reads it only for such layers.
     bias : Tensor, float32, (..., N), optional
         What attention adds to the logit of each key.
     """

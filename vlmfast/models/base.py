@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from ..buffers import BufferPool
 from ..checkpoints import load_weights
 from ..errors import ModelError, RecipeError
-from ..layout import Kind, TokenLayout
-from ..saliency import to_tokens
+from ..layout import Kind, Numbering, TokenLayout
+from ..saliency import SaliencyRequest, to_tokens
 from ..stages import ItemGeometry, Stage, Step, VisionStats
 from ._batch import Media
 
@@ -44,7 +44,7 @@ class Adapter:
     """One family: pixels in, visual tokens out, and where they sit in the prompt.
 
     A family's file defines ``FamilyAdapter(Adapter)`` with `encode`, and overrides what differs:
-    `positions` (M-RoPE), `decoder_kwargs` (deepstack), `mask_rule` (image blocks),
+    `positions` and `compact` (M-RoPE), `decoder_kwargs` (deepstack), `mask_rule` (image blocks),
     `min_drop_layer`, `logits` (soft caps).
     """
 
@@ -89,8 +89,9 @@ class Adapter:
         text = self.config.get_text_config()
         if getattr(text, "attn_logit_softcapping", None) is not None:
             raise ModelError(f"{text.model_type} caps its attention logits, which is not supported")
-        # Beyond it attention is cut off, which the engine does not do.
+        # Prompt and answer must fit into it, but where a family names the windows of its layers.
         self.window: int | None = getattr(text, "sliding_window", None)
+        self.windows: tuple[int | None, ...] = (None,) * self.depth
         # Modules of trained stages, by recipe word, `weights` and kind.
         self.modules: dict[tuple[str, str, str], nn.Module] = {}
         self.pool = BufferPool()  # buffers of caches, from one request to the next
@@ -153,6 +154,10 @@ class Adapter:
     def sources(self) -> tuple[str, ...]:
         """Of `saliency.SOURCES` those that the tower has, the usual one first."""
         return ("cls", "received", "norm") if self.specials() else ("received", "norm")
+
+    def source(self, asked: SaliencyRequest) -> str:
+        """The source that answers a request."""
+        return self.sources()[0] if asked.source == "auto" else asked.source
 
     def why_no_source(self, source: str) -> str:
         """The reason why a source of `saliency.SOURCES` is not among `sources`."""
@@ -269,6 +274,11 @@ class Adapter:
         heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
         head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         return 2 * self.depth * heads * head * self.dtype.itemsize
+
+    def cache_bytes(self, tokens: int) -> int:
+        """Bytes of an uncompressed cache after ``tokens``; layers hold what their windows show."""
+        slots = (tokens if w is None else min(tokens, w - 1) for w in self.windows)
+        return sum(slots) * self.bytes_per_token() // self.depth
 
     def signature(self) -> list[float]:
         """A few numbers by which weights that were trained for this very model know it again."""
@@ -481,10 +491,21 @@ class Adapter:
         """Which kind of rotary tables a layer takes."""
         return ""
 
-    def compact(self, layout: TokenLayout) -> TokenLayout:
-        """``layout`` with its rows renumbered without gaps."""
-        position = torch.arange(len(layout), device=layout.device)
-        return layout.replace(position=position.expand_as(layout.position).contiguous())
+    def compact(self, full: Numbering, kept: Tensor) -> Tensor:
+        """Rotary ids (P, N) without the gaps of what was dropped; the prompt's own if nothing was.
+
+        Parameters
+        ----------
+        full : Numbering
+            Of the prompt before anything was dropped, so that it does not matter how many drops
+            there were.
+        kept : Tensor, int64, (N,)
+            Rows of it that are left, ascending.
+        """
+        if len(kept) == len(full):
+            return full.position
+        count = torch.arange(len(kept), device=kept.device)
+        return full.position[:, :1] + count
 
     def rotate(self, keys: Tensor, delta: Tensor) -> Tensor:
         """Keys (H, N, D) whose rotary ids are moved by ``delta``, int64, (H, N)."""

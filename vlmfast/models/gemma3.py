@@ -1,6 +1,7 @@
-"""Gemma 3: a picture is one square view, its patches pooled; its tokens see each other both ways.
+"""Gemma 3: an image is one square view, its patches pooled; its tokens see each other both ways.
 
-Most layers of the language model attend within a window. Prompt and answer must fit into it.
+Most layers of the language model attend within a window: a row sees itself and the ``window - 1``
+rows before it among those that enter the layer, and of its own image also the rows after it.
 """
 
 from __future__ import annotations
@@ -23,11 +24,13 @@ class FamilyAdapter(Tiled):
     def __init__(self, model: nn.Module, processor: Any) -> None:
         super().__init__(model, processor)
         self.kinds = self.config.get_text_config().layer_types
-        if "sliding_attention" not in self.kinds:
-            self.window = None
+        self.windows = tuple(
+            self.window if kind == "sliding_attention" else None for kind in self.kinds
+        )
+        self.window = None  # prompts may be longer
 
     def mask_rule(self, layout: TokenLayout) -> Tensor:
-        """Bool (S, S): what each row sees: rows before it, and all of its own picture."""
+        """Bool (S, S): what each row sees: rows before it, and all of its own image."""
         place = torch.arange(len(layout), device=layout.device)
         before = place[:, None] >= place
         return before | ((layout.item[:, None] == layout.item) & layout.visual[:, None])

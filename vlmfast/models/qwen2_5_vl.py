@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..layout import TokenLayout
+from ..layout import Numbering, TokenLayout
 from ..saliency import window_order
 from ..stages import ItemGeometry, Step, VisionStats
 from ._batch import Media
@@ -107,6 +107,17 @@ class FamilyAdapter(Adapter):
         )
         return position[:, 0]
 
+    def compact(self, full: Numbering, kept: Tensor) -> Tensor:
+        if len(kept) == len(full):
+            return full.position
+        position, segment = full.position, full.segment
+        left = torch.zeros_like(segment, dtype=torch.bool).index_fill(0, kept, True)
+        gaps = torch.stack([_gaps(axis, segment, left) for axis in position])
+        # As in `get_rope_index`, text follows the rows and columns of an image or video, not times.
+        shrunk = _extents(position[1:], segment) - _extents((position - gaps)[1:], segment, left)
+        moved = (shrunk.cumsum(0) - shrunk)[segment]
+        return (position - gaps - moved).index_select(1, kept)
+
     def pictures_in(self, batch: dict[str, Tensor], ids: list[Tensor]) -> list[Media]:
         return self._patches_in(batch, *self.tensors)
 
@@ -178,3 +189,51 @@ class FamilyAdapter(Adapter):
         none = torch.zeros_like(raster)
         kind = torch.full_like(raster, int(self.kind))
         return self.view_layout(none, raster // columns, raster % columns, kind, item, geometry)
+
+
+def _gaps(position: Tensor, segment: Tensor, left: Tensor) -> Tensor:
+    """How far the gaps in front of each row reach, inside its segment and on one axis.
+
+    An id that no row has any more goes together with its step to the next one.
+
+    Parameters
+    ----------
+    position, segment : Tensor, int64, (S,)
+    left : Tensor, bool, (S,)
+        Rows that are not dropped.
+
+    Returns
+    -------
+    Tensor, int64, (S,)
+    """
+    ids, row = (segment * (position.max() + 1) + position).unique(return_inverse=True)
+    gone = ids.diff(append=ids[-1:]).index_fill(0, row[left], 0)
+    ahead = (gone.cumsum(0) - gone)[row]
+    return ahead - _lowest(ahead, segment)[segment]
+
+
+def _extents(position: Tensor, segment: Tensor, left: Tensor | None = None) -> Tensor:
+    """How many ids each segment takes, on the axis that takes most.
+
+    Parameters
+    ----------
+    position : Tensor, int64, (A, S)
+    segment : Tensor, int64, (S,)
+    left : Tensor, bool, (S,), optional
+        Rows that count; all by default.
+
+    Returns
+    -------
+    Tensor, int64, (K,)
+    """
+    taken = position.amax(0) - _lowest(position.amin(0), segment)[segment] + 1
+    if left is not None:
+        taken = taken.masked_fill(~left, 0)
+    none = torch.zeros_like(taken[: int(segment[-1]) + 1])
+    return none.scatter_reduce(0, segment, taken, "amax")
+
+
+def _lowest(values: Tensor, segment: Tensor) -> Tensor:
+    """The lowest value (K,) of each segment."""
+    none = torch.zeros_like(values[: int(segment[-1]) + 1])
+    return none.scatter_reduce(0, segment, values, "amin", include_self=False)

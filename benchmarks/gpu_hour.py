@@ -1,0 +1,505 @@
+"""The first hour on a GPU: every path that needs one, once: ``python benchmarks/gpu_hour.py``.
+
+Weights are random or those of `tiny`, and nothing is downloaded. Four parts run in this order; name
+some of them to run those alone.
+
+=========  =====================================================================================
+``probe``  device, versions, bandwidth of a copy, time of the first and of later answers
+``smoke``  every method of the library on `tiny`: captured decoding, eager decoding and the
+           kernels' PyTorch references must all give the CPU's tokens; a ragged batch, streaming,
+           a session; captures beside a thread that allocates
+``step``   decode steps of LLaVA-NeXT and of Qwen2.5-VL at 7B, beside the time in which weights
+           and cache are read once at the bandwidth of the copy; kernels per layer, time of a
+           capture
+``serve``  tokens per second of a batch whose answers end together, and of one whose do not
+=========  =====================================================================================
+
+A row has a verdict where something is expected of it: ``PASS``, ``MISS`` (slower or less than aimed
+at) or ``FAIL`` (wrong, or an error). The result file is written after every row, with device,
+versions, command and date. ``--dry`` runs all parts at toy size on a CPU, which checks this script
+and nothing else: times mean nothing and have no verdict then. The exit code is 1 if a row
+failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import json
+import os
+import shlex
+import statistics
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import end_to_end
+import kv
+import torch
+
+import vlmfast
+from kernels import kernels
+from vlmfast import VLM, RecipeError, Request
+from vlmfast.bench import drawn, facts
+from vlmfast.engine.attention import switched
+from vlmfast.engine.decode import Decoder
+from vlmfast.engine.fused import fusable
+from vlmfast.engine.graphs import StepGraph
+from vlmfast.engine.prefill import Inputs
+from vlmfast.engine.run import Run
+from vlmfast.engine.stats import clock
+from vlmfast.recipe import Recipe
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = Path(__file__).resolve().parent / "results"
+PARTS = ("probe", "smoke", "step", "serve")
+QUESTION = "What is in the bottom left?"
+IMAGE = str(ROOT / "examples" / "picture.png")
+# Beside each method at its defaults.
+STACKS = (
+    "none",
+    "downsample:0.3,repair=true",
+    "pyramiddrop:positions=compact",
+    "kivi:residual=32",
+    "zipvl:tau=0.9,kv=drop,rows=all",
+    "draft-auto+kivi",
+    "hired:0.5+pyramiddrop+zipvl",
+)
+DRY_RECIPES = ("none", "hired:0.2", "zipvl")
+# What is aimed at; seconds, and shares of the time that reading weights and cache once takes.
+FIRST, LATER, SECOND_REQUEST, CAPTURE = 1.5, 0.3, 0.5, 0.15
+OF_FLOOR = {"llava-next-7b": 0.75, "qwen2.5-vl-7b": 0.70}
+KERNELS_PER_LAYER = 16
+
+
+# --- rows ----------------------------------------------------------------------------------------
+
+
+@dataclass
+class Report:
+    """Rows of the result file, written and printed as they come.
+
+    Parameters
+    ----------
+    path : Path
+    about : dict
+        Command, device, versions, date.
+    """
+
+    path: Path
+    about: dict[str, Any]
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    part: str = ""
+
+    def row(self, what: str, value: Any, aim: str = "", ok: bool | None = None) -> None:
+        """``ok`` says whether the aim was met; ``None`` where nothing was aimed at."""
+        self._add(what, value, aim, "" if ok is None else "PASS" if ok else "MISS")
+
+    def exact(self, what: str, value: Any, aim: str, ok: bool) -> None:
+        """The same where anything else is wrong, and not only slow."""
+        self._add(what, value, aim, "PASS" if ok else "FAIL")
+
+    @contextlib.contextmanager
+    def guarded(self, what: str) -> Iterator[None]:
+        """An error becomes a row; one that breaks the CUDA context ends the script."""
+        try:
+            yield
+        except Exception as error:
+            text = " ".join(str(error).split())[:200]
+            traceback.print_exc(limit=4)
+            self._add(what, f"{type(error).__name__}: {text}", "", "FAIL")
+            if "CUDA error" in text or "illegal memory access" in text:
+                raise SystemExit(1) from error
+
+    def _add(self, what: str, value: Any, aim: str, verdict: str) -> None:
+        row = {"part": self.part, "what": what, "value": value, "aim": aim, "verdict": verdict}
+        self.rows.append(row)
+        shown = f"{value:.4g}" if isinstance(value, float) else str(value)
+        print(f"{verdict:5} {what:64} {shown:>24}  {aim}", flush=True)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        text = json.dumps({**self.about, "rows": self.rows}, indent=1)
+        self.path.write_text(text + "\n", encoding="utf-8")
+
+    def failed(self) -> list[dict[str, Any]]:
+        return [row for row in self.rows if row["verdict"] == "FAIL"]
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Where the parts run and how large."""
+
+    report: Report
+    device: torch.device
+    dry: bool
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float32 if self.dry else torch.bfloat16
+
+    def timed(self, what: str, seconds: float, aim: float | None = None) -> None:
+        """A row in seconds, at most ``aim``."""
+        judged = aim is not None and not self.dry
+        text = f"<= {aim:g}" if judged else ""
+        self.report.row(f"{what}, s", seconds, text, seconds <= aim if judged else None)
+
+    def bandwidth(self) -> float:
+        """Bytes per second of a large copy, read and written."""
+        x = torch.randn(1 << (20 if self.dry else 28), device=self.device)
+        y = torch.empty_like(x)
+        return 2 * x.nbytes / self.seconds(lambda: y.copy_(x), 10)
+
+    def seconds(self, call: Callable[[], Any], count: int) -> float:
+        """Median time of a call, the device's work included."""
+        for _ in range(3):
+            call()
+        found = []
+        for _ in range(count):
+            begin = clock(self.device)
+            call()
+            found.append(clock(self.device) - begin)
+        return statistics.median(found)
+
+
+# --- probe ---------------------------------------------------------------------------------------
+
+
+def probe(bench: Bench) -> None:
+    report = bench.report
+    report.row("device", report.about["device"])
+    if not bench.dry:
+        major, minor = torch.cuda.get_device_capability()
+        report.exact("compute capability", f"{major}.{minor}", ">= 8.0", major >= 8)
+    report.row("bandwidth of a copy, TB/s", bench.bandwidth() / 1e12)
+    begin = clock(bench.device)
+    vlm = VLM.from_pretrained("tiny", device=bench.device)
+    bench.timed("loading tiny", clock(bench.device) - begin)
+    for what, aim in (("first answer, kernels compile", None), ("second", FIRST), ("third", LATER)):
+        begin = clock(bench.device)
+        answer = vlm.ask(QUESTION, IMAGE, max_new_tokens=8)
+        bench.timed(f"{what} ({answer.text})", clock(bench.device) - begin, aim)
+    with report.guarded("streaming, in a thread of its own"):
+        *pieces, _ = vlm.stream(QUESTION, IMAGE, max_new_tokens=4)
+        report.row("streaming, in a thread of its own", "".join(pieces))
+
+
+# --- smoke ---------------------------------------------------------------------------------------
+
+
+def smoke(bench: Bench) -> None:
+    report, new = bench.report, 6 if bench.dry else 48
+    length = {"max_new_tokens": new, "min_new_tokens": new}
+    cpu = VLM.from_pretrained("tiny", device="cpu", dtype=torch.float32)
+    auto = VLM.from_pretrained("tiny", device=bench.device, dtype=torch.float32)
+    eager = VLM(auto.model, auto.processor, decoding="eager")
+    modes = {"auto": (auto, None), "eager": (eager, None), "references": (eager, "torch")}
+    differing, ran, second = [], 0, {}
+    for recipe in DRY_RECIPES if bench.dry else recipes():
+        with report.guarded(f"recipe {recipe}"):
+            try:
+                wanted = cpu.ask(QUESTION, IMAGE, recipe=recipe, **length).token_ids
+            except RecipeError as refusal:  # a method that has no weights for `tiny`, say
+                report.row(f"recipe {recipe}", f"refused: {refusal}")
+                continue
+            for mode, (vlm, choice) in modes.items():
+                with kernels(choice) if choice else contextlib.nullcontext():
+                    got = vlm.ask(QUESTION, IMAGE, recipe=recipe, **length).token_ids
+                ran += 1
+                if got != wanted:
+                    differing.append(f"{recipe} ({mode})")
+            begin = clock(bench.device)
+            auto.ask(QUESTION, IMAGE, recipe=recipe, **length)
+            second[recipe] = clock(bench.device) - begin
+    right = f"{ran - len(differing)} of {ran}"
+    report.exact("answers that are the CPU's, in float32", right, "all", not differing)
+    for what in differing:
+        report.row("tokens differ", what)
+    for recipe in sorted(second, key=second.get, reverse=True)[:5]:
+        bench.timed(f"a later request, {recipe}", second[recipe], SECOND_REQUEST)
+    with report.guarded("ragged batch"):
+        ragged(report, auto, cpu)
+    with report.guarded("session"), auto.session(images=IMAGE, recipe="lookm:0.5") as session:
+        texts = [session.ask(of, max_new_tokens=6).text for of in (QUESTION, "And above it?")]
+        report.row("two questions of a session", " / ".join(texts))
+    with report.guarded("captures beside a thread that allocates"):
+        beside_a_thread(bench)
+
+
+def recipes() -> list[str]:
+    """Every method that works on tokens, cache or drafts at its defaults, and `STACKS`."""
+    names = [method["name"] for method in vlmfast.methods() if method["protocol"] != "media"]
+    return [*STACKS, *names]
+
+
+def ragged(report: Report, vlm: VLM, cpu: VLM) -> None:
+    """Six requests of different recipes and lengths, three at once."""
+    pairs = zip(
+        ("none", "hired:0.2", "zipvl", "kivi", "snapkv:0.3", "none"),
+        (5, 9, 4, 12, 7, 3),
+        strict=True,
+    )
+    requests = [
+        Request(QUESTION, IMAGE, recipe=of, generation={"max_new_tokens": n, "min_new_tokens": n})
+        for of, n in pairs
+    ]
+    got, wanted = (
+        [answer.token_ids for answer in of.ask_many(requests, batch_size=3)] for of in (vlm, cpu)
+    )
+    same = sum(a == b for a, b in zip(got, wanted, strict=True))
+    report.exact("ragged batch: answers that are the CPU's", same, "6", same == 6)
+
+
+def beside_a_thread(bench: Bench) -> None:
+    """Decode steps of new shapes are captured while another thread allocates and frees."""
+    stop = threading.Event()
+
+    def allocate() -> None:
+        while not stop.is_set():
+            torch.empty(1 << (12 if bench.dry else 24), device=bench.device).zero_()
+            if not bench.dry:
+                torch.cuda.empty_cache()
+
+    other = threading.Thread(target=allocate, daemon=True)
+    other.start()
+    try:
+        vlm = VLM.from_pretrained("tiny", device=bench.device)
+        for share in (0.1, 0.2, 0.3, 0.4):
+            vlm.ask(QUESTION, IMAGE, recipe=f"hired:{share}", max_new_tokens=4)
+    finally:
+        stop.set()
+        other.join()
+    bench.report.exact("captures beside a thread that allocates", "no error", "no error", True)
+
+
+# --- step ----------------------------------------------------------------------------------------
+
+
+def step(bench: Bench) -> None:
+    bandwidth = bench.bandwidth()
+    toy = end_to_end.MODELS["tiny-shape" if bench.dry else "llava-next-7b"]
+    models = {
+        "llava-next-7b": lambda: end_to_end.build(toy, bench.device, bench.dtype),
+        "qwen2.5-vl-7b": lambda: qwen(bench),
+    }
+    for name, build in models.items():
+        with bench.report.guarded(name):
+            vlm = VLM(*build())
+            fused = not bench.dry and fusable(vlm.adapter)
+            bench.report.row(f"{name}: fused decode step", fused)
+            for recipe, batch in (("none", 1), ("none", 2 if bench.dry else 16)):
+                steps(bench, vlm, name, recipe, batch, bandwidth)
+            for recipe in ("snapkv:0.2", "kivi", "zipcache"):
+                steps(bench, vlm, name, recipe, 1, bandwidth)
+            del vlm
+        gc.collect()
+        if not bench.dry:
+            torch.cuda.empty_cache()
+
+
+def qwen(bench: Bench) -> tuple[Any, Any]:
+    """Qwen2.5-VL's own modules at 7B with random weights; the toy in a dry run."""
+    sys.path.insert(0, str(ROOT / "tests"))
+    import tiny_families
+
+    toy, processor = tiny_families.build_qwen2_5_vl()
+    config, shape = toy.config, end_to_end.MODELS["qwen2.5-vl-7b-shape"]
+    if not bench.dry:
+        text = config.text_config
+        text.hidden_size, text.intermediate_size = shape.width, shape.ffn
+        text.num_hidden_layers, text.vocab_size = shape.layers, shape.vocabulary
+        text.num_attention_heads, text.num_key_value_heads = shape.heads, shape.kv_heads
+        text.layer_types = ["full_attention"] * shape.layers
+        text.rope_parameters = {**text.rope_parameters, "mrope_section": [16, 24, 24]}
+        if getattr(text, "head_dim", None):
+            text.head_dim = shape.width // shape.heads
+        config.vision_config.out_hidden_size = shape.width
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(bench.dtype)
+    try:
+        with torch.device(bench.device):
+            model = type(toy)(config)
+    finally:
+        torch.set_default_dtype(before)
+    return model.eval().requires_grad_(False), processor
+
+
+@torch.no_grad()
+def steps(bench: Bench, vlm: VLM, name: str, recipe: str, batch: int, bandwidth: float) -> None:
+    """Decode steps of ``batch`` requests of one length."""
+    report, what = bench.report, f"{name} | {recipe} | batch {batch}"
+    with switched(vlm.model):
+        runs = [prefilled(vlm, recipe, 256 if bench.dry else 2944) for _ in range(batch)]
+        decoder = Decoder.join([run.decoder for run in runs])
+        tokens = torch.full((batch, 1), 7, device=bench.device)
+        begin = clock(bench.device)
+        decoder.next(tokens)
+        bench.timed(f"{what}: first step, compiles and captures", clock(bench.device) - begin)
+        for _ in range(3):
+            decoder.next(tokens)
+        count = 4 if bench.dry else 24
+        begin = clock(bench.device)
+        for _ in range(count):  # the host runs ahead of the device, as far as the method lets it
+            decoder.next(tokens)
+        took = (clock(bench.device) - begin) / count
+        floor = (end_to_end.weights(vlm.model) + decoder.cache.held_bytes()) / bandwidth
+        report.row(f"{what}: least time of a step, ms", 1e3 * floor)
+        report.row(f"{what}: step, ms", 1e3 * took)
+        aim = OF_FLOOR[name]
+        judged = (f">= {aim}", floor / took >= aim) if not bench.dry else ("", None)
+        report.row(f"{what}: least time over time", floor / took, *judged)
+        if decoder.graph is not None:
+            with report.guarded(f"{what}: captured step"):
+                capture(bench, what, decoder, tokens)
+        decoder.release()
+    if not bench.dry:
+        idle = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        report.row(f"{what}: reserved and not allocated, GB", idle / 1e9)
+
+
+def prefilled(vlm: VLM, recipe: str, length: int) -> Run:
+    """A request behind a prompt of random embeddings."""
+    run = Run(vlm.adapter, Inputs({}), Recipe.of(recipe), clock(vlm.adapter.device))
+    prompt = kv.prompt(vlm, length)
+    text = {"input_ids": torch.zeros(1, 1, dtype=torch.int64, device=vlm.adapter.device)}
+    axes = len(vlm.adapter.positions(text))
+    position = prompt.layout.position.expand(axes, -1)
+    prompt.layout = prompt.layout.replace(position=position)
+    run.trace.begin(prompt.layout.select(prompt.layout.visual), vlm.adapter.depth)
+    run.start_from(prompt, 200)
+    return run
+
+
+def capture(bench: Bench, what: str, decoder: Decoder, tokens: torch.Tensor) -> None:
+    """One replay without the host, the kernels in it, and how long a capture takes."""
+    from torch.profiler import ProfilerActivity, profile
+
+    report, replay = bench.report, next(iter(decoder.graph._replays.values()))
+    report.row(f"{what}: replay alone, ms", 1e3 * bench.seconds(replay, 10))
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        replay()
+        torch.cuda.synchronize()
+    events = seen.key_averages()
+    launched = sum(event.count for event in events) / decoder.adapter.depth
+    report.row(
+        f"{what}: kernels per layer",
+        launched,
+        f"<= {KERNELS_PER_LAYER}",
+        launched <= KERNELS_PER_LAYER,
+    )
+    slowest = sorted(events, key=lambda event: event.self_device_time_total, reverse=True)
+    for event in slowest[:8]:
+        milliseconds = event.self_device_time_total / 1e3
+        print(f"{'':6}{milliseconds:8.3f} ms {event.count:5} x {event.key[:80]}", flush=True)
+    begin = clock(bench.device)
+    StepGraph(decoder).replay(decoder, tokens)
+    bench.timed(f"{what}: another capture", clock(bench.device) - begin, CAPTURE)
+
+
+# --- serve ---------------------------------------------------------------------------------------
+
+
+def serve(bench: Bench) -> None:
+    report = bench.report
+    shape = end_to_end.MODELS["tiny-shape" if bench.dry else "llava-next-7b"]
+    vlm = VLM(*end_to_end.build(shape, bench.device, bench.dtype))
+    image = drawn(max(shape.picture))
+    batches = (("none", 2),) if bench.dry else (("none", 4), ("hired:0.2", 4), ("hired:0.2", 16))
+    for recipe, size in batches:
+        rates = {}
+        for lengths in ("equal", "ragged"):
+            what = f"{recipe}, {size} at once, {lengths} lengths"
+            with report.guarded(what):
+                rates[lengths] = served(bench, vlm, image, recipe, size, lengths == "equal")
+                report.row(f"{what}: decoded tokens per second", rates[lengths])
+        if len(rates) == 2:
+            share = rates["ragged"] / rates["equal"]
+            report.row(f"{recipe}, {size} at once: ragged over equal", share)
+    graphs = vlm.adapter.kept.get("graphs")
+    if graphs is not None:
+        report.row("steps captured, and used again", f"{graphs.captured}, {graphs.adopted}")
+    stats = vlm.ask("What?", image, max_new_tokens=2).stats
+    for name in ("processor", "vision", "reduce", "prefill"):
+        seconds = getattr(stats, f"time_{name}_s")
+        report.row(f"one request: {name}, ms", 1e3 * seconds)
+    if not bench.dry:
+        report.row("memory allocated at most, GB", torch.cuda.max_memory_allocated() / 1e9)
+        report.row("memory reserved, GB", torch.cuda.memory_reserved() / 1e9)
+
+
+def served(bench: Bench, vlm: VLM, image: Any, recipe: str, size: int, equal: bool) -> float:
+    """Tokens per second of two batches' worth of requests, the time of their prompts left out."""
+    if bench.dry:
+        lengths = [6 if equal else 3 + i for i in range(2 * size)]
+    else:
+        lengths = [32 if equal else 8 + 13 * i % 49 for i in range(2 * size)]
+    requests = [
+        Request(
+            "What?", image, recipe=recipe, generation={"max_new_tokens": n, "min_new_tokens": n}
+        )
+        for n in lengths
+    ]
+    begin = clock(bench.device)
+    answers = vlm.ask_many(requests, batch_size=size)
+    took = clock(bench.device) - begin
+    for stats in (answer.stats for answer in answers):
+        took -= stats.time_processor_s + stats.time_vision_s + stats.time_prefill_s
+    return sum(len(answer.token_ids) for answer in answers) / max(took, 1e-9)
+
+
+# --- the script ----------------------------------------------------------------------------------
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("parts", nargs="*", metavar="PART", help=f"default: {' '.join(PARTS)}")
+    add("--dry", action="store_true", help="toy sizes on a CPU: checks the script alone")
+    add("--out", type=Path, help="default: benchmarks/results/gpu_hour-DEVICE.json")
+    args = parser.parse_args(argv)
+    for part in args.parts:
+        if part not in PARTS:
+            parser.error(f"unknown part {part!r}; known: {', '.join(PARTS)}")
+    args.parts = args.parts or list(PARTS)
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = sys.argv[1:] if argv is None else argv
+    args = parse(arguments)
+    if not args.dry and not torch.cuda.is_available():
+        print("there is no CUDA device; --dry runs toy sizes on a CPU", file=sys.stderr)
+        return 2
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    about = facts()
+    if args.dry:
+        about["device"] = "cpu"
+        torch.set_num_threads(1)  # at these sizes several would wait for each other
+    kind = about["device"].replace(" ", "-").lower()
+    out = args.out or RESULTS / f"gpu_hour-{kind}.json"
+    command = shlex.join(["python", "benchmarks/gpu_hour.py", *arguments])
+    report = Report(out, {"command": command, "dry": args.dry, **about})
+    bench = Bench(report, torch.device("cpu" if args.dry else "cuda"), args.dry)
+    for part in args.parts:
+        report.part, begin = part, time.perf_counter()
+        print(f"\n{part}", flush=True)
+        with report.guarded(part):
+            {"probe": probe, "smoke": smoke, "step": step, "serve": serve}[part](bench)
+        report.row(f"{part}: whole time, s", time.perf_counter() - begin)
+    missed = sum(row["verdict"] == "MISS" for row in report.rows)
+    print(f"\n{len(report.rows)} rows, {missed} MISS, {len(report.failed())} FAIL")
+    for row in report.failed():
+        print(f"FAIL  {row['part']}: {row['what']}: {row['value']}")
+    print(f"written: {out}", file=sys.stderr)
+    return int(bool(report.failed()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,939 @@
+"""Gemma 3 beyond the window of its local layers, against Hugging Face and dense references.
+
+The references run Hugging Face's own layers with an explicit mask. What a window counts are the
+rows that entered a layer: those that were dropped before it are no part of its sequence, those that
+were evicted from its cache afterwards are.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import AttentionInterface
+
+import tiny_families
+from closeness import apart, close, network
+from fake_drafters import Knows
+from reference import answer_logits
+from vlmfast import VLM, RecipeError, Request
+from vlmfast.drafters.tree import Tree
+from vlmfast.engine.attention import switched
+from vlmfast.engine.cache import KVCache, KVLayer
+from vlmfast.engine.decode import Decoder
+from vlmfast.engine.prefill import Inputs, prefill, prepare
+from vlmfast.engine.run import Run
+from vlmfast.engine.stats import Stats, Trace
+from vlmfast.kv import KV
+from vlmfast.recipe import Recipe
+from vlmfast.stages import CacheStage, ColumnRequest, EncodeStage, PrefillStage, StatRequest
+
+WINDOW = 64
+TOKENS = [40, 71, 33, 55, 90, 46, 63, 101]  # fed one by one after the prompt
+IMAGE = "<start_of_image>"
+
+
+def image(seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, (44, 60, 3), dtype=np.uint8)
+
+
+def words(count: int, seed: int = 0) -> str:
+    """Text of ``count`` tokens."""
+    letters = np.random.default_rng(seed).integers(97, 123, count)
+    return "".join(map(chr, letters))
+
+
+@pytest.fixture(scope="module")
+def vlm() -> VLM:
+    return VLM(*tiny_families.build_gemma3(window=WINDOW))
+
+
+def start(vlm: VLM, text: str, recipe: Any = ()) -> Run:
+    """A run of a prompt whose images stand where ``text`` has their placeholders."""
+    from PIL import Image
+
+    images = [Image.fromarray(image(i)) for i in range(text.count(IMAGE))]
+    tensors = vlm.adapter.inputs(text, images)
+    sizes = [(of.height, of.width) for of in images]
+    return Run(vlm.adapter, Inputs(tensors, sizes, "q"), Recipe.of(recipe), time.perf_counter())
+
+
+# An image at the start, some in the middle, and one that the bound of the last row's window cuts.
+LONG = IMAGE + words(70) + IMAGE + words(30, 1) + IMAGE + words(40, 2)
+
+
+# --- the reference -------------------------------------------------------------------------------
+
+
+def plain(module, query, key, value, mask, scaling=None, dropout=0.0, **kwargs):
+    """Attention under a mask that is added; a row that sees nothing receives nothing."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = (of.repeat_interleave(groups, 1) for of in (key, value))
+    logits = query @ key.transpose(-1, -2) * scaling + mask
+    return (logits.softmax(-1).nan_to_num(0.0) @ value).transpose(1, 2), None
+
+
+AttentionInterface.register("plain_reference", plain)
+
+
+class Past:
+    """Stands for a cache: keys and values that come before a layer's own."""
+
+    def __init__(self, keys: Tensor, values: Tensor) -> None:
+        self.keys, self.values = keys, values
+
+    def update(self, keys: Tensor, values: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+        return torch.cat([self.keys[None], keys], 2), torch.cat([self.values[None], values], 2)
+
+
+@dataclass
+class Dense:
+    """Hugging Face's layers under explicit masks, over what its forward hands to its decoder.
+
+    Parameters
+    ----------
+    windows : bool
+        Whether local layers attend within their window; the control does not.
+    """
+
+    vlm: VLM
+    tensors: dict
+    windows: bool = True
+
+    def __post_init__(self) -> None:
+        seen: dict = {}
+
+        class Stop(Exception):
+            pass
+
+        def hook(module, args, kwargs):
+            seen.update(kwargs)
+            raise Stop
+
+        self.model = self.vlm.model
+        self.decoder = self.model.get_decoder()
+        handle = self.decoder.register_forward_pre_hook(hook, with_kwargs=True)
+        try:
+            with torch.no_grad():
+                self.model(**self.tensors)
+        except Stop:
+            pass
+        finally:
+            handle.remove()
+        self.embeds = seen["inputs_embeds"]
+        self.size = self.embeds.shape[1]
+        here = self.tensors["token_type_ids"][0] == 1
+        edge = here & ~torch.cat([torch.zeros(1, dtype=torch.bool), here[:-1]])
+        self.item = torch.where(here, edge.cumsum(0), -1 - torch.arange(self.size))
+        self.kinds = self.decoder.config.layer_types
+        self.text = ~here
+
+    def everything(self) -> list[Tensor]:
+        return [torch.ones(self.size, dtype=torch.bool)] * len(self.kinds)
+
+    def window(self, layer: int) -> int | None:
+        local = self.kinds[layer] == "sliding_attention"
+        return self.decoder.config.sliding_window if local and self.windows else None
+
+    def near(self, layer: int, rows: Tensor, keys: Tensor) -> Tensor:
+        """Which ``keys`` lie in the window of each of the ``rows``, by their places in a layer."""
+        window = self.window(layer)
+        near = keys[..., None, :] > rows[:, None] - (window or 1 << 40)
+        return near
+
+    def positions(self, alive: Tensor | None, count: int) -> Tensor:
+        """Rotary ids of the prompt, renumbered by the rows ``alive``, and of the answer."""
+        own = torch.arange(self.size) if alive is None else (alive.cumsum(0) - 1).clamp(min=0)
+        return torch.cat([own, int(own.max()) + 1 + torch.arange(count)])[None]
+
+    @torch.no_grad()
+    def run(self, hidden: Tensor, position: list[Tensor], masks: list[Tensor], past=None) -> Tensor:
+        """Logits (T, V) of the rows ``hidden`` (1, T, D); masks are added."""
+        before = self.decoder.config._attn_implementation
+        self.decoder.config._attn_implementation = "plain_reference"
+        try:
+            for index, layer in enumerate(self.decoder.layers):
+                tables = self.decoder.rotary_emb(hidden, position[index], self.kinds[index])
+                mask = masks[index]
+                mask = mask[None] if mask.dim() == 3 else mask[None, None]
+                hidden = layer(
+                    hidden,
+                    attention_mask=mask,
+                    position_embeddings=tables,
+                    position_ids=position[index],
+                    past_key_values=None if past is None else past[index],
+                )
+                hidden = hidden[0] if isinstance(hidden, tuple) else hidden
+            return self.model.get_output_embeddings()(self.decoder.norm(hidden))[0]
+        finally:
+            self.decoder.config._attn_implementation = before
+
+    def embed(self, tokens: list[int]) -> Tensor:
+        return self.model.get_input_embeddings()(torch.tensor([tokens], dtype=torch.long))
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        alive: list[Tensor] | None = None,
+        tokens: list[int] = TOKENS,
+        numbered: list[Tensor | None] | None = None,
+        read: list[Tensor] | None = None,
+        chosen: list[Tensor] | None = None,
+        bias: Tensor | None = None,
+    ) -> Tensor:
+        """Logits (1 + len(tokens), V): after the prompt, then after each token.
+
+        Parameters
+        ----------
+        alive : list of Tensor, bool, (S,)
+            Rows of the prompt that entered each layer.
+        numbered : list of Tensor or None
+            The rows that count in a layer's rotary ids; all by default.
+        read : list of Tensor, bool, (H, n, S + n), optional
+            What the answer's rows see of the cache, by head, as far as the window shows it.
+        chosen : list of Tensor, bool, (S,), optional
+            What the prompt's rows see of it.
+        bias : Tensor, (S,), optional
+            Added to the logits of each key of the prompt.
+        """
+        n, alive = len(tokens), alive or self.everything()
+        size, masks, position = self.size + n, [], []
+        item = torch.cat([self.item, -1 - self.size - torch.arange(n)])
+        visible = torch.ones(size, size, dtype=torch.bool).tril() | (item[:, None] == item)
+        for layer, rows in enumerate(alive):
+            there = torch.cat([rows, torch.ones(n, dtype=torch.bool)])
+            place = there.cumsum(0) - 1
+            mask = visible & there & self.near(layer, place, place)
+            if chosen is not None:
+                mask[: self.size, : self.size] &= chosen[layer]
+            mask = mask | torch.diag(~there)
+            if read is not None:
+                heads = self.decoder.config.num_attention_heads
+                mask = mask.expand(heads, -1, -1).clone()
+                groups = heads // len(read[layer])
+                mask[:, self.size :] &= read[layer].repeat_interleave(groups, 0)
+            more = torch.zeros(size)
+            if bias is not None:
+                more[: self.size] = bias
+            masks.append(torch.where(mask, more, -torch.inf))
+            position.append(self.positions(None if numbered is None else numbered[layer], n))
+        hidden = torch.cat([self.embeds, self.embed(tokens)], 1)
+        return self.run(hidden, position, masks)[-n - 1 :]
+
+    def step(self, token: int, number: int, past: list[tuple], alive: list[Tensor]) -> Tensor:
+        """Logits (1, V) after token ``number`` of the answer, over given keys and values.
+
+        ``past`` holds keys and values (H, N, D) of each layer, the index of each slot's token in
+        the full sequence, which slots exist, and their bias, (H, N) each.
+        """
+        position = torch.tensor([[self.size + number]])
+        masks, caches, heads = [], [], self.decoder.config.num_attention_heads
+        for layer, (keys, values, order, valid, bias) in enumerate(past):
+            rows = torch.cat([alive[layer], torch.ones(number + 1, dtype=torch.bool)])
+            place = rows.cumsum(0) - 1
+            seen = valid & self.near(layer, place[-1:], place[order])[:, 0]
+            seen = torch.where(seen, bias, -torch.inf)
+            seen = torch.cat([seen, torch.zeros(len(seen), 1)], 1)
+            masks.append(seen.repeat_interleave(heads // len(seen), 0)[:, None])
+            caches.append(Past(keys, values))
+        return self.run(self.embed([token]), [position] * len(masks), masks, caches)
+
+
+def equal(vlm: VLM, got: Tensor, want: Tensor, rows: int) -> None:
+    close(got, want, terms=network(vlm.model, rows))
+
+
+def differs(vlm: VLM, got: Tensor, control: Tensor, rows: int) -> None:
+    apart(got, control, terms=network(vlm.model, rows))
+
+
+def entered(vlm: VLM, run: Run) -> list[Tensor]:
+    """Per layer the rows of the full prompt that entered it."""
+    visual = vlm.adapter.visual(run.inputs.tensors["input_ids"][0])
+    alive = []
+    for layer in range(vlm.adapter.depth):
+        rows = ~visual
+        rows[run.trace.layout.order[run.trace.depth > layer]] = True
+        alive.append(rows)
+    return alive
+
+
+# --- nothing dropped -----------------------------------------------------------------------------
+
+
+def against_hugging_face(vlm: VLM, text: str, count: int) -> None:
+    run = start(vlm, text)
+    tensors = run.inputs.tensors
+    size = tensors["input_ids"].shape[1]
+    expected = vlm.model.generate(
+        **tensors,
+        max_new_tokens=count,
+        do_sample=False,
+        eos_token_id=None,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    tokens = expected.sequences[0, size:].tolist()
+    got = answer_logits(vlm, run, tokens[:-1])
+    assert got.argmax(-1).tolist() == tokens
+    equal(vlm, got, torch.cat(expected.logits), size)
+    control = Dense(vlm, tensors, windows=False)(tokens=tokens[:-1])
+    differs(vlm, got, control, size)
+    # What the tests below compare with says the same.
+    equal(vlm, Dense(vlm, tensors)(tokens=tokens[:-1]), got, size)
+    # Local layers hold what their windows show, and count it so.
+    config = vlm.model.config.get_text_config()
+    window, kinds = config.sliding_window, config.layer_types
+    held = [size if kind == "full_attention" else min(size, window - 1) for kind in kinds]
+    assert run.stats.kv_tokens_per_layer == held
+    assert run.stats.kv_bytes == run.stats.kv_bytes_full
+    assert run.stats.kv_bytes == sum(held) * vlm.adapter.bytes_per_token() // len(kinds)
+
+
+PLACES = {
+    "no image": words(200),
+    "at the start": IMAGE + words(150),
+    "in the middle": words(100) + IMAGE + words(100, 1),
+    "at the end": words(150) + IMAGE,
+    "several": LONG,
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_hugging_face_beyond_the_window(vlm, place):
+    against_hugging_face(vlm, PLACES[place], 6)
+
+
+@pytest.mark.parametrize("behind", range(40, 62, 3))
+def test_the_bound_of_a_window_in_an_image(vlm, behind):
+    """The rows after an image see ever less of it."""
+    against_hugging_face(vlm, words(50) + IMAGE + words(behind, 1), 4)
+
+
+def test_images_longer_than_the_window():
+    narrow = VLM(*tiny_families.build_gemma3(window=7))
+    against_hugging_face(narrow, words(9) + IMAGE + words(3, 1) + IMAGE + words(5, 2), 5)
+
+
+@pytest.mark.slow
+def test_a_prompt_of_4000_tokens():
+    wide = VLM(*tiny_families.build_gemma3())
+    text = IMAGE + words(1900) + IMAGE + words(1700, 1) + IMAGE + words(230, 2)
+    against_hugging_face(wide, text + words(60, 3), 8)
+
+
+@pytest.mark.parametrize("room", [0, 1, 12])
+def test_answers_that_cross_the_bound(vlm, room):
+    """The prompt fits into the window, its answer does not."""
+    text = words(WINDOW - 1 - room - 20) + IMAGE
+    run = start(vlm, text)
+    size = run.inputs.tensors["input_ids"].shape[1]
+    tokens = (TOKENS * 5)[: WINDOW + 10 - size]
+    got = answer_logits(vlm, run, tokens)
+    equal(vlm, got, Dense(vlm, run.inputs.tensors)(tokens=tokens), size)
+    differs(vlm, got, Dense(vlm, run.inputs.tensors, windows=False)(tokens=tokens), size)
+
+
+def test_what_fits_is_done_as_ever(vlm, monkeypatch):
+    """A window that holds prompt and answer costs nothing and changes no bit."""
+    text = IMAGE + words(20)
+    run = start(vlm, text, "snapkv:share=0.6,window=4")
+    got = answer_logits(vlm, run, TOKENS)
+    assert all(layer.window is None and layer.rank is None for layer in run.cache.layers)
+    monkeypatch.setattr(vlm.adapter, "windows", (None,) * vlm.adapter.depth)
+    assert torch.equal(answer_logits(vlm, start(vlm, text, run.recipe), TOKENS), got)
+
+
+# --- tokens dropped before and between layers ----------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Rank(PrefillStage):
+    """Keeps, twice, the half of the visual tokens that the last row attends to most."""
+
+    name: ClassVar[str] = "test-rank"
+    positions: str = "keep"
+
+    def layers(self, depth):
+        return (1, 3)
+
+    def text_stats(self, depth):
+        return {0: StatRequest("columns"), 2: StatRequest("columns")}
+
+    def keep(self, step, layer):
+        visual = step.layout.visual.nonzero().flatten()
+        score = step.stats[layer - 1].mean(dim=(0, 1))[visual]
+        best = visual[score.argsort(descending=True)[: len(visual) // 2]]
+        text = (~step.layout.visual).nonzero().flatten()
+        return torch.cat([text, best]).sort().values
+
+
+DENSE = IMAGE + words(8) + IMAGE + words(8, 1) + (IMAGE + words(6, 2)) * 4 + words(20, 3)
+
+
+@pytest.mark.parametrize("policy", ["keep", "compact"])
+@pytest.mark.parametrize("method", ["random:rate=0.4", "grid:rate=0.4"])
+def test_encode_reducers(vlm, method, policy):
+    run = start(vlm, DENSE, f"{method},positions={policy}")
+    got = answer_logits(vlm, run, TOKENS)
+    alive, dense = entered(vlm, run), Dense(vlm, run.inputs.tensors)
+    assert WINDOW < int(alive[0].sum()) < dense.size - 40
+    numbered = alive if policy == "compact" else None
+    equal(vlm, got, dense(alive, numbered=numbered), dense.size)
+    differs(vlm, got, dense(), dense.size)
+    wide = Dense(vlm, run.inputs.tensors, windows=False)
+    differs(vlm, got, wide(alive, numbered=numbered), dense.size)
+
+
+@pytest.mark.parametrize("policy", ["keep", "compact"])
+@pytest.mark.parametrize(
+    "method", ["rank", "fastv:0.4,k=1", "pyramiddrop", "sparsevlm:rate=0.4,layers=2,recycle=false"]
+)
+def test_prefill_drops(vlm, method, policy):
+    recipe = (
+        Rank(policy) if method == "rank" else method + ":,"[":" in method] + f"positions={policy}"
+    )
+    run = start(vlm, DENSE, recipe)
+    got = answer_logits(vlm, run, TOKENS)
+    alive, dense = entered(vlm, run), Dense(vlm, run.inputs.tensors)
+    counts = [int(rows.sum()) for rows in alive]
+    assert counts[0] > counts[-1] > WINDOW
+    numbered = None
+    if policy == "compact":
+        first = next(i for i, count in enumerate(counts) if count < counts[0])
+        numbered = [None if layer < first else rows for layer, rows in enumerate(alive)]
+    equal(vlm, got, dense(alive, numbered=numbered), dense.size)
+    differs(vlm, got, dense(), dense.size)
+    wide = Dense(vlm, run.inputs.tensors, windows=False)
+    differs(vlm, got, wide(alive, numbered=numbered), dense.size)
+
+
+@dataclass(frozen=True)
+class Weighs(EncodeStage):
+    """Keeps every second visual token, which then counts for three."""
+
+    name: ClassVar[str] = "test-weighs"
+    positions: str = "keep"
+    repair = True
+
+    def reduce(self, tokens, stats, request):
+        index = torch.arange(0, len(tokens), 2)
+        tokens = tokens.select(index)
+        return replace(tokens, layout=tokens.layout.replace(weight=torch.full((len(index),), 3.0)))
+
+
+def test_weights_of_merged_tokens(vlm):
+    """Biases of keys follow them out of the window."""
+    run = start(vlm, DENSE, Weighs())
+    got = answer_logits(vlm, run, TOKENS)
+    alive, dense = entered(vlm, run), Dense(vlm, run.inputs.tensors)
+    bias = torch.zeros(dense.size).masked_fill(~dense.text, math.log(3))
+    equal(vlm, got, dense(alive, bias=bias), dense.size)
+    differs(vlm, got, dense(alive), dense.size)
+    wide = Dense(vlm, run.inputs.tensors, windows=False)
+    differs(vlm, got, wide(alive, bias=bias), dense.size)
+
+
+def test_prompts_with_their_answer(vlm):
+    """As training reads them."""
+    run = start(vlm, LONG)
+    ids = run.inputs.tensors["input_ids"]
+    dense = Dense(vlm, dict(run.inputs.tensors))
+    run.inputs.tensors["input_ids"] = torch.cat([ids, torch.tensor([TOKENS])], 1)
+    run.inputs.answer = len(TOKENS)
+    adapter = vlm.adapter
+    with torch.no_grad(), switched(vlm.model):
+        prompt = prepare(adapter, run.inputs, Recipe(), Stats(), Trace())
+        cache = KVCache(adapter.depth, windows=adapter.windows)
+        got = prefill(adapter, prompt, Recipe(), cache, Stats(), Trace())[0]
+    equal(vlm, got, dense(), dense.size)
+
+
+# --- the cache -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def kept(monkeypatch) -> dict[int, KV]:
+    """By layer what cache stages leave of it."""
+    seen, put = {}, KVLayer.put
+
+    def note(self, kv):
+        seen[id(self)] = kv
+        put(self, kv)
+
+    monkeypatch.setattr(KVLayer, "put", note)
+    return seen
+
+
+class Held:
+    """Which tokens the slots of a layer hold, told from the outside.
+
+    Parameters
+    ----------
+    kv : KV
+        What cache stages left of the prompt.
+    size : int
+        Tokens of the prompt.
+    """
+
+    def __init__(self, layer: KVLayer, kv: KV, size: int) -> None:
+        self.layer, self.size = layer, size
+        self.segments = [segment.order.long() for segment in kv.segments]
+        self.tail = [of[:n].tolist() for of, n in zip(kv.order, kv.lengths, strict=True)]
+
+    def slots(self, evicts: bool) -> tuple[Tensor, ...]:
+        """As `Dense.step` takes them."""
+        layer, lengths = self.layer, self.layer.length[0].tolist()
+        if evicts:
+            self.tail = [of[:n].tolist() for of, n in zip(layer.order[0], lengths, strict=True)]
+        if (count := len(self.tail[0]) - lengths[0]) > 0:  # the oldest have become a page
+            page = torch.tensor([of[:count] for of in self.tail])
+            self.tail = [of[count:] for of in self.tail]
+            grown = [len(of[0]) for of in self.segments]
+            stored = [len(segment) for segment in layer.segments]
+            if len(stored) > len(grown):
+                self.segments.append(page)
+            else:
+                (at,) = [i for i, n in enumerate(grown) if stored[i] > n]
+                self.segments[at] = torch.cat([self.segments[at], page], 1)
+        assert [len(of) for of in self.tail] == lengths
+        parts = []
+        for segment, order in zip(layer.segments, self.segments, strict=True):
+            keys, values = segment.dequantise(torch.float32)
+            bias = torch.zeros(order.shape) if segment.bias is None else segment.bias[0]
+            parts.append((keys[0], values[0], order, segment.valid[0], bias))
+        order = torch.zeros(layer.keys.shape[1:3], dtype=torch.long)
+        valid = torch.zeros_like(order, dtype=torch.bool)
+        for head, of in enumerate(self.tail):
+            order[head, : len(of)] = torch.tensor(of, dtype=torch.long)
+            valid[head, : len(of)] = True
+        bias = torch.zeros(order.shape) if layer.bias is None else layer.bias[0]
+        parts.append((layer.keys[0], layer.values[0], order, valid, bias))
+        return tuple(torch.cat(of, 1) for of in zip(*parts, strict=True))
+
+    def fed(self, number: int) -> None:
+        """Token ``number`` of the answer came."""
+        for of in self.tail:
+            of.append(self.size + number)
+
+
+CACHE = {
+    "snapkv": "snapkv:share=0.5,window=4",
+    "pyramidkv": "pyramidkv:share=0.5,window=4",
+    "vlcache": "vlcache:0.4",
+    "fastkv": "fastkv:share=0.4,tsp=0.9,window=3",
+    "lookm": "lookm:share=0.9,merge=avg",
+    "lookm, weighted": "lookm:share=0.9,merge=avg,repair=true",
+    "lookm, weighted, and kivi": "lookm:share=0.9,merge=avg,repair=true+kivi:4,group=4,residual=16",
+    "h2o": "h2o:0.5",
+    "cake": "cake:share=0.5,window=4",
+    "kivi": "kivi:bits=4,group=4,residual=16",
+    "zipcache": "zipcache",
+    "snapkv and kivi": "snapkv:share=0.7,window=4+kivi:bits=4,group=4,residual=8",
+    "random and zipcache": "random:0.7,positions=keep+zipcache",
+    # Pages of tokens in front of which some were dropped.
+    "random and kivi": "random:0.7,positions=keep+kivi:bits=4,group=4,residual=64",
+    "rank and snapkv": (Rank(), "snapkv:share=0.5,window=4"),
+}
+
+
+@pytest.mark.parametrize("method", CACHE)
+def test_cache_methods(vlm, kept, method):
+    """What a layer holds and a window shows is what every token of the answer attends to."""
+    recipe = CACHE[method]
+    if isinstance(recipe, tuple):
+        recipe = Recipe.of(recipe[0]) + Recipe.of(recipe[1])
+    run = start(vlm, DENSE, recipe)
+    dense, free = (Dense(vlm, run.inputs.tensors, windows=of) for of in (True, False))
+    tokens = (TOKENS * 5)[:40]
+    with torch.no_grad(), switched(vlm.model):
+        first = run.start(len(tokens))
+        alive = entered(vlm, run)
+        if method != "fastkv" and not method.startswith(("random", "rank")):
+            assert all(bool(rows.all()) for rows in alive)
+        equal(vlm, first, dense(alive, []), dense.size)
+        bytes_of = run.stats.kv_bytes
+        held = [Held(layer, kept[id(layer)], dense.size) for layer in run.cache.layers]
+        for number, token in enumerate(tokens):
+            run.decoder.rework()
+            past = [of.slots(method in ("h2o", "cake")) for of in held]
+            # Copies: what the step writes is not there yet.
+            past = [tuple(of.clone() for of in layer) for layer in past]
+            got = run.decoder.feed(torch.tensor([[token]])).logits[:, -1]
+            equal(vlm, got, dense.step(token, number, past, alive), dense.size)
+            for of in held:
+                of.fed(number)
+        if method not in ("h2o", "cake"):  # these let go of what has left the window first
+            differs(vlm, got, free.step(token, number, past, alive), dense.size)
+    assert 0 < bytes_of < run.stats.kv_bytes_full
+    config = vlm.model.config.get_text_config()
+    for layer, kind in zip(run.cache.layers, config.layer_types, strict=True):
+        assert (layer.rank is not None) == (kind == "sliding_attention")
+
+
+def test_pages_of_the_answer(vlm, kept):
+    """Slots that were quantized while decoding leave the window as others do."""
+    run = start(vlm, DENSE, "kivi:bits=8,group=4,residual=8")
+    loose = start(vlm, DENSE)
+    tokens = (TOKENS * 12)[:90]  # all of the prompt has left by then
+    got, want = answer_logits(vlm, run, tokens), answer_logits(vlm, loose, tokens)
+    segments = [layer.segments for layer in run.cache.layers]
+    assert all(int(of[-1].lengths.max()) > 80 for of in segments)
+    difference = (got - want).abs().amax(-1)
+    assert float(difference[1:].max()) < 0.1  # 8 bits
+    wide = Dense(vlm, run.inputs.tensors, windows=False)(tokens=tokens)
+    assert float((wide - want).abs().amax(-1)[1:].max()) > 0.5
+
+
+def test_h2o_lets_go_of_what_left_the_window(vlm):
+    """A slot that no token will see again goes before all others."""
+    run = start(vlm, DENSE, "h2o:0.9")
+    answer_logits(vlm, run, (TOKENS * 8)[:60])
+    for index, layer in enumerate(run.cache.layers):
+        if layer.window is not None:
+            n = layer.held[0]
+            assert int(layer.rank[0, :, :n].min()) >= int(layer.seen) - WINDOW - 1, index
+
+
+def test_methods_that_move_rotary_ids_are_refused(vlm):
+    for recipe in ("streamingllm:0.5", "lookm:share=0.9,rope_aware=true"):
+        with pytest.raises(RecipeError, match="moves the rotary ids of cached keys"):
+            answer_logits(vlm, start(vlm, DENSE, recipe), [])
+
+
+@pytest.mark.parametrize("rows", ["all", "important"])
+def test_zipvl(vlm, rows):
+    run = start(vlm, DENSE, f"zipvl:tau=0.9,kv=none,rows={rows},recent=8,random=8")
+    got = answer_logits(vlm, run, TOKENS)
+    dense, chosen = Dense(vlm, run.inputs.tensors), []
+    for layer in range(vlm.adapter.depth):
+        mask = torch.zeros(dense.size, dtype=torch.bool)
+        mask[run.prompt.notes["zipvl"][layer]] = True
+        assert 8 < int(mask.sum()) < dense.size
+        chosen.append(mask if rows == "all" else mask & mask[:, None])
+    equal(vlm, got, dense(chosen=chosen), dense.size)
+    differs(vlm, got, Dense(vlm, run.inputs.tensors, windows=False)(chosen=chosen), dense.size)
+
+
+def test_zipvl_ranks_within_the_window(vlm):
+    from vlmfast.compressors.zipvl import within
+
+    generator = torch.Generator().manual_seed(0)
+    query, key = (torch.randn(h, 50, 16, generator=generator) for h in (4, 2))
+    rows = torch.tensor([3, 20, 30, 48, 49])
+    mass, nnz = within(query, key, rows, None, None, 9)
+    place = torch.arange(50)
+    seen = (place <= place[:, None]) & (place > place[:, None] - 9)
+    logits = query @ key.repeat_interleave(2, 0).transpose(1, 2) / 4
+    p = logits.masked_fill(~seen, -torch.inf).softmax(-1)[:, rows]
+    close(mass, p.sum(1).mean(0), terms=50 * 16)
+    assert nnz.tolist() == seen[rows].sum(0).clamp(min=1).tolist()
+
+
+# --- drafts, batches, sessions -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "recipe", ["none", "snapkv:share=0.8,window=1", "rank", "kivi:bits=8,group=4,residual=16"]
+)
+@pytest.mark.parametrize("window", [WINDOW, 6])
+def test_trees_of_drafts(recipe, window, kept):
+    """A tree is checked as if each of its paths had been decoded alone; part of one is accepted."""
+    vlm = VLM(*tiny_families.build_gemma3(window=window))
+    wrong = [token + 1 for token in TOKENS]
+    tree = Tree.of_paths(TOKENS[0], [TOKENS[1:], [TOKENS[1], *wrong[2:4]], wrong[1:3]])
+    paths = [tree.path(node) for node in range(len(tree)) if not tree.children[node]]
+    assert len(paths) == 3
+    recipe, after = Rank() if recipe == "rank" else recipe, (wrong * 2)[4:]
+    with torch.no_grad(), switched(vlm.model):
+        for path in (paths[0][:6], paths[1][:3], paths[2][:2]):
+            run, alone = start(vlm, DENSE, recipe), start(vlm, DENSE, recipe)
+            run.start(30), alone.start(30)
+            run.decoder.rework(), alone.decoder.rework()
+            logits = run.decoder.verify([tree]).logits[0]
+            run.decoder.accept([path])
+            want = [
+                alone.decoder.feed(torch.tensor([[tree.tokens[node]]])).logits[0] for node in path
+            ]
+            rows = run.inputs.tensors["input_ids"].shape[1]
+            equal(vlm, logits[path], torch.cat(want), rows)
+            both = [
+                [run.next(torch.tensor([[t]])) for t in after],
+                [alone.next(torch.tensor([[t]])) for t in after],
+            ]
+            equal(vlm, torch.cat(both[0]), torch.cat(both[1]), rows)
+    if recipe == "none":
+        dense = Dense(vlm, run.inputs.tensors)
+        for path in paths:
+            expected = dense(tokens=[tree.tokens[node] for node in path])
+            equal(vlm, logits[path], expected[1:], rows)
+            wide = Dense(vlm, run.inputs.tensors, windows=False)
+            differs(vlm, logits[path], wide(tokens=[tree.tokens[node] for node in path])[1:], rows)
+
+
+def test_drafted_answers_are_the_same(vlm):
+    given = {"images": [image(0), image(1), image(2), image(3)], "max_new_tokens": 40}
+    given["eos_token_id"] = None
+    answer = vlm.ask("what is here ?" * 3, **given).token_ids
+    for stage in (Knows(tuple(answer)), Knows(tuple(answer), wrong=0.4)):
+        drafted = vlm.ask("what is here ?" * 3, **given, recipe=stage)
+        assert drafted.token_ids == answer
+        assert drafted.stats.accepted > 5
+    for recipe in ("draft-ngram", "draft-recycle", "draft-layerskip"):
+        drafted = vlm.ask("what is here ?" * 3, **given, recipe=recipe)
+        assert drafted.token_ids == answer
+        assert drafted.stats.drafted > 0
+
+
+def test_a_ragged_batch_of_three(vlm, kept):
+    """Prompts of other lengths, one of which fits into the window with its answer."""
+    texts = DENSE, LONG, IMAGE * 3 + words(2)
+    recipes = "snapkv:share=0.5,window=4", (), "random:0.2,positions=keep+zipcache"
+    answers = [(of * 5)[:30] for of in (TOKENS, TOKENS[::-1], [token + 2 for token in TOKENS])]
+    runs, rows = [start(vlm, *of) for of in zip(texts, recipes, strict=True)], []
+    with torch.no_grad(), switched(vlm.model):
+        rows.append(torch.cat([run.start(30) for run in runs]))
+        bounded = [all(layer.window is None for layer in run.cache.layers) for run in runs]
+        decoder = Decoder.join([run.decoder for run in runs])
+        for tokens in zip(*answers, strict=True):
+            rows.append(decoder.next(torch.tensor(tokens)[:, None]))
+        cut = decoder.select([2, 0])
+        last = cut.next(torch.tensor([[50], [60]]))
+    assert bounded == [False, False, True]
+    got = torch.stack(rows, 1)
+    for number, (text, recipe) in enumerate(zip(texts, recipes, strict=True)):
+        more = {0: [60], 2: [50]}.get(number, [])
+        run = start(vlm, text, recipe)
+        want = answer_logits(vlm, run, answers[number] + more)
+        size = run.inputs.tensors["input_ids"].shape[1]
+        equal(vlm, got[number], want[:31], size)
+        if more:
+            equal(vlm, last[[2, 0].index(number)], want[31], size)
+    dense = Dense(vlm, runs[1].inputs.tensors)
+    equal(vlm, got[1], dense(tokens=answers[1]), dense.size)
+    wide = Dense(vlm, runs[1].inputs.tensors, windows=False)
+    differs(vlm, got[1], wide(tokens=answers[1]), dense.size)
+
+
+def test_a_batch_of_requests(vlm):
+    requests = [
+        Request(
+            "what ?" * 12, images=[image(0), image(1)], recipe="random:0.5+snapkv:0.6,window=4"
+        ),
+        Request("and here ?", images=[image(i) for i in range(5)], recipe="fastv:k=1"),
+        Request("say something" * 9),
+        Request("short"),
+    ]
+    answers = vlm.ask_many(requests, batch_size=4, max_new_tokens=20)
+    for got, r in zip(answers, requests, strict=True):
+        alone = vlm.ask(r.question, r.images, recipe=r.recipe, max_new_tokens=20)
+        assert got.token_ids == alone.token_ids
+
+
+@pytest.mark.parametrize("window", [WINDOW, 200])
+def test_a_session_of_several_turns(window, tmp_path):
+    """The images alone are longer than the window, or the conversation outgrows it."""
+    vlm = VLM(*tiny_families.build_gemma3(window=window))
+    given = {"images": [image(0), image(1)]}
+    questions = ("what is here ?", "and the rest of it, all that there is ?" + words(90), "why ?")
+    kwargs = {"max_new_tokens": 12, "eos_token_id": None}
+
+    def fresh(messages: list[dict]) -> list[int]:
+        text, images, _ = vlm._render(messages, Recipe())
+        tensors = vlm.adapter.inputs(text, images)
+        size = tensors["input_ids"].shape[1]
+        return vlm.model.generate(**tensors, do_sample=False, **kwargs)[0, size:].tolist()
+
+    def whole(session: Any, question: str) -> list[dict]:
+        content = [{"type": "image", "image": of} for of in given["images"]]
+        first, *rest = [*session.messages, {"role": "user", "content": question}]
+        text = {"type": "text", "text": first["content"]}
+        return [{"role": "user", "content": [*content, text]}, *rest]
+
+    with vlm.session(**given) as session:
+        assert session.reuses == "kv"
+        for question in questions:
+            expected = fresh(whole(session, question))
+            assert session.ask(question, **kwargs).token_ids == expected
+        assert len(session._kept.ids) > window
+        session.messages = session.messages[:2]  # back to the first answer
+        expected = fresh(whole(session, "what else is there ?"))
+        got = session.ask("what else is there ?", **kwargs)
+        assert got.token_ids == expected and got.stats.prompt_reused > WINDOW
+        session.save(tmp_path / "session")
+        expected = fresh(whole(session, "and now ?"))
+    with vlm.load_session(tmp_path / "session") as session:
+        assert session.ask("and now ?", **kwargs).token_ids == expected
+
+
+def test_a_session_goes_back_to_what_it_let_go(vlm):
+    """Beyond what local layers still hold the prompt is read again."""
+    question, other = words(90), words(40) + words(50, 1)
+    kwargs = {"max_new_tokens": 8, "eos_token_id": None}
+    with vlm.session() as session:
+        assert session.ask(question, **kwargs).token_ids == vlm.ask(question, **kwargs).token_ids
+        session.messages = []
+        got = session.ask(other, **kwargs)
+        assert got.token_ids == vlm.ask(other, **kwargs).token_ids
+        assert got.stats.prompt_reused == 0
+
+
+@pytest.mark.parametrize(
+    "recipe", ["lookm:share=0.9,merge=none", "kivi:bits=8,group=4,residual=16"]
+)
+def test_a_session_over_a_compressed_cache(vlm, recipe, tmp_path):
+    """A long question over a compressed cache is that question token by token."""
+    with vlm.session(images=[image(i) for i in range(6)], recipe=recipe) as session:
+        first = session.ask("what is here ?" * 4, max_new_tokens=10, eos_token_id=None)
+        session.save(tmp_path / "session")
+        second = session.ask("why is it so ?" * 4, max_new_tokens=10, eos_token_id=None)
+    with vlm.load_session(tmp_path / "session") as session:
+        kept = session._kept
+        assert any(layer.rank is not None for layer in kept.cache.layers)
+        messages = [*session.messages]
+        again = session.ask("why is it so ?" * 4, max_new_tokens=10, eos_token_id=None)
+        assert again.token_ids == second.token_ids
+        session.messages = messages
+    import vlmfast.session as module
+
+    before = module._AT_ONCE
+    try:
+        module._AT_ONCE = 1  # token by token
+        with vlm.session(images=[image(i) for i in range(6)], recipe=recipe) as session:
+            got = session.ask("what is here ?" * 4, max_new_tokens=10, eos_token_id=None)
+            assert got.token_ids == first.token_ids
+    finally:
+        module._AT_ONCE = before
+
+
+# --- statistics ----------------------------------------------------------------------------------
+
+
+def test_statistics_equal_eager_attention(vlm):
+    seen = {}
+
+    @dataclass(frozen=True)
+    class Look(PrefillStage):
+        name: ClassVar[str] = "test-look"
+
+        def layers(self, depth):
+            return (3,)
+
+        def text_stats(self, depth):
+            return {
+                0: StatRequest("window", 80),
+                1: StatRequest("columns"),
+                2: StatRequest("columns"),
+                3: StatRequest("last", ahead=True),
+            }
+
+        def keep(self, step, layer):
+            seen.update(step.stats)
+
+    @dataclass(frozen=True)
+    class Sums(CacheStage):
+        name: ClassVar[str] = "test-sums"
+
+        def text_stats(self, depth):
+            want = ("sum", "max", "entropy", "sumsq")
+            return dict.fromkeys(range(depth), ColumnRequest("window", 90, want=want))
+
+        def compress(self, step, layer, kv, stats):
+            seen["cache", layer] = stats, kv
+            return kv
+
+    run = start(vlm, LONG, (Look(), Sums()))
+    answer_logits(vlm, run, [])
+    tensors = run.inputs.tensors
+    with torch.no_grad():
+        vlm.model.set_attn_implementation("eager")
+        maps = vlm.model(**tensors, output_attentions=True, use_cache=False).attentions
+        vlm.model.set_attn_implementation("sdpa")
+    size = maps[0].shape[-1]
+    terms = network(vlm.model, size)
+    expected = [maps[0][0, :, -80:], *(of[0].sum(1, keepdim=True) for of in maps[1:3])]
+    for layer, rows in enumerate([*expected, maps[3][0, :, -1:]]):
+        close(seen[layer], rows, terms=terms)
+    for layer, kind in enumerate(vlm.model.config.get_text_config().layer_types):
+        stats, kv = seen["cache", layer]
+        local = kind == "sliding_attention"
+        assert len(kv) == (WINDOW - 1 if local else size)
+        assert kv.order[0].tolist() == list(range(size - len(kv), size))
+        rows = maps[layer][0, :, -90:].unflatten(0, (2, -1))[..., -len(kv) :]
+        close(stats.sum, rows.sum(2), terms=terms)
+        close(stats.max, rows.amax(2), terms=terms)
+        close(stats.sumsq, rows.square().sum(2), terms=terms)
+        close(stats.entropy, -torch.xlogy(rows, rows + 1e-10).sum(2), terms=terms)
+        assert torch.equal(stats.nnz[0], (rows[0, 0] > 0).sum(0))
+        assert bool((maps[layer][0, 0].tril(-WINDOW) > 0).any()) != local
+
+
+# --- other ways to compute -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "recipe", ["none", "snapkv:share=0.5,window=4", "kivi:bits=8,group=4,residual=8", "h2o:0.6"]
+)
+def test_captured_steps(vlm, recipe, monkeypatch):
+    """A captured step serves within the window and beyond it: tokens are the same."""
+    from test_graphs import follow, repeated
+    from vlmfast.engine.graphs import Graphs
+
+    given = {"images": [image(0), image(1)], "recipe": recipe, "eos_token_id": None}
+    wanted = vlm.ask("what ?", **given, max_new_tokens=50).token_ids
+    monkeypatch.setattr(KVLayer, "prefix", False)
+    monkeypatch.setattr(vlm.adapter, "decoding", "graph")
+    monkeypatch.setitem(vlm.adapter.kept, "graphs", Graphs(record=repeated))
+    follow(monkeypatch)
+    for _ in range(2):
+        assert vlm.ask("what ?", **given, max_new_tokens=50).token_ids == wanted
+    # A step that was captured where all is visible does not serve where something is not.
+    graphs = vlm.adapter.kept["graphs"]._idle
+    sliding = {key[-1] for graph in graphs for key in graph.outputs}
+    local = tuple(window is not None for window in vlm.adapter.windows)
+    assert sliding == ({(False,) * 4, local} if recipe == "none" else {local})
+
+
+@pytest.mark.parametrize(
+    "recipe", ["none", "snapkv:share=0.5,window=4", "kivi:bits=8,group=4,residual=16"]
+)
+def test_kernels(vlm, recipe, monkeypatch):
+    """Decode steps and trees through the kernels of CUDA."""
+    tree = Tree.of_paths(TOKENS[0], [TOKENS[1:4], [TOKENS[1], 56]])
+    results = []
+    for kernels in ("torch", "triton"):
+        run = start(vlm, LONG, recipe)
+        with torch.no_grad(), switched(vlm.model):
+            run.start(20)
+            monkeypatch.setenv("VLMFAST_KERNELS", kernels)
+            rows = [run.next(torch.tensor([[token]])) for token in TOKENS[:2]]
+            run.decoder.rework()
+            rows.append(run.decoder.verify([tree]).logits[0])
+            monkeypatch.delenv("VLMFAST_KERNELS")
+        results.append(torch.cat(rows))
+    equal(vlm, results[1], results[0], run.inputs.tensors["input_ids"].shape[1])
+
+
+@pytest.mark.parametrize("width", [1, 4])
+@pytest.mark.parametrize("recipe", ["none", *(CACHE[of] for of in ("snapkv", "h2o", "zipcache"))])
+def test_no_step_waits_for_the_device(recipe, width, monkeypatch):
+    """Beyond the window steps are alike, too."""
+    from fake_cuda import shapes, steps
+
+    monkeypatch.setenv("VLMFAST_KERNELS", "torch")
+    vlm = VLM(*tiny_families.build_gemma3(window=WINDOW))
+    run = start(vlm, DENSE, recipe)
+    with torch.no_grad(), switched(vlm.model):
+        run.start(20)
+        for token in TOKENS[:4]:
+            run.next(torch.tensor([[token]]))
+    watch = steps(vlm, run.decoder, 3, width=width)
+    assert watch.complaints == []
+    done = shapes(watch)
+    assert done[0] == done[1] == done[2] and len(done[0]) > 100
