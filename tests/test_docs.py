@@ -31,7 +31,7 @@ METHODS = vlmfast.methods()
 def tools():
     """The modules of ``tools``."""
     sys.path.insert(0, str(ROOT / "tools"))
-    names = ("pages", "hooks", "check_site")
+    names = ("pages", "hooks", "check_site", "tables")
     try:
         yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
     finally:
@@ -252,6 +252,14 @@ def test_numbers_are_those_of_the_reports(tools, made) -> None:
             assert cells == [paid, *scores]
             seen += 1
     assert seen > 50
+
+
+def test_tables_are_those_of_the_reports(tools) -> None:
+    """``python tools/tables.py`` writes them."""
+    for (page, mark), make in tools.tables.TABLES.items():
+        text = (ROOT / page).read_text(encoding="utf-8")
+        assert tools.tables.written(text, mark, make()) == text
+        assert tools.tables.written(text, mark, make().replace("9", "8", 1)) != text
 
 
 def test_other_numbers_make_other_pages(tools, tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
@@ -13,6 +15,10 @@ import tiny_families
 import tiny_models
 from closeness import apart, close
 from vlmfast import VLM, RecipeError, VLMFastError
+from vlmfast.bench import RECIPES as RECIPES_OF_BENCH
+from vlmfast.bench import bench
+from vlmfast.demos import talk as talk_module
+from vlmfast.demos.talk import RECIPE, Desk, Media
 from vlmfast.engine.attention import _vision_rows
 from vlmfast.saliency import SaliencyRequest, to_tokens, window_order
 from vlmfast.stages import EncodeStage, StatRequest
@@ -59,6 +65,7 @@ def picture(seed: int, width: int = 60, height: int = 44) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
 
 
+EXAMPLES = Path(__file__).parents[1] / "examples"
 IMAGE = {"images": picture(0, 90, 44)}
 VIDEO = {"video": [picture(i, 40, 40) for i in range(5)], "num_frames": 5}
 BOTH = {"images": picture(0, 90, 44), **VIDEO}
@@ -70,6 +77,18 @@ def vlm(request) -> VLM:
     if request.param == "smolvlm":
         pytest.importorskip("num2words")  # its processor wants it
     return VLM(*BUILD[request.param]())
+
+
+def demo_default() -> str:
+    """The recipe that `demos.app.launch` begins with; its module needs Gradio."""
+    source = Path(talk_module.__file__).with_name("app.py").read_text(encoding="utf-8")
+    (launch,) = (
+        node
+        for node in ast.parse(source).body
+        if isinstance(node, ast.FunctionDef) and node.name == "launch"
+    )
+    names = [arg.arg for arg in launch.args.kwonlyargs]
+    return launch.args.kw_defaults[names.index("recipe")].value
 
 
 def family(vlm: VLM) -> str:
@@ -113,6 +132,24 @@ def test_recipes_answer_on_every_family(vlm, recipe, case):
     assert answer.trace.to_dict()["saliency"] == expected
     if recipe != "mustdrop":  # whose thresholds are absolute
         assert stats.equivalent_tokens < stats.visual_tokens_in
+
+
+def test_bench_answers_on_every_family(vlm):
+    rows = bench(vlm, new_tokens=2, repeats=1)
+    assert len(rows) == 1 + len(RECIPES_OF_BENCH)
+    assert all(row.visual_tokens < row.visual_tokens_in for row in rows[1:])
+    assert rows[-1].saliency == SOURCES[family(vlm)]  # hired+pyramiddrop
+
+
+@pytest.mark.parametrize("kind", ["image", "video"])
+def test_the_default_of_the_demo_answers_on_every_family(vlm, kind):
+    name = {"image": "picture.png", "video": "clip.mp4"}[kind]
+    media = Media(kind, str(EXAMPLES / name))
+    default = demo_default()
+    *_, talk = Desk(vlm, "m").ask("u", media, "what ?", default, 3, False)
+    answer = talk.turns[-1].answers[RECIPE]
+    assert answer.token_ids
+    assert answer.recipe == str(vlm.recipe(default)) != "none"
 
 
 @pytest.mark.parametrize("recipe", ["hired:0.3", "visionzip:0.3", "scope:0.3", "flashvid:0.3"])

@@ -87,7 +87,7 @@ class StreamingLLM(Evictor):
         if len(step.layout.position) > 1:
             raise RecipeError(
                 f"{self.name}: the model gives each token {len(step.layout.position)} rotary ids; "
-                "slots can be numbered in models with one"
+                "slots can be numbered in models with one; 'snapkv:0.5' works on this model"
             )
         delta = moves(kept.position, kept.lengths)
         step.notes.setdefault(self.name, {})[layer] = Sinks(

@@ -15,7 +15,6 @@ from ..compressors._views import covering
 from ..errors import ModelError, RecipeError
 from ..layout import Kind, TokenLayout, VisualTokens
 from ..models.base import Adapter
-from ..recipe import PRESETS
 from ..saliency import Saliency, SaliencyRequest
 from ..stages import (
     EncodeStage,
@@ -77,7 +76,7 @@ def encode(
     step = Step(
         Phase.VISION,
         depth=len(blocks),
-        modules={id(getattr(block, adapter.attention, block)): i for i, block in enumerate(blocks)},
+        modules={id(getattr(block, adapter.attention)): i for i, block in enumerate(blocks)},
         items=items,
         notes=notes,
         trained=trained,
@@ -145,31 +144,25 @@ def served(
         When a stage cannot work there and nothing else of its method would drop anything.
     """
     patchwise = adapter.inside(items)
-    served, left_out = [], []
+    stays, left_out = [], []
     for stage in inside:
         refused = [item for item in items if adapter.cells(item) is None]
         if stage.cells and refused:
-            raise RecipeError(
+            raise adapter.refusal(
                 f"{stage.name} merges the patches of whole visual tokens inside the vision tower, "
                 f"which {adapter.config.model_type} does not serve here: "
-                f"{adapter.why_no_cells(refused[0])}{works_here(adapter)}"
+                f"{adapter.why_no_cells(refused[0])}"
             )
         if stage.cells or patchwise or (stage.token_rows and adapter.token_rows):
-            served.append(stage)
+            stays.append(stage)
         elif stage.optional:
             left_out.append(f"{stage.name}: its part inside the vision tower")
         else:
-            raise RecipeError(
+            raise adapter.refusal(
                 f"{stage.name} works inside the vision tower, which needs one visual token for "
                 f"each of its patches; {adapter.config.model_type} makes one of several here"
-                f"{works_here(adapter)}"
             )
-    return served, tuple(left_out)
-
-
-def works_here(adapter: Adapter) -> str:
-    """The end of a message that refuses a recipe: one that every family runs."""
-    return f"; on this model {PRESETS['balanced'][adapter.sources()[0]]!r} works"
+    return stays, tuple(left_out)
 
 
 def _ask_for_rows(adapter: Adapter, stage: EncodeStage, step: Step) -> None:
@@ -178,14 +171,14 @@ def _ask_for_rows(adapter: Adapter, stage: EncodeStage, step: Step) -> None:
     family = adapter.config.model_type
     for layer, request in asked.items():
         if adapter.packed or not adapter.global_blocks():
-            raise RecipeError(
+            raise adapter.refusal(
                 f"{stage.name} reads the attention of single blocks of the vision tower, view by "
-                f"view, which {family} does not show; stages that ask for saliency can stand here"
+                f"view, which {family} does not show"
             )
         if request.rows == "cls" and not adapter.specials():
-            raise RecipeError(
+            raise adapter.refusal(
                 f"{stage.name} ranks visual tokens by the attention of a CLS token, and the vision "
-                f"tower of {family} has none; stages that ask for saliency can stand here"
+                f"tower of {family} has none"
             )
         if not 0 <= layer < step.depth:
             raise RecipeError(

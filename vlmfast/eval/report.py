@@ -383,7 +383,9 @@ def _gaps(row: Row, other: Row | None) -> list[str]:
 def glance(rows: list[Row]) -> str:
     """Methods by budgets: accuracy on pictures and clips; empty with fewer than two methods."""
     cells = {
-        (row.run.meta["method"], row.run.meta["budget"]): _glimpse(row, row.run.meta["budget"])
+        (row.run.labelled(row.run.meta["method"]), row.run.meta["budget"]): _glimpse(
+            row, row.run.meta["budget"]
+        )
         for row in rows
         if row.run.meta["budget"] is not None and reduces(row)
     }
@@ -408,7 +410,7 @@ def cache_glance(rows: list[Row]) -> str:
                 continue
             share = share_of(Recipe.parse(row.run.meta["recipe"]))
             method = row.run.meta["method" if share is not None else "recipe"]
-            cells[method, share] = _glimpse(row, share, what)
+            cells[row.run.labelled(method), share] = _glimpse(row, share, what)
         grids.append(_grid(cells, f"{title}: pictures % / clips %", "of the cache"))
     text = "\n\n".join(filter(None, grids))
     return text and (
@@ -426,7 +428,7 @@ _VIEWS = {
 
 
 def _grid(cells: dict[tuple[str, float | None], str], title: str, what: str) -> str:
-    """Methods by shares; a share that is ``None`` stands in a last column."""
+    """Methods, in Markdown, by shares; a share that is ``None`` stands in a last column."""
     methods = list(dict.fromkeys(method for method, _ in cells))
     if len(methods) < 2:
         return ""
@@ -436,7 +438,7 @@ def _grid(cells: dict[tuple[str, float | None], str], title: str, what: str) -> 
         head, shares = [*head, "no share"], [*shares, None]
     return _markdown(
         head,
-        [[f"`{method}`", *(cells.get((method, s), _NONE) for s in shares)] for method in methods],
+        [[method, *(cells.get((method, s), _NONE) for s in shares)] for method in methods],
     )
 
 

@@ -55,8 +55,12 @@ class Results:
     @property
     def label(self) -> str:
         """`name` in Markdown, with the source of saliency where the recipe reads any."""
+        return self.labelled(self.name)
+
+    def labelled(self, name: str) -> str:
+        """Another name of the run, in the same way."""
         source = self.meta.get("saliency")
-        return f"`{self.name}`" + (f" ({source})" if source else "")
+        return f"`{name}`" + (f" ({source})" if source else "")
 
     @property
     def variant(self) -> str | None:

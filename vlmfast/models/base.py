@@ -142,6 +142,10 @@ class Adapter:
         tower = getattr(tower, "vision_model", tower)  # a wrapper in some versions of CLIP
         return list(tower.encoder.layers)
 
+    def refusal(self, reason: str) -> RecipeError:
+        """The error for a recipe that this model cannot run; names one that every family runs."""
+        return RecipeError(f"{reason}; on this model 'divprune:0.2' works")
+
     # --- saliency ------------------------------------------------------------------------------
 
     def specials(self) -> int:

@@ -44,7 +44,8 @@ class FamilyAdapter(Tiled):
     def rotate(self, keys: Tensor, delta: Tensor) -> Tensor:
         raise RecipeError(
             "this recipe moves the rotary ids of cached keys; layers of gemma3 turn them in "
-            "different ways, and it is not told which layer it works on"
+            "different ways, and it is not told which layer it works on; 'snapkv:0.5' works on "
+            "this model"
         )
 
     def image_token(self) -> str:
