@@ -345,6 +345,11 @@ def check_benchmark(words: list[str], partial: bool) -> None:
             raise Wrong(str(error)) from None
 
 
+def check_tables(words: list[str], partial: bool) -> None:
+    if words:
+        raise Wrong(f"tools/tables.py takes no arguments: {' '.join(words)}")
+
+
 def make(*words: str) -> str:
     """What make would do, without doing it, whatever an outer make was told."""
     env = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL")}
@@ -437,6 +442,7 @@ CHECKS: dict[str, Callable[[list[str], bool], None]] = {
     "python -m vlmfast": check_vlmfast,
     "python -m vlmfast.": check_module,
     "python benchmarks/": check_benchmark,
+    "python tools/tables.py": check_tables,
     "make": check_make,
     "pip install": check_pip,
     "python -m pip install": check_pip,

@@ -32,10 +32,13 @@ class Answer:
 class FakeVLM:
     """Answers by a hash of the question and the recipe; remembers what it was asked."""
 
-    adapter: ClassVar = SimpleNamespace(depth=6)
+    adapter: ClassVar = SimpleNamespace(depth=6, source=lambda asked: "cls")
     delay: float = 0.0
     fail: Any = None  # question -> whether it cannot be answered
     asked: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+
+    def recipe(self, recipe: Any) -> Recipe:
+        return Recipe.of(recipe)
 
     def ask(
         self,

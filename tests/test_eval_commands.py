@@ -189,7 +189,7 @@ def test_eval_writes_answers_and_numbers(tmp_path, fake, capsys):
     assert value["failed"] == {}
     assert len(fake[0].asked) == 5 * 42
     printed = capsys.readouterr().out
-    assert "| `hired:budget=0.11` |" in printed
+    assert "| `hired:budget=0.11` (cls) |" in printed
     assert str(out) in printed
     # Again: nothing is asked, and the numbers are the same.
     assert run(*words, "--recipe", "random", "--budget", "0.33") == 0

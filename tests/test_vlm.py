@@ -396,7 +396,7 @@ def test_models_and_processors_that_do_not_fit():
         VLM(model, processor).ask("what ?", picture())
 
 
-def test_a_tower_without_a_cls_token_is_refused_by_cls_methods():
+def test_a_tower_without_a_cls_token_ranks_by_received_attention():
     """Not a LLaVA that exists, but the same family name with another tower does."""
     from transformers import LlavaConfig, LlavaForConditionalGeneration, SiglipVisionConfig
 
@@ -420,8 +420,9 @@ def test_a_tower_without_a_cls_token_is_refused_by_cls_methods():
     processor.vision_feature_select_strategy = "full"
     vlm = VLM(LlavaForConditionalGeneration(config).eval(), processor)
     assert vlm.ask("what ?", picture(), recipe="grid:0.5", **ASK).token_ids
+    assert vlm.ask("what ?", picture(), recipe="hired:0.2", **ASK).stats.saliency == "received"
     with pytest.raises(RecipeError, match="CLS"):
-        vlm.ask("what ?", picture(), recipe="hired:0.2")
+        vlm.ask("what ?", picture(), recipe="hired:0.2,saliency=cls")
 
 
 def test_import_is_light():
