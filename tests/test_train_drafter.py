@@ -351,7 +351,13 @@ def same(a: DrafterTrainer, b: DrafterTrainer) -> bool:
     return all(torch.equal(value, state(b)[key]) for key, value in state(a).items())
 
 
-@pytest.mark.parametrize("words", [("--compressor", "--gate-from", "0.3"), *KINDS[1:]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--compressor", "--gate-from", "0.3"),
+        *(pytest.param(words, marks=pytest.mark.slow) for words in KINDS[1:]),
+    ],
+)
 def test_a_killed_run_goes_on_as_if_it_had_not_been(tmp_path, words) -> None:
     def trainer(folder: str, *more: str) -> DrafterTrainer:
         return DrafterTrainer(

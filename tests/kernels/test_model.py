@@ -79,7 +79,14 @@ def test_a_model_gives_the_same_tokens(vlm: VLM, recipe: str, monkeypatch) -> No
     assert got.stats.kv_bytes == expected.stats.kv_bytes
 
 
-@pytest.mark.parametrize("recipe", ["none", "pyramiddrop", "kivi:bits=4,group=4,residual=8"])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "none",
+        "pyramiddrop",
+        pytest.param("kivi:bits=4,group=4,residual=8", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.usefixtures("triton")
 def test_trees_give_the_same_tokens(vlm: VLM, recipe: str, monkeypatch) -> None:
     given = {"images": picture(seed=3), "max_new_tokens": 9, "eos_token_id": None}
