@@ -18,7 +18,6 @@ import torch
 
 import closeness
 import tiny_families
-import tiny_models
 from fake_drafters import Knows
 from reference import answer_logits, closed
 from vlmfast import VLM, ModelError, RecipeError, Request
@@ -40,12 +39,7 @@ from vlmfast.stages import (
     positions_param,
 )
 
-BUILD = {
-    name.removeprefix("build_"): build
-    for name, build in vars(tiny_families).items()
-    if name.startswith("build_")
-}
-BUILD |= {"llava": tiny_models.build_llava, "llava_next": tiny_models.build_llava_next}
+BUILD = tiny_families.builders()
 TOKENS = [40, 71, 33, 55, 90, 46, 63, 101]  # fed one by one behind the prompt
 PROTOCOLS = ("none", "encode", "prefill", "cache", "draft")
 MEASURED: dict[tuple[str, str], float] = {}

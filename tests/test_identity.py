@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 import tiny_families
-import tiny_models
 import vlmfast
 from closeness import apart, close, network
 from reference import answer_logits, closed
@@ -30,11 +29,7 @@ from vlmfast.layout import Numbering
 from vlmfast.models.base import Adapter
 from vlmfast.stages import EncodeStage, PrefillStage
 
-BUILD = {
-    name.removeprefix("build_"): build
-    for name, build in vars(tiny_families).items()
-    if name.startswith("build_")
-} | {"llava": tiny_models.build_llava, "llava_next": tiny_models.build_llava_next}
+BUILD = tiny_families.builders()
 MROPE = ["qwen2_5_vl", "qwen3_vl"]
 QUESTION = "what is here ?"
 LENGTH = {"max_new_tokens": 8, "min_new_tokens": 8}

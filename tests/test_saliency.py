@@ -12,7 +12,6 @@ import pytest
 import torch
 
 import tiny_families
-import tiny_models
 from closeness import apart, close
 from vlmfast import VLM, RecipeError, VLMFastError
 from vlmfast.bench import RECIPES as RECIPES_OF_BENCH
@@ -23,12 +22,7 @@ from vlmfast.engine.attention import _vision_rows
 from vlmfast.saliency import SaliencyRequest, to_tokens, window_order
 from vlmfast.stages import EncodeStage, StatRequest
 
-BUILD = {
-    name.removeprefix("build_"): build
-    for name, build in vars(tiny_families).items()
-    if name.startswith("build_")
-}
-BUILD |= {"llava": tiny_models.build_llava, "llava_next": tiny_models.build_llava_next}
+BUILD = tiny_families.builders()
 SOURCES = {
     "llava": "cls",
     "llava_next": "cls",

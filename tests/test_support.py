@@ -9,18 +9,12 @@ from pathlib import Path
 import pytest
 
 import tiny_families
-import tiny_models
 from vlmfast import VLM
 from vlmfast.cli import main
 from vlmfast.stages import stage_class, stage_names
 from vlmfast.support import Support, support, support_of
 
-BUILD = {
-    name.removeprefix("build_"): build
-    for name, build in vars(tiny_families).items()
-    if name.startswith("build_")
-}
-BUILD |= {"llava": tiny_models.build_llava, "llava_next": tiny_models.build_llava_next}
+BUILD = tiny_families.builders()
 FAMILIES = sorted(BUILD)
 DOCS = Path(__file__).parents[1] / "docs" / "models.md"
 START, END = "<!-- support -->\n", "<!-- end of support -->"

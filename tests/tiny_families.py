@@ -463,3 +463,15 @@ def build_fast_vlm(seed: int = 0) -> tuple[nn.Module, Any]:
         chat_template=template("<image>\n"),
     )
     return filled(FastVlmForConditionalGeneration, config, 5, seed), processor
+
+
+def builders() -> dict[str, Any]:
+    """Every family by its name, LLaVA and LLaVA-NeXT among them."""
+    import tiny_models
+
+    found = {
+        name.removeprefix("build_"): build
+        for name, build in globals().items()
+        if name.startswith("build_")
+    }
+    return found | {"llava": tiny_models.build_llava, "llava_next": tiny_models.build_llava_next}
