@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import os
-import re
 from pathlib import Path
 
 # Before torch and transformers are imported. A parallel run gives each worker one thread: several
@@ -38,17 +38,47 @@ def pytest_configure() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what compares by `closeness`, itself or through a helper beside it."""
     for item in items:
-        if _compares(item.path):
+        owner = item.cls.__name__ if item.cls else item.originalname
+        if owner in _comparing(item.path):
             item.add_marker(pytest.mark.equality)
 
 
 @functools.cache
-def _compares(path: Path) -> bool:
-    names = re.findall(r"^\s*(?:from|import) (\w+)", path.read_text(), re.MULTILINE)
-    if "closeness" in names:
-        return True
-    helpers = (Path(__file__).with_name(f"{name}.py") for name in names)
-    return any(_compares(helper) for helper in helpers if helper.is_file() and helper != path)
+def _comparing(path: Path) -> frozenset[str]:
+    """Names of a module by which something is compared: those of `closeness`, and what uses one."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            inside = _of_helper(node.module, path)
+            found |= {of.asname or of.name for of in node.names if of.name in inside}
+        elif isinstance(node, ast.Import):
+            found |= {of.asname or of.name for of in node.names if _of_helper(of.name, path)}
+    parts = {name: _mentioned(node) for node in tree.body for name in _defined(node)}
+    while more := {name for name, used in parts.items() if name not in found and used & found}:
+        found |= more
+    return frozenset(found)
+
+
+def _of_helper(module: str, path: Path) -> frozenset[str]:
+    """The same of a module beside the tests; all names of `closeness` itself."""
+    helper = Path(__file__).with_name(f"{module}.py")
+    if module == "closeness":
+        return frozenset({"close", "apart", "tolerance", "network", "tower"})
+    return _comparing(helper) if helper.is_file() and helper != path else frozenset()
+
+
+def _defined(node: ast.stmt) -> list[str]:
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        return [node.name]
+    targets = node.targets if isinstance(node, ast.Assign) else []
+    return [of.id for of in targets if isinstance(of, ast.Name)]
+
+
+def _mentioned(node: ast.stmt) -> set[str]:
+    """Names that a definition reads; fixtures are among its arguments."""
+    names = {of.id for of in ast.walk(node) if isinstance(of, ast.Name)}
+    return names | {of.arg for of in ast.walk(node) if isinstance(of, ast.arg)}
 
 
 @pytest.fixture(scope="session")

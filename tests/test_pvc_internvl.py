@@ -258,13 +258,15 @@ def test_gradients_reach_every_weight(vlm):
     module = module_of(vlm, True).train()
     use(vlm, module)
     vlm.model.requires_grad_(False)
-    tensors = vlm.inputs("what ?", **video(FRAMES))
-    frames = [(0, i, 5, float(i)) for i in range(5)]
+    clip = vlm.inputs("what ?", **video(FRAMES))
+    of_video = Inputs(clip, [(40, 40)] * 5, "what ?", [(0, i, 5, float(i)) for i in range(5)])
+    # Frames are there for time; only what is repeated shares the patches of a cell.
+    of_image = Inputs(vlm.inputs("what ?", images=FRAMES[0]), [(40, 40)], "what ?")
     for stage in (PVC(), PVC(side=4)):
-        inputs = Inputs(tensors, [(40, 40)] * 5, "what ?", frames)
-        with switched(vlm.model):
-            prompt = prepare(vlm.adapter, inputs, Recipe((stage,)), Stats(), Trace())
-        prompt.embeds.square().sum().backward()
+        for inputs in (of_video, of_image):
+            with switched(vlm.model):
+                prompt = prepare(vlm.adapter, inputs, Recipe((stage,)), Stats(), Trace())
+            prompt.embeds.square().sum().backward()
     for name, weight in module.named_parameters():
         assert weight.grad is not None and weight.grad.abs().max() > 0, name
 

@@ -102,12 +102,12 @@ def settings(capability: str) -> list[Setting]:
     return [Setting(name, threads) for name, threads in zip(older, (1, 2), strict=False)] + own
 
 
-def run(setting: Setting, workers: str, more: list[str]) -> Summary:
-    """The equality tests under one setting."""
+def run(setting: Setting, workers: str, which: str, more: list[str]) -> Summary:
+    """The tests that the expression ``which`` marks, under one setting."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         report = folder / "report.xml"
-        command = [sys.executable, "-m", "pytest", "-q", "-m", "equality and not slow"]
+        command = [sys.executable, "-m", "pytest", "-q", "-m", which]
         command += ["-n", workers, "--dist", "worksteal", f"--junit-xml={report}", *more]
         done = subprocess.run(command, env=setting.environment(folder), check=False)
         summary = Summary(status=done.returncode)
@@ -131,13 +131,20 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--workers", default="2", help="processes of pytest (2)")
     parser.add_argument("-k", dest="expression", help="only tests that match, as in pytest")
+    parser.add_argument(
+        "--everything",
+        action="store_const",
+        const="not slow",
+        default="equality and not slow",
+        help="the whole quick suite, not only the tests that compare floats",
+    )
     parser.add_argument("--paths", nargs="+", default=[], help="only these files or folders")
     given = parser.parse_args(arguments)
     more = [*(["-k", given.expression] if given.expression else []), *given.paths]
     wrong = False
     for name in given.setting or known:
         print(f"== {name}", flush=True)
-        summary = run(known[name], given.workers, more)
+        summary = run(known[name], given.workers, given.everything, more)
         print(summary.text())
         for told in summary.complaints():
             wrong = True
