@@ -71,7 +71,7 @@ def _of_helper(module: str, path: Path) -> frozenset[str]:
 def _defined(node: ast.stmt) -> list[str]:
     if isinstance(node, ast.FunctionDef | ast.ClassDef):
         return [node.name]
-    targets = node.targets if isinstance(node, ast.Assign) else []
+    targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
     return [of.id for of in targets if isinstance(of, ast.Name)]
 
 

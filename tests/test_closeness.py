@@ -148,4 +148,9 @@ def test_a_setting_leaves_no_word_of_another(
 
 
 def test_what_compares_is_marked(request: pytest.FixtureRequest) -> None:
+    close(1.0, 1.0)
     assert request.node.get_closest_marker("equality")
+
+
+def test_what_does_not_compare_is_not_marked(request: pytest.FixtureRequest) -> None:
+    assert not request.node.get_closest_marker("equality")

@@ -246,7 +246,8 @@ class Dense:
 
 
 def equal(vlm: VLM, got: Tensor, want: Tensor, rows: int) -> None:
-    close(got, want, terms=network(vlm.model, rows))
+    # Norms and rotary tables are float32 in models of any type.
+    close(got, want, torch.float32, terms=network(vlm.model, rows))
 
 
 def differs(vlm: VLM, got: Tensor, control: Tensor, rows: int) -> None:
@@ -646,6 +647,8 @@ def test_zipvl_ranks_within_the_window(vlm):
 def test_trees_of_drafts(recipe, window, kept):
     """A tree is checked as if each of its paths had been decoded alone; part of one is accepted."""
     vlm = VLM(*tiny_families.build_gemma3(window=window))
+    if recipe.startswith("kivi"):  # so that rounding moves no code to the next step
+        vlm.model.double()
     wrong = [token + 1 for token in TOKENS]
     tree = Tree.of_paths(TOKENS[0], [TOKENS[1:], [TOKENS[1], *wrong[2:4]], wrong[1:3]])
     paths = [tree.path(node) for node in range(len(tree)) if not tree.children[node]]

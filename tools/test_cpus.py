@@ -102,13 +102,15 @@ def settings(capability: str) -> list[Setting]:
     return [Setting(name, threads) for name, threads in zip(older, (1, 2), strict=False)] + own
 
 
-def run(setting: Setting, workers: str, which: str, more: list[str]) -> Summary:
+def run(setting: Setting, workers: int, which: str, more: list[str]) -> Summary:
     """The tests that the expression ``which`` marks, under one setting."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         report = folder / "report.xml"
         command = [sys.executable, "-m", "pytest", "-q", "-m", which]
-        command += ["-n", workers, "--dist", "worksteal", f"--junit-xml={report}", *more]
+        # Threads of several workers would only wait for each other.
+        processes = max(1, workers // setting.threads)
+        command += ["-n", str(processes), "--dist", "worksteal", f"--junit-xml={report}", *more]
         done = subprocess.run(command, env=setting.environment(folder), check=False)
         summary = Summary(status=done.returncode)
         for file in folder.glob("*.jsonl"):
@@ -129,7 +131,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--setting", action="append", choices=list(known), help="only this one; may be repeated"
     )
-    parser.add_argument("--workers", default="2", help="processes of pytest (2)")
+    parser.add_argument(
+        "--workers", type=int, default=2, help="processes of pytest, of one thread each (2)"
+    )
     parser.add_argument("-k", dest="expression", help="only tests that match, as in pytest")
     parser.add_argument(
         "--everything",
