@@ -160,6 +160,8 @@ def test_a_run_equals_the_tower_by_hand() -> None:
     expected = expected[places.argsort()]
     scale = float(expected.abs().max()) * (1 + float(logits.abs().max()))
     close(got, expected, terms=2 * tower(vlm), scale=scale)
+    unmixed = features[places.sort().values]
+    apart(got, unmixed, terms=2 * tower(vlm), scale=scale)  # control: neighbours count
 
 
 def test_the_words() -> None:
