@@ -18,7 +18,7 @@ be given instead. Newlines go.
 
 Many towers make one visual token of several patches (2 x 2 in Qwen-VL and InternVL, pooled frames
 of video). There the rows above are *cells*: all patches that become one visual token. Two cells
-merge patch by patch, the i-th of one with the i-th of the other, so that a merger or pool behind
+merge patch by patch, the i-th of one with the i-th of the other, so that a merger or pool after
 the tower meets whole cells; a cell's key is the keys of its patches side by side.
 
 Different from the authors' code, and why:

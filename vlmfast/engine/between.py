@@ -5,7 +5,7 @@ many towers and 2 x 2 or more in others. Two cells merge patch by patch, so that
 of patches (a merger, a pixel shuffle, a pool) still meets whole cells. Stages see each cell as one
 wide row, its patches side by side; here it becomes rows of the tower again.
 
-Behind the tower merged rows are spread out to their places, so that the family's own packing
+After the tower merged rows are spread out to their places, so that the family's own packing
 (crops, letterbox, newlines) and the merger meet the grid that they expect.
 
 `Batched` towers have a row of the batch for each view. A `Packed` tower has the patches of all
@@ -33,7 +33,7 @@ from .stats import Stats, clock
 def between_blocks(
     adapter: Adapter, stages: list[InEncoderStage], step: Step, stats: Stats
 ) -> Iterator[dict[int, Tensor]]:
-    """Hooks that run ``stages`` before blocks, and undo merges behind the tower.
+    """Hooks that run ``stages`` before blocks, and undo merges after the tower.
 
     Yields
     ------
@@ -141,7 +141,7 @@ class Batched:
         self.step.merged = self.step.lengths = self.merged = None
 
     def ask(self, stage: InEncoderStage, index: int, hidden: Tensor) -> Tensor:
-        """The rows that enter block ``index`` behind the stage's work."""
+        """The rows that enter block ``index`` after the stage's work."""
         step = self.step
         if not stage.cells:
             hidden, source = stage.on_block(step, index, hidden)

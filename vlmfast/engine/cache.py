@@ -299,7 +299,7 @@ class KVLayer(CacheLayerMixin):
         return (self.seen[:, None] - self.length)[..., None] + slots
 
     def _depth(self, tokens: int, tree: Tensor | None) -> Tensor:
-        """(B or 1, T): how far each of the next ``tokens`` stands behind the first of them."""
+        """(B or 1, T): how far each of the next ``tokens`` stands after the first of them."""
         if tree is None:
             return torch.arange(tokens, device=self.device)[None]
         return tree.sum(-1) - 1

@@ -74,7 +74,7 @@ class FamilyAdapter(Adapter):
         return self._by_item([part[None] for part in torch.cat(calls).split(counts)], items)
 
     def _by_item(self, parts: list[Any], items: Sequence[ItemGeometry]) -> list[Any]:
-        """What the tower made of its images, and behind them of its videos, item by item."""
+        """What the tower made of its images, and then of its videos, item by item."""
         order = self.tower_order(items)
         return [parts[order.index(i)] for i in range(len(items))]
 

@@ -157,7 +157,7 @@ def canvas(item: ItemGeometry) -> tuple[int, int]:
 
 
 def tokens_in(item: ItemGeometry, stitched: bool = True) -> int:
-    """Visual tokens of a picture: base view, and crops with a newline for each of their rows.
+    """Visual tokens of an image: base view, and crops with a newline for each of their rows.
 
     Crops that are not ``stitched`` to a canvas, as those of InternVL, are views like the base view.
     """
