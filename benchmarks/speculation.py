@@ -66,11 +66,12 @@ from vlmfast.drafters.draft_auto import DraftAuto
 from vlmfast.drafters.draft_eagle.drafter import EagleDrafter
 from vlmfast.drafters.draft_eagle.module import EagleModule
 from vlmfast.drafters.draft_layerskip import kept
-from vlmfast.drafters.tree import Tree
+from vlmfast.drafting import Budget, Read, Round, Target
 from vlmfast.engine.stats import Stats, clock
 from vlmfast.models.tiny.scenes import CAPTION_QUESTION, EVAL_SEED_START, image_example
 from vlmfast.recipe import Recipe
-from vlmfast.stages import Budget, DrafterStage, Read, Round, Target, param
+from vlmfast.stages import DrafterStage, param
+from vlmfast.tree import Tree
 
 RESULTS = Path(__file__).resolve().parent / "results"
 WEIGHTS = Path(__file__).resolve().parents[1] / "vlmfast" / "weights"

@@ -6,8 +6,9 @@ import random
 from dataclasses import dataclass
 from typing import ClassVar
 
-from vlmfast.drafters.tree import Tree
-from vlmfast.stages import Budget, DrafterStage, Read, Round, Target, param
+from vlmfast.drafting import Budget, Read, Round, Target
+from vlmfast.stages import DrafterStage, param
+from vlmfast.tree import Tree
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vlmfast.contexts import PrefillContext
 from vlmfast.kernels.col_stats import col_stats
 from vlmfast.kv import KV
 from vlmfast.layout import Kind, TokenLayout
-from vlmfast.stages import CacheStage, ColumnRequest, ColumnStats, Phase, Step
+from vlmfast.stages import CacheStage
+from vlmfast.statistics import ColumnRequest, ColumnStats
 
 BASE = 1e4
 
@@ -40,13 +42,13 @@ def prompt_kv(keys: Tensor, values: Tensor | None = None, visual: Tensor | None 
     )
 
 
-def prompt_step(n: int, depth: int, visual: Tensor | None = None, ids: int = 1) -> Step:
+def prompt_step(n: int, depth: int, visual: Tensor | None = None, ids: int = 1) -> PrefillContext:
     """The pass that reads a prompt of ``n`` tokens."""
     order = torch.arange(n)
     layout = TokenLayout.text(order, order.expand(ids, -1))
     if visual is not None:
         layout = layout.replace(kind=torch.where(visual, int(Kind.IMAGE), 0).to(torch.uint8))
-    return Step(Phase.PREFILL, depth=depth, layout=layout, rotate=rotate)
+    return PrefillContext(depth=depth, layout=layout, rotate=rotate)
 
 
 def columns(query: Tensor, key: Tensor, request: ColumnRequest) -> ColumnStats:
@@ -61,7 +63,7 @@ def columns(query: Tensor, key: Tensor, request: ColumnRequest) -> ColumnStats:
 
 def compressed(
     stage: CacheStage, query: Tensor, kv: KV, depth: int = 1, layer: int = 0, **more: Any
-) -> tuple[KV, Step]:
+) -> tuple[KV, PrefillContext]:
     """One layer's prompt through a cache stage, and the pass that it went with."""
     step = prompt_step(len(kv), depth, **more)
     request = stage.text_stats(depth).get(layer)
@@ -72,7 +74,7 @@ def compressed(
 class FakeSlots:
     """`vlmfast.stages.Slots` of a compressed prompt, with room for ``room`` more tokens."""
 
-    def __init__(self, kv: KV, step: Step, room: int, seen: int | None = None) -> None:
+    def __init__(self, kv: KV, context: PrefillContext, room: int, seen: int | None = None) -> None:
         def buffer(of: Tensor, nothing: float) -> Tensor:
             rest = of.new_full((of.shape[0], room, *of.shape[2:]), nothing)
             whole = torch.cat([of, rest], 1)
@@ -85,9 +87,9 @@ class FakeSlots:
         mass = torch.zeros_like(kv.keys[..., 0]) if kv.mass is None else kv.mass
         self.mass = buffer(mass, torch.nan)
         self.length, self.prompt, self.held = kv.lengths.clone(), kv.lengths.clone(), len(kv)
-        self.seen = len(step.layout) if seen is None else seen
-        self.notes = step.notes
-        self.rotate: Callable[[Tensor, Tensor], Tensor] = step.rotate
+        self.seen = len(context.layout) if seen is None else seen
+        self.notes = context.notes
+        self.rotate: Callable[[Tensor, Tensor], Tensor] = context.rotate
 
     def write(self, key: Tensor, value: Tensor) -> None:
         """The next token's key and value, (H, D)."""

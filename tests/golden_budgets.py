@@ -12,7 +12,7 @@ from vlmfast.compressors.fastkv import FastKV
 from vlmfast.compressors.vlcache import VLCache, budgets
 from vlmfast.kernels.col_stats import col_stats
 from vlmfast.kv import KV
-from vlmfast.stages import ColumnStats
+from vlmfast.statistics import ColumnStats
 
 
 def same_rows(ours: Tensor, stored: Tensor) -> None:

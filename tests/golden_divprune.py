@@ -9,7 +9,7 @@ from vlmfast.compressors._select import count
 from vlmfast.compressors.divprune import DivPrune
 from vlmfast.kernels.diversity import cosine, max_min
 from vlmfast.layout import VisualTokens
-from vlmfast.stages import VisionStats
+from vlmfast.statistics import VisionStats
 
 
 def choice(data: dict, meta: dict) -> None:

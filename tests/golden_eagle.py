@@ -22,9 +22,9 @@ from vlmfast.drafters.draft_eagle.drafter import EagleDrafter
 from vlmfast.drafters.draft_eagle.module import EagleModule
 from vlmfast.drafters.draft_vispec.module import VispecModule
 from vlmfast.drafters.draft_vispec.stage import VispecDrafter
-from vlmfast.drafters.tree import Tree
+from vlmfast.drafting import Budget, Read, Round, Target
 from vlmfast.layout import Kind, TokenLayout
-from vlmfast.stages import Budget, Read, Round, Target
+from vlmfast.tree import Tree
 
 Data = dict[str, Tensor]
 Meta = dict[str, str]

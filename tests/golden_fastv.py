@@ -7,17 +7,17 @@ import torch
 from closeness import close, network
 from golden_decoder import decoder_run, image_layout
 from vlmfast.compressors.fastv import FastV
-from vlmfast.stages import Phase, Step
+from vlmfast.contexts import PrefillContext
 
 
 def choice(data: dict, meta: dict) -> None:
     row, k = data["attn_last_row"][0], int(data["fastv_k"])
     start, n = int(data["image_start"]), int(data["image_len"])
     layout = image_layout(row.shape[1], start, n)
-    step = Step(Phase.PREFILL, depth=32, layout=layout, stats={k - 1: row[:, None]})
+    context = PrefillContext(depth=32, layout=layout, stats={k - 1: row[:, None]})
     stage = FastV(1 - float(data["fastv_r"]), k=k)
     assert stage.layers(32) == (k,)
-    kept = stage.keep(step, k)
+    kept = stage.keep(context, k)
     stored = data["image_scores"]
     close(row.mean(0)[start : start + n], stored, terms=len(row), scale=stored)  # mean over heads
     assert torch.equal(kept, data["keep_index"])

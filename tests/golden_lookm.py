@@ -10,12 +10,14 @@ from torch import Tensor
 
 from closeness import close
 from vlmfast.compressors.lookm import LookM, heavy_hitters, sizes
+from vlmfast.contexts import PrefillContext
 from vlmfast.errors import RecipeError
 from vlmfast.kernels.col_stats import col_stats
 from vlmfast.kv import KV
-from vlmfast.stages import ColumnStats, Phase, Step
+from vlmfast.layout import TokenLayout
+from vlmfast.statistics import ColumnStats
 
-STEP = Step(Phase.PREFILL, depth=1)
+STEP = PrefillContext(TokenLayout.text(torch.arange(1), torch.arange(1)[None]), depth=1)
 
 
 def layer(keys: Tensor, values: Tensor, visual: Tensor) -> KV:

@@ -21,6 +21,7 @@ from vlmfast.compressors.mustdrop import (
     window_similarity,
     windows,
 )
+from vlmfast.contexts import PrefillContext, VisionContext, active
 from vlmfast.engine.attention import TEXT, VISION
 from vlmfast.engine.prefill import Inputs, Prompt
 from vlmfast.engine.run import Run
@@ -29,7 +30,7 @@ from vlmfast.kv import KV
 from vlmfast.layout import Kind, TokenLayout
 from vlmfast.models.base import Adapter
 from vlmfast.recipe import Recipe
-from vlmfast.stages import Phase, StatRequest, Step, active
+from vlmfast.statistics import StatRequest
 
 
 def merge_case(data: dict, meta: dict) -> None:
@@ -57,7 +58,7 @@ def merge_case(data: dict, meta: dict) -> None:
 
     if window[0] == window[1]:  # what a recipe can say
         stage = MustDrop(window[0], threshold, merge="call").expand()[0]
-        by_stage, rows = stage.on_block(Step(Phase.VISION, specials=1), 1, hidden)
+        by_stage, rows = stage.on_block(VisionContext(specials=1), 1, hidden)
         assert torch.equal(by_stage, merged)
         assert torch.equal(rows, source) if int(counts[0]) else rows is None
 
@@ -93,12 +94,12 @@ def clip_case(data: dict, meta: dict) -> None:
     merge, key_set, *_ = MustDrop(merge="call").expand()
     modules = {id(block.self_attn): index for index, block in enumerate(blocks)}
     requests = {depth - 1: StatRequest("cls")}
-    step = Step(Phase.VISION, depth=depth, modules=modules, requests=requests, specials=1)
+    context = VisionContext(depth=depth, modules=modules, requests=requests, specials=1)
     states = [hidden]
-    with active(step):
+    with active(context):
         for index, block in enumerate(blocks):
             if index in merge.blocks(depth):
-                hidden, step.merged = merge.on_block(step, index, hidden)
+                hidden, context.merged = merge.on_block(context, index, hidden)
                 states[-1] = hidden
             hidden = block(hidden, attention_mask=None)
             states.append(hidden)
@@ -109,12 +110,12 @@ def clip_case(data: dict, meta: dict) -> None:
     close(states[-2][:, -stored.shape[1] :], stored, terms=terms)
 
     # The stored indices count the rows behind CLS; ours mark tokens of the prompt.
-    if step.merged is None:
-        step.merged = torch.arange(1 + side * side).expand(views, -1)
-    attention = step.stats[depth - 1][:, :, 0, 1:]
+    if context.merged is None:
+        context.merged = torch.arange(1 + side * side).expand(views, -1)
+    attention = context.stats[depth - 1][:, :, 0, 1:]
     for view, stored in enumerate(data["key_token_index"]):
         tokens, geometry = picture((0, 0), (side, side))
-        rows = step.merged[view : view + 1, 1:] - 1
+        rows = context.merged[view : view + 1, 1:] - 1
         tokens = representatives(tokens, rows, [side])
         stats = stats_of((geometry,), {depth - 1: attention[view : view + 1]})
         layout = key_set.reduce(tokens, stats, REQUEST).layout
@@ -165,8 +166,8 @@ def cache_case(data: dict, meta: dict) -> None:
         held.append(tokens)
     cache = [slots(tokens, torch.zeros(1, len(tokens), 8)) for tokens in held]
     stage = MustDrop(layers=tuple(layer + 1 for layer in filters)).expand()[-1]
-    step = Step(Phase.PREFILL, depth=len(held), layout=TokenLayout.text(tokens, tokens[None]))
-    kept = stage.finish(step, cache)
+    context = PrefillContext(depth=len(held), layout=TokenLayout.text(tokens, tokens[None]))
+    kept = stage.finish(context, cache)
     assert [len(kv) for kv in kept] == data["layer_len_out"].tolist()
     for layer, (before, after) in enumerate(zip(held, kept, strict=True)):
         places = torch.isin(before, after.order[0]).nonzero().flatten()
@@ -254,8 +255,8 @@ def llm_case(data: dict, meta: dict) -> None:
         slots(tokens, run.cache.layers[layer].keys[0, :, : len(tokens)])
         for layer, tokens in enumerate(held)
     ]
-    step = Step(Phase.PREFILL, depth=depth, layout=layout.select(alive))
-    kept = whole.expand()[3].finish(step, cache)
+    context = PrefillContext(depth=depth, layout=layout.select(alive))
+    kept = whole.expand()[3].finish(context, cache)
     assert [len(kv) for kv in kept] == data["cache_lengths"].tolist()
     for layer in range(depth):
         if f"cache_key_layer{layer}" in data:

@@ -8,6 +8,7 @@ from torch import Tensor
 from closeness import close, tolerance
 from vlmfast.compressors.kivi import Kivi
 from vlmfast.compressors.zipcache import ZipCache, least_salient, saliency
+from vlmfast.contexts import PrefillContext
 from vlmfast.kernels.col_stats import col_stats
 from vlmfast.kernels.decode_mixed import decode_mixed
 from vlmfast.kernels.quantize_kv import (
@@ -22,7 +23,7 @@ from vlmfast.kernels.quantize_kv import (
 )
 from vlmfast.kv import KV
 from vlmfast.layout import TokenLayout
-from vlmfast.stages import ColumnStats, Phase, Step
+from vlmfast.statistics import ColumnStats
 
 FLOAT = torch.float32
 STEP = 3  # operations behind a step, and between a number, its code and its way back
@@ -100,9 +101,9 @@ def kivi(data: dict, meta: dict) -> None:
     bits, group = int(meta["bits"]), int(meta["group_size"])
     tokens, channels = -2, -1
     stage = Kivi(bits=bits, group=group, residual=group)
-    step = Step(Phase.PREFILL, depth=1)
+    context = PrefillContext(TokenLayout.text(torch.arange(1), torch.arange(1)[None]), depth=1)
     for at, (k, v) in enumerate(zip(data["k"], data["v"], strict=True)):
-        kv = stage.compress(step, 0, plain(k, v), None)
+        kv = stage.compress(context, 0, plain(k, v), None)
         (segment,) = kv.segments
         assert (len(segment), len(kv)) == (k.shape[1], 0)
         keys, values = segment.dequantise(FLOAT)
@@ -219,11 +220,11 @@ def zipcache_saliency(data: dict, meta: dict) -> None:
     assert torch.equal(low, stored)
 
     order = torch.arange(n)
-    step = Step(Phase.PREFILL, depth=1, layout=TokenLayout.text(order, order[None]))
+    context = PrefillContext(depth=1, layout=TokenLayout.text(order, order[None]))
     nnz = stats.pop("nnz").expand(len(k), -1)
     columns = ColumnStats(**stats, nnz=nnz, rows=rows.unique())
     high_segment, low_segment = (
-        ZipCache(important=1 - share).compress(step, 0, plain(k, k), columns).segments
+        ZipCache(important=1 - share).compress(context, 0, plain(k, k), columns).segments
     )
     assert (high_segment.bits, low_segment.bits) == (4, 2)
     assert torch.equal(low_segment.order.long(), data["unimportant"][0].sort(1).values)

@@ -8,7 +8,7 @@ from closeness import close
 from golden_decoder import image_layout
 from vlmfast.compressors._select import top
 from vlmfast.compressors.sparsevlm import PUBLISHED, SparseVLM, clusters, raters
-from vlmfast.stages import Phase, Step
+from vlmfast.contexts import PrefillContext
 
 START, TEXT = 35, 20
 
@@ -38,8 +38,8 @@ def choice(data: dict, meta: dict) -> None:
     (_, drop) = SparseVLM(published=str(int(data["retain"])), recycle=False).expand()
     layer = drop.layers(32)[number]
     notes = {"sparsevlm": {"raters": rate, "all": 576}}
-    step = Step(Phase.PREFILL, depth=32, layout=layout, stats={layer - 1: attention}, notes=notes)
-    rows = drop.keep(step, layer)
+    context = PrefillContext(depth=32, layout=layout, stats={layer - 1: attention}, notes=notes)
+    rows = drop.keep(context, layer)
     assert torch.equal(
         rows, (~layout.visual).index_fill(0, START + mask.nonzero()[:, 0], True).nonzero()[:, 0]
     )

@@ -12,8 +12,9 @@ from golden_mustdrop import clip_blocks
 from helpers_layout import REQUEST, picture, stats_of
 from vlmfast.compressors._select import plus_mean
 from vlmfast.compressors.visionzip import VisionZip, homes
+from vlmfast.contexts import VisionContext, active
 from vlmfast.layout import Kind, VisualTokens
-from vlmfast.stages import Phase, StatRequest, Step, active
+from vlmfast.statistics import StatRequest
 
 
 def zip_case(data: dict, meta: dict) -> None:
@@ -30,16 +31,15 @@ def clip_case(data: dict, meta: dict) -> None:
     blocks = clip_blocks(data)
     depth = len(blocks)
     layer, request = depth - 2, StatRequest("cls", keys=True)  # LLaVA's feature layer
-    step = Step(
-        Phase.VISION,
+    context = VisionContext(
         depth=depth,
         modules={id(block.self_attn): index for index, block in enumerate(blocks)},
         requests={layer: request},
     )
-    with active(step):
+    with active(context):
         for block in blocks[: layer + 1]:
             hidden = block(hidden, attention_mask=None)
-    attention, keys = step.stats[layer][:, :, 0, 1:], step.keys[layer][:, 1:]
+    attention, keys = context.stats[layer][:, :, 0, 1:], context.keys[layer][:, 1:]
     rows = hidden.shape[1]
     views_case(data, attention, keys, hidden, network(blocks[0].self_attn, rows) + rows)
 

@@ -30,9 +30,9 @@ from vlmfast.compressors.atp.module import (
     spatial_score,
 )
 from vlmfast.compressors.atp.training import TRAINING, depth_term, target_term
+from vlmfast.contexts import PrefillContext
 from vlmfast.kernels.score import cross_level, self_level
 from vlmfast.layout import TokenLayout
-from vlmfast.stages import Phase, Step
 from vlmfast.training import Sample, inputs_of, run
 
 HEADS, DEPTH = 4, 8
@@ -62,7 +62,7 @@ def module(seed: int | None = 0, *, learned: bool = True, layers=LAYERS) -> Modu
     return built.eval()
 
 
-def step_for(*pictures: dict, net: Module, seed: int = 0, text: int = 5) -> Step:
+def step_for(*pictures: dict, net: Module, seed: int = 0, text: int = 5) -> PrefillContext:
     """A prompt behind layer 0: three text rows before each picture, ``text`` behind the last."""
     visual = prompt(*pictures)[0].layout
     n = int(visual.order[-1]) + 1 + text
@@ -70,12 +70,12 @@ def step_for(*pictures: dict, net: Module, seed: int = 0, text: int = 5) -> Step
     layout = TokenLayout.cat([TokenLayout.text(words, words[None]), visual])
     layout = layout.select(layout.order.argsort())
     generator = torch.Generator().manual_seed(seed)
-    step = Step(Phase.PREFILL, depth=DEPTH, layout=layout, trained={"atp": net})
+    context = PrefillContext(depth=DEPTH, layout=layout, trained={"atp": net})
     for layer in LAYERS:
         logits = 2 * torch.randn(HEADS, text, n, generator=generator)
-        step.stats[layer - 1] = logits.softmax(-1)
-        step.received[layer - 1] = 2 * torch.randn(HEADS, 1, n, generator=generator)
-    return step
+        context.stats[layer - 1] = logits.softmax(-1)
+        context.received[layer - 1] = 2 * torch.randn(HEADS, 1, n, generator=generator)
+    return context
 
 
 # --- scores --------------------------------------------------------------------------------------

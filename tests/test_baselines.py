@@ -20,7 +20,8 @@ from vlmfast.compressors.random import Random, shuffled
 from vlmfast.errors import RecipeError
 from vlmfast.layout import VisualTokens
 from vlmfast.recipe import Recipe
-from vlmfast.stages import EncodeStage, VisionStats
+from vlmfast.stages import EncodeStage
+from vlmfast.statistics import VisionStats
 
 NO_ROWS: dict[int, torch.Tensor] = {}  # no control looks at the vision tower
 classes = pytest.mark.parametrize("kind", [Random, Grid, Downsample])

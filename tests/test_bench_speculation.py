@@ -16,12 +16,12 @@ from fake_drafters import Knows
 from tiny_models import SPECIAL_TOKENS, build_llava
 from vlmfast import VLM, bench
 from vlmfast.cli import main as cli
-from vlmfast.drafters.tree import Tree
+from vlmfast.drafting import Budget, Round
 from vlmfast.engine.cache import KVCache
 from vlmfast.engine.turn import Turn
 from vlmfast.errors import RecipeError
 from vlmfast.recipe import Recipe
-from vlmfast.stages import Budget, Round
+from vlmfast.tree import Tree
 
 
 def script(name: str) -> Any:

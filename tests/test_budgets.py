@@ -17,8 +17,10 @@ from vlmfast.compressors._layered import Layered, Scored
 from vlmfast.compressors.cake import CAKE, adjust_budgets, most, parts
 from vlmfast.compressors.fastkv import FastKV
 from vlmfast.compressors.vlcache import VLCache, budgets, density
+from vlmfast.contexts import PrefillContext
 from vlmfast.kv import KV
-from vlmfast.stages import CacheStage, ColumnRequest, ColumnStats, Step
+from vlmfast.stages import CacheStage
+from vlmfast.statistics import ColumnRequest, ColumnStats
 
 N, HEADS, GROUPS, DIM = 96, 2, 2, 8
 STAGES = (VLCache(), CAKE(window=8), FastKV())
@@ -63,7 +65,7 @@ SHARP = (0.5, 2.0, 1.0, 4.0, 1.5, 3.0)
 
 def run(
     stage: CacheStage, seed: int = 0, sharp: tuple[float, ...] = SHARP, n: int | list[int] = N
-) -> tuple[list[KV], list[KV], Step]:
+) -> tuple[list[KV], list[KV], PrefillContext]:
     """A whole prompt: the cache behind each layer, the cache in the end, and the pass."""
     depth = len(sharp)
     lengths = n if isinstance(n, list) else [n] * depth
@@ -414,7 +416,7 @@ DEPTH = 6
 
 def propagate(
     stage: FastKV, n: int = N, visual: Tensor | None = None
-) -> tuple[Tensor | None, Step]:
+) -> tuple[Tensor | None, PrefillContext]:
     """Rows that go on, and the pass."""
     tsp, _ = stage.expand()
     visual = visual_rows(n) if visual is None else visual

@@ -26,7 +26,8 @@ from vlmfast.engine.stats import Stats, Trace
 from vlmfast.kernels.quantize_kv import Segment, quantise
 from vlmfast.kv import KV
 from vlmfast.recipe import Recipe
-from vlmfast.stages import CacheStage, ColumnRequest
+from vlmfast.stages import CacheStage
+from vlmfast.statistics import ColumnRequest
 
 TOKENS = [5, 9, 11, 7, 8, 6, 10, 12, 30, 31, 32, 33]
 BUFFERS = ("keys", "values", "order", "mass", "bias")
@@ -602,7 +603,7 @@ def test_accepting_the_beginning_of_what_was_fed_at_once(grouped):
             position_ids=run.position + torch.arange(8),
             past_key_values=run.cache,
             use_cache=True,
-            vlmfast_step=run.step,
+            vlmfast_context=run.context,
         )
     run.cache.accept(torch.tensor([[0, 1, 2]]), [3])
     run.position.add_(3)

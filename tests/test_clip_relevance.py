@@ -16,9 +16,10 @@ from tiny_models import picture as photo
 from vlmfast import VLM, Recipe, RecipeError
 from vlmfast.compressors import _clip
 from vlmfast.compressors.clip_relevance import ClipRelevance
+from vlmfast.contexts import EncodeRequest
 from vlmfast.kernels.diversity import cosine, dpp
 from vlmfast.layout import VisualTokens
-from vlmfast.stages import EncodeRequest, VisionStats
+from vlmfast.statistics import VisionStats
 
 QUESTION = "what is the red thing ?"
 

@@ -15,7 +15,7 @@ from vlmfast import Recipe, RecipeError
 from vlmfast.compressors._groups import MOST, together
 from vlmfast.compressors.divprune import DivPrune
 from vlmfast.layout import VisualTokens
-from vlmfast.stages import VisionStats
+from vlmfast.statistics import VisionStats
 
 
 def by_hand(features: Tensor, k: int) -> list[int]:

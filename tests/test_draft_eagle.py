@@ -29,12 +29,12 @@ from vlmfast.drafters.draft_eagle.module import EagleModule
 from vlmfast.drafters.draft_eagle.stage import layers_read
 from vlmfast.drafters.draft_eagle.ttt import unroll
 from vlmfast.drafters.draft_eagle.visual import CHOICES, Visual, shortened
-from vlmfast.drafters.tree import Tree
+from vlmfast.drafting import Budget, Read, Round, Target
 from vlmfast.engine.noise import gumbel
 from vlmfast.errors import RecipeError
 from vlmfast.layout import Kind, TokenLayout
 from vlmfast.recipe import Recipe
-from vlmfast.stages import Budget, Read, Round, Target
+from vlmfast.tree import Tree
 
 WIDTH, VOCABULARY = 8, 40
 SIZES = {"width": WIDTH, "heads": 2, "hidden": 16}

@@ -20,8 +20,9 @@ from vlmfast.drafters.draft_eagle import DraftEagle
 from vlmfast.drafters.draft_eagle.module import EagleModule
 from vlmfast.drafters.draft_vispec import DraftVispec
 from vlmfast.drafters.draft_vispec.module import VispecModule
+from vlmfast.drafting import Budget
 from vlmfast.errors import RecipeError
-from vlmfast.stages import Budget, DrafterStage
+from vlmfast.stages import DrafterStage
 
 State = dict[str, Tensor]
 TARGET = {"family": "llava", "width": WIDTH, "depth": 12, "heads": 2}

@@ -32,10 +32,10 @@ from vlmfast.drafters.draft_eagle.module import EagleModule
 from vlmfast.drafters.draft_vispec import DraftVispec
 from vlmfast.drafters.draft_vispec.module import VispecModule
 from vlmfast.drafters.draft_vispec.stage import VispecDrafter
+from vlmfast.drafting import Read
 from vlmfast.errors import RecipeError
 from vlmfast.layout import TokenLayout
 from vlmfast.recipe import Recipe
-from vlmfast.stages import Read
 
 
 def module_of(seed: int = 0, **own) -> VispecModule:

@@ -10,12 +10,13 @@ from torch import Tensor
 
 from vlmfast.drafters.draft_ngram import NGram, continuations, copied, matches
 from vlmfast.drafters.draft_recycle import SHAPE, SUCCESSORS, TEMPLATE, Recycle, Successors
-from vlmfast.drafters.tree import Tree
+from vlmfast.drafting import Budget, Drafter, Read, Round, Target
 from vlmfast.engine.speculation import walk
 from vlmfast.errors import RecipeError
 from vlmfast.layout import TokenLayout
 from vlmfast.recipe import Recipe
-from vlmfast.stages import Budget, Drafter, DrafterStage, Read, Round, Target
+from vlmfast.stages import DrafterStage
+from vlmfast.tree import Tree
 
 V = 32
 IMAGE = 31

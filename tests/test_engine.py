@@ -20,14 +20,8 @@ from vlmfast.engine.attention import switched
 from vlmfast.engine.prefill import Inputs
 from vlmfast.engine.run import Run
 from vlmfast.recipe import Recipe
-from vlmfast.stages import (
-    EncodeStage,
-    InEncoderStage,
-    PrefillStage,
-    Stage,
-    StatRequest,
-    positions_param,
-)
+from vlmfast.stages import EncodeStage, InEncoderStage, PrefillStage, Stage, positions_param
+from vlmfast.statistics import StatRequest
 
 FAMILIES = {"llava": build_llava, "llava_next": build_llava_next}
 TOKENS = [5, 9, 11, 7, 8, 6, 10, 12]  # fed one by one behind the prompt
@@ -609,7 +603,7 @@ def test_several_tokens_at_once(vlm):
             position_ids=other.position + torch.arange(len(TOKENS)),
             past_key_values=other.cache,
             use_cache=True,
-            vlmfast_step=other.step,
+            vlmfast_context=other.context,
         ).last_hidden_state
         got = vlm.adapter.logits(hidden[0])
     close(got, expected[1:], terms=sums(run))

@@ -21,7 +21,7 @@ from vlmfast.compressors.streamingllm import Slide, StreamingLLM, oldest
 from vlmfast.errors import RecipeError
 from vlmfast.kv import KV
 from vlmfast.recipe import Recipe
-from vlmfast.stages import ColumnStats
+from vlmfast.statistics import ColumnStats
 
 DIM = 8
 QUICK = settings(max_examples=25, deadline=None)

@@ -21,7 +21,6 @@ import tiny_families
 from fake_drafters import Knows
 from reference import answer_logits, closed
 from vlmfast import VLM, ModelError, RecipeError, Request
-from vlmfast.drafters.tree import Tree
 from vlmfast.engine.attention import switched
 from vlmfast.engine.cache import KVLayer
 from vlmfast.engine.decode import Decoder
@@ -29,15 +28,9 @@ from vlmfast.engine.prefill import Inputs
 from vlmfast.engine.run import Run
 from vlmfast.models import families
 from vlmfast.recipe import Recipe
-from vlmfast.stages import (
-    CacheStage,
-    ColumnRequest,
-    EncodeStage,
-    InEncoderStage,
-    PrefillStage,
-    StatRequest,
-    positions_param,
-)
+from vlmfast.stages import CacheStage, EncodeStage, InEncoderStage, PrefillStage, positions_param
+from vlmfast.statistics import ColumnRequest, StatRequest
+from vlmfast.tree import Tree
 
 BUILD = tiny_families.builders()
 TOKENS = [40, 71, 33, 55, 90, 46, 63, 101]  # fed one by one behind the prompt

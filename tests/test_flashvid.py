@@ -16,7 +16,7 @@ from vlmfast.compressors.flashvid import FlashVID, calibrated, means, segments
 from vlmfast.kernels.diversity import cosine, max_min
 from vlmfast.layout import VisualTokens
 from vlmfast.saliency import SaliencyRequest
-from vlmfast.stages import VisionStats
+from vlmfast.statistics import VisionStats
 
 
 def as_clip(stats: VisionStats) -> VisionStats:

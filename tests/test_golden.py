@@ -92,8 +92,8 @@ from vlmfast.compressors.hired import (
     packed,
     view_budgets,
 )
+from vlmfast.contexts import EncodeRequest
 from vlmfast.layout import Kind, TokenLayout, VisualTokens
-from vlmfast.stages import EncodeRequest
 
 ROOT = Path(os.environ.get("VLMFAST_GOLDEN") or Path(__file__).parent / "golden").resolve()
 FOLDERS = ("reducers", "kv", "spec")

@@ -19,7 +19,7 @@ from vlmfast.errors import RecipeError
 from vlmfast.kernels import merge as kernel
 from vlmfast.kernels.merge import merge_into
 from vlmfast.kv import KV
-from vlmfast.stages import ColumnRequest, ColumnStats
+from vlmfast.statistics import ColumnRequest, ColumnStats
 
 
 def noise(*shape: int, seed: int = 0) -> Tensor:

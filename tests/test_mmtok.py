@@ -13,8 +13,9 @@ from tiny_models import build_llava
 from tiny_models import picture as photo
 from vlmfast import VLM, Recipe, RecipeError
 from vlmfast.compressors.mmtok import MMTok, coverage
+from vlmfast.contexts import EncodeRequest
 from vlmfast.layout import VisualTokens
-from vlmfast.stages import EncodeRequest, VisionStats
+from vlmfast.statistics import VisionStats
 
 
 def by_hand(x: torch.Tensor, text: torch.Tensor, k: int) -> list[int]:

@@ -31,13 +31,15 @@ from vlmfast.compressors.mustdrop import (
     window_similarity,
     windows,
 )
+from vlmfast.contexts import PrefillContext, VisionContext
 from vlmfast.engine.prefill import Inputs
 from vlmfast.engine.run import Run
 from vlmfast.kernels.quantize_kv import quantise
 from vlmfast.kv import KV
 from vlmfast.layout import Kind, TokenLayout
 from vlmfast.saliency import SaliencyRequest
-from vlmfast.stages import EncodeStage, Phase, StatRequest, Step
+from vlmfast.stages import EncodeStage
+from vlmfast.statistics import StatRequest
 
 TOKENS = [5, 9, 11, 7, 8]  # fed one by one behind the prompt
 NOTHING = MustDrop(similarity=2.0, global_thr=1.0, individual_thr=0.0)
@@ -114,9 +116,9 @@ def test_merged_rows_are_means_of_the_most_similar_windows(
 
 def on_block(
     stage: MustDrop, hidden: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor | None, Step]:
-    step = Step(Phase.VISION, depth=4, specials=1)
-    return *stage.expand()[0].on_block(step, 1, hidden), step
+) -> tuple[torch.Tensor, torch.Tensor | None, PrefillContext]:
+    context = VisionContext(depth=4, specials=1)
+    return *stage.expand()[0].on_block(context, 1, hidden), context
 
 
 def towers(views: int = 3, side: int = 4, seed: int = 0) -> torch.Tensor:
@@ -188,9 +190,9 @@ def test_the_window_follows_the_grid(side: int, window: int) -> None:
 def test_patches_that_are_no_square_are_refused() -> None:
     with pytest.raises(RecipeError, match=r"a square grid of patches .* has 15 of them"):
         on_block(MustDrop(), noise(1, 16, 4))
-    step = Step(Phase.VISION, merged=torch.zeros(1, 17, dtype=torch.int64))
+    context = VisionContext(merged=torch.zeros(1, 17, dtype=torch.int64))
     with pytest.raises(RecipeError, match="nothing has merged before"):
-        MustDrop().expand()[0].on_block(step, 1, noise(1, 17, 4))
+        MustDrop().expand()[0].on_block(context, 1, noise(1, 17, 4))
 
 
 # --- key set -------------------------------------------------------------------------------------
@@ -288,7 +290,7 @@ rules = st.builds(
 
 def prompt_step(
     seed: int, depth: int = 4, behind: int = 5, pictures: tuple[int, ...] = (12, 7)
-) -> Step:
+) -> PrefillContext:
     """Pictures with text in front of each and behind; some tokens are protected, some merged."""
     kinds = [[Kind.TEXT] * 3 + [Kind.IMAGE] * n for n in pictures]
     kinds = torch.tensor([k for part in kinds for k in part] + [Kind.TEXT] * behind)
@@ -300,15 +302,15 @@ def prompt_step(
         protected=visual & (torch.rand(len(kinds), generator=generator) < 0.2),
         weight=1 + 3.0 * (visual & (torch.rand(len(kinds), generator=generator) < 0.3)),
     )
-    return Step(Phase.PREFILL, depth=depth, layout=layout)
+    return PrefillContext(depth=depth, layout=layout)
 
 
-def attend(step: Step, layer: int, seed: int) -> None:
+def attend(context: PrefillContext, layer: int, seed: int) -> None:
     """Attention of the text rows behind the last visual token."""
-    visual = step.layout.visual.nonzero().flatten()
-    rows = len(step.layout) - 1 - int(visual[-1]) if len(visual) else len(step.layout)
-    logits = 3 * noise(2, rows, len(step.layout), seed=seed + layer)
-    step.stats[layer - 1] = logits.softmax(-1)
+    visual = context.layout.visual.nonzero().flatten()
+    rows = len(context.layout) - 1 - int(visual[-1]) if len(visual) else len(context.layout)
+    logits = 3 * noise(2, rows, len(context.layout), seed=seed + layer)
+    context.stats[layer - 1] = logits.softmax(-1)
 
 
 @given(rules, st.integers(0, 50))
@@ -735,9 +737,9 @@ def test_the_cache_part_in_numbers() -> None:
         bias=order.float(),
     )
     left = torch.tensor([0, 1, 5, 6])
-    step = Step(Phase.PREFILL, depth=4, layout=TokenLayout.text(left, left[None]))
+    context = PrefillContext(depth=4, layout=TokenLayout.text(left, left[None]))
     part = MustDrop(layers=(2, 3)).expand()[3]
-    first, *others = part.finish(step, [kv] * 4)
+    first, *others = part.finish(context, [kv] * 4)
     assert first is kv
     for got in others:
         assert got.lengths.tolist() == [3, 3]
@@ -746,11 +748,11 @@ def test_the_cache_part_in_numbers() -> None:
         assert torch.equal(got.bias, got.order.float())
     # Control: where nothing was dropped nothing is copied.
     every = torch.arange(7)
-    step.layout = TokenLayout.text(every, every[None])
-    assert all(got is kv for got in part.finish(step, [kv] * 4))
+    context.layout = TokenLayout.text(every, every[None])
+    assert all(got is kv for got in part.finish(context, [kv] * 4))
     codes = quantise(kv.keys, kv.values, kv.order, kv.lengths, 4)
     with pytest.raises(RecipeError, match=r"mustdrop: a later stage .* write cache=false"):
-        part.finish(step, [replace(kv, segments=(codes,))] * 4)
+        part.finish(context, [replace(kv, segments=(codes,))] * 4)
 
 
 @pytest.mark.parametrize("case", CASES)

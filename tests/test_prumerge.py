@@ -22,7 +22,7 @@ from vlmfast.engine.prefill import Inputs
 from vlmfast.engine.run import Run
 from vlmfast.layout import VisualTokens
 from vlmfast.saliency import SaliencyRequest
-from vlmfast.stages import StatRequest, VisionStats
+from vlmfast.statistics import StatRequest, VisionStats
 
 BOTH = [PruMerge, PruMergePlus]
 LAST = 23

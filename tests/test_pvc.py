@@ -32,12 +32,13 @@ from vlmfast.compressors.pvc.module import (
     to_patches,
 )
 from vlmfast.compressors.pvc.plan import Choice, make_plan, nearest, scenes, tokens_in, tokens_out
+from vlmfast.contexts import VisionContext
 from vlmfast.engine.attention import switched
 from vlmfast.engine.prefill import Inputs, prepare
 from vlmfast.engine.run import Run
 from vlmfast.engine.stats import Stats, Trace
 from vlmfast.layout import Kind
-from vlmfast.stages import ItemGeometry, Phase, Step
+from vlmfast.statistics import ItemGeometry
 
 # Numbers that are summed in the layers that are tried here, of width 8 and 6, sum after sum:
 TEMPORAL = 8 + 4 + 8 + 4 + 5 + 8  # norm, its time, projection, a head, frames, projection
@@ -445,14 +446,14 @@ def test_repeats_of_a_picture_differ_when_trained(vlm: VLM) -> None:
     def rows(module: ProgressiveEncoder) -> torch.Tensor:
         inputs = inputs_of(vlm, noise_picture(32, 32))
         items = vlm.adapter.geometry(inputs.sizes)
-        step = Step(Phase.VISION, depth=4, items=items, trained={"pvc": module})
+        context = VisionContext(depth=4, items=items, trained={"pvc": module})
         inside = PVC().expand()[0]
         hidden = noise(items[-1].views[1], 17, 64)
         with torch.no_grad():
             for block in inside.blocks(4):
-                hidden, source = inside.on_block(step, block, hidden)
+                hidden, source = inside.on_block(context, block, hidden)
                 assert source is None
-        (sequence,) = {tuple(rows[0].tolist()) for rows in step.notes["pvc"]["plan"].sequences}
+        (sequence,) = {tuple(rows[0].tolist()) for rows in context.notes["pvc"]["plan"].sequences}
         return hidden[list(sequence)]
 
     same, different = rows(encoder(vlm)), rows(shaken(encoder(vlm)))
@@ -614,15 +615,15 @@ def test_bad_company(next_vlm: VLM) -> None:
     module = encoder(next_vlm)
     with pytest.raises(RecipeError, match="side=3"):
         visual(next_vlm, module, PVC(side=3), noise_picture())
-    step = Step(Phase.VISION, depth=4, items=(geometry(),), trained={"pvc": module})
+    context = VisionContext(depth=4, items=(geometry(),), trained={"pvc": module})
     inside = PVC().expand()[0]
     with pytest.raises(RecipeError, match="16 patches"):
-        inside.on_block(step, 1, noise(1, 12, 64))
+        inside.on_block(context, 1, noise(1, 12, 64))
     with pytest.raises(RecipeError, match="width 64"):
-        inside.on_output(step, noise(1, 16, 128))
-    step.merged = torch.zeros(1, 17, dtype=torch.int64)
+        inside.on_output(context, noise(1, 16, 128))
+    context.merged = torch.zeros(1, 17, dtype=torch.int64)
     with pytest.raises(RecipeError, match="merges"):
-        inside.on_block(step, 1, noise(1, 17, 64))
+        inside.on_block(context, 1, noise(1, 17, 64))
 
 
 def test_word_round_trip_and_floor() -> None:

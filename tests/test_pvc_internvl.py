@@ -18,7 +18,7 @@ from vlmfast.compressors.pvc import PVC
 from vlmfast.compressors.pvc.module import PRIOR, ProgressiveEncoder, ranks, to_cells
 from vlmfast.compressors.pvc.plan import Choice, tokens_in, tokens_out
 from vlmfast.compressors.pvc.training import TRAINING
-from vlmfast.stages import ItemGeometry
+from vlmfast.statistics import ItemGeometry
 
 TRAINED = {"blocks": [1, 2], "sides": [2, 4], "repeats": [1, 2, 4], "hidden": 16, "time_width": 8}
 TERMS = 8 * 512

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from closeness import apart, close, tolerance
 from vlmfast.compressors.kivi import Kivi
 from vlmfast.compressors.zipcache import ZipCache, least_salient, saliency
+from vlmfast.contexts import PrefillContext
 from vlmfast.errors import RecipeError
 from vlmfast.kernels.decode_mixed import decode_mixed
 from vlmfast.kernels.quantize_kv import (
@@ -30,7 +31,7 @@ from vlmfast.kernels.quantize_kv import (
 )
 from vlmfast.kv import KV
 from vlmfast.layout import TokenLayout
-from vlmfast.stages import ColumnStats, Phase, Step
+from vlmfast.statistics import ColumnStats
 
 FLOAT = torch.float32
 BITS = st.sampled_from([2, 4, 8])
@@ -564,18 +565,18 @@ def prompt(n: int, heads: int = 2, dim: int = 32, seed: int = 0, lengths=None, b
     )
 
 
-def pass_over(n: int) -> Step:
+def pass_over(n: int) -> PrefillContext:
     order = 3 + torch.arange(n)
-    return Step(Phase.PREFILL, depth=1, layout=TokenLayout.text(order, order[None]))
+    return PrefillContext(depth=1, layout=TokenLayout.text(order, order[None]))
 
 
 class Tail:
     """`vlmfast.stages.Slots` of what a quantiser left, as far as quantisers look at it."""
 
-    def __init__(self, kv: KV, step: Step) -> None:
+    def __init__(self, kv: KV, context: PrefillContext) -> None:
         self.keys, self.values, self.order = kv.keys, kv.values, kv.order
         self.length, self.held, self.seen = kv.lengths.clone(), len(kv), 1000
-        self.notes, self.pages = step.notes, list(kv.segments)
+        self.notes, self.pages = context.notes, list(kv.segments)
         self.calls = 0
 
     def write(self, key: Tensor, value: Tensor) -> None:

@@ -13,7 +13,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from closeness import apart, close, network, tower
 from reference import answer_logits
 from tiny_models import build_llava, build_llava_next, picture
-from vlmfast import VLM
+from vlmfast import VLM, training
+from vlmfast.contexts import DecodeContext, PrefillContext
 from vlmfast.engine.attention import attention_rows, received_logits, switched, text_attention
 from vlmfast.engine.cache import KVCache
 from vlmfast.engine.prefill import Inputs
@@ -21,15 +22,8 @@ from vlmfast.engine.run import Run
 from vlmfast.errors import RecipeError
 from vlmfast.layout import Kind, TokenLayout, VisualTokens
 from vlmfast.recipe import Recipe
-from vlmfast.stages import (
-    EncodeStage,
-    InEncoderStage,
-    Phase,
-    PrefillStage,
-    StatRequest,
-    Step,
-    repair_param,
-)
+from vlmfast.stages import EncodeStage, InEncoderStage, PrefillStage, repair_param
+from vlmfast.statistics import StatRequest
 
 TOKENS = [17, 40, 99, 7]
 FAMILIES = {"llava": build_llava, "llava-next": build_llava_next}
@@ -75,10 +69,10 @@ def states(rows: torch.Tensor, seed: int) -> list[torch.Tensor]:
 def attend(rows: torch.Tensor, weight: torch.Tensor, repair: bool) -> tuple[torch.Tensor, KVCache]:
     layout = TokenLayout.text(torch.arange(len(rows)), torch.arange(len(rows))[None])
     cache = KVCache(1)
-    step = Step(Phase.PREFILL, layout=layout.replace(weight=weight), cache=cache, repair=repair)
+    context = PrefillContext(layout=layout.replace(weight=weight), cache=cache, repair=repair)
     query, key, value = states(rows, 0)
     cache.layers[0].update(key, value)
-    out, _ = text_attention(Layer(), query, key, value, None, scaling=0.25, vlmfast_step=step)
+    out, _ = text_attention(Layer(), query, key, value, None, scaling=0.25, vlmfast_context=context)
     return out, cache
 
 
@@ -98,13 +92,15 @@ def test_one_weighted_token_attends_like_its_duplicates() -> None:
 
     for length in (1, 3):
         outputs = []
-        for cache, repair in ((full, False), (merged, True), (plain, False)):
+        for cache in (full, merged, plain):
             if cache.length is None:
                 cache.freeze(8, 12)
             query, key, value = (s[:, :, :length] for s in states(once, 1))
-            step = Step(Phase.DECODE, cache=cache, repair=repair)
+            context = DecodeContext(cache)
             kv = cache.layers[0].update(key, value)
-            out, _ = text_attention(Layer(), query, *kv, None, scaling=0.25, vlmfast_step=step)
+            out, _ = text_attention(
+                Layer(), query, *kv, None, scaling=0.25, vlmfast_context=context
+            )
             outputs.append(out)
         close(outputs[1], outputs[0], terms=SUMS)
         apart(outputs[2], outputs[0], terms=SUMS)
@@ -257,8 +253,8 @@ def test_received_logits_and_text_rows_of_one_layer(vlm) -> None:
             assert step.received[1].shape[-1] == seen["received"].shape[-1] - 1
 
     run = start(vlm, Look(), [picture()], answer=3)
-    with torch.no_grad(), switched(vlm.model):
-        run.start(1)
+    with torch.no_grad():
+        training.run(vlm, run.inputs, Look())
     n = run.inputs.tensors["input_ids"].shape[1]
     visual = run.inputs.tensors["input_ids"][0] == vlm.adapter.image_token_id
     behind = n - 1 - int(visual.nonzero().max())

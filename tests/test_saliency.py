@@ -20,7 +20,8 @@ from vlmfast.demos import talk as talk_module
 from vlmfast.demos.talk import RECIPE, Desk, Media
 from vlmfast.engine.attention import _vision_rows
 from vlmfast.saliency import SaliencyRequest, to_tokens, window_order
-from vlmfast.stages import EncodeStage, StatRequest
+from vlmfast.stages import EncodeStage
+from vlmfast.statistics import StatRequest
 
 BUILD = tiny_families.builders()
 SOURCES = {

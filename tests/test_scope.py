@@ -15,7 +15,7 @@ from helpers_layout import REQUEST, TOWER, picture_arguments, prompt, stats_of
 from vlmfast import Recipe, RecipeError
 from vlmfast.compressors.scope import SCOPE
 from vlmfast.saliency import SaliencyRequest
-from vlmfast.stages import VisionStats
+from vlmfast.statistics import VisionStats
 
 
 def one_layer(stats: VisionStats) -> VisionStats:

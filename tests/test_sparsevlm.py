@@ -12,7 +12,7 @@ from tiny_models import build_llava, build_llava_next, picture
 from vlmfast import VLM, Recipe, RecipeError
 from vlmfast.compressors.sparsevlm import SparseVLM, clusters, raters, recycled, split
 from vlmfast.engine.prefill import prefill
-from vlmfast.stages import StatRequest
+from vlmfast.statistics import StatRequest
 
 DROPS = {2: 40, 3: 20}  # tokens left behind the drops of the runs below
 

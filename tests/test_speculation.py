@@ -16,12 +16,12 @@ from closeness import apart, close, network
 from fake_drafters import Drafting, Knows
 from tiny_models import build_llava, build_llava_next, picture
 from vlmfast import VLM, Request
-from vlmfast.drafters.tree import Tree
 from vlmfast.engine.attention import switched
 from vlmfast.engine.cache import KVCache
 from vlmfast.engine.decode import Decoder
 from vlmfast.errors import RecipeError, VLMFastError
 from vlmfast.recipe import Recipe
+from vlmfast.tree import Tree
 
 FLOAT = torch.float32  # norms and tables of rotation are, in models of float64 too
 FAMILIES = {"llava": build_llava, "llava-next": build_llava_next}

@@ -18,7 +18,7 @@ from vlmfast import VLM, Recipe, RecipeError
 from vlmfast.compressors.tome import Merge, ToMe, bipartite, merge, schedule
 from vlmfast.engine.prefill import Inputs
 from vlmfast.engine.run import Run
-from vlmfast.stages import StatRequest
+from vlmfast.statistics import StatRequest
 
 
 def test_matching_in_numbers() -> None:

@@ -14,10 +14,12 @@ import tiny_families
 from closeness import apart, close
 from vlmfast import VLM, RecipeError
 from vlmfast.compressors.tome import ToMe, bipartite, merge
+from vlmfast.contexts import VisionContext
 from vlmfast.engine.between import Batched, Packed
 from vlmfast.recipe import Recipe
 from vlmfast.saliency import SaliencyRequest, window_order
-from vlmfast.stages import EncodeStage, InEncoderStage, ItemGeometry, Phase, Step
+from vlmfast.stages import EncodeStage, InEncoderStage
+from vlmfast.statistics import ItemGeometry
 
 NAMES = [name for name in vars(tiny_families) if name.startswith("build_")]
 BUILD = {
@@ -415,8 +417,8 @@ def test_arguments_of_a_packed_block():
     """Boundaries of windows that lose all rows go, the longest is measured anew."""
     adapter = built("qwen2_5_vl").adapter
     item = ItemGeometry((48, 64), (0, 0), (0, 1), (3, 4))  # windows of 4, 4, 2 and 2 cells
-    step = Step(Phase.VISION, depth=4, items=(item,), chunks={}, repair=True)
-    tower = Packed(adapter, step)
+    context = VisionContext(depth=4, items=(item,), chunks={}, repair=True)
+    tower = Packed(adapter, context)
     hidden = torch.arange(48.0)[:, None]
     tower.begin(hidden)
     cu, table = torch.tensor([0, 16, 32, 40, 48], dtype=torch.int32), torch.arange(48)[:, None]
@@ -443,7 +445,7 @@ def test_arguments_of_a_packed_block():
     assert given["max_seqlen"] == 16 and type(given["max_seqlen"]) is int
     assert given["position_embeddings"][1].flatten().tolist() == [-i for i in range(24)]
     sizes = [2, 2, 2, 1, 1, 4]
-    chunks = [chunk.tolist() for chunk in step.sizes]
+    chunks = [chunk.tolist() for chunk in context.sizes]
     assert [len(chunk) for chunk in chunks] == [16, 8]
     flat = [size for chunk in chunks for size in chunk]
     assert flat == [float(size) for size in sizes for _ in range(4)]
@@ -456,13 +458,13 @@ def test_masks_of_views_with_merged_rows():
     """A mask that hides nothing goes; padded views are refused."""
     adapter = built("idefics3").adapter
     item = ItemGeometry((44, 60), (0, 0), (0, 1), (2, 2))
-    step = Step(Phase.VISION, depth=4, items=(item,))
-    tower = Batched(adapter, step)
+    context = VisionContext(depth=4, items=(item,))
+    tower = Batched(adapter, context)
     tower.begin(torch.zeros(1, 16, 3))
     mask = torch.ones(1, 1, 16, 16, dtype=torch.bool)
     hidden = torch.zeros(1, 8, 3)
     assert tower.given((hidden, mask), {})[0][1] is mask
-    step.merged = torch.zeros(1, 16, dtype=torch.int64)
+    context.merged = torch.zeros(1, 16, dtype=torch.int64)
     args, kwargs = tower.given((hidden, mask), {"attention_mask": 0.0 * mask, "other": 3})
     assert args == (hidden, None) and kwargs == {"attention_mask": None, "other": 3}
     mask[..., 12:] = False

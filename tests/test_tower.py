@@ -90,13 +90,13 @@ def test_stages_inside_the_tower_run_as_they_are(pair) -> None:
 
 
 def test_kept_graphs_are_bounded() -> None:
-    from vlmfast.stages import Phase, Step
+    from vlmfast.contexts import VisionContext
 
     towers = Towers(record=lambda run: (run(), lambda: None))
     for size in range(1, _SHAPES + 4):
         for _ in range(2):
             pixels = torch.zeros(1, 3, size, size)
-            towers.pass_of(lambda pixels: pixels, pixels, {}, Step(Phase.VISION), [], 0)
+            towers.pass_of(lambda pixels: pixels, pixels, {}, VisionContext(), [], 0)
     assert len(towers._kept) == _SHAPES
 
 

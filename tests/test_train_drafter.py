@@ -19,10 +19,10 @@ from vlmfast.drafters._training import Drafting, Teacher, accepted, unroll
 from vlmfast.drafters.draft_eagle.stage import DraftEagle
 from vlmfast.drafters.draft_eagle.visual import Visual
 from vlmfast.drafters.draft_vispec.stage import DraftVispec
-from vlmfast.drafters.tree import Tree
+from vlmfast.drafting import Budget, Read, Round, Target
 from vlmfast.models.tiny.vocabulary import EVAL_SEED_START
-from vlmfast.stages import Budget, Read, Round, Target
 from vlmfast.training import TrainingError, training_class
+from vlmfast.tree import Tree
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vlmfast.drafters._static import ROOT, filled, guesses, likeliest_first, shape_of
-from vlmfast.drafters.tree import Tree
+from vlmfast.tree import Tree
 
 quick = settings(max_examples=150, deadline=None)
 

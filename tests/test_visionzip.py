@@ -23,7 +23,7 @@ from vlmfast.engine.prefill import Inputs
 from vlmfast.engine.run import Run
 from vlmfast.layout import Kind, VisualTokens
 from vlmfast.saliency import SaliencyRequest
-from vlmfast.stages import VisionStats
+from vlmfast.statistics import VisionStats
 
 
 def reduced(

@@ -23,7 +23,6 @@ from closeness import apart, close, network
 from fake_drafters import Knows
 from reference import answer_logits
 from vlmfast import VLM, RecipeError, Request
-from vlmfast.drafters.tree import Tree
 from vlmfast.engine.attention import switched
 from vlmfast.engine.cache import KVCache, KVLayer
 from vlmfast.engine.decode import Decoder
@@ -32,7 +31,9 @@ from vlmfast.engine.run import Run
 from vlmfast.engine.stats import Stats, Trace
 from vlmfast.kv import KV
 from vlmfast.recipe import Recipe
-from vlmfast.stages import CacheStage, ColumnRequest, EncodeStage, PrefillStage, StatRequest
+from vlmfast.stages import CacheStage, EncodeStage, PrefillStage
+from vlmfast.statistics import ColumnRequest, StatRequest
+from vlmfast.tree import Tree
 
 WINDOW = 64
 TOKENS = [40, 71, 33, 55, 90, 46, 63, 101]  # fed one by one after the prompt

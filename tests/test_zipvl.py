@@ -16,9 +16,9 @@ from fake_slots import FakeSlots, prompt_kv, prompt_step
 from tiny_models import picture
 from vlmfast import Recipe, RecipeError
 from vlmfast.compressors.zipvl import ZipVL, important, probe_rows, sparse_attention
+from vlmfast.contexts import PrefillContext
 from vlmfast.kernels.quantize_kv import Segment
 from vlmfast.kv import KV
-from vlmfast.stages import Step
 
 
 def noise(*shape: int, seed: int = 0) -> Tensor:
@@ -157,7 +157,9 @@ def test_all_tokens_are_the_dense_attention(every_row: bool) -> None:
 # --- the prefill part ----------------------------------------------------------------------------
 
 
-def attended(stage: ZipVL, n: int = 200, seed: int = 0) -> tuple[Tensor | None, Step, list[Tensor]]:
+def attended(
+    stage: ZipVL, n: int = 200, seed: int = 0
+) -> tuple[Tensor | None, PrefillContext, list[Tensor]]:
     q, k, v = qkv(4, 2, n, seed=seed)
     step = prompt_step(n, 3)
     return stage.expand()[0].attend(step, 1, q, k, v, None), step, [q, k, v]
@@ -230,7 +232,7 @@ def test_rows_of_an_answer_lose_nothing_and_do_not_probe() -> None:
 # --- the cache parts -----------------------------------------------------------------------------
 
 
-def layer_of(n: int = 90, seed: int = 0) -> tuple[KV, Step, Tensor]:
+def layer_of(n: int = 90, seed: int = 0) -> tuple[KV, PrefillContext, Tensor]:
     """A layer of a prompt, a pass that found a third of it important, and these tokens."""
     kv = prompt_kv(noise(2, n, 16, seed=seed), noise(2, n, 16, seed=seed + 1))
     step = prompt_step(n, 3)

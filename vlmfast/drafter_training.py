@@ -13,7 +13,7 @@ import json
 import os
 import random
 from collections.abc import Callable, Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from . import training as loop
+from .compressors._training import TrainingContext
 from .drafters._training import Lesson, Teacher, accepted
 from .errors import MediaError
 from .stages import DrafterStage
@@ -266,7 +267,8 @@ def teach(vlm: VLM, messages: Messages, answer: list[int], readers: list[Drafter
     with switched(vlm.model):
         prompt = prepare(adapter, inputs, recipe, stats, trace)
         cache = KVCache(adapter.depth, windows=adapter.windows)
-        logits = prefill(adapter, prompt, recipe, cache, stats, trace, watch=watch)
+        make = partial(TrainingContext, answer=prompt.answer)
+        logits = prefill(adapter, prompt, recipe, cache, stats, trace, watch=watch, make=make)
     read = watch.reads[0]
     return Lesson(
         embeds=read.embeds.float(),

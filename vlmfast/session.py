@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from . import snapshot
+from .drafting import Read
 from .engine.attention import lock_of, switched
 from .engine.cache import KVCache
 from .engine.decode import Decoder, Row
@@ -33,7 +34,7 @@ from .layout import TokenLayout, VisualTokens
 from .models.base import Adapter
 from .recipe import Recipe
 from .saliency import Saliency
-from .stages import ItemGeometry, Read, VisionStats
+from .statistics import ItemGeometry, VisionStats
 
 if TYPE_CHECKING:
     from .vlm import VLM, Answer

@@ -14,11 +14,8 @@ import importlib
 import importlib.metadata
 import operator
 import pkgutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import MISSING, Field, dataclass, field, fields, replace
-from enum import Enum
+from collections.abc import Callable, Iterable
+from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import cache
 from pathlib import Path
 from types import NoneType
@@ -27,14 +24,53 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, get_args, get_type_hi
 import torch
 from torch import Tensor, nn
 
+from .contexts import EncodeRequest, PrefillContext, VisionContext
+from .drafting import Budget, Drafter, Read, Round, Target
 from .errors import RecipeError
 from .kv import KV
 from .layout import TokenLayout, VisualTokens
-from .saliency import SOURCES, Saliency, SaliencyRequest
+from .saliency import SOURCES, SaliencyRequest
+from .statistics import ColumnRequest, ColumnStats, ItemGeometry, StatRequest, VisionStats
 
 if TYPE_CHECKING:
-    from .drafters.tree import Tree
     from .kernels.quantize_kv import Segment
+
+__all__ = [
+    "PROTOCOLS",
+    "Budget",
+    "CacheStage",
+    "ColumnRequest",
+    "ColumnStats",
+    "DecodeStage",
+    "Drafter",
+    "DrafterStage",
+    "EncodeRequest",
+    "EncodeStage",
+    "InEncoderStage",
+    "ItemGeometry",
+    "MediaStage",
+    "PrefillContext",
+    "PrefillStage",
+    "Read",
+    "Round",
+    "Slots",
+    "Stage",
+    "Stages",
+    "StatRequest",
+    "Target",
+    "VisionContext",
+    "VisionStats",
+    "budget_param",
+    "nearest",
+    "param",
+    "positions_param",
+    "repair_param",
+    "saliency_param",
+    "stage_class",
+    "stage_names",
+    "weights_param",
+    "word_of",
+]
 
 PROTOCOLS = ("media", "in-encoder", "encode", "prefill", "cache", "decode", "drafter")
 
@@ -310,385 +346,6 @@ def _parse(stage: str, key: str, word: str, hint: Any) -> Any:
         raise RecipeError(f"{stage}: {key}={word!r} cannot be read as {what}") from None
 
 
-# --- what a forward pass carries -----------------------------------------------------------------
-
-
-_ROWS = ("cls", "received", "keys", "last", "text", "window", "columns")
-
-
-@dataclass(frozen=True)
-class StatRequest:
-    """Rows of one layer's attention that a stage wants to see.
-
-    Parameters
-    ----------
-    rows : {"cls", "received", "keys", "last", "text", "window", "columns"}
-        ``cls``: the first query row of a vision tower. ``received``: of a vision tower the
-        attention received by each key, mean over the rows of patches. ``keys``: of a vision tower
-        nothing but the keys. ``last``: the last query row of the prompt. ``text``: every text row
-        after the last visual token. ``window``: the last ``n`` rows. ``columns``: attention
-        received by each key, summed over all rows.
-    n : int
-        Number of rows for ``window``.
-    ahead : bool
-        Of the language model only: what the layer would attend to, computed from its own queries
-        and keys before it runs, so that a drop before that very layer can be ranked by it.
-    keys : bool
-        Of a vision tower only: also the layer's keys, mean over heads.
-    wide : bool
-        With ``keys``: those of all heads side by side, instead of their mean.
-    received : bool
-        Of the language model only: also the logits that each token receives from the visual rows,
-        before the softmax, mean over these rows. Computed as (sum of queries) times key.
-    """
-
-    rows: str
-    n: int = 0
-    ahead: bool = False
-    keys: bool = False
-    received: bool = False
-    wide: bool = False
-
-    def __post_init__(self) -> None:
-        if self.rows not in _ROWS:
-            raise ValueError(f"StatRequest: rows={self.rows!r} is not a known set of rows")
-
-    def joined(self, other: StatRequest) -> StatRequest | None:
-        """What serves both, or ``None`` when they want different rows."""
-        both = {self.rows, other.rows} - {"keys"}
-        if len(both) > 1 or (self.n, self.ahead) != (other.n, other.ahead):
-            return None
-        if self.keys and other.keys and self.wide != other.wide:
-            return None
-        return replace(
-            self,
-            rows=both.pop() if both else "keys",
-            keys=self.keys or other.keys,
-            received=self.received or other.received,
-            wide=self.wide or other.wide,
-        )
-
-
-@dataclass(frozen=True)
-class ColumnRequest:
-    """What a cache stage wants to know of one layer: attention received by each key.
-
-    Parameters
-    ----------
-    rows : {"all", "text", "window", "probe"}
-        Query rows that are summed: all of them; the text behind the last visual token (the last row
-        where there is none); the last ``n``; the last ``n`` and ``random`` others, drawn without
-        replacement by ``seed`` and layer.
-    n, random : float
-        Rows; below 1 shares of the prompt's S rows, ``S - int((1 - n) S)`` and ``int(random S)``.
-    seed : int
-    threshold : float
-        What ``count`` counts: the entries that reach this share of their row's largest.
-    want : tuple of str
-        Which of the statistics are computed; others are ``None``.
-    """
-
-    rows: str = "all"
-    n: float = 0
-    random: float = 0
-    seed: int = 0
-    threshold: float = 0.0
-    want: tuple[str, ...] = ("sum",)
-
-    def __post_init__(self) -> None:
-        if self.rows not in ("all", "text", "window", "probe"):
-            raise ValueError(f"ColumnRequest: rows={self.rows!r} is not a known set of rows")
-
-
-@dataclass(frozen=True, eq=False)
-class ColumnStats:
-    """Statistics of softmax attention per key, over the rows of a `ColumnRequest`; float32.
-
-    Slots are those of the `KV` that comes with it; ``G`` query heads share each of ``H`` KV heads.
-
-    Parameters
-    ----------
-    sum, sumsq, max : Tensor, (H, G, N)
-        Over the rows, of each key's attention.
-    entropy : Tensor, (H, G, N)
-        Sum over the rows of ``-p ln(p + 1e-10)``.
-    count : Tensor, int32, (H, G, N)
-        Entries that reach the request's threshold; zeros without one.
-    nnz : Tensor, int64, (H, N)
-        Rows that could see the key.
-    rows : Tensor, int64, (R,)
-        The query rows, as indices into the prompt that is left at this layer, ascending.
-    """
-
-    nnz: Tensor
-    rows: Tensor
-    sum: Tensor | None = None
-    sumsq: Tensor | None = None
-    max: Tensor | None = None
-    entropy: Tensor | None = None
-    count: Tensor | None = None
-
-
-class Phase(Enum):
-    VISION = "vision"
-    PROBE = "probe"  # statistics of one layer, without running it
-    PREFILL = "prefill"
-    EXTEND = "extend"  # several more tokens of a prompt behind a frozen cache
-    DECODE = "decode"
-    VERIFY = "verify"
-
-
-@dataclass
-class Step:
-    """The context of one forward pass; one object per pass, owned by the engine.
-
-    Parameters
-    ----------
-    phase : Phase
-        Which kind of pass this is.
-    depth : int
-        Number of layers of the model that the pass goes through.
-    layout : TokenLayout, optional
-        The tokens that enter the current layer (prefill).
-    requests : dict of int to StatRequest
-        Layer index to the rows that are wanted of it.
-    stats : dict of int to Tensor
-        Layer index to softmax attention, float32. Vision: (views, heads, rows, keys).
-        Text: (heads, rows, keys) over the tokens of ``layout``; its columns are kept aligned with
-        ``layout`` when rows are dropped. ``columns`` requests have one row.
-    received : dict of int to Tensor
-        Text: layer index to mean logits received from the visual rows, float32, (heads, 1, keys).
-    keys : dict of int to Tensor
-        Vision: layer index to keys, mean over heads, float32, (views, rows, head_dim); ``wide``
-        ones (views, rows, heads * head_dim).
-    hidden : Tensor, (S, D), optional
-        Prefill: what enters the layer before which `PrefillStage.keep` is asked. A stage that
-        merges puts there what its rows become, of the same shape, before it says which stay.
-    norm : callable, optional
-        Prefill: the language model's last norm.
-    items : tuple of ItemGeometry
-        Vision: the pictures that are in the batch.
-    modules : dict of int to int
-        ``id`` of a vision attention module to its layer index (vision modules do not know theirs).
-    merged : Tensor, int64, (views, rows), optional
-        Vision: for each row that entered the tower (CLS first), the row that it is part of now. A
-        stage with `InEncoderStage.cells` sees the same of CLS and cells.
-    sizes : iterator of Tensor, each float32, (n,), optional
-        Vision: of towers that take all images in one row, how many rows that entered each row
-        stands for now; chunk by chunk, as the block that runs attends to them.
-    lengths : Tensor, int64, (views,), optional
-        Vision: rows of each view that exist, where merging left fewer of some; the others, at the
-        end, are padding.
-    specials : int
-        Vision: rows in front of the patches of each view (CLS).
-    chunks : dict of int to list of (Tensor, Tensor), optional
-        Vision: of towers that take all images in one row and attend to each by itself, ``stats``
-        and ``keys`` of each image.
-    cache : object, optional
-        The cache of the sequence.
-    mask_rule : callable, optional
-        ``(layout) -> (S, S) bool`` for models that are not plainly causal over their prompt, apart
-        from the windows of layers, which the cache knows.
-    notes : dict of str to dict
-        What one part of a method tells a later part of the same method, by method name.
-    trained : dict of str to Module
-        The weights of trained methods, by method name, on the model's device in float32.
-    repair : bool
-        Attention adds the logarithm of each key's weight, so that a merged token counts for all
-        that it stands for.
-    soft : Tensor, float32, (S,), optional
-        Training: how much of each row of ``layout`` is there for the layers to come, in (0, 1].
-    answer : int
-        Training: rows at the end that are the answer; statistics do not look from them.
-    attend : dict of int to PrefillStage
-        Layers whose attention a stage computes itself.
-    after : callable, optional
-        ``(layer, query, key, value, scaling)``, asked behind the attention of every layer in
-        prefill; how cache stages see what flows past.
-    rotate : callable, optional
-        ``(keys (H, N, D), delta (H, N)) -> keys`` with ``delta`` added to their rotary ids.
-    limit : int, optional
-        Block-wise prefill: slots of this block that each layer may keep.
-    tree : Tensor, bool, (B, T, T), optional
-        Verification of drafts: which of the T new tokens each of them sees.
-    ancestors : Tensor, int64, (B, T, 1), optional
-        The same as bits, for up to 64 tokens.
-    """
-
-    phase: Phase
-    depth: int = 0
-    layout: TokenLayout | None = None
-    requests: dict[int, StatRequest] = field(default_factory=dict)
-    stats: dict[int, Tensor] = field(default_factory=dict)
-    received: dict[int, Tensor] = field(default_factory=dict)
-    keys: dict[int, Tensor] = field(default_factory=dict)
-    hidden: Tensor | None = None
-    norm: Callable[[Tensor], Tensor] | None = None
-    items: tuple[ItemGeometry, ...] = ()
-    modules: dict[int, int] = field(default_factory=dict)
-    merged: Tensor | None = None
-    sizes: Iterator[Tensor] | None = None
-    lengths: Tensor | None = None
-    specials: int = 0
-    chunks: dict[int, list[tuple[Tensor | None, Tensor | None]]] | None = None
-    cache: Any = None
-    mask_rule: Any = None
-    notes: dict[str, dict[str, Any]] = field(default_factory=dict)
-    trained: dict[str, nn.Module] = field(default_factory=dict)
-    repair: bool = False
-    soft: Tensor | None = None
-    answer: int = 0
-    attend: dict[int, PrefillStage] = field(default_factory=dict)
-    after: Callable[..., None] | None = None
-    rotate: Callable[[Tensor, Tensor], Tensor] | None = None
-    limit: int | None = None
-    tree: Tensor | None = None
-    ancestors: Tensor | None = None
-
-    def select(self, index: Tensor) -> None:
-        """Keep rows ``index`` of the current tokens, in the layout and in every statistic."""
-        self.layout = self.layout.select(index)
-        for of in (self.stats, self.received):
-            of.update({layer: s.index_select(-1, index) for layer, s in of.items()})
-        if self.soft is not None:
-            self.soft = self.soft.index_select(0, index)
-
-    def window(self, layer: int) -> int | None:
-        """The window of a layer, where the rows of ``layout`` do not all fit into it.
-
-        Row ``i`` of those that enter the layer sees none before row ``i - window + 1``.
-        """
-        window = None if self.cache is None else self.cache.layers[layer].window
-        return window if window is not None and len(self.layout) > window else None
-
-    def visible(self, layer: int) -> Tensor | None:
-        """Bool (S, S): what each row of ``layout`` sees of them; ``None`` where plainly causal."""
-        mask = None if self.mask_rule is None else self.mask_rule(self.layout)
-        if (window := self.window(layer)) is None:
-            return mask
-        place = torch.arange(len(self.layout), device=self.layout.device)
-        mask = place[:, None] >= place if mask is None else mask
-        return mask & (place > place[:, None] - window)
-
-    def key_bias(self) -> Tensor | None:
-        """What is added to the logits of each key, float32, (S,); ``None`` for nothing."""
-        bias = self.layout.weight.log() if self.repair else None
-        if self.soft is None:
-            return bias
-        return self.soft.log() if bias is None else bias + self.soft.log()
-
-
-# The carrier of `Step` for passes that run eagerly (vision, prefill). Several vision towers swallow
-# unknown keyword arguments, so an argument cannot reach their attention.
-current_step: ContextVar[Step | None] = ContextVar("vlmfast_step", default=None)
-
-
-@contextmanager
-def active(step: Step) -> Iterator[Step]:
-    """Make ``step`` the context of the passes that run inside the block."""
-    token = current_step.set(step)
-    try:
-        yield step
-    finally:
-        current_step.reset(token)
-
-
-@dataclass(frozen=True)
-class ItemGeometry:
-    """How one picture went through the vision tower.
-
-    Parameters
-    ----------
-    size : (int, int)
-        Height and width of the picture in pixels.
-    tiles : (int, int)
-        Rows and columns of crops; (0, 0) when there is only a base view.
-    views : (int, int)
-        First row and one past the last row of the picture in the vision batch (base first).
-    patches : (int, int)
-        Rows and columns of visual tokens per view, before anything was dropped.
-    clip : int
-        Which clip of the prompt the picture is a frame of; -1 for a picture of its own.
-    frame : (int, int)
-        Which frame of how many.
-    """
-
-    size: tuple[int, int]
-    tiles: tuple[int, int]
-    views: tuple[int, int]
-    patches: tuple[int, int]
-    clip: int = -1
-    frame: tuple[int, int] = (0, 1)
-
-
-@dataclass(frozen=True)
-class VisionStats:
-    """What the vision tower tells an encode stage.
-
-    Parameters
-    ----------
-    items : tuple of ItemGeometry
-        One per picture (or frame), by ``TokenLayout.item``.
-    rows : dict of int to Tensor
-        Vision layer index to softmax attention, float32, (views, heads, patches), the CLS row over
-        the patches of its view; for ``columns`` requests the attention received by each patch.
-    keys : dict of int to Tensor
-        Vision layer index to keys, mean over heads, float32, (views, patches, head_dim); ``wide``
-        ones (views, patches, heads * head_dim).
-    cls : Tensor, (views, D), optional
-        The CLS token of each view through the projector, where a stage sets ``wants_cls`` and the
-        projector takes one.
-    saliency : dict of str to tuple of Saliency
-        By `SaliencyRequest.key`: of each of ``items``. Read it with `salient`.
-    left_out : tuple of str
-        Parts of methods that the tower cannot serve.
-    """
-
-    items: tuple[ItemGeometry, ...]
-    rows: dict[int, Tensor]
-    keys: dict[int, Tensor] = field(default_factory=dict)
-    cls: Tensor | None = None
-    saliency: dict[str, tuple[Saliency, ...]] = field(default_factory=dict)
-    left_out: tuple[str, ...] = ()
-
-    def sources(self) -> str:
-        """Where saliency came from, ``cls`` for example; nothing where no stage asked."""
-        return ", ".join(sorted({of.source for each in self.saliency.values() for of in each}))
-
-    def salient(self, request: SaliencyRequest, item: ItemGeometry) -> Saliency:
-        """What a stage asked for with `EncodeStage.saliencies`, of one of ``items``."""
-        return self.saliency[request.key][self.items.index(item)]
-
-
-@dataclass(frozen=True)
-class EncodeRequest:
-    """The question that the visual tokens will serve.
-
-    Parameters
-    ----------
-    question : str
-        The text of the last user turn.
-    question_embeds : Tensor, (T, D)
-        Input embeddings of the prompt's text tokens.
-    depth : int
-        Number of layers of the language model.
-    notes, trained : dict
-        As in `Step`.
-    order : Tensor, int64, (T,), optional
-        Where these tokens stand in the full prompt.
-    pictures : sequence of PIL.Image.Image
-        By ``TokenLayout.item``; empty where only their features are known.
-    """
-
-    question: str
-    question_embeds: Tensor
-    depth: int
-    notes: dict[str, dict[str, Any]] = field(default_factory=dict)
-    trained: dict[str, nn.Module] = field(default_factory=dict)
-    order: Tensor | None = None
-    pictures: Sequence[Any] = ()
-
-
 # --- protocols -----------------------------------------------------------------------------------
 
 
@@ -717,21 +374,23 @@ class InEncoderStage(Stage):
     token_rows = False
 
     def vision_stats(self, depth: int) -> dict[int, StatRequest]:
-        """Vision layer index to the keys that `on_block` reads, in ``step.keys``."""
+        """Vision layer index to the keys that `on_block` reads, in ``context.keys``."""
         return {}
 
     def blocks(self, depth: int) -> tuple[int, ...]:
         """Vision blocks (1 .. depth-1) before which `on_block` is asked."""
         raise NotImplementedError(f"{type(self).__name__}.blocks")
 
-    def on_block(self, step: Step, index: int, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+    def on_block(
+        self, context: VisionContext, index: int, hidden: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
         """New hidden states, and where each row went.
 
         Without `cells` a stage is asked only where the tower makes one visual token of each patch,
         or as `token_rows` says.
         With it rows are *cells*: the ``m`` patches that become one visual token side by side, so
-        that D is ``m`` times the tower's width, as that of ``step.keys`` is; special rows are
-        repeated to that width. ``step.items`` are the images that lie in ``hidden``, all of one
+        that D is ``m`` times the tower's width, as that of ``context.keys`` is; special rows are
+        repeated to that width. ``context.items`` are the images that lie in ``hidden``, all of one
         grid of visual tokens. Such a stage changes rows by merging alone.
 
         Parameters
@@ -749,7 +408,7 @@ class InEncoderStage(Stage):
         """
         raise NotImplementedError(f"{type(self).__name__}.on_block")
 
-    def on_output(self, step: Step, hidden: Tensor) -> Tensor:
+    def on_output(self, context: VisionContext, hidden: Tensor) -> Tensor:
         """Asked once, in front of the projector, with what goes into it.
 
         Parameters
@@ -761,7 +420,7 @@ class InEncoderStage(Stage):
         -------
         Tensor, (V, N, D)
             One row per view of the batch, as the projector and the packing behind it expect; what
-            a later part of the method needs beyond it goes to ``step.notes``.
+            a later part of the method needs beyond it goes to ``context.notes``.
         """
         return hidden
 
@@ -852,8 +511,8 @@ class PrefillStage(Stage):
         """Layer index to the attention rows that `keep` wants of it."""
         return {}
 
-    def keep(self, step: Step, layer: int) -> Tensor | None:
-        """Rows of ``step.layout`` that enter ``layer``: int64, ascending, all text among them."""
+    def keep(self, context: PrefillContext, layer: int) -> Tensor | None:
+        """Rows of ``context.layout`` that enter ``layer``: int64, ascending, with all text."""
         raise NotImplementedError(f"{type(self).__name__}.keep")
 
     def attends(self, depth: int) -> tuple[int, ...]:
@@ -862,14 +521,14 @@ class PrefillStage(Stage):
 
     def attend(
         self,
-        step: Step,
+        context: PrefillContext,
         layer: int,
         query: Tensor,
         key: Tensor,
         value: Tensor,
         scaling: float | None,
     ) -> Tensor | None:
-        """Causal attention of one layer over the rows of ``step.layout``.
+        """Causal attention of one layer over the rows of ``context.layout``.
 
         Parameters
         ----------
@@ -901,11 +560,13 @@ class CacheStage(Stage):
         """Layer index to the statistics that `compress` wants of it."""
         return {}
 
-    def compress(self, step: Step, layer: int, kv: KV, stats: ColumnStats | None) -> KV:
-        """What ``layer`` keeps of ``kv``; ``step.layout`` are the prompt's rows at that layer."""
+    def compress(
+        self, context: PrefillContext, layer: int, kv: KV, stats: ColumnStats | None
+    ) -> KV:
+        """What ``layer`` keeps of ``kv``; ``context.layout`` are the rows at that layer."""
         return kv
 
-    def finish(self, step: Step, cache: list[KV]) -> list[KV]:
+    def finish(self, context: PrefillContext, cache: list[KV]) -> list[KV]:
         """The same for all layers at once, when the last has run."""
         return cache
 
@@ -955,7 +616,7 @@ class Slots(Protocol):
     seen : int
         Tokens of the full sequence so far, dropped ones included: the next one's ``order``.
     notes : dict
-        The sequence's `Step.notes`.
+        The sequence's `PrefillContext.notes`.
     """
 
     keys: Tensor
@@ -978,136 +639,7 @@ class Slots(Protocol):
         """
 
     def rotate(self, keys: Tensor, delta: Tensor) -> Tensor:
-        """As `Step.rotate`."""
-
-
-@dataclass(frozen=True, eq=False)
-class Target:
-    """What a drafter may use of the model that it drafts for.
-
-    Parameters
-    ----------
-    embed : callable
-        Ids, int64, (...) to input embeddings (..., D).
-    logits : callable
-        Hidden states behind the last norm (..., D) to logits (..., V).
-    width, depth, vocabulary : int
-        D, decoder layers, V.
-    banned : tuple of int
-        Ids that are never drafted: placeholders of pictures and clips.
-    trained : Module, optional
-        The drafter's own weights.
-    shallow : callable, optional
-        ``(token, behind, layers) -> logits (V,)``: what only ``layers`` of the model make of a
-        token, ``behind`` such tokens after the cache.
-    kept : dict
-        The drafter's own, of this model, from one request to the next.
-    """
-
-    embed: Callable[[Tensor], Tensor]
-    logits: Callable[[Tensor], Tensor]
-    width: int
-    depth: int
-    vocabulary: int
-    banned: tuple[int, ...] = ()
-    trained: nn.Module | None = None
-    shallow: Callable[..., Tensor] | None = None
-    kept: dict[Any, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, eq=False)
-class Read:
-    """A part of a prompt behind the target's last layer.
-
-    Parameters
-    ----------
-    ids : list of int
-        The full part, placeholders and dropped rows included.
-    layout : TokenLayout
-        The S rows that are left behind the last layer.
-    embeds : Tensor, (S, D)
-        What went into the first layer of these rows.
-    features : Tensor, (S, D), optional
-        Behind the last norm; where the drafter `DrafterStage.features`.
-    taps : Tensor, (S, K, D), optional
-        What went into the K layers of `DrafterStage.taps`.
-    """
-
-    ids: list[int]
-    layout: TokenLayout
-    embeds: Tensor
-    features: Tensor | None = None
-    taps: Tensor | None = None
-
-
-@dataclass(frozen=True, eq=False)
-class Round:
-    """A tree that the target has checked.
-
-    Parameters
-    ----------
-    tree : Tree
-    path : list of int
-        Nodes that were accepted, the root first.
-    emitted : list of int
-        The tokens of ``path`` behind the root, and the target's own next one.
-    logits : Tensor, (N, V), optional
-        The target's, of every node; where a drafter of the recipe reads `DrafterStage.logits`.
-    features, taps : Tensor, (N, D) and (N, K, D), optional
-        As in `Read`, of every node.
-    """
-
-    tree: Tree
-    path: list[int]
-    emitted: list[int]
-    logits: Tensor | None = None
-    features: Tensor | None = None
-    taps: Tensor | None = None
-
-
-@dataclass(frozen=True, eq=False)
-class Budget:
-    """How large a tree may be, and how its tokens are ranked.
-
-    Parameters
-    ----------
-    nodes : int
-        Of the whole tree, the root included.
-    depth : int
-        Drafted tokens on one path.
-    warp : callable, optional
-        Logits (K, V) to logits as the request samples from them. ``None`` when it is greedy.
-    noise : callable, optional
-        Depth (1, 2, ...) to the Gumbel noise (V,) that the target will add at that depth.
-    """
-
-    nodes: int
-    depth: int
-    warp: Callable[[Tensor], Tensor] | None = None
-    noise: Callable[[int], Tensor] | None = None
-
-    def rank(self, logits: Tensor, depth: int) -> Tensor:
-        """By what children at ``depth`` are ranked: (K, V), log-probabilities, or these with noise.
-
-        With the target's own noise the best child is the token that the target takes wherever the
-        drafter's probabilities are the target's: sampling without replacement, coupled to it.
-        """
-        if self.noise is None:
-            return logits.float().log_softmax(-1)
-        return self.warp(logits.float()).log_softmax(-1) + self.noise(depth)
-
-
-class Drafter(Protocol):
-    """Drafts the answer of one request."""
-
-    def prefill(self, read: Read) -> None:
-        """See a prompt, or the next part of one."""
-
-    def propose(self, root: int, budget: Budget) -> Tree:
-        """A tree below ``root``, the token that was emitted last; it may be the root alone."""
-
-    def extend(self, done: Round) -> None:
-        """See what the target made of a tree."""
+        """As `PrefillContext.rotate`."""
 
 
 @dataclass(frozen=True)
@@ -1142,7 +674,6 @@ class DrafterStage(Stage):
 # --- finding methods -----------------------------------------------------------------------------
 
 _HOMES = ("compressors", "drafters")
-_SHARED = ("tree",)  # modules there that are no methods
 
 
 @cache
@@ -1157,7 +688,7 @@ def stage_names() -> dict[str, str]:
     for home in _HOMES:
         package = importlib.import_module(f"{__package__}.{home}")
         for info in pkgutil.iter_modules(package.__path__):
-            if info.name not in _SHARED and not info.name.startswith("_"):
+            if not info.name.startswith("_"):
                 found[info.name.replace("_", "-")] = f"{package.__name__}.{info.name}"
     return found | {name: entry.module for name, entry in _entry_points().items()}
 

@@ -18,12 +18,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .compressors._training import Outcome, Training
+from .compressors._training import Outcome, Training, TrainingContext
 from .errors import MediaError, VLMFastError
 from .stages import Stage, stage_class, stage_names
 
@@ -278,9 +278,9 @@ def run(vlm: VLM, inputs: Inputs, stage: Stage | None) -> tuple[Tensor, dict[str
     stats, trace = Stats(), Trace()
     with switched(vlm.model):
         prompt = prepare(adapter, inputs, recipe, stats, trace)
-        logits = prefill(
-            adapter, prompt, recipe, KVCache(adapter.depth, windows=adapter.windows), stats, trace
-        )
+        cache = KVCache(adapter.depth, windows=adapter.windows)
+        make = partial(TrainingContext, answer=prompt.answer)
+        logits = prefill(adapter, prompt, recipe, cache, stats, trace, make=make)
     notes = {} if stage is None else prompt.notes.get(stage.name, {})
     return logits[0, :-1].float(), notes, stats.equivalent_tokens / stats.visual_tokens_in
 

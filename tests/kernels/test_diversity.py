@@ -76,7 +76,7 @@ def test_rows_that_are_the_same_do_not_both_stay(device: torch.device) -> None:
 
 
 def test_a_determinant_grows_as_it_can(device: torch.device) -> None:
-    """Step by step, by determinants themselves."""
+    """PrefillContext by step, by determinants themselves."""
     x = features(9, 12, device=device)
     kernel = x @ x.T / 12
     chosen = dpp(kernel, 5).tolist()

@@ -17,6 +17,7 @@ from closeness import apart, close, network
 from fake_cuda import pretended
 from tiny_models import build_llava, picture
 from vlmfast import VLM
+from vlmfast.contexts import DecodeContext
 from vlmfast.engine.attention import switched
 from vlmfast.engine.cache import KVCache
 from vlmfast.engine.decode import Decoder
@@ -25,7 +26,7 @@ from vlmfast.engine.prefill import Inputs
 from vlmfast.engine.run import Run
 from vlmfast.kernels import norm_rope_append, swiglu
 from vlmfast.recipe import Recipe
-from vlmfast.stages import CacheStage, Phase, Step
+from vlmfast.stages import CacheStage
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 
@@ -121,10 +122,9 @@ class Pass:
             depth = tree.sum(-1) - 1
         self.position = decoder.position + depth
 
-    def step(self, cache: KVCache) -> Step:
+    def step(self, cache: KVCache) -> DecodeContext:
         cache.reserve(self.embeds.shape[1])
-        phase = Phase.DECODE if self.tree is None else Phase.VERIFY
-        return Step(phase, cache=cache, tree=self.tree)
+        return DecodeContext(cache, self.tree)
 
     def plain(self, cache: KVCache) -> tuple[Tensor, dict[int, Tensor]]:
         seen: dict[int, Tensor] = {}
@@ -141,7 +141,7 @@ class Pass:
                 position_ids=self.position,
                 past_key_values=cache,
                 use_cache=True,
-                vlmfast_step=step,
+                vlmfast_context=step,
             ).last_hidden_state
         for hook in hooks:
             hook.remove()
@@ -257,7 +257,7 @@ def test_nothing_waits_for_the_device(case: str, monkeypatch) -> None:
     with torch.no_grad(), switched(vlm.model), pretended(vlm, decoder) as watch:
         embeds = torch.zeros(len(decoder.rows), 1, width, device="cuda")
         with watch:
-            fused_step(vlm.adapter, embeds, decoder.position, decoder.cache, decoder.step)
+            fused_step(vlm.adapter, embeds, decoder.position, decoder.cache, decoder.context)
     assert watch.trace and not watch.complaints
 
 

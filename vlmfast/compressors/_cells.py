@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..kernels.pool import cell_average
 from ..layout import TokenLayout
-from ..stages import ItemGeometry
+from ..statistics import ItemGeometry
 from ._views import cells
 
 

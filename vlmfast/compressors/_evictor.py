@@ -16,10 +16,12 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
+from ..contexts import PrefillContext
 from ..errors import RecipeError
 from ..kernels.select import top_k
 from ..kv import KV
-from ..stages import CacheStage, ColumnStats, Step, param
+from ..stages import CacheStage, param
+from ..statistics import ColumnStats
 
 
 def pooled(scores: Tensor, kernel: int, kind: str) -> Tensor:
@@ -71,7 +73,7 @@ class Evictor(CacheStage):
         """
         raise NotImplementedError(f"{type(self).__name__}.score")
 
-    def capacity(self, step: Step, layer: int, n: int) -> int:
+    def capacity(self, context: PrefillContext, layer: int, n: int) -> int:
         """Slots that stay of ``n`` in each head of ``layer``, window and sinks included."""
         return int(self.share * n)
 
@@ -85,9 +87,11 @@ class Evictor(CacheStage):
             return max(int(self.window * capacity), 1)
         return int(self.window)
 
-    def compress(self, step: Step, layer: int, kv: KV, stats: ColumnStats | None) -> KV:
+    def compress(
+        self, context: PrefillContext, layer: int, kv: KV, stats: ColumnStats | None
+    ) -> KV:
         lengths = kv.lengths.tolist()
-        counts = {n: self._count(step, layer, n) for n in set(lengths)}
+        counts = {n: self._count(context, layer, n) for n in set(lengths)}
         if all(count == n for n, count in counts.items()):
             return kv
 
@@ -110,9 +114,9 @@ class Evictor(CacheStage):
         index = pad_sequence([top_k(*head) for head in heads], batch_first=True)
         return kv.select(index, per_head(counts)[:, 0])
 
-    def _count(self, step: Step, layer: int, n: int) -> int:
+    def _count(self, context: PrefillContext, layer: int, n: int) -> int:
         """Slots that stay of ``n``; an error where that is not even the window and one more."""
-        count = min(self.capacity(step, layer, n), n)
+        count = min(self.capacity(context, layer, n), n)
         window = self.last(count)
         if count == n or count > self.sinks + window:
             return count

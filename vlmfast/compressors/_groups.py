@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..layout import VisualTokens
-from ..stages import ItemGeometry
+from ..statistics import ItemGeometry
 
 MOST = 8192  # tokens whose similarities are compared with each other at once
 

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..contexts import PrefillContext
 from ..kernels.select import top_k
 from ..kv import KV
-from ..stages import ColumnStats, Step
+from ..statistics import ColumnStats
 from ._evictor import Evictor
 
 _BEYOND = torch.iinfo(torch.int64).max  # sorts padding behind all tokens
@@ -67,9 +68,11 @@ class Layered(Evictor):
         """Slots that each layer keeps, the window included."""
         raise NotImplementedError(f"{type(self).__name__}.counts")
 
-    def compress(self, step: Step, layer: int, kv: KV, stats: ColumnStats | None) -> KV:
+    def compress(
+        self, context: PrefillContext, layer: int, kv: KV, stats: ColumnStats | None
+    ) -> KV:
         n = len(kv)
-        average = self._count(step, layer, n)
+        average = self._count(context, layer, n)
         if average == n:
             return kv
         window, valid = self.last(average), kv.valid
@@ -77,7 +80,7 @@ class Layered(Evictor):
         behind = (slots >= kv.lengths[:, None] - window) & valid
         ranked = valid & ~behind
         scores = self.score(kv, stats, ranked).float().masked_fill(behind, torch.inf)
-        self.seen(step)[layer] = Scored(
+        self.seen(context)[layer] = Scored(
             order=kv.order.masked_fill(~valid, _BEYOND),
             scores=scores,
             claim=float(self.claim(stats, ranked)),
@@ -87,14 +90,14 @@ class Layered(Evictor):
         )
         return kv
 
-    def finish(self, step: Step, cache: list[KV]) -> list[KV]:
-        layers = list(self.seen(step).values())
+    def finish(self, context: PrefillContext, cache: list[KV]) -> list[KV]:
+        layers = list(self.seen(context).values())
         if not layers:  # the share keeps everything
             return cache
         counts = self.counts(layers)
-        step.notes[self.name] = {"kept": counts, "windows": [of.window for of in layers]}
+        context.notes[self.name] = {"kept": counts, "windows": [of.window for of in layers]}
         return [of.best(kv, k) for of, kv, k in zip(layers, cache, counts, strict=True)]
 
-    def seen(self, step: Step) -> dict[int, Scored]:
+    def seen(self, context: PrefillContext) -> dict[int, Scored]:
         """The layers that have run, in their order."""
-        return step.notes.setdefault(self.name, {}).setdefault("layers", {})
+        return context.notes.setdefault(self.name, {}).setdefault("layers", {})

@@ -5,15 +5,10 @@ from __future__ import annotations
 from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar
 
+from ..contexts import EncodeRequest
 from ..layout import VisualTokens
-from ..stages import (
-    EncodeRequest,
-    EncodeStage,
-    VisionStats,
-    budget_param,
-    param,
-    positions_param,
-)
+from ..stages import EncodeStage, budget_param, param, positions_param
+from ..statistics import VisionStats
 from ._select import count
 
 

@@ -9,7 +9,38 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
+from ..contexts import PrefillContext
 from ..stages import Stage
+
+
+@dataclass
+class TrainingContext(PrefillContext):
+    """A forward pass of a prompt with the answer that is taught.
+
+    Parameters
+    ----------
+    answer : int
+        Rows at the end that are the answer; statistics do not look from them.
+    soft : Tensor, float32, (S,), optional
+        How much of each row of ``layout`` is there for the layers to come, in (0, 1].
+    """
+
+    answer: int = 0
+    soft: Tensor | None = None
+
+    def select(self, index: Tensor) -> None:
+        super().select(index)
+        if self.soft is not None:
+            self.soft = self.soft.index_select(0, index)
+
+    def key_bias(self) -> Tensor | None:
+        bias = super().key_bias()
+        if self.soft is None:
+            return bias
+        return self.soft.log() if bias is None else bias + self.soft.log()
+
+    def share(self, rows: Tensor) -> Tensor | None:
+        return None if self.soft is None else self.soft[rows]
 
 
 @dataclass
@@ -39,7 +70,7 @@ class Training:
 
     The language model and the vision tower are frozen; the module that `Stage.build` makes is what
     is trained. A stage sees that it is being trained by ``module.training`` of the module that it
-    finds in ``step.trained[name]`` or ``request.trained[name]``.
+    finds in ``context.trained[name]`` or ``request.trained[name]``.
 
     Parameters
     ----------

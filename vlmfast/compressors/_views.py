@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..layout import Kind, TokenLayout, VisualTokens
-from ..stages import ItemGeometry
+from ..statistics import ItemGeometry
 
 
 def cells(n: int, parts: int) -> Tensor:

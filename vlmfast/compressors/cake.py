@@ -51,8 +51,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ..contexts import PrefillContext
 from ..kv import KV
-from ..stages import ColumnRequest, ColumnStats, DecodeStage, Slots, Stage, Step, param
+from ..stages import DecodeStage, Slots, Stage, param
+from ..statistics import ColumnRequest, ColumnStats
 from ._layered import Layered, Scored
 from ._part import Part
 from .snapkv import SnapKV, votes
@@ -161,11 +163,13 @@ class CAKE(Layered, SnapKV):
         budgets = adjust_budgets(ideal, total, [of.n - of.window for of in layers])
         return [budget + of.window for budget, of in zip(budgets, layers, strict=True)]
 
-    def compress(self, step: Step, layer: int, kv: KV, stats: ColumnStats | None) -> KV:
-        kv, seen = super().compress(step, layer, kv, stats), self.seen(step)
+    def compress(
+        self, context: PrefillContext, layer: int, kv: KV, stats: ColumnStats | None
+    ) -> KV:
+        kv, seen = super().compress(context, layer, kv, stats), self.seen(context)
         if layer not in seen:
             return kv
-        return seen[layer].best(kv, most(list(seen.values()), step.depth))
+        return seen[layer].best(kv, most(list(seen.values()), context.depth))
 
 
 @dataclass(frozen=True)

@@ -35,21 +35,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
+from ..contexts import EncodeRequest, PrefillContext
 from ..errors import RecipeError
 from ..kernels.diversity import cosine
 from ..layout import VisualTokens
-from ..stages import (
-    EncodeRequest,
-    EncodeStage,
-    PrefillStage,
-    Stage,
-    StatRequest,
-    Step,
-    VisionStats,
-    budget_param,
-    param,
-    positions_param,
-)
+from ..stages import EncodeStage, PrefillStage, Stage, budget_param, param, positions_param
+from ..statistics import StatRequest, VisionStats
 from ._budget import equivalent, solve
 from ._cover import cover
 from ._groups import together
@@ -159,12 +150,12 @@ class Context(Part, PrefillStage):
         k = self.of.layer(depth)
         return {k - 1: StatRequest("last"), k: StatRequest("last"), k + 1: StatRequest("last")}
 
-    def keep(self, step: Step, layer: int) -> Tensor | None:
-        layout, note, hidden = step.layout, step.notes[self.name], step.hidden.float()
+    def keep(self, context: PrefillContext, layer: int) -> Tensor | None:
+        layout, note, hidden = context.layout, context.notes[self.name], context.hidden.float()
         asks = layout.visual & torch.isin(layout.item, note["asks"])
         context = layout.visual & ~asks
         sample, others = note["totals"]
-        first = layer == self.layers(step.depth)[0]
+        first = layer == self.layers(context.depth)[0]
         pool, total = (context, others) if first else (asks, sample)
         if int(pool.sum()) <= total:
             return None
@@ -172,8 +163,8 @@ class Context(Part, PrefillStage):
             rows = torch.arange(len(layout), device=hidden.device)
             # Of one picture alone it is the text behind it.
             border = rows[context if first else asks][-1]
-            rows = (rows > border) & (rows < len(layout) - step.answer)
-            gain = step.stats[layer - 1].mean(0)[0] - step.stats[layer - 2].mean(0)[0]
+            rows = (rows > border) & (rows < len(layout) - context.answer)
+            gain = context.stats[layer - 1].mean(0)[0] - context.stats[layer - 2].mean(0)[0]
             rows = rows if bool(rows.any()) else asks
             mean = hidden[rows].mean(0)
             score = gain.clamp(min=0) + self.of.sample * cosine_similarity(hidden, mean[None])

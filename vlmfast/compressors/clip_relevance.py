@@ -29,10 +29,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ..contexts import EncodeRequest
 from ..errors import RecipeError
 from ..kernels.diversity import cosine, dpp
 from ..layout import VisualTokens
-from ..stages import EncodeRequest, VisionStats, param
+from ..stages import param
+from ..statistics import VisionStats
 from . import _clip
 from ._groups import together
 from ._reducer import Reducer

@@ -30,8 +30,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from ..contexts import PrefillContext
 from ..errors import RecipeError
-from ..stages import PrefillStage, Step, budget_param, param, positions_param
+from ..stages import PrefillStage, budget_param, param, positions_param
 from ._budget import solve_counts
 from ._select import count, top
 
@@ -83,7 +84,7 @@ class DART(PrefillStage):
 
     def attend(
         self,
-        step: Step,
+        context: PrefillContext,
         layer: int,
         query: Tensor,
         key: Tensor,
@@ -91,7 +92,7 @@ class DART(PrefillStage):
         scaling: float | None,
     ) -> None:
         norm = key[0].float().abs().sum((0, 2))
-        step.notes[self.name] = {"norm": norm, "order": step.layout.order}
+        context.notes[self.name] = {"norm": norm, "order": context.layout.order}
 
     def kept(self, n: int, depth: int) -> int:
         """How many of ``n`` tokens stay."""
@@ -99,19 +100,19 @@ class DART(PrefillStage):
             return count(self.rate, n)
         return solve_counts(n, self.budget * n, (self.k,), depth)[0]
 
-    def keep(self, step: Step, layer: int) -> Tensor | None:
-        layout, note = step.layout, step.notes[self.name]
+    def keep(self, context: PrefillContext, layer: int) -> Tensor | None:
+        layout, note = context.layout, context.notes[self.name]
         visual, n = layout.visual, int(layout.visual.sum())
-        total = self.kept(n, step.depth)
+        total = self.kept(n, context.depth)
         if n == 0 or total >= n:
             return None
         # Another stage may have dropped rows since.
         norm = note["norm"][torch.searchsorted(note["order"], layout.order)]
         rows = torch.arange(len(layout), device=visual.device)
-        behind = (rows > rows[visual][-1]) & (rows < len(layout) - step.answer)
+        behind = (rows > rows[visual][-1]) & (rows < len(layout) - context.answer)
         first = top(norm, visual, min(self.visual_pivots, total))
         pivots = (first | top(norm, behind, self.text_pivots)).nonzero()[:, 0].tolist()
         each, more = divmod(total - int(first.sum()), len(pivots))
         counts = [each + (i < more) for i in range(len(pivots))]
-        chosen = first | retained(step.norm(step.hidden), visual & ~first, pivots, counts)
+        chosen = first | retained(context.norm(context.hidden), visual & ~first, pivots, counts)
         return (chosen | ~visual).nonzero().flatten()

@@ -27,9 +27,11 @@ from typing import ClassVar
 
 import torch
 
+from ..contexts import EncodeRequest
 from ..kernels.diversity import cosine, max_min
 from ..layout import VisualTokens
-from ..stages import EncodeRequest, VisionStats, param
+from ..stages import param
+from ..statistics import VisionStats
 from ._groups import together
 from ._reducer import Reducer
 from ._select import count

@@ -16,8 +16,10 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from ..contexts import EncodeRequest
 from ..layout import VisualTokens
-from ..stages import EncodeRequest, ItemGeometry, VisionStats, repair_param
+from ..stages import repair_param
+from ..statistics import ItemGeometry, VisionStats
 from ._cells import grouped
 from ._reducer import Reducer
 from ._views import covering

@@ -35,9 +35,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ..contexts import PrefillContext
 from ..errors import RecipeError
 from ..kernels.select import top_k
-from ..stages import PrefillStage, Stage, StatRequest, Step, param
+from ..stages import PrefillStage, Stage, param
+from ..statistics import StatRequest
 from ._budget import check_layers, drop_layers
 from ._evictor import least_share
 from ._part import Part
@@ -82,9 +84,9 @@ class FastKV(SnapKV):
         """Layers that read everything."""
         return drop_layers(self.name, (self.layer,), depth)[0]
 
-    def capacity(self, step: Step, layer: int, n: int) -> int:
-        before, left = step.notes.get(self.name, {}).get("rows", (1, 1))
-        if layer < self.cut(step.depth):
+    def capacity(self, context: PrefillContext, layer: int, n: int) -> int:
+        before, left = context.notes.get(self.name, {}).get("rows", (1, 1))
+        if layer < self.cut(context.depth):
             before = left
         return int(self.share * (n * before / left))
 
@@ -102,8 +104,8 @@ class Propagation(Part, PrefillStage):
         rows = int(self.of.window) if self.of.window >= 1 else ROWS
         return {self.of.cut(depth) - 1: StatRequest("window", n=rows)}
 
-    def keep(self, step: Step, layer: int) -> Tensor | None:
-        visual, n = step.layout.visual, len(step.layout)
+    def keep(self, context: PrefillContext, layer: int) -> Tensor | None:
+        visual, n = context.layout.visual, len(context.layout)
         count = max(int(self.of.tsp * n), int(self.of.share * n))
         window = self.of.last(count)
         before = torch.arange(n, device=visual.device) < n - window
@@ -116,7 +118,7 @@ class Propagation(Part, PrefillStage):
                 f"fewer than the {must} that are text or the window of {window}; it must be at "
                 f"least {least_share(must, n):g}"
             )
-        received = step.stats[layer - 1].sum(1)[None]  # all heads choose together
+        received = context.stats[layer - 1].sum(1)[None]  # all heads choose together
         score = votes(received, before, self.of.agg, self.of.kernel, self.of.pool)[0]
-        step.notes.setdefault(self.name, {})["rows"] = (n, count)
+        context.notes.setdefault(self.name, {})["rows"] = (n, count)
         return top_k(score, count, ~visual | ~before)

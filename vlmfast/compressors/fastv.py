@@ -25,8 +25,10 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from ..contexts import PrefillContext
 from ..errors import RecipeError
-from ..stages import PrefillStage, StatRequest, Step, budget_param, param, positions_param
+from ..stages import PrefillStage, budget_param, param, positions_param
+from ..statistics import StatRequest
 from ._budget import solve_counts
 from ._select import count, top
 
@@ -62,10 +64,10 @@ class FastV(PrefillStage):
             return count(self.rate, n)
         return solve_counts(n, self.budget * n, (self.k,), depth)[0]
 
-    def keep(self, step: Step, layer: int) -> Tensor | None:
-        visual = step.layout.visual
+    def keep(self, context: PrefillContext, layer: int) -> Tensor | None:
+        visual = context.layout.visual
         if not bool(visual.any()):
             return None
-        score = step.stats[layer - 1].mean(0)[0]
-        chosen = top(score, visual, self.kept(int(visual.sum()), step.depth))
+        score = context.stats[layer - 1].mean(0)[0]
+        chosen = top(score, visual, self.kept(int(visual.sum()), context.depth))
         return (chosen | ~visual).nonzero().flatten()

@@ -38,10 +38,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from ..contexts import EncodeRequest
 from ..kernels.diversity import cosine, density_peaks
 from ..layout import TokenLayout, VisualTokens
 from ..saliency import SaliencyRequest
-from ..stages import EncodeRequest, VisionStats, param, repair_param, saliency_param
+from ..stages import param, repair_param, saliency_param
+from ..statistics import VisionStats
 from ._groups import together
 from ._reducer import Reducer
 from ._select import apportion, count

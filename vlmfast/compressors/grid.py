@@ -11,8 +11,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from ..contexts import EncodeRequest
 from ..layout import VisualTokens
-from ..stages import EncodeRequest, ItemGeometry, VisionStats
+from ..statistics import ItemGeometry, VisionStats
 from ._reducer import Reducer
 from ._views import cells
 

@@ -33,8 +33,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ..contexts import PrefillContext
 from ..kv import KV
-from ..stages import ColumnRequest, ColumnStats, DecodeStage, Slots, Stage, Step, param
+from ..stages import DecodeStage, Slots, Stage, param
+from ..statistics import ColumnRequest, ColumnStats
 from ._evictor import Evictor
 from ._part import Part
 
@@ -86,13 +88,15 @@ class H2O(Evictor):
     def score(self, kv: KV, stats: ColumnStats | None, ranked: Tensor) -> Tensor:
         return stats.sum.mean(1)
 
-    def compress(self, step: Step, layer: int, kv: KV, stats: ColumnStats | None) -> KV:
+    def compress(
+        self, context: PrefillContext, layer: int, kv: KV, stats: ColumnStats | None
+    ) -> KV:
         counted = replace(kv, mass=stats.sum.mean(1)) if self.decode else kv
-        kept = super().compress(step, layer, counted, stats)
+        kept = super().compress(context, layer, counted, stats)
         if kept is counted:
             return kv
         recent = (kept.lengths.double() * self.recent).long()
-        step.notes.setdefault(self.name, {})[layer] = len(kept), recent
+        context.notes.setdefault(self.name, {})[layer] = len(kept), recent
         return kept
 
 

@@ -43,9 +43,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ..contexts import EncodeRequest
 from ..layout import Kind, TokenLayout, VisualTokens
 from ..saliency import SaliencyRequest
-from ..stages import EncodeRequest, ItemGeometry, VisionStats, param, saliency_param
+from ..stages import param, saliency_param
+from ..statistics import ItemGeometry, VisionStats
 from ._reducer import Reducer
 from ._select import apportion, best, top
 from ._views import cells, marked, per_token, slots

@@ -36,10 +36,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ..contexts import PrefillContext
 from ..errors import RecipeError
 from ..kernels.quantize_kv import Segment, quantise
 from ..kv import KV
-from ..stages import CacheStage, ColumnStats, DecodeStage, Slots, Stage, Step, param
+from ..stages import CacheStage, DecodeStage, Slots, Stage, param
+from ..statistics import ColumnStats
 from ._part import Part
 
 
@@ -75,9 +77,11 @@ class Kivi(CacheStage):
     def expand(self) -> tuple[Stage, ...]:
         return (self, Pages(self))
 
-    def compress(self, step: Step, layer: int, kv: KV, stats: ColumnStats | None) -> KV:
+    def compress(
+        self, context: PrefillContext, layer: int, kv: KV, stats: ColumnStats | None
+    ) -> KV:
         shortest = int(kv.lengths.min())
-        note = step.notes.setdefault(self.name, {})
+        note = context.notes.setdefault(self.name, {})
         note[layer] = {"apart": len(kv) - shortest}
         if not (count := shortest // self.residual * self.residual):
             return kv

@@ -47,11 +47,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ..contexts import PrefillContext
 from ..errors import RecipeError
 from ..kernels.merge import merge_into
 from ..kernels.select import ranked
 from ..kv import KV
-from ..stages import CacheStage, ColumnRequest, ColumnStats, Step, param, repair_param
+from ..stages import CacheStage, param, repair_param
+from ..statistics import ColumnRequest, ColumnStats
 
 
 def sizes(n: int, share: float, recent: float) -> tuple[int, int]:
@@ -116,12 +118,14 @@ class LookM(CacheStage):
     def text_stats(self, depth: int) -> dict[int, ColumnRequest]:
         return dict.fromkeys(range(depth), ColumnRequest("all"))
 
-    def compress(self, step: Step, layer: int, kv: KV, stats: ColumnStats | None) -> KV:
+    def compress(
+        self, context: PrefillContext, layer: int, kv: KV, stats: ColumnStats | None
+    ) -> KV:
         valid = kv.valid
         if self.text_prior and not bool((kv.visual & valid).any()):
             return kv
         keep = self.keep(kv, stats.sum.mean(1))
-        return kv if torch.equal(keep, valid) else self.shrunk(step, kv, keep)
+        return kv if torch.equal(keep, valid) else self.shrunk(context, kv, keep)
 
     def keep(self, kv: KV, score: Tensor) -> Tensor:
         """Slots that stay: bool, (H, N). ``score`` is float32, (H, N)."""
@@ -142,14 +146,14 @@ class LookM(CacheStage):
         first = (torch.arange(len(kv), device=kv.visual.device) < sinks).expand_as(kv.visual)
         return (first | ~kv.visual if self.text_prior else first) & kv.valid
 
-    def shrunk(self, step: Step, kv: KV, keep: Tensor) -> KV:
+    def shrunk(self, context: PrefillContext, kv: KV, keep: Tensor) -> KV:
         """The slots that ``keep`` (H, N) marks, with the others merged in."""
         lengths = keep.sum(1)
         index = (~keep).to(torch.uint8).argsort(dim=1, stable=True)[:, : int(lengths.max())]
         kept = kv.select(index, lengths)
         if self.merge == "none":
             return kept
-        keys = step.rotate(kv.keys.float(), -kv.position) if self.rope_aware else kv.keys
+        keys = context.rotate(kv.keys.float(), -kv.position) if self.rope_aware else kv.keys
         keys, values, weight = merge_into(
             keys,
             kv.values,
@@ -161,7 +165,7 @@ class LookM(CacheStage):
             weight=None if kv.bias is None else kv.bias.exp(),
         )
         if self.rope_aware:
-            keys = step.rotate(keys, kept.position).to(kv.keys.dtype)
+            keys = context.rotate(keys, kept.position).to(kv.keys.dtype)
         bias = weight.log() if self.repair else kept.bias
         return replace(kept, keys=keys, values=values, bias=bias)
 

@@ -29,9 +29,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from ..contexts import EncodeRequest
 from ..kernels.diversity import cosine
 from ..layout import VisualTokens
-from ..stages import EncodeRequest, VisionStats, param
+from ..stages import param
+from ..statistics import VisionStats
 from ._cover import cover
 from ._groups import together
 from ._reducer import Reducer

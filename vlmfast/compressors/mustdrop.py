@@ -59,27 +59,24 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from ..contexts import EncodeRequest, PrefillContext
 from ..errors import RecipeError
 from ..kv import KV
 from ..layout import TokenLayout, VisualTokens
 from ..saliency import SaliencyRequest
 from ..stages import (
     CacheStage,
-    EncodeRequest,
     EncodeStage,
     InEncoderStage,
-    ItemGeometry,
     PrefillStage,
     Stage,
-    StatRequest,
-    Step,
-    VisionStats,
     budget_param,
     param,
     positions_param,
     repair_param,
     saliency_param,
 )
+from ..statistics import ItemGeometry, StatRequest, VisionStats
 from ._budget import check_layers, drop_layers, moved_layers, solve_counts
 from ._part import Part
 from ._select import best
@@ -312,11 +309,13 @@ class Merge(Part, InEncoderStage):
     def blocks(self, depth: int) -> tuple[int, ...]:
         return (1,)
 
-    def on_block(self, step: Step, index: int, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
-        cls = step.specials
+    def on_block(
+        self, context: PrefillContext, index: int, hidden: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        cls = context.specials
         n = hidden.shape[1] - cls
         side = math.isqrt(n)
-        if step.merged is not None or side * side != n:
+        if context.merged is not None or side * side != n:
             raise RecipeError(
                 f"mustdrop needs a square grid of patches that nothing has merged before; the "
                 f"vision tower has {n} of them here"
@@ -336,7 +335,7 @@ class Merge(Part, InEncoderStage):
             return hidden, None
         hidden, source, lengths = spatial_merge(hidden, window, similarity, counts, cls)
         if bool((lengths < hidden.shape[1]).any()):
-            step.lengths = lengths
+            context.lengths = lengths
         return hidden, source
 
 
@@ -375,8 +374,8 @@ class Filter(Part, PrefillStage):
     def text_stats(self, depth: int) -> dict[int, StatRequest]:
         return {layer - 1: StatRequest("text") for layer in self.layers(depth)}
 
-    def keep(self, step: Step, layer: int) -> Tensor | None:
-        layout, attention = step.layout, step.stats[layer - 1]
+    def keep(self, context: PrefillContext, layer: int) -> Tensor | None:
+        layout, attention = context.layout, context.stats[layer - 1]
         visual = layout.visual.nonzero().flatten()
         if len(visual) == 0 or attention.shape[1] == 0:  # no picture, or no text behind it
             return None
@@ -387,21 +386,23 @@ class Filter(Part, PrefillStage):
         else:
             rank = dual_attention_rank(g, m, *self.of.thresholds)
             rank = rank.masked_fill(protected, torch.inf)
-            kept = best(rank[None], [self._count(step, layer)])[0]
+            kept = best(rank[None], [self._count(context, layer)])[0]
         if bool(kept.all()):
             return None
         return (~layout.visual).index_fill(0, visual[kept], True).nonzero().flatten()
 
-    def _count(self, step: Step, layer: int) -> int:
+    def _count(self, context: PrefillContext, layer: int) -> int:
         """Tokens left by the filter before ``layer``, solved once, at the first filter."""
-        layers, visual = self.layers(step.depth), step.layout.visual
-        note = step.notes.setdefault(self.name, {})
+        layers, visual = self.layers(context.depth), context.layout.visual
+        note = context.notes.setdefault(self.name, {})
         if "counts" not in note:
             # A row's weight is the number of tokens that it stands for: together, what came in.
-            came_in = float(step.layout.weight[visual].double().sum())
-            key = int(step.layout.protected[visual].sum())
+            came_in = float(context.layout.weight[visual].double().sum())
+            key = int(context.layout.protected[visual].sum())
             target = self.of.budget * came_in
-            note["counts"] = solve_counts(int(visual.sum()), target, layers, step.depth, least=key)
+            note["counts"] = solve_counts(
+                int(visual.sum()), target, layers, context.depth, least=key
+            )
         return note["counts"][layers.index(layer)]
 
 
@@ -411,11 +412,11 @@ class Cache(Part, CacheStage):
 
     name: ClassVar[str] = MustDrop.name
 
-    def finish(self, step: Step, cache: list[KV]) -> list[KV]:
-        first = self.of.filters(step.depth)[0] - 1
-        return [*cache[:first], *(self._survivors(step, kv) for kv in cache[first:])]
+    def finish(self, context: PrefillContext, cache: list[KV]) -> list[KV]:
+        first = self.of.filters(context.depth)[0] - 1
+        return [*cache[:first], *(self._survivors(context, kv) for kv in cache[first:])]
 
-    def _survivors(self, step: Step, kv: KV) -> KV:
+    def _survivors(self, context: PrefillContext, kv: KV) -> KV:
         if kv.segments:
             raise RecipeError(
                 "mustdrop: a later stage of the recipe quantises the cache before the last filter "
@@ -423,5 +424,5 @@ class Cache(Part, CacheStage):
             )
         # A token is known by its place in the prompt, so no indices of one filter are translated
         # into those of another.
-        keep = torch.isin(kv.order, step.layout.order) & kv.valid
+        keep = torch.isin(kv.order, context.layout.order) & kv.valid
         return kv if torch.equal(keep, kv.valid) else kv.select_mask(keep)

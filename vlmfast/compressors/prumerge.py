@@ -39,16 +39,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from ..contexts import EncodeRequest
 from ..layout import VisualTokens
 from ..saliency import SaliencyRequest
-from ..stages import (
-    EncodeRequest,
-    ItemGeometry,
-    VisionStats,
-    param,
-    repair_param,
-    saliency_param,
-)
+from ..stages import param, repair_param, saliency_param
+from ..statistics import ItemGeometry, VisionStats
 from ._reducer import Reducer
 from ._select import apportion, best
 from ._views import by_view, merged

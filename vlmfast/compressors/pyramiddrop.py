@@ -30,9 +30,11 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from ..contexts import PrefillContext
 from ..errors import RecipeError
 from ..layout import TokenLayout
-from ..stages import PrefillStage, Stage, StatRequest, Step, budget_param, param, positions_param
+from ..stages import PrefillStage, Stage, budget_param, param, positions_param
+from ..statistics import StatRequest
 from ._budget import check_layers, drop_layers, moved_layers, solve_counts
 from ._select import top
 
@@ -121,17 +123,17 @@ class PyramidDrop(PrefillStage):
         powers = tuple(self.ratio**s for s in range(1, len(layers) + 1))
         return tuple(stage_counts(n, self.ratios or powers))
 
-    def keep(self, step: Step, layer: int) -> Tensor | None:
-        layout, layers = step.layout, self.layers(step.depth)
+    def keep(self, context: PrefillContext, layer: int) -> Tensor | None:
+        layout, layers = context.layout, self.layers(context.depth)
         if not bool(layout.visual.any()):
             return None
-        n = step.notes.setdefault(self.name, {}).setdefault("items", self._groups(layout))
+        n = context.notes.setdefault(self.name, {}).setdefault("items", self._groups(layout))
         source = layer if self.rule == "next" else layer - 1
-        score = rank(step.stats[source])
+        score = rank(context.stats[source])
         kept = ~layout.visual
         for item, total in n.items():
             mine = layout.visual & ((layout.item == item) | (not self.per_item))
-            kept = kept | top(score, mine, self.counts(total, step.depth)[layers.index(layer)])
+            kept = kept | top(score, mine, self.counts(total, context.depth)[layers.index(layer)])
         return kept.nonzero().flatten()
 
     def _groups(self, layout: TokenLayout) -> dict[int, int]:

@@ -27,7 +27,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..stages import Step, param
+from ..contexts import PrefillContext
+from ..stages import param
 from .snapkv import SnapKV
 
 
@@ -59,9 +60,9 @@ class PyramidKV(SnapKV):
     )
     beta: int = param(20, "the last layer keeps about 1 / beta of the average", ge=1)
 
-    def capacity(self, step: Step, layer: int, n: int) -> int:
-        capacity = super().capacity(step, layer, n)
+    def capacity(self, context: PrefillContext, layer: int, n: int) -> int:
+        capacity = super().capacity(context, layer, n)
         window = self.last(capacity)
         if capacity <= window:  # which is then an error of every layer
             return capacity
-        return pyramid(n, capacity, window, step.depth, self.beta)[layer]
+        return pyramid(n, capacity, window, context.depth, self.beta)[layer]

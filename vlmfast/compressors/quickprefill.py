@@ -31,10 +31,12 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from ..contexts import PrefillContext
 from ..errors import RecipeError
 from ..kernels.select import top_k
 from ..kv import KV
-from ..stages import CacheStage, ColumnStats, Step, param
+from ..stages import CacheStage, param
+from ..statistics import ColumnStats
 
 
 def norms(rows: Tensor) -> Tensor:
@@ -72,12 +74,14 @@ class QuickPrefill(CacheStage):
         """Visual slots that stay of a block that has some."""
         return min(max(int(self.share * visual), 1) if self.top_k is None else self.top_k, visual)
 
-    def compress(self, step: Step, layer: int, kv: KV, stats: ColumnStats | None) -> KV:
+    def compress(
+        self, context: PrefillContext, layer: int, kv: KV, stats: ColumnStats | None
+    ) -> KV:
         n, visual = len(kv), kv.visual[0]
         pictures = int(visual.sum())
         kept = n - pictures + self.count(pictures)
-        if step.limit is not None:
-            kept = min(kept, step.limit)
+        if context.limit is not None:
+            kept = min(kept, context.limit)
         if kept >= n:
             return kv
         if bool((kv.lengths < n).any() | (kv.order != kv.order[0]).any()):

@@ -15,8 +15,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ..contexts import EncodeRequest
 from ..layout import VisualTokens
-from ..stages import EncodeRequest, ItemGeometry, VisionStats, param
+from ..stages import param
+from ..statistics import ItemGeometry, VisionStats
 from ._reducer import Reducer
 
 

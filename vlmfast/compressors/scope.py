@@ -23,10 +23,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ..contexts import EncodeRequest
 from ..kernels.diversity import cosine
 from ..layout import VisualTokens
 from ..saliency import SaliencyRequest
-from ..stages import EncodeRequest, VisionStats, param, saliency_param
+from ..stages import param, saliency_param
+from ..statistics import VisionStats
 from ._cover import cover
 from ._groups import together
 from ._reducer import Reducer

@@ -32,7 +32,8 @@ from torch import Tensor
 
 from ..errors import RecipeError
 from ..kv import KV
-from ..stages import ColumnRequest, ColumnStats, param
+from ..stages import param
+from ..statistics import ColumnRequest, ColumnStats
 from ._evictor import Evictor, pooled
 
 ROWS = 32  # that vote, where the window is not a number of rows

@@ -36,22 +36,20 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ..contexts import EncodeRequest, PrefillContext
 from ..errors import RecipeError
 from ..kernels.diversity import density_peaks
 from ..layout import VisualTokens
 from ..stages import (
-    EncodeRequest,
     EncodeStage,
     PrefillStage,
     Stage,
-    StatRequest,
-    Step,
-    VisionStats,
     budget_param,
     param,
     positions_param,
     repair_param,
 )
+from ..statistics import StatRequest, VisionStats
 from ._budget import check_layers, drop_layers, moved_layers, solve_counts
 from ._part import Part
 from ._select import count, top
@@ -182,14 +180,14 @@ class Drop(Part, PrefillStage):
     def text_stats(self, depth: int) -> dict[int, StatRequest]:
         return {layer - 1: StatRequest("text") for layer in self.layers(depth)}
 
-    def keep(self, step: Step, layer: int) -> Tensor | None:
-        layout, attention = step.layout, step.stats[layer - 1]
-        note = step.notes[self.name]
+    def keep(self, context: PrefillContext, layer: int) -> Tensor | None:
+        layout, attention = context.layout, context.stats[layer - 1]
+        note = context.notes[self.name]
         rate = note["raters"]
         visual = layout.visual.nonzero().flatten()
         if len(visual) == 0 or len(rate) == 0:  # no picture, or no text behind it
             return None
-        kept, groups = self._counts(step, layer, note)
+        kept, groups = self._counts(context, layer, note)
         if kept >= len(visual):
             return None
         # The last picture may be gone by now: then there is more text behind those that are left.
@@ -198,34 +196,34 @@ class Drop(Part, PrefillStage):
         if groups:
             gone = layout.visual & ~stays
             some = top(score, gone, recycled(int(gone.sum()))[0]).nonzero().flatten()
-            stays = stays.index_fill(0, self._merge(step, some, groups), True)
+            stays = stays.index_fill(0, self._merge(context, some, groups), True)
         return (stays | ~layout.visual).nonzero().flatten()
 
-    def _merge(self, step: Step, some: Tensor, groups: int) -> Tensor:
+    def _merge(self, context: PrefillContext, some: Tensor, groups: int) -> Tensor:
         """Put the means of groups of the rows ``some`` in the place of their centres, (C,)."""
-        layout = step.layout
-        means, centres, label = clusters(step.hidden[some], groups)
+        layout = context.layout
+        means, centres, label = clusters(context.hidden[some], groups)
         centres = some[centres]
-        step.hidden = step.hidden.index_copy(0, centres, means.to(step.hidden.dtype))
+        context.hidden = context.hidden.index_copy(0, centres, means.to(context.hidden.dtype))
         none = torch.zeros(groups, device=means.device)
         weight = none.index_add(0, label, layout.weight[some])
         protected = none.index_add(0, label, layout.protected[some].float()) > 0
-        step.layout = layout.replace(
+        context.layout = layout.replace(
             weight=layout.weight.index_copy(0, centres, weight),
             protected=layout.protected.index_copy(0, centres, protected),
         )
-        step.repair = step.repair or self.repair
+        context.repair = context.repair or self.repair
         return centres
 
-    def _counts(self, step: Step, layer: int, note: dict) -> tuple[int, int]:
+    def _counts(self, context: PrefillContext, layer: int, note: dict) -> tuple[int, int]:
         """Tokens that stay as they are before ``layer``, and groups of recycled ones."""
-        layers, n = self.layers(step.depth), int(step.layout.visual.sum())
+        layers, n = self.layers(context.depth), int(context.layout.visual.sum())
         of, index = self.of, layers.index(layer)
         if "all" not in note:
-            came_in = float(step.layout.weight[step.layout.visual].double().sum())
+            came_in = float(context.layout.weight[context.layout.visual].double().sum())
             note["all"] = n
             if of.budget is not None:
-                note["totals"] = solve_counts(n, of.budget * came_in, layers, step.depth)
+                note["totals"] = solve_counts(n, of.budget * came_in, layers, context.depth)
             elif of.rate is not None:
                 note["totals"] = (count(of.rate, n),) * len(layers)
         if "totals" in note:

@@ -37,9 +37,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ..contexts import PrefillContext
 from ..errors import RecipeError
 from ..kv import KV
-from ..stages import ColumnStats, DecodeStage, Slots, Stage, Step, param
+from ..stages import DecodeStage, Slots, Stage, param
+from ..statistics import ColumnStats
 from ._evictor import Evictor
 from ._part import Part
 
@@ -80,22 +82,24 @@ class StreamingLLM(Evictor):
     def score(self, kv: KV, stats: ColumnStats | None, ranked: Tensor) -> Tensor:
         return torch.arange(len(kv), device=kv.keys.device).expand(len(kv.keys), -1)
 
-    def compress(self, step: Step, layer: int, kv: KV, stats: ColumnStats | None) -> KV:
-        kept = super().compress(step, layer, kv, stats)
+    def compress(
+        self, context: PrefillContext, layer: int, kv: KV, stats: ColumnStats | None
+    ) -> KV:
+        kept = super().compress(context, layer, kv, stats)
         if kept is kv:
             return kv
-        if len(step.layout.position) > 1:
+        if len(context.layout.position) > 1:
             raise RecipeError(
-                f"{self.name}: the model gives each token {len(step.layout.position)} rotary ids; "
-                "slots can be numbered in models with one; 'snapkv:0.5' works on this model"
+                f"{self.name}: the model gives each token {len(context.layout.position)} rotary "
+                "ids; slots can be numbered in models with one; 'snapkv:0.5' works on this model"
             )
         delta = moves(kept.position, kept.lengths)
-        step.notes.setdefault(self.name, {})[layer] = Sinks(
+        context.notes.setdefault(self.name, {})[layer] = Sinks(
             kept.keys[:, : self.sinks].to(torch.float32, copy=True),
             delta[:, : self.sinks] - kept.order.gather(1, kept.lengths[:, None] - 1),
             len(kept),
         )
-        keys = step.rotate(kept.keys, delta)
+        keys = context.rotate(kept.keys, delta)
         return replace(kept, keys=keys, position=kept.position + delta)
 
 

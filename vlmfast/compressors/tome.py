@@ -48,20 +48,18 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from ..contexts import EncodeRequest, VisionContext
 from ..layout import VisualTokens
 from ..stages import (
-    EncodeRequest,
     EncodeStage,
     InEncoderStage,
     Stage,
-    StatRequest,
-    Step,
-    VisionStats,
     budget_param,
     param,
     positions_param,
     repair_param,
 )
+from ..statistics import StatRequest, VisionStats
 from ._part import Part
 from ._select import best
 
@@ -168,21 +166,23 @@ class Merge(Part, InEncoderStage):
         # LLaVA takes the features in front of the last block.
         return () if self.of.whole else tuple(range(1, depth - 1)) or (1,)
 
-    def on_block(self, step: Step, index: int, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+    def on_block(
+        self, context: VisionContext, index: int, hidden: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
         views, rows, _ = hidden.shape
-        before = rows if step.merged is None else step.merged.shape[1]
-        h, w = step.items[0].patches
-        blocks = self.blocks(step.depth)
+        before = rows if context.merged is None else context.merged.shape[1]
+        h, w = context.items[0].patches
+        blocks = self.blocks(context.depth)
         r = self.of.steps(h * w, len(blocks))[blocks.index(index)]
         if r == 0:
             return hidden, None
-        keys = step.keys[index - 1]  # of the rows that entered the tower
+        keys = context.keys[index - 1]  # of the rows that entered the tower
         size = torch.ones(views, before, device=hidden.device)
-        if step.merged is not None:
-            place = step.merged[..., None].expand_as(keys)
+        if context.merged is not None:
+            place = context.merged[..., None].expand_as(keys)
             keys = keys.new_zeros(views, rows, keys.shape[2]).scatter(1, place, keys)
-            size = size.new_zeros(views, rows).scatter_add(1, step.merged, size)
-        source = bipartite(keys, r, step.specials == 1)
+            size = size.new_zeros(views, rows).scatter_add(1, context.merged, size)
+        source = bipartite(keys, r, context.specials == 1)
         return merge(hidden, size, source)[0], source
 
 

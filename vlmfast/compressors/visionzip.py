@@ -22,16 +22,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ..contexts import EncodeRequest
 from ..layout import VisualTokens
 from ..saliency import SaliencyRequest
-from ..stages import (
-    EncodeRequest,
-    ItemGeometry,
-    VisionStats,
-    param,
-    repair_param,
-    saliency_param,
-)
+from ..stages import param, repair_param, saliency_param
+from ..statistics import ItemGeometry, VisionStats
 from ._reducer import Reducer
 from ._select import apportion, best, most_alike, plus_mean
 from ._views import by_view, merged

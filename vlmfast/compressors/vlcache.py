@@ -39,7 +39,8 @@ from torch import Tensor
 
 from ..errors import RecipeError
 from ..kv import KV
-from ..stages import ColumnRequest, ColumnStats, param
+from ..stages import param
+from ..statistics import ColumnRequest, ColumnStats
 from ._layered import Layered, Scored
 
 FLOOR = 0.01  # of its slots, that every layer keeps

@@ -40,11 +40,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ..contexts import PrefillContext
 from ..errors import RecipeError
 from ..kernels.quantize_kv import Segment, channel_scale, check, parameter_dtype, quantise
 from ..kernels.select import ranked
 from ..kv import KV
-from ..stages import CacheStage, ColumnRequest, ColumnStats, DecodeStage, Slots, Stage, Step, param
+from ..stages import CacheStage, DecodeStage, Slots, Stage, param
+from ..statistics import ColumnRequest, ColumnStats
 from ._part import Part
 
 
@@ -127,7 +129,9 @@ class ZipCache(CacheStage):
         probe = ColumnRequest("probe", n=self.recent, random=self.random, seed=self.seed)
         return dict.fromkeys(range(depth), probe)
 
-    def compress(self, step: Step, layer: int, kv: KV, stats: ColumnStats | None) -> KV:
+    def compress(
+        self, context: PrefillContext, layer: int, kv: KV, stats: ColumnStats | None
+    ) -> KV:
         for bits in (self.bits_high, self.bits_low):
             try:
                 check(bits, kv.keys.shape[-1])
@@ -135,13 +139,13 @@ class ZipCache(CacheStage):
                 raise RecipeError(f"zipcache: {error}") from None
         parts = [(self.bits_high, kv)]
         if self.bits_low < self.bits_high:
-            low = least_salient(self.score(step, kv, stats), 1 - self.important, kv.lengths)
+            low = least_salient(self.score(context, kv, stats), 1 - self.important, kv.lengths)
             high = kv.valid & ~low
             parts = [(self.bits_high, kv.select_mask(high)), (self.bits_low, kv.select_mask(low))]
         gone = ~kv.valid[..., None]
         dtype = parameter_dtype(kv.keys.masked_fill(gone, 0), kv.values.masked_fill(gone, 0))
         scale = channel_scale(kv.values, kv.valid, dtype=dtype)
-        step.notes.setdefault(self.name, {})[layer] = scale
+        context.notes.setdefault(self.name, {})[layer] = scale
         segments = tuple(
             quantise(
                 part.keys,
@@ -159,11 +163,11 @@ class ZipCache(CacheStage):
         nothing = torch.arange(0, device=kv.keys.device)
         return replace(kv.select(nothing), segments=(*kv.segments, *segments))
 
-    def score(self, step: Step, kv: KV, stats: ColumnStats) -> Tensor:
+    def score(self, context: PrefillContext, kv: KV, stats: ColumnStats) -> Tensor:
         """Saliency of each slot, float32, (H, N)."""
         if self.norm == "probe":
             return saliency(stats.sum, stats.nnz)
-        order = step.layout.order
+        order = context.layout.order
         return saliency(stats.sum, len(order) - torch.searchsorted(order, kv.order.contiguous()))
 
 

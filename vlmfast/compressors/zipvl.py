@@ -46,12 +46,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from ..contexts import PrefillContext
 from ..errors import RecipeError
 from ..kernels.col_stats import col_stats
 from ..kernels.quantize_kv import BITS, Segment, quantise
 from ..kernels.select import mass_count, top_k
 from ..kv import KV
-from ..stages import CacheStage, ColumnStats, DecodeStage, PrefillStage, Slots, Stage, Step, param
+from ..stages import CacheStage, DecodeStage, PrefillStage, Slots, Stage, param
+from ..statistics import ColumnStats
 from ._part import Part
 
 
@@ -225,9 +227,9 @@ class ZipVL(Stage):
         cache = {"mixed": (Mixed(self), Pages(self)), "drop": (Drop(self),), "none": ()}
         return (Sparse(self), *cache[self.kv])
 
-    def important(self, step: Step, layer: int, kv: KV) -> Tensor:
+    def important(self, context: PrefillContext, layer: int, kv: KV) -> Tensor:
         """Slots of a layer whose tokens are important: bool, (H, N)."""
-        order = step.notes.get(self.name, {}).pop(layer, None)
+        order = context.notes.get(self.name, {}).pop(layer, None)
         return kv.valid if order is None else torch.isin(kv.order, order) & kv.valid
 
 
@@ -246,16 +248,16 @@ class Sparse(Part, PrefillStage):
 
     def attend(
         self,
-        step: Step,
+        context: PrefillContext,
         layer: int,
         query: Tensor,
         key: Tensor,
         value: Tensor,
         scaling: float | None,
     ) -> Tensor | None:
-        of, s, bias = self.of, query.shape[2], step.key_bias()
-        n = s - step.answer  # rows of an answer stand for later steps, which lose nothing
-        rows = probe_rows(n, of.recent, of.random, of.seed * step.depth + layer)
+        of, s, bias = self.of, query.shape[2], context.key_bias()
+        n = s - context.answer  # rows of an answer stand for later steps, which lose nothing
+        rows = probe_rows(n, of.recent, of.random, of.seed * context.depth + layer)
         every = torch.arange(s, device=query.device)
         chosen = important(
             query[0, :, :n],
@@ -265,10 +267,10 @@ class Sparse(Part, PrefillStage):
             scaling,
             bias=None if bias is None else bias[:n],
             forced=every[:n] >= n - of.force_recent,
-            window=step.window(layer),
+            window=context.window(layer),
         )
         chosen = torch.cat([chosen, every[n:]])
-        step.notes.setdefault(self.name, {})[layer] = step.layout.order[chosen]
+        context.notes.setdefault(self.name, {})[layer] = context.layout.order[chosen]
         if len(chosen) == s or len(chosen) > of.dense_above * s:
             return None
         return sparse_attention(
@@ -278,7 +280,7 @@ class Sparse(Part, PrefillStage):
             chosen,
             scaling,
             every_row=of.rows == "all",
-            allowed=step.visible(layer),
+            allowed=context.visible(layer),
             bias=bias,
         )
 
@@ -289,8 +291,10 @@ class Drop(Part, CacheStage):
 
     name: ClassVar[str] = ZipVL.name
 
-    def compress(self, step: Step, layer: int, kv: KV, stats: ColumnStats | None) -> KV:
-        keep = self.of.important(step, layer, kv)
+    def compress(
+        self, context: PrefillContext, layer: int, kv: KV, stats: ColumnStats | None
+    ) -> KV:
+        keep = self.of.important(context, layer, kv)
         return kv if torch.equal(keep, kv.valid) else kv.select_mask(keep)
 
 
@@ -301,8 +305,10 @@ class Mixed(Part, CacheStage):
     name: ClassVar[str] = ZipVL.name
     quantises: ClassVar[bool] = True
 
-    def compress(self, step: Step, layer: int, kv: KV, stats: ColumnStats | None) -> KV:
-        high, segments = self.of.important(step, layer, kv), []
+    def compress(
+        self, context: PrefillContext, layer: int, kv: KV, stats: ColumnStats | None
+    ) -> KV:
+        high, segments = self.of.important(context, layer, kv), []
         for mask, bits in ((high, self.of.bits_high), (kv.valid & ~high, self.of.bits_low)):
             part = kv.select_mask(mask)
             if len(part):
@@ -317,7 +323,7 @@ class Mixed(Part, CacheStage):
                         bias=part.bias,
                     )
                 )
-        step.notes.setdefault(self.name, {})["scale", layer] = segments[0].value_scale
+        context.notes.setdefault(self.name, {})["scale", layer] = segments[0].value_scale
         empty = kv.select(torch.arange(0, device=kv.keys.device))
         return replace(empty, segments=(*kv.segments, *segments))
 

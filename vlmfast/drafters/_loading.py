@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from ..drafting import Budget, Drafter, Read, Round, Target
 from ..errors import RecipeError
-from ..stages import Budget, Drafter, DrafterStage, Read, Round, Target
+from ..stages import DrafterStage
 
 if TYPE_CHECKING:
     from .draft_eagle.module import EagleModule

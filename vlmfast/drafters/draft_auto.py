@@ -26,7 +26,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ..stages import DrafterStage, Target, param, stage_class
+from ..drafting import Target
+from ..stages import DrafterStage, param, stage_class
 
 _TRIES = 5  # rounds of each arm before it is judged
 _AGAIN = 64  # plain rounds from one trial of the best arm to the next

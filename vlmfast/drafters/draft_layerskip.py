@@ -21,9 +21,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from ..drafting import Budget, Read, Round, Target
 from ..errors import RecipeError
-from ..stages import Budget, DrafterStage, Read, Round, Target, param
-from .tree import Tree
+from ..stages import DrafterStage, param
+from ..tree import Tree
 
 
 def kept(depth: int, skip: float) -> list[int]:

@@ -21,8 +21,9 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import ClassVar
 
-from ..stages import Budget, Drafter, DrafterStage, Read, Round, Target, param
-from .tree import Tree
+from ..drafting import Budget, Drafter, Read, Round, Target
+from ..stages import DrafterStage, param
+from ..tree import Tree
 
 
 def matches(ids: Sequence[int], ngram: int, latest: bool = True) -> list[tuple[int, int]]:

@@ -22,9 +22,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import ClassVar
 
-from ..stages import Budget, Drafter, DrafterStage, Read, Round, Target, param
+from ..drafting import Budget, Drafter, Read, Round, Target
+from ..stages import DrafterStage, param
+from ..tree import Tree
 from ._static import filled, likeliest_first, shape_of
-from .tree import Tree
 
 SUCCESSORS = 8
 TEMPLATE = shape_of(

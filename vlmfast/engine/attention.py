@@ -1,4 +1,4 @@
-"""The two attention functions that stand in for Hugging Face's while a `Step` is active.
+"""The two attention functions that stand in for Hugging Face's while a context is active.
 
 They are registered under names of their own and chosen per call, so no class is patched. The text
 name has no mask function on purpose: Hugging Face then builds no mask, and causality, padding and
@@ -20,13 +20,14 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from ..contexts import Context, DecodeContext, PrefillContext, VisionContext, current_context
 from ..errors import ModelError
 from ..kernels._triton import use_triton
 from ..kernels.biased_attention import biased_attention
 from ..kernels.col_stats import col_stats
 from ..kernels.decode_mixed import decode_mixed
 from ..kernels.tree_verify import tree_verify
-from ..stages import Phase, StatRequest, Step, current_step
+from ..statistics import StatRequest
 
 # No "flash", "sdpa" or "/" in these names: transformers tests for such substrings.
 TEXT, VISION = "vlmfast_text", "vlmfast_vision"
@@ -35,16 +36,16 @@ _FEW = 64  # query rows that the decode kernel takes
 _ROWS_AT_ONCE = 512  # bounds the memory of sums over rows, where gradients are wanted
 
 
-def _step(kwargs: dict) -> Step:
+def _context(kwargs: dict) -> Context:
     # An argument in decode (a ContextVar cannot be read inside a compiled region on torch 2.11),
     # the ContextVar elsewhere.
-    step = kwargs.pop("vlmfast_step", None) or current_step.get()
-    if step is None:
+    context = kwargs.pop("vlmfast_context", None) or current_context.get()
+    if context is None:
         raise RuntimeError(
             "vlmfast's attention was reached outside a vlmfast call; "
             "the attention implementation of this model was changed by hand"
         )
-    return step
+    return context
 
 
 def text_attention(
@@ -70,42 +71,44 @@ def text_attention(
     -------
     output : Tensor, (B, T, Hq, D)
     """
-    step = _step(kwargs)
+    context = _context(kwargs)
     if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
         raise ModelError("capped attention logits and attention sinks are not supported")
-    if step.phase in (Phase.EXTEND, Phase.DECODE, Phase.VERIFY):
-        return _cached(module, query, key, value, step, scaling, dropout)
-    bias = step.key_bias()
-    request = step.requests.get(module.layer_idx)
+    if isinstance(context, DecodeContext):
+        return _cached(module, query, key, value, context, scaling, dropout), None
+    assert isinstance(context, PrefillContext)
+    if context.extends:
+        return _extended(module, query, key, value, context, scaling, dropout), None
+    bias = context.key_bias()
+    request = context.requests.get(module.layer_idx)
     if request is not None:
-        rows = _query_rows(request, step)
+        rows = _query_rows(request, context)
         take = received_sum if request.rows == "columns" else attention_rows
-        first, last = span(step, module.layer_idx)
-        step.stats[module.layer_idx] = take(
+        first, last = span(context, module.layer_idx)
+        context.stats[module.layer_idx] = take(
             query[0], key[0], rows, scaling, bias=bias, first=first, last=last
         )
         if request.received:
-            visual = step.layout.visual.nonzero().flatten()
-            share = None if step.soft is None else step.soft[visual]
-            step.received[module.layer_idx] = received_logits(
-                query[0], key[0], visual, scaling, share
+            visual = context.layout.visual.nonzero().flatten()
+            context.received[module.layer_idx] = received_logits(
+                query[0], key[0], visual, scaling, context.share(visual)
             )
-    if step.phase is Phase.PROBE:
+    if context.probe:
         return torch.zeros_like(query).transpose(1, 2), None
     output = None
-    if module.layer_idx in step.attend:
-        stage = step.attend[module.layer_idx]
-        output = stage.attend(step, module.layer_idx, query, key, value, scaling)
+    if module.layer_idx in context.attend:
+        attend = context.attend[module.layer_idx]
+        output = attend(context, module.layer_idx, query, key, value, scaling)
     if output is not None:
         if bias is not None:
-            step.cache.layers[module.layer_idx].bias = bias
+            context.cache.layers[module.layer_idx].bias = bias
         output = output.transpose(1, 2), None
     else:
-        output = _dense(module, query, key, value, attention_mask, step, bias, scaling, dropout)
-    if step.after is not None:
-        step.after(module.layer_idx, query, key, value, scaling)
-    elif step.window(module.layer_idx) is not None:
-        step.cache.layers[module.layer_idx].slide()
+        output = _dense(module, query, key, value, attention_mask, context, bias, scaling, dropout)
+    if context.after is not None:
+        context.after(module.layer_idx, query, key, value, scaling)
+    elif context.window(module.layer_idx) is not None:
+        context.cache.layers[module.layer_idx].slide()
     return output
 
 
@@ -115,18 +118,18 @@ def _dense(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    step: Step,
+    context: PrefillContext,
     bias: Tensor | None,
     scaling: float | None,
     dropout: float,
 ) -> tuple[Tensor, None]:
     """A prompt's own attention."""
-    visible = step.visible(module.layer_idx)
+    visible = context.visible(module.layer_idx)
     if visible is not None:
         attention_mask = visible[None, None]
     if bias is not None:
         n = key.shape[2]
-        step.cache.layers[module.layer_idx].bias = bias
+        context.cache.layers[module.layer_idx].bias = bias
         if attention_mask is None and _kernels(query, key):
             return biased_attention(query, key, value, bias, scaling).transpose(1, 2), None
         if attention_mask is None:
@@ -142,14 +145,14 @@ def _cached(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    step: Step,
+    context: DecodeContext,
     scaling: float | None,
     dropout: float,
-) -> tuple[Tensor, None]:
+) -> Tensor:
     """Attention of new tokens over a frozen cache, to whose tail they have just been written."""
     index, tokens = module.layer_idx, query.shape[2]
-    layer = step.cache.layers[index]
-    sliding = step.cache.sliding(index, tokens)
+    layer = context.cache.layers[index]
+    sliding = context.cache.sliding(index, tokens)
     plain = not layer.segments and layer.mass is None
     # Few rows over a cache on a GPU: the decode kernel, which reads no slot that is not there.
     dense = plain and not (tokens <= _FEW and _kernels(query, key))
@@ -168,17 +171,22 @@ def _cached(
             bias,
             dropout=dropout,
             scaling=scaling,
-        )
-    if step.ancestors is not None and layer.mass is None and not sliding and _kernels(query, key):
+        )[0]
+    if (
+        context.ancestors is not None
+        and layer.mass is None
+        and not sliding
+        and _kernels(query, key)
+    ):
         at = layer.length[..., None] + torch.arange(tokens, device=key.device)
         at = at[..., None].expand(-1, -1, -1, key.shape[3])
         own = key.gather(2, at), value.gather(2, at)
-        lengths, words = layer.length, step.ancestors
+        lengths, words = layer.length, context.ancestors
         output, _ = tree_verify(
             query, key, value, lengths, *own, words, scaling, layer.segments, layer.bias
         )
-        return output.transpose(1, 2), None
-    mask = layer.mask(tokens, step.tree, sliding)
+        return output.transpose(1, 2)
+    mask = layer.mask(tokens, context.tree, sliding)
     bias, segments = layer.bias, layer.segments
     if layer.prefix:
         n = layer.held[0] + tokens
@@ -186,7 +194,7 @@ def _cached(
         bias = None if bias is None else bias[:, :, :n]
     tail = key.shape[2]
     if sliding and segments:  # rows see different parts of them, which only a tail's mask can say
-        parts = [layer.opened(segment, tokens, step.tree, key.dtype) for segment in segments]
+        parts = [layer.opened(segment, tokens, context.tree, key.dtype) for segment in segments]
         key, value, mask, bias = _joined([*parts, (key, value, mask, bias)])
         segments = []
     if dense:
@@ -207,11 +215,29 @@ def _cached(
         if mass is not None:
             layer.receive(mass[:, :, -tail:], sliding)
         output = output.transpose(1, 2)
-    if step.after is not None:
+    return output
+
+
+def _extended(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    context: PrefillContext,
+    scaling: float | None,
+    dropout: float,
+) -> Tensor:
+    """The same for a later chunk of a prompt."""
+    index, tokens = module.layer_idx, query.shape[2]
+    over = DecodeContext(context.cache)
+    output = _cached(module, query, key, value, over, scaling, dropout)
+    if context.after is not None:
+        layer = context.cache.layers[index]
         at = layer.length[..., None] + torch.arange(tokens, device=key.device)
         at = at[..., None].expand(-1, -1, -1, key.shape[3])
-        step.after(index, query, layer.keys.gather(2, at), layer.values.gather(2, at), scaling)
-    return output, None
+        keys, values = (of.gather(2, at) for of in (layer.keys, layer.values))
+        context.after(index, query, keys, values, scaling)
+    return output
 
 
 def _joined(parts: list[tuple[Tensor, Tensor, Tensor, Tensor | None]]) -> tuple[Tensor, ...]:
@@ -264,44 +290,47 @@ def vision_attention(
     **kwargs,
 ) -> tuple[Tensor, None]:
     """Attention of the vision tower, (V, H, N, D) each; statistics only where they were asked."""
-    step = _step(kwargs)
+    context = _context(kwargs)
+    assert isinstance(context, VisionContext)
     n = key.shape[2]
-    if step.lengths is not None:
-        there = (torch.arange(n, device=key.device) < step.lengths[:, None])[:, None, None]
+    if context.lengths is not None:
+        there = (torch.arange(n, device=key.device) < context.lengths[:, None])[:, None, None]
         attention_mask = there if attention_mask is None else attention_mask & there
     padding = attention_mask
     bias = None
-    if step.repair and step.merged is not None:
+    if context.repair and context.merged is not None:
         # Rows of padding stand for nothing; the mask hides them.
         size = key.new_zeros(len(key), n, dtype=torch.float32)
-        size = size.scatter_add(1, step.merged, torch.ones_like(step.merged, dtype=size.dtype))
+        size = size.scatter_add(
+            1, context.merged, torch.ones_like(context.merged, dtype=size.dtype)
+        )
         bias = size.clamp(min=1).log()[:, None, None]
         everything = torch.ones_like(bias, dtype=torch.bool)
         mask = everything if attention_mask is None else attention_mask
         attention_mask = _with_bias(mask, bias, query.dtype)
-    elif step.sizes is not None:
-        bias = next(step.sizes).log()[None, None, None]
+    elif context.sizes is not None:
+        bias = next(context.sizes).log()[None, None, None]
         attention_mask = bias.to(query.dtype)
-    layer = step.modules.get(id(module), -1)
-    if (request := step.requests.get(layer)) is not None:
+    layer = context.modules.get(id(module), -1)
+    if (request := context.requests.get(layer)) is not None:
         visible = None if padding is None else _visible_keys(padding).expand(len(key), n)
-        stats = _vision_rows(request, query, key, visible, bias, scaling, step.specials)
+        stats = _vision_rows(request, query, key, visible, bias, scaling, context.specials)
         keys = None
         if request.keys:
             keys = key.transpose(1, 2).flatten(2).float() if request.wide else key.float().mean(1)
-        if step.merged is not None:  # back to the rows that entered the tower
+        if context.merged is not None:  # back to the rows that entered the tower
             if stats is not None:
-                rows = step.merged[:, None, None].expand(-1, *stats.shape[1:3], -1)
+                rows = context.merged[:, None, None].expand(-1, *stats.shape[1:3], -1)
                 stats = stats.gather(-1, rows)
             if keys is not None:
-                keys = keys.gather(1, step.merged[..., None].expand(-1, -1, keys.shape[2]))
-        if step.chunks is not None:
-            step.chunks.setdefault(layer, []).append((stats, keys))
+                keys = keys.gather(1, context.merged[..., None].expand(-1, -1, keys.shape[2]))
+        if context.chunks is not None:
+            context.chunks.setdefault(layer, []).append((stats, keys))
         else:
             if stats is not None:
-                step.stats[layer] = stats
+                context.stats[layer] = stats
             if keys is not None:
-                step.keys[layer] = keys
+                context.keys[layer] = keys
     return sdpa_attention_forward(
         module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
     )
@@ -363,13 +392,13 @@ def _scale(scaling: float | None, query: Tensor) -> float:
     return query.shape[-1] ** -0.5 if scaling is None else scaling
 
 
-def _query_rows(request: StatRequest, step: Step) -> Tensor | None:
+def _query_rows(request: StatRequest, context: PrefillContext) -> Tensor | None:
     """Indices of the query rows that a request means; ``None`` for all."""
-    n, device = len(step.layout) - step.answer, step.layout.device
+    n, device = len(context.layout) - context.answer, context.layout.device
     if request.rows == "columns":
-        return None if step.answer == 0 else torch.arange(n, device=device)
+        return None if context.answer == 0 else torch.arange(n, device=device)
     if request.rows == "text":
-        visual = step.layout.visual.nonzero().flatten()
+        visual = context.layout.visual.nonzero().flatten()
         start = int(visual[-1]) + 1 if len(visual) else 0
         return torch.arange(start, n, device=device)
     if request.rows in ("last", "window"):
@@ -454,17 +483,17 @@ def received_sum(
     return sum(parts[1:], parts[0])
 
 
-def span(step: Step, layer: int) -> tuple[Tensor | None, Tensor | None]:
+def span(context: PrefillContext, layer: int) -> tuple[Tensor | None, Tensor | None]:
     """The first and the last row that each row of a prompt sees at a layer, (S,) each.
 
     ``None`` for the first where that is always the very first, for the last where it is the row
     itself. Every mask rule lets a row see all rows up to one; a window cuts off the first ones.
     """
     first = last = None
-    if step.mask_rule is not None:
-        last = step.mask_rule(step.layout).sum(1) - 1
-    if (window := step.window(layer)) is not None:
-        place = torch.arange(len(step.layout), device=step.layout.device)
+    if context.mask_rule is not None:
+        last = context.mask_rule(context.layout).sum(1) - 1
+    if (window := context.window(layer)) is not None:
+        place = torch.arange(len(context.layout), device=context.layout.device)
         first = (place - window + 1).clamp(min=0)
     return first, last
 

@@ -23,15 +23,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..contexts import VisionContext, current_context
 from ..errors import RecipeError
 from ..models.base import Adapter
-from ..stages import InEncoderStage, Step, current_step
+from ..stages import InEncoderStage
 from .stats import Stats, clock
 
 
 @contextmanager
 def between_blocks(
-    adapter: Adapter, stages: list[InEncoderStage], step: Step, stats: Stats
+    adapter: Adapter, stages: list[InEncoderStage], context: VisionContext, stats: Stats
 ) -> Iterator[dict[int, Tensor]]:
     """Hooks that run ``stages`` before blocks, and undo merges after the tower.
 
@@ -41,7 +42,7 @@ def between_blocks(
         By view, of views in which something merged, the group of each visual token: int64, (N,).
         Filled when the tower has run.
     """
-    tower = (Packed if adapter.packed else Batched)(adapter, step)
+    tower = (Packed if adapter.packed else Batched)(adapter, context)
     blocks, last = adapter.vision_blocks(), adapter.feature_block()
     asked: dict[int, list[InEncoderStage]] = {}
     for stage in stages:
@@ -54,7 +55,7 @@ def between_blocks(
 
     def before_block(index: int):
         def hook(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-            if current_step.get() is not step:  # somebody else's pass through the same tower
+            if current_context.get() is not context:  # somebody else's pass through the same tower
                 return None
             hidden = args[0]
             if index == 0:
@@ -70,13 +71,13 @@ def between_blocks(
 
     def after_block(index: int):
         def hook(module: nn.Module, args: tuple, output: Any) -> None:
-            if current_step.get() is step:
+            if current_context.get() is context:
                 tower.note(index)
 
         return hook
 
     def after_tower(module: nn.Module, args: tuple, output: Any) -> None:
-        if current_step.get() is not step or step.merged is None:
+        if current_context.get() is not context or context.merged is None:
             return
         output.last_hidden_state = tower.spread(output.last_hidden_state)
         if (levels := getattr(output, "hidden_states", None)) is not None:
@@ -86,16 +87,16 @@ def between_blocks(
             )
 
     def before_merger(module: nn.Module, args: tuple) -> tuple | None:
-        if current_step.get() is not step:
+        if current_context.get() is not context:
             return None
         return (tower.spread(args[0]), *args[1:])
 
     def before_projector(module: nn.Module, args: tuple) -> tuple | None:
-        if current_step.get() is not step:
+        if current_context.get() is not context:
             return None
         start, hidden = clock(args[0].device), args[0]
         for stage in stages:
-            hidden = stage.on_output(step, hidden)
+            hidden = stage.on_output(context, hidden)
         stats.time_reduce_s += clock(hidden.device) - start
         return (hidden, *args[1:])
 
@@ -124,8 +125,8 @@ class Batched:
     Once cells have merged, their rows follow each other: special rows, then cell by cell.
     """
 
-    def __init__(self, adapter: Adapter, step: Step) -> None:
-        self.adapter, self.step = adapter, step
+    def __init__(self, adapter: Adapter, context: VisionContext) -> None:
+        self.adapter, self.context = adapter, context
         self.groups: dict[int, Tensor] = {}
         self.views = 0  # of all calls until now
         self.merged: Tensor | None = None  # of each special row and cell, the row it is part of
@@ -134,23 +135,25 @@ class Batched:
         """A call of the tower: pictures and clips may come in two."""
         self.finish()
         self.first, self.views = self.views, self.views + len(hidden)
-        of = self.step.items
+        of = self.context.items
         self.items = tuple(item for item in of if self.first <= item.views[0] < self.views)
         cells = self.adapter.cells(self.items[0]) if self.items else None
         self.cells = None if cells is None else cells.to(hidden.device)
-        self.step.merged = self.step.lengths = self.merged = None
+        self.context.merged = self.context.lengths = self.merged = None
 
     def ask(self, stage: InEncoderStage, index: int, hidden: Tensor) -> Tensor:
         """The rows that enter block ``index`` after the stage's work."""
-        step = self.step
+        context = self.context
         if not stage.cells:
-            hidden, source = stage.on_block(step, index, hidden)
+            hidden, source = stage.on_block(context, index, hidden)
             if source is not None:
-                step.merged = source if step.merged is None else source.gather(1, step.merged)
+                context.merged = (
+                    source if context.merged is None else source.gather(1, context.merged)
+                )
             return hidden
-        specials, m = step.specials, self.cells.shape[1]
-        keys = {of: self.wide(keys) for of, keys in step.keys.items() if of == index - 1}
-        seen = replace(step, items=self.items, merged=self.merged, keys=keys)
+        specials, m = context.specials, self.cells.shape[1]
+        keys = {of: self.wide(keys) for of, keys in context.keys.items() if of == index - 1}
+        seen = replace(context, items=self.items, merged=self.merged, keys=keys)
         rows, source = stage.on_block(seen, index, self.wide(hidden, self.merged is not None))
         if source is None:
             return hidden
@@ -160,13 +163,13 @@ class Batched:
         merged = self.merged.new_empty(len(group), specials + self.cells.numel())
         merged[:, :specials] = torch.arange(specials, device=group.device)
         merged[:, specials + self.cells] = specials + group[..., None] * m + place
-        step.merged = merged
+        context.merged = merged
         patches = rows[:, specials:].unflatten(2, (m, -1)).flatten(1, 2)
         return torch.cat([rows[:, :specials, : patches.shape[2]], patches], dim=1)
 
     def wide(self, rows: Tensor, by_cell: bool = False) -> Tensor:
         """Rows (V, N, D) as special rows, repeated to the width, and cells: (V, S + C, m D)."""
-        specials, m = self.step.specials, self.cells.shape[1]
+        specials, m = self.context.specials, self.cells.shape[1]
         patches = rows[:, specials:]
         if not by_cell:
             patches = patches[:, self.cells.flatten()]
@@ -175,13 +178,13 @@ class Batched:
 
     def given(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Arguments of a block for the rows that are left: without a mask that hides nothing."""
-        if self.step.merged is None:
+        if self.context.merged is None:
             return args, kwargs
         rest = tuple(self._unmasked(of) for of in args[1:])
         return (args[0], *rest), {key: self._unmasked(of) for key, of in kwargs.items()}
 
     def _unmasked(self, given: Any) -> Any:
-        before = self.step.merged.shape[1]
+        before = self.context.merged.shape[1]
         if not isinstance(given, Tensor) or given.dim() != 4 or given.shape[-1] != before:
             return given
         if not bool((given if given.dtype == torch.bool else given == 0).all()):
@@ -196,26 +199,26 @@ class Batched:
 
     def spread(self, rows: Tensor) -> Tensor:
         """Rows that merged at each of their places: (V, M, D) to (V, N, D)."""
-        place = self.step.merged[..., None]
+        place = self.context.merged[..., None]
         return rows.gather(1, place.expand(-1, -1, rows.shape[2]))
 
     def finish(self) -> None:
         """The call is over."""
-        if self.step.merged is None:
+        if self.context.merged is None:
             return
         # Patch-wise work leaves the groups of patches, which are those of tokens.
-        merged = self.step.merged if self.merged is None else self.merged
-        for number, group in enumerate(merged[:, self.step.specials :]):
+        merged = self.context.merged if self.merged is None else self.merged
+        for number, group in enumerate(merged[:, self.context.specials :]):
             self.groups[self.first + number] = group
 
 
 class Packed:
     """A tower whose rows are (S, D): image by image, cell by cell, in the order of its windows."""
 
-    def __init__(self, adapter: Adapter, step: Step) -> None:
-        self.adapter, self.step = adapter, step
+    def __init__(self, adapter: Adapter, context: VisionContext) -> None:
+        self.adapter, self.context = adapter, context
         self.groups: dict[int, Tensor] = {}
-        self.waiting = adapter.tower_order(step.items)  # items that no call has taken yet
+        self.waiting = adapter.tower_order(context.items)  # items that no call has taken yet
         self.noted: dict[int, list[tuple[Tensor | None, Tensor | None]]] = {}
         self.keys: Tensor | None = None  # of the block that has run last, (S', d)
         self.taken: list[int] = []
@@ -225,7 +228,7 @@ class Packed:
         device, self.taken, cells, self.counts = hidden.device, [], [], []
         while sum(self.counts) < len(hidden):
             self.taken.append(self.waiting.pop(0))
-            cells.append(self.adapter.cells(self.step.items[self.taken[-1]]).to(device))
+            cells.append(self.adapter.cells(self.context.items[self.taken[-1]]).to(device))
             self.counts.append(cells[-1].numel())
         self.m = cells[0].shape[1]
         # By image: of each token its cell, counted in the order of the tower; of each cell the one
@@ -237,13 +240,13 @@ class Packed:
         self._moved()
 
     def ask(self, stage: InEncoderStage, index: int, hidden: Tensor) -> Tensor:
-        step, parts = self.step, []
+        context, parts = self.context, []
         cells = self._by_image(hidden)
         keys = None if self.keys is None else self._by_image(self.keys)
         for i, (item, rows) in enumerate(zip(self.taken, cells, strict=True)):
             merged = self.merged[i]
             known = {} if keys is None else {index - 1: keys[i][merged][None]}
-            seen = replace(step, items=(step.items[item],), merged=merged[None], keys=known)
+            seen = replace(context, items=(context.items[item],), merged=merged[None], keys=known)
             (rows,), source = stage.on_block(seen, index, rows[None])
             if source is not None:
                 first = torch.full_like(merged, len(merged))[: len(rows)]
@@ -270,14 +273,14 @@ class Packed:
             kwargs["max_seqlen"] = type(kwargs["max_seqlen"])((left[1:] - left[:-1]).max())
         if (tables := kwargs.get("position_embeddings")) is not None:
             kwargs["position_embeddings"] = tuple(table[self.rows] for table in tables)
-        if self.step.repair:
-            self.step.sizes = iter(self.sizes.split((left[1:] - left[:-1]).tolist()))
+        if self.context.repair:
+            self.context.sizes = iter(self.sizes.split((left[1:] - left[:-1]).tolist()))
         return args, kwargs
 
     def note(self, index: int) -> None:
         """Statistics of block ``index``, chunk by chunk, as those of the rows that came in."""
-        self.keys, self.step.sizes = None, None
-        chunks = self.step.chunks.pop(index, [])
+        self.keys, self.context.sizes = None, None
+        chunks = self.context.chunks.pop(index, [])
         if chunks and chunks[0][1] is not None:
             self.keys = torch.cat([keys for _, keys in chunks], dim=1)[0]
         if index not in self.adapter.global_blocks():
@@ -299,11 +302,11 @@ class Packed:
 
     def finish(self) -> None:
         self._group()
-        self.step.chunks.update(self.noted)
+        self.context.chunks.update(self.noted)
 
     def _group(self) -> None:
         for i, item in enumerate(self.taken if self.taken and self.less else ()):
-            view = self.step.items[item].views[0]
+            view = self.context.items[item].views[0]
             self.groups[view] = self.merged[i][self.cell_of[i]]
 
     def _by_image(self, rows: Tensor) -> tuple[Tensor, ...]:

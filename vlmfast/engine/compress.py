@@ -7,11 +7,13 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from ..contexts import PrefillContext
 from ..kernels.col_stats import col_stats
 from ..kv import KV
 from ..models.base import Adapter
 from ..recipe import Recipe
-from ..stages import CacheStage, ColumnRequest, ColumnStats, DecodeStage, Phase, Step
+from ..stages import CacheStage, DecodeStage
+from ..statistics import ColumnRequest, ColumnStats
 from .attention import attention_rows, span
 from .cache import KVCache
 from .stats import Stats, clock
@@ -33,7 +35,7 @@ class Compression:
     adapter: Adapter
     stages: list[CacheStage]
     decoding: list[DecodeStage]
-    step: Step
+    context: PrefillContext
     cache: KVCache
     stats: Stats
     requests: dict[str, dict[int, ColumnRequest]] = field(init=False)
@@ -49,14 +51,14 @@ class Compression:
 
     @staticmethod
     def of(
-        adapter: Adapter, recipe: Recipe, step: Step, cache: KVCache, stats: Stats
+        adapter: Adapter, recipe: Recipe, context: PrefillContext, cache: KVCache, stats: Stats
     ) -> Compression | None:
         """``None`` for a recipe that leaves the cache alone, or a prompt without a picture."""
         stages, decoding = recipe.acting("cache"), recipe.acting("decode")
-        if not (stages or decoding) or not bool(step.layout.visual.any()):
+        if not (stages or decoding) or not bool(context.layout.visual.any()):
             return None
-        compression = Compression(adapter, stages, decoding, step, cache, stats)
-        step.after, step.rotate = compression.after, adapter.rotate
+        compression = Compression(adapter, stages, decoding, context, cache, stats)
+        context.after, context.rotate = compression.after, adapter.rotate
         return compression
 
     def after(
@@ -68,14 +70,14 @@ class Compression:
         ----------
         query : Tensor, (1, Hq, S, D)
         key, value : Tensor, (1, H, S, D)
-            Of the rows of ``step.layout``.
+            Of the rows of ``context.layout``.
         """
         start = clock(key.device)
-        step, held = self.step, self.cache.layers[layer]
-        layout, heads = step.layout, key.shape[1]
-        bias = step.key_bias()
+        context, held = self.context, self.cache.layers[layer]
+        layout, heads = context.layout, key.shape[1]
+        bias = context.key_bias()
         # A layer with a window holds what later tokens can still see, and stages work on that.
-        window = step.window(layer)
+        window = context.window(layer)
         seen = slice(0 if window is None else len(layout) - window + 1, None)
         held.entered = layout.order
         kv = KV(
@@ -90,7 +92,7 @@ class Compression:
         # Before anything goes: one pass over the attention for every request that differs.
         asked = {name: of[layer] for name, of in self.requests.items() if layer in of}
         known = {
-            request: statistics(request, layer, query[0], key[0], step, scaling, bias)
+            request: statistics(request, layer, query[0], key[0], context, scaling, bias)
             for request in set(asked.values())
         }
         for stage in self.stages:
@@ -98,8 +100,8 @@ class Compression:
             if stage in self.late:
                 self.waiting[layer, stage.name] = stats, layout.order
             else:
-                kv = stage.compress(step, layer, kv, aligned(stats, kv, layout.order))
-        if step.phase is Phase.EXTEND:
+                kv = stage.compress(context, layer, kv, aligned(stats, kv, layout.order))
+        if context.extends:
             held.append(kv, len(layout))
         else:
             held.put(kv)
@@ -107,17 +109,17 @@ class Compression:
 
     def finish(self) -> None:
         """The last layer has run: budgets that need all of them."""
-        if self.step.phase is Phase.EXTEND:
+        if self.context.extends:
             return
         start = clock(self.adapter.device)
         kvs = [layer.kv for layer in self.cache.layers]
         for stage in self.stages:
             if stage in self.late:
                 kvs = [
-                    stage.compress(self.step, layer, kv, self._waited(layer, stage, kv))
+                    stage.compress(self.context, layer, kv, self._waited(layer, stage, kv))
                     for layer, kv in enumerate(kvs)
                 ]
-            kvs = stage.finish(self.step, kvs)
+            kvs = stage.finish(self.context, kvs)
         for layer, kv in zip(self.cache.layers, kvs, strict=True):
             layer.put(kv)
         self.stats.time_reduce_s += clock(self.adapter.device) - start
@@ -135,9 +137,9 @@ class Compression:
         return any(stage.mass for stage in self.decoding)
 
 
-def query_rows(request: ColumnRequest, layer: int, step: Step) -> Tensor:
-    """Rows of ``step.layout`` that a request means, ascending."""
-    layout = step.layout
+def query_rows(request: ColumnRequest, layer: int, context: PrefillContext) -> Tensor:
+    """Rows of ``context.layout`` that a request means, ascending."""
+    layout = context.layout
     n, device = len(layout), layout.device
     every = torch.arange(n, device=device)
     if request.rows == "all":
@@ -162,14 +164,14 @@ def statistics(
     layer: int,
     query: Tensor,
     key: Tensor,
-    step: Step,
+    context: PrefillContext,
     scaling: float | None,
     bias: Tensor | None,
 ) -> ColumnStats:
-    """What a request wants of one layer, over all rows of ``step.layout``."""
-    rows = query_rows(request, layer, step)
+    """What a request wants of one layer, over all rows of ``context.layout``."""
+    rows = query_rows(request, layer, context)
     want = (*request.want, "nnz")
-    first, last = span(step, layer)
+    first, last = span(context, layer)
     if first is not None or last is not None:
         return _of_spans(request, rows, query, key, scaling, bias, first, last)
     summed = None if request.rows == "all" else rows

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..drafters.tree import Tree
+from ..contexts import Context, DecodeContext
 from ..kernels.tree_verify import WORD
 from ..models.base import Adapter
-from ..stages import DecodeStage, Phase, Step
+from ..stages import DecodeStage
+from ..tree import Tree
 from .cache import KVCache, RowSlots
 from .fused import fusable, fused_step
 from .graphs import Graphs, StepGraph
@@ -52,7 +53,7 @@ class Row:
     ----------
     stages : list of DecodeStage
     notes : dict
-        As in `Step`.
+        As in `PrefillContext`.
     prompt : Tensor, int64, (L, H)
         Slots of the tail when decoding began.
     steps : int
@@ -83,7 +84,7 @@ class Decoder:
 
     def __init__(self, adapter: Adapter, cache: KVCache, position: Tensor, rows: list[Row]) -> None:
         self.adapter, self.cache, self.position, self.rows = adapter, cache, position, rows
-        self.step = Step(Phase.DECODE, cache=cache)
+        self.context = DecodeContext(cache=cache)
         self.graph: StepGraph | None = None
         self.taps = tuple(sorted({layer for row in rows for layer in row.taps}))
         # Layers whose rows were renumbered in prefill, and by how much; on the device once.
@@ -228,16 +229,15 @@ class Decoder:
             Which of the tokens see each other.
         """
         position = self.position if offset is None else self.position + offset
-        self.step.tree, self.step.ancestors = tree, None
-        self.step.phase = Phase.DECODE if tree is None else Phase.VERIFY
+        self.context.tree, self.context.ancestors = tree, None
         if tree is not None and tree.shape[1] <= WORD:
             places = torch.arange(tree.shape[1], device=tree.device)
-            self.step.ancestors = (tree.long() << places).sum(-1, keepdim=True)
+            self.context.ancestors = (tree.long() << places).sum(-1, keepdim=True)
         embeds, compiles = self.adapter.embed(tokens), self.adapter.decoding == "compile"
         if not compiles and fusable(self.adapter):
             offsets = {layer: self._offsets[shift] for layer, shift in self._shifts.items()}
             hidden, seen = fused_step(
-                self.adapter, embeds, position, self.cache, self.step, offsets, self.taps
+                self.adapter, embeds, position, self.cache, self.context, offsets, self.taps
             )
         else:
             hidden, seen = self._modules(embeds, position)
@@ -251,7 +251,7 @@ class Decoder:
     def _modules(self, embeds: Tensor, position: Tensor) -> tuple[Tensor, dict[int, Tensor]]:
         """`fused_step` through the model's own modules."""
         decoder = self.adapter.decoder
-        with self.shifted(self.step, position), tapped(decoder, self.taps, self.step) as seen:
+        with self.shifted(self.context, position), tapped(decoder, self.taps, self.context) as seen:
             if self.adapter.decoding == "compile":
                 decoder = self.adapter.kept.setdefault("compiled", torch.compile(decoder))
             hidden = decoder(
@@ -259,7 +259,7 @@ class Decoder:
                 position_ids=position,
                 past_key_values=self.cache,
                 use_cache=True,
-                vlmfast_step=self.step,
+                vlmfast_context=self.context,
             ).last_hidden_state
         return hidden, seen
 
@@ -277,13 +277,13 @@ class Decoder:
         cache.advance(behind)
         cache.reserve(1)
         position = self.position + behind
-        self.step.tree, self.step.phase = None, Phase.DECODE
+        self.context.tree = None
         if cache.mass:  # what is drafted must not count as a reader of other rows
-            self.step.tree = torch.zeros(len(self.rows), 1, 1, dtype=torch.bool)
-            self.step.tree[number] = True
-            self.step.tree = self.step.tree.to(position.device)
+            self.context.tree = torch.zeros(len(self.rows), 1, 1, dtype=torch.bool)
+            self.context.tree[number] = True
+            self.context.tree = self.context.tree.to(position.device)
         try:
-            with self.shifted(self.step, position):
+            with self.shifted(self.context, position):
                 hidden = self.adapter.embed(tokens)
                 for index in layers:
                     hidden = decoder.layers[index](
@@ -293,7 +293,7 @@ class Decoder:
                         past_key_values=cache,
                         use_cache=True,
                         position_embeddings=self.adapter.tables(hidden, position, index),
-                        vlmfast_step=self.step,
+                        vlmfast_context=self.context,
                     )
             return self.adapter.logits(decoder.norm(hidden)[number, -1])
         finally:
@@ -324,7 +324,7 @@ class Decoder:
         return RowSlots(self.cache, layer, number, prompt, notes, self.adapter.rotate)
 
     @contextmanager
-    def shifted(self, step: Step, position: Tensor) -> Iterator[None]:
+    def shifted(self, context: Context, position: Tensor) -> Iterator[None]:
         """Layers whose rows were renumbered in prefill rotate by their own positions."""
         tables: dict[tuple, tuple[Tensor, ...]] = {}
 
@@ -332,7 +332,7 @@ class Decoder:
             key = shift, self.adapter.rotary(index)
 
             def rotate(module: nn.Module, args: tuple, kwargs: dict):
-                if kwargs.get("vlmfast_step") is not step:
+                if kwargs.get("vlmfast_context") is not context:
                     return None
                 if key not in tables:
                     own = position - self._offsets[shift]

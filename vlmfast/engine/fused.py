@@ -13,11 +13,11 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor, nn
 
+from ..contexts import DecodeContext
 from ..kernels._triton import use_triton
 from ..kernels.norm_rope_append import WIDEST, residual_norm, rotate_append
 from ..kernels.swiglu import swiglu
 from ..models.base import Adapter
-from ..stages import Step
 from .attention import text_attention
 from .cache import KVCache
 
@@ -42,7 +42,7 @@ def fused_step(
     embeds: Tensor,
     position: Tensor,
     cache: KVCache,
-    step: Step,
+    context: DecodeContext,
     offsets: Mapping[int, Tensor] | None = None,
     taps: Sequence[int] = (),
 ) -> tuple[Tensor, dict[int, Tensor]]:
@@ -58,7 +58,7 @@ def fused_step(
         Their rotary ids.
     cache : KVCache
         Frozen, with room for them.
-    step : Step
+    context : DecodeContext
         Of phase ``DECODE`` or ``VERIFY``.
     offsets : mapping of int to Tensor, int64 (B, 1), optional
         By layer, how far its rotary ids lie behind ``position``.
@@ -95,7 +95,13 @@ def fused_step(
         )
         held.note(embeds.shape[1])
         output, _ = text_attention(
-            attention, query, held.keys, held.values, None, attention.scaling, vlmfast_step=step
+            attention,
+            query,
+            held.keys,
+            held.values,
+            None,
+            attention.scaling,
+            vlmfast_context=context,
         )
         added = attention.o_proj(output.flatten(2))
         x, stream = _norm(layer.post_attention_layernorm, added, stream)

@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 
+from ..contexts import EncodeRequest, PrefillContext, active, current_context
 from ..errors import ModelError, RecipeError
 from ..kernels.gather_rows import gather_rows, gather_rows_ref
 from ..layout import Numbering, TokenLayout, VisualTokens
 from ..models.base import Adapter
 from ..recipe import Recipe
-from ..stages import (
-    EncodeRequest,
-    ItemGeometry,
-    Phase,
-    PrefillStage,
-    Stage,
-    StatRequest,
-    Step,
-    VisionStats,
-    active,
-    current_step,
-)
+from ..stages import PrefillStage, Stage
+from ..statistics import ItemGeometry, StatRequest, VisionStats
 from .cache import KVCache
 from .compress import Compression
 from .stats import Stats, Trace, clock
@@ -48,7 +39,7 @@ class Prompt:
     extra : tuple of Tensor, each (S_visual, D)
         Deepstack levels of the visual rows.
     notes, trained : dict
-        As in `Step`.
+        As in `PrefillContext`.
     answer : int
         Training: ids at the end that are the answer.
     full : Numbering, optional
@@ -119,7 +110,7 @@ class Seen:
     vision : VisionStats
         What the recipe's encode stages asked of the tower.
     notes, trained : dict
-        As in `Step`.
+        As in `PrefillContext`.
     """
 
     tokens: VisualTokens
@@ -278,10 +269,16 @@ def prefill(
     *,
     limit: int | None = None,
     watch: Watch | None = None,
+    make: Callable[..., PrefillContext] = PrefillContext,
 ) -> Tensor:
-    """Run the prompt through the decoder, filling ``cache``; ``limit`` is as in `Step`.
+    """Run the prompt through the decoder, filling ``cache``; ``limit`` is as in `PrefillContext`.
 
-    ``watch`` remembers what drafters read.
+    Parameters
+    ----------
+    watch : Watch, optional
+        Remembers what drafters read.
+    make : callable
+        Makes the context of the forward pass.
 
     Returns
     -------
@@ -290,10 +287,9 @@ def prefill(
     """
     stages = recipe.acting("prefill")
     merging = [*recipe.acting("in-encoder"), *recipe.acting("encode"), *stages]
-    step = Step(
-        Phase.PREFILL,
+    context = make(
+        prompt.layout,
         depth=adapter.depth,
-        layout=prompt.layout,
         cache=cache,
         mask_rule=adapter.mask_rule,
         notes=prompt.notes,
@@ -301,29 +297,31 @@ def prefill(
         norm=getattr(adapter.decoder, "norm", None),
         # Where nothing was merged there is no bias, and attention is the model's own.
         repair=any(stage.repair for stage in merging) and bool((prompt.layout.weight != 1).any()),
-        answer=prompt.answer,
         limit=limit,
     )
+    assert context.answer == prompt.answer  # a prompt with one needs a `TrainingContext`
     if not bool(prompt.layout.visual.any()):
         stages = []  # nothing to drop
+    attending: dict[int, PrefillStage] = {}
     for stage in stages:
         for layer in stage.attends(adapter.depth):
-            if step.attend.setdefault(layer, stage) is not stage:
+            if attending.setdefault(layer, stage) is not stage:
                 raise RecipeError(
-                    f"{stage.name} and {step.attend[layer].name} both compute the attention of "
+                    f"{stage.name} and {attending[layer].name} both compute the attention of "
                     f"layer {layer}; one can"
                 )
-    compression = Compression.of(adapter, recipe, step, cache, stats)
+    context.attend.update({layer: stage.attend for layer, stage in attending.items()})
+    compression = Compression.of(adapter, recipe, context, cache, stats)
     ahead: dict[int, StatRequest] = {}
     for stage in stages:
         wanted = stage.text_stats(adapter.depth)
-        for requests, early in ((step.requests, False), (ahead, True)):
+        for requests, early in ((context.requests, False), (ahead, True)):
             chosen = {layer: r for layer, r in wanted.items() if r.ahead is early}
             merge_requests(requests, chosen, stage.name)
-    drops = Drops(adapter, prompt, stages, ahead, step, stats, trace)
+    drops = Drops(adapter, prompt, stages, ahead, context, stats, trace)
     start = clock(prompt.embeds.device)
-    watched = nullcontext() if watch is None else watch.over(adapter.decoder, step)
-    with active(step), drops.installed(), watched as seen:
+    watched = nullcontext() if watch is None else watch.over(adapter.decoder, context)
+    with active(context), drops.installed(), watched as seen:
         hidden = adapter.decoder(
             inputs_embeds=prompt.embeds[None],
             position_ids=rows_of(prompt.layout.position),
@@ -333,7 +331,7 @@ def prefill(
         ).last_hidden_state
         logits = adapter.logits(hidden[:, -1 - prompt.answer :])
     if watch is not None:
-        watch.remember(step, prompt.embeds, prompt.layout.order, hidden[0], seen)
+        watch.remember(context, prompt.embeds, prompt.layout.order, hidden[0], seen)
     if compression is not None:
         compression.finish()
     stats.time_prefill_s = clock(prompt.embeds.device) - start  # the stages' own work included
@@ -369,11 +367,11 @@ class Drops:
         prompt: Prompt,
         stages: list[PrefillStage],
         ahead: dict[int, StatRequest],
-        step: Step,
+        context: PrefillContext,
         stats: Stats,
         trace: Trace,
     ) -> None:
-        self.adapter, self.step, self.stats, self.trace = adapter, step, stats, trace
+        self.adapter, self.context, self.stats, self.trace = adapter, context, stats, trace
         self.prompt, self.ahead = prompt, ahead
         self.layers = adapter.decoder.layers
         self.schedule: dict[int, list[PrefillStage]] = {}
@@ -390,7 +388,7 @@ class Drops:
         self.source: tuple[Tensor, ...] | None = None  # whose rows they are
         # Where rows were renumbered: tables of the new ids, by kind of layer.
         self.numbered: dict[str, tuple[Tensor, ...]] | None = None
-        n = int(step.layout.visual.sum())
+        n = int(context.layout.visual.sum())
         self.visual_per_layer = [n] * adapter.depth
 
     @contextmanager
@@ -409,21 +407,23 @@ class Drops:
 
     def _hook(self, index: int):
         def hook(module: nn.Module, args: tuple, kwargs: dict):
-            if current_step.get() is not self.step:  # somebody else's pass through the same layers
+            if (
+                current_context.get() is not self.context
+            ):  # somebody else's pass through the same layers
                 return None
             hidden = args[0]
             if index in self.ahead:
                 self._probe(module, index, hidden, kwargs)
             for stage in self.schedule.get(index, ()):
                 start = clock(hidden.device)
-                self.step.hidden = rows = hidden[0]
-                keep = stage.keep(self.step, index)
-                if self.step.hidden is not rows:
-                    hidden = self.step.hidden[None]
+                self.context.hidden = rows = hidden[0]
+                keep = stage.keep(self.context, index)
+                if self.context.hidden is not rows:
+                    hidden = self.context.hidden[None]
                 if keep is not None:
                     hidden = self._drop(stage, index, hidden, keep, kwargs)
                 self.stats.time_reduce_s += clock(hidden.device) - start
-            self.step.hidden = None
+            self.context.hidden = None
             if self.kept is None and hidden is args[0]:
                 return None
             return (hidden, *args[1:]), {**kwargs, **self._positions(index, kwargs)}
@@ -435,7 +435,7 @@ class Drops:
         if self.kept is None:
             return {key: kwargs[key] for key in ("position_embeddings", "position_ids")}
         tables, given = self.tables, kwargs["position_embeddings"]
-        position = rows_of(self.step.layout.position)
+        position = rows_of(self.context.layout.position)
         if self.numbered is not None:
             kind = self.adapter.rotary(index)
             if kind not in self.numbered:
@@ -449,7 +449,7 @@ class Drops:
         """What layer ``index`` would attend to: its attention runs up to its queries and keys."""
         start = clock(hidden.device)
         probe = replace(
-            self.step, phase=Phase.PROBE, requests={index: self.ahead[index]}, stats={}, received={}
+            self.context, probe=True, requests={index: self.ahead[index]}, stats={}, received={}
         )
         with active(probe):
             module.self_attn(
@@ -458,14 +458,14 @@ class Drops:
                 past_key_values=None,
                 **self._positions(index, kwargs),
             )
-        self.step.stats |= probe.stats
-        self.step.received |= probe.received
+        self.context.stats |= probe.stats
+        self.context.received |= probe.received
         self.stats.time_reduce_s += clock(hidden.device) - start
 
     def _drop(
         self, stage: PrefillStage, index: int, hidden: Tensor, keep: Tensor, kwargs: dict
     ) -> Tensor:
-        layout = self.step.layout
+        layout = self.context.layout
         gone = torch.ones(len(layout), dtype=torch.bool, device=keep.device).index_fill(
             0, keep, False
         )
@@ -473,7 +473,7 @@ class Drops:
             raise RecipeError(f"{stage.name} must keep every text token, in ascending order")
         if len(keep) < len(layout):
             hidden = self._select(stage, index, hidden, keep, kwargs)
-        visual = self.step.layout.select(self.step.layout.visual)
+        visual = self.context.layout.select(self.context.layout.visual)
         self.visual_per_layer[index:] = [len(visual)] * (len(self.layers) - index)
         self.trace.drop_before(index, visual, stage.name)
         self.stats.visual_tokens_kept[stage.name] = len(visual)
@@ -489,7 +489,7 @@ class Drops:
         else:
             tables = self._positions(index, kwargs)["position_embeddings"]
         hidden, *tables = _rows(keep, hidden, *tables)
-        self.step.select(keep)
+        self.context.select(keep)
         self.kept = keep if self.kept is None else self.kept.index_select(0, keep)
         if _compacts(stage):
             self._renumber(index)
@@ -501,12 +501,12 @@ class Drops:
 
     def _renumber(self, index: int) -> None:
         """Rows without gaps from layer ``index`` on; decode continues each layer's own count."""
-        layout, whole, full = self.step.layout, self.prompt.layout, self.prompt.full
+        layout, whole, full = self.context.layout, self.prompt.layout, self.prompt.full
         if full is None:
             full = Numbering.of(whole.position, whole.kind)
         position = self.adapter.compact(full, layout.order - full.first)
-        self.step.layout = layout.replace(position=position)
+        self.context.layout = layout.replace(position=position)
         shift = self.prompt.next_position - 1 - int(position.max())
-        for layer in self.step.cache.layers[index:]:
+        for layer in self.context.cache.layers[index:]:
             layer.shift = [shift]
         self.numbered = {}

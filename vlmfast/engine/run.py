@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from ..contexts import DecodeContext, PrefillContext
 from ..errors import ModelError
 from ..models.base import Adapter
 from ..recipe import Recipe
-from ..stages import Phase, Step
 from .cache import KVCache
 from .compress import Compression
 from .decode import Decoder, Row, lasting
@@ -44,8 +44,8 @@ class Run:
             self.watch = Watch(drafting(drafters, self.adapter), self.adapter.depth)
 
     @property
-    def step(self) -> Step:
-        return self.decoder.step
+    def context(self) -> DecodeContext:
+        return self.decoder.context
 
     @property
     def position(self) -> Tensor:
@@ -125,10 +125,10 @@ class Run:
         self._fits(prompt.next_position)
         decoder, rows = self.decoder, len(prompt.layout)
         merging = [*self.recipe.acting("in-encoder"), *self.recipe.acting("encode")]
-        step = Step(
-            Phase.EXTEND,
+        context = PrefillContext(
+            prompt.layout,
             depth=self.adapter.depth,
-            layout=prompt.layout,
+            extends=True,
             cache=self.cache,
             notes=prompt.notes,
             trained=prompt.trained,
@@ -137,24 +137,24 @@ class Run:
             limit=limit,
         )
         if compress:
-            Compression.of(self.adapter, self.recipe, step, self.cache, self.stats)
+            Compression.of(self.adapter, self.recipe, context, self.cache, self.stats)
         position = rows_of(prompt.layout.position)
         start = clock(position.device)
         watch = self.watch
-        watched = nullcontext() if watch is None else watch.over(self.adapter.decoder, step)
-        biased = self.cache.biased(step.key_bias())
-        with decoder.shifted(step, position), biased, watched as seen:
+        watched = nullcontext() if watch is None else watch.over(self.adapter.decoder, context)
+        biased = self.cache.biased(context.key_bias())
+        with decoder.shifted(context, position), biased, watched as seen:
             hidden = self.adapter.decoder(
                 inputs_embeds=prompt.embeds[None],
                 position_ids=position,
                 past_key_values=self.cache,
                 use_cache=True,
-                vlmfast_step=step,
+                vlmfast_context=context,
                 **self.adapter.decoder_kwargs(prompt.layout, prompt.extra),
             ).last_hidden_state
         if watch is not None:
-            watch.remember(step, prompt.embeds, prompt.layout.order, hidden[0], seen)
-        if step.after is None:
+            watch.remember(context, prompt.embeds, prompt.layout.order, hidden[0], seen)
+        if context.after is None:
             self.cache.advance(rows)
             self.cache.consume(prompt.full_length - rows)
         else:

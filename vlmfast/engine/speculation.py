@@ -21,10 +21,11 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from ..drafters.tree import Tree
+from ..drafting import Budget, Drafter, Read, Round, Target
 from ..errors import RecipeError
 from ..models.base import Adapter
-from ..stages import Budget, Drafter, DrafterStage, Read, Round, Target
+from ..stages import DrafterStage
+from ..tree import Tree
 from .noise import gumbel
 from .stats import clock
 

@@ -9,17 +9,21 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from ..stages import DrafterStage, Read, Step, current_step
+from ..contexts import Context, PrefillContext, current_context
+from ..drafting import Read
+from ..stages import DrafterStage
 
 
 @contextmanager
-def tapped(decoder: nn.Module, layers: Sequence[int], step: Step) -> Iterator[dict[int, Tensor]]:
-    """What goes into ``layers`` during a pass of ``step``: (B, T, D) by layer."""
+def tapped(
+    decoder: nn.Module, layers: Sequence[int], context: Context
+) -> Iterator[dict[int, Tensor]]:
+    """What goes into ``layers`` during a forward pass of ``context``: (B, T, D) by layer."""
     seen: dict[int, Tensor] = {}
 
     def hook(index: int):
         def catch(module: nn.Module, args: tuple, kwargs: dict) -> None:
-            if kwargs.get("vlmfast_step") is step or current_step.get() is step:
+            if kwargs.get("vlmfast_context") is context or current_context.get() is context:
                 seen[index] = args[0]
 
         return catch
@@ -67,26 +71,31 @@ class Watch:
         return any(stage.features for stage in self.stages)
 
     @contextmanager
-    def over(self, decoder: nn.Module, step: Step) -> Iterator[dict[int, Tensor]]:
+    def over(self, decoder: nn.Module, context: PrefillContext) -> Iterator[dict[int, Tensor]]:
         """Catch the taps of one pass of a prompt, and which rows they are."""
 
         def hook(index: int):
             def note(*_) -> None:
-                if current_step.get() is step and step.layout is not None:
-                    self._orders[index] = step.layout.order
+                if current_context.get() is context and context.layout is not None:
+                    self._orders[index] = context.layout.order
 
             return note
 
         handles = [decoder.layers[at].register_forward_pre_hook(hook(at)) for at in self.layers]
         try:
-            with tapped(decoder, self.layers, step) if self.layers else nullcontext({}) as seen:
+            with tapped(decoder, self.layers, context) if self.layers else nullcontext({}) as seen:
                 yield seen
         finally:
             for handle in handles:
                 handle.remove()
 
     def remember(
-        self, step: Step, embeds: Tensor, order: Tensor, hidden: Tensor, seen: dict[int, Tensor]
+        self,
+        context: PrefillContext,
+        embeds: Tensor,
+        order: Tensor,
+        hidden: Tensor,
+        seen: dict[int, Tensor],
     ) -> None:
         """Keep what the drafters read of the rows that are left.
 
@@ -95,14 +104,14 @@ class Watch:
         embeds : Tensor, (S, D)
             What went into the first layer, rows ``order``.
         hidden : Tensor, (S', D)
-            Behind the last norm, the rows of ``step.layout``.
+            Behind the last norm, the rows of ``context.layout``.
         seen : dict of int to Tensor
             What `over` has caught.
         """
         if not self.features and not self.layers:
-            self.reads.append(Read([], step.layout, embeds[:0]))
+            self.reads.append(Read([], context.layout, embeds[:0]))
             return
-        left = step.layout.order
+        left = context.layout.order
         taps = None
         if self.layers:
             taps = torch.stack(
@@ -113,7 +122,7 @@ class Watch:
                 1,
             )
         rows = embeds.index_select(0, _places(order, left))
-        self.reads.append(Read([], step.layout, rows, hidden if self.features else None, taps))
+        self.reads.append(Read([], context.layout, rows, hidden if self.features else None, taps))
 
 
 def _places(order: Tensor, of: Tensor) -> Tensor:

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from ..contexts import VisionContext
 from ..models.base import Adapter
-from ..stages import Step
 
 _WARM_UP = 3  # passes before a capture, in which libraries make their workspaces
 _SHAPES = 8  # graphs that are kept
@@ -55,7 +55,7 @@ class Towers:
         self.record = record or cuda_graph
         self.replayed = 0
         self._met: set[tuple] = set()
-        self._now: tuple[Step, list[Tensor]]  # what the pass that runs fills
+        self._now: tuple[VisionContext, list[Tensor]]  # what the pass that runs fills
         self._kept: OrderedDict[tuple, tuple[Tensor, Made, Callable[[], None]]] = OrderedDict()
 
     def pass_of(
@@ -63,11 +63,11 @@ class Towers:
         forward: Callable[..., Any],
         pixels: Tensor,
         given: dict[str, Any],
-        step: Step,
+        context: VisionContext,
         cls: list[Tensor],
         views: int,
     ) -> Any:
-        """What ``forward(pixels, **given)`` returns, ``step`` and ``cls`` filled as it fills them.
+        """What ``forward(pixels, **given)`` returns; ``context`` and ``cls`` as it fills them.
 
         Parameters
         ----------
@@ -75,22 +75,22 @@ class Towers:
         views : int
             Rows of which the CLS token is wanted.
         """
-        asked = tuple(sorted((layer, str(of)) for layer, of in step.requests.items()))
+        asked = tuple(sorted((layer, str(of)) for layer, of in context.requests.items()))
         key = (tuple(pixels.shape), pixels.dtype, asked, views, str(sorted(given.items())))
         if key not in self._met:  # a shape that does not come again is not worth a graph
             self._met.add(key)
             return forward(pixels, **given)
-        self._now = step, cls
+        self._now = context, cls
         if key not in self._kept:
             own = pixels.clone()
 
             def run() -> Made:
-                step, cls = self._now
-                step.stats.clear()
-                step.keys.clear()
+                context, cls = self._now
+                context.stats.clear()
+                context.keys.clear()
                 cls.clear()
                 output = forward(own, **given)
-                return output, dict(step.stats), dict(step.keys), list(cls)
+                return output, dict(context.stats), dict(context.keys), list(cls)
 
             self._kept[key] = (own, *self.record(run))
             while len(self._kept) > _SHAPES:
@@ -101,14 +101,16 @@ class Towers:
         replay()
         self.replayed += 1
         output, stats, keys, tokens = tree_map_only(Tensor, Tensor.clone, made)
-        step.stats.update(stats)
-        step.keys.update(keys)
+        context.stats.update(stats)
+        context.keys.update(keys)
         cls[:] = tokens
         return output
 
 
 @contextmanager
-def captured(adapter: Adapter, step: Step, cls: list[Tensor], views: int) -> Iterator[None]:
+def captured(
+    adapter: Adapter, context: VisionContext, cls: list[Tensor], views: int
+) -> Iterator[None]:
     """The tower's passes inside the block are replays, where that is possible."""
     tower = adapter.tower() if adapter.fixed_tower else None
     if tower is None or not _captures(adapter) or torch.is_grad_enabled():
@@ -120,7 +122,7 @@ def captured(adapter: Adapter, step: Step, cls: list[Tensor], views: int) -> Ite
     def replayed(pixel_values: Tensor, *args: Any, **given: Any) -> Any:
         if args:
             return forward(pixel_values, *args, **given)
-        return towers.pass_of(forward, pixel_values, given, step, cls, views)
+        return towers.pass_of(forward, pixel_values, given, context, cls, views)
 
     tower.forward = replayed
     try:

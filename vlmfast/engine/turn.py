@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerationMixin
 
-from ..drafters.tree import Tree
 from ..errors import VLMFastError
+from ..tree import Tree
 from .attention import switched
 from .decode import Decoder, lasting
 from .noise import gumbel

@@ -12,20 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from ..compressors._views import covering
+from ..contexts import VisionContext, active
 from ..errors import ModelError, RecipeError
 from ..layout import Kind, TokenLayout, VisualTokens
 from ..models.base import Adapter
 from ..saliency import Saliency, SaliencyRequest
-from ..stages import (
-    EncodeStage,
-    InEncoderStage,
-    ItemGeometry,
-    Phase,
-    StatRequest,
-    Step,
-    VisionStats,
-    active,
-)
+from ..stages import EncodeStage, InEncoderStage
+from ..statistics import ItemGeometry, StatRequest, VisionStats
 from .between import between_blocks
 from .stats import Stats, Trace
 from .tower import captured
@@ -73,8 +66,7 @@ def encode(
     """
     blocks = adapter.vision_blocks()
     inside, left_out = served(adapter, inside, items)
-    step = Step(
-        Phase.VISION,
+    context = VisionContext(
         depth=len(blocks),
         modules={id(getattr(block, adapter.attention)): i for i, block in enumerate(blocks)},
         items=items,
@@ -85,29 +77,29 @@ def encode(
         chunks={} if adapter.packed else None,
     )
     for stage in inside:
-        merge_requests(step.requests, stage.vision_stats(step.depth), stage.name)
+        merge_requests(context.requests, stage.vision_stats(context.depth), stage.name)
     for stage in outside:
-        _ask_for_rows(adapter, stage, step)
-    wanted = _ask_for_saliency(adapter, outside, step)
+        _ask_for_rows(adapter, stage, context)
+    wanted = _ask_for_saliency(adapter, outside, context)
     wants_cls = adapter.projects_cls() and any(
         stage.wants_cls and {wanted[asked.key][1] for asked in stage.saliencies()} <= {"cls"}
         for stage in outside
     )
     views = max(item.views[1] for item in items) if wants_cls else 0
     with (
-        active(step),
-        _unused_skipped(adapter, step),
-        between_blocks(adapter, inside, step, stats) as groups,
+        active(context),
+        _unused_skipped(adapter, context),
+        between_blocks(adapter, inside, context, stats) as groups,
         _cls(adapter, views) as cls,
         _projected(adapter, any(source == "norm" for _, source in wanted.values())) as features,
-        nullcontext() if inside else captured(adapter, step, cls, views),
+        nullcontext() if inside else captured(adapter, context, cls, views),
     ):
-        encoded = adapter.encode(tensors, step)
+        encoded = adapter.encode(tensors, context)
     vision = replace(
         encoded.stats,
         cls=torch.cat(cls) if cls else None,
         saliency={
-            key: _saliency(adapter, step, asked, source, features)
+            key: _saliency(adapter, context, asked, source, features)
             for key, (asked, source) in wanted.items()
         },
         left_out=left_out,
@@ -165,9 +157,9 @@ def served(
     return stays, tuple(left_out)
 
 
-def _ask_for_rows(adapter: Adapter, stage: EncodeStage, step: Step) -> None:
+def _ask_for_rows(adapter: Adapter, stage: EncodeStage, context: VisionContext) -> None:
     """Requests of single blocks, whose statistics are of whole views."""
-    asked = stage.vision_stats(step.depth)
+    asked = stage.vision_stats(context.depth)
     family = adapter.config.model_type
     for layer, request in asked.items():
         if adapter.packed or not adapter.global_blocks():
@@ -180,15 +172,15 @@ def _ask_for_rows(adapter: Adapter, stage: EncodeStage, step: Step) -> None:
                 f"{stage.name} ranks visual tokens by the attention of a CLS token, and the vision "
                 f"tower of {family} has none"
             )
-        if not 0 <= layer < step.depth:
+        if not 0 <= layer < context.depth:
             raise RecipeError(
-                f"vision layer {layer} was asked for, the tower has {step.depth} layers"
+                f"vision layer {layer} was asked for, the tower has {context.depth} layers"
             )
-    merge_requests(step.requests, asked, stage.name)
+    merge_requests(context.requests, asked, stage.name)
 
 
 def _ask_for_saliency(
-    adapter: Adapter, stages: list[EncodeStage], step: Step
+    adapter: Adapter, stages: list[EncodeStage], context: VisionContext
 ) -> dict[str, tuple[SaliencyRequest, str]]:
     """By key: what stages asked for, and which source answers it."""
     wanted: dict[str, tuple[SaliencyRequest, str]] = {}
@@ -205,26 +197,26 @@ def _ask_for_saliency(
             if source != "norm":
                 rows = StatRequest(source, keys=asked.keys, wide=asked.wide)
                 merge_requests(
-                    step.requests, {adapter.salient_block(asked.block): rows}, stage.name
+                    context.requests, {adapter.salient_block(asked.block): rows}, stage.name
                 )
     return wanted
 
 
 def _saliency(
     adapter: Adapter,
-    step: Step,
+    context: VisionContext,
     asked: SaliencyRequest,
     source: str,
     features: list[Tensor],
 ) -> tuple[Saliency, ...]:
     """The answer to a request, item by item."""
     if source == "norm":
-        inputs = adapter.projector_input(features, step.items)
+        inputs = adapter.projector_input(features, context.items)
         found = [(of.norm(dim=-1)[:, None], of if asked.keys else None) for of in inputs]
     else:
-        found = adapter.block_stats(step, adapter.salient_block(asked.block))
+        found = adapter.block_stats(context, adapter.salient_block(asked.block))
     answer = []
-    for item, (rows, keys) in zip(step.items, found, strict=True):
+    for item, (rows, keys) in zip(context.items, found, strict=True):
         together = 1 if source == "norm" else rows.shape[-1] / math.prod(item.patches)
         rows = adapter.to_tokens(rows, item) * together
         if asked.keys:
@@ -280,12 +272,12 @@ def _cls(adapter: Adapter, views: int) -> Iterator[list[Tensor]]:
 
 
 @contextmanager
-def _unused_skipped(adapter: Adapter, step: Step) -> Iterator[None]:
+def _unused_skipped(adapter: Adapter, context: VisionContext) -> Iterator[None]:
     """Blocks behind the last whose output or attention is used hand on what they get.
 
     LLaVA takes the features of the last block but one, and the tower would run the last for nobody.
     """
-    used = max([*adapter.feature_blocks(), *step.requests])
+    used = max([*adapter.feature_blocks(), *context.requests])
     idle = adapter.vision_blocks()[used + 1 :]
     before = [block.__dict__.get("forward") for block in idle]
     try:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ModelError
-from ..stages import ItemGeometry
+from ..statistics import ItemGeometry
 
 if TYPE_CHECKING:
     from .base import Adapter

@@ -12,10 +12,12 @@ from torch import Tensor, nn
 
 from ..buffers import BufferPool
 from ..checkpoints import load_weights
+from ..contexts import VisionContext
 from ..errors import ModelError, RecipeError
 from ..layout import Kind, Numbering, TokenLayout
 from ..saliency import SaliencyRequest, to_tokens
-from ..stages import ItemGeometry, Stage, Step, VisionStats
+from ..stages import Stage
+from ..statistics import ItemGeometry, VisionStats
 from ._batch import Media
 
 
@@ -182,13 +184,13 @@ class Adapter:
         meant = {"first": 0, "features": self.feature_blocks()[-1], "last": last}[block]
         return min(self.global_blocks(), key=lambda index: (abs(index - meant), -index))
 
-    def block_stats(self, step: Step, layer: int) -> list[tuple[Tensor, Tensor | None]]:
+    def block_stats(self, context: VisionContext, layer: int) -> list[tuple[Tensor, Tensor | None]]:
         """What ``layer`` says of each item: statistics (V, H, P) and keys (V, P, D) of its patches.
 
         The view of the whole image first. `to_tokens` knows in which order patches are.
         """
-        n, rows, keys = self.patches(), step.stats[layer], step.keys.get(layer)
-        views = [self.whole_first(item) for item in step.items]
+        n, rows, keys = self.patches(), context.stats[layer], context.keys.get(layer)
+        views = [self.whole_first(item) for item in context.items]
         return [(rows[v, :, 0, -n:], None if keys is None else keys[v, -n:]) for v in views]
 
     def projector_input(self, calls: list[Tensor], items: Sequence[ItemGeometry]) -> list[Tensor]:
@@ -557,8 +559,8 @@ class Adapter:
         """How pictures of ``sizes`` (height, width in pixels) lie in the vision batch."""
         raise NotImplementedError(f"{type(self).__name__}.geometry")
 
-    def encode(self, inputs: dict[str, Tensor], step: Step) -> Encoded:
-        """Vision tower and projector over all pictures of a prompt, ``step.items``.
+    def encode(self, inputs: dict[str, Tensor], context: VisionContext) -> Encoded:
+        """Vision tower and projector over all pictures of a prompt, ``context.items``.
 
         ``step`` is active meanwhile and holds the statistics afterwards.
         """
@@ -566,12 +568,14 @@ class Adapter:
 
     # --- shared parts of `encode` ----------------------------------------------------------------
 
-    def patch_stats(self, step: Step, patches: int) -> VisionStats:
+    def patch_stats(self, context: VisionContext, patches: int) -> VisionStats:
         """Statistics over patches: the CLS column is cut off."""
-        views = max(item.views[1] for item in step.items)  # a stage may have put more rows behind
-        rows = {layer: of[:views, :, 0, -patches:] for layer, of in step.stats.items()}
-        keys = {layer: of[:views, -patches:] for layer, of in step.keys.items()}
-        return VisionStats(step.items, rows, keys)
+        views = max(
+            item.views[1] for item in context.items
+        )  # a stage may have put more rows behind
+        rows = {layer: of[:views, :, 0, -patches:] for layer, of in context.stats.items()}
+        keys = {layer: of[:views, -patches:] for layer, of in context.keys.items()}
+        return VisionStats(context.items, rows, keys)
 
     def view_layout(
         self, tile: Tensor, y: Tensor, x: Tensor, kind: Tensor, item: int, geometry: ItemGeometry

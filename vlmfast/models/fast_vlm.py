@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ModelError
-from ..stages import ItemGeometry
+from ..statistics import ItemGeometry
 from .base import Adapter
 from .internvl import Tiled
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..errors import ModelError, RecipeError
 from ..layout import TokenLayout
-from ..stages import ItemGeometry
+from ..statistics import ItemGeometry
 from .internvl import Tiled
 
 

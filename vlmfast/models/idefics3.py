@@ -7,7 +7,7 @@ import re
 import torch
 from torch import Tensor, nn
 
-from ..stages import ItemGeometry
+from ..statistics import ItemGeometry
 from ._batch import Media, runs
 from .internvl import Tiled
 

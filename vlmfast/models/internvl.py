@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..contexts import VisionContext
 from ..layout import TokenLayout
-from ..stages import ItemGeometry, Step
+from ..statistics import ItemGeometry
 from ._batch import Media, runs, tiling
 from .base import Adapter, Encoded
 
@@ -37,11 +38,11 @@ class Tiled(Adapter):
         """Of every view, (V, N, D)."""
         raise NotImplementedError(f"{type(self).__name__}.features")
 
-    def encode(self, inputs: dict[str, Tensor], step: Step) -> Encoded:
+    def encode(self, inputs: dict[str, Tensor], context: VisionContext) -> Encoded:
         views = self.features(inputs)
-        parts = [views[slice(*item.views)].flatten(0, 1) for item in step.items]
-        layouts = [self._layout(i, geometry) for i, geometry in enumerate(step.items)]
-        return Encoded(parts, layouts, self.patch_stats(step, self.patches()), [()] * len(parts))
+        parts = [views[slice(*item.views)].flatten(0, 1) for item in context.items]
+        layouts = [self._layout(i, geometry) for i, geometry in enumerate(context.items)]
+        return Encoded(parts, layouts, self.patch_stats(context, self.patches()), [()] * len(parts))
 
     def whole_first(self, item: ItemGeometry) -> list[int]:
         *crops, whole = range(*item.views)

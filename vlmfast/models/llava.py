@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..contexts import VisionContext
 from ..errors import ModelError
 from ..layout import Kind
-from ..stages import ItemGeometry, Step
+from ..statistics import ItemGeometry
 from .base import Adapter, Encoded
 
 
@@ -47,14 +48,14 @@ class FamilyAdapter(Adapter):
             ItemGeometry(size, (0, 0), (i, i + 1), (side, side)) for i, size in enumerate(sizes)
         )
 
-    def encode(self, inputs: dict[str, Tensor], step: Step) -> Encoded:
+    def encode(self, inputs: dict[str, Tensor], context: VisionContext) -> Encoded:
         pixels = inputs["pixel_values"]
         if pixels.dim() != 4:
             raise ModelError(
                 f"{type(self.processor).__name__} made several views of each picture; "
                 f"it does not belong to a {self.config.model_type} model"
             )
-        side = step.items[0].patches[1]
+        side = context.items[0].patches[1]
         output = self.model.base_model.get_image_features(
             pixels,
             vision_feature_layer=self.config.vision_feature_layer,
@@ -68,7 +69,7 @@ class FamilyAdapter(Adapter):
         base = torch.zeros_like(raster)
         layouts = [
             self.view_layout(base, raster // side, raster % side, kind, i, geometry)
-            for i, geometry in enumerate(step.items)
+            for i, geometry in enumerate(context.items)
         ]
-        stats = self.patch_stats(step, side * side)
+        stats = self.patch_stats(context, side * side)
         return Encoded(features, layouts, stats, [()] * len(features))

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..contexts import VisionContext
 from ..layout import Kind, TokenLayout
-from ..stages import ItemGeometry, Step
+from ..statistics import ItemGeometry
 from ._batch import Media
 from .base import Adapter, Encoded
 from .llava import complete
@@ -21,7 +22,7 @@ class FamilyAdapter(Adapter):
     def __init__(self, model: nn.Module, processor: Any) -> None:
         super().__init__(model, complete(model, processor))
 
-    def encode(self, inputs: dict[str, Tensor], step: Step) -> Encoded:
+    def encode(self, inputs: dict[str, Tensor], context: VisionContext) -> Encoded:
         pixels, image_sizes = inputs["pixel_values"], inputs["image_sizes"]
         strategy = self.config.vision_feature_select_strategy
         output = self.model.base_model.get_image_features(
@@ -33,10 +34,10 @@ class FamilyAdapter(Adapter):
         features = list(output.pooler_output)
         layouts = [
             self._layout(i, geometry, image_sizes[i : i + 1], strategy)
-            for i, geometry in enumerate(step.items)
+            for i, geometry in enumerate(context.items)
         ]
-        rows, columns = step.items[0].patches
-        stats = self.patch_stats(step, rows * columns)
+        rows, columns = context.items[0].patches
+        stats = self.patch_stats(context, rows * columns)
         return Encoded(features, layouts, stats, [()] * len(features))
 
     def pictures_in(self, batch: dict[str, Tensor], ids: list[Tensor]) -> list[Media]:

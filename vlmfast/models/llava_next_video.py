@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..contexts import VisionContext
 from ..layout import Kind, TokenLayout
-from ..stages import ItemGeometry, Step
+from ..statistics import ItemGeometry
 from ._batch import Media
 from .base import Encoded
 from .llava_next import FamilyAdapter as LlavaNext
@@ -53,27 +54,27 @@ class FamilyAdapter(LlavaNext):
                 view += 1
         return tuple(items)
 
-    def encode(self, inputs: dict[str, Tensor], step: Step) -> Encoded:
+    def encode(self, inputs: dict[str, Tensor], context: VisionContext) -> Encoded:
         features: dict[int, Tensor] = {}
         layouts: dict[int, TokenLayout] = {}
         strategy = self.config.vision_feature_select_strategy
         clips = self.clip_tensors[0] in inputs
-        framed = [i for i, item in enumerate(step.items) if clips and item.clip >= 0]
-        alone = [i for i in range(len(step.items)) if i not in framed]
+        framed = [i for i, item in enumerate(context.items) if clips and item.clip >= 0]
+        alone = [i for i in range(len(context.items)) if i not in framed]
         if alone:
             for n, (i, of) in enumerate(zip(alone, self.pictures(inputs), strict=True)):
                 size = inputs["image_sizes"][n : n + 1]
-                features[i], layouts[i] = of, self._layout(i, step.items[i], size, strategy)
-        first = dict(step.stats), dict(step.keys)
+                features[i], layouts[i] = of, self._layout(i, context.items[i], size, strategy)
+        first = dict(context.stats), dict(context.keys)
         if framed:
-            step.stats.clear(), step.keys.clear()
+            context.stats.clear(), context.keys.clear()
             for i, of in zip(framed, self.frames(inputs), strict=True):
-                features[i], layouts[i] = of, self._frame(i, step.items[i], len(of))
-            for before, now in zip(first, (step.stats, step.keys), strict=True):
+                features[i], layouts[i] = of, self._frame(i, context.items[i], len(of))
+            for before, now in zip(first, (context.stats, context.keys), strict=True):
                 for layer, of in before.items():
                     now[layer] = torch.cat([of, now[layer]])
-        order = range(len(step.items))
-        stats = self.patch_stats(step, self.patches())
+        order = range(len(context.items))
+        stats = self.patch_stats(context, self.patches())
         return Encoded(
             [features[i] for i in order], [layouts[i] for i in order], stats, [()] * len(order)
         )

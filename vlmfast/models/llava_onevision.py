@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..layout import Kind, TokenLayout
-from ..stages import ItemGeometry
+from ..statistics import ItemGeometry
 from ._batch import Media
 from .base import Adapter
 from .llava_next_video import FamilyAdapter as LlavaNextVideo

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..contexts import VisionContext
 from ..layout import Numbering, TokenLayout
 from ..saliency import window_order
-from ..stages import ItemGeometry, Step, VisionStats
+from ..statistics import ItemGeometry, VisionStats
 from ._batch import Media
 from .base import Adapter, Encoded
 
@@ -65,8 +66,10 @@ class FamilyAdapter(Adapter):
         everywhere = getattr(self.config.vision_config, "fullatt_block_indexes", None)
         return super().global_blocks() if everywhere is None else sorted(everywhere)
 
-    def block_stats(self, step: Step, layer: int) -> list[tuple[Tensor, Tensor | None]]:
-        return self._by_item([(of[:, :, 0], keys) for of, keys in step.chunks[layer]], step.items)
+    def block_stats(self, context: VisionContext, layer: int) -> list[tuple[Tensor, Tensor | None]]:
+        return self._by_item(
+            [(of[:, :, 0], keys) for of, keys in context.chunks[layer]], context.items
+        )
 
     def projector_input(self, calls: list[Tensor], items: Sequence[ItemGeometry]) -> list[Tensor]:
         merge = self.config.vision_config.spatial_merge_size**2
@@ -159,12 +162,12 @@ class FamilyAdapter(Adapter):
             items += [replace(item, frame=step) for step in steps]
         return tuple(replace(item, views=(i, i + 1)) for i, item in enumerate(items))
 
-    def encode(self, inputs: dict[str, Tensor], step: Step) -> Encoded:
+    def encode(self, inputs: dict[str, Tensor], context: VisionContext) -> Encoded:
         pictures, clips = self._tower("image", inputs), self._tower("video", inputs)
         whole = self.clip_tensors[0] in inputs
-        parts = [next(clips if whole and item.clip >= 0 else pictures) for item in step.items]
-        layouts = [self._layout(i, geometry) for i, geometry in enumerate(step.items)]
-        stats = VisionStats(step.items, {})
+        parts = [next(clips if whole and item.clip >= 0 else pictures) for item in context.items]
+        layouts = [self._layout(i, geometry) for i, geometry in enumerate(context.items)]
+        stats = VisionStats(context.items, {})
         return Encoded([of[0] for of in parts], layouts, stats, [of[1:] for of in parts])
 
     def _tower(self, kind: str, inputs: dict[str, Tensor]) -> Iterator[tuple[Tensor, ...]]:

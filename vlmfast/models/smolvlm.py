@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from ..errors import ModelError
-from ..stages import ItemGeometry
+from ..statistics import ItemGeometry
 from .idefics3 import FamilyAdapter as Idefics3
 
 

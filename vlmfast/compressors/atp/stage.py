@@ -8,16 +8,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ...contexts import PrefillContext
 from ...errors import RecipeError
-from ...stages import (
-    PrefillStage,
-    StatRequest,
-    Step,
-    budget_param,
-    param,
-    positions_param,
-    weights_param,
-)
+from ...stages import PrefillStage, budget_param, param, positions_param, weights_param
+from ...statistics import StatRequest
 from .._budget import check_layers, drop_layers
 from .module import (
     MEMORY,
@@ -76,53 +70,59 @@ class ATP(PrefillStage):
     def text_stats(self, depth: int) -> dict[int, StatRequest]:
         return {layer - 1: StatRequest("text", received=True) for layer in self.layers(depth)}
 
-    def keep(self, step: Step, layer: int) -> Tensor | None:
-        layout, module, layers = step.layout, step.trained[self.name], self.layers(step.depth)
+    def keep(self, context: PrefillContext, layer: int) -> Tensor | None:
+        layout, module, layers = (
+            context.layout,
+            context.trained[self.name],
+            self.layers(context.depth),
+        )
         if not set(layers) <= set(module.layers):
             raise RecipeError(
                 f"atp: layers={'/'.join(f'{n:g}' for n in self.layers_)} means drops after "
-                f"{', '.join(map(str, layers))} of {step.depth} layers; the weights were trained "
-                f"for drops after {', '.join(map(str, module.layers))}"
+                f"{', '.join(map(str, layers))} of {context.depth} layers; the weights were "
+                f"trained for drops after {', '.join(map(str, module.layers))}"
             )
         visual = layout.visual.nonzero().flatten()
-        attention = step.stats[layer - 1]
+        attention = context.stats[layer - 1]
         if len(visual) == 0 or attention.shape[1] == 0:  # no picture, or no text behind it
             return None
-        soft = step.soft
+        soft = context.soft
         if soft is None:
             soft = torch.ones(len(layout), device=layout.device)
         scores = module.points[str(layer)](
             attention.index_select(-1, visual).mean(1),
-            step.received[layer - 1][:, 0].index_select(-1, visual),
+            context.received[layer - 1][:, 0].index_select(-1, visual),
             spatial_score(layout, module.grids if self.grids is None else self.grids)[visual],
             soft[visual],
         )
         if module.training:
-            self._soften(step, layer, scores, visual, soft)
+            self._soften(context, layer, scores, visual, soft)
             return None
         if self.budget is None:
             kept = hard_mask(scores)
-        elif (count := self._count(step, layer)) < len(visual):
+        elif (count := self._count(context, layer)) < len(visual):
             kept = ranking(scores) < count
         else:
             return None
         return (~layout.visual).index_put((visual,), kept).nonzero().flatten()
 
-    def _soften(self, step: Step, layer: int, scores: Scores, visual: Tensor, soft: Tensor) -> None:
+    def _soften(
+        self, context: PrefillContext, layer: int, scores: Scores, visual: Tensor, soft: Tensor
+    ) -> None:
         """Multiply the mask of this point into the masks of those before it."""
         left = soft[visual] * soft_mask(scores, self.temperature)
-        step.soft = soft.index_put((visual,), left)
+        context.soft = soft.index_put((visual,), left)
         share = left.mean()
-        step.notes.setdefault(self.name, {}).setdefault("shares", {})[layer] = share
-        memory = step.trained[self.name].points[str(layer)].share
+        context.notes.setdefault(self.name, {}).setdefault("shares", {})[layer] = share
+        memory = context.trained[self.name].points[str(layer)].share
         # One sample that is not finite must not stay in the memory for good.
         memory.lerp_(torch.where(share.isfinite(), share, memory).detach(), MEMORY)
 
-    def _count(self, step: Step, layer: int) -> int:
+    def _count(self, context: PrefillContext, layer: int) -> int:
         """Tokens left by the drop before ``layer``; solved once, at the first drop."""
-        layers, note = self.layers(step.depth), step.notes.setdefault(self.name, {})
+        layers, note = self.layers(context.depth), context.notes.setdefault(self.name, {})
         if "counts" not in note:
-            n, points = int(step.layout.visual.sum()), step.trained[self.name].points
+            n, points = int(context.layout.visual.sum()), context.trained[self.name].points
             shares = [float(points[str(later)].share) for later in layers]
-            note["counts"] = budget_counts(n, self.budget * n, layers, shares, step.depth)
+            note["counts"] = budget_counts(n, self.budget * n, layers, shares, context.depth)
         return note["counts"][layers.index(layer)]

@@ -15,7 +15,7 @@ from torch.nn.functional import gelu, one_hot
 from ...errors import RecipeError
 from ...kernels.pool import cell_mix, resample
 from ...layout import TokenLayout, VisualTokens
-from ...stages import ItemGeometry
+from ...statistics import ItemGeometry
 from .._cells import Cells, grouped
 from .._views import covering
 from ..random import shuffled

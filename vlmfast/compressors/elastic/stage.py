@@ -7,17 +7,11 @@ from typing import Any, ClassVar
 
 from torch import nn
 
+from ...contexts import EncodeRequest
 from ...errors import RecipeError
 from ...layout import VisualTokens
-from ...stages import (
-    EncodeRequest,
-    ItemGeometry,
-    VisionStats,
-    param,
-    positions_param,
-    repair_param,
-    weights_param,
-)
+from ...stages import param, positions_param, repair_param, weights_param
+from ...statistics import ItemGeometry, VisionStats
 from .._reducer import Reducer
 from .._select import apportion, count
 from .module import BRANCHES, MODES, ElasticCompressor, summarise

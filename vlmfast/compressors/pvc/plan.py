@@ -9,7 +9,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from ...stages import ItemGeometry
+from ...statistics import ItemGeometry
 from .module import TURNS
 
 

@@ -9,22 +9,20 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ...contexts import EncodeRequest, VisionContext
 from ...errors import RecipeError
 from ...layout import TokenLayout, VisualTokens
 from ...stages import (
-    EncodeRequest,
     EncodeStage,
     InEncoderStage,
-    ItemGeometry,
     Stage,
-    Step,
-    VisionStats,
     budget_param,
     param,
     positions_param,
     repair_param,
     weights_param,
 )
+from ...statistics import ItemGeometry, VisionStats
 from .._part import Part
 from .._views import covering, merged
 from .module import ProgressiveEncoder, ranks, to_cells, to_patches
@@ -112,11 +110,13 @@ class Progress(Part, InEncoderStage):
         """All that may lie in front of LLaVA's feature layer, -2; the weights say which count."""
         return () if self.of.budget == 1 else tuple(range(1, depth - 1))
 
-    def on_block(self, step: Step, index: int, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
-        module: ProgressiveEncoder = step.trained[self.name]
+    def on_block(
+        self, context: VisionContext, index: int, hidden: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        module: ProgressiveEncoder = context.trained[self.name]
         if index not in module.blocks:
             return hidden, None
-        hidden, plan = self._repeated(step, hidden, module.patches, module.width)
+        hidden, plan = self._repeated(context, hidden, module.patches, module.width)
         attention = module.temporal[str(index)]
         for rows in plan.sequences:
             time = module.time(plan.time[rows[0]])
@@ -124,15 +124,15 @@ class Progress(Part, InEncoderStage):
             hidden = hidden.index_copy(0, rows.flatten(), seen.flatten(0, 1))
         return hidden, None
 
-    def on_output(self, step: Step, hidden: Tensor) -> Tensor:
+    def on_output(self, context: VisionContext, hidden: Tensor) -> Tensor:
         """Every patch becomes the token that stands for it; the projector takes it from there."""
         if self.of.budget == 1:
             return hidden
-        module: ProgressiveEncoder = step.trained[self.name]
-        hidden, plan = self._repeated(step, hidden, 1, module.token_width)
-        grid = step.items[0].patches
+        module: ProgressiveEncoder = context.trained[self.name]
+        hidden, plan = self._repeated(context, hidden, 1, module.token_width)
+        grid = context.items[0].patches
         cut = hidden.shape[1] - grid[0] * grid[1]  # a CLS row, where the family does not cut it off
-        views = hidden[: max(item.views[1] for item in step.items)]
+        views = hidden[: max(item.views[1] for item in context.items)]
         for cells in plan.cells:
             patches = compressed(module, hidden[:, cut:], plan, cells, grid)
             rows = torch.cat([views[cells.views, :cut], patches], dim=1)
@@ -140,15 +140,15 @@ class Progress(Part, InEncoderStage):
         return views
 
     def _repeated(
-        self, step: Step, hidden: Tensor, patches: int, width: int
+        self, context: VisionContext, hidden: Tensor, patches: int, width: int
     ) -> tuple[Tensor, Plan]:
         """The hidden states, repeated where that was not done yet, and the plan.
 
         ``patches`` for each visual token are expected in ``hidden``, in rows of ``width``.
         """
-        module: ProgressiveEncoder = step.trained[self.name]
-        n = math.prod(step.items[0].patches) * patches
-        if step.merged is not None or hidden.shape[1] - n not in (0, 1):
+        module: ProgressiveEncoder = context.trained[self.name]
+        n = math.prod(context.items[0].patches) * patches
+        if context.merged is not None or hidden.shape[1] - n not in (0, 1):
             raise RecipeError(
                 f"pvc needs all {n} patches of a view, and the vision tower has "
                 f"{hidden.shape[1]} rows here; it cannot stand with a stage that merges them"
@@ -158,10 +158,10 @@ class Progress(Part, InEncoderStage):
                 f"pvc works on one layer of the vision tower, of width {width}; the model "
                 f"gives rows of {hidden.shape[2]} to its projector"
             )
-        note = step.notes.setdefault(self.name, {})
+        note = context.notes.setdefault(self.name, {})
         if "plan" not in note:
             note["plan"] = make_plan(
-                step.items, lambda scene: self.of.choose(scene, module), hidden.device
+                context.items, lambda scene: self.of.choose(scene, module), hidden.device
             )
             hidden = hidden[note["plan"].source]
         return hidden, note["plan"]

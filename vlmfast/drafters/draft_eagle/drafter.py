@@ -9,11 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...drafting import Budget, Read, Round, Target
 from ...layout import TokenLayout
-from ...stages import Budget, Read, Round, Target
+from ...tree import Tree
 from .._grow import grow
 from .._layer import Cache
-from ..tree import Tree
 from .module import EagleModule
 from .visual import Choice, Visual, shortened
 

@@ -8,8 +8,9 @@ from typing import Any, ClassVar
 
 from torch import nn
 
+from ...drafting import Target
 from ...errors import RecipeError
-from ...stages import DrafterStage, Target, param, weights_param
+from ...stages import DrafterStage, param, weights_param
 from .._loading import fitting, load_published, published
 from .drafter import EagleDrafter
 from .module import KINDS, EagleModule

@@ -19,7 +19,7 @@ from ...compressors._select import apportion, count
 from ...compressors.elastic.module import BRANCHES, MODES, ElasticCompressor, summarise
 from ...errors import RecipeError
 from ...layout import TokenLayout, VisualTokens
-from ...stages import ItemGeometry
+from ...statistics import ItemGeometry
 
 CHOICES = ("all", *BRANCHES, *MODES)
 UNTRAINED = ("all", "prune", "pool", "text")  # what needs no compressor

@@ -9,8 +9,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from ...drafting import Target
 from ...layout import TokenLayout
-from ...stages import DrafterStage, Target, param, weights_param
+from ...stages import DrafterStage, param, weights_param
 from .._loading import fitting, load_published, published
 from ..draft_eagle.drafter import EagleDrafter
 from ..draft_eagle.stage import check_size

@@ -1,0 +1,248 @@
+"""The context of a forward pass: what the engine tells stages, and what they may change.
+
+One object for each pass, of the class that fits its phase; the engine makes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .layout import TokenLayout
+from .statistics import ItemGeometry, StatRequest
+
+
+@dataclass
+class VisionContext:
+    """A forward pass through the vision tower.
+
+    Parameters
+    ----------
+    depth : int
+        Blocks of the tower.
+    items : tuple of ItemGeometry
+        The images in the batch.
+    requests : dict of int to StatRequest
+        Block index to the rows that are wanted of it.
+    modules : dict of int to int
+        ``id`` of an attention module to its block index (vision modules do not know theirs).
+    specials : int
+        Rows before the patches of each view (CLS).
+    notes : dict of str to dict
+        What one part of a method tells a later part of the same method, by method name.
+    trained : dict of str to Module
+        The weights of trained methods, by method name, on the model's device in float32.
+    repair : bool
+        Attention adds the logarithm of each key's weight, so that a merged token counts for all
+        that it stands for.
+    stats : dict of int to Tensor
+        Block index to softmax attention, float32, (views, heads, rows, keys).
+    keys : dict of int to Tensor
+        Block index to keys, mean over heads, float32, (views, rows, head_dim); ``wide`` ones
+        (views, rows, heads * head_dim).
+    chunks : dict of int to list of (Tensor, Tensor), optional
+        Of towers that take all images in one row and attend to each by itself, ``stats`` and
+        ``keys`` of each image.
+    merged : Tensor, int64, (views, rows), optional
+        For each row that entered the tower (CLS first), the row that it is part of now. A stage
+        with `InEncoderStage.cells` sees the same of CLS and cells.
+    sizes : iterator of Tensor, each float32, (n,), optional
+        Of towers that take all images in one row, how many rows that entered each row stands for
+        now; chunk by chunk, as the block that runs attends to them.
+    lengths : Tensor, int64, (views,), optional
+        Rows of each view that exist, where merging left fewer of some; the others, at the end, are
+        padding.
+    """
+
+    depth: int = 0
+    items: tuple[ItemGeometry, ...] = ()
+    requests: dict[int, StatRequest] = field(default_factory=dict)
+    modules: dict[int, int] = field(default_factory=dict)
+    specials: int = 0
+    notes: dict[str, dict[str, Any]] = field(default_factory=dict)
+    trained: dict[str, nn.Module] = field(default_factory=dict)
+    repair: bool = False
+    stats: dict[int, Tensor] = field(default_factory=dict)
+    keys: dict[int, Tensor] = field(default_factory=dict)
+    chunks: dict[int, list[tuple[Tensor | None, Tensor | None]]] | None = None
+    merged: Tensor | None = None
+    sizes: Iterator[Tensor] | None = None
+    lengths: Tensor | None = None
+
+
+@dataclass
+class PrefillContext:
+    """A forward pass of a prompt, or of a chunk of one, through the language model.
+
+    Parameters
+    ----------
+    layout : TokenLayout, S rows
+        The tokens that enter the current layer.
+    depth : int
+        Layers of the language model.
+    requests : dict of int to StatRequest
+        Layer index to the rows that are wanted of it.
+    notes, trained, repair
+        As in `VisionContext`.
+    cache : KVCache, optional
+        Of the sequence.
+    mask_rule : callable, optional
+        ``(layout) -> (S, S) bool`` for models that are not plainly causal over their prompt, apart
+        from the windows of layers, which the cache knows.
+    norm : callable, optional
+        The language model's last norm.
+    attend : dict of int to callable
+        Layers whose attention a stage computes itself: `PrefillStage.attend`.
+    after : callable, optional
+        ``(layer, query, key, value, scaling)``, asked after the attention of every layer; how cache
+        stages see keys and values.
+    rotate : callable, optional
+        ``(keys (H, N, D), delta (H, N)) -> keys`` with ``delta`` added to their rotary ids.
+    limit : int, optional
+        Block-wise prefill: slots of this block that each layer may keep.
+    extends : bool
+        Whether these rows follow others that a frozen cache holds.
+    probe : bool
+        Whether only the statistics of one layer are wanted, which does not run.
+    stats : dict of int to Tensor
+        Layer index to softmax attention, float32, (heads, rows, keys) over the tokens of
+        ``layout``; its columns are kept aligned with ``layout`` when rows are dropped. ``columns``
+        requests have one row.
+    received : dict of int to Tensor
+        Layer index to mean logits received from the visual rows, float32, (heads, 1, keys).
+    hidden : Tensor, (S, D), optional
+        What enters the layer before which `PrefillStage.keep` is asked. A stage that merges puts
+        there what its rows become, of the same shape, before it says which stay.
+
+    Class attributes
+    ----------------
+    answer : int
+        Rows at the end that are an answer which is taught; statistics do not look from them.
+    soft : Tensor, float32, (S,), or None
+        How much of each row of ``layout`` is there for the layers to come; see
+        `compressors._training.TrainingContext`.
+    """
+
+    layout: TokenLayout
+    depth: int = 0
+    requests: dict[int, StatRequest] = field(default_factory=dict)
+    notes: dict[str, dict[str, Any]] = field(default_factory=dict)
+    trained: dict[str, nn.Module] = field(default_factory=dict)
+    repair: bool = False
+    cache: Any = None
+    mask_rule: Callable[[TokenLayout], Tensor | None] | None = None
+    norm: Callable[[Tensor], Tensor] | None = None
+    attend: dict[int, Callable[..., Tensor | None]] = field(default_factory=dict)
+    after: Callable[..., None] | None = None
+    rotate: Callable[[Tensor, Tensor], Tensor] | None = None
+    limit: int | None = None
+    extends: bool = False
+    probe: bool = False
+    stats: dict[int, Tensor] = field(default_factory=dict)
+    received: dict[int, Tensor] = field(default_factory=dict)
+    hidden: Tensor | None = None
+
+    # Not annotated: `TrainingContext` declares them as fields.
+    answer = 0
+    soft = None
+
+    def select(self, index: Tensor) -> None:
+        """Keep rows ``index`` of the current tokens, in the layout and in every statistic."""
+        self.layout = self.layout.select(index)
+        for of in (self.stats, self.received):
+            of.update({layer: s.index_select(-1, index) for layer, s in of.items()})
+
+    def window(self, layer: int) -> int | None:
+        """The window of a layer, where the rows of ``layout`` do not all fit into it.
+
+        Row ``i`` of those that enter the layer sees none before row ``i - window + 1``.
+        """
+        window = None if self.cache is None else self.cache.layers[layer].window
+        return window if window is not None and len(self.layout) > window else None
+
+    def visible(self, layer: int) -> Tensor | None:
+        """Bool (S, S): what each row of ``layout`` sees of them; ``None`` where plainly causal."""
+        mask = None if self.mask_rule is None else self.mask_rule(self.layout)
+        if (window := self.window(layer)) is None:
+            return mask
+        place = torch.arange(len(self.layout), device=self.layout.device)
+        mask = place[:, None] >= place if mask is None else mask
+        return mask & (place > place[:, None] - window)
+
+    def key_bias(self) -> Tensor | None:
+        """What is added to the logits of each key, float32, (S,); ``None`` for nothing."""
+        return self.layout.weight.log() if self.repair else None
+
+    def share(self, rows: Tensor) -> Tensor | None:
+        """How much of each of ``rows`` counts in a mean over rows; ``None`` for all of each."""
+        return None
+
+
+@dataclass
+class DecodeContext:
+    """Forward passes over new tokens of sequences whose cache is frozen.
+
+    Parameters
+    ----------
+    cache : KVCache
+    tree : Tensor, bool, (B, T, T), optional
+        Verification of drafts: which of the T new tokens each of them sees.
+    ancestors : Tensor, int64, (B, T, 1), optional
+        The same as bits, for up to 64 tokens.
+    """
+
+    cache: Any
+    tree: Tensor | None = None
+    ancestors: Tensor | None = None
+
+
+Context = VisionContext | PrefillContext | DecodeContext
+
+# For passes that run eagerly (vision, prefill). Several vision towers swallow unknown keyword
+# arguments, so an argument cannot reach their attention.
+current_context: ContextVar[Context | None] = ContextVar("vlmfast_context", default=None)
+
+
+@contextmanager
+def active(context: Context) -> Iterator[Context]:
+    """Make ``context`` that of the passes that run inside the block."""
+    token = current_context.set(context)
+    try:
+        yield context
+    finally:
+        current_context.reset(token)
+
+
+@dataclass(frozen=True)
+class EncodeRequest:
+    """The question that the visual tokens will serve.
+
+    Parameters
+    ----------
+    question : str
+        The text of the last user turn.
+    question_embeds : Tensor, (T, D)
+        Input embeddings of the prompt's text tokens.
+    depth : int
+        Number of layers of the language model.
+    notes, trained : dict
+        As in `PrefillContext`.
+    order : Tensor, int64, (T,), optional
+        Where these tokens stand in the full prompt.
+    pictures : sequence of PIL.Image.Image
+        By ``TokenLayout.item``; empty where only their features are known.
+    """
+
+    question: str
+    question_embeds: Tensor
+    depth: int
+    notes: dict[str, dict[str, Any]] = field(default_factory=dict)
+    trained: dict[str, nn.Module] = field(default_factory=dict)
+    order: Tensor | None = None
+    pictures: Sequence[Any] = ()

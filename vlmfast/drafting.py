@@ -1,0 +1,141 @@
+"""What a drafter is told, and what it hands back: the target, what it has read, trees, budgets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from .layout import TokenLayout
+from .tree import Tree
+
+
+@dataclass(frozen=True, eq=False)
+class Target:
+    """What a drafter may use of the model that it drafts for.
+
+    Parameters
+    ----------
+    embed : callable
+        Ids, int64, (...) to input embeddings (..., D).
+    logits : callable
+        Hidden states behind the last norm (..., D) to logits (..., V).
+    width, depth, vocabulary : int
+        D, decoder layers, V.
+    banned : tuple of int
+        Ids that are never drafted: placeholders of pictures and clips.
+    trained : Module, optional
+        The drafter's own weights.
+    shallow : callable, optional
+        ``(token, behind, layers) -> logits (V,)``: what only ``layers`` of the model make of a
+        token, ``behind`` such tokens after the cache.
+    kept : dict
+        The drafter's own, of this model, from one request to the next.
+    """
+
+    embed: Callable[[Tensor], Tensor]
+    logits: Callable[[Tensor], Tensor]
+    width: int
+    depth: int
+    vocabulary: int
+    banned: tuple[int, ...] = ()
+    trained: nn.Module | None = None
+    shallow: Callable[..., Tensor] | None = None
+    kept: dict[Any, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class Read:
+    """A part of a prompt behind the target's last layer.
+
+    Parameters
+    ----------
+    ids : list of int
+        The full part, placeholders and dropped rows included.
+    layout : TokenLayout
+        The S rows that are left behind the last layer.
+    embeds : Tensor, (S, D)
+        What went into the first layer of these rows.
+    features : Tensor, (S, D), optional
+        Behind the last norm; where the drafter `DrafterStage.features`.
+    taps : Tensor, (S, K, D), optional
+        What went into the K layers of `DrafterStage.taps`.
+    """
+
+    ids: list[int]
+    layout: TokenLayout
+    embeds: Tensor
+    features: Tensor | None = None
+    taps: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Round:
+    """A tree that the target has checked.
+
+    Parameters
+    ----------
+    tree : Tree
+    path : list of int
+        Nodes that were accepted, the root first.
+    emitted : list of int
+        The tokens of ``path`` behind the root, and the target's own next one.
+    logits : Tensor, (N, V), optional
+        The target's, of every node; where a drafter of the recipe reads `DrafterStage.logits`.
+    features, taps : Tensor, (N, D) and (N, K, D), optional
+        As in `Read`, of every node.
+    """
+
+    tree: Tree
+    path: list[int]
+    emitted: list[int]
+    logits: Tensor | None = None
+    features: Tensor | None = None
+    taps: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Budget:
+    """How large a tree may be, and how its tokens are ranked.
+
+    Parameters
+    ----------
+    nodes : int
+        Of the whole tree, the root included.
+    depth : int
+        Drafted tokens on one path.
+    warp : callable, optional
+        Logits (K, V) to logits as the request samples from them. ``None`` when it is greedy.
+    noise : callable, optional
+        Depth (1, 2, ...) to the Gumbel noise (V,) that the target will add at that depth.
+    """
+
+    nodes: int
+    depth: int
+    warp: Callable[[Tensor], Tensor] | None = None
+    noise: Callable[[int], Tensor] | None = None
+
+    def rank(self, logits: Tensor, depth: int) -> Tensor:
+        """By what children at ``depth`` are ranked: (K, V), log-probabilities, or these with noise.
+
+        With the target's own noise the best child is the token that the target takes wherever the
+        drafter's probabilities are the target's: sampling without replacement, coupled to it.
+        """
+        if self.noise is None:
+            return logits.float().log_softmax(-1)
+        return self.warp(logits.float()).log_softmax(-1) + self.noise(depth)
+
+
+class Drafter(Protocol):
+    """Drafts the answer of one request."""
+
+    def prefill(self, read: Read) -> None:
+        """See a prompt, or the next part of one."""
+
+    def propose(self, root: int, budget: Budget) -> Tree:
+        """A tree below ``root``, the token that was emitted last; it may be the root alone."""
+
+    def extend(self, done: Round) -> None:
+        """See what the target made of a tree."""
