@@ -1,0 +1,108 @@
+"""Record what the library answers: ``python tools/record_answers.py``.
+
+Writes ``tests/answers/answers.jsonl``, which ``tests/test_answers.py`` compares with. Only a
+repaired defect may change it: say which one in the commit. ``--compare FILE`` lists what differs
+from another recording instead. A run that was stopped goes on where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+import recorded
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--out", type=Path, default=recorded.FILE)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--family", action="append", help="only these")
+    parser.add_argument("--compare", type=Path, help="list what differs from this recording")
+    args = parser.parse_args()
+    if args.compare is not None:
+        compare(args.compare, args.out)
+        return
+    progress = args.out.with_suffix(".part")
+    done = {}
+    if progress.exists():
+        for line in progress.read_text(encoding="utf-8").splitlines():
+            number, found = json.loads(line)
+            done[number] = found
+    todo = [case for case in recorded.cases() if case["n"] not in done]
+    todo = [case for case in todo if not args.family or case["family"] in args.family]
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    with (
+        ProcessPoolExecutor(args.workers, initializer=_one_thread) as pool,
+        progress.open("a", encoding="utf-8") as file,
+    ):
+        for case, found in zip(todo, pool.map(recorded.record, todo, chunksize=8), strict=True):
+            done[case["n"]] = found
+            file.write(json.dumps([case["n"], found]) + "\n")
+            file.flush()
+    write(args.out, [done[number] for number in sorted(done) if done[number] is not None])
+    progress.unlink()
+
+
+def _one_thread() -> None:
+    import torch
+
+    torch.set_num_threads(1)
+
+
+def write(path: Path, lines: list[dict[str, Any]]) -> None:
+    """The file: where it comes from, then one case a line."""
+    import torch
+    import transformers
+
+    recorded.stratified(lines)
+    answers = [answer for line in lines for answer in line["answers"]]
+    head = {
+        "command": "python tools/record_answers.py",
+        "dtype": "float64",
+        "noise": recorded.NOISE,
+        "requests": len(answers),
+        "near ties": sum("stable" in of or "ties" in of for of in answers),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+    }
+    packed = [json.dumps(of, separators=(",", ":")) for of in (head, *lines)]
+    path.write_text("\n".join(packed) + "\n", encoding="utf-8")
+    ways = Counter(line["case"]["way"] for line in lines)
+    print(f"{len(lines)} cases, {head['requests']} requests, {head['near ties']} with near ties")
+    print(", ".join(f"{way} {count}" for way, count in sorted(ways.items())))
+
+
+def compare(before: Path, after: Path) -> None:
+    """Print the cases whose answers differ between two recordings, and why where it is known."""
+    of = {}
+    for name, path in (("before", before), ("after", after)):
+        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()[1:]]
+        of[name] = {line["case"]["n"]: line for line in lines}
+    groups: Counter[tuple[str, ...]] = Counter()
+    for number in sorted(of["before"].keys() | of["after"].keys()):
+        old, new = of["before"].get(number), of["after"].get(number)
+        case = (old or new)["case"]
+        if old is None or new is None:
+            what = "answered only after" if old is None else "answered only before"
+        else:
+            wrong, _ = recorded.differences(new, old["answers"])
+            if not wrong:
+                continue
+            what = "differs: " + ", ".join(sorted({w.split()[2] for w in wrong}))
+        groups[what, case["family"], case["recipe"]] += 1
+    for (what, family, recipe), count in sorted(groups.items()):
+        print(f"{what}: {family} {recipe} ({count})")
+
+
+if __name__ == "__main__":
+    main()
