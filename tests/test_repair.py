@@ -390,12 +390,15 @@ def test_a_soft_mask_is_a_bias(vlm) -> None:
                 return None
             return (~visual).nonzero().flatten()
 
-    full = answer_logits(vlm, start(vlm, (), [picture()]), [])
-    one = answer_logits(vlm, start(vlm, Soft(1.0), [picture()]), [])
+    def taught(stage: Soft | None) -> torch.Tensor:
+        inputs = start(vlm, (), [picture()], answer=1).inputs
+        with torch.no_grad():
+            return training.run(vlm, inputs, stage)[0]
+
+    full, one = taught(None), taught(Soft(1.0))
     terms = sums(vlm)
     close(one, full, terms=terms)
-    gone = answer_logits(vlm, start(vlm, Soft(0.0), [picture()]), [])
-    hardly = answer_logits(vlm, start(vlm, Soft(1e-9), [picture()]), [])
+    gone, hardly = taught(Soft(0.0)), taught(Soft(1e-9))
     # A weight of 1e-9 is far below what rounding leaves open.
     close(hardly, gone, terms=terms)
     apart(gone, full, terms=terms)

@@ -153,21 +153,21 @@ class Context(Part, PrefillStage):
     def keep(self, context: PrefillContext, layer: int) -> Tensor | None:
         layout, note, hidden = context.layout, context.notes[self.name], context.hidden.float()
         asks = layout.visual & torch.isin(layout.item, note["asks"])
-        context = layout.visual & ~asks
+        shown = layout.visual & ~asks  # the other images
         sample, others = note["totals"]
         first = layer == self.layers(context.depth)[0]
-        pool, total = (context, others) if first else (asks, sample)
+        pool, total = (shown, others) if first else (asks, sample)
         if int(pool.sum()) <= total:
             return None
-        if first or not bool(context.any()):
+        if first or not bool(shown.any()):
             rows = torch.arange(len(layout), device=hidden.device)
             # Of one picture alone it is the text behind it.
-            border = rows[context if first else asks][-1]
+            border = rows[shown if first else asks][-1]
             rows = (rows > border) & (rows < len(layout) - context.answer)
             gain = context.stats[layer - 1].mean(0)[0] - context.stats[layer - 2].mean(0)[0]
             rows = rows if bool(rows.any()) else asks
             mean = hidden[rows].mean(0)
             score = gain.clamp(min=0) + self.of.sample * cosine_similarity(hidden, mean[None])
         else:
-            score = cosine_similarity(hidden, hidden[context].mean(0)[None])
+            score = cosine_similarity(hidden, hidden[shown].mean(0)[None])
         return (~layout.visual | (layout.visual & ~pool) | top(score, pool, total)).nonzero()[:, 0]
