@@ -17,7 +17,7 @@ import tiny_models
 import vlmfast
 from closeness import close, network
 from vlmfast import VLM, Attachment, ModelError, RecipeError, VLMFastError
-from vlmfast.models._batch import runs, tiling
+from vlmfast.models._media import runs, tiling
 
 BUILD = {
     "llava": tiny_models.build_llava,

@@ -18,7 +18,7 @@ from ..layout import Kind, Numbering, TokenLayout
 from ..saliency import SaliencyRequest, to_tokens
 from ..stages import Stage
 from ..statistics import ItemGeometry, VisionStats
-from ._batch import Media
+from ._media import Media
 
 
 @dataclass

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..statistics import ItemGeometry
-from ._batch import Media, runs
+from ._media import Media, runs
 from .internvl import Tiled
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..contexts import VisionContext
 from ..layout import TokenLayout
 from ..statistics import ItemGeometry
-from ._batch import Media, runs, tiling
+from ._media import Media, runs, tiling
 from .base import Adapter, Encoded
 
 

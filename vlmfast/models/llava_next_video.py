@@ -10,7 +10,7 @@ from torch import Tensor
 from ..contexts import VisionContext
 from ..layout import Kind, TokenLayout
 from ..statistics import ItemGeometry
-from ._batch import Media
+from ._media import Media
 from .base import Encoded
 from .llava_next import FamilyAdapter as LlavaNext
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..layout import Kind, TokenLayout
 from ..statistics import ItemGeometry
-from ._batch import Media
+from ._media import Media
 from .base import Adapter
 from .llava_next_video import FamilyAdapter as LlavaNextVideo
 

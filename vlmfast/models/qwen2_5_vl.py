@@ -17,7 +17,7 @@ from ..contexts import VisionContext
 from ..layout import Numbering, TokenLayout
 from ..saliency import window_order
 from ..statistics import ItemGeometry, VisionStats
-from ._batch import Media
+from ._media import Media
 from .base import Adapter, Encoded
 
 
