@@ -17,6 +17,7 @@ from tiny_models import SPECIAL_TOKENS, build_llava
 from vlmfast import VLM, bench
 from vlmfast.cli import main as cli
 from vlmfast.drafting import Budget, Round
+from vlmfast.engine import sampling
 from vlmfast.engine.cache import KVCache
 from vlmfast.engine.turn import Turn
 from vlmfast.errors import RecipeError
@@ -107,16 +108,23 @@ class Paired:
         with torch.no_grad():
             head[first + 1 :: 2] = head[first:-1:2]
         self.vlm = VLM(model, processor)
-        perturbed = Turn.perturbed
+        ranked, drafting = sampling._ranked, set()
+        draft = Turn.draft
 
-        def other(turn: Turn, processed: torch.Tensor) -> torch.Tensor:
-            scores = perturbed(turn, processed)
+        def drafted(turn: Turn) -> None:
+            draft(turn)
             if turn.speculation is not None:
+                drafting.add(turn.sampler)
+
+        def other(scores: torch.Tensor, rows: list) -> torch.Tensor:
+            scores = ranked(scores, rows)
+            if rows[0] in drafting:
                 scores = scores.clone()
                 scores[:, first + 1 :: 2] = scores[:, first:-1:2] + 1e-3
             return scores
 
-        monkeypatch.setattr(Turn, "perturbed", other)
+        monkeypatch.setattr(Turn, "draft", drafted)
+        monkeypatch.setattr(sampling, "_ranked", other)
 
 
 @pytest.mark.parametrize("strict", [False, True])

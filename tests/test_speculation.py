@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -10,6 +12,7 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria
 
 import vlmfast.engine.run as running
+import vlmfast.engine.sampling as sampling
 import vlmfast.engine.speculation as speculation
 import vlmfast.engine.turn as turning
 from closeness import apart, close, network
@@ -19,6 +22,7 @@ from vlmfast import VLM, Request
 from vlmfast.engine.attention import switched
 from vlmfast.engine.cache import KVCache
 from vlmfast.engine.decode import Decoder
+from vlmfast.engine.sampling import Sampling
 from vlmfast.errors import RecipeError, VLMFastError
 from vlmfast.recipe import Recipe
 from vlmfast.tree import Tree
@@ -648,6 +652,17 @@ class _Patient(Drafting):
 # --- planted bugs --------------------------------------------------------------------------------
 
 
+@contextmanager
+def processed_by(turn, processors: Callable) -> Iterator[None]:
+    """The tokens that ``turn`` takes meanwhile come from other processors."""
+    sampler, keep = turn.sampler, turn.sampler.processors
+    try:
+        sampler.processors, turn.alone = processors, Sampling([sampler])
+        yield
+    finally:
+        sampler.processors, turn.alone = keep, Sampling([sampler])
+
+
 def raw_bonus(patch) -> None:
     """The token behind a fully accepted path comes from logits without processors."""
 
@@ -655,11 +670,9 @@ def raw_bonus(patch) -> None:
         path, emitted, node = [], [], 0
         while node is not None:
             turn, bare = take.__self__, not tree.children[node]
-            keep = turn.processor
-            turn.processor = (lambda ids, scores: scores) if bare else keep
             path.append(node)
-            token, done = take(logits[node])
-            turn.processor = keep
+            with processed_by(turn, (lambda _, of: of) if bare else turn.sampler.processors):
+                token, done = take(logits[node])
             emitted.append(token)
             node = None if done else tree.children[node].get(token)
         return path, emitted
@@ -669,46 +682,37 @@ def raw_bonus(patch) -> None:
 
 def unkeyed(patch) -> None:
     """Noise that is drawn anew each time."""
-    patch.setattr(turning, "gumbel", lambda s, p, size, d: -torch.rand(size).log().neg().log())
+    patch.setattr(
+        sampling, "gumbels", lambda s, p, size, d: -torch.rand(len(s), size).log().neg().log()
+    )
 
 
 def keyed_by_depth(patch) -> None:
     """Noise of the place in the round instead of the sequence."""
 
+    gumbels, offset = sampling.gumbels, [0]
+
     def walked(tree, logits, take, sure=None):
-        turn = take.__self__
-        turn.offset = turn.ids.shape[1]
+        offset[0] = take.__self__.sampler.length
         return speculation.walk(tree, logits, take, sure)
 
-    gumbel = turning.gumbel
     patch.setattr(turning, "walk", walked)
-    patch.setattr(turning.Turn, "offset", 0, raising=False)
     patch.setattr(
-        turning.Turn,
-        "perturbed",
-        lambda self, of: (
-            of
-            if not self.sampled
-            else of.double()
-            + gumbel(self.seed, self.ids.shape[1] - self.offset, of.shape[1], "cpu")
-        ),
+        sampling, "gumbels", lambda s, p, size, d: gumbels(s, [p[0] - offset[0]], size, d)
     )
 
 
 def unprocessed_root(patch) -> None:
     def walked(tree, logits, take, sure=None):
         turn = take.__self__
-        keep, first = turn.processor, []
+        keep, first = turn.sampler.processors, []
 
         def processor(ids, scores):
             first.append(1)
             return scores if len(first) == 1 else keep(ids, scores)
 
-        turn.processor = processor
-        try:
+        with processed_by(turn, processor):
             return speculation.walk(tree, logits, take, sure)
-        finally:
-            turn.processor = keep
 
     patch.setattr(turning, "walk", walked)
 

@@ -8,10 +8,10 @@ need their mask.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
-from threading import RLock
-from weakref import WeakKeyDictionary
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
@@ -516,28 +516,70 @@ def received_logits(
     return (mean.unflatten(0, (-1, groups)) @ keys[:, None]).flatten(0, 1)
 
 
-# Switching changes the model itself, so whoever wraps the same model shares one lock.
-_LOCKS: WeakKeyDictionary[nn.Module, RLock] = WeakKeyDictionary()
+# Attention is switched in these config objects, which several models may share, so the locks belong
+# to them. They are kept by identity, because configs compare by value and cannot be hashed.
+_SWITCHES = ("text_config", "vision_config")
+_LOCKS: dict[int, tuple[ReferenceType, AbstractContextManager]] = {}
+_GUARD = threading.Lock()
 
 
-def lock_of(model: nn.Module) -> RLock:
-    """The lock under which ``model`` is run by vlmfast."""
-    return _LOCKS.setdefault(model, RLock())
+def _locks_of(model: nn.Module) -> list[AbstractContextManager]:
+    """The locks of the configs in which ``model`` is switched, in the order to take them in."""
+    configs = {id(of): of for of in (getattr(model.config, key) for key in _SWITCHES)}
+    with _GUARD:
+        for key, config in configs.items():
+            if key not in _LOCKS:
+                # Called before another object can have this id.
+                reference = ref(config, lambda _, key=key: _LOCKS.pop(key, None))
+                _LOCKS[key] = reference, threading.RLock()
+        # One order for all models: whoever shares a config with two others waits for both.
+        return [_LOCKS[key][1] for key in sorted(configs)]
+
+
+@contextmanager
+def lock_of(model: nn.Module) -> Iterator[None]:
+    """Hold what ``model`` is run under: nobody else runs it, or a model that shares its configs.
+
+    A thread may enter it again.
+    """
+    with ExitStack() as held:
+        for lock in _locks_of(model):
+            held.enter_context(lock)
+        yield
 
 
 @contextmanager
 def switched(model: nn.Module) -> Iterator[None]:
-    """Run ``model`` with vlmfast's attention; the names it had before are restored on exit."""
-    with lock_of(model):
-        before = {
-            key: getattr(model.config, key)._attn_implementation
-            for key in ("text_config", "vision_config")
-        }
+    """Make ``model`` ready for the engine in this thread; on exit it is as it was before.
+
+    Its attention is vlmfast's, its device is the current one, and gradient checkpointing, under
+    which layers get no cache, is suspended.
+    """
+    with lock_of(model), _current(model.device), _without_checkpointing(model):
+        before = {key: getattr(model.config, key)._attn_implementation for key in _SWITCHES}
         try:
             model.set_attn_implementation({"text_config": TEXT, "vision_config": VISION})
             yield
         finally:
             model.set_attn_implementation(before)
+
+
+def _current(device: torch.device) -> AbstractContextManager:
+    """Kernels and captures run on the current device, which every thread has of its own."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+@contextmanager
+def _without_checkpointing(model: nn.Module) -> Iterator[None]:
+    # Hugging Face enables it by an attribute of the instance.
+    found = [module for module in model.modules() if vars(module).get("gradient_checkpointing")]
+    for module in found:
+        module.gradient_checkpointing = False
+    try:
+        yield
+    finally:
+        for module in found:
+            module.gradient_checkpointing = True
 
 
 AttentionInterface.register(TEXT, text_attention)

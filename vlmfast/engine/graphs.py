@@ -103,7 +103,8 @@ def cuda_graph(step: Callable[[], None], state: State) -> Callable[[], None]:
                 state[key].copy_(of)
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    # Other threads may use the GPU meanwhile: only what this one calls can spoil the capture.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         step()
     for key, of in before.items():  # capturing runs nothing, but this costs nothing either
         state[key].copy_(of)

@@ -9,6 +9,8 @@ logarithms in float64 may differ in the last place.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -47,7 +49,27 @@ def gumbel(seed: int, place: int, size: int, device: torch.device | str = "cpu")
     Tensor, float64, (size,)
         Always finite: 52 random bits each, so no token without probability can be drawn.
     """
-    key = _mixed(torch.tensor([_signed(seed)], device=device)) + _signed(place * _GOLDEN)
+    return gumbels([seed], [place], size, device)[0]
+
+
+def gumbels(
+    seeds: Sequence[int], places: Sequence[int], size: int, device: torch.device | str = "cpu"
+) -> Tensor:
+    """`gumbel` of several rows at once, each with a seed and a place of its own.
+
+    Parameters
+    ----------
+    seeds, places : sequence of int, B of each
+    size : int
+        Of the vocabulary.
+
+    Returns
+    -------
+    Tensor, float64, (B, size)
+    """
+    steps = [_signed(place * _GOLDEN) for place in places]
+    numbers = torch.tensor([[_signed(seed) for seed in seeds], steps], device=device)
+    key = (_mixed(numbers[0]) + numbers[1])[:, None]
     counter = torch.arange(1, size + 1, device=device) * _signed(_GOLDEN)
     bits = _shift(_mixed(_mixed(key) + counter), 12)
     uniform = (bits.double() + 0.5) * 2.0**-52  # exact, never 0 or 1

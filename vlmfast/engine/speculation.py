@@ -185,18 +185,17 @@ class Speculation:
     @contextmanager
     def _drafting(self) -> Iterator[None]:
         """What is done meanwhile is the drafters' work."""
-        start = clock(self.turn.ids.device)
+        start = clock(self.turn.run.adapter.device)
         yield
-        self.turn.run.stats.time_draft_s += clock(self.turn.ids.device) - start
+        self.turn.run.stats.time_draft_s += clock(self.turn.run.adapter.device) - start
 
     def _noise(self) -> Callable[[int], Tensor] | None:
-        return self.noise if self.turn.sampled else None
+        return self.noise if self.turn.sampler.sampled else None
 
     def noise(self, depth: int) -> Tensor:
         """The noise of the token at ``depth`` below the root."""
-        turn = self.turn
-        device, size = turn.ids.device, turn.run.adapter.vocabulary
-        return gumbel(turn.seed, turn.ids.shape[1] + depth - 1, size, device)
+        sampler, adapter = self.turn.sampler, self.turn.run.adapter
+        return gumbel(sampler.seed, sampler.length + depth - 1, adapter.vocabulary, adapter.device)
 
     def learn(
         self, tree: Tree, path: list[int], emitted: list[int], output: Output, number: int
@@ -218,7 +217,7 @@ class Speculation:
             stats.drafted_at_depth[depth - 1] += len(path) >= depth
             stats.accepted_at_depth[depth - 1] += len(path) > depth
         if self.governor is not None:
-            seconds = clock(self.turn.ids.device) - self.began
+            seconds = clock(self.turn.run.adapter.device) - self.began
             self.governor.observe(self.rows, self.taken, n, len(emitted), seconds, self.first)
             self.first = False
         if self.turn.done:
@@ -297,9 +296,9 @@ def _limit(stages: Sequence[DrafterStage]) -> tuple[int, int]:
 
 def _warper(turn: Turn) -> Callable[[Tensor], Tensor] | None:
     """The processors of a request that can rank drafts."""
-    if not turn.sampled:
+    if not turn.sampler.sampled:
         return None
-    chosen = [p for p in turn.processor if type(p).__name__ in _ROWWISE]
+    chosen = [p for p in turn.sampler.processors if type(p).__name__ in _ROWWISE]
 
     def warp(logits: Tensor) -> Tensor:
         nothing = turn.ids.new_zeros(len(logits), 0)

@@ -6,20 +6,19 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from transformers import StoppingCriteria, TextIteratorStreamer
 
+from .sampling import HostCriterion
 
-class _Cancelled(StoppingCriteria):
+
+class _Cancelled(HostCriterion):
     """Stops at the next token once the reader has gone away."""
 
     def __init__(self) -> None:
         self.event = threading.Event()
 
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        return torch.full(
-            (input_ids.shape[0],), self.event.is_set(), dtype=torch.bool, device=input_ids.device
-        )
+    def is_done(self) -> bool:
+        return self.event.is_set()
 
 
 def stream(

@@ -37,7 +37,7 @@ def cuda_graph(run: Callable[[], Made]) -> tuple[Made, Callable[[], None]]:
             run()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # as in `graphs.cuda_graph`
         made = run()
     return made, graph.replay
 

@@ -2,13 +2,14 @@
 
 ``generate`` prepares logits processors, stopping criteria and the generation config; this loop asks
 them in the same order and with the same ids as Hugging Face's sampling loop, so that tokens and
-random numbers are the same. In a batch every sequence has its own of them, which see its own ids.
+random numbers are the same (`engine.sampling`). In a batch every sequence has its own of them,
+which see its own ids.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,8 +21,8 @@ from ..errors import VLMFastError
 from ..tree import Tree
 from .attention import switched
 from .decode import Decoder, lasting
-from .noise import gumbel
 from .run import Run
+from .sampling import Sampler, Sampling
 from .speculation import Speculation, walk
 from .stats import clock
 
@@ -35,63 +36,66 @@ class Turn:
     Parameters
     ----------
     run : Run
-    ids : Tensor, int64, (1, S)
-        Full prompt, placeholders included, because logits processors see the prompt; then what has
-        been generated.
-    processor, criteria, config
-        Hugging Face's logits processors, stopping criteria and generation config.
+    sampler : Sampler
+        Prompt and tokens, and how these are chosen.
     streamer : object, optional
         Gets each token.
     number : int
         Which request of a batch it is.
-    seed : int, optional
-        Sampling: the token at each place is drawn with noise that depends on the seed and the place
-        alone. Without it, as Hugging Face draws, from torch's generator; drafts need it, and draw
-        it from there.
     strict : bool
         Whether near ties are taken from the single-token path.
     """
 
     run: Run
-    ids: Tensor
-    processor: Any
-    criteria: Any
-    config: Any
+    sampler: Sampler
     streamer: Any = None
     number: int = 0
-    seed: int | None = None
     strict: bool = False
     speculation: Speculation | None = None
     drifted: int = 0  # strict: tokens in the cache, the last ones, that trees had a part in
-    scores: list[Tensor] = field(default_factory=list)
-    raw: list[Tensor] = field(default_factory=list)
     first: float | None = None
     done: bool = False
 
     def __post_init__(self) -> None:
-        self.prompt = self.ids.shape[1]
-        if self.config.num_beams > 1 or self.config.num_return_sequences > 1:
+        sampler, config = self.sampler, self.config
+        if config.num_beams > 1 or config.num_return_sequences > 1:
             raise VLMFastError(
                 "num_beams and num_return_sequences must be 1: vlmfast decodes greedily or by "
                 "sampling"
             )
-        if self.config.guidance_scale not in (None, 1):
+        if config.guidance_scale not in (None, 1):
             raise VLMFastError("guidance_scale is not supported: it would need a second prompt")
-        if self.seed is not None and (
-            isinstance(self.seed, bool) or not isinstance(self.seed, int)
-        ):
-            raise VLMFastError(f"seed={self.seed!r} must be a whole number, or None")
-        if self.seed is None and self.sampled and self.run.watch is not None:
-            self.seed = int(torch.randint(2**62, ()))
+        seed = sampler.seed
+        if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
+            raise VLMFastError(f"seed={seed!r} must be a whole number, or None")
+        if seed is None and sampler.sampled and self.run.watch is not None:
+            sampler.seed = int(torch.randint(2**62, ()))  # drafts need one
+        self.alone = Sampling([sampler])
 
     @property
-    def sampled(self) -> bool:
-        return bool(self.config.do_sample)
+    def config(self) -> Any:
+        return self.sampler.config
+
+    @property
+    def ids(self) -> Tensor:
+        return self.sampler.ids
+
+    @property
+    def prompt(self) -> int:
+        return self.sampler.prompt
+
+    @property
+    def scores(self) -> list[Tensor]:
+        return self.sampler.scores
+
+    @property
+    def raw(self) -> list[Tensor]:
+        return self.sampler.raw
 
     @property
     def count(self) -> int:
         """Tokens that have been generated."""
-        return self.ids.shape[1] - self.prompt
+        return len(self.sampler.tokens)
 
     @property
     def room(self) -> int:
@@ -99,33 +103,23 @@ class Turn:
 
     @property
     def generated(self) -> list[int]:
-        return self.ids[0, self.prompt :].tolist()
+        return list(self.sampler.tokens)
 
     def take(self, logits: Tensor) -> Tensor:
         """The next token (1,) from ``logits`` (1, V); sets ``done`` when it was the last."""
-        config = self.config
-        if not config.output_scores:
-            self.scores.clear()
-        if not config.output_logits:
-            self.raw.clear()
-        # A copy in float32, as Hugging Face makes it: processors may write into it.
-        logits = logits.to(copy=True, dtype=torch.float32)
-        processed = self.processor(self.ids, logits)
-        self.scores.append(processed)
-        self.raw.append(logits)
-        if self.sampled and self.seed is None:
-            tokens = torch.multinomial(processed.softmax(-1), num_samples=1).squeeze(1)
-        else:
-            tokens = self.perturbed(processed).argmax(-1)
-        self.ids = torch.cat([self.ids, tokens[:, None]], dim=-1)
+        token = self.alone.take(logits)
+        self.taken()
+        return token
+
+    def taken(self) -> None:
+        """A token was taken: hand it on, and set ``done`` when it was the last."""
         if self.first is None:
-            self.first = clock(self.ids.device)
+            self.first = clock(self.run.adapter.device)
         if self.streamer is not None:
-            self.streamer.put(tokens.cpu())
-        self.done = bool(self.criteria(self.ids, tuple(self.scores)).all())
+            self.streamer.put(torch.tensor(self.sampler.tokens[-1:]))
+        self.done = self.sampler.is_done()
         if self.done:
             self._finish()
-        return tokens
 
     def draft(self) -> None:
         """Let the recipe's drafters begin, where the prompt has been read."""
@@ -133,30 +127,22 @@ class Turn:
             stages = self.run.recipe.acting("drafter")
             self.speculation = Speculation(self, stages, self.run.watch.reads)
 
-    def perturbed(self, processed: Tensor) -> Tensor:
-        """Scores (1, V) whose largest is the next token."""
-        if not self.sampled:
-            return processed
-        noise = gumbel(self.seed, self.ids.shape[1], processed.shape[1], processed.device)
-        return processed.double() + noise
-
     def sure(self, logits: Tensor) -> bool:
         """Whether the token behind ``logits`` (V,) is the same whatever their last bits are."""
-        logits = logits[None].to(copy=True, dtype=torch.float32)
-        ulp = torch.finfo(self.run.adapter.dtype).eps * float(logits.abs().max())
-        processed = self.processor(self.ids, logits)
-        best = self.perturbed(processed).topk(2, dim=-1).values[0]
-        scale = getattr(self.config, "temperature", None) or 1.0 if self.sampled else 1.0
+        ulp = torch.finfo(self.run.adapter.dtype).eps * float(logits.float().abs().max())
+        best = self.alone.ranked(logits[None]).topk(2, dim=-1).values[0]
+        sampled = self.sampler.sampled
+        scale = getattr(self.config, "temperature", None) or 1.0 if sampled else 1.0
         return float(best[0] - best[1]) > _ULPS * ulp / scale
 
     def one(self, logits: Tensor) -> tuple[int, bool]:
         """`take`, for a walk through a tree."""
-        return int(self.take(logits[None])), self.done
+        self.take(logits[None])
+        return self.sampler.tokens[-1], self.done
 
     def _finish(self) -> None:
-        device = self.ids.device
-        count = self.ids.shape[1] - self.prompt
-        self.run.stats.finish(count, self.run.begin, self.first, clock(device), device)
+        device = self.run.adapter.device
+        self.run.stats.finish(self.count, self.run.begin, self.first, clock(device), device)
         if self.streamer is not None:
             self.streamer.end()
 
@@ -208,27 +194,27 @@ def _turn(
 
     Parameters that Hugging Face's own loop does not have are how the run gets in.
     """
-    return Turn(
-        vlmfast_run,
-        input_ids,
-        logits_processor,
-        stopping_criteria,
-        generation_config,
-        vlmfast_streamer,
-        seed=vlmfast_seed,
-        strict=vlmfast_strict,
+    sampler = Sampler(
+        input_ids, logits_processor, stopping_criteria, generation_config, vlmfast_seed
     )
+    return Turn(vlmfast_run, sampler, vlmfast_streamer, strict=vlmfast_strict)
 
 
-def advance(decoder: Decoder, turns: Sequence[Turn], tokens: Sequence[Tensor]) -> list[Tensor]:
+def advance(
+    decoder: Decoder, turns: Sequence[Turn], tokens: Sequence[Tensor], sampling: Sampling
+) -> list[Tensor]:
     """One round: every sequence emits its next token, and those that were drafted right.
 
-    ``tokens`` (1,) each were emitted last; returns those that are now.
+    ``tokens`` (1,) each were emitted last; returns those that are now. ``sampling`` is that of the
+    turns.
     """
     decoder.rework()
     if all(turn.speculation is None for turn in turns):
         logits = decoder.feed(torch.stack(list(tokens))).logits[:, -1]
-        return [turn.take(row[None]) for turn, row in zip(turns, logits, strict=True)]
+        taken = sampling.take(logits)
+        for turn in turns:
+            turn.taken()
+        return list(taken.split(1))
     trees = [
         Tree.chain([int(token)])
         if turn.speculation is None
@@ -257,7 +243,8 @@ def advance(decoder: Decoder, turns: Sequence[Turn], tokens: Sequence[Tensor]) -
     if drafted:
         decoder.accept(paths)
     (turn, *others), path = turns, paths[0]
-    if turn.strict and not turn.done and (not path or int(last[0]) in trees[0].children[path[-1]]):
+    unsure = not path or turn.sampler.tokens[-1] in trees[0].children[path[-1]]
+    if turn.strict and not turn.done and unsure:
         assert not others  # drafts of a strict answer have no company
         if not drafted:
             decoder.rewind(1)
@@ -294,7 +281,7 @@ def answer(turn: Turn, start: Callable[[], Tensor] | None = None) -> list[int]:
         token = turn.take(logits)
         turn.draft()
         while not turn.done:
-            (token,) = advance(turn.run.decoder, [turn], [token])
+            (token,) = advance(turn.run.decoder, [turn], [token], turn.alone)
         return turn.generated
 
 
@@ -308,6 +295,7 @@ def answer_many(model: nn.Module, turns: Iterator[Turn], at_once: int) -> Iterat
     active: list[Turn] = []
     decoder: Decoder | None = None
     tokens: list[Tensor] = []
+    sampling = Sampling([])
     with switched(model):
         while True:
             while len(active) < at_once and (turn := next(turns, None)) is not None:
@@ -327,7 +315,8 @@ def answer_many(model: nn.Module, turns: Iterator[Turn], at_once: int) -> Iterat
                 turn.run.cache = turn.run.decoder = None
             if not active:
                 return
-            tokens = advance(decoder, active, tokens)
+            sampling = sampling.of([turn.sampler for turn in active])
+            tokens = advance(decoder, active, tokens, sampling)
             alive = [row for row, turn in enumerate(active) if not turn.done]
             ended = [turn for turn in active if turn.done]
             if ended:

@@ -1,0 +1,625 @@
+"""Rows that take their tokens together take the tokens, bit for bit, that each takes alone."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from transformers import (
+    EosTokenCriteria,
+    EpsilonLogitsWarper,
+    GenerationConfig,
+    InfNanRemoveLogitsProcessor,
+    LogitNormalization,
+    LogitsProcessor,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
+    MinPLogitsWarper,
+    NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
+
+import vlmfast.engine.turn as turning
+from closeness import close, network
+from tiny_models import build_llava, picture
+from vlmfast import VLM, Request
+from vlmfast.engine import sampling
+from vlmfast.engine.noise import gumbel, gumbels
+from vlmfast.engine.sampling import Parameters, Sampler, Sampling
+
+V = 29
+PARTS = {
+    "repetition_penalty": lambda of: RepetitionPenaltyLogitsProcessor(of),
+    "remove_invalid": lambda of: InfNanRemoveLogitsProcessor(),
+    "temperature": lambda of: TemperatureLogitsWarper(of),
+    "top_k": lambda of: TopKLogitsWarper(of),
+    "top_p": lambda of: TopPLogitsWarper(of),
+    "min_p": lambda of: MinPLogitsWarper(of),
+    "typical_p": lambda of: TypicalLogitsWarper(of),
+    "normalize": lambda of: LogitNormalization(),
+}
+
+
+def processors(settings: dict[str, Any]) -> LogitsProcessorList:
+    return LogitsProcessorList([PARTS[name](settings[name]) for name in PARTS if name in settings])
+
+
+def sampler(
+    settings: dict[str, Any] | LogitsProcessorList,
+    prompt: list[int],
+    *,
+    seed: int | None = None,
+    criteria: list = (),
+    **config: Any,
+) -> Sampler:
+    own = settings if isinstance(settings, list) else processors(settings)
+    config = GenerationConfig(**{"do_sample": True} | config)
+    return Sampler(torch.tensor([prompt]), own, StoppingCriteriaList(criteria), config, seed)
+
+
+def huggingface(rows: list[Sampler], logits: Tensor) -> list[Tensor]:
+    """The scores of each row from its own list."""
+    return [
+        row.processors(row.ids, scores[None].to(torch.float32, copy=True))
+        for row, scores in zip(rows, logits, strict=True)
+    ]
+
+
+def same(got: list[Tensor], wanted: list[Tensor]) -> bool:
+    got = [score for block in got for score in block.split(1)]
+    return all(
+        torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(7), b.nan_to_num(7))
+        for a, b in zip(got, wanted, strict=True)
+    )
+
+
+def together(rows: list[Sampler], logits: Tensor) -> list[Tensor]:
+    batch = Sampling(rows)
+    scores = batch._scores(batch._raw(logits))
+    assert not batch._apart, "nothing was processed together"
+    return scores
+
+
+def logits_of(rows: int, size: int, seed: int, kind: str) -> Tensor:
+    made = torch.randn(rows, size, generator=torch.Generator().manual_seed(seed)) * 4
+    if kind == "ties":
+        made = made.round()
+    elif kind == "flat":
+        made = torch.full_like(made, 1.5)
+    elif kind == "infinite":
+        made[:, :: 1 + seed % 3] = -math.inf
+        made[:, -1] = 2.0
+    return made
+
+
+# --- parameters ----------------------------------------------------------------------------------
+
+row_settings = st.fixed_dictionaries(
+    {},
+    optional={
+        "repetition_penalty": st.floats(0.3, 4.0),
+        "remove_invalid": st.just(True),
+        "temperature": st.floats(1e-3, 50.0),
+        "top_k": st.integers(1, V + 4),
+        "top_p": st.one_of(st.sampled_from([0.0, 1.0]), st.floats(0.0, 1.0)),
+        "min_p": st.one_of(st.sampled_from([0.0, 1.0]), st.floats(0.0, 1.0)),
+        "typical_p": st.floats(0.01, 0.99),
+        "normalize": st.just(True),
+    },
+)
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    st.lists(row_settings, min_size=1, max_size=5),
+    st.integers(1, V),
+    st.integers(0, 10**6),
+    st.sampled_from(["random", "ties", "flat", "infinite"]),
+)
+def test_rows_are_processed_as_by_hugging_face(
+    chosen: list[dict], size: int, seed: int, kind: str
+) -> None:
+    logits = logits_of(len(chosen), size, seed, kind)
+    rows = [
+        sampler(of, [(seed + i * k) % size for k in range(1 + i)]) for i, of in enumerate(chosen)
+    ]
+    before = logits.clone()
+    assert same(together(rows, logits), huggingface(rows, logits))
+    assert torch.equal(logits, before)
+
+
+SETTINGS = {
+    "repetition_penalty": 1.3,
+    "temperature": 0.7,
+    "top_k": 6,
+    "top_p": 0.8,
+    "min_p": 0.05,
+    "typical_p": 0.6,
+}
+
+
+@pytest.mark.parametrize("size", [5003, 40_001])
+def test_large_vocabularies_beside_other_rows(size: int) -> None:
+    """Where PyTorch divides a long row among threads, too."""
+    chosen = [SETTINGS, {}, {"typical_p": 0.9}, {"top_p": 0.95}, SETTINGS | {"normalize": True}]
+    logits = logits_of(len(chosen), size, 3, "random")
+    rows = [sampler(of, [1, 2, 3]) for of in chosen]
+    assert same(together(rows, logits), huggingface(rows, logits))
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_parameter_of_another_value_gives_other_scores(name: str) -> None:
+    """The control: every parameter is at work, and a nearby one is told apart."""
+    chosen = {name: SETTINGS[name]}
+    other = {name: 5 if name == "top_k" else SETTINGS[name] * 0.9}
+    logits = logits_of(1, 5003, 1, "random").expand(2, -1) / 4
+    wanted = huggingface([sampler(chosen, [1, 2, 3])] * 2, logits)
+    (got,) = together([sampler(of, [1, 2, 3]) for of in (chosen, other)], logits)
+    assert same([got[:1]], wanted[:1])
+    assert not same([got[1:]], wanted[1:])
+
+
+def test_half_precision_and_double_become_float32() -> None:
+    for dtype in (torch.bfloat16, torch.float16, torch.float64):
+        logits = logits_of(2, V, 5, "random").to(dtype)
+        rows = [sampler(SETTINGS, [1, 2]), sampler({}, [3])]
+        assert same(together(rows, logits), huggingface(rows, logits))
+
+
+def test_a_gpu_multiplies_with_the_reciprocal(monkeypatch) -> None:
+    """As PyTorch does there where a tensor is divided by a Python number."""
+
+    class Cuda:
+        type = "cuda"
+
+    monkeypatch.setattr(torch.Tensor, "to", lambda self, *_: self)
+    rows = [Parameters(temperature=0.7, repetition_penalty=1.3)]
+    columns = sampling.Columns(rows, Cuda())
+    logits = logits_of(1, 5003, 0, "random")
+    seen = torch.ones(1, 5003, dtype=torch.bool)
+    one, other = (1 / torch.tensor(of) for of in (1.3, 0.7))
+    wanted = torch.where(logits < 0, logits * 1.3, logits * one) * other
+    assert torch.equal(columns(logits, seen), wanted)
+    divided = torch.where(logits < 0, logits * 1.3, logits / 1.3) / 0.7
+    assert not torch.equal(wanted, divided)
+
+
+class Own(LogitsProcessor):
+    """A user's own: writes into what it is given."""
+
+    def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
+        assert ids.shape[0] == scores.shape[0] == 1
+        scores[:, int(ids[0, -1])] = -math.inf
+        return scores
+
+
+class Cooler(TemperatureLogitsWarper):
+    pass
+
+
+UNKNOWN = {
+    "a processor of another kind": [NoRepeatNGramLogitsProcessor(2)],
+    "a warper of another kind": [EpsilonLogitsWarper(1e-3)],
+    "another order": [TopKLogitsWarper(4), TemperatureLogitsWarper(0.5)],
+    "twice": [TemperatureLogitsWarper(0.5), TemperatureLogitsWarper(0.5)],
+    "a class derived from a known one": [Cooler(0.5)],
+    "another filter value": [TopKLogitsWarper(4, filter_value=-1e3)],
+    "tokens that are kept": [TopPLogitsWarper(0.1, min_tokens_to_keep=3)],
+    "a user's own": [TemperatureLogitsWarper(0.5), Own()],
+    "more ids ignored than the prompt has": [RepetitionPenaltyLogitsProcessor(2.0, 9)],
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_other_lists_are_called_for_their_row_alone(name: str) -> None:
+    logits = logits_of(3, V, 2, "random")
+    chosen = [SETTINGS, LogitsProcessorList(UNKNOWN[name]), {"top_k": 3}]
+    rows = [sampler(of, [4, 9, 4]) for of in chosen]
+    wanted = huggingface(rows, logits)
+    batch = Sampling(rows)
+    before = logits.clone()
+    assert same(batch._scores(batch._raw(logits)), wanted)
+    assert batch._apart == [1]
+    assert torch.equal(logits, before)
+    assert not torch.equal(wanted[1][0], logits[1]) or name.startswith("more ids")
+
+
+def test_tokens_that_top_k_keeps_are_its_number() -> None:
+    logits = logits_of(1, V, 2, "random")
+    row = sampler(LogitsProcessorList([TopKLogitsWarper(2, min_tokens_to_keep=5)]), [1])
+    got = together([row], logits)
+    assert same(got, huggingface([row], logits)) and int(got[0].isfinite().sum()) == 5
+
+
+def test_a_processor_that_changes_the_dtype() -> None:
+    """Its row cannot stand in one tensor with the others, which must not change."""
+
+    class Double(LogitsProcessor):
+        def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
+            return scores.double()
+
+    logits = logits_of(3, V, 2, "random")
+    rows = [
+        sampler(of, [1], output_scores=True)
+        for of in ({"temperature": 0.3}, LogitsProcessorList([Double()]), {})
+    ]
+    wanted = huggingface(rows, logits)
+    torch.manual_seed(5)
+    Sampling(rows).take(logits)
+    assert [row.scores[0].dtype for row in rows] == [torch.float32, torch.float64, torch.float32]
+    torch.manual_seed(5)
+    drawn = [int(torch.multinomial(of.softmax(-1), 1)) for of in wanted]
+    assert [row.tokens for row in rows] == [[of] for of in drawn]
+
+
+# --- what a repetition penalty counts ------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "ignored", [None, 0, 2, torch.tensor([0]), torch.tensor([2]), torch.tensor([3])], ids=str
+)
+def test_ids_are_counted_as_they_come(ignored: Any) -> None:
+    """Prompt and answer, in changing company."""
+    if isinstance(ignored, Tensor):
+        try:
+            RepetitionPenaltyLogitsProcessor(1.5, ignored)
+        except ValueError:
+            pytest.skip("this release of transformers takes a number only")
+
+    def row(prompt: list[int], **settings: Any) -> Sampler:
+        penalty = RepetitionPenaltyLogitsProcessor(1.5, ignored)
+        return sampler(LogitsProcessorList([penalty]), prompt, do_sample=False, **settings)
+
+    rows = [row([1, 2, 3]), sampler({}, [7], do_sample=False), row([4, 4, 28]), row([0, 5, 6])]
+    companies = [[0], [0, 1, 2], [0, 1, 2], [2], [3, 2, 0], [3, 2, 0], [2, 0, 1, 3], [0]]
+    batch = Sampling([])
+    for step, company in enumerate(companies):
+        now = [rows[number] for number in company]
+        logits = logits_of(len(now), V, step, "random")
+        wanted = huggingface(now, logits)
+        batch = batch.of(now)
+        assert same(batch._scores(batch._raw(logits)), wanted)
+        batch.take(logits)
+        assert [of.tokens[-1] for of in now] == [int(score.argmax()) for score in wanted]
+    assert [len(of.tokens) for of in rows] == [7, 3, 6, 3]
+    assert rows[0].ids[0].tolist() == [1, 2, 3, *rows[0].tokens]
+    # The control: a token that was taken weighs on what follows.
+    alone = Sampling([row([1, 2, 3])])
+    alone.take(logits_of(1, V, 0, "random"))
+    logits = logits_of(1, V, 0, "random")
+    assert not same(alone._scores(alone._raw(logits)), huggingface([row([1, 2, 3])], logits))
+
+
+@pytest.mark.parametrize("outside", [V, V + 100])
+def test_placeholders_outside_the_vocabulary(outside: int) -> None:
+    """What Hugging Face makes of them: counted by none, or refused, depending on the release."""
+    logits = logits_of(2, V, 2, "random")
+    rows = [sampler({"repetition_penalty": 1.5}, [1, outside, 2]), sampler(SETTINGS, [1])]
+    try:
+        wanted = huggingface(rows, logits)
+    except (RuntimeError, IndexError) as error:
+        with pytest.raises(type(error)):
+            Sampling(rows).take(logits)
+        return
+    for _ in range(2):
+        batch = Sampling(rows)
+        assert same(batch._scores(batch._raw(logits)), wanted)
+        assert batch._apart == [0]
+
+
+# --- tokens --------------------------------------------------------------------------------------
+
+
+def one_by_one(rows: list[Sampler], logits: Tensor) -> list[int]:
+    """As Hugging Face's loop takes them, and as the seed says."""
+    taken = []
+    for row, scores in zip(rows, huggingface(rows, logits), strict=True):
+        if row.sampled and row.seed is None:
+            taken.append(int(torch.multinomial(scores.softmax(-1), 1)))
+        elif row.sampled:
+            taken.append(
+                int((scores + gumbel(row.seed, row.ids.shape[1], scores.shape[1])).argmax())
+            )
+        else:
+            taken.append(int(scores.argmax()))
+    return taken
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(
+        st.tuples(row_settings, st.sampled_from(["greedy", "drawn", "seeded"])),
+        min_size=1,
+        max_size=6,
+    ),
+    st.sampled_from([7, V, 1009]),
+    st.integers(0, 10**6),
+)
+def test_tokens_are_those_of_single_rows(chosen: list[tuple], size: int, seed: int) -> None:
+    """And what torch's generator is asked for is the same afterwards."""
+    rows = [
+        sampler(
+            of,
+            list(range(1 + number)),
+            do_sample=way != "greedy",
+            seed=seed * number if way == "seeded" else None,
+        )
+        for number, (of, way) in enumerate(chosen)
+    ]
+    for step in range(2):
+        logits = logits_of(len(rows), size, seed + step, "random")
+        torch.manual_seed(seed)
+        wanted = one_by_one(rows, logits)
+        after = torch.get_rng_state()
+        torch.manual_seed(seed)
+        got = Sampling(rows).take(logits)
+        assert torch.equal(torch.get_rng_state(), after)
+        assert got.tolist() == wanted == [row.tokens[-1] for row in rows]
+
+
+def test_only_rows_without_a_seed_ask_the_generator() -> None:
+    logits = logits_of(3, V, 0, "flat")
+
+    def taken(*ways: tuple[bool, int | None]) -> list[int]:
+        torch.manual_seed(0)
+        rows = [sampler({}, [1], do_sample=do, seed=seed) for do, seed in ways]
+        return Sampling(rows).take(logits[: len(rows)]).tolist()
+
+    greedy, seeded, drawn = (False, None), (True, 3), (True, None)
+    first = taken(drawn)[0]
+    assert taken(greedy, seeded, drawn)[2] == taken(seeded, drawn)[1] == first
+    # The control: the second to be drawn is another one.
+    assert taken(drawn, seeded, drawn)[2] != first
+    assert taken(drawn, drawn)[0] == first != taken(drawn, drawn)[1]
+
+
+def test_noise_of_many_rows_is_that_of_each() -> None:
+    for size in (1, 7, 261, 5003, 40_001):
+        seeds = [-5, 0, 2**63, 10**30, 17]
+        places = [0, 4, 4, 2**20, 1]
+        wanted = torch.stack(
+            [gumbel(seed, place, size) for seed, place in zip(seeds, places, strict=True)]
+        )
+        assert torch.equal(gumbels(seeds, places, size), wanted)
+        assert not torch.equal(gumbels(seeds, places[::-1], size), wanted)
+
+
+def test_scores_are_kept_where_they_are_asked_for() -> None:
+    """As copies: a captured step writes its next logits over these."""
+    logits = logits_of(3, V, 4, "random")
+    rows = [
+        sampler(SETTINGS, [1], output_scores=True, return_dict_in_generate=True),
+        sampler(SETTINGS, [1]),
+        sampler({}, [1], output_logits=True, return_dict_in_generate=True),
+    ]
+    wanted, raw = huggingface(rows, logits), logits.clone()
+    Sampling(rows).take(logits)
+    logits.zero_()
+    assert [len(row.scores) for row in rows] == [1, 0, 0]
+    assert [len(row.raw) for row in rows] == [0, 0, 1]
+    assert same(rows[0].scores, wanted[:1]) and torch.equal(rows[2].raw[0], raw[2:])
+
+
+# --- ends ----------------------------------------------------------------------------------------
+
+
+class Counts(StoppingCriteria):
+    """Notes what it is shown; ends the answer after so many calls."""
+
+    def __init__(self, after: int = 99) -> None:
+        self.shown: list[tuple] = []
+        self.after = after
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        self.shown.append((input_ids[0].tolist(), [of.clone() for of in scores]))
+        return torch.tensor([len(self.shown) >= self.after])
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.integers(0, 9), max_size=8),
+    st.integers(1, 12),
+    st.one_of(st.none(), st.lists(st.integers(0, 9), min_size=1, max_size=3)),
+    st.integers(1, 9),
+)
+def test_ends_are_where_hugging_face_sees_them(
+    tokens: list[int], longest: int, ends: list[int] | None, after: int
+) -> None:
+    def criteria() -> StoppingCriteriaList:
+        eos = [] if ends is None else [EosTokenCriteria(torch.tensor(ends))]
+        return StoppingCriteriaList([MaxLengthCriteria(longest), *eos, Counts(after)])
+
+    row = sampler({}, [1, 2], criteria=criteria(), do_sample=False)
+    asked = criteria()
+    for token in tokens:
+        logits = torch.zeros(1, 10)
+        logits[0, token] = 1.0
+        Sampling([row]).take(logits)
+        wanted = bool(asked(row.ids, (logits,)).all())
+        assert row.is_done() == wanted
+        if wanted:
+            break
+    (mine,), (theirs,) = row._others, asked[-1:]
+    assert str(mine.shown) == str(theirs.shown)
+
+
+def test_time_runs_out() -> None:
+    late, early = MaxTimeCriteria(1e-9, 0.0), MaxTimeCriteria(1e9)
+    for criterion, wanted in ((late, True), (early, False)):
+        row = sampler({}, [1], criteria=[criterion])
+        row.tokens.append(1)
+        assert row.is_done() == wanted == bool(criterion(row.ids, None))
+
+
+def test_too_many_positions_are_warned_of(monkeypatch) -> None:
+    warned = []
+    monkeypatch.setattr(
+        "transformers.generation.stopping_criteria.logger.warning_once", warned.append
+    )
+    row = sampler({}, [1, 2], criteria=[MaxLengthCriteria(9, max_position_embeddings=3)])
+    for expected in (0, 1):
+        row.tokens.append(1)
+        assert not row.is_done() and len(warned) == expected
+
+
+# --- reads ---------------------------------------------------------------------------------------
+
+
+class Reads(TorchFunctionMode):
+    """Counts what makes the host wait for the device."""
+
+    WAITS = ("tolist", "item", "cpu", "numpy", "nonzero", "equal", "__bool__", "__int__")
+    WAITS += ("__float__", "__index__", "__iter__", "unique", "masked_select")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in self.WAITS:
+            self.seen.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+class Passes(StoppingCriteria):
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+def reads_of_a_step(vlm: VLM, rows: int, monkeypatch, **generation: Any) -> list[list[str]]:
+    """What a step reads while it takes its tokens, step by step, all rows being there."""
+    found: list[list[str]] = []
+    advance = turning.advance
+
+    def counted(decoder: Any, turns: Any, tokens: Any, batch: Any) -> Any:
+        feed = decoder.feed
+
+        def fed(tokens: Tensor) -> Any:
+            output = feed(tokens)
+            reads.__enter__()
+            return output
+
+        reads = Reads()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(decoder, "feed", fed)
+            try:
+                result = advance(decoder, turns, tokens, batch)
+            finally:
+                reads.__exit__(None, None, None)
+        if len(turns) == rows and not any(turn.done for turn in turns):
+            found.append(reads.seen)
+        return result
+
+    monkeypatch.setattr(turning, "advance", counted)
+    requests = [Request(f"what is {number} ?", picture(seed=number)) for number in range(rows)]
+    vlm.ask_many(requests, batch_size=rows, **{"max_new_tokens": 6} | generation)
+    return found
+
+
+@pytest.fixture(scope="module")
+def vlm() -> VLM:
+    return VLM(*build_llava())
+
+
+@pytest.mark.parametrize(
+    "generation",
+    [
+        {"do_sample": False},
+        {"do_sample": False, "repetition_penalty": 1.2, "max_time": 1e6},
+        {"do_sample": True, "seed": 4, "top_k": 20, "top_p": 0.9, "temperature": 0.7},
+        {"do_sample": True, "min_p": 0.1, "typical_p": 0.9},
+    ],
+    ids=["greedy", "penalty", "seeded", "drawn"],
+)
+def test_a_step_reads_its_tokens_once(vlm: VLM, monkeypatch, generation: dict) -> None:
+    steps = reads_of_a_step(vlm, 8, monkeypatch, **generation)
+    assert len(steps) >= 3 and all(step == ["tolist"] for step in steps)
+
+
+def test_a_criterion_of_the_users_own_is_read_for_its_row(vlm: VLM, monkeypatch) -> None:
+    """The control: what reads more is counted."""
+    steps = reads_of_a_step(vlm, 8, monkeypatch, stopping_criteria=[Passes()])
+    assert len(steps) >= 3 and all(len(step) == 9 for step in steps)
+
+
+# --- requests ------------------------------------------------------------------------------------
+
+REQUESTS = [
+    {"do_sample": False},
+    {"do_sample": True, "seed": 3, "temperature": 0.8, "top_k": 12},
+    {"do_sample": False, "repetition_penalty": 0.2},
+    {"do_sample": True, "seed": 4, "top_p": 0.7, "repetition_penalty": 1.2},
+    {"do_sample": True, "seed": 5, "min_p": 0.02, "typical_p": 0.8, "no_repeat_ngram_size": 2},
+    {"do_sample": False, "suppress_tokens": list(range(5, 99))},
+]
+
+
+def test_requests_of_all_kinds_in_company(vlm: VLM) -> None:
+    alone = [
+        vlm.ask("what is here ?", picture(seed=1), max_new_tokens=8 + number, **own).token_ids
+        for number, own in enumerate(REQUESTS)
+    ]
+    requests = [
+        Request("what is here ?", picture(seed=1), generation={"max_new_tokens": 8 + number, **own})
+        for number, own in enumerate(REQUESTS)
+    ]
+    for batch_size in (2, 6):
+        answers = vlm.ask_many(requests, batch_size=batch_size)
+        assert [answer.token_ids for answer in answers] == alone
+    assert len({tuple(ids[:8]) for ids in alone}) == len(alone)
+
+
+@pytest.mark.parametrize(
+    "generation",
+    [
+        {"do_sample": True, "temperature": 0.8, "top_k": 30, "top_p": 0.9, "min_p": 0.01},
+        {
+            "do_sample": True,
+            "typical_p": 0.8,
+            "repetition_penalty": 1.4,
+            "renormalize_logits": True,
+        },
+        {"do_sample": False, "repetition_penalty": 1.4, "remove_invalid_values": True},
+    ],
+    ids=["sampled", "typical", "greedy"],
+)
+def test_one_row_is_what_hugging_face_generates(vlm: VLM, generation: dict) -> None:
+    given = {"max_new_tokens": 12, **generation}
+    inputs = vlm.inputs("what is here ?", picture(seed=2))
+    torch.manual_seed(11)
+    wanted = vlm.model.generate(
+        **inputs, **given, return_dict_in_generate=True, output_scores=True, output_logits=True
+    )
+    seen: list[Sampler] = []
+    init = Sampler.__init__
+
+    def noted(self: Sampler, *args: Any) -> None:
+        init(self, *args)
+        seen.append(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Sampler, "__init__", noted)
+        torch.manual_seed(11)
+        more = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+        got = vlm.ask("what is here ?", picture(seed=2), **given, **more)
+    tokens = wanted.sequences[0, inputs["input_ids"].shape[1] :].tolist()
+    assert got.token_ids == tokens
+    assert Parameters.of(seen[0].processors) not in (None, Parameters())
+    for mine, theirs in ((seen[0].scores, wanted.scores), (seen[0].raw, wanted.logits)):
+        for one, other in zip(mine, theirs, strict=True):
+            kept = other.isfinite()
+            assert torch.equal(one.isfinite(), kept)
+            close(one[kept], other[kept], terms=network(vlm.model, 64))

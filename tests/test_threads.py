@@ -1,0 +1,427 @@
+"""Several threads, and the state of a thread or of a model that the engine needs for its work."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import LogitsProcessor, LogitsProcessorList
+
+from tiny_models import build_llava, picture
+from vlmfast import VLM, Request, attach
+from vlmfast.engine import attention, graphs, tower
+from vlmfast.engine.attention import lock_of, switched
+
+QUESTION = "what is here ?"
+
+
+def again(model: nn.Module, *, seed: int = 1, **shared: Any) -> nn.Module:
+    """Another model of other weights, on the same config objects."""
+    for name, of in shared.items():
+        setattr(model.config, name, of)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        made = type(model)(model.config).eval()
+    with torch.no_grad():
+        for parameter, of in zip(made.parameters(), model.parameters(), strict=True):
+            parameter.copy_(of * 0.9)
+    return made
+
+
+@pytest.fixture
+def pair() -> tuple[VLM, VLM]:
+    """Two models on one config object."""
+    model, processor = build_llava(layers=2)
+    other = again(model)
+    assert other.config is model.config
+    return VLM(model, processor), VLM(other, processor)
+
+
+def free(model: nn.Module) -> bool:
+    """Whether another thread could run ``model`` now."""
+    found: list[bool] = []
+
+    def probe() -> None:
+        taken = []
+        for lock in attention._locks_of(model):
+            if lock.acquire(blocking=False):
+                taken.append(lock)
+        found.append(len(taken) == len(attention._locks_of(model)))
+        for lock in taken:
+            lock.release()
+
+    in_thread(probe)
+    return found[0]
+
+
+def in_thread(work: Callable[[], Any]) -> None:
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+
+
+# --- locks ---------------------------------------------------------------------------------------
+
+
+def test_models_that_share_a_config_take_turns(pair) -> None:
+    one, two = (vlm.model for vlm in pair)
+    assert free(one) and free(two)
+    with switched(one):
+        assert not free(one) and not free(two)
+        with lock_of(two):  # the same thread may
+            assert not free(one)
+        assert not free(two)
+    assert free(one) and free(two)
+    with pytest.raises(KeyError), lock_of(two):
+        raise KeyError
+    assert free(one)
+
+
+def test_other_models_do_not_wait() -> None:
+    """The control: configs that are equal, and not the same."""
+    one, two = build_llava()[0], build_llava()[0]
+    assert one.config.text_config == two.config.text_config
+    with switched(one):
+        assert free(two)
+
+
+def test_one_config_of_two_is_enough() -> None:
+    """A model that shares its text config with one model and its tower's with another."""
+    left, right = build_llava(layers=2)[0], build_llava(layers=2)[0]
+    bridge = build_llava(layers=2)[0]
+    bridge.config.text_config = left.config.text_config
+    bridge.config.vision_config = right.config.vision_config
+    with lock_of(left):
+        assert free(right) and not free(bridge)
+    with lock_of(right):
+        assert free(left) and not free(bridge)
+    with lock_of(bridge):
+        assert not free(left) and not free(right)
+    assert free(left) and free(right) and free(bridge)
+
+
+def test_locks_go_with_their_configs() -> None:
+    gc.collect()
+    before = set(attention._LOCKS)
+    model = build_llava()[0]
+    with lock_of(model):
+        pass
+    assert len(set(attention._LOCKS) - before) == 2
+    del model
+    gc.collect()
+    assert not set(attention._LOCKS) - before
+
+
+def answers(vlm: VLM, count: int) -> list[list[int]]:
+    return [
+        vlm.ask(QUESTION, picture(seed=number % 4), max_new_tokens=3, eos_token_id=None).token_ids
+        for number in range(count)
+    ]
+
+
+@pytest.mark.parametrize("count", [30, pytest.param(500, marks=pytest.mark.slow)])
+def test_two_models_on_one_config_in_two_threads(pair, count: int) -> None:
+    wanted = [answers(vlm, 4) for vlm in pair]
+    assert wanted[0] != wanted[1]
+    got: list = [None, None]
+    start = threading.Barrier(2)
+
+    def work(number: int) -> None:
+        start.wait()
+        got[number] = answers(pair[number], count)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for mine, known in zip(got, wanted, strict=True):
+        assert mine == [known[number % 4] for number in range(count)]
+
+
+class Once(LogitsProcessor):
+    """Does something when the first token is taken."""
+
+    def __init__(self, act: Callable[[], None]) -> None:
+        self.act: Callable[[], None] | None = act
+
+    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        act, self.act = self.act, None
+        if act is not None:
+            act()
+        return scores
+
+
+def overlapped(one: VLM, two: VLM, seconds: float) -> list[int]:
+    """The answer of ``two`` while ``one`` is switched; ``one`` ends in the middle, if it may."""
+    inside, leave = threading.Event(), threading.Event()
+
+    def first() -> None:
+        with switched(one.model):
+            inside.set()
+            leave.wait(seconds)
+
+    def end() -> None:
+        leave.set()
+        thread.join()
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    inside.wait()
+    processor = LogitsProcessorList([Once(end)])
+    given = {"max_new_tokens": 6, "eos_token_id": None, "recipe": "h2o:0.5"}
+    return two.ask(QUESTION, picture(seed=0), logits_processor=processor, **given).token_ids
+
+
+def test_a_switch_lasts_as_long_as_the_answer(pair, monkeypatch) -> None:
+    """With the control: locks of each model's own let one end the switch of the other."""
+    one, two = pair
+    wanted = two.ask(
+        QUESTION, picture(seed=0), max_new_tokens=6, eos_token_id=None, recipe="h2o:0.5"
+    ).token_ids
+    assert overlapped(one, two, seconds=0.05) == wanted
+    own = {id(vlm.model): threading.RLock() for vlm in pair}
+    monkeypatch.setattr(attention, "_locks_of", lambda model: [own[id(model)]])
+    assert overlapped(one, two, seconds=60) != wanted
+
+
+# --- the current device --------------------------------------------------------------------------
+
+
+class Devices:
+    """Notes the devices that are current, thread by thread; stands for ``torch.cuda.device``."""
+
+    def __init__(self) -> None:
+        self.current: dict[int, list[torch.device]] = {}
+        self.entered = 0
+
+    @contextmanager
+    def __call__(self, device: torch.device) -> Iterator[None]:
+        stack = self.current.setdefault(threading.get_ident(), [])
+        stack.append(device)
+        self.entered += 1
+        try:
+            yield
+        finally:
+            stack.pop()
+
+    def here(self) -> list[torch.device]:
+        return self.current.get(threading.get_ident(), [])
+
+
+WAYS: dict[str, Callable[[VLM], Any]] = {
+    "ask": lambda vlm: vlm.ask(QUESTION, picture(), max_new_tokens=3),
+    "stream": lambda vlm: list(vlm.stream(QUESTION, picture(), max_new_tokens=3)),
+    "ask_many": lambda vlm: vlm.ask_many([Request(QUESTION, picture())] * 3, max_new_tokens=3),
+    "session": lambda vlm: [
+        vlm.session(images=picture()).ask(QUESTION, max_new_tokens=3) for _ in range(2)
+    ],
+    "long video": lambda vlm: vlm.ask(
+        QUESTION, video=[picture()] * 3, num_frames=3, max_new_tokens=3, max_kv_tokens=64
+    ),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_models_device_is_current_where_it_computes(monkeypatch, way: str) -> None:
+    vlm = VLM(*build_llava(layers=2))
+    devices, seen = Devices(), []
+
+    def look(module: nn.Module, args: tuple) -> None:
+        seen.append((threading.get_ident(), devices.here()[-1:]))
+
+    vlm.adapter.decoder.layers[0].register_forward_pre_hook(look)
+    next(iter(vlm.adapter.vision_blocks())).register_forward_pre_hook(look)
+    WAYS[way](vlm)
+    assert len(seen) > 3 and not devices.entered  # the control: nothing on a CPU
+    seen.clear()
+    second = torch.device("cuda", 1)
+    monkeypatch.setattr(type(vlm.model), "device", property(lambda self: second))
+    monkeypatch.setattr(torch.cuda, "device", devices)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    WAYS[way](vlm)
+    assert len(seen) > 3 and all(current == [second] for _, current in seen)
+    elsewhere = {thread for thread, _ in seen} - {threading.get_ident()}
+    assert bool(elsewhere) == (way == "stream")
+    assert not any(devices.current.values())  # and left again
+
+
+class Captures:
+    """Stands for CUDA's graphs and streams: notes how a capture is begun."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.modes: list[str] = []
+        self.runs = 0
+
+        class Graph:
+            def replay(self) -> None:
+                pass
+
+        class Stream:
+            def wait_stream(self, other: Any) -> None:
+                pass
+
+        @contextmanager
+        def graph(of: Graph, *, capture_error_mode: str = "global") -> Iterator[None]:
+            self.modes.append(capture_error_mode)
+            yield
+
+        @contextmanager
+        def stream(of: Stream) -> Iterator[None]:
+            yield
+
+        for name, fake in {
+            "CUDAGraph": Graph,
+            "Stream": Stream,
+            "current_stream": Stream,
+            "graph": graph,
+            "stream": stream,
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, fake)
+
+
+def test_captures_leave_other_threads_alone(monkeypatch) -> None:
+    captures = Captures(monkeypatch)
+    state = {("position",): torch.zeros(1), ("keys",): torch.zeros(1)}
+
+    def step() -> None:
+        for of in state.values():
+            of += 1
+
+    graphs.cuda_graph(step, state)()
+    assert captures.modes == ["thread_local"]
+    # Three steps to warm up and one that is recorded; what a step advances is put back.
+    assert [float(of) for of in state.values()] == [0.0, 4.0]
+    made, _ = tower.cuda_graph(lambda: ("made", {}, {}, []))
+    assert made[0] == "made" and captures.modes == ["thread_local"] * 2
+
+
+# --- gradient checkpointing ----------------------------------------------------------------------
+
+
+def checkpointing(model: nn.Module) -> list[str]:
+    """Modules that checkpoint."""
+    return [
+        name
+        for name, module in model.named_modules()
+        if getattr(module, "gradient_checkpointing", False)
+    ]
+
+
+@pytest.fixture
+def training() -> VLM:
+    """A model that is being trained, with checkpoints and without dropout."""
+    model, processor = build_llava(layers=4)
+    model.gradient_checkpointing_enable()
+    model.train()
+    return VLM(model, processor)
+
+
+def test_answers_of_a_model_in_training(training: VLM) -> None:
+    vlm = training
+    plain = VLM(*build_llava(layers=4))
+    before = checkpointing(vlm.model)
+    assert any("language_model" in name for name in before)
+    assert any("vision_tower" in name for name in before)
+    given = {"max_new_tokens": 6, "eos_token_id": None}
+    inputs = plain.inputs(QUESTION, picture())
+    # Without a cache: under checkpoints Hugging Face's layers get none.
+    wanted = vlm.model.generate(**inputs, **given, use_cache=False)[0, -6:].tolist()
+    assert vlm.ask(QUESTION, picture(), **given).token_ids == wanted
+    cached = vlm.model.generate(**inputs, **given)[0, -6:].tolist()
+    assert cached != wanted  # the control: they would checkpoint
+    for recipe in ("pyramiddrop", "h2o:0.5", "hired:0.5"):
+        wanted = plain.ask(QUESTION, picture(), recipe=recipe, **given).token_ids
+        assert vlm.ask(QUESTION, picture(), recipe=recipe, **given).token_ids == wanted
+    with attach(vlm.model, vlm.processor):
+        got = vlm.model.generate(**inputs, **given)[0, -6:].tolist()
+    assert got == plain.ask(QUESTION, picture(), **given).token_ids
+    assert checkpointing(vlm.model) == before and vlm.model.training
+
+
+def test_checkpointing_goes_on_after_an_exception(training: VLM) -> None:
+    before = checkpointing(training.model)
+
+    def fail() -> None:
+        assert not checkpointing(training.model)
+        raise KeyError("in the middle")
+
+    with pytest.raises(KeyError, match="in the middle"):
+        training.ask(
+            QUESTION,
+            picture(),
+            max_new_tokens=3,
+            logits_processor=LogitsProcessorList([Once(fail)]),
+        )
+    assert checkpointing(training.model) == before
+
+
+def test_training_checkpoints_after_an_answer(training: VLM) -> None:
+    model, inputs = training.model, training.inputs(QUESTION, picture())
+
+    def passes() -> int:
+        """How often the first layer runs for one step of training."""
+        count = [0]
+        layer = training.adapter.decoder.layers[0].self_attn
+        handle = layer.register_forward_pre_hook(lambda *_: count.__setitem__(0, count[0] + 1))
+        model(**inputs, labels=inputs["input_ids"], use_cache=False).loss.backward()
+        handle.remove()
+        return count[0]
+
+    assert passes() == 2
+    training.ask(QUESTION, picture(), max_new_tokens=2)
+    assert passes() == 2
+    model.gradient_checkpointing_disable()  # the control
+    assert passes() == 1
+
+
+# --- the caller's thread -------------------------------------------------------------------------
+
+
+def test_ask_runs_where_it_is_called(pair) -> None:
+    """So an interrupt reaches the caller, and its autocast and threads' state are in force."""
+    vlm, seen = pair[0], []
+
+    def look(module: nn.Module, args: tuple) -> None:
+        seen.append(
+            (
+                threading.get_ident(),
+                torch.is_autocast_enabled("cpu"),
+                torch.is_grad_enabled(),
+                torch.is_inference_mode_enabled(),
+            )
+        )
+
+    handle = vlm.adapter.decoder.layers[0].register_forward_pre_hook(look)
+    here = threading.get_ident()
+    vlm.ask(QUESTION, picture(), max_new_tokens=3, eos_token_id=None)
+    assert set(seen) == {(here, False, False, False)}
+    seen.clear()
+    with torch.autocast("cpu", torch.bfloat16), torch.inference_mode():
+        vlm.ask(QUESTION, picture(), max_new_tokens=3, eos_token_id=None)
+        assert torch.is_inference_mode_enabled()
+    assert set(seen) == {(here, True, False, False)}
+    seen.clear()
+    list(vlm.stream(QUESTION, picture(), max_new_tokens=3, eos_token_id=None))
+    ((there, *state),) = set(seen)
+    assert there != here and state == [False, False, False]  # the control: a thread of its own
+    handle.remove()
+
+
+def test_an_interrupt_ends_an_answer(pair) -> None:
+    vlm = pair[0]
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    wanted = answers(vlm, 1)
+    processor = LogitsProcessorList([Once(interrupt)])
+    with pytest.raises(KeyboardInterrupt):
+        vlm.ask(QUESTION, picture(), max_new_tokens=3, logits_processor=processor)
+    assert free(vlm.model) and answers(vlm, 1) == wanted

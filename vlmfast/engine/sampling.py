@@ -1,0 +1,507 @@
+"""Sampling: from the logits of a step to the next token of each row, for all rows at once.
+
+Hugging Face's ``generate`` prepares a list of logits processors and one of stopping criteria for
+each sequence. Where every processor of a row is a common one in Hugging Face's own order, the list
+becomes a row of parameters, and the rows of a batch are processed together; on a CPU the scores
+have the same bits as from Hugging Face's processors, row by row. Any other list is called for its
+row alone. A step reads its tokens from the device once; lengths and end tokens are then checked on
+the host.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import is_not
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    EosTokenCriteria,
+    GenerationConfig,
+    InfNanRemoveLogitsProcessor,
+    LogitNormalization,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
+
+from .noise import gumbels
+
+# The order in which Hugging Face's ``generate`` calls them.
+_ORDER = (
+    RepetitionPenaltyLogitsProcessor,
+    InfNanRemoveLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    MinPLogitsWarper,
+    TypicalLogitsWarper,
+    LogitNormalization,
+)
+
+
+class HostCriterion(StoppingCriteria):
+    """A stopping criterion that looks at no tensor."""
+
+    def is_done(self) -> bool:
+        raise NotImplementedError
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        size = (input_ids.shape[0],)
+        return torch.full(size, self.is_done(), dtype=torch.bool, device=input_ids.device)
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """The processors of one row as numbers; ``None`` and ``False`` are off.
+
+    Parameters
+    ----------
+    repetition_penalty : float, optional
+    ignored : int
+        Leading ids that the repetition penalty does not count.
+    remove_invalid : bool
+        Whether infinite scores and NaN become finite.
+    temperature : float, optional
+    top_k : int, optional
+    top_p, min_p, typical_p : float, optional
+    normalize : bool
+        Whether log-probabilities leave the list.
+    """
+
+    repetition_penalty: float | None = None
+    ignored: int = 0
+    remove_invalid: bool = False
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    typical_p: float | None = None
+    normalize: bool = False
+
+    @staticmethod
+    def of(processors: Any) -> Parameters | None:
+        """The parameters of a list of processors, or ``None`` where one is of another kind.
+
+        Parameters
+        ----------
+        processors : LogitsProcessorList
+        """
+        if type(processors) is not LogitsProcessorList:
+            return None
+        found: dict[str, Any] = {}
+        last = -1
+        for processor in processors:
+            kind = type(processor)
+            place = _ORDER.index(kind) if kind in _ORDER else -1
+            read = _read(processor) if place > last else None
+            if read is None:
+                return None
+            found |= read
+            last = place
+        return Parameters(**found)
+
+
+def _read(processor: Any) -> dict[str, Any] | None:
+    """What a processor of `_ORDER` adds to `Parameters`; ``None`` for unusual settings."""
+    if getattr(processor, "filter_value", -math.inf) != -math.inf:
+        return None
+    # `TopKLogitsWarper` has counted them into its own number.
+    if getattr(processor, "min_tokens_to_keep", 1) != 1 and type(processor) is not TopKLogitsWarper:
+        return None
+    match processor:
+        case RepetitionPenaltyLogitsProcessor():
+            ignored = processor.prompt_ignore_length
+            if isinstance(ignored, Tensor):
+                if ignored.numel() != 1:
+                    return None
+                ignored = int(ignored)
+            return {"repetition_penalty": processor.penalty, "ignored": ignored or 0}
+        case InfNanRemoveLogitsProcessor():
+            return {"remove_invalid": True}
+        case TemperatureLogitsWarper():
+            return {"temperature": processor.temperature}
+        case TopKLogitsWarper():
+            return {"top_k": processor.top_k}
+        case TopPLogitsWarper():
+            return {"top_p": processor.top_p}
+        case MinPLogitsWarper():
+            return {"min_p": processor.min_p}
+        case TypicalLogitsWarper():
+            return {"typical_p": processor.mass}
+        case _:
+            return {"normalize": True}
+
+
+class Columns:
+    """The parameters of B rows as columns (B, 1), on the device that the scores are on.
+
+    A processor that no row has is left out; a row without it has a value that changes nothing.
+
+    Parameters
+    ----------
+    rows : sequence of Parameters
+    device : torch.device
+    """
+
+    def __init__(self, rows: Sequence[Parameters], device: torch.device) -> None:
+        # A division by a Python number is a product with its reciprocal on CUDA, and a division
+        # elsewhere; a division by a tensor is one everywhere.
+        self.reciprocal = device.type == "cuda"
+
+        def column(values: Sequence[Any], off: Any, divides: bool = False) -> Tensor | None:
+            if all(value is None for value in values):
+                return None
+            # Rounded from float64, as a Python number is that meets a tensor in float32.
+            made = torch.tensor([off if value is None else value for value in values]).double()
+            made = made.float()[:, None]
+            return (made.reciprocal() if divides and self.reciprocal else made).to(device)
+
+        def flags(values: Sequence[bool]) -> Tensor | None:
+            return torch.tensor(values, device=device)[:, None] if any(values) else None
+
+        self.penalty = column([row.repetition_penalty for row in rows], 1.0)
+        self.unpenalty = column([row.repetition_penalty for row in rows], 1.0, divides=True)
+        self.remove_invalid = flags([row.remove_invalid for row in rows])
+        self.temperature = column([row.temperature for row in rows], 1.0, divides=True)
+        self.top_k = [row.top_k for row in rows]
+        dropped = [None if row.top_p is None else 1 - row.top_p for row in rows]
+        self.dropped_p = column(dropped, -1.0)
+        self.min_p = column([row.min_p for row in rows], 0.0)
+        self.typical_p = column([row.typical_p for row in rows], math.inf)
+        self.normalize = flags([row.normalize for row in rows])
+        if any(self.top_k):
+            self._last = torch.tensor([(k or 1) - 1 for k in self.top_k], device=device)[:, None]
+            self._cut = torch.tensor([k is not None for k in self.top_k], device=device)[:, None]
+
+    def _divided(self, scores: Tensor, column: Tensor) -> Tensor:
+        return scores * column if self.reciprocal else scores / column
+
+    def __call__(self, scores: Tensor, seen: Tensor | None) -> Tensor:
+        """Processed scores.
+
+        Parameters
+        ----------
+        scores : Tensor, float32, (B, V)
+            Nothing is written into it.
+        seen : Tensor, bool, (B, V)
+            Ids that a repetition penalty counts; not read where no row has one.
+
+        Returns
+        -------
+        Tensor, float32, (B, V)
+        """
+        if self.penalty is not None:
+            less = self._divided(scores, self.unpenalty)
+            less = torch.where(scores < 0, scores * self.penalty, less)
+            scores = torch.where(seen, less, scores)
+        if self.remove_invalid is not None:
+            finite = InfNanRemoveLogitsProcessor()(None, scores)
+            scores = torch.where(self.remove_invalid, finite, scores)
+        if self.temperature is not None:
+            scores = self._divided(scores, self.temperature)
+        if any(self.top_k):
+            scores = self._top_k(scores)
+        if self.dropped_p is not None:
+            scores = self._top_p(scores)
+        if self.min_p is not None:
+            probs = scores.softmax(-1)
+            # The most probable token is never below a share of itself.
+            low = probs < self.min_p * probs.amax(-1, keepdim=True)
+            scores = scores.masked_fill(low, -math.inf)
+        if self.typical_p is not None:
+            scores = self._typical(scores)
+        if self.normalize is not None:
+            scores = torch.where(self.normalize, scores.log_softmax(-1), scores)
+        return scores
+
+    def _top_k(self, scores: Tensor) -> Tensor:
+        size = scores.shape[1]
+        best = scores.topk(min(max(k or 1 for k in self.top_k), size)).values
+        least = best.gather(1, self._last.clamp(max=size - 1))
+        return scores.masked_fill(self._cut & (scores < least), -math.inf)
+
+    def _top_p(self, scores: Tensor) -> Tensor:
+        ordered, index = scores.sort()
+        dropped = ordered.softmax(-1).cumsum(-1) <= self.dropped_p
+        dropped[:, -1:] = False
+        return scores.masked_fill(dropped.scatter(1, index, dropped), -math.inf)
+
+    def _typical(self, scores: Tensor) -> Tensor:
+        normalized = scores.log_softmax(-1)
+        # Row by row: PyTorch divides the sum of a single long row among threads.
+        terms = (normalized * normalized.exp()).split(1)
+        entropy = -torch.cat([term.nansum(-1, keepdim=True) for term in terms])
+        distance, index = (-normalized - entropy).abs().sort()
+        reached = scores.gather(1, index).softmax(-1).cumsum(-1) < self.typical_p
+        last = reached.sum(1, keepdim=True).clamp(max=scores.shape[1] - 1)
+        dropped = distance > distance.gather(1, last)
+        dropped[:, :1] = False
+        return scores.masked_fill(dropped.scatter(1, index, dropped), -math.inf)
+
+
+class Sampler:
+    """How one sequence takes its tokens, and which ones it has taken.
+
+    Parameters
+    ----------
+    prompt : Tensor, int64, (1, S)
+        All of it, placeholders included, because processors see the prompt.
+    processors : LogitsProcessorList
+    criteria : StoppingCriteriaList
+    config : GenerationConfig
+        As ``generate`` prepared them.
+    seed : int, optional
+        Sampling: the token at each place is drawn with noise that depends on the seed and the place
+        alone. Without it, as Hugging Face draws, from torch's generator.
+
+    Attributes
+    ----------
+    tokens : list of int
+        What has been taken.
+    scores, raw : list of Tensor, float32, (1, V)
+        Of each step, after and before the processors, where ``config`` asks for them.
+    """
+
+    def __init__(
+        self,
+        prompt: Tensor,
+        processors: Any,
+        criteria: Any,
+        config: GenerationConfig,
+        seed: int | None = None,
+    ) -> None:
+        self.prompt = prompt.shape[1]
+        self.processors, self.config, self.seed = processors, config, seed
+        self.tokens: list[int] = []
+        self.scores: list[Tensor] = []
+        self.raw: list[Tensor] = []
+        self.seen: Tensor | None = None  # (V,), ids that a repetition penalty counts
+        self._ids = prompt
+        self._known, others = [], StoppingCriteriaList()
+        self._ends: set[int] = set()
+        for criterion in criteria:
+            kind = type(criterion)
+            if kind is EosTokenCriteria:
+                self._ends.update(criterion.eos_token_id.flatten().tolist())
+            elif kind in (MaxLengthCriteria, MaxTimeCriteria) or issubclass(kind, HostCriterion):
+                self._known.append(criterion)
+            else:
+                others.append(criterion)
+        self._others = others
+
+    @property
+    def sampled(self) -> bool:
+        return bool(self.config.do_sample)
+
+    @property
+    def length(self) -> int:
+        """Ids of prompt and answer."""
+        return self.prompt + len(self.tokens)
+
+    @property
+    def ids(self) -> Tensor:
+        """Prompt and answer, int64, (1, S + T)."""
+        if missing := self.length - self._ids.shape[1]:
+            new = self._ids.new_tensor([self.tokens[-missing:]])
+            self._ids = torch.cat([self._ids, new], dim=1)
+        return self._ids
+
+    def parameters(self, vocabulary: int) -> Parameters | None:
+        """The row's processors as numbers; ``None`` where the list itself has to be called."""
+        found = Parameters.of(self.processors)
+        if found is None or found.repetition_penalty is None:
+            return found
+        if self.seen is None:
+            ids = self._ids[:, : self.prompt]
+            # What becomes of ids outside the vocabulary depends on the release of transformers.
+            outside = (ids < 0) | (ids >= vocabulary)
+            if bool(outside.any()) or found.ignored > self.prompt:
+                return None
+            self.seen = torch.zeros(vocabulary, dtype=torch.bool, device=ids.device)
+            self.seen[self.ids[0, found.ignored :]] = True
+        return found
+
+    @property
+    def keeps(self) -> bool:
+        """Whether somebody looks at the scores of a step."""
+        return bool(self.config.output_logits or self.config.output_scores or self._others)
+
+    def keep(self, raw: Tensor, scores: Tensor) -> None:
+        """Keep what the caller of ``generate`` or a criterion asks for, (1, V) each."""
+        if self.config.output_logits:
+            self.raw.append(raw.clone())
+        if self.config.output_scores:
+            self.scores.append(scores.clone())
+        elif self._others:
+            self.scores = [scores.clone()]
+
+    def is_done(self) -> bool:
+        """Whether the token that was taken last ends the sequence."""
+        # All of them are asked, as Hugging Face asks them: a user's own may count.
+        done = bool(self.tokens) and self.tokens[-1] in self._ends
+        for criterion in self._known:
+            done |= self._is_reached(criterion)
+        if self._others:
+            done |= bool(self._others(self.ids, tuple(self.scores)).all())
+        return done
+
+    def _is_reached(self, criterion: Any) -> bool:
+        if isinstance(criterion, HostCriterion):
+            return criterion.is_done()
+        if isinstance(criterion, MaxTimeCriteria):
+            return time.time() - criterion.initial_timestamp > criterion.max_time
+        positions = criterion.max_position_embeddings
+        if self.length < criterion.max_length and positions is not None and self.length > positions:
+            criterion(torch.empty(1, 1).expand(1, self.length), None)  # it warns
+        return self.length >= criterion.max_length
+
+
+class Sampling:
+    """The rows of one step, which take their tokens together.
+
+    Parameters
+    ----------
+    rows : sequence of Sampler
+        None of them has ended. Their settings are read once.
+    """
+
+    def __init__(self, rows: Sequence[Sampler]) -> None:
+        self.rows = list(rows)
+        self._ready = False
+        self._columns: Columns | None = None
+        self._apart: list[int] = []  # rows whose list of processors is called for them alone
+        self._seen: Tensor | None = None
+        self._views: list[Tensor | None] = []  # its rows, which the samplers hold
+
+    def of(self, rows: Sequence[Sampler]) -> Sampling:
+        """The sampling of ``rows``: this one, where they are the same."""
+        changed = len(rows) != len(self.rows) or any(map(is_not, rows, self.rows))
+        return Sampling(rows) if changed else self
+
+    def take(self, logits: Tensor) -> Tensor:
+        """Take the next token of each row, and append it to what the row has taken.
+
+        The host waits for the device once. (PyTorch's ``multinomial`` checks its probabilities on
+        the host too, which rows that are drawn without a seed go through.)
+
+        Parameters
+        ----------
+        logits : Tensor, floating, (B, V)
+            Nothing is written into it.
+
+        Returns
+        -------
+        Tensor, int64, (B,)
+            On the device of ``logits``.
+        """
+        raw = self._raw(logits)
+        blocks = self._scores(raw)
+        if any(row.keeps for row in self.rows):
+            scores = [score for block in blocks for score in block.split(1)]
+            for row, before, after in zip(self.rows, raw.split(1), scores, strict=True):
+                row.keep(before, after)
+        rows = iter(self.rows)
+        tokens = torch.cat([_choose(block, [next(rows) for _ in block]) for block in blocks])
+        if self._seen is not None:
+            self._seen.scatter_(1, tokens[:, None], True)
+        for row, token in zip(self.rows, tokens.tolist(), strict=True):
+            row.tokens.append(token)
+        return tokens
+
+    def ranked(self, logits: Tensor) -> Tensor:
+        """Scores whose largest is the next token, (1, V), of one greedy or seeded row.
+
+        Parameters
+        ----------
+        logits : Tensor, floating, (1, V)
+        """
+        (scores,) = self._scores(self._raw(logits))
+        return _ranked(scores, self.rows)
+
+    def _raw(self, logits: Tensor) -> Tensor:
+        """In float32, as Hugging Face makes it, whose processors may write into their scores."""
+        if not self._ready:
+            self._prepare(logits)
+        return logits.to(torch.float32, copy=bool(self._apart))
+
+    def _prepare(self, logits: Tensor) -> None:
+        rows = [row.parameters(logits.shape[1]) for row in self.rows]
+        self._apart = [number for number, row in enumerate(rows) if row is None]
+        known = [Parameters() if row is None else row for row in rows]
+        if any(row != Parameters() for row in known):
+            self._columns = Columns(known, logits.device)
+        self._ready = True
+
+    def _scores(self, raw: Tensor) -> list[Tensor]:
+        """Processed scores: (B, V) once, or (1, V) of each row where they cannot be joined."""
+        scores = raw
+        if self._columns is not None:
+            scores = self._columns(raw, self._counted(raw))
+        if not self._apart:
+            return [scores]
+        blocks = list(scores.split(1))
+        for number in self._apart:
+            row = self.rows[number]
+            blocks[number] = row.processors(row.ids, raw[number : number + 1])
+        # A processor of the caller's own may have changed the dtype.
+        alike = len({(block.dtype, block.shape, block.device) for block in blocks}) == 1
+        return [torch.cat(blocks)] if alike else blocks
+
+    def _counted(self, raw: Tensor) -> Tensor | None:
+        """Ids that repetition penalties count, bool, (B, V); the rows own parts of it."""
+        if self._columns is None or self._columns.penalty is None:
+            return None
+        current = [row.seen for row in self.rows]
+        if len(self._views) != len(current) or any(map(is_not, current, self._views)):
+            nothing = torch.zeros(raw.shape[1], dtype=torch.bool, device=raw.device)
+            self._seen = torch.stack([nothing if of is None else of for of in current])
+            for row, view in zip(self.rows, self._seen.unbind(), strict=True):
+                row.seen = None if row.seen is None else view
+            self._views = [row.seen for row in self.rows]
+        return self._seen
+
+
+def _choose(scores: Tensor, rows: Sequence[Sampler]) -> Tensor:
+    """The next tokens (B,) of ``rows`` from their processed scores (B, V)."""
+    drawn = [number for number, row in enumerate(rows) if row.sampled and row.seed is None]
+    if not drawn:
+        return _ranked(scores, rows).argmax(-1)
+    # One call draws what one call a row would draw in this order.
+    probs = (scores if len(drawn) == len(rows) else scores[drawn]).softmax(-1)
+    tokens = torch.multinomial(probs, num_samples=1).squeeze(1)
+    others = [number for number in range(len(rows)) if number not in drawn]
+    if not others:
+        return tokens
+    found = tokens.new_empty(len(rows))
+    found[drawn] = tokens
+    found[others] = _ranked(scores[others], [rows[number] for number in others]).argmax(-1)
+    return found
+
+
+def _ranked(scores: Tensor, rows: Sequence[Sampler]) -> Tensor:
+    """Scores (B, V) whose largest is the next token of a greedy or seeded row."""
+    seeded = [number for number, row in enumerate(rows) if row.sampled]
+    if not seeded:
+        return scores
+    seeds, places = zip(
+        *((rows[number].seed, rows[number].length) for number in seeded), strict=True
+    )
+    noise = gumbels(seeds, places, scores.shape[1], scores.device)
+    ranked = scores.double()
+    if len(seeded) == len(rows):
+        return ranked + noise
+    ranked[seeded] += noise
+    return ranked
