@@ -70,17 +70,6 @@ class Turn:
 
     def __post_init__(self) -> None:
         self.prompt = self.ids.shape[1]
-        if self.config.num_beams > 1 or self.config.num_return_sequences > 1:
-            raise VLMFastError(
-                "num_beams and num_return_sequences must be 1: vlmfast decodes greedily or by "
-                "sampling"
-            )
-        if self.config.guidance_scale not in (None, 1):
-            raise VLMFastError("guidance_scale is not supported: it would need a second prompt")
-        if self.seed is not None and (
-            isinstance(self.seed, bool) or not isinstance(self.seed, int)
-        ):
-            raise VLMFastError(f"seed={self.seed!r} must be a whole number, or None")
         if self.seed is None and self.sampled and self.run.watch is not None:
             self.seed = int(torch.randint(2**62, ()))
 
@@ -95,7 +84,8 @@ class Turn:
 
     @property
     def room(self) -> int:
-        return self.config.max_length - self.prompt
+        room = self.config.max_length - self.prompt
+        return room if self.run.most is None else min(room, self.run.most)
 
     @property
     def generated(self) -> list[int]:
@@ -122,7 +112,8 @@ class Turn:
             self.first = clock(self.ids.device)
         if self.streamer is not None:
             self.streamer.put(tokens.cpu())
-        self.done = bool(self.criteria(self.ids, tuple(self.scores)).all())
+        ended = bool(self.criteria(self.ids, tuple(self.scores)).all())
+        self.done = ended or self.count == self.run.most
         if self.done:
             self._finish()
         return tokens
