@@ -28,6 +28,7 @@ from vlmfast.engine.prefill import Inputs
 from vlmfast.engine.run import Run
 from vlmfast.models import families
 from vlmfast.recipe import Recipe
+from vlmfast.request import messages_of, render, tensors_of
 from vlmfast.stages import CacheStage, EncodeStage, InEncoderStage, PrefillStage, positions_param
 from vlmfast.statistics import ColumnRequest, StatRequest
 from vlmfast.tree import Tree
@@ -77,13 +78,9 @@ def served(vlm: VLM, case: str) -> str:
 
 
 def start(vlm: VLM, recipe=(), **media) -> Run:
-    given = {"images": None, "video": None, "num_frames": None, "fps": None} | media
-    text, pictures, frames = vlm._render(vlm._messages("what is here ?", **given), Recipe())
-    tensors = vlm.adapter.inputs(text, pictures, frames)
-    sizes = [(of.height, of.width) for of in pictures]
-    return Run(
-        vlm.adapter, Inputs(tensors, sizes, "q", frames), Recipe.of(recipe), time.perf_counter()
-    )
+    prompt = render(vlm.adapter, messages_of("what is here ?", **media), Recipe())
+    inputs = Inputs(tensors_of(vlm.adapter, prompt), prompt.sizes, "q", prompt.frames)
+    return Run(vlm.adapter, inputs, Recipe.of(recipe), time.perf_counter())
 
 
 # --- the reference -------------------------------------------------------------------------------

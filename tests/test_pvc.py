@@ -38,6 +38,7 @@ from vlmfast.engine.prefill import Inputs, prepare
 from vlmfast.engine.run import Run
 from vlmfast.engine.stats import Stats, Trace
 from vlmfast.layout import Kind
+from vlmfast.request import render
 from vlmfast.statistics import ItemGeometry
 
 # Numbers that are summed in the layers that are tried here, of width 8 and 6, sum after sum:
@@ -290,9 +291,9 @@ def content(*media) -> list[dict]:
 
 
 def inputs_of(vlm: VLM, *media) -> Inputs:
-    text, pictures, numbers = vlm._render(content(*media), Recipe())
-    sizes = [(picture.height, picture.width) for picture in pictures]
-    return Inputs(vlm.adapter.inputs(text, pictures), sizes, "What is it?", numbers)
+    prompt = render(vlm.adapter, content(*media), Recipe())
+    tensors = vlm.adapter.inputs(prompt.text, prompt.images)
+    return Inputs(tensors, prompt.sizes, "What is it?", prompt.frames)
 
 
 @torch.no_grad()

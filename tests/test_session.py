@@ -444,7 +444,7 @@ def test_the_session_that_was_not_used_for_longest_makes_room():
     assert sessions[0].bytes and sessions[1].bytes
     del sessions, s
     gc.collect()
-    assert len(vlm._sessions) == 0
+    assert len(vlm._sessions.open) == 0
 
 
 @pytest.mark.parametrize("recipe", [None, *SMALL.values()], ids=["none", *SMALL])
@@ -831,7 +831,7 @@ def test_errors_are_clear_and_leave_the_session_as_it_was(vlm):
         vlm.session(images="nowhere.png")
     with pytest.raises(RecipeError, match=r"h2o: share=0\.01"):
         vlm.session(images=image, recipe="h2o:0.01")
-    assert s not in vlm._sessions
+    assert s not in vlm._sessions.open
 
 
 @pytest.mark.parametrize("recipe", [None, SMALL["h2o"], "snapkv:share=0.5,window=8"])

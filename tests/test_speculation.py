@@ -24,7 +24,9 @@ from vlmfast.engine.cache import KVCache
 from vlmfast.engine.decode import Decoder
 from vlmfast.engine.sampling import Sampling
 from vlmfast.errors import RecipeError, VLMFastError
+from vlmfast.generation import gate
 from vlmfast.recipe import Recipe
+from vlmfast.request import messages_of, turn_of
 from vlmfast.tree import Tree
 
 FLOAT = torch.float32  # norms and tables of rotation are, in models of float64 too
@@ -357,9 +359,9 @@ def test_scores_are_those_of_what_was_emitted(llava: VLM) -> None:
     for recipe in (Recipe(), None):
         if recipe is None:
             recipe = Recipe((Knows(answer=tuple(turns[0].generated), wrong=0.3),))
-        messages = llava._messages(QUESTION, more["images"], None, None, None)
+        messages = messages_of(QUESTION, more["images"])
         rest = {key: of for key, of in more.items() if key != "images"}
-        turn = llava._turn(messages, recipe, rest)
+        turn = turn_of(llava.adapter, messages, recipe, gate(llava.adapter, rest))
         answer(turn)
         turns.append(turn)
     plain, got = (turn.output() for turn in turns)

@@ -156,13 +156,13 @@ BAD_CALLS = {
     "no frames": (lambda v: v.ask("what ?", video=[]), MediaError, "frame"),
     "a placeholder in the question": (
         lambda v: v.ask("what is <image> ?", picture()),
-        MediaError,
-        "2 picture placeholders",
+        VLMFastError,
+        "holds <image>",
     ),
     "a placeholder and no picture": (
         lambda v: v.ask("what is <image> ?"),
-        MediaError,
-        "1 picture placeholders",
+        VLMFastError,
+        "holds <image>",
     ),
     "unknown word": (
         lambda v: v.ask("what ?", picture(), recipe="hirde:0.2"),

@@ -31,6 +31,7 @@ from vlmfast.engine.run import Run
 from vlmfast.engine.stats import Stats, Trace
 from vlmfast.kv import KV
 from vlmfast.recipe import Recipe
+from vlmfast.request import render, tensors_of
 from vlmfast.stages import CacheStage, EncodeStage, PrefillStage
 from vlmfast.statistics import ColumnRequest, StatRequest
 from vlmfast.tree import Tree
@@ -749,8 +750,7 @@ def test_a_session_of_several_turns(window, tmp_path):
     kwargs = {"max_new_tokens": 12, "eos_token_id": None}
 
     def fresh(messages: list[dict]) -> list[int]:
-        text, images, _ = vlm._render(messages, Recipe())
-        tensors = vlm.adapter.inputs(text, images)
+        tensors = tensors_of(vlm.adapter, render(vlm.adapter, messages, Recipe()))
         size = tensors["input_ids"].shape[1]
         return vlm.model.generate(**tensors, do_sample=False, **kwargs)[0, size:].tolist()
 

@@ -6,21 +6,22 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .answer import Answer, Comparison, Request
     from .attachment import Attachment, attach
     from .errors import MediaError, ModelError, RecipeError, VLMFastError
     from .overlays import overlay
     from .recipe import Recipe
     from .session import Session
-    from .vlm import VLM, Answer, Comparison, Request, methods
+    from .vlm import VLM, methods
 
 __version__ = "0.1.0"
 
 # Public name -> module. Everything is imported on first use, so that `import vlmfast` is cheap.
 _HOMES = {
     "VLM": "vlm",
-    "Answer": "vlm",
-    "Comparison": "vlm",
-    "Request": "vlm",
+    "Answer": "answer",
+    "Comparison": "answer",
+    "Request": "answer",
     "methods": "vlm",
     "Attachment": "attachment",
     "attach": "attachment",

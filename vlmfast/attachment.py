@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
@@ -16,42 +15,21 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from .engine.attention import lock_of
 from .engine.decode import lasting
 from .engine.prefill import Inputs
-from .engine.run import Run
 from .engine.stats import clock
-from .engine.turn import Turn, answer_many, generate_of, open_turn
+from .engine.turn import Turn, answer_many, generate_of
 from .errors import ModelError, RecipeError, VLMFastError
+from .generation import Generation, gate, is_argument, one_line
 from .models._batch import split
-from .vlm import VLM, Answer
+from .models.base import Adapter
+from .request import answer_of, opened
+from .vlm import VLM
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
 
-# Hugging Face's arguments that would need another loop, another forward pass, or a prompt that is
-# no ids.
-_REFUSED = (
-    "assistant_early_exit",
-    "assistant_model",
-    "constraints",
-    "custom_generate",
-    "decoder_input_ids",
-    "dola_layers",
-    "encoder_outputs",
-    "force_words_ids",
-    "inputs_embeds",
-    "mm_encoder_outputs",
-    "negative_prompt_ids",
-    "output_attentions",
-    "output_hidden_states",
-    "past_key_values",
-    "penalty_alpha",
-    "position_ids",
-    "prompt_lookup_num_tokens",
-    "token_healing",
-    "use_mtp",
-    "vision_aspect_ratio",
-    "vision_feature_layer",
-    "vision_feature_select_strategy",
-)
+    from .answer import Answer
+
+_LARGEST = 2**24  # a size in pixels or patches that no image has
 # What tokenizers give beside the ids, of their shape.
 _ALONGSIDE = ("input_ids", "attention_mask", "labels", "mm_token_type_ids", "token_type_ids")
 
@@ -199,70 +177,45 @@ class Attachment:
 
         self.answers = []
         given = inspect.signature(GenerationMixin.generate).bind(None, *args, **kwargs).arguments
-        batch, generation, config = self._sorted(given.pop("kwargs", {}) | given)
+        batch, generation = self._sorted(given.pop("kwargs", {}) | given)
         ids = batch["input_ids"]
-        mask = self._mask(batch, config)
-        streamer = generation.get("streamer")
-        if streamer is not None:
+        mask = self._mask(batch, generation.config)
+        if generation.streamer is not None:
             if len(ids) > 1:
                 raise VLMFastError("streamer is for one prompt, and this is a batch")
-            streamer.put(ids.cpu())  # as Hugging Face: the prompt first
-        turns = self._turns(batch, mask, generation, config)
+            generation.streamer.put(ids.cpu())  # as Hugging Face: the prompt first
+        turns = self._turns(batch, mask, generation)
         done = {turn.number: turn for turn in answer_many(self.vlm.model, turns, at_once=len(ids))}
         rows = [done[number] for number in range(len(ids))]
-        self.answers = [self.vlm._said(turn) for turn in rows]
+        self.answers = [answer_of(turn) for turn in rows]
         return _output(ids, rows)
 
-    def _sorted(
-        self, given: dict[str, Any]
-    ) -> tuple[dict[str, Tensor], dict[str, Any], GenerationConfig]:
-        """What the processor gave, on the model's device; generation arguments; what they say."""
-        adapter, config = self.vlm.adapter, self._config(given)
-        # None switches off what the generation config says, and else is as good as not given.
-        given = {key: of for key, of in given.items() if of is not None or key in vars(config)}
-        if "inputs" in given:
-            if "input_ids" in given:
+    def _sorted(self, given: dict[str, Any]) -> tuple[dict[str, Tensor], Generation]:
+        """What the processor gave, on the model's device, and generation arguments."""
+        adapter = self.vlm.adapter
+        if given.get("inputs") is not None:
+            if given.get("input_ids") is not None:
                 raise VLMFastError("the prompt was given twice, as inputs and as input_ids")
             given["input_ids"] = given.pop("inputs")
-        for key in _REFUSED:
-            value = given.get(key, getattr(config, key, None))
-            if value is not None and value is not False:
-                raise VLMFastError(
-                    f"{key} cannot be given under vlmfast.attach; detach the recipe for this call"
-                )
-        if config.cache_implementation in ("paged", "quantized"):
-            raise VLMFastError(
-                f"cache_implementation={config.cache_implementation!r} cannot be given under "
-                "vlmfast.attach, whose caches are those of the recipe"
-            )
-        given.pop("tokenizer", None)  # for stop strings; the processor has one
         allowed = (*adapter.tensors, *adapter.clip_tensors, *adapter.beside)
-        batch = {
-            key: _tensor(key, given.pop(key))
+        tensors = {
+            key: given.pop(key)
             for key in list(given)
-            if key not in vars(config) and (isinstance(given[key], Tensor) or key in allowed)
+            if key in (*_ALONGSIDE, *allowed)
+            or (isinstance(given[key], Tensor) and not is_argument(adapter, key))
         }
-        ids = batch.get("input_ids")
-        if ids is None or ids.dim() != 2 or not len(ids) or ids.is_floating_point():
-            raise VLMFastError("input_ids must be whole numbers of shape (rows, tokens)")
+        instead = "; detach the recipe for this call"
+        generation = gate(adapter, given, names=allowed, default=None, instead=instead)
+        batch = {key: _tensor(key, of) for key, of in tensors.items() if of is not None}
         for key in batch:
             if key not in (*_ALONGSIDE, *allowed):
                 raise ModelError(
                     f"{key} is no input of a {adapter.config.model_type} model; beside the prompt "
                     f"it takes {', '.join(dict.fromkeys(allowed))}"
                 )
-        return {key: adapter.moved(key, value) for key, value in batch.items()}, given, config
-
-    def _config(self, given: dict[str, Any]) -> GenerationConfig:
-        """As Hugging Face puts it together: arguments, the config given, the model's own."""
-        own = self.vlm.model.generation_config
-        config = copy.deepcopy(given.get("generation_config") or own)
-        for key, value in vars(own).items():
-            if getattr(config, key, None) is None:
-                setattr(config, key, value)
-        for key in vars(config).keys() & given.keys():
-            setattr(config, key, given[key])
-        return config
+        batch["input_ids"] = _checked_ids(adapter, batch.get("input_ids"))
+        _check_media(adapter, batch)
+        return {key: adapter.moved(key, value) for key, value in batch.items()}, generation
 
     def _mask(self, batch: dict[str, Tensor], config: GenerationConfig) -> Tensor:
         """Which ids are no padding, bool (B, S)."""
@@ -286,27 +239,30 @@ class Attachment:
         return mask
 
     def _turns(
-        self,
-        batch: dict[str, Tensor],
-        mask: Tensor,
-        generation: dict[str, Any],
-        config: GenerationConfig,
+        self, batch: dict[str, Tensor], mask: Tensor, generation: Generation
     ) -> Iterator[Turn]:
-        adapter, allowed = self.vlm.adapter, generation.get("prefix_allowed_tokens_fn")
+        adapter, config = self.vlm.adapter, generation.config
+        allowed = generation.arguments.get("prefix_allowed_tokens_fn")
         with lock_of(self.vlm.model):
-            rows = split(adapter, batch, mask)
-        generation = {**generation, "stop_strings": config.stop_strings}
+            try:
+                rows = split(adapter, batch, mask)
+            except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
+                if isinstance(error, VLMFastError):
+                    raise
+                raise ModelError(
+                    f"the tensors of this batch do not belong together: {one_line(error)}"
+                ) from error
         for number, (tensors, sizes, items) in enumerate(rows):
             padding = int((~mask[number]).sum())
-            own = generation | _lengths(config, padding)
+            own = generation.arguments | _lengths(config, padding)
             if allowed is not None:
                 own["prefix_allowed_tokens_fn"] = functools.partial(_of_row, allowed, number)
             if padding:
                 own |= _padded(own, batch["input_ids"][number], tensors["input_ids"].shape[1])
             with lock_of(self.vlm.model):
                 inputs = Inputs(tensors, sizes, items=items)
-                run = Run(adapter, inputs, self.recipe, clock(adapter.device))
-                turn = open_turn(run, self.vlm._generation(own, default=None))
+                begin = clock(adapter.device)
+                turn = opened(adapter, inputs, self.recipe, begin, generation.changed(**own))
             turn.number = number
             yield turn
 
@@ -314,8 +270,115 @@ class Attachment:
 def _tensor(key: str, value: Any) -> Tensor:
     try:
         return torch.as_tensor(value)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RuntimeError, OverflowError) as error:
         raise VLMFastError(f"{key} must be a tensor, or lists of numbers of one length") from error
+
+
+def _shape(of: Tensor) -> str:
+    return f"{str(of.dtype).removeprefix('torch.')} of shape {tuple(of.shape)}"
+
+
+def _whole(of: Tensor) -> bool:
+    return not (of.is_floating_point() or of.is_complex() or of.dtype == torch.bool)
+
+
+def _checked_ids(adapter: Adapter, ids: Tensor | None) -> Tensor:
+    """Token ids as int64: of the vocabulary, or placeholders."""
+    must = "input_ids must be whole numbers of shape (rows, tokens)"
+    if ids is None:
+        raise VLMFastError(must)
+    if ids.dim() != 2 or not ids.numel() or not _whole(ids):
+        raise VLMFastError(f"{must}, not {_shape(ids)}")
+    ids, rows = ids.long(), adapter.model.get_input_embeddings().weight.shape[0]
+    wrong = ((ids < 0) | (ids >= rows)) & ~adapter.visual(ids)
+    if bool(wrong.any()):
+        raise VLMFastError(
+            f"input_ids holds {int(ids[wrong][0])}, and the vocabulary has ids from 0 to {rows - 1}"
+        )
+    return ids
+
+
+# What says how large images and videos are: numbers for each.
+_SIZES = {"image_sizes": 2, "image_grid_thw": 3, "video_grid_thw": 3}
+
+
+def _check_media(adapter: Adapter, batch: dict[str, Tensor]) -> None:
+    """Dtypes, shapes and values of pixels, and of what belongs to them."""
+    for key, of in batch.items():
+        if key.startswith("pixel_values"):
+            if of.is_complex() or of.dtype == torch.bool or not of.numel():
+                raise VLMFastError(f"{key} must be numbers, not {_shape(of)}")
+            if not bool(torch.isfinite(of).all()):
+                raise VLMFastError(f"{key} holds numbers that are not finite")
+        elif key in _SIZES:
+            if of.dim() != 2 or of.shape[1] != _SIZES[key] or not _whole(of):
+                raise VLMFastError(
+                    f"{key} must be whole numbers of shape (items, {_SIZES[key]}), not {_shape(of)}"
+                )
+            if bool((of < 1).any()) or bool((of > _LARGEST).any()):
+                raise VLMFastError(f"{key} must be from 1 to {_LARGEST}")
+        elif key in adapter.beside and (of.is_complex() or not bool(torch.isfinite(of).all())):
+            raise VLMFastError(f"{key} must be finite numbers, not {_shape(of)}")
+    for keys in (adapter.tensors, adapter.clip_tensors):
+        there = [key for key in keys if key in batch]
+        if there and len(there) < len(keys):
+            lacking = ", ".join(key for key in keys if key not in batch)
+            raise VLMFastError(f"{', '.join(there)} was given without {lacking}")
+        if not there:
+            continue
+        pixels, sizes = batch[keys[0]], batch.get(keys[-1]) if len(keys) > 1 else None
+        if adapter.packed:
+            _check_patches(adapter, keys, pixels, sizes)
+            continue
+        _check_views(adapter, keys[0], pixels)
+        if sizes is not None and len(sizes) != len(pixels):
+            raise VLMFastError(
+                f"{keys[-1]} has {len(sizes)} items and {keys[0]} {len(pixels)}; both must "
+                "have one for each image"
+            )
+    counts = batch.get("batch_num_images")
+    images = batch.get(adapter.tensors[0])
+    if counts is not None and images is not None:
+        if counts.dim() != 1 or not _whole(counts) or bool((counts < 0).any()):
+            raise VLMFastError(f"batch_num_images must be whole numbers, not {_shape(counts)}")
+        if int(counts.sum()) != len(images):
+            raise VLMFastError(
+                f"batch_num_images counts {int(counts.sum())} images and {adapter.tensors[0]} has "
+                f"{len(images)}"
+            )
+
+
+def _check_patches(adapter: Adapter, keys: Sequence[str], pixels: Tensor, grids: Tensor) -> None:
+    """Patches (P, D) of all images in one row, and the grids (N, 3) that say whose they are."""
+    vision = adapter.config.vision_config
+    depth = getattr(vision, "in_channels", getattr(vision, "in_chans", 3))
+    width = depth * vision.temporal_patch_size * vision.patch_size**2
+    patches, merge = int(grids.prod(-1).sum()), vision.spatial_merge_size
+    if pixels.dim() != 2 or pixels.shape != (patches, width):
+        raise VLMFastError(
+            f"{keys[0]} must have the shape ({patches}, {width}) by {keys[-1]}, not "
+            f"{tuple(pixels.shape)}"
+        )
+    if bool((grids[:, 1:] % merge).any()):
+        raise VLMFastError(f"{keys[-1]} must have rows and columns that {merge} divides")
+
+
+def _check_views(adapter: Adapter, key: str, pixels: Tensor) -> None:
+    """Views (..., C, H, W) as the tower takes them."""
+    vision = adapter.config.vision_config
+    side = getattr(vision, "image_size", None)
+    if side is None:
+        crop = getattr(adapter.processor.image_processor, "crop_size", None)
+        side = None if crop is None else (crop["height"], crop["width"])
+    elif isinstance(side, int):
+        side = (side, side)
+    channels = getattr(vision, "num_channels", 3)
+    fits = pixels.dim() in (4, 5) and pixels.shape[-3] == channels
+    if not fits or (side is not None and tuple(pixels.shape[-2:]) != tuple(side)):
+        size = "height, width" if side is None else ", ".join(map(str, side))
+        raise VLMFastError(
+            f"{key} must have the shape (..., {channels}, {size}), not {tuple(pixels.shape)}"
+        )
 
 
 def _ends(config: GenerationConfig) -> list[int]:
@@ -382,7 +445,8 @@ def _output(ids: Tensor, turns: Sequence[Turn]) -> Any:
 def _steps(rows: list[list[Tensor]], pad: int) -> tuple[Tensor, ...]:
     """Scores (1, V) of each row, step by step: (B, V) each."""
     ended = torch.full_like(rows[0][0], -torch.inf)
-    ended[:, pad] = 0.0
+    if 0 <= pad < ended.shape[1]:  # any other number may stand for padding too
+        ended[:, pad] = 0.0
     return tuple(
         torch.cat([row[step] if step < len(row) else ended for row in rows])
         for step in range(max(map(len, rows)))

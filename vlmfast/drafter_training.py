@@ -214,7 +214,9 @@ class Answers:
 
     def _generate(self, numbers: range) -> list[list[int]]:
         from .engine.turn import answer_many
+        from .generation import gate
         from .recipe import Recipe
+        from .request import turn_of
 
         vlm, args = self.vlm, self.args
         found: dict[int, list[int]] = {number: [] for number in numbers}
@@ -226,7 +228,8 @@ class Answers:
                 if chance < args.sampled and number < _HELD_OUT:
                     options |= {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
                 try:
-                    turn = vlm._turn(self.prompt(number), Recipe(), options)
+                    passed = gate(vlm.adapter, options)
+                    turn = turn_of(vlm.adapter, self.prompt(number), Recipe(), passed)
                 except MediaError as error:  # one file of many
                     self.note(str(error))
                     continue
@@ -284,16 +287,15 @@ def inputs_of(vlm: VLM, messages: Messages, answer: list[int]) -> Inputs:
     """Prompt and answer as the engine takes them."""
     from .engine.prefill import Inputs
     from .recipe import Recipe
-    from .vlm import _question
+    from .request import render, tensors_of
 
-    text, pictures, frames = vlm._render(messages, Recipe())
-    tensors = vlm.adapter.inputs(text, pictures, frames)
+    prompt = render(vlm.adapter, messages, Recipe())
+    tensors = tensors_of(vlm.adapter, prompt)
     ids = torch.tensor([answer], device=tensors["input_ids"].device)
     tensors["input_ids"] = torch.cat([tensors["input_ids"], ids], dim=1)
     if "attention_mask" in tensors:
         tensors["attention_mask"] = torch.ones_like(tensors["input_ids"])
-    sizes = [(picture.height, picture.width) for picture in pictures]
-    return Inputs(tensors, sizes, _question(messages), frames, answer=len(answer))
+    return Inputs(tensors, prompt.sizes, prompt.question, prompt.frames, answer=len(answer))
 
 
 # --- drafting in training ------------------------------------------------------------------------
@@ -348,14 +350,15 @@ class DrafterTrainer(loop.Trainer):
         learned = loop.conversations(*read, slice(None, -args.held_out))
         held = loop.conversations(*read, slice(-args.held_out, None))
 
+        from .request import messages_of
+
         def prompt(number: int) -> Messages:
             sample = (
                 held(number - _HELD_OUT)
                 if number >= _HELD_OUT
                 else learned(args.seed * loop._SEEDS + number)
             )
-            media = {"images": None, "video": None, "num_frames": None, "fps": None} | sample.media
-            return self.vlm._messages(sample.question, **media)
+            return messages_of(sample.question, **sample.media)
 
         self.prompt = prompt
         return prompt

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -18,13 +19,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .answer import Answer
+from .engine.attention import lock_of
 from .engine.prefill import Inputs, prepare
 from .engine.run import Run
 from .engine.stats import Stats, Trace
+from .engine.turn import answer
 from .errors import MediaError, ModelError, RecipeError, VLMFastError
-from .media import OpenVideo
+from .generation import Generation, shown
+from .media import OpenVideo, open_video
 from .models.base import Adapter
 from .recipe import Recipe
+from .request import (
+    answer_of,
+    begun,
+    check_messages,
+    chooser,
+    frame_parts,
+    messages_of,
+    templated,
+)
 from .stages import stage_class
 
 FRAMES = 16  # of one block at most, the group of QuickPrefill
@@ -50,6 +64,41 @@ class Block:
     first: int
 
 
+def answer_long(
+    adapter: Adapter,
+    question: str,
+    source: tuple[Any, int | None, float | None],
+    recipe: Recipe,
+    max_kv_tokens: int,
+    generation: Generation,
+    *,
+    progress: bool = True,
+) -> Answer:
+    """Answer a question about a video whose frames are never all in the cache.
+
+    Parameters
+    ----------
+    source : (video, num_frames, fps)
+        As `VLM.ask` takes them.
+    """
+    recipe = checked(recipe, max_kv_tokens)
+    video, num_frames, fps = source
+    check_messages(adapter, messages_of(question, None, video, num_frames, fps))
+    choose = chooser(recipe, question)
+    with open_video(video, num_frames=num_frames, fps=fps, select=choose) as clip:
+        content = [*frame_parts(adapter, len(clip.indices)), {"type": "text", "text": question}]
+        text = templated(adapter, [{"role": "user", "content": content}])
+        with lock_of(adapter.model):
+            begin = time.perf_counter()
+            long = LongVideo(adapter, clip, text, max_kv_tokens, progress)
+            inputs = Inputs({"input_ids": long.ids()})
+            run = Run(adapter, inputs, recipe, begin, cut=not generation.explicit)
+            turn = begun(run, generation)
+            answer(turn, lambda: long.read(run, turn.room, question))
+            run.release()
+    return answer_of(turn)
+
+
 def checked(recipe: Recipe, max_kv_tokens: int) -> Recipe:
     """The recipe with a block-wise cache method: the given one, else QuickPrefill's.
 
@@ -59,7 +108,7 @@ def checked(recipe: Recipe, max_kv_tokens: int) -> Recipe:
         For a bound that is no count, and for stages that must see the whole prompt at once.
     """
     if isinstance(max_kv_tokens, bool) or not isinstance(max_kv_tokens, int) or max_kv_tokens < 1:
-        raise VLMFastError(f"max_kv_tokens={max_kv_tokens!r} must be a whole number above 0")
+        raise VLMFastError(f"max_kv_tokens={shown(max_kv_tokens)} must be a whole number above 0")
     for stage in (part for word in recipe for part in word.expand()):
         if stage.protocol in ("prefill", "decode") or (
             stage.protocol == "cache" and not stage.blockwise
@@ -211,7 +260,7 @@ class LongVideo:
                     before = stats.visual_tokens_kept.get(name, 0)
                     stats.visual_tokens_kept[name] = before + count
                 bar.update(len(block.sizes))
-        run._fits(run.prompt.next_position + len(self.pieces[-1]) + room)
+        run.fit(run.prompt.next_position + len(self.pieces[-1]), room)
         if len(self.pieces[-1]):
             ids = self.pieces[-1][None].to(self.adapter.device)
             start = run.prompt.next_position

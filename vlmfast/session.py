@@ -14,12 +14,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
 from . import snapshot
+from .answer import Answer
 from .drafting import Read
 from .engine.attention import lock_of, switched
 from .engine.cache import KVCache
@@ -27,17 +29,28 @@ from .engine.decode import Decoder, Row
 from .engine.prefill import Inputs, Prompt, Seen, look, prepare
 from .engine.run import Run
 from .engine.stats import Stats, Trace
-from .engine.turn import Turn, answer, open_turn
+from .engine.turn import Turn, answer
 from .errors import ModelError, RecipeError, VLMFastError
+from .generation import Generation, gate, shown
 from .kernels.quantize_kv import Segment
 from .layout import TokenLayout, VisualTokens
 from .models.base import Adapter
 from .recipe import Recipe
+from .request import (
+    Rendered,
+    answer_of,
+    begun,
+    check_length,
+    check_question,
+    chooser,
+    messages_of,
+    read_media,
+    recipe_of,
+    render,
+    tensors_of,
+)
 from .saliency import Saliency
 from .statistics import ItemGeometry, VisionStats
-
-if TYPE_CHECKING:
-    from .vlm import VLM, Answer
 
 _KIND, _VERSION = "vlmfast-session", "1"
 _ROOM = 128  # free slots that a cache begins with
@@ -154,6 +167,38 @@ class Kept:
         return total
 
 
+class Sessions:
+    """The open sessions of one model.
+
+    Parameters
+    ----------
+    adapter : Adapter
+
+    Attributes
+    ----------
+    bytes : int or None
+        What their caches may take together between questions, see `VLM.session_bytes`.
+    open : WeakSet of Session
+    """
+
+    def __init__(self, adapter: Adapter) -> None:
+        self.adapter = adapter
+        self.bytes: int | None = None
+        self.open: WeakSet[Session] = WeakSet()
+
+    def make_room(self, used: Session) -> None:
+        """Take the caches of those that were not used for longest, as far as need be."""
+        if self.bytes is None:
+            return
+        others = [s for s in self.open if s is not used and s.bytes]
+        total = used.bytes + sum(s.bytes for s in others)
+        for session in sorted(others, key=lambda s: s._used):
+            if total <= self.bytes:
+                return
+            total -= session.bytes
+            session._drop()
+
+
 class Session:
     """Questions about pictures that were read once; `VLM.session` opens one.
 
@@ -186,9 +231,14 @@ class Session:
     """
 
     def __init__(
-        self, vlm: VLM, recipe: Recipe, history: bool, pictures: Pictures | None, stats: Stats
+        self,
+        group: Sessions,
+        recipe: Recipe,
+        history: bool,
+        pictures: Pictures | None,
+        stats: Stats,
     ) -> None:
-        self._vlm, self._pictures = vlm, pictures
+        self._group, self._adapter, self._pictures = group, group.adapter, pictures
         self.recipe, self.history, self.stats = recipe, history, stats
         asks = any(p.asks_question for p in _parts(recipe))
         self.reuses = "features" if asks or not (pictures is None or pictures.ends) else "kv"
@@ -196,14 +246,14 @@ class Session:
         self._kept: Kept | None = None
         self._closed = False
         self._used = time.perf_counter_ns()
-        vlm._sessions.add(self)
+        group.open.add(self)
 
     # --- opening and closing ---------------------------------------------------------------------
 
     @classmethod
     def _open(
         cls,
-        vlm: VLM,
+        group: Sessions,
         images: Any,
         video: Any,
         num_frames: int | None,
@@ -219,20 +269,20 @@ class Session:
                     "the clip anew with each; use ask"
                 )
         question = "?"  # stands in for those to come
-        messages = vlm._messages(question, images, video, num_frames, fps)
-        pictures, frames = [], []
-        choose = [partial(stage.frames, question="") for stage in recipe.acting("media")]
-        select = choose[0] if choose else None
-        media = vlm._content(messages[0]["content"][:-1], pictures, frames, select)
+        messages = messages_of(question, images, video, num_frames, fps)
+        adapter, prompt = group.adapter, Rendered("")
+        select = chooser(recipe, "")
+        media = read_media(adapter, messages[0]["content"][:-1], prompt, select)
+        pictures, frames, sizes = prompt.images, prompt.frames, prompt.sizes
         loaded = time.perf_counter()
-        with lock_of(vlm.model):
+        with lock_of(adapter.model):
             if not pictures:
-                Run(vlm.adapter, Inputs({}), recipe, start)  # refuses what the engine does not run
-                return cls(vlm, recipe, history, None, Stats())
-            adapter, begin = vlm.adapter, time.perf_counter()
-            text, _, _ = vlm._render(_turns(media, [], question), Recipe())
-            tensors = adapter.inputs(text, pictures, frames)
-            sizes = [(picture.height, picture.width) for picture in pictures]
+                Run(adapter, Inputs({}), recipe, start)  # refuses what the engine does not run
+                return cls(group, recipe, history, None, Stats())
+            begin = time.perf_counter()
+            text = prompt.text = render(adapter, _turns(media, [], question), Recipe()).text
+            tensors = tensors_of(adapter, prompt)
+            check_length(adapter, tensors, recipe, gate(adapter, {"max_new_tokens": 1}))
             run = Run(adapter, Inputs(tensors, sizes, "", frames), recipe, begin)
             run.stats.time_media_s = loaded - start
             run.stats.time_processor_s = time.perf_counter() - begin
@@ -241,7 +291,7 @@ class Session:
             ids = tensors.pop("input_ids")
             prefix = _before(adapter, ids[0].tolist(), tail)
             run.inputs.tensors = {**tensors, "input_ids": ids}
-            with switched(vlm.model), torch.no_grad():
+            with switched(adapter.model), torch.no_grad():
                 seen = look(adapter, run.inputs, recipe, run.stats, run.trace)
             position, n = adapter.positions(run.inputs.tensors), len(prefix)
             ends = int(position[:, n:].min()) > int(position[:, :n].max())
@@ -262,21 +312,21 @@ class Session:
                 pictures,
                 ends,
             )
-            session = cls(vlm, recipe, history, known, run.stats)
+            session = cls(group, recipe, history, known, run.stats)
             if session.reuses == "kv":
-                with switched(vlm.model), torch.no_grad():
+                with switched(adapter.model), torch.no_grad():
                     session._read(run, ids)
                 run.stats.prompt_fed = len(prefix)
-                session._make_room()
+                group.make_room(session)
             run.stats.time_total_s = time.perf_counter() - start
             return session
 
     def close(self) -> None:
         """Give everything back; a session that is closed answers no more."""
-        with lock_of(self._vlm.model):
+        with lock_of(self._adapter.model):
             self._drop()
             self._closed, self._pictures = True, None
-            self._vlm._sessions.discard(self)
+            self._group.open.discard(self)
 
     def __enter__(self) -> Session:
         return self
@@ -306,9 +356,7 @@ class Session:
         VLMFastError
             For an empty question, a closed session, or pictures to restore where there are none.
         """
-        self._check(question, restore, generation)
-        with lock_of(self._vlm.model):
-            return self._answer(question, restore, generation)
+        return self._answered(question, restore, self._check(question, restore, generation))
 
     def stream(
         self, question: str, *, restore: bool = False, **generation: Any
@@ -319,16 +367,13 @@ class Session:
         """
         from .engine.streaming import stream
 
-        self._check(question, restore, generation)
-        criteria = list(generation.pop("stopping_criteria", None) or [])
+        passed = self._check(question, restore, generation)
+        if passed.streamer is not None:
+            raise VLMFastError("streamer cannot be given: stream yields the text itself")
         return stream(
-            self._vlm.processor.tokenizer,
-            lambda streamer, cancelled: self.ask(
-                question,
-                restore=restore,
-                **generation,
-                vlmfast_streamer=streamer,
-                stopping_criteria=[*criteria, cancelled],
+            self._adapter.processor.tokenizer,
+            lambda streamer, cancelled: self._answered(
+                question, restore, passed.streamed(streamer, cancelled)
             ),
         )
 
@@ -338,11 +383,17 @@ class Session:
 
     @messages.setter
     def messages(self, messages: list[dict]) -> None:
+        if not isinstance(messages, list | tuple):
+            raise VLMFastError(f"messages must be a list of turns, not {shown(messages)}")
         if messages and not self.history:
             raise VLMFastError("messages: this session was opened with history=False")
         for number, turn in enumerate(messages):
             role = ("user", "assistant")[number % 2]
-            if turn.get("role") != role or not isinstance(turn.get("content"), str):
+            if (
+                not isinstance(turn, dict)
+                or turn.get("role") != role
+                or not isinstance(turn.get("content"), str)
+            ):
                 raise VLMFastError(f"messages[{number}] must have the role {role} and a text")
         if len(messages) % 2:
             raise VLMFastError("messages must end with an answer; ask puts the next question")
@@ -354,42 +405,50 @@ class Session:
         kept = self._kept
         return 0 if kept is None else kept.bytes
 
-    def _check(self, question: str, restore: bool, generation: dict) -> None:
+    def _check(self, question: str, restore: bool, generation: dict) -> Generation:
+        """Generation arguments of a question, which passes the usual checks."""
         self._must_be_open()
-        self._vlm._messages(question, None, None, None, None)  # the usual checks
+        check_question(question)
         if "recipe" in generation:
             raise RecipeError(
                 f"a session has one recipe, here {self.recipe}; open another session for another"
             )
         if restore and self._pictures is None:
             raise VLMFastError("restore reads the pictures again, and this session has none")
+        return gate(self._adapter, generation, names=("question", "restore"))
+
+    def _answered(self, question: str, restore: bool, generation: Generation) -> Answer:
+        with lock_of(self._adapter.model):
+            return self._answer(question, restore, generation)
 
     def _must_be_open(self) -> None:
         if self._closed:
             raise VLMFastError("the session is closed; vlm.session(...) opens another one")
 
-    def _answer(self, question: str, restore: bool, generation: dict) -> Answer:
+    def _answer(self, question: str, restore: bool, generation: Generation) -> Answer:
         self._must_be_open()
-        vlm, known, begin = self._vlm, self._pictures, time.perf_counter()
+        adapter, known, begin = self._adapter, self._pictures, time.perf_counter()
         media = [] if known is None else known.media
-        text, _, _ = vlm._render(_turns(media, self._messages, question), Recipe())
+        text = render(adapter, _turns(media, self._messages, question), Recipe()).text
         inputs = self._inputs(self._ids(text), question)
-        run = Run(vlm.adapter, inputs, Recipe() if restore else self.recipe, begin)
+        recipe = Recipe() if restore else self.recipe
+        check_length(adapter, inputs.tensors, recipe, generation)
+        run = Run(adapter, inputs, recipe, begin, cut=not generation.explicit)
         run.stats.time_processor_s = time.perf_counter() - begin
-        turn = open_turn(run, vlm._generation(generation))
+        turn = begun(run, generation)
         self._used = time.perf_counter_ns()
-        if self._kept is not None and self._kept.cache.seen.device != vlm.adapter.device:
+        if self._kept is not None and self._kept.cache.seen.device != adapter.device:
             self._drop()  # the model has moved since
-        self._make_room()
-        if vlm.model.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(vlm.model.device)
+        self._group.make_room(self)
+        if adapter.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(adapter.device)
         if restore or self.reuses == "features":
             answer(turn, partial(self._anew, turn, restore))
             run.release()
         else:
             self._go_on(turn)
-            self._make_room()
-        said = vlm._said(turn)
+            self._group.make_room(self)
+        said = answer_of(turn)
         if self.history:
             self._messages.append({"role": "user", "content": question})
             self._messages.append({"role": "assistant", "content": said.text})
@@ -397,7 +456,7 @@ class Session:
 
     def _ids(self, text: str) -> Tensor:
         """Ids (1, S) of a prompt, placeholders included."""
-        adapter, known = self._vlm.adapter, self._pictures
+        adapter, known = self._adapter, self._pictures
         if known is None:
             return adapter.inputs(text, [])["input_ids"]
         head, tail = _split(text, adapter.marks())
@@ -422,15 +481,15 @@ class Session:
             return None
         run.stats.visual_tokens_in = known.stats.visual_tokens_in
         run.stats.visual_tokens_kept = dict(known.stats.visual_tokens_kept)
-        run.trace = _copied(known.trace, self._vlm.adapter.device, known.images)
-        return snapshot.moved(known.seen, self._vlm.adapter.device)
+        run.trace = _copied(known.trace, self._adapter.device, known.images)
+        return snapshot.moved(known.seen, self._adapter.device)
 
     def _anew(self, turn: Turn, restore: bool) -> Tensor:
         """Read the whole prompt. Returns the logits (1, V) behind it."""
         run, known = turn.run, self._pictures
         run.stats.prompt_fed = turn.prompt
         if restore and known.pixels:
-            run.inputs.tensors |= snapshot.moved(known.pixels, self._vlm.adapter.device)
+            run.inputs.tensors |= snapshot.moved(known.pixels, self._adapter.device)
             run.trace.images = known.images
             return run.start(turn.room)
         seen = self._seen(run)
@@ -481,7 +540,7 @@ class Session:
         if run.watch is not None:
             run.watch.reads = list(kept.reads)
         new = turn.ids[:, len(kept.ids) : turn.prompt]
-        run._fits(int(run.position.max()) + new.shape[1] + turn.room)
+        run.fit(int(run.position.max()) + new.shape[1], turn.room)
         for part in new.split(_AT_ONCE, dim=1) if new.shape[1] else ():
             logits = run.extend(_text(run.adapter, part, run.cache, run.decoder))
         stats = run.stats
@@ -520,19 +579,6 @@ class Session:
             self._kept.decoder.release()
             self._kept = None
 
-    def _make_room(self) -> None:
-        """Take the caches of those sessions that were not used for longest, as far as need be."""
-        bound = self._vlm.session_bytes
-        if bound is None:
-            return
-        others = [s for s in self._vlm._sessions if s is not self and s._kept is not None]
-        total = self.bytes + sum(s.bytes for s in others)
-        for session in sorted(others, key=lambda s: s._used):
-            if total <= bound:
-                return
-            total -= session.bytes
-            session._drop()
-
     # --- files -----------------------------------------------------------------------------------
 
     def save(self, path: str | Path) -> None:
@@ -547,7 +593,7 @@ class Session:
         VLMFastError
             With the reason, when the file cannot be written.
         """
-        with lock_of(self._vlm.model):
+        with lock_of(self._adapter.model):
             self._must_be_open()
             from . import __version__
 
@@ -566,13 +612,13 @@ class Session:
                 "version": _VERSION,
                 "vlmfast": __version__,
                 "recipe": str(self.recipe),
-                "model": json.dumps(identity(self._vlm.adapter)),
+                "model": json.dumps(identity(self._adapter)),
                 "session": json.dumps(snapshot.pack(state, tensors, "session")),
             }
             snapshot.write(path, metadata, tensors)
 
     @classmethod
-    def _load(cls, vlm: VLM, path: str | Path, recipe: Any) -> Session:
+    def _load(cls, group: Sessions, path: str | Path, recipe: Any) -> Session:
         metadata, tensors = snapshot.read(path, "a saved session")
         if metadata.get("kind") != _KIND:
             raise VLMFastError(f"{path} is not a saved session")
@@ -581,13 +627,13 @@ class Session:
                 f"{path} was saved by vlmfast {metadata.get('vlmfast')} in format "
                 f"{metadata.get('version')}; this vlmfast reads format {_VERSION}"
             )
-        _same_model(path, json.loads(metadata["model"]), identity(vlm.adapter))
+        _same_model(path, json.loads(metadata["model"]), identity(group.adapter))
         saved = metadata["recipe"]
-        chosen = vlm.recipe(saved if recipe is None else recipe)
+        chosen = recipe_of(group.adapter, saved if recipe is None else recipe)
         if str(chosen) != saved:
             raise RecipeError(f"{path} was saved under the recipe {saved}, not {chosen}")
-        adapter = vlm.adapter
-        with lock_of(vlm.model):
+        adapter = group.adapter
+        with lock_of(adapter.model):
             try:
                 about = json.loads(metadata["session"])
                 state = snapshot.unpack(about, tensors, _classes(chosen))
@@ -596,7 +642,7 @@ class Session:
                     trained = {s.name: adapter.trained(s) for s in chosen if s.trained}
                     known.seen = replace(known.seen, trained=trained)
                 kept = None if frozen is None else _thawed(adapter, chosen, frozen)
-                session = cls(vlm, chosen, state["history"], known, state["stats"])
+                session = cls(group, chosen, state["history"], known, state["stats"])
                 session._messages = state["messages"]
             except VLMFastError:
                 raise
@@ -605,7 +651,7 @@ class Session:
                     f"{path} cannot be used: {type(error).__name__}: {error}"
                 ) from error
             session._kept = kept
-            session._make_room()
+            group.make_room(session)
             return session
 
 

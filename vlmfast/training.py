@@ -217,18 +217,17 @@ def inputs_of(vlm: VLM, sample: Sample) -> Inputs:
 
     from .engine.prefill import Inputs
     from .recipe import Recipe
+    from .request import messages_of, render, tensors_of
 
-    media = {"images": None, "video": None, "num_frames": None, "fps": None} | sample.media
-    messages = vlm._messages(sample.question, **media)
-    text, pictures, frames = vlm._render(messages, Recipe())
-    tail = _answer_ids(vlm, text, sample.answer)
-    tensors = vlm.adapter.inputs(text, pictures, frames)
+    messages = messages_of(sample.question, **sample.media)
+    prompt = render(vlm.adapter, messages, Recipe())
+    tail = _answer_ids(vlm, prompt.text, sample.answer)
+    tensors = tensors_of(vlm.adapter, prompt)
     ids = torch.tensor([tail], device=tensors["input_ids"].device)
     tensors["input_ids"] = torch.cat([tensors["input_ids"], ids], dim=1)
     if "attention_mask" in tensors:
         tensors["attention_mask"] = torch.ones_like(tensors["input_ids"])
-    sizes = [(picture.height, picture.width) for picture in pictures]
-    return Inputs(tensors, sizes, sample.question, frames, answer=len(tail))
+    return Inputs(tensors, prompt.sizes, sample.question, prompt.frames, answer=len(tail))
 
 
 def _answer_ids(vlm: VLM, prompt: str, answer: str) -> list[int]:

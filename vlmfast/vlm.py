@@ -2,89 +2,27 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable, Iterator
-from dataclasses import MISSING, dataclass, field, fields
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
 
 import torch
 from torch import nn
 
-from .errors import MediaError, ModelError, VLMFastError
+from .answer import Answer, Comparison, Request, agreement
+from .errors import VLMFastError
 from .recipe import Recipe
 from .stages import Stage, stage_class, stage_names, word_of
 
 if TYPE_CHECKING:
-    from .engine.stats import Stats, Trace
     from .engine.turn import Turn
     from .session import Session
 
-_DEFAULT_NEW_TOKENS = 128
+__all__ = ["VLM", "Answer", "Comparison", "Request", "agreement", "methods"]
+
 _DECODING = ("auto", "graph", "compile", "eager")
 _SHIPPED = {"tiny": Path(__file__).parent / "weights" / "tiny"}
-
-
-@dataclass
-class Answer:
-    """One answer, what it cost and what was dropped for it.
-
-    Parameters
-    ----------
-    text : str
-    token_ids : list of int
-        Generated ids, the end token included when one was produced.
-    stats : Stats
-    trace : Trace
-    recipe : str
-        Canonical text of the recipe.
-    """
-
-    text: str
-    token_ids: list[int]
-    stats: Stats
-    trace: Trace = field(repr=False)
-    recipe: str = "none"
-
-
-@dataclass
-class Request:
-    """One question of a batch; the parameters are those of `VLM.ask`.
-
-    Parameters
-    ----------
-    question : str
-    images, video, num_frames, fps, recipe : optional
-    generation : dict
-        Hugging Face's generation arguments.
-    """
-
-    question: str
-    images: Any = None
-    video: Any = None
-    num_frames: int | None = None
-    fps: float | None = None
-    recipe: Any = None
-    generation: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass
-class Comparison:
-    """A recipe beside the full model.
-
-    Parameters
-    ----------
-    recipe : str
-    answer : Answer
-    agreement : float
-        Share of positions whose token equals the full model's, over the longer of both answers.
-    """
-
-    recipe: str
-    answer: Answer
-    agreement: float
 
 
 class VLM:
@@ -114,10 +52,9 @@ class VLM:
         For an unsupported family, several devices, or a processor without an image processor.
     """
 
-    session_bytes: int | None = None
-
     def __init__(self, model: nn.Module, processor: Any, *, decoding: str = "auto") -> None:
         from .models import adapter_for
+        from .session import Sessions
 
         if decoding not in _DECODING:
             raise VLMFastError(f"decoding={decoding!r} must be one of {', '.join(_DECODING)}")
@@ -126,9 +63,9 @@ class VLM:
             raise VLMFastError(
                 f"decoding='graph' needs a CUDA device, and the model is on {self.adapter.device}"
             )
-        self.adapter.decoding = decoding
+        self.adapter.decoding, self.adapter.writer = decoding, processor
         self.model, self.processor = model, processor
-        self._sessions: WeakSet[Session] = WeakSet()
+        self._sessions = Sessions(self.adapter)
 
     @classmethod
     def from_pretrained(
@@ -164,6 +101,14 @@ class VLM:
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         return cls(*load(path, device, dtype, **kwargs))
 
+    @property
+    def session_bytes(self) -> int | None:
+        return self._sessions.bytes
+
+    @session_bytes.setter
+    def session_bytes(self, bytes: int | None) -> None:
+        self._sessions.bytes = bytes
+
     def recipe(self, recipe: Any) -> Recipe:
         """What ``recipe=`` means on this model; presets differ by what its vision tower has.
 
@@ -176,7 +121,9 @@ class VLM:
         RecipeError
             For an unknown method or parameter, a value out of range or stages in the wrong order.
         """
-        return Recipe.of(recipe, self.adapter.sources()[0])
+        from .request import recipe_of
+
+        return recipe_of(self.adapter, recipe)
 
     # --- questions -------------------------------------------------------------------------------
 
@@ -220,15 +167,21 @@ class VLM:
             `MediaError` for pictures and clips that cannot be read, `RecipeError` for a recipe
             that cannot run on this model.
         """
-        recipe = self.recipe(recipe)
+        from .generation import gate
+        from .request import ASK, answered, messages_of
+
+        recipe, passed = self.recipe(recipe), gate(self.adapter, generation, names=ASK)
         if max_kv_tokens is not None:
+            from .long_video import answer_long
+
             if video is None or images is not None:
                 raise VLMFastError("max_kv_tokens is for video= alone")
-            self._messages(question, None, video, num_frames, fps)  # the usual checks
             clip = (video, num_frames, fps)
-            return self._answer_long(question, clip, recipe, max_kv_tokens, progress, generation)
-        messages = self._messages(question, images, video, num_frames, fps)
-        return self._answer(messages, recipe, generation)
+            return answer_long(
+                self.adapter, question, clip, recipe, max_kv_tokens, passed, progress=progress
+            )
+        messages = messages_of(question, images, video, num_frames, fps)
+        return answered(self.adapter, messages, recipe, passed)
 
     def chat(self, messages: list[dict], *, recipe: Any = None, **generation: Any) -> Answer:
         """Answer the last turn of a conversation in Hugging Face's chat schema.
@@ -237,7 +190,11 @@ class VLM:
         ``url`` or ``base64``; ``{"type": "video", ...}`` its clip under ``video``, ``path`` or
         ``url``, with ``num_frames`` or ``fps`` beside it.
         """
-        return self._answer(messages, self.recipe(recipe), generation)
+        from .generation import gate
+        from .request import CHAT, answered
+
+        recipe, passed = self.recipe(recipe), gate(self.adapter, generation, names=CHAT)
+        return answered(self.adapter, messages, recipe, passed)
 
     def stream(
         self,
@@ -252,20 +209,17 @@ class VLM:
     ) -> Iterator[str | Answer]:
         """Like `ask`, piece by piece: yields ``str``, and the `Answer` as the last item."""
         from .engine.streaming import stream
+        from .generation import gate
+        from .request import ASK, answered, messages_of
 
-        recipe = self.recipe(recipe)
-        messages = self._messages(question, images, video, num_frames, fps)
-        criteria = list(generation.pop("stopping_criteria", None) or [])
+        recipe, passed = self.recipe(recipe), gate(self.adapter, generation, names=ASK)
+        if passed.streamer is not None:
+            raise VLMFastError("streamer cannot be given: stream yields the text itself")
+        messages = messages_of(question, images, video, num_frames, fps)
         return stream(
             self.processor.tokenizer,
-            lambda streamer, cancelled: self._answer(
-                messages,
-                recipe,
-                {
-                    **generation,
-                    "vlmfast_streamer": streamer,
-                    "stopping_criteria": [*criteria, cancelled],
-                },
+            lambda streamer, cancelled: answered(
+                self.adapter, messages, recipe, passed.streamed(streamer, cancelled)
             ),
         )
 
@@ -281,10 +235,16 @@ class VLM:
         **generation: Any,
     ) -> list[Comparison]:
         """The full model's answer first, then each recipe's."""
-        recipes = [recipes] if isinstance(recipes, str | Stage) else recipes
-        chosen = [Recipe(), *(self.recipe(recipe) for recipe in recipes)]
-        messages = self._messages(question, images, video, num_frames, fps)
-        answers = [self._answer(messages, recipe, generation) for recipe in chosen]
+        from .generation import gate, shown
+        from .request import ASK, answered, messages_of
+
+        recipes = [recipes] if isinstance(recipes, str | Stage | Recipe) else recipes
+        if not isinstance(recipes, list | tuple):
+            raise VLMFastError(f"recipes must be a list of recipes, not {shown(recipes)}")
+        chosen = [Recipe(), *map(self.recipe, recipes)]
+        passed = gate(self.adapter, generation, names=(*ASK, "recipes"))
+        messages = messages_of(question, images, video, num_frames, fps)
+        answers = [answered(self.adapter, messages, recipe, passed) for recipe in chosen]
         full = answers[0].token_ids
         return [Comparison(a.recipe, a, agreement(a.token_ids, full)) for a in answers]
 
@@ -300,7 +260,7 @@ class VLM:
         Parameters
         ----------
         requests : iterable of Request or str
-            Read as rows become free. A ``str`` is a question without a picture.
+            Read as rows become free. A ``str`` is a question without an image.
         batch_size : int
         **generation
             For requests that do not say otherwise.
@@ -315,9 +275,35 @@ class VLM:
         VLMFastError
             For the first request that cannot be answered; says which one.
         """
+        from .engine.turn import answer_many
+        from .generation import shown
+        from .request import answer_of
+
         if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
-            raise VLMFastError(f"batch_size={batch_size!r} must be a whole number of at least 1")
-        return self._many(requests, batch_size, generation)
+            raise VLMFastError(
+                f"batch_size={shown(batch_size)} must be a whole number of at least 1"
+            )
+        if isinstance(requests, str | bytes | Request | Mapping) or not isinstance(
+            requests, Iterable
+        ):
+            raise VLMFastError(
+                f"requests={shown(requests)} must be a list of vlmfast.Request or of questions"
+            )
+        answers: dict[int, Answer] = {}
+        for turn in answer_many(self.model, self._turns(requests, generation), batch_size):
+            answers[turn.number] = answer_of(turn)
+        return [answers[number] for number in sorted(answers)]
+
+    def _turns(self, requests: Iterable[Request | str], generation: dict) -> Iterator[Turn]:
+        from .request import turn_of_request
+
+        for number, request in enumerate(requests):
+            try:
+                turn = turn_of_request(self.adapter, request, generation)
+            except VLMFastError as error:
+                raise type(error)(f"request {number}: {error}") from error
+            turn.number = number
+            yield turn
 
     # --- sessions --------------------------------------------------------------------------------
 
@@ -354,7 +340,7 @@ class VLM:
         from .session import Session
 
         recipe = self.recipe(recipe)
-        return Session._open(self, images, video, num_frames, fps, recipe, history)
+        return Session._open(self._sessions, images, video, num_frames, fps, recipe, history)
 
     def load_session(self, path: str | Path, *, recipe: Any = None) -> Session:
         """A session that `Session.save` wrote, to go on with.
@@ -373,7 +359,7 @@ class VLM:
         """
         from .session import Session
 
-        return Session._load(self, path, recipe)
+        return Session._load(self._sessions, path, recipe)
 
     # --- the way in ------------------------------------------------------------------------------
 
@@ -387,259 +373,10 @@ class VLM:
         fps: float | None = None,
     ) -> dict[str, torch.Tensor]:
         """The tensors that `ask` works on; ``vlm.model.generate(**inputs)`` is the full model."""
-        messages = self._messages(question, images, video, num_frames, fps)
-        return self.adapter.inputs(*self._render(messages, Recipe()))
+        from .request import messages_of, render, tensors_of
 
-    def _messages(
-        self, question: str, images: Any, video: Any, num_frames: int | None, fps: float | None
-    ) -> list[dict]:
-        if not isinstance(question, str) or not question.strip():
-            raise VLMFastError("question is empty; it must be a text with at least one letter")
-        if video is None and (num_frames is not None or fps is not None):
-            raise VLMFastError("num_frames and fps are for video=, and no video was given")
-        if images is None:
-            images = []
-        content = [
-            {"type": "image", "image": image}
-            for image in (images if isinstance(images, list | tuple) else [images])
-        ]
-        if video is not None:
-            content.append({"type": "video", "video": video, "num_frames": num_frames, "fps": fps})
-        content.append({"type": "text", "text": question})
-        return [{"role": "user", "content": content}]
-
-    def _render(self, messages: list[dict], recipe: Recipe) -> tuple[str, list[Any], list[tuple]]:
-        """Prompt text, RGB pictures, one per placeholder in it, and which clip each is a frame of.
-
-        The last as in `engine.prefill.Inputs.frames`.
-        """
-        _check_messages(messages)
-        pictures: list[Any] = []
-        frames: list[tuple] = []
-        select = self._chooser(recipe, _question(messages))
-        plain = [
-            {
-                "role": turn["role"],
-                "content": self._content(turn["content"], pictures, frames, select),
-            }
-            for turn in messages
-        ]
-        text = self._templated(plain)
-        marks = self.adapter.marks()
-        placeholders = sum(map(text.count, marks))
-        alone, clips = self.adapter.parted(pictures, frames)
-        if placeholders != len(alone) + len(clips):
-            raise MediaError(
-                f"the prompt has {placeholders} picture placeholders ({', '.join(marks)}) "
-                f"and {len(alone) + len(clips)} pictures were given"
-            )
-        return text, pictures, frames
-
-    def _chooser(self, recipe: Recipe, question: str) -> Any:
-        """What chooses the frames of a clip, where a stage of the recipe does."""
-        stages = recipe.acting("media")
-        return partial(stages[0].frames, question=question) if stages else None
-
-    def _templated(self, plain: list[dict]) -> str:
-        """The prompt of turns whose pictures stand as ``{"type": "image"}``."""
-        from jinja2 import TemplateError
-
-        if not getattr(self.processor, "chat_template", None):
-            raise ModelError(
-                f"the processor of {self.adapter.config.model_type} has no chat template; "
-                "set vlm.processor.chat_template"
-            )
-        try:
-            return self.processor.apply_chat_template(
-                plain, add_generation_prompt=True, tokenize=False
-            )
-        except TemplateError as error:
-            raise VLMFastError(f"the chat template refused the messages: {error}") from error
-
-    def _content(
-        self,
-        content: Any,
-        pictures: list[Any],
-        frames: list[tuple],
-        select: Any,
-    ) -> list[dict]:
-        from .media import load_image, load_video
-
-        plain: list[dict] = []
-        for part in [{"type": "text", "text": content}] if isinstance(content, str) else content:
-            kind = part.get("type")
-            if kind == "text":
-                plain.append({"type": "text", "text": part["text"]})
-            elif kind == "image":
-                pictures.append(load_image(_source(part, "image", "path", "url", "base64")))
-                frames.append((-1, 0, 1))
-                plain.append({"type": "image"})
-            elif kind == "video":
-                source = _source(part, "video", "path", "url")
-                if select and (part.get("num_frames") or part.get("fps")):
-                    raise VLMFastError(
-                        "the recipe has a stage that chooses the frames; "
-                        "num_frames and fps cannot be given too"
-                    )
-                clip = load_video(
-                    source,
-                    num_frames=part.get("num_frames"),
-                    fps=part.get("fps"),
-                    select=select,
-                )
-                number = 1 + max((of for of, *_ in frames), default=-1)
-                if self.adapter.clip_tensors:
-                    plain.append({"type": "video"})
-                for index, frame in enumerate(clip.frames):
-                    if not self.adapter.clip_tensors:
-                        if label := self.adapter.frame_label(index):
-                            plain.append({"type": "text", "text": label})
-                        plain.append({"type": "image"})
-                    pictures.append(frame)
-                    frames.append((number, index, len(clip.frames), clip.timestamps_s[index]))
-            else:
-                raise VLMFastError(
-                    f"content type {kind!r} is not known; allowed are text, image and video"
-                )
-        return plain
-
-    def _turn(self, messages: list[dict], recipe: Recipe, generation: dict) -> Turn:
-        """The answer to come: pictures decoded and processed, nothing computed yet."""
-        from .engine.attention import lock_of
-        from .engine.prefill import Inputs
-        from .engine.run import Run
-        from .engine.turn import open_turn
-
-        start = time.perf_counter()
-        text, pictures, frames = self._render(messages, recipe)
-        loaded = time.perf_counter()
-        with lock_of(self.model):
-            begin = time.perf_counter()
-            tensors = self.adapter.inputs(text, pictures, frames)
-            sizes = [(picture.height, picture.width) for picture in pictures]
-            inputs = Inputs(tensors, sizes, _question(messages), frames)
-            run = Run(self.adapter, inputs, recipe, begin)
-            run.stats.time_media_s = loaded - start
-            run.stats.time_processor_s = time.perf_counter() - begin
-            run.trace.images = pictures
-            return open_turn(run, self._generation(generation))
-
-    def _answer(self, messages: list[dict], recipe: Recipe, generation: dict) -> Answer:
-        from .engine.attention import lock_of
-        from .engine.turn import answer
-
-        turn = self._turn(messages, recipe, generation)
-        with lock_of(self.model):
-            if self.model.device.type == "cuda":
-                torch.cuda.reset_peak_memory_stats(self.model.device)
-            answer(turn)
-            turn.run.release()
-        return self._said(turn)
-
-    def _answer_long(
-        self,
-        question: str,
-        source: tuple[Any, int | None, float | None],
-        recipe: Recipe,
-        max_kv_tokens: int,
-        progress: bool,
-        generation: dict,
-    ) -> Answer:
-        from .engine.attention import lock_of
-        from .engine.prefill import Inputs
-        from .engine.run import Run
-        from .engine.turn import answer, open_turn
-        from .long_video import LongVideo, checked
-        from .media import open_video
-
-        recipe = checked(recipe, max_kv_tokens)
-        video, num_frames, fps = source
-        choose = self._chooser(recipe, question)
-        with open_video(video, num_frames=num_frames, fps=fps, select=choose) as clip:
-            content: list[dict] = []
-            for index in range(len(clip.indices)):
-                if label := self.adapter.frame_label(index):
-                    content.append({"type": "text", "text": label})
-                content.append({"type": "image"})
-            content.append({"type": "text", "text": question})
-            text = self._templated([{"role": "user", "content": content}])
-            with lock_of(self.model):
-                begin = time.perf_counter()
-                long = LongVideo(self.adapter, clip, text, max_kv_tokens, progress)
-                run = Run(self.adapter, Inputs({"input_ids": long.ids()}), recipe, begin)
-                turn = open_turn(run, self._generation(generation))
-                answer(turn, lambda: long.read(run, turn.room, question))
-                run.release()
-        return self._said(turn)
-
-    def _said(self, turn: Turn) -> Answer:
-        ids, run = turn.generated, turn.run
-        text = self.processor.tokenizer.decode(ids, skip_special_tokens=True)
-        return Answer(text.strip(), ids, run.stats, run.trace, str(run.recipe))
-
-    def _many(
-        self, requests: Iterable[Request | str], batch_size: int, generation: dict
-    ) -> list[Answer]:
-        from .engine.turn import answer_many
-
-        def turns() -> Iterator[Turn]:
-            for number, request in enumerate(requests):
-                r = Request(request) if isinstance(request, str) else request
-                try:
-                    if not isinstance(r, Request):
-                        raise VLMFastError(
-                            f"is a {type(request).__name__}; it must be a vlmfast.Request or a str"
-                        )
-                    messages = self._messages(r.question, r.images, r.video, r.num_frames, r.fps)
-                    recipe = self.recipe(r.recipe)
-                    turn = self._turn(messages, recipe, {**generation, **r.generation})
-                except VLMFastError as error:
-                    raise type(error)(f"request {number}: {error}") from error
-                turn.number = number
-                yield turn
-
-        answers: dict[int, Answer] = {}
-        for turn in answer_many(self.model, turns(), batch_size):
-            answers[turn.number] = self._said(turn)
-        return [answers[number] for number in sorted(answers)]
-
-    def _generation(self, generation: dict, default: int | None = _DEFAULT_NEW_TOKENS) -> dict:
-        """Generation arguments as our loop takes them; ``default`` is of new tokens.
-
-        Hugging Face hands neither streamer nor tokenizer to a loop of one's own, so the streamer
-        travels under another name and stop strings become a criterion.
-        """
-        generation = dict(generation)
-        config = generation.get("generation_config") or self.model.generation_config
-        given = {"max_new_tokens", "max_length"} & set(generation)
-        unset = not given and config.max_new_tokens is None and config.max_length in (None, 20)
-        if unset and default is not None:
-            generation["max_new_tokens"] = default
-        if streamer := generation.pop("streamer", None):
-            generation["vlmfast_streamer"] = streamer
-        criteria = list(generation.pop("stopping_criteria", None) or [])
-        for name in ("seed", "strict"):
-            if name in generation:
-                generation[f"vlmfast_{name}"] = generation.pop(name)
-        stop = generation.get("stop_strings", config.stop_strings)
-        generation["stop_strings"] = None  # or `generate` would look for a tokenizer
-        if stop:
-            from transformers import StopStringCriteria
-
-            criteria.append(StopStringCriteria(self.processor.tokenizer, stop))
-        if criteria:
-            from transformers import StoppingCriteriaList
-
-            generation["stopping_criteria"] = StoppingCriteriaList(criteria)
-        return generation
-
-
-def agreement(tokens: list[int], full: list[int]) -> float:
-    """Share of equal positions over the longer answer; 1.0 when both are empty."""
-    longest = max(len(tokens), len(full))
-    if longest == 0:
-        return 1.0
-    return sum(a == b for a, b in zip(tokens, full, strict=False)) / longest
+        messages = messages_of(question, images, video, num_frames, fps)
+        return tensors_of(self.adapter, render(self.adapter, messages, Recipe()))
 
 
 def methods() -> list[dict[str, Any]]:
@@ -669,36 +406,3 @@ def _method(cls: type[Stage]) -> dict[str, Any]:
             for f in fields(cls)
         ],
     }
-
-
-def _source(part: dict, *keys: str) -> Any:
-    for key in keys:
-        if part.get(key) is not None:
-            return part[key] if key != "base64" else f"data:;base64,{part[key]}"
-    raise VLMFastError(f"a content entry of type {part['type']} needs one of {', '.join(keys)}")
-
-
-def _check_messages(messages: Any) -> None:
-    """Hugging Face's chat schema, as far as it is used."""
-    if not isinstance(messages, list | tuple) or not messages:
-        raise VLMFastError("messages must be a list of at least one turn")
-    for turn in messages:
-        if not isinstance(turn, dict) or "role" not in turn:
-            raise VLMFastError(f"a turn must be a dict with a role and content, not {turn!r}")
-        content = turn.get("content")
-        parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-        if not isinstance(parts, list | tuple) or not all(isinstance(p, dict) for p in parts):
-            raise VLMFastError("the content of a turn must be a text, or a list of dicts")
-        for part in parts:
-            if part.get("type") == "text" and not isinstance(part.get("text"), str):
-                raise VLMFastError("a content entry of type text needs its text under 'text'")
-    if not _question(messages).strip():
-        raise VLMFastError("the last user turn has no text")
-
-
-def _question(messages: list[dict]) -> str:
-    """Text of the last user turn."""
-    content = next((t["content"] for t in reversed(messages) if t["role"] == "user"), "")
-    if isinstance(content, str):
-        return content
-    return "".join(part.get("text", "") for part in content if part.get("type") == "text")

@@ -35,6 +35,8 @@ class Run:
     prompt: Prompt | None = None
     decoder: Decoder | None = None
     watch: Watch | None = None
+    cut: bool = False  # whether the answer may be shorter than asked, so that it fits
+    most: int | None = None  # tokens of the answer at most, where it was cut
 
     def __post_init__(self) -> None:
         self.recipe = self.recipe.fitted(self.adapter.depth, self.adapter.min_drop_layer)
@@ -73,9 +75,9 @@ class Run:
         Raises
         ------
         ModelError
-            When prompt and answer do not fit into the model's sliding window.
+            When prompt and answer do not fit into the model's positions or its sliding window.
         """
-        self._fits(prompt.next_position + room)
+        self.fit(prompt.next_position, room if bounded else 1)
         self.prompt = prompt
         self.stats.prompt_tokens = len(self.prompt.layout)
         windows = self.adapter.windows
@@ -122,7 +124,7 @@ class Run:
         limit : int, optional
             Slots of these rows that each layer may keep.
         """
-        self._fits(prompt.next_position)
+        self.fit(prompt.next_position, 0)
         decoder, rows = self.decoder, len(prompt.layout)
         merging = [*self.recipe.acting("in-encoder"), *self.recipe.acting("encode")]
         context = PrefillContext(
@@ -177,11 +179,37 @@ class Run:
         elif self.cache is not None:
             self.cache.release()
 
-    def _fits(self, positions: int) -> None:
-        window = self.adapter.window
-        if window is not None and positions > window:
+    def fit(self, positions: int, room: int) -> None:
+        """Check that ``room`` tokens may follow ``positions``; cut the answer where that helps.
+
+        Raises
+        ------
+        ModelError
+            When they do not fit into the model's positions or its sliding window.
+        """
+        window, bound = self.adapter.window, self.adapter.max_positions
+        if bound is not None and positions + room > bound:
+            if not self.cut or positions >= bound:
+                raise too_long(positions, room, bound)
+            self.most = room = bound - positions
+        if window is not None and positions + room > window:
             raise ModelError(
-                f"prompt and answer take {positions} positions, more than the model's sliding "
-                f"window of {window}; shorten one of them, or drop visual tokens with "
+                f"prompt and answer take {positions + room} positions, more than the model's "
+                f"sliding window of {window}; shorten one of them, or drop visual tokens with "
                 "positions=compact"
             )
+
+
+def too_long(positions: int, room: int, bound: int, *, least: bool = False) -> ModelError:
+    """The error for a prompt of ``positions`` whose answer of ``room`` tokens does not fit.
+
+    ``least``: there may be more of them.
+    """
+    ways = ["a shorter text", "fewer or smaller images or frames", "positions=compact"]
+    if positions < bound:
+        ways.insert(0, f"max_new_tokens={bound - positions}")
+    return ModelError(
+        f"the prompt takes {'at least ' if least else ''}{positions} positions and its answer up "
+        f"to {room}, and the model has {bound}; use {', '.join(ways[:-1])}, or a recipe with "
+        f"{ways[-1]}"
+    )

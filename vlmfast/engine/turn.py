@@ -57,18 +57,8 @@ class Turn:
     done: bool = False
 
     def __post_init__(self) -> None:
-        sampler, config = self.sampler, self.config
-        if config.num_beams > 1 or config.num_return_sequences > 1:
-            raise VLMFastError(
-                "num_beams and num_return_sequences must be 1: vlmfast decodes greedily or by "
-                "sampling"
-            )
-        if config.guidance_scale not in (None, 1):
-            raise VLMFastError("guidance_scale is not supported: it would need a second prompt")
-        seed = sampler.seed
-        if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
-            raise VLMFastError(f"seed={seed!r} must be a whole number, or None")
-        if seed is None and sampler.sampled and self.run.watch is not None:
+        sampler = self.sampler
+        if sampler.seed is None and sampler.sampled and self.run.watch is not None:
             sampler.seed = int(torch.randint(2**62, ()))  # drafts need one
         self.alone = Sampling([sampler])
 
@@ -99,7 +89,8 @@ class Turn:
 
     @property
     def room(self) -> int:
-        return self.config.max_length - self.prompt
+        room = self.config.max_length - self.prompt
+        return room if self.run.most is None else min(room, self.run.most)
 
     @property
     def generated(self) -> list[int]:
@@ -117,7 +108,7 @@ class Turn:
             self.first = clock(self.run.adapter.device)
         if self.streamer is not None:
             self.streamer.put(torch.tensor(self.sampler.tokens[-1:]))
-        self.done = self.sampler.is_done()
+        self.done = self.sampler.is_done() or self.count == self.run.most
         if self.done:
             self._finish()
 

@@ -332,11 +332,12 @@ def prompt_hash(vlm: Any, question: str, media: dict[str, Any], generation: dict
 
     With one id for each picture: what a processor makes of pictures takes as long again as asking.
     """
-    if hasattr(vlm, "_render"):
-        given = {"images": None, "video": None, "num_frames": None, "fps": None} | media
-        text, pictures, _ = vlm._render(vlm._messages(question, **given), Recipe())
-        ids = vlm.processor.tokenizer(text)["input_ids"]
-        prompt: Any = [ids, [picture.size for picture in pictures]]
+    if hasattr(vlm, "processor"):
+        from ..request import messages_of, render
+
+        rendered = render(vlm.adapter, messages_of(question, **media), Recipe())
+        ids = vlm.processor.tokenizer(rendered.text)["input_ids"]
+        prompt: Any = [ids, [picture.size for picture in rendered.images]]
     else:  # something else that answers questions
         prompt = question
     text = json.dumps([prompt, generation], sort_keys=True)

@@ -84,6 +84,7 @@ class Adapter:
         if model.get_output_embeddings() is None or not model.can_generate():
             raise ModelError(f"{type(model).__name__} has no language-model head to answer with")
         self.model, self.processor = model, processor
+        self.writer = processor  # whose chat template writes prompts, the user's own
         self.config = model.config
         self.decoder = model.get_decoder()
         self.depth = len(self.decoder.layers)
@@ -119,6 +120,11 @@ class Adapter:
     def vocabulary(self) -> int:
         """Of the logits."""
         return self._head.weight.shape[0]
+
+    @property
+    def max_positions(self) -> int | None:
+        """Rotary ids that the language model was made for, where its config says so."""
+        return getattr(self.config.get_text_config(), "max_position_embeddings", None)
 
     @property
     def image_token_id(self) -> int:
