@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Many
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,9 +15,10 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from .engine.attention import lock_of
 from .engine.decode import lasting
+from .engine.engine import Engine, generate_of
 from .engine.prefill import Inputs
+from .engine.sequence import Sequence
 from .engine.stats import clock
-from .engine.turn import Turn, answer_many, generate_of
 from .errors import ModelError, RecipeError, VLMFastError
 from .generation import Generation, gate, is_argument, one_line
 from .models._batch import split
@@ -184,10 +186,10 @@ class Attachment:
             if len(ids) > 1:
                 raise VLMFastError("streamer is for one prompt, and this is a batch")
             generation.streamer.put(ids.cpu())  # as Hugging Face: the prompt first
-        turns = self._turns(batch, mask, generation)
-        done = {turn.number: turn for turn in answer_many(self.vlm.model, turns, at_once=len(ids))}
+        adapter, waiting = self.vlm.adapter, self._sequences(batch, mask, generation)
+        done = {of.number: of for of in Engine(adapter).answer_many(waiting, at_once=len(ids))}
         rows = [done[number] for number in range(len(ids))]
-        self.answers = [answer_of(turn) for turn in rows]
+        self.answers = [answer_of(adapter, sequence) for sequence in rows]
         return _output(ids, rows)
 
     def _sorted(self, given: dict[str, Any]) -> tuple[dict[str, Tensor], Generation]:
@@ -238,9 +240,9 @@ class Attachment:
                 )
         return mask
 
-    def _turns(
+    def _sequences(
         self, batch: dict[str, Tensor], mask: Tensor, generation: Generation
-    ) -> Iterator[Turn]:
+    ) -> Iterator[Sequence]:
         adapter, config = self.vlm.adapter, generation.config
         allowed = generation.arguments.get("prefix_allowed_tokens_fn")
         with lock_of(self.vlm.model):
@@ -262,9 +264,9 @@ class Attachment:
             with lock_of(self.vlm.model):
                 inputs = Inputs(tensors, sizes, items=items)
                 begin = clock(adapter.device)
-                turn = opened(adapter, inputs, self.recipe, begin, generation.changed(**own))
-            turn.number = number
-            yield turn
+                own = generation.changed(**own)
+                sequence = opened(adapter, inputs, self.recipe, begin, own, number=number)
+            yield sequence
 
 
 def _tensor(key: str, value: Any) -> Tensor:
@@ -348,7 +350,7 @@ def _check_media(adapter: Adapter, batch: dict[str, Tensor]) -> None:
             )
 
 
-def _check_patches(adapter: Adapter, keys: Sequence[str], pixels: Tensor, grids: Tensor) -> None:
+def _check_patches(adapter: Adapter, keys: Many[str], pixels: Tensor, grids: Tensor) -> None:
     """Patches (P, D) of all images in one row, and the grids (N, 3) that say whose they are."""
     vision = adapter.config.vision_config
     depth = getattr(vision, "in_channels", getattr(vision, "in_chans", 3))
@@ -422,23 +424,24 @@ def _padded(generation: dict[str, Any], row: Tensor, prompt: int) -> dict[str, A
     return found
 
 
-def _output(ids: Tensor, turns: Sequence[Turn]) -> Any:
+def _output(ids: Tensor, sequences: Many[Sequence]) -> Any:
     """What ``generate`` returns for the prompts ``ids`` (B, S)."""
-    config = turns[0].config
+    samplers = [sequence.sampler for sequence in sequences]
+    config = samplers[0].config
     pad = config.pad_token_id
     if pad is None:
         pad = next(iter(_ends(config)), 0)
-    longest = max(turn.count for turn in turns)
-    new = torch.full((len(turns), longest), pad, dtype=ids.dtype, device=ids.device)
-    for row, turn in zip(new, turns, strict=True):
-        row[: turn.count] = turn.ids[0, turn.prompt :]
+    longest = max(len(sampler.tokens) for sampler in samplers)
+    new = torch.full((len(samplers), longest), pad, dtype=ids.dtype, device=ids.device)
+    for row, sampler in zip(new, samplers, strict=True):
+        row[: len(sampler.tokens)] = sampler.ids[0, sampler.prompt :]
     sequences = torch.cat([ids, new], dim=1)
     if not config.return_dict_in_generate:
         return sequences
     return GenerateDecoderOnlyOutput(
         sequences=sequences,
-        scores=_steps([turn.scores for turn in turns], pad) if config.output_scores else None,
-        logits=_steps([turn.raw for turn in turns], pad) if config.output_logits else None,
+        scores=_steps([of.scores for of in samplers], pad) if config.output_scores else None,
+        logits=_steps([of.raw for of in samplers], pad) if config.output_logits else None,
     )
 
 

@@ -213,15 +213,15 @@ class Answers:
         return answers
 
     def _generate(self, numbers: range) -> list[list[int]]:
-        from .engine.turn import answer_many
+        from .engine.engine import Engine
         from .generation import gate
         from .recipe import Recipe
-        from .request import turn_of
+        from .request import sequence_of
 
         vlm, args = self.vlm, self.args
         found: dict[int, list[int]] = {number: [] for number in numbers}
 
-        def turns() -> Iterator[Any]:
+        def sequences() -> Iterator[Any]:
             for number in numbers:
                 chance = random.Random(f"sampled-{args.seed}-{number}").random()
                 options = {"max_new_tokens": args.answer_tokens, "do_sample": False}
@@ -229,17 +229,17 @@ class Answers:
                     options |= {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
                 try:
                     passed = gate(vlm.adapter, options)
-                    turn = turn_of(vlm.adapter, self.prompt(number), Recipe(), passed)
+                    prompt = self.prompt(number)
+                    sequence = sequence_of(vlm.adapter, prompt, Recipe(), passed, number)
                 except MediaError as error:  # one file of many
                     self.note(str(error))
                     continue
-                turn.number = number
-                yield turn
+                yield sequence
 
         torch.manual_seed(random.Random(f"answers-{args.seed}-{numbers[0]}").getrandbits(62))
         with torch.no_grad():
-            for turn in answer_many(vlm.model, turns(), _BLOCK):
-                found[turn.number] = list(turn.generated)
+            for sequence in Engine(vlm.adapter).answer_many(sequences(), _BLOCK):
+                found[sequence.number] = sequence.tokens
         return [found[number] for number in numbers]
 
 

@@ -433,10 +433,9 @@ class Generation:
         return replace(self.changed(stopping_criteria=criteria), streamer=streamer)
 
     def for_loop(self) -> dict[str, Any]:
-        """The arguments as `engine.turn.open_turn` takes them.
+        """The arguments for Hugging Face's ``generate`` with a loop of our own.
 
-        Hugging Face hands neither streamer nor tokenizer to a loop of one's own, so the streamer
-        travels under another name and stop strings are a criterion.
+        It hands no tokenizer to such a loop, so stop strings are a criterion.
         """
         from transformers import StoppingCriteriaList
 
@@ -446,8 +445,7 @@ class Generation:
             criteria.append(self.stops)
         if criteria:
             given["stopping_criteria"] = StoppingCriteriaList(criteria)
-        given |= {"vlmfast_streamer": self.streamer, "vlmfast_seed": self.seed}
-        return given | {"vlmfast_strict": self.strict}
+        return given
 
 
 def merged(

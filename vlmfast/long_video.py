@@ -21,10 +21,10 @@ from torch import Tensor
 
 from .answer import Answer
 from .engine.attention import lock_of
+from .engine.engine import Engine
 from .engine.prefill import Inputs, prepare
-from .engine.run import Run
+from .engine.sequence import Sequence
 from .engine.stats import Stats, Trace
-from .engine.turn import answer
 from .errors import MediaError, ModelError, RecipeError, VLMFastError
 from .generation import Generation, shown
 from .media import OpenVideo, open_video
@@ -92,11 +92,11 @@ def answer_long(
             begin = time.perf_counter()
             long = LongVideo(adapter, clip, text, max_kv_tokens, progress)
             inputs = Inputs({"input_ids": long.ids()})
-            run = Run(adapter, inputs, recipe, begin, cut=not generation.explicit)
-            turn = begun(run, generation)
-            answer(turn, lambda: long.read(run, turn.room, question))
-            run.release()
-    return answer_of(turn)
+            sequence = begun(adapter, inputs, recipe, begin, generation)
+            engine = Engine(adapter)
+            engine.answer(sequence, lambda: long.read(engine, sequence, question))
+            engine.release(sequence)
+    return answer_of(adapter, sequence)
 
 
 def checked(recipe: Recipe, max_kv_tokens: int) -> Recipe:
@@ -220,11 +220,12 @@ class LongVideo:
             f"be at least {min(least)}"
         )
 
-    def read(self, run: Run, room: int, question: str) -> Tensor:
-        """Read the whole prompt into the run's cache; returns the logits (1, V) behind it."""
+    def read(self, engine: Engine, sequence: Sequence, question: str) -> Tensor:
+        """Read the whole prompt of a sequence. Returns the logits (1, V) after it."""
+        room = sequence.max_new_tokens
         # One token for each block; the rest of the space is shared out among frames.
         blocks, space = self._plan(room)
-        stats, fed, kept, said, entered, flops = run.stats, 0, 0, 0, 0, 0.0
+        stats, fed, kept, said, entered, flops = sequence.stats, 0, 0, 0, 0, 0.0
         config = self.adapter.config.get_text_config()
         d, m = config.hidden_size, config.intermediate_size
         logits = None
@@ -236,23 +237,22 @@ class LongVideo:
                     question,
                     [(0, block.first + i, self.frames) for i in range(len(block.sizes))],
                     offset=fed,
-                    start=0 if run.prompt is None else run.prompt.next_position,
+                    start=0 if sequence.prompt is None else sequence.prompt.next_position,
                 )
                 own = Stats()
-                prompt = prepare(self.adapter, inputs, run.recipe, own, Trace())
+                prompt = prepare(self.adapter, inputs, sequence.recipe, own, Trace())
                 visual = int(prompt.layout.visual.sum())
                 entered += visual
                 said += len(prompt.layout) - visual
                 flops += visual * (4 * d * d + 2 * (kept + visual) * d + 3 * d * m)
                 done = block.first + len(block.sizes)
                 limit = said + number + (space - blocks) * done // self.frames - kept
-                if run.decoder is None:
-                    logits = run.start_from(prompt, room, limit)
+                if sequence.decoder is None:
+                    logits = engine.prefill(sequence, prompt, room, limit)
                 else:
-                    logits = run.extend(prompt, compress=True, limit=limit)
-                run.prompt = prompt
+                    logits = engine.extend(sequence, prompt, compress=True, limit=limit)
                 fed += prompt.full_length
-                kept = max(run.cache.lengths())
+                kept = max(sequence.decoder.cache.lengths())
                 stats.visual_tokens_in += own.visual_tokens_in
                 stats.time_vision_s += own.time_vision_s
                 stats.time_reduce_s += own.time_reduce_s
@@ -260,18 +260,20 @@ class LongVideo:
                     before = stats.visual_tokens_kept.get(name, 0)
                     stats.visual_tokens_kept[name] = before + count
                 bar.update(len(block.sizes))
-        run.fit(run.prompt.next_position + len(self.pieces[-1]), room)
+        start = sequence.prompt.next_position
+        engine.fit(sequence, start + len(self.pieces[-1]), room)
         if len(self.pieces[-1]):
             ids = self.pieces[-1][None].to(self.adapter.device)
-            start = run.prompt.next_position
             inputs = Inputs({"input_ids": ids}, offset=fed, start=start)
-            logits = run.extend(prepare(self.adapter, inputs, Recipe(), Stats(), Trace()))
+            text = prepare(self.adapter, inputs, Recipe(), Stats(), Trace())
+            logits = engine.extend(sequence, text)
             fed += ids.shape[1]
         stats.layer_tokens([entered] * self.adapter.depth, config)
         stats.flops_prefill = float(flops * self.adapter.depth)  # a block sees what is left
-        stats.kv_bytes = run.cache.held_bytes()
+        cache = sequence.decoder.cache
+        stats.kv_bytes = cache.held_bytes()
         stats.kv_bytes_full = self.adapter.cache_bytes(fed)
-        stats.kv_tokens_per_layer = run.cache.lengths()
+        stats.kv_tokens_per_layer = cache.lengths()
         return logits
 
     def _bar(self) -> Any:

@@ -1,4 +1,4 @@
-"""The one way in: from what a user passes to a turn that the engine answers.
+"""The one way in: from what a user passes to a sequence that the engine answers.
 
 Messages are checked, generation arguments pass the gate (`generation`), media are read, the chat
 template writes the prompt, and the processor makes tensors of both. What cannot be answered is
@@ -18,9 +18,10 @@ import torch
 
 from .answer import Answer, Request
 from .engine.attention import lock_of
+from .engine.engine import Engine, too_long
 from .engine.prefill import Inputs
-from .engine.run import Run, too_long
-from .engine.turn import Turn, answer, open_turn
+from .engine.sequence import Sequence
+from .engine.stats import Stats
 from .errors import MediaError, ModelError, VLMFastError
 from .generation import Generation, gate, one_line, shown
 from .models.base import Adapter
@@ -294,7 +295,7 @@ def _source(part: dict, *keys: str) -> Any:
     raise VLMFastError(f"a content entry of type {part['type']} needs one of {', '.join(keys)}")
 
 
-# --- turns ---------------------------------------------------------------------------------------
+# --- sequences -----------------------------------------------------------------------------------
 
 
 def tensors_of(adapter: Adapter, prompt: Rendered) -> dict[str, torch.Tensor]:
@@ -327,24 +328,58 @@ def check_length(
 
 
 def opened(
-    adapter: Adapter, inputs: Inputs, recipe: Recipe, begin: float, generation: Generation
-) -> Turn:
-    """The turn of a prompt; nothing is computed yet."""
+    adapter: Adapter,
+    inputs: Inputs,
+    recipe: Recipe,
+    begin: float,
+    generation: Generation,
+    **more: Any,
+) -> Sequence:
+    """The sequence of a prompt, whose length is checked; nothing is computed yet.
+
+    Parameters
+    ----------
+    begin, **more
+        For `Engine.open`.
+    """
     check_length(adapter, inputs.tensors, recipe, generation)
-    return begun(Run(adapter, inputs, recipe, begin, cut=not generation.explicit), generation)
+    return begun(adapter, inputs, recipe, begin, generation, **more)
 
 
-def begun(run: Run, generation: Generation) -> Turn:
-    """The turn of a run; what Hugging Face refuses is an error of this package."""
+def begun(
+    adapter: Adapter,
+    inputs: Inputs,
+    recipe: Recipe,
+    begin: float,
+    generation: Generation,
+    **more: Any,
+) -> Sequence:
+    """The same without a look at its length; what Hugging Face refuses is an error of ours."""
     try:
-        return open_turn(run, generation.for_loop())
+        return Engine(adapter).open(
+            inputs,
+            recipe,
+            generation.for_loop(),
+            begin=begin,
+            streamer=generation.streamer,
+            seed=generation.seed,
+            strict=generation.strict,
+            cut=not generation.explicit,
+            **more,
+        )
     except VLMFastError:
         raise
     except ValueError as error:
         raise VLMFastError(f"these generation arguments were refused: {one_line(error)}") from error
 
 
-def turn_of(adapter: Adapter, messages: list[dict], recipe: Recipe, generation: Generation) -> Turn:
+def sequence_of(
+    adapter: Adapter,
+    messages: list[dict],
+    recipe: Recipe,
+    generation: Generation,
+    number: int = 0,
+) -> Sequence:
     """The answer to come: media read and processed, nothing computed yet."""
     start = time.perf_counter()
     prompt = render(adapter, messages, recipe)
@@ -352,16 +387,15 @@ def turn_of(adapter: Adapter, messages: list[dict], recipe: Recipe, generation: 
     with lock_of(adapter.model):
         begin = time.perf_counter()
         inputs = Inputs(tensors_of(adapter, prompt), prompt.sizes, prompt.question, prompt.frames)
-        processed = time.perf_counter()
-        turn = opened(adapter, inputs, recipe, begin, generation)
-        turn.run.stats.time_media_s = loaded - start
-        turn.run.stats.time_processor_s = processed - begin
-        turn.run.trace.images = prompt.images
-        return turn
+        spent = Stats(time_media_s=loaded - start, time_processor_s=time.perf_counter() - begin)
+        more = {"number": number, "stats": spent, "images": prompt.images}
+        return opened(adapter, inputs, recipe, begin, generation, **more)
 
 
-def turn_of_request(adapter: Adapter, request: Any, generation: dict[str, Any]) -> Turn:
-    """The turn of one request of a batch; its own ``generation`` leads."""
+def sequence_of_request(
+    adapter: Adapter, request: Any, generation: dict[str, Any], number: int = 0
+) -> Sequence:
+    """The sequence of one request of a batch; its own ``generation`` leads."""
     one = Request(request) if isinstance(request, str) else request
     if not isinstance(one, Request):
         raise VLMFastError(f"is a {type(request).__name__}; it must be a vlmfast.Request or a str")
@@ -377,24 +411,26 @@ def turn_of_request(adapter: Adapter, request: Any, generation: dict[str, Any]) 
         raise VLMFastError("messages stand in the place of question, images and video")
     else:
         messages = one.messages
-    return turn_of(adapter, messages, recipe, passed)
+    return sequence_of(adapter, messages, recipe, passed, number)
 
 
 def answered(
     adapter: Adapter, messages: list[dict], recipe: Recipe, generation: Generation
 ) -> Answer:
     """Answer a conversation."""
-    turn = turn_of(adapter, messages, recipe, generation)
+    sequence = sequence_of(adapter, messages, recipe, generation)
+    engine = Engine(adapter)
     with lock_of(adapter.model):
         if adapter.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(adapter.device)
-        answer(turn)
-        turn.run.release()
-    return answer_of(turn)
+        engine.answer(sequence)
+        engine.release(sequence)
+    return answer_of(adapter, sequence)
 
 
-def answer_of(turn: Turn) -> Answer:
-    """What a user gets of a turn that has ended."""
-    ids, run = turn.generated, turn.run
-    text = run.adapter.processor.tokenizer.decode(ids, skip_special_tokens=True)
-    return Answer(text.strip(), ids, run.stats, run.trace, str(run.recipe))
+def answer_of(adapter: Adapter, sequence: Sequence) -> Answer:
+    """What a user gets of a sequence that has ended."""
+    text = adapter.processor.tokenizer.decode(sequence.tokens, skip_special_tokens=True)
+    return Answer(
+        text.strip(), sequence.tokens, sequence.stats, sequence.trace, str(sequence.recipe)
+    )

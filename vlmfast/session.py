@@ -22,14 +22,14 @@ from torch import Tensor
 
 from . import snapshot
 from .answer import Answer
-from .drafting import Read
 from .engine.attention import lock_of, switched
 from .engine.cache import KVCache
-from .engine.decode import Decoder, Row
-from .engine.prefill import Inputs, Prompt, Seen, look, prepare
-from .engine.run import Run
+from .engine.decode import Decoder
+from .engine.engine import Engine
+from .engine.prefill import Inputs, Seen, look
+from .engine.prefix import BUFFERS, Prefix, copied
+from .engine.sequence import Sequence
 from .engine.stats import Stats, Trace
-from .engine.turn import Turn, answer
 from .errors import ModelError, RecipeError, VLMFastError
 from .generation import Generation, gate, shown
 from .kernels.quantize_kv import Segment
@@ -39,11 +39,11 @@ from .recipe import Recipe
 from .request import (
     Rendered,
     answer_of,
-    begun,
     check_length,
     check_question,
     chooser,
     messages_of,
+    opened,
     read_media,
     recipe_of,
     render,
@@ -55,15 +55,6 @@ from .statistics import ItemGeometry, VisionStats
 _KIND, _VERSION = "vlmfast-session", "1"
 _ROOM = 128  # free slots that a cache begins with
 _AT_ONCE = 1024  # rows that are read at once behind a cache: bounds the size of their mask
-_BUFFERS = ("keys", "values", "order", "rank", "mass", "bias")
-_SHARED = (
-    "saliency",
-    "left_out",
-    "visual_tokens_in",
-    "visual_tokens_kept",
-    "visual_tokens_per_layer",
-    "equivalent_tokens",
-)
 
 
 @dataclass
@@ -105,66 +96,6 @@ class Pictures:
     trace: Trace
     images: list[Any] = field(default_factory=list)
     ends: bool = True
-
-
-@dataclass
-class Kept:
-    """A cache that waits for the next question.
-
-    Parameters
-    ----------
-    cache : KVCache
-    decoder : Decoder
-        Of one row, over ``cache``.
-    ids : list of int
-        What the cache has consumed.
-    base : int
-        How many of these were read first, under the recipe.
-    stats, trace
-        As that left them.
-    reads : list of Read
-        What drafters remember of the first part; not saved.
-    """
-
-    cache: KVCache
-    decoder: Decoder
-    ids: list[int]
-    base: int
-    stats: Stats
-    trace: Trace
-    reads: list[Read] = field(default_factory=list)
-
-    def rewind(self, ids: int) -> bool:
-        """Forget all but the first ``ids``; whether that was possible."""
-        gone = len(self.ids) - ids
-        if gone == 0:
-            return True
-        try:
-            self.cache.crop(gone)
-        except ValueError:
-            return False
-        self.decoder.position.sub_(gone)
-        self.decoder.rows[0].prompt = self.cache.length[:, 0].clone()
-        self.ids = self.ids[:ids]
-        return True
-
-    def clone(self) -> Kept:
-        """A copy that shares nothing that changes."""
-        cache, (row,) = self.cache.clone(), self.decoder.rows
-        row = replace(row, notes=copy.deepcopy(row.notes), prompt=row.prompt.clone())
-        position = self.decoder.position.clone()
-        decoder = Decoder(self.decoder.adapter, cache, position, [row])
-        return replace(self, cache=cache, decoder=decoder, ids=list(self.ids))
-
-    @property
-    def bytes(self) -> int:
-        total = 0
-        for layer in self.cache.layers:
-            buffers = [getattr(layer, name) for name in _BUFFERS]
-            for segment in layer.segments:
-                buffers += [of for of in vars(segment).values() if isinstance(of, Tensor)]
-            total += sum(of.nbytes for of in buffers if of is not None)
-        return total
 
 
 class Sessions:
@@ -239,11 +170,12 @@ class Session:
         stats: Stats,
     ) -> None:
         self._group, self._adapter, self._pictures = group, group.adapter, pictures
+        self._engine = Engine(group.adapter)
         self.recipe, self.history, self.stats = recipe, history, stats
         asks = any(p.asks_question for p in _parts(recipe))
         self.reuses = "features" if asks or not (pictures is None or pictures.ends) else "kv"
         self._messages: list[dict] = []
-        self._kept: Kept | None = None
+        self._kept: Prefix | None = None
         self._closed = False
         self._used = time.perf_counter_ns()
         group.open.add(self)
@@ -276,24 +208,23 @@ class Session:
         pictures, frames, sizes = prompt.images, prompt.frames, prompt.sizes
         loaded = time.perf_counter()
         with lock_of(adapter.model):
+            engine = Engine(adapter)
+            engine.fitted(recipe)  # refuses what the engine does not run
             if not pictures:
-                Run(adapter, Inputs({}), recipe, start)  # refuses what the engine does not run
                 return cls(group, recipe, history, None, Stats())
             begin = time.perf_counter()
             text = prompt.text = render(adapter, _turns(media, [], question), Recipe()).text
             tensors = tensors_of(adapter, prompt)
             check_length(adapter, tensors, recipe, gate(adapter, {"max_new_tokens": 1}))
-            run = Run(adapter, Inputs(tensors, sizes, "", frames), recipe, begin)
-            run.stats.time_media_s = loaded - start
-            run.stats.time_processor_s = time.perf_counter() - begin
-            run.trace.images = pictures
+            stats = Stats(time_media_s=loaded - start, time_processor_s=time.perf_counter() - begin)
+            trace = Trace(images=pictures)
             head, tail = _split(text, adapter.marks())
             ids = tensors.pop("input_ids")
             prefix = _before(adapter, ids[0].tolist(), tail)
-            run.inputs.tensors = {**tensors, "input_ids": ids}
+            inputs = Inputs({**tensors, "input_ids": ids}, sizes, "", frames)
             with switched(adapter.model), torch.no_grad():
-                seen = look(adapter, run.inputs, recipe, run.stats, run.trace)
-            position, n = adapter.positions(run.inputs.tensors), len(prefix)
+                seen = look(adapter, inputs, recipe, stats, trace)
+            position, n = adapter.positions(inputs.tensors), len(prefix)
             ends = int(position[:, n:].min()) > int(position[:, :n].max())
             ends = ends and not _times_may_lead(adapter, recipe, ids, position)
             tensors.pop("attention_mask", None)
@@ -307,18 +238,19 @@ class Session:
                 snapshot.moved({k: of for k, of in tensors.items() if k not in pixels}, "cpu"),
                 snapshot.moved(pixels, "cpu") if recipe.acting("in-encoder") else {},
                 snapshot.moved(seen, "cpu"),
-                copy.deepcopy(run.stats),
-                _copied(run.trace, "cpu", []),
+                copy.deepcopy(stats),
+                copied(trace, "cpu", []),
                 pictures,
                 ends,
             )
-            session = cls(group, recipe, history, known, run.stats)
+            session = cls(group, recipe, history, known, stats)
             if session.reuses == "kv":
+                sequence = engine.reading(inputs, recipe, begin, stats, pictures)
                 with switched(adapter.model), torch.no_grad():
-                    session._read(run, ids)
-                run.stats.prompt_fed = len(prefix)
+                    session._keep(sequence, ids)
+                stats.prompt_fed = len(prefix)
                 group.make_room(session)
-            run.stats.time_total_s = time.perf_counter() - start
+            stats.time_total_s = time.perf_counter() - start
             return session
 
     def close(self) -> None:
@@ -431,11 +363,12 @@ class Session:
         media = [] if known is None else known.media
         text = render(adapter, _turns(media, self._messages, question), Recipe()).text
         inputs = self._inputs(self._ids(text), question)
+        if restore and known is not None:
+            inputs.tensors |= snapshot.moved(known.pixels, adapter.device)
         recipe = Recipe() if restore else self.recipe
-        check_length(adapter, inputs.tensors, recipe, generation)
-        run = Run(adapter, inputs, recipe, begin, cut=not generation.explicit)
-        run.stats.time_processor_s = time.perf_counter() - begin
-        turn = begun(run, generation)
+        spent = Stats(time_processor_s=time.perf_counter() - begin)
+        images = [] if known is None else known.images
+        sequence = opened(adapter, inputs, recipe, begin, generation, stats=spent, images=images)
         self._used = time.perf_counter_ns()
         if self._kept is not None and self._kept.cache.seen.device != adapter.device:
             self._drop()  # the model has moved since
@@ -443,12 +376,13 @@ class Session:
         if adapter.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(adapter.device)
         if restore or self.reuses == "features":
-            answer(turn, partial(self._anew, turn, restore))
-            run.release()
+            read = self._restored if restore else self._reprefill
+            self._engine.answer(sequence, partial(read, sequence))
+            self._engine.release(sequence)
         else:
-            self._go_on(turn)
+            self._go_on(sequence)
             self._group.make_room(self)
-        said = answer_of(turn)
+        said = answer_of(adapter, sequence)
         if self.history:
             self._messages.append({"role": "user", "content": question})
             self._messages.append({"role": "assistant", "content": said.text})
@@ -474,101 +408,80 @@ class Session:
         tensors = snapshot.moved(known.tensors, ids.device)
         return Inputs({**tensors, "input_ids": ids}, known.sizes, question, known.frames)
 
-    def _seen(self, run: Run) -> Seen | None:
-        """The pictures on the device, and what the tower cost and left in the run's books."""
-        known = self._pictures
+    def _read(self, sequence: Sequence, ids: Tensor, room: int, *, bounded: bool = True) -> Tensor:
+        """Read a prompt, or its first ``ids`` (1, S). Returns the logits (1, V) after it."""
+        known, engine = self._pictures, self._engine
+        inputs = self._inputs(ids, sequence.inputs.question)
         if known is None:
-            return None
-        run.stats.visual_tokens_in = known.stats.visual_tokens_in
-        run.stats.visual_tokens_kept = dict(known.stats.visual_tokens_kept)
-        run.trace = _copied(known.trace, self._adapter.device, known.images)
-        return snapshot.moved(known.seen, self._adapter.device)
+            nothing = None, Stats(), sequence.trace
+            return engine.read_seen(sequence, inputs, *nothing, room, bounded=bounded)
+        seen = snapshot.moved(known.seen, self._adapter.device), known.stats, known.trace
+        return engine.read_seen(sequence, inputs, *seen, room, bounded=bounded)
 
-    def _anew(self, turn: Turn, restore: bool) -> Tensor:
-        """Read the whole prompt. Returns the logits (1, V) behind it."""
-        run, known = turn.run, self._pictures
-        run.stats.prompt_fed = turn.prompt
-        if restore and known.pixels:
-            run.inputs.tensors |= snapshot.moved(known.pixels, self._adapter.device)
-            run.trace.images = known.images
-            return run.start(turn.room)
-        seen = self._seen(run)
-        prompt = prepare(run.adapter, run.inputs, run.recipe, run.stats, run.trace, seen)
-        return run.start_from(prompt, turn.room)
+    def _reprefill(self, sequence: Sequence) -> Tensor:
+        """Read the whole prompt. Returns the logits (1, V) after it."""
+        self._engine.count_prompt(sequence, reused=0)
+        return self._read(sequence, sequence.ids, sequence.max_new_tokens)
 
-    def _go_on(self, turn: Turn) -> None:
-        """Answer a turn behind what the cache holds."""
-        run, apart = turn.run, not self.history
+    def _restored(self, sequence: Sequence) -> Tensor:
+        """The same for the full model, whose features may have to be made again."""
+        if self._pictures is None or not self._pictures.pixels:
+            return self._reprefill(sequence)
+        self._engine.count_prompt(sequence, reused=0)
+        return self._engine.read(sequence)
+
+    def _go_on(self, sequence: Sequence) -> None:
+        """Answer a sequence with what the cache holds."""
+        apart = not self.history
         if apart and self._pictures is None:  # nothing to share
-            answer(turn, partial(self._anew, turn, False))
-            run.release()
+            self._engine.answer(sequence, partial(self._reprefill, sequence))
+            self._engine.release(sequence)
             return
-        whole = turn.ids[0].tolist()
         try:
-            answer(turn, partial(self._behind, turn, whole))
+            self._engine.answer(sequence, partial(self._extend, sequence))
         except BaseException:  # a cache in the middle of something serves nobody
-            if run.cache is not None and (self._kept is None or run.cache is not self._kept.cache):
-                run.release()
+            kept = self._kept
+            if kept is None or sequence.decoder is not kept.decoder:
+                self._engine.release(sequence)
             self._drop()
             raise
         kept = self._kept
-        if run.cache is not kept.cache:
-            run.release()
+        assert kept is not None
+        if sequence.decoder is not kept.decoder:
+            self._engine.release(sequence)
+            kept.decoder.seat([])
             return
-        kept.ids = turn.ids[0, :-1].tolist()  # the last token of an answer is never fed
+        kept.take_back(sequence)
         if apart and not kept.rewind(kept.base):
             self._drop()
 
-    def _behind(self, turn: Turn, whole: list[int]) -> Tensor:
-        """Read what the cache has not consumed of a prompt. Returns the logits (1, V) behind it."""
-        run, kept = turn.run, self._kept
+    def _extend(self, sequence: Sequence) -> Tensor:
+        """Read what the cache has not consumed of a prompt. Returns the logits (1, V) after it."""
+        engine, kept = self._engine, self._kept
+        whole = sequence.ids[0].tolist()
         if kept is not None and not kept.rewind(min(_common(kept.ids, whole), len(whole) - 1)):
             self._drop()
             kept = None
-        run.stats.prompt_reused = 0 if kept is None else len(kept.ids)
-        run.stats.prompt_fed = len(whole) - run.stats.prompt_reused
+        engine.count_prompt(sequence, reused=0 if kept is None else len(kept.ids))
+        logits = None
         if kept is None:
-            kept, logits = self._read(run, turn.ids)
+            kept, logits = self._keep(sequence, sequence.ids)
         else:
-            for name in _SHARED:
-                setattr(run.stats, name, copy.copy(getattr(kept.stats, name)))
-            images = [] if self._pictures is None else self._pictures.images
-            run.trace = _copied(kept.trace, run.adapter.device, images)
+            kept.lend(sequence)
         if not self.history and kept.cache.track:  # its stages will not let go of this question
-            kept = kept.clone()
-        run.cache, run.decoder = kept.cache, kept.decoder
-        if run.watch is not None:
-            run.watch.reads = list(kept.reads)
-        new = turn.ids[:, len(kept.ids) : turn.prompt]
-        run.fit(int(run.position.max()) + new.shape[1], turn.room)
-        for part in new.split(_AT_ONCE, dim=1) if new.shape[1] else ():
-            logits = run.extend(_text(run.adapter, part, run.cache, run.decoder))
-        stats = run.stats
-        stats.kv_bytes, stats.kv_tokens_per_layer = run.cache.held_bytes(), run.cache.lengths()
-        stats.kv_bytes_full = run.adapter.cache_bytes(len(whole))
-        return logits
+            kept.clone().lend(sequence)
+        new = sequence.ids[:, len(kept.ids) :]
+        return engine.extend_text(sequence, new, _AT_ONCE, logits)
 
-    def _read(self, run: Run, ids: Tensor) -> tuple[Kept, Tensor]:
-        """Read the pictures, or a whole prompt without any, under the recipe, and keep the cache.
+    def _keep(self, sequence: Sequence, ids: Tensor) -> tuple[Prefix, Tensor]:
+        """Read the images, or a whole prompt without any, under the recipe, and keep the cache.
 
-        Returns the logits (1, V) behind it too.
+        Returns the logits (1, V) after it too.
         """
-        seen = self._seen(run)
-        if seen is not None:
+        if self._pictures is not None:
             ids = ids[:, : len(self._pictures.prefix)]
-        inputs = self._inputs(ids, run.inputs.question)
-        prompt = prepare(run.adapter, inputs, self.recipe, run.stats, run.trace, seen)
-        logits = run.start_from(prompt, _ROOM, bounded=False)
-        consumed = ids[0].tolist()
-        self._kept = Kept(
-            run.cache,
-            run.decoder,
-            consumed,
-            len(consumed),
-            copy.deepcopy(run.stats),
-            _copied(run.trace, "cpu", []),
-            [] if run.watch is None else list(run.watch.reads),
-        )
+        logits = self._read(sequence, ids, _ROOM, bounded=False)
+        self._kept = Prefix.of(sequence, ids[0].tolist())
         return self._kept, logits
 
     # --- memory ----------------------------------------------------------------------------------
@@ -576,7 +489,7 @@ class Session:
     def _drop(self) -> None:
         """Let go of the cache; the next question builds it again."""
         if self._kept is not None:
-            self._kept.decoder.release()
+            self._kept.release()
             self._kept = None
 
     # --- files -----------------------------------------------------------------------------------
@@ -724,26 +637,6 @@ def _common(one: list[int], another: list[int]) -> int:
     return next((at for at, (a, b) in pairs if a != b), min(len(one), len(another)))
 
 
-def _text(adapter: Adapter, ids: Tensor, cache: KVCache, decoder: Decoder) -> Prompt:
-    """Text (1, S) that continues what ``cache`` has consumed."""
-    (row,) = decoder.rows
-    count = torch.arange(ids.shape[1], device=ids.device)
-    position = decoder.position.reshape(-1, 1) + count
-    return Prompt(
-        adapter.embed(ids)[0],
-        TokenLayout.text(count + cache.logical[0], position),
-        ids.shape[1],
-        int(position.max()) + 1,
-        notes=row.notes,
-    )
-
-
-def _copied(trace: Trace, device: torch.device | str, images: list) -> Trace:
-    """A trace of its own: stages go on writing to it."""
-    depth = None if trace.depth is None else trace.depth.clone()
-    return snapshot.moved(replace(trace, depth=depth, images=images), device)
-
-
 # --- saved sessions ------------------------------------------------------------------------------
 
 
@@ -792,12 +685,14 @@ def _classes(recipe: Recipe) -> dict[str, type]:
     for part in _parts(recipe):
         module = sys.modules[type(part).__module__]
         found += [of for of in vars(module).values() if hasattr(of, "__dataclass_fields__")]
-    return {snapshot.name_of(cls): cls for cls in found if isinstance(cls, type)}
+    names = {snapshot.name_of(cls): cls for cls in found if isinstance(cls, type)}
+    # Where these classes were when earlier files of this format were written.
+    return names | {f"vlmfast.stages.{of.__name__}": of for of in (ItemGeometry, VisionStats)}
 
 
-def _frozen(kept: Kept) -> dict[str, Any]:
+def _frozen(kept: Prefix) -> dict[str, Any]:
     """All that `_thawed` needs."""
-    cache, (row,) = kept.cache, kept.decoder.rows
+    cache = kept.cache
     layers = []
     for layer in cache.layers:
         held = layer.held[0]
@@ -812,7 +707,7 @@ def _frozen(kept: Kept) -> dict[str, Any]:
                 "segments": layer.segments,
                 "buffers": {
                     name: of[:, :, :held]
-                    for name in _BUFFERS
+                    for name in BUFFERS
                     if (of := getattr(layer, name)) is not None
                 },
             }
@@ -825,9 +720,9 @@ def _frozen(kept: Kept) -> dict[str, Any]:
         "track": cache.track,
         "mass": cache.mass,
         "position": kept.decoder.position,
-        "notes": row.notes,
-        "prompt": row.prompt,
-        "steps": row.steps,
+        "notes": kept.notes,
+        "prompt": kept.prompt_slots,
+        "steps": kept.steps,
         "ids": kept.ids,
         "base": kept.base,
         "stats": kept.stats,
@@ -835,7 +730,7 @@ def _frozen(kept: Kept) -> dict[str, Any]:
     }
 
 
-def _thawed(adapter: Adapter, recipe: Recipe, frozen: dict[str, Any]) -> Kept:
+def _thawed(adapter: Adapter, recipe: Recipe, frozen: dict[str, Any]) -> Prefix:
     frozen = {**snapshot.moved(frozen, adapter.device), "trace": frozen["trace"]}
     layers = frozen["layers"]
     if len(layers) != adapter.depth:
@@ -861,6 +756,14 @@ def _thawed(adapter: Adapter, recipe: Recipe, frozen: dict[str, Any]) -> Kept:
             buffer[:, :, : of.shape[2]] = of
             setattr(layer, name, buffer)
     stages = recipe.acting("decode") if cache.track else []
-    row = Row(stages, frozen["notes"], frozen["prompt"], frozen["steps"])
-    decoder = Decoder(adapter, cache, frozen["position"].clone(), [row])
-    return Kept(cache, decoder, frozen["ids"], frozen["base"], frozen["stats"], frozen["trace"])
+    return Prefix(
+        Decoder(adapter, cache, frozen["position"].clone(), []),
+        frozen["ids"],
+        frozen["base"],
+        frozen["stats"],
+        frozen["trace"],
+        stages,
+        frozen["notes"],
+        frozen["prompt"],
+        frozen["steps"],
+    )

@@ -16,7 +16,7 @@ from .recipe import Recipe
 from .stages import Stage, stage_class, stage_names, word_of
 
 if TYPE_CHECKING:
-    from .engine.turn import Turn
+    from .engine.sequence import Sequence
     from .session import Session
 
 __all__ = ["VLM", "Answer", "Comparison", "Request", "agreement", "methods"]
@@ -275,7 +275,7 @@ class VLM:
         VLMFastError
             For the first request that cannot be answered; says which one.
         """
-        from .engine.turn import answer_many
+        from .engine.engine import Engine
         from .generation import shown
         from .request import answer_of
 
@@ -290,20 +290,22 @@ class VLM:
                 f"requests={shown(requests)} must be a list of vlmfast.Request or of questions"
             )
         answers: dict[int, Answer] = {}
-        for turn in answer_many(self.model, self._turns(requests, generation), batch_size):
-            answers[turn.number] = answer_of(turn)
+        sequences = self._sequences(requests, generation)
+        for sequence in Engine(self.adapter).answer_many(sequences, batch_size):
+            answers[sequence.number] = answer_of(self.adapter, sequence)
         return [answers[number] for number in sorted(answers)]
 
-    def _turns(self, requests: Iterable[Request | str], generation: dict) -> Iterator[Turn]:
-        from .request import turn_of_request
+    def _sequences(
+        self, requests: Iterable[Request | str], generation: dict[str, Any]
+    ) -> Iterator[Sequence]:
+        from .request import sequence_of_request
 
         for number, request in enumerate(requests):
             try:
-                turn = turn_of_request(self.adapter, request, generation)
+                sequence = sequence_of_request(self.adapter, request, generation, number)
             except VLMFastError as error:
                 raise type(error)(f"request {number}: {error}") from error
-            turn.number = number
-            yield turn
+            yield sequence
 
     # --- sessions --------------------------------------------------------------------------------
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Many
 from contextlib import contextmanager
-from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from ..tree import Tree
 from .cache import KVCache, RowSlots
 from .fused import fusable, fused_step
 from .graphs import Graphs, StepGraph
+from .output import Output
 from .taps import tapped
 
 _WIDTHS = (2, 4, 8, 16, 32, 48, 64)  # nodes of a captured tree
@@ -27,46 +29,29 @@ def lasting(function: Callable) -> Callable:
     return torch.inference_mode(False)(torch.no_grad()(function))
 
 
-@dataclass
-class Output:
-    """What a pass over T new tokens of each row gives.
+class DecodeRow(Protocol):
+    """What a decoder must know of one of its sequences.
 
-    Parameters
-    ----------
-    logits : Tensor, (B, T, V)
-    hidden : Tensor, (B, T, D)
-        Behind the last norm.
-    taps : Tensor, (B, T, K, D), optional
-        What went into the layers `Decoder.taps`.
-    """
-
-    logits: Tensor
-    hidden: Tensor
-    taps: Tensor | None = None
-
-
-@dataclass
-class Row:
-    """What a decoder knows of one of its sequences.
-
-    Parameters
+    Attributes
     ----------
     stages : list of DecodeStage
     notes : dict
         As in `PrefillContext`.
-    prompt : Tensor, int64, (L, H)
+    prompt_slots : Tensor, int64, (L, H)
         Slots of the tail when decoding began.
     steps : int
-        Tokens that have been fed since.
+        Tokens that have been fed since; the decoder counts them.
     taps : tuple of int
-        Layers whose input the row's drafter reads.
+        Layers whose input its drafters read.
     """
 
     stages: list[DecodeStage]
-    notes: dict[str, dict]
-    prompt: Tensor
-    steps: int = 0
-    taps: tuple[int, ...] = ()
+    notes: dict[str, dict[str, Any]]
+    prompt_slots: Tensor | None
+    steps: int
+
+    @property
+    def taps(self) -> tuple[int, ...]: ...
 
 
 class Decoder:
@@ -79,14 +64,16 @@ class Decoder:
         Frozen.
     position : Tensor, int64, (B, 1), or (3, B, 1) for M-RoPE
         Rotary ids of the tokens that come next; used up.
-    rows : list of Row
+    rows : list of DecodeRow
     """
 
-    def __init__(self, adapter: Adapter, cache: KVCache, position: Tensor, rows: list[Row]) -> None:
-        self.adapter, self.cache, self.position, self.rows = adapter, cache, position, rows
+    def __init__(
+        self, adapter: Adapter, cache: KVCache, position: Tensor, rows: Many[DecodeRow]
+    ) -> None:
+        self.adapter, self.cache, self.position = adapter, cache, position
         self.context = DecodeContext(cache=cache)
         self.graph: StepGraph | None = None
-        self.taps = tuple(sorted({layer for row in rows for layer in row.taps}))
+        self.seat(rows)
         # Layers whose rows were renumbered in prefill, and by how much; on the device once.
         shifts = {index: tuple(held.shift) for index, held in enumerate(cache.layers)}
         self._shifts = {index: shift for index, shift in shifts.items() if any(shift)}
@@ -95,8 +82,13 @@ class Decoder:
             for shift in set(self._shifts.values())
         }
 
+    def seat(self, rows: Many[DecodeRow]) -> None:
+        """Whose cache this is."""
+        self.rows = list(rows)
+        self.taps = tuple(sorted({layer for row in rows for layer in row.taps}))
+
     @staticmethod
-    def join(decoders: Sequence[Decoder]) -> Decoder:
+    def join(decoders: Many[Decoder]) -> Decoder:
         """One decoder for the sequences of all, which are used up."""
         if len(decoders) == 1:
             return decoders[0]
@@ -107,7 +99,7 @@ class Decoder:
         rows = [row for decoder in decoders for row in decoder.rows]
         return Decoder(decoders[0].adapter, cache, position, rows)
 
-    def select(self, rows: Sequence[int]) -> Decoder:
+    def select(self, rows: Many[int]) -> Decoder:
         """Only ``rows`` go on; this decoder is used up."""
         self.cache.select(rows)
         index = torch.tensor(list(rows), device=self.position.device)
@@ -127,7 +119,7 @@ class Decoder:
         self.cache.advance_host()
         return output
 
-    def verify(self, trees: Sequence[Tree]) -> Output:
+    def verify(self, trees: Many[Tree]) -> Output:
         """Read one tree of each row behind what it holds; nothing is counted before `accept`."""
         width = max(len(tree) for tree in trees)
         if self.captures:  # few widths, so that few steps are captured
@@ -147,7 +139,7 @@ class Decoder:
         self.cache.reserve(width)
         return self.captured(*given) if self.captures else self.forward(*given)
 
-    def accept(self, paths: Sequence[Sequence[int]]) -> None:
+    def accept(self, paths: Many[Many[int]]) -> None:
         """Count the nodes of ``paths``, root first, of the trees that `verify` has read."""
         counts = [len(path) for path in paths]
         longest = max(max(counts), 1)
@@ -173,7 +165,7 @@ class Decoder:
             gap = -row.steps % stage.every
             quiet = min(
                 stage.quiet(self._slots(number, layer, prompt), layer)
-                for layer, prompt in enumerate(row.prompt)
+                for layer, prompt in enumerate(row.prompt_slots)
             )
             spare = min(spare, max(gap, quiet, 0))
         return spare
@@ -263,7 +255,7 @@ class Decoder:
             ).last_hidden_state
         return hidden, seen
 
-    def shallow(self, number: int, token: int, behind: int, layers: Sequence[int]) -> Tensor:
+    def shallow(self, number: int, token: int, behind: int, layers: Many[int]) -> Tensor:
         """Logits (V,) behind ``token`` of one row by only some of the layers.
 
         Parameters
@@ -315,7 +307,7 @@ class Decoder:
         for number, row in enumerate(self.rows):
             for stage in row.stages:
                 if row.steps % stage.every == 0:
-                    for layer, prompt in enumerate(row.prompt):
+                    for layer, prompt in enumerate(row.prompt_slots):
                         stage.step(self._slots(number, layer, prompt), layer)
             row.steps += 1
 

@@ -9,18 +9,33 @@ page of quantised slots or other rows has new shapes, and with them another step
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from .decode import Decoder, Output
+from .cache import KVCache
+from .output import Output
 
 _WARM_UP = 3  # steps before a capture, in which libraries make their workspaces
 
 State = dict[tuple, Tensor]
 Signature = tuple[tuple[tuple, tuple[int, ...], torch.dtype], ...]
+
+
+class Steps(Protocol):
+    """What decodes in the buffers of a graph: `Decoder`."""
+
+    cache: KVCache
+    taps: tuple[int, ...]
+
+    def state(self) -> State: ...
+
+    def load(self, state: State) -> None: ...
+
+    def forward(
+        self, tokens: Tensor, offset: Tensor | None = None, tree: Tensor | None = None
+    ) -> Output: ...
 
 
 def signature(state: State) -> Signature:
@@ -33,14 +48,14 @@ class StepGraph:
 
     Parameters
     ----------
-    decoder : Decoder
+    decoder : Steps
         Its buffers become those of the graph; it goes on in them.
     record : callable, optional
         ``(step, state) -> replay``: how a step becomes something that can be replayed;
         `cuda_graph` by default.
     """
 
-    def __init__(self, decoder: Decoder, record: Callable[..., Any] | None = None) -> None:
+    def __init__(self, decoder: Steps, record: Callable[..., Any] | None = None) -> None:
         self.state = decoder.state()
         self.signature = signature(self.state)
         self.record = record or cuda_graph
@@ -48,7 +63,7 @@ class StepGraph:
         self.outputs: dict[tuple, Output] = {}
         self._replays: dict[tuple, Callable[[], None]] = {}
 
-    def _step_of(self, decoder: Decoder, key: tuple) -> Callable[[], None]:
+    def _step_of(self, decoder: Steps, key: tuple) -> Callable[[], None]:
         def step() -> None:
             self.outputs[key] = decoder.forward(*self.inputs[key])
 
@@ -58,20 +73,20 @@ class StepGraph:
     def nbytes(self) -> int:
         return sum(of.nbytes for of in self.state.values())
 
-    def serves(self, decoder: Decoder) -> bool:
+    def serves(self, decoder: Steps) -> bool:
         """Whether ``decoder`` stands in these very buffers."""
         state = decoder.state()
         return len(state) == len(self.state) and all(
             key in self.state and self.state[key] is of for key, of in state.items()
         )
 
-    def adopt(self, decoder: Decoder) -> None:
+    def adopt(self, decoder: Steps) -> None:
         """Copy what ``decoder`` holds into these buffers, where it goes on."""
         for key, of in decoder.state().items():
             self.state[key].copy_(of)
         decoder.load(self.state)
 
-    def replay(self, decoder: Decoder, *given: Tensor | None) -> Output:
+    def replay(self, decoder: Steps, *given: Tensor | None) -> Output:
         """One step of ``decoder``, which these buffers serve.
 
         ``given`` are the arguments of `Decoder.forward`; what comes back is overwritten by the next
@@ -132,7 +147,7 @@ class Graphs:
         self.captured = self.adopted = 0  # how often a step was recorded, and used again
         self._idle: list[StepGraph] = []
 
-    def get(self, decoder: Decoder) -> StepGraph:
+    def get(self, decoder: Steps) -> StepGraph:
         """A step in whose buffers ``decoder`` goes on: one that waits, or a new one."""
         wanted = signature(decoder.state())
         for at, graph in enumerate(self._idle):

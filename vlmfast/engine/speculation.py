@@ -15,9 +15,9 @@ decode stage reworks the cache.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Many
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -26,12 +26,11 @@ from ..errors import RecipeError
 from ..models.base import Adapter
 from ..stages import DrafterStage
 from ..tree import Tree
+from .decode import Decoder
 from .noise import gumbel
+from .output import Output
+from .sequence import Sequence
 from .stats import clock
-
-if TYPE_CHECKING:
-    from .decode import Decoder, Output
-    from .turn import Turn
 
 # Logits processors that look at a row of logits alone, so that drafts can be ranked through them.
 _ROWWISE = (
@@ -49,7 +48,7 @@ _ROWWISE = (
 
 def walk(
     tree: Tree,
-    logits: Tensor | Sequence[Tensor],
+    logits: Tensor | Many[Tensor],
     take: Callable[[Tensor], tuple[int, bool]],
     sure: Callable[[Tensor], bool] | None = None,
 ) -> tuple[list[int], list[int]]:
@@ -87,7 +86,7 @@ def walk(
     return path, emitted
 
 
-def check(stages: Sequence[DrafterStage], adapter: Adapter) -> None:
+def check(stages: Many[DrafterStage], adapter: Adapter) -> None:
     """Whether the drafters of a recipe can work together, and on this model; they are opened once.
 
     Raises
@@ -118,11 +117,11 @@ class Speculation:
 
     Parameters
     ----------
-    turn : Turn
+    adapter : Adapter
+    sequence : Sequence
+        Its prompt has been read.
     stages : list of DrafterStage
         Of the recipe.
-    reads : list of Read
-        The prompt.
 
     Raises
     ------
@@ -130,18 +129,19 @@ class Speculation:
         When a drafter does not fit the model.
     """
 
-    def __init__(self, turn: Turn, stages: Sequence[DrafterStage], reads: Sequence[Read]) -> None:
-        adapter = turn.run.adapter
-        self.turn, self.seat = turn, (None, 0)
-        self.stages, self.prompt = drafting(stages, adapter), list(reads)
+    def __init__(self, adapter: Adapter, sequence: Sequence, stages: Many[DrafterStage]) -> None:
+        self.adapter, self.sequence = adapter, sequence
+        self.seat: tuple[Decoder, int] | None = None
+        self.stages = drafting(stages, adapter)
+        self.prompt = [] if sequence.watch is None else list(sequence.watch.reads)
         self.limit = _limit(self.stages)
         ruling = [stage for stage in stages if stage.governs]
         # What it finds out about a model and these drafters serves later requests too.
         known = adapter.kept.setdefault(("drafting", *map(str, self.stages)), {})
         self.governor = ruling[0].govern(self.limit, known) if ruling else None
         self.drafters: list[Drafter] | None = None
-        self.warp = _warper(turn)
-        self.names = turn.run.stats.speculation = "+".join(stage.name for stage in self.stages)
+        self.warp = _warper(sequence)
+        self.names = sequence.stats.speculation = "+".join(stage.name for stage in self.stages)
         self.taken, self.rows, self.began = self.limit, 1, 0.0
         self.behind: list[Round] = []  # rounds that drafters have not seen yet
         self.first = False  # whether drafters read the prompt in this round
@@ -153,18 +153,20 @@ class Speculation:
 
     def propose(self, decoder: Decoder, number: int, root: int) -> Tree:
         """What is drafted behind ``root``, which the model has not read yet."""
-        turn, stats = self.turn, self.turn.run.stats
-        left = turn.room - turn.count - 1  # what is emitted beyond the round's own token
+        sequence, stats = self.sequence, self.sequence.stats
+        left = (
+            sequence.max_new_tokens - sequence.count - 1
+        )  # what is emitted beyond the round's own token
         self.began = time.perf_counter()
         nodes, depth = self.limit
         self.rows = len(decoder.rows)
         if self.governor is not None:
-            nodes, depth = self.governor.choose(self.rows, turn.count, turn.room)
+            nodes, depth = self.governor.choose(self.rows, sequence.count, sequence.max_new_tokens)
             stats.speculation = f"{self.names}: {self.governor.reason}"
         self.taken = nodes, depth
         self.seat = decoder, number
         depth = min(depth, left, decoder.spare(number)) if depth and left > 0 else 0
-        if turn.strict and (len(decoder.rows) > 1 or decoder.rows[number].stages):
+        if sequence.strict and (len(decoder.rows) > 1 or decoder.rows[number].stages):
             stats.speculation = "off: strict, in a batch or with a cache that is reworked"
             depth = 0
         if depth < 1 or nodes < 2:
@@ -179,22 +181,22 @@ class Speculation:
         tree, *others = (drafter.propose(root, budget) for drafter in self.drafters)
         for other in others:
             tree = tree.joined(other)
-        banned = self.turn.run.adapter.placeholders()
+        banned = self.adapter.placeholders()
         return tree.without(banned).first(budget.nodes, budget.depth)
 
     @contextmanager
     def _drafting(self) -> Iterator[None]:
         """What is done meanwhile is the drafters' work."""
-        start = clock(self.turn.run.adapter.device)
+        start = clock(self.adapter.device)
         yield
-        self.turn.run.stats.time_draft_s += clock(self.turn.run.adapter.device) - start
+        self.sequence.stats.time_draft_s += clock(self.adapter.device) - start
 
     def _noise(self) -> Callable[[int], Tensor] | None:
-        return self.noise if self.turn.sampler.sampled else None
+        return self.noise if self.sequence.sampler.sampled else None
 
     def noise(self, depth: int) -> Tensor:
         """The noise of the token at ``depth`` below the root."""
-        sampler, adapter = self.turn.sampler, self.turn.run.adapter
+        sampler, adapter = self.sequence.sampler, self.adapter
         return gumbel(sampler.seed, sampler.length + depth - 1, adapter.vocabulary, adapter.device)
 
     def learn(
@@ -203,11 +205,11 @@ class Speculation:
         """What the model made of ``tree``."""
         if not path:
             return
-        stats, n = self.turn.run.stats, len(tree)
+        stats, n = self.sequence.stats, len(tree)
         stats.rounds += 1
         stats.drafted += n - 1
         stats.accepted += len(path) - 1
-        stats.mean_emitted = (self.turn.count - 1) / stats.rounds
+        stats.mean_emitted = (self.sequence.count - 1) / stats.rounds
         stats.mean_accepted = stats.accepted / stats.rounds
         for depth in range(1, tree.depth + 1):
             if len(stats.drafted_at_depth) < depth:
@@ -217,13 +219,14 @@ class Speculation:
             stats.drafted_at_depth[depth - 1] += len(path) >= depth
             stats.accepted_at_depth[depth - 1] += len(path) > depth
         if self.governor is not None:
-            seconds = clock(self.turn.run.adapter.device) - self.began
+            seconds = clock(self.adapter.device) - self.began
             self.governor.observe(self.rows, self.taken, n, len(emitted), seconds, self.first)
             self.first = False
-        if self.turn.done:
+        if self.sequence.done:
             return
         taps = None
         if output.taps is not None:
+            assert self.seat is not None
             (decoder, _), own = self.seat, self.own_taps
             at = [decoder.taps.index(layer) for layer in own]
             taps = output.taps[number, :n, at]
@@ -240,11 +243,11 @@ class Speculation:
 
     @property
     def own_taps(self) -> tuple[int, ...]:
-        depth = self.turn.run.adapter.depth
+        depth = self.adapter.depth
         return tuple(sorted({at for stage in self.stages for at in stage.taps(depth)}))
 
     def _open(self) -> None:
-        adapter, ids = self.turn.run.adapter, self.turn.ids[0, : self.turn.prompt].tolist()
+        adapter, ids = self.adapter, self.sequence.ids[0, : self.sequence.prompt_length].tolist()
         targets = [_target(adapter, stage, self._shallow) for stage in self.stages]
         self.drafters = [stage.open(of) for stage, of in zip(self.stages, targets, strict=True)]
         for drafter in self.drafters:
@@ -261,7 +264,8 @@ class Speculation:
                 drafter.extend(done)
         self.behind.clear()
 
-    def _shallow(self, token: int, behind: int, layers: Sequence[int]) -> Tensor:
+    def _shallow(self, token: int, behind: int, layers: Many[int]) -> Tensor:
+        assert self.seat is not None
         decoder, number = self.seat
         return decoder.shallow(number, token, behind, layers)
 
@@ -282,26 +286,26 @@ def _target(
     )
 
 
-def drafting(stages: Sequence[DrafterStage], adapter: Adapter) -> list[DrafterStage]:
+def drafting(stages: Many[DrafterStage], adapter: Adapter) -> list[DrafterStage]:
     """The drafters of a recipe, or those that its governor chooses."""
     chosen = [stage for stage in stages if not stage.governs]
     return chosen or stages[0].choice(adapter.ships)
 
 
-def _limit(stages: Sequence[DrafterStage]) -> tuple[int, int]:
+def _limit(stages: Many[DrafterStage]) -> tuple[int, int]:
     """Nodes and depth of the trees of several drafters in one."""
     sizes = [stage.largest() for stage in stages]
     return sum(nodes - 1 for nodes, _ in sizes) + 1, max(depth for _, depth in sizes)
 
 
-def _warper(turn: Turn) -> Callable[[Tensor], Tensor] | None:
+def _warper(sequence: Sequence) -> Callable[[Tensor], Tensor] | None:
     """The processors of a request that can rank drafts."""
-    if not turn.sampler.sampled:
+    if not sequence.sampler.sampled:
         return None
-    chosen = [p for p in turn.sampler.processors if type(p).__name__ in _ROWWISE]
+    chosen = [p for p in sequence.sampler.processors if type(p).__name__ in _ROWWISE]
 
     def warp(logits: Tensor) -> Tensor:
-        nothing = turn.ids.new_zeros(len(logits), 0)
+        nothing = sequence.ids.new_zeros(len(logits), 0)
         for processor in chosen:
             logits = processor(nothing, logits)
         return logits

@@ -1,0 +1,591 @@
+"""The engine: reads prompts, decodes answers, one sequence or several at once.
+
+Hugging Face's ``generate`` prepares logits processors, stopping criteria and the generation config
+of each sequence; the loop here asks them in the same order and with the same ids, so that tokens
+and random numbers are those of Hugging Face's sampling loop (`engine.sampling`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Many
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers.generation.utils import GenerationMixin
+
+from ..contexts import PrefillContext
+from ..errors import ModelError, VLMFastError
+from ..layout import TokenLayout
+from ..models.base import Adapter
+from ..recipe import Recipe
+from ..tree import Tree
+from .attention import switched
+from .cache import KVCache
+from .compress import Compression
+from .decode import Decoder, lasting
+from .prefill import Inputs, Prompt, Seen, prefill, prepare, rows_of
+from .prefix import copied
+from .sampling import Sampler, Sampling
+from .sequence import Sequence
+from .speculation import Speculation, check, drafting, walk
+from .stats import Stats, Trace, clock
+from .taps import Watch
+
+_ULPS = 8  # near tie: so many units in the last place of the largest logit
+
+
+class Engine:
+    """Runs the requests of one model.
+
+    Parameters
+    ----------
+    adapter : Adapter
+    """
+
+    def __init__(self, adapter: Adapter) -> None:
+        self.adapter = adapter
+
+    # --- opening ---------------------------------------------------------------------------------
+
+    def fitted(self, recipe: Recipe) -> tuple[Recipe, Watch | None]:
+        """A recipe as it fits the model, and what watches a prompt for its drafters.
+
+        Raises
+        ------
+        RecipeError
+            When its drafters cannot work together, or on this model.
+        """
+        recipe = recipe.fitted(self.adapter.depth, self.adapter.min_drop_layer)
+        drafters = recipe.acting("drafter")
+        if not drafters:
+            return recipe, None
+        check(drafters, self.adapter)
+        return recipe, Watch(drafting(drafters, self.adapter), self.adapter.depth)
+
+    def open(
+        self,
+        inputs: Inputs,
+        recipe: Recipe,
+        arguments: dict[str, Any],
+        *,
+        begin: float,
+        streamer: Any = None,
+        seed: int | None = None,
+        strict: bool = False,
+        cut: bool = False,
+        number: int = 0,
+        stats: Stats | None = None,
+        images: Many[Any] = (),
+    ) -> Sequence:
+        """A sequence whose answer Hugging Face's ``generate`` has prepared; nothing is computed.
+
+        Parameters
+        ----------
+        arguments : dict
+            For ``generate``.
+        begin, streamer, strict, cut, number
+            As in `Sequence`.
+        seed : int, optional
+            As in `Sampler`; drafts of a sampled answer need one and draw it.
+        stats : Stats, optional
+            What has been spent on the prompt so far.
+        images : sequence of PIL.Image.Image
+            For the trace.
+        """
+        recipe, watch = self.fitted(recipe)
+        ids = inputs.tensors["input_ids"]
+        sampler = generate_of(self.adapter.model)(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            # Given, so that families with rotary state of their own do not compute and keep it.
+            position_ids=torch.arange(ids.shape[1], device=ids.device)[None],
+            custom_generate=_prepared,
+            vlmfast_seed=seed,
+            **arguments,
+        )
+        if sampler.seed is None and sampler.sampled and watch is not None:
+            sampler.seed = int(torch.randint(2**62, ()))
+        sequence = Sequence(
+            inputs, recipe, sampler, begin, streamer, strict, cut, number, watch=watch
+        )
+        if stats is not None:
+            sequence.stats = stats
+        sequence.trace.images = list(images)
+        return sequence
+
+    def reading(
+        self,
+        inputs: Inputs,
+        recipe: Recipe,
+        begin: float,
+        stats: Stats | None = None,
+        images: Many[Any] = (),
+    ) -> Sequence:
+        """A sequence that is only read: nothing is said about its answer."""
+        recipe, watch = self.fitted(recipe)
+        ids = inputs.tensors["input_ids"]
+        config = GenerationConfig(max_length=ids.shape[1])
+        sampler = Sampler(ids, LogitsProcessorList(), StoppingCriteriaList(), config)
+        sequence = Sequence(inputs, recipe, sampler, begin, watch=watch)
+        if stats is not None:
+            sequence.stats = stats
+        sequence.trace.images = list(images)
+        return sequence
+
+    # --- reading ---------------------------------------------------------------------------------
+
+    @lasting
+    def read(self, sequence: Sequence, room: int | None = None) -> Tensor:
+        """Read the prompt of a sequence. Returns the logits (1, V) after it.
+
+        Parameters
+        ----------
+        room : int, optional
+            Tokens that may follow; those of the answer by default.
+        """
+        prompt = prepare(
+            self.adapter, sequence.inputs, sequence.recipe, sequence.stats, sequence.trace
+        )
+        return self.prefill(sequence, prompt, sequence.max_new_tokens if room is None else room)
+
+    @lasting
+    def prefill(
+        self,
+        sequence: Sequence,
+        prompt: Prompt,
+        room: int,
+        limit: int | None = None,
+        *,
+        bounded: bool = True,
+    ) -> Tensor:
+        """Read a prompt that is already merged. Returns the logits (1, V) after it.
+
+        Parameters
+        ----------
+        limit : int, optional
+            As in `extend`.
+        bounded : bool
+            Whether no more than ``room`` tokens follow.
+
+        Raises
+        ------
+        ModelError
+            When prompt and answer do not fit into the model's positions or its sliding window.
+        """
+        adapter, stats, watch = self.adapter, sequence.stats, sequence.watch
+        self.fit(sequence, prompt.next_position, room if bounded else 1)
+        sequence.prompt, sequence.notes = prompt, prompt.notes
+        stats.prompt_tokens = len(prompt.layout)
+        windows = adapter.windows
+        if bounded:  # a window that holds the whole sequence is none
+            most = len(prompt.layout) + room
+            windows = [None if window is None or most <= window else window for window in windows]
+        cache = KVCache(adapter.depth, adapter.pool, windows)
+        try:
+            logits = prefill(
+                adapter,
+                prompt,
+                sequence.recipe,
+                cache,
+                stats,
+                sequence.trace,
+                limit=limit,
+                watch=watch,
+            )
+        except BaseException:
+            cache.release()
+            raise
+        # Without an image the cache is left alone.
+        pictured = bool(prompt.layout.visual.any())
+        stages = sequence.recipe.acting("decode") if pictured else []
+        cache.freeze(
+            room, prompt.full_length, track=bool(stages), mass=any(stage.mass for stage in stages)
+        )
+        stats.kv_bytes = cache.held_bytes()
+        position = torch.full_like(prompt.layout.position[:, :1], prompt.next_position)
+        sequence.stages, sequence.prompt_slots = stages, cache.length[:, 0].clone()
+        sequence.decoder = Decoder(adapter, cache, rows_of(position), [sequence])
+        return logits[:, -1]
+
+    @lasting
+    def extend(
+        self,
+        sequence: Sequence,
+        prompt: Prompt,
+        *,
+        compress: bool = False,
+        limit: int | None = None,
+    ) -> Tensor:
+        """Read a later chunk of a prompt. Returns the logits (1, V) after it.
+
+        Parameters
+        ----------
+        prompt : Prompt
+            Its ``full_length`` counts only these rows, its positions continue those before.
+        compress : bool
+            Whether the recipe's cache stages work on these rows.
+        limit : int, optional
+            Slots of these rows that each layer may keep.
+        """
+        adapter, decoder, watch = self.adapter, sequence.decoder, sequence.watch
+        assert decoder is not None
+        self.fit(sequence, prompt.next_position, 0)
+        recipe, cache, rows = sequence.recipe, decoder.cache, len(prompt.layout)
+        merging = [*recipe.acting("in-encoder"), *recipe.acting("encode")]
+        context = PrefillContext(
+            prompt.layout,
+            depth=adapter.depth,
+            extends=True,
+            cache=cache,
+            notes=prompt.notes,
+            trained=prompt.trained,
+            # As in `prefill`.
+            repair=any(s.repair for s in merging) and bool((prompt.layout.weight != 1).any()),
+            limit=limit,
+        )
+        if compress:
+            Compression.of(adapter, recipe, context, cache, sequence.stats)
+        position = rows_of(prompt.layout.position)
+        start = clock(position.device)
+        watched = nullcontext({}) if watch is None else watch.over(adapter.decoder, context)
+        biased = cache.biased(context.key_bias())
+        with decoder.shifted(context, position), biased, watched as seen:
+            hidden = adapter.decoder(
+                inputs_embeds=prompt.embeds[None],
+                position_ids=position,
+                past_key_values=cache,
+                use_cache=True,
+                vlmfast_context=context,
+                **adapter.decoder_kwargs(prompt.layout, prompt.extra),
+            ).last_hidden_state
+        if watch is not None:
+            watch.remember(context, prompt.embeds, prompt.layout.order, hidden[0], seen)
+        if context.after is None:
+            cache.advance(rows)
+            cache.consume(prompt.full_length - rows)
+        else:
+            cache.consume(prompt.full_length)
+        sequence.prompt = prompt
+        sequence.stats.time_prefill_s += clock(position.device) - start
+        sequence.stats.prompt_tokens += rows
+        decoder.position.fill_(prompt.next_position)
+        sequence.prompt_slots = cache.length[:, 0].clone()
+        return adapter.logits(hidden[:, -1])
+
+    def fit(self, sequence: Sequence, positions: int, room: int) -> None:
+        """Check that ``room`` tokens may follow ``positions``; cut the answer where that helps.
+
+        Raises
+        ------
+        ModelError
+            When they do not fit into the model's positions or its sliding window.
+        """
+        window, bound = self.adapter.window, self.adapter.max_positions
+        if bound is not None and positions + room > bound:
+            if not sequence.cut or positions >= bound:
+                raise too_long(positions, room, bound)
+            sequence.most = room = bound - positions
+        if window is not None and positions + room > window:
+            raise ModelError(
+                f"prompt and answer take {positions + room} positions, more than the model's "
+                f"sliding window of {window}; shorten one of them, or drop visual tokens with "
+                "positions=compact"
+            )
+
+    def release(self, sequence: Sequence) -> None:
+        """Give the cache of a sequence back."""
+        if sequence.decoder is not None:
+            sequence.decoder.release()
+            sequence.decoder = None
+
+    # --- sharing ---------------------------------------------------------------------------------
+
+    def read_seen(
+        self,
+        sequence: Sequence,
+        inputs: Inputs,
+        seen: Seen | None,
+        stats: Stats,
+        trace: Trace,
+        room: int,
+        *,
+        bounded: bool = True,
+    ) -> Tensor:
+        """Read a prompt whose images the tower saw before. Returns the logits (1, V) after it.
+
+        Parameters
+        ----------
+        inputs : Inputs
+            The prompt, or the first part of it.
+        seen, stats, trace
+            What the tower made of its images, what that cost, and what it dropped.
+        """
+        if seen is not None:
+            sequence.stats.visual_tokens_in = stats.visual_tokens_in
+            sequence.stats.visual_tokens_kept = dict(stats.visual_tokens_kept)
+            sequence.trace = copied(trace, self.adapter.device, sequence.trace.images)
+        prompt = prepare(
+            self.adapter, inputs, sequence.recipe, sequence.stats, sequence.trace, seen
+        )
+        return self.prefill(sequence, prompt, room, bounded=bounded)
+
+    def count_prompt(self, sequence: Sequence, *, reused: int) -> None:
+        """Note how many ids of a prompt are in the cache already; the others are read."""
+        sequence.stats.prompt_reused = reused
+        sequence.stats.prompt_fed = sequence.prompt_length - reused
+
+    def extend_text(
+        self, sequence: Sequence, ids: Tensor, chunk: int, logits: Tensor | None
+    ) -> Tensor:
+        """Read the text that ends a prompt, after what was read before.
+
+        Parameters
+        ----------
+        ids : Tensor, int64, (1, T)
+        chunk : int
+            Ids that are read at once.
+        logits : Tensor, (1, V), optional
+            After what was read before; what is returned where no text follows.
+        """
+        decoder = sequence.decoder
+        assert decoder is not None
+        cache = decoder.cache
+        positions = int(decoder.position.max()) + ids.shape[1]
+        self.fit(sequence, positions, sequence.max_new_tokens)
+        for part in ids.split(chunk, dim=1) if ids.shape[1] else ():
+            count = torch.arange(part.shape[1], device=part.device)
+            position = decoder.position.reshape(-1, 1) + count
+            prompt = Prompt(
+                self.adapter.embed(part)[0],
+                TokenLayout.text(count + cache.logical[0], position),
+                part.shape[1],
+                int(position.max()) + 1,
+                notes=sequence.notes,
+            )
+            logits = self.extend(sequence, prompt)
+        stats = sequence.stats
+        stats.kv_bytes, stats.kv_tokens_per_layer = cache.held_bytes(), cache.lengths()
+        stats.kv_bytes_full = self.adapter.cache_bytes(sequence.prompt_length)
+        assert logits is not None
+        return logits
+
+    # --- answers ---------------------------------------------------------------------------------
+
+    @lasting
+    def answer(self, sequence: Sequence, read: Callable[[], Tensor] | None = None) -> None:
+        """Decode the answer of one sequence.
+
+        Parameters
+        ----------
+        read : callable, optional
+            Reads the prompt and returns the logits (1, V) after it; `read` by default.
+        """
+        with switched(self.adapter.model):
+            logits = self.read(sequence) if read is None else read()
+            token = self._take(sequence, logits)
+            self._draft(sequence)
+            while not sequence.done:
+                assert sequence.decoder is not None
+                (token,) = self._step(sequence.decoder, [sequence], [token], sequence.sampling)
+
+    @lasting
+    def answer_many(self, sequences: Iterator[Sequence], at_once: int) -> Iterator[Sequence]:
+        """Sequences as they end; up to ``at_once`` are decoded together.
+
+        A prompt is read as soon as a row is free, one at a time and without padding; a row that
+        ends leaves the batch at once.
+        """
+        active: list[Sequence] = []
+        decoder: Decoder | None = None
+        tokens: list[Tensor] = []
+        sampling = Sampling([])
+        with switched(self.adapter.model):
+            while True:
+                while len(active) < at_once and (sequence := next(sequences, None)) is not None:
+                    try:
+                        token = self._take(sequence, self.read(sequence))
+                    except VLMFastError as error:
+                        raise type(error)(f"request {sequence.number}: {error}") from error
+                    if sequence.done:
+                        self.release(sequence)
+                        yield sequence
+                        continue
+                    self._draft(sequence)
+                    active.append(sequence)
+                    tokens.append(token)
+                    alone = sequence.decoder
+                    assert alone is not None
+                    decoder = Decoder.join([alone] if decoder is None else [decoder, alone])
+                    sequence.decoder = None
+                if decoder is None:
+                    return
+                sampling = sampling.of([sequence.sampler for sequence in active])
+                tokens = self._step(decoder, active, tokens, sampling)
+                alive = [row for row, sequence in enumerate(active) if not sequence.done]
+                ended = [sequence for sequence in active if sequence.done]
+                if ended:
+                    if alive:
+                        decoder = decoder.select(alive)
+                    else:
+                        decoder.release()
+                        decoder = None
+                    active, tokens = [active[r] for r in alive], [tokens[r] for r in alive]
+                yield from ended
+
+    def _step(
+        self,
+        decoder: Decoder,
+        sequences: Many[Sequence],
+        tokens: Many[Tensor],
+        sampling: Sampling,
+    ) -> list[Tensor]:
+        """One round: every sequence emits its next token, and those that were drafted right.
+
+        ``tokens`` (1,) each were emitted last; returns those that are now. ``sampling`` is that of
+        the sequences.
+        """
+        decoder.rework()
+        if all(sequence.drafts is None for sequence in sequences):
+            logits = decoder.feed(torch.stack(list(tokens))).logits[:, -1]
+            taken = sampling.take(logits)
+            for sequence in sequences:
+                self._emit(sequence)
+            return list(taken.split(1))
+        return self._round(decoder, sequences, tokens)
+
+    def _round(
+        self, decoder: Decoder, sequences: Many[Sequence], tokens: Many[Tensor]
+    ) -> list[Tensor]:
+        """The same where drafts are checked."""
+        trees = [
+            Tree.chain([int(token)])
+            if sequence.drafts is None
+            else sequence.drafts.propose(decoder, row, int(token))
+            for row, (sequence, token) in enumerate(zip(sequences, tokens, strict=True))
+        ]
+        start = clock(decoder.position.device)
+        drafted = any(len(tree) > 1 for tree in trees)
+        if drafted:
+            output = decoder.verify(trees)
+        else:
+            output = decoder.feed(torch.stack(list(tokens)))
+        seconds = clock(decoder.position.device) - start
+        last, paths = [], []
+        for row, (sequence, tree) in enumerate(zip(sequences, trees, strict=True)):
+            # Of a strict answer a token is sure, or its logits are those of single tokens alone.
+            watched = sequence.strict and (drafted or sequence.drifted)
+            sure = partial(self._is_sure, sequence) if watched else None
+            take = partial(self._take_one, sequence)
+            path, emitted = walk(tree, output.logits[row], take, sure)
+            sequence.stats.time_verify_s += seconds
+            if sequence.drafts is not None:
+                sequence.drafts.learn(tree, path, emitted, output, row)
+            if watched:
+                sequence.drifted += len(path) if drafted else 1
+            paths.append(path)
+            last.append(sequence.ids[0, -1:])
+        if drafted:
+            decoder.accept(paths)
+        (sequence, *others), path = sequences, paths[0]
+        unsure = not path or sequence.sampler.tokens[-1] in trees[0].children[path[-1]]
+        if sequence.strict and not sequence.done and unsure:
+            assert not others  # drafts of a strict answer have no company
+            if not drafted:
+                decoder.rewind(1)
+                sequence.drifted -= 1
+            return [self._redecode(decoder, sequence)]
+        return last
+
+    def _redecode(self, decoder: Decoder, sequence: Sequence) -> Tensor:
+        """The next token of a strict answer, from a cache that single tokens wrote alone."""
+        fed = sequence.ids[:, -1 - sequence.drifted :]
+        decoder.rewind(sequence.drifted)
+        for token in fed.split(1, dim=1):
+            output = decoder.feed(token)
+        sequence.drifted = 0
+        sequence.stats.redecoded += 1
+        root = Tree.chain([int(fed[0, -1])])
+        path, emitted = walk(root, output.logits[0], partial(self._take_one, sequence))
+        assert sequence.drafts is not None
+        sequence.drafts.learn(root, path, emitted, output, 0)
+        return sequence.ids[0, -1:]
+
+    # --- tokens ----------------------------------------------------------------------------------
+
+    def _take(self, sequence: Sequence, logits: Tensor) -> Tensor:
+        """The next token (1,) from ``logits`` (1, V)."""
+        token = sequence.sampling.take(logits)
+        self._emit(sequence)
+        return token
+
+    def _take_one(self, sequence: Sequence, logits: Tensor) -> tuple[int, bool]:
+        """The same from logits (V,), for a walk through a tree."""
+        self._take(sequence, logits[None])
+        return sequence.sampler.tokens[-1], sequence.done
+
+    def _emit(self, sequence: Sequence) -> None:
+        """A token was taken: hand it on, and end the sequence when it was the last."""
+        device = self.adapter.device
+        if sequence.first is None:
+            sequence.first = clock(device)
+        if sequence.streamer is not None:
+            sequence.streamer.put(torch.tensor(sequence.sampler.tokens[-1:]))
+        sequence.done = sequence.sampler.is_done() or sequence.count == sequence.most
+        if sequence.done:
+            end = clock(device)
+            sequence.stats.finish(sequence.count, sequence.begin, sequence.first, end, device)
+            if sequence.streamer is not None:
+                sequence.streamer.end()
+
+    def _is_sure(self, sequence: Sequence, logits: Tensor) -> bool:
+        """Whether the token of ``logits`` (V,) is the same whatever their last bits are."""
+        ulp = torch.finfo(self.adapter.dtype).eps * float(logits.float().abs().max())
+        best = sequence.sampling.ranked(logits[None]).topk(2, dim=-1).values[0]
+        sampler = sequence.sampler
+        scale = getattr(sampler.config, "temperature", None) or 1.0 if sampler.sampled else 1.0
+        return float(best[0] - best[1]) > _ULPS * ulp / scale
+
+    def _draft(self, sequence: Sequence) -> None:
+        """Let the recipe's drafters begin, where the prompt has been read."""
+        if sequence.watch is not None and not sequence.done:
+            stages = sequence.recipe.acting("drafter")
+            sequence.drafts = Speculation(self.adapter, sequence, stages)
+
+
+def generate_of(model: nn.Module) -> Callable[..., Any]:
+    """Hugging Face's ``generate``: the model's own may be one that leads here, see `attach`."""
+    of_class = getattr(type(model), "generate", GenerationMixin.generate)
+    return partial(of_class, model)
+
+
+def _prepared(
+    model: Any,
+    input_ids: Tensor,
+    logits_processor: Any,
+    stopping_criteria: Any,
+    generation_config: Any,
+    vlmfast_seed: int | None = None,
+    **kwargs: Any,
+) -> Sampler:
+    """The callable that ``generate(custom_generate=...)`` calls instead of its own loop."""
+    return Sampler(input_ids, logits_processor, stopping_criteria, generation_config, vlmfast_seed)
+
+
+def too_long(positions: int, room: int, bound: int, *, least: bool = False) -> ModelError:
+    """The error for a prompt of ``positions`` whose answer of ``room`` tokens does not fit.
+
+    ``least``: there may be more of them.
+    """
+    ways = ["a shorter text", "fewer or smaller images or frames", "positions=compact"]
+    if positions < bound:
+        ways.insert(0, f"max_new_tokens={bound - positions}")
+    return ModelError(
+        f"the prompt takes {'at least ' if least else ''}{positions} positions and its answer up "
+        f"to {room}, and the model has {bound}; use {', '.join(ways[:-1])}, or a recipe with "
+        f"{ways[-1]}"
+    )

@@ -1,0 +1,146 @@
+"""A cache that waits for the next prompt that begins as its own did."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..drafting import Read
+from ..snapshot import moved
+from ..stages import DecodeStage
+from .cache import KVCache
+from .decode import Decoder
+from .sequence import Sequence
+from .stats import Stats, Trace
+
+BUFFERS = ("keys", "values", "order", "rank", "mass", "bias")
+# What reading the prefix cost and kept, which every sequence that goes on from it reports.
+_SHARED = (
+    "saliency",
+    "left_out",
+    "visual_tokens_in",
+    "visual_tokens_kept",
+    "visual_tokens_per_layer",
+    "equivalent_tokens",
+)
+
+
+@dataclass(eq=False)
+class Prefix:
+    """The beginning of a prompt, read under a recipe.
+
+    Parameters
+    ----------
+    decoder : Decoder
+        Of one row; its cache has consumed ``ids``.
+    ids : list of int
+    base : int
+        How many of them were read first, under the recipe.
+    stages, notes, prompt_slots, steps
+        As in `Sequence`.
+    stats, trace
+        As reading the first part left them.
+    reads : list of Read
+        What drafters remember of the first part.
+    """
+
+    decoder: Decoder
+    ids: list[int]
+    base: int
+    stats: Stats
+    trace: Trace
+    stages: list[DecodeStage] = field(default_factory=list)
+    notes: dict[str, dict[str, Any]] = field(default_factory=dict)
+    prompt_slots: Tensor | None = None
+    steps: int = 0
+    reads: list[Read] = field(default_factory=list)
+
+    @staticmethod
+    def of(sequence: Sequence, ids: list[int]) -> Prefix:
+        """What ``sequence`` has read so far: ``ids``."""
+        assert sequence.decoder is not None
+        return Prefix(
+            sequence.decoder,
+            ids,
+            len(ids),
+            copy.deepcopy(sequence.stats),
+            copied(sequence.trace, "cpu", []),
+            sequence.stages,
+            sequence.notes,
+            sequence.prompt_slots,
+            sequence.steps,
+            [] if sequence.watch is None else list(sequence.watch.reads),
+        )
+
+    @property
+    def cache(self) -> KVCache:
+        return self.decoder.cache
+
+    @property
+    def bytes(self) -> int:
+        """What the cache takes on the device, free slots included."""
+        total = 0
+        for layer in self.cache.layers:
+            buffers = [getattr(layer, name) for name in BUFFERS]
+            for segment in layer.segments:
+                buffers += [of for of in vars(segment).values() if isinstance(of, Tensor)]
+            total += sum(of.nbytes for of in buffers if of is not None)
+        return total
+
+    def rewind(self, ids: int) -> bool:
+        """Forget all but the first ``ids``; whether that was possible."""
+        gone = len(self.ids) - ids
+        if gone == 0:
+            return True
+        try:
+            self.decoder.rewind(gone)
+        except ValueError:
+            return False
+        self.prompt_slots = self.cache.length[:, 0].clone()
+        self.ids = self.ids[:ids]
+        return True
+
+    def clone(self) -> Prefix:
+        """A copy that shares nothing that changes."""
+        position = self.decoder.position.clone()
+        decoder = Decoder(self.decoder.adapter, self.cache.clone(), position, [])
+        return replace(
+            self,
+            decoder=decoder,
+            ids=list(self.ids),
+            notes=copy.deepcopy(self.notes),
+            prompt_slots=None if self.prompt_slots is None else self.prompt_slots.clone(),
+        )
+
+    def lend(self, sequence: Sequence) -> None:
+        """``sequence`` goes on from here; the images of its trace stay."""
+        sequence.decoder, sequence.stages, sequence.notes = self.decoder, self.stages, self.notes
+        sequence.prompt_slots, sequence.steps = self.prompt_slots, self.steps
+        if sequence.watch is not None:
+            sequence.watch.reads = list(self.reads)
+        self.decoder.seat([sequence])
+        for name in _SHARED:
+            setattr(sequence.stats, name, copy.copy(getattr(self.stats, name)))
+        images = sequence.trace.images
+        sequence.trace = copied(self.trace, self.decoder.adapter.device, images)
+
+    def take_back(self, sequence: Sequence) -> None:
+        """``sequence`` has its answer, which belongs to the prefix now."""
+        self.prompt_slots, self.steps = sequence.prompt_slots, sequence.steps
+        self.ids = sequence.ids[0, :-1].tolist()  # the last token of an answer is never fed
+        self.decoder.seat([])
+        sequence.decoder = None
+
+    def release(self) -> None:
+        """Give the cache back."""
+        self.decoder.release()
+
+
+def copied(trace: Trace, device: torch.device | str, images: list[Any]) -> Trace:
+    """A trace of its own: stages go on writing to it."""
+    depth = None if trace.depth is None else trace.depth.clone()
+    return moved(replace(trace, depth=depth, images=images), device)

@@ -1,0 +1,143 @@
+"""A request in the engine: everything about it, in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from ..recipe import Recipe
+from ..stages import DecodeStage
+from ..tree import Tree
+from .decode import Decoder
+from .output import Output
+from .prefill import Inputs, Prompt
+from .sampling import Sampler, Sampling
+from .stats import Stats, Trace
+from .taps import Watch
+
+
+class Drafts(Protocol):
+    """What drafts the answer of a sequence, see `engine.speculation`."""
+
+    def propose(self, decoder: Decoder, number: int, root: int) -> Tree:
+        """What is drafted after ``root``, which row ``number`` has not read yet."""
+
+    def learn(
+        self, tree: Tree, path: Many[int], emitted: Many[int], output: Output, number: int
+    ) -> None:
+        """See what the model made of ``tree``."""
+
+
+@dataclass(eq=False)
+class Sequence:
+    """The state of one request; `engine` alone writes it.
+
+    Parameters
+    ----------
+    inputs : Inputs
+        Ids and pixels of the prompt.
+    recipe : Recipe
+        Fitted to the model.
+    sampler : Sampler
+        Ids of prompt and answer, and how tokens are chosen.
+    begin : float
+        When the RGB images were in host memory, by `stats.clock`.
+    streamer : object, optional
+        Gets each token.
+    strict : bool
+        Whether near ties are taken from the single-token path.
+    cut : bool
+        Whether the answer may be shorter than asked, so that it fits the model's positions.
+    number : int
+        Which request of a batch it is.
+
+    Attributes
+    ----------
+    stats, trace
+        What it costs, and what was dropped.
+    watch : Watch, optional
+        What its drafters read of the prompt.
+    prompt : Prompt, optional
+        What the language model read of it last.
+    decoder : Decoder, optional
+        Holds its cache; other sequences may share it.
+    stages : list of DecodeStage
+        Work on its cache while it is decoded.
+    notes : dict
+        As in `PrefillContext`.
+    prompt_slots : Tensor, int64, (L, H), optional
+        Slots of its cache when decoding began.
+    steps : int
+        Tokens that have been fed since.
+    drafts : Drafts, optional
+    drifted : int
+        Of a strict answer: tokens in the cache, the last ones, that trees had a part in.
+    most : int, optional
+        Tokens of the answer at most, where it was cut.
+    first : float, optional
+        When the first token was on the host.
+    done : bool
+    sampling : Sampling
+        Of this row alone.
+    """
+
+    inputs: Inputs
+    recipe: Recipe
+    sampler: Sampler
+    begin: float
+    streamer: Any = None
+    strict: bool = False
+    cut: bool = False
+    number: int = 0
+    stats: Stats = field(default_factory=Stats)
+    trace: Trace = field(default_factory=Trace)
+    watch: Watch | None = None
+    prompt: Prompt | None = None
+    decoder: Decoder | None = None
+    stages: list[DecodeStage] = field(default_factory=list)
+    notes: dict[str, dict[str, Any]] = field(default_factory=dict)
+    prompt_slots: Tensor | None = None
+    steps: int = 0
+    drafts: Drafts | None = None
+    drifted: int = 0
+    most: int | None = None
+    first: float | None = None
+    done: bool = False
+    sampling: Sampling = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.sampling = Sampling([self.sampler])
+
+    @property
+    def ids(self) -> Tensor:
+        """Prompt and answer, int64, (1, S + T), placeholders included."""
+        return self.sampler.ids
+
+    @property
+    def tokens(self) -> list[int]:
+        """The answer so far."""
+        return list(self.sampler.tokens)
+
+    @property
+    def prompt_length(self) -> int:
+        """Ids of the prompt, placeholders included."""
+        return self.sampler.prompt
+
+    @property
+    def count(self) -> int:
+        """Tokens that have been generated."""
+        return len(self.sampler.tokens)
+
+    @property
+    def max_new_tokens(self) -> int:
+        """Tokens that the answer may have."""
+        asked = self.sampler.config.max_length - self.prompt_length
+        return asked if self.most is None else min(asked, self.most)
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Layers whose input its drafters read."""
+        return () if self.watch is None else self.watch.layers
