@@ -216,10 +216,10 @@ def advance(
             turn.taken()
         return list(taken.split(1))
     trees = [
-        Tree.chain([int(token)])
+        Tree.chain(turn.sampler.tokens[-1:])
         if turn.speculation is None
-        else turn.speculation.propose(decoder, row, int(token))
-        for row, (turn, token) in enumerate(zip(turns, tokens, strict=True))
+        else turn.speculation.propose(decoder, row, turn.sampler.tokens[-1])
+        for row, turn in enumerate(turns)
     ]
     start = clock(decoder.position.device)
     drafted = any(len(tree) > 1 for tree in trees)
