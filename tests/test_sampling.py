@@ -38,7 +38,7 @@ from tiny_models import build_llava, picture
 from vlmfast import VLM, Request
 from vlmfast.engine import sampling
 from vlmfast.engine.noise import gumbel, gumbels
-from vlmfast.engine.sampling import Parameters, Sampler, Sampling
+from vlmfast.engine.sampling import HostCriterion, Parameters, Sampler, Sampling
 
 V = 29
 PARTS = {
@@ -160,6 +160,19 @@ def test_large_vocabularies_beside_other_rows(size: int) -> None:
     assert same(together(rows, logits), huggingface(rows, logits))
 
 
+def test_the_entropy_of_a_row_does_not_depend_on_its_company() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        normalized = logits_of(4, 70_001, 1, "infinite").log_softmax(-1)
+        terms = normalized * normalized.exp()
+        wanted = torch.cat([-row[None].nansum(-1, keepdim=True) for row in terms])
+        assert torch.equal(sampling._entropy(normalized), wanted)
+        assert not torch.equal(-terms.nansum(-1, keepdim=True), wanted)  # the control
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_parameter_of_another_value_gives_other_scores(name: str) -> None:
     """The control: every parameter is at work, and a nearby one is told apart."""
@@ -218,7 +231,7 @@ UNKNOWN = {
     "a class derived from a known one": [Cooler(0.5)],
     "another filter value": [TopKLogitsWarper(4, filter_value=-1e3)],
     "tokens that are kept": [TopPLogitsWarper(0.1, min_tokens_to_keep=3)],
-    "a user's own": [TemperatureLogitsWarper(0.5), Own()],
+    "a user's own": [Own(), TemperatureLogitsWarper(0.5)],
     "more ids ignored than the prompt has": [RepetitionPenaltyLogitsProcessor(2.0, 9)],
 }
 
@@ -284,9 +297,11 @@ def test_ids_are_counted_as_they_come(ignored: Any) -> None:
         return sampler(LogitsProcessorList([penalty]), prompt, do_sample=False, **settings)
 
     rows = [row([1, 2, 3]), sampler({}, [7], do_sample=False), row([4, 4, 28]), row([0, 5, 6])]
-    companies = [[0], [0, 1, 2], [0, 1, 2], [2], [3, 2, 0], [3, 2, 0], [2, 0, 1, 3], [0]]
-    batch = Sampling([])
+    companies = [[0], [0, 1, 2], [0, 1, 2], [3, 1, 2], [2], [3, 2, 0], [3, 2, 0], [2, 0, 1, 3]]
+    batch, alone = Sampling([]), Sampling([rows[2]])
     for step, company in enumerate(companies):
+        if company == companies[step - 1]:  # a row that took a token by itself meanwhile
+            alone.take(logits_of(1, V, step + 50, "random"))
         now = [rows[number] for number in company]
         logits = logits_of(len(now), V, step, "random")
         wanted = huggingface(now, logits)
@@ -294,7 +309,7 @@ def test_ids_are_counted_as_they_come(ignored: Any) -> None:
         assert same(batch._scores(batch._raw(logits)), wanted)
         batch.take(logits)
         assert [of.tokens[-1] for of in now] == [int(score.argmax()) for score in wanted]
-    assert [len(of.tokens) for of in rows] == [7, 3, 6, 3]
+    assert [len(of.tokens) for of in rows] == [6, 4, 9, 4]
     assert rows[0].ids[0].tolist() == [1, 2, 3, *rows[0].tokens]
     # The control: a token that was taken weighs on what follows.
     alone = Sampling([row([1, 2, 3])])
@@ -494,6 +509,11 @@ class Reads(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+class Never(HostCriterion):
+    def is_done(self) -> bool:
+        return False
+
+
 class Passes(StoppingCriteria):
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         return torch.zeros(len(input_ids), dtype=torch.bool)
@@ -541,8 +561,9 @@ def vlm() -> VLM:
         {"do_sample": False, "repetition_penalty": 1.2, "max_time": 1e6},
         {"do_sample": True, "seed": 4, "top_k": 20, "top_p": 0.9, "temperature": 0.7},
         {"do_sample": True, "min_p": 0.1, "typical_p": 0.9},
+        {"do_sample": False, "stopping_criteria": [Never()]},
     ],
-    ids=["greedy", "penalty", "seeded", "drawn"],
+    ids=["greedy", "penalty", "seeded", "drawn", "stream"],
 )
 def test_a_step_reads_its_tokens_once(vlm: VLM, monkeypatch, generation: dict) -> None:
     steps = reads_of_a_step(vlm, 8, monkeypatch, **generation)

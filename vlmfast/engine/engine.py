@@ -462,11 +462,12 @@ class Engine:
         self, decoder: Decoder, sequences: Many[Sequence], tokens: Many[Tensor]
     ) -> list[Tensor]:
         """The same where drafts are checked."""
+        roots = [sequence.sampler.tokens[-1] for sequence in sequences]
         trees = [
-            Tree.chain([int(token)])
+            Tree.chain([root])
             if sequence.drafts is None
-            else sequence.drafts.propose(decoder, row, int(token))
-            for row, (sequence, token) in enumerate(zip(sequences, tokens, strict=True))
+            else sequence.drafts.propose(decoder, row, root)
+            for row, (sequence, root) in enumerate(zip(sequences, roots, strict=True))
         ]
         start = clock(decoder.position.device)
         drafted = any(len(tree) > 1 for tree in trees)
@@ -475,10 +476,12 @@ class Engine:
         else:
             output = decoder.feed(torch.stack(list(tokens)))
         seconds = clock(decoder.position.device) - start
+        # In company drafts of a strict answer are off, and so is what they would need.
+        strict = len(sequences) == 1 and sequences[0].strict
         last, paths = [], []
         for row, (sequence, tree) in enumerate(zip(sequences, trees, strict=True)):
             # Of a strict answer a token is sure, or its logits are those of single tokens alone.
-            watched = sequence.strict and (drafted or sequence.drifted)
+            watched = strict and (drafted or bool(sequence.drifted))
             sure = partial(self._is_sure, sequence) if watched else None
             take = partial(self._take_one, sequence)
             path, emitted = walk(tree, output.logits[row], take, sure)
@@ -491,10 +494,9 @@ class Engine:
             last.append(sequence.ids[0, -1:])
         if drafted:
             decoder.accept(paths)
-        (sequence, *others), path = sequences, paths[0]
+        sequence, path = sequences[0], paths[0]
         unsure = not path or sequence.sampler.tokens[-1] in trees[0].children[path[-1]]
-        if sequence.strict and not sequence.done and unsure:
-            assert not others  # drafts of a strict answer have no company
+        if strict and not sequence.done and unsure:
             if not drafted:
                 decoder.rewind(1)
                 sequence.drifted -= 1

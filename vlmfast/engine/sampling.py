@@ -241,10 +241,7 @@ class Columns:
 
     def _typical(self, scores: Tensor) -> Tensor:
         normalized = scores.log_softmax(-1)
-        # Row by row: PyTorch divides the sum of a single long row among threads.
-        terms = (normalized * normalized.exp()).split(1)
-        entropy = -torch.cat([term.nansum(-1, keepdim=True) for term in terms])
-        distance, index = (-normalized - entropy).abs().sort()
+        distance, index = (-normalized - _entropy(normalized)).abs().sort()
         reached = scores.gather(1, index).softmax(-1).cumsum(-1) < self.typical_p
         last = reached.sum(1, keepdim=True).clamp(max=scores.shape[1] - 1)
         dropped = distance > distance.gather(1, last)
@@ -394,8 +391,8 @@ class Sampling:
     def take(self, logits: Tensor) -> Tensor:
         """Take the next token of each row, and append it to what the row has taken.
 
-        The host waits for the device once. (PyTorch's ``multinomial`` checks its probabilities on
-        the host too, which rows that are drawn without a seed go through.)
+        The host waits for the device once, and PyTorch's ``multinomial`` may wait by itself where
+        rows are drawn without a seed.
 
         Parameters
         ----------
@@ -413,8 +410,11 @@ class Sampling:
             scores = [score for block in blocks for score in block.split(1)]
             for row, before, after in zip(self.rows, raw.split(1), scores, strict=True):
                 row.keep(before, after)
-        rows = iter(self.rows)
-        tokens = torch.cat([_choose(block, [next(rows) for _ in block]) for block in blocks])
+        if len(blocks) == 1:
+            tokens = _choose(blocks[0], self.rows)
+        else:
+            alone = zip(blocks, self.rows, strict=True)
+            tokens = torch.cat([_choose(block, [row]) for block, row in alone])
         if self._seen is not None:
             self._seen.scatter_(1, tokens[:, None], True)
         for row, token in zip(self.rows, tokens.tolist(), strict=True):
@@ -472,6 +472,13 @@ class Sampling:
                 row.seen = None if row.seen is None else view
             self._views = [row.seen for row in self.rows]
         return self._seen
+
+
+def _entropy(normalized: Tensor) -> Tensor:
+    """Of each row of log-probabilities (B, V): (B, 1)."""
+    # Row by row: PyTorch divides the sum of a single long row among threads, and of several not.
+    terms = (normalized * normalized.exp()).split(1)
+    return -torch.cat([term.nansum(-1, keepdim=True) for term in terms])
 
 
 def _choose(scores: Tensor, rows: Sequence[Sampler]) -> Tensor:
