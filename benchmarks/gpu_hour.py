@@ -49,10 +49,11 @@ from vlmfast import VLM, RecipeError, Request
 from vlmfast.bench import drawn, facts
 from vlmfast.engine.attention import switched
 from vlmfast.engine.decode import Decoder
+from vlmfast.engine.engine import Engine
 from vlmfast.engine.fused import fusable
 from vlmfast.engine.graphs import StepGraph
 from vlmfast.engine.prefill import Inputs
-from vlmfast.engine.run import Run
+from vlmfast.engine.sequence import Sequence
 from vlmfast.engine.stats import clock
 from vlmfast.recipe import Recipe
 
@@ -361,17 +362,18 @@ def steps(bench: Bench, vlm: VLM, name: str, recipe: str, batch: int, bandwidth:
         report.row(f"{what}: reserved and not allocated, GB", idle / 1e9)
 
 
-def prefilled(vlm: VLM, recipe: str, length: int) -> Run:
-    """A request behind a prompt of random embeddings."""
-    run = Run(vlm.adapter, Inputs({}), Recipe.of(recipe), clock(vlm.adapter.device))
+def prefilled(vlm: VLM, recipe: str, length: int) -> Sequence:
+    """A request that follows a prompt of random embeddings."""
     prompt = kv.prompt(vlm, length)
     text = {"input_ids": torch.zeros(1, 1, dtype=torch.int64, device=vlm.adapter.device)}
+    engine, begin = Engine(vlm.adapter), clock(vlm.adapter.device)
+    sequence = engine.reading(Inputs(text), Recipe.of(recipe), begin)
     axes = len(vlm.adapter.positions(text))
     position = prompt.layout.position.expand(axes, -1)
     prompt.layout = prompt.layout.replace(position=position)
-    run.trace.begin(prompt.layout.select(prompt.layout.visual), vlm.adapter.depth)
-    run.start_from(prompt, 200)
-    return run
+    sequence.trace.begin(prompt.layout.select(prompt.layout.visual), vlm.adapter.depth)
+    engine.prefill(sequence, prompt, 200)
+    return sequence
 
 
 def capture(bench: Bench, what: str, decoder: Decoder, tokens: torch.Tensor) -> None:

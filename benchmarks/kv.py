@@ -30,7 +30,7 @@ import gc
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,8 +42,8 @@ from torch import Tensor
 from vlmfast import VLM
 from vlmfast.engine.attention import switched
 from vlmfast.engine.decode import Decoder
+from vlmfast.engine.engine import Engine
 from vlmfast.engine.prefill import Inputs, Prompt
-from vlmfast.engine.run import Run
 from vlmfast.engine.stats import clock
 from vlmfast.layout import Kind, TokenLayout
 from vlmfast.recipe import Recipe
@@ -103,26 +103,28 @@ def prompt(vlm: VLM, tokens: int) -> Prompt:
 
 def vlmfast(vlm: VLM, recipe: str, tokens: int) -> Variant:
     """One prefill under a recipe."""
-    run = Run(vlm.adapter, Inputs({}), Recipe.parse(recipe), clock(vlm.adapter.device))
-    asked = prompt(vlm, tokens)
-    run.trace.begin(asked.layout.select(asked.layout.visual), vlm.adapter.depth)
+    engine, asked = Engine(vlm.adapter), prompt(vlm, tokens)
+    inputs = Inputs({"input_ids": torch.zeros(1, 1, dtype=torch.int64)})
+    sequence = engine.reading(inputs, Recipe.parse(recipe), clock(vlm.adapter.device))
+    sequence.trace.begin(asked.layout.select(asked.layout.visual), vlm.adapter.depth)
     with switched(vlm.model):
-        logits = run.start_from(asked, room=256)
+        logits = engine.prefill(sequence, asked, room=256)
 
     def start(requests: int) -> tuple[Step, int, int]:
-        decoder = Decoder.join([_clone(run.decoder) for _ in range(requests)])
+        decoder = Decoder.join([_clone(sequence.decoder) for _ in range(requests)])
         layers = decoder.cache.layers
         names = ("keys", "values", "order", "rank", "mass", "bias")
         taken = [getattr(layer, name) for layer in layers for name in names]
         taken += [vars(segment) for layer in layers for segment in layer.segments]
         return decoder.next, decoder.cache.held_bytes(), _size(taken)
 
-    return Variant(logits.argmax(-1)[:, None], start, run.stats.time_prefill_s)
+    return Variant(logits.argmax(-1)[:, None], start, sequence.stats.time_prefill_s)
 
 
 def _clone(decoder: Decoder) -> Decoder:
     (row,) = decoder.rows
-    row = replace(row, notes=copy.deepcopy(row.notes), prompt=row.prompt.clone())
+    row = copy.copy(row)
+    row.notes, row.prompt_slots = copy.deepcopy(row.notes), row.prompt_slots.clone()
     position = decoder.position.clone()
     return Decoder(decoder.adapter, decoder.cache.clone(), position, [row])
 

@@ -99,7 +99,8 @@ def pretended(vlm: Any, decoder: Any) -> Iterator[Watch]:
         decoder.position = on_cuda(decoder.position, seen)
         decoder._offsets = on_cuda(decoder._offsets, seen)
         for row in decoder.rows:
-            row.prompt, row.notes = on_cuda(row.prompt, seen), on_cuda(row.notes, seen)
+            row.prompt_slots = on_cuda(row.prompt_slots, seen)
+            row.notes = on_cuda(row.notes, seen)
         watch = Watch()
         yield watch
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from driven import Driven
 from vlmfast.engine.attention import TEXT
 from vlmfast.engine.prefill import Inputs, Prompt
-from vlmfast.engine.run import Run
 from vlmfast.layout import Kind, TokenLayout
 from vlmfast.models.base import Adapter
 from vlmfast.recipe import Recipe
@@ -42,7 +42,9 @@ def image_layout(total: int, start: int, n: int) -> TokenLayout:
 
 
 @torch.no_grad()
-def decoder_run(data: dict, stage: Stage, start: int, n: int, steps: Tensor) -> tuple[Run, Tensor]:
+def decoder_run(
+    data: dict, stage: Stage, start: int, n: int, steps: Tensor
+) -> tuple[Driven, Tensor]:
     """Prefill of the stored prompt under ``stage``; the run, and the last hidden state (1, D).
 
     ``steps`` (T, D) are embeddings that `Run.next` takes by their row number.
@@ -59,6 +61,6 @@ def decoder_run(data: dict, stage: Stage, start: int, n: int, steps: Tensor) -> 
     adapter = Adapter(model, SimpleNamespace(image_processor=True))
     total = data["inputs_embeds"].shape[1]
     prompt = Prompt(data["inputs_embeds"][0], image_layout(total, start, n), total, total)
-    run = Run(adapter, Inputs({}), Recipe.of(stage), begin=0.0)
+    run = Driven(adapter, Inputs({}), Recipe.of(stage), begin=0.0)
     run.trace.begin(prompt.layout.select(prompt.layout.visual), layers)
     return run, run.start_from(prompt, room=len(steps))

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import CLIPVisionConfig, CLIPVisionModel, LlamaConfig, LlamaForCausalLM
 
 from closeness import close, network
+from driven import Driven
 from helpers_layout import REQUEST, picture, stats_of
 from vlmfast.compressors.mustdrop import (
     MustDrop,
@@ -24,7 +25,6 @@ from vlmfast.compressors.mustdrop import (
 from vlmfast.contexts import PrefillContext, VisionContext, active
 from vlmfast.engine.attention import TEXT, VISION
 from vlmfast.engine.prefill import Inputs, Prompt
-from vlmfast.engine.run import Run
 from vlmfast.engine.vision import representatives
 from vlmfast.kv import KV
 from vlmfast.layout import Kind, TokenLayout
@@ -230,7 +230,7 @@ def llm_case(data: dict, meta: dict) -> None:
         individual_thr=float(data["individual_thr"]),
     )
     recipe = Recipe((whole.expand()[2],))
-    run = Run(adapter, Inputs({}), recipe, begin=0.0)
+    run = Driven(adapter, Inputs({}), recipe, begin=0.0)
     run.trace.begin(layout.select(layout.visual), depth)
     states = []
     hook = model.model.norm.register_forward_hook(lambda module, args, out: states.append(out))

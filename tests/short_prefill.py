@@ -8,10 +8,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from driven import Driven
 from reference import answer_logits
 from vlmfast import VLM, Recipe
 from vlmfast.engine.prefill import Inputs
-from vlmfast.engine.run import Run
 
 
 def embeds_of(vlm: VLM, tensors: dict) -> Tensor:
@@ -28,11 +28,11 @@ def embeds_of(vlm: VLM, tensors: dict) -> Tensor:
     return taken[0][0]
 
 
-def ran(vlm: VLM, recipe: str, images: list) -> tuple[Run, Tensor]:
+def ran(vlm: VLM, recipe: str, images: list) -> tuple[Driven, Tensor]:
     """The engine: the run, and the logits (V,) behind the prompt."""
     tensors = vlm.inputs("what is here ?", images=images)
     inputs = Inputs(tensors, [(p.height, p.width) for p in images], "what is here ?")
-    run = Run(vlm.adapter, inputs, Recipe.parse(recipe), time.perf_counter())
+    run = Driven(vlm.adapter, inputs, Recipe.parse(recipe), time.perf_counter())
     return run, answer_logits(vlm, run, [])[0]
 
 

@@ -11,7 +11,6 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from tiny_models import build_llava, build_llava_next, picture
 from vlmfast import VLM, MediaError, RecipeError, Request, VLMFastError
 from vlmfast.buffers import BufferPool
-from vlmfast.engine.turn import Turn
 
 KV_STATS = (
     "visual_tokens_in",
@@ -213,19 +212,25 @@ def test_clips_stand_beside_pictures(vlm):
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
-def test_requests_are_read_as_rows_become_free(vlm, monkeypatch, batch_size):
-    ended, ahead, finish = [], [], Turn._finish
+def test_requests_are_read_as_rows_become_free(vlm, batch_size):
+    ended, ahead = [], []
 
-    def count(turn: Turn) -> None:
-        finish(turn)
-        ended.append(turn.number)
+    class Ends:
+        """A streamer that notes when its request has ended."""
 
-    monkeypatch.setattr(Turn, "_finish", count)
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def put(self, tokens: torch.Tensor) -> None:
+            pass
+
+        def end(self) -> None:
+            ended.append(self.number)
 
     def requests():
         for number, r in enumerate(REQUESTS[:9]):
             ahead.append(number - len(ended))
-            yield r
+            yield replace(r, generation={**r.generation, "streamer": Ends(number)})
 
     vlm.ask_many(requests(), batch_size=batch_size)
     assert sorted(ended) == list(range(9))

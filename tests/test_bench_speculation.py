@@ -19,7 +19,8 @@ from vlmfast.cli import main as cli
 from vlmfast.drafting import Budget, Round
 from vlmfast.engine import sampling
 from vlmfast.engine.cache import KVCache
-from vlmfast.engine.turn import Turn
+from vlmfast.engine.engine import Engine
+from vlmfast.engine.sequence import Sequence
 from vlmfast.errors import RecipeError
 from vlmfast.recipe import Recipe
 from vlmfast.tree import Tree
@@ -109,12 +110,12 @@ class Paired:
             head[first + 1 :: 2] = head[first:-1:2]
         self.vlm = VLM(model, processor)
         ranked, drafting = sampling._ranked, set()
-        draft = Turn.draft
+        draft = Engine._draft
 
-        def drafted(turn: Turn) -> None:
-            draft(turn)
-            if turn.speculation is not None:
-                drafting.add(turn.sampler)
+        def drafted(engine: Engine, sequence: Sequence) -> None:
+            draft(engine, sequence)
+            if sequence.drafts is not None:
+                drafting.add(sequence.sampler)
 
         def other(scores: torch.Tensor, rows: list) -> torch.Tensor:
             scores = ranked(scores, rows)
@@ -123,7 +124,7 @@ class Paired:
                 scores[:, first + 1 :: 2] = scores[:, first:-1:2] + 1e-3
             return scores
 
-        monkeypatch.setattr(Turn, "draft", drafted)
+        monkeypatch.setattr(Engine, "_draft", drafted)
         monkeypatch.setattr(sampling, "_ranked", other)
 
 

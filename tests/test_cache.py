@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -14,6 +15,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from closeness import apart, close, network
+from driven import Driven
 from tiny_models import build_llava, picture
 from vlmfast import VLM
 from vlmfast.buffers import BufferPool, bucket
@@ -21,7 +23,6 @@ from vlmfast.engine.attention import switched
 from vlmfast.engine.cache import KVCache, RowSlots
 from vlmfast.engine.decode import Decoder
 from vlmfast.engine.prefill import Inputs, prefill, prepare
-from vlmfast.engine.run import Run
 from vlmfast.engine.stats import Stats, Trace
 from vlmfast.kernels.quantize_kv import Segment, quantise
 from vlmfast.kv import KV
@@ -72,22 +73,22 @@ def sums(vlm: VLM, n: int) -> int:
     return network(vlm.model, n + 2 * len(TOKENS))
 
 
-def run_of(vlm: VLM, recipe=(), seeds=(0,), question: str = "what is here ?") -> Run:
+def run_of(vlm: VLM, recipe=(), seeds=(0,), question: str = "what is here ?") -> Driven:
     pictures = [picture(seed=seed) for seed in seeds]
     tensors = vlm.inputs(question, images=pictures)
     sizes = [(p.height, p.width) for p in pictures]
     inputs = Inputs(tensors, sizes, question)
-    return Run(vlm.adapter, inputs, Recipe.of(recipe), time.perf_counter())
+    return Driven(vlm.adapter, inputs, Recipe.of(recipe), time.perf_counter())
 
 
-def started(vlm: VLM, recipe=(), seeds=(0,), question="what is here ?", room=12) -> Run:
+def started(vlm: VLM, recipe=(), seeds=(0,), question="what is here ?", room=12) -> Driven:
     run = run_of(vlm, recipe, seeds, question)
     with torch.no_grad(), switched(vlm.model):
         run.start(room)
     return run
 
 
-def fed(vlm: VLM, decoder: Decoder | Run, tokens: list[int], rows: int = 1) -> Tensor:
+def fed(vlm: VLM, decoder: Decoder | Driven, tokens: list[int], rows: int = 1) -> Tensor:
     """Logits (rows, T, V) behind each of ``tokens``, the same for all rows."""
     with torch.no_grad(), switched(vlm.model):
         logits = [decoder.next(torch.full((rows, 1), token)) for token in tokens]
@@ -95,7 +96,7 @@ def fed(vlm: VLM, decoder: Decoder | Run, tokens: list[int], rows: int = 1) -> T
 
 
 @torch.no_grad()
-def masked_logits(vlm: VLM, run: Run, keep: list[Tensor], tokens: list[int]) -> Tensor:
+def masked_logits(vlm: VLM, run: Driven, keep: list[Tensor], tokens: list[int]) -> Tensor:
     """Hugging Face's decoder over the whole prompt, of which each layer sees ``keep`` (H, N)."""
     cache, decoder = DynamicCache(), vlm.model.get_decoder()
     vlm.model(**run.inputs.tensors, past_key_values=cache, use_cache=True)
@@ -539,9 +540,9 @@ def test_a_clone_shares_nothing_that_changes(grouped, recipe):
             if of is not None:
                 assert torch.equal(of, twin)
                 assert of.untyped_storage().data_ptr() != twin.untyped_storage().data_ptr()
-    twin = Decoder(
-        grouped.adapter, cache, run.position.clone(), [replace(row, prompt=row.prompt.clone())]
-    )
+    other = copy.copy(row)
+    other.prompt_slots = row.prompt_slots.clone()
+    twin = Decoder(grouped.adapter, cache, run.position.clone(), [other])
     # Whatever one of the two does, the other goes on as if it were alone.
     mine = fed(grouped, run, TOKENS[::-1])
     its = fed(grouped, twin, TOKENS)

@@ -17,13 +17,13 @@ from torch import Tensor
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, rotate_half
 
 from closeness import apart, close, network
+from driven import Driven
 from tiny_models import build_llava, picture
 from vlmfast import VLM
 from vlmfast.engine.attention import switched
 from vlmfast.engine.cache import KVCache
 from vlmfast.engine.decode import Decoder
 from vlmfast.engine.prefill import Inputs, prefill, prepare
-from vlmfast.engine.run import Run
 from vlmfast.engine.stats import Stats, Trace
 from vlmfast.kernels.quantize_kv import quantise
 from vlmfast.kv import KV
@@ -56,12 +56,12 @@ def sums(vlm: VLM, prompt: int) -> int:
     return network(vlm.model, tensors["input_ids"].shape[1] + STEPS)
 
 
-def run_of(vlm: VLM, recipe: str, prompt: int) -> Run:
+def run_of(vlm: VLM, recipe: str, prompt: int) -> Driven:
     question, seeds = PROMPTS[prompt]
     pictures = [picture(seed=seed) for seed in seeds]
     tensors = vlm.inputs(question, images=pictures)
     sizes = [(p.height, p.width) for p in pictures]
-    return Run(
+    return Driven(
         vlm.adapter, Inputs(tensors, sizes, question), Recipe.of(recipe), time.perf_counter()
     )
 
@@ -343,7 +343,7 @@ def reference(vlm: VLM, method: str, prompt: int, steps: int = STEPS) -> Tensor:
     return torch.cat(rows)
 
 
-def decoded(vlm: VLM, runs: list[Run], steps: int = STEPS) -> list[Tensor]:
+def decoded(vlm: VLM, runs: list[Driven], steps: int = STEPS) -> list[Tensor]:
     """The engine's logits (steps, V) of each run, all decoded together."""
     with torch.no_grad(), switched(vlm.model):
         for run in runs:

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from closeness import apart, close, network, tower
+from driven import Driven
 from reference import answer_logits, dense_logits
 from tiny_models import build_llava, build_llava_next
 from vlmfast import VLM, ModelError, RecipeError, Request, VLMFastError
 from vlmfast.engine.attention import switched
 from vlmfast.engine.prefill import Inputs
-from vlmfast.engine.run import Run
 from vlmfast.recipe import Recipe
 from vlmfast.stages import EncodeStage, InEncoderStage, PrefillStage, Stage, positions_param
 from vlmfast.statistics import StatRequest
@@ -93,15 +93,15 @@ class Rank(PrefillStage):
         return torch.cat([text, best]).sort().values
 
 
-def start(vlm: VLM, recipe=(), **media) -> Run:
+def start(vlm: VLM, recipe=(), **media) -> Driven:
     tensors = vlm.inputs("what is here ?", **media)
     sizes = [
         tuple(np.asarray(p).shape[:2]) for p in [*media.get("images", ()), *media.get("video", ())]
     ]
-    return Run(vlm.adapter, Inputs(tensors, sizes, "q"), Recipe.of(recipe), time.perf_counter())
+    return Driven(vlm.adapter, Inputs(tensors, sizes, "q"), Recipe.of(recipe), time.perf_counter())
 
 
-def sums(run: Run) -> int:
+def sums(run: Driven) -> int:
     """Behind a logit of ``run``: through the decoder, over its prompt and `TOKENS`."""
     return network(run.adapter.model, run.inputs.tensors["input_ids"].shape[1] + len(TOKENS))
 

@@ -18,6 +18,7 @@ import torch
 
 import closeness
 import tiny_families
+from driven import Driven
 from fake_drafters import Knows
 from reference import answer_logits, closed
 from vlmfast import VLM, ModelError, RecipeError, Request
@@ -25,7 +26,6 @@ from vlmfast.engine.attention import switched
 from vlmfast.engine.cache import KVLayer
 from vlmfast.engine.decode import Decoder
 from vlmfast.engine.prefill import Inputs
-from vlmfast.engine.run import Run
 from vlmfast.models import families
 from vlmfast.recipe import Recipe
 from vlmfast.request import messages_of, render, tensors_of
@@ -77,10 +77,10 @@ def served(vlm: VLM, case: str) -> str:
     return case
 
 
-def start(vlm: VLM, recipe=(), **media) -> Run:
+def start(vlm: VLM, recipe=(), **media) -> Driven:
     prompt = render(vlm.adapter, messages_of("what is here ?", **media), Recipe())
     inputs = Inputs(tensors_of(vlm.adapter, prompt), prompt.sizes, "q", prompt.frames)
-    return Run(vlm.adapter, inputs, Recipe.of(recipe), time.perf_counter())
+    return Driven(vlm.adapter, inputs, Recipe.of(recipe), time.perf_counter())
 
 
 # --- the reference -------------------------------------------------------------------------------
@@ -221,12 +221,12 @@ class Dense:
         return decoder.rotary_emb(hidden, position)
 
 
-def sums(vlm: VLM, run: Run) -> int:
+def sums(vlm: VLM, run: Driven) -> int:
     """Behind a logit of ``run``, over its prompt and `TOKENS`."""
     return closeness.network(vlm.model, run.inputs.tensors["input_ids"].shape[1] + len(TOKENS))
 
 
-def equal(vlm: VLM, run: Run, protocol: str, got: torch.Tensor, expected: torch.Tensor) -> None:
+def equal(vlm: VLM, run: Driven, protocol: str, got: torch.Tensor, expected: torch.Tensor) -> None:
     """Equality as far as floats go; the largest difference goes to the table in the docs, as a
     share of the largest logit."""
     difference = closeness.close(got, expected, terms=sums(vlm, run)) / float(expected.abs().max())
@@ -236,7 +236,7 @@ def equal(vlm: VLM, run: Run, protocol: str, got: torch.Tensor, expected: torch.
 
 def close(
     vlm: VLM,
-    run: Run,
+    run: Driven,
     protocol: str,
     got: torch.Tensor,
     expected: torch.Tensor,
@@ -325,7 +325,7 @@ def layers_of(vlm: VLM) -> tuple[int, int]:
     return max(vlm.adapter.min_drop_layer, 1), 3
 
 
-def entered(vlm: VLM, run: Run) -> list[torch.Tensor]:
+def entered(vlm: VLM, run: Driven) -> list[torch.Tensor]:
     """Per layer the rows of the full prompt that entered it."""
     visual = vlm.adapter.visual(run.inputs.tensors["input_ids"][0])
     alive = []

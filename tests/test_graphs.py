@@ -135,13 +135,13 @@ def test_batches_and_sessions(plain: VLM, vlm: VLM) -> None:
 
 def test_the_stand_in_notices_a_moved_buffer(vlm: VLM) -> None:
     """Control: a step whose buffers were replaced behind its back does not run."""
+    from driven import Driven
     from vlmfast.engine.attention import switched
     from vlmfast.engine.prefill import Inputs
-    from vlmfast.engine.run import Run
     from vlmfast.recipe import Recipe
 
     tensors = vlm.inputs("what ?", images=[picture(seed=0)])
-    run = Run(vlm.adapter, Inputs(tensors, [(64, 64)], "what ?"), Recipe(), 0.0)
+    run = Driven(vlm.adapter, Inputs(tensors, [(64, 64)], "what ?"), Recipe(), 0.0)
     with torch.no_grad(), switched(vlm.model):
         run.start(8)
         run.next(torch.tensor([[5]]))

@@ -24,7 +24,7 @@ from closeness import apart, close, network
 from reference import answer_logits, closed
 from test_families import TOKENS, Dense, start
 from vlmfast import VLM, ModelError, RecipeError, Request
-from vlmfast.engine.run import Run
+from vlmfast.engine.engine import Engine
 from vlmfast.layout import Numbering
 from vlmfast.models.base import Adapter
 from vlmfast.stages import EncodeStage, PrefillStage
@@ -155,16 +155,16 @@ class Ids:
 @pytest.fixture
 def read(monkeypatch) -> list[Ids]:
     """What the requests of a test read."""
-    seen, start_from = [], Run.start_from
+    seen, prefill = [], Engine.prefill
 
-    def noted(self, prompt, *args, **kwargs):
-        logits = start_from(self, prompt, *args, **kwargs)
-        shifts = [shift for layer in self.cache.layers for shift in layer.shift]
-        own = self.adapter.positions(self.inputs.tensors)
+    def noted(self, sequence, prompt, *args, **kwargs):
+        logits = prefill(self, sequence, prompt, *args, **kwargs)
+        shifts = [shift for layer in sequence.decoder.cache.layers for shift in layer.shift]
+        own = self.adapter.positions(sequence.inputs.tensors)
         seen.append(Ids(prompt.layout.position, own, shifts))
         return logits
 
-    monkeypatch.setattr(Run, "start_from", noted)
+    monkeypatch.setattr(Engine, "prefill", noted)
     return seen
 
 

@@ -13,13 +13,13 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+from driven import Driven
 from fake_cuda import Watch, shapes, steps
 from tiny_models import build_llava, picture
 from vlmfast import VLM
 from vlmfast.engine.attention import switched
 from vlmfast.engine.decode import Decoder
 from vlmfast.engine.prefill import Inputs
-from vlmfast.engine.run import Run
 from vlmfast.recipe import Recipe
 from vlmfast.stages import CacheStage, DecodeStage
 
@@ -95,7 +95,7 @@ def decoder(recipes: list, fed: int = 2, room: int = STEPS + 2) -> tuple[VLM, De
             pictures = [picture(seed=10 * number + i) for i in range(number + 1)]
             tensors = vlm.inputs("what is here ?", images=pictures)
             inputs = Inputs(tensors, [(p.height, p.width) for p in pictures], "what ?")
-            run = Run(vlm.adapter, inputs, Recipe.of(recipe), time.perf_counter())
+            run = Driven(vlm.adapter, inputs, Recipe.of(recipe), time.perf_counter())
             run.start(room)
             runs.append(run)
         joined = Decoder.join([run.decoder for run in runs])

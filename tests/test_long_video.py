@@ -23,7 +23,7 @@ from media_fixtures import frame_number, write_video
 from tiny_models import build_llava, build_llava_next, picture
 from vlmfast import VLM, MediaError, ModelError, RecipeError, VLMFastError
 from vlmfast.engine.cache import KVLayer
-from vlmfast.engine.run import Run
+from vlmfast.engine.engine import Engine
 from vlmfast.long_video import LongVideo
 from vlmfast.media import OpenVideo, load_video, open_video
 from vlmfast.stages import CacheStage
@@ -498,8 +498,8 @@ def test_decoding_goes_on_while_the_model_works(vlm, monkeypatch):
         return run
 
     monkeypatch.setattr(LongVideo, "_processed", making)
-    monkeypatch.setattr(Run, "start_from", behind(Run.start_from))
-    monkeypatch.setattr(Run, "extend", behind(Run.extend))
+    monkeypatch.setattr(Engine, "prefill", behind(Engine.prefill))
+    monkeypatch.setattr(Engine, "extend", behind(Engine.extend))
     vlm.ask(QUESTION, video=FRAMES, max_kv_tokens=4 * 4 * 16, max_new_tokens=1, progress=False)
     assert made == starts
     assert len(taken) == 10 + 1  # ten blocks, and what stands behind the clip
@@ -535,13 +535,13 @@ def test_a_file_that_breaks_in_the_middle(vlm, tmp_path):
     broken = tmp_path / "broken.mp4"
     broken.write_bytes(damaged(path, 31))
     before = threads()
-    started, start_from = [], Run.start_from
-    Run.start_from = lambda *args, **kwargs: (started.append(1), start_from(*args, **kwargs))[1]
+    started, prefill = [], Engine.prefill
+    Engine.prefill = lambda *args, **kwargs: (started.append(1), prefill(*args, **kwargs))[1]
     try:
         with pytest.raises(MediaError, match=r"broken\.mp4"):
             vlm.ask(QUESTION, video=broken, num_frames=40, max_kv_tokens=300, **QUIET)
     finally:
-        Run.start_from = start_from
+        Engine.prefill = prefill
     assert started
     assert threads() == before
 

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from closeness import apart, close, network, tolerance
+from driven import Driven
 from helpers_layout import REQUEST, picture, prompt, stats_of
 from reference import answer_logits, dense_logits
 from tiny_models import build_llava, build_llava_next
@@ -33,7 +34,6 @@ from vlmfast.compressors.mustdrop import (
 )
 from vlmfast.contexts import PrefillContext, VisionContext
 from vlmfast.engine.prefill import Inputs
-from vlmfast.engine.run import Run
 from vlmfast.kernels.quantize_kv import quantise
 from vlmfast.kv import KV
 from vlmfast.layout import Kind, TokenLayout
@@ -523,10 +523,10 @@ CASES = {
 STRONG = {"similarity": 0.35, "global_thr": 0.08, "individual_thr": 0.1}
 
 
-def start(vlm: VLM, recipe, pictures: list[np.ndarray]) -> Run:
+def start(vlm: VLM, recipe, pictures: list[np.ndarray]) -> Driven:
     tensors = vlm.inputs("what is here ?", images=pictures)
     sizes = [p.shape[:2] for p in pictures]
-    return Run(vlm.adapter, Inputs(tensors, sizes, "q"), Recipe.of(recipe), time.perf_counter())
+    return Driven(vlm.adapter, Inputs(tensors, sizes, "q"), Recipe.of(recipe), time.perf_counter())
 
 
 @torch.no_grad()

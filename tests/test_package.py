@@ -91,6 +91,7 @@ RANKS = {
     "kv": 0,
     "snapshot": 0,
     "saliency": 0,
+    "version": 0,
     "statistics": 0,
     "tree": 0,
     "contexts": 1,

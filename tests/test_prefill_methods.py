@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from closeness import apart, close, network
+from driven import Driven
 from reference import answer_logits, dense_logits
 from tiny_models import build_llava, build_llava_next, picture
 from vlmfast import VLM
@@ -24,7 +25,6 @@ from vlmfast.compressors.fastv import FastV
 from vlmfast.compressors.mustdrop import MustDrop
 from vlmfast.compressors.pyramiddrop import PyramidDrop
 from vlmfast.engine.prefill import Inputs
-from vlmfast.engine.run import Run
 from vlmfast.recipe import Recipe
 
 STAGES = (2, 3, 5)  # layers in front of which PyramidDrop drops
@@ -222,7 +222,7 @@ def test_a_prefill_method_equals_a_dense_reference_by_hand(vlm, method, pictures
     if stage.trained:
         vlm.adapter.modules[stage.name, stage.weights, ""] = trained_atp(vlm)
         rule = atp_rule(vlm)
-    run = Run(vlm.adapter, Inputs(tensors, sizes, "q"), Recipe((stage,)), time.perf_counter())
+    run = Driven(vlm.adapter, Inputs(tensors, sizes, "q"), Recipe((stage,)), time.perf_counter())
     got = answer_logits(vlm, run, TOKENS)
 
     embeds = embeds_of(vlm, tensors)

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from closeness import apart, close
+from driven import Driven
 from helpers_layout import REQUEST, picture, picture_arguments, prompt, stats_of
 from reference import answer_logits
 from tiny_models import build_llava
@@ -19,7 +20,6 @@ from vlmfast import VLM, Recipe, RecipeError
 from vlmfast.compressors.prumerge import PruMerge, mixture, one_head, outliers
 from vlmfast.compressors.prumerge_plus import PruMergePlus
 from vlmfast.engine.prefill import Inputs
-from vlmfast.engine.run import Run
 from vlmfast.layout import VisualTokens
 from vlmfast.saliency import SaliencyRequest
 from vlmfast.statistics import StatRequest, VisionStats
@@ -130,7 +130,7 @@ def test_a_run_equals_the_tower_by_hand() -> None:
     image, seen = photo(), [None, None]
     tensors = vlm.inputs("what is here ?", images=[image])
     inputs = Inputs(tensors, [(image.height, image.width)], "q")
-    run = Run(vlm.adapter, inputs, Recipe.parse("prumerge:0.4"), time.perf_counter())
+    run = Driven(vlm.adapter, inputs, Recipe.parse("prumerge:0.4"), time.perf_counter())
     answer_logits(vlm, run, [])
     attention = vlm.adapter.vision_blocks()[-1].self_attn
     hooks = [

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from closeness import apart, close
+from driven import Driven
 from tiny_models import build_llava, build_llava_next
 from tiny_models import picture as noise_picture
 from tower_terms import tower
@@ -35,7 +36,6 @@ from vlmfast.compressors.pvc.plan import Choice, make_plan, nearest, scenes, tok
 from vlmfast.contexts import VisionContext
 from vlmfast.engine.attention import switched
 from vlmfast.engine.prefill import Inputs, prepare
-from vlmfast.engine.run import Run
 from vlmfast.engine.stats import Stats, Trace
 from vlmfast.layout import Kind
 from vlmfast.request import render
@@ -526,7 +526,7 @@ def test_gradients_reach_every_weight(next_vlm: VLM) -> None:
     next_vlm.adapter.modules["pvc", "auto", ""] = module
     next_vlm.model.requires_grad_(False)
     for stage in (PVC(), PVC(side=4, image_repeat=2)):
-        run = Run(
+        run = Driven(
             next_vlm.adapter,
             inputs_of(next_vlm, noise_picture(64, 64), frames(3)),
             Recipe((stage,)),

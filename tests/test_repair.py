@@ -11,6 +11,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from closeness import apart, close, network, tower
+from driven import Driven
 from reference import answer_logits
 from tiny_models import build_llava, build_llava_next, picture
 from vlmfast import VLM, training
@@ -18,7 +19,6 @@ from vlmfast.contexts import DecodeContext, PrefillContext
 from vlmfast.engine.attention import attention_rows, received_logits, switched, text_attention
 from vlmfast.engine.cache import KVCache
 from vlmfast.engine.prefill import Inputs
-from vlmfast.engine.run import Run
 from vlmfast.errors import RecipeError
 from vlmfast.layout import Kind, TokenLayout, VisualTokens
 from vlmfast.recipe import Recipe
@@ -34,11 +34,11 @@ def vlm(request) -> VLM:
     return VLM(*FAMILIES[request.param]())
 
 
-def start(vlm: VLM, recipe, images, **inputs) -> Run:
+def start(vlm: VLM, recipe, images, **inputs) -> Driven:
     tensors = vlm.inputs("what is here ?", images)
     sizes = [(p.height, p.width) for p in images]
     made = Inputs(tensors, sizes, "q", **inputs)
-    return Run(vlm.adapter, made, Recipe.of(recipe), time.perf_counter())
+    return Driven(vlm.adapter, made, Recipe.of(recipe), time.perf_counter())
 
 
 def sums(vlm: VLM) -> int:

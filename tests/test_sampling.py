@@ -32,11 +32,11 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
-import vlmfast.engine.turn as turning
 from closeness import close, network
 from tiny_models import build_llava, picture
 from vlmfast import VLM, Request
 from vlmfast.engine import sampling
+from vlmfast.engine.engine import Engine
 from vlmfast.engine.noise import gumbel, gumbels
 from vlmfast.engine.sampling import HostCriterion, Parameters, Sampler, Sampling
 
@@ -522,9 +522,9 @@ class Passes(StoppingCriteria):
 def reads_of_a_step(vlm: VLM, rows: int, monkeypatch, **generation: Any) -> list[list[str]]:
     """What a step reads while it takes its tokens, step by step, all rows being there."""
     found: list[list[str]] = []
-    advance = turning.advance
+    step = Engine._step
 
-    def counted(decoder: Any, turns: Any, tokens: Any, batch: Any) -> Any:
+    def counted(engine: Engine, decoder: Any, sequences: Any, tokens: Any, batch: Any) -> Any:
         feed = decoder.feed
 
         def fed(tokens: Tensor) -> Any:
@@ -536,14 +536,14 @@ def reads_of_a_step(vlm: VLM, rows: int, monkeypatch, **generation: Any) -> list
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(decoder, "feed", fed)
             try:
-                result = advance(decoder, turns, tokens, batch)
+                result = step(engine, decoder, sequences, tokens, batch)
             finally:
                 reads.__exit__(None, None, None)
-        if len(turns) == rows and not any(turn.done for turn in turns):
+        if len(sequences) == rows and not any(sequence.done for sequence in sequences):
             found.append(reads.seen)
         return result
 
-    monkeypatch.setattr(turning, "advance", counted)
+    monkeypatch.setattr(Engine, "_step", counted)
     requests = [Request(f"what is {number} ?", picture(seed=number)) for number in range(rows)]
     vlm.ask_many(requests, batch_size=rows, **{"max_new_tokens": 6} | generation)
     return found

@@ -11,10 +11,10 @@ import pytest
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria
 
+import vlmfast.engine.engine as engines
 import vlmfast.engine.run as running
 import vlmfast.engine.sampling as sampling
 import vlmfast.engine.speculation as speculation
-import vlmfast.engine.turn as turning
 from closeness import apart, close, network
 from fake_drafters import Drafting, Knows
 from tiny_models import build_llava, build_llava_next, picture
@@ -22,11 +22,12 @@ from vlmfast import VLM, Request
 from vlmfast.engine.attention import switched
 from vlmfast.engine.cache import KVCache
 from vlmfast.engine.decode import Decoder
+from vlmfast.engine.engine import Engine
 from vlmfast.engine.sampling import Sampling
 from vlmfast.errors import RecipeError, VLMFastError
 from vlmfast.generation import gate
 from vlmfast.recipe import Recipe
-from vlmfast.request import messages_of, turn_of
+from vlmfast.request import messages_of, sequence_of
 from vlmfast.tree import Tree
 
 FLOAT = torch.float32  # norms and tables of rotation are, in models of float64 too
@@ -196,11 +197,9 @@ def test_as_hugging_face_greedy() -> None:
 def held(vlm: VLM, recipe: Recipe, wanted=None, tokens: int = 24) -> Decoder:
     """The decoder when an answer has ended."""
     seen = []
-    release = running.Run.release
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(running.Run, "release", lambda run: seen.append(run))
+        patch.setattr(Engine, "release", lambda engine, sequence: seen.append(sequence))
         vlm.ask(QUESTION, recipe=recipe, **given(max_new_tokens=tokens))
-    del release
     return seen[0].decoder
 
 
@@ -237,15 +236,15 @@ def test_the_cache_control(llava: VLM, monkeypatch) -> None:
 
 def test_verification_is_single_steps(llava: VLM) -> None:
     """Logits of every node of a tree are those of feeding its path token by token."""
+    from driven import Driven
     from vlmfast.engine.prefill import Inputs
-    from vlmfast.engine.run import Run
 
     tree = Tree.of_paths(7, [[8, 9], [8, 10, 11], [12]])
     with torch.no_grad(), switched(llava.model):
 
         def begin() -> Decoder:
             tensors = llava.inputs(QUESTION, images=picture(seed=1))
-            run = Run(llava.adapter, Inputs(tensors, [(64, 64)], QUESTION), Recipe(), 0.0)
+            run = Driven(llava.adapter, Inputs(tensors, [(64, 64)], QUESTION), Recipe(), 0.0)
             run.start(16)
             return run.decoder
 
@@ -352,22 +351,20 @@ def test_streams_are_the_same(llava: VLM) -> None:
 
 
 def test_scores_are_those_of_what_was_emitted(llava: VLM) -> None:
-    from vlmfast.engine.turn import answer
-
     more = given(return_dict_in_generate=True, output_scores=True, output_logits=True)
-    turns = []
+    answered = []
     for recipe in (Recipe(), None):
         if recipe is None:
-            recipe = Recipe((Knows(answer=tuple(turns[0].generated), wrong=0.3),))
+            recipe = Recipe((Knows(answer=tuple(answered[0].tokens), wrong=0.3),))
         messages = messages_of(QUESTION, more["images"])
         rest = {key: of for key, of in more.items() if key != "images"}
-        turn = turn_of(llava.adapter, messages, recipe, gate(llava.adapter, rest))
-        answer(turn)
-        turns.append(turn)
-    plain, got = (turn.output() for turn in turns)
-    terms = network(llava.model, plain.sequences.shape[1])
-    assert torch.equal(plain.sequences, got.sequences)
-    for name in ("scores", "logits"):
+        sequence = sequence_of(llava.adapter, messages, recipe, gate(llava.adapter, rest))
+        Engine(llava.adapter).answer(sequence)
+        answered.append(sequence)
+    plain, got = (sequence.sampler for sequence in answered)
+    terms = network(llava.model, plain.length)
+    assert torch.equal(plain.ids, got.ids)
+    for name in ("scores", "raw"):
         left, right = getattr(plain, name), getattr(got, name)
         assert len(left) == len(right) == 40
         for one, other in zip(left, right, strict=True):
@@ -599,7 +596,7 @@ def test_strict_takes_near_ties_from_single_tokens(recipe: str, monkeypatch) -> 
     got = drafted(vlm, wanted, recipe, Knows(cycle=True), **more, strict=True)
     assert got.token_ids == wanted.token_ids
     # With a tolerance that everything falls below, every token is decoded alone ...
-    monkeypatch.setattr(turning, "_ULPS", 1e9)
+    monkeypatch.setattr(engines, "_ULPS", 1e9)
     got = drafted(vlm, wanted, recipe, Knows(cycle=True), **more, strict=True)
     assert got.token_ids == wanted.token_ids
     assert got.stats.accepted == 0 and got.stats.redecoded == 46  # the last is drafted by nobody
@@ -614,7 +611,7 @@ def test_strict_takes_near_ties_from_single_tokens(recipe: str, monkeypatch) -> 
 
     monkeypatch.setattr(Decoder, "verify", drifts)
     for ulps, same in ((40.0, True), (0.0, False)):  # the second is the control
-        monkeypatch.setattr(turning, "_ULPS", ulps)
+        monkeypatch.setattr(engines, "_ULPS", ulps)
         got = drafted(vlm, wanted, recipe, Patient(), **more, strict=True)
         assert (got.token_ids == wanted.token_ids) == same
     assert got.stats.accepted > 0
@@ -655,14 +652,14 @@ class _Patient(Drafting):
 
 
 @contextmanager
-def processed_by(turn, processors: Callable) -> Iterator[None]:
-    """The tokens that ``turn`` takes meanwhile come from other processors."""
-    sampler, keep = turn.sampler, turn.sampler.processors
+def processed_by(sequence, processors: Callable) -> Iterator[None]:
+    """The tokens that ``sequence`` takes meanwhile come from other processors."""
+    sampler, keep = sequence.sampler, sequence.sampler.processors
     try:
-        sampler.processors, turn.alone = processors, Sampling([sampler])
+        sampler.processors, sequence.sampling = processors, Sampling([sampler])
         yield
     finally:
-        sampler.processors, turn.alone = keep, Sampling([sampler])
+        sampler.processors, sequence.sampling = keep, Sampling([sampler])
 
 
 def raw_bonus(patch) -> None:
@@ -671,15 +668,16 @@ def raw_bonus(patch) -> None:
     def walked(tree, logits, take, sure=None):
         path, emitted, node = [], [], 0
         while node is not None:
-            turn, bare = take.__self__, not tree.children[node]
+            sequence, bare = take.args[0], not tree.children[node]
             path.append(node)
-            with processed_by(turn, (lambda _, of: of) if bare else turn.sampler.processors):
+            other = (lambda _, of: of) if bare else sequence.sampler.processors
+            with processed_by(sequence, other):
                 token, done = take(logits[node])
             emitted.append(token)
             node = None if done else tree.children[node].get(token)
         return path, emitted
 
-    patch.setattr(turning, "walk", walked)
+    patch.setattr(engines, "walk", walked)
 
 
 def unkeyed(patch) -> None:
@@ -695,10 +693,10 @@ def keyed_by_depth(patch) -> None:
     gumbels, offset = sampling.gumbels, [0]
 
     def walked(tree, logits, take, sure=None):
-        offset[0] = take.__self__.sampler.length
+        offset[0] = take.args[0].sampler.length
         return speculation.walk(tree, logits, take, sure)
 
-    patch.setattr(turning, "walk", walked)
+    patch.setattr(engines, "walk", walked)
     patch.setattr(
         sampling, "gumbels", lambda s, p, size, d: gumbels(s, [p[0] - offset[0]], size, d)
     )
@@ -706,17 +704,17 @@ def keyed_by_depth(patch) -> None:
 
 def unprocessed_root(patch) -> None:
     def walked(tree, logits, take, sure=None):
-        turn = take.__self__
-        keep, first = turn.sampler.processors, []
+        sequence = take.args[0]
+        keep, first = sequence.sampler.processors, []
 
         def processor(ids, scores):
             first.append(1)
             return scores if len(first) == 1 else keep(ids, scores)
 
-        with processed_by(turn, processor):
+        with processed_by(sequence, processor):
             return speculation.walk(tree, logits, take, sure)
 
-    patch.setattr(turning, "walk", walked)
+    patch.setattr(engines, "walk", walked)
 
 
 def not_compacted(patch) -> None:
@@ -734,7 +732,7 @@ def stop_ignored(patch) -> None:
     def walked(tree, logits, take, sure=None):
         return speculation.walk(tree, logits, lambda row: (take(row)[0], False), sure)
 
-    patch.setattr(turning, "walk", walked)
+    patch.setattr(engines, "walk", walked)
 
 
 def siblings_see_each_other(patch) -> None:

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from closeness import apart, close
+from driven import Driven
 from reference import answer_logits
 from tiny_models import build_llava, build_llava_next, picture
 from tower_terms import answer, tower
 from vlmfast import VLM, Recipe, RecipeError
 from vlmfast.compressors.tome import Merge, ToMe, bipartite, merge, schedule
 from vlmfast.engine.prefill import Inputs
-from vlmfast.engine.run import Run
 from vlmfast.statistics import StatRequest
 
 
@@ -89,7 +89,7 @@ def test_a_run_equals_the_tower_by_hand(build, word) -> None:
     recipe = Recipe.parse(word)
     (stage,) = recipe
     inputs = Inputs(tensors, [(image.height, image.width)], "q")
-    run = Run(vlm.adapter, inputs, recipe, time.perf_counter())
+    run = Driven(vlm.adapter, inputs, recipe, time.perf_counter())
     logits = answer_logits(vlm, run, [])
     full, layout = run.trace.layout, run.prompt.layout.select(run.prompt.layout.visual)
 
@@ -109,7 +109,7 @@ def test_a_run_equals_the_tower_by_hand(build, word) -> None:
     # Control: another treatment of sizes gives something else.
     other = Recipe.parse(word + ("" if "repair" in word else ",repair=false"))
     if other != recipe:
-        run = Run(vlm.adapter, inputs, other, time.perf_counter())
+        run = Driven(vlm.adapter, inputs, other, time.perf_counter())
         control = answer_logits(vlm, run, [])
         apart(control, logits, terms=answer(vlm, run.prompt.full_length))
 

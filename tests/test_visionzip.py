@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from closeness import apart, close
+from driven import Driven
 from helpers_layout import DIM, REQUEST, TOWER, picture, picture_arguments, prompt, stats_of
 from reference import answer_logits
 from tiny_models import build_llava, build_llava_next
@@ -20,7 +21,6 @@ from vlmfast import VLM, Recipe, RecipeError
 from vlmfast.compressors._select import plus_mean
 from vlmfast.compressors.visionzip import VisionZip, homes
 from vlmfast.engine.prefill import Inputs
-from vlmfast.engine.run import Run
 from vlmfast.layout import Kind, VisualTokens
 from vlmfast.saliency import SaliencyRequest
 from vlmfast.statistics import VisionStats
@@ -217,10 +217,12 @@ def tower_by_hand(vlm: VLM, pixels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return rows, keys, vlm.model.base_model.multi_modal_projector(out.hidden_states[-2])
 
 
-def start(vlm: VLM, recipe: str, pictures: list[np.ndarray]) -> tuple[Run, Tensor]:
+def start(vlm: VLM, recipe: str, pictures: list[np.ndarray]) -> tuple[Driven, Tensor]:
     tensors = vlm.inputs("what is here ?", images=pictures)
     sizes = [p.shape[:2] for p in pictures]
-    run = Run(vlm.adapter, Inputs(tensors, sizes, "q"), Recipe.parse(recipe), time.perf_counter())
+    run = Driven(
+        vlm.adapter, Inputs(tensors, sizes, "q"), Recipe.parse(recipe), time.perf_counter()
+    )
     return run, answer_logits(vlm, run, [])
 
 

@@ -20,6 +20,7 @@ from transformers import AttentionInterface
 
 import tiny_families
 from closeness import apart, close, network
+from driven import Driven
 from fake_drafters import Knows
 from reference import answer_logits
 from vlmfast import VLM, RecipeError, Request
@@ -27,7 +28,6 @@ from vlmfast.engine.attention import switched
 from vlmfast.engine.cache import KVCache, KVLayer
 from vlmfast.engine.decode import Decoder
 from vlmfast.engine.prefill import Inputs, prefill, prepare
-from vlmfast.engine.run import Run
 from vlmfast.engine.stats import Stats, Trace
 from vlmfast.kv import KV
 from vlmfast.recipe import Recipe
@@ -56,14 +56,14 @@ def vlm() -> VLM:
     return VLM(*tiny_families.build_gemma3(window=WINDOW))
 
 
-def start(vlm: VLM, text: str, recipe: Any = ()) -> Run:
+def start(vlm: VLM, text: str, recipe: Any = ()) -> Driven:
     """A run of a prompt whose images stand where ``text`` has their placeholders."""
     from PIL import Image
 
     images = [Image.fromarray(image(i)) for i in range(text.count(IMAGE))]
     tensors = vlm.adapter.inputs(text, images)
     sizes = [(of.height, of.width) for of in images]
-    return Run(vlm.adapter, Inputs(tensors, sizes, "q"), Recipe.of(recipe), time.perf_counter())
+    return Driven(vlm.adapter, Inputs(tensors, sizes, "q"), Recipe.of(recipe), time.perf_counter())
 
 
 # An image at the start, some in the middle, and one that the bound of the last row's window cuts.
@@ -256,7 +256,7 @@ def differs(vlm: VLM, got: Tensor, control: Tensor, rows: int) -> None:
     apart(got, control, terms=network(vlm.model, rows))
 
 
-def entered(vlm: VLM, run: Run) -> list[Tensor]:
+def entered(vlm: VLM, run: Driven) -> list[Tensor]:
     """Per layer the rows of the full prompt that entered it."""
     visual = vlm.adapter.visual(run.inputs.tensors["input_ids"][0])
     alive = []

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from .version import __version__
+
 if TYPE_CHECKING:
     from .answer import Answer, Comparison, Request
     from .attachment import Attachment, attach
@@ -13,8 +15,6 @@ if TYPE_CHECKING:
     from .recipe import Recipe
     from .session import Session
     from .vlm import VLM, methods
-
-__version__ = "0.1.0"
 
 # Public name -> module. Everything is imported on first use, so that `import vlmfast` is cheap.
 _HOMES = {

@@ -19,8 +19,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import __version__
 from .errors import MediaError, ModelError, VLMFastError
+from .version import __version__
 
 if TYPE_CHECKING:
     from .engine.stats import Stats

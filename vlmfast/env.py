@@ -38,7 +38,7 @@ def environment() -> dict[str, Any]:
     """
     import torch
 
-    from . import __version__
+    from .version import __version__
 
     gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     return {

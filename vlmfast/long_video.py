@@ -225,7 +225,7 @@ class LongVideo:
         room = sequence.max_new_tokens
         # One token for each block; the rest of the space is shared out among frames.
         blocks, space = self._plan(room)
-        stats, fed, kept, said, entered, flops = sequence.stats, 0, 0, 0, 0, 0.0
+        fed, kept, said, entered, flops = 0, 0, 0, 0, 0.0
         config = self.adapter.config.get_text_config()
         d, m = config.hidden_size, config.intermediate_size
         logits = None
@@ -253,12 +253,7 @@ class LongVideo:
                     logits = engine.extend(sequence, prompt, compress=True, limit=limit)
                 fed += prompt.full_length
                 kept = max(sequence.decoder.cache.lengths())
-                stats.visual_tokens_in += own.visual_tokens_in
-                stats.time_vision_s += own.time_vision_s
-                stats.time_reduce_s += own.time_reduce_s
-                for name, count in own.visual_tokens_kept.items():
-                    before = stats.visual_tokens_kept.get(name, 0)
-                    stats.visual_tokens_kept[name] = before + count
+                engine.count_block(sequence, own)
                 bar.update(len(block.sizes))
         start = sequence.prompt.next_position
         engine.fit(sequence, start + len(self.pieces[-1]), room)
@@ -268,12 +263,8 @@ class LongVideo:
             text = prepare(self.adapter, inputs, Recipe(), Stats(), Trace())
             logits = engine.extend(sequence, text)
             fed += ids.shape[1]
-        stats.layer_tokens([entered] * self.adapter.depth, config)
-        stats.flops_prefill = float(flops * self.adapter.depth)  # a block sees what is left
-        cache = sequence.decoder.cache
-        stats.kv_bytes = cache.held_bytes()
-        stats.kv_bytes_full = self.adapter.cache_bytes(fed)
-        stats.kv_tokens_per_layer = cache.lengths()
+        # A block sees what is left of those before it.
+        engine.count_blocks(sequence, fed, entered, flops * self.adapter.depth)
         return logits
 
     def _bar(self) -> Any:

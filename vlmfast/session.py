@@ -51,6 +51,7 @@ from .request import (
 )
 from .saliency import Saliency
 from .statistics import ItemGeometry, VisionStats
+from .version import __version__
 
 _KIND, _VERSION = "vlmfast-session", "1"
 _ROOM = 128  # free slots that a cache begins with
@@ -508,8 +509,6 @@ class Session:
         """
         with lock_of(self._adapter.model):
             self._must_be_open()
-            from . import __version__
-
             known, tensors = self._pictures, {}
             if known is not None:
                 known = replace(known, seen=replace(known.seen, trained={}), images=[])

@@ -14,6 +14,7 @@ from torch import Tensor
 
 import tiny_models
 from closeness import apart, close, network
+from driven import Driven
 from fake_cuda import pretended
 from tiny_models import build_llava, picture
 from vlmfast import VLM
@@ -23,7 +24,6 @@ from vlmfast.engine.cache import KVCache
 from vlmfast.engine.decode import Decoder
 from vlmfast.engine.fused import fusable, fused_step
 from vlmfast.engine.prefill import Inputs
-from vlmfast.engine.run import Run
 from vlmfast.kernels import norm_rope_append, swiglu
 from vlmfast.recipe import Recipe
 from vlmfast.stages import CacheStage
@@ -89,7 +89,7 @@ def decoder_of(vlm: VLM, recipes: list) -> Decoder:
             pictures = [picture(seed=10 * number + i) for i in range(number + 1)]
             tensors = vlm.inputs("what is here ?", images=pictures)
             inputs = Inputs(tensors, [(p.height, p.width) for p in pictures], "what ?")
-            run = Run(vlm.adapter, inputs, Recipe.of(recipe), time.perf_counter())
+            run = Driven(vlm.adapter, inputs, Recipe.of(recipe), time.perf_counter())
             run.start(8)
             runs.append(run)
         return Decoder.join([run.decoder for run in runs])

@@ -339,6 +339,34 @@ class Engine:
         sequence.stats.prompt_reused = reused
         sequence.stats.prompt_fed = sequence.prompt_length - reused
 
+    def count_block(self, sequence: Sequence, stats: Stats) -> None:
+        """Add what one block of a video cost before the language model."""
+        own = sequence.stats
+        own.visual_tokens_in += stats.visual_tokens_in
+        own.time_vision_s += stats.time_vision_s
+        own.time_reduce_s += stats.time_reduce_s
+        for name, count in stats.visual_tokens_kept.items():
+            own.visual_tokens_kept[name] = own.visual_tokens_kept.get(name, 0) + count
+
+    def count_blocks(self, sequence: Sequence, ids: int, visual: int, flops: float) -> None:
+        """Note what a prompt that was read block by block cost the language model.
+
+        Parameters
+        ----------
+        ids : int
+            Of the full prompt.
+        visual : int
+            Visual tokens that entered each layer.
+        flops : float
+        """
+        stats, decoder = sequence.stats, sequence.decoder
+        assert decoder is not None
+        stats.layer_tokens([visual] * self.adapter.depth, self.adapter.config.get_text_config())
+        stats.flops_prefill = float(flops)
+        stats.kv_bytes = decoder.cache.held_bytes()
+        stats.kv_bytes_full = self.adapter.cache_bytes(ids)
+        stats.kv_tokens_per_layer = decoder.cache.lengths()
+
     def extend_text(
         self, sequence: Sequence, ids: Tensor, chunk: int, logits: Tensor | None
     ) -> Tensor:

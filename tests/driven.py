@@ -1,0 +1,81 @@
+"""A sequence that a test drives by hand through the engine, one forward pass after another."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vlmfast.contexts import DecodeContext
+from vlmfast.engine.cache import KVCache
+from vlmfast.engine.decode import Decoder
+from vlmfast.engine.engine import Engine
+from vlmfast.engine.prefill import Inputs, Prompt
+from vlmfast.engine.stats import Stats, Trace
+from vlmfast.models.base import Adapter
+from vlmfast.recipe import Recipe
+
+
+class Driven:
+    """One sequence: its prompt is read by `start`, and `next` feeds tokens."""
+
+    def __init__(
+        self, adapter: Adapter, inputs: Inputs, recipe: Recipe, begin: float | None = None
+    ):
+        self.adapter, self.inputs = adapter, inputs
+        self.engine = Engine(adapter)
+        # Where a test brings its own `Prompt`, ids play no part.
+        inputs.tensors.setdefault("input_ids", torch.zeros(1, 1, dtype=torch.int64))
+        begin = time.perf_counter() if begin is None else begin
+        self.sequence = self.engine.reading(inputs, recipe, begin)
+
+    @property
+    def recipe(self) -> Recipe:
+        return self.sequence.recipe
+
+    @property
+    def stats(self) -> Stats:
+        return self.sequence.stats
+
+    @property
+    def trace(self) -> Trace:
+        return self.sequence.trace
+
+    @property
+    def prompt(self) -> Prompt:
+        return self.sequence.prompt
+
+    @property
+    def decoder(self) -> Decoder:
+        return self.sequence.decoder
+
+    @property
+    def cache(self) -> KVCache:
+        return self.decoder.cache
+
+    @property
+    def position(self) -> Tensor:
+        return self.decoder.position
+
+    @property
+    def context(self) -> DecodeContext:
+        return self.decoder.context
+
+    def start(self, room: int) -> Tensor:
+        """Read the prompt; logits (1, V)."""
+        return self.engine.read(self.sequence, room)
+
+    def start_from(self, prompt: Prompt, room: int, *more: Any, **named: Any) -> Tensor:
+        return self.engine.prefill(self.sequence, prompt, room, *more, **named)
+
+    def extend(self, prompt: Prompt, **more: Any) -> Tensor:
+        return self.engine.extend(self.sequence, prompt, **more)
+
+    def next(self, tokens: Tensor) -> Tensor:
+        """Feed tokens (1, 1); logits (1, V)."""
+        return self.decoder.next(tokens)
+
+    def release(self) -> None:
+        self.engine.release(self.sequence)
