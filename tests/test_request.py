@@ -89,7 +89,7 @@ def refused(vlm: VLM, **generation: Any) -> str:
         ({"guidance_scale": 2.0}, "guidance_scale=2.0 must be 1"),
         ({"do_sample": "yes"}, "do_sample='yes' must be True or False"),
         ({"temperature": NAN}, "temperature=nan must be a finite number"),
-        ({"do_sample": True, "temperature": 0.0}, "temperature=0.0 must be above"),
+        ({"do_sample": True, "temperature": 0.0}, "above 0; do_sample=False stands for greedy"),
         ({"do_sample": True, "temperature": INF}, "temperature=inf must be a finite"),
         ({"do_sample": True, "top_p": 1.5}, "top_p=1.5 must be at least 0 and at most 1"),
         ({"do_sample": True, "top_k": -1}, "top_k=-1 must be"),
