@@ -10,7 +10,13 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria, TextIteratorStreamer
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    StoppingCriteria,
+    TextIteratorStreamer,
+    TextStreamer,
+)
 
 import tiny_families
 import tiny_models
@@ -548,7 +554,16 @@ def test_used_twice(llava):
         ({"attention_mask": "gaps"}, VLMFastError, "has gaps in row 1"),
         ({"pixel_values": "fewer"}, ModelError, "placeholders"),
         ({"pixel_values": "more"}, ModelError, "placeholders"),
-        ({"streamer": object()}, VLMFastError, "streamer is for one prompt"),
+        ({"streamer": object()}, VLMFastError, "streamer=a object must be a streamer"),
+        ({"streamer": TextStreamer(None)}, VLMFastError, "streamer is for one prompt"),
+        ({"input_ids": torch.full((3, 4), 10**6)}, VLMFastError, "ids from 0 to 260"),
+        ({"input_ids": torch.full((3, 4), -1)}, VLMFastError, "holds -1"),
+        ({"input_ids": torch.ones(3, 4)}, VLMFastError, "not float32 of shape"),
+        ({"input_ids": "x"}, VLMFastError, "must be a tensor"),
+        ({"pixel_values": torch.full((4, 3, 32, 32), torch.nan)}, VLMFastError, "not finite"),
+        ({"pixel_values": torch.zeros(4, 3, 32, 31)}, VLMFastError, r"3, 32, 32\), not"),
+        ({"pixel_values": torch.zeros(4, 1, 32, 32)}, VLMFastError, r"3, 32, 32\), not"),
+        ({"pixel_values": torch.zeros(0, 3, 32, 32)}, VLMFastError, "must be numbers, not"),
         ({"no_such_thing": 1}, ValueError, "no_such_thing"),
         ({"no_such_thing": "ids"}, ModelError, "no_such_thing is no input"),
         ({"position_ids": "ids"}, VLMFastError, "position_ids cannot"),
@@ -580,6 +595,29 @@ def test_bad_input(llava, change, error, message):
     with vlmfast.attach(model, processor), pytest.raises(error, match=message):
         model.generate(**inputs, max_new_tokens=2)
     assert "generate" not in vars(model)
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "message"),
+    [
+        ("llava_next", {"image_sizes": None}, "pixel_values was given without image_sizes"),
+        ("llava_next", {"image_sizes": torch.zeros(1, 2).long()}, "image_sizes must be from 1"),
+        ("llava_next", {"image_sizes": torch.ones(3, 2).long()}, "has 3 items and pixel_values 1"),
+        ("llava_next", {"image_sizes": torch.ones(1, 3).long()}, "whole numbers of shape"),
+        ("qwen2_5_vl", {"image_grid_thw": None}, "pixel_values was given without image_grid_thw"),
+        ("qwen2_5_vl", {"image_grid_thw": torch.tensor([[1, 4, 3]])}, "must have the shape"),
+        ("qwen2_5_vl", {"image_grid_thw": torch.tensor([[1, 0, 4]])}, "must be from 1"),
+        ("llava_onevision", {"batch_num_images": torch.tensor([7])}, "counts 7 images"),
+        ("idefics3", {"pixel_attention_mask": torch.ones(1, 2, 3, 4)}, "pixel_attention_mask must"),
+    ],
+)
+def test_tensors_that_do_not_belong_together(family, change, message):
+    model, processor = BUILD[family]()
+    inputs = batch(VLM(model, processor), ROWS[:1])
+    with vlmfast.attach(model, processor):
+        with pytest.raises(VLMFastError, match=message):
+            model.generate(**{**inputs, **change}, max_new_tokens=1)
+        assert model.generate(**inputs, max_new_tokens=1).shape[1] > 1
 
 
 def test_a_prompt_that_was_cut_off_says_so(llava):

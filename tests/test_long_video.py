@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -258,6 +259,7 @@ def test_every_cap_above_the_least_works(vlm, monkeypatch):
 
     def plan(frames: int, per_frame: int, label: int, room: int, cap: int) -> bool | int:
         long = object.__new__(LongVideo)
+        long.most = HUGE  # positions
         long.cap, long.frames, long.per_frame, long.block = cap, frames, per_frame, 1
         long.pieces = [range(9), *[range(label)] * (frames - 1), range(20)]
         try:
@@ -314,7 +316,7 @@ def test_a_cap_is_for_a_clip_alone(vlm):
 def test_placeholders_in_the_question_are_refused(vlm):
     """As they are without a cap."""
     for cap in ({}, {"max_kv_tokens": 500}):
-        with pytest.raises(MediaError, match="4 picture placeholders"):
+        with pytest.raises(VLMFastError, match="holds <image>, which stands for an image"):
             vlm.ask("what is <image> ?", video=FRAMES[:3], **cap)
 
 
@@ -673,3 +675,70 @@ def test_an_hour_takes_no_more_memory_than_ten_minutes(tmp_path):
     # Control: whoever holds all frames is found out.
     (whole,) = measured(0, hour)
     assert whole["kilobytes"] > 1.5 * few["kilobytes"]
+
+
+# --- positions -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def positions() -> Iterator[tuple[VLM, list[int]]]:
+    """A model of 200 positions, and the largest rotary id of each forward pass."""
+    vlm, seen = VLM(*build_llava(layers=3, kv_heads=2)), []
+    vlm.model.config.get_text_config().max_position_embeddings = 200
+
+    def note(module, args, kwargs) -> None:
+        seen.append(int(kwargs["position_ids"].max()))
+
+    hook = vlm.model.get_decoder().register_forward_pre_hook(note, with_kwargs=True)
+    yield vlm, seen
+    hook.remove()
+
+
+def test_a_video_with_more_tokens_than_positions_is_renumbered(positions, vlm):
+    bound, seen = positions
+    got = bound.ask(QUESTION, video=FRAMES, max_kv_tokens=HUGE, **QUIET)
+    assert max(seen) < 200 and max(got.stats.kv_tokens_per_layer) <= 200
+    assert got.recipe == "quickprefill:1" and got.stats.visual_tokens_in == 40 * 16
+    # It is the video that is answered about, and one that fits is read as ever.
+    other = bound.ask(QUESTION, video=FRAMES[::-1], max_kv_tokens=HUGE, **QUIET)
+    assert other.token_ids != got.token_ids
+    short = {"video": FRAMES[:8], "max_kv_tokens": 120, **QUIET}
+    assert bound.ask(QUESTION, **short).token_ids == vlm.ask(QUESTION, **short).token_ids
+    seen.clear()
+    bound.model.config.get_text_config().max_position_embeddings = 4096
+    bound.ask(QUESTION, video=FRAMES, max_kv_tokens=150, **QUIET)
+    assert max(seen) >= 200  # control: without need ids are those of the prompt
+
+
+def test_renumbered_keys_are_those_of_the_same_tokens(positions, monkeypatch):
+    """Turned back by their ids, keys are what they were before."""
+    bound, _ = positions
+    make, compared = LongVideo._make_room, []
+
+    def plain(run, noted) -> list[torch.Tensor]:
+        found = []
+        for index, layer in enumerate(run.cache.layers):
+            ids = torch.cat(noted.kept[index], dim=1)
+            found.append(bound.adapter.rotate(layer.keys[0, :, : layer.held[0]], -ids))
+        return found
+
+    def watch(self, run, noted, tokens) -> None:
+        before = None if run.prompt is None else (plain(run, noted), run.prompt.next_position)
+        make(self, run, noted, tokens)
+        if before is not None and run.prompt.next_position != before[1]:
+            assert run.prompt.next_position == max(run.cache.lengths()) < before[1]
+            for one, other in zip(before[0], plain(run, noted), strict=True):
+                close(one, other, terms=one.shape[-1])
+            compared.append(before[1])
+
+    monkeypatch.setattr(LongVideo, "_make_room", watch)
+    bound.ask(QUESTION, video=FRAMES, max_kv_tokens=HUGE, **QUIET)
+    assert len(compared) > 1
+
+
+def test_a_block_that_no_positions_hold_is_refused(positions):
+    bound, seen = positions
+    bound.model.config.get_text_config().max_position_embeddings = 60
+    with pytest.raises(ModelError, match=r"takes \d+ positions and its answer up to 6, .* has 60"):
+        bound.ask(QUESTION, video=FRAMES, max_kv_tokens=HUGE, **QUIET)
+    assert not seen

@@ -812,7 +812,7 @@ def test_errors_are_clear_and_leave_the_session_as_it_was(vlm):
         for call, error, message in (
             (lambda: s.ask("  "), VLMFastError, "question is empty"),
             (lambda: s.stream(""), VLMFastError, "question is empty"),
-            (lambda: s.ask("what is <image> ?"), VLMFastError, "2 picture placeholders"),
+            (lambda: s.ask("what is <image> ?"), VLMFastError, "holds <image>"),
             (lambda: s.ask("what ?", recipe="hired"), RecipeError, "a session has one recipe"),
             (lambda: s.ask("what ?", num_beams=2), VLMFastError, "num_beams"),
         ):

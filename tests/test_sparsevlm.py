@@ -129,7 +129,7 @@ def test_weights_of_recycled_tokens_count(vlm, monkeypatch) -> None:
         monkeypatch.setattr(type(stage), "keep", noted)
         return prefill(adapter, prompt, recipe, cache, *args, **kwargs)
 
-    monkeypatch.setattr("vlmfast.engine.run.prefill", watched)
+    monkeypatch.setattr("vlmfast.engine.engine.prefill", watched)
     images = [picture(seed=i) for i in range(3)]
     run, plain = ran(vlm, word(True, "keep"), images)
     _, repaired = ran(vlm, word(True, "keep") + ",repair=true", images)

@@ -338,6 +338,14 @@ def _check_media(adapter: Adapter, batch: dict[str, Tensor]) -> None:
                 f"{keys[-1]} has {len(sizes)} items and {keys[0]} {len(pixels)}; both must "
                 "have one for each image"
             )
+    shown = batch.get("pixel_attention_mask")
+    if shown is not None and "pixel_values" in batch:
+        of = batch["pixel_values"].shape
+        if shown.shape != (*of[:-3], *of[-2:]):
+            raise VLMFastError(
+                f"pixel_attention_mask must have the shape {(*of[:-3], *of[-2:])}, not "
+                f"{tuple(shown.shape)}"
+            )
     counts = batch.get("batch_num_images")
     images = batch.get(adapter.tensors[0])
     if counts is not None and images is not None:
@@ -375,11 +383,13 @@ def _check_views(adapter: Adapter, key: str, pixels: Tensor) -> None:
     elif isinstance(side, int):
         side = (side, side)
     channels = getattr(vision, "num_channels", 3)
-    fits = pixels.dim() in (4, 5) and pixels.shape[-3] == channels
+    dims = adapter.pixel_dims if key in adapter.tensors else 5
+    fits = pixels.dim() == dims and pixels.shape[-3] == channels
     if not fits or (side is not None and tuple(pixels.shape[-2:]) != tuple(side)):
         size = "height, width" if side is None else ", ".join(map(str, side))
+        before = "items" if dims == 4 else "items, views"
         raise VLMFastError(
-            f"{key} must have the shape (..., {channels}, {size}), not {tuple(pixels.shape)}"
+            f"{key} must have the shape ({before}, {channels}, {size}), not {tuple(pixels.shape)}"
         )
 
 

@@ -194,6 +194,12 @@ def _number(
     return check
 
 
+def _temperature(name: str, value: Any, place: _Place) -> float:
+    if place.sampled and isinstance(value, numbers.Real) and value == 0:
+        raise _wrong(name, value, "above 0; do_sample=False stands for greedy decoding")
+    return _number(_LEAST, above=True, sampled=True)(name, value, place)
+
+
 def _flag(name: str, value: Any, place: _Place) -> Any:
     if type(value).__name__ in ("bool", "bool_") or (type(value) is int and value in (0, 1)):
         return value
@@ -350,7 +356,7 @@ _CHECKS: dict[str, _Check] = {
     "strict": _flag,
     "use_cache": _flag,
     # The distribution.
-    "temperature": _number(_LEAST, above=True, sampled=True),
+    "temperature": _temperature,
     "top_k": _whole(-(2**31)),
     "top_p": _number(0.0, 1.0, sampled=True),
     "min_p": _number(0.0, 1.0, sampled=True),

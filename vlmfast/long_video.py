@@ -4,6 +4,10 @@ A block of frames goes through the vision tower and, behind what is cached so fa
 language model; then the recipe's block-wise cache method thins it out, and the next block follows.
 Frames are decoded and processed in a thread meanwhile and are never all in memory. The text behind
 the clip stays whole.
+
+Where the whole prompt has more tokens than the model has positions, what is cached gets new rotary
+ids, without gaps, as often as the next block would not fit behind it: its keys are turned, and the
+cache never holds more tokens than there are positions.
 """
 
 from __future__ import annotations
@@ -14,35 +18,38 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from .answer import Answer
 from .engine.attention import lock_of
-from .engine.engine import Engine
+from .engine.engine import Engine, too_long
 from .engine.prefill import Inputs, prepare
 from .engine.sequence import Sequence
 from .engine.stats import Stats, Trace
 from .errors import MediaError, ModelError, RecipeError, VLMFastError
 from .generation import Generation, shown
+from .kv import KV
 from .media import OpenVideo, open_video
 from .models.base import Adapter
 from .recipe import Recipe
 from .request import (
     answer_of,
     begun,
+    check_frames,
     check_messages,
     chooser,
     frame_parts,
     messages_of,
     templated,
 )
-from .stages import stage_class
+from .stages import CacheStage, ColumnStats, stage_class
 
 FRAMES = 16  # of one block at most, the group of QuickPrefill
 _SHARE = 4  # a block is at most this part of the cache
+HUGE = 2**62  # positions of a model that names no bound
 _AHEAD = 2  # blocks that wait for the model
 
 
@@ -62,6 +69,29 @@ class Block:
     tensors: dict[str, Tensor]
     sizes: list[tuple[int, int]]
     first: int
+
+
+class Positions(CacheStage):
+    """Changes nothing; remembers the rotary ids of what each layer keeps, by head.
+
+    Attributes
+    ----------
+    kept : dict of int to list of Tensor
+        Of each layer, block by block: int64, (H, N).
+    """
+
+    name: ClassVar[str] = "positions"
+    blockwise: ClassVar[bool] = True
+    kept: dict[int, list[Tensor]]
+
+    def __init__(self) -> None:
+        object.__setattr__(self, "kept", {})  # stages are frozen
+
+    def compress(
+        self, context: PrefillContext, layer: int, kv: KV, stats: ColumnStats | None
+    ) -> KV:
+        self.kept.setdefault(layer, []).append(kv.position)
+        return kv
 
 
 def answer_long(
@@ -84,6 +114,8 @@ def answer_long(
     recipe = checked(recipe, max_kv_tokens)
     video, num_frames, fps = source
     check_messages(adapter, messages_of(question, None, video, num_frames, fps))
+    check_frames("num_frames", num_frames)
+    check_frames("fps", fps)
     choose = chooser(recipe, question)
     with open_video(video, num_frames=num_frames, fps=fps, select=choose) as clip:
         content = [*frame_parts(adapter, len(clip.indices)), {"type": "text", "text": question}]
@@ -164,6 +196,8 @@ class LongVideo:
                 f"the prompt has {len(places)} picture placeholders ({adapter.image_token()}) and "
                 f"{self.frames} pictures were given"
             )
+        most = adapter.max_positions
+        self.most = HUGE if most is None else most
         first = self._processed(0, 1)
         self.per_frame = int((first.tensors["input_ids"] == adapter.image_token_id).sum())
         self.block = 1
@@ -201,7 +235,7 @@ class LongVideo:
         whole, and each block keeps one visual token at least.
         """
         lengths, least = [len(piece) for piece in self.pieces], []
-        text, last = sum(lengths[:-1]), lengths[-1] + room
+        text, last, cap = sum(lengths[:-1]), lengths[-1] + room, min(self.cap, self.most)
         for size in range(min(FRAMES, self.frames), 0, -1):
             starts = range(0, self.frames, size)
             ends = [min(at + size, self.frames) for at in starts]
@@ -211,9 +245,11 @@ class LongVideo:
             )
             taken, share = max(widest, last) + text, size * self.per_frame * _SHARE
             least.append(max(taken + len(starts), share if size > 1 else 0))
-            if self.cap >= least[-1]:
+            if cap >= least[-1]:
                 self.block = size
-                return len(starts), self.cap - taken
+                return len(starts), cap - taken
+        if self.cap > self.most:
+            raise too_long(min(least) - room, room, self.most)
         raise VLMFastError(
             f"max_kv_tokens={self.cap} is too small for {self.frames} frames of "
             f"{self.per_frame} tokens, {sum(lengths)} tokens of text and {room} of answer; it must "
@@ -228,9 +264,12 @@ class LongVideo:
         fed, kept, said, entered, flops = 0, 0, 0, 0, 0.0
         config = self.adapter.config.get_text_config()
         d, m = config.hidden_size, config.intermediate_size
-        logits = None
+        logits, noted = None, Positions()
+        whole = sum(map(len, self.pieces)) + self.frames * self.per_frame
+        noting = (noted,) if whole + room > self.most else ()
         with _ahead(self._blocks()) as ready, self._bar() as bar:
             for number, block in enumerate(ready, 1):
+                self._make_room(engine, sequence, noted, block.tensors["input_ids"].shape[1])
                 inputs = Inputs(
                     block.tensors,
                     block.sizes,
@@ -248,13 +287,18 @@ class LongVideo:
                 done = block.first + len(block.sizes)
                 limit = said + number + (space - blocks) * done // self.frames - kept
                 if sequence.decoder is None:
-                    logits = engine.prefill(sequence, prompt, room, limit)
+                    logits = engine.prefill(
+                        sequence, prompt, room, limit, bounded=False, noting=noting
+                    )
                 else:
-                    logits = engine.extend(sequence, prompt, compress=True, limit=limit)
+                    logits = engine.extend(
+                        sequence, prompt, compress=True, limit=limit, noting=noting
+                    )
                 fed += prompt.full_length
                 kept = max(sequence.decoder.cache.lengths())
                 engine.count_block(sequence, own)
                 bar.update(len(block.sizes))
+        self._make_room(engine, sequence, noted, len(self.pieces[-1]) + room)
         start = sequence.prompt.next_position
         engine.fit(sequence, start + len(self.pieces[-1]), room)
         if len(self.pieces[-1]):
@@ -266,6 +310,16 @@ class LongVideo:
         # A block sees what is left of those before it.
         engine.count_blocks(sequence, fed, entered, flops * self.adapter.depth)
         return logits
+
+    def _make_room(self, engine: Engine, sequence: Sequence, noted: Positions, tokens: int) -> None:
+        """Close the gaps between the rotary ids of the cache where ``tokens`` more do not fit."""
+        if sequence.prompt is None or sequence.prompt.next_position + tokens <= self.most:
+            return
+        old = [torch.cat(noted.kept[index], dim=1) for index in range(self.adapter.depth)]
+        new = engine.close_up(sequence, old)
+        if new is None:
+            raise too_long(sequence.prompt.next_position, tokens, self.most)
+        noted.kept.update({index: [of] for index, of in enumerate(new)})
 
     def _bar(self) -> Any:
         from tqdm import tqdm

@@ -8,6 +8,7 @@ the processor runs, a prompt that is too long before the vision tower does.
 
 from __future__ import annotations
 
+import numbers
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
@@ -257,6 +258,8 @@ def read_media(adapter: Adapter, content: Any, prompt: Rendered, select: Any) ->
                     "the recipe has a stage that chooses the frames; "
                     "num_frames and fps cannot be given too"
                 )
+            for name in ("num_frames", "fps"):
+                check_frames(name, part.get(name))
             video = load_video(
                 source,
                 num_frames=part.get("num_frames"),
@@ -276,6 +279,12 @@ def read_media(adapter: Adapter, content: Any, prompt: Rendered, select: Any) ->
                 f"content type {shown(kind)} is not known; allowed are text, image and video"
             )
     return plain
+
+
+def check_frames(name: str, value: Any) -> None:
+    """Whether ``num_frames`` or ``fps`` is a number at all; `media` knows which will do."""
+    if value is not None and (isinstance(value, bool) or not isinstance(value, numbers.Real)):
+        raise MediaError(f"{name}={shown(value)}: must be a number above 0")
 
 
 def frame_parts(adapter: Adapter, count: int) -> list[dict]:

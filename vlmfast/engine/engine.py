@@ -23,6 +23,7 @@ from ..errors import ModelError, VLMFastError
 from ..layout import TokenLayout
 from ..models.base import Adapter
 from ..recipe import Recipe
+from ..stages import CacheStage
 from ..tree import Tree
 from .attention import switched
 from .cache import KVCache
@@ -162,12 +163,13 @@ class Engine:
         limit: int | None = None,
         *,
         bounded: bool = True,
+        noting: tuple[CacheStage, ...] = (),
     ) -> Tensor:
         """Read a prompt that is already merged. Returns the logits (1, V) after it.
 
         Parameters
         ----------
-        limit : int, optional
+        limit, noting : optional
             As in `extend`.
         bounded : bool
             Whether no more than ``room`` tokens follow.
@@ -190,7 +192,7 @@ class Engine:
             logits = prefill(
                 adapter,
                 prompt,
-                sequence.recipe,
+                sequence.recipe + noting,
                 cache,
                 stats,
                 sequence.trace,
@@ -220,6 +222,7 @@ class Engine:
         *,
         compress: bool = False,
         limit: int | None = None,
+        noting: tuple[CacheStage, ...] = (),
     ) -> Tensor:
         """Read a later chunk of a prompt. Returns the logits (1, V) after it.
 
@@ -231,6 +234,8 @@ class Engine:
             Whether the recipe's cache stages work on these rows.
         limit : int, optional
             Slots of these rows that each layer may keep.
+        noting : tuple of CacheStage
+            Look on after the cache stages of the recipe.
         """
         adapter, decoder, watch = self.adapter, sequence.decoder, sequence.watch
         assert decoder is not None
@@ -249,7 +254,7 @@ class Engine:
             limit=limit,
         )
         if compress:
-            Compression.of(adapter, recipe, context, cache, sequence.stats)
+            Compression.of(adapter, recipe + noting, context, cache, sequence.stats)
         position = rows_of(prompt.layout.position)
         start = clock(position.device)
         watched = nullcontext({}) if watch is None else watch.over(adapter.decoder, context)
@@ -338,6 +343,35 @@ class Engine:
         """Note how many ids of a prompt are in the cache already; the others are read."""
         sequence.stats.prompt_reused = reused
         sequence.stats.prompt_fed = sequence.prompt_length - reused
+
+    def close_up(self, sequence: Sequence, positions: Many[Tensor]) -> list[Tensor] | None:
+        """Number what the cache of a sequence holds without gaps; what follows goes on from there.
+
+        Parameters
+        ----------
+        positions : sequence of Tensor, int64, (H, N)
+            Rotary ids of the N slots of each layer.
+
+        Returns
+        -------
+        list of Tensor, int64, (H, N), or None
+            The new ids; ``None`` where heads hold different slots, and nothing is changed.
+        """
+        decoder, prompt = sequence.decoder, sequence.prompt
+        assert decoder is not None and prompt is not None
+        layers = decoder.cache.layers
+        pairs = list(zip(layers, positions, strict=True))
+        if any(not layer.even or old.shape[1] != layer.held[0] for layer, old in pairs):
+            return None
+        found = []
+        for layer, old in pairs:
+            new = torch.arange(old.shape[1], device=old.device).expand(len(old), -1)
+            keys = layer.keys[0, :, : old.shape[1]]
+            keys.copy_(self.adapter.rotate(keys, new - old))
+            found.append(new)
+        prompt.next_position = max(decoder.cache.lengths())
+        decoder.position.fill_(prompt.next_position)
+        return found
 
     def count_block(self, sequence: Sequence, stats: Stats) -> None:
         """Add what one block of a video cost before the language model."""

@@ -58,6 +58,7 @@ class Adapter:
     fixed: ClassVar[bool] = False  # whether views are of the one size that the tower takes
     nested: ClassVar[bool] = False  # whether the processor takes a list of pictures per prompt
     attention: ClassVar[str] = "self_attn"  # what a vision block calls it
+    pixel_dims: ClassVar[int] = 4  # of the images of a prompt; 5 where each has several views
     packed: ClassVar[bool] = False  # whether the tower takes the patches of all images in one row
     blocks: ClassVar[bool] = True  # whether a clip can be read block by block, as pictures
     # Whether the patches of each visual token are one row of what the projector takes.

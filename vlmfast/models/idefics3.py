@@ -14,6 +14,7 @@ from .internvl import Tiled
 
 class FamilyAdapter(Tiled):
     beside = ("pixel_attention_mask",)
+    pixel_dims = 5
     processors = ("Idefics3Processor", "SmolVLMProcessor")
     nested = True
 

@@ -17,6 +17,7 @@ from .llava import complete
 
 class FamilyAdapter(Adapter):
     tensors = ("pixel_values", "image_sizes")
+    pixel_dims = 5
     fixed_tower = True
 
     def __init__(self, model: nn.Module, processor: Any) -> None:
