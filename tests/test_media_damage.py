@@ -123,8 +123,9 @@ def test_lengths_that_decord_would_reserve_memory_for(whole) -> None:
     long = bytearray(whole["video.mkv"])
     long[at : at + 8] = struct.pack(">d", 1e13)
     late = patched(whole["fragments.mp4"], b"tfdt", 6, b"\xff")
-    for bad in (bytes(long), late):
-        with pytest.raises(MediaError, match="above 11 days; use PyAV"):
+    many = patched(whole["front.mp4"], b"stts", 8, b"\x9d")
+    for bad in (bytes(long), late, many):
+        with pytest.raises(MediaError, match="; use PyAV"):
             load_video(bad, decoder="decord")
     assert load_video(bytes(long), decoder="av").info.duration_s == 1.0
 
@@ -132,7 +133,8 @@ def test_lengths_that_decord_would_reserve_memory_for(whole) -> None:
 def test_stated_lengths(whole, tmp_path) -> None:
     for name, container, seconds in (
         ("video.mkv", "Matroska", 1.0),
-        ("front.mp4", "MP4", 0.0),
+        ("front.mp4", "MP4", 1.0),
+        ("fragments.mp4", "MP4", 0.0),
         ("video.avi", "AVI", 0.0),
     ):
         (tmp_path / name).write_bytes(whole[name])

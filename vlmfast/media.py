@@ -23,7 +23,7 @@ from ._media.pictures import (
     upright_rgb,
 )
 from ._media.selection import check_choice, check_total, choose
-from ._media.sources import is_a, is_url, opened, short, sniffed
+from ._media.sources import is_a, is_url, opened, shown, sniffed
 from .errors import MediaError
 
 if TYPE_CHECKING:
@@ -389,8 +389,7 @@ def _opened_video(source: VideoSource, decoder: str) -> Iterator[AvReader | Deco
     if decoder not in ("auto", "decord", "av"):
         raise MediaError(f"decoder={decoder!r}: must be 'auto', 'decord' or 'av'")
     if is_url(source):
-        name = short(source.partition("?")[0])
-        raise MediaError(f"{name}: videos are not fetched from URLs; download it first")
+        raise MediaError(f"{shown(source)}: videos are not fetched from URLs; download it first")
     if any(is_a(source, *kind) for kind in (("numpy", "ndarray"), ("torch", "Tensor"))):
         raise MediaError(f"{type(source).__name__}: of an array of frames, pass list(array)")
     with opened(source) as (name, file):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 import struct
 import sys
 from array import array
@@ -161,8 +162,9 @@ def is_edited(file: BinaryIO) -> bool:
 def stated_seconds(file: BinaryIO, container: str) -> float:
     """Return the time at which a file says that it ends, as far as one number can say it.
 
-    Of an MP4 the latest start of a fragment, of Matroska the length of the segment, otherwise 0.
-    decord reserves memory for as many frames as that is, and ends the process if it gets none.
+    Of an MP4 the lengths of its frames together, or the latest start of a fragment; of Matroska the
+    length of the segment; otherwise 0. decord reserves memory for as many frames as that is, and
+    ends the process if it gets none.
 
     Parameters
     ----------
@@ -176,18 +178,20 @@ def stated_seconds(file: BinaryIO, container: str) -> float:
         return _matroska_seconds(file)
     if container != "MP4":
         return 0.0
-    scales = [
-        _timescale(file, mdia, b"mdhd")
-        for moov in _find(file, 0, size, b"moov")
-        for trak in _find(file, *moov, b"trak")
-        for mdia in _find(file, *trak, b"mdia")
-    ]
-    starts = [
-        int.from_bytes(body[4:12] if body[:1] == b"\1" else body[4:8], "big")
-        for moof in _find(file, 0, size, b"moof")
-        for body in _bodies(file, moof, b"traf", b"tfdt")
-    ]
-    return max(starts, default=0) / max(min(scales, default=1), 1)
+    ends, scales = [0.0], []
+    for moov in _find(file, 0, size, b"moov"):
+        for trak in _find(file, *moov, b"trak"):
+            for mdia in _find(file, *trak, b"mdia"):
+                scales.append(scale := max(_timescale(file, mdia, b"mdhd"), 1))
+                for body in _bodies(file, mdia, b"minf", b"stbl", b"stts"):
+                    runs = _numbers(body[8:], "I")
+                    ticks = sum(map(operator.mul, runs[0::2], runs[1::2]))
+                    ends.append(ticks / scale)
+    for moof in _find(file, 0, size, b"moof"):
+        for body in _bodies(file, moof, b"traf", b"tfdt"):
+            start = body[4:12] if body[:1] == b"\1" else body[4:8]
+            ends.append(int.from_bytes(start, "big") / min(scales, default=1))
+    return max(ends)
 
 
 def _boxes(file: BinaryIO, start: int, end: int) -> Iterator[tuple[bytes, int, int]]:
@@ -406,7 +410,7 @@ def _matroska_seconds(file: BinaryIO) -> float:
         start, value, _ = number
         body = head[start : start + value]
         if kind == b"\x2a\xd7\xb1":
-            tick = int.from_bytes(body, "big")
+            tick = int.from_bytes(body[:8], "big")
         elif kind == b"\x44\x89" and len(body) in (4, 8):
             (length,) = struct.unpack(">d" if len(body) == 8 else ">f", body)
         # The segment and its 'Info' part are entered, everything else is passed over.

@@ -267,6 +267,7 @@ class DecordReader(_Reader):
         decord.logging.set_level(decord.logging.QUIET)
         self.name, self._file, self._decord = name, file, decord
         with self._decoding():
+            self._check_header()
             self._open()
             times = self._reader.get_frame_timestamp(range(len(self._reader)))
             fps = float(self._reader.get_avg_fps())
@@ -276,6 +277,23 @@ class DecordReader(_Reader):
             self.width, self.height = self._image(self._reader.next()).size
             self._check_size(self.width, self.height)
             self._at = None
+
+    def _check_header(self) -> None:
+        """Have PyAV open the file first, where it is installed.
+
+        decord ends the process on some damaged headers; PyAV refuses them.
+        """
+        try:
+            import av
+        except ImportError:
+            return
+        self._file.seek(0)
+        with av.open(self._file, metadata_errors="replace") as container:
+            stream = container.streams.best("video")
+            if stream is None:
+                raise MediaError(f"{self.name}: has no video stream")
+            if stream.codec_context is not None:
+                self._check_size(stream.codec_context.width, stream.codec_context.height)
 
     def close(self) -> None:
         del self._reader
