@@ -88,6 +88,7 @@ RANKS = {
     "_media": 0,
     "kernels": 0,
     "buffers": 0,
+    "files": 0,
     "kv": 0,
     "snapshot": 0,
     "saliency": 0,

@@ -7,10 +7,8 @@ anything in it is looked at. A file is written beside its place and then put the
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
-import os
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -20,6 +18,7 @@ import torch
 from torch import Tensor
 
 from .errors import VLMFastError
+from .files import replace_bytes
 
 _OPENING = b'{"__metadata__":{"digest":"'  # behind the eight bytes of the header's length
 _AT = 8 + len(_OPENING)
@@ -126,29 +125,13 @@ def write(path: str | Path, metadata: dict[str, str], tensors: dict[str, Tensor]
     VLMFastError
         With the reason, where the file cannot be written.
     """
-    path = Path(path)
-    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     parts = list(_parts(metadata, tensors))
     digest = hashlib.sha256()
     for part in parts:
         digest.update(part)
     head = parts[0]
     parts[0] = head[:_AT] + digest.hexdigest().encode() + head[_AT + _SUM :]
-    try:
-        try:
-            with open(draft, "wb") as file:
-                for part in parts:
-                    file.write(part)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(draft, path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                draft.unlink(missing_ok=True)
-            raise
-        _settle(path.parent)
-    except OSError as error:
-        raise VLMFastError(f"{path} cannot be written: {error.strerror or error}") from error
+    replace_bytes(path, parts)
 
 
 def _parts(metadata: dict[str, str], tensors: dict[str, Tensor]) -> Iterator[bytes | memoryview]:
@@ -171,17 +154,6 @@ def _parts(metadata: dict[str, str], tensors: dict[str, Tensor]) -> Iterator[byt
         # Empty tensors have no bytes that could be viewed.
         if tensors[name].nbytes:
             yield memoryview(tensors[name].reshape(-1).view(torch.uint8).numpy())
-
-
-def _settle(folder: Path) -> None:
-    """Wait until the folder itself is on the disk, where folders can be opened."""
-    if not hasattr(os, "O_DIRECTORY"):
-        return
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def read(path: str | Path, what: str) -> tuple[dict[str, str], dict[str, Tensor]]:
