@@ -102,6 +102,8 @@ RANKS = {
     "drafters": 2,
     "loading": 3,
     "engine": 3,
+    "session_checks": 4,
+    "session_file": 4,
     "vlm": 4,
     "session": 4,
     "long_video": 4,

@@ -21,7 +21,8 @@ from transformers import LogitsProcessorList
 
 from tiny_models import build_llava, build_llava_next, picture
 from vlmfast import VLM, ModelError, RecipeError, VLMFastError, files, snapshot
-from vlmfast.session import Session, _frozen, identity
+from vlmfast.session import Session, _frozen
+from vlmfast.session_file import identity
 from vlmfast.stages import MediaStage, stage_class
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "picture.png"
@@ -596,7 +597,7 @@ def test_sessions_of_others_are_refused(vlm, saved, tmp_path):
         vlm.load_session(rewritten(saved, target, version="2"))
     with pytest.raises(VLMFastError, match="is not a saved session"):
         vlm.load_session(rewritten(saved, target, kind="something"))
-    with pytest.raises(VLMFastError, match="cannot be used: KeyError"):
+    with pytest.raises(VLMFastError, match="cannot be used: its parts are others"):
         vlm.load_session(rewritten(saved, target, session='{"dict": []}'))
     with pytest.raises(RecipeError, match="unknown method 'newest'"):
         vlm.load_session(rewritten(saved, target, recipe="newest:0.2"))

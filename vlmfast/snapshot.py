@@ -12,7 +12,8 @@ import json
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
@@ -86,8 +87,41 @@ def unpack(value: Any, tensors: dict[str, Tensor], classes: dict[str, type]) -> 
     if "dict" in value:
         pairs = [[unpack(of, tensors, classes) for of in pair] for pair in value["dict"]]
         return dict(pairs)
+    cls = classes[value["class"]]
     parts = {key: unpack(of, tensors, classes) for key, of in value["fields"].items()}
-    return classes[value["class"]](**parts)
+    hints = get_type_hints(cls)
+    for key, of in parts.items():
+        if key not in hints or not conforms(of, hints[key]):
+            raise ValueError(f"{key} of a {cls.__name__} is not what it should be")
+    return cls(**parts)
+
+
+def conforms(value: Any, hint: Any) -> bool:
+    """Whether a value that was unpacked is of the type of a field; whole numbers are floats too."""
+    if hint is Any:
+        return True
+    kind, inside = get_origin(hint), get_args(hint)
+    if kind in (Union, UnionType):
+        return any(conforms(value, of) for of in inside)
+    if hint is None or hint is NoneType:
+        return value is None
+    if kind is tuple:
+        if not isinstance(value, tuple):
+            return False
+        if len(inside) == 2 and inside[1] is Ellipsis:
+            return all(conforms(of, inside[0]) for of in value)
+        return len(value) == len(inside) and all(map(conforms, value, inside))
+    if kind is list:
+        return isinstance(value, list) and all(conforms(of, inside[0]) for of in value)
+    if kind is dict:
+        return isinstance(value, dict) and all(
+            conforms(key, inside[0]) and conforms(of, inside[1]) for key, of in value.items()
+        )
+    if hint is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, hint) if isinstance(hint, type) else True
 
 
 def name_of(cls: type) -> str:
@@ -182,5 +216,9 @@ def read(path: str | Path, what: str) -> tuple[dict[str, str], dict[str, Tensor]
     digest.update(memoryview(data)[_AT + _SUM :])
     if digest.hexdigest().encode() != data[_AT : _AT + _SUM]:
         raise VLMFastError(f"{path} is damaged: its checksum does not fit its content")
-    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-    return header["__metadata__"], load(data)
+    try:
+        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+        return header["__metadata__"], load(data)
+    except Exception as error:  # the sum fits, so that somebody wrote it so
+        reason = str(error).partition("\n")[0][:200]
+        raise VLMFastError(f"{path} cannot be read: {reason}") from error
