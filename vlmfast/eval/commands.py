@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .tasks import Task
 
 # Arguments that go to tasks, which say what they have no use for.
-_OF_TASKS = ("data", "split", "mode", "videos", "subtitles", "num_frames")
+_OF_TASKS = ("data", "split", "mode", "videos", "subtitles", "num_frames", "allow_outside")
 
 
 def add_eval(parser: ArgumentParser) -> None:
@@ -112,6 +112,13 @@ def add_eval(parser: ArgumentParser) -> None:
         action="store_true",
         default=None,
         help="of video-mme: with what is said at the chosen frames",
+    )
+    add(
+        "--allow-outside",
+        action="store_true",
+        default=None,
+        help="of data sets: also read what they name by a URL, or by a path or link that leaves "
+        "the folder of DATA or --videos",
     )
     add("--num-frames", type=int, metavar="N", help="of video-mme: frames of a video (default: 32)")
     add(
