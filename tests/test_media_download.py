@@ -16,14 +16,14 @@ from vlmfast._media.sources import shown
 from vlmfast.errors import MediaError
 from vlmfast.media import load_image, load_images, load_video
 
-PICTURE = fx.picture()
+IMAGE = fx.picture()
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("no_proxy", "127.0.0.1")
-        with fx.web_server(fx.encoded(Image.fromarray(PICTURE), "PNG")) as address:
+        with fx.web_server(fx.encoded(Image.fromarray(IMAGE), "PNG")) as address:
             yield address
 
 
@@ -53,7 +53,7 @@ def test_the_deadline_covers_redirects(server: str) -> None:
 def test_redirects_are_followed(server: str) -> None:
     absolute, relative = f"{server}/to?{quote(server + '/moved')}", f"{server}/to?/picture"
     for url in (absolute, relative):
-        assert np.array_equal(np.asarray(load_image(url)), PICTURE)
+        assert np.array_equal(np.asarray(load_image(url)), IMAGE)
 
 
 @pytest.mark.parametrize(

@@ -674,7 +674,7 @@ def _frozen(kept: Kept) -> dict[str, Any]:
 def _checked(
     vlm: VLM, recipe: Recipe, state: dict[str, Any]
 ) -> tuple[Pictures | None, Kept | None]:
-    """Pictures and cache of a file, once everything in it was found to belong together.
+    """Images and cache of a file, once everything in it was found to belong together.
 
     Raises
     ------
@@ -688,7 +688,7 @@ def _checked(
     session_checks.check_messages(state["messages"], state["history"])
     top = -1
     if known is not None:
-        session_checks.need(isinstance(known, Pictures), "pictures are none")
+        session_checks.need(isinstance(known, Pictures), "its images are none")
         session_checks.check_pictures(known, adapter)
         tensors, length = _blank_prompt(vlm, known, state["messages"])
         session_checks.check_seen(known, adapter, recipe, tensors, length)
@@ -708,18 +708,18 @@ def _checked(
 
 
 def _blank_prompt(vlm: VLM, known: Pictures, messages: list[dict]) -> tuple[dict[str, Tensor], int]:
-    """What the processor makes of blank pictures of the same sizes.
+    """What the processor makes of blank images of the same sizes.
 
     Returns its tensors, and how many of the ids stand before the question.
     """
     from PIL import Image
 
     adapter = vlm.adapter
-    # The conversation too: a placeholder in it would be taken for one of the pictures.
+    # The conversation too: a placeholder in it would be taken for one of the images.
     for said in (messages, []):
         text, _, _ = vlm._render(_turns(known.media, said, "?"), Recipe())
         head, tail = _split(text, adapter.marks())
-        session_checks.need(head == known.head, "its pictures stand in another prompt")
+        session_checks.need(head == known.head, "its images stand in another prompt")
     blanks = [Image.new("RGB", (width, height)) for height, width in known.sizes]
     tensors = adapter.inputs(text, blanks, known.frames)
     return tensors, len(_before(adapter, tensors["input_ids"][0].tolist(), tail))

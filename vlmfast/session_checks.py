@@ -83,7 +83,7 @@ def check_messages(messages: Any, history: Any) -> None:
         need(number % 2 or turn["content"].strip(), f"messages[{number}] is an empty question")
 
 
-# --- pictures -------------------------------------------------------------------------------------
+# --- images -------------------------------------------------------------------------------------
 
 
 def check_pictures(known: Any, adapter: Adapter) -> None:
@@ -114,7 +114,7 @@ def check_pictures(known: Any, adapter: Adapter) -> None:
 def check_seen(
     known: Any, adapter: Adapter, recipe: Recipe, tensors: dict[str, Tensor], length: int
 ) -> None:
-    """The pictures after the tower, against what the processor makes of blank ones.
+    """The images after the tower, against what the processor makes of blank ones.
 
     Parameters
     ----------
@@ -185,7 +185,7 @@ def _check_layout(
     need(bool(torch.isin(at, order).all()), f"{what}.order names no image tokens")
     _tensor(layout.position, f"{what}.position", (len(position), n), torch.int64, 0)
     top = int(position.max())
-    need(bool((layout.position <= top).all()), f"{what}.position lies behind the images")
+    need(bool((layout.position <= top).all()), f"{what}.position lies after the images")
     _tensor(layout.weight, f"{what}.weight", (n,), torch.float32, 0)
     need(bool((layout.weight > 0).all()), f"{what}.weight is not above 0")
     _tensor(layout.protected, f"{what}.protected", (n,), torch.bool)
@@ -278,7 +278,7 @@ def check_cache(
     ----------
     known : vlmfast.session.Pictures, optional
     top : int
-        The largest rotary id of the pictures' prompt.
+        The largest rotary id of the prompt up to its last image.
     """
     text = adapter.config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
@@ -291,7 +291,10 @@ def check_cache(
     _whole(frozen["base"], "base", 1, consumed)
     if known is not None:
         need(ids[: len(prefix)] == prefix, "the cache is that of another prompt")
-        need(frozen["base"] == len(prefix), "base is not the length of the pictures' prompt")
+        need(
+            frozen["base"] == len(prefix),
+            "base is not the length of the prompt before the question",
+        )
     rest = torch.tensor(ids[len(prefix) :])
     need(not bool(adapter.visual(rest).any()), "there are image tokens among the text")
     need(frozen["logical"] == [consumed], "logical is not the number of ids")
