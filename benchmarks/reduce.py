@@ -23,7 +23,7 @@ import ask
 import torch
 
 from vlmfast import VLM
-from vlmfast.eval.runner import shrinks_cache
+from vlmfast.eval.axes import shrinks_cache
 from vlmfast.recipe import Recipe
 from vlmfast.stages import stage_class, stage_names
 from vlmfast.training import add_arguments, training_class

@@ -13,8 +13,8 @@ from typing import Any, ClassVar
 
 from vlmfast.engine.stats import Stats
 from vlmfast.errors import MediaError
+from vlmfast.eval.axes import method_of, share_of
 from vlmfast.eval.results import Writer, slug
-from vlmfast.eval.runner import method_of, share_of
 from vlmfast.eval.shapes import Shapes
 from vlmfast.eval.tasks import Doc
 from vlmfast.recipe import Recipe

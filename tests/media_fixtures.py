@@ -8,6 +8,7 @@ import io
 import struct
 import threading
 import time
+import urllib.parse
 import zlib
 from collections.abc import Iterator
 from fractions import Fraction
@@ -170,6 +171,20 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if path == "/missing":
             self.send_error(404)
             return
+        if path == "/to":  # wherever the query says
+            self.send_response(302)
+            self.send_header("Location", urllib.parse.unquote(self.path.partition("?")[2]))
+            self.end_headers()
+            return
+        if path == "/slow-headers":
+            with contextlib.suppress(OSError):
+                for byte in b"HTTP/1.1 200 OK\r\n" + 99 * b"X-Wait: a while\r\n":
+                    self.wfile.write(bytes([byte]))
+                    time.sleep(0.02)
+            return
+        if path == "/garbage":
+            self.wfile.write(b"secret words\r\n\r\n")
+            return
         self.send_response(200)
         if path == "/huge":
             self.send_header("Content-Length", str(1 << 40))
@@ -177,6 +192,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self.send_header("Content-Length", str(len(self.payload) + 100))
         self.end_headers()
         with contextlib.suppress(OSError):  # the reader may have gone
+            while path == "/endless":
+                self.wfile.write(bytes(1 << 16))
             for _ in range(40 if path == "/trickle" else 1):
                 self.wfile.write(self.payload[:1] if path == "/trickle" else self.payload)
                 time.sleep(0.05 if path == "/trickle" else 0)
@@ -190,7 +207,8 @@ def web_server(payload: bytes) -> Iterator[str]:
     """Serve a payload on this machine, well and badly; yields the address.
 
     Paths: /picture, /moved (to it), /missing, /huge (by its header), /cut (short of what its
-    header states), /trickle (a byte now and then).
+    header states), /trickle and /slow-headers (a byte now and then), /to?URL (moved there),
+    /garbage (no HTTP), /endless.
     """
     handler = type("Handler", (_Handler,), {"payload": payload})
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:

@@ -14,9 +14,10 @@ from closeness import close
 from eval_fakes import FakeVLM
 from vlmfast.errors import ModelError, RecipeError, VLMFastError
 from vlmfast.eval import commands
+from vlmfast.eval.axes import shrinks_cache
 from vlmfast.eval.commands import add_eval, add_report, budgets, planned, run_eval, run_report
 from vlmfast.eval.results import read
-from vlmfast.eval.runner import evaluate, shrinks_cache
+from vlmfast.eval.runner import evaluate
 from vlmfast.eval.shapes import Shapes
 from vlmfast.eval.summary import summarise
 from vlmfast.recipe import Recipe
@@ -160,7 +161,7 @@ def test_methods_without_weights_for_the_model_are_left_out_of_all(capsys):
 def test_a_budget_needs_something_to_set(monkeypatch):
     with pytest.raises(RecipeError, match="add --recipe"):
         planned(["none"], [0.3])
-    monkeypatch.setattr("vlmfast.eval.runner.takes_budget", lambda _: False)
+    monkeypatch.setattr("vlmfast.eval.axes.takes_budget", lambda _: False)
     with pytest.raises(RecipeError, match="'hired' has no stage with a budget"):
         planned(["hired"], [0.3])
 
@@ -261,10 +262,10 @@ def test_report_of_an_eval(tmp_path, fake, capsys):
         (("shapes", "--recipe", "lookm", "--share", "2"), RecipeError, "share '2' is not"),
         (("shapes", "--recipe", "hired", "--share", "0.2"), RecipeError, "drop --share"),
         (("shapes", "--device", "abacus"), ModelError, "device 'abacus' cannot be used"),
-        (("shapes", "--out", "FILE/x"), VLMFastError, "cannot write"),
-        (("shapes", "--out", "FILE"), VLMFastError, "cannot write"),
+        (("shapes", "--out", "FILE/x"), VLMFastError, "cannot be written"),
+        (("shapes", "--out", "FILE"), VLMFastError, "cannot be written"),
         (("shapes", "--json", "."), VLMFastError, "is a folder"),
-        (("shapes", "--json", "FILE/x.json"), VLMFastError, "cannot write"),
+        (("shapes", "--json", "FILE/x.json"), VLMFastError, "cannot be written"),
     ],
 )
 def test_bad_input_is_refused_before_a_model_is_loaded(

@@ -222,7 +222,7 @@ def test_many_methods_are_drawn_apart(tmp_path, monkeypatch):
     for recipe in ("hired:budget=0.2", "hired:positions=keep,budget=0.2", *stacks):
         write_results(tmp_path, recipe, 0.7, 0.2, limit=1)
     shown = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *_: shown.append(figure))
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: shown.append(figure))
     write_report(tmp_path, tmp_path)
     axes = shown[0].axes
     assert [axis.get_title() for axis in axes[::2]] == [

@@ -16,17 +16,16 @@ import torch
 from eval_fakes import FakeVLM, meta
 from vlmfast.errors import MediaError, VLMFastError
 from vlmfast.eval import results as store
-from vlmfast.eval.results import Writer, read, slug
-from vlmfast.eval.runner import (
-    evaluate,
+from vlmfast.eval.axes import (
     method_of,
     share_of,
     shrinks_cache,
     takes_budget,
-    weights_sha256,
     with_budget,
     with_share,
 )
+from vlmfast.eval.results import Writer, read, slug
+from vlmfast.eval.runner import evaluate, weights_sha256
 from vlmfast.eval.shapes import Shapes
 from vlmfast.recipe import Recipe
 
@@ -254,7 +253,7 @@ def test_samples_without_meta_are_refused(tmp_path):
 
 def test_a_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(VLMFastError, match="cannot write"):
+    with pytest.raises(VLMFastError, match="cannot be written"):
         evaluate(FakeVLM(), "shapes", out=tmp_path / "file", limit=1)
 
 
@@ -263,7 +262,7 @@ def test_a_full_disk_is_one_clear_error(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(VLMFastError, match=r"cannot write .*No space left"):
+    with pytest.raises(VLMFastError, match=r"cannot be written: No space left"):
         evaluate(FakeVLM(), "shapes", out=tmp_path, limit=1)
 
 

@@ -20,8 +20,9 @@ import torch
 from transformers import LogitsProcessorList
 
 from tiny_models import build_llava, build_llava_next, picture
-from vlmfast import VLM, ModelError, RecipeError, VLMFastError, snapshot
-from vlmfast.session import Session, _frozen, identity
+from vlmfast import VLM, ModelError, RecipeError, VLMFastError, files, snapshot
+from vlmfast.session import Session, _frozen
+from vlmfast.session_file import identity
 from vlmfast.stages import MediaStage, stage_class
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "picture.png"
@@ -596,7 +597,7 @@ def test_sessions_of_others_are_refused(vlm, saved, tmp_path):
         vlm.load_session(rewritten(saved, target, version="2"))
     with pytest.raises(VLMFastError, match="is not a saved session"):
         vlm.load_session(rewritten(saved, target, kind="something"))
-    with pytest.raises(VLMFastError, match="cannot be used: KeyError"):
+    with pytest.raises(VLMFastError, match="cannot be used: its parts are others"):
         vlm.load_session(rewritten(saved, target, session='{"dict": []}'))
     with pytest.raises(RecipeError, match="unknown method 'newest'"):
         vlm.load_session(rewritten(saved, target, recipe="newest:0.2"))
@@ -673,9 +674,9 @@ def spoil(patch, step: str, error: BaseException, at: int = 1) -> None:
 
     if step == "write":
         failing = lambda *a: Disk(open(*a), error, at)  # noqa: E731, SIM115
-        patch.setattr(snapshot, "open", failing, raising=False)
+        patch.setattr(files, "open", failing, raising=False)
     elif step == "open":
-        patch.setattr(snapshot, "open", raising(open), raising=False)
+        patch.setattr(files, "open", raising(open), raising=False)
     else:
         patch.setattr(os, step, raising(getattr(os, step)))
 
@@ -748,7 +749,7 @@ KILLED = """
     import os, signal, sys
     from pathlib import Path
     import torch
-    from vlmfast import snapshot
+    from vlmfast import files, snapshot
 
     path, whole, lines = Path(sys.argv[1]), {}, 0
     tensors = {str(i): torch.full((1 << 14,), float(i), dtype=torch.float16) for i in range(4)}
@@ -756,7 +757,7 @@ KILLED = """
     def counted(last):
         def trace(frame, event, argument):
             global lines
-            if frame.f_code.co_filename != snapshot.__file__:
+            if frame.f_code.co_filename not in (files.__file__, snapshot.__file__):
                 return None
             lines += event == "line"
             if lines == last:

@@ -12,7 +12,6 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria
 
 import vlmfast.engine.engine as engines
-import vlmfast.engine.run as running
 import vlmfast.engine.sampling as sampling
 import vlmfast.engine.speculation as speculation
 from closeness import apart, close, network
@@ -574,7 +573,7 @@ def test_a_drafter_of_another_model_is_refused_before_anything_runs(llava: VLM) 
         llava.adapter.modules[key] = EagleModule(config)
         try:
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(running, "prefill", None)
+                patch.setattr(engines, "prefill", None)
                 with pytest.raises(RecipeError, match=match):
                     llava.ask(QUESTION, recipe="draft-eagle", **given())
         finally:

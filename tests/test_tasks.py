@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import media_fixtures as fx
 from eval_data import (
     MMMU,
     NINE,
@@ -621,3 +622,115 @@ def test_two_guesses_are_no_agreement(college, tmp_path):
 
 def test_stored_pictures_are_small():
     assert len(stored(drawn(1))["bytes"]) < 60_000
+
+
+# --- places that data name -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def places(tmp_path):
+    """An image in the data's folder, one beside it, and a link from the one to the other."""
+    (tmp_path / "data").mkdir()
+    for name, number in (("data/inside.png", 1), ("outside.png", 2)):
+        (tmp_path / name).write_bytes(stored(drawn(number))["bytes"])
+    (tmp_path / "data" / "link.png").symlink_to(tmp_path / "outside.png")
+    (tmp_path / "data" / "circle.png").symlink_to("circle.png")
+    return tmp_path
+
+
+def task_of(places, value, **options):
+    row = question("validation_Art_1", "<image 1> What?", ["a", "b"], "A", 0, image_1=value)
+    write_plain(places / "data" / "validation.parquet", [row])
+    task = find_task("mmmu", data=places / "data", **options)
+    return task, task.docs(None, 0)[0]
+
+
+@pytest.mark.parametrize("value", ["inside.png", "./inside.png", "../data/inside.png"])
+@pytest.mark.parametrize("form", [lambda path: path, lambda path: {"bytes": None, "path": path}])
+def test_paths_are_relative_to_the_data(places, value, form):
+    task, doc = task_of(places, form(value))
+    (image,) = task.media(doc)["images"]
+    assert image.tobytes() == drawn(1).tobytes() != drawn(2).tobytes()
+
+
+@pytest.mark.parametrize("value", ["../outside.png", "link.png", "{}/outside.png"])
+def test_paths_outside_of_the_data_need_a_flag(places, value):
+    value = value.format(places)
+    task, doc = task_of(places, value)
+    message = f"^{doc.doc_id}: image_1 is .*outside|link.png, which is not in .*--allow-outside"
+    with pytest.raises(MediaError, match=message) as caught:
+        task.media(doc)
+    assert "--allow-outside" in str(caught.value) and "\n" not in str(caught.value)
+    task, doc = task_of(places, value, allow_outside=True)
+    (image,) = task.media(doc)["images"]
+    assert image.tobytes() == drawn(2).tobytes()
+
+
+@pytest.mark.parametrize("value", ["circle.png", "a\0b.png", "x" * 5000])
+def test_paths_that_are_none(places, value):
+    for allowed in (False, True):
+        task, doc = task_of(places, value, allow_outside=allowed)
+        with pytest.raises(MediaError, match=r"^validation_Art_1: "):
+            task.media(doc)
+
+
+def test_urls_in_data_need_a_flag(places, monkeypatch):
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    with fx.web_server(stored(drawn(3))["bytes"]) as address:
+        url = f"{address}/picture?key=secret"
+        task, doc = task_of(places, url)
+        with pytest.raises(MediaError, match=r"image_1 is the URL .*; --allow-outside") as caught:
+            task.media(doc)
+        assert "secret" not in str(caught.value)
+        task, doc = task_of(places, url, allow_outside=True)
+        (image,) = task.media(doc)["images"]
+    assert image.tobytes() == drawn(3).tobytes()
+
+
+def test_a_sample_that_names_another_place_counts_as_failed(places):
+    task, _ = task_of(places, "../outside.png")
+    run = evaluate(FakeVLM(), task, out=places / "out")
+    (sample,) = run.samples.values()
+    assert "--allow-outside" in sample["error"] and sample["score"] == 0.0
+
+
+def test_pope_keeps_to_its_folder_too(places):
+    row = {**POPE[0], "image": "../outside.png"}
+    write_plain(places / "data" / "test.parquet", [row])
+    for allowed in (False, True):
+        task = find_task("pope", data=places / "data", allow_outside=allowed)
+        doc = task.docs(None, 0)[0]
+        if allowed:
+            assert task.media(doc)["images"].tobytes() == drawn(2).tobytes()
+        else:
+            with pytest.raises(MediaError, match="--allow-outside"):
+                task.media(doc)
+
+
+@pytest.mark.parametrize("how", ["link", "id", "subtitles"])
+def test_videos_keep_to_their_folder(films, tmp_path, how):
+    folder, elsewhere = tmp_path / "data", tmp_path / "elsewhere"
+    folder.mkdir()
+    elsewhere.mkdir()
+    film, name = (films / "data" / f"{FIRST}.mp4").read_bytes(), FIRST
+    (elsewhere / "film.mp4").write_bytes(film)
+    if how == "link":
+        (folder / f"{FIRST}.mp4").symlink_to(elsewhere / "film.mp4")
+    elif how == "id":
+        name = "../elsewhere/film"
+    else:
+        (folder / f"{FIRST}.mp4").write_bytes(film)
+        (elsewhere / "film.srt").write_text("1\n00:00:00,000 --> 00:00:01,000\nHello\n\n")
+        (folder / "subtitle").mkdir()
+        (folder / "subtitle" / f"{FIRST}.srt").symlink_to(elsewhere / "film.srt")
+    row = {**video_question(FIRST, 1), "videoID": name}
+    write_plain(folder / "test.parquet", [row])
+    for allowed in (False, True):
+        options = {"subtitles": how == "subtitles", "allow_outside": allowed}
+        task = find_task("video-mme", data=folder, num_frames=2, **options)
+        doc = task.docs(None, 0)[0]
+        if allowed:
+            assert len(task.media(doc)["video"]) == 2
+        else:
+            with pytest.raises(MediaError, match=r"^001-1: its .* which is not in .*--allow-out"):
+                task.media(doc)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import vlmfast
-from vlmfast.eval.runner import shrinks_cache
+from vlmfast.eval.axes import shrinks_cache
 from vlmfast.recipe import Recipe
 from vlmfast.stages import Stage, stage_class, stage_names
 

@@ -8,7 +8,6 @@ trained for and no other.
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch
 from torch import nn
 
 from .errors import RecipeError
+from .files import make_folder, replace_bytes, replace_text
 from .stages import Stage, stage_class
 
 SHIPPED = Path(__file__).parent / "weights"
@@ -49,7 +49,7 @@ def save_weights(
     from safetensors.torch import save
 
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     state = {
         key: value.detach().to("cpu", torch.bfloat16 if value.is_floating_point() else None)
         for key, value in module.state_dict().items()
@@ -57,12 +57,10 @@ def save_weights(
     text = json.dumps(
         {"stage": name, "config": config, "signature": signature, "training": training}, indent=2
     )
-    draft = folder / f"{WEIGHTS}.tmp"
-    draft.write_bytes(save({key: value.contiguous() for key, value in state.items()}))
-    os.replace(draft, folder / WEIGHTS)
-    draft = folder / f"{CONFIG}.tmp"
-    draft.write_text(text + "\n", encoding="utf-8")
-    os.replace(draft, folder / CONFIG)
+    replace_bytes(
+        folder / WEIGHTS, [save({key: value.contiguous() for key, value in state.items()})]
+    )
+    replace_text(folder / CONFIG, text + "\n")
 
 
 def training(name: str) -> str:

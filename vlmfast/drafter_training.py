@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
@@ -24,6 +23,7 @@ from . import training as loop
 from .compressors._training import TrainingContext
 from .drafters._training import Lesson, Teacher, accepted
 from .errors import MediaError
+from .files import make_folder, replace_text
 from .stages import DrafterStage
 from .training import TrainingError
 
@@ -178,10 +178,10 @@ class Answers:
         about = {key: getattr(args, key) for key in keys}
         # Which scenes or entries the numbers stand for.
         about |= {"held_out": args.held_out if args.data else None}
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         file = folder / "about.json"
         if not file.exists():
-            _write(file, json.dumps(about))
+            replace_text(file, json.dumps(about))
         try:
             found = json.loads(file.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
@@ -209,7 +209,7 @@ class Answers:
                 raise TrainingError(f"{file} has {len(lines)} lines, not {_BLOCK}; remove it")
             return lines
         answers = self._generate(range(block * _BLOCK, (block + 1) * _BLOCK))
-        _write(file, "".join(f"{json.dumps(ids)}\n" for ids in answers))
+        replace_text(file, "".join(f"{json.dumps(ids)}\n" for ids in answers))
         return answers
 
     def _generate(self, numbers: range) -> list[list[int]]:
@@ -241,12 +241,6 @@ class Answers:
             for sequence in Engine(vlm.adapter).answer_many(sequences(), _BLOCK):
                 found[sequence.number] = sequence.tokens
         return [found[number] for number in numbers]
-
-
-def _write(file: Path, text: str) -> None:
-    draft = file.with_suffix(f".{os.getpid()}.tmp")
-    draft.write_text(text, encoding="utf-8")
-    os.replace(draft, file)
 
 
 # --- the teacher ---------------------------------------------------------------------------------

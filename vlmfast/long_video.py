@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from .answer import Answer
+from .contexts import PrefillContext
 from .engine.attention import lock_of
 from .engine.engine import Engine, too_long
 from .engine.prefill import Inputs, prepare
@@ -45,7 +46,8 @@ from .request import (
     messages_of,
     templated,
 )
-from .stages import CacheStage, ColumnStats, stage_class
+from .stages import CacheStage, stage_class
+from .statistics import ColumnStats
 
 FRAMES = 16  # of one block at most, the group of QuickPrefill
 _SHARE = 4  # a block is at most this part of the cache

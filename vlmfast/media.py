@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal, TypeAlias
 
-from ._media.containers import damage, is_edited
+from ._media.containers import damage, is_edited, stated_seconds
+from ._media.info import MAX_ASPECT, MAX_PIXELS, MAX_VIDEO_PIXELS, VideoInfo
 from ._media.pictures import (
     check_size,
     from_array,
@@ -22,7 +23,7 @@ from ._media.pictures import (
     upright_rgb,
 )
 from ._media.selection import check_choice, check_total, choose
-from ._media.sources import is_a, is_url, opened, short, sniffed
+from ._media.sources import is_a, is_url, opened, shown, sniffed
 from .errors import MediaError
 
 if TYPE_CHECKING:
@@ -52,46 +53,9 @@ VideoSource: TypeAlias = Any
 """A path, bytes, or a list of what :func:`load_image` takes."""
 Decoder: TypeAlias = Literal["auto", "decord", "av"]
 
-MAX_PIXELS = 89_478_485
-"""Largest picture that is decoded by default: Pillow's own limit, 256 MiB of RGB."""
-MAX_ASPECT = 100
-"""Largest ratio of the sides of a picture. Image processors scale the *shorter* side to the vision
-encoder's size (336 for LLaVA-1.5), so that a strip of ratio r becomes 336 * 336 * r pixels: at
-100 that is 11 Mpx, at 1000 it would be 113 Mpx, however small the file was."""
-MAX_VIDEO_PIXELS = 1 << 30
-"""Most pixels of frames that one video may take: 3 GiB of RGB, 517 frames of 1920x1080."""
-
 # PyAV first, as it finds any frame by its time. decord seeks by counting, and counts wrong.
 _DECODERS = ("av", "decord")
-
-
-@dataclass(frozen=True)
-class VideoInfo:
-    """What is known of a video before its frames are chosen.
-
-    Attributes
-    ----------
-    frames : int
-        Frames there are to choose from, as counted, not as the header claims.
-    fps : float
-        Average frame rate. A list of frames has no clock; it counts as one frame a second.
-    duration_s : float
-        Seconds from the first frame to the end of the last.
-    width, height : int
-        Size of the frames, upright.
-    read : callable, optional
-        For those who choose frames by what they show: ascending indices to RGB pictures. It is
-        there while frames are chosen, and not afterwards.
-    """
-
-    frames: int
-    fps: float
-    duration_s: float
-    width: int
-    height: int
-    read: Callable[[list[int]], list[Image.Image]] | None = field(
-        default=None, repr=False, compare=False
-    )
+_MAX_SECONDS = 1e6
 
 
 @dataclass(frozen=True)
@@ -425,8 +389,7 @@ def _opened_video(source: VideoSource, decoder: str) -> Iterator[AvReader | Deco
     if decoder not in ("auto", "decord", "av"):
         raise MediaError(f"decoder={decoder!r}: must be 'auto', 'decord' or 'av'")
     if is_url(source):
-        name = short(source.partition("?")[0])
-        raise MediaError(f"{name}: videos are not fetched from URLs; download it first")
+        raise MediaError(f"{shown(source)}: videos are not fetched from URLs; download it first")
     if any(is_a(source, *kind) for kind in (("numpy", "ndarray"), ("torch", "Tensor"))):
         raise MediaError(f"{type(source).__name__}: of an array of frames, pass list(array)")
     with opened(source) as (name, file):
@@ -458,6 +421,8 @@ def _reader(name: str, file: BinaryIO, container: str, decoder: str) -> AvReader
             unfit = f"does not find the frames of {container} files exactly"
         elif container == "MP4" and is_edited(file):
             unfit = "shows what the edit list of this trimmed file hides"
+        elif not stated_seconds(file, container) <= _MAX_SECONDS:
+            unfit = "reserves memory for the length that this file states, which is above 11 days"
         if unfit:
             raise MediaError(f"{name}: decord {unfit}; use PyAV (pip install av)")
     return readers[choice](name, file)

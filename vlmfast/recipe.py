@@ -10,6 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from .errors import RecipeError
+from .files import replace_text
 from .saliency import SOURCES
 from .stages import PROTOCOLS, Stage, Stages, stage_class
 
@@ -140,10 +141,16 @@ class Recipe(Stages):
         return cls.parse(data["recipe"])
 
     def save(self, path: str | Path) -> None:
-        """Write the canonical text as YAML."""
+        """Write the canonical text as YAML; a file that was there is replaced whole.
+
+        Raises
+        ------
+        VLMFastError
+            With the path and the reason, where it cannot be written. An older file stays.
+        """
         import yaml
 
-        Path(path).write_text(yaml.safe_dump({"recipe": str(self)}), encoding="utf-8")
+        replace_text(path, yaml.safe_dump({"recipe": str(self)}))
 
 
 def _stage(word: str, text: str) -> Stage:

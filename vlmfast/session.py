@@ -8,7 +8,6 @@ pictures, compressed by the recipe, serve every question, and a question costs i
 from __future__ import annotations
 
 import copy
-import json
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -20,20 +19,16 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from . import snapshot
+from . import session_checks, session_file, snapshot
 from .answer import Answer
 from .engine.attention import lock_of, switched
-from .engine.cache import KVCache
-from .engine.decode import Decoder
 from .engine.engine import Engine
 from .engine.prefill import Inputs, Seen, look
-from .engine.prefix import BUFFERS, Prefix, copied
+from .engine.prefix import Prefix, copied
 from .engine.sequence import Sequence
 from .engine.stats import Stats, Trace
 from .errors import ModelError, RecipeError, VLMFastError
 from .generation import Generation, gate, shown
-from .kernels.quantize_kv import Segment
-from .layout import TokenLayout, VisualTokens
 from .models.base import Adapter
 from .recipe import Recipe
 from .request import (
@@ -49,11 +44,7 @@ from .request import (
     render,
     tensors_of,
 )
-from .saliency import Saliency
-from .statistics import ItemGeometry, VisionStats
-from .version import __version__
 
-_KIND, _VERSION = "vlmfast-session", "1"
 _ROOM = 128  # free slots that a cache begins with
 _AT_ONCE = 1024  # rows that are read at once behind a cache: bounds the size of their mask
 
@@ -509,7 +500,7 @@ class Session:
         """
         with lock_of(self._adapter.model):
             self._must_be_open()
-            known, tensors = self._pictures, {}
+            known = self._pictures
             if known is not None:
                 known = replace(known, seen=replace(known.seen, trained={}), images=[])
             state = {
@@ -517,52 +508,25 @@ class Session:
                 "messages": self._messages,
                 "stats": self.stats,
                 "pictures": known,
-                "cache": None if self._kept is None else _frozen(self._kept),
+                "cache": None if self._kept is None else session_file.frozen(self._kept),
             }
-            metadata = {
-                "kind": _KIND,
-                "version": _VERSION,
-                "vlmfast": __version__,
-                "recipe": str(self.recipe),
-                "model": json.dumps(identity(self._adapter)),
-                "session": json.dumps(snapshot.pack(state, tensors, "session")),
-            }
-            snapshot.write(path, metadata, tensors)
+            session_file.write(path, self._adapter, self.recipe, state)
 
     @classmethod
     def _load(cls, group: Sessions, path: str | Path, recipe: Any) -> Session:
-        metadata, tensors = snapshot.read(path, "a saved session")
-        if metadata.get("kind") != _KIND:
-            raise VLMFastError(f"{path} is not a saved session")
-        if metadata.get("version") != _VERSION:
-            raise VLMFastError(
-                f"{path} was saved by vlmfast {metadata.get('vlmfast')} in format "
-                f"{metadata.get('version')}; this vlmfast reads format {_VERSION}"
-            )
-        _same_model(path, json.loads(metadata["model"]), identity(group.adapter))
-        saved = metadata["recipe"]
-        chosen = recipe_of(group.adapter, saved if recipe is None else recipe)
-        if str(chosen) != saved:
-            raise RecipeError(f"{path} was saved under the recipe {saved}, not {chosen}")
         adapter = group.adapter
+
+        def choose(saved: str) -> Recipe:
+            return recipe_of(adapter, saved if recipe is None else recipe)
+
+        def build(chosen: Recipe, state: dict[str, Any]) -> Session:
+            known, kept = _checked(adapter, chosen, state)
+            session = cls(group, chosen, state["history"], known, state["stats"])
+            session._messages, session._kept = state["messages"], kept
+            return session
+
         with lock_of(adapter.model):
-            try:
-                about = json.loads(metadata["session"])
-                state = snapshot.unpack(about, tensors, _classes(chosen))
-                known, frozen = state["pictures"], state["cache"]
-                if known is not None:
-                    trained = {s.name: adapter.trained(s) for s in chosen if s.trained}
-                    known.seen = replace(known.seen, trained=trained)
-                kept = None if frozen is None else _thawed(adapter, chosen, frozen)
-                session = cls(group, chosen, state["history"], known, state["stats"])
-                session._messages = state["messages"]
-            except VLMFastError:
-                raise
-            except (KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
-                raise VLMFastError(
-                    f"{path} cannot be used: {type(error).__name__}: {error}"
-                ) from error
-            session._kept = kept
+            session = session_file.read(path, adapter, choose, (Pictures,), build)
             group.make_room(session)
             return session
 
@@ -639,130 +603,54 @@ def _common(one: list[int], another: list[int]) -> int:
 # --- saved sessions ------------------------------------------------------------------------------
 
 
-def identity(adapter: Adapter) -> dict[str, Any]:
-    """By what a saved session knows its model again: sizes, type, and some of every weight."""
-    import hashlib
+def _checked(
+    adapter: Adapter, recipe: Recipe, state: dict[str, Any]
+) -> tuple[Pictures | None, Prefix | None]:
+    """Images and cache of a file, once everything in it was found to belong together.
 
-    digest, picked = hashlib.sha256(), {}
-    for name, weight in adapter.model.named_parameters():
-        digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}\n".encode())
-        flat = weight.detach().reshape(-1)
-        if len(flat):
-            index = torch.arange(16, device=flat.device) * (len(flat) - 1) // 15
-            picked.setdefault(flat.dtype, []).append(flat[index])
-    for of in picked.values():
-        digest.update(torch.cat(of).cpu().view(torch.uint8).numpy().tobytes())
-    return {
-        "sizes": adapter.sizes(),
-        "dtype": str(adapter.dtype).removeprefix("torch."),
-        "weights": digest.hexdigest(),
-    }
-
-
-def _same_model(path: str | Path, saved: dict, own: dict) -> None:
-    if saved == own:
-        return
-    if saved["sizes"] != own["sizes"]:
-        keys = [key for key, of in own["sizes"].items() if saved["sizes"].get(key) != of]
-        what = ", ".join(
-            f"{key} {saved['sizes'].get(key)} and not {own['sizes'][key]}" for key in keys
-        )
-        raise ModelError(f"{path} was saved with another model: {what}")
-    if saved["dtype"] != own["dtype"]:
-        raise ModelError(
-            f"{path} was saved with a model in {saved['dtype']}, and this one is in {own['dtype']}"
-        )
-    raise ModelError(f"{path} was saved with another model: its weights are different")
+    Raises
+    ------
+    ValueError
+        Says what does not.
+    """
+    keys = ("history", "messages", "stats", "pictures", "cache")
+    session_checks.need(state.keys() == set(keys), "its parts are others")
+    known, cache = state["pictures"], state["cache"]
+    session_checks.need(isinstance(state["stats"], Stats), "stats are none")
+    session_checks.check_messages(state["messages"], state["history"])
+    top = -1
+    if known is not None:
+        session_checks.need(isinstance(known, Pictures), "its images are none")
+        session_checks.check_pictures(known, adapter)
+        tensors, length = _blank_prompt(adapter, known, state["messages"])
+        session_checks.check_seen(known, adapter, recipe, tensors, length)
+        top = int(adapter.positions(tensors)[:, :length].max())
+        trained = {s.name: adapter.trained(s) for s in recipe if s.trained}
+        known.seen = replace(known.seen, trained=trained)
+    if cache is None:
+        return known, None
+    wanted = {"ids", "base", "stats", "trace", *session_file.OF_CACHE}
+    session_checks.need(isinstance(cache, dict) and cache.keys() == wanted, "its cache lacks parts")
+    fine = isinstance(cache["stats"], Stats) and isinstance(cache["trace"], Trace)
+    session_checks.need(fine, "its cache has no stats or no trace")
+    session_checks.check_cache(cache, adapter, recipe, known, top)
+    return known, session_file.thawed(adapter, recipe, cache)
 
 
-def _classes(recipe: Recipe) -> dict[str, type]:
-    """What may be in a file: the project's own parts, and what the recipe's methods note."""
-    import sys
+def _blank_prompt(
+    adapter: Adapter, known: Pictures, messages: list[dict]
+) -> tuple[dict[str, Tensor], int]:
+    """What the processor makes of blank images of the same sizes.
 
-    found = [Pictures, Seen, Stats, Trace, Segment]
-    found += [ItemGeometry, Saliency, TokenLayout, VisionStats, VisualTokens]
-    for part in _parts(recipe):
-        module = sys.modules[type(part).__module__]
-        found += [of for of in vars(module).values() if hasattr(of, "__dataclass_fields__")]
-    names = {snapshot.name_of(cls): cls for cls in found if isinstance(cls, type)}
-    # Where these classes were when earlier files of this format were written.
-    return names | {f"vlmfast.stages.{of.__name__}": of for of in (ItemGeometry, VisionStats)}
+    Returns its tensors, and how many of the ids stand before the question.
+    """
+    from PIL import Image
 
-
-def _frozen(kept: Prefix) -> dict[str, Any]:
-    """All that `_thawed` needs."""
-    cache = kept.cache
-    layers = []
-    for layer in cache.layers:
-        held = layer.held[0]
-        layers.append(
-            {
-                "held": held,
-                "capacity": layer.keys.shape[2],
-                "shift": layer.shift,
-                "gap": layer.gap,
-                "even": layer.even,
-                "stored": layer.stored,
-                "segments": layer.segments,
-                "buffers": {
-                    name: of[:, :, :held]
-                    for name in BUFFERS
-                    if (of := getattr(layer, name)) is not None
-                },
-            }
-        )
-    return {
-        "layers": layers,
-        "length": cache.length,
-        "logical": cache.logical,
-        "compressed": cache.base,
-        "track": cache.track,
-        "mass": cache.mass,
-        "position": kept.decoder.position,
-        "notes": kept.notes,
-        "prompt": kept.prompt_slots,
-        "steps": kept.steps,
-        "ids": kept.ids,
-        "base": kept.base,
-        "stats": kept.stats,
-        "trace": kept.trace,
-    }
-
-
-def _thawed(adapter: Adapter, recipe: Recipe, frozen: dict[str, Any]) -> Prefix:
-    frozen = {**snapshot.moved(frozen, adapter.device), "trace": frozen["trace"]}
-    layers = frozen["layers"]
-    if len(layers) != adapter.depth:
-        raise ValueError(f"{len(layers)} layers, the model has {adapter.depth}")
-    cache = KVCache(adapter.depth, adapter.pool, adapter.windows)
-    cache.track, cache.mass = frozen["track"], frozen["mass"]
-    cache.length, cache.logical = frozen["length"].clone(), list(frozen["logical"])
-    cache.base, cache.seen = (
-        frozen["compressed"],
-        torch.tensor(cache.logical, device=adapter.device),
-    )
-    for layer, length, saved in zip(cache.layers, cache.length, layers, strict=True):
-        buffers = saved["buffers"]
-        layer.lazy_initialization(buffers["keys"], buffers["values"])
-        layer.length, layer.seen, layer.even = length, cache.seen, saved["even"]
-        layer.held, layer.shift = [saved["held"]], list(saved["shift"])
-        if layer.window is not None:
-            layer.gap = list(saved["gap"])
-        layer.segments, layer.stored = list(saved["segments"]), [list(s) for s in saved["stored"]]
-        for name, of in buffers.items():
-            shape = (*of.shape[:2], saved["capacity"], *of.shape[3:])
-            buffer = adapter.pool.take(shape, of.dtype, of.device)
-            buffer[:, :, : of.shape[2]] = of
-            setattr(layer, name, buffer)
-    stages = recipe.acting("decode") if cache.track else []
-    return Prefix(
-        Decoder(adapter, cache, frozen["position"].clone(), []),
-        frozen["ids"],
-        frozen["base"],
-        frozen["stats"],
-        frozen["trace"],
-        stages,
-        frozen["notes"],
-        frozen["prompt"],
-        frozen["steps"],
-    )
+    # The conversation too: a placeholder in it would be taken for one of the images.
+    for said in (messages, []):
+        text = render(adapter, _turns(known.media, said, "?"), Recipe()).text
+        head, tail = _split(text, adapter.marks())
+        session_checks.need(head == known.head, "its images stand in another prompt")
+    blanks = [Image.new("RGB", (width, height)) for height, width in known.sizes]
+    tensors = adapter.inputs(text, blanks, known.frames)
+    return tensors, len(_before(adapter, tensors["input_ids"][0].tolist(), tail))

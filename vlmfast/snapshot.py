@@ -7,19 +7,19 @@ anything in it is looked at. A file is written beside its place and then put the
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
-import os
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
 
 from .errors import VLMFastError
+from .files import replace_bytes
 
 _OPENING = b'{"__metadata__":{"digest":"'  # behind the eight bytes of the header's length
 _AT = 8 + len(_OPENING)
@@ -87,8 +87,41 @@ def unpack(value: Any, tensors: dict[str, Tensor], classes: dict[str, type]) -> 
     if "dict" in value:
         pairs = [[unpack(of, tensors, classes) for of in pair] for pair in value["dict"]]
         return dict(pairs)
+    cls = classes[value["class"]]
     parts = {key: unpack(of, tensors, classes) for key, of in value["fields"].items()}
-    return classes[value["class"]](**parts)
+    hints = get_type_hints(cls)
+    for key, of in parts.items():
+        if key not in hints or not conforms(of, hints[key]):
+            raise ValueError(f"{key} of a {cls.__name__} is not what it should be")
+    return cls(**parts)
+
+
+def conforms(value: Any, hint: Any) -> bool:
+    """Whether a value that was unpacked is of the type of a field; whole numbers are floats too."""
+    if hint is Any:
+        return True
+    kind, inside = get_origin(hint), get_args(hint)
+    if kind in (Union, UnionType):
+        return any(conforms(value, of) for of in inside)
+    if hint is None or hint is NoneType:
+        return value is None
+    if kind is tuple:
+        if not isinstance(value, tuple):
+            return False
+        if len(inside) == 2 and inside[1] is Ellipsis:
+            return all(conforms(of, inside[0]) for of in value)
+        return len(value) == len(inside) and all(map(conforms, value, inside))
+    if kind is list:
+        return isinstance(value, list) and all(conforms(of, inside[0]) for of in value)
+    if kind is dict:
+        return isinstance(value, dict) and all(
+            conforms(key, inside[0]) and conforms(of, inside[1]) for key, of in value.items()
+        )
+    if hint is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, hint) if isinstance(hint, type) else True
 
 
 def name_of(cls: type) -> str:
@@ -126,29 +159,13 @@ def write(path: str | Path, metadata: dict[str, str], tensors: dict[str, Tensor]
     VLMFastError
         With the reason, where the file cannot be written.
     """
-    path = Path(path)
-    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     parts = list(_parts(metadata, tensors))
     digest = hashlib.sha256()
     for part in parts:
         digest.update(part)
     head = parts[0]
     parts[0] = head[:_AT] + digest.hexdigest().encode() + head[_AT + _SUM :]
-    try:
-        try:
-            with open(draft, "wb") as file:
-                for part in parts:
-                    file.write(part)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(draft, path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                draft.unlink(missing_ok=True)
-            raise
-        _settle(path.parent)
-    except OSError as error:
-        raise VLMFastError(f"{path} cannot be written: {error.strerror or error}") from error
+    replace_bytes(path, parts)
 
 
 def _parts(metadata: dict[str, str], tensors: dict[str, Tensor]) -> Iterator[bytes | memoryview]:
@@ -171,17 +188,6 @@ def _parts(metadata: dict[str, str], tensors: dict[str, Tensor]) -> Iterator[byt
         # Empty tensors have no bytes that could be viewed.
         if tensors[name].nbytes:
             yield memoryview(tensors[name].reshape(-1).view(torch.uint8).numpy())
-
-
-def _settle(folder: Path) -> None:
-    """Wait until the folder itself is on the disk, where folders can be opened."""
-    if not hasattr(os, "O_DIRECTORY"):
-        return
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def read(path: str | Path, what: str) -> tuple[dict[str, str], dict[str, Tensor]]:
@@ -210,5 +216,9 @@ def read(path: str | Path, what: str) -> tuple[dict[str, str], dict[str, Tensor]
     digest.update(memoryview(data)[_AT + _SUM :])
     if digest.hexdigest().encode() != data[_AT : _AT + _SUM]:
         raise VLMFastError(f"{path} is damaged: its checksum does not fit its content")
-    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-    return header["__metadata__"], load(data)
+    try:
+        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+        return header["__metadata__"], load(data)
+    except Exception as error:  # the sum fits, so that somebody wrote it so
+        reason = str(error).partition("\n")[0][:200]
+        raise VLMFastError(f"{path} cannot be read: {reason}") from error

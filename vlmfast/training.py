@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import random
 import signal
 import sys
@@ -25,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from .compressors._training import Outcome, Training, TrainingContext
 from .errors import MediaError, VLMFastError
+from .files import replacing
 from .stages import Stage, stage_class, stage_names
 
 if TYPE_CHECKING:
@@ -403,9 +403,8 @@ class Trainer:
             "module": self.module.state_dict(),
             "optimizer": self.optimizer.state_dict(),
         }
-        draft = self.checkpoint.with_suffix(".tmp")
-        torch.save(state, draft)
-        os.replace(draft, self.checkpoint)
+        with replacing(self.checkpoint) as file:
+            torch.save(state, file)
         about = {"steps": self.step, "minutes": round(self.elapsed / 60, 1)}
         about |= {key: getattr(self.args, key) for key in self.told}
         about |= self.training.about()
@@ -503,5 +502,9 @@ class Trainer:
 
     def write(self, line: dict[str, Any]) -> None:
         line = {"step": self.step, "minutes": round(self.elapsed / 60, 2), **line}
-        with (self.out / "log.jsonl").open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        log = self.out / "log.jsonl"
+        try:
+            with log.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+        except OSError as error:
+            raise TrainingError(f"{log} cannot be written: {error.strerror or error}") from error

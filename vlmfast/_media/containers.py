@@ -8,11 +8,15 @@ known, whole container reaches one.
 from __future__ import annotations
 
 import itertools
+import math
+import operator
 import struct
+import sys
+from array import array
 from collections.abc import Iterator
 from typing import BinaryIO
 
-__all__ = ["HEAD_BYTES", "damage", "is_edited", "looks_like_text", "sniff"]
+__all__ = ["HEAD_BYTES", "damage", "is_edited", "looks_like_text", "sniff", "stated_seconds"]
 
 HEAD_BYTES = 1024
 """Bytes of the beginning of a file that :func:`sniff` wants to see."""
@@ -155,6 +159,41 @@ def is_edited(file: BinaryIO) -> bool:
     return False
 
 
+def stated_seconds(file: BinaryIO, container: str) -> float:
+    """Return the time at which a file says that it ends, as far as one number can say it.
+
+    Of an MP4 the lengths of its frames together, or the latest start of a fragment; of Matroska the
+    length of the segment; otherwise 0. decord reserves memory for as many frames as that is, and
+    ends the process if it gets none.
+
+    Parameters
+    ----------
+    file : BinaryIO
+        Seekable; its position is moved.
+    container : str
+        As :func:`sniff` returned it.
+    """
+    size = file.seek(0, 2)
+    if container == "Matroska":
+        return _matroska_seconds(file)
+    if container != "MP4":
+        return 0.0
+    ends, scales = [0.0], []
+    for moov in _find(file, 0, size, b"moov"):
+        for trak in _find(file, *moov, b"trak"):
+            for mdia in _find(file, *trak, b"mdia"):
+                scales.append(scale := max(_timescale(file, mdia, b"mdhd"), 1))
+                for body in _bodies(file, mdia, b"minf", b"stbl", b"stts"):
+                    runs = _numbers(body[8:], "I")
+                    ticks = sum(map(operator.mul, runs[0::2], runs[1::2]))
+                    ends.append(ticks / scale)
+    for moof in _find(file, 0, size, b"moof"):
+        for body in _bodies(file, moof, b"traf", b"tfdt"):
+            start = body[4:12] if body[:1] == b"\1" else body[4:8]
+            ends.append(int.from_bytes(start, "big") / min(scales, default=1))
+    return max(ends)
+
+
 def _boxes(file: BinaryIO, start: int, end: int) -> Iterator[tuple[bytes, int, int]]:
     """Yield (type, start of payload, end) of the MP4 boxes in a byte range.
 
@@ -235,8 +274,7 @@ def _edits(file: BinaryIO, trak: tuple[int, int]) -> list[tuple[int, int]]:
 
 
 def _mp4_damage(file: BinaryIO, size: int) -> str | None:
-    seen = set()
-    handlers = set()
+    seen, handlers, lost, usual = set(), set(), False, {}
     for kind, start, stop in _boxes(file, 0, size):
         # Only these hold the video: a cut 'free' or 'udta' box at the end harms nothing.
         if stop > size and kind in (b"moov", b"mdat", b"moof"):
@@ -246,14 +284,103 @@ def _mp4_damage(file: BinaryIO, size: int) -> str | None:
             )
         seen.add(kind)
         if kind == b"moov":
-            handlers |= {_handler(file, trak) for trak in _find(file, start, stop, b"trak")}
+            tracks = [(_handler(file, trak), trak) for trak in _find(file, start, stop, b"trak")]
+            handlers |= {handler for handler, _ in tracks}
+            lost |= any(k == b"vide" and _points_outside(file, trak, size) for k, trak in tracks)
+            usual = _usual_sizes(file, (start, stop))
+        elif kind == b"moof":
+            lost |= _fragment_points_outside(file, (start, stop), size, usual)
     if b"moov" not in seen:
         return "is truncated, or its recording was never finished: it has no index ('moov' part)"
     if b"vide" not in handlers:
         return "has no video stream"
     if not seen & {b"mdat", b"moof"}:
         return "is truncated: it has an index but no media data ('mdat' part)"
-    return None
+    return "is damaged: its index points outside the file" if lost else None
+
+
+def _points_outside(file: BinaryIO, trak: tuple[int, int], size: int) -> bool:
+    """Whether an MP4 track's index names bytes that the file does not have (fragments left out).
+
+    decord reads at such places without a check, and ends the process.
+    """
+    path = (b"mdia", b"minf", b"stbl")
+    sizes = next(_bodies(file, trak, *path, b"stsz"), b"")
+    if len(sizes) < 12:
+        return False
+    each, count = struct.unpack(">II", sizes[4:12])
+    if each:
+        return each * count > size
+    if count > len(sizes[12:]) // 4:
+        return True
+    lengths = _numbers(sizes[12 : 12 + 4 * count], "I")
+    body = next(_bodies(file, trak, *path, b"stco"), None)
+    if body is not None:
+        chunks = _numbers(body[8:], "I")
+    else:
+        chunks = _numbers(next(_bodies(file, trak, *path, b"co64"), b"")[8:], "Q")
+    # Runs of chunks with the same number of frames: (first chunk from 1, frames, description).
+    runs = _numbers(next(_bodies(file, trak, *path, b"stsc"), b"")[8:], "I")
+    firsts, frames = runs[0::3], runs[1::3]
+    taken = 0
+    for at, (first, each) in enumerate(zip(firsts, frames, strict=False)):
+        last = firsts[at + 1] if at + 1 < len(firsts) else max(len(chunks), first) + 1
+        if not (1 <= first < last and each):  # runs that ascend bound the work below
+            return True
+        for start in chunks[first - 1 : last - 1]:
+            if start + sum(lengths[taken : taken + each]) > size:
+                return True
+            taken += each
+            if taken >= count:
+                return False
+    return taken < count
+
+
+def _usual_sizes(file: BinaryIO, moov: tuple[int, int]) -> dict[int, int]:
+    """Bytes of a frame, by track, where a fragment does not say: the 'trex' boxes."""
+    bodies = [body for body in _bodies(file, moov, b"mvex", b"trex") if len(body) >= 20]
+    return {_word(body, 4): _word(body, 16) for body in bodies}
+
+
+def _fragment_points_outside(
+    file: BinaryIO, moof: tuple[int, int], size: int, usual: dict[int, int]
+) -> bool:
+    """`_points_outside` of a fragment; its frames are counted from the 'moof' box on."""
+    for traf in _find(file, *moof, b"traf"):
+        head = next(_bodies(file, traf, b"tfhd"), b"")
+        flags, base, each = _word(head, 0), moof[0] - 8, usual.get(_word(head, 4), 0)
+        at = 8
+        if flags & 0x1:
+            base, at = int.from_bytes(head[at : at + 8], "big"), at + 8
+        at += 4 * bool(flags & 0x2) + 4 * bool(flags & 0x8)
+        each = _word(head, at) if flags & 0x10 else each
+        for run in _bodies(file, traf, b"trun"):
+            flags, count = _word(run, 0), _word(run, 4)
+            start = 8 + 4 * bool(flags & 0x1) + 4 * bool(flags & 0x4)
+            width = (flags >> 8 & 0xF).bit_count()
+            if len(run) < start + 4 * width * count:
+                return True
+            total = each * count
+            if flags & 0x200:
+                table = _numbers(run[start : start + 4 * width * count], "I")
+                total = sum(table[bool(flags & 0x100) :: width])
+            offset = int.from_bytes(run[8:12], "big", signed=True) if flags & 0x1 else 0
+            if base + offset < 0 or base + offset + total > size:
+                return True
+    return False
+
+
+def _word(body: bytes, at: int) -> int:
+    return int.from_bytes(body[at : at + 4], "big")
+
+
+def _numbers(body: bytes, kind: str) -> array[int]:
+    """The big-endian numbers of a table; what is left at its end is no number."""
+    found = array(kind)
+    found.frombytes(body[: len(body) // found.itemsize * found.itemsize])
+    if sys.byteorder == "little":
+        found.byteswap()
+    return found
 
 
 def _matroska_end(head: bytes) -> int | None:
@@ -268,6 +395,27 @@ def _matroska_end(head: bytes) -> int | None:
     if segment is None or segment[2]:
         return None
     return segment[0] + segment[1]
+
+
+def _matroska_seconds(file: BinaryIO) -> float:
+    """Return the length that a Matroska segment states before its first cluster, 0 without one."""
+    file.seek(0)
+    head = file.read(1 << 16)
+    tick, length, at = 1_000_000, 0.0, 0
+    while at < len(head):
+        width = 9 - head[at].bit_length()
+        kind, number = head[at : at + width], _vint(head, at + width)
+        if number is None or kind == b"\x1f\x43\xb6\x75":  # a cluster
+            break
+        start, value, _ = number
+        body = head[start : start + value]
+        if kind == b"\x2a\xd7\xb1":
+            tick = int.from_bytes(body[:8], "big")
+        elif kind == b"\x44\x89" and len(body) in (4, 8):
+            (length,) = struct.unpack(">d" if len(body) == 8 else ">f", body)
+        # The segment and its 'Info' part are entered, everything else is passed over.
+        at = start if kind in (b"\x18\x53\x80\x67", b"\x15\x49\xa9\x66") else start + value
+    return length * tick / 1e9 if math.isfinite(length) else math.inf
 
 
 def _vint(data: bytes, position: int) -> tuple[int, int, bool] | None:

@@ -8,6 +8,7 @@ non-square pixels are not honoured).
 from __future__ import annotations
 
 import bisect
+import contextlib
 import math
 import os
 import re
@@ -15,6 +16,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from ..errors import MediaError
+from .info import MAX_PIXELS
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -52,6 +54,22 @@ class _Reader:
     def _fail(self, reason: object) -> MediaError:
         return MediaError(f"{self.name}: cannot be decoded: {_one_line(reason)}")
 
+    @contextlib.contextmanager
+    def _decoding(self) -> Iterator[None]:
+        """Turn whatever a decoder raises meanwhile into one error that names the video."""
+        try:
+            yield
+        except MediaError:
+            raise
+        except Exception as error:
+            raise self._fail(error) from error
+
+    def _check_size(self, width: int, height: int) -> None:
+        if not 0 < width * height <= MAX_PIXELS:
+            raise MediaError(
+                f"{self.name}: has frames of {width}x{height}, the limit is {MAX_PIXELS} pixels"
+            )
+
 
 class _Packet(NamedTuple):
     pts: int | None
@@ -83,6 +101,16 @@ class AvReader(_Reader):
         self.name, self._file, self._av = name, file, av
         # Decoded frames, and the index after which they go on.
         self._cursor: tuple[Iterator[Any] | None, int] = (None, -1)
+        self._container: Any = None
+        try:
+            with self._decoding():
+                self._index()
+        except BaseException:
+            self.close()
+            raise
+
+    def _index(self) -> None:
+        """Find the frames, and their size by the first one."""
         self._open()
         stream = self._stream
         packets = self._packets()
@@ -101,7 +129,7 @@ class AvReader(_Reader):
             count = sum(1 for _ in self._decode_from(None))
             rate = fps if fps > 0 else 1.0
             self._pts = list(range(count))
-            super().__init__(name, [index / rate for index in range(count)], 0.0, fps)
+            super().__init__(self.name, [index / rate for index in range(count)], 0.0, fps)
         else:
             self._keys = sorted(packet.pts for packet in packets if packet.is_keyframe)
             # A recording that starts in the middle of a group of pictures starts at its first key.
@@ -110,20 +138,26 @@ class AvReader(_Reader):
             self._pts = [packet.pts for packet in shown]
             starts = [pts * scale for pts in self._pts]
             length = (shown[-1].duration or 0) * scale if shown else 0.0
-            super().__init__(name, starts, length, fps)
+            super().__init__(self.name, starts, length, fps)
         first = next(self._decode_from(None), None)
         if first is None:
             raise self._fail("no frame comes out of the decoder")
+        self._check_size(first.width, first.height)
         self._size = first.width, first.height
         self.width, self.height = self._size
         if self._quarter_turns(first) % 2:
             self.width, self.height = self.height, self.width
 
     def close(self) -> None:
-        self._container.close()
+        if self._container is not None:
+            self._container.close()
 
     def read(self, indices: list[int]) -> list[Image.Image]:
         """Decode the frames at ascending `indices`."""
+        with self._decoding():
+            return self._read(indices)
+
+    def _read(self, indices: list[int]) -> list[Image.Image]:
         images = []
         frames, position = self._cursor  # where the call before stopped
         if indices[0] <= position:
@@ -148,14 +182,16 @@ class AvReader(_Reader):
 
     def _open(self) -> None:
         self._file.seek(0)
-        try:
-            self._container = self._av.open(self._file, metadata_errors="replace")
-            stream = self._container.streams.best("video")
-        except Exception as error:
-            raise self._fail(error) from error
+        self._container = self._av.open(self._file, metadata_errors="replace")
+        stream = self._container.streams.best("video")
         # Cover art of an audio file is a video stream of one picture.
         if stream is None or stream.disposition & self._av.stream.Disposition.attached_pic:
             raise MediaError(f"{self.name}: has no video stream")
+        if stream.codec_context is None:
+            raise MediaError(f"{self.name}: has a video stream that no decoder here reads")
+        self._check_size(stream.codec_context.width, stream.codec_context.height)
+        # A frame may be larger than its stream claims. Twice: decoders round sides up.
+        stream.codec_context.options = {"max_pixels": str(2 * MAX_PIXELS)}
         stream.thread_type = "AUTO"
         self._stream = stream
 
@@ -165,15 +201,12 @@ class AvReader(_Reader):
         What an edit list hides is marked as to be discarded, but may hold the key frame of what
         it shows.
         """
-        try:
-            # The empty packet is the end.
-            return [
-                _Packet(packet.pts, packet.duration, packet.is_keyframe, packet.is_discard)
-                for packet in self._container.demux(self._stream)
-                if packet.size
-            ]
-        except Exception as error:
-            raise self._fail(error) from error
+        # The empty packet is the end.
+        return [
+            _Packet(packet.pts, packet.duration, packet.is_keyframe, packet.is_discard)
+            for packet in self._container.demux(self._stream)
+            if packet.size
+        ]
 
     def _decode_from(self, key: int | None) -> Iterator[Any]:
         """Yield the frames shown from that index on; None and 0 start at the beginning."""
@@ -181,12 +214,9 @@ class AvReader(_Reader):
             # Not every container seeks to its beginning right, and every one opens there.
             self._container.close()
             self._open()
-        try:
-            if key:
-                self._container.seek(self._pts[key], stream=self._stream, backward=True)
-            yield from self._container.decode(self._stream)
-        except Exception as error:
-            raise self._fail(error) from error
+        if key:
+            self._container.seek(self._pts[key], stream=self._stream, backward=True)
+        yield from self._container.decode(self._stream)
 
     def _key_before(self, index: int) -> int:
         """Return the index of the frame from which on `index` can be decoded."""
@@ -214,10 +244,7 @@ class AvReader(_Reader):
     def _image(self, frame: Any) -> Image.Image:
         from PIL import Image
 
-        try:
-            image = frame.to_image(width=self._size[0], height=self._size[1])
-        except Exception as error:
-            raise self._fail(error) from error
+        image = frame.to_image(width=self._size[0], height=self._size[1])
         turn = {
             1: Image.Transpose.ROTATE_90,
             2: Image.Transpose.ROTATE_180,
@@ -239,29 +266,51 @@ class DecordReader(_Reader):
         # Process-wide, as FFmpeg's log level is: decord offers no other way, nor one back.
         decord.logging.set_level(decord.logging.QUIET)
         self.name, self._file, self._decord = name, file, decord
-        self._open()
-        try:
+        with self._decoding():
+            self._check_header()
+            self._open()
             times = self._reader.get_frame_timestamp(range(len(self._reader)))
             fps = float(self._reader.get_avg_fps())
-        except Exception as error:
-            raise self._fail(error) from error
-        starts, ends = times[:, 0].tolist(), times[:, 1].tolist()
-        super().__init__(name, starts, ends[-1] - starts[-1], fps)
-        self.width, self.height = self._image(self._next()).size
-        self._at = None
+            starts, ends = times[:, 0].tolist(), times[:, 1].tolist()
+            length = ends[-1] - starts[-1] if starts else 0.0
+            super().__init__(name, starts, length, fps)
+            self.width, self.height = self._image(self._reader.next()).size
+            self._check_size(self.width, self.height)
+            self._at = None
+
+    def _check_header(self) -> None:
+        """Have PyAV open the file first, where it is installed.
+
+        decord ends the process on some damaged headers; PyAV refuses them.
+        """
+        try:
+            import av
+        except ImportError:
+            return
+        self._file.seek(0)
+        with av.open(self._file, metadata_errors="replace") as container:
+            stream = container.streams.best("video")
+            if stream is None:
+                raise MediaError(f"{self.name}: has no video stream")
+            if stream.codec_context is not None:
+                self._check_size(stream.codec_context.width, stream.codec_context.height)
 
     def close(self) -> None:
         del self._reader
 
     def read(self, indices: list[int]) -> list[Image.Image]:
         """Decode the frames at ascending `indices`; a later call goes on where this one stops."""
+        with self._decoding():
+            return self._read(indices)
+
+    def _read(self, indices: list[int]) -> list[Image.Image]:
         if self._at is None or indices[0] < self._at:
             self._open()
         at, self._at = self._at or 0, None  # an error leaves nothing to go on from
         wanted = set(indices)
         images = []
         for index in range(at, indices[-1] + 1):
-            frame = self._next()
+            frame = self._reader.next()
             if index in wanted:
                 images.append(self._image(frame))
         self._at = indices[-1] + 1
@@ -281,13 +330,7 @@ class DecordReader(_Reader):
         except Exception as error:
             if "cannot find video stream" in str(error):
                 raise MediaError(f"{self.name}: has no video stream") from error
-            raise self._fail(error) from error
-
-    def _next(self) -> Any:
-        try:
-            return self._reader.next()
-        except Exception as error:
-            raise self._fail(error) from error
+            raise
 
     def _image(self, frame: Any) -> Image.Image:
         import numpy as np

@@ -7,13 +7,10 @@ import itertools
 import math
 import operator
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 from ..errors import MediaError
+from .info import VideoInfo
 from .sources import short
-
-if TYPE_CHECKING:
-    from ..media import VideoInfo
 
 __all__ = ["DEFAULT_FRAMES", "check_choice", "check_total", "choose"]
 

@@ -7,9 +7,9 @@ import binascii
 import contextlib
 import io
 import os
+import re
 import stat
 import sys
-import time
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 from urllib.parse import unquote_to_bytes
@@ -17,7 +17,7 @@ from urllib.parse import unquote_to_bytes
 from ..errors import MediaError
 from .containers import HEAD_BYTES, looks_like_text, sniff
 
-__all__ = ["MAX_DOWNLOAD_BYTES", "is_a", "is_url", "opened", "short", "sniffed"]
+__all__ = ["MAX_DOWNLOAD_BYTES", "is_a", "is_url", "opened", "short", "shown", "sniffed"]
 
 MAX_DOWNLOAD_BYTES = 64 << 20
 
@@ -37,6 +37,17 @@ def short(text: str) -> str:
     return text if len(text) <= 200 else f"{text[:120]}...{text[-60:]}"
 
 
+def shown(url: str) -> str:
+    """A URL as messages name it: without user, password, query and fragment, which may be keys."""
+    scheme, mark, rest = url.partition("://")
+    host = re.split(r"[/?#]", rest, maxsplit=1)[0]
+    if "@" in host:
+        rest = "***@" + host.rpartition("@")[2] + rest[len(host) :]
+    elif "@" in rest and not re.fullmatch(r"(\[[^\]]*\]|[^:]*)(:\d*)?", host):
+        rest = "***@" + rest.rpartition("@")[2]  # a password with one of these characters in it
+    return short(scheme + mark + re.split(r"[?#]", rest, maxsplit=1)[0])
+
+
 @contextlib.contextmanager
 def opened(source: object, timeout_s: float = 20.0) -> Iterator[tuple[str, BinaryIO]]:
     """Open a path, URL or bytes as (name for messages, seekable file), not empty."""
@@ -47,9 +58,10 @@ def opened(source: object, timeout_s: float = 20.0) -> Iterator[tuple[str, Binar
         name = f"data: URL ({len(source)} characters)"
         data = _decode_data_url(name, source)
     elif is_url(source):
-        # What follows '?' is often a key that should not end up in a log.
-        name = short(str(source).partition("?")[0])
-        data = _download(name, str(source), timeout_s)
+        from .download import download
+
+        name = shown(str(source))
+        data = download(name, str(source), timeout_s, MAX_DOWNLOAD_BYTES)
     elif isinstance(source, (str, os.PathLike)):
         with _opened_path(os.fsdecode(source)) as opened:
             yield opened
@@ -97,46 +109,6 @@ def _decode_data_url(name: str, url: str) -> bytes:
     except (binascii.Error, UnicodeError) as error:
         raise MediaError(f"{name}: is not valid base64: {error}") from error
     return data
-
-
-def _download(name: str, url: str, timeout_s: float) -> bytes:
-    import http.client
-    import urllib.error
-    import urllib.request
-
-    deadline = time.monotonic() + timeout_s
-    limit = f"more than {MAX_DOWNLOAD_BYTES >> 20} MiB"
-    chunks: list[bytes] = []
-    received = 0
-    try:
-        request = urllib.request.Request(url, headers={"User-Agent": "vlmfast"})
-        with urllib.request.urlopen(request, timeout=timeout_s) as response:
-            stated = response.headers.get("Content-Length", "")
-            expected = int(stated) if stated.isdigit() else None
-            if expected is not None and expected > MAX_DOWNLOAD_BYTES:
-                raise MediaError(f"{name}: is too large to download: {limit}")
-            # read1 returns what has come, so that a trickle cannot outlast the deadline.
-            while chunk := response.read1(1 << 16):
-                chunks.append(chunk)
-                received += len(chunk)
-                if received > MAX_DOWNLOAD_BYTES:
-                    raise MediaError(f"{name}: is too large to download: {limit}")
-                if time.monotonic() > deadline:
-                    raise TimeoutError
-    except MediaError:
-        raise
-    except urllib.error.HTTPError as error:
-        raise MediaError(f"{name}: cannot be fetched: HTTP {error.code} {error.reason}") from error
-    except TimeoutError as error:
-        raise MediaError(f"{name}: cannot be fetched: took over {timeout_s:g} s") from error
-    except (OSError, ValueError, http.client.HTTPException) as error:
-        reason = getattr(error, "reason", None) or error
-        if isinstance(reason, TimeoutError):
-            reason = f"took over {timeout_s:g} s"
-        raise MediaError(f"{name}: cannot be fetched: {short(str(reason))}") from error
-    if expected is not None and received < expected:
-        raise MediaError(f"{name}: cannot be fetched: {received} of {expected} bytes came")
-    return b"".join(chunks)
 
 
 def sniffed(name: str, file: BinaryIO, wanted: str) -> tuple[Any, str]:

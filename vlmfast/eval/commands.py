@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .tasks import Task
 
 # Arguments that go to tasks, which say what they have no use for.
-_OF_TASKS = ("data", "split", "mode", "videos", "subtitles", "num_frames")
+_OF_TASKS = ("data", "split", "mode", "videos", "subtitles", "num_frames", "allow_outside")
 
 
 def add_eval(parser: ArgumentParser) -> None:
@@ -112,6 +112,13 @@ def add_eval(parser: ArgumentParser) -> None:
         action="store_true",
         default=None,
         help="of video-mme: with what is said at the chosen frames",
+    )
+    add(
+        "--allow-outside",
+        action="store_true",
+        default=None,
+        help="of data sets: also read what they name by a URL, or by a path or link that leaves "
+        "the folder of DATA or --videos",
     )
     add("--num-frames", type=int, metavar="N", help="of video-mme: frames of a video (default: 32)")
     add(
@@ -339,7 +346,7 @@ def _down_to_the_floor(vlm: VLM, recipes: list[Recipe]) -> list[Recipe]:
     All budgets below the floor of a method inside the language model give the same tokens; the
     first of them is run. (What merges in the tower may go lower on some pictures than on others.)
     """
-    from .runner import with_budget
+    from .axes import with_budget
 
     left: list[Recipe] = []
     at_floor: dict[Recipe, Recipe] = {}
@@ -368,7 +375,7 @@ def planned(
     RecipeError
         For a recipe that cannot be read, or with a budget or a share and nothing that takes one.
     """
-    from .runner import shrinks_cache, takes_budget, with_budget, with_field, with_share
+    from .axes import shrinks_cache, takes_budget, with_budget, with_field, with_share
 
     recipes: list[Recipe] = []
     for word in words:
@@ -399,7 +406,7 @@ def planned(
 
 
 def _every_method(at_shares: list[float]) -> list[Recipe]:
-    from .runner import shrinks_cache
+    from .axes import shrinks_cache
 
     recipes = [Recipe((stage_class(name)(),)) for name in sorted(stage_names())]
     if not at_shares:
@@ -408,7 +415,7 @@ def _every_method(at_shares: list[float]) -> list[Recipe]:
 
 
 def _every_cache_method(at_shares: list[float]) -> list[Recipe]:
-    from .runner import shrinks_cache
+    from .axes import shrinks_cache
 
     return [recipe for recipe in _every_method(at_shares) if shrinks_cache(recipe)]
 
@@ -425,7 +432,7 @@ def measured(recipe: Recipe) -> list[Recipe]:
     choose. A method whose first parameter is its bits has no share; it is run at 4 and at 2.
     Everything else is at its default, and so is a method that is asked for by name.
     """
-    from .runner import with_field
+    from .axes import with_field
 
     (stage,) = recipe
     if stage.lead == "bits":

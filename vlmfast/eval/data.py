@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .._media.sources import is_url, short, shown
 from ..errors import MediaError, VLMFastError
 
 if TYPE_CHECKING:
@@ -79,10 +80,7 @@ class Rows:
         Every recipe sees every picture again, and reading a stream anew may mean to fetch it anew.
         """
         pictures = {key: row[key] for key in self.pictures if row.get(key) is not None}
-        size = sum(
-            len((p.get("bytes") or b"") if isinstance(p, dict) else p.tobytes())
-            for p in pictures.values()
-        )
+        size = sum(map(_stored_bytes, pictures.values()))
         if pictures and size <= self._room:
             self._room -= size
             self._kept[number] = pictures
@@ -129,6 +127,13 @@ class Rows:
 
     def _readable(self) -> Any:
         return _Readable(str(self.source))
+
+
+def _stored_bytes(value: Any) -> int:
+    """Bytes of an image as a row has it; paths and URLs count as what they are."""
+    if isinstance(value, dict):
+        value = value.get("bytes") or b""
+    return len(value) if isinstance(value, str | bytes) else len(value.tobytes())
 
 
 class _Readable:
@@ -183,13 +188,25 @@ def check_ids(ids: Sequence[str], source: str | Path) -> None:
         seen.add(one)
 
 
-def picture(row: dict[str, Any], name: str) -> Image.Image:
-    """The picture in a column, RGB.
+def picture(
+    row: dict[str, Any], name: str, data: str | Path = ".", allow_outside: bool = False
+) -> Image.Image:
+    """The image in a column, RGB.
+
+    Parameters
+    ----------
+    row : dict
+        Its value is an image's bytes, a path, or a URL.
+    name : str
+    data : str or Path
+        Where the rows come from: paths are relative to its folder, and lie in it.
+    allow_outside : bool
+        Whether other paths and URLs are read too.
 
     Raises
     ------
     MediaError
-        When the column is empty or the picture damaged.
+        When the column is empty, names a place outside of the folder, or the image is damaged.
     """
     from ..media import load_image
 
@@ -198,7 +215,39 @@ def picture(row: dict[str, Any], name: str) -> Image.Image:
         value = value.get("bytes") or value.get("path")
     if value is None:
         raise MediaError(f"{name} is empty")
+    if isinstance(value, str) and value[:5].lower() != "data:":
+        if is_url(value):
+            if not allow_outside:
+                raise MediaError(f"{name} is the URL {shown(value)}; {_ALLOW}")
+            return load_image(value)
+        path = Path(data)
+        folder = path if path.is_dir() else path.parent if path.is_file() else None
+        return load_image(within(folder, value, name, allow_outside))
     return load_image(value)
+
+
+_ALLOW = "--allow-outside reads it (allow_outside=True)"
+
+
+def within(
+    folder: str | Path | None, path: str | Path, name: str, allow_outside: bool = False
+) -> Path:
+    """A path that data names, relative to their folder, and in it once links are followed.
+
+    Raises
+    ------
+    MediaError
+        When it lies elsewhere; ``name`` says what it is. Everything lies outside of no folder.
+    """
+    found = Path(path) if folder is None else Path(folder, path)
+    try:
+        inside = folder is not None and found.resolve().is_relative_to(Path(folder).resolve())
+    except (OSError, ValueError, RuntimeError) as error:  # a null character, a circle of links
+        raise MediaError(f"{name}: {short(str(path))} is not a path") from error
+    if not inside and not allow_outside:
+        where = "in the data" if folder is None else f"in {folder}"
+        raise MediaError(f"{name} is {short(str(path))}, which is not {where}; {_ALLOW}")
+    return found
 
 
 # --- videos --------------------------------------------------------------------------------------

@@ -38,11 +38,14 @@ class MMMU:
         The answers of ``test`` are hidden: its runs have no score, and a ``submission.json``.
     mode : {"official", "lmms-eval", "vlmevalkit"}
         Whose prompts, parser and score.
+    allow_outside : bool
+        Also read images that the rows name by a URL, or by a path outside of `data`'s folder.
     """
 
     data: str | Path = "MMMU/MMMU"
     split: str = "validation"
     mode: str = "official"
+    allow_outside: bool = False
     _rows: Rows = field(init=False, repr=False)
 
     version: ClassVar[str] = "1"
@@ -104,7 +107,7 @@ class MMMU:
         """The pictures that the prompt names."""
         row, names = self._rows.row(doc.seed), named_pictures(doc.question)
         try:
-            pictures = [picture(row, name) for name in names]
+            pictures = [picture(row, name, self.data, self.allow_outside) for name in names]
         except MediaError as error:
             raise MediaError(f"{doc.doc_id}: {error}") from error
         return {"images": [grey(p) for p in pictures] if control else pictures}

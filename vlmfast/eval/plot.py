@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import VLMFastError
+from ..files import replacing
 from ..recipe import Recipe
 from .summary import BASELINES, Row, reduces, rereads, shrinks
 
@@ -149,7 +150,8 @@ def plot(rows: list[Row], file: Path, axis: str = "kept") -> None:
         named |= here
     if len(groups) == 1:
         figure.legend(named.values(), named, loc="outside right center", frameon=False, fontsize=8)
-    figure.savefig(file)
+    with replacing(file) as target:
+        figure.savefig(target, format=file.suffix.removeprefix("."))
 
 
 def _names(methods: list[str]) -> dict[str, str]:

@@ -32,10 +32,13 @@ class POPE:
         A parquet file, a folder of them, or a hub id.
     mode : {"official", "lmms-eval", "vlmevalkit"}
         Whose prompts, parser and score.
+    allow_outside : bool
+        Also read images that the rows name by a URL, or by a path outside of `data`'s folder.
     """
 
     data: str | Path = "lmms-lab/POPE"
     mode: str = "official"
+    allow_outside: bool = False
     _rows: Rows = field(init=False, repr=False)
 
     name: ClassVar[str] = "pope"
@@ -80,7 +83,7 @@ class POPE:
 
     def media(self, doc: Doc, control: str | None = None) -> dict[str, Any]:
         try:
-            image = picture(self._rows.row(doc.seed), "image")
+            image = picture(self._rows.row(doc.seed), "image", self.data, self.allow_outside)
         except MediaError as error:
             raise MediaError(f"{doc.doc_id}: {error}") from error
         return {"images": grey(image) if control else image}

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import VLMFastError
+from ..files import make_folder, replace_text
 from ..recipe import Recipe
-from .results import META, Results, check_same, read, writable, write_json
-from .runner import share_of
+from .axes import share_of
+from .results import META, Results, check_same, read, write_json
 from .scores import Interval
 from .summary import (
     CACHE_BASELINES,
@@ -106,14 +107,13 @@ def write_report(folder: Path, out: Path) -> tuple[str, list[Path]]:
         numbers[task] = {"recipes": recipes, "warnings": notes}
     title = f"# Accuracy against {' and '.join(dict.fromkeys(axes))}\n"
     text = "\n".join([title, *parts])
-    with writable(out):
-        out.mkdir(parents=True, exist_ok=True)
-        files.append(out / "report.md")
-        files[0].write_text(text, encoding="utf-8")
-        write_json(out / "report.json", {"tasks": numbers})
-        for rows, image, axis in plots:  # last: they need matplotlib
-            plot(rows, image, axis)
-            files.append(image)
+    make_folder(out)
+    files.append(out / "report.md")
+    replace_text(files[0], text)
+    write_json(out / "report.json", {"tasks": numbers})
+    for rows, image, axis in plots:  # last: they need matplotlib
+        plot(rows, image, axis)
+        files.append(image)
     return text, [*files, out / "report.json"]
 
 
@@ -135,9 +135,8 @@ def write_difference(before: Path, after: Path, out: Path) -> tuple[str, list[Pa
             if alone:
                 parts.append(f"Only in {folder}: {', '.join(alone)}.\n")
     text, file = "\n".join(parts), out / "difference.md"
-    with writable(out):
-        out.mkdir(parents=True, exist_ok=True)
-        file.write_text(text, encoding="utf-8")
+    make_folder(out)
+    replace_text(file, text)
     return text, [file]
 
 

@@ -7,18 +7,19 @@ their own, so that ``samples.jsonl`` is the same, byte for byte, whenever and wh
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import re
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ..errors import VLMFastError
+from ..files import make_folder, replace_text
 
 SCHEMA = 1
 SAMPLES, TIMINGS, META, RESULTS = "samples.jsonl", "timings.jsonl", "meta.json", "results.json"
@@ -253,32 +254,25 @@ class Writer:
         self._synced = time.monotonic()
 
     def _close(self) -> None:
-        self._samples.close()
-        self._timings.close()
+        """Close both files. What a full disk did not take is dropped: it has been reported."""
+        for file in (self._samples, self._timings):
+            with contextlib.suppress(OSError):
+                file.close()
 
 
-@contextmanager
+@contextlib.contextmanager
 def writable(path: Path) -> Iterator[None]:
     """Turn the operating system's refusals into one clear error."""
     try:
         yield
     except OSError as error:
-        raise VLMFastError(f"cannot write {path}: {error.strerror or error}") from error
+        raise VLMFastError(f"{path} cannot be written: {error.strerror or error}") from error
 
 
 def write_json(path: Path, value: Any) -> None:
     """Replace a file in one step: a reader sees the old one or the new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with open(part, "w", encoding="utf-8") as file:
-            json.dump(value, file, indent=1, ensure_ascii=False)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
+    make_folder(path.parent)
+    replace_text(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
 
 
 def _line(value: dict[str, Any]) -> bytes:
@@ -325,7 +319,7 @@ def _by_doc(lines: list[dict]) -> dict[str, dict]:
     return {line["doc_id"]: line for line in lines}
 
 
-@contextmanager
+@contextlib.contextmanager
 def _folder_lock(path: Path) -> Iterator[None]:
     """One process at a time; the others wait."""
     try:

@@ -7,7 +7,7 @@ import json
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,9 @@ import torch
 from ..env import environment
 from ..errors import VLMFastError
 from ..recipe import Recipe
-from ..stages import Stage
+from .axes import method_of
 from .results import META, RESULTS, SCHEMA, Results, Writer, read, slug, writable, write_json
+from .summary import as_lmms_eval
 from .tasks import HIDDEN, Doc, Task, find_task
 
 # What a sample says of its cost; no times, which are never the same twice.
@@ -155,8 +156,6 @@ def finished(task: Task, path: Path, limit: int | None, seed: int) -> Results:
     ``results.json`` has lmms-eval's field names, so that its tools can read it; of a split whose
     answers are hidden there is a ``submission.json``.
     """
-    from .summary import as_lmms_eval
-
     run = read(path).only({doc.doc_id for doc in task.docs(limit, seed)})
     with writable(path):
         write_json(path / RESULTS, as_lmms_eval(run))
@@ -342,62 +341,6 @@ def prompt_hash(vlm: Any, question: str, media: dict[str, Any], generation: dict
         prompt = question
     text = json.dumps([prompt, generation], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def method_of(recipe: Recipe) -> tuple[str, float | None]:
-    """What makes a curve: the recipe without its shares, and the budget it was put at."""
-    plain, budgets = [], []
-    for stage in recipe:
-        budgets.append(getattr(stage, "budget", None))
-        shares = {
-            f.name: f.default
-            for f in fields(stage)
-            if f.name in ("budget", stage.lead) and f.default is not MISSING
-        }
-        plain.append(str(replace(stage, **shares)))
-    given = {b for b in budgets if b is not None}
-    return "+".join(plain) or "none", given.pop() if len(given) == 1 else None
-
-
-def takes_budget(recipe: Recipe) -> bool:
-    """Whether any stage of a recipe can be put at a budget."""
-    return any(_has(stage, "budget") for stage in recipe)
-
-
-def with_budget(recipe: Recipe, budget: float | None) -> Recipe:
-    """The recipe with all its reducers at ``budget``."""
-    return with_field(recipe, "budget", budget)
-
-
-def shrinks_cache(stages: Stage | Recipe) -> bool:
-    """Whether a stage, or any stage of a recipe, is there to make the cache smaller.
-
-    Not so reducers, which are judged by the visual tokens that they keep, even where one of their
-    parts works on the cache.
-    """
-    if isinstance(stages, Stage):
-        return any(p.protocol == "cache" for p in stages.expand()) and not _has(stages, "budget")
-    return any(shrinks_cache(stage) for stage in stages)
-
-
-def share_of(recipe: Recipe) -> float | None:
-    """The share of the cache that a recipe is put at."""
-    shares = {stage.share for stage in recipe if _has(stage, "share")}
-    return shares.pop() if len(shares) == 1 else None
-
-
-def with_share(recipe: Recipe, share: float) -> Recipe:
-    """The recipe with all its cache methods at ``share``, as far as they have one."""
-    return with_field(recipe, "share", share)
-
-
-def with_field(recipe: Recipe, name: str, value: Any) -> Recipe:
-    """The recipe with one parameter set in every stage that has it."""
-    return Recipe(tuple(replace(s, **{name: value}) if _has(s, name) else s for s in recipe))
-
-
-def _has(stage: Stage, name: str) -> bool:
-    return any(f.name == name for f in fields(stage))
 
 
 def weights_sha256(vlm: Any) -> str | None:

@@ -8,8 +8,8 @@ from statistics import fmean, median
 from typing import Any
 
 from ..recipe import Recipe
+from .axes import shrinks_cache
 from .results import Results
-from .runner import shrinks_cache
 from .scores import Interval, bootstrap, mcnemar, standard_errors, wilson
 from .tasks import metrics
 

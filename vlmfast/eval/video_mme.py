@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..errors import MediaError, VLMFastError
 from ..media import load_video
-from .data import Rows, check_ids, find_video, read_subtitles, spoken
+from .data import Rows, check_ids, find_video, read_subtitles, spoken, within
 from .scorers import check_mode
 from .scorers.video_mme import parse_choice
 from .tasks import Doc, check_choice, first_of_each, grey
@@ -45,6 +45,9 @@ class VideoMME:
         Frames of each video, spread evenly: with both ends, for vlmevalkit without.
     mode : {"official", "lmms-eval", "vlmevalkit"}
         Whose prompts, parser and score.
+    allow_outside : bool
+        Also read videos and subtitles that are links to places outside of their folder, or whose
+        ids name such a place.
     """
 
     data: str | Path = "lmms-lab/Video-MME"
@@ -52,6 +55,7 @@ class VideoMME:
     subtitles: bool = False
     num_frames: int = 32
     mode: str = "official"
+    allow_outside: bool = False
     _rows: Rows = field(init=False, repr=False)
     _told: bool = field(default=False, init=False, repr=False)
 
@@ -126,15 +130,24 @@ class VideoMME:
         path = find_video(self.videos, doc.picture)
         if path is None:
             raise MediaError(f"video {doc.picture} of {doc.doc_id} is not in {self.videos}")
+        path = self._own(path, doc, "video")
         video = load_video(path, select=self._frames)
         frames = [grey(f) for f in video.frames] if control else video.frames
         said = None
         if self.subtitles:
             file = Path(self.videos, "subtitle", f"{doc.picture}.srt")
             if file.is_file():
+                file = self._own(file, doc, "subtitles")
                 said = spoken(read_subtitles(file), video.indices, video.info, self.mode)
         question = prompt(doc.question, doc.options, self.mode, self.subtitles, said)
         return {"video": frames, "num_frames": len(frames), "question": question}
+
+    def _own(self, path: Path, doc: Doc, what: str) -> Path:
+        """A file of the folder, which links must not leave."""
+        path = path.absolute()
+        return within(
+            Path(self.videos).absolute(), path, f"{doc.doc_id}: its {what}", self.allow_outside
+        )
 
     def _frames(self, info: VideoInfo) -> list[int]:
         import numpy as np

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
-import os
 import signal
 import sys
 import time
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import VLMFastError
+from ...files import replacing
 from . import data
 from .parallel import Group, join, launch
 from .schedule import SEEDS_PER_STEP, Plan, plan
@@ -144,9 +144,8 @@ class Trainer:
             "seed": self.args.seed,
             "optimizer": self.optimizer.state_dict(),
         }
-        draft = self.checkpoint.with_suffix(".tmp")
-        torch.save(state, draft)
-        os.replace(draft, self.checkpoint)
+        with replacing(self.checkpoint) as file:
+            torch.save(state, file)
         export_state(self.optimizer.ema, self.tokenizer, self.out / "model")
         self.saved_at = self.elapsed
 

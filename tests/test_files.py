@@ -1,0 +1,198 @@
+"""Full disks and places that cannot be written: one clear error, and the older file stays."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+import eval_fakes as fakes
+import vlmfast
+from vlmfast import Recipe, VLMFastError
+from vlmfast.checkpoints import save_weights
+from vlmfast.eval.report import write_difference, write_report
+from vlmfast.eval.results import write_json
+from vlmfast.eval.runner import evaluate
+from vlmfast.files import make_folder, replace_bytes, replace_text, replacing
+
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def torch_save(path: Path, value: int) -> None:
+    with replacing(path) as file:
+        torch.save({"value": torch.full((1 << 12,), value)}, file)
+
+
+WRITERS: dict[str, Callable[[Path, int], None]] = {
+    "text": lambda path, value: replace_text(path, f"{value}" * 5000),
+    "bytes": lambda path, value: replace_bytes(path, [b"%d" % value] * 5000),
+    "json": lambda path, value: write_json(path, [value] * 5000),
+    "recipe": lambda path, value: Recipe.parse(f"hired:0.{value}").save(path),
+    "checkpoint": torch_save,
+}
+EVERY = pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
+
+
+def refused(call: Callable[[], object], path: Path, reason: str) -> None:
+    with pytest.raises(VLMFastError) as caught:
+        call()
+    assert str(caught.value) == f"{path} cannot be written: {reason}"
+
+
+@EVERY
+def test_a_file_is_replaced_whole(tmp_path: Path, write) -> None:
+    path = tmp_path / "file"
+    write(path, 1)
+    first = path.read_bytes()
+    write(path, 2)
+    assert path.read_bytes() != first and len(first) > 10
+    write(path, 1)
+    assert path.read_bytes() == first and list(tmp_path.iterdir()) == [path]
+
+
+@EVERY
+@pytest.mark.parametrize("step", ["fsync", "replace"])
+@pytest.mark.parametrize("error", [FULL, KeyboardInterrupt()], ids=["full disk", "interrupt"])
+def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch, write, step, error) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    for old in (False, True):
+        folder = tmp_path / str(old)
+        folder.mkdir()
+        path = folder / "file"
+        if old:
+            write(path, 1)
+        before = {file.name: file.read_bytes() for file in folder.iterdir()}
+        with monkeypatch.context() as patch:
+            patch.setattr(os, step, fail)
+            if error is FULL:
+                refused(partial(write, path, 2), path, "No space left on device")
+            else:
+                with pytest.raises(KeyboardInterrupt):
+                    write(path, 2)
+        assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no device that is full")
+@EVERY
+def test_a_disk_that_is_really_full(tmp_path: Path, write) -> None:
+    path = tmp_path / "file"
+    write(path, 1)
+    old = path.read_bytes()
+    (tmp_path / f".file.{os.getpid()}.tmp").symlink_to("/dev/full")
+    refused(lambda: write(path, 2), path, "No space left on device")
+    assert path.read_bytes() == old and list(tmp_path.iterdir()) == [path]
+
+
+@EVERY
+def test_places_that_cannot_be_written(tmp_path: Path, write) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    refused(lambda: write(folder, 1), folder, "Is a directory")
+    (tmp_path / "file").touch()
+    with pytest.raises(VLMFastError, match=r"file.* cannot be written: (Not a dir|File exists)"):
+        write(tmp_path / "file" / "x", 1)
+    assert {file.name for file in tmp_path.iterdir()} == {"file", "folder"}
+
+
+def test_errors_of_what_is_written_are_left_alone(tmp_path: Path) -> None:
+    for error in (RuntimeError("own"), ValueError("own")):
+        with pytest.raises(type(error), match="own"), replacing(tmp_path / "file"):
+            raise error
+    assert not list(tmp_path.iterdir())
+
+
+def test_folders(tmp_path: Path) -> None:
+    make_folder(tmp_path / "a" / "b")
+    make_folder(tmp_path / "a" / "b")
+    (tmp_path / "file").touch()
+    refused(lambda: make_folder(tmp_path / "file"), tmp_path / "file", "File exists")
+
+
+def test_weights_of_a_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def save(value: float) -> None:
+        module = torch.nn.Linear(2, 2)
+        torch.nn.init.constant_(module.weight, value)
+        save_weights(tmp_path / "weights", "atp", module, {}, [0.0], {"value": value})
+
+    save(1.0)
+    before = {file.name: file.read_bytes() for file in (tmp_path / "weights").iterdir()}
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(FULL))
+        with pytest.raises(VLMFastError, match="cannot be written: No space left on device"):
+            save(2.0)
+    assert {f.name: f.read_bytes() for f in (tmp_path / "weights").iterdir()} == before
+    save(2.0)
+    assert (tmp_path / "weights" / "stage.json").read_bytes() != before["stage.json"]
+
+
+@pytest.mark.parametrize("what", ["report", "difference"])
+def test_reports_and_plots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    for recipe, accuracy, budget in (("none", 0.9, 1.0), ("random:budget=0.5", 0.4, 0.5)):
+        fakes.write_results(tmp_path / "in", recipe, accuracy, budget, limit=2)
+    out, place = tmp_path / "out", tmp_path / "in"
+    report = lambda: (  # noqa: E731
+        write_report(place, out) if what == "report" else write_difference(place, place, out)
+    )
+    report()
+    before = {file.name: file.read_bytes() for file in out.iterdir()}
+    for failing in before:  # each of the files in turn
+        real = os.replace
+
+        def replace(draft, path, failing=failing, real=real) -> None:
+            if Path(path).name == failing:
+                raise FULL
+            real(draft, path)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "replace", replace)
+            refused(report, out / failing, "No space left on device")
+        assert set(before) == {file.name for file in out.iterdir()}
+        assert all((out / name).stat().st_size for name in before)
+
+
+LIMITED = """
+    import resource, signal, sys
+    from pathlib import Path
+    import eval_fakes as fakes
+    from vlmfast.errors import VLMFastError
+    from vlmfast.eval.runner import evaluate
+
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), resource.RLIM_INFINITY))
+    try:
+        evaluate(fakes.FakeVLM(), "shapes", out=Path(sys.argv[1]), limit=1)
+    except VLMFastError as error:
+        print(error)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the limit on the size of a file is Linux's")
+def test_an_evaluation_on_a_full_disk_goes_on_later(tmp_path: Path) -> None:
+    root = Path(vlmfast.__file__).parents[1]
+    environment = os.environ | {"PYTHONPATH": f"{root}{os.pathsep}{root / 'tests'}"}
+    code = textwrap.dedent(LIMITED)
+    for limit in (100, 2000):  # full at once, and in the middle of the answers
+        done = subprocess.run(
+            [sys.executable, "-c", code, str(tmp_path / "out"), str(limit)],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.endswith("cannot be written: File too large\n")
+        assert done.stdout.count("\n") == 1 and str(tmp_path / "out") in done.stdout
+    run = evaluate(fakes.FakeVLM(), "shapes", out=tmp_path / "out", limit=1)
+    whole = evaluate(fakes.FakeVLM(), "shapes", out=tmp_path / "whole", limit=1)
+    samples = "samples.jsonl"
+    assert (run.path / samples).read_bytes() == (whole.path / samples).read_bytes() != b""

@@ -1,0 +1,189 @@
+"""Damaged and forged files: read, or refused in one line that names them; nothing else happens."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import struct
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+import damaged_media as dm
+import media_fixtures as fx
+import vlmfast
+from vlmfast._media import containers, decoders
+from vlmfast.errors import MediaError
+from vlmfast.media import load_image, load_video, probe_video
+
+pytest.importorskip("av")
+
+DECORD = pytest.mark.skipif(
+    importlib.util.find_spec("decord") is None, reason="decord has no wheel for this platform"
+)
+BOTH = pytest.mark.parametrize("decoder", [pytest.param("decord", marks=DECORD), "av"])
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    return dm.videos(tmp_path_factory.mktemp("whole"))
+
+
+def outcome(loader, data: bytes, **options) -> str:
+    """Whether it was read or refused; anything else is raised."""
+    try:
+        loader(data, **options)
+    except MediaError as error:
+        message = str(error)
+        assert "\n" not in message
+        assert message.startswith(f"bytes ({len(data)})")  # the source
+        return "refused"
+    return "read"
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # Pillow's, of broken metadata
+@pytest.mark.parametrize(
+    "seeds", [range(25), pytest.param(range(25, 1000), marks=pytest.mark.slow)], ids=["few", "many"]
+)
+def test_damaged_images(seeds: range) -> None:
+    seen = Counter()
+    for name, data in dm.images().items():
+        assert outcome(load_image, data) == "read"
+        for seed in seeds:
+            seen[outcome(load_image, dm.damaged(data, f"{name} {seed}"))] += 1
+    assert min(seen["read"], seen["refused"]) > len(seeds)  # both happen
+
+
+@pytest.mark.parametrize(
+    "seeds", [range(25), pytest.param(range(25, 1000), marks=pytest.mark.slow)], ids=["few", "many"]
+)
+def test_damaged_videos(whole: dict[str, bytes], seeds: range) -> None:
+    seen = Counter()
+    for name, data in whole.items():
+        assert outcome(load_video, data, decoder="av") == "read"
+        for seed in seeds:
+            bad = dm.damaged(data, f"{name} {seed}")
+            seen[outcome(load_video, bad, num_frames=4, decoder="av")] += 1
+    assert min(seen["read"], seen["refused"]) > len(seeds)
+
+
+@DECORD
+@pytest.mark.parametrize(
+    "cases",
+    [(0, 150), pytest.param((150, 3000), marks=pytest.mark.slow)],
+    ids=["few", "many"],
+)
+def test_damaged_videos_do_not_end_the_process(cases: tuple[int, int]) -> None:
+    script, root = Path(dm.__file__), str(Path(vlmfast.__file__).parents[1])
+    done = subprocess.run(
+        [sys.executable, str(script), *map(str, cases)],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([root, str(script.parent)])},
+        capture_output=True,
+        timeout=1200,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    read, refused = map(int, done.stdout.split())
+    assert read + refused == cases[1] - cases[0] and min(read, refused) > 10
+
+
+def patched(data: bytes, box: bytes, at: int, value: bytes) -> bytes:
+    """``value`` in the payload of the first ``box`` of an MP4."""
+    start = data.index(box) + 4 + at
+    return data[:start] + value + data[start + len(value) :]
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("name", "box", "at", "value"),
+    [
+        ("front.mp4", b"stsz", 8, b"\xff\xff\xff\xff"),  # how many frames there are
+        ("front.mp4", b"stsz", 12, b"\x00\xff\xff\xff"),  # how long the first is
+        ("front.mp4", b"stco", 8, b"\x00\xff\xff\xff"),  # where it lies
+        ("front.mp4", b"stsc", 8, b"\x00\x00\x00\x00"),  # chunks are counted from 1
+        ("front.mp4", b"stsc", 12, b"\x00\x00\x00\x00"),  # chunks of no frames
+        ("fragments.mp4", b"trun", 4, b"\x00\xff\xff\xff"),
+        ("fragments.mp4", b"trun", 8, b"\x0f\xff\xff\xff"),
+        ("fragments.mp4", b"trun", 16, b"\x0f\xff\xff\xff"),
+    ],
+)
+def test_an_index_that_points_outside_the_file(whole, decoder, name, box, at, value) -> None:
+    bad = patched(whole[name], box, at, value)
+    assert bad != whole[name]
+    with pytest.raises(MediaError, match="is damaged: its index points outside the file"):
+        load_video(bad, decoder=decoder)
+    assert outcome(load_video, whole[name], decoder=decoder) == "read"
+
+
+@DECORD
+def test_lengths_that_decord_would_reserve_memory_for(whole) -> None:
+    at = whole["video.mkv"].index(b"\x44\x89\x88") + 3
+    long = bytearray(whole["video.mkv"])
+    long[at : at + 8] = struct.pack(">d", 1e13)
+    late = patched(whole["fragments.mp4"], b"tfdt", 6, b"\xff")
+    many = patched(whole["front.mp4"], b"stts", 8, b"\x9d")
+    for bad in (bytes(long), late, many):
+        with pytest.raises(MediaError, match="; use PyAV"):
+            load_video(bad, decoder="decord")
+    assert load_video(bytes(long), decoder="av").info.duration_s == 1.0
+
+
+def test_stated_lengths(whole, tmp_path) -> None:
+    for name, container, seconds in (
+        ("video.mkv", "Matroska", 1.0),
+        ("front.mp4", "MP4", 1.0),
+        ("fragments.mp4", "MP4", 0.0),
+        ("video.avi", "AVI", 0.0),
+    ):
+        (tmp_path / name).write_bytes(whole[name])
+        with open(tmp_path / name, "rb") as file:
+            assert containers.stated_seconds(file, container) == seconds
+
+
+def test_a_stream_that_no_decoder_reads(whole) -> None:
+    bad = whole["front.mp4"].replace(b"avc1", b"xyz1")
+    for call in (load_video, probe_video):
+        with pytest.raises(MediaError, match="a video stream that no decoder here reads"):
+            call(bad, decoder="av")
+
+
+@BOTH
+def test_frames_that_are_too_large(whole, monkeypatch, decoder) -> None:
+    monkeypatch.setattr(decoders, "MAX_PIXELS", 32 * 48)
+    assert outcome(load_video, whole["front.mp4"], decoder=decoder) == "read"
+    monkeypatch.setattr(decoders, "MAX_PIXELS", 32 * 48 - 1)
+    with pytest.raises(MediaError, match=r"frames of 48x32, the limit is 1535 pixels"):
+        load_video(whole["front.mp4"], decoder=decoder)
+
+
+def test_frames_that_are_larger_than_the_header_says(whole, monkeypatch) -> None:
+    """FFmpeg itself is told the limit: a frame may be larger than its stream claims."""
+    monkeypatch.setattr(decoders, "MAX_PIXELS", 32 * 24 - 1)
+    monkeypatch.setattr(decoders.AvReader, "_check_size", lambda *size: None)
+    with pytest.raises(MediaError, match=r"cannot be decoded: .*max_pixels"):
+        load_video(whole["front.mp4"], decoder="av")
+
+
+@pytest.mark.parametrize("step", ["demux", "decode"])
+def test_whatever_a_decoder_raises_is_one_error(whole, monkeypatch, step) -> None:
+    class Broken(decoders.AvReader):
+        def _packets(self):
+            if step == "demux":
+                raise KeyError("two\nlines")
+            return super()._packets()
+
+        def _image(self, frame):
+            raise ZeroDivisionError("in the converter")
+
+    monkeypatch.setattr(decoders, "AvReader", Broken)
+    with pytest.raises(MediaError, match=r"^bytes \(\d+\): cannot be decoded: ") as caught:
+        load_video(whole["front.mp4"], decoder="av")
+    assert "\n" not in str(caught.value)
+
+
+def test_images_of_one_side_of_enormous_size() -> None:
+    bomb = fx.png_header(2**31 - 1, 2**31 - 1)
+    with pytest.raises(MediaError, match="is too large: 2147483647x2147483647"):
+        load_image(bomb)

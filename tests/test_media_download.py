@@ -1,0 +1,146 @@
+"""Downloads: one deadline, one bound, HTTP alone, and no secret in a message."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from urllib.parse import quote
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import media_fixtures as fx
+from vlmfast._media import download, sources
+from vlmfast._media.sources import shown
+from vlmfast.errors import MediaError
+from vlmfast.media import load_image, load_images, load_video
+
+IMAGE = fx.picture()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("no_proxy", "127.0.0.1")
+        with fx.web_server(fx.encoded(Image.fromarray(IMAGE), "PNG")) as address:
+            yield address
+
+
+def refused(url: str, *parts: str, loader=load_image, **options) -> str:
+    with pytest.raises(MediaError) as caught:
+        loader(url, **options)
+    message = str(caught.value)
+    assert "\n" not in message
+    for part in parts:
+        assert part in message
+    return message
+
+
+@pytest.mark.parametrize("path", ["/slow-headers", "/trickle"])
+def test_the_deadline_covers_headers_and_body(server: str, path: str) -> None:
+    """Each byte comes well within the time; all of them do not."""
+    start = time.monotonic()
+    refused(server + path, path, "took over 0.3 s", timeout_s=0.3)
+    assert time.monotonic() - start < 1.5  # the servers would go on for two and for thirty seconds
+
+
+def test_the_deadline_covers_redirects(server: str) -> None:
+    url = f"{server}/to?{quote(server + '/slow-headers')}"
+    refused(url, "/to", "took over 0.3 s", timeout_s=0.3)
+
+
+def test_redirects_are_followed(server: str) -> None:
+    absolute, relative = f"{server}/to?{quote(server + '/moved')}", f"{server}/to?/picture"
+    for url in (absolute, relative):
+        assert np.array_equal(np.asarray(load_image(url)), IMAGE)
+
+
+@pytest.mark.parametrize(
+    ("place", "scheme"),
+    [
+        ("ftp://127.0.0.1/picture.png", "ftp:"),
+        ("file:///etc/hostname", "file:"),
+        ("data:image/png;base64,AAAA", "data:"),
+        ("gopher://127.0.0.1/", "gopher:"),
+    ],
+)
+def test_redirects_to_anything_but_http_are_refused(server: str, place: str, scheme: str) -> None:
+    refused(
+        f"{server}/to?{quote(place)}", f"redirected to {scheme}, and only http and https", "/to: "
+    )
+
+
+def test_redirects_in_a_circle_end(server: str) -> None:
+    # Unquoted again at each turn, so that the place must be quoted once for each.
+    url = f"{server}/moved"
+    for _ in range(12):
+        url = f"{server}/to?{quote(url)}"
+    refused(url, "more than 10 redirects")
+
+
+def test_a_body_without_an_end(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "MAX_DOWNLOAD_BYTES", 1 << 20)
+    refused(f"{server}/endless", "/endless", "too large to download: more than 1 MiB")
+
+
+def test_answers_that_are_no_http(server: str) -> None:
+    assert "secret" not in refused(f"{server}/garbage", "the server's answer cannot be read")
+
+
+SECRETS = [
+    "http://user:sesame@127.0.0.1:9/a.png",
+    "http://user:ses@me@127.0.0.1:9/a.png",
+    "http://user:sesame/@127.0.0.1:9/a.png",
+    "http://user:sesame?@127.0.0.1:9/a.png",
+    "http://user:sesame#@127.0.0.1:9/a.png",
+    "http://sesame@127.0.0.1:9/a.png",
+    "http://127.0.0.1:sesame/a.png?user@host",
+    "http://127.0.0.1:9/a.png?key=sesame",
+    "http://127.0.0.1:9/a.png?key=sesame\nmore",
+    "http://127.0.0.1:9/a.png#sesame",
+    "HTTPS://user:sesame@127.0.0.1:9/a.png?key=sesame",
+    "http://[::1:sesame@host/",
+]
+
+
+@pytest.mark.parametrize("loader", [load_image, load_images, load_video])
+@pytest.mark.parametrize("url", SECRETS)
+def test_no_secret_is_printed(url: str, loader) -> None:
+    message = refused(url, loader=loader)
+    assert not any(word in message for word in ("sesame", "ses@me", "ses", "user:"))
+    if "127.0.0.1:9/a.png" in url:
+        assert "127.0.0.1:9/a.png: " in message  # what it is about can still be told
+
+
+def test_no_secret_of_a_redirect_is_printed(server: str) -> None:
+    for place in (
+        "http://user:sesame@127.0.0.1/",
+        "http://127.0.0.1:9/?key=sesame",
+        "ftp://sesame",
+    ):
+        assert "sesame" not in refused(f"{server}/to?{quote(place)}", f"{server}/to: ")
+
+
+def test_a_password_is_refused_and_not_sent() -> None:
+    refused("http://user:sesame@127.0.0.1:9/a.png", "a user name or password is not supported")
+
+
+@pytest.mark.parametrize(
+    ("url", "name"),
+    [
+        ("http://a.org/b/c.png", "http://a.org/b/c.png"),
+        ("http://a.org:80/@b/c.png", "http://a.org:80/@b/c.png"),
+        ("http://[::1]:80/@b", "http://[::1]:80/@b"),
+        ("http://a.org?mail=a@b.org", "http://a.org"),
+        ("https://me:pw@a.org/@b?x#y", "https://***@a.org/@b"),
+    ],
+)
+def test_names_in_messages(url: str, name: str) -> None:
+    assert shown(url) == name
+
+
+def test_reasons_are_the_operating_systems_own(server: str) -> None:
+    refused("http://127.0.0.1:9/a.png", "Connection refused")
+    refused(f"{server}/missing", "HTTP 404 Not Found")
+    assert download._MOST_MOVES == 10

@@ -1,0 +1,241 @@
+"""Forged session files: refused when they are loaded, or a session that answers; nothing else."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tiny_families import build_qwen2_5_vl
+from tiny_models import build_llava, picture
+from vlmfast import VLM, VLMFastError, snapshot
+
+ASK = {"max_new_tokens": 6}
+RECIPES = {
+    "none": None,
+    "hired": "hired:0.4",
+    "mustdrop": "mustdrop",
+    "snapkv": "snapkv:share=0.5,window=8",
+    "kivi": "kivi:group=8,residual=16",
+    "lookm": "lookm:0.7",
+    "zipcache": "zipcache:page=4",
+    "streamingllm": "streamingllm:0.4",
+    "h2o": "h2o:0.5",
+}
+OTHERS = [None, True, -1, 0, 1, 7, 10**12, 10**30, 0.5, "", "x", [], [3], {}, float("nan")]
+
+
+def saved(vlm: VLM, recipe: str | None, path: Path) -> tuple[dict, dict]:
+    with vlm.session(images=picture(), recipe=recipe) as session:
+        session.ask("what is here ?", **ASK)
+        session.save(path)
+    metadata, tensors = snapshot.read(path, "a session")
+    metadata.pop("digest")
+    return metadata, tensors
+
+
+@pytest.fixture(scope="module")
+def sessions(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[VLM, dict, dict]]:
+    path = tmp_path_factory.mktemp("sessions") / "a.session"
+    llava, qwen = VLM(*build_llava()), VLM(*build_qwen2_5_vl())
+    found = {name: (llava, *saved(llava, recipe, path)) for name, recipe in RECIPES.items()}
+    for name in ("none", "kivi", "lookm", "divprune"):
+        recipe = RECIPES.get(name, "divprune:0.4" if name == "divprune" else None)
+        found[f"qwen {name}"] = (qwen, *saved(qwen, recipe, path))
+    return found
+
+
+def places(value: Any, found: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+    """Every place of a nest of JSON: its container and its key."""
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    for key, of in items:
+        found.append((value, key))
+        if isinstance(of, dict | list):
+            places(of, found)
+    return found
+
+
+def forge_value(rng: random.Random, about: Any) -> str:
+    """Change, take away or add one value of the state."""
+    container, key = rng.choice(places(about, []))
+    how = rng.randrange(8)
+    if how == 0:
+        del container[key]
+        return "taken away"
+    if how == 1 and isinstance(container, list):
+        container.append(copy.deepcopy(container[key]))
+        return "twice"
+    if how == 1 and isinstance(container, dict):
+        container["more"] = 1
+        return "added"
+    if how == 2 and isinstance(container[key], int):
+        container[key] += rng.choice((-1, 1))
+        return "counted wrong"
+    if how == 3:
+        other, another = rng.choice(places(about, []))
+        container[key] = copy.deepcopy(other[another])
+        return "from elsewhere"
+    container[key] = rng.choice(OTHERS)
+    return "another"
+
+
+def forge_tensor(rng: random.Random, tensors: dict[str, torch.Tensor]) -> str:
+    """Change one tensor: its shape, type, length or a value of it."""
+    name = rng.choice(sorted(tensors))
+    of = tensors[name]
+    how = rng.randrange(7)
+    if how == 0:
+        del tensors[name]
+        return "missing"
+    if how == 1:
+        tensors[name] = of[..., None].contiguous()
+    elif how == 2:
+        tensors[name] = of.to(rng.choice((torch.float64, torch.int8, torch.bool, torch.int64)))
+    elif how == 3 and of.dim():
+        axis = rng.randrange(of.dim())
+        tensors[name] = of.narrow(axis, 0, max(of.shape[axis] - 1, 0)).contiguous()
+    elif how == 4 and of.dim():
+        tensors[name] = torch.cat([of, of], rng.randrange(of.dim()))
+    elif how == 5:
+        tensors[name] = tensors[rng.choice(sorted(tensors))].clone()
+    elif of.numel():
+        of = of.clone()
+        of.view(-1)[rng.randrange(of.numel())] = (
+            rng.choice((float("nan"), float("inf"), -1e30, 5.0))
+            if of.is_floating_point()
+            else rng.choice((-1, 0, 1, 100, 127))
+            if of.dtype in (torch.uint8, torch.int8, torch.bool)
+            else rng.choice((-(2**31), -1, 0, 5, 10**6, 2**31 - 1))
+        )
+        tensors[name] = of
+    return "tensor"
+
+
+def outcome(vlm: VLM, path: Path) -> str:
+    """Whether a file is refused when it is loaded, or answers like a session."""
+    try:
+        session = vlm.load_session(path)
+    except VLMFastError as error:
+        return "refused" if "\n" not in str(error) else "refused in several lines"
+    with session:
+        # Long enough for every method to work on its cache.
+        assert len(session.ask("is there more, and what ?", max_new_tokens=4).token_ids) > 0
+        assert session.bytes < 1 << 24
+        assert len(session.ask("all ?", restore=True, max_new_tokens=2).token_ids) > 0
+    return "answers"
+
+
+@pytest.mark.parametrize(
+    "seeds",
+    [range(150), pytest.param(range(150, 2150), marks=pytest.mark.slow)],
+    ids=["few", "many"],
+)
+def test_forged_sessions(sessions, tmp_path, seeds) -> None:
+    seen = Counter()
+    for seed in seeds:
+        rng = random.Random(f"forged {seed}")
+        name = sorted(sessions)[seed % len(sessions)]
+        vlm, metadata, tensors = sessions[name]
+        metadata, tensors = dict(metadata), dict(tensors)
+        if rng.random() < 0.5:
+            about = json.loads(metadata["session"])
+            forge_value(rng, about)
+            metadata["session"] = json.dumps(about)
+        else:
+            forge_tensor(rng, tensors)
+        path = tmp_path / "forged.session"
+        snapshot.write(path, metadata, tensors)
+        try:
+            seen[outcome(vlm, path)] += 1
+        except Exception as error:
+            error.add_note(f"{name}, seed {seed}")
+            raise
+    assert seen.keys() == {"refused", "answers"} and seen["refused"] > seen["answers"]
+
+
+def test_honest_sessions_are_read(sessions, tmp_path) -> None:
+    for vlm, metadata, tensors in sessions.values():
+        snapshot.write(tmp_path / "a", metadata, tensors)
+        assert outcome(vlm, tmp_path / "a") == "answers"
+
+
+def changed(state: Any, path: list, value: Any) -> Any:
+    """A packed state with another value at a path of keys; dicts are packed as pairs."""
+    at = state
+    for key in path[:-1]:
+        at = within(at)[key]
+    for name in ("dict", "fields"):
+        if name in at and name == "dict":
+            next(pair for pair in at["dict"] if pair[0] == path[-1])[1] = value
+        elif name in at:
+            at["fields"][path[-1]] = value
+    return state
+
+
+def within(value: Any) -> Any:
+    if isinstance(value, dict) and "dict" in value:
+        return dict(value["dict"])
+    return value["fields"] if isinstance(value, dict) and "fields" in value else value
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "reason"),
+    [
+        (["cache", "layers", 0, "held"], 10**6, "held is 1000000"),
+        (["cache", "layers", 0, "shift"], [10**9], "shift is"),
+        (["cache", "layers", 0, "stored"], [[3]], "stored is not of its segments"),
+        (["cache", "steps"], -1, "steps is -1"),
+        (["cache", "base"], 5, "base is not the length"),
+        (["cache", "track"], True, "track does not fit the recipe"),
+        (["cache", "logical"], [1], "logical is not"),
+        (["cache", "ids"], [10**9] * 30, "an id of the cache"),
+        (["pictures", "sizes"], [{"tuple": [10**6, 10**6]}], "is too large"),
+        (["pictures", "sizes"], [{"tuple": [64, 128]}], "id|geometry|features|tokens"),
+        (["pictures", "head"], "USER: <image><image>", "in another prompt"),
+        (["messages"], [{"dict": [["role", "user"]]}], "do not end with an answer"),
+        (["history"], 1, "history is neither"),
+    ],
+)
+def test_reasons(sessions, tmp_path, path, value, reason) -> None:
+    vlm, metadata, tensors = sessions["none"]
+    state = changed(json.loads(metadata["session"]), path, value)
+    snapshot.write(tmp_path / "a", {**metadata, "session": json.dumps(state)}, tensors)
+    with pytest.raises(VLMFastError, match=f"a cannot be used: .*({reason})"):
+        vlm.load_session(tmp_path / "a")
+
+
+def test_a_stated_capacity_does_not_reserve_memory(sessions, tmp_path) -> None:
+    vlm, metadata, tensors = sessions["none"]
+    honest = tmp_path / "honest"
+    snapshot.write(honest, metadata, tensors)
+    with vlm.load_session(honest) as session:
+        expected = session.ask("is there more ?", **ASK).token_ids
+    state = json.loads(metadata["session"])
+    changed(state, ["cache", "layers", 0, "capacity"], 10**12)
+    snapshot.write(tmp_path / "a", {**metadata, "session": json.dumps(state)}, tensors)
+    with vlm.load_session(tmp_path / "a") as session:
+        assert session.bytes < 1 << 22
+        assert session.ask("is there more ?", **ASK).token_ids == expected
+
+
+@pytest.mark.parametrize("key", ["kind", "version", "recipe", "model", "session"])
+@pytest.mark.parametrize("value", [None, "", "x", "[]", "{}", "1", "null", "[" * 100_000])
+def test_forged_metadata(sessions, tmp_path, key, value) -> None:
+    vlm, metadata, tensors = sessions["none"]
+    if metadata[key] == value:
+        pytest.skip("this is the honest one")
+    metadata = dict(metadata)
+    if value is None:
+        del metadata[key]
+    else:
+        metadata[key] = value
+    snapshot.write(tmp_path / "a", metadata, tensors)
+    with pytest.raises(VLMFastError) as caught:
+        vlm.load_session(tmp_path / "a")
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 1000

@@ -1,0 +1,65 @@
+"""Along what a recipe can be measured: its budget, its share of the cache, its other parameters."""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, fields, replace
+from typing import Any
+
+from ..recipe import Recipe
+from ..stages import Stage
+
+
+def method_of(recipe: Recipe) -> tuple[str, float | None]:
+    """What makes a curve: the recipe without its shares, and the budget it was put at."""
+    plain, budgets = [], []
+    for stage in recipe:
+        budgets.append(getattr(stage, "budget", None))
+        shares = {
+            f.name: f.default
+            for f in fields(stage)
+            if f.name in ("budget", stage.lead) and f.default is not MISSING
+        }
+        plain.append(str(replace(stage, **shares)))
+    given = {b for b in budgets if b is not None}
+    return "+".join(plain) or "none", given.pop() if len(given) == 1 else None
+
+
+def takes_budget(recipe: Recipe) -> bool:
+    """Whether any stage of a recipe can be put at a budget."""
+    return any(_has(stage, "budget") for stage in recipe)
+
+
+def with_budget(recipe: Recipe, budget: float | None) -> Recipe:
+    """The recipe with all its reducers at ``budget``."""
+    return with_field(recipe, "budget", budget)
+
+
+def shrinks_cache(stages: Stage | Recipe) -> bool:
+    """Whether a stage, or any stage of a recipe, is there to make the cache smaller.
+
+    Not so reducers, which are judged by the visual tokens that they keep, even where one of their
+    parts works on the cache.
+    """
+    if isinstance(stages, Stage):
+        return any(p.protocol == "cache" for p in stages.expand()) and not _has(stages, "budget")
+    return any(shrinks_cache(stage) for stage in stages)
+
+
+def share_of(recipe: Recipe) -> float | None:
+    """The share of the cache that a recipe is put at."""
+    shares = {stage.share for stage in recipe if _has(stage, "share")}
+    return shares.pop() if len(shares) == 1 else None
+
+
+def with_share(recipe: Recipe, share: float) -> Recipe:
+    """The recipe with all its cache methods at ``share``, as far as they have one."""
+    return with_field(recipe, "share", share)
+
+
+def with_field(recipe: Recipe, name: str, value: Any) -> Recipe:
+    """The recipe with one parameter set in every stage that has it."""
+    return Recipe(tuple(replace(s, **{name: value}) if _has(s, name) else s for s in recipe))
+
+
+def _has(stage: Stage, name: str) -> bool:
+    return any(f.name == name for f in fields(stage))
