@@ -789,13 +789,16 @@ def test_memory_falls_layer_by_layer(grouped):
 
     def held(recipe) -> list[int]:
         run, sizes = run_of(grouped, recipe, range(12)), []
+        cache = KVCache(grouped.adapter.depth)
         hooks = [
-            layer.register_forward_hook(lambda *args: sizes.append(run.cache.held_bytes()))
+            layer.register_forward_hook(lambda *args: sizes.append(cache.held_bytes()))
             for layer in grouped.adapter.decoder.layers
         ]
         try:
             with torch.no_grad(), switched(grouped.model):
-                run.start(4)
+                given = run.recipe, run.stats, run.trace
+                prompt = prepare(grouped.adapter, run.inputs, *given)
+                prefill(grouped.adapter, prompt, run.recipe, cache, run.stats, run.trace)
         finally:
             for hook in hooks:
                 hook.remove()

@@ -21,8 +21,8 @@ from transformers import LogitsProcessorList
 
 from tiny_models import build_llava, build_llava_next, picture
 from vlmfast import VLM, ModelError, RecipeError, VLMFastError, files, snapshot
-from vlmfast.session import Session, _frozen
-from vlmfast.session_file import identity
+from vlmfast.session import Session
+from vlmfast.session_file import frozen, identity
 from vlmfast.stages import MediaStage, stage_class
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "picture.png"
@@ -92,7 +92,7 @@ def counted(vlm: VLM) -> Iterator[dict[str, int]]:
 def held(s: Session) -> dict[str, torch.Tensor]:
     """Every tensor of a session's cache."""
     tensors: dict[str, torch.Tensor] = {}
-    snapshot.pack(_frozen(s._kept), tensors, "cache")
+    snapshot.pack(frozen(s._kept), tensors, "cache")
     return {name: of.clone() for name, of in tensors.items() if ".trace" not in name}
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -24,6 +25,7 @@ from driven import Driven
 from fake_drafters import Knows
 from reference import answer_logits
 from vlmfast import VLM, RecipeError, Request
+from vlmfast.compressors._training import TrainingContext
 from vlmfast.engine.attention import switched
 from vlmfast.engine.cache import KVCache, KVLayer
 from vlmfast.engine.decode import Decoder
@@ -454,7 +456,8 @@ def test_prompts_with_their_answer(vlm):
     with torch.no_grad(), switched(vlm.model):
         prompt = prepare(adapter, run.inputs, Recipe(), Stats(), Trace())
         cache = KVCache(adapter.depth, windows=adapter.windows)
-        got = prefill(adapter, prompt, Recipe(), cache, Stats(), Trace())[0]
+        make = partial(TrainingContext, answer=len(TOKENS))
+        got = prefill(adapter, prompt, Recipe(), cache, Stats(), Trace(), make=make)[0]
     equal(vlm, got, dense(), dense.size)
 
 
