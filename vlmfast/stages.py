@@ -19,7 +19,16 @@ from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import cache
 from pathlib import Path
 from types import NoneType
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, get_args, get_type_hints
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    ClassVar,
+    Literal,
+    Protocol,
+    get_args,
+    get_type_hints,
+    overload,
+)
 
 import torch
 from torch import Tensor, nn
@@ -307,7 +316,24 @@ class Stages(tuple):
     def __str__(self) -> str:
         return "+".join(str(stage) for stage in self) or "none"
 
-    def acting(self, protocol: str) -> list[Stage]:
+    @overload
+    def acting(self, protocol: Literal["media"]) -> list[MediaStage]: ...
+    @overload
+    def acting(self, protocol: Literal["in-encoder"]) -> list[InEncoderStage]: ...
+    @overload
+    def acting(self, protocol: Literal["encode"]) -> list[EncodeStage]: ...
+    @overload
+    def acting(self, protocol: Literal["prefill"]) -> list[PrefillStage]: ...
+    @overload
+    def acting(self, protocol: Literal["cache"]) -> list[CacheStage]: ...
+    @overload
+    def acting(self, protocol: Literal["decode"]) -> list[DecodeStage]: ...
+    @overload
+    def acting(self, protocol: Literal["drafter"]) -> list[DrafterStage]: ...
+    @overload
+    def acting(self, protocol: str) -> list[Any]: ...
+
+    def acting(self, protocol: str) -> list[Any]:
         """The expanded stages of one protocol."""
         return [s for stage in self for s in stage.expand() if s.protocol == protocol]
 
