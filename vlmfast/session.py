@@ -509,7 +509,8 @@ class Session:
         """
         with lock_of(self._adapter.model):
             self._must_be_open()
-            known, tensors = self._pictures, {}
+            known = self._pictures
+            tensors: dict[str, Tensor] = {}
             if known is not None:
                 known = replace(known, seen=replace(known.seen, trained={}), images=[])
             state = {
@@ -583,7 +584,7 @@ def _turns(media: list[dict], messages: list[dict], question: str) -> list[dict]
     from PIL import Image
 
     blank = Image.new("RGB", (1, 1))
-    blanks = {"image": {"image": blank}, "video": {"video": [blank]}}
+    blanks: dict[str, dict[str, Any]] = {"image": {"image": blank}, "video": {"video": [blank]}}
     shown = [{**part, **blanks.get(part["type"], {})} for part in media]
     first, *rest = [*messages, {"role": "user", "content": question}]
     return [
@@ -643,7 +644,8 @@ def identity(adapter: Adapter) -> dict[str, Any]:
     """By what a saved session knows its model again: sizes, type, and some of every weight."""
     import hashlib
 
-    digest, picked = hashlib.sha256(), {}
+    digest = hashlib.sha256()
+    picked: dict[torch.dtype, list[Tensor]] = {}
     for name, weight in adapter.model.named_parameters():
         digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}\n".encode())
         flat = weight.detach().reshape(-1)

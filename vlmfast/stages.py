@@ -34,7 +34,7 @@ import torch
 from torch import Tensor, nn
 
 from .contexts import EncodeRequest, PrefillContext, VisionContext
-from .drafting import Budget, Drafter, Read, Round, Target
+from .drafting import Budget, Drafter, Governor, Read, Round, Target
 from .errors import RecipeError
 from .kv import KV
 from .layout import TokenLayout, VisualTokens
@@ -305,7 +305,7 @@ class Stage:
         return None
 
 
-class Stages(tuple):
+class Stages(tuple[Stage, ...]):
     """Stages in pipeline order; ``a + b`` appends."""
 
     def __add__(self, other: Stage | tuple[Stage, ...]) -> Stages:
@@ -645,15 +645,24 @@ class Slots(Protocol):
         The sequence's `PrefillContext.notes`.
     """
 
-    keys: Tensor
-    values: Tensor
-    order: Tensor
-    mass: Tensor
-    length: Tensor
-    held: int
-    prompt: Tensor
-    seen: int
-    notes: dict[str, dict[str, Any]]
+    @property
+    def keys(self) -> Tensor: ...
+    @property
+    def values(self) -> Tensor: ...
+    @property
+    def order(self) -> Tensor: ...
+    @property
+    def mass(self) -> Tensor: ...
+    @property
+    def length(self) -> Tensor: ...
+    @property
+    def held(self) -> int: ...
+    @property
+    def prompt(self) -> Tensor: ...
+    @property
+    def seen(self) -> int: ...
+    @property
+    def notes(self) -> dict[str, dict[str, Any]]: ...
 
     def evict(self, slot: Tensor) -> None:
         """Remove one slot per head, (H,); the last slot takes its place."""
@@ -695,6 +704,25 @@ class DrafterStage(Stage):
             When it does not belong to ``target``.
         """
         raise NotImplementedError(f"{type(self).__name__}.open")
+
+    def choice(self, ships: Callable[[Stage], bool]) -> list[DrafterStage]:
+        """Of one that `governs`: the drafters of a recipe that names none.
+
+        ``ships`` says whether there are weights of a trained one for the model.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.choice")
+
+    def govern(self, limit: tuple[int, int], known: dict[Any, Any]) -> Governor:
+        """Of one that `governs`: what decides for the drafters of one answer.
+
+        Parameters
+        ----------
+        limit : (int, int)
+            Nodes and depth of the largest tree.
+        known : dict
+            What is known about this model and these drafters; shared by all answers.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.govern")
 
 
 # --- finding methods -----------------------------------------------------------------------------

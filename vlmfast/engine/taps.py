@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -13,10 +14,13 @@ from ..contexts import Context, PrefillContext, current_context
 from ..drafting import Read
 from ..stages import DrafterStage
 
+if TYPE_CHECKING:
+    from ..models.base import TextDecoder
+
 
 @contextmanager
 def tapped(
-    decoder: nn.Module, layers: Sequence[int], context: Context
+    decoder: TextDecoder, layers: Sequence[int], context: Context
 ) -> Iterator[dict[int, Tensor]]:
     """What goes into ``layers`` during a forward pass of ``context``: (B, T, D) by layer."""
     seen: dict[int, Tensor] = {}
@@ -37,6 +41,12 @@ def tapped(
     finally:
         for handle in handles:
             handle.remove()
+
+
+@contextmanager
+def nothing_seen() -> Iterator[dict[int, Tensor]]:
+    """`Watch.over` where no drafter reads the prompt."""
+    yield {}
 
 
 @dataclass
@@ -71,7 +81,7 @@ class Watch:
         return any(stage.features for stage in self.stages)
 
     @contextmanager
-    def over(self, decoder: nn.Module, context: PrefillContext) -> Iterator[dict[int, Tensor]]:
+    def over(self, decoder: TextDecoder, context: PrefillContext) -> Iterator[dict[int, Tensor]]:
         """Catch the taps of one pass of a prompt, and which rows they are."""
 
         def hook(index: int):
@@ -83,7 +93,7 @@ class Watch:
 
         handles = [decoder.layers[at].register_forward_pre_hook(hook(at)) for at in self.layers]
         try:
-            with tapped(decoder, self.layers, context) if self.layers else nullcontext({}) as seen:
+            with tapped(decoder, self.layers, context) as seen:
                 yield seen
         finally:
             for handle in handles:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
         config: Any
         generation_config: GenerationConfig
+
+        def get_input_embeddings(self) -> nn.Embedding: ...
 
     class TextDecoder(PreTrainedModel):
         """Its language model without a head."""
@@ -116,7 +118,7 @@ class Adapter:
         self.modules: dict[tuple[str, str, str], nn.Module] = {}
         self.pool = BufferPool()  # buffers of caches, from one request to the next
         self.decoding = "auto"  # how decode steps run, see `VLM`
-        self.kept: dict[str, Any] = {}  # what the engine keeps from one request to the next
+        self.kept: dict[Hashable, Any] = {}  # what the engine keeps from one request to the next
 
     # --- sizes ---------------------------------------------------------------------------------
 
@@ -550,7 +552,7 @@ class Adapter:
         """Further arguments of the decoder in prefill."""
         return {}
 
-    mask_rule = None
+    mask_rule: Callable[[TokenLayout], Tensor] | None = None
 
     def items(
         self, tensors: dict[str, Tensor], sizes: list[tuple[int, int]], frames: Sequence[tuple]
