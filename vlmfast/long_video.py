@@ -39,7 +39,7 @@ from .request import (
     messages_of,
     templated,
 )
-from .stages import stage_class
+from .stages import CacheStage, stage_class
 
 FRAMES = 16  # of one block at most, the group of QuickPrefill
 _SHARE = 4  # a block is at most this part of the cache
@@ -111,7 +111,7 @@ def checked(recipe: Recipe, max_kv_tokens: int) -> Recipe:
         raise VLMFastError(f"max_kv_tokens={shown(max_kv_tokens)} must be a whole number above 0")
     for stage in (part for word in recipe for part in word.expand()):
         if stage.protocol in ("prefill", "decode") or (
-            stage.protocol == "cache" and not stage.blockwise
+            isinstance(stage, CacheStage) and not stage.blockwise
         ):
             raise RecipeError(
                 f"{stage.name} must see the whole prompt at once, and max_kv_tokens reads a clip "
@@ -119,7 +119,7 @@ def checked(recipe: Recipe, max_kv_tokens: int) -> Recipe:
             )
     if recipe.acting("cache"):
         return recipe
-    return recipe + stage_class("quickprefill")(1.0)
+    return recipe + stage_class("quickprefill").from_words({None: "1"})
 
 
 class LongVideo:
@@ -228,7 +228,7 @@ class LongVideo:
         fed, kept, said, entered, flops = 0, 0, 0, 0, 0.0
         config = self.adapter.config.get_text_config()
         d, m = config.hidden_size, config.intermediate_size
-        logits = None
+        logits: Tensor | None = None
         with _ahead(self._blocks()) as ready, self._bar() as bar:
             for number, block in enumerate(ready, 1):
                 inputs = Inputs(
@@ -252,9 +252,11 @@ class LongVideo:
                 else:
                     logits = engine.extend(sequence, prompt, compress=True, limit=limit)
                 fed += prompt.full_length
+                assert sequence.decoder is not None
                 kept = max(sequence.decoder.cache.lengths())
                 engine.count_block(sequence, own)
                 bar.update(len(block.sizes))
+        assert sequence.prompt is not None and logits is not None
         start = sequence.prompt.next_position
         engine.fit(sequence, start + len(self.pieces[-1]), room)
         if len(self.pieces[-1]):

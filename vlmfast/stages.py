@@ -25,6 +25,7 @@ from typing import (
     ClassVar,
     Literal,
     Protocol,
+    Self,
     get_args,
     get_type_hints,
     overload,
@@ -308,7 +309,7 @@ class Stage:
 class Stages(tuple[Stage, ...]):
     """Stages in pipeline order; ``a + b`` appends."""
 
-    def __add__(self, other: Stage | tuple[Stage, ...]) -> Stages:
+    def __add__(self, other: Stage | tuple[Stage, ...]) -> Self:
         if not isinstance(other, Stage | tuple):
             return NotImplemented
         return type(self)((*self, *((other,) if isinstance(other, Stage) else other)))

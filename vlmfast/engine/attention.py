@@ -65,7 +65,7 @@ def text_attention(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
-    **kwargs,
+    **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Self-attention of the language model.
 
@@ -298,7 +298,7 @@ def vision_attention(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
-    **kwargs,
+    **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention of the vision tower, (V, H, N, D) each; statistics only where they were asked."""
     context = _context(kwargs)

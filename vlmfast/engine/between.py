@@ -15,7 +15,7 @@ its first member: in its window, with its rotary position.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -53,7 +53,7 @@ def between_blocks(
                 )
             asked.setdefault(index, []).append(stage)
 
-    def before_block(index: int):
+    def before_block(index: int) -> Callable[..., tuple[tuple, dict] | None]:
         def hook(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
             if current_context.get() is not context:  # somebody else's pass through the same tower
                 return None
@@ -69,7 +69,7 @@ def between_blocks(
 
         return hook
 
-    def after_block(index: int):
+    def after_block(index: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple, output: Any) -> None:
             if current_context.get() is context:
                 tower.note(index)

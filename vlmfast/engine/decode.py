@@ -322,10 +322,10 @@ class Decoder:
         """Layers whose rows were renumbered in prefill rotate by their own positions."""
         tables: dict[tuple, tuple[Tensor, ...]] = {}
 
-        def hook(index: int, shift: tuple[int, ...]):
+        def hook(index: int, shift: tuple[int, ...]) -> Callable[..., tuple[tuple, dict] | None]:
             key = shift, self.adapter.rotary(index)
 
-            def rotate(module: nn.Module, args: tuple, kwargs: dict):
+            def rotate(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
                 if kwargs.get("vlmfast_context") is not context:
                     return None
                 if key not in tables:

@@ -405,8 +405,8 @@ class Drops:
             for handle in handles:
                 handle.remove()
 
-    def _hook(self, index: int):
-        def hook(module: nn.Module, args: tuple, kwargs: dict):
+    def _hook(self, index: int) -> Callable[..., tuple[tuple, dict] | None]:
+        def hook(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
             if (
                 current_context.get() is not self.context
             ):  # somebody else's pass through the same layers

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ def tapped(
     """What goes into ``layers`` during a forward pass of ``context``: (B, T, D) by layer."""
     seen: dict[int, Tensor] = {}
 
-    def hook(index: int):
+    def hook(index: int) -> Callable[..., None]:
         def catch(module: nn.Module, args: tuple, kwargs: dict) -> None:
             if kwargs.get("vlmfast_context") is context or current_context.get() is context:
                 seen[index] = args[0]
@@ -84,8 +84,8 @@ class Watch:
     def over(self, decoder: TextDecoder, context: PrefillContext) -> Iterator[dict[int, Tensor]]:
         """Catch the taps of one pass of a prompt, and which rows they are."""
 
-        def hook(index: int):
-            def note(*_) -> None:
+        def hook(index: int) -> Callable[..., None]:
+            def note(*_: Any) -> None:
                 if current_context.get() is context and context.layout is not None:
                     self._orders[index] = context.layout.order
 
