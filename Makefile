@@ -15,7 +15,7 @@ PYTEST_FLAGS ?=
 CPUS_FLAGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help ask demo test test-all test-floor test-demo test-lmms test-cpus lint format bench docs clean
+.PHONY: help ask demo test test-all test-floor test-demo test-lmms test-cpus lint format types bench docs clean
 
 help:            ## Say what there is
 	@grep -hE '^[a-z-]+: .*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -55,6 +55,9 @@ format: $(READY) ## Apply both
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+types: $(READY)  ## Types along the path of a request
+	$(BIN)/mypy
+
 bench: $(READY)  ## Time against Hugging Face generate; writes benchmarks/results
 	$(BIN)/python benchmarks/import_time.py
 	$(BIN)/python benchmarks/ask.py
@@ -66,7 +69,7 @@ docs: $(SITE)    ## Build the pages; strict, links checked offline
 	@$(BIN)/python tools/check_site.py site
 
 clean:           ## Remove environments and caches
-	rm -rf site $(VENV) $(FLOOR) $(LMMS) .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf site $(VENV) $(FLOOR) $(LMMS) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
 
 # A stamp rather than the folder: an installation that was cut short is taken up again.
 $(READY): pyproject.toml

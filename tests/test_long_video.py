@@ -715,19 +715,20 @@ def test_renumbered_keys_are_those_of_the_same_tokens(positions, monkeypatch):
     bound, _ = positions
     make, compared = LongVideo._make_room, []
 
-    def plain(run, noted) -> list[torch.Tensor]:
+    def plain(sequence, noted) -> list[torch.Tensor]:
         found = []
-        for index, layer in enumerate(run.cache.layers):
+        for index, layer in enumerate(sequence.decoder.cache.layers):
             ids = torch.cat(noted.kept[index], dim=1)
             found.append(bound.adapter.rotate(layer.keys[0, :, : layer.held[0]], -ids))
         return found
 
-    def watch(self, run, noted, tokens) -> None:
-        before = None if run.prompt is None else (plain(run, noted), run.prompt.next_position)
-        make(self, run, noted, tokens)
-        if before is not None and run.prompt.next_position != before[1]:
-            assert run.prompt.next_position == max(run.cache.lengths()) < before[1]
-            for one, other in zip(before[0], plain(run, noted), strict=True):
+    def watch(self, engine, sequence, noted, tokens) -> None:
+        prompt = sequence.prompt
+        before = None if prompt is None else (plain(sequence, noted), prompt.next_position)
+        make(self, engine, sequence, noted, tokens)
+        if before is not None and prompt.next_position != before[1]:
+            assert prompt.next_position == max(sequence.decoder.cache.lengths()) < before[1]
+            for one, other in zip(before[0], plain(sequence, noted), strict=True):
                 close(one, other, terms=one.shape[-1])
             compared.append(before[1])
 

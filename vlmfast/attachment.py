@@ -9,8 +9,8 @@ from collections.abc import Sequence as Many
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
-from transformers import GenerationMixin
+from torch import Tensor
+from transformers import GenerationMixin, PreTrainedModel
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from .engine.attention import lock_of
@@ -36,7 +36,7 @@ _LARGEST = 2**24  # a size in pixels or patches that no image has
 _ALONGSIDE = ("input_ids", "attention_mask", "labels", "mm_token_type_ids", "token_type_ids")
 
 
-def attach(model: nn.Module, processor: Any, recipe: Any = None) -> Attachment:
+def attach(model: PreTrainedModel, processor: Any, recipe: Any = None) -> Attachment:
     """Let ``model.generate`` run a recipe: on this instance, until it is detached.
 
     ``model.generate(**processor(...), ...)`` then goes through vlmfast, with Hugging Face's
@@ -88,7 +88,7 @@ class Attachment:
         Whether it is in force, or would be if no other one lay over it.
     """
 
-    def __init__(self, model: nn.Module, processor: Any, recipe: Any = None) -> None:
+    def __init__(self, model: PreTrainedModel, processor: Any, recipe: Any = None) -> None:
         self.vlm = VLM(model, processor)
         self.recipe = self.vlm.recipe(recipe)
         if stages := self.recipe.acting("media"):
@@ -264,8 +264,8 @@ class Attachment:
             with lock_of(self.vlm.model):
                 inputs = Inputs(tensors, sizes, items=items)
                 begin = clock(adapter.device)
-                own = generation.changed(**own)
-                sequence = opened(adapter, inputs, self.recipe, begin, own, number=number)
+                row = generation.changed(**own)
+                sequence = opened(adapter, inputs, self.recipe, begin, row, number=number)
             yield sequence
 
 
@@ -330,6 +330,7 @@ def _check_media(adapter: Adapter, batch: dict[str, Tensor]) -> None:
             continue
         pixels, sizes = batch[keys[0]], batch.get(keys[-1]) if len(keys) > 1 else None
         if adapter.packed:
+            assert sizes is not None
             _check_patches(adapter, keys, pixels, sizes)
             continue
         _check_views(adapter, keys[0], pixels)
@@ -340,10 +341,11 @@ def _check_media(adapter: Adapter, batch: dict[str, Tensor]) -> None:
             )
     shown = batch.get("pixel_attention_mask")
     if shown is not None and "pixel_values" in batch:
-        of = batch["pixel_values"].shape
-        if shown.shape != (*of[:-3], *of[-2:]):
+        size = batch["pixel_values"].shape
+        wanted = (*size[:-3], *size[-2:])
+        if shown.shape != wanted:
             raise VLMFastError(
-                f"pixel_attention_mask must have the shape {(*of[:-3], *of[-2:])}, not "
+                f"pixel_attention_mask must have the shape {wanted}, not "
                 f"{tuple(shown.shape)}"
             )
     counts = batch.get("batch_num_images")
@@ -424,7 +426,7 @@ def _padded(generation: dict[str, Any], row: Tensor, prompt: int) -> dict[str, A
 
         return wrapped
 
-    found = {
+    found: dict[str, Any] = {
         name: [over(call, 0) for call in generation[name]]
         for name in ("logits_processor", "stopping_criteria")
         if generation.get(name)
@@ -445,14 +447,16 @@ def _output(ids: Tensor, sequences: Many[Sequence]) -> Any:
     new = torch.full((len(samplers), longest), pad, dtype=ids.dtype, device=ids.device)
     for row, sampler in zip(new, samplers, strict=True):
         row[: len(sampler.tokens)] = sampler.ids[0, sampler.prompt :]
-    sequences = torch.cat([ids, new], dim=1)
+    whole = torch.cat([ids, new], dim=1)
     if not config.return_dict_in_generate:
-        return sequences
-    return GenerateDecoderOnlyOutput(
-        sequences=sequences,
-        scores=_steps([of.scores for of in samplers], pad) if config.output_scores else None,
-        logits=_steps([of.raw for of in samplers], pad) if config.output_logits else None,
-    )
+        return whole
+    # As Hugging Face fills it, which says `tuple[Tensor]` where it means one of any length.
+    output: dict[str, Any] = {
+        "sequences": whole,
+        "scores": _steps([of.scores for of in samplers], pad) if config.output_scores else None,
+        "logits": _steps([of.raw for of in samplers], pad) if config.output_logits else None,
+    }
+    return GenerateDecoderOnlyOutput(**output)
 
 
 def _steps(rows: list[list[Tensor]], pad: int) -> tuple[Tensor, ...]:

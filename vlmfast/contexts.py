@@ -136,7 +136,7 @@ class PrefillContext:
     trained: dict[str, nn.Module] = field(default_factory=dict)
     repair: bool = False
     cache: Any = None
-    mask_rule: Callable[[TokenLayout], Tensor | None] | None = None
+    mask_rule: Callable[[TokenLayout], Tensor] | None = None
     norm: Callable[[Tensor], Tensor] | None = None
     attend: dict[int, Callable[..., Tensor | None]] = field(default_factory=dict)
     after: Callable[..., None] | None = None

@@ -128,6 +128,26 @@ class Budget:
         return self.warp(logits.float()).log_softmax(-1) + self.noise(depth)
 
 
+class Governor(Protocol):
+    """Decides for the drafters of one answer how much they draft."""
+
+    reason: str
+
+    def choose(self, rows: int, count: int, room: int) -> tuple[int, int]:
+        """Nodes and depth of the next tree, where ``rows`` sequences are decoded together."""
+
+    def observe(
+        self,
+        rows: int,
+        size: tuple[int, int],
+        nodes: int,
+        emitted: int,
+        seconds: float,
+        first: bool = False,
+    ) -> None:
+        """See what a round with a tree of ``nodes`` nodes, ``size`` at most, gave and took."""
+
+
 class Drafter(Protocol):
     """Drafts the answer of one request."""
 

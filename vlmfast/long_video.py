@@ -145,7 +145,7 @@ def checked(recipe: Recipe, max_kv_tokens: int) -> Recipe:
         raise VLMFastError(f"max_kv_tokens={shown(max_kv_tokens)} must be a whole number above 0")
     for stage in (part for word in recipe for part in word.expand()):
         if stage.protocol in ("prefill", "decode") or (
-            stage.protocol == "cache" and not stage.blockwise
+            isinstance(stage, CacheStage) and not stage.blockwise
         ):
             raise RecipeError(
                 f"{stage.name} must see the whole prompt at once, and max_kv_tokens reads a clip "
@@ -153,7 +153,7 @@ def checked(recipe: Recipe, max_kv_tokens: int) -> Recipe:
             )
     if recipe.acting("cache"):
         return recipe
-    return recipe + stage_class("quickprefill")(1.0)
+    return recipe + stage_class("quickprefill").from_words({None: "1"})
 
 
 class LongVideo:
@@ -266,7 +266,8 @@ class LongVideo:
         fed, kept, said, entered, flops = 0, 0, 0, 0, 0.0
         config = self.adapter.config.get_text_config()
         d, m = config.hidden_size, config.intermediate_size
-        logits, noted = None, Positions()
+        logits: Tensor | None = None
+        noted = Positions()
         whole = sum(map(len, self.pieces)) + self.frames * self.per_frame
         noting = (noted,) if whole + room > self.most else ()
         with _ahead(self._blocks()) as ready, self._bar() as bar:
@@ -297,9 +298,11 @@ class LongVideo:
                         sequence, prompt, compress=True, limit=limit, noting=noting
                     )
                 fed += prompt.full_length
+                assert sequence.decoder is not None
                 kept = max(sequence.decoder.cache.lengths())
                 engine.count_block(sequence, own)
                 bar.update(len(block.sizes))
+        assert sequence.prompt is not None and logits is not None
         self._make_room(engine, sequence, noted, len(self.pieces[-1]) + room)
         start = sequence.prompt.next_position
         engine.fit(sequence, start + len(self.pieces[-1]), room)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import numbers
 import time
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Many
 from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any
@@ -69,7 +70,7 @@ def recipe_of(adapter: Adapter, recipe: Any) -> Recipe:
 
 
 def messages_of(
-    question: str,
+    question: str | None,
     images: Any = None,
     video: Any = None,
     num_frames: int | None = None,
@@ -176,7 +177,7 @@ def _tokens(adapter: Adapter, text: str, most: int) -> int:
         stop *= 2
 
 
-def question_of(messages: list[dict]) -> str:
+def question_of(messages: Many[dict]) -> str:
     """Text of the last user turn."""
     content = next((t["content"] for t in reversed(messages) if t["role"] == "user"), "")
     if isinstance(content, str):
@@ -184,7 +185,7 @@ def question_of(messages: list[dict]) -> str:
     return "".join(part.get("text", "") for part in content if part.get("type") == "text")
 
 
-def _texts(messages: list[dict]) -> Iterable[str]:
+def _texts(messages: Many[dict]) -> Iterable[str]:
     for turn in messages:
         content = turn["content"]
         if isinstance(content, str):
@@ -243,7 +244,9 @@ def read_media(adapter: Adapter, content: Any, prompt: Rendered, select: Any) ->
     from .media import load_image, load_video
 
     plain: list[dict] = []
-    for part in [{"type": "text", "text": content}] if isinstance(content, str) else content:
+    text = {"type": "text", "text": content}
+    parts: list[dict[str, Any]] = [text] if isinstance(content, str) else content
+    for part in parts:
         kind = part.get("type")
         if kind == "text":
             plain.append({"type": "text", "text": part["text"]})

@@ -547,7 +547,7 @@ def _turns(media: list[dict], messages: list[dict], question: str) -> list[dict]
     from PIL import Image
 
     blank = Image.new("RGB", (1, 1))
-    blanks = {"image": {"image": blank}, "video": {"video": [blank]}}
+    blanks: dict[str, dict[str, Any]] = {"image": {"image": blank}, "video": {"video": [blank]}}
     shown = [{**part, **blanks.get(part["type"], {})} for part in media]
     first, *rest = [*messages, {"role": "user", "content": question}]
     return [

@@ -19,13 +19,23 @@ from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import cache
 from pathlib import Path
 from types import NoneType
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, get_args, get_type_hints
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    ClassVar,
+    Literal,
+    Protocol,
+    Self,
+    get_args,
+    get_type_hints,
+    overload,
+)
 
 import torch
 from torch import Tensor, nn
 
 from .contexts import EncodeRequest, PrefillContext, VisionContext
-from .drafting import Budget, Drafter, Read, Round, Target
+from .drafting import Budget, Drafter, Governor, Read, Round, Target
 from .errors import RecipeError
 from .kv import KV
 from .layout import TokenLayout, VisualTokens
@@ -296,10 +306,10 @@ class Stage:
         return None
 
 
-class Stages(tuple):
+class Stages(tuple[Stage, ...]):
     """Stages in pipeline order; ``a + b`` appends."""
 
-    def __add__(self, other: Stage | tuple[Stage, ...]) -> Stages:
+    def __add__(self, other: Stage | tuple[Stage, ...]) -> Self:
         if not isinstance(other, Stage | tuple):
             return NotImplemented
         return type(self)((*self, *((other,) if isinstance(other, Stage) else other)))
@@ -307,7 +317,24 @@ class Stages(tuple):
     def __str__(self) -> str:
         return "+".join(str(stage) for stage in self) or "none"
 
-    def acting(self, protocol: str) -> list[Stage]:
+    @overload
+    def acting(self, protocol: Literal["media"]) -> list[MediaStage]: ...
+    @overload
+    def acting(self, protocol: Literal["in-encoder"]) -> list[InEncoderStage]: ...
+    @overload
+    def acting(self, protocol: Literal["encode"]) -> list[EncodeStage]: ...
+    @overload
+    def acting(self, protocol: Literal["prefill"]) -> list[PrefillStage]: ...
+    @overload
+    def acting(self, protocol: Literal["cache"]) -> list[CacheStage]: ...
+    @overload
+    def acting(self, protocol: Literal["decode"]) -> list[DecodeStage]: ...
+    @overload
+    def acting(self, protocol: Literal["drafter"]) -> list[DrafterStage]: ...
+    @overload
+    def acting(self, protocol: str) -> list[Any]: ...
+
+    def acting(self, protocol: str) -> list[Any]:
         """The expanded stages of one protocol."""
         return [s for stage in self for s in stage.expand() if s.protocol == protocol]
 
@@ -619,15 +646,24 @@ class Slots(Protocol):
         The sequence's `PrefillContext.notes`.
     """
 
-    keys: Tensor
-    values: Tensor
-    order: Tensor
-    mass: Tensor
-    length: Tensor
-    held: int
-    prompt: Tensor
-    seen: int
-    notes: dict[str, dict[str, Any]]
+    @property
+    def keys(self) -> Tensor: ...
+    @property
+    def values(self) -> Tensor: ...
+    @property
+    def order(self) -> Tensor: ...
+    @property
+    def mass(self) -> Tensor: ...
+    @property
+    def length(self) -> Tensor: ...
+    @property
+    def held(self) -> int: ...
+    @property
+    def prompt(self) -> Tensor: ...
+    @property
+    def seen(self) -> int: ...
+    @property
+    def notes(self) -> dict[str, dict[str, Any]]: ...
 
     def evict(self, slot: Tensor) -> None:
         """Remove one slot per head, (H,); the last slot takes its place."""
@@ -669,6 +705,25 @@ class DrafterStage(Stage):
             When it does not belong to ``target``.
         """
         raise NotImplementedError(f"{type(self).__name__}.open")
+
+    def choice(self, ships: Callable[[Stage], bool]) -> list[DrafterStage]:
+        """Of one that `governs`: the drafters of a recipe that names none.
+
+        ``ships`` says whether there are weights of a trained one for the model.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.choice")
+
+    def govern(self, limit: tuple[int, int], known: dict[Any, Any]) -> Governor:
+        """Of one that `governs`: what decides for the drafters of one answer.
+
+        Parameters
+        ----------
+        limit : (int, int)
+            Nodes and depth of the largest tree.
+        known : dict
+            What is known about this model and these drafters; shared by all answers.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.govern")
 
 
 # --- finding methods -----------------------------------------------------------------------------

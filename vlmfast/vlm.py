@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from .answer import Answer, Comparison, Request, agreement
 from .errors import VLMFastError
@@ -16,6 +15,8 @@ from .recipe import Recipe
 from .stages import Stage, stage_class, stage_names, word_of
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from .engine.sequence import Sequence
     from .session import Session
 
@@ -52,7 +53,7 @@ class VLM:
         For an unsupported family, several devices, or a processor without an image processor.
     """
 
-    def __init__(self, model: nn.Module, processor: Any, *, decoding: str = "auto") -> None:
+    def __init__(self, model: PreTrainedModel, processor: Any, *, decoding: str = "auto") -> None:
         from .models import adapter_for
         from .session import Sessions
 

@@ -83,7 +83,7 @@ def test_a_model_gives_the_same_tokens(vlm: VLM, recipe: str, monkeypatch) -> No
     "recipe",
     [
         "none",
-        "pyramiddrop",
+        pytest.param("pyramiddrop", marks=pytest.mark.slow),
         pytest.param("kivi:bits=4,group=4,residual=8", marks=pytest.mark.slow),
     ],
 )

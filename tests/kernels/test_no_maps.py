@@ -16,7 +16,7 @@ RECIPES = [
     "mustdrop",
     "fastv",
     "snapkv:share=0.7,window=4",
-    "lookm:share=0.8",
+    pytest.param("lookm:share=0.8", marks=pytest.mark.slow),
     "h2o:0.7",
     "pyramidkv:share=0.8,window=4",
     "vlcache:0.7",

@@ -11,12 +11,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
 from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -31,6 +32,14 @@ from ..statistics import StatRequest
 
 # No "flash", "sdpa" or "/" in these names: transformers tests for such substrings.
 TEXT, VISION = "vlmfast_text", "vlmfast_vision"
+
+if TYPE_CHECKING:
+
+    class TextAttention(nn.Module):
+        """An attention module of the language model, which knows its layer."""
+
+        layer_idx: int
+
 
 _FEW = 64  # query rows that the decode kernel takes
 _ROWS_AT_ONCE = 512  # bounds the memory of sums over rows, where gradients are wanted
@@ -49,14 +58,14 @@ def _context(kwargs: dict) -> Context:
 
 
 def text_attention(
-    module: nn.Module,
+    module: TextAttention,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
-    **kwargs,
+    **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Self-attention of the language model.
 
@@ -95,25 +104,25 @@ def text_attention(
             )
     if context.probe:
         return torch.zeros_like(query).transpose(1, 2), None
-    output = None
+    own = None
     if module.layer_idx in context.attend:
         attend = context.attend[module.layer_idx]
-        output = attend(context, module.layer_idx, query, key, value, scaling)
-    if output is not None:
+        own = attend(context, module.layer_idx, query, key, value, scaling)
+    if own is not None:
         if bias is not None:
             context.cache.layers[module.layer_idx].bias = bias
-        output = output.transpose(1, 2), None
+        output = own.transpose(1, 2)
     else:
         output = _dense(module, query, key, value, attention_mask, context, bias, scaling, dropout)
     if context.after is not None:
         context.after(module.layer_idx, query, key, value, scaling)
     elif context.window(module.layer_idx) is not None:
         context.cache.layers[module.layer_idx].slide()
-    return output
+    return output, None
 
 
 def _dense(
-    module: nn.Module,
+    module: TextAttention,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -122,7 +131,7 @@ def _dense(
     bias: Tensor | None,
     scaling: float | None,
     dropout: float,
-) -> tuple[Tensor, None]:
+) -> Tensor:
     """A prompt's own attention."""
     visible = context.visible(module.layer_idx)
     if visible is not None:
@@ -131,17 +140,17 @@ def _dense(
         n = key.shape[2]
         context.cache.layers[module.layer_idx].bias = bias
         if attention_mask is None and _kernels(query, key):
-            return biased_attention(query, key, value, bias, scaling).transpose(1, 2), None
+            return biased_attention(query, key, value, bias, scaling).transpose(1, 2)
         if attention_mask is None:
             attention_mask = torch.ones(n, n, dtype=torch.bool, device=key.device).tril()
         attention_mask = _with_bias(attention_mask, bias, query.dtype)
     return sdpa_attention_forward(
         module, query, key, value, attention_mask, dropout=dropout, scaling=scaling
-    )
+    )[0]
 
 
 def _cached(
-    module: nn.Module,
+    module: TextAttention,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -219,7 +228,7 @@ def _cached(
 
 
 def _extended(
-    module: nn.Module,
+    module: TextAttention,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -240,17 +249,19 @@ def _extended(
     return output
 
 
-def _joined(parts: list[tuple[Tensor, Tensor, Tensor, Tensor | None]]) -> tuple[Tensor, ...]:
+def _joined(
+    parts: list[tuple[Tensor, Tensor, Tensor, Tensor | None]],
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Keys, values, masks and biases of several parts as those of one."""
     keys, values, masks, biases = zip(*parts, strict=True)
     bias = None
     if any(of is not None for of in biases):
         pairs = zip(keys, biases, strict=True)
-        biases = [
+        known = [
             key.new_zeros(key.shape[:3], dtype=torch.float32) if of is None else of
             for key, of in pairs
         ]
-        bias = torch.cat(biases, 2)
+        bias = torch.cat(known, 2)
     return torch.cat(keys, 2), torch.cat(values, 2), torch.cat(masks, 3), bias
 
 
@@ -287,7 +298,7 @@ def vision_attention(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
-    **kwargs,
+    **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention of the vision tower, (V, H, N, D) each; statistics only where they were asked."""
     context = _context(kwargs)
@@ -472,12 +483,13 @@ def received_sum(
     Parameters are those of `attention_rows`. There is never a map of all rows.
     """
     if not torch.is_grad_enabled() and first is None and last is None:
-        given = {"causal": causal, "bias": bias, "want": ("sum",)}
-        return col_stats(query, key, rows, scaling, **given)["sum"].flatten(0, 1)[:, None]
+        stats = col_stats(query, key, rows, scaling, causal=causal, bias=bias, want=("sum",))
+        return stats["sum"].flatten(0, 1)[:, None]
     rows = torch.arange(query.shape[1], device=query.device) if rows is None else rows
-    given = {"causal": causal, "bias": bias, "first": first, "last": last}
     parts = [
-        attention_rows(query, key, block, scaling, **given).sum(1, keepdim=True)
+        attention_rows(
+            query, key, block, scaling, causal=causal, bias=bias, first=first, last=last
+        ).sum(1, keepdim=True)
         for block in rows.split(_ROWS_AT_ONCE)
     ]
     return sum(parts[1:], parts[0])
@@ -523,21 +535,24 @@ _LOCKS: dict[int, tuple[ReferenceType, AbstractContextManager]] = {}
 _GUARD = threading.Lock()
 
 
-def _locks_of(model: nn.Module) -> list[AbstractContextManager]:
+def _locks_of(model: PreTrainedModel) -> list[AbstractContextManager]:
     """The locks of the configs in which ``model`` is switched, in the order to take them in."""
     configs = {id(of): of for of in (getattr(model.config, key) for key in _SWITCHES)}
     with _GUARD:
         for key, config in configs.items():
             if key not in _LOCKS:
-                # Called before another object can have this id.
-                reference = ref(config, lambda _, key=key: _LOCKS.pop(key, None))
-                _LOCKS[key] = reference, threading.RLock()
+
+                def forget(_: Any, key: int = key) -> None:
+                    _LOCKS.pop(key, None)
+
+                # `forget` is called before another object can have this id.
+                _LOCKS[key] = ref(config, forget), threading.RLock()
         # One order for all models: whoever shares a config with two others waits for both.
         return [_LOCKS[key][1] for key in sorted(configs)]
 
 
 @contextmanager
-def lock_of(model: nn.Module) -> Iterator[None]:
+def lock_of(model: PreTrainedModel) -> Iterator[None]:
     """Hold what ``model`` is run under: nobody else runs it, or a model that shares its configs.
 
     A thread may enter it again.
@@ -549,7 +564,7 @@ def lock_of(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def switched(model: nn.Module) -> Iterator[None]:
+def switched(model: PreTrainedModel) -> Iterator[None]:
     """Make ``model`` ready for the engine in this thread; on exit it is as it was before.
 
     Its attention is vlmfast's, its device is the current one, and gradient checkpointing, under
@@ -574,12 +589,12 @@ def _without_checkpointing(model: nn.Module) -> Iterator[None]:
     # Hugging Face enables it by an attribute of the instance.
     found = [module for module in model.modules() if vars(module).get("gradient_checkpointing")]
     for module in found:
-        module.gradient_checkpointing = False
+        vars(module)["gradient_checkpointing"] = False
     try:
         yield
     finally:
         for module in found:
-            module.gradient_checkpointing = True
+            vars(module)["gradient_checkpointing"] = True
 
 
 AttentionInterface.register(TEXT, text_attention)

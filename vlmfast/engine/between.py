@@ -15,7 +15,7 @@ its first member: in its window, with its rotary position.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -53,7 +53,7 @@ def between_blocks(
                 )
             asked.setdefault(index, []).append(stage)
 
-    def before_block(index: int):
+    def before_block(index: int) -> Callable[..., tuple[tuple, dict] | None]:
         def hook(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
             if current_context.get() is not context:  # somebody else's pass through the same tower
                 return None
@@ -69,7 +69,7 @@ def between_blocks(
 
         return hook
 
-    def after_block(index: int):
+    def after_block(index: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple, output: Any) -> None:
             if current_context.get() is context:
                 tower.note(index)
@@ -151,6 +151,7 @@ class Batched:
                     source if context.merged is None else source.gather(1, context.merged)
                 )
             return hidden
+        assert self.cells is not None
         specials, m = context.specials, self.cells.shape[1]
         keys = {of: self.wide(keys) for of, keys in context.keys.items() if of == index - 1}
         seen = replace(context, items=self.items, merged=self.merged, keys=keys)
@@ -169,6 +170,7 @@ class Batched:
 
     def wide(self, rows: Tensor, by_cell: bool = False) -> Tensor:
         """Rows (V, N, D) as special rows, repeated to the width, and cells: (V, S + C, m D)."""
+        assert self.cells is not None
         specials, m = self.context.specials, self.cells.shape[1]
         patches = rows[:, specials:]
         if not by_cell:
@@ -184,8 +186,10 @@ class Batched:
         return (args[0], *rest), {key: self._unmasked(of) for key, of in kwargs.items()}
 
     def _unmasked(self, given: Any) -> Any:
-        before = self.context.merged.shape[1]
-        if not isinstance(given, Tensor) or given.dim() != 4 or given.shape[-1] != before:
+        merged = self.context.merged
+        if not isinstance(given, Tensor) or given.dim() != 4 or merged is None:
+            return given
+        if given.shape[-1] != merged.shape[1]:
             return given
         if not bool((given if given.dtype == torch.bool else given == 0).all()):
             raise RecipeError(
@@ -199,6 +203,7 @@ class Batched:
 
     def spread(self, rows: Tensor) -> Tensor:
         """Rows that merged at each of their places: (V, M, D) to (V, N, D)."""
+        assert self.context.merged is not None
         place = self.context.merged[..., None]
         return rows.gather(1, place.expand(-1, -1, rows.shape[2]))
 
@@ -225,10 +230,14 @@ class Packed:
 
     def begin(self, hidden: Tensor) -> None:
         self._group()
-        device, self.taken, cells, self.counts = hidden.device, [], [], []
+        device, self.taken = hidden.device, []
+        cells: list[Tensor] = []
+        self.counts: list[int] = []
         while sum(self.counts) < len(hidden):
             self.taken.append(self.waiting.pop(0))
-            cells.append(self.adapter.cells(self.context.items[self.taken[-1]]).to(device))
+            own = self.adapter.cells(self.context.items[self.taken[-1]])
+            assert own is not None
+            cells.append(own.to(device))
             self.counts.append(cells[-1].numel())
         self.m = cells[0].shape[1]
         # By image: of each token its cell, counted in the order of the tower; of each cell the one
@@ -280,9 +289,10 @@ class Packed:
     def note(self, index: int) -> None:
         """Statistics of block ``index``, chunk by chunk, as those of the rows that came in."""
         self.keys, self.context.sizes = None, None
+        assert self.context.chunks is not None
         chunks = self.context.chunks.pop(index, [])
-        if chunks and chunks[0][1] is not None:
-            self.keys = torch.cat([keys for _, keys in chunks], dim=1)[0]
+        if shown := [keys for _, keys in chunks if keys is not None]:
+            self.keys = torch.cat(shown, dim=1)[0]
         if index not in self.adapter.global_blocks():
             return  # chunks are windows
         for i, (stats, keys) in enumerate(chunks):
@@ -302,6 +312,7 @@ class Packed:
 
     def finish(self) -> None:
         self._group()
+        assert self.context.chunks is not None
         self.context.chunks.update(self.noted)
 
     def _group(self) -> None:

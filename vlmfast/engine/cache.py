@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import Field, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -70,16 +71,24 @@ class KVLayer(CacheLayerMixin):
 
     is_compileable = False  # True would make generate() compile the model by itself
 
+    # Hugging Face's class says `None` of a layer that has not run; nothing but `update` and
+    # `held_bytes` reads them then. What follows is there once the layer is `frozen`.
+    keys: Tensor
+    values: Tensor
+    length: Tensor
+    seen: Tensor
+
     def __init__(self, pool: BufferPool, window: int | None = None) -> None:
         super().__init__()
         self.pool, self.window = pool, window
         self.kv: KV | None = None
-        self.length: Tensor | None = None
-        self.seen: Tensor | None = None
         self.held: list[int] = [0]
         self.stored: list[list[int]] = []  # by segment and row: slots on the host
         self.segments: list[Segment] = []
-        self.order = self.rank = self.mass = self.bias = None
+        self.order: Tensor | None = None
+        self.rank: Tensor | None = None
+        self.mass: Tensor | None = None
+        self.bias: Tensor | None = None
         self.entered: Tensor | None = None  # (S,): ``order`` of the rows that entered the layer
         self.rows = 0  # how many these are
         self.gap: list[int] = [0]
@@ -94,7 +103,7 @@ class KVLayer(CacheLayerMixin):
 
     @property
     def frozen(self) -> bool:
-        return self.length is not None
+        return hasattr(self, "length")
 
     @property
     def prefix(self) -> bool:
@@ -107,7 +116,9 @@ class KVLayer(CacheLayerMixin):
 
     # --- prefill ---------------------------------------------------------------------------------
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs):
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         """Append (B, H, T, D). A frozen layer writes behind ``length`` without advancing it."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -124,6 +135,7 @@ class KVLayer(CacheLayerMixin):
 
     def slide(self) -> None:
         """Let go of what later tokens cannot see: all but the last ``window - 1`` rows."""
+        assert self.window is not None
         start = max(self.keys.shape[2] - self.window + 1, 0)
         # Copies, so that the rest is freed.
         self.keys, self.values = (of[:, :, start:].clone() for of in (self.keys, self.values))
@@ -132,7 +144,8 @@ class KVLayer(CacheLayerMixin):
 
     def put(self, kv: KV) -> None:
         """What a cache stage left of the prompt takes the place of what was collected."""
-        self.kv, self.keys, self.values, self.bias = kv, None, None, None
+        self.kv, self.bias = kv, None
+        self.keys = self.values = None  # type: ignore[assignment]  # read by nobody before `freeze`
         self.held = [len(kv)]
         self.stored = [[int(segment.lengths.max())] for segment in kv.segments]
 
@@ -153,11 +166,11 @@ class KVLayer(CacheLayerMixin):
             Whether decode stages read ``order`` and ``mass``; only of layers that were `put`.
         """
         kv, self.kv = self.kv, None
+        order = masses = rank = None
         if kv is None:
             keys, values, bias = self.keys, self.values, self.bias
             length.fill_(keys.shape[2])
             bias = None if bias is None else bias.expand(1, keys.shape[1], -1)
-            order = masses = rank = None
         else:
             keys, values, order = kv.keys[None], kv.values[None], kv.order[None]
             bias, masses = (None if of is None else of[None] for of in (kv.bias, kv.mass))
@@ -172,6 +185,7 @@ class KVLayer(CacheLayerMixin):
         self.bias = None if bias is None else self._buffer(bias, capacity)
         self.rank = None if rank is None else self._buffer(rank[None], capacity)
         if track:
+            assert order is not None
             self.order = self._buffer(order, capacity)
         if mass:
             start = torch.zeros(keys.shape[:3], device=keys.device) if masses is None else masses
@@ -181,9 +195,11 @@ class KVLayer(CacheLayerMixin):
         """`rank` of the slots of ``kv``, (H, N); that of its segments takes their ``order``."""
         if self.window is None:
             return None
+        entered = self.entered
+        assert entered is not None
 
         def rank(order: Tensor) -> Tensor:
-            place = torch.searchsorted(self.entered, order.to(self.entered.dtype).contiguous())
+            place = torch.searchsorted(entered, order.to(entered.dtype).contiguous())
             return (place + logical - self.rows).to(torch.int32)
 
         self.segments = [replace(of, order=rank(of.order)) for of in self.segments]
@@ -230,7 +246,7 @@ class KVLayer(CacheLayerMixin):
             nothing = torch.zeros(*index.shape[:2], 0, device=self.device)
             self.bias = self._buffer(nothing, self.keys.shape[2])
         self.note(tokens)
-        if self.incoming is not None:
+        if self.incoming is not None and self.bias is not None:
             self.bias.scatter_(2, index, self.incoming.to(self.bias.dtype).expand_as(index))
 
     def note(self, tokens: int) -> None:
@@ -252,13 +268,12 @@ class KVLayer(CacheLayerMixin):
         kept = len(kv)
         start = self.length[0]
         index = start[:, None] + torch.arange(kept, device=self.device)
-        for name, new in (("keys", kv.keys), ("values", kv.values)):
+        for buffer, new in ((self.keys, kv.keys), (self.values, kv.values)):
             at = index[..., None].expand_as(new)
-            getattr(self, name)[0].scatter_(1, at, new.to(self.dtype))
-        for name, new in (("order", kv.order), ("mass", kv.mass), ("bias", kv.bias)):
-            of = getattr(self, name)
-            if of is not None and new is not None:
-                of[0].scatter_(1, index, new.to(of.dtype))
+            buffer[0].scatter_(1, at, new.to(self.dtype))
+        for of, beside in ((self.order, kv.order), (self.mass, kv.mass), (self.bias, kv.bias)):
+            if of is not None and beside is not None:
+                of[0].scatter_(1, index, beside.to(of.dtype))
         start.add_(kv.lengths)
         even = bool((kv.lengths == kv.lengths[0]).all())
         self.even = self.even and even
@@ -274,7 +289,8 @@ class KVLayer(CacheLayerMixin):
         slots = torch.arange(self.keys.shape[2], device=self.device)
         depth = self._depth(tokens, tree) if sliding else None
         if tree is not None:
-            if sliding:
+            if depth is not None:
+                assert self.window is not None
                 tree = tree & (depth[:, :, None] - depth[:, None] < self.window)
             at = slots - self.length[..., None]  # (B, H, capacity): place among the new tokens
             new = (at >= 0) & (at < tokens)
@@ -282,12 +298,12 @@ class KVLayer(CacheLayerMixin):
             own = tree[:, None].expand(-1, at.shape[1], -1, -1).gather(3, at)
             old = (slots < self.length[..., None])[:, :, None]
             old = old & tree.diagonal(dim1=1, dim2=2)[:, None, :, None]
-            if sliding:
+            if depth is not None:
                 old = old & self._near(self.ranks(), depth)
             return torch.where(new[:, :, None], own, old)
         last = self.length[..., None] + torch.arange(tokens, device=self.device)
         mask = slots <= last[..., None]
-        return mask & self._near(self.ranks(), depth) if sliding else mask
+        return mask if depth is None else mask & self._near(self.ranks(), depth)
 
     # --- windows ---------------------------------------------------------------------------------
 
@@ -306,6 +322,7 @@ class KVLayer(CacheLayerMixin):
 
     def _near(self, rank: Tensor, depth: Tensor) -> Tensor:
         """Bool (B, H, T, N): which slots of ``rank`` lie in the window of each token."""
+        assert self.window is not None
         first = self.seen[:, None] + depth - self.window + 1
         return rank[:, :, None] >= first[:, None, :, None]
 
@@ -324,8 +341,10 @@ class KVLayer(CacheLayerMixin):
 
         What has left the window will never receive any again and weighs nothing.
         """
+        assert self.mass is not None
         self.mass[:, :, : mass.shape[2]] += mass
         if sliding:
+            assert self.window is not None
             gone = self.ranks() <= (self.seen - self.window)[:, None, None]
             self.mass.masked_fill_(gone, 0.0)
 
@@ -375,6 +394,7 @@ class KVLayer(CacheLayerMixin):
 
     def held_bytes(self) -> int:
         """Bytes of what is held now, parameters of segments included, free slots not."""
+        segments: Sequence[Segment] = ()
         if self.frozen:
             taken, segments = int(self.length.sum()), self.segments
         elif self.kv is not None:
@@ -382,7 +402,7 @@ class KVLayer(CacheLayerMixin):
         elif self.keys is None:  # the layer has not run yet
             return 0
         else:
-            taken, segments = self.keys.shape[1] * self.held[0], ()
+            taken = self.keys.shape[1] * self.held[0]
         of = self.kv.keys if self.kv is not None else self.keys
         each = 2 * of.shape[-1] * of.element_size()
         if self.frozen:
@@ -411,7 +431,18 @@ class KVCache(Cache):
         Where buffers come from.
     windows : sequence of int or None, optional
         Of each layer; none by default.
+
+    Attributes (frozen)
+    -------------------
+    length : Tensor, int64, (L, B, H)
+        The layers' own are views of it.
+    seen : Tensor, int64, (B,)
+        Ids consumed, on the device.
     """
+
+    layers: list[KVLayer]  # type: ignore[assignment]  # narrower than Hugging Face's: no others
+    length: Tensor
+    seen: Tensor
 
     def __init__(
         self,
@@ -422,9 +453,7 @@ class KVCache(Cache):
         self.pool = pool or BufferPool(0)
         windows = [None] * depth if windows is None else windows
         super().__init__(layers=[KVLayer(self.pool, window) for window in windows])
-        self.length: Tensor | None = None  # (L, B, H): the layers' own are views of it
-        self.seen: Tensor | None = None  # (B,): ids consumed, on the device
-        self.logical: list[int] = []  # the same on the host
+        self.logical: list[int] = []  # `seen` on the host
         self.base: list[int] = []  # ids by row that were compressed, or came in front of such
         self.track = self.mass = False
 
@@ -479,7 +508,7 @@ class KVCache(Cache):
 
     def state(self) -> dict[tuple, Tensor]:
         """Every tensor that a decode step reads or writes, by its place."""
-        state = {("length",): self.length, ("seen",): self.seen}
+        state: dict[tuple, Tensor] = {("length",): self.length, ("seen",): self.seen}
         for at, layer in enumerate(self.layers):
             for name in _SLOTWISE:
                 if (of := getattr(layer, name)) is not None:
@@ -500,10 +529,7 @@ class KVCache(Cache):
                     layer._give(of)
                     setattr(layer, name, state[at, name])
             layer.segments = [
-                replace(
-                    segment,
-                    **{field.name: state[at, number, field.name] for field in _tensors(segment)},
-                )
+                _replaced(segment, {f.name: state[at, number, f.name] for f in _tensors(segment)})
                 for number, segment in enumerate(layer.segments)
             ]
 
@@ -672,7 +698,7 @@ class KVCache(Cache):
             copy.gap = list(layer.gap)
             # A segment is never written to, unless a captured step owns it: pages make a new one.
             copy.segments = [
-                replace(s, **{f.name: getattr(s, f.name).clone() for f in _tensors(s)})
+                _replaced(s, {f.name: getattr(s, f.name).clone() for f in _tensors(s)})
                 if layer.lent
                 else s
                 for s in layer.segments
@@ -704,6 +730,10 @@ def _tensors(segment: Segment) -> list[Field]:
     return [f for f in fields(segment) if isinstance(getattr(segment, f.name), Tensor)]
 
 
+def _replaced(segment: Segment, tensors: dict[str, Any]) -> Segment:
+    return replace(segment, **tensors)
+
+
 def _stacked(layer: KVLayer, name: str, parts: Sequence[KVLayer], capacity: int) -> Tensor:
     """A buffer with the rows of all parts; zeros where a part has none."""
     like = next(getattr(part, name) for part in parts if getattr(part, name) is not None)
@@ -733,9 +763,9 @@ def _join_segments(layer: KVLayer, parts: Sequence[KVLayer]) -> None:
     for kind, like in kinds.items():
         pieces, stored = [], []
         for part, place in zip(parts, places, strict=True):
-            rows, at = len(part.held), place.get(kind)
-            pieces.append(Segment.empty(like, rows) if at is None else part.segments[at])
-            stored += [0] * rows if at is None else part.stored[at]
+            rows, own = len(part.held), place.get(kind)
+            pieces.append(Segment.empty(like, rows) if own is None else part.segments[own])
+            stored += [0] * rows if own is None else part.stored[own]
         layer.segments.append(Segment.cat(pieces))
         layer.stored.append(stored)
 
@@ -765,10 +795,12 @@ class RowSlots:
 
     @property
     def order(self) -> Tensor:
+        assert self._layer.order is not None
         return self._layer.order[self._row]
 
     @property
     def mass(self) -> Tensor:
+        assert self._layer.mass is not None
         return self._layer.mass[self._row]
 
     @property

@@ -96,7 +96,7 @@ class Compression:
             for request in set(asked.values())
         }
         for stage in self.stages:
-            stats = known.get(asked.get(stage.name))
+            stats = known[asked[stage.name]] if stage.name in asked else None
             if stage in self.late:
                 self.waiting[layer, stage.name] = stats, layout.order
             else:
@@ -112,7 +112,10 @@ class Compression:
         if self.context.extends:
             return
         start = clock(self.adapter.device)
-        kvs = [layer.kv for layer in self.cache.layers]
+        kvs: list[KV] = []
+        for held in self.cache.layers:
+            assert held.kv is not None
+            kvs.append(held.kv)
         for stage in self.stages:
             if stage in self.late:
                 kvs = [
@@ -120,8 +123,8 @@ class Compression:
                     for layer, kv in enumerate(kvs)
                 ]
             kvs = stage.finish(self.context, kvs)
-        for layer, kv in zip(self.cache.layers, kvs, strict=True):
-            layer.put(kv)
+        for held, kv in zip(self.cache.layers, kvs, strict=True):
+            held.put(kv)
         self.stats.time_reduce_s += clock(self.adapter.device) - start
 
     def _waited(self, layer: int, stage: CacheStage, kv: KV) -> ColumnStats | None:

@@ -162,6 +162,7 @@ class Decoder:
         if any(stage.mass for stage in row.stages):  # what rejected tokens attend to would count
             return 0
         for stage in row.stages:
+            assert row.prompt_slots is not None
             gap = -row.steps % stage.every
             quiet = min(
                 stage.quiet(self._slots(number, layer, prompt), layer)
@@ -307,6 +308,7 @@ class Decoder:
         for number, row in enumerate(self.rows):
             for stage in row.stages:
                 if row.steps % stage.every == 0:
+                    assert row.prompt_slots is not None
                     for layer, prompt in enumerate(row.prompt_slots):
                         stage.step(self._slots(number, layer, prompt), layer)
             row.steps += 1
@@ -320,10 +322,10 @@ class Decoder:
         """Layers whose rows were renumbered in prefill rotate by their own positions."""
         tables: dict[tuple, tuple[Tensor, ...]] = {}
 
-        def hook(index: int, shift: tuple[int, ...]):
+        def hook(index: int, shift: tuple[int, ...]) -> Callable[..., tuple[tuple, dict] | None]:
             key = shift, self.adapter.rotary(index)
 
-            def rotate(module: nn.Module, args: tuple, kwargs: dict):
+            def rotate(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
                 if kwargs.get("vlmfast_context") is not context:
                     return None
                 if key not in tables:

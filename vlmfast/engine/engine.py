@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Many
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -35,7 +34,7 @@ from .sampling import Sampler, Sampling
 from .sequence import Sequence
 from .speculation import Speculation, check, drafting, walk
 from .stats import Stats, Trace, clock
-from .taps import Watch
+from .taps import Watch, nothing_seen
 
 _ULPS = 8  # near tie: so many units in the last place of the largest logit
 
@@ -183,7 +182,7 @@ class Engine:
         self.fit(sequence, prompt.next_position, room if bounded else 1)
         sequence.prompt, sequence.notes = prompt, prompt.notes
         stats.prompt_tokens = len(prompt.layout)
-        windows = adapter.windows
+        windows: Many[int | None] = adapter.windows
         if bounded:  # a window that holds the whole sequence is none
             most = len(prompt.layout) + room
             windows = [None if window is None or most <= window else window for window in windows]
@@ -257,7 +256,7 @@ class Engine:
             Compression.of(adapter, recipe + noting, context, cache, sequence.stats)
         position = rows_of(prompt.layout.position)
         start = clock(position.device)
-        watched = nullcontext({}) if watch is None else watch.over(adapter.decoder, context)
+        watched = nothing_seen() if watch is None else watch.over(adapter.decoder, context)
         biased = cache.biased(context.key_bias())
         with decoder.shifted(context, position), biased, watched as seen:
             hidden = adapter.decoder(
@@ -623,7 +622,7 @@ class Engine:
 
 def generate_of(model: nn.Module) -> Callable[..., Any]:
     """Hugging Face's ``generate``: the model's own may be one that leads here, see `attach`."""
-    of_class = getattr(type(model), "generate", GenerationMixin.generate)
+    of_class: Callable[..., Any] = getattr(type(model), "generate", GenerationMixin.generate)
     return partial(of_class, model)
 
 

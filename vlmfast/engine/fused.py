@@ -9,7 +9,8 @@ forward; only the sums of a norm are made in another order.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -20,6 +21,9 @@ from ..kernels.swiglu import swiglu
 from ..models.base import Adapter
 from .attention import text_attention
 from .cache import KVCache
+
+if TYPE_CHECKING:
+    from ..models.base import TextDecoder
 
 # Families whose layers do exactly this, by their modules in transformers. A class that only has
 # the same names may scale a residual or add one to the weight of a norm.
@@ -34,7 +38,9 @@ def fusable(adapter: Adapter) -> bool:
     """
     if "fusable" not in adapter.kept:
         adapter.kept["fusable"] = _known(adapter.decoder)
-    return adapter.kept["fusable"] and use_triton("fused_step", adapter.decoder.norm.weight)
+    if not adapter.kept["fusable"]:
+        return False
+    return use_triton("fused_step", adapter.decoder.norm.get_parameter("weight"))
 
 
 def fused_step(
@@ -76,7 +82,8 @@ def fused_step(
     tables: dict[int | None, tuple[Tensor, Tensor]] = {}
     seen: dict[int, Tensor] = {}
     added, stream = embeds, None
-    for index, (layer, held) in enumerate(zip(decoder.layers, cache.layers, strict=True)):
+    layers: Iterable[Any] = decoder.layers  # with the parts that `_known` has seen
+    for index, (layer, held) in enumerate(zip(layers, cache.layers, strict=True)):
         offset = offsets.get(index)
         if id(offset) not in tables:
             at = position if offset is None else position - offset
@@ -109,17 +116,19 @@ def fused_step(
     return _norm(decoder.norm, added, stream)[0], seen
 
 
-def _norm(module: nn.Module, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+def _norm(module: Any, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
     return residual_norm(x, module.weight, module.variance_epsilon, residual)
 
 
-def _known(decoder: nn.Module) -> bool:
+def _known(decoder: TextDecoder) -> bool:
     """Whether the layers are of a kind in `_KINDS`, as transformers defines them."""
     kind = decoder.config.model_type
     if kind not in _KINDS or decoder.config.hidden_act != "silu":
         return False
-    parts = [(decoder, "Model"), (decoder.norm, "RMSNorm")]
-    for layer in decoder.layers:
+    layers: list[Any] = list(decoder.layers)
+    norm: Any = decoder.norm
+    parts = [(decoder, "Model"), (norm, "RMSNorm")]
+    for layer in layers:
         parts += [
             (layer, "DecoderLayer"),
             (layer.self_attn, "Attention"),
@@ -129,8 +138,8 @@ def _known(decoder: nn.Module) -> bool:
         ]
     place, width, head = (
         f"transformers.models.{kind}.modeling_{kind}",
-        decoder.norm.weight.shape[0],
-        decoder.layers[0].self_attn.head_dim,
+        norm.weight.shape[0],
+        layers[0].self_attn.head_dim,
     )
     return (
         all(_is(part, place, _KINDS[kind] + name) for part, name in parts)

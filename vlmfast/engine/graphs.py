@@ -59,7 +59,7 @@ class StepGraph:
         self.state = decoder.state()
         self.signature = signature(self.state)
         self.record = record or cuda_graph
-        self.inputs: dict[tuple, tuple[Tensor | None, ...]] = {}
+        self.inputs: dict[tuple, tuple[Tensor, ...]] = {}
         self.outputs: dict[tuple, Output] = {}
         self._replays: dict[tuple, Callable[[], None]] = {}
 
@@ -86,7 +86,7 @@ class StepGraph:
             self.state[key].copy_(of)
         decoder.load(self.state)
 
-    def replay(self, decoder: Steps, *given: Tensor | None) -> Output:
+    def replay(self, decoder: Steps, *given: Tensor) -> Output:
         """One step of ``decoder``, which these buffers serve.
 
         ``given`` are the arguments of `Decoder.forward`; what comes back is overwritten by the next
@@ -97,11 +97,10 @@ class StepGraph:
         sliding = tuple(cache.sliding(layer, width) for layer in range(len(cache.layers)))
         key = (width, decoder.taps, sliding)
         if key not in self._replays:
-            self.inputs[key] = tuple(None if of is None else of.clone() for of in given)
+            self.inputs[key] = tuple(of.clone() for of in given)
             self._replays[key] = self.record(self._step_of(decoder, key), self.state)
         for own, of in zip(self.inputs[key], given, strict=True):
-            if own is not None:
-                own.copy_(of)
+            own.copy_(of)
         self._replays[key]()
         return self.outputs[key]
 

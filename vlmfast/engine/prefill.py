@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -20,7 +20,7 @@ from ..statistics import ItemGeometry, StatRequest, VisionStats
 from .cache import KVCache
 from .compress import Compression
 from .stats import Stats, Trace, clock
-from .taps import Watch
+from .taps import Watch, nothing_seen
 from .vision import encode, merge_requests, served
 
 
@@ -320,7 +320,7 @@ def prefill(
             merge_requests(requests, chosen, stage.name)
     drops = Drops(adapter, prompt, stages, ahead, context, stats, trace)
     start = clock(prompt.embeds.device)
-    watched = nullcontext() if watch is None else watch.over(adapter.decoder, context)
+    watched = nothing_seen() if watch is None else watch.over(adapter.decoder, context)
     with active(context), drops.installed(), watched as seen:
         hidden = adapter.decoder(
             inputs_embeds=prompt.embeds[None],
@@ -405,8 +405,8 @@ class Drops:
             for handle in handles:
                 handle.remove()
 
-    def _hook(self, index: int):
-        def hook(module: nn.Module, args: tuple, kwargs: dict):
+    def _hook(self, index: int) -> Callable[..., tuple[tuple, dict] | None]:
+        def hook(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
             if (
                 current_context.get() is not self.context
             ):  # somebody else's pass through the same layers
@@ -452,8 +452,8 @@ class Drops:
             self.context, probe=True, requests={index: self.ahead[index]}, stats={}, received={}
         )
         with active(probe):
-            module.self_attn(
-                hidden_states=module.input_layernorm(hidden),
+            module.get_submodule("self_attn")(
+                hidden_states=module.get_submodule("input_layernorm")(hidden),
                 attention_mask=None,
                 past_key_values=None,
                 **self._positions(index, kwargs),
@@ -484,11 +484,10 @@ class Drops:
     ) -> Tensor:
         """Rows ``keep`` of the hidden states, the layout, statistics and rotary tables."""
         given, renumbered = kwargs["position_embeddings"], self.numbered is not None
-        if _compacts(stage) or renumbered:
-            tables = ()
-        else:
+        tables: tuple[Tensor, ...] = ()
+        if not _compacts(stage) and not renumbered:
             tables = self._positions(index, kwargs)["position_embeddings"]
-        hidden, *tables = _rows(keep, hidden, *tables)
+        hidden, *tables_left = _rows(keep, hidden, *tables)
         self.context.select(keep)
         self.kept = keep if self.kept is None else self.kept.index_select(0, keep)
         if _compacts(stage):
@@ -496,7 +495,7 @@ class Drops:
         elif renumbered:
             self.numbered = {}
         else:
-            self.tables, self.source = tuple(tables), given
+            self.tables, self.source = tuple(tables_left), given
         return hidden
 
     def _renumber(self, index: int) -> None:

@@ -204,6 +204,7 @@ class Columns:
         Tensor, float32, (B, V)
         """
         if self.penalty is not None:
+            assert self.unpenalty is not None and seen is not None
             less = self._divided(scores, self.unpenalty)
             less = torch.where(scores < 0, scores * self.penalty, less)
             scores = torch.where(seen, less, scores)
@@ -215,14 +216,14 @@ class Columns:
         if any(self.top_k):
             scores = self._top_k(scores)
         if self.dropped_p is not None:
-            scores = self._top_p(scores)
+            scores = self._top_p(scores, self.dropped_p)
         if self.min_p is not None:
             probs = scores.softmax(-1)
             # The most probable token is never below a share of itself.
             low = probs < self.min_p * probs.amax(-1, keepdim=True)
             scores = scores.masked_fill(low, -math.inf)
         if self.typical_p is not None:
-            scores = self._typical(scores)
+            scores = self._typical(scores, self.typical_p)
         if self.normalize is not None:
             scores = torch.where(self.normalize, scores.log_softmax(-1), scores)
         return scores
@@ -233,16 +234,16 @@ class Columns:
         least = best.gather(1, self._last.clamp(max=size - 1))
         return scores.masked_fill(self._cut & (scores < least), -math.inf)
 
-    def _top_p(self, scores: Tensor) -> Tensor:
+    def _top_p(self, scores: Tensor, dropped_p: Tensor) -> Tensor:
         ordered, index = scores.sort()
-        dropped = ordered.softmax(-1).cumsum(-1) <= self.dropped_p
+        dropped = ordered.softmax(-1).cumsum(-1) <= dropped_p
         dropped[:, -1:] = False
         return scores.masked_fill(dropped.scatter(1, index, dropped), -math.inf)
 
-    def _typical(self, scores: Tensor) -> Tensor:
+    def _typical(self, scores: Tensor, typical_p: Tensor) -> Tensor:
         normalized = scores.log_softmax(-1)
         distance, index = (-normalized - _entropy(normalized)).abs().sort()
-        reached = scores.gather(1, index).softmax(-1).cumsum(-1) < self.typical_p
+        reached = scores.gather(1, index).softmax(-1).cumsum(-1) < typical_p
         last = reached.sum(1, keepdim=True).clamp(max=scores.shape[1] - 1)
         dropped = distance > distance.gather(1, last)
         dropped[:, :1] = False

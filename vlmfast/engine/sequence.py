@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -26,7 +25,7 @@ class Drafts(Protocol):
         """What is drafted after ``root``, which row ``number`` has not read yet."""
 
     def learn(
-        self, tree: Tree, path: Many[int], emitted: Many[int], output: Output, number: int
+        self, tree: Tree, path: list[int], emitted: list[int], output: Output, number: int
     ) -> None:
         """See what the model made of ``tree``."""
 

@@ -178,6 +178,7 @@ class Speculation:
         if self.drafters is None:
             self._open()
             self.first = True
+        assert self.drafters is not None
         tree, *others = (drafter.propose(root, budget) for drafter in self.drafters)
         for other in others:
             tree = tree.joined(other)
@@ -197,6 +198,7 @@ class Speculation:
     def noise(self, depth: int) -> Tensor:
         """The noise of the token at ``depth`` below the root."""
         sampler, adapter = self.sequence.sampler, self.adapter
+        assert sampler.seed is not None
         return gumbel(sampler.seed, sampler.length + depth - 1, adapter.vocabulary, adapter.device)
 
     def learn(
@@ -259,6 +261,7 @@ class Speculation:
 
     def _catch_up(self) -> None:
         """Show the drafters what came while none was needed."""
+        assert self.drafters is not None
         for done in self.behind:
             for drafter in self.drafters:
                 drafter.extend(done)

@@ -152,6 +152,7 @@ class Trace:
 
     def drop_before(self, layer: int, left: TokenLayout, name: str) -> None:
         """Tokens that are not among ``left`` (visual rows) do not enter ``layer``."""
+        assert self.layout is not None and self.depth is not None
         gone = ~torch.isin(self.layout.order, left.order)
         self.depth[gone & (self.depth > layer)] = layer
         if layer == 0:
@@ -160,7 +161,7 @@ class Trace:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain lists: one entry per visual token."""
-        if self.layout is None:
+        if self.layout is None or self.depth is None:
             return {"layers": self.layers, "saliency": "", "stages": [], "tokens": []}
         rows = zip(
             self.layout.item.tolist(),

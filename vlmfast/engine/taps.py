@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -13,15 +14,18 @@ from ..contexts import Context, PrefillContext, current_context
 from ..drafting import Read
 from ..stages import DrafterStage
 
+if TYPE_CHECKING:
+    from ..models.base import TextDecoder
+
 
 @contextmanager
 def tapped(
-    decoder: nn.Module, layers: Sequence[int], context: Context
+    decoder: TextDecoder, layers: Sequence[int], context: Context
 ) -> Iterator[dict[int, Tensor]]:
     """What goes into ``layers`` during a forward pass of ``context``: (B, T, D) by layer."""
     seen: dict[int, Tensor] = {}
 
-    def hook(index: int):
+    def hook(index: int) -> Callable[..., None]:
         def catch(module: nn.Module, args: tuple, kwargs: dict) -> None:
             if kwargs.get("vlmfast_context") is context or current_context.get() is context:
                 seen[index] = args[0]
@@ -37,6 +41,12 @@ def tapped(
     finally:
         for handle in handles:
             handle.remove()
+
+
+@contextmanager
+def nothing_seen() -> Iterator[dict[int, Tensor]]:
+    """`Watch.over` where no drafter reads the prompt."""
+    yield {}
 
 
 @dataclass
@@ -71,11 +81,11 @@ class Watch:
         return any(stage.features for stage in self.stages)
 
     @contextmanager
-    def over(self, decoder: nn.Module, context: PrefillContext) -> Iterator[dict[int, Tensor]]:
+    def over(self, decoder: TextDecoder, context: PrefillContext) -> Iterator[dict[int, Tensor]]:
         """Catch the taps of one pass of a prompt, and which rows they are."""
 
-        def hook(index: int):
-            def note(*_) -> None:
+        def hook(index: int) -> Callable[..., None]:
+            def note(*_: Any) -> None:
                 if current_context.get() is context and context.layout is not None:
                     self._orders[index] = context.layout.order
 
@@ -83,7 +93,7 @@ class Watch:
 
         handles = [decoder.layers[at].register_forward_pre_hook(hook(at)) for at in self.layers]
         try:
-            with tapped(decoder, self.layers, context) if self.layers else nullcontext({}) as seen:
+            with tapped(decoder, self.layers, context) as seen:
                 yield seen
         finally:
             for handle in handles:

@@ -78,8 +78,8 @@ def encode(
     )
     for stage in inside:
         merge_requests(context.requests, stage.vision_stats(context.depth), stage.name)
-    for stage in outside:
-        _ask_for_rows(adapter, stage, context)
+    for reader in outside:
+        _ask_for_rows(adapter, reader, context)
     wanted = _ask_for_saliency(adapter, outside, context)
     wants_cls = adapter.projects_cls() and any(
         stage.wants_cls and {wanted[asked.key][1] for asked in stage.saliencies()} <= {"cls"}
@@ -91,7 +91,7 @@ def encode(
         _unused_skipped(adapter, context),
         between_blocks(adapter, inside, context, stats) as groups,
         _cls(adapter, views) as cls,
-        _projected(adapter, any(source == "norm" for _, source in wanted.values())) as features,
+        _projected(adapter, any(source == "norm" for _, source in wanted.values())) as projected,
         nullcontext() if inside else captured(adapter, context, cls, views),
     ):
         encoded = adapter.encode(tensors, context)
@@ -99,7 +99,7 @@ def encode(
         encoded.stats,
         cls=torch.cat(cls) if cls else None,
         saliency={
-            key: _saliency(adapter, context, asked, source, features)
+            key: _saliency(adapter, context, asked, source, projected)
             for key, (asked, source) in wanted.items()
         },
         left_out=left_out,
@@ -220,6 +220,7 @@ def _saliency(
         together = 1 if source == "norm" else rows.shape[-1] / math.prod(item.patches)
         rows = adapter.to_tokens(rows, item) * together
         if asked.keys:
+            assert keys is not None
             keys = adapter.to_tokens(keys.transpose(1, 2), item).transpose(1, 2)
         answer.append(Saliency(source, rows, keys if asked.keys else None))
     return tuple(answer)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,25 @@ from ..saliency import SaliencyRequest, to_tokens
 from ..stages import Stage
 from ..statistics import ItemGeometry, VisionStats
 from ._media import Media
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
+
+    class Model(PreTrainedModel, GenerationMixin):
+        """What every family's model is; configs differ by family."""
+
+        config: Any
+        generation_config: GenerationConfig
+
+        def get_input_embeddings(self) -> nn.Embedding: ...
+
+    class TextDecoder(PreTrainedModel):
+        """Its language model without a head."""
+
+        config: Any
+        layers: nn.ModuleList
+        norm: nn.Module
+        rotary_emb: nn.Module
 
 
 @dataclass
@@ -67,7 +86,7 @@ class Adapter:
     # Whether the tower does the same for all inputs of one shape, so that it can be captured.
     fixed_tower: ClassVar[bool] = False
 
-    def __init__(self, model: nn.Module, processor: Any) -> None:
+    def __init__(self, model: Model, processor: Any) -> None:
         if any(p.device.type == "meta" for p in model.parameters()):
             raise ModelError("the model is on the meta device; load its weights first")
         if len({p.device for p in model.parameters()}) > 1:
@@ -86,8 +105,8 @@ class Adapter:
             raise ModelError(f"{type(model).__name__} has no language-model head to answer with")
         self.model, self.processor = model, processor
         self.writer = processor  # whose chat template writes prompts, the user's own
-        self.config = model.config
-        self.decoder = model.get_decoder()
+        self.config: Any = model.config
+        self.decoder: TextDecoder = model.get_decoder()
         self.depth = len(self.decoder.layers)
         self._embedding, self._head = model.get_input_embeddings(), model.get_output_embeddings()
         text = self.config.get_text_config()
@@ -100,7 +119,7 @@ class Adapter:
         self.modules: dict[tuple[str, str, str], nn.Module] = {}
         self.pool = BufferPool()  # buffers of caches, from one request to the next
         self.decoding = "auto"  # how decode steps run, see `VLM`
-        self.kept: dict[str, Any] = {}  # what the engine keeps from one request to the next
+        self.kept: dict[Hashable, Any] = {}  # what the engine keeps from one request to the next
 
     # --- sizes ---------------------------------------------------------------------------------
 
@@ -534,7 +553,7 @@ class Adapter:
         """Further arguments of the decoder in prefill."""
         return {}
 
-    mask_rule = None
+    mask_rule: Callable[[TokenLayout], Tensor] | None = None
 
     def items(
         self, tensors: dict[str, Tensor], sizes: list[tuple[int, int]], frames: Sequence[tuple]

@@ -6,22 +6,25 @@ rows before it among those that enter the layer, and of its own image also the r
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..errors import ModelError, RecipeError
 from ..layout import TokenLayout
 from ..statistics import ItemGeometry
 from .internvl import Tiled
 
+if TYPE_CHECKING:
+    from .base import Model
+
 
 class FamilyAdapter(Tiled):
     processors = ("Gemma3Processor",)
     nested, fixed = True, True
 
-    def __init__(self, model: nn.Module, processor: Any) -> None:
+    def __init__(self, model: Model, processor: Any) -> None:
         super().__init__(model, processor)
         self.kinds = self.config.get_text_config().layer_types
         self.windows = tuple(

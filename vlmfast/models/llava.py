@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..contexts import VisionContext
 from ..errors import ModelError
@@ -14,8 +14,11 @@ from ..layout import Kind
 from ..statistics import ItemGeometry
 from .base import Adapter, Encoded
 
+if TYPE_CHECKING:
+    from .base import Model
 
-def complete(model: nn.Module, processor: Any) -> Any:
+
+def complete(model: Model, processor: Any) -> Any:
     """The processor with what older checkpoints leave out, taken from the model.
 
     It counts the placeholders of a picture from these three; a copy, because it is the user's.
@@ -38,7 +41,7 @@ def complete(model: nn.Module, processor: Any) -> Any:
 class FamilyAdapter(Adapter):
     fixed_tower = True
 
-    def __init__(self, model: nn.Module, processor: Any) -> None:
+    def __init__(self, model: Model, processor: Any) -> None:
         super().__init__(model, complete(model, processor))
 
     def geometry(self, sizes: list[tuple[int, int]]) -> tuple[ItemGeometry, ...]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..contexts import VisionContext
 from ..layout import Kind, TokenLayout
@@ -14,13 +14,16 @@ from ._media import Media
 from .base import Adapter, Encoded
 from .llava import complete
 
+if TYPE_CHECKING:
+    from .base import Model
+
 
 class FamilyAdapter(Adapter):
     tensors = ("pixel_values", "image_sizes")
     pixel_dims = 5
     fixed_tower = True
 
-    def __init__(self, model: nn.Module, processor: Any) -> None:
+    def __init__(self, model: Model, processor: Any) -> None:
         super().__init__(model, complete(model, processor))
 
     def encode(self, inputs: dict[str, Tensor], context: VisionContext) -> Encoded:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..layout import Kind, TokenLayout
 from ..statistics import ItemGeometry
 from ._media import Media
 from .base import Adapter
 from .llava_next_video import FamilyAdapter as LlavaNextVideo
+
+if TYPE_CHECKING:
+    from .base import Model
 
 
 class FamilyAdapter(LlavaNextVideo):
@@ -21,7 +24,7 @@ class FamilyAdapter(LlavaNextVideo):
     nested = True  # of several pictures it makes no crops
     blocks = False  # a picture's tokens depend on how many pictures there are
 
-    def __init__(self, model: nn.Module, processor: Any) -> None:
+    def __init__(self, model: Model, processor: Any) -> None:
         Adapter.__init__(self, model, processor)
 
     def pooled(self) -> int:

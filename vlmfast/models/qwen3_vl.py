@@ -7,18 +7,21 @@ first layer that no features are added in front of any more.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from ..layout import TokenLayout
 from .qwen2_5_vl import FamilyAdapter as Qwen
 
+if TYPE_CHECKING:
+    from .base import Model
+
 
 class FamilyAdapter(Qwen):
     processors = ("Qwen3VLProcessor",)
 
-    def __init__(self, model: nn.Module, processor: Any) -> None:
+    def __init__(self, model: Model, processor: Any) -> None:
         super().__init__(model, processor)
         self.min_drop_layer = len(self.config.vision_config.deepstack_visual_indexes)
 
