@@ -345,8 +345,7 @@ def _check_media(adapter: Adapter, batch: dict[str, Tensor]) -> None:
         wanted = (*size[:-3], *size[-2:])
         if shown.shape != wanted:
             raise VLMFastError(
-                f"pixel_attention_mask must have the shape {wanted}, not "
-                f"{tuple(shown.shape)}"
+                f"pixel_attention_mask must have the shape {wanted}, not {tuple(shown.shape)}"
             )
     counts = batch.get("batch_num_images")
     images = batch.get(adapter.tensors[0])
