@@ -629,6 +629,23 @@ def test_strict_leaves_batches_and_pages_alone() -> None:
     assert all(a.stats.drafted == 0 for a in answers)
 
 
+@pytest.mark.parametrize("sampled", [False, True])
+def test_a_strict_row_stands_beside_one_with_drafts(llava: VLM, sampled: bool) -> None:
+    """It has no drafts, and no seed where it is sampled; its neighbour's trees are not its own."""
+    wanted = llava.ask(QUESTION, **given(max_new_tokens=8))
+    beside = Recipe((Knows(answer=tuple(wanted.token_ids)),))
+    strict = {"max_new_tokens": 8, "eos_token_id": None, "strict": True, "do_sample": sampled}
+    requests = [
+        Request(QUESTION, picture(seed=1), generation=strict),
+        Request(QUESTION, picture(seed=1), recipe=beside, generation={**strict, "strict": False}),
+    ]
+    requests[1].generation["do_sample"] = False
+    first, second = llava.ask_many(requests, batch_size=2)
+    assert second.token_ids == wanted.token_ids and second.stats.accepted > 0
+    assert len(first.token_ids) == 8
+    assert sampled or first.token_ids == wanted.token_ids
+
+
 @dataclass(frozen=True)
 class Patient(Knows):
     """Drafts nothing where it has lost the thread."""
