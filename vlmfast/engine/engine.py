@@ -110,13 +110,19 @@ class Engine:
         )
         if sampler.seed is None and sampler.sampled and watch is not None:
             sampler.seed = int(torch.randint(2**62, ()))
-        sequence = Sequence(
-            inputs, recipe, sampler, begin, streamer, strict, cut, number, watch=watch
+        return Sequence(
+            inputs,
+            recipe,
+            sampler,
+            begin,
+            streamer,
+            strict,
+            cut,
+            number,
+            Stats() if stats is None else stats,
+            Trace(images=list(images)),
+            watch,
         )
-        if stats is not None:
-            sequence.stats = stats
-        sequence.trace.images = list(images)
-        return sequence
 
     def reading(
         self,
@@ -131,11 +137,8 @@ class Engine:
         ids = inputs.tensors["input_ids"]
         config = GenerationConfig(max_length=ids.shape[1])
         sampler = Sampler(ids, LogitsProcessorList(), StoppingCriteriaList(), config)
-        sequence = Sequence(inputs, recipe, sampler, begin, watch=watch)
-        if stats is not None:
-            sequence.stats = stats
-        sequence.trace.images = list(images)
-        return sequence
+        books = Stats() if stats is None else stats, Trace(images=list(images))
+        return Sequence(inputs, recipe, sampler, begin, None, False, False, 0, *books, watch)
 
     # --- reading ---------------------------------------------------------------------------------
 
