@@ -204,6 +204,10 @@ class Fuzz:
                 value = rng.choice(LEGAL[name])
             if name in LENGTHS and value is None:
                 continue  # a default answer would be long
+            if name == "prefix_allowed_tokens_fn" and callable(value):
+                # What a user's own function raises is handed on as it is, and what it returns is
+                # only known after the prompt has been read.
+                value = lambda *_: [2, 3]  # noqa: E731
             found[name] = value
         return found
 

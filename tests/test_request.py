@@ -244,10 +244,30 @@ def test_requests_take_messages(vlm):
         vlm.ask_many([Request()])
 
 
-@pytest.mark.parametrize("requests", [3, None, "what ?", Request("what ?"), {"a": 1}])
+@pytest.mark.parametrize(
+    "requests", [3, None, "what ?", Request("what ?"), {"a": 1}, torch.tensor(1.0)]
+)
 def test_requests_that_are_no_list(vlm, requests):
     with pytest.raises(VLMFastError, match=r"must be a list of vlmfast\.Request"):
         vlm.ask_many(requests)
+
+
+@pytest.mark.parametrize("found", [None, [], 3, [0.5], [-1], [10**9], "x", [[1]]])
+def test_what_an_allowing_function_returns_is_checked(vlm, found):
+    given = {"max_new_tokens": 3, "eos_token_id": None}
+    with pytest.raises(VLMFastError, match=r"^prefix_allowed_tokens_fn returned .* from 0 to \d+$"):
+        vlm.ask("what ?", prefix_allowed_tokens_fn=lambda row, ids: found, **given)
+    answer = vlm.ask("what ?", prefix_allowed_tokens_fn=lambda row, ids: [40, 41], **given)
+    assert set(answer.token_ids) <= {40, 41}
+    assert not set(vlm.ask("what ?", **given).token_ids) <= {40, 41}
+
+
+def test_what_a_users_function_raises_is_its_own(vlm):
+    def allowed(row, ids):
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        vlm.ask("what ?", max_new_tokens=3, prefix_allowed_tokens_fn=allowed)
 
 
 # --- lengths -------------------------------------------------------------------------------------

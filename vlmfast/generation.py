@@ -310,10 +310,27 @@ def _early(name: str, value: Any, place: _Place) -> Any:
     raise _wrong(name, value, "True, False or 'never'")
 
 
-def _called(name: str, value: Any, place: _Place) -> Any:
+def _allowing(name: str, value: Any, place: _Place) -> Any:
+    """A function of row and ids to the tokens that may follow, whose results are checked."""
     if not callable(value):
         raise _wrong(name, value, "a function")
-    return value
+
+    def checked(row: int, ids: Tensor) -> Any:
+        found = value(row, ids)
+        try:
+            tokens = torch.as_tensor(found)
+        except (TypeError, ValueError, RuntimeError, OverflowError):
+            tokens = torch.zeros(0)
+        whole = tokens.dtype in (torch.int64, torch.int32)
+        inside = whole and tokens.dim() == 1 and len(tokens) > 0 and int(tokens.min()) >= 0
+        if not inside or int(tokens.max()) >= place.vocabulary:
+            raise VLMFastError(
+                f"{name} returned {shown(found)}; it must return a list of at least one token, "
+                f"from 0 to {place.vocabulary - 1}"
+            )
+        return found
+
+    return checked
 
 
 def _all_called(name: str, value: Any, place: _Place) -> Any:
@@ -385,7 +402,7 @@ _CHECKS: dict[str, _Check] = {
     # What is called, and what is returned.
     "logits_processor": _all_called,
     "stopping_criteria": _all_called,
-    "prefix_allowed_tokens_fn": _called,
+    "prefix_allowed_tokens_fn": _allowing,
     "streamer": _streamer,
     "return_dict_in_generate": _flag,
     "output_scores": _flag,

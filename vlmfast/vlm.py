@@ -284,7 +284,7 @@ class VLM:
             raise VLMFastError(
                 f"batch_size={shown(batch_size)} must be a whole number of at least 1"
             )
-        if isinstance(requests, str | bytes | Request | Mapping) or not isinstance(
+        if isinstance(requests, str | bytes | Request | Mapping | torch.Tensor) or not isinstance(
             requests, Iterable
         ):
             raise VLMFastError(
