@@ -715,10 +715,10 @@ def test_renumbered_keys_are_those_of_the_same_tokens(positions, monkeypatch):
     bound, _ = positions
     make, compared = LongVideo._make_room, []
 
-    def plain(sequence, noted) -> list[torch.Tensor]:
+    def plain(sequence, noted, off: int = 0) -> list[torch.Tensor]:
         found = []
         for index, layer in enumerate(sequence.decoder.cache.layers):
-            ids = torch.cat(noted.kept[index], dim=1)
+            ids = torch.cat(noted.kept[index], dim=1) + off
             found.append(bound.adapter.rotate(layer.keys[0, :, : layer.held[0]], -ids))
         return found
 
@@ -728,8 +728,12 @@ def test_renumbered_keys_are_those_of_the_same_tokens(positions, monkeypatch):
         make(self, engine, sequence, noted, tokens)
         if before is not None and prompt.next_position != before[1]:
             assert prompt.next_position == max(sequence.decoder.cache.lengths()) < before[1]
-            for one, other in zip(before[0], plain(sequence, noted), strict=True):
-                close(one, other, terms=one.shape[-1])
+            wrong = plain(sequence, noted, off=1)
+            for one, other, control in zip(before[0], plain(sequence, noted), wrong, strict=True):
+                # A rotation sums two products; its angle is rounded as the id is large.
+                scale = float(one.abs().max()) * before[1]
+                close(one, other, terms=2, scale=scale)
+                apart(one, control, terms=2, scale=scale)
             compared.append(before[1])
 
     monkeypatch.setattr(LongVideo, "_make_room", watch)
