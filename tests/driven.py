@@ -65,7 +65,7 @@ class Driven:
 
     def start(self, room: int) -> Tensor:
         """Read the prompt; logits (1, V)."""
-        return self.engine.read(self.sequence, room)
+        return self.engine.read(self.sequence, max_new_tokens=room)
 
     def start_from(self, prompt: Prompt, room: int, *more: Any, **named: Any) -> Tensor:
         return self.engine.prefill(self.sequence, prompt, room, *more, **named)

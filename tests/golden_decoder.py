@@ -63,4 +63,4 @@ def decoder_run(
     prompt = Prompt(data["inputs_embeds"][0], image_layout(total, start, n), total, total)
     run = Driven(adapter, Inputs({}), Recipe.of(stage), begin=0.0)
     run.trace.begin(prompt.layout.select(prompt.layout.visual), layers)
-    return run, run.start_from(prompt, room=len(steps))
+    return run, run.start_from(prompt, len(steps))

@@ -234,7 +234,7 @@ def llm_case(data: dict, meta: dict) -> None:
     run.trace.begin(layout.select(layout.visual), depth)
     states = []
     hook = model.model.norm.register_forward_hook(lambda module, args, out: states.append(out))
-    run.start_from(Prompt(data["inputs_embeds"][0], layout, total, total), room=1)
+    run.start_from(Prompt(data["inputs_embeds"][0], layout, total, total), 1)
     hook.remove()
     terms = network(model, total)
     close(states[0], data["prefill_hidden"], terms=terms)

@@ -21,11 +21,11 @@ class Target:
     embed : callable
         Ids, int64, (...) to input embeddings (..., D).
     logits : callable
-        Hidden states behind the last norm (..., D) to logits (..., V).
+        Hidden states after the last norm (..., D) to logits (..., V).
     width, depth, vocabulary : int
         D, decoder layers, V.
     banned : tuple of int
-        Ids that are never drafted: placeholders of pictures and clips.
+        Ids that are never drafted: placeholders of images and videos.
     trained : Module, optional
         The drafter's own weights.
     shallow : callable, optional
@@ -48,18 +48,18 @@ class Target:
 
 @dataclass(frozen=True, eq=False)
 class Read:
-    """A part of a prompt behind the target's last layer.
+    """A part of a prompt after the target's last layer.
 
     Parameters
     ----------
     ids : list of int
         The full part, placeholders and dropped rows included.
     layout : TokenLayout
-        The S rows that are left behind the last layer.
+        The S rows that are left after the last layer.
     embeds : Tensor, (S, D)
         What went into the first layer of these rows.
     features : Tensor, (S, D), optional
-        Behind the last norm; where the drafter `DrafterStage.features`.
+        After the last norm; where the drafter `DrafterStage.features`.
     taps : Tensor, (S, K, D), optional
         What went into the K layers of `DrafterStage.taps`.
     """
@@ -81,7 +81,7 @@ class Round:
     path : list of int
         Nodes that were accepted, the root first.
     emitted : list of int
-        The tokens of ``path`` behind the root, and the target's own next one.
+        The tokens of ``path`` after the root, and the target's own next one.
     logits : Tensor, (N, V), optional
         The target's, of every node; where a drafter of the recipe reads `DrafterStage.logits`.
     features, taps : Tensor, (N, D) and (N, K, D), optional

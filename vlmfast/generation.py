@@ -439,7 +439,7 @@ class Generation:
     strict: bool = False
     stops: Any = None
 
-    def room(self, prompt: int) -> int:
+    def max_new_tokens(self, prompt: int) -> int:
         """New tokens that may follow ``prompt`` ids; below 1 where ``max_length`` leaves none."""
         if self.config.max_new_tokens is not None:
             return self.config.max_new_tokens
@@ -502,7 +502,7 @@ def gate(
     names : iterable of str
         Its own, which a misspelt one may be meant for.
     default : int, optional
-        New tokens where nobody says how many; Hugging Face's default without it.
+        New tokens where neither call nor config says how many; Hugging Face's default without it.
     instead : str
         What an error about something that cannot be served adds.
 

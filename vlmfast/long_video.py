@@ -260,16 +260,16 @@ class LongVideo:
 
     def read(self, engine: Engine, sequence: Sequence, question: str) -> Tensor:
         """Read the whole prompt of a sequence. Returns the logits (1, V) after it."""
-        room = sequence.max_new_tokens
+        max_new_tokens = sequence.max_new_tokens
         # One token for each block; the rest of the space is shared out among frames.
-        blocks, space = self._plan(room)
+        blocks, space = self._plan(max_new_tokens)
         fed, kept, said, entered, flops = 0, 0, 0, 0, 0.0
         config = self.adapter.config.get_text_config()
         d, m = config.hidden_size, config.intermediate_size
         logits: Tensor | None = None
         noted = Positions()
         whole = sum(map(len, self.pieces)) + self.frames * self.per_frame
-        noting = (noted,) if whole + room > self.most else ()
+        noting = (noted,) if whole + max_new_tokens > self.most else ()
         with _ahead(self._blocks()) as ready, self._bar() as bar:
             for number, block in enumerate(ready, 1):
                 self._make_room(engine, sequence, noted, block.tensors["input_ids"].shape[1])
@@ -291,7 +291,7 @@ class LongVideo:
                 limit = said + number + (space - blocks) * done // self.frames - kept
                 if sequence.decoder is None:
                     logits = engine.prefill(
-                        sequence, prompt, room, limit, bounded=False, noting=noting
+                        sequence, prompt, max_new_tokens, limit, bounded=False, noting=noting
                     )
                 else:
                     logits = engine.extend(
@@ -303,9 +303,9 @@ class LongVideo:
                 engine.count_block(sequence, own)
                 bar.update(len(block.sizes))
         assert sequence.prompt is not None and logits is not None
-        self._make_room(engine, sequence, noted, len(self.pieces[-1]) + room)
+        self._make_room(engine, sequence, noted, len(self.pieces[-1]) + max_new_tokens)
         start = sequence.prompt.next_position
-        engine.fit(sequence, start + len(self.pieces[-1]), room)
+        engine.fit(sequence, start + len(self.pieces[-1]), max_new_tokens)
         if len(self.pieces[-1]):
             ids = self.pieces[-1][None].to(self.adapter.device)
             inputs = Inputs({"input_ids": ids}, offset=fed, start=start)

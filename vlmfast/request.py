@@ -320,13 +320,13 @@ def check_length(
 ) -> None:
     """Refuse a prompt that cannot fit the model's positions, whatever the recipe drops of it."""
     ids, most = tensors["input_ids"], adapter.max_positions
-    room = generation.room(ids.shape[1])
-    if room < 1:
+    max_new_tokens = generation.max_new_tokens(ids.shape[1])
+    if max_new_tokens < 1:
         raise VLMFastError(
             f"max_length={generation.config.max_length} leaves no token for the answer: the prompt "
             f"has {ids.shape[1]}"
         )
-    least = room if generation.explicit else 1
+    least = max_new_tokens if generation.explicit else 1
     if most is None or ids.shape[1] + least <= most:
         return  # what takes more positions than it has tokens is found where they are counted
     closing = (*recipe.acting("in-encoder"), *recipe.acting("encode"))

@@ -400,20 +400,22 @@ class Session:
         tensors = snapshot.moved(known.tensors, ids.device)
         return Inputs({**tensors, "input_ids": ids}, known.sizes, question, known.frames)
 
-    def _read(self, sequence: Sequence, ids: Tensor, room: int, *, bounded: bool = True) -> Tensor:
-        """Read a prompt, or its first ``ids`` (1, S). Returns the logits (1, V) after it."""
-        known, engine = self._pictures, self._engine
+    def _read(self, sequence: Sequence, ids: Tensor, **more: Any) -> Tensor:
+        """Read a prompt, or its first ``ids`` (1, S). Returns the logits (1, V) after it.
+
+        ``more`` is for `Engine.read`.
+        """
+        known, seen = self._pictures, None
+        if known is not None:
+            self._engine.adopt(sequence, known.stats, known.trace)
+            seen = snapshot.moved(known.seen, self._adapter.device)
         inputs = self._inputs(ids, sequence.inputs.question)
-        if known is None:
-            nothing = None, Stats(), sequence.trace
-            return engine.read_seen(sequence, inputs, *nothing, room, bounded=bounded)
-        seen = snapshot.moved(known.seen, self._adapter.device), known.stats, known.trace
-        return engine.read_seen(sequence, inputs, *seen, room, bounded=bounded)
+        return self._engine.read(sequence, inputs=inputs, seen=seen, **more)
 
     def _reprefill(self, sequence: Sequence) -> Tensor:
         """Read the whole prompt. Returns the logits (1, V) after it."""
         self._engine.count_prompt(sequence, reused=0)
-        return self._read(sequence, sequence.ids, sequence.max_new_tokens)
+        return self._read(sequence, sequence.ids)
 
     def _restored(self, sequence: Sequence) -> Tensor:
         """The same for the full model, whose features may have to be made again."""
@@ -443,7 +445,7 @@ class Session:
             self._engine.release(sequence)
             kept.decoder.seat([])
             return
-        kept.take_back(sequence)
+        kept.update(sequence)
         if apart and not kept.rewind(kept.base):
             self._drop()
 
@@ -459,9 +461,9 @@ class Session:
         if kept is None:
             kept, logits = self._keep(sequence, sequence.ids)
         else:
-            kept.lend(sequence)
+            kept.resume(sequence)
         if not self.history and kept.cache.track:  # its stages will not let go of this question
-            kept.clone().lend(sequence)
+            kept.clone().resume(sequence)
         new = sequence.ids[:, len(kept.ids) :]
         return engine.extend_text(sequence, new, _AT_ONCE, logits)
 
@@ -472,7 +474,7 @@ class Session:
         """
         if self._pictures is not None:
             ids = ids[:, : len(self._pictures.prefix)]
-        logits = self._read(sequence, ids, _ROOM, bounded=False)
+        logits = self._read(sequence, ids, max_new_tokens=_ROOM, bounded=False)
         self._kept = Prefix.of(sequence, ids[0].tolist())
         return self._kept, logits
 

@@ -71,7 +71,7 @@ class ColumnRequest:
     Parameters
     ----------
     rows : {"all", "text", "window", "probe"}
-        Query rows that are summed: all of them; the text behind the last visual token (the last row
+        Query rows that are summed: all of them; the text after the last visual token (the last row
         where there is none); the last ``n``; the last ``n`` and ``random`` others, drawn without
         replacement by ``seed`` and layer.
     n, random : float
@@ -126,20 +126,20 @@ class ColumnStats:
 
 @dataclass(frozen=True)
 class ItemGeometry:
-    """How one picture went through the vision tower.
+    """How one image went through the vision tower.
 
     Parameters
     ----------
     size : (int, int)
-        Height and width of the picture in pixels.
+        Height and width of the image in pixels.
     tiles : (int, int)
         Rows and columns of crops; (0, 0) when there is only a base view.
     views : (int, int)
-        First row and one past the last row of the picture in the vision batch (base first).
+        First row and one past the last row of the image in the vision batch (base first).
     patches : (int, int)
         Rows and columns of visual tokens per view, before anything was dropped.
     clip : int
-        Which clip of the prompt the picture is a frame of; -1 for a picture of its own.
+        Which video of the prompt the image is a frame of; -1 for an image of its own.
     frame : (int, int)
         Which frame of how many.
     """
@@ -159,7 +159,7 @@ class VisionStats:
     Parameters
     ----------
     items : tuple of ItemGeometry
-        One per picture (or frame), by ``TokenLayout.item``.
+        One per image (or frame), by ``TokenLayout.item``.
     rows : dict of int to Tensor
         Vision layer index to softmax attention, float32, (views, heads, patches), the CLS row over
         the patches of its view; for ``columns`` requests the attention received by each patch.

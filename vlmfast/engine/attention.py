@@ -553,7 +553,7 @@ def _locks_of(model: PreTrainedModel) -> list[AbstractContextManager]:
 
 @contextmanager
 def lock_of(model: PreTrainedModel) -> Iterator[None]:
-    """Hold what ``model`` is run under: nobody else runs it, or a model that shares its configs.
+    """Lock ``model`` for this thread, and every model that shares its configs.
 
     A thread may enter it again.
     """

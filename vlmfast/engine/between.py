@@ -55,7 +55,7 @@ def between_blocks(
 
     def before_block(index: int) -> Callable[..., tuple[tuple, dict] | None]:
         def hook(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-            if current_context.get() is not context:  # somebody else's pass through the same tower
+            if current_context.get() is not context:  # another forward pass through the same tower
                 return None
             hidden = args[0]
             if index == 0:

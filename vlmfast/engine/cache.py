@@ -145,7 +145,7 @@ class KVLayer(CacheLayerMixin):
     def put(self, kv: KV) -> None:
         """What a cache stage left of the prompt takes the place of what was collected."""
         self.kv, self.bias = kv, None
-        self.keys = self.values = None  # type: ignore[assignment]  # read by nobody before `freeze`
+        self.keys = self.values = None  # type: ignore[assignment]  # not read before `freeze`
         self.held = [len(kv)]
         self.stored = [[int(segment.lengths.max())] for segment in kv.segments]
 

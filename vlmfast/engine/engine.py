@@ -143,25 +143,45 @@ class Engine:
     # --- reading ---------------------------------------------------------------------------------
 
     @lasting
-    def read(self, sequence: Sequence, room: int | None = None) -> Tensor:
+    def read(
+        self,
+        sequence: Sequence,
+        *,
+        inputs: Inputs | None = None,
+        seen: Seen | None = None,
+        max_new_tokens: int | None = None,
+        bounded: bool = True,
+    ) -> Tensor:
         """Read the prompt of a sequence. Returns the logits (1, V) after it.
 
         Parameters
         ----------
-        room : int, optional
-            Tokens that may follow; those of the answer by default.
+        inputs : Inputs, optional
+            The first part of the prompt, where only that is read.
+        seen : Seen, optional
+            Its images, which the tower encoded before; see `adopt`.
+        max_new_tokens : int, optional
+            Those of the answer by default.
+        bounded : bool
+            As in `prefill`.
         """
         prompt = prepare(
-            self.adapter, sequence.inputs, sequence.recipe, sequence.stats, sequence.trace
+            self.adapter,
+            sequence.inputs if inputs is None else inputs,
+            sequence.recipe,
+            sequence.stats,
+            sequence.trace,
+            seen,
         )
-        return self.prefill(sequence, prompt, sequence.max_new_tokens if room is None else room)
+        most = sequence.max_new_tokens if max_new_tokens is None else max_new_tokens
+        return self.prefill(sequence, prompt, most, bounded=bounded)
 
     @lasting
     def prefill(
         self,
         sequence: Sequence,
         prompt: Prompt,
-        room: int,
+        max_new_tokens: int,
         limit: int | None = None,
         *,
         bounded: bool = True,
@@ -174,7 +194,7 @@ class Engine:
         limit, noting : optional
             As in `extend`.
         bounded : bool
-            Whether no more than ``room`` tokens follow.
+            Whether no more than ``max_new_tokens`` tokens follow.
 
         Raises
         ------
@@ -182,12 +202,12 @@ class Engine:
             When prompt and answer do not fit into the model's positions or its sliding window.
         """
         adapter, stats, watch = self.adapter, sequence.stats, sequence.watch
-        self.fit(sequence, prompt.next_position, room if bounded else 1)
+        self.fit(sequence, prompt.next_position, max_new_tokens if bounded else 1)
         sequence.prompt, sequence.notes = prompt, prompt.notes
         stats.prompt_tokens = len(prompt.layout)
         windows: Many[int | None] = adapter.windows
         if bounded:  # a window that holds the whole sequence is none
-            most = len(prompt.layout) + room
+            most = len(prompt.layout) + max_new_tokens
             windows = [None if window is None or most <= window else window for window in windows]
         cache = KVCache(adapter.depth, adapter.pool, windows)
         try:
@@ -208,7 +228,10 @@ class Engine:
         pictured = bool(prompt.layout.visual.any())
         stages = sequence.recipe.acting("decode") if pictured else []
         cache.freeze(
-            room, prompt.full_length, track=bool(stages), mass=any(stage.mass for stage in stages)
+            max_new_tokens,
+            prompt.full_length,
+            track=bool(stages),
+            mass=any(stage.mass for stage in stages),
         )
         stats.kv_bytes = cache.held_bytes()
         position = torch.full_like(prompt.layout.position[:, :1], prompt.next_position)
@@ -284,8 +307,8 @@ class Engine:
         sequence.prompt_slots = cache.length[:, 0].clone()
         return adapter.logits(hidden[:, -1])
 
-    def fit(self, sequence: Sequence, positions: int, room: int) -> None:
-        """Check that ``room`` tokens may follow ``positions``; cut the answer where that helps.
+    def fit(self, sequence: Sequence, positions: int, max_new_tokens: int) -> None:
+        """Check that ``max_new_tokens`` tokens may follow ``positions``; cut a default answer.
 
         Raises
         ------
@@ -293,15 +316,15 @@ class Engine:
             When they do not fit into the model's positions or its sliding window.
         """
         window, bound = self.adapter.window, self.adapter.max_positions
-        if bound is not None and positions + room > bound:
+        if bound is not None and positions + max_new_tokens > bound:
             if not sequence.cut or positions >= bound:
-                raise too_long(positions, room, bound)
-            sequence.most = room = bound - positions
-        if window is not None and positions + room > window:
+                raise too_long(positions, max_new_tokens, bound)
+            sequence.most = max_new_tokens = bound - positions
+        if window is not None and positions + max_new_tokens > window:
             raise ModelError(
-                f"prompt and answer take {positions + room} positions, more than the model's "
-                f"sliding window of {window}; shorten one of them, or drop visual tokens with "
-                "positions=compact"
+                f"prompt and answer take {positions + max_new_tokens} positions, more than the "
+                f"model's sliding window of {window}; shorten one of them, or drop visual tokens "
+                "with positions=compact"
             )
 
     def release(self, sequence: Sequence) -> None:
@@ -312,34 +335,11 @@ class Engine:
 
     # --- sharing ---------------------------------------------------------------------------------
 
-    def read_seen(
-        self,
-        sequence: Sequence,
-        inputs: Inputs,
-        seen: Seen | None,
-        stats: Stats,
-        trace: Trace,
-        room: int,
-        *,
-        bounded: bool = True,
-    ) -> Tensor:
-        """Read a prompt whose images the tower saw before. Returns the logits (1, V) after it.
-
-        Parameters
-        ----------
-        inputs : Inputs
-            The prompt, or the first part of it.
-        seen, stats, trace
-            What the tower made of its images, what that cost, and what it dropped.
-        """
-        if seen is not None:
-            sequence.stats.visual_tokens_in = stats.visual_tokens_in
-            sequence.stats.visual_tokens_kept = dict(stats.visual_tokens_kept)
-            sequence.trace = copied(trace, self.adapter.device, sequence.trace.images)
-        prompt = prepare(
-            self.adapter, inputs, sequence.recipe, sequence.stats, sequence.trace, seen
-        )
-        return self.prefill(sequence, prompt, room, bounded=bounded)
+    def adopt(self, sequence: Sequence, stats: Stats, trace: Trace) -> None:
+        """Let a sequence report what the tower made of its images for an earlier one."""
+        sequence.stats.visual_tokens_in = stats.visual_tokens_in
+        sequence.stats.visual_tokens_kept = dict(stats.visual_tokens_kept)
+        sequence.trace = copied(trace, self.adapter.device, sequence.trace.images)
 
     def count_prompt(self, sequence: Sequence, *, reused: int) -> None:
         """Note how many ids of a prompt are in the cache already; the others are read."""
@@ -642,8 +642,8 @@ def _prepared(
     return Sampler(input_ids, logits_processor, stopping_criteria, generation_config, vlmfast_seed)
 
 
-def too_long(positions: int, room: int, bound: int, *, least: bool = False) -> ModelError:
-    """The error for a prompt of ``positions`` whose answer of ``room`` tokens does not fit.
+def too_long(positions: int, max_new_tokens: int, bound: int, *, least: bool = False) -> ModelError:
+    """The error for a prompt whose answer of ``max_new_tokens`` tokens does not fit.
 
     ``least``: there may be more of them.
     """
@@ -652,6 +652,6 @@ def too_long(positions: int, room: int, bound: int, *, least: bool = False) -> M
         ways.insert(0, f"max_new_tokens={bound - positions}")
     return ModelError(
         f"the prompt takes {'at least ' if least else ''}{positions} positions and its answer up "
-        f"to {room}, and the model has {bound}; use {', '.join(ways[:-1])}, or a recipe with "
-        f"{ways[-1]}"
+        f"to {max_new_tokens}, and the model has {bound}; use {', '.join(ways[:-1])}, or a recipe "
+        f"with {ways[-1]}"
     )

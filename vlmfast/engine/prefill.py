@@ -409,7 +409,7 @@ class Drops:
         def hook(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
             if (
                 current_context.get() is not self.context
-            ):  # somebody else's pass through the same layers
+            ):  # another forward pass through the same layers
                 return None
             hidden = args[0]
             if index in self.ahead:

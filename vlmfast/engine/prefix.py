@@ -116,7 +116,7 @@ class Prefix:
             prompt_slots=None if self.prompt_slots is None else self.prompt_slots.clone(),
         )
 
-    def lend(self, sequence: Sequence) -> None:
+    def resume(self, sequence: Sequence) -> None:
         """``sequence`` goes on from here; the images of its trace stay."""
         sequence.decoder, sequence.stages, sequence.notes = self.decoder, self.stages, self.notes
         sequence.prompt_slots, sequence.steps = self.prompt_slots, self.steps
@@ -128,8 +128,8 @@ class Prefix:
         images = sequence.trace.images
         sequence.trace = copied(self.trace, self.decoder.adapter.device, images)
 
-    def take_back(self, sequence: Sequence) -> None:
-        """``sequence`` has its answer, which belongs to the prefix now."""
+    def update(self, sequence: Sequence) -> None:
+        """Take over what ``sequence`` has read and answered."""
         self.prompt_slots, self.steps = sequence.prompt_slots, sequence.steps
         self.ids = sequence.ids[0, :-1].tolist()  # the last token of an answer is never fed
         self.decoder.seat([])

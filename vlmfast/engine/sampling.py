@@ -334,7 +334,7 @@ class Sampler:
 
     @property
     def keeps(self) -> bool:
-        """Whether somebody looks at the scores of a step."""
+        """Whether the scores of a step are read."""
         return bool(self.config.output_logits or self.config.output_scores or self._others)
 
     def keep(self, raw: Tensor, scores: Tensor) -> None:

@@ -114,7 +114,7 @@ class Watch:
         embeds : Tensor, (S, D)
             What went into the first layer, rows ``order``.
         hidden : Tensor, (S', D)
-            Behind the last norm, the rows of ``context.layout``.
+            After the last norm, the rows of ``context.layout``.
         seen : dict of int to Tensor
             What `over` has caught.
         """
