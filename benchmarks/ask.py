@@ -412,7 +412,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 def heading(script: str, arguments: list[str], args: argparse.Namespace) -> dict[str, Any]:
     """What a result must say of how it came about."""
-    from vlmfast.env import environment
+    from vlmfast.core.env import environment
 
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

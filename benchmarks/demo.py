@@ -38,7 +38,7 @@ import httpx
 from ask import RESULTS, ROOT, spread
 from gradio_client.utils import apply_diff
 
-from vlmfast.env import environment
+from vlmfast.core.env import environment
 
 PICTURE = ROOT / "examples" / "picture.png"
 QUESTIONS = {

@@ -56,9 +56,9 @@ from torch import Tensor
 
 from kernels import kernels, machine
 from vlmfast import VLM
-from vlmfast.bench import drawn, facts, forget_peak, peak
+from vlmfast.api.vlm import Request
 from vlmfast.engine.stats import clock
-from vlmfast.vlm import Request
+from vlmfast.eval.bench import drawn, facts, forget_peak, peak
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).resolve().parent / "results"

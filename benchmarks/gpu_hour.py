@@ -46,7 +46,7 @@ import torch
 import vlmfast
 from kernels import kernels
 from vlmfast import VLM, RecipeError, Request
-from vlmfast.bench import drawn, facts
+from vlmfast.core.recipe import Recipe
 from vlmfast.engine.attention import switched
 from vlmfast.engine.decode import Decoder
 from vlmfast.engine.engine import Engine
@@ -55,7 +55,7 @@ from vlmfast.engine.graphs import StepGraph
 from vlmfast.engine.prefill import Inputs
 from vlmfast.engine.sequence import Sequence
 from vlmfast.engine.stats import clock
-from vlmfast.recipe import Recipe
+from vlmfast.eval.bench import drawn, facts
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).resolve().parent / "results"

@@ -989,7 +989,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.child:
         child(args.check)
         return 0
-    from vlmfast.bench import facts
+    from vlmfast.eval.bench import facts
 
     name = torch.cuda.get_device_name().replace(" ", "-").lower() if cuda else "cpu"
     out = args.out or (None if args.check else RESULTS / f"kernels-{name}.json")

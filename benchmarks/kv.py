@@ -40,13 +40,13 @@ import torch
 from torch import Tensor
 
 from vlmfast import VLM
+from vlmfast.core.layout import Kind, TokenLayout
+from vlmfast.core.recipe import Recipe
 from vlmfast.engine.attention import switched
 from vlmfast.engine.decode import Decoder
 from vlmfast.engine.engine import Engine
 from vlmfast.engine.prefill import Inputs, Prompt
 from vlmfast.engine.stats import clock
-from vlmfast.layout import Kind, TokenLayout
-from vlmfast.recipe import Recipe
 
 RECIPES = ("none", "lookm:0.2", "snapkv:0.2", "zipvl", "zipcache", "kivi")
 # The most that a cache may hold, as a share of the full one in bfloat16.

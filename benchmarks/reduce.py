@@ -23,10 +23,10 @@ import ask
 import torch
 
 from vlmfast import VLM
+from vlmfast.core.recipe import Recipe
+from vlmfast.core.registry import stage_class, stage_names
 from vlmfast.eval.axes import shrinks_cache
-from vlmfast.recipe import Recipe
-from vlmfast.stages import stage_class, stage_names
-from vlmfast.training import add_arguments, training_class
+from vlmfast.train.stages import add_arguments, training_class
 
 TIMES = ("time_vision_s", "time_reduce_s", "time_prefill_s", "ttft_s")
 

@@ -16,9 +16,9 @@ that nobody looks at: it costs what a trained drafter costs.
 
 Every pair is one question, answered plainly and with drafts, one behind the other in turns. Answers
 are greedy, and both must be the same: in float32 exactly, in half precision but for near ties
-(`vlmfast.bench.Referee`); else no ratio is given. In half precision random weights are full of near
-ties, so there two answers are compared once and then steered along the plain one while they are
-timed, both by the same logits processor.
+(`vlmfast.eval.bench.Referee`); else no ratio is given. In half precision random weights are full of
+near ties, so there two answers are compared once and then steered along the plain one while they
+are timed, both by the same logits processor.
 
 ================  =================================================================================
 ``accepted``      drafted tokens of a round that were in the answer; ``emitted`` has the model's own
@@ -61,17 +61,18 @@ import torch
 from torch import Tensor, nn
 
 from vlmfast import VLM
-from vlmfast.bench import NEAR, Referee, drawn, facts, numerics
+from vlmfast.core.drafting import Budget, Read, Round, Target
+from vlmfast.core.params import param
+from vlmfast.core.protocols import DrafterStage
+from vlmfast.core.recipe import Recipe
+from vlmfast.core.tree import Tree
 from vlmfast.drafters.draft_auto import DraftAuto
 from vlmfast.drafters.draft_eagle.drafter import EagleDrafter
 from vlmfast.drafters.draft_eagle.module import EagleModule
 from vlmfast.drafters.draft_layerskip import kept
-from vlmfast.drafting import Budget, Read, Round, Target
 from vlmfast.engine.stats import Stats, clock
-from vlmfast.models.tiny.scenes import CAPTION_QUESTION, EVAL_SEED_START, image_example
-from vlmfast.recipe import Recipe
-from vlmfast.stages import DrafterStage, param
-from vlmfast.tree import Tree
+from vlmfast.eval.bench import NEAR, Referee, drawn, facts, numerics
+from vlmfast.scenes.examples import CAPTION_QUESTION, EVAL_SEED_START, image_example
 
 RESULTS = Path(__file__).resolve().parent / "results"
 WEIGHTS = Path(__file__).resolve().parents[1] / "vlmfast" / "weights"

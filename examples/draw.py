@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from vlmfast.models.tiny.scenes import EVAL_SEED_START, image_example, video_example
+from vlmfast.scenes.examples import EVAL_SEED_START, image_example, video_example
 
 PICTURE_SEED = EVAL_SEED_START + 9
 CLIP_SEED = EVAL_SEED_START + 12

@@ -29,11 +29,11 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from vlmfast import cli
+from vlmfast.cli import commands as cli
+from vlmfast.core.recipe import Recipe
 from vlmfast.errors import VLMFastError
-from vlmfast.recipe import Recipe
 
-ROOT = Path(cli.__file__).parents[1]
+ROOT = Path(cli.__file__).parents[2]
 SHELL = ("bash", "sh", "shell", "console")
 
 
@@ -623,7 +623,7 @@ def differs_from_file(block: Block) -> list[str]:
     comment behind its first line names: each statement stands in the file, in this order.
     Annotations may be left out.
     """
-    from vlmfast.stages import stage_class, stage_names
+    from vlmfast.core.registry import stage_class, stage_names
 
     classes = {stage_class(name).__name__: stage_class(name) for name in stage_names()}
     lines, wrong = block.text.splitlines(), []

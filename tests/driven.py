@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vlmfast.contexts import DecodeContext
+from vlmfast.core.contexts import DecodeContext
+from vlmfast.core.recipe import Recipe
 from vlmfast.engine.cache import KVCache
 from vlmfast.engine.decode import Decoder
 from vlmfast.engine.engine import Engine
 from vlmfast.engine.prefill import Inputs, Prompt
 from vlmfast.engine.stats import Stats, Trace
 from vlmfast.models.base import Adapter
-from vlmfast.recipe import Recipe
 
 
 class Driven:

@@ -10,7 +10,7 @@ from typing import Any
 import av
 from PIL import Image
 
-from vlmfast.models.tiny.scenes import EVAL_SEED_START, image_example, video_example
+from vlmfast.scenes.examples import EVAL_SEED_START, image_example, video_example
 
 PICTURES = [f"image_{i}" for i in range(1, 8)]
 

@@ -11,13 +11,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+from vlmfast.core.recipe import Recipe
 from vlmfast.engine.stats import Stats
 from vlmfast.errors import MediaError
 from vlmfast.eval.axes import method_of, share_of
 from vlmfast.eval.results import Writer, slug
 from vlmfast.eval.shapes import Shapes
 from vlmfast.eval.tasks import Doc
-from vlmfast.recipe import Recipe
 
 WORDS = ("yes", "no", "red", "blue", "2", "top left.", "There are 2 objects.")
 

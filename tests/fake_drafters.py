@@ -6,9 +6,10 @@ import random
 from dataclasses import dataclass
 from typing import ClassVar
 
-from vlmfast.drafting import Budget, Read, Round, Target
-from vlmfast.stages import DrafterStage, param
-from vlmfast.tree import Tree
+from vlmfast.core.drafting import Budget, Read, Round, Target
+from vlmfast.core.params import param
+from vlmfast.core.protocols import DrafterStage
+from vlmfast.core.tree import Tree
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vlmfast.contexts import PrefillContext
+from vlmfast.core.contexts import PrefillContext
+from vlmfast.core.kv import KV
+from vlmfast.core.layout import Kind, TokenLayout
+from vlmfast.core.protocols import CacheStage
+from vlmfast.core.statistics import ColumnRequest, ColumnStats
 from vlmfast.kernels.col_stats import col_stats
-from vlmfast.kv import KV
-from vlmfast.layout import Kind, TokenLayout
-from vlmfast.stages import CacheStage
-from vlmfast.statistics import ColumnRequest, ColumnStats
 
 BASE = 1e4
 
@@ -72,7 +72,7 @@ def compressed(
 
 
 class FakeSlots:
-    """`vlmfast.stages.Slots` of a compressed prompt, with room for ``room`` more tokens."""
+    """`vlmfast.core.protocols.Slots` of a compressed prompt, with room for ``room`` more tokens."""
 
     def __init__(self, kv: KV, context: PrefillContext, room: int, seen: int | None = None) -> None:
         def buffer(of: Tensor, nothing: float) -> Tensor:

@@ -7,12 +7,12 @@ from torch import Tensor
 
 from closeness import close
 from fake_slots import columns, prompt_kv, prompt_step
-from vlmfast.compressors.cake import CAKE, adjust_budgets, moments
-from vlmfast.compressors.fastkv import FastKV
-from vlmfast.compressors.vlcache import VLCache, budgets
+from vlmfast.compressors.cache.cake import CAKE, adjust_budgets, moments
+from vlmfast.compressors.cache.fastkv import FastKV
+from vlmfast.compressors.cache.vlcache import VLCache, budgets
+from vlmfast.core.kv import KV
+from vlmfast.core.statistics import ColumnStats
 from vlmfast.kernels.col_stats import col_stats
-from vlmfast.kv import KV
-from vlmfast.statistics import ColumnStats
 
 
 def same_rows(ours: Tensor, stored: Tensor) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from vlmfast.compressors._select import top
-from vlmfast.compressors.dart import retained
+from vlmfast.compressors.prefill.dart import retained
+from vlmfast.compressors.select import top
 
 
 def choice(data: dict, meta: dict) -> None:

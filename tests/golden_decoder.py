@@ -9,12 +9,12 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from driven import Driven
+from vlmfast.core.layout import Kind, TokenLayout
+from vlmfast.core.recipe import Recipe
+from vlmfast.core.stage import Stage
 from vlmfast.engine.attention import TEXT
 from vlmfast.engine.prefill import Inputs, Prompt
-from vlmfast.layout import Kind, TokenLayout
 from vlmfast.models.base import Adapter
-from vlmfast.recipe import Recipe
-from vlmfast.stages import Stage
 
 
 def llama(layers: int, vocab: int = 64) -> LlamaForCausalLM:

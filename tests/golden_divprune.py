@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from helpers_layout import REQUEST, picture
-from vlmfast.compressors._select import count
-from vlmfast.compressors.divprune import DivPrune
+from vlmfast.compressors.select import count
+from vlmfast.compressors.tokens.divprune import DivPrune
+from vlmfast.core.layout import VisualTokens
+from vlmfast.core.statistics import VisionStats
 from vlmfast.kernels.diversity import cosine, max_min
-from vlmfast.layout import VisualTokens
-from vlmfast.statistics import VisionStats
 
 
 def choice(data: dict, meta: dict) -> None:

@@ -9,22 +9,16 @@ import torch
 from torch import Tensor
 
 from closeness import close
+from vlmfast.core.drafting import Budget, Read, Round, Target
+from vlmfast.core.layout import Kind, TokenLayout
+from vlmfast.core.tree import Tree
 from vlmfast.drafters._grow import grow
 from vlmfast.drafters._layer import Layer, Unrolled
-from vlmfast.drafters._losses import (
-    eagle_loss,
-    feature_loss,
-    ranking_loss,
-    token_loss,
-    vispec_loss,
-)
+from vlmfast.drafters._losses import eagle_loss, feature_loss, ranking_loss, token_loss, vispec_loss
 from vlmfast.drafters.draft_eagle.drafter import EagleDrafter
 from vlmfast.drafters.draft_eagle.module import EagleModule
 from vlmfast.drafters.draft_vispec.module import VispecModule
 from vlmfast.drafters.draft_vispec.stage import VispecDrafter
-from vlmfast.drafting import Budget, Read, Round, Target
-from vlmfast.layout import Kind, TokenLayout
-from vlmfast.tree import Tree
 
 Data = dict[str, Tensor]
 Meta = dict[str, str]

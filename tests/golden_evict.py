@@ -7,13 +7,13 @@ from torch import Tensor
 
 from closeness import close
 from fake_slots import FakeSlots, columns, compressed, prompt_kv
-from vlmfast.compressors.h2o import H2O, Answer
-from vlmfast.compressors.pyramidkv import PyramidKV
-from vlmfast.compressors.quickprefill import QuickPrefill, norms
-from vlmfast.compressors.snapkv import SnapKV
-from vlmfast.compressors.streamingllm import Slide, StreamingLLM
+from vlmfast.compressors.cache.h2o import H2O, Answer
+from vlmfast.compressors.cache.pyramidkv import PyramidKV
+from vlmfast.compressors.cache.quickprefill import QuickPrefill, norms
+from vlmfast.compressors.cache.snapkv import SnapKV
+from vlmfast.compressors.cache.streamingllm import Slide, StreamingLLM
+from vlmfast.core.kv import KV
 from vlmfast.kernels.select import top_k
-from vlmfast.kv import KV
 
 POOLS = {"avgpool": "avg", "maxpool": "max"}
 

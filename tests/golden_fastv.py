@@ -6,8 +6,8 @@ import torch
 
 from closeness import close, network
 from golden_decoder import decoder_run, image_layout
-from vlmfast.compressors.fastv import FastV
-from vlmfast.contexts import PrefillContext
+from vlmfast.compressors.prefill.fastv import FastV
+from vlmfast.core.contexts import PrefillContext
 
 
 def choice(data: dict, meta: dict) -> None:

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from closeness import close
-from vlmfast.compressors.lookm import LookM, heavy_hitters, sizes
-from vlmfast.contexts import PrefillContext
+from vlmfast.compressors.cache.lookm import LookM, heavy_hitters, sizes
+from vlmfast.core.contexts import PrefillContext
+from vlmfast.core.kv import KV
+from vlmfast.core.layout import TokenLayout
+from vlmfast.core.statistics import ColumnStats
 from vlmfast.errors import RecipeError
 from vlmfast.kernels.col_stats import col_stats
-from vlmfast.kv import KV
-from vlmfast.layout import TokenLayout
-from vlmfast.statistics import ColumnStats
 
 STEP = PrefillContext(TokenLayout.text(torch.arange(1), torch.arange(1)[None]), depth=1)
 

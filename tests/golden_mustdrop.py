@@ -13,7 +13,7 @@ from transformers import CLIPVisionConfig, CLIPVisionModel, LlamaConfig, LlamaFo
 from closeness import close, network
 from driven import Driven
 from helpers_layout import REQUEST, picture, stats_of
-from vlmfast.compressors.mustdrop import (
+from vlmfast.compressors.encoder.mustdrop import (
     MustDrop,
     dual_attention,
     dual_attention_rank,
@@ -22,15 +22,15 @@ from vlmfast.compressors.mustdrop import (
     window_similarity,
     windows,
 )
-from vlmfast.contexts import PrefillContext, VisionContext, active
+from vlmfast.core.contexts import PrefillContext, VisionContext, active
+from vlmfast.core.kv import KV
+from vlmfast.core.layout import Kind, TokenLayout
+from vlmfast.core.recipe import Recipe
+from vlmfast.core.statistics import StatRequest
 from vlmfast.engine.attention import TEXT, VISION
 from vlmfast.engine.prefill import Inputs, Prompt
 from vlmfast.engine.vision import representatives
-from vlmfast.kv import KV
-from vlmfast.layout import Kind, TokenLayout
 from vlmfast.models.base import Adapter
-from vlmfast.recipe import Recipe
-from vlmfast.statistics import StatRequest
 
 
 def merge_case(data: dict, meta: dict) -> None:

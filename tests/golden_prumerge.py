@@ -9,9 +9,9 @@ from torch import Tensor
 
 from closeness import close
 from helpers_layout import REQUEST, picture, stats_of
-from vlmfast.compressors._select import best
-from vlmfast.compressors.prumerge import PruMerge, mixture, one_head, outliers
-from vlmfast.layout import VisualTokens
+from vlmfast.compressors.select import best
+from vlmfast.compressors.tokens.prumerge import PruMerge, mixture, one_head, outliers
+from vlmfast.core.layout import VisualTokens
 
 HEADS = 4
 

@@ -8,8 +8,8 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from closeness import close, network
 from golden_decoder import decoder_run, llama
-from vlmfast.compressors._select import best
-from vlmfast.compressors.pyramiddrop import PyramidDrop, rank, stage_counts
+from vlmfast.compressors.prefill.pyramiddrop import PyramidDrop, rank, stage_counts
+from vlmfast.compressors.select import best
 from vlmfast.engine.attention import attention_rows
 
 

@@ -6,9 +6,12 @@ import torch
 from torch import Tensor
 
 from closeness import close, tolerance
-from vlmfast.compressors.kivi import Kivi
-from vlmfast.compressors.zipcache import ZipCache, least_salient, saliency
-from vlmfast.contexts import PrefillContext
+from vlmfast.compressors.cache.kivi import Kivi
+from vlmfast.compressors.cache.zipcache import ZipCache, least_salient, saliency
+from vlmfast.core.contexts import PrefillContext
+from vlmfast.core.kv import KV
+from vlmfast.core.layout import TokenLayout
+from vlmfast.core.statistics import ColumnStats
 from vlmfast.kernels.col_stats import col_stats
 from vlmfast.kernels.decode_mixed import decode_mixed
 from vlmfast.kernels.quantize_kv import (
@@ -21,9 +24,6 @@ from vlmfast.kernels.quantize_kv import (
     quantise_values,
     unpack,
 )
-from vlmfast.kv import KV
-from vlmfast.layout import TokenLayout
-from vlmfast.statistics import ColumnStats
 
 FLOAT = torch.float32
 STEP = 3  # operations behind a step, and between a number, its code and its way back

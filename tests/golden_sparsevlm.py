@@ -6,9 +6,9 @@ import torch
 
 from closeness import close
 from golden_decoder import image_layout
-from vlmfast.compressors._select import top
-from vlmfast.compressors.sparsevlm import PUBLISHED, SparseVLM, clusters, raters
-from vlmfast.contexts import PrefillContext
+from vlmfast.compressors.prefill.sparsevlm import PUBLISHED, SparseVLM, clusters, raters
+from vlmfast.compressors.select import top
+from vlmfast.core.contexts import PrefillContext
 
 START, TEXT = 35, 20
 

@@ -21,12 +21,12 @@ from transformers.generation.logits_process import (
 )
 
 from closeness import close
+from vlmfast.core.tree import Tree
 from vlmfast.drafters._static import ROOT, filled, guesses, shape_of
 from vlmfast.drafters.draft_ngram import copied, matches
 from vlmfast.drafters.draft_recycle import TEMPLATE
 from vlmfast.engine.cache import KVCache
 from vlmfast.engine.speculation import walk
-from vlmfast.tree import Tree
 
 # Medusa's tree of 63 drafts.
 MC_SIM_63 = shape_of(

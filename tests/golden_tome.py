@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from closeness import close
-from vlmfast.compressors.tome import bipartite, merge
+from vlmfast.compressors.encoder.tome import bipartite, merge
 
 
 def case(data: dict, meta: dict) -> None:

@@ -10,11 +10,11 @@ from torch import Tensor
 from closeness import close, network
 from golden_mustdrop import clip_blocks
 from helpers_layout import REQUEST, picture, stats_of
-from vlmfast.compressors._select import plus_mean
-from vlmfast.compressors.visionzip import VisionZip, homes
-from vlmfast.contexts import VisionContext, active
-from vlmfast.layout import Kind, VisualTokens
-from vlmfast.statistics import StatRequest
+from vlmfast.compressors.select import plus_mean
+from vlmfast.compressors.tokens.visionzip import VisionZip, homes
+from vlmfast.core.contexts import VisionContext, active
+from vlmfast.core.layout import Kind, VisualTokens
+from vlmfast.core.statistics import StatRequest
 
 
 def zip_case(data: dict, meta: dict) -> None:

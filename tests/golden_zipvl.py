@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from closeness import close
-from vlmfast.compressors.zipvl import important
+from vlmfast.compressors.prefill.zipvl import important
 from vlmfast.kernels.col_stats import col_stats
 from vlmfast.kernels.select import mass_count
 

@@ -6,10 +6,10 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from vlmfast.contexts import EncodeRequest
-from vlmfast.layout import Kind, TokenLayout, VisualTokens
-from vlmfast.saliency import Saliency, SaliencyRequest
-from vlmfast.statistics import ItemGeometry, VisionStats
+from vlmfast.core.contexts import EncodeRequest
+from vlmfast.core.layout import Kind, TokenLayout, VisualTokens
+from vlmfast.core.saliency import Saliency, SaliencyRequest
+from vlmfast.core.statistics import ItemGeometry, VisionStats
 
 DIM = 8
 TOWER = 24  # layers of the vision tower: HiRED reads 0 and 22

@@ -30,7 +30,7 @@ from PIL import Image
 import tiny_families
 import vlmfast
 from vlmfast import VLM, Request, VLMFastError
-from vlmfast.stages import stage_names
+from vlmfast.core.registry import stage_names
 
 FILE = Path(__file__).parent / "answers" / "answers.jsonl"
 NOISE = 1e-6  # of each weight

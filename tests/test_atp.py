@@ -15,10 +15,9 @@ import tiny_models
 from closeness import apart, close, network
 from helpers_layout import picture_arguments, prompt
 from vlmfast import VLM, Recipe, RecipeError
-from vlmfast.compressors._budget import equivalent
-from vlmfast.compressors._training import Outcome
-from vlmfast.compressors.atp import ATP
-from vlmfast.compressors.atp.module import (
+from vlmfast.compressors.budget import equivalent
+from vlmfast.compressors.prefill.atp import ATP
+from vlmfast.compressors.prefill.atp.module import (
     WIDTH,
     Module,
     Scores,
@@ -29,11 +28,12 @@ from vlmfast.compressors.atp.module import (
     soft_mask,
     spatial_score,
 )
-from vlmfast.compressors.atp.training import TRAINING, depth_term, target_term
-from vlmfast.contexts import PrefillContext
+from vlmfast.compressors.prefill.atp.training import TRAINING, depth_term, target_term
+from vlmfast.core.contexts import PrefillContext
+from vlmfast.core.layout import TokenLayout
+from vlmfast.core.training import Outcome
 from vlmfast.kernels.score import cross_level, self_level
-from vlmfast.layout import TokenLayout
-from vlmfast.training import Sample, inputs_of, run
+from vlmfast.train.stages import Sample, inputs_of, run
 
 HEADS, DEPTH = 4, 8
 LAYERS = (1, 4, 6)  # what the default shares mean in eight layers

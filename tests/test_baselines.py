@@ -11,17 +11,17 @@ from hypothesis import strategies as st
 
 from closeness import close
 from helpers_layout import REQUEST, picture, picture_arguments, prompt
-from vlmfast.compressors._cells import occupied, resolution
-from vlmfast.compressors._select import count
-from vlmfast.compressors._views import cells
-from vlmfast.compressors.downsample import Downsample
-from vlmfast.compressors.grid import Grid, evenly
-from vlmfast.compressors.random import Random, shuffled
+from vlmfast.compressors.cells import occupied, resolution
+from vlmfast.compressors.select import count
+from vlmfast.compressors.tokens.downsample import Downsample
+from vlmfast.compressors.tokens.grid import Grid, evenly
+from vlmfast.compressors.tokens.random import Random, shuffled
+from vlmfast.core.layout import VisualTokens
+from vlmfast.core.protocols import EncodeStage
+from vlmfast.core.recipe import Recipe
+from vlmfast.core.statistics import VisionStats
+from vlmfast.core.views import cells
 from vlmfast.errors import RecipeError
-from vlmfast.layout import VisualTokens
-from vlmfast.recipe import Recipe
-from vlmfast.stages import EncodeStage
-from vlmfast.statistics import VisionStats
 
 NO_ROWS: dict[int, torch.Tensor] = {}  # no control looks at the vision tower
 classes = pytest.mark.parametrize("kind", [Random, Grid, Downsample])

@@ -10,7 +10,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 from tiny_models import build_llava, build_llava_next, picture
 from vlmfast import VLM, MediaError, RecipeError, Request, VLMFastError
-from vlmfast.buffers import BufferPool
+from vlmfast.core.buffers import BufferPool
 
 KV_STATS = (
     "visual_tokens_in",

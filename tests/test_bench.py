@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import vlmfast
-from vlmfast import bench
 from vlmfast.cli import main as cli
+from vlmfast.eval import bench
 from vlmfast.kernels import compile as offline
 
 

@@ -14,16 +14,17 @@ import torch
 
 from fake_drafters import Knows
 from tiny_models import SPECIAL_TOKENS, build_llava
-from vlmfast import VLM, bench
+from vlmfast import VLM
 from vlmfast.cli import main as cli
-from vlmfast.drafting import Budget, Round
+from vlmfast.core.drafting import Budget, Round
+from vlmfast.core.recipe import Recipe
+from vlmfast.core.tree import Tree
 from vlmfast.engine import sampling
 from vlmfast.engine.cache import KVCache
 from vlmfast.engine.engine import Engine
 from vlmfast.engine.sequence import Sequence
 from vlmfast.errors import RecipeError
-from vlmfast.recipe import Recipe
-from vlmfast.tree import Tree
+from vlmfast.eval import bench
 
 
 def script(name: str) -> Any:

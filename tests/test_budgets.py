@@ -13,14 +13,14 @@ from torch import Tensor
 from closeness import close
 from fake_slots import FakeSlots, columns, prompt_kv, prompt_step
 from vlmfast import Recipe, RecipeError
-from vlmfast.compressors._layered import Layered, Scored
-from vlmfast.compressors.cake import CAKE, adjust_budgets, most, parts
-from vlmfast.compressors.fastkv import FastKV
-from vlmfast.compressors.vlcache import VLCache, budgets, density
-from vlmfast.contexts import PrefillContext
-from vlmfast.kv import KV
-from vlmfast.stages import CacheStage
-from vlmfast.statistics import ColumnRequest, ColumnStats
+from vlmfast.compressors.cache.cake import CAKE, adjust_budgets, most, parts
+from vlmfast.compressors.cache.fastkv import FastKV
+from vlmfast.compressors.cache.vlcache import VLCache, budgets, density
+from vlmfast.compressors.layered import Layered, Scored
+from vlmfast.core.contexts import PrefillContext
+from vlmfast.core.kv import KV
+from vlmfast.core.protocols import CacheStage
+from vlmfast.core.statistics import ColumnRequest, ColumnStats
 
 N, HEADS, GROUPS, DIM = 96, 2, 2, 8
 STAGES = (VLCache(), CAKE(window=8), FastKV())

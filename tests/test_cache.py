@@ -18,17 +18,17 @@ from closeness import apart, close, network
 from driven import Driven
 from tiny_models import build_llava, picture
 from vlmfast import VLM
-from vlmfast.buffers import BufferPool, bucket
+from vlmfast.core.buffers import BufferPool, bucket
+from vlmfast.core.kv import KV
+from vlmfast.core.protocols import CacheStage
+from vlmfast.core.recipe import Recipe
+from vlmfast.core.statistics import ColumnRequest
 from vlmfast.engine.attention import switched
 from vlmfast.engine.cache import KVCache, RowSlots
 from vlmfast.engine.decode import Decoder
 from vlmfast.engine.prefill import Inputs, prefill, prepare
 from vlmfast.engine.stats import Stats, Trace
 from vlmfast.kernels.quantize_kv import Segment, quantise
-from vlmfast.kv import KV
-from vlmfast.recipe import Recipe
-from vlmfast.stages import CacheStage
-from vlmfast.statistics import ColumnRequest
 
 TOKENS = [5, 9, 11, 7, 8, 6, 10, 12, 30, 31, 32, 33]
 BUFFERS = ("keys", "values", "order", "mass", "bias")

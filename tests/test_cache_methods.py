@@ -20,14 +20,14 @@ from closeness import apart, close, network
 from driven import Driven
 from tiny_models import build_llava, picture
 from vlmfast import VLM
+from vlmfast.core.kv import KV
+from vlmfast.core.recipe import Recipe
 from vlmfast.engine.attention import switched
 from vlmfast.engine.cache import KVCache
 from vlmfast.engine.decode import Decoder
 from vlmfast.engine.prefill import Inputs, prefill, prepare
 from vlmfast.engine.stats import Stats, Trace
 from vlmfast.kernels.quantize_kv import quantise
-from vlmfast.kv import KV
-from vlmfast.recipe import Recipe
 
 # Norms and the tables of rotation are float32 whatever the model is.
 FLOAT = torch.float32

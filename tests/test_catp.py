@@ -10,8 +10,8 @@ from closeness import apart, close, network
 from short_prefill import embeds_of, ran, shortened
 from tiny_models import build_llava, build_llava_next, picture
 from vlmfast import VLM, Recipe, RecipeError
-from vlmfast.compressors._cover import cover
-from vlmfast.compressors.catp import CATP
+from vlmfast.compressors.cover import cover
+from vlmfast.compressors.tokens.catp import CATP
 
 
 def greedy(worth: torch.Tensor, k: int, value) -> list[int]:

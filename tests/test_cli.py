@@ -14,11 +14,11 @@ import pytest
 from PIL import Image
 
 import tiny_models
-from vlmfast import cli
+from vlmfast.cli import commands as cli
 from vlmfast.cli import main
 
 QUESTION = "How many?"
-ROOT = Path(cli.__file__).parents[1]
+ROOT = Path(cli.__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -324,7 +324,7 @@ def test_closed_pipe_is_quiet() -> None:
         stdout=writer,
         stderr=subprocess.PIPE,
         timeout=120,
-        cwd=Path(cli.__file__).parents[1],
+        cwd=Path(cli.__file__).parents[2],
     )
     os.close(writer)
     assert done.stderr == b""

@@ -14,12 +14,12 @@ from helpers_layout import REQUEST, picture, prompt
 from tiny_models import build_llava, build_llava_next
 from tiny_models import picture as photo
 from vlmfast import VLM, Recipe, RecipeError
-from vlmfast.compressors import _clip
-from vlmfast.compressors.clip_relevance import ClipRelevance
-from vlmfast.contexts import EncodeRequest
+from vlmfast.compressors import clip as _clip
+from vlmfast.compressors.tokens.clip_relevance import ClipRelevance
+from vlmfast.core.contexts import EncodeRequest
+from vlmfast.core.layout import VisualTokens
+from vlmfast.core.statistics import VisionStats
 from vlmfast.kernels.diversity import cosine, dpp
-from vlmfast.layout import VisualTokens
-from vlmfast.statistics import VisionStats
 
 QUESTION = "what is the red thing ?"
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vlmfast.compressors import _cover
-from vlmfast.compressors._cover import cover
+from vlmfast.compressors import cover as module
+from vlmfast.compressors.cover import cover
 
 
 def worths(n: int, seed: int) -> torch.Tensor:
@@ -36,9 +36,9 @@ def test_few_gains_find_what_all_gains_find(n, k, seed, monkeypatch):
     generator = torch.Generator().manual_seed(seed)
     bonus = torch.rand(n, generator=generator) if seed % 2 else None
     scale = torch.rand(n, generator=generator) if seed % 5 > 2 else None
-    monkeypatch.setattr(_cover, "_AT_ONCE", 8)
+    monkeypatch.setattr(module, "_AT_ONCE", 8)
     lazily = cover(worth, k, bonus, scale)
-    monkeypatch.setattr(_cover, "_lazily", _cover._all)
+    monkeypatch.setattr(module, "_lazily", module._all)
     assert torch.equal(lazily, cover(worth, k, bonus, scale))
     assert len(set(lazily.tolist())) == k
 

@@ -10,7 +10,7 @@ from closeness import apart, close, network
 from short_prefill import embeds_of, ran, shortened
 from tiny_models import build_llava, build_llava_next, picture
 from vlmfast import VLM, Recipe, RecipeError
-from vlmfast.compressors.dart import DART, retained
+from vlmfast.compressors.prefill.dart import DART, retained
 
 
 def test_pivots_take_what_is_least_like_them() -> None:

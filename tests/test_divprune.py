@@ -12,10 +12,10 @@ from torch import Tensor
 
 from helpers_layout import REQUEST, picture, picture_arguments, prompt
 from vlmfast import Recipe, RecipeError
-from vlmfast.compressors._groups import MOST, together
-from vlmfast.compressors.divprune import DivPrune
-from vlmfast.layout import VisualTokens
-from vlmfast.statistics import VisionStats
+from vlmfast.compressors.groups import MOST, together
+from vlmfast.compressors.tokens.divprune import DivPrune
+from vlmfast.core.layout import VisualTokens
+from vlmfast.core.statistics import VisionStats
 
 
 def by_hand(features: Tensor, k: int) -> list[int]:

@@ -167,7 +167,7 @@ def test_refusals_read_as_shown() -> None:
 
 
 def test_presets_are_those_of_the_code() -> None:
-    from vlmfast.recipe import PRESETS
+    from vlmfast.core.recipe import PRESETS
 
     text = (DOCS / "recipes.md").read_text(encoding="utf-8")
     for name, by_source in PRESETS.items():

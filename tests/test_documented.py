@@ -48,10 +48,11 @@ from documented import (
     stray_options,
     whole,
 )
-from vlmfast import cli
-from vlmfast.compressors import _evictor, _reducer, _select
-from vlmfast.recipe import Recipe
-from vlmfast.stages import stage_names
+from vlmfast.cli import commands as cli
+from vlmfast.compressors import evictor, reducer, select
+from vlmfast.core import contexts, layout, params, protocols, stage, statistics
+from vlmfast.core.recipe import Recipe
+from vlmfast.core.registry import stage_names
 
 if not (ROOT / "docs" / "evaluation.md").is_file():
     pytest.skip("the pages are not part of this distribution", allow_module_level=True)
@@ -88,9 +89,10 @@ NOT_RUN_PYTHON = {
     r'"[\w.-]+-hf/[\w.-]+"': "online: a hub id",
 }
 QUESTION, PICTURE = "What is in the bottom left?", "examples/picture.png"
+CORE = (contexts, layout, params, protocols, stage, statistics)
 # Where the names of `add-a-method`'s fragments come from: the imports of every method's file.
 OF_METHODS = {
-    **{k: v for m in (_evictor, _reducer, _select, vlmfast.stages) for k, v in vars(m).items()},
+    **{k: v for m in (evictor, reducer, select, *CORE) for k, v in vars(m).items()},
     "dataclass": dataclass,
     "ClassVar": ClassVar,
 }

@@ -20,6 +20,10 @@ from torch import Tensor
 import golden_eagle
 from closeness import apart, close
 from helpers_layout import picture
+from vlmfast.core.drafting import Budget, Read, Round, Target
+from vlmfast.core.layout import Kind, TokenLayout
+from vlmfast.core.recipe import Recipe
+from vlmfast.core.tree import Tree
 from vlmfast.drafters._grow import RANKS, grow
 from vlmfast.drafters._layer import Cache
 from vlmfast.drafters._loading import accepts_something, replay
@@ -29,12 +33,8 @@ from vlmfast.drafters.draft_eagle.module import EagleModule
 from vlmfast.drafters.draft_eagle.stage import layers_read
 from vlmfast.drafters.draft_eagle.ttt import unroll
 from vlmfast.drafters.draft_eagle.visual import CHOICES, Visual, shortened
-from vlmfast.drafting import Budget, Read, Round, Target
 from vlmfast.engine.noise import gumbel
 from vlmfast.errors import RecipeError
-from vlmfast.layout import Kind, TokenLayout
-from vlmfast.recipe import Recipe
-from vlmfast.tree import Tree
 
 WIDTH, VOCABULARY = 8, 40
 SIZES = {"width": WIDTH, "heads": 2, "hidden": 16}

@@ -14,15 +14,15 @@ from torch import Tensor
 
 from closeness import apart
 from test_draft_eagle import TERMS, VOCABULARY, WIDTH, cyclic, layout_of, read_of, target
-from vlmfast.checkpoints import load_weights, save_weights
+from vlmfast.core.drafting import Budget
+from vlmfast.core.protocols import DrafterStage
+from vlmfast.core.weights import load_weights, save_weights
 from vlmfast.drafters._loading import accepts_something, load_published, published, replay
 from vlmfast.drafters.draft_eagle import DraftEagle
 from vlmfast.drafters.draft_eagle.module import EagleModule
 from vlmfast.drafters.draft_vispec import DraftVispec
 from vlmfast.drafters.draft_vispec.module import VispecModule
-from vlmfast.drafting import Budget
 from vlmfast.errors import RecipeError
-from vlmfast.stages import DrafterStage
 
 State = dict[str, Tensor]
 TARGET = {"family": "llava", "width": WIDTH, "depth": 12, "heads": 2}

@@ -17,9 +17,9 @@ import torch
 from fake_drafters import Knows
 from tiny_models import build_llava, build_llava_next, picture
 from vlmfast import VLM, Request
+from vlmfast.core.recipe import Recipe
 from vlmfast.drafters.draft_eagle.module import EagleModule
 from vlmfast.drafters.draft_vispec.module import VispecModule
-from vlmfast.recipe import Recipe
 
 FAMILIES = {"llava": build_llava, "llava-next": build_llava_next}
 BRANCHES = (

@@ -26,16 +26,16 @@ from test_draft_eagle import (
     target,
     text_layout,
 )
+from vlmfast.core.drafting import Read
+from vlmfast.core.layout import TokenLayout
+from vlmfast.core.recipe import Recipe
 from vlmfast.drafters._layer import Cache
 from vlmfast.drafters._loading import replay
 from vlmfast.drafters.draft_eagle.module import EagleModule
 from vlmfast.drafters.draft_vispec import DraftVispec
 from vlmfast.drafters.draft_vispec.module import VispecModule
 from vlmfast.drafters.draft_vispec.stage import VispecDrafter
-from vlmfast.drafting import Read
 from vlmfast.errors import RecipeError
-from vlmfast.layout import TokenLayout
-from vlmfast.recipe import Recipe
 
 
 def module_of(seed: int = 0, **own) -> VispecModule:

@@ -8,15 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from vlmfast.core.drafting import Budget, Drafter, Read, Round, Target
+from vlmfast.core.layout import TokenLayout
+from vlmfast.core.protocols import DrafterStage
+from vlmfast.core.recipe import Recipe
+from vlmfast.core.tree import Tree
 from vlmfast.drafters.draft_ngram import NGram, continuations, copied, matches
 from vlmfast.drafters.draft_recycle import SHAPE, SUCCESSORS, TEMPLATE, Recycle, Successors
-from vlmfast.drafting import Budget, Drafter, Read, Round, Target
 from vlmfast.engine.speculation import walk
 from vlmfast.errors import RecipeError
-from vlmfast.layout import TokenLayout
-from vlmfast.recipe import Recipe
-from vlmfast.stages import DrafterStage
-from vlmfast.tree import Tree
 
 V = 32
 IMAGE = 31

@@ -16,18 +16,18 @@ import tiny_models
 import vlmfast
 from closeness import apart, close
 from helpers_layout import DIM, REQUEST, picture_arguments, prompt
-from vlmfast.checkpoints import SHIPPED
-from vlmfast.compressors._select import count
-from vlmfast.compressors._training import Outcome
-from vlmfast.compressors.downsample import Downsample
-from vlmfast.compressors.elastic import Elastic
-from vlmfast.compressors.elastic.module import BRANCHES, anchors, separate
-from vlmfast.compressors.elastic.training import TRAINING, expected
-from vlmfast.compressors.random import Random
+from vlmfast.compressors.select import count
+from vlmfast.compressors.tokens.downsample import Downsample
+from vlmfast.compressors.tokens.elastic import Elastic
+from vlmfast.compressors.tokens.elastic.module import BRANCHES, anchors, separate
+from vlmfast.compressors.tokens.elastic.training import TRAINING, expected
+from vlmfast.compressors.tokens.random import Random
+from vlmfast.core.layout import VisualTokens
+from vlmfast.core.recipe import Recipe
+from vlmfast.core.training import Outcome
+from vlmfast.core.weights import SHIPPED
 from vlmfast.errors import RecipeError
-from vlmfast.layout import VisualTokens
-from vlmfast.models.tiny.scenes import EVAL_SEED_START, image_example, video_example
-from vlmfast.recipe import Recipe
+from vlmfast.scenes.examples import EVAL_SEED_START, image_example, video_example
 
 QUERIES = 9
 MERGING = ("pool", "conv", "resample")

@@ -17,11 +17,13 @@ from driven import Driven
 from reference import answer_logits, dense_logits
 from tiny_models import build_llava, build_llava_next
 from vlmfast import VLM, ModelError, RecipeError, Request, VLMFastError
+from vlmfast.core.params import positions_param
+from vlmfast.core.protocols import EncodeStage, InEncoderStage, PrefillStage
+from vlmfast.core.recipe import Recipe
+from vlmfast.core.stage import Stage
+from vlmfast.core.statistics import StatRequest
 from vlmfast.engine.attention import switched
 from vlmfast.engine.prefill import Inputs
-from vlmfast.recipe import Recipe
-from vlmfast.stages import EncodeStage, InEncoderStage, PrefillStage, Stage, positions_param
-from vlmfast.statistics import StatRequest
 
 FAMILIES = {"llava": build_llava, "llava_next": build_llava_next}
 TOKENS = [5, 9, 11, 7, 8, 6, 10, 12]  # fed one by one behind the prompt

@@ -12,6 +12,7 @@ import pytest
 import vlmfast
 from closeness import close
 from eval_fakes import FakeVLM
+from vlmfast.core.recipe import Recipe
 from vlmfast.errors import ModelError, RecipeError, VLMFastError
 from vlmfast.eval import commands
 from vlmfast.eval.axes import shrinks_cache
@@ -20,7 +21,6 @@ from vlmfast.eval.results import read
 from vlmfast.eval.runner import evaluate
 from vlmfast.eval.shapes import Shapes
 from vlmfast.eval.summary import summarise
-from vlmfast.recipe import Recipe
 
 
 @pytest.fixture

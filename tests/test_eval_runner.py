@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from eval_fakes import FakeVLM, meta
+from vlmfast.core.recipe import Recipe
 from vlmfast.errors import MediaError, VLMFastError
 from vlmfast.eval import results as store
 from vlmfast.eval.axes import (
@@ -27,7 +28,6 @@ from vlmfast.eval.axes import (
 from vlmfast.eval.results import Writer, read, slug
 from vlmfast.eval.runner import evaluate, weights_sha256
 from vlmfast.eval.shapes import Shapes
-from vlmfast.recipe import Recipe
 
 LIMIT = 2
 DOCS = 21 * LIMIT

@@ -10,7 +10,7 @@ import pytest
 from vlmfast.errors import VLMFastError
 from vlmfast.eval.shapes import Shapes, without_foreground
 from vlmfast.eval.tasks import find_task
-from vlmfast.models.tiny.scenes import (
+from vlmfast.scenes.examples import (
     EVAL_SEED_START,
     EVAL_SEED_STOP,
     IMAGE_TYPES,

@@ -12,16 +12,16 @@ from torch import Tensor
 
 from closeness import apart, close
 from fake_slots import FakeSlots, columns, compressed, prompt_kv, prompt_step, rotate
-from vlmfast.compressors._evictor import Evictor, least_share, pooled
-from vlmfast.compressors.h2o import H2O, Answer, lightest
-from vlmfast.compressors.pyramidkv import PyramidKV, pyramid
-from vlmfast.compressors.quickprefill import QuickPrefill
-from vlmfast.compressors.snapkv import SnapKV
-from vlmfast.compressors.streamingllm import Slide, StreamingLLM, oldest
+from vlmfast.compressors.cache.h2o import H2O, Answer, lightest
+from vlmfast.compressors.cache.pyramidkv import PyramidKV, pyramid
+from vlmfast.compressors.cache.quickprefill import QuickPrefill
+from vlmfast.compressors.cache.snapkv import SnapKV
+from vlmfast.compressors.cache.streamingllm import Slide, StreamingLLM, oldest
+from vlmfast.compressors.evictor import Evictor, least_share, pooled
+from vlmfast.core.kv import KV
+from vlmfast.core.recipe import Recipe
+from vlmfast.core.statistics import ColumnStats
 from vlmfast.errors import RecipeError
-from vlmfast.kv import KV
-from vlmfast.recipe import Recipe
-from vlmfast.statistics import ColumnStats
 
 DIM = 8
 QUICK = settings(max_examples=25, deadline=None)

@@ -22,16 +22,17 @@ from driven import Driven
 from fake_drafters import Knows
 from reference import answer_logits, closed
 from vlmfast import VLM, ModelError, RecipeError, Request
+from vlmfast.api.request import messages_of, render, tensors_of
+from vlmfast.core.params import positions_param
+from vlmfast.core.protocols import CacheStage, EncodeStage, InEncoderStage, PrefillStage
+from vlmfast.core.recipe import Recipe
+from vlmfast.core.statistics import ColumnRequest, StatRequest
+from vlmfast.core.tree import Tree
 from vlmfast.engine.attention import switched
 from vlmfast.engine.cache import KVLayer
 from vlmfast.engine.decode import Decoder
 from vlmfast.engine.prefill import Inputs
 from vlmfast.models import families
-from vlmfast.recipe import Recipe
-from vlmfast.request import messages_of, render, tensors_of
-from vlmfast.stages import CacheStage, EncodeStage, InEncoderStage, PrefillStage, positions_param
-from vlmfast.statistics import ColumnRequest, StatRequest
-from vlmfast.tree import Tree
 
 BUILD = tiny_families.builders()
 TOKENS = [40, 71, 33, 55, 90, 46, 63, 101]  # fed one by one behind the prompt

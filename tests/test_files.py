@@ -17,11 +17,11 @@ import torch
 import eval_fakes as fakes
 import vlmfast
 from vlmfast import Recipe, VLMFastError
-from vlmfast.checkpoints import save_weights
+from vlmfast.core.files import make_folder, replace_bytes, replace_text, replacing
+from vlmfast.core.weights import save_weights
 from vlmfast.eval.report import write_difference, write_report
 from vlmfast.eval.results import write_json
 from vlmfast.eval.runner import evaluate
-from vlmfast.files import make_folder, replace_bytes, replace_text, replacing
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

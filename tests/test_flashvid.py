@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from closeness import close
 from helpers_layout import DIM, REQUEST, TOWER, picture_arguments, prompt, stats_of
 from vlmfast import Recipe, RecipeError
-from vlmfast.compressors.flashvid import FlashVID, calibrated, means, segments
+from vlmfast.compressors.tokens.flashvid import FlashVID, calibrated, means, segments
+from vlmfast.core.layout import VisualTokens
+from vlmfast.core.saliency import SaliencyRequest
+from vlmfast.core.statistics import VisionStats
 from vlmfast.kernels.diversity import cosine, max_min
-from vlmfast.layout import VisualTokens
-from vlmfast.saliency import SaliencyRequest
-from vlmfast.statistics import VisionStats
 
 
 def as_clip(stats: VisionStats) -> VisionStats:

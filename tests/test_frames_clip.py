@@ -10,8 +10,8 @@ import torch
 from tiny_models import build_llava
 from tiny_models import picture as photo
 from vlmfast import VLM, Recipe, RecipeError
-from vlmfast.compressors import _clip
-from vlmfast.compressors.frames_clip import FramesClip
+from vlmfast.compressors import clip as _clip
+from vlmfast.compressors.frames.frames_clip import FramesClip
 from vlmfast.kernels.diversity import cosine, dpp
 from vlmfast.media import VideoInfo, load_video
 

@@ -84,16 +84,16 @@ from golden_visionzip import clip_case as visionzip_clip
 from golden_visionzip import zip_case as visionzip_zip
 from golden_zipvl import tau_case as zipvl_tau
 from helpers_layout import picture, stats_of
-from vlmfast.compressors._select import best
-from vlmfast.compressors.hired import (
+from vlmfast.compressors.select import best
+from vlmfast.compressors.tokens.hired import (
     HiRED,
     content_by_stripe,
     crop_budgets,
     packed,
     view_budgets,
 )
-from vlmfast.contexts import EncodeRequest
-from vlmfast.layout import Kind, TokenLayout, VisualTokens
+from vlmfast.core.contexts import EncodeRequest
+from vlmfast.core.layout import Kind, TokenLayout, VisualTokens
 
 ROOT = Path(os.environ.get("VLMFAST_GOLDEN") or Path(__file__).parent / "golden").resolve()
 FOLDERS = ("reducers", "kv", "spec")

@@ -89,7 +89,7 @@ def test_a_second_request_uses_the_step_again(plain: VLM, vlm: VLM) -> None:
 def test_trees_are_captured_by_their_width(plain: VLM, vlm: VLM, recipe: str) -> None:
     """Single tokens and trees of several widths take turns in the same buffers."""
     from fake_drafters import Knows
-    from vlmfast.recipe import Recipe
+    from vlmfast.core.recipe import Recipe
 
     given = {"images": picture(seed=0), "max_new_tokens": 40, "eos_token_id": None}
     wanted = plain.ask("what is here ?", recipe=recipe, **given).token_ids
@@ -136,9 +136,9 @@ def test_batches_and_sessions(plain: VLM, vlm: VLM) -> None:
 def test_the_stand_in_notices_a_moved_buffer(vlm: VLM) -> None:
     """Control: a step whose buffers were replaced behind its back does not run."""
     from driven import Driven
+    from vlmfast.core.recipe import Recipe
     from vlmfast.engine.attention import switched
     from vlmfast.engine.prefill import Inputs
-    from vlmfast.recipe import Recipe
 
     tensors = vlm.inputs("what ?", images=[picture(seed=0)])
     run = Driven(vlm.adapter, Inputs(tensors, [(64, 64)], "what ?"), Recipe(), 0.0)

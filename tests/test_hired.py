@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers_layout import REQUEST, picture, picture_arguments, prompt, stats_of
-from vlmfast.compressors._select import apportion, best, count
-from vlmfast.compressors.hired import (
+from vlmfast.compressors.select import apportion, best, count
+from vlmfast.compressors.tokens.hired import (
     HiRED,
     content_by_area,
     content_by_stripe,
@@ -18,10 +18,10 @@ from vlmfast.compressors.hired import (
     packed,
     view_budgets,
 )
+from vlmfast.core.layout import Kind, VisualTokens
+from vlmfast.core.recipe import Recipe
+from vlmfast.core.saliency import SaliencyRequest
 from vlmfast.errors import RecipeError
-from vlmfast.layout import Kind, VisualTokens
-from vlmfast.recipe import Recipe
-from vlmfast.saliency import SaliencyRequest
 
 stages = st.builds(
     HiRED,

@@ -24,10 +24,10 @@ from closeness import apart, close, network
 from reference import answer_logits, closed
 from test_families import TOKENS, Dense, start
 from vlmfast import VLM, ModelError, RecipeError, Request
+from vlmfast.core.layout import Numbering
+from vlmfast.core.protocols import EncodeStage, PrefillStage
 from vlmfast.engine.engine import Engine
-from vlmfast.layout import Numbering
 from vlmfast.models.base import Adapter
-from vlmfast.stages import EncodeStage, PrefillStage
 
 BUILD = tiny_families.builders()
 MROPE = ["qwen2_5_vl", "qwen3_vl"]

@@ -18,10 +18,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopPLogitsWarper
 
-from vlmfast.drafting import Budget
+from vlmfast.core.drafting import Budget
+from vlmfast.core.tree import Tree
 from vlmfast.engine.noise import gumbel
 from vlmfast.engine.speculation import walk
-from vlmfast.tree import Tree
 
 LAW = load_file(Path(__file__).parent / "golden" / "spec" / "exact_law_V6.safetensors")
 V, PLACES, START = 6, 3, -1

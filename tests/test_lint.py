@@ -17,11 +17,11 @@ from driven import Driven
 from fake_cuda import Watch, shapes, steps
 from tiny_models import build_llava, picture
 from vlmfast import VLM
+from vlmfast.core.protocols import CacheStage, DecodeStage
+from vlmfast.core.recipe import Recipe
 from vlmfast.engine.attention import switched
 from vlmfast.engine.decode import Decoder
 from vlmfast.engine.prefill import Inputs
-from vlmfast.recipe import Recipe
-from vlmfast.stages import CacheStage, DecodeStage
 
 STEPS = 10  # two pages
 

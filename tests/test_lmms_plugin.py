@@ -19,7 +19,7 @@ from lmms_eval.protocol import ChatMessages
 from vlmfast import VLM
 from vlmfast.errors import MediaError, RecipeError, VLMFastError
 from vlmfast.eval.lmms import VLMFast, chat_of, generation_of
-from vlmfast.models.tiny.scenes import CAPTION_QUESTION, EVAL_SEED_START, image_example
+from vlmfast.scenes.examples import CAPTION_QUESTION, EVAL_SEED_START, image_example
 
 TASK = """
 task: drawn_scenes
@@ -46,7 +46,7 @@ metadata:
   - version: 0.0
 """
 UTILS = """
-from vlmfast.models.tiny.scenes import image_example
+from vlmfast.scenes.examples import image_example
 
 
 def visual(doc):

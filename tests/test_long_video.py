@@ -18,16 +18,16 @@ import numpy as np
 import pytest
 import torch
 
-import vlmfast.long_video as module
+import vlmfast.api.long_video as module
 from closeness import apart, close, network, tower
 from media_fixtures import frame_number, write_video
 from tiny_models import build_llava, build_llava_next, picture
 from vlmfast import VLM, MediaError, ModelError, RecipeError, VLMFastError
+from vlmfast.api.long_video import LongVideo
+from vlmfast.core.protocols import CacheStage
 from vlmfast.engine.cache import KVLayer
 from vlmfast.engine.engine import Engine
-from vlmfast.long_video import LongVideo
 from vlmfast.media import OpenVideo, load_video, open_video
-from vlmfast.stages import CacheStage
 
 QUESTION = "what happens here ?"
 HUGE = 1 << 20
@@ -412,7 +412,7 @@ def test_parts_of_a_clip_are_those_of_the_whole(tmp_path, decoder, container):
 
 def test_following_parts_are_decoded_once(tmp_path):
     """A clip that is read in parts is not decoded from its beginning each time."""
-    import vlmfast._media.decoders as decoders
+    import vlmfast.media.decoders as decoders
 
     path = write_video(tmp_path / "clip.avi", 40, codec="mpeg4")
     with open_video(path, num_frames=40) as opened:

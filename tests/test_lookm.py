@@ -14,12 +14,12 @@ from torch import Tensor
 from closeness import apart, close, tolerance
 from fake_slots import compressed, prompt_kv, prompt_step, rotate
 from vlmfast import Recipe
-from vlmfast.compressors.lookm import LookM, sizes
+from vlmfast.compressors.cache.lookm import LookM, sizes
+from vlmfast.core.kv import KV
+from vlmfast.core.statistics import ColumnRequest, ColumnStats
 from vlmfast.errors import RecipeError
 from vlmfast.kernels import merge as kernel
 from vlmfast.kernels.merge import merge_into
-from vlmfast.kv import KV
-from vlmfast.statistics import ColumnRequest, ColumnStats
 
 
 def noise(*shape: int, seed: int = 0) -> Tensor:

@@ -25,18 +25,19 @@ from PIL import Image, ImageFile, features
 
 import media_fixtures as fx
 from closeness import close
-from vlmfast import media
-from vlmfast._media import decoders, sources
 from vlmfast.errors import MediaError, ModelError, RecipeError, VLMFastError
 from vlmfast.media import (
     VideoInfo,
+    decoders,
     kind_of,
     load_image,
     load_images,
     load_video,
     probe_video,
     read_media,
+    sources,
 )
+from vlmfast.media import loading as media
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("av")

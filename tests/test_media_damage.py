@@ -15,9 +15,8 @@ import pytest
 import damaged_media as dm
 import media_fixtures as fx
 import vlmfast
-from vlmfast._media import containers, decoders
 from vlmfast.errors import MediaError
-from vlmfast.media import load_image, load_video, probe_video
+from vlmfast.media import containers, decoders, load_image, load_video, probe_video
 
 pytest.importorskip("av")
 

@@ -11,10 +11,9 @@ import pytest
 from PIL import Image
 
 import media_fixtures as fx
-from vlmfast._media import download, sources
-from vlmfast._media.sources import shown
 from vlmfast.errors import MediaError
-from vlmfast.media import load_image, load_images, load_video
+from vlmfast.media import download, load_image, load_images, load_video, sources
+from vlmfast.media.sources import shown
 
 IMAGE = fx.picture()
 

@@ -10,7 +10,7 @@ import pytest
 
 from tiny_models import build_llava
 from vlmfast import VLM, VLMFastError
-from vlmfast.stages import MediaStage
+from vlmfast.core.protocols import MediaStage
 
 
 @dataclass(frozen=True)

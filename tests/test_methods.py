@@ -10,11 +10,11 @@ from PIL import Image
 
 import vlmfast
 from tiny_models import picture
-from vlmfast.compressors import _clip
-from vlmfast.compressors.random import Random
+from vlmfast.compressors import clip as _clip
+from vlmfast.compressors.tokens.random import Random
+from vlmfast.core.recipe import Recipe
+from vlmfast.core.registry import stage_class, stage_names
 from vlmfast.errors import RecipeError
-from vlmfast.recipe import Recipe
-from vlmfast.stages import stage_class, stage_names
 
 METHODS = sorted(n for n in stage_names() if stage_class(n).protocol not in ("media", "drafter"))
 DRAFTERS = sorted(n for n in stage_names() if stage_class(n).protocol == "drafter")
@@ -184,7 +184,7 @@ def test_trained_methods_say_when_they_have_no_weights(name) -> None:
 
 @pytest.mark.parametrize("name", [n for n in METHODS if stage_class(n).trained])
 def test_shipped_weights_are_small(name) -> None:
-    from vlmfast.checkpoints import SHIPPED
+    from vlmfast.core.weights import SHIPPED
 
     (folder,) = SHIPPED.glob(f"*-{name}")
     assert sum(file.stat().st_size for file in folder.iterdir()) < 2_000_000

@@ -12,10 +12,10 @@ from short_prefill import embeds_of, ran
 from tiny_models import build_llava
 from tiny_models import picture as photo
 from vlmfast import VLM, Recipe, RecipeError
-from vlmfast.compressors.mmtok import MMTok, coverage
-from vlmfast.contexts import EncodeRequest
-from vlmfast.layout import VisualTokens
-from vlmfast.statistics import VisionStats
+from vlmfast.compressors.tokens.mmtok import MMTok, coverage
+from vlmfast.core.contexts import EncodeRequest
+from vlmfast.core.layout import VisualTokens
+from vlmfast.core.statistics import VisionStats
 
 
 def by_hand(x: torch.Tensor, text: torch.Tensor, k: int) -> list[int]:

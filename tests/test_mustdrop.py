@@ -20,8 +20,8 @@ from reference import answer_logits, dense_logits
 from tiny_models import build_llava, build_llava_next
 from tower_terms import tower
 from vlmfast import VLM, Recipe, RecipeError
-from vlmfast.compressors._budget import drop_layers, equivalent, solve_counts
-from vlmfast.compressors.mustdrop import (
+from vlmfast.compressors.budget import drop_layers, equivalent, solve_counts
+from vlmfast.compressors.encoder.mustdrop import (
     PUBLISHED,
     MustDrop,
     dual_attention,
@@ -32,14 +32,14 @@ from vlmfast.compressors.mustdrop import (
     window_similarity,
     windows,
 )
-from vlmfast.contexts import PrefillContext, VisionContext
+from vlmfast.core.contexts import PrefillContext, VisionContext
+from vlmfast.core.kv import KV
+from vlmfast.core.layout import Kind, TokenLayout
+from vlmfast.core.protocols import EncodeStage
+from vlmfast.core.saliency import SaliencyRequest
+from vlmfast.core.statistics import StatRequest
 from vlmfast.engine.prefill import Inputs
 from vlmfast.kernels.quantize_kv import quantise
-from vlmfast.kv import KV
-from vlmfast.layout import Kind, TokenLayout
-from vlmfast.saliency import SaliencyRequest
-from vlmfast.stages import EncodeStage
-from vlmfast.statistics import StatRequest
 
 TOKENS = [5, 9, 11, 7, 8]  # fed one by one behind the prompt
 NOTHING = MustDrop(similarity=2.0, global_thr=1.0, individual_thr=0.0)

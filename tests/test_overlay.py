@@ -11,10 +11,10 @@ from PIL import Image
 
 import tiny_models
 import vlmfast
-from vlmfast import overlays
+from vlmfast.api import overlays
+from vlmfast.api.overlays import _MERGED, _OUTLINE, MAX_SIDE, MIN_SIDE, contact_sheet, overlay
+from vlmfast.core.layout import Kind, TokenLayout
 from vlmfast.engine.stats import Trace
-from vlmfast.layout import Kind, TokenLayout
-from vlmfast.overlays import _MERGED, _OUTLINE, MAX_SIDE, MIN_SIDE, contact_sheet, overlay
 
 COLOUR = (200, 40, 90)
 LAYERS = 4

@@ -62,7 +62,7 @@ def test_public_names() -> None:
         _ = vlmfast.nonsense
 
 
-@pytest.mark.parametrize("first", ["vlmfast.overlay", "import vlmfast.overlays"])
+@pytest.mark.parametrize("first", ["vlmfast.overlay", "import vlmfast.api.overlays"])
 def test_overlay_stays_a_function(first: str) -> None:
     """The module of that name must not hide the function, whichever is touched first."""
     check = "assert callable(vlmfast.overlay); "
@@ -182,7 +182,7 @@ def drawing():
 
 def test_example_picture_is_what_the_script_draws(drawing) -> None:
     from vlmfast.media import load_image
-    from vlmfast.models.tiny.scenes import image_example
+    from vlmfast.scenes.examples import image_example
 
     stored = load_image(ROOT / "examples" / "picture.png")
     drawn = image_example(drawing.PICTURE_SEED).image
@@ -193,7 +193,7 @@ def test_example_picture_is_what_the_script_draws(drawing) -> None:
 def test_example_clip_is_what_the_script_draws(drawing, decoder: str) -> None:
     pytest.importorskip(decoder)
     from vlmfast.media import load_video
-    from vlmfast.models.tiny.scenes import video_example
+    from vlmfast.scenes.examples import video_example
 
     clip = load_video(ROOT / "examples" / "clip.mp4", num_frames=4, decoder=decoder)
     drawn = video_example(drawing.CLIP_SEED).frames
@@ -205,7 +205,7 @@ def test_example_clip_is_what_the_script_draws(drawing, decoder: str) -> None:
 def test_written_clip_reads_back(drawing, tmp_path: Path) -> None:
     pytest.importorskip("av")
     from vlmfast.media import load_video
-    from vlmfast.models.tiny.scenes import EVAL_SEED_START, video_example
+    from vlmfast.scenes.examples import EVAL_SEED_START, video_example
 
     frames = video_example(EVAL_SEED_START + 100).frames
     drawing.write_clip(tmp_path / "clip.mp4", frames)
@@ -217,7 +217,7 @@ def test_written_clip_reads_back(drawing, tmp_path: Path) -> None:
 
 def test_examples_are_asked_what_they_show(drawing) -> None:
     """The questions of `make ask` are questions that the generator knows the answer to."""
-    from vlmfast.models.tiny.scenes import image_example, video_example
+    from vlmfast.scenes.examples import image_example, video_example
 
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     for example in (image_example(drawing.PICTURE_SEED), video_example(drawing.CLIP_SEED)):

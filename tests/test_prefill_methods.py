@@ -19,13 +19,13 @@ from driven import Driven
 from reference import answer_logits, dense_logits
 from tiny_models import build_llava, build_llava_next, picture
 from vlmfast import VLM
-from vlmfast.compressors.atp import ATP
-from vlmfast.compressors.atp.module import Module
-from vlmfast.compressors.fastv import FastV
-from vlmfast.compressors.mustdrop import MustDrop
-from vlmfast.compressors.pyramiddrop import PyramidDrop
+from vlmfast.compressors.encoder.mustdrop import MustDrop
+from vlmfast.compressors.prefill.atp import ATP
+from vlmfast.compressors.prefill.atp.module import Module
+from vlmfast.compressors.prefill.fastv import FastV
+from vlmfast.compressors.prefill.pyramiddrop import PyramidDrop
+from vlmfast.core.recipe import Recipe
 from vlmfast.engine.prefill import Inputs
-from vlmfast.recipe import Recipe
 
 STAGES = (2, 3, 5)  # layers in front of which PyramidDrop drops
 TOKENS = [17, 40, 99, 7, 123, 60, 200, 31]

@@ -17,12 +17,12 @@ from tiny_models import build_llava
 from tiny_models import picture as photo
 from tower_terms import tower
 from vlmfast import VLM, Recipe, RecipeError
-from vlmfast.compressors.prumerge import PruMerge, mixture, one_head, outliers
-from vlmfast.compressors.prumerge_plus import PruMergePlus
+from vlmfast.compressors.tokens.prumerge import PruMerge, mixture, one_head, outliers
+from vlmfast.compressors.tokens.prumerge_plus import PruMergePlus
+from vlmfast.core.layout import VisualTokens
+from vlmfast.core.saliency import SaliencyRequest
+from vlmfast.core.statistics import StatRequest, VisionStats
 from vlmfast.engine.prefill import Inputs
-from vlmfast.layout import VisualTokens
-from vlmfast.saliency import SaliencyRequest
-from vlmfast.statistics import StatRequest, VisionStats
 
 BOTH = [PruMerge, PruMergePlus]
 LAST = 23
@@ -60,7 +60,7 @@ def test_outliers_in_numbers() -> None:
 
 
 def test_mixture_in_numbers(monkeypatch) -> None:
-    monkeypatch.setattr("vlmfast.compressors.prumerge.NEAREST", 2)
+    monkeypatch.setattr("vlmfast.compressors.tokens.prumerge.NEAREST", 2)
     attention = torch.tensor([0.1, 0.2, 0.3, 0.4])
     keys = torch.tensor([[1.0, 0], [3, 1], [0, 1], [1, 1]])
     mix = mixture(attention, keys, torch.tensor([0, 2]))

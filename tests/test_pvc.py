@@ -19,8 +19,9 @@ from tiny_models import build_llava, build_llava_next
 from tiny_models import picture as noise_picture
 from tower_terms import tower
 from vlmfast import VLM, Recipe, RecipeError
-from vlmfast.compressors.pvc import PVC, read_config
-from vlmfast.compressors.pvc.module import (
+from vlmfast.api.request import render
+from vlmfast.compressors.encoder.pvc import PVC, read_config
+from vlmfast.compressors.encoder.pvc.module import (
     PRIOR,
     AdaptiveNorm,
     Compressor,
@@ -32,14 +33,20 @@ from vlmfast.compressors.pvc.module import (
     to_cells,
     to_patches,
 )
-from vlmfast.compressors.pvc.plan import Choice, make_plan, nearest, scenes, tokens_in, tokens_out
-from vlmfast.contexts import VisionContext
+from vlmfast.compressors.encoder.pvc.plan import (
+    Choice,
+    make_plan,
+    nearest,
+    scenes,
+    tokens_in,
+    tokens_out,
+)
+from vlmfast.core.contexts import VisionContext
+from vlmfast.core.layout import Kind
+from vlmfast.core.statistics import ItemGeometry
 from vlmfast.engine.attention import switched
 from vlmfast.engine.prefill import Inputs, prepare
 from vlmfast.engine.stats import Stats, Trace
-from vlmfast.layout import Kind
-from vlmfast.request import render
-from vlmfast.statistics import ItemGeometry
 
 # Numbers that are summed in the layers that are tried here, of width 8 and 6, sum after sum:
 TEMPORAL = 8 + 4 + 8 + 4 + 5 + 8  # norm, its time, projection, a head, frames, projection
@@ -541,7 +548,7 @@ def test_gradients_reach_every_weight(next_vlm: VLM) -> None:
 
 
 def test_training_draws_what_its_config_says(next_vlm: VLM) -> None:
-    from vlmfast.compressors.pvc.training import TRAINING
+    from vlmfast.compressors.encoder.pvc.training import TRAINING
 
     training = TRAINING(options(), next_vlm.adapter.sizes())
     config = training.config()
@@ -563,7 +570,7 @@ def test_training_draws_what_its_config_says(next_vlm: VLM) -> None:
 
 def test_shipped_weights_beat_random_on_clips(tiny: VLM) -> None:
     """5.9 % of the tokens, scenes that neither the training nor the evaluation draws."""
-    from vlmfast.models.tiny.scenes import EVAL_SEED_STOP, video_example
+    from vlmfast.scenes.examples import EVAL_SEED_STOP, video_example
 
     right = dict.fromkeys(("pvc:0.05", "random:0.06"), 0)
     for seed in range(4):
@@ -582,7 +589,7 @@ def test_shipped_weights_beat_random_on_clips(tiny: VLM) -> None:
 
 
 def test_shipped_counts_and_size(tiny: VLM) -> None:
-    from vlmfast.checkpoints import SHIPPED
+    from vlmfast.core.weights import SHIPPED
 
     frames = [noise_picture(64, 64, seed=i) for i in range(4)]
     answer = tiny.ask("Which object moves?", video=frames, num_frames=4, recipe="pvc")

@@ -12,13 +12,13 @@ from torch import Tensor
 import tiny_families
 from closeness import apart, close
 from vlmfast import VLM, RecipeError
-from vlmfast.checkpoints import load_weights, save_weights
 from vlmfast.cli import main
-from vlmfast.compressors.pvc import PVC
-from vlmfast.compressors.pvc.module import PRIOR, ProgressiveEncoder, ranks, to_cells
-from vlmfast.compressors.pvc.plan import Choice, tokens_in, tokens_out
-from vlmfast.compressors.pvc.training import TRAINING
-from vlmfast.statistics import ItemGeometry
+from vlmfast.compressors.encoder.pvc import PVC
+from vlmfast.compressors.encoder.pvc.module import PRIOR, ProgressiveEncoder, ranks, to_cells
+from vlmfast.compressors.encoder.pvc.plan import Choice, tokens_in, tokens_out
+from vlmfast.compressors.encoder.pvc.training import TRAINING
+from vlmfast.core.statistics import ItemGeometry
+from vlmfast.core.weights import load_weights, save_weights
 
 TRAINED = {"blocks": [1, 2], "sides": [2, 4], "repeats": [1, 2, 4], "hidden": 16, "time_width": 8}
 TERMS = 8 * 512
@@ -250,10 +250,10 @@ def test_counts_of_views_without_a_canvas():
 
 
 def test_gradients_reach_every_weight(vlm):
+    from vlmfast.core.recipe import Recipe
     from vlmfast.engine.attention import switched
     from vlmfast.engine.prefill import Inputs, prepare
     from vlmfast.engine.stats import Stats, Trace
-    from vlmfast.recipe import Recipe
 
     module = module_of(vlm, True).train()
     use(vlm, module)

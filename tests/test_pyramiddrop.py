@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from tiny_models import build_llava, build_llava_next
 from vlmfast import VLM, Recipe, RecipeError
-from vlmfast.compressors._budget import equivalent, solve
-from vlmfast.compressors.pyramiddrop import PyramidDrop
+from vlmfast.compressors.budget import equivalent, solve
+from vlmfast.compressors.prefill.pyramiddrop import PyramidDrop
 
 
 @pytest.fixture(scope="module", params=[build_llava, build_llava_next])

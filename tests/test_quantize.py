@@ -15,9 +15,12 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from closeness import apart, close, tolerance
-from vlmfast.compressors.kivi import Kivi
-from vlmfast.compressors.zipcache import ZipCache, least_salient, saliency
-from vlmfast.contexts import PrefillContext
+from vlmfast.compressors.cache.kivi import Kivi
+from vlmfast.compressors.cache.zipcache import ZipCache, least_salient, saliency
+from vlmfast.core.contexts import PrefillContext
+from vlmfast.core.kv import KV
+from vlmfast.core.layout import TokenLayout
+from vlmfast.core.statistics import ColumnStats
 from vlmfast.errors import RecipeError
 from vlmfast.kernels.decode_mixed import decode_mixed
 from vlmfast.kernels.quantize_kv import (
@@ -29,9 +32,6 @@ from vlmfast.kernels.quantize_kv import (
     quantise_keys,
     unpack,
 )
-from vlmfast.kv import KV
-from vlmfast.layout import TokenLayout
-from vlmfast.statistics import ColumnStats
 
 FLOAT = torch.float32
 BITS = st.sampled_from([2, 4, 8])
@@ -571,7 +571,7 @@ def pass_over(n: int) -> PrefillContext:
 
 
 class Tail:
-    """`vlmfast.stages.Slots` of what a quantiser left, as far as quantisers look at it."""
+    """`vlmfast.core.protocols.Slots` of what a quantiser left, as far as quantisers look at it."""
 
     def __init__(self, kv: KV, context: PrefillContext) -> None:
         self.keys, self.values, self.order = kv.keys, kv.values, kv.order

@@ -11,13 +11,15 @@ import pytest
 from hypothesis import HealthCheck, given, reject, settings
 from hypothesis import strategies as st
 
-from vlmfast.compressors.grid import Grid
-from vlmfast.compressors.hired import HiRED
-from vlmfast.compressors.random import Random
+from vlmfast.compressors.tokens.grid import Grid
+from vlmfast.compressors.tokens.hired import HiRED
+from vlmfast.compressors.tokens.random import Random
+from vlmfast.core.protocols import PROTOCOLS
+from vlmfast.core.recipe import PRESETS, Recipe
+from vlmfast.core.registry import stage_class, stage_names
+from vlmfast.core.saliency import SOURCES
+from vlmfast.core.stage import Stage
 from vlmfast.errors import RecipeError, VLMFastError
-from vlmfast.recipe import PRESETS, Recipe
-from vlmfast.saliency import SOURCES
-from vlmfast.stages import PROTOCOLS, Stage, stage_class, stage_names
 
 NAMES = sorted(stage_names())
 
@@ -226,7 +228,7 @@ def test_errors_are_value_errors() -> None:
 
 @pytest.mark.parametrize("path", ["runs/one+two", "a,b", " left"])
 def test_texts_that_cannot_stand_in_a_recipe(path):
-    from vlmfast.compressors.pvc import PVC
+    from vlmfast.compressors.encoder.pvc import PVC
 
     with pytest.raises(RecipeError, match="cannot stand in a recipe"):
         PVC(weights=path)

@@ -14,16 +14,18 @@ from closeness import apart, close, network, tower
 from driven import Driven
 from reference import answer_logits
 from tiny_models import build_llava, build_llava_next, picture
-from vlmfast import VLM, training
-from vlmfast.contexts import DecodeContext, PrefillContext
+from vlmfast import VLM
+from vlmfast.core.contexts import DecodeContext, PrefillContext
+from vlmfast.core.layout import Kind, TokenLayout, VisualTokens
+from vlmfast.core.params import repair_param
+from vlmfast.core.protocols import EncodeStage, InEncoderStage, PrefillStage
+from vlmfast.core.recipe import Recipe
+from vlmfast.core.statistics import StatRequest
 from vlmfast.engine.attention import attention_rows, received_logits, switched, text_attention
 from vlmfast.engine.cache import KVCache
 from vlmfast.engine.prefill import Inputs
 from vlmfast.errors import RecipeError
-from vlmfast.layout import Kind, TokenLayout, VisualTokens
-from vlmfast.recipe import Recipe
-from vlmfast.stages import EncodeStage, InEncoderStage, PrefillStage, repair_param
-from vlmfast.statistics import StatRequest
+from vlmfast.train import stages as training
 
 TOKENS = [17, 40, 99, 7]
 FAMILIES = {"llava": build_llava, "llava-next": build_llava_next}

@@ -16,8 +16,8 @@ import tiny_families
 import vlmfast
 from tiny_models import build_llava, picture
 from vlmfast import VLM, ModelError, Request, VLMFastError
-from vlmfast.generation import REFUSED, gate
-from vlmfast.request import placeholder_texts
+from vlmfast.api.generation import REFUSED, gate
+from vlmfast.api.request import placeholder_texts
 
 QUESTION = "what is here ?"
 NAN, INF = float("nan"), float("inf")

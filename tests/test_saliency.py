@@ -14,14 +14,14 @@ import torch
 import tiny_families
 from closeness import apart, close
 from vlmfast import VLM, RecipeError, VLMFastError
-from vlmfast.bench import RECIPES as RECIPES_OF_BENCH
-from vlmfast.bench import bench
+from vlmfast.core.protocols import EncodeStage
+from vlmfast.core.saliency import SaliencyRequest, to_tokens, window_order
+from vlmfast.core.statistics import StatRequest
 from vlmfast.demos import talk as talk_module
 from vlmfast.demos.talk import RECIPE, Desk, Media
 from vlmfast.engine.attention import _vision_rows
-from vlmfast.saliency import SaliencyRequest, to_tokens, window_order
-from vlmfast.stages import EncodeStage
-from vlmfast.statistics import StatRequest
+from vlmfast.eval.bench import RECIPES as RECIPES_OF_BENCH
+from vlmfast.eval.bench import bench
 
 BUILD = tiny_families.builders()
 SOURCES = {

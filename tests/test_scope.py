@@ -13,9 +13,9 @@ from torch.nn.functional import cosine_similarity
 
 from helpers_layout import REQUEST, TOWER, picture_arguments, prompt, stats_of
 from vlmfast import Recipe, RecipeError
-from vlmfast.compressors.scope import SCOPE
-from vlmfast.saliency import SaliencyRequest
-from vlmfast.statistics import VisionStats
+from vlmfast.compressors.tokens.scope import SCOPE
+from vlmfast.core.saliency import SaliencyRequest
+from vlmfast.core.statistics import VisionStats
 
 
 def one_layer(stats: VisionStats) -> VisionStats:

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from closeness import close
 from helpers_layout import picture, picture_arguments
-from vlmfast.compressors._budget import check_layers, drop_layers, equivalent, solve_counts
-from vlmfast.compressors._select import best, most_alike, plus_mean, top
-from vlmfast.compressors._views import by_view, covering, marked, per_token, slots
+from vlmfast.compressors.budget import check_layers, drop_layers, equivalent, solve_counts
+from vlmfast.compressors.select import best, most_alike, plus_mean, top
+from vlmfast.core.views import by_view, covering, marked, per_token, slots
 from vlmfast.errors import RecipeError
 
 # --- choosing ------------------------------------------------------------------------------------

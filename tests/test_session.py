@@ -20,10 +20,12 @@ import torch
 from transformers import LogitsProcessorList
 
 from tiny_models import build_llava, build_llava_next, picture
-from vlmfast import VLM, ModelError, RecipeError, VLMFastError, files, snapshot
-from vlmfast.session import Session
-from vlmfast.session_file import frozen, identity
-from vlmfast.stages import MediaStage, stage_class
+from vlmfast import VLM, ModelError, RecipeError, VLMFastError
+from vlmfast.api.session import Session
+from vlmfast.api.session_file import frozen, identity
+from vlmfast.core import files, snapshot
+from vlmfast.core.protocols import MediaStage
+from vlmfast.core.registry import stage_class
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "picture.png"
 ASK = {"max_new_tokens": 6}

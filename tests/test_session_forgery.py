@@ -15,7 +15,8 @@ import torch
 
 from tiny_families import build_qwen2_5_vl
 from tiny_models import build_llava, picture
-from vlmfast import VLM, VLMFastError, snapshot
+from vlmfast import VLM, VLMFastError
+from vlmfast.core import snapshot
 
 ASK = {"max_new_tokens": 6}
 RECIPES = {

@@ -10,9 +10,9 @@ from closeness import apart, close, network
 from short_prefill import embeds_of, ran, shortened
 from tiny_models import build_llava, build_llava_next, picture
 from vlmfast import VLM, Recipe, RecipeError
-from vlmfast.compressors.sparsevlm import SparseVLM, clusters, raters, recycled, split
+from vlmfast.compressors.prefill.sparsevlm import SparseVLM, clusters, raters, recycled, split
+from vlmfast.core.statistics import StatRequest
 from vlmfast.engine.prefill import prefill
-from vlmfast.statistics import StatRequest
 
 DROPS = {2: 40, 3: 20}  # tokens left behind the drops of the runs below
 
@@ -98,7 +98,7 @@ def test_a_run_equals_a_prefill_by_hand(vlm, positions, recycle, pictures, monke
     embeds = embeds_of(vlm, tensors)
     n0 = int((tensors["input_ids"] == vlm.adapter.image_token_id).sum())
     totals = tuple(max(1, round(share / 100 * n0)) for share in DROPS.values())
-    monkeypatch.setattr("vlmfast.compressors.sparsevlm.solve_counts", lambda *args: totals)
+    monkeypatch.setattr("vlmfast.compressors.prefill.sparsevlm.solve_counts", lambda *args: totals)
     run, logits = ran(vlm, word(recycle, positions), images)
     expected, _ = shortened(vlm, embeds, rule(vlm, tensors, embeds, recycle), positions)
     assert run.stats.visual_tokens_per_layer == [n0] * 2 + [totals[0]] + [totals[1]] * 3
@@ -115,7 +115,7 @@ def test_weights_of_recycled_tokens_count(vlm, monkeypatch) -> None:
     steps = []
 
     def watched(adapter, prompt, recipe, cache, *args, **kwargs):
-        from vlmfast.compressors.sparsevlm import Drop
+        from vlmfast.compressors.prefill.sparsevlm import Drop
 
         (stage,) = (s for s in recipe.acting("prefill") if isinstance(s, Drop))
         keep = Drop.keep
@@ -139,7 +139,7 @@ def test_weights_of_recycled_tokens_count(vlm, monkeypatch) -> None:
 
 def test_published_counts_on_average() -> None:
     """Recycled tokens included, as the authors average them: 2, 4, 9 and 17 of 32 layers."""
-    from vlmfast.compressors.sparsevlm import PUBLISHED
+    from vlmfast.compressors.prefill.sparsevlm import PUBLISHED
 
     for name, expected in (("192", 192.0), ("128", 128.6), ("96", 96.9), ("64", 64.8)):
         n, counts = 576, []

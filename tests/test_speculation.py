@@ -18,16 +18,16 @@ from closeness import apart, close, network
 from fake_drafters import Drafting, Knows
 from tiny_models import build_llava, build_llava_next, picture
 from vlmfast import VLM, Request
+from vlmfast.api.generation import gate
+from vlmfast.api.request import messages_of, sequence_of
+from vlmfast.core.recipe import Recipe
+from vlmfast.core.tree import Tree
 from vlmfast.engine.attention import switched
 from vlmfast.engine.cache import KVCache
 from vlmfast.engine.decode import Decoder
 from vlmfast.engine.engine import Engine
 from vlmfast.engine.sampling import Sampling
 from vlmfast.errors import RecipeError, VLMFastError
-from vlmfast.generation import gate
-from vlmfast.recipe import Recipe
-from vlmfast.request import messages_of, sequence_of
-from vlmfast.tree import Tree
 
 FLOAT = torch.float32  # norms and tables of rotation are, in models of float64 too
 FAMILIES = {"llava": build_llava, "llava-next": build_llava_next}

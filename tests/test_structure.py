@@ -118,4 +118,4 @@ def test_sessions_use_no_private_name_of_the_model() -> None:
     for name in ("session", "request", "long_video", "engine.engine"):
         text = known[f"vlmfast.{name}"].read_text(encoding="utf-8")
         assert "vlm._" not in text
-        assert "vlmfast.vlm" not in imports(f"vlmfast.{name}", known[f"vlmfast.{name}"], known)
+        assert "vlmfast.api.vlm" not in imports(f"vlmfast.{name}", known[f"vlmfast.{name}"], known)

@@ -10,9 +10,9 @@ import pytest
 
 import tiny_families
 from vlmfast import VLM
+from vlmfast.api.support import Support, support, support_of
 from vlmfast.cli import main
-from vlmfast.stages import stage_class, stage_names
-from vlmfast.support import Support, support, support_of
+from vlmfast.core.registry import stage_class, stage_names
 
 BUILD = tiny_families.builders()
 FAMILIES = sorted(BUILD)

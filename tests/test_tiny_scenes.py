@@ -12,14 +12,6 @@ from collections import Counter, defaultdict
 import numpy as np
 import pytest
 
-from vlmfast.models.tiny import scenes
-from vlmfast.models.tiny.captions import caption
-from vlmfast.models.tiny.data import N_SHORT, Spec, make_batch
-from vlmfast.models.tiny.drawing import make_image_scene, paint, quadrant, shape_mask
-from vlmfast.models.tiny.glyphs import CHARS, GLYPHS
-from vlmfast.models.tiny.labels import FIELDS, label_frame
-from vlmfast.models.tiny.questions import ask_all
-from vlmfast.models.tiny.schedule import plan
 from vlmfast.models.tiny.tokenizer import (
     BOS_ID,
     IMAGE_ID,
@@ -31,7 +23,15 @@ from vlmfast.models.tiny.tokenizer import (
     turn,
     video_prefix,
 )
-from vlmfast.models.tiny.vocabulary import COLOR_NAMES, SHAPES
+from vlmfast.scenes import examples as scenes
+from vlmfast.scenes.captions import caption
+from vlmfast.scenes.drawing import make_image_scene, paint, quadrant, shape_mask
+from vlmfast.scenes.glyphs import CHARS, GLYPHS
+from vlmfast.scenes.questions import ask_all
+from vlmfast.scenes.vocabulary import COLOR_NAMES, SHAPES
+from vlmfast.train.tiny.data import N_SHORT, Spec, make_batch
+from vlmfast.train.tiny.labels import FIELDS, label_frame
+from vlmfast.train.tiny.schedule import plan
 
 START = scenes.EVAL_SEED_START
 

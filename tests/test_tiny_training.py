@@ -20,21 +20,21 @@ from PIL import Image
 
 from closeness import close
 from tower_terms import answer
-from vlmfast.models.tiny import blocks, training
 from vlmfast.models.tiny.build import build_config, build_model
-from vlmfast.models.tiny.data import Spec, make_batch
-from vlmfast.models.tiny.drawing import make_image_scene
-from vlmfast.models.tiny.evaluation import evaluate
-from vlmfast.models.tiny.export import ExportError, build_processor, export
-from vlmfast.models.tiny.heads import DenseHeads
-from vlmfast.models.tiny.labels import FIELDS
-from vlmfast.models.tiny.network import ATTENTION, Packed, packed_mask, to_tensors
-from vlmfast.models.tiny.optim import Optimizer, newton_schulz
-from vlmfast.models.tiny.references import FACTS, UNKNOWN, facts
-from vlmfast.models.tiny.scenes import EVAL_SEED_START, image_example, video_example
-from vlmfast.models.tiny.schedule import APART, DECAY, phase_of, plan
 from vlmfast.models.tiny.tokenizer import FastEncoder, build_tokenizer, turn, video_prefix
-from vlmfast.models.tiny.vocabulary import COLOR_NAMES, SHAPES
+from vlmfast.scenes.drawing import make_image_scene
+from vlmfast.scenes.examples import EVAL_SEED_START, image_example, video_example
+from vlmfast.scenes.vocabulary import COLOR_NAMES, SHAPES
+from vlmfast.train.tiny import blocks, training
+from vlmfast.train.tiny.data import Spec, make_batch
+from vlmfast.train.tiny.evaluation import evaluate
+from vlmfast.train.tiny.export import ExportError, build_processor, export
+from vlmfast.train.tiny.heads import DenseHeads
+from vlmfast.train.tiny.labels import FIELDS
+from vlmfast.train.tiny.network import ATTENTION, Packed, packed_mask, to_tensors
+from vlmfast.train.tiny.optim import Optimizer, newton_schulz
+from vlmfast.train.tiny.references import FACTS, UNKNOWN, facts
+from vlmfast.train.tiny.schedule import APART, DECAY, phase_of, plan
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -274,7 +274,7 @@ def test_facts_about_named_objects():
 def test_killed_and_resumed_run_equals_an_uninterrupted_one(tmp_path):
     """A run that is killed with SIGKILL ends with the same weights, bit for bit."""
     command = [
-        sys.executable, "-m", "vlmfast.models.tiny.training", "--batch", "1", "--workers", "0",
+        sys.executable, "-m", "vlmfast.train.tiny.training", "--batch", "1", "--workers", "0",
         "--max-steps", "9", "--seed", "4", "--save-every", "0", "--eval-every", "1e9",
     ]  # fmt: skip
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -372,7 +372,7 @@ def test_evaluation_restores_the_training_mode(packed, tokenizer_file):
 def test_two_processes_train_as_one(tmp_path):
     """Gradients are averaged: both processes hold the same weights all along."""
     command = [
-        sys.executable, "-m", "vlmfast.models.tiny.training", "--batch", "1", "--max-steps", "3",
+        sys.executable, "-m", "vlmfast.train.tiny.training", "--batch", "1", "--max-steps", "3",
         "--processes", "2", "--out", str(tmp_path), "--eval-every", "1e9", "--smoke",
     ]  # fmt: skip
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

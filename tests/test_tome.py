@@ -16,9 +16,9 @@ from reference import answer_logits
 from tiny_models import build_llava, build_llava_next, picture
 from tower_terms import answer, tower
 from vlmfast import VLM, Recipe, RecipeError
-from vlmfast.compressors.tome import Merge, ToMe, bipartite, merge, schedule
+from vlmfast.compressors.encoder.tome import Merge, ToMe, bipartite, merge, schedule
+from vlmfast.core.statistics import StatRequest
 from vlmfast.engine.prefill import Inputs
-from vlmfast.statistics import StatRequest
 
 
 def test_matching_in_numbers() -> None:

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 import tiny_families
 from closeness import apart, close
 from vlmfast import VLM, RecipeError
-from vlmfast.compressors.tome import ToMe, bipartite, merge
-from vlmfast.contexts import VisionContext
+from vlmfast.compressors.encoder.tome import ToMe, bipartite, merge
+from vlmfast.core.contexts import VisionContext
+from vlmfast.core.protocols import EncodeStage, InEncoderStage
+from vlmfast.core.recipe import Recipe
+from vlmfast.core.saliency import SaliencyRequest, window_order
+from vlmfast.core.statistics import ItemGeometry
 from vlmfast.engine.between import Batched, Packed
-from vlmfast.recipe import Recipe
-from vlmfast.saliency import SaliencyRequest, window_order
-from vlmfast.stages import EncodeStage, InEncoderStage
-from vlmfast.statistics import ItemGeometry
 
 NAMES = [name for name in vars(tiny_families) if name.startswith("build_")]
 BUILD = {

@@ -90,7 +90,7 @@ def test_stages_inside_the_tower_run_as_they_are(pair) -> None:
 
 
 def test_kept_graphs_are_bounded() -> None:
-    from vlmfast.contexts import VisionContext
+    from vlmfast.core.contexts import VisionContext
 
     towers = Towers(record=lambda run: (run(), lambda: None))
     for size in range(1, _SHAPES + 4):

@@ -10,19 +10,19 @@ import pytest
 import torch
 from PIL import Image
 
-import vlmfast.drafter_training as drafters
+import vlmfast.train.drafters as drafters
 from closeness import apart, close
 from vlmfast import VLM
-from vlmfast.checkpoints import load_weights
-from vlmfast.drafter_training import DrafterTrainer, drawn, teach
+from vlmfast.core.drafting import Budget, Read, Round, Target
+from vlmfast.core.tree import Tree
+from vlmfast.core.weights import load_weights
 from vlmfast.drafters._training import Drafting, Teacher, accepted, unroll
 from vlmfast.drafters.draft_eagle.stage import DraftEagle
 from vlmfast.drafters.draft_eagle.visual import Visual
 from vlmfast.drafters.draft_vispec.stage import DraftVispec
-from vlmfast.drafting import Budget, Read, Round, Target
-from vlmfast.models.tiny.vocabulary import EVAL_SEED_START
-from vlmfast.training import TrainingError, training_class
-from vlmfast.tree import Tree
+from vlmfast.scenes.vocabulary import EVAL_SEED_START
+from vlmfast.train.drafters import DrafterTrainer, drawn, teach
+from vlmfast.train.stages import TrainingError, training_class
 
 
 @pytest.fixture(autouse=True)

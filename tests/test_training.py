@@ -12,18 +12,19 @@ import torch
 from PIL import Image
 from torch import nn
 
-import vlmfast.checkpoints
-import vlmfast.training as loop
+import vlmfast.core.weights
+import vlmfast.train.stages as loop
 from closeness import apart, close
 from tower_terms import answer
 from vlmfast import VLM
-from vlmfast.checkpoints import load_weights
-from vlmfast.compressors._training import Training
+from vlmfast.core.layout import VisualTokens
+from vlmfast.core.params import weights_param
+from vlmfast.core.protocols import EncodeStage
+from vlmfast.core.training import Training
+from vlmfast.core.weights import load_weights
 from vlmfast.errors import RecipeError
-from vlmfast.layout import VisualTokens
-from vlmfast.models.tiny.lessons import lesson
-from vlmfast.models.tiny.vocabulary import EVAL_SEED_START
-from vlmfast.stages import EncodeStage, weights_param
+from vlmfast.scenes.vocabulary import EVAL_SEED_START
+from vlmfast.train.tiny.lessons import lesson
 
 
 class Gain(nn.Module):
@@ -63,7 +64,7 @@ def known(monkeypatch):
     """The loop and the loader know the stage."""
     monkeypatch.setattr(loop, "stage_class", lambda name: Scale)
     monkeypatch.setattr(loop, "training_class", lambda name: ScaleTraining)
-    monkeypatch.setattr(vlmfast.checkpoints, "stage_class", lambda name: Scale)
+    monkeypatch.setattr(vlmfast.core.weights, "stage_class", lambda name: Scale)
 
 
 def arguments(out, *words: str) -> argparse.Namespace:

@@ -18,12 +18,12 @@ from reference import answer_logits
 from tiny_models import build_llava, build_llava_next
 from tower_terms import answer, tower
 from vlmfast import VLM, Recipe, RecipeError
-from vlmfast.compressors._select import plus_mean
-from vlmfast.compressors.visionzip import VisionZip, homes
+from vlmfast.compressors.select import plus_mean
+from vlmfast.compressors.tokens.visionzip import VisionZip, homes
+from vlmfast.core.layout import Kind, VisualTokens
+from vlmfast.core.saliency import SaliencyRequest
+from vlmfast.core.statistics import VisionStats
 from vlmfast.engine.prefill import Inputs
-from vlmfast.layout import Kind, VisualTokens
-from vlmfast.saliency import SaliencyRequest
-from vlmfast.statistics import VisionStats
 
 
 def reduced(

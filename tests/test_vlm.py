@@ -121,7 +121,7 @@ def test_a_recipe_that_keeps_everything_is_the_full_model(vlm, expected, recipe)
 
 
 def test_recipes_in_python_and_as_text_are_the_same(vlm):
-    from vlmfast.compressors.hired import HiRED
+    from vlmfast.compressors.tokens.hired import HiRED
 
     by_text = vlm.ask("what ?", picture(), recipe="hired:0.4", **ASK)
     in_python = vlm.ask("what ?", picture(), recipe=HiRED(0.4), **ASK)

@@ -25,18 +25,18 @@ from driven import Driven
 from fake_drafters import Knows
 from reference import answer_logits
 from vlmfast import VLM, RecipeError, Request
-from vlmfast.compressors._training import TrainingContext
+from vlmfast.api.request import render, tensors_of
+from vlmfast.core.kv import KV
+from vlmfast.core.protocols import CacheStage, EncodeStage, PrefillStage
+from vlmfast.core.recipe import Recipe
+from vlmfast.core.statistics import ColumnRequest, StatRequest
+from vlmfast.core.training import TrainingContext
+from vlmfast.core.tree import Tree
 from vlmfast.engine.attention import switched
 from vlmfast.engine.cache import KVCache, KVLayer
 from vlmfast.engine.decode import Decoder
 from vlmfast.engine.prefill import Inputs, prefill, prepare
 from vlmfast.engine.stats import Stats, Trace
-from vlmfast.kv import KV
-from vlmfast.recipe import Recipe
-from vlmfast.request import render, tensors_of
-from vlmfast.stages import CacheStage, EncodeStage, PrefillStage
-from vlmfast.statistics import ColumnRequest, StatRequest
-from vlmfast.tree import Tree
 
 WINDOW = 64
 TOKENS = [40, 71, 33, 55, 90, 46, 63, 101]  # fed one by one after the prompt
@@ -628,7 +628,7 @@ def test_zipvl(vlm, rows):
 
 
 def test_zipvl_ranks_within_the_window(vlm):
-    from vlmfast.compressors.zipvl import within
+    from vlmfast.compressors.prefill.zipvl import within
 
     generator = torch.Generator().manual_seed(0)
     query, key = (torch.randn(h, 50, 16, generator=generator) for h in (4, 2))
@@ -807,7 +807,7 @@ def test_a_session_over_a_compressed_cache(vlm, recipe, tmp_path):
         again = session.ask("why is it so ?" * 4, max_new_tokens=10, eos_token_id=None)
         assert again.token_ids == second.token_ids
         session.messages = messages
-    import vlmfast.session as module
+    import vlmfast.api.session as module
 
     before = module._AT_ONCE
     try:

@@ -15,10 +15,10 @@ from closeness import apart, close, tolerance
 from fake_slots import FakeSlots, prompt_kv, prompt_step
 from tiny_models import picture
 from vlmfast import Recipe, RecipeError
-from vlmfast.compressors.zipvl import ZipVL, important, probe_rows, sparse_attention
-from vlmfast.contexts import PrefillContext
+from vlmfast.compressors.prefill.zipvl import ZipVL, important, probe_rows, sparse_attention
+from vlmfast.core.contexts import PrefillContext
+from vlmfast.core.kv import KV
 from vlmfast.kernels.quantize_kv import Segment
-from vlmfast.kv import KV
 
 
 def noise(*shape: int, seed: int = 0) -> Tensor:

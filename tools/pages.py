@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import vlmfast
+from vlmfast.core.recipe import Recipe
+from vlmfast.core.registry import stage_class, stage_names
+from vlmfast.core.stage import Stage
 from vlmfast.eval.axes import shrinks_cache
-from vlmfast.recipe import Recipe
-from vlmfast.stages import Stage, stage_class, stage_names
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"

@@ -5,34 +5,38 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .version import __version__
+from vlmfast.core.moved import install
+from vlmfast.version import __version__
 
 if TYPE_CHECKING:
-    from .answer import Answer, Comparison, Request
-    from .attachment import Attachment, attach
-    from .errors import MediaError, ModelError, RecipeError, VLMFastError
-    from .overlays import overlay
-    from .recipe import Recipe
-    from .session import Session
-    from .vlm import VLM, methods
+    from vlmfast.api.answer import Answer, Comparison, Request
+    from vlmfast.api.attachment import Attachment, attach
+    from vlmfast.api.overlays import overlay
+    from vlmfast.api.session import Session
+    from vlmfast.api.vlm import VLM, methods
+    from vlmfast.core.recipe import Recipe
+    from vlmfast.errors import MediaError, ModelError, RecipeError, VLMFastError
 
 # Public name -> module. Everything is imported on first use, so that `import vlmfast` is cheap.
 _HOMES = {
-    "VLM": "vlm",
-    "Answer": "answer",
-    "Comparison": "answer",
-    "Request": "answer",
-    "methods": "vlm",
-    "Attachment": "attachment",
-    "attach": "attachment",
-    "Session": "session",
-    "overlay": "overlays",
-    "Recipe": "recipe",
+    "VLM": "api.vlm",
+    "Answer": "api.answer",
+    "Comparison": "api.answer",
+    "Request": "api.answer",
+    "methods": "api.vlm",
+    "Attachment": "api.attachment",
+    "attach": "api.attachment",
+    "Session": "api.session",
+    "overlay": "api.overlays",
+    "Recipe": "core.recipe",
     "VLMFastError": "errors",
     "RecipeError": "errors",
     "MediaError": "errors",
     "ModelError": "errors",
 }
+
+# Modules that have moved can be imported from where they were, with a warning.
+install()
 
 __all__ = [
     "VLM",

@@ -11,7 +11,7 @@ WITH_MORE = "hired:budget=0.5,alpha=0.3+elastic:budget=0.44+pyramiddrop+kivi:4+d
 
 
 def test_every_method_has_a_place_and_controls_that_show_it() -> None:
-    from vlmfast.stages import stage_names
+    from vlmfast.core.registry import stage_names
 
     shown = {m for place in builder.PLACES for m in builder.methods_of(place)} - {builder.NONE}
     assert shown == {n for n in stage_names() if builder.stage_class(n).protocol != "media"}

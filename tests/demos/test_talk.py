@@ -15,9 +15,9 @@ import pytest
 
 import vlmfast
 from vlmfast import MediaError, ModelError, RecipeError, VLMFastError
+from vlmfast.core.protocols import MediaStage
 from vlmfast.demos import drawn, panels
 from vlmfast.demos.talk import FULL, RECIPE, RESTORED, Conversation, Desk, Limits, Media, Stopped
-from vlmfast.stages import MediaStage
 
 QUESTION = "What is in the bottom left?"
 BALANCED = str(vlmfast.Recipe.parse("balanced"))
@@ -203,7 +203,7 @@ def test_counters_are_those_of_the_answers(desk: Desk, picture: Media) -> None:
     full, shown = (turn.answers[side].token_ids for side in (FULL, RECIPE))
     assert (
         rows["Agreement with the full model"][1]
-        == f"{vlmfast.vlm.agreement(shown, full):.0%}"[:-1] + " %"
+        == f"{vlmfast.api.vlm.agreement(shown, full):.0%}"[:-1] + " %"
     )
     page = panels.table(panels.counters(turn))
     assert all(shown in page for _, shown in rows.values())

@@ -18,15 +18,15 @@ from driven import Driven
 from fake_cuda import pretended
 from tiny_models import build_llava, picture
 from vlmfast import VLM
-from vlmfast.contexts import DecodeContext
+from vlmfast.core.contexts import DecodeContext
+from vlmfast.core.protocols import CacheStage
+from vlmfast.core.recipe import Recipe
 from vlmfast.engine.attention import switched
 from vlmfast.engine.cache import KVCache
 from vlmfast.engine.decode import Decoder
 from vlmfast.engine.fused import fusable, fused_step
 from vlmfast.engine.prefill import Inputs
 from vlmfast.kernels import norm_rope_append, swiglu
-from vlmfast.recipe import Recipe
-from vlmfast.stages import CacheStage
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 

@@ -10,6 +10,7 @@ import torch
 from fake_drafters import Knows
 from tiny_models import build_llava, picture
 from vlmfast import VLM, Request
+from vlmfast.core.recipe import Recipe
 from vlmfast.engine.prefill import Drops
 from vlmfast.kernels import (
     biased_attention,
@@ -23,7 +24,6 @@ from vlmfast.kernels import (
     swiglu,
     tree_verify,
 )
-from vlmfast.recipe import Recipe
 
 STEP = (decode_mixed, norm_rope_append, swiglu)  # what every decode step launches
 MODULES = (*STEP, biased_attention, col_stats, gather_rows, merge, quantize_kv, select)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from closeness import apart, close
-from vlmfast.compressors.elastic.module import Resample, anchors
+from vlmfast.compressors.tokens.elastic.module import Resample, anchors
 from vlmfast.errors import VLMFastError
 from vlmfast.kernels import pool as module
 from vlmfast.kernels.pool import (

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from closeness import apart, close
-from vlmfast.compressors.atp.module import Point
+from vlmfast.compressors.prefill.atp.module import Point
 from vlmfast.errors import VLMFastError
 from vlmfast.kernels import score as module
 from vlmfast.kernels.score import atp_score, atp_score_ref

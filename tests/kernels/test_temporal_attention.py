@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from closeness import apart, close
-from vlmfast.compressors.pvc.module import TemporalAttention
+from vlmfast.compressors.encoder.pvc.module import TemporalAttention
 from vlmfast.errors import VLMFastError
 from vlmfast.kernels import temporal_attention as module
 from vlmfast.kernels.temporal_attention import temporal_attention, temporal_attention_ref

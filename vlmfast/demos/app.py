@@ -16,13 +16,14 @@ os.environ.setdefault("GRADIO_ANALYTICS_MAX_EVENTS", "100")  # kept in memory al
 try:
     import gradio as gr
 except ImportError as error:
-    from ..errors import VLMFastError
+    from vlmfast.errors import VLMFastError
 
     raise VLMFastError("the demo needs Gradio 6: pip install 'vlmfast[demo]'") from error
 
-from ..errors import VLMFastError
-from ..recipe import PRESETS
-from ..vlm import VLM
+from vlmfast.api.vlm import VLM
+from vlmfast.core.recipe import PRESETS
+from vlmfast.errors import VLMFastError
+
 from . import builder, panels
 from .drawn import write_examples
 from .talk import FULL, RECIPE, Conversation, Desk, Media, Stopped

@@ -10,9 +10,12 @@ from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import Any
 
-from ..errors import RecipeError
-from ..recipe import PRESETS, Recipe
-from ..stages import PROTOCOLS, Stage, stage_class, stage_names, word_of
+from vlmfast.core.params import word_of
+from vlmfast.core.protocols import PROTOCOLS
+from vlmfast.core.recipe import PRESETS, Recipe
+from vlmfast.core.registry import stage_class, stage_names
+from vlmfast.core.stage import Stage
+from vlmfast.errors import RecipeError
 
 NONE = "none"
 CUSTOM = "custom"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ..models.tiny.captions import CAPTION_QUESTION, CLIP_QUESTION
-from ..models.tiny.scenes import EVAL_SEED_START, image_example, video_example
+from vlmfast.scenes.captions import CAPTION_QUESTION, CLIP_QUESTION
+from vlmfast.scenes.examples import EVAL_SEED_START, image_example, video_example
 
 # Seed and question: one of those that belong to the scene, or a text.
 _PICTURES = ((9, 2), (4, CAPTION_QUESTION), (2, 1), (1, 1))

@@ -13,9 +13,10 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from ..engine.stats import Stats, Trace
-from ..overlays import overlay
-from ..vlm import Answer
+from vlmfast.api.overlays import overlay
+from vlmfast.api.vlm import Answer
+from vlmfast.engine.stats import Stats, Trace
+
 from .talk import FULL, RECIPE, RESTORED, Conversation, Turn
 
 AGAIN = "Looked again at full detail: "

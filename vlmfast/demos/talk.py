@@ -13,11 +13,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..errors import MediaError, VLMFastError
-from ..media import kind_of, load_image, load_video
-from ..recipe import Recipe
-from ..session import Session
-from ..vlm import VLM, Answer, agreement
+from vlmfast.api.session import Session
+from vlmfast.api.vlm import VLM, Answer, agreement
+from vlmfast.core.protocols import MediaStage
+from vlmfast.core.recipe import Recipe
+from vlmfast.errors import MediaError, VLMFastError
+from vlmfast.media import kind_of, load_image, load_video
 
 FULL, RECIPE, RESTORED = "full", "recipe", "restored"
 _TABS = {"image": "Picture", "video": "Clip"}
@@ -111,7 +112,7 @@ class Conversation:
         turn = self.current = Turn(question)
         for side, recipe in ((FULL, Recipe()), (RECIPE, self.recipe)):
             # Frames chosen by the question leave nothing for a session to keep.
-            chosen = any(stage.asks_question for stage in recipe.acting("media"))
+            chosen = any(stage.asks_question for stage in recipe.acting(MediaStage))
             if self.turns and (self.history or not chosen):
                 pieces: Callable[..., Iterator] = self._session(side, recipe).stream
             else:
@@ -155,7 +156,7 @@ class Conversation:
 
     def _given(self, recipe: Recipe) -> dict[str, Any]:
         """The pictures; a recipe that chooses frames itself gets the clip to choose from."""
-        chooses = self.media.kind == "video" and recipe.acting("media")
+        chooses = self.media.kind == "video" and recipe.acting(MediaStage)
         return {"video": self.media.path} if chooses else self._loaded
 
     def _session(self, side: str, recipe: Recipe) -> Session:

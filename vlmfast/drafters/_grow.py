@@ -21,7 +21,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..tree import Tree
+from vlmfast.core.tree import Tree
 
 # How often the child of each rank is the target's choice where both share the noise: measured on
 # random distributions of 2.9 nats whose drafter is 0.29 away (total variation). Halved from rank to

@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..drafting import Budget, Drafter, Read, Round, Target
-from ..errors import RecipeError
-from ..stages import DrafterStage
+from vlmfast.core.drafting import Budget, Drafter, Read, Round, Target
+from vlmfast.core.protocols import DrafterStage
+from vlmfast.errors import RecipeError
 
 if TYPE_CHECKING:
     from .draft_eagle.module import EagleModule

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from ..tree import Tree
+from vlmfast.core.tree import Tree
 
 ROOT = -1  # in place of a rank
 _DEEPER = 1.3

@@ -17,13 +17,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from ..compressors._training import Training
-from ..stages import DrafterStage
+from vlmfast.core.protocols import DrafterStage
+from vlmfast.core.training import Training
+
 from ._layer import causal
 
 if TYPE_CHECKING:
-    from ..layout import TokenLayout
-    from ..models.base import Adapter
+    from vlmfast.core.layout import TokenLayout
+    from vlmfast.models.base import Adapter
 
 
 @dataclass(frozen=True)

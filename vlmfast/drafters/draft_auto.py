@@ -26,8 +26,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ..drafting import Target
-from ..stages import DrafterStage, param, stage_class
+from vlmfast.core.drafting import Target
+from vlmfast.core.params import param
+from vlmfast.core.protocols import DrafterStage
+from vlmfast.core.registry import stage_class
 
 _TRIES = 5  # rounds of each arm before it is judged
 _AGAIN = 64  # plain rounds from one trial of the best arm to the next

@@ -21,10 +21,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..drafting import Budget, Read, Round, Target
-from ..errors import RecipeError
-from ..stages import DrafterStage, param
-from ..tree import Tree
+from vlmfast.core.drafting import Budget, Read, Round, Target
+from vlmfast.core.params import param
+from vlmfast.core.protocols import DrafterStage
+from vlmfast.core.tree import Tree
+from vlmfast.errors import RecipeError
 
 
 def kept(depth: int, skip: float) -> list[int]:

@@ -21,9 +21,10 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import ClassVar
 
-from ..drafting import Budget, Drafter, Read, Round, Target
-from ..stages import DrafterStage, param
-from ..tree import Tree
+from vlmfast.core.drafting import Budget, Drafter, Read, Round, Target
+from vlmfast.core.params import param
+from vlmfast.core.protocols import DrafterStage
+from vlmfast.core.tree import Tree
 
 
 def matches(ids: Sequence[int], ngram: int, latest: bool = True) -> list[tuple[int, int]]:

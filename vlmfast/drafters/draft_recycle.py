@@ -22,9 +22,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import ClassVar
 
-from ..drafting import Budget, Drafter, Read, Round, Target
-from ..stages import DrafterStage, param
-from ..tree import Tree
+from vlmfast.core.drafting import Budget, Drafter, Read, Round, Target
+from vlmfast.core.params import param
+from vlmfast.core.protocols import DrafterStage
+from vlmfast.core.tree import Tree
+
 from ._static import filled, likeliest_first, shape_of
 
 SUCCESSORS = 8

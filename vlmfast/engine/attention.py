@@ -21,14 +21,20 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from ..contexts import Context, DecodeContext, PrefillContext, VisionContext, current_context
-from ..errors import ModelError
-from ..kernels._triton import use_triton
-from ..kernels.biased_attention import biased_attention
-from ..kernels.col_stats import col_stats
-from ..kernels.decode_mixed import decode_mixed
-from ..kernels.tree_verify import tree_verify
-from ..statistics import StatRequest
+from vlmfast.core.contexts import (
+    Context,
+    DecodeContext,
+    PrefillContext,
+    VisionContext,
+    current_context,
+)
+from vlmfast.core.statistics import StatRequest
+from vlmfast.errors import ModelError
+from vlmfast.kernels._triton import use_triton
+from vlmfast.kernels.biased_attention import biased_attention
+from vlmfast.kernels.col_stats import col_stats
+from vlmfast.kernels.decode_mixed import decode_mixed
+from vlmfast.kernels.tree_verify import tree_verify
 
 # No "flash", "sdpa" or "/" in these names: transformers tests for such substrings.
 TEXT, VISION = "vlmfast_text", "vlmfast_vision"

@@ -23,10 +23,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..contexts import VisionContext, current_context
-from ..errors import RecipeError
-from ..models.base import Adapter
-from ..stages import InEncoderStage
+from vlmfast.core.contexts import VisionContext, current_context
+from vlmfast.core.protocols import InEncoderStage
+from vlmfast.errors import RecipeError
+from vlmfast.models.base import Adapter
+
 from .stats import Stats, clock
 
 

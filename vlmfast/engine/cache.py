@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from ..buffers import BufferPool, bucket
-from ..kernels.quantize_kv import Segment
-from ..kv import KV
+from vlmfast.core.buffers import BufferPool, bucket
+from vlmfast.core.kv import KV
+from vlmfast.kernels.quantize_kv import Segment
 
 _ROOM = 256  # free slots that a frozen layer starts with at most, and gains when it is full
 _NEAR = torch.iinfo(torch.int32).max

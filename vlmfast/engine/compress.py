@@ -7,13 +7,14 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from ..contexts import PrefillContext
-from ..kernels.col_stats import col_stats
-from ..kv import KV
-from ..models.base import Adapter
-from ..recipe import Recipe
-from ..stages import CacheStage, DecodeStage
-from ..statistics import ColumnRequest, ColumnStats
+from vlmfast.core.contexts import PrefillContext
+from vlmfast.core.kv import KV
+from vlmfast.core.protocols import CacheStage, DecodeStage
+from vlmfast.core.recipe import Recipe
+from vlmfast.core.statistics import ColumnRequest, ColumnStats
+from vlmfast.kernels.col_stats import col_stats
+from vlmfast.models.base import Adapter
+
 from .attention import attention_rows, span
 from .cache import KVCache
 from .stats import Stats, clock
@@ -54,7 +55,7 @@ class Compression:
         adapter: Adapter, recipe: Recipe, context: PrefillContext, cache: KVCache, stats: Stats
     ) -> Compression | None:
         """``None`` for a recipe that leaves the cache alone, or a prompt without a picture."""
-        stages, decoding = recipe.acting("cache"), recipe.acting("decode")
+        stages, decoding = recipe.acting(CacheStage), recipe.acting(DecodeStage)
         if not (stages or decoding) or not bool(context.layout.visual.any()):
             return None
         compression = Compression(adapter, stages, decoding, context, cache, stats)

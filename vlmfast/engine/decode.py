@@ -10,11 +10,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ..contexts import Context, DecodeContext
-from ..kernels.tree_verify import WORD
-from ..models.base import Adapter
-from ..stages import DecodeStage
-from ..tree import Tree
+from vlmfast.core.contexts import Context, DecodeContext
+from vlmfast.core.protocols import DecodeStage
+from vlmfast.core.tree import Tree
+from vlmfast.kernels.tree_verify import WORD
+from vlmfast.models.base import Adapter
+
 from .cache import KVCache, RowSlots
 from .fused import fusable, fused_step
 from .graphs import Graphs, StepGraph

@@ -17,13 +17,20 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.utils import GenerationMixin
 
-from ..contexts import PrefillContext
-from ..errors import ModelError, VLMFastError
-from ..layout import TokenLayout
-from ..models.base import Adapter
-from ..recipe import Recipe
-from ..stages import CacheStage
-from ..tree import Tree
+from vlmfast.core.contexts import PrefillContext
+from vlmfast.core.layout import TokenLayout
+from vlmfast.core.protocols import (
+    CacheStage,
+    DecodeStage,
+    DrafterStage,
+    EncodeStage,
+    InEncoderStage,
+)
+from vlmfast.core.recipe import Recipe
+from vlmfast.core.tree import Tree
+from vlmfast.errors import ModelError, VLMFastError
+from vlmfast.models.base import Adapter
+
 from .attention import switched
 from .cache import KVCache
 from .compress import Compression
@@ -61,7 +68,7 @@ class Engine:
             When its drafters cannot work together, or on this model.
         """
         recipe = recipe.fitted(self.adapter.depth, self.adapter.min_drop_layer)
-        drafters = recipe.acting("drafter")
+        drafters = recipe.acting(DrafterStage)
         if not drafters:
             return recipe, None
         check(drafters, self.adapter)
@@ -226,7 +233,7 @@ class Engine:
             raise
         # Without an image the cache is left alone.
         pictured = bool(prompt.layout.visual.any())
-        stages = sequence.recipe.acting("decode") if pictured else []
+        stages = sequence.recipe.acting(DecodeStage) if pictured else []
         cache.freeze(
             max_new_tokens,
             prompt.full_length,
@@ -266,7 +273,7 @@ class Engine:
         assert decoder is not None
         self.fit(sequence, prompt.next_position, 0)
         recipe, cache, rows = sequence.recipe, decoder.cache, len(prompt.layout)
-        merging = [*recipe.acting("in-encoder"), *recipe.acting("encode")]
+        merging = [*recipe.acting(InEncoderStage), *recipe.acting(EncodeStage)]
         context = PrefillContext(
             prompt.layout,
             depth=adapter.depth,
@@ -619,7 +626,7 @@ class Engine:
     def _draft(self, sequence: Sequence) -> None:
         """Let the recipe's drafters begin, where the prompt has been read."""
         if sequence.watch is not None and not sequence.done:
-            stages = sequence.recipe.acting("drafter")
+            stages = sequence.recipe.acting(DrafterStage)
             sequence.drafts = Speculation(self.adapter, sequence, stages)
 
 

@@ -14,16 +14,17 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from ..contexts import DecodeContext
-from ..kernels._triton import use_triton
-from ..kernels.norm_rope_append import WIDEST, residual_norm, rotate_append
-from ..kernels.swiglu import swiglu
-from ..models.base import Adapter
+from vlmfast.core.contexts import DecodeContext
+from vlmfast.kernels._triton import use_triton
+from vlmfast.kernels.norm_rope_append import WIDEST, residual_norm, rotate_append
+from vlmfast.kernels.swiglu import swiglu
+from vlmfast.models.base import Adapter
+
 from .attention import text_attention
 from .cache import KVCache
 
 if TYPE_CHECKING:
-    from ..models.base import TextDecoder
+    from vlmfast.models.base import TextDecoder
 
 # Families whose layers do exactly this, by their modules in transformers. A class that only has
 # the same names may scale a residual or add one to the weight of a norm.

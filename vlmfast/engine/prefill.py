@@ -9,14 +9,16 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from ..contexts import EncodeRequest, PrefillContext, active, current_context
-from ..errors import ModelError, RecipeError
-from ..kernels.gather_rows import gather_rows, gather_rows_ref
-from ..layout import Numbering, TokenLayout, VisualTokens
-from ..models.base import Adapter
-from ..recipe import Recipe
-from ..stages import PrefillStage, Stage
-from ..statistics import ItemGeometry, StatRequest, VisionStats
+from vlmfast.core.contexts import EncodeRequest, PrefillContext, active, current_context
+from vlmfast.core.layout import Numbering, TokenLayout, VisualTokens
+from vlmfast.core.protocols import EncodeStage, InEncoderStage, PrefillStage
+from vlmfast.core.recipe import Recipe
+from vlmfast.core.stage import Stage
+from vlmfast.core.statistics import ItemGeometry, StatRequest, VisionStats
+from vlmfast.errors import ModelError, RecipeError
+from vlmfast.kernels.gather_rows import gather_rows, gather_rows_ref
+from vlmfast.models.base import Adapter
+
 from .cache import KVCache
 from .compress import Compression
 from .stats import Stats, Trace, clock
@@ -139,15 +141,15 @@ def look(
     items = inputs.items
     if items is None:
         items = adapter.items(inputs.tensors, inputs.sizes, inputs.frames)
-    served(adapter, recipe.acting("in-encoder"), items)  # before weights are asked for
+    served(adapter, recipe.acting(InEncoderStage), items)  # before weights are asked for
     trained = {stage.name: adapter.trained(stage) for stage in recipe if stage.trained}
     start = clock(ids.device)
     tokens, vision = encode(
         adapter,
         inputs.tensors,
         items,
-        recipe.acting("in-encoder"),
-        recipe.acting("encode"),
+        recipe.acting(InEncoderStage),
+        recipe.acting(EncodeStage),
         order[is_visual],
         position[:, is_visual],
         stats,
@@ -189,14 +191,14 @@ def prepare(
             inputs.offset
         )
 
-    stages = recipe.acting("encode")
+    stages = recipe.acting(EncodeStage)
     if seen is None:
         seen = look(adapter, inputs, recipe, stats, trace, position)
     tokens, vision = seen.tokens, seen.vision
     stats.saliency = trace.saliency = vision.sources()
     stats.left_out = list(vision.left_out)
     merged = len(tokens) < ids.shape[1] - len(text)
-    closed = merged and any(_compacts(stage) for stage in recipe.acting("in-encoder"))
+    closed = merged and any(_compacts(stage) for stage in recipe.acting(InEncoderStage))
     # What an encode stage notes belongs to this question, what the tower noted to all.
     notes = {name: dict(noted) for name, noted in seen.notes.items()}
 
@@ -285,8 +287,8 @@ def prefill(
     Tensor, (1, 1 + answer, V)
         Logits after the last token of the prompt, or from there on to the end of its answer.
     """
-    stages = recipe.acting("prefill")
-    merging = [*recipe.acting("in-encoder"), *recipe.acting("encode"), *stages]
+    stages = recipe.acting(PrefillStage)
+    merging = [*recipe.acting(InEncoderStage), *recipe.acting(EncodeStage), *stages]
     context = make(
         prompt.layout,
         depth=adapter.depth,

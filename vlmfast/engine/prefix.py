@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..drafting import Read
-from ..snapshot import moved
-from ..stages import DecodeStage
+from vlmfast.core.drafting import Read
+from vlmfast.core.protocols import DecodeStage
+from vlmfast.core.snapshot import moved
+
 from .cache import KVCache
 from .decode import Decoder
 from .sequence import Sequence

@@ -7,9 +7,10 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from ..recipe import Recipe
-from ..stages import DecodeStage
-from ..tree import Tree
+from vlmfast.core.protocols import DecodeStage
+from vlmfast.core.recipe import Recipe
+from vlmfast.core.tree import Tree
+
 from .decode import Decoder
 from .output import Output
 from .prefill import Inputs, Prompt

@@ -21,11 +21,12 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from ..drafting import Budget, Drafter, Read, Round, Target
-from ..errors import RecipeError
-from ..models.base import Adapter
-from ..stages import DrafterStage
-from ..tree import Tree
+from vlmfast.core.drafting import Budget, Drafter, Read, Round, Target
+from vlmfast.core.protocols import DrafterStage
+from vlmfast.core.tree import Tree
+from vlmfast.errors import RecipeError
+from vlmfast.models.base import Adapter
+
 from .decode import Decoder
 from .noise import gumbel
 from .output import Output

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..layout import TokenLayout
+from vlmfast.core.layout import TokenLayout
 
 
 def clock(device: torch.device) -> float:
@@ -25,8 +25,8 @@ class Stats:
     """Cost of one answer. Times in seconds, sizes in bytes.
 
     ``saliency`` is the source by which stages ranked visual tokens in the vision tower (``cls``,
-    ``received`` or ``norm``, see `vlmfast.saliency`), ``left_out`` names parts of methods that this
-    model cannot serve. ``visual_tokens_kept`` counts what each stage handed on;
+    ``received`` or ``norm``, see `vlmfast.core.saliency`), ``left_out`` names parts of methods that
+    this model cannot serve. ``visual_tokens_kept`` counts the tokens after each stage;
     ``equivalent_tokens`` is the number of visual tokens averaged over the language model's layers,
     the common cost axis. ``flops_prefill``
     counts the visual tokens' share of the prefill by the papers' formula, per layer with n tokens,

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ..contexts import Context, PrefillContext, current_context
-from ..drafting import Read
-from ..stages import DrafterStage
+from vlmfast.core.contexts import Context, PrefillContext, current_context
+from vlmfast.core.drafting import Read
+from vlmfast.core.protocols import DrafterStage
 
 if TYPE_CHECKING:
-    from ..models.base import TextDecoder
+    from vlmfast.models.base import TextDecoder
 
 
 @contextmanager

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from ..contexts import VisionContext
-from ..models.base import Adapter
+from vlmfast.core.contexts import VisionContext
+from vlmfast.models.base import Adapter
 
 _WARM_UP = 3  # passes before a capture, in which libraries make their workspaces
 _SHAPES = 8  # graphs that are kept

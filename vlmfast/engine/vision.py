@@ -11,14 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..compressors._views import covering
-from ..contexts import VisionContext, active
-from ..errors import ModelError, RecipeError
-from ..layout import Kind, TokenLayout, VisualTokens
-from ..models.base import Adapter
-from ..saliency import Saliency, SaliencyRequest
-from ..stages import EncodeStage, InEncoderStage
-from ..statistics import ItemGeometry, StatRequest, VisionStats
+from vlmfast.core.contexts import VisionContext, active
+from vlmfast.core.layout import Kind, TokenLayout, VisualTokens
+from vlmfast.core.protocols import EncodeStage, InEncoderStage
+from vlmfast.core.saliency import Saliency, SaliencyRequest
+from vlmfast.core.statistics import ItemGeometry, StatRequest, VisionStats
+from vlmfast.core.views import covering
+from vlmfast.errors import ModelError, RecipeError
+from vlmfast.models.base import Adapter
+
 from .between import between_blocks
 from .stats import Stats, Trace
 from .tower import captured

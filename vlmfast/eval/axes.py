@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import MISSING, fields, replace
 from typing import Any
 
-from ..recipe import Recipe
-from ..stages import Stage
+from vlmfast.core.recipe import Recipe
+from vlmfast.core.stage import Stage
 
 
 def method_of(recipe: Recipe) -> tuple[str, float | None]:

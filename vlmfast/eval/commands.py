@@ -9,12 +9,13 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import ModelError, RecipeError, VLMFastError
-from ..recipe import Recipe
-from ..stages import stage_class, stage_names
+from vlmfast.core.recipe import Recipe
+from vlmfast.core.registry import stage_class, stage_names
+from vlmfast.errors import ModelError, RecipeError, VLMFastError
 
 if TYPE_CHECKING:
-    from ..vlm import VLM
+    from vlmfast.api.vlm import VLM
+
     from .results import Results
     from .tasks import Task
 
@@ -189,7 +190,7 @@ def run_eval(args: Namespace) -> int:
 def _load(name: str, device: str | None) -> VLM:
     from transformers.utils import logging
 
-    from ..vlm import VLM
+    from vlmfast.api.vlm import VLM
 
     if name == "tiny" or Path(name).is_dir():
         # Where nothing is downloaded a progress bar is noise.

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .._media.sources import is_url, short, shown
-from ..errors import MediaError, VLMFastError
+from vlmfast.errors import MediaError, VLMFastError
+from vlmfast.media.sources import is_url, short, shown
 
 if TYPE_CHECKING:
     from PIL import Image
 
-    from ..media import VideoInfo
+    from vlmfast.media import VideoInfo
 
 _KEPT_BYTES = 1 << 29  # of pictures, as they are stored; all of MMMU's validation
 
@@ -208,7 +208,7 @@ def picture(
     MediaError
         When the column is empty, names a place outside of the folder, or the image is damaged.
     """
-    from ..media import load_image
+    from vlmfast.media import load_image
 
     value = row.get(name)
     if isinstance(value, dict):  # as datasets and parquet files hold it

@@ -17,7 +17,7 @@ from lmms_eval.models.registry_v2 import ModelManifest
 from lmms_eval.protocol import ChatMessages
 from tqdm import tqdm
 
-from ..errors import MediaError, VLMFastError
+from vlmfast.errors import MediaError, VLMFastError
 
 _MAX_NEW_TOKENS = 1024  # where a task does not say
 
@@ -61,7 +61,7 @@ class VLMFast(lmms):
         batch_size: int | str = 1,
         **unknown: Any,
     ) -> None:
-        from ..vlm import VLM
+        from vlmfast.api.vlm import VLM
 
         super().__init__()
         # lmms-eval hands these to every model.

@@ -7,9 +7,11 @@ from itertools import chain, cycle
 from pathlib import Path
 from typing import Any
 
-from ..errors import VLMFastError
-from ..files import replacing
-from ..recipe import Recipe
+from vlmfast.core.files import replacing
+from vlmfast.core.protocols import InEncoderStage, PrefillStage
+from vlmfast.core.recipe import Recipe
+from vlmfast.errors import VLMFastError
+
 from .summary import BASELINES, Row, reduces, rereads, shrinks
 
 # Okabe and Ito's colours, apart for colour-blind eyes too; their yellow is too pale for a line.
@@ -172,7 +174,7 @@ def _groups(rows: list[Row]) -> dict[str, list[Row]]:
         elif any(stage.trained for stage in recipe):
             title = _TRAINED
         else:
-            within = recipe.acting("in-encoder") or recipe.acting("prefill")
+            within = recipe.acting(InEncoderStage) or recipe.acting(PrefillStage)
             title = _WITHIN if within else _BEFORE
         if row not in common:
             found.setdefault(title, []).append(row)

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ..errors import MediaError, VLMFastError
+from vlmfast.errors import MediaError, VLMFastError
+
 from .data import Rows, check_ids, picture
 from .scorers import check_mode
 from .scorers.pope import parse

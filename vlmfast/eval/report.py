@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ..errors import VLMFastError
-from ..files import make_folder, replace_text
-from ..recipe import Recipe
+from vlmfast.core.files import make_folder, replace_text
+from vlmfast.core.recipe import Recipe
+from vlmfast.errors import VLMFastError
+
 from .axes import share_of
 from .results import META, Results, check_same, read, write_json
 from .scores import Interval

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..errors import VLMFastError
-from ..files import make_folder, replace_text
+from vlmfast.core.files import make_folder, replace_text
+from vlmfast.errors import VLMFastError
 
 SCHEMA = 1
 SAMPLES, TIMINGS, META, RESULTS = "samples.jsonl", "timings.jsonl", "meta.json", "results.json"

@@ -14,9 +14,11 @@ from typing import Any
 
 import torch
 
-from ..env import environment
-from ..errors import VLMFastError
-from ..recipe import Recipe
+from vlmfast.core.env import environment
+from vlmfast.core.protocols import EncodeStage
+from vlmfast.core.recipe import Recipe
+from vlmfast.errors import VLMFastError
+
 from .axes import method_of
 from .results import META, RESULTS, SCHEMA, Results, Writer, read, slug, writable, write_json
 from .summary import as_lmms_eval
@@ -131,7 +133,7 @@ def evaluate(
     with Writer(path, json.loads(json.dumps(meta)), shard) as writer:
         left = [doc for doc in docs if doc.doc_id not in writer.done]
         if left or not (path / META).exists():  # a part of a run may have no questions at all
-            asked = [of for stage in recipe.acting("encode") for of in stage.saliencies()]
+            asked = [of for stage in recipe.acting(EncodeStage) for of in stage.saliencies()]
             sources = sorted({vlm.adapter.source(of) for of in asked})
             about = {"data": _data_name(task), "saliency": ", ".join(sources) or None}
             writer.note({**about, **_run(vlm, command, batch_size)})
@@ -208,7 +210,7 @@ class _Asking:
                 yield lines[doc.doc_id] if doc.doc_id in lines else self.alone(doc)
 
     def _batch(self, docs: list[Doc], size: int) -> dict[str, Any]:
-        from ..vlm import Request
+        from vlmfast.api.vlm import Request
 
         samples: dict[str, dict[str, Any]] = {}
 
@@ -332,7 +334,7 @@ def prompt_hash(vlm: Any, question: str, media: dict[str, Any], generation: dict
     With one id for each picture: what a processor makes of pictures takes as long again as asking.
     """
     if hasattr(vlm, "processor"):
-        from ..request import messages_of, render
+        from vlmfast.api.request import messages_of, render
 
         rendered = render(vlm.adapter, messages_of(question, **media), Recipe())
         ids = vlm.processor.tokenizer(rendered.text)["input_ids"]

@@ -9,8 +9,8 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ..errors import VLMFastError
-from ..models.tiny.scenes import (
+from vlmfast.errors import VLMFastError
+from vlmfast.scenes.examples import (
     CAPTION_QUESTION,
     CLIP_QUESTION,
     EVAL_SEED_START,
@@ -21,6 +21,7 @@ from ..models.tiny.scenes import (
     score_caption,
     video_example,
 )
+
 from .scores import normalise
 from .tasks import Doc, grey
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import Any
 
-from ..recipe import Recipe
+from vlmfast.core.recipe import Recipe
+
 from .axes import shrinks_cache
 from .results import Results
 from .scores import Interval, bootstrap, mcnemar, standard_errors, wilson

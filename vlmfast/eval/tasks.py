@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ..errors import VLMFastError
-from ..stages import nearest
+from vlmfast.core.params import nearest
+from vlmfast.errors import VLMFastError
 
 if TYPE_CHECKING:
     from PIL import Image

@@ -7,15 +7,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ..errors import MediaError, VLMFastError
-from ..media import load_video
+from vlmfast.errors import MediaError, VLMFastError
+from vlmfast.media import load_video
+
 from .data import Rows, check_ids, find_video, read_subtitles, spoken, within
 from .scorers import check_mode
 from .scorers.video_mme import parse_choice
 from .tasks import Doc, check_choice, first_of_each, grey
 
 if TYPE_CHECKING:
-    from ..media import VideoInfo
+    from vlmfast.media import VideoInfo
 
 _SELECT = (
     "Select the best answer to the following multiple-choice question based on the video{}. "

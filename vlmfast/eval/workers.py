@@ -6,7 +6,7 @@ import os
 import re
 from datetime import timedelta
 
-from ..errors import VLMFastError
+from vlmfast.errors import VLMFastError
 
 _PATIENCE = timedelta(days=7)  # parts take unequally long
 

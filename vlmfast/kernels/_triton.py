@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import VLMFastError
+from vlmfast.errors import VLMFastError
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 CHOICES = ("torch", "triton")

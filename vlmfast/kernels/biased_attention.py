@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from ..errors import VLMFastError
+from vlmfast.errors import VLMFastError
+
 from ._triton import Variant, check_heads, padded, pointer, tl, triton, upcast, use_triton
 
 

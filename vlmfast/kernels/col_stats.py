@@ -28,7 +28,8 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
-from ..errors import VLMFastError
+from vlmfast.errors import VLMFastError
+
 from ._triton import (
     INTERPRETED,
     Variant,

@@ -35,7 +35,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import VLMFastError
+from vlmfast.errors import VLMFastError
+
 from ._triton import INTERPRETED, Variant, check_heads, padded, tl, triton, upcast, use_triton
 from .quantize_kv import Segment
 

@@ -15,7 +15,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..errors import VLMFastError
+from vlmfast.errors import VLMFastError
+
 from ._triton import Variant, padded, tl, triton, use_triton
 
 _ENTRIES = 4096  # of one tile: 16 bytes eight times in each of 128 threads, for 2-byte entries

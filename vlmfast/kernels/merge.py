@@ -27,7 +27,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..errors import VLMFastError
+from vlmfast.errors import VLMFastError
+
 from ._triton import Variant, check_heads, padded, pointer, tl, triton, upcast, use_triton
 
 MODES, RULES = ("pivot", "avg", "weighted"), ("all", "token", "slot")

@@ -27,7 +27,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..errors import VLMFastError
+from vlmfast.errors import VLMFastError
+
 from ._triton import Variant, check_heads, padded, pointer, tl, triton, use_triton
 
 WIDEST = 16384  # of a row that one program holds

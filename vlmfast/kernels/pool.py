@@ -28,7 +28,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..errors import VLMFastError
+from vlmfast.errors import VLMFastError
+
 from ._triton import Variant, padded, pointer, tl, triton, use_triton
 
 

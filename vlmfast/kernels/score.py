@@ -18,7 +18,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..errors import VLMFastError
+from vlmfast.errors import VLMFastError
+
 from ._triton import Variant, padded, tl, triton, use_triton
 
 TINY = 1e-12  # below any softmax weight that matters; keeps the logarithm finite

@@ -16,7 +16,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..errors import VLMFastError
+from vlmfast.errors import VLMFastError
+
 from ._triton import Variant, padded, tl, triton, use_triton
 
 LONGEST = 8192  # a row in the registers of one program

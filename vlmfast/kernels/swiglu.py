@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from ..errors import VLMFastError
+from vlmfast.errors import VLMFastError
+
 from ._triton import Variant, pointer, tl, triton, use_triton
 
 _BLOCK = 1024

@@ -18,7 +18,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..errors import VLMFastError
+from vlmfast.errors import VLMFastError
+
 from ._triton import use_triton
 from .decode_mixed import ANCESTORS, LENGTHS, Floats, attend, decode_mixed_ref, variant
 from .quantize_kv import Segment

@@ -6,7 +6,7 @@ import importlib
 import pkgutil
 from typing import TYPE_CHECKING, Any
 
-from ..errors import ModelError
+from vlmfast.errors import ModelError
 
 if TYPE_CHECKING:
     from .base import Adapter

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from ..errors import ModelError
-from ..statistics import ItemGeometry
+from vlmfast.core.statistics import ItemGeometry
+from vlmfast.errors import ModelError
+
 from ._media import Media
 from .base import Adapter
 

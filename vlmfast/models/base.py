@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..buffers import BufferPool
-from ..checkpoints import load_weights
-from ..contexts import VisionContext
-from ..errors import ModelError, RecipeError
-from ..layout import Kind, Numbering, TokenLayout
-from ..saliency import SaliencyRequest, to_tokens
-from ..stages import Stage
-from ..statistics import ItemGeometry, VisionStats
+from vlmfast.core.buffers import BufferPool
+from vlmfast.core.contexts import VisionContext
+from vlmfast.core.layout import Kind, Numbering, TokenLayout
+from vlmfast.core.saliency import SaliencyRequest, to_tokens
+from vlmfast.core.stage import Stage
+from vlmfast.core.statistics import ItemGeometry, VisionStats
+from vlmfast.core.weights import load_weights
+from vlmfast.errors import ModelError, RecipeError
+
 from ._media import Media
 
 if TYPE_CHECKING:

@@ -10,8 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..errors import ModelError
-from ..statistics import ItemGeometry
+from vlmfast.core.statistics import ItemGeometry
+from vlmfast.errors import ModelError
+
 from .base import Adapter
 from .internvl import Tiled
 

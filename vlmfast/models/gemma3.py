@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..errors import ModelError, RecipeError
-from ..layout import TokenLayout
-from ..statistics import ItemGeometry
+from vlmfast.core.layout import TokenLayout
+from vlmfast.core.statistics import ItemGeometry
+from vlmfast.errors import ModelError, RecipeError
+
 from .internvl import Tiled
 
 if TYPE_CHECKING:

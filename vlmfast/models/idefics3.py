@@ -7,7 +7,8 @@ import re
 import torch
 from torch import Tensor, nn
 
-from ..statistics import ItemGeometry
+from vlmfast.core.statistics import ItemGeometry
+
 from ._media import Media, runs
 from .internvl import Tiled
 

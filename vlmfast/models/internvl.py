@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..contexts import VisionContext
-from ..layout import TokenLayout
-from ..statistics import ItemGeometry
+from vlmfast.core.contexts import VisionContext
+from vlmfast.core.layout import TokenLayout
+from vlmfast.core.statistics import ItemGeometry
+
 from ._media import Media, runs, tiling
 from .base import Adapter, Encoded
 

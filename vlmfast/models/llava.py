@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..contexts import VisionContext
-from ..errors import ModelError
-from ..layout import Kind
-from ..statistics import ItemGeometry
+from vlmfast.core.contexts import VisionContext
+from vlmfast.core.layout import Kind
+from vlmfast.core.statistics import ItemGeometry
+from vlmfast.errors import ModelError
+
 from .base import Adapter, Encoded
 
 if TYPE_CHECKING:

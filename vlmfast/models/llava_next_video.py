@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..contexts import VisionContext
-from ..layout import Kind, TokenLayout
-from ..statistics import ItemGeometry
+from vlmfast.core.contexts import VisionContext
+from vlmfast.core.layout import Kind, TokenLayout
+from vlmfast.core.statistics import ItemGeometry
+
 from ._media import Media
 from .base import Encoded
 from .llava_next import FamilyAdapter as LlavaNext

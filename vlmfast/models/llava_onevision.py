@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..layout import Kind, TokenLayout
-from ..statistics import ItemGeometry
+from vlmfast.core.layout import Kind, TokenLayout
+from vlmfast.core.statistics import ItemGeometry
+
 from ._media import Media
 from .base import Adapter
 from .llava_next_video import FamilyAdapter as LlavaNextVideo

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..contexts import VisionContext
-from ..layout import Numbering, TokenLayout
-from ..saliency import window_order
-from ..statistics import ItemGeometry, VisionStats
+from vlmfast.core.contexts import VisionContext
+from vlmfast.core.layout import Numbering, TokenLayout
+from vlmfast.core.saliency import window_order
+from vlmfast.core.statistics import ItemGeometry, VisionStats
+
 from ._media import Media
 from .base import Adapter, Encoded
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from ..layout import TokenLayout
+from vlmfast.core.layout import TokenLayout
+
 from .qwen2_5_vl import FamilyAdapter as Qwen
 
 if TYPE_CHECKING:

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from ..errors import ModelError
-from ..statistics import ItemGeometry
+from vlmfast.core.statistics import ItemGeometry
+from vlmfast.errors import ModelError
+
 from .idefics3 import FamilyAdapter as Idefics3
 
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...drafting import Budget, Read, Round, Target
-from ...layout import TokenLayout
-from ...tree import Tree
+from vlmfast.core.drafting import Budget, Read, Round, Target
+from vlmfast.core.layout import TokenLayout
+from vlmfast.core.tree import Tree
+
 from .._grow import grow
 from .._layer import Cache
 from .module import EagleModule

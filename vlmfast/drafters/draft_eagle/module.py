@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...compressors.elastic.module import ElasticCompressor
-from ...errors import RecipeError
+from vlmfast.compressors.tokens.elastic.module import ElasticCompressor
+from vlmfast.errors import RecipeError
+
 from .._layer import Attend, Layer, RMSNorm, causal
 
 KINDS = ("eagle", "msd", "eagle3")

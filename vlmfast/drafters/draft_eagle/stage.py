@@ -8,9 +8,11 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from ...drafting import Target
-from ...errors import RecipeError
-from ...stages import DrafterStage, param, weights_param
+from vlmfast.core.drafting import Target
+from vlmfast.core.params import param, weights_param
+from vlmfast.core.protocols import DrafterStage
+from vlmfast.errors import RecipeError
+
 from .._loading import fitting, load_published, published
 from .drafter import EagleDrafter
 from .module import KINDS, EagleModule

@@ -21,9 +21,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ...compressors.elastic.module import BRANCHES
-from ...compressors.elastic.training import expected
-from ...stages import DrafterStage
+from vlmfast.compressors.tokens.elastic.module import BRANCHES
+from vlmfast.compressors.tokens.elastic.training import expected
+from vlmfast.core.protocols import DrafterStage
+
 from .._losses import feature_loss, restricted, token_loss
 from .._training import DrafterTraining, Known, Lesson, Teacher
 from .module import EagleModule

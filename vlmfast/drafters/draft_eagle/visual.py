@@ -14,12 +14,12 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from ...compressors._cells import grouped
-from ...compressors._select import apportion, count
-from ...compressors.elastic.module import BRANCHES, MODES, ElasticCompressor, summarise
-from ...errors import RecipeError
-from ...layout import TokenLayout, VisualTokens
-from ...statistics import ItemGeometry
+from vlmfast.compressors.cells import grouped
+from vlmfast.compressors.select import apportion, count
+from vlmfast.compressors.tokens.elastic.module import BRANCHES, MODES, ElasticCompressor, summarise
+from vlmfast.core.layout import TokenLayout, VisualTokens
+from vlmfast.core.statistics import ItemGeometry
+from vlmfast.errors import RecipeError
 
 CHOICES = ("all", *BRANCHES, *MODES)
 UNTRAINED = ("all", "prune", "pool", "text")  # what needs no compressor

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from ...errors import RecipeError
+from vlmfast.errors import RecipeError
+
 from .._layer import causal
 from ..draft_eagle.module import EagleModule
 

@@ -9,9 +9,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ...drafting import Target
-from ...layout import TokenLayout
-from ...stages import DrafterStage, param, weights_param
+from vlmfast.core.drafting import Target
+from vlmfast.core.layout import TokenLayout
+from vlmfast.core.params import param, weights_param
+from vlmfast.core.protocols import DrafterStage
+
 from .._loading import fitting, load_published, published
 from ..draft_eagle.drafter import EagleDrafter
 from ..draft_eagle.stage import check_size

@@ -11,7 +11,7 @@ import random
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from ...errors import VLMFastError
+from vlmfast.errors import VLMFastError
 
 MODES = ("official", "lmms-eval", "vlmevalkit")
 

@@ -8,7 +8,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from ...errors import VLMFastError
+from vlmfast.errors import VLMFastError
+
 from . import Parsed, check_mode, letters, share, vlmevalkit
 
 DISCIPLINES = {

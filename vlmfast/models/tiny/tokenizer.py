@@ -11,10 +11,10 @@ import re
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from .captions import CAPTION_QUESTION, CLIP_QUESTION, caption
-from .drawing import make_image_scene, make_video_scene
-from .questions import ask_all
-from .vocabulary import COLOR_NAMES, SHAPES
+from vlmfast.scenes.captions import CAPTION_QUESTION, CLIP_QUESTION, caption
+from vlmfast.scenes.drawing import make_image_scene, make_video_scene
+from vlmfast.scenes.questions import ask_all
+from vlmfast.scenes.vocabulary import COLOR_NAMES, SHAPES
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

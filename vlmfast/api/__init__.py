@@ -1,0 +1,1 @@
+"""What users call: models, sessions, attached models, requests and their answers."""

@@ -1,0 +1,471 @@
+"""`attach`: a model's own ``generate`` runs a recipe, until it is detached."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Many
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationMixin, PreTrainedModel
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from vlmfast.core.protocols import MediaStage
+from vlmfast.engine.attention import lock_of
+from vlmfast.engine.decode import lasting
+from vlmfast.engine.engine import Engine, generate_of
+from vlmfast.engine.prefill import Inputs
+from vlmfast.engine.sequence import Sequence
+from vlmfast.engine.stats import clock
+from vlmfast.errors import ModelError, RecipeError, VLMFastError
+from vlmfast.models._batch import split
+from vlmfast.models.base import Adapter
+
+from .generation import Generation, gate, is_argument, one_line
+from .request import answer_of, opened
+from .vlm import VLM
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig
+
+    from .answer import Answer
+
+_LARGEST = 2**24  # a size in pixels or patches that no image has
+# What tokenizers give beside the ids, of their shape.
+_ALONGSIDE = ("input_ids", "attention_mask", "labels", "mm_token_type_ids", "token_type_ids")
+
+
+def attach(model: PreTrainedModel, processor: Any, recipe: Any = None) -> Attachment:
+    """Let ``model.generate`` run a recipe: on this instance, until it is detached.
+
+    ``model.generate(**processor(...), ...)`` then goes through vlmfast, with Hugging Face's
+    arguments and return values; batches may be padded on either side, and each row gets the answer
+    that it would get alone. Nothing else of the model changes. Where a processor makes pictures of
+    the frames of clips (InternVL, SmolVLM), they are single pictures to the recipe too.
+
+    >>> with vlmfast.attach(model, processor, "balanced") as attached:
+    ...     ids = model.generate(**inputs, max_new_tokens=64)
+    ...     print(attached.answers[0].stats)
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+    processor : transformers.ProcessorMixin
+        The processor that belongs to the model.
+    recipe : str, Stage or Recipe, optional
+        Nothing is dropped by default.
+
+    Returns
+    -------
+    Attachment
+        In force at once; as a context manager it detaches when the block ends, also by an
+        exception. Attachments nest: the last one leads.
+
+    Raises
+    ------
+    ModelError
+        As `VLM` does.
+    RecipeError
+        For a recipe that cannot run on this model, or that chooses the frames of clips: the
+        processor has read them before ``generate`` is called.
+    """
+    return Attachment(model, processor, recipe)
+
+
+class Attachment:
+    """A recipe in the place of a model's ``generate``; `attach` makes it.
+
+    Attributes
+    ----------
+    vlm : VLM
+        Around the same model.
+    recipe : Recipe
+    answers : list of Answer
+        Of the last call, row by row: text, tokens, stats and trace. A trace has no pictures, which
+        the processor kept; set ``answer.trace.images`` to draw an `overlay`.
+    attached : bool
+        Whether it is in force, or would be if no other one lay over it.
+    """
+
+    def __init__(self, model: PreTrainedModel, processor: Any, recipe: Any = None) -> None:
+        self.vlm = VLM(model, processor)
+        self.recipe = self.vlm.recipe(recipe)
+        if stages := self.recipe.acting(MediaStage):
+            raise RecipeError(
+                f"{stages[0].name} chooses the frames of a clip, and generate gets frames that the "
+                "processor has read; use vlmfast.VLM(model, processor).ask"
+            )
+        for stage in self.recipe:
+            if stage.trained:
+                self.vlm.adapter.trained(stage)
+        self.answers: list[Answer] = []
+        self.attached = self._entered = self._placed = False
+        self._below: Callable | None = None
+        self._attach()
+
+    def __repr__(self) -> str:
+        state = "attached" if self.attached else "detached"
+        return f"<{state} recipe {self.recipe} of {type(self.vlm.model).__name__}>"
+
+    def __enter__(self) -> Attachment:
+        if self._entered:
+            raise VLMFastError(
+                f"{self!r} is used twice; call vlmfast.attach again for a block inside its own"
+            )
+        if not self.attached:
+            self._attach()
+        self._entered = True
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._entered = False
+        self.detach()
+
+    def detach(self) -> None:
+        """Give ``generate`` back; does nothing when that has been done."""
+        self.attached = False
+        own = vars(self.vlm.model)
+        # One that was detached below others leaves together with the last of these.
+        while isinstance(of := getattr(own.get("generate"), "__self__", None), Attachment):
+            if of.attached:
+                return
+            of._placed = False
+            if of._below is None:
+                del own["generate"]
+            else:
+                own["generate"] = of._below
+
+    def _attach(self) -> None:
+        if self._placed:  # it would become the one below itself
+            raise VLMFastError(
+                f"{self!r} still lies below what has been put over it; call vlmfast.attach again"
+            )
+        own = vars(self.vlm.model)
+        self._below = own.get("generate")
+        own["generate"] = self.generate
+        self.attached = self._placed = True
+
+    # --- generate --------------------------------------------------------------------------------
+
+    @lasting
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """``model.generate`` under the recipe.
+
+        Parameters
+        ----------
+        *args, **kwargs
+            What the processor gave, and Hugging Face's generation arguments. Logits processors and
+            criteria are called row by row, with the row as it came and its new tokens. Sampled
+            tokens of a batch are drawn row by row, so only those of a single row are the ones that
+            Hugging Face draws from the same seed.
+
+        Returns
+        -------
+        Tensor, int64, (B, S + T), or GenerateDecoderOnlyOutput
+            The prompts as they came, padding and placeholders included, and the new tokens; rows
+            that ended early are filled with the padding token. Scores behind a row's end say that
+            padding is certain.
+
+        Raises
+        ------
+        VLMFastError
+            For arguments that the loop cannot serve, and pixels that do not fit the prompts.
+        """
+        if not self.attached:  # somebody kept it, or wrapped it
+            if self._below is not None:
+                return self._below(*args, **kwargs)
+            return generate_of(self.vlm.model)(*args, **kwargs)
+
+        self.answers = []
+        given = inspect.signature(GenerationMixin.generate).bind(None, *args, **kwargs).arguments
+        batch, generation = self._sorted(given.pop("kwargs", {}) | given)
+        ids = batch["input_ids"]
+        mask = self._mask(batch, generation.config)
+        if generation.streamer is not None:
+            if len(ids) > 1:
+                raise VLMFastError("streamer is for one prompt, and this is a batch")
+            generation.streamer.put(ids.cpu())  # as Hugging Face: the prompt first
+        adapter, waiting = self.vlm.adapter, self._sequences(batch, mask, generation)
+        done = {of.number: of for of in Engine(adapter).answer_many(waiting, at_once=len(ids))}
+        rows = [done[number] for number in range(len(ids))]
+        self.answers = [answer_of(adapter, sequence) for sequence in rows]
+        return _output(ids, rows)
+
+    def _sorted(self, given: dict[str, Any]) -> tuple[dict[str, Tensor], Generation]:
+        """What the processor gave, on the model's device, and generation arguments."""
+        adapter = self.vlm.adapter
+        if given.get("inputs") is not None:
+            if given.get("input_ids") is not None:
+                raise VLMFastError("the prompt was given twice, as inputs and as input_ids")
+            given["input_ids"] = given.pop("inputs")
+        allowed = (*adapter.tensors, *adapter.clip_tensors, *adapter.beside)
+        tensors = {
+            key: given.pop(key)
+            for key in list(given)
+            if key in (*_ALONGSIDE, *allowed)
+            or (isinstance(given[key], Tensor) and not is_argument(adapter, key))
+        }
+        instead = "; detach the recipe for this call"
+        generation = gate(adapter, given, names=allowed, default=None, instead=instead)
+        batch = {key: _tensor(key, of) for key, of in tensors.items() if of is not None}
+        for key in batch:
+            if key not in (*_ALONGSIDE, *allowed):
+                raise ModelError(
+                    f"{key} is no input of a {adapter.config.model_type} model; beside the prompt "
+                    f"it takes {', '.join(dict.fromkeys(allowed))}"
+                )
+        batch["input_ids"] = _checked_ids(adapter, batch.get("input_ids"))
+        _check_media(adapter, batch)
+        return {key: adapter.moved(key, value) for key, value in batch.items()}, generation
+
+    def _mask(self, batch: dict[str, Tensor], config: GenerationConfig) -> Tensor:
+        """Which ids are no padding, bool (B, S)."""
+        ids, mask = batch["input_ids"], batch.get("attention_mask")
+        if mask is None:
+            pad = config.pad_token_id
+            mask = torch.ones_like(ids) if pad is None or pad in _ends(config) else ids != pad
+        if mask.shape != ids.shape:
+            raise VLMFastError(
+                f"attention_mask has the shape {tuple(mask.shape)}, and input_ids "
+                f"{tuple(ids.shape)}; they must be alike"
+            )
+        mask = mask.bool()
+        edges = mask.int().diff(dim=1, prepend=torch.zeros_like(ids[:, :1]))
+        for row, begins in enumerate((edges > 0).sum(1).tolist()):
+            if begins != 1:
+                what = "leaves nothing of" if not begins else "has gaps in"
+                raise VLMFastError(
+                    f"attention_mask {what} row {row}; a row may be padded on one side or both"
+                )
+        return mask
+
+    def _sequences(
+        self, batch: dict[str, Tensor], mask: Tensor, generation: Generation
+    ) -> Iterator[Sequence]:
+        adapter, config = self.vlm.adapter, generation.config
+        allowed = generation.arguments.get("prefix_allowed_tokens_fn")
+        with lock_of(self.vlm.model):
+            try:
+                rows = split(adapter, batch, mask)
+            except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
+                if isinstance(error, VLMFastError):
+                    raise
+                raise ModelError(
+                    f"the tensors of this batch do not belong together: {one_line(error)}"
+                ) from error
+        for number, (tensors, sizes, items) in enumerate(rows):
+            padding = int((~mask[number]).sum())
+            own = generation.arguments | _lengths(config, padding)
+            if allowed is not None:
+                own["prefix_allowed_tokens_fn"] = functools.partial(_of_row, allowed, number)
+            if padding:
+                own |= _padded(own, batch["input_ids"][number], tensors["input_ids"].shape[1])
+            with lock_of(self.vlm.model):
+                inputs = Inputs(tensors, sizes, items=items)
+                begin = clock(adapter.device)
+                row = generation.changed(**own)
+                sequence = opened(adapter, inputs, self.recipe, begin, row, number=number)
+            yield sequence
+
+
+def _tensor(key: str, value: Any) -> Tensor:
+    try:
+        return torch.as_tensor(value)
+    except (ValueError, TypeError, RuntimeError, OverflowError) as error:
+        raise VLMFastError(f"{key} must be a tensor, or lists of numbers of one length") from error
+
+
+def _shape(of: Tensor) -> str:
+    return f"{str(of.dtype).removeprefix('torch.')} of shape {tuple(of.shape)}"
+
+
+def _whole(of: Tensor) -> bool:
+    return not (of.is_floating_point() or of.is_complex() or of.dtype == torch.bool)
+
+
+def _checked_ids(adapter: Adapter, ids: Tensor | None) -> Tensor:
+    """Token ids as int64: of the vocabulary, or placeholders."""
+    must = "input_ids must be whole numbers of shape (rows, tokens)"
+    if ids is None:
+        raise VLMFastError(must)
+    if ids.dim() != 2 or not ids.numel() or not _whole(ids):
+        raise VLMFastError(f"{must}, not {_shape(ids)}")
+    ids, rows = ids.long(), adapter.model.get_input_embeddings().weight.shape[0]
+    wrong = ((ids < 0) | (ids >= rows)) & ~adapter.visual(ids)
+    if bool(wrong.any()):
+        raise VLMFastError(
+            f"input_ids holds {int(ids[wrong][0])}, and the vocabulary has ids from 0 to {rows - 1}"
+        )
+    return ids
+
+
+# What says how large images and videos are: numbers for each.
+_SIZES = {"image_sizes": 2, "image_grid_thw": 3, "video_grid_thw": 3}
+
+
+def _check_media(adapter: Adapter, batch: dict[str, Tensor]) -> None:
+    """Dtypes, shapes and values of pixels, and of what belongs to them."""
+    for key, of in batch.items():
+        if key.startswith("pixel_values"):
+            if of.is_complex() or of.dtype == torch.bool or not of.numel():
+                raise VLMFastError(f"{key} must be numbers, not {_shape(of)}")
+            if not bool(torch.isfinite(of).all()):
+                raise VLMFastError(f"{key} holds numbers that are not finite")
+        elif key in _SIZES:
+            if of.dim() != 2 or of.shape[1] != _SIZES[key] or not _whole(of):
+                raise VLMFastError(
+                    f"{key} must be whole numbers of shape (items, {_SIZES[key]}), not {_shape(of)}"
+                )
+            if bool((of < 1).any()) or bool((of > _LARGEST).any()):
+                raise VLMFastError(f"{key} must be from 1 to {_LARGEST}")
+        elif key in adapter.beside and (of.is_complex() or not bool(torch.isfinite(of).all())):
+            raise VLMFastError(f"{key} must be finite numbers, not {_shape(of)}")
+    for keys in (adapter.tensors, adapter.clip_tensors):
+        there = [key for key in keys if key in batch]
+        if there and len(there) < len(keys):
+            lacking = ", ".join(key for key in keys if key not in batch)
+            raise VLMFastError(f"{', '.join(there)} was given without {lacking}")
+        if not there:
+            continue
+        pixels, sizes = batch[keys[0]], batch.get(keys[-1]) if len(keys) > 1 else None
+        if adapter.packed:
+            assert sizes is not None
+            _check_patches(adapter, keys, pixels, sizes)
+            continue
+        _check_views(adapter, keys[0], pixels)
+        if sizes is not None and len(sizes) != len(pixels):
+            raise VLMFastError(
+                f"{keys[-1]} has {len(sizes)} items and {keys[0]} {len(pixels)}; both must "
+                "have one for each image"
+            )
+    shown = batch.get("pixel_attention_mask")
+    if shown is not None and "pixel_values" in batch:
+        size = batch["pixel_values"].shape
+        wanted = (*size[:-3], *size[-2:])
+        if shown.shape != wanted:
+            raise VLMFastError(
+                f"pixel_attention_mask must have the shape {wanted}, not {tuple(shown.shape)}"
+            )
+    counts = batch.get("batch_num_images")
+    images = batch.get(adapter.tensors[0])
+    if counts is not None and images is not None:
+        if counts.dim() != 1 or not _whole(counts) or bool((counts < 0).any()):
+            raise VLMFastError(f"batch_num_images must be whole numbers, not {_shape(counts)}")
+        if int(counts.sum()) != len(images):
+            raise VLMFastError(
+                f"batch_num_images counts {int(counts.sum())} images and {adapter.tensors[0]} has "
+                f"{len(images)}"
+            )
+
+
+def _check_patches(adapter: Adapter, keys: Many[str], pixels: Tensor, grids: Tensor) -> None:
+    """Patches (P, D) of all images in one row, and the grids (N, 3) that say whose they are."""
+    vision = adapter.config.vision_config
+    depth = getattr(vision, "in_channels", getattr(vision, "in_chans", 3))
+    width = depth * vision.temporal_patch_size * vision.patch_size**2
+    patches, merge = int(grids.prod(-1).sum()), vision.spatial_merge_size
+    if pixels.dim() != 2 or pixels.shape != (patches, width):
+        raise VLMFastError(
+            f"{keys[0]} must have the shape ({patches}, {width}) by {keys[-1]}, not "
+            f"{tuple(pixels.shape)}"
+        )
+    if bool((grids[:, 1:] % merge).any()):
+        raise VLMFastError(f"{keys[-1]} must have rows and columns that {merge} divides")
+
+
+def _check_views(adapter: Adapter, key: str, pixels: Tensor) -> None:
+    """Views (..., C, H, W) as the tower takes them."""
+    vision = adapter.config.vision_config
+    side = getattr(vision, "image_size", None)
+    if side is None:
+        crop = getattr(adapter.processor.image_processor, "crop_size", None)
+        side = None if crop is None else (crop["height"], crop["width"])
+    elif isinstance(side, int):
+        side = (side, side)
+    channels = getattr(vision, "num_channels", 3)
+    dims = adapter.pixel_dims if key in adapter.tensors else 5
+    fits = pixels.dim() == dims and pixels.shape[-3] == channels
+    if not fits or (side is not None and tuple(pixels.shape[-2:]) != tuple(side)):
+        size = "height, width" if side is None else ", ".join(map(str, side))
+        before = "items" if dims == 4 else "items, views"
+        raise VLMFastError(
+            f"{key} must have the shape ({before}, {channels}, {size}), not {tuple(pixels.shape)}"
+        )
+
+
+def _ends(config: GenerationConfig) -> list[int]:
+    """The tokens that end an answer."""
+    ends = config.eos_token_id
+    return [] if ends is None else torch.as_tensor(ends).flatten().tolist()
+
+
+def _lengths(config: GenerationConfig, padding: int) -> dict[str, int]:
+    """Lengths of prompt and answer together, for a row without its padding."""
+    found = {}
+    for name, instead in (("max_length", "max_new_tokens"), ("min_length", "min_new_tokens")):
+        value = getattr(config, name)
+        if value is not None and getattr(config, instead) is None:
+            found[name] = max(value - padding, 0)
+    return found
+
+
+def _of_row(allowed: Callable, row: int, _: int, ids: Tensor) -> Any:
+    return allowed(row, ids)
+
+
+def _padded(generation: dict[str, Any], row: Tensor, prompt: int) -> dict[str, Any]:
+    """The user's own callables, which are to see the ids ``row`` (S,) with their padding again."""
+
+    def over(call: Callable, first: int) -> Callable:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            new = args[first][..., prompt:]
+            ids = torch.cat([row.expand(*new.shape[:-1], -1), new], dim=-1)
+            return call(*args[:first], ids, *args[first + 1 :], **kwargs)
+
+        return wrapped
+
+    found: dict[str, Any] = {
+        name: [over(call, 0) for call in generation[name]]
+        for name in ("logits_processor", "stopping_criteria")
+        if generation.get(name)
+    }
+    if allowed := generation.get("prefix_allowed_tokens_fn"):
+        found["prefix_allowed_tokens_fn"] = over(allowed, 1)
+    return found
+
+
+def _output(ids: Tensor, sequences: Many[Sequence]) -> Any:
+    """What ``generate`` returns for the prompts ``ids`` (B, S)."""
+    samplers = [sequence.sampler for sequence in sequences]
+    config = samplers[0].config
+    pad = config.pad_token_id
+    if pad is None:
+        pad = next(iter(_ends(config)), 0)
+    longest = max(len(sampler.tokens) for sampler in samplers)
+    new = torch.full((len(samplers), longest), pad, dtype=ids.dtype, device=ids.device)
+    for row, sampler in zip(new, samplers, strict=True):
+        row[: len(sampler.tokens)] = sampler.ids[0, sampler.prompt :]
+    whole = torch.cat([ids, new], dim=1)
+    if not config.return_dict_in_generate:
+        return whole
+    # As Hugging Face fills it, which says `tuple[Tensor]` where it means one of any length.
+    output: dict[str, Any] = {
+        "sequences": whole,
+        "scores": _steps([of.scores for of in samplers], pad) if config.output_scores else None,
+        "logits": _steps([of.raw for of in samplers], pad) if config.output_logits else None,
+    }
+    return GenerateDecoderOnlyOutput(**output)
+
+
+def _steps(rows: list[list[Tensor]], pad: int) -> tuple[Tensor, ...]:
+    """Scores (1, V) of each row, step by step: (B, V) each."""
+    ended = torch.full_like(rows[0][0], -torch.inf)
+    if 0 <= pad < ended.shape[1]:  # any other number may stand for padding too
+        ended[:, pad] = 0.0
+    return tuple(
+        torch.cat([row[step] if step < len(row) else ended for row in rows])
+        for step in range(max(map(len, rows)))
+    )

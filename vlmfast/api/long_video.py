@@ -1,0 +1,371 @@
+"""A clip that is read block by block into a cache of bounded size.
+
+A block of frames goes through the vision tower and, behind what is cached so far, through the
+language model; then the recipe's block-wise cache method thins it out, and the next block follows.
+Frames are decoded and processed in a thread meanwhile and are never all in memory. The text behind
+the clip stays whole.
+
+Where the whole prompt has more tokens than the model has positions, what is cached gets new rotary
+ids, without gaps, as often as the next block would not fit behind it: its keys are turned, and the
+cache never holds more tokens than there are positions.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from vlmfast.core.contexts import PrefillContext
+from vlmfast.core.kv import KV
+from vlmfast.core.protocols import CacheStage
+from vlmfast.core.recipe import Recipe
+from vlmfast.core.registry import stage_class
+from vlmfast.core.statistics import ColumnStats
+from vlmfast.engine.attention import lock_of
+from vlmfast.engine.engine import Engine, too_long
+from vlmfast.engine.prefill import Inputs, prepare
+from vlmfast.engine.sequence import Sequence
+from vlmfast.engine.stats import Stats, Trace
+from vlmfast.errors import MediaError, ModelError, RecipeError, VLMFastError
+from vlmfast.media import OpenVideo, open_video
+from vlmfast.models.base import Adapter
+
+from .answer import Answer
+from .generation import Generation, shown
+from .request import (
+    answer_of,
+    begun,
+    check_frames,
+    check_messages,
+    chooser,
+    frame_parts,
+    messages_of,
+    templated,
+)
+
+FRAMES = 16  # of one block at most, the group of QuickPrefill
+_SHARE = 4  # a block is at most this part of the cache
+HUGE = 2**62  # positions of a model that names no bound
+_AHEAD = 2  # blocks that wait for the model
+
+
+@dataclass
+class Block:
+    """Some frames of the clip with the text in front of each.
+
+    Parameters
+    ----------
+    tensors : dict of str to Tensor
+        What the processor made of the frames; ``input_ids`` (1, S) of this block alone.
+    sizes : list of (int, int)
+    first : int
+        Which frame of the clip comes first.
+    """
+
+    tensors: dict[str, Tensor]
+    sizes: list[tuple[int, int]]
+    first: int
+
+
+class Positions(CacheStage):
+    """Changes nothing; remembers the rotary ids of what each layer keeps, by head.
+
+    Attributes
+    ----------
+    kept : dict of int to list of Tensor
+        Of each layer, block by block: int64, (H, N).
+    """
+
+    name: ClassVar[str] = "positions"
+    blockwise: ClassVar[bool] = True
+    kept: dict[int, list[Tensor]]
+
+    def __init__(self) -> None:
+        object.__setattr__(self, "kept", {})  # stages are frozen
+
+    def compress(
+        self, context: PrefillContext, layer: int, kv: KV, stats: ColumnStats | None
+    ) -> KV:
+        self.kept.setdefault(layer, []).append(kv.position)
+        return kv
+
+
+def answer_long(
+    adapter: Adapter,
+    question: str,
+    source: tuple[Any, int | None, float | None],
+    recipe: Recipe,
+    max_kv_tokens: int,
+    generation: Generation,
+    *,
+    progress: bool = True,
+) -> Answer:
+    """Answer a question about a video whose frames are never all in the cache.
+
+    Parameters
+    ----------
+    source : (video, num_frames, fps)
+        As `VLM.ask` takes them.
+    """
+    recipe = checked(recipe, max_kv_tokens)
+    video, num_frames, fps = source
+    check_messages(adapter, messages_of(question, None, video, num_frames, fps))
+    check_frames("num_frames", num_frames)
+    check_frames("fps", fps)
+    choose = chooser(recipe, question)
+    with open_video(video, num_frames=num_frames, fps=fps, select=choose) as clip:
+        content = [*frame_parts(adapter, len(clip.indices)), {"type": "text", "text": question}]
+        text = templated(adapter, [{"role": "user", "content": content}])
+        with lock_of(adapter.model):
+            begin = time.perf_counter()
+            long = LongVideo(adapter, clip, text, max_kv_tokens, progress)
+            inputs = Inputs({"input_ids": long.ids()})
+            sequence = begun(adapter, inputs, recipe, begin, generation)
+            engine = Engine(adapter)
+            engine.answer(sequence, lambda: long.read(engine, sequence, question))
+            engine.release(sequence)
+    return answer_of(adapter, sequence)
+
+
+def checked(recipe: Recipe, max_kv_tokens: int) -> Recipe:
+    """The recipe with a block-wise cache method: the given one, else QuickPrefill's.
+
+    Raises
+    ------
+    VLMFastError, RecipeError
+        For a bound that is no count, and for stages that must see the whole prompt at once.
+    """
+    if isinstance(max_kv_tokens, bool) or not isinstance(max_kv_tokens, int) or max_kv_tokens < 1:
+        raise VLMFastError(f"max_kv_tokens={shown(max_kv_tokens)} must be a whole number above 0")
+    for stage in (part for word in recipe for part in word.expand()):
+        if stage.protocol in ("prefill", "decode") or (
+            isinstance(stage, CacheStage) and not stage.blockwise
+        ):
+            raise RecipeError(
+                f"{stage.name} must see the whole prompt at once, and max_kv_tokens reads a clip "
+                "block by block; encode stages and quickprefill can stand there"
+            )
+    if recipe.acting(CacheStage):
+        return recipe
+    return recipe + stage_class("quickprefill").from_words({None: "1"})
+
+
+class LongVideo:
+    """One clip and the text around it, as `VLM.ask` hands them over.
+
+    Parameters
+    ----------
+    adapter : Adapter
+    clip : OpenVideo
+    text : str
+        The rendered prompt, one placeholder per frame.
+    max_kv_tokens : int
+        Cached tokens of each layer at most, the block in work and the answer included.
+    """
+
+    def __init__(
+        self, adapter: Adapter, clip: OpenVideo, text: str, max_kv_tokens: int, progress: bool
+    ) -> None:
+        if not adapter.blocks:
+            raise ModelError(
+                f"max_kv_tokens reads a clip as pictures, which {adapter.config.model_type} puts "
+                "into a prompt in a way of its own; ask without it, with fewer frames"
+            )
+        if any(adapter.windows):
+            raise ModelError(
+                f"max_kv_tokens reads a video block by block, and layers of "
+                f"{adapter.config.model_type} attend within a window, which only whole prompts "
+                "can; ask without it, with fewer frames"
+            )
+        self.adapter, self.clip, self.cap, self.progress = adapter, clip, max_kv_tokens, progress
+        self.frames = len(clip.indices)
+        bos = adapter.processor.tokenizer.bos_token
+        ids = adapter.processor.tokenizer(
+            text, add_special_tokens=not (bos and text.startswith(bos)), return_tensors="pt"
+        ).input_ids[0]
+        # Text in front of each frame, and behind the last.
+        places = (ids == adapter.image_token_id).nonzero().flatten().tolist()
+        starts = [0, *(place + 1 for place in places)]
+        self.pieces = [ids[a:b] for a, b in zip(starts, [*places, len(ids)], strict=True)]
+        if len(places) != self.frames:
+            raise MediaError(
+                f"the prompt has {len(places)} picture placeholders ({adapter.image_token()}) and "
+                f"{self.frames} pictures were given"
+            )
+        most = adapter.max_positions
+        self.most = HUGE if most is None else most
+        first = self._processed(0, 1)
+        self.per_frame = int((first.tensors["input_ids"] == adapter.image_token_id).sum())
+        self.block = 1
+
+    def ids(self) -> Tensor:
+        """The full prompt (1, S), placeholders included."""
+        frame = torch.full((self.per_frame,), self.adapter.image_token_id)
+        parts = [part for piece in self.pieces[:-1] for part in (piece, frame)]
+        return torch.cat([*parts, self.pieces[-1]])[None].to(self.adapter.device)
+
+    def _processed(self, start: int, stop: int) -> Block:
+        frames, info = self.clip.read(start, stop), self.clip.info
+        for at, frame in enumerate(frames, start):  # a reader compares no more than it reads
+            if frame.size != (info.width, info.height):
+                raise MediaError(
+                    f"{self.clip.name}: frame {at + 1} of {self.frames} is {frame.width}x"
+                    f"{frame.height} and not {info.width}x{info.height}: frames must be of one size"
+                )
+        tensors = self.adapter.inputs(self.adapter.image_token() * len(frames), frames)
+        return Block(tensors, [(f.height, f.width) for f in frames], start)
+
+    def _blocks(self) -> Iterator[Block]:
+        for start in range(0, self.frames, self.block):
+            stop = min(start + self.block, self.frames)
+            block = self._processed(start, stop)
+            frame = torch.full((self.per_frame,), self.adapter.image_token_id)
+            parts = [part for piece in self.pieces[start:stop] for part in (piece, frame)]
+            ids = torch.cat(parts)[None].to(self.adapter.device)
+            yield replace(block, tensors=block.tensors | {"input_ids": ids})
+
+    def _plan(self, room: int) -> tuple[int, int]:
+        """Choose the block; how many there are, and how many visual tokens all may keep.
+
+        So many that the block in work, the question and the answer fit beside them. Text stays
+        whole, and each block keeps one visual token at least.
+        """
+        lengths, least = [len(piece) for piece in self.pieces], []
+        text, last, cap = sum(lengths[:-1]), lengths[-1] + room, min(self.cap, self.most)
+        for size in range(min(FRAMES, self.frames), 0, -1):
+            starts = range(0, self.frames, size)
+            ends = [min(at + size, self.frames) for at in starts]
+            widest = max(
+                sum(lengths[at:end]) + self.per_frame * (end - at)
+                for at, end in zip(starts, ends, strict=True)
+            )
+            taken, share = max(widest, last) + text, size * self.per_frame * _SHARE
+            least.append(max(taken + len(starts), share if size > 1 else 0))
+            if cap >= least[-1]:
+                self.block = size
+                return len(starts), cap - taken
+        if self.cap > self.most:
+            raise too_long(min(least) - room, room, self.most)
+        raise VLMFastError(
+            f"max_kv_tokens={self.cap} is too small for {self.frames} frames of "
+            f"{self.per_frame} tokens, {sum(lengths)} tokens of text and {room} of answer; it must "
+            f"be at least {min(least)}"
+        )
+
+    def read(self, engine: Engine, sequence: Sequence, question: str) -> Tensor:
+        """Read the whole prompt of a sequence. Returns the logits (1, V) after it."""
+        max_new_tokens = sequence.max_new_tokens
+        # One token for each block; the rest of the space is shared out among frames.
+        blocks, space = self._plan(max_new_tokens)
+        fed, kept, said, entered, flops = 0, 0, 0, 0, 0.0
+        config = self.adapter.config.get_text_config()
+        d, m = config.hidden_size, config.intermediate_size
+        logits: Tensor | None = None
+        noted = Positions()
+        whole = sum(map(len, self.pieces)) + self.frames * self.per_frame
+        noting = (noted,) if whole + max_new_tokens > self.most else ()
+        with _ahead(self._blocks()) as ready, self._bar() as bar:
+            for number, block in enumerate(ready, 1):
+                self._make_room(engine, sequence, noted, block.tensors["input_ids"].shape[1])
+                inputs = Inputs(
+                    block.tensors,
+                    block.sizes,
+                    question,
+                    [(0, block.first + i, self.frames) for i in range(len(block.sizes))],
+                    offset=fed,
+                    start=0 if sequence.prompt is None else sequence.prompt.next_position,
+                )
+                own = Stats()
+                prompt = prepare(self.adapter, inputs, sequence.recipe, own, Trace())
+                visual = int(prompt.layout.visual.sum())
+                entered += visual
+                said += len(prompt.layout) - visual
+                flops += visual * (4 * d * d + 2 * (kept + visual) * d + 3 * d * m)
+                done = block.first + len(block.sizes)
+                limit = said + number + (space - blocks) * done // self.frames - kept
+                if sequence.decoder is None:
+                    logits = engine.prefill(
+                        sequence, prompt, max_new_tokens, limit, bounded=False, noting=noting
+                    )
+                else:
+                    logits = engine.extend(
+                        sequence, prompt, compress=True, limit=limit, noting=noting
+                    )
+                fed += prompt.full_length
+                assert sequence.decoder is not None
+                kept = max(sequence.decoder.cache.lengths())
+                engine.count_block(sequence, own)
+                bar.update(len(block.sizes))
+        assert sequence.prompt is not None and logits is not None
+        self._make_room(engine, sequence, noted, len(self.pieces[-1]) + max_new_tokens)
+        start = sequence.prompt.next_position
+        engine.fit(sequence, start + len(self.pieces[-1]), max_new_tokens)
+        if len(self.pieces[-1]):
+            ids = self.pieces[-1][None].to(self.adapter.device)
+            inputs = Inputs({"input_ids": ids}, offset=fed, start=start)
+            text = prepare(self.adapter, inputs, Recipe(), Stats(), Trace())
+            logits = engine.extend(sequence, text)
+            fed += ids.shape[1]
+        # A block sees what is left of those before it.
+        engine.count_blocks(sequence, fed, entered, flops * self.adapter.depth)
+        return logits
+
+    def _make_room(self, engine: Engine, sequence: Sequence, noted: Positions, tokens: int) -> None:
+        """Close the gaps between the rotary ids of the cache where ``tokens`` more do not fit."""
+        if sequence.prompt is None or sequence.prompt.next_position + tokens <= self.most:
+            return
+        old = [torch.cat(noted.kept[index], dim=1) for index in range(self.adapter.depth)]
+        new = engine.close_up(sequence, old)
+        if new is None:
+            raise too_long(sequence.prompt.next_position, tokens, self.most)
+        noted.kept.update({index: [of] for index, of in enumerate(new)})
+
+    def _bar(self) -> Any:
+        from tqdm import tqdm
+
+        return tqdm(total=self.frames, unit="frame", desc="reading", disable=not self.progress)
+
+
+@contextmanager
+def _ahead(blocks: Iterator[Block]) -> Iterator[Iterator[Block]]:
+    """``blocks`` made in a thread, a few ahead of the reader; an error is raised at the reader."""
+    waiting: queue.Queue[Any] = queue.Queue(_AHEAD)
+    stop, end = threading.Event(), object()
+
+    def put(item: Any) -> None:
+        while not stop.is_set():
+            with suppress(queue.Full):
+                waiting.put(item, timeout=0.1)
+                return
+
+    def work() -> None:
+        try:
+            for block in blocks:
+                put(block)
+                if stop.is_set():
+                    return
+            put(end)
+        except BaseException as error:
+            put(error)
+
+    def read() -> Iterator[Block]:
+        while (item := waiting.get()) is not end:
+            if isinstance(item, BaseException):
+                raise item
+            yield item
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    try:
+        yield read()
+    finally:
+        stop.set()
+        thread.join()

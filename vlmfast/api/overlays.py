@@ -1,0 +1,261 @@
+"""Pictures of what a recipe kept: dropped patches lose their colour, kept ones get an outline.
+
+Patches that became one token keep their colour together, inside an outline of another colour.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+
+from vlmfast.core.layout import Kind
+
+if TYPE_CHECKING:
+    from vlmfast.core.layout import TokenLayout
+    from vlmfast.engine.stats import Trace
+
+    from .vlm import Answer
+
+MIN_SIDE, MAX_SIDE = 448, 1024
+_FRAME_SIDE = 224
+_OUTLINE, _MERGED = (255, 176, 0), (0, 160, 255)
+_PAPER, _INK = (255, 255, 255), (40, 40, 40)
+_GAP, _FONT = 8, 14
+_LEGEND = (
+    "orange: around patches kept to the last layer; blue: around patches merged into one token; "
+    "the darker a patch, the earlier it was dropped"
+)
+# How much of a dropped patch's brightness stays, and how much of its colour.
+_BRIGHTNESS, _COLOUR = 0.32, 0.12
+# What no token ever showed, such as the rim that a centre crop cuts off.
+_UNSEEN = 0.12
+
+
+def overlay(answer: Answer, *, size: int | None = None) -> list[Image.Image]:
+    """Draw what became of the visual tokens of an answer.
+
+    A patch whose token stayed to the last layer is shown as it is, inside an outline; one dropped
+    before the language model is dark and grey; one dropped between its layers lies in between, the
+    darker the earlier. What no token showed is black. Patches that were merged into one token share
+    its fate and a blue outline; where they lie scattered, only its own patch does.
+
+    Parameters
+    ----------
+    answer : Answer
+    size : int, optional
+        Longest side of a panel in pixels; by default that of the picture, but at least 448 and at
+        most 1024.
+
+    Returns
+    -------
+    list of PIL.Image.Image
+        One per picture or frame, with a line of text below. Where the model also looked at crops
+        there are two panels: the base view and the crops.
+    """
+    trace = answer.trace
+    if trace.layout is None:
+        return []
+    tokens = _tokens(trace)
+    return [
+        _draw_item(picture.convert("RGB"), tokens.where(tokens.item == index), answer.recipe, size)
+        for index, picture in enumerate(trace.images)
+    ]
+
+
+def contact_sheet(answers: list[Answer], *, size: int | None = None) -> Image.Image:
+    """The overlays of several answers to one question, below each other.
+
+    The frames of a clip stand side by side, four in a line, and are drawn smaller by default.
+    """
+    if size is None and max((len(answer.trace.images) for answer in answers), default=0) > 2:
+        size = _FRAME_SIDE
+    lines = []
+    for answer in answers:
+        drawn = overlay(answer, size=size)
+        lines += [_stack(drawn[i : i + 4], across=True) for i in range(0, len(drawn), 4)]
+    sheet = _stack(lines, across=False)
+    return _caption(sheet, _LEGEND) if lines else sheet
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    """The trace as arrays of equal length, one entry per visual token before anything was dropped.
+
+    Parameters
+    ----------
+    item, tile : int
+    patch, newline : bool
+        What the token showed.
+    box : float, (N, 4)
+        Of the patch.
+    life : float
+        Share of the layers that the token entered.
+    shown : float
+        The same of whatever token shows the patch in the end.
+    weight : float
+        Tokens that it stood for when it entered the language model.
+    area : float, (N, 4)
+        The box around these.
+    special : bool
+        The token gave its place to one that shows no part of the picture.
+    """
+
+    item: np.ndarray
+    tile: np.ndarray
+    patch: np.ndarray
+    newline: np.ndarray
+    box: np.ndarray
+    life: np.ndarray
+    shown: np.ndarray
+    weight: np.ndarray
+    area: np.ndarray
+    special: np.ndarray
+
+    @property
+    def merged(self) -> np.ndarray:
+        """Patches that stayed and stand for others too."""
+        return (self.weight > 1) & self.patch & ~self.special & (self.life == 1)
+
+    def where(self, mask: np.ndarray) -> _Tokens:
+        return _Tokens(*(getattr(self, f.name)[mask] for f in fields(self)))
+
+
+def _tokens(trace: Trace) -> _Tokens:
+    before, entered = trace.layout.to("cpu"), trace.entered.to("cpu")
+    life = trace.depth.cpu().numpy() / max(trace.layers, 1)
+    row = np.searchsorted(before.order.numpy(), entered.order.numpy())
+    weight, area = np.zeros_like(life), before.box.numpy().copy()
+    weight[row], area[row] = entered.weight.numpy(), entered.box.numpy()
+    patch, special = _placed(before), np.zeros(len(before), dtype=bool)
+    special[row] = ~_placed(entered)
+    tokens = _Tokens(
+        item=before.item.numpy(),
+        tile=before.tile.numpy(),
+        patch=patch,
+        newline=before.kind.numpy() == int(Kind.NEWLINE),
+        box=before.box.numpy(),
+        life=life,
+        shown=np.where(special, 0, life),
+        weight=weight,
+        area=area,
+        special=special & patch,
+    )
+    # Patches with their middle in the box of a merged token went into it.
+    for m in np.flatnonzero((weight > 1) & patch & ~special):
+        mine = patch & (tokens.item == tokens.item[m]) & (tokens.tile == tokens.tile[m])
+        middle = (tokens.box[:, :2] + tokens.box[:, 2:]) / 2
+        mine &= ((middle > area[m, :2]) & (middle < area[m, 2:])).all(axis=1)
+        tokens.shown[mine] = np.maximum(tokens.shown[mine], life[m])
+    return tokens
+
+
+def _placed(layout: TokenLayout) -> np.ndarray:
+    """Tokens that show a part of the picture of which it is known where it lies."""
+    return layout.patches.numpy() & ~layout.box.isnan().any(dim=1).numpy()
+
+
+def _draw_item(picture: Image.Image, tokens: _Tokens, recipe: str, size: int | None) -> Image.Image:
+    picture = _resize(picture, size)
+    crop = tokens.tile > 0
+    views = [("", tokens.where(tokens.patch))]
+    if crop.any():
+        views = [
+            ("base view", tokens.where(tokens.patch & ~crop)),
+            ("crops", tokens.where(tokens.patch & crop)),
+        ]
+    panels = []
+    for name, view in views:
+        count = f"{(view.shown == 1).sum()} of {len(view.shown)} patches"
+        held = ((view.life == 1) & ~view.special).sum()
+        if held != (view.shown == 1).sum():
+            count += f" in {held} tokens"
+        panels.append(_caption(_shade(picture, view), f"{name}: {count}" if name else count))
+    total, kept = len(tokens.life), int((tokens.life == 1).sum())
+    line = f"{recipe}: {kept} of {total} visual tokens"
+    if tokens.newline.any():
+        ends = tokens.life[tokens.newline]
+        line += f" ({(ends == 1).sum()} of {len(ends)} row ends)"
+    partly = (tokens.life > 0) & (tokens.life < 1)
+    if partly.any():
+        line += f"; {tokens.life.sum():.0f} averaged over the layers"
+    if tokens.merged.any():
+        of = tokens.weight[tokens.merged].sum()
+        line += f"; {tokens.merged.sum()} merged from {of:.0f} (blue)"
+    if (tokens.special & (tokens.life == 1)).any():
+        line += f"; {(tokens.special & (tokens.life == 1)).sum()} show a whole view"
+    return _caption(_stack(panels, across=True), line)
+
+
+def _resize(picture: Image.Image, size: int | None) -> Image.Image:
+    longest = max(picture.size)
+    target = min(max(longest, MIN_SIDE), MAX_SIDE) if size is None else size
+    scaled = tuple(max(1, round(side * target / longest)) for side in picture.size)
+    return picture.resize(scaled, Image.Resampling.BICUBIC)
+
+
+def _shade(picture: Image.Image, tokens: _Tokens) -> Image.Image:
+    pixels = np.asarray(picture, dtype=np.float32)
+    height, width = pixels.shape[:2]
+    life = np.full((height, width), -1.0, dtype=np.float32)
+    scale = [width, height, width, height]
+    corners = np.round(tokens.box * scale).astype(int)
+    for (left, top, right, bottom), value in zip(corners, tokens.shown, strict=True):
+        # Boxes of neighbouring crops may share a border: the token that lived longer shows.
+        patch = life[top:bottom, left:right]
+        np.maximum(patch, value, out=patch)
+    gone = 1 - np.clip(life, 0, 1)[..., None]
+    grey = pixels @ np.float32([0.299, 0.587, 0.114])
+    dim = _BRIGHTNESS * (_COLOUR * pixels + (1 - _COLOUR) * grey[..., None])
+    pixels = np.where(life[..., None] < 0, _UNSEEN * pixels, pixels + gone * (dim - pixels))
+    kept, thickness = life == 1, max(1, round(max(width, height) / 300))
+    if not kept.all():
+        pixels[_rim(kept, thickness)] = _OUTLINE
+    for left, top, right, bottom in np.round(tokens.area[tokens.merged] * scale).astype(int):
+        group = pixels[top:bottom, left:right]
+        group[_rim(np.ones(group.shape[:2], dtype=bool), thickness)] = _MERGED
+    return Image.fromarray(pixels.round().clip(0, 255).astype(np.uint8))
+
+
+def _rim(mask: np.ndarray, thickness: int) -> np.ndarray:
+    """Pixels of ``mask`` that lie within ``thickness`` of its border (the picture's edge too)."""
+    inner = np.pad(mask, 1)
+    for _ in range(thickness):
+        inner[1:-1, 1:-1] &= inner[:-2, 1:-1] & inner[2:, 1:-1] & inner[1:-1, :-2] & inner[1:-1, 2:]
+    return mask & ~inner[1:-1, 1:-1]
+
+
+def _caption(picture: Image.Image, text: str) -> Image.Image:
+    """The picture with ``text`` below it, broken between words where it is wider."""
+    font, lines = ImageFont.load_default(_FONT), [""]
+    for word in text.split(" "):
+        longer = f"{lines[-1]} {word}".strip()
+        if lines[-1] and font.getlength(longer) > picture.width - 2:
+            lines.append(word)
+        else:
+            lines[-1] = longer
+    width = max(picture.width, *(round(font.getlength(line)) + 2 for line in lines))
+    step = round(font.getbbox("Ag")[3]) + 3
+    canvas = Image.new("RGB", (width, picture.height + step * len(lines) + 3), _PAPER)
+    canvas.paste(picture, (0, 0))
+    for number, line in enumerate(lines):
+        place = (1, picture.height + 3 + step * number)
+        ImageDraw.Draw(canvas).text(place, line, fill=_INK, font=font)
+    return canvas
+
+
+def _stack(pictures: list[Image.Image], *, across: bool) -> Image.Image:
+    """Pictures in a row or a column, with a gap between them."""
+    if not pictures:
+        return Image.new("RGB", (1, 1), _PAPER)
+    along = [p.width if across else p.height for p in pictures]
+    length = sum(along) + _GAP * (len(pictures) - 1)
+    depth = max(p.height if across else p.width for p in pictures)
+    canvas = Image.new("RGB", (length, depth) if across else (depth, length), _PAPER)
+    offset = 0
+    for picture, step in zip(pictures, along, strict=True):
+        canvas.paste(picture, (offset, 0) if across else (0, offset))
+        offset += step + _GAP
+    return canvas

@@ -1,0 +1,450 @@
+"""The one way in: from what a user passes to a sequence that the engine answers.
+
+Messages are checked, generation arguments pass the gate (`generation`), media are read, the chat
+template writes the prompt, and the processor makes tensors of both. What cannot be answered is
+refused as early as it is known: arguments before any image is read, a text that is too long before
+the processor runs, a prompt that is too long before the vision tower does.
+"""
+
+from __future__ import annotations
+
+import numbers
+import time
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Many
+from dataclasses import dataclass, field, fields
+from functools import partial
+from typing import Any
+
+import torch
+
+from vlmfast.core.protocols import EncodeStage, InEncoderStage, MediaStage
+from vlmfast.core.recipe import Recipe
+from vlmfast.engine.attention import lock_of
+from vlmfast.engine.engine import Engine, too_long
+from vlmfast.engine.prefill import Inputs
+from vlmfast.engine.sequence import Sequence
+from vlmfast.engine.stats import Stats
+from vlmfast.errors import MediaError, ModelError, VLMFastError
+from vlmfast.models.base import Adapter
+
+from .answer import Answer, Request
+from .generation import Generation, gate, one_line, shown
+
+# The parameters of the public calls, which a misspelt argument may be meant for.
+ASK = ("question", "images", "video", "num_frames", "fps", "recipe", "max_kv_tokens", "progress")
+CHAT = ("messages", "recipe")
+_SLACK = 16  # tokens at the cut end of a text that the whole text may not have
+
+
+@dataclass
+class Rendered:
+    """A prompt as the processor takes it.
+
+    Parameters
+    ----------
+    text : str
+    images : list of PIL.Image.Image
+        RGB, one for each placeholder in the text; the frames of videos among them.
+    frames : list of tuple
+        Which video each is a frame of, as in `engine.prefill.Inputs`.
+    question : str
+        Text of the last user turn.
+    """
+
+    text: str
+    images: list[Any] = field(default_factory=list)
+    frames: list[tuple] = field(default_factory=list)
+    question: str = ""
+
+    @property
+    def sizes(self) -> list[tuple[int, int]]:
+        """Height and width of each image in pixels."""
+        return [(image.height, image.width) for image in self.images]
+
+
+def recipe_of(adapter: Adapter, recipe: Any) -> Recipe:
+    """What ``recipe=`` means on a model; presets differ by what its vision tower has."""
+    return Recipe.of(recipe, adapter.sources()[0])
+
+
+# --- messages ------------------------------------------------------------------------------------
+
+
+def messages_of(
+    question: str | None,
+    images: Any = None,
+    video: Any = None,
+    num_frames: int | None = None,
+    fps: float | None = None,
+) -> list[dict]:
+    """A question about images or a video in Hugging Face's chat schema."""
+    check_question(question)
+    if video is None and (num_frames is not None or fps is not None):
+        raise VLMFastError("num_frames and fps are for video=, and no video was given")
+    if images is None:
+        images = []
+    content = [
+        {"type": "image", "image": image}
+        for image in (images if isinstance(images, list | tuple) else [images])
+    ]
+    if video is not None:
+        content.append({"type": "video", "video": video, "num_frames": num_frames, "fps": fps})
+    content.append({"type": "text", "text": question})
+    return [{"role": "user", "content": content}]
+
+
+def check_question(question: Any) -> None:
+    """Whether a question is a text with something in it."""
+    if not isinstance(question, str):
+        raise VLMFastError(f"question={shown(question)} must be a text")
+    if not question.strip():
+        raise VLMFastError("question is empty; it must be a text with at least one letter")
+
+
+def check_messages(adapter: Adapter, messages: Any) -> None:
+    """Hugging Face's chat schema, as far as it is used.
+
+    Raises
+    ------
+    VLMFastError
+        Also for a text that holds a placeholder of the model, or that its positions cannot hold.
+    """
+    if not isinstance(messages, list | tuple) or not messages:
+        raise VLMFastError("messages must be a list of at least one turn")
+    for turn in messages:
+        if not isinstance(turn, dict) or "role" not in turn:
+            raise VLMFastError(f"a turn must be a dict with a role and content, not {shown(turn)}")
+        if not isinstance(turn["role"], str) or not turn["role"].strip():
+            raise VLMFastError(f"role={shown(turn['role'])} must be a name such as 'user'")
+        content = turn.get("content")
+        parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        if not isinstance(parts, list | tuple) or not all(isinstance(p, dict) for p in parts):
+            raise VLMFastError("the content of a turn must be a text, or a list of dicts")
+        for part in parts:
+            if part.get("type") == "text" and not isinstance(part.get("text"), str):
+                raise VLMFastError("a content entry of type text needs its text under 'text'")
+    if not question_of(messages).strip():
+        raise VLMFastError("the last user turn has no text")
+    check_texts(adapter, list(_texts(messages)))
+
+
+def check_texts(adapter: Adapter, texts: list[str]) -> None:
+    """Whether texts can stand in a prompt: no placeholders, and not too long."""
+    marks = placeholder_texts(adapter)
+    for text in texts:
+        for mark in marks:
+            if mark in text:
+                raise VLMFastError(
+                    f"the text {shown(text)} holds {mark}, which stands for an image or a video "
+                    "in prompts of this model and cannot be text; write it in another way"
+                )
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise VLMFastError(
+                f"the text {shown(text)} holds half of a character (a lone surrogate)"
+            ) from error
+    most = adapter.max_positions
+    if most is None or sum(map(len, texts)) <= most:
+        return
+    tokens = 0
+    for text in texts:
+        tokens += _tokens(adapter, text, most)
+        if tokens >= most:
+            raise too_long(tokens, 1, most, least=True)
+
+
+def placeholder_texts(adapter: Adapter) -> tuple[str, ...]:
+    """The texts that stand for images and videos and never for themselves."""
+    tokenizer, found = adapter.processor.tokenizer, list(adapter.marks())
+    for token in adapter.placeholders():
+        if 0 <= token < len(tokenizer):
+            found.append(tokenizer.convert_ids_to_tokens(token))
+    return tuple(dict.fromkeys(of for of in found if of))
+
+
+def _tokens(adapter: Adapter, text: str, most: int) -> int:
+    """Tokens of a text, or a number above ``most`` that it surely exceeds.
+
+    What a tokenizer takes grows with the text, so the beginning is counted before the whole.
+    """
+    stop = 8 * most
+    while True:
+        found = adapter.processor.tokenizer(text[:stop], add_special_tokens=False).input_ids
+        if stop >= len(text):
+            return len(found)
+        if len(found) - _SLACK > most:
+            return len(found) - _SLACK
+        stop *= 2
+
+
+def question_of(messages: Many[dict]) -> str:
+    """Text of the last user turn."""
+    content = next((t["content"] for t in reversed(messages) if t["role"] == "user"), "")
+    if isinstance(content, str):
+        return content
+    return "".join(part.get("text", "") for part in content if part.get("type") == "text")
+
+
+def _texts(messages: Many[dict]) -> Iterable[str]:
+    for turn in messages:
+        content = turn["content"]
+        if isinstance(content, str):
+            yield content
+        else:
+            yield from (part["text"] for part in content if part.get("type") == "text")
+
+
+# --- media and template --------------------------------------------------------------------------
+
+
+def render(adapter: Adapter, messages: list[dict], recipe: Recipe) -> Rendered:
+    """Read the media of a conversation and write its prompt."""
+    check_messages(adapter, messages)
+    prompt = Rendered("", question=question_of(messages))
+    select = chooser(recipe, prompt.question)
+    plain = [
+        {"role": turn["role"], "content": read_media(adapter, turn["content"], prompt, select)}
+        for turn in messages
+    ]
+    prompt.text = templated(adapter, plain)
+    marks = adapter.marks()
+    placeholders = sum(map(prompt.text.count, marks))
+    images, videos = adapter.parted(prompt.images, prompt.frames)
+    if placeholders != len(images) + len(videos):
+        raise MediaError(
+            f"the prompt has {placeholders} image placeholders ({', '.join(marks)}) "
+            f"and {len(images) + len(videos)} images were given"
+        )
+    return prompt
+
+
+def chooser(recipe: Recipe, question: str) -> Callable | None:
+    """What chooses the frames of a video, where a stage of the recipe does."""
+    stages = recipe.acting(MediaStage)
+    return partial(stages[0].frames, question=question) if stages else None
+
+
+def templated(adapter: Adapter, plain: list[dict]) -> str:
+    """The prompt of turns whose images stand as ``{"type": "image"}``."""
+    from jinja2 import TemplateError
+
+    if not getattr(adapter.writer, "chat_template", None):
+        raise ModelError(
+            f"the processor of {adapter.config.model_type} has no chat template; "
+            "set vlm.processor.chat_template"
+        )
+    try:
+        return adapter.writer.apply_chat_template(plain, add_generation_prompt=True, tokenize=False)
+    except (TemplateError, TypeError, ValueError) as error:
+        raise VLMFastError(f"the chat template refused the messages: {one_line(error)}") from error
+
+
+def read_media(adapter: Adapter, content: Any, prompt: Rendered, select: Any) -> list[dict]:
+    """The content of a turn without its media, which go to ``prompt``."""
+    from vlmfast.media import load_image, load_video
+
+    plain: list[dict] = []
+    text = {"type": "text", "text": content}
+    parts: list[dict[str, Any]] = [text] if isinstance(content, str) else content
+    for part in parts:
+        kind = part.get("type")
+        if kind == "text":
+            plain.append({"type": "text", "text": part["text"]})
+        elif kind == "image":
+            prompt.images.append(load_image(_source(part, "image", "path", "url", "base64")))
+            prompt.frames.append((-1, 0, 1))
+            plain.append({"type": "image"})
+        elif kind == "video":
+            source = _source(part, "video", "path", "url")
+            if select and (part.get("num_frames") or part.get("fps")):
+                raise VLMFastError(
+                    "the recipe has a stage that chooses the frames; "
+                    "num_frames and fps cannot be given too"
+                )
+            for name in ("num_frames", "fps"):
+                check_frames(name, part.get(name))
+            video = load_video(
+                source,
+                num_frames=part.get("num_frames"),
+                fps=part.get("fps"),
+                select=select,
+            )
+            number = 1 + max((of for of, *_ in prompt.frames), default=-1)
+            if adapter.clip_tensors:
+                plain.append({"type": "video"})
+            else:
+                plain += frame_parts(adapter, len(video.frames))
+            for index, frame in enumerate(video.frames):
+                prompt.images.append(frame)
+                prompt.frames.append((number, index, len(video.frames), video.timestamps_s[index]))
+        else:
+            raise VLMFastError(
+                f"content type {shown(kind)} is not known; allowed are text, image and video"
+            )
+    return plain
+
+
+def check_frames(name: str, value: Any) -> None:
+    """Whether ``num_frames`` or ``fps`` is a number at all; `media` knows which will do."""
+    if value is not None and (isinstance(value, bool) or not isinstance(value, numbers.Real)):
+        raise MediaError(f"{name}={shown(value)}: must be a number above 0")
+
+
+def frame_parts(adapter: Adapter, count: int) -> list[dict]:
+    """The frames of a video that is read as images, with the family's label before each."""
+    plain: list[dict] = []
+    for index in range(count):
+        if label := adapter.frame_label(index):
+            plain.append({"type": "text", "text": label})
+        plain.append({"type": "image"})
+    return plain
+
+
+def _source(part: dict, *keys: str) -> Any:
+    for key in keys:
+        if part.get(key) is not None:
+            return part[key] if key != "base64" else f"data:;base64,{part[key]}"
+    raise VLMFastError(f"a content entry of type {part['type']} needs one of {', '.join(keys)}")
+
+
+# --- sequences -----------------------------------------------------------------------------------
+
+
+def tensors_of(adapter: Adapter, prompt: Rendered) -> dict[str, torch.Tensor]:
+    """What the processor makes of a prompt, on the model's device."""
+    return adapter.inputs(prompt.text, prompt.images, prompt.frames)
+
+
+def check_length(
+    adapter: Adapter, tensors: dict[str, torch.Tensor], recipe: Recipe, generation: Generation
+) -> None:
+    """Refuse a prompt that cannot fit the model's positions, whatever the recipe drops of it."""
+    ids, most = tensors["input_ids"], adapter.max_positions
+    max_new_tokens = generation.max_new_tokens(ids.shape[1])
+    if max_new_tokens < 1:
+        raise VLMFastError(
+            f"max_length={generation.config.max_length} leaves no token for the answer: the prompt "
+            f"has {ids.shape[1]}"
+        )
+    least = max_new_tokens if generation.explicit else 1
+    if most is None or ids.shape[1] + least <= most:
+        return  # what takes more positions than it has tokens is found where they are counted
+    closing = (*recipe.acting(InEncoderStage), *recipe.acting(EncodeStage))
+    if any(getattr(stage, "positions", "keep") == "compact" for stage in closing):
+        visual = adapter.visual(ids[0])
+        taken = int((~visual).sum()) + int(visual.any())
+    else:
+        taken = int(adapter.positions(tensors).max()) + 1
+    if taken + least > most:
+        raise too_long(taken, least, most, least=True)
+
+
+def opened(
+    adapter: Adapter,
+    inputs: Inputs,
+    recipe: Recipe,
+    begin: float,
+    generation: Generation,
+    **more: Any,
+) -> Sequence:
+    """The sequence of a prompt, whose length is checked; nothing is computed yet.
+
+    Parameters
+    ----------
+    begin, **more
+        For `Engine.open`.
+    """
+    check_length(adapter, inputs.tensors, recipe, generation)
+    return begun(adapter, inputs, recipe, begin, generation, **more)
+
+
+def begun(
+    adapter: Adapter,
+    inputs: Inputs,
+    recipe: Recipe,
+    begin: float,
+    generation: Generation,
+    **more: Any,
+) -> Sequence:
+    """The same without a look at its length; what Hugging Face refuses is an error of ours."""
+    try:
+        return Engine(adapter).open(
+            inputs,
+            recipe,
+            generation.for_loop(),
+            begin=begin,
+            streamer=generation.streamer,
+            seed=generation.seed,
+            strict=generation.strict,
+            cut=not generation.explicit,
+            **more,
+        )
+    except VLMFastError:
+        raise
+    except ValueError as error:
+        raise VLMFastError(f"these generation arguments were refused: {one_line(error)}") from error
+
+
+def sequence_of(
+    adapter: Adapter,
+    messages: list[dict],
+    recipe: Recipe,
+    generation: Generation,
+    number: int = 0,
+) -> Sequence:
+    """The answer to come: media read and processed, nothing computed yet."""
+    start = time.perf_counter()
+    prompt = render(adapter, messages, recipe)
+    loaded = time.perf_counter()
+    with lock_of(adapter.model):
+        begin = time.perf_counter()
+        inputs = Inputs(tensors_of(adapter, prompt), prompt.sizes, prompt.question, prompt.frames)
+        spent = Stats(time_media_s=loaded - start, time_processor_s=time.perf_counter() - begin)
+        more = {"number": number, "stats": spent, "images": prompt.images}
+        return opened(adapter, inputs, recipe, begin, generation, **more)
+
+
+def sequence_of_request(
+    adapter: Adapter, request: Any, generation: dict[str, Any], number: int = 0
+) -> Sequence:
+    """The sequence of one request of a batch; its own ``generation`` leads."""
+    one = Request(request) if isinstance(request, str) else request
+    if not isinstance(one, Request):
+        raise VLMFastError(f"is a {type(request).__name__}; it must be a vlmfast.Request or a str")
+    if not isinstance(one.generation, dict):
+        raise VLMFastError(f"generation={shown(one.generation)} must be a dict of arguments")
+    recipe = recipe_of(adapter, one.recipe)
+    names = [of.name for of in fields(Request)]
+    passed = gate(adapter, {**generation, **one.generation}, names=names)
+    media = (one.images, one.video, one.num_frames, one.fps)
+    if one.messages is None:
+        messages = messages_of(one.question, *media)
+    elif one.question is not None or any(of is not None for of in media):
+        raise VLMFastError("messages stand in the place of question, images and video")
+    else:
+        messages = one.messages
+    return sequence_of(adapter, messages, recipe, passed, number)
+
+
+def answered(
+    adapter: Adapter, messages: list[dict], recipe: Recipe, generation: Generation
+) -> Answer:
+    """Answer a conversation."""
+    sequence = sequence_of(adapter, messages, recipe, generation)
+    engine = Engine(adapter)
+    with lock_of(adapter.model):
+        if adapter.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(adapter.device)
+        engine.answer(sequence)
+        engine.release(sequence)
+    return answer_of(adapter, sequence)
+
+
+def answer_of(adapter: Adapter, sequence: Sequence) -> Answer:
+    """What a user gets of a sequence that has ended."""
+    text = adapter.processor.tokenizer.decode(sequence.tokens, skip_special_tokens=True)
+    return Answer(
+        text.strip(), sequence.tokens, sequence.stats, sequence.trace, str(sequence.recipe)
+    )

@@ -1,0 +1,268 @@
+"""Sessions on disk: what is written, and what is asked of a file before anything in it is used."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vlmfast.core import snapshot
+from vlmfast.core.layout import TokenLayout, VisualTokens
+from vlmfast.core.moved import former_names
+from vlmfast.core.protocols import DecodeStage
+from vlmfast.core.recipe import Recipe
+from vlmfast.core.saliency import Saliency
+from vlmfast.core.statistics import ItemGeometry, VisionStats
+from vlmfast.engine.cache import KVCache
+from vlmfast.engine.decode import Decoder
+from vlmfast.engine.prefill import Seen
+from vlmfast.engine.prefix import BUFFERS, Prefix
+from vlmfast.engine.stats import Stats, Trace
+from vlmfast.errors import ModelError, RecipeError, VLMFastError
+from vlmfast.kernels.quantize_kv import Segment
+from vlmfast.models.base import Adapter
+from vlmfast.version import __version__
+
+from .session_checks import capacity
+
+__all__ = ["OF_CACHE", "frozen", "identity", "read", "thawed", "write"]
+
+_KIND, _VERSION = "vlmfast-session", "1"
+_LONGEST = 4096  # characters of a recipe
+
+
+def identity(adapter: Adapter) -> dict[str, Any]:
+    """By what a saved session knows its model again: sizes, type, and some of every weight."""
+    digest, picked = hashlib.sha256(), {}
+    for name, weight in adapter.model.named_parameters():
+        digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}\n".encode())
+        flat = weight.detach().reshape(-1)
+        if len(flat):
+            index = torch.arange(16, device=flat.device) * (len(flat) - 1) // 15
+            picked.setdefault(flat.dtype, []).append(flat[index])
+    for of in picked.values():
+        digest.update(torch.cat(of).cpu().view(torch.uint8).numpy().tobytes())
+    return {
+        "sizes": adapter.sizes(),
+        "dtype": str(adapter.dtype).removeprefix("torch."),
+        "weights": digest.hexdigest(),
+    }
+
+
+def write(path: str | Path, adapter: Adapter, recipe: Recipe, state: dict[str, Any]) -> None:
+    """Write a session's state; a file that was there is replaced whole.
+
+    Parameters
+    ----------
+    state : dict
+        ``history``, ``messages``, ``stats``, ``pictures`` and ``cache`` (of `frozen`).
+
+    Raises
+    ------
+    VLMFastError
+        With the reason, when the file cannot be written.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    metadata = {
+        "kind": _KIND,
+        "version": _VERSION,
+        "vlmfast": __version__,
+        "recipe": str(recipe),
+        "model": json.dumps(identity(adapter)),
+        "session": json.dumps(snapshot.pack(state, tensors, "session")),
+    }
+    snapshot.write(path, metadata, tensors)
+
+
+def read(
+    path: str | Path,
+    adapter: Adapter,
+    choose: Callable[[str], Recipe],
+    own: tuple[type, ...],
+    build: Callable[[Recipe, dict[str, Any]], Any],
+) -> Any:
+    """What ``build`` makes of the recipe and the state that `write` was given.
+
+    Parameters
+    ----------
+    choose : callable
+        The recipe to go on under, from the text of the one that it was saved under.
+    own : tuple of type
+        Further classes that may be in the state.
+    build : callable
+        Checks the state; whatever it raises is one error about the file.
+
+    Raises
+    ------
+    VLMFastError
+        For a file that cannot be read or used; `ModelError` where it was saved with another model,
+        `RecipeError` where under another recipe.
+    """
+    metadata, tensors = snapshot.read(path, "a saved session")
+    if metadata.get("kind") != _KIND:
+        raise VLMFastError(f"{path} is not a saved session")
+    if metadata.get("version") != _VERSION:
+        raise VLMFastError(
+            f"{path} was saved by vlmfast {str(metadata.get('vlmfast'))[:40]} in format "
+            f"{str(metadata.get('version'))[:40]}; this vlmfast reads format {_VERSION}"
+        )
+    lacking = [key for key in ("model", "recipe", "session") if key not in metadata]
+    if not lacking and len(metadata["recipe"]) > _LONGEST:
+        raise VLMFastError(f"{path} cannot be used: its recipe is longer than any")
+    if lacking:
+        raise VLMFastError(f"{path} cannot be used: it has no {lacking[0]}")
+    try:
+        saved = json.loads(metadata["model"])
+        about = json.loads(metadata["session"])
+    except (ValueError, RecursionError) as error:
+        raise VLMFastError(f"{path} cannot be used: its metadata are not JSON") from error
+    _same_model(path, saved, identity(adapter))
+    recipe = choose(metadata["recipe"])
+    if str(recipe) != metadata["recipe"]:
+        raise RecipeError(
+            f"{path} was saved under the recipe {metadata['recipe'][:200]}, not {recipe}"
+        )
+    try:
+        state = snapshot.unpack(about, tensors, _classes(recipe, own))
+        if not isinstance(state, dict):
+            raise ValueError("it holds no state")
+        return build(recipe, state)
+    except (ModelError, RecipeError):
+        raise
+    except Exception as error:  # whatever a forged file brings about is about the file
+        reason = str(error).partition("\n")[0][:300]
+        if not isinstance(error, ValueError):
+            reason = f"{type(error).__name__}: {reason}"
+        raise VLMFastError(f"{path} cannot be used: {reason}") from error
+
+
+def _same_model(path: str | Path, saved: Any, own: dict[str, Any]) -> None:
+    if saved == own:
+        return
+    sizes = saved.get("sizes") if isinstance(saved, dict) else None
+    if not isinstance(sizes, dict):
+        raise ModelError(f"{path} does not say with which model it was saved")
+    if sizes != own["sizes"]:
+        keys = [key for key, of in own["sizes"].items() if sizes.get(key) != of]
+        what = ", ".join(
+            f"{key} {str(sizes.get(key))[:40]} and not {own['sizes'][key]}" for key in keys
+        )
+        raise ModelError(f"{path} was saved with another model: {what or 'more sizes'}")
+    if saved.get("dtype") != own["dtype"]:
+        raise ModelError(
+            f"{path} was saved with a model in {str(saved.get('dtype'))[:40]}, and this one is in "
+            f"{own['dtype']}"
+        )
+    raise ModelError(f"{path} was saved with another model: its weights are different")
+
+
+def _classes(recipe: Recipe, own: tuple[type, ...]) -> dict[str, type]:
+    """What may be in a file: the project's own parts, and what the recipe's methods note."""
+    found = [*own, Seen, Stats, Trace, Segment]
+    found += [ItemGeometry, Saliency, TokenLayout, VisionStats, VisualTokens]
+    for part in (part for word in recipe for part in (word, *word.expand())):
+        module = sys.modules[type(part).__module__]
+        found += [of for of in vars(module).values() if hasattr(of, "__dataclass_fields__")]
+    known = [cls for cls in found if isinstance(cls, type)]
+    # Earlier files of this format name classes by the modules that they were in then.
+    names = {former: cls for cls in known for former in former_names(cls)}
+    return names | {snapshot.name_of(cls): cls for cls in known}
+
+
+# --- caches --------------------------------------------------------------------------------------
+
+
+def frozen(prefix: Prefix) -> dict[str, Any]:
+    """All that `thawed` needs of what a session has read."""
+    cache = prefix.cache
+    layers = []
+    for layer in cache.layers:
+        held = layer.held[0]
+        layers.append(
+            {
+                "held": held,
+                "capacity": layer.keys.shape[2],
+                "shift": layer.shift,
+                "gap": layer.gap,
+                "even": layer.even,
+                "stored": layer.stored,
+                "segments": layer.segments,
+                "buffers": {
+                    name: of[:, :, :held]
+                    for name in BUFFERS
+                    if (of := getattr(layer, name)) is not None
+                },
+            }
+        )
+    return {
+        "layers": layers,
+        "length": cache.length,
+        "logical": cache.logical,
+        "compressed": cache.base,
+        "track": cache.track,
+        "mass": cache.mass,
+        "position": prefix.decoder.position,
+        "notes": prefix.notes,
+        "prompt": prefix.prompt_slots,
+        "steps": prefix.steps,
+        "ids": prefix.ids,
+        "base": prefix.base,
+        "stats": prefix.stats,
+        "trace": prefix.trace,
+    }
+
+
+def thawed(adapter: Adapter, recipe: Recipe, file: dict[str, Any]) -> Prefix:
+    """What `frozen` was given; ``file`` has passed `session_checks.check_cache`."""
+    saved = snapshot.moved({key: file[key] for key in OF_CACHE}, adapter.device)
+    cache = KVCache(adapter.depth, adapter.pool, adapter.windows)
+    cache.track, cache.mass = saved["track"], saved["mass"]
+    cache.length, cache.logical = saved["length"].clone(), list(saved["logical"])
+    cache.base = saved["compressed"]
+    cache.seen = torch.tensor(cache.logical, device=adapter.device)
+    for layer, length, of_layer in zip(cache.layers, cache.length, saved["layers"], strict=True):
+        buffers = of_layer["buffers"]
+        layer.lazy_initialization(buffers["keys"], buffers["values"])
+        layer.length, layer.seen, layer.even = length, cache.seen, of_layer["even"]
+        layer.held, layer.shift = [of_layer["held"]], list(of_layer["shift"])
+        if layer.window is not None:
+            layer.gap = list(of_layer["gap"])
+        layer.segments = list(of_layer["segments"])
+        layer.stored = [list(s) for s in of_layer["stored"]]
+        slots = capacity(of_layer["capacity"], of_layer["held"])
+        for name, of in buffers.items():
+            shape = (*of.shape[:2], slots, *of.shape[3:])
+            buffer = adapter.pool.take(shape, of.dtype, of.device)
+            buffer[:, :, : of.shape[2]] = of
+            setattr(layer, name, buffer)
+    stages = recipe.acting(DecodeStage) if cache.track else []
+    return Prefix(
+        Decoder(adapter, cache, saved["position"].clone(), []),
+        file["ids"],
+        file["base"],
+        file["stats"],
+        file["trace"],
+        stages,
+        saved["notes"],
+        saved["prompt"],
+        saved["steps"],
+    )
+
+
+OF_CACHE = (
+    "layers",
+    "length",
+    "logical",
+    "compressed",
+    "track",
+    "mass",
+    "position",
+    "notes",
+    "prompt",
+    "steps",
+)

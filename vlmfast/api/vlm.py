@@ -1,0 +1,418 @@
+"""What a user holds: `VLM` answers questions about pictures and clips under a recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from vlmfast.core.params import word_of
+from vlmfast.core.recipe import Recipe
+from vlmfast.core.registry import stage_class, stage_names
+from vlmfast.core.stage import Stage
+from vlmfast.errors import VLMFastError
+
+from .answer import Answer, Comparison, Request, agreement
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from vlmfast.engine.sequence import Sequence
+
+    from .session import Session
+
+__all__ = ["VLM", "Answer", "Comparison", "Request", "agreement", "methods"]
+
+_DECODING = ("auto", "graph", "compile", "eager")
+_SHIPPED = {"tiny": Path(__file__).parents[1] / "weights" / "tiny"}
+
+
+class VLM:
+    """A vision-language model under vlmfast.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+        Stays usable as it was: attention functions and hooks are put in for the length of a call.
+    processor : transformers.ProcessorMixin
+        The processor that belongs to the model.
+    decoding : {"auto", "graph", "compile", "eager"}
+        How decode steps run: as CUDA graphs that are captured once per shape (``auto`` on a GPU),
+        through ``torch.compile``, or operation by operation (``auto`` on a CPU).
+
+    Attributes
+    ----------
+    session_bytes : int or None
+        What the caches of all open sessions may take together between questions; no bound by
+        default. Beyond it the sessions that were not used for longest lose their caches, and build
+        them again when they are asked next. A session that is being used keeps its own, even where
+        that is larger than the bound.
+
+    Raises
+    ------
+    ModelError
+        For an unsupported family, several devices, or a processor without an image processor.
+    """
+
+    def __init__(self, model: PreTrainedModel, processor: Any, *, decoding: str = "auto") -> None:
+        from vlmfast.models import adapter_for
+
+        from .session import Sessions
+
+        if decoding not in _DECODING:
+            raise VLMFastError(f"decoding={decoding!r} must be one of {', '.join(_DECODING)}")
+        self.adapter = adapter_for(model, processor)
+        if decoding == "graph" and self.adapter.device.type != "cuda":
+            raise VLMFastError(
+                f"decoding='graph' needs a CUDA device, and the model is on {self.adapter.device}"
+            )
+        self.adapter.decoding, self.adapter.writer = decoding, processor
+        self.model, self.processor = model, processor
+        self._sessions = Sessions(self.adapter)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name: str | Path,
+        *,
+        device: str | torch.device | None = None,
+        dtype: str | torch.dtype = "auto",
+        **kwargs: Any,
+    ) -> VLM:
+        """Load a checkpoint and its processor.
+
+        Parameters
+        ----------
+        name : str or Path
+            ``"tiny"`` (the shipped model), a local folder, or a hub id.
+        device : str, optional
+            A CUDA device when there is one, else the CPU.
+        dtype : str or torch.dtype
+            ``"auto"`` is the checkpoint's own.
+        **kwargs
+            For Hugging Face's ``from_pretrained`` (``revision``, ``token``, ...).
+
+        Raises
+        ------
+        ModelError
+            When there is no such checkpoint, it has no processor, its family is not supported or
+            its weights do not fit.
+        """
+        from vlmfast.models._loading import load
+
+        path = _SHIPPED.get(str(name), name)
+        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        return cls(*load(path, device, dtype, **kwargs))
+
+    @property
+    def session_bytes(self) -> int | None:
+        return self._sessions.bytes
+
+    @session_bytes.setter
+    def session_bytes(self, bytes: int | None) -> None:
+        self._sessions.bytes = bytes
+
+    def recipe(self, recipe: Any) -> Recipe:
+        """What ``recipe=`` means on this model; presets differ by what its vision tower has.
+
+        Parameters
+        ----------
+        recipe : str, Stage, Recipe or None
+
+        Raises
+        ------
+        RecipeError
+            For an unknown method or parameter, a value out of range or stages in the wrong order.
+        """
+        from .request import recipe_of
+
+        return recipe_of(self.adapter, recipe)
+
+    # --- questions -------------------------------------------------------------------------------
+
+    def ask(
+        self,
+        question: str,
+        images: Any = None,
+        video: Any = None,
+        *,
+        num_frames: int | None = None,
+        fps: float | None = None,
+        recipe: Any = None,
+        max_kv_tokens: int | None = None,
+        progress: bool = True,
+        **generation: Any,
+    ) -> Answer:
+        """Answer a question about pictures or a clip.
+
+        Parameters
+        ----------
+        question : str
+        images : picture or list of pictures, optional
+            PIL image, path, URL, bytes, NumPy array or torch tensor.
+        video : path, bytes or list of frames, optional
+        num_frames, fps : optional
+            How many frames are read: a number, or so many a second; 8 when neither is given.
+        recipe : str, Stage or Recipe, optional
+            What is dropped; nothing by default.
+        max_kv_tokens : int, optional
+            Read the clip block by block, so that no layer ever caches more tokens, however long it
+            is. Each block is thinned out by the recipe's block-wise cache method, or by
+            ``quickprefill``. The answer then has no trace.
+        progress : bool
+            Whether a bar shows how much of such a clip has been read.
+        **generation
+            Hugging Face's generation arguments (``max_new_tokens``, ``do_sample``, ...).
+
+        Raises
+        ------
+        VLMFastError
+            `MediaError` for pictures and clips that cannot be read, `RecipeError` for a recipe
+            that cannot run on this model.
+        """
+        from .generation import gate
+        from .request import ASK, answered, messages_of
+
+        recipe, passed = self.recipe(recipe), gate(self.adapter, generation, names=ASK)
+        if max_kv_tokens is not None:
+            from .long_video import answer_long
+
+            if video is None or images is not None:
+                raise VLMFastError("max_kv_tokens is for video= alone")
+            clip = (video, num_frames, fps)
+            return answer_long(
+                self.adapter, question, clip, recipe, max_kv_tokens, passed, progress=progress
+            )
+        messages = messages_of(question, images, video, num_frames, fps)
+        return answered(self.adapter, messages, recipe, passed)
+
+    def chat(self, messages: list[dict], *, recipe: Any = None, **generation: Any) -> Answer:
+        """Answer the last turn of a conversation in Hugging Face's chat schema.
+
+        A content entry ``{"type": "image", ...}`` holds its picture under ``image``, ``path``,
+        ``url`` or ``base64``; ``{"type": "video", ...}`` its clip under ``video``, ``path`` or
+        ``url``, with ``num_frames`` or ``fps`` beside it.
+        """
+        from .generation import gate
+        from .request import CHAT, answered
+
+        recipe, passed = self.recipe(recipe), gate(self.adapter, generation, names=CHAT)
+        return answered(self.adapter, messages, recipe, passed)
+
+    def stream(
+        self,
+        question: str,
+        images: Any = None,
+        video: Any = None,
+        *,
+        num_frames: int | None = None,
+        fps: float | None = None,
+        recipe: Any = None,
+        **generation: Any,
+    ) -> Iterator[str | Answer]:
+        """Like `ask`, piece by piece: yields ``str``, and the `Answer` as the last item."""
+        from vlmfast.engine.streaming import stream
+
+        from .generation import gate
+        from .request import ASK, answered, messages_of
+
+        recipe, passed = self.recipe(recipe), gate(self.adapter, generation, names=ASK)
+        if passed.streamer is not None:
+            raise VLMFastError("streamer cannot be given: stream yields the text itself")
+        messages = messages_of(question, images, video, num_frames, fps)
+        return stream(
+            self.processor.tokenizer,
+            lambda streamer, cancelled: answered(
+                self.adapter, messages, recipe, passed.streamed(streamer, cancelled)
+            ),
+        )
+
+    def compare(
+        self,
+        question: str,
+        images: Any = None,
+        video: Any = None,
+        *,
+        recipes: list[Any],
+        num_frames: int | None = None,
+        fps: float | None = None,
+        **generation: Any,
+    ) -> list[Comparison]:
+        """The full model's answer first, then each recipe's."""
+        from .generation import gate, shown
+        from .request import ASK, answered, messages_of
+
+        recipes = [recipes] if isinstance(recipes, str | Stage | Recipe) else recipes
+        if not isinstance(recipes, list | tuple):
+            raise VLMFastError(f"recipes must be a list of recipes, not {shown(recipes)}")
+        chosen = [Recipe(), *map(self.recipe, recipes)]
+        passed = gate(self.adapter, generation, names=(*ASK, "recipes"))
+        messages = messages_of(question, images, video, num_frames, fps)
+        answers = [answered(self.adapter, messages, recipe, passed) for recipe in chosen]
+        full = answers[0].token_ids
+        return [Comparison(a.recipe, a, agreement(a.token_ids, full)) for a in answers]
+
+    def ask_many(
+        self, requests: Iterable[Request | str], *, batch_size: int = 8, **generation: Any
+    ) -> list[Answer]:
+        """Answer many questions, up to ``batch_size`` of them decoded together.
+
+        Every request has its own pictures, recipe, length and end. Prompts are read one at a time
+        and never padded, so each greedy answer is the one that `ask` gives; sampled answers draw
+        from the one random stream in the order of the batch.
+
+        Parameters
+        ----------
+        requests : iterable of Request or str
+            Read as rows become free. A ``str`` is a question without an image.
+        batch_size : int
+        **generation
+            For requests that do not say otherwise.
+
+        Returns
+        -------
+        list of Answer
+            In the order of the requests.
+
+        Raises
+        ------
+        VLMFastError
+            For the first request that cannot be answered; says which one.
+        """
+        from vlmfast.engine.engine import Engine
+
+        from .generation import shown
+        from .request import answer_of
+
+        if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+            raise VLMFastError(
+                f"batch_size={shown(batch_size)} must be a whole number of at least 1"
+            )
+        if isinstance(requests, str | bytes | Request | Mapping | torch.Tensor) or not isinstance(
+            requests, Iterable
+        ):
+            raise VLMFastError(
+                f"requests={shown(requests)} must be a list of vlmfast.Request or of questions"
+            )
+        answers: dict[int, Answer] = {}
+        sequences = self._sequences(requests, generation)
+        for sequence in Engine(self.adapter).answer_many(sequences, batch_size):
+            answers[sequence.number] = answer_of(self.adapter, sequence)
+        return [answers[number] for number in sorted(answers)]
+
+    def _sequences(
+        self, requests: Iterable[Request | str], generation: dict[str, Any]
+    ) -> Iterator[Sequence]:
+        from .request import sequence_of_request
+
+        for number, request in enumerate(requests):
+            try:
+                sequence = sequence_of_request(self.adapter, request, generation, number)
+            except VLMFastError as error:
+                raise type(error)(f"request {number}: {error}") from error
+            yield sequence
+
+    # --- sessions --------------------------------------------------------------------------------
+
+    def session(
+        self,
+        images: Any = None,
+        video: Any = None,
+        *,
+        num_frames: int | None = None,
+        fps: float | None = None,
+        recipe: Any = None,
+        history: bool = True,
+    ) -> Session:
+        """Open a session: pictures are encoded, and read where the recipe allows, once.
+
+        Parameters
+        ----------
+        images, video, num_frames, fps, recipe : optional
+            As in `ask`.
+        history : bool
+            Whether each question sees the ones before it and their answers, as in `chat`. Otherwise
+            every question stands alone, as in `ask`.
+
+        Returns
+        -------
+        Session
+            ``session.reuses`` says what is shared. Close it, or open it in a ``with`` statement.
+
+        Raises
+        ------
+        VLMFastError
+            As `ask` does, for pictures and recipes that cannot be used.
+        """
+        from .session import Session
+
+        recipe = self.recipe(recipe)
+        return Session._open(self._sessions, images, video, num_frames, fps, recipe, history)
+
+    def load_session(self, path: str | Path, *, recipe: Any = None) -> Session:
+        """A session that `Session.save` wrote, to go on with.
+
+        Parameters
+        ----------
+        path : str or Path
+        recipe : str, Stage or Recipe, optional
+            What the session must have been saved under; by default whatever it was.
+
+        Raises
+        ------
+        VLMFastError
+            For a file that is damaged or none of these; `ModelError` where it was saved with
+            another model, `RecipeError` where under another recipe than ``recipe``.
+        """
+        from .session import Session
+
+        return Session._load(self._sessions, path, recipe)
+
+    # --- the way in ------------------------------------------------------------------------------
+
+    def inputs(
+        self,
+        question: str,
+        images: Any = None,
+        video: Any = None,
+        *,
+        num_frames: int | None = None,
+        fps: float | None = None,
+    ) -> dict[str, torch.Tensor]:
+        """The tensors that `ask` works on; ``vlm.model.generate(**inputs)`` is the full model."""
+        from .request import messages_of, render, tensors_of
+
+        messages = messages_of(question, images, video, num_frames, fps)
+        return tensors_of(self.adapter, render(self.adapter, messages, Recipe()))
+
+
+def methods() -> list[dict[str, Any]]:
+    """Every stage and drafter: name, protocol, parameters, paper, whether it needs training.
+
+    ``floor`` is the lowest share of the visual tokens, averaged over 32 layers, that it can reach.
+    """
+    return [_method(stage_class(name)) for name in sorted(stage_names())]
+
+
+def _method(cls: type[Stage]) -> dict[str, Any]:
+    return {
+        "name": cls.name,
+        "protocol": cls.protocol,
+        "paper": cls.paper,
+        "trained": cls.trained,
+        "floor": cls().floor(32),
+        "value": cls.lead,
+        "summary": (cls.__doc__ or "").strip().partition("\n")[0],
+        "parameters": [
+            {
+                "name": word_of(f),
+                "type": str(f.type),
+                "default": None if f.default is MISSING else f.default,
+                **{key: value for key, value in f.metadata.items() if key != "word"},
+            }
+            for f in fields(cls)
+        ],
+    }

@@ -1,0 +1,1 @@
+"""Methods that compress the KV cache: evictors and quantizers."""

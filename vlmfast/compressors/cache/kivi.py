@@ -1,0 +1,140 @@
+"""KIVI: keys in 2 bits per channel, values in 2 bits per token, the newest tokens in full.
+
+A few channels of the keys are far larger than the rest, in every token; values have no such
+channels. KIVI (ICML 2024, arXiv 2402.02750) therefore shares a step and a minimum along the tokens
+for keys and along the channels for values::
+
+    step = (max - min) / (2^b - 1),   q = round((x - min) / step)
+    keys      per channel, over a group of G tokens
+    values    per token, over a group of G channels
+
+The keys of a group can only be quantised when all its tokens are there. The newest tokens, fewer
+than ``R``, thus stay as they are; whenever ``R`` have come together they are quantised at once. Of
+a prompt of ``L`` tokens the ``L mod R`` last are left. Nothing is ever quantised twice.
+
+An entry takes, at b = 2 and G = 32, 2 bits and its part of 2 x 16 bits: 3 instead of 16.
+
+Different from the authors' code, and why:
+
+- A value is quantised together with its key, so that each token is held in one form. The authors
+  keep the values (not the keys) of the newest ``R`` tokens in full at all times and quantise one
+  value in each step. Once quantised, codes and bytes are the same; but here the values of the
+  newest tokens are quantised up to ``R`` steps earlier.
+- Codes are counted in float32 from the stored (float16) step and minimum. The authors count in
+  float16, which moves a code by one where it is at a tie.
+- Steps of zero, where a group is constant, are guarded. A head narrower than a group is one group.
+- Bytes hold channels that are half (a quarter of) a head apart, not neighbours.
+- Heads may hold different numbers of tokens, when something has evicted before: as many are
+  quantised of each as the shortest allows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from vlmfast.core.contexts import PrefillContext
+from vlmfast.core.kv import KV
+from vlmfast.core.params import param
+from vlmfast.core.protocols import CacheStage, DecodeStage, Slots
+from vlmfast.core.stage import Stage
+from vlmfast.core.statistics import ColumnStats
+from vlmfast.errors import RecipeError
+from vlmfast.kernels.quantize_kv import Segment, quantise
+
+from ..part import Part
+
+
+def oldest(kv: KV, count: int) -> tuple[KV, KV]:
+    """The first ``count`` slots of every head, and the others."""
+    slots = torch.arange(len(kv), device=kv.keys.device)
+    return kv.select(slots[:count]), kv.select(slots[count:], kv.lengths - count)
+
+
+@dataclass(frozen=True)
+class Kivi(CacheStage):
+    """Quantises keys per channel and values per token, to 2 bits, in groups."""
+
+    name: ClassVar[str] = "kivi"
+    paper: ClassVar[str] = "ICML 2024, arXiv 2402.02750"
+    lead: ClassVar[str | None] = "bits"
+    quantises: ClassVar[bool] = True
+
+    bits: int = param(2, "bits of a code: 2, 4 or 8", ge=2, le=8)
+    group: int = param(32, "tokens (of keys) and channels (of values) that share a step", ge=1)
+    residual: int = param(128, "tokens that are quantised at once; fewer stay in full", ge=1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.bits not in (2, 4, 8):
+            raise RecipeError(f"kivi: bits={self.bits} cannot be packed; allowed are 2, 4 and 8")
+        if self.residual % self.group:
+            raise RecipeError(
+                f"kivi: residual={self.residual} does not consist of groups of {self.group} "
+                "tokens; it must be a multiple of group"
+            )
+
+    def expand(self) -> tuple[Stage, ...]:
+        return (self, Pages(self))
+
+    def compress(
+        self, context: PrefillContext, layer: int, kv: KV, stats: ColumnStats | None
+    ) -> KV:
+        shortest = int(kv.lengths.min())
+        note = context.notes.setdefault(self.name, {})
+        note[layer] = {"apart": len(kv) - shortest}
+        if not (count := shortest // self.residual * self.residual):
+            return kv
+        old, rest = oldest(kv, count)
+        segment = self.segment(old.keys, old.values, old.order, old.bias)
+        note[layer]["dtype"] = segment.key_step.dtype
+        return replace(rest, segments=(*kv.segments, segment))
+
+    def segment(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        order: Tensor,
+        bias: Tensor | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Segment:
+        """All slots of keys and values (H, N, D); ``dtype`` that of the parameters."""
+        lengths = torch.full((len(keys),), keys.shape[1], device=keys.device)
+        try:
+            return quantise(
+                keys,
+                values,
+                order,
+                lengths,
+                self.bits,
+                key_group=self.group,
+                value_group=min(self.group, keys.shape[-1]),
+                bias=bias,
+                dtype=dtype,
+            )
+        except ValueError as error:
+            raise RecipeError(f"kivi: {error}") from None
+
+
+@dataclass(frozen=True)
+class Pages(Part, DecodeStage):
+    """Quantises the oldest tokens of the answer whenever ``residual`` have come together."""
+
+    name: ClassVar[str] = Kivi.name
+
+    def step(self, slots: Slots, layer: int) -> None:
+        note = slots.notes.get(self.name, {}).get(layer, {})
+        # All heads grow alike: they stay as far apart as they were behind the prompt.
+        count = (slots.held - note.get("apart", 0)) // self.of.residual * self.of.residual
+        if count <= 0:
+            return
+        order = slots.order[:, :count]
+        dtype = note.get("dtype", torch.float16)
+        slots.quantise(count, lambda k, v: self.of.segment(k, v, order, dtype=dtype))
+
+    def quiet(self, slots: Slots, layer: int) -> int:
+        note = slots.notes.get(self.name, {}).get(layer, {})
+        return self.of.residual - 1 - (slots.held - note.get("apart", 0))

@@ -1,0 +1,69 @@
+"""PyramidKV: SnapKV with more slots for the first layers and fewer for the last.
+
+Shallow layers spread their attention over all of a prompt, deep ones gather it in few keys.
+PyramidKV (arXiv 2406.02069) ranks slots as SnapKV does (see `snapkv`) and lets the number of slots
+fall from layer to layer. Of N slots, ``C = int(share N)`` stay in the middle of L layers, ``w`` of
+them being the window that stays everywhere; layer l keeps ``w + n_l``::
+
+    m = floor((C - w) / beta)      M = 2 (C - w) - m
+    if M >= N - w:                 M = N - w         m = 2 (C - w) - M
+    n_l = M - l floor((M - m) / (L - 1))
+    if N < 2 (C - w):              n_l = C - w       the budget is too large for a pyramid
+
+``m`` is what the last layer should keep beside the window, ``M`` what the first one does.
+
+Different from the authors' code, and why:
+
+- As in `snapkv`: grouped-query heads vote together, the budget is a share, arithmetic is float32.
+- The step between layers is a whole number, as theirs. It is rounded down, so the last layer keeps
+  up to L - 2 slots more than ``m`` and all layers together somewhat more than ``L C``. What the
+  common cost axis counts is what is really kept.
+- Every layer keeps at least one slot beside the window; ``m`` is zero where C - w is below beta.
+- A model of a single layer keeps C slots; their step would divide by zero.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from vlmfast.core.contexts import PrefillContext
+from vlmfast.core.params import param
+
+from .snapkv import SnapKV
+
+
+def pyramid(n: int, capacity: int, window: int, depth: int, beta: int) -> list[int]:
+    """Slots that each of ``depth`` layers keeps of ``n``, window included."""
+    if n <= capacity:
+        return [n] * depth
+    ranked = capacity - window
+    if n < 2 * ranked or depth == 1:
+        return [capacity] * depth
+    last = ranked // beta
+    most = 2 * ranked - last
+    if most >= n - window:
+        most = n - window
+        last = 2 * ranked - most
+    step = (most - last) // (depth - 1)
+    return [max(most - layer * step, 1) + window for layer in range(depth)]
+
+
+@dataclass(frozen=True)
+class PyramidKV(SnapKV):
+    """SnapKV with more slots for the first layers and fewer for the last."""
+
+    name: ClassVar[str] = "pyramidkv"
+    paper: ClassVar[str] = "arXiv 2406.02069"
+
+    window: float = param(
+        8.0, "last slots, which vote and stay; a value below 1 is a share of what stays", gt=0.0
+    )
+    beta: int = param(20, "the last layer keeps about 1 / beta of the average", ge=1)
+
+    def capacity(self, context: PrefillContext, layer: int, n: int) -> int:
+        capacity = super().capacity(context, layer, n)
+        window = self.last(capacity)
+        if capacity <= window:  # which is then an error of every layer
+            return capacity
+        return pyramid(n, capacity, window, context.depth, self.beta)[layer]

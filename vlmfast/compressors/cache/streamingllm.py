@@ -1,0 +1,147 @@
+"""StreamingLLM: the first few slots and the last ones, at distances as if nothing was between them.
+
+Models pour attention that they have no use for into the first tokens. StreamingLLM (ICLR 2024,
+arXiv 2309.17453) keeps these sinks and a window that slides over the rest, however long a text
+becomes, and numbers what it holds by slots: with n slots, the key in slot i is seen at the rotary
+distance ``n - 1 - i`` of the last one, no matter how far apart the tokens were. Of N slots of the
+prompt, the first ``sinks`` and the last ``int(share N) - sinks`` stay; every token of the answer
+pushes out the oldest slot that is no sink.
+
+The authors cache keys without rotary ids and rotate all of them by slot at each step. Here keys are
+cached with their ids, and only what must move is moved. Rotary attention knows differences of ids
+alone: where the query of the next token, id ``p + 1``, meets a key of id ``q``, the logit depends
+on ``p + 1 - q``. Attention does not know the order of its keys either. So slot i of n may have any
+id, as long as its distance is that of its slot::
+
+    q_i = p - (n - 1 - i)               p: id of the last token, which stays
+
+The window's tokens follow one another; they have these ids already. Only the sinks, for which this
+is far from their own id, are rotated: once to meet the window, then on by one with each token of
+the answer. They are rotated from a float32 copy of the prompt's keys each time, so that rounding
+does not pile up.
+
+Different from the authors' code, and why:
+
+- Rotation as above. The same logits, without a pass over all keys in each step.
+- The window is a share of the prompt, not a fixed number of slots, and it holds the new token too:
+  what the authors call evicting for space.
+- Models whose tokens have three rotary ids (M-RoPE) are refused: there is no such thing as the
+  next slot's place in a picture.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from vlmfast.core.contexts import PrefillContext
+from vlmfast.core.kv import KV
+from vlmfast.core.params import param
+from vlmfast.core.protocols import DecodeStage, Slots
+from vlmfast.core.stage import Stage
+from vlmfast.core.statistics import ColumnStats
+from vlmfast.errors import RecipeError
+
+from ..evictor import Evictor
+from ..part import Part
+
+
+def moves(position: Tensor, lengths: Tensor) -> Tensor:
+    """What is to be added to each id so that the last stays and the others lead up to it.
+
+    Parameters
+    ----------
+    position : Tensor, int64, (H, N)
+    lengths : Tensor, int64, (H,)
+        Slots that exist; for the others, any number comes back.
+    """
+    last = position.gather(1, lengths[:, None] - 1)
+    behind = lengths[:, None] - 1 - torch.arange(position.shape[1], device=position.device)
+    return last - behind - position
+
+
+def oldest(order: Tensor, length: Tensor, sinks: int) -> Tensor:
+    """The slot of each head, ``order`` (H, N), with the oldest token behind the first ``sinks``."""
+    slots = torch.arange(order.shape[1], device=order.device)
+    fixed = (slots < sinks) | (slots >= length[:, None])
+    return order.masked_fill(fixed, torch.iinfo(order.dtype).max).argmin(1)
+
+
+@dataclass(frozen=True)
+class StreamingLLM(Evictor):
+    """Keeps the first few slots and the last ones, and slides with the answer."""
+
+    name: ClassVar[str] = "streamingllm"
+    paper: ClassVar[str] = "ICLR 2024, arXiv 2309.17453"
+
+    sinks: int = param(4, "first slots, which always stay", ge=0)
+
+    def expand(self) -> tuple[Stage, ...]:
+        return (self, Slide(self))
+
+    def score(self, kv: KV, stats: ColumnStats | None, ranked: Tensor) -> Tensor:
+        return torch.arange(len(kv), device=kv.keys.device).expand(len(kv.keys), -1)
+
+    def compress(
+        self, context: PrefillContext, layer: int, kv: KV, stats: ColumnStats | None
+    ) -> KV:
+        kept = super().compress(context, layer, kv, stats)
+        if kept is kv:
+            return kv
+        if len(context.layout.position) > 1:
+            raise RecipeError(
+                f"{self.name}: the model gives each token {len(context.layout.position)} rotary "
+                "ids; slots can be numbered in models with one; 'snapkv:0.5' works on this model"
+            )
+        delta = moves(kept.position, kept.lengths)
+        context.notes.setdefault(self.name, {})[layer] = Sinks(
+            kept.keys[:, : self.sinks].to(torch.float32, copy=True),
+            delta[:, : self.sinks] - kept.order.gather(1, kept.lengths[:, None] - 1),
+            len(kept),
+        )
+        keys = context.rotate(kept.keys, delta)
+        return replace(kept, keys=keys, position=kept.position + delta)
+
+
+@dataclass(frozen=True)
+class Sinks:
+    """What one layer must remember of its prompt.
+
+    Parameters
+    ----------
+    keys : Tensor, float32, (H, sinks, D)
+        Under their own rotary ids.
+    delta : Tensor, int64, (H, sinks)
+        What is to be added to these ids when the order of the last token is added to it.
+    budget : int
+        Slots that stay.
+    """
+
+    keys: Tensor
+    delta: Tensor
+    budget: int
+
+
+@dataclass(frozen=True)
+class Slide(Part, DecodeStage):
+    """Evicts the oldest slot that is no sink, and moves the sinks up."""
+
+    name: ClassVar[str] = StreamingLLM.name
+
+    def step(self, slots: Slots, layer: int) -> None:
+        note, held, count = slots.notes.get(self.name, {}).get(layer), slots.held, self.of.sinks
+        if note is None:  # the whole prompt was kept
+            return
+        if held < note.budget:  # the first slots need not be the sinks any more
+            raise RecipeError(
+                f"{self.name} must be the last method of a recipe that changes the cache: of "
+                f"its {note.budget} slots in layer {layer}, {held} are left"
+            )
+        for more in range(held + 1 - note.budget):
+            slots.evict(oldest(slots.order[:, : held - more], slots.length, count))
+        # The token to come, number ``seen``, is the last one.
+        keys = slots.rotate(note.keys, note.delta + slots.seen)
+        slots.keys[:, :count] = keys.to(slots.keys.dtype)

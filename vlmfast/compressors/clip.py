@@ -1,0 +1,161 @@
+"""Any OpenCLIP model as a judge of what a question is about."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import grid_sample, normalize
+
+from vlmfast.core.params import param
+from vlmfast.errors import RecipeError
+
+_AT_ONCE = 16  # pictures in one pass
+_WINDOWS = 4  # windows of a picture, down and across, where a model has no features of patches
+_RIDGE = 1e-4  # when nothing new is left to add, relevance alone decides
+
+
+def model_param() -> Any:
+    return param(
+        "ViT-L-14-336-quickgelu",
+        "OpenCLIP model: a name that it knows, hf-hub:NAME or local-dir:FOLDER",
+    )
+
+
+def pretrained_param() -> Any:
+    return param("openai", "its weights: a tag that OpenCLIP knows, or a file; hf-hub needs none")
+
+
+@dataclass(frozen=True, eq=False)
+class Clip:
+    """An OpenCLIP model with its tokenizer and its way to prepare pictures."""
+
+    model: nn.Module
+    tokenizer: Any
+    prepare: Any
+
+    @torch.no_grad()
+    def text(self, question: str) -> Tensor:
+        """The question's embedding: float32, (D,), of length 1."""
+        ids = self.tokenizer([question]).to(self._device)
+        return normalize(self.model.encode_text(ids).float(), dim=-1)[0]
+
+    @torch.no_grad()
+    def pictures(self, pictures: Sequence[Any]) -> Tensor:
+        """Embeddings of whole pictures: float32, (N, D), of length 1."""
+        parts = [
+            self.model.encode_image(self._pixels(pictures[i : i + _AT_ONCE]))
+            for i in range(0, len(pictures), _AT_ONCE)
+        ]
+        return normalize(torch.cat(parts).float(), dim=-1)
+
+    @property
+    def dense(self) -> bool:
+        """Whether the features of patches go the same way as those of CLS."""
+        visual = self.model.visual
+        plain = getattr(visual, "attn_pool", None) is None
+        return plain and isinstance(getattr(visual, "proj", None), Tensor)
+
+    @torch.no_grad()
+    def relevance(self, picture: Any, text: Tensor) -> Tensor:
+        """How much each part of a picture has to do with a text: float32, (h, w).
+
+        Of a ViT the cosine of its patches behind the last norm and projection, with its sign
+        turned: trained for CLS alone, they lie on the far side of what they show. Of other models
+        the cosine of windows of the picture, half as high and wide.
+        """
+        if self.dense:
+            visual = self.model.visual
+            found = visual.forward_intermediates(
+                self._pixels([picture]), indices=1, normalize_intermediates=True
+            )
+            patches = found["image_intermediates"][0][0].permute(1, 2, 0) @ visual.proj
+            return -(normalize(patches.float(), dim=-1) @ text)
+        width, height = picture.size
+        starts = [(2 * i + 1) / (2 * _WINDOWS) - 0.25 for i in range(_WINDOWS)]
+        starts = [min(max(start, 0.0), 0.5) for start in starts]
+        windows = [
+            picture.crop(
+                (
+                    int(x * width),
+                    int(y * height),
+                    max(int((x + 0.5) * width), int(x * width) + 1),
+                    max(int((y + 0.5) * height), int(y * height) + 1),
+                )
+            )
+            for y in starts
+            for x in starts
+        ]
+        return (self.pictures(windows) @ text).view(_WINDOWS, _WINDOWS)
+
+    @property
+    def _device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    def _pixels(self, pictures: Sequence[Any]) -> Tensor:
+        return torch.stack([self.prepare(picture) for picture in pictures]).to(self._device)
+
+
+def load(stage: str, model: str, pretrained: str) -> Clip:
+    """An OpenCLIP model for the method ``stage``, on the GPU where there is one.
+
+    Raises
+    ------
+    RecipeError
+        When OpenCLIP is not installed, does not know the model, or cannot load its weights.
+    """
+    if not pretrained and not model.startswith(("hf-hub:", "local-dir:")):
+        raise RecipeError(
+            f"{stage}: pretrained is empty, and {model} has no weights of its own; give a tag of "
+            "OpenCLIP or a file"
+        )
+    try:
+        return _opened(model, pretrained)
+    except ImportError as error:
+        raise RecipeError(
+            f"{stage} needs OpenCLIP, which cannot be imported ({error}); "
+            "pip install open_clip_torch"
+        ) from None
+    except Exception as error:  # whatever its readers and the hub raise
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise RecipeError(
+            f"{stage}: OpenCLIP cannot load model={model} with pretrained={pretrained}: {reason}; "
+            "give a model and weights that it knows, or a file"
+        ) from error
+
+
+@lru_cache(maxsize=2)
+def _opened(model: str, pretrained: str) -> Clip:
+    import open_clip
+
+    # Pictures are squeezed to the model's square rather than cropped: no part of them is missing.
+    found, _, prepare = open_clip.create_model_and_transforms(
+        model, pretrained=pretrained or None, image_resize_mode="squash"
+    )
+    found = found.eval().requires_grad_(False)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return Clip(found.to(device), open_clip.get_tokenizer(model), prepare)
+
+
+def at_boxes(values: Tensor, boxes: Tensor) -> Tensor:
+    """Entries of a map (h, w) over a picture at the middles of ``boxes`` (N, 4): (N,), bilinear."""
+    middle = boxes.view(-1, 2, 2).mean(1) * 2 - 1
+    found = grid_sample(
+        values[None, None], middle[None, None], padding_mode="border", align_corners=False
+    )
+    return found[0, 0, 0]
+
+
+def conditional(similarity: Tensor, relevance: Tensor) -> Tensor:
+    """The matrix of a determinantal point process that knows the question: float32, (N, N).
+
+    ``L = diag(r) S diag(r)`` with the relevance taken to [0, 1].
+    """
+    low, high = relevance.min(), relevance.max()
+    r = (relevance - low) / (high - low + 1e-6)
+    own = torch.eye(len(r), device=r.device)
+    return r[:, None] * (similarity + _RIDGE * own) * r

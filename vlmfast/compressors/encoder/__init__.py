@@ -1,0 +1,1 @@
+"""Methods that act between the blocks of the vision encoder."""

@@ -1,0 +1,420 @@
+"""MustDrop: tokens that are alike merge, tokens that matter stay, the question drops the rest.
+
+MustDrop (arXiv 2411.10803) asks three times whether a visual token must be dropped; one recipe word
+runs all three parts.
+
+In the vision tower, behind its first layer, the patches are cut into windows of ``m`` (3 x 3). A
+window whose patches are alike becomes one token, their mean::
+
+    sim(w) = mean over pairs i != j of cos(x_i, x_j)          merge w if sim(w) >= similarity
+
+At the end of the tower the CLS row of the last layer, mean over heads, marks the *key set* of each
+view: the ``ceil(key T)`` most attended of its ``T`` tokens. No later part drops them.
+
+In the language model, behind layers 2, 6, 10 and 14 (of 0 to 31), every text row ``t`` behind the
+last visual token says, by its softmax attention ``A`` (mean over heads), what the question sees::
+
+    g_j = sum over t of A[t, j]         m_j = max over t of A[t, j]
+    drop j  if  g_j < global_thr sum_i g_i  and  m_j < individual_thr  and  j is no key token
+
+In the cache, once the prompt is read, a layer still holds what later filters dropped. The answer
+needs what survived the last one: from the layer on behind which the first filter runs, all layers
+keep these tokens alone (``cache``). Layers before it keep everything. The prefill does not change.
+
+``budget`` needs counts rather than thresholds. Raise both thresholds by one common factor: token j
+falls at ``max(g_j / (global_thr sum_i g_i), m_j / individual_thr)``, and 1 is the rule above.
+That factor ranks the tokens. A budget keeps the key set and the best of the rest, ``n lambda^s``
+tokens behind filter ``s``; ``n`` enter the language model, and ``lambda`` is solved so that the
+average over the layers is met. Windows still merge, those of all views ranked together, while at
+least the budget's share of the tower's patches is left.
+
+Different from the authors' code, and why:
+
+- Every view merges all of its similar windows. The authors merge as many in each view as in the one
+  with the fewest, so that a call has rows of one length; ``merge="call"`` does so too. Here views
+  are padded instead, and what a picture keeps does not depend on its neighbours.
+- Merged tokens stand where the middle of their window stood. The authors put them in front of all
+  others, most similar first (so does `spatial_merge`; the tower itself does not mind).
+- Windows are 3 x 3 where that divides a view, else 2 x 2; other views need a window of their own.
+- Tokens that the prompt does not hold (LLaVA-NeXT's letterbox) are no candidates for the key set.
+- Newlines, which the authors do not insert, are visual tokens like others to the filter.
+- Similarities and attention are compared in float32. Ties go to the lower index.
+- Several pictures: their tokens are filtered together, by the text behind the last one.
+- On vision towers without CLS the attention that patches receive marks the key set. Towers that
+  make one token of several patches merge no windows; the other parts run alone.
+- A cached token keeps the rotary id that it has in its layer, and the answer continues the ids of
+  each layer's prompt. In the authors' decode a layer's next id is the number of slots that its
+  cache holds, less than the ids of what it holds.
+- Any depth: the layers are given as the number of layers before each drop, 3, 7, 11 and 15; a value
+  below 1 is a share of the depth. Thresholds are absolute, as published: fewer tokens, softer rule.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from vlmfast.core.contexts import EncodeRequest, PrefillContext
+from vlmfast.core.kv import KV
+from vlmfast.core.layout import TokenLayout, VisualTokens
+from vlmfast.core.params import budget_param, param, positions_param, repair_param, saliency_param
+from vlmfast.core.protocols import CacheStage, EncodeStage, InEncoderStage, PrefillStage
+from vlmfast.core.saliency import SaliencyRequest
+from vlmfast.core.stage import Stage
+from vlmfast.core.statistics import ItemGeometry, StatRequest, VisionStats
+from vlmfast.core.views import marked, per_token, slots
+from vlmfast.errors import RecipeError
+
+from ..budget import check_layers, drop_layers, moved_layers, solve_counts
+from ..part import Part
+from ..select import best
+
+# Thresholds (global, individual) of the authors' scripts for LLaVA-1.5-7B, by the tokens that they
+# left on average of its 576: TextVQA's, and for 64 tokens also VizWiz's.
+PUBLISHED = {
+    "192": (0.001, 0.001),
+    "128": (0.0012, 0.001),
+    "64": (0.011, 0.01),
+    "64-vizwiz": (0.005, 0.001),
+}
+
+
+# --- in the vision tower -------------------------------------------------------------------------
+
+
+def windows(patches: Tensor, window: tuple[int, int]) -> Tensor:
+    """Patches (V, N, D) of square views as (V, W, m, D): windows, and the patches in each."""
+    side = math.isqrt(patches.shape[1])
+    down, across = window
+    cells = patches.unflatten(1, (side // down, down, side // across, across))
+    return cells.transpose(2, 3).flatten(3, 4).flatten(1, 2)
+
+
+def window_similarity(cells: Tensor) -> Tensor:
+    """Mean cosine over the pairs of different patches: (V, W, m, D) to float32 (V, W).
+
+    All pairs at once: the squared length of the sum of unit vectors is the sum over all pairs.
+    """
+    m, units = cells.shape[2], normalize(cells.float(), dim=-1)
+    pairs = units.sum(2).square().sum(-1) - units.square().sum((2, 3))
+    return pairs / (m * (m - 1))
+
+
+def spatial_merge(
+    hidden: Tensor,
+    window: tuple[int, int],
+    similarity: Tensor,
+    counts: Tensor,
+    cls: int = 1,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Merge the ``counts[v]`` most similar windows of view ``v``.
+
+    Parameters
+    ----------
+    hidden : Tensor, (V, cls + N, D)
+        CLS, where the tower has one, and the patches of a square view.
+    similarity : Tensor, (V, W)
+    counts : Tensor, int64, (V,)
+    cls : int
+        0 for a tower without CLS.
+
+    Returns
+    -------
+    hidden : Tensor, (V, M, D)
+        CLS, merged windows by falling similarity, other patches in raster order, padding.
+    source : Tensor, int64, (V, cls + N)
+        Row of the new hidden states that each old row is part of.
+    lengths : Tensor, int64, (V,)
+        Rows of each view without the padding.
+    """
+    views, n = hidden.shape[0], hidden.shape[1] - cls
+    cells = windows(hidden[:, cls:], window)
+    order = similarity.sort(dim=1, descending=True, stable=True).indices
+    rank, index = order.argsort(1), torch.arange(cls + n, device=hidden.device)
+    members = windows(index[None, :n, None], window)[0, :, :, 0]
+    home = torch.empty_like(index[:n])
+    home[members] = index[: len(members), None].expand_as(members)
+
+    merged = rank[:, home] < counts[:, None]
+    alone = (~merged).cumsum(1) - 1 + counts[:, None]
+    source = cls + torch.where(merged, rank[:, home], alone)
+    source = torch.cat([torch.zeros_like(source[:, :cls]), source], dim=1)
+    lengths = source.amax(1) + 1
+    most = int(lengths.max())
+
+    # Where each new row is copied from: an old row or the mean of a window. Windows that do not
+    # merge write into a last column that is cut off; padding is a copy of the first row.
+    copied = torch.zeros(views, most + 1, dtype=torch.int64, device=hidden.device)
+    copied = copied.scatter(1, source, index.expand(views, -1))
+    place = torch.where(rank < counts[:, None], cls + rank, most)
+    copied = copied.scatter(1, place, (cls + n + index[: rank.shape[1]]).expand(views, -1))
+    rows = torch.cat([hidden, cells.mean(2)], dim=1)
+    return rows.gather(1, copied[:, :most, None].expand(-1, -1, rows.shape[2])), source, lengths
+
+
+def key_tokens(attention: Tensor, layout: TokenLayout, item: ItemGeometry, share: float) -> Tensor:
+    """The most attended ``ceil(share T)`` of the ``T`` tokens of each view of one image.
+
+    Parameters
+    ----------
+    attention : Tensor, (V, N)
+        Saliency of the tokens of each view, the whole view first.
+
+    Returns
+    -------
+    Tensor, bool, (S,)
+    """
+    slot = slots(layout, item)
+    here = marked(slot, attention)
+    score = attention.masked_fill(~here, -torch.inf)
+    chosen = best(score, (here.sum(1).double() * share).ceil().long())
+    return per_token(chosen, slot)
+
+
+# --- in the language model -----------------------------------------------------------------------
+
+
+def text_attention(attention: Tensor) -> tuple[Tensor, Tensor]:
+    """Sum and maximum over text rows of attention (H, R, N), mean over heads: ``g``, ``m`` (N,)."""
+    mean = attention.float().mean(0)
+    return mean.sum(0), mean.amax(0)
+
+
+def dual_attention(g: Tensor, m: Tensor, global_thr: float, individual_thr: float) -> Tensor:
+    """Tokens that pass one of both thresholds: bool (N,)."""
+    return ~((g < global_thr * g.sum()) & (m < individual_thr))
+
+
+def dual_attention_rank(g: Tensor, m: Tensor, global_thr: float, individual_thr: float) -> Tensor:
+    """By which factor both thresholds must be raised until a token falls: (N,)."""
+    return torch.maximum(g / (global_thr * g.sum()), m / individual_thr)
+
+
+# --- the recipe word, and its parts --------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class MustDrop(Stage):
+    """Merges similar windows, protects key tokens, drops what the question does not look at."""
+
+    name: ClassVar[str] = "mustdrop"
+    protocol: ClassVar[str] = "in-encoder"
+    paper: ClassVar[str] = "arXiv 2411.10803"
+    lead: ClassVar[str | None] = "budget"
+    asks_question: ClassVar[bool] = True
+
+    window: int = param(
+        0,
+        "side of the windows in patches; 0: 3 where that divides a view, else 2; 1: nothing merges",
+        ge=0,
+    )
+    similarity: float = param(0.8, "mean cosine from which a window merges; 2: never", ge=-1.0)
+    merge: str = param(
+        "view",
+        "windows merged: all similar ones of each view, or as many as in the view with the fewest",
+        choices=("view", "call"),
+    )
+    key: float = param(0.08, "share of each view's tokens that is never dropped", gt=0.0, le=1.0)
+    layers: tuple[float, ...] = param(
+        (3 / 32, 7 / 32, 11 / 32, 15 / 32),
+        "layers before each filter; a value below 1 is a share of the model's depth",
+        gt=0.0,
+    )
+    published: str = param(
+        "192", "the authors' thresholds, by the tokens they left of 576", choices=tuple(PUBLISHED)
+    )
+    global_thr: float | None = param(
+        None, "lowest share of the text's attention, instead of the published one", ge=0.0, le=1.0
+    )
+    individual_thr: float | None = param(
+        None, "lowest attention of one text token, instead of the published one", ge=0.0, le=1.0
+    )
+    saliency: str = saliency_param()
+    cache: bool = param(True, "layers from the first filter on keep what survived the last")
+    positions: str = positions_param("compact")
+    repair: bool = repair_param(False)
+    budget: float | None = budget_param()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_layers(self.name, self.layers)
+        names = ("global_thr", "individual_thr")
+        for word, value in zip(names, self.thresholds, strict=True):
+            if self.budget is not None and value == 0:
+                raise RecipeError(
+                    f"mustdrop: {word}=0 cannot stand with budget, which ranks tokens by their "
+                    "attention in units of the thresholds; it must be > 0"
+                )
+
+    @property
+    def thresholds(self) -> tuple[float, float]:
+        """``global_thr`` and ``individual_thr``."""
+        pair = zip((self.global_thr, self.individual_thr), PUBLISHED[self.published], strict=True)
+        return tuple(usual if own is None else own for own, usual in pair)
+
+    def expand(self) -> tuple[Stage, ...]:
+        prefill = (Merge(self), KeySet(self), Filter(self))
+        return (*prefill, Cache(self)) if self.cache else prefill
+
+    def fitted(self, depth: int, first: int) -> Stage:
+        if self.filters(depth)[0] >= first:
+            return self
+        return replace(self, layers=tuple(map(float, moved_layers(self.layers, depth, first))))
+
+    def floor(self, depth: int) -> float:
+        """Of a picture in which nothing merges: all tokens, then the key set alone."""
+        first = self.filters(depth)[0] / depth
+        return first + (1 - first) * self.key
+
+    def filters(self, depth: int) -> tuple[int, ...]:
+        """Number of layers before each filter."""
+        return drop_layers(self.name, self.layers, depth, merge=True)
+
+    def window_of(self, side: int) -> tuple[int, int]:
+        """Rows and columns of a window in views of ``side x side`` patches."""
+        for window in (self.window,) if self.window else (3, 2):
+            if side % window == 0:
+                return window, window
+        fitting = [w for w in range(1, side + 1) if side % w == 0]
+        raise RecipeError(
+            f"mustdrop: window={self.window} does not divide the {side}x{side} patches of a view; "
+            f"allowed are {', '.join(map(str, fitting))}"
+        )
+
+
+@dataclass(frozen=True)
+class Merge(Part, InEncoderStage):
+    """Part 1: similar windows become one token behind the first layer of the tower."""
+
+    name: ClassVar[str] = MustDrop.name
+
+    @property
+    def optional(self) -> bool:
+        """Whether the filters drop anything without it."""
+        return self.of.budget is not None or min(self.of.thresholds) > 0
+
+    def blocks(self, depth: int) -> tuple[int, ...]:
+        return (1,)
+
+    def on_block(
+        self, context: PrefillContext, index: int, hidden: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        cls = context.specials
+        n = hidden.shape[1] - cls
+        side = math.isqrt(n)
+        if context.merged is not None or side * side != n:
+            raise RecipeError(
+                f"mustdrop needs a square grid of patches that nothing has merged before; the "
+                f"vision tower has {n} of them here"
+            )
+        if (window := self.of.window_of(side)) == (1, 1):
+            return hidden, None
+        similarity = window_similarity(windows(hidden[:, cls:], window))
+        similar = similarity >= self.of.similarity
+        room = similar.numel()
+        if self.of.budget is not None:
+            room = int(len(hidden) * n * (1 - self.of.budget) / (window[0] * window[1] - 1))
+        if self.of.merge == "view":
+            counts = (similar & best(similarity.view(1, -1), [room]).view_as(similar)).sum(1)
+        else:
+            counts = similar.sum(1).min().clamp(max=room // len(hidden)).expand(len(hidden))
+        if not bool(counts.any()):
+            return hidden, None
+        hidden, source, lengths = spatial_merge(hidden, window, similarity, counts, cls)
+        if bool((lengths < hidden.shape[1]).any()):
+            context.lengths = lengths
+        return hidden, source
+
+
+@dataclass(frozen=True)
+class KeySet(Part, EncodeStage):
+    """Between the parts: marks in ``layout.protected`` what no later part may drop."""
+
+    name: ClassVar[str] = MustDrop.name
+
+    def saliencies(self) -> tuple[SaliencyRequest, ...]:
+        """Of the last block, although its output goes nowhere in LLaVA."""
+        return (SaliencyRequest("last", self.of.saliency),)
+
+    def reduce(
+        self, tokens: VisualTokens, stats: VisionStats, request: EncodeRequest
+    ) -> VisualTokens:
+        protected = tokens.layout.protected
+        for number, index in tokens.items():
+            item = stats.items[number]
+            rows = stats.salient(*self.saliencies(), item).rows.mean(1)
+            key = key_tokens(rows, tokens.layout.select(index), item, self.of.key)
+            protected = protected.index_copy(0, index, protected[index] | key)
+        layout = tokens.layout.replace(protected=protected)
+        return VisualTokens(tokens.features, layout, tokens.extra)
+
+
+@dataclass(frozen=True)
+class Filter(Part, PrefillStage):
+    """Part 2: drops what no text token looks at, outside the key set."""
+
+    name: ClassVar[str] = MustDrop.name
+
+    def layers(self, depth: int) -> tuple[int, ...]:
+        return self.of.filters(depth)
+
+    def text_stats(self, depth: int) -> dict[int, StatRequest]:
+        return {layer - 1: StatRequest("text") for layer in self.layers(depth)}
+
+    def keep(self, context: PrefillContext, layer: int) -> Tensor | None:
+        layout, attention = context.layout, context.stats[layer - 1]
+        visual = layout.visual.nonzero().flatten()
+        if len(visual) == 0 or attention.shape[1] == 0:  # no picture, or no text behind it
+            return None
+        protected = layout.protected[visual]
+        g, m = text_attention(attention.index_select(-1, visual))
+        if self.of.budget is None:
+            kept = dual_attention(g, m, *self.of.thresholds) | protected
+        else:
+            rank = dual_attention_rank(g, m, *self.of.thresholds)
+            rank = rank.masked_fill(protected, torch.inf)
+            kept = best(rank[None], [self._count(context, layer)])[0]
+        if bool(kept.all()):
+            return None
+        return (~layout.visual).index_fill(0, visual[kept], True).nonzero().flatten()
+
+    def _count(self, context: PrefillContext, layer: int) -> int:
+        """Tokens left by the filter before ``layer``, solved once, at the first filter."""
+        layers, visual = self.layers(context.depth), context.layout.visual
+        note = context.notes.setdefault(self.name, {})
+        if "counts" not in note:
+            # A row's weight is the number of tokens that it stands for: together, what came in.
+            came_in = float(context.layout.weight[visual].double().sum())
+            key = int(context.layout.protected[visual].sum())
+            target = self.of.budget * came_in
+            note["counts"] = solve_counts(
+                int(visual.sum()), target, layers, context.depth, least=key
+            )
+        return note["counts"][layers.index(layer)]
+
+
+@dataclass(frozen=True)
+class Cache(Part, CacheStage):
+    """Part 3: what survived the last filter is all that later steps see of most layers."""
+
+    name: ClassVar[str] = MustDrop.name
+
+    def finish(self, context: PrefillContext, cache: list[KV]) -> list[KV]:
+        first = self.of.filters(context.depth)[0] - 1
+        return [*cache[:first], *(self._survivors(context, kv) for kv in cache[first:])]
+
+    def _survivors(self, context: PrefillContext, kv: KV) -> KV:
+        if kv.segments:
+            raise RecipeError(
+                "mustdrop: a later stage of the recipe quantises the cache before the last filter "
+                "has run; write cache=false"
+            )
+        # A token is known by its place in the prompt, so no indices of one filter are translated
+        # into those of another.
+        keep = torch.isin(kv.order, context.layout.order) & kv.valid
+        return kv if torch.equal(keep, kv.valid) else kv.select_mask(keep)

@@ -1,0 +1,252 @@
+"""The recipe word ``pvc`` and its two parts."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from vlmfast.core.contexts import EncodeRequest, VisionContext
+from vlmfast.core.layout import TokenLayout, VisualTokens
+from vlmfast.core.params import budget_param, param, positions_param, repair_param, weights_param
+from vlmfast.core.protocols import EncodeStage, InEncoderStage
+from vlmfast.core.stage import Stage
+from vlmfast.core.statistics import ItemGeometry, VisionStats
+from vlmfast.core.views import covering, merged
+from vlmfast.errors import RecipeError
+
+from ...part import Part
+from .module import ProgressiveEncoder, ranks, to_cells, to_patches
+from .plan import Cells, Choice, Plan, make_plan, nearest
+
+SIDES = (2, 4)
+REPEATS = (1, 2, 4)
+
+
+@dataclass(frozen=True)
+class PVC(Stage):
+    """A picture is a clip that stands still; every frame becomes a fixed number of tokens."""
+
+    name: ClassVar[str] = "pvc"
+    protocol: ClassVar[str] = "in-encoder"
+    paper: ClassVar[str] = "CVPR 2025, arXiv 2412.09613"
+    lead: ClassVar[str | None] = "budget"
+    trained: ClassVar[bool] = True
+
+    side: int = param(2, "side of the cells, in visual tokens, that become one token", ge=2)
+    image_repeat: int = param(4, "how often a picture is repeated: tokens of each cell", ge=1)
+    video_repeat: int = param(1, "how often each frame of a clip is repeated", ge=1)
+    views: str = param(
+        "base",
+        "what is seen of a clip's frames: the base view alone, or all crops too",
+        choices=("base", "all"),
+    )
+    positions: str = positions_param("keep")
+    repair: bool = repair_param()
+    budget: float | None = budget_param()
+    weights: str = weights_param()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for word in ("image_repeat", "video_repeat"):
+            if getattr(self, word) > self.side**2:
+                raise RecipeError(
+                    f"pvc: {word}={getattr(self, word)} is more than the {self.side**2} patches of "
+                    f"a cell; with side={self.side}, 1 to {self.side**2} is allowed"
+                )
+
+    def expand(self) -> tuple[Stage, ...]:
+        return (Progress(self), Compress(self))
+
+    def floor(self, depth: int) -> float:
+        """One token for each cell of the largest side, of a picture without newlines."""
+        return 1 / max(SIDES) ** 2
+
+    @classmethod
+    def build(cls, config: dict[str, Any]) -> ProgressiveEncoder:
+        return ProgressiveEncoder(
+            width=config["vision_width"],
+            heads=config["vision_heads"],
+            blocks=config["blocks"],
+            sides=config["sides"],
+            repeats=config["repeats"],
+            hidden=config["hidden"],
+            time_width=config["time_width"],
+            token_width=config.get("token_width"),
+        )
+
+    def choose(self, scene: list[ItemGeometry], module: ProgressiveEncoder) -> Choice:
+        """What becomes of a picture (a scene of one) or of the frames of a clip."""
+        if self.budget is not None:
+            stitched = module.patches == 1  # LLaVA; others have no newlines and no letterbox
+            return nearest(scene, self.budget, module.sides, module.repeats, stitched)
+        if self.side not in module.sides:
+            raise RecipeError(
+                f"pvc: side={self.side} has no trained compressor; these weights have sides "
+                + ", ".join(map(str, module.sides))
+            )
+        if scene[0].clip < 0:
+            return Choice(self.side, self.image_repeat)
+        return Choice(self.side, self.video_repeat, self.views == "all")
+
+
+@dataclass(frozen=True)
+class Progress(Part, InEncoderStage):
+    """Part 1: frames know their past, and cells become tokens in front of the projector."""
+
+    name: ClassVar[str] = PVC.name
+    token_rows: ClassVar[bool] = True
+
+    def blocks(self, depth: int) -> tuple[int, ...]:
+        """All that may lie in front of LLaVA's feature layer, -2; the weights say which count."""
+        return () if self.of.budget == 1 else tuple(range(1, depth - 1))
+
+    def on_block(
+        self, context: VisionContext, index: int, hidden: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        module: ProgressiveEncoder = context.trained[self.name]
+        if index not in module.blocks:
+            return hidden, None
+        hidden, plan = self._repeated(context, hidden, module.patches, module.width)
+        attention = module.temporal[str(index)]
+        for rows in plan.sequences:
+            time = module.time(plan.time[rows[0]])
+            seen = attention(hidden[rows].float(), time).to(hidden.dtype)
+            hidden = hidden.index_copy(0, rows.flatten(), seen.flatten(0, 1))
+        return hidden, None
+
+    def on_output(self, context: VisionContext, hidden: Tensor) -> Tensor:
+        """Every patch becomes the token that stands for it; the projector takes it from there."""
+        if self.of.budget == 1:
+            return hidden
+        module: ProgressiveEncoder = context.trained[self.name]
+        hidden, plan = self._repeated(context, hidden, 1, module.token_width)
+        grid = context.items[0].patches
+        cut = hidden.shape[1] - grid[0] * grid[1]  # a CLS row, where the family does not cut it off
+        views = hidden[: max(item.views[1] for item in context.items)]
+        for cells in plan.cells:
+            patches = compressed(module, hidden[:, cut:], plan, cells, grid)
+            rows = torch.cat([views[cells.views, :cut], patches], dim=1)
+            views = views.index_copy(0, cells.views, rows)
+        return views
+
+    def _repeated(
+        self, context: VisionContext, hidden: Tensor, patches: int, width: int
+    ) -> tuple[Tensor, Plan]:
+        """The hidden states, repeated where that was not done yet, and the plan.
+
+        ``patches`` for each visual token are expected in ``hidden``, in rows of ``width``.
+        """
+        module: ProgressiveEncoder = context.trained[self.name]
+        n = math.prod(context.items[0].patches) * patches
+        if context.merged is not None or hidden.shape[1] - n not in (0, 1):
+            raise RecipeError(
+                f"pvc needs all {n} patches of a view, and the vision tower has "
+                f"{hidden.shape[1]} rows here; it cannot stand with a stage that merges them"
+            )
+        if hidden.shape[2] != width:
+            raise RecipeError(
+                f"pvc works on one layer of the vision tower, of width {width}; the model "
+                f"gives rows of {hidden.shape[2]} to its projector"
+            )
+        note = context.notes.setdefault(self.name, {})
+        if "plan" not in note:
+            note["plan"] = make_plan(
+                context.items, lambda scene: self.of.choose(scene, module), hidden.device
+            )
+            hidden = hidden[note["plan"].source]
+        return hidden, note["plan"]
+
+
+def compressed(
+    module: ProgressiveEncoder, patches: Tensor, plan: Plan, cells: Cells, grid: tuple[int, int]
+) -> Tensor:
+    """The tokens of the views of ``cells``, at every place that they stand for.
+
+    Parameters
+    ----------
+    patches : Tensor, (V', N, D)
+        Of the repeated batch.
+
+    Returns
+    -------
+    Tensor, (n, N, D)
+    """
+    n, repeats = cells.rows.shape
+    rows, number = cells.rows.flatten(), torch.arange(max(n, repeats), device=patches.device)
+    # The places of a cell go to its repeats in turn, by rank; the first rank is home.
+    rank = ranks(cells.side).to(rows.device)[cells.turn]
+    shown, repeat = rank % repeats, number[:repeats, None]
+    there = to_cells(patches.new_ones(1, patches.shape[1], 1), grid, cells.side)[0, :, :, 0] > 0
+    tokens = module.compress[str(cells.side)](
+        to_cells(patches[rows].float(), grid, cells.side),
+        module.time(plan.time[rows]),
+        (rank[:, None] == repeat).flatten(0, 1),
+        (shown[:, None] == repeat).flatten(0, 1),
+        there,
+        rest=(cells.side**2 - repeats) / (cells.side**2 - 1),
+    )
+    spread = tokens.unflatten(0, (n, repeats))[number[:n, None], shown]  # (n, m, C, D)
+    return to_patches(spread.transpose(1, 2), grid, cells.side).to(patches.dtype)
+
+
+def members(
+    layout: TokenLayout, plan: Plan, cells: Cells, grid: tuple[int, int]
+) -> tuple[Tensor, Tensor]:
+    """The tokens of the views of ``cells``: their rows, and a key that sorts them.
+
+    Returns
+    -------
+    rows : Tensor, int64, (M,)
+    key : Tensor, int64, (M,)
+        ``group m + rank``: tokens of one group stand for the same cell and repeat; their rank
+        among the ``m`` places of the cell tells which of them does so best.
+    """
+    s, (h, w), repeats = cells.side, grid, cells.rows.shape[1]
+    number = torch.full_like(plan.source, -1)
+    number[cells.views] = torch.arange(len(cells.views), device=number.device)
+    n = torch.where(layout.view >= 0, number[layout.view.clamp(min=0).long()], -1)
+    rows = (n >= 0).nonzero().flatten()
+    n = n[rows]
+    y, x = layout.grid[rows, 1].long(), layout.grid[rows, 2].long()
+    cell = (n * -(-h // s) + y // s) * -(-w // s) + x // s
+    rank = ranks(s).to(rows.device)[cells.turn[n], y % s * s + x % s]
+    return rows, (cell * repeats + rank % repeats) * s * s + rank
+
+
+@dataclass(frozen=True)
+class Compress(Part, EncodeStage):
+    """Part 2: of all places that show the same token one is kept."""
+
+    name: ClassVar[str] = PVC.name
+
+    def reduce(
+        self, tokens: VisualTokens, stats: VisionStats, request: EncodeRequest
+    ) -> VisualTokens:
+        """One token for each cell and repeat, as far as the cell has patches in the prompt.
+
+        ``weight`` counts the patches that it stands for, ``box`` covers them. Crops that were not
+        encoded go, and the newlines of pictures that get fewer tokens than they have patches.
+        """
+        if self.of.budget == 1:
+            return tokens
+        plan: Plan = request.notes[self.name]["plan"]
+        layout = tokens.layout
+        own = torch.arange(len(tokens), device=layout.device)
+        stays = plan.whole[layout.item.long()] & (layout.view < 0)
+        home = torch.where(stays, own, -1)
+        for cells in plan.cells:
+            rows, key = members(layout, plan, cells, stats.items[0].patches)
+            key, order = key.sort()
+            rows, group = rows[order], key // cells.side**2
+            first = torch.ones_like(group, dtype=torch.bool)
+            first[1:] = group[1:] != group[:-1]
+            home[rows] = rows[first][first.cumsum(0) - 1]
+        here = home >= 0
+        box = covering(layout.box[here], home[here], len(tokens))
+        spread = VisualTokens(tokens.features, layout.replace(box=box), tokens.extra)
+        none = own[:0]
+        return merged(spread, home, lambda features, _: features, none, tokens.features[none])

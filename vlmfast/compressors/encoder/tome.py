@@ -1,0 +1,193 @@
+"""ToMe: in every block of the vision tower the tokens that are most alike become one.
+
+Token Merging (ICLR 2023, arXiv 2210.09461) shortens the tower itself. Behind each block the rows
+of a view are split in two, every other one: A and B. CLS stays as it is. With ``k`` the keys of the
+block, mean over heads, and ``s`` how many patches a row stands for::
+
+    e(a) = argmax over b in B of cos(k_a, k_b)
+    the r rows of A with the largest such cosine are merged:  x_b = sum s_j x_j / sum s_j  over b
+                                                              and all j in A with e(j) = b
+
+so that ``r`` rows are gone from every block on. *Proportional attention* adds log(s) to the logits
+of a key, as if every patch were still there; ``repair`` (on, as in the paper for towers that were
+not trained with merging) does so in the tower, and in the language model too.
+
+``rate`` and ``budget`` say which share of a view's tokens is left, and solve ``r``: the smallest
+number with which that is reached, the last merging block taking what is missing. ``r`` itself may
+be given instead. Newlines go.
+
+Many towers make one visual token of several patches (2 x 2 in Qwen-VL and InternVL, pooled frames
+of video). There the rows above are *cells*: all patches that become one visual token. Two cells
+merge patch by patch, the i-th of one with the i-th of the other, so that a merger or pool after
+the tower meets whole cells; a cell's key is the keys of its patches side by side.
+
+Different from the authors' code, and why:
+
+- Rows are merged behind a block, not between its attention and its MLP: there a tower of
+  transformers can be reached without replacing its layers. The keys are those of the same block.
+- Behind the tower a merged row stands at each of its places, so that a family's own packing (crops,
+  letterbox, newlines) finds its grid; of each group the token nearest to its middle stays.
+- The paper's towers (ViT, and CLIP in comparisons on LLaVA) have no cells and no windows. In
+  Qwen-VL, whose blocks turn keys by their position, the keys that are compared are turned, and a
+  merged cell takes the rotary position of its first member. In Qwen2.5-VL, most of whose blocks
+  attend within windows, it also stands in that one's window; merging knows no windows, and cells
+  keep the order of the tower, so that A and B are every other cell of that order.
+- Qwen3-VL reads features of earlier blocks; each of them is that of the groups at its block.
+- A tower without attention has no keys (FastVLM), and where frames are pooled by interpolation
+  patches belong to no single token (LLaVA-OneVision with an odd number of patches in a row). Both
+  are refused.
+- Ties go to the lower index.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from vlmfast.core.contexts import EncodeRequest, VisionContext
+from vlmfast.core.layout import VisualTokens
+from vlmfast.core.params import budget_param, param, positions_param, repair_param
+from vlmfast.core.protocols import EncodeStage, InEncoderStage
+from vlmfast.core.stage import Stage
+from vlmfast.core.statistics import StatRequest, VisionStats
+
+from ..part import Part
+from ..select import best
+
+
+def bipartite(metric: Tensor, r: int, cls: bool) -> Tensor:
+    """Which row of the result each row becomes part of: int64, (V, N).
+
+    The result holds the rows of A that stay, in their order, then B.
+
+    Parameters
+    ----------
+    metric : Tensor, (V, N, d)
+    r : int
+        At most half of the rows that may merge.
+    cls : bool
+        Whether row 0 must not merge.
+    """
+    views, n, _ = metric.shape
+    units = normalize(metric.float(), dim=-1)
+    cosine = units[:, ::2] @ units[:, 1::2].transpose(1, 2)
+    if cls:
+        cosine[:, 0] = -torch.inf
+    value, target = cosine.max(-1)
+    target = (cosine == value[..., None]).int().argmax(-1)  # the first of equals
+    a = value.shape[1]
+    merges = best(value, [min(r, (n - cls) // 2)] * views)
+    stays = (~merges).cumsum(1) - 1
+    first = a - merges.sum(1, keepdim=True)  # where B begins
+    source = torch.empty(views, n, dtype=torch.int64, device=metric.device)
+    source[:, ::2] = torch.where(merges, first + target, stays)
+    source[:, 1::2] = first + torch.arange(n - a, device=metric.device)
+    return source
+
+
+def merge(rows: Tensor, size: Tensor, source: Tensor) -> tuple[Tensor, Tensor]:
+    """Means of rows (V, N, D) by ``source`` (V, N), weighted by ``size`` (V, N), and their sizes.
+
+    By products rather than scattered sums, whose order a GPU leaves open.
+    """
+    new = torch.arange(int(source.max()) + 1, device=source.device)
+    member = (source[:, None] == new[:, None]).float() * size[:, None]
+    total = member.sum(-1)
+    return (member @ rows.float() / total[..., None]).to(rows.dtype), total
+
+
+def schedule(n: int, left: int, blocks: int, r: int | None = None) -> list[int]:
+    """Patches that each of ``blocks`` merges, of ``n``, until ``left`` are there.
+
+    With ``r`` as many in each, otherwise the smallest number that suffices. None merges more than
+    half of what it finds.
+    """
+    for most in range(-(-(n - left) // blocks), n) if r is None else (r,):
+        here, steps = n, []
+        for _ in range(blocks):
+            steps.append(min(most, here // 2, here - left))
+            here -= steps[-1]
+        if r is not None or here == left:
+            break
+    return steps
+
+
+@dataclass(frozen=True)
+class ToMe(Stage):
+    """Merges the most similar patches in every block of the vision tower."""
+
+    name: ClassVar[str] = "tome"
+    protocol: ClassVar[str] = "in-encoder"
+    paper: ClassVar[str] = "ICLR 2023, arXiv 2210.09461"
+    lead: ClassVar[str | None] = "rate"
+
+    rate: float = param(1 / 3, "share of each view's visual tokens that is left", gt=0.0, le=1.0)
+    r: int = param(0, "tokens merged in each block, instead of rate, if not 0", ge=0)
+    positions: str = positions_param("compact")
+    repair: bool = repair_param(True)
+    budget: float | None = budget_param()
+
+    def expand(self) -> tuple[Stage, ...]:
+        return (Merge(self), Tokens(self))
+
+    @property
+    def whole(self) -> bool:
+        """Whether nothing merges."""
+        return (self.rate if self.budget is None and not self.r else self.budget) == 1
+
+    def steps(self, n: int, blocks: int) -> list[int]:
+        """Patches that each block merges, of ``n``."""
+        if self.budget is None and self.r:
+            return schedule(n, 1, blocks, self.r)
+        share = self.rate if self.budget is None else self.budget
+        return schedule(n, max(1, round(share * n)), blocks)
+
+
+@dataclass(frozen=True)
+class Merge(Part, InEncoderStage):
+    """In the tower: behind each block but those whose output nobody takes."""
+
+    name: ClassVar[str] = ToMe.name
+    cells: ClassVar[bool] = True
+
+    def vision_stats(self, depth: int) -> dict[int, StatRequest]:
+        return {block - 1: StatRequest("keys", keys=True) for block in self.blocks(depth)}
+
+    def blocks(self, depth: int) -> tuple[int, ...]:
+        # LLaVA takes the features in front of the last block.
+        return () if self.of.whole else tuple(range(1, depth - 1)) or (1,)
+
+    def on_block(
+        self, context: VisionContext, index: int, hidden: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        views, rows, _ = hidden.shape
+        before = rows if context.merged is None else context.merged.shape[1]
+        h, w = context.items[0].patches
+        blocks = self.blocks(context.depth)
+        r = self.of.steps(h * w, len(blocks))[blocks.index(index)]
+        if r == 0:
+            return hidden, None
+        keys = context.keys[index - 1]  # of the rows that entered the tower
+        size = torch.ones(views, before, device=hidden.device)
+        if context.merged is not None:
+            place = context.merged[..., None].expand_as(keys)
+            keys = keys.new_zeros(views, rows, keys.shape[2]).scatter(1, place, keys)
+            size = size.new_zeros(views, rows).scatter_add(1, context.merged, size)
+        source = bipartite(keys, r, context.specials == 1)
+        return merge(hidden, size, source)[0], source
+
+
+@dataclass(frozen=True)
+class Tokens(Part, EncodeStage):
+    """Behind it: drops newlines."""
+
+    name: ClassVar[str] = ToMe.name
+
+    def reduce(
+        self, tokens: VisualTokens, stats: VisionStats, request: EncodeRequest
+    ) -> VisualTokens:
+        return tokens if self.of.whole else tokens.select(tokens.layout.patches)

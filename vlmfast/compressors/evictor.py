@@ -1,0 +1,131 @@
+"""What methods that keep some of a prompt's keys and values have in common.
+
+A method says how it scores the slots of a layer; `Evictor` does the rest: how many stay, which of
+them stay whatever their score, ties (to the lower index), the order of what stays (ascending), and
+heads of different lengths, where an earlier stage left them so.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
+
+from vlmfast.core.contexts import PrefillContext
+from vlmfast.core.kv import KV
+from vlmfast.core.params import param
+from vlmfast.core.protocols import CacheStage
+from vlmfast.core.statistics import ColumnStats
+from vlmfast.errors import RecipeError
+from vlmfast.kernels.select import top_k
+
+
+def pooled(scores: Tensor, kernel: int, kind: str) -> Tensor:
+    """Average (``avg``) or maximum (``max``) of each score and its neighbours, (..., N).
+
+    ``kernel`` is odd. Beyond both ends there are zeros, and an average counts them; scores must not
+    be negative.
+    """
+    rows = scores.flatten(0, -2)
+    if kind == "avg":
+        return F.avg_pool1d(rows, kernel, 1, kernel // 2).view_as(scores)
+    return F.max_pool1d(rows, kernel, 1, kernel // 2).view_as(scores)
+
+
+def least_share(least: int, n: int) -> float:
+    """The lowest share, to as few digits as tell it, of which ``int(share * n) >= least``."""
+    for digits in range(2, 17):
+        share = min(math.ceil(least / n * 10**digits) / 10**digits, 1.0)
+        if int(share * n) == least:
+            return share
+    return share
+
+
+@dataclass(frozen=True)
+class Evictor(CacheStage):
+    """Base of methods that score the slots of each layer and keep the best of each KV head.
+
+    A method overrides `score`, and where it must `capacity` and `first`. Its fields or attributes
+    ``window`` and ``sinks`` say how many of the last and of the first slots stay in any case; a
+    window below 1 is a share of what stays.
+    """
+
+    lead: ClassVar[str | None] = "share"
+    # Not annotated: a ClassVar would come first among the fields of a stage that declares it.
+    window = 0
+    sinks = 0
+
+    share: float = param(
+        0.2, "share of the prompt's keys and values that stays in each layer", gt=0.0, le=1.0
+    )
+
+    def score(self, kv: KV, stats: ColumnStats | None, ranked: Tensor) -> Tensor:
+        """What each slot is worth: float32, (H, N).
+
+        Parameters
+        ----------
+        ranked : Tensor, bool, (H, N)
+            Slots whose score matters: not the sinks, not the window, no padding.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.score")
+
+    def capacity(self, context: PrefillContext, layer: int, n: int) -> int:
+        """Slots that stay of ``n`` in each head of ``layer``, window and sinks included."""
+        return int(self.share * n)
+
+    def first(self, kv: KV) -> Tensor | None:
+        """Slots that stay before any other, whatever the scores: bool, (H, N)."""
+        return None
+
+    def last(self, capacity: int) -> int:
+        """The window in slots, where ``capacity`` slots stay."""
+        if 0 < self.window < 1:
+            return max(int(self.window * capacity), 1)
+        return int(self.window)
+
+    def compress(
+        self, context: PrefillContext, layer: int, kv: KV, stats: ColumnStats | None
+    ) -> KV:
+        lengths = kv.lengths.tolist()
+        counts = {n: self._count(context, layer, n) for n in set(lengths)}
+        if all(count == n for n, count in counts.items()):
+            return kv
+
+        def per_head(values: list[int]) -> Tensor:
+            return torch.tensor(values, device=kv.keys.device)[:, None]
+
+        counts = [counts[n] for n in lengths]
+        slots = torch.arange(len(kv), device=kv.keys.device)
+        behind = slots >= per_head([n - self.last(c) for n, c in zip(lengths, counts, strict=True)])
+        valid = kv.valid
+        forced = ((slots < self.sinks) | behind) & valid
+        scores = self.score(kv, stats, valid & ~forced).float()
+        # The window and the sinks come before what is merely preferred, padding behind all.
+        scores = scores.masked_fill(forced, torch.inf).masked_fill(~valid, -torch.inf)
+        preferred = self.first(kv)
+        preferred = forced if preferred is None else forced | (preferred & valid)
+        if len(set(lengths)) == 1:
+            return kv.select(top_k(scores, counts[0], preferred))
+        heads = zip(scores, counts, preferred, strict=True)
+        index = pad_sequence([top_k(*head) for head in heads], batch_first=True)
+        return kv.select(index, per_head(counts)[:, 0])
+
+    def _count(self, context: PrefillContext, layer: int, n: int) -> int:
+        """Slots that stay of ``n``; an error where that is not even the window and one more."""
+        count = min(self.capacity(context, layer, n), n)
+        window = self.last(count)
+        if count == n or count > self.sinks + window:
+            return count
+        must = [f"its window of {window}"] if window else []
+        must += [f"its {self.sinks} first ones"] if self.sinks else []
+        least = next((c for c in range(1, n) if c > self.sinks + self.last(c)), n)
+        raise RecipeError(
+            f"{self.name}: share={self.share:g} leaves {count} of {n} slots in layer {layer}"
+            + (f", no more than {' and '.join(must)}" if must else "")
+            + f"; it must be at least {least_share(least, n):g}"
+        )

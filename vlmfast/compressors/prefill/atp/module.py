@@ -1,0 +1,180 @@
+"""ATP's arithmetic, and the small learned head of each insertion point."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from vlmfast.core.layout import TokenLayout
+from vlmfast.kernels.score import TINY, atp_score
+
+from ...budget import equivalent, solve
+
+LAMBDA = 3.0  # the paper's lambda_s
+WIDTH = 16  # of the layer between the two means and the thresholds
+# Where the thresholds start. The one of place starts between grids: far above a grid the soft mask
+# is flat, and the tokens of that grid stay for good.
+START_R, START_S = 0.5, 0.9
+MEMORY = 0.01  # of the average of the shares, for each sample
+
+
+# --- scores --------------------------------------------------------------------------------------
+
+
+def spatial_score(layout: TokenLayout, grids: int) -> Tensor:
+    """``1 - lambda_s R`` of the sparsest of ``grids`` nested grids that a token lies on, else 0.
+
+    Grid ``g`` of 1.. takes every ``2^g``-th row and column of a view, ``R = 4^-g`` of its patches;
+    all have their middle in common as far as whole patches allow. Newlines lie on none.
+
+    Returns
+    -------
+    Tensor, float32, (S,)
+    """
+    middle = (2**grids - 1) // 2
+    y, x = layout.grid[:, 1], layout.grid[:, 2]
+    placed = layout.patches
+    score = torch.zeros(len(layout), device=layout.device)
+    for stride in (2**g for g in range(1, grids + 1)):  # sparser grids overwrite
+        on = placed & ((y - middle) % stride == 0) & ((x - middle) % stride == 0)
+        score = score.masked_fill(on, 1 - LAMBDA / stride**2)
+    return score
+
+
+@dataclass
+class Scores:
+    """What an insertion point says of ``N`` visual tokens.
+
+    Parameters
+    ----------
+    red, spatial : Tensor, (N,)
+        Both in [0, 1).
+    theta_r, theta_s : Tensor, ()
+        Their thresholds for this input, in (0, 1).
+    """
+
+    red: Tensor
+    spatial: Tensor
+    theta_r: Tensor
+    theta_s: Tensor
+
+
+def soft_mask(scores: Scores, temperature: float) -> Tensor:
+    """``max(sigmoid(T (S_red - theta_r)), sigmoid(T (S_spatial - theta_s)))``, (N,), in (0, 1)."""
+    red = temperature * (scores.red - scores.theta_r)
+    spatial = temperature * (scores.spatial - scores.theta_s)
+    # In float32 the sigmoid of -104 is 0, whose logarithm attention cannot use.
+    return torch.maximum(red, spatial).sigmoid().clamp(min=TINY)
+
+
+def hard_mask(scores: Scores) -> Tensor:
+    """Tokens above one of both thresholds: bool (N,). What `soft_mask` is as T grows."""
+    return (scores.red > scores.theta_r) | (scores.spatial > scores.theta_s)
+
+
+def margin(scores: Scores) -> Tensor:
+    """How far both thresholds must rise together until a token falls: (N,), positive if kept.
+
+    Tokens on no grid have no spatial score that could keep them.
+    """
+    spatial = scores.spatial - scores.theta_s
+    spatial = spatial.masked_fill(scores.spatial == 0, -torch.inf)
+    return torch.maximum(scores.red - scores.theta_r, spatial)
+
+
+def ranking(scores: Scores) -> Tensor:
+    """Place of each token, 0 first, by margin; of equal ones the larger `red` first: (N,)."""
+    first = scores.red.sort(descending=True, stable=True).indices
+    order = first[margin(scores)[first].sort(descending=True, stable=True).indices]
+    return torch.empty_like(order).scatter(0, order, torch.arange(len(order), device=order.device))
+
+
+# --- the learned part ----------------------------------------------------------------------------
+
+
+class Point(nn.Module):
+    """Scores and thresholds of one insertion point.
+
+    Parameters
+    ----------
+    heads : int
+        Query heads of the language model.
+    learned : bool
+        Whether the weights of the heads are trained; they start at the mean.
+    """
+
+    def __init__(self, heads: int, learned: bool) -> None:
+        super().__init__()
+        self.cross_heads = nn.Parameter(torch.zeros(heads), requires_grad=learned)
+        self.self_heads = nn.Parameter(torch.full((heads,), 1 / heads), requires_grad=learned)
+        self.slope = nn.Parameter(torch.ones(2))
+        self.offset = nn.Parameter(torch.zeros(2))
+        self.hidden = nn.Linear(2, WIDTH)
+        self.theta_r = nn.Linear(WIDTH, 1)
+        self.theta_s = nn.Linear(WIDTH, 1)
+        # Of the tokens that come in, those that are left here, on average over the last samples.
+        self.register_buffer("share", torch.ones(()))
+        for linear, start in ((self.theta_r, START_R), (self.theta_s, START_S)):
+            nn.init.constant_(linear.bias, torch.tensor(start).logit().item())
+            nn.init.zeros_(linear.weight)
+
+    def forward(self, attention: Tensor, received: Tensor, spatial: Tensor, soft: Tensor) -> Scores:
+        """Scores of N visual tokens.
+
+        Parameters
+        ----------
+        attention, received : Tensor, float32, (H, N)
+            Softmax attention of the text, mean over its rows, and logits from the visual rows.
+        spatial, soft : Tensor, float32, (N,)
+        """
+        weights = (self.cross_heads, self.self_heads, self.slope, self.offset)
+        redundancy, means = atp_score(attention, received, soft, *weights)
+        z = self.hidden(means)
+        return Scores(
+            redundancy, spatial, self.theta_r(z).sigmoid()[0], self.theta_s(z).sigmoid()[0]
+        )
+
+
+def budget_counts(
+    n: int, target: float, layers: Sequence[int], shares: Sequence[float], depth: int
+) -> tuple[int, ...]:
+    """Tokens behind each drop that bring the average over ``depth`` layers nearest to ``target``.
+
+    Parameters
+    ----------
+    shares : sequence of float
+        What training left behind each drop. ``n`` times one common power of them is what stays.
+    """
+    logs = [math.log(min(max(share, 1e-4), 0.999)) for share in shares]
+
+    def counts(ratio: float) -> tuple[int, ...]:
+        return tuple(max(round(n * ratio ** (log / logs[0])), 1) for log in logs)
+
+    return counts(solve(lambda ratio: equivalent(n, layers, counts(ratio), depth), target))
+
+
+class Module(nn.Module):
+    """One `Point` for each insertion point.
+
+    Parameters
+    ----------
+    layers : sequence of int
+        Layers of the language model before which tokens are dropped.
+    heads : int
+    learned : bool
+    grids : int
+        Nested grids of the spatial score that the thresholds are trained for.
+    """
+
+    def __init__(self, layers: Sequence[int], heads: int, learned: bool, grids: int = 3) -> None:
+        super().__init__()
+        self.grids = grids
+        self.points = nn.ModuleDict({str(layer): Point(heads, learned) for layer in layers})
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        return tuple(int(layer) for layer in self.points)

@@ -1,0 +1,130 @@
+"""The stage: soft masks while it is trained, drops afterwards."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from vlmfast.core.contexts import PrefillContext
+from vlmfast.core.params import budget_param, param, positions_param, weights_param
+from vlmfast.core.protocols import PrefillStage
+from vlmfast.core.statistics import StatRequest
+from vlmfast.errors import RecipeError
+
+from ...budget import check_layers, drop_layers
+from .module import (
+    MEMORY,
+    Module,
+    Scores,
+    budget_counts,
+    hard_mask,
+    ranking,
+    soft_mask,
+    spatial_score,
+)
+
+
+@dataclass(frozen=True)
+class ATP(PrefillStage):
+    """Drops between layers what is below learned thresholds of redundancy and of place."""
+
+    name: ClassVar[str] = "atp"
+    paper: ClassVar[str] = "CVPR 2025, arXiv 2412.00447"
+    lead: ClassVar[str | None] = "budget"
+    trained: ClassVar[bool] = True
+    asks_question: ClassVar[bool] = True
+
+    layers_: tuple[float, ...] = param(
+        (1 / 8, 7 / 16, 3 / 4),
+        "layers before each drop, among those that the weights were trained for; a value below 1 "
+        "is a share of the model's depth",
+        word="layers",
+        gt=0.0,
+    )
+    grids: int | None = param(
+        None, "nested grids that spatial scores know; 0: none (default: as trained)", ge=0, le=8
+    )
+    temperature: float = param(
+        10.0, "of the soft masks; matters to the training alone", gt=0.0, le=1000.0
+    )
+    positions: str = positions_param("keep")
+    budget: float | None = budget_param()
+    weights: str = weights_param()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_layers(self.name, self.layers_)
+
+    @classmethod
+    def build(cls, config: dict[str, Any]) -> Module:
+        learned = config["head_weights"] == "learned"
+        return Module(config["layers"], config["heads"], learned, config["grids"])
+
+    def layers(self, depth: int) -> tuple[int, ...]:
+        return drop_layers(self.name, self.layers_, depth, merge=True)
+
+    def floor(self, depth: int) -> float:
+        return self.layers(depth)[0] / depth
+
+    def text_stats(self, depth: int) -> dict[int, StatRequest]:
+        return {layer - 1: StatRequest("text", received=True) for layer in self.layers(depth)}
+
+    def keep(self, context: PrefillContext, layer: int) -> Tensor | None:
+        layout, module, layers = (
+            context.layout,
+            context.trained[self.name],
+            self.layers(context.depth),
+        )
+        if not set(layers) <= set(module.layers):
+            raise RecipeError(
+                f"atp: layers={'/'.join(f'{n:g}' for n in self.layers_)} means drops after "
+                f"{', '.join(map(str, layers))} of {context.depth} layers; the weights were "
+                f"trained for drops after {', '.join(map(str, module.layers))}"
+            )
+        visual = layout.visual.nonzero().flatten()
+        attention = context.stats[layer - 1]
+        if len(visual) == 0 or attention.shape[1] == 0:  # no picture, or no text behind it
+            return None
+        soft = context.soft
+        if soft is None:
+            soft = torch.ones(len(layout), device=layout.device)
+        scores = module.points[str(layer)](
+            attention.index_select(-1, visual).mean(1),
+            context.received[layer - 1][:, 0].index_select(-1, visual),
+            spatial_score(layout, module.grids if self.grids is None else self.grids)[visual],
+            soft[visual],
+        )
+        if module.training:
+            self._soften(context, layer, scores, visual, soft)
+            return None
+        if self.budget is None:
+            kept = hard_mask(scores)
+        elif (count := self._count(context, layer)) < len(visual):
+            kept = ranking(scores) < count
+        else:
+            return None
+        return (~layout.visual).index_put((visual,), kept).nonzero().flatten()
+
+    def _soften(
+        self, context: PrefillContext, layer: int, scores: Scores, visual: Tensor, soft: Tensor
+    ) -> None:
+        """Multiply the mask of this point into the masks of those before it."""
+        left = soft[visual] * soft_mask(scores, self.temperature)
+        context.soft = soft.index_put((visual,), left)
+        share = left.mean()
+        context.notes.setdefault(self.name, {}).setdefault("shares", {})[layer] = share
+        memory = context.trained[self.name].points[str(layer)].share
+        # One sample that is not finite must not stay in the memory for good.
+        memory.lerp_(torch.where(share.isfinite(), share, memory).detach(), MEMORY)
+
+    def _count(self, context: PrefillContext, layer: int) -> int:
+        """Tokens left by the drop before ``layer``; solved once, at the first drop."""
+        layers, note = self.layers(context.depth), context.notes.setdefault(self.name, {})
+        if "counts" not in note:
+            n, points = int(context.layout.visual.sum()), context.trained[self.name].points
+            shares = [float(points[str(later)].share) for later in layers]
+            note["counts"] = budget_counts(n, self.budget * n, layers, shares, context.depth)
+        return note["counts"][layers.index(layer)]

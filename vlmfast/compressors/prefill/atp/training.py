@@ -1,0 +1,110 @@
+"""Training of ATP: the answer's loss, and two terms on how much is left."""
+
+from __future__ import annotations
+
+import argparse
+import random
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from vlmfast.core.stage import Stage
+from vlmfast.core.training import Outcome, Training
+from vlmfast.errors import RecipeError
+
+from ...budget import equivalent
+from .module import Module
+from .stage import ATP
+
+
+def depth_term(shares: Mapping[int, Tensor], depth: int) -> Tensor:
+    """``sum over l of (n_l / n) (l / L)``: a token that is still there counts more the deeper."""
+    return sum(share * (layer / depth) for layer, share in shares.items())
+
+
+def target_term(shares: Mapping[int, Tensor], depth: int, target: float) -> Tensor:
+    """``|n' / n - target|`` with n' the tokens of a layer, averaged over the L layers."""
+    return (equivalent(1, tuple(shares), tuple(shares.values()), depth) - target).abs()
+
+
+class ATPTraining(Training):
+    """Soft masks that harden: their temperature rises from one option to the other."""
+
+    stage: ClassVar[type[Stage]] = ATP
+
+    @staticmethod
+    def add_arguments(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument(
+            "--target",
+            type=float,
+            default=0.25,
+            help="share of the visual tokens that the thresholds leave, averaged over the layers",
+        )
+        parser.add_argument(
+            "--layers",
+            default="/".join(f"{n:g}" for n in ATP().layers_),
+            help="layers before each drop, as in the recipe",
+        )
+        parser.add_argument("--grids", type=int, default=3, help="as in the recipe")
+        parser.add_argument(
+            "--heads",
+            choices=("learned", "mean"),
+            default="learned",
+            help="weights of the attention heads, or their mean, as in the paper",
+        )
+        parser.add_argument(
+            "--temperature",
+            type=float,
+            nargs=2,
+            default=(10.0, 40.0),
+            metavar=("FIRST", "LAST"),
+            help="of the soft masks",
+        )
+        parser.add_argument(
+            "--depth-weight", type=float, default=0.05, help="the paper's lambda_atp"
+        )
+        parser.add_argument(
+            "--target-weight", type=float, default=5.0, help="the paper's lambda_target"
+        )
+
+    def __init__(self, args: argparse.Namespace, sizes: dict[str, Any]) -> None:
+        super().__init__(args, sizes)
+        self.recipe = ATP.from_words({"layers": args.layers, "grids": str(args.grids)})
+        floor = self.recipe.floor(sizes["depth"])
+        if not floor < args.target < 1:
+            raise RecipeError(
+                f"atp: --target is {args.target:g}; with a first drop after "
+                f"{self.recipe.layers(sizes['depth'])[0]} of {sizes['depth']} layers it must lie "
+                f"between {floor:.3g} and 1"
+            )
+        if not min(args.temperature) > 0:
+            raise RecipeError(f"atp: --temperature is {min(args.temperature):g}; it must be > 0")
+
+    def config(self) -> dict[str, Any]:
+        layers = list(self.recipe.layers(self.sizes["depth"]))
+        return {"layers": layers, "head_weights": self.args.heads, "grids": self.args.grids}
+
+    def stages(self, rng: random.Random, progress: float) -> list[Stage]:
+        first, last = self.args.temperature
+        temperature = first * (last / first) ** progress
+        return [ATP(self.recipe.layers_, self.recipe.grids, temperature)]
+
+    def loss(
+        self, module: nn.Module, outcomes: list[Outcome], progress: float
+    ) -> tuple[Tensor, dict[str, float]]:
+        (outcome,), depth = outcomes, self.sizes["depth"]
+        shares = outcome.notes["shares"]
+        spread = depth_term(shares, depth)
+        off = target_term(shares, depth, self.args.target)
+        total = outcome.answer + self.args.depth_weight * spread + self.args.target_weight * off
+        info = {f"share_{layer}": float(share.detach()) for layer, share in shares.items()}
+        return total, {"off_target": float(off.detach()), **info}
+
+    def groups(self, module: Module, lr: float) -> list[dict[str, Any]]:
+        """A hundred numbers in nats: they go far, and none of them belongs at zero."""
+        learned = [p for p in module.parameters() if p.requires_grad]
+        return [{"params": learned, "lr": 20 * lr, "weight_decay": 0.0}]
+
+
+TRAINING = ATPTraining

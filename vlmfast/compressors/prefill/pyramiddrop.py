@@ -1,0 +1,147 @@
+"""PyramidDrop: the deeper the layer, the fewer visual tokens.
+
+Shallow layers need the whole picture, deep ones ever less of it. PyramidDrop (CVPR 2025, arXiv
+2410.17247) cuts a language model of L layers into stages and drops visual tokens between them. With
+``n_0`` visual tokens in the prompt and a ratio ``lambda``, stage s keeps::
+
+    n_s = trunc(n_0 lambda^s)        always of the original count, so rounding does not pile up
+
+those to which the last token of the instruction attends most (softmax attention in float32, mean
+over heads). ``budget`` solves ``lambda`` so that the average of ``n_s`` over the layers is met.
+
+Different from the authors' code, and why:
+
+- ``rule="next"`` is the authors' code: the stage is ranked by queries and keys of the layer behind
+  the drop, computed from what enters it. ``rule="last"`` is the paper: the attention of the layer
+  before the drop, which is there anyway and costs nothing.
+- Grouped-query heads share their keys; the authors' code fails on such models.
+- Every picture of a prompt may lose tokens; theirs ranks the first one only. ``per_item`` keeps the
+  same share of each picture instead of ranking all tokens together.
+- Any depth: a value of ``layers`` below 1 is a share of the model's depth (8, 16, 24 of 32 by
+  default).
+- Nothing is cut to a tokenizer's maximum length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from torch import Tensor
+
+from vlmfast.core.contexts import PrefillContext
+from vlmfast.core.layout import TokenLayout
+from vlmfast.core.params import budget_param, param, positions_param
+from vlmfast.core.protocols import PrefillStage
+from vlmfast.core.stage import Stage
+from vlmfast.core.statistics import StatRequest
+from vlmfast.errors import RecipeError
+
+from ..budget import check_layers, drop_layers, moved_layers, solve_counts
+from ..select import top
+
+
+def stage_counts(n: int, ratios: Sequence[float]) -> list[int]:
+    """Tokens kept by each stage, of ``n`` at the beginning; at least one."""
+    return [max(int(n * ratio), 1) for ratio in ratios]
+
+
+def rank(attention: Tensor) -> Tensor:
+    """Score of each token: attention (H, R, S), mean over heads and query rows; (S,)."""
+    return attention.float().mean(0).mean(0)
+
+
+@dataclass(frozen=True)
+class PyramidDrop(PrefillStage):
+    """Drops visual tokens in stages, by the attention of the last instruction token."""
+
+    name: ClassVar[str] = "pyramiddrop"
+    paper: ClassVar[str] = "CVPR 2025, arXiv 2410.17247"
+    lead: ClassVar[str | None] = "ratio"
+    asks_question: ClassVar[bool] = True
+
+    ratio: float = param(
+        0.5, "lambda: share of its tokens that each stage hands on", word="keep", gt=0.0, le=1.0
+    )
+    ratios: tuple[float, ...] | None = param(
+        None,
+        "shares of the original count, one per drop, instead of powers of lambda",
+        gt=0.0,
+        le=1.0,
+    )
+    layers_: tuple[float, ...] = param(
+        (0.25, 0.5, 0.75),
+        "layers before each drop; a value below 1 is a share of the model's depth",
+        word="layers",
+        gt=0.0,
+    )
+    rule: str = param(
+        "next",
+        "layer whose attention ranks: the one behind the drop, or the last before it",
+        choices=("next", "last"),
+    )
+    per_item: bool = param(False, "the same share of each picture, instead of all ranked together")
+    positions: str = positions_param("compact")
+    budget: float | None = budget_param()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_layers(self.name, self.layers_)
+        if self.ratios is not None and list(self.ratios) != sorted(self.ratios, reverse=True):
+            raise RecipeError("pyramiddrop: ratios must not grow from one drop to the next")
+        if self.ratios is not None and len(self.ratios) != len(self.layers_):
+            raise RecipeError(
+                f"pyramiddrop: ratios has {len(self.ratios)} entries, layers {len(self.layers_)}; "
+                "there must be one ratio per drop"
+            )
+
+    def fitted(self, depth: int, first: int) -> Stage:
+        if min(n * depth if n < 1 else n for n in self.layers_) >= first - 0.5:
+            return self
+        moved = moved_layers(self.layers_, depth, first)
+        ratios = self.ratios or tuple(self.ratio ** (s + 1) for s in range(len(self.layers_)))
+        return replace(
+            self,
+            layers_=tuple(float(count) for count in moved),
+            ratios=None if self.budget is not None else tuple(ratios[s] for s in moved.values()),
+        )
+
+    def layers(self, depth: int) -> tuple[int, ...]:
+        return drop_layers(self.name, self.layers_, depth)
+
+    def floor(self, depth: int) -> float:
+        return self.layers(depth)[0] / depth
+
+    def text_stats(self, depth: int) -> dict[int, StatRequest]:
+        if self.rule == "last":
+            return {layer - 1: StatRequest("last") for layer in self.layers(depth)}
+        return {layer: StatRequest("last", ahead=True) for layer in self.layers(depth)}
+
+    def counts(self, n: int, depth: int) -> tuple[int, ...]:
+        """Tokens that each stage keeps, of ``n`` at the beginning."""
+        layers = self.layers(depth)
+        if self.budget is not None:
+            return solve_counts(n, self.budget * n, layers, depth, whole=int)
+        powers = tuple(self.ratio**s for s in range(1, len(layers) + 1))
+        return tuple(stage_counts(n, self.ratios or powers))
+
+    def keep(self, context: PrefillContext, layer: int) -> Tensor | None:
+        layout, layers = context.layout, self.layers(context.depth)
+        if not bool(layout.visual.any()):
+            return None
+        n = context.notes.setdefault(self.name, {}).setdefault("items", self._groups(layout))
+        source = layer if self.rule == "next" else layer - 1
+        score = rank(context.stats[source])
+        kept = ~layout.visual
+        for item, total in n.items():
+            mine = layout.visual & ((layout.item == item) | (not self.per_item))
+            kept = kept | top(score, mine, self.counts(total, context.depth)[layers.index(layer)])
+        return kept.nonzero().flatten()
+
+    def _groups(self, layout: TokenLayout) -> dict[int, int]:
+        """Tokens of each group that is ranked by itself, before the first drop."""
+        if not self.per_item:
+            return {-1: int(layout.visual.sum())}
+        items, counts = layout.item[layout.visual].unique(return_counts=True)
+        return dict(zip(items.tolist(), counts.tolist(), strict=True))

@@ -1,0 +1,364 @@
+"""ZipVL: each layer's important tokens attend, and are stored, better than the others.
+
+ZipVL (arXiv 2410.08584) finds out in every layer how many tokens matter there. Some *probe* rows
+``r``, the last of the prompt and random others, say by their causal attention ``A`` (mean over
+heads) what each token ``j`` receives::
+
+    a_j = sum over r of A[r, j]              n_j = number of probe rows that may see j
+    b   = least number of tokens, largest a_j first, whose a_j add up to tau R      (R probe rows)
+    T   = the b tokens of largest a_j / n_j
+
+``b`` counts by mass, ``T`` is chosen by the mean of the rows that see a token, since early tokens
+are seen by more rows. ``T`` is one set for all heads. Then:
+
+- *Prefill.* The layer's attention runs among ``T`` alone, causal in the order of the prompt. Other
+  rows receive nothing from it and pass the layer by its residual (``rows="important"``); with
+  ``rows="all"`` every row attends, but to ``T`` only.
+- *Cache.* ``kv="mixed"``, the paper's first version: ``T`` in ``bits_high`` bits, the rest in
+  ``bits_low``; keys per channel, values per token with a scale for each channel (ZipCache, arXiv
+  2405.14256). ``kv="drop"``, its second version: the rest is dropped. ``kv="none"``: nothing.
+- *Decode* (``mixed``). New keys and values stay as they are until there are ``page`` of them, which
+  then become a page of ``bits_high`` bits.
+
+No code was published. What the paper leaves open, and what differs:
+
+- 64 last and 64 random rows probe, the random ones drawn anew in each layer; heads are averaged;
+  the last ``force_recent`` tokens are in ``T``, whatever they receive: the next token is read from
+  the last one.
+- Parameters of the quantiser belong to one KV head each. ZipCache folds the heads of a token
+  together, which ties heads to each other for a few bytes.
+- What is quantised stays so. The paper reads and writes the whole cache again every 100 tokens,
+  which adds an error each time; here a page is written once, with the channel scales of the
+  prompt's ``T``.
+- With ``rows="all"``, a row in front of the first token of ``T`` sees nothing and receives nothing.
+- ``dense_above``: a layer in which a larger share of the tokens is important attends densely. That
+  is another function, and the better one: nothing is left out, for about the time that gathering
+  so many rows takes. The cache still goes by ``T``. By default no layer does so.
+- ``tau=1`` leaves the prefill to the model: all tokens are important.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from vlmfast.core.contexts import PrefillContext
+from vlmfast.core.kv import KV
+from vlmfast.core.params import param
+from vlmfast.core.protocols import CacheStage, DecodeStage, PrefillStage, Slots
+from vlmfast.core.stage import Stage
+from vlmfast.core.statistics import ColumnStats
+from vlmfast.errors import RecipeError
+from vlmfast.kernels.col_stats import col_stats
+from vlmfast.kernels.quantize_kv import BITS, Segment, quantise
+from vlmfast.kernels.select import mass_count, top_k
+
+from ..part import Part
+
+
+def probe_rows(n: int, recent: int, random: int, seed: int) -> Tensor:
+    """The last ``recent`` of ``n`` rows and ``random`` others: int64, (R,), ascending."""
+    before = max(n - recent, 0)
+    drawn = torch.randperm(before, generator=torch.Generator().manual_seed(seed))[:random]
+    return torch.cat([drawn.sort().values, torch.arange(before, n)])
+
+
+def important(
+    query: Tensor,
+    key: Tensor,
+    rows: Tensor,
+    tau: float,
+    scaling: float | None = None,
+    *,
+    bias: Tensor | None = None,
+    forced: Tensor | None = None,
+    window: int | None = None,
+) -> Tensor:
+    """The tokens that matter in a layer.
+
+    Parameters
+    ----------
+    query : Tensor, (Hq, S, D)
+    key : Tensor, (Hk, S, D)
+    rows : Tensor, int64, (R,)
+        Probe rows; the last row of the prompt is one of them.
+    bias : Tensor, float32, (S,), optional
+        Added to the logits of each key.
+    forced : Tensor, bool, (S,), optional
+        Tokens that are important in any case; they count among the ``b``.
+    window : int, optional
+        How many tokens a row sees, itself included.
+
+    Returns
+    -------
+    Tensor, int64, (b,)
+        Ascending.
+    """
+    if window is None:
+        stats = col_stats(query, key, rows, scaling, bias=bias, want=("sum", "nnz"))
+        mass, nnz = stats["sum"].mean((0, 1)), stats["nnz"]
+    else:
+        mass, nnz = within(query, key, rows, scaling, bias, window)
+    count = int(mass_count(mass, tau * len(rows)))
+    if forced is not None:
+        count = max(count, int(forced.sum()))
+    return top_k(mass / nnz, count, forced)
+
+
+def within(
+    query: Tensor,
+    key: Tensor,
+    rows: Tensor,
+    scaling: float | None,
+    bias: Tensor | None,
+    window: int,
+) -> tuple[Tensor, Tensor]:
+    """What each token receives within a window, mean over heads; and the rows that see it, (S,).
+
+    A token that none sees has received nothing, from one row.
+    """
+    place = torch.arange(key.shape[1], device=key.device)
+    seen = (place <= rows[:, None]) & (place > rows[:, None] - window)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    q = query.index_select(1, rows).float().unflatten(0, (len(key), -1)) * scale
+    logits = q @ key.float().transpose(-1, -2)[:, None]
+    logits = logits if bias is None else logits + bias
+    p = logits.masked_fill(~seen, -torch.inf).softmax(-1)
+    return p.sum(2).mean((0, 1)), seen.sum(0).clamp(min=1)
+
+
+def sparse_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    chosen: Tensor,
+    scaling: float | None = None,
+    *,
+    every_row: bool = False,
+    allowed: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """Attention among the tokens ``chosen``; zeros for rows that take no part in it.
+
+    Parameters
+    ----------
+    query : Tensor, (1, Hq, S, D)
+    key, value : Tensor, (1, Hk, S, D)
+    chosen : Tensor, int64, (n,)
+        Ascending.
+    every_row : bool
+        Whether all rows attend to the chosen tokens.
+    allowed : Tensor, bool, (S, S), optional
+        What each row may see; by default what is not behind it.
+    bias : Tensor, float32, (S,), optional
+        Added to the logits of each key.
+
+    Returns
+    -------
+    Tensor, (1, Hq, S, D)
+    """
+    s = query.shape[2]
+    rows = torch.arange(s, device=query.device) if every_row else chosen
+    grouped = query.shape[1] != key.shape[1]
+    q, k, v = (x.index_select(2, i) for x, i in ((query, rows), (key, chosen), (value, chosen)))
+    if not every_row and allowed is None and bias is None:
+        out = scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=scaling, enable_gqa=grouped
+        )
+    else:
+        seen = chosen <= rows[:, None] if allowed is None else allowed[rows][:, chosen]
+        blind = ~seen.any(1, keepdim=True)
+        mask = seen | blind  # a row that sees nothing would be NaN; it is made zero below
+        if bias is not None:
+            mask = torch.where(mask, bias[chosen], -torch.inf).to(q.dtype)
+        out = scaled_dot_product_attention(q, k, v, mask, scale=scaling, enable_gqa=grouped)
+        out = out.masked_fill(blind, 0.0)
+    return (
+        out if every_row else out.new_zeros(*query.shape[:3], v.shape[3]).index_copy(2, rows, out)
+    )
+
+
+@dataclass(frozen=True)
+class ZipVL(Stage):
+    """Attends among each layer's important tokens, and stores the others in fewer bits."""
+
+    name: ClassVar[str] = "zipvl"
+    protocol: ClassVar[str] = "prefill"
+    paper: ClassVar[str] = "arXiv 2410.08584"
+    lead: ClassVar[str | None] = "tau"
+    asks_question: ClassVar[bool] = True
+    positions = "keep"  # what the parts of a method read; no row is dropped
+
+    tau: float = param(
+        0.975, "share of the probe rows' attention that important tokens receive", gt=0.0, le=1.0
+    )
+    kv: str = param(
+        "mixed",
+        "what becomes of the cache: two precisions, important tokens alone, or nothing",
+        choices=("mixed", "drop", "none"),
+    )
+    rows: str = param(
+        "important",
+        "rows that attend to the important tokens: these alone, or all",
+        choices=("important", "all"),
+    )
+    bits_high: int = param(4, "bits of important tokens, and of the answer: 2, 4 or 8", ge=2, le=8)
+    bits_low: int = param(2, "bits of the other tokens: 2, 4 or 8", ge=2, le=8)
+    page: int = param(128, "tokens of the answer that are quantised together", ge=1)
+    recent: int = param(64, "probe rows at the end of the prompt", ge=1)
+    random: int = param(64, "probe rows before these", ge=0)
+    seed: int = param(0, "of the random probe rows", ge=0)
+    force_recent: int = param(1, "last tokens that are important in any case", ge=1)
+    dense_above: float = param(
+        1.0, "share of important tokens above which a layer attends densely", ge=0.0, le=1.0
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("bits_high", "bits_low"):
+            if getattr(self, name) not in BITS:
+                raise RecipeError(
+                    f"zipvl: {name}={getattr(self, name)} is out of range, "
+                    f"allowed is one of {', '.join(map(str, BITS))}"
+                )
+
+    def expand(self) -> tuple[Stage, ...]:
+        cache = {"mixed": (Mixed(self), Pages(self)), "drop": (Drop(self),), "none": ()}
+        return (Sparse(self), *cache[self.kv])
+
+    def important(self, context: PrefillContext, layer: int, kv: KV) -> Tensor:
+        """Slots of a layer whose tokens are important: bool, (H, N)."""
+        order = context.notes.get(self.name, {}).pop(layer, None)
+        return kv.valid if order is None else torch.isin(kv.order, order) & kv.valid
+
+
+@dataclass(frozen=True)
+class Sparse(Part, PrefillStage):
+    """Attention among the important tokens; the cache part finds them in the notes."""
+
+    name: ClassVar[str] = ZipVL.name
+    asks_question: ClassVar[bool] = True
+
+    def layers(self, depth: int) -> tuple[int, ...]:
+        return ()
+
+    def attends(self, depth: int) -> tuple[int, ...]:
+        return tuple(range(depth)) if self.of.tau < 1 else ()
+
+    def attend(
+        self,
+        context: PrefillContext,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float | None,
+    ) -> Tensor | None:
+        of, s, bias = self.of, query.shape[2], context.key_bias()
+        n = s - context.answer  # rows of an answer stand for later steps, which lose nothing
+        rows = probe_rows(n, of.recent, of.random, of.seed * context.depth + layer)
+        every = torch.arange(s, device=query.device)
+        chosen = important(
+            query[0, :, :n],
+            key[0, :, :n],
+            rows.to(query.device),
+            of.tau,
+            scaling,
+            bias=None if bias is None else bias[:n],
+            forced=every[:n] >= n - of.force_recent,
+            window=context.window(layer),
+        )
+        chosen = torch.cat([chosen, every[n:]])
+        context.notes.setdefault(self.name, {})[layer] = context.layout.order[chosen]
+        if len(chosen) == s or len(chosen) > of.dense_above * s:
+            return None
+        return sparse_attention(
+            query,
+            key,
+            value,
+            chosen,
+            scaling,
+            every_row=of.rows == "all",
+            allowed=context.visible(layer),
+            bias=bias,
+        )
+
+
+@dataclass(frozen=True)
+class Drop(Part, CacheStage):
+    """Keeps the important tokens of each layer."""
+
+    name: ClassVar[str] = ZipVL.name
+
+    def compress(
+        self, context: PrefillContext, layer: int, kv: KV, stats: ColumnStats | None
+    ) -> KV:
+        keep = self.of.important(context, layer, kv)
+        return kv if torch.equal(keep, kv.valid) else kv.select_mask(keep)
+
+
+@dataclass(frozen=True)
+class Mixed(Part, CacheStage):
+    """Quantises each layer, important tokens in more bits than the others."""
+
+    name: ClassVar[str] = ZipVL.name
+    quantises: ClassVar[bool] = True
+
+    def compress(
+        self, context: PrefillContext, layer: int, kv: KV, stats: ColumnStats | None
+    ) -> KV:
+        high, segments = self.of.important(context, layer, kv), []
+        for mask, bits in ((high, self.of.bits_high), (kv.valid & ~high, self.of.bits_low)):
+            part = kv.select_mask(mask)
+            if len(part):
+                segments.append(
+                    quantise(
+                        part.keys,
+                        part.values,
+                        part.order,
+                        part.lengths,
+                        bits,
+                        scaled=True,
+                        bias=part.bias,
+                    )
+                )
+        context.notes.setdefault(self.name, {})["scale", layer] = segments[0].value_scale
+        empty = kv.select(torch.arange(0, device=kv.keys.device))
+        return replace(empty, segments=(*kv.segments, *segments))
+
+
+@dataclass(frozen=True)
+class Pages(Part, DecodeStage):
+    """Quantises the answer, a page at a time."""
+
+    name: ClassVar[str] = ZipVL.name
+
+    def step(self, slots: Slots, layer: int) -> None:
+        page = self.of.page
+        if slots.held < page:
+            return
+        # The prompt's scale and its type: pages have one kind, and nothing waits for the device.
+        scale = slots.notes[self.name]["scale", layer]
+        order = slots.order[:, :page].clone()
+        lengths = torch.full_like(slots.length, page)
+
+        def make(keys: Tensor, values: Tensor) -> Segment:
+            return quantise(
+                keys,
+                values,
+                order,
+                lengths,
+                self.of.bits_high,
+                key_group=page,
+                scaled=scale,
+                dtype=scale.dtype,
+            )
+
+        slots.quantise(page, make)
+
+    def quiet(self, slots: Slots, layer: int) -> int:
+        return self.of.page - 1 - slots.held

@@ -1,0 +1,176 @@
+"""CATP: several pictures with a text each, of which the last asks.
+
+Methods for one picture fare worse than chance where a prompt shows examples before it asks.
+Contextually Adaptive Token Pruning (AAAI 2026, arXiv 2508.07871) prunes a share ``R`` of the tokens
+in two halves. In front of the language model each picture keeps the ``|Y| = floor(n (1 - R/2))``
+that speak for all of it, and for the text that belongs to it, by greedy steps::
+
+    max over Y of  sum over x of max over y in Y of sim(x, y) + 0.7 sum over y in Y of sim(y, text)
+
+with sim the cosine, taken to [0, 1], and text the mean of the input embeddings between this picture
+and the next. In the language model, with A_l the attention of the last token of the prompt in layer
+l (mean over heads) and h hidden states, the tokens of all pictures but the last are ranked together
+behind layer K, and those of the last behind layer K + 1::
+
+    max(0, A_K[c] - A_(K-1)[c]) + 0.6 cos(h_c, mean h of the last picture and the text behind it)
+    cos(h_q, mean h of what is left of the other pictures)
+
+until a share ``1 - R`` of each is left. ``rate`` is that share, and ``budget`` solves it.
+
+The paper has no public code. Where it is silent:
+
+- K = 6 of 32 layers is a share of any depth; at least one layer runs before it.
+- The frames of a clip are one picture. A picture without text behind it is matched with all text.
+- With one picture alone there is nothing to compare it with: its tokens are ranked behind layer
+  K + 1 as those of other pictures are, against the text behind it.
+- What comes in merged counts as one token. Ties go to the lower index.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cosine_similarity
+
+from vlmfast.core.contexts import EncodeRequest, PrefillContext
+from vlmfast.core.layout import VisualTokens
+from vlmfast.core.params import budget_param, param, positions_param
+from vlmfast.core.protocols import EncodeStage, PrefillStage
+from vlmfast.core.stage import Stage
+from vlmfast.core.statistics import StatRequest, VisionStats
+from vlmfast.errors import RecipeError
+from vlmfast.kernels.diversity import cosine
+
+from ..budget import equivalent, solve
+from ..cover import cover
+from ..groups import together
+from ..part import Part
+from ..select import top
+
+
+@dataclass(frozen=True)
+class CATP(Stage):
+    """Of several pictures keeps what their texts name, then what the last one needs."""
+
+    name: ClassVar[str] = "catp"
+    protocol: ClassVar[str] = "encode"
+    paper: ClassVar[str] = "AAAI 2026, arXiv 2508.07871"
+    lead: ClassVar[str | None] = "rate"
+    asks_question: ClassVar[bool] = True
+
+    rate: float = param(1 / 3, "share of the tokens left at the end, 1 - R", gt=0.0, le=1.0)
+    k: float = param(6 / 32, "layer K; a value below 1 is a share of the depth", gt=0.0)
+    text: float = param(0.7, "weight of the text in front of the language model", ge=0.0)
+    sample: float = param(0.6, "weight of the sample that asks, in the language model", ge=0.0)
+    positions: str = positions_param("compact")
+    budget: float | None = budget_param()
+
+    def expand(self) -> tuple[Stage, ...]:
+        return (Cover(self), Context(self))
+
+    def floor(self, depth: int) -> float:
+        return 0.5 * (self.layer(depth) + 1) / depth
+
+    def layer(self, depth: int) -> int:
+        """K, from 0, and one layer in front of it."""
+        k = max(round(self.k * depth), 1) if self.k < 1 else int(self.k)
+        if (k != self.k and self.k >= 1) or k + 2 >= depth:
+            raise RecipeError(
+                f"catp: k={self.k:g} means layer {k:g} of {depth}; it must be a whole number, or a "
+                "share below 1, with two layers and more behind it"
+            )
+        return k
+
+    def shares(self, depth: int, asks: float) -> tuple[float, float]:
+        """What is left in front of the language model, and at the end.
+
+        ``asks`` is the last picture's share of the tokens.
+        """
+        if self.budget is None:
+            return (1 + self.rate) / 2, self.rate
+        k = self.layer(depth)
+
+        def cost(rate: float) -> float:
+            first = (1 + rate) / 2
+            counts = (first, asks * first + (1 - asks) * rate, rate)
+            return equivalent(1, (0, k + 1, k + 2), counts, depth)
+
+        rate = solve(cost, self.budget)
+        return (1 + rate) / 2, rate
+
+
+@dataclass(frozen=True)
+class Cover(Part, EncodeStage):
+    """Part 1: in front of the language model, each picture with its text."""
+
+    name: ClassVar[str] = CATP.name
+    asks_question: ClassVar[bool] = True
+
+    def reduce(
+        self, tokens: VisualTokens, stats: VisionStats, request: EncodeRequest
+    ) -> VisualTokens:
+        groups = together(tokens, stats.items)
+        clips = [stats.items[int(tokens.layout.item[index[0]])].clip for index in groups]
+        # Long clips come in parts.
+        asks = [i for i, clip in enumerate(clips) if clip == clips[-1] >= 0] or [len(clips) - 1]
+        n = sum(len(groups[i]) for i in asks)
+        share, last = self.of.shares(request.depth, n / len(tokens))
+        request.notes[self.name] = {
+            "asks": torch.cat([tokens.layout.item[groups[i]] for i in asks]).unique(),
+            "totals": [max(1, round(last * some)) for some in (n, len(tokens) - n)],
+        }
+        if share == 1:
+            return tokens
+        order, kept = tokens.layout.order, []
+        for number, index in enumerate(groups):
+            behind = request.order > order[index[-1]]
+            if number + 1 < len(groups):
+                behind = behind & (request.order < order[groups[number + 1][0]])
+            text = request.question_embeds[behind if bool(behind.any()) else slice(None)]
+            rows = tokens.features[index].float()
+            alike = (cosine(rows) + 1) / 2
+            named = (cosine_similarity(rows, text.float().mean(0)[None]) + 1) / 2
+            k = max(1, int(round(len(index) * share, 6)))
+            kept.append(index[cover(alike, k, bonus=self.of.text * named)])
+        return tokens.select(torch.cat(kept).sort().values)
+
+
+@dataclass(frozen=True)
+class Context(Part, PrefillStage):
+    """Part 2: in the language model, the other pictures, and then the last."""
+
+    name: ClassVar[str] = CATP.name
+    asks_question: ClassVar[bool] = True
+
+    def layers(self, depth: int) -> tuple[int, ...]:
+        k = self.of.layer(depth)
+        return (k + 1, k + 2)
+
+    def text_stats(self, depth: int) -> dict[int, StatRequest]:
+        k = self.of.layer(depth)
+        return {k - 1: StatRequest("last"), k: StatRequest("last"), k + 1: StatRequest("last")}
+
+    def keep(self, context: PrefillContext, layer: int) -> Tensor | None:
+        layout, note, hidden = context.layout, context.notes[self.name], context.hidden.float()
+        asks = layout.visual & torch.isin(layout.item, note["asks"])
+        shown = layout.visual & ~asks  # the other images
+        sample, others = note["totals"]
+        first = layer == self.layers(context.depth)[0]
+        pool, total = (shown, others) if first else (asks, sample)
+        if int(pool.sum()) <= total:
+            return None
+        if first or not bool(shown.any()):
+            rows = torch.arange(len(layout), device=hidden.device)
+            # Of one picture alone it is the text behind it.
+            border = rows[shown if first else asks][-1]
+            rows = (rows > border) & (rows < len(layout) - context.answer)
+            gain = context.stats[layer - 1].mean(0)[0] - context.stats[layer - 2].mean(0)[0]
+            rows = rows if bool(rows.any()) else asks
+            mean = hidden[rows].mean(0)
+            score = gain.clamp(min=0) + self.of.sample * cosine_similarity(hidden, mean[None])
+        else:
+            score = cosine_similarity(hidden, hidden[shown].mean(0)[None])
+        return (~layout.visual | (layout.visual & ~pool) | top(score, pool, total)).nonzero()[:, 0]

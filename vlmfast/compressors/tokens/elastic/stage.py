@@ -1,0 +1,144 @@
+"""The stage: counts for each picture, one decision for the prompt, the module's branches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import nn
+
+from vlmfast.core.contexts import EncodeRequest
+from vlmfast.core.layout import VisualTokens
+from vlmfast.core.params import param, positions_param, repair_param, weights_param
+from vlmfast.core.statistics import ItemGeometry, VisionStats
+from vlmfast.errors import RecipeError
+
+from ...reducer import Reducer
+from ...select import apportion, count
+from .module import BRANCHES, MODES, ElasticCompressor, summarise
+
+_CHOICES = ("gate", *BRANCHES)
+
+
+@dataclass(frozen=True)
+class Elastic(Reducer):
+    """Prunes, pools, convolves or resamples a picture, as a gate decides from the question."""
+
+    name: ClassVar[str] = "elastic"
+    paper: ClassVar[str] = "SpecVLM, arXiv 2509.11815"
+    trained: ClassVar[bool] = True
+
+    rate: float | None = param(
+        None, "share of the visual tokens under every branch, instead of their own", gt=0.0, le=1.0
+    )
+    mode: str = param("select", "one branch, a weighted sum, or all side by side", choices=MODES)
+    branch: str = param("gate", "who chooses: the gate, or always this one", choices=_CHOICES)
+    prune: float = param(0.05, "share that random pruning keeps", gt=0.0, le=1.0)
+    pool: float = param(0.05, "share that pooling keeps", gt=0.0, le=1.0)
+    conv: float = param(1 / 3, "share that the convolution keeps", gt=0.0, le=1.0)
+    queries: int = param(2, "tokens of the resampler for each picture", ge=1)
+    text: bool = param(False, "the gate may also drop the picture")
+    seed: int = param(0, "another seed, another draw of random pruning", ge=0)
+    positions: str = positions_param("keep")
+    repair: bool = repair_param(False)
+    weights: str = weights_param()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.mode != "select" and (self.branch != "gate" or self.text):
+            raise RecipeError(
+                f"elastic: mode={self.mode} uses its branches together; branch and text belong to "
+                "mode=select"
+            )
+        if self.share is not None and (self.branch == "text" or self.text):
+            raise RecipeError(
+                f"elastic: without the picture no share of it is left; {self._asked} cannot stand "
+                "beside text=true or branch=text"
+            )
+
+    @property
+    def asks_question(self) -> bool:
+        """Whether the gate, which reads the question, has a say."""
+        return self.branch == "gate" and self.mode != "concat"
+
+    @property
+    def _asked(self) -> str:
+        name = "rate" if self.budget is None else "budget"
+        return f"{name}={self.share:g}"
+
+    @classmethod
+    def build(cls, config: dict[str, Any]) -> nn.Module:
+        """The untrained module; ``hidden``, ``queries`` and ``text`` beside the ``width``."""
+        values = (config[key] for key in ("width", "hidden", "queries", "text"))
+        return ElasticCompressor(*values)
+
+    def counts(self, total: int, queries: int) -> list[int | None]:
+        """Tokens that each of `BRANCHES` is to leave of ``total``; ``None`` where it is closed."""
+        if self.share is None:
+            shares = (self.prune, self.pool, self.conv)
+            text = 0 if self.text or self.branch == "text" else None
+            return [*(count(share, total) for share in shares), self.queries, text]
+        same = count(self.share, total)
+        return [same, same, same, same if same <= queries else None, None]
+
+    def reduce(
+        self, tokens: VisualTokens, stats: VisionStats, request: EncodeRequest
+    ) -> VisualTokens:
+        """One decision for all pictures, then each picture by itself."""
+        if self.share == 1 or not bool(tokens.layout.patches.any()):
+            return tokens
+        module = request.trained[self.name]
+        if self.queries > module.queries:
+            raise RecipeError(
+                f"elastic: queries={self.queries} is out of range, the weights have "
+                f"{module.queries}"
+            )
+        if self.text and not module.text:
+            raise RecipeError(
+                "elastic: text=true asks for a gate that was trained with `vlmfast train elastic "
+                "--text`; that of these weights was not"
+            )
+        counts = zip(
+            *(self.counts(len(index), module.queries) for _, index in tokens.items()), strict=True
+        )
+        shares = [None if None in of else sum(of) / len(tokens) for of in counts]
+        forced = self.branch != "gate"
+        # In training a branch that is asked for too many learns from as many as it has.
+        if forced and shares[BRANCHES.index(self.branch)] is None and not module.training:
+            raise RecipeError(
+                f"elastic: {self._asked} asks for more tokens of a picture than "
+                f"branch={self.branch} can give, at most {module.queries}"
+            )
+        summary = summarise(tokens.features[tokens.layout.patches])
+        logits = module.gate(request.question_embeds.float(), summary, shares)
+        chosen = self.branch if forced else BRANCHES[int(logits.argmax())]
+        request.notes[self.name] = {"logits": logits, "branch": chosen}  # of mode=select
+        return super().reduce(tokens, stats, request)
+
+    def reduce_item(
+        self,
+        tokens: VisualTokens,
+        geometry: ItemGeometry,
+        stats: VisionStats,
+        request: EncodeRequest,
+    ) -> VisualTokens:
+        """One picture under the branch that was chosen, or under all of them."""
+        module, notes = request.trained[self.name], request.notes[self.name]
+        patches = tokens.select(tokens.layout.patches)
+        if not len(patches):
+            return patches
+        key = (self.seed, int(tokens.layout.item[0]), len(tokens))
+        counts = self.counts(len(tokens), module.queries)
+        if self.mode == "weighted":
+            wanted = count(self.conv if self.share is None else self.share, len(tokens))
+            gates = notes["logits"][:3].softmax(0)
+            return module.weighted(patches, geometry, wanted, gates, key)
+        if self.mode == "concat":
+            if self.share is not None:
+                limits = (*(len(patches),) * 3, module.queries)
+                counts = apportion(count(self.share, len(tokens)), (1, 1, 1, 1), limits)
+            several = {name: n for name, n in zip(BRANCHES, counts, strict=False) if n}
+            return module.concat(patches, geometry, several, key)
+        wanted = counts[BRANCHES.index(notes["branch"])]
+        wanted = module.queries if wanted is None else wanted
+        return module.branch(notes["branch"], patches, geometry, wanted, key)

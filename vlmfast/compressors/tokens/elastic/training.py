@@ -1,0 +1,105 @@
+"""Training of the compressor: branches from their own answers, the gate from what they cost."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from vlmfast.core.stage import Stage
+from vlmfast.core.training import Outcome, Training
+
+from .module import BRANCHES, MODES
+from .stage import Elastic
+
+LEARNING = ("conv", "resample")  # the branches that have something to learn
+RATES = (0.04, 0.35)
+
+
+class ElasticTraining(Training):
+    """Branches first, under shares drawn anew for each sample; then the gate with them.
+
+    In the first part a sample goes through one learning branch, in turns. From ``--gate-from`` on
+    it goes through all of them, and for half of the samples at their own, unequal costs.
+    """
+
+    stage: ClassVar[type[Stage]] = Elastic
+
+    @staticmethod
+    def add_arguments(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--hidden", type=int, default=256, help="units inside the parts")
+        parser.add_argument("--queries", type=int, default=80, help="learned queries")
+        parser.add_argument("--mode", choices=MODES, default="select", help="as in the recipe")
+        parser.add_argument(
+            "--gate-from", type=float, default=0.6, help="share of the training without the gate"
+        )
+        parser.add_argument(
+            "--cost-weight",
+            type=float,
+            default=0.1,
+            help="loss that the gate counts for keeping all tokens",
+        )
+        parser.add_argument("--text", action="store_true", help="the gate may drop the picture")
+
+    def config(self) -> dict[str, Any]:
+        return {key: getattr(self.args, key) for key in ("hidden", "queries", "text")}
+
+    def stages(self, rng: random.Random, progress: float) -> list[Stage]:
+        rate = math.exp(rng.uniform(*map(math.log, RATES)))
+        if self.args.mode != "select":
+            return [Elastic(rate, mode=self.args.mode)]
+        if progress < self.args.gate_from:
+            return [Elastic(rate, branch=rng.choice(LEARNING))]
+        own = rng.random() < 0.5
+        names = BRANCHES if own and self.args.text else BRANCHES[:-1]
+        options = {"text": self.args.text and own, "rate": None if own else rate}
+        return [Elastic(branch=name, **options) for name in names]
+
+    def groups(self, module: nn.Module, lr: float) -> list[dict[str, Any]]:
+        """The gate starts late, when the rate has fallen: it learns faster."""
+        gate = list(module.gate.parameters())
+        others = [*module.conv.parameters(), *module.resample.parameters()]
+        return [{"params": others, "lr": lr}, {"params": gate, "lr": 2 * lr}]
+
+    def loss(
+        self, module: nn.Module, outcomes: list[Outcome], progress: float
+    ) -> tuple[Tensor, dict[str, float]]:
+        learned = [o.answer for o in outcomes if o.answer.requires_grad]
+        total = torch.stack(learned).mean()
+        if len(outcomes) == 1:
+            return total, {}
+        logits = outcomes[0].notes["logits"]
+        index = [BRANCHES.index(o.stage.branch) for o in outcomes]
+        losses = torch.stack([o.answer.detach() for o in outcomes])
+        costs = losses.new_tensor([o.tokens for o in outcomes])
+        gate, chance = expected(logits[index], losses, self.args.cost_weight * costs)
+        named = zip(outcomes, chance.tolist(), losses.tolist(), strict=True)
+        info = {"gate": float(gate.detach())}
+        for outcome, p, loss in named:
+            info |= {f"p_{outcome.stage.branch}": p, f"loss_{outcome.stage.branch}": loss}
+        return total + gate, info
+
+
+def expected(logits: Tensor, losses: Tensor, costs: Tensor) -> tuple[Tensor, Tensor]:
+    """Loss that the gate expects, and how likely each branch is.
+
+    Parameters
+    ----------
+    logits, losses, costs : Tensor, (n,)
+        Of the branches that were tried; a closed one has a logit of minus infinity.
+
+    Returns
+    -------
+    loss : Tensor, ()
+        ``sum of p_i (loss_i + cost_i)``, ``p`` the softmax of the logits.
+    p : Tensor, (n,), detached
+    """
+    p = logits.softmax(0)
+    return (p * (losses + costs)).sum(), p.detach()
+
+
+TRAINING = ElasticTraining

@@ -1,0 +1,44 @@
+"""Evenly spaced selection: a control that knows nothing but covers everything.
+
+Of ``P`` patches in raster order it keeps numbers ``floor((i + 1/2) P / k)`` for ``i`` in
+``0 .. k-1``, the middles of ``k`` equal runs; newlines go.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from vlmfast.core.contexts import EncodeRequest
+from vlmfast.core.layout import VisualTokens
+from vlmfast.core.statistics import ItemGeometry, VisionStats
+from vlmfast.core.views import cells
+
+from ..reducer import Reducer
+
+
+def evenly(n: int, k: int) -> Tensor:
+    """``k`` of ``n`` indices, evenly spaced: int64, (k,), ascending."""
+    return cells(k, n)
+
+
+@dataclass(frozen=True)
+class Grid(Reducer):
+    """Keeps evenly spaced patches."""
+
+    name: ClassVar[str] = "grid"
+    paper: ClassVar[str] = "control"
+
+    def keep(
+        self,
+        tokens: VisualTokens,
+        geometry: ItemGeometry,
+        stats: VisionStats,
+        request: EncodeRequest,
+    ) -> Tensor:
+        """Rows of one picture that stay."""
+        patches = tokens.layout.patches.nonzero().flatten()
+        chosen = evenly(len(patches), min(self.target(tokens), len(patches)))
+        return patches[chosen.to(patches.device)]

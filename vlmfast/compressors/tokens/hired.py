@@ -1,0 +1,254 @@
+"""HiRED: how many tokens each view of a picture may keep, and which.
+
+High-resolution models cut a picture into crops and put a small view of the whole beside them. HiRED
+(AAAI 2025, arXiv 2408.10945) keeps a share ``r`` of all these tokens. It reads two rows of the
+vision tower, the attention of CLS to the patches: in the first layer it says where a picture has
+content at all, in the layer that feeds the projector which patches carry its meaning.
+
+With ``V`` views of ``N`` patches each, view 0 being the whole picture::
+
+    B   = trunc(V N r)                        tokens for the picture
+    B_0 = min(trunc(B alpha), N)              of these for the whole view
+    B_i = min(trunc((B - B_0) s_i / sum s), N)     and for crop i
+    keep the B_i patches of view i with the largest sum over heads of the CLS row
+
+``rule`` says what the content ``s_i`` of a crop is. ``paper``: first-layer attention of view 0,
+summed over the patches that crop i covers. ``code`` (what the authors run): the number of view 0's
+``trunc(N (1 - alpha))`` most attended patches that fall in the i-th of equally long runs of the
+raster order, a stripe of the picture rather than the crop's place in it. A picture without crops
+keeps its ``trunc(N r)`` best patches.
+
+Different from the authors' code, and why:
+
+- ``paper`` is the default rule: its stripes match the crops only when these lie one above another.
+- Each picture is judged by its own attention; the authors' LLaVA-1.5 code applies the selection of
+  the first picture of a batch to all of them.
+- Crops lie where the model puts them. The authors swap rows and columns of the grid, so that crops
+  which are not as many high as wide are stitched and unpadded wrongly and most of their tokens
+  vanish; ``grid_compat`` loses the same tokens (their order stays the prompt's).
+- Ties go to the lower index. A picture keeps at least one token.
+- On vision towers without CLS, the attention that patches receive takes the place of its row, and
+  several patches that become one token count together (`vlmfast.core.saliency`).
+- The authors never insert newlines; ``newline`` can keep them.
+- ``budget`` counts the tokens that the prompt would really hold. ``rate`` counts all ``V N``
+  patches, so that choices inside the letterbox padding are lost and fewer are delivered.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from vlmfast.core.contexts import EncodeRequest
+from vlmfast.core.layout import Kind, TokenLayout, VisualTokens
+from vlmfast.core.params import param, saliency_param
+from vlmfast.core.saliency import SaliencyRequest
+from vlmfast.core.statistics import ItemGeometry, VisionStats
+from vlmfast.core.views import cells, marked, per_token, slots
+
+from ..reducer import Reducer
+from ..select import apportion, best, top
+
+
+def view_budgets(views: int, n: int, rate: float, alpha: float) -> tuple[int, int]:
+    """Tokens for the whole view and for all crops together (``B_0`` and ``B - B_0``)."""
+    total = int(views * n * rate)  # in this order: trunc(2880 * 0.7) is 2015
+    whole = min(int(total * alpha), n)
+    return whole, min(total - whole, (views - 1) * n)
+
+
+def content_by_area(content: Tensor, patches: tuple[int, int], tiles: tuple[int, int]) -> Tensor:
+    """Attention mass of the whole view that lies where each crop lies (``rule="paper"``).
+
+    The whole view is stretched onto the crops' grid; a patch belongs to the crop that holds its
+    centre.
+
+    Parameters
+    ----------
+    content : Tensor, (N,)
+        First-layer CLS row of the whole view, summed over heads.
+
+    Returns
+    -------
+    Tensor, float64, (crops,)
+    """
+    (h, w), (rows, columns) = patches, tiles
+    crop = (cells(h, rows)[:, None] * columns + cells(w, columns)).flatten()
+    return torch.zeros(rows * columns, dtype=torch.float64).index_add(0, crop, content.double())
+
+
+def content_by_stripe(content: Tensor, crops: int, alpha: float) -> Tensor:
+    """How many of the most attended patches fall in each raster stripe (``rule="code"``).
+
+    Parameters
+    ----------
+    content : Tensor, (N,)
+        First-layer CLS row of the whole view, summed over heads.
+
+    Returns
+    -------
+    Tensor, float32, (crops,)
+    """
+    n = content.shape[0]
+    attended = best(content[None], [int(n * (1 - alpha))])[0]
+    stripe = torch.arange(n) * crops // n
+    return torch.zeros(crops).index_add(0, stripe, attended.float())
+
+
+def crop_budgets(content: Tensor, total: int, n: int) -> list[int]:
+    """``B_i`` of the crops. Truncated in the precision of ``content``, remainders are lost."""
+    share = content / content.sum()
+    if not bool(share.isfinite().all()):  # no content anywhere
+        share = torch.full_like(content, 1 / len(content))
+    return (share * total).long().clamp(max=n).tolist()
+
+
+def packed(
+    tiles: tuple[int, int], patches: tuple[int, int], size: tuple[int, int], transposed: bool
+) -> Tensor:
+    """Ids ``view * N + patch`` of a picture's tokens in the order of the prompt, padding cut off.
+
+    The whole view first, then the stitched crops, row by row across them.
+
+    Parameters
+    ----------
+    tiles, patches : (int, int)
+        Rows and columns of crops, and of patches in each.
+    size : (int, int)
+        Height and width of the picture in pixels.
+    transposed : bool
+        Swap rows and columns of ``tiles``, as the authors do.
+
+    Returns
+    -------
+    Tensor, int64, (tokens,)
+    """
+    rows, columns = reversed(tiles) if transposed else tiles
+    h, w = patches
+    ids = torch.arange((1 + rows * columns) * h * w)
+    crops = ids[h * w :].view(rows, columns, h, w).transpose(1, 2).reshape(rows * h, columns * w)
+    if size[1] / size[0] > crops.shape[1] / crops.shape[0]:
+        cut = (crops.shape[0] - int(size[0] * (crops.shape[1] / size[1]))) // 2
+        crops = crops[cut : crops.shape[0] - cut]
+    else:
+        cut = (crops.shape[1] - int(size[1] * (crops.shape[0] / size[0]))) // 2
+        crops = crops[:, cut : crops.shape[1] - cut]
+    return torch.cat([ids[: h * w], crops.flatten()])
+
+
+def open_rows(kept: Tensor, layout: TokenLayout, tiled: bool) -> Tensor:
+    """Tokens that share their row of the stitched crops, newline included, with a kept token.
+
+    A newline closes the row of the tokens before it. The whole view of a tiled picture has no
+    newlines; its tokens cost nothing more than themselves and count as open.
+
+    Returns
+    -------
+    Tensor, bool, (S,)
+    """
+    newline = (layout.kind == Kind.NEWLINE).long()
+    row = newline.cumsum(0) - newline
+    outside = (layout.tile == 0) & tiled
+    hits = torch.zeros_like(row).index_add(0, row, (kept & ~outside).long())
+    return (hits[row] > 0) | outside
+
+
+@dataclass(frozen=True)
+class HiRED(Reducer):
+    """Keeps the patches to which CLS attends, by a budget for each view."""
+
+    name: ClassVar[str] = "hired"
+    paper: ClassVar[str] = "AAAI 2025, arXiv 2408.10945"
+
+    rate: float = param(0.2, "share of the patches of all views that is selected", gt=0.0, le=1.0)
+    alpha: float = param(0.5, "share of the budget that the whole view gets", ge=0.0, le=1.0)
+    rule: str = param("paper", "how a crop's content is measured", choices=("paper", "code"))
+    grid_compat: bool = param(False, "also lose the tokens that the authors' swapped grid loses")
+    newline: str = param(
+        "drop",
+        "learned row separators: drop all, keep all, or keep those of rows with a kept token",
+        choices=("drop", "keep", "rows"),
+    )
+    saliency: str = saliency_param()
+
+    def saliencies(self) -> tuple[SaliencyRequest, ...]:
+        """Of the first block, and of the one whose output goes to the projector."""
+        return SaliencyRequest("first", self.saliency), SaliencyRequest("features", self.saliency)
+
+    def keep(
+        self,
+        tokens: VisualTokens,
+        geometry: ItemGeometry,
+        stats: VisionStats,
+        request: EncodeRequest,
+    ) -> Tensor:
+        """Rows of one picture that stay."""
+        layout, tiled = tokens.layout, geometry.tiles != (0, 0)
+        first, last = (stats.salient(asked, geometry).rows.sum(1) for asked in self.saliencies())
+        content, importance = self._content(first[0].cpu(), geometry) if tiled else None, last
+
+        slot = slots(layout, geometry)
+        exists = marked(slot, importance)
+        if self.grid_compat and tiled:
+            seen = packed(geometry.tiles, geometry.patches, geometry.size, transposed=True)
+            exists = exists & marked(seen.to(slot.device), importance)
+
+        def with_newlines(chosen: Tensor) -> Tensor:
+            kept = per_token(chosen, slot)
+            if self.newline == "drop":
+                return kept
+            newline = layout.kind == Kind.NEWLINE
+            if self.newline == "rows":
+                newline = newline & open_rows(kept, layout, tiled)
+            return kept | newline
+
+        if self.budget is None:
+            chosen = best(importance, self._by_rate(content, *importance.shape)) & exists
+            if not chosen.any():
+                chosen = best(importance.masked_fill(~exists, -torch.inf).view(1, -1), [1])
+            return with_newlines(chosen).nonzero().flatten()
+
+        # Newlines are tokens too: as many patches as leave room for theirs.
+        importance = importance.masked_fill(~exists, -torch.inf)
+        caps = exists.sum(1).tolist()
+        target = self.target(tokens)
+
+        def keep_patches(k: int) -> Tensor:
+            return with_newlines(best(importance, self._by_count(content, k, caps)))
+
+        if self.newline == "rows":
+            fits = range(1, min(target, sum(caps)) + 1)
+            k = bisect_right(fits, target, key=lambda k: int(keep_patches(k).sum()))
+            kept = keep_patches(max(k, 1))
+            # The next patch may bring a newline for which there is no room: fill open rows instead.
+            spare = layout.patches & ~kept & open_rows(kept, layout, tiled)
+            score = per_token(importance, slot, -torch.inf)
+            spare = spare & (score > -torch.inf)
+            kept = kept | top(score, spare, target - int(kept.sum()))
+        else:
+            fixed = int((layout.kind == Kind.NEWLINE).sum()) if self.newline == "keep" else 0
+            kept = keep_patches(min(max(target - fixed, 1), sum(caps)))
+        return kept.nonzero().flatten()
+
+    def _content(self, content: Tensor, geometry: ItemGeometry) -> Tensor:
+        if self.rule == "code":
+            return content_by_stripe(content, geometry.tiles[0] * geometry.tiles[1], self.alpha)
+        return content_by_area(content, geometry.patches, geometry.tiles)
+
+    def _by_rate(self, content: Tensor | None, views: int, n: int) -> list[int]:
+        """Tokens per view as in the paper."""
+        if content is None:
+            return [int(n * self.rate)] * views
+        whole, crops = view_budgets(views, n, self.rate, self.alpha)
+        return [whole, *crop_budgets(content, crops, n)]
+
+    def _by_count(self, content: Tensor | None, k: int, caps: list[int]) -> list[int]:
+        """Tokens per view that sum to ``k``; what one view has no patches for goes to others."""
+        if content is None:
+            return apportion(k, [1.0] * len(caps), caps)
+        crops = min(k - min(int(k * self.alpha), caps[0]), sum(caps[1:]))
+        return [k - crops, *apportion(crops, content.tolist(), caps[1:])]

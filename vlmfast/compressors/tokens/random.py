@@ -1,0 +1,53 @@
+"""Random selection: the control that any method must beat.
+
+Keeps ``rate`` of a picture's tokens, drawn without replacement from its patches; newlines go. The
+draw depends on ``seed``, on which picture of the prompt it is and on how many tokens it has, and on
+nothing else: neither on the device nor on the global random state. With the same seed a smaller
+rate keeps a part of what a larger one keeps.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from vlmfast.core.contexts import EncodeRequest
+from vlmfast.core.layout import VisualTokens
+from vlmfast.core.params import param
+from vlmfast.core.statistics import ItemGeometry, VisionStats
+
+from ..reducer import Reducer
+
+
+def shuffled(n: int, *key: int) -> Tensor:
+    """A permutation of ``n`` that depends on ``key`` alone: int64, (n,), on the host."""
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=7).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest))
+    return torch.randperm(n, generator=generator)
+
+
+@dataclass(frozen=True)
+class Random(Reducer):
+    """Keeps patches drawn at random."""
+
+    name: ClassVar[str] = "random"
+    paper: ClassVar[str] = "control"
+
+    seed: int = param(0, "another seed, another draw", ge=0)
+
+    def keep(
+        self,
+        tokens: VisualTokens,
+        geometry: ItemGeometry,
+        stats: VisionStats,
+        request: EncodeRequest,
+    ) -> Tensor:
+        """Rows of one picture that stay."""
+        patches = tokens.layout.patches.nonzero().flatten()
+        draw = shuffled(len(patches), self.seed, int(tokens.layout.item[0]), len(tokens))
+        draw = draw[: self.target(tokens)].sort().values
+        return patches[draw.to(patches.device)]

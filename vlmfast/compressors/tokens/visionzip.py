@@ -1,0 +1,88 @@
+"""VisionZip: a few tokens carry most of a picture; the rest is merged by likeness.
+
+Of each view VisionZip (CVPR 2025, arXiv 2412.04467) keeps ``D`` *dominant* tokens, CLS and the
+``D - 1`` patches with the largest CLS row (sum over heads), and ``C`` *contextual* ones. With ``m``
+other patches in raster order, and their keys in the same layer, mean over heads::
+
+    targets t = number 0, s, 2s, ... of them, C in all         s = max(1, floor(m / C))
+    token of t = x_t + mean of the x whose keys are most like that of t (cosine)
+
+``rate`` and ``budget`` give each view the same D + C, as 54 : 10; newlines go. Different from the
+authors' code: features are those behind the projector, where encode stages work, not before it.
+Letterbox patches that the prompt lacks take no part. Tokens stay in the order of the prompt, theirs
+end with the contextual ones; CLS takes the place of its view's first patch that is gone. Towers
+without CLS rank patches by the attention that they receive, as on Qwen-VL, and keep D patches.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from vlmfast.core.contexts import EncodeRequest
+from vlmfast.core.layout import VisualTokens
+from vlmfast.core.params import param, repair_param, saliency_param
+from vlmfast.core.saliency import SaliencyRequest
+from vlmfast.core.statistics import ItemGeometry, VisionStats
+from vlmfast.core.views import by_view, merged
+
+from ..reducer import Reducer
+from ..select import apportion, best, most_alike, plus_mean
+
+
+def homes(attention: Tensor, keys: Tensor, dominant: int, contextual: int) -> Tensor:
+    """Which patch each patch of a view (attention (N,), keys (N, d)) becomes part of; -1: none."""
+    home = torch.arange(len(keys), device=keys.device)
+    rest = (~best(attention[None], [dominant])[0]).nonzero()[:, 0]
+    if contextual == 0:
+        return home.index_fill(0, rest, -1)
+    targets = rest[:: max(1, len(rest) // contextual)][:contextual]
+    home = home.index_copy(0, rest, targets[most_alike(keys[rest], keys[targets])])
+    return home.index_copy(0, targets, targets)  # also where keys are the same
+
+
+@dataclass(frozen=True)
+class VisionZip(Reducer):
+    """Keeps what CLS attends to, and merges the rest into a few tokens."""
+
+    name: ClassVar[str] = "visionzip"
+    paper: ClassVar[str] = "CVPR 2025, arXiv 2412.04467"
+    wants_cls: ClassVar[bool] = True
+
+    dominant: int = param(0, "D of each view; with contextual instead of rate, if not 0", ge=0)
+    contextual: int = param(0, "C of each view", ge=0)
+    repair: bool = repair_param(False)
+    saliency: str = saliency_param()
+
+    def saliencies(self) -> tuple[SaliencyRequest, ...]:
+        return (SaliencyRequest("features", self.saliency, keys=True),)
+
+    def counts(self, total: int, sizes: list[int]) -> list[tuple[int, int]]:
+        """``(D, C)`` of views with ``sizes`` patches, ``total`` tokens together or as given."""
+        if self.budget is None and self.dominant + self.contextual > 0:
+            return [(d := min(self.dominant, n), min(self.contextual, n - d)) for n in sizes]
+        totals = apportion(total, [1.0] * len(sizes), sizes)
+        return [(t - round(t * 10 / 64), round(t * 10 / 64)) for t in totals]
+
+    def reduce_item(
+        self,
+        tokens: VisualTokens,
+        geometry: ItemGeometry,
+        stats: VisionStats,
+        request: EncodeRequest,
+    ) -> VisualTokens:
+        total, tokens = self.target(tokens), tokens.select(tokens.layout.patches)
+        salient = stats.salient(*self.saliencies(), geometry)
+        projected = int(stats.cls is not None)  # whether CLS is one of the D tokens
+        home, cls = torch.empty_like(tokens.layout.order), []
+        views = by_view(tokens.layout, geometry, salient.rows.sum(1), salient.keys)
+        counts = self.counts(total, [len(index) for index, *_ in views])
+        for (index, attention, keys), (d, c) in zip(views, counts, strict=True):
+            new = homes(attention, keys, max(d - projected, 0), c)
+            home[index] = torch.where(new < 0, new, index[new])
+            cls.append(index[home[index] != index][: min(d, projected)])
+        features = tokens.features[:0] if stats.cls is None else stats.cls
+        return merged(tokens, home, plus_mean, torch.cat(cls), features)

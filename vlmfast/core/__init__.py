@@ -1,0 +1,1 @@
+"""What everything else is built on: stage protocols, recipes, token layouts, statistics."""

@@ -1,0 +1,97 @@
+"""Files that are replaced whole: whatever happens, the old one or the new one is there."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from vlmfast.errors import VLMFastError
+
+__all__ = ["make_folder", "replace_bytes", "replace_text", "replacing"]
+
+
+@contextlib.contextmanager
+def replacing(path: str | Path) -> Iterator[BinaryIO]:
+    """Write a file beside its place, and put it there at one stroke when the block ends.
+
+    Parameters
+    ----------
+    path : str or Path
+        In a folder that exists.
+
+    Yields
+    ------
+    BinaryIO
+        The new file. It is on the disk when it takes the place of the old one; after an exception
+        nothing is left of it.
+
+    Raises
+    ------
+    VLMFastError
+        With the path and the reason, where the file cannot be written.
+    """
+    path = Path(path)
+    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        try:
+            with open(draft, "wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(draft, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                draft.unlink(missing_ok=True)
+            raise
+        _settle(path.parent)
+    except OSError as error:
+        raise _cannot(path, error) from error
+    except RuntimeError as error:
+        # torch.save ends in an error of its own while it handles that of the file.
+        if isinstance(error.__context__, OSError):
+            raise _cannot(path, error.__context__) from error
+        raise
+
+
+def replace_bytes(path: str | Path, parts: Iterable[bytes | memoryview]) -> None:
+    """`replacing`, for content that is there already, in parts."""
+    with replacing(path) as file:
+        for part in parts:
+            file.write(part)
+
+
+def replace_text(path: str | Path, text: str) -> None:
+    """`replacing`, for a text; UTF-8, lines as they are."""
+    replace_bytes(path, [text.encode()])
+
+
+def make_folder(path: str | Path) -> None:
+    """Make a folder and those above it, where they are not there.
+
+    Raises
+    ------
+    VLMFastError
+        With the path and the reason.
+    """
+    try:
+        Path(path).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _cannot(Path(path), error) from error
+
+
+def _cannot(path: Path, error: OSError) -> VLMFastError:
+    return VLMFastError(f"{path} cannot be written: {error.strerror or error}")
+
+
+def _settle(folder: Path) -> None:
+    """Wait until the folder itself is on the disk, where folders can be opened."""
+    if not hasattr(os, "O_DIRECTORY"):
+        return
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,376 @@
+"""The stage protocols: what a method may ask for and what it returns.
+
+A method is a frozen dataclass that derives from one of the protocol classes below. Its fields are
+its hyper-parameters, declared with `param`, which also documents and bounds them; recipes, the
+command line and ``vlmfast methods`` read that declaration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from ..kernels.quantize_kv import Segment
+from .contexts import EncodeRequest, PrefillContext, VisionContext
+from .drafting import Drafter, Governor, Target
+from .kv import KV
+from .layout import TokenLayout, VisualTokens
+from .saliency import SaliencyRequest
+from .stage import Stage
+from .statistics import ColumnRequest, ColumnStats, ItemGeometry, StatRequest, VisionStats
+
+PROTOCOLS = ("media", "in-encoder", "encode", "prefill", "cache", "decode", "drafter")
+
+
+@dataclass(frozen=True)
+class MediaStage(Stage):
+    """Chooses the frames of a clip before anything is encoded."""
+
+    protocol: ClassVar[str] = "media"
+    asks_question: ClassVar[bool] = True
+
+    def frames(self, video: Any, question: str) -> list[int]:
+        """Indices of the frames to read, ascending."""
+        raise NotImplementedError(f"{type(self).__name__}.frames")
+
+
+@dataclass(frozen=True)
+class InEncoderStage(Stage):
+    """Works between the blocks of the vision tower."""
+
+    protocol: ClassVar[str] = "in-encoder"
+    # Not annotated: a ClassVar would come first among the fields of a stage that declares it.
+    optional = False  # whether its method does without it where a tower cannot serve it
+    cells = False  # whether it takes all patches of a visual token as one row, see `on_block`
+    # Whether it takes any number of patches for each token, where the projector takes a row of
+    # them together (`Adapter.token_rows`); `on_output` then sees tokens.
+    token_rows = False
+
+    def vision_stats(self, depth: int) -> dict[int, StatRequest]:
+        """Vision layer index to the keys that `on_block` reads, in ``context.keys``."""
+        return {}
+
+    def blocks(self, depth: int) -> tuple[int, ...]:
+        """Vision blocks (1 .. depth-1) before which `on_block` is asked."""
+        raise NotImplementedError(f"{type(self).__name__}.blocks")
+
+    def on_block(
+        self, context: VisionContext, index: int, hidden: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """New hidden states, and where each row went.
+
+        Without `cells` a stage is asked only where the tower makes one visual token of each patch,
+        or as `token_rows` says.
+        With it rows are *cells*: the ``m`` patches that become one visual token side by side, so
+        that D is ``m`` times the tower's width, as that of ``context.keys`` is; special rows are
+        repeated to that width. ``context.items`` are the images that lie in ``hidden``, all of one
+        grid of visual tokens. Such a stage changes rows by merging alone.
+
+        Parameters
+        ----------
+        hidden : Tensor, (V, N, D)
+            What would enter block ``index``; the CLS row first where the tower has one.
+
+        Returns
+        -------
+        hidden : Tensor, (V, M, D)
+        source : Tensor, int64, (V, N), or None
+            Row of the new hidden states that each old row is now part of; ``None`` when no row was
+            merged. Merged rows stay together from there on; the token nearest to their middle
+            stands for them in the prompt.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.on_block")
+
+    def on_output(self, context: VisionContext, hidden: Tensor) -> Tensor:
+        """Asked once, in front of the projector, with what goes into it.
+
+        Parameters
+        ----------
+        hidden : Tensor, (V', N, D)
+            Without the CLS row where the family cuts it off.
+
+        Returns
+        -------
+        Tensor, (V, N, D)
+            One row per view of the batch, as the projector and the packing behind it expect; what
+            a later part of the method needs beyond it goes to ``context.notes``.
+        """
+        return hidden
+
+
+@dataclass(frozen=True)
+class EncodeStage(Stage):
+    """Reduces the visual tokens between vision encoder and language model.
+
+    A stage with a field ``positions = "compact"`` has the rows of the prompt renumbered if it drops
+    some.
+    """
+
+    protocol: ClassVar[str] = "encode"
+    # Not annotated: a ClassVar would come first among the fields of a stage that declares it.
+    positions = "keep"
+    wants_cls = False  # whether `reduce` reads ``stats.cls``
+
+    def vision_stats(self, depth: int) -> dict[int, StatRequest]:
+        """Vision layer index (0 .. depth-1) to the rows that `reduce` wants of it."""
+        return {}
+
+    def saliencies(self) -> tuple[SaliencyRequest, ...]:
+        """What `reduce` wants to know of each token's saliency; every tower has one."""
+        return ()
+
+    def reduce(
+        self, tokens: VisualTokens, stats: VisionStats, request: EncodeRequest
+    ) -> VisualTokens:
+        """Fewer tokens. By default each picture is reduced by itself with `reduce_item`."""
+        parts = [
+            self.reduce_item(tokens.select(index), stats.items[item], stats, request)
+            for item, index in tokens.items()
+        ]
+        if all(part is None for part in parts):
+            return tokens
+        kept = [
+            tokens.select(index) if part is None else part
+            for part, (_, index) in zip(parts, tokens.items(), strict=True)
+        ]
+        levels = zip(*(part.extra for part in kept), strict=True)
+        return VisualTokens(
+            torch.cat([part.features for part in kept]),
+            TokenLayout.cat([part.layout for part in kept]),
+            tuple(torch.cat(level) for level in levels),
+        )
+
+    def reduce_item(
+        self,
+        tokens: VisualTokens,
+        geometry: ItemGeometry,
+        stats: VisionStats,
+        request: EncodeRequest,
+    ) -> VisualTokens | None:
+        """The reduced tokens of one picture, or ``None`` when all of them stay.
+
+        By default the rows that `keep` names.
+        """
+        index = self.keep(tokens, geometry, stats, request)
+        return None if index is None else tokens.select(index)
+
+    def keep(
+        self,
+        tokens: VisualTokens,
+        geometry: ItemGeometry,
+        stats: VisionStats,
+        request: EncodeRequest,
+    ) -> Tensor | None:
+        """Rows of one picture that stay: int64 indices, ascending; ``None`` for all."""
+        raise NotImplementedError(f"{type(self).__name__}.keep")
+
+
+@dataclass(frozen=True)
+class PrefillStage(Stage):
+    """Drops visual tokens between the layers of the language model, during prefill.
+
+    A stage with a field ``positions = "compact"`` has the rows renumbered after each of its drops.
+    """
+
+    protocol: ClassVar[str] = "prefill"
+    # Not annotated: a ClassVar would come first among the fields of a stage that declares it.
+    positions = "keep"
+
+    def layers(self, depth: int) -> tuple[int, ...]:
+        """Layers (0 .. depth-1) before which `keep` is asked."""
+        raise NotImplementedError(f"{type(self).__name__}.layers")
+
+    def text_stats(self, depth: int) -> dict[int, StatRequest]:
+        """Layer index to the attention rows that `keep` wants of it."""
+        return {}
+
+    def keep(self, context: PrefillContext, layer: int) -> Tensor | None:
+        """Rows of ``context.layout`` that enter ``layer``: int64, ascending, with all text."""
+        raise NotImplementedError(f"{type(self).__name__}.keep")
+
+    def attends(self, depth: int) -> tuple[int, ...]:
+        """Layers (0 .. depth-1) whose attention `attend` computes."""
+        return ()
+
+    def attend(
+        self,
+        context: PrefillContext,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float | None,
+    ) -> Tensor | None:
+        """Causal attention of one layer over the rows of ``context.layout``.
+
+        Parameters
+        ----------
+        query : Tensor, (1, Hq, S, D)
+        key, value : Tensor, (1, Hkv, S, D)
+
+        Returns
+        -------
+        Tensor, (1, Hq, S, D), or None
+            ``None`` for the model's own attention.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.attend")
+
+
+@dataclass(frozen=True)
+class CacheStage(Stage):
+    """Shrinks the keys and values of a prompt, layer by layer while the prompt is read.
+
+    `compress` is asked right behind a layer's own attention, so that a prefill is exact and its
+    memory falls layer by layer; where budgets need all layers, `finish` is asked at the end, and
+    stages behind it then. Prompts without a picture are left alone.
+    """
+
+    protocol: ClassVar[str] = "cache"
+    blockwise: ClassVar[bool] = False  # whether `compress` may see a prompt block by block
+    quantises: ClassVar[bool] = False  # whether what it hands on may hold segments
+
+    def text_stats(self, depth: int) -> dict[int, ColumnRequest]:
+        """Layer index to the statistics that `compress` wants of it."""
+        return {}
+
+    def compress(
+        self, context: PrefillContext, layer: int, kv: KV, stats: ColumnStats | None
+    ) -> KV:
+        """What ``layer`` keeps of ``kv``; ``context.layout`` are the rows at that layer."""
+        return kv
+
+    def finish(self, context: PrefillContext, cache: list[KV]) -> list[KV]:
+        """The same for all layers at once, when the last has run."""
+        return cache
+
+
+@dataclass(frozen=True)
+class DecodeStage(Stage):
+    """Works on the cache between decode steps."""
+
+    protocol: ClassVar[str] = "decode"
+    mass: ClassVar[bool] = False  # whether `step` reads the attention that each slot receives
+    every: ClassVar[int] = 1  # decode steps from one call to the next
+
+    def step(self, slots: Slots, layer: int) -> None:
+        """Change the float part of one layer of one sequence, in place, without a host sync.
+
+        Asked before the token of the next step is written.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.step")
+
+    def quiet(self, slots: Slots, layer: int) -> int:
+        """How many of the next calls of `step` have nothing to do; asked right behind one.
+
+        So many drafted tokens can be checked at once: the cache is as if they came one by one.
+        """
+        return 0
+
+
+class Slots(Protocol):
+    """The float part of one layer of one sequence, while it is decoded.
+
+    Attributes
+    ----------
+    keys, values : Tensor, (H, capacity, D)
+        Views of the cache's buffers.
+    order : Tensor, int64, (H, capacity)
+        Index of each slot's token in the full sequence, answer included. Slots beyond ``length``
+        hold anything.
+    mass : Tensor, float32, (H, capacity)
+        Attention received since the prompt, mean over the query heads of each KV head; only where
+        a stage of the recipe sets ``mass``. Writable.
+    length : Tensor, int64, (H,)
+        Slots that exist; on the device.
+    held : int
+        The largest of ``length``, on the host.
+    prompt : Tensor, int64, (H,)
+        What ``length`` was when decoding began.
+    seen : int
+        Tokens of the full sequence so far, dropped ones included: the next one's ``order``.
+    notes : dict
+        The sequence's `PrefillContext.notes`.
+    """
+
+    @property
+    def keys(self) -> Tensor: ...
+    @property
+    def values(self) -> Tensor: ...
+    @property
+    def order(self) -> Tensor: ...
+    @property
+    def mass(self) -> Tensor: ...
+    @property
+    def length(self) -> Tensor: ...
+    @property
+    def held(self) -> int: ...
+    @property
+    def prompt(self) -> Tensor: ...
+    @property
+    def seen(self) -> int: ...
+    @property
+    def notes(self) -> dict[str, dict[str, Any]]: ...
+
+    def evict(self, slot: Tensor) -> None:
+        """Remove one slot per head, (H,); the last slot takes its place."""
+
+    def quantise(self, count: int, make: Callable[[Tensor, Tensor], Segment]) -> None:
+        """Move the first ``count`` slots of every head, keys and values (H, count, D), to a page.
+
+        Only where no stage of the recipe evicts in decode: slots are then in order.
+        """
+
+    def rotate(self, keys: Tensor, delta: Tensor) -> Tensor:
+        """As `PrefillContext.rotate`."""
+
+
+@dataclass(frozen=True)
+class DrafterStage(Stage):
+    """Guesses tokens of the answer, which the model checks all at once. Never changes an answer."""
+
+    protocol: ClassVar[str] = "drafter"
+    merges: ClassVar[bool] = False  # whether its trees may stand beside another drafter's
+    features: ClassVar[bool] = False  # whether it reads the target's hidden states
+    logits: ClassVar[bool] = False  # whether it reads the target's logits
+    governs: ClassVar[bool] = False  # whether it drafts nothing, and decides for those that do
+
+    def taps(self, depth: int) -> tuple[int, ...]:
+        """Decoder layers (0 .. depth-1) whose input it reads."""
+        return ()
+
+    def largest(self) -> tuple[int, int]:
+        """Nodes of a tree, the root included, and drafted tokens on one path, at most."""
+        raise NotImplementedError(f"{type(self).__name__}.largest")
+
+    def open(self, target: Target) -> Drafter:
+        """A drafter for one request.
+
+        Raises
+        ------
+        RecipeError
+            When it does not belong to ``target``.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.open")
+
+    def choice(self, ships: Callable[[Stage], bool]) -> list[DrafterStage]:
+        """Of one that `governs`: the drafters of a recipe that names none.
+
+        ``ships`` says whether there are weights of a trained one for the model.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.choice")
+
+    def govern(self, limit: tuple[int, int], known: dict[Any, Any]) -> Governor:
+        """Of one that `governs`: what decides for the drafters of one answer.
+
+        Parameters
+        ----------
+        limit : (int, int)
+            Nodes and depth of the largest tree.
+        known : dict
+            What is known about this model and these drafters; shared by all answers.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.govern")

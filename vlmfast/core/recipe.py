@@ -1,0 +1,175 @@
+"""Recipes: which stages run, written as one short word.
+
+``hired:0.2+pyramiddrop`` names the stages in the order in which the data meets them. The grammar
+is ``name[:value]`` or ``name:[value,]key=value[,key=value...]``, joined by ``+``.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+from vlmfast.errors import RecipeError
+
+from .files import replace_text
+from .protocols import PROTOCOLS
+from .registry import stage_class
+from .saliency import SOURCES
+from .stage import Stage, Stages
+
+_SHARES = {"faithful": 0.33, "balanced": 0.22, "fast": 0.11}
+# By the source of saliency in the vision tower: what was measured to beat `random` there
+# beyond its interval (docs/saliency.md). A preset is a starting point for a real checkpoint, not a
+# promise about it.
+_PRESET_METHODS = {"cls": "hired", "received": "divprune", "norm": "divprune"}
+PRESETS: dict[str, dict[str, str]] = {
+    "none": dict.fromkeys(SOURCES, ""),
+    **{
+        name: {
+            source: f"{method}:positions=keep,budget={share}"
+            for source, method in _PRESET_METHODS.items()
+        }
+        for name, share in _SHARES.items()
+    },
+}
+
+
+class Recipe(Stages):
+    """An ordered tuple of stages; immutable, hashable, equal when it does the same.
+
+    Examples
+    --------
+    >>> str(Recipe.parse("hired:0.2"))
+    'hired'
+    >>> Recipe.parse("none") == Recipe()
+    True
+    """
+
+    def __new__(cls, stages: tuple[Stage, ...] = ()) -> Recipe:
+        recipe = super().__new__(cls, stages)
+        recipe._validate()
+        return recipe
+
+    def _validate(self) -> None:
+        for stage in self:
+            if not isinstance(stage, Stage):
+                raise RecipeError(f"a recipe holds stages, not {type(stage).__name__}: {stage!r}")
+        names = [stage.name for stage in self]
+        for name in names:
+            if names.count(name) > 1:
+                raise RecipeError(f"{name} stands twice in the recipe {self}")
+        if sum(stage.protocol == "media" for stage in self) > 1:
+            raise RecipeError(f"recipe {self} has two stages that choose the frames; one can")
+        parts = [p for s in self for p in s.expand() if p.protocol == "cache"]
+        for first, second in pairwise(parts):
+            if first.quantises:
+                raise RecipeError(
+                    f"recipe {self}: {first.name} quantises the cache, so {second.name} cannot "
+                    "stand behind it"
+                )
+        evicting = [p.name for s in self for p in s.expand() if p.protocol == "decode"]
+        if len(evicting) > 1:
+            raise RecipeError(
+                f"recipe {self} has {' and '.join(evicting)}, which both rework the cache between "
+                "decode steps; one can"
+            )
+        inside = [s.name for s in self if any(p.protocol == "in-encoder" for p in s.expand())]
+        if len(inside) > 1:
+            raise RecipeError(
+                f"recipe {self} has {' and '.join(inside)}, which both rework the rows between the "
+                "blocks of the vision tower; one can"
+            )
+        for part in (part for stage in self for part in stage.expand()):
+            if part.protocol not in PROTOCOLS:
+                raise RecipeError(
+                    f"{part.name} is a {part.protocol} stage, which nothing runs; protocols are "
+                    + ", ".join(PROTOCOLS)
+                )
+        ranks = [PROTOCOLS.index(stage.expand()[0].protocol) for stage in self]
+        if ranks != sorted(ranks):
+            order = sorted(self, key=lambda s: PROTOCOLS.index(s.expand()[0].protocol))
+            raise RecipeError(
+                f"recipe {self} is not in pipeline order; write {'+'.join(map(str, order))}"
+            )
+
+    @classmethod
+    def parse(cls, text: str, source: str = "cls") -> Recipe:
+        """Read a recipe; a preset name stands for its recipe.
+
+        Parameters
+        ----------
+        text : str
+        source : {"cls", "received", "norm"}
+            The source of saliency that the model has, by which presets differ.
+
+        Raises
+        ------
+        RecipeError
+            For an unknown method or parameter, a value out of range or stages in the wrong order.
+        """
+        text = text.strip()
+        text = PRESETS[text][source] if text in PRESETS else text
+        if not text:
+            return cls()
+        return cls(tuple(_stage(word.strip(), text) for word in text.split("+")))
+
+    @classmethod
+    def of(cls, recipe: str | Stage | tuple[Stage, ...] | None, source: str = "cls") -> Recipe:
+        """Whatever a user may pass as ``recipe=``; ``source`` is as in `parse`."""
+        if recipe is None:
+            return cls()
+        if isinstance(recipe, str):
+            return cls.parse(recipe, source)
+        if isinstance(recipe, Stage):
+            return cls((recipe,))
+        if isinstance(recipe, tuple | list):
+            return cls(tuple(recipe))
+        raise RecipeError(f"recipe must be a str, a stage or a Recipe, not {type(recipe).__name__}")
+
+    def fitted(self, depth: int, first: int) -> Recipe:
+        """`Stage.fitted` of every stage."""
+        return type(self)(tuple(stage.fitted(depth, first) for stage in self))
+
+    @classmethod
+    def load(cls, path: str | Path) -> Recipe:
+        """Read a YAML file written by `save`."""
+        import yaml
+
+        try:
+            data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            raise RecipeError(f"recipe file {path} cannot be read: {error}") from error
+        if not isinstance(data, dict) or not isinstance(data.get("recipe"), str):
+            raise RecipeError(f"recipe file {path} has no text entry 'recipe'")
+        return cls.parse(data["recipe"])
+
+    def save(self, path: str | Path) -> None:
+        """Write the canonical text as YAML; a file that was there is replaced whole.
+
+        Raises
+        ------
+        VLMFastError
+            With the path and the reason, where it cannot be written. An older file stays.
+        """
+        import yaml
+
+        replace_text(path, yaml.safe_dump({"recipe": str(self)}))
+
+
+def _stage(word: str, text: str) -> Stage:
+    name, _, rest = word.partition(":")
+    if not name:
+        raise RecipeError(f"recipe {text!r} has an empty word")
+    if name in PRESETS:
+        raise RecipeError(f"preset {name!r} stands alone, it cannot be joined with other words")
+    values: dict[str | None, str] = {}
+    for part in rest.split(",") if rest else ():
+        key, equals, value = part.partition("=")
+        where = key.strip() if equals else None
+        value = value.strip() if equals else key.strip()
+        if not value or where in values:
+            raise RecipeError(f"cannot read {part!r} in {word!r}: write {name}:key=value,key=value")
+        values[where] = value
+    if word.endswith(":"):
+        raise RecipeError(f"{word!r} ends in ':' without a value")
+    return stage_class(name).from_words(values)

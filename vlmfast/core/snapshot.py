@@ -1,0 +1,225 @@
+"""One safetensors file that holds a nest of Python values and tensors, whole or not at all.
+
+The first entry of the file's metadata is the SHA-256 of all its bytes, those of the sum itself
+counted as zeros. A file that differs in one byte from what was written is thus refused before
+anything in it is looked at. A file is written beside its place and then put there at one stroke.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+import torch
+from torch import Tensor
+
+from vlmfast.errors import VLMFastError
+
+from .files import replace_bytes
+
+_OPENING = b'{"__metadata__":{"digest":"'  # behind the eight bytes of the header's length
+_AT = 8 + len(_OPENING)
+_SUM = 64  # characters
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+# --- nests ---------------------------------------------------------------------------------------
+
+
+def pack(value: Any, tensors: dict[str, Tensor], name: str) -> Any:
+    """``value`` as JSON; its tensors go to ``tensors`` under names that begin with ``name``.
+
+    Numbers, texts, lists, tuples, dicts, dtypes, tensors and dataclasses of these can be packed.
+    """
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Tensor):
+        tensors[name] = value.detach().to("cpu").contiguous()
+        return {"tensor": name}
+    if isinstance(value, torch.dtype):
+        return {"dtype": str(value).removeprefix("torch.")}
+    if isinstance(value, list | tuple):
+        items = [pack(item, tensors, f"{name}.{at}") for at, item in enumerate(value)]
+        return items if isinstance(value, list) else {"tuple": items}
+    if isinstance(value, dict):
+        # Keys may be numbers or tuples too.
+        return {
+            "dict": [
+                [pack(key, tensors, name), pack(of, tensors, f"{name}.{key}")]
+                for key, of in value.items()
+            ]
+        }
+    if is_dataclass(value) and not isinstance(value, type):
+        packed = {
+            f.name: pack(getattr(value, f.name), tensors, f"{name}.{f.name}") for f in fields(value)
+        }
+        return {"class": name_of(type(value)), "fields": packed}
+    raise VLMFastError(f"{name} is a {type(value).__name__}, which cannot be saved")
+
+
+def unpack(value: Any, tensors: dict[str, Tensor], classes: dict[str, type]) -> Any:
+    """The inverse of `pack`; builds none but ``classes``, which are found by `name_of`."""
+    if isinstance(value, list):
+        return [unpack(item, tensors, classes) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if "tensor" in value:
+        return tensors[value["tensor"]]
+    if "dtype" in value:
+        return {str(d).removeprefix("torch."): d for d in _DTYPES}[value["dtype"]]
+    if "tuple" in value:
+        return tuple(unpack(item, tensors, classes) for item in value["tuple"])
+    if "dict" in value:
+        pairs = [[unpack(of, tensors, classes) for of in pair] for pair in value["dict"]]
+        return dict(pairs)
+    cls = classes[value["class"]]
+    parts = {key: unpack(of, tensors, classes) for key, of in value["fields"].items()}
+    hints = get_type_hints(cls)
+    for key, of in parts.items():
+        if key not in hints or not conforms(of, hints[key]):
+            raise ValueError(f"{key} of a {cls.__name__} is not what it should be")
+    return cls(**parts)
+
+
+def conforms(value: Any, hint: Any) -> bool:
+    """Whether a value that was unpacked is of the type of a field; whole numbers are floats too."""
+    if hint is Any:
+        return True
+    kind, inside = get_origin(hint), get_args(hint)
+    if kind in (Union, UnionType):
+        return any(conforms(value, of) for of in inside)
+    if hint is None or hint is NoneType:
+        return value is None
+    if kind is tuple:
+        if not isinstance(value, tuple):
+            return False
+        if len(inside) == 2 and inside[1] is Ellipsis:
+            return all(conforms(of, inside[0]) for of in value)
+        return len(value) == len(inside) and all(map(conforms, value, inside))
+    if kind is list:
+        return isinstance(value, list) and all(conforms(of, inside[0]) for of in value)
+    if kind is dict:
+        return isinstance(value, dict) and all(
+            conforms(key, inside[0]) and conforms(of, inside[1]) for key, of in value.items()
+        )
+    if hint is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, hint) if isinstance(hint, type) else True
+
+
+def name_of(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def moved(value: Any, device: torch.device | str) -> Any:
+    """A nest with all its tensors on ``device``; what is there already is shared, not copied."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, list | tuple):
+        return type(value)(moved(item, device) for item in value)
+    if isinstance(value, dict):
+        return {key: moved(of, device) for key, of in value.items()}
+    if is_dataclass(value) and not isinstance(value, type):
+        return type(value)(**{f.name: moved(getattr(value, f.name), device) for f in fields(value)})
+    return value
+
+
+# --- files ---------------------------------------------------------------------------------------
+
+
+def write(path: str | Path, metadata: dict[str, str], tensors: dict[str, Tensor]) -> None:
+    """Put a file at ``path``. Whatever happens meanwhile, the old one or the new one is there.
+
+    Parameters
+    ----------
+    metadata : dict of str to str
+        ``digest`` is taken.
+    tensors : dict of str to Tensor
+        On the host, contiguous.
+
+    Raises
+    ------
+    VLMFastError
+        With the reason, where the file cannot be written.
+    """
+    parts = list(_parts(metadata, tensors))
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part)
+    head = parts[0]
+    parts[0] = head[:_AT] + digest.hexdigest().encode() + head[_AT + _SUM :]
+    replace_bytes(path, parts)
+
+
+def _parts(metadata: dict[str, str], tensors: dict[str, Tensor]) -> Iterator[bytes | memoryview]:
+    """The bytes of a safetensors file whose digest is zeros: header, then the tensors."""
+    # Wide types first: every tensor then lies where its type wants it.
+    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    header: dict[str, Any] = {"__metadata__": {"digest": "0" * _SUM, **metadata}}
+    end = 0
+    for name in order:
+        of = tensors[name]
+        header[name] = {
+            "dtype": _DTYPES[of.dtype],
+            "shape": list(of.shape),
+            "data_offsets": [end, end := end + of.nbytes],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little") + text
+    for name in order:
+        # Empty tensors have no bytes that could be viewed.
+        if tensors[name].nbytes:
+            yield memoryview(tensors[name].reshape(-1).view(torch.uint8).numpy())
+
+
+def read(path: str | Path, what: str) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """Metadata and tensors of a file that `write` made.
+
+    Parameters
+    ----------
+    what : str
+        What the file should be, for messages.
+
+    Raises
+    ------
+    VLMFastError
+        Where the file cannot be read, is of another kind, or is not what was written.
+    """
+    from safetensors.torch import load
+
+    try:
+        data = Path(path).read_bytes()
+    except OSError as error:
+        raise VLMFastError(f"{path} cannot be read: {error.strerror or error}") from error
+    if data[8:_AT] != _OPENING or len(data) < _AT + _SUM:
+        raise VLMFastError(f"{path} is not {what}, or its beginning is damaged")
+    digest = hashlib.sha256(data[:_AT])
+    digest.update(b"0" * _SUM)
+    digest.update(memoryview(data)[_AT + _SUM :])
+    if digest.hexdigest().encode() != data[_AT : _AT + _SUM]:
+        raise VLMFastError(f"{path} is damaged: its checksum does not fit its content")
+    try:
+        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+        return header["__metadata__"], load(data)
+    except Exception as error:  # the sum fits, so that somebody wrote it so
+        reason = str(error).partition("\n")[0][:200]
+        raise VLMFastError(f"{path} cannot be read: {reason}") from error

@@ -1,0 +1,127 @@
+"""A picture's tokens on the grid of patches of its views, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from .layout import Kind, TokenLayout, VisualTokens
+from .statistics import ItemGeometry
+
+
+def cells(n: int, parts: int) -> Tensor:
+    """The part, of ``parts`` equal ones, that holds the centre of each of ``n``: int64, (n,)."""
+    return (2 * torch.arange(n) + 1) * parts // (2 * n)
+
+
+def slots(layout: TokenLayout, item: ItemGeometry) -> Tensor:
+    """Place of each token of one image in the flattened (views, N) grids of its views.
+
+    The whole view comes first, as in `Saliency`. Tokens that show no part of the image, newlines
+    for example, have the place after the last.
+
+    Returns
+    -------
+    Tensor, int64, (S,)
+    """
+    (h, w), views = item.patches, item.views[1] - item.views[0]
+    slot = (layout.tile * h + layout.grid[:, 1]) * w + layout.grid[:, 2]
+    return torch.where(layout.patches, slot, views * h * w).long()
+
+
+def marked(slot: Tensor, like: Tensor) -> Tensor:
+    """Which patches of ``like`` (views, N) are among ``slot``: bool, (views, N)."""
+    marks = torch.zeros(like.numel() + 1, dtype=torch.bool, device=slot.device)
+    return marks.index_fill(0, slot, True)[:-1].view_as(like)
+
+
+def per_token(values: Tensor, slot: Tensor, other: float = 0) -> Tensor:
+    """The entry of ``values`` (views, N) at the patch of each token; ``other`` without one."""
+    return torch.cat([values.flatten(), values.new_full((1,), other)])[slot]
+
+
+def covering(boxes: Tensor, group: Tensor, groups: int) -> Tensor:
+    """The smallest box around the boxes of each group.
+
+    Parameters
+    ----------
+    boxes : Tensor, (S, 4)
+    group : Tensor, int64, (S,)
+
+    Returns
+    -------
+    Tensor, (groups, 4)
+    """
+    index = group[:, None].expand(-1, 2)
+    low, high = boxes.new_full((2, groups, 2), torch.inf).unbind()
+    low = low.scatter_reduce(0, index, boxes[:, :2], "amin")
+    high = (-high).scatter_reduce(0, index, boxes[:, 2:], "amax")
+    return torch.cat([low, high], dim=1)
+
+
+def by_view(layout: TokenLayout, geometry: ItemGeometry, *values: Tensor) -> list[list[Tensor]]:
+    """Of each view of a picture: its tokens, and what ``values`` hold of their patches.
+
+    Parameters
+    ----------
+    layout : TokenLayout
+        Tokens of one picture.
+    values : Tensor, (V, N, ...)
+        One row per view of the image, the whole view first.
+
+    Returns
+    -------
+    list of list of Tensor
+        Indices of the view's tokens, int64, (S_v,), then (S_v, ...) of each value.
+    """
+    patch = layout.grid[:, 1] * geometry.patches[1] + layout.grid[:, 2]
+    views = []
+    for tile in range(geometry.views[1] - geometry.views[0]):
+        index = (layout.tile == tile).nonzero()[:, 0]
+        views.append([index, *(of[tile].index_select(0, patch[index]) for of in values)])
+    return views
+
+
+def merged(
+    tokens: VisualTokens,
+    home: Tensor,
+    combine: Callable[[Tensor, Tensor], Tensor],
+    cls: Tensor,
+    cls_features: Tensor,
+) -> VisualTokens:
+    """What is left of the tokens of one picture when some become part of others.
+
+    Parameters
+    ----------
+    home : Tensor, int64, (S,)
+        The token that each one becomes part of: itself where it stays, -1 where it is dropped.
+    combine : callable
+        ``(features, home) -> features`` of those that stay.
+    cls : Tensor, int64, (K,)
+        Tokens that do not stay and whose place the CLS token of their view takes; it shows no part
+        of the picture.
+    cls_features : Tensor, (V, D)
+    """
+    own, layout = torch.arange(len(home), device=home.device), tokens.layout
+    here, target = home >= 0, home.clamp(min=0)
+    none = torch.zeros_like(layout.weight)
+    weight = none.index_add(0, target, layout.weight * here)  # whole numbers, in any order
+    protected = none.index_add(0, target, (layout.protected & here).to(none)) > 0
+    return VisualTokens(
+        combine(tokens.features, home).index_copy(0, cls, cls_features[layout.view[cls].long()]),
+        TokenLayout(
+            kind=layout.kind.index_fill(0, cls, int(Kind.SPECIAL)),
+            item=layout.item,
+            tile=layout.tile.index_fill(0, cls, -1),
+            view=layout.view.index_fill(0, cls, -1),
+            grid=layout.grid.index_fill(0, cls, -1),
+            box=layout.box.index_fill(0, cls, torch.nan),
+            order=layout.order,
+            position=layout.position,
+            weight=weight.index_fill(0, cls, 1),
+            protected=protected.index_fill(0, cls, False),
+        ),
+        tuple(combine(level, home).index_fill(0, cls, 0) for level in tokens.extra),
+    ).select((home == own).index_fill(0, cls, True))

@@ -1,0 +1,30 @@
+"""Images and videos in, RGB frames out, `MediaError` for everything else."""
+
+from .info import MAX_ASPECT, MAX_PIXELS, MAX_VIDEO_PIXELS, VideoInfo
+from .loading import (
+    OpenVideo,
+    VideoFrames,
+    kind_of,
+    load_image,
+    load_images,
+    load_video,
+    open_video,
+    probe_video,
+    read_media,
+)
+
+__all__ = [
+    "MAX_ASPECT",
+    "MAX_PIXELS",
+    "MAX_VIDEO_PIXELS",
+    "OpenVideo",
+    "VideoFrames",
+    "VideoInfo",
+    "kind_of",
+    "load_image",
+    "load_images",
+    "load_video",
+    "open_video",
+    "probe_video",
+    "read_media",
+]

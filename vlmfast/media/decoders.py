@@ -1,0 +1,355 @@
+"""PyAV and decord behind one small interface: a frame index that is exact, and RGB frames.
+
+Both readers count every frame of the file, in the order in which they are shown, and are asked for
+ascending indices. They turn frames as the file's rotation says (whole quarter turns; mirroring and
+non-square pixels are not honoured).
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import math
+import os
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+
+from vlmfast.errors import MediaError
+
+from .info import MAX_PIXELS
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+__all__ = ["AvReader", "DecordReader"]
+
+
+class _Reader:
+    """What both readers offer.
+
+    Attributes
+    ----------
+    times : list[float]
+        Seconds at which each frame is shown, ascending, the first at 0.
+    fps : float
+        Average frame rate.
+    duration_s : float
+        End of the last frame.
+    width, height : int
+        Size of the frames, after rotation.
+    """
+
+    def __init__(self, name: str, starts: list[float], last_length: float, fps: float) -> None:
+        if not starts:
+            raise MediaError(f"{name}: has no frames that can be decoded")
+        self.name = name
+        # To the microsecond: decord's clock is single precision.
+        self.times = [round(start - starts[0], 6) for start in starts]
+        span = self.times[-1]
+        if not (math.isfinite(fps) and fps > 0):  # the container does not say
+            fps = (len(starts) - 1) / span if span > 0 else 1.0
+        self.fps = fps
+        self.duration_s = round(span + (last_length if last_length > 0 else 1.0 / fps), 6)
+
+    def _fail(self, reason: object) -> MediaError:
+        return MediaError(f"{self.name}: cannot be decoded: {_one_line(reason)}")
+
+    @contextlib.contextmanager
+    def _decoding(self) -> Iterator[None]:
+        """Turn whatever a decoder raises meanwhile into one error that names the video."""
+        try:
+            yield
+        except MediaError:
+            raise
+        except Exception as error:
+            raise self._fail(error) from error
+
+    def _check_size(self, width: int, height: int) -> None:
+        if not 0 < width * height <= MAX_PIXELS:
+            raise MediaError(
+                f"{self.name}: has frames of {width}x{height}, the limit is {MAX_PIXELS} pixels"
+            )
+
+
+class _Packet(NamedTuple):
+    pts: int | None
+    duration: int | None
+    is_keyframe: bool
+    is_discard: bool
+
+
+class AvReader(_Reader):
+    """Frames by PyAV.
+
+    Parameters
+    ----------
+    name : str
+        What error messages call the video.
+    file : BinaryIO
+        Seekable; stays open while the reader is used. A file object rather than a path, so that
+        FFmpeg cannot read a file name as a protocol.
+
+    Raises
+    ------
+    MediaError
+        If there is no video stream, or it cannot be decoded.
+    """
+
+    def __init__(self, name: str, file: BinaryIO) -> None:
+        import av
+
+        self.name, self._file, self._av = name, file, av
+        # Decoded frames, and the index after which they go on.
+        self._cursor: tuple[Iterator[Any] | None, int] = (None, -1)
+        self._container: Any = None
+        try:
+            with self._decoding():
+                self._index()
+        except BaseException:
+            self.close()
+            raise
+
+    def _index(self) -> None:
+        """Find the frames, and their size by the first one."""
+        self._open()
+        stream = self._stream
+        packets = self._packets()
+        shown = [packet for packet in packets if not packet.is_discard]
+        # AVI stores no display times, and invisible VP8 frames have packets of their own: there,
+        # and wherever times are missing or doubled, only decoding tells which frames there are.
+        self._by_count = (
+            "avi" in self._container.format.name
+            or stream.codec_context.name == "vp8"
+            or any(packet.pts is None for packet in packets)
+            or len({packet.pts for packet in shown}) < len(shown)
+        )
+        scale = float(stream.time_base or 0)
+        fps = float(stream.average_rate or 0)
+        if self._by_count:
+            count = sum(1 for _ in self._decode_from(None))
+            rate = fps if fps > 0 else 1.0
+            self._pts = list(range(count))
+            super().__init__(self.name, [index / rate for index in range(count)], 0.0, fps)
+        else:
+            self._keys = sorted(packet.pts for packet in packets if packet.is_keyframe)
+            # A recording that starts in the middle of a group of pictures starts at its first key.
+            shown = [packet for packet in shown if self._keys and packet.pts >= self._keys[0]]
+            shown.sort(key=lambda packet: packet.pts)
+            self._pts = [packet.pts for packet in shown]
+            starts = [pts * scale for pts in self._pts]
+            length = (shown[-1].duration or 0) * scale if shown else 0.0
+            super().__init__(self.name, starts, length, fps)
+        first = next(self._decode_from(None), None)
+        if first is None:
+            raise self._fail("no frame comes out of the decoder")
+        self._check_size(first.width, first.height)
+        self._size = first.width, first.height
+        self.width, self.height = self._size
+        if self._quarter_turns(first) % 2:
+            self.width, self.height = self.height, self.width
+
+    def close(self) -> None:
+        if self._container is not None:
+            self._container.close()
+
+    def read(self, indices: list[int]) -> list[Image.Image]:
+        """Decode the frames at ascending `indices`."""
+        with self._decoding():
+            return self._read(indices)
+
+    def _read(self, indices: list[int]) -> list[Image.Image]:
+        images = []
+        frames, position = self._cursor  # where the call before stopped
+        if indices[0] <= position:
+            frames, position = None, -1
+        self._cursor = None, -1  # an error leaves nothing to go on from
+        for index in indices:
+            key = self._key_before(index)
+            if frames is None or key > position + 1:
+                frames = self._decode_from(key)
+                position = key - 1
+            frame = self._advance(frames, index, position)
+            if frame is None and key > 0:
+                # The container's seek landed behind the frame: go there from the beginning.
+                frames = self._decode_from(None)
+                frame = self._advance(frames, index, -1)
+            if frame is None:
+                raise self._fail(f"frame {index} of {len(self._pts)} is damaged or missing")
+            position = index
+            images.append(self._image(frame))
+        self._cursor = frames, position
+        return images
+
+    def _open(self) -> None:
+        self._file.seek(0)
+        self._container = self._av.open(self._file, metadata_errors="replace")
+        stream = self._container.streams.best("video")
+        # Cover art of an audio file is a video stream of one picture.
+        if stream is None or stream.disposition & self._av.stream.Disposition.attached_pic:
+            raise MediaError(f"{self.name}: has no video stream")
+        if stream.codec_context is None:
+            raise MediaError(f"{self.name}: has a video stream that no decoder here reads")
+        self._check_size(stream.codec_context.width, stream.codec_context.height)
+        # A frame may be larger than its stream claims. Twice: decoders round sides up.
+        stream.codec_context.options = {"max_pixels": str(2 * MAX_PIXELS)}
+        stream.thread_type = "AUTO"
+        self._stream = stream
+
+    def _packets(self) -> list[_Packet]:
+        """Return the packets of every frame of the stream, without their data.
+
+        What an edit list hides is marked as to be discarded, but may hold the key frame of what
+        it shows.
+        """
+        # The empty packet is the end.
+        return [
+            _Packet(packet.pts, packet.duration, packet.is_keyframe, packet.is_discard)
+            for packet in self._container.demux(self._stream)
+            if packet.size
+        ]
+
+    def _decode_from(self, key: int | None) -> Iterator[Any]:
+        """Yield the frames shown from that index on; None and 0 start at the beginning."""
+        if not key:
+            # Not every container seeks to its beginning right, and every one opens there.
+            self._container.close()
+            self._open()
+        if key:
+            self._container.seek(self._pts[key], stream=self._stream, backward=True)
+        yield from self._container.decode(self._stream)
+
+    def _key_before(self, index: int) -> int:
+        """Return the index of the frame from which on `index` can be decoded."""
+        if self._by_count:
+            return 0
+        key = bisect.bisect_right(self._keys, self._pts[index]) - 1
+        return bisect.bisect_left(self._pts, self._keys[key])  # 0 where the key itself is hidden
+
+    def _advance(self, frames: Iterator[Any], index: int, position: int) -> Any:
+        """Return the frame at `index`, or None if it does not come or comes damaged."""
+        if self._by_count:
+            for _ in range(index - position - 1):
+                next(frames, None)
+            return next(frames, None)
+        target = self._pts[index]
+        for frame in frames:
+            if frame.pts is not None and frame.pts >= target:
+                return frame if frame.pts == target and not frame.is_corrupt else None
+        return None
+
+    def _quarter_turns(self, frame: Any) -> int:
+        """Return how many quarter turns to the left show the frame upright."""
+        return round(frame.rotation / 90) % 4 if frame.rotation % 90 == 0 else 0
+
+    def _image(self, frame: Any) -> Image.Image:
+        from PIL import Image
+
+        image = frame.to_image(width=self._size[0], height=self._size[1])
+        turn = {
+            1: Image.Transpose.ROTATE_90,
+            2: Image.Transpose.ROTATE_180,
+            3: Image.Transpose.ROTATE_270,
+        }.get(self._quarter_turns(frame))
+        return image if turn is None else image.transpose(turn)
+
+
+class DecordReader(_Reader):
+    """Frames by decord; parameters and errors as for :class:`AvReader`.
+
+    It decodes from the beginning up to the last frame that is wanted: after a seek, decord gives
+    out other frames than asked for wherever a group of pictures is open, and near the end.
+    """
+
+    def __init__(self, name: str, file: BinaryIO) -> None:
+        import decord
+
+        # Process-wide, as FFmpeg's log level is: decord offers no other way, nor one back.
+        decord.logging.set_level(decord.logging.QUIET)
+        self.name, self._file, self._decord = name, file, decord
+        with self._decoding():
+            self._check_header()
+            self._open()
+            times = self._reader.get_frame_timestamp(range(len(self._reader)))
+            fps = float(self._reader.get_avg_fps())
+            starts, ends = times[:, 0].tolist(), times[:, 1].tolist()
+            length = ends[-1] - starts[-1] if starts else 0.0
+            super().__init__(name, starts, length, fps)
+            self.width, self.height = self._image(self._reader.next()).size
+            self._check_size(self.width, self.height)
+            self._at = None
+
+    def _check_header(self) -> None:
+        """Have PyAV open the file first, where it is installed.
+
+        decord ends the process on some damaged headers; PyAV refuses them.
+        """
+        try:
+            import av
+        except ImportError:
+            return
+        self._file.seek(0)
+        with av.open(self._file, metadata_errors="replace") as container:
+            stream = container.streams.best("video")
+            if stream is None:
+                raise MediaError(f"{self.name}: has no video stream")
+            if stream.codec_context is not None:
+                self._check_size(stream.codec_context.width, stream.codec_context.height)
+
+    def close(self) -> None:
+        del self._reader
+
+    def read(self, indices: list[int]) -> list[Image.Image]:
+        """Decode the frames at ascending `indices`; a later call goes on where this one stops."""
+        with self._decoding():
+            return self._read(indices)
+
+    def _read(self, indices: list[int]) -> list[Image.Image]:
+        if self._at is None or indices[0] < self._at:
+            self._open()
+        at, self._at = self._at or 0, None  # an error leaves nothing to go on from
+        wanted = set(indices)
+        images = []
+        for index in range(at, indices[-1] + 1):
+            frame = self._reader.next()
+            if index in wanted:
+                images.append(self._image(frame))
+        self._at = indices[-1] + 1
+        return images
+
+    def _open(self) -> None:
+        path = getattr(self._file, "name", None)
+        source: Any = self._file
+        if isinstance(path, str):  # decord copies file objects into memory, so give it the path
+            source = "file:" + os.path.abspath(path) if ":" in path else path
+        self._file.seek(0)
+        self._at: int | None = 0  # index of the frame that comes next
+        try:
+            # The least fault tolerance there is: otherwise frames that cannot be decoded are
+            # replaced by their neighbours, with no more than a line on stderr.
+            self._reader = self._decord.VideoReader(source, fault_tol=1e-6)
+        except Exception as error:
+            if "cannot find video stream" in str(error):
+                raise MediaError(f"{self.name}: has no video stream") from error
+            raise
+
+    def _image(self, frame: Any) -> Image.Image:
+        import numpy as np
+        from PIL import Image
+
+        # A torch tensor where the user has set decord's bridge.
+        pixels = frame.asnumpy() if hasattr(frame, "asnumpy") else np.asarray(frame)
+        height, width, channels = pixels.shape
+        if channels != 3:
+            # Rows are padded to the decoder's alignment, and in narrow frames decord takes the
+            # padding for further channels.
+            pixels = pixels.reshape(height, -1)[:, : 3 * width].reshape(height, width, 3)
+        return Image.fromarray(np.ascontiguousarray(pixels))
+
+
+def _one_line(reason: object) -> str:
+    """Reduce a decoder's message to one line: no stack trace, no places in its sources."""
+    lines = str(reason).strip().splitlines()
+    text = re.sub(r"\[\d\d:\d\d:\d\d\] \S+:\d+: ", "", lines[0] if lines else "")
+    text = re.sub(r"\[Errno \d+\] |Check failed: .* vs\. [^)]*\) |^\[.*?\]", "", text)
+    return text[:200].strip() or type(reason).__name__

@@ -1,0 +1,222 @@
+"""Fetching a file over HTTP: one deadline for all of it, a bound on its size, no secret in errors.
+
+``urllib`` bounds each wait for the server and not their sum, follows redirects to FTP, and puts
+whole URLs into its errors. Here headers and body are read against one deadline, redirects are
+followed by hand, and every message is the project's own.
+"""
+
+from __future__ import annotations
+
+import functools
+import http.client
+import io
+import re
+import ssl
+import time
+import urllib.error
+import urllib.request
+from http import HTTPStatus
+from typing import Any
+from urllib.parse import quote, urljoin, urlsplit
+
+from vlmfast.errors import MediaError
+
+__all__ = ["download"]
+
+_MOVED = (301, 302, 303, 307, 308)
+_MOST_MOVES = 10
+_CHUNK = 1 << 16
+
+
+def download(name: str, url: str, timeout_s: float, most_bytes: int) -> bytes:
+    """Fetch what an ``http`` or ``https`` URL names.
+
+    Parameters
+    ----------
+    name : str
+        What messages call it: without a password and without a query.
+    url : str
+    timeout_s : float
+        Seconds from the first connection to the last byte, redirects included.
+    most_bytes : int
+
+    Raises
+    ------
+    MediaError
+        For a URL that cannot be read or holds a password, a server that cannot be reached, answers
+        with an error, redirects to something else than HTTP or too often, is too slow, sends more
+        than `most_bytes` or less than it announced.
+    """
+    deadline = time.monotonic() + timeout_s
+    try:
+        for _ in range(_MOST_MOVES + 1):
+            _check(name, url)
+            found = _fetched(name, url, deadline, most_bytes)
+            if isinstance(found, bytes):
+                return found
+            url = found
+        raise MediaError(f"{name}: cannot be fetched: more than {_MOST_MOVES} redirects")
+    except MediaError:
+        raise
+    except Exception as error:
+        if _is_timeout(error):
+            raise MediaError(f"{name}: cannot be fetched: took over {timeout_s:g} s") from error
+        raise MediaError(f"{name}: cannot be fetched: {_reason(error)}") from error
+
+
+def _check(name: str, url: str) -> None:
+    """Refuse what is not plain HTTP: also the place that a redirect names."""
+    try:
+        parts = urlsplit(url)
+        _ = parts.port  # raises where it is no number
+    except ValueError as error:
+        raise MediaError(f"{name}: cannot be fetched: is not a valid URL") from error
+    if parts.scheme not in ("http", "https"):
+        raise MediaError(
+            f"{name}: cannot be fetched: is redirected to {parts.scheme[:20]}:, and only http and "
+            "https are followed"
+        )
+    if "@" in parts.netloc:
+        raise MediaError(
+            f"{name}: cannot be fetched: a URL with a user name or password is not supported"
+        )
+    if not parts.hostname:
+        raise MediaError(f"{name}: cannot be fetched: is not a valid URL")
+
+
+def _fetched(name: str, url: str, deadline: float, most_bytes: int) -> bytes | str:
+    """The content of a URL, or the URL to which it is redirected."""
+    # Not build_opener: that one brings FTP, files and data: URLs, and follows redirects itself.
+    opener = urllib.request.OpenerDirector()
+    for handler in (
+        urllib.request.ProxyHandler(),
+        urllib.request.UnknownHandler(),
+        _HTTP(deadline),
+        _HTTPS(deadline),
+        urllib.request.HTTPDefaultErrorHandler(),
+        urllib.request.HTTPErrorProcessor(),
+    ):
+        opener.add_handler(handler)
+    request = urllib.request.Request(url, headers={"User-Agent": "vlmfast"})
+    try:
+        response = opener.open(request, timeout=_left(deadline))
+    except urllib.error.HTTPError as error:
+        with error:
+            place = error.headers.get("Location")
+            if error.code in _MOVED and place:
+                # As urllib does: headers are Latin-1, URLs are ASCII.
+                safe = "!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~"
+                return urljoin(url, quote(place, encoding="iso-8859-1", safe=safe))
+        raise
+    with response:
+        return _body(name, response, most_bytes)
+
+
+def _body(name: str, response: Any, most_bytes: int) -> bytes:
+    too_large = f"{name}: is too large to download: more than {most_bytes >> 20} MiB"
+    stated = response.headers.get("Content-Length", "")
+    expected = int(stated) if stated.isascii() and stated.isdigit() and len(stated) < 20 else None
+    if expected is not None and expected > most_bytes:
+        raise MediaError(too_large)
+    chunks: list[bytes] = []
+    received = 0
+    while chunk := response.read1(_CHUNK):
+        chunks.append(chunk)
+        received += len(chunk)
+        if received > most_bytes:
+            raise MediaError(too_large)
+    if expected is not None and received < expected:
+        raise MediaError(f"{name}: cannot be fetched: {received} of {expected} bytes came")
+    return b"".join(chunks)
+
+
+def _left(deadline: float) -> float:
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError
+    return left
+
+
+class _Timed(io.RawIOBase):
+    """What comes from a socket until the deadline, however little comes at a time."""
+
+    def __init__(self, sock: Any, deadline: float) -> None:
+        self._sock, self._deadline = sock, deadline
+        self._raw = sock.makefile("rb", buffering=0)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int | None:
+        self._sock.settimeout(_left(self._deadline))
+        return self._raw.readinto(buffer)
+
+    def close(self) -> None:
+        if not self.closed:
+            self._raw.close()
+        super().close()
+
+
+class _Response(http.client.HTTPResponse):
+    """Reads status, headers and body against the deadline."""
+
+    def __init__(self, sock: Any, *args: Any, deadline: float, **kwargs: Any) -> None:
+        super().__init__(sock, *args, **kwargs)
+        self.fp.close()
+        self.fp = io.BufferedReader(_Timed(sock, deadline))
+
+
+class _HTTP(urllib.request.HTTPHandler):
+    def __init__(self, deadline: float) -> None:
+        super().__init__()
+        self._deadline = deadline
+
+    def http_open(self, request: Any) -> Any:
+        return self.do_open(functools.partial(_connection, "http", self._deadline), request)
+
+
+class _HTTPS(urllib.request.HTTPSHandler):
+    def __init__(self, deadline: float) -> None:
+        super().__init__()
+        self._deadline, self._trust = deadline, ssl.create_default_context()
+
+    def https_open(self, request: Any) -> Any:
+        make = functools.partial(_connection, "https", self._deadline)
+        return self.do_open(make, request, context=self._trust)
+
+
+def _connection(scheme: str, deadline: float, host: str, **options: Any) -> Any:
+    """A connection whose every wait ends at the deadline."""
+    kinds = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
+    connection = kinds[scheme](host, **options)
+    connection.timeout = _left(deadline)
+    connection.response_class = functools.partial(_Response, deadline=deadline)
+    return connection
+
+
+def _is_timeout(error: Exception) -> bool:
+    reason = getattr(error, "reason", None)
+    return isinstance(error, TimeoutError) or isinstance(reason, TimeoutError)
+
+
+def _reason(error: Exception) -> str:
+    """Why it failed, without anything that the URL or the server wrote."""
+    if isinstance(error, urllib.error.HTTPError):
+        try:
+            return f"HTTP {error.code} {HTTPStatus(error.code).phrase}"
+        except ValueError:
+            return f"HTTP {error.code}"
+    cause = error.reason if isinstance(error, urllib.error.URLError) else error
+    if isinstance(cause, ssl.SSLCertVerificationError):
+        return f"its certificate is not trusted: {_plain(cause.verify_message)}"
+    if isinstance(cause, OSError) and cause.strerror:
+        return _plain(cause.strerror)
+    if isinstance(cause, http.client.InvalidURL | ValueError):
+        return "is not a valid URL"
+    if isinstance(cause, http.client.HTTPException | OSError):
+        return f"the server's answer cannot be read ({type(cause).__name__})"
+    return _plain(str(cause)) if isinstance(cause, str) else type(cause).__name__
+
+
+def _plain(text: str) -> str:
+    return re.sub(r"[^ -~]+", " ", text)[:200]

@@ -1,0 +1,224 @@
+"""Pictures in any file format, mode, shape or type, to upright RGB."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import threading
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from vlmfast.errors import MediaError
+
+from .sources import short, sniffed
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+__all__ = [
+    "check_size",
+    "from_array",
+    "from_tensor",
+    "load_pixels",
+    "open_picture",
+    "picture_name",
+    "upright_rgb",
+]
+
+_ARRAY_SHAPES = "HxW, HxWx1, HxWx3 or HxWx4"
+_PILLOW_LOCK = threading.Lock()
+
+
+def picture_name(image: Image.Image) -> str:
+    """Return what messages call a PIL image: its file, where it knows one."""
+    filename = getattr(image, "filename", "")
+    if filename:
+        return short(os.fsdecode(filename))
+    return f"PIL image {image.width}x{image.height} {image.mode}"
+
+
+def check_size(
+    name: str, width: int, height: int, max_pixels: int | None, max_aspect: float | None
+) -> None:
+    if width < 1 or height < 1:
+        raise MediaError(f"{name}: has no pixels ({width}x{height})")
+    if max_pixels is not None and width * height > max_pixels:
+        raise MediaError(
+            f"{name}: is too large: {width}x{height} is {width * height} pixels, "
+            f"the limit is {max_pixels}"
+        )
+    if max_aspect is not None and max(width, height) > max_aspect * min(width, height):
+        raise MediaError(
+            f"{name}: is too narrow: {width}x{height} has sides in a ratio above "
+            f"{max_aspect:g}:1; crop or split it"
+        )
+
+
+def open_picture(name: str, file: BinaryIO) -> Image.Image:
+    """Read a picture's header."""
+    from PIL import Image
+
+    kind, fmt = sniffed(name, file, "an image")
+    if kind == "video":
+        raise MediaError(f"{name}: is a video ({fmt}), not an image")
+    Image.init()
+    if fmt not in Image.OPEN:
+        hint = "; pillow-heif reads it once registered" if fmt == "HEIF" else ""
+        raise MediaError(f"{name}: is {fmt}, which this Pillow does not read{hint}")
+    # The plugin is called, not Image.open: that one guesses by the name, tries formats that run
+    # other programs (EPS), and warns or raises by a limit of its own before ours is looked at.
+    try:
+        file.seek(0)
+        with _strict_pillow():
+            return Image.OPEN[fmt][0](file, "")
+    except Exception as error:
+        raise MediaError(f"{name}: cannot be read as {fmt}: {_reason(error)}") from error
+
+
+def load_pixels(name: str, image: Image.Image) -> None:
+    """Decode an image's pixels, all of them."""
+    try:
+        with _strict_pillow():
+            image.load()
+    except Exception as error:
+        raise MediaError(f"{name}: is truncated or damaged: {_reason(error)}") from error
+
+
+@contextlib.contextmanager
+def _strict_pillow() -> Iterator[None]:
+    """Have Pillow refuse truncated pictures, whatever was asked of it elsewhere.
+
+    Libraries switch ``LOAD_TRUNCATED_IMAGES`` on for the whole process; missing parts then come
+    out grey, and a model would be shown something else than the picture.
+    """
+    from PIL import ImageFile
+
+    if not ImageFile.LOAD_TRUNCATED_IMAGES:
+        yield
+        return
+    with _PILLOW_LOCK:
+        ImageFile.LOAD_TRUNCATED_IMAGES = False
+        try:
+            yield
+        finally:
+            ImageFile.LOAD_TRUNCATED_IMAGES = True
+
+
+def _reason(error: Exception) -> str:
+    return short(str(error).strip().partition("\n")[0]) or type(error).__name__
+
+
+def upright_rgb(name: str, image: Image.Image) -> Image.Image:
+    from PIL import Image
+
+    try:
+        orientation = image.getexif().get(0x0112)
+    except Exception:  # metadata that cannot be read states no orientation
+        orientation = None
+    turn = {
+        2: Image.Transpose.FLIP_LEFT_RIGHT,
+        3: Image.Transpose.ROTATE_180,
+        4: Image.Transpose.FLIP_TOP_BOTTOM,
+        5: Image.Transpose.TRANSPOSE,
+        6: Image.Transpose.ROTATE_270,
+        7: Image.Transpose.TRANSVERSE,
+        8: Image.Transpose.ROTATE_90,
+    }.get(orientation)
+    try:
+        rgb = _to_rgb(name, image)
+        rgb = rgb if turn is None else rgb.transpose(turn)
+    except MediaError:
+        raise
+    except Exception as error:
+        raise MediaError(f"{name}: mode {image.mode} is not supported: {_reason(error)}") from error
+    # Left in, the orientation would be applied again by the next reader.
+    rgb.info = {}
+    return rgb
+
+
+def _to_rgb(name: str, image: Image.Image) -> Image.Image:
+    """Convert any mode to a new RGB image."""
+    import numpy as np
+    from PIL import Image
+
+    if image.mode == "I" or image.mode.startswith("I;16"):
+        values = np.asarray(image)
+        low, high = int(values.min()), int(values.max())
+        if low < 0 or high > 65535:
+            raise MediaError(
+                f"{name}: mode {image.mode} holds values from {low} to {high}; "
+                "only 0 to 65535 are supported"
+            )
+        return Image.fromarray(_eight_bits(values)).convert("RGB")
+    if image.mode == "F":
+        return Image.fromarray(_unit_to_bytes(name, np.asarray(image))).convert("RGB")
+    if image.has_transparency_data:
+        rgba = image.convert("LA" if image.mode == "La" else "RGBA").convert("RGBA")
+        white = Image.new("RGB", image.size, (255, 255, 255))
+        white.paste(rgba, mask=rgba.getchannel("A"))
+        return white
+    return image.copy() if image.mode == "RGB" else image.convert("RGB")
+
+
+def _eight_bits(values: Any) -> Any:
+    """Scale 0..65535 to 0..255, rounded (65535 = 255 * 257)."""
+    return ((values.astype("uint32") + 128) // 257).astype("uint8")
+
+
+def _unit_to_bytes(name: str, values: Any) -> Any:
+    import numpy as np
+
+    low, high = float(values.min()), float(values.max())
+    if not (math.isfinite(low) and math.isfinite(high)):
+        raise MediaError(f"{name}: holds NaN or infinite values")
+    if low < -1e-3 or high > 1 + 1e-3:  # rounding of half precision is allowed for
+        raise MediaError(
+            f"{name}: holds values from {low:g} to {high:g}; floats must lie in [0, 1] "
+            "(0..255 as uint8; undo a normalisation)"
+        )
+    return np.rint(np.clip(values.astype("float32"), 0, 1) * 255).astype("uint8")
+
+
+def from_tensor(name: str, tensor: Any) -> Any:
+    """Bring a tensor into NumPy, channels last."""
+    try:
+        tensor = tensor.detach().cpu()
+        if str(tensor.dtype) == "torch.bfloat16":
+            tensor = tensor.float()
+        array = tensor.numpy()
+    except Exception as error:
+        raise MediaError(f"{name}: cannot be read: {_reason(error)}") from error
+    if array.ndim == 3 and array.shape[0] in (1, 3, 4):
+        return array.transpose(1, 2, 0)
+    if array.ndim == 3 and array.shape[2] not in (1, 3, 4):
+        raise MediaError(f"{name}: must be CxHxW or HxWxC with 1, 3 or 4 channels")
+    return array
+
+
+def from_array(
+    name: str, array: Any, max_pixels: int | None, max_aspect: float | None
+) -> Image.Image:
+    import numpy as np
+    from PIL import Image
+
+    shape = array.shape
+    if array.ndim not in (2, 3) or (array.ndim == 3 and shape[2] not in (1, 3, 4)):
+        hint = ""
+        if array.ndim == 4:
+            hint = "; of a batch or a video, pass list(array)"
+        elif array.ndim == 3 and shape[0] in (1, 3, 4):
+            hint = "; these channels come first: transpose(1, 2, 0)"
+        raise MediaError(f"{name}: must be {_ARRAY_SHAPES}{hint}")
+    check_size(name, shape[1], shape[0], max_pixels, max_aspect)
+    kind, width = array.dtype.kind, array.dtype.itemsize
+    if kind == "b":
+        array = array.astype("uint8") * 255
+    elif kind == "f":
+        array = _unit_to_bytes(name, array)
+    elif kind == "u" and width == 2:
+        array = _eight_bits(array)
+    elif not (kind == "u" and width == 1):
+        raise MediaError(f"{name}: must be uint8, uint16, bool or floats in [0, 1]")
+    array = np.ascontiguousarray(array)
+    return Image.fromarray(array[..., 0] if array.ndim == 3 and shape[2] == 1 else array)

@@ -1,0 +1,439 @@
+"""Images and videos in, RGB frames out, :class:`~vlmfast.errors.MediaError` for everything else.
+
+Nothing heavy is imported before it is needed: Pillow, NumPy and the video decoders are imported by
+the functions that use them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal, TypeAlias
+
+from vlmfast.errors import MediaError
+
+from .containers import damage, is_edited, stated_seconds
+from .images import (
+    check_size,
+    from_array,
+    from_tensor,
+    load_pixels,
+    open_picture,
+    picture_name,
+    upright_rgb,
+)
+from .info import MAX_ASPECT, MAX_PIXELS, MAX_VIDEO_PIXELS, VideoInfo
+from .selection import check_choice, check_total, choose
+from .sources import is_a, is_url, opened, shown, sniffed
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+    from .decoders import AvReader, DecordReader
+
+__all__ = [
+    "MAX_ASPECT",
+    "MAX_PIXELS",
+    "MAX_VIDEO_PIXELS",
+    "OpenVideo",
+    "VideoFrames",
+    "VideoInfo",
+    "kind_of",
+    "load_image",
+    "load_images",
+    "load_video",
+    "open_video",
+    "probe_video",
+    "read_media",
+]
+
+ImageSource: TypeAlias = Any
+"""A path, URL, ``data:`` URL, bytes, PIL image, NumPy array or torch tensor."""
+VideoSource: TypeAlias = Any
+"""A path, bytes, or a list of what :func:`load_image` takes."""
+Decoder: TypeAlias = Literal["auto", "decord", "av"]
+
+# PyAV first, as it finds any frame by its time. decord seeks by counting, and counts wrong.
+_DECODERS = ("av", "decord")
+_MAX_SECONDS = 1e6
+
+
+@dataclass(frozen=True)
+class VideoFrames:
+    """Frames chosen from a video.
+
+    Attributes
+    ----------
+    frames : list of PIL.Image.Image
+        RGB, all of one size.
+    indices : list[int]
+        Their places in the video, ascending, none twice.
+    timestamps_s : list[float]
+        Seconds after the video's first frame at which each is shown.
+    source_fps : float
+        Average frame rate of the video they were chosen from.
+    info : VideoInfo
+        The whole video.
+    """
+
+    frames: list[Image.Image] = field(repr=False)
+    indices: list[int]
+    timestamps_s: list[float]
+    source_fps: float
+    info: VideoInfo
+
+    def __len__(self) -> int:
+        return len(self.frames)
+
+
+def load_image(
+    source: ImageSource,
+    *,
+    max_pixels: int | None = MAX_PIXELS,
+    max_aspect: float | None = MAX_ASPECT,
+    timeout_s: float = 20.0,
+) -> Image.Image:
+    """Read one picture as RGB.
+
+    The orientation that the camera stored is applied, transparency is laid on white, and of an
+    animation the first frame is taken. 16-bit grey is scaled by its range (65535 is white), not
+    clipped. Colour profiles are ignored. The source is never changed.
+
+    Parameters
+    ----------
+    source
+        - a path (str or :class:`os.PathLike`), an ``http(s)://`` URL (at most 64 MiB), a ``data:``
+          URL, or the bytes of a file: PNG, JPEG, GIF, BMP, TIFF, WebP, PPM, and, where Pillow was
+          built for them, JPEG 2000, AVIF and HEIF;
+        - a PIL image of any mode (``I`` is taken as 16-bit, ``F`` as lying in [0, 1]);
+        - a NumPy array, HxW, HxWx1, HxWx3 or HxWx4; uint8, uint16, bool, or floats in [0, 1];
+        - a torch tensor of these types, CxHxW, HxWxC or HxW. Where a shape fits both, it is CxHxW.
+    max_pixels : int, optional
+        Refuse larger pictures. Files are refused by their header, before pixels are decoded.
+        None: no limit.
+    max_aspect : float, optional
+        Refuse pictures whose sides differ by more than this factor (see `MAX_ASPECT`).
+        None: no limit.
+    timeout_s : float
+        Seconds that a download may take, all in all.
+
+    Returns
+    -------
+    PIL.Image.Image
+        Mode RGB, without metadata, so that reading it again returns it unchanged.
+
+    Raises
+    ------
+    MediaError
+        Names the source and the reason: missing, a directory, empty, not a picture, truncated or
+        damaged, too large, too narrow, an unsupported mode, shape or type, values outside the
+        range, or a failed download.
+    """
+    for argument, value in (("max_pixels", max_pixels), ("max_aspect", max_aspect)):
+        if value is not None and not value >= 1:
+            raise MediaError(f"{argument}={value!r}: must be at least 1, or None for no limit")
+    if is_a(source, "PIL.Image", "Image"):
+        name, image = picture_name(source), source
+    elif is_a(source, "numpy", "ndarray"):
+        name = f"NumPy array {source.shape} {source.dtype}"
+        image = from_array(name, source, max_pixels, max_aspect)
+    elif is_a(source, "torch", "Tensor"):
+        name = f"torch tensor {tuple(source.shape)} {source.dtype}"
+        image = from_array(name, from_tensor(name, source), max_pixels, max_aspect)
+    else:
+        with opened(source, timeout_s) as (name, file):
+            image = open_picture(name, file)
+            check_size(name, *image.size, max_pixels, max_aspect)
+            load_pixels(name, image)
+            return upright_rgb(name, image)
+    check_size(name, *image.size, max_pixels, max_aspect)
+    load_pixels(name, image)
+    return upright_rgb(name, image)
+
+
+def load_images(sources: ImageSource | Sequence[ImageSource], **limits: Any) -> list[Image.Image]:
+    """Read one picture or a list of them.
+
+    Parameters
+    ----------
+    sources
+        What :func:`load_image` takes, or a list or tuple of it. An empty list is an empty list.
+    **limits
+        As for :func:`load_image`.
+
+    Returns
+    -------
+    list of PIL.Image.Image
+        Mode RGB.
+
+    Raises
+    ------
+    MediaError
+        As :func:`load_image`; of a list, it also says which one.
+    """
+    if not isinstance(sources, (list, tuple)):
+        return [load_image(sources, **limits)]
+    return [_item("image", i, len(sources), source, limits) for i, source in enumerate(sources)]
+
+
+def probe_video(source: VideoSource, *, decoder: Decoder = "auto") -> VideoInfo:
+    """Count a video's frames and read its rate, length and size; parameters as `load_video`."""
+    if isinstance(source, (list, tuple)):
+        return _list_info(_list_frames(source[:1]), len(source))
+    with _opened_video(source, decoder) as reader:
+        return _info(reader)
+
+
+def load_video(
+    source: VideoSource,
+    *,
+    num_frames: int | None = None,
+    fps: float | None = None,
+    select: Callable[[VideoInfo], Sequence[int]] | None = None,
+    decoder: Decoder = "auto",
+    max_pixels: int | None = MAX_VIDEO_PIXELS,
+) -> VideoFrames:
+    """Read some frames of a video as RGB.
+
+    At most one of `num_frames`, `fps` and `select` says which. Without any, 8 frames of a file are
+    taken, and a list of frames, which somebody has chosen already, is taken whole.
+
+    Parameters
+    ----------
+    source
+        A path (str or :class:`os.PathLike`), the bytes of a file, or a list of frames of one size,
+        each of which may be anything that :func:`load_image` takes. Containers: MP4/MOV,
+        Matroska/WebM, AVI, MPEG-TS, MPEG-PS, FLV, Ogg, ASF. Videos are not fetched from URLs.
+    num_frames : int, optional
+        That many frames, spread evenly and with both ends:
+        ``np.linspace(0, frames - 1, num_frames, dtype=int)``, the rule of LLaVA-Video and
+        lmms-eval. Of a shorter video all frames, none twice.
+    fps : float, optional
+        The frames that are on screen at 0, 1/fps, 2/fps, ... seconds, none twice; above the
+        video's own rate that is all of them.
+    select : callable, optional
+        Takes the :class:`VideoInfo` and returns the indices, ascending.
+    decoder : {"auto", "decord", "av"}
+        "auto" takes PyAV where it is installed, else decord; a decoder that fails is not replaced
+        by the other one. Both return the same frames. decord decodes a video from its beginning,
+        as it returns other frames than asked for after seeking, and refuses what it gets wrong
+        even so: MP4 files trimmed by an edit list, and containers other than MP4 and Matroska.
+    max_pixels : int, optional
+        Refuse when the chosen frames together have more pixels. None: no limit.
+
+    Returns
+    -------
+    VideoFrames
+
+    Raises
+    ------
+    MediaError
+        Names the source and the reason: missing, empty, truncated, not a video, without a video
+        stream, damaged, too large, an argument out of range, or no decoder installed.
+
+    Notes
+    -----
+    Rotation by quarter turns is applied. Of a damaged file, PyAV refuses frames that the codec
+    flags; decord only those that do not come out at all. Later frames that build on a damaged one
+    are shown as any player shows them.
+    """
+    with open_video(source, num_frames=num_frames, fps=fps, select=select, decoder=decoder) as clip:
+        check_total(clip.name, clip.info, len(clip.indices), max_pixels)
+        frames = clip.read(0, len(clip.indices))
+    times = [clip.times[i] for i in clip.indices]
+    return VideoFrames(frames, clip.indices, times, clip.info.fps, clip.info)
+
+
+@dataclass
+class OpenVideo:
+    """A video whose frames have been chosen and are read when they are asked for.
+
+    Parameters
+    ----------
+    name : str
+        What error messages call it.
+    info : VideoInfo
+    times : list of float
+        Seconds at which each of its frames is shown.
+    indices : list of int
+        The chosen frames.
+    """
+
+    name: str
+    info: VideoInfo
+    times: list[float]
+    indices: list[int]
+    _read: Callable[[list[int]], list[Any]] = field(repr=False)
+
+    def read(self, start: int, stop: int) -> list[Image.Image]:
+        """The chosen frames ``start`` to ``stop``, RGB; cheap where calls follow each other."""
+        return self._read(self.indices[start:stop])
+
+
+@contextlib.contextmanager
+def open_video(
+    source: VideoSource,
+    *,
+    num_frames: int | None = None,
+    fps: float | None = None,
+    select: Callable[[VideoInfo], Sequence[int]] | None = None,
+    decoder: Decoder = "auto",
+) -> Iterator[OpenVideo]:
+    """Choose frames of a video and read them part by part; parameters as for :func:`load_video`.
+
+    There is no limit on their number: they are never all in memory, unless the caller keeps them.
+    """
+    check_choice(num_frames, fps, select)
+    if isinstance(source, (list, tuple)):
+        name = f"list of {len(source)} frames"
+        if fps is not None:
+            raise MediaError(f"{name}: fps={fps!r}: has no clock; use num_frames")
+        info = _list_info(_list_frames(source[:1]), len(source))
+        times = [float(i) for i in range(info.frames)]
+        indices = list(range(info.frames))
+        if num_frames is not None or select is not None:
+            select = _seeing(select, lambda part: _list_frames(source, part))
+            indices = choose(name, info, times, num_frames, None, select)
+        yield OpenVideo(name, info, times, indices, lambda part: _list_frames(source, part))
+    else:
+        with _opened_video(source, decoder) as reader:
+            name, info, times = reader.name, _info(reader), reader.times
+            check_size(name, info.width, info.height, MAX_PIXELS, MAX_ASPECT)
+            indices = choose(name, info, times, num_frames, fps, _seeing(select, reader.read))
+            yield OpenVideo(name, info, times, indices, reader.read)
+
+
+def _seeing(
+    select: Callable[[VideoInfo], Sequence[int]] | None,
+    read: Callable[[list[int]], list[Image.Image]],
+) -> Callable[[VideoInfo], Sequence[int]] | None:
+    """``select`` with an eye for the frames."""
+    return select and (lambda info: select(replace(info, read=read)))
+
+
+def kind_of(source: ImageSource | VideoSource) -> Literal["image", "video"]:
+    """Say whether a source is an image or a video, by its content and not by its name.
+
+    Lists are videos; URLs are images, as only images are fetched; animated GIFs are images.
+
+    Raises
+    ------
+    MediaError
+        If the source cannot be opened or is neither.
+    """
+    if isinstance(source, (list, tuple)):
+        return "video"
+    if is_url(source) or any(
+        is_a(source, module, kind)
+        for module, kind in (("PIL.Image", "Image"), ("numpy", "ndarray"), ("torch", "Tensor"))
+    ):
+        return "image"
+    with opened(source) as (name, file):
+        return sniffed(name, file, "an image or a video")[0]
+
+
+def read_media(
+    source: ImageSource | VideoSource, **video: Any
+) -> tuple[Literal["image"], Image.Image] | tuple[Literal["video"], VideoFrames]:
+    """Read an image or a video, whichever it is.
+
+    Parameters
+    ----------
+    source
+        As for :func:`kind_of`.
+    **video
+        Passed on to :func:`load_video` if it is a video, checked and otherwise unused if not.
+
+    Returns
+    -------
+    tuple
+        ``("image", PIL image)`` or ``("video", VideoFrames)``.
+    """
+    check_choice(video.get("num_frames"), video.get("fps"), video.get("select"))
+    if kind_of(source) == "image":
+        return "image", load_image(source)
+    return "video", load_video(source, **video)
+
+
+def _item(what: str, index: int, count: int, source: ImageSource, limits: dict[str, Any]) -> Any:
+    try:
+        return load_image(source, **limits)
+    except MediaError as error:
+        raise MediaError(f"{what} {index + 1} of {count}: {error}") from error
+
+
+def _info(reader: AvReader | DecordReader) -> VideoInfo:
+    return VideoInfo(len(reader.times), reader.fps, reader.duration_s, reader.width, reader.height)
+
+
+def _list_frames(source: Sequence[ImageSource], indices: list[int] | None = None) -> list[Any]:
+    if not source:
+        raise MediaError("list of frames: is empty")
+    indices = list(range(len(source))) if indices is None else indices
+    frames = [_item("frame", i, len(source), source[i], {}) for i in indices]
+    for index, frame in zip(indices, frames, strict=True):
+        if frame.size != frames[0].size:
+            raise MediaError(
+                f"frame {index + 1} of {len(source)}: is {frame.width}x{frame.height}, the first "
+                f"is {frames[0].width}x{frames[0].height}: frames must be of one size"
+            )
+    return frames
+
+
+def _list_info(first: list[Image.Image], count: int) -> VideoInfo:
+    return VideoInfo(count, 1.0, float(count), first[0].width, first[0].height)
+
+
+@contextlib.contextmanager
+def _opened_video(source: VideoSource, decoder: str) -> Iterator[AvReader | DecordReader]:
+    if decoder not in ("auto", "decord", "av"):
+        raise MediaError(f"decoder={decoder!r}: must be 'auto', 'decord' or 'av'")
+    if is_url(source):
+        raise MediaError(f"{shown(source)}: videos are not fetched from URLs; download it first")
+    if any(is_a(source, *kind) for kind in (("numpy", "ndarray"), ("torch", "Tensor"))):
+        raise MediaError(f"{type(source).__name__}: of an array of frames, pass list(array)")
+    with opened(source) as (name, file):
+        kind, container = sniffed(name, file, "a video")
+        if kind == "image":
+            raise MediaError(f"{name}: is an image ({container}), not a video")
+        reason = damage(file, container)
+        if reason:
+            raise MediaError(f"{name}: {reason}")
+        reader = _reader(name, file, container, decoder)
+        try:
+            yield reader
+        finally:
+            reader.close()
+
+
+def _reader(name: str, file: BinaryIO, container: str, decoder: str) -> AvReader | DecordReader:
+    """Open a video with the decoder that `load_video` documents."""
+    from .decoders import AvReader, DecordReader
+
+    readers = {"av": AvReader, "decord": DecordReader}
+    order = _DECODERS if decoder == "auto" else (decoder,)
+    choice = next((module for module in order if _installed(module)), None)
+    if choice is None:
+        raise MediaError(f"{name}: {' or '.join(order)} must be installed: pip install {order[0]}")
+    if choice == "decord":
+        unfit = None
+        if container not in ("MP4", "Matroska"):
+            unfit = f"does not find the frames of {container} files exactly"
+        elif container == "MP4" and is_edited(file):
+            unfit = "shows what the edit list of this trimmed file hides"
+        elif not stated_seconds(file, container) <= _MAX_SECONDS:
+            unfit = "reserves memory for the length that this file states, which is above 11 days"
+        if unfit:
+            raise MediaError(f"{name}: decord {unfit}; use PyAV (pip install av)")
+    return readers[choice](name, file)
+
+
+def _installed(module: str) -> bool:
+    import importlib
+
+    try:
+        importlib.import_module(module)
+    except (ImportError, OSError):  # OSError: its shared library does not load
+        return False
+    return True

@@ -1,0 +1,97 @@
+"""Which frames of a video are read."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+import operator
+from collections.abc import Callable, Sequence
+
+from vlmfast.errors import MediaError
+
+from .info import VideoInfo
+from .sources import short
+
+__all__ = ["DEFAULT_FRAMES", "check_choice", "check_total", "choose"]
+
+DEFAULT_FRAMES = 8
+
+
+def check_choice(num_frames: object, fps: object, select: object) -> None:
+    """Refuse arguments of :func:`vlmfast.media.load_video` that say nothing that can be done."""
+    given = {"num_frames": num_frames, "fps": fps, "select": select}
+    given = {name: value for name, value in given.items() if value is not None}
+    if len(given) > 1:
+        raise MediaError(f"{' and '.join(given)}: only one of them may be given")
+    if num_frames is not None:
+        try:
+            count = 0 if isinstance(num_frames, bool) else operator.index(num_frames)  # type: ignore[arg-type]
+        except TypeError:
+            count = 0
+        if count < 1:
+            raise MediaError(f"num_frames={num_frames!r}: must be a whole number above 0")
+    if fps is not None:
+        try:
+            rate = float(fps)  # type: ignore[arg-type]
+        except (TypeError, ValueError, OverflowError):
+            rate = math.nan
+        if not (math.isfinite(rate) and rate > 0):
+            raise MediaError(f"fps={fps!r}: must be a finite number above 0")
+    if select is not None and not callable(select):
+        raise MediaError("select: must be a function that takes a VideoInfo and returns indices")
+
+
+def choose(
+    name: str,
+    info: VideoInfo,
+    times: list[float],
+    num_frames: int | None,
+    fps: float | None,
+    select: Callable[[VideoInfo], Sequence[int]] | None,
+) -> list[int]:
+    """Return the indices of the frames to read, as :func:`vlmfast.media.load_video` documents.
+
+    `times` are the seconds at which the frames are shown, ascending.
+    """
+    import numpy as np
+
+    if select is not None:
+        chosen = select(info)
+        try:
+            indices = [operator.index(index) for index in chosen]
+        except TypeError as error:
+            raise MediaError(f"{name}: select must return whole numbers: {error}") from error
+        fine = indices and indices[0] >= 0 and indices[-1] < info.frames
+        if not fine or any(a >= b for a, b in itertools.pairwise(indices)):
+            raise MediaError(
+                f"{name}: select returned {short(str(indices))}: must be ascending, none twice, "
+                f"at least one, from 0 to {info.frames - 1}"
+            )
+        return indices
+    if fps is not None:
+        # Containers round display times to a millisecond; without the allowance a frame that is
+        # due at 66.7 ms and stored as 67 would be passed over for the one before it.
+        rounding = 1e-3
+        rate = min(float(fps), 1e9)
+        indices, step = [], 0
+        while (due := step / rate) <= times[-1] + rounding:
+            index = bisect.bisect_right(times, due + rounding) - 1
+            indices.append(index)
+            if index == info.frames - 1:
+                break
+            # Steps that find the same frame again are jumped over, however high the rate.
+            step = max(step + 1, math.ceil((times[index + 1] - rounding) * rate))
+        return indices
+    count = min(DEFAULT_FRAMES if num_frames is None else operator.index(num_frames), info.frames)
+    return [int(i) for i in np.linspace(0, info.frames - 1, count, dtype=int)]
+
+
+def check_total(name: str, info: VideoInfo, count: int, max_pixels: int | None) -> None:
+    """Refuse more frames than `max_pixels` allows."""
+    total = count * info.width * info.height
+    if max_pixels is not None and total > max_pixels:
+        raise MediaError(
+            f"{name}: {count} frames of {info.width}x{info.height} are {total} pixels, "
+            f"the limit is {max_pixels}: ask for fewer"
+        )

@@ -1,0 +1,122 @@
+"""Opening what a user hands over: paths, URLs, ``data:`` URLs and bytes."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import contextlib
+import io
+import os
+import re
+import stat
+import sys
+from collections.abc import Iterator
+from typing import Any, BinaryIO
+from urllib.parse import unquote_to_bytes
+
+from vlmfast.errors import MediaError
+
+from .containers import HEAD_BYTES, looks_like_text, sniff
+
+__all__ = ["MAX_DOWNLOAD_BYTES", "is_a", "is_url", "opened", "short", "shown", "sniffed"]
+
+MAX_DOWNLOAD_BYTES = 64 << 20
+
+
+def is_a(source: object, module: str, kind: str) -> bool:
+    """Like isinstance, without importing: what was never imported has no instances."""
+    loaded = sys.modules.get(module)
+    return loaded is not None and isinstance(source, getattr(loaded, kind, ()))
+
+
+def is_url(source: object) -> bool:
+    return isinstance(source, str) and source[:8].lower().startswith(("http://", "https://"))
+
+
+def short(text: str) -> str:
+    text = "".join(c if c.isprintable() else "?" for c in text)
+    return text if len(text) <= 200 else f"{text[:120]}...{text[-60:]}"
+
+
+def shown(url: str) -> str:
+    """A URL as messages name it: without user, password, query and fragment, which may be keys."""
+    scheme, mark, rest = url.partition("://")
+    host = re.split(r"[/?#]", rest, maxsplit=1)[0]
+    if "@" in host:
+        rest = "***@" + host.rpartition("@")[2] + rest[len(host) :]
+    elif "@" in rest and not re.fullmatch(r"(\[[^\]]*\]|[^:]*)(:\d*)?", host):
+        rest = "***@" + rest.rpartition("@")[2]  # a password with one of these characters in it
+    return short(scheme + mark + re.split(r"[?#]", rest, maxsplit=1)[0])
+
+
+@contextlib.contextmanager
+def opened(source: object, timeout_s: float = 20.0) -> Iterator[tuple[str, BinaryIO]]:
+    """Open a path, URL or bytes as (name for messages, seekable file), not empty."""
+    if isinstance(source, (bytes, bytearray, memoryview)):
+        data = bytes(source)
+        name = f"bytes ({len(data)})"
+    elif isinstance(source, str) and source[:5].lower() == "data:":
+        name = f"data: URL ({len(source)} characters)"
+        data = _decode_data_url(name, source)
+    elif is_url(source):
+        from .download import download
+
+        name = shown(str(source))
+        data = download(name, str(source), timeout_s, MAX_DOWNLOAD_BYTES)
+    elif isinstance(source, (str, os.PathLike)):
+        with _opened_path(os.fsdecode(source)) as opened:
+            yield opened
+        return
+    else:
+        raise MediaError(f"{type(source).__name__}: is not a kind of source that can be read")
+    if not data:
+        raise MediaError(f"{name}: is empty")
+    yield name, io.BytesIO(data)
+
+
+@contextlib.contextmanager
+def _opened_path(path: str) -> Iterator[tuple[str, BinaryIO]]:
+    name = short(path) or "''"
+    try:
+        status = os.stat(path)
+        if stat.S_ISDIR(status.st_mode):
+            raise MediaError(f"{name}: is a directory")
+        if not stat.S_ISREG(status.st_mode):  # reading a pipe or a device might never end
+            raise MediaError(f"{name}: is not a regular file")
+        if status.st_size == 0:
+            raise MediaError(f"{name}: is empty")
+        file = open(path, "rb")  # noqa: SIM115 - closed below, outside this try
+    except FileNotFoundError as error:
+        raise MediaError(f"{name}: no such file") from error
+    except OSError as error:
+        raise MediaError(f"{name}: cannot be opened: {error.strerror}") from error
+    except MediaError:
+        raise
+    except ValueError as error:  # a null character
+        raise MediaError(f"{name}: is not a path") from error
+    with file:
+        yield name, file
+
+
+def _decode_data_url(name: str, url: str) -> bytes:
+    header, comma, payload = url[5:].partition(",")
+    if not comma:
+        raise MediaError(f"{name}: has no comma before its data")
+    try:
+        data = unquote_to_bytes(payload)
+        if header.lower().replace(" ", "").endswith(";base64"):
+            data = b"".join(data.split())
+            data = base64.b64decode(data + b"=" * (-len(data) % 4), validate=True)
+    except (binascii.Error, UnicodeError) as error:
+        raise MediaError(f"{name}: is not valid base64: {error}") from error
+    return data
+
+
+def sniffed(name: str, file: BinaryIO, wanted: str) -> tuple[Any, str]:
+    file.seek(0)
+    head = file.read(HEAD_BYTES)
+    found = sniff(head)
+    if found is None:
+        what = "its content is text" if looks_like_text(head) else "its content is of no known kind"
+        raise MediaError(f"{name}: is not {wanted}: {what}")
+    return found

@@ -1,0 +1,66 @@
+"""Loading a checkpoint and its processor, with one clear error for each way it can fail."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vlmfast.errors import ModelError
+
+from . import families
+
+
+def load(
+    name: str | Path, device: str | torch.device, dtype: str | torch.dtype, **kwargs: Any
+) -> tuple[Any, Any]:
+    """Model on ``device`` in ``dtype``, in evaluation mode, and its processor.
+
+    Raises
+    ------
+    ModelError
+    """
+    from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
+
+    if "device_map" in kwargs:
+        raise ModelError("device_map is not supported: vlmfast runs on one device; pass device=")
+    hub = {
+        key: kwargs[key]
+        for key in ("revision", "token", "cache_dir", "local_files_only", "trust_remote_code")
+        if key in kwargs
+    }
+    config = _try(f"no model configuration in {name}", AutoConfig.from_pretrained, name, **hub)
+    if config.model_type not in families():
+        raise ModelError(
+            f"{name} is a {config.model_type!r} model, which is not supported; "
+            f"supported are {', '.join(families())}"
+        )
+    processor = _try(f"no processor in {name}", AutoProcessor.from_pretrained, name, **hub)
+    if getattr(processor, "image_processor", None) is None:
+        raise ModelError(
+            f"no processor in {name}: found {type(processor).__name__}, "
+            "which has no image processor"
+        )
+    model, report = _try(
+        f"the weights in {name} do not load",
+        AutoModelForImageTextToText.from_pretrained,
+        name,
+        dtype=dtype,
+        output_loading_info=True,
+        **kwargs,
+    )
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise ModelError(
+            f"the checkpoint {name} lacks {len(missing)} weights, among them {missing[0]}"
+        )
+    return _try(f"no device {device}", model.eval().to, device), processor
+
+
+def _try(what: str, call: Any, *args: Any, **kwargs: Any) -> Any:
+    try:
+        return call(*args, **kwargs)
+    except Exception as error:  # a checkpoint can be wrong in ways that no list of types covers
+        reason = str(error).strip().partition("\n")[0]
+        raise ModelError(f"{what}: {reason}") from error

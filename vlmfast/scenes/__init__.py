@@ -1,0 +1,1 @@
+"""Drawn scenes: shapes, signs and charts, with questions whose answers are known."""

@@ -1,0 +1,1 @@
+"""Training: stages, drafters and the demo model."""

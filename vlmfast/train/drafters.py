@@ -1,0 +1,442 @@
+"""Training of drafters: the loop behind ``vlmfast train drafter``.
+
+A sample is a prompt with the answer that the target itself gives to it: generated once, kept on
+disk as token ids. At every step the target reads prompt and answer (no features are stored), the
+drafter learns the rows that predict the answer, and the target stays as it is. How long the drafts
+are that the target would accept is measured along the way, on prompts that are held out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from collections.abc import Callable, Iterator
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from vlmfast.core.files import make_folder, replace_text
+from vlmfast.core.protocols import DrafterStage
+from vlmfast.core.training import TrainingContext
+from vlmfast.drafters._training import Lesson, Teacher, accepted
+from vlmfast.errors import MediaError
+
+from . import stages as loop
+from .stages import TrainingError
+
+if TYPE_CHECKING:
+    from vlmfast.api.vlm import VLM
+    from vlmfast.engine.prefill import Inputs
+
+KINDS = {"eagle": "draft-eagle", "eagle3": "draft-eagle", "vispec": "draft-vispec"}
+_BLOCK = 32  # answers that are generated together and lie in one file
+_HELD_OUT = 2**31  # held-out samples of drawn scenes are numbered from here on
+
+
+# --- options -------------------------------------------------------------------------------------
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``vlmfast train drafter``."""
+    add = parser.add_argument
+    add("--kind", choices=tuple(KINDS), default="eagle", help="what is trained (eagle)")
+    add("--model", default="tiny", help="tiny (shipped, default), a folder or a hub id")
+    add("--data", help="LLaVA-style JSON of conversations; drawn scenes when it is not given")
+    add("--media", default=".", help="folder of the pictures and clips of --data")
+    add("--num-frames", type=int, default=8, help="frames read of a clip of --data")
+    add("--out", default="runs/drafter", help="folder of answers, checkpoint, log, weights")
+    add("--answers", help="folder of the target's answers, to share them between runs")
+    add("--samples", type=int, default=10_000, help="different prompts; then they come again")
+    add("--held-out", type=int, default=48, help="prompts kept for the accepted length")
+    add("--answer-tokens", type=int, default=128, help="longest answer that is generated")
+    add("--sampled", type=float, default=0.0, help="share of the answers drawn at temperature 1")
+    add("--steps", type=int, default=2000, help="length of the training")
+    add("--minutes", type=float, default=0.0, help="length by the clock instead")
+    add("--stop-after", type=int, default=0, help="leave early after this step")
+    add("--batch", type=int, default=8, help="samples per step, one after another")
+    add("--lr", type=float, default=3e-4, help="peak learning rate")
+    add("--decay", type=float, default=0.0, help="weight decay")
+    add("--clip", type=float, default=0.5, help="largest norm of a step's gradient")
+    add("--noise", type=float, default=0.2, help="uniform noise on the features, as in EAGLE")
+    add("--units", type=int, default=0, help="hidden units of the MLP (0: the target's)")
+    add("--init", help="folder of weights to start from")
+    add("--ttt", type=int, default=3, help="passes of which each reads what the last one drafted")
+    add("--depth", type=int, default=6, help="drafted tokens when the accepted length is measured")
+    add("--eval-every", type=int, default=100, help="steps between two such measurements")
+    add("--seed", type=int, default=0)
+    add("--device", default="cpu", help="cpu or cuda")
+    add(
+        "--dtype",
+        default="auto",
+        choices=("auto", "float32", "bfloat16", "float16"),
+        help="number format of the target (default: the checkpoint's own)",
+    )
+    add("--save-every", type=float, default=120.0, help="seconds per checkpoint")
+    add("--fresh", action="store_true", help="ignore a checkpoint in --out")
+    parser.set_defaults(distill=0.0)  # of the loop's own: here all is distilled
+    for name in dict.fromkeys(KINDS.values()):
+        loop.training_class(name).add_arguments(parser)
+
+
+def _check(args: argparse.Namespace) -> None:
+    for key in ("samples", "held_out", "answer_tokens", "ttt", "depth", "eval_every"):
+        if getattr(args, key) < 1:
+            raise TrainingError(f"--{key.replace('_', '-')} is {getattr(args, key)}; at least 1")
+    if args.answer_tokens < 2:
+        raise TrainingError("--answer-tokens is 1; a drafter learns from the second token on")
+    if not 0 <= args.sampled <= 1:
+        raise TrainingError(f"--sampled is {args.sampled}; allowed is 0 to 1")
+    for key, low in (("clip", "above 0"), ("noise", "from 0 on")):
+        value = getattr(args, key)
+        if not 0 <= value < float("inf") or (key == "clip" and value == 0):
+            raise TrainingError(f"--{key} is {value}; it must be a number {low}")
+
+
+# --- prompts and answers -------------------------------------------------------------------------
+
+Messages = list[dict[str, Any]]  # turns in Hugging Face's chat schema; the last one asks
+
+_ORDINARY, _SECOND = 0.15, 0.1  # of drawn scenes: ordinary questions, and second ones
+
+
+def drawn(number: int) -> Messages:
+    """Prompt ``number`` about a drawn scene: most ask for a description, some a question.
+
+    A second question comes behind a description of the same scene.
+    """
+    from PIL import Image
+
+    from vlmfast.scenes.captions import CAPTION_QUESTION, CLIP_QUESTION, caption
+    from vlmfast.scenes.drawing import make_image_scene, make_video_scene, paint
+    from vlmfast.scenes.questions import ask
+    from vlmfast.scenes.vocabulary import EVAL_SEED_START, IMAGE_TYPES, VIDEO_TYPES
+
+    from .tiny.data import DataError
+
+    if number >= EVAL_SEED_START:
+        raise DataError(f"training seed {number} lies in the range kept for evaluation")
+    rng = random.Random(f"vlmfast-draft-{number}")
+    clip = rng.random() < 1 / 3
+    scene = make_video_scene(rng) if clip else make_image_scene(rng)
+    frames = [Image.fromarray(raster.rgb) for raster in paint(scene)]
+    if clip:
+        media = {"type": "video", "video": frames, "num_frames": len(frames)}
+    else:
+        media = {"type": "image", "image": frames[0]}
+    describe = CLIP_QUESTION if clip else CAPTION_QUESTION
+    types = list(VIDEO_TYPES if clip else IMAGE_TYPES)
+    rng.shuffle(types)
+    question = next(qa.question for qa in (ask(scene, t, rng) for t in types) if qa is not None)
+    draw = rng.random()
+    if draw < _SECOND:
+        return [
+            _turn("user", media, describe),
+            {"role": "assistant", "content": caption(scene, rng)[0]},
+            _turn("user", question),
+        ]
+    return [_turn("user", media, question if draw < _SECOND + _ORDINARY else describe)]
+
+
+def _turn(role: str, *parts: dict[str, Any] | str) -> dict[str, Any]:
+    content = [{"type": "text", "text": p} if isinstance(p, str) else p for p in parts]
+    return {"role": role, "content": content}
+
+
+class Answers:
+    """The target's own answers to numbered prompts, kept on disk.
+
+    They are generated in blocks of neighbouring numbers, each of which is one file: what an answer
+    is does not depend on where a run was interrupted.
+
+    Parameters
+    ----------
+    vlm : VLM
+    prompt : callable
+        Number to the turns of a prompt.
+    folder : Path
+    args : argparse.Namespace
+        ``seed``, ``answer_tokens`` and ``sampled``, the share that is drawn at temperature 1;
+        answers to held-out prompts never are.
+    note : callable
+        Told of files that cannot be read.
+    """
+
+    def __init__(
+        self,
+        vlm: VLM,
+        prompt: Callable[[int], Messages],
+        folder: Path,
+        args: argparse.Namespace,
+        note: Callable[[str], Any] = print,
+    ) -> None:
+        self.vlm, self.prompt, self.folder, self.args = vlm, prompt, folder, args
+        self.note = note
+        self.block = lru_cache(maxsize=None)(self._block)
+        keys = ("model", "data", "num_frames", "seed", "answer_tokens", "sampled", "dtype")
+        about = {key: getattr(args, key) for key in keys}
+        # Which scenes or entries the numbers stand for.
+        about |= {"held_out": args.held_out if args.data else None}
+        make_folder(folder)
+        file = folder / "about.json"
+        if not file.exists():
+            replace_text(file, json.dumps(about))
+        try:
+            found = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise TrainingError(f"{file} cannot be read: {error}") from error
+        for key, value in about.items():
+            if found.get(key) != value:
+                raise TrainingError(
+                    f"{folder} holds answers with {key}={found.get(key)}, not {value}: "
+                    "give another --answers"
+                )
+
+    def __getitem__(self, number: int) -> list[int]:
+        """Token ids of answer ``number``, its end token included; empty where none can be given."""
+        block, place = divmod(number, _BLOCK)
+        return self.block(block)[place]
+
+    def _block(self, block: int) -> list[list[int]]:
+        file = self.folder / f"{block:08}.jsonl"
+        if file.exists():
+            try:
+                lines = [json.loads(line) for line in file.read_text().splitlines()]
+            except ValueError as error:
+                raise TrainingError(f"{file} cannot be read ({error}); remove it") from error
+            if len(lines) != _BLOCK:
+                raise TrainingError(f"{file} has {len(lines)} lines, not {_BLOCK}; remove it")
+            return lines
+        answers = self._generate(range(block * _BLOCK, (block + 1) * _BLOCK))
+        replace_text(file, "".join(f"{json.dumps(ids)}\n" for ids in answers))
+        return answers
+
+    def _generate(self, numbers: range) -> list[list[int]]:
+        from vlmfast.api.generation import gate
+        from vlmfast.api.request import sequence_of
+        from vlmfast.core.recipe import Recipe
+        from vlmfast.engine.engine import Engine
+
+        vlm, args = self.vlm, self.args
+        found: dict[int, list[int]] = {number: [] for number in numbers}
+
+        def sequences() -> Iterator[Any]:
+            for number in numbers:
+                chance = random.Random(f"sampled-{args.seed}-{number}").random()
+                options = {"max_new_tokens": args.answer_tokens, "do_sample": False}
+                if chance < args.sampled and number < _HELD_OUT:
+                    options |= {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+                try:
+                    passed = gate(vlm.adapter, options)
+                    prompt = self.prompt(number)
+                    sequence = sequence_of(vlm.adapter, prompt, Recipe(), passed, number)
+                except MediaError as error:  # one file of many
+                    self.note(str(error))
+                    continue
+                yield sequence
+
+        torch.manual_seed(random.Random(f"answers-{args.seed}-{numbers[0]}").getrandbits(62))
+        with torch.no_grad():
+            for sequence in Engine(vlm.adapter).answer_many(sequences(), _BLOCK):
+                found[sequence.number] = sequence.tokens
+        return [found[number] for number in numbers]
+
+
+# --- the teacher ---------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def teach(vlm: VLM, messages: Messages, answer: list[int], readers: list[DrafterStage]) -> Lesson:
+    """Read prompt and answer with the target, through the engine as in an answer.
+
+    ``readers`` are what the features and the taps are for.
+    """
+    from vlmfast.core.recipe import Recipe
+    from vlmfast.engine.attention import switched
+    from vlmfast.engine.cache import KVCache
+    from vlmfast.engine.prefill import prefill, prepare
+    from vlmfast.engine.stats import Stats, Trace
+    from vlmfast.engine.taps import Watch
+
+    adapter, recipe, stats, trace = vlm.adapter, Recipe(), Stats(), Trace()
+    inputs, watch = inputs_of(vlm, messages, answer), Watch(readers, adapter.depth)
+    with switched(vlm.model):
+        prompt = prepare(adapter, inputs, recipe, stats, trace)
+        cache = KVCache(adapter.depth, windows=adapter.windows)
+        make = partial(TrainingContext, answer=prompt.answer)
+        logits = prefill(adapter, prompt, recipe, cache, stats, trace, watch=watch, make=make)
+    read = watch.reads[0]
+    return Lesson(
+        embeds=read.embeds.float(),
+        features=read.features.float(),
+        taps=None if read.taps is None else read.taps.float(),
+        layout=read.layout,
+        answer=inputs.tensors["input_ids"][0, -len(answer) :],
+        logits=logits[0, 1:-1].float(),
+    )
+
+
+def inputs_of(vlm: VLM, messages: Messages, answer: list[int]) -> Inputs:
+    """Prompt and answer as the engine takes them."""
+    from vlmfast.api.request import render, tensors_of
+    from vlmfast.core.recipe import Recipe
+    from vlmfast.engine.prefill import Inputs
+
+    prompt = render(vlm.adapter, messages, Recipe())
+    tensors = tensors_of(vlm.adapter, prompt)
+    ids = torch.tensor([answer], device=tensors["input_ids"].device)
+    tensors["input_ids"] = torch.cat([tensors["input_ids"], ids], dim=1)
+    if "attention_mask" in tensors:
+        tensors["attention_mask"] = torch.ones_like(tensors["input_ids"])
+    return Inputs(tensors, prompt.sizes, prompt.question, prompt.frames, answer=len(answer))
+
+
+# --- drafting in training ------------------------------------------------------------------------
+
+
+# --- the loop ------------------------------------------------------------------------------------
+
+
+class DrafterTrainer(loop.Trainer):
+    """Target, drafter, answers, optimiser and clock of one run."""
+
+    fixed = (
+        "kind", "model", "data", "seed", "samples", "held_out", "answer_tokens", "sampled", "init",
+        "batch", "lr", "decay", "clip", "noise", "ttt", "dtype", "num_frames",
+    )  # fmt: skip
+    told = ("kind", "seed", "samples", "sampled", "batch", "lr", "noise", "ttt")
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        _check(args)
+        self.clip, self.measured = args.clip, {}
+        super().__init__(KINDS[args.kind], args)
+        folder = Path(args.answers) if args.answers else self.out / "answers"
+        self.answers = Answers(self.vlm, self.prompt, folder, args, self.leave_out)
+        self.teacher = Teacher(self.vlm.adapter)
+        if not self.step:
+            if args.init:
+                self._start_from(Path(args.init))
+            self.training.begin(self.module, self.answers.__getitem__)
+
+    def sizes(self) -> dict[str, Any]:
+        """The layers of the target, beside what every trained stage knows."""
+        text = self.vlm.adapter.config.get_text_config()
+        heads = text.num_attention_heads
+        rope = getattr(text, "rope_parameters", None) or {}
+        return super().sizes() | {
+            "kv_heads": getattr(text, "num_key_value_heads", None) or heads,
+            "head_width": getattr(text, "head_dim", None) or text.hidden_size // heads,
+            "hidden": self.args.units or text.intermediate_size,
+            "eps": getattr(text, "rms_norm_eps", 1e-6),
+            "theta": float(rope.get("rope_theta") or getattr(text, "rope_theta", 10000.0)),
+            "qkv_bias": bool(getattr(text, "attention_bias", text.model_type.startswith("qwen2"))),
+            "vocabulary": text.vocab_size,
+        }
+
+    def samples(self) -> Callable[[int], Any]:
+        """Nothing is learned from answers in a file: the target gives its own."""
+        args = self.args
+        if not args.data:
+            self.prompt = lambda number: drawn(args.seed * loop._SEEDS + number)
+            return self.prompt
+        read = (args.data, args.media, self.training.modalities, args.num_frames)
+        learned = loop.conversations(*read, slice(None, -args.held_out))
+        held = loop.conversations(*read, slice(-args.held_out, None))
+
+        from vlmfast.api.request import messages_of
+
+        def prompt(number: int) -> Messages:
+            sample = (
+                held(number - _HELD_OUT)
+                if number >= _HELD_OUT
+                else learned(args.seed * loop._SEEDS + number)
+            )
+            return messages_of(sample.question, **sample.media)
+
+        self.prompt = prompt
+        return prompt
+
+    def _start_from(self, folder: Path) -> None:
+        """Take over what another training learned; parts that it did not have start anew."""
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+
+        try:
+            found = {key: of.float() for key, of in load_file(folder / "model.safetensors").items()}
+        except (OSError, SafetensorError) as error:
+            raise TrainingError(f"--init {folder} cannot be read: {error}") from error
+        mine = self.module.state_dict()
+        unknown = sorted(found.keys() - mine.keys())
+        lacking = [
+            key for key in mine.keys() - found.keys() if not key.startswith(self.training.later)
+        ]
+        other = [key for key in mine.keys() & found.keys() if mine[key].shape != found[key].shape]
+        if unknown or lacking or other:
+            raise TrainingError(
+                f"--init {folder} holds another drafter: unknown are {unknown}, lacking "
+                f"{sorted(lacking)}, of another shape {sorted(other)}"
+            )
+        self.module.load_state_dict(found, strict=False)
+
+    def number(self, index: int) -> int:
+        """Number of the sample that is learned from at ``index``: each epoch in another order."""
+        epoch, place = divmod(index, self.args.samples)
+        # The first one in ascending order, as answers are generated.
+        return place if epoch == 0 else self._order(epoch)[place]
+
+    @lru_cache(maxsize=2)  # noqa: B019, one trainer a process
+    def _order(self, epoch: int) -> list[int]:
+        order = list(range(self.args.samples))
+        random.Random(f"epoch-{self.args.seed}-{epoch}").shuffle(order)
+        return order
+
+    def losses(self) -> Iterator[tuple[Tensor, dict[str, float]]]:
+        """Every predicted token of the batch counts alike."""
+        args = self.args
+        indices = range(self.step * args.batch, (self.step + 1) * args.batch)
+        numbers = [self.number(index) for index in indices]
+        rows = sum(max(len(self.answers[number]) - 1, 0) for number in numbers)
+        for index, number in zip(indices, numbers, strict=True):
+            answer = self.answers[number]
+            if len(answer) < 2:  # nothing to draft
+                continue
+            try:
+                lesson = teach(self.vlm, self.prompt(number), answer, self.training.readers())
+            except MediaError as error:  # one file of many
+                self.leave_out(str(error))
+                continue
+            rng = random.Random(f"sample-{args.seed}-{index}")
+            torch.manual_seed(rng.getrandbits(62))
+            loss, info = self.training.learn(self.module, lesson, self.teacher, rng, self.progress)
+            yield loss / rows, {"loss": float(loss.detach()) / (len(answer) - 1), **info}
+
+    def leave_out(self, reason: str) -> None:
+        self.write({"left_out": reason})
+
+    def stepped(self) -> str:
+        if self.step % self.args.eval_every == 0 or self.progress >= 1:
+            self.measured = self.measure()
+            rounded = {view: round(length, 4) for view, length in self.measured.items()}
+            self.write({"samples": self.step * self.args.batch, "accepted": rounded})
+        return " ".join(f"{view} {length:.2f}" for view, length in self.measured.items())
+
+    @torch.no_grad()
+    def measure(self) -> dict[str, float]:
+        """Mean accepted length of greedy chains on the held-out prompts, for each view."""
+        views, args = self.training.views(), self.args
+        rounds, total = dict.fromkeys(views, 0), dict.fromkeys(views, 0)
+        self.module.eval()
+        for number in range(_HELD_OUT, _HELD_OUT + args.held_out):
+            answer = self.answers[number]
+            if len(answer) < 2:
+                continue
+            lesson = teach(self.vlm, self.prompt(number), answer, self.training.readers())
+            for view in views:
+                drafts = self.training.draft(self.module, lesson, self.teacher, args.depth, view)
+                more = accepted(drafts, lesson.answer)
+                rounds[view], total[view] = rounds[view] + more[0], total[view] + more[1]
+        self.module.train()
+        return {view: total[view] / max(rounds[view], 1) for view in views}

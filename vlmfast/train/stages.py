@@ -1,0 +1,511 @@
+"""Training of stages around a frozen model: the loop behind ``vlmfast train atp`` and others.
+
+A sample is a prompt with its answer. It goes through the engine as in an answer, with the stage at
+work and with gradients; the loss is the answer's, and what the method adds (`Training.loss`). Only
+the stage's own module learns. A step follows from the seed, the step's number and how far the
+training is; where that is counted in steps, a run that was killed goes on as if it had not been.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vlmfast.core.files import replacing
+from vlmfast.core.registry import stage_class, stage_names
+from vlmfast.core.stage import Stage
+from vlmfast.core.training import Outcome, Training, TrainingContext
+from vlmfast.errors import MediaError, VLMFastError
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from vlmfast.api.vlm import VLM
+    from vlmfast.engine.prefill import Inputs
+
+_SEEDS = 2**32  # seeds of one run; the next ``--seed`` starts behind them
+
+
+class TrainingError(VLMFastError):
+    """The training cannot start or go on as asked."""
+
+
+@dataclass
+class Sample:
+    """A question about ``media`` (the arguments of `VLM.ask`) with the answer to learn."""
+
+    media: dict[str, Any]
+    question: str
+    answer: str
+
+
+# --- options -------------------------------------------------------------------------------------
+
+
+def trainable() -> list[str]:
+    """Recipe words of the methods that can be trained, apart from drafters."""
+    known = {name: stage_class(name) for name in sorted(stage_names())}
+    return [n for n, cls in known.items() if cls.trained and cls.protocol != "drafter"]
+
+
+def training_class(name: str) -> type[Training]:
+    """The training of a method: ``TRAINING`` in the module ``training`` of its package."""
+    module = f"{stage_names()[name]}.training"
+    try:
+        return import_module(module).TRAINING
+    except (ModuleNotFoundError, AttributeError) as error:
+        raise TrainingError(f"{name} cannot be trained: {module} has no TRAINING") from error
+
+
+def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
+    """Add the options of ``vlmfast train NAME``."""
+    parser.add_argument(
+        "--model", default="tiny", help="tiny (shipped, default), a folder or a hub id"
+    )
+    parser.add_argument(
+        "--data", help="LLaVA-style JSON of conversations; drawn scenes when it is not given"
+    )
+    parser.add_argument("--media", default=".", help="folder of the pictures and clips of --data")
+    parser.add_argument("--num-frames", type=int, default=8, help="frames read of a clip of --data")
+    parser.add_argument("--out", default=f"runs/{name}", help="folder of checkpoint, log, weights")
+    parser.add_argument("--steps", type=int, default=1000, help="length of the training")
+    parser.add_argument("--minutes", type=float, default=0.0, help="length by the clock instead")
+    parser.add_argument("--stop-after", type=int, default=0, help="leave early after this step")
+    parser.add_argument("--batch", type=int, default=8, help="samples per step, one after another")
+    parser.add_argument("--lr", type=float, default=1e-3, help="peak learning rate")
+    parser.add_argument("--decay", type=float, default=0.01, help="weight decay")
+    parser.add_argument(
+        "--distill", type=float, default=0.0, help="share of the loss that follows the full model"
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument(
+        "--dtype",
+        default="auto",
+        choices=("auto", "float32", "bfloat16", "float16"),
+        help="number format of the frozen model (default: the checkpoint's own)",
+    )
+    parser.add_argument("--save-every", type=float, default=120.0, help="seconds per checkpoint")
+    parser.add_argument("--fresh", action="store_true", help="ignore a checkpoint in --out")
+    training_class(name).add_arguments(parser)
+
+
+def _check(args: argparse.Namespace) -> None:
+    for key in ("steps", "batch", "num_frames"):
+        if getattr(args, key) < 1:
+            raise TrainingError(f"--{key.replace('_', '-')} is {getattr(args, key)}; at least 1")
+    if not 0 <= args.seed < 256:
+        raise TrainingError(f"--seed is {args.seed}; allowed are 0 to 255")
+    if not 0 <= args.distill <= 1:
+        raise TrainingError(f"--distill is {args.distill}; allowed is 0 to 1")
+    if not 0 < args.lr < math.inf:
+        raise TrainingError(f"--lr is {args.lr}; it must be a number above 0")
+    for key in ("minutes", "decay", "stop_after", "save_every"):
+        if not 0 <= getattr(args, key) < math.inf:
+            raise TrainingError(
+                f"--{key.replace('_', '-')} is {getattr(args, key)}; it must be a number from 0 on"
+            )
+
+
+# --- samples -------------------------------------------------------------------------------------
+
+
+def drawn(modalities: tuple[str, ...]) -> Callable[[int], Sample]:
+    """Drawn scenes: sample number n is a function of n."""
+    from .tiny.lessons import lesson
+
+    def sample(number: int) -> Sample:
+        modality = modalities[number % len(modalities)]
+        drawn = lesson(modality, number)
+        if modality == "image":
+            return Sample({"images": drawn.frames[0]}, drawn.question, drawn.answer)
+        media = {"video": drawn.frames, "num_frames": len(drawn.frames)}
+        return Sample(media, drawn.question, drawn.answer)
+
+    return sample
+
+
+def conversations(
+    path: str | Path,
+    media: str | Path,
+    modalities: tuple[str, ...],
+    num_frames: int,
+    part: slice = slice(None),
+) -> Callable[[int], Sample]:
+    """Samples from a LLaVA-style JSON file, in an order drawn anew for each epoch.
+
+    A list of ``{"image" or "video": file, "conversations": [{"from": "human", "value": ...},
+    {"from": "gpt", "value": ...}, ...]}``. One turn of an entry is one sample: a turn that is drawn
+    at random, asked as if it were the first. Entries without a picture are left out, and of the
+    others those outside ``part``.
+    """
+    try:
+        entries = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise TrainingError(f"--data {path} cannot be read: {error}") from error
+    kinds = list(dict.fromkeys(modalities))
+    found: list[tuple[str, str, list[tuple[str, str]]]] = []
+    for entry in entries if isinstance(entries, list) else []:
+        if not isinstance(entry, dict):
+            continue
+        kind = next((m for m in kinds if isinstance(entry.get(m), str)), None)
+        turns = entry.get("conversations")
+        turns = turns if isinstance(turns, list) else []
+        pairs = [
+            (question, answer)
+            for a, b in zip(turns[::2], turns[1::2], strict=False)
+            if (question := _said(a, "human")) and (answer := _said(b, "gpt"))
+        ]
+        if kind is not None and pairs:
+            found.append((kind, entry[kind], pairs))
+    if not found:
+        raise TrainingError(
+            f"--data {path} has no conversation about a {' or a '.join(kinds)}; it must be a "
+            'list of {"image": file, "conversations": [{"from": "human", "value": ...}, '
+            '{"from": "gpt", "value": ...}]}'
+        )
+    whole, found = len(found), found[part]
+    if not found:
+        raise TrainingError(f"--data {path} has too few conversations: {whole}")
+    some = [Path(media) / file for _, file, _ in found[:100]]
+    if not any(file.exists() for file in some):
+        raise TrainingError(
+            f"--media {media} has none of the first {len(some)} files that --data names; "
+            f"{some[0]} is not there"
+        )
+
+    @lru_cache(maxsize=1)
+    def shuffled(epoch: int) -> list[int]:
+        order = list(range(len(found)))
+        random.Random(f"epoch-{epoch}").shuffle(order)
+        return order
+
+    def sample(number: int) -> Sample:
+        epoch, place = divmod(number, len(found))
+        kind, file, pairs = found[shuffled(epoch)[place]]
+        question, answer = random.Random(f"turn-{number}").choice(pairs)
+        where = str(Path(media) / file)
+        shown = {"images": where} if kind == "image" else {"video": where, "num_frames": num_frames}
+        return Sample(shown, question, answer)
+
+    return sample
+
+
+def _said(turn: Any, who: str) -> str:
+    """What a turn of ``who`` says, without placeholders; nothing where it is no such turn."""
+    if not isinstance(turn, dict) or turn.get("from") != who:
+        return ""
+    text = turn.get("value")
+    if not isinstance(text, str):
+        return ""
+    return text.replace("<image>", "").replace("<video>", "").strip()
+
+
+def inputs_of(vlm: VLM, sample: Sample) -> Inputs:
+    """The prompt of a sample with its answer behind it, as the engine takes it."""
+    import torch
+
+    from vlmfast.api.request import messages_of, render, tensors_of
+    from vlmfast.core.recipe import Recipe
+    from vlmfast.engine.prefill import Inputs
+
+    messages = messages_of(sample.question, **sample.media)
+    prompt = render(vlm.adapter, messages, Recipe())
+    tail = _answer_ids(vlm, prompt.text, sample.answer)
+    tensors = tensors_of(vlm.adapter, prompt)
+    ids = torch.tensor([tail], device=tensors["input_ids"].device)
+    tensors["input_ids"] = torch.cat([tensors["input_ids"], ids], dim=1)
+    if "attention_mask" in tensors:
+        tensors["attention_mask"] = torch.ones_like(tensors["input_ids"])
+    return Inputs(tensors, prompt.sizes, sample.question, prompt.frames, answer=len(tail))
+
+
+def _answer_ids(vlm: VLM, prompt: str, answer: str) -> list[int]:
+    """Ids of the answer, its end token included, as they would follow the prompt."""
+    tokenizer = vlm.processor.tokenizer
+    # Whether a blank stands between prompt and answer is the template's business.
+    turn = [
+        {"role": "user", "content": [{"type": "text", "text": "?"}]},
+        {"role": "assistant", "content": [{"type": "text", "text": answer}]},
+    ]
+    template = vlm.processor.apply_chat_template
+    asked = template(turn[:1], add_generation_prompt=True, tokenize=False)
+    told = template(turn, tokenize=False)
+    tail = told[len(asked) :] if told.startswith(asked) else f" {answer}"
+    if tokenizer.eos_token:
+        # Blanks around the end of a turn belong to the template; a model does not say them.
+        tail = tail.partition(tokenizer.eos_token)[0].rstrip() + tokenizer.eos_token
+    before = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    whole = tokenizer(prompt + tail, add_special_tokens=False)["input_ids"]
+    if whole[: len(before)] != before:  # the tokenizer joins both over the border
+        return tokenizer(tail, add_special_tokens=False)["input_ids"]
+    return whole[len(before) :]
+
+
+# --- passes --------------------------------------------------------------------------------------
+
+
+def run(vlm: VLM, inputs: Inputs, stage: Stage | None) -> tuple[Tensor, dict[str, Any], float]:
+    """One pass with gradients.
+
+    Returns
+    -------
+    logits : Tensor, float32, (A, V)
+        One row for each of the answer's tokens.
+    notes : dict
+        What ``stage`` left.
+    tokens : float
+        See `Outcome`.
+    """
+    from vlmfast.core.recipe import Recipe
+    from vlmfast.engine.attention import switched
+    from vlmfast.engine.cache import KVCache
+    from vlmfast.engine.prefill import prefill, prepare
+    from vlmfast.engine.stats import Stats, Trace
+
+    adapter, recipe = vlm.adapter, Recipe(() if stage is None else (stage,))
+    stats, trace = Stats(), Trace()
+    with switched(vlm.model):
+        prompt = prepare(adapter, inputs, recipe, stats, trace)
+        cache = KVCache(adapter.depth, windows=adapter.windows)
+        make = partial(TrainingContext, answer=prompt.answer)
+        logits = prefill(adapter, prompt, recipe, cache, stats, trace, make=make)
+    notes = {} if stage is None else prompt.notes.get(stage.name, {})
+    return logits[0, :-1].float(), notes, stats.equivalent_tokens / stats.visual_tokens_in
+
+
+def answer_loss(logits: Tensor, targets: Tensor, teacher: Tensor | None, distill: float) -> Tensor:
+    """Cross entropy of the answer, and by ``distill`` the divergence from the full model."""
+    from torch.nn.functional import cross_entropy, kl_div
+
+    loss = cross_entropy(logits, targets)
+    if teacher is None:
+        return loss
+    apart = kl_div(
+        logits.log_softmax(-1), teacher.log_softmax(-1), reduction="batchmean", log_target=True
+    )
+    return (1 - distill) * loss + distill * apart
+
+
+# --- the loop ------------------------------------------------------------------------------------
+
+
+class Trainer:
+    """Model, module, optimiser and clock of one run."""
+
+    # Options that must be the same when a run is taken up, and those that are told of the weights.
+    fixed = ("model", "data", "seed", "batch", "lr", "decay", "distill", "dtype", "num_frames")
+    told = ("batch", "lr", "distill", "seed")
+    clip = 1.0  # largest norm of a step's gradient
+
+    def __init__(self, name: str, args: argparse.Namespace) -> None:
+        import torch
+
+        from vlmfast.api.vlm import VLM
+
+        _check(args)
+        self.name, self.args, self.out = name, args, Path(args.out)
+        try:
+            self.device = torch.empty(0, device=args.device).device
+        except (RuntimeError, AssertionError) as error:
+            reason = str(error).strip().partition("\n")[0]
+            raise TrainingError(f"--device {args.device} cannot be used: {reason}") from error
+        try:
+            self.out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise TrainingError(f"--out {self.out} cannot be written: {error}") from error
+        self.vlm = VLM.from_pretrained(args.model, device=self.device, dtype=args.dtype)
+        self.vlm.model.requires_grad_(False).eval()
+        sizes = self.sizes()
+        self.training = training_class(name)(args, sizes)
+        self.config = sizes | self.training.config()
+        torch.manual_seed(args.seed)
+        self.module: nn.Module = stage_class(name).build(self.config).float().to(self.device)
+        self.module.train()
+        self.optimizer = torch.optim.AdamW(
+            self.training.groups(self.module, args.lr), betas=(0.9, 0.95), weight_decay=args.decay
+        )
+        for group in self.optimizer.param_groups:
+            group["peak"] = group["lr"]
+        self.sample = self.samples()
+        self.step, self.elapsed, self.saved_at = 0, 0.0, 0.0
+        if self.checkpoint.exists() and not args.fresh:
+            self.load()
+
+    def sizes(self) -> dict[str, Any]:
+        """What the module is built for."""
+        return self.vlm.adapter.sizes()
+
+    def samples(self) -> Callable[[int], Sample]:
+        """What is learned from, by number."""
+        args, modalities = self.args, self.training.modalities
+        if args.data:
+            return conversations(args.data, args.media, modalities, args.num_frames)
+        return drawn(modalities)
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.out / "checkpoint.pt"
+
+    @property
+    def progress(self) -> float:
+        if self.args.minutes:
+            return min(1.0, self.elapsed / (60 * self.args.minutes))
+        return min(1.0, self.step / self.args.steps)
+
+    def load(self) -> None:
+        import torch
+
+        try:
+            state = torch.load(self.checkpoint, map_location=self.device, weights_only=True)
+            written = state["settings"]
+        except Exception as error:  # whatever else may lie in a file
+            raise TrainingError(
+                f"{self.checkpoint} is no checkpoint of this training ({type(error).__name__}); "
+                "give another --out, or start anew with --fresh"
+            ) from error
+        for key, mine in self.settings().items():
+            if written.get(key) != mine:
+                raise TrainingError(
+                    f"{self.checkpoint} was written with {key}={written.get(key)}, not {mine}: "
+                    "repeat it, or start anew with --fresh"
+                )
+        self.module.load_state_dict(state["module"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.step, self.elapsed = state["step"], state["elapsed"]
+        self.saved_at = self.elapsed
+
+    def settings(self) -> dict[str, Any]:
+        """What must be the same when a run is taken up; plain values."""
+        own = {key: getattr(self.args, key) for key in self.fixed} | self.training.about()
+        return json.loads(json.dumps({"name": self.name, **own, "config": self.config}))
+
+    def save(self) -> None:
+        """Write the checkpoint and the weights, each at one stroke."""
+        import torch
+
+        from vlmfast.core.weights import save_weights
+
+        state = {
+            "settings": self.settings(),
+            "step": self.step,
+            "elapsed": self.elapsed,
+            "module": self.module.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+        }
+        with replacing(self.checkpoint) as file:
+            torch.save(state, file)
+        about = {"steps": self.step, "minutes": round(self.elapsed / 60, 1)}
+        about |= {key: getattr(self.args, key) for key in self.told}
+        about |= self.training.about()
+        about["data"] = Path(self.args.data).name if self.args.data else "drawn scenes"
+        signature = self.vlm.adapter.signature()
+        save_weights(self.out / "weights", self.name, self.module, self.config, signature, about)
+        self.saved_at = self.elapsed
+
+    def rate(self) -> float:
+        """Share of the peak learning rate: a short rise, then half a cosine down to zero."""
+        rise = min(1.0, (self.step + 1) / 20)
+        return rise * 0.5 * (1 + math.cos(math.pi * self.progress))
+
+    def sample_loss(self, number: int) -> tuple[Tensor, dict[str, float]]:
+        """Loss of sample ``number`` of this run, and what is logged beside it."""
+        import torch
+
+        rng = random.Random(f"sample-{self.args.seed}-{number}")
+        torch.manual_seed(rng.getrandbits(62))
+        inputs = inputs_of(self.vlm, self.sample(self.args.seed * _SEEDS + number))
+        targets = inputs.tensors["input_ids"][0, -inputs.answer :]
+        teacher, modules = None, self.vlm.adapter.modules
+        if self.args.distill:
+            with torch.no_grad():
+                teacher, _, _ = run(self.vlm, inputs, None)
+        outcomes = []
+        for stage in self.training.stages(rng, self.progress):
+            modules[stage.name, stage.weights, getattr(stage, "kind", "")] = self.module
+            logits, notes, tokens = run(self.vlm, inputs, stage)
+            loss = answer_loss(logits, targets, teacher, self.args.distill)
+            outcomes.append(Outcome(stage, loss, notes, tokens))
+        total, info = self.training.loss(self.module, outcomes, self.progress)
+        answer = sum(float(o.answer.detach()) for o in outcomes) / len(outcomes)
+        tokens = sum(o.tokens for o in outcomes) / len(outcomes)
+        return total, {"loss": float(total.detach()), "answer": answer, "tokens": tokens, **info}
+
+    def losses(self) -> Iterator[tuple[Tensor, dict[str, float]]]:
+        """Parts of this step's loss, one after another; they add up to it."""
+        for i in range(self.args.batch):
+            try:
+                loss, info = self.sample_loss(self.step * self.args.batch + i)
+            except MediaError as error:  # one file of many
+                self.write({"left_out": str(error)})
+                continue
+            yield loss / self.args.batch, info
+
+    def stepped(self) -> str:
+        """What else is to be done after a step; returns what the bar says."""
+        return ""
+
+    def train(self) -> None:
+        """Train until the steps or the clock say that it is over."""
+        import torch
+        from tqdm import tqdm
+
+        args, stop = self.args, []
+        old = signal.signal(signal.SIGTERM, lambda number, _: stop.append(number))
+        sums: dict[str, list[float]] = {}
+        bar = tqdm(
+            total=round(args.minutes * 60) or args.steps,
+            unit="s" if args.minutes else "step",
+            mininterval=1.0 if sys.stderr.isatty() else 30,
+        )
+        clock = time.monotonic()
+        try:
+            while self.progress < 1 and not stop:
+                if args.stop_after and self.step >= args.stop_after:
+                    break
+                for loss, info in self.losses():
+                    loss.backward()
+                    for key, value in info.items():
+                        pair = sums.setdefault(key, [0.0, 0.0])
+                        pair[0], pair[1] = pair[0] + value, pair[1] + 1
+                norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), self.clip)
+                for group in self.optimizer.param_groups:
+                    group["lr"] = group["peak"] * self.rate()
+                if math.isfinite(float(norm)):  # one bad batch must not poison the momenta
+                    self.optimizer.step()
+                self.optimizer.zero_grad(set_to_none=True)
+                self.step += 1
+                now = time.monotonic()
+                self.elapsed, clock = self.elapsed + now - clock, now
+                bar.n = round(self.elapsed) if args.minutes else self.step
+                bar.set_postfix_str(self.stepped(), refresh=False)
+                bar.update(0)
+                if self.step % 10 == 0:
+                    self.write({key: round(a / n, 4) for key, (a, n) in sums.items()})
+                    sums.clear()
+                if self.elapsed - self.saved_at > args.save_every:
+                    self.save()
+        finally:
+            bar.close()
+            signal.signal(signal.SIGTERM, old)
+        self.save()
+
+    def write(self, line: dict[str, Any]) -> None:
+        line = {"step": self.step, "minutes": round(self.elapsed / 60, 2), **line}
+        log = self.out / "log.jsonl"
+        try:
+            with log.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+        except OSError as error:
+            raise TrainingError(f"{log} cannot be written: {error.strerror or error}") from error

@@ -1,0 +1,364 @@
+"""Training batches: packed questions behind one picture or clip (numpy and tokenizers only).
+
+One prefix (prompt and visual tokens) is followed by fixed slots, each holding one question with
+its answer. A slot attends to the prefix and to itself alone, and its positions restart after the
+prefix, so a slot is computed exactly as if it were the only question asked.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from vlmfast.errors import VLMFastError
+from vlmfast.models.tiny.tokenizer import IMAGE_ID, FastEncoder, image_prefix, turn, video_prefix
+from vlmfast.scenes import questions as Q
+from vlmfast.scenes.captions import CAPTION_QUESTION, CLIP_QUESTION, caption
+from vlmfast.scenes.drawing import make_image_scene, make_video_scene, paint
+from vlmfast.scenes.examples import image_example, video_example
+from vlmfast.scenes.vocabulary import (
+    COLOR_NAMES,
+    EVAL_SEED_START,
+    IMAGE_TYPES,
+    QUADRANTS,
+    SHAPES,
+    VIDEO_TYPES,
+    WORDS,
+)
+
+from .labels import label_frame, views
+from .references import FACTS, MAX_REFERENCES, UNKNOWN, facts, references
+
+SHORT, MC, CAPTION = 17, 40, 64
+"""Slot lengths in tokens."""
+N_SHORT, N_MC = 8, 2
+TYPE_NAMES = tuple(dict.fromkeys((*IMAGE_TYPES, *VIDEO_TYPES, "caption", "hint", "option")))
+SLOTS = (*((SHORT,) * N_SHORT), *((MC,) * N_MC), CAPTION)
+TEXT_SLOTS = (MC,) * 3
+EVAL_SLOTS = (*((SHORT,) * 11), MC, CAPTION)
+
+
+_NAMES = tuple(f"{c} {f}" for c in COLOR_NAMES for f in SHAPES)
+_NUMBERS = tuple(str(n) for n in range(100))
+
+
+class DataError(VLMFastError):
+    """A batch was asked for that cannot be made."""
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What one batch holds; everything in it is a function of these values.
+
+    ``kind`` is ``image`` (128 px), ``small`` (64 px), ``video`` or ``text`` (no picture);
+    ``keep`` the number of prefix tokens kept (0: all), foreground first where
+    ``keep_foreground``; ``weights`` the relative frequency of question types; ``hint`` and
+    ``reverse`` the shares of multiple-choice slots that carry a text hint or ask for an option by
+    its letter, ``options`` how many they offer; ``plain`` the share of relations said with
+    "left of" and "above" alone.
+    """
+
+    kind: str
+    seed: int
+    size: int
+    weights: tuple[tuple[str, float], ...] = ()
+    hint: float = 0.0
+    reverse: float = 0.0
+    options: int = 4
+    signs: float = 0.32
+    keep: int = 0
+    keep_foreground: bool = False
+    pixels: bool = True
+    evaluation: bool = False
+    mc_bases: tuple[str, ...] = Q.MC_BASES
+    plain: float = 0.0
+
+    @property
+    def slots(self) -> tuple[int, ...]:
+        if self.kind == "text":
+            return TEXT_SLOTS
+        return EVAL_SLOTS if self.evaluation else SLOTS
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where things are in a prefix.
+
+    Attributes
+    ----------
+    ids : numpy.ndarray
+        (P,) token ids with ``<image>`` placeholders.
+    source : numpy.ndarray
+        (P,) index of the patch (view-major) shown at a place, -1 for text, -2 for a newline.
+    views : int
+        Views per example.
+    """
+
+    ids: np.ndarray
+    source: np.ndarray
+    views: int
+
+
+def _image_source(canvas: int, first_view: int) -> list[int]:
+    tiles = canvas // 64
+    side = 8 * tiles
+    out = [first_view * 64 + i for i in range(64)]
+    for row in range(side):
+        for col in range(side):
+            view = first_view + 1 + (row // 8) * tiles + col // 8
+            out.append(view * 64 + (row % 8) * 8 + col % 8)
+        out.append(-2)
+    return out
+
+
+def make_layout(kind: str, encode: FastEncoder) -> Layout:
+    """Lay out the prefix of ``image``, ``small`` or ``video`` examples."""
+    if kind == "text":
+        order, text, n_views = [], image_prefix(0), 0
+    elif kind == "video":
+        per = _image_source(64, 0)
+        order = [s if s < 0 else s + f * 128 for f in range(4) for s in per]
+        text, n_views = video_prefix(len(per)), 8
+    else:
+        canvas = 128 if kind == "image" else 64
+        order = _image_source(canvas, 0)
+        text, n_views = image_prefix(len(order)), len(views(canvas))
+    ids = np.array([1, *encode(text)], np.int64)
+    source = np.full(len(ids), -1, np.int64)
+    source[ids == IMAGE_ID] = order
+    return Layout(ids, source, n_views)
+
+
+@dataclass
+class Batch:
+    """Arrays of one batch; see :func:`make_batch`."""
+
+    spec: Spec
+    arrays: dict[str, np.ndarray] = field(default_factory=dict)
+
+
+def _view_pixels(rgb: np.ndarray) -> list[np.ndarray]:
+    canvas = rgb.shape[0]
+    base = rgb
+    if canvas != 64:
+        base = np.asarray(Image.fromarray(rgb).resize((64, 64), Image.Resampling.BICUBIC))
+    return [base, *(rgb[y : y + s, x : x + s] for y, x, s in views(canvas)[1:])]
+
+
+def _scaffold(qa: Q.QA, spec: Spec, rng: random.Random) -> Q.QA:
+    """Make a multiple-choice question of the training easier, as ``spec`` says.
+
+    ``hint`` names the right option in the text, ``option`` asks what stands behind a letter:
+    both teach the link between letters and options without the picture. ``options`` keeps fewer
+    of them. None of this occurs in the evaluation.
+    """
+    at = qa.question.index(" (A)")
+    stem, listed = qa.question[:at], qa.question[at:]
+    options = [part.split(") ", 1)[1] for part in listed.split(" (")[1:]]
+    answer = options["ABCD".index(qa.answer)]
+    wrong = [o for o in options if o != answer]
+    if len(wrong) + 1 > spec.options:
+        qa = Q.multiple_choice(stem, answer, rng.sample(wrong, spec.options - 1), rng)
+        listed = qa.question[len(stem) :]
+    draw = rng.random()
+    if draw < spec.hint:
+        return Q.QA("hint", f"Which option says {answer}?{listed}", qa.answer)
+    if draw < spec.hint + spec.reverse:
+        return Q.QA("option", f"Which says {qa.answer}?{listed}", answer)
+    return qa
+
+
+def _text_choice(spec: Spec, rng: random.Random) -> Q.QA:
+    """A multiple-choice question about nothing but its own text."""
+    pool = rng.choice((COLOR_NAMES, SHAPES, QUADRANTS, WORDS, _NAMES, _NUMBERS))
+    count = min(spec.options, len(pool))
+    options = rng.sample(pool, count)
+    listed = " ".join(f"({letter}) {o}" for letter, o in zip("ABCD", options, strict=False))
+    k = rng.randrange(count)
+    if rng.random() < 0.5:
+        return Q.QA("hint", f"Which option says {options[k]}? {listed}", "ABCD"[k])
+    return Q.QA("option", f"Which says {'ABCD'[k]}? {listed}", options[k])
+
+
+def _plain(qa: Q.QA) -> Q.QA:
+    """Say "right of" as "left of" and "below" as "above", the other way round.
+
+    With two words the answer is one bit to pick; with four it is a parity, which is learned far
+    more easily once the bit is there.
+    """
+    for word, plain in ((" right of ", " left of "), (" below ", " above ")):
+        if word in qa.question:
+            a, b = qa.question.removeprefix("Is ").removesuffix("?").split(word)
+            return replace(qa, question=f"Is {b}{plain}{a}?")
+    return qa
+
+
+def _pick(scene, spec: Spec, rng: random.Random) -> list[Q.QA | None]:
+    """Choose the questions of a training example: short slots, then multiple choice."""
+    names, shares = zip(*spec.weights, strict=True)
+    short: list[Q.QA] = []
+    for _ in range(4 * N_SHORT):
+        qa = Q.ask(scene, rng.choices(names, shares)[0], rng)
+        if qa is not None and qa.type == "rel" and rng.random() < spec.plain:
+            qa = _plain(qa)
+        if qa is not None and all(qa.question != o.question for o in short):
+            short.append(qa)
+            if len(short) == N_SHORT:
+                break
+    out: list[Q.QA | None] = [*short, *([None] * (N_SHORT - len(short)))]
+    for _ in range(N_MC):
+        qa = None if scene.frames > 1 else Q._ask_mc(scene, rng, spec.mc_bases)
+        out.append(None if qa is None else _scaffold(qa, spec, rng))
+    return out
+
+
+@lru_cache(maxsize=2)
+def _encoder(path: str) -> FastEncoder:
+    from tokenizers import Tokenizer
+
+    return FastEncoder(Tokenizer.from_file(path))
+
+
+@lru_cache(maxsize=8)
+def _layout(kind: str, path: str) -> Layout:
+    return make_layout(kind, _encoder(path))
+
+
+def _example(spec: Spec, index: int):
+    seed = spec.seed + index
+    if spec.evaluation:
+        e = video_example(seed) if spec.kind == "video" else image_example(seed)
+        by_type = {qa.type: qa for qa in e.qa}
+        order = VIDEO_TYPES if spec.kind == "video" else IMAGE_TYPES[:-1]
+        slots = [by_type.get(t) for t in order] + [None] * (11 - len(order))
+        return e.scene, [*slots, by_type.get("mc")], e.caption, random.Random(seed)
+    if seed >= EVAL_SEED_START:
+        raise DataError(f"training seed {seed} lies in the range kept for evaluation")
+    rng = random.Random(f"vlmfast-tiny-train-{spec.kind}-{seed}")
+    if spec.kind == "video":
+        scene = make_video_scene(rng)
+    else:
+        scene = make_image_scene(rng, 128 if spec.kind == "image" else 64, spec.signs)
+    return scene, _pick(scene, spec, rng), caption(scene, rng)[0], rng
+
+
+def make_batch(spec: Spec, tokenizer_path: str | Path) -> Batch:
+    """Draw and pack one batch.
+
+    Returns
+    -------
+    Batch
+        ``pixels (B, V, 64, 64, 3) uint8`` (absent without ``spec.pixels``), ``fields``, ``place``,
+        ``bits``, ``count`` as in :func:`label_frame`; ``ids (B, S) int16`` slot tokens;
+        ``targets (B, S) int16`` the next token where it is part of an answer, else -1;
+        ``asked`` the same for the tokens of the questions;
+        ``named_at (B, R) int16`` slot tokens that end a name (-1: none) and ``named (B, R) int32``
+        the objects meant, as bits of ``owner``; ``recall (B, slots, 3) int16``
+        the place that answers, the first and the last name before it; ``facts (B, slots, 2, 9)
+        float32`` what is true of these two; ``choice (B, 3, 9) int16``, see
+        :func:`_option_places`; ``types (B, slots) int8`` index into :data:`TYPE_NAMES` or -1;
+        ``keep (B, K) int16`` kept prefix places in order, if ``spec.keep``.
+    """
+    path = str(tokenizer_path)
+    encode, layout = _encoder(path), _layout(spec.kind, path)
+    slots = spec.slots
+    total = sum(slots)
+    ids = np.zeros((spec.size, total), np.int16)
+    targets = np.full((spec.size, total), -1, np.int16)
+    asks_next = np.full((spec.size, total), -1, np.int16)
+    types = np.full((spec.size, len(slots)), -1, np.int8)
+    parts: dict[str, list[np.ndarray]] = {}
+    choice = np.full((spec.size, 3, 9), -1, np.int16)
+    known = np.full((spec.size, len(slots), 2, len(FACTS)), UNKNOWN, np.float32)
+    recall = np.full((spec.size, len(slots), 3), -1, np.int16)
+    named_at = np.full((spec.size, MAX_REFERENCES), -1, np.int16)
+    named = np.zeros((spec.size, MAX_REFERENCES), np.int32)
+    for b in range(spec.size):
+        start, names, choices = 0, 0, 0
+        if spec.kind == "text":
+            rng = random.Random(f"vlmfast-tiny-train-text-{spec.seed + b}")
+            asks: list[Q.QA | None] = [_text_choice(spec, rng) for _ in slots]
+        else:
+            scene, qas, text, rng = _example(spec, b)
+            question = CLIP_QUESTION if spec.kind == "video" else CAPTION_QUESTION
+            asks = [*qas, Q.QA("caption", question, text)]
+        for k, (length, qa) in enumerate(zip(slots, asks, strict=True)):
+            if qa is not None:
+                asked, full = encode(turn(qa.question)), encode(turn(qa.question, qa.answer))
+                if len(full) > length:
+                    raise DataError(f"{len(full)} tokens do not fit a slot of {length}: {qa}")
+                ids[b, start : start + len(full)] = full
+                asks_next[b, start : start + len(asked) - 1] = asked[1:]
+                targets[b, start + len(asked) - 1 : start + len(full) - 1] = full[len(asked) :]
+                if spec.kind != "text" and not spec.evaluation:
+                    first = names
+                    for word, bits in references(scene, qa.question):
+                        if names < MAX_REFERENCES:
+                            words = " ".join(qa.question.split(" ")[: word + 1]).rstrip("?,.:")
+                            named_at[b, names] = start + len(encode(words)) - 1
+                            named[b, names] = bits
+                            names += 1
+                    if names > first:
+                        here = named_at[b, [first, names - 1]]
+                        recall[b, k] = start + len(asked) - 1, *here
+                        known[b, k] = [facts(scene, int(named[b, i])) for i in (first, names - 1)]
+                if " (A) " in qa.question and not spec.evaluation:
+                    choice[b, choices] = _option_places(qa, encode, start)
+                    choices += 1
+                types[b, k] = TYPE_NAMES.index(qa.type)
+            start += length
+        if spec.kind == "text":
+            continue
+        rasters = paint(scene)
+        labels = [label_frame(scene, r, f) for f, r in enumerate(rasters)]
+        for name in labels[0]:
+            parts.setdefault(name, []).append(np.concatenate([x[name] for x in labels]))
+        if spec.pixels:
+            parts.setdefault("pixels", []).append(
+                np.stack([v for r in rasters for v in _view_pixels(r.rgb)])
+            )
+        if spec.keep:
+            shown = parts["fields"][-1].reshape(-1, parts["fields"][-1].shape[-1])[:, 0] > 0
+            parts.setdefault("keep", []).append(_keep(layout, shown, spec, rng))
+    if not spec.evaluation:
+        parts["choice"] = list(choice)
+    if spec.kind != "text" and not spec.evaluation:
+        parts["named_at"], parts["named"] = list(named_at), list(named)
+        parts["recall"], parts["facts"] = list(recall), list(known)
+    arrays = {k: np.stack(v) for k, v in parts.items()}
+    return Batch(
+        spec, {**arrays, "ids": ids, "targets": targets, "asked": asks_next, "types": types}
+    )
+
+
+def _option_places(qa: Q.QA, encode: FastEncoder, start: int) -> np.ndarray:
+    """Where the options of a multiple-choice question are among the slot tokens; (9,).
+
+    The letters of up to four options, the last words of the same, and the place that has to
+    choose; -1 where there is none. The right option stands first.
+    """
+    out = np.full(9, -1, np.int16)
+    parts = qa.question.split(" (")
+    order = list(range(len(parts) - 1))
+    said = [p.split(") ", 1)[1] for p in parts[1:]]
+    right = "ABCD".index(qa.answer) if qa.answer in "ABCD" else said.index(qa.answer)
+    order.insert(0, order.pop(right))
+    for place, i in enumerate(order):
+        out[place] = start + len(encode(" (".join(parts[: i + 1]) + " ("))
+        out[4 + place] = start + len(encode(" (".join(parts[: i + 2]))) - 1
+    out[8] = start + len(encode(turn(qa.question))) - 1
+    return out
+
+
+def _keep(layout: Layout, shown: np.ndarray, spec: Spec, rng: random.Random) -> np.ndarray:
+    """Choose ``spec.keep`` prefix places; text always stays."""
+    noise = np.random.default_rng(rng.getrandbits(60)).random(len(layout.source))
+    rank = np.where(layout.source == -1, 3.0, noise)
+    if spec.keep_foreground:
+        rank += np.where(layout.source >= 0, shown[layout.source], False) * 1.0
+    return np.sort(np.argsort(-rank, kind="stable")[: spec.keep]).astype(np.int16)
