@@ -2,7 +2,7 @@
 
 The wheel is built from the sdist, so a file that is missing from either one is noticed. The files
 of the wheel are compared with those under version control. The wheel is then installed into a new
-virtual environment and used from a folder outside of the repository. Only files that pass are moved
+virtual environment and used from a folder outside the repository. Only files that pass are moved
 to ``dist``.
 
 By default the new environment uses the dependencies that are installed for the running Python.
