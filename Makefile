@@ -6,6 +6,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 PAGE   := $(VENV)/.ready-demo
 SITE   := $(VENV)/.ready-docs
+BUILD  := $(VENV)/.ready-build
 FLOOR  := .venv-floor
 LMMS   := .venv-lmms
 RECIPE ?= balanced
@@ -13,9 +14,10 @@ RECIPE ?= balanced
 WORKERS ?= $(shell $(PYTHON) -c "import os; print(min(4, len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1))")
 PYTEST_FLAGS ?=
 CPUS_FLAGS ?=
+WHEEL_FLAGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help ask demo test test-all test-floor test-demo test-lmms test-cpus lint format types bench docs clean
+.PHONY: help ask demo test test-all test-floor test-demo test-lmms test-cpus lint format types bench docs wheel clean
 
 help:            ## Say what there is
 	@grep -hE '^[a-z-]+: .*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -68,6 +70,9 @@ docs: $(SITE)    ## Build the pages; strict, links checked offline
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 	@$(BIN)/python tools/check_site.py site
 
+wheel: $(BUILD)  ## Build the sdist and the wheel in dist/, and test the wheel
+	@$(BIN)/python tools/release.py $(WHEEL_FLAGS)
+
 clean:           ## Remove environments and caches
 	rm -rf site $(VENV) $(FLOOR) $(LMMS) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
 
@@ -85,6 +90,10 @@ $(PAGE): $(READY)
 
 $(SITE): $(READY)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[docs]"
+	@touch $@
+
+$(BUILD): $(READY)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check "build>=1.2"
 	@touch $@
 
 # The interpreter of triton 3.6, which comes with torch 2.11, does not loop with later numpys.
