@@ -308,7 +308,7 @@ def test_installed_command_lists_the_words_of_the_readme() -> None:
     done = subprocess.run([script, "methods"], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     listed = set(re.findall(r"^(\S+)  \(", done.stdout, re.M))
-    table = PAGES["README.md"].partition("| word | where |")[2].partition("\n\n")[0]
+    table = PAGES["README.md"].partition("| method | where |")[2].partition("\n\n")[0]
     words = {w for row in table.splitlines()[2:] for w in re.findall(r"`(.+?)`", row.split("|")[1])}
     assert len(words) > 30
     assert words <= listed == set(stage_names())
