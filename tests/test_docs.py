@@ -242,7 +242,7 @@ def test_numbers_are_those_of_the_reports(tools, made) -> None:
         assert any(re.fullmatch(rf"{word}(:.*)?", name) for name in table)
         for name, cells in table.items():
             n = ran[0][name]
-            axis = "held" if "cache held" in page else "kept"
+            axis = "held" if "KV cache size %" in page else "kept"
             paid = " / ".join(f"{100 * n[f'{axis}_{x}']:.1f}" for x in ("image", "video"))
             keys = [f"{k}_{x}" for k in ("accuracy", "caption") for x in ("image", "video")]
             scores = [

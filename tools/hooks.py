@@ -1,4 +1,4 @@
-"""MkDocs hooks: pages that are made, and links that leave the pages."""
+"""MkDocs hooks: generated pages, and links out of the documentation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _WORD = re.compile(r"(?<!\[)`([a-z0-9-]+)`(?!\])")
 
 
 def on_config(config: Any) -> Any:
-    """Methods into the navigation: whatever is registered."""
+    """Add all registered methods to the navigation."""
     for entry in config.nav:
         if "Methods" in entry:
             entry["Methods"] = pages.nav()
@@ -21,7 +21,7 @@ def on_config(config: Any) -> Any:
 
 
 def on_files(files: Any, *, config: Any) -> Any:
-    """The pages that are no files."""
+    """Add the generated pages."""
     from mkdocs.structure.files import File
 
     for path, text in pages.pages().items():
@@ -30,7 +30,7 @@ def on_files(files: Any, *, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> str:
-    """Links to files outside of ``docs`` lead to the repository, where one is configured."""
+    """Point links to files outside of ``docs`` to the repository, if one is configured."""
     here = posixpath.dirname(page.file.src_uri)
     words = set(pages.stage_names())
 
@@ -45,7 +45,7 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> st
         return f"`{path}`" if text.startswith("`") else f"{text} (`{path}`)"
 
     def named(line: str) -> str:
-        """The first cell of a table: words of recipes lead to their pages."""
+        """Link method names in the first cell of a table row to their pages."""
         if not line.startswith("| `") or here in ("methods", "results"):
             return line
         start = posixpath.relpath("methods", here or ".")

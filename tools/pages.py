@@ -1,7 +1,7 @@
-"""A page for every method: what the registry says of it, and what the reports measured.
+"""Generate one documentation page per method from the registry and the measured reports.
 
-Nothing on these pages is written by hand: a method brings its docstring and its parameters, and the
-numbers come from ``docs/results/**/report.json`` and ``benchmarks/results``. `pages` needs the
+Nothing on these pages is written by hand. Text and parameters come from the method's docstring and
+fields, numbers from ``docs/results/**/report.json`` and ``benchmarks/results``. `pages` needs the
 package and matplotlib; MkDocs is not imported here.
 """
 
@@ -28,19 +28,19 @@ DOCS = ROOT / "docs"
 DRAFTS = ROOT / "benchmarks" / "results" / "speculation-tiny-cpu.json"
 
 PROTOCOLS = {
-    "media": ("Frames", "before anything is read: it chooses the frames of a clip"),
+    "media": ("Frames", "before encoding, to select the frames of a video"),
     "in-encoder": ("Vision tower", "between the blocks of the vision tower"),
     "encode": ("Before the language model", "between the vision tower and the language model"),
     "prefill": (
         "Inside the language model",
-        "between the layers of the language model, while it reads the prompt",
+        "between the layers of the language model, during prefill",
     ),
-    "cache": ("KV cache", "on the keys and values of the prompt, behind each layer's attention"),
-    "decode": ("Decoding", "on the cache, between the steps of the answer"),
-    "drafter": ("Drafters", "while the answer is decoded: it guesses, the model checks"),
+    "cache": ("KV cache", "on the keys and values of the prompt, after each layer's attention"),
+    "decode": ("Decoding", "on the cache, between decode steps"),
+    "drafter": ("Drafters", "during decoding, where it drafts tokens that the model verifies"),
 }
 
-# Recipes where the bare word is not what to begin with on `tiny`, whose prompts are short.
+# Example recipes of methods whose defaults are unsuited to `tiny`, whose prompts are short.
 EXAMPLES = {
     "cake": "cake:window=0.1",
     "fastkv": "fastkv:window=0.1",
@@ -51,20 +51,20 @@ EXAMPLES = {
     "snapkv": "snapkv:window=0.1",
 }
 _CLIP = (
-    "It needs an OpenCLIP model beside the VLM, which is not shipped: with a connection its "
-    "weights are downloaded, without one give `model=local-dir:FOLDER`."
+    "It needs an OpenCLIP model in addition to the VLM. The weights are not shipped. They are "
+    "downloaded when needed; offline, set `model=local-dir:FOLDER`."
 )
-# What methods need that is not shipped.
+# Requirements of methods that are not shipped.
 NEEDS = {
     "clip-relevance": _CLIP,
     "frames-clip": _CLIP,
-    "draft-vispec": "No weights are shipped for `tiny`: "
-    "`vlmfast train drafter --kind vispec --init runs/eagle/weights` makes them, after "
-    "`vlmfast train drafter --out runs/eagle`.",
+    "draft-vispec": "No weights are shipped for `tiny`. To train them, run "
+    "`vlmfast train drafter --out runs/eagle`, then "
+    "`vlmfast train drafter --kind vispec --init runs/eagle/weights`.",
 }
 
 
-# --- what was measured ---------------------------------------------------------------------------
+# --- measured reports ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Report:
     task, about : str
         ``about`` is the line of its ``report.md`` on model, seed and number of questions.
     recipes : dict
-        Name of a run to its numbers, as ``vlmfast report`` writes them.
+        The numbers of each run by its name, as ``vlmfast report`` writes them.
     """
 
     place: str
@@ -87,7 +87,7 @@ class Report:
     recipes: dict[str, dict[str, Any]]
 
     def runs(self, word: str) -> dict[str, dict[str, Any]]:
-        """Recipes of this method alone, questions asked one by one; by falling cost."""
+        """Runs with this method alone and single questions, by decreasing cost."""
         found = {}
         for name, numbers in self.recipes.items():
             if "@" in name or numbers["control"]:
@@ -99,7 +99,7 @@ class Report:
 
 
 def reports(docs: Path = DOCS) -> list[Report]:
-    """Every report in ``docs/results``, that of the folder itself first."""
+    """Every report in ``docs/results``, the one of the folder itself first."""
     found = []
     files = sorted((docs / "results").rglob("report.json"), key=lambda f: (len(f.parts), f))
     for file in files:
@@ -119,13 +119,13 @@ def measured(word: str, found: list[Report]) -> list[Report]:
 
 
 def axis_of(word: str, report: Report) -> str:
-    """``held`` where a method is there to make the cache smaller, else ``kept``."""
+    """``held`` (cache size) for methods that shrink the cache, else ``kept`` (visual tokens)."""
     run = next(iter(report.runs(word).values()))
     return "held" if shrinks_cache(Recipe.parse(run["recipe"])) else "kept"
 
 
 def line_of(recipe: str) -> str:
-    """What the points of one curve have in common: the recipe without its budget."""
+    """The recipe without its budget, which the points of one curve have in common."""
     stage = Recipe.parse(recipe)[0]
     axes = {"budget", "rate", "share"} | ({stage.lead} if _number(stage) else set())
     plain = {f.name: f.default for f in fields(stage) if f.name in axes}
@@ -138,7 +138,7 @@ def _number(stage: Stage) -> bool:
 
 
 def lines_of(word: str, report: Report) -> dict[str, dict[str, dict[str, Any]]]:
-    """The runs of a method, those that differ in their budget alone together."""
+    """The runs of a method, grouped by `line_of`."""
     lines: dict[str, dict[str, dict[str, Any]]] = {}
     for name, numbers in report.runs(word).items():
         lines.setdefault(line_of(numbers["recipe"]), {})[name] = numbers
@@ -146,7 +146,7 @@ def lines_of(word: str, report: Report) -> dict[str, dict[str, dict[str, Any]]]:
 
 
 def baselines(word: str, report: Report) -> dict[str, dict[str, dict[str, Any]]]:
-    """The longest curve of each control that a method of this kind is to be compared with."""
+    """The longest curve of each baseline for methods of this kind."""
     words = ("random", "streamingllm") if axis_of(word, report) == "held" else ("random",)
     lines = [lines_of(control, report) for control in words if control != word]
     return dict(max(of.items(), key=lambda line: len(line[1])) for of in lines if of)
@@ -154,25 +154,25 @@ def baselines(word: str, report: Report) -> dict[str, dict[str, dict[str, Any]]]
 
 # --- curves --------------------------------------------------------------------------------------
 
-_INK = "#010101"  # becomes the page's own colour
+_INK = "#010101"  # replaced by the text colour of the page
 _COLORS = ("#3b8edb", "#d5762a", "#22a884", "#c66fa3")
 _GREY = "#8a8a8a"
-_COST = {"kept": "visual tokens kept, mean of layers (%)", "held": "KV cache held (%)"}
+_COST = {"kept": "visual tokens kept, mean of layers (%)", "held": "KV cache size (%)"}
 _PANELS = {
-    "kept": (("accuracy", "image", "Pictures"), ("accuracy", "video", "Clips")),
+    "kept": (("accuracy", "image", "Images"), ("accuracy", "video", "Videos")),
     "held": (
-        ("accuracy", "image", "Questions, pictures"),
-        ("accuracy", "video", "Questions, clips"),
-        ("caption", "image", "Captions, pictures"),
-        ("caption", "video", "Captions, clips"),
+        ("accuracy", "image", "Questions, images"),
+        ("accuracy", "video", "Questions, videos"),
+        ("caption", "image", "Captions, images"),
+        ("caption", "video", "Captions, videos"),
     ),
 }
 
 
 def curves(word: str, report: Report) -> str:
-    """The panels of a method as inline SVG in the colours of the page."""
+    """The plots of a method as inline SVG in the colours of the page."""
     axis, full = axis_of(word, report), report.recipes["none"]
-    # What nobody was asked has no panel.
+    # Kinds of questions that the report does not contain have no plot.
     asked = [panel for panel in _PANELS[axis] if full[f"{panel[0]}_{panel[1]}"] is not None]
     panels = [_panel(word, report, axis, *panel, legend=not i) for i, panel in enumerate(asked)]
     return '<div class="curves" data-search-exclude>\n' + "\n".join(panels) + "\n</div>"
@@ -181,7 +181,7 @@ def curves(word: str, report: Report) -> str:
 def points(
     runs: dict[str, dict[str, Any]], axis: str, key: str, modality: str
 ) -> list[tuple[float, ...]]:
-    """Cost, accuracy and its interval of each run in per cent, by rising cost."""
+    """Cost, accuracy and its interval of each run in per cent, by increasing cost."""
     rows = [
         (n[f"{axis}_{modality}"], n[f"{key}_{modality}"], *n[f"{key}_{modality}_ci"])
         for n in runs.values()
@@ -227,14 +227,14 @@ def _panel(
         place.set(xlabel=_COST[axis], ylabel="accuracy (%)", title=title)
         place.grid(alpha=0.2, color=_INK, linewidth=0.6)
         place.spines[["top", "right"]].set_visible(False)
-        if legend:  # the others have the same lines
+        if legend:  # the other plots have the same lines
             place.legend(loc="best", frameon=False, fontsize=9)
         text = StringIO()
         none = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         figure.savefig(text, format="svg", transparent=True, metadata=none)
     svg = text.getvalue()
     svg = svg[svg.index("<svg") :]
-    # A style sheet inside a page's SVG would hold for the whole page.
+    # A style sheet inside an inline SVG would apply to the whole page.
     svg = re.sub(r"<(style|metadata)\b.*?</\1>", "", svg, flags=re.DOTALL)
     svg = re.sub(r' width="[\d.]+pt"| height="[\d.]+pt"', "", svg, count=2)
     label = html.escape(f"{word}: {title.lower()}, accuracy against {_COST[axis]}")
@@ -246,7 +246,7 @@ def _panel(
 
 
 def percent(value: float | None, ci: list[float] | None = None) -> str:
-    """A share in per cent, with its interval."""
+    """A fraction in per cent, with its interval."""
     if value is None:
         return "–"
     text = f"{100 * value:.1f}"
@@ -261,12 +261,12 @@ def table(head: list[str], rows: list[list[str]], right: bool = False) -> str:
 
 
 def numbers_table(word: str, report: Report) -> str:
-    """The points of the curves, the full model and the controls among them."""
+    """The points of the curves, including the full model and the baselines."""
     axis = axis_of(word, report)
-    paid = "cache held %" if axis == "held" else "tokens kept %"
+    paid = "KV cache size %" if axis == "held" else "tokens kept %"
     scores = [(key, m) for key, m, _ in _PANELS[axis]]
     titles = [title.lower() for _, _, title in _PANELS[axis]]
-    head = ["recipe", f"{paid}, pictures / clips", *(f"{title} %" for title in titles)]
+    head = ["recipe", f"{paid}, images / videos", *(f"{title} %" for title in titles)]
     runs = {"none": report.recipes["none"]} | report.runs(word)
     for line in baselines(word, report).values():
         runs |= line
@@ -282,14 +282,14 @@ def numbers_table(word: str, report: Report) -> str:
 
 
 def questions(word: str, report: Report) -> str:
-    """How many questions a point stands for."""
+    """The number of questions per point."""
     types = next(iter(report.runs(word).values()))["types"]
     each = sorted({of["n"] for of in types.values()})
     return f"{' or '.join(map(str, each))} questions of each of {len(types)} types"
 
 
 def drafts_table(word: str) -> str:
-    """Accepted drafts on ``tiny``; empty where the benchmark did not run this drafter."""
+    """Accepted tokens on ``tiny``; empty if the benchmark did not run this drafter."""
     data = json.loads(DRAFTS.read_text(encoding="utf-8"))
     rows = []
     for name, part in data["parts"].items():
@@ -307,8 +307,8 @@ def drafts_table(word: str) -> str:
                 f"{part['identical']} of {part['pairs']}",
             ]
         )
-    head = ["recipe", "asked", "accepted drafts a round", "passes of the model"]
-    head += ["speed against no drafter", "same answers"]
+    head = ["recipe", "workload", "accepted tokens per round", "forward passes"]
+    head += ["speed relative to no drafter", "identical answers"]
     return table(head, rows, right=True) if rows else ""
 
 
@@ -323,14 +323,14 @@ def _measured_section(word: str, protocol: str, found: list[Report]) -> Iterator
             settings = data["settings"]
             yield rows
             yield (
-                f"Measured on {data['date'][:10]}: {data['threads']} thread of a CPU, "
+                f"Measured on {data['date'][:10]} on {data['threads']} thread of a CPU, "
                 f"{settings['dtype']}, torch {settings['torch']}, transformers "
-                f"{settings['transformers']}; {settings['pairs']} pairs of a drafted and a plain "
-                "answer, speed from picture to last token "
+                f"{settings['transformers']}, with {settings['pairs']} pairs of a drafted and a "
+                "plain answer. Speed is measured from the image to the last token "
                 f"([`{DRAFTS.name}`](../../{DRAFTS.relative_to(ROOT).as_posix()}))."
             )
         yield (
-            "A drafter never changes an answer, so it has no accuracy of its own: "
+            "A drafter never changes an answer, so it does not affect accuracy; see "
             "[speculation](../speculation.md)."
         )
         return
@@ -339,37 +339,39 @@ def _measured_section(word: str, protocol: str, found: list[Report]) -> Iterator
         yield f"Not measured on `tiny`. {NEEDS.get(word, '')}".strip()
         if protocol != "media":
             yield (
-                f"`vlmfast eval shapes --recipe {word} --recipe random --budget 0.33,0.11 "
-                "--out runs/mine` measures it ([evaluation](../evaluation.md))."
+                f"Measure it with `vlmfast eval shapes --recipe {word} --recipe random "
+                "--budget 0.33,0.11 --out runs/mine` ([evaluation](../evaluation.md))."
             )
         return
     yield curves(word, first)
     yield numbers_table(word, first)
     yield (
-        f"{first.about} A point is {questions(word, first)}; brackets and bars are 95 % intervals; "
-        f"the grey band is the full model's. [The whole report](../{first.place}/report.md)."
+        f"{first.about} Each point uses {questions(word, first)}. Brackets and error bars are "
+        "95 % intervals. The grey band is the interval of the full model. See the "
+        f"[full report](../{first.place}/report.md)."
     )
     if others:
         links = (f"[{report.place}](../{report.place}/report.md)" for report in others)
         yield f"Also measured in {', '.join(links)}."
     yield (
-        "`tiny` knows drawn scenes and nothing else: compare methods by it, and measure again on "
-        "your own model."
+        "`tiny` is trained only on synthetic scenes. Use it to compare methods, and measure again "
+        "on your own model."
     )
 
 
-# --- what the code says --------------------------------------------------------------------------
+# --- docstrings and parameters -------------------------------------------------------------------
 
 
 def prose(doc: str) -> str:
-    """A module's docstring as Markdown: ``::`` opens a block, the rest is Markdown already.
+    """Convert a module's docstring to Markdown.
 
-    What goes on inside an item of a list is indented by two in docstrings, by four in Markdown.
+    ``::`` starts a code block. Continued list items are indented by two in docstrings and by four
+    in Markdown. Everything else is Markdown already.
     """
     out: list[str] = []
     lines = doc.strip().splitlines()
-    item, block = False, 0  # inside a list; spaces in front of a block's lines
-    loose = False  # a list whose items are paragraphs needs blank lines between them
+    item, block = False, 0  # inside a list; indentation of a code block
+    loose = False  # a list with paragraphs as items needs blank lines between them
     for i, line in enumerate(lines):
         margin = "    " if item else ""
         if block and line.strip() and len(line) - len(line.lstrip()) < block:
@@ -402,13 +404,13 @@ def prose(doc: str) -> str:
 
 
 def _text(line: str) -> str:
-    """Outside of code, what Markdown would take for markup."""
+    """Escape what Markdown would take for markup outside of code."""
     parts = re.split(r"(`+[^`]*`+)", line)
     return "".join(p if p.startswith("`") else re.sub(r"<(?=\w)", "&lt;", p) for p in parts)
 
 
 def shown(value: Any) -> str:
-    """A default as a recipe writes it."""
+    """Format a default value as in a recipe."""
     if isinstance(value, tuple):
         return "/".join(map(shown, value)) or "none"
     if isinstance(value, bool) or value is None:
@@ -437,19 +439,19 @@ def parameters_table(method: dict[str, Any]) -> str:
 
 
 def paper(text: str) -> str:
-    """Names of papers, their arXiv numbers as links."""
+    """Paper references, with arXiv numbers as links."""
     return re.sub(r"(?:arXiv )?(\d{4}\.\d{5})", r"[\g<0>](https://arxiv.org/abs/\1)", text)
 
 
 def source(word: str) -> str:
-    """The file of a method, from the root of the repository."""
+    """The file of a method, relative to the root of the repository."""
     path = Path(importlib.import_module(stage_names()[word]).__file__)
     path = path.with_name("stage.py") if path.name == "__init__.py" else path
     return path.relative_to(ROOT).as_posix()
 
 
 def example(word: str) -> str:
-    """A recipe of this method alone."""
+    """A recipe that consists of this method."""
     return EXAMPLES.get(word, word)
 
 
@@ -462,29 +464,29 @@ def _acts(word: str) -> str:
 def _trained(word: str) -> str:
     home = "drafters-training.md" if word.startswith("draft-") else "trained.md"
     if (ROOT / "vlmfast" / "weights" / f"tiny-{word}").is_dir():
-        return f"yes; weights for `tiny` are shipped, [others you train](../{home})"
-    return f"yes; [you train the weights](../{home})"
+        return f"yes; weights for `tiny` are shipped, [train others](../{home})"
+    return f"yes; [train the weights](../{home})"
 
 
 def method_page(method: dict[str, Any], found: list[Report]) -> str:
-    """The page of one method, in Markdown."""
+    """The page of one method in Markdown."""
     word, protocol = method["name"], method["protocol"]
     path = source(word)
     facts = {
-        "acts": _acts(word),
+        "applied": _acts(word),
         "paper": paper(method["paper"]),
         "trained": _trained(word) if method["trained"] else "no",
         "source": f"[`{path}`](../../{path})",
     }
     if method["floor"]:
-        note = "of the visual tokens is the least it can reach, averaged over 32 layers"
-        facts["floor"] = f"{100 * method['floor']:.3g} % {note}"
+        note = "of the visual tokens, averaged over 32 layers"
+        facts["minimum budget"] = f"{100 * method['floor']:.3g} % {note}"
     recipe = example(word)
     parts = [
         f"# {word}",
         f"**{method['summary']}**",
         "\n".join(f"- {name}: {fact}" for name, fact in facts.items()),
-        "## Use",
+        "## Usage",
     ]
     if word in NEEDS:
         parts.append(NEEDS[word])
@@ -503,18 +505,18 @@ def method_page(method: dict[str, Any], found: list[Report]) -> str:
     parts += ["## Parameters", parameters_table(method) if method["parameters"] else "None."]
     doc = importlib.import_module(stage_names()[word]).__doc__
     if not doc:
-        raise ValueError(f"{path} has no docstring at its head, which is the method's page")
+        raise ValueError(f"{path} has no module docstring, which is the text of the method's page")
     parts += ["## How it works", prose(doc)]
     return "\n\n".join(parts) + "\n"
 
 
 def index_page(methods: list[dict[str, Any]], found: list[Report]) -> str:
-    """All methods, by where they act."""
+    """The list of all methods, by where they are applied."""
     parts = [
         "# Methods",
-        f"{len(methods)} recipe words, in the order in which the data meets them. Each page has "
-        "the parameters, what the method does, and what it kept on the shipped model. "
-        "`vlmfast methods` prints the same list.",
+        f"{len(methods)} methods, in pipeline order. Each page documents the method and its "
+        "parameters, and shows measurements on the shipped model. `vlmfast methods` prints the "
+        "same list.",
     ]
     for protocol, (title, where) in PROTOCOLS.items():
         here = [m for m in methods if m["protocol"] == protocol]
@@ -530,14 +532,14 @@ def index_page(methods: list[dict[str, Any]], found: list[Report]) -> str:
             ]
             for m in here
         ]
-        head = ["word", "what it does", "paper", "trained", "measured"]
+        head = ["method", "summary", "paper", "trained", "measured"]
         parts += [f"## {title}", f"{where[0].upper()}{where[1:]}.", table(head, rows)]
     return "\n\n".join(parts) + "\n"
 
 
 def _where_measured(method: dict[str, Any], found: list[Report]) -> str:
     if method["protocol"] == "drafter":
-        return "accepted drafts" if drafts_table(method["name"]) else ""
+        return "accepted tokens" if drafts_table(method["name"]) else ""
     report = next(iter(measured(method["name"], found)), None)
     if report is None:
         return ""
@@ -546,14 +548,14 @@ def _where_measured(method: dict[str, Any], found: list[Report]) -> str:
 
 
 def pages(docs: Path = DOCS) -> dict[str, str]:
-    """Path below ``docs`` to Markdown, of every page that is not a file."""
+    """The Markdown of every generated page, by its path below ``docs``."""
     methods, found = vlmfast.methods(), reports(docs)
     made = {f"methods/{m['name']}.md": method_page(m, found) for m in methods}
     return {"methods/index.md": index_page(methods, found), **made}
 
 
 def nav() -> list[Any]:
-    """The methods' part of the navigation."""
+    """The navigation entries of the methods."""
     by: dict[str, list[str]] = {}
     for m in vlmfast.methods():
         by.setdefault(m["protocol"], []).append(m["name"])

@@ -1,7 +1,7 @@
-"""Tables of the pages, written from ``docs/results/**/report.json``.
+"""Write tables of the documentation from ``docs/results/**/report.json``.
 
-``python tools/tables.py`` writes them between their marks; a test holds that they are those of the
-reports.
+``python tools/tables.py`` writes each table between its marks. A test checks that the tables match
+the reports.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _POLICIES = ("hired", "visionzip", "flashvid", "scope", "divprune", "random")
 
 
 def numbers(folder: str) -> dict[str, dict[str, Any]]:
-    """Recipe to its numbers, of one report."""
+    """The numbers of one report by recipe."""
     text = (RESULTS / folder / "report.json").read_text(encoding="utf-8")
     recipes = json.loads(text)["tasks"]["shapes"]["recipes"]
     return {of["recipe"]: of for of in recipes.values()}
 
 
 def saliency() -> str:
-    """``hired`` by sources of saliency, beside `divprune` and `random`."""
+    """``hired`` by saliency source, compared with ``divprune`` and ``random``."""
     found = numbers("saliency")
     rows = [["images % / videos %", *(f"{100 * budget:.0f} %" for budget in BUDGETS)]]
     for name, recipe in {**_SOURCES, **_BESIDE}.items():
@@ -59,7 +59,7 @@ def positions() -> str:
 
 
 def _of(found: dict[str, Any], method: str, policy: str, budget: float) -> dict[str, Any]:
-    """The run of a method, whose recipe leaves out what is its default."""
+    """The run of a method; its recipe omits parameters at their default."""
     names = (f"{method}:budget={budget}", f"{method}:positions={policy},budget={budget}")
     return next(found[name] for name in reversed(names) if name in found)
 
@@ -73,7 +73,7 @@ def _table(rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in [rows[0], rule, *rows[1:]])
 
 
-# Page and mark to what stands there.
+# (page, mark) -> function that returns the table.
 TABLES = {
     ("docs/saliency.md", "measured"): saliency,
     ("README.md", "positions"): positions,
@@ -81,7 +81,7 @@ TABLES = {
 
 
 def written(text: str, mark: str, table: str) -> str:
-    """``text`` with a table between ``<!-- mark -->`` and ``<!-- end -->``."""
+    """Return ``text`` with ``table`` between ``<!-- mark -->`` and ``<!-- end -->``."""
     before, found, rest = text.partition(f"<!-- {mark} -->\n")
     if not found:
         raise ValueError(f"the page has no mark <!-- {mark} -->")
