@@ -1,8 +1,7 @@
-"""The package as such: what importing it costs, what it promises, which way its parts depend."""
+"""The package as such: what importing it costs and what it promises."""
 
 from __future__ import annotations
 
-import ast
 import json
 import subprocess
 import sys
@@ -76,95 +75,6 @@ def test_errors_are_value_errors() -> None:
     for error in (vlmfast.RecipeError, vlmfast.MediaError, vlmfast.ModelError):
         assert issubclass(error, vlmfast.VLMFastError)
     assert issubclass(vlmfast.VLMFastError, ValueError)
-
-
-# --- structure -----------------------------------------------------------------------------------
-
-# A part may import parts of its own rank or below.
-RANKS = {
-    "errors": 0,
-    "layout": 0,
-    "env": 0,
-    "_media": 0,
-    "kernels": 0,
-    "buffers": 0,
-    "files": 0,
-    "kv": 0,
-    "snapshot": 0,
-    "saliency": 0,
-    "version": 0,
-    "statistics": 0,
-    "tree": 0,
-    "contexts": 1,
-    "drafting": 1,
-    "media": 1,
-    "stages": 1,
-    "recipe": 2,
-    "checkpoints": 2,
-    "overlays": 2,
-    "models": 2,
-    "compressors": 2,
-    "drafters": 2,
-    "loading": 3,
-    "engine": 3,
-    "answer": 4,
-    "generation": 4,
-    "request": 5,
-    "session_checks": 4,
-    "session_file": 4,
-    "session": 6,
-    "long_video": 6,
-    "vlm": 7,
-    "attachment": 8,
-    "support": 8,
-    "training": 8,
-    "drafter_training": 8,
-    "bench": 8,
-    "eval": 8,
-    "demos": 8,
-    "cli": 9,
-    "__main__": 10,
-}
-
-
-def imports(path: Path) -> set[str]:
-    """Parts of this package that a file imports, annotations-only imports left out."""
-    package = [*path.relative_to(ROOT).parts[:-1]]
-    found: set[str] = set()
-
-    def visit(node: ast.AST) -> None:
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
-            return
-        names = []
-        if isinstance(node, ast.ImportFrom):
-            base = package[: len(package) - node.level + 1] if node.level else []
-            module = [*base, *(node.module or "").split(".")] if node.module else base
-            names = [".".join([*module, alias.name]) for alias in node.names]
-        elif isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        for name in names:
-            parts = name.split(".")
-            if parts[0] == "vlmfast" and len(parts) > 1:
-                found.add(parts[1])
-        for child in ast.iter_child_nodes(node):
-            visit(child)
-
-    visit(ast.parse(path.read_text(encoding="utf-8")))
-    return found - {"__version__"}
-
-
-def test_dependencies_point_one_way() -> None:
-    wrong = []
-    for path in sorted((ROOT / "vlmfast").rglob("*.py")):
-        part = path.relative_to(ROOT / "vlmfast").parts[0].removesuffix(".py")
-        if part == "__init__":
-            continue
-        wrong += [
-            f"{path.relative_to(ROOT)} imports {name}"
-            for name in sorted(imports(path))
-            if RANKS[name] > RANKS[part]
-        ]
-    assert not wrong
 
 
 # --- examples ------------------------------------------------------------------------------------

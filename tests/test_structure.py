@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 from dataclasses import fields
 from pathlib import Path
+from types import ModuleType
+
+import pytest
 
 import vlmfast
 from vlmfast.engine.sequence import Sequence
@@ -12,57 +16,28 @@ from vlmfast.engine.sequence import Sequence
 PACKAGE = Path(vlmfast.__file__).parent
 
 
-def modules() -> dict[str, Path]:
-    found = {}
-    for path in PACKAGE.rglob("*.py"):
-        parts = list(path.relative_to(PACKAGE.parent).with_suffix("").parts)
-        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    return found
+TOOL = PACKAGE.parent / "tools" / "house.py"
 
 
-def imports(name: str, path: Path, known: dict[str, Path]) -> set[str]:
-    """Modules that a file imports anywhere: in functions and for annotations too."""
-    package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.ImportFrom):
-            base = package[: len(package) - node.level + 1] if node.level else []
-            module = [*base, *(node.module.split(".") if node.module else [])]
-            for alias in node.names:
-                inside = ".".join([*module, alias.name])
-                found.add(inside if inside in known else ".".join(module))
-        elif isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-    return (found & known.keys()) - {name}
+@pytest.fixture(scope="module")
+def house() -> ModuleType:
+    """The tool that draws the imports of the package."""
+    if not TOOL.is_file():
+        pytest.skip("the tool is not part of this distribution")
+    spec = importlib.util.spec_from_file_location("house", TOOL)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
-def circle(edges: dict[str, set[str]]) -> list[str]:
-    """Some modules that import each other in a circle, or nothing."""
-    done: set[str] = set()
-
-    def walk(name: str, path: list[str]) -> list[str]:
-        if name in path:
-            return path[path.index(name) :]
-        if name in done:
-            return []
-        for other in sorted(edges[name]):
-            if found := walk(other, [*path, name]):
-                return found
-        done.add(name)
-        return []
-
-    return next((found for name in sorted(edges) if (found := walk(name, []))), [])
+def test_no_modules_import_each_other(house: ModuleType) -> None:
+    assert not house.find_circle(house.module_graph(PACKAGE))
 
 
-def test_no_modules_import_each_other() -> None:
-    known = modules()
-    assert not circle({name: imports(name, path, known) for name, path in known.items()})
-
-
-def test_a_circle_is_found() -> None:
+def test_a_circle_is_found(house: ModuleType) -> None:
     edges = {"a": {"b"}, "b": {"c"}, "c": {"b"}}
-    assert circle(edges) == ["b", "c"]
-    assert not circle({**edges, "c": set()})
+    assert house.find_circle(edges) == "b -> c -> b"
+    assert not house.find_circle({**edges, "c": set()})
 
 
 OWNED = {field.name for field in fields(Sequence)}
@@ -112,10 +87,10 @@ def test_a_write_is_found() -> None:
     assert written(ast.parse(text)) == {"sequence.done", "of.stats.rounds", "a.decoder"}
 
 
-def test_sessions_use_no_private_name_of_the_model() -> None:
+def test_sessions_use_no_private_name_of_the_model(house: ModuleType) -> None:
     """Nor does anything else of what lies below `VLM`."""
-    known = modules()
-    for name in ("session", "request", "long_video", "engine.engine"):
+    known, graph = house.find_modules(PACKAGE), house.module_graph(PACKAGE)
+    for name in ("api.session", "api.request", "api.long_video", "engine.engine"):
         text = known[f"vlmfast.{name}"].read_text(encoding="utf-8")
         assert "vlm._" not in text
-        assert "vlmfast.api.vlm" not in imports(f"vlmfast.{name}", known[f"vlmfast.{name}"], known)
+        assert "vlmfast.api.vlm" not in graph[f"vlmfast.{name}"]
