@@ -28,6 +28,7 @@ from vlmfast.kernels.quantize_kv import Segment
 from vlmfast.models.base import Adapter
 from vlmfast.version import __version__
 
+from .former_sessions import completed
 from .session_checks import capacity
 
 __all__ = ["OF_CACHE", "frozen", "identity", "read", "thawed", "write"]
@@ -123,7 +124,7 @@ def read(
         raise VLMFastError(f"{path} cannot be used: its metadata are not JSON") from error
     _same_model(path, saved, identity(adapter))
     recipe = choose(metadata["recipe"])
-    if str(recipe) != metadata["recipe"]:
+    if recipe != Recipe.parse(metadata["recipe"]):
         raise RecipeError(
             f"{path} was saved under the recipe {metadata['recipe'][:200]}, not {recipe}"
         )
@@ -131,7 +132,7 @@ def read(
         state = snapshot.unpack(about, tensors, _classes(recipe, own))
         if not isinstance(state, dict):
             raise ValueError("it holds no state")
-        return build(recipe, state)
+        return build(recipe, completed(adapter, recipe, state))
     except (ModelError, RecipeError):
         raise
     except Exception as error:  # whatever a forged file brings about is about the file
