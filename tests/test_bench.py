@@ -68,7 +68,7 @@ def test_a_case_on_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_the_interpreter_in_a_process_of_its_own() -> None:
+def test_interpreter_runs_in_a_separate_process() -> None:
     pytest.importorskip("triton")
     pairs = [("swiglu, 1 token", "toy"), ("swiglu, 1 token", "odd")]
     rows = list(kernels.spawned(pairs, True, 120))

@@ -180,7 +180,7 @@ def test_audit_refuses_invalid_input(tiny: VLM, capsys: pytest.CaptureFixture[st
 
 
 @pytest.fixture(scope="module")
-def toy() -> tuple[Any, Any]:
+def job_and_args() -> tuple[Any, Any]:
     args = speculation.parse(["--shape", "tiny-shape", "--device", "cpu"])
     return speculation.prepared(args), args
 
@@ -208,8 +208,8 @@ def test_trees_follow_recorded_answers() -> None:
 
 
 @pytest.mark.parametrize("name", ["recorded 1", "recorded 1 + layer", "recorded 0"])
-def test_recorded_acceptance_meets_the_rate(toy: tuple[Any, Any], name: str) -> None:
-    job, args = toy
+def test_recorded_acceptance_meets_the_rate(job_and_args: tuple[Any, Any], name: str) -> None:
+    job, args = job_and_args
     row = speculation.part(job, "question", "none", name, args)
     assert row["identical"] == row["pairs"] == args.pairs and row["bugs"] == 0
     assert row["plain_calls"] == args.pairs * 11
@@ -263,8 +263,10 @@ def test_drafters_of_the_shipped_model(workload: str) -> None:
     assert row["speculation"] == "draft-ngram+draft-recycle"
 
 
-def test_hugging_face_is_compared(toy: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    job, args = toy
+def test_hugging_face_is_compared(
+    job_and_args: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, args = job_and_args
     row = speculation.part(job, "question", "none", speculation.HF, args)
     assert row["identical"] == row["pairs"] and row["calls"] == row["plain_calls"] > 0
     assert row["decode"] is None and row["wall"]["value"] > 0

@@ -174,7 +174,7 @@ def test_keep_1_is_identity_without_clip() -> None:
 
 
 @pytest.mark.parametrize("build", [build_llava, build_llava_next])
-def test_whole_runs(weights, build) -> None:
+def test_clip_relevance_in_the_engine(weights, build) -> None:
     vlm, (model, pretrained) = VLM(*build()), weights["vit"]
     recipe = f"clip-relevance:0.3,model={model},pretrained={pretrained}"
     for media in (

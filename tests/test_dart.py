@@ -35,7 +35,7 @@ def test_run_equals_a_prefill_by_hand(case, positions) -> None:
     tensors = vlm.inputs("what is here ?", images=images)
     embeds = embeds_of(vlm, tensors)
     visual = tensors["input_ids"][0] == vlm.adapter.image_token_id
-    behind = torch.arange(len(visual)) > visual.nonzero().max()
+    after = torch.arange(len(visual)) > visual.nonzero().max()
     decoder, total = vlm.model.get_decoder(), round(0.6 * int(visual.sum()))
     entered = []
 
@@ -54,7 +54,7 @@ def test_run_equals_a_prefill_by_hand(case, positions) -> None:
             return found[:4]
 
         chosen, states = set(largest(visual)), decoder.norm(hidden)
-        pivots = sorted([*chosen, *largest(behind)])
+        pivots = sorted([*chosen, *largest(after)])
         assert len(pivots) == 8
         each, more = divmod(total - 4, 8)
         for number, pivot in enumerate(pivots):

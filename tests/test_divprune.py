@@ -52,7 +52,7 @@ def test_frames_of_a_video_are_compared() -> None:
     """A static token is kept once per video; per frame it would be kept every time."""
     tokens, stats = prompt(*[{"tiles": (0, 0)}] * 3)
     still = VisualTokens(tokens.features[:16].repeat(3, 1), tokens.layout)
-    clip = as_video(stats)
+    video = as_video(stats)
 
     def kinds(stage: DivPrune, stats: VisionStats) -> int:
         kept = stage.reduce(still, stats, REQUEST)
@@ -60,8 +60,8 @@ def test_frames_of_a_video_are_compared() -> None:
         return len({tuple(row.tolist()) for row in kept.features})
 
     # Equal tokens differ by rounding only; different ones by more.
-    assert kinds(DivPrune(15 / 48), clip) == 15
-    assert kinds(DivPrune(15 / 48, across="frame"), clip) == 5
+    assert kinds(DivPrune(15 / 48), video) == 15
+    assert kinds(DivPrune(15 / 48, across="frame"), video) == 5
     assert kinds(DivPrune(15 / 48), stats) == 5
 
 

@@ -153,7 +153,7 @@ def test_methods_by_budgets_at_a_glance(folder, tmp_path):
     assert "(40.0 %)" in rows_of(write_report(alone, alone)[0])["hired"][1]
 
 
-def tables_behind(text: str, title: str) -> list[list[str]]:
+def tables_under(text: str, title: str) -> list[list[str]]:
     """Rows of the first table under a title, without head and rule."""
     block = text.partition(f"### {title}\n")[2].partition("\n|")[2].partition("\n\n")[0]
     return [line.strip("| ").split(" | ") for line in block.split("\n")][2:]
@@ -161,7 +161,7 @@ def tables_behind(text: str, title: str) -> list[list[str]]:
 
 def test_costs(folder, tmp_path):
     rows = {
-        row[0].strip("`"): row for row in tables_behind(write_report(folder, tmp_path)[0], "Cost")
+        row[0].strip("`"): row for row in tables_under(write_report(folder, tmp_path)[0], "Cost")
     }
     assert len(rows) == 11
     assert rows["none"][1] == "336.0 / 544.0"
@@ -171,7 +171,7 @@ def test_costs(folder, tmp_path):
 
 
 def test_pairs_of_methods(folder, tmp_path):
-    rows = tables_behind(write_report(folder, tmp_path)[0], "Pairs")
+    rows = tables_under(write_report(folder, tmp_path)[0], "Pairs")
     pairs = {(row[0].strip("`"), row[1].strip("`")): row for row in rows}
     good, poor = "hired:budget=0.11", "hired:alpha=0.9,budget=0.11"
     for recipe in (good, poor):
@@ -405,7 +405,7 @@ def test_missing_controls_are_reported(tmp_path):
     assert rows_of(text)["hired:budget=0.11"][4] == "–"
 
 
-def test_the_full_model_alone_needs_no_controls(tmp_path):
+def test_full_model_alone_needs_no_controls(tmp_path):
     write_results(tmp_path, "none", 0.7, limit=1)
     text, files = write_report(tmp_path, tmp_path)
     assert "missing" not in text

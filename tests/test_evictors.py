@@ -378,7 +378,7 @@ def test_h2o_equals_a_literal_implementation(share, recent) -> None:
     apart(outputs, growing, terms=DIM + n)
 
 
-def test_h2o_share_of_one_lets_the_answer_grow() -> None:
+def test_h2o_keep_1_lets_the_answer_grow() -> None:
     query, kv = tensors(40)
     stage = H2O(1.0)
     slots, _ = run(stage, Answer(stage), query, kv, 30)
@@ -511,7 +511,7 @@ def test_streaming_in_half_precision_does_not_drift() -> None:
     assert (again.float() - exact).abs().max() > 3 * error
 
 
-def test_streaming_share_of_one_lets_the_answer_grow() -> None:
+def test_streaming_keep_1_lets_the_answer_grow() -> None:
     query, kv = baked(*tensors(40))
     stage = StreamingLLM(1.0)
     slots, _ = run(stage, Slide(stage), query, kv, 30)

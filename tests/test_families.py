@@ -201,8 +201,8 @@ class Dense:
         if self.blocks and "token_type_ids" in self.tensors:
             here = self.tensors["token_type_ids"][0] == 1
             edge = here & ~torch.cat([torch.zeros(1, dtype=torch.bool), here[:-1]])
-            picture = torch.where(here, edge.cumsum(0), -torch.arange(self.size))
-            visible[: self.size, : self.size] |= picture[:, None] == picture
+            block = torch.where(here, edge.cumsum(0), -torch.arange(self.size))
+            visible[: self.size, : self.size] |= block[:, None] == block
         return visible
 
     def ids(self, n: int, numbered: torch.Tensor | None) -> torch.Tensor:

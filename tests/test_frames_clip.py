@@ -26,7 +26,7 @@ def weights(tmp_path_factory) -> tuple[str, str]:
     return tiny_clip.build(tmp_path_factory.mktemp("clip"))
 
 
-def clip(n: int) -> list:
+def video(n: int) -> list:
     return [photo(40, 40, seed=i) for i in range(n)]
 
 
@@ -45,7 +45,7 @@ def stage(weights, **values) -> FramesClip:
 
 @pytest.mark.parametrize("n", [1, 3, 5])
 def test_chosen_frames_equal_a_choice_by_hand(weights, n) -> None:
-    frames = clip(12)
+    frames = video(12)
     seen = load_video(frames, select=lambda info: stage(weights, n=n).frames(info, QUESTION))
     assert seen.indices == by_hand(weights, frames, list(range(12)), n, QUESTION)
     assert seen.info.read is None
@@ -57,7 +57,7 @@ def test_chosen_frames_equal_a_choice_by_hand(weights, n) -> None:
 
 def test_another_question_chooses_other_frames(weights) -> None:
     info = VideoInfo(20, 1.0, 20.0, 40, 40)
-    frames = clip(20)
+    frames = video(20)
     info = replace(info, read=lambda part: [frames[i] for i in part])
     chosen = {
         tuple(stage(weights, n=4).frames(info, question))
@@ -72,7 +72,7 @@ def test_short_videos_keep_all_frames() -> None:
 
 
 def test_run_with_chosen_frames(weights) -> None:
-    vlm, frames = VLM(*build_llava()), clip(9)
+    vlm, frames = VLM(*build_llava()), video(9)
     chosen = vlm.ask(QUESTION, video=frames, recipe=stage(weights, n=3), max_new_tokens=6)
     places = by_hand(weights, frames, list(range(9)), 3, QUESTION)
     expected = vlm.ask(QUESTION, video=[frames[i] for i in places], max_new_tokens=6)
