@@ -1,17 +1,17 @@
-"""How near two computations of the same thing must be, and how far from them a control must lie.
+"""How close two computations of the same thing must be, and how far a control must be from them.
 
 Two orders of the same floating-point sum differ by rounding alone: each addition is off by half a
-unit in the last place, and over ``terms`` of them the errors walk at random. So the tolerance
-follows from the arithmetic, and not from what some processor printed::
+unit in the last place, and over ``terms`` of them the errors add up as a random walk. So the
+tolerance follows from the arithmetic, and not from the output of some processor::
 
     tolerance = SAFETY * eps(dtype) * sqrt(terms) * scale
 
-``scale`` is the magnitude of what is summed, ``terms`` the length of the sums one behind the other:
+``scale`` is the magnitude of the summands, ``terms`` the total length of the successive sums:
 a product over width D has D, a chain of L layers the sum over all of them (`network`).
 
-Every comparison reports the share of its tolerance that it used, and every control how many times
-the tolerance it lies above; ``VLMFAST_CLOSENESS=FOLDER`` collects both (`make test-cpus`). What
-`close` refuses, where a test wants it refused (``pytest.raises``), is a control too.
+Every comparison reports the fraction of its tolerance that it used, and every control how many
+times the tolerance it is above; ``VLMFAST_CLOSENESS=FOLDER`` collects both (`make test-cpus`). If
+`close` refuses where a test expects it (``pytest.raises``), that is a control too.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ import torch
 from torch import Tensor
 
 SAFETY = 8.0
-APART = 30.0  # tolerances that lie between a result and its control, at least
+APART = 30.0  # minimum distance between a result and its control, in tolerances
 
 
 def network(model: Any, rows: int) -> int:
-    """``terms`` of a forward pass: the sums behind one logit, over ``rows`` rows of attention."""
+    """``terms`` of a forward pass: the sums up to one logit, over ``rows`` rows of attention."""
     text = model.config.get_text_config()
     layer = 3 * text.hidden_size + text.intermediate_size + rows
     return text.num_hidden_layers * layer
 
 
 def tower(model: Any) -> int:
-    """``terms`` of a feature of a picture: the sums through the vision tower."""
+    """``terms`` of an image feature: the sums through the vision tower."""
     vision = model.config.vision_config
     patches = (vision.image_size // vision.patch_size) ** 2
     layer = 3 * vision.hidden_size + vision.intermediate_size + patches
@@ -45,11 +45,11 @@ def tower(model: Any) -> int:
 
 
 def tolerance(
-    dtype: torch.dtype | None, terms: float, scale: float | Tensor, *of: Tensor
+    dtype: torch.dtype | None, terms: float, scale: float | Tensor, *tensors: Tensor
 ) -> Tensor:
-    """The largest difference that rounding explains; ``dtype`` is the coarsest of ``of``."""
+    """The largest difference that rounding explains; ``dtype`` is the coarsest of ``tensors``."""
     if dtype is None:
-        dtype = max((t.dtype for t in of if t.is_floating_point()), key=_eps)
+        dtype = max((t.dtype for t in tensors if t.is_floating_point()), key=_eps)
     scale = torch.as_tensor(scale, dtype=torch.float64).detach().cpu()
     return SAFETY * _eps(dtype) * math.sqrt(terms) * scale
 
@@ -67,13 +67,13 @@ def close(
     Parameters
     ----------
     got, want : Tensor, array or float
-        Of the same shape. What is infinite or NaN in one must be the same in the other.
+        Of the same shape. Infinite or NaN entries must be equal in both.
     dtype : torch.dtype, optional
         In which the coarser of both was computed; the coarser of their own by default.
     terms : float
-        Numbers that are summed on the way to one entry, one sum behind the other.
+        Length of all sums up to one entry, added up.
     scale : float or Tensor, optional
-        Magnitude of what is summed, where it cancels; by default the largest of ``want``.
+        Magnitude of the summands, where they cancel; by default the largest of ``want``.
     """
     got, want = _tensor(got), _tensor(want)
     assert got.shape == want.shape, f"shapes differ: {tuple(got.shape)}, {tuple(want.shape)}"
@@ -99,7 +99,7 @@ def apart(
     *,
     scale: float | Tensor | None = None,
 ) -> float:
-    """Assert that a control lies far from ``got``, as `close` measures it; parameters are its own.
+    """Assert that a control is far from ``got``, as `close` measures it, with the same parameters.
 
     Returns the largest difference.
     """
@@ -122,17 +122,17 @@ def _eps(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps
 
 
-def _largest(of: Tensor) -> float:
-    of = of[of.isfinite()].abs().double()
-    return float(of.max()) if of.numel() else 0.0
+def _largest(tensor: Tensor) -> float:
+    finite = tensor[tensor.isfinite()].abs().double()
+    return float(finite.max()) if finite.numel() else 0.0
 
 
-def _tensor(of: Any) -> Tensor:
-    if isinstance(of, Tensor):
-        return of.detach().cpu()
-    # Python's floats are double: a list of them is not to be rounded.
-    double = isinstance(of, float | list | tuple)
-    return torch.as_tensor(of, dtype=torch.float64 if double else None)
+def _tensor(value: Any) -> Tensor:
+    if isinstance(value, Tensor):
+        return value.detach().cpu()
+    # Python's floats are double: do not round a list of them.
+    double = isinstance(value, float | list | tuple)
+    return torch.as_tensor(value, dtype=torch.float64 if double else None)
 
 
 def _record(kind: str, value: float) -> None:

@@ -1,4 +1,4 @@
-"""What every test stands on: no network, few threads, random-weight models built once."""
+"""Common setup of the tests: no network, few threads, random-weight models built once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 
 # Before torch and transformers are imported. A parallel run gives each worker one thread: several
-# threads each would only wait for each other. `make test-cpus` asks for some all the same.
+# threads each would only wait for each other. `make test-cpus` still sets its own number.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("VLMFAST_THREADS", "1")
 if "VLMFAST_THREADS" in os.environ:
@@ -22,11 +22,11 @@ import hypothesis
 import pytest
 import torch
 
-# How long an example takes is a matter of the machine and of what else it does.
+# The duration of an example depends on the machine and its load.
 hypothesis.settings.register_profile("vlmfast", deadline=None)
 hypothesis.settings.load_profile("vlmfast")
 
-if not torch.cuda.is_available():  # kernels run in Triton's interpreter, where a test asks for them
+if not torch.cuda.is_available():  # kernels run in Triton's interpreter where a test requests them
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
@@ -36,7 +36,7 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what compares by `closeness`, itself or through a helper beside it."""
+    """Mark tests that compare by `closeness`, directly or through a helper module."""
     for item in items:
         owner = item.cls.__name__ if item.cls else item.originalname
         if owner in _comparing(item.path):
@@ -45,7 +45,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @functools.cache
 def _comparing(path: Path) -> frozenset[str]:
-    """Names of a module by which something is compared: those of `closeness`, and what uses one."""
+    """Names of a module that compare: those of `closeness`, and functions that use one."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     found: set[str] = set()
     for node in ast.walk(tree):
@@ -61,7 +61,7 @@ def _comparing(path: Path) -> frozenset[str]:
 
 
 def _of_helper(module: str, path: Path) -> frozenset[str]:
-    """The same of a module beside the tests; all names of `closeness` itself."""
+    """The same for a module in this folder; all names of `closeness` itself."""
     helper = Path(__file__).with_name(f"{module}.py")
     if module == "closeness":
         return frozenset({"close", "apart", "tolerance", "network", "tower"})
@@ -103,7 +103,7 @@ def random_llava_next(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session", params=["llava", "llava_next"])
 def random_vlm(request: pytest.FixtureRequest):
-    """A `vlmfast.VLM` of each family on random weights; shared, so leave it as it was."""
+    """A `vlmfast.VLM` of each family on random weights; shared, so leave it unchanged."""
     import tiny_models
     import vlmfast
 

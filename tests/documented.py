@@ -1,8 +1,8 @@
-"""What the project's pages show: commands, blocks of Python, outputs; and their checks.
+"""The commands, Python blocks and outputs on the project's pages, and their checks.
 
-A page is read as Markdown is: fenced blocks, and paragraphs with inline code. A command is a line
+A page is parsed as Markdown: fenced blocks, and paragraphs with inline code. A command is a line
 of a shell block, or inline code whose first words are a program that `CHECKS` knows. Each is
-checked against the program's own parser; `Wrong` says what is not there.
+checked against the program's own parser; `Wrong` names what does not exist.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ SHELL = ("bash", "sh", "shell", "console")
 
 
 class Wrong(Exception):
-    """A page shows something that is not there."""
+    """A page shows something that does not exist."""
 
 
-# --- what stands on a page -----------------------------------------------------------------------
+# --- parsing a page ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Command:
 
 
 def pages(root: Path = ROOT) -> dict[str, str]:
-    """The text of each page, by its path; results are printed, not written by hand."""
+    """The text of each page by its path; generated results are left out."""
     single = "README.md", "CONTRIBUTING.md", "benchmarks/NOTES.md", "vlmfast/models/tiny/CARD.md"
     files = [*(root / name for name in single), *sorted((root / "docs").rglob("*.md"))]
     names = {file: file.relative_to(root).as_posix() for file in files}
@@ -117,7 +117,7 @@ def inline(block: Block) -> list[str]:
 
 
 def split(text: str) -> list[str]:
-    """The words of a command, without settings of the environment in front of it."""
+    """The words of a command, without environment settings before it."""
     words = shlex.split(text, comments=True)
     while words and re.match(r"[A-Z_]+=", words[0]):
         del words[0]
@@ -128,7 +128,7 @@ def program(text: str) -> str | None:
     """The entry of `CHECKS` that a command belongs to."""
     try:
         words = split(text)
-    except ValueError:  # quotes that do not end: a sentence, no command
+    except ValueError:  # unclosed quotes: a sentence, no command
         return None
     for length in (3, 2, 1):
         name = " ".join(words[:length])
@@ -144,8 +144,8 @@ def program(text: str) -> str | None:
 def shell_lines(block: Block) -> list[tuple[int, str]]:
     """The commands of a fenced block with their lines; none where it is no shell block.
 
-    Without a language it is one when a line is a command that is known here. In a block with
-    prompts the lines without one are what is printed.
+    Without a language it is one when a line is a known command. In a block with
+    prompts the lines without one are output.
     """
     lines, number, prompts = [], block.line, bool(re.search(r"^\$ ", block.text, re.M))
     for line in re.sub(r"[ \t]*\\\n\s*", lambda m: "\0", block.text).splitlines():
@@ -161,7 +161,7 @@ def shell_lines(block: Block) -> list[tuple[int, str]]:
 
 
 def commands(page: str, text: str) -> list[Command]:
-    """Everything on a page that can be typed into a shell."""
+    """Every shell command on a page."""
     found = []
     for block in blocks(page, text):
         if block.language is None:
@@ -169,14 +169,14 @@ def commands(page: str, text: str) -> list[Command]:
                 if program(code) is not None and len(split(code)) > 1:
                     found.append(Command(page, block.line, code, inline=True))
         for line, code in shell_lines(block) if block.language is not None else ():
-            # What stands behind # is no part of a command, but in quotes it is.
+            # Text after # is no part of a command, except in quotes.
             found.append(Command(page, line, shlex.join(split(code)) if "#" in code else code))
     return found
 
 
 def outputs(page: str, text: str) -> dict[str, str]:
-    """What a page shows a command to print: the block without language right behind a paragraph
-    that begins with the command."""
+    """The output that a page shows for a command: the block without language directly after a
+    paragraph that begins with the command."""
     found, before = {}, None
     for block in blocks(page, text):
         if block.language == "" and before and not shell_lines(block):
@@ -190,7 +190,7 @@ def outputs(page: str, text: str) -> dict[str, str]:
 
 # --- commands ------------------------------------------------------------------------------------
 
-# What a page writes for something of the reader's own. Whole words in capitals (FILE, DIR, MODEL)
+# Placeholders for something of the reader's own. Whole words in capitals (FILE, DIR, MODEL)
 # need no rule: they are names like any other.
 TRAINED = "atp"  # for a method's name: it has a budget and can be trained
 PLACEHOLDERS = [
@@ -202,7 +202,7 @@ PLACEHOLDERS = [
 
 
 def filled(words: list[str]) -> list[str]:
-    """The words of a command with something in place of its placeholders."""
+    """The words of a command with its placeholders filled."""
     for pattern, value in PLACEHOLDERS:
         words = [value if re.fullmatch(pattern, word) else word for word in words]
         words = [word for word in words if word is not None]
@@ -212,9 +212,9 @@ def filled(words: list[str]) -> list[str]:
 def parsed(
     parse: Callable[[list[str]], argparse.Namespace], words: list[str], partial: bool = False
 ) -> argparse.Namespace | None:
-    """What a parser reads; None where it prints its help.
+    """The parsed arguments; None where the parser prints its help.
 
-    ``partial``: of words in a sentence, which may leave out what a whole command needs.
+    ``partial``: words in a sentence, which may omit required arguments.
     """
     original = argparse.ArgumentParser.parse_known_args
 
@@ -240,7 +240,7 @@ def parsed(
 
 
 def whole(words: list[str]) -> bool:
-    """Whether the command line lacks nothing that it needs."""
+    """Whether the command line has all required arguments."""
     try:
         parsed(cli._parser().parse_args, words)
     except Wrong:
@@ -282,9 +282,9 @@ def check_eval(args: argparse.Namespace) -> None:
 
 @functools.cache
 def benchmark(name: str) -> Any:
-    """A script of ``benchmarks`` as a module; its own folder is in front, as Python has it.
+    """A script of ``benchmarks`` as a module; its own folder is first on the path, as in Python.
 
-    Packages of an extra that is not installed are stood in for: its parser alone is wanted.
+    Packages of an extra that is not installed are mocked: only the parser is needed.
     """
     file = ROOT / "benchmarks" / name
     if not file.is_file():
@@ -312,11 +312,11 @@ def benchmark(name: str) -> Any:
 
 
 class Read(Exception):
-    """Ends a script that has read its arguments, which it holds."""
+    """Ends a script after it has parsed its arguments, which it carries."""
 
 
 def reader(module: Any) -> Callable[[list[str]], argparse.Namespace]:
-    """What reads a script's arguments: its `parse`, or its `main`, which is ended behind that."""
+    """The parser of a script's arguments: its `parse`, or its `main`, ended after parsing."""
     if hasattr(module, "parse"):
         return module.parse
 
@@ -351,7 +351,7 @@ def check_tables(words: list[str], partial: bool) -> None:
 
 
 def make(*words: str) -> str:
-    """What make would do, without doing it, whatever an outer make was told."""
+    """Output of a dry run of make, independent of an outer make."""
     env = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL")}
     done = subprocess.run(
         ["make", "-n", *words], cwd=ROOT, env=env, capture_output=True, text=True, timeout=60
@@ -386,7 +386,7 @@ def check_pip(words: list[str], partial: bool) -> None:
 
 
 def check_launched(words: list[str], partial: bool) -> None:
-    """The part of vlmfast behind ``torchrun`` and ``accelerate launch``."""
+    """The part of vlmfast after ``torchrun`` and ``accelerate launch``."""
     if "vlmfast" not in words or words[words.index("vlmfast") - 1] != "-m":
         raise Wrong("does not launch -m vlmfast")
     check_vlmfast(words[words.index("vlmfast") + 1 :], partial)
@@ -402,7 +402,7 @@ def check_torchrun(words: list[str], partial: bool) -> None:
 
 
 def check_lmms(words: list[str], partial: bool) -> None:
-    """What `vlmfast.eval.lmms` reads of ``--model_args``; the package need not be installed."""
+    """`vlmfast.eval.lmms`'s parsing of ``--model_args``; the package need not be installed."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", choices=["vlmfast"], required=True)
     parser.add_argument("--model_args", default="")
@@ -434,7 +434,7 @@ def check_pytest(words: list[str], partial: bool) -> None:
 
 
 def not_ours(words: list[str], partial: bool) -> None:
-    """Of the system; nothing of this project is in it."""
+    """A system command; no part of this project."""
 
 
 CHECKS: dict[str, Callable[[list[str], bool], None]] = {
@@ -459,7 +459,7 @@ CHECKS: dict[str, Callable[[list[str], bool], None]] = {
 
 
 def check(command: Command) -> None:
-    """Raises `Wrong` where a command is not one."""
+    """Raises `Wrong` where a command is invalid."""
     name = program(command.text)
     if name is None:
         raise Wrong(f"{command}: a program that the checks do not know")
@@ -530,7 +530,7 @@ def texts(tree: ast.AST) -> list[str]:
 
 
 def check_python(block: Block, given: set[str], vlm: Any) -> set[str]:
-    """What can be said of a block without running it; the names that it binds.
+    """Static checks of a block; returns the names that it binds.
 
     Names are builtins, ``given``, or of torch and transformers; attributes of ``vlmfast`` and of
     ``vlm`` are looked up; recipes are parsed.
@@ -580,7 +580,7 @@ def prints(page: str, text: str) -> dict[int, str]:
 
 
 class _Shown(ast.NodeTransformer):
-    """Compares an expression with the value in the comment behind it, if that is one."""
+    """Compares an expression with the value in the comment after it, if it has one."""
 
     def __init__(self, lines: list[str]) -> None:
         self.lines = lines
@@ -589,24 +589,24 @@ class _Shown(ast.NodeTransformer):
         found = re.match(r"\s*#\s*(.+)", self.lines[node.end_lineno - 1][node.end_col_offset :])
         try:
             value = ast.literal_eval(found[1] if found else "")
-        except (SyntaxError, ValueError):  # words
+        except (SyntaxError, ValueError):  # prose
             return node
         call = ast.Call(ast.Name("_shown", ast.Load()), [node.value, ast.Constant(repr(value))], [])
         return ast.fix_missing_locations(ast.copy_location(ast.Expr(call), node))
 
 
 def _shown(value: Any, shown: str) -> None:
-    """``value`` is what the page shows; of several, the last."""
+    """``value`` equals the one the page shows; of several, the last."""
     if repr(value) != shown and not (isinstance(value, tuple) and repr(value[-1]) == shown):
         raise Wrong(f"is {value!r}, not {shown}")
 
 
 def run_python(block: Block, namespace: dict[str, Any]) -> None:
-    """Run a block; what goes wrong is a `Wrong` with the line of the page.
+    """Run a block; a failure raises `Wrong` with the line of the page.
 
-    An expression with a value in a comment behind it must have this value.
+    An expression with a value in a comment after it must have this value.
     """
-    # With the numbers of the page's lines in tracebacks.
+    # With the page's line numbers in tracebacks.
     text = "\n" * (block.line - 1) + block.text
     tree = _Shown(text.encode().decode("latin-1").split("\n")).visit(ast.parse(text))
     namespace["_shown"] = _shown
@@ -617,10 +617,10 @@ def run_python(block: Block, namespace: dict[str, Any]) -> None:
 
 
 def differs_from_file(block: Block) -> list[str]:
-    """What a fragment of a shipped method says and its file does not.
+    """Lines of a shipped method's fragment that its file does not contain.
 
-    A class is compared with the class of its recipe word, a method with that of the class that a
-    comment behind its first line names: each statement stands in the file, in this order.
+    A class is compared with the class of its method name, a method with that of the class that a
+    comment after its first line names: each statement is in the file, in this order.
     Annotations may be left out.
     """
     from vlmfast.core.registry import stage_class, stage_names

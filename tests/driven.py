@@ -1,4 +1,4 @@
-"""A sequence that a test drives by hand through the engine, one forward pass after another."""
+"""A sequence that a test drives manually through the engine, one forward pass after another."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from vlmfast.models.base import Adapter
 
 
 class Driven:
-    """One sequence: its prompt is read by `start`, and `next` feeds tokens."""
+    """One sequence: `start` prefills its prompt, and `next` feeds tokens."""
 
     def __init__(
         self, adapter: Adapter, inputs: Inputs, recipe: Recipe, begin: float | None = None
     ):
         self.adapter, self.inputs = adapter, inputs
         self.engine = Engine(adapter)
-        # Where a test brings its own `Prompt`, ids play no part.
+        # With a `Prompt` of the test's own, ids are not used.
         inputs.tensors.setdefault("input_ids", torch.zeros(1, 1, dtype=torch.int64))
         begin = time.perf_counter() if begin is None else begin
         self.sequence = self.engine.reading(inputs, recipe, begin)
@@ -63,12 +63,12 @@ class Driven:
     def context(self) -> DecodeContext:
         return self.decoder.context
 
-    def start(self, room: int) -> Tensor:
-        """Read the prompt; logits (1, V)."""
-        return self.engine.read(self.sequence, max_new_tokens=room)
+    def start(self, max_new_tokens: int) -> Tensor:
+        """Prefill the prompt; logits (1, V)."""
+        return self.engine.read(self.sequence, max_new_tokens=max_new_tokens)
 
-    def start_from(self, prompt: Prompt, room: int, *more: Any, **named: Any) -> Tensor:
-        return self.engine.prefill(self.sequence, prompt, room, *more, **named)
+    def start_from(self, prompt: Prompt, max_new_tokens: int, *more: Any, **named: Any) -> Tensor:
+        return self.engine.prefill(self.sequence, prompt, max_new_tokens, *more, **named)
 
     def extend(self, prompt: Prompt, **more: Any) -> Tensor:
         return self.engine.extend(self.sequence, prompt, **more)

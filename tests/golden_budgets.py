@@ -1,4 +1,4 @@
-"""Replays the stored CAKE, VL-Cache and FastKV cases: budgets of all layers, and what they keep."""
+"""Replays the stored CAKE, VL-Cache and FastKV cases: budgets of all layers, and kept slots."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from vlmfast.kernels.col_stats import col_stats
 
 
 def same_rows(ours: Tensor, stored: Tensor) -> None:
-    """Equal sets of slots per head (H, M, D), in whatever order they are stored."""
+    """Equal sets of slots per head (H, M, D), in any stored order."""
     assert ours.shape == stored.shape
     for mine, theirs in zip(ours, stored, strict=True):
         assert torch.equal(mine[mine[:, 0].argsort()], theirs[theirs[:, 0].argsort()])
 
 
 def same_slots(kv: KV, data: dict, layer: int | str) -> None:
-    """Keys and values, and one and the same choice of both."""
+    """Keys and values, with the same choice for both."""
     same_rows(torch.cat([kv.keys, kv.values], -1), torch.cat(stored_pair(data, layer), -1))
 
 
 def attended(keys: Tensor) -> int:
-    """Terms of one probability over ``keys`` (H, N, D): those of its logit, and of its row."""
+    """Terms of one probability over ``keys`` (H, N, D): its logit and its row."""
     return keys.shape[1] + keys.shape[2]
 
 
@@ -61,7 +61,7 @@ def cake_case(data: dict, meta: dict) -> None:
         close(entropy, data[f"disp{layer}"], terms=terms + n)
         close(variance, data[f"var{layer}"], terms=terms + n)
         stored = data["pref_scores"][layer]
-        # Each power multiplies the relative error of what it is taken of.
+        # Each power multiplies the relative error of its base.
         powers = 1 / stage.tau1 + 1 / stage.tau2
         close(seen.claim, stored, torch.float32, terms + n, scale=powers * stored)
     cache = stage.finish(step, cache)
@@ -89,7 +89,7 @@ def vlcache_case(data: dict, meta: dict) -> None:
         stats = question_stats(data[f"q{layer}"][0], kv.keys, rows, request.threshold)
         cache.append(stage.compress(step, layer, kv, stats))
         seen = stage.seen(step)[layer]
-        # A share of whole numbers: all that rounds is the division in float32 by the authors.
+        # A fraction of whole numbers: only the authors' division in float32 rounds.
         close(1 - seen.claim, data["sparsity"][layer].double(), torch.float32, scale=1)
         ranked = stage.score(kv, stats, None)
         order = data["sorted_idx"][layer].reshape(-1, n).expand(len(ranked), -1)
@@ -116,7 +116,7 @@ def question_stats(query: Tensor, key: Tensor, rows: int, threshold: float) -> C
 
 
 def fastkv_case(data: dict, meta: dict) -> None:
-    """Both choices of the TSP layer: rows that go on and slots that stay."""
+    """Both choices of the TSP layer: propagated rows and kept slots."""
     query, key, value = (data[name][0] for name in ("q", "k", "v"))
     n, window = key.shape[1], int(meta["window"])
     capacity, left = int(meta["max_capacity"]), int(meta["tsp_length"])
@@ -128,7 +128,7 @@ def fastkv_case(data: dict, meta: dict) -> None:
         kernel=int(meta["kernel"]),
     )
     depth, cut = 8, 4
-    visual = torch.arange(n) < n - window  # whatever the reference may drop
+    visual = torch.arange(n) < n - window  # candidates for dropping in the reference
     step = prompt_step(n, depth, visual)
     tsp, cache = stage.expand()
     assert tsp.layers(depth) == (cut,)
@@ -142,7 +142,7 @@ def fastkv_case(data: dict, meta: dict) -> None:
     step.stats[layer] = window_attention(query, key, request.n)
     rows = tsp.keep(step, cut)
     assert torch.equal(rows, data["tsp_indices"][0])
-    # Behind the TSP layer as many slots stay, of fewer.
+    # After the TSP layer as many slots stay, of fewer.
     assert cache.capacity(step, cut, len(rows)) == capacity
 
 
@@ -151,5 +151,5 @@ def window_attention(query: Tensor, key: Tensor, rows: int) -> Tensor:
     n = key.shape[1]
     key = key.repeat_interleave(len(query) // len(key), 0)
     logits = query[:, n - rows :] @ key.transpose(1, 2) * key.shape[-1] ** -0.5
-    behind = torch.arange(n) > torch.arange(n - rows, n)[:, None]
-    return logits.masked_fill(behind, -torch.inf).softmax(-1)
+    later = torch.arange(n) > torch.arange(n - rows, n)[:, None]
+    return logits.masked_fill(later, -torch.inf).softmax(-1)

@@ -1,4 +1,4 @@
-"""Replays the stored DART cases: pivots by their keys, and what each of them takes."""
+"""Replays the stored DART cases: pivots by their keys, and the tokens that each of them takes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def choice(data: dict, meta: dict) -> None:
     norm = keys.abs().sum((0, 2))
     first = top(norm, visual, int(data["pivot_image"]))
     text = top(norm, rows >= start + n, int(data["pivot_text"]))
-    # The authors walk over a set of small numbers.
+    # The authors iterate over a set of small numbers.
     pivots = list(set((first | text).nonzero()[:, 0].tolist()))
     t = int(n * (1 - float(data["reduction_ratio"])) / len(pivots))
     taken = retained(hidden, visual & ~first, pivots, [t] * len(pivots))

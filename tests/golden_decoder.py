@@ -1,4 +1,4 @@
-"""A stored Llama decoder under the engine, for golden files that hold its weights."""
+"""A stored Llama decoder in the engine, for golden files that contain its weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from vlmfast.models.base import Adapter
 
 
 def llama(layers: int, vocab: int = 64) -> LlamaForCausalLM:
-    """The shape that the stored decoders have: width 64, 4 heads of 16."""
+    """The shape of the stored decoders: width 64, 4 heads of 16."""
     config = LlamaConfig(
         hidden_size=64,
         intermediate_size=128,
@@ -33,7 +33,7 @@ def llama(layers: int, vocab: int = 64) -> LlamaForCausalLM:
 
 
 def image_layout(total: int, start: int, n: int) -> TokenLayout:
-    """Layout of ``total`` rows of which ``n`` from ``start`` on show a picture."""
+    """Layout of ``total`` rows of which ``n`` from ``start`` on show an image."""
     order = torch.arange(total)
     layout = TokenLayout.text(order, order[None])
     kind = layout.kind.clone()

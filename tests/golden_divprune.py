@@ -1,4 +1,4 @@
-"""Replays the stored DivPrune cases: what is chosen, and in which order."""
+"""Replays the stored DivPrune cases: the choice and its order."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def choice(data: dict, meta: dict) -> None:
     assert k == len(order)
     if features.dtype == torch.float32:
         similarity = cosine(features)
-    else:  # distances in the precision of the features, as the authors take them
+    else:  # distances in the precision of the features, as in the authors' code
         units = features / features.norm(dim=-1, keepdim=True)
         similarity = 1 - (1.0 - units @ units.T).float()
     assert torch.equal(max_min(similarity, k), order)

@@ -24,8 +24,8 @@ Data = dict[str, Tensor]
 Meta = dict[str, str]
 
 
-def behind(meta: Meta, rows: int) -> int:
-    """Terms of the output of a drafter's only layer over ``rows`` rows, `fc` before it included."""
+def num_terms(meta: Meta, rows: int) -> int:
+    """Terms of the output of a drafter's only layer over ``rows`` rows, including `fc`."""
     config = json.loads(meta["config"])
     return 5 * config["hidden_size"] + config["intermediate_size"] + rows
 
@@ -36,7 +36,7 @@ def same_tree(tree: Tree, data: Data, prefix: str = "", by_leaf: bool = True) ->
     assert torch.equal(tree.mask(), data[prefix + "tree_mask"][0, 0].bool())
     assert list(tree.depths) == data[prefix + "tree_position_ids"].tolist()
     paths = tree.paths()
-    if not by_leaf:  # sorted by their nodes, the end of a path behind all
+    if not by_leaf:  # sorted by their nodes, the end of a path after all
         paths = torch.tensor(
             sorted(paths.tolist(), key=lambda p: [n if n >= 0 else 1e9 for n in p])
         )
@@ -116,7 +116,7 @@ def size_of(meta: Meta) -> tuple[int, int, int]:
 
 
 def two_rounds(drafter: EagleDrafter, data: Data, meta: Meta, taps: int = 0) -> None:
-    """The tree behind a prompt that was read, and the one behind what was accepted of it."""
+    """The tree after a prompt, and the one after its accepted tokens."""
     _, depth, nodes = size_of(meta)
     budget = Budget(nodes, depth)
     ids, later = data["input_ids"][0].tolist(), data["r2_input_ids"][0].tolist()
@@ -143,7 +143,7 @@ def eagle_case(data: Data, meta: Meta) -> None:
     ids, features = data["input_ids"][0], data["hidden_states"]
     embeds, n = data["w.embed_tokens.weight"][ids], features.shape[1]
     out = module(embeds[None, 1:], features, torch.arange(n)[None])
-    close(out, data["drafter_out"], terms=behind(meta, n))
+    close(out, data["drafter_out"], terms=num_terms(meta, n))
     drafter = EagleDrafter(target_of(data, module), module, *size_of(meta))
     drafter.prefill(Read(ids[:-1].tolist(), text(n), embeds[:-1], features[0]))
     two_rounds(drafter, data, meta)
@@ -158,7 +158,7 @@ def eagle3_case(data: Data, meta: Meta) -> None:
     embeds, n = data["w.embed_tokens.weight"][ids], features.shape[1]
     out = module(embeds[None, 1:], features, torch.arange(n)[None])
     target = target_of(data, module)
-    terms = behind(meta, n) + features.shape[2]  # of the taps
+    terms = num_terms(meta, n) + features.shape[2]  # of the aux hidden states
     close(out, data["drafter_out_prenorm"], terms=terms)
     logits = module.output(out, target.logits)
     close(logits, data["draft_logits"], terms=terms + out.shape[2])
@@ -182,7 +182,7 @@ def vispec_case(data: Data, meta: Meta) -> None:
     assert torch.equal(ahead, data["shifted_embeds"][0])
     image = torch.where(torch.cat([mask[1:], mask.new_zeros(1)]), 0, -1)
     out = module(ahead[None], features, torch.arange(n)[None], image=image[None])
-    terms = behind(meta, n)
+    terms = num_terms(meta, n)
     close(out, data["drafter_out_scattered"], terms=2 * terms)  # the adaptor is a layer, too
     adapted = module.imadpt(ahead[image == 0])
     close(adapted, data["adaptor_out_for_rows_3_11_of_shifted"][0], terms=terms)
@@ -209,7 +209,7 @@ def msd_case(data: Data, meta: Meta) -> None:
     embeds, features = data["prompt_embeds"][0], data["hidden_states"][0]
     ids, n = data["input_ids_with_-200"][0].tolist(), len(features)
     at = ids.index(-200)
-    rows = n - (len(ids) - 2)  # of the picture; the last id is sampled
+    rows = n - (len(ids) - 2)  # of the image; the last id is sampled
     mask = torch.zeros(n, dtype=torch.bool)
     mask[at : at + rows] = True
     layout = text(n).replace(
@@ -220,7 +220,7 @@ def msd_case(data: Data, meta: Meta) -> None:
     drafter.prefill(Read([0] * n, layout, embeds, features))
     _, depth, nodes = size_of(meta)
     tree = drafter.propose(ids[-1], Budget(nodes, depth))
-    terms = behind(meta, n)
+    terms = num_terms(meta, n)
     close(drafter.cache.keys, data["kv_k"], terms=terms)
     close(drafter.cache.values, data["kv_v"], terms=terms)
     same_tree(tree, data)
@@ -249,7 +249,7 @@ def ttt_case(data: Data, meta: Meta) -> None:
         hidden = layer(torch.cat([embeds, hidden], dim=-1), position + step, attend)
         step += 1
         stored = data[f"ttt{step - 1}_hidden_out"]
-        close(hidden, stored, terms=step * behind(meta, hidden.shape[1]))
+        close(hidden, stored, terms=step * num_terms(meta, hidden.shape[1]))
     assert step == 4
 
 

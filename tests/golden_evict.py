@@ -1,4 +1,4 @@
-"""Replays the stored cases of methods that keep some slots of a prompt by their scores."""
+"""Replays the stored cases of methods that keep slots of a prompt by their scores."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ def snapkv(data: dict, meta: dict) -> None:
         if stage.pool == "avg":
             same_choice(kept, stored)
             continue
-        # A maximum makes neighbours equal: the stored choice among equals is as good as ours.
+        # A maximum makes neighbours equal: the stored choice among equals is as valid as ours.
         ranked = torch.arange(len(kv)).expand_as(kv.order) < len(kv) - window
         score = stage.score(kv, columns(query, kv.keys, stage.text_stats(1)[0]), ranked)
         score = score.masked_fill(~ranked, torch.inf)
-        # The same scores throughout, so equal ones are equal to the last bit.
+        # The same scores throughout, so equal ones are bitwise equal.
         assert torch.equal(
             score.gather(1, kept.order).sort(1).values, score.gather(1, stored).sort(1).values
         )
@@ -103,7 +103,7 @@ def h2o_answer(data: dict, meta: dict) -> None:
 
 
 def local_mask(logits: Tensor, budget: int) -> Tensor:
-    """Which keys a cache of heavy hitters alone would hold at each row: bool (H, N, N).
+    """Which keys a cache of heavy hitters alone would contain at each row: bool (H, N, N).
 
     The authors' tool for scoring whole texts: nothing is evicted, keys are hidden from rows. Row
     ``t`` sees itself and the ``budget - 1`` keys with the largest sums so far; sums of other keys
@@ -111,7 +111,7 @@ def local_mask(logits: Tensor, budget: int) -> Tensor:
     """
     n = logits.shape[-1]
     p = logits.float().softmax(-1)
-    # The first rows count together; a causal mask, which the caller adds, is all that hides there.
+    # The first rows count together; only the causal mask, which the caller adds, hides keys there.
     mask = torch.zeros_like(logits, dtype=torch.bool)
     mask[:, :budget, :budget] = True
     acc = p[:, :budget].sum(1)
@@ -133,10 +133,10 @@ def unmoved(keys: Tensor, delta: Tensor) -> Tensor:
 
 
 def streamingllm(data: dict, meta: dict) -> None:
-    """Keys are stored without rotary ids, so rotation has nothing to do here."""
+    """Keys are stored without rotary ids, so rotation has no effect here."""
     start, recent = int(meta["start"]), int(meta["recent"])
     coming = int(meta["num_coming"])
-    first, behind = map(int, meta["range"].split(".."))
+    first, end = map(int, meta["range"].split(".."))
     for i, (keys, values) in enumerate(zip(data["k"], data["v"], strict=True)):
         kv = prompt_kv(keys, values)
 
@@ -151,7 +151,7 @@ def streamingllm(data: dict, meta: dict) -> None:
         assert torch.equal(chosen.keys, data["k_call"][i])
         assert torch.equal(chosen.values, data["v_call"][i])
 
-        # Room for one token is what each step makes; for more, a smaller share.
+        # Each step frees one slot; for more tokens, a smaller share.
         stage = StreamingLLM((start + recent + 1 - coming) / len(kv), sinks=start)
         chosen, slots = kept(stage)
         Slide(stage).step(slots, 0)
@@ -159,12 +159,12 @@ def streamingllm(data: dict, meta: dict) -> None:
         assert torch.equal(torch.stack(slots.sorted("values")), data["v_space"][i])
 
         index = torch.arange(len(kv))
-        rest = kv.select(index[(index < first) | (index >= behind)])
+        rest = kv.select(index[(index < first) | (index >= end)])
         assert torch.equal(rest.keys, data["k_range"][i])
 
 
 def quickprefill(data: dict, meta: dict) -> None:
-    """Modes of the stage, and those that need what a cache does not hold."""
+    """Modes of the stage, and those that need more than a cache contains."""
     count, n = int(meta["top_k"]), data["k"].shape[2]
     everything = torch.ones(n, dtype=torch.bool)
     kv = prompt_kv(data["k"][0], data["v"][0], everything)

@@ -1,4 +1,4 @@
-"""Replays the stored LOOK-M cases: which slots stay, and what merges into them."""
+"""Replays the stored LOOK-M cases: which slots are kept, and which merge into them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STEP = PrefillContext(TokenLayout.text(torch.arange(1), torch.arange(1)[None]), 
 
 
 def layer(keys: Tensor, values: Tensor, visual: Tensor) -> KV:
-    """A layer of one prompt: (H, N, D) each, and what is visual, (N,)."""
+    """A layer of one prompt: (H, N, D) each, and the visual mask (N,)."""
     h, n, _ = keys.shape
     order = torch.arange(n).expand(h, -1)
     return KV(keys, values, order, order, visual.expand(h, -1), torch.full((h,), n))
@@ -34,7 +34,7 @@ def received(total: Tensor) -> ColumnStats:
 
 
 def same(kept: KV, keys: Tensor, values: Tensor, terms: int) -> None:
-    """``terms`` are as many slots as can merge into one; half precision is for storage alone."""
+    """``terms``: as many slots as can merge into one; half precision is for storage only."""
     for ours, stored in ((kept.keys, keys[0]), (kept.values, values[0])):
         if stored.dtype == ours.dtype:
             close(ours, stored, terms=terms)
@@ -50,7 +50,7 @@ def merge_case(mode: str) -> Callable[[dict, dict], None]:
         q, k, v = (data[name][0] for name in "qkv")
         total = col_stats(q, k)["sum"]
         n, dim = k.shape[1:]
-        # Logits, rows, columns: sums of what is positive.
+        # Logits, rows, columns: sums of non-negative terms.
         close(total[:, 0], data["col_sum"], terms=dim + 2 * n, scale=data["col_sum"])
         stage = LookM(hh + rec, rec / (hh + rec), mode, filter="slot", text_prior=False)
         count = sizes(k.shape[1], stage.share, stage.recent)
@@ -62,7 +62,7 @@ def merge_case(mode: str) -> Callable[[dict, dict], None]:
 
 
 def text_case(data: dict, meta: dict) -> None:
-    """Text prior, as the authors' code has it: all text stays; their averages are wrong."""
+    """Text prior, as in the authors' code: all text stays; their averages are wrong."""
     hh, rec = float(meta["hh_ratio"]), float(meta["recent_ratio"])
     kv = layer(data["k"][0].float(), data["v"][0].float(), data["image_mask"])
     for mode, merge in {"evict": "none", "pivot": "pivot", "weighted": "weighted"}.items():
@@ -76,8 +76,8 @@ def text_case(data: dict, meta: dict) -> None:
 def gqa_case(data: dict, meta: dict) -> None:
     """Grouped query heads: scores are averaged over a group, and merging is per KV head.
 
-    The budgets of these files leave less than the text, which is an error of the stage; so what
-    stays is chosen here, and the stage merges.
+    The budgets of these files are smaller than the text, which the stage refuses; so the kept slots
+    are chosen here, and the stage merges.
     """
     q, k, v = (data[name][0] for name in "qkv")
     stage = LookM(float(meta["budget"]), 0.1, "pivot" if meta["merge"] == "True" else "none")

@@ -34,8 +34,8 @@ from vlmfast.models.base import Adapter
 
 
 def merge_case(data: dict, meta: dict) -> None:
-    """Merged hidden states, where each row went, and how many rows a token stands for."""
-    if "x" in data:  # as the kv folder stores it
+    """Merged hidden states, where each row went, and how many rows a token represents."""
+    if "x" in data:  # the kv folder's format
         window = tuple(int(n) for n in meta["window"].strip("()[] ").split(","))
         hidden, out, threshold = data["x"], data["y"], float(meta["threshold"])
     else:
@@ -56,7 +56,7 @@ def merge_case(data: dict, meta: dict) -> None:
         ours = torch.nn.functional.one_hot(source, out.shape[1]).transpose(1, 2)
         assert torch.equal(ours, data["source"].long())
 
-    if window[0] == window[1]:  # what a recipe can say
+    if window[0] == window[1]:  # expressible in a recipe
         stage = MustDrop(window[0], threshold, merge="call").expand()[0]
         by_stage, rows = stage.on_block(VisionContext(specials=1), 1, hidden)
         assert torch.equal(by_stage, merged)
@@ -109,7 +109,7 @@ def clip_case(data: dict, meta: dict) -> None:
     stored = data["features_select"]
     close(states[-2][:, -stored.shape[1] :], stored, terms=terms)
 
-    # The stored indices count the rows behind CLS; ours mark tokens of the prompt.
+    # The stored indices count the rows after CLS; ours mark tokens of the prompt.
     if context.merged is None:
         context.merged = torch.arange(1 + side * side).expand(views, -1)
     attention = context.stats[depth - 1][:, :, 0, 1:]
@@ -125,8 +125,8 @@ def clip_case(data: dict, meta: dict) -> None:
 
 
 def filter_case(data: dict, meta: dict) -> None:
-    """Scores, and the tokens that pass, by the thresholds and by rank."""
-    if "attn" in data:  # as the kv folder stores it: whole maps
+    """Scores, and the tokens kept by the thresholds and by rank."""
+    if "attn" in data:  # the kv folder's format: whole maps
         start, n = int(meta["v_token_start"]), int(meta["img_seq"])
         thresholds = float(meta["global_thr"]), float(meta["individual_thr"])
         attention, stored = data["attn"][0, :, start + n :], data["keep"]
@@ -155,9 +155,9 @@ def slots(tokens: Tensor, keys: Tensor) -> KV:
 
 
 def cache_case(data: dict, meta: dict) -> None:
-    """What each layer keeps of its cache when the prompt is read."""
+    """The slots of each layer's cache after the prefill."""
     filters = json.loads(meta["pruning_layers"])
-    # Tokens of the prompt that each layer held: the stored indices count what the filter left.
+    # Tokens of the prompt in each layer: the stored indices count those left by the filter.
     held, tokens = [], torch.arange(int(data["layer_len_in"][0]))
     for layer, length in enumerate(data["layer_len_in"].tolist()):
         if layer - 1 in filters:
@@ -177,14 +177,14 @@ def cache_case(data: dict, meta: dict) -> None:
 
 
 def image_rows(total: int, kept: Tensor, images: Tensor) -> tuple[int, int]:
-    """First image row and number of image rows, from what was kept of ``total`` rows.
+    """First image row and number of image rows, from the rows kept of ``total``.
 
     ``images`` are the kept ones counted from the first image row.
     """
     for start in (35, *range(len(kept) - len(images) + 1)):  # 35: the authors' system prompt
-        behind = len(kept) - start - len(images)
-        text = torch.arange(start), torch.arange(total - behind, total)
-        n = total - start - behind
+        after = len(kept) - start - len(images)
+        text = torch.arange(start), torch.arange(total - after, total)
+        n = total - start - after
         if n > int(images[-1]) and torch.equal(torch.cat([text[0], start + images, text[1]]), kept):
             return start, n
     raise AssertionError("the kept rows are no text with images inside")
@@ -192,7 +192,7 @@ def image_rows(total: int, kept: Tensor, images: Tensor) -> tuple[int, int]:
 
 @torch.no_grad()
 def llm_case(data: dict, meta: dict) -> None:
-    """The engine itself on the stored weights: selections, hidden states, keys that are left.
+    """The engine on the stored weights: selections, hidden states, remaining keys.
 
     The decoded token of the file is left out: the authors rotate it by other ids than its layers'.
     """

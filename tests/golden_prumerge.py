@@ -1,4 +1,4 @@
-"""Replays the stored PruMerge cases: attention of one wide head, what is kept, and the rows."""
+"""Replays the stored PruMerge cases: attention of one wide head, kept patches, and the rows."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ def case(data: dict, meta: dict) -> None:
     views, n = q.shape[0], q.shape[1] - 1
     attention = data["cls_attn"]
     scaled = (q[:, :1] @ k.transpose(1, 2)) * q.shape[-1] ** -0.5
-    # Logits over the width, rows over the patches; what a logit is off by, a probability is off
-    # by, relatively.
+    # Logits over the width, rows over the patches; a logit's absolute error is its probability's
+    # relative error.
     terms, size = q.shape[-1] + n, float(scaled.abs().max())
     close(scaled.softmax(-1)[:, 0, 1:], attention, terms=terms, scale=size * attention)
     # From the rows of several heads, as the engine has them.
     heads = [t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in (q, k)]
     rows = heads[0][:, :, :1] @ heads[1].transpose(2, 3) * (q.shape[-1] // HEADS) ** -0.5
     rows = rows.softmax(-1)[:, :, 0, 1:]
-    # The way back takes logarithms of probabilities that were rounded.
+    # The inverse takes logarithms of probabilities that were rounded.
     close(one_head(rows), attention, terms=HEADS * terms, scale=size * attention)
 
     kept = data["topk_index"]
@@ -46,8 +46,8 @@ def case(data: dict, meta: dict) -> None:
         if int(data["plus"]):
             step = int(1 / float(data["reduction_ratio"]))
             index = torch.cat([index, torch.arange(step // 2, n - 1, step)])
-        # Patches that are chosen twice are there twice, also as neighbours; the authors' list of
-        # the others is then that much too short, at its beginning.
+        # Patches that are chosen twice occur twice, also as neighbours; the authors' list of
+        # the others is then too short by as many, at its beginning.
         gone = torch.ones(n, dtype=torch.bool).index_fill(0, index, False).nonzero()[:, 0]
         gone = gone[len(index) - len(index.unique()) :]
         rows_of = torch.cat([index, gone])
@@ -59,7 +59,7 @@ def case(data: dict, meta: dict) -> None:
 
 
 def stage_delivers(data: dict, rows: Tensor, n: int) -> None:
-    """The same rows in the order of the prompt; that of what is gone stands for all of it."""
+    """The same rows in the order of the prompt; that of dropped tokens represents all of them."""
     side = math.isqrt(n)
     tokens, geometry = picture((0, 0), (side, side))
     tokens = VisualTokens(data["features_penultimate"][0, 1:], tokens.layout)

@@ -30,7 +30,7 @@ def scores(data: dict, features: Tensor, position: Tensor, rows: Tensor) -> Tens
 
 
 def ranked(features: Tensor) -> int:
-    """Terms of a score: norm, projections of queries and of keys, logits of heads of 16, rows."""
+    """Terms of a score: norm, projections of queries and keys, logits of heads of 16, rows."""
     rows, width = features.shape
     return 3 * width + 16 + rows
 
@@ -78,7 +78,7 @@ def single_case(data: dict) -> None:
 
 
 def batch_case(data: dict) -> None:
-    """Two samples, one without a picture: each alone and unpadded, as the engine runs them."""
+    """Two samples, one without an image: each alone and unpadded, as the engine runs them."""
     outputs = []
     for i, start in enumerate(data["image_token_posi"].tolist()):
         valid = data["attention_mask"][i].bool()
@@ -106,7 +106,7 @@ def batch_case(data: dict) -> None:
 
 @torch.no_grad()
 def end_to_end(data: dict, meta: dict) -> None:
-    """The engine itself, on the stored weights: selection, cache, hidden states, positions."""
+    """The engine on the stored weights: selection, cache, hidden states, positions."""
     steps = data["decode_embeds"][0]
     run, last = decoder_run(data, PyramidDrop(layers_=(2, 4, 6)), 35, 576, steps)
     terms = network(run.adapter.model, 631)

@@ -1,4 +1,4 @@
-"""Replays the stored quantiser cases: KIVI, ZipCache and attention over mixed segments."""
+"""Replays the stored quantizer cases: KIVI, ZipCache and attention over mixed segments."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from vlmfast.kernels.quantize_kv import (
 )
 
 FLOAT = torch.float32
-STEP = 3  # operations behind a step, and between a number, its code and its way back
+STEP = 3  # operations up to a step, and between a number, its code and its dequantized value
 
 
 # --- what the references store -------------------------------------------------------------------
@@ -50,7 +50,7 @@ def from_words(packed: Tensor, bits: int, dim: int) -> Tensor:
 
 
 def unrounded(x: Tensor, step: Tensor, minimum: Tensor) -> Tensor:
-    """Codes of ``x`` before they are whole; steps and minima each for as many of ``x`` as fit."""
+    """Codes of ``x`` before rounding; each step and minimum covers as many of ``x`` as fit."""
     x, step, minimum = x.double(), step.double(), minimum.double()
     for dim in (-2, -1):
         times = x.shape[dim] // step.shape[dim]
@@ -59,9 +59,9 @@ def unrounded(x: Tensor, step: Tensor, minimum: Tensor) -> Tensor:
 
 
 def agree(ours: Tensor, stored: Tensor, bits: int, codes: Tensor, dtype: torch.dtype) -> Tensor:
-    """Equal codes; at a tie of the `unrounded` ``codes``, the next one. Tells which are equal.
+    """Equal codes; at a tie of the `unrounded` ``codes``, the next one. Returns the equality mask.
 
-    The references count in ``dtype``, so that is what says how far around a half a tie reaches.
+    The references compute in ``dtype``, which determines how far around a half a tie reaches.
     """
     assert ours.shape == stored.shape
     ours, stored = unpack(ours, bits).int(), unpack(stored, bits).int()
@@ -72,7 +72,7 @@ def agree(ours: Tensor, stored: Tensor, bits: int, codes: Tensor, dtype: torch.d
 
 
 def restored(ours: Tensor, stored: Tensor, x: Tensor, dim: int, equal: Tensor) -> None:
-    """What equal codes of ``x``, that share a step along ``dim``, are read back as."""
+    """Dequantized values of equal codes of ``x`` that share a step along ``dim``."""
     size = x.abs().amax(dim, keepdim=True).expand_as(x)[equal]
     close(ours[equal], stored[equal], x.dtype, STEP, scale=size)
 
@@ -88,7 +88,7 @@ def rows_of(x: Tensor) -> Tensor:
 
 
 def same(ours: Tensor, stored: Tensor) -> None:
-    """Steps, minima and scales: each is some operations away from what it is taken of."""
+    """Steps, minima and scales: each is a few operations away from its inputs."""
     stored = stored.reshape(ours.shape)
     close(ours, stored, terms=STEP, scale=stored.abs())
 
@@ -97,7 +97,7 @@ def same(ours: Tensor, stored: Tensor) -> None:
 
 
 def kivi(data: dict, meta: dict) -> None:
-    """Steps, minima and codes of both quantisers, by the functions and by the stage."""
+    """Steps, minima and codes of both quantizers, by the functions and by the stage."""
     bits, group = int(meta["bits"]), int(meta["group_size"])
     tokens, channels = -2, -1
     stage = Kivi(bits=bits, group=group, residual=group)
@@ -120,7 +120,7 @@ def kivi(data: dict, meta: dict) -> None:
             equal = agree(packed, pack(theirs, bits), bits, codes, x.dtype)
             stored = data[f"{name}_dequant"][at]
             restored(back, stored, x, dim, equal)
-            # Where a code differs, ours is as near to what was quantised.
+            # Where a code differs, ours is as near to the original value.
             size = x.abs().amax(dim, keepdim=True)
             ours, stored = ((of.double() - x.double()).abs() for of in (back, stored))
             assert bool((ours <= stored + tolerance(x.dtype, STEP, size)).all())
@@ -137,7 +137,7 @@ def plain(keys: Tensor, values: Tensor) -> KV:
 
 
 def zipcache_quant(data: dict, meta: dict) -> None:
-    """The three quantisers on folded heads."""
+    """The three quantizers on folded heads."""
     dtype = data["k"].dtype
     k, v = folded(data["k"]), folded(data["v"])
     batch = len(k)
@@ -206,7 +206,7 @@ def zipcache_mixed(data: dict, meta: dict) -> None:
 
 
 def zipcache_saliency(data: dict, meta: dict) -> None:
-    """Scores and the low segment, by the functions and by the stage."""
+    """Scores and the low-precision segment, by the functions and by the stage."""
     (q,), (k,), rows = data["q"], data["k"], data["probe_ids"]
     n, share = k.shape[1], float(meta["unimportant_ratio"])
     assert len(rows) == n - int(0.95 * n) + int(0.05 * n)
@@ -235,7 +235,7 @@ def zipcache_saliency(data: dict, meta: dict) -> None:
 
 
 def decode(data: dict, meta: dict) -> None:
-    """Output and log-sum-exp; the same with anything in the slots that do not exist."""
+    """Output and log-sum-exp; the same with arbitrary values in free slots."""
     q = data["q"].float()[:, :, None]
     for poison in (False, True):
         tail_k, tail_v = data["k_tail"].float(), data["v_tail"].float()

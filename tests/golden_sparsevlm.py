@@ -1,4 +1,4 @@
-"""Replays the stored SparseVLM cases: raters, scores and what stays; groups and their means."""
+"""Replays the stored SparseVLM cases: raters, scores and kept tokens; groups and their means."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def choice(data: dict, meta: dict) -> None:
     n = total - START - TEXT
     rate, score = raters(hidden[START : START + n], hidden[START + n :])
     stored = data["rater_score"][0]
-    # Logits over the width, rows over the text, columns over the picture. What a logit is off by
+    # Logits over the width, rows over the text, columns over the image. A logit's error
     # grows with it: these are not divided by the root of the width.
     size = float((hidden[START : START + n] @ hidden[START + n :].T).abs().max())
     close(score, stored, terms=hidden.shape[1] + TEXT + n, scale=size * stored)

@@ -1,9 +1,9 @@
 """Replays the stored cases of speculative decoding.
 
-The verifiers that draw a number for each guess in turn stand here only: the product draws one token
-at each node instead (`engine.speculation.walk`), which is the same law and keeps an answer what it
-is without drafts. Their stored draws go through the product's walk all the same: deciding guess by
-guess is one more way to draw a node's token.
+The verifiers that draw a number for each guess in turn exist only here: the product draws one token
+at each node instead (`engine.speculation.walk`), which has the same distribution and keeps an
+answer as it is without drafts. Their stored draws still go through the product's walk: deciding
+guess by guess is another way to draw a node's token.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ MC_SIM_63 = shape_of(
 
 # --- verifiers that decide guess by guess --------------------------------------------------------
 
-Warp = Callable[[Tensor], Tensor]  # a row of logits as it is sampled from
+Warp = Callable[[Tensor], Tensor]  # a row of logits to the row that is sampled
 
 
 class Rejection:
-    """What `walk` asks for a node's token: its guesses are accepted or refused one by one.
+    """`walk`'s draw of a node's token: its guesses are accepted or rejected one by one.
 
     Parameters
     ----------
@@ -69,14 +69,14 @@ class Rejection:
     ) -> None:
         self.tree, self.children, self.warp, self.draw, self.q = tree, children, warp, draw, q
         self.node = 0
-        self.left = torch.empty(0)  # the distribution behind the last node that was accepted
-        self.size = torch.empty(0)  # and how large the numbers were that it is a difference of
-        self.sums = 1  # that were divided by on its way
+        self.left = torch.empty(0)  # the distribution after the last accepted node
+        self.size = torch.empty(0)  # and the magnitude of the numbers whose difference it is
+        self.sums = 1  # sums that it was divided by
 
     def __call__(self, logits: Tensor) -> tuple[int, bool]:
         logits = self.warp(logits)
         p = logits.softmax(-1)
-        # What a logit is off by, its probability is off by relatively.
+        # A logit's absolute error is its probability's relative error.
         reach = float(logits[logits.isfinite()].abs().max())
         size, self.sums = max(reach, 1.0) * p, 1
         q = self.q(self.node) if self.q and self.children[self.node] else None
@@ -97,7 +97,7 @@ class Rejection:
         return -1, True
 
     def same_law(self, stored: Tensor) -> None:
-        """What is left is ``stored``."""
+        """The remaining distribution equals ``stored``."""
         close(self.left, stored, terms=self.sums * len(stored), scale=self.size)
 
 
@@ -124,7 +124,7 @@ def greedy(logits: Tensor) -> tuple[int, bool]:
 
 
 def tree_of(tokens: Iterable[int], rows: Tensor) -> Tree:
-    """The tree whose paths are ``rows`` of nodes, filled up with -1."""
+    """The tree whose paths are ``rows`` of nodes, padded with -1."""
     tokens = tuple(tokens)
     parents = [-1] * len(tokens)
     for row in rows.tolist():
@@ -135,7 +135,7 @@ def tree_of(tokens: Iterable[int], rows: Tensor) -> Tree:
 
 
 def in_order_of(rows: Tensor, nodes: int) -> list[list[int]]:
-    """Children of each node, as they first appear in ``rows``."""
+    """Children of each node, by their first occurrence in ``rows``."""
     children: list[list[int]] = [[] for _ in range(nodes)]
     for row in rows.tolist():
         for above, node in pairwise(row):
@@ -145,7 +145,7 @@ def in_order_of(rows: Tensor, nodes: int) -> list[list[int]]:
 
 
 def same_path(data: dict, path: list[int]) -> None:
-    """The accepted nodes are the beginning of the row that the reference chose."""
+    """The accepted nodes are a prefix of the row that the reference chose."""
     accepted = int(data["accept_length"])
     assert len(path) - 1 == accepted
     row = data["retrieve_indices"][int(data["best_candidate"])]
@@ -167,7 +167,7 @@ def counting(uniforms: Tensor, used: list[float]) -> Callable[[int], float]:
 
 
 def same_shape(tree: Tree, mask: Tensor, depths: Tensor, rows: Tensor) -> None:
-    """Mask, depths and paths; the order of the paths, and what fills them up, is each one's own."""
+    """Mask, depths and paths; the order of the paths and their padding may differ."""
     assert torch.equal(tree.mask(), mask.bool())
     assert list(tree.depths) == depths.tolist()
     mine = [[node for node in row if node >= 0] for row in tree.paths().tolist()]
@@ -194,7 +194,7 @@ def medusa_buffers(data: dict, meta: dict) -> None:
 
 
 def blocks(shape: Tree, top: int) -> list[int]:
-    """Places of EAGLE's guesses: one block of ``top`` for each node that has children."""
+    """Positions of EAGLE's guesses: one block of ``top`` for each node that has children."""
     order = [node for node, below in enumerate(shape.children) if below]
     return [0] + [
         1 + top * order.index(parent) + rank
@@ -210,7 +210,7 @@ def eagle_buffers(data: dict, meta: dict) -> None:
 
 
 def recycling(data: dict, meta: dict) -> None:
-    """The template, and what a matrix of successors makes of it."""
+    """The template, and its tree for a matrix of successors."""
     choices = json.loads(meta["template"])
     assert Tree.of_paths(ROOT, choices) == TEMPLATE
     ends = [sum(d < depth for d in TEMPLATE.depths) for depth in range(1, TEMPLATE.depth + 2)]
@@ -226,7 +226,7 @@ def recycling(data: dict, meta: dict) -> None:
     matrix, root = data["adjacency"].tolist(), int(data["root"])
     wanted = data["tree_input_ids"][0].tolist()
     assert guesses(TEMPLATE, root, matrix.__getitem__) == wanted
-    # As a tree, with successors that are not the same twice: every path of the template.
+    # As a tree, with distinct successors: every path of the template.
     distinct = [list(dict.fromkeys(row)) for row in matrix]
     tree = filled(TEMPLATE, root, distinct.__getitem__)
     expected = [root]
@@ -270,7 +270,7 @@ def posterior_sample(data: dict, meta: dict) -> None:
 
 
 def posterior_vispec(data: dict, meta: dict) -> None:
-    """ViSpec: as EAGLE-2, with a number for each place of its table of paths."""
+    """ViSpec: as EAGLE-2, with a number for each position of its table of paths."""
     rows = data["retrieve_indices"]
     tree = tree_of(data["draft_tokens"][0].tolist(), rows)
     where = {}
@@ -358,7 +358,7 @@ def medusa_greedy(data: dict, meta: dict) -> None:
 
 
 def ragged_batch(data: dict, meta: dict) -> None:
-    """What each row holds when its drafts are accepted; it is not moved to the right for that."""
+    """Each row's contents when its drafts are accepted; it is not moved to the right for that."""
     pads, contents = (
         data[f"{name}s"].tolist() for name in ("old_padding_length", "original_content_length")
     )
@@ -393,7 +393,7 @@ def ragged_batch(data: dict, meta: dict) -> None:
 
 
 def prompt_lookup(data: dict, meta: dict) -> None:
-    """Earliest match; Hugging Face ends a copy with the text, and in front of an end token."""
+    """Earliest match; Hugging Face ends a copy at the end of the text and before an end token."""
     assert data["cases"]
     for case in data["cases"]:
         ids, wanted = case["input_ids"], case["candidates"]
@@ -407,20 +407,20 @@ def prompt_lookup(data: dict, meta: dict) -> None:
 
 
 def other_prompts(data: dict) -> dict:
-    """A control: prompts the other way round."""
+    """Control: prompts reversed."""
     return data | {"cases": [c | {"input_ids": c["input_ids"][::-1]} for c in data["cases"]]}
 
 
-# --- the exact law -------------------------------------------------------------------------------
+# --- the exact distribution ----------------------------------------------------------------------
 
 
 def accepted_by(p: Tensor, q: Tensor, guesses_left: int) -> tuple[Tensor, Tensor]:
-    """Sampled siblings at one node, enumerated: P(one is accepted), and the law that comes out.
+    """Sampled siblings at one node, enumerated: P(one is accepted), and the resulting distribution.
 
     Parameters
     ----------
     p, q : Tensor, (V,)
-        What is left of the target's and of the drafter's distribution.
+        The remaining target and drafter distributions.
     """
     if not guesses_left:
         return p.new_zeros(()), p
@@ -438,7 +438,7 @@ def accepted_by(p: Tensor, q: Tensor, guesses_left: int) -> tuple[Tensor, Tensor
 
 
 def exact_law(data: dict, meta: dict) -> None:
-    """Closed forms of the toy model: what its other tests count must come near to them."""
+    """Closed forms of the demo model; the counts of its other tests must be close to them."""
     p0, p1, p2, q0, q1 = (data[name] for name in ("p0", "p1", "p2", "q0", "q1"))
     joint = p0[:, None, None] * p1[:, :, None] * p2
     close(joint, data["joint_first3"], terms=3, scale=joint)  # products of three
@@ -460,7 +460,7 @@ def exact_law(data: dict, meta: dict) -> None:
     close(levels, data["topk2x2_tree_level_accept"], terms=len(tree))
     several = [accepted_by(p0, q0, k) for k in (1, 2, 3, 4)]
     accepted = torch.stack([accept for accept, _ in several])
-    # Each guess sums over the tokens, twice: what is accepted, and what is left.
+    # Each guess sums over the tokens, twice: the accepted part, and the rest.
     terms = 2 * len(several) * len(p0)
     close(accepted, data["multiround_root_accept_K1..4"], terms=terms, scale=1)
     close(several[-1][1], data["multiround_root_law_K4"], terms=terms, scale=1)

@@ -1,4 +1,4 @@
-"""Replays the stored ToMe cases: who merges into whom, means and sizes, twice in a row."""
+"""Replays the stored ToMe cases: merge targets, means and sizes, twice in a row."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ def case(data: dict, meta: dict) -> None:
     x = data["x"]
     size = torch.ones(x.shape[:2])
     source = bipartite(data["metric"], r, cls)
-    stored = data["source"].long().argmax(1)  # (V, M, N): the row that each belongs to
+    stored = data["source"].long().argmax(1)  # (V, M, N): the output row of each input row
     assert torch.equal(data["source"].sum(1), torch.ones_like(stored, dtype=torch.uint8))
     out, total = merge(x, size, source)
     assert torch.equal(total, data["size"][..., 0])
-    # The authors leave the rows of A that stay in their order too: the same rows, row by row.
+    # The authors leave the kept rows of A in their order too: the same rows, row by row.
     assert torch.equal(source, stored)
-    close(out, data["out"], terms=x.shape[1])  # as many as there are can be the mean
+    close(out, data["out"], terms=x.shape[1])  # the mean of at most all rows
     spread = out.gather(1, source[..., None].expand(-1, -1, x.shape[2]))
     close(spread, data["unmerged"], terms=x.shape[1])
     source2 = bipartite(data["metric2"], r, cls)
@@ -29,10 +29,10 @@ def case(data: dict, meta: dict) -> None:
 
 
 def sized_case(data: dict, meta: dict) -> None:
-    """One merge of rows that stand for several patches each."""
+    """One merge of rows that represent several patches each."""
     size = data["size"][..., 0]
     source = bipartite(data["metric"], int(meta["r"]), meta["class_token"] == "True")
-    # Where there is no CLS, the authors leave the rows of A that stay in no order.
+    # Without CLS, the authors leave the kept rows of A in no order.
     theirs = data["source"].argmax(1)
     place = torch.zeros_like(total_of(theirs)).scatter(1, theirs, source)
     assert torch.equal(place.gather(1, theirs), source)
@@ -43,5 +43,5 @@ def sized_case(data: dict, meta: dict) -> None:
 
 
 def total_of(source: torch.Tensor) -> torch.Tensor:
-    """As many columns as there are rows in what ``source`` (V, N) makes."""
+    """As many columns as ``source`` (V, N) has output rows."""
     return source[:, : int(source.max()) + 1]

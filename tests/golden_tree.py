@@ -1,4 +1,4 @@
-"""What is stored of attention over trees."""
+"""Replays stored attention over trees."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from vlmfast.kernels.tree_verify import tree_verify
 
 
 def tree_case(data: dict, meta: dict) -> None:
-    """Output and log-sum-exp, whatever the slots hold that do not exist."""
+    """Output and log-sum-exp, for any contents of free slots."""
     keys, values, lengths = data["k_ctx"].float(), data["v_ctx"].float(), data["len_ctx"]
     gone = torch.arange(keys.shape[2]) >= lengths[..., None]
     inputs = (data["k_tree"].float(), data["v_tree"].float(), data["ancestor_bits"])

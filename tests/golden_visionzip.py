@@ -1,4 +1,4 @@
-"""Replays the stored VisionZip cases: what is dominant, what merges, and the rows that come out."""
+"""Replays the stored VisionZip cases: dominant patches, merged patches, and the output rows."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def zip_case(data: dict, meta: dict) -> None:
 
 @torch.no_grad()
 def clip_case(data: dict, meta: dict) -> None:
-    """A tower of transformers with the stored weights; statistics as the engine takes them."""
+    """A tower of transformers with the stored weights; statistics in the engine's form."""
     hidden = data["embeddings_after_pre_layrnorm"]
     blocks = clip_blocks(data)
     depth = len(blocks)
@@ -53,10 +53,10 @@ def views_case(data: dict, attention: Tensor, keys: Tensor, hidden: Tensor, term
     hidden : Tensor, (V, 1 + N, D)
         CLS first.
     terms : int
-        Behind a row of ``hidden`` and the mean of as many rows as there are.
+        Terms of a row of ``hidden`` and of the mean of as many rows as exist.
     """
     dominant, contextual = int(data["dominant_arg"]), int(data["contextual_arg"])
-    stored = data["all_indices"].sort(dim=1).values  # the rows that come out ascend
+    stored = data["all_indices"].sort(dim=1).values  # the output rows ascend
     views, n = keys.shape[:2]
     for view in range(views):
         home = homes(attention[view].sum(0), keys[view], dominant - 1, contextual)
@@ -85,7 +85,7 @@ def views_case(data: dict, attention: Tensor, keys: Tensor, hidden: Tensor, term
     assert int((zipped.layout.kind == Kind.SPECIAL).sum()) == views
 
     if "next_order_row_id" in data:
-        # Dominant patches of base and crops stand where the authors' re-assembly puts them.
+        # Dominant patches of base and crops are where the authors' re-assembly puts them.
         row = data["next_order_row_id"]
         crop, number = row // (dominant + contextual), row % (dominant + contextual)
         theirs = torch.stack([crop, stored[crop, number.clamp(max=dominant - 1)] - 1], 1)

@@ -1,13 +1,13 @@
-"""Recorded answers: requests through the whole public API, and what the library answered to each.
+"""Recorded answers: requests through the whole public API, and the library's answer to each.
 
-`cases` makes seeded requests of every way in (``ask``, ``stream``, ``chat``, ``ask_many``,
+`cases` makes seeded requests for every entry point (``ask``, ``stream``, ``chat``, ``ask_many``,
 sessions, ``attach``, videos read block by block, ``compare``) over pairs of methods and families,
 samplers and drafters. `answers` runs one on a random-weight model in float64.
 `tools/record_answers.py` writes them to `FILE`, and `test_answers.py` compares.
 
 Where two logits or scores are nearly equal, another processor may choose the other one. `record`
-finds such places by running each request again with weights that differ by `NOISE` of themselves:
-what changes then is not compared, nor anything that follows it.
+finds such cases by running each request again with weights that differ by a fraction `NOISE`:
+values that change then are not compared, nor any that follow them.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from vlmfast.core.registry import stage_names
 
 FILE = Path(__file__).parent / "answers" / "answers.jsonl"
 NOISE = 1e-6  # of each weight
-RUNS = 2  # with such weights
+RUNS = 2  # number of such repetitions
 QUICK = 200  # requests that every run of the tests replays
 FAMILIES = [*sorted(tiny_families.builders()), "tiny"]
 FIELDS = ("tokens", "kept", "kv_bytes", "drafts", "prompt")
 
 # --- requests ------------------------------------------------------------------------------------
 
-# Defaults of cache methods are for longer prompts than these.
+# The defaults of cache methods are for longer prompts than these.
 METHODS = {
     "cake": ["cake:0.8", "cake:0.6,window=0.1"],
     "catp": ["catp:0.3"],
@@ -123,12 +123,12 @@ BLOCKWISE = ("llava", "llava_next", "tiny")
 
 
 def picture(seed: int, width: int, height: int) -> Image.Image:
-    of = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
-    return Image.fromarray(of)
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return Image.fromarray(pixels)
 
 
 def cases() -> Iterator[dict[str, Any]]:
-    """Every case, in an order that does not depend on anything but this file."""
+    """Every case, in an order that depends only on this file."""
     words: list[tuple[str, str, int]] = []
     for family in FAMILIES:
         for name in sorted(stage_names()):
@@ -199,7 +199,7 @@ def _case(number: int, family: str, recipe: str, way: str, sampler: str) -> dict
 
 @functools.cache
 def model(family: str) -> tuple[Any, Any]:
-    """Random weights (those that are shipped of ``tiny``) and processor, float64."""
+    """Random weights (the shipped ones for ``tiny``) and processor, float64."""
     if family == "tiny":
         shipped = VLM.from_pretrained("tiny", device="cpu")
         return shipped.model.double(), shipped.processor
@@ -210,14 +210,14 @@ def model(family: str) -> tuple[Any, Any]:
 @functools.lru_cache(maxsize=RUNS)
 def perturbed(family: str, seed: int) -> tuple[Any, Any]:
     """The same with weights that differ by about `NOISE` of each."""
-    of, processor = model(family)
-    of = copy.deepcopy(of)
+    network, processor = model(family)
+    network = copy.deepcopy(network)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for weight in of.parameters():
+        for weight in network.parameters():
             noise = torch.randn(weight.shape, generator=generator, dtype=torch.float64)
             weight.mul_(1 + NOISE * noise)
-    return of, processor
+    return network, processor
 
 
 def _media(media: list[list[Any]]) -> dict[str, Any]:
@@ -244,7 +244,7 @@ def _generation(case: dict[str, Any], request: dict[str, Any]) -> dict[str, Any]
 
 
 def answers(case: dict[str, Any], of: tuple[Any, Any] | None = None) -> list[dict[str, Any]]:
-    """What the library answers to a case: one record for each of its requests."""
+    """The library's answers to a case: one record for each of its requests."""
     vlm = VLM(*(model(case["family"]) if of is None else of))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(case["n"])
@@ -322,7 +322,7 @@ def _attached(vlm: VLM, case: dict[str, Any]) -> list[Any]:
 def _record(case: dict[str, Any], answer: Any) -> dict[str, Any]:
     stats, trace = answer.stats, answer.trace
     kept = ""
-    if trace.depth is not None:  # of each visual token: how many layers it entered
+    if trace.depth is not None:  # how many layers each visual token entered
         packed = zlib.compress(bytes(trace.depth.to(torch.uint8).tolist()), 9)
         kept = base64.b64encode(packed).decode()
     found = {
@@ -368,7 +368,7 @@ def _common(one: list[int], other: list[int]) -> int:
 
 
 def differences(line: dict[str, Any], got: list[dict[str, Any]]) -> tuple[list[str], int]:
-    """What differs from a recorded line, and how many answers were compared in part only."""
+    """Differences from a recorded line, and how many answers were compared only in part."""
     wrong: list[str] = []
     ties = 0
     for index, (want, have) in enumerate(zip(line["answers"], got, strict=True)):
@@ -386,18 +386,18 @@ def differences(line: dict[str, Any], got: list[dict[str, Any]]) -> tuple[list[s
             if have.get(name) != want.get(name)
         ]
         if not whole and line["case"]["way"] in ("session", "ask_many", "attach"):
-            break  # the next ones read or draw what follows the tie
+            break  # the next ones depend on the tie
     return wrong, ties
 
 
 def read() -> list[dict[str, Any]]:
-    """All recorded lines; the first of the file says where they come from."""
+    """All recorded lines; the first line of the file names their origin."""
     _, *lines = FILE.read_text(encoding="utf-8").splitlines()
     return [json.loads(line) for line in lines]
 
 
 def stratified(lines: list[dict[str, Any]]) -> None:
-    """Mark about `QUICK` requests as ``quick``: first those that bring most that is new."""
+    """Mark about `QUICK` requests as ``quick``: first those that add the most new features."""
     left, seen, chosen = list(lines), set(), 0
     while left and chosen < QUICK:
         gains = [len(_strata(line) - seen) / len(line["answers"]) for line in left]

@@ -1,4 +1,4 @@
-"""Requests of `recorded` are answered as recorded: tokens, kept indices, cache bytes, drafts."""
+"""Replays the requests of `recorded`: tokens, kept indices, cache bytes and drafts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ QUICK = [line for line in LINES if line.get("quick")]
 
 def replay(lines: list[dict[str, Any]], family: str) -> None:
     if family == "smolvlm":
-        pytest.importorskip("num2words")  # its processor wants it
+        pytest.importorskip("num2words")  # needed by its processor
     wrong = []
     for line in lines:
         if line["case"]["family"] == family:
@@ -27,18 +27,18 @@ def replay(lines: list[dict[str, Any]], family: str) -> None:
 
 
 @pytest.mark.parametrize("family", recorded.FAMILIES)
-def test_answers_are_the_recorded_ones(family: str) -> None:
+def test_answers_match_the_record(family: str) -> None:
     replay(QUICK, family)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", recorded.FAMILIES)
-def test_all_answers_are_the_recorded_ones(family: str) -> None:
+def test_all_answers_match_the_record(family: str) -> None:
     replay([line for line in LINES if not line.get("quick")], family)
 
 
-def test_the_record_covers_what_it_should() -> None:
-    """Enough requests, small enough, and few places that another processor may decide otherwise."""
+def test_record_is_large_enough_and_mostly_unambiguous() -> None:
+    """Enough requests, small enough, and few answers that another processor may change."""
     answers = [answer for line in LINES for answer in line["answers"]]
     ties = sum("stable" in answer or "ties" in answer for answer in answers)
     assert len(answers) >= 2000
@@ -51,8 +51,8 @@ def test_the_record_covers_what_it_should() -> None:
         assert {line["case"]["sampler"] for line in lines} == set(recorded.SAMPLERS)
 
 
-def test_a_difference_is_seen() -> None:
-    """The control: one other token, one other visual token that went, one byte more."""
+def test_difference_is_reported() -> None:
+    """Control: one token changed, one visual token dropped, one byte more."""
     line = next(line for line in QUICK if line["answers"][0]["kept"] and len(line["answers"]) == 1)
     assert recorded.differences(line, copy.deepcopy(line["answers"])) == ([], 0)
     for name, other in (("tokens", [3]), ("kept", "x"), ("kv_bytes", 1), ("prompt", [0, 0, 0])):
@@ -68,8 +68,8 @@ def test_a_difference_is_seen() -> None:
     assert recorded.differences(tied, got) == ([], 1)
 
 
-def test_a_tie_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights that move far enough change an answer, and its record says from where on."""
+def test_tie_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights that move far enough change an answer; its record marks from which token on."""
     case = next(line["case"] for line in QUICK if line["case"]["family"] == "llava")
     monkeypatch.setattr(recorded, "NOISE", 0.3)
     recorded.perturbed.cache_clear()
@@ -79,7 +79,7 @@ def test_a_tie_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert any("stable" in answer for answer in noted["answers"])
 
 
-def test_the_tool_writes_and_compares(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_tool_writes_and_compares(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     path = recorded.FILE.parents[2] / "tools" / "record_answers.py"
     spec = importlib.util.spec_from_file_location("record_answers", path)
     tool = importlib.util.module_from_spec(spec)

@@ -36,11 +36,11 @@ from vlmfast.kernels.score import cross_level, self_level
 from vlmfast.train.stages import Sample, inputs_of, run
 
 HEADS, DEPTH = 4, 8
-LAYERS = (1, 4, 6)  # what the default shares mean in eight layers
+LAYERS = (1, 4, 6)  # the default fractions of the depth in eight layers
 
 
 def module(seed: int | None = 0, *, learned: bool = True, layers=LAYERS) -> Module:
-    """As if it had been trained: every weight away from where it starts; ``None``: untrained."""
+    """A trained-like module: random weights away from their start; ``None``: untrained."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         built = ATP.build(
@@ -58,13 +58,13 @@ def module(seed: int | None = 0, *, learned: bool = True, layers=LAYERS) -> Modu
                 weight += 0.3 * torch.randn(weight.shape, generator=generator)
             for share, point in zip((0.4, 0.2, 0.1), built.points.values(), strict=False):
                 point.share.fill_(share)
-                point.theta_s.bias -= 2.2  # among the grids
+                point.theta_s.bias -= 2.2  # among the grid scores
     return built.eval()
 
 
-def step_for(*pictures: dict, net: Module, seed: int = 0, text: int = 5) -> PrefillContext:
-    """A prompt behind layer 0: three text rows before each picture, ``text`` behind the last."""
-    visual = prompt(*pictures)[0].layout
+def step_for(*images: dict, net: Module, seed: int = 0, text: int = 5) -> PrefillContext:
+    """A prompt after layer 0: three text rows before each image, ``text`` after the last."""
+    visual = prompt(*images)[0].layout
     n = int(visual.order[-1]) + 1 + text
     words = torch.ones(n, dtype=torch.bool).index_fill(0, visual.order, False).nonzero().flatten()
     layout = TokenLayout.cat([TokenLayout.text(words, words[None]), visual])
@@ -82,7 +82,7 @@ def step_for(*pictures: dict, net: Module, seed: int = 0, text: int = 5) -> Pref
 
 
 @pytest.mark.parametrize("side", [8, 24])
-def test_grids_of_a_whole_view(side: int) -> None:
+def test_grids_of_a_full_view(side: int) -> None:
     layout = prompt({"tiles": (0, 0), "patches": (side, side)})[0].layout
     score = spatial_score(layout, 3)
     for stride, value in ((2, 0.25), (4, 0.8125), (8, 0.953125)):
@@ -93,7 +93,7 @@ def test_grids_of_a_whole_view(side: int) -> None:
 
 @given(arguments=picture_arguments(), grids=st.integers(1, 5))
 @settings(max_examples=30, deadline=None)
-def test_grids_are_nested_lattices_and_newlines_lie_on_none(arguments: dict, grids: int) -> None:
+def test_grids_are_nested_lattices_without_newlines(arguments: dict, grids: int) -> None:
     layout = prompt(arguments)[0].layout
     score = spatial_score(layout, grids)
     assert not score[~layout.patches].any()
@@ -106,7 +106,7 @@ def test_grids_are_nested_lattices_and_newlines_lie_on_none(arguments: dict, gri
         inside = on
 
 
-def test_levels_are_in_nats_against_the_others() -> None:
+def test_levels_are_in_nats_relative_to_the_others() -> None:
     whole = torch.ones(4)
     share = torch.tensor([0.1, 0.2, 0.3, 0.05])
     expected = torch.log(4 * share)
@@ -116,8 +116,8 @@ def test_levels_are_in_nats_against_the_others() -> None:
     close(self_level(logits + 7, whole), logits - 2, terms=4, scale=13)  # the largest that cancels
 
 
-def test_a_token_that_is_hardly_there_does_not_count() -> None:
-    """Soft masks against the same tokens without those that they hide."""
+def test_soft_masked_token_does_not_count() -> None:
+    """Soft-masked tokens give the same scores as removed tokens."""
     soft = torch.tensor([1.0, 1e-9, 1.0, 1.0, 1e-9])
     there = soft > 0.5
     logits = torch.tensor([0.3, 2.0, -1.0, 0.8, 1.0])
@@ -125,14 +125,14 @@ def test_a_token_that_is_hardly_there_does_not_count() -> None:
     without = cross_level(logits[there].softmax(0), torch.ones(3))
     close(cross_level(hidden, soft)[there], without, terms=5)
     close(self_level(logits, soft)[there], self_level(logits[there], torch.ones(3)), terms=5)
-    # What is there of a token does not lower its own score: the attention holds it already.
+    # A token's own mask does not lower its score: the attention already includes it.
     half = torch.tensor([0.5, 1.0, 1.0])
     level = cross_level((torch.zeros(3) + half.log()).softmax(0), half)
     close(level, torch.zeros(3), terms=3, scale=1)
 
 
-def test_the_score_on_a_worked_example() -> None:
-    """Untrained: plain means of heads, mean of both sigmoids, thresholds where they start."""
+def test_score_on_a_worked_example() -> None:
+    """Untrained: plain means over heads, mean of both sigmoids, initial thresholds."""
     point = module(None).points["1"]
     attention = torch.tensor([[0.1, 0.4], [0.3, 0.2], [0.1, 0.1], [0.1, 0.1]])
     received = torch.tensor([[1.0, 3.0], [0.0, 0.0], [2.0, 0.0], [1.0, 1.0]])
@@ -143,7 +143,7 @@ def test_the_score_on_a_worked_example() -> None:
     # The logistic of log(r) is r / (1 + r).
     close(scores.red, 0.25 + torch.tensor([0.3 / 1.3, 0.4 / 1.4]) / 2, terms=terms)
     thetas = torch.stack([scores.theta_r, scores.theta_s])
-    close(thetas, torch.tensor([0.5, 0.9]), terms=2)  # a logit there and back
+    close(thetas, torch.tensor([0.5, 0.9]), terms=2)  # logit and sigmoid
 
 
 @given(seed=st.integers(0, 99), n=st.integers(1, 40), scale=st.floats(0, 30))
@@ -161,14 +161,14 @@ def test_scores_and_thresholds_are_in_range(seed: int, n: int, scale: float) -> 
 
 
 def test_thresholds_depend_on_the_input() -> None:
-    """On the means of both scores, so that how much is kept is the input's own."""
+    """Each input sets its own keep fraction: thresholds depend on the means of both scores."""
     point, generator = module(3).points["1"], torch.Generator().manual_seed(0)
     uniform, flat = torch.full((HEADS, 30), 1 / 30), torch.zeros(HEADS, 30)
     peaked = (5 * torch.randn(HEADS, 30, generator=generator)).softmax(-1)
     spatial, soft = torch.zeros(30), torch.ones(30)
     a, b = (point(x, flat, spatial, soft) for x in (uniform, peaked))
     for one, other in ((a.theta_r, b.theta_r), (a.theta_s, b.theta_s)):
-        apart(one, other, terms=HEADS + 30 + 2 + WIDTH)  # means, and the network of them
+        apart(one, other, terms=HEADS + 30 + 2 + WIDTH)  # the means and their MLP
 
 
 # --- masks ---------------------------------------------------------------------------------------
@@ -179,7 +179,7 @@ def scores(draw: st.DrawFn) -> Scores:
     n = draw(st.integers(1, 30))
     red = draw(st.lists(st.integers(0, 64), min_size=n, max_size=n))
     spatial = draw(st.lists(st.sampled_from([0.0, 0.25, 0.8125]), min_size=n, max_size=n))
-    # Scores on a lattice and thresholds off it: no token lies on its threshold.
+    # Scores on a lattice and thresholds off it: no token is on its threshold.
     thetas = (torch.tensor((2 * draw(st.integers(0, 63)) + 1) / 128) for _ in range(2))
     return Scores(torch.tensor(red) / 64, torch.tensor(spatial), *thetas)
 
@@ -190,25 +190,25 @@ def test_soft_masks_harden(scores: Scores) -> None:
     hard = hard_mask(scores)
     off = [(soft_mask(scores, t) - hard.float()).abs().max() for t in (10.0, 100.0, 5000.0)]
     assert off[0] >= off[1] >= off[2]
-    # Thresholds lie 1/128 from any score, at least: exp(-5000/128) is below what float32 tells.
+    # Thresholds are at least 1/128 from any score: exp(-5000/128) is below float32's resolution.
     close(soft_mask(scores, 5000.0), hard.float(), scale=1)
     assert torch.equal(soft_mask(scores, 10.0) > 0.5, hard)
 
 
 @given(scores=scores(), shift=st.integers(0, 64))
 @settings(max_examples=50, deadline=None)
-def test_the_margin_is_how_far_the_thresholds_may_rise(scores: Scores, shift: int) -> None:
+def test_margin_is_how_far_the_thresholds_may_rise(scores: Scores, shift: int) -> None:
     rise = shift / 64
     risen = Scores(scores.red, scores.spatial, scores.theta_r + rise, scores.theta_s + rise)
     assert torch.equal(margin(scores) > rise, hard_mask(risen))
     place = ranking(scores)
     assert place.sort().values.tolist() == list(range(len(place)))
     kept = hard_mask(risen)
-    assert torch.equal(place < int(kept.sum()), kept)  # the same set as the best so many
+    assert torch.equal(place < int(kept.sum()), kept)  # same set as the top k
 
 
-def test_ties_of_the_ranking() -> None:
-    """Four on one grid: by their other score, then by index; then those on none."""
+def test_ranking_breaks_ties_by_other_score_then_index() -> None:
+    """Four tokens on one grid: by their other score, then by index; then tokens on no grid."""
     theta = torch.tensor(0.9)
     spatial = torch.tensor([0.0, 0.8, 0.8, 0.8, 0.8, 0.0])
     red = torch.tensor([0.1, 0.2, 0.4, 0.4, 0.3, 0.2])
@@ -219,14 +219,16 @@ def test_ties_of_the_ranking() -> None:
 
 
 @given(
-    pictures=st.lists(picture_arguments((4, 4)), min_size=1, max_size=2),
+    images=st.lists(picture_arguments((4, 4)), min_size=1, max_size=2),
     budget=st.none() | st.floats(0.01, 0.99),
     seed=st.integers(0, 20),
 )
 @settings(max_examples=30, deadline=None)
-def test_what_is_kept(pictures: list[dict], budget: float | None, seed: int) -> None:
+def test_kept_tokens_meet_thresholds_or_budget(
+    images: list[dict], budget: float | None, seed: int
+) -> None:
     stage, net = ATP(budget=budget), module(seed)
-    step = step_for(*pictures, net=net, seed=seed)
+    step = step_for(*images, net=net, seed=seed)
     n, counts = int(step.layout.visual.sum()), []
     for layer in stage.layers(DEPTH):
         again = stage.keep(step, layer)
@@ -247,7 +249,7 @@ def test_what_is_kept(pictures: list[dict], budget: float | None, seed: int) -> 
 
 
 def test_budget_ranks_by_the_trained_thresholds() -> None:
-    """The budget that the thresholds would spend keeps what the thresholds keep."""
+    """The budget that the thresholds imply keeps the tokens that the thresholds keep."""
     net = module(5, layers=(1,))
     stage, step = ATP((1,)), step_for({"tiles": (2, 2), "patches": (6, 6)}, net=module(5))
     step.trained["atp"] = net
@@ -263,7 +265,7 @@ def test_budget_ranks_by_the_trained_thresholds() -> None:
     budget=st.floats(0.01, 1),
     shares=st.lists(st.floats(0, 1), min_size=3, max_size=3),
 )
-def test_budgets_follow_the_trained_shares(n: int, budget: float, shares: list[float]) -> None:
+def test_budgets_follow_the_trained_fractions(n: int, budget: float, shares: list[float]) -> None:
     shares.sort(reverse=True)
     counts = budget_counts(n, budget * n, (4, 14, 24), shares, 32)
     assert list(counts) == sorted(counts, reverse=True) and counts[-1] >= 1
@@ -273,22 +275,22 @@ def test_budgets_follow_the_trained_shares(n: int, budget: float, shares: list[f
         assert counts == (n, n, n)
 
 
-def test_the_trained_cost_gives_the_trained_shares() -> None:
+def test_trained_cost_gives_the_trained_fractions() -> None:
     shares, layers = (0.5, 0.25, 0.1), (4, 14, 24)
     trained = equivalent(1000, layers, (500, 250, 100), 32)
     assert budget_counts(1000, trained, layers, shares, 32) == (500, 250, 100)
-    # One common power of them: squares, where the budget asks for less.
+    # Where the budget asks for less, all are raised to one power: squares.
     less = equivalent(1000, layers, (250, 62, 10), 32)
     assert budget_counts(1000, less, layers, shares, 32) == (250, 62, 10)
-    # Untrained, and where all was kept: the same count behind every drop.
+    # Untrained, and where all was kept: the same count after every drop.
     assert len(set(budget_counts(1000, 400, layers, (1.0, 1.0, 1.0), 32))) == 1
 
 
-def test_newlines_are_judged_by_redundancy_alone() -> None:
+def test_newlines_are_scored_by_redundancy_only() -> None:
     net = module(None)
     step = step_for({"tiles": (2, 2), "patches": (4, 4)}, net=net)
     with torch.no_grad():
-        net.points["1"].theta_s.bias.fill_(-9.0)  # every grid passes
+        net.points["1"].theta_s.bias.fill_(-9.0)  # every grid is above the threshold
     newline = step.layout.visual & ~step.layout.patches
     step.stats[0][..., newline] = 1e-6
     step.received[0][..., newline] = -50.0
@@ -299,13 +301,13 @@ def test_newlines_are_judged_by_redundancy_alone() -> None:
     assert bool(newline[ATP().keep(step, 1)].sum() == newline.sum())
 
 
-def test_nothing_to_do() -> None:
+def test_keep_returns_none_without_text_or_image() -> None:
     net = module()
     step = step_for({"tiles": (0, 0), "patches": (4, 4)}, net=net, text=0)
-    assert ATP().keep(step, 1) is None  # no text that looks
+    assert ATP().keep(step, 1) is None  # no text tokens
     step = step_for({"tiles": (0, 0), "patches": (4, 4)}, net=net)
     step.select((~step.layout.visual).nonzero().flatten())
-    assert ATP().keep(step, 1) is None  # no picture left
+    assert ATP().keep(step, 1) is None  # no image left
 
 
 @pytest.mark.parametrize(
@@ -322,13 +324,13 @@ def test_nothing_to_do() -> None:
         ("atp:positions=free", "positions=free"),
     ],
 )
-def test_bad_values_are_named(word: str, named: str) -> None:
+def test_invalid_values_are_named(word: str, named: str) -> None:
     with pytest.raises(RecipeError, match="atp") as caught:
         Recipe.parse(word)
     assert named in str(caught.value)
 
 
-def test_layers_that_the_weights_do_not_know() -> None:
+def test_unknown_layers_of_the_weights_are_refused() -> None:
     step = step_for({"tiles": (0, 0), "patches": (4, 4)}, net=module(layers=(1, 6)))
     with pytest.raises(RecipeError, match=r"atp: layers=.* after 1, 4, 6 of 8 .* after 1, 6$"):
         ATP().keep(step, 1)
@@ -336,7 +338,7 @@ def test_layers_that_the_weights_do_not_know() -> None:
         ATP((9,)).layers(DEPTH)
 
 
-def test_layers_of_any_depth() -> None:
+def test_layers_scale_with_depth() -> None:
     stage = ATP()
     assert stage.layers(32) == (4, 14, 24)  # the paper's
     assert stage.layers(6) == (1, 3, 4)
@@ -370,15 +372,15 @@ def test_budgets_are_met(vlm: VLM, budget: float, positions: str) -> None:
     assert 0 < answer.stats.visual_tokens_kept["atp"] < n
 
 
-def test_all_is_all(vlm: VLM) -> None:
+def test_keep_1_is_identity(vlm: VLM) -> None:
     assert asked(vlm, "atp:1").token_ids == asked(vlm, "none").token_ids
     assert asked(vlm, "atp:1").stats.equivalent_tokens == asked(vlm, "none").stats.equivalent_tokens
 
 
-def test_own_thresholds_several_pictures_and_clips(vlm: VLM) -> None:
-    pictures = [tiny_models.picture(64, 48, seed=s) for s in range(2)]
+def test_own_thresholds_with_images_and_videos(vlm: VLM) -> None:
+    images = [tiny_models.picture(64, 48, seed=s) for s in range(2)]
     for media in (
-        {"images": pictures},
+        {"images": images},
         {"video": [tiny_models.picture(64, 64, seed=s) for s in range(3)], "num_frames": 3},
         {"images": tiny_models.picture(5, 5)},
     ):
@@ -390,7 +392,7 @@ def test_own_thresholds_several_pictures_and_clips(vlm: VLM) -> None:
     assert asked(vlm, "atp", images=None).stats.visual_tokens_in == 0
 
 
-def test_without_weights() -> None:
+def test_missing_weights_raise() -> None:
     built = VLM(*tiny_models.build_llava(layers=4))
     with pytest.raises(RecipeError, match="vlmfast train atp"):
         asked(built, "atp")
@@ -408,12 +410,12 @@ def options(*words: str) -> argparse.Namespace:
 SIZES = {"depth": 32, "heads": HEADS}
 
 
-def test_the_terms_of_the_loss_on_a_worked_example() -> None:
+def test_loss_terms_on_a_worked_example() -> None:
     """The published layers, a half, a quarter and an eighth left."""
     shares = {4: torch.tensor(0.5), 14: torch.tensor(0.25), 24: torch.tensor(0.125)}
     # (4 * 0.5 + 14 * 0.25 + 24 * 0.125) / 32
-    assert float(depth_term(shares, 32)) == 8.5 / 32  # all of it halves of halves: exact
-    # 4 layers see all, 10 a half, 10 a quarter, 8 an eighth: 12.5 of 32.
+    assert float(depth_term(shares, 32)) == 8.5 / 32  # powers of two: exact
+    # 4 layers see all tokens, 10 a half, 10 a quarter, 8 an eighth: 12.5 of 32.
     assert float(target_term(shares, 32, 0.25)) == 12.5 / 32 - 0.25
     assert float(target_term(shares, 32, 0.5)) == 0.5 - 12.5 / 32
     training = TRAINING(options("--depth-weight", "0.5", "--target-weight", "2"), SIZES)
@@ -423,7 +425,7 @@ def test_the_terms_of_the_loss_on_a_worked_example() -> None:
     assert info["share_14"] == 0.25
 
 
-def test_what_the_training_stores_and_runs() -> None:
+def test_training_defaults_and_stored_config() -> None:
     training = TRAINING(options("--heads", "mean", "--temperature", "5", "80"), SIZES)
     assert training.config() == {"layers": [4, 14, 24], "head_weights": "mean", "grids": 3}
     stages = [training.stages(random.Random(0), progress)[0] for progress in (0.0, 0.5, 1.0)]
@@ -446,14 +448,14 @@ def test_what_the_training_stores_and_runs() -> None:
         (("--grids", "9"), "grids=9"),
     ],
 )
-def test_bad_options_are_named(words: tuple[str, ...], named: str) -> None:
+def test_invalid_options_are_named(words: tuple[str, ...], named: str) -> None:
     with pytest.raises(RecipeError, match="atp") as caught:
         TRAINING(options(*words), SIZES)
     assert named in str(caught.value)
 
 
 def passed(vlm: VLM, stage: ATP, net: Module) -> tuple[Tensor, dict]:
-    """Logits of an answer's tokens, and what the stage left."""
+    """Logits of an answer's tokens, and the notes of the stage."""
     vlm.adapter.modules["atp", "auto", ""] = net
     sample = Sample({"images": tiny_models.picture(64, 64)}, "what?", "that")
     logits, notes, _ = run(vlm, inputs_of(vlm, sample), stage)
@@ -462,7 +464,7 @@ def passed(vlm: VLM, stage: ATP, net: Module) -> tuple[Tensor, dict]:
 
 @pytest.fixture(scope="module")
 def own() -> VLM:
-    """A model of its own: training puts other modules into it."""
+    """A separate model: training adds modules to it."""
     built = VLM(*tiny_models.build_llava_next(layers=DEPTH))
     built.model.requires_grad_(False)
     return built
@@ -487,8 +489,8 @@ def test_gradients_reach_every_parameter(own: VLM, learned: bool) -> None:
     assert 1 > shares[0] > shares[1] > shares[2] > 0  # masks multiply
 
 
-def test_hard_soft_masks_are_drops(own: VLM) -> None:
-    """What is trained is what runs: a very steep mask gives the logits of the drop."""
+def test_steep_soft_masks_equal_drops(own: VLM) -> None:
+    """Training matches inference: a very steep mask gives the logits of the hard drop."""
     stage, net = ATP((4,), temperature=1000.0), module(6, layers=(4,))
     with torch.no_grad():
         dropped, _ = passed(own, stage, net)
@@ -502,8 +504,8 @@ def test_hard_soft_masks_are_drops(own: VLM) -> None:
     apart(gentle, dropped, terms=terms)
 
 
-def test_the_terms_pull_towards_the_target(own: VLM) -> None:
-    """The loss of the shares alone, by a few steps of gradient descent, meets a target."""
+def test_loss_pulls_towards_the_target(own: VLM) -> None:
+    """A few steps of gradient descent on the keep-fraction loss meet a target."""
     net = module(None).train()
     optimizer = torch.optim.Adam(net.parameters(), lr=0.1)
     for _ in range(25):
@@ -517,7 +519,7 @@ def test_the_terms_pull_towards_the_target(own: VLM) -> None:
     assert target_term(first, DEPTH, 0.25).item() > 0.05
 
 
-def test_the_module_is_built_from_sizes_and_what_the_training_stores(own: VLM) -> None:
+def test_module_is_built_from_sizes_and_stored_config(own: VLM) -> None:
     sizes = own.adapter.sizes()
     built = ATP.build(sizes | TRAINING(options(), sizes).config())
     assert built.layers == ATP().layers(DEPTH) == LAYERS

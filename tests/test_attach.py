@@ -1,4 +1,4 @@
-"""`vlmfast.attach`: a model's own ``generate`` under a recipe, for every family, and given back."""
+"""`vlmfast.attach`: a model's own ``generate`` under a recipe for every family, then restored."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def picture(seed: int, width: int = 60, height: int = 44) -> Image.Image:
     return Image.fromarray(of)
 
 
-# Three rows of different lengths: one picture, three, none.
+# Three rows of different lengths: one image, three, none.
 ROWS = [
     ("what is here ?", [picture(0)]),
     ("and in these ?", [picture(1, 30, 70), picture(2, 90, 33), picture(3)]),
@@ -54,7 +54,7 @@ ROWS = [
 @pytest.fixture(scope="module", params=BUILD)
 def pair(request) -> tuple[Any, Any]:
     if request.param == "smolvlm":
-        pytest.importorskip("num2words")  # its processor wants it
+        pytest.importorskip("num2words")  # needed by its processor
     return BUILD[request.param]()
 
 
@@ -63,23 +63,23 @@ def llava() -> tuple[Any, Any]:
     return BUILD["llava"]()
 
 
-def prompt(processor: Any, question: str, pictures: int = 0, clips: int = 0) -> str:
-    content = [{"type": "image"}] * pictures + [{"type": "video"}] * clips
+def prompt(processor: Any, question: str, images: int = 0, videos: int = 0) -> str:
+    content = [{"type": "image"}] * images + [{"type": "video"}] * videos
     content.append({"type": "text", "text": question})
     return processor.apply_chat_template(
         [{"role": "user", "content": content}], add_generation_prompt=True
     )
 
 
-def ready(vlm: VLM, texts: list[str], pictures: list[list], side: str = "left", **more) -> dict:
-    """What the processor makes of a batch."""
-    # The adapter's, which has what older checkpoints leave out.
+def ready(vlm: VLM, texts: list[str], images: list[list], side: str = "left", **more) -> dict:
+    """The processor's inputs for a batch."""
+    # The adapter's processor, which fills in what older checkpoints lack.
     processor = vlm.adapter.processor
     processor.tokenizer.padding_side = side
-    images = pictures if vlm.adapter.nested else [one for row in pictures for one in row]
+    images = images if vlm.adapter.nested else [one for row in images for one in row]
     if vlm.adapter.config.model_type == "llava_onevision":
-        images = [row for row in pictures if row]
-    if any(pictures):
+        images = [row for row in images if row]
+    if any(images):
         more["images"] = images
     return dict(processor(text=texts, padding=True, return_tensors="pt", **more))
 
@@ -93,17 +93,17 @@ def alone(vlm: VLM, recipe: str = "none", **generation) -> list[list[int]]:
     """The ids that `VLM.ask` gives for `ROWS`."""
     given = {"max_new_tokens": NEW, **generation}
     return [
-        vlm.ask(question, images=pictures, recipe=recipe, **given).token_ids
-        for question, pictures in ROWS
+        vlm.ask(question, images=images, recipe=recipe, **given).token_ids
+        for question, images in ROWS
     ]
 
 
-def said(ids: torch.Tensor, inputs: dict, pad: int = 0) -> list[list[int]]:
+def answer_ids(ids: torch.Tensor, inputs: dict, pad: int = 0) -> list[list[int]]:
     rows = ids[:, inputs["input_ids"].shape[1] :].tolist()
     return [[token for token in row if token != pad] for row in rows]
 
 
-def test_a_padded_batch_gives_what_hugging_face_gives(pair):
+def test_padded_batch_equals_hugging_face(pair):
     model, processor = pair
     inputs = batch(VLM(model, processor))
     full = model.generate(**inputs, max_new_tokens=NEW, do_sample=False)
@@ -115,7 +115,7 @@ def test_a_padded_batch_gives_what_hugging_face_gives(pair):
         assert attached.answers[1].stats.visual_tokens_in > 0
     assert vars(model).keys() == before.keys()
     assert torch.equal(got, full)
-    # A control: other pixels give other tokens.
+    # Control: other pixels give other tokens.
     turned = {**inputs, "pixel_values": inputs["pixel_values"].flip(-1)}
     with vlmfast.attach(model, processor):
         assert not torch.equal(model.generate(**turned, max_new_tokens=NEW), full)
@@ -123,30 +123,30 @@ def test_a_padded_batch_gives_what_hugging_face_gives(pair):
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("recipe", ["random:0.5", "fastv", "snapkv:0.5,window=0.1", "draft-ngram"])
-def test_each_row_is_the_answer_that_it_would_get_alone(pair, recipe, side):
+def test_each_row_equals_its_single_answer(pair, recipe, side):
     model, processor = pair
     vlm = VLM(model, processor)
     inputs = batch(vlm, side=side)
     with vlmfast.attach(model, processor, recipe) as attached:
         got = model.generate(**inputs, max_new_tokens=NEW)
     expected = alone(vlm, recipe)
-    assert said(got, inputs) == [[t for t in row if t != 0] for row in expected]
+    assert answer_ids(got, inputs) == [[t for t in row if t != 0] for row in expected]
     assert [answer.token_ids for answer in attached.answers] == expected
     if recipe == "random:0.5":
-        assert expected != alone(vlm)  # a control: the recipe changes something
+        assert expected != alone(vlm)  # control: the recipe changes something
         for answer in attached.answers[:2]:
             assert answer.stats.equivalent_tokens < 0.6 * answer.stats.visual_tokens_in
 
 
 @pytest.mark.parametrize("family", CLIPS)
-def test_clips_and_pictures_find_their_rows(family):
+def test_videos_and_images_go_to_their_rows(family):
     model, processor = BUILD[family]()
     vlm = VLM(model, processor)
     frames = [[picture(10 * n + i, 40, 40) for i in range(4)] for n in range(2)]
     asked = [("what happens ?", 1), ("hello", 0), ("and then, in the other one ?", 1)]
-    videos = [np.stack([np.asarray(frame) for frame in of]) for of in frames]
+    videos = [np.stack([np.asarray(frame) for frame in video]) for video in frames]
     about = [{"fps": 1.0, "total_num_frames": 4, "frames_indices": list(range(4))} for _ in videos]
-    texts = [prompt(processor, question, 0, clips) for question, clips in asked]
+    texts = [prompt(processor, question, 0, count) for question, count in asked]
     inputs = ready(
         vlm,
         texts,
@@ -162,18 +162,18 @@ def test_clips_and_pictures_find_their_rows(family):
         got = model.generate(**inputs, max_new_tokens=NEW)
     kept = [answer.stats.visual_tokens_in for answer in attached.answers]
     assert kept[0] == kept[2] > 0 == kept[1]
-    clip = {"video": frames[1], "num_frames": 4}
-    expected = vlm.ask(asked[2][0], **clip, recipe="grid:0.5", max_new_tokens=NEW).token_ids
-    assert said(got, inputs)[2] == [t for t in expected if t != 0]
+    video = {"video": frames[1], "num_frames": 4}
+    expected = vlm.ask(asked[2][0], **video, recipe="grid:0.5", max_new_tokens=NEW).token_ids
+    assert answer_ids(got, inputs)[2] == [t for t in expected if t != 0]
 
 
-def test_a_flat_list_of_pictures_means_crops_of_each_to_onevision():
+def test_flat_image_list_is_cropped_per_image_by_onevision():
     model, processor = BUILD["llava_onevision"]()
     text = prompt(processor, "both ?", 2)
     given = {"text": [text], "return_tensors": "pt"}
-    pictures = [picture(0), picture(1, 30, 70)]
-    flat = dict(processor(images=pictures, **given))
-    nested = dict(processor(images=[pictures], **given))
+    images = [picture(0), picture(1, 30, 70)]
+    flat = dict(processor(images=images, **given))
+    nested = dict(processor(images=[images], **given))
     assert flat["input_ids"].shape[1] > nested["input_ids"].shape[1]
     for inputs in (flat, nested):
         full = model.generate(**inputs, max_new_tokens=NEW, do_sample=False)
@@ -184,7 +184,7 @@ def test_a_flat_list_of_pictures_means_crops_of_each_to_onevision():
 # --- what generate returns -----------------------------------------------------------------------
 
 
-def test_arguments_and_results_are_hugging_faces(llava):
+def test_arguments_and_results_equal_hugging_face(llava):
     model, processor = llava
     vlm = VLM(model, processor)
     inputs = batch(vlm)
@@ -214,7 +214,7 @@ def test_arguments_and_results_are_hugging_faces(llava):
 
 @pytest.fixture
 def settings(llava) -> Iterator[GenerationConfig]:
-    """The generation config of the model, to be changed."""
+    """The model's generation config; changes are undone."""
     model, _ = llava
     own = model.generation_config
     model.generation_config = copy.deepcopy(own)
@@ -222,7 +222,7 @@ def settings(llava) -> Iterator[GenerationConfig]:
     model.generation_config = own
 
 
-def test_arguments_and_both_configs_are_put_together_as_hugging_face_does(llava, settings):
+def test_arguments_and_configs_merge_as_in_hugging_face(llava, settings):
     model, processor = llava
     vlm = VLM(model, processor)
     inputs, tokens = batch(vlm), alone(vlm)
@@ -241,15 +241,15 @@ def test_arguments_and_both_configs_are_put_together_as_hugging_face_does(llava,
     for own, more in cases:
         before = {key: getattr(settings, key) for key in own}
         vars(settings).update(own)
-        # Hugging Face wants a tokenizer for stop strings.
+        # Hugging Face needs a tokenizer for stop strings.
         full = model.generate(**inputs, **more, tokenizer=processor.tokenizer)
         with vlmfast.attach(model, processor):
             assert torch.equal(model.generate(**inputs, **more), full), (own, more)
         vars(settings).update(before)
-    # A control: what was switched off does something.
+    # Control: the setting that was switched off has an effect.
     settings.eos_token_id = tokens[0][1]
     with vlmfast.attach(model, processor):
-        assert said(model.generate(**inputs, max_new_tokens=NEW), inputs)[0] == tokens[0][:2]
+        assert answer_ids(model.generate(**inputs, max_new_tokens=NEW), inputs)[0] == tokens[0][:2]
     settings.top_k, settings.do_sample = 1, True
     one, free = batch(vlm, ROWS[:1]), {"top_k": None, "temperature": 9.0, "max_new_tokens": NEW}
     torch.manual_seed(0)
@@ -257,10 +257,10 @@ def test_arguments_and_both_configs_are_put_together_as_hugging_face_does(llava,
     with vlmfast.attach(model, processor):
         torch.manual_seed(0)
         assert torch.equal(model.generate(**one, **free), full)
-    assert said(full, one)[0] != tokens[0]
+    assert answer_ids(full, one)[0] != tokens[0]
 
 
-def test_a_missing_mask_is_guessed_as_hugging_face_guesses_it(llava, settings):
+def test_missing_mask_is_inferred_as_in_hugging_face(llava, settings):
     model, processor = llava
     inputs = batch(VLM(model, processor))
     mask, seen = inputs.pop("attention_mask"), []
@@ -280,7 +280,7 @@ def test_a_missing_mask_is_guessed_as_hugging_face_guesses_it(llava, settings):
     assert seen[0] == seen[2] != seen[1]  # padding that ends an answer is taken for text
 
 
-def test_rows_that_end_early_are_padded_as_hugging_face_pads_them(llava):
+def test_finished_rows_are_padded_as_in_hugging_face(llava):
     model, processor = llava
     vlm = VLM(model, processor)
     inputs = batch(vlm)
@@ -296,7 +296,7 @@ def test_rows_that_end_early_are_padded_as_hugging_face_pads_them(llava):
     assert got.scores[-1][0].argmax() == 3
 
 
-def test_one_row_samples_what_hugging_face_samples_and_streams(llava):
+def test_single_row_samples_and_streams_as_hugging_face(llava):
     model, processor = llava
     inputs = batch(VLM(model, processor), ROWS[:1])
     given = {"max_new_tokens": NEW, "do_sample": True, "temperature": 1.5}
@@ -313,7 +313,7 @@ def test_one_row_samples_what_hugging_face_samples_and_streams(llava):
     assert "".join(streamer) == processor.tokenizer.decode(new)
 
 
-def test_processors_criteria_and_prefixes_see_their_row(llava):
+def test_processors_criteria_and_prefixes_get_their_row(llava):
     model, processor = llava
     vlm = VLM(model, processor)
     inputs = batch(vlm)
@@ -342,13 +342,13 @@ def test_processors_criteria_and_prefixes_see_their_row(llava):
             stop_strings=processor.tokenizer.decode([50, 50, 50]),
             tokenizer=processor.tokenizer,
         )
-    assert said(made, inputs) == [[50, 50]] * 3
-    assert said(prefixed, inputs) == [[60], [61], [62]]
-    assert said(stopped, inputs) == [[50, 50, 50]] * 3
+    assert answer_ids(made, inputs) == [[50, 50]] * 3
+    assert answer_ids(prefixed, inputs) == [[60], [61], [62]]
+    assert answer_ids(stopped, inputs) == [[50, 50, 50]] * 3
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_the_users_callables_see_rows_with_their_padding(llava, side):
+def test_user_callables_get_rows_with_padding(llava, side):
     model, processor = llava
     inputs = batch(VLM(model, processor), side=side)
     ids, seen = inputs["input_ids"], []
@@ -373,12 +373,12 @@ def test_the_users_callables_see_rows_with_their_padding(llava, side):
             **inputs, max_new_tokens=5, logits_processor=[Counts()], stopping_criteria=[Three()]
         )
         prefixed = model.generate(**inputs, max_new_tokens=2, prefix_allowed_tokens_fn=allowed)
-    assert said(made, inputs) == [[50, 51, 52]] * 3
-    assert said(prefixed, inputs) == [[70, 71]] * 3
+    assert answer_ids(made, inputs) == [[50, 51, 52]] * 3
+    assert answer_ids(prefixed, inputs) == [[70, 71]] * 3
     assert {tuple(row.tolist()) for row in seen} == {tuple(row.tolist()) for row in ids}
 
 
-def test_a_call_in_inference_mode_leaves_nothing_behind(llava):
+def test_call_in_inference_mode_leaves_no_inference_tensors(llava):
     model, processor = llava
     with vlmfast.attach(model, processor):
         with torch.inference_mode():
@@ -399,7 +399,7 @@ def test_sizes_may_be_lists():
             model.generate(**inputs)
 
 
-def test_a_pipeline_runs_on_it():
+def test_pipeline_runs_on_attached_model():
     from transformers import pipeline
 
     model, processor = BUILD["llava_next"]()
@@ -423,14 +423,14 @@ def test_a_pipeline_runs_on_it():
 
 
 def recipes(model: Any) -> Iterator[str]:
-    """Of the attachments over a model, the last one first."""
+    """Recipes of the attachments on a model, the last one first."""
     own = vars(model).get("generate")
     while own is not None:
         yield str(own.__self__.recipe)
         own = own.__self__._below
 
 
-def test_everything_is_as_it_was_behind_the_block(llava):
+def test_model_is_restored_after_the_block(llava):
     model, processor = llava
     before, kind = dict(vars(model)), type(model).generate
     hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
@@ -445,7 +445,7 @@ def test_everything_is_as_it_was_behind_the_block(llava):
     assert torch.equal(model.generate(**inputs, max_new_tokens=NEW, do_sample=False), full)
 
 
-def test_an_exception_inside_gives_everything_back(llava):
+def test_model_is_restored_after_an_exception(llava):
     model, processor = llava
     inputs = batch(VLM(model, processor))
 
@@ -470,14 +470,14 @@ def test_attachments_nest(llava):
             assert list(recipes(model)) == ["fastv", "random:0.5"]
             assert model.generate == inner.generate
         assert model.generate == outer.generate
-        # Asking through the library meanwhile is not affected.
-        question, pictures = ROWS[0]
-        answer = VLM(model, processor).ask(question, images=pictures, max_new_tokens=NEW)
+        # `VLM.ask` is not affected meanwhile.
+        question, images = ROWS[0]
+        answer = VLM(model, processor).ask(question, images=images, max_new_tokens=NEW)
         assert answer.recipe == "none"
     assert "generate" not in vars(model)
 
 
-def test_one_that_lies_below_another_cannot_come_back(llava):
+def test_lower_attachment_cannot_reattach(llava):
     model, processor = llava
     below, above = (vlmfast.attach(model, processor, f"random:0.{n}") for n in (2, 4))
     below.detach()
@@ -486,26 +486,26 @@ def test_one_that_lies_below_another_cannot_come_back(llava):
     assert model.generate == above.generate
     above.detach()
     assert "generate" not in vars(model)
-    with below:  # it does not lie there any more
+    with below:  # it is no longer attached
         assert model.generate == below.generate
     assert "generate" not in vars(model)
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1), (1, 0, 2), (2, 0, 1), (1, 2, 0)])
-def test_attachments_go_in_any_order(llava, order):
+def test_attachments_detach_in_any_order(llava, order):
     model, processor = llava
     three = [vlmfast.attach(model, processor, f"random:0.{n}") for n in (2, 4, 6)]
     for number in order:
         left = [one for one in three if one.attached and one is not three[number]]
         three[number].detach()
-        three[number].detach()  # once more does nothing
+        three[number].detach()  # a second detach does nothing
         assert ("generate" in vars(model)) == bool(left)
         if left:
             assert model.generate == left[-1].generate
     assert not any(one.attached for one in three)
 
 
-def test_what_the_user_put_there_comes_back(llava):
+def test_user_override_of_generate_is_restored(llava):
     model, processor = llava
     calls = []
     model.generate = lambda *args, **kwargs: calls.append(kwargs)
@@ -515,13 +515,13 @@ def test_what_the_user_put_there_comes_back(llava):
             model.generate(**batch(attached.vlm), max_new_tokens=1)
             assert not calls
         assert model.generate is mine
-        attached.generate(max_new_tokens=7)  # kept by somebody: it hands on
+        attached.generate(max_new_tokens=7)  # a kept reference calls the original
         assert calls == [{"max_new_tokens": 7}]
     finally:
         del model.generate
 
 
-def test_used_twice(llava):
+def test_attachment_is_not_reentrant(llava):
     model, processor = llava
     attached = vlmfast.attach(model, processor, "random:0.5")
     assert isinstance(attached, Attachment) and "attached recipe random:0.5" in repr(attached)
@@ -530,7 +530,7 @@ def test_used_twice(llava):
             attached.__enter__()
         assert model.generate == attached.generate
     assert "generate" not in vars(model) and "detached" in repr(attached)
-    with attached:  # one after another is fine
+    with attached:  # sequential use is fine
         assert model.generate == attached.generate
     assert "generate" not in vars(model)
 
@@ -577,7 +577,7 @@ def test_used_twice(llava):
         ),
     ],
 )
-def test_bad_input(llava, change, error, message):
+def test_invalid_input_is_refused(llava, change, error, message):
     model, processor = llava
     inputs = batch(VLM(model, processor))
     mask, pixels = inputs["attention_mask"], inputs["pixel_values"]
@@ -611,7 +611,7 @@ def test_bad_input(llava, change, error, message):
         ("idefics3", {"pixel_attention_mask": torch.ones(1, 2, 3, 4)}, "pixel_attention_mask must"),
     ],
 )
-def test_tensors_that_do_not_belong_together(family, change, message):
+def test_mismatched_tensors_are_refused(family, change, message):
     model, processor = BUILD[family]()
     inputs = batch(VLM(model, processor), ROWS[:1])
     with vlmfast.attach(model, processor):
@@ -620,7 +620,7 @@ def test_tensors_that_do_not_belong_together(family, change, message):
         assert model.generate(**inputs, max_new_tokens=1).shape[1] > 1
 
 
-def test_a_prompt_that_was_cut_off_says_so(llava):
+def test_truncated_prompt_is_reported(llava):
     model, processor = llava
     inputs = batch(VLM(model, processor), ROWS[:1])
     first, length = runs(inputs["input_ids"][0], tiny_models.IMAGE_ID)[0]
@@ -633,7 +633,7 @@ def test_a_prompt_that_was_cut_off_says_so(llava):
         model.generate(**cut, pixel_values=pixels, max_new_tokens=2)
 
 
-def test_the_prompt_given_twice_and_frames_that_were_chosen(llava):
+def test_duplicate_prompt_and_frame_selection_are_refused(llava):
     model, processor = llava
     inputs = batch(VLM(model, processor))
     with vlmfast.attach(model, processor):
@@ -656,7 +656,7 @@ def test_the_prompt_given_twice_and_frames_that_were_chosen(llava):
 
 
 @pytest.mark.parametrize(("down", "across"), [(1, 6), (2, 3), (3, 2), (6, 1), (1, 1), (2, 2)])
-def test_the_arrangement_of_crops_is_seen_in_them(down, across):
+def test_crop_grid_is_inferred_from_the_crops(down, across):
     side = 16
     of = Image.fromarray(
         np.random.default_rng(down).integers(0, 256, (down * 4, across * 4, 3), dtype=np.uint8)
@@ -668,7 +668,7 @@ def test_the_arrangement_of_crops_is_seen_in_them(down, across):
 
 
 @pytest.mark.parametrize("family", ["internvl", "idefics3", "smolvlm", "llava_next"])
-def test_layouts_are_those_of_the_pictures(family):
+def test_layouts_equal_those_from_images(family):
     if family == "smolvlm":
         pytest.importorskip("num2words")
     model, processor = BUILD[family]()
@@ -682,6 +682,6 @@ def test_layouts_are_those_of_the_pictures(family):
     got = attached.answers[0].trace.layout
     expected = vlm.ask("where ?", images=[smooth], max_new_tokens=1).trace.layout
     assert torch.equal(got.grid, expected.grid) and torch.equal(got.tile, expected.tile)
-    # What a batch does not tell is the size of a picture: its edge is known to a part of a token.
+    # A batch does not tell an image's size: its edge is known only to a fraction of a token.
     assert torch.equal(got.box.isnan(), expected.box.isnan())
     assert (got.box - expected.box).nan_to_num(0.0).abs().max() < 0.06

@@ -23,12 +23,12 @@ from vlmfast.core.statistics import VisionStats
 from vlmfast.core.views import cells
 from vlmfast.errors import RecipeError
 
-NO_ROWS: dict[int, torch.Tensor] = {}  # no control looks at the vision tower
+NO_ROWS: dict[int, torch.Tensor] = {}  # controls use no vision statistics
 classes = pytest.mark.parametrize("kind", [Random, Grid, Downsample])
 
 
-def reduced(stage: EncodeStage, *pictures: dict) -> tuple[VisualTokens, VisualTokens]:
-    tokens, stats = prompt(*pictures)
+def reduced(stage: EncodeStage, *images: dict) -> tuple[VisualTokens, VisualTokens]:
+    tokens, stats = prompt(*images)
     return tokens, stage.reduce(tokens, VisionStats(stats.items, NO_ROWS), REQUEST)
 
 
@@ -36,13 +36,13 @@ def same(a: VisualTokens, b: VisualTokens) -> bool:
     return torch.equal(a.layout.order, b.layout.order) and torch.equal(a.features, b.features)
 
 
-# --- what all of them promise --------------------------------------------------------------------
+# --- common properties ---------------------------------------------------------------------------
 
 
 @classes
 @given(arguments=st.lists(picture_arguments((4, 4)), min_size=1, max_size=3), data=st.data())
 @settings(max_examples=25, deadline=None)
-def test_order_kind_and_repeatability(
+def test_order_type_and_repeatability(
     kind: type[EncodeStage], arguments: list[dict], data: st.DataObject
 ) -> None:
     name = data.draw(st.sampled_from(["rate", "budget"]))
@@ -54,7 +54,7 @@ def test_order_kind_and_repeatability(
     assert kept.layout.patches.all()  # neither text nor newlines
     assert set(kept.layout.item.tolist()) == set(range(len(arguments)))
     assert kept.features.dtype == tokens.features.dtype
-    torch.manual_seed(data.draw(st.integers(0, 9)))  # the global state is of no account
+    torch.manual_seed(data.draw(st.integers(0, 9)))  # the global RNG state has no effect
     assert same(reduced(stage, *arguments)[1], kept)
     first = reduced(stage, arguments[0])[1]
     assert torch.equal(first.features, kept.features[kept.layout.item == 0])
@@ -74,7 +74,7 @@ def test_a_higher_rate_keeps_at_least_as_many(
 @classes
 @given(picture_arguments(), st.booleans())
 @settings(max_examples=10, deadline=None)
-def test_all_is_all(kind: type[EncodeStage], arguments: dict, newline: bool) -> None:
+def test_keep_1_is_identity(kind: type[EncodeStage], arguments: dict, newline: bool) -> None:
     for stage in (kind(1.0), kind(1), kind(0.2, budget=1.0)):
         tokens, kept = reduced(stage, arguments, arguments)
         assert kept is tokens
@@ -82,7 +82,7 @@ def test_all_is_all(kind: type[EncodeStage], arguments: dict, newline: bool) -> 
 
 @classes
 @pytest.mark.parametrize("value", ["0", "1.5", "-1", "nan", "budget=0", "budget=nan", "rate=inf"])
-def test_bad_values_are_named(kind: type[EncodeStage], value: str) -> None:
+def test_invalid_values_are_named(kind: type[EncodeStage], value: str) -> None:
     field = "budget" if value.startswith("budget") else "rate"
     with pytest.raises(RecipeError, match=rf"{kind.name}: {field}="):
         Recipe.parse(f"{kind.name}:{value}")
@@ -94,7 +94,7 @@ def test_bad_values_are_named(kind: type[EncodeStage], value: str) -> None:
 @pytest.mark.parametrize("kind", [Random, Grid])
 @given(picture_arguments(), st.floats(0.01, 0.99))
 @settings(max_examples=25, deadline=None)
-def test_the_count_is_exact(kind: type[EncodeStage], arguments: dict, rate: float) -> None:
+def test_count_is_exact(kind: type[EncodeStage], arguments: dict, rate: float) -> None:
     tokens, kept = reduced(kind(rate), arguments)
     patches = int(tokens.layout.patches.sum())
     assert len(kept) == min(count(rate, len(tokens)), patches)
@@ -106,17 +106,17 @@ def test_counts_round_half_to_even() -> None:
     assert [count(0.25, n) for n in (1, 2, 6, 10)] == [1, 1, 2, 2]
 
 
-def test_random_draws() -> None:
+def test_random_draws_differ_by_seed_and_item() -> None:
     arguments = {"tiles": (2, 2), "patches": (6, 6)}
-    same_picture_twice = reduced(Random(0.3), arguments, arguments)[1]
+    same_image_twice = reduced(Random(0.3), arguments, arguments)[1]
     tokens, one = reduced(Random(0.3), arguments)
-    second = same_picture_twice.layout.item == 1
-    offset = int(same_picture_twice.layout.order[second][0] - one.layout.order[0])
-    assert not torch.equal(same_picture_twice.layout.order[second], one.layout.order + offset)
+    second = same_image_twice.layout.item == 1
+    offset = int(same_image_twice.layout.order[second][0] - one.layout.order[0])
+    assert not torch.equal(same_image_twice.layout.order[second], one.layout.order + offset)
     assert not same(reduced(Random(0.3, seed=1), arguments)[1], one)
     few = set(reduced(Random(0.1), arguments)[1].layout.order.tolist())
     assert few < set(one.layout.order.tolist())
-    # Every patch has its turn: no part of the picture is left out.
+    # Every patch is drawn at some seed: no part of the image is left out.
     drawn = torch.zeros(len(tokens))
     for seed in range(60):
         drawn[reduced(Random(0.3, seed=seed), arguments)[1].layout.order - 3] += 1
@@ -124,13 +124,13 @@ def test_random_draws() -> None:
 
 
 def test_shuffled_is_pinned() -> None:
-    """The draw is part of a recipe's meaning: a change of it changes published numbers."""
+    """The draw is part of a recipe's meaning: changing it changes published numbers."""
     assert shuffled(8, 0, 0, 8).tolist() == [5, 6, 0, 7, 3, 1, 4, 2]
     assert sorted(shuffled(100, 3, 1, 100).tolist()) == list(range(100))
 
 
 @given(st.integers(1, 200), st.data())
-def test_evenly(n: int, data: st.DataObject) -> None:
+def test_evenly_spaced_indices(n: int, data: st.DataObject) -> None:
     k = data.draw(st.integers(1, n))
     chosen = evenly(n, k).tolist()
     assert chosen == sorted(set(chosen))
@@ -145,13 +145,13 @@ def test_evenly(n: int, data: st.DataObject) -> None:
 # --- downsample ----------------------------------------------------------------------------------
 
 
-def test_average_in_numbers() -> None:
+def test_average_on_a_worked_example() -> None:
     tokens, geometry = picture((0, 0), (4, 4))
     kept = Downsample(0.25).reduce(tokens, VisionStats((geometry,), NO_ROWS), REQUEST)
     assert len(kept) == 4
     blocks = tokens.features.view(2, 2, 2, 2, -1).mean((1, 3)).flatten(0, 1)
     close(kept.features, blocks, terms=4)
-    # All four tokens of a block are equally far from its middle: the first stands for it.
+    # All four tokens of a block are equally far from its centre: the first is its representative.
     assert kept.layout.order.tolist() == [0, 2, 8, 10]
     assert kept.layout.weight.tolist() == [4, 4, 4, 4]
     halves = torch.tensor([0.0, 0.5])
@@ -159,7 +159,7 @@ def test_average_in_numbers() -> None:
     assert torch.equal(kept.layout.box, torch.cat([top_left, top_left + 0.5], dim=1))
 
 
-def test_the_representative_is_the_middle_one() -> None:
+def test_representative_is_nearest_the_centre() -> None:
     tokens, geometry = picture((0, 0), (6, 6))
     kept = Downsample(4 / 36).reduce(tokens, VisionStats((geometry,), NO_ROWS), REQUEST)
     assert kept.layout.grid[:, 1:].tolist() == [[1, 1], [1, 4], [4, 1], [4, 4]]
@@ -167,13 +167,13 @@ def test_the_representative_is_the_middle_one() -> None:
 
 @given(picture_arguments(), st.floats(0.01, 0.99))
 @settings(max_examples=40, deadline=None)
-def test_mass_is_kept(arguments: dict, rate: float) -> None:
+def test_weighted_sum_is_conserved(arguments: dict, rate: float) -> None:
     tokens, kept = reduced(Downsample(rate), arguments)
     patches = tokens.layout.patches
     assert float(kept.layout.weight.sum()) == int(patches.sum())
     ours = (kept.features * kept.layout.weight[:, None]).sum(0)
     rows = tokens.features[patches]
-    # Means of cells, then the sum of them; what is summed may cancel.
+    # Means of cells, then their sum; the terms of the sum may cancel.
     close(ours, rows.sum(0), terms=2 * len(rows), scale=rows.abs().sum(0))
     for view in set(tokens.layout.view[patches].tolist()):
         whole = tokens.layout.view == view
@@ -182,8 +182,8 @@ def test_mass_is_kept(arguments: dict, rate: float) -> None:
 
 @given(picture_arguments(), st.floats(0.01, 0.99))
 @settings(max_examples=25, deadline=None)
-def test_no_other_resolution_is_nearer(arguments: dict, rate: float) -> None:
-    """Against a count by brute force over every shape of cells that is allowed."""
+def test_resolution_is_nearest_to_target(arguments: dict, rate: float) -> None:
+    """Brute-force search over every allowed shape of cells."""
     tokens, kept = reduced(Downsample(rate), arguments)
     target, (h, w) = count(rate, len(tokens)), arguments["patches"]
     patches = tokens.layout.select(tokens.layout.patches)
@@ -198,7 +198,7 @@ def test_no_other_resolution_is_nearer(arguments: dict, rate: float) -> None:
     assert abs(len(kept) - target) == min(abs(number - target) for number in attainable)
 
 
-def test_weights_and_levels_flow_on() -> None:
+def test_weights_and_levels_are_pooled() -> None:
     tokens, geometry = picture((0, 0), (4, 4))
     weight = 1 + torch.arange(16.0) % 3
     protected = torch.arange(16) == 5
@@ -213,7 +213,7 @@ def test_weights_and_levels_flow_on() -> None:
     assert kept.layout.protected.tolist() == [True]
     assert kept.features.dtype == torch.float16
     expected = (level * weight[:, None]).sum(0) / weight.sum()
-    # In float32, whatever came.
+    # In float32 for any input type.
     scale = level.abs().max()
     close(kept.extra[0][0], expected, torch.float32, len(weight), scale=scale)
 

@@ -1,4 +1,4 @@
-"""`ask_many`: a batch of anything gives what each request gives alone."""
+"""`ask_many`: each request of a batch gets the answer that it gets alone."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def request(recipe, seeds=(0,), question="what is here ?", **generation) -> Requ
     return Request(question, images, recipe=recipe, generation=generation)
 
 
-# Pages of kivi and zipcache are full several times before the answers end.
+# Pages of kivi and zipcache fill up several times before the answers end.
 REQUESTS = [
     request(None, (0,), max_new_tokens=9),
     request("hired:0.4", (1, 2), "and in these two ?", max_new_tokens=20),
@@ -73,7 +73,7 @@ def singles(vlm) -> list:
 
 
 def test_the_requests_differ(singles):
-    """The control of what follows: no answer could be taken for another one."""
+    """Control for the tests below: all answers differ."""
     assert len({tuple(a.token_ids) for a in singles}) == len(singles)
     assert len({len(a.token_ids) for a in singles}) > 8
     assert len({a.stats.prompt_tokens for a in singles}) > 6
@@ -81,14 +81,14 @@ def test_the_requests_differ(singles):
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 3, 8])
-def test_every_request_gets_the_answer_that_it_gets_alone(vlm, singles, batch_size):
+def test_batched_answers_equal_single_answers(vlm, singles, batch_size):
     answers = vlm.ask_many(REQUESTS, batch_size=batch_size)
     assert len(answers) == len(REQUESTS)
     for got, expected in zip(answers, singles, strict=True):
         assert_same(got, expected)
 
 
-def test_in_any_company(vlm, singles):
+def test_answers_do_not_depend_on_the_batch(vlm, singles):
     for seed in range(2):
         order = torch.randperm(
             len(REQUESTS), generator=torch.Generator().manual_seed(seed)
@@ -98,7 +98,7 @@ def test_in_any_company(vlm, singles):
             assert_same(got, singles[i])
 
 
-def test_a_family_with_tiles():
+def test_family_with_tiles():
     vlm = VLM(*build_llava_next(layers=4, kv_heads=2))
     requests = [replace(r, images=r.images and r.images[:1]) for r in REQUESTS[:9]]
     for got, r in zip(vlm.ask_many(requests, batch_size=4), requests, strict=True):
@@ -118,7 +118,7 @@ REDUCERS = {
 
 @pytest.mark.parametrize("method", REDUCERS)
 def test_a_ragged_batch_under_a_reducer_between_layers(vlm, method):
-    """The same one three times, and differently set in each row."""
+    """The same method three times, with other settings in each row."""
     recipes = REDUCERS[method]
     rows = [((0,), "what ?"), ((1, 2, 3), "and in these ?"), ((4, 5), "how many are there ?")]
     for chosen in ((recipes[0],) * 3, recipes):
@@ -131,11 +131,11 @@ def test_a_ragged_batch_under_a_reducer_between_layers(vlm, method):
             assert_same(got, alone(vlm, r))
         assert len({a.stats.prompt_tokens for a in answers}) == 3
     dropped = answers[0].stats
-    assert dropped.equivalent_tokens < dropped.visual_tokens_in  # it did something
+    assert dropped.equivalent_tokens < dropped.visual_tokens_in  # the method dropped tokens
 
 
 def test_a_ragged_batch_under_a_trained_reducer(tiny):
-    """ATP brings weights for the shipped model."""
+    """ATP has weights for the shipped model."""
     requests = [
         request("atp", (0,), "what is here ?", max_new_tokens=8),
         request("atp", (1, 2), "how many circles are there ?", max_new_tokens=8),
@@ -150,7 +150,7 @@ def test_a_ragged_batch_under_a_trained_reducer(tiny):
 # --- ends ----------------------------------------------------------------------------------------
 
 
-def test_a_row_that_ends_at_once(vlm, singles):
+def test_row_that_ends_at_once(vlm, singles):
     first = singles[4].token_ids[0]
     ends = replace(REQUESTS[4], generation={"max_new_tokens": 14, "eos_token_id": first})
     one = replace(REQUESTS[6], generation={"max_new_tokens": 1})
@@ -165,8 +165,8 @@ def test_a_row_that_ends_at_once(vlm, singles):
     assert [len(a.token_ids) for a in vlm.ask_many([ends, one], batch_size=2)] == [1, 1]
 
 
-def test_a_row_that_ends_in_the_middle(vlm, singles):
-    """By an end token of its own; nobody else ends by that."""
+def test_row_that_ends_in_the_middle(vlm, singles):
+    """By an end token of its own; no other row ends by that."""
     ids = singles[6].token_ids
     at = next(i for i, token in enumerate(ids) if i > 2 and token not in ids[:i])
     ends = replace(REQUESTS[6], generation={"max_new_tokens": 22, "eos_token_id": ids[at]})
@@ -176,16 +176,16 @@ def test_a_row_that_ends_in_the_middle(vlm, singles):
     assert answers[0].token_ids == answers[2].token_ids == ids
 
 
-def test_no_request_no_answer(vlm):
+def test_empty_batch_gives_no_answers(vlm):
     assert vlm.ask_many([]) == []
     assert vlm.ask_many(iter([]), batch_size=2) == []
 
 
-def test_questions_without_a_picture(vlm):
+def test_questions_without_an_image(vlm):
     answers = vlm.ask_many(["say a", Request("say b"), "and c"], batch_size=2, max_new_tokens=5)
     for got, question in zip(answers, ("say a", "say b", "and c"), strict=True):
         assert_same(got, vlm.ask(question, max_new_tokens=5))
-    # Under a recipe they are left alone.
+    # A recipe does not change them.
     recipes = ("h2o:0.3", "kivi:residual=8,group=4", "pyramiddrop", "zipcache")
     requests = [request(r, (), "say something", max_new_tokens=12) for r in recipes]
     expected = vlm.ask("say something", max_new_tokens=12)
@@ -194,29 +194,29 @@ def test_questions_without_a_picture(vlm):
         assert got.stats.kv_tokens_per_layer == expected.stats.kv_tokens_per_layer
 
 
-def test_clips_stand_beside_pictures(vlm):
+def test_videos_and_images_in_one_batch(vlm):
     frames = [picture(40, 40, seed) for seed in range(6)]
-    clip = Request(
+    video = Request(
         "what happens ?",
         video=frames,
         num_frames=3,
         recipe="snapkv:share=0.8,window=4",
         generation={"max_new_tokens": 8},
     )
-    answers = vlm.ask_many([clip, REQUESTS[0]], batch_size=2)
-    assert_same(answers[0], alone(vlm, clip))
+    answers = vlm.ask_many([video, REQUESTS[0]], batch_size=2)
+    assert_same(answers[0], alone(vlm, video))
     assert answers[0].stats.visual_tokens_in == 3 * 16
 
 
-# --- reading -------------------------------------------------------------------------------------
+# --- prefill -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
-def test_requests_are_read_as_rows_become_free(vlm, batch_size):
+def test_requests_are_taken_as_rows_become_free(vlm, batch_size):
     ended, ahead = [], []
 
     class Ends:
-        """A streamer that notes when its request has ended."""
+        """A streamer that records when its request has ended."""
 
         def __init__(self, number: int) -> None:
             self.number = number
@@ -236,7 +236,7 @@ def test_requests_are_read_as_rows_become_free(vlm, batch_size):
     assert sorted(ended) == list(range(9))
     assert max(ahead) == batch_size - 1
     if batch_size > 1:
-        assert ended != sorted(ended)  # a later one was done before an earlier one
+        assert ended != sorted(ended)  # a later request ended before an earlier one
 
 
 BAD = {
@@ -255,8 +255,8 @@ BAD = {
 
 @pytest.mark.parametrize("bad", BAD)
 @pytest.mark.parametrize("batch_size", [1, 3])
-def test_an_error_says_whose_it_is(vlm, singles, bad, batch_size):
-    """Whether it comes up when the request is read, or when its prompt is."""
+def test_error_names_its_request(vlm, singles, bad, batch_size):
+    """Whether it occurs when the request is prepared or when its prompt is prefilled."""
     wrong, kind, message = BAD[bad]
     with pytest.raises(kind, match=r"^request 2: ") as error:
         vlm.ask_many([*REQUESTS[:2], wrong, REQUESTS[3]], batch_size=batch_size)
@@ -267,7 +267,7 @@ def test_an_error_says_whose_it_is(vlm, singles, bad, batch_size):
 
 
 @pytest.mark.parametrize("size", [0, -1, 1.5, "2", None])
-def test_batch_sizes(vlm, size):
+def test_invalid_batch_size_is_refused(vlm, size):
     with pytest.raises(VLMFastError, match=r"batch_size=.* must be a whole number of at least 1"):
         vlm.ask_many(REQUESTS, batch_size=size)
 
@@ -275,7 +275,7 @@ def test_batch_sizes(vlm, size):
 # --- generation ----------------------------------------------------------------------------------
 
 
-def test_generation_arguments_are_each_requests_own(vlm):
+def test_generation_arguments_apply_per_request(vlm):
     requests = [
         request(None, (0,), max_new_tokens=12, repetition_penalty=1.8),
         request("h2o:0.6", (0,), max_new_tokens=7, no_repeat_ngram_size=1),
@@ -286,7 +286,7 @@ def test_generation_arguments_are_each_requests_own(vlm):
     for got, r in zip(answers, requests, strict=True):
         assert_same(got, alone(vlm, replace(r, generation={"max_new_tokens": 10} | r.generation)))
     assert [len(a.token_ids) for a in answers] == [12, 7, 10, 12]
-    assert answers[0].token_ids != answers[3].token_ids  # the penalty did something
+    assert answers[0].token_ids != answers[3].token_ids  # the penalty has an effect
     assert len(set(answers[1].token_ids)) == 7
 
 
@@ -300,7 +300,7 @@ class Looks(LogitsProcessor):
         return scores
 
 
-def test_logits_processors_see_their_own_ids(vlm):
+def test_logits_processors_get_their_own_ids(vlm):
     looks = [Looks() for _ in range(4)]
     requests = [
         replace(r, generation={**r.generation, "logits_processor": LogitsProcessorList([look])})
@@ -326,7 +326,7 @@ def test_sampling(vlm):
     first = ids(3, 0)
     assert [len(of) for of in first] == lengths
     assert ids(3, 0) == first != ids(3, 1)
-    # One at a time they draw as `ask` does, one after the other.
+    # At batch size 1 they draw as successive calls of `ask` do.
     torch.manual_seed(7)
     expected = [alone(vlm, r, **sampled).token_ids for r in requests]
     assert ids(1, 7) == expected
@@ -335,7 +335,7 @@ def test_sampling(vlm):
 # --- memory --------------------------------------------------------------------------------------
 
 
-def test_buffers_are_given_back(vlm, singles, monkeypatch):
+def test_buffers_return_to_the_pool(vlm, singles, monkeypatch):
     class Counting(BufferPool):
         new = out = 0
 
@@ -359,7 +359,7 @@ def test_buffers_are_given_back(vlm, singles, monkeypatch):
     assert pool.out == 0 and pool.new == new
 
 
-def test_what_is_no_request_is_refused(vlm):
+def test_non_requests_are_refused(vlm):
     with pytest.raises(VLMFastError, match=r"request 1: is a dict; it must be a vlmfast\.Request"):
         vlm.ask_many(["what ?", {"question": "what ?"}], max_new_tokens=1)
     with pytest.raises(VLMFastError, match="batch_size=True"):

@@ -1,4 +1,4 @@
-"""The benchmarks: what they compare before they take a time, and what they refuse to say."""
+"""The benchmarks: they compare results before they time, and refuse to report wrong ones."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from vlmfast.kernels import compile as offline
 
 
 def script(name: str) -> Any:
-    """A benchmark as a module; found by its file, since `tests` has a folder of the same name."""
+    """A benchmark as a module, loaded from its file: `tests` has a folder of the same name."""
     file = Path(__file__).resolve().parents[1] / "benchmarks" / f"{name}.py"
     spec = importlib.util.spec_from_file_location(name, file)
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
@@ -68,7 +68,7 @@ def test_a_case_on_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_the_interpreter_in_a_process_of_its_own() -> None:
+def test_interpreter_runs_in_a_separate_process() -> None:
     pytest.importorskip("triton")
     pairs = [("swiglu, 1 token", "toy"), ("swiglu, 1 token", "odd")]
     rows = list(kernels.spawned(pairs, True, 120))
@@ -83,7 +83,7 @@ def work(run: Any = lambda: None, **more: Any) -> kernels.Work:
     return kernels.Work(run, 1000, **more)
 
 
-def test_what_differs_is_found() -> None:
+def test_differences_are_found() -> None:
     wanted = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
     assert kernels.compared(wanted.clone(), wanted, work())["passed"]
     assert kernels.compared({"a": [wanted]}, (wanted,), work())["passed"]
@@ -102,7 +102,7 @@ def test_what_differs_is_found() -> None:
     assert not kernels.compared(wrong, wanted, work(allow=0.5))["passed"]
 
 
-def test_integers_may_be_off_by_so_many() -> None:
+def test_integers_have_their_own_tolerance() -> None:
     wanted = torch.arange(10)
     off = wanted + (wanted == 4)
     assert not kernels.compared(off, wanted, work())["passed"]
@@ -111,18 +111,18 @@ def test_integers_may_be_off_by_so_many() -> None:
     assert not kernels.compared(2 * off, 2 * wanted, work(off=1))["passed"]
 
 
-def test_a_kernel_that_leaves_memory_unwritten_is_found() -> None:
+def test_unwritten_memory_is_found() -> None:
     def run() -> torch.Tensor:
         out = torch.empty(64)
         out[: 64 if os.environ["VLMFAST_KERNELS"] == "torch" else 63] = 1.0
         return out
 
-    os.environ["VLMFAST_KERNELS"] = "triton"  # the fixture undoes it
+    os.environ["VLMFAST_KERNELS"] = "triton"  # undone by the fixture
     assert not kernels.checked(work(run))["passed"]
     assert not torch.are_deterministic_algorithms_enabled()
 
 
-def test_a_buffer_is_not_compared_with_itself() -> None:
+def test_reused_buffer_is_not_compared_with_itself() -> None:
     buffer = torch.zeros(4)
 
     def run() -> torch.Tensor:
@@ -139,7 +139,7 @@ def test_a_buffer_is_not_compared_with_itself() -> None:
 
 
 class Clock:
-    """Stands for the GPU: every function takes what it says."""
+    """A fake GPU clock: the time of each function is set by the test."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.asked: list[str] = []
@@ -169,7 +169,7 @@ def two() -> torch.Tensor:
     return 2 * torch.ones(4)
 
 
-def test_a_right_kernel_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_correct_kernel_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLMFAST_KERNELS", "triton")
     clock = Clock(monkeypatch)
     others = {
@@ -189,7 +189,7 @@ def test_a_right_kernel_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "ZeroDivisionError" in row["check"]["others"]["not here"]
 
 
-def test_a_wrong_kernel_gets_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_kernel_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLMFAST_KERNELS", "triton")
     clock = Clock(monkeypatch)
     row = kernels.measured(case(wrong), "A", RATES)
@@ -200,7 +200,7 @@ def test_a_wrong_kernel_gets_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "no time" in kernels.verdict(row)
 
 
-def test_aims_of_kernels() -> None:
+def test_kernel_targets() -> None:
     stats = {"time": 1e-5, "bytes": 24 * 10**6, "machine": RATES}
     coded = {"time": 1e-5, "others": {"SDPA in bf16": {"time": 2e-5}}}
     rows = {"col_stats, 64 rows | B": stats, "decode, 4 bit | E": coded}
@@ -224,7 +224,7 @@ for name, shape in json.load(sys.stdin):
 """
 
 
-def test_one_broken_case_does_not_take_others_with_it(
+def test_broken_case_does_not_affect_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script = tmp_path / "child.py"
@@ -237,13 +237,13 @@ def test_one_broken_case_does_not_take_others_with_it(
     assert "ended with 7" in rows["dies"]["error"]
 
 
-def test_rows_stop_when_nobody_wants_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_the_rows_ends_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = tmp_path / "child.py"
     script.write_text(CHILD)
     monkeypatch.setattr(kernels, "__file__", str(script))
     rows = kernels.spawned([("one", "A"), ("hangs", "A")], False, 60)
     assert next(rows)[0] == ("one", "A")
-    rows.close()  # ends the process, or this would wait for it
+    rows.close()  # ends the process; otherwise this would wait for it
 
 
 def test_no_time_without_a_gpu(
@@ -270,14 +270,14 @@ def judge(job: end_to_end.Job) -> end_to_end.Judge:
     return end_to_end.Judge.of(job)
 
 
-def test_prompt_has_the_length_that_it_says(job: end_to_end.Job) -> None:
+def test_prompt_has_the_announced_length(job: end_to_end.Job) -> None:
     ids = job.vlm().inputs(job.question, images=job.picture)["input_ids"]
     assert ids.shape[1] == end_to_end.MODELS["tiny-shape"].prompt
 
 
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("name", [end_to_end.HF, end_to_end.STATIC, "none", "hired:0.2"])
-def test_every_variant_computes_what_it_should(
+def test_every_variant_passes_the_check(
     job: end_to_end.Job, judge: end_to_end.Judge, name: str, batch: int
 ) -> None:
     check = judge.check(name, end_to_end.variant(job, name), batch)
@@ -286,18 +286,18 @@ def test_every_variant_computes_what_it_should(
     assert ("PyTorch references" in check["compared"]) == (name == "hired:0.2")
 
 
-def test_another_computation_is_refused(job: end_to_end.Job, judge: end_to_end.Judge) -> None:
+def test_different_computation_is_refused(job: end_to_end.Job, judge: end_to_end.Judge) -> None:
     check = judge.check("none", end_to_end.own(job, "random:0.5"), 1)
     assert not check["passed"]
     assert check["error"] > 3 * check["allowed"]
 
 
-def test_attention_is_left_as_it_was(job: end_to_end.Job, judge: end_to_end.Judge) -> None:
+def test_attention_is_restored(job: end_to_end.Job, judge: end_to_end.Judge) -> None:
     assert job.model.config._attn_implementation == "sdpa"
     assert judge.own < judge.allowed
 
 
-def test_rounds_are_watched() -> None:
+def test_watch_records_round_times() -> None:
     watch = end_to_end.Watch(torch.device("cpu"), 2)
     counts = []
     for _ in range(6):
@@ -315,7 +315,7 @@ def command(tmp_path: Path) -> list[str]:
     ]  # fmt: skip
 
 
-def test_a_run_goes_on_where_it_stopped(
+def test_run_resumes_where_it_stopped(
     command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = Path(command[-1])
@@ -350,7 +350,7 @@ def test_a_run_goes_on_where_it_stopped(
     assert "take --fresh" in capsys.readouterr().err
 
 
-def test_a_run_ends_in_time(command: list[str]) -> None:
+def test_run_ends_at_its_time_limit(command: list[str]) -> None:
     assert end_to_end.main([*command, "--minutes", "0"]) == end_to_end.UNFINISHED
 
 
@@ -364,7 +364,7 @@ def row(rate: float, *, passed: bool = True, kv: int = 10**9) -> dict[str, Any]:
     }
 
 
-def test_no_ratio_to_or_from_what_is_wrong() -> None:
+def test_no_ratio_with_a_wrong_result() -> None:
     report = {
         "settings": {"model": "llava-1.5-7b"},
         "weights": 13 * 10**9,
@@ -382,7 +382,7 @@ def test_no_ratio_to_or_from_what_is_wrong() -> None:
     assert end_to_end.aims(spoiled) == []
 
 
-def test_aims_of_the_larger_model() -> None:
+def test_targets_of_the_larger_model() -> None:
     parts = {"none | 1": row(100), "hired:0.2 | 1": row(300), "none | 16": row(400)}
     parts["zipvl | 16"] = row(600, kv=2 * 10**8)
     report = {"settings": {"model": "llava-next-7b"}, "weights": 10**10, "parts": parts}
@@ -444,15 +444,15 @@ def test_answers_have_one_length(random_vlm: vlmfast.VLM, monkeypatch: pytest.Mo
     assert [row.recipe for row in rows] == ["none", "grid:0.5"]
 
 
-def test_the_picture_is_drawn() -> None:
-    picture = bench.drawn(96)
-    assert picture.size == (96, 96)
-    assert len(picture.getcolors(96 * 96)) > 10
-    assert bench.drawn(96).tobytes() == picture.tobytes()
+def test_drawn_image_is_deterministic() -> None:
+    image = bench.drawn(96)
+    assert image.size == (96, 96)
+    assert len(image.getcolors(96 * 96)) > 10
+    assert bench.drawn(96).tobytes() == image.tobytes()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere peaks cannot be forgotten")
-def test_peaks_are_of_what_came_last() -> None:
+def test_peak_memory_is_of_the_last_run() -> None:
     device = torch.device("cpu")
     large = torch.ones(50_000_000)
     before = bench.peak(device)

@@ -1,4 +1,4 @@
-"""What looks for answers that drafts have changed, and what times drafts, can itself go wrong."""
+"""The speculation benchmark: the audit for changed answers, and the timing of drafts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from vlmfast.eval import bench
 
 
 def script(name: str) -> Any:
-    """A benchmark as a module; found by its file, since `tests` has a folder of the same name."""
+    """A benchmark as a module, loaded from its file: `tests` has a folder of the same name."""
     file = Path(__file__).resolve().parents[1] / "benchmarks" / f"{name}.py"
     spec = importlib.util.spec_from_file_location(name, file)
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
@@ -43,7 +43,7 @@ AUDITED = {"count": 4, "new_tokens": 32}
 
 @pytest.fixture
 def unmoved(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A planted bug: nodes that were accepted stay where they were written."""
+    """A planted bug: accepted nodes stay where they were written."""
     accept = KVCache.accept
     monkeypatch.setattr(
         KVCache,
@@ -55,7 +55,7 @@ def unmoved(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- the audit -----------------------------------------------------------------------------------
 
 
-def test_an_audit_of_what_is_right(tiny: VLM) -> None:
+def test_audit_of_correct_answers(tiny: VLM) -> None:
     found = bench.audit(tiny, ["none", "hired:0.5"], ["draft-recycle", "draft-ngram"], **AUDITED)
     pairs = [(row.recipe, row.drafter) for row in found]
     assert pairs == [
@@ -71,7 +71,7 @@ def test_an_audit_of_what_is_right(tiny: VLM) -> None:
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_an_audit_finds_a_planted_bug(tiny: VLM, unmoved: None, strict: bool) -> None:
+def test_audit_finds_a_planted_bug(tiny: VLM, unmoved: None, strict: bool) -> None:
     (row,) = bench.audit(tiny, drafters=["draft-recycle"], **AUDITED, strict=strict)
     assert row.bugs > 0 and row.identical < 4
     first = row.divergences[0]
@@ -79,7 +79,7 @@ def test_an_audit_finds_a_planted_bug(tiny: VLM, unmoved: None, strict: bool) ->
     assert first.at == row.prefix[first.prompt] < row.lengths[first.prompt]
 
 
-def test_the_command(
+def test_audit_command(
     unmoved: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     argv = ["bench", "--audit-lossless", "--device", "cpu", "--drafter", "draft-recycle"]
@@ -102,7 +102,7 @@ def test_the_command(
 
 
 class Paired:
-    """A model whose tokens come in pairs with the same logits, and how drafts take the other."""
+    """A model whose tokens come in pairs with equal logits, and drafts that take the other one."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         model, processor = build_llava(dtype=torch.bfloat16)
@@ -130,14 +130,12 @@ class Paired:
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_a_near_tie_is_no_bug_but_for_a_strict_answer(
-    monkeypatch: pytest.MonkeyPatch, strict: bool
-) -> None:
+def test_near_tie_is_a_bug_only_when_strict(monkeypatch: pytest.MonkeyPatch, strict: bool) -> None:
     vlm = Paired(monkeypatch).vlm
     (row,) = bench.audit(
         vlm, drafters=[Knows(answer=(), beside=0)], count=2, new_tokens=1, strict=strict
     )
-    assert row.identical == 2  # one token: nobody drafts
+    assert row.identical == 2  # one token: no drafts
     (row,) = bench.audit(vlm, drafters=["draft-ngram"], count=2, new_tokens=4, strict=strict)
     assert row.identical == 0 and len(row.divergences) == 2
     for gone in row.divergences:
@@ -146,17 +144,17 @@ def test_a_near_tie_is_no_bug_but_for_a_strict_answer(
     assert row.bugs == (2 if strict else 0)
 
 
-def test_an_answer_that_is_cut_short_is_a_bug(tiny: VLM) -> None:
+def test_truncated_answer_is_a_bug(tiny: VLM) -> None:
     judge = bench.Referee(tiny).judge
     gone = judge(lambda *_, **__: pytest.fail("nothing to ask"), Recipe(), [7, 8, 9], [7, 8], 3)
     assert gone == bench.Divergence(3, 2, 9, None, None, None, bug=True)
     assert judge(lambda *_, **__: pytest.fail("nothing to ask"), Recipe(), [7], [7]) is None
 
 
-def test_gaps_are_in_units_of_the_models_type(tiny: VLM) -> None:
+def test_gaps_are_in_units_of_the_model_dtype(tiny: VLM) -> None:
     assert tiny.adapter.dtype == torch.bfloat16
     referee = bench.Referee(tiny)
-    scores = torch.tensor([20.0, 19.875, 19.0, 3.0])  # bfloat16 has steps of 1/8 there
+    scores = torch.tensor([20.0, 19.875, 19.0, 3.0])  # bfloat16 has steps of 1/8 here
     assert referee._gap(scores, [0, 1]) == 1
     assert referee._gap(scores, [0, 2]) == 8
     assert referee._gap(scores, [1, 2]) == 8  # neither is the best
@@ -165,7 +163,7 @@ def test_gaps_are_in_units_of_the_models_type(tiny: VLM) -> None:
     assert tiny.adapter.dtype == torch.bfloat16
 
 
-def test_what_an_audit_refuses(tiny: VLM, capsys: pytest.CaptureFixture[str]) -> None:
+def test_audit_refuses_invalid_input(tiny: VLM, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(RecipeError, match="apart from recipes"):
         bench.audit(tiny, ["hired:0.2+draft-ngram"])
     for drafter in ("hired:0.2+draft-ngram", "none"):
@@ -182,7 +180,7 @@ def test_what_an_audit_refuses(tiny: VLM, capsys: pytest.CaptureFixture[str]) ->
 
 
 @pytest.fixture(scope="module")
-def toy() -> tuple[Any, Any]:
+def job_and_args() -> tuple[Any, Any]:
     args = speculation.parse(["--shape", "tiny-shape", "--device", "cpu"])
     return speculation.prepared(args), args
 
@@ -192,11 +190,11 @@ def played(rate: float, layer: str = "", nodes: int = 10) -> Any:
     return speculation.Playing(stage, SimpleNamespace(vocabulary=100, banned=(0, 3)), None)
 
 
-def test_trees_of_recorded_answers() -> None:
+def test_trees_follow_recorded_answers() -> None:
     play = played(1.0)
     assert play.propose(50, Budget(5, 4)) == Tree.chain(range(50, 55))
     assert play.propose(50, Budget(5, 2)) == Tree.chain(range(50, 53))
-    assert play.propose(51, Budget(5, 4)) == Tree.chain([51])  # off the record
+    assert play.propose(51, Budget(5, 4)) == Tree.chain([51])  # not in the recorded answer
     play.extend(Round(Tree.chain([50, 51]), [0, 1], [51, 52]))
     assert play.propose(52, Budget(5, 4)) == Tree.chain(range(52, 57))
     tree = play.filled(52, 12, 4)
@@ -210,8 +208,8 @@ def test_trees_of_recorded_answers() -> None:
 
 
 @pytest.mark.parametrize("name", ["recorded 1", "recorded 1 + layer", "recorded 0"])
-def test_recorded_acceptance_is_what_was_asked_for(toy: tuple[Any, Any], name: str) -> None:
-    job, args = toy
+def test_recorded_acceptance_meets_the_rate(job_and_args: tuple[Any, Any], name: str) -> None:
+    job, args = job_and_args
     row = speculation.part(job, "question", "none", name, args)
     assert row["identical"] == row["pairs"] == args.pairs and row["bugs"] == 0
     assert row["plain_calls"] == args.pairs * 11
@@ -223,7 +221,7 @@ def test_recorded_acceptance_is_what_was_asked_for(toy: tuple[Any, Any], name: s
     assert row["wall"]["low"] <= row["wall"]["value"] <= row["wall"]["high"]
 
 
-def test_steered_answers_are_compared_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steered_answers_are_judged_first(monkeypatch: pytest.MonkeyPatch) -> None:
     args = speculation.parse(
         ["--shape", "tiny-shape", "--device", "cpu", "--dtype", "bfloat16", "--pairs", "1"]
     )
@@ -238,10 +236,10 @@ def test_steered_answers_are_compared_first(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(compared) == 2 and row["bugs"] == 0 and row["identical"] == 1
 
 
-# --- what is told --------------------------------------------------------------------------------
+# --- reports -------------------------------------------------------------------------------------
 
 
-def test_no_ratio_where_an_answer_is_wrong(
+def test_no_ratio_with_a_wrong_answer(
     unmoved: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out, key = tmp_path / "out.json", "captions | none | draft-recycle"
@@ -265,8 +263,10 @@ def test_drafters_of_the_shipped_model(workload: str) -> None:
     assert row["speculation"] == "draft-ngram+draft-recycle"
 
 
-def test_hugging_face_beside_it(toy: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    job, args = toy
+def test_hugging_face_is_compared(
+    job_and_args: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, args = job_and_args
     row = speculation.part(job, "question", "none", speculation.HF, args)
     assert row["identical"] == row["pairs"] and row["calls"] == row["plain_calls"] > 0
     assert row["decode"] is None and row["wall"]["value"] > 0
@@ -292,7 +292,7 @@ def test_ratios() -> None:
     assert speculation.ratio([[0.0, 0.0]]) is None
 
 
-def test_aims() -> None:
+def test_targets() -> None:
     def row(accepted: float, calls: int, low: float) -> dict[str, Any]:
         wall = {"value": low + 0.1, "low": low, "high": low + 0.2}
         told = {"mean_accepted": accepted, "calls": calls, "plain_calls": 90, "wall": wall}
@@ -310,7 +310,7 @@ def test_aims() -> None:
     assert speculation.aims(parts) == []
 
 
-def test_a_run_goes_on_where_it_stopped(
+def test_run_resumes_where_it_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out, measure, names = tmp_path / "out.json", speculation.part, []

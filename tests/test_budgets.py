@@ -1,4 +1,4 @@
-"""Methods that share a budget among layers: CAKE, VL-Cache and FastKV (numbers: test_golden)."""
+"""Methods that distribute a budget over layers: CAKE, VL-Cache, FastKV (numbers: test_golden)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STAGES = (VLCache(), CAKE(window=8), FastKV())
 
 
 def prompt(seed: int, layer: int = 0, n: int = N, sharp: float = 1.0) -> tuple[Tensor, KV]:
-    """Queries and cache of one layer; ``sharp`` layers look at few keys."""
+    """Queries and cache of one layer; ``sharp`` layers attend to few keys."""
     g = torch.Generator().manual_seed(100 * seed + layer)
     query = torch.randn(HEADS * GROUPS, n, DIM, generator=g) * sharp
     key, value = torch.randn(2, HEADS, n, DIM, generator=g)
@@ -35,13 +35,13 @@ def prompt(seed: int, layer: int = 0, n: int = N, sharp: float = 1.0) -> tuple[T
 
 
 def visual_rows(n: int) -> Tensor:
-    """Text, a picture, a question of 16 tokens."""
+    """Text, an image, a question of 16 tokens."""
     rows = torch.arange(n)
     return (rows >= 4) & (rows < n - 16)
 
 
 def asked(query: Tensor, kv: KV, request: ColumnRequest) -> ColumnStats:
-    """Statistics over the rows of ``request``; the question for those of text."""
+    """Statistics over the rows of ``request``; over the question where it names text rows."""
     if request.rows != "text":
         return columns(query, kv.keys, request)
     stats = columns(query, kv.keys, ColumnRequest("window", 16))
@@ -56,8 +56,8 @@ def maps(query: Tensor, kv: KV, rows: int) -> Tensor:
     """Causal attention of the last rows: (H, G, rows, N)."""
     n = len(kv)
     logits = query[:, n - rows :].unflatten(0, (HEADS, GROUPS)) @ kv.keys[:, None].mT * DIM**-0.5
-    behind = torch.arange(n) > torch.arange(n - rows, n)[:, None]
-    return logits.masked_fill(behind, -torch.inf).softmax(-1)
+    later = torch.arange(n) > torch.arange(n - rows, n)[:, None]
+    return logits.masked_fill(later, -torch.inf).softmax(-1)
 
 
 SHARP = (0.5, 2.0, 1.0, 4.0, 1.5, 3.0)
@@ -66,7 +66,7 @@ SHARP = (0.5, 2.0, 1.0, 4.0, 1.5, 3.0)
 def run(
     stage: CacheStage, seed: int = 0, sharp: tuple[float, ...] = SHARP, n: int | list[int] = N
 ) -> tuple[list[KV], list[KV], PrefillContext]:
-    """A whole prompt: the cache behind each layer, the cache in the end, and the pass."""
+    """A whole prompt: the cache after each layer, the final cache, and the context."""
     depth = len(sharp)
     lengths = n if isinstance(n, list) else [n] * depth
     step, along = prompt_step(lengths[0], depth, visual_rows(lengths[0])), []
@@ -84,23 +84,23 @@ def same(a: list[KV], b: list[KV]) -> bool:
     return all(torch.equal(x.order, y.order) for x, y in zip(a, b, strict=True))
 
 
-# --- what holds for all --------------------------------------------------------------------------
+# --- common properties ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stage", STAGES, ids=str)
-def test_a_share_of_one_returns_the_very_same_cache(stage):
+def test_keep_1_returns_the_same_cache(stage):
     along, cache, step = run(replace(stage, share=1.0))
-    for layer, (behind, end) in enumerate(zip(along, cache, strict=True)):
-        assert behind is end
+    for layer, (later, end) in enumerate(zip(along, cache, strict=True)):
+        assert later is end
         query, kv = prompt(0, layer, N, SHARP[layer])
         request = stage.text_stats(6)[layer]
         whole = replace(stage, share=1.0).compress(step, layer, kv, asked(query, kv, request))
         assert whole is kv
-    assert sum(lengths(run(replace(stage, share=0.9))[1])) < 6 * N  # the control
+    assert sum(lengths(run(replace(stage, share=0.9))[1])) < 6 * N  # control
 
 
 @pytest.mark.parametrize("stage", STAGES, ids=str)
-def test_kept_slots_are_whole_ascending_and_hold_the_window(stage):
+def test_kept_slots_are_valid_ascending_and_include_the_window(stage):
     _, cache, _ = run(replace(stage, share=0.4))
     for layer, kv in enumerate(cache):
         _, full = prompt(0, layer, N, SHARP[layer])
@@ -110,11 +110,11 @@ def test_kept_slots_are_whole_ascending_and_hold_the_window(stage):
         assert torch.equal(kv.keys, full.keys.gather(1, at))
         assert torch.equal(kv.values, full.values.gather(1, at))
         assert torch.equal(kv.order[:, -3:], torch.arange(N - 3, N).expand(HEADS, -1))
-    assert not torch.equal(cache[0].order[0], cache[0].order[1])  # heads choose for themselves
+    assert not torch.equal(cache[0].order[0], cache[0].order[1])  # heads choose independently
 
 
 @pytest.mark.parametrize("stage", STAGES, ids=str)
-def test_a_share_below_the_window_names_the_least(stage):
+def test_too_small_share_names_the_minimum(stage):
     with pytest.raises(RecipeError, match=f"{stage.name}: share=0.01 leaves 0 of 96 .*at least"):
         run(replace(stage, share=0.01))
     try:
@@ -127,8 +127,8 @@ def test_a_share_below_the_window_names_the_least(stage):
 
 
 @pytest.mark.parametrize("stage", [VLCache(), CAKE(window=8)], ids=str)
-def test_heads_of_different_lengths_stay_whole(stage):
-    """An earlier stage left one head shorter: it is cut like the other, down to what it has."""
+def test_heads_of_different_lengths_keep_valid_slots(stage):
+    """A head that an earlier stage shortened is cut like the other, down to its own length."""
     stage, step, cache = replace(stage, share=0.5), prompt_step(N, 2), []
     for layer, request in stage.text_stats(2).items():
         query, kv = prompt(0, layer, N)
@@ -150,10 +150,10 @@ def test_heads_of_different_lengths_stay_whole(stage):
         assert kv.order[1, :22].tolist() == [*range(12), *range(86, 96)]
 
 
-def test_words():
+def test_recipes_round_trip_and_refuse_invalid_values():
     assert str(Recipe.parse("vlcache:0.2+cake:window=8")) == "vlcache:0.2+cake:window=8"
     assert str(Recipe.parse("fastkv:0.3,tsp=0.4")) == "fastkv:share=0.3,tsp=0.4"
-    # It drops rows too, so it stands before methods that only look at the cache.
+    # It drops rows too, so it must precede methods that only change the cache.
     Recipe.parse("fastkv+vlcache")
     with pytest.raises(RecipeError, match=r"write fastkv\+vlcache"):
         Recipe.parse("vlcache+fastkv")
@@ -177,7 +177,7 @@ def test_words():
     share=st.floats(0.01, 1),
     recent=st.floats(0, 0.9),
 )
-def test_vlcache_budgets_sum_to_the_share_inside_their_bounds(densities, share, recent):
+def test_vlcache_budgets_sum_to_the_target_within_bounds(densities, share, recent):
     betas = budgets(densities, share, recent)
     low, high = 0.01 * (1 - recent), 1.0
     assert all(low <= beta <= high for beta in betas)
@@ -193,7 +193,7 @@ def test_vlcache_bounds_bind():
         close(beta, 0.18, terms=2)
 
 
-def test_density_is_the_share_of_what_is_seen_that_counts():
+def test_density_is_the_fraction_above_the_threshold():
     query, kv = prompt(3, sharp=3.0)
     stats = asked(query, kv, ColumnRequest("text", threshold=0.01))
     p = maps(query, kv, 16)
@@ -205,23 +205,23 @@ def test_density_is_the_share_of_what_is_seen_that_counts():
     assert density(stats.count, stats.nnz) > expected + 0.1
 
 
-def test_vlcache_gives_dense_layers_more_and_meets_its_share():
+def test_vlcache_gives_dense_layers_more_and_meets_its_budget():
     _, cache, _ = run(VLCache(share=0.3))
     counts = lengths(cache)
-    # The blunter a layer's attention (a smaller factor), the more slots.
+    # The less sharp a layer's attention (a smaller factor), the more slots it gets.
     assert [counts[i] for i in sorted(range(6), key=lambda i: SHARP[i])] == sorted(counts)[::-1]
     assert counts[0] > 2 * counts[3]
     assert sum(counts) == pytest.approx(0.3 * 6 * N, abs=2 * 6)
 
 
-def test_vlcache_budgets_are_shares_of_each_layers_own_slots():
-    """A reducer left later layers fewer rows."""
+def test_vlcache_budgets_are_fractions_of_each_layers_slots():
+    """After a reducer that left later layers fewer rows."""
     lengths_in = [96, 96, 64, 64]
     _, cache, _ = run(VLCache(share=0.25), sharp=(0.02,) * 4, n=lengths_in)
     assert all(abs(len(kv) - 0.25 * n) <= 2 for kv, n in zip(cache, lengths_in, strict=True))
 
 
-def test_vlcache_heads_together_keep_the_same_tokens():
+def test_vlcache_heads_keep_the_same_tokens():
     _, cache, _ = run(VLCache(share=0.3, head_adaptive=False))
     assert all(torch.equal(kv.order[0], kv.order[1]) for kv in cache)
     _, kv = prompt(0)
@@ -231,8 +231,8 @@ def test_vlcache_heads_together_keep_the_same_tokens():
         VLCache(head_adaptive=False).score(kv.select(moved), stats, None)
 
 
-def test_a_later_stage_may_drop_slots_before_the_end():
-    """`finish` finds its scores by token, not by place."""
+def test_later_stage_may_drop_slots_before_finish():
+    """`finish` finds its scores by token, not by slot."""
     stage = VLCache(share=0.2)
     along, cache, _ = run(stage)
     step, thinned = prompt_step(N, 6, visual_rows(N)), []
@@ -240,7 +240,7 @@ def test_a_later_stage_may_drop_slots_before_the_end():
         query, kv = prompt(0, layer, N, SHARP[layer])
         kv = stage.compress(step, layer, kv, asked(query, kv, request))
         kept = torch.zeros_like(kv.order, dtype=torch.bool).scatter(1, cache[layer].order, True)
-        kept[:, layer] = True  # the later stage's own taste
+        kept[:, layer] = True  # an arbitrary choice of the later stage
         thinned.append(kv.select_mask(kept))
     assert lengths(thinned) != lengths(along)
     again = stage.finish(step, thinned)
@@ -265,13 +265,13 @@ def test_cake_budgets_conserve_the_total_within_the_limits(claims, share, limit)
     assert all(0 <= part <= most for part, most in zip(parts, limits, strict=True))
 
 
-def test_cake_hands_out_again_what_one_round_would_waste():
-    # 90 over: 45 each for the others; the second then has 5 more than it may, the first takes them.
+def test_cake_redistributes_surplus_budget():
+    # 90 left: 45 each; the second then has 5 above its limit, which the first takes.
     assert adjust_budgets([0.0, 60.0, 190.0], 250, [100, 100, 100]) == [50, 100, 100]
 
 
 @pytest.mark.parametrize("share", [0.15, 0.3, 0.6, 0.9])
-def test_cake_meets_its_share_on_average(share):
+def test_cake_meets_its_budget_on_average(share):
     _, cache, step = run(CAKE(share=share, window=8, tau2=1.0))
     counts = lengths(cache)
     assert counts == step.notes["cake"]["kept"]
@@ -297,8 +297,8 @@ def at_the_end(stage: CAKE, *args) -> list[KV]:
     layers=st.lists(st.tuples(st.floats(0.3, 4), st.integers(40, N)), min_size=1, max_size=8),
     tau=st.sampled_from([0.2, 0.9, 2.3]),
 )
-def test_the_cascade_leaves_what_cutting_at_the_end_leaves(seed, share, layers, tau):
-    """Whatever the layers prefer, and where reducers shortened later ones."""
+def test_cascade_equals_cutting_at_the_end(seed, share, layers, tau):
+    """For any preferences of the layers, also where reducers shortened later ones."""
     sharp = tuple(s for s, _ in layers)
     n = sorted((n for _, n in layers), reverse=True)
     stage = CAKE(share=share, window=4, tau1=tau, tau2=tau)
@@ -307,7 +307,7 @@ def test_the_cascade_leaves_what_cutting_at_the_end_leaves(seed, share, layers, 
     assert all(len(a) >= len(b) for a, b in zip(along, cache, strict=True))
 
 
-def test_the_cascade_cuts_on_its_way():
+def test_cascade_cuts_during_the_prefill():
     stage, sharp = CAKE(share=0.1, window=4), (1.0,) * 12
     along, cache, _ = run(stage, 0, sharp, [400] * 12)
     assert same(cache, at_the_end(stage, 0, sharp, [400] * 12))
@@ -315,8 +315,8 @@ def test_the_cascade_cuts_on_its_way():
     assert sum(lengths(cache)) == 12 * 40
 
 
-def test_a_part_may_grow_again():
-    """The control: what a layer is offered when it has run is no bound, `most` is."""
+def test_budget_of_a_layer_may_grow_again():
+    """Control: a layer's first offer is no upper bound, `most` is."""
     nothing = torch.zeros(0)
 
     def layer(claim: float) -> Scored:
@@ -326,12 +326,12 @@ def test_a_part_may_grow_again():
     ideal, total = parts(layers[:3], 4)
     assert total == 100
     assert adjust_budgets(ideal, total, [60] * 3) == [50, 50, 0]
-    # The last layer can take but 60, and leaves 40 to three others.
+    # The last layer can take only 60, and leaves 40 to the other three.
     assert CAKE(window=8).counts(layers) == [22, 21, 21, 68]
     assert 21 <= most(layers[:3], 4) < 68
 
 
-def test_each_of_cakes_parameters_does_something():
+def test_each_cake_parameter_has_an_effect():
     stage = CAKE(share=0.3, window=8)
     usual = run(stage)[1]
     for other in ({"share": 0.35}, {"gamma": 0.0}, {"tau1": 3.0}, {"tau2": 0.5}, {"kernel": 1}):
@@ -339,14 +339,14 @@ def test_each_of_cakes_parameters_does_something():
         assert lengths(changed) != lengths(usual) or not same(changed, usual), other
 
 
-def test_cake_layers_of_different_lengths_have_limits_of_their_own():
+def test_cake_limits_follow_each_layers_length():
     _, cache, _ = run(CAKE(share=0.7, window=8, tau1=0.3), sharp=(1, 3, 3, 1), n=[96, 96, 40, 40])
     counts = lengths(cache)
     assert all(k <= n for k, n in zip(counts, [96, 96, 40, 40], strict=True))
     assert sum(counts) <= 2 * int(0.7 * 96) + 2 * int(0.7 * 40)
 
 
-def test_a_window_may_be_a_share_of_the_budget():
+def test_window_may_be_a_fraction_of_the_budget():
     stage = CAKE(share=0.2, window=0.25)
     want = ("sum", "sumsq", "entropy")
     assert stage.text_stats(2)[0] == ColumnRequest("window", 32, want=want)
@@ -356,7 +356,7 @@ def test_a_window_may_be_a_share_of_the_budget():
 
 
 @pytest.mark.parametrize("reset", [True, False], ids=["newest row", "control: all rows"])
-def test_cake_gives_away_what_the_newest_token_attends_to_least(reset):
+def test_cake_decode_evicts_the_least_attended_token(reset):
     stage = CAKE(share=0.3, window=8)
     _, cache, step = run(stage, sharp=(1.0, 2.0))
     _, decode = stage.expand()
@@ -375,7 +375,7 @@ def test_cake_gives_away_what_the_newest_token_attends_to_least(reset):
     agree = True
     for i in range(steps):
         decode.step(slots, layer)
-        if not reset:  # what a stage that forgets to forget would see
+        if not reset:  # scores that were not reset
             slots.mass[:, : slots.held] += torch.rand(HEADS, slots.held, generator=g)
         for head, tokens in enumerate(expected):
             if row is not None and len(tokens) > count:
@@ -399,7 +399,7 @@ def test_cake_gives_away_what_the_newest_token_attends_to_least(reset):
     assert agree is reset
 
 
-def test_cake_leaves_a_cache_alone_that_it_did_not_cut():
+def test_cake_does_not_evict_from_an_uncut_cache():
     stage = CAKE(share=1.0, window=8)
     _, cache, step = run(stage, sharp=(1.0,))
     slots = FakeSlots(cache[0], step, 3)
@@ -417,7 +417,7 @@ DEPTH = 6
 def propagate(
     stage: FastKV, n: int = N, visual: Tensor | None = None
 ) -> tuple[Tensor | None, PrefillContext]:
-    """Rows that go on, and the pass."""
+    """Rows that are propagated, and the context."""
     tsp, _ = stage.expand()
     visual = visual_rows(n) if visual is None else visual
     step = prompt_step(n, DEPTH, visual)
@@ -426,12 +426,12 @@ def propagate(
     return tsp.keep(step, layer + 1), step
 
 
-def test_rows_that_go_on_hold_all_text_and_the_window():
+def test_propagated_rows_include_all_text_and_the_window():
     rows, step = propagate(FastKV(tsp=0.4))
     assert len(rows) == int(0.4 * N)
     assert bool((rows.diff() > 0).all())
     assert bool(torch.isin((~step.layout.visual).nonzero().flatten(), rows).all())
-    # A picture at the very end: its last tokens are the window.
+    # An image at the very end: its last tokens are the window.
     rows, _ = propagate(FastKV(tsp=0.4), visual=torch.arange(N) >= 10)
     assert set(range(N - 8, N)) <= set(rows.tolist())
     # The best of the rest: pooled votes of the last eight rows of all heads.
@@ -456,25 +456,25 @@ def test_every_layer_stores_the_same_number_of_slots():
             stats = columns(query, kv.keys, request)
         counts.append(len(stage.compress(step, layer, kv, stats)))
     assert counts == [int(0.2 * N)] * DEPTH
-    # Without the note of what went on, a share of the shorter prompt would stay.
+    # Without the note of the propagated rows, a fraction of the shorter prompt would stay.
     assert stage.capacity(prompt_step(len(rows), DEPTH), DEPTH - 1, len(rows)) < counts[0]
 
 
-def test_as_many_rows_go_on_as_slots_stay():
+def test_as_many_rows_propagate_as_slots_are_kept():
     assert len(propagate(FastKV(share=0.6, tsp=0.3))[0]) == int(0.6 * N)
     assert propagate(FastKV(share=1.0))[0] is None
     assert propagate(FastKV(tsp=1.0))[0] is None
     assert propagate(FastKV(), visual=torch.zeros(N, dtype=torch.bool))[0] is None
 
 
-def test_a_share_of_rows_must_hold_the_text():
+def test_too_small_row_share_for_text_is_refused():
     with pytest.raises(RecipeError, match=r"fastkv: tsp=0.2 lets 19 of 96 rows .* the 20 .* 0.21"):
         propagate(FastKV(tsp=0.2))
     rows, step = propagate(FastKV(tsp=0.21))
     assert torch.equal(rows, (~step.layout.visual).nonzero().flatten())
 
 
-def test_the_cut_is_a_share_of_the_depth_or_a_number():
+def test_cut_layer_is_a_fraction_of_the_depth_or_an_index():
     assert FastKV().cut(32) == 16
     assert FastKV().floor(32) == 0.5
     assert FastKV().expand()[0].text_stats(32).keys() == {15}

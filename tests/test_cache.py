@@ -1,4 +1,4 @@
-"""The KV cache: what it holds, what it costs, and that nothing else gets out of it."""
+"""The KV cache: its contents and memory, and that free slots never reach an answer."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def grouped() -> VLM:
 
 
 def own_mask(layer: int, heads: int, n: int, *, whole: bool = False) -> Tensor:
-    """Slots that stay, bool (H, N): other ones and another number in each layer and head."""
+    """Slots to keep, bool (H, N): different ones and a different number in each layer and head."""
     generator = torch.Generator().manual_seed(100 * layer + n)
     share = 0.35 + 0.1 * layer + 0.12 * torch.arange(heads)[:, None]
     keep = torch.rand(heads, n, generator=generator) < share
@@ -58,7 +58,7 @@ def own_mask(layer: int, heads: int, n: int, *, whole: bool = False) -> Tensor:
 
 @dataclass(frozen=True)
 class Own(CacheStage):
-    """Keeps what `own_mask` says."""
+    """Keeps the slots of `own_mask`."""
 
     name: ClassVar[str] = "test-own"
     whole: bool = False
@@ -69,27 +69,29 @@ class Own(CacheStage):
 
 
 def sums(vlm: VLM, n: int) -> int:
-    """Behind a logit, over a prompt of ``n`` tokens and what is fed behind it."""
+    """Terms of a logit: a prompt of ``n`` tokens and the tokens fed after it."""
     return network(vlm.model, n + 2 * len(TOKENS))
 
 
 def run_of(vlm: VLM, recipe=(), seeds=(0,), question: str = "what is here ?") -> Driven:
-    pictures = [picture(seed=seed) for seed in seeds]
-    tensors = vlm.inputs(question, images=pictures)
-    sizes = [(p.height, p.width) for p in pictures]
+    images = [picture(seed=seed) for seed in seeds]
+    tensors = vlm.inputs(question, images=images)
+    sizes = [(p.height, p.width) for p in images]
     inputs = Inputs(tensors, sizes, question)
     return Driven(vlm.adapter, inputs, Recipe.of(recipe), time.perf_counter())
 
 
-def started(vlm: VLM, recipe=(), seeds=(0,), question="what is here ?", room=12) -> Driven:
+def started(
+    vlm: VLM, recipe=(), seeds=(0,), question="what is here ?", max_new_tokens=12
+) -> Driven:
     run = run_of(vlm, recipe, seeds, question)
     with torch.no_grad(), switched(vlm.model):
-        run.start(room)
+        run.start(max_new_tokens)
     return run
 
 
 def fed(vlm: VLM, decoder: Decoder | Driven, tokens: list[int], rows: int = 1) -> Tensor:
-    """Logits (rows, T, V) behind each of ``tokens``, the same for all rows."""
+    """Logits (rows, T, V) after each of ``tokens``, the same tokens for all rows."""
     with torch.no_grad(), switched(vlm.model):
         logits = [decoder.next(torch.full((rows, 1), token)) for token in tokens]
     return torch.stack(logits, 1)
@@ -129,7 +131,7 @@ def masked_logits(vlm: VLM, run: Driven, keep: list[Tensor], tokens: list[int]) 
     return torch.stack(rows)
 
 
-# --- lengths of their own ------------------------------------------------------------------------
+# --- lengths per layer and head ------------------------------------------------------------------
 
 
 PROMPTS = [((0,), "what is here ?"), ((1, 2), "and in these two ?"), ((3,), "a")]
@@ -140,7 +142,7 @@ def masks(vlm: VLM, n: int, **how) -> list[Tensor]:
     return [own_mask(layer, heads, n, **how) for layer in range(vlm.adapter.depth)]
 
 
-def test_layers_and_heads_of_their_own_lengths(vlm):
+def test_layers_and_heads_of_different_lengths(vlm):
     run = started(vlm, Own())
     n = run.inputs.tensors["input_ids"].shape[1]
     keep = masks(vlm, n)
@@ -151,12 +153,12 @@ def test_layers_and_heads_of_their_own_lengths(vlm):
 
     got = fed(vlm, run, TOKENS)[0]
     close(got, masked_logits(vlm, run, keep, TOKENS), terms=sums(vlm, n))
-    # Control: one slot more in one head of one layer is another answer.
+    # Control: one more slot in one head of one layer gives another answer.
     other = [mask.clone() for mask in keep]
     other[1][0, (~other[1][0]).nonzero()[3]] = True
     apart(got, masked_logits(vlm, run, other, TOKENS), terms=sums(vlm, n))
 
-    # Logical length is that of the full text, physical length what is there.
+    # The logical length is that of the full text, the physical length that of the stored slots.
     assert run.cache.logical == [n + len(TOKENS)] == run.cache.seen.tolist()
     assert run.cache.layers[0].get_seq_length() == n + len(TOKENS)
     assert run.position.item() == n + len(TOKENS)
@@ -164,7 +166,7 @@ def test_layers_and_heads_of_their_own_lengths(vlm):
     assert run.cache.lengths() == (counts.amax(1) + len(TOKENS)).tolist()
 
 
-def test_rows_of_their_own_lengths(vlm):
+def test_rows_of_different_lengths(vlm):
     runs = [started(vlm, Own(), *prompt) for prompt in PROMPTS]
     plain = started(vlm, (), (4,), "and this one, which nothing has touched ?")
     lengths = [run.inputs.tensors["input_ids"].shape[1] for run in runs]
@@ -190,7 +192,7 @@ def test_rows_of_their_own_lengths(vlm):
 
 
 def test_statistics_follow_slots_that_an_earlier_stage_moved(grouped):
-    """Also where a head keeps all its slots, and others do not."""
+    """Also where one head keeps all its slots, and others do not."""
     seen = {}
 
     @dataclass(frozen=True)
@@ -209,7 +211,7 @@ def test_statistics_follow_slots_that_an_earlier_stage_moved(grouped):
     full = seen[1][1]
     for whole in (False, True):
         started(grouped, (Own(whole), Look()))
-        assert seen[0][1] is None  # asked of layer 1 alone
+        assert seen[0][1] is None  # only layer 1 requested statistics
         kv, stats = seen[1]
         assert not torch.equal(kv.lengths[:1], kv.lengths[1:])
         for head in range(2):
@@ -221,7 +223,7 @@ def test_statistics_follow_slots_that_an_earlier_stage_moved(grouped):
         assert torch.equal(stats.rows, full.rows)
 
 
-# --- what a cache stage hands over ---------------------------------------------------------------
+# --- KV of a cache stage -------------------------------------------------------------------------
 
 
 @settings(max_examples=60, deadline=None)
@@ -261,14 +263,14 @@ def frozen(
     seed: int = 0,
     logical: int | None = None,
     pool: BufferPool | None = None,
-    room: int = 8,
+    max_new_tokens: int = 8,
     dim: int = 8,
     bias: bool = False,
     **how,
 ) -> tuple[KVCache, list[KV]]:
-    """A cache of one row whose heads hold ``lengths[layer][head]`` slots of noise."""
+    """A cache of one row whose heads store ``lengths[layer][head]`` slots of noise."""
     generator = torch.Generator().manual_seed(seed)
-    cache, held = KVCache(len(lengths), pool), []
+    cache, stored = KVCache(len(lengths), pool), []
     top = max(max(of) for of in lengths)
     for layer, of in zip(cache.layers, lengths, strict=True):
         n, counts = max(of), torch.tensor(of)
@@ -285,13 +287,13 @@ def frozen(
             bias=torch.randn(len(of), n, generator=generator) if bias else None,
         )
         layer.put(kv)
-        held.append(kv)
-    cache.freeze(room, top if logical is None else logical, **how)
-    return cache, held
+        stored.append(kv)
+    cache.freeze(max_new_tokens, top if logical is None else logical, **how)
+    return cache, stored
 
 
 def contents(cache: KVCache, layer: int, row: int, name: str = "keys") -> list[Tensor]:
-    """What each head of a row holds in its tail."""
+    """The tail slots of each head of a row."""
     of, lengths = getattr(cache.layers[layer], name)[row], cache.length[layer, row]
     return [head[:n].clone() for head, n in zip(of, lengths.tolist(), strict=True)]
 
@@ -308,20 +310,22 @@ def write(cache: KVCache, tokens: int, seed: int = 1) -> list[Tensor]:
 
 @settings(max_examples=200, deadline=None)
 @given(st.integers(0, 1 << 20))
-def test_a_bucket_is_little_larger_than_what_it_serves(slots):
+def test_bucket_is_little_larger_than_the_request(slots):
     size = bucket(slots)
     assert size >= slots
     assert size - slots < 64 or size < slots * 9 / 8
     assert bucket(size) == size
 
 
-def test_there_are_few_buckets():
+def test_number_of_buckets_is_small():
     assert len({bucket(n) for n in range(1, 1 << 14)}) < 60
 
 
-def test_freezing_moves_to_buffers_with_room():
-    cache, held = frozen([[5, 3], [4, 4]], logical=9, room=70, track=True, mass=True, bias=True)
-    for at, kv in enumerate(held):
+def test_freezing_moves_to_buffers_with_free_slots():
+    cache, stored = frozen(
+        [[5, 3], [4, 4]], logical=9, max_new_tokens=70, track=True, mass=True, bias=True
+    )
+    for at, kv in enumerate(stored):
         layer = cache.layers[at]
         assert layer.keys.shape == (1, 2, bucket(max(kv.lengths.tolist()) + 70), 8)
         for name in ("keys", "values", "order", "bias"):
@@ -337,15 +341,15 @@ def test_freezing_moves_to_buffers_with_room():
     assert cache.layers[0].seen.tolist() == [11]
 
 
-def test_what_is_written_stands_behind_what_each_head_holds():
-    cache, held = frozen([[5, 3], [4, 4]], track=True, mass=True, bias=True)
-    for layer in cache.layers:  # somebody was there before
+def test_new_tokens_follow_each_heads_last_slot():
+    cache, stored = frozen([[5, 3], [4, 4]], track=True, mass=True, bias=True)
+    for layer in cache.layers:  # stale values of an earlier use
         for name in ("mass", "bias"):
             getattr(layer, name)[:, :, max(layer.held) :] = 7.0
     new = write(cache, 2)
     assert cache.lengths() == [5, 4]  # not counted yet
     cache.advance(2)
-    for at, kv in enumerate(held):
+    for at, kv in enumerate(stored):
         for head in range(2):
             n = int(kv.lengths[head])
             keys, values = contents(cache, at, 0)[head], contents(cache, at, 0, "values")[head]
@@ -358,9 +362,9 @@ def test_what_is_written_stands_behind_what_each_head_holds():
 
 
 @pytest.mark.parametrize("lengths", [[[60, 60]], [[60, 31]]], ids=["even", "uneven"])
-def test_growing_keeps_what_is_there(lengths):
+def test_growing_keeps_the_contents(lengths):
     pool = BufferPool()
-    cache, _ = frozen(lengths, pool=pool, room=1, track=True, mass=True, bias=True)
+    cache, _ = frozen(lengths, pool=pool, max_new_tokens=1, track=True, mass=True, bias=True)
     layer = cache.layers[0]
     layer.mass.copy_(torch.rand_like(layer.mass))
     before = {name: contents(cache, 0, 0, name) for name in BUFFERS}
@@ -370,7 +374,7 @@ def test_growing_keeps_what_is_there(lengths):
         expected.append(write(cache, 1, seed=step)[0])
         cache.advance()
     assert layer.keys.shape[2] > capacity
-    assert pool.idle > 0  # the small buffers were given back
+    assert pool.idle > 0  # the small buffers were returned
     for name in BUFFERS:
         for head, old in enumerate(before[name]):
             assert torch.equal(contents(cache, 0, 0, name)[head][: len(old)], old)
@@ -380,11 +384,11 @@ def test_growing_keeps_what_is_there(lengths):
 
 
 @pytest.mark.parametrize("tokens", [256, 257, 300, 1100])
-def test_more_tokens_at_once_than_there_is_room_for(tokens):
-    cache, held = frozen([[60, 31], [50, 50]], room=1, track=True, bias=True)
+def test_writing_more_tokens_than_free_slots(tokens):
+    cache, stored = frozen([[60, 31], [50, 50]], max_new_tokens=1, track=True, bias=True)
     new = write(cache, tokens)
     cache.advance(tokens)
-    for at, kv in enumerate(held):
+    for at, kv in enumerate(stored):
         for head, n in enumerate(kv.lengths.tolist()):
             keys = contents(cache, at, 0)[head]
             assert torch.equal(keys, torch.cat([kv.keys[head, :n], new[at][0, head]]))
@@ -415,7 +419,7 @@ def test_pages_of_one_row(bias):
         order = slots.order[:, :count]
         assert order[0].tolist() == list(range(start, start + count))
         slots.quantise(count, lambda k, v, order=order: paged(k, v, order))
-        assert cache.lengths(1) == [20]  # of the row all is still there
+        assert cache.lengths(1) == [20]  # no slot of the row was dropped
     (segment,) = layer.segments
     assert layer.held == [12, 8, 9] and cache.length[0].tolist() == [[12], [8], [9]]
     assert layer.stored == [[0, 12, 0]] and segment.lengths.tolist() == [[0], [12], [0]]
@@ -430,7 +434,7 @@ def test_pages_of_one_row(bias):
         assert torch.equal(contents(cache, 0, 1, name)[0], of[1][12:])
         for row in (0, 2):
             assert torch.equal(contents(cache, 0, row, name)[0], of[row])
-    # Another row's first page is shorter than what stands beside it; another kind stands apart.
+    # The rows' first pages have different lengths; another kind has its own segment.
     slots = RowSlots(cache, 0, 0, None, {}, None)
     slots.quantise(4, lambda k, v: paged(k, v, slots.order[:, :4]))
     slots.quantise(2, lambda k, v: paged(k, v, slots.order[:, :2], bits=4))
@@ -438,13 +442,13 @@ def test_pages_of_one_row(bias):
     assert [segment.lengths[:, 0].tolist() for segment in layer.segments] == layer.stored
     assert layer.segments[1].order[0, 0, :2].tolist() == [4, 5]
     assert [cache.lengths(row) for row in range(3)] == [[12], [20], [9]]
-    # A row that leaves takes its kinds of segments along.
+    # A row that leaves takes its kinds of segments with it.
     cache.select([1, 2])
     assert layer.stored == [[12, 0]] and len(layer.segments) == 1
 
 
-def test_pages_that_share_their_parameters_all_together_stand_apart():
-    cache, held = frozen([[12]], track=True)
+def test_per_tensor_pages_get_separate_segments():
+    cache, stored = frozen([[12]], track=True)
     slots = RowSlots(cache, 0, 0, None, {}, None)
     for _ in range(2):
         slots.quantise(4, lambda k, v: paged(k, v, slots.order[:, :4], group=0))
@@ -456,14 +460,14 @@ def test_pages_that_share_their_parameters_all_together_stand_apart():
     assert layer.stored == [[4], [4]] and cache.lengths() == [12]
     keys, _ = layer.segments[1].dequantise(torch.float32)
     step = layer.segments[1].key_step.max()
-    assert (keys[0, 0] - held[0].keys[0, 4:8]).abs().max() < step
+    assert (keys[0, 0] - stored[0].keys[0, 4:8]).abs().max() < step
 
 
-# --- going back ----------------------------------------------------------------------------------
+# --- crop ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("recipe", [(), Own()], ids=["none", "uneven"])
-def test_cropping_forgets_the_last_tokens(grouped, recipe):
+def test_cropping_removes_the_last_tokens(grouped, recipe):
     run, other = started(grouped, recipe), started(grouped, recipe)
     fed(grouped, run, TOKENS[:7])
     run.cache.crop(4)
@@ -476,7 +480,7 @@ def test_cropping_forgets_the_last_tokens(grouped, recipe):
     apart(control, expected, terms=sums(grouped, run.prompt.full_length))
 
 
-def test_cropping_into_a_prompt_that_is_whole(grouped):
+def test_cropping_into_an_uncompressed_prompt(grouped):
     run = started(grouped)
     ids = run.inputs.tensors["input_ids"][0, -5:].tolist()
     with torch.no_grad(), switched(grouped.model):
@@ -490,17 +494,17 @@ def test_cropping_into_a_prompt_that_is_whole(grouped):
 @pytest.mark.parametrize(
     "recipe", [Own(), "snapkv:share=0.8,window=4", "hired:0.4", "pyramiddrop", "lookm:share=0.8"]
 )
-def test_cropping_stops_in_front_of_what_is_compressed(grouped, recipe):
+def test_cropping_into_compressed_slots_is_refused(grouped, recipe):
     run = started(grouped, recipe)
     fed(grouped, run, TOKENS[:3])
-    lengths, held = run.cache.length.clone(), run.cache.held_bytes()
+    lengths, stored = run.cache.length.clone(), run.cache.held_bytes()
     with pytest.raises(ValueError, match="4 tokens reach into the compressed part"):
         run.cache.crop(4)
-    assert torch.equal(run.cache.length, lengths) and run.cache.held_bytes() == held
+    assert torch.equal(run.cache.length, lengths) and run.cache.held_bytes() == stored
     run.cache.crop(3)
     with pytest.raises(ValueError, match="1 tokens reach"):
         run.cache.crop(1)
-    # In a batch the row that can go back least decides.
+    # In a batch the row with the latest limit decides.
     rows = [started(grouped), started(grouped, recipe)]
     decoder = Decoder.join([row.decoder for row in rows])
     with pytest.raises(ValueError, match="1 tokens reach"):
@@ -509,14 +513,14 @@ def test_cropping_stops_in_front_of_what_is_compressed(grouped, recipe):
 
 
 @pytest.mark.parametrize("recipe", ["h2o:0.6", "kivi:residual=8,group=4", "zipcache"])
-def test_what_decode_stages_rework_is_not_cropped(grouped, recipe):
+def test_cropping_under_decode_stages_is_refused(grouped, recipe):
     run = started(grouped, recipe)
     fed(grouped, run, TOKENS[:3])
     with pytest.raises(ValueError, match="decode stages"):
         run.cache.crop(1)
 
 
-def test_not_even_a_whole_prompt_has_more_tokens_than_it_has(grouped):
+def test_cropping_beyond_the_length_is_refused(grouped):
     run = started(grouped)
     with pytest.raises(ValueError, match="reach into"):
         run.cache.crop(run.prompt.full_length + 1)
@@ -526,7 +530,7 @@ def test_not_even_a_whole_prompt_has_more_tokens_than_it_has(grouped):
 @pytest.mark.parametrize(
     "recipe", [(), Own(), "h2o:0.6", "kivi:residual=8,group=4", "zipcache:page=8"]
 )
-def test_a_clone_shares_nothing_that_changes(grouped, recipe):
+def test_clone_shares_no_mutable_state(grouped, recipe):
     run = started(grouped, recipe)
     fed(grouped, run, TOKENS[:5])
     row = run.decoder.rows[0]
@@ -543,7 +547,7 @@ def test_a_clone_shares_nothing_that_changes(grouped, recipe):
     other = copy.copy(row)
     other.prompt_slots = row.prompt_slots.clone()
     twin = Decoder(grouped.adapter, cache, run.position.clone(), [other])
-    # Whatever one of the two does, the other goes on as if it were alone.
+    # Either one continues as if it were alone, whatever the other does.
     mine = fed(grouped, run, TOKENS[::-1])
     its = fed(grouped, twin, TOKENS)
     alone = started(grouped, recipe)
@@ -554,8 +558,8 @@ def test_a_clone_shares_nothing_that_changes(grouped, recipe):
     fed(grouped, run, TOKENS[:1])
 
 
-def test_accepting_some_of_the_tokens_that_were_written():
-    """A tree of tokens: each row keeps its own path, and it is as if nothing else had come."""
+def test_accepting_some_written_tokens():
+    """A tree of tokens: each row keeps its own path, as if only that had been written."""
 
     def rows(**how) -> KVCache:
         lengths = ([[5, 3], [4, 4]], [[9, 9], [2, 6]])
@@ -567,7 +571,7 @@ def test_accepting_some_of_the_tokens_that_were_written():
         tree = write(cache, 6)
         cache.accept(torch.tensor([[0, 2, 5], [1, 4, 0]]), [3, 2])
         paths = [[0, 2, 5], [1, 4]]
-        # Row by row, only the tokens that stay.
+        # Row by row, only the accepted tokens.
         for row, path in enumerate(paths):
             for at, layer in enumerate(other.layers):
                 for name, factor in (("keys", 1), ("values", 2)):
@@ -595,8 +599,8 @@ def test_accepting_some_of_the_tokens_that_were_written():
                         assert not of[-len(paths[row]) :].any()
 
 
-def test_accepting_the_beginning_of_what_was_fed_at_once(grouped):
-    """In a model: of eight tokens that went through at once three stay, then others follow."""
+def test_accepting_a_prefix_of_one_forward_pass(grouped):
+    """In a model: of eight tokens of one forward pass three stay, then others follow."""
     run, other = started(grouped, Own()), started(grouped, Own())
     with torch.no_grad(), switched(grouped.model):
         grouped.adapter.decoder(
@@ -624,11 +628,13 @@ def test_accepting_the_beginning_of_what_was_fed_at_once(grouped):
 def test_joining_and_choosing_rows():
     pool = BufferPool()
     sizes = ([[5, 3]], [[300, 200]], [[70, 70]])
-    parts = [frozen(n, seed=i, pool=pool, room=i, bias=i == 1) for i, n in enumerate(sizes)]
+    parts = [
+        frozen(n, seed=i, pool=pool, max_new_tokens=i, bias=i == 1) for i, n in enumerate(sizes)
+    ]
     assert len({cache.layers[0].keys.shape[2] for cache, _ in parts}) == 3
     cache = KVCache.cat([cache for cache, _ in parts])
     assert cache.rows == 3 and cache.logical == [5, 300, 70]
-    assert all(part.layers[0].keys is None for part, _ in parts)  # used up
+    assert all(part.layers[0].keys is None for part, _ in parts)  # consumed
 
     def same(row: int, of: int) -> None:
         kv = parts[of][1][0]
@@ -647,7 +653,7 @@ def test_joining_and_choosing_rows():
     assert cache.logical == [70, 5] and cache.layers[0].held == [70, 5]
     same(0, 2)
     same(1, 0)
-    # What comes later goes to the right place.
+    # New tokens are written to the right slots.
     new = write(cache, 1)
     cache.advance()
     assert torch.equal(contents(cache, 0, 1)[1][3:], new[0][1, 1])
@@ -683,9 +689,9 @@ MIXED = {
 }
 
 
-def test_rows_of_different_kinds_stand_in_one_batch():
-    # In float64: what float32 leaves open is now and then the difference between two codes, or the
-    # last bit of a step in half precision, and no rounding error any more.
+def test_rows_of_different_kinds_in_one_batch():
+    # In float64: a float32 rounding error can decide between two codes, or change the last bit of
+    # a step in half precision, which then exceeds the tolerance.
     grouped = VLM(*build_llava(layers=4, kv_heads=2, dtype=torch.float64))
     alone = {
         name: fed(grouped, started(grouped, recipe, (i,)), TOKENS)[0]
@@ -696,10 +702,10 @@ def test_rows_of_different_kinds_stand_in_one_batch():
     decoder = Decoder.join([run.decoder for run in runs])
     assert [decoder.cache.lengths(row) for row in range(len(runs))] == slots
     got = fed(grouped, decoder, TOKENS[:6], len(runs))
-    order = [4, 0, 3, 5, 1]  # some end, the others change places
+    order = [4, 0, 3, 5, 1]  # two end, the others change rows
     decoder = decoder.select(order)
     rest = fed(grouped, decoder, TOKENS[6:], len(order))
-    names, float32 = list(MIXED), torch.float32  # of norms and of the tables of rotation
+    names, float32 = list(MIXED), torch.float32  # of norms and rotary tables
     terms = sums(grouped, max(run.prompt.full_length for run in runs))
     for row, name in enumerate(names):
         close(got[row], alone[name][:6], float32, terms)
@@ -714,7 +720,7 @@ def test_rows_of_different_kinds_stand_in_one_batch():
 
 
 def counted(cache: KVCache) -> int:
-    """Bytes of what a cache holds, slot by slot."""
+    """Bytes of a cache's contents, slot by slot."""
     total = 0
     for layer in cache.layers:
         for row in range(cache.rows):
@@ -750,7 +756,7 @@ COSTS = {
 
 
 @pytest.mark.parametrize("case", COSTS)
-def test_bytes_are_those_of_what_is_held(grouped, case):
+def test_bytes_equal_those_of_the_contents(grouped, case):
     run = started(grouped, COSTS[case])
     assert run.cache.held_bytes() == counted(run.cache) == run.stats.kv_bytes
     full = run.prompt.full_length * 4 * 2 * 2 * 16 * 4  # layers, keys and values, heads, dim, float
@@ -785,9 +791,9 @@ def test_bytes_are_the_same_before_and_after_freezing(grouped, recipe):
 
 
 def test_memory_falls_layer_by_layer(grouped):
-    """While a prompt is read, no more than one layer is there uncompressed."""
+    """During the prefill, at most one layer is uncompressed."""
 
-    def held(recipe) -> list[int]:
+    def stored(recipe) -> list[int]:
         run, sizes = run_of(grouped, recipe, range(12)), []
         cache = KVCache(grouped.adapter.depth)
         hooks = [
@@ -804,18 +810,18 @@ def test_memory_falls_layer_by_layer(grouped):
                 hook.remove()
         return sizes
 
-    full, small = held(()), held("lookm:0.3")
+    full, small = stored(()), stored("lookm:0.3")
     one = full[0]
     assert full == [one, 2 * one, 3 * one, 4 * one]
     for layer, size in enumerate(small):
         assert 0.25 * one * (layer + 1) < size <= 0.3 * one * (layer + 1)
 
 
-# --- what does not exist -------------------------------------------------------------------------
+# --- free slots ----------------------------------------------------------------------------------
 
 
 def poison(cache: KVCache) -> None:
-    """NaN in every slot that does not exist."""
+    """Writes NaN to every free slot."""
     for layer in cache.layers:
         slots = torch.arange(layer.keys.shape[2])
         free = slots >= layer.length[..., None]
@@ -825,13 +831,13 @@ def poison(cache: KVCache) -> None:
 @pytest.mark.parametrize(
     "recipe", [(), "snapkv:share=0.8,window=4", "h2o:0.6", "kivi:residual=8,group=4", "zipcache"]
 )
-def test_a_single_row_never_looks_at_free_slots(grouped, recipe):
+def test_single_row_never_reads_free_slots(grouped, recipe):
     run = started(grouped, recipe)
     poison(run.cache)
     assert torch.equal(fed(grouped, run, TOKENS), fed(grouped, started(grouped, recipe), TOKENS))
 
 
-def test_mixed_rows_never_look_at_free_slots(grouped):
+def test_mixed_rows_never_read_free_slots(grouped):
     def decoder() -> Decoder:
         recipes = ((), "h2o:0.6", Own(), "kivi:residual=8,group=4")
         runs = [started(grouped, recipe, (i,)) for i, recipe in enumerate(recipes)]
@@ -843,7 +849,7 @@ def test_mixed_rows_never_look_at_free_slots(grouped):
 
 
 class Counting(BufferPool):
-    """Counts what is new, and what is out."""
+    """Counts new buffers and those in use."""
 
     new = out = 0
 
@@ -869,17 +875,17 @@ UNEVEN = ((), Own(), "snapkv:share=0.8,window=4")
 
 
 def uneven_rows(vlm: VLM) -> Decoder:
-    """Rows that go through masked attention over whole buffers."""
+    """Rows that use masked attention over whole buffers."""
     return Decoder.join([started(vlm, r, (i,)).decoder for i, r in enumerate(UNEVEN)])
 
 
-def test_free_slots_of_a_batch_are_zeros_or_were_something(grouped, pool):
-    """There masks alone do not help, so a buffer that comes back from another request is wiped."""
+def test_free_slots_of_a_batch_are_finite(grouped, pool):
+    """Masks alone do not help here, so a buffer that returns from another request is zeroed."""
     decoder = uneven_rows(grouped)
     expected = fed(grouped, decoder, TOKENS, 3)
     decoder = uneven_rows(grouped)
     poison(decoder.cache)
-    assert fed(grouped, decoder, TOKENS, 3).isnan().any()  # which is why
+    assert fed(grouped, decoder, TOKENS, 3).isnan().any()  # hence the zeroing
 
     for _ in range(2):
         decoder.cache.release()
@@ -897,8 +903,8 @@ def test_free_slots_of_a_batch_are_zeros_or_were_something(grouped, pool):
 
 
 @pytest.mark.parametrize("recipe", ["h2o:0.6", "streamingllm:0.6", "kivi:residual=8,group=4"])
-def test_slots_that_were_given_up_stay_finite(grouped, pool, recipe):
-    """Evicting, paging, cropping and growing leave numbers behind, and numbers can be masked."""
+def test_freed_slots_stay_finite(grouped, pool, recipe):
+    """Evicting, paging, cropping and growing leave finite values, which masks can hide."""
     decoder = Decoder.join([started(grouped, r, (i,)).decoder for i, r in enumerate((recipe, ()))])
     fed(grouped, decoder, (TOKENS * 30)[:300], 2)
     decoder = decoder.select([1, 0])
@@ -922,7 +928,7 @@ def test_free_slots_of_ragged_heads_never_reach_an_answer(vlm):
 # --- buffers -------------------------------------------------------------------------------------
 
 
-def test_buffers_come_back_empty():
+def test_reused_buffers_are_zeroed():
     pool, device = BufferPool(limit=1000), torch.device("cpu")
     one = pool.take((2, 5), torch.float32, device)
     assert not one.any()
@@ -934,11 +940,11 @@ def test_buffers_come_back_empty():
     assert pool.idle == 40
     again = pool.take((2, 5), torch.float32, device)
     assert again is one and not again.any() and pool.idle == 0
-    assert pool.take((2, 5), torch.float32, device) is not one  # it is out
+    assert pool.take((2, 5), torch.float32, device) is not one  # it is in use
     pool.give(None)
 
 
-def test_a_pool_keeps_no_more_than_its_limit():
+def test_pool_keeps_at_most_its_limit():
     pool, device = BufferPool(limit=1000), torch.device("cpu")
     buffers = [pool.take((100,), torch.float32, device) for _ in range(4)]
     for buffer in buffers:
@@ -955,7 +961,7 @@ def test_a_pool_keeps_no_more_than_its_limit():
 @pytest.mark.parametrize(
     "recipe", [None, "snapkv:share=0.8,window=4", "h2o:0.6", "kivi:residual=8,group=4"]
 )
-def test_a_second_request_of_the_same_size_allocates_nothing(grouped, pool, recipe):
+def test_second_request_of_the_same_size_allocates_nothing(grouped, pool, recipe):
     first = grouped.ask("what ?", picture(seed=0), recipe=recipe, max_new_tokens=20)
     new = pool.new
     assert new > 0 and pool.out == 0 and pool.idle > 0
@@ -963,4 +969,4 @@ def test_a_second_request_of_the_same_size_allocates_nothing(grouped, pool, reci
     assert pool.new == new and pool.out == 0
     assert second.token_ids == first.token_ids
     grouped.ask("what ?", picture(seed=0), recipe=recipe, max_new_tokens=100)
-    assert pool.new > new  # control: another size does
+    assert pool.new > new  # control: another size allocates

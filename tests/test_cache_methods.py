@@ -1,9 +1,9 @@
 """Every cache method against a dense reference: nothing removed, nothing packed.
 
-The reference knows neither cache nor engine. It holds the keys and values of every token of the
+The reference knows neither cache nor engine. It keeps the keys and values of every token of the
 prompt, in full precision, runs the decoder's layers one by one with a plain softmax, and *masks*
-what a method has dropped. What a method merged or quantised is written over the tokens concerned.
-While the answer grows, rules written here say what goes and what is rounded.
+what a method has dropped. What a method merged or quantized is written over the tokens concerned.
+While the answer grows, rules written here decide what is dropped and what is rounded.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from vlmfast.engine.prefill import Inputs, prefill, prepare
 from vlmfast.engine.stats import Stats, Trace
 from vlmfast.kernels.quantize_kv import quantise
 
-# Norms and the tables of rotation are float32 whatever the model is.
+# Norms and rotary tables are float32 in every model.
 FLOAT = torch.float32
 STEPS = 32
 TOKENS = torch.randint(5, 250, (STEPS,), generator=torch.Generator().manual_seed(3)).tolist()
@@ -44,13 +44,13 @@ MODELS = {"heads of their own": 4, "grouped queries": 2}
 
 @pytest.fixture(scope="module", params=MODELS)
 def vlm(request) -> VLM:
-    # In float64, because rounding to two bits makes much of a little: what float32 leaves open is
-    # now and then the difference between two codes.
+    # In float64, because rounding to two bits amplifies small differences: a float32 rounding error
+    # can decide between two codes.
     return VLM(*build_llava(layers=4, kv_heads=MODELS[request.param], dtype=torch.float64))
 
 
 def sums(vlm: VLM, prompt: int) -> int:
-    """Behind a logit, over a prompt and `TOKENS`."""
+    """Terms of a logit, over a prompt and `TOKENS`."""
     question, seeds = PROMPTS[prompt]
     tensors = vlm.inputs(question, images=[picture(seed=seed) for seed in seeds])
     return network(vlm.model, tensors["input_ids"].shape[1] + STEPS)
@@ -58,16 +58,16 @@ def sums(vlm: VLM, prompt: int) -> int:
 
 def run_of(vlm: VLM, recipe: str, prompt: int) -> Driven:
     question, seeds = PROMPTS[prompt]
-    pictures = [picture(seed=seed) for seed in seeds]
-    tensors = vlm.inputs(question, images=pictures)
-    sizes = [(p.height, p.width) for p in pictures]
+    images = [picture(seed=seed) for seed in seeds]
+    tensors = vlm.inputs(question, images=images)
+    sizes = [(p.height, p.width) for p in images]
     return Driven(
         vlm.adapter, Inputs(tensors, sizes, question), Recipe.of(recipe), time.perf_counter()
     )
 
 
 def prompt_kv(vlm: VLM, recipe: str, prompt: int) -> tuple[list[KV], dict]:
-    """What each layer holds behind the prompt, by the prefill alone; and the notes."""
+    """The KV of each layer after the prefill alone; and the notes."""
     run = run_of(vlm, recipe, prompt)
     stats, trace = Stats(), Trace()
     with torch.no_grad(), switched(vlm.model):
@@ -90,7 +90,9 @@ class Dense:
         Attention of the last token, mean over the query heads of each KV head.
     """
 
-    def __init__(self, vlm: VLM, full: list[tuple[Tensor, Tensor]], held: list[KV] | None) -> None:
+    def __init__(
+        self, vlm: VLM, full: list[tuple[Tensor, Tensor]], stored: list[KV] | None
+    ) -> None:
         self.decoder, self.embed, self.head = (
             vlm.adapter.decoder,
             vlm.adapter.embed,
@@ -100,7 +102,7 @@ class Dense:
         self.values = [v.clone() for _, v in full]
         self.seen = [torch.ones(k.shape[:2], dtype=torch.bool) for k in self.keys]
         self.p = [k.new_zeros(k.shape[:2]) for k in self.keys]
-        for layer, kv in enumerate(held or []):
+        for layer, kv in enumerate(stored or []):
             self.seen[layer].fill_(False)
             self._put(layer, kv.order, kv.keys, kv.values, kv.valid)
             for segment in kv.segments:
@@ -126,7 +128,7 @@ class Dense:
 
     @torch.no_grad()
     def step(self, token: int) -> Tensor:
-        """Logits (1, V) behind ``token``."""
+        """Logits (1, V) after ``token``."""
         hidden = self.embed(torch.tensor([[token]]))
         for index, layer in enumerate(self.decoder.layers):
             attention, normed = layer.self_attn, layer.input_layernorm(hidden)
@@ -164,20 +166,20 @@ def everything(vlm: VLM, prompt: int) -> list[tuple[Tensor, Tensor]]:
     return [(layer.keys[0], layer.values[0]) for layer in cache.layers]
 
 
-# --- what happens while an answer grows ----------------------------------------------------------
+# --- rules while an answer grows -----------------------------------------------------------------
 
 Rule = Callable[[Dense], None]
 
 
-def nothing(dense: Dense, held: list[KV], notes: dict) -> Rule:
+def nothing(dense: Dense, stored: list[KV], notes: dict) -> Rule:
     return lambda dense: None
 
 
-def h2o(dense: Dense, held: list[KV], notes: dict) -> Rule:
-    """The lightest goes, of those that are not among the last half."""
-    budget = held[0].order.shape[1]
+def h2o(dense: Dense, stored: list[KV], notes: dict) -> Rule:
+    """Drops the slot with the least attention, except among the last half."""
+    budget = stored[0].order.shape[1]
     mass = []
-    for kv in held:
+    for kv in stored:
         total = torch.zeros(len(kv.keys), dense.count)
         mass.append(total.scatter(1, kv.order, kv.mass))
 
@@ -197,9 +199,9 @@ def h2o(dense: Dense, held: list[KV], notes: dict) -> Rule:
     return before
 
 
-def cake(dense: Dense, held: list[KV], notes: dict) -> Rule:
-    """What the newest token hardly looks at goes, of what lies in front of the last four."""
-    budgets = [kv.order.shape[1] for kv in held]
+def cake(dense: Dense, stored: list[KV], notes: dict) -> Rule:
+    """Drops what the newest token attends to least, except among the last four."""
+    budgets = [kv.order.shape[1] for kv in stored]
 
     def before(dense: Dense) -> None:
         for layer, seen in enumerate(dense.seen):
@@ -213,7 +215,7 @@ def cake(dense: Dense, held: list[KV], notes: dict) -> Rule:
 
 
 class SlotRope(Dense):
-    """Keys are kept as they were before rotation, and rotated by their place among those seen."""
+    """Keys are kept unrotated, and rotated by their position among those seen."""
 
     def _put(self, layer: int, order: Tensor, keys: Tensor, values: Tensor, valid: Tensor) -> None:
         self.seen[layer].scatter_(1, order, True)
@@ -234,35 +236,35 @@ class SlotRope(Dense):
         return keys * cos + rotate_half(keys) * sin
 
     def slot_keys(self, layer: int) -> Tensor:
-        """Every key is stored as if its token stood at its own index."""
+        """Every key is stored as if its token were at its own index."""
         keys, seen = self.keys[layer], self.seen[layer]
         rank = seen.cumsum(1) - 1
         return self.turned(keys, rank - torch.arange(keys.shape[1]))
 
 
-def streaming(dense: Dense, held: list[KV], notes: dict) -> Rule:
-    budget = held[0].order.shape[1]
+def streaming(dense: Dense, stored: list[KV], notes: dict) -> Rule:
+    budget = stored[0].order.shape[1]
 
     def before(dense: Dense) -> None:
         for seen in dense.seen:
             for head in range(len(seen)):
                 there = seen[head].nonzero().flatten()
-                if len(there) + 1 > budget:  # room for the token to come
+                if len(there) + 1 > budget:  # leave a slot for the next token
                     seen[head, there[4]] = False
 
     return before
 
 
 def paged(page: int, **how) -> Callable[[Dense, list[KV], dict], Rule]:
-    """Whenever ``page`` tokens have come together, they are rounded."""
+    """Each full page of ``page`` tokens is rounded."""
 
-    def make(dense: Dense, held: list[KV], notes: dict) -> Rule:
+    def make(dense: Dense, stored: list[KV], notes: dict) -> Rule:
         rounded = []
-        for seen, kv in zip(dense.seen, held, strict=True):
+        for seen, kv in zip(dense.seen, stored, strict=True):
             rounded.append(seen.scatter(1, kv.order, False))
 
         def before(dense: Dense) -> None:
-            for layer, kv in enumerate(held):
+            for layer, kv in enumerate(stored):
                 seen, keys, values = dense.seen[layer], dense.keys[layer], dense.values[layer]
                 done = torch.zeros_like(seen)
                 done[:, : rounded[layer].shape[1]] = rounded[layer]
@@ -291,7 +293,7 @@ def paged(page: int, **how) -> Callable[[Dense, list[KV], dict], Rule]:
 
 
 KIVI = {"bits": 2, "key_group": 4, "value_group": 4}
-# Recipe, reference, what goes on while the answer grows, whether the prompt's own attention is
+# Recipe, reference, rule while the answer grows, whether the prompt's own attention is
 # the model's.
 METHODS: dict[str, tuple[str, type[Dense], Callable, bool]] = {
     "snapkv": ("snapkv:share=0.8,window=4", Dense, nothing, True),
@@ -326,16 +328,16 @@ METHODS: dict[str, tuple[str, type[Dense], Callable, bool]] = {
 
 
 def reference(vlm: VLM, method: str, prompt: int, steps: int = STEPS) -> Tensor:
-    """Logits (steps, V) behind each of `TOKENS`."""
+    """Logits (steps, V) after each of `TOKENS`."""
     recipe, kind, rule, own = METHODS[method]
-    held, notes = prompt_kv(vlm, recipe, prompt)
+    stored, notes = prompt_kv(vlm, recipe, prompt)
     full = everything(vlm, prompt)
     if own and "lookm" not in method and kind is Dense:
-        for kv, (keys, _) in zip(held, full, strict=True):  # what stays is Hugging Face's own
+        for kv, (keys, _) in zip(stored, full, strict=True):  # what is kept equals Hugging Face's
             at = kv.order[..., None].expand_as(kv.keys)
             close(kv.keys, keys.gather(1, at), FLOAT, sums(vlm, prompt))
-    dense = kind(vlm, full, held)
-    before = rule(dense, held, notes)
+    dense = kind(vlm, full, stored)
+    before = rule(dense, stored, notes)
     rows = []
     for token in TOKENS[:steps]:
         before(dense)
@@ -360,7 +362,7 @@ def test_decoding_equals_a_dense_reference(vlm: VLM, method: str) -> None:
     (got,) = decoded(vlm, [run_of(vlm, recipe, 1)])
     terms = sums(vlm, 1)
     close(got, wanted, FLOAT, terms)
-    # Control: the method does something, at the beginning and at the end.
+    # Control: the method has an effect, at the beginning and at the end.
     (full,) = decoded(vlm, [run_of(vlm, "none", 1)])
     apart(full[0], wanted[0], FLOAT, terms)
     apart(full[-1], wanted[-1], FLOAT, terms)
@@ -379,8 +381,8 @@ def test_a_ragged_batch_equals_a_dense_reference(vlm: VLM, method: str) -> None:
     apart(got[0], got[1], FLOAT, sums(vlm, 1))
 
 
-def test_the_reference_is_the_model(vlm: VLM) -> None:
-    """With nothing dropped it gives Hugging Face's logits."""
+def test_reference_equals_the_model(vlm: VLM) -> None:
+    """With nothing dropped the reference gives Hugging Face's logits."""
     dense = Dense(vlm, everything(vlm, 0), None)
     question, seeds = PROMPTS[0]
     tensors = vlm.inputs(question, images=[picture(seed=seed) for seed in seeds])
@@ -391,10 +393,10 @@ def test_the_reference_is_the_model(vlm: VLM) -> None:
             close(dense.step(token), wanted[:, -1], FLOAT, sums(vlm, 0))
 
 
-def test_a_missing_rule_is_noticed(vlm: VLM) -> None:
-    """Control: without what H2O evicts while it answers, the reference is another one."""
+def test_missing_rule_is_detected(vlm: VLM) -> None:
+    """Control: without H2O's eviction while it answers, the reference differs."""
     recipe = METHODS["h2o"][0]
-    held, _ = prompt_kv(vlm, recipe, 1)
-    dense = Dense(vlm, everything(vlm, 1), held)
+    stored, _ = prompt_kv(vlm, recipe, 1)
+    dense = Dense(vlm, everything(vlm, 1), stored)
     rows = torch.cat([dense.step(token) for token in TOKENS])
     apart(rows, reference(vlm, "h2o", 1), FLOAT, sums(vlm, 1))

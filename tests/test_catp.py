@@ -1,4 +1,4 @@
-"""CATP: covering in numbers, budgets, and runs with several pictures beside a prefill by hand."""
+"""CATP: covering in numbers, budgets, and runs with several images against a prefill by hand."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vlmfast.compressors.tokens.catp import CATP
 
 
 def greedy(worth: torch.Tensor, k: int, value) -> list[int]:
-    """``k`` columns that make ``value`` of a list of columns largest, one after another."""
+    """``k`` columns chosen one at a time, each maximizing ``value`` of the list of columns."""
     chosen: list[int] = []
     for _ in range(k):
         rest = [j for j in range(worth.shape[1]) if j not in chosen]
@@ -23,21 +23,23 @@ def greedy(worth: torch.Tensor, k: int, value) -> list[int]:
     return chosen
 
 
-def test_covering() -> None:
+def test_covering_on_a_worked_example() -> None:
     generator = torch.Generator().manual_seed(0)
     worth = torch.rand(12, 9, generator=generator)
     bonus, scale = torch.rand(9, generator=generator), torch.rand(9, generator=generator)
 
-    def covered(some: list[int]) -> float:
-        return float(worth[:, some].amax(1).sum())
+    def covered(columns: list[int]) -> float:
+        return float(worth[:, columns].amax(1).sum())
 
     assert cover(worth, 5).tolist() == greedy(worth, 5, covered)
-    expected = greedy(worth, 5, lambda some: covered(some) + float(bonus[some].sum()))
+    expected = greedy(worth, 5, lambda columns: covered(columns) + float(bonus[columns].sum()))
     assert cover(worth, 5, bonus=bonus).tolist() == expected
     expected = greedy(
         worth,
         5,
-        lambda some: (covered(some) - (covered(some[:-1]) if some[:-1] else 0)) * scale[some[-1]],
+        lambda columns: (
+            (covered(columns) - (covered(columns[:-1]) if columns[:-1] else 0)) * scale[columns[-1]]
+        ),
     )
     assert cover(worth, 5, scale=scale).tolist() == expected
     assert cover(torch.ones(3, 4), 4).tolist() == [0, 1, 2, 3]  # the first of equals
@@ -46,25 +48,25 @@ def test_covering() -> None:
 
 @pytest.mark.parametrize("build", [build_llava, build_llava_next])
 @pytest.mark.parametrize("positions", ["compact", "keep"])
-@pytest.mark.parametrize("pictures", [1, 3])
-def test_a_run_equals_a_prefill_by_hand(build, positions, pictures) -> None:
+@pytest.mark.parametrize("count", [1, 3])
+def test_run_equals_a_prefill_by_hand(build, positions, count) -> None:
     vlm = VLM(*build(layers=6))
-    images = [picture(seed=i) for i in range(pictures)]
+    images = [picture(seed=i) for i in range(count)]
     tensors = vlm.inputs("what is here ?", images=images)
     run, logits = ran(vlm, f"catp:0.4,k=2,positions={positions}", images)
     layout = run.trace.layout
     visual = tensors["input_ids"][0] == vlm.adapter.image_token_id
     item = torch.full((len(visual),), -1)
     item[visual] = layout.item.long()
-    sizes = [int((item == i).sum()) for i in range(pictures)]
-    last, n = pictures - 1, len(visual)
+    sizes = [int((item == i).sum()) for i in range(count)]
+    last, n = count - 1, len(visual)
     others = visual & (item != last)
 
     def drop(layer, attention, hidden, rows):
         here = item[rows]
         left = torch.ones(len(rows), dtype=torch.bool)
         if layer == 0:
-            for i in range(pictures):
+            for i in range(count):
                 mine = (here == i).nonzero()[:, 0]
                 end = int((here == i + 1).nonzero()[0]) if i < last else n
                 text = torch.arange(int(mine[-1]) + 1, end)
@@ -76,8 +78,8 @@ def test_a_run_equals_a_prefill_by_hand(build, positions, pictures) -> None:
                 kept = greedy(
                     sim,
                     int(len(mine) * 0.7 + 1e-9),
-                    lambda some, sim=sim, named=named: float(
-                        sim[:, some].amax(1).sum() + 0.7 * named[some].sum()
+                    lambda columns, sim=sim, named=named: float(
+                        sim[:, columns].amax(1).sum() + 0.7 * named[columns].sum()
                     ),
                 )
                 left[mine] = False
@@ -90,7 +92,7 @@ def test_a_run_equals_a_prefill_by_hand(build, positions, pictures) -> None:
         pool, total = (context, sum(sizes[:-1])) if layer == 3 else (sample, sizes[-1])
         if not pool.any():
             return hidden, None
-        if layer == 3 or pictures == 1:
+        if layer == 3 or count == 1:
             border = int(pool.nonzero().max())
             gain = seen[-1][:, -1].mean(0) - seen[-2][:, -1].mean(0)
             mean = hidden[border + 1 :].mean(0)
@@ -101,7 +103,7 @@ def test_a_run_equals_a_prefill_by_hand(build, positions, pictures) -> None:
         best = score[places].argsort(descending=True, stable=True)[: round(0.4 * total)]
         left[places] = False
         left[places[best]] = True
-        # Rows of the next map are those that are left.
+        # Rows of the next map are the kept ones.
         seen[-1] = attention[:, left][:, :, left]
         return hidden, left
 
@@ -117,17 +119,17 @@ def test_a_run_equals_a_prefill_by_hand(build, positions, pictures) -> None:
     apart(logits, full, terms=terms)
 
 
-@pytest.mark.parametrize("pictures", [1, 3])
+@pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("budget", [0.4, 0.6, 0.9])
-def test_a_budget_is_met(pictures, budget) -> None:
+def test_budget_is_met(count, budget) -> None:
     vlm = VLM(*build_llava_next(layers=8))
-    images = [picture(seed=i) for i in range(pictures)]
+    images = [picture(seed=i) for i in range(count)]
     run, _ = ran(vlm, f"catp:budget={budget}", images)
     share = run.stats.equivalent_tokens / run.stats.visual_tokens_in
     assert share == pytest.approx(budget, abs=0.02)
 
 
-def test_the_word() -> None:
+def test_recipe_round_trips() -> None:
     cover_part, context = CATP().expand()
     assert (cover_part.protocol, context.protocol) == ("encode", "prefill")
     assert CATP().layer(32) == 6
@@ -139,7 +141,7 @@ def test_the_word() -> None:
 
 
 @pytest.mark.parametrize("k", [2.5, 6, 0.9])
-def test_layers_that_do_not_fit(k) -> None:
+def test_invalid_layer_is_refused(k) -> None:
     with pytest.raises(RecipeError, match=r"catp: k=.* means layer .* of 6; it must be"):
         CATP(k=k).layer(6)
 
@@ -152,6 +154,6 @@ def test_layers_that_do_not_fit(k) -> None:
         ("catp:text=-1", r"text=-1 is out of range"),
     ],
 )
-def test_bad_words(text: str, message: str) -> None:
+def test_invalid_recipes_are_refused(text: str, message: str) -> None:
     with pytest.raises(RecipeError, match=message):
         Recipe.parse(text)

@@ -1,4 +1,4 @@
-"""The command line: what it prints, what it refuses and how it ends."""
+"""The command line: output, errors and exit codes."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ ROOT = Path(cli.__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def picture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("media") / "picture.png"
     tiny_models.picture(80, 60).save(path)
     return path
 
 
 @pytest.fixture(scope="module")
-def clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def video(tmp_path_factory: pytest.TempPathFactory) -> Path:
     av = pytest.importorskip("av")
     path = tmp_path_factory.mktemp("media") / "clip.mp4"
     with av.open(str(path), "w") as container:
@@ -43,10 +43,10 @@ def clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def ask(random_llava_next: Path, picture: Path):
+def ask(random_llava_next: Path, image: Path):
     """Arguments of `vlmfast ask` on a random model, with further ones."""
 
-    def arguments(*more: str, command: str = "ask", file: Path = picture) -> list[str]:
+    def arguments(*more: str, command: str = "ask", file: Path = image) -> list[str]:
         return [
             command, str(file), QUESTION, "--model", str(random_llava_next), "--device", "cpu",
             "--max-new-tokens", "4", *more,
@@ -63,7 +63,7 @@ def run_json(capsys: pytest.CaptureFixture[str], argv: list[str]):
 
 
 def run_error(capsys: pytest.CaptureFixture[str], argv: list[str]) -> str:
-    """The one line on stderr of a command that must fail."""
+    """The single line on stderr of a command that must fail."""
     assert main(argv) == 2
     out, err = capsys.readouterr()
     assert out == ""
@@ -99,16 +99,16 @@ def test_ask_json(ask, capsys: pytest.CaptureFixture[str]) -> None:
     assert stats["kv_bytes"] < stats["kv_bytes_full"]
 
 
-def test_ask_about_a_clip(ask, clip: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ask_about_a_video(ask, video: Path, capsys: pytest.CaptureFixture[str]) -> None:
     two, four, rate = (
-        run_json(capsys, ask("--json", *option, file=clip))["stats"]["visual_tokens_in"]
+        run_json(capsys, ask("--json", *option, file=video))["stats"]["visual_tokens_in"]
         for option in (["--num-frames", "2"], ["--num-frames", "4"], ["--fps", "4"])
     )
     assert four == 2 * two
     assert rate == 3 * two
 
 
-def test_compare_prints_a_row_each(ask, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_prints_a_row_per_recipe(ask, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ask("--recipe", "hired:0.3", "--recipe", "grid:0.5", command="compare")
     assert main(argv) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -264,7 +264,7 @@ def test_debug_shows_the_traceback(ask, place: str) -> None:
         main(["--debug", *argv] if place == "before" else [*argv, "--debug"])
 
 
-# --- how it ends ---------------------------------------------------------------------------------
+# --- exit codes ----------------------------------------------------------------------------------
 
 
 def replace(monkeypatch: pytest.MonkeyPatch, run) -> None:
@@ -272,7 +272,7 @@ def replace(monkeypatch: pytest.MonkeyPatch, run) -> None:
     monkeypatch.setitem(cli._COMMANDS, "env", (about, fill, run))
 
 
-def test_defects_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_internal_errors_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(args: argparse.Namespace) -> None:
         raise KeyError("defect")
 
@@ -281,7 +281,9 @@ def test_defects_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
         main(["env"])
 
 
-def test_interrupt(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_interrupt_exits_with_130(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def interrupted(args: argparse.Namespace) -> None:
         raise KeyboardInterrupt
 
@@ -302,7 +304,7 @@ def test_gpu_out_of_memory_is_one_line(
     assert "tried to allocate" in run_error(capsys, ["env"])
 
 
-def test_codes_of_delegated_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exit_codes_of_delegated_commands(monkeypatch: pytest.MonkeyPatch) -> None:
     replace(monkeypatch, lambda args: 3)
     assert main(["env"]) == 3
 
@@ -331,7 +333,7 @@ def test_closed_pipe_is_quiet() -> None:
     assert done.returncode == 141
 
 
-def test_process_prints_one_document_and_nothing_else(ask) -> None:
+def test_process_prints_a_single_json_document(ask) -> None:
     command = [sys.executable, "-m", "vlmfast", *ask("--json", "--recipe", "hired:0.3")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=ROOT)
     assert done.stderr == ""

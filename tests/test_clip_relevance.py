@@ -42,15 +42,15 @@ def asked(*pictures, question: str = QUESTION) -> EncodeRequest:
     return EncodeRequest(question, torch.zeros(3, 8), depth=4, pictures=pictures)
 
 
-def behind(judge: _clip.Clip) -> int:
-    """Terms of what a judge sees: the sums of all its layers, one behind the other."""
+def num_terms(judge: _clip.Clip) -> int:
+    """Terms of the judge's features: the sums of all its layers."""
     return sum(w[0].numel() for w in judge.model.parameters() if w.dim() > 1)
 
 
 # --- the judge -----------------------------------------------------------------------------------
 
 
-def test_texts_and_pictures_are_those_of_open_clip(judge) -> None:
+def test_texts_and_images_equal_open_clip(judge) -> None:
     import open_clip
 
     tokens = open_clip.get_tokenizer("vlmfast-test-vit")([QUESTION])
@@ -58,12 +58,12 @@ def test_texts_and_pictures_are_those_of_open_clip(judge) -> None:
         text = judge.model.encode_text(tokens, normalize=True)[0]
         pixels = torch.stack([judge.prepare(photo(seed=i)) for i in range(20)])
         seen = judge.model.encode_image(pixels, normalize=True)
-    close(judge.text(QUESTION), text, terms=behind(judge))
-    close(judge.pictures([photo(seed=i) for i in range(20)]), seen, terms=behind(judge))
+    close(judge.text(QUESTION), text, terms=num_terms(judge))
+    close(judge.pictures([photo(seed=i) for i in range(20)]), seen, terms=num_terms(judge))
 
 
 @torch.no_grad()
-def test_patches_by_hand(weights) -> None:
+def test_patch_features_by_hand(weights) -> None:
     judge = _clip.load("test", *weights["vit"])
     visual, text, seen = judge.model.visual, judge.text(QUESTION), []
     hook = visual.transformer.register_forward_hook(lambda module, args, out: seen.append(out))
@@ -72,34 +72,34 @@ def test_patches_by_hand(weights) -> None:
     patches = visual.ln_post(seen[0])[0, 1:] @ visual.proj
     expected = -cosine_similarity(patches, text[None]).view(4, 4)
     found = judge.relevance(photo(70, 40), text)
-    close(found, expected, terms=behind(judge), scale=1)  # cosines
-    # Nothing is cropped: a change at the edge of a wide picture is seen.
+    close(found, expected, terms=num_terms(judge), scale=1)  # cosines
+    # Nothing is cropped: a change at the edge of a wide image has an effect.
     changed = photo(70, 40)
     changed.paste((255, 0, 0), (0, 0, 6, 40))
-    apart(judge.relevance(changed, text), found, terms=behind(judge), scale=1)
+    apart(judge.relevance(changed, text), found, terms=num_terms(judge), scale=1)
 
 
-def test_windows_where_there_are_no_patches(weights, monkeypatch) -> None:
+def test_windows_without_patches(weights, monkeypatch) -> None:
     judge, image = _clip.load("test", *weights["resnet"]), photo(80, 40)
     text = judge.text(QUESTION)
     shown, pictures = [], _clip.Clip.pictures
     monkeypatch.setattr(
-        _clip.Clip, "pictures", lambda self, some: shown.extend(some) or pictures(self, some)
+        _clip.Clip, "pictures", lambda self, given: shown.extend(given) or pictures(self, given)
     )
     found = judge.relevance(image, text)
     assert not judge.dense
     assert found.shape == (4, 4)
     corner = judge.pictures([image.crop((0, 0, 40, 20)), image.crop((40, 20, 80, 40))]) @ text
-    close(found[[0, 3], [0, 3]], corner, terms=behind(judge), scale=1)
-    # The second of four middles lies at 3/8: its window begins at 1/8.
+    close(found[[0, 3], [0, 3]], corner, terms=num_terms(judge), scale=1)
+    # The second of four centres is at 3/8: its window begins at 1/8.
     assert shown[2 * 4 + 1].tobytes() == image.crop((10, 15, 50, 35)).tobytes()
     assert shown[2 * 4 + 1].tobytes() != image.crop((10, 10, 50, 30)).tobytes()
     window = judge.pictures([image.crop((10, 15, 50, 35))]) @ text
-    close(found[2, 1], window[0], terms=behind(judge), scale=1)
+    close(found[2, 1], window[0], terms=num_terms(judge), scale=1)
     assert judge.relevance(photo(1, 1), text).isfinite().all()
 
 
-def test_maps_are_read_at_the_middles_of_boxes() -> None:
+def test_maps_are_sampled_at_box_centres() -> None:
     values = torch.arange(16.0).view(4, 4)
     tokens, _ = picture((0, 0), (4, 4))
     close(_clip.at_boxes(values, tokens.layout.box), values.flatten(), terms=4)
@@ -111,7 +111,7 @@ def test_maps_are_read_at_the_middles_of_boxes() -> None:
 # --- the choice ----------------------------------------------------------------------------------
 
 
-def test_the_determinant_by_brute_force() -> None:
+def test_determinant_by_brute_force() -> None:
     features = torch.randn(7, 8, generator=torch.Generator().manual_seed(2))
     relevance = torch.tensor([0.9, 0.1, 0.5, 0.8, 0.2, 0.7, 0.3])
     kernel = _clip.conditional(cosine(features), relevance)
@@ -129,8 +129,8 @@ def test_the_determinant_by_brute_force() -> None:
     assert set(dpp(kernel, 2).tolist()) == set(best)
 
 
-def test_copies_go_by_relevance() -> None:
-    """Once everything is there, what repeats it follows by relevance, not by its place."""
+def test_duplicates_are_ranked_by_relevance() -> None:
+    """Once every direction is covered, duplicates follow by relevance, not by index."""
     features = torch.eye(2)[[0, 0, 1, 1, 0]]
     relevance = torch.tensor([0.5, 1.0, 0.9, 0.0, 0.8])
     chosen = dpp(_clip.conditional(cosine(features), relevance), 4).tolist()
@@ -138,7 +138,7 @@ def test_copies_go_by_relevance() -> None:
 
 
 @pytest.mark.parametrize("diversity", [True, False])
-def test_what_is_kept(judge, monkeypatch, diversity) -> None:
+def test_kept_tokens_follow_relevance_and_diversity(judge, monkeypatch, diversity) -> None:
     monkeypatch.setattr(_clip, "load", lambda *names: judge)
     tokens, stats = prompt({"tiles": (2, 2), "size": (90, 60)}, {"tiles": (0, 0)})
     images = photo(60, 90, seed=1), photo(60, 60, seed=2)
@@ -157,7 +157,7 @@ def test_what_is_kept(judge, monkeypatch, diversity) -> None:
             chosen = r.argsort(descending=True, stable=True)[:k]
         ours = kept.layout.order[kept.layout.item == item]
         assert torch.equal(ours, tokens.layout.order[places[chosen]].sort().values)
-    # Controls: another question, another picture.
+    # Controls: another question, another image.
     assert not torch.equal(
         stage.reduce(tokens, stats, asked(*images, question="why ?")).layout.order,
         kept.layout.order,
@@ -167,14 +167,14 @@ def test_what_is_kept(judge, monkeypatch, diversity) -> None:
     )
 
 
-def test_all_is_all_and_asks_nobody() -> None:
+def test_keep_1_is_identity_without_clip() -> None:
     tokens, stats = prompt({"tiles": (2, 2)})
     assert ClipRelevance(1.0).reduce(tokens, stats, REQUEST) is tokens
     assert ClipRelevance(0.2, budget=1.0).reduce(tokens, stats, REQUEST) is tokens
 
 
 @pytest.mark.parametrize("build", [build_llava, build_llava_next])
-def test_whole_runs(weights, build) -> None:
+def test_clip_relevance_in_the_engine(weights, build) -> None:
     vlm, (model, pretrained) = VLM(*build()), weights["vit"]
     recipe = f"clip-relevance:0.3,model={model},pretrained={pretrained}"
     for media in (
@@ -194,7 +194,7 @@ def test_whole_runs(weights, build) -> None:
 # --- errors --------------------------------------------------------------------------------------
 
 
-def test_without_open_clip(monkeypatch) -> None:
+def test_missing_open_clip_raises(monkeypatch) -> None:
     real = builtins.__import__
 
     def without(name, *args, **kwargs):
@@ -208,7 +208,7 @@ def test_without_open_clip(monkeypatch) -> None:
         ClipRelevance(0.3, model="not-yet-asked").reduce(tokens, stats, asked(photo()))
 
 
-def test_models_that_cannot_be_had(weights, tmp_path) -> None:
+def test_unloadable_models_are_refused(weights, tmp_path) -> None:
     model, pretrained = weights["vit"]
     (tmp_path / "empty.pt").write_bytes(b"")
     for words, message in (
@@ -222,13 +222,13 @@ def test_models_that_cannot_be_had(weights, tmp_path) -> None:
             _clip.load("clip-relevance", *words)
 
 
-def test_pictures_must_be_there() -> None:
+def test_missing_images_are_refused() -> None:
     tokens, stats = prompt({"tiles": (0, 0)})
     with pytest.raises(RecipeError, match=r"clip-relevance looks at the pictures themselves"):
         ClipRelevance(0.3).reduce(tokens, stats, REQUEST)
 
 
-def test_the_word() -> None:
+def test_recipe_round_trips() -> None:
     for text in ("clip-relevance", "clip-relevance:0.2,model=ViT-B-32,pretrained=/a/b.pt"):
         assert Recipe.parse(text) == Recipe.parse(str(Recipe.parse(text)))
     with pytest.raises(RecipeError, match=r"clip-relevance: rate=0 is out of range"):
@@ -236,7 +236,7 @@ def test_the_word() -> None:
     assert ClipRelevance.asks_question
 
 
-def test_deeper_features_follow(judge, monkeypatch) -> None:
+def test_deeper_features_use_the_same_indices(judge, monkeypatch) -> None:
     monkeypatch.setattr(_clip, "load", lambda *names: judge)
     tokens, geometry = picture((0, 0), (4, 4))
     tokens = VisualTokens(tokens.features, tokens.layout, (2 * tokens.features,))

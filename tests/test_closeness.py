@@ -1,4 +1,4 @@
-"""How near is near enough, and what `make test-cpus` makes of it."""
+"""The tolerances of the tests, and how `make test-cpus` evaluates their use."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ UNIT = torch.finfo(torch.float32).eps
 
 @pytest.fixture(autouse=True)
 def unrecorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """These comparisons lie at the edge on purpose."""
+    """These comparisons are at the edge of the tolerance on purpose."""
     monkeypatch.delenv("VLMFAST_CLOSENESS", raising=False)
 
 
@@ -61,7 +61,7 @@ def test_shapes_are_compared() -> None:
 
 
 @pytest.mark.parametrize("odd", [math.inf, -math.inf, math.nan])
-def test_what_is_not_finite_is_the_same_in_both(odd: float) -> None:
+def test_non_finite_values_must_match(odd: float) -> None:
     want = torch.tensor([odd, 1.0])
     close(want.clone(), want)
     for wrong in ([1.0, 1.0], [odd, odd], [math.inf if odd != math.inf else -odd, 1.0]):
@@ -72,7 +72,7 @@ def test_what_is_not_finite_is_the_same_in_both(odd: float) -> None:
         apart(want.clone(), want)
 
 
-def test_apart_refuses_what_is_near() -> None:
+def test_apart_refuses_close_values() -> None:
     got = torch.ones(3)
     step = float(tolerance(torch.float32, 4, 1.0))
     far = got.double() + torch.tensor([0, 0, 1.1 * APART * step])
@@ -81,7 +81,7 @@ def test_apart_refuses_what_is_near() -> None:
         apart(got, got.double() + 0.9 * APART * step, torch.float32, 4)
 
 
-def test_shares_and_controls_are_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shares_and_controls_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLMFAST_CLOSENESS", str(tmp_path))
     one = torch.ones(1)
     close(one, one)
@@ -96,7 +96,7 @@ def test_shares_and_controls_are_noted(tmp_path: Path, monkeypatch: pytest.Monke
         {"control": times},
         {"control": times},
     ]
-    assert all("test_shares_and_controls_are_noted" in line["test"] for line in lines)
+    assert all("test_shares_and_controls_are_recorded" in line["test"] for line in lines)
 
 
 # --- the tool ------------------------------------------------------------------------------------
@@ -113,7 +113,7 @@ def tool(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-def test_what_the_tool_complains_of(tool: ModuleType) -> None:
+def test_tool_reports_failed_checks(tool: ModuleType) -> None:
     good = [{"test": "a", "share": 0.1}, {"test": "a", "share": 0.3}, {"test": "b", "control": 31}]
     summary = tool.Summary(passed=2)
     summary.add(map(json.dumps, good))
@@ -130,14 +130,14 @@ def test_what_the_tool_complains_of(tool: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("capability", ["AVX512", "AVX2", "DEFAULT"])
-def test_settings_cover_what_a_processor_has(tool: ModuleType, capability: str) -> None:
+def test_settings_cover_the_processors_capability(tool: ModuleType, capability: str) -> None:
     found = tool.settings(capability)
     assert len(found) <= 5 and {of.threads for of in found} == {1, 2, 4}
     older = {"AVX512": {"default", "avx2"}, "AVX2": {"default"}, "DEFAULT": set()}[capability]
     assert {of.instructions for of in found} == {"native", *older}
 
 
-def test_a_setting_leaves_no_word_of_another(
+def test_setting_clears_the_variables_of_others(
     tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MKL_CBWR", "AVX2")
@@ -147,10 +147,10 @@ def test_a_setting_leaves_no_word_of_another(
     assert [oldest[word] for word in tool.WORDS] == list(tool.INSTRUCTIONS["default"])
 
 
-def test_what_compares_is_marked(request: pytest.FixtureRequest) -> None:
+def test_comparing_test_is_marked(request: pytest.FixtureRequest) -> None:
     close(1.0, 1.0)
     assert request.node.get_closest_marker("equality")
 
 
-def test_what_does_not_compare_is_not_marked(request: pytest.FixtureRequest) -> None:
+def test_other_test_is_not_marked(request: pytest.FixtureRequest) -> None:
     assert not request.node.get_closest_marker("equality")

@@ -1,4 +1,4 @@
-"""DART: pivots in numbers, and runs beside a prefill by hand."""
+"""DART: pivots in numbers, and runs against a prefill by hand."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from vlmfast import VLM, Recipe, RecipeError
 from vlmfast.compressors.prefill.dart import DART, retained
 
 
-def test_pivots_take_what_is_least_like_them() -> None:
+def test_pivots_take_the_least_similar_tokens() -> None:
     hidden = torch.tensor([[1.0, 0], [0, 1], [-1, 0.1], [-3, 0], [1, -1], [0, -2]])
     pool = torch.tensor([False, False, True, True, True, True])
     assert retained(hidden, pool, [0], [1]).tolist() == [False] * 3 + [True, False, False]
-    # The second pivot finds row 5 there, the farthest from it, and then row 4.
+    # The second pivot takes row 5, the farthest from it, and then row 4.
     taken = retained(hidden, pool, [0, 1], [1, 2])
     assert taken.nonzero()[:, 0].tolist() == [3, 4, 5]
-    taken = retained(hidden, pool, [1, 0], [2, 1])  # in another order, something else
+    taken = retained(hidden, pool, [1, 0], [2, 1])  # another order gives another result
     assert taken.nonzero()[:, 0].tolist() == [3, 4, 5]
     assert retained(hidden, pool, [1, 0], [1, 1]).nonzero()[:, 0].tolist() == [3, 5]
     assert retained(hidden, pool, [0, 1], [9, 1]).tolist() == pool.tolist()
@@ -28,14 +28,14 @@ def test_pivots_take_what_is_least_like_them() -> None:
 
 @pytest.mark.parametrize("positions", ["keep", "compact"])
 @pytest.mark.parametrize("case", [(build_llava, 1, 1), (build_llava_next, 4, 2)])
-def test_a_run_equals_a_prefill_by_hand(case, positions) -> None:
-    build, kv_heads, pictures = case
+def test_run_equals_a_prefill_by_hand(case, positions) -> None:
+    build, kv_heads, count = case
     vlm = VLM(*build(layers=4, kv_heads=kv_heads))
-    images = [picture(seed=i) for i in range(pictures)]
+    images = [picture(seed=i) for i in range(count)]
     tensors = vlm.inputs("what is here ?", images=images)
     embeds = embeds_of(vlm, tensors)
     visual = tensors["input_ids"][0] == vlm.adapter.image_token_id
-    behind = torch.arange(len(visual)) > visual.nonzero().max()
+    after = torch.arange(len(visual)) > visual.nonzero().max()
     decoder, total = vlm.model.get_decoder(), round(0.6 * int(visual.sum()))
     entered = []
 
@@ -54,7 +54,7 @@ def test_a_run_equals_a_prefill_by_hand(case, positions) -> None:
             return found[:4]
 
         chosen, states = set(largest(visual)), decoder.norm(hidden)
-        pivots = sorted([*chosen, *largest(behind)])
+        pivots = sorted([*chosen, *largest(after)])
         assert len(pivots) == 8
         each, more = divmod(total - 4, 8)
         for number, pivot in enumerate(pivots):
@@ -75,20 +75,20 @@ def test_a_run_equals_a_prefill_by_hand(case, positions) -> None:
 
 
 @pytest.mark.parametrize("rate", [0.02, 0.1, 0.33, 0.8])
-def test_as_many_as_announced(random_vlm, rate) -> None:
+def test_kept_count_equals_the_announced_count(random_vlm, rate) -> None:
     run, _ = ran(random_vlm, f"dart:{rate}", [picture()])
     n = run.stats.visual_tokens_in
     assert run.stats.visual_tokens_per_layer[-1] == max(1, round(rate * n))
 
 
-def test_beside_another_stage(random_vlm) -> None:
-    """Rows that somebody dropped after the keys were seen."""
+def test_works_after_another_stage(random_vlm) -> None:
+    """Rows that another stage dropped after the keys were seen."""
     run, _ = ran(random_vlm, "fastv:0.7,k=2+dart:0.3,k=2", [picture()])
     n = run.stats.visual_tokens_in
     assert run.stats.visual_tokens_per_layer[-1] == round(0.3 * round(0.7 * n))
 
 
-def test_the_word() -> None:
+def test_recipe_round_trips() -> None:
     assert DART().rate == 0.222
     assert DART().positions == "keep"
     assert DART(k=5).layers(32) == (5,)

@@ -1,4 +1,4 @@
-"""DivPrune: the rule in numbers, clips as one, and its promises on random pictures."""
+"""DivPrune: the rule in numbers, videos as one, and its properties on random images."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def by_hand(features: Tensor, k: int) -> list[int]:
     return sorted(chosen)
 
 
-def as_clip(stats: VisionStats) -> VisionStats:
-    """The same pictures as frames of one clip."""
+def as_video(stats: VisionStats) -> VisionStats:
+    """The same images as frames of one video."""
     n = len(stats.items)
     frames = (replace(item, clip=0, frame=(i, n)) for i, item in enumerate(stats.items))
     return VisionStats(tuple(frames), stats.rows)
 
 
-def test_the_rule_in_numbers() -> None:
+def test_rule_on_a_worked_example() -> None:
     tokens, geometry = picture((0, 0), (4, 5), seed=3)
     stats = VisionStats((geometry,), {})
     for k in (1, 2, 7, 19):
@@ -48,24 +48,24 @@ def test_the_rule_in_numbers() -> None:
     assert len({tuple(row.tolist()) for row in kept.features}) == 4  # each of them once
 
 
-def test_frames_of_a_clip_are_compared() -> None:
-    """What stands still is kept once; each frame by itself would keep it every time."""
+def test_frames_of_a_video_are_compared() -> None:
+    """A static token is kept once per video; per frame it would be kept every time."""
     tokens, stats = prompt(*[{"tiles": (0, 0)}] * 3)
     still = VisualTokens(tokens.features[:16].repeat(3, 1), tokens.layout)
-    clip = as_clip(stats)
+    video = as_video(stats)
 
     def kinds(stage: DivPrune, stats: VisionStats) -> int:
         kept = stage.reduce(still, stats, REQUEST)
         assert len(kept) == 15
         return len({tuple(row.tolist()) for row in kept.features})
 
-    # Equal tokens lie at a distance of some rounding; no two different ones do.
-    assert kinds(DivPrune(15 / 48), clip) == 15
-    assert kinds(DivPrune(15 / 48, across="frame"), clip) == 5
+    # Equal tokens differ by rounding only; different ones by more.
+    assert kinds(DivPrune(15 / 48), video) == 15
+    assert kinds(DivPrune(15 / 48, across="frame"), video) == 5
     assert kinds(DivPrune(15 / 48), stats) == 5
 
 
-def test_together() -> None:
+def test_frames_of_a_video_are_grouped() -> None:
     tokens, stats = prompt(*[{"tiles": (0, 0)}] * 4)
     a, b, c, d = stats.items
     mixed = (a, replace(b, clip=0), replace(c, clip=0), replace(d, clip=1))
@@ -85,7 +85,7 @@ def test_together() -> None:
 
 @given(picture_arguments(), st.floats(0.02, 0.98), st.sampled_from(["rate", "budget"]))
 @settings(max_examples=20, deadline=None)
-def test_what_a_picture_keeps(arguments: dict, share: float, name: str) -> None:
+def test_kept_count_per_image(arguments: dict, share: float, name: str) -> None:
     tokens, stats = prompt(arguments, arguments)
     stage = DivPrune(**{name: share})
     kept = stage.reduce(tokens, stats, REQUEST)
@@ -101,12 +101,12 @@ def test_what_a_picture_keeps(arguments: dict, share: float, name: str) -> None:
 
 
 @pytest.mark.parametrize("stage", [DivPrune(1.0), DivPrune(budget=1.0)])
-def test_all_is_all(stage: DivPrune) -> None:
+def test_keep_1_is_identity(stage: DivPrune) -> None:
     tokens, stats = prompt({"tiles": (2, 2)})
     assert stage.reduce(tokens, stats, REQUEST) is tokens
 
 
-def test_the_word() -> None:
+def test_recipe_round_trips() -> None:
     assert DivPrune().rate == 0.098
     assert DivPrune().positions == "compact"
     stage = Recipe.parse("divprune:0.1,across=frame,positions=keep")
@@ -121,6 +121,6 @@ def test_the_word() -> None:
         ("divprune:budget=2", r"budget=2 is out of range"),
     ],
 )
-def test_bad_words(word: str, message: str) -> None:
+def test_invalid_recipes_are_refused(word: str, message: str) -> None:
     with pytest.raises(RecipeError, match=message):
         Recipe.parse(word)

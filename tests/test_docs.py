@@ -1,4 +1,4 @@
-"""The pages: links lead somewhere, numbers are those of the reports, examples run."""
+"""The pages: links resolve, numbers equal those of the reports, examples run."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def vlm():
     return vlmfast.VLM.from_pretrained("tiny")
 
 
-# --- what is written -----------------------------------------------------------------------------
+# --- written pages -------------------------------------------------------------------------------
 
 
 def without_code(text: str) -> str:
@@ -54,14 +54,14 @@ def without_code(text: str) -> str:
 
 
 def anchors(text: str) -> set[str]:
-    """Of the headings, as code hosts and MkDocs make them."""
+    """Anchors of the headings, as code hosts and MkDocs form them."""
     plain = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
     titles = re.findall(r"^#+ (.+)$", plain, re.MULTILINE)
     return {re.sub(r"\s+", "-", re.sub(r"[^\w\s-]", "", t.lower()).strip()) for t in titles}
 
 
 def broken(file: Path) -> list[str]:
-    """Relative links and pictures that lead nowhere."""
+    """Relative links and images without a target."""
     found = []
     for link in re.findall(r"\]\(([^)\s]+)\)", without_code(file.read_text(encoding="utf-8"))):
         if re.match(r"[a-z]+:", link):
@@ -75,7 +75,7 @@ def broken(file: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_links_lead_somewhere(name: str) -> None:
+def test_links_resolve(name: str) -> None:
     assert not broken(ROOT / name)
 
 
@@ -134,13 +134,13 @@ def test_python_of_the_faq_runs(tmp_path: Path, monkeypatch, capsys) -> None:
     assert "share=0.01" in printed and printed in " ".join(text.split())
 
 
-def test_what_the_pages_say_of_the_example(vlm) -> None:
-    question, picture = "What is in the bottom left?", str(ROOT / "examples" / "picture.png")
+def test_numbers_of_the_examples_are_current(vlm) -> None:
+    question, image = "What is in the bottom left?", str(ROOT / "examples" / "picture.png")
     answers = {
-        recipe: vlm.ask(question, images=picture, recipe=recipe)
+        recipe: vlm.ask(question, images=image, recipe=recipe)
         for recipe in ("none", "hired:0.2", "hired:budget=0.2", "pyramiddrop")
     }
-    answers["stack"] = vlm.ask(question, images=picture, recipe="hired:0.5+pyramiddrop")
+    answers["stack"] = vlm.ask(question, images=image, recipe="hired:0.5+pyramiddrop")
     assert {answer.text for answer in answers.values()} == {"yellow triangle"}
     seen = {name: answer.stats.visual_tokens_per_layer for name, answer in answers.items()}
     assert seen["none"] == [336] * 6
@@ -148,16 +148,16 @@ def test_what_the_pages_say_of_the_example(vlm) -> None:
     assert seen["hired:budget=0.2"] == [67] * 6
     assert seen["pyramiddrop"] == [336, 336, 168, 84, 42, 42]
     assert seen["stack"] == [158, 158, 79, 39, 19, 19]
-    clip = {"video": str(ROOT / "examples" / "clip.mp4"), "num_frames": 4}
-    said = {
-        recipe: vlm.ask("Which way does the cyan star move?", recipe=recipe, **clip)
+    video = {"video": str(ROOT / "examples" / "clip.mp4"), "num_frames": 4}
+    about_video = {
+        recipe: vlm.ask("Which way does the cyan star move?", recipe=recipe, **video)
         for recipe in ("none", "pvc", "hired:0.2", "hired:0.2,positions=keep")
     }
-    assert [a.text for a in said.values()] == ["up", "up", "left", "up"]
-    assert [a.stats.equivalent_tokens for a in said.values()] == [544, 64, 100, 100]
+    assert [a.text for a in about_video.values()] == ["up", "up", "left", "up"]
+    assert [a.stats.equivalent_tokens for a in about_video.values()] == [544, 64, 100, 100]
 
 
-def test_refusals_read_as_shown() -> None:
+def test_error_messages_read_as_shown() -> None:
     text = next(b for b in blocks("recipes.md", "") if b.startswith("pyramiddrop+hired"))
     for line in text.splitlines():
         recipe, shown = line.split(maxsplit=1)
@@ -166,13 +166,13 @@ def test_refusals_read_as_shown() -> None:
         assert shown.removesuffix(" ...") in str(error.value)
 
 
-def test_presets_are_those_of_the_code() -> None:
+def test_presets_equal_those_of_the_code() -> None:
     from vlmfast.core.recipe import PRESETS
 
     text = (DOCS / "recipes.md").read_text(encoding="utf-8")
     for name, by_source in PRESETS.items():
         cells = [f"`{of}`" if of else "every token is kept" for of in by_source.values()]
-        assert cells[1:] == cells[1:2] * 2  # towers without CLS share a column
+        assert cells[1:] == cells[1:2] * 2  # towers without CLS have one column in common
         assert f"| `{name}` | {cells[0]} | {cells[1]} |" in text
 
 
@@ -185,7 +185,7 @@ def test_api_has_every_public_name() -> None:
     assert set(vlmfast.__all__) - {"__version__"} <= names
 
 
-# --- what is made --------------------------------------------------------------------------------
+# --- generated pages -----------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -216,7 +216,7 @@ def test_every_method_has_a_page(made) -> None:
             assert f"https://arxiv.org/abs/{number}" in page
 
 
-def test_numbers_are_those_of_the_reports(tools, made) -> None:
+def test_numbers_equal_those_of_the_reports(tools, made) -> None:
     files = sorted((DOCS / "results").rglob("report.json"), key=lambda f: (len(f.parts), f))
     reports = [
         task["recipes"]
@@ -254,7 +254,7 @@ def test_numbers_are_those_of_the_reports(tools, made) -> None:
     assert seen > 50
 
 
-def test_tables_are_those_of_the_reports(tools) -> None:
+def test_tables_equal_those_of_the_reports(tools) -> None:
     """``python tools/tables.py`` writes them."""
     for (page, mark), make in tools.tables.TABLES.items():
         text = (ROOT / page).read_text(encoding="utf-8")
@@ -262,8 +262,8 @@ def test_tables_are_those_of_the_reports(tools) -> None:
         assert tools.tables.written(text, mark, make().replace("9", "8", 1)) != text
 
 
-def test_other_numbers_make_other_pages(tools, tmp_path: Path) -> None:
-    """The control of the test above: what the report says is what the page says."""
+def test_changed_report_changes_the_page(tools, tmp_path: Path) -> None:
+    """Control for the test above: the page shows the number of the report."""
     shutil.copytree(DOCS / "results", tmp_path / "results")
     file = tmp_path / "results" / "report.json"
     data = json.loads(file.read_text(encoding="utf-8"))
@@ -319,7 +319,7 @@ def test_points_of_a_curve(tools) -> None:
     two, four = report.recipes["kivi"], report.recipes["kivi:4"]
     assert [p[0] for p in points] == [100 * two["held_image"], 100 * four["held_image"]]
     assert [p[1] for p in points] == [100 * two["accuracy_image"], 100 * four["accuracy_image"]]
-    # What differs in more than its budget is a line of its own.
+    # Points that differ in more than their budget are on separate lines.
     lines = tools.pages.lines_of("quickprefill", report)
     assert set(lines) == {"quickprefill", "quickprefill:score=key-norm"}
 
@@ -355,7 +355,7 @@ def test_docstrings_become_markdown(tools) -> None:
 
 
 @pytest.mark.parametrize("repo", [None, "https://host.example/vlmfast/"])
-def test_links_out_of_the_pages(tools, repo: str | None) -> None:
+def test_links_to_files_outside_the_docs(tools, repo: str | None) -> None:
     def rewritten(text: str, page: str) -> str:
         file = SimpleNamespace(src_uri=page)
         return tools.hooks.on_page_markdown(
@@ -388,7 +388,7 @@ def test_links_out_of_the_pages(tools, repo: str | None) -> None:
     )
 
 
-def test_a_built_site_is_checked(tools, tmp_path: Path) -> None:
+def test_built_site_is_checked(tools, tmp_path: Path) -> None:
     good = '<a href="b.html#x">b</a><a href="https://x.example">x</a><img src="i.png">'
     (tmp_path / "b.html").write_text('<h1 id="x">b</h1><a href="/a.html">a</a>')
     (tmp_path / "i.png").write_bytes(b"")

@@ -1,8 +1,8 @@
 """Every command and every block of Python that README, docs and the project's other pages show.
 
-All of them are checked against the parsers and names that they use (`documented`); what is offline
-and quick is run as it stands there, in a folder with the examples. A new command is found by
-itself: it is run, unless a line of `NOT_RUN` says why not.
+All of them are checked against the parsers and names that they use (`documented`). Offline and
+quick ones also run as written, in a folder with the examples. A new command is run by default,
+unless a line of `NOT_RUN` gives a reason.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ PAGES = pages()
 COMMANDS = [command for page, text in PAGES.items() for command in commands(page, text)]
 PYTHON = {page: found for page, text in PAGES.items() if (found := python_blocks(page, text))}
 
-# Commands that are checked and not run, and why. Each line still meets a command (a test holds it).
+# Commands that are checked and not run, and why. Each line must match a command (see the test).
 NOT_RUN = {
     r"--model (?!tiny\b)": "online: a hub id, or a model of the reader's",
     r"^vlmfast demo": "serves until it is stopped",
@@ -78,7 +78,7 @@ NOT_RUN = {
 }
 # Run too, but not in the quick suite.
 SLOW = {r"^vlmfast bench --audit-lossless$": "half a minute: every drafter on 24 prompts"}
-# Long ones that are run with less to do: every option of theirs meets what is behind it.
+# Long ones that run with less work: each of their options is still exercised.
 SHORTENED = {
     r"^vlmfast eval shapes --recipe hired --recipe random --recipe downsample": ["--limit", "1"],
 }
@@ -90,18 +90,18 @@ NOT_RUN_PYTHON = {
 }
 QUESTION, PICTURE = "What is in the bottom left?", "examples/picture.png"
 CORE = (contexts, layout, params, protocols, stage, statistics)
-# Where the names of `add-a-method`'s fragments come from: the imports of every method's file.
+# The names in `add-a-method`'s fragments: the imports of every method's file.
 OF_METHODS = {
     **{k: v for m in (evictor, reducer, select, *CORE) for k, v in vars(m).items()},
     "dataclass": dataclass,
     "ClassVar": ClassVar,
 }
 
-TIMES = ("TTFT", "prefill", "tokens/s", "peak memory")  # columns that differ from run to run
+TIMES = ("TTFT", "prefill", "tokens/s", "peak memory")  # columns that differ between runs
 
 
 def given(vlm: vlmfast.VLM) -> dict[str, Any]:
-    """Names that pages leave to their reader."""
+    """Names that pages expect the reader to define."""
     content = [{"type": "image"}, {"type": "text", "text": QUESTION}]
     text = vlm.processor.apply_chat_template(
         [{"role": "user", "content": content}], add_generation_prompt=True
@@ -129,7 +129,7 @@ def is_run(command: Command) -> bool:
 
 
 def unique(found: list[Command]) -> list[Command]:
-    """Each text once, where it first stands."""
+    """Each text once, at its first occurrence."""
     return list({command.text: command for command in reversed(found)}.values())[::-1]
 
 
@@ -141,7 +141,7 @@ SHORT = {c: more for c in unique(COMMANDS) for p, more in SHORTENED.items() if r
 
 
 def stand_in(folder: Path, text: str) -> None:
-    """A picture or clip under a name that a page makes up (``street.jpg``)."""
+    """An example image or video under a file name of a page (``street.jpg``)."""
     examples = {".png": "picture.png", ".jpg": "picture.png", ".mp4": "clip.mp4"}
     example = examples.get(Path(text).suffix)
     if example and Path(text).name == text and not (folder / text).exists():
@@ -150,10 +150,10 @@ def stand_in(folder: Path, text: str) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Examples, and a file of each name that a page makes up."""
+    """Examples, and a file for each file name of a page."""
     folder = tmp_path_factory.mktemp("documented")
     shutil.copytree(ROOT / "examples", folder / "examples")
-    (folder / "docs" / "images").mkdir(parents=True)  # which some commands draw
+    (folder / "docs" / "images").mkdir(parents=True)  # some commands plot into it
     for text in PAGES.values():
         for name in re.findall(r"[\w/.-]+\.(?:png|jpg|mp4)\b", text):
             stand_in(folder, name)
@@ -167,7 +167,7 @@ def inside(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def results(folder: Path) -> Path:
-    """What `vlmfast eval` leaves behind, for the reports."""
+    """Output of `vlmfast eval`, for the reports."""
     out = folder / "results"
     run(["eval", "shapes", "--recipe", "random:0.2", "--limit", "1", "--out", str(out)])
     return out
@@ -212,13 +212,13 @@ def test_command_exists(command: Command) -> None:
 
 
 def test_options_that_sentences_name_exist() -> None:
-    # `--batch_size` and its like are other projects'.
+    # Options such as `--batch_size` belong to other projects.
     named = [o for page, text in PAGES.items() for o in stray_options(page, text)]
     assert len(named) > 20
     assert not [f"{block}: {name}" for block, name in named if name not in all_options()]
 
 
-def test_nothing_is_excepted_in_vain(tiny: vlmfast.VLM) -> None:
+def test_every_exception_matches_something(tiny: vlmfast.VLM) -> None:
     texts = [command.text for command in COMMANDS]
     sources = [block.text for found in PYTHON.values() for block in found]
     for pattern in (*NOT_RUN, *SLOW, *SHORTENED):
@@ -264,10 +264,10 @@ def test_shortened_command_runs(command: Command, capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize(
     "command", [c for c in RUN if program(c.text) == "make" and c.words[1] == "ask"], ids=str
 )
-def test_make_ask_prints_what_the_page_says(
+def test_make_ask_prints_what_the_page_shows(
     command: Command, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The commands of the target, without setting up its environment."""
+    """The commands of the target, without its environment setup."""
     printed = ""
     for line in make(*command.words[1:]).splitlines():
         words = Command("Makefile", 0, line).words
@@ -296,13 +296,13 @@ def test_make_help_names_the_targets_of_contributing() -> None:
     assert shown <= {line.split()[0] for line in help_text.splitlines()}
 
 
-def test_everything_that_is_run_is_run_by_a_test() -> None:
+def test_other_commands_are_run_by_tests() -> None:
     others = [command for command in RUN if program(command.text) != "vlmfast"]
     assert {program(command.text) for command in others} == {"make"}
     assert {command.words[1] for command in others} == {"ask", "help"}
 
 
-def test_installed_command_lists_the_words_of_the_readme() -> None:
+def test_installed_command_lists_the_methods_of_the_readme() -> None:
     script = shutil.which("vlmfast", path=str(Path(sys.executable).parent))
     assert script, "the package is not installed: pip install -e ."
     done = subprocess.run([script, "methods"], capture_output=True, text=True, timeout=120)
@@ -342,7 +342,7 @@ def test_python_runs(page: str, tiny: vlmfast.VLM, capsys: pytest.CaptureFixture
     assert ran
 
 
-def test_fragments_of_methods_are_those_of_their_files() -> None:
+def test_fragments_equal_the_methods_files() -> None:
     found = PYTHON["docs/add-a-method.md"]
     assert {name for block in found for name in re.findall(r"FastV|VisionZip", block.text)} == {
         "FastV",
@@ -356,7 +356,7 @@ def test_fragments_of_methods_are_those_of_their_files() -> None:
 
 
 def test_method_of_the_page_compresses(tiny: vlmfast.VLM) -> None:
-    """`Loud`, as it stands there, is a whole cache method."""
+    """`Loud`, as written, is a complete cache method."""
     (block,) = (b for b in PYTHON["docs/add-a-method.md"] if "class Loud" in b.text)
     namespace = {**OF_METHODS, "__name__": "documented_page"}
     run_python(block, namespace)
@@ -372,7 +372,7 @@ def test_method_of_the_page_compresses(tiny: vlmfast.VLM) -> None:
     assert fifth.stats.kv_bytes < full.stats.kv_bytes * 0.25
 
 
-# --- controls: what is wrong is found ------------------------------------------------------------
+# --- controls: errors are found ------------------------------------------------------------------
 
 
 def page_of(*lines: str) -> list[Command]:
@@ -504,7 +504,7 @@ def test_wrong_python_is_found(code: str, words: str, tiny: vlmfast.VLM) -> None
         checked()
 
 
-def test_what_a_block_prints_is_found() -> None:
+def test_printed_output_is_found() -> None:
     text = "```python\nprint(4)\n```\n\nprints `5`.\n\n```py\nprint(6)\n```\n\nIt prints `7`."
     assert prints("page.md", text) == {2: "5"}
 

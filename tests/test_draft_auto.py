@@ -1,4 +1,4 @@
-"""`draft-auto`: how much is drafted, by what it costs and brings."""
+"""`draft-auto`: chooses how much to draft from costs and acceptance."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ LIMIT = (26, 4)
 
 
 class World:
-    """A model with costs: a step, a node of a tree, a level of drafting; and tokens that fit."""
+    """A model with given costs per step, tree node and draft level, and random acceptance."""
 
     def __init__(self, step=1.0, node=0.01, level=0.05, opening=0.0, right=0.7, seed=0) -> None:
         self.step, self.node, self.level = step, node, level
         self.opening, self.right, self.random = opening, right, random.Random(seed)
 
     def answer(self, known: dict, tokens: int, rows: int = 1, **given) -> tuple[float, list]:
-        """Seconds of an answer, and the sizes that were chosen."""
+        """Seconds of an answer, and the chosen sizes."""
         governor = Governor(DraftAuto(**given), LIMIT, known)
         count, seconds, sizes = 1, 0.0, []
         while count < tokens:
@@ -61,8 +61,8 @@ def test_drafts_that_pay_are_drafted() -> None:
     [World(right=0.02), World(level=2.0), World(node=0.2)],
     ids=["never right", "slow drafter", "slow check"],
 )
-def test_drafts_that_do_not_pay_are_left(world: World) -> None:
-    """Never slower than plain by more than a trial now and then."""
+def test_drafts_that_do_not_pay_are_not_drafted(world: World) -> None:
+    """Slower than plain decoding only by an occasional trial."""
     known: dict = {}
     for _ in range(4):
         world.answer(known, 60)
@@ -70,8 +70,8 @@ def test_drafts_that_do_not_pay_are_left(world: World) -> None:
     assert seconds < 20 * 59 / 0.9
 
 
-def test_the_size_follows_the_costs() -> None:
-    """Where nodes are dear a small tree wins, where they are cheap a large one."""
+def test_size_follows_the_costs() -> None:
+    """Where nodes are costly a small tree wins, where they are cheap a large one."""
     for world, large in ((World(node=0.03, right=0.6), False), (World(node=0.0, right=0.9), True)):
         _, sizes, _ = after_a_while(world, answers=20)
         assert (Counter(sizes[3:]).most_common(1)[0][0] == LIMIT) == large
@@ -85,7 +85,7 @@ def test_short_answers_are_not_drafted() -> None:
     assert after_a_while(World(), after=20)[1][:18] == [(1, 0)] * 18
 
 
-def test_a_dear_prompt_waits_for_a_long_answer() -> None:
+def test_costly_draft_prefill_waits_for_a_long_answer() -> None:
     known: dict = {}
     world = World(opening=30.0)
     for _ in range(10):
@@ -97,8 +97,8 @@ def test_a_dear_prompt_waits_for_a_long_answer() -> None:
     assert sizes[10] == (1, 0) and sizes[-3] != (1, 0)
 
 
-def test_batches_are_judged_apart() -> None:
-    """What is known of one row says nothing of sixteen."""
+def test_batch_sizes_are_measured_separately() -> None:
+    """Measurements of one row do not apply to sixteen."""
     known: dict = {}
     for _ in range(8):
         World(right=0.85).answer(known, 60)
@@ -122,7 +122,7 @@ def test_reasons_are_given() -> None:
     }
 
 
-def test_it_chooses_drafters() -> None:
+def test_chooses_among_drafters() -> None:
     assert [s.name for s in DraftAuto().choice(lambda stage: False)] == [
         "draft-ngram",
         "draft-recycle",
@@ -130,7 +130,7 @@ def test_it_chooses_drafters() -> None:
     assert DraftAuto().choice(lambda stage: True) == [DraftEagle()]
 
 
-def test_in_the_engine(tiny) -> None:
+def test_draft_auto_in_the_engine(tiny) -> None:
     given = {"images": "examples/picture.png", "max_new_tokens": 40, "eos_token_id": None}
     wanted = tiny.ask("Describe the image.", **given)
     for recipe in ("draft-auto", "draft-ngram+draft-auto"):
@@ -141,6 +141,6 @@ def test_in_the_engine(tiny) -> None:
             drafted += got.stats.drafted
         names = "draft-eagle" if recipe == "draft-auto" else "draft-ngram"
         assert got.stats.speculation.startswith(f"{names}: ")
-        assert drafted > 0  # it has tried; on a busy machine it may have stopped by now
+        assert drafted > 0  # it has tried; on a busy machine it may have stopped since
     with pytest.raises(RecipeError, match="draft-auto stands twice"):
         tiny.ask("what ?", recipe="draft-auto+draft-auto:after=9")

@@ -1,4 +1,4 @@
-"""`draft-eagle`: the layer, the tree, the rows of pictures, and whole drafts without an engine."""
+"""`draft-eagle`: the layer, the tree, image rows, and whole drafts without an engine."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ from vlmfast.errors import RecipeError
 WIDTH, VOCABULARY = 8, 40
 SIZES = {"width": WIDTH, "heads": 2, "hidden": 16}
 COMPRESSOR = {"hidden": 8, "queries": 4}
-# Of a row that the layer puts out: `fc` over up to four widths, projections, the MLP, attention.
+# Of an output row of the layer: `fc` over up to four widths, projections, the MLP, attention.
 TERMS = (4 + 5) * WIDTH + SIZES["hidden"] + 100
-PASSES = 8  # that a tree and what is drafted behind it take one after the other, at most
+PASSES = 8  # forward passes in sequence for a tree and its next draft, at most
 
 
 # --- stored vectors -------------------------------------------------------------------------------
@@ -62,7 +62,7 @@ STORED = {
 
 
 @pytest.mark.parametrize("name", STORED)
-def test_stored_vectors_and_that_they_can_fail(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stored_vectors_match_and_can_fail(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     file, (check, spoiled) = GOLDEN / f"{name}.safetensors", STORED[name]
     if not file.exists():
         pytest.skip(f"{GOLDEN} holds no {name}")
@@ -70,7 +70,7 @@ def test_stored_vectors_and_that_they_can_fail(name: str, monkeypatch: pytest.Mo
         meta = stored.metadata()
     data = load_file(file)
     check(data, meta)
-    monkeypatch.delenv("VLMFAST_CLOSENESS", raising=False)  # what is spoilt shares no tolerance
+    monkeypatch.delenv("VLMFAST_CLOSENESS", raising=False)  # spoilt inputs must not be recorded
     data[spoiled] = data[spoiled].flip(-1)
     with pytest.raises(AssertionError):
         check(data, meta)
@@ -96,7 +96,7 @@ def test_second_rounds_can_fail(name: str, check: Callable) -> None:
         check(data, meta)
 
 
-# --- a small world --------------------------------------------------------------------------------
+# --- a small model --------------------------------------------------------------------------------
 
 
 def target(module: EagleModule | None = None, dtype: torch.dtype = torch.float64, **own) -> Target:
@@ -112,7 +112,7 @@ def module_of(seed: int = 0, dtype: torch.dtype = torch.float64, **own) -> Eagle
     module = EagleModule(SIZES | own).to(dtype)
     with torch.no_grad():
         for weight in module.parameters():
-            if weight.dim() == 1:  # norms and biases, so that they are seen to be used
+            if weight.dim() == 1:  # norms and biases, so that using them has an effect
                 weight.add_(0.3 * torch.randn_like(weight))
         if module.kind == "eagle3":
             module.restrict(torch.randperm(VOCABULARY)[: len(module.d2t)].sort().values)
@@ -125,7 +125,7 @@ def text_layout(n: int, first: int = 0) -> TokenLayout:
 
 
 def layout_of(*parts: int | dict) -> TokenLayout:
-    """Text of some length, and pictures (arguments of `picture`), in the order of a prompt."""
+    """Text of some length, and images (arguments of `picture`), in the order of a prompt."""
     layouts, first, items = [], 0, 0
     for part in parts:
         if isinstance(part, int):
@@ -208,7 +208,7 @@ def sequences(module: EagleModule, *shape: int) -> tuple[Tensor, Tensor, Tensor]
     return embeds, features, torch.arange(shape[-1]).expand(shape)
 
 
-def test_padding_changes_nothing_and_rows_are_causal(module: EagleModule) -> None:
+def test_padding_has_no_effect_and_rows_are_causal(module: EagleModule) -> None:
     embeds, features, position = sequences(module, 2, 9)
     full = module(embeds, features, position)
     there = torch.ones(2, 9, dtype=torch.bool)
@@ -218,7 +218,7 @@ def test_padding_changes_nothing_and_rows_are_causal(module: EagleModule) -> Non
     close(masked[1, :6], full[1, :6], terms=TERMS)
     alone = module(embeds[:1, 2:], features[:1, 2:], position[:1, 2:])
     close(masked[0, 2:], alone[0], terms=TERMS)
-    apart(alone[0], full[0, 2:], terms=TERMS)  # what was masked does count
+    apart(alone[0], full[0, 2:], terms=TERMS)  # masked rows do have an effect
     assert masked.isfinite().all()
     shifted = module(embeds, features, position + 100)  # rotary ids are relative
     close(shifted, full, terms=TERMS)
@@ -226,12 +226,12 @@ def test_padding_changes_nothing_and_rows_are_causal(module: EagleModule) -> Non
     apart(stretched, full, terms=TERMS)
 
 
-def test_cache_in_parts_is_one_pass_and_trees_leave_no_trace(module: EagleModule) -> None:
+def test_cache_in_parts_equals_one_forward_pass(module: EagleModule) -> None:
     embeds, features, position = sequences(module, 1, 9)
     full = module(embeds, features, position)
     rows, cache = module.rows(embeds, features), Cache()
     first = module.run(rows[:, :5], position[:, :5], cache.attend())
-    # A tree of two branches: each row is as if the other were not there.
+    # A tree of two branches: each row is as if the other branch did not exist.
     mask = torch.tensor([[1, 0, 0], [0, 1, 0], [1, 0, 1]], dtype=torch.bool)
     at = torch.tensor([[5, 5, 6]])
     tree = module.run(rows[:, [5, 7, 6]], at, cache.attend(mask))
@@ -245,12 +245,12 @@ def test_cache_in_parts_is_one_pass_and_trees_leave_no_trace(module: EagleModule
     assert cache.length == 9
 
 
-def test_half_precision_is_near(module: EagleModule) -> None:
+def test_half_precision_is_close(module: EagleModule) -> None:
     embeds, features, position = sequences(module, 1, 9)
     exact = module(embeds, features, position)
     half = module.to(torch.bfloat16)(embeds.bfloat16(), features.bfloat16(), position)
     assert half.dtype == torch.bfloat16
-    # Sums are kept in float32; what rounds are the dozen tensors that one layer hands on.
+    # Sums are in float32; rounding affects the dozen tensors that one layer passes on.
     close(half, exact, terms=12)
 
 
@@ -265,8 +265,8 @@ def test_images_of_msd_bypass_fc() -> None:
     assert torch.equal(eagle.rows(embeds, features, image), eagle.rows(embeds, features))
 
 
-def test_unrolled_steps_are_what_drafting_computes(module: EagleModule) -> None:
-    """Place t of step s: the true rows to t, then s drafted rows on the tokens that follow."""
+def test_unrolled_training_steps_equal_drafting(module: EagleModule) -> None:
+    """Row t of step s: the true rows to t, then s drafted rows on the tokens that follow."""
     embeds, features, position = sequences(module, 1, 8)
     steps = 3
     ahead = [embeds.roll(-s, dims=1) for s in range(steps)]
@@ -281,7 +281,7 @@ def test_unrolled_steps_are_what_drafting_computes(module: EagleModule) -> None:
                 nxt = embeds[:, place + s + 1 : place + s + 2]
                 row = module.rows(nxt, hidden)
                 hidden = module.run(row, position[:, place : place + 1] + s + 1, cache.attend())
-    # Padding behind changes nothing in front of it; without the test it would be the next pass.
+    # Padding after a row does not change it; without the test it would be part of the next step.
     there = torch.arange(8)[None] < 6
     masked = unroll(module, ahead, features, position, there)
     for ours, full in zip(masked, outputs, strict=True):
@@ -291,7 +291,7 @@ def test_unrolled_steps_are_what_drafting_computes(module: EagleModule) -> None:
     apart(plain, outputs[1], terms=steps * TERMS)
 
 
-def test_norms_of_eagle3_are_used() -> None:
+def test_eagle3_norms_have_an_effect() -> None:
     base = KINDS["eagle3"]
     embeds, features, position = sequences(module_of(**base), 1, 5)
     plain = module_of(**base)
@@ -307,7 +307,7 @@ def test_norms_of_eagle3_are_used() -> None:
     close(plain.output(state, None), output.output(own, None), terms=TERMS)
 
 
-def test_bad_modules() -> None:
+def test_invalid_modules_are_refused() -> None:
     with pytest.raises(RecipeError, match="kind='medusa'"):
         EagleModule(SIZES | {"kind": "medusa"})
     with pytest.raises(RecipeError, match="3 of them"):
@@ -320,7 +320,7 @@ def test_bad_modules() -> None:
 
 
 def slow_tree(root: int, level_logits: list[Tensor], k: int, depth: int, nodes: int) -> Tree:
-    """The rule of EAGLE-2 in words: lists, one candidate at a time, exact ties by number."""
+    """EAGLE-2's rule in plain Python: lists, one candidate at a time, exact ties by number."""
     candidates = []  # (score, number, token, parent's number)
     frontier = [(0.0, -1)]
     for level in range(depth):
@@ -361,7 +361,7 @@ def levels(draw: st.DrawFn) -> tuple[list[Tensor], int, int, int]:
 
 @given(levels())
 @settings(max_examples=150, deadline=None)
-def test_tree_is_the_rule_of_eagle2(drawn: tuple) -> None:
+def test_tree_follows_the_eagle2_rule(drawn: tuple) -> None:
     logits, k, depth, nodes = drawn
     calls, lines = [], []
 
@@ -381,29 +381,29 @@ def test_tree_is_the_rule_of_eagle2(drawn: tuple) -> None:
         return
     assert calls == list(range(depth - 1))
     assert len(tree) <= nodes and tree.depth <= depth
-    # No more than N - 1 of a level are ever kept, so a narrower frontier finds the same tree; a
+    # At most N - 1 of a level are ever kept, so a narrower frontier finds the same tree; a
     # wide one has the same order.
     narrow = min(k, nodes - 1, logits[0].shape[1])
     assert tree == slow_tree(3, logits, narrow, depth, nodes)
 
 
-def test_probability_one_and_broken_logits() -> None:
-    sure = torch.tensor([[0.0, -1e4, -1e4]])
+def test_tree_with_probability_one_and_nan_logits() -> None:
+    certain = torch.tensor([[0.0, -1e4, -1e4]])
 
     def step(tokens: Tensor, origin: Tensor, mask: Tensor, level: int) -> Tensor:
-        return sure.expand(len(tokens), -1)
+        return certain.expand(len(tokens), -1)
 
     size = {"top_k": 2, "depth": 5, "nodes": 6}
-    tree = grow(9, sure, step, Budget(6, 5).rank, **size)
+    tree = grow(9, certain, step, Budget(6, 5).rank, **size)
     assert tree == Tree.chain([9, 0, 0, 0, 0, 0])
-    broken = torch.full_like(sure, torch.nan)
+    broken = torch.full_like(certain, torch.nan)
     assert len(grow(9, broken, step, Budget(6, 5).rank, **size)) == 1
     with_noise = Budget(6, 5, lambda logits: logits, lambda depth: torch.zeros(3)).rank
     assert len(grow(9, broken, step, with_noise, **size, shared_noise=True)) == 1
 
 
-def test_shared_noise_finds_the_targets_choice() -> None:
-    """With the target's own distribution the first child is what it draws; with other noise not."""
+def test_shared_noise_drafts_the_targets_choice() -> None:
+    """With the target's own distribution the first child is its draw; other noise breaks this."""
     torch.manual_seed(0)
     table = 2 * torch.randn(12, 12)  # next-token logits of a chain
 
@@ -440,7 +440,7 @@ def test_shared_noise_finds_the_targets_choice() -> None:
     assert list(RANKS) == sorted(RANKS, reverse=True) and sum(RANKS) < 1
 
 
-# --- rows of pictures -----------------------------------------------------------------------------
+# --- image rows -----------------------------------------------------------------------------------
 
 
 def shorten(choice: str, layout: TokenLayout, **own) -> tuple:
@@ -462,7 +462,7 @@ def shorten(choice: str, layout: TokenLayout, **own) -> tuple:
 
 
 @pytest.mark.parametrize("choice", CHOICES)
-def test_text_stays_and_pictures_are_shortened_alike(choice: str) -> None:
+def test_text_is_kept_and_images_are_shortened_equally(choice: str) -> None:
     layout = layout_of(3, TILED, 2, PLAIN, 4)
     embeds, position, made, chosen = shorten(choice, layout)
     text = (~layout.visual).nonzero().flatten()
@@ -475,14 +475,14 @@ def test_text_stays_and_pictures_are_shortened_alike(choice: str) -> None:
     assert made.position.diff().min() > 0  # still the order of the prompt
     rest = int((~stay).sum())
     tiled, plain = (int((layout.item == item).sum()) for item in (0, 1))  # 52 and 36
-    held = {
+    expected = {
         "all": tiled + plain,
         "prune": round(0.05 * tiled) + round(0.05 * plain),
         "resample": 4,
         "text": 0,
     }
-    if choice in held:
-        assert rest == held[choice]
+    if choice in expected:
+        assert rest == expected[choice]
     else:
         assert 0 < rest <= 0.6 * (tiled + plain)
     if choice == "all":
@@ -508,7 +508,7 @@ def test_text_stays_and_pictures_are_shortened_alike(choice: str) -> None:
         assert chosen.logits[4] == -torch.inf  # text-only was not trained
 
 
-def test_share_and_seed() -> None:
+def test_share_and_seed_of_the_choice() -> None:
     layout = layout_of(3, PLAIN, 4)
     for choice in ("prune", "pool", "conv"):
         made = shorten(choice, layout, share=0.25)[2]
@@ -522,8 +522,8 @@ def test_share_and_seed() -> None:
     assert int((shorten("concat", layout, share=0.25)[2].source < 0).sum()) <= 11
 
 
-def test_small_and_thinned_pictures() -> None:
-    """Pictures that a reducer left next to nothing of."""
+def test_small_and_reduced_images() -> None:
+    """Images of which a reducer left almost nothing."""
     layout = layout_of(3, TILED, 4)
     for kept in (1, 2, 5):
         patches = layout.patches.nonzero().flatten()
@@ -536,7 +536,7 @@ def test_small_and_thinned_pictures() -> None:
             assert choice == "text" or 1 <= int((made.source < 0).sum()) <= kept
 
 
-def test_weights_without_a_compressor() -> None:
+def test_weights_without_a_compressor_are_refused() -> None:
     layout = layout_of(3, PLAIN, 4)
     embeds = torch.randn(len(layout), WIDTH)
     before = torch.get_rng_state()
@@ -582,7 +582,7 @@ def reading(module: EagleModule, layout: TokenLayout, **own) -> Read:
 
 
 @pytest.mark.parametrize("visual", ["all", "prune", "pool", "text"])
-def test_cache_after_rounds_is_that_of_one_prefill(module: EagleModule, visual: str) -> None:
+def test_cache_after_rounds_equals_one_prefill(module: EagleModule, visual: str) -> None:
     layout = layout_of(3, PLAIN, 4)
     read = reading(module, layout)
     drafter = open_drafter(module, read, visual)
@@ -590,7 +590,7 @@ def test_cache_after_rounds_is_that_of_one_prefill(module: EagleModule, visual: 
     for number, accepted in enumerate([0, 2, 1, 3, 0]):
         tree = drafter.propose(root, BUDGET)
         assert 1 < len(tree) <= 9
-        again = drafter.propose(root, BUDGET)  # asking twice changes nothing
+        again = drafter.propose(root, BUDGET)  # a second call changes nothing
         assert again == tree
         leaf = max(range(len(tree)), key=lambda node: tree.depths[node])
         path = tree.path(leaf)[: accepted + 1]
@@ -629,7 +629,7 @@ def test_parts_of_a_prompt_continue(module: EagleModule) -> None:
         several.prefill(rows_of(read, first, last))
     assert one.propose(4, BUDGET) == several.propose(4, BUDGET)
     close(one.cache.keys, several.cache.keys, terms=PASSES * TERMS)
-    # A later question behind an answer: the row that waits gets the next part's first token.
+    # A later question after an answer: the pending row gets the next part's first token.
     tree = one.propose(4, BUDGET)
     answered(one, tree, [0], 9, 1)
     later = reading(module, text_layout(3, len(layout) + 1), seed=8)
@@ -639,7 +639,7 @@ def test_parts_of_a_prompt_continue(module: EagleModule) -> None:
     assert one.next == len(layout) + 4
 
 
-def test_rounds_without_a_draft_are_read_too(module: EagleModule) -> None:
+def test_rounds_without_a_draft_reach_the_cache(module: EagleModule) -> None:
     read = reading(module, layout_of(6))
     eager, lazy = open_drafter(module, read), open_drafter(module, read)
     assert len(lazy.propose(4, Budget(1, 4))) == len(lazy.propose(4, Budget(9, 0))) == 1
@@ -650,7 +650,7 @@ def test_rounds_without_a_draft_are_read_too(module: EagleModule) -> None:
         drafter.extend(Round(drafted, [0], [9], torch.zeros(n, VOCABULARY), *states(module, n)))
     assert eager.propose(9, BUDGET) == lazy.propose(9, BUDGET)
     close(eager.cache.keys, lazy.cache.keys, terms=PASSES * TERMS)
-    # Other hidden states or another token do matter.
+    # Other hidden states or another token do have an effect.
     other = open_drafter(module, read)
     answered(other, Tree.chain([4]), [0], 9, 1)
     assert other.propose(9, BUDGET) != lazy.propose(9, BUDGET)
@@ -658,7 +658,7 @@ def test_rounds_without_a_draft_are_read_too(module: EagleModule) -> None:
 
 
 def states(module: EagleModule, n: int) -> tuple[Tensor | None, Tensor | None]:
-    """Hidden states and taps of n nodes; those of the first node are always the same."""
+    """Hidden states and aux hidden states of n nodes; the first node's are always the same."""
     torch.manual_seed(21)
     first = torch.randn(1, 3, WIDTH, dtype=torch.float64)
     rows = torch.cat([first, torch.randn(n - 1, 3, WIDTH, dtype=torch.float64)])
@@ -666,7 +666,7 @@ def states(module: EagleModule, n: int) -> tuple[Tensor | None, Tensor | None]:
 
 
 def test_rows_pair_with_the_next_row_that_survived() -> None:
-    """Row t: hidden state t, embedding of the row behind it, at the rotary id of t."""
+    """Row t: hidden state t, embedding of the next row, rotary id of t."""
     module = module_of()
     layout = layout_of(3, PLAIN, 4).select(torch.tensor([0, 1, 2, 5, 11, 30, 39, 40, 41, 42]))
     read = reading(module, layout)
@@ -683,11 +683,11 @@ def test_rows_pair_with_the_next_row_that_survived() -> None:
     assert drafter.next == 43
 
 
-def test_every_branch_is_drafted_as_if_alone(module: EagleModule) -> None:
-    """Children of a node: the best tokens behind its path, read one row after the other."""
+def test_each_branch_is_drafted_independently(module: EagleModule) -> None:
+    """Children of a node: the best tokens after its path, computed one row after the other."""
     read = reading(module, layout_of(6, PLAIN, 3))
     tree = open_drafter(module, read, nodes=22).propose(4, BUDGET)
-    assert tree.depth == 3 and len(tree) == 22  # all there are
+    assert tree.depth == 3 and len(tree) == 22  # all of them
     for node, below in enumerate(tree.children):
         if not below:
             continue
@@ -702,7 +702,7 @@ def test_every_branch_is_drafted_as_if_alone(module: EagleModule) -> None:
         assert list(below) == best[: len(below)]
 
 
-def test_what_is_banned_is_never_drafted(module: EagleModule) -> None:
+def test_banned_tokens_are_never_drafted(module: EagleModule) -> None:
     read = reading(module, layout_of(6))
     free = open_drafter(module, read).propose(4, BUDGET)
     banned = tuple(sorted(set(free.tokens[1:])))[:10]
@@ -726,8 +726,8 @@ def test_noise_reaches_the_tree() -> None:
     assert [tree.tokens[node] for node in path] == [4, 11, 12, 13]
 
 
-def test_with_noise_the_shape_follows_the_ranks() -> None:
-    """Whatever the logits are: a node's worth is how often the children on its path are right."""
+def test_tree_shape_follows_the_ranks_under_noise() -> None:
+    """For any logits: a node's score is how often the children on its path are accepted."""
     shapes = set()
     for seed in range(3):
         read = reading(module_of(), layout_of(6), seed=seed)
@@ -739,7 +739,7 @@ def test_with_noise_the_shape_follows_the_ranks() -> None:
             rank = list(tree.children[parent].values()).index(node)
             worth.append(worth[parent] * RANKS[rank])
     assert len(shapes) == 1
-    paths = product(range(-1, 3), repeat=3)  # ranks along a path, -1 behind its end
+    paths = product(range(-1, 3), repeat=3)  # ranks along a path, -1 after its end
     real = {p for p in paths if p[0] >= 0 and not (p[1] < 0 <= p[2])}
     best = sorted((prod(RANKS[r] for r in p if r >= 0) for p in real), reverse=True)[:8]
     # Products of as many ranks as a path is long, in any order.
@@ -762,7 +762,7 @@ def test_lower_precision_of_the_target_and_the_weights() -> None:
 
 
 def cyclic() -> tuple[Target, EagleModule, Read]:
-    """A target that says a permutation of its last token, and a drafter that knows it.
+    """A target that emits a permutation of its last token, and a drafter that knows it.
 
     Embeddings are unit vectors and hidden states those of the next token, so ``fc`` is the
     permutation of the embedding and the layer adds nothing.
@@ -789,7 +789,7 @@ def cyclic() -> tuple[Target, EagleModule, Read]:
     return whole, module, read
 
 
-def test_a_drafter_that_knows_the_target_is_always_right() -> None:
+def test_drafter_that_knows_the_target_is_always_accepted() -> None:
     whole, _, read = cyclic()
     stage = DraftEagle()
     accepted = replay(stage.open(whole), read, prompt=10, nodes=26, depth=4)
@@ -799,7 +799,7 @@ def test_a_drafter_that_knows_the_target_is_always_right() -> None:
     assert accepts_something(stage.open(whole), read, 10)
 
 
-def test_a_drafter_that_accepts_nothing_is_found_out() -> None:
+def test_never_accepted_drafter_is_detected() -> None:
     whole, module, read = cyclic()
     torch.manual_seed(1)
     with torch.no_grad():
@@ -810,8 +810,8 @@ def test_a_drafter_that_accepts_nothing_is_found_out() -> None:
     assert not accepts_something(drafter, read, 10)
 
 
-def test_an_embedding_one_place_off_costs_everything() -> None:
-    """The control of the alignment: each row with the token in front of it drafts nothing right."""
+def test_misaligned_embeddings_are_never_accepted() -> None:
+    """Control of the alignment: each row with the previous token drafts nothing right."""
     whole, _, read = cyclic()
     before = torch.empty(16, dtype=torch.int64)
     before[torch.tensor(read.ids[1:17])] = torch.tensor(read.ids[:16])
@@ -823,7 +823,7 @@ def test_an_embedding_one_place_off_costs_everything() -> None:
 # --- the stage ------------------------------------------------------------------------------------
 
 
-def test_recipe_words_and_bad_values() -> None:
+def test_recipes_round_trip_and_invalid_values_are_refused() -> None:
     stage = DraftEagle("prune", share=0.1, nodes=12)
     assert Recipe.parse(str(stage)) == Recipe((stage,))
     assert DraftEagle().largest() == (26, 4)
@@ -843,12 +843,12 @@ def test_recipe_words_and_bad_values() -> None:
 
 
 @pytest.mark.parametrize("depth", range(3, 40))
-def test_layers_of_eagle3_are_three(depth: int) -> None:
+def test_eagle3_reads_three_layers(depth: int) -> None:
     low, middle, high = layers_read(depth)
     assert 0 <= low < middle < high < depth
 
 
-def test_models_that_do_not_fit() -> None:
+def test_unsuitable_models_are_refused() -> None:
     with pytest.raises(RecipeError, match="reads three layers, and the model has 2"):
         layers_read(2)
     with pytest.raises(RecipeError, match="no weights"):
@@ -870,7 +870,7 @@ def test_models_that_do_not_fit() -> None:
         drafter.prefill(read_of(layout_of(4), taps=True))
 
 
-def test_visual_rows_of_every_choice_draft() -> None:
+def test_every_visual_choice_drafts() -> None:
     module = module_of(compressor=COMPRESSOR, dtype=torch.float32)
     layout = layout_of(3, TILED, 2, PLAIN, 4)
     read = read_of(layout)
@@ -883,12 +883,12 @@ def test_visual_rows_of_every_choice_draft() -> None:
         assert len(trees[choice]) == 9
         visual = int(layout.visual.sum())
         text = len(layout) - visual
-        held = drafter.cache.length - text
+        length = drafter.cache.length - text
         assert (
-            (held == visual)
+            (length == visual)
             if choice == "all"
-            else (held < visual)
-            and (held == 0 if choice == "text" else held > 0 or drafter.choice.branch == "text")
+            else (length < visual)
+            and (length == 0 if choice == "text" else length > 0 or drafter.choice.branch == "text")
         )
     assert Kind.NEWLINE in layout.kind.tolist()
-    assert len(set(trees.values())) > 1  # the choice does reach the drafts
+    assert len(set(trees.values())) > 1  # the choice does affect the drafts

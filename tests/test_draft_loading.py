@@ -1,4 +1,4 @@
-"""Published drafters: every key layout loads, and nothing loads that does not fit."""
+"""Published drafters: every key layout loads, and weights that do not fit are refused."""
 
 from __future__ import annotations
 
@@ -167,9 +167,7 @@ def write(folder: Path, config: dict, state: State, binary: bool = False) -> Pat
 
 @pytest.mark.parametrize("binary", [False, True])
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_every_layout_computes_what_its_weights_say(
-    tmp_path: Path, name: str, binary: bool
-) -> None:
+def test_every_layout_computes_with_its_weights(tmp_path: Path, name: str, binary: bool) -> None:
     stage, module, config, state = LAYOUTS[name]()
     folder = write(tmp_path / "drafter", config, state, binary)
     assert published(folder)
@@ -193,8 +191,8 @@ def test_every_layout_computes_what_its_weights_say(
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_key_that_lacks_is_left_over_or_misshapen(tmp_path: Path, name: str) -> None:
-    """Every single key of every layout, so that none is loaded loosely."""
+def test_missing_extra_or_misshapen_keys_are_refused(tmp_path: Path, name: str) -> None:
+    """Each key of each layout, so that none is loaded loosely."""
     stage, _, config, state = LAYOUTS[name]()
     optional = ("embed_tokens.weight", "t2d", "layers.0.self_attn.rotary_emb.inv_freq")
     telling = ("hidden_norm.weight", "imadpt.q")  # without these it is another method's
@@ -207,7 +205,7 @@ def test_a_key_that_lacks_is_left_over_or_misshapen(tmp_path: Path, name: str) -
         if name == "specvlm" and key == "layers.0.input_layernorm.weight":
             assert load_published(stage, folder, TARGET).layer.input_layernorm is None
             continue
-        if key == "fc.bias":  # may be absent, where the config does not say that it is there
+        if key == "fc.bias":  # may be absent where the config does not announce it
             assert load_published(stage, folder, TARGET).fc.bias is None
             folder = write(tmp_path, config | {"bias": True}, rest)
         with pytest.raises(RecipeError) as error:
@@ -215,7 +213,7 @@ def test_a_key_that_lacks_is_left_over_or_misshapen(tmp_path: Path, name: str) -
         ours = key.replace("layers.0.", "layer.").replace("midlayer.", "layer.")
         expected = "'s; use draft-" if key.endswith(telling) else ours
         assert expected in str(error.value), error.value
-        if key != "imadpt.q":  # its rows are how many queries there are
+        if key != "imadpt.q":  # its rows are the number of queries
             wrong = state | {key: torch.cat([state[key], state[key]])}
             with pytest.raises(RecipeError, match=f"of another shape: {ours}"):
                 load_published(stage, write(tmp_path, config, wrong), TARGET)
@@ -225,7 +223,7 @@ def test_a_key_that_lacks_is_left_over_or_misshapen(tmp_path: Path, name: str) -
             load_published(stage, write(tmp_path, config, more), TARGET)
 
 
-def test_queries_are_counted_in_the_weights(tmp_path: Path) -> None:
+def test_number_of_queries_comes_from_the_weights(tmp_path: Path) -> None:
     for queries in (2, 5):
         stage, module, config, state = vispec(queries)
         loaded = load_published(stage, write(tmp_path, config, state), TARGET)
@@ -233,8 +231,8 @@ def test_queries_are_counted_in_the_weights(tmp_path: Path) -> None:
         assert torch.equal(loaded.imadpt.q, module.imadpt.q)
 
 
-def test_switches_that_no_key_shows(tmp_path: Path) -> None:
-    """A flag of the config changes what is computed, at the top or beside the layers' names."""
+def test_config_flags_change_the_computation(tmp_path: Path) -> None:
+    """A config flag changes the computation, at the top level or next to the layers' names."""
     torch.manual_seed(1)
     embeds, features = torch.randn(1, 6, WIDTH), torch.randn(1, 6, 3 * WIDTH)
     stage, _, config, state = eagle3()
@@ -257,7 +255,7 @@ def test_switches_that_no_key_shows(tmp_path: Path) -> None:
     assert torch.equal(result({}), plain)
 
 
-def test_other_models_and_other_methods(tmp_path: Path) -> None:
+def test_other_models_and_methods_are_refused(tmp_path: Path) -> None:
     stage, _, config, state = eagle()
 
     def refused(match: str, *, by: DrafterStage = stage, **own: Any) -> None:
@@ -283,7 +281,7 @@ def test_other_models_and_other_methods(tmp_path: Path) -> None:
     refused("embed_tokens.weight is")
 
 
-def test_other_vocabularies_and_layers(tmp_path: Path) -> None:
+def test_other_vocabularies_and_layers_are_refused(tmp_path: Path) -> None:
     stage, _, config, state = eagle()
     loaded = load_published(stage, write(tmp_path, config, state), TARGET)
     for rows in (VOCABULARY, VOCABULARY + 64):
@@ -298,7 +296,7 @@ def test_other_vocabularies_and_layers(tmp_path: Path) -> None:
         stage.open(target(loaded, depth=32))
 
 
-def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+def test_unreadable_files_are_refused(tmp_path: Path) -> None:
     stage, _, config, _ = eagle()
     assert not published(tmp_path)
     with pytest.raises(RecipeError, match=r"config\.json cannot be read"):
@@ -321,7 +319,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3", "vispec"])
-def test_our_own_weights_come_back(tmp_path: Path, kind: str) -> None:
+def test_own_weights_round_trip(tmp_path: Path, kind: str) -> None:
     more = {"compressor": {"hidden": 8, "queries": 4}} if kind == "eagle" else {}
     more |= {"kind": "eagle3", "draft_vocabulary": DRAFTED} if kind == "eagle3" else {}
     config, signature = TARGET | OURS | more, [0.5, -0.25]
@@ -329,7 +327,7 @@ def test_our_own_weights_come_back(tmp_path: Path, kind: str) -> None:
     stage = DraftVispec if kind == "vispec" else DraftEagle
     folder = tmp_path / "run" / "weights"
     save_weights(folder, stage.name, made, config, signature, {"steps": 1})
-    for place in (folder, tmp_path / "run"):  # whatever else lies beside them
+    for place in (folder, tmp_path / "run"):  # other files in the folder are ignored
         (place / "config.json").write_text("{}")
         assert not published(place)
     options = {"kind": "eagle3"} if kind == "eagle3" else {}
@@ -341,8 +339,8 @@ def test_our_own_weights_come_back(tmp_path: Path, kind: str) -> None:
     assert stage(**options).open(target(loaded, torch.float32))
 
 
-def test_random_weights_are_found_out(tmp_path: Path) -> None:
-    """What loads by names alone may still draft nothing; a known answer shows it."""
+def test_random_weights_are_detected(tmp_path: Path) -> None:
+    """Weights that load by names alone may still draft nothing; a known answer shows it."""
     whole, module, read = cyclic()
     sizes = TARGET | {"width": 16}
     config = LLAMA | {

@@ -1,7 +1,7 @@
 """Every drafter under every recipe: the tokens are those of plain decoding.
 
-Weights are random, so a trained drafter hardly ever guesses right. One that knows the answer stands
-beside it in the same tree and is wrong at another depth each round: what each of them is told has
+Weights are random, so a trained drafter hardly ever guesses right. One that knows the answer is
+joined to it in the same tree and is wrong at another depth each round. So each drafter sees
 accepted and rejected nodes at every depth.
 """
 
@@ -112,7 +112,7 @@ def models() -> Models:
 
 
 def weights(width: int, vocabulary: int) -> dict:
-    """Random weights of every trained drafter, where the adapter keeps them."""
+    """Random weights of every trained drafter, where the adapter stores them."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         sizes = {"width": width, "heads": 4, "kv_heads": 2}
@@ -155,7 +155,7 @@ def check(models: Models, case: tuple) -> None:
             accepted |= {depth} if right else set()
             rejected |= {depth} if right < tried else set()
     if recipe == "zipvl:page=8" or "recycle" in drafter:
-        # Pages cut rounds short; what was recycled from the plain answers leaves few mistakes.
+        # Pages cut rounds short; the recycled plain answers leave few mistakes.
         assert len(accepted) >= 2 and rejected
     else:
         assert accepted >= {1, 2, 3, 4} and rejected >= {1, 2, 3, 4}

@@ -1,4 +1,4 @@
-"""`draft-vispec`: few rows for a picture, and text that knows of it."""
+"""`draft-vispec`: few rows per image, and text rows with its global feature."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from vlmfast.errors import RecipeError
 def module_of(seed: int = 0, **own) -> VispecModule:
     torch.manual_seed(seed)
     module = VispecModule(SIZES | own).double()
-    with torch.no_grad():  # at the start the global feature does nothing
+    with torch.no_grad():  # initially the global feature has no effect
         for weight in module.parameters():
             weight.add_(0.3 * torch.randn_like(weight))
     return module.eval().requires_grad_(False)
@@ -57,7 +57,7 @@ def image_of(layout: TokenLayout) -> Tensor:
     return torch.where(layout.visual, layout.item.long(), -1)
 
 
-def test_untrained_it_is_eagle_on_text() -> None:
+def test_untrained_equals_eagle_on_text() -> None:
     torch.manual_seed(0)
     vispec = VispecModule(SIZES).double()
     eagle = EagleModule(SIZES).double()
@@ -71,8 +71,8 @@ def test_untrained_it_is_eagle_on_text() -> None:
 
 
 @pytest.mark.parametrize("queries", [2, 4])
-def test_pictures_by_item(queries: int) -> None:
-    """Two pictures side by side, then text, then a third: each by its own rows."""
+def test_images_are_compressed_separately(queries: int) -> None:
+    """Two adjacent images, then text, then a third: each by its own rows."""
     module = module_of(queries=queries)
     layout = layout_of(2, PLAIN, TILED, 3, PLAIN, 2)
     read = read_of(layout)
@@ -97,19 +97,19 @@ def test_pictures_by_item(queries: int) -> None:
     assert source.tolist() == [row for row, _ in expected]
     close(rows, torch.stack([made for _, made in expected]), terms=2 * TERMS)
     close(seen, latest, terms=2 * TERMS)
-    # Merged into one picture, as the mask alone would have it, the rows are others.
+    # Merged into one image, as the mask alone would do, the rows differ.
     merged = torch.where(image == 1, 0, image)
     assert len(module.adapted(read.embeds, read.features, merged, seen)[0]) < len(rows)
 
 
-def test_a_picture_with_fewer_rows_than_queries() -> None:
+def test_image_with_fewer_rows_than_queries() -> None:
     module = module_of(queries=6)
     layout = layout_of(2, PLAIN, 3)
     thin = layout.select(torch.tensor([0, 1, 4, 9, 38, 39, 40]))
     read = read_of(thin)
     drafter = open_drafter(module, read)
     drafter.propose(4, BUDGET)
-    assert drafter.cache.length == 7  # five of text, two of the picture, as many as there are
+    assert drafter.cache.length == 7  # five of text and the image's two
 
 
 def test_padding_and_masks() -> None:
@@ -130,7 +130,7 @@ def test_padding_and_masks() -> None:
     assert torch.equal(out[0, gone], torch.zeros(3, WIDTH, dtype=torch.float64))
     assert bool((out[0, [0, 3, 4, 5, 7, 8]].abs().sum(-1) > 0).all())
     assert torch.equal(out[1, 6:], torch.zeros(3, WIDTH, dtype=torch.float64))
-    # Text in front of a picture does not know of it, text behind it does.
+    # Text before an image does not depend on it, text after it does.
     other = embeds.clone()
     other[0, 1] += 1
     changed, gone = module(other, features, position, there, image)[0], [0, 1, 2, 6]
@@ -152,18 +152,18 @@ def test_gradients_reach_the_adaptor() -> None:
 
 
 @pytest.mark.parametrize("parts", [(5,), (5, PLAIN, 4), (2, PLAIN, TILED, 4), (1, PLAIN)])
-def test_cache_after_rounds_is_that_of_one_prefill(parts: tuple) -> None:
+def test_cache_after_rounds_equals_one_prefill(parts: tuple) -> None:
     module = module_of()
     layout = layout_of(*parts)
     read = read_of(layout)
     drafter = open_drafter(module, read)
-    pictures = sum(isinstance(part, dict) for part in parts)
+    images = sum(isinstance(part, dict) for part in parts)
     root, embeds, features = 4, [read.embeds], [read.features]
     for number, accepted in enumerate([1, 0, 3, 2]):
         tree = drafter.propose(root, BUDGET)
         if number == 0:
             text = len(layout) - int(layout.visual.sum())
-            assert drafter.cache.length == text + pictures
+            assert drafter.cache.length == text + images
         leaf = max(range(len(tree)), key=lambda node: tree.depths[node])
         path = tree.path(leaf)[: accepted + 1]
         done = answered(drafter, tree, path, (root + number) % VOCABULARY, number)
@@ -181,7 +181,7 @@ def test_cache_after_rounds_is_that_of_one_prefill(parts: tuple) -> None:
 
 
 def test_parts_of_a_prompt_continue() -> None:
-    """A part that begins with a picture, and one that has none: the global feature stays."""
+    """A part that begins with an image, and one without: the global feature stays."""
     module = module_of()
     layout = layout_of(3, PLAIN, 4, TILED, 3)
     read = read_of(layout)
@@ -197,7 +197,7 @@ def test_parts_of_a_prompt_continue() -> None:
     apart(forgetful.cache.values, one.cache.values, terms=PASSES * TERMS)
 
 
-def test_positions_are_those_of_the_span() -> None:
+def test_positions_cover_the_images_span() -> None:
     module = module_of()
     layout = layout_of(3, PLAIN, 4)
     read = read_of(layout)
@@ -211,12 +211,12 @@ def test_positions_are_those_of_the_span() -> None:
     rows, source, _ = module.adapted(ahead, read.features, shifted, none)
     assert source.tolist() == [0, 1, 37, 38, 39, 40, 41, 42]
     cache = Cache()
-    module.run(rows[None], source[None], cache.attend())  # rotary ids are rows here
+    module.run(rows[None], source[None], cache.attend())  # rotary ids are row numbers here
     close(drafter.cache.keys, cache.keys, terms=2 * TERMS)
     assert drafter.next == 43
 
 
-def test_a_drafter_that_knows_the_target_is_always_right() -> None:
+def test_drafter_that_knows_the_target_is_always_accepted() -> None:
     whole, eagle, read = cyclic()
     module = VispecModule({"width": 16, "heads": 2})
     missing = module.load_state_dict(eagle.state_dict(), strict=False).missing_keys
@@ -225,7 +225,7 @@ def test_a_drafter_that_knows_the_target_is_always_right() -> None:
     assert replay(drafter, read, 10, nodes=30, depth=4) == [4] * 6
 
 
-def test_recipe_words_and_bad_values() -> None:
+def test_recipes_round_trip_and_invalid_values_are_refused() -> None:
     stage = DraftVispec(nodes=12)
     assert Recipe.parse(str(stage)) == Recipe((stage,))
     assert stage.largest() == (12, 4) and stage.features and stage.taps(32) == ()

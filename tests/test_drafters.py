@@ -1,4 +1,4 @@
-"""Drafters without a model of their own: what they remember, and what they draft from it."""
+"""Drafters without a model of their own: their memory and their drafts."""
 
 from __future__ import annotations
 
@@ -65,11 +65,11 @@ def checked(tree: Tree, path: list[int], emitted: list[int], best: list[list[int
 
 
 def answered(drafter: Drafter, root: int, text: list[int]) -> list[int]:
-    """The target says ``text``; how many tokens each of its rounds emitted."""
-    emitted_by_round, said = [], 0
-    while said < len(text):
+    """The target emits ``text``; returns how many tokens each round emitted."""
+    emitted_by_round, done = [], 0
+    while done < len(text):
         tree = drafter.propose(root, budget())
-        rest = iter(text[said:])
+        rest = iter(text[done:])
 
         def take(row: Tensor, rest=rest) -> tuple[int, bool]:
             token = next(rest, None)
@@ -78,8 +78,8 @@ def answered(drafter: Drafter, root: int, text: list[int]) -> list[int]:
         path, emitted = walk(tree, torch.zeros(len(tree), V), take)
         emitted = [token for token in emitted if token >= 0]
         path = path[: len(emitted)]
-        drafter.extend(checked(tree, path, emitted, [text[said : said + 1]] * len(tree)))
-        said += len(emitted)
+        drafter.extend(checked(tree, path, emitted, [text[done : done + 1]] * len(tree)))
+        done += len(emitted)
         root = emitted[-1]
         emitted_by_round.append(len(emitted))
     return emitted_by_round
@@ -89,7 +89,7 @@ def answered(drafter: Drafter, root: int, text: list[int]) -> list[int]:
 
 
 @BOTH
-def test_a_recipe_can_name_it(stage: DrafterStage) -> None:
+def test_recipe_round_trips(stage: DrafterStage) -> None:
     recipe = Recipe.parse(str(stage))
     assert list(recipe) == [stage]
     assert recipe.acting("drafter") == [stage]
@@ -104,10 +104,10 @@ def test_a_recipe_can_name_it(stage: DrafterStage) -> None:
     depth=st.integers(1, 12),
     seed=st.integers(0, 99),
 )
-def test_trees_keep_to_their_budget(
+def test_trees_stay_within_their_budget(
     stage: DrafterStage, text: list[int], nodes: int, depth: int, seed: int
 ) -> None:
-    """Never more than was allowed or promised, never a placeholder; the same drafts each time."""
+    """Never more than allowed or announced, never a placeholder; the same drafts each time."""
     generator = torch.Generator().manual_seed(seed)
     drafters = [opened(stage, text[:7], text[7:]) for _ in range(2)]
     root = 1
@@ -121,7 +121,7 @@ def test_trees_keep_to_their_budget(
         assert tree.depth <= min(depth, deepest)
         assert IMAGE not in tree.tokens
         logits = torch.randn(len(tree), V, generator=generator)
-        logits[:, IMAGE] = 9  # what a model may rank first and cannot say
+        logits[:, IMAGE] = 9  # a model may rank it first but cannot emit it
         path, emitted = walk(tree, logits, lambda row: (int(row[:5].argmax()), False))
         for drafter in drafters:
             drafter.extend(Round(tree, path, emitted, logits))
@@ -129,25 +129,25 @@ def test_trees_keep_to_their_budget(
 
 
 @BOTH
-def test_without_anything_known_the_root_stands_alone(stage: DrafterStage) -> None:
+def test_empty_memory_drafts_only_the_root(stage: DrafterStage) -> None:
     for parts in ([], [[]], [[4, 5]], [[IMAGE] * 3, []]):
         assert opened(stage, *parts).propose(9, budget()) == Tree.chain([9])
-    assert len(opened(stage, [9, 4, 5]).propose(9, budget())) > 1  # the control
+    assert len(opened(stage, [9, 4, 5]).propose(9, budget())) > 1  # control
 
 
 @BOTH
 def test_a_repeated_answer_is_accepted(stage: DrafterStage) -> None:
-    """What was said once is drafted the second time; a text without repetition is not."""
-    said = [3, 8, 2, 9, 4, 7, 5, 6, 10, 11]
+    """A repeated answer is drafted the second time; a text without repetition is not."""
+    answer = [3, 8, 2, 9, 4, 7, 5, 6, 10, 11]
     drafter = opened(stage, [1, 2])
-    first = answered(drafter, 3, said[1:])
-    again = answered(drafter, said[-1], said)
+    first = answered(drafter, 3, answer[1:])
+    again = answered(drafter, answer[-1], answer)
     assert len(again) < len(first) / 2
     assert max(again) >= 6
-    assert sum(again) == len(said)
+    assert sum(again) == len(answer)
 
 
-def test_both_in_one_tree() -> None:
+def test_drafts_of_both_join_in_one_tree() -> None:
     text = [1, 2, 3, 1, 4, 5, 1, 6, 7]
     copy, filled = (opened(stage, text).propose(1, budget()) for stage in (NGram(), Recycle()))
     both = copy.joined(filled)
@@ -159,7 +159,7 @@ def test_both_in_one_tree() -> None:
 # --- prompt lookup -------------------------------------------------------------------------------
 
 
-def test_the_longest_match_first_then_the_latest() -> None:
+def test_longest_match_first_then_the_latest() -> None:
     #      0  1  2  3  4  5  6  7  8  9
     ids = [1, 2, 3, 9, 2, 3, 8, 3, 7, 5, 1, 2, 3]
     assert matches(ids, 3) == [(3, 3), (2, 6), (1, 8)]
@@ -172,7 +172,7 @@ def test_the_longest_match_first_then_the_latest() -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.integers(0, 3), max_size=14), st.integers(1, 4), st.booleans())
-def test_matches_are_all_that_there_are(ids: list[int], ngram: int, latest: bool) -> None:
+def test_all_matches_are_found(ids: list[int], ngram: int, latest: bool) -> None:
     found = matches(ids, ngram, latest)
     places = {start for _, start in found}
     for start in range(1, len(ids)):
@@ -185,7 +185,7 @@ def test_matches_are_all_that_there_are(ids: list[int], ngram: int, latest: bool
     assert order == sorted(order)
 
 
-def test_a_copy_follows_a_repetition() -> None:
+def test_copy_follows_a_repetition() -> None:
     ids = [7, 1, 2, 3, 1, 2, 3]
     assert copied(ids, 4, 7) == [1, 2, 3, 1, 2, 3, 1]
     assert copied(ids, 6, 3) == [3, 3, 3]
@@ -195,14 +195,14 @@ def test_a_copy_follows_a_repetition() -> None:
     )
 
 
-def test_a_copy_ends_in_front_of_a_placeholder() -> None:
+def test_copy_ends_before_a_placeholder() -> None:
     ids = [5, 6, IMAGE, IMAGE, 6, 7, 8]
     assert copied(ids, 0, 9, (IMAGE,)) == [5, 6]
     assert copied(ids, 2, 9, (IMAGE,)) == []
-    # The longer match leads into the picture; the next one is taken.
+    # The longer match leads into the image; the next one is taken.
     drafter = opened(NGram(tokens=3, paths=1), [6, 9, 4, 4, 5, 6, IMAGE, 1, 4, 5])
     assert drafter.propose(6, budget()) == Tree.chain([6, 9, 4, 4])
-    # A picture that is in sight of nothing else is not drafted at all. Control: it would be.
+    # A match whose continuation is only an image drafts nothing. Control: unbanned, it is drafted.
     alone = [1, 2, IMAGE, 3, 1]
     assert opened(NGram(), alone).propose(2, budget()) == Tree.chain([2])
     open_ended = opened(NGram(tokens=2, paths=1), alone, banned=())
@@ -216,7 +216,7 @@ def test_several_copies_make_one_tree() -> None:
     )
     assert paths(one) == [[9, 8]]  # the latest
     assert sorted(paths(two)) == [[4, 5], [9, 8]]
-    assert two.first(3) == one  # the best copy first, should the budget end
+    assert two.first(3) == one  # the best copy first, if the budget ends
     assert three == two  # no third one
     early = opened(NGram(tokens=2, paths=1, match="earliest"), text)
     assert paths(early.propose(3, budget())) == [[4, 5]]
@@ -226,10 +226,10 @@ def test_several_copies_make_one_tree() -> None:
     assert len(shared) == 5
 
 
-def test_it_remembers_parts_and_rounds() -> None:
+def test_ngram_remembers_parts_and_rounds() -> None:
     drafter = opened(NGram(tokens=3, paths=1), [1, 2], [3, 4])
     assert drafter.propose(2, budget()) == Tree.chain([2, 3, 4, 2])  # across the parts
-    # The target takes 3 and 4 and says 8: all of that is read now but the 8.
+    # The target accepts 3 and 4 and emits 8: all but the 8 are now in the cache.
     drafter.extend(checked(Tree.chain([2, 3, 4, 2]), [0, 1, 2], [3, 4, 8], [[0]] * 4))
     assert drafter.ids == [1, 2, 3, 4, 2, 3, 4]
     drafter.extend(checked(Tree.chain([8]), [0], [5], [[0]]))
@@ -246,7 +246,7 @@ def test_proposing_twice_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("bad", ["draft-ngram:0", "draft-ngram:ngram=0", "draft-ngram:paths=0"])
-def test_ngram_refuses(bad: str) -> None:
+def test_ngram_refuses_invalid_values(bad: str) -> None:
     with pytest.raises(RecipeError, match=r"draft-ngram: \w+=0 is out of range"):
         Recipe.parse(bad)
     with pytest.raises(RecipeError, match="allowed is one of latest, earliest"):
@@ -256,7 +256,7 @@ def test_ngram_refuses(bad: str) -> None:
 # --- token recycling -----------------------------------------------------------------------------
 
 
-def test_the_template() -> None:
+def test_recycle_template() -> None:
     assert (len(TEMPLATE), TEMPLATE.depth) == (81, 6)
     assert Recycle().largest() == (81, 6)
     assert len(SHAPE) == 81
@@ -267,8 +267,8 @@ def test_the_template() -> None:
     assert len(SHAPE.first(9).leaves()) > 1
 
 
-def test_it_learns_from_every_node() -> None:
-    """Of refused ones too; where a token stands twice the last one, what was accepted at last."""
+def test_recycle_learns_from_every_node() -> None:
+    """Rejected nodes too; where a token occurs twice the last one, which was accepted."""
     memory = Successors((IMAGE,))
     tree = Tree((1, 2, 3, 2, 2), (-1, 0, 0, 2, 3))
     rows = [[5, 6], [7, 8], [9], [10, IMAGE, 11], [12]]
@@ -282,7 +282,7 @@ def test_it_learns_from_every_node() -> None:
     assert len(set(memory(2))) == SUCCESSORS
 
 
-def test_the_prompt_is_a_first_guess() -> None:
+def test_prompt_initializes_recycle() -> None:
     memory = Successors((IMAGE,))
     memory.read([1, 2, 1, 3, 1, 2])
     assert memory(1) == (2, 3)  # the latest neighbour first, each once
@@ -293,14 +293,14 @@ def test_the_prompt_is_a_first_guess() -> None:
     tree = Tree.chain([5, 6])
     memory.learn(checked(tree, [0, 1], [6, 7], [[6], [9]]))
     memory.read([8])
-    assert memory(6)[:2] == (8, 9)  # 7 was said last, and has not been read
+    assert memory(6)[:2] == (8, 9)  # 7 was emitted last, and has not been prefilled
     assert memory(5)[0] == 6 and len(memory(5)) == SUCCESSORS
     long = Successors()
     long.read([token for n in range(1, 20) for token in (0, n)])
     assert long(0) == tuple(range(19, 11, -1))
 
 
-def test_its_tree_is_filled_by_ranks() -> None:
+def test_recycle_tree_is_filled_by_ranks() -> None:
     drafter = opened(Recycle())
     best = [[(token + 1 + rank) % 20 for rank in range(SUCCESSORS)] for token in range(20)]
     chain = Tree.chain(range(20))
@@ -310,20 +310,20 @@ def test_its_tree_is_filled_by_ranks() -> None:
     for node in range(1, 81):
         rank = SHAPE.tokens[node]
         assert tree.tokens[node] == (tree.tokens[tree.parents[node]] + 1 + rank) % 20
-    # A smaller budget takes the likeliest nodes: the first guess all the way down before the last.
+    # A smaller budget takes the likeliest nodes: the first guess at all depths before the last.
     few = drafter.propose(4, budget(nodes=12, depth=4))
     assert len(few) == 12
     assert few.depth == 4
     assert few == tree.first(12, 4)
 
 
-def test_a_vocabulary_smaller_than_the_tree_is_wide() -> None:
+def test_vocabulary_smaller_than_the_tree_width() -> None:
     memory = Successors((2,))
     memory.learn(Round(Tree.chain([0]), [0], [1], torch.tensor([[0.0, 1.0, 5.0]])))
     assert memory(0) == (1, 0)
 
 
 @pytest.mark.parametrize("nodes", [1, 82])
-def test_recycle_refuses(nodes: int) -> None:
+def test_recycle_refuses_invalid_values(nodes: int) -> None:
     with pytest.raises(RecipeError, match=f"draft-recycle: nodes={nodes} is out of range"):
         Recycle(nodes)

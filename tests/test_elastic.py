@@ -33,13 +33,13 @@ QUERIES = 9
 MERGING = ("pool", "conv", "resample")
 PLAIN = {"tiles": (2, 2), "patches": (4, 4)}
 LETTERBOX = {"tiles": (2, 2), "patches": (4, 4), "size": (30, 80)}
-# Of a picture of 80 patches and 8 newlines: a mean of it, then layers of width 8 and 16.
+# Terms for an image of 80 patches and 8 newlines: its mean, then layers of width 8 and 16.
 TERMS = 88 + 3 * DIM + 16
-GATE = 88 + 7 * DIM + 5 + 16  # mean and spread, norm, query, key and words, then two layers
+GATE = 88 + 7 * DIM + 5 + 16  # mean and spread, norm, query, key and text, then two layers
 
 
 def module(seed: int | None = None, queries: int = QUERIES, text: bool = True) -> nn.Module:
-    """As it is built; with a ``seed`` as if it had been trained, every weight away from zero."""
+    """As built; with a ``seed`` as if trained: every weight away from zero."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         built = Elastic.build({"width": DIM, "hidden": 16, "queries": queries, "text": text})
@@ -56,8 +56,8 @@ def asked(net: nn.Module, seed: int = 0):
     return replace(REQUEST, question_embeds=question, trained={"elastic": net}, notes={})
 
 
-def reduced(stage: Elastic, net: nn.Module, *pictures: dict, question: int = 0):
-    tokens, stats = prompt(*pictures)
+def reduced(stage: Elastic, net: nn.Module, *images: dict, question: int = 0):
+    tokens, stats = prompt(*images)
     request = asked(net, question)
     with torch.no_grad():
         return tokens, stage.reduce(tokens, stats, request), request.notes.get("elastic")
@@ -68,7 +68,7 @@ def same(a: VisualTokens, b: VisualTokens) -> bool:
 
 
 def prefer(net: nn.Module, *names: str) -> nn.Module:
-    """A gate that wants the branches in this order, whatever it is asked."""
+    """A gate that prefers the branches in this order, for any input."""
     with torch.no_grad():
         net.gate.outer.weight.zero_()
         for rank, name in enumerate(reversed(names)):
@@ -82,7 +82,7 @@ def prefer(net: nn.Module, *names: str) -> nn.Module:
 @pytest.mark.parametrize("branch", ["pool", "conv"])
 @given(arguments=picture_arguments(), rate=st.floats(0.01, 0.99))
 @settings(max_examples=15, deadline=None)
-def test_an_untrained_convolution_is_downsampling(
+def test_untrained_convolution_equals_downsampling(
     branch: str, arguments: dict, rate: float
 ) -> None:
     tokens, stats = prompt(arguments)
@@ -91,7 +91,7 @@ def test_an_untrained_convolution_is_downsampling(
     close(kept.features, expected.features, terms=TERMS)
     for name in ("kind", "tile", "view", "grid", "box", "order", "weight", "protected"):
         assert torch.equal(getattr(kept.layout, name), getattr(expected.layout, name)), name
-    # Control: a trained one is something else, pooling never is.
+    # Control: a trained convolution differs, pooling never does.
     _, other, _ = reduced(Elastic(rate, branch=branch), module(1), arguments)
     check = apart if branch == "conv" else close
     check(other.features, expected.features, terms=TERMS)
@@ -108,7 +108,7 @@ def test_merged_tokens_count_in_the_average() -> None:
         assert torch.equal(kept.layout.weight, expected.layout.weight)
 
 
-def test_pruning_is_the_control_random() -> None:
+def test_pruning_equals_the_control_random() -> None:
     tokens, stats = prompt(PLAIN, LETTERBOX)
     for seed in (0, 3):
         _, kept, _ = reduced(Elastic(0.3, branch="prune", seed=seed), module(), PLAIN, LETTERBOX)
@@ -116,24 +116,24 @@ def test_pruning_is_the_control_random() -> None:
 
 
 @given(
-    pictures=st.lists(picture_arguments((4, 4)), min_size=1, max_size=2),
+    images=st.lists(picture_arguments((4, 4)), min_size=1, max_size=2),
     branch=st.sampled_from(BRANCHES[:-1]),
     rate=st.floats(0.01, 0.99),
     as_budget=st.booleans(),
 )
 @settings(max_examples=40, deadline=None)
 def test_counts_order_and_weights(
-    pictures: list[dict], branch: str, rate: float, as_budget: bool
+    images: list[dict], branch: str, rate: float, as_budget: bool
 ) -> None:
     stage = Elastic(branch=branch, **{"budget" if as_budget else "rate": rate})
     net = module(2, queries=200)
-    tokens, kept, _ = reduced(stage, net, *pictures)
+    tokens, kept, _ = reduced(stage, net, *images)
     order = kept.layout.order.tolist()
     assert order == sorted(set(order))
     assert set(order) <= set(tokens.layout.order.tolist())
-    assert kept.layout.patches.all()  # newlines go
+    assert kept.layout.patches.all()  # newlines are dropped
     assert kept.features.isfinite().all()
-    assert same(reduced(stage, net, *pictures)[1], kept)
+    assert same(reduced(stage, net, *images)[1], kept)
     for item, index in tokens.items():
         part, mine = tokens.select(index), kept.select(kept.layout.item == item)
         patches = int(part.layout.patches.sum())
@@ -141,7 +141,7 @@ def test_counts_order_and_weights(
         if branch in ("prune", "resample"):
             assert len(mine) == wanted
         else:
-            like = Downsample(rate).reduce(*prompt(*pictures), REQUEST)
+            like = Downsample(rate).reduce(*prompt(*images), REQUEST)
             assert len(mine) == int((like.layout.item == item).sum())
         stands_for = len(mine) if branch == "prune" else patches
         close(mine.layout.weight.sum(), torch.tensor(float(stands_for)), terms=2 * patches)
@@ -149,16 +149,16 @@ def test_counts_order_and_weights(
         assert ((box[:, :2] < box[:, 2:]).all(1)).all()
 
 
-def test_query_places_are_nested_and_spread() -> None:
+def test_query_positions_are_nested_and_spread() -> None:
     assert torch.equal(anchors(64)[:10], anchors(10))
     for n in (4, 16, 64):
         apart_by = torch.cdist(anchors(n), anchors(n)) + torch.eye(n)
-        assert apart_by.min() > 0.4 / n**0.5  # no two queries at one place
+        assert apart_by.min() > 0.4 / n**0.5  # no two queries at one position
     assert separate([3, 3, 3, 0, 9], 10) == [3, 4, 2, 0, 9]
     assert sorted(separate([1] * 6, 6)) == list(range(6))
 
 
-def test_untrained_queries_average_what_is_around_them() -> None:
+def test_untrained_queries_average_their_neighbourhood() -> None:
     tokens, kept, _ = reduced(Elastic(0.06, branch="resample"), module(), PLAIN)
     assert len(kept) == 5
     patches = tokens.select(tokens.layout.patches)
@@ -166,9 +166,9 @@ def test_untrained_queries_average_what_is_around_them() -> None:
     at = torch.stack([box[:, 1] + box[:, 3], box[:, 0] + box[:, 2]], 1) / 2
     share = (-2 * 5 * torch.cdist(anchors(5), at).square()).softmax(1)
     made = sorted((share @ patches.features).tolist())
-    # A row that is off by a little stands where it stood: its first numbers are far apart.
+    # Small rounding does not move a row: their first numbers are far apart.
     close(torch.tensor(sorted(kept.features.tolist())), torch.tensor(made), terms=TERMS)
-    # The first queries are the same whatever number is asked for; what they look at narrows.
+    # The first queries do not depend on the number requested; their attention narrows.
     fewer = reduced(Elastic(branch="resample"), module(), PLAIN)[1]
     assert len(fewer) == 2
 
@@ -183,7 +183,7 @@ def test_dtype_and_deeper_levels(branch: str) -> None:
     assert kept.features.dtype == torch.bfloat16
     for level in kept.extra:  # an untrained branch treats all levels alike
         assert level.dtype == torch.float32
-        close(kept.features, level, terms=3, scale=tokens.features.abs().max())  # in and out
+        close(kept.features, level, terms=3, scale=tokens.features.abs().max())  # in, out
 
 
 # --- the gate ------------------------------------------------------------------------------------
@@ -194,11 +194,11 @@ def test_closed_branches_are_never_chosen() -> None:
     few, many = 8 / 88, 20 / 88  # of 88 tokens; there are 9 queries
     chosen = {rate: reduced(Elastic(rate), net, PLAIN)[2]["branch"] for rate in (few, many)}
     assert chosen == {few: "resample", many: "conv"}
-    # One picture that is too large closes the branch for the prompt.
+    # One image that is too large closes the branch for the whole prompt.
     small = {"tiles": (0, 0), "patches": (4, 4)}
     assert reduced(Elastic(many), net, small)[2]["branch"] == "resample"
     assert reduced(Elastic(many), net, small, PLAIN)[2]["branch"] == "conv"
-    # The picture goes only where that was allowed, and never under a budget.
+    # Images are dropped only where that is allowed, and never under a budget.
     net = prefer(module(), "text", "pool")
     assert reduced(Elastic(), net, PLAIN)[2]["branch"] == "pool"
     _, kept, notes = reduced(Elastic(text=True), net, PLAIN)
@@ -206,7 +206,7 @@ def test_closed_branches_are_never_chosen() -> None:
     assert reduced(Elastic(budget=0.05), net, PLAIN)[2]["branch"] == "pool"
 
 
-def test_the_gate_sees_question_picture_and_cost_and_nothing_else() -> None:
+def test_gate_depends_only_on_question_image_and_cost() -> None:
     net, stage = module(3), Elastic(0.09)
     tokens, stats = prompt(PLAIN)
 
@@ -227,7 +227,7 @@ def test_the_gate_sees_question_picture_and_cost_and_nothing_else() -> None:
     assert first[4] == -torch.inf
 
 
-def test_the_cost_moves_the_gate_to_the_cheap_branch() -> None:
+def test_cost_moves_the_gate_to_the_cheap_branch() -> None:
     """Losses (0.5, 0.4) at costs (0.05, 1/3): the break-even weight is 0.1 / (1/3 - 0.05)."""
     losses, costs = torch.tensor([0.5, 0.4]), torch.tensor([0.05, 1 / 3])
     even = torch.zeros(2)
@@ -238,12 +238,12 @@ def test_the_cost_moves_the_gate_to_the_cheap_branch() -> None:
             (gradient,) = torch.autograd.grad(expected(logits, losses, weight * costs)[0], logits)
             logits = (logits - 50 * gradient).detach().requires_grad_()
         assert int(logits.argmax()) == best, weight
-    # A closed branch has no part in it, whatever it would cost.
+    # A closed branch has no effect, whatever its cost.
     closed = torch.tensor([0.0, -torch.inf])
     close(expected(closed, losses, costs)[0], torch.tensor(0.55), terms=4)
 
 
-def test_one_decision_for_all_pictures() -> None:
+def test_one_decision_for_all_images() -> None:
     net = module(4)
     _, kept, notes = reduced(Elastic(0.09), net, PLAIN, LETTERBOX)
     alone = Elastic(0.09, branch=notes["branch"])
@@ -258,7 +258,7 @@ def test_one_decision_for_all_pictures() -> None:
 # --- modes ---------------------------------------------------------------------------------------
 
 
-def test_weighted_is_a_sum_of_its_branches() -> None:
+def test_weighted_equals_the_sum_of_its_branches() -> None:
     net, rate = module(5), 0.2
     _, kept, notes = reduced(Elastic(rate, mode="weighted"), net, PLAIN)
     gates = notes["logits"][:3].softmax(0)
@@ -271,12 +271,12 @@ def test_weighted_is_a_sum_of_its_branches() -> None:
     summed = kept.features.abs() + gates[1] * pool.features.abs() + gates[2] * conv.features.abs()
     scale = summed.max() / gates[0]
     close(pruned, tokens.features[nearest.indices], terms=TERMS, scale=scale)  # one patch each
-    assert nearest.indices.unique().numel() == len(kept)  # and no patch twice
+    assert nearest.indices.unique().numel() == len(kept)  # no patch twice
     default = reduced(Elastic(mode="weighted"), net, PLAIN)[1]
     assert len(default) == len(reduced(Elastic(1 / 3, branch="pool"), net, PLAIN)[1])
 
 
-def test_concat_holds_all_of_its_branches() -> None:
+def test_concat_contains_all_of_its_branches() -> None:
     net = module(6)
     _, kept, _ = reduced(Elastic(mode="concat"), net, PLAIN)
     own = [reduced(Elastic(branch=name), net, PLAIN)[1] for name in BRANCHES[:-1]]
@@ -291,7 +291,7 @@ def test_concat_holds_all_of_its_branches() -> None:
 
 @given(picture_arguments(), st.floats(0.01, 0.99))
 @settings(max_examples=15, deadline=None)
-def test_concat_at_any_share(arguments: dict, rate: float) -> None:
+def test_concat_at_any_keep_fraction(arguments: dict, rate: float) -> None:
     tokens, kept, _ = reduced(Elastic(rate, mode="concat"), module(6), arguments)
     order = kept.layout.order.tolist()
     assert order == sorted(set(order))
@@ -301,7 +301,7 @@ def test_concat_at_any_share(arguments: dict, rate: float) -> None:
 
 @pytest.mark.parametrize("mode", ["select", "weighted", "concat"])
 @pytest.mark.parametrize("share", [{"rate": 1.0}, {"budget": 1}, {"rate": 0.1, "budget": 1.0}])
-def test_all_is_all(mode: str, share: dict) -> None:
+def test_keep_1_is_identity(mode: str, share: dict) -> None:
     tokens, kept, _ = reduced(Elastic(mode=mode, **share), module(7), PLAIN, PLAIN)
     assert kept is tokens
 
@@ -322,13 +322,13 @@ def test_all_is_all(mode: str, share: dict) -> None:
         ("elastic:budget=0.1,branch=text", "budget=0.1"),
     ],
 )
-def test_bad_values_are_named(word: str, named: str) -> None:
+def test_invalid_values_are_named(word: str, named: str) -> None:
     with pytest.raises(RecipeError, match="elastic") as caught:
         Recipe.parse(word)
     assert named in str(caught.value)
 
 
-def test_what_the_weights_cannot_do_is_named() -> None:
+def test_unsupported_modes_of_the_weights_are_named() -> None:
     with pytest.raises(RecipeError, match=r"elastic: queries=10 .* 9"):
         reduced(Elastic(queries=10), module(), PLAIN)
     with pytest.raises(RecipeError, match=r"elastic: rate=0.5 .*branch=resample .* 9"):
@@ -356,7 +356,7 @@ def options(*words: str) -> argparse.Namespace:
 
 
 def outcomes(net: nn.Module, names: tuple[str, ...], rate: float | None = 0.09) -> list[Outcome]:
-    """The answer's loss stands in as the mean of the squared rows."""
+    """The mean of the squared rows replaces the answer's loss."""
     made = []
     for name in names:
         stage = Elastic(rate, branch=name)
@@ -380,7 +380,7 @@ def test_gradients_reach_every_parameter() -> None:
     assert sorted(grouped) == sorted(map(id, net.parameters()))
 
 
-def test_a_branch_learns_from_its_own_answer_and_the_gate_from_all() -> None:
+def test_branch_learns_from_its_answer_and_gate_from_all() -> None:
     training = TRAINING(options("--cost-weight", "0"), {"width": DIM})
 
     def gradients(names: tuple[str, ...], likely: str) -> dict[str, torch.Tensor]:
@@ -388,18 +388,18 @@ def test_a_branch_learns_from_its_own_answer_and_the_gate_from_all() -> None:
         training.loss(net, outcomes(net, names), 0.9)[0].backward()
         return {name: p.grad for name, p in net.named_parameters()}
 
-    # How likely the gate finds a branch changes nothing for the branch.
+    # The gate's probability of a branch does not change the branch.
     one, other = (gradients(BRANCHES[:-1], likely) for likely in ("conv", "prune"))
     for name in one:
         if not name.startswith("gate"):
-            close(one[name], other[name], terms=2 * TERMS)  # there and back
+            close(one[name], other[name], terms=2 * TERMS)  # forward and backward
     apart(one["gate.outer.bias"], other["gate.outer.bias"], terms=2 * TERMS)
-    # Alone, a branch moves only itself.
+    # Alone, a branch updates only itself.
     alone = gradients(("conv",), "conv")
     assert all((grad is None) == (not name.startswith("conv")) for name, grad in alone.items())
 
 
-def test_in_training_a_branch_learns_from_what_it_can_reach() -> None:
+def test_branch_is_trained_where_it_is_open() -> None:
     net = module(10).train()
     (outcome,) = outcomes(net, ("resample",), rate=0.5)
     assert outcome.tokens == QUERIES / 88
@@ -409,7 +409,7 @@ def test_in_training_a_branch_learns_from_what_it_can_reach() -> None:
     assert info["p_resample"] == 0 and loss.isfinite()
 
 
-def test_passes_of_a_sample() -> None:
+def test_forward_passes_of_a_sample() -> None:
     training = TRAINING(options("--text"), {"width": DIM})
     early = [training.stages(random.Random(i), 0.1) for i in range(30)]
     assert all(len(stages) == 1 for stages in early)
@@ -439,30 +439,30 @@ def vlm(request) -> vlmfast.VLM:
     return vlm
 
 
-def ask(vlm: vlmfast.VLM, recipe: str, pictures: int = 1) -> vlmfast.Answer:
-    images = [tiny_models.picture(64, 64, seed) for seed in range(pictures)]
+def ask(vlm: vlmfast.VLM, recipe: str, count: int = 1) -> vlmfast.Answer:
+    images = [tiny_models.picture(64, 64, seed) for seed in range(count)]
     return vlm.ask("what is here ?", images, recipe=recipe, max_new_tokens=4)
 
 
-@pytest.mark.parametrize("pictures", [1, 2])
-def test_through_the_engine(vlm: vlmfast.VLM, pictures: int) -> None:
-    full = ask(vlm, "none", pictures)
-    assert ask(vlm, "elastic:1", pictures).token_ids == full.token_ids
+@pytest.mark.parametrize("count", [1, 2])
+def test_elastic_through_the_engine(vlm: vlmfast.VLM, count: int) -> None:
+    full = ask(vlm, "none", count)
+    assert ask(vlm, "elastic:1", count).token_ids == full.token_ids
     total = full.stats.visual_tokens_in
     for branch in BRANCHES:
-        answer = ask(vlm, f"elastic:branch={branch}", pictures)
+        answer = ask(vlm, f"elastic:branch={branch}", count)
         kept = answer.stats.visual_tokens_kept["elastic"]
         assert (kept == 0) == (branch == "text")
         assert kept < total and len(answer.token_ids) == 4
     for share in (0.1, 0.3):
-        mean = ask(vlm, f"downsample:{share},positions=keep", pictures)
+        mean = ask(vlm, f"downsample:{share},positions=keep", count)
         for branch in ("pool", "conv"):
-            pooled = ask(vlm, f"elastic:{share},branch={branch}", pictures)
+            pooled = ask(vlm, f"elastic:{share},branch={branch}", count)
             assert pooled.token_ids == mean.token_ids
             assert pooled.stats.equivalent_tokens == mean.stats.equivalent_tokens
     for mode in ("weighted", "concat"):
         for repair in ("true", "false"):
-            ask(vlm, f"elastic:0.3,mode={mode},repair={repair},positions=compact", pictures)
+            ask(vlm, f"elastic:0.3,mode={mode},repair={repair},positions=compact", count)
 
 
 def test_weights_of_this_model_are_needed() -> None:
@@ -471,7 +471,7 @@ def test_weights_of_this_model_are_needed() -> None:
         ask(vlm, "elastic")
 
 
-# --- as it is shipped ----------------------------------------------------------------------------
+# --- shipped weights -----------------------------------------------------------------------------
 
 
 def test_shipped_weights_beat_pooling(tiny: vlmfast.VLM) -> None:

@@ -26,7 +26,7 @@ from vlmfast.engine.attention import switched
 from vlmfast.engine.prefill import Inputs
 
 FAMILIES = {"llava": build_llava, "llava_next": build_llava_next}
-TOKENS = [5, 9, 11, 7, 8, 6, 10, 12]  # fed one by one behind the prompt
+TOKENS = [5, 9, 11, 7, 8, 6, 10, 12]  # fed one by one after the prompt
 
 
 def picture(seed: int, width: int = 60, height: int = 44) -> np.ndarray:
@@ -34,10 +34,10 @@ def picture(seed: int, width: int = 60, height: int = 44) -> np.ndarray:
 
 
 CASES = {
-    "no picture": {},
-    "one picture": {"images": [picture(0)]},
-    "three pictures": {"images": [picture(0), picture(1, 30, 70), picture(2, 90, 33)]},
-    "a clip": {"video": [picture(i, 40, 40) for i in range(4)], "num_frames": 4},
+    "no image": {},
+    "one image": {"images": [picture(0)]},
+    "three images": {"images": [picture(0), picture(1, 30, 70), picture(2, 90, 33)]},
+    "a video": {"video": [picture(i, 40, 40) for i in range(4)], "num_frames": 4},
 }
 
 
@@ -56,7 +56,7 @@ def every(request) -> VLM:
 
 @pytest.fixture(scope="module", params=[*FAMILIES, "tiny"])
 def double(request) -> VLM:
-    """The same; the shipped model in float64, since its logits are an order larger."""
+    """The same; the shipped model in float64, since its logits are ten times larger."""
     if request.param == "tiny":
         return VLM.from_pretrained("tiny", device="cpu", dtype=torch.float64)
     return VLM(*FAMILIES[request.param](layers=4))
@@ -64,7 +64,7 @@ def double(request) -> VLM:
 
 @dataclass(frozen=True)
 class Shorten(EncodeStage):
-    """Keeps every third token of each picture."""
+    """Keeps every third token of each image."""
 
     name: ClassVar[str] = "test-shorten"
     positions: str = positions_param("keep")
@@ -104,7 +104,7 @@ def start(vlm: VLM, recipe=(), **media) -> Driven:
 
 
 def sums(run: Driven) -> int:
-    """Behind a logit of ``run``: through the decoder, over its prompt and `TOKENS`."""
+    """Terms of a logit of ``run``: the decoder, over its prompt and `TOKENS`."""
     return network(run.adapter.model, run.inputs.tensors["input_ids"].shape[1] + len(TOKENS))
 
 
@@ -127,7 +127,7 @@ def test_none_equals_hugging_face(every, case):
     run = start(every, **CASES[case])
     expected = hf_logits(every, run.inputs.tensors, TOKENS)
     close(answer_logits(every, run, TOKENS), expected, terms=sums(run))
-    # Control: other tokens give other logits, by far more than the tolerance.
+    # Control: other tokens change the logits far beyond the tolerance.
     control = hf_logits(every, run.inputs.tensors, TOKENS[::-1])
     apart(control[1:], expected[1:], terms=sums(run))
 
@@ -157,7 +157,7 @@ def test_tokens_equal_hugging_face(every, case, generation):
 
 
 def test_sampling_depends_on_the_seed(vlm):
-    """The control of the equality above: sampling really samples."""
+    """Control for the equality above: sampling does sample."""
     answers = []
     for seed in range(4):
         torch.manual_seed(seed)
@@ -188,7 +188,7 @@ def full_prompt(vlm: VLM, tensors: dict) -> torch.Tensor:
 def dense(vlm, tensors, alive, tokens=TOKENS, numbered=None):
     """Reference logits after the prompt and after each of ``tokens``.
 
-    ``numbered`` says per layer which rows count in the rotary ids; all of them by default.
+    ``numbered`` marks per layer the rows that count in the rotary ids; all of them by default.
     """
     with torch.no_grad():
         prompt = full_prompt(vlm, tensors)
@@ -203,7 +203,7 @@ def dense(vlm, tensors, alive, tokens=TOKENS, numbered=None):
     return logits[-n - 1 :]
 
 
-@pytest.mark.parametrize("case", ["one picture", "three pictures", "a clip"])
+@pytest.mark.parametrize("case", ["one image", "three images", "a video"])
 @pytest.mark.parametrize("policy", ["keep", "compact"])
 def test_a_shortened_run_equals_the_dense_reference(double, case, policy):
     run = start(double, Shorten(policy), **CASES[case])
@@ -215,13 +215,13 @@ def test_a_shortened_run_equals_the_dense_reference(double, case, policy):
     depth = double.adapter.depth
     numbered = [alive] * depth if policy == "compact" else None
     expected = dense(double, run.inputs.tensors, [alive] * depth, numbered=numbered)
-    # Softmax and norms are float32's in every model.
+    # Softmax and norms are float32 in every model.
     close(got, expected, torch.float32, sums(run))
     control = dense(double, run.inputs.tensors, [torch.ones(total, dtype=torch.bool)] * depth)
     apart(got, control, torch.float32, sums(run))
 
 
-@pytest.mark.parametrize("case", ["one picture", "three pictures", "a clip"])
+@pytest.mark.parametrize("case", ["one image", "three images", "a video"])
 @pytest.mark.parametrize("policy", ["keep", "compact"])
 @pytest.mark.parametrize("shorten", ["keep", "compact"])
 def test_dropping_between_layers_equals_the_dense_reference(double, case, policy, shorten):
@@ -240,14 +240,14 @@ def test_dropping_between_layers_equals_the_dense_reference(double, case, policy
     first = alive[0] if shorten == "compact" else torch.ones(total, dtype=torch.bool)
     later = alive[1:] if policy == "compact" else [first] * (len(alive) - 1)
     expected = dense(double, run.inputs.tensors, alive, numbered=[first, *later])
-    # Softmax and norms are float32's in every model.
+    # Softmax and norms are float32 in every model.
     close(got, expected, torch.float32, sums(run))
     control = dense(double, run.inputs.tensors, [torch.ones(total, dtype=torch.bool)] * len(alive))
     apart(got, control, torch.float32, sums(run))
 
 
 def test_statistics_equal_eager_attention(vlm):
-    """The rows that a stage sees are those of Hugging Face's eager attention."""
+    """The attention rows of a stage equal those of Hugging Face's eager attention."""
     seen = {}
 
     @dataclass(frozen=True)
@@ -278,7 +278,7 @@ def test_statistics_equal_eager_attention(vlm):
     expected = [maps[0][0, :, -1:], maps[1][0, :, -3:], maps[2][0].sum(1, keepdim=True)]
     for layer, rows in enumerate(expected):
         close(seen[layer], rows, terms=sums(run))
-    # Another layer is something else.
+    # Control: another layer differs.
     apart(seen[0], maps[1][0, :, -1:], terms=sums(run))
 
 
@@ -317,7 +317,7 @@ def test_vision_statistics_equal_eager_attention(vlm):
 
 
 def test_two_drops_at_one_layer_and_none_at_all(vlm):
-    """Stages that meet at a layer see what the one before left; keeping all changes nothing."""
+    """A second stage at a layer gets the rows the first one kept; keeping all changes nothing."""
     both = start(vlm, (Rank(at=(2,)), Half()), images=[picture(0)])
     answer_logits(vlm, both, [])
     n = both.stats.visual_tokens_in
@@ -353,7 +353,7 @@ class Half(PrefillStage):
         return left.nonzero().flatten()
 
 
-def test_stages_may_not_drop_text_nor_leave_the_model(vlm):
+def test_invalid_drops_and_layers_are_refused(vlm):
     @dataclass(frozen=True)
     class DropsText(PrefillStage):
         name: ClassVar[str] = "test-text"
@@ -372,7 +372,7 @@ def test_stages_may_not_drop_text_nor_leave_the_model(vlm):
     assert vlm.ask("what ?", picture(0), max_new_tokens=3).token_ids  # still usable
 
 
-def test_the_wrapped_model_stays_as_it_was(vlm):
+def test_wrapped_model_is_unchanged(vlm):
     names = [
         vlm.model.config.text_config._attn_implementation,
         vlm.model.config.vision_config._attn_implementation,
@@ -391,12 +391,12 @@ def test_the_wrapped_model_stays_as_it_was(vlm):
 
 
 def test_attention_without_a_step_raises(vlm):
-    """A silent fallback would ignore padding; reaching the function from outside is an error."""
+    """A silent fallback would ignore padding; calling the function from outside is an error."""
     with switched(vlm.model), pytest.raises(RuntimeError, match="outside a vlmfast call"):
         vlm.model(**vlm.inputs("what ?", picture(0)))
 
 
-def test_stats_and_trace(vlm):
+def test_stats_and_trace_are_consistent(vlm):
     answer = vlm.ask(
         "what ?", picture(0), recipe=(Shorten(), Rank()), max_new_tokens=5, min_new_tokens=5
     )
@@ -429,7 +429,7 @@ def test_beams_are_refused(vlm):
         vlm.ask("what ?", picture(0), guidance_scale=2.0)
 
 
-def test_length_stops_and_stop_strings(vlm):
+def test_length_limits_and_stop_strings(vlm):
     full = vlm.ask("what ?", picture(0), max_new_tokens=12, min_new_tokens=12)
     assert len(full.token_ids) == 12
     words = [vlm.processor.tokenizer.decode([t]) for t in full.token_ids]
@@ -447,7 +447,7 @@ def test_length_stops_and_stop_strings(vlm):
     assert vlm.ask("what ?", picture(0), max_length=length + 5).token_ids == full.token_ids[:5]
 
 
-def test_stream_gives_the_pieces_of_the_answer(vlm):
+def test_stream_yields_the_pieces_of_the_answer(vlm):
     expected = vlm.ask("what ?", picture(0), max_new_tokens=8)
     *pieces, answer = vlm.stream("what ?", picture(0), max_new_tokens=8)
     assert "".join(pieces).strip() == answer.text == expected.text
@@ -492,7 +492,7 @@ class MergePairs(InEncoderStage):
 
 
 def test_merging_inside_the_tower(vlm):
-    """Merged rows stay merged, keep their place in the picture and count what they stand for."""
+    """Merged rows stay merged, keep their place in the image and count their sources."""
     run = start(vlm, MergePairs(), images=[picture(0), picture(1)])
     answer_logits(vlm, run, [])
     layout = run.prompt.layout.select(run.prompt.layout.patches)
@@ -503,11 +503,11 @@ def test_merging_inside_the_tower(vlm):
         (run.prompt.layout.kind == 3).sum()
     )
     assert (layout.grid[:, 2] % 2 == 0).sum() > 0.6 * len(layout)
-    before, after = run.trace.layout.box[:16], layout.box[:8]  # the first picture's first view
+    before, after = run.trace.layout.box[:16], layout.box[:8]  # the first image's first view
     assert torch.equal(after[:, 0], before[::2, 0])
     assert torch.equal(after[:, 2], before[1::2, 2])
 
-    # The tower's own arithmetic, by hand: block 0, the merge, the rest.
+    # The tower's arithmetic, by hand: block 0, the merge, the rest.
     encoder = vlm.model.get_encoder(modality="image")
     pixels = run.inputs.tensors["pixel_values"]
     views = pixels.flatten(0, 1) if pixels.dim() == 5 else pixels
@@ -524,7 +524,7 @@ def test_merging_inside_the_tower(vlm):
     apart(run.prompt.embeds[first], expected.flip(0), terms=tower(vlm.model))
 
 
-def test_in_encoder_stages_that_do_nothing_and_that_are_out_of_range(vlm):
+def test_in_encoder_stages_at_range_limits(vlm):
     run = start(vlm, MergePairs(merge=False), images=[picture(0)])
     expected = hf_logits(vlm, run.inputs.tensors, TOKENS)
     close(answer_logits(vlm, run, TOKENS), expected, terms=sums(run))
@@ -534,8 +534,8 @@ def test_in_encoder_stages_that_do_nothing_and_that_are_out_of_range(vlm):
     assert not any(block._forward_pre_hooks for block in vlm.adapter.vision_blocks())
 
 
-def test_a_layer_can_be_asked_ahead(vlm):
-    """What a layer would attend to, asked before it runs, is what it attends to when it does."""
+def test_attention_can_be_requested_before_a_layer_runs(vlm):
+    """Attention requested before a layer runs equals the attention when it runs."""
     seen = {}
 
     @dataclass(frozen=True)
@@ -572,10 +572,10 @@ def test_a_layer_can_be_asked_ahead(vlm):
         close(seen[layer], seen[-layer], terms=network(vlm.model, seen[layer].shape[-1]))
     full = seen[2]
     answer_logits(vlm, start(vlm, Ahead(drop=True), images=[picture(0)]), [])
-    assert seen[2].shape[-1] < full.shape[-1]  # the second look sees what the first drop left
+    assert seen[2].shape[-1] < full.shape[-1]  # sees what the first drop kept
 
 
-def test_the_cache_holds_what_it_says(vlm):
+def test_cache_contents_match_its_lengths(vlm):
     run = start(vlm, Rank(), images=[picture(0)])
     answer_logits(vlm, run, TOKENS[:3])
     layer = run.cache.layers[3]
@@ -583,19 +583,19 @@ def test_the_cache_holds_what_it_says(vlm):
     assert layer.get_seq_length() == run.inputs.tensors["input_ids"].shape[1] + 3
     per_token = 2 * layer.keys.shape[1] * layer.keys.shape[3] * 4
     assert run.cache.held_bytes() == sum(run.cache.lengths()) * per_token
-    # Buffers stay where they are until they are full, and growing loses nothing.
-    address, held = layer.keys.data_ptr(), layer.keys[:, :, : layer.held[0]].clone()
+    # Buffers stay in place until they are full, and growing keeps their contents.
+    address, before = layer.keys.data_ptr(), layer.keys[:, :, : layer.held[0]].clone()
     with torch.no_grad(), switched(vlm.model):
         for _ in range(layer.keys.shape[2] - layer.held[0]):
             run.next(torch.tensor([[5]]))
         assert layer.keys.data_ptr() == address
         run.next(torch.tensor([[5]]))
     assert layer.keys.data_ptr() != address
-    assert torch.equal(layer.keys[:, :, : held.shape[2]], held)
+    assert torch.equal(layer.keys[:, :, : before.shape[2]], before)
 
 
-def test_several_tokens_at_once(vlm):
-    """The masked path, for batches and trees, gives what one token at a time gives."""
+def test_multiple_tokens_per_forward_pass(vlm):
+    """The masked path, for batches and trees, equals feeding one token at a time."""
     run, other = (start(vlm, Rank(), images=[picture(0)]) for _ in range(2))
     expected = answer_logits(vlm, run, TOKENS)
     with torch.no_grad(), switched(vlm.model):
@@ -613,7 +613,7 @@ def test_several_tokens_at_once(vlm):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("build", FAMILIES.values(), ids=FAMILIES)
-def test_half_precision_gives_the_same_bits(build, dtype):
+def test_half_precision_is_bitwise_equal(build, dtype):
     half = VLM(*build(dtype=dtype))
     tensors = half.inputs("what is here ?", picture(0))
     expected = half.model.generate(
@@ -648,7 +648,7 @@ def test_two_wrappers_of_one_model_take_turns(vlm):
 
 @dataclass(frozen=True)
 class Breaks(PrefillStage):
-    """Fails in the middle of a prefill."""
+    """Raises in the middle of a prefill."""
 
     name: ClassVar[str] = "test-breaks"
 
@@ -661,7 +661,7 @@ class Breaks(PrefillStage):
         return Half().keep(step, layer)
 
 
-def test_an_exception_inside_leaves_nothing_behind(vlm):
+def test_model_is_restored_after_an_exception(vlm):
     inputs = vlm.inputs("what ?", picture(0))
     before = vlm.model.generate(**inputs, max_new_tokens=4)
     with pytest.raises(KeyError, match="in the middle"):
@@ -674,7 +674,7 @@ def test_an_exception_inside_leaves_nothing_behind(vlm):
     assert torch.equal(vlm.model.generate(**inputs, max_new_tokens=4), before)
 
 
-def test_stages_that_nothing_runs_are_refused(vlm):
+def test_unsupported_stages_are_refused(vlm):
     @dataclass(frozen=True)
     class Drafts(Stage):
         name: ClassVar[str] = "test-drafts"
@@ -690,8 +690,8 @@ def test_text_only_prompts_pass_every_stage(vlm):
     assert vlm.ask("what ?", recipe=recipe, max_new_tokens=5).token_ids == expected
 
 
-def test_a_sliding_window_is_not_overrun():
-    """Beyond its window a model attends to less, which the engine does not do."""
+def test_answers_beyond_a_sliding_window_are_refused():
+    """Beyond its window a model attends to fewer tokens, which the engine does not implement."""
     from transformers import LlavaConfig, LlavaForConditionalGeneration, MistralConfig
 
     model, processor = build_llava()
@@ -715,13 +715,13 @@ def test_a_sliding_window_is_not_overrun():
         windowed.ask("what is here, and where is it ?", picture(0), max_new_tokens=60)
     inputs = windowed.inputs("what ?", picture(0))
     length = inputs["input_ids"].shape[1]
-    room = 64 - length
-    expected = windowed.model.generate(**inputs, max_new_tokens=room)[0, length:].tolist()
-    assert windowed.ask("what ?", picture(0), max_new_tokens=room).token_ids == expected
+    max_new_tokens = 64 - length
+    expected = windowed.model.generate(**inputs, max_new_tokens=max_new_tokens)[0, length:].tolist()
+    assert windowed.ask("what ?", picture(0), max_new_tokens=max_new_tokens).token_ids == expected
 
 
-def test_the_last_block_of_the_tower_runs_for_nobody(vlm):
-    """LLaVA reads the last block but one; Hugging Face runs the last all the same."""
+def test_unused_last_tower_block_is_skipped(vlm):
+    """LLaVA uses the last block but one; Hugging Face runs the last block too."""
     blocks, ran = vlm.adapter.vision_blocks(), []
     handles = [
         block.mlp.register_forward_hook(lambda *_, index=index: ran.append(index))
@@ -739,7 +739,7 @@ def test_the_last_block_of_the_tower_runs_for_nobody(vlm):
             handle.remove()
 
 
-def test_answers_in_inference_mode_leave_nothing_that_others_cannot_use(vlm):
+def test_answers_in_inference_mode_do_not_affect_later_ones(vlm):
     with torch.inference_mode():
         inside = [vlm.ask("what ?", picture(0), max_new_tokens=4, recipe="snapkv:window=0.1")]
         inside += vlm.ask_many([Request("what ?", picture(0))], max_new_tokens=4)
@@ -752,7 +752,7 @@ def test_answers_in_inference_mode_leave_nothing_that_others_cannot_use(vlm):
     assert [a.token_ids for a in inside] == [a.token_ids for a in outside]
 
 
-def test_a_compiled_model_is_wrapped(vlm):
+def test_compiled_model_can_be_wrapped(vlm):
     compiled = VLM(torch.compile(vlm.model, backend="eager"), vlm.processor)
     expected = vlm.ask("what ?", picture(0), max_new_tokens=4).token_ids
     assert compiled.ask("what ?", picture(0), max_new_tokens=4).token_ids == expected

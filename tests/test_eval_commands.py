@@ -25,7 +25,7 @@ from vlmfast.eval.summary import summarise
 
 @pytest.fixture
 def fake(monkeypatch):
-    """Every model is the fake; the list of those that were loaded."""
+    """Replaces every model with the fake; returns the list of loaded models."""
     loaded = []
 
     def load(name, device):
@@ -98,12 +98,12 @@ def test_cache_is_every_cache_method_at_each_share():
     for stages in found.values():
         if hasattr(stages[0], "share"):
             assert [stage.share for stage in stages] == shares
-        # A window of the method's own would fill a short prompt's budget.
+        # A separate window would fill the budget of a short prompt.
         windows = {getattr(stage, "window", 0) for stage in stages}
         assert windows <= {0, 0.1}
     assert [stage.bits for stage in found["kivi"]] == [4, 2]
     assert len(found["zipcache"]) == len(found["zipvl"]) == 1
-    # Without shares, and by its own name, a method is what it is by itself.
+    # Without a share, a method named explicitly runs with its defaults.
     assert {str(recipe) for recipe in planned(["cache"], [])} == names
     assert [str(r) for r in planned(["snapkv", "kivi"], [], None, [0.5])] == ["snapkv:0.5", "kivi"]
     # The reducers of 'all' do not change.
@@ -113,7 +113,7 @@ def test_cache_is_every_cache_method_at_each_share():
     assert reducers == {r for r in planned(["all"], [0.33]) if not shrinks_cache(r)}
 
 
-def test_a_share_needs_something_to_set():
+def test_share_needs_a_method_that_takes_it():
     stack = planned(["random+lookm"], [0.5], None, [0.5, 0.2])
     assert names(stack) == ["random:budget=0.5+lookm:0.5", "random:budget=0.5+lookm"]
     with pytest.raises(RecipeError, match="'hired' has no cache method; drop --share"):
@@ -130,19 +130,19 @@ def test_positions_are_set_in_every_stage_that_has_them():
     assert names(planned(["fastv"], [], "compact")) == ["fastv:positions=compact"]
 
 
-def test_what_only_repeats_the_floor_is_left_out(capsys):
+def test_budgets_below_the_floor_are_skipped(capsys):
     class Model:
         class adapter:
             depth = 6
 
     plan = planned(["fastv", "hired", "random+fastv"], [0.5, 0.22, 0.11])
     left = commands._down_to_the_floor(Model(), plan)
-    # Two of six layers see every token: below a third there is one floor.
+    # Two of six layers see every token: below a third all budgets share one floor.
     assert names(left) == [name for name in names(plan) if name != "fastv:budget=0.11"]
     assert capsys.readouterr().err.count("left out: fastv:budget=0.11") == 1
 
 
-def test_methods_without_weights_for_the_model_are_left_out_of_all(capsys):
+def test_untrained_methods_are_skipped_in_all(capsys):
     class Adapter:
         def trained(self, stage):
             raise RecipeError(f"{stage.name}: there are no weights")
@@ -158,7 +158,7 @@ def test_methods_without_weights_for_the_model_are_left_out_of_all(capsys):
         commands._with_weights(Model(), [hired, trained], [trained])
 
 
-def test_a_budget_needs_something_to_set(monkeypatch):
+def test_budget_needs_a_method_that_takes_it(monkeypatch):
     with pytest.raises(RecipeError, match="add --recipe"):
         planned(["none"], [0.3])
     monkeypatch.setattr("vlmfast.eval.axes.takes_budget", lambda _: False)
@@ -192,7 +192,7 @@ def test_eval_writes_answers_and_numbers(tmp_path, fake, capsys):
     printed = capsys.readouterr().out
     assert "| `hired:budget=0.11` (cls) |" in printed
     assert str(out) in printed
-    # Again: nothing is asked, and the numbers are the same.
+    # Again: no question is asked, and the numbers are the same.
     assert run(*words, "--recipe", "random", "--budget", "0.33") == 0
     assert not fake[1].asked
     assert json.loads(file.read_text())["recipes"]["none"] == value["recipes"]["none"]
@@ -231,7 +231,7 @@ def test_sessions(tmp_path, fake, capsys):
     printed = capsys.readouterr().out
     assert printed.count("| `lookm:0.5` |") == 2
     run(*words, "--recipe", "lookm", "--share", "0.5")
-    assert not fake[1].asked  # what was asked alone is not asked again
+    assert not fake[1].asked  # finished samples are not asked again
 
 
 def test_report_of_an_eval(tmp_path, fake, capsys):
@@ -245,7 +245,7 @@ def test_report_of_an_eval(tmp_path, fake, capsys):
     assert str(tmp_path / "a" / "shapes.png") in printed
     assert report(tmp_path / "a", tmp_path / "b", "--out", tmp_path / "c") == 0
     assert (tmp_path / "c" / "difference.md").exists()
-    # Reports lie beside the results and do not disturb them.
+    # Reports are written next to the results and do not disturb them.
     assert report(tmp_path / "a") == 0
 
 
@@ -268,7 +268,7 @@ def test_report_of_an_eval(tmp_path, fake, capsys):
         (("shapes", "--json", "FILE/x.json"), VLMFastError, "cannot be written"),
     ],
 )
-def test_bad_input_is_refused_before_a_model_is_loaded(
+def test_invalid_input_is_refused_before_a_model_is_loaded(
     tmp_path, fake, monkeypatch, words, error, message
 ):
     monkeypatch.chdir(tmp_path)
@@ -279,7 +279,7 @@ def test_bad_input_is_refused_before_a_model_is_loaded(
     assert not fake
 
 
-def test_a_cuda_device_that_is_not_there(monkeypatch):
+def test_missing_cuda_device_is_refused(monkeypatch):
     import torch
 
     if not torch.cuda.is_available():
@@ -289,13 +289,13 @@ def test_a_cuda_device_that_is_not_there(monkeypatch):
     commands.check_device(None)
 
 
-def test_an_out_folder_of_another_run(tmp_path, fake):
+def test_out_folder_of_another_run_is_refused(tmp_path, fake):
     run("shapes", "--limit", 1, "--out", tmp_path)
     with pytest.raises(VLMFastError, match="seed is 0 in the one and 2 in the other"):
         run("shapes", "--limit", 1, "--out", tmp_path, "--seed", 2)
 
 
-def test_one_recipe_that_fails_does_not_stop_the_others(tmp_path, fake, monkeypatch):
+def test_failing_recipe_does_not_stop_the_others(tmp_path, fake, monkeypatch):
     def load(name, device):
         vlm = FakeVLM()
         ask = vlm.ask
@@ -319,7 +319,7 @@ def test_one_recipe_that_fails_does_not_stop_the_others(tmp_path, fake, monkeypa
     assert "grid" in value["failed"]
 
 
-def test_a_full_model_that_fails_stops_everything(tmp_path, monkeypatch):
+def test_failing_full_model_stops_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr(commands, "_load", lambda *_: FakeVLM(fail=lambda _: True))
     with pytest.raises(VLMFastError, match="none: 11 samples failed"):
         run("shapes", "--limit", 1, "--out", tmp_path, "--recipe", "random")
@@ -327,14 +327,14 @@ def test_a_full_model_that_fails_stops_everything(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("words", [("nowhere",), ("FILE",), (".",), (".", "nowhere")])
-def test_reports_of_nothing(tmp_path, monkeypatch, words):
+def test_reports_without_results_are_refused(tmp_path, monkeypatch, words):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "FILE").touch()
     with pytest.raises(VLMFastError, match=r"is not a folder|no results in"):
         report(*words)
 
 
-def test_the_command_line_prints_one_line(tmp_path, capsys):
+def test_command_line_errors_are_one_line(tmp_path, capsys):
     cli = importlib.import_module("vlmfast.cli")
     assert cli.main(["eval", "squares", "--out", str(tmp_path)]) == 2
     out, err = capsys.readouterr()
@@ -346,7 +346,7 @@ def test_the_command_line_prints_one_line(tmp_path, capsys):
 
 
 class FewDocs(Shapes):
-    """A handful of docs and two tokens for each."""
+    """A few docs and two tokens for each."""
 
     generation: ClassVar = {k: {"do_sample": False, "max_new_tokens": 2} for k in Shapes.generation}
 
@@ -354,8 +354,8 @@ class FewDocs(Shapes):
         return super().docs(limit, seed)[::5]
 
 
-def test_on_random_weights(tmp_path, random_vlm):
-    """The real way through the library, with answers that mean nothing."""
+def test_eval_on_random_weights(tmp_path, random_vlm):
+    """The real library end to end, with meaningless answers."""
     full = evaluate(random_vlm, FewDocs(), None, tmp_path, 1)
     assert {s["modality"] for s in full.samples.values()} == {"image", "video"}
     assert not any("error" in s for s in full.samples.values())
@@ -369,19 +369,19 @@ def test_on_random_weights(tmp_path, random_vlm):
     assert all(line["ttft_s"] > 0 for line in full.timings.values())
 
 
-def test_caches_in_sessions(tmp_path, tiny):
-    """The real way again: less is held, later questions see no more than that."""
+def test_cache_methods_in_sessions(tmp_path, tiny):
+    """The real library again: a smaller cache, which later questions also use."""
     full = evaluate(tiny, FewDocs(), None, tmp_path, 1, session=True)
     kept = evaluate(tiny, FewDocs(), "lookm:0.3", tmp_path, 1, session=True)
     assert {s["turn"] for s in kept.samples.values()} > {0}
     assert summarise(full, full)["held"] == 1
-    # The pictures are cut down to that, and the question follows.
+    # The images are reduced to that, and the question follows.
     assert 0.3 < summarise(kept, full)["held"] < 0.36
     assert not any("error" in s for s in kept.samples.values())
 
 
-def test_the_shipped_model(tmp_path, tiny):
-    """Far above chance, and what random selection takes away shows."""
+def test_shipped_model_is_above_chance(tmp_path, tiny):
+    """Far above chance, and random selection measurably costs accuracy."""
     full = evaluate(tiny, "shapes", None, tmp_path, 4)
     blind = evaluate(tiny, "shapes", None, tmp_path, 4, control="question-only")
     poor = evaluate(tiny, "shapes", "random:budget=0.05", tmp_path, 4)

@@ -1,4 +1,4 @@
-"""Tables and plots of results whose truth is known."""
+"""Tables and plots of results with known ground truth."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_numbers_of_half_a_task(tmp_path):
     assert Image.open(files[1]).size[0] < 1600  # one panel
 
 
-def test_a_perfect_score_is_not_certainty(tmp_path):
+def test_perfect_score_has_an_interval(tmp_path):
     for skill, mean in ((2.0, 1.0), (-1.0, 0.0)):
         path = write_results(tmp_path / str(mean), "none", skill, limit=2)
         n = summarise(read(path))
@@ -126,7 +126,7 @@ def test_report(folder, tmp_path):
         "only N clips: too few for intervals; use a larger `--limit`."
     ]
     worse = [warning for warning in warnings if warning not in few]
-    assert len(worse) == 4  # pictures and clips, random and downsample
+    assert len(worse) == 4  # images and videos, random and downsample
     for warning in worse:
         assert warning.startswith("`hired:alpha=0.9,budget=0.11` is not better than `")
     for control in ("random", "downsample"):
@@ -141,7 +141,7 @@ def test_methods_by_budgets_at_a_glance(folder, tmp_path):
     full = rows_of(text.partition("In bold")[2])
     cell = full["hired:budget=0.11"]
     accuracies = [f"{number(cell[i]):.1f}" for i in (1, 2)]
-    # What beats random is bold, what does not is plain, and what was not run is a dash.
+    # Bold where it beats random, plain where not, a dash where not run.
     assert rows["hired"][2] == " / ".join(f"**{a}**" for a in accuracies)
     assert "**" not in rows["downsample"][2]
     assert rows["hired:alpha=0.9"][1] == "–"
@@ -153,25 +153,25 @@ def test_methods_by_budgets_at_a_glance(folder, tmp_path):
     assert "(40.0 %)" in rows_of(write_report(alone, alone)[0])["hired"][1]
 
 
-def tables_behind(text: str, title: str) -> list[list[str]]:
-    """The rows of the first table under a title, head and rule left out."""
+def tables_under(text: str, title: str) -> list[list[str]]:
+    """Rows of the first table under a title, without head and rule."""
     block = text.partition(f"### {title}\n")[2].partition("\n|")[2].partition("\n\n")[0]
     return [line.strip("| ").split(" | ") for line in block.split("\n")][2:]
 
 
 def test_costs(folder, tmp_path):
     rows = {
-        row[0].strip("`"): row for row in tables_behind(write_report(folder, tmp_path)[0], "Cost")
+        row[0].strip("`"): row for row in tables_under(write_report(folder, tmp_path)[0], "Cost")
     }
     assert len(rows) == 11
     assert rows["none"][1] == "336.0 / 544.0"
     assert number(rows["hired:budget=0.33"][3]) == 29.9
     assert number(rows["hired:budget=0.33"][5]) == 33
-    assert rows["none"][6] == "– / –"  # nobody measured it
+    assert rows["none"][6] == "– / –"  # not measured
 
 
-def test_pairs(folder, tmp_path):
-    rows = tables_behind(write_report(folder, tmp_path)[0], "Pairs")
+def test_pairs_of_methods(folder, tmp_path):
+    rows = tables_under(write_report(folder, tmp_path)[0], "Pairs")
     pairs = {(row[0].strip("`"), row[1].strip("`")): row for row in rows}
     good, poor = "hired:budget=0.11", "hired:alpha=0.9,budget=0.11"
     for recipe in (good, poor):
@@ -185,7 +185,7 @@ def test_pairs(folder, tmp_path):
     assert number(pairs[good, "none"][2]) < 0
 
 
-def test_plot_is_a_picture_with_every_method(folder, tmp_path, monkeypatch):
+def test_plot_shows_every_method(folder, tmp_path, monkeypatch):
     from matplotlib.figure import Figure
 
     shown = []
@@ -210,7 +210,7 @@ def test_plot_is_a_picture_with_every_method(folder, tmp_path, monkeypatch):
     assert all("%" in axis.get_xlabel() for axis in shown[0].axes)
 
 
-def test_many_methods_are_drawn_apart(tmp_path, monkeypatch):
+def test_many_methods_are_drawn_in_separate_panels(tmp_path, monkeypatch):
     from matplotlib.figure import Figure
 
     write_results(tmp_path, "none", 0.8, limit=1)
@@ -237,8 +237,8 @@ def test_many_methods_are_drawn_apart(tmp_path, monkeypatch):
     assert legends == [own | common for own in (*expected, {"hired+divprune"})]
 
 
-def test_random_is_taken_at_the_cost_that_was_measured(tmp_path):
-    """A method that misses its budget is not compared with a cheaper random."""
+def test_random_control_matches_the_measured_cost(tmp_path):
+    """A method over its budget is compared with random at its measured cost."""
     write_results(tmp_path, "none", 0.8, limit=2)
     for share in (0.33, 0.11):
         write_results(tmp_path, f"random:budget={share}", 0.5, share, limit=2)
@@ -260,12 +260,12 @@ def test_random_is_taken_at_the_cost_that_was_measured(tmp_path):
 
 @pytest.fixture(scope="module")
 def caches(tmp_path_factory) -> Path:
-    """A good cache method, a useless one, both controls, a quantiser; in sessions too."""
+    """A good cache method, a useless one, both controls, a quantizer; in sessions too."""
     out = tmp_path_factory.mktemp("caches")
     for session in (False, True):
         write_results(out, "none", 0.8, session=session, limit=LIMIT)
         for share in (0.5, 0.1):
-            # In a session the good one is better still, the other not better than the controls.
+            # In a session the good one improves further, the other equals the controls.
             more = {"session": session, "limit": LIMIT}
             good, poor = (0.8, 0.45) if session else (0.75, 0.5)
             write_results(out, f"lookm:{share}", good, held=share, **more)
@@ -319,7 +319,7 @@ def test_report_of_caches(caches, tmp_path):
         assert grid["kivi"][1:3] == ["–", "–"]
         assert "(20.0 %)" in grid["kivi"][3]
         assert grid["lookm"][3] == "–"
-        # Beats both controls on pictures and clips; a dozen captions cannot say so.
+        # Beats both controls on images and videos; a dozen captions are too few to show it.
         assert grid["lookm"][1].count("**") == 4 or grid is captions
         assert "**" not in grid["h2o"][1]
         assert "(" not in grid["lookm"][1] + grid["h2o"][1]
@@ -345,14 +345,14 @@ def test_report_of_caches(caches, tmp_path):
     )
 
 
-def test_controls_of_a_cache_hold_as_much_as_it_does(caches):
+def test_cache_controls_have_the_same_size(caches):
     rows = {row.run.name: row for row in compare(load(caches)["shapes"])}
     assert "lookm:0.1@session" not in rows
     names = {word: of.run.name for word, of in rows["lookm:0.1"].controls.items()}
     assert names == {"streamingllm": "streamingllm:0.1", "random": "random:budget=0.1"}
     asked = rows["lookm:0.1"].session.controls["random"]
     assert asked.run.name == "random:budget=0.1@session"
-    assert not rows["kivi"].controls  # nothing is near
+    assert not rows["kivi"].controls  # no control of similar size
     assert not rows["none"].controls
 
 
@@ -372,7 +372,7 @@ def test_caches_and_reducers_in_one_report(folder, caches, tmp_path):
     assert "hired:budget=0.11" not in table
 
 
-def test_sessions_alone_stand_for_themselves(tmp_path):
+def test_report_of_sessions_only(tmp_path):
     for recipe in ("none", "lookm"):
         write_results(tmp_path, recipe, 0.8, held=0.2, session=True, limit=2)
     text, _ = write_report(tmp_path, tmp_path)
@@ -396,7 +396,7 @@ def test_plot_of_caches(caches, tmp_path, monkeypatch):
     assert all("cache" in axis.get_xlabel() for axis in figure.axes)
 
 
-def test_missing_controls_are_said(tmp_path):
+def test_missing_controls_are_reported(tmp_path):
     write_results(tmp_path, "hired:budget=0.11", 0.7, 0.11, limit=2)
     text, _ = write_report(tmp_path, tmp_path)
     for name in ("random", "downsample"):
@@ -405,14 +405,14 @@ def test_missing_controls_are_said(tmp_path):
     assert rows_of(text)["hired:budget=0.11"][4] == "–"
 
 
-def test_the_full_model_alone_needs_no_controls(tmp_path):
+def test_full_model_alone_needs_no_controls(tmp_path):
     write_results(tmp_path, "none", 0.7, limit=1)
     text, files = write_report(tmp_path, tmp_path)
     assert "missing" not in text
     assert all(file.exists() for file in files)
 
 
-def test_failed_samples_are_said(tmp_path):
+def test_failed_samples_are_reported(tmp_path):
     path = write_results(tmp_path, "none", 0.7, limit=1)
     lines = (path / "samples.jsonl").read_text().splitlines()
     first = json.loads(lines[0]) | {
@@ -422,11 +422,11 @@ def test_failed_samples_are_said(tmp_path):
     (path / "samples.jsonl").write_text("\n".join([json.dumps(first), *lines[1:]]) + "\n")
     text, _ = write_report(tmp_path, tmp_path)
     assert "1 samples of `none` failed" in text
-    # Two failures are not an agreement.
+    # Two failures do not count as an agreement.
     assert summarise(read(path), read(path))["loyalty"] < 1
 
 
-def test_unfinished_runs_are_compared_on_what_all_have(tmp_path):
+def test_unfinished_runs_are_compared_on_common_samples(tmp_path):
     write_results(tmp_path, "none", 0.8, limit=4)
     path = write_results(tmp_path, "random:budget=0.33", 0.5, 0.33, limit=4)
     lines = (path / "samples.jsonl").read_text().splitlines(keepends=True)
@@ -439,7 +439,7 @@ def test_unfinished_runs_are_compared_on_what_all_have(tmp_path):
     assert "30 questions" in text
 
 
-def test_runs_without_a_common_sample(tmp_path):
+def test_runs_without_a_common_sample_are_reported(tmp_path):
     path = write_results(tmp_path, "none", 0.8, limit=2)
     other = write_results(tmp_path, "random", 0.5, 0.2, limit=2)
     for folder, part in ((path, slice(0, 5)), (other, slice(5, 9))):
@@ -457,7 +457,7 @@ def test_results_of_different_models_are_not_put_in_one_table(tmp_path):
         write_report(tmp_path, tmp_path)
 
 
-def test_folders_without_results(tmp_path):
+def test_folders_without_results_are_refused(tmp_path):
     with pytest.raises(VLMFastError, match="no results in"):
         load(tmp_path)
     path = write_results(tmp_path, "none", 0.8, limit=1)
@@ -466,13 +466,11 @@ def test_folders_without_results(tmp_path):
         load(tmp_path)
 
 
-def test_a_task_folder_will_do(folder):
+def test_task_folder_is_accepted(folder):
     assert len(load(folder / "shapes")["shapes"]) == 11
 
 
-def test_without_matplotlib_the_table_is_there_and_the_error_is_clear(
-    folder, tmp_path, monkeypatch
-):
+def test_missing_matplotlib_still_writes_the_table(folder, tmp_path, monkeypatch):
     real = builtins.__import__
 
     def without(name, *args, **kwargs):
@@ -486,7 +484,7 @@ def test_without_matplotlib_the_table_is_there_and_the_error_is_clear(
     assert (tmp_path / "report.md").exists()
 
 
-def test_two_folders(folder, tmp_path):
+def test_two_folders_are_compared(folder, tmp_path):
     write_results(tmp_path, "none", 0.8, limit=LIMIT, weights_sha256="retrained")
     write_results(tmp_path, "hired:budget=0.33", 0.35, 0.2, limit=9, weights_sha256="retrained")
     text, files = write_difference(folder, tmp_path, tmp_path / "d")
@@ -503,7 +501,7 @@ def test_two_folders(folder, tmp_path):
     assert f"Only in {tmp_path}" not in text
 
 
-def test_two_folders_that_do_not_compare(folder, tmp_path):
+def test_incomparable_folders_are_refused(folder, tmp_path):
     write_results(tmp_path / "a", "none", 0.8, limit=1, seed=3)
     with pytest.raises(VLMFastError, match="seed is 0 in the one and 3 in the other"):
         write_difference(folder, tmp_path / "a", tmp_path)

@@ -1,4 +1,4 @@
-"""The runner: every sample once, whatever happens in between."""
+"""The runner: every sample exactly once, also after interruptions."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ def lines(path: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """The lines of a run that nobody disturbed."""
+    """The lines of an undisturbed run."""
     return lines(evaluate(FakeVLM(), "shapes", out=tmp_path_factory.mktemp("o"), limit=LIMIT).path)
 
 
-def test_what_is_written(tmp_path):
+def test_written_files_and_their_contents(tmp_path):
     vlm = FakeVLM()
     run = evaluate(
         vlm, "shapes", "random:budget=0.5", tmp_path, LIMIT, model="tiny", command="vlmfast eval"
@@ -81,7 +81,7 @@ def test_what_is_written(tmp_path):
         assert about[key] is not None, key
 
 
-def test_questions_go_to_the_model_as_they_should(tmp_path):
+def test_questions_reach_the_model_unchanged(tmp_path):
     vlm = FakeVLM()
     evaluate(vlm, "shapes", "grid:budget=0.5", tmp_path, 1)
     for doc, (question, args) in zip(Shapes().docs(1, 0), vlm.asked, strict=True):
@@ -101,7 +101,7 @@ def test_the_same_run_writes_the_same_bytes(tmp_path, whole):
     assert lines(run.path) == whole
 
 
-def test_a_finished_run_asks_nothing(tmp_path, whole):
+def test_finished_run_asks_no_questions(tmp_path, whole):
     evaluate(FakeVLM(), "shapes", out=tmp_path, limit=LIMIT)
     vlm = FakeVLM()
     run = evaluate(vlm, "shapes", out=tmp_path, limit=LIMIT)
@@ -110,7 +110,7 @@ def test_a_finished_run_asks_nothing(tmp_path, whole):
     assert "resumed" not in run.meta
 
 
-def test_a_larger_limit_adds_and_a_smaller_one_selects(tmp_path):
+def test_larger_limit_adds_and_smaller_limit_selects(tmp_path):
     few = evaluate(FakeVLM(), "shapes", out=tmp_path, limit=1)
     vlm = FakeVLM()
     more = evaluate(vlm, "shapes", out=tmp_path, limit=3)
@@ -134,7 +134,7 @@ evaluate(vlm, "shapes", out=sys.argv[1], limit=int(sys.argv[3]))
 
 
 def start(out: Path, delay: float, last: int = 0) -> subprocess.Popen:
-    """A run of its own, which is never done with its question number ``last``."""
+    """A separate run that never finishes its question number ``last``."""
     here = Path(__file__).parent
     paths = os.pathsep.join([str(here), str(here.parent), os.environ.get("PYTHONPATH", "")])
     return subprocess.Popen(
@@ -149,7 +149,7 @@ def wait_for_lines(process: subprocess.Popen, file: Path, number: int) -> None:
         time.sleep(0.01)
 
 
-def test_killed_and_resumed_is_as_if_undisturbed(tmp_path, whole):
+def test_killed_and_resumed_run_equals_an_undisturbed_one(tmp_path, whole):
     file, done = tmp_path / "shapes" / "none" / "samples.jsonl", 0
     for number in (5, 20):
         # However late the kill comes, the last answer is never written before it.
@@ -167,7 +167,7 @@ def test_killed_and_resumed_is_as_if_undisturbed(tmp_path, whole):
 
 
 @pytest.mark.parametrize("cut", range(1, 12))
-def test_a_torn_last_line_is_done_again(tmp_path, whole, cut):
+def test_torn_last_line_is_rerun(tmp_path, whole, cut):
     run = evaluate(FakeVLM(), "shapes", out=tmp_path, limit=LIMIT)
     for name in ("samples.jsonl", "timings.jsonl"):
         data = (run.path / name).read_bytes()
@@ -181,15 +181,15 @@ def test_a_torn_last_line_is_done_again(tmp_path, whole, cut):
     assert set(run.timings) == set(run.samples)
 
 
-def test_zeros_behind_the_last_line_are_torn_too(tmp_path, whole):
-    """What a file system may leave after the power went."""
+def test_zeros_after_the_last_line_are_discarded(tmp_path, whole):
+    """A possible file-system state after a power failure."""
     run = evaluate(FakeVLM(), "shapes", out=tmp_path, limit=LIMIT)
     text = "\n".join(whole[:-1]) + "\n"
     (run.path / "samples.jsonl").write_bytes(text.encode() + bytes(100))
     assert lines(evaluate(FakeVLM(), "shapes", out=tmp_path, limit=LIMIT).path) == whole
 
 
-def test_a_damaged_line_in_the_middle_is_not_passed_over(tmp_path):
+def test_damaged_line_in_the_middle_is_refused(tmp_path):
     run = evaluate(FakeVLM(), "shapes", out=tmp_path, limit=1)
     all_lines = lines(run.path)
     all_lines[3] = all_lines[3][:20]
@@ -198,7 +198,7 @@ def test_a_damaged_line_in_the_middle_is_not_passed_over(tmp_path):
         evaluate(FakeVLM(), "shapes", out=tmp_path, limit=1)
 
 
-def test_only_one_run_writes(tmp_path):
+def test_concurrent_runs_are_refused(tmp_path):
     with (
         Writer(tmp_path / "shapes" / "none", meta()),
         pytest.raises(VLMFastError, match="another run is writing"),
@@ -213,25 +213,25 @@ def test_only_one_run_writes(tmp_path):
     ("key", "value"),
     [("weights_sha256", "f00"), ("seed", 1), ("task_version", "0"), ("generation", {"a": 1})],
 )
-def test_a_folder_of_another_run_is_refused(tmp_path, key, value):
+def test_folder_of_another_run_is_refused(tmp_path, key, value):
     run = evaluate(FakeVLM(), "shapes", out=tmp_path, limit=1)
     file = run.path / "meta.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), key: value}))
-    for recipe in ("none", "random"):  # the folder itself, and one beside it
+    for recipe in ("none", "random"):  # the folder itself, and one next to it
         with pytest.raises(VLMFastError, match=f"different runs: {key} is"):
             evaluate(FakeVLM(), "shapes", recipe, tmp_path, 2)
     assert len(lines(run.path)) == 21
     assert not (tmp_path / "shapes" / "random").exists()
 
 
-def test_a_folder_of_another_recipe_is_refused(tmp_path):
+def test_folder_of_another_recipe_is_refused(tmp_path):
     run = evaluate(FakeVLM(), "shapes", "random", tmp_path, 1)
     run.path.rename(tmp_path / "shapes" / "grid")
     with pytest.raises(VLMFastError, match='recipe is "random" in the one and "grid"'):
         evaluate(FakeVLM(), "shapes", "grid", tmp_path, 1)
 
 
-def test_a_renamed_model_is_the_same_model(tmp_path):
+def test_renamed_model_is_the_same_model(tmp_path):
     evaluate(FakeVLM(), "shapes", out=tmp_path, limit=1, model="tiny")
     evaluate(FakeVLM(), "shapes", out=tmp_path, limit=1, model="copy/of/tiny")
 
@@ -251,13 +251,13 @@ def test_samples_without_meta_are_refused(tmp_path):
         evaluate(FakeVLM(), "shapes", out=tmp_path, limit=1)
 
 
-def test_a_folder_that_cannot_be_written(tmp_path):
+def test_unwritable_folder_is_refused(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(VLMFastError, match="cannot be written"):
         evaluate(FakeVLM(), "shapes", out=tmp_path / "file", limit=1)
 
 
-def test_a_full_disk_is_one_clear_error(tmp_path, monkeypatch):
+def test_full_disk_is_one_clear_error(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
@@ -266,7 +266,7 @@ def test_a_full_disk_is_one_clear_error(tmp_path, monkeypatch):
         evaluate(FakeVLM(), "shapes", out=tmp_path, limit=1)
 
 
-def test_a_failing_sample_is_recorded_and_the_run_goes_on(tmp_path):
+def test_failing_sample_is_recorded_and_the_run_continues(tmp_path):
     def fail(question):
         return question.startswith("What does the sign")
 
@@ -308,7 +308,7 @@ def test_the_last_allowed_error_on_the_last_sample_counts(tmp_path):
         )
 
 
-def test_defects_are_not_recorded_as_samples(tmp_path):
+def test_internal_errors_are_not_recorded_as_samples(tmp_path):
     class Broken(FakeVLM):
         def ask(self, *args, **kwargs):
             if len(self.asked) == 5:
@@ -320,19 +320,19 @@ def test_defects_are_not_recorded_as_samples(tmp_path):
     assert len(lines(tmp_path / "shapes" / "none")) == 5
 
 
-def test_controls_have_folders_of_their_own(tmp_path):
+def test_controls_have_separate_folders(tmp_path):
     full = evaluate(FakeVLM(), "shapes", out=tmp_path, limit=1)
     vlm = FakeVLM()
     blank = evaluate(vlm, "shapes", out=tmp_path, limit=1, control="question-only")
     assert blank.path.name == blank.name == "none@question-only"
     assert set(blank.samples) == set(full.samples)
-    pictures = [args["images"] for _, args in vlm.asked if args["images"]]
-    assert all(p.getextrema() == ((128, 128),) * 3 for p in pictures)
+    images = [args["images"] for _, args in vlm.asked if args["images"]]
+    assert all(p.getextrema() == ((128, 128),) * 3 for p in images)
     with pytest.raises(VLMFastError, match="controls: question-only, background-only"):
         evaluate(vlm, "shapes", out=tmp_path, limit=1, control="answer-only")
 
 
-def test_sessions_have_folders_of_their_own(tmp_path):
+def test_sessions_have_separate_folders(tmp_path):
     alone = evaluate(FakeVLM(), "shapes", "lookm", tmp_path, 1)
     vlm = FakeVLM()
     asked = evaluate(vlm, "shapes", "lookm", tmp_path, 1, session=True)
@@ -341,7 +341,7 @@ def test_sessions_have_folders_of_their_own(tmp_path):
     assert len(vlm.asked) == 21
     for doc, sample in alone.samples.items():
         turn = asked.samples[doc].pop("turn")
-        assert asked.samples[doc] == sample  # the fake does not care in which way it is asked
+        assert asked.samples[doc] == sample  # the fake ignores how it is called
         assert isinstance(turn, int)
         assert "turn" not in sample
     asked.path.rename(tmp_path / "shapes" / "h2o")
@@ -356,37 +356,37 @@ def test_sessions_and_single_questions_are_not_mixed(tmp_path):
         evaluate(FakeVLM(), "shapes", "lookm", tmp_path, 2)
 
 
-def test_a_session_asks_all_about_one_picture(tmp_path):
+def test_session_asks_all_questions_of_an_image(tmp_path):
     vlm = FakeVLM()
     run = evaluate(vlm, "shapes", None, tmp_path, 8, session=True)
     samples = list(run.samples.values())
-    pictures = [s["picture"] for s in samples]
-    turns = {p: [s["turn"] for s in samples if s["picture"] == p] for p in pictures}
+    images = [s["picture"] for s in samples]
+    turns = {p: [s["turn"] for s in samples if s["picture"] == p] for p in images}
     assert all(of == list(range(len(of))) for of in turns.values())
     assert len(turns) > 10
-    # One picture at a time, and no type of question always comes first.
-    assert [p for p, q in zip(pictures, [None, *pictures], strict=False) if p != q] == list(turns)
+    # One image at a time, and no question type always comes first.
+    assert [p for p, q in zip(images, [None, *images], strict=False) if p != q] == list(turns)
     assert len({(s["modality"], s["type"]) for s in samples if s["turn"] == 0}) > 8
 
 
-def test_a_session_that_was_interrupted_goes_on(tmp_path):
+def test_interrupted_session_resumes(tmp_path):
     whole = evaluate(FakeVLM(), "shapes", out=tmp_path / "a", limit=LIMIT, session=True)
     run = evaluate(FakeVLM(), "shapes", out=tmp_path / "b", limit=LIMIT, session=True)
-    kept = 7  # in the middle of a picture
+    kept = 7  # in the middle of an image
     middle = json.loads(lines(run.path)[kept])
     assert middle["turn"] > 0
     (run.path / "samples.jsonl").write_text("\n".join(lines(run.path)[:kept]) + "\n")
     vlm = FakeVLM()
     run = evaluate(vlm, "shapes", out=tmp_path / "b", limit=LIMIT, session=True)
     assert lines(run.path) == lines(whole.path)
-    # The first question about that picture is asked again: what follows is not the first.
+    # The first question about that image is asked again, since later ones depend on it.
     assert len(vlm.asked) == DOCS - kept + 1
     again = FakeVLM()
     evaluate(again, "shapes", out=tmp_path / "b", limit=LIMIT, session=True)
     assert not again.asked
 
 
-def test_a_session_that_cannot_be_opened_fails_for_each_question(tmp_path):
+def test_unopenable_session_fails_for_each_question(tmp_path):
     class Closed(FakeVLM):
         def session(self, **kwargs):
             raise MediaError("cannot read the picture")
@@ -396,7 +396,7 @@ def test_a_session_that_cannot_be_opened_fails_for_each_question(tmp_path):
     assert len(run.samples) == 21
 
 
-def test_the_prompt_hash_tells_prompts_and_arguments_apart(tmp_path):
+def test_prompt_hash_depends_on_prompt_and_arguments(tmp_path):
     run = evaluate(FakeVLM(), "shapes", out=tmp_path, limit=3)
     prompts = {}
     for doc in Shapes().docs(3, 0):
@@ -405,7 +405,7 @@ def test_the_prompt_hash_tells_prompts_and_arguments_apart(tmp_path):
     assert len(set().union(*prompts.values())) == len(prompts)
 
 
-def test_random_numbers_do_not_depend_on_what_came_before(tmp_path):
+def test_random_numbers_do_not_depend_on_earlier_samples(tmp_path):
     class Drawing(FakeVLM):
         def ask(self, *args, **kwargs):
             answer = super().ask(*args, **kwargs)
@@ -425,7 +425,7 @@ def test_random_numbers_do_not_depend_on_what_came_before(tmp_path):
 
 
 def test_lines_reach_the_disk_within_a_second(tmp_path, monkeypatch):
-    """With a clock of our own: fast samples share a sync, slow ones get one each."""
+    """With a fake clock: fast samples share a sync, slow ones get one each."""
     now, synced = [0.0], []
     monkeypatch.setattr(store.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(store.os, "fsync", lambda _: synced.append(now[0]))
@@ -465,7 +465,7 @@ def test_folder_names_of_other_recipes_differ():
     assert all(len(name) < 100 and "/" not in name for name in names)
 
 
-def test_method_of():
+def test_method_of_a_recipe():
     assert method_of(Recipe.parse("none")) == ("none", None)
     assert method_of(Recipe.parse("hired:0.3")) == ("hired", None)
     assert method_of(Recipe.parse("hired:budget=0.3")) == ("hired", 0.3)
@@ -473,9 +473,9 @@ def test_method_of():
     assert method_of(Recipe.parse(alpha)) == ("hired:alpha=0.1", 0.2)
 
 
-def test_what_a_recipe_can_be_put_at():
+def test_budgets_and_shares_a_recipe_accepts():
     words = {"hired": (1, 0), "lookm": (0, 1), "kivi": (0, 1), "hired+lookm": (1, 1)}
-    # A reducer with a part in the cache stays a reducer.
+    # A reducer that also changes the cache stays a reducer.
     words |= {"mustdrop": (1, 0), "fastkv": (0, 1), "zipvl": (0, 1), "none": (0, 0)}
     for word, (budget, shrinks) in words.items():
         recipe = Recipe.parse(word)
@@ -485,13 +485,13 @@ def test_what_a_recipe_can_be_put_at():
     assert str(with_share(Recipe.parse("random:0.5+lookm"), 0.3)) == "random:0.5+lookm:0.3"
 
 
-def test_with_budget():
+def test_with_budget_sets_the_budget():
     assert str(with_budget(Recipe.parse("hired:alpha=0.1"), 0.2)) == "hired:budget=0.2,alpha=0.1"
     with pytest.raises(VLMFastError, match="out of range"):
         with_budget(Recipe.parse("hired"), 1.5)
 
 
-def test_the_hash_of_weights_is_of_their_values():
+def test_weight_hash_depends_on_the_values():
     class Holder:
         def __init__(self, model):
             self.model = model

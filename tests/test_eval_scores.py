@@ -20,7 +20,7 @@ def test_normalise(text, expected):
 
 
 @given(st.integers(1, 5000).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))))
-def test_wilson_holds_the_share_and_stays_a_share(counts):
+def test_wilson_contains_the_fraction_and_stays_in_0_1(counts):
     right, n = counts
     share, low, high = wilson(right, n)
     assert share == right / n
@@ -57,7 +57,7 @@ def test_wilson_refuses_impossible_counts(counts):
         wilson(*counts)
 
 
-def test_bootstrap_of_nothing():
+def test_bootstrap_of_no_samples():
     assert bootstrap([]) is None
 
 
@@ -76,8 +76,8 @@ def test_bootstrap_does_not_depend_on_the_order_of_rows():
     assert bootstrap(rows, seed=1) != bootstrap(rows)
 
 
-def test_bootstrap_draws_whole_pictures():
-    """Ten questions with one fate are worth one question."""
+def test_bootstrap_resamples_whole_images():
+    """Ten perfectly correlated questions count as one question."""
     fates = [float(i % 2) for i in range(40)]
     clustered = [(f"p{i}", "t", fate) for i, fate in enumerate(fates) for _ in range(10)]
     single = [(f"p{i}-{k}", "t", fate) for i, fate in enumerate(fates) for k in range(10)]
@@ -89,7 +89,7 @@ def test_bootstrap_draws_whole_pictures():
 def test_bootstrap_covers_the_truth():
     rng, hits = np.random.default_rng(0), 0
     for _ in range(200):
-        skill = rng.beta(6, 4, size=80)  # pictures differ
+        skill = rng.beta(6, 4, size=80)  # images differ
         rows = [
             (f"p{i}", f"t{k}", float(rng.random() < p)) for i, p in enumerate(skill) for k in (0, 1)
         ]
@@ -98,10 +98,10 @@ def test_bootstrap_covers_the_truth():
     assert 0.90 <= hits / 200 <= 0.99
 
 
-def paired(gap: float, pictures: int, seed: int) -> tuple[float, float, float]:
+def paired(gap: float, images: int, seed: int) -> tuple[float, float, float]:
     """Two recipes on the same questions, the second right ``gap`` more often."""
     rng, rows = np.random.default_rng(seed), []
-    for i in range(pictures):
+    for i in range(images):
         for type_ in ("color", "count"):
             hard = rng.random()
             a, b = (float(hard + rng.normal(0, 0.1) < skill) for skill in (0.6 + gap, 0.6))
@@ -116,7 +116,7 @@ def test_paired_bootstrap_finds_a_planted_difference():
         assert mean == pytest.approx(0.1, abs=0.06)
 
 
-def test_paired_bootstrap_finds_no_difference_where_there_is_none():
+def test_paired_bootstrap_finds_no_spurious_difference():
     intervals = [paired(0.0, 100, seed) for seed in range(40)]
     found = [low for _, low, high in intervals if not low <= 0 <= high]
     assert len(found) <= 5  # 2 of 40 are expected
@@ -130,12 +130,12 @@ def test_mcnemar_is_the_sign_test():
     assert mcnemar(3000, 2000) < 1e-40
 
 
-def test_standard_errors():
+def test_clustered_standard_errors():
     scores = [1.0, 0.0, 1.0, 1.0, 0.0, 0.0]
     plain, alone = standard_errors(scores, [str(i) for i in range(6)])
     close(plain, float(np.std(scores, ddof=1) / np.sqrt(6)), terms=6)
     close(alone, plain, terms=6)
-    # Each answer three times is one answer: sqrt(3) more than it seems.
+    # Each answer repeated three times: the naive error is too small by sqrt(3).
     clustered = standard_errors(scores * 3, [str(i) for i in range(6)] * 3)
     assert clustered[1] == pytest.approx(np.std(scores) / np.sqrt(6), rel=0.02)
     assert clustered[0] < clustered[1] / 1.6

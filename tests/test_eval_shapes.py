@@ -48,14 +48,14 @@ def test_docs_are_deterministic_and_held_out():
             ]
 
 
-def test_a_larger_limit_adds_to_a_smaller_one():
+def test_larger_limit_extends_a_smaller_one():
     assert set(task.docs(3, 0)) < set(task.docs(8, 0))
 
 
 def test_other_seeds_ask_about_other_scenes():
-    pictures = [{doc.picture for doc in task.docs(3, seed)} for seed in (0, 1, 15)]
-    assert not set.intersection(*pictures)
-    assert len(set.union(*pictures)) == sum(map(len, pictures))
+    images = [{doc.picture for doc in task.docs(3, seed)} for seed in (0, 1, 15)]
+    assert not set.intersection(*images)
+    assert len(set.union(*images)) == sum(map(len, images))
 
 
 @pytest.mark.parametrize(
@@ -67,18 +67,18 @@ def test_other_seeds_ask_about_other_scenes():
         (1, 16, "seeds 0 to 15"),
     ],
 )
-def test_what_cannot_be_asked_for(limit, seed, words):
+def test_invalid_limits_and_seeds_are_refused(limit, seed, words):
     with pytest.raises(VLMFastError, match=words):
         task.docs(limit, seed)
 
 
-def test_a_limit_beyond_the_held_out_scenes(monkeypatch):
+def test_limit_beyond_the_held_out_scenes_is_refused(monkeypatch):
     monkeypatch.setattr("vlmfast.eval.shapes._STRIDE", 3)
     with pytest.raises(VLMFastError, match="fewer questions of type"):
         task.docs(4, 0)
 
 
-def test_unknown_tasks_are_answered_with_the_list():
+def test_unknown_task_error_lists_the_tasks():
     with pytest.raises(VLMFastError, match=r"'shape'.*did you mean 'shapes'.*tasks: shapes"):
         find_task("shape")
     assert find_task("shapes").name == "shapes"
@@ -98,14 +98,14 @@ def pixels(media: dict) -> list[np.ndarray]:
     return [np.asarray(f) for f in media.get("video", [media.get("images")])]
 
 
-def test_question_only_shows_nothing():
+def test_question_only_shows_blank_frames():
     for doc in task.docs(1, 0):
         shown = pixels(task.media(doc, "question-only"))
         assert [s.shape for s in shown] == [s.shape for s in pixels(task.media(doc))]
         assert all((s == 128).all() for s in shown)
 
 
-def test_background_only_hides_the_foreground_and_nothing_else():
+def test_background_only_hides_only_the_foreground():
     for doc in task.docs(2, 0):
         example = (image_example if doc.modality == "image" else video_example)(doc.seed)
         masks = np.atleast_3d(example.foreground.T).T
@@ -131,7 +131,7 @@ def test_background_only_leaves_no_outline_on_a_gradient():
     assert np.abs(after.astype(int) - smooth).max() <= 1
 
 
-def test_background_only_of_a_picture_without_background():
+def test_background_only_of_an_image_without_background():
     from PIL import Image
 
     red = Image.new("RGB", (8, 8), (255, 0, 0))
@@ -140,7 +140,7 @@ def test_background_only_of_a_picture_without_background():
     assert without_foreground(red, ~everything, 0) is red
 
 
-def test_the_right_answers_score_one_and_others_do_not():
+def test_only_right_answers_score_one():
     for doc in task.docs(3, 0):
         assert task.score(doc, task.filter(doc, f" {doc.target} ")) == 1.0
         assert task.score(doc, task.filter(doc, "nothing of the sort")) < 0.5

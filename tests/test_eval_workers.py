@@ -1,4 +1,4 @@
-"""Batches, parts of a run, several processes, and what a kill leaves behind."""
+"""Batches, shards of a run, multiple processes, and recovery after a kill."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def whole(tmp_path_factory):
 
 
 @pytest.mark.parametrize("size", [2, 5, 100])
-def test_batches_ask_the_same(tmp_path, whole, size):
+def test_batches_give_the_same_results(tmp_path, whole, size):
     run = evaluate(FakeVLM(), "shapes", out=tmp_path, limit=LIMIT, batch_size=size)
     assert (run.path / "samples.jsonl").read_bytes() == (whole.path / "samples.jsonl").read_bytes()
     assert run.meta["batch_size"] == size
 
 
-def test_one_that_fails_does_not_take_its_batch_with_it(tmp_path):
+def test_failing_sample_does_not_affect_its_batch(tmp_path):
     def fail(question):
         return question.startswith("What does the sign")
 
@@ -57,7 +57,7 @@ def test_one_that_fails_does_not_take_its_batch_with_it(tmp_path):
 
 
 def test_batches_on_the_shipped_model(tmp_path, tiny):
-    """Nothing is dropped, at random, or in the cache: a row does not know its neighbours."""
+    """With tokens kept, dropped at random or evicted: a row does not depend on its neighbours."""
 
     class Few(Shapes):
         def docs(self, limit, seed):
@@ -72,28 +72,28 @@ def test_batches_on_the_shipped_model(tmp_path, tiny):
 
 
 @pytest.mark.parametrize(("size", "session"), [(0, False), (-1, False), (2, True)])
-def test_batch_sizes_that_cannot_be(tmp_path, size, session):
+def test_invalid_batch_sizes_are_refused(tmp_path, size, session):
     with pytest.raises(VLMFastError, match=f"batch_size is {size}; it must be at least 1"):
         evaluate(FakeVLM(), "shapes", out=tmp_path, limit=1, batch_size=size, session=session)
 
 
-# --- parts ---------------------------------------------------------------------------------------
+# --- shards --------------------------------------------------------------------------------------
 
 
-def test_parts_have_every_question_once():
+def test_shards_cover_every_question_once():
     docs = Shapes().docs(3, 0)
     for parts in (1, 2, 5):
         split = [part_of(docs, part, parts) for part in range(parts)]
         assert sorted(doc.doc_id for of in split for doc in of) == sorted(d.doc_id for d in docs)
-        pictures = [{doc.picture for doc in of} for of in split]
-        assert sum(map(len, pictures)) == len(set.union(*pictures))
+        images = [{doc.picture for doc in of} for of in split]
+        assert sum(map(len, images)) == len(set.union(*images))
         assert min(map(len, split)) > len(docs) / parts / 2
     for part, parts in ((2, 2), (-1, 2), (0, 0)):
         with pytest.raises(VLMFastError, match="is none; of 4 shards, the first is 0/4"):
             part_of(docs, part, parts)
 
 
-def test_parts_read_as_one_run(tmp_path, whole):
+def test_shards_are_read_as_one_run(tmp_path, whole):
     for part in (2, 0, 1):
         run = evaluate(FakeVLM(), "shapes", out=tmp_path, limit=LIMIT, shard=(part, 3))
     assert run.samples == whole.samples
@@ -103,7 +103,7 @@ def test_parts_read_as_one_run(tmp_path, whole):
     assert "samples.jsonl" not in names
     assert run.meta["shard"] == "2/3"
     assert [r["shard"] for r in run.meta["resumed"]] == ["0/3", "1/3"]
-    # Whoever goes on, in whatever parts, asks nothing again.
+    # Any later run, in any shards, asks no question again.
     for shard in (None, (0, 2), (1, 2)):
         vlm = FakeVLM()
         evaluate(vlm, "shapes", out=tmp_path, limit=LIMIT, shard=shard)
@@ -113,21 +113,21 @@ def test_parts_read_as_one_run(tmp_path, whole):
     assert len(vlm.asked) == 21
 
 
-def test_a_part_with_a_torn_line(tmp_path, whole):
+def test_shard_with_a_torn_line(tmp_path, whole):
     for part in (0, 1):
         run = evaluate(FakeVLM(), "shapes", out=tmp_path, limit=LIMIT, shard=(part, 2))
     file = run.path / "samples.0-of-2.jsonl"
     file.write_bytes(file.read_bytes()[:-20])
     assert len(read(run.path).samples) == DOCS - 1
     torn = file.read_bytes()
-    # Another part leaves it alone; its own mends it.
+    # Another shard ignores it; its own repairs it.
     evaluate(FakeVLM(), "shapes", out=tmp_path, limit=LIMIT, shard=(1, 2))
     assert file.read_bytes() == torn
     run = evaluate(FakeVLM(), "shapes", out=tmp_path, limit=LIMIT, shard=(0, 2))
     assert run.samples == whole.samples
 
 
-def test_a_part_without_questions(tmp_path, whole):
+def test_shard_without_questions(tmp_path, whole):
     vlm = FakeVLM()
     run = evaluate(vlm, "shapes", out=tmp_path, limit=LIMIT, shard=(49, 50))
     assert not vlm.asked and not run.samples
@@ -135,12 +135,12 @@ def test_a_part_without_questions(tmp_path, whole):
 
 
 @pytest.mark.parametrize("text", ["4/4", "1", "a/b", "-1/2", "1/0", "0/2/3", ""])
-def test_shards_that_are_none(text):
+def test_invalid_shards_are_refused(text):
     with pytest.raises(VLMFastError, match=r"is not i/n with i below n"):
         workers.chosen(text)
 
 
-def test_what_a_launcher_says(monkeypatch):
+def test_shard_from_launcher_environment(monkeypatch):
     assert workers.chosen(None) is None
     assert workers.chosen(" 1/4 ") == (1, 4)
     assert workers.is_first()
@@ -152,7 +152,7 @@ def test_what_a_launcher_says(monkeypatch):
         workers.chosen("1/4")
 
 
-def test_the_command_takes_parts_and_batches(tmp_path, monkeypatch, capsys):
+def test_command_takes_shards_and_batch_size(tmp_path, monkeypatch, capsys):
     from argparse import ArgumentParser
 
     from vlmfast.eval import commands
@@ -194,18 +194,18 @@ def launch(tmp_path: Path, *words: str) -> subprocess.CompletedProcess:
     )
 
 
-def test_under_torchrun(tmp_path, whole):
+def test_eval_under_torchrun(tmp_path, whole):
     done = launch(tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
     assert read(tmp_path / "o" / "shapes" / "none").samples == whole.samples
-    # One process speaks, and its table is of all that both have asked.
+    # One process prints, and its table covers the questions of both.
     assert done.stdout.count("| `none` |") == 1
     theirs = json.loads((tmp_path / "o" / "shapes" / "random" / "results.json").read_text())
     assert theirs["n-samples"]["shapes"]["effective"] == DOCS
 
 
 @pytest.mark.slow
-def test_processes_of_a_launcher_give_up_together(tmp_path):
+def test_launched_processes_stop_together(tmp_path):
     done = launch(tmp_path, "--broken")
     assert done.returncode != 0
     assert "samples failed, more than 10" in done.stderr
@@ -227,7 +227,7 @@ evaluate(vlm, task, "random", out=sys.argv[1])
 
 
 @pytest.mark.slow  # two kills, at moments that are waited for, are among the tests of the runner
-def test_killed_at_random_moments_is_as_if_undisturbed(tmp_path):
+def test_run_killed_at_random_equals_an_undisturbed_one(tmp_path):
     """Before the first sample, between samples and in the middle of one."""
     kills = 10
     rows = [
@@ -239,7 +239,7 @@ def test_killed_at_random_moments_is_as_if_undisturbed(tmp_path):
     file = tmp_path / "b" / "mmmu" / "random" / "samples.jsonl"
 
     def start(out: str, delay: float, last: int = 0) -> subprocess.Popen:
-        """A run of its own, which is never done with its question number ``last``."""
+        """A separate run that never finishes its question number ``last``."""
         words = [tmp_path / "script.py", tmp_path / out, data, delay, last]
         env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
         return subprocess.Popen([sys.executable, *map(str, words)], env=env)
@@ -249,7 +249,7 @@ def test_killed_at_random_moments_is_as_if_undisturbed(tmp_path):
     for _ in range(kills):
         # However late the kill comes, the last answer is never written before it.
         process = start("b", 0.02, last=len(rows) - done)
-        # Wait until it writes, or not even that long; then for a time that nobody chose.
+        # Wait until it writes, or less; then for a random time.
         waits = done + 1 < len(rows) and (not moments or draw.random() < 2 / 3)
         while waits and process.poll() is None:
             if file.exists() and file.read_bytes().count(b"\n") > done:

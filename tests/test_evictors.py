@@ -1,4 +1,4 @@
-"""Methods that keep some slots of a prompt: what holds for all, what each chooses, the answer."""
+"""Methods that keep a fraction of the slots: common properties, each method's choice, decoding."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ QUICK = settings(max_examples=25, deadline=None)
 
 
 def tensors(n: int, heads: int = 2, group: int = 2, seed: int = 0) -> tuple[Tensor, KV]:
-    """Queries of a prompt, and what its attention leaves behind."""
+    """Queries of a prompt, and its KV."""
     generator = torch.Generator().manual_seed(seed)
     query = torch.randn(heads * group, n, DIM, generator=generator)
     keys = torch.randn(2, heads, n, DIM, generator=generator)
@@ -64,7 +64,7 @@ class Early(Plain):
 
 
 def build(name: str, share: float):
-    """Every method of this kind, at a share that its window allows at 40 slots and more."""
+    """Any method of this kind, at a share that its window allows at 40 slots and more."""
     return {
         "plain": Plain(share, window=3, sinks=2),
         "snapkv": SnapKV(share, window=4, kernel=3),
@@ -75,7 +75,7 @@ def build(name: str, share: float):
 
 
 NAMES = ("plain", "snapkv", "pyramidkv", "h2o", "streamingllm")
-# The first and the last slots that each keeps for certain, of ``c`` that stay.
+# The first and the last slots that each method always keeps, of ``c`` that stay.
 CERTAIN = {
     "plain": lambda c: (2, 3),
     "snapkv": lambda c: (0, 4),
@@ -85,7 +85,7 @@ CERTAIN = {
 }
 
 
-# --- what holds for all --------------------------------------------------------------------------
+# --- common properties ---------------------------------------------------------------------------
 
 
 @QUICK
@@ -95,7 +95,7 @@ CERTAIN = {
     percent=st.integers(15, 99),
     seed=st.integers(0, 9),
 )
-def test_counts_order_window_and_sinks(name, n, percent, seed) -> None:
+def test_kept_counts_order_window_and_sinks(name, n, percent, seed) -> None:
     query, kv = tensors(n, seed=seed)
     count = int(percent / 100 * n)
     kept, _ = compressed(build(name, percent / 100), query, kv)
@@ -105,7 +105,7 @@ def test_counts_order_window_and_sinks(name, n, percent, seed) -> None:
     first, last = CERTAIN[name](count)
     wanted = [*range(first), *range(n - last, n)]
     assert all(set(wanted) <= set(row) for row in kept.order.tolist())
-    # What stays is what came in.
+    # Kept slots are unchanged.
     rows = kept.order[..., None].expand(-1, -1, DIM)
     assert torch.equal(kept.values, kv.values.gather(1, rows))
     if name != "streamingllm":
@@ -113,7 +113,7 @@ def test_counts_order_window_and_sinks(name, n, percent, seed) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_share_of_one_hands_on_the_same_object(name) -> None:
+def test_keep_1_returns_the_same_object(name) -> None:
     query, kv = tensors(40)
     kept, step = compressed(build(name, 1.0), query, kv)
     assert kept is kv
@@ -122,21 +122,21 @@ def test_a_share_of_one_hands_on_the_same_object(name) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_equal_heads_choose_alike(name) -> None:
+def test_equal_heads_keep_equal_slots(name) -> None:
     query, kv = tensors(60)
     query = torch.cat([query[:2], query[:2]])
     same = prompt_kv(kv.keys[:1].repeat(2, 1, 1), kv.values[:1].repeat(2, 1, 1))
     first, second = kept_by(build(name, 0.3), query, same)
     assert first == second
-    if name != "streamingllm":  # which looks at nothing
+    if name != "streamingllm":  # which uses no attention
         first, second = kept_by(build(name, 0.3), *tensors(60))
         assert first != second
 
 
 @QUICK
 @given(name=st.sampled_from(NAMES), seed=st.integers(0, 9), short=st.integers(40, 69))
-def test_padding_is_never_chosen(name, seed, short) -> None:
-    """A head that holds fewer slots chooses as it would alone; what padding holds is no matter."""
+def test_padding_is_never_kept(name, seed, short) -> None:
+    """A head with fewer slots chooses as it would alone; the contents of padding do not matter."""
     query, kv = tensors(70, seed=seed)
     stage = build(name, 0.25)
     lengths = torch.tensor([70, short])
@@ -147,7 +147,7 @@ def test_padding_is_never_chosen(name, seed, short) -> None:
     stats = None
     if request is not None:
         stats = columns(query, kv.keys, request)
-        # Padding may hold anything: the largest scores, here.
+        # Padding may contain anything: here, the largest scores.
         stats.sum[1, :, short:] = 100.0
     kept = stage.compress(step, 0, ragged, stats)
     assert kept.lengths.tolist() == [int(0.25 * 70), int(0.25 * short)]
@@ -170,7 +170,7 @@ def test_padding_is_never_chosen(name, seed, short) -> None:
 FIELDS = ("keys", "values", "order", "position", "visual", "lengths")
 
 
-def test_ragged_heads_that_all_stay_are_left_alone() -> None:
+def test_ragged_heads_within_budget_are_unchanged() -> None:
     query, kv = tensors(50)
     ragged = replace(kv, lengths=torch.tensor([50, 20]))
     assert compressed(Plain(1.0), query, ragged)[0] is ragged
@@ -210,7 +210,7 @@ def test_preference_is_lexicographic() -> None:
         (Plain(0.01, window=2, sinks=2), "its window of 2 and its 2 first ones; .* least 0.017"),
     ],
 )
-def test_a_share_that_is_too_small(stage, says) -> None:
+def test_too_small_share_is_refused(stage, says) -> None:
     query, kv = tensors(300)
     with pytest.raises(RecipeError, match=says):
         compressed(stage, query, kv)
@@ -220,21 +220,21 @@ def test_a_share_that_is_too_small(stage, says) -> None:
 
 @given(n=st.integers(1, 4000), data=st.data())
 @QUICK
-def test_the_share_that_an_error_names_suffices(n, data) -> None:
+def test_share_named_by_the_error_suffices(n, data) -> None:
     least = data.draw(st.integers(1, n))
     share = float(f"{least_share(least, n):g}")
     assert int(share * n) >= least
     assert share == 1.0 or int((share - 10 / n) * n) < least
 
 
-def test_a_prompt_shorter_than_the_window() -> None:
+def test_prompt_shorter_than_the_window() -> None:
     query, kv = tensors(20)
     with pytest.raises(RecipeError, match=r"of 20 slots .* at least 1$"):
         compressed(SnapKV(0.5), query, kv)
     assert compressed(SnapKV(1.0), query, kv)[0] is kv
 
 
-def test_pooling() -> None:
+def test_score_pooling() -> None:
     scores = torch.tensor([[3.0, 0, 0, 6, 0], [0, 0, 0, 0, 9]])
     average = torch.tensor([[1.0, 1, 2, 2, 2], [0, 0, 0, 3, 3]])
     most = torch.tensor([[3.0, 3, 6, 6, 6], [0, 0, 0, 9, 9]])
@@ -244,7 +244,7 @@ def test_pooling() -> None:
     assert torch.equal(pooled(scores[:, None], 3, "avg"), average[:, None])
 
 
-def test_as_recipes() -> None:
+def test_recipes_round_trip_and_refuse_invalid_values() -> None:
     recipe = Recipe.parse("snapkv:0.3,window=0.1")
     assert recipe[0] == SnapKV(0.3, window=0.1)
     assert str(Recipe.parse("h2o:0.1")) == "h2o:0.1"
@@ -258,18 +258,18 @@ def test_as_recipes() -> None:
 # --- SnapKV, PyramidKV ---------------------------------------------------------------------------
 
 
-def test_snapkv_keeps_what_the_last_rows_attend_to() -> None:
+def test_snapkv_keeps_the_slots_the_window_attends_to() -> None:
     query, kv = tensors(64, heads=1, group=1)
     query[:, -4:] = 30 * kv.keys[:, 20:21]
     assert 20 in kept_by(SnapKV(0.2, window=4, kernel=1), query, kv)[0]
-    # Its neighbours stay with it.
+    # Pooling keeps its neighbours too.
     assert {18, 19, 20, 21, 22} <= set(kept_by(SnapKV(0.2, window=4, kernel=5), query, kv)[0])
     query[:, -4:] = 30 * kv.keys[:, 40:41]
     assert 20 not in kept_by(SnapKV(0.2, window=4, kernel=1), query, kv)[0]
 
 
-def test_what_the_window_receives_is_not_pooled() -> None:
-    """Slots beside the window gain nothing from it."""
+def test_attention_on_the_window_is_not_pooled() -> None:
+    """Slots next to the window gain nothing from it."""
     query, kv = tensors(64, heads=1, group=1)
     kv.keys[:, 60] *= 5
     query[:, -4:] = kv.keys[:, 60:61]
@@ -282,7 +282,7 @@ def test_what_the_window_receives_is_not_pooled() -> None:
     assert {57, 58, 59} <= set(kept_by(replace(stage, window=3), query, kv)[0])
 
 
-def test_snapkv_window_as_a_share() -> None:
+def test_snapkv_window_as_a_fraction() -> None:
     query, kv = tensors(100)
     kept = compressed(SnapKV(0.4, window=0.1), query, kv)[0]
     assert kept.order[0, -4:].tolist() == [96, 97, 98, 99]
@@ -293,7 +293,7 @@ def test_snapkv_window_as_a_share() -> None:
 
 
 def test_pyramid_counts() -> None:
-    """The worked case of 8 layers, and that the average is about what was asked for."""
+    """The worked case of 8 layers; the average is about the requested budget."""
     assert pyramid(200, 40, 8, 8, 20) == [71, 63, 55, 47, 39, 31, 23, 15]
     for n, capacity, window, depth in ((2928, 585, 8, 32), (300, 60, 8, 6), (100, 30, 4, 4)):
         counts = pyramid(n, capacity, window, depth, 20)
@@ -321,8 +321,8 @@ def test_pyramidkv_gives_deep_layers_less() -> None:
 def literal_h2o(
     query: Tensor, kv: KV, n: int, budget: int, recent: int
 ) -> tuple[list[list[int]], Tensor]:
-    """One head after another, lists of tokens; what stays at the end, and all outputs."""
-    group, outputs, held = len(query) // len(kv.keys), [], []
+    """One head after another, lists of tokens; the tokens kept at the end, and all outputs."""
+    group, outputs, remaining = len(query) // len(kv.keys), [], []
     for head in range(len(kv.keys)):
         keys, values = kv.keys[head], kv.values[head]
         of_head = query[head * group : (head + 1) * group]
@@ -343,9 +343,9 @@ def literal_h2o(
             p = (of_head[:, t] @ keys[tokens].T * DIM**-0.5).softmax(-1)
             acc[tokens] += p.mean(0).double()
             seen.append(p @ values[tokens])
-        held.append(evict(tokens, acc.tolist()))
+        remaining.append(evict(tokens, acc.tolist()))
         outputs.append(torch.stack(seen))
-    return held, torch.cat(outputs, 1)
+    return remaining, torch.cat(outputs, 1)
 
 
 def run(stage, part, query: Tensor, kv: KV, n: int) -> tuple[FakeSlots, Tensor]:
@@ -361,7 +361,7 @@ def run(stage, part, query: Tensor, kv: KV, n: int) -> tuple[FakeSlots, Tensor]:
 
 
 @pytest.mark.parametrize(("share", "recent"), [(0.2, 0.5), (0.3, 0.25), (0.25, 0.0), (0.2, 0.9)])
-def test_h2o_keeps_its_size_and_its_heavy_hitters(share, recent) -> None:
+def test_h2o_equals_a_literal_implementation(share, recent) -> None:
     n = 48
     query, kv = tensors(n + 32, seed=3)
     stage = H2O(share, recent=recent)
@@ -370,15 +370,15 @@ def test_h2o_keeps_its_size_and_its_heavy_hitters(share, recent) -> None:
     assert slots.held == budget + 1
     Answer(stage).step(slots, 0)
     assert slots.length.tolist() == [budget, budget]
-    held, wanted = literal_h2o(query, kv, n, budget, int(recent * budget))
-    assert [row.tolist() for row in slots.sorted("order")] == held
+    remaining, wanted = literal_h2o(query, kv, n, budget, int(recent * budget))
+    assert [row.tolist() for row in slots.sorted("order")] == remaining
     close(outputs, wanted, terms=DIM + n)
-    # The control: without eviction in the answer, other outputs.
+    # Control: without eviction during the answer, other outputs.
     _, growing = run(replace(stage, decode=False), None, query, kv, n)
     apart(outputs, growing, terms=DIM + n)
 
 
-def test_h2o_share_of_one_lets_the_answer_grow() -> None:
+def test_h2o_keep_1_lets_the_answer_grow() -> None:
     query, kv = tensors(40)
     stage = H2O(1.0)
     slots, _ = run(stage, Answer(stage), query, kv, 30)
@@ -411,11 +411,11 @@ def test_h2o_with_heads_of_different_lengths() -> None:
         assert row[-last:].tolist() == list(range(72 - last, 72))
 
 
-def test_the_lightest_slot() -> None:
+def test_lightest_slot_is_evicted() -> None:
     order = torch.tensor([[5, 9, 2, 7, 99], [5, 9, 2, 99, 99]])
     mass = torch.tensor([[1.0, 0.0, 1.0, 3.0, 0.0], [1.0, 0.0, 2.0, 0.0, 0.0]])
     length = torch.tensor([4, 3])
-    # Token 9 is lightest but among the last; of equal ones the older token goes.
+    # Token 9 is lightest but among the last; of equal ones the older token is evicted.
     assert lightest(order, mass, length, torch.tensor([1, 1])).tolist() == [2, 0]
     assert lightest(order, mass, length, torch.tensor([0, 0])).tolist() == [1, 1]
     assert lightest(order, mass, length, torch.tensor([3, 2])).tolist() == [2, 2]
@@ -464,7 +464,7 @@ def test_streaming_is_slot_rope(sinks, start) -> None:
     exact = literal_slot_rope(query, kv, n, budget, sinks)
     close(outputs, exact, terms=DIM + budget)
 
-    if sinks:  # the control: sinks that stay where they were
+    if sinks:  # control: sinks that stay where they were
         kept, step = compressed(stage, turned, cached.select(torch.arange(n)))
         step.rotate = lambda keys, delta: keys
         slots = FakeSlots(kept, step, room=1)
@@ -482,7 +482,7 @@ def test_streaming_moves_only_the_sinks() -> None:
 
 
 def test_streaming_closes_gaps_in_the_window() -> None:
-    """Where earlier stages left gaps between ids, slots are what counts."""
+    """Where earlier stages left gaps between ids, slot indices count."""
     query, kv = tensors(40)
     ids = torch.arange(40) * 3
     kv = replace(kv, position=ids.expand(2, -1))
@@ -493,7 +493,7 @@ def test_streaming_closes_gaps_in_the_window() -> None:
 
 
 def test_streaming_in_half_precision_does_not_drift() -> None:
-    """Sinks are rotated from float32 each time: after many steps one rounding, not many."""
+    """Sinks are rotated from float32 each time: many steps add one rounding, not many."""
     query, kv = baked(*tensors(40))
     half = replace(kv, keys=kv.keys.bfloat16(), values=kv.values.bfloat16())
     stage, part = StreamingLLM(0.25), None
@@ -504,14 +504,14 @@ def test_streaming_in_half_precision_does_not_drift() -> None:
         part.step(slots, 0)
         again = rotate(again, torch.ones(2, 4))
         slots.write(half.keys[:, -1], half.values[:, -1])
-    # The last step made room for the token that has just been written: 200 tokens in all.
+    # The last step evicted one slot for the new token: 200 tokens in all.
     exact = rotate(half.keys[:, :4].float(), torch.full((2, 4), 30 + 200))
     error = (slots.keys[:, :4].float() - exact).abs().max()
     assert error < 2 * (exact.bfloat16().float() - exact).abs().max()
     assert (again.float() - exact).abs().max() > 3 * error
 
 
-def test_streaming_share_of_one_lets_the_answer_grow() -> None:
+def test_streaming_keep_1_lets_the_answer_grow() -> None:
     query, kv = baked(*tensors(40))
     stage = StreamingLLM(1.0)
     slots, _ = run(stage, Slide(stage), query, kv, 30)
@@ -534,7 +534,7 @@ def test_streaming_must_be_the_last_to_evict() -> None:
         Slide(stage).step(fewer, 0)
 
 
-def test_the_oldest_slot() -> None:
+def test_oldest_slot_is_evicted() -> None:
     order = torch.tensor([[0, 1, 9, 7, 3], [0, 1, 9, 7, 3]])
     assert oldest(order, torch.tensor([5, 4]), 2).tolist() == [4, 3]
     assert oldest(order, torch.tensor([5, 4]), 0).tolist() == [0, 0]
@@ -543,7 +543,7 @@ def test_the_oldest_slot() -> None:
 # --- QuickPrefill --------------------------------------------------------------------------------
 
 
-def clip(n: int = 30, text: tuple[int, ...] = (0, 1, 15)) -> tuple[Tensor, KV, Tensor]:
+def video_block(n: int = 30, text: tuple[int, ...] = (0, 1, 15)) -> tuple[Tensor, KV, Tensor]:
     """A block whose visual keys have norms that grow from slot to slot."""
     query, kv = tensors(n)
     visual = torch.ones(n, dtype=torch.bool)
@@ -553,7 +553,7 @@ def clip(n: int = 30, text: tuple[int, ...] = (0, 1, 15)) -> tuple[Tensor, KV, T
 
 
 def test_quickprefill_keeps_text_and_small_keys() -> None:
-    query, kv, visual = clip()
+    query, kv, visual = video_block()
     kept, _ = compressed(QuickPrefill(0.2), query, kv, visual=visual)
     assert kept.order.tolist() == [[0, 1, 2, 3, 4, 5, 6, 15]] * 2  # 5 of 27
     kept, _ = compressed(QuickPrefill(0.2, score="key-norm"), query, kv, visual=visual)
@@ -562,8 +562,8 @@ def test_quickprefill_keeps_text_and_small_keys() -> None:
     assert kept.order.tolist() == [[0, 1, 2, 3, 15]] * 2
 
 
-def test_quickprefill_ranks_all_heads_as_one() -> None:
-    query, kv, visual = clip()
+def test_quickprefill_ranks_over_all_heads() -> None:
+    query, kv, visual = video_block()
     other = torch.cat([kv.keys[:1], kv.keys[1:].flip(1) * 2])
     kept, _ = compressed(QuickPrefill(0.2), query, replace(kv, keys=other), visual=visual)
     assert torch.equal(kept.order[0], kept.order[1])
@@ -574,8 +574,8 @@ def test_quickprefill_ranks_all_heads_as_one() -> None:
 
 @pytest.mark.parametrize("limit", [1, 2, 3, 5, 8, 30])
 def test_quickprefill_respects_the_limit_of_a_block(limit) -> None:
-    """Visual slots go first, then text."""
-    _, kv, visual = clip()
+    """Visual slots are evicted first, then text."""
+    _, kv, visual = video_block()
     step = prompt_step(30, 1, visual)
     step.limit = limit
     kept = QuickPrefill(0.2).compress(step, 0, kv, None)
@@ -584,8 +584,8 @@ def test_quickprefill_respects_the_limit_of_a_block(limit) -> None:
     assert int(is_text.sum()) == min(3, limit)
 
 
-def test_quickprefill_no_op_and_least() -> None:
-    query, kv, visual = clip()
+def test_quickprefill_no_op_and_minimum() -> None:
+    query, kv, visual = video_block()
     assert compressed(QuickPrefill(1.0), query, kv, visual=visual)[0] is kv
     assert compressed(QuickPrefill(top_k=40), query, kv, visual=visual)[0] is kv
     assert len(compressed(QuickPrefill(0.01), query, kv, visual=visual)[0]) == 4
@@ -593,8 +593,8 @@ def test_quickprefill_no_op_and_least() -> None:
     assert compressed(QuickPrefill(0.1), query, words)[0] is words
 
 
-def test_quickprefill_wants_the_same_tokens_in_all_heads() -> None:
-    query, kv, _ = clip()
+def test_quickprefill_needs_the_same_tokens_in_all_heads() -> None:
+    query, kv, _ = video_block()
     index = torch.stack([torch.arange(20), torch.arange(20) + 5])
     with pytest.raises(RecipeError, match="quickprefill must stand before"):
         compressed(QuickPrefill(), query, kv.select(index))

@@ -1,7 +1,7 @@
 """Every family against Hugging Face, and against a dense reference that drops nothing and masks.
 
-The reference takes what Hugging Face's own forward hands to its decoder (embeddings, rotary ids,
-deepstack features) and runs the decoder's layers over prompt and answer in one pass.
+The reference takes the decoder inputs of Hugging Face's own forward (embeddings, rotary ids,
+deepstack features) and runs the decoder's layers over prompt and answer in one forward pass.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from vlmfast.engine.prefill import Inputs
 from vlmfast.models import families
 
 BUILD = tiny_families.builders()
-TOKENS = [40, 71, 33, 55, 90, 46, 63, 101]  # fed one by one behind the prompt
+TOKENS = [40, 71, 33, 55, 90, 46, 63, 101]  # fed one by one after the prompt
 PROTOCOLS = ("none", "encode", "prefill", "cache", "draft")
 MEASURED: dict[tuple[str, str], float] = {}
 DOCS = Path(__file__).parents[1] / "docs" / "models.md"
@@ -46,35 +46,35 @@ def picture(seed: int, width: int = 60, height: int = 44) -> np.ndarray:
 
 
 CASES = {
-    "no picture": {},
-    "one picture": {"images": [picture(0)]},
-    "three pictures": {"images": [picture(0), picture(1, 30, 70), picture(2, 90, 33)]},
-    "a clip": {"video": [picture(i, 40, 40) for i in range(5)], "num_frames": 5},
-    "a picture and a clip": {
+    "no image": {},
+    "one image": {"images": [picture(0)]},
+    "three images": {"images": [picture(0), picture(1, 30, 70), picture(2, 90, 33)]},
+    "a video": {"video": [picture(i, 40, 40) for i in range(5)], "num_frames": 5},
+    "an image and a video": {
         "images": [picture(0)],
         "video": [picture(i, 40, 40) for i in range(4)],
         "num_frames": 4,
     },
 }
 PICTURED = [
-    "three pictures",
-    "a clip",
-    pytest.param("one picture", marks=pytest.mark.slow),
-    pytest.param("a picture and a clip", marks=pytest.mark.slow),
+    "three images",
+    "a video",
+    pytest.param("one image", marks=pytest.mark.slow),
+    pytest.param("an image and a video", marks=pytest.mark.slow),
 ]
 
 
 @pytest.fixture(scope="module", params=BUILD)
 def vlm(request) -> VLM:
     if request.param == "smolvlm":
-        pytest.importorskip("num2words")  # its processor wants it
+        pytest.importorskip("num2words")  # needed by its processor
     return VLM(*BUILD[request.param]())
 
 
 def served(vlm: VLM, case: str) -> str:
-    """``case``, or what stands for it in a family that does not read it."""
-    if vlm.adapter.config.model_type == "smolvlm" and case == "a picture and a clip":
-        return "a clip"
+    """``case``, or its replacement in a family that does not support it."""
+    if vlm.adapter.config.model_type == "smolvlm" and case == "an image and a video":
+        return "a video"
     return case
 
 
@@ -89,7 +89,7 @@ def start(vlm: VLM, recipe=(), **media) -> Driven:
 
 @torch.no_grad()
 def handed(model, tensors: dict) -> dict:
-    """What Hugging Face's forward hands to its decoder."""
+    """The decoder inputs of Hugging Face's forward."""
     seen: dict = {}
 
     class Stop(Exception):
@@ -111,19 +111,19 @@ def handed(model, tensors: dict) -> dict:
 
 @dataclass
 class Dense:
-    """Logits over a prompt and an answer in one pass; what is dropped is masked.
+    """Logits over a prompt and an answer in one forward pass; dropped tokens are masked.
 
     Parameters
     ----------
     vlm : VLM
     tensors : dict
-        What the processor made of the prompt.
+        The processor's output for the prompt.
     blocks : bool
     """
 
     vlm: VLM
     tensors: dict
-    blocks: bool = True  # whether pictures see themselves whole, where the family has it so
+    blocks: bool = True  # bidirectional attention within an image, where the family has it
 
     def __post_init__(self) -> None:
         self.model = self.vlm.model
@@ -133,7 +133,7 @@ class Dense:
         if position is None:
             position = torch.arange(self.size)[None]
         elif position.dim() == 3:
-            position = position[-3:, 0]  # behind the text's own, where there are four
+            position = position[-3:, 0]  # after the text's own, where there are four
         if hasattr(self.model.get_decoder().rotary_emb, "mrope_section"):
             position = position.expand(3, -1)
         self.position = position
@@ -159,7 +159,7 @@ class Dense:
         numbered : list of Tensor, bool, (S,), optional
             Per layer the rows that count in rotary ids; the family's own ids by default.
         read : list of Tensor, bool, (H, S), optional
-            Per layer what the answer's tokens see of the prompt, by head.
+            Per layer the prompt slots that the answer's tokens see, by head.
         """
         model, decoder, n = self.model, self.model.get_decoder(), len(tokens)
         more = torch.ones(n, dtype=torch.bool)
@@ -196,13 +196,13 @@ class Dense:
             decoder.config._attn_implementation = before
 
     def sees(self, layer: int, n: int) -> torch.Tensor:
-        """Bool (S + n, S + n): what each row sees while nothing is dropped."""
+        """Bool (S + n, S + n): what each row attends to while nothing is dropped."""
         visible = torch.ones(self.size + n, self.size + n, dtype=torch.bool).tril()
         if self.blocks and "token_type_ids" in self.tensors:
             here = self.tensors["token_type_ids"][0] == 1
             edge = here & ~torch.cat([torch.zeros(1, dtype=torch.bool), here[:-1]])
-            picture = torch.where(here, edge.cumsum(0), -torch.arange(self.size))
-            visible[: self.size, : self.size] |= picture[:, None] == picture
+            block = torch.where(here, edge.cumsum(0), -torch.arange(self.size))
+            visible[: self.size, : self.size] |= block[:, None] == block
         return visible
 
     def ids(self, n: int, numbered: torch.Tensor | None) -> torch.Tensor:
@@ -223,13 +223,13 @@ class Dense:
 
 
 def sums(vlm: VLM, run: Driven) -> int:
-    """Behind a logit of ``run``, over its prompt and `TOKENS`."""
+    """Terms of a logit of ``run``, over its prompt and `TOKENS`."""
     return closeness.network(vlm.model, run.inputs.tensors["input_ids"].shape[1] + len(TOKENS))
 
 
 def equal(vlm: VLM, run: Driven, protocol: str, got: torch.Tensor, expected: torch.Tensor) -> None:
-    """Equality as far as floats go; the largest difference goes to the table in the docs, as a
-    share of the largest logit."""
+    """Equality within float tolerance; the largest difference goes to the table in the docs, as a
+    fraction of the largest logit."""
     difference = closeness.close(got, expected, terms=sums(vlm, run)) / float(expected.abs().max())
     key = vlm.adapter.config.model_type, protocol
     MEASURED[key] = max(MEASURED.get(key, 0.0), difference)
@@ -244,7 +244,7 @@ def close(
     control: torch.Tensor,
 ) -> None:
     equal(vlm, run, protocol, got, expected)
-    # And dropping nothing is something else.
+    # Control: dropping nothing differs.
     closeness.apart(got, control, terms=sums(vlm, run))
 
 
@@ -266,34 +266,34 @@ def test_none_equals_hugging_face(vlm, case):
     tokens = expected.sequences[0, tensors["input_ids"].shape[1] :].tolist()
     got = answer_logits(vlm, run, tokens[:-1])
     equal(vlm, run, "none", got, torch.cat(expected.logits))
-    # Control: other tokens give other logits, by far more than the tolerance.
+    # Control: other tokens change the logits far beyond the tolerance.
     control = answer_logits(vlm, start(vlm, **CASES[case]), TOKENS)
     closeness.apart(got[1:], control[1:], terms=sums(vlm, run))
     answer = vlm.ask("what is here ?", **CASES[case], max_new_tokens=9, do_sample=False)
     assert answer.token_ids == tokens
     visual = vlm.adapter.visual(tensors["input_ids"])
     assert answer.stats.visual_tokens_in == int(visual.sum())
-    assert bool(visual.any()) == (case != "no picture")
-    # The reference of the tests below says the same.
+    assert bool(visual.any()) == (case != "no image")
+    # The reference of the tests below agrees.
     dense = Dense(vlm, tensors)
     closeness.close(dense(dense.everything(), tokens[:-1]), got, terms=sums(vlm, run))
 
 
-def test_the_layout_says_where_tokens_are(vlm):
-    case = served(vlm, "a picture and a clip")
+def test_layout_locates_the_tokens(vlm):
+    case = served(vlm, "an image and a video")
     run = start(vlm, **CASES[case])
     answer_logits(vlm, run, [])
     layout = run.prompt.layout.select(run.prompt.layout.patches)
-    pictures = layout.select(layout.kind == 1)
-    assert pictures.item.unique().tolist() == ([0] if case == "a picture and a clip" else [])
-    assert layout.select(layout.kind == 2).item.min() == len(pictures.item.unique())
+    images = layout.select(layout.kind == 1)
+    assert images.item.unique().tolist() == ([0] if case == "an image and a video" else [])
+    assert layout.select(layout.kind == 2).item.min() == len(images.item.unique())
     assert layout.item.diff().min() >= 0  # items are in the order of the prompt
     box = layout.box
     assert bool((box[:, :2] < box[:, 2:]).all()) and box.min() >= 0 and box.max() <= 1
     for item in layout.item.unique():
         for tile in layout.select(layout.item == item).tile.unique():
             of = layout.select((layout.item == item) & (layout.tile == tile))
-            assert len(of.grid[:, 1:].unique(dim=0)) == len(of)  # one token at each place
+            assert len(of.grid[:, 1:].unique(dim=0)) == len(of)  # one token at each grid position
 
 
 # --- one method of each protocol ------------------------------------------------------------------
@@ -342,7 +342,7 @@ def entered(vlm: VLM, run: Driven) -> list[torch.Tensor]:
 @pytest.mark.parametrize(
     "method", ["random", "hired", pytest.param("grid", marks=pytest.mark.slow)]
 )
-def test_encode(vlm, case, policy, method):
+def test_encode_stages_equal_the_dense_reference(vlm, case, policy, method):
     case = served(vlm, case)
     run = start(vlm, f"{method}:rate=0.4,positions={policy}", **CASES[case])
     got = answer_logits(vlm, run, TOKENS)
@@ -356,7 +356,7 @@ def test_encode(vlm, case, policy, method):
 @pytest.mark.parametrize("case", PICTURED)
 @pytest.mark.parametrize("policy", ["keep", "compact"])
 @pytest.mark.parametrize("method", ["rank", "fastv", "random+rank"])
-def test_prefill(vlm, case, policy, method):
+def test_prefill_stages_equal_the_dense_reference(vlm, case, policy, method):
     case = served(vlm, case)
     first, second = layers_of(vlm)
     recipe = {
@@ -374,7 +374,7 @@ def test_prefill(vlm, case, policy, method):
     full, numbered = dense.everything(), None
     if policy == "compact":
         drop = first + 1 if method == "fastv" else first
-        # Random keeps its own ids; a layer is renumbered by the drops at it and before it.
+        # Random keeps its ids; a layer is renumbered by the drops at it and before it.
         numbered = [None if layer < drop else alive[layer] for layer in range(len(alive))]
     expected = dense(alive, numbered=numbered or [None] * len(alive))
     close(vlm, run, "prefill", got, expected, dense(full))
@@ -382,7 +382,7 @@ def test_prefill(vlm, case, policy, method):
 
 @pytest.fixture
 def kept(monkeypatch) -> dict:
-    """By layer what cache stages leave of it, indices of its prompt for each head."""
+    """By layer the slots that cache stages keep, indices of its prompt for each head."""
     seen, put = {}, KVLayer.put
 
     def note(self, kv):
@@ -406,7 +406,7 @@ def readable(kept: dict, layers: list[KVLayer], size: int) -> list[torch.Tensor]
 
 
 @pytest.mark.parametrize("case", PICTURED)
-def test_cache(vlm, case, kept):
+def test_cache_stages_equal_the_dense_reference(vlm, case, kept):
     case = served(vlm, case)
     run = start(vlm, "snapkv:share=0.5,window=4", **CASES[case])
     got = answer_logits(vlm, run, TOKENS)
@@ -418,11 +418,11 @@ def test_cache(vlm, case, kept):
     close(vlm, run, "cache", got, dense(everything, read=read), dense(everything))
 
 
-@pytest.mark.parametrize("case", ["no picture", *PICTURED])
-def test_speculation(vlm, case):
-    """A tree is checked as if each of its paths had been decoded alone."""
+@pytest.mark.parametrize("case", ["no image", *PICTURED])
+def test_tree_logits_equal_the_dense_reference(vlm, case):
+    """Checking a tree equals decoding each of its paths alone."""
     case = served(vlm, case)
-    recipe = () if case == "no picture" else Rank(layers_of(vlm))
+    recipe = () if case == "no image" else Rank(layers_of(vlm))
     run = start(vlm, recipe, **CASES[case])
     wrong = [token + 1 for token in TOKENS]
     tree = Tree.of_paths(TOKENS[0], [TOKENS[1:5], [TOKENS[1], *wrong[2:4]], wrong[1:3]])
@@ -432,24 +432,24 @@ def test_speculation(vlm, case):
         first = run.start(20)
         run.decoder.rework()
         logits = run.decoder.verify([tree]).logits[0]
-        # The accepted part of a path stays, and decoding goes on behind it.
+        # The accepted part of a path stays, and decoding continues after it.
         run.decoder.accept([paths[-1][:2]])
         rows = [run.next(torch.tensor([[token]])) for token in wrong[5:]]
     dense = Dense(vlm, run.inputs.tensors)
-    alive = dense.everything() if case == "no picture" else entered(vlm, run)
+    alive = dense.everything() if case == "no image" else entered(vlm, run)
     assert len(paths) == 3
     for path in paths:
         expected = dense(alive, [tree.tokens[node] for node in path])
         equal(vlm, run, "draft", first, expected[:1])
         equal(vlm, run, "draft", logits[path], expected[1:])
-    # Control: where two paths part, they are far from each other.
+    # Control: where two paths diverge, their logits are far apart.
     closeness.apart(logits[paths[0][2]], logits[paths[1][2]], terms=sums(vlm, run))
     expected = dense(alive, taken + wrong[5:])
     equal(vlm, run, "draft", torch.cat(rows), expected[-len(rows) :])
 
 
-def test_drafted_answers_are_the_same(vlm):
-    for case in ("one picture", "a clip"):
+def test_drafted_answers_are_unchanged(vlm):
+    for case in ("one image", "a video"):
         answer = vlm.ask("what is here ?", **CASES[case], max_new_tokens=12).token_ids
         for stage in (Knows(tuple(answer)), Knows(tuple(answer), wrong=0.4)):
             drafted = vlm.ask("what is here ?", **CASES[case], max_new_tokens=12, recipe=stage)
@@ -458,8 +458,8 @@ def test_drafted_answers_are_the_same(vlm):
 
 
 @pytest.mark.parametrize("method", ["none", "random", "rank", "compact", "snapkv"])
-def test_a_ragged_batch_of_three(vlm, method, kept):
-    """Rows of other pictures and lengths stand beside each other."""
+def test_ragged_batch_equals_the_dense_reference(vlm, method, kept):
+    """Rows of different images and lengths in one batch."""
     recipe = {
         "none": (),
         "random": "random:0.4,positions=keep",
@@ -467,7 +467,7 @@ def test_a_ragged_batch_of_three(vlm, method, kept):
         "compact": Rank(layers_of(vlm), "compact"),
         "snapkv": "snapkv:share=0.5,window=4",
     }[method]
-    cases = ("one picture", "three pictures", "a picture and a clip")
+    cases = ("one image", "three images", "an image and a video")
     runs = [start(vlm, recipe, **CASES[served(vlm, case)]) for case in cases]
     rows, answers = [], [TOKENS, TOKENS[::-1], [token + 2 for token in TOKENS]]
     with torch.no_grad(), switched(vlm.model):
@@ -497,8 +497,8 @@ def test_a_ragged_batch_of_three(vlm, method, kept):
     assert len(sizes) == 3
 
 
-def test_the_table_in_the_docs():
-    """``VLMFAST_WRITE_TABLE=1`` and all of this file write it anew."""
+def test_table_in_the_docs_is_complete():
+    """``VLMFAST_WRITE_TABLE=1`` and a run of this whole file rewrite it."""
     rows = [
         f"| `{name}` | "
         + " | ".join(f"{MEASURED.get((name, of), 0):.1e}" for of in PROTOCOLS)
@@ -518,11 +518,11 @@ def test_the_table_in_the_docs():
         for cells in (line.strip("| ").split("|") for line in table.splitlines()[2:])
     }
     assert set(written) == set(BUILD)
-    # What the page tells of them; they were held against their tolerances when they were measured.
+    # The numbers on the page; they were checked against their tolerances when measured.
     assert all(0 < of < 1e-5 for row in written.values() for of in row)
 
 
-# --- what a family has of its own -----------------------------------------------------------------
+# --- specific to a family -------------------------------------------------------------------------
 
 
 def one(name: str) -> VLM:
@@ -532,11 +532,11 @@ def one(name: str) -> VLM:
 
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
-def test_times_of_a_clip_reach_the_model(name):
-    """Frames that lie farther apart in time are another clip."""
+def test_times_of_a_video_reach_the_model(name):
+    """Frames farther apart in time give another prompt."""
     vlm = one(name)
     frames = [picture(i, 40, 40) for i in range(8)]
-    run = start(vlm, video=frames, num_frames=4)  # frames of one second each, every second one
+    run = start(vlm, video=frames, num_frames=4)  # one frame per second, every second one
     seconds = [at for *_, at in run.inputs.frames]
     assert len(seconds) == 4 and seconds == sorted(seconds) and seconds[-1] - seconds[0] > 3
     if name == "qwen2_5_vl":
@@ -551,11 +551,11 @@ def test_times_of_a_clip_reach_the_model(name):
     assert bool((position[0] != position[1]).any()) and bool((position[1] != position[2]).any())
 
 
-def test_deepstack_features_are_cut_with_their_tokens():
+def test_deepstack_features_are_dropped_with_their_tokens():
     vlm = one("qwen3_vl")
-    run = start(vlm, "random:0.4,positions=keep", **CASES["one picture"])
+    run = start(vlm, "random:0.4,positions=keep", **CASES["one image"])
     answer_logits(vlm, run, [])
-    prompt, full = run.prompt, start(vlm, **CASES["one picture"])
+    prompt, full = run.prompt, start(vlm, **CASES["one image"])
     answer_logits(vlm, full, [])
     kept = torch.isin(full.prompt.layout.order, prompt.layout.order[prompt.layout.visual])
     kept = kept[full.prompt.layout.visual]
@@ -563,12 +563,12 @@ def test_deepstack_features_are_cut_with_their_tokens():
     for cut, whole in zip(prompt.extra, full.prompt.extra, strict=True):
         assert torch.equal(cut, whole[kept])
     with pytest.raises(RecipeError, match="layer 1 is out of range, this model can drop before"):
-        answer_logits(vlm, start(vlm, "fastv:k=1", **CASES["one picture"]), [])
+        answer_logits(vlm, start(vlm, "fastv:k=1", **CASES["one image"]), [])
 
 
-def test_pictures_of_gemma3_see_themselves_whole():
+def test_gemma3_images_attend_bidirectionally():
     vlm = one("gemma3")
-    run = start(vlm, **CASES["three pictures"])
+    run = start(vlm, **CASES["three images"])
     got = answer_logits(vlm, run, TOKENS)
     dense = Dense(vlm, run.inputs.tensors)
     causal = Dense(vlm, run.inputs.tensors, blocks=False)
@@ -606,7 +606,7 @@ def test_statistics_equal_eager_attention(name):
             return kv
 
     vlm = one(name)
-    run = start(vlm, (Look(), Sums()), **CASES["three pictures"])
+    run = start(vlm, (Look(), Sums()), **CASES["three images"])
     answer_logits(vlm, run, [])
     tensors = run.inputs.tensors
     with torch.no_grad():
@@ -629,20 +629,20 @@ def test_statistics_equal_eager_attention(name):
     assert blocks == (name == "gemma3")
 
 
-def test_prompts_beyond_a_window_are_read():
-    """By the layers that have one within it; `test_windows` has the rest."""
+def test_prompts_beyond_a_window_are_prefilled():
+    """Layers with a window attend within it; `test_windows` covers the rest."""
     vlm = one("gemma3")
-    given = vlm.inputs("what ?", video=CASES["a clip"]["video"], num_frames=5)
+    given = vlm.inputs("what ?", video=CASES["a video"]["video"], num_frames=5)
     size = given["input_ids"].shape[1]
     assert size + 200 > vlm.model.config.get_text_config().sliding_window
     asked = {"max_new_tokens": 200, "do_sample": False, "eos_token_id": None}
     expected = vlm.model.generate(**given, **asked)[0, size:].tolist()
-    assert vlm.ask("what ?", **CASES["a clip"], **asked).token_ids == expected
+    assert vlm.ask("what ?", **CASES["a video"], **asked).token_ids == expected
 
 
 @pytest.mark.parametrize("name", ["llava_next_video", "llava_onevision"])
-def test_vision_statistics_cover_pictures_and_frames(name):
-    """The tower runs twice, over pictures and over frames; a view is a row of both together."""
+def test_vision_statistics_cover_images_and_frames(name):
+    """The tower runs twice, over images and over frames; a view is a row of both together."""
     seen = {}
 
     @dataclass(frozen=True)
@@ -658,7 +658,7 @@ def test_vision_statistics_cover_pictures_and_frames(name):
             return tokens
 
     vlm = one(name)
-    run = start(vlm, Look(), **CASES["a picture and a clip"])
+    run = start(vlm, Look(), **CASES["an image and a video"])
     answer_logits(vlm, run, [])
     tensors = run.inputs.tensors
     tower = vlm.model.get_encoder(modality="image")
@@ -679,22 +679,22 @@ def test_vision_statistics_cover_pictures_and_frames(name):
 @pytest.mark.parametrize("name", BUILD)
 def test_a_session_answers_as_ask_does(name):
     vlm = one(name)
-    for case in ("one picture", "a clip"):
+    for case in ("one image", "a video"):
         with vlm.session(**CASES[case], history=False) as session:
             for question in ("what is here ?", "and the rest ?"):
                 expected = vlm.ask(question, **CASES[case], max_new_tokens=6)
                 got = session.ask(question, max_new_tokens=6)
                 assert got.token_ids == expected.token_ids
-                # Ids of the text behind a clip of Qwen2.5-VL do not follow those of its times.
-                shared = (name, case) != ("qwen2_5_vl", "a clip")
+                # Text ids after a video of Qwen2.5-VL do not follow those of its times.
+                shared = (name, case) != ("qwen2_5_vl", "a video")
                 assert session.reuses == ("kv" if shared else "features")
                 assert (got.stats.prompt_reused > 0) == shared
 
 
 def test_a_batch_of_requests(vlm):
     requests = [
-        Request("what ?", **CASES["one picture"], recipe="random:0.5"),
-        Request("and here ?", **CASES["a clip"], recipe=f"fastv:k={layers_of(vlm)[0]}"),
+        Request("what ?", **CASES["one image"], recipe="random:0.5"),
+        Request("and here ?", **CASES["a video"], recipe=f"fastv:k={layers_of(vlm)[0]}"),
         Request("say something"),
     ]
     answers = vlm.ask_many(requests, batch_size=3, max_new_tokens=6)
@@ -714,7 +714,7 @@ def test_every_family_has_an_adapter():
 
 
 @pytest.mark.parametrize("name", [name for name in BUILD if name not in ("llava", "llava_next")])
-def test_a_processor_of_another_family(name):
+def test_processor_of_another_family_is_refused(name):
     model, _ = BUILD[name]()
     other = "qwen2_5_vl" if name != "qwen2_5_vl" else "gemma3"
     _, processor = BUILD[other]()
@@ -722,7 +722,7 @@ def test_a_processor_of_another_family(name):
         VLM(model, processor)
 
 
-def test_models_that_cannot_be_used():
+def test_unsupported_models_are_refused():
     from transformers import LlamaConfig, LlamaForCausalLM
 
     _, processor = BUILD["internvl"]()
@@ -738,12 +738,12 @@ def test_models_that_cannot_be_used():
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3"])
-def test_padding(name, side):
-    """Where padding would go does not matter; a processor that pads is told not to."""
+def test_padding_has_no_effect(name, side):
+    """The padding side has no effect; a processor that pads is told not to."""
     vlm = one(name)
-    expected = vlm.ask("what ?", **CASES["one picture"], max_new_tokens=4).token_ids
+    expected = vlm.ask("what ?", **CASES["one image"], max_new_tokens=4).token_ids
     vlm.processor.tokenizer.padding_side = side
-    assert vlm.ask("what ?", **CASES["one picture"], max_new_tokens=4).token_ids == expected
+    assert vlm.ask("what ?", **CASES["one image"], max_new_tokens=4).token_ids == expected
     tokenizer = vlm.processor.tokenizer
     call = type(tokenizer).__call__
 
@@ -753,23 +753,23 @@ def test_padding(name, side):
 
     tokenizer.__class__ = Pads
     with pytest.raises(ModelError, match="padded the prompt"):
-        vlm.ask("what ?", **CASES["one picture"], max_new_tokens=4)
+        vlm.ask("what ?", **CASES["one image"], max_new_tokens=4)
 
 
-def test_sizes_that_the_tower_refuses():
+def test_unsupported_tower_sizes_are_refused():
     vlm = one("internvl")
     vlm.processor.image_processor.size = {"height": 48, "width": 48}
     with pytest.raises(ModelError, match="48x48 pixels, and the vision tower takes 32x32"):
-        vlm.ask("what ?", **CASES["one picture"])
+        vlm.ask("what ?", **CASES["one image"])
 
 
-def test_what_a_family_does_not_read():
+def test_unsupported_media_are_refused():
     vlm = one("smolvlm")
     with pytest.raises(ModelError, match="reads pictures or one clip"):
-        vlm.ask("what ?", **CASES["a picture and a clip"])
+        vlm.ask("what ?", **CASES["an image and a video"])
     for name in ("internvl", "gemma3", "llava_onevision"):
         with pytest.raises(ModelError, match=f"which {name} puts into a prompt in a way"):
-            one(name).ask("what ?", **CASES["a clip"], max_kv_tokens=4000, progress=False)
+            one(name).ask("what ?", **CASES["a video"], max_kv_tokens=4000, progress=False)
     vlm = one("gemma3")
 
     class Crops(type(vlm.processor)):
@@ -780,10 +780,10 @@ def test_what_a_family_does_not_read():
 
     vlm.processor.__class__ = Crops
     with pytest.raises(ModelError, match="do_pan_and_scan"):
-        vlm.ask("what ?", **CASES["one picture"])
+        vlm.ask("what ?", **CASES["one image"])
 
 
-def test_a_clip_block_by_block():
+def test_video_block_by_block():
     vlm = one("qwen2_5_vl")
     answer = vlm.ask(
         "what ?", video=[picture(i, 40, 40) for i in range(12)], num_frames=12,
@@ -794,12 +794,12 @@ def test_a_clip_block_by_block():
 
 
 @pytest.mark.parametrize("name", BUILD)
-def test_stages_that_a_tower_cannot_serve(name):
-    """Work inside the tower: an answer, or an error that says what the tower lacks."""
+def test_stages_unsupported_by_a_tower(name):
+    """Work inside the tower: an answer, or an error that names what the tower lacks."""
     vlm = one(name)
-    for case in ("one picture", "a clip"):
+    for case in ("one image", "a video"):
         media = CASES[case]
-        pooled = name in ("llava_next_video", "llava_onevision") and case == "a clip"
+        pooled = name in ("llava_next_video", "llava_onevision") and case == "a video"
         if name.startswith("llava") and not pooled:
             assert vlm.ask("what ?", **media, recipe=Between(), max_new_tokens=2).token_ids
         else:
@@ -830,16 +830,16 @@ class Between(InEncoderStage):
 
 
 @pytest.mark.parametrize("name", BUILD)
-def test_a_saved_model_is_found_by_its_type(name, tmp_path):
+def test_saved_model_is_found_by_its_type(name, tmp_path):
     vlm = one(name)
-    expected = vlm.ask("what ?", **CASES["one picture"], max_new_tokens=4).token_ids
+    expected = vlm.ask("what ?", **CASES["one image"], max_new_tokens=4).token_ids
     vlm.model.save_pretrained(tmp_path)
     vlm.processor.save_pretrained(tmp_path)
     loaded = VLM.from_pretrained(tmp_path, device="cpu")
-    assert len(loaded.ask("what ?", **CASES["one picture"], max_new_tokens=4).token_ids) == 4
-    # The same pixels: a processor that is loaded may resize with another library.
+    assert len(loaded.ask("what ?", **CASES["one image"], max_new_tokens=4).token_ids) == 4
+    # The same pixels: a loaded processor may resize with another library.
     again = VLM(loaded.model, vlm.processor)
-    assert again.ask("what ?", **CASES["one picture"], max_new_tokens=4).token_ids == expected
+    assert again.ask("what ?", **CASES["one image"], max_new_tokens=4).token_ids == expected
     identity = [vlm.adapter.sizes(), vlm.adapter.signature(), vlm.adapter.bytes_per_token()]
     assert identity == [
         loaded.adapter.sizes(), loaded.adapter.signature(), loaded.adapter.bytes_per_token()

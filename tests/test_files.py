@@ -1,4 +1,4 @@
-"""Full disks and places that cannot be written: one clear error, and the older file stays."""
+"""Full disks and unwritable paths: one clear error, and the old file stays."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def refused(call: Callable[[], object], path: Path, reason: str) -> None:
 
 
 @EVERY
-def test_a_file_is_replaced_whole(tmp_path: Path, write) -> None:
+def test_file_is_replaced_atomically(tmp_path: Path, write) -> None:
     path = tmp_path / "file"
     write(path, 1)
     first = path.read_bytes()
@@ -61,7 +61,7 @@ def test_a_file_is_replaced_whole(tmp_path: Path, write) -> None:
 @EVERY
 @pytest.mark.parametrize("step", ["fsync", "replace"])
 @pytest.mark.parametrize("error", [FULL, KeyboardInterrupt()], ids=["full disk", "interrupt"])
-def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch, write, step, error) -> None:
+def test_failed_write_keeps_the_old_file(tmp_path, monkeypatch, write, step, error) -> None:
     def fail(*_: object) -> None:
         raise error
 
@@ -84,7 +84,7 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch, write, st
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no device that is full")
 @EVERY
-def test_a_disk_that_is_really_full(tmp_path: Path, write) -> None:
+def test_really_full_disk(tmp_path: Path, write) -> None:
     path = tmp_path / "file"
     write(path, 1)
     old = path.read_bytes()
@@ -94,7 +94,7 @@ def test_a_disk_that_is_really_full(tmp_path: Path, write) -> None:
 
 
 @EVERY
-def test_places_that_cannot_be_written(tmp_path: Path, write) -> None:
+def test_unwritable_paths_are_refused(tmp_path: Path, write) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
     refused(lambda: write(folder, 1), folder, "Is a directory")
@@ -104,21 +104,23 @@ def test_places_that_cannot_be_written(tmp_path: Path, write) -> None:
     assert {file.name for file in tmp_path.iterdir()} == {"file", "folder"}
 
 
-def test_errors_of_what_is_written_are_left_alone(tmp_path: Path) -> None:
+def test_errors_of_the_writer_are_not_wrapped(tmp_path: Path) -> None:
     for error in (RuntimeError("own"), ValueError("own")):
         with pytest.raises(type(error), match="own"), replacing(tmp_path / "file"):
             raise error
     assert not list(tmp_path.iterdir())
 
 
-def test_folders(tmp_path: Path) -> None:
+def test_folders_are_created_or_refused(tmp_path: Path) -> None:
     make_folder(tmp_path / "a" / "b")
     make_folder(tmp_path / "a" / "b")
     (tmp_path / "file").touch()
     refused(lambda: make_folder(tmp_path / "file"), tmp_path / "file", "File exists")
 
 
-def test_weights_of_a_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_write_keeps_the_old_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def save(value: float) -> None:
         module = torch.nn.Linear(2, 2)
         torch.nn.init.constant_(module.weight, value)
@@ -136,7 +138,9 @@ def test_weights_of_a_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("what", ["report", "difference"])
-def test_reports_and_plots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+def test_failed_write_keeps_old_reports_and_plots(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
     for recipe, accuracy, budget in (("none", 0.9, 1.0), ("random:budget=0.5", 0.4, 0.5)):
         fakes.write_results(tmp_path / "in", recipe, accuracy, budget, limit=2)
     out, place = tmp_path / "out", tmp_path / "in"
@@ -177,7 +181,7 @@ LIMITED = """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the limit on the size of a file is Linux's")
-def test_an_evaluation_on_a_full_disk_goes_on_later(tmp_path: Path) -> None:
+def test_evaluation_on_a_full_disk_resumes_later(tmp_path: Path) -> None:
     root = Path(vlmfast.__file__).parents[1]
     environment = os.environ | {"PYTHONPATH": f"{root}{os.pathsep}{root / 'tests'}"}
     code = textwrap.dedent(LIMITED)

@@ -1,4 +1,4 @@
-"""FlashVID: segments, selection, trees and clusters in numbers, and its promises on clips."""
+"""FlashVID: segments, selection, trees and clusters in numbers, and its properties on videos."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from vlmfast.core.statistics import VisionStats
 from vlmfast.kernels.diversity import cosine, max_min
 
 
-def as_clip(stats: VisionStats) -> VisionStats:
+def as_video(stats: VisionStats) -> VisionStats:
     n = len(stats.items)
     frames = (replace(item, clip=0, frame=(i, n)) for i, item in enumerate(stats.items))
     return stats_of(tuple(frames), {TOWER - 2: stats.rows[TOWER - 2]})
 
 
-def test_segments_in_numbers() -> None:
+def test_segments_on_a_worked_example() -> None:
     frames = torch.tensor([[1.0, 0], [1, 0.1], [0, 1], [0.1, 1], [0.1, 1.1], [1, 1]])
     assert segments(frames, 0.9, 1).tolist() == [0, 0, 1, 1, 1, 2]
-    # One more: where the others are least alike, between the first two.
+    # One more: at the lowest similarity of the rest, between the first two.
     assert segments(frames, 0.9, 4).tolist() == [0, 1, 2, 2, 2, 3]
     assert segments(frames, 0.9, 99).tolist() == [0, 1, 2, 3, 4, 5]
     assert segments(frames[:1], 0.9, 8).tolist() == [0]
 
 
-def test_selection_in_numbers() -> None:
+def test_selection_on_a_worked_example() -> None:
     features = torch.randn(12, 6, generator=torch.Generator().manual_seed(0))
     similarity, weight = (
         cosine(features),
@@ -58,21 +58,21 @@ def test_means_of_groups() -> None:
     assert means(rows, torch.tensor([0, 0, 2, 0])).flatten().tolist() == [3, 3, 10, 3]
 
 
-def test_what_stands_still_becomes_one_tree() -> None:
-    """Four frames of the same 16 tokens, a little noise on them; one token of each is chosen."""
+def test_static_content_becomes_one_tree() -> None:
+    """Four frames of the same 16 tokens with a little noise; one token of each is chosen."""
     tokens, stats = prompt(*[{"tiles": (0, 0)}] * 4)
     still = tokens.features[:16].repeat(4, 1)
     still = still + 0.01 * torch.randn(64, DIM, generator=torch.Generator().manual_seed(0))
     tokens = VisualTokens(still, tokens.layout)
     stage = FlashVID(20 / 64, alpha=0.2, least=1)
-    kept = stage.reduce(tokens, as_clip(stats), REQUEST)
+    kept = stage.reduce(tokens, as_video(stats), REQUEST)
     assert len(kept) == 20
     weight = kept.layout.weight
     assert weight.sum() == 64
     merged = weight > 1
     assert int((~merged).sum()) >= 4
     assert 10 <= int(merged.sum()) <= 16
-    # A tree stands where its first token stood, and is the mean of what is the same place.
+    # A tree is at the position of its first token; its features are the tree's mean.
     whole = kept.layout.select(merged & (weight == 4))
     assert len(whole) > 8
     place = torch.searchsorted(tokens.layout.order, whole.order)
@@ -81,27 +81,27 @@ def test_what_stands_still_becomes_one_tree() -> None:
     close(kept.features[merged & (weight == 4)], expected, terms=4)
     # Control: where every frame is a segment nothing is linked, and frames are clustered.
     cut = FlashVID(20 / 64, alpha=0.2, segment=1.0, least=4)
-    kept = cut.reduce(tokens, as_clip(stats), REQUEST)
+    kept = cut.reduce(tokens, as_video(stats), REQUEST)
     assert len(kept) == 20
     views = kept.layout.view.unique(return_counts=True)[1].tolist()
     assert views == [5] * 4
 
 
-def test_links_are_no_more_than_needed() -> None:
+def test_links_stop_at_the_budget() -> None:
     """All frames alike: links stop where the budget is met."""
     tokens, stats = prompt(*[{"tiles": (0, 0)}] * 3)
     tokens = VisualTokens(tokens.features[:16].repeat(3, 1), tokens.layout)
     for share in (0.5, 0.75, 0.9):
-        kept = FlashVID(share, least=1).reduce(tokens, as_clip(stats), REQUEST)
+        kept = FlashVID(share, least=1).reduce(tokens, as_video(stats), REQUEST)
         assert len(kept) == round(share * 48)
         assert kept.layout.weight.sum() == 48
 
 
 @given(picture_arguments(), st.integers(1, 4), st.floats(0.03, 0.97), st.booleans())
 @settings(max_examples=20, deadline=None)
-def test_what_a_clip_keeps(arguments: dict, frames: int, share: float, clip: bool) -> None:
+def test_kept_count_per_video(arguments: dict, frames: int, share: float, clip: bool) -> None:
     tokens, stats = prompt(*[arguments] * frames)
-    given = as_clip(stats) if clip else replace(as_clip(stats), items=stats.items)
+    given = as_video(stats) if clip else replace(as_video(stats), items=stats.items)
     kept = FlashVID(share).reduce(tokens, given, REQUEST)
     order = kept.layout.order
     assert bool((order[1:] > order[:-1]).all())
@@ -116,18 +116,18 @@ def test_what_a_clip_keeps(arguments: dict, frames: int, share: float, clip: boo
     assert torch.equal(kept.features[alone], tokens.features[same])
 
 
-def test_deeper_features_merge_alike() -> None:
+def test_deeper_features_merge_the_same_way() -> None:
     tokens, stats = prompt(*[{"tiles": (0, 0)}] * 3)
     tokens = VisualTokens(tokens.features, tokens.layout, (2 * tokens.features,))
-    kept = FlashVID(0.3).reduce(tokens, as_clip(stats), REQUEST)
+    kept = FlashVID(0.3).reduce(tokens, as_video(stats), REQUEST)
     close(kept.extra[0], 2 * kept.features, terms=len(tokens))
     assert (kept.layout.weight > 1).any()
 
 
-def test_the_word() -> None:
+def test_recipe_round_trips() -> None:
     assert FlashVID().saliencies() == (SaliencyRequest("features"),)
     tokens, stats = prompt({"tiles": (2, 2)})
-    assert FlashVID(budget=1.0).reduce(tokens, as_clip(stats), REQUEST) is tokens
+    assert FlashVID(budget=1.0).reduce(tokens, as_video(stats), REQUEST) is tokens
     for text in ("flashvid", "flashvid:0.2,alpha=0.5,repair=true", "flashvid:budget=0.1,least=1"):
         assert Recipe.parse(text) == Recipe.parse(str(Recipe.parse(text)))
     with pytest.raises(RecipeError, match=r"flashvid: least=0 is out of range"):

@@ -1,4 +1,4 @@
-"""frames-clip: which frames are chosen, of lists and of files, and what is asked for them."""
+"""frames-clip: selected frames of lists and files, and the cost."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def weights(tmp_path_factory) -> tuple[str, str]:
     return tiny_clip.build(tmp_path_factory.mktemp("clip"))
 
 
-def clip(n: int) -> list:
+def video(n: int) -> list:
     return [photo(40, 40, seed=i) for i in range(n)]
 
 
@@ -44,8 +44,8 @@ def stage(weights, **values) -> FramesClip:
 
 
 @pytest.mark.parametrize("n", [1, 3, 5])
-def test_which_frames(weights, n) -> None:
-    frames = clip(12)
+def test_chosen_frames_equal_a_choice_by_hand(weights, n) -> None:
+    frames = video(12)
     seen = load_video(frames, select=lambda info: stage(weights, n=n).frames(info, QUESTION))
     assert seen.indices == by_hand(weights, frames, list(range(12)), n, QUESTION)
     assert seen.info.read is None
@@ -57,7 +57,7 @@ def test_which_frames(weights, n) -> None:
 
 def test_another_question_chooses_other_frames(weights) -> None:
     info = VideoInfo(20, 1.0, 20.0, 40, 40)
-    frames = clip(20)
+    frames = video(20)
     info = replace(info, read=lambda part: [frames[i] for i in part])
     chosen = {
         tuple(stage(weights, n=4).frames(info, question))
@@ -66,13 +66,13 @@ def test_another_question_chooses_other_frames(weights) -> None:
     assert len(chosen) > 1
 
 
-def test_short_clips_are_read_whole() -> None:
-    """And nobody is asked."""
+def test_short_videos_keep_all_frames() -> None:
+    """And no CLIP model is loaded."""
     assert FramesClip(n=8).frames(VideoInfo(8, 1.0, 8.0, 4, 4), QUESTION) == list(range(8))
 
 
-def test_a_run(weights) -> None:
-    vlm, frames = VLM(*build_llava()), clip(9)
+def test_run_with_chosen_frames(weights) -> None:
+    vlm, frames = VLM(*build_llava()), video(9)
     chosen = vlm.ask(QUESTION, video=frames, recipe=stage(weights, n=3), max_new_tokens=6)
     places = by_hand(weights, frames, list(range(9)), 3, QUESTION)
     expected = vlm.ask(QUESTION, video=[frames[i] for i in places], max_new_tokens=6)
@@ -85,7 +85,7 @@ def test_a_run(weights) -> None:
         vlm.session(video=frames, recipe=stage(weights, n=3))
 
 
-def test_errors() -> None:
+def test_invalid_values_are_refused() -> None:
     with pytest.raises(RecipeError, match=r"candidates=4 must be at least n=8"):
         FramesClip(candidates=4)
     with pytest.raises(RecipeError, match=r"frames-clip: n=0 is out of range"):

@@ -1,4 +1,4 @@
-"""Every call is answered or refused in one line, and the model answers right afterwards."""
+"""Every call is answered or refused in one line, and the model still answers afterwards."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def test_many_calls_are_answered_or_refused_in_one_line(fuzz: Fuzz) -> None:
     assert fuzz.run(1, 1000) == []
 
 
-def test_what_the_fuzzer_would_find() -> None:
-    """The control: other errors, several lines, late refusals and other answers are told."""
+def test_fuzzer_reports_planted_failures() -> None:
+    """Control: other errors, several lines, late refusals and wrong answers are reported."""
     model, processor = tiny_models.build_llava()
     fuzz = Fuzz(model, processor)
 

@@ -1,8 +1,8 @@
-"""Golden vectors: what reference implementations chose on stored inputs.
+"""Golden vectors: the choices of reference implementations on stored inputs.
 
-Files are looked for below ``$VLMFAST_GOLDEN`` (default: ``golden`` beside this file). The nearest
-parent folder called reducers, kv or spec and the longest known prefix of a file's name say which
-runner replays it. A file that no table below knows is a failure: nothing is left out in silence.
+Files are searched below ``$VLMFAST_GOLDEN`` (default: ``golden`` next to this file). The nearest
+parent folder called reducers, kv or spec and the longest known prefix of a file's name select the
+runner that replays it. A file that is in no table below is a failure: none is skipped silently.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ FOLDERS = ("reducers", "kv", "spec")
 NOT_DATA = ("README.md", "MANIFEST.json")
 
 Data = dict[str, Any]  # tensors of a safetensors file, or a parsed JSON file
-Meta = dict[str, str]  # parameters that some files carry beside their tensors
+Meta = dict[str, str]  # parameters that some files store with their tensors
 Check = Callable[[Data, Meta], None]
 
 
@@ -121,13 +121,13 @@ REQUEST = EncodeRequest("", torch.zeros(0, 8), depth=4)
 
 
 def cls_rows(attention: Tensor) -> Tensor:
-    """Stored CLS rows without the column of CLS itself, in the type that they were computed in."""
+    """Stored CLS rows without the column of CLS itself, in the dtype of their computation."""
     rows = attention[..., -N:]
     return rows.half() if torch.equal(rows.half().float(), rows.float()) else rows
 
 
 def same_choice(ours: Tensor, stored: Tensor, scores: Tensor) -> None:
-    """Equal masks; in half precision equal scores may stand for each other."""
+    """Equal masks; in half precision tokens with equal scores are interchangeable."""
     if scores.dtype == torch.float32:
         assert torch.equal(ours, stored)
         return
@@ -147,13 +147,13 @@ def same_budgets(ours: list[int], stored: list[int], content: Tensor, rest: int,
     stripes = torch.arange(N) * (len(ours) - 1) // N
     for crop, number in enumerate(stored[1:]):
         inside = stripes == crop
-        sure, tied = int((top & ~edge & inside).sum()), int((edge & inside).sum())
-        low, high = (int(c / max(int(top.sum()), 1) * rest) for c in (sure, sure + tied))
+        certain, tied = int((top & ~edge & inside).sum()), int((edge & inside).sum())
+        low, high = (int(c / max(int(top.sum()), 1) * rest) for c in (certain, certain + tied))
         assert min(low, N) <= number <= min(high + 1, N)
 
 
 def hired_next(data: Data, meta: Meta) -> None:
-    """Budgets, selection and packing of each picture, and the stage on top of them."""
+    """Budgets, selection and packing of each image, then the stage."""
     rate, alpha = float(data["token_budget_rate"]), float(data["alpha"])
     content, importance = cls_rows(data["cls_attn_layer0"]), cls_rows(data["cls_attn_layer22"])
     lengths, lengths_all, chosen, everything = [], [], [], []
@@ -198,7 +198,7 @@ def stage_delivers(
     first: int,
     wanted: Tensor,
 ) -> None:
-    """The stage, on tokens laid out by the correct grid, keeps those of ``wanted`` that exist."""
+    """The stage, on tokens of the correct grid, keeps those of ``wanted`` that exist."""
     tokens, geometry = picture(tiles, PATCHES, size, view=first)
     stats = stats_of(
         (geometry,),
@@ -219,14 +219,14 @@ def stage_delivers(
 
 
 def hired_llava15(data: Data, meta: Meta) -> None:
-    """CLS rows from stored queries and keys, then the choice for the first picture."""
+    """CLS rows from stored queries and keys, then the choice for the first image."""
     stored = data["cls_attn_layer22"]
     batch, heads, keys = stored.shape
     q = data["q_layer22"].float().view(batch, keys, heads, -1).transpose(1, 2)
     k = data["k_layer22"].float().view(batch, keys, heads, -1).transpose(1, 2)
     logits = q[:, :, :1] @ k.transpose(2, 3) * q.shape[-1] ** -0.5
     rows = logits.softmax(-1)[:, :, 0]
-    # What a logit is off by, its probability is off by relatively; half precision cannot tell the
+    # A logit's absolute error is its probability's relative error; half precision cannot tell the
     # smallest of them from zero.
     exact = stored.dtype == torch.float32
     least = torch.finfo(stored.dtype).smallest_normal
@@ -247,7 +247,7 @@ def hired_llava15(data: Data, meta: Meta) -> None:
 
 
 def merged(embeds: Tensor, ids: Tensor, features: list[Tensor], image_id: int) -> VisualTokens:
-    """One prompt without padding: text and pictures by ``order``, positions renumbered."""
+    """One prompt without padding: text and images by ``order``, positions renumbered."""
     features = list(features)
     width = torch.tensor([len(features[0]) if i == image_id else 1 for i in ids.tolist()])
     starts, parts = width.cumsum(0) - width, []
@@ -274,14 +274,14 @@ def hired_merge(data: Data, meta: Meta) -> None:
         data["input_ids"], data["attention_mask"].bool(), data["inputs_embeds"], strict=True
     ):
         ids, embeds = ids[mask], embeds[mask]
-        pictures = [features.pop(0) for _ in range(int((ids == image_id).sum()))]
-        rows.append(merged(embeds, ids, pictures, image_id))
+        images = [features.pop(0) for _ in range(int((ids == image_id).sum()))]
+        rows.append(merged(embeds, ids, images, image_id))
     assert not features
     batch, length = data["final_attention_mask"].shape
     assert length == max(len(row) for row in rows)
     embedding = torch.zeros_like(data["final_embedding"])
     mask = torch.zeros(batch, length, dtype=torch.int64)
-    positions = torch.ones(batch, length, dtype=torch.int64)  # what padding gets
+    positions = torch.ones(batch, length, dtype=torch.int64)  # of padding
     for i, row in enumerate(rows):
         embedding[i, length - len(row) :] = row.features
         positions[i, length - len(row) :] = row.layout.position[0]
@@ -292,18 +292,18 @@ def hired_merge(data: Data, meta: Meta) -> None:
 
 
 def rolled(*names: str) -> Callable[[Data], Data]:
-    """A control: the same file with the last axis of ``names`` moved by one."""
+    """Control: the same file with the last axis of ``names`` moved by one."""
     return lambda data: data | {name: data[name].roll(1, -1) for name in names}
 
 
 def reordered(name: str, dim: int = 0) -> Callable[[Data], Data]:
-    """A control: the same file with the rows of ``name`` the other way round."""
+    """Control: the same file with the rows of ``name`` reversed."""
     return lambda data: data | {name: data[name].flip(dim)}
 
 
 # --- tables --------------------------------------------------------------------------------------
 
-# Folder and prefix: what replays the file, and a change of its content that must be noticed.
+# Folder and prefix: the runner of the file, and a change of its content that must be detected.
 RUNNERS: dict[str, dict[str, tuple[Check, Callable[[Data], Data]]]] = {
     "reducers": {
         "hired-next": (hired_next, rolled("cls_attn_layer22")),
@@ -380,7 +380,7 @@ RUNNERS: dict[str, dict[str, tuple[Check, Callable[[Data], Data]]]] = {
     },
 }
 
-# Files whose method the project does not have yet.
+# Files of methods that the project does not implement yet.
 NOT_BUILT: dict[str, dict[str, str]] = {
     "reducers": {},
     "kv": {
@@ -414,7 +414,7 @@ REPLACED: dict[str, dict[str, str]] = {
 
 
 def classify(path: Path) -> tuple[str, str] | None:
-    """``(folder, longest known prefix)`` of a file, ``None`` for one that no table knows."""
+    """``(folder, longest known prefix)`` of a file, ``None`` for one that is in no table."""
     folder = next((parent.name for parent in path.parents if parent.name in FOLDERS), None)
     if folder is None or path.suffix not in (".safetensors", ".json"):
         return None
@@ -432,7 +432,7 @@ def name(path: Path) -> str:
 
 
 @pytest.mark.parametrize("path", FILES, ids=name)
-def test_golden(path: Path) -> None:
+def test_golden_file(path: Path) -> None:
     found = classify(path)
     assert found, f"no table of {Path(__file__).name} knows {name(path)}"
     folder, prefix = found
@@ -444,8 +444,8 @@ def test_golden(path: Path) -> None:
 
 @pytest.mark.parametrize("path", RUNNABLE, ids=name)
 def test_golden_can_fail(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each runner notices a small change of the file that it replays."""
-    monkeypatch.delenv("VLMFAST_CLOSENESS", raising=False)  # what is spoilt shares no tolerance
+    """Each runner detects a small change of the file that it replays."""
+    monkeypatch.delenv("VLMFAST_CLOSENESS", raising=False)  # spoilt inputs must not be recorded
     folder, prefix = classify(path)
     run, spoil = RUNNERS[folder][prefix]
     data, meta = load(path)
@@ -453,7 +453,7 @@ def test_golden_can_fail(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         run(spoil(data), meta)
 
 
-def test_something_was_found() -> None:
+def test_golden_files_exist() -> None:
     assert ROOT.is_dir(), f"no golden files: {ROOT} is not a folder"
     assert RUNNABLE, f"no golden file below {ROOT} has a runner"
 

@@ -1,4 +1,4 @@
-"""`benchmarks/gpu_hour.py` runs through on a CPU, and does not hide what fails."""
+"""`benchmarks/gpu_hour.py` runs on a CPU and reports its failures."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def ran(out: Path, *words: str) -> tuple[subprocess.CompletedProcess, dict[str, 
     return done, json.loads(out.read_text(encoding="utf-8"))
 
 
-def test_a_dry_run_goes_through_every_part(tmp_path: Path) -> None:
+def test_dry_run_covers_every_part(tmp_path: Path) -> None:
     done, result = ran(tmp_path / "result.json", "benchmarks/gpu_hour.py")
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert result["dry"] and result["device"] == "cpu" and result["date"]
@@ -46,12 +46,12 @@ def test_a_dry_run_goes_through_every_part(tmp_path: Path) -> None:
     for part, words in expected.items():
         for word in words:
             assert any(word in what for what in told[part]), (part, word)
-    # Answers are judged on a CPU too, times are not.
+    # Answers are checked on a CPU too, times are not.
     assert {row["verdict"] for row in rows} == {"", "PASS"}
     assert sum(row["verdict"] == "PASS" for row in rows) == 3
 
 
-def test_an_error_is_a_row_and_the_next_part_runs(tmp_path: Path) -> None:
+def test_error_is_reported_and_the_next_part_runs(tmp_path: Path) -> None:
     script = (
         "import sys, gpu_hour\n"
         "def broken(bench):\n"

@@ -18,7 +18,7 @@ RECIPES = ["none", "pyramiddrop", "h2o:0.7", "kivi:bits=4,group=4,residual=8", "
 
 
 def repeated(step, state):
-    """Runs the step from what was recorded, at the addresses that were recorded."""
+    """Runs the step on the recorded tensors, at their recorded addresses."""
     addresses = {key: of.data_ptr() for key, of in state.items()}
 
     def replay() -> None:
@@ -38,7 +38,7 @@ def vlm(monkeypatch) -> VLM:
     """A model whose steps are captured by the stand-in."""
     from vlmfast.engine.cache import KVLayer
 
-    # As on CUDA: masks and not lengths say what is there.
+    # As on CUDA: masks, not lengths, mark the filled slots.
     monkeypatch.setattr(KVLayer, "prefix", False)
     vlm = VLM(*build_llava())
     vlm.adapter.decoding = "graph"
@@ -48,7 +48,7 @@ def vlm(monkeypatch) -> VLM:
 
 
 def follow(monkeypatch) -> None:
-    """The stand-in's step is Python: it works on the decoder that uses the graph now."""
+    """The stand-in's step is Python: it uses the decoder that currently owns the graph."""
     replay = StepGraph.replay
 
     def replayed(self, decoder, *given):
@@ -75,7 +75,7 @@ def test_captured_steps_give_the_same_tokens(plain: VLM, vlm: VLM, recipe: str) 
         assert len(wanted) == 40
 
 
-def test_a_second_request_uses_the_step_again(plain: VLM, vlm: VLM) -> None:
+def test_second_request_reuses_the_step(plain: VLM, vlm: VLM) -> None:
     graphs = vlm.adapter.kept["graphs"]
     for number in range(3):
         vlm.ask("what is here ?", images=picture(seed=number), max_new_tokens=6)
@@ -87,7 +87,7 @@ def test_a_second_request_uses_the_step_again(plain: VLM, vlm: VLM) -> None:
 
 @pytest.mark.parametrize("recipe", ["none", "pyramiddrop", "kivi:bits=4,group=4,residual=8"])
 def test_trees_are_captured_by_their_width(plain: VLM, vlm: VLM, recipe: str) -> None:
-    """Single tokens and trees of several widths take turns in the same buffers."""
+    """Single tokens and trees of several widths alternate in the same buffers."""
     from fake_drafters import Knows
     from vlmfast.core.recipe import Recipe
 
@@ -102,7 +102,7 @@ def test_trees_are_captured_by_their_width(plain: VLM, vlm: VLM, recipe: str) ->
     assert widths <= {1, 2, 4, 8, 16} and len(widths) > 1
 
 
-def test_growing_beyond_the_buffers_captures_anew(plain: VLM, vlm: VLM, monkeypatch) -> None:
+def test_growing_beyond_the_buffers_recaptures(plain: VLM, vlm: VLM, monkeypatch) -> None:
     from vlmfast.engine import cache
 
     monkeypatch.setattr(cache, "_ROOM", 8)
@@ -116,7 +116,7 @@ def test_growing_beyond_the_buffers_captures_anew(plain: VLM, vlm: VLM, monkeypa
     assert graphs.captured == before
 
 
-def test_batches_and_sessions(plain: VLM, vlm: VLM) -> None:
+def test_captured_batches_and_sessions(plain: VLM, vlm: VLM) -> None:
     requests = [
         Request("what ?", picture(seed=i), recipe=r, generation={"max_new_tokens": 5 + 7 * i})
         for i, r in enumerate(["none", "h2o:0.7", "pyramiddrop", "none"])
@@ -133,8 +133,8 @@ def test_batches_and_sessions(plain: VLM, vlm: VLM) -> None:
     assert answers[0] == answers[1]
 
 
-def test_the_stand_in_notices_a_moved_buffer(vlm: VLM) -> None:
-    """Control: a step whose buffers were replaced behind its back does not run."""
+def test_stand_in_detects_a_moved_buffer(vlm: VLM) -> None:
+    """Control: a step whose buffers were replaced after its capture does not run."""
     from driven import Driven
     from vlmfast.core.recipe import Recipe
     from vlmfast.engine.attention import switched
@@ -170,7 +170,7 @@ def test_compiled_steps_give_the_same_tokens(plain: VLM) -> None:
     assert vlm.ask("what is here ?", **given).token_ids == wanted
 
 
-def test_bad_choices_are_refused() -> None:
+def test_invalid_choices_are_refused() -> None:
     model, processor = build_llava()
     with pytest.raises(VLMFastError, match="decoding='fast' must be one of auto, graph"):
         VLM(model, processor, decoding="fast")

@@ -1,4 +1,4 @@
-"""HiRED: the rules in numbers worked out by hand, then its promises on random pictures."""
+"""HiRED: the rules in numbers worked out by hand, then its properties on random images."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def newlines(tokens: VisualTokens) -> int:
     return int((tokens.layout.kind == Kind.NEWLINE).sum())
 
 
-def reduced(stage: HiRED, *pictures: dict, seed: int = 0) -> tuple[VisualTokens, VisualTokens]:
-    tokens, stats = prompt(*pictures, seed=seed)
+def reduced(stage: HiRED, *images: dict, seed: int = 0) -> tuple[VisualTokens, VisualTokens]:
+    tokens, stats = prompt(*images, seed=seed)
     return tokens, stage.reduce(tokens, stats, REQUEST)
 
 
@@ -62,11 +62,11 @@ def reduced(stage: HiRED, *pictures: dict, seed: int = 0) -> tuple[VisualTokens,
     [
         (5, 0.2, 0.5, (288, 288)),
         (5, 0.4, 0.5, (576, 576)),
-        (5, 0.7, 0.5, (576, 1439)),  # 2880 * 0.7 is 2015.99..., and the whole view is full
+        (5, 0.7, 0.5, (576, 1439)),  # 2880 * 0.7 is 2015.99..., and the full view is full
         (5, 0.2, 0.0, (0, 576)),
         (5, 0.2, 1.0, (576, 0)),
         (5, 0.9, 1.0, (576, 2016)),
-        (3, 0.2, 0.5, (172, 173)),  # the floor lost in the whole view goes to the crops
+        (3, 0.2, 0.5, (172, 173)),  # the remainder of the full view goes to the crops
     ],
 )
 def test_view_budgets(views: int, rate: float, alpha: float, budgets: tuple[int, int]) -> None:
@@ -89,7 +89,7 @@ def test_content_by_stripe_counts_the_most_attended() -> None:
     assert content_by_stripe(content, 4, 1.0).tolist() == [0, 0, 0, 0]
 
 
-def test_crop_budgets_lose_what_truncation_and_the_clamp_cut() -> None:
+def test_crop_budgets_are_truncated_and_clamped() -> None:
     assert crop_budgets(torch.tensor([1.0, 1, 1, 0]), 10, 4) == [3, 3, 3, 0]
     assert crop_budgets(torch.tensor([3.0, 1]), 8, 4) == [4, 2]
     assert crop_budgets(torch.zeros(4), 8, 4) == [2, 2, 2, 2]
@@ -99,7 +99,7 @@ def test_crop_budgets_lose_what_truncation_and_the_clamp_cut() -> None:
     assert ours == ((stripes / stripes.sum()) * 288).int().tolist()
 
 
-def test_whole_view_and_crops_in_numbers() -> None:
+def test_full_view_and_crops_on_a_worked_example() -> None:
     """Two crops side by side; all content on the right, so the right crop gets all."""
     tokens, geometry = picture((1, 2), (2, 2))
     content = torch.tensor([[[0.0, 0.5, 0.0, 0.5]]] * 3)
@@ -116,7 +116,7 @@ def test_whole_view_and_crops_in_numbers() -> None:
     assert stripes.tile.tolist() == [0, 0, 1, 2]  # one top patch in each half of the raster order
 
 
-def test_pictures_without_crops_are_judged_by_themselves() -> None:
+def test_images_without_crops_use_their_own_scores() -> None:
     shape = {"tiles": (0, 0), "patches": (4, 4)}
     tokens, stats = prompt(shape, shape)
     kept = HiRED(0.3).reduce(tokens, stats, REQUEST)
@@ -153,7 +153,7 @@ def test_newline_policies() -> None:
     assert kept["rows"].grid[kept["rows"].kind == Kind.NEWLINE, 1].tolist() == [1]
 
 
-def test_open_rows_of_a_picture_without_crops_count_its_own_tokens() -> None:
+def test_open_rows_of_an_image_without_crops() -> None:
     tokens, _ = picture((1, 1), (2, 2))
     layout = tokens.layout  # four base tokens, then two rows of two and a newline
     kept = torch.zeros(len(layout), dtype=torch.bool)
@@ -164,7 +164,7 @@ def test_open_rows_of_a_picture_without_crops_count_its_own_tokens() -> None:
     assert open_rows(kept, layout, tiled=True).tolist() == [True] * 4 + [False] * 3 + [True] * 3
 
 
-def test_packed_is_the_order_of_the_prompt() -> None:
+def test_packed_order_equals_the_prompt_order() -> None:
     for tiles in [(2, 2), (1, 2), (3, 1), (2, 3)]:
         for size in [(100, 100), (60, 200), (210, 70)]:
             tokens, _ = picture(tiles, (4, 4), size, newlines=False)
@@ -175,7 +175,7 @@ def test_packed_is_the_order_of_the_prompt() -> None:
 @pytest.mark.parametrize(
     ("size", "tiles", "delivered"), [((300, 600), (1, 2), 864), ((900, 300), (3, 1), 768)]
 )
-def test_the_swapped_grid_loses_tokens(
+def test_swapped_grid_drops_tokens(
     size: tuple[int, int], tiles: tuple[int, int], delivered: int
 ) -> None:
     full = (1 + tiles[0] * tiles[1]) * 576
@@ -188,38 +188,38 @@ def test_the_swapped_grid_loses_tokens(
     assert orders(reduced(compat, square)[1]) == orders(reduced(HiRED(0.3), square)[1])
 
 
-def test_blocks_are_the_first_and_the_one_that_feeds_the_projector() -> None:
+def test_blocks_are_the_first_and_the_feature_layer() -> None:
     assert HiRED().saliencies() == (SaliencyRequest("first"), SaliencyRequest("features"))
     assert {of.source for of in HiRED(saliency="received").saliencies()} == {"received"}
 
 
-# --- promises ------------------------------------------------------------------------------------
+# --- properties ----------------------------------------------------------------------------------
 
 
 @given(stages | to_budget, st.lists(picture_arguments(patches=(4, 4)), min_size=1, max_size=3))
 @settings(max_examples=40, deadline=None)
-def test_a_choice_is_ascending_repeatable_and_visual(stage: HiRED, pictures: list[dict]) -> None:
-    tokens, kept = reduced(stage, *pictures)
+def test_choice_is_ascending_repeatable_and_visual(stage: HiRED, images: list[dict]) -> None:
+    tokens, kept = reduced(stage, *images)
     assert orders(kept) == sorted(set(orders(kept)))
     assert set(orders(kept)) <= set(orders(tokens))
     assert kept.layout.visual.all()
-    assert set(kept.layout.item.tolist()) == set(range(len(pictures)))
+    assert set(kept.layout.item.tolist()) == set(range(len(images)))
     assert kept.layout.patches.any()
     if stage.newline == "drop" and len(kept) < len(tokens):
-        for item in set(range(len(pictures))):
+        for item in set(range(len(images))):
             mine, all_ = kept.layout.item == item, tokens.layout.item == item
             if mine.sum() < all_.sum():
                 assert kept.layout.patches[mine].all()
     rows = torch.isin(tokens.layout.order, kept.layout.order)
     assert torch.equal(kept.features, tokens.features[rows])
-    assert orders(reduced(stage, *pictures)[1]) == orders(kept)
+    assert orders(reduced(stage, *images)[1]) == orders(kept)
 
 
 @given(stages | to_budget, st.lists(picture_arguments(patches=(4, 4)), min_size=2, max_size=3))
 @settings(max_examples=30, deadline=None)
-def test_other_pictures_do_not_matter(stage: HiRED, pictures: list[dict]) -> None:
-    alone = reduced(stage, pictures[0])[1]
-    together = reduced(stage, *pictures)[1]
+def test_choice_does_not_depend_on_other_images(stage: HiRED, images: list[dict]) -> None:
+    alone = reduced(stage, images[0])[1]
+    together = reduced(stage, *images)[1]
     assert orders(together)[: len(alone)] == orders(alone)
     assert (together.layout.item[: len(alone)] == 0).all()
     assert (together.layout.item[len(alone) :] > 0).all()
@@ -227,7 +227,7 @@ def test_other_pictures_do_not_matter(stage: HiRED, pictures: list[dict]) -> Non
 
 @given(stages, picture_arguments())
 @settings(max_examples=40, deadline=None)
-def test_a_rate_selects_at_most_its_count(stage: HiRED, arguments: dict) -> None:
+def test_rate_selects_at_most_its_count(stage: HiRED, arguments: dict) -> None:
     tokens, kept = reduced(stage, arguments)
     if stage.rate == 1:
         assert kept is tokens
@@ -241,21 +241,19 @@ def test_a_rate_selects_at_most_its_count(stage: HiRED, arguments: dict) -> None
 
 @given(stages, picture_arguments(), st.floats(0.02, 1))
 @settings(max_examples=40, deadline=None)
-def test_a_higher_rate_keeps_all_that_a_lower_one_keeps(
-    stage: HiRED, arguments: dict, rate: float
-) -> None:
+def test_higher_rate_keeps_a_superset(stage: HiRED, arguments: dict, rate: float) -> None:
     low, high = sorted([stage.rate, rate])
     words = {"alpha": stage.alpha, "rule": stage.rule, "newline": stage.newline}
     fewer = reduced(HiRED(low, **words), arguments)[1]
     more = reduced(HiRED(high, **words), arguments)[1]
     assert len(fewer) <= len(more)
-    if fewer.layout.patches.sum() > 1:  # a single one may be the stand-in for an empty choice
+    if fewer.layout.patches.sum() > 1:  # a single one may be the fallback of an empty choice
         assert set(orders(fewer)) <= set(orders(more))
 
 
 @given(to_budget, picture_arguments())
 @settings(max_examples=80, deadline=None)
-def test_a_budget_is_met_exactly(stage: HiRED, arguments: dict) -> None:
+def test_budget_is_met_exactly(stage: HiRED, arguments: dict) -> None:
     tokens, kept = reduced(stage, arguments)
     if stage.budget == 1:
         assert kept is tokens
@@ -273,7 +271,7 @@ def test_a_budget_is_met_exactly(stage: HiRED, arguments: dict) -> None:
         assert torch.equal(
             mine & ~tokens.layout.patches, (tokens.layout.kind == Kind.NEWLINE) & is_open
         )
-        # One more patch would bring a newline too, and no open row has a patch to spare.
+        # One more patch would add a newline too, and no open row has a patch to spare.
         if len(kept) != target:
             assert len(kept) == (2 if target == 1 else target - 1)
             assert target == 1 or not (is_open & tokens.layout.patches & ~mine).any()
@@ -281,7 +279,7 @@ def test_a_budget_is_met_exactly(stage: HiRED, arguments: dict) -> None:
 
 @given(picture_arguments(), st.integers(0, 5))
 @settings(max_examples=20, deadline=None)
-def test_full_rates_and_budgets_change_nothing(arguments: dict, seed: int) -> None:
+def test_keep_1_is_identity(arguments: dict, seed: int) -> None:
     tokens, stats = prompt(arguments, arguments, seed=seed)
     for stage in (HiRED(1.0), HiRED(1), HiRED(budget=1.0), HiRED(0.1, budget=1.0)):
         assert stage.reduce(tokens, stats, REQUEST) is tokens
@@ -327,7 +325,7 @@ def test_best_breaks_ties_by_index(scores: list[int], data: st.DataObject) -> No
         assert mask.nonzero().flatten().tolist() == sorted(expected)
 
 
-# --- refusals ------------------------------------------------------------------------------------
+# --- errors --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -350,12 +348,12 @@ def test_best_breaks_ties_by_index(scores: list[int], data: st.DataObject) -> No
         ("hirde", r"unknown method 'hirde' \(did you mean 'hired'\?\); known: .*hired"),
     ],
 )
-def test_bad_words(word: str, message: str) -> None:
+def test_invalid_recipes_are_refused(word: str, message: str) -> None:
     with pytest.raises(RecipeError, match=message):
         Recipe.parse(word)
 
 
 @pytest.mark.parametrize("values", [{"rate": 1.5}, {"rate": 0.0}, {"rate": float("nan")}])
-def test_bad_values_in_python(values: dict[str, float]) -> None:
+def test_invalid_values_in_python_are_refused(values: dict[str, float]) -> None:
     with pytest.raises(RecipeError, match="rate"):
         HiRED(**values)

@@ -1,6 +1,6 @@
 """A recipe that keeps everything is the unwrapped model, and drops leave M-RoPE its geometry.
 
-The first part asks every method at its keep-everything setting, on every family: tokens and text
+The first part runs every method at its keep-everything setting, on every family: tokens and text
 are those of Hugging Face's own ``generate``, and no rotary id has changed. Families, methods,
 settings, position policies and media are combined so that every pair of values meets in a request.
 """
@@ -48,13 +48,13 @@ MEDIA: dict[str, dict[str, Any]] = {
 
 def opened(name: str) -> VLM:
     if name == "smolvlm":
-        pytest.importorskip("num2words")  # its processor wants it
+        pytest.importorskip("num2words")  # needed by its processor
     return VLM(*BUILD[name]())
 
 
 # --- keep-everything settings --------------------------------------------------------------------
 
-# Layers before which every family can drop, and what would quantize what stays.
+# Layers before which every family can drop, and methods that would quantize the kept slots.
 MORE = {
     "pyramiddrop": "layers=2/3",
     "sparsevlm": "layers=2/3",
@@ -142,7 +142,7 @@ class Ids:
     Parameters
     ----------
     position, own : Tensor, (P, S)
-        What the language model read, and what the family gives the full prompt.
+        Ids given to the language model, and the family's ids of the full prompt.
     shifts : list of int
         By how much layers were renumbered.
     """
@@ -154,7 +154,7 @@ class Ids:
 
 @pytest.fixture
 def read(monkeypatch) -> list[Ids]:
-    """What the requests of a test read."""
+    """The rotary ids of a test's requests."""
     seen, prefill = [], Engine.prefill
 
     def noted(self, sequence, prompt, *args, **kwargs):
@@ -169,7 +169,7 @@ def read(monkeypatch) -> list[Ids]:
 
 
 def generated(vlm: VLM, media: dict[str, Any], **generation: Any) -> list[int]:
-    """What Hugging Face's ``generate`` answers."""
+    """The tokens of Hugging Face's ``generate``."""
     tensors = start(vlm, **media).inputs.tensors
     torch.manual_seed(7)
     with torch.no_grad():
@@ -178,7 +178,7 @@ def generated(vlm: VLM, media: dict[str, Any], **generation: Any) -> list[int]:
 
 
 def answered(vlm: VLM, case: str, recipe: str) -> list[tuple[str, vlmfast.Answer]]:
-    """Answers under ``recipe``, and what each of them saw."""
+    """Answers under ``recipe``, and the media of each."""
     if case == "a batch":
         requests = [Request(QUESTION, **media, recipe=recipe) for media in MEDIA.values()]
         return list(zip(MEDIA, vlm.ask_many(requests, batch_size=3, **LENGTH), strict=True))
@@ -222,7 +222,7 @@ def test_keep_1_is_identity(name: str, read: list[Ids]) -> None:
 
 @pytest.mark.parametrize("name", sorted(BUILD))
 def test_a_little_less_is_not_identity(name: str, read: list[Ids]) -> None:
-    """The control: some tokens go, ids close up, and logits change."""
+    """Control: some tokens are dropped, ids close up, and logits change."""
     vlm = opened(name)
     run = start(vlm, **MEDIA["two images"])
     full = answer_logits(vlm, run, TOKENS)
@@ -282,7 +282,7 @@ def test_an_image_closes_up_by_rows_and_columns(name: str) -> None:
         [0, 1, 2, 2, 3, 4, 5],
         [0, 1, 2, 3, 2, 4, 5],
     ]
-    rows[2:14] = False  # an image that is gone takes no ids
+    rows[2:14] = False  # a dropped image takes no ids
     assert compacted(adapter, ids, position, rows).tolist() == [[0, 1, 2, 3]] * 3
 
 
@@ -295,7 +295,7 @@ def test_a_video_keeps_its_times_apart() -> None:
         [0, 1, 2, 1, 2, 1, 2, 3],
     ]
     rows = torch.ones(len(ids), dtype=torch.bool)
-    rows[3:5] = False  # the step of a time that is gone goes too
+    rows[3:5] = False  # the step of a dropped time is removed too
     assert compacted(adapter, ids, position, rows)[0].tolist() == [0, 1, 1, 9, 9, 3]
     rows[3:5], rows[1:3] = True, False
     assert compacted(adapter, ids, position, rows)[0].tolist() == [0, 1, 1, 9, 9, 3]
@@ -331,7 +331,7 @@ def test_compacting_equals_a_loop_over_segments(name: str) -> None:
 
 @dataclass(frozen=True)
 class Before(EncodeStage):
-    """Drops the rows of the full prompt that ``gone`` names."""
+    """Drops the rows of the full prompt given by ``gone``."""
 
     name: ClassVar[str] = "test-before"
     gone: tuple[int, ...] = ()
@@ -367,7 +367,7 @@ class Later(Between):
 def checked(vlm: VLM, recipe: Any, case: str, number: Sequence[bool]) -> None:
     """Logits under ``recipe`` are those of the dense reference.
 
-    ``number`` says for each layer whether rows have been renumbered there.
+    ``number`` marks the layers where rows have been renumbered.
     """
     run = start(vlm, recipe, **MEDIA[case])
     got = answer_logits(vlm, run, TOKENS)
@@ -392,11 +392,11 @@ def test_several_drops_number_as_one(name: str, case: str) -> None:
     vlm = opened(name)
     ids = start(vlm, **MEDIA[case]).inputs.tensors["input_ids"][0]
     visual = tuple(vlm.adapter.visual(ids).nonzero()[:, 0].tolist())
-    third = len(visual) // 3  # whole rows, or a step in time, go in two parts
+    third = len(visual) // 3  # whole rows, or a step in time, are dropped in two parts
     first, second = visual[: third // 2], visual[third // 2 : third]
     stages = Before(first), Between(((2, visual[-2:]), (3, second)))
     checked(vlm, stages, case, [True] * 4)
-    # A stage that drops nothing renumbers nothing, whatever others dropped and keep.
+    # A stage that drops nothing renumbers nothing, whatever other stages drop and keep.
     stages = Before(first, "keep"), Between(((2, ()), (3, second)))
     checked(vlm, stages, case, [False, False, False, True])
 
@@ -412,7 +412,7 @@ def test_a_stage_that_keeps_all_does_not_renumber_for_others(name: str, read: li
     assert torch.equal(read[-1].position, read[-1].own[:, kept])
 
 
-def test_the_answer_follows_when_the_last_time_is_gone() -> None:
+def test_answer_ids_follow_when_the_last_time_is_dropped() -> None:
     """The largest id of the prompt is dropped where ids stay, then rows are renumbered."""
     vlm = opened("qwen2_5_vl")
     vlm.model.config.vision_config.tokens_per_second = 40  # times are far ahead of the text
@@ -429,7 +429,7 @@ def test_the_answer_follows_when_the_last_time_is_gone() -> None:
 @pytest.mark.parametrize("between", [False, True])
 @pytest.mark.parametrize("name", MROPE)
 def test_a_session_numbers_as_ask_does(name: str, between: bool) -> None:
-    """Also where text follows a video that loses rows and columns and whose times stay apart."""
+    """Also where text follows a video that drops rows and columns and whose times stay apart."""
     vlm = opened(name)
     if name == "qwen2_5_vl":  # times 0 and 2 of 3 x 4 tokens: text follows the columns
         vlm.model.config.vision_config.tokens_per_second = 1

@@ -1,4 +1,4 @@
-"""Choosing slots, and what each key receives of an attention."""
+"""Choosing slots, and the attention that each key receives."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from vlmfast.kernels.select import mass_count, ranked, top_k
 SCORES = st.lists(st.sampled_from([-math.inf, -1.0, 0.0, 0.5, 1.0, 1e30, math.inf]), max_size=40)
 
 
-# --- what stays ----------------------------------------------------------------------------------
+# --- selection -----------------------------------------------------------------------------------
 
 
 @given(SCORES)
-def test_ranks_are_those_of_a_stable_sort(scores):
+def test_ranks_equal_those_of_a_stable_sort(scores):
     got = ranked(torch.tensor(scores)).tolist()
     assert got == sorted(range(len(scores)), key=lambda i: (-scores[i], i))
 
 
 @given(SCORES, st.integers(0, 45), st.randoms(use_true_random=False))
-def test_the_best_stay_in_ascending_order(scores, k, random):
-    """Ties go to the lower index; what is preferred comes before any score."""
+def test_top_k_is_in_ascending_order(scores, k, random):
+    """Ties go to the lower index; preferred slots come before any score."""
     n = len(scores)
     best = sorted(sorted(range(n), key=lambda i: (-scores[i], i))[:k])
     assert top_k(torch.tensor(scores), k).tolist() == best
@@ -44,7 +44,7 @@ def test_the_best_stay_in_ascending_order(scores, k, random):
 @given(
     st.integers(1, 3), st.integers(1, 4), st.integers(1, 20), st.integers(0, 20), st.integers(0, 99)
 )
-def test_rows_are_ranked_by_themselves(b, h, n, k, seed):
+def test_rows_are_ranked_independently(b, h, n, k, seed):
     generator = torch.Generator().manual_seed(seed)
     scores = torch.randint(0, 5, (b, h, n), generator=generator)
     shared = torch.rand(n, generator=generator) < 0.3
@@ -57,7 +57,7 @@ def test_rows_are_ranked_by_themselves(b, h, n, k, seed):
     assert torch.equal(torch.gather(scores, -1, order), scores.sort(-1, descending=True).values)
 
 
-def test_a_preference_is_no_large_number():
+def test_preference_is_not_a_large_bonus():
     """In half precision a bonus would swallow the scores, or be swallowed by them."""
     scores = torch.tensor([6e4, 5.0, 4.0, 6e4, 3.0], dtype=torch.float16)
     first = torch.tensor([False, True, False, False, True])
@@ -74,7 +74,7 @@ def test_a_preference_is_no_large_number():
 @example([0, 0], 0)
 @example([1, 2, 3], 6)
 @example([1, 2, 3], 7)
-def test_the_least_number_that_reaches_a_mass(mass, target):
+def test_smallest_number_that_reaches_a_mass(mass, target):
     """Whole numbers, whose sums are exact; the definition, one by one."""
     total, wanted = 0, len(mass)
     for count, of in enumerate(sorted(mass, reverse=True), 1):
@@ -89,7 +89,7 @@ def test_the_least_number_that_reaches_a_mass(mass, target):
     assert mass_count(rows, every).tolist() == [wanted, 1]
 
 
-def test_a_share_of_a_softmax_is_reached():
+def test_fraction_of_a_softmax_is_reached():
     p = torch.randn(7, 200, generator=torch.Generator().manual_seed(0)).softmax(-1)
     count = mass_count(p, 0.9)
     sums = p.double().sort(-1, descending=True).values.cumsum(-1)
@@ -99,7 +99,7 @@ def test_a_share_of_a_softmax_is_reached():
     assert mass_count(p, 1.1).tolist() == [200] * 7
 
 
-# --- what a key receives -------------------------------------------------------------------------
+# --- received attention --------------------------------------------------------------------------
 
 
 def whole_map(
@@ -111,7 +111,7 @@ def whole_map(
     start: int = 0,
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Softmax attention (Hq, S, S) in float64, and which entries a row may see (S, S)."""
+    """Softmax attention (Hq, S, S) in float64, and its mask (S, S)."""
     hq, s, d = query.shape
     keys = key.double().repeat_interleave(hq // len(key), 0)
     logits = query.double() @ keys.transpose(-1, -2) * (d**-0.5 if scaling is None else scaling)
@@ -143,7 +143,7 @@ CASES = {
     "a bias that hides a key": {"bias": "hides"},
     "all see all": {"causal": False},
     "all see all, some rows": {"causal": False, "rows": [0, 5, 17], "heads": (4, 2)},
-    "all see all behind padding": {"causal": False, "start": 4},
+    "all see all after padding": {"causal": False, "start": 4},
     "a threshold": {"threshold": 0.5},
     "a low threshold": {"threshold": 0.01, "heads": (6, 2), "rows": [0, 11, 12, 29]},
     "a threshold and padding": {"threshold": 0.3, "start": 5},
@@ -191,12 +191,12 @@ def test_statistics_equal_those_of_the_whole_map(case):
     for name, of in expected.items():
         assert got[name].dtype == torch.float32
         assert got[name].shape == (hk, len(query) // hk, S)
-        # Of what is not negative: each column has its own size. A weight is off, relative to
-        # itself, by what its logit is off by.
+        # Columns of non-negative entries: each has its own size. A weight's relative error is its
+        # logit's absolute error.
         whole = of.abs() + expected["sum"] if name == "entropy" else of
         close(got[name].flatten(0, 1), of, torch.float32, terms, scale=size * whole)
     assert got["count"].dtype == torch.int32 and got["nnz"].dtype == torch.int64
-    # A row before the first key of a causal map sees nothing; one of the other kind sees all.
+    # A row before the first key of a causal map sees no key; one of the other kind sees all.
     assert torch.equal(got["nnz"], seen.sum(0))
     if threshold:
         reach = (p >= threshold * p.amax(-1, keepdim=True)) & seen
@@ -205,16 +205,16 @@ def test_statistics_equal_those_of_the_whole_map(case):
     else:
         assert not got["count"].any()
     assert not any(of.isnan().any() for of in got.values())
-    if case == "the first row":  # sees itself alone, whatever it is
+    if case == "the first row":  # sees itself alone in any case
         return
-    # Control: other queries receive other things.
+    # Control: other queries give other statistics.
     other = col_stats(*inputs(case, seed=1)[:2], rows, threshold=threshold, **how)
     apart(other["sum"], got["sum"], terms=terms, scale=size)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_blocks_of_rows_give_the_same(case, monkeypatch):
-    """The map is never there as a whole; how much of it is must not matter."""
+def test_blocks_of_rows_give_equal_statistics(case, monkeypatch):
+    """The whole map is never materialized; the block size must not matter."""
     query, key, rows, how = inputs(case)
     expected = col_stats(query, key, rows, **how)
     sizes, softmax = [], Tensor.softmax
@@ -233,7 +233,7 @@ def test_blocks_of_rows_give_the_same(case, monkeypatch):
                 close(got[name], of, terms=D + 2 * S, scale=largest_logit(query, key, **how))
             else:
                 assert torch.equal(got[name], of)
-        assert max(sizes) <= max(entries, S * len(query))  # a row at least
+        assert max(sizes) <= max(entries, S * len(query))  # at least one row
         if rows is None:
             assert len(sizes) > 1
 
@@ -245,8 +245,8 @@ def test_blocks_of_rows_give_the_same(case, monkeypatch):
     st.integers(1, 24),
     st.data(),
 )
-def test_attention_is_shared_out(heads, groups, s, data):
-    """What the keys receive is what the rows give: one each, but for rows that see nothing."""
+def test_received_attention_sums_to_the_rows(heads, groups, s, data):
+    """Received attention sums to the number of rows that see any key."""
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
     query = torch.randn(heads * groups, s, 4, generator=generator) * 3
     key = torch.randn(heads, s, 4, generator=generator)
@@ -256,7 +256,7 @@ def test_attention_is_shared_out(heads, groups, s, data):
     got = col_stats(query, key, rows, start=start, threshold=1.0)
     giving = int((rows >= start).sum())
     total = got["sum"].sum(-1)
-    # A row's weights sum to one, whatever its logits are off by.
+    # A row's weights sum to one, for any error of its logits.
     slack = float(tolerance(torch.float32, s + len(rows), max(giving, 1)))
     close(total, torch.full_like(total, giving), terms=s + len(rows))
     assert (got["sumsq"] <= got["sum"] + slack).all() and (got["max"] <= got["sum"] + slack).all()
@@ -266,7 +266,7 @@ def test_attention_is_shared_out(heads, groups, s, data):
     assert (got["sum"] <= got["nnz"] + slack).all()
 
 
-def test_nothing_to_look_at_is_refused():
+def test_empty_selection_of_rows_is_refused():
     query, key, *_ = inputs("grouped")
     with pytest.raises(VLMFastError, match="at least one of each"):
         col_stats(query, key, torch.tensor([], dtype=torch.int64))

@@ -1,8 +1,8 @@
-"""Sampling with drafts has the law of sampling, on a toy model whose law is known exactly.
+"""Sampling with drafts has the distribution of sampling, on a small model where it is exact.
 
-The model has six tokens and three places. Drafts come from another distribution; the walk, the
-tree, the ranking of drafts and the noise are the product's. What stands between them here can be
-spoiled: each planted error must be noticed.
+The model has six tokens and three positions. Drafts come from another distribution; the walk, the
+tree, the ranking of drafts and the noise are the library's. The code here that connects them can
+be spoiled: each planted error must be detected.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ Prefix = tuple[int, ...]
 
 
 def model(prefix: Prefix) -> Tensor:
-    """The target's logits, (V,), behind at most two tokens."""
+    """The target's logits, (V,), after at most two tokens."""
     return LAW[f"p{len(prefix)}"][prefix].log()
 
 
 def draft_model(last: int) -> Tensor:
-    """The drafter's, which sees one token."""
+    """The drafter's logits, from the last token only."""
     return (LAW["q0"] if last == START else LAW["q1"][last]).log()
 
 
 def noise_of(seed: int, n: int = N) -> Tensor:
-    """(n, places, V): the noise of ``n`` answers. One place and many answers make one call."""
+    """(n, PLACES, V): the noise of ``n`` answers; one call covers all answers at a position."""
     return torch.stack([gumbel(seed, t, V * n).view(n, V) for t in range(PLACES)], 1)
 
 
 @dataclass(frozen=True)
 class Way:
-    """How answers are sampled, and what may go wrong with it."""
+    """How answers are sampled, and the errors planted in it."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -70,12 +70,12 @@ class Way:
 
 @dataclass(frozen=True)
 class Sampled:
-    tokens: Tensor  # (n, places)
+    tokens: Tensor  # (n, PLACES)
     accepted: Tensor  # (n,): drafts of the first round
 
 
 def alike(tokens: Tensor) -> Iterator[tuple[Prefix, Tensor]]:
-    """The different rows of ``tokens``, and where each of them stands."""
+    """The different rows of ``tokens``, and the index of each of them."""
     if not tokens.shape[1]:
         yield (), torch.ones(len(tokens), dtype=torch.bool)
         return
@@ -84,7 +84,7 @@ def alike(tokens: Tensor) -> Iterator[tuple[Prefix, Tensor]]:
 
 
 def plain(way: Way, noise: Tensor) -> Tensor:
-    """Token after token, with the noise of its place."""
+    """Token after token, with the noise of its position."""
     tokens = torch.zeros(len(noise), 0, dtype=torch.int64)
     for place in range(PLACES):
         rows = torch.empty(len(noise), V, dtype=torch.float64)
@@ -101,13 +101,13 @@ def speculative(way: Way, noise: Tensor) -> Sampled:
 
     @cache
     def taken(prefix: Prefix, place: int, raw: bool) -> list[int]:
-        """The target's token in every answer, behind ``prefix`` and with one place's noise."""
+        """The target's token in every answer, after ``prefix`` and with one position's noise."""
         row = model(prefix)[None]
         return ((row if raw else way.warp(row)) + used[:, place]).argmax(1).tolist()
 
     @cache
     def ranked(last: int, place: int, width: int) -> list[list[int]]:
-        """The best drafts behind ``last``, of every answer."""
+        """The best drafts after ``last``, of every answer."""
         own = (lambda depth: noise[:, place]) if way.shared else None
         scores = Budget(99, 99, way.warp, own).rank(draft_model(last)[None], 1)
         return scores.topk(width).indices.expand(len(noise), -1).tolist()
@@ -125,7 +125,7 @@ def speculative(way: Way, noise: Tensor) -> Sampled:
 
     grown = cache(Tree.of_paths)
     fixed = cache(lambda prefix: drafted(0, prefix))
-    behind = cache(
+    tree_rows = cache(
         lambda tree, prefix: [
             (
                 prefix + tuple(tree.tokens[at] for at in tree.path(node)[1:]),
@@ -137,28 +137,28 @@ def speculative(way: Way, noise: Tensor) -> Sampled:
     )
     tokens, accepted = [], []
     for answer in range(len(noise)):
-        said: Prefix = ()
-        while len(said) < PLACES:
-            tree = drafted(answer, said) if way.shared else fixed(said)
+        done: Prefix = ()
+        while len(done) < PLACES:
+            tree = drafted(answer, done) if way.shared else fixed(done)
 
             def take(row: tuple[Prefix, int, bool], answer=answer) -> tuple[int, bool]:
                 prefix, node, raw = row
                 place = way.place(len(prefix), node)
                 return taken(prefix, place, raw)[answer], False
 
-            path, emitted = walk(tree, behind(tree, said), take)
-            if not said:
+            path, emitted = walk(tree, tree_rows(tree, done), take)
+            if not done:
                 accepted.append(len(path) - 1)
-            said += tuple(emitted)
-        tokens.append(said)
+            done += tuple(emitted)
+        tokens.append(done)
     return Sampled(torch.tensor(tokens), torch.tensor(accepted))
 
 
-# --- tests of the law ----------------------------------------------------------------------------
+# --- the distribution ----------------------------------------------------------------------------
 
 
 def p_value(counts: Tensor, law: Tensor) -> float:
-    """Of Pearson's chi-squared; what is expected fewer than five times is counted together."""
+    """Of Pearson's chi-squared; cells with fewer than five expected counts are pooled."""
     expected = law.flatten() * counts.sum()
     counts = counts.flatten().double()
     if counts[expected == 0].any():
@@ -184,7 +184,7 @@ def tally(tokens: Tensor) -> Tensor:
 
 
 def deviations(sampled: Sampled, way: Way) -> set[str]:
-    """What is not as the law has it."""
+    """Statistics that deviate from the distribution."""
     tokens, found = sampled.tokens, set()
     p0 = way.law(())
     p1 = torch.stack([way.law((x,)) for x in range(V)])
@@ -198,7 +198,7 @@ def deviations(sampled: Sampled, way: Way) -> set[str]:
     assert len(full) > len(tokens) / 25, "hardly any draft was accepted: nothing is tested"
     counts = tally(full)
     seen = counts.sum(2, keepdim=True)
-    law = seen * p2 / len(full)  # of the third, given the two that were accepted
+    law = seen * p2 / len(full)  # of the third, given that two were accepted
     if p_value(counts, law) < UNLIKELY:
         found.add("bonus")
     if p_value(tally(tokens), p0[:, None, None] * p1[:, :, None] * p2) < UNLIKELY:
@@ -222,26 +222,28 @@ def noise() -> Tensor:
 
 
 @ways
-def test_the_law_and_the_very_answers(way: Way, noise: Tensor) -> None:
-    """First, second, bonus and joint; and each answer is the one without drafts."""
+def test_drafted_answers_have_the_distribution_and_equal_plain_ones(
+    way: Way, noise: Tensor
+) -> None:
+    """First, second, bonus and joint; and each answer equals the one without drafts."""
     sampled = speculative(way, noise)
     assert deviations(sampled, way) == set()
     assert torch.equal(sampled.tokens, plain(way, noise))
-    for depth in range(PLACES):  # all of it happens: no draft, one or two are accepted
+    for depth in range(PLACES):  # all cases occur: no draft, one or two are accepted
         assert (sampled.accepted == depth).sum() > 300
 
 
-def test_the_plain_answers_have_the_law(noise: Tensor) -> None:
+def test_plain_answers_have_the_distribution(noise: Tensor) -> None:
     for way in WAYS[::2]:
         tokens = plain(way, noise)
         assert deviations(Sampled(tokens, torch.full((N,), PLACES - 1)), way) == set()
-        # The control: another temperature.
+        # Control: another temperature.
         other = replace(way, temperature=way.temperature * 1.1)
         assert "joint" in deviations(Sampled(tokens, torch.full((N,), PLACES - 1)), other)
 
 
-def test_a_seed_for_every_answer() -> None:
-    """As requests have it: 4,000 answers with their own seeds, all of them the plain ones."""
+def test_each_answer_has_its_own_seed() -> None:
+    """As for requests: 4,000 answers with their own seeds, all equal to the plain ones."""
     seeds = range(-2000, 2000)
     noise = torch.stack([torch.stack([gumbel(s, t, V) for t in range(PLACES)]) for s in seeds])
     for shared in (False, True):
@@ -253,7 +255,7 @@ def test_a_seed_for_every_answer() -> None:
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_removed_tokens_never_appear(shared: bool) -> None:
-    """Half of the first place's vocabulary is cut off: none of it in 100,000 draws."""
+    """Half of the first position's vocabulary is cut off: none of it in 100,000 draws."""
     way = Way(top_p=0.7, shared=shared)
     assert (way.law(()) == 0).sum() == V / 2
     noise = noise_of(7, 34_000)
@@ -263,7 +265,7 @@ def test_removed_tokens_never_appear(shared: bool) -> None:
 
 
 def removed(tokens: Tensor, way: Way) -> int:
-    """How many tokens have no probability where they stand."""
+    """How many tokens have no probability at their position."""
     count = 0
     for place in range(PLACES):
         for (*prefix, token), where in alike(tokens[:, : place + 1]):
@@ -275,7 +277,7 @@ def removed(tokens: Tensor, way: Way) -> int:
 
 
 def test_acceptance_at_one_node(noise: Tensor) -> None:
-    """Shared noise couples drafts to the target's choice; fixed ones accept what they weigh."""
+    """Shared noise couples drafts to the target; fixed ones are accepted by probability."""
     p, q = LAW["p0"], LAW["q0"]
     noise, rates = noise[: N // 2], {}
     for shared in (False, True):
@@ -293,7 +295,7 @@ def test_acceptance_at_one_node(noise: Tensor) -> None:
     assert (1 - distance) / (1 + distance) <= rates[True][0] <= 1 - distance
 
 
-def test_acceptance_of_the_small_tree(noise: Tensor) -> None:
+def test_acceptance_of_a_small_tree(noise: Tensor) -> None:
     sampled = speculative(Way(widths=(2, 2)), noise)
     rates = [float((sampled.accepted >= d).double().mean()) for d in (1, 2)]
     assert rates == pytest.approx(LAW["topk2x2_tree_level_accept"].tolist(), abs=0.012)
@@ -313,7 +315,7 @@ def bf16_uniforms(noise: Tensor) -> Tensor:
 
 
 def fresh(noise: Tensor) -> Tensor:
-    """Other noise than that of the seed and the place."""
+    """Other noise than that of the seed and the position."""
     return noise_of(99, len(noise))
 
 
@@ -337,24 +339,24 @@ def fresh(noise: Tensor) -> Tensor:
         "uniforms in half precision",
     ],
 )
-def test_planted_errors_are_noticed(
+def test_planted_errors_are_detected(
     error: dict, law: set[str], shared: bool, noise: Tensor
 ) -> None:
-    """``law``: what the statistics find beside it; the answers differ in each case."""
+    """``law``: the statistics that also detect it; the answers differ in each case."""
     way, noise = replace(Way(0.5, shared=shared), **error), noise[: N // 2]
     sampled = speculative(way, noise)
     assert not torch.equal(sampled.tokens, plain(way, noise))
     found = deviations(sampled, way)
     assert law <= found
-    if error.get("raw_leaf"):  # only behind a fully accepted path
+    if error.get("raw_leaf"):  # only after a fully accepted path
         assert "first" not in found
 
 
-def test_half_precision_emits_what_was_removed() -> None:
+def test_half_precision_noise_emits_removed_tokens() -> None:
     way = Way(top_p=0.7, noise=bf16_uniforms)
     assert removed(speculative(way, noise_of(7, 34_000)).tokens, way) > 0
 
 
-def test_a_sibling_drafted_twice_is_refused() -> None:
+def test_sibling_drafted_twice_is_refused() -> None:
     with pytest.raises(ValueError, match="one token twice behind the same node"):
         Tree((START, 2, 3, 2), (-1, 0, 0, 0))

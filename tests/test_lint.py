@@ -1,6 +1,6 @@
-"""A decode step on a GPU: nothing waits for it, and every step has the shapes of the one before.
+"""A decode step on a GPU: no host synchronization, and the same shapes in every step.
 
-There is no GPU here: everything becomes a fake tensor on ``cuda``, see `fake_cuda`.
+No GPU is needed: every tensor becomes a fake tensor on ``cuda``, see `fake_cuda`.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ STEPS = 10  # two pages
 
 @pytest.fixture(autouse=True)
 def references(monkeypatch):
-    """A kernel is one operation that waits for nothing; what its reference does can be watched."""
+    """Kernels run as one operation without synchronization; their references can be watched."""
     monkeypatch.setenv("VLMFAST_KERNELS", "torch")
 
 
 @dataclass(frozen=True)
 class Uneven(CacheStage):
-    """Keeps another number of slots in each head."""
+    """Keeps a different number of slots in each head."""
 
     name: ClassVar[str] = "test-uneven"
 
@@ -46,7 +46,7 @@ class Uneven(CacheStage):
 
 @dataclass(frozen=True)
 class Does(DecodeStage):
-    """Does something to the slots between steps."""
+    """Changes the slots between steps."""
 
     name: ClassVar[str] = "test-does"
     what: Callable[[Any], None] = lambda slots: None
@@ -86,17 +86,17 @@ PAGED = {
 }
 
 
-def decoder(recipes: list, fed: int = 2, room: int = STEPS + 2) -> tuple[VLM, Decoder]:
-    """Rows that have taken ``fed`` steps on the CPU; model and decoder are used up by `steps`."""
+def decoder(recipes: list, fed: int = 2, max_new_tokens: int = STEPS + 2) -> tuple[VLM, Decoder]:
+    """Rows that have taken ``fed`` steps on the CPU; model and decoder are consumed by `steps`."""
     vlm, runs = VLM(*build_llava(layers=2, kv_heads=2)), []
     with torch.no_grad(), switched(vlm.model):
         for number, recipe in enumerate(recipes):
-            # The prompts are of different lengths.
-            pictures = [picture(seed=10 * number + i) for i in range(number + 1)]
-            tensors = vlm.inputs("what is here ?", images=pictures)
-            inputs = Inputs(tensors, [(p.height, p.width) for p in pictures], "what ?")
+            # Prompts of different lengths.
+            images = [picture(seed=10 * number + i) for i in range(number + 1)]
+            tensors = vlm.inputs("what is here ?", images=images)
+            inputs = Inputs(tensors, [(p.height, p.width) for p in images], "what ?")
             run = Driven(vlm.adapter, inputs, Recipe.of(recipe), time.perf_counter())
-            run.start(room)
+            run.start(max_new_tokens)
             runs.append(run)
         joined = Decoder.join([run.decoder for run in runs])
         for _ in range(fed):
@@ -109,15 +109,15 @@ def watched(recipes: list, count: int = 3) -> Watch:
 
 
 def changes(watch: Watch) -> list[int]:
-    """Steps that do not do what the one before did."""
+    """Steps that differ from the previous one."""
     done = shapes(watch)
     return [i for i in range(1, len(done)) if done[i] != done[i - 1]]
 
 
 @pytest.mark.parametrize("case", RECIPES)
 @pytest.mark.parametrize("rows", [1, 2])
-def test_no_step_waits_for_the_device(case, rows):
-    """From the second step on all are alike; alone, and beside a row that is left as it is."""
+def test_no_step_synchronizes_with_the_host(case, rows):
+    """From the second step on all are alike; alone, and with a row without decode stages."""
     watch = watched([RECIPES[case], ()][:rows])
     assert watch.complaints == []
     assert len(shapes(watch)) == 3 and len(shapes(watch)[0]) > 100
@@ -126,14 +126,14 @@ def test_no_step_waits_for_the_device(case, rows):
 
 @pytest.mark.parametrize("case", RECIPES)
 @pytest.mark.parametrize("rows", [1, 2])
-def test_no_check_of_drafts_waits_for_the_device(case, rows):
-    """What a round does on the device, from the tree's tokens to the logits of its nodes."""
+def test_no_draft_verification_synchronizes_with_the_host(case, rows):
+    """A round on the device, from the tree's tokens to the logits of its nodes."""
     watch = steps(*decoder([RECIPES[case], ()][:rows]), 3, width=4)
     assert watch.complaints == [] and changes(watch) == []
     assert len(shapes(watch)[0]) > 100
 
 
-def test_rows_of_all_kinds():
+def test_no_synchronization_with_rows_of_all_kinds():
     recipes = [
         RECIPES[case] for case in ("h2o", "kivi", "nothing", "streamingllm", "lookm, repair")
     ]
@@ -143,7 +143,7 @@ def test_rows_of_all_kinds():
 
 @pytest.mark.parametrize("case", PAGED)
 @pytest.mark.parametrize("rows", [1, 2])
-def test_pages_change_shapes_and_wait_for_nothing(case, rows):
+def test_pages_change_shapes_without_synchronization(case, rows):
     """In between, steps are alike."""
     vlm, joined = decoder([PAGED[case], ()][:rows])
     sizes = []
@@ -151,12 +151,12 @@ def test_pages_change_shapes_and_wait_for_nothing(case, rows):
     assert watch.complaints == []
     flushed = [i for i in range(1, STEPS) if sizes[i] < sizes[i - 1]]
     assert len(flushed) >= 2
-    # A step with a page is one of its own; the ones behind it have a longer segment.
+    # A step with a page differs; later ones have a longer segment.
     assert set(flushed) <= set(changes(watch)) <= {i for at in flushed for i in (at, at + 1)}
 
 
-def test_growing_waits_for_nothing():
-    vlm, joined = decoder([Uneven()], fed=0, room=1)
+def test_growing_does_not_synchronize():
+    vlm, joined = decoder([Uneven()], fed=0, max_new_tokens=1)
     (layer, _), sizes = joined.cache.layers, []
     with torch.no_grad(), switched(vlm.model):
         while layer.held[0] < layer.keys.shape[2] - 2:
@@ -198,7 +198,7 @@ COMPLAINS = {
 
 
 @pytest.mark.parametrize("case", RAISES)
-def test_what_depends_on_content_is_noticed(case):
+def test_data_dependent_operations_are_detected(case):
     vlm, joined = decoder([(Uneven(), Does(RAISES[case]))])
     with pytest.raises(Exception, match=r"data-dependent|dynamic|aten\.") as error:
         steps(vlm, joined, 2)
@@ -209,11 +209,11 @@ def test_what_depends_on_content_is_noticed(case):
 
 
 @pytest.mark.parametrize("case", COMPLAINS)
-def test_the_host_is_noticed(case):
+def test_host_tensors_are_detected(case):
     assert watched([(Uneven(), Does(COMPLAINS[case]))], 2).complaints
     assert not watched([(Uneven(), Does())], 2).complaints
 
 
-def test_shapes_that_grow_are_noticed():
+def test_growing_shapes_are_detected():
     watch = watched([(Uneven(), Does(lambda slots: slots.keys[:, : slots.held] + 1))], 4)
     assert watch.complaints == [] and changes(watch) == [1, 2, 3]

@@ -83,8 +83,8 @@ def tiny() -> VLM:
 
 
 @pytest.mark.parametrize("recipe", ["none", "hired:0.3;positions=keep"])
-def test_a_task_from_end_to_end(tmp_path, tiny, recipe):
-    """The released program, offline: its answers are ours, and so is its score."""
+def test_task_end_to_end(tmp_path, tiny, recipe):
+    """The released program, offline: its answers and score equal ours."""
     rows = questions()
     (tmp_path / "questions.json").write_text("\n".join(map(json.dumps, rows)))
     (tmp_path / "drawn_scenes.yaml").write_text(TASK.format(folder=tmp_path))
@@ -127,24 +127,24 @@ def test_a_task_from_end_to_end(tmp_path, tiny, recipe):
     assert found["throughput"]["total_gen_tokens"] > len(rows)
 
 
-def test_the_entry_point_is_found():
+def test_entry_point_is_found():
     assert models.get_model("vlmfast") is VLMFast
 
 
 def instance(messages, **arguments) -> Instance:
-    """A request as lmms-eval makes them for chat models: six things."""
+    """A request as lmms-eval makes them for chat models: six fields."""
     args = ("the text", lambda doc: messages(doc), arguments, 0, "a task", "test")
     return Instance("generate_until", args, 0, {"task": "a task", "doc_id": 0, "repeats": 1})
 
 
-def test_pictures_stand_where_they_are_said(tiny, monkeypatch):
+def test_images_are_placed_where_the_message_has_them(tiny, monkeypatch):
     model = VLMFast("tiny", device="cpu", num_frames=2)
     model.task_dict = {"a task": {"test": [{"seed": EVAL_SEED_START}]}}
 
     def messages(doc):
-        picture = {"type": "image", "url": image_example(doc["seed"]).image}
+        image = {"type": "image", "url": image_example(doc["seed"]).image}
         texts = [{"type": "text", "text": text} for text in ("In this", "what is in the middle?")]
-        return [{"role": "user", "content": [texts[0], picture, texts[1], picture]}]
+        return [{"role": "user", "content": [texts[0], image, texts[1], image]}]
 
     asked = []
     chat = model.vlm.chat
@@ -158,7 +158,7 @@ def test_pictures_stand_where_they_are_said(tiny, monkeypatch):
     assert not model.generate_until([])
 
 
-def test_answers_are_cut(tiny):
+def test_answers_are_cut_at_stop_strings(tiny):
     model = VLMFast("tiny", device="cpu")
     model.task_dict = {"a task": {"test": [{"seed": EVAL_SEED_START}]}}
 
@@ -174,7 +174,7 @@ def test_answers_are_cut(tiny):
     assert cut.text == whole.text.split(" ")[0] != whole.text
 
 
-def test_videos_and_sound():
+def test_videos_are_supported_and_audio_is_refused():
     def of(kind):
         content = [{"type": kind, "url": "x.mp4"}, {"type": "text", "text": "?"}]
         return ChatMessages(messages=[{"role": "user", "content": content}])
@@ -199,11 +199,11 @@ def test_videos_and_sound():
         ),
     ],
 )
-def test_arguments(arguments, expected):
+def test_generation_arguments_are_mapped(arguments, expected):
     assert generation_of(arguments) == expected
 
 
-def test_what_it_does_not_have():
+def test_unsupported_arguments_are_refused():
     with pytest.raises(VLMFastError, match="no model_args depth; it has pretrained"):
         VLMFast("tiny", depth=3)
     with pytest.raises(VLMFastError, match="batch_size is 4"):
@@ -214,7 +214,7 @@ def test_what_it_does_not_have():
         generation_of({"num_beams": 3})
 
 
-def test_the_file_beside_this_one_is_of_the_released_version():
+def test_copied_file_matches_the_released_version():
     from importlib.metadata import version
 
     table = json.loads((Path(__file__).parent / "data" / "lmms_scores.json").read_text())

@@ -1,4 +1,4 @@
-"""Awkward answers, scored by lmms-eval's own functions: `make_lmms_scores.py` wrote the table."""
+"""Awkward answers, scored by lmms-eval's own functions (table by `make_lmms_scores.py`)."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def scored(number: int, row: dict, mode: str) -> tuple[object, float]:
     return answer, float(answer == row["answer"])
 
 
-def test_the_table_is_what_its_maker_makes():
+def test_table_is_up_to_date():
     assert TABLE["lmms_eval"] == "0.7.3"
     made = make_lmms_scores.table()
     assert len(made) == len(ROWS) >= 500
@@ -45,12 +45,12 @@ def test_the_table_is_what_its_maker_makes():
 
 
 @pytest.mark.parametrize("task", ["mmmu", "video-mme", "pope"])
-def test_every_row_agrees(task):
+def test_every_row_equals_lmms_eval(task):
     numbers = [n for n, row in enumerate(ROWS) if row["task"] == task]
     for number in numbers:
         row = ROWS[number]
         assert scored(number, row, "lmms-eval") == (row["parsed"], row["score"]), row
-    # The others do not: the table tells the modes apart.
+    # The other modes do not: the table distinguishes them.
     for mode in ("official", "vlmevalkit"):
         differ = [n for n in numbers if scored(n, ROWS[n], mode)[1] != ROWS[n]["score"]]
         assert len(differ) >= 5, mode
@@ -58,7 +58,7 @@ def test_every_row_agrees(task):
     assert 0.1 < sum(scores) / len(scores) < 0.9
 
 
-def test_sums_agree():
+def test_sums_equal_lmms_eval():
     found = {}
     for task, module in (("mmmu", mmmu), ("video-mme", video_mme), ("pope", pope)):
         samples = [

@@ -1,4 +1,4 @@
-"""Clips that are read block by block into a cache of bounded size."""
+"""Videos that are prefilled block by block into a cache of bounded size."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ def vlm() -> VLM:
 
 
 @pytest.fixture(scope="module")
-def clip(tmp_path_factory) -> Path:
-    """Thirty frames, ten a second."""
+def video_file(tmp_path_factory) -> Path:
+    """Thirty frames, ten per second."""
     return write_video(tmp_path_factory.mktemp("clip") / "clip.mp4", 30)
 
 
 @pytest.fixture
 def lengths(monkeypatch) -> list[int]:
-    """Physical length of every layer, each time that something is written to it."""
+    """Physical length of every layer at each write to it."""
     seen, update, put = [], KVLayer.update, KVLayer.append
 
     def watch(layer: KVLayer, keys, values, *args, **kwargs):
@@ -74,7 +74,7 @@ def lengths(monkeypatch) -> list[int]:
 
 @pytest.fixture
 def logits(monkeypatch) -> list[torch.Tensor]:
-    """What each long clip is answered from."""
+    """The final logits of each long video's prefill."""
     seen, read = [], LongVideo.read
 
     def keep(self, *args):
@@ -90,7 +90,7 @@ def logits(monkeypatch) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("build", [build_llava, build_llava_next], ids=["llava", "llava_next"])
 @pytest.mark.parametrize("recipe", [None, "hired:0.4", "visionzip:dominant=5,contextual=3"])
-def test_a_cap_that_nothing_reaches_changes_nothing(build, recipe):
+def test_cap_that_is_not_reached_has_no_effect(build, recipe):
     vlm = VLM(*build(layers=3))
     expected = vlm.ask(QUESTION, video=FRAMES[:12], recipe=recipe, max_new_tokens=NEW)
     got = vlm.ask(QUESTION, video=FRAMES[:12], recipe=recipe, max_kv_tokens=HUGE, **QUIET)
@@ -119,9 +119,8 @@ def test_a_cap_that_nothing_reaches_changes_nothing(build, recipe):
         "visionzip:dominant=4,contextual=3,repair=true",
     ],
 )
-def test_blocks_are_read_as_one_prompt_is(vlm, logits, recipe, monkeypatch):
-    """Where all fits, it does not matter how much is read at a time, weights of merged tokens
-    included."""
+def test_blocks_equal_one_prefill(vlm, logits, recipe, monkeypatch):
+    """If all fits, the block size has no effect, also on weights of merged tokens."""
     for block in (12, 5, 1):
         monkeypatch.setattr(module, "FRAMES", block)
         got = vlm.ask(QUESTION, video=FRAMES[:12], recipe=recipe, max_kv_tokens=HUGE, **QUIET)
@@ -133,7 +132,7 @@ def test_blocks_are_read_as_one_prompt_is(vlm, logits, recipe, monkeypatch):
 
 
 @pytest.mark.parametrize("build", [build_llava, build_llava_next], ids=["llava", "llava_next"])
-def test_the_prompt_is_the_processors(build, monkeypatch):
+def test_prompt_equals_the_processors(build, monkeypatch):
     vlm, ids = VLM(*build(layers=2)), []
     own = LongVideo.ids
 
@@ -151,8 +150,8 @@ def test_the_prompt_is_the_processors(build, monkeypatch):
     assert ids[1].shape > ids[0].shape
 
 
-def test_labels_stand_in_front_of_their_frames(vlm, monkeypatch):
-    """With text between the frames, blocks change nothing either."""
+def test_labels_precede_their_frames(vlm, monkeypatch):
+    """With text between the frames, blocks have no effect either."""
     monkeypatch.setattr(vlm.adapter.config, "vlmfast_frame_label", "frame {i} ", raising=False)
     expected = vlm.ask(QUESTION, video=FRAMES[:10], max_new_tokens=NEW)
     monkeypatch.setattr(module, "FRAMES", 3)
@@ -168,15 +167,15 @@ def test_labels_stand_in_front_of_their_frames(vlm, monkeypatch):
 @pytest.mark.parametrize(
     "recipe", [None, "quickprefill:0.3", "hired:0.5", "hired:0.3+quickprefill"]
 )
-def test_no_layer_ever_holds_more_than_the_cap(vlm, lengths, cap, recipe):
-    """Not while a block is read, and not while the answer grows."""
+def test_no_layer_ever_exceeds_the_cap(vlm, lengths, cap, recipe):
+    """Neither during the prefill of a block nor while the answer grows."""
     answer = vlm.ask(QUESTION, video=FRAMES, recipe=recipe, max_kv_tokens=cap, **QUIET)
     assert max(lengths) <= cap
     assert len(lengths) > 3 * (len(FRAMES) // 16)
     assert len(answer.token_ids) == NEW
     assert max(answer.stats.kv_tokens_per_layer) <= cap - NEW
     if recipe is None and cap < 800:
-        assert max(lengths) > 0.6 * cap  # the room is used
+        assert max(lengths) > 0.6 * cap  # the cap is used
     assert answer.stats.visual_tokens_in == 16 * len(FRAMES)
     assert (
         answer.stats.kv_bytes_full
@@ -185,7 +184,7 @@ def test_no_layer_ever_holds_more_than_the_cap(vlm, lengths, cap, recipe):
     assert answer.stats.kv_bytes == 2 * 2 * 16 * 4 * sum(answer.stats.kv_tokens_per_layer)
 
 
-def test_the_answer_has_its_room(vlm, lengths):
+def test_cap_includes_the_answer(vlm, lengths):
     for new in (1, 60, 120):
         lengths.clear()
         answer = vlm.ask(
@@ -199,7 +198,7 @@ def test_the_answer_has_its_room(vlm, lengths):
         assert len(answer.token_ids) == new and max(lengths) <= 230
 
 
-def test_text_stays_whole_and_frames_share_the_rest(vlm, monkeypatch):
+def test_text_is_kept_and_frames_share_the_rest(vlm, monkeypatch):
     kept, put, append = [], KVLayer.put, KVLayer.append
     monkeypatch.setattr(KVLayer, "put", lambda s, kv: (kept.append((s, kv)), put(s, kv))[1])
     monkeypatch.setattr(
@@ -213,25 +212,27 @@ def test_text_stays_whole_and_frames_share_the_rest(vlm, monkeypatch):
     layers = list({id(layer): layer for layer, _ in kept}.values())
     assert len(layers) == 3
     for at, layer in enumerate(layers):
-        # A layer's prompt is handed over twice in its first block, when it ran and at the end.
+        # A layer's KV is passed twice in its first block: when it ran and at the end.
         orders = torch.cat([kv.order[0] for of, kv in kept if of is layer]).unique()
-        pictures = torch.cat([kv.order[0][kv.visual[0]] for of, kv in kept if of is layer]).unique()
+        kept_visual = torch.cat(
+            [kv.order[0][kv.visual[0]] for of, kv in kept if of is layer]
+        ).unique()
         assert orders.max() < len(ids) - question
         there = torch.zeros(len(ids), dtype=torch.bool)
         there[orders] = True
-        there[-question:] = True  # read as it is
+        there[-question:] = True  # kept as it is
         assert there[~visual].all()
-        assert visual[pictures].all() and len(pictures) < int(visual.sum())
+        assert visual[kept_visual].all() and len(kept_visual) < int(visual.sum())
         assert answer.stats.kv_tokens_per_layer[at] == len(orders) + question
-        # No part of the clip is forgotten: each quarter of it has about as much left.
-        quarters = torch.histc(pictures.float(), 4, 0, len(ids))
+        # No part of the video is forgotten: each quarter has about as much left.
+        quarters = torch.histc(kept_visual.float(), 4, 0, len(ids))
         assert quarters.min() > 0.6 * quarters.max()
 
 
 @pytest.mark.parametrize("frames", [1, 2, 5, 16, 17, 40])
 @pytest.mark.parametrize("cap", [1, 70, 100, 128])
-def test_the_least_cap_is_named(vlm, frames, cap, lengths):
-    """It works, and one less does not; and above it all do."""
+def test_smallest_cap_is_named(vlm, frames, cap, lengths):
+    """It works, one less does not, and all above it do."""
 
     def ask(cap: int) -> None:
         vlm.ask(
@@ -254,8 +255,8 @@ def test_the_least_cap_is_named(vlm, frames, cap, lengths):
         ask(least - 1)
 
 
-def test_every_cap_above_the_least_works(vlm, monkeypatch):
-    """Although larger blocks need more room beside what is kept."""
+def test_every_cap_above_the_smallest_works(vlm, monkeypatch):
+    """Although larger blocks need more free slots in addition to the kept ones."""
 
     def plan(frames: int, per_frame: int, label: int, room: int, cap: int) -> bool | int:
         long = object.__new__(LongVideo)
@@ -277,12 +278,12 @@ def test_every_cap_above_the_least_works(vlm, monkeypatch):
 
 
 @pytest.mark.parametrize("cap", [0, -5, 1.5, "100", True, False, [9]])
-def test_the_cap_is_a_number_of_tokens(vlm, cap):
+def test_invalid_caps_are_refused(vlm, cap):
     with pytest.raises(VLMFastError, match=r"max_kv_tokens=.* must be a whole number above 0"):
         vlm.ask(QUESTION, video=FRAMES[:4], max_kv_tokens=cap)
 
 
-# --- what cannot be read block by block ----------------------------------------------------------
+# --- recipes and prompts that cannot be read block by block --------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -305,7 +306,7 @@ def test_stages_that_need_the_whole_prompt_are_refused(vlm, recipe):
     assert recipe.split("+")[-1].split(":")[0] in str(error.value)
 
 
-def test_a_cap_is_for_a_clip_alone(vlm):
+def test_cap_without_a_single_video_is_refused(vlm):
     for media in ({"images": picture()}, {}, {"images": picture(), "video": FRAMES[:3]}):
         with pytest.raises(VLMFastError, match="max_kv_tokens is for video= alone"):
             vlm.ask(QUESTION, **media, max_kv_tokens=500)
@@ -314,14 +315,14 @@ def test_a_cap_is_for_a_clip_alone(vlm):
 
 
 def test_placeholders_in_the_question_are_refused(vlm):
-    """As they are without a cap."""
+    """As without a cap."""
     for cap in ({}, {"max_kv_tokens": 500}):
         with pytest.raises(VLMFastError, match="holds <image>, which stands for an image"):
             vlm.ask("what is <image> ?", video=FRAMES[:3], **cap)
 
 
-def test_a_sliding_window_holds_the_prompt_and_not_the_cap():
-    """What counts are the positions that clip and answer take."""
+def test_sliding_window_limits_the_prompt_not_the_cap():
+    """The positions of video and answer count."""
     from transformers import LlavaConfig, LlavaForConditionalGeneration, MistralConfig
 
     model, processor = build_llava()
@@ -346,9 +347,9 @@ def test_a_sliding_window_holds_the_prompt_and_not_the_cap():
         ).token_ids
 
     length = windowed.inputs(QUESTION, video=FRAMES[:4])["input_ids"].shape[1]
-    room = 200 - length
-    assert ask(4, room, max_kv_tokens=1000) == ask(4, room)
-    for frames, new in ((4, room + 1), (40, 1)):
+    max_new_tokens = 200 - length
+    assert ask(4, max_new_tokens, max_kv_tokens=1000) == ask(4, max_new_tokens)
+    for frames, new in ((4, max_new_tokens + 1), (40, 1)):
         for cap in ({}, {"max_kv_tokens": 1000}, {"max_kv_tokens": 250}):
             with pytest.raises(ModelError, match="sliding window of 200"):
                 ask(frames, new, **cap)
@@ -357,8 +358,8 @@ def test_a_sliding_window_holds_the_prompt_and_not_the_cap():
 # --- frames --------------------------------------------------------------------------------------
 
 
-def test_frames_are_chosen_as_ever(vlm, clip, monkeypatch):
-    """All choices that `ask` offers; the frames, seen by the tower in order, are the same."""
+def test_frames_are_chosen_as_without_a_cap(vlm, video_file, monkeypatch):
+    """All choices of `ask`; the tower gets the same frames in the same order."""
     read, seen = OpenVideo.read, []
 
     def keep(self, start, stop):
@@ -371,24 +372,24 @@ def test_frames_are_chosen_as_ever(vlm, clip, monkeypatch):
     monkeypatch.setattr(module, "FRAMES", 4)
     for how in ({"num_frames": 10}, {"fps": 5}, {}, {"num_frames": 30}, {"fps": 0.4}):
         seen.clear()
-        got = vlm.ask(QUESTION, video=str(clip), max_kv_tokens=HUGE, **how, **QUIET)
+        got = vlm.ask(QUESTION, video=str(video_file), max_kv_tokens=HUGE, **how, **QUIET)
         chosen = list(seen)
-        expected = vlm.ask(QUESTION, video=str(clip), max_new_tokens=NEW, **how)
-        assert chosen == load_video(clip, **how).indices
+        expected = vlm.ask(QUESTION, video=str(video_file), max_new_tokens=NEW, **how)
+        assert chosen == load_video(video_file, **how).indices
         assert got.token_ids == expected.token_ids
         assert got.stats.visual_tokens_in == 16 * len(chosen)
     with pytest.raises(VLMFastError):
-        vlm.ask(QUESTION, video=str(clip), num_frames=3, fps=1, max_kv_tokens=HUGE)
+        vlm.ask(QUESTION, video=str(video_file), num_frames=3, fps=1, max_kv_tokens=HUGE)
 
 
 @pytest.mark.parametrize("decoder", ["av", "decord"])
 @pytest.mark.parametrize("container", ["mp4", "mkv", "avi", "mpg"])
-def test_parts_of_a_clip_are_those_of_the_whole(tmp_path, decoder, container):
-    """Whatever parts are asked for: what follows, what leaves gaps, what goes back."""
+def test_parts_of_a_video_equal_those_of_the_whole(tmp_path, decoder, container):
+    """For any ranges: consecutive ones, with gaps, and backwards."""
     if decoder == "decord":
         pytest.importorskip("decord")
         if container in ("avi", "mpg"):
-            return  # which decord is not given
+            return  # a codec that is not passed to decord
     codec = {"avi": "mpeg4", "mpg": "mpeg1video"}.get(container, "libx264")
     rate = 25 if container == "mpg" else 10
     path = write_video(tmp_path / f"clip.{container}", 40, codec=codec, rate=rate)
@@ -410,8 +411,8 @@ def test_parts_of_a_clip_are_those_of_the_whole(tmp_path, decoder, container):
                     assert np.array_equal(np.asarray(frame), expected)
 
 
-def test_following_parts_are_decoded_once(tmp_path):
-    """A clip that is read in parts is not decoded from its beginning each time."""
+def test_consecutive_parts_are_decoded_once(tmp_path):
+    """A video that is read in parts is not decoded from its beginning each time."""
     import vlmfast.media.decoders as decoders
 
     path = write_video(tmp_path / "clip.avi", 40, codec="mpeg4")
@@ -429,7 +430,7 @@ def test_following_parts_are_decoded_once(tmp_path):
 
 
 class Made(list):
-    """A clip whose frames are drawn when they are looked at."""
+    """A video whose frames are drawn on access."""
 
     def __init__(self, count: int, bad: dict | None = None) -> None:
         super().__init__([None] * count)
@@ -442,7 +443,7 @@ class Made(list):
 
 
 def threads() -> set:
-    """Those that run, but for the one that watches all progress bars of the process."""
+    """Running threads, except the one that watches all progress bars of the process."""
     return {t for t in threading.enumerate() if type(t).__name__ != "TMonitor"}
 
 
@@ -470,15 +471,15 @@ def test_frames_are_never_all_in_memory(vlm, monkeypatch):
     block = 600 // 4 // 16
     assert len(alive) == -(-160 // block) + 1
     assert max(count for count, _ in alive) <= 2 * block
-    # One in the making, two that wait, one in the model; and the one before it.
+    # One being made, two waiting, one in the model; and the one before it.
     assert max(count for _, count in alive) <= 5
     assert living(frames) == 0 == living(blocks)
 
 
-def test_decoding_goes_on_while_the_model_works(vlm, monkeypatch):
-    """The model does not begin with a block before the next one is being made."""
+def test_decoding_overlaps_with_the_model(vlm, monkeypatch):
+    """The model starts a block only when the next one is being made."""
     made, taken, news = [], [], threading.Condition()
-    starts = [0, *range(0, 40, 4)]  # the first frame alone, to see what a frame takes
+    starts = [0, *range(0, 40, 4)]  # the first frame alone, to measure a frame's tokens
     processed = LongVideo._processed
 
     def making(self, start, stop):
@@ -487,12 +488,11 @@ def test_decoding_goes_on_while_the_model_works(vlm, monkeypatch):
             news.notify_all()
         return processed(self, start, stop)
 
-    def behind(function):
+    def overlapping(function):
         def run(*args, **kwargs):
             taken.append(function)
             with news:
-                # One after the other, nothing would be made now, and this would be waited for in
-                # vain.
+                # Sequentially, no block would be made now, and this would time out.
                 wanted = min(len(taken) + 2, len(starts))
                 assert news.wait_for(lambda: len(made) >= wanted, timeout=60)
             return function(*args, **kwargs)
@@ -500,17 +500,17 @@ def test_decoding_goes_on_while_the_model_works(vlm, monkeypatch):
         return run
 
     monkeypatch.setattr(LongVideo, "_processed", making)
-    monkeypatch.setattr(Engine, "prefill", behind(Engine.prefill))
-    monkeypatch.setattr(Engine, "extend", behind(Engine.extend))
+    monkeypatch.setattr(Engine, "prefill", overlapping(Engine.prefill))
+    monkeypatch.setattr(Engine, "extend", overlapping(Engine.extend))
     vlm.ask(QUESTION, video=FRAMES, max_kv_tokens=4 * 4 * 16, max_new_tokens=1, progress=False)
     assert made == starts
-    assert len(taken) == 10 + 1  # ten blocks, and what stands behind the clip
+    assert len(taken) == 10 + 1  # ten blocks, and the text after the video
 
 
 BAD = {
     "missing": ({25: "nowhere.png"}, "frame 26 of 40: nowhere.png"),
     "of another size": ({25: picture(48, 40)}, "frame 26 of 40: is 48x40, the first is 40x40"),
-    # Frames of a block are alike, and unlike those in front of them.
+    # Frames of a block are alike, and unlike those before them.
     "all of another size": (
         {at: picture(48, 40, at) for at in range(24, 40)},
         "frame 25 of 40 is 48x40 and not 40x40",
@@ -519,7 +519,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_a_frame_that_cannot_be_read_in_the_middle(vlm, case):
+def test_unreadable_frame_in_the_middle(vlm, case):
     before = threads()
     bad, message = BAD[case]
     with pytest.raises(MediaError, match=message):
@@ -529,8 +529,8 @@ def test_a_frame_that_cannot_be_read_in_the_middle(vlm, case):
     assert vlm.ask(QUESTION, video=FRAMES[:4], max_kv_tokens=300, **QUIET).token_ids
 
 
-def test_a_file_that_breaks_in_the_middle(vlm, tmp_path):
-    """Its beginning has long been read when the damage shows."""
+def test_damaged_file_in_the_middle(vlm, tmp_path):
+    """The damage shows long after its beginning was decoded."""
     from media_fixtures import damaged
 
     path = write_video(tmp_path / "clip.mp4", 40, bf="0")
@@ -561,8 +561,8 @@ class Breaks(CacheStage):
         return kv.select(torch.arange(min(len(kv), step.limit)))
 
 
-def test_a_reader_that_goes_away(vlm):
-    """The model fails: whoever makes blocks must not wait for it for ever."""
+def test_decoding_thread_ends_when_the_model_fails(vlm):
+    """If the model fails, the thread that makes blocks must not wait forever."""
     before = threads()
     with pytest.raises(KeyError, match="in the middle"):
         vlm.ask(QUESTION, video=Made(400), recipe=Breaks(), max_kv_tokens=700, **QUIET)
@@ -575,7 +575,7 @@ def test_a_reader_that_goes_away(vlm):
     assert threads() == before
 
 
-def test_a_bar_shows_what_has_been_read(vlm, capsys):
+def test_progress_bar_counts_the_frames(vlm, capsys):
     vlm.ask(QUESTION, video=FRAMES, max_kv_tokens=300, max_new_tokens=1)
     out, err = capsys.readouterr()
     assert "reading" in err and "40/40" in err and out == ""
@@ -621,7 +621,7 @@ for path in paths:
 
 
 def drawn(path: Path, seconds: int, size: tuple[int, int] = (240, 320)) -> Path:
-    """A clip of one frame a second, in which a bar moves."""
+    """A video of one frame per second, in which a bar moves."""
     import av
 
     height, width = size
@@ -637,10 +637,10 @@ def drawn(path: Path, seconds: int, size: tuple[int, int] = (240, 320)) -> Path:
     return path
 
 
-def measured(cap: int, *clips: Path) -> list[dict]:
-    """All clips asked about, one after the other, in a process of its own."""
+def measured(cap: int, *videos: Path) -> list[dict]:
+    """Asks about all videos, one after the other, in a separate process."""
     result = subprocess.run(
-        [sys.executable, "-c", ASK, str(Path(__file__).parent), str(cap), *map(str, clips)],
+        [sys.executable, "-c", ASK, str(Path(__file__).parent), str(cap), *map(str, videos)],
         capture_output=True,
         env=os.environ | {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"},
         text=True,
@@ -653,7 +653,7 @@ linux = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="no /p
 
 
 @linux
-def test_memory_does_not_grow_with_the_clip(tmp_path):
+def test_memory_does_not_grow_with_the_video(tmp_path):
     short = drawn(tmp_path / "short.mp4", 60)
     long = drawn(tmp_path / "long.mp4", 240)
     few, many = measured(700, short, long)
@@ -672,7 +672,7 @@ def test_an_hour_takes_no_more_memory_than_ten_minutes(tmp_path):
     for run in (few, many):
         assert 4000 < run["cached"] <= 6000
     assert many["kilobytes"] < 1.1 * few["kilobytes"]
-    # Control: whoever holds all frames is found out.
+    # Control: keeping all frames is detected.
     (whole,) = measured(0, hour)
     assert whole["kilobytes"] > 1.5 * few["kilobytes"]
 
@@ -694,12 +694,12 @@ def positions() -> Iterator[tuple[VLM, list[int]]]:
     hook.remove()
 
 
-def test_a_video_with_more_tokens_than_positions_is_renumbered(positions, vlm):
+def test_video_with_more_tokens_than_positions_is_renumbered(positions, vlm):
     bound, seen = positions
     got = bound.ask(QUESTION, video=FRAMES, max_kv_tokens=HUGE, **QUIET)
     assert max(seen) < 200 and max(got.stats.kv_tokens_per_layer) <= 200
     assert got.recipe == "quickprefill:1" and got.stats.visual_tokens_in == 40 * 16
-    # It is the video that is answered about, and one that fits is read as ever.
+    # The answer depends on the video, and one that fits is read as before.
     other = bound.ask(QUESTION, video=FRAMES[::-1], max_kv_tokens=HUGE, **QUIET)
     assert other.token_ids != got.token_ids
     short = {"video": FRAMES[:8], "max_kv_tokens": 120, **QUIET}
@@ -707,11 +707,11 @@ def test_a_video_with_more_tokens_than_positions_is_renumbered(positions, vlm):
     seen.clear()
     bound.model.config.get_text_config().max_position_embeddings = 4096
     bound.ask(QUESTION, video=FRAMES, max_kv_tokens=150, **QUIET)
-    assert max(seen) >= 200  # control: without need ids are those of the prompt
+    assert max(seen) >= 200  # control: if not needed, ids are those of the prompt
 
 
-def test_renumbered_keys_are_those_of_the_same_tokens(positions, monkeypatch):
-    """Turned back by their ids, keys are what they were before."""
+def test_renumbered_keys_equal_those_of_the_same_tokens(positions, monkeypatch):
+    """Rotated back by their ids, keys are equal to those before."""
     bound, _ = positions
     make, compared = LongVideo._make_room, []
 
@@ -741,7 +741,7 @@ def test_renumbered_keys_are_those_of_the_same_tokens(positions, monkeypatch):
     assert len(compared) > 1
 
 
-def test_a_block_that_no_positions_hold_is_refused(positions):
+def test_block_larger_than_the_positions_is_refused(positions):
     bound, seen = positions
     bound.model.config.get_text_config().max_position_embeddings = 60
     with pytest.raises(ModelError, match=r"takes \d+ positions and its answer up to 6, .* has 60"):

@@ -1,4 +1,4 @@
-"""Merging by plain loops, and what LOOK-M keeps."""
+"""Merging against plain loops, and the slots that LOOK-M keeps."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def noise(*shape: int, seed: int = 0) -> Tensor:
 
 
 def separated(keys: Tensor, keep: list[int]) -> bool:
-    """Whether each slot has one nearest pivot, in whatever order its cosines are summed."""
+    """Whether each slot has one nearest pivot, for any order of summing its cosines."""
     units = torch.nn.functional.normalize(keys.double(), dim=-1)
     best = (units @ units[keep].T).topk(min(2, len(keep)), -1).values
     return bool((best[:, 0] - best[:, -1] > 1e-5).all()) or len(keep) < 2
@@ -83,13 +83,13 @@ def test_merging_equals_plain_loops(h: int, n: int, s: int, mode: str, seed: int
         for mine, right in zip(got, expected, strict=True):
             close(mine[head], right.double(), torch.float32, n + 4, scale=largest)
         other = by_hand(keys[head], values[head], keep[head].tolist(), mode, set())
-        assert not torch.equal(other[2], got[2][head])  # control: something did merge
+        assert not torch.equal(other[2], got[2][head])  # control: slots were merged
 
 
 @given(st.integers(0, 99))
 @settings(max_examples=20, deadline=None)
-def test_an_average_conserves_what_it_merges(seed: int) -> None:
-    """Times what each slot stands for, sums over slots are what they were."""
+def test_average_conserves_the_weighted_sum(seed: int) -> None:
+    """Times the weight of each slot, sums over slots are unchanged."""
     keys, values = noise(2, 30, 8, seed=seed), noise(2, 30, 8, seed=seed + 100)
     keep = torch.arange(0, 30, 4).expand(2, -1)
     for mode, conserved in (("avg", True), ("pivot", False)):
@@ -125,7 +125,7 @@ def test_only_tokens_above_the_mean_are_averaged() -> None:
     assert torch.equal(*one)
 
 
-def test_ties_go_to_the_first_pivot_and_zeros_are_no_nan() -> None:
+def test_ties_go_to_the_first_pivot_and_zeros_give_no_nan() -> None:
     keys = torch.tensor([[[1.0, 0], [2, 0], [0, 1], [3, 0], [0, 0]]])
     values = torch.arange(5.0)[None, :, None].expand(1, 5, 2)
     keep = torch.tensor([[0, 1, 2]])
@@ -133,15 +133,15 @@ def test_ties_go_to_the_first_pivot_and_zeros_are_no_nan() -> None:
     assert weight.tolist() == [[3, 1, 1]]  # 3 is as near to 0 as to 1; 4 is as near to all
     close(k[0], torch.tensor([[4 / 3, 0], [2, 0], [0, 1]]), terms=3)
     close(v[0, :, 0], [7 / 3, 1, 2], terms=3)
-    # A pivot without direction is nobody's, and stays what it is.
+    # A pivot without direction gets no slot and is unchanged.
     k, _, weight = merge_into(keys, values, torch.tensor([[1, 4]]), "avg")
     assert weight.tolist() == [[4, 1]]  # of cosine 0 to both, 2 takes the first
     assert k[0, 1].tolist() == [0, 0]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_sums_are_made_in_float32(dtype: torch.dtype) -> None:
-    """Many small values would vanish in a sum of few digits."""
+def test_sums_are_in_float32(dtype: torch.dtype) -> None:
+    """Many small values would vanish in a low-precision sum."""
     n = 2000
     keys = torch.ones(1, n, 4, dtype=dtype)
     values = torch.full((1, n, 4), 0.0101).to(dtype)
@@ -149,8 +149,8 @@ def test_sums_are_made_in_float32(dtype: torch.dtype) -> None:
     _, v, _ = merge_into(keys, values, torch.zeros(1, 1, dtype=torch.int64), "avg")
     assert v.dtype == dtype
     exact = float(values.double()[0, :, 0].mean())
-    # The sum is float32's and is rounded once: by half a unit in the last place, two at the most
-    # beside a power of two. An eighth of the size makes the tolerance one unit.
+    # The sum is in float32 and is rounded once: by half a unit in the last place, two at the most
+    # next to a power of two. An eighth of the size makes the tolerance one unit.
     close(v[0, 0, 0], exact, scale=exact / 8)
     total = values[0, 0, 0].clone()
     for value in values[0, 1:, 0]:
@@ -158,7 +158,7 @@ def test_sums_are_made_in_float32(dtype: torch.dtype) -> None:
     apart(total / n, exact, scale=exact / 8)  # control
 
 
-def test_merging_in_blocks_and_again_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_merging_in_blocks_is_bitwise_equal(monkeypatch: pytest.MonkeyPatch) -> None:
     keys, values = noise(2, 200, 8), noise(2, 200, 8, seed=1)
     keep = torch.arange(0, 200, 7).expand(2, -1)
     whole = merge_into(keys, values, keep, "weighted", rule="token")
@@ -171,8 +171,8 @@ def test_merging_in_blocks_and_again_gives_the_same_bits(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("rule", ["all", "token", "slot"])
-def test_slots_that_do_not_exist_take_no_part(rule: str) -> None:
-    """Heads of different lengths, each as if alone; padding holds NaN."""
+def test_padding_slots_are_not_merged(rule: str) -> None:
+    """Heads of different lengths, each as if alone; padding contains NaN."""
     lengths, counts = (12, 7), (5, 3)
     keys, values = noise(2, 12, 4), noise(2, 12, 4, seed=1)
     keys[1, 7:], values[1, 7:] = torch.nan, torch.nan
@@ -181,7 +181,7 @@ def test_slots_that_do_not_exist_take_no_part(rule: str) -> None:
     got = merge_into(
         keys, values, keep, "pivot", rule=rule, valid=valid, lengths=torch.tensor(counts)
     )
-    if rule == "slot":  # which ties heads to each other
+    if rule == "slot":  # which couples the heads
         assert all(bool(x[head, :c].isfinite().all()) for x in got for head, c in enumerate(counts))
         return
     for head, (n, count) in enumerate(zip(lengths, counts, strict=True)):
@@ -222,9 +222,9 @@ def read(
     return kv, compressed(stage, noise(heads * groups, n, 8, seed=seed + 2), kv, visual=visual)[0]
 
 
-def test_sizes() -> None:
+def test_sizes_of_the_budget() -> None:
     assert sizes(640, 0.2, 0.5) == (64, 64)
-    assert sizes(48, 0.4, 0.5) == (9, 9)  # each is rounded down by itself
+    assert sizes(48, 0.4, 0.5) == (9, 9)  # each is rounded down separately
     assert sizes(301, 1.0, 0.5) == (301, 0)
 
 
@@ -237,7 +237,7 @@ def test_sizes() -> None:
     st.integers(0, 99),
 )
 @settings(max_examples=60, deadline=None)
-def test_the_budget_is_exact_and_text_stays(
+def test_budget_is_exact_and_text_is_kept(
     n: int, text: int, share: float, recent: float, merge: str, seed: int
 ) -> None:
     visual = mixed(n, text, seed)
@@ -257,7 +257,7 @@ def test_the_budget_is_exact_and_text_stays(
         assert torch.equal(kept.keys, kv.select(kept.order).keys)
 
 
-def test_what_is_left_goes_to_the_most_attended() -> None:
+def test_rest_of_the_budget_goes_to_the_most_attended() -> None:
     """Column sums, mean over the query heads of a KV head; the last slots are not ranked."""
     visual = mixed(40, 6, seed=3)
     kv = prompt_kv(noise(2, 40, 8), visual=visual)
@@ -281,7 +281,7 @@ def test_what_is_left_goes_to_the_most_attended() -> None:
     assert not torch.equal(plain.order, kept.order)  # control
 
 
-def test_text_beyond_the_share_is_an_error_or_an_overrun() -> None:
+def test_text_beyond_the_budget_is_an_error_or_an_overrun() -> None:
     visual = mixed(300, 90)
     with pytest.raises(
         RecipeError,
@@ -303,7 +303,7 @@ def test_text_beyond_the_share_is_an_error_or_an_overrun() -> None:
     assert not kept.visual[:, : -sizes(300, 0.2, 0.5)[1]].any()
 
 
-def test_sinks_beyond_the_share_are_an_error() -> None:
+def test_sinks_beyond_the_budget_are_an_error() -> None:
     visual = mixed(40, 0)
     with pytest.raises(
         RecipeError, match=r"less than the 4 sinks before these; it must be at least 0\.2$"
@@ -313,10 +313,10 @@ def test_sinks_beyond_the_share_are_an_error() -> None:
     assert len(read(LookM(0.1, text_prior=False, sinks=2), visual)[1]) == 4
 
 
-def test_nothing_to_do_returns_the_same_object() -> None:
+def test_no_op_returns_the_same_object() -> None:
     for stage, visual in (
         (LookM(1.0), mixed(33, 5)),
-        (LookM(0.2), torch.zeros(33, dtype=torch.bool)),  # no picture
+        (LookM(0.2), torch.zeros(33, dtype=torch.bool)),  # no image
         (LookM(1.0, text_prior=False), mixed(33, 33)),
     ):
         before, after = read(stage, visual)
@@ -325,7 +325,7 @@ def test_nothing_to_do_returns_the_same_object() -> None:
     assert after is not before
 
 
-def test_heads_that_an_earlier_stage_left_of_different_length() -> None:
+def test_heads_of_different_lengths_after_an_earlier_stage() -> None:
     visual = mixed(40, 6)
     whole = prompt_kv(noise(2, 40, 8), noise(2, 40, 8, seed=1), visual)
     keep = torch.ones(2, 40, dtype=torch.bool)
@@ -354,7 +354,7 @@ def test_heads_that_an_earlier_stage_left_of_different_length() -> None:
         assert not kept.keys[head, :count].isnan().any()
 
 
-def test_a_bias_stays_with_its_pivot_and_repair_counts_what_merged() -> None:
+def test_bias_stays_with_its_pivot_and_repair_counts_merges() -> None:
     visual = mixed(40, 6)
     kv = prompt_kv(noise(2, 40, 8), noise(2, 40, 8, seed=1), visual)
     weight = 1 + torch.arange(40).remainder(3).float().expand(2, -1)
@@ -373,7 +373,7 @@ def test_a_bias_stays_with_its_pivot_and_repair_counts_what_merged() -> None:
 
 
 def test_repair_of_equal_tokens_is_exact() -> None:
-    """Averages of tokens that are the same, counted: attention gives what it gave before."""
+    """Counted averages of equal tokens: attention is as before."""
     n, copies = 8, 5
     keys = noise(1, n, 8).repeat_interleave(copies, 1)
     values = noise(1, n, 8, seed=1).repeat_interleave(copies, 1)
@@ -388,8 +388,8 @@ def test_repair_of_equal_tokens_is_exact() -> None:
     apart((logits + skewed[0].log()).softmax(0) @ v[0], full, terms=terms)
 
 
-def test_rope_aware_merging_does_not_see_where_tokens_stand() -> None:
-    """Keys that are the same but for their rotation merge into themselves."""
+def test_rope_aware_merging_ignores_positions() -> None:
+    """Keys that differ only by their rotation merge without error."""
     visual = mixed(40, 4)
     position = torch.arange(40).expand(2, -1)
     content = noise(2, 1, 8).expand(-1, 40, -1)
@@ -397,14 +397,14 @@ def test_rope_aware_merging_does_not_see_where_tokens_stand() -> None:
     query = noise(2, 40, 8, seed=2)
     kept, _ = compressed(LookM(0.5, rope_aware=True), query, kv, visual=visual)
     expected = kv.keys.gather(1, kept.order[..., None].expand(-1, -1, 8))
-    # Rotated to where its pivot stands, by an angle of at most 40, whose table is off by as much.
+    # Rotated to the position of its pivot, by an angle of at most 40, whose table has that error.
     scale = 40 * float(expected.abs().max())
     close(kept.keys, expected, terms=40, scale=scale)
     plain, _ = compressed(LookM(0.5), query, kv, visual=visual)
     apart(plain.keys, expected, terms=40, scale=scale)  # control: rotated keys blur
 
 
-def test_the_word() -> None:
+def test_recipe_round_trips() -> None:
     assert Recipe.parse("lookm:0.3") == Recipe((LookM(0.3),))
     assert LookM().text_stats(3) == dict.fromkeys(range(3), ColumnRequest("all"))
     assert not LookM.asks_question
