@@ -203,14 +203,14 @@ def prepare(
     notes = {name: dict(noted) for name, noted in seen.notes.items()}
 
     start = clock(ids.device)
-    asked = text[: len(text) - inputs.answer]
+    question_embeds = text[: len(text) - inputs.answer]
     request = EncodeRequest(
         inputs.question,
-        asked,
+        question_embeds,
         adapter.depth,
         notes,
         seen.trained,
-        order=text_layout.order[: len(asked)],
+        order=text_layout.order[: len(question_embeds)],
         pictures=trace.images,
     )
     tower = len(adapter.vision_blocks())
@@ -219,8 +219,8 @@ def prepare(
     for stage in stages:
         # Only what this stage requested: another one may have requested other layers.
         wanted = stage.vision_stats(tower)
-        rows = {layer: vision.rows[layer] for layer, asks in wanted.items() if asks.rows != "keys"}
-        keys = {layer: vision.keys[layer] for layer, asks in wanted.items() if asks.keys}
+        rows = {layer: vision.rows[layer] for layer, r in wanted.items() if r.rows != "keys"}
+        keys = {layer: vision.keys[layer] for layer, r in wanted.items() if r.keys}
         before = len(tokens)
         tokens = stage.reduce(tokens, replace(vision, rows=rows, keys=keys), request)
         closed = closed or (_compacts(stage) and len(tokens) < before)

@@ -83,7 +83,7 @@ def encode(
         _request_rows(adapter, reader, context)
     wanted = _request_saliency(adapter, outside, context)
     wants_cls = adapter.projects_cls() and any(
-        stage.wants_cls and {wanted[asked.key][1] for asked in stage.saliencies()} <= {"cls"}
+        stage.wants_cls and {wanted[request.key][1] for request in stage.saliencies()} <= {"cls"}
         for stage in outside
     )
     views = max(item.views[1] for item in items) if wants_cls else 0
@@ -100,8 +100,8 @@ def encode(
         encoded.stats,
         cls=torch.cat(cls) if cls else None,
         saliency={
-            key: _saliency(adapter, context, asked, source, projected)
-            for key, (asked, source) in wanted.items()
+            key: _saliency(adapter, context, request, source, projected)
+            for key, (request, source) in wanted.items()
         },
         left_out=left_out,
     )
@@ -160,9 +160,9 @@ def served(
 
 def _request_rows(adapter: Adapter, stage: EncodeStage, context: VisionContext) -> None:
     """Requests of single blocks, whose statistics are of whole views."""
-    asked = stage.vision_stats(context.depth)
+    requests = stage.vision_stats(context.depth)
     family = adapter.config.model_type
-    for layer, request in asked.items():
+    for layer, request in requests.items():
         if adapter.packed or not adapter.global_blocks():
             raise adapter.refusal(
                 f"{stage.name} reads the attention of single blocks of the vision tower, view by "
@@ -177,7 +177,7 @@ def _request_rows(adapter: Adapter, stage: EncodeStage, context: VisionContext) 
             raise RecipeError(
                 f"vision layer {layer} was requested, the tower has {context.depth} layers"
             )
-    merge_requests(context.requests, asked, stage.name)
+    merge_requests(context.requests, requests, stage.name)
 
 
 def _request_saliency(
@@ -186,19 +186,19 @@ def _request_saliency(
     """By key: the requests of stages, and the source that serves each."""
     wanted: dict[str, tuple[SaliencyRequest, str]] = {}
     for stage in stages:
-        for asked in stage.saliencies():
-            source = adapter.source(asked)
+        for request in stage.saliencies():
+            source = adapter.source(request)
             if source not in adapter.sources():
                 raise RecipeError(
                     f"{stage.name}: saliency={source} cannot be read from "
                     f"{adapter.config.model_type}: {adapter.why_no_source(source)}; allowed are "
                     f"auto, {', '.join(adapter.sources())}"
                 )
-            wanted[asked.key] = asked, source
+            wanted[request.key] = request, source
             if source != "norm":
-                rows = StatRequest(source, keys=asked.keys, wide=asked.wide)
+                rows = StatRequest(source, keys=request.keys, wide=request.wide)
                 merge_requests(
-                    context.requests, {adapter.salient_block(asked.block): rows}, stage.name
+                    context.requests, {adapter.salient_block(request.block): rows}, stage.name
                 )
     return wanted
 
@@ -206,24 +206,24 @@ def _request_saliency(
 def _saliency(
     adapter: Adapter,
     context: VisionContext,
-    asked: SaliencyRequest,
+    request: SaliencyRequest,
     source: str,
     features: list[Tensor],
 ) -> tuple[Saliency, ...]:
     """The saliency of a request, item by item."""
     if source == "norm":
         inputs = adapter.projector_input(features, context.items)
-        found = [(x.norm(dim=-1)[:, None], x if asked.keys else None) for x in inputs]
+        found = [(x.norm(dim=-1)[:, None], x if request.keys else None) for x in inputs]
     else:
-        found = adapter.block_stats(context, adapter.salient_block(asked.block))
+        found = adapter.block_stats(context, adapter.salient_block(request.block))
     answer = []
     for item, (rows, keys) in zip(context.items, found, strict=True):
         together = 1 if source == "norm" else rows.shape[-1] / math.prod(item.patches)
         rows = adapter.to_tokens(rows, item) * together
-        if asked.keys:
+        if request.keys:
             assert keys is not None
             keys = adapter.to_tokens(keys.transpose(1, 2), item).transpose(1, 2)
-        answer.append(Saliency(source, rows, keys if asked.keys else None))
+        answer.append(Saliency(source, rows, keys if request.keys else None))
     return tuple(answer)
 
 
