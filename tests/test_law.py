@@ -356,5 +356,5 @@ def test_half_precision_emits_what_was_removed() -> None:
 
 
 def test_a_sibling_drafted_twice_is_refused() -> None:
-    with pytest.raises(ValueError, match="one token twice behind the same node"):
+    with pytest.raises(ValueError, match="one token twice after the same node"):
         Tree((START, 2, 3, 2), (-1, 0, 0, 0))
