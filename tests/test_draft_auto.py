@@ -141,6 +141,6 @@ def test_draft_auto_in_the_engine(tiny) -> None:
             drafted += got.stats.drafted
         names = "draft-eagle" if recipe == "draft-auto" else "draft-ngram"
         assert got.stats.speculation.startswith(f"{names}: ")
-        assert drafted > 0  # it has tried; on a busy machine it may have stopped since
-    with pytest.raises(RecipeError, match="draft-auto stands twice"):
+        assert drafted > 0  # it has tried; on a busy machine it may have stopped by now
+    with pytest.raises(RecipeError, match="draft-auto appears twice"):
         tiny.ask("what ?", recipe="draft-auto+draft-auto:after=9")

@@ -430,7 +430,7 @@ def test_tree_logits_equal_the_dense_reference(vlm, case):
     taken = [tree.tokens[node] for node in paths[-1][:2]]
     with torch.no_grad(), switched(vlm.model):
         first = run.start(20)
-        run.decoder.rework()
+        run.decoder.run_decode_stages()
         logits = run.decoder.verify([tree]).logits[0]
         # The accepted part of a path stays, and decoding continues after it.
         run.decoder.accept([paths[-1][:2]])

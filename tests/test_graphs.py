@@ -105,7 +105,7 @@ def test_trees_are_captured_by_their_width(plain: VLM, vlm: VLM, recipe: str) ->
 def test_growing_beyond_the_buffers_recaptures(plain: VLM, vlm: VLM, monkeypatch) -> None:
     from vlmfast.engine import cache
 
-    monkeypatch.setattr(cache, "_ROOM", 8)
+    monkeypatch.setattr(cache, "_FREE_SLOTS", 8)
     given = {"images": picture(seed=0), "max_new_tokens": 120, "eos_token_id": None}
     first = vlm.ask("what is here ?", **given).token_ids
     assert first == plain.ask("what is here ?", **given).token_ids

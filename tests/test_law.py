@@ -357,6 +357,6 @@ def test_half_precision_noise_emits_removed_tokens() -> None:
     assert removed(speculative(way, noise_of(7, 34_000)).tokens, way) > 0
 
 
-def test_sibling_drafted_twice_is_refused() -> None:
-    with pytest.raises(ValueError, match="one token twice behind the same node"):
+def test_a_sibling_drafted_twice_is_refused() -> None:
+    with pytest.raises(ValueError, match="one token twice after the same node"):
         Tree((START, 2, 3, 2), (-1, 0, 0, 0))

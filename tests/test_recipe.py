@@ -165,7 +165,7 @@ def test_presets() -> None:
             assert Recipe.parse(name, source) == Recipe.parse(text)
         assert Recipe.parse(name) == Recipe.parse(name, "cls")
     assert Recipe.parse("none") == Recipe()
-    with pytest.raises(RecipeError, match="preset 'fast' stands alone"):
+    with pytest.raises(RecipeError, match="preset 'fast' must be the whole recipe"):
         Recipe.parse("fast+grid")
 
 
@@ -194,15 +194,15 @@ def test_files(tmp_path: Path) -> None:
         ("hirde", r"'hirde' \(did you mean 'hired'\?\); known: "),
         ("Hired", r"unknown method 'Hired'"),
         ("xyzzy", r"unknown method 'xyzzy'; known: "),
-        ("hired+hired:0.4", r"hired stands twice"),
+        ("hired+hired:0.4", r"hired appears twice"),
         ("hired:", r"ends in ':'"),
         ("hired:0.2,", r"cannot read ''"),
         ("hired:=0.2", r"no parameter ''"),
         ("hired:rate=", r"cannot read 'rate='"),
         ("hired:0.2,0.4", r"cannot read '0.4'"),
         ("hired:0.2,rate=0.4", r"rate is given twice"),
-        ("hired++grid", r"empty word"),
-        ("+hired", r"empty word"),
+        ("hired++grid", r"empty method name"),
+        ("+hired", r"empty method name"),
         ("random:seed=1.5", r"random: seed='1.5' cannot be read as int"),
         ("random:seed=-1", r"random: seed=-1 is out of range, allowed is >= 0"),
         ("grid:sead=1", r"grid has no parameter 'sead'; parameters: rate, positions, budget"),

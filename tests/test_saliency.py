@@ -189,7 +189,8 @@ def test_sources(vlm):
                 if not vlm.adapter.specials():
                     close(total, torch.ones_like(total), terms=16 * n)
     for source in {"cls", "received", "norm"} - set(vlm.adapter.sources()):
-        message = rf"saliency={source} cannot be read of {family(vlm)}: its vision tower .* allowed"
+        name = family(vlm)
+        message = rf"saliency={source} cannot be read from {name}: its vision tower .* allowed"
         with pytest.raises(RecipeError, match=message):
             vlm.ask("what ?", **IMAGE, recipe=f"hired:saliency={source}")
 

@@ -132,7 +132,7 @@ def test_the_word() -> None:
         ("tome:0", r"tome: rate=0 is out of range"),
         ("tome:r=-1", r"tome: r=-1 is out of range, allowed is >= 0"),
         ("tome:r=1.5", r"r='1.5' cannot be read as int"),
-        ("tome+mustdrop", r"tome and mustdrop, which both rework the rows between the blocks"),
+        ("tome+mustdrop", r"tome and mustdrop, which both modify the rows between the blocks"),
     ],
 )
 def test_bad_words(word: str, message: str) -> None:

@@ -151,14 +151,14 @@ def test_a_chain() -> None:
 @pytest.mark.parametrize(
     ("tokens", "parents", "message"),
     [
-        ((), (), "needs as many of both, and a root"),
-        ((1, 2), (-1,), "needs as many of both"),
+        ((), (), "needs equal numbers of both, and a root"),
+        ((1, 2), (-1,), "needs equal numbers of both"),
         ((1,), (0,), "a parent must come before"),
         ((1, 2), (-1, 1), "a parent must come before"),
         ((1, 2, 3), (-1, 2, 0), "a parent must come before"),
         ((1, 2), (-1, -1), "a parent must come before"),
-        ((1, 2, 2), (-1, 0, 0), "one token twice behind the same node"),
-        ((1, 2, 3, 3), (-1, 0, 1, 1), "one token twice behind the same node"),
+        ((1, 2, 2), (-1, 0, 0), "one token twice after the same node"),
+        ((1, 2, 3, 3), (-1, 0, 1, 1), "one token twice after the same node"),
     ],
 )
 def test_what_is_no_tree(tokens: tuple, parents: tuple, message: str) -> None:

@@ -217,7 +217,7 @@ BAD_CALLS = {
     "a method twice": (
         lambda v: v.ask("what ?", picture(), recipe="random+random:0.1"),
         RecipeError,
-        "random stands twice",
+        "random appears twice",
     ),
     "two stages in the tower": (
         lambda v: v.ask("what ?", picture(), recipe="mustdrop+pvc"),

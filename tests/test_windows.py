@@ -567,7 +567,7 @@ def test_cache_methods(vlm, kept, method):
         bytes_of = run.stats.kv_bytes
         held = [Held(layer, kept[id(layer)], dense.size) for layer in run.cache.layers]
         for number, token in enumerate(tokens):
-            run.decoder.rework()
+            run.decoder.run_decode_stages()
             past = [of.slots(method in ("h2o", "cake")) for of in held]
             # Copies: what the step writes is not there yet.
             past = [tuple(of.clone() for of in layer) for layer in past]
@@ -663,7 +663,7 @@ def test_trees_of_drafts(recipe, window, kept):
         for path in (paths[0][:6], paths[1][:3], paths[2][:2]):
             run, alone = start(vlm, DENSE, recipe), start(vlm, DENSE, recipe)
             run.start(30), alone.start(30)
-            run.decoder.rework(), alone.decoder.rework()
+            run.decoder.run_decode_stages(), alone.decoder.run_decode_stages()
             logits = run.decoder.verify([tree]).logits[0]
             run.decoder.accept([path])
             want = [
@@ -920,7 +920,7 @@ def test_kernels(vlm, recipe, monkeypatch):
             run.start(20)
             monkeypatch.setenv("VLMFAST_KERNELS", kernels)
             rows = [run.next(torch.tensor([[token]])) for token in TOKENS[:2]]
-            run.decoder.rework()
+            run.decoder.run_decode_stages()
             rows.append(run.decoder.verify([tree]).logits[0])
             monkeypatch.delenv("VLMFAST_KERNELS")
         results.append(torch.cat(rows))

@@ -1,1 +1,1 @@
-"""What everything else is built on: stage protocols, recipes, token layouts, statistics."""
+"""Foundations: stage protocols, recipes, token layouts, statistics."""

@@ -1,4 +1,4 @@
-"""Buffers that are used again: a cache takes them at its end of prefill and gives them back."""
+"""Reusable buffers: a cache takes them at the end of prefill and returns them."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from torch import Tensor
 
 
 def bucket(slots: int) -> int:
-    """The capacity that serves ``slots``: few sizes, so that buffers fit again.
+    """The capacity for ``slots``, rounded up to few sizes so that buffers can be reused.
 
-    Over by less than 64 slots, or by less than 1/8.
+    Exceeds ``slots`` by less than 64, or by less than 1/8.
     """
     step = max(64, 1 << max(slots.bit_length() - 4, 0))
     return -(-slots // step) * step
@@ -21,7 +21,7 @@ class BufferPool:
     Parameters
     ----------
     limit : int
-        Bytes that lie idle at most; what is given beyond them is freed.
+        Maximum bytes of idle buffers; buffers returned beyond them are freed.
     """
 
     def __init__(self, limit: int = 1 << 30) -> None:
@@ -38,7 +38,7 @@ class BufferPool:
         return buffer.zero_()
 
     def give(self, buffer: Tensor | None) -> None:
-        """Nobody else may hold ``buffer`` or a view of it."""
+        """Return ``buffer``; no other reference to it or a view of it may exist."""
         if buffer is None or self.idle + buffer.nbytes > self.limit:
             return
         self.idle += buffer.nbytes

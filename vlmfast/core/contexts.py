@@ -1,6 +1,6 @@
 """The context of a forward pass: what the engine tells stages, and what they may change.
 
-One object for each pass, of the class that fits its phase; the engine makes it.
+One object for each forward pass, of the class for its phase; the engine creates it.
 """
 
 from __future__ import annotations
@@ -29,34 +29,34 @@ class VisionContext:
     items : tuple of ItemGeometry
         The images in the batch.
     requests : dict of int to StatRequest
-        Block index to the rows that are wanted of it.
+        Block index to the requested rows.
     modules : dict of int to int
         ``id`` of an attention module to its block index (vision modules do not know theirs).
     specials : int
         Rows before the patches of each view (CLS).
     notes : dict of str to dict
-        What one part of a method tells a later part of the same method, by method name.
+        Data from one part of a method for a later part of the same method, by method name.
     trained : dict of str to Module
         The weights of trained methods, by method name, on the model's device in float32.
     repair : bool
-        Attention adds the logarithm of each key's weight, so that a merged token counts for all
-        that it stands for.
+        Attention adds the logarithm of each key's weight to its logit, so that a merged token
+        counts for all the tokens that it represents.
     stats : dict of int to Tensor
         Block index to softmax attention, float32, (views, heads, rows, keys).
     keys : dict of int to Tensor
         Block index to keys, mean over heads, float32, (views, rows, head_dim); ``wide`` ones
         (views, rows, heads * head_dim).
     chunks : dict of int to list of (Tensor, Tensor), optional
-        Of towers that take all images in one row and attend to each by itself, ``stats`` and
+        For towers that pack all images in one row and attend within each image: ``stats`` and
         ``keys`` of each image.
     merged : Tensor, int64, (views, rows), optional
         For each row that entered the tower (CLS first), the row that it is part of now. A stage
         with `InEncoderStage.cells` sees the same of CLS and cells.
     sizes : iterator of Tensor, each float32, (n,), optional
-        Of towers that take all images in one row, how many rows that entered each row stands for
-        now; chunk by chunk, as the block that runs attends to them.
+        For towers that pack all images in one row: how many of the rows that entered each row now
+        represents; chunk by chunk, as the running block attends to them.
     lengths : Tensor, int64, (views,), optional
-        Rows of each view that exist, where merging left fewer of some; the others, at the end, are
+        Valid rows of each view, where merging left different numbers; the others, at the end, are
         padding.
     """
 
@@ -87,7 +87,7 @@ class PrefillContext:
     depth : int
         Layers of the language model.
     requests : dict of int to StatRequest
-        Layer index to the rows that are wanted of it.
+        Layer index to the requested rows.
     notes, trained, repair
         As in `VisionContext`.
     cache : KVCache, optional
@@ -100,8 +100,8 @@ class PrefillContext:
     attend : dict of int to callable
         Layers whose attention a stage computes itself: `PrefillStage.attend`.
     after : callable, optional
-        ``(layer, query, key, value, scaling)``, asked after the attention of every layer; how cache
-        stages see keys and values.
+        ``(layer, query, key, value, scaling)``, called after the attention of every layer; gives
+        cache stages the keys and values.
     rotate : callable, optional
         ``(keys (H, N, D), delta (H, N)) -> keys`` with ``delta`` added to their rotary ids.
     limit : int, optional
@@ -109,7 +109,7 @@ class PrefillContext:
     extends : bool
         Whether these rows follow others that a frozen cache holds.
     probe : bool
-        Whether only the statistics of one layer are wanted, which does not run.
+        Whether only the statistics of one layer are computed, without running the layer.
     stats : dict of int to Tensor
         Layer index to softmax attention, float32, (heads, rows, keys) over the tokens of
         ``layout``; its columns are kept aligned with ``layout`` when rows are dropped. ``columns``
@@ -117,16 +117,16 @@ class PrefillContext:
     received : dict of int to Tensor
         Layer index to mean logits received from the visual rows, float32, (heads, 1, keys).
     hidden : Tensor, (S, D), optional
-        What enters the layer before which `PrefillStage.keep` is asked. A stage that merges puts
-        there what its rows become, of the same shape, before it says which stay.
+        Input of the layer before which `PrefillStage.keep` is called. A stage that merges replaces
+        it by the merged rows, of the same shape, before it returns the rows to keep.
 
     Class attributes
     ----------------
     answer : int
-        Rows at the end that are an answer which is taught; statistics do not look from them.
+        Rows at the end that are the answer in training; they are no query rows of statistics.
     soft : Tensor, float32, (S,), or None
-        How much of each row of ``layout`` is there for the layers to come; see
-        `compressors._training.TrainingContext`.
+        Weight of each row of ``layout`` in the following layers; see
+        `core.training.TrainingContext`.
     """
 
     layout: TokenLayout
@@ -155,8 +155,8 @@ class PrefillContext:
     def select(self, index: Tensor) -> None:
         """Keep rows ``index`` of the current tokens, in the layout and in every statistic."""
         self.layout = self.layout.select(index)
-        for of in (self.stats, self.received):
-            of.update({layer: s.index_select(-1, index) for layer, s in of.items()})
+        for stats in (self.stats, self.received):
+            stats.update({layer: s.index_select(-1, index) for layer, s in stats.items()})
 
     def window(self, layer: int) -> int | None:
         """The window of a layer, where the rows of ``layout`` do not all fit into it.
@@ -167,20 +167,20 @@ class PrefillContext:
         return window if window is not None and len(self.layout) > window else None
 
     def visible(self, layer: int) -> Tensor | None:
-        """Bool (S, S): what each row of ``layout`` sees of them; ``None`` where plainly causal."""
+        """Bool (S, S): which rows of ``layout`` each row sees; ``None`` where plainly causal."""
         mask = None if self.mask_rule is None else self.mask_rule(self.layout)
         if (window := self.window(layer)) is None:
             return mask
-        place = torch.arange(len(self.layout), device=self.layout.device)
-        mask = place[:, None] >= place if mask is None else mask
-        return mask & (place > place[:, None] - window)
+        row = torch.arange(len(self.layout), device=self.layout.device)
+        mask = row[:, None] >= row if mask is None else mask
+        return mask & (row > row[:, None] - window)
 
     def key_bias(self) -> Tensor | None:
-        """What is added to the logits of each key, float32, (S,); ``None`` for nothing."""
+        """Bias of the logits of each key, float32, (S,), or ``None``."""
         return self.layout.weight.log() if self.repair else None
 
     def share(self, rows: Tensor) -> Tensor | None:
-        """How much of each of ``rows`` counts in a mean over rows; ``None`` for all of each."""
+        """Weight of each of ``rows`` in a mean over rows; ``None`` for equal weights."""
         return None
 
 
@@ -204,14 +204,14 @@ class DecodeContext:
 
 Context = VisionContext | PrefillContext | DecodeContext
 
-# For passes that run eagerly (vision, prefill). Several vision towers swallow unknown keyword
+# For eager forward passes (vision, prefill). Several vision towers discard unknown keyword
 # arguments, so an argument cannot reach their attention.
 current_context: ContextVar[Context | None] = ContextVar("vlmfast_context", default=None)
 
 
 @contextmanager
 def active(context: Context) -> Iterator[Context]:
-    """Make ``context`` that of the passes that run inside the block."""
+    """Make ``context`` the context of forward passes inside the block."""
     token = current_context.set(context)
     try:
         yield context
@@ -234,9 +234,9 @@ class EncodeRequest:
     notes, trained : dict
         As in `PrefillContext`.
     order : Tensor, int64, (T,), optional
-        Where these tokens stand in the full prompt.
+        Indices of these tokens in the full prompt.
     pictures : sequence of PIL.Image.Image
-        By ``TokenLayout.item``; empty where only their features are known.
+        The images, by ``TokenLayout.item``; empty where only their features are known.
     """
 
     question: str

@@ -1,4 +1,4 @@
-"""What a drafter is told, and what it hands back: the target, what it has read, trees, budgets."""
+"""Inputs and outputs of drafters: the target model, the prompt, checked trees, budgets."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class Target:
     trained : Module, optional
         The drafter's own weights.
     shallow : callable, optional
-        ``(token, behind, layers) -> logits (V,)``: what only ``layers`` of the model make of a
-        token, ``behind`` such tokens after the cache.
+        ``(token, drafted, layers) -> logits (V,)``: logits after a token by ``layers`` of the
+        model alone, where ``drafted`` such tokens follow the cache.
     kept : dict
-        The drafter's own, of this model, from one request to the next.
+        State of the drafter for this model, kept from one request to the next.
     """
 
     embed: Callable[[Tensor], Tensor]
@@ -57,11 +57,11 @@ class Read:
     layout : TokenLayout
         The S rows that are left after the last layer.
     embeds : Tensor, (S, D)
-        What went into the first layer of these rows.
+        Input of the first layer for these rows.
     features : Tensor, (S, D), optional
-        After the last norm; where the drafter `DrafterStage.features`.
+        After the last norm; where the stage sets `DrafterStage.features`.
     taps : Tensor, (S, K, D), optional
-        What went into the K layers of `DrafterStage.taps`.
+        Input of the K layers of `DrafterStage.taps`.
     """
 
     ids: list[int]
@@ -83,7 +83,7 @@ class Round:
     emitted : list of int
         The tokens of ``path`` after the root, and the target's own next one.
     logits : Tensor, (N, V), optional
-        The target's, of every node; where a drafter of the recipe reads `DrafterStage.logits`.
+        The target's, of every node; where a stage of the recipe sets `DrafterStage.logits`.
     features, taps : Tensor, (N, D) and (N, K, D), optional
         As in `Read`, of every node.
     """
@@ -118,10 +118,10 @@ class Budget:
     noise: Callable[[int], Tensor] | None = None
 
     def rank(self, logits: Tensor, depth: int) -> Tensor:
-        """By what children at ``depth`` are ranked: (K, V), log-probabilities, or these with noise.
+        """Scores that rank children at ``depth``: (K, V), log-probabilities, or these with noise.
 
-        With the target's own noise the best child is the token that the target takes wherever the
-        drafter's probabilities are the target's: sampling without replacement, coupled to it.
+        With the target's own noise, the best child is the token that the target takes wherever the
+        drafter has the target's probabilities: sampling without replacement, coupled to it.
         """
         if self.noise is None:
             return logits.float().log_softmax(-1)
@@ -129,7 +129,7 @@ class Budget:
 
 
 class Governor(Protocol):
-    """Decides for the drafters of one answer how much they draft."""
+    """Decides how much the drafters of one answer draft."""
 
     reason: str
 
@@ -145,17 +145,17 @@ class Governor(Protocol):
         seconds: float,
         first: bool = False,
     ) -> None:
-        """See what a round with a tree of ``nodes`` nodes, ``size`` at most, gave and took."""
+        """Record the tokens and the time of a round whose tree had ``nodes`` of ``size`` nodes."""
 
 
 class Drafter(Protocol):
     """Drafts the answer of one request."""
 
     def prefill(self, read: Read) -> None:
-        """See a prompt, or the next part of one."""
+        """Process a prompt, or the next part of one."""
 
     def propose(self, root: int, budget: Budget) -> Tree:
         """A tree below ``root``, the token that was emitted last; it may be the root alone."""
 
     def extend(self, done: Round) -> None:
-        """See what the target made of a tree."""
+        """Process the target's results for a tree."""

@@ -1,4 +1,4 @@
-"""What a bug report or a result file must say about the machine: versions and hardware.
+"""Versions and hardware of the machine, for bug reports and result files.
 
 No paths, host or user names: the output is meant to be published.
 """

@@ -1,4 +1,4 @@
-"""Files that are replaced whole: whatever happens, the old one or the new one is there."""
+"""Atomic replacement of files: after any interruption, the old or the new file is complete."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["make_folder", "replace_bytes", "replace_text", "replacing"]
 
 @contextlib.contextmanager
 def replacing(path: str | Path) -> Iterator[BinaryIO]:
-    """Write a file beside its place, and put it there at one stroke when the block ends.
+    """Write a temporary file next to ``path``, and replace ``path`` by it when the block ends.
 
     Parameters
     ----------
@@ -25,8 +25,8 @@ def replacing(path: str | Path) -> Iterator[BinaryIO]:
     Yields
     ------
     BinaryIO
-        The new file. It is on the disk when it takes the place of the old one; after an exception
-        nothing is left of it.
+        The new file. It is flushed to the disk before it replaces the old one; after an exception
+        it is removed.
 
     Raises
     ------
@@ -46,18 +46,18 @@ def replacing(path: str | Path) -> Iterator[BinaryIO]:
             with contextlib.suppress(OSError):
                 draft.unlink(missing_ok=True)
             raise
-        _settle(path.parent)
+        _sync_folder(path.parent)
     except OSError as error:
         raise _cannot(path, error) from error
     except RuntimeError as error:
-        # torch.save ends in an error of its own while it handles that of the file.
+        # torch.save raises an error of its own while it handles that of the file.
         if isinstance(error.__context__, OSError):
             raise _cannot(path, error.__context__) from error
         raise
 
 
 def replace_bytes(path: str | Path, parts: Iterable[bytes | memoryview]) -> None:
-    """`replacing`, for content that is there already, in parts."""
+    """`replacing`, for content that exists already, in parts."""
     with replacing(path) as file:
         for part in parts:
             file.write(part)
@@ -69,7 +69,7 @@ def replace_text(path: str | Path, text: str) -> None:
 
 
 def make_folder(path: str | Path) -> None:
-    """Make a folder and those above it, where they are not there.
+    """Make a folder and its parents, if they do not exist.
 
     Raises
     ------
@@ -86,8 +86,8 @@ def _cannot(path: Path, error: OSError) -> VLMFastError:
     return VLMFastError(f"{path} cannot be written: {error.strerror or error}")
 
 
-def _settle(folder: Path) -> None:
-    """Wait until the folder itself is on the disk, where folders can be opened."""
+def _sync_folder(folder: Path) -> None:
+    """Flush the folder itself to the disk, where folders can be opened."""
     if not hasattr(os, "O_DIRECTORY"):
         return
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)

@@ -1,4 +1,4 @@
-"""What a cache stage receives and hands on: the keys and values of one layer of one sequence."""
+"""What a cache stage receives and returns: the keys and values of one layer of one sequence."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ class KV:
     position : Tensor, int64, (H, N)
         Rotary id under which the key was rotated (the temporal one for M-RoPE).
     visual : Tensor, bool, (H, N)
-        Whether the token belongs to a picture.
+        Whether the token belongs to an image or a video.
     lengths : Tensor, int64, (H,)
-        Slots of each head that exist; the others, at the end, are padding.
+        Valid slots of each head; the others, at the end, are padding.
     bias : Tensor, float32, (H, N), optional
         What attention adds to the logit of each key.
     mass : Tensor, float32, (H, N), optional
-        Attention that each slot has received so far, where a decode stage goes on counting it.
+        Attention that each slot has received so far, where a decode stage continues to count it.
     segments : tuple of Segment
-        What has been quantised; ``keys`` and ``values`` hold the rest.
+        Quantized slots; ``keys`` and ``values`` hold the rest.
     """
 
     keys: Tensor
@@ -60,17 +60,17 @@ class KV:
     def select(self, index: Tensor, lengths: Tensor | None = None) -> KV:
         """Slots ``index``: int64, (M,) for all heads or (H, M), ascending.
 
-        ``lengths`` (H,) says how many of the M exist, where heads keep different numbers.
+        ``lengths`` (H,): how many of the M are valid, where heads keep different numbers.
         """
         index = index.expand(len(self.keys), -1)
         if lengths is None:
             lengths = torch.full_like(self.lengths, index.shape[1])
         chosen = {}
         for name in SLOTWISE:
-            of = getattr(self, name)
-            if of is not None:
-                at = index if of.dim() == 2 else index[..., None].expand(-1, -1, of.shape[2])
-                chosen[name] = of.gather(1, at)
+            x = getattr(self, name)
+            if x is not None:
+                at = index if x.dim() == 2 else index[..., None].expand(-1, -1, x.shape[2])
+                chosen[name] = x.gather(1, at)
         return replace(self, **chosen, lengths=lengths)
 
     def select_mask(self, keep: Tensor) -> KV:

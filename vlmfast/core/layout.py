@@ -1,7 +1,7 @@
-"""Where every token of a prompt came from.
+"""The origin of every token of a prompt.
 
-A `TokenLayout` travels beside the features of a sequence. Reducers and caches read it to know which
-tokens are visual, which picture and tile they belong to and where they lie in it; whatever selects
+A `TokenLayout` accompanies the features of a sequence. Reducers and caches read from it which
+tokens are visual, which image and tile they belong to and their position in it. Code that selects
 rows of the features selects the same rows of the layout.
 """
 
@@ -15,13 +15,13 @@ from torch import Tensor
 
 
 class Kind(IntEnum):
-    """What a token stands for."""
+    """What a token represents."""
 
     TEXT = 0
     IMAGE = 1
     VIDEO = 2
-    NEWLINE = 3  # a learned row separator inside a picture (LLaVA-NeXT's ``image_newline``)
-    SPECIAL = 4  # a picture's token that shows no part of it (a CLS token that is kept)
+    NEWLINE = 3  # a learned row separator inside an image (LLaVA-NeXT's ``image_newline``)
+    SPECIAL = 4  # an image's token that shows no part of it (a CLS token that is kept)
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,28 +31,28 @@ class TokenLayout:
     Parameters
     ----------
     kind : Tensor, uint8, (S,)
-        A `Kind`. Newlines count as visual tokens: they are paid for like any other.
+        A `Kind`. Newlines count as visual tokens: they cost as much as any other.
     item : Tensor, int32, (S,)
-        Index of the picture (or of the frame, when a clip is read frame by frame) inside the
+        Index of the image (or of the frame, when a video is read frame by frame) inside the
         prompt; -1 for text.
     tile : Tensor, int32, (S,)
-        0 is the base view of the item, 1.. its crops in raster order; -1 where it has no place
+        0 is the base view of the item, 1.. its crops in raster order; -1 for tokens outside tiles
         (text, newlines, special tokens).
     view : Tensor, int32, (S,)
         Row of the token's tile in the batch that went through the vision tower, so that
-        ``stats[view]`` are the statistics of its tile; -1 where it has no place.
+        ``stats[view]`` are the statistics of its tile; -1 for tokens outside tiles.
     grid : Tensor, int32, (S, 3)
         (t, y, x) in the token grid of the tile. For a newline, y is the row that it closes in the
         stitched canvas of crops and x is -1. -1 for text.
     box : Tensor, float32, (S, 4)
-        (x0, y0, x1, y1) of the token in its picture, as shares of the picture's width and height;
-        NaN where it has no place.
+        (x0, y0, x1, y1) of the token in its image, as fractions of the image's width and height;
+        NaN for tokens that show no part of it.
     order : Tensor, int64, (S,)
         Index in the full prompt, before anything was dropped. Causality follows it.
     position : Tensor, int64, (P, S)
         Rotary position ids; P is 1, or 3 for M-RoPE (t, h, w).
     weight : Tensor, float32, (S,)
-        How many source tokens this row stands for (more than 1 after merging).
+        How many source tokens this row represents (more than 1 after merging).
     protected : Tensor, bool, (S,)
         Rows that later parts of the same method must not drop.
     """
@@ -77,12 +77,12 @@ class TokenLayout:
 
     @property
     def visual(self) -> Tensor:
-        """Tensor, bool, (S,): every token that the picture costs, newlines included."""
+        """Tensor, bool, (S,): every token of images and videos, newlines included."""
         return self.kind != Kind.TEXT
 
     @property
     def patches(self) -> Tensor:
-        """Tensor, bool, (S,): tokens that show a part of a picture."""
+        """Tensor, bool, (S,): tokens that show a part of an image."""
         return (self.kind == Kind.IMAGE) | (self.kind == Kind.VIDEO)
 
     def select(self, index: Tensor) -> TokenLayout:
@@ -195,6 +195,6 @@ class VisualTokens:
         )
 
     def items(self) -> list[tuple[int, Tensor]]:
-        """``(item, indices)`` of every picture, in the order of the prompt."""
+        """``(item, indices)`` of every image, in the order of the prompt."""
         ids = self.layout.item
         return [(i, (ids == i).nonzero().flatten()) for i in torch.unique(ids).tolist()]

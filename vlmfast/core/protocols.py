@@ -1,4 +1,4 @@
-"""The stage protocols: what a method may ask for and what it returns.
+"""The stage protocols: what a method may request and what it returns.
 
 A method is a frozen dataclass that derives from one of the protocol classes below. Its fields are
 its hyper-parameters, declared with `param`, which also documents and bounds them; recipes, the
@@ -28,7 +28,7 @@ PROTOCOLS = ("media", "in-encoder", "encode", "prefill", "cache", "decode", "dra
 
 @dataclass(frozen=True)
 class MediaStage(Stage):
-    """Chooses the frames of a clip before anything is encoded."""
+    """Chooses the frames of a video before anything is encoded."""
 
     protocol: ClassVar[str] = "media"
     asks_question: ClassVar[bool] = True
@@ -40,11 +40,11 @@ class MediaStage(Stage):
 
 @dataclass(frozen=True)
 class InEncoderStage(Stage):
-    """Works between the blocks of the vision tower."""
+    """Runs between the blocks of the vision tower."""
 
     protocol: ClassVar[str] = "in-encoder"
     # Not annotated: a ClassVar would come first among the fields of a stage that declares it.
-    optional = False  # whether its method does without it where a tower cannot serve it
+    optional = False  # whether its method works without it where a tower does not support it
     cells = False  # whether it takes all patches of a visual token as one row, see `on_block`
     # Whether it takes any number of patches for each token, where the projector takes a row of
     # them together (`Adapter.token_rows`); `on_output` then sees tokens.
@@ -55,7 +55,7 @@ class InEncoderStage(Stage):
         return {}
 
     def blocks(self, depth: int) -> tuple[int, ...]:
-        """Vision blocks (1 .. depth-1) before which `on_block` is asked."""
+        """Vision blocks (1 .. depth-1) before which `on_block` is called."""
         raise NotImplementedError(f"{type(self).__name__}.blocks")
 
     def on_block(
@@ -63,17 +63,17 @@ class InEncoderStage(Stage):
     ) -> tuple[Tensor, Tensor | None]:
         """New hidden states, and where each row went.
 
-        Without `cells` a stage is asked only where the tower makes one visual token of each patch,
-        or as `token_rows` says.
-        With it rows are *cells*: the ``m`` patches that become one visual token side by side, so
-        that D is ``m`` times the tower's width, as that of ``context.keys`` is; special rows are
-        repeated to that width. ``context.items`` are the images that lie in ``hidden``, all of one
-        grid of visual tokens. Such a stage changes rows by merging alone.
+        Without `cells` a stage is called only where the tower makes one visual token of each patch,
+        or where `token_rows` allows it.
+        With it rows are *cells*: the ``m`` patches that become one visual token, concatenated, so
+        that D is ``m`` times the tower's width, as is that of ``context.keys``; special rows are
+        repeated to that width. ``context.items`` are the images in ``hidden``, all of one grid of
+        visual tokens. Such a stage changes rows by merging alone.
 
         Parameters
         ----------
         hidden : Tensor, (V, N, D)
-            What would enter block ``index``; the CLS row first where the tower has one.
+            Input of block ``index``; the CLS row first where the tower has one.
 
         Returns
         -------
@@ -81,12 +81,12 @@ class InEncoderStage(Stage):
         source : Tensor, int64, (V, N), or None
             Row of the new hidden states that each old row is now part of; ``None`` when no row was
             merged. Merged rows stay together from there on; the token nearest to their middle
-            stands for them in the prompt.
+            represents them in the prompt.
         """
         raise NotImplementedError(f"{type(self).__name__}.on_block")
 
     def on_output(self, context: VisionContext, hidden: Tensor) -> Tensor:
-        """Asked once, in front of the projector, with what goes into it.
+        """Called once, with the input of the projector.
 
         Parameters
         ----------
@@ -96,8 +96,8 @@ class InEncoderStage(Stage):
         Returns
         -------
         Tensor, (V, N, D)
-            One row per view of the batch, as the projector and the packing behind it expect; what
-            a later part of the method needs beyond it goes to ``context.notes``.
+            One row per view of the batch, as the projector and the packing after it expect. Other
+            data for a later part of the method goes to ``context.notes``.
         """
         return hidden
 
@@ -106,8 +106,8 @@ class InEncoderStage(Stage):
 class EncodeStage(Stage):
     """Reduces the visual tokens between vision encoder and language model.
 
-    A stage with a field ``positions = "compact"`` has the rows of the prompt renumbered if it drops
-    some.
+    With a field ``positions = "compact"``, the rows of the prompt are renumbered if the stage drops
+    any.
     """
 
     protocol: ClassVar[str] = "encode"
@@ -116,17 +116,17 @@ class EncodeStage(Stage):
     wants_cls = False  # whether `reduce` reads ``stats.cls``
 
     def vision_stats(self, depth: int) -> dict[int, StatRequest]:
-        """Vision layer index (0 .. depth-1) to the rows that `reduce` wants of it."""
+        """Vision layer index (0 .. depth-1) to the rows that `reduce` reads."""
         return {}
 
     def saliencies(self) -> tuple[SaliencyRequest, ...]:
-        """What `reduce` wants to know of each token's saliency; every tower has one."""
+        """The saliency of each token that `reduce` reads; every tower provides one."""
         return ()
 
     def reduce(
         self, tokens: VisualTokens, stats: VisionStats, request: EncodeRequest
     ) -> VisualTokens:
-        """Fewer tokens. By default each picture is reduced by itself with `reduce_item`."""
+        """Reduce the tokens; by default each image separately, with `reduce_item`."""
         parts = [
             self.reduce_item(tokens.select(index), stats.items[item], stats, request)
             for item, index in tokens.items()
@@ -151,7 +151,7 @@ class EncodeStage(Stage):
         stats: VisionStats,
         request: EncodeRequest,
     ) -> VisualTokens | None:
-        """The reduced tokens of one picture, or ``None`` when all of them stay.
+        """The reduced tokens of one image, or ``None`` to keep all of them.
 
         By default the rows that `keep` names.
         """
@@ -165,7 +165,7 @@ class EncodeStage(Stage):
         stats: VisionStats,
         request: EncodeRequest,
     ) -> Tensor | None:
-        """Rows of one picture that stay: int64 indices, ascending; ``None`` for all."""
+        """Rows of one image to keep: int64 indices, ascending; ``None`` for all."""
         raise NotImplementedError(f"{type(self).__name__}.keep")
 
 
@@ -173,7 +173,7 @@ class EncodeStage(Stage):
 class PrefillStage(Stage):
     """Drops visual tokens between the layers of the language model, during prefill.
 
-    A stage with a field ``positions = "compact"`` has the rows renumbered after each of its drops.
+    With a field ``positions = "compact"``, the rows are renumbered after each of its drops.
     """
 
     protocol: ClassVar[str] = "prefill"
@@ -181,11 +181,11 @@ class PrefillStage(Stage):
     positions = "keep"
 
     def layers(self, depth: int) -> tuple[int, ...]:
-        """Layers (0 .. depth-1) before which `keep` is asked."""
+        """Layers (0 .. depth-1) before which `keep` is called."""
         raise NotImplementedError(f"{type(self).__name__}.layers")
 
     def text_stats(self, depth: int) -> dict[int, StatRequest]:
-        """Layer index to the attention rows that `keep` wants of it."""
+        """Layer index to the attention rows that `keep` reads."""
         return {}
 
     def keep(self, context: PrefillContext, layer: int) -> Tensor | None:
@@ -222,35 +222,35 @@ class PrefillStage(Stage):
 
 @dataclass(frozen=True)
 class CacheStage(Stage):
-    """Shrinks the keys and values of a prompt, layer by layer while the prompt is read.
+    """Compresses the keys and values of a prompt, layer by layer during prefill.
 
-    `compress` is asked right behind a layer's own attention, so that a prefill is exact and its
-    memory falls layer by layer; where budgets need all layers, `finish` is asked at the end, and
-    stages behind it then. Prompts without a picture are left alone.
+    `compress` is called right after a layer's own attention, so that prefill is exact and memory
+    falls layer by layer. Where budgets need all layers, `finish` is called at the end, and later
+    stages after it. Prompts without visual tokens are not compressed.
     """
 
     protocol: ClassVar[str] = "cache"
     blockwise: ClassVar[bool] = False  # whether `compress` may see a prompt block by block
-    quantises: ClassVar[bool] = False  # whether what it hands on may hold segments
+    quantises: ClassVar[bool] = False  # whether its output may contain segments
 
     def text_stats(self, depth: int) -> dict[int, ColumnRequest]:
-        """Layer index to the statistics that `compress` wants of it."""
+        """Layer index to the statistics that `compress` reads."""
         return {}
 
     def compress(
         self, context: PrefillContext, layer: int, kv: KV, stats: ColumnStats | None
     ) -> KV:
-        """What ``layer`` keeps of ``kv``; ``context.layout`` are the rows at that layer."""
+        """Compress ``kv`` of ``layer``; ``context.layout`` are the rows at that layer."""
         return kv
 
     def finish(self, context: PrefillContext, cache: list[KV]) -> list[KV]:
-        """The same for all layers at once, when the last has run."""
+        """As `compress`, for all layers at once, after the last one has run."""
         return cache
 
 
 @dataclass(frozen=True)
 class DecodeStage(Stage):
-    """Works on the cache between decode steps."""
+    """Modifies the cache between decode steps."""
 
     protocol: ClassVar[str] = "decode"
     mass: ClassVar[bool] = False  # whether `step` reads the attention that each slot receives
@@ -259,14 +259,14 @@ class DecodeStage(Stage):
     def step(self, slots: Slots, layer: int) -> None:
         """Change the float part of one layer of one sequence, in place, without a host sync.
 
-        Asked before the token of the next step is written.
+        Called before the token of the next step is written.
         """
         raise NotImplementedError(f"{type(self).__name__}.step")
 
     def quiet(self, slots: Slots, layer: int) -> int:
-        """How many of the next calls of `step` have nothing to do; asked right behind one.
+        """How many of the next calls of `step` have nothing to do; called right after one.
 
-        So many drafted tokens can be checked at once: the cache is as if they came one by one.
+        This many drafted tokens can be checked at once, with the same cache as one by one.
         """
         return 0
 
@@ -280,12 +280,12 @@ class Slots(Protocol):
         Views of the cache's buffers.
     order : Tensor, int64, (H, capacity)
         Index of each slot's token in the full sequence, answer included. Slots beyond ``length``
-        hold anything.
+        are undefined.
     mass : Tensor, float32, (H, capacity)
         Attention received since the prompt, mean over the query heads of each KV head; only where
         a stage of the recipe sets ``mass``. Writable.
     length : Tensor, int64, (H,)
-        Slots that exist; on the device.
+        Slots in use; on the device.
     held : int
         The largest of ``length``, on the host.
     prompt : Tensor, int64, (H,)
@@ -330,20 +330,20 @@ class Slots(Protocol):
 
 @dataclass(frozen=True)
 class DrafterStage(Stage):
-    """Guesses tokens of the answer, which the model checks all at once. Never changes an answer."""
+    """Drafts tokens of the answer, which the model checks all at once. Never changes an answer."""
 
     protocol: ClassVar[str] = "drafter"
-    merges: ClassVar[bool] = False  # whether its trees may stand beside another drafter's
+    merges: ClassVar[bool] = False  # whether its trees can be joined with another drafter's
     features: ClassVar[bool] = False  # whether it reads the target's hidden states
     logits: ClassVar[bool] = False  # whether it reads the target's logits
-    governs: ClassVar[bool] = False  # whether it drafts nothing, and decides for those that do
+    governs: ClassVar[bool] = False  # whether it drafts nothing and controls other drafters
 
     def taps(self, depth: int) -> tuple[int, ...]:
         """Decoder layers (0 .. depth-1) whose input it reads."""
         return ()
 
     def largest(self) -> tuple[int, int]:
-        """Nodes of a tree, the root included, and drafted tokens on one path, at most."""
+        """Maximum nodes of a tree, the root included, and drafted tokens on one path."""
         raise NotImplementedError(f"{type(self).__name__}.largest")
 
     def open(self, target: Target) -> Drafter:
@@ -352,25 +352,25 @@ class DrafterStage(Stage):
         Raises
         ------
         RecipeError
-            When it does not belong to ``target``.
+            When it does not fit ``target``.
         """
         raise NotImplementedError(f"{type(self).__name__}.open")
 
     def choice(self, ships: Callable[[Stage], bool]) -> list[DrafterStage]:
-        """Of one that `governs`: the drafters of a recipe that names none.
+        """Where `governs` is set: the drafters of a recipe that names none.
 
-        ``ships`` says whether there are weights of a trained one for the model.
+        ``ships`` returns whether a trained one has weights for the model.
         """
         raise NotImplementedError(f"{type(self).__name__}.choice")
 
     def govern(self, limit: tuple[int, int], known: dict[Any, Any]) -> Governor:
-        """Of one that `governs`: what decides for the drafters of one answer.
+        """Where `governs` is set: the governor of the drafters of one answer.
 
         Parameters
         ----------
         limit : (int, int)
             Nodes and depth of the largest tree.
         known : dict
-            What is known about this model and these drafters; shared by all answers.
+            State for this model and these drafters; shared by all answers.
         """
         raise NotImplementedError(f"{type(self).__name__}.govern")

@@ -1,6 +1,6 @@
-"""Recipes: which stages run, written as one short word.
+"""Recipes: the stages that run, written as a short string.
 
-``hired:0.2+pyramiddrop`` names the stages in the order in which the data meets them. The grammar
+``hired:0.2+pyramiddrop`` names the stages in pipeline order. The grammar
 is ``name[:value]`` or ``name:[value,]key=value[,key=value...]``, joined by ``+``.
 """
 
@@ -17,7 +17,7 @@ from .registry import stage_class
 from .saliency import SOURCES
 from .stage import Stage, Stages
 
-_SHARES = {"faithful": 0.33, "balanced": 0.22, "fast": 0.11}
+_BUDGETS = {"faithful": 0.33, "balanced": 0.22, "fast": 0.11}
 # By the source of saliency in the vision tower: what was measured to beat `random` there
 # beyond its interval (docs/saliency.md). A preset is a starting point for a real checkpoint, not a
 # promise about it.
@@ -26,16 +26,16 @@ PRESETS: dict[str, dict[str, str]] = {
     "none": dict.fromkeys(SOURCES, ""),
     **{
         name: {
-            source: f"{method}:positions=keep,budget={share}"
+            source: f"{method}:positions=keep,budget={budget}"
             for source, method in _PRESET_METHODS.items()
         }
-        for name, share in _SHARES.items()
+        for name, budget in _BUDGETS.items()
     },
 }
 
 
 class Recipe(Stages):
-    """An ordered tuple of stages; immutable, hashable, equal when it does the same.
+    """An ordered tuple of stages; immutable, hashable, equal when its stages are.
 
     Examples
     --------
@@ -57,32 +57,32 @@ class Recipe(Stages):
         names = [stage.name for stage in self]
         for name in names:
             if names.count(name) > 1:
-                raise RecipeError(f"{name} stands twice in the recipe {self}")
+                raise RecipeError(f"{name} appears twice in the recipe {self}")
         if sum(stage.protocol == "media" for stage in self) > 1:
-            raise RecipeError(f"recipe {self} has two stages that choose the frames; one can")
+            raise RecipeError(f"recipe {self} has two stages that choose the frames; only one may")
         parts = [p for s in self for p in s.expand() if p.protocol == "cache"]
         for first, second in pairwise(parts):
             if first.quantises:
                 raise RecipeError(
-                    f"recipe {self}: {first.name} quantises the cache, so {second.name} cannot "
-                    "stand behind it"
+                    f"recipe {self}: {first.name} quantizes the cache, so {second.name} cannot "
+                    "follow it"
                 )
         evicting = [p.name for s in self for p in s.expand() if p.protocol == "decode"]
         if len(evicting) > 1:
             raise RecipeError(
-                f"recipe {self} has {' and '.join(evicting)}, which both rework the cache between "
-                "decode steps; one can"
+                f"recipe {self} has {' and '.join(evicting)}, which both modify the cache between "
+                "decode steps; only one may"
             )
         inside = [s.name for s in self if any(p.protocol == "in-encoder" for p in s.expand())]
         if len(inside) > 1:
             raise RecipeError(
-                f"recipe {self} has {' and '.join(inside)}, which both rework the rows between the "
-                "blocks of the vision tower; one can"
+                f"recipe {self} has {' and '.join(inside)}, which both modify the rows between the "
+                "blocks of the vision tower; only one may"
             )
         for part in (part for stage in self for part in stage.expand()):
             if part.protocol not in PROTOCOLS:
                 raise RecipeError(
-                    f"{part.name} is a {part.protocol} stage, which nothing runs; protocols are "
+                    f"{part.name} is a {part.protocol} stage, an unknown protocol; known are "
                     + ", ".join(PROTOCOLS)
                 )
         ranks = [PROTOCOLS.index(stage.expand()[0].protocol) for stage in self]
@@ -94,13 +94,13 @@ class Recipe(Stages):
 
     @classmethod
     def parse(cls, text: str, source: str = "cls") -> Recipe:
-        """Read a recipe; a preset name stands for its recipe.
+        """Parse a recipe or the name of a preset.
 
         Parameters
         ----------
         text : str
         source : {"cls", "received", "norm"}
-            The source of saliency that the model has, by which presets differ.
+            The source of saliency that the model has; presets depend on it.
 
         Raises
         ------
@@ -111,11 +111,11 @@ class Recipe(Stages):
         text = PRESETS[text][source] if text in PRESETS else text
         if not text:
             return cls()
-        return cls(tuple(_stage(word.strip(), text) for word in text.split("+")))
+        return cls(tuple(_stage(part.strip(), text) for part in text.split("+")))
 
     @classmethod
     def of(cls, recipe: str | Stage | tuple[Stage, ...] | None, source: str = "cls") -> Recipe:
-        """Whatever a user may pass as ``recipe=``; ``source`` is as in `parse`."""
+        """The recipe of any value that users may pass as ``recipe=``; ``source`` as in `parse`."""
         if recipe is None:
             return cls()
         if isinstance(recipe, str):
@@ -144,32 +144,32 @@ class Recipe(Stages):
         return cls.parse(data["recipe"])
 
     def save(self, path: str | Path) -> None:
-        """Write the canonical text as YAML; a file that was there is replaced whole.
+        """Write the canonical text as YAML; an existing file is replaced atomically.
 
         Raises
         ------
         VLMFastError
-            With the path and the reason, where it cannot be written. An older file stays.
+            With the path and the reason, where it cannot be written. An existing file then stays.
         """
         import yaml
 
         replace_text(path, yaml.safe_dump({"recipe": str(self)}))
 
 
-def _stage(word: str, text: str) -> Stage:
-    name, _, rest = word.partition(":")
+def _stage(item: str, text: str) -> Stage:
+    name, _, rest = item.partition(":")
     if not name:
-        raise RecipeError(f"recipe {text!r} has an empty word")
+        raise RecipeError(f"recipe {text!r} has an empty method name")
     if name in PRESETS:
-        raise RecipeError(f"preset {name!r} stands alone, it cannot be joined with other words")
+        raise RecipeError(f"preset {name!r} must be the whole recipe, not joined with methods")
     values: dict[str | None, str] = {}
     for part in rest.split(",") if rest else ():
         key, equals, value = part.partition("=")
         where = key.strip() if equals else None
         value = value.strip() if equals else key.strip()
         if not value or where in values:
-            raise RecipeError(f"cannot read {part!r} in {word!r}: write {name}:key=value,key=value")
+            raise RecipeError(f"cannot read {part!r} in {item!r}: write {name}:key=value,key=value")
         values[where] = value
-    if word.endswith(":"):
-        raise RecipeError(f"{word!r} ends in ':' without a value")
+    if item.endswith(":"):
+        raise RecipeError(f"{item!r} ends in ':' without a value")
     return stage_class(name).from_words(values)

@@ -1,4 +1,4 @@
-"""Finding methods by name.
+"""Lookup of methods by name.
 
 `stage_class` finds the method ``name`` in the folders of ``vlmfast/compressors`` and in
 ``vlmfast/drafters``, and in the entry points ``vlmfast.stages`` of other packages.
@@ -32,7 +32,7 @@ def _entry_points() -> dict[str, importlib.metadata.EntryPoint]:
 
 @cache
 def stage_names() -> dict[str, str]:
-    """Recipe word to the module that defines it, for every method that can be found."""
+    """Method name to the module that defines it, for every method that can be found."""
     found = {}
     for home in _HOMES:
         package = importlib.import_module(f"vlmfast.{home}")
@@ -44,7 +44,7 @@ def stage_names() -> dict[str, str]:
 
 @cache
 def stage_class(name: str) -> type[Stage]:
-    """The class behind a recipe word.
+    """The stage class of a method name.
 
     Raises
     ------

@@ -1,8 +1,8 @@
 """Saliency: how much each visual token mattered to the vision tower.
 
 Papers on visual-token reduction mostly rank patches by the attention of a CLS token, which CLIP has
-and most later towers lack. A stage therefore asks for saliency (`SaliencyRequest`), and the model's
-adapter answers with what its tower has (`Saliency`), naming the source:
+and most later towers lack. A stage therefore requests saliency (`SaliencyRequest`), and the model's
+adapter returns what its tower has (`Saliency`), with the source:
 
 ``cls``
     The attention of the CLS token to each patch.
@@ -13,7 +13,7 @@ adapter answers with what its tower has (`Saliency`), naming the source:
 ``norm``
     The L2 norm of the features that enter the projector, for towers that do not end in attention.
 
-Where several patches make one visual token, it has their attention together, or their mean norm.
+Where several patches make one visual token, it gets the sum of their attention, or their mean norm.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ class SaliencyRequest:
     ----------
     block : {"first", "features", "last"}
         Of the first block of the tower, of the one whose output goes to the projector, or of the
-        last. A source that does not have it there takes the nearest block that has.
+        last. Where a source is not available, the nearest block that has it is used.
     source : {"auto", "cls", "received", "norm"}
         ``auto``: the first of the three that the tower has.
     keys : bool
         Also the keys of the same block, mean over heads; for ``norm`` the features.
     wide : bool
-        With ``keys``: those of all heads side by side, instead of their mean.
+        With ``keys``: those of all heads concatenated, instead of their mean.
     """
 
     block: str = "features"
@@ -58,7 +58,7 @@ class SaliencyRequest:
 
     @property
     def key(self) -> str:
-        """By which `VisionStats.saliency` holds it."""
+        """The key in `VisionStats.saliency`."""
         width = ("mean", "wide")[self.wide] if self.keys else "none"
         return f"{self.block}/{self.source}/{width}"
 
@@ -74,7 +74,7 @@ class Saliency:
         Of V views (the whole image first, then its crops) of N tokens each, by attention head.
         ``norm`` has one head. Not negative.
     keys : Tensor, float32, (V, N, D), optional
-        Where they were asked for.
+        Where they were requested.
     """
 
     source: str

@@ -1,8 +1,8 @@
-"""One safetensors file that holds a nest of Python values and tensors, whole or not at all.
+"""Nested Python values and tensors in one safetensors file, written atomically.
 
-The first entry of the file's metadata is the SHA-256 of all its bytes, those of the sum itself
-counted as zeros. A file that differs in one byte from what was written is thus refused before
-anything in it is looked at. A file is written beside its place and then put there at one stroke.
+The first entry of the file's metadata is the SHA-256 of all its bytes, those of the digest itself
+counted as zeros. A file that differs in one byte from what was written is thus refused before its
+content is parsed. A temporary file next to the target is written first and then replaces it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from vlmfast.errors import VLMFastError
 
 from .files import replace_bytes
 
-_OPENING = b'{"__metadata__":{"digest":"'  # behind the eight bytes of the header's length
+_OPENING = b'{"__metadata__":{"digest":"'  # after the eight bytes of the header's length
 _AT = 8 + len(_OPENING)
 _SUM = 64  # characters
 _DTYPES = {
@@ -39,7 +39,7 @@ _DTYPES = {
 }
 
 
-# --- nests ---------------------------------------------------------------------------------------
+# --- nested values -------------------------------------------------------------------------------
 
 
 def pack(value: Any, tensors: dict[str, Tensor], name: str) -> Any:
@@ -61,8 +61,8 @@ def pack(value: Any, tensors: dict[str, Tensor], name: str) -> Any:
         # Keys may be numbers or tuples too.
         return {
             "dict": [
-                [pack(key, tensors, name), pack(of, tensors, f"{name}.{key}")]
-                for key, of in value.items()
+                [pack(key, tensors, name), pack(item, tensors, f"{name}.{key}")]
+                for key, item in value.items()
             ]
         }
     if is_dataclass(value) and not isinstance(value, type):
@@ -74,7 +74,7 @@ def pack(value: Any, tensors: dict[str, Tensor], name: str) -> Any:
 
 
 def unpack(value: Any, tensors: dict[str, Tensor], classes: dict[str, type]) -> Any:
-    """The inverse of `pack`; builds none but ``classes``, which are found by `name_of`."""
+    """The inverse of `pack`; builds only ``classes``, which are found by `name_of`."""
     if isinstance(value, list):
         return [unpack(item, tensors, classes) for item in value]
     if not isinstance(value, dict):
@@ -86,37 +86,37 @@ def unpack(value: Any, tensors: dict[str, Tensor], classes: dict[str, type]) -> 
     if "tuple" in value:
         return tuple(unpack(item, tensors, classes) for item in value["tuple"])
     if "dict" in value:
-        pairs = [[unpack(of, tensors, classes) for of in pair] for pair in value["dict"]]
+        pairs = [[unpack(item, tensors, classes) for item in pair] for pair in value["dict"]]
         return dict(pairs)
     cls = classes[value["class"]]
-    parts = {key: unpack(of, tensors, classes) for key, of in value["fields"].items()}
+    parts = {key: unpack(item, tensors, classes) for key, item in value["fields"].items()}
     hints = get_type_hints(cls)
-    for key, of in parts.items():
-        if key not in hints or not conforms(of, hints[key]):
-            raise ValueError(f"{key} of a {cls.__name__} is not what it should be")
+    for key, part in parts.items():
+        if key not in hints or not conforms(part, hints[key]):
+            raise ValueError(f"{key} of a {cls.__name__} is unknown or of the wrong type")
     return cls(**parts)
 
 
 def conforms(value: Any, hint: Any) -> bool:
-    """Whether a value that was unpacked is of the type of a field; whole numbers are floats too."""
+    """Whether an unpacked value is of the type of a field; an int is accepted as a float."""
     if hint is Any:
         return True
     kind, inside = get_origin(hint), get_args(hint)
     if kind in (Union, UnionType):
-        return any(conforms(value, of) for of in inside)
+        return any(conforms(value, option) for option in inside)
     if hint is None or hint is NoneType:
         return value is None
     if kind is tuple:
         if not isinstance(value, tuple):
             return False
         if len(inside) == 2 and inside[1] is Ellipsis:
-            return all(conforms(of, inside[0]) for of in value)
+            return all(conforms(item, inside[0]) for item in value)
         return len(value) == len(inside) and all(map(conforms, value, inside))
     if kind is list:
-        return isinstance(value, list) and all(conforms(of, inside[0]) for of in value)
+        return isinstance(value, list) and all(conforms(item, inside[0]) for item in value)
     if kind is dict:
         return isinstance(value, dict) and all(
-            conforms(key, inside[0]) and conforms(of, inside[1]) for key, of in value.items()
+            conforms(key, inside[0]) and conforms(item, inside[1]) for key, item in value.items()
         )
     if hint is float:
         return isinstance(value, int | float) and not isinstance(value, bool)
@@ -130,13 +130,13 @@ def name_of(cls: type) -> str:
 
 
 def moved(value: Any, device: torch.device | str) -> Any:
-    """A nest with all its tensors on ``device``; what is there already is shared, not copied."""
+    """Nested values with all tensors on ``device``; those already there are shared, not copied."""
     if isinstance(value, Tensor):
         return value.to(device)
     if isinstance(value, list | tuple):
         return type(value)(moved(item, device) for item in value)
     if isinstance(value, dict):
-        return {key: moved(of, device) for key, of in value.items()}
+        return {key: moved(item, device) for key, item in value.items()}
     if is_dataclass(value) and not isinstance(value, type):
         return type(value)(**{f.name: moved(getattr(value, f.name), device) for f in fields(value)})
     return value
@@ -146,12 +146,12 @@ def moved(value: Any, device: torch.device | str) -> Any:
 
 
 def write(path: str | Path, metadata: dict[str, str], tensors: dict[str, Tensor]) -> None:
-    """Put a file at ``path``. Whatever happens meanwhile, the old one or the new one is there.
+    """Write a file to ``path`` atomically: an interruption leaves the old or the new one.
 
     Parameters
     ----------
     metadata : dict of str to str
-        ``digest`` is taken.
+        The key ``digest`` is reserved.
     tensors : dict of str to Tensor
         On the host, contiguous.
 
@@ -171,16 +171,16 @@ def write(path: str | Path, metadata: dict[str, str], tensors: dict[str, Tensor]
 
 def _parts(metadata: dict[str, str], tensors: dict[str, Tensor]) -> Iterator[bytes | memoryview]:
     """The bytes of a safetensors file whose digest is zeros: header, then the tensors."""
-    # Wide types first: every tensor then lies where its type wants it.
+    # Wide types first, so that every tensor is aligned.
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     header: dict[str, Any] = {"__metadata__": {"digest": "0" * _SUM, **metadata}}
     end = 0
     for name in order:
-        of = tensors[name]
+        tensor = tensors[name]
         header[name] = {
-            "dtype": _DTYPES[of.dtype],
-            "shape": list(of.shape),
-            "data_offsets": [end, end := end + of.nbytes],
+            "dtype": _DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [end, end := end + tensor.nbytes],
         }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -202,7 +202,7 @@ def read(path: str | Path, what: str) -> tuple[dict[str, str], dict[str, Tensor]
     Raises
     ------
     VLMFastError
-        Where the file cannot be read, is of another kind, or is not what was written.
+        Where the file cannot be read, is of another kind, or has changed since it was written.
     """
     from safetensors.torch import load
 
@@ -216,10 +216,10 @@ def read(path: str | Path, what: str) -> tuple[dict[str, str], dict[str, Tensor]
     digest.update(b"0" * _SUM)
     digest.update(memoryview(data)[_AT + _SUM :])
     if digest.hexdigest().encode() != data[_AT : _AT + _SUM]:
-        raise VLMFastError(f"{path} is damaged: its checksum does not fit its content")
+        raise VLMFastError(f"{path} is damaged: its checksum does not match its content")
     try:
         header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
         return header["__metadata__"], load(data)
-    except Exception as error:  # the sum fits, so that somebody wrote it so
+    except Exception as error:  # the checksum matches, so the file was written like this
         reason = str(error).partition("\n")[0][:200]
         raise VLMFastError(f"{path} cannot be read: {reason}") from error

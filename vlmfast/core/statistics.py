@@ -1,4 +1,4 @@
-"""What stages ask of a model's attention, and the answers: requests, statistics, geometry."""
+"""Statistics of a model's attention for stages: requests, results, geometry."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ _ROWS = ("cls", "received", "keys", "last", "text", "window", "columns")
 
 @dataclass(frozen=True)
 class StatRequest:
-    """Rows of one layer's attention that a stage wants to see.
+    """Rows of one layer's attention that a stage requests.
 
     Parameters
     ----------
     rows : {"cls", "received", "keys", "last", "text", "window", "columns"}
         ``cls``: the first query row of a vision tower. ``received``: of a vision tower the
         attention received by each key, mean over the rows of patches. ``keys``: of a vision tower
-        nothing but the keys. ``last``: the last query row of the prompt. ``text``: every text row
+        only the keys. ``last``: the last query row of the prompt. ``text``: every text row
         after the last visual token. ``window``: the last ``n`` rows. ``columns``: attention
         received by each key, summed over all rows.
     n : int
         Number of rows for ``window``.
     ahead : bool
-        Of the language model only: what the layer would attend to, computed from its own queries
-        and keys before it runs, so that a drop before that very layer can be ranked by it.
+        Of the language model only: the layer's attention, computed from its own queries and keys
+        before it runs, so that a drop before the same layer can be ranked by it.
     keys : bool
         Of a vision tower only: also the layer's keys, mean over heads.
     wide : bool
-        With ``keys``: those of all heads side by side, instead of their mean.
+        With ``keys``: those of all heads concatenated, instead of their mean.
     received : bool
         Of the language model only: also the logits that each token receives from the visual rows,
         before the softmax, mean over these rows. Computed as (sum of queries) times key.
@@ -49,7 +49,7 @@ class StatRequest:
             raise ValueError(f"StatRequest: rows={self.rows!r} is not a known set of rows")
 
     def joined(self, other: StatRequest) -> StatRequest | None:
-        """What serves both, or ``None`` when they want different rows."""
+        """A request that serves both, or ``None`` when they need different rows."""
         both = {self.rows, other.rows} - {"keys"}
         if len(both) > 1 or (self.n, self.ahead) != (other.n, other.ahead):
             return None
@@ -66,7 +66,7 @@ class StatRequest:
 
 @dataclass(frozen=True)
 class ColumnRequest:
-    """What a cache stage wants to know of one layer: attention received by each key.
+    """Statistics of one layer for a cache stage: attention received by each key.
 
     Parameters
     ----------
@@ -75,10 +75,11 @@ class ColumnRequest:
         where there is none); the last ``n``; the last ``n`` and ``random`` others, drawn without
         replacement by ``seed`` and layer.
     n, random : float
-        Rows; below 1 shares of the prompt's S rows, ``S - int((1 - n) S)`` and ``int(random S)``.
+        Rows; below 1 a fraction of the prompt's S rows, ``S - int((1 - n) S)`` and
+        ``int(random S)``.
     seed : int
     threshold : float
-        What ``count`` counts: the entries that reach this share of their row's largest.
+        ``count`` counts the entries that reach this fraction of their row's maximum.
     want : tuple of str
         Which of the statistics are computed; others are ``None``.
     """
@@ -112,7 +113,7 @@ class ColumnStats:
     nnz : Tensor, int64, (H, N)
         Rows that could see the key.
     rows : Tensor, int64, (R,)
-        The query rows, as indices into the prompt that is left at this layer, ascending.
+        The query rows, as indices into the rows that remain at this layer, ascending.
     """
 
     nnz: Tensor
@@ -154,7 +155,7 @@ class ItemGeometry:
 
 @dataclass(frozen=True)
 class VisionStats:
-    """What the vision tower tells an encode stage.
+    """Statistics of the vision tower for an encode stage.
 
     Parameters
     ----------
@@ -172,7 +173,7 @@ class VisionStats:
     saliency : dict of str to tuple of Saliency
         By `SaliencyRequest.key`: of each of ``items``. Read it with `salient`.
     left_out : tuple of str
-        Parts of methods that the tower cannot serve.
+        Parts of methods that the tower does not support.
     """
 
     items: tuple[ItemGeometry, ...]
@@ -183,9 +184,9 @@ class VisionStats:
     left_out: tuple[str, ...] = ()
 
     def sources(self) -> str:
-        """Where saliency came from, ``cls`` for example; nothing where no stage asked."""
-        return ", ".join(sorted({of.source for each in self.saliency.values() for of in each}))
+        """The sources of saliency, ``cls`` for example; empty where none was requested."""
+        return ", ".join(sorted({s.source for each in self.saliency.values() for s in each}))
 
     def salient(self, request: SaliencyRequest, item: ItemGeometry) -> Saliency:
-        """What a stage asked for with `EncodeStage.saliencies`, of one of ``items``."""
+        """The saliency of one of ``items``, as requested by `EncodeStage.saliencies`."""
         return self.saliency[request.key][self.items.index(item)]

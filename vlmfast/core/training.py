@@ -15,14 +15,14 @@ from .stage import Stage
 
 @dataclass
 class TrainingContext(PrefillContext):
-    """A forward pass of a prompt with the answer that is taught.
+    """A forward pass of a prompt with its training answer.
 
     Parameters
     ----------
     answer : int
-        Rows at the end that are the answer; statistics do not look from them.
+        Rows at the end that are the answer; they are no query rows of statistics.
     soft : Tensor, float32, (S,), optional
-        How much of each row of ``layout`` is there for the layers to come, in (0, 1].
+        Weight of each row of ``layout`` in the following layers, in (0, 1].
     """
 
     answer: int = 0
@@ -45,7 +45,7 @@ class TrainingContext(PrefillContext):
 
 @dataclass
 class Outcome:
-    """One pass of the model over a sample, with one stage at work.
+    """One forward pass over a sample under one stage.
 
     Parameters
     ----------
@@ -53,10 +53,10 @@ class Outcome:
     answer : Tensor, float32, ()
         Loss of the answer's tokens, with the gradient.
     notes : dict
-        What the stage left in ``notes[name]``.
+        The stage's ``notes[name]``.
     tokens : float
         Visual tokens that entered a layer of the language model, averaged over its layers, as a
-        share of those that came in. Soft masks do not count.
+        fraction of those from the vision tower. Soft masks do not count.
     """
 
     stage: Stage
@@ -66,10 +66,10 @@ class Outcome:
 
 
 class Training:
-    """Base of every method's training: one file beside the module, one subclass in it.
+    """Base of every method's training: one file next to the module, one subclass in it.
 
     The language model and the vision tower are frozen; the module that `Stage.build` makes is what
-    is trained. A stage sees that it is being trained by ``module.training`` of the module that it
+    is trained. A stage recognizes training by ``module.training`` of the module that it
     finds in ``context.trained[name]`` or ``request.trained[name]``.
 
     Parameters
@@ -91,33 +91,33 @@ class Training:
         """The method's own options."""
 
     def about(self) -> dict[str, Any]:
-        """The method's own options, for the record beside the weights."""
+        """The method's own options, stored with the weights."""
         parser = argparse.ArgumentParser()
         self.add_arguments(parser)
         return {key: getattr(self.args, key) for key in vars(parser.parse_args([]))}
 
     def config(self) -> dict[str, Any]:
-        """What `Stage.build` needs beside the sizes; plain values, stored with the weights."""
+        """What `Stage.build` needs besides the sizes; plain values, stored with the weights."""
         return {}
 
     def stages(self, rng: random.Random, progress: float) -> list[Stage]:
-        """The stages under which a sample is run, one pass for each.
+        """The stages under which a sample is run, with one forward pass each.
 
         Parameters
         ----------
         rng : random.Random
             Of this sample; the same in a resumed run.
         progress : float
-            Share of the training that is over, 0 to 1.
+            Completed fraction of the training, 0 to 1.
         """
         return [self.stage()]
 
     def loss(
         self, module: nn.Module, outcomes: list[Outcome], progress: float
     ) -> tuple[Tensor, dict[str, float]]:
-        """Loss of one sample, and what is logged beside it."""
+        """Loss of one sample, and further values to log."""
         return outcomes[0].answer, {}
 
     def groups(self, module: nn.Module, lr: float) -> list[dict[str, Any]]:
-        """Parameter groups of the optimiser."""
+        """Parameter groups of the optimizer."""
         return [{"params": list(module.parameters()), "lr": lr}]

@@ -1,7 +1,7 @@
 """Trees of drafted tokens.
 
-Node 0 is the token that was emitted last: it is decided, and the target has not read it yet. Every
-other node is a guess for what follows its parent. Nodes are numbered so that a parent comes before
+Node 0 is the token that was emitted last: it is decided, but not yet processed by the target. Every
+other node is a draft of what follows its parent. Nodes are numbered so that a parent comes before
 its children; children of one node carry different tokens.
 """
 
@@ -29,7 +29,7 @@ class Tree:
     Raises
     ------
     ValueError
-        When a parent does not come before its child, or two siblings carry one token.
+        When a parent does not come before its child, or two siblings carry the same token.
     """
 
     tokens: tuple[int, ...]
@@ -38,15 +38,15 @@ class Tree:
     def __post_init__(self) -> None:
         if len(self.tokens) != len(self.parents) or not self.tokens:
             raise ValueError(
-                f"a tree of {len(self.tokens)} tokens and {len(self.parents)} parents; it needs as "
-                "many of both, and a root"
+                f"a tree of {len(self.tokens)} tokens and {len(self.parents)} parents; it needs "
+                "equal numbers of both, and a root"
             )
         if self.parents[0] != -1 or any(
             not 0 <= parent < node for node, parent in enumerate(self.parents) if node
         ):
             raise ValueError(f"parents={self.parents}: a parent must come before its children")
         if len(set(zip(self.parents, self.tokens, strict=True))) != len(self.tokens):
-            raise ValueError("a tree drafts one token twice behind the same node")
+            raise ValueError("a tree drafts one token twice after the same node")
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -59,7 +59,7 @@ class Tree:
 
     @staticmethod
     def of_paths(root: int, paths: Iterable[Sequence[int]]) -> Tree:
-        """The smallest tree that holds all ``paths`` below ``root``, in order of appearance."""
+        """The smallest tree that contains all ``paths`` below ``root``, in order of appearance."""
         tokens, parents, children = [root], [-1], [{}]
         for path in paths:
             node = 0
@@ -108,20 +108,20 @@ class Tree:
         """The first ``nodes`` nodes, of those at most ``depth`` deep."""
         depth = self.depth if depth is None else depth
         kept = [node for node, d in enumerate(self.depths) if d <= depth][: max(nodes, 1)]
-        place = {-1: -1} | {node: at for at, node in enumerate(kept)}
+        index = {-1: -1} | {node: at for at, node in enumerate(kept)}
         return Tree(
             tuple(self.tokens[node] for node in kept),
-            tuple(place[self.parents[node]] for node in kept),
+            tuple(index[self.parents[node]] for node in kept),
         )
 
     def without(self, banned: Sequence[int]) -> Tree:
         """Without the nodes that carry a ``banned`` token, and what follows them."""
-        place, tokens, parents = {-1: -1}, [], []
+        index, tokens, parents = {-1: -1}, [], []
         for node, (token, parent) in enumerate(zip(self.tokens, self.parents, strict=True)):
-            if node == 0 or (token not in banned and parent in place):
-                place[node] = len(tokens)
+            if node == 0 or (token not in banned and parent in index):
+                index[node] = len(tokens)
                 tokens.append(token)
-                parents.append(place[parent])
+                parents.append(index[parent])
         return Tree(tuple(tokens), tuple(parents))
 
     def joined(self, other: Tree) -> Tree:
@@ -139,15 +139,15 @@ class Tree:
             )
         tokens, parents = list(self.tokens), list(self.parents)
         children = [dict(below) for below in self.children]
-        place = {0: 0}
+        index = {0: 0}
         for node in range(1, len(other)):
-            token, parent = other.tokens[node], place[other.parents[node]]
+            token, parent = other.tokens[node], index[other.parents[node]]
             if token not in children[parent]:
                 children[parent][token] = len(tokens)
                 tokens.append(token)
                 parents.append(parent)
                 children.append({})
-            place[node] = children[parent][token]
+            index[node] = children[parent][token]
         return Tree(tuple(tokens), tuple(parents))
 
     def mask(self) -> Tensor:
@@ -159,6 +159,6 @@ class Tree:
         return mask
 
     def paths(self) -> Tensor:
-        """int64 (leaves, depth + 1): nodes from the root to each leaf, -1 behind its end."""
+        """int64 (leaves, depth + 1): nodes from the root to each leaf, -1 after its end."""
         rows = [self.path(leaf) for leaf in self.leaves()]
         return torch.tensor([row + [-1] * (self.depth + 1 - len(row)) for row in rows])

@@ -1,4 +1,4 @@
-"""A picture's tokens on the grid of patches of its views, and back."""
+"""Mapping between an image's tokens and the grids of patches of its views."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def cells(n: int, parts: int) -> Tensor:
 
 
 def slots(layout: TokenLayout, item: ItemGeometry) -> Tensor:
-    """Place of each token of one image in the flattened (views, N) grids of its views.
+    """Index of each token of one image in the flattened (views, N) grids of its views.
 
     The whole view comes first, as in `Saliency`. Tokens that show no part of the image, newlines
-    for example, have the place after the last.
+    for example, have the index after the last.
 
     Returns
     -------
@@ -62,12 +62,12 @@ def covering(boxes: Tensor, group: Tensor, groups: int) -> Tensor:
 
 
 def by_view(layout: TokenLayout, geometry: ItemGeometry, *values: Tensor) -> list[list[Tensor]]:
-    """Of each view of a picture: its tokens, and what ``values`` hold of their patches.
+    """For each view of an image: its tokens, and the entries of ``values`` at their patches.
 
     Parameters
     ----------
     layout : TokenLayout
-        Tokens of one picture.
+        Tokens of one image.
     values : Tensor, (V, N, ...)
         One row per view of the image, the whole view first.
 
@@ -80,7 +80,7 @@ def by_view(layout: TokenLayout, geometry: ItemGeometry, *values: Tensor) -> lis
     views = []
     for tile in range(geometry.views[1] - geometry.views[0]):
         index = (layout.tile == tile).nonzero()[:, 0]
-        views.append([index, *(of[tile].index_select(0, patch[index]) for of in values)])
+        views.append([index, *(v[tile].index_select(0, patch[index]) for v in values)])
     return views
 
 
@@ -91,7 +91,7 @@ def merged(
     cls: Tensor,
     cls_features: Tensor,
 ) -> VisualTokens:
-    """What is left of the tokens of one picture when some become part of others.
+    """The tokens of one image after some of them were merged into others.
 
     Parameters
     ----------
@@ -100,8 +100,8 @@ def merged(
     combine : callable
         ``(features, home) -> features`` of those that stay.
     cls : Tensor, int64, (K,)
-        Tokens that do not stay and whose place the CLS token of their view takes; it shows no part
-        of the picture.
+        Tokens that do not stay and are replaced by the CLS token of their view, which shows no part
+        of the image.
     cls_features : Tensor, (V, D)
     """
     own, layout = torch.arange(len(home), device=home.device), tokens.layout

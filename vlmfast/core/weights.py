@@ -1,8 +1,8 @@
 """Weights of trained stages: a folder with ``stage.json`` and ``model.safetensors``.
 
 ``stage.json`` holds the stage's name, what its module is built from (the sizes of the model among
-it), a signature of the model and how the weights came about. Weights serve the model they were
-trained for and no other.
+it), a signature of the model and how the weights were trained. Weights fit only the model that they
+were trained for.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ def save_weights(
     signature: list[float],
     training: dict[str, Any],
 ) -> None:
-    """Write the weights of a trained stage, in bfloat16, each file at one stroke.
+    """Write the weights of a trained stage, in bfloat16, each file atomically.
 
     Parameters
     ----------
     folder : str or Path
-        Made when it is not there.
+        Created if it does not exist.
     name : str
-        Recipe word of the stage.
+        Method name of the stage.
     module : Module
     config : dict
         What `Stage.build` takes: sizes of the model and the training's own values.
     signature : list of float
         Of the model, see `Adapter.signature`.
     training : dict
-        How the weights came about, for the reader.
+        How the weights were trained, for the reader.
     """
     from safetensors.torch import save
 
@@ -82,10 +82,10 @@ def load_weights(stage: Stage, sizes: dict[str, Any], signature: list[float]) ->
     Raises
     ------
     RecipeError
-        When there are no weights for this model, or the folder holds something else.
+        When no weights exist for this model, or the folder contains something else.
     """
     model = f"this {sizes['family']} model of width {sizes['width']} and {sizes['depth']} layers"
-    train = f"train them with `{training(stage.name)} --model ...` and give weights=DIR"
+    train = f"train them with `{training(stage.name)} --model ...` and pass weights=DIR"
     if stage.weights != "auto":
         folder = Path(stage.weights)
         if not (folder / CONFIG).exists() and (folder / "weights" / CONFIG).exists():
@@ -115,7 +115,7 @@ def _read(folder: Path, name: str) -> dict[str, Any]:
             f"`{training(name)}` wrote"
         ) from error
     if not isinstance(about, dict) or about.get("stage") != name:
-        raise RecipeError(f"{name}: weights={folder} holds no weights of {name}")
+        raise RecipeError(f"{name}: weights={folder} contains no weights of {name}")
     signature = about.get("signature")
     numbers = isinstance(signature, list) and all(isinstance(x, int | float) for x in signature)
     if not numbers or not isinstance(about.get("config"), dict):

@@ -1,1 +1,1 @@
-"""Prefill, cache, decode: the one place that runs the language model."""
+"""Prefill, KV cache and decoding: the only code that runs the language model."""

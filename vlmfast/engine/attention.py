@@ -1,4 +1,4 @@
-"""The two attention functions that stand in for Hugging Face's while a context is active.
+"""The two attention functions that replace Hugging Face's while a context is active.
 
 They are registered under names of their own and chosen per call, so no class is patched. The text
 name has no mask function on purpose: Hugging Face then builds no mask, and causality, padding and
@@ -42,13 +42,13 @@ TEXT, VISION = "vlmfast_text", "vlmfast_vision"
 if TYPE_CHECKING:
 
     class TextAttention(nn.Module):
-        """An attention module of the language model, which knows its layer."""
+        """An attention module of the language model, with its layer index."""
 
         layer_idx: int
 
 
 _FEW = 64  # query rows that the decode kernel takes
-_ROWS_AT_ONCE = 512  # bounds the memory of sums over rows, where gradients are wanted
+_ROWS_AT_ONCE = 512  # bounds the memory of sums over rows, where gradients are needed
 
 
 def _context(kwargs: dict) -> Context:
@@ -138,7 +138,7 @@ def _dense(
     scaling: float | None,
     dropout: float,
 ) -> Tensor:
-    """A prompt's own attention."""
+    """Attention of a prompt over its own rows."""
     visible = context.visible(module.layer_idx)
     if visible is not None:
         attention_mask = visible[None, None]
@@ -164,25 +164,25 @@ def _cached(
     scaling: float | None,
     dropout: float,
 ) -> Tensor:
-    """Attention of new tokens over a frozen cache, to whose tail they have just been written."""
+    """Attention of new tokens over a frozen cache; its tail already contains them."""
     index, tokens = module.layer_idx, query.shape[2]
     layer = context.cache.layers[index]
     sliding = context.cache.sliding(index, tokens)
     plain = not layer.segments and layer.mass is None
-    # Few rows over a cache on a GPU: the decode kernel, which reads no slot that is not there.
+    # Few rows over a cache on a GPU: the decode kernel, which reads only slots in use.
     dense = plain and not (tokens <= _FEW and _kernels(query, key))
     if dense and layer.prefix and tokens == 1 and not (sliding and layer.rank is not None):
-        # One token, nothing ragged: Hugging Face's own call on what is there gives its own bits.
+        # One token, nothing ragged: Hugging Face's own call on these slots is bit-identical.
         n = layer.held[0] + 1
-        there = slice(n - layer.window if sliding else 0, n)
-        bias = None if layer.bias is None else layer.bias[:, :, None, there].to(query.dtype)
+        visible = slice(n - layer.window if sliding else 0, n)
+        bias = None if layer.bias is None else layer.bias[:, :, None, visible].to(query.dtype)
         if bias is not None and bias.shape[1] != query.shape[1]:
             bias = bias.repeat_interleave(query.shape[1] // bias.shape[1], 1)
         return sdpa_attention_forward(
             module,
             query,
-            key[:, :, there],
-            value[:, :, there],
+            key[:, :, visible],
+            value[:, :, visible],
             bias,
             dropout=dropout,
             scaling=scaling,
@@ -208,7 +208,7 @@ def _cached(
         key, value, mask = key[:, :, :n], value[:, :, :n], mask[..., :n]
         bias = None if bias is None else bias[:, :, :n]
     tail = key.shape[2]
-    if sliding and segments:  # rows see different parts of them, which only a tail's mask can say
+    if sliding and segments:  # rows see different parts of them, which needs a mask
         parts = [layer.opened(segment, tokens, context.tree, key.dtype) for segment in segments]
         key, value, mask, bias = _joined([*parts, (key, value, mask, bias)])
         segments = []
@@ -242,7 +242,7 @@ def _extended(
     scaling: float | None,
     dropout: float,
 ) -> Tensor:
-    """The same for a later chunk of a prompt."""
+    """Attention of a later chunk of a prompt."""
     index, tokens = module.layer_idx, query.shape[2]
     over = DecodeContext(context.cache)
     output = _cached(module, query, key, value, over, scaling, dropout)
@@ -250,7 +250,7 @@ def _extended(
         layer = context.cache.layers[index]
         at = layer.length[..., None] + torch.arange(tokens, device=key.device)
         at = at[..., None].expand(-1, -1, -1, key.shape[3])
-        keys, values = (of.gather(2, at) for of in (layer.keys, layer.values))
+        keys, values = (buffer.gather(2, at) for buffer in (layer.keys, layer.values))
         context.after(index, query, keys, values, scaling)
     return output
 
@@ -258,21 +258,21 @@ def _extended(
 def _joined(
     parts: list[tuple[Tensor, Tensor, Tensor, Tensor | None]],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Keys, values, masks and biases of several parts as those of one."""
+    """Keys, values, masks and biases of several parts, concatenated."""
     keys, values, masks, biases = zip(*parts, strict=True)
     bias = None
-    if any(of is not None for of in biases):
+    if any(part is not None for part in biases):
         pairs = zip(keys, biases, strict=True)
         known = [
-            key.new_zeros(key.shape[:3], dtype=torch.float32) if of is None else of
-            for key, of in pairs
+            key.new_zeros(key.shape[:3], dtype=torch.float32) if part is None else part
+            for key, part in pairs
         ]
         bias = torch.cat(known, 2)
     return torch.cat(keys, 2), torch.cat(values, 2), torch.cat(masks, 3), bias
 
 
 def _with_bias(mask: Tensor, bias: Tensor, dtype: torch.dtype) -> Tensor:
-    """A boolean mask (..., T, S) as one that is added to the logits, with ``bias`` for each key.
+    """Convert a boolean mask (..., T, S) to an additive one, with ``bias`` added for each key.
 
     Returns
     -------
@@ -306,17 +306,17 @@ def vision_attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of the vision tower, (V, H, N, D) each; statistics only where they were asked."""
+    """Attention of the vision tower, (V, H, N, D) each; statistics only where requested."""
     context = _context(kwargs)
     assert isinstance(context, VisionContext)
     n = key.shape[2]
     if context.lengths is not None:
-        there = (torch.arange(n, device=key.device) < context.lengths[:, None])[:, None, None]
-        attention_mask = there if attention_mask is None else attention_mask & there
+        valid = (torch.arange(n, device=key.device) < context.lengths[:, None])[:, None, None]
+        attention_mask = valid if attention_mask is None else attention_mask & valid
     padding = attention_mask
     bias = None
     if context.repair and context.merged is not None:
-        # Rows of padding stand for nothing; the mask hides them.
+        # Padding rows represent no patch; the mask hides them.
         size = key.new_zeros(len(key), n, dtype=torch.float32)
         size = size.scatter_add(
             1, context.merged, torch.ones_like(context.merged, dtype=size.dtype)
@@ -354,7 +354,7 @@ def vision_attention(
 
 
 def _visible_keys(mask: Tensor) -> Tensor:
-    """Keys (V, N) that an attention mask (V, 1, N or 1, N) of a tower lets somebody see."""
+    """Keys (V, N) that an attention mask (V, 1, N or 1, N) of a tower leaves visible."""
     seen = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
     return seen.flatten(1, 2).any(1)
 
@@ -373,10 +373,10 @@ def _vision_rows(
     Parameters
     ----------
     visible : Tensor, bool, (V, N), optional
-        Rows that exist; the others are padding.
+        Valid rows; the others are padding.
     bias : Tensor, float32, (V, 1, 1, N), optional
     specials : int
-        Rows in front of the patches.
+        Rows before the patches.
     """
     if request.rows == "keys":
         return None
@@ -410,7 +410,7 @@ def _scale(scaling: float | None, query: Tensor) -> float:
 
 
 def _query_rows(request: StatRequest, context: PrefillContext) -> Tensor | None:
-    """Indices of the query rows that a request means; ``None`` for all."""
+    """Indices of the query rows that a request selects; ``None`` for all."""
     n, device = len(context.layout) - context.answer, context.layout.device
     if request.rows == "columns":
         return None if context.answer == 0 else torch.arange(n, device=device)
@@ -424,7 +424,7 @@ def _query_rows(request: StatRequest, context: PrefillContext) -> Tensor | None:
 
 
 def _kernels(query: Tensor, key: Tensor) -> bool:
-    """Whether attention runs on the project's kernels: not where gradients are wanted."""
+    """Whether attention runs on the project's kernels: not where gradients are needed."""
     return not torch.is_grad_enabled() and use_triton("attention", query, key)
 
 
@@ -445,13 +445,13 @@ def attention_rows(
     ----------
     query : Tensor, (Hq, T, D)
     key : Tensor, (Hkv, T, D)
-        Grouped-query heads are shared by ``Hq // Hkv`` query heads.
+        Each KV head serves ``Hq // Hkv`` query heads.
     rows : Tensor, int64, (R,), or None
         Query rows; all of them if ``None``.
     bias : Tensor, float32, (T,), optional
         Added to the logits of each key.
     first, last : Tensor, int64, (T,), optional
-        The first and the last key that each row sees; by default the very first, and itself.
+        The first and the last key that each row sees; by default key 0 and the row itself.
 
     Returns
     -------
@@ -486,7 +486,7 @@ def received_sum(
 ) -> Tensor:
     """Softmax attention that each key receives, summed over query rows: (Hq, 1, T), float32.
 
-    Parameters are those of `attention_rows`. There is never a map of all rows.
+    Parameters are those of `attention_rows`. The map of all rows is never materialized.
     """
     if not torch.is_grad_enabled() and first is None and last is None:
         stats = col_stats(query, key, rows, scaling, causal=causal, bias=bias, want=("sum",))
@@ -504,15 +504,15 @@ def received_sum(
 def span(context: PrefillContext, layer: int) -> tuple[Tensor | None, Tensor | None]:
     """The first and the last row that each row of a prompt sees at a layer, (S,) each.
 
-    ``None`` for the first where that is always the very first, for the last where it is the row
+    The first is ``None`` where every row sees row 0; the last is ``None`` where it is the row
     itself. Every mask rule lets a row see all rows up to one; a window cuts off the first ones.
     """
     first = last = None
     if context.mask_rule is not None:
         last = context.mask_rule(context.layout).sum(1) - 1
     if (window := context.window(layer)) is not None:
-        place = torch.arange(len(context.layout), device=context.layout.device)
-        first = (place - window + 1).clamp(min=0)
+        row = torch.arange(len(context.layout), device=context.layout.device)
+        first = (row - window + 1).clamp(min=0)
     return first, last
 
 
@@ -521,8 +521,8 @@ def received_logits(
 ) -> Tensor:
     """Logits that each key receives, mean over the query rows ``rows`` (R,): (Hq, 1, T), float32.
 
-    A mean of products is the product with the mean, so that no map is needed. ``share`` (R,) says
-    how much of each row counts.
+    A mean of products is the product with the mean, so that no map is needed. ``share`` (R,)
+    weights the rows.
     """
     groups = query.shape[0] // key.shape[0]
     queries = query.index_select(1, rows).float() * _scale(scaling, query)
@@ -543,7 +543,7 @@ _GUARD = threading.Lock()
 
 def _locks_of(model: PreTrainedModel) -> list[AbstractContextManager]:
     """The locks of the configs in which ``model`` is switched, in the order to take them in."""
-    configs = {id(of): of for of in (getattr(model.config, key) for key in _SWITCHES)}
+    configs = {id(c): c for c in (getattr(model.config, key) for key in _SWITCHES)}
     with _GUARD:
         for key, config in configs.items():
             if key not in _LOCKS:
@@ -553,7 +553,7 @@ def _locks_of(model: PreTrainedModel) -> list[AbstractContextManager]:
 
                 # `forget` is called before another object can have this id.
                 _LOCKS[key] = ref(config, forget), threading.RLock()
-        # One order for all models: whoever shares a config with two others waits for both.
+        # One order for all models, so that no two of them wait for each other.
         return [_LOCKS[key][1] for key in sorted(configs)]
 
 
@@ -561,19 +561,19 @@ def _locks_of(model: PreTrainedModel) -> list[AbstractContextManager]:
 def lock_of(model: PreTrainedModel) -> Iterator[None]:
     """Lock ``model`` for this thread, and every model that shares its configs.
 
-    A thread may enter it again.
+    The lock is reentrant.
     """
-    with ExitStack() as held:
+    with ExitStack() as stack:
         for lock in _locks_of(model):
-            held.enter_context(lock)
+            stack.enter_context(lock)
         yield
 
 
 @contextmanager
 def switched(model: PreTrainedModel) -> Iterator[None]:
-    """Make ``model`` ready for the engine in this thread; on exit it is as it was before.
+    """Prepare ``model`` for the engine in this thread; on exit, it is restored.
 
-    Its attention is vlmfast's, its device is the current one, and gradient checkpointing, under
+    It uses vlmfast's attention, its device is the current one, and gradient checkpointing, under
     which layers get no cache, is suspended.
     """
     with lock_of(model), _current(model.device), _without_checkpointing(model):
@@ -586,7 +586,7 @@ def switched(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _current(device: torch.device) -> AbstractContextManager:
-    """Kernels and captures run on the current device, which every thread has of its own."""
+    """Kernels and captures run on the current device, which is set per thread."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 

@@ -1,16 +1,16 @@
-"""Work between the blocks of the vision tower, and rows that merge there.
+"""Stages between the blocks of the vision tower, and the merging of rows there.
 
 A stage merges *cells*: all patches of the tower that become one visual token, a single patch in
-many towers and 2 x 2 or more in others. Two cells merge patch by patch, so that what makes tokens
-of patches (a merger, a pixel shuffle, a pool) still meets whole cells. Stages see each cell as one
-wide row, its patches side by side; here it becomes rows of the tower again.
+many towers and 2 x 2 or more in others. Two cells merge patch by patch, so that the module that
+turns patches into tokens (a merger, a pixel shuffle, a pool) still gets whole cells. Stages see
+each cell as one wide row of concatenated patches; this module splits it into rows of the tower.
 
-After the tower merged rows are spread out to their places, so that the family's own packing
-(crops, letterbox, newlines) and the merger meet the grid that they expect.
+After the tower, each merged row is copied to all positions that it replaced, so that the family's
+own packing (crops, letterbox, newlines) and the merger get the grid that they expect.
 
-`Batched` towers have a row of the batch for each view. A `Packed` tower has the patches of all
-images in one row and attends to each, or to each window, by itself. There a merged cell stands at
-its first member: in its window, with its rotary position.
+`Batched` towers have one batch row per view. A `Packed` tower has the patches of all images in one
+row and attends within each image or window. There a merged cell takes the position of its first
+member: its window and its rotary position.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ def between_blocks(
     Yields
     ------
     dict of int to Tensor
-        By view, of views in which something merged, the group of each visual token: int64, (N,).
-        Filled when the tower has run.
+        For each view in which tokens merged, the group of each visual token: int64, (N,).
+        Filled after the tower has run.
     """
     tower = (Packed if adapter.packed else Batched)(adapter, context)
     blocks, last = adapter.vision_blocks(), adapter.feature_block()
-    asked: dict[int, list[InEncoderStage]] = {}
+    by_block: dict[int, list[InEncoderStage]] = {}
     for stage in stages:
         for index in stage.blocks(len(blocks)):
             if not 1 <= index <= last:
                 raise RecipeError(
                     f"{stage.name}: vision block {index} is out of range, allowed are 1 to {last}"
                 )
-            asked.setdefault(index, []).append(stage)
+            by_block.setdefault(index, []).append(stage)
 
     def before_block(index: int) -> Callable[..., tuple[tuple, dict] | None]:
         def hook(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
@@ -61,9 +61,9 @@ def between_blocks(
             hidden = args[0]
             if index == 0:
                 tower.begin(hidden)
-            if index in asked:
+            if index in by_block:
                 start = clock(hidden.device)
-                for stage in asked[index]:
+                for stage in by_block[index]:
                     hidden = tower.ask(stage, index, hidden)
                 stats.time_reduce_s += clock(hidden.device) - start
             return tower.given((hidden, *args[1:]), kwargs)
@@ -123,27 +123,27 @@ def between_blocks(
 class Batched:
     """A tower whose rows are (V, N, D): of each view special rows, then patches in raster order.
 
-    Once cells have merged, their rows follow each other: special rows, then cell by cell.
+    Once cells have merged, the order is: special rows, then cell by cell.
     """
 
     def __init__(self, adapter: Adapter, context: VisionContext) -> None:
         self.adapter, self.context = adapter, context
         self.groups: dict[int, Tensor] = {}
-        self.views = 0  # of all calls until now
+        self.views = 0  # of all calls so far
         self.merged: Tensor | None = None  # of each special row and cell, the row it is part of
 
     def begin(self, hidden: Tensor) -> None:
-        """A call of the tower: pictures and clips may come in two."""
+        """Start a call of the tower; images and videos may come in separate calls."""
         self.finish()
         self.first, self.views = self.views, self.views + len(hidden)
-        of = self.context.items
-        self.items = tuple(item for item in of if self.first <= item.views[0] < self.views)
+        items = self.context.items
+        self.items = tuple(item for item in items if self.first <= item.views[0] < self.views)
         cells = self.adapter.cells(self.items[0]) if self.items else None
         self.cells = None if cells is None else cells.to(hidden.device)
         self.context.merged = self.context.lengths = self.merged = None
 
     def ask(self, stage: InEncoderStage, index: int, hidden: Tensor) -> Tensor:
-        """The rows that enter block ``index`` after the stage's work."""
+        """Run a stage before block ``index``; returns the rows that enter the block."""
         context = self.context
         if not stage.cells:
             hidden, source = stage.on_block(context, index, hidden)
@@ -154,17 +154,17 @@ class Batched:
             return hidden
         assert self.cells is not None
         specials, m = context.specials, self.cells.shape[1]
-        keys = {of: self.wide(keys) for of, keys in context.keys.items() if of == index - 1}
+        keys = {at: self.wide(keys) for at, keys in context.keys.items() if at == index - 1}
         seen = replace(context, items=self.items, merged=self.merged, keys=keys)
         rows, source = stage.on_block(seen, index, self.wide(hidden, self.merged is not None))
         if source is None:
             return hidden
         self.merged = source if self.merged is None else source.gather(1, self.merged)
         group = self.merged[:, specials:] - specials
-        place = torch.arange(m, device=group.device)
+        patch = torch.arange(m, device=group.device)
         merged = self.merged.new_empty(len(group), specials + self.cells.numel())
         merged[:, :specials] = torch.arange(specials, device=group.device)
-        merged[:, specials + self.cells] = specials + group[..., None] * m + place
+        merged[:, specials + self.cells] = specials + group[..., None] * m + patch
         context.merged = merged
         patches = rows[:, specials:].unflatten(2, (m, -1)).flatten(1, 2)
         return torch.cat([rows[:, :specials, : patches.shape[2]], patches], dim=1)
@@ -180,11 +180,11 @@ class Batched:
         return torch.cat([rows[:, :specials].repeat(1, 1, m), cells], dim=1)
 
     def given(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """Arguments of a block for the rows that are left: without a mask that hides nothing."""
+        """Arguments of a block for the remaining rows, without a mask that hides nothing."""
         if self.context.merged is None:
             return args, kwargs
-        rest = tuple(self._unmasked(of) for of in args[1:])
-        return (args[0], *rest), {key: self._unmasked(of) for key, of in kwargs.items()}
+        rest = tuple(self._unmasked(arg) for arg in args[1:])
+        return (args[0], *rest), {key: self._unmasked(arg) for key, arg in kwargs.items()}
 
     def _unmasked(self, given: Any) -> Any:
         merged = self.context.merged
@@ -194,8 +194,8 @@ class Batched:
             return given
         if not bool((given if given.dtype == torch.bool else given == 0).all()):
             raise RecipeError(
-                "rows of the vision tower cannot merge in views that are padded; let the processor "
-                "make whole views"
+                "rows of the vision tower cannot merge in padded views; configure the processor to "
+                "make views without padding"
             )
         return None
 
@@ -203,16 +203,16 @@ class Batched:
         """Block ``index`` has run."""
 
     def spread(self, rows: Tensor) -> Tensor:
-        """Rows that merged at each of their places: (V, M, D) to (V, N, D)."""
+        """Copy merged rows to all positions that they replaced: (V, M, D) to (V, N, D)."""
         assert self.context.merged is not None
-        place = self.context.merged[..., None]
-        return rows.gather(1, place.expand(-1, -1, rows.shape[2]))
+        index = self.context.merged[..., None]
+        return rows.gather(1, index.expand(-1, -1, rows.shape[2]))
 
     def finish(self) -> None:
-        """The call is over."""
+        """End a call of the tower."""
         if self.context.merged is None:
             return
-        # Patch-wise work leaves the groups of patches, which are those of tokens.
+        # Where no cells merged, each patch is a token: groups of patches are groups of tokens.
         merged = self.context.merged if self.merged is None else self.merged
         for number, group in enumerate(merged[:, self.context.specials :]):
             self.groups[self.first + number] = group
@@ -226,7 +226,7 @@ class Packed:
         self.groups: dict[int, Tensor] = {}
         self.waiting = adapter.tower_order(context.items)  # items that no call has taken yet
         self.noted: dict[int, list[tuple[Tensor | None, Tensor | None]]] = {}
-        self.keys: Tensor | None = None  # of the block that has run last, (S', d)
+        self.keys: Tensor | None = None  # of the last block that ran, (S', d)
         self.taken: list[int] = []
 
     def begin(self, hidden: Tensor) -> None:
@@ -241,13 +241,13 @@ class Packed:
             cells.append(own.to(device))
             self.counts.append(cells[-1].numel())
         self.m = cells[0].shape[1]
-        # By image: of each token its cell, counted in the order of the tower; of each cell the one
-        # that it is part of now; of each of these its first member.
-        self.cell_of = [of[:, 0] // self.m for of in cells]
-        self.merged = [torch.arange(len(of), device=device) for of in cells]
-        self.first = [torch.arange(len(of), device=device) for of in cells]
-        self.less = False  # whether anything has merged
-        self._moved()
+        # By image: the cell of each token, in the order of the tower; the merged cell that each
+        # cell is part of now; the first member of each merged cell.
+        self.cell_of = [own[:, 0] // self.m for own in cells]
+        self.merged = [torch.arange(len(own), device=device) for own in cells]
+        self.first = [torch.arange(len(own), device=device) for own in cells]
+        self.has_merged = False
+        self._update()
 
     def ask(self, stage: InEncoderStage, index: int, hidden: Tensor) -> Tensor:
         context, parts = self.context, []
@@ -264,20 +264,21 @@ class Packed:
                 order = first.argsort()
                 rows, self.first[i] = rows[order], first[order]
                 self.merged[i] = order.argsort()[source[0][merged]]
-                self.less = True
+                self.has_merged = True
             parts.append(rows)
-        if not self.less:
+        if not self.has_merged:
             return hidden
-        self._moved()
+        self._update()
         return torch.cat(parts).unflatten(1, (self.m, -1)).flatten(0, 1)
 
     def given(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """Boundaries, rotary tables and sizes for the rows that are left."""
-        if not self.less:
+        """Boundaries, rotary tables and sizes for the remaining rows."""
+        if not self.has_merged:
             return args, kwargs
         ends = kwargs["cu_seqlens"]
-        left = torch.searchsorted(self.stands, (ends // self.m).to(self.stands.dtype)) * self.m
-        left = left.unique_consecutive().to(ends.dtype)  # windows that are empty now go
+        ends_by_cell = (ends // self.m).to(self.positions.dtype)
+        left = torch.searchsorted(self.positions, ends_by_cell) * self.m
+        left = left.unique_consecutive().to(ends.dtype)  # drops windows that are now empty
         kwargs = {**kwargs, "cu_seqlens": left}
         if kwargs.get("max_seqlen") is not None:
             kwargs["max_seqlen"] = type(kwargs["max_seqlen"])((left[1:] - left[:-1]).max())
@@ -288,7 +289,7 @@ class Packed:
         return args, kwargs
 
     def note(self, index: int) -> None:
-        """Statistics of block ``index``, chunk by chunk, as those of the rows that came in."""
+        """Record the statistics of block ``index``, chunk by chunk, for all original rows."""
         self.keys, self.context.sizes = None, None
         assert self.context.chunks is not None
         chunks = self.context.chunks.pop(index, [])
@@ -297,15 +298,15 @@ class Packed:
         if index not in self.adapter.global_blocks():
             return  # chunks are windows
         for i, (stats, keys) in enumerate(chunks):
-            if self.less:
+            if self.has_merged:
                 rows = self._rows(self.merged[i])
                 stats = None if stats is None else stats[..., rows]
                 keys = None if keys is None else keys[:, rows]
             self.noted.setdefault(index, []).append((stats, keys))
 
     def spread(self, rows: Tensor) -> Tensor:
-        """Rows that merged at each of their places: (S', D) to (S, D)."""
-        if not self.less:
+        """Copy merged rows to all positions that they replaced: (S', D) to (S, D)."""
+        if not self.has_merged:
             return rows
         counts = [len(first) * self.m for first in self.first]
         parts = zip(rows.split(counts), self.merged, strict=True)
@@ -317,24 +318,25 @@ class Packed:
         self.context.chunks.update(self.noted)
 
     def _group(self) -> None:
-        for i, item in enumerate(self.taken if self.taken and self.less else ()):
+        for i, item in enumerate(self.taken if self.taken and self.has_merged else ()):
             view = self.context.items[item].views[0]
             self.groups[view] = self.merged[i][self.cell_of[i]]
 
     def _by_image(self, rows: Tensor) -> tuple[Tensor, ...]:
         """Rows (S', D) as cells (M, m D) of each image."""
-        return rows.unflatten(0, (-1, self.m)).flatten(1).split([len(of) for of in self.first])
+        return rows.unflatten(0, (-1, self.m)).flatten(1).split([len(f) for f in self.first])
 
     def _rows(self, cells: Tensor) -> Tensor:
         """Indices of the rows of ``cells``, (C,) to (C m,)."""
-        place = torch.arange(self.m, device=cells.device)
-        return (cells[:, None] * self.m + place).flatten()
+        patch = torch.arange(self.m, device=cells.device)
+        return (cells[:, None] * self.m + patch).flatten()
 
-    def _moved(self) -> None:
-        """What follows from the cells that are left: where they stand, their rows and sizes."""
+    def _update(self) -> None:
+        """Recompute positions, rows and sizes of the remaining cells."""
         starts = [sum(self.counts[:i]) // self.m for i in range(len(self.counts))]
-        self.stands = torch.cat([of + start for of, start in zip(self.first, starts, strict=True)])
-        self.rows = self._rows(self.stands)
+        cells = [first + start for first, start in zip(self.first, starts, strict=True)]
+        self.positions = torch.cat(cells)
+        self.rows = self._rows(self.positions)
         sizes = [
             torch.zeros(len(first), device=first.device).index_add(
                 0, merged, torch.ones_like(merged, dtype=torch.float32)

@@ -1,18 +1,17 @@
 """The KV cache: grows layer by layer during prefill, then freezes into static buffers.
 
 Three numbers are kept apart. *Logical* length counts the ids that were consumed; rotary ids follow
-it. *Physical* length counts the slots that a layer, row and head really holds; masks and memory
+it. *Physical* length counts the slots in use of a layer, row and head; masks and memory
 follow it, and it differs between layers, rows and heads as soon as something is dropped. *Capacity*
-is what the buffers could hold.
+counts the slots of the buffers.
 
-A frozen layer holds, per row and head, ``[segment]...[tail]``: quantised slots, then slots in the
+A frozen layer holds, per row and head, ``[segment]...[tail]``: quantized slots, then slots in the
 model's dtype. New tokens go to the tail.
 
-Some models have layers that attend within a *window*. It counts the rows that entered the layer, as
-the model itself does: rows that were dropped before are no part of the sequence, rows that were
-evicted afterwards are. After prefill such a layer holds the last ``window - 1`` rows, which are all
-that later tokens can see, and cache stages work on these. What leaves the window during the answer
-is masked.
+Some models have layers that attend within a *window*. As in the model itself, it counts the rows
+that entered the layer: rows dropped before the layer do not count, rows evicted afterwards do.
+After prefill such a layer holds the last ``window - 1`` rows, which are all that later tokens can
+see, and cache stages work on these. Slots that leave the window during decoding are masked.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from vlmfast.core.buffers import BufferPool, bucket
 from vlmfast.core.kv import KV
 from vlmfast.kernels.quantize_kv import Segment
 
-_ROOM = 256  # free slots that a frozen layer starts with at most, and gains when it is full
+_FREE_SLOTS = 256  # that a frozen layer starts with at most, and gains when it is full
 _NEAR = torch.iinfo(torch.int32).max
 _SLOTWISE = ("keys", "values", "order", "rank", "mass", "bias")
 
@@ -38,41 +37,41 @@ _SLOTWISE = ("keys", "values", "order", "rank", "mass", "bias")
 class KVLayer(CacheLayerMixin):
     """Keys and values of one layer, for one row during prefill and for B rows afterwards.
 
-    While collecting, ``keys`` and ``values`` are (1, H, S, D), or ``kv`` holds what a cache stage
-    made of them.
+    During prefill, ``keys`` and ``values`` are (1, H, S, D), or ``kv`` holds the output of a cache
+    stage.
 
     Attributes (frozen)
     -------------------
     keys, values : Tensor, (B, H, capacity, D)
         The tail.
     length : Tensor, int64, (B, H)
-        Slots of the tail that are taken; on the device, a view into `KVCache.length`.
+        Slots in use in the tail; on the device, a view into `KVCache.length`.
     held : list of int
         The largest of each row's lengths, on the host.
     segments : list of Segment
-        Quantised slots, leading dimensions (B, H), one of each kind.
+        Quantized slots, leading dimensions (B, H), one segment per kind.
     order : Tensor, int64, (B, H, capacity), optional
         Index of each slot's token in the full sequence, where a decode stage reads it.
     rank : Tensor, int32, (B, H, capacity), optional
-        Of a layer with a window whose slots may have gaps: the place of each slot's token among
-        the rows that entered the layer, counted so that the next token's is ``seen``. The ``order``
-        of its segments says the same. Without it, slots follow each other up to the next token.
+        Of a layer with a window whose slots may have gaps: the index of each slot's token among
+        the rows that entered the layer, counted so that the next token's is ``seen``. In its
+        segments, ``order`` holds the same. Without it, slots are contiguous up to the next token.
     mass : Tensor, float32, (B, H, capacity), optional
         Attention received, where a decode stage reads it.
     bias : Tensor, float32, (B, H, capacity), optional
         Added to the logits of each slot.
     shift : list of int
-        How far this layer's rotary ids lie behind the running position, by row.
+        How much smaller this layer's rotary ids are than the running position, by row.
     window : int, optional
-        How many rows a row of this layer sees, itself included; all of them without it.
+        How many rows a row of this layer sees, itself included; all of them if ``None``.
     gap : list of int
         Ids of each row's prompt that did not enter this layer.
     """
 
-    is_compileable = False  # True would make generate() compile the model by itself
+    is_compileable = False  # True would make generate() compile the model
 
-    # Hugging Face's class says `None` of a layer that has not run; nothing but `update` and
-    # `held_bytes` reads them then. What follows is there once the layer is `frozen`.
+    # In Hugging Face's class these are `None` until the layer has run; only `update` and
+    # `held_bytes` read them before. `length` and `seen` exist once the layer is `frozen`.
     keys: Tensor
     values: Tensor
     length: Tensor
@@ -90,12 +89,12 @@ class KVLayer(CacheLayerMixin):
         self.mass: Tensor | None = None
         self.bias: Tensor | None = None
         self.entered: Tensor | None = None  # (S,): ``order`` of the rows that entered the layer
-        self.rows = 0  # how many these are
+        self.rows = 0  # how many rows entered
         self.gap: list[int] = [0]
-        self.incoming: Tensor | None = None  # (T,): bias of the tokens that come next
+        self.incoming: Tensor | None = None  # (T,): bias of the next tokens
         self.shift: list[int] = [0]
         self.even = True  # whether all heads of a row are equally long
-        self.lent = False  # whether buffers belong to a captured step, which will use them again
+        self.graph_owned = False  # whether the buffers belong to a captured step, which reuses them
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -107,10 +106,10 @@ class KVLayer(CacheLayerMixin):
 
     @property
     def prefix(self) -> bool:
-        """Whether what is there is a plain prefix of the buffers, the same for all rows and heads.
+        """Whether the slots in use are a prefix of the buffers, the same for all rows and heads.
 
-        Hugging Face's own attention on it then gives Hugging Face's own bits. On CUDA shapes must
-        not change from step to step, so masks say what is there.
+        Hugging Face's own attention over this prefix is then bit-identical. On CUDA, shapes must
+        not change between steps, so masks select the slots.
         """
         return self.even and min(self.held) == max(self.held) and self.device.type == "cpu"
 
@@ -119,7 +118,7 @@ class KVLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Append (B, H, T, D). A frozen layer writes behind ``length`` without advancing it."""
+        """Append (B, H, T, D). A frozen layer writes after ``length`` without advancing it."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         if self.frozen:
@@ -134,36 +133,42 @@ class KVLayer(CacheLayerMixin):
         return self.keys, self.values
 
     def slide(self) -> None:
-        """Let go of what later tokens cannot see: all but the last ``window - 1`` rows."""
+        """Drop what later tokens cannot see: all but the last ``window - 1`` rows."""
         assert self.window is not None
         start = max(self.keys.shape[2] - self.window + 1, 0)
         # Copies, so that the rest is freed.
-        self.keys, self.values = (of[:, :, start:].clone() for of in (self.keys, self.values))
+        self.keys, self.values = self.keys[:, :, start:].clone(), self.values[:, :, start:].clone()
         self.bias = None if self.bias is None else self.bias[..., start:]
         self.held = [self.keys.shape[2]]
 
     def put(self, kv: KV) -> None:
-        """What a cache stage left of the prompt takes the place of what was collected."""
+        """Replace the collected keys and values by the output of a cache stage."""
         self.kv, self.bias = kv, None
         self.keys = self.values = None  # type: ignore[assignment]  # not read before `freeze`
         self.held = [len(kv)]
         self.stored = [[int(segment.lengths.max())] for segment in kv.segments]
 
     def freeze(
-        self, room: int, length: Tensor, seen: Tensor, logical: int, track: bool, mass: bool
+        self,
+        max_new_tokens: int,
+        length: Tensor,
+        seen: Tensor,
+        logical: int,
+        track: bool,
+        mass: bool,
     ) -> None:
-        """Move to buffers with ``room`` free slots.
+        """Move to buffers with free slots for up to ``max_new_tokens`` tokens.
 
         Parameters
         ----------
         length : Tensor, (1, H)
-            Where to count slots.
+            Filled with the slots in use.
         seen : Tensor, (1,)
-            Where the ids consumed so far are counted.
+            Ids consumed so far, on the device.
         logical : int
-            How many that are.
+            The same on the host.
         track, mass : bool
-            Whether decode stages read ``order`` and ``mass``; only of layers that were `put`.
+            Whether decode stages read ``order`` and ``mass``; only for layers that were `put`.
         """
         kv, self.kv = self.kv, None
         order = masses = rank = None
@@ -173,15 +178,15 @@ class KVLayer(CacheLayerMixin):
             bias = None if bias is None else bias.expand(1, keys.shape[1], -1)
         else:
             keys, values, order = kv.keys[None], kv.values[None], kv.order[None]
-            bias, masses = (None if of is None else of[None] for of in (kv.bias, kv.mass))
+            bias, masses = (None if x is None else x[None] for x in (kv.bias, kv.mass))
             length.copy_(kv.lengths[None])
             self.even = bool((kv.lengths == kv.lengths[0]).all())
             self.segments = [segment.unsqueeze() for segment in kv.segments]
             rank = self._ranked(kv, logical)
         self.gap, self.entered = [logical - self.rows], None
         self.length, self.seen, self.held = length, seen, [keys.shape[2]]
-        capacity = bucket(keys.shape[2] + min(room, _ROOM))
-        self.keys, self.values = (self._buffer(of, capacity) for of in (keys, values))
+        capacity = bucket(keys.shape[2] + min(max_new_tokens, _FREE_SLOTS))
+        self.keys, self.values = self._buffer(keys, capacity), self._buffer(values, capacity)
         self.bias = None if bias is None else self._buffer(bias, capacity)
         self.rank = None if rank is None else self._buffer(rank[None], capacity)
         if track:
@@ -192,45 +197,45 @@ class KVLayer(CacheLayerMixin):
             self.mass = self._buffer(start, capacity)
 
     def _ranked(self, kv: KV, logical: int) -> Tensor | None:
-        """`rank` of the slots of ``kv``, (H, N); that of its segments takes their ``order``."""
+        """`rank` of the slots of ``kv``, (H, N); also replaces the ``order`` of its segments."""
         if self.window is None:
             return None
         entered = self.entered
         assert entered is not None
 
         def rank(order: Tensor) -> Tensor:
-            place = torch.searchsorted(entered, order.to(entered.dtype).contiguous())
-            return (place + logical - self.rows).to(torch.int32)
+            index = torch.searchsorted(entered, order.to(entered.dtype).contiguous())
+            return (index + logical - self.rows).to(torch.int32)
 
-        self.segments = [replace(of, order=rank(of.order)) for of in self.segments]
+        self.segments = [replace(s, order=rank(s.order)) for s in self.segments]
         return rank(kv.order)
 
     # --- buffers ---------------------------------------------------------------------------------
 
-    def _buffer(self, of: Tensor, capacity: int) -> Tensor:
-        """(B, H, N, ...) at the beginning of a buffer of ``capacity`` slots."""
-        shape = (*of.shape[:2], capacity, *of.shape[3:])
-        buffer = self.pool.take(shape, of.dtype, of.device)
-        taken = min(of.shape[2], capacity)
-        buffer[:, :, :taken] = of[:, :, :taken]
+    def _buffer(self, source: Tensor, capacity: int) -> Tensor:
+        """Copy (B, H, N, ...) to the beginning of a buffer of ``capacity`` slots."""
+        shape = (*source.shape[:2], capacity, *source.shape[3:])
+        buffer = self.pool.take(shape, source.dtype, source.device)
+        taken = min(source.shape[2], capacity)
+        buffer[:, :, :taken] = source[:, :, :taken]
         return buffer
 
     def _give(self, buffer: Tensor) -> None:
-        if not self.lent:
+        if not self.graph_owned:
             self.pool.give(buffer)
 
     def _resize(self, capacity: int) -> None:
         for name in _SLOTWISE:
-            of = getattr(self, name)
-            if of is not None:
-                setattr(self, name, self._buffer(of, capacity))
-                self._give(of)
+            old = getattr(self, name)
+            if old is not None:
+                setattr(self, name, self._buffer(old, capacity))
+                self._give(old)
 
     def reserve(self, tokens: int) -> None:
         """Make sure that ``tokens`` more fit in every row."""
         need = max(self.held) + tokens
         if need > self.keys.shape[2]:
-            self._resize(bucket(need + max(_ROOM - tokens, 0)))
+            self._resize(bucket(need + max(_FREE_SLOTS - tokens, 0)))
 
     def _write(self, keys: Tensor, values: Tensor) -> None:
         tokens = keys.shape[2]
@@ -250,30 +255,31 @@ class KVLayer(CacheLayerMixin):
             self.bias.scatter_(2, index, self.incoming.to(self.bias.dtype).expand_as(index))
 
     def note(self, tokens: int) -> None:
-        """What is known of the next ``tokens`` slots beside keys and values."""
-        if all(of is None for of in (self.order, self.rank, self.mass, self.bias)):
+        """Initialize what accompanies the keys and values of the next ``tokens`` slots."""
+        if all(x is None for x in (self.order, self.rank, self.mass, self.bias)):
             return
         steps = torch.arange(tokens, device=self.device)
         index = self.length[..., None] + steps
-        for of in (self.order, self.rank):
-            if of is not None:
-                new = (self.seen[:, None, None] + steps).to(of.dtype)
-                of.scatter_(2, index, new.expand_as(index))
-        for of in (self.mass, self.bias):  # slots may have been taken before
-            if of is not None:
-                of.scatter_(2, index, torch.zeros_like(index, dtype=of.dtype))
+        for buffer in (self.order, self.rank):
+            if buffer is not None:
+                new = (self.seen[:, None, None] + steps).to(buffer.dtype)
+                buffer.scatter_(2, index, new.expand_as(index))
+        for buffer in (self.mass, self.bias):  # slots may have been used before
+            if buffer is not None:
+                buffer.scatter_(2, index, torch.zeros_like(index, dtype=buffer.dtype))
 
     def append(self, kv: KV, tokens: int) -> None:
-        """Block-wise prefill: ``kv`` takes the place of the last ``tokens`` that were written."""
+        """Block-wise prefill: replace the last ``tokens`` that were written by ``kv``."""
         kept = len(kv)
         start = self.length[0]
         index = start[:, None] + torch.arange(kept, device=self.device)
         for buffer, new in ((self.keys, kv.keys), (self.values, kv.values)):
             at = index[..., None].expand_as(new)
             buffer[0].scatter_(1, at, new.to(self.dtype))
-        for of, beside in ((self.order, kv.order), (self.mass, kv.mass), (self.bias, kv.bias)):
-            if of is not None and beside is not None:
-                of[0].scatter_(1, index, beside.to(of.dtype))
+        extra = ((self.order, kv.order), (self.mass, kv.mass), (self.bias, kv.bias))
+        for stored, added in extra:
+            if stored is not None and added is not None:
+                stored[0].scatter_(1, index, added.to(stored.dtype))
         start.add_(kv.lengths)
         even = bool((kv.lengths == kv.lengths[0]).all())
         self.even = self.even and even
@@ -282,9 +288,9 @@ class KVLayer(CacheLayerMixin):
     def mask(self, tokens: int, tree: Tensor | None = None, sliding: bool = False) -> Tensor:
         """Bool (B, H, T, capacity): slots that each of the next ``tokens`` may read.
 
-        ``tree`` (B, T, T) says which of these tokens see each other, one that does not see itself
-        sees nothing; without it each sees those before it. ``sliding`` says whether some of what
-        is there lies outside the layer's window.
+        ``tree`` (B, T, T) marks which of these tokens see each other; a token that does not see
+        itself sees nothing. Without it, attention is causal. ``sliding``: whether any slot in use
+        is outside the layer's window.
         """
         slots = torch.arange(self.keys.shape[2], device=self.device)
         depth = self._depth(tokens, tree) if sliding else None
@@ -292,7 +298,7 @@ class KVLayer(CacheLayerMixin):
             if depth is not None:
                 assert self.window is not None
                 tree = tree & (depth[:, :, None] - depth[:, None] < self.window)
-            at = slots - self.length[..., None]  # (B, H, capacity): place among the new tokens
+            at = slots - self.length[..., None]  # (B, H, capacity): index among the new tokens
             new = (at >= 0) & (at < tokens)
             at = at.clamp(0, tokens - 1)[:, :, None].expand(-1, -1, tokens, -1)
             own = tree[:, None].expand(-1, at.shape[1], -1, -1).gather(3, at)
@@ -308,20 +314,20 @@ class KVLayer(CacheLayerMixin):
     # --- windows ---------------------------------------------------------------------------------
 
     def ranks(self) -> Tensor:
-        """`rank`, or what it would be: (B, H, capacity)."""
+        """`rank`, computed where it is not stored: (B, H, capacity)."""
         if self.rank is not None:
             return self.rank
         slots = torch.arange(self.keys.shape[2], device=self.device)
         return (self.seen[:, None] - self.length)[..., None] + slots
 
     def _depth(self, tokens: int, tree: Tensor | None) -> Tensor:
-        """(B or 1, T): how far each of the next ``tokens`` stands after the first of them."""
+        """Offset of each of the next ``tokens`` from the first of them, (B or 1, T)."""
         if tree is None:
             return torch.arange(tokens, device=self.device)[None]
         return tree.sum(-1) - 1
 
     def _near(self, rank: Tensor, depth: Tensor) -> Tensor:
-        """Bool (B, H, T, N): which slots of ``rank`` lie in the window of each token."""
+        """Bool (B, H, T, N): which slots of ``rank`` are in the window of each token."""
         assert self.window is not None
         first = self.seen[:, None] + depth - self.window + 1
         return rank[:, :, None] >= first[:, None, :, None]
@@ -329,7 +335,7 @@ class KVLayer(CacheLayerMixin):
     def opened(
         self, segment: Segment, tokens: int, tree: Tensor | None, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Keys, values (B, H, N, D), mask (B, H, T, N) and bias of a segment, as of a tail."""
+        """Dequantize a segment: keys, values (B, H, N, D), mask (B, H, T, N) and bias."""
         keys, values = segment.dequantise(dtype)
         mask = segment.valid[:, :, None] & self._near(segment.order, self._depth(tokens, tree))
         if tree is not None:
@@ -339,7 +345,7 @@ class KVLayer(CacheLayerMixin):
     def receive(self, mass: Tensor, sliding: bool) -> None:
         """Count the attention that the first N slots of the tail have just received, (B, H, N).
 
-        What has left the window will never receive any again and weighs nothing.
+        Slots that have left the window receive no more attention; theirs is set to zero.
         """
         assert self.mass is not None
         self.mass[:, :, : mass.shape[2]] += mass
@@ -349,7 +355,7 @@ class KVLayer(CacheLayerMixin):
             self.mass.masked_fill_(gone, 0.0)
 
     def release(self) -> None:
-        """Give the buffers back; the layer is not used again."""
+        """Return the buffers; the layer must not be used afterwards."""
         for name in _SLOTWISE:
             if self.frozen:
                 self._give(getattr(self, name))
@@ -359,7 +365,7 @@ class KVLayer(CacheLayerMixin):
     # --- rows ------------------------------------------------------------------------------------
 
     def page(self, row: int, count: int, page: Segment) -> None:
-        """The first ``count`` slots of a row's tail have become ``page``, (H, ...)."""
+        """Replace the first ``count`` slots of a row's tail by ``page``, (H, ...)."""
         if self.bias is not None and page.bias is None:
             page = replace(page, bias=self.bias[row, :, :count].clone())
         if self.rank is not None:
@@ -368,7 +374,7 @@ class KVLayer(CacheLayerMixin):
         kinds = [segment.key for segment in self.segments]
         if page.group and page.key in kinds:
             at = kinds.index(page.key)
-        else:  # slots that share their parameters all together cannot grow
+        else:  # a segment with one set of parameters for all slots cannot grow
             at = len(kinds)
             self.segments.append(Segment.empty(page, len(self.held)))
             self.stored.append([0] * len(self.held))
@@ -382,9 +388,9 @@ class KVLayer(CacheLayerMixin):
         self.segments[at] = rows[0] if len(rows) == 1 else Segment.cat(rows)
         self.stored[at][row] += count
         for name in _SLOTWISE:
-            of = getattr(self, name)
-            if of is not None:
-                of[row, :, : of.shape[2] - count] = of[row, :, count:].clone()
+            buffer = getattr(self, name)
+            if buffer is not None:
+                buffer[row, :, : buffer.shape[2] - count] = buffer[row, :, count:].clone()
         self.length[row].sub_(count)
         self.held[row] -= count
 
@@ -393,7 +399,7 @@ class KVLayer(CacheLayerMixin):
         return self.held[row] + sum(stored[row] for stored in self.stored)
 
     def held_bytes(self) -> int:
-        """Bytes of what is held now, parameters of segments included, free slots not."""
+        """Bytes in use, including the parameters of segments, excluding free slots."""
         segments: Sequence[Segment] = ()
         if self.frozen:
             taken, segments = int(self.length.sum()), self.segments
@@ -403,8 +409,8 @@ class KVLayer(CacheLayerMixin):
             return 0
         else:
             taken = self.keys.shape[1] * self.held[0]
-        of = self.kv.keys if self.kv is not None else self.keys
-        each = 2 * of.shape[-1] * of.element_size()
+        keys = self.kv.keys if self.kv is not None else self.keys
+        each = 2 * keys.shape[-1] * keys.element_size()
         if self.frozen:
             extra = (self.order, self.rank, self.mass, self.bias)
             each += sum(e.element_size() for e in extra if e is not None)
@@ -430,12 +436,12 @@ class KVCache(Cache):
     pool : BufferPool, optional
         Where buffers come from.
     windows : sequence of int or None, optional
-        Of each layer; none by default.
+        One per layer; none by default.
 
     Attributes (frozen)
     -------------------
     length : Tensor, int64, (L, B, H)
-        The layers' own are views of it.
+        Those of the layers are views of it.
     seen : Tensor, int64, (B,)
         Ids consumed, on the device.
     """
@@ -454,15 +460,17 @@ class KVCache(Cache):
         windows = [None] * depth if windows is None else windows
         super().__init__(layers=[KVLayer(self.pool, window) for window in windows])
         self.logical: list[int] = []  # `seen` on the host
-        self.base: list[int] = []  # ids by row that were compressed, or came in front of such
+        self.base: list[int] = []  # by row: ids up to the last compressed one
         self.track = self.mass = False
 
     @property
     def rows(self) -> int:
         return len(self.logical)
 
-    def freeze(self, room: int, logical: int, *, track: bool = False, mass: bool = False) -> None:
-        """End of prefill: buffers for about ``room`` more tokens; ``logical`` ids consumed."""
+    def freeze(
+        self, max_new_tokens: int, logical: int, *, track: bool = False, mass: bool = False
+    ) -> None:
+        """End of prefill: move ``logical`` consumed ids to buffers for ``max_new_tokens`` more."""
         first = self.layers[0]
         heads = len(first.kv.keys) if first.kv is not None else first.keys.shape[1]
         shape = (len(self.layers), 1, heads)
@@ -471,22 +479,22 @@ class KVCache(Cache):
         self.seen = torch.full((1,), logical, device=first.device)
         self.logical = [logical]
         for layer, length in zip(self.layers, self.length, strict=True):
-            layer.freeze(room, length, self.seen, logical, track, mass)
+            layer.freeze(max_new_tokens, length, self.seen, logical, track, mass)
         whole = all(layer.held == self.logical and layer.even for layer in self.layers)
         self.base = [0 if whole else logical]
 
     def sliding(self, layer: int, tokens: int) -> bool:
-        """Whether a layer may hold something outside the window of one of the next ``tokens``."""
-        held = self.layers[layer]
-        if held.window is None:
+        """Whether a layer may hold slots outside the window of one of the next ``tokens``."""
+        cached = self.layers[layer]
+        if cached.window is None:
             return False
-        spans = held.held
-        if held.rank is not None:
-            spans = [logical - gap for logical, gap in zip(self.logical, held.gap, strict=True)]
-        return max(spans) + tokens > held.window
+        spans = cached.held
+        if cached.rank is not None:
+            spans = [logical - gap for logical, gap in zip(self.logical, cached.gap, strict=True)]
+        return max(spans) + tokens > cached.window
 
     def advance(self, tokens: int = 1) -> None:
-        """Count ``tokens`` that the last pass wrote to every row."""
+        """Count ``tokens`` that the last forward pass wrote to every row."""
         self.advance_device(tokens)
         self.advance_host(tokens)
 
@@ -496,47 +504,47 @@ class KVCache(Cache):
         self.seen.add_(tokens)
 
     def advance_host(self, tokens: int = 1) -> None:
-        """The part of `advance` that it does not."""
+        """The part of `advance` that a captured step does not repeat."""
         for layer in self.layers:
-            layer.held = [held + tokens for held in layer.held]
+            layer.held = [length + tokens for length in layer.held]
         self.logical = [logical + tokens for logical in self.logical]
 
     def reserve(self, tokens: int) -> None:
-        """Make sure that every layer has room for ``tokens`` more."""
+        """Make sure that ``tokens`` more fit in every layer."""
         for layer in self.layers:
             layer.reserve(tokens)
 
     def state(self) -> dict[tuple, Tensor]:
-        """Every tensor that a decode step reads or writes, by its place."""
+        """Every tensor that a decode step reads or writes."""
         state: dict[tuple, Tensor] = {("length",): self.length, ("seen",): self.seen}
         for at, layer in enumerate(self.layers):
             for name in _SLOTWISE:
-                if (of := getattr(layer, name)) is not None:
-                    state[at, name] = of
+                if (buffer := getattr(layer, name)) is not None:
+                    state[at, name] = buffer
             for number, segment in enumerate(layer.segments):
                 for field in _tensors(segment):
                     state[at, number, field.name] = getattr(segment, field.name)
         return state
 
     def load(self, state: dict[tuple, Tensor]) -> None:
-        """Go on in the tensors of ``state``, which hold the same; own buffers are given back."""
+        """Switch to the tensors of ``state``, which hold the same values; return own buffers."""
         self.length, self.seen = state["length",], state["seen",]
         for at, (layer, length) in enumerate(zip(self.layers, self.length, strict=True)):
             layer.length, layer.seen = length, self.seen
             for name in _SLOTWISE:
-                of = getattr(layer, name)
-                if of is not None and of is not state[at, name]:
-                    layer._give(of)
+                buffer = getattr(layer, name)
+                if buffer is not None and buffer is not state[at, name]:
+                    layer._give(buffer)
                     setattr(layer, name, state[at, name])
             layer.segments = [
                 _replaced(segment, {f.name: state[at, number, f.name] for f in _tensors(segment)})
                 for number, segment in enumerate(layer.segments)
             ]
 
-    def lend(self, lent: bool) -> None:
-        """Whether the buffers belong to a captured step."""
+    def mark_graph_owned(self, owned: bool) -> None:
+        """Record whether the buffers belong to a captured step."""
         for layer in self.layers:
-            layer.lent = lent
+            layer.graph_owned = owned
 
     def consume(self, tokens: int) -> None:
         """Count ids of every row that were compressed: their slots are counted already."""
@@ -550,7 +558,7 @@ class KVCache(Cache):
 
     @contextmanager
     def biased(self, bias: Tensor | None) -> Iterator[None]:
-        """What is written meanwhile has ``bias`` (T,) added to its logits."""
+        """Add ``bias`` (T,) to the logits of the tokens written inside the block."""
         for layer in self.layers:
             layer.incoming = bias
         try:
@@ -560,7 +568,7 @@ class KVCache(Cache):
                 layer.incoming = None
 
     def crop(self, tokens: int) -> None:
-        """Forget the last ``tokens`` of every row.
+        """Remove the last ``tokens`` of every row.
 
         Raises
         ------
@@ -568,46 +576,48 @@ class KVCache(Cache):
             Where a layer does not hold them in its tail, one slot each.
         """
         if self.track:
-            raise ValueError("a cache that decode stages rework cannot be cropped")
+            raise ValueError("a cache that decode stages modify cannot be cropped")
         for logical, base in zip(self.logical, self.base, strict=True):
             if logical - tokens < base:
                 raise ValueError(f"{tokens} tokens reach into the compressed part of the cache")
         self.length.sub_(tokens)
         for layer in self.layers:
-            layer.held = [held - tokens for held in layer.held]
+            layer.held = [length - tokens for length in layer.held]
         self._count(-tokens)
 
     def accept(self, index: Tensor, counts: Sequence[int], *, moves: bool = True) -> None:
-        """Keep some of the tokens that the last pass wrote behind the tail, and count them.
+        """Keep the accepted tokens of those that the last forward pass wrote, and count them.
 
         Parameters
         ----------
         index : Tensor, int64, (B, A)
-            Which of the T written tokens each row keeps, ascending; behind ``counts`` anything.
+            Which of the T written tokens each row keeps, ascending; padded after ``counts``.
         counts : sequence of int
             How many of the A each row keeps.
         moves : bool
-            Whether any of them has to move up; ``False`` where every row keeps its first ones.
+            Whether any token has to move; ``False`` where every row keeps its first ones.
         """
         kept = torch.tensor(counts, device=index.device)
         for layer in self.layers if moves else ():
             source = layer.length[..., None] + index[:, None]
             target = layer.length[..., None] + torch.arange(index.shape[1], device=index.device)
             for name in _SLOTWISE:
-                of = getattr(layer, name)
-                if of is None:
+                buffer = getattr(layer, name)
+                if buffer is None:
                     continue
-                wide = (..., *(None,) * (of.dim() - 3))
-                shape = (*source.shape, *of.shape[3:])
-                moved = of.gather(2, source.clamp(max=of.shape[2] - 1)[wide].expand(shape))
-                of.scatter_(2, target.clamp(max=of.shape[2] - 1)[wide].expand(shape), moved)
-            for of in (layer.order, layer.rank):
-                if of is not None:  # what is kept follows without gaps
+                last = buffer.shape[2] - 1
+                wide = (..., *(None,) * (buffer.dim() - 3))
+                shape = (*source.shape, *buffer.shape[3:])
+                moved = buffer.gather(2, source.clamp(max=last)[wide].expand(shape))
+                buffer.scatter_(2, target.clamp(max=last)[wide].expand(shape), moved)
+            for buffer in (layer.order, layer.rank):
+                if buffer is not None:  # kept tokens are numbered without gaps
                     steps = torch.arange(index.shape[1], device=index.device)
-                    order = (self.seen[:, None, None] + steps).to(of.dtype)
-                    of.scatter_(2, target.clamp(max=of.shape[2] - 1), order.expand_as(target))
+                    order = (self.seen[:, None, None] + steps).to(buffer.dtype)
+                    at = target.clamp(max=buffer.shape[2] - 1)
+                    buffer.scatter_(2, at, order.expand_as(target))
         for layer in self.layers:
-            layer.held = [held + count for held, count in zip(layer.held, counts, strict=True)]
+            layer.held = [length + n for length, n in zip(layer.held, counts, strict=True)]
         self.length.add_(kept[None, :, None])
         self.seen.add_(kept)
         self.logical = [n + count for n, count in zip(self.logical, counts, strict=True)]
@@ -616,7 +626,7 @@ class KVCache(Cache):
 
     @staticmethod
     def cat(caches: Sequence[KVCache]) -> KVCache:
-        """One frozen cache with the rows of all ``caches``, which are used up."""
+        """One frozen cache with the rows of all ``caches``, which must not be used afterwards."""
         if len(caches) == 1:
             return caches[0]
         first = caches[0]
@@ -638,7 +648,7 @@ class KVCache(Cache):
             own = {part.window for part in parts}
             ranked = len(own) > 1 or any(part.rank is not None for part in parts)
             layer.even = all(part.even for part in parts)
-            capacity = bucket(max(layer.held) + _ROOM)
+            capacity = bucket(max(layer.held) + _FREE_SLOTS)
             for name, wanted in (
                 ("keys", True),
                 ("values", True),
@@ -649,10 +659,10 @@ class KVCache(Cache):
             ):
                 if wanted:
                     setattr(layer, name, _stacked(layer, name, parts, capacity))
-            for part in parts:  # all of it fits into the window: near to whatever comes
+            for part in parts:  # all of it fits into the window, also for later tokens
                 if part.window is None and layer.window is not None:
                     part.segments = [
-                        replace(of, order=torch.full_like(of.order, _NEAR)) for of in part.segments
+                        replace(s, order=torch.full_like(s.order, _NEAR)) for s in part.segments
                     ]
             _join_segments(layer, parts)
             for part in parts:
@@ -669,24 +679,24 @@ class KVCache(Cache):
         for layer, length in zip(self.layers, self.length, strict=True):
             layer.length, layer.seen = length, self.seen
             layer.held, layer.shift, layer.gap = (
-                [of[row] for row in rows] for of in (layer.held, layer.shift, layer.gap)
+                [values[row] for row in rows] for values in (layer.held, layer.shift, layer.gap)
             )
-            layer.stored = [[of[row] for row in rows] for of in layer.stored]
+            layer.stored = [[stored[row] for row in rows] for stored in layer.stored]
             for name in _SLOTWISE:
-                of = getattr(layer, name)
-                if of is not None:
-                    shape = (len(rows), *of.shape[1:])
-                    buffer = layer.pool.take(shape, of.dtype, of.device)
-                    torch.index_select(of, 0, index, out=buffer)
+                old = getattr(layer, name)
+                if old is not None:
+                    shape = (len(rows), *old.shape[1:])
+                    buffer = layer.pool.take(shape, old.dtype, old.device)
+                    torch.index_select(old, 0, index, out=buffer)
                     setattr(layer, name, buffer)
-                    layer._give(of)
+                    layer._give(old)
             layer.segments = [segment.rows(index) for segment in layer.segments]
             kept = [at for at, stored in enumerate(layer.stored) if any(stored)]
             layer.segments = [layer.segments[at] for at in kept]
             layer.stored = [layer.stored[at] for at in kept]
 
     def clone(self) -> KVCache:
-        """A copy that shares nothing that changes."""
+        """A copy that shares no mutable state."""
         twin = KVCache(len(self.layers), self.pool, [layer.window for layer in self.layers])
         twin.track, twin.mass = self.track, self.mass
         twin.logical, twin.base = list(self.logical), list(self.base)
@@ -696,33 +706,33 @@ class KVCache(Cache):
             copy.length, copy.seen, copy.even = length, twin.seen, layer.even
             copy.held, copy.shift = list(layer.held), list(layer.shift)
             copy.gap = list(layer.gap)
-            # A segment is never written to, unless a captured step owns it: pages make a new one.
+            # Segments are immutable, unless a captured step owns them: pages make a new one.
             copy.segments = [
                 _replaced(s, {f.name: getattr(s, f.name).clone() for f in _tensors(s)})
-                if layer.lent
+                if layer.graph_owned
                 else s
                 for s in layer.segments
             ]
             copy.stored = [list(s) for s in layer.stored]
             for name in _SLOTWISE:
-                of = getattr(layer, name)
-                if of is not None:
-                    setattr(copy, name, copy._buffer(of, of.shape[2]))
+                buffer = getattr(layer, name)
+                if buffer is not None:
+                    setattr(copy, name, copy._buffer(buffer, buffer.shape[2]))
         return twin
 
     def release(self) -> None:
-        """Give all buffers back; the cache is not used again."""
+        """Return all buffers; the cache must not be used afterwards."""
         for layer in self.layers:
             layer.release()
 
-    # --- what is held ----------------------------------------------------------------------------
+    # --- sizes -----------------------------------------------------------------------------------
 
     def held_bytes(self) -> int:
-        """Bytes of all keys and values held now."""
+        """Bytes of all keys and values in use."""
         return sum(layer.held_bytes() for layer in self.layers)
 
     def lengths(self, row: int = 0) -> list[int]:
-        """Slots held per layer, of the longest head."""
+        """Slots in use per layer, of the longest head."""
         return [layer.slots(row) for layer in self.layers]
 
 
@@ -741,29 +751,29 @@ def _stacked(layer: KVLayer, name: str, parts: Sequence[KVLayer], capacity: int)
     shape = (rows, like.shape[1], capacity, *like.shape[3:])
     buffer, row = layer.pool.take(shape, like.dtype, like.device), 0
     for part in parts:
-        of, count = part.ranks() if name == "rank" else getattr(part, name), max(part.held)
-        if of is not None:
-            buffer[row : row + len(part.held), :, :count] = of[:, :, :count]
+        own, count = part.ranks() if name == "rank" else getattr(part, name), max(part.held)
+        if own is not None:
+            buffer[row : row + len(part.held), :, :count] = own[:, :, :count]
         row += len(part.held)
     return buffer
 
 
 def _join_segments(layer: KVLayer, parts: Sequence[KVLayer]) -> None:
-    """Segments of one kind stand together; rows that have none of it get an empty one."""
-    # A layer may hold several of one kind: the first of each stand together, then the second.
+    """Join segments of the same kind; rows without one get an empty segment."""
+    # A layer may hold several of one kind: the first of each are joined, then the second.
     kinds: dict[tuple, Segment] = {}
-    places: list[dict[tuple, int]] = []
+    indices: list[dict[tuple, int]] = []
     for part in parts:
-        keys, place = [segment.key for segment in part.segments], {}
+        keys, index = [segment.key for segment in part.segments], {}
         for at, segment in enumerate(part.segments):
             kind = segment.key, keys[:at].count(segment.key)
-            place[kind] = at
+            index[kind] = at
             kinds.setdefault(kind, segment)
-        places.append(place)
+        indices.append(index)
     for kind, like in kinds.items():
         pieces, stored = [], []
-        for part, place in zip(parts, places, strict=True):
-            rows, own = len(part.held), place.get(kind)
+        for part, index in zip(parts, indices, strict=True):
+            rows, own = len(part.held), index.get(kind)
             pieces.append(Segment.empty(like, rows) if own is None else part.segments[own])
             stored += [0] * rows if own is None else part.stored[own]
         layer.segments.append(Segment.cat(pieces))
@@ -771,7 +781,7 @@ def _join_segments(layer: KVLayer, parts: Sequence[KVLayer]) -> None:
 
 
 class RowSlots:
-    """One row of one layer's tail, as decode stages see it (`stages.Slots`)."""
+    """One row of one layer's tail, as decode stages see it (`core.protocols.Slots`)."""
 
     def __init__(
         self,
@@ -818,13 +828,13 @@ class RowSlots:
     def evict(self, slot: Tensor) -> None:
         last = (self.length - 1)[:, None]
         for name in _SLOTWISE:
-            of = getattr(self._layer, name)
-            if of is not None:
-                of = of[self._row]
-                wide = (..., *(None,) * (of.dim() - 2))
-                shape = (len(of), 1, *of.shape[2:])
-                moved = of.gather(1, last[wide].expand(shape))
-                of.scatter_(1, slot[:, None][wide].expand(shape), moved)
+            buffer = getattr(self._layer, name)
+            if buffer is not None:
+                row = buffer[self._row]
+                wide = (..., *(None,) * (row.dim() - 2))
+                shape = (len(row), 1, *row.shape[2:])
+                moved = row.gather(1, last[wide].expand(shape))
+                row.scatter_(1, slot[:, None][wide].expand(shape), moved)
         self.length.sub_(1)
         self._layer.held[self._row] -= 1
 

@@ -1,4 +1,4 @@
-"""Cache stages at work: behind the attention of each layer, while a prompt is read."""
+"""Runs cache stages after the attention of each layer during prefill."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Compression:
     ----------
     stages : list of CacheStage
     decoding : list of DecodeStage
-        Only what they need of the cache is looked at here.
+        Only their requirements on the cache are read here.
     """
 
     adapter: Adapter
@@ -40,7 +40,7 @@ class Compression:
     cache: KVCache
     stats: Stats
     requests: dict[str, dict[int, ColumnRequest]] = field(init=False)
-    # Stages behind one whose budgets need all layers: they take their turn at the end.
+    # Stages after one whose budgets need all layers: they run at the end.
     late: list[CacheStage] = field(init=False)
     waiting: dict[tuple[int, str], tuple[ColumnStats | None, Tensor]] = field(default_factory=dict)
 
@@ -54,7 +54,7 @@ class Compression:
     def of(
         adapter: Adapter, recipe: Recipe, context: PrefillContext, cache: KVCache, stats: Stats
     ) -> Compression | None:
-        """``None`` for a recipe that leaves the cache alone, or a prompt without a picture."""
+        """``None`` for a recipe that leaves the cache alone, or a prompt without visual tokens."""
         stages, decoding = recipe.acting(CacheStage), recipe.acting(DecodeStage)
         if not (stages or decoding) or not bool(context.layout.visual.any()):
             return None
@@ -74,13 +74,13 @@ class Compression:
             Of the rows of ``context.layout``.
         """
         start = clock(key.device)
-        context, held = self.context, self.cache.layers[layer]
+        context, cached = self.context, self.cache.layers[layer]
         layout, heads = context.layout, key.shape[1]
         bias = context.key_bias()
         # A layer with a window holds what later tokens can still see, and stages work on that.
         window = context.window(layer)
         seen = slice(0 if window is None else len(layout) - window + 1, None)
-        held.entered = layout.order
+        cached.entered = layout.order
         kv = KV(
             keys=key[0, :, seen],
             values=value[0, :, seen],
@@ -90,33 +90,33 @@ class Compression:
             lengths=torch.full((heads,), len(layout.order[seen]), device=key.device),
             bias=None if bias is None else bias[seen].expand(heads, -1),
         )
-        # Before anything goes: one pass over the attention for every request that differs.
-        asked = {name: of[layer] for name, of in self.requests.items() if layer in of}
+        # Before anything is evicted; equal requests share one computation.
+        requests = {name: by[layer] for name, by in self.requests.items() if layer in by}
         known = {
             request: statistics(request, layer, query[0], key[0], context, scaling, bias)
-            for request in set(asked.values())
+            for request in set(requests.values())
         }
         for stage in self.stages:
-            stats = known[asked[stage.name]] if stage.name in asked else None
+            stats = known[requests[stage.name]] if stage.name in requests else None
             if stage in self.late:
                 self.waiting[layer, stage.name] = stats, layout.order
             else:
                 kv = stage.compress(context, layer, kv, aligned(stats, kv, layout.order))
         if context.extends:
-            held.append(kv, len(layout))
+            cached.append(kv, len(layout))
         else:
-            held.put(kv)
+            cached.put(kv)
         self.stats.time_reduce_s += clock(key.device) - start
 
     def finish(self) -> None:
-        """The last layer has run: budgets that need all of them."""
+        """Apply budgets that need all layers, after the last one has run."""
         if self.context.extends:
             return
         start = clock(self.adapter.device)
         kvs: list[KV] = []
-        for held in self.cache.layers:
-            assert held.kv is not None
-            kvs.append(held.kv)
+        for cached in self.cache.layers:
+            assert cached.kv is not None
+            kvs.append(cached.kv)
         for stage in self.stages:
             if stage in self.late:
                 kvs = [
@@ -124,8 +124,8 @@ class Compression:
                     for layer, kv in enumerate(kvs)
                 ]
             kvs = stage.finish(self.context, kvs)
-        for held, kv in zip(self.cache.layers, kvs, strict=True):
-            held.put(kv)
+        for cached, kv in zip(self.cache.layers, kvs, strict=True):
+            cached.put(kv)
         self.stats.time_reduce_s += clock(self.adapter.device) - start
 
     def _waited(self, layer: int, stage: CacheStage, kv: KV) -> ColumnStats | None:
@@ -142,7 +142,7 @@ class Compression:
 
 
 def query_rows(request: ColumnRequest, layer: int, context: PrefillContext) -> Tensor:
-    """Rows of ``context.layout`` that a request means, ascending."""
+    """Rows of ``context.layout`` that a request selects, ascending."""
     layout = context.layout
     n, device = len(layout), layout.device
     every = torch.arange(n, device=device)
@@ -172,16 +172,16 @@ def statistics(
     scaling: float | None,
     bias: Tensor | None,
 ) -> ColumnStats:
-    """What a request wants of one layer, over all rows of ``context.layout``."""
+    """Statistics of one layer for a request, over all rows of ``context.layout``."""
     rows = query_rows(request, layer, context)
     want = (*request.want, "nnz")
     first, last = span(context, layer)
     if first is not None or last is not None:
         return _of_spans(request, rows, query, key, scaling, bias, first, last)
     summed = None if request.rows == "all" else rows
-    of = col_stats(query, key, summed, scaling, threshold=request.threshold, bias=bias, want=want)
-    nnz = of.pop("nnz").expand(key.shape[0], -1)
-    return ColumnStats(**of, nnz=nnz, rows=rows)
+    sums = col_stats(query, key, summed, scaling, threshold=request.threshold, bias=bias, want=want)
+    nnz = sums.pop("nnz").expand(key.shape[0], -1)
+    return ColumnStats(**sums, nnz=nnz, rows=rows)
 
 
 def _of_spans(
@@ -194,7 +194,7 @@ def _of_spans(
     first: Tensor | None,
     last: Tensor | None,
 ) -> ColumnStats:
-    """`statistics` of a layer whose rows see from ``first`` to ``last``, as `attention_rows`."""
+    """`statistics` of a layer whose rows see keys ``first`` to ``last``, as in `attention_rows`."""
     heads = key.shape[0]
     parts = []
     for block in rows.split(_ROWS_AT_ONCE):
@@ -229,15 +229,15 @@ def _of_spans(
 
 
 def aligned(stats: ColumnStats | None, kv: KV, order: Tensor) -> ColumnStats | None:
-    """``stats`` over the rows of ``order`` as statistics over the slots that ``kv`` still has."""
+    """``stats`` of the rows ``order``, gathered to the slots that ``kv`` still has."""
     if stats is None:
         return None
     if kv.order.shape[1] == len(order) and bool((kv.order == order).all()):
         return stats
     at = torch.searchsorted(order, kv.order.contiguous()).clamp(max=len(order) - 1)
     names = ("sum", "sumsq", "max", "entropy", "count")
-    there = {name: of for name in names if (of := getattr(stats, name)) is not None}
+    present = {name: x for name in names if (x := getattr(stats, name)) is not None}
     moved = {
-        name: of.gather(2, at[:, None].expand(-1, of.shape[1], -1)) for name, of in there.items()
+        name: x.gather(2, at[:, None].expand(-1, x.shape[1], -1)) for name, x in present.items()
     }
     return replace(stats, **moved, nnz=stats.nnz.gather(1, at))

@@ -1,4 +1,4 @@
-"""Sequences that are decoded together: a pass over their new tokens, and what it leaves behind."""
+"""Batched decoding: forward passes over the new tokens of sequences, and their cache."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _WIDTHS = (2, 4, 8, 16, 32, 48, 64)  # nodes of a captured tree
 
 
 def lasting(function: Callable) -> Callable:
-    """Without gradients, and outside of inference mode, whose tensors nobody can write to later."""
+    """Run without gradients, and outside of inference mode, whose tensors become read-only."""
     return torch.inference_mode(False)(torch.no_grad()(function))
 
 
 class DecodeRow(Protocol):
-    """What a decoder must know of one of its sequences.
+    """What a decoder must know about one of its sequences.
 
     Attributes
     ----------
@@ -64,7 +64,7 @@ class Decoder:
     cache : KVCache
         Frozen.
     position : Tensor, int64, (B, 1), or (3, B, 1) for M-RoPE
-        Rotary ids of the tokens that come next; used up.
+        Rotary ids of the next tokens; changed in place.
     rows : list of DecodeRow
     """
 
@@ -84,13 +84,13 @@ class Decoder:
         }
 
     def seat(self, rows: Many[DecodeRow]) -> None:
-        """Whose cache this is."""
+        """Set the sequences whose cache this is."""
         self.rows = list(rows)
         self.taps = tuple(sorted({layer for row in rows for layer in row.taps}))
 
     @staticmethod
     def join(decoders: Many[Decoder]) -> Decoder:
-        """One decoder for the sequences of all, which are used up."""
+        """One decoder for the sequences of all, which must not be used afterwards."""
         if len(decoders) == 1:
             return decoders[0]
         position = torch.cat([decoder.position for decoder in decoders], dim=-2)
@@ -101,7 +101,7 @@ class Decoder:
         return Decoder(decoders[0].adapter, cache, position, rows)
 
     def select(self, rows: Many[int]) -> Decoder:
-        """Only ``rows`` go on; this decoder is used up."""
+        """A decoder for ``rows`` alone; this one must not be used afterwards."""
         self.cache.select(rows)
         index = torch.tensor(list(rows), device=self.position.device)
         position = self.position.index_select(-2, index)
@@ -109,19 +109,19 @@ class Decoder:
         return Decoder(self.adapter, self.cache, position, [self.rows[row] for row in rows])
 
     def next(self, tokens: Tensor) -> Tensor:
-        """Feed ``tokens`` (B, 1); returns the logits (B, V) behind them. No host sync."""
-        self.rework()
+        """Feed ``tokens`` (B, 1); returns the logits (B, V) after them. No host sync."""
+        self.run_decode_stages()
         return self.feed(tokens).logits[:, -1]
 
     def feed(self, tokens: Tensor) -> Output:
-        """The same without the decode stages' work."""
+        """As `next`, without the decode stages; returns the full output."""
         self.cache.reserve(1)
         output = self.captured(tokens) if self.captures else self.forward(tokens)
         self.cache.advance_host()
         return output
 
     def verify(self, trees: Many[Tree]) -> Output:
-        """Read one tree of each row behind what it holds; nothing is counted before `accept`."""
+        """Check one tree per row, after its cached tokens; `accept` then counts tokens."""
         width = max(len(tree) for tree in trees)
         if self.captures:  # few widths, so that few steps are captured
             width = next(w for w in _WIDTHS if w >= width) if width <= _WIDTHS[-1] else width
@@ -130,18 +130,18 @@ class Decoder:
         mask = mask.repeat(len(trees), 1, 1)
         for row, tree in enumerate(trees):
             n = len(tree)
-            tokens[row] = tree.tokens[0]  # padding: any token, which nobody sees
+            tokens[row] = tree.tokens[0]  # padding: any token, masked out
             tokens[row, :n] = torch.tensor(tree.tokens)
             offset[row, :n] = torch.tensor(tree.depths)
             mask[row, :n, :n] = tree.mask()
             if self.cache.mass:  # padding must not count as a reader
                 mask[row, n:] = False
-        given = tuple(of.to(self.position.device) for of in (tokens, offset, mask))
+        given = tuple(x.to(self.position.device) for x in (tokens, offset, mask))
         self.cache.reserve(width)
         return self.captured(*given) if self.captures else self.forward(*given)
 
     def accept(self, paths: Many[Many[int]]) -> None:
-        """Count the nodes of ``paths``, root first, of the trees that `verify` has read."""
+        """Count the nodes of ``paths``, root first, of the trees that `verify` has checked."""
         counts = [len(path) for path in paths]
         longest = max(max(counts), 1)
         device = self.position.device
@@ -150,10 +150,10 @@ class Decoder:
         self.cache.accept(index.to(device), counts, moves=moves)
         self.position.add_(torch.tensor(counts, device=device)[:, None])
         for row, count in zip(self.rows, counts, strict=True):
-            row.steps += count - 1  # `rework` has counted the root
+            row.steps += count - 1  # `run_decode_stages` has counted the root
 
     def rewind(self, tokens: int) -> None:
-        """Forget the last ``tokens`` of every row."""
+        """Remove the last ``tokens`` of every row."""
         self.cache.crop(tokens)
         self.position.sub_(tokens)
 
@@ -183,41 +183,39 @@ class Decoder:
         return self.adapter.kept.setdefault("graphs", Graphs())
 
     def captured(self, *given: Tensor) -> Output:
-        """A step through a graph; one is captured where none fits. Arguments as in `forward`."""
+        """Run a step through a graph, captured where none fits. Arguments as in `forward`."""
         if self.graph is None or not self.graph.serves(self):
             if self.graph is not None:
-                # Some buffers may still be the old step's: copied before others use them.
+                # Some buffers may still belong to the old step: copy them before it is reused.
                 own = self.graph.state
-                self.load(
-                    {k: of.clone() if own.get(k) is of else of for k, of in self.state().items()}
-                )
+                self.load({k: x.clone() if own.get(k) is x else x for k, x in self.state().items()})
                 self.retire()
             self.graph = self.graphs.get(self)
-            self.cache.lend(True)
+            self.cache.mark_graph_owned(True)
         return self.graph.replay(self, *given)
 
     def retire(self) -> None:
-        """Let the captured step serve others; nothing of this decoder is in its buffers now."""
+        """Make the captured step available to others; its buffers must be unused by now."""
         if self.graph is not None:
             self.graphs.put(self.graph)
             self.graph = None
-            self.cache.lend(False)
+            self.cache.mark_graph_owned(False)
 
     def release(self) -> None:
-        """Give everything back; the decoder is not used again."""
+        """Return all buffers; the decoder must not be used afterwards."""
         self.cache.release()
         self.retire()
 
     def forward(
         self, tokens: Tensor, offset: Tensor | None = None, tree: Tensor | None = None
     ) -> Output:
-        """The step itself, from embedding to logits: the device's part, which can be captured.
+        """The device part of a step, from embedding to logits, which can be captured.
 
         Parameters
         ----------
         tokens : Tensor, int64, (B, T)
         offset : Tensor, int64, (B, T), optional
-            How far behind the next position each token stands. Without it, T is 1 and the token is
+            Offset of each token from the next position. Without it, T is 1 and the token is
             counted.
         tree : Tensor, bool, (B, T, T), optional
             Which of the tokens see each other.
@@ -225,8 +223,8 @@ class Decoder:
         position = self.position if offset is None else self.position + offset
         self.context.tree, self.context.ancestors = tree, None
         if tree is not None and tree.shape[1] <= WORD:
-            places = torch.arange(tree.shape[1], device=tree.device)
-            self.context.ancestors = (tree.long() << places).sum(-1, keepdim=True)
+            bits = torch.arange(tree.shape[1], device=tree.device)
+            self.context.ancestors = (tree.long() << bits).sum(-1, keepdim=True)
         embeds, compiles = self.adapter.embed(tokens), self.adapter.decoding == "compile"
         if not compiles and fusable(self.adapter):
             offsets = {layer: self._offsets[shift] for layer, shift in self._shifts.items()}
@@ -257,20 +255,20 @@ class Decoder:
             ).last_hidden_state
         return hidden, seen
 
-    def shallow(self, number: int, token: int, behind: int, layers: Many[int]) -> Tensor:
-        """Logits (V,) behind ``token`` of one row by only some of the layers.
+    def shallow(self, number: int, token: int, drafted: int, layers: Many[int]) -> Tensor:
+        """Logits (V,) after ``token`` of one row, computed by ``layers`` alone.
 
         Parameters
         ----------
-        behind : int
-            Tokens that were passed in this way before it; nothing is counted.
+        drafted : int
+            Tokens that were drafted in this way before it; nothing is counted.
         layers : sequence of int
         """
         decoder, cache = self.adapter.decoder, self.cache
         tokens = torch.full((len(self.rows), 1), token, device=self.position.device)
-        cache.advance(behind)
+        cache.advance(drafted)
         cache.reserve(1)
-        position = self.position + behind
+        position = self.position + drafted
         self.context.tree = None
         if cache.mass:  # what is drafted must not count as a reader of other rows
             self.context.tree = torch.zeros(len(self.rows), 1, 1, dtype=torch.bool)
@@ -291,21 +289,21 @@ class Decoder:
                     )
             return self.adapter.logits(decoder.norm(hidden)[number, -1])
         finally:
-            cache.advance(-behind)
+            cache.advance(-drafted)
 
     def state(self) -> dict[tuple, Tensor]:
-        """Every tensor that a step reads or writes beside the weights, by its place."""
-        shifts = {("shift", *shift): of for shift, of in self._offsets.items()}
+        """Every tensor except the weights that a step reads or writes."""
+        shifts = {("shift", *shift): offset for shift, offset in self._offsets.items()}
         return {("position",): self.position, **shifts, **self.cache.state()}
 
     def load(self, state: dict[tuple, Tensor]) -> None:
-        """Go on in the tensors of ``state``, which hold the same."""
+        """Switch to the tensors of ``state``, which hold the same values."""
         self.position = state["position",]
         self._offsets = {shift: state["shift", *shift] for shift in self._offsets}
         self.cache.load(state)
 
-    def rework(self) -> None:
-        """Let the decode stages of each row work on what it holds."""
+    def run_decode_stages(self) -> None:
+        """Run the decode stages of each row on its cache."""
         for number, row in enumerate(self.rows):
             for stage in row.stages:
                 if row.steps % stage.every == 0:
@@ -320,7 +318,7 @@ class Decoder:
 
     @contextmanager
     def shifted(self, context: Context, position: Tensor) -> Iterator[None]:
-        """Layers whose rows were renumbered in prefill rotate by their own positions."""
+        """Inside the block, layers renumbered in prefill rotate by their own positions."""
         tables: dict[tuple, tuple[Tensor, ...]] = {}
 
         def hook(index: int, shift: tuple[int, ...]) -> Callable[..., tuple[tuple, dict] | None]:

@@ -1,8 +1,8 @@
-"""The engine: reads prompts, decodes answers, one sequence or several at once.
+"""The engine: prefills prompts and decodes answers, one sequence or several at once.
 
 Hugging Face's ``generate`` prepares logits processors, stopping criteria and the generation config
-of each sequence; the loop here asks them in the same order and with the same ids, so that tokens
-and random numbers are those of Hugging Face's sampling loop (`engine.sampling`).
+of each sequence; the loop here calls them in the same order and with the same ids, so that
+tokens and random numbers are those of Hugging Face's sampling loop (`engine.sampling`).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from .speculation import Speculation, check, drafting, walk
 from .stats import Stats, Trace, clock
 from .taps import Watch, nothing_seen
 
-_ULPS = 8  # near tie: so many units in the last place of the largest logit
+_ULPS = 8  # near tie: within this many units in the last place of the largest logit
 
 
 class Engine:
@@ -60,7 +60,7 @@ class Engine:
     # --- opening ---------------------------------------------------------------------------------
 
     def fitted(self, recipe: Recipe) -> tuple[Recipe, Watch | None]:
-        """A recipe as it fits the model, and what watches a prompt for its drafters.
+        """The recipe fitted to the model, and the `Watch` that records a prompt for its drafters.
 
         Raises
         ------
@@ -89,7 +89,7 @@ class Engine:
         stats: Stats | None = None,
         images: Many[Any] = (),
     ) -> Sequence:
-        """A sequence whose answer Hugging Face's ``generate`` has prepared; nothing is computed.
+        """A sequence prepared by Hugging Face's ``generate``; nothing is computed yet.
 
         Parameters
         ----------
@@ -98,9 +98,9 @@ class Engine:
         begin, streamer, strict, cut, number
             As in `Sequence`.
         seed : int, optional
-            As in `Sampler`; drafts of a sampled answer need one and draw it.
+            As in `Sampler`; drawn where drafts of a sampled answer need one.
         stats : Stats, optional
-            What has been spent on the prompt so far.
+            The cost of the prompt so far.
         images : sequence of PIL.Image.Image
             For the trace.
         """
@@ -139,15 +139,15 @@ class Engine:
         stats: Stats | None = None,
         images: Many[Any] = (),
     ) -> Sequence:
-        """A sequence that is only read: nothing is said about its answer."""
+        """A sequence that is only prefilled, without settings for an answer."""
         recipe, watch = self.fitted(recipe)
         ids = inputs.tensors["input_ids"]
         config = GenerationConfig(max_length=ids.shape[1])
         sampler = Sampler(ids, LogitsProcessorList(), StoppingCriteriaList(), config)
-        books = Stats() if stats is None else stats, Trace(images=list(images))
-        return Sequence(inputs, recipe, sampler, begin, None, False, False, 0, *books, watch)
+        records = Stats() if stats is None else stats, Trace(images=list(images))
+        return Sequence(inputs, recipe, sampler, begin, None, False, False, 0, *records, watch)
 
-    # --- reading ---------------------------------------------------------------------------------
+    # --- prefill ---------------------------------------------------------------------------------
 
     @lasting
     def read(
@@ -159,14 +159,14 @@ class Engine:
         max_new_tokens: int | None = None,
         bounded: bool = True,
     ) -> Tensor:
-        """Read the prompt of a sequence. Returns the logits (1, V) after it.
+        """Prefill the prompt of a sequence. Returns the logits (1, V) after it.
 
         Parameters
         ----------
         inputs : Inputs, optional
-            The first part of the prompt, where only that is read.
+            The first part of the prompt, where only that is prefilled.
         seen : Seen, optional
-            Its images, which the tower encoded before; see `adopt`.
+            Its images, already encoded by the tower; see `adopt`.
         max_new_tokens : int, optional
             Those of the answer by default.
         bounded : bool
@@ -180,8 +180,9 @@ class Engine:
             sequence.trace,
             seen,
         )
-        most = sequence.max_new_tokens if max_new_tokens is None else max_new_tokens
-        return self.prefill(sequence, prompt, most, bounded=bounded)
+        if max_new_tokens is None:
+            max_new_tokens = sequence.max_new_tokens
+        return self.prefill(sequence, prompt, max_new_tokens, bounded=bounded)
 
     @lasting
     def prefill(
@@ -194,14 +195,14 @@ class Engine:
         bounded: bool = True,
         noting: tuple[CacheStage, ...] = (),
     ) -> Tensor:
-        """Read a prompt that is already merged. Returns the logits (1, V) after it.
+        """Prefill a prompt whose visual tokens are merged in. Returns the logits (1, V) after it.
 
         Parameters
         ----------
         limit, noting : optional
             As in `extend`.
         bounded : bool
-            Whether no more than ``max_new_tokens`` tokens follow.
+            Whether at most ``max_new_tokens`` tokens follow.
 
         Raises
         ------
@@ -213,9 +214,9 @@ class Engine:
         sequence.prompt, sequence.notes = prompt, prompt.notes
         stats.prompt_tokens = len(prompt.layout)
         windows: Many[int | None] = adapter.windows
-        if bounded:  # a window that holds the whole sequence is none
-            most = len(prompt.layout) + max_new_tokens
-            windows = [None if window is None or most <= window else window for window in windows]
+        if bounded:  # a window as long as the whole sequence has no effect
+            total = len(prompt.layout) + max_new_tokens
+            windows = [None if window is None or total <= window else window for window in windows]
         cache = KVCache(adapter.depth, adapter.pool, windows)
         try:
             logits = prefill(
@@ -232,8 +233,8 @@ class Engine:
             cache.release()
             raise
         # Without an image the cache is left alone.
-        pictured = bool(prompt.layout.visual.any())
-        stages = sequence.recipe.acting(DecodeStage) if pictured else []
+        has_image = bool(prompt.layout.visual.any())
+        stages = sequence.recipe.acting(DecodeStage) if has_image else []
         cache.freeze(
             max_new_tokens,
             prompt.full_length,
@@ -256,18 +257,18 @@ class Engine:
         limit: int | None = None,
         noting: tuple[CacheStage, ...] = (),
     ) -> Tensor:
-        """Read a later chunk of a prompt. Returns the logits (1, V) after it.
+        """Prefill a later chunk of a prompt. Returns the logits (1, V) after it.
 
         Parameters
         ----------
         prompt : Prompt
             Its ``full_length`` counts only these rows, its positions continue those before.
         compress : bool
-            Whether the recipe's cache stages work on these rows.
+            Whether the recipe's cache stages run on these rows.
         limit : int, optional
             Slots of these rows that each layer may keep.
         noting : tuple of CacheStage
-            Look on after the cache stages of the recipe.
+            Observers, called after the cache stages of the recipe.
         """
         adapter, decoder, watch = self.adapter, sequence.decoder, sequence.watch
         assert decoder is not None
@@ -315,7 +316,7 @@ class Engine:
         return adapter.logits(hidden[:, -1])
 
     def fit(self, sequence: Sequence, positions: int, max_new_tokens: int) -> None:
-        """Check that ``max_new_tokens`` tokens may follow ``positions``; cut a default answer.
+        """Check that ``max_new_tokens`` tokens fit after ``positions``; shorten a default answer.
 
         Raises
         ------
@@ -335,7 +336,7 @@ class Engine:
             )
 
     def release(self, sequence: Sequence) -> None:
-        """Give the cache of a sequence back."""
+        """Return the cache buffers of a sequence."""
         if sequence.decoder is not None:
             sequence.decoder.release()
             sequence.decoder = None
@@ -343,18 +344,18 @@ class Engine:
     # --- sharing ---------------------------------------------------------------------------------
 
     def adopt(self, sequence: Sequence, stats: Stats, trace: Trace) -> None:
-        """Let a sequence report what the tower made of its images for an earlier one."""
+        """Copy to a sequence the statistics of images encoded for an earlier one."""
         sequence.stats.visual_tokens_in = stats.visual_tokens_in
         sequence.stats.visual_tokens_kept = dict(stats.visual_tokens_kept)
         sequence.trace = copied(trace, self.adapter.device, sequence.trace.images)
 
     def count_prompt(self, sequence: Sequence, *, reused: int) -> None:
-        """Note how many ids of a prompt are in the cache already; the others are read."""
+        """Record how many ids of a prompt are already cached; the others are prefilled."""
         sequence.stats.prompt_reused = reused
         sequence.stats.prompt_fed = sequence.prompt_length - reused
 
     def close_up(self, sequence: Sequence, positions: Many[Tensor]) -> list[Tensor] | None:
-        """Number what the cache of a sequence holds without gaps; what follows goes on from there.
+        """Renumber the cached tokens of a sequence without gaps; later tokens continue from there.
 
         Parameters
         ----------
@@ -364,7 +365,7 @@ class Engine:
         Returns
         -------
         list of Tensor, int64, (H, N), or None
-            The new ids; ``None`` where heads hold different slots, and nothing is changed.
+            The new ids; ``None``, with nothing changed, where heads hold different slots.
         """
         decoder, prompt = sequence.decoder, sequence.prompt
         assert decoder is not None and prompt is not None
@@ -383,7 +384,7 @@ class Engine:
         return found
 
     def count_block(self, sequence: Sequence, stats: Stats) -> None:
-        """Add what one block of a video cost before the language model."""
+        """Add the cost of one block of a video before the language model."""
         own = sequence.stats
         own.visual_tokens_in += stats.visual_tokens_in
         own.time_vision_s += stats.time_vision_s
@@ -392,7 +393,7 @@ class Engine:
             own.visual_tokens_kept[name] = own.visual_tokens_kept.get(name, 0) + count
 
     def count_blocks(self, sequence: Sequence, ids: int, visual: int, flops: float) -> None:
-        """Note what a prompt that was read block by block cost the language model.
+        """Record the language model's cost of a prompt that was prefilled block by block.
 
         Parameters
         ----------
@@ -413,15 +414,15 @@ class Engine:
     def extend_text(
         self, sequence: Sequence, ids: Tensor, chunk: int, logits: Tensor | None
     ) -> Tensor:
-        """Read the text that ends a prompt, after what was read before.
+        """Prefill the text that ends a prompt.
 
         Parameters
         ----------
         ids : Tensor, int64, (1, T)
         chunk : int
-            Ids that are read at once.
+            Ids per forward pass.
         logits : Tensor, (1, V), optional
-            After what was read before; what is returned where no text follows.
+            After the previous part; returned where no text follows.
         """
         decoder = sequence.decoder
         assert decoder is not None
@@ -454,7 +455,7 @@ class Engine:
         Parameters
         ----------
         read : callable, optional
-            Reads the prompt and returns the logits (1, V) after it; `read` by default.
+            Prefills the prompt and returns the logits (1, V) after it; `read` by default.
         """
         with switched(self.adapter.model):
             logits = self.read(sequence) if read is None else read()
@@ -466,10 +467,10 @@ class Engine:
 
     @lasting
     def answer_many(self, sequences: Iterator[Sequence], at_once: int) -> Iterator[Sequence]:
-        """Sequences as they end; up to ``at_once`` are decoded together.
+        """Yield sequences as they finish; up to ``at_once`` are decoded together.
 
-        A prompt is read as soon as a row is free, one at a time and without padding; a row that
-        ends leaves the batch at once.
+        A prompt is prefilled as soon as a batch row is free, one at a time and without padding; a
+        row that finishes leaves the batch immediately.
         """
         active: list[Sequence] = []
         decoder: Decoder | None = None
@@ -515,12 +516,12 @@ class Engine:
         tokens: Many[Tensor],
         sampling: Sampling,
     ) -> list[Tensor]:
-        """One round: every sequence emits its next token, and those that were drafted right.
+        """One round: every sequence emits its next token, and accepted drafts.
 
-        ``tokens`` (1,) each were emitted last; returns those that are now. ``sampling`` is that of
-        the sequences.
+        ``tokens``, (1,) each, are the last tokens emitted; returns the new last ones. ``sampling``
+        is that of the sequences.
         """
-        decoder.rework()
+        decoder.run_decode_stages()
         if all(sequence.drafts is None for sequence in sequences):
             logits = decoder.feed(torch.stack(list(tokens))).logits[:, -1]
             taken = sampling.take(logits)
@@ -532,7 +533,7 @@ class Engine:
     def _round(
         self, decoder: Decoder, sequences: Many[Sequence], tokens: Many[Tensor]
     ) -> list[Tensor]:
-        """The same where drafts are checked."""
+        """`_step` where drafts are checked."""
         roots = [sequence.sampler.tokens[-1] for sequence in sequences]
         trees = [
             Tree.chain([root])
@@ -547,15 +548,15 @@ class Engine:
         else:
             output = decoder.feed(torch.stack(list(tokens)))
         seconds = clock(decoder.position.device) - start
-        # In company drafts of a strict answer are off, and so is what they would need.
+        # In a batch, drafts of a strict answer are off, and so is what they would need.
         strict = len(sequences) == 1 and sequences[0].strict
         last, paths = [], []
         for row, (sequence, tree) in enumerate(zip(sequences, trees, strict=True)):
-            # Of a strict answer a token is sure, or its logits are those of single tokens alone.
+            # A strict answer takes unambiguous tokens, or logits computed by single tokens alone.
             watched = strict and (drafted or bool(sequence.drifted))
-            sure = partial(self._is_sure, sequence) if watched else None
+            is_unambiguous = partial(self._is_unambiguous, sequence) if watched else None
             take = partial(self._take_one, sequence)
-            path, emitted = walk(tree, output.logits[row], take, sure)
+            path, emitted = walk(tree, output.logits[row], take, is_unambiguous)
             sequence.stats.time_verify_s += seconds
             if sequence.drafts is not None:
                 sequence.drafts.learn(tree, path, emitted, output, row)
@@ -566,8 +567,8 @@ class Engine:
         if drafted:
             decoder.accept(paths)
         sequence, path = sequences[0], paths[0]
-        unsure = not path or sequence.sampler.tokens[-1] in trees[0].children[path[-1]]
-        if strict and not sequence.done and unsure:
+        ambiguous = not path or sequence.sampler.tokens[-1] in trees[0].children[path[-1]]
+        if strict and not sequence.done and ambiguous:
             if not drafted:
                 decoder.rewind(1)
                 sequence.drifted -= 1
@@ -575,7 +576,7 @@ class Engine:
         return last
 
     def _redecode(self, decoder: Decoder, sequence: Sequence) -> Tensor:
-        """The next token of a strict answer, from a cache that single tokens wrote alone."""
+        """The next token of a strict answer, from a cache written by single tokens alone."""
         fed = sequence.ids[:, -1 - sequence.drifted :]
         decoder.rewind(sequence.drifted)
         for token in fed.split(1, dim=1):
@@ -597,12 +598,12 @@ class Engine:
         return token
 
     def _take_one(self, sequence: Sequence, logits: Tensor) -> tuple[int, bool]:
-        """The same from logits (V,), for a walk through a tree."""
+        """As `_take`, from logits (V,), for a walk through a tree."""
         self._take(sequence, logits[None])
         return sequence.sampler.tokens[-1], sequence.done
 
     def _emit(self, sequence: Sequence) -> None:
-        """A token was taken: hand it on, and end the sequence when it was the last."""
+        """Stream the token that was taken, and end the sequence when it was the last."""
         device = self.adapter.device
         if sequence.first is None:
             sequence.first = clock(device)
@@ -615,8 +616,8 @@ class Engine:
             if sequence.streamer is not None:
                 sequence.streamer.end()
 
-    def _is_sure(self, sequence: Sequence, logits: Tensor) -> bool:
-        """Whether the token of ``logits`` (V,) is the same whatever their last bits are."""
+    def _is_unambiguous(self, sequence: Sequence, logits: Tensor) -> bool:
+        """Whether the token of ``logits`` (V,) does not depend on their last bits."""
         ulp = torch.finfo(self.adapter.dtype).eps * float(logits.float().abs().max())
         best = sequence.sampling.ranked(logits[None]).topk(2, dim=-1).values[0]
         sampler = sequence.sampler
@@ -624,14 +625,14 @@ class Engine:
         return float(best[0] - best[1]) > _ULPS * ulp / scale
 
     def _draft(self, sequence: Sequence) -> None:
-        """Let the recipe's drafters begin, where the prompt has been read."""
+        """Start the recipe's drafters, once the prompt has been prefilled."""
         if sequence.watch is not None and not sequence.done:
             stages = sequence.recipe.acting(DrafterStage)
             sequence.drafts = Speculation(self.adapter, sequence, stages)
 
 
 def generate_of(model: nn.Module) -> Callable[..., Any]:
-    """Hugging Face's ``generate``: the model's own may be one that leads here, see `attach`."""
+    """Hugging Face's ``generate``; `attach` may have replaced that of the model."""
     of_class: Callable[..., Any] = getattr(type(model), "generate", GenerationMixin.generate)
     return partial(of_class, model)
 
@@ -652,7 +653,7 @@ def _prepared(
 def too_long(positions: int, max_new_tokens: int, bound: int, *, least: bool = False) -> ModelError:
     """The error for a prompt whose answer of ``max_new_tokens`` tokens does not fit.
 
-    ``least``: there may be more of them.
+    ``least``: ``positions`` is a lower bound.
     """
     ways = ["a shorter text", "fewer or smaller images or frames", "positions=compact"]
     if positions < bound:

@@ -1,10 +1,10 @@
-"""A pass over new tokens through kernels that fuse what lies between matrix products.
+"""A forward pass over new tokens with kernels that fuse the work between matrix products.
 
-Hugging Face's decoder launches some fifteen small operations per layer beside its matrix products
-and attention: two norms with their sums, the rotation of queries and keys, the cache's writes, the
-gated activation. Here four kernels do that work, on the modules of the model as they are:
+Hugging Face's decoder launches about fifteen small operations per layer in addition to its matrix
+products and attention: two norms with their sums, the rotation of queries and keys, the cache
+writes, the gated activation. Here four kernels replace them, on the unchanged modules of the model:
 `residual_norm` twice, `rotate_append`, `swiglu`. Every rounding is that of the modules' own
-forward; only the sums of a norm are made in another order.
+forward; only the sums of a norm are computed in another order.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _KINDS = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2"}
 
 
 def fusable(adapter: Adapter) -> bool:
-    """Whether new tokens go through `fused_step`: layers of a kind that it knows, and kernels.
+    """Whether new tokens go through `fused_step`: supported layers, and kernels.
 
-    Kernels run on CUDA, or where ``VLMFAST_KERNELS=triton`` asks for them. The kind of the layers
-    is looked at once per model.
+    Kernels run on CUDA, or where ``VLMFAST_KERNELS=triton`` is set. The layers are checked once
+    per model.
     """
     if "fusable" not in adapter.kept:
         adapter.kept["fusable"] = _known(adapter.decoder)
@@ -53,38 +53,37 @@ def fused_step(
     offsets: Mapping[int, Tensor] | None = None,
     taps: Sequence[int] = (),
 ) -> tuple[Tensor, dict[int, Tensor]]:
-    """What the model's own decoder makes of ``embeds``; the cache is written to, not advanced.
+    """The output of the model's own decoder; the cache is written to, not advanced.
 
     Parameters
     ----------
     adapter : Adapter
         One that is `fusable`.
     embeds : Tensor, (B, T, D)
-        New tokens of each row, few of them; nothing waits for the device.
+        New tokens of each row, few of them; no host sync.
     position : Tensor, int64, (B, T)
         Their rotary ids.
     cache : KVCache
-        Frozen, with room for them.
+        Frozen, with free slots for them.
     context : DecodeContext
-        Of phase ``DECODE`` or ``VERIFY``.
     offsets : mapping of int to Tensor, int64 (B, 1), optional
-        By layer, how far its rotary ids lie behind ``position``.
+        By layer, what is subtracted from ``position`` for its rotary ids.
     taps : sequence of int
-        Layers whose input is wanted.
+        Layers whose input is returned.
 
     Returns
     -------
     hidden : Tensor, (B, T, D)
-        Behind the last norm.
+        After the last norm.
     seen : dict of int to Tensor, (B, T, D)
-        What went into the layers ``taps``.
+        Input of the layers ``taps``.
     """
     decoder, offsets = adapter.decoder, offsets or {}
     tables: dict[int | None, tuple[Tensor, Tensor]] = {}
     seen: dict[int, Tensor] = {}
     added, stream = embeds, None
-    layers: Iterable[Any] = decoder.layers  # with the parts that `_known` has seen
-    for index, (layer, held) in enumerate(zip(layers, cache.layers, strict=True)):
+    layers: Iterable[Any] = decoder.layers  # with the parts that `_known` has checked
+    for index, (layer, cached) in enumerate(zip(layers, cache.layers, strict=True)):
         offset = offsets.get(index)
         if id(offset) not in tables:
             at = position if offset is None else position - offset
@@ -97,16 +96,16 @@ def fused_step(
             project(x).unflatten(-1, (-1, attention.head_dim)).transpose(1, 2)
             for project in (attention.q_proj, attention.k_proj, attention.v_proj)
         )
-        held.reserve(embeds.shape[1])
+        cached.reserve(embeds.shape[1])
         query = rotate_append(
-            query, key, value, *tables[id(offset)], held.keys, held.values, held.length
+            query, key, value, *tables[id(offset)], cached.keys, cached.values, cached.length
         )
-        held.note(embeds.shape[1])
+        cached.note(embeds.shape[1])
         output, _ = text_attention(
             attention,
             query,
-            held.keys,
-            held.values,
+            cached.keys,
+            cached.values,
             None,
             attention.scaling,
             vlmfast_context=context,
@@ -137,13 +136,13 @@ def _known(decoder: TextDecoder) -> bool:
             (layer.input_layernorm, "RMSNorm"),
             (layer.post_attention_layernorm, "RMSNorm"),
         ]
-    place, width, head = (
+    module, width, head = (
         f"transformers.models.{kind}.modeling_{kind}",
         norm.weight.shape[0],
         layers[0].self_attn.head_dim,
     )
     return (
-        all(_is(part, place, _KINDS[kind] + name) for part, name in parts)
+        all(_is(part, module, _KINDS[kind] + name) for part, name in parts)
         and len({part.weight.dtype for part, name in parts if name == "RMSNorm"}) == 1
         and width <= WIDEST
         and head % 8 == 0
@@ -151,8 +150,8 @@ def _known(decoder: TextDecoder) -> bool:
     )
 
 
-def _is(module: nn.Module, place: str, name: str) -> bool:
-    """Whether a module is of that very class, and nobody has put something of his own into it."""
-    own = type(module)
-    changed = "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks
-    return (own.__module__, own.__qualname__) == (place, name) and not changed
+def _is(part: nn.Module, module: str, name: str) -> bool:
+    """Whether a part is of exactly that class, without hooks and with an unchanged ``forward``."""
+    own = type(part)
+    changed = "forward" in vars(part) or part._forward_hooks or part._forward_pre_hooks
+    return (own.__module__, own.__qualname__) == (module, name) and not changed

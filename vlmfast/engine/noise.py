@@ -1,10 +1,10 @@
-"""Gumbel noise that depends on a seed and a place in the sequence, and on nothing else.
+"""Gumbel noise that depends only on a seed and a position in the sequence.
 
-``argmax(logits + noise)`` is a draw from the softmax of the logits. With noise keyed by the place a
-token is a function of its logits: whoever computes the same logits, one token after the other or a
-whole tree at once, draws the same token. The numbers are a counter passed through the finaliser of
-SplitMix64 (Steele, Lea and Flood, OOPSLA 2014): the same bits on every device, behind which two
-logarithms in float64 may differ in the last place.
+``argmax(logits + noise)`` is a draw from the softmax of the logits. With noise keyed by position, a
+token is a function of its logits: the same logits always give the same token, whether computed one
+token after the other or for a whole tree at once. The numbers are a counter passed through the
+finalizer of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014): the same bits on every device. The two
+logarithms that follow, in float64, may differ in the last place.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _mixed(x: Tensor) -> Tensor:
 
 
 def gumbel(seed: int, place: int, size: int, device: torch.device | str = "cpu") -> Tensor:
-    """Standard Gumbel noise for one place of a sequence.
+    """Standard Gumbel noise for one position of a sequence.
 
     Parameters
     ----------
@@ -55,7 +55,7 @@ def gumbel(seed: int, place: int, size: int, device: torch.device | str = "cpu")
 def gumbels(
     seeds: Sequence[int], places: Sequence[int], size: int, device: torch.device | str = "cpu"
 ) -> Tensor:
-    """`gumbel` of several rows at once, each with a seed and a place of its own.
+    """`gumbel` of several rows at once, each with its own seed and position.
 
     Parameters
     ----------

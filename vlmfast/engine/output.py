@@ -1,4 +1,4 @@
-"""What a forward pass over new tokens gives."""
+"""The output of a forward pass over new tokens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 @dataclass
 class Output:
-    """What a forward pass over T new tokens of each row gives.
+    """The output of a forward pass over T new tokens of each row.
 
     Parameters
     ----------
@@ -17,7 +17,7 @@ class Output:
     hidden : Tensor, (B, T, D)
         After the last norm.
     taps : Tensor, (B, T, K, D), optional
-        What went into the layers `Decoder.taps`.
+        Input of the layers `Decoder.taps`.
     """
 
     logits: Tensor

@@ -45,7 +45,7 @@ class Prompt:
     answer : int
         Training: ids at the end that are the answer.
     full : Numbering, optional
-        Rotary ids before anything was dropped; by default those of ``layout``, which is all then.
+        Rotary ids before anything was dropped; by default those of ``layout``, if complete.
     """
 
     embeds: Tensor
@@ -58,8 +58,8 @@ class Prompt:
     answer: int = 0
     full: Numbering | None = None
 
-    def behind(self, ids: int) -> Prompt:
-        """The same as a later part of a prompt, ``ids`` in front of it."""
+    def after(self, ids: int) -> Prompt:
+        """The same as a later part of a prompt, after ``ids`` others."""
         if not ids:
             return self
         return replace(
@@ -71,25 +71,25 @@ class Prompt:
 
 @dataclass
 class Inputs:
-    """Processor output with what the engine must know beside it.
+    """Processor output, and what else the engine must know.
 
     Parameters
     ----------
     tensors : dict of str to Tensor
         ``input_ids`` (1, S) and whatever the family's vision tower takes.
     sizes : list of (int, int)
-        Height and width of every picture in pixels.
+        Height and width of every image in pixels.
     question : str
         Text of the last user turn.
     frames : list of (int, int, int, ...)
-        For every picture the clip that it is a frame of (-1: none), and which frame of how many;
-        where it is known, also its second.
+        For every image the video that it is a frame of (-1: none), its index and the number of
+        frames; where it is known, also its time in seconds.
     answer : int
         Training: ids at the end of the prompt that are the answer.
     offset, start : int
-        Of a later part of a prompt: ids and rotary ids in front of it.
+        Of a later part of a prompt: ids and rotary ids before it.
     items : tuple of ItemGeometry, optional
-        Of the pictures; what `Adapter.items` says by default.
+        Of the images; the result of `Adapter.items` by default.
     """
 
     tensors: dict[str, Tensor]
@@ -104,13 +104,13 @@ class Inputs:
 
 @dataclass
 class Seen:
-    """Pictures behind the vision tower, before any encode stage: what several questions share.
+    """Images after the vision tower and before any encode stage, shared by several questions.
 
     Parameters
     ----------
     tokens : VisualTokens
     vision : VisionStats
-        What the recipe's encode stages asked of the tower.
+        What the recipe's encode stages requested from the tower.
     notes, trained : dict
         As in `PrefillContext`.
     """
@@ -129,7 +129,7 @@ def look(
     trace: Trace,
     position: Tensor | None = None,
 ) -> Seen:
-    """Encode the pictures of a prompt.
+    """Encode the images of a prompt.
 
     ``position`` (P, S) are its rotary ids, the family's own by default.
     """
@@ -141,7 +141,7 @@ def look(
     items = inputs.items
     if items is None:
         items = adapter.items(inputs.tensors, inputs.sizes, inputs.frames)
-    served(adapter, recipe.acting(InEncoderStage), items)  # before weights are asked for
+    served(adapter, recipe.acting(InEncoderStage), items)  # before weights are loaded
     trained = {stage.name: adapter.trained(stage) for stage in recipe if stage.trained}
     start = clock(ids.device)
     tokens, vision = encode(
@@ -169,12 +169,12 @@ def prepare(
     trace: Trace,
     seen: Seen | None = None,
 ) -> Prompt:
-    """Encode the pictures, reduce their tokens and merge them into the prompt.
+    """Encode the images, reduce their tokens and merge them into the prompt.
 
     Parameters
     ----------
     seen : Seen, optional
-        The same pictures at the same place of a prompt, encoded before under the same recipe.
+        The same images at the same position of a prompt, already encoded under this recipe.
     """
     ids = inputs.tensors["input_ids"]
     position = adapter.positions(inputs.tensors) + inputs.start
@@ -186,8 +186,8 @@ def prepare(
     next_position = int(position.max()) + 1
     if not inputs.sizes and seen is None:
         if bool(is_visual.any()):
-            raise ModelError("the prompt has picture placeholders, but no picture was given")
-        return Prompt(text, text_layout, ids.shape[1], next_position, answer=inputs.answer).behind(
+            raise ModelError("the prompt has image placeholders, but no image was given")
+        return Prompt(text, text_layout, ids.shape[1], next_position, answer=inputs.answer).after(
             inputs.offset
         )
 
@@ -199,28 +199,28 @@ def prepare(
     stats.left_out = list(vision.left_out)
     merged = len(tokens) < ids.shape[1] - len(text)
     closed = merged and any(_compacts(stage) for stage in recipe.acting(InEncoderStage))
-    # What an encode stage notes belongs to this question, what the tower noted to all.
+    # Notes of encode stages belong to this question, those of the tower to all questions.
     notes = {name: dict(noted) for name, noted in seen.notes.items()}
 
     start = clock(ids.device)
-    asked = text[: len(text) - inputs.answer]
+    question_embeds = text[: len(text) - inputs.answer]
     request = EncodeRequest(
         inputs.question,
-        asked,
+        question_embeds,
         adapter.depth,
         notes,
         seen.trained,
-        order=text_layout.order[: len(asked)],
+        order=text_layout.order[: len(question_embeds)],
         pictures=trace.images,
     )
     tower = len(adapter.vision_blocks())
     for stage in recipe:
         _leaves_something(stage, stats.visual_tokens_in, adapter.depth)
     for stage in stages:
-        # Only what this stage asked for: another one may have asked for other layers.
+        # Only what this stage requested: another one may have requested other layers.
         wanted = stage.vision_stats(tower)
-        rows = {layer: vision.rows[layer] for layer, asks in wanted.items() if asks.rows != "keys"}
-        keys = {layer: vision.keys[layer] for layer, asks in wanted.items() if asks.keys}
+        rows = {layer: vision.rows[layer] for layer, r in wanted.items() if r.rows != "keys"}
+        keys = {layer: vision.keys[layer] for layer, r in wanted.items() if r.keys}
         before = len(tokens)
         tokens = stage.reduce(tokens, replace(vision, rows=rows, keys=keys), request)
         closed = closed or (_compacts(stage) and len(tokens) < before)
@@ -245,7 +245,7 @@ def prepare(
         seen.trained,
         inputs.answer,
         full,
-    ).behind(inputs.offset)
+    ).after(inputs.offset)
 
 
 def _compacts(stage: Stage) -> bool:
@@ -278,9 +278,9 @@ def prefill(
     Parameters
     ----------
     watch : Watch, optional
-        Remembers what drafters read.
+        Records what drafters read.
     make : callable
-        Makes the context of the forward pass.
+        Builds the context of the forward pass.
 
     Returns
     -------
@@ -297,7 +297,7 @@ def prefill(
         notes=prompt.notes,
         trained=prompt.trained,
         norm=getattr(adapter.decoder, "norm", None),
-        # Where nothing was merged there is no bias, and attention is the model's own.
+        # Where nothing was merged, no bias is needed and attention is the model's own.
         repair=any(stage.repair for stage in merging) and bool((prompt.layout.weight != 1).any()),
         limit=limit,
     )
@@ -310,7 +310,7 @@ def prefill(
             if attending.setdefault(layer, stage) is not stage:
                 raise RecipeError(
                     f"{stage.name} and {attending[layer].name} both compute the attention of "
-                    f"layer {layer}; one can"
+                    f"layer {layer}; only one may"
                 )
     context.attend.update({layer: stage.attend for layer, stage in attending.items()})
     compression = Compression.of(adapter, recipe, context, cache, stats)
@@ -352,8 +352,8 @@ def rows_of(position: Tensor) -> Tensor:
 def _rows(index: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
     """Rows ``index`` of tensors (..., S, D), in one launch."""
     take = gather_rows_ref if torch.is_grad_enabled() else gather_rows
-    flat = take(index, *(of.flatten(0, -3) for of in tensors), dim=1)
-    return tuple(rows.unflatten(0, of.shape[:-2]) for rows, of in zip(flat, tensors, strict=True))
+    flat = take(index, *(x.flatten(0, -3) for x in tensors), dim=1)
+    return tuple(rows.unflatten(0, x.shape[:-2]) for rows, x in zip(flat, tensors, strict=True))
 
 
 class Drops:
@@ -385,9 +385,9 @@ class Drops:
                         f"layers {adapter.min_drop_layer} to {adapter.depth - 1}"
                     )
                 self.schedule.setdefault(layer, []).append(stage)
-        self.kept: Tensor | None = None  # rows of the prompt that are still there
+        self.kept: Tensor | None = None  # remaining rows of the prompt
         self.tables: tuple[Tensor, ...] = ()  # rotary tables of these rows
-        self.source: tuple[Tensor, ...] | None = None  # whose rows they are
+        self.source: tuple[Tensor, ...] | None = None  # the full tables that they are rows of
         # Where rows were renumbered: tables of the new ids, by kind of layer.
         self.numbered: dict[str, tuple[Tensor, ...]] | None = None
         n = int(context.layout.visual.sum())
@@ -433,7 +433,7 @@ class Drops:
         return hook
 
     def _positions(self, index: int, kwargs: dict) -> dict:
-        """Rotary tables and ids of the rows that are left."""
+        """Rotary tables and ids of the remaining rows."""
         if self.kept is None:
             return {key: kwargs[key] for key in ("position_embeddings", "position_ids")}
         tables, given = self.tables, kwargs["position_embeddings"]
@@ -448,7 +448,7 @@ class Drops:
         return {"position_embeddings": tables, "position_ids": position}
 
     def _probe(self, module: nn.Module, index: int, hidden: Tensor, kwargs: dict) -> None:
-        """What layer ``index`` would attend to: its attention runs up to its queries and keys."""
+        """Statistics of layer ``index`` before it runs, from its queries and keys alone."""
         start = clock(hidden.device)
         probe = replace(
             self.context, probe=True, requests={index: self.ahead[index]}, stats={}, received={}
@@ -468,10 +468,10 @@ class Drops:
         self, stage: PrefillStage, index: int, hidden: Tensor, keep: Tensor, kwargs: dict
     ) -> Tensor:
         layout = self.context.layout
-        gone = torch.ones(len(layout), dtype=torch.bool, device=keep.device).index_fill(
+        dropped = torch.ones(len(layout), dtype=torch.bool, device=keep.device).index_fill(
             0, keep, False
         )
-        if bool((keep[1:] <= keep[:-1]).any()) or bool((gone & ~layout.visual).any()):
+        if bool((keep[1:] <= keep[:-1]).any()) or bool((dropped & ~layout.visual).any()):
             raise RecipeError(f"{stage.name} must keep every text token, in ascending order")
         if len(keep) < len(layout):
             hidden = self._select(stage, index, hidden, keep, kwargs)
@@ -501,7 +501,7 @@ class Drops:
         return hidden
 
     def _renumber(self, index: int) -> None:
-        """Rows without gaps from layer ``index`` on; decode continues each layer's own count."""
+        """Renumber rows without gaps from layer ``index`` on; decoding continues these ids."""
         layout, whole, full = self.context.layout, self.prompt.layout, self.prompt.full
         if full is None:
             full = Numbering.of(whole.position, whole.kind)

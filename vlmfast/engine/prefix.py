@@ -1,4 +1,4 @@
-"""A cache that waits for the next prompt that begins as its own did."""
+"""Prefix cache: a cache that is reused by the next prompt with the same beginning."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .sequence import Sequence
 from .stats import Stats, Trace
 
 BUFFERS = ("keys", "values", "order", "rank", "mass", "bias")
-# What reading the prefix cost and kept, which every sequence that goes on from it reports.
+# Statistics of the prefix, which every sequence that continues from it reports.
 _SHARED = (
     "saliency",
     "left_out",
@@ -32,7 +32,7 @@ _SHARED = (
 
 @dataclass(eq=False)
 class Prefix:
-    """The beginning of a prompt, read under a recipe.
+    """The beginning of a prompt, prefilled under a recipe.
 
     Parameters
     ----------
@@ -40,13 +40,13 @@ class Prefix:
         Of one row; its cache has consumed ``ids``.
     ids : list of int
     base : int
-        How many of them were read first, under the recipe.
+        How many of them were prefilled first, under the recipe.
     stages, notes, prompt_slots, steps
         As in `Sequence`.
     stats, trace
-        As reading the first part left them.
+        As they were after prefilling the first part.
     reads : list of Read
-        What drafters remember of the first part.
+        What drafters read of the first part.
     """
 
     decoder: Decoder
@@ -62,7 +62,7 @@ class Prefix:
 
     @staticmethod
     def of(sequence: Sequence, ids: list[int]) -> Prefix:
-        """What ``sequence`` has read so far: ``ids``."""
+        """The state of ``sequence``, which has prefilled ``ids`` so far."""
         assert sequence.decoder is not None
         return Prefix(
             sequence.decoder,
@@ -83,22 +83,22 @@ class Prefix:
 
     @property
     def bytes(self) -> int:
-        """What the cache takes on the device, free slots included."""
+        """Size of the cache on the device, free slots included."""
         total = 0
         for layer in self.cache.layers:
             buffers = [getattr(layer, name) for name in BUFFERS]
             for segment in layer.segments:
-                buffers += [of for of in vars(segment).values() if isinstance(of, Tensor)]
-            total += sum(of.nbytes for of in buffers if of is not None)
+                buffers += [x for x in vars(segment).values() if isinstance(x, Tensor)]
+            total += sum(x.nbytes for x in buffers if x is not None)
         return total
 
     def rewind(self, ids: int) -> bool:
-        """Forget all but the first ``ids``; whether that was possible."""
-        gone = len(self.ids) - ids
-        if gone == 0:
+        """Remove all but the first ``ids``. Returns whether that was possible."""
+        removed = len(self.ids) - ids
+        if removed == 0:
             return True
         try:
-            self.decoder.rewind(gone)
+            self.decoder.rewind(removed)
         except ValueError:
             return False
         self.prompt_slots = self.cache.length[:, 0].clone()
@@ -106,7 +106,7 @@ class Prefix:
         return True
 
     def clone(self) -> Prefix:
-        """A copy that shares nothing that changes."""
+        """A copy that shares no mutable state."""
         position = self.decoder.position.clone()
         decoder = Decoder(self.decoder.adapter, self.cache.clone(), position, [])
         return replace(
@@ -118,7 +118,7 @@ class Prefix:
         )
 
     def resume(self, sequence: Sequence) -> None:
-        """``sequence`` goes on from here; the images of its trace stay."""
+        """Continue ``sequence`` from here; it keeps the images of its trace."""
         sequence.decoder, sequence.stages, sequence.notes = self.decoder, self.stages, self.notes
         sequence.prompt_slots, sequence.steps = self.prompt_slots, self.steps
         if sequence.watch is not None:
@@ -130,18 +130,18 @@ class Prefix:
         sequence.trace = copied(self.trace, self.decoder.adapter.device, images)
 
     def update(self, sequence: Sequence) -> None:
-        """Take over what ``sequence`` has read and answered."""
+        """Extend the prefix by what ``sequence`` has prefilled and answered."""
         self.prompt_slots, self.steps = sequence.prompt_slots, sequence.steps
         self.ids = sequence.ids[0, :-1].tolist()  # the last token of an answer is never fed
         self.decoder.seat([])
         sequence.decoder = None
 
     def release(self) -> None:
-        """Give the cache back."""
+        """Return the buffers of the cache."""
         self.decoder.release()
 
 
 def copied(trace: Trace, device: torch.device | str, images: list[Any]) -> Trace:
-    """A trace of its own: stages go on writing to it."""
+    """A copy of a trace, which stages may modify."""
     depth = None if trace.depth is None else trace.depth.clone()
     return moved(replace(trace, depth=depth, images=images), device)

@@ -53,7 +53,7 @@ _ORDER = (
 
 
 class HostCriterion(StoppingCriteria):
-    """A stopping criterion that looks at no tensor."""
+    """A stopping criterion that reads no tensor."""
 
     def is_done(self) -> bool:
         raise NotImplementedError
@@ -65,7 +65,7 @@ class HostCriterion(StoppingCriteria):
 
 @dataclass(frozen=True)
 class Parameters:
-    """The processors of one row as numbers; ``None`` and ``False`` are off.
+    """The processors of one row as numbers; ``None`` and ``False`` mean off.
 
     Parameters
     ----------
@@ -78,7 +78,7 @@ class Parameters:
     top_k : int, optional
     top_p, min_p, typical_p : float, optional
     normalize : bool
-        Whether log-probabilities leave the list.
+        Whether the processors return log-probabilities.
     """
 
     repetition_penalty: float | None = None
@@ -105,12 +105,12 @@ class Parameters:
         last = -1
         for processor in processors:
             kind = type(processor)
-            place = _ORDER.index(kind) if kind in _ORDER else -1
-            read = _read(processor) if place > last else None
+            index = _ORDER.index(kind) if kind in _ORDER else -1
+            read = _read(processor) if index > last else None
             if read is None:
                 return None
             found |= read
-            last = place
+            last = index
         return Parameters(**found)
 
 
@@ -118,7 +118,7 @@ def _read(processor: Any) -> dict[str, Any] | None:
     """What a processor of `_ORDER` adds to `Parameters`; ``None`` for unusual settings."""
     if getattr(processor, "filter_value", -math.inf) != -math.inf:
         return None
-    # `TopKLogitsWarper` has counted them into its own number.
+    # `TopKLogitsWarper` has included them in `top_k`.
     if getattr(processor, "min_tokens_to_keep", 1) != 1 and type(processor) is not TopKLogitsWarper:
         return None
     match processor:
@@ -146,9 +146,9 @@ def _read(processor: Any) -> dict[str, Any] | None:
 
 
 class Columns:
-    """The parameters of B rows as columns (B, 1), on the device that the scores are on.
+    """The parameters of B rows as columns (B, 1), on the device of the scores.
 
-    A processor that no row has is left out; a row without it has a value that changes nothing.
+    A processor that no row has is left out; a row without it has a neutral value.
 
     Parameters
     ----------
@@ -164,7 +164,7 @@ class Columns:
         def column(values: Sequence[Any], off: Any, divides: bool = False) -> Tensor | None:
             if all(value is None for value in values):
                 return None
-            # Rounded from float64, as a Python number is that meets a tensor in float32.
+            # Rounded from float64, as PyTorch does with a Python number and a float32 tensor.
             made = torch.tensor([off if value is None else value for value in values]).double()
             made = made.float()[:, None]
             return (made.reciprocal() if divides and self.reciprocal else made).to(device)
@@ -195,7 +195,7 @@ class Columns:
         Parameters
         ----------
         scores : Tensor, float32, (B, V)
-            Nothing is written into it.
+            Not modified.
         seen : Tensor, bool, (B, V)
             Ids that a repetition penalty counts; not read where no row has one.
 
@@ -205,9 +205,9 @@ class Columns:
         """
         if self.penalty is not None:
             assert self.unpenalty is not None and seen is not None
-            less = self._divided(scores, self.unpenalty)
-            less = torch.where(scores < 0, scores * self.penalty, less)
-            scores = torch.where(seen, less, scores)
+            penalized = self._divided(scores, self.unpenalty)
+            penalized = torch.where(scores < 0, scores * self.penalty, penalized)
+            scores = torch.where(seen, penalized, scores)
         if self.remove_invalid is not None:
             finite = InfNanRemoveLogitsProcessor()(None, scores)
             scores = torch.where(self.remove_invalid, finite, scores)
@@ -219,7 +219,7 @@ class Columns:
             scores = self._top_p(scores, self.dropped_p)
         if self.min_p is not None:
             probs = scores.softmax(-1)
-            # The most probable token is never below a share of itself.
+            # The most probable token is never below a fraction of itself.
             low = probs < self.min_p * probs.amax(-1, keepdim=True)
             scores = scores.masked_fill(low, -math.inf)
         if self.typical_p is not None:
@@ -251,26 +251,26 @@ class Columns:
 
 
 class Sampler:
-    """How one sequence takes its tokens, and which ones it has taken.
+    """How one sequence chooses its tokens, and those it has chosen.
 
     Parameters
     ----------
     prompt : Tensor, int64, (1, S)
-        All of it, placeholders included, because processors see the prompt.
+        Complete, placeholders included, because processors see the prompt.
     processors : LogitsProcessorList
     criteria : StoppingCriteriaList
     config : GenerationConfig
         As ``generate`` prepared them.
     seed : int, optional
-        Sampling: the token at each place is drawn with noise that depends on the seed and the place
-        alone. Without it, as Hugging Face draws, from torch's generator.
+        Sampling: the token at each position is drawn with noise that depends on the seed and the
+        position alone. Without it, tokens are drawn as in Hugging Face, from torch's generator.
 
     Attributes
     ----------
     tokens : list of int
-        What has been taken.
+        Chosen so far.
     scores, raw : list of Tensor, float32, (1, V)
-        Of each step, after and before the processors, where ``config`` asks for them.
+        Of each step, after and before the processors, where ``config`` requests them.
     """
 
     def __init__(
@@ -324,7 +324,7 @@ class Sampler:
             return found
         if self.seen is None:
             ids = self._ids[:, : self.prompt]
-            # What becomes of ids outside the vocabulary depends on the release of transformers.
+            # How ids outside the vocabulary are treated depends on the release of transformers.
             outside = (ids < 0) | (ids >= vocabulary)
             if bool(outside.any()) or found.ignored > self.prompt:
                 return None
@@ -334,11 +334,11 @@ class Sampler:
 
     @property
     def keeps(self) -> bool:
-        """Whether the scores of a step are read."""
+        """Whether the scores of a step must be stored."""
         return bool(self.config.output_logits or self.config.output_scores or self._others)
 
     def keep(self, raw: Tensor, scores: Tensor) -> None:
-        """Keep what the caller of ``generate`` or a criterion asks for, (1, V) each."""
+        """Store what the caller of ``generate`` or a criterion needs, (1, V) each."""
         if self.config.output_logits:
             self.raw.append(raw.clone())
         if self.config.output_scores:
@@ -347,8 +347,8 @@ class Sampler:
             self.scores = [scores.clone()]
 
     def is_done(self) -> bool:
-        """Whether the token that was taken last ends the sequence."""
-        # All of them are asked, as Hugging Face asks them: a user's own may count.
+        """Whether the last token ends the sequence."""
+        # All of them are called, as in Hugging Face: a user's own may keep state.
         done = bool(self.tokens) and self.tokens[-1] in self._ends
         for criterion in self._known:
             done |= self._is_reached(criterion)
@@ -368,7 +368,7 @@ class Sampler:
 
 
 class Sampling:
-    """The rows of one step, which take their tokens together.
+    """The rows of one step, whose tokens are chosen together.
 
     Parameters
     ----------
@@ -385,20 +385,20 @@ class Sampling:
         self._views: list[Tensor | None] = []  # its rows, which the samplers hold
 
     def of(self, rows: Sequence[Sampler]) -> Sampling:
-        """The sampling of ``rows``: this one, where they are the same."""
+        """The sampling of ``rows``: this object if they are the same."""
         changed = len(rows) != len(self.rows) or any(map(is_not, rows, self.rows))
         return Sampling(rows) if changed else self
 
     def take(self, logits: Tensor) -> Tensor:
-        """Take the next token of each row, and append it to what the row has taken.
+        """Choose the next token of each row, and append it to the row's tokens.
 
-        The host waits for the device once, and PyTorch's ``multinomial`` may wait by itself where
+        The host waits for the device once; PyTorch's ``multinomial`` may add another wait where
         rows are drawn without a seed.
 
         Parameters
         ----------
         logits : Tensor, floating, (B, V)
-            Nothing is written into it.
+            Not modified.
 
         Returns
         -------
@@ -433,7 +433,7 @@ class Sampling:
         return _ranked(scores, self.rows)
 
     def _raw(self, logits: Tensor) -> Tensor:
-        """In float32, as Hugging Face makes it, whose processors may write into their scores."""
+        """In float32, as in Hugging Face; copied where processors may modify their scores."""
         if not self._ready:
             self._prepare(logits)
         return logits.to(torch.float32, copy=bool(self._apart))
@@ -462,13 +462,13 @@ class Sampling:
         return [torch.cat(blocks)] if alike else blocks
 
     def _counted(self, raw: Tensor) -> Tensor | None:
-        """Ids that repetition penalties count, bool, (B, V); the rows own parts of it."""
+        """Ids that repetition penalties count, bool, (B, V); samplers hold views of its rows."""
         if self._columns is None or self._columns.penalty is None:
             return None
         current = [row.seen for row in self.rows]
         if len(self._views) != len(current) or any(map(is_not, current, self._views)):
             nothing = torch.zeros(raw.shape[1], dtype=torch.bool, device=raw.device)
-            self._seen = torch.stack([nothing if of is None else of for of in current])
+            self._seen = torch.stack([nothing if seen is None else seen for seen in current])
             for row, view in zip(self.rows, self._seen.unbind(), strict=True):
                 row.seen = None if row.seen is None else view
             self._views = [row.seen for row in self.rows]
@@ -477,7 +477,7 @@ class Sampling:
 
 def _entropy(normalized: Tensor) -> Tensor:
     """Of each row of log-probabilities (B, V): (B, 1)."""
-    # Row by row: PyTorch divides the sum of a single long row among threads, and of several not.
+    # Row by row: PyTorch splits the sum of a single long row across threads, but not of several.
     terms = (normalized * normalized.exp()).split(1)
     return -torch.cat([term.nansum(-1, keepdim=True) for term in terms])
 
@@ -487,7 +487,7 @@ def _choose(scores: Tensor, rows: Sequence[Sampler]) -> Tensor:
     drawn = [number for number, row in enumerate(rows) if row.sampled and row.seed is None]
     if not drawn:
         return _ranked(scores, rows).argmax(-1)
-    # One call draws what one call a row would draw in this order.
+    # One call draws the same tokens as one call per row in this order.
     probs = (scores if len(drawn) == len(rows) else scores[drawn]).softmax(-1)
     tokens = torch.multinomial(probs, num_samples=1).squeeze(1)
     others = [number for number in range(len(rows)) if number not in drawn]

@@ -1,4 +1,4 @@
-"""A request in the engine: everything about it, in one place."""
+"""The state of one request in the engine."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from .taps import Watch
 
 
 class Drafts(Protocol):
-    """What drafts the answer of a sequence, see `engine.speculation`."""
+    """Drafts the answer of a sequence, see `engine.speculation`."""
 
     def propose(self, decoder: Decoder, number: int, root: int) -> Tree:
-        """What is drafted after ``root``, which row ``number`` has not read yet."""
+        """A tree of drafts after ``root``, which is not in the cache of row ``number`` yet."""
 
     def learn(
         self, tree: Tree, path: list[int], emitted: list[int], output: Output, number: int
     ) -> None:
-        """See what the model made of ``tree``."""
+        """Process the model's results for ``tree``."""
 
 
 @dataclass(eq=False)
@@ -46,26 +46,26 @@ class Sequence:
     begin : float
         When the RGB images were in host memory, by `stats.clock`.
     streamer : object, optional
-        Gets each token.
+        Receives each token.
     strict : bool
-        Whether near ties are taken from the single-token path.
+        Whether near ties are resolved by the single-token path.
     cut : bool
-        Whether the answer may be shorter than asked, so that it fits the model's positions.
+        Whether the answer may be shorter than requested, to fit the model's positions.
     number : int
         Which request of a batch it is.
 
     Attributes
     ----------
     stats, trace
-        What it costs, and what was dropped.
+        Its cost, and the dropped tokens.
     watch : Watch, optional
-        What its drafters read of the prompt.
+        Records what its drafters read of the prompt.
     prompt : Prompt, optional
-        What the language model read of it last.
+        The part that was prefilled last.
     decoder : Decoder, optional
         Holds its cache; other sequences may share it.
     stages : list of DecodeStage
-        Work on its cache while it is decoded.
+        Applied to its cache during decoding.
     notes : dict
         As in `PrefillContext`.
     prompt_slots : Tensor, int64, (L, H), optional
@@ -74,9 +74,9 @@ class Sequence:
         Tokens that have been fed since.
     drafts : Drafts, optional
     drifted : int
-        Of a strict answer: tokens in the cache, the last ones, that trees had a part in.
+        Of a strict answer: how many of the last cached tokens depend on trees.
     most : int, optional
-        Tokens of the answer at most, where it was cut.
+        Maximum tokens of the answer, where it was shortened.
     first : float, optional
         When the first token was on the host.
     done : bool
@@ -133,9 +133,9 @@ class Sequence:
 
     @property
     def max_new_tokens(self) -> int:
-        """Tokens that the answer may have."""
-        asked = self.sampler.config.max_length - self.prompt_length
-        return asked if self.most is None else min(asked, self.most)
+        """Maximum number of tokens of the answer."""
+        requested = self.sampler.config.max_length - self.prompt_length
+        return requested if self.most is None else min(requested, self.most)
 
     @property
     def taps(self) -> tuple[int, ...]:

@@ -1,15 +1,15 @@
-"""Speculative decoding: drafters guess, the model checks, and no answer changes.
+"""Speculative decoding: drafters propose tokens, the model checks them, answers do not change.
 
 A token of the answer is a function of the model's logits, and of noise that depends on the seed and
-the token's place alone (`engine.noise`). Checking a draft is taking that token at each node that is
-reached and going on where a child carries it ("sample and match"). So an answer is, token for
-token, the one without drafts, whatever the drafts are: greedy, and sampled with the same seed. In
-floating point a tree and a single token go through products of other shapes, whose last bits may
-differ, in the logits and in what the cache keeps. A `strict` answer takes near ties from a cache
-that is written anew by single tokens; everything else is no tie for such differences.
+the token's position alone (`engine.noise`). Checking a draft means taking that token at each node
+that is reached and continuing at the child with this token ("sample and match"). So an answer is,
+token for token, the one without drafts, whatever the drafts are: greedy, and sampled with the same
+seed. In floating point a tree and a single token go through products of different shapes, whose
+last bits may differ, in the logits and in the cached keys and values. A `strict` answer resolves
+near ties with a cache that single tokens write again; such differences affect no other token.
 
 Rounds of a batch check one tree of each sequence at once. A round never crosses a step at which a
-decode stage reworks the cache.
+decode stage modifies the cache.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .output import Output
 from .sequence import Sequence
 from .stats import clock
 
-# Logits processors that look at a row of logits alone, so that drafts can be ranked through them.
+# Logits processors that depend on a row of logits alone, so that they can rank drafts.
 _ROWWISE = (
     "TemperatureLogitsWarper",
     "TopKLogitsWarper",
@@ -51,7 +51,7 @@ def walk(
     tree: Tree,
     logits: Tensor | Many[Tensor],
     take: Callable[[Tensor], tuple[int, bool]],
-    sure: Callable[[Tensor], bool] | None = None,
+    is_unambiguous: Callable[[Tensor], bool] | None = None,
 ) -> tuple[list[int], list[int]]:
     """Sample and match: which nodes are accepted, and what is emitted.
 
@@ -61,11 +61,10 @@ def walk(
     logits : (N, V)
         The model's, of every node.
     take : callable
-        Logits (V,) to the next token and whether the answer ends with it. Asked once for every
+        Logits (V,) to the next token and whether the answer ends with it. Called once for every
         node that is reached, in the order of the answer.
-    sure : callable, optional
-        Whether the token behind these logits can be taken from them; where not, the walk ends in
-        front of the node.
+    is_unambiguous : callable, optional
+        Whether these logits (V,) determine the next token; if not, the walk ends before the node.
 
     Returns
     -------
@@ -78,7 +77,7 @@ def walk(
     emitted: list[int] = []
     node: int | None = 0
     while node is not None:
-        if sure is not None and not sure(logits[node]):
+        if is_unambiguous is not None and not is_unambiguous(logits[node]):
             break
         path.append(node)
         token, done = take(logits[node])
@@ -88,7 +87,7 @@ def walk(
 
 
 def check(stages: Many[DrafterStage], adapter: Adapter) -> None:
-    """Whether the drafters of a recipe can work together, and on this model; they are opened once.
+    """Check that drafters can be combined and fit this model; each is opened once.
 
     Raises
     ------
@@ -98,16 +97,16 @@ def check(stages: Many[DrafterStage], adapter: Adapter) -> None:
     if len(alone) > 1:
         raise RecipeError(
             f"{alone[0].name} and {alone[1].name} cannot draft together: each needs trees of its "
-            "own; only drafters without a model can stand beside another one"
+            "own; only drafters without a model can be combined with another one"
         )
     if sum(stage.governs for stage in stages) > 1:
-        raise RecipeError("a recipe has one draft-auto at most")
+        raise RecipeError("a recipe can have at most one draft-auto")
     text = adapter.config.get_text_config()
     kinds = set(getattr(text, "layer_types", None) or ())
     if odd := kinds - {"full_attention", "sliding_attention"}:
         raise RecipeError(
             f"{stages[0].name}: {text.model_type} has {', '.join(sorted(odd))} layers, whose state "
-            "cannot hold drafts that are taken back"
+            "cannot be rolled back after rejected drafts"
         )
     for stage in drafting(stages, adapter):
         stage.open(_target(adapter, stage))
@@ -120,7 +119,7 @@ class Speculation:
     ----------
     adapter : Adapter
     sequence : Sequence
-        Its prompt has been read.
+        Its prompt has been prefilled.
     stages : list of DrafterStage
         Of the recipe.
 
@@ -136,16 +135,16 @@ class Speculation:
         self.stages = drafting(stages, adapter)
         self.prompt = [] if sequence.watch is None else list(sequence.watch.reads)
         self.limit = _limit(self.stages)
-        ruling = [stage for stage in stages if stage.governs]
-        # What it finds out about a model and these drafters serves later requests too.
+        governing = [stage for stage in stages if stage.governs]
+        # What it measures of a model and these drafters is kept for later requests.
         known = adapter.kept.setdefault(("drafting", *map(str, self.stages)), {})
-        self.governor = ruling[0].govern(self.limit, known) if ruling else None
+        self.governor = governing[0].govern(self.limit, known) if governing else None
         self.drafters: list[Drafter] | None = None
         self.warp = _warper(sequence)
         self.names = sequence.stats.speculation = "+".join(stage.name for stage in self.stages)
         self.taken, self.rows, self.began = self.limit, 1, 0.0
-        self.behind: list[Round] = []  # rounds that drafters have not seen yet
-        self.first = False  # whether drafters read the prompt in this round
+        self.unseen: list[Round] = []  # rounds that drafters have not seen yet
+        self.first = False  # whether drafters process the prompt in this round
         if not any(stage.trained for stage in self.stages):
             with self._drafting():
                 self._open()
@@ -153,7 +152,7 @@ class Speculation:
     # --- a round ---------------------------------------------------------------------------------
 
     def propose(self, decoder: Decoder, number: int, root: int) -> Tree:
-        """What is drafted behind ``root``, which the model has not read yet."""
+        """A tree of drafts after ``root``, which the model has not processed yet."""
         sequence, stats = self.sequence, self.sequence.stats
         left = (
             sequence.max_new_tokens - sequence.count - 1
@@ -168,7 +167,7 @@ class Speculation:
         self.seat = decoder, number
         depth = min(depth, left, decoder.spare(number)) if depth and left > 0 else 0
         if sequence.strict and (len(decoder.rows) > 1 or decoder.rows[number].stages):
-            stats.speculation = "off: strict, in a batch or with a cache that is reworked"
+            stats.speculation = "off: strict, in a batch or with decode stages"
             depth = 0
         if depth < 1 or nodes < 2:
             return Tree.chain([root])
@@ -188,7 +187,7 @@ class Speculation:
 
     @contextmanager
     def _drafting(self) -> Iterator[None]:
-        """What is done meanwhile is the drafters' work."""
+        """Count the time inside the block as the drafters' work."""
         start = clock(self.adapter.device)
         yield
         self.sequence.stats.time_draft_s += clock(self.adapter.device) - start
@@ -205,7 +204,7 @@ class Speculation:
     def learn(
         self, tree: Tree, path: list[int], emitted: list[int], output: Output, number: int
     ) -> None:
-        """What the model made of ``tree``."""
+        """Process the model's results for ``tree``."""
         if not path:
             return
         stats, n = self.sequence.stats, len(tree)
@@ -218,7 +217,7 @@ class Speculation:
             if len(stats.drafted_at_depth) < depth:
                 stats.drafted_at_depth.append(0)
                 stats.accepted_at_depth.append(0)
-            # Of the rounds that came so far and had a draft there.
+            # Of the rounds that reached this depth and had a draft there.
             stats.drafted_at_depth[depth - 1] += len(path) >= depth
             stats.accepted_at_depth[depth - 1] += len(path) > depth
         if self.governor is not None:
@@ -233,10 +232,10 @@ class Speculation:
             (decoder, _), own = self.seat, self.own_taps
             at = [decoder.taps.index(layer) for layer in own]
             taps = output.taps[number, :n, at]
-        # A captured step writes its next outputs over these.
+        # A captured step overwrites these with its next outputs.
         logits = output.logits[number, :n].clone() if self.reads("logits") else None
         features = output.hidden[number, :n].clone() if self.reads("features") else None
-        self.behind.append(Round(tree, path, emitted, logits, features, taps))
+        self.unseen.append(Round(tree, path, emitted, logits, features, taps))
         if self.drafters is not None:
             with self._drafting():
                 self._catch_up()
@@ -252,7 +251,7 @@ class Speculation:
     def _open(self) -> None:
         adapter, ids = self.adapter, self.sequence.ids[0, : self.sequence.prompt_length].tolist()
         targets = [_target(adapter, stage, self._shallow) for stage in self.stages]
-        self.drafters = [stage.open(of) for stage, of in zip(self.stages, targets, strict=True)]
+        self.drafters = [stage.open(t) for stage, t in zip(self.stages, targets, strict=True)]
         for drafter in self.drafters:
             for part, read in enumerate(self.prompt):
                 own = Read([] if part else ids, read.layout, read.embeds, read.features, read.taps)
@@ -261,17 +260,17 @@ class Speculation:
         self._catch_up()
 
     def _catch_up(self) -> None:
-        """Show the drafters what came while none was needed."""
+        """Show the drafters the rounds that they have not seen."""
         assert self.drafters is not None
-        for done in self.behind:
+        for done in self.unseen:
             for drafter in self.drafters:
                 drafter.extend(done)
-        self.behind.clear()
+        self.unseen.clear()
 
-    def _shallow(self, token: int, behind: int, layers: Many[int]) -> Tensor:
+    def _shallow(self, token: int, drafted: int, layers: Many[int]) -> Tensor:
         assert self.seat is not None
         decoder, number = self.seat
-        return decoder.shallow(number, token, behind, layers)
+        return decoder.shallow(number, token, drafted, layers)
 
 
 def _target(
@@ -303,7 +302,7 @@ def _limit(stages: Many[DrafterStage]) -> tuple[int, int]:
 
 
 def _warper(sequence: Sequence) -> Callable[[Tensor], Tensor] | None:
-    """The processors of a request that can rank drafts."""
+    """The processors of a request that can rank drafts, as one function."""
     if not sequence.sampler.sampled:
         return None
     chosen = [p for p in sequence.sampler.processors if type(p).__name__ in _ROWWISE]

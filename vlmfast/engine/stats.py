@@ -1,4 +1,4 @@
-"""What an answer cost, and what became of each visual token."""
+"""The cost of an answer, and where each visual token was dropped."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ class Stats:
 
     ``saliency`` is the source by which stages ranked visual tokens in the vision tower (``cls``,
     ``received`` or ``norm``, see `vlmfast.core.saliency`), ``left_out`` names parts of methods that
-    this model cannot serve. ``visual_tokens_kept`` counts the tokens after each stage;
+    this model does not support. ``visual_tokens_kept`` counts the tokens after each stage;
     ``equivalent_tokens`` is the number of visual tokens averaged over the language model's layers,
-    the common cost axis. ``flops_prefill``
-    counts the visual tokens' share of the prefill by the papers' formula, per layer with n tokens,
-    width d and FFN width m: ``4 n d^2 + 2 n^2 d + 3 n d m``. ``kv_bytes_full`` is what the cache
-    would hold had nothing been dropped. ``ttft_s`` runs from RGB pictures in host memory to the
-    first token on the host. ``time_reduce_s`` is the stages' own work, of which the part inside the
-    vision tower lies within ``time_vision_s`` and that inside the language model within
-    ``time_prefill_s``; what more rows cost the tower's own blocks is not in it.
+    the common cost axis. ``flops_prefill`` counts the visual tokens' part of the prefill by the
+    papers' formula, per layer with n tokens, width d and FFN width m:
+    ``4 n d^2 + 2 n^2 d + 3 n d m``. ``kv_bytes_full`` is the size of the cache if nothing had been
+    dropped. ``ttft_s`` runs from RGB images in host memory to the first token on the host.
+    ``time_reduce_s`` is the stages' own work. Its part inside the vision tower is also in
+    ``time_vision_s``, that inside the language model in ``time_prefill_s``. It does not include the
+    cost of additional rows in the tower's own blocks.
     In a session ``prompt_reused`` ids of the prompt were in the cache already and ``prompt_fed``
-    went through the language model. Speculation: ``rounds`` are passes of the model that checked
+    went through the language model. Speculation: ``rounds`` are forward passes that checked
     ``drafted`` tokens, of which ``accepted`` were in the answer; ``mean_emitted`` counts the tokens
     of a round, the model's own included, ``mean_accepted`` the drafted ones among them;
     ``accepted_at_depth`` of ``drafted_at_depth`` rounds went beyond that many drafts. ``redecoded``
-    counts near ties that were taken from the single-token path, and ``speculation`` says who
-    drafted, and why nobody did. ``kv_tokens_per_layer`` counts the cache's slots when decoding
-    begins, in the longest head. ``peak_memory_bytes`` is the peak of this answer on a GPU, and of
+    counts near ties resolved by the single-token path. ``speculation`` names the drafters, or the
+    reason why none ran. ``kv_tokens_per_layer`` counts the cache's slots when decoding begins, in
+    the longest head. ``peak_memory_bytes`` is the peak of this answer on a GPU, and of
     the whole process so far on a CPU.
     """
 
@@ -119,7 +119,7 @@ def peak_memory(device: torch.device) -> int:
 
 @dataclass(eq=False)
 class Trace:
-    """How deep each visual token lived.
+    """How many layers each visual token entered.
 
     Parameters
     ----------
@@ -127,13 +127,13 @@ class Trace:
         All visual tokens before anything was dropped.
     depth : Tensor, int64, (N,)
         Number of language-model layers that the token entered: 0 when it was dropped before the
-        first, ``layers`` when it stayed to the end.
+        first, ``layers`` when it was never dropped.
     stages : list of (str, int)
         Every stage that ran, with the layer before which it dropped.
     entered : TokenLayout
         The visual rows that entered the language model; ``weight`` above 1 where rows were merged.
     images : list of PIL.Image.Image
-        The pictures, by ``layout.item``.
+        The images, by ``layout.item``.
     saliency : str
         As in `Stats`.
     """
@@ -151,10 +151,10 @@ class Trace:
         self.depth = torch.full((len(layout),), layers, device=layout.device)
 
     def drop_before(self, layer: int, left: TokenLayout, name: str) -> None:
-        """Tokens that are not among ``left`` (visual rows) do not enter ``layer``."""
+        """Record that tokens not among ``left`` (visual rows) do not enter ``layer``."""
         assert self.layout is not None and self.depth is not None
-        gone = ~torch.isin(self.layout.order, left.order)
-        self.depth[gone & (self.depth > layer)] = layer
+        dropped = ~torch.isin(self.layout.order, left.order)
+        self.depth[dropped & (self.depth > layer)] = layer
         if layer == 0:
             self.entered = left
         self.stages.append((name, layer))

@@ -1,4 +1,4 @@
-"""An answer piece by piece: generation in a thread, text through a queue."""
+"""Streaming of answers: generation in a thread, text through a queue."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .sampling import HostCriterion
 
 
 class _Cancelled(HostCriterion):
-    """Stops at the next token once the reader has gone away."""
+    """Stops generation at the next token, once the reader has closed the stream."""
 
     def __init__(self) -> None:
         self.event = threading.Event()

@@ -1,4 +1,4 @@
-"""What drafters see of the model's inside: hidden states, caught by hooks on decoder layers."""
+"""Auxiliary hidden states for drafters, captured by hooks on decoder layers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def tapped(
     decoder: TextDecoder, layers: Sequence[int], context: Context
 ) -> Iterator[dict[int, Tensor]]:
-    """What goes into ``layers`` during a forward pass of ``context``: (B, T, D) by layer."""
+    """Capture the input of ``layers`` in a forward pass of ``context``: (B, T, D) by layer."""
     seen: dict[int, Tensor] = {}
 
     def hook(index: int) -> Callable[..., None]:
@@ -51,7 +51,7 @@ def nothing_seen() -> Iterator[dict[int, Tensor]]:
 
 @dataclass
 class Watch:
-    """What is remembered of a prompt for its drafters.
+    """Records what drafters read of a prompt.
 
     Parameters
     ----------
@@ -62,7 +62,7 @@ class Watch:
     Attributes
     ----------
     layers : tuple of int
-        Those whose input is remembered.
+        Those whose input is recorded.
     reads : list of Read
         The parts of the prompt so far.
     """
@@ -82,7 +82,7 @@ class Watch:
 
     @contextmanager
     def over(self, decoder: TextDecoder, context: PrefillContext) -> Iterator[dict[int, Tensor]]:
-        """Catch the taps of one pass of a prompt, and which rows they are."""
+        """Capture the taps of one forward pass of a prompt, and their rows."""
 
         def hook(index: int) -> Callable[..., None]:
             def note(*_: Any) -> None:
@@ -107,16 +107,16 @@ class Watch:
         hidden: Tensor,
         seen: dict[int, Tensor],
     ) -> None:
-        """Keep what the drafters read of the rows that are left.
+        """Record what the drafters read of the remaining rows.
 
         Parameters
         ----------
         embeds : Tensor, (S, D)
-            What went into the first layer, rows ``order``.
+            Input of the first layer, rows ``order``.
         hidden : Tensor, (S', D)
             After the last norm, the rows of ``context.layout``.
         seen : dict of int to Tensor
-            What `over` has caught.
+            Captured by `over`.
         """
         if not self.features and not self.layers:
             self.reads.append(Read([], context.layout, embeds[:0]))
@@ -126,15 +126,15 @@ class Watch:
         if self.layers:
             taps = torch.stack(
                 [
-                    of[0].index_select(0, _places(self._orders.pop(at, left), left))
-                    for at, of in ((at, seen[at]) for at in self.layers)
+                    seen[at][0].index_select(0, _indices(self._orders.pop(at, left), left))
+                    for at in self.layers
                 ],
                 1,
             )
-        rows = embeds.index_select(0, _places(order, left))
+        rows = embeds.index_select(0, _indices(order, left))
         self.reads.append(Read([], context.layout, rows, hidden if self.features else None, taps))
 
 
-def _places(order: Tensor, of: Tensor) -> Tensor:
-    """Where each of ``of`` stands in ``order``; both ascending."""
-    return torch.searchsorted(order.contiguous(), of.contiguous())
+def _indices(order: Tensor, values: Tensor) -> Tensor:
+    """Index of each of ``values`` in ``order``; both ascending."""
+    return torch.searchsorted(order.contiguous(), values.contiguous())

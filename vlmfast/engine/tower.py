@@ -1,10 +1,10 @@
-"""The vision tower as CUDA graphs, one for each shape of its input that came twice.
+"""The vision tower as CUDA graphs, one for each input shape that occurs twice.
 
-A tower of two dozen blocks launches some three hundred small kernels; for one picture they take
-less time than launching them. Its input has few shapes: so many views of one size. A graph holds
-the whole pass, statistics and projected CLS token included, and what it makes is copied out of it,
-because its next replay overwrites it. Stages that work between the blocks are asked from Python, so
-a tower with such stages runs as it is.
+A tower of two dozen blocks launches about three hundred small kernels; for one image, launching
+them takes longer than running them. Its input has few shapes: a number of views of one size. A
+graph contains the whole forward pass, statistics and projected CLS token included. Its outputs are
+copied, because the next replay overwrites them. Stages between the blocks are called from Python,
+so a tower with such stages runs without a graph.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 from vlmfast.core.contexts import VisionContext
 from vlmfast.models.base import Adapter
 
-_WARM_UP = 3  # passes before a capture, in which libraries make their workspaces
+_WARM_UP = 3  # forward passes before a capture, in which libraries allocate their workspaces
 _SHAPES = 8  # graphs that are kept
 
 Made = tuple[Any, dict[int, Tensor], dict[int, Tensor], list[Tensor]]
@@ -29,7 +29,7 @@ Record = Callable[[Callable[[], Made]], tuple[Made, Callable[[], None]]]
 
 
 def cuda_graph(run: Callable[[], Made]) -> tuple[Made, Callable[[], None]]:
-    """Record ``run``; what it makes lies where every replay writes it."""
+    """Record ``run``; every replay writes to the tensors of the returned output."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -43,19 +43,19 @@ def cuda_graph(run: Callable[[], Made]) -> tuple[Made, Callable[[], None]]:
 
 
 class Towers:
-    """The recorded passes of one model's tower.
+    """The recorded forward passes of one model's tower.
 
     Parameters
     ----------
     record : callable, optional
-        How a pass becomes something that can be replayed; `cuda_graph` by default.
+        Records a forward pass and returns what replays it; `cuda_graph` by default.
     """
 
     def __init__(self, record: Record | None = None) -> None:
         self.record = record or cuda_graph
         self.replayed = 0
         self._met: set[tuple] = set()
-        self._now: tuple[VisionContext, list[Tensor]]  # what the pass that runs fills
+        self._now: tuple[VisionContext, list[Tensor]]  # filled by the current forward pass
         self._kept: OrderedDict[tuple, tuple[Tensor, Made, Callable[[], None]]] = OrderedDict()
 
     def pass_of(
@@ -67,17 +67,17 @@ class Towers:
         cls: list[Tensor],
         views: int,
     ) -> Any:
-        """What ``forward(pixels, **given)`` returns; ``context`` and ``cls`` as it fills them.
+        """The output of ``forward(pixels, **given)``, which also fills ``context`` and ``cls``.
 
         Parameters
         ----------
         pixels : Tensor, (V, C, H, W)
         views : int
-            Rows of which the CLS token is wanted.
+            Rows whose CLS token is collected.
         """
-        asked = tuple(sorted((layer, str(of)) for layer, of in context.requests.items()))
-        key = (tuple(pixels.shape), pixels.dtype, asked, views, str(sorted(given.items())))
-        if key not in self._met:  # a shape that does not come again is not worth a graph
+        requests = tuple(sorted((layer, str(r)) for layer, r in context.requests.items()))
+        key = (tuple(pixels.shape), pixels.dtype, requests, views, str(sorted(given.items())))
+        if key not in self._met:  # a shape that occurs once is not worth a graph
             self._met.add(key)
             return forward(pixels, **given)
         self._now = context, cls
@@ -111,7 +111,7 @@ class Towers:
 def captured(
     adapter: Adapter, context: VisionContext, cls: list[Tensor], views: int
 ) -> Iterator[None]:
-    """The tower's passes inside the block are replays, where that is possible."""
+    """Replay the tower's forward passes inside the block, where that is possible."""
     tower = adapter.tower() if adapter.fixed_tower else None
     if tower is None or not _captures(adapter) or torch.is_grad_enabled():
         yield

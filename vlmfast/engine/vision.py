@@ -1,4 +1,4 @@
-"""The vision tower under a recipe: statistics, in-encoder stages, and the tokens that come out."""
+"""The vision tower under a recipe: statistics, in-encoder stages and visual tokens."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from .tower import captured
 def merge_requests(
     requests: dict[int, StatRequest], more: dict[int, StatRequest], name: str
 ) -> None:
-    """Add what one more stage wants; one layer yields one kind of statistic."""
+    """Add the requests of one more stage; one layer yields one kind of statistic."""
     for layer, request in more.items():
         joined = requests.setdefault(layer, request).joined(request)
         if joined is None:
             raise RecipeError(
                 f"{name} needs {request} of layer {layer}, another stage of the recipe "
-                f"{requests[layer]}; they cannot stand together"
+                f"{requests[layer]}; they cannot be combined"
             )
         requests[layer] = joined
 
@@ -52,16 +52,16 @@ def encode(
     notes: dict[str, dict],
     trained: dict[str, nn.Module],
 ) -> tuple[VisualTokens, VisionStats]:
-    """All pictures through the tower, with ``inside`` stages between its blocks.
+    """Encode all images, with ``inside`` stages between the blocks of the tower.
 
     Parameters
     ----------
     items : tuple of ItemGeometry
-        The pictures.
+        The images.
     outside : list of EncodeStage
-        Only their wish for statistics is served here.
+        Only their requests for statistics are used here.
     order : Tensor, int64, (N,)
-        Indices of the picture placeholders in the prompt.
+        Indices of the image placeholders in the prompt.
     position : Tensor, int64, (P, N)
         Their rotary ids.
     """
@@ -80,10 +80,10 @@ def encode(
     for stage in inside:
         merge_requests(context.requests, stage.vision_stats(context.depth), stage.name)
     for reader in outside:
-        _ask_for_rows(adapter, reader, context)
-    wanted = _ask_for_saliency(adapter, outside, context)
+        _request_rows(adapter, reader, context)
+    wanted = _request_saliency(adapter, outside, context)
     wants_cls = adapter.projects_cls() and any(
-        stage.wants_cls and {wanted[asked.key][1] for asked in stage.saliencies()} <= {"cls"}
+        stage.wants_cls and {wanted[request.key][1] for request in stage.saliencies()} <= {"cls"}
         for stage in outside
     )
     views = max(item.views[1] for item in items) if wants_cls else 0
@@ -100,21 +100,21 @@ def encode(
         encoded.stats,
         cls=torch.cat(cls) if cls else None,
         saliency={
-            key: _saliency(adapter, context, asked, source, projected)
-            for key, (asked, source) in wanted.items()
+            key: _saliency(adapter, context, request, source, projected)
+            for key, (request, source) in wanted.items()
         },
         left_out=left_out,
     )
     features = torch.cat(encoded.features)
     if features.shape[0] != order.shape[0]:
         raise ModelError(
-            f"the processor made {order.shape[0]} picture placeholders, the vision tower "
+            f"the processor made {order.shape[0]} image placeholders, the vision tower "
             f"{features.shape[0]} tokens; processor and model do not belong together"
         )
     layout = TokenLayout.cat(encoded.layouts).replace(order=order, position=position)
     frames = torch.tensor([item.clip >= 0 for item in items], device=order.device)
-    of_clip = (layout.kind == Kind.IMAGE) & frames[layout.item.long()]
-    layout = layout.replace(kind=layout.kind.masked_fill(of_clip, int(Kind.VIDEO)))
+    in_video = (layout.kind == Kind.IMAGE) & frames[layout.item.long()]
+    layout = layout.replace(kind=layout.kind.masked_fill(in_video, int(Kind.VIDEO)))
     extra = tuple(torch.cat(level) for level in zip(*encoded.extra, strict=True))
     tokens = VisualTokens(features, layout, extra)
     stats.visual_tokens_in = len(tokens)
@@ -129,12 +129,12 @@ def encode(
 def served(
     adapter: Adapter, inside: list[InEncoderStage], items: tuple[ItemGeometry, ...]
 ) -> tuple[list[InEncoderStage], tuple[str, ...]]:
-    """The stages that can work inside the tower, and what is left out of methods that do without.
+    """The stages that can run inside the tower, and the optional parts that are left out.
 
     Raises
     ------
     RecipeError
-        When a stage cannot work there and nothing else of its method would drop anything.
+        When a stage cannot run there and its method would drop nothing without it.
     """
     patchwise = adapter.inside(items)
     stays, left_out = [], []
@@ -143,7 +143,7 @@ def served(
         if stage.cells and refused:
             raise adapter.refusal(
                 f"{stage.name} merges the patches of whole visual tokens inside the vision tower, "
-                f"which {adapter.config.model_type} does not serve here: "
+                f"which {adapter.config.model_type} does not support here: "
                 f"{adapter.why_no_cells(refused[0])}"
             )
         if stage.cells or patchwise or (stage.token_rows and adapter.token_rows):
@@ -158,15 +158,15 @@ def served(
     return stays, tuple(left_out)
 
 
-def _ask_for_rows(adapter: Adapter, stage: EncodeStage, context: VisionContext) -> None:
+def _request_rows(adapter: Adapter, stage: EncodeStage, context: VisionContext) -> None:
     """Requests of single blocks, whose statistics are of whole views."""
-    asked = stage.vision_stats(context.depth)
+    requests = stage.vision_stats(context.depth)
     family = adapter.config.model_type
-    for layer, request in asked.items():
+    for layer, request in requests.items():
         if adapter.packed or not adapter.global_blocks():
             raise adapter.refusal(
                 f"{stage.name} reads the attention of single blocks of the vision tower, view by "
-                f"view, which {family} does not show"
+                f"view, which {family} does not expose"
             )
         if request.rows == "cls" and not adapter.specials():
             raise adapter.refusal(
@@ -175,30 +175,30 @@ def _ask_for_rows(adapter: Adapter, stage: EncodeStage, context: VisionContext) 
             )
         if not 0 <= layer < context.depth:
             raise RecipeError(
-                f"vision layer {layer} was asked for, the tower has {context.depth} layers"
+                f"vision layer {layer} was requested, the tower has {context.depth} layers"
             )
-    merge_requests(context.requests, asked, stage.name)
+    merge_requests(context.requests, requests, stage.name)
 
 
-def _ask_for_saliency(
+def _request_saliency(
     adapter: Adapter, stages: list[EncodeStage], context: VisionContext
 ) -> dict[str, tuple[SaliencyRequest, str]]:
-    """By key: what stages asked for, and which source answers it."""
+    """By key: the requests of stages, and the source that serves each."""
     wanted: dict[str, tuple[SaliencyRequest, str]] = {}
     for stage in stages:
-        for asked in stage.saliencies():
-            source = adapter.source(asked)
+        for request in stage.saliencies():
+            source = adapter.source(request)
             if source not in adapter.sources():
                 raise RecipeError(
-                    f"{stage.name}: saliency={source} cannot be read of "
+                    f"{stage.name}: saliency={source} cannot be read from "
                     f"{adapter.config.model_type}: {adapter.why_no_source(source)}; allowed are "
                     f"auto, {', '.join(adapter.sources())}"
                 )
-            wanted[asked.key] = asked, source
+            wanted[request.key] = request, source
             if source != "norm":
-                rows = StatRequest(source, keys=asked.keys, wide=asked.wide)
+                rows = StatRequest(source, keys=request.keys, wide=request.wide)
                 merge_requests(
-                    context.requests, {adapter.salient_block(asked.block): rows}, stage.name
+                    context.requests, {adapter.salient_block(request.block): rows}, stage.name
                 )
     return wanted
 
@@ -206,30 +206,30 @@ def _ask_for_saliency(
 def _saliency(
     adapter: Adapter,
     context: VisionContext,
-    asked: SaliencyRequest,
+    request: SaliencyRequest,
     source: str,
     features: list[Tensor],
 ) -> tuple[Saliency, ...]:
-    """The answer to a request, item by item."""
+    """The saliency of a request, item by item."""
     if source == "norm":
         inputs = adapter.projector_input(features, context.items)
-        found = [(of.norm(dim=-1)[:, None], of if asked.keys else None) for of in inputs]
+        found = [(x.norm(dim=-1)[:, None], x if request.keys else None) for x in inputs]
     else:
-        found = adapter.block_stats(context, adapter.salient_block(asked.block))
+        found = adapter.block_stats(context, adapter.salient_block(request.block))
     answer = []
     for item, (rows, keys) in zip(context.items, found, strict=True):
         together = 1 if source == "norm" else rows.shape[-1] / math.prod(item.patches)
         rows = adapter.to_tokens(rows, item) * together
-        if asked.keys:
+        if request.keys:
             assert keys is not None
             keys = adapter.to_tokens(keys.transpose(1, 2), item).transpose(1, 2)
-        answer.append(Saliency(source, rows, keys if asked.keys else None))
+        answer.append(Saliency(source, rows, keys if request.keys else None))
     return tuple(answer)
 
 
 @contextmanager
 def _projected(adapter: Adapter, wanted: bool) -> Iterator[list[Tensor]]:
-    """Collects what goes into the projector, call by call, float32."""
+    """Collects the input of the projector, call by call, float32."""
     found: list[Tensor] = []
     if not wanted:
         yield found
@@ -249,7 +249,7 @@ def _projected(adapter: Adapter, wanted: bool) -> Iterator[list[Tensor]]:
 def _cls(adapter: Adapter, views: int) -> Iterator[list[Tensor]]:
     """Collects the projected CLS token of the first ``views`` rows, which the family may cut off.
 
-    A tensor (V, D) of each pass through the tower, or nothing where no view is wanted.
+    One tensor (V, D) per forward pass of the tower; none where no view is requested.
     """
     found: list[Tensor] = []
     if not views:
@@ -275,16 +275,16 @@ def _cls(adapter: Adapter, views: int) -> Iterator[list[Tensor]]:
 
 @contextmanager
 def _unused_skipped(adapter: Adapter, context: VisionContext) -> Iterator[None]:
-    """Blocks behind the last whose output or attention is used hand on what they get.
+    """Skip the blocks after the last one whose output or attention is used.
 
-    LLaVA takes the features of the last block but one, and the tower would run the last for nobody.
+    LLaVA uses the features of the second-to-last block, so that the last one need not run.
     """
     used = max([*adapter.feature_blocks(), *context.requests])
     idle = adapter.vision_blocks()[used + 1 :]
     before = [block.__dict__.get("forward") for block in idle]
     try:
         for block in idle:
-            block.forward = _handed_on
+            block.forward = _identity
         yield
     finally:
         for block, forward in zip(idle, before, strict=True):
@@ -294,22 +294,22 @@ def _unused_skipped(adapter: Adapter, context: VisionContext) -> Iterator[None]:
                 block.forward = forward
 
 
-def _handed_on(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def _identity(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     return hidden_states
 
 
 def _of_views(
     groups: dict[int, Tensor], items: tuple[ItemGeometry, ...]
 ) -> tuple[list[Tensor], list[int]]:
-    """Groups of tokens and tokens in a row, of each view; each token alone where none merged."""
+    """By view, group of each token (itself where none merged) and tokens per row."""
     grids = {view: item.patches for item in items for view in range(*item.views)}
-    some = next(iter(groups.values()))
+    first = next(iter(groups.values()))
     alone = {
-        view: torch.arange(math.prod(grid), device=some.device) for view, grid in grids.items()
+        view: torch.arange(math.prod(grid), device=first.device) for view, grid in grids.items()
     }
     views = range(max(grids) + 1)
     return (
-        [groups.get(view, alone.get(view, some[:0])) for view in views],
+        [groups.get(view, alone.get(view, first[:0])) for view in views],
         [grids.get(view, (0, 0))[1] for view in views],
     )
 
@@ -334,24 +334,24 @@ def representatives(
     layout = tokens.layout
     here, view = layout.view >= 0, layout.view.clamp(min=0).long()
     counts = torch.tensor([0, *map(len, groups)], device=view.device)
-    most = max(int(of.max()) for of in groups if len(of)) + 1
-    table = torch.cat([of + number * most for number, of in enumerate(groups)])
+    stride = max(int(group.max()) for group in groups if len(group)) + 1
+    table = torch.cat([group + number * stride for number, group in enumerate(groups)])
     width = torch.tensor(widths, device=view.device)[view]
-    place = counts.cumsum(0)[view] + layout.grid[:, 1] * width + layout.grid[:, 2]
-    group = table[torch.where(here, place, 0).long()]
+    index = counts.cumsum(0)[view] + layout.grid[:, 1] * width + layout.grid[:, 2]
+    group = table[torch.where(here, index, 0).long()]
     # Newlines belong to no view: each is a group of its own.
     group = torch.where(
         here, group, int(group.max()) + 1 + torch.arange(len(layout), device=group.device)
     )
     _, group = group.unique(return_inverse=True)
     n = int(group.max()) + 1
-    place = layout.grid[:, 1:].double()
+    point = layout.grid[:, 1:].double()
     size = torch.zeros(n, dtype=torch.float64, device=group.device).index_add(
-        0, group, torch.ones_like(place[:, 0])
+        0, group, torch.ones_like(point[:, 0])
     )
     middle = torch.zeros(n, 2, dtype=torch.float64, device=group.device)
-    middle = middle.index_add(0, group, place) / size[:, None]
-    distance = (place - middle[group]).square().sum(1)
+    middle = middle.index_add(0, group, point) / size[:, None]
+    distance = (point - middle[group]).square().sum(1)
     # Sorted by group, then distance, then index (both sorts are stable): the first of each group.
     rank = distance.argsort(stable=True)
     rank = rank[group[rank].argsort(stable=True)]
