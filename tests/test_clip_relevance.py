@@ -224,7 +224,7 @@ def test_models_that_cannot_be_had(weights, tmp_path) -> None:
 
 def test_pictures_must_be_there() -> None:
     tokens, stats = prompt({"tiles": (0, 0)})
-    with pytest.raises(RecipeError, match=r"clip-relevance looks at the pictures themselves"):
+    with pytest.raises(RecipeError, match=r"clip-relevance needs the images"):
         ClipRelevance(0.3).reduce(tokens, stats, REQUEST)
 
 
