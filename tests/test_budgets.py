@@ -468,7 +468,7 @@ def test_as_many_rows_go_on_as_slots_stay():
 
 
 def test_a_share_of_rows_must_hold_the_text():
-    with pytest.raises(RecipeError, match=r"fastkv: tsp=0.2 lets 19 of 96 rows .* the 20 .* 0.21"):
+    with pytest.raises(RecipeError, match=r"fastkv: tsp=0.2 keeps 19 of 96 rows .* the 20 .* 0.21"):
         propagate(FastKV(tsp=0.2))
     rows, step = propagate(FastKV(tsp=0.21))
     assert torch.equal(rows, (~step.layout.visual).nonzero().flatten())
