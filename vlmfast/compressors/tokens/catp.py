@@ -141,7 +141,7 @@ class Cover(Part, EncodeStage):
 
 @dataclass(frozen=True)
 class Context(Part, PrefillStage):
-    """Part 2: in the language model, the other pictures, and then the last."""
+    """Part 2: in the language model, the other images, and then the last."""
 
     name: ClassVar[str] = CATP.name
     asks_question: ClassVar[bool] = True

@@ -372,8 +372,8 @@ class ElasticCompressor(nn.Module):
 
     def _conv(self, patches: VisualTokens, cells: Cells) -> Rows:
         features, layout = patches.features, patches.layout
-        place = surroundings(layout, cells)
-        rows, share = self.conv(features.float(), layout.weight, cells, place)
+        around = surroundings(layout, cells)
+        rows, share = self.conv(features.float(), layout.weight, cells, around)
 
         def weighted(level: Tensor) -> Tensor:
             return (
