@@ -239,7 +239,7 @@ class MustDrop(Stage):
         None, "minimum attention of one text token; replaces the published one", ge=0.0, le=1.0
     )
     saliency: str = saliency_param()
-    cache: bool = param(True, "cache only the tokens left by the last filter in filtered layers")
+    cache: bool = param(True, "from the first filter on, cache only what the last filter keeps")
     positions: str = positions_param("compact")
     repair: bool = repair_param(False)
     budget: float | None = budget_param()
