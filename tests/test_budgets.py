@@ -467,8 +467,8 @@ def test_as_many_rows_propagate_as_slots_are_kept():
     assert propagate(FastKV(), visual=torch.zeros(N, dtype=torch.bool))[0] is None
 
 
-def test_too_small_row_share_for_text_is_refused():
-    with pytest.raises(RecipeError, match=r"fastkv: tsp=0.2 lets 19 of 96 rows .* the 20 .* 0.21"):
+def test_a_share_of_rows_must_hold_the_text():
+    with pytest.raises(RecipeError, match=r"fastkv: tsp=0.2 keeps 19 of 96 rows .* the 20 .* 0.21"):
         propagate(FastKV(tsp=0.2))
     rows, step = propagate(FastKV(tsp=0.21))
     assert torch.equal(rows, (~step.layout.visual).nonzero().flatten())

@@ -224,7 +224,7 @@ def test_unloadable_models_are_refused(weights, tmp_path) -> None:
 
 def test_missing_images_are_refused() -> None:
     tokens, stats = prompt({"tiles": (0, 0)})
-    with pytest.raises(RecipeError, match=r"clip-relevance looks at the pictures themselves"):
+    with pytest.raises(RecipeError, match=r"clip-relevance needs the images"):
         ClipRelevance(0.3).reduce(tokens, stats, REQUEST)
 
 

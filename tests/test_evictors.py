@@ -596,5 +596,5 @@ def test_quickprefill_no_op_and_minimum() -> None:
 def test_quickprefill_needs_the_same_tokens_in_all_heads() -> None:
     query, kv, _ = video_block()
     index = torch.stack([torch.arange(20), torch.arange(20) + 5])
-    with pytest.raises(RecipeError, match="quickprefill must stand before"):
+    with pytest.raises(RecipeError, match="quickprefill must come before"):
         compressed(QuickPrefill(), query, kv.select(index))

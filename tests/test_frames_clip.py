@@ -90,7 +90,7 @@ def test_invalid_values_are_refused() -> None:
         FramesClip(candidates=4)
     with pytest.raises(RecipeError, match=r"frames-clip: n=0 is out of range"):
         Recipe.parse("frames-clip:0")
-    with pytest.raises(RecipeError, match=r"frames-clip looks at the frames"):
+    with pytest.raises(RecipeError, match=r"frames-clip needs the frames"):
         FramesClip(n=2).frames(VideoInfo(8, 1.0, 8.0, 4, 4), QUESTION)
     assert Recipe.parse("frames-clip:4,candidates=16") == Recipe.parse(
         str(Recipe.parse("frames-clip:4,candidates=16"))

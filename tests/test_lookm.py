@@ -285,7 +285,7 @@ def test_text_beyond_the_budget_is_an_error_or_an_overrun() -> None:
     visual = mixed(300, 90)
     with pytest.raises(
         RecipeError,
-        match=r"lookm: share=0.2 leaves 30 of 300 slots beside the last 30, less than the 8\d text",
+        match=r"lookm: share=0.2 leaves 30 of 300 slots before the last 30, fewer than the 8\d",
     ) as error:
         read(LookM(0.2), visual)
     least = float(str(error.value).rpartition(" ")[2])
@@ -306,7 +306,7 @@ def test_text_beyond_the_budget_is_an_error_or_an_overrun() -> None:
 def test_sinks_beyond_the_budget_are_an_error() -> None:
     visual = mixed(40, 0)
     with pytest.raises(
-        RecipeError, match=r"less than the 4 sinks before these; it must be at least 0\.2$"
+        RecipeError, match=r"fewer than the 4 sinks there; it must be at least 0\.2$"
     ):
         read(LookM(0.1, text_prior=False), visual)
     assert len(read(LookM(0.2, text_prior=False), visual)[1]) == 8

@@ -191,7 +191,7 @@ def test_patches_that_are_no_square_are_refused() -> None:
     with pytest.raises(RecipeError, match=r"a square grid of patches .* has 15 of them"):
         on_block(MustDrop(), noise(1, 16, 4))
     context = VisionContext(merged=torch.zeros(1, 17, dtype=torch.int64))
-    with pytest.raises(RecipeError, match="nothing has merged before"):
+    with pytest.raises(RecipeError, match="no earlier stage has merged"):
         MustDrop().expand()[0].on_block(context, 1, noise(1, 17, 4))
 
 
@@ -490,13 +490,13 @@ def test_published_thresholds() -> None:
         ("mustdrop:individual_thr=-1", r"individual_thr=-1 is out of range"),
         ("mustdrop:positions=odd", r"positions=odd .* one of keep, compact"),
         ("mustdrop:0.5,global_thr=0", None),
-        ("mustdrop:budget=0.5,global_thr=0", r"global_thr=0 cannot stand with budget"),
-        ("mustdrop:budget=0.5,individual_thr=0", r"individual_thr=0 cannot stand with budget"),
+        ("mustdrop:budget=0.5,global_thr=0", r"global_thr=0 cannot be combined with budget"),
+        ("mustdrop:budget=0.5,individual_thr=0", r"individual_thr=0 cannot be combined"),
         ("mustdrop:windo=2", r"no parameter 'windo' \(did you mean 'window'\?\)"),
     ],
 )
 def test_bad_words(word: str, message: str | None) -> None:
-    with pytest.raises(RecipeError, match=message or "global_thr=0 cannot stand with budget"):
+    with pytest.raises(RecipeError, match=message or "global_thr=0 cannot be combined with budget"):
         Recipe.parse(word)
 
 
@@ -751,7 +751,7 @@ def test_the_cache_part_in_numbers() -> None:
     context.layout = TokenLayout.text(every, every[None])
     assert all(got is kv for got in part.finish(context, [kv] * 4))
     codes = quantise(kv.keys, kv.values, kv.order, kv.lengths, 4)
-    with pytest.raises(RecipeError, match=r"mustdrop: a later stage .* write cache=false"):
+    with pytest.raises(RecipeError, match=r"mustdrop: a later stage .* use cache=false"):
         part.finish(context, [replace(kv, segments=(codes,))] * 4)
 
 

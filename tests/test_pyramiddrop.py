@@ -133,6 +133,6 @@ def test_bad_parameters():
     with pytest.raises(RecipeError, match="must ascend"):
         PyramidDrop().layers(1)
     for layers in ((), (0.5, 0.25), (8, 8), (8, 2.5)):
-        with pytest.raises(RecipeError, match=r"layers=.* whole numbers, or shares below 1"):
+        with pytest.raises(RecipeError, match=r"layers=.* whole numbers, or fractions"):
             PyramidDrop(layers_=layers)
     assert str(Recipe.parse("pyramiddrop:layers=8/16/24,keep=0.5")) == "pyramiddrop:layers=8/16/24"

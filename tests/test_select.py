@@ -93,7 +93,7 @@ def test_drop_layers() -> None:
 )
 def test_layers_that_mean_nothing(layers: tuple[float, ...]) -> None:
     for ask in (lambda: check_layers("x", layers), lambda: drop_layers("x", layers, 99)):
-        with pytest.raises(RecipeError, match=r"x: layers=.* whole numbers, or shares below 1"):
+        with pytest.raises(RecipeError, match=r"x: layers=.* whole numbers, or fractions"):
             ask()
 
 

@@ -1,1 +1,1 @@
-"""Visual-token reducers and cache compressors, one file per method."""
+"""Visual-token reducers and KV-cache compressors, one file per method."""

@@ -1,4 +1,4 @@
-"""Equal cost: from a share of the visual tokens, averaged over layers, to a method's parameter."""
+"""Equal cost: solve a method's parameter for a budget averaged over the layers."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from vlmfast.errors import RecipeError
 def equivalent(n: int, layers: Sequence[int], counts: Sequence[int], depth: int) -> float:
     """Visual tokens averaged over ``depth`` layers.
 
-    ``n`` enter the first layer; from layer ``layers[i]`` on there are ``counts[i]``.
+    ``n`` enter the first layer; from layer ``layers[i]`` on, ``counts[i]`` are left.
     """
     edges = [0, *layers, depth]
-    held = [n, *counts]
-    return sum(k * (b - a) for k, a, b in zip(held, edges[:-1], edges[1:], strict=True)) / depth
+    lengths = [n, *counts]
+    return sum(k * (b - a) for k, a, b in zip(lengths, edges[:-1], edges[1:], strict=True)) / depth
 
 
 def solve(cost: Callable[[float], float], target: float) -> float:
-    """The parameter in (0, 1] whose cost is nearest to ``target``; ``cost`` must not fall.
+    """The parameter in (0, 1] whose cost is nearest to ``target``; ``cost`` must not decrease.
 
-    A target below everything attainable gives a parameter at the floor, one above gives 1.
+    A target below the attainable range gives the lowest parameter, one above it gives 1.
     """
     low, high = 0.0, 1.0
     for _ in range(50):
@@ -44,10 +44,10 @@ def solve_counts(
     least: int = 1,
     whole: Callable[[float], int] = round,
 ) -> tuple[int, ...]:
-    """Tokens behind each drop that bring the average over ``depth`` layers nearest to ``target``.
+    """Tokens after each drop that bring the average over ``depth`` layers nearest to ``target``.
 
-    ``n`` enter the language model; behind drop ``s`` there are ``n lambda^s``, made a number by
-    ``whole``, and never fewer than ``least``.
+    ``n`` enter the language model. After drop ``s``, ``n lambda^s`` are left, rounded by ``whole``
+    and never fewer than ``least``.
     """
 
     def counts(ratio: float) -> tuple[int, ...]:
@@ -58,13 +58,13 @@ def solve_counts(
 
 
 def check_layers(name: str, layers: Sequence[float]) -> None:
-    """Raise `RecipeError` unless ``layers`` are ascending shares and ascending whole numbers."""
+    """Raise `RecipeError` unless ``layers`` are ascending fractions and ascending whole numbers."""
     shares, numbers = [n for n in layers if n < 1], [n for n in layers if n >= 1]
     ascending = all(part == sorted(set(part)) for part in (shares, numbers))
     if not layers or not ascending or any(n % 1 != 0 for n in numbers):
         raise RecipeError(
-            f"{name}: layers={_slashed(layers)} must be one or more whole numbers, or shares below "
-            "1, that ascend"
+            f"{name}: layers={_slashed(layers)} must be one or more whole numbers, or "
+            "fractions of the depth below 1, that ascend"
         )
 
 
@@ -76,14 +76,14 @@ def drop_layers(
     Parameters
     ----------
     layers : sequence of float
-        Whole numbers, or shares of the depth below 1.
+        Whole numbers, or below 1 fractions of the depth.
     merge : bool
-        Drops that meet at one layer of a shallow model are one.
+        Whether drops that fall on the same layer of a shallow model become one.
 
     Raises
     ------
     RecipeError
-        When they do not ascend or do not fit into the model.
+        When they do not ascend or exceed the depth of the model.
     """
     check_layers(name, layers)
     counts = [max(round(n * depth), 1) if n < 1 else int(n) for n in layers]
@@ -98,9 +98,9 @@ def drop_layers(
 
 
 def moved_layers(layers: Sequence[float], depth: int, first: int) -> dict[int, int]:
-    """Number of layers before each drop to the index of the last drop there, from ``first`` on.
+    """Map the number of layers before each drop to the index of the last drop there.
 
-    Shares that mean fewer layers than ``first`` move there.
+    Fractions that mean fewer layers than ``first`` move to ``first``.
     """
     counts = [max(round(n * depth), first) if n < 1 else int(n) for n in layers]
     return {count: index for index, count in enumerate(counts)}

@@ -1,4 +1,4 @@
-"""Views of a picture in equal cells, each of which becomes one token."""
+"""Views of an image in equal cells, each of which becomes one token."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vlmfast.kernels.pool import cell_average
 
 
 def occupied(exists: Tensor) -> Tensor:
-    """Cells that hold a token, for every number of rows and columns of cells.
+    """Count the cells that contain a token, for every number of rows and columns of cells.
 
     Parameters
     ----------
@@ -24,23 +24,23 @@ def occupied(exists: Tensor) -> Tensor:
     Returns
     -------
     Tensor, int64, (h, w)
-        Entry (a-1, b-1) is the number for ``a x b`` cells, summed over views.
+        Entry (a-1, b-1) is the count for ``a x b`` cells, summed over views.
     """
     _, h, w = exists.shape
 
     def members(n: int) -> tuple[Tensor, Tensor]:
-        """Which of ``n`` lie in each part of every division, and which parts each division has."""
+        """Members of each part of every division of ``n``, and the parts of each division."""
         parts = torch.cat([cells(n, k)[None] == torch.arange(k)[:, None] for k in range(1, n + 1)])
         owner = torch.arange(n).repeat_interleave(torch.arange(1, n + 1))
         return parts.float(), torch.nn.functional.one_hot(owner, n).float()
 
     (rows, a), (columns, b) = members(h), members(w)
-    held = (rows @ exists.float() @ columns.T > 0).sum(0).float()  # whole numbers, exact
-    return (a.T @ held @ b).long()
+    filled = (rows @ exists.float() @ columns.T > 0).sum(0).float()  # whole numbers, exact
+    return (a.T @ filled @ b).long()
 
 
 def resolution(exists: Tensor, target: int) -> tuple[int, int]:
-    """Rows and columns of cells whose number comes nearest to ``target``."""
+    """Rows and columns of cells that give a count nearest to ``target``."""
     _, h, w = exists.shape
     totals = occupied(exists).tolist()
 
@@ -49,7 +49,7 @@ def resolution(exists: Tensor, target: int) -> tuple[int, int]:
         total = totals[a - 1][b - 1]
         return abs(total - target), total, abs(math.log((h * b) / (w * a)))
 
-    # A strip one token high would often hit the target exactly and show nothing.
+    # A strip one token high would often hit the target exactly but lose the layout of the image.
     shapes = [
         (a, b)
         for a in range(1, h + 1)
@@ -61,17 +61,18 @@ def resolution(exists: Tensor, target: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Cells:
-    """The patches of a picture in groups, each of which becomes one row.
+    """The patches of an image in groups, each of which becomes one row.
 
     Parameters
     ----------
     table : Tensor, int64, (C, m)
-        Rows of each cell, ascending; what is behind ``there`` is padding.
+        Rows of each cell, ascending, then padding.
     there : Tensor, bool, (C, m)
+        False at padding.
     cell : Tensor, int64, (N,)
         The cell of each row.
     index : Tensor, int64, (C,)
-        The row nearest to the centre of each cell, the first of equals; ascending.
+        The row nearest to the centre of each cell, the first on a tie; ascending.
     offset : Tensor, float32, (N, 2)
         (y, x) of each row from the centre of its cell, in cells.
     size : (float, float)
@@ -86,13 +87,13 @@ class Cells:
     size: tuple[float, float]
 
     def gather(self, rows: Tensor) -> Tensor:
-        """Rows (..., N, D) by cell: (..., C, m, D); padding is a copy of some row."""
+        """Rows (..., N, D) by cell: (..., C, m, D); padding is a copy of a row."""
         return rows[..., self.table, :]
 
     def average(self, rows: Tensor, weight: Tensor) -> Tensor:
         """Mean of the rows (N, D) of each cell, weighted by ``weight`` (N,): (C, D).
 
-        By a table rather than by adding up with atomics, which would not be repeatable.
+        A table is used because scattered atomic sums are not deterministic.
         """
         return cell_average(rows, weight, self.table, self.there)
 
@@ -101,28 +102,28 @@ class Cells:
         return (weight[self.table] * self.there).sum(1)
 
     def any(self, marks: Tensor) -> Tensor:
-        """Cells with a row that is marked: bool (N,) to (C,)."""
+        """Cells with a marked row: bool (N,) to (C,)."""
         return (marks[self.table] & self.there).any(1)
 
 
 def grouped(layout: TokenLayout, geometry: ItemGeometry, target: int) -> Cells:
-    """Every view of a picture in ``a x b`` cells, their number as near to ``target`` as it can be.
+    """Split every view of an image into ``a x b`` cells, as near to ``target`` as possible.
 
     Parameters
     ----------
     layout : TokenLayout
-        The N patches of one picture.
+        The N patches of one image.
     """
     device, (h, w) = layout.device, geometry.patches
     first, last = geometry.views
-    # On the host: sizes depend on it, and it is a handful of numbers for each patch.
+    # On the host: tensor sizes depend on it, and it is a few numbers per patch.
     view = layout.view.cpu().long() - first
     row, column = layout.grid[:, 1:].cpu().long().unbind(1)
     exists = torch.zeros(last - first, h, w, dtype=torch.bool)
     exists[view, row, column] = True
     a, b = resolution(exists, target)
     down, across = cells(h, a)[row], cells(w, b)[column]
-    # Distances in whole numbers, so that equals are equal.
+    # Distances in whole numbers, so that ties are exact.
     y, x = (2 * row + 1) * a - (2 * down + 1) * h, (2 * column + 1) * b - (2 * across + 1) * w
     far = (y * b).square() + (x * a).square()
     _, cell = ((view * a + down) * b + across).unique(return_inverse=True)
@@ -130,7 +131,7 @@ def grouped(layout: TokenLayout, geometry: ItemGeometry, target: int) -> Cells:
     rank = rank[cell[rank].argsort(stable=True)]
     sizes = cell.bincount()
     index = rank[sizes.cumsum(0) - sizes]
-    cell = index.argsort().argsort()[cell]  # cells in the order of the rows that stand for them
+    cell = index.argsort().argsort()[cell]  # cells in the order of their centre rows
     sizes, index = cell.bincount(), index.sort().values
     members = cell.argsort(stable=True)
     slot = torch.arange(int(sizes.max()))

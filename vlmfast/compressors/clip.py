@@ -1,4 +1,4 @@
-"""Any OpenCLIP model as a judge of what a question is about."""
+"""Relevance of images to a question, by any OpenCLIP model."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from torch.nn.functional import grid_sample, normalize
 from vlmfast.core.params import param
 from vlmfast.errors import RecipeError
 
-_AT_ONCE = 16  # pictures in one pass
-_WINDOWS = 4  # windows of a picture, down and across, where a model has no features of patches
-_RIDGE = 1e-4  # when nothing new is left to add, relevance alone decides
+_AT_ONCE = 16  # images per forward pass
+_WINDOWS = 4  # windows of an image, down and across, for models without patch features
+_RIDGE = 1e-4  # when all remaining tokens are redundant, relevance alone decides
 
 
 def model_param() -> Any:
     return param(
         "ViT-L-14-336-quickgelu",
-        "OpenCLIP model: a name that it knows, hf-hub:NAME or local-dir:FOLDER",
+        "OpenCLIP model: one of its model names, hf-hub:NAME or local-dir:FOLDER",
     )
 
 
 def pretrained_param() -> Any:
-    return param("openai", "its weights: a tag that OpenCLIP knows, or a file; hf-hub needs none")
+    return param("openai", "its weights: an OpenCLIP tag or a file; not needed for hf-hub")
 
 
 @dataclass(frozen=True, eq=False)
 class Clip:
-    """An OpenCLIP model with its tokenizer and its way to prepare pictures."""
+    """An OpenCLIP model with its tokenizer and its image preprocessing."""
 
     model: nn.Module
     tokenizer: Any
@@ -46,7 +46,7 @@ class Clip:
 
     @torch.no_grad()
     def pictures(self, pictures: Sequence[Any]) -> Tensor:
-        """Embeddings of whole pictures: float32, (N, D), of length 1."""
+        """Embeddings of whole images: float32, (N, D), of length 1."""
         parts = [
             self.model.encode_image(self._pixels(pictures[i : i + _AT_ONCE]))
             for i in range(0, len(pictures), _AT_ONCE)
@@ -55,18 +55,18 @@ class Clip:
 
     @property
     def dense(self) -> bool:
-        """Whether the features of patches go the same way as those of CLS."""
+        """Whether patch features can be projected the way CLS is."""
         visual = self.model.visual
         plain = getattr(visual, "attn_pool", None) is None
         return plain and isinstance(getattr(visual, "proj", None), Tensor)
 
     @torch.no_grad()
     def relevance(self, picture: Any, text: Tensor) -> Tensor:
-        """How much each part of a picture has to do with a text: float32, (h, w).
+        """Relevance of each part of an image to a text: float32, (h, w).
 
-        Of a ViT the cosine of its patches behind the last norm and projection, with its sign
-        turned: trained for CLS alone, they lie on the far side of what they show. Of other models
-        the cosine of windows of the picture, half as high and wide.
+        For a ViT, minus the cosine of its patches after the last norm and projection: with a model
+        trained on CLS alone, patches are anticorrelated with the text of what they show. For other
+        models, the cosine of windows of half the image's height and width.
         """
         if self.dense:
             visual = self.model.visual
@@ -101,17 +101,17 @@ class Clip:
 
 
 def load(stage: str, model: str, pretrained: str) -> Clip:
-    """An OpenCLIP model for the method ``stage``, on the GPU where there is one.
+    """Load an OpenCLIP model for the method ``stage``, on the GPU if one is available.
 
     Raises
     ------
     RecipeError
-        When OpenCLIP is not installed, does not know the model, or cannot load its weights.
+        When OpenCLIP is not installed, the model is unknown, or its weights cannot be loaded.
     """
     if not pretrained and not model.startswith(("hf-hub:", "local-dir:")):
         raise RecipeError(
-            f"{stage}: pretrained is empty, and {model} has no weights of its own; give a tag of "
-            "OpenCLIP or a file"
+            f"{stage}: pretrained is empty, and {model} has no weights of its own; give an "
+            "OpenCLIP tag or a file"
         )
     try:
         return _opened(model, pretrained)
@@ -120,11 +120,11 @@ def load(stage: str, model: str, pretrained: str) -> Clip:
             f"{stage} needs OpenCLIP, which cannot be imported ({error}); "
             "pip install open_clip_torch"
         ) from None
-    except Exception as error:  # whatever its readers and the hub raise
+    except Exception as error:  # its readers and the hub raise errors of many types
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise RecipeError(
             f"{stage}: OpenCLIP cannot load model={model} with pretrained={pretrained}: {reason}; "
-            "give a model and weights that it knows, or a file"
+            "give an OpenCLIP model name and tag, or a file"
         ) from error
 
 
@@ -132,7 +132,7 @@ def load(stage: str, model: str, pretrained: str) -> Clip:
 def _opened(model: str, pretrained: str) -> Clip:
     import open_clip
 
-    # Pictures are squeezed to the model's square rather than cropped: no part of them is missing.
+    # Images are resized to the model's square, not cropped, so that no part is missing.
     found, _, prepare = open_clip.create_model_and_transforms(
         model, pretrained=pretrained or None, image_resize_mode="squash"
     )
@@ -142,7 +142,7 @@ def _opened(model: str, pretrained: str) -> Clip:
 
 
 def at_boxes(values: Tensor, boxes: Tensor) -> Tensor:
-    """Entries of a map (h, w) over a picture at the middles of ``boxes`` (N, 4): (N,), bilinear."""
+    """Bilinear samples of a map (h, w) of an image at the centres of ``boxes`` (N, 4): (N,)."""
     middle = boxes.view(-1, 2, 2).mean(1) * 2 - 1
     found = grid_sample(
         values[None, None], middle[None, None], padding_mode="border", align_corners=False
@@ -151,9 +151,9 @@ def at_boxes(values: Tensor, boxes: Tensor) -> Tensor:
 
 
 def conditional(similarity: Tensor, relevance: Tensor) -> Tensor:
-    """The matrix of a determinantal point process that knows the question: float32, (N, N).
+    """The kernel of a determinantal point process conditioned on the question: float32, (N, N).
 
-    ``L = diag(r) S diag(r)`` with the relevance taken to [0, 1].
+    ``L = diag(r) S diag(r)`` with the relevance scaled to [0, 1].
     """
     low, high = relevance.min(), relevance.max()
     r = (relevance - low) / (high - low + 1e-6)

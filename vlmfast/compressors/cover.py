@@ -1,4 +1,4 @@
-"""Choosing tokens that cover all: every row is as well covered as by the best chosen column."""
+"""Greedy coverage: choose tokens so that every row is covered by its best chosen column."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-_AT_ONCE = 64  # gains that are looked at together
+_AT_ONCE = 64  # gains that are recomputed together
 
 
 def cover(
     worth: Tensor, k: int, bonus: Tensor | None = None, scale: Tensor | None = None
 ) -> Tensor:
-    """Columns that cover the rows, chosen one after another (greedy, submodular).
+    """Choose columns that cover the rows, one after another (greedy, submodular).
 
     With ``f(S)`` the sum over rows of the largest entry among the columns of S, the next is::
 
@@ -22,10 +22,10 @@ def cover(
     Parameters
     ----------
     worth : Tensor, (R, N)
-        Not negative: how well column j covers row i.
+        How well column j covers row i; not negative.
     k : int
     bonus, scale : Tensor, (N,), optional
-        0 and 1 by default. ``scale`` is not negative.
+        0 and 1 by default. ``scale`` must not be negative.
 
     Returns
     -------
@@ -34,12 +34,12 @@ def cover(
     """
     worth = worth.float().T.contiguous()
 
-    def gains(covered: Tensor, some: Tensor | slice = slice(None)) -> Tensor:
-        gain = (worth[some] - covered).clamp(min=0).sum(1)
-        gain = gain if scale is None else gain * scale[some]
-        return gain if bonus is None else gain + bonus[some]
+    def gains(covered: Tensor, columns: Tensor | slice = slice(None)) -> Tensor:
+        gain = (worth[columns] - covered).clamp(min=0).sum(1)
+        gain = gain if scale is None else gain * scale[columns]
+        return gain if bonus is None else gain + bonus[columns]
 
-    # Looking at all gains each time costs a GPU little, and asks the host for nothing.
+    # On a GPU, computing all gains each time is cheap and avoids synchronization with the host.
     return (_all if worth.is_cuda else _lazily)(worth, k, gains)
 
 
@@ -58,15 +58,15 @@ def _all(worth: Tensor, k: int, gains: Callable[..., Tensor]) -> Tensor:
 
 
 def _lazily(worth: Tensor, k: int, gains: Callable[..., Tensor]) -> Tensor:
-    """The same: gains only fall, so one that was computed earlier is a bound."""
+    """The same result: gains only decrease, so an earlier gain is an upper bound."""
     covered = worth.new_zeros(worth.shape[1])
     bound, fresh = gains(covered), torch.ones(len(worth), dtype=torch.bool)
     chosen: list[int] = []
     for _ in range(k):
         while not bool(fresh[bound == bound.max()].all()):
             least = bound.topk(min(_AT_ONCE, len(bound))).values[-1]
-            some = ((bound >= least) & ~fresh).nonzero()[:, 0]
-            bound[some], fresh[some] = gains(covered, some), True
+            stale = ((bound >= least) & ~fresh).nonzero()[:, 0]
+            bound[stale], fresh[stale] = gains(covered, stale), True
         best = int((bound == bound.max()).nonzero()[0])
         chosen.append(best)
         covered = torch.maximum(covered, worth[best])

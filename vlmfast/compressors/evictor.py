@@ -1,8 +1,8 @@
-"""What methods that keep some of a prompt's keys and values have in common.
+"""Base of methods that keep a part of a prompt's keys and values.
 
-A method says how it scores the slots of a layer; `Evictor` does the rest: how many stay, which of
-them stay whatever their score, ties (to the lower index), the order of what stays (ascending), and
-heads of different lengths, where an earlier stage left them so.
+A method scores the slots of a layer. `Evictor` does the rest: how many are kept, which are kept
+whatever their score, ties (the lower index wins), the order of kept slots (ascending), and heads of
+different lengths, where an earlier stage left them.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from vlmfast.kernels.select import top_k
 def pooled(scores: Tensor, kernel: int, kind: str) -> Tensor:
     """Average (``avg``) or maximum (``max``) of each score and its neighbours, (..., N).
 
-    ``kernel`` is odd. Beyond both ends there are zeros, and an average counts them; scores must not
-    be negative.
+    ``kernel`` is odd. Both ends are padded with zeros, which an average counts; scores must not be
+    negative.
     """
     rows = scores.flatten(0, -2)
     if kind == "avg":
@@ -38,7 +38,7 @@ def pooled(scores: Tensor, kernel: int, kind: str) -> Tensor:
 
 
 def least_share(least: int, n: int) -> float:
-    """The lowest share, to as few digits as tell it, of which ``int(share * n) >= least``."""
+    """The lowest share with ``int(share * n) >= least``, in as few digits as possible."""
     for digits in range(2, 17):
         share = min(math.ceil(least / n * 10**digits) / 10**digits, 1.0)
         if int(share * n) == least:
@@ -50,9 +50,9 @@ def least_share(least: int, n: int) -> float:
 class Evictor(CacheStage):
     """Base of methods that score the slots of each layer and keep the best of each KV head.
 
-    A method overrides `score`, and where it must `capacity` and `first`. Its fields or attributes
-    ``window`` and ``sinks`` say how many of the last and of the first slots stay in any case; a
-    window below 1 is a share of what stays.
+    A method overrides `score`, and if needed `capacity` and `first`. Its fields or attributes
+    ``window`` and ``sinks`` are the number of last and first slots that are always kept. A window
+    below 1 is a fraction of the kept slots.
     """
 
     lead: ClassVar[str | None] = "share"
@@ -61,29 +61,29 @@ class Evictor(CacheStage):
     sinks = 0
 
     share: float = param(
-        0.2, "share of the prompt's keys and values that stays in each layer", gt=0.0, le=1.0
+        0.2, "fraction of the prompt's keys and values kept in each layer", gt=0.0, le=1.0
     )
 
     def score(self, kv: KV, stats: ColumnStats | None, ranked: Tensor) -> Tensor:
-        """What each slot is worth: float32, (H, N).
+        """Score of each slot; the highest are kept: float32, (H, N).
 
         Parameters
         ----------
         ranked : Tensor, bool, (H, N)
-            Slots whose score matters: not the sinks, not the window, no padding.
+            Slots whose score matters: neither sinks nor window nor padding.
         """
         raise NotImplementedError(f"{type(self).__name__}.score")
 
     def capacity(self, context: PrefillContext, layer: int, n: int) -> int:
-        """Slots that stay of ``n`` in each head of ``layer``, window and sinks included."""
+        """Slots kept of ``n`` in each head of ``layer``, window and sinks included."""
         return int(self.share * n)
 
     def first(self, kv: KV) -> Tensor | None:
-        """Slots that stay before any other, whatever the scores: bool, (H, N)."""
+        """Slots kept before all others, whatever their scores: bool, (H, N)."""
         return None
 
     def last(self, capacity: int) -> int:
-        """The window in slots, where ``capacity`` slots stay."""
+        """The window in slots, where ``capacity`` slots are kept."""
         if 0 < self.window < 1:
             return max(int(self.window * capacity), 1)
         return int(self.window)
@@ -101,11 +101,11 @@ class Evictor(CacheStage):
 
         counts = [counts[n] for n in lengths]
         slots = torch.arange(len(kv), device=kv.keys.device)
-        behind = slots >= per_head([n - self.last(c) for n, c in zip(lengths, counts, strict=True)])
+        recent = slots >= per_head([n - self.last(c) for n, c in zip(lengths, counts, strict=True)])
         valid = kv.valid
-        forced = ((slots < self.sinks) | behind) & valid
+        forced = ((slots < self.sinks) | recent) & valid
         scores = self.score(kv, stats, valid & ~forced).float()
-        # The window and the sinks come before what is merely preferred, padding behind all.
+        # Window and sinks come first, then preferred slots, padding last.
         scores = scores.masked_fill(forced, torch.inf).masked_fill(~valid, -torch.inf)
         preferred = self.first(kv)
         preferred = forced if preferred is None else forced | (preferred & valid)
@@ -116,7 +116,7 @@ class Evictor(CacheStage):
         return kv.select(index, per_head(counts)[:, 0])
 
     def _count(self, context: PrefillContext, layer: int, n: int) -> int:
-        """Slots that stay of ``n``; an error where that is not even the window and one more."""
+        """Slots kept of ``n``; an error if they do not exceed the window and the sinks."""
         count = min(self.capacity(context, layer, n), n)
         window = self.last(count)
         if count == n or count > self.sinks + window:

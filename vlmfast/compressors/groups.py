@@ -1,4 +1,4 @@
-"""Tokens that are judged together: those of a picture, or of all frames of a clip."""
+"""Groups of tokens that are compared with each other: one image, or all frames of a video."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from torch import Tensor
 from vlmfast.core.layout import VisualTokens
 from vlmfast.core.statistics import ItemGeometry
 
-MOST = 8192  # tokens whose similarities are compared with each other at once
+MOST = 8192  # tokens in one similarity matrix
 
 
 def together(tokens: VisualTokens, items: Sequence[ItemGeometry]) -> list[Tensor]:
-    """Indices of the tokens of each picture, and of each clip; int64, ascending.
+    """Indices of the tokens of each image and of each video: int64, ascending.
 
-    A clip of more than `MOST` tokens falls into runs of frames that are within it.
+    A video of more than `MOST` tokens is split into runs of frames of at most `MOST` tokens.
     """
     groups: dict[tuple[int, int], list[Tensor]] = {}
     run = size = 0
     last = -1
     for item, index in tokens.items():
-        clip = items[item].clip
-        size = size + len(index) if clip == last >= 0 else len(index)
-        if clip != last or clip < 0 or size > MOST:
+        video = items[item].clip
+        size = size + len(index) if video == last >= 0 else len(index)
+        if video != last or video < 0 or size > MOST:
             run, size = run + 1, len(index)
-        groups.setdefault((clip, run), []).append(index)
-        last = clip
+        groups.setdefault((video, run), []).append(index)
+        last = video
     return [torch.cat(parts) for parts in groups.values()]

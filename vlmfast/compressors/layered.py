@@ -1,7 +1,7 @@
-"""What methods have in common that share one budget among the layers.
+"""Base of methods that share one budget among the layers.
 
-How much a layer deserves shows only beside the others. Such a method scores the slots of each layer
-when it has run, and drops them when the last one has.
+The budget of a layer depends on all other layers. Such a method scores the slots of each layer when
+the layer has run, and drops slots after the last layer.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from vlmfast.kernels.select import top_k
 
 from .evictor import Evictor
 
-_BEYOND = torch.iinfo(torch.int64).max  # sorts padding behind all tokens
+_BEYOND = torch.iinfo(torch.int64).max  # sorts padding after all tokens
 
 
 @dataclass(eq=False)
 class Scored:
-    """What is remembered of a layer until its budget is known.
+    """Scores of a layer, stored until its budget is known.
 
     Parameters
     ----------
@@ -32,13 +32,13 @@ class Scored:
     scores : Tensor, float32, (H, N)
         Infinite in the window.
     claim : float
-        How much the layer deserves, beside the others.
+        Weight of the layer when the budget is split.
     n : int
-        Its slots.
+        Number of slots.
     average : int
-        Slots of it that would stay if all layers were equal, the window included.
+        Slots kept if all layers had equal budgets, the window included.
     window : int
-        Last slots, which stay.
+        Number of last slots that are always kept.
     """
 
     order: Tensor
@@ -49,7 +49,7 @@ class Scored:
     window: int
 
     def best(self, kv: KV, count: int) -> KV:
-        """The ``count`` best slots of each head of ``kv``, which holds these tokens or fewer."""
+        """The ``count`` best slots of each head of ``kv``, which has these tokens or a subset."""
         if count >= len(kv):
             return kv
         at = torch.searchsorted(self.order, kv.order.contiguous()).clamp(max=self.n - 1)
@@ -59,10 +59,10 @@ class Scored:
 
 @dataclass(frozen=True)
 class Layered(Evictor):
-    """Base of `Evictor` methods that say, once all layers have run, how many slots each keeps."""
+    """Base of `Evictor` methods that choose the slots per layer after all layers have run."""
 
     def claim(self, stats: ColumnStats, ranked: Tensor) -> Tensor:
-        """How much a layer deserves: float64, (). Arguments as of `score`."""
+        """Weight of a layer in the split of the budget: float64, (). Arguments as of `score`."""
         raise NotImplementedError(f"{type(self).__name__}.claim")
 
     def counts(self, layers: list[Scored]) -> list[int]:
@@ -78,9 +78,9 @@ class Layered(Evictor):
             return kv
         window, valid = self.last(average), kv.valid
         slots = torch.arange(n, device=kv.keys.device)
-        behind = (slots >= kv.lengths[:, None] - window) & valid
-        ranked = valid & ~behind
-        scores = self.score(kv, stats, ranked).float().masked_fill(behind, torch.inf)
+        recent = (slots >= kv.lengths[:, None] - window) & valid
+        ranked = valid & ~recent
+        scores = self.score(kv, stats, ranked).float().masked_fill(recent, torch.inf)
         self.seen(context)[layer] = Scored(
             order=kv.order.masked_fill(~valid, _BEYOND),
             scores=scores,
@@ -93,11 +93,11 @@ class Layered(Evictor):
 
     def finish(self, context: PrefillContext, cache: list[KV]) -> list[KV]:
         layers = list(self.seen(context).values())
-        if not layers:  # the share keeps everything
+        if not layers:  # everything is kept
             return cache
         counts = self.counts(layers)
-        context.notes[self.name] = {"kept": counts, "windows": [of.window for of in layers]}
-        return [of.best(kv, k) for of, kv, k in zip(layers, cache, counts, strict=True)]
+        context.notes[self.name] = {"kept": counts, "windows": [scored.window for scored in layers]}
+        return [scored.best(kv, k) for scored, kv, k in zip(layers, cache, counts, strict=True)]
 
     def seen(self, context: PrefillContext) -> dict[int, Scored]:
         """The layers that have run, in their order."""

@@ -1,4 +1,4 @@
-"""What the parts of a method of several parts have in common."""
+"""Common base of the parts of a method that acts at several steps of the pipeline."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from vlmfast.core.stage import Stage
 
 @dataclass(frozen=True)
 class Part(Stage):
-    """A part of the recipe word ``of``, whose hyper-parameters it reads."""
+    """One part of the method ``of``, whose hyper-parameters it reads."""
 
     of: Any
 

@@ -1,4 +1,4 @@
-"""What every method that thins out a picture before the language model has in common."""
+"""Base of methods that reduce the tokens of an image before the language model."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from .select import count
 
 @dataclass(frozen=True)
 class Reducer(EncodeStage):
-    """An encode stage that keeps a share of the visual tokens, by ``rate`` or by ``budget``."""
+    """An encode stage that keeps a fraction of the visual tokens, by ``rate`` or by ``budget``."""
 
     lead: ClassVar[str | None] = "rate"
 
-    rate: float = param(0.2, "share of the visual tokens that stays", gt=0.0, le=1.0)
-    _: KW_ONLY  # so that the method's own fields come next where values are given by place
+    rate: float = param(0.2, "fraction of the visual tokens kept", gt=0.0, le=1.0)
+    _: KW_ONLY  # so that the method's own fields come next as positional arguments
     positions: str = positions_param("compact")
     budget: float | None = budget_param()
 
     @property
     def share(self) -> float | None:
-        """Share of the tokens that stays; ``None`` where a method has other defaults."""
+        """Fraction of the tokens kept; ``None`` if the method uses other parameters."""
         return self.rate if self.budget is None else self.budget
 
     def target(self, tokens: VisualTokens) -> int:
-        """Number of tokens of one picture that stay."""
+        """Number of tokens kept of one image."""
         return count(self.share, len(tokens))
 
     def reduce(
         self, tokens: VisualTokens, stats: VisionStats, request: EncodeRequest
     ) -> VisualTokens:
-        """Each picture by itself; the very same tokens when all of them stay."""
+        """Reduce each image separately; returns ``tokens`` itself when all are kept."""
         return tokens if self.share == 1 else super().reduce(tokens, stats, request)

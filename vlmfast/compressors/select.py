@@ -1,4 +1,4 @@
-"""Counting and choosing rows: the arithmetic that several methods share."""
+"""Counting and choosing rows: arithmetic shared by several methods."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch.nn.functional import normalize
 
 
 def count(share: float, total: int) -> int:
-    """``share`` of ``total`` rows as a whole number (half to even), at least one."""
+    """``share * total`` rounded to a whole number (half to even), at least one."""
     return max(1, round(share * total))
 
 
 def best(scores: Tensor, counts: Sequence[int] | Tensor) -> Tensor:
     """Mark the ``counts[i]`` largest entries of row ``i``; the lower index wins a tie.
 
-    ``topk`` leaves ties open, which makes a selection depend on the device; a stable sort does not.
+    ``topk`` does not define ties, so its selection depends on the device. A stable sort does.
 
     Parameters
     ----------
@@ -35,7 +35,7 @@ def best(scores: Tensor, counts: Sequence[int] | Tensor) -> Tensor:
 
 
 def top(scores: Tensor, among: Tensor, k: int) -> Tensor:
-    """Mark the ``k`` largest of the ``scores`` that ``among`` marks, or all of these.
+    """Mark the ``k`` largest of the ``scores`` where ``among`` is true, or all of them if fewer.
 
     Parameters
     ----------
@@ -46,12 +46,12 @@ def top(scores: Tensor, among: Tensor, k: int) -> Tensor:
     -------
     Tensor, bool, (N,)
     """
-    room = among.sum().clamp(max=k)
-    return best(scores.masked_fill(~among, -torch.inf)[None], room[None])[0]
+    limit = among.sum().clamp(max=k)
+    return best(scores.masked_fill(~among, -torch.inf)[None], limit[None])[0]
 
 
 def most_alike(rows: Tensor, targets: Tensor) -> Tensor:
-    """The target with the largest cosine of each row; the lower index wins a tie.
+    """The target most similar to each row, by cosine; the lower index wins a tie.
 
     Parameters
     ----------
@@ -67,22 +67,22 @@ def most_alike(rows: Tensor, targets: Tensor) -> Tensor:
 
 
 def plus_mean(features: Tensor, home: Tensor) -> Tensor:
-    """Every row plus the mean of those that become part of it; alone, it is as it was.
+    """Add to every row the mean of the rows merged into it; other rows are unchanged.
 
     Parameters
     ----------
     features : Tensor, (N, D)
     home : Tensor, int64, (N,)
-        The row that each row becomes part of: its own where it stays, -1 where it is dropped.
+        The row that each row merges into: its own index if it is kept, -1 if it is dropped.
 
     Returns
     -------
     Tensor, (N, D)
-        Of use are the rows that stay.
+        Only kept rows are meaningful.
     """
     moved = ((home >= 0) & (home != torch.arange(len(home), device=home.device))).nonzero()[:, 0]
     target, group = home[moved].unique(return_inverse=True)
-    # A product rather than a scattered sum, whose order a GPU leaves open.
+    # A product, since the order of a scattered sum is not deterministic on a GPU.
     member = (group == torch.arange(len(target), device=home.device)[:, None]).float()
     mean = member @ features[moved].float() / member.sum(1, keepdim=True)
     return features.index_copy(0, target, (features[target] + mean).to(features.dtype))
@@ -91,16 +91,19 @@ def plus_mean(features: Tensor, home: Tensor) -> Tensor:
 def apportion(total: int, weights: Sequence[float], caps: Sequence[int]) -> list[int]:
     """Split ``total`` in proportion to ``weights`` without exceeding ``caps``.
 
-    Largest remainder, the lower index wins a tie; what a full part cannot take goes to the others
-    by the same proportion. The parts sum to ``min(total, sum(caps))``. Weights that sum to zero
+    Largest remainder; the lower index wins a tie. What exceeds a cap is split among the other parts
+    in the same proportion. The parts sum to ``min(total, sum(caps))``. Weights that sum to zero
     count as equal.
     """
     parts = [0] * len(caps)
     left = min(total, sum(caps))
     free = [i for i, cap in enumerate(caps) if cap > 0]
     while True:
-        mass = sum(weights[i] for i in free)
-        ideal = {i: left * (weights[i] / mass if mass > 0 else 1 / len(free)) for i in free}
+        total_weight = sum(weights[i] for i in free)
+        ideal = {
+            i: left * (weights[i] / total_weight if total_weight > 0 else 1 / len(free))
+            for i in free
+        }
         full = [i for i in free if ideal[i] >= caps[i]]
         if not full:
             break

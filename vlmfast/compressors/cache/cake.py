@@ -1,43 +1,44 @@
-"""CAKE: one cake of slots, cut by how widely and how restlessly each layer attends.
+"""CAKE: split a budget of slots among layers by the entropy and variance of their attention.
 
 Layers differ in how many tokens they spread their attention over and in how it moves from token to
 token. CAKE (ICLR 2025, arXiv 2503.12491) measures both on the last ``w`` rows, the observation
 window. With ``P`` a layer's causal attention over its N slots, ``j < N - w``::
 
-    H = - sum over h, i, j of P ln(P + 1e-10)           how widely
-    V = sum over h, j of var over i of P[h, i, j]       how restlessly (unbiased)
+    H = - sum over h, i, j of P ln(P + 1e-10)           entropy: spread over tokens
+    V = sum over h, j of var over i of P[h, i, j]       variance over rows (unbiased)
     preference = H^(1 / tau1) V^(1 / tau2)
 
-Besides its window a layer gets its part, by preference, of the ``(C - w) L`` slots of all L layers,
-``C = int(share N)``; no layer more than it has, what is over going to the others evenly. It keeps
+In addition to its window a layer gets a part, by preference, of the ``(C - w) L`` slots of all L
+layers, ``C = int(share N)``. A layer gets at most its own slots; the excess is split evenly among
+the others. It keeps
 the best by attention and by its changes, which foretell that a key will be wanted later::
 
     s[h, j] = mean over i of P[h, i, j] + gamma var over i of P[h, i, j]
     z[h]    = pool(s[h])                    average of 5 neighbours, zeros beyond both ends
 
-The cascade: parts are known when all layers have run, but as soon as one has, so is the most that
-it can still get (see `most`), as its part by preference can only shrink when others join. What is
-beyond that goes at once, and the memory of a prefill falls.
+The cascade: parts are known only when all layers have run, but as soon as one has run, an upper
+bound of its part is known (see `most`), as its part by preference can only shrink when others join.
+Slots beyond that are dropped at once, which reduces the memory of a prefill.
 
-While the answer grows, a layer that exceeds its budget gives away one slot per step: the one to
-which the newest token attends least, the last ``w`` tokens being safe.
+While the answer grows, a layer that exceeds its budget evicts one slot per step: the one that the
+newest token attends to least, except for the last ``w`` tokens.
 
 Different from the authors' code, and why:
 
-- The authors cut all earlier layers again whenever one has run. Here each is cut twice: when it has
-  run, to the most that it can still get, and at the end. What stays is what cutting at the end
-  alone leaves. Theirs may be less, where a part grows again as a later layer cannot take its own.
-- What one layer cannot take is handed out until all of it is gone. The authors do so once, and a
-  layer that then has more than its slots wastes the rest.
-- The budget is a share of the prompt, and any share below 1 is met. The authors leave alone a
-  prompt that is up to ``w`` longer than the budget.
+- The authors cut all earlier layers again whenever one has run. Here each is cut twice: to its
+  upper bound when it has run, and at the end. The result is that of cutting at the end alone.
+  Theirs may keep fewer slots, where a part grows again as a later layer cannot take its own.
+- What exceeds the slots of one layer is redistributed until nothing is left. The authors do so
+  once, and a layer that then exceeds its slots wastes the rest.
+- The budget is a fraction of the prompt, and any fraction below 1 is met. The authors do not
+  compress a prompt that is up to ``w`` longer than the budget.
 - In decode they pool the newest row over neighbouring slots, which are sorted by score rather than
-  by place; here nothing is pooled. A layer's budget there is what it kept of the prompt.
+  by position; here nothing is pooled. A layer's budget there is what it kept of the prompt.
 - ``tau1`` and ``tau2`` are tuned per model and budget, and do not transfer. Published for 1024 and
   128 slots per layer: Llama-2-7B 1.9, 1.8 and 0.9, 2.3; Llama-2-13B 0.5, 0.4 and 1.8, 2.0;
   Mistral-7B 0.8, 0.5 and 1.0, 0.8; Llama-3.1-8B 1.6, 0.4 and 1.6, 0.6; Qwen2.5-7B 1.5, 0.6 and 0.4,
-  0.6. The default is the second pair of Llama-2-7B: the decoder of LLaVA-1.5, whose prompts of some
-  600 slots leave about as many. Above 1 a tau evens out what layers get.
+  0.6. The default is the second pair of Llama-2-7B: the decoder of LLaVA-1.5, whose prompts of
+  about 600 slots leave about as many. A tau above 1 evens out the budgets of layers.
 - Mean and variance come from sums over columns. Where prompts differ in length from layer to layer,
   each layer's limits are its own.
 """
@@ -72,7 +73,7 @@ def moments(stats: ColumnStats) -> tuple[Tensor, Tensor]:
 
 
 def preference(entropy: Tensor, variance: Tensor, tau1: float, tau2: float) -> Tensor:
-    """How much a layer deserves, from the entropy and the variance of all its keys: float64, ()."""
+    """Preference of a layer, from the entropy and the variance of all its keys: float64, ()."""
     return entropy.double().sum() ** (1 / tau1) * variance.double().sum() ** (1 / tau2)
 
 
@@ -82,8 +83,8 @@ def spread(budgets: list[int], amount: int, among: Sequence[int]) -> None:
         return
     each, rest = divmod(abs(amount), len(among))
     sign = 1 if amount > 0 else -1
-    for place, i in enumerate(among):
-        budgets[i] += sign * (each + (place < rest))
+    for number, i in enumerate(among):
+        budgets[i] += sign * (each + (number < rest))
 
 
 def adjust_budgets(ideal: Sequence[float], total: int, limits: Sequence[int]) -> list[int]:
@@ -104,46 +105,47 @@ def adjust_budgets(ideal: Sequence[float], total: int, limits: Sequence[int]) ->
 
 
 def parts(layers: list[Scored], depth: int) -> tuple[list[float], int]:
-    """What each of the first ``layers`` of ``depth`` gets if they share the whole cake, and that.
+    """Parts of the first ``layers`` of ``depth`` if they share the whole budget, and this budget.
 
-    Layers to come count as long as the last. They are no longer, so the cake can only shrink.
+    Later layers are counted with the length of the last, which is an upper bound.
     """
-    scored = [of.average - of.window for of in layers]
+    scored = [layer.average - layer.window for layer in layers]
     total = sum(scored) + scored[-1] * (depth - len(layers))
-    whole = sum(of.claim for of in layers)
-    return [total * (of.claim / whole if whole > 0 else 1 / len(layers)) for of in layers], total
+    whole = sum(layer.claim for layer in layers)
+    equal = 1 / len(layers)
+    return [total * (layer.claim / whole if whole > 0 else equal) for layer in layers], total
 
 
 def most(layers: list[Scored], depth: int) -> int:
-    """The most slots that the last of the first ``layers`` can have when all ``depth`` have run.
+    """Upper bound of the slots of the last of the first ``layers`` when all ``depth`` have run.
 
-    Its part by preference can only shrink. What layers with more than they can hold leave to the
-    others is no more for each of these than the longest layer's average, since a full layer holds
-    at least its own; and a layer for each round of handing out bounds what rounding adds.
+    Its part by preference can only shrink. The excess that a layer receives from full layers is at
+    most the longest layer's average, since a full layer keeps at least its own average. Rounding
+    adds at most one slot per round of redistribution, of which there are at most ``depth``.
     """
     ideal, _ = parts(layers, depth)
-    handed_out = max(of.average - of.window for of in layers) + depth
-    return int(ideal[-1]) + handed_out + layers[-1].window
+    redistributed = max(layer.average - layer.window for layer in layers) + depth
+    return int(ideal[-1]) + redistributed + layers[-1].window
 
 
 @dataclass(frozen=True)
 class CAKE(Layered, SnapKV):
-    """Shares slots among layers by entropy and variance of their attention, and keeps the share."""
+    """Splits slots among layers by the entropy and variance of their attention."""
 
     name: ClassVar[str] = "cake"
     paper: ClassVar[str] = "ICLR 2025, arXiv 2503.12491"
 
     share: float = param(
         0.2,
-        "share of the prompt's keys and values that stays, averaged over layers",
+        "fraction of the prompt's keys and values kept, averaged over layers",
         gt=0.0,
         le=1.0,
     )
-    kernel: int = param(5, "neighbours that are pooled, an odd number", ge=1)
+    kernel: int = param(5, "width of the pooling kernel, an odd number", ge=1)
     pool: str = param("avg", "how neighbours are pooled", choices=("max", "avg"))
     gamma: float = param(200.0, "weight of the variance in a slot's score", ge=0.0)
-    tau1: float = param(0.9, "evens out (above 1) or sharpens the entropy's say", gt=0.0)
-    tau2: float = param(2.3, "evens out (above 1) or sharpens the variance's say", gt=0.0)
+    tau1: float = param(0.9, "temperature of the entropy; above 1 evens out budgets", gt=0.0)
+    tau2: float = param(2.3, "temperature of the variance; above 1 evens out budgets", gt=0.0)
 
     def expand(self) -> tuple[Stage, ...]:
         return (self, Decode(self))
@@ -163,8 +165,8 @@ class CAKE(Layered, SnapKV):
 
     def counts(self, layers: list[Scored]) -> list[int]:
         ideal, total = parts(layers, len(layers))
-        budgets = adjust_budgets(ideal, total, [of.n - of.window for of in layers])
-        return [budget + of.window for budget, of in zip(budgets, layers, strict=True)]
+        budgets = adjust_budgets(ideal, total, [layer.n - layer.window for layer in layers])
+        return [budget + layer.window for budget, layer in zip(budgets, layers, strict=True)]
 
     def compress(
         self, context: PrefillContext, layer: int, kv: KV, stats: ColumnStats | None
@@ -177,7 +179,7 @@ class CAKE(Layered, SnapKV):
 
 @dataclass(frozen=True)
 class Decode(Part, DecodeStage):
-    """While an answer grows: one slot goes for each that comes."""
+    """During the answer: evicts one slot for each new one."""
 
     name: ClassVar[str] = CAKE.name
     mass: ClassVar[bool] = True
@@ -185,8 +187,8 @@ class Decode(Part, DecodeStage):
     def step(self, slots: Slots, layer: int) -> None:
         note = slots.notes.get(self.name, {})
         if note.get("kept") and slots.held > note["kept"][layer]:
-            places = torch.arange(slots.mass.shape[1], device=slots.mass.device)
+            slot = torch.arange(slots.mass.shape[1], device=slots.mass.device)
             safe = slots.order >= slots.seen - note["windows"][layer]
-            safe = safe | (places >= slots.length[:, None])
+            safe = safe | (slot >= slots.length[:, None])
             slots.evict(slots.mass.masked_fill(safe, torch.inf).argmin(1))
         slots.mass.zero_()  # only the newest row counts

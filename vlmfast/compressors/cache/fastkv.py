@@ -1,30 +1,31 @@
-"""FastKV: in the middle of the model few tokens go on, and every layer keeps few of what it sees.
+"""FastKV: few tokens in the deeper layers, and few slots in the cache of every layer.
 
 Deep layers agree about which tokens matter. FastKV (arXiv 2502.01068, third version; the first two
-describe other schemes) lets layers up to one in the middle, the TSP layer, read the whole prompt of
-N rows. Behind it only ``max(int(tsp N), int(share N))`` rows go on (token-selective propagation),
-which makes the prefill cheaper. Every layer stores the same ``int(share N)`` slots, whether it saw
-the whole prompt or what was left of it. Both choices are made by the last ``w`` rows. With ``P``
-the causal attention of a layer in query head h, for ``j < N - w``::
+describe other schemes) runs the layers up to one in the middle, the TSP layer, on the whole prompt
+of N rows. After it only ``max(int(tsp N), int(share N))`` rows are kept (token-selective
+propagation), which makes the prefill cheaper. Every layer stores the same ``int(share N)`` slots,
+whether it saw the whole prompt or only the kept rows. Both selections are made by the last ``w``
+rows. With ``P`` the causal attention of a layer in query head h, for ``j < N - w``::
 
     s[h, j] = sum over the last w rows i of P[h, i, j]
     z[h]    = pool(s[h])                                average of 7, zeros beyond both ends
     slots     the window and the best by sum of z over the heads of a KV head
     rows      the window and the best by sum of z over all heads        in the TSP layer
 
-Rows that go on keep their rotary ids.
+Kept rows keep their rotary ids.
 
 Different from the authors' code, and why:
 
-- All text goes on; only visual tokens are dropped. Text is what the user wrote, and a prompt has
-  little of it. So ``tsp`` must leave room for the text: a share that does not is an error.
-- At least as many rows go on as each layer keeps slots, so ``share=1`` leaves the model as it is.
-  The authors' ``tsp`` does not know ``share``.
-- Layers behind the TSP layer keep ``share`` divided by the part of the rows that is left, as the
-  authors' do with ``tsp``; counts are taken from what really went on.
-- Any depth: a ``layer`` below 1 is a share of the model's depth (16 layers of 32 read everything).
-- One row window of attention is computed from queries and keys for each of both choices. Ties go to
-  the lower index, kept slots stay in the order of the prompt, arithmetic is float32.
+- All text is kept; only visual tokens are dropped. Text is what the user wrote, and a prompt has
+  little of it. So ``tsp`` must leave enough rows for the text; otherwise it is an error.
+- At least as many rows are kept as each layer stores slots, so ``share=1`` leaves the model
+  unchanged. The authors' ``tsp`` is independent of ``share``.
+- Layers after the TSP layer keep ``share`` divided by the fraction of kept rows, as the authors' do
+  with ``tsp``; counts are taken from the rows actually kept.
+- Any depth: a ``layer`` below 1 is a fraction of the model's depth (16 layers of 32 see the whole
+  prompt).
+- One row window of attention is computed from queries and keys for each of both selections. Ties go
+  to the lower index, kept slots keep the order of the prompt, arithmetic is float32.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ from .snapkv import ROWS, SnapKV, votes
 
 @dataclass(frozen=True)
 class FastKV(SnapKV):
-    """Lets few tokens into the second half of the model, and keeps few slots in every layer."""
+    """Keeps few tokens in the second half of the model, and few slots in every layer."""
 
     name: ClassVar[str] = "fastkv"
     paper: ClassVar[str] = "arXiv 2502.01068"
@@ -59,18 +60,20 @@ class FastKV(SnapKV):
     positions = "keep"
 
     share: float = param(
-        0.1, "share of the prompt's keys and values that stays in each layer", gt=0.0, le=1.0
+        0.1, "fraction of the prompt's keys and values kept in each layer", gt=0.0, le=1.0
     )
     window: float = param(
-        8.0, "last slots, which vote and stay; a value below 1 is a share of what stays", gt=0.0
+        8.0, "last slots, which vote and are kept; below 1 a fraction of the kept slots", gt=0.0
     )
     pool: str = param("avg", "how neighbours are pooled", choices=("max", "avg"))
     agg: str = param(
-        "sum", "what query heads of one KV head make of their votes", choices=("mean", "max", "sum")
+        "sum",
+        "how the votes of the query heads of one KV head are combined",
+        choices=("mean", "max", "sum"),
     )
-    tsp: float = param(0.2, "share of the prompt's rows that goes on", gt=0.0, le=1.0)
+    tsp: float = param(0.2, "fraction of the prompt's rows kept after layer", gt=0.0, le=1.0)
     layer: float = param(
-        0.5, "layers that read everything; a value below 1 is a share of the model's depth", gt=0.0
+        0.5, "layers that see the whole prompt; below 1 a fraction of the model's depth", gt=0.0
     )
 
     def __post_init__(self) -> None:
@@ -84,7 +87,7 @@ class FastKV(SnapKV):
         return self.cut(depth) / depth
 
     def cut(self, depth: int) -> int:
-        """Layers that read everything."""
+        """Number of layers that see the whole prompt."""
         return drop_layers(self.name, (self.layer,), depth)[0]
 
     def capacity(self, context: PrefillContext, layer: int, n: int) -> int:
@@ -96,7 +99,7 @@ class FastKV(SnapKV):
 
 @dataclass(frozen=True)
 class Propagation(Part, PrefillStage):
-    """Which rows go on behind the TSP layer."""
+    """Selects the rows kept after the TSP layer."""
 
     name: ClassVar[str] = FastKV.name
 
@@ -117,11 +120,11 @@ class Propagation(Part, PrefillStage):
             return None
         if count < must:
             raise RecipeError(
-                f"fastkv: tsp={self.of.tsp:g} lets {count} of {n} rows go on into layer {layer}, "
-                f"fewer than the {must} that are text or the window of {window}; it must be at "
-                f"least {least_share(must, n):g}"
+                f"fastkv: tsp={self.of.tsp:g} keeps {count} of {n} rows in layer {layer}, fewer "
+                f"than the {must} that are text or the window of {window}; it must be at least "
+                f"{least_share(must, n):g}"
             )
-        received = context.stats[layer - 1].sum(1)[None]  # all heads choose together
+        received = context.stats[layer - 1].sum(1)[None]  # one selection for all heads
         score = votes(received, before, self.of.agg, self.of.kernel, self.of.pool)[0]
         context.notes.setdefault(self.name, {})["rows"] = (n, count)
         return top_k(score, count, ~visual | ~before)

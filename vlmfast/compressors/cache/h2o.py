@@ -1,27 +1,27 @@
-"""H2O: heavy hitters and the last slots stay, in the prompt and ever after.
+"""H2O: keep heavy hitters and the last slots, in the prompt and during the answer.
 
-A few keys receive most of the attention, and those that did go on doing so. H2O (NeurIPS 2023,
-arXiv 2306.14048) adds up what each slot has received from all rows so far, ``acc``, and whenever a
-layer holds more than its budget lets go of the slot with the least, except for the last ones::
+A few keys receive most of the attention, and continue to do so. H2O (NeurIPS 2023, arXiv
+2306.14048) accumulates what each slot has received from all rows so far, ``acc``. Whenever a layer
+exceeds its budget, it evicts the slot with the lowest ``acc``, except for the last ones::
 
     acc[h, j] = sum over all rows i of P[h, i, j]         the prompt
     acc[h, j] += P[h, t, j]                               each token t of the answer
     keep        the last r slots and those with the largest acc of the others
 
-Of N slots, ``C = int(share N)`` stay, ``r = int(recent C)`` of them as the last ones. Each further
-token costs each KV head one slot, so that a layer keeps its size while the answer grows.
+Of N slots, ``C = int(share N)`` are kept, ``r = int(recent C)`` of them as the last ones. Each
+further token evicts one slot per KV head, so that a layer keeps its size while the answer grows.
 
 Different from the authors' code, and why:
 
-- One KV head has one ``acc``, the mean over its query heads; the authors' code knows models without
-  grouped queries only. Sums run over one sequence, theirs over the whole batch.
-- One share, and how much of it the last slots get, instead of a share for each: a share of 1 keeps
-  everything, during the answer as well.
-- ``acc`` is float32; in half precision a long prompt's sums swallow what is added later.
-- What is evicted in the prompt is settled behind each layer's attention over the whole prompt, as
-  in the authors' caching code. Their simulation, which hides keys from the prompt's own rows, is
-  a tool for scoring texts and saves no memory.
-- ``decode=false`` shrinks the prompt alone.
+- One KV head has one ``acc``, the mean over its query heads; the authors' code supports only models
+  without grouped queries. Sums run over one sequence, theirs over the whole batch.
+- One fraction, and how much of it the last slots get, instead of a fraction for each: with
+  ``share=1`` everything is kept, during the answer as well.
+- ``acc`` is float32; in half precision the sums of a long prompt absorb later additions.
+- Prompt slots are evicted after each layer's attention over the whole prompt, as in the authors'
+  caching code. Their simulation, which hides keys from the prompt's own rows, is a tool for scoring
+  texts and saves no memory.
+- ``decode=false`` evicts from the prompt alone.
 - Ties go to the lower index in the prompt, to the older token in the answer.
 """
 
@@ -45,23 +45,23 @@ from ..part import Part
 
 
 def lightest(order: Tensor, mass: Tensor, length: Tensor, recent: Tensor) -> Tensor:
-    """The slot of each head with the least mass that is not among its last ones.
+    """The slot of each head with the least attention mass that is not among its last ones.
 
     Parameters
     ----------
     order : Tensor, int64, (H, N)
     mass : Tensor, float32, (H, N)
     length, recent : Tensor, int64, (H,)
-        Slots that exist, at the beginning; and how many of them, by their order, must stay.
+        Number of valid slots, which come first, and of the latest ones by order, which are kept.
 
     Returns
     -------
     Tensor, int64, (H,)
-        The older token wins a tie, and so is evicted.
+        On a tie the older token is evicted.
     """
     valid = torch.arange(order.shape[1], device=order.device) < length[:, None]
     latest = order.masked_fill(~valid, -1).sort(dim=1, descending=True).values
-    # What is younger than the slot behind the last ``recent`` must stay.
+    # Only slots that are not among the latest ``recent`` may be evicted.
     youngest = latest.gather(1, recent[:, None].clamp(max=order.shape[1] - 1))
     free = valid & (order <= youngest)
     mass = mass.masked_fill(~free, torch.inf)
@@ -76,8 +76,8 @@ class H2O(Evictor):
     name: ClassVar[str] = "h2o"
     paper: ClassVar[str] = "NeurIPS 2023, arXiv 2306.14048"
 
-    recent: float = param(0.5, "share of what stays that the last slots get", ge=0.0, lt=1.0)
-    decode: bool = param(True, "one slot of each head makes room for each token of the answer")
+    recent: float = param(0.5, "fraction of the kept slots that are the last ones", ge=0.0, lt=1.0)
+    decode: bool = param(True, "evict one slot per head for each token of the answer")
 
     def expand(self) -> tuple[Stage, ...]:
         return (self, Answer(self)) if self.decode else (self,)
@@ -105,16 +105,16 @@ class H2O(Evictor):
 
 @dataclass(frozen=True)
 class Answer(Part, DecodeStage):
-    """Evicts the slot with the least mass whenever a layer has grown beyond its budget."""
+    """Evicts the slot with the least attention mass whenever a layer exceeds its budget."""
 
     name: ClassVar[str] = H2O.name
     mass: ClassVar[bool] = True
 
     def step(self, slots: Slots, layer: int) -> None:
-        note, held = slots.notes.get(self.name, {}).get(layer), slots.held
+        note, length = slots.notes.get(self.name, {}).get(layer), slots.held
         if note is None:  # the whole prompt was kept
             return
         budget, recent = note
-        for more in range(held - budget):
-            now = slice(held - more)
+        for evicted in range(length - budget):
+            now = slice(length - evicted)
             slots.evict(lightest(slots.order[:, now], slots.mass[:, now], slots.length, recent))

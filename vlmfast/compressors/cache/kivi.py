@@ -1,4 +1,4 @@
-"""KIVI: keys in 2 bits per channel, values in 2 bits per token, the newest tokens in full.
+"""KIVI: quantize keys per channel and values per token to 2 bits, except for the newest tokens.
 
 A few channels of the keys are far larger than the rest, in every token; values have no such
 channels. KIVI (ICML 2024, arXiv 2402.02750) therefore shares a step and a minimum along the tokens
@@ -8,24 +8,24 @@ for keys and along the channels for values::
     keys      per channel, over a group of G tokens
     values    per token, over a group of G channels
 
-The keys of a group can only be quantised when all its tokens are there. The newest tokens, fewer
-than ``R``, thus stay as they are; whenever ``R`` have come together they are quantised at once. Of
-a prompt of ``L`` tokens the ``L mod R`` last are left. Nothing is ever quantised twice.
+The keys of a group can only be quantized when it is complete. The newest tokens, fewer than ``R``,
+thus stay in full precision, and every ``R`` tokens are quantized at once. Of a prompt of ``L``
+tokens the last ``L mod R`` are left. No token is quantized twice.
 
 An entry takes, at b = 2 and G = 32, 2 bits and its part of 2 x 16 bits: 3 instead of 16.
 
 Different from the authors' code, and why:
 
-- A value is quantised together with its key, so that each token is held in one form. The authors
-  keep the values (not the keys) of the newest ``R`` tokens in full at all times and quantise one
-  value in each step. Once quantised, codes and bytes are the same; but here the values of the
-  newest tokens are quantised up to ``R`` steps earlier.
-- Codes are counted in float32 from the stored (float16) step and minimum. The authors count in
-  float16, which moves a code by one where it is at a tie.
+- A value is quantized together with its key, so that each token is stored in one form. The authors
+  keep the values (not the keys) of the newest ``R`` tokens in full precision at all times and
+  quantize one value in each step. Once quantized, codes and bytes are the same; but here the values
+  of the newest tokens are quantized up to ``R`` steps earlier.
+- Codes are computed in float32 from the stored (float16) step and minimum. The authors use float16,
+  which changes a code by one at a tie.
 - Steps of zero, where a group is constant, are guarded. A head narrower than a group is one group.
-- Bytes hold channels that are half (a quarter of) a head apart, not neighbours.
-- Heads may hold different numbers of tokens, when something has evicted before: as many are
-  quantised of each as the shortest allows.
+- Bytes pack channels that are half (a quarter of) a head apart, not neighbours.
+- Heads may have different numbers of tokens after an eviction: of each, as many are quantized as
+  the shortest allows.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def oldest(kv: KV, count: int) -> tuple[KV, KV]:
 
 @dataclass(frozen=True)
 class Kivi(CacheStage):
-    """Quantises keys per channel and values per token, to 2 bits, in groups."""
+    """Quantizes keys per channel and values per token, to 2 bits, in groups."""
 
     name: ClassVar[str] = "kivi"
     paper: ClassVar[str] = "ICML 2024, arXiv 2402.02750"
@@ -65,7 +65,7 @@ class Kivi(CacheStage):
 
     bits: int = param(2, "bits of a code: 2, 4 or 8", ge=2, le=8)
     group: int = param(32, "tokens (of keys) and channels (of values) that share a step", ge=1)
-    residual: int = param(128, "tokens that are quantised at once; fewer stay in full", ge=1)
+    residual: int = param(128, "tokens quantized at once; fewer stay in full precision", ge=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -101,7 +101,7 @@ class Kivi(CacheStage):
         bias: Tensor | None = None,
         dtype: torch.dtype | None = None,
     ) -> Segment:
-        """All slots of keys and values (H, N, D); ``dtype`` that of the parameters."""
+        """Quantize keys and values (H, N, D); ``dtype`` is that of the parameters."""
         lengths = torch.full((len(keys),), keys.shape[1], device=keys.device)
         try:
             return quantise(
@@ -121,13 +121,13 @@ class Kivi(CacheStage):
 
 @dataclass(frozen=True)
 class Pages(Part, DecodeStage):
-    """Quantises the oldest tokens of the answer whenever ``residual`` have come together."""
+    """Quantizes the oldest tokens of the answer, ``residual`` of them at a time."""
 
     name: ClassVar[str] = Kivi.name
 
     def step(self, slots: Slots, layer: int) -> None:
         note = slots.notes.get(self.name, {}).get(layer, {})
-        # All heads grow alike: they stay as far apart as they were behind the prompt.
+        # All heads grow alike: their lengths differ as much as after the prompt.
         count = (slots.held - note.get("apart", 0)) // self.of.residual * self.of.residual
         if count <= 0:
             return

@@ -1,8 +1,8 @@
-"""LOOK-M: text stays, the rest of a picture merges into what stays.
+"""LOOK-M: keep text, and merge evicted image slots into the kept ones.
 
-Once a layer has read the prompt, LOOK-M (EMNLP 2024 Findings, arXiv 2406.18139) scores each of its
+After the prefill of a layer, LOOK-M (EMNLP 2024 Findings, arXiv 2406.18139) scores each of its
 ``N`` slots by the attention that it received, and keeps the last ones and the best of the others,
-text before pictures::
+text before images::
 
     a[h, j] = sum over all rows i of P[h, i, j]                 causal softmax attention
     rec     = int(N share recent)        hh = int(N share (1 - recent))
@@ -11,31 +11,32 @@ text before pictures::
 Keys and values of an evicted slot merge into the kept slot whose key is most similar to its own, by
 `kernels.merge`. Without ``text_prior`` the first ``sinks`` slots come before all others instead.
 
-The paper adds ``max(a)`` to the scores of text, which is the order above. So text never leaves, and
-a share with no room for it is an error; a prompt without pictures is left as it is.
+The paper adds ``max(a)`` to the scores of text, which is the order above. So text is never evicted,
+and a share that cannot hold it is an error; a prompt without images is unchanged.
 
 Different from the authors' code, and why:
 
-- Exactly ``hh + rec`` slots stay, as in the paper. Their code keeps all text beyond ``hh`` too;
-  ``overrun`` does so, and then the share is a wish.
-- They add -65516 to a picture's scores. That is no number in float16, and bfloat16 has one value
-  left for all of them: which part of a picture stays is then left to the order of ties. Here text
-  comes first by comparison, and scores stay what they are.
+- Exactly ``hh + rec`` slots are kept, as in the paper. Their code keeps all text beyond ``hh`` too;
+  ``overrun`` does so, and then more than the share may be kept.
+- They add -65516 to the scores of an image. This overflows float16, and in bfloat16 all of these
+  scores become equal: the order of ties then decides which image slots are kept. Here text comes
+  first by comparison, and scores are unchanged.
 - ``merge="avg"`` adds the tokens that belong together. Theirs filters the list of pivots but not
-  the rows, so that every row behind the first gap goes to another one's pivot.
-- ``filter`` names the evicted tokens that ``avg`` and ``weighted`` merge. ``token``: those at least
-  as similar to their pivot as the head's mean. Theirs, ``slot``, averages over heads the similarity
-  of the m-th evicted token of each, which are different tokens. ``pivot`` merges all, as theirs.
+  the rows, so that every row after the first gap is added to a wrong pivot.
+- ``filter`` selects the evicted tokens that ``avg`` and ``weighted`` merge. ``token``: those at
+  least as similar to their pivot as the head's mean. Theirs, ``slot``, averages over heads the
+  similarity of the m-th evicted token of each, which are different tokens. ``pivot`` merges all, as
+  theirs.
 - A key of length zero has similarity 0 to all; theirs becomes NaN, and so does its pivot.
-- Query heads that share a KV head are averaged, scores are not summed over a batch, and what is
-  visual is what the prompt says, not 576 tokens behind a placeholder.
-- Keys merge as they lie, rotated to different positions, as theirs do. ``rope_aware`` compares and
-  merges them as if all stood at one position, and rotates the result to the pivot's; that is new.
-- ``repair`` counts a merged slot for all that went into it; that is new as well.
+- Query heads that share a KV head are averaged, scores are not summed over a batch, and visual
+  slots are those of the prompt's layout, not 576 tokens after a placeholder.
+- Keys merge as stored, rotated to different positions, as theirs do. ``rope_aware`` compares and
+  merges them as if all were at one position, and rotates the result to the pivot's; that is new.
+- ``repair`` weights a merged slot by all slots merged into it; that is new as well.
 
-What they published cannot be imported as it stands (one class is missing, another has lost its
-first line), and what they call RoCo keeps the whole cache, its call being commented out. Both are
-not here.
+Their published code cannot be imported as it is (one class is missing, another lacks its first
+line), and what they call RoCo keeps the whole cache, as its call is commented out. Both are not
+included here.
 """
 
 from __future__ import annotations
@@ -58,14 +59,14 @@ from vlmfast.kernels.select import ranked
 
 
 def sizes(n: int, share: float, recent: float) -> tuple[int, int]:
-    """Heavy hitters ``hh`` and last slots ``rec`` that stay of ``n``."""
+    """Heavy hitters ``hh`` and last slots ``rec`` kept of ``n``."""
     if int(n * share) >= n:
         return n, 0
     return int(n * share * (1 - recent)), int(n * share * recent)
 
 
 def heavy_hitters(score: Tensor, first: Tensor, among: Tensor, count: Tensor) -> Tensor:
-    """The ``count[h]`` best slots of those ``among`` which to choose.
+    """Mark the ``count[h]`` best slots of those in ``among``.
 
     Parameters
     ----------
@@ -93,13 +94,13 @@ class LookM(CacheStage):
     lead: ClassVar[str | None] = "share"
 
     share: float = param(
-        0.2, "share of the prompt's keys and values that stays in each layer", gt=0.0, le=1.0
+        0.2, "fraction of the prompt's keys and values kept in each layer", gt=0.0, le=1.0
     )
-    recent: float = param(0.5, "share of these that are the last of the prompt", ge=0.0, lt=1.0)
+    recent: float = param(0.5, "fraction of the kept slots that are the last ones", ge=0.0, lt=1.0)
     merge: str = param(
         "pivot",
-        "how evicted slots enter the kept ones: half pivot and half token, averaged, weighted by "
-        "similarity, or not at all",
+        "how evicted slots are merged into kept ones: half pivot and half token, averaged, "
+        "weighted by similarity, or not at all",
         choices=("pivot", "avg", "weighted", "none"),
     )
     filter: str = param(
@@ -108,12 +109,12 @@ class LookM(CacheStage):
         "similar on average over heads (the authors' code), or all",
         choices=("token", "slot", "all"),
     )
-    text_prior: bool = param(True, "text stays before any part of a picture")
-    overrun: bool = param(False, "text stays even beyond the share, as in the authors' code")
+    text_prior: bool = param(True, "keep text before any image slot")
+    overrun: bool = param(False, "keep all text even beyond the share, as in the authors' code")
     sinks: int | None = param(
-        None, "first slots that stay; by default 0 with text_prior and 4 without", ge=0
+        None, "first slots always kept; by default 0 with text_prior and 4 without", ge=0
     )
-    rope_aware: bool = param(False, "merge keys as if they all stood at one position")
+    rope_aware: bool = param(False, "merge keys as if they were all at one position")
     repair: bool = repair_param(False)
 
     def text_stats(self, depth: int) -> dict[int, ColumnRequest]:
@@ -129,7 +130,7 @@ class LookM(CacheStage):
         return kv if torch.equal(keep, valid) else self.shrunk(context, kv, keep)
 
     def keep(self, kv: KV, score: Tensor) -> Tensor:
-        """Slots that stay: bool, (H, N). ``score`` is float32, (H, N)."""
+        """Slots to keep: bool, (H, N). ``score`` is float32, (H, N)."""
         slots, valid = torch.arange(len(kv), device=score.device), kv.valid
         lengths = kv.lengths.tolist()
         hh, rec = torch.tensor([sizes(n, self.share, self.recent) for n in lengths]).T.to(slots)
@@ -142,7 +143,7 @@ class LookM(CacheStage):
         return heavy_hitters(score, first, among, hh) | (valid & ~among)
 
     def first(self, kv: KV) -> Tensor:
-        """Slots that must stay: bool, (H, N)."""
+        """Slots that must be kept: bool, (H, N)."""
         sinks = (0 if self.text_prior else 4) if self.sinks is None else self.sinks
         first = (torch.arange(len(kv), device=kv.visual.device) < sinks).expand_as(kv.visual)
         return (first | ~kv.visual if self.text_prior else first) & kv.valid
@@ -172,7 +173,7 @@ class LookM(CacheStage):
 
     def _too_small(self, lengths: list[int], first: Tensor) -> str:
         def short(share: float) -> tuple[int, int, int, int]:
-            """Of the head that lacks most: how many, ``n``, ``hh``, ``rec``."""
+            """Missing slots, ``n``, ``hh`` and ``rec`` of the head that lacks most."""
             rows = []
             for n, must in zip(lengths, first, strict=True):
                 hh, rec = sizes(n, share, self.recent)
@@ -180,10 +181,10 @@ class LookM(CacheStage):
             return max(rows)
 
         lacking, n, hh, rec = short(self.share)
-        # In steps of 1 / 10,000, so that it can be typed.
+        # In steps of 1 / 10,000, so that it is short to type.
         least = bisect_left(range(10_000), True, key=lambda i: short(i / 10_000)[0] <= 0) / 10_000
         what = "text tokens" if self.text_prior else "sinks"
         return (
-            f"{self.name}: share={self.share:g} leaves {hh} of {n} slots beside the last {rec}, "
-            f"less than the {hh + lacking} {what} before these; it must be at least {least:g}"
+            f"{self.name}: share={self.share:g} leaves {hh} of {n} slots before the last {rec}, "
+            f"fewer than the {hh + lacking} {what} there; it must be at least {least:g}"
         )

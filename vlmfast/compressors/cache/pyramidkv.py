@@ -1,24 +1,26 @@
 """PyramidKV: SnapKV with more slots for the first layers and fewer for the last.
 
-Shallow layers spread their attention over all of a prompt, deep ones gather it in few keys.
-PyramidKV (arXiv 2406.02069) ranks slots as SnapKV does (see `snapkv`) and lets the number of slots
-fall from layer to layer. Of N slots, ``C = int(share N)`` stay in the middle of L layers, ``w`` of
-them being the window that stays everywhere; layer l keeps ``w + n_l``::
+Shallow layers spread their attention over the whole prompt, deep ones concentrate it on few keys.
+PyramidKV (arXiv 2406.02069) ranks slots as SnapKV does (see `snapkv`) and decreases the number of
+slots from layer to layer. Of N slots, ``C = int(share N)`` are kept in the middle of L layers,
+``w`` of them being the window that every layer keeps; layer l keeps ``w + n_l``::
 
     m = floor((C - w) / beta)      M = 2 (C - w) - m
     if M >= N - w:                 M = N - w         m = 2 (C - w) - M
     n_l = M - l floor((M - m) / (L - 1))
     if N < 2 (C - w):              n_l = C - w       the budget is too large for a pyramid
 
-``m`` is what the last layer should keep beside the window, ``M`` what the first one does.
+``m`` is the target of the last layer, without the window, and ``M`` that of the first.
 
 Different from the authors' code, and why:
 
-- As in `snapkv`: grouped-query heads vote together, the budget is a share, arithmetic is float32.
+- As in `snapkv`: grouped-query heads vote together, the budget is a fraction, arithmetic is
+  float32.
 - The step between layers is a whole number, as theirs. It is rounded down, so the last layer keeps
-  up to L - 2 slots more than ``m`` and all layers together somewhat more than ``L C``. What the
-  common cost axis counts is what is really kept.
-- Every layer keeps at least one slot beside the window; ``m`` is zero where C - w is below beta.
+  up to L - 2 slots more than ``m`` and all layers together somewhat more than ``L C``. The common
+  cost axis counts the slots actually kept.
+- Every layer keeps at least one slot in addition to the window; ``m`` is zero if C - w is below
+  beta.
 - A model of a single layer keeps C slots; their step would divide by zero.
 """
 
@@ -57,13 +59,13 @@ class PyramidKV(SnapKV):
     paper: ClassVar[str] = "arXiv 2406.02069"
 
     window: float = param(
-        8.0, "last slots, which vote and stay; a value below 1 is a share of what stays", gt=0.0
+        8.0, "last slots, which vote and are kept; below 1 a fraction of the kept slots", gt=0.0
     )
     beta: int = param(20, "the last layer keeps about 1 / beta of the average", ge=1)
 
     def capacity(self, context: PrefillContext, layer: int, n: int) -> int:
         capacity = super().capacity(context, layer, n)
         window = self.last(capacity)
-        if capacity <= window:  # which is then an error of every layer
+        if capacity <= window:  # an error, raised for every layer
             return capacity
         return pyramid(n, capacity, window, context.depth, self.beta)[layer]

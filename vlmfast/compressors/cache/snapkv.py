@@ -1,9 +1,9 @@
-"""SnapKV: the end of the prompt knows which keys the answer will need.
+"""SnapKV: keep the keys that the end of the prompt attends to.
 
-What the last tokens of a prompt attend to is what the answer attends to as well. SnapKV (NeurIPS
-2024, arXiv 2404.14469) lets the last ``w`` rows of each layer, its observation window, vote on all
-keys before them, smooths the votes so that neighbours of a wanted key stay with it, and keeps the
-window and the best of the rest. With ``P`` the layer's causal attention, for ``j < N - w``::
+The answer attends to the same keys as the last tokens of the prompt. SnapKV (NeurIPS 2024, arXiv
+2404.14469) lets the last ``w`` rows of each layer, its observation window, vote on all keys before
+them, smooths the votes so that neighbours of a selected key are kept with it, and keeps the window
+and the best of the rest. With ``P`` the layer's causal attention, for ``j < N - w``::
 
     s[h, j] = sum over the last w rows i of P[h, i, j]
     z[h]    = pool(s[h])                    1-D, odd kernel, stride 1, zeros beyond both ends
@@ -14,13 +14,13 @@ Different from the authors' code, and why:
 - Query heads that share a KV head vote together (``agg``: their mean) before pooling, and each KV
   head is stored once. The authors repeat the keys for each query head first, which makes the cache
   of a grouped-query model larger than an uncompressed one.
-- The budget is a share of the prompt. The authors keep a fixed number of slots; with N slots, a
-  share of capacity / N is the same.
-- A ``window`` below 1 is a share of what stays, as ports to vision-language models have it (0.1);
-  the last 32 rows vote then, since the tenth of a short prompt's budget is hardly a row. The
+- The budget is a fraction of the prompt. The authors keep a fixed number of slots; with N slots,
+  ``share = capacity / N`` is the same.
+- A ``window`` below 1 is a fraction of the kept slots, as in ports to vision-language models (0.1).
+  Then the last 32 rows vote, since the tenth of a short prompt's budget is hardly a row. The
   default is the paper's number; a share that leaves no more than the window is an error.
-- Softmax, sums and pooling are float32 throughout; ties go to the lower index; kept slots stay in
-  the order of the prompt.
+- Softmax, sums and pooling are float32 throughout; ties go to the lower index; kept slots keep the
+  order of the prompt.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from vlmfast.errors import RecipeError
 
 from ..evictor import Evictor, pooled
 
-ROWS = 32  # that vote, where the window is not a number of rows
+ROWS = 32  # rows that vote if the window is a fraction
 
 
 def votes(received: Tensor, ranked: Tensor, agg: str, kernel: int, pool: str) -> Tensor:
@@ -48,7 +48,7 @@ def votes(received: Tensor, ranked: Tensor, agg: str, kernel: int, pool: str) ->
     received : Tensor, float32, (H, G, N)
         Attention that each key received from the rows that vote.
     ranked : Tensor, bool, (H, N)
-        Slots before the window; what the others received is not pooled into these.
+        Slots before the window; others are excluded from pooling.
 
     Returns
     -------
@@ -67,13 +67,13 @@ class SnapKV(Evictor):
     asks_question: ClassVar[bool] = True
 
     window: float = param(
-        32.0, "last slots, which vote and stay; a value below 1 is a share of what stays", gt=0.0
+        32.0, "last slots, which vote and are kept; below 1 a fraction of the kept slots", gt=0.0
     )
-    kernel: int = param(7, "neighbours that are pooled, an odd number", ge=1)
+    kernel: int = param(7, "width of the pooling kernel, an odd number", ge=1)
     pool: str = param("max", "how neighbours are pooled", choices=("max", "avg"))
     agg: str = param(
         "mean",
-        "what query heads of one KV head make of their votes",
+        "how the votes of the query heads of one KV head are combined",
         choices=("mean", "max", "sum"),
     )
 
@@ -83,7 +83,7 @@ class SnapKV(Evictor):
             raise RecipeError(f"{self.name}: kernel={self.kernel} is even; it must be odd")
         if self.window > 1 and self.window != int(self.window):
             raise RecipeError(
-                f"{self.name}: window={self.window:g} must be a whole number, or below 1 a share"
+                f"{self.name}: window={self.window:g} must be a whole number, or a fraction below 1"
             )
 
     def text_stats(self, depth: int) -> dict[int, ColumnRequest]:

@@ -1,32 +1,31 @@
-"""StreamingLLM: the first few slots and the last ones, at distances as if nothing was between them.
+"""StreamingLLM: keep the first few slots and the last ones, numbered as if adjacent.
 
-Models pour attention that they have no use for into the first tokens. StreamingLLM (ICLR 2024,
-arXiv 2309.17453) keeps these sinks and a window that slides over the rest, however long a text
-becomes, and numbers what it holds by slots: with n slots, the key in slot i is seen at the rotary
-distance ``n - 1 - i`` of the last one, no matter how far apart the tokens were. Of N slots of the
-prompt, the first ``sinks`` and the last ``int(share N) - sinks`` stay; every token of the answer
-pushes out the oldest slot that is no sink.
+Models attend to the first tokens when they need no other. StreamingLLM (ICLR 2024, arXiv
+2309.17453) keeps these sinks and a window that slides over the rest, however long a text becomes,
+and numbers the cache by slots: with n slots, the key in slot i is seen at the rotary distance
+``n - 1 - i`` of the last one, no matter how far apart the tokens were. Of N slots of the prompt,
+the first ``sinks`` and the last ``int(share N) - sinks`` are kept; every token of the answer evicts
+the oldest slot that is not a sink.
 
 The authors cache keys without rotary ids and rotate all of them by slot at each step. Here keys are
-cached with their ids, and only what must move is moved. Rotary attention knows differences of ids
-alone: where the query of the next token, id ``p + 1``, meets a key of id ``q``, the logit depends
-on ``p + 1 - q``. Attention does not know the order of its keys either. So slot i of n may have any
+cached with their ids, and only those that move are rotated. Rotary attention depends on differences
+of ids alone: where the query of the next token, id ``p + 1``, meets a key of id ``q``, the logit
+depends on ``p + 1 - q``. Nor does it depend on the order of its keys. So slot i of n may have any
 id, as long as its distance is that of its slot::
 
-    q_i = p - (n - 1 - i)               p: id of the last token, which stays
+    q_i = p - (n - 1 - i)               p: id of the last token, which is kept
 
-The window's tokens follow one another; they have these ids already. Only the sinks, for which this
-is far from their own id, are rotated: once to meet the window, then on by one with each token of
-the answer. They are rotated from a float32 copy of the prompt's keys each time, so that rounding
-does not pile up.
+The window's tokens are consecutive; they have these ids already. Only the sinks, whose own ids
+differ, are rotated: once to meet the window, then by one more with each token of the answer. They
+are rotated from a float32 copy of the prompt's keys each time, so that rounding does not add up.
 
 Different from the authors' code, and why:
 
-- Rotation as above. The same logits, without a pass over all keys in each step.
-- The window is a share of the prompt, not a fixed number of slots, and it holds the new token too:
-  what the authors call evicting for space.
-- Models whose tokens have three rotary ids (M-RoPE) are refused: there is no such thing as the
-  next slot's place in a picture.
+- Rotation as above. The logits are the same, without processing all keys in each step.
+- The window is a fraction of the prompt, not a fixed number of slots, and it includes the new token
+  too: what the authors call evicting for space.
+- Models whose tokens have three rotary ids (M-RoPE) are refused, since the next slot has no defined
+  position in an image.
 """
 
 from __future__ import annotations
@@ -50,21 +49,21 @@ from ..part import Part
 
 
 def moves(position: Tensor, lengths: Tensor) -> Tensor:
-    """What is to be added to each id so that the last stays and the others lead up to it.
+    """Offsets that make the ids consecutive, ending at the unchanged id of the last slot.
 
     Parameters
     ----------
     position : Tensor, int64, (H, N)
     lengths : Tensor, int64, (H,)
-        Slots that exist; for the others, any number comes back.
+        Valid slots; offsets of the others are undefined.
     """
     last = position.gather(1, lengths[:, None] - 1)
-    behind = lengths[:, None] - 1 - torch.arange(position.shape[1], device=position.device)
-    return last - behind - position
+    distance = lengths[:, None] - 1 - torch.arange(position.shape[1], device=position.device)
+    return last - distance - position
 
 
 def oldest(order: Tensor, length: Tensor, sinks: int) -> Tensor:
-    """The slot of each head, ``order`` (H, N), with the oldest token behind the first ``sinks``."""
+    """The slot of each head, ``order`` (H, N), with the oldest token after the first ``sinks``."""
     slots = torch.arange(order.shape[1], device=order.device)
     fixed = (slots < sinks) | (slots >= length[:, None])
     return order.masked_fill(fixed, torch.iinfo(order.dtype).max).argmin(1)
@@ -72,12 +71,12 @@ def oldest(order: Tensor, length: Tensor, sinks: int) -> Tensor:
 
 @dataclass(frozen=True)
 class StreamingLLM(Evictor):
-    """Keeps the first few slots and the last ones, and slides with the answer."""
+    """Keeps the first few slots and a window of the last ones that slides with the answer."""
 
     name: ClassVar[str] = "streamingllm"
     paper: ClassVar[str] = "ICLR 2024, arXiv 2309.17453"
 
-    sinks: int = param(4, "first slots, which always stay", ge=0)
+    sinks: int = param(4, "first slots, which are always kept", ge=0)
 
     def expand(self) -> tuple[Stage, ...]:
         return (self, Slide(self))
@@ -108,16 +107,16 @@ class StreamingLLM(Evictor):
 
 @dataclass(frozen=True)
 class Sinks:
-    """What one layer must remember of its prompt.
+    """State of one layer after its prompt.
 
     Parameters
     ----------
     keys : Tensor, float32, (H, sinks, D)
         Under their own rotary ids.
     delta : Tensor, int64, (H, sinks)
-        What is to be added to these ids when the order of the last token is added to it.
+        Offset of these ids, less the order of the last token.
     budget : int
-        Slots that stay.
+        Number of kept slots.
     """
 
     keys: Tensor
@@ -127,21 +126,22 @@ class Sinks:
 
 @dataclass(frozen=True)
 class Slide(Part, DecodeStage):
-    """Evicts the oldest slot that is no sink, and moves the sinks up."""
+    """Evicts the oldest slot that is not a sink, and rotates the sinks."""
 
     name: ClassVar[str] = StreamingLLM.name
 
     def step(self, slots: Slots, layer: int) -> None:
-        note, held, count = slots.notes.get(self.name, {}).get(layer), slots.held, self.of.sinks
+        note, length = slots.notes.get(self.name, {}).get(layer), slots.held
         if note is None:  # the whole prompt was kept
             return
-        if held < note.budget:  # the first slots need not be the sinks any more
+        if length < note.budget:  # the first slots may no longer be the sinks
             raise RecipeError(
                 f"{self.name} must be the last method of a recipe that changes the cache: of "
-                f"its {note.budget} slots in layer {layer}, {held} are left"
+                f"its {note.budget} slots in layer {layer}, {length} are left"
             )
-        for more in range(held + 1 - note.budget):
-            slots.evict(oldest(slots.order[:, : held - more], slots.length, count))
-        # The token to come, number ``seen``, is the last one.
+        sinks = self.of.sinks
+        for evicted in range(length + 1 - note.budget):
+            slots.evict(oldest(slots.order[:, : length - evicted], slots.length, sinks))
+        # The next token, number ``seen``, is the last one.
         keys = slots.rotate(note.keys, note.delta + slots.seen)
-        slots.keys[:, :count] = keys.to(slots.keys.dtype)
+        slots.keys[:, :sinks] = keys.to(slots.keys.dtype)

@@ -1,32 +1,35 @@
-"""VL-Cache: layers whose attention is sparse need fewer slots.
+"""VL-Cache: fewer slots for layers whose attention is sparse.
 
-After a picture comes the question, and its rows show what the answer will look at. VL-Cache (ICLR
-2025, arXiv 2410.23317) asks the ``R`` rows of text behind the last visual token twice. How much of
-what they may see do they look at? With ``A`` the causal attention of layer l in head h, an entry
-counts if it reaches ``p`` of the largest of its row::
+The question comes after an image, and its rows show what the answer will attend to. VL-Cache (ICLR
+2025, arXiv 2410.23317) uses the ``R`` rows of text after the last visual token twice. First, the
+density of their attention sets the budget of a layer. With ``A`` the causal attention of layer l in
+head h, an entry counts if it reaches ``p`` of the largest of its row::
 
     gamma[l] = 1 - mean over h of #{A[h, i, j] >= p max over j of A[h, i, j]} / #{j <= i}
 
-The denser a layer, the more of the ``alpha`` of all slots it gets, of L layers with n slots each::
+The denser a layer, the more it gets of the budget ``alpha`` of all slots, for L layers with n slots
+each::
 
     beta[l]  = clip((1 - gamma[l]) / (sum over layers of 1 - gamma) alpha L, 0.01, 1)
 
-And which slots? Those that the rows attend to most, ``s[h, j] = sum over i of A[h, i, j]``. A tenth
-of the average budget, ``max(int(recent alpha n), 1)`` slots, is a window of last ones that every
-layer keeps; the other nine tenths are the ``int((1 - recent) beta[l] n)`` best before it.
+Second, slots are ranked by what they receive from these rows, ``s[h, j] = sum over i of A[h, i,
+j]``. A tenth of the average budget, ``max(int(recent alpha n), 1)`` slots, is a window of last ones
+that every layer keeps; the other nine tenths are the ``int((1 - recent) beta[l] n)`` best before
+it.
 
 Different from the authors' code, and why (it is not public; the numbers are checked against the
 port of EffiVLM-Bench):
 
-- The port offers a window of ``recent beta[l] n`` too, on top of the whole budget, which then is
-  more than ``alpha``. Here window and scored slots are the budget together.
-- Grouped-query heads add up their attention and each KV head chooses for itself. With
-  ``head_adaptive=false`` all heads add up and keep the same tokens.
-- Where reducers left layers prompts of different lengths, a budget is a share of each layer's own.
-- Statistics are sums over columns, so the map of the rows is never stored. Ties go to the lower
-  index, kept slots stay in the order of the prompt.
-- All layers' full keys and values must be there until the last has run: the memory of a prefill
-  does not fall.
+- The port also offers a window of ``recent beta[l] n``, on top of the whole budget, which then is
+  more than ``alpha``. Here window and scored slots together are the budget.
+- Grouped-query heads sum their attention, and each KV head selects separately. With
+  ``head_adaptive=false`` all heads sum and keep the same tokens.
+- Where reducers left layers prompts of different lengths, a budget is a fraction of each layer's
+  own.
+- Statistics are sums over columns, so the attention map is never stored. Ties go to the lower
+  index, kept slots keep the order of the prompt.
+- The full keys and values of all layers are kept until the last has run, so the memory of a prefill
+  is not reduced.
 """
 
 from __future__ import annotations
@@ -44,11 +47,11 @@ from vlmfast.errors import RecipeError
 
 from ..layered import Layered, Scored
 
-FLOOR = 0.01  # of its slots, that every layer keeps
+FLOOR = 0.01  # fraction of its slots that every layer keeps
 
 
 def density(count: Tensor, nnz: Tensor) -> Tensor:
-    """``1 - gamma``: share of what the rows may see that they look at, mean over query heads.
+    """``1 - gamma``: fraction of the visible entries above the threshold, mean over query heads.
 
     Parameters
     ----------
@@ -65,7 +68,7 @@ def density(count: Tensor, nnz: Tensor) -> Tensor:
 
 
 def budgets(densities: Sequence[float], share: float, recent: float) -> list[float]:
-    """``(1 - recent) beta``: share of its slots that each layer keeps before the window."""
+    """``(1 - recent) beta``: fraction of its slots that each layer keeps before the window."""
     scored, whole = 1 - recent, sum(densities)
     ideal = [d / whole * share * scored * len(densities) for d in densities]
     return [min(max(beta, FLOOR * scored), 1.0) for beta in ideal]
@@ -73,7 +76,7 @@ def budgets(densities: Sequence[float], share: float, recent: float) -> list[flo
 
 @dataclass(frozen=True)
 class VLCache(Layered):
-    """Gives each layer as many slots as its attention is dense, as the question sees it."""
+    """Gives each layer slots in proportion to the density of the question's attention."""
 
     name: ClassVar[str] = "vlcache"
     paper: ClassVar[str] = "ICLR 2025, arXiv 2410.23317"
@@ -81,16 +84,16 @@ class VLCache(Layered):
 
     share: float = param(
         0.1,
-        "share of the prompt's keys and values that stays, averaged over layers",
+        "fraction of the prompt's keys and values kept, averaged over layers",
         gt=0.0,
         le=1.0,
     )
     p: float = param(
-        0.01, "share of a row's largest attention from which an entry counts", gt=0.0, le=1.0
+        0.01, "threshold of an entry, as a fraction of its row's largest", gt=0.0, le=1.0
     )
-    recent: float = param(0.1, "share of the budget that is the last slots", ge=0.0, lt=1.0)
+    recent: float = param(0.1, "fraction of the budget for the last slots", ge=0.0, lt=1.0)
     head_adaptive: bool = param(
-        True, "each KV head chooses its own tokens, instead of all together"
+        True, "each KV head selects its own tokens, instead of one set for all"
     )
 
     def text_stats(self, depth: int) -> dict[int, ColumnRequest]:
@@ -107,8 +110,8 @@ class VLCache(Layered):
             return received
         if not bool((kv.order == kv.order[:1]).all()):
             raise RecipeError(
-                "vlcache: head_adaptive=false lets all heads keep the same tokens, but a stage "
-                "before it has left them different ones; use head_adaptive=true"
+                "vlcache: head_adaptive=false needs the same tokens in all heads, but an earlier "
+                "stage has left different ones; use head_adaptive=true"
             )
         return received.sum(0, keepdim=True).expand_as(received)
 
@@ -116,8 +119,8 @@ class VLCache(Layered):
         return density(stats.count, stats.nnz)
 
     def counts(self, layers: list[Scored]) -> list[int]:
-        betas = budgets([of.claim for of in layers], self.share, self.recent)
+        betas = budgets([layer.claim for layer in layers], self.share, self.recent)
         return [
-            min(max(int(beta * of.n), 1) + of.window, of.n)
-            for beta, of in zip(betas, layers, strict=True)
+            min(max(int(beta * layer.n), 1) + layer.window, layer.n)
+            for beta, layer in zip(betas, layers, strict=True)
         ]

@@ -1,9 +1,9 @@
-"""ZipCache: the slots that a few probing rows look at in 4 bits, the rest in 2.
+"""ZipCache: salient slots in 4 bits, the rest in 2.
 
-ZipCache (NeurIPS 2024, arXiv 2405.14256) keeps every token of the prompt, in one of two
-precisions. Per layer, behind its attention, a few *probe* rows tell how salient each slot is: the
+ZipCache (NeurIPS 2024, arXiv 2405.14256) keeps every token of the prompt, in one of two precisions.
+After the attention of each layer, a few *probe* rows measure how salient each slot is: the
 ``recent`` last rows and as many drawn at random. Their softmax attention ``A``, summed over the
-query heads of a KV head, is divided by the number of rows that could see the slot at all, for early
+query heads of a KV head, is divided by the number of rows that could see the slot, since early
 slots would win otherwise::
 
     a_j = sum over probes i of A[i, j]          saliency_j = a_j / (L - j)
@@ -20,10 +20,10 @@ channel, 2 x 2 of key parameters and 2 of channel scale.
 
 Different from the authors' code, and why:
 
-- Parameters belong to one KV head of one sequence. The authors quantise all heads as one long row,
+- Parameters belong to one KV head of one sequence. The authors quantize all heads as one long row,
   although row t is a different token in each of them, and share key parameters over a batch.
-- Nothing is quantised twice. The authors dequantise everything, add the newest 100 tokens, sort
-  anew by what the last row attends to, and quantise everything again, which adds error each time.
+- No slot is quantized twice. The authors dequantize everything, add the newest 100 tokens, sort
+  again by the attention of the last row, and quantize everything again, which adds error each time.
   Here the oldest ``page`` tokens of the answer become a page, at ``bits_high``, with key parameters
   of their own and the channel scale of the prompt.
 - ``norm="full"`` divides by ``L - j`` as the authors' code does; ``norm="probe"`` is the paper's
@@ -61,7 +61,7 @@ def saliency(received: Tensor, rows: Tensor) -> Tensor:
     received : Tensor, float32, (..., G, N)
         Sum over the probe rows, of each of the G query heads of a KV head.
     rows : Tensor, int64, (..., N)
-        How many rows could.
+        Number of rows that could see the slot.
 
     Returns
     -------
@@ -92,37 +92,37 @@ def least_salient(score: Tensor, share: float, lengths: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class ZipCache(CacheStage):
-    """Quantises salient slots to 4 bits and the others to 2."""
+    """Quantizes salient slots to 4 bits and the others to 2."""
 
     name: ClassVar[str] = "zipcache"
     paper: ClassVar[str] = "NeurIPS 2024, arXiv 2405.14256"
     lead: ClassVar[str | None] = "important"
     quantises: ClassVar[bool] = True
 
-    important: float = param(0.6, "share of the slots that get bits_high", ge=0.0, le=1.0)
+    important: float = param(0.6, "fraction of the slots stored in bits_high", ge=0.0, le=1.0)
     bits_high: int = param(4, "bits of salient slots and of the answer: 2, 4 or 8", ge=2, le=8)
     bits_low: int = param(2, "bits of the other slots: 2, 4 or 8", ge=2, le=8)
-    recent: float = param(0.05, "share of the prompt's rows, its last ones, that probe", gt=0, lt=1)
-    random: float = param(0.05, "share of the rows before them that are drawn to probe", ge=0, lt=1)
-    seed: int = param(0, "of the draw", ge=0)
+    recent: float = param(0.05, "fraction of the prompt's rows, the last, that probe", gt=0, lt=1)
+    random: float = param(0.05, "fraction of the other rows that is drawn to probe", ge=0, lt=1)
+    seed: int = param(0, "seed of the random probe rows", ge=0)
     norm: str = param(
         "full",
-        "what attention is divided by: all rows that could see the slot, or the probe rows alone",
+        "divisor of the attention: all rows that could see the slot, or the probe rows alone",
         choices=("full", "probe"),
     )
-    page: int = param(128, "tokens of the answer that are quantised at once", ge=1)
+    page: int = param(128, "tokens of the answer that are quantized together", ge=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for word in ("bits_high", "bits_low"):
-            if (bits := getattr(self, word)) not in (2, 4, 8):
+        for name in ("bits_high", "bits_low"):
+            if (bits := getattr(self, name)) not in (2, 4, 8):
                 raise RecipeError(
-                    f"zipcache: {word}={bits} cannot be packed; allowed are 2, 4 and 8"
+                    f"zipcache: {name}={bits} cannot be packed; allowed are 2, 4 and 8"
                 )
         if self.bits_low > self.bits_high:
             raise RecipeError(
                 f"zipcache: bits_low={self.bits_low} is more than bits_high={self.bits_high}; "
-                "it must be no more"
+                "it must not exceed it"
             )
 
     def expand(self) -> tuple[Stage, ...]:
@@ -176,7 +176,7 @@ class ZipCache(CacheStage):
 
 @dataclass(frozen=True)
 class Pages(Part, DecodeStage):
-    """Quantises the oldest tokens of the answer whenever a page of them has come together."""
+    """Quantizes the oldest tokens of the answer, a page at a time."""
 
     name: ClassVar[str] = ZipCache.name
 
@@ -184,7 +184,7 @@ class Pages(Part, DecodeStage):
         count = slots.held // self.of.page * self.of.page
         if not count:
             return
-        # All pages of a layer share a scale, so that they can stand behind each other.
+        # All pages of a layer share a scale, so that they can be concatenated.
         scales, order = slots.notes.setdefault(self.name, {}), slots.order[:, :count]
 
         def make(keys: Tensor, values: Tensor) -> Segment:

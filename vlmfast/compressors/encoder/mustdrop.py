@@ -1,52 +1,54 @@
-"""MustDrop: tokens that are alike merge, tokens that matter stay, the question drops the rest.
+"""MustDrop: merge similar tokens, protect key tokens, and drop the rest by the question.
 
-MustDrop (arXiv 2411.10803) asks three times whether a visual token must be dropped; one recipe word
-runs all three parts.
+MustDrop (arXiv 2411.10803) decides at three steps which visual tokens to drop; one method name runs
+all three parts.
 
-In the vision tower, behind its first layer, the patches are cut into windows of ``m`` (3 x 3). A
-window whose patches are alike becomes one token, their mean::
+In the vision tower, after its first layer, the patches are cut into windows of ``m`` (3 x 3). A
+window of similar patches becomes one token, their mean::
 
     sim(w) = mean over pairs i != j of cos(x_i, x_j)          merge w if sim(w) >= similarity
 
 At the end of the tower the CLS row of the last layer, mean over heads, marks the *key set* of each
 view: the ``ceil(key T)`` most attended of its ``T`` tokens. No later part drops them.
 
-In the language model, behind layers 2, 6, 10 and 14 (of 0 to 31), every text row ``t`` behind the
-last visual token says, by its softmax attention ``A`` (mean over heads), what the question sees::
+In the language model, after layers 2, 6, 10 and 14 (of 0 to 31), visual tokens are filtered by the
+softmax attention ``A`` (mean over heads) of the text rows ``t`` after the last visual token::
 
     g_j = sum over t of A[t, j]         m_j = max over t of A[t, j]
     drop j  if  g_j < global_thr sum_i g_i  and  m_j < individual_thr  and  j is no key token
 
-In the cache, once the prompt is read, a layer still holds what later filters dropped. The answer
-needs what survived the last one: from the layer on behind which the first filter runs, all layers
-keep these tokens alone (``cache``). Layers before it keep everything. The prefill does not change.
+After the prefill, the cache of a layer still contains tokens that later filters dropped. The answer
+needs only those that survived the last one: from the layer after which the first filter runs, all
+layers keep these tokens alone (``cache``). Layers before it keep everything. The prefill does not
+change.
 
 ``budget`` needs counts rather than thresholds. Raise both thresholds by one common factor: token j
-falls at ``max(g_j / (global_thr sum_i g_i), m_j / individual_thr)``, and 1 is the rule above.
+is dropped at ``max(g_j / (global_thr sum_i g_i), m_j / individual_thr)``, and 1 is the rule above.
 That factor ranks the tokens. A budget keeps the key set and the best of the rest, ``n lambda^s``
-tokens behind filter ``s``; ``n`` enter the language model, and ``lambda`` is solved so that the
+tokens after filter ``s``; ``n`` enter the language model, and ``lambda`` is solved so that the
 average over the layers is met. Windows still merge, those of all views ranked together, while at
-least the budget's share of the tower's patches is left.
+least the budget's fraction of the tower's patches is left.
 
 Different from the authors' code, and why:
 
 - Every view merges all of its similar windows. The authors merge as many in each view as in the one
   with the fewest, so that a call has rows of one length; ``merge="call"`` does so too. Here views
-  are padded instead, and what a picture keeps does not depend on its neighbours.
-- Merged tokens stand where the middle of their window stood. The authors put them in front of all
-  others, most similar first (so does `spatial_merge`; the tower itself does not mind).
-- Windows are 3 x 3 where that divides a view, else 2 x 2; other views need a window of their own.
-- Tokens that the prompt does not hold (LLaVA-NeXT's letterbox) are no candidates for the key set.
+  are padded instead, and the tokens kept of an image do not depend on the other images.
+- Merged tokens take the position of the middle of their window. The authors put them before all
+  others, most similar first (so does `spatial_merge`; the tower is invariant to the order).
+- Windows are 3 x 3 if that divides a view, else 2 x 2; other views need an explicit window.
+- Tokens that are not in the prompt (LLaVA-NeXT's letterbox) are no candidates for the key set.
 - Newlines, which the authors do not insert, are visual tokens like others to the filter.
 - Similarities and attention are compared in float32. Ties go to the lower index.
-- Several pictures: their tokens are filtered together, by the text behind the last one.
+- Several images: their tokens are filtered together, by the text after the last one.
 - On vision towers without CLS the attention that patches receive marks the key set. Towers that
   make one token of several patches merge no windows; the other parts run alone.
 - A cached token keeps the rotary id that it has in its layer, and the answer continues the ids of
-  each layer's prompt. In the authors' decode a layer's next id is the number of slots that its
-  cache holds, less than the ids of what it holds.
+  each layer's prompt. In the authors' decode a layer's next id is the length of its cache, which is
+  below the ids of its tokens.
 - Any depth: the layers are given as the number of layers before each drop, 3, 7, 11 and 15; a value
-  below 1 is a share of the depth. Thresholds are absolute, as published: fewer tokens, softer rule.
+  below 1 is a fraction of the depth. Thresholds are absolute, as published: with fewer tokens, the
+  rule drops less.
 """
 
 from __future__ import annotations
@@ -74,8 +76,8 @@ from ..budget import check_layers, drop_layers, moved_layers, solve_counts
 from ..part import Part
 from ..select import best
 
-# Thresholds (global, individual) of the authors' scripts for LLaVA-1.5-7B, by the tokens that they
-# left on average of its 576: TextVQA's, and for 64 tokens also VizWiz's.
+# Thresholds (global, individual) of the authors' scripts for LLaVA-1.5-7B, by the average tokens
+# left of its 576: TextVQA's, and for 64 tokens also VizWiz's.
 PUBLISHED = {
     "192": (0.001, 0.001),
     "128": (0.0012, 0.001),
@@ -117,7 +119,7 @@ def spatial_merge(
     Parameters
     ----------
     hidden : Tensor, (V, cls + N, D)
-        CLS, where the tower has one, and the patches of a square view.
+        CLS, if the tower has one, and the patches of a square view.
     similarity : Tensor, (V, W)
     counts : Tensor, int64, (V,)
     cls : int
@@ -128,7 +130,7 @@ def spatial_merge(
     hidden : Tensor, (V, M, D)
         CLS, merged windows by falling similarity, other patches in raster order, padding.
     source : Tensor, int64, (V, cls + N)
-        Row of the new hidden states that each old row is part of.
+        Row of the new hidden states that each old row merges into.
     lengths : Tensor, int64, (V,)
         Rows of each view without the padding.
     """
@@ -147,12 +149,12 @@ def spatial_merge(
     lengths = source.amax(1) + 1
     most = int(lengths.max())
 
-    # Where each new row is copied from: an old row or the mean of a window. Windows that do not
-    # merge write into a last column that is cut off; padding is a copy of the first row.
+    # Source of each new row: an old row or the mean of a window. Windows that do not merge write
+    # into a last column that is cut off; padding is a copy of the first row.
     copied = torch.zeros(views, most + 1, dtype=torch.int64, device=hidden.device)
     copied = copied.scatter(1, source, index.expand(views, -1))
-    place = torch.where(rank < counts[:, None], cls + rank, most)
-    copied = copied.scatter(1, place, (cls + n + index[: rank.shape[1]]).expand(views, -1))
+    target = torch.where(rank < counts[:, None], cls + rank, most)
+    copied = copied.scatter(1, target, (cls + n + index[: rank.shape[1]]).expand(views, -1))
     rows = torch.cat([hidden, cells.mean(2)], dim=1)
     return rows.gather(1, copied[:, :most, None].expand(-1, -1, rows.shape[2])), source, lengths
 
@@ -186,21 +188,21 @@ def text_attention(attention: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dual_attention(g: Tensor, m: Tensor, global_thr: float, individual_thr: float) -> Tensor:
-    """Tokens that pass one of both thresholds: bool (N,)."""
+    """Tokens that reach one of both thresholds: bool (N,)."""
     return ~((g < global_thr * g.sum()) & (m < individual_thr))
 
 
 def dual_attention_rank(g: Tensor, m: Tensor, global_thr: float, individual_thr: float) -> Tensor:
-    """By which factor both thresholds must be raised until a token falls: (N,)."""
+    """Factor by which both thresholds must be raised until a token is dropped: (N,)."""
     return torch.maximum(g / (global_thr * g.sum()), m / individual_thr)
 
 
-# --- the recipe word, and its parts --------------------------------------------------------------
+# --- the method and its parts --------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class MustDrop(Stage):
-    """Merges similar windows, protects key tokens, drops what the question does not look at."""
+    """Merges similar windows, protects key tokens, drops what the question does not attend to."""
 
     name: ClassVar[str] = "mustdrop"
     protocol: ClassVar[str] = "in-encoder"
@@ -210,32 +212,34 @@ class MustDrop(Stage):
 
     window: int = param(
         0,
-        "side of the windows in patches; 0: 3 where that divides a view, else 2; 1: nothing merges",
+        "side of the windows in patches; 0: 3 if that divides a view, else 2; 1: no merging",
         ge=0,
     )
-    similarity: float = param(0.8, "mean cosine from which a window merges; 2: never", ge=-1.0)
+    similarity: float = param(0.8, "lowest mean cosine of merged windows; 2: no merging", ge=-1.0)
     merge: str = param(
         "view",
         "windows merged: all similar ones of each view, or as many as in the view with the fewest",
         choices=("view", "call"),
     )
-    key: float = param(0.08, "share of each view's tokens that is never dropped", gt=0.0, le=1.0)
+    key: float = param(0.08, "fraction of each view's tokens that is never dropped", gt=0.0, le=1.0)
     layers: tuple[float, ...] = param(
         (3 / 32, 7 / 32, 11 / 32, 15 / 32),
-        "layers before each filter; a value below 1 is a share of the model's depth",
+        "layers before each filter; a value below 1 is a fraction of the model's depth",
         gt=0.0,
     )
     published: str = param(
-        "192", "the authors' thresholds, by the tokens they left of 576", choices=tuple(PUBLISHED)
+        "192",
+        "the authors' thresholds, by the average tokens left of 576",
+        choices=tuple(PUBLISHED),
     )
     global_thr: float | None = param(
-        None, "lowest share of the text's attention, instead of the published one", ge=0.0, le=1.0
+        None, "minimum fraction of the text's attention; replaces the published one", ge=0.0, le=1.0
     )
     individual_thr: float | None = param(
-        None, "lowest attention of one text token, instead of the published one", ge=0.0, le=1.0
+        None, "minimum attention of one text token; replaces the published one", ge=0.0, le=1.0
     )
     saliency: str = saliency_param()
-    cache: bool = param(True, "layers from the first filter on keep what survived the last")
+    cache: bool = param(True, "from the first filter on, cache only what the last filter keeps")
     positions: str = positions_param("compact")
     repair: bool = repair_param(False)
     budget: float | None = budget_param()
@@ -244,11 +248,11 @@ class MustDrop(Stage):
         super().__post_init__()
         check_layers(self.name, self.layers)
         names = ("global_thr", "individual_thr")
-        for word, value in zip(names, self.thresholds, strict=True):
+        for name, value in zip(names, self.thresholds, strict=True):
             if self.budget is not None and value == 0:
                 raise RecipeError(
-                    f"mustdrop: {word}=0 cannot stand with budget, which ranks tokens by their "
-                    "attention in units of the thresholds; it must be > 0"
+                    f"mustdrop: {name}=0 cannot be combined with budget, which ranks tokens by "
+                    "their attention in units of the thresholds; it must be > 0"
                 )
 
     @property
@@ -267,7 +271,7 @@ class MustDrop(Stage):
         return replace(self, layers=tuple(map(float, moved_layers(self.layers, depth, first))))
 
     def floor(self, depth: int) -> float:
-        """Of a picture in which nothing merges: all tokens, then the key set alone."""
+        """For an image in which nothing merges: all tokens, then the key set alone."""
         first = self.filters(depth)[0] / depth
         return first + (1 - first) * self.key
 
@@ -289,7 +293,7 @@ class MustDrop(Stage):
 
 @dataclass(frozen=True)
 class Merge(Part, InEncoderStage):
-    """Part 1: similar windows become one token behind the first layer of the tower."""
+    """Part 1: similar windows become one token after the first layer of the tower."""
 
     name: ClassVar[str] = MustDrop.name
 
@@ -309,20 +313,20 @@ class Merge(Part, InEncoderStage):
         side = math.isqrt(n)
         if context.merged is not None or side * side != n:
             raise RecipeError(
-                f"mustdrop needs a square grid of patches that nothing has merged before; the "
+                f"mustdrop needs a square grid of patches that no earlier stage has merged; the "
                 f"vision tower has {n} of them here"
             )
         if (window := self.of.window_of(side)) == (1, 1):
             return hidden, None
         similarity = window_similarity(windows(hidden[:, cls:], window))
         similar = similarity >= self.of.similarity
-        room = similar.numel()
+        limit = similar.numel()
         if self.of.budget is not None:
-            room = int(len(hidden) * n * (1 - self.of.budget) / (window[0] * window[1] - 1))
+            limit = int(len(hidden) * n * (1 - self.of.budget) / (window[0] * window[1] - 1))
         if self.of.merge == "view":
-            counts = (similar & best(similarity.view(1, -1), [room]).view_as(similar)).sum(1)
+            counts = (similar & best(similarity.view(1, -1), [limit]).view_as(similar)).sum(1)
         else:
-            counts = similar.sum(1).min().clamp(max=room // len(hidden)).expand(len(hidden))
+            counts = similar.sum(1).min().clamp(max=limit // len(hidden)).expand(len(hidden))
         if not bool(counts.any()):
             return hidden, None
         hidden, source, lengths = spatial_merge(hidden, window, similarity, counts, cls)
@@ -333,12 +337,12 @@ class Merge(Part, InEncoderStage):
 
 @dataclass(frozen=True)
 class KeySet(Part, EncodeStage):
-    """Between the parts: marks in ``layout.protected`` what no later part may drop."""
+    """Marks in ``layout.protected`` the tokens that no later part may drop."""
 
     name: ClassVar[str] = MustDrop.name
 
     def saliencies(self) -> tuple[SaliencyRequest, ...]:
-        """Of the last block, although its output goes nowhere in LLaVA."""
+        """Of the last block, whose output LLaVA does not use."""
         return (SaliencyRequest("last", self.of.saliency),)
 
     def reduce(
@@ -356,7 +360,7 @@ class KeySet(Part, EncodeStage):
 
 @dataclass(frozen=True)
 class Filter(Part, PrefillStage):
-    """Part 2: drops what no text token looks at, outside the key set."""
+    """Part 2: drops tokens outside the key set that no text token attends to."""
 
     name: ClassVar[str] = MustDrop.name
 
@@ -369,7 +373,7 @@ class Filter(Part, PrefillStage):
     def keep(self, context: PrefillContext, layer: int) -> Tensor | None:
         layout, attention = context.layout, context.stats[layer - 1]
         visual = layout.visual.nonzero().flatten()
-        if len(visual) == 0 or attention.shape[1] == 0:  # no picture, or no text behind it
+        if len(visual) == 0 or attention.shape[1] == 0:  # no image, or no text after it
             return None
         protected = layout.protected[visual]
         g, m = text_attention(attention.index_select(-1, visual))
@@ -388,7 +392,7 @@ class Filter(Part, PrefillStage):
         layers, visual = self.layers(context.depth), context.layout.visual
         note = context.notes.setdefault(self.name, {})
         if "counts" not in note:
-            # A row's weight is the number of tokens that it stands for: together, what came in.
+            # A row's weight is the number of tokens merged into it: the sum is the input length.
             came_in = float(context.layout.weight[visual].double().sum())
             key = int(context.layout.protected[visual].sum())
             target = self.of.budget * came_in
@@ -400,7 +404,7 @@ class Filter(Part, PrefillStage):
 
 @dataclass(frozen=True)
 class Cache(Part, CacheStage):
-    """Part 3: what survived the last filter is all that later steps see of most layers."""
+    """Part 3: from the first filter on, layers cache only what survived the last filter."""
 
     name: ClassVar[str] = MustDrop.name
 
@@ -411,10 +415,10 @@ class Cache(Part, CacheStage):
     def _survivors(self, context: PrefillContext, kv: KV) -> KV:
         if kv.segments:
             raise RecipeError(
-                "mustdrop: a later stage of the recipe quantises the cache before the last filter "
-                "has run; write cache=false"
+                "mustdrop: a later stage of the recipe quantizes the cache before the last filter "
+                "has run; use cache=false"
             )
-        # A token is known by its place in the prompt, so no indices of one filter are translated
-        # into those of another.
+        # Tokens are identified by their order in the prompt, so indices of one filter need not be
+        # mapped to those of another.
         keep = torch.isin(kv.order, context.layout.order) & kv.valid
         return kv if torch.equal(keep, kv.valid) else kv.select_mask(keep)

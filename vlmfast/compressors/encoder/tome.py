@@ -1,38 +1,38 @@
-"""ToMe: in every block of the vision tower the tokens that are most alike become one.
+"""ToMe: merge the most similar tokens in every block of the vision tower.
 
-Token Merging (ICLR 2023, arXiv 2210.09461) shortens the tower itself. Behind each block the rows
-of a view are split in two, every other one: A and B. CLS stays as it is. With ``k`` the keys of the
-block, mean over heads, and ``s`` how many patches a row stands for::
+Token Merging (ICLR 2023, arXiv 2210.09461) shortens the tower itself. After each block the rows of
+a view are split alternately into two sets, A and B. CLS is unchanged. With ``k`` the keys of the
+block, mean over heads, and ``s`` the number of patches in a row::
 
     e(a) = argmax over b in B of cos(k_a, k_b)
     the r rows of A with the largest such cosine are merged:  x_b = sum s_j x_j / sum s_j  over b
                                                               and all j in A with e(j) = b
 
-so that ``r`` rows are gone from every block on. *Proportional attention* adds log(s) to the logits
-of a key, as if every patch were still there; ``repair`` (on, as in the paper for towers that were
-not trained with merging) does so in the tower, and in the language model too.
+so that every block removes ``r`` rows. *Proportional attention* adds log(s) to the logits of a key,
+as if every patch were still present; ``repair`` (on, as in the paper for towers that were not
+trained with merging) does so in the tower, and in the language model too.
 
-``rate`` and ``budget`` say which share of a view's tokens is left, and solve ``r``: the smallest
-number with which that is reached, the last merging block taking what is missing. ``r`` itself may
-be given instead. Newlines go.
+``rate`` and ``budget`` set the fraction of a view's tokens that is left, and solve ``r``: the
+smallest number that reaches it, where the last merging block takes the remainder. ``r`` itself may
+be given instead. Newlines are dropped.
 
 Many towers make one visual token of several patches (2 x 2 in Qwen-VL and InternVL, pooled frames
 of video). There the rows above are *cells*: all patches that become one visual token. Two cells
-merge patch by patch, the i-th of one with the i-th of the other, so that a merger or pool after
-the tower meets whole cells; a cell's key is the keys of its patches side by side.
+merge patch by patch, the i-th of one with the i-th of the other, so that a merger or pool after the
+tower gets whole cells; a cell's key is the concatenation of its patches' keys.
 
 Different from the authors' code, and why:
 
-- Rows are merged behind a block, not between its attention and its MLP: there a tower of
-  transformers can be reached without replacing its layers. The keys are those of the same block.
-- Behind the tower a merged row stands at each of its places, so that a family's own packing (crops,
-  letterbox, newlines) finds its grid; of each group the token nearest to its middle stays.
+- Rows are merged after a block, not between its attention and its MLP: this is possible in a tower
+  of transformers without replacing its layers. The keys are those of the same block.
+- After the tower a merged row is copied to each of its positions, so that a family's own packing
+  (crops, letterbox, newlines) gets its grid; of each group the token nearest to its middle is kept.
 - The paper's towers (ViT, and CLIP in comparisons on LLaVA) have no cells and no windows. In
-  Qwen-VL, whose blocks turn keys by their position, the keys that are compared are turned, and a
-  merged cell takes the rotary position of its first member. In Qwen2.5-VL, most of whose blocks
-  attend within windows, it also stands in that one's window; merging knows no windows, and cells
-  keep the order of the tower, so that A and B are every other cell of that order.
-- Qwen3-VL reads features of earlier blocks; each of them is that of the groups at its block.
+  Qwen-VL, whose blocks rotate keys by their position, the compared keys are rotated, and a merged
+  cell takes the rotary position of its first member. In Qwen2.5-VL, most of whose blocks attend
+  within windows, it also belongs to that member's window. Merging ignores windows, and cells keep
+  the order of the tower, so that A and B alternate in that order.
+- Qwen3-VL reads features of earlier blocks; each of them uses the groups at its block.
 - A tower without attention has no keys (FastVLM), and where frames are pooled by interpolation
   patches belong to no single token (LLaVA-OneVision with an odd number of patches in a row). Both
   are refused.
@@ -60,9 +60,9 @@ from ..select import best
 
 
 def bipartite(metric: Tensor, r: int, cls: bool) -> Tensor:
-    """Which row of the result each row becomes part of: int64, (V, N).
+    """The row of the result that each row merges into: int64, (V, N).
 
-    The result holds the rows of A that stay, in their order, then B.
+    The result contains the kept rows of A, in their order, then B.
 
     Parameters
     ----------
@@ -78,7 +78,7 @@ def bipartite(metric: Tensor, r: int, cls: bool) -> Tensor:
     if cls:
         cosine[:, 0] = -torch.inf
     value, target = cosine.max(-1)
-    target = (cosine == value[..., None]).int().argmax(-1)  # the first of equals
+    target = (cosine == value[..., None]).int().argmax(-1)  # the first on a tie
     a = value.shape[1]
     merges = best(value, [min(r, (n - cls) // 2)] * views)
     stays = (~merges).cumsum(1) - 1
@@ -92,7 +92,7 @@ def bipartite(metric: Tensor, r: int, cls: bool) -> Tensor:
 def merge(rows: Tensor, size: Tensor, source: Tensor) -> tuple[Tensor, Tensor]:
     """Means of rows (V, N, D) by ``source`` (V, N), weighted by ``size`` (V, N), and their sizes.
 
-    By products rather than scattered sums, whose order a GPU leaves open.
+    Products are used because the order of scattered sums is not deterministic on a GPU.
     """
     new = torch.arange(int(source.max()) + 1, device=source.device)
     member = (source[:, None] == new[:, None]).float() * size[:, None]
@@ -101,10 +101,10 @@ def merge(rows: Tensor, size: Tensor, source: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def schedule(n: int, left: int, blocks: int, r: int | None = None) -> list[int]:
-    """Patches that each of ``blocks`` merges, of ``n``, until ``left`` are there.
+    """Patches that each of ``blocks`` merges, of ``n``, until ``left`` remain.
 
-    With ``r`` as many in each, otherwise the smallest number that suffices. None merges more than
-    half of what it finds.
+    Each merges ``r``, or by default the smallest number that suffices, but at most half of its
+    input.
     """
     for most in range(-(-(n - left) // blocks), n) if r is None else (r,):
         here, steps = n, []
@@ -125,8 +125,8 @@ class ToMe(Stage):
     paper: ClassVar[str] = "ICLR 2023, arXiv 2210.09461"
     lead: ClassVar[str | None] = "rate"
 
-    rate: float = param(1 / 3, "share of each view's visual tokens that is left", gt=0.0, le=1.0)
-    r: int = param(0, "tokens merged in each block, instead of rate, if not 0", ge=0)
+    rate: float = param(1 / 3, "fraction of each view's visual tokens kept", gt=0.0, le=1.0)
+    r: int = param(0, "tokens merged in each block; if not 0, it replaces rate", ge=0)
     positions: str = positions_param("compact")
     repair: bool = repair_param(True)
     budget: float | None = budget_param()
@@ -149,7 +149,7 @@ class ToMe(Stage):
 
 @dataclass(frozen=True)
 class Merge(Part, InEncoderStage):
-    """In the tower: behind each block but those whose output nobody takes."""
+    """Part 1: merges after each block of the tower whose output is used."""
 
     name: ClassVar[str] = ToMe.name
     cells: ClassVar[bool] = True
@@ -158,7 +158,7 @@ class Merge(Part, InEncoderStage):
         return {block - 1: StatRequest("keys", keys=True) for block in self.blocks(depth)}
 
     def blocks(self, depth: int) -> tuple[int, ...]:
-        # LLaVA takes the features in front of the last block.
+        # LLaVA uses the features before the last block.
         return () if self.of.whole else tuple(range(1, depth - 1)) or (1,)
 
     def on_block(
@@ -174,8 +174,8 @@ class Merge(Part, InEncoderStage):
         keys = context.keys[index - 1]  # of the rows that entered the tower
         size = torch.ones(views, before, device=hidden.device)
         if context.merged is not None:
-            place = context.merged[..., None].expand_as(keys)
-            keys = keys.new_zeros(views, rows, keys.shape[2]).scatter(1, place, keys)
+            target = context.merged[..., None].expand_as(keys)
+            keys = keys.new_zeros(views, rows, keys.shape[2]).scatter(1, target, keys)
             size = size.new_zeros(views, rows).scatter_add(1, context.merged, size)
         source = bipartite(keys, r, context.specials == 1)
         return merge(hidden, size, source)[0], source
@@ -183,7 +183,7 @@ class Merge(Part, InEncoderStage):
 
 @dataclass(frozen=True)
 class Tokens(Part, EncodeStage):
-    """Behind it: drops newlines."""
+    """Part 2: drops newlines after the tower."""
 
     name: ClassVar[str] = ToMe.name
 

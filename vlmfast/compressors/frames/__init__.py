@@ -1,1 +1,1 @@
-"""Methods that choose the frames of a video before anything is encoded."""
+"""Methods that choose the frames of a video before encoding."""

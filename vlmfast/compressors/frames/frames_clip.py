@@ -1,13 +1,13 @@
-"""frames-clip: which frames of a clip are read, by the question.
+"""frames-clip: choose the frames of a video that are relevant to the question.
 
-Frames at even distances may all miss what a question is about. An OpenCLIP model looks at
-``candidates`` of them, and ``n`` are chosen as CDPruner (NeurIPS 2025, arXiv 2506.10967) chooses
-tokens: relevant, and unlike each other. With ``f`` the embeddings of frames and ``q`` that of the
-question, ``r`` their cosines taken to [0, 1]::
+Evenly spaced frames may all miss what a question is about. An OpenCLIP model embeds ``candidates``
+evenly spaced frames, and ``n`` of them are chosen as CDPruner (NeurIPS 2025, arXiv 2506.10967)
+chooses tokens: relevant to the question and different from each other. With ``f`` the embeddings of
+the frames, ``q`` that of the question, and ``r`` their cosines scaled to [0, 1]::
 
     L = diag(r) S diag(r)     S_ij = cos(f_i, f_j)     max over n frames Y of det(L_Y), greedily
 
-They are read in the order of the clip. A clip of ``n`` frames or fewer is read whole.
+Chosen frames stay in temporal order. All frames of a video with ``n`` or fewer are used.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from .. import clip as _clip
 
 @dataclass(frozen=True)
 class FramesClip(MediaStage):
-    """Reads the frames that a CLIP model finds relevant to the question, and unlike each other."""
+    """Chooses frames that a CLIP model finds relevant to the question, and diverse."""
 
     name: ClassVar[str] = "frames-clip"
     paper: ClassVar[str] = "ours, after arXiv 2506.10967"
     other_model: ClassVar[bool] = True
     lead: ClassVar[str | None] = "n"
 
-    n: int = param(8, "frames that are read", ge=1)
-    candidates: int = param(64, "frames that are looked at, at even distances", ge=1)
+    n: int = param(8, "frames passed to the model", ge=1)
+    candidates: int = param(64, "evenly spaced frames to choose from", ge=1)
     model: str = _clip.model_param()
     pretrained: str = _clip.pretrained_param()
 
@@ -51,10 +51,11 @@ class FramesClip(MediaStage):
         if video.frames <= self.n:
             return list(range(video.frames))
         if video.read is None:
-            raise RecipeError("frames-clip looks at the frames, and they cannot be read here")
+            raise RecipeError("frames-clip needs the frames of the video, which are not available")
         judge = _clip.load(self.name, self.model, self.pretrained)
-        places = cells(min(self.candidates, video.frames), video.frames)
-        # A few at a time: hundreds of large frames are no small memory.
-        seen = torch.cat([judge.pictures(video.read(part.tolist())) for part in places.split(16)])
-        kernel = _clip.conditional(cosine(seen), seen @ judge.text(question))
-        return places[dpp(kernel, self.n).cpu()].sort().values.tolist()
+        candidates = cells(min(self.candidates, video.frames), video.frames)
+        # A few at a time: hundreds of large frames need much memory.
+        parts = candidates.split(16)
+        embeds = torch.cat([judge.pictures(video.read(part.tolist())) for part in parts])
+        kernel = _clip.conditional(cosine(embeds), embeds @ judge.text(question))
+        return candidates[dpp(kernel, self.n).cpu()].sort().values.tolist()

@@ -1,23 +1,23 @@
-"""DART: tokens that are not duplicates of a few pivots.
+"""DART: keep the tokens that do not duplicate a few pivots.
 
-What others repeat can go, whatever attention says. DART (EMNLP 2025, arXiv 2502.11494) lets all
-``n`` visual tokens through the first ``k`` layers. The 4 visual and 4 text tokens (behind the
-picture) with the largest L1 norm of their key in layer k - 1, all heads together, are *pivots*.
-With ``h`` the hidden states behind that layer, through the model's last norm, each pivot p in turn
-takes from what is left the ``t`` tokens that are least like it::
+Redundant tokens can be dropped, whatever attention they receive. DART (EMNLP 2025, arXiv
+2502.11494) runs the first ``k`` layers on all ``n`` visual tokens. The 4 visual and 4 text tokens
+(after the image) with the largest L1 norm of their key in layer k - 1, over all heads, are
+*pivots*. With ``h`` the hidden states after that layer, normalized by the model's last norm, each
+pivot p in turn selects from the remaining tokens the ``t`` that are least similar to it::
 
     argmin over j of cos(h_j, h_p)          t = trunc(n r / 8)
 
-Kept are the visual pivots and what was taken. Tokens keep their rotary ids; there is no attention
-map. ``budget`` solves the number of tokens so that the average over all layers is met.
+The visual pivots and the selected tokens are kept, with their rotary ids. No attention map is
+needed. ``budget`` solves the number of tokens so that the average over all layers is met.
 
 Different from the authors' code, and why:
 
-- ``4 + 8 t`` is never quite ``n r``. Here as many tokens stay as that says (half to even): the
-  first pivots take one more. A number below 4 keeps as many pivots.
-- Pivots take their turn in the order of the prompt; theirs in that of a hash table.
-- Every picture counts; theirs takes one span.
-- Keys of a group of heads count once.
+- ``4 + 8 t`` only approximates ``n r``. Here exactly ``n r`` tokens are kept (half to even): the
+  first pivots select one more. A number below 4 keeps as many pivots.
+- Pivots select in the order of the prompt; theirs in that of a hash table.
+- All images count; theirs supports one span.
+- Each key of a group of heads counts once.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ from ..select import count, top
 
 
 def retained(hidden: Tensor, pool: Tensor, pivots: Sequence[int], counts: Sequence[int]) -> Tensor:
-    """Mark what the pivots take: bool, (S,).
+    """Mark the tokens that the pivots select: bool, (S,).
 
     Parameters
     ----------
     hidden : Tensor, (S, D)
     pool : Tensor, bool, (S,)
-        What may be taken.
+        Candidates.
     pivots, counts : P numbers
-        Rows, and how many tokens each takes.
+        Rows, and the number of tokens that each selects.
     """
     units = normalize(hidden.float(), dim=-1)
     left = pool
@@ -59,17 +59,17 @@ def retained(hidden: Tensor, pool: Tensor, pivots: Sequence[int], counts: Sequen
 
 @dataclass(frozen=True)
 class DART(PrefillStage):
-    """Keeps, from one early layer on, what is least like a few pivots."""
+    """Keeps, from one early layer on, the tokens least similar to a few pivots."""
 
     name: ClassVar[str] = "dart"
     paper: ClassVar[str] = "EMNLP 2025, arXiv 2502.11494"
     lead: ClassVar[str | None] = "rate"
     asks_question: ClassVar[bool] = True
 
-    rate: float = param(0.222, "share of the visual tokens kept behind the drop", gt=0.0, le=1.0)
+    rate: float = param(0.222, "fraction of the visual tokens kept after the drop", gt=0.0, le=1.0)
     k: int = param(2, "layers that see every token", ge=1)
-    visual_pivots: int = param(4, "visual tokens with the largest keys", ge=1)
-    text_pivots: int = param(4, "text tokens with the largest keys, behind the picture", ge=0)
+    visual_pivots: int = param(4, "number of visual pivots, those with the largest keys", ge=1)
+    text_pivots: int = param(4, "number of text pivots after the image, likewise", ge=0)
     positions: str = positions_param("keep")
     budget: float | None = budget_param()
 
@@ -97,7 +97,7 @@ class DART(PrefillStage):
         context.notes[self.name] = {"norm": norm, "order": context.layout.order}
 
     def kept(self, n: int, depth: int) -> int:
-        """How many of ``n`` tokens stay."""
+        """Number of tokens kept of ``n``."""
         if self.budget is None:
             return count(self.rate, n)
         return solve_counts(n, self.budget * n, (self.k,), depth)[0]
@@ -111,9 +111,9 @@ class DART(PrefillStage):
         # Another stage may have dropped rows since.
         norm = note["norm"][torch.searchsorted(note["order"], layout.order)]
         rows = torch.arange(len(layout), device=visual.device)
-        behind = (rows > rows[visual][-1]) & (rows < len(layout) - context.answer)
+        after = (rows > rows[visual][-1]) & (rows < len(layout) - context.answer)
         first = top(norm, visual, min(self.visual_pivots, total))
-        pivots = (first | top(norm, behind, self.text_pivots)).nonzero()[:, 0].tolist()
+        pivots = (first | top(norm, after, self.text_pivots)).nonzero()[:, 0].tolist()
         each, more = divmod(total - int(first.sum()), len(pivots))
         counts = [each + (i < more) for i in range(len(pivots))]
         chosen = first | retained(context.norm(context.hidden), visual & ~first, pivots, counts)

@@ -1,8 +1,8 @@
-"""FastV: after two layers, an image is worth half its tokens.
+"""FastV: drop visual tokens after an early layer, by the attention of the last token.
 
-In a trained model the text reads a picture in the first layers; deeper ones hardly look at it.
-FastV (ECCV 2024, arXiv 2403.06764) lets all ``n`` visual tokens through the first ``k`` layers and
-then keeps the ``round(n r)`` (half to even) to which the last token of the prompt attends most::
+In a trained model the text attends to an image mostly in the first layers. FastV (ECCV 2024, arXiv
+2403.06764) runs the first ``k`` layers on all ``n`` visual tokens and then keeps the ``round(n r)``
+(half to even) that the last token of the prompt attends to most::
 
     score_j = mean over heads of softmax(q_last K^T / sqrt(d))_j      in layer k - 1
 
@@ -10,10 +10,11 @@ Tokens keep their rotary ids. ``budget`` solves ``r`` so that the average over a
 
 Different from the authors' code, and why:
 
-- One row of attention is computed from queries and keys; theirs forces a full attention map.
-- Every visual token of the prompt is ranked, wherever it stands; theirs takes one span whose start
+- One row of attention is computed from queries and keys; theirs computes a full attention map.
+- All visual tokens of the prompt are ranked, wherever they are; theirs takes one span whose start
   and length are constants, one off in some of its variants.
-- The cache of the layers before the drop stays as it is; one of theirs runs a layer twice on it.
+- The cache of the layers before the drop is unchanged; one of their variants runs a layer twice on
+  it.
 - The variant that only masks (no speed-up) and the one that ranks again at each decoded token are
   not offered. Its ``k = 0``, random tokens, is the method ``random``.
 """
@@ -37,14 +38,14 @@ from ..select import count, top
 
 @dataclass(frozen=True)
 class FastV(PrefillStage):
-    """Keeps, from one early layer on, what the last token of the prompt attends to."""
+    """Keeps, from one early layer on, the tokens that the last prompt token attends to most."""
 
     name: ClassVar[str] = "fastv"
     paper: ClassVar[str] = "ECCV 2024, arXiv 2403.06764"
     lead: ClassVar[str | None] = "rate"
     asks_question: ClassVar[bool] = True
 
-    rate: float = param(0.5, "share of the visual tokens kept behind the drop", gt=0.0, le=1.0)
+    rate: float = param(0.5, "fraction of the visual tokens kept after the drop", gt=0.0, le=1.0)
     k: int = param(2, "layers that see every token", ge=1)
     positions: str = positions_param("keep")
     budget: float | None = budget_param()
@@ -61,7 +62,7 @@ class FastV(PrefillStage):
         return {self.k - 1: StatRequest("last")}
 
     def kept(self, n: int, depth: int) -> int:
-        """How many of ``n`` tokens stay."""
+        """Number of tokens kept of ``n``."""
         if self.budget is None:
             return count(self.rate, n)
         return solve_counts(n, self.budget * n, (self.k,), depth)[0]

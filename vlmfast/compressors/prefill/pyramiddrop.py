@@ -1,25 +1,25 @@
-"""PyramidDrop: the deeper the layer, the fewer visual tokens.
+"""PyramidDrop: fewer visual tokens in deeper layers.
 
-Shallow layers need the whole picture, deep ones ever less of it. PyramidDrop (CVPR 2025, arXiv
-2410.17247) cuts a language model of L layers into stages and drops visual tokens between them. With
-``n_0`` visual tokens in the prompt and a ratio ``lambda``, stage s keeps::
+Shallow layers need the whole image, deeper ones fewer and fewer tokens of it. PyramidDrop (CVPR
+2025, arXiv 2410.17247) splits a language model of L layers into stages and drops visual tokens
+between them. With ``n_0`` visual tokens in the prompt and a ratio ``lambda``, stage s keeps::
 
-    n_s = trunc(n_0 lambda^s)        always of the original count, so rounding does not pile up
+    n_s = trunc(n_0 lambda^s)        always of the original count, so that rounding does not add up
 
-those to which the last token of the instruction attends most (softmax attention in float32, mean
+those that the last token of the instruction attends to most (softmax attention in float32, mean
 over heads). ``budget`` solves ``lambda`` so that the average of ``n_s`` over the layers is met.
 
 Different from the authors' code, and why:
 
-- ``rule="next"`` is the authors' code: the stage is ranked by queries and keys of the layer behind
-  the drop, computed from what enters it. ``rule="last"`` is the paper: the attention of the layer
-  before the drop, which is there anyway and costs nothing.
+- ``rule="next"`` is the authors' code: tokens are ranked by queries and keys of the layer after the
+  drop, computed from its input. ``rule="last"`` is the paper: the attention of the layer before the
+  drop, which is already computed.
 - Grouped-query heads share their keys; the authors' code fails on such models.
-- Every picture of a prompt may lose tokens; theirs ranks the first one only. ``per_item`` keeps the
-  same share of each picture instead of ranking all tokens together.
-- Any depth: a value of ``layers`` below 1 is a share of the model's depth (8, 16, 24 of 32 by
+- Tokens of every image of a prompt are ranked; theirs ranks the first image only. ``per_item``
+  keeps the same fraction of each image instead of ranking all tokens together.
+- Any depth: a value of ``layers`` below 1 is a fraction of the model's depth (8, 16, 24 of 32 by
   default).
-- Nothing is cut to a tokenizer's maximum length.
+- The prompt is not truncated to a tokenizer's maximum length.
 """
 
 from __future__ import annotations
@@ -62,26 +62,26 @@ class PyramidDrop(PrefillStage):
     asks_question: ClassVar[bool] = True
 
     ratio: float = param(
-        0.5, "lambda: share of its tokens that each stage hands on", word="keep", gt=0.0, le=1.0
+        0.5, "lambda: fraction of its tokens that each drop keeps", word="keep", gt=0.0, le=1.0
     )
     ratios: tuple[float, ...] | None = param(
         None,
-        "shares of the original count, one per drop, instead of powers of lambda",
+        "fractions of the original count, one per drop, instead of powers of lambda",
         gt=0.0,
         le=1.0,
     )
     layers_: tuple[float, ...] = param(
         (0.25, 0.5, 0.75),
-        "layers before each drop; a value below 1 is a share of the model's depth",
+        "layers before each drop; a value below 1 is a fraction of the model's depth",
         word="layers",
         gt=0.0,
     )
     rule: str = param(
         "next",
-        "layer whose attention ranks: the one behind the drop, or the last before it",
+        "layer whose attention ranks: the one after the drop (next) or before it (last)",
         choices=("next", "last"),
     )
-    per_item: bool = param(False, "the same share of each picture, instead of all ranked together")
+    per_item: bool = param(False, "keep the same fraction of each image, each ranked separately")
     positions: str = positions_param("compact")
     budget: float | None = budget_param()
 
@@ -140,7 +140,7 @@ class PyramidDrop(PrefillStage):
         return kept.nonzero().flatten()
 
     def _groups(self, layout: TokenLayout) -> dict[int, int]:
-        """Tokens of each group that is ranked by itself, before the first drop."""
+        """Tokens of each separately ranked group, before the first drop."""
         if not self.per_item:
             return {-1: int(layout.visual.sum())}
         items, counts = layout.item[layout.visual].unique(return_counts=True)

@@ -1,31 +1,31 @@
-"""SparseVLM: words that mean the picture say which tokens stay, and what goes is recycled.
+"""SparseVLM: keep the tokens that image-related text attends to, and recycle some of the rest.
 
-Most words of a question have nothing to do with what there is to see. SparseVLM (ICML 2025, arXiv
-2410.04417; here its version 1.5) first finds the *raters*, on the input embeddings of the language
-model, of the text ``t`` behind the last visual token and all visual tokens ``v``::
+Most text tokens of a question are unrelated to the image. SparseVLM (ICML 2025, arXiv 2410.04417;
+here its version 1.5) first finds the *raters*, on the input embeddings of the language model, among
+the text ``t`` after the last visual token, with all visual tokens ``v``::
 
     s_t = mean over v of softmax over t of <v, t>          raters: s_t > mean of s
 
-Behind layers 2, 6 and 15 (of 0 to 31) these rows of the attention that has just run, mean over
-heads, score the visual tokens; the best stay. Of the ``d`` others::
+After layers 2, 6 and 15 (of 0 to 31) these rows of the attention of that layer, mean over heads,
+score the visual tokens; the best are kept. Of the ``d`` others::
 
     the trunc(0.3 d) + 1 best are clustered in c = trunc((trunc(0.3 d) + 1) / 10) + 1 groups
     (density peaks over the c nearest; distances by sqrt(width)), and each becomes its mean
 
-``published`` names the authors' counts by the tokens that they leave on average of LLaVA-1.5's 576;
-other prompts keep the same shares. ``rate`` keeps one share of all tokens behind every drop, and
-``budget`` solves ``n lambda^s`` behind drop s; what is recycled is part of both.
+``published`` selects the authors' counts by the average number of tokens left of LLaVA-1.5's 576;
+other prompts keep the same fractions. ``rate`` keeps one fraction of all tokens after every drop,
+and ``budget`` solves ``n lambda^s`` after drop s. Both include the recycled tokens.
 
 Different from the authors' code, and why:
 
-- A recycled token takes the place of the centre of its group; theirs follow the kept ones. Its
-  weight is that of the group, for ``repair``.
-- Densities are compared as they are, the lower index first; theirs adds random noise.
-- Every picture counts, newlines included: theirs knows one span. Only the rows that are asked for
-  are computed, not a map.
+- A recycled token takes the position of the centre of its group; theirs follow the kept ones. With
+  ``repair``, its weight is that of the group.
+- Densities are compared exactly, and ties go to the lower index; theirs adds random noise.
+- All images count, newlines included: theirs supports one span. Only the attention rows of the
+  raters are computed, not a full map.
 - Its first version chose counts by the rank of the raters' attention, and version 2 neither
   recycles nor renumbers; both are not offered.
-- Any depth: ``layers`` are numbers of layers before each drop; below 1 they are shares.
+- Any depth: ``layers`` are numbers of layers before each drop; values below 1 are fractions.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ from ..budget import check_layers, drop_layers, moved_layers, solve_counts
 from ..part import Part
 from ..select import count, top
 
-# Tokens kept behind each drop of the authors' 576, without recycled ones, by the average they name.
+# Tokens kept of 576 after each drop, without recycled ones, by the authors' average.
 PUBLISHED = {"192": (300, 200, 110), "128": (303, 110, 36), "96": (238, 48, 26), "64": (66, 30, 17)}
 RECYCLED, GROUP = 0.3, 10
 
 
 def raters(visual: Tensor, text: Tensor) -> tuple[Tensor, Tensor]:
-    """Which text rows rate, bool (T,), and the score of each, float32 (T,).
+    """The text rows that are raters, bool (T,), and the score of each, float32 (T,).
 
     Parameters
     ----------
@@ -64,19 +64,19 @@ def raters(visual: Tensor, text: Tensor) -> tuple[Tensor, Tensor]:
     """
     score = (visual.float() @ text.float().T).softmax(-1).mean(0)
     rate = score > score.mean()
-    return rate | (not bool(rate.any())), score  # all alike, or there is one only
+    return rate | (not bool(rate.any())), score  # all scores equal, or a single row
 
 
 def recycled(gone: int) -> tuple[int, int]:
-    """Of ``gone`` tokens, how many are recycled, and how many groups they form."""
+    """Number of recycled tokens of ``gone``, and of the groups that they form."""
     if gone <= 0:
         return 0, 0
-    some = min(int(RECYCLED * gone) + 1, gone)
-    return some, min(int(some / GROUP) + 1, some)
+    tokens = min(int(RECYCLED * gone) + 1, gone)
+    return tokens, min(int(tokens / GROUP) + 1, tokens)
 
 
 def split(n: int, total: int) -> tuple[int, int]:
-    """How many of ``n`` tokens stay, and groups of others, so that ``total`` are left."""
+    """Numbers of kept tokens and of recycled groups of ``n`` so that ``total`` are left."""
     for kept in range(min(n, total), -1, -1):
         if kept + (groups := recycled(n - kept)[1]) <= total:
             return kept, groups
@@ -94,7 +94,7 @@ def clusters(rows: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class SparseVLM(Stage):
-    """Keeps what the words that mean the picture look at, and recycles some of the rest."""
+    """Keeps tokens that image-related text attends to, and recycles some of the rest."""
 
     name: ClassVar[str] = "sparsevlm"
     protocol: ClassVar[str] = "encode"
@@ -103,17 +103,17 @@ class SparseVLM(Stage):
     asks_question: ClassVar[bool] = True
 
     rate: float | None = param(
-        None, "share of the visual tokens left behind every drop", gt=0.0, le=1.0
+        None, "fraction of the visual tokens left after every drop", gt=0.0, le=1.0
     )
     published: str = param(
-        "192", "the authors' counts, by the tokens they left of 576", choices=tuple(PUBLISHED)
+        "192", "the authors' counts, by the average tokens left of 576", choices=tuple(PUBLISHED)
     )
     layers: tuple[float, ...] = param(
         (3 / 32, 7 / 32, 16 / 32),
-        "layers before each drop; a value below 1 is a share of the model's depth",
+        "layers before each drop; a value below 1 is a fraction of the model's depth",
         gt=0.0,
     )
-    recycle: bool = param(True, "groups of what goes stay as their means")
+    recycle: bool = param(True, "keep the means of groups of dropped tokens")
     positions: str = positions_param("compact")
     repair: bool = repair_param(False)
     budget: float | None = budget_param()
@@ -138,7 +138,7 @@ class SparseVLM(Stage):
         return drop_layers(self.name, self.layers, depth, merge=True)
 
     def fitted(self, depth: int, first: int) -> Stage:
-        published = self.rate is None and self.budget is None  # counts for these very drops
+        published = self.rate is None and self.budget is None  # counts for exactly these drops
         if published or self.drops(depth)[0] >= first:
             return self
         return replace(self, layers=tuple(map(float, moved_layers(self.layers, depth, first))))
@@ -146,19 +146,19 @@ class SparseVLM(Stage):
 
 @dataclass(frozen=True)
 class Question(Part, EncodeStage):
-    """Part 1: notes what goes into the language model."""
+    """Part 1: finds the raters on the input of the language model."""
 
     name: ClassVar[str] = SparseVLM.name
     asks_question: ClassVar[bool] = True
-    positions = "keep"  # nothing goes here
+    positions = "keep"  # nothing is dropped here
 
     def reduce(
         self, tokens: VisualTokens, stats: VisionStats, request: EncodeRequest
     ) -> VisualTokens:
-        behind = request.order > tokens.layout.order[-1]
-        text = request.question_embeds[behind]
+        after = request.order > tokens.layout.order[-1]
+        text = request.question_embeds[after]
         note = request.notes.setdefault(self.name, {})
-        note["raters"] = raters(tokens.features, text)[0] if len(text) else behind[:0]
+        note["raters"] = raters(tokens.features, text)[0] if len(text) else after[:0]
         return tokens
 
 
@@ -180,29 +180,29 @@ class Drop(Part, PrefillStage):
         note = context.notes[self.name]
         rate = note["raters"]
         visual = layout.visual.nonzero().flatten()
-        if len(visual) == 0 or len(rate) == 0:  # no picture, or no text behind it
+        if len(visual) == 0 or len(rate) == 0:  # no image, or no text after it
             return None
         kept, groups = self._counts(context, layer, note)
         if kept >= len(visual):
             return None
-        # The last picture may be gone by now: then there is more text behind those that are left.
+        # If the last image has been dropped, more text follows those that are left.
         score = attention[:, -len(rate) :][:, rate].mean((0, 1))
         stays = top(score, layout.visual, kept)
         if groups:
             gone = layout.visual & ~stays
-            some = top(score, gone, recycled(int(gone.sum()))[0]).nonzero().flatten()
-            stays = stays.index_fill(0, self._merge(context, some, groups), True)
+            rows = top(score, gone, recycled(int(gone.sum()))[0]).nonzero().flatten()
+            stays = stays.index_fill(0, self._merge(context, rows, groups), True)
         return (stays | ~layout.visual).nonzero().flatten()
 
-    def _merge(self, context: PrefillContext, some: Tensor, groups: int) -> Tensor:
-        """Put the means of groups of the rows ``some`` in the place of their centres, (C,)."""
+    def _merge(self, context: PrefillContext, rows: Tensor, groups: int) -> Tensor:
+        """Replace the centre of each group of ``rows`` by the group's mean; the centres, (C,)."""
         layout = context.layout
-        means, centres, label = clusters(context.hidden[some], groups)
-        centres = some[centres]
+        means, centres, label = clusters(context.hidden[rows], groups)
+        centres = rows[centres]
         context.hidden = context.hidden.index_copy(0, centres, means.to(context.hidden.dtype))
         none = torch.zeros(groups, device=means.device)
-        weight = none.index_add(0, label, layout.weight[some])
-        protected = none.index_add(0, label, layout.protected[some].float()) > 0
+        weight = none.index_add(0, label, layout.weight[rows])
+        protected = none.index_add(0, label, layout.protected[rows].float()) > 0
         context.layout = layout.replace(
             weight=layout.weight.index_copy(0, centres, weight),
             protected=layout.protected.index_copy(0, centres, protected),
@@ -211,18 +211,18 @@ class Drop(Part, PrefillStage):
         return centres
 
     def _counts(self, context: PrefillContext, layer: int, note: dict) -> tuple[int, int]:
-        """Tokens that stay as they are before ``layer``, and groups of recycled ones."""
+        """Numbers of kept tokens and of recycled groups, before ``layer``."""
         layers, n = self.layers(context.depth), int(context.layout.visual.sum())
-        of, index = self.of, layers.index(layer)
+        method, index = self.of, layers.index(layer)
         if "all" not in note:
             came_in = float(context.layout.weight[context.layout.visual].double().sum())
             note["all"] = n
-            if of.budget is not None:
-                note["totals"] = solve_counts(n, of.budget * came_in, layers, context.depth)
-            elif of.rate is not None:
-                note["totals"] = (count(of.rate, n),) * len(layers)
+            if method.budget is not None:
+                note["totals"] = solve_counts(n, method.budget * came_in, layers, context.depth)
+            elif method.rate is not None:
+                note["totals"] = (count(method.rate, n),) * len(layers)
         if "totals" in note:
             total = min(note["totals"][index], n)
-            return split(n, total) if of.recycle else (total, 0)
-        kept = min(count(PUBLISHED[of.published][index] / 576, note["all"]), n - 1)
-        return kept, recycled(n - kept)[1] if of.recycle else 0
+            return split(n, total) if method.recycle else (total, 0)
+        kept = min(count(PUBLISHED[method.published][index] / 576, note["all"]), n - 1)
+        return kept, recycled(n - kept)[1] if method.recycle else 0

@@ -1,39 +1,40 @@
-"""ZipVL: each layer's important tokens attend, and are stored, better than the others.
+"""ZipVL: attention among each layer's important tokens, which are also stored in more bits.
 
-ZipVL (arXiv 2410.08584) finds out in every layer how many tokens matter there. Some *probe* rows
-``r``, the last of the prompt and random others, say by their causal attention ``A`` (mean over
+ZipVL (arXiv 2410.08584) determines in every layer how many tokens are important there. *Probe* rows
+``r``, the last ones of the prompt and random others, sum by their causal attention ``A`` (mean over
 heads) what each token ``j`` receives::
 
     a_j = sum over r of A[r, j]              n_j = number of probe rows that may see j
     b   = least number of tokens, largest a_j first, whose a_j add up to tau R      (R probe rows)
     T   = the b tokens of largest a_j / n_j
 
-``b`` counts by mass, ``T`` is chosen by the mean of the rows that see a token, since early tokens
-are seen by more rows. ``T`` is one set for all heads. Then:
+``b`` counts attention mass. ``T`` is chosen by the mean over the rows that see a token, since early
+tokens are seen by more rows. ``T`` is one set for all heads. Then:
 
 - *Prefill.* The layer's attention runs among ``T`` alone, causal in the order of the prompt. Other
-  rows receive nothing from it and pass the layer by its residual (``rows="important"``); with
-  ``rows="all"`` every row attends, but to ``T`` only.
+  rows skip it through the residual connection (``rows="important"``); with ``rows="all"`` every row
+  attends, but to ``T`` only.
 - *Cache.* ``kv="mixed"``, the paper's first version: ``T`` in ``bits_high`` bits, the rest in
   ``bits_low``; keys per channel, values per token with a scale for each channel (ZipCache, arXiv
-  2405.14256). ``kv="drop"``, its second version: the rest is dropped. ``kv="none"``: nothing.
-- *Decode* (``mixed``). New keys and values stay as they are until there are ``page`` of them, which
-  then become a page of ``bits_high`` bits.
+  2405.14256). ``kv="drop"``, its second version: the rest is dropped. ``kv="none"``: the cache is
+  unchanged.
+- *Decode* (``mixed``). New keys and values are stored in full until there are ``page`` of them,
+  which then become a page of ``bits_high`` bits.
 
 No code was published. What the paper leaves open, and what differs:
 
-- 64 last and 64 random rows probe, the random ones drawn anew in each layer; heads are averaged;
-  the last ``force_recent`` tokens are in ``T``, whatever they receive: the next token is read from
-  the last one.
-- Parameters of the quantiser belong to one KV head each. ZipCache folds the heads of a token
-  together, which ties heads to each other for a few bytes.
-- What is quantised stays so. The paper reads and writes the whole cache again every 100 tokens,
-  which adds an error each time; here a page is written once, with the channel scales of the
+- 64 last and 64 random rows probe, the random ones drawn again in each layer; heads are averaged.
+  The last ``force_recent`` tokens are always in ``T``, since the next token is predicted from the
+  last one.
+- Quantization parameters belong to one KV head each. ZipCache folds the heads of a token together,
+  which couples the heads to save a few bytes.
+- Quantized tokens are never quantized again. The paper reads and writes the whole cache every 100
+  tokens, which adds an error each time; here a page is written once, with the channel scales of the
   prompt's ``T``.
-- With ``rows="all"``, a row in front of the first token of ``T`` sees nothing and receives nothing.
-- ``dense_above``: a layer in which a larger share of the tokens is important attends densely. That
-  is another function, and the better one: nothing is left out, for about the time that gathering
-  so many rows takes. The cache still goes by ``T``. By default no layer does so.
+- With ``rows="all"``, a row before the first token of ``T`` sees nothing and receives nothing.
+- ``dense_above``: a layer in which a larger fraction of the tokens is important attends densely.
+  This changes the function for the better: nothing is left out, for about the time that gathering
+  so many rows takes. The cache still uses ``T``. By default no layer does so.
 - ``tau=1`` leaves the prefill to the model: all tokens are important.
 """
 
@@ -78,7 +79,7 @@ def important(
     forced: Tensor | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """The tokens that matter in a layer.
+    """The important tokens of a layer.
 
     Parameters
     ----------
@@ -89,9 +90,9 @@ def important(
     bias : Tensor, float32, (S,), optional
         Added to the logits of each key.
     forced : Tensor, bool, (S,), optional
-        Tokens that are important in any case; they count among the ``b``.
+        Tokens that are always important; they count among the ``b``.
     window : int, optional
-        How many tokens a row sees, itself included.
+        Number of tokens that a row sees, itself included.
 
     Returns
     -------
@@ -117,12 +118,12 @@ def within(
     bias: Tensor | None,
     window: int,
 ) -> tuple[Tensor, Tensor]:
-    """What each token receives within a window, mean over heads; and the rows that see it, (S,).
+    """Attention received within a window, mean over heads, and the rows that see a token: (S,).
 
-    A token that none sees has received nothing, from one row.
+    A token that no row sees has received 0 from one row.
     """
-    place = torch.arange(key.shape[1], device=key.device)
-    seen = (place <= rows[:, None]) & (place > rows[:, None] - window)
+    slot = torch.arange(key.shape[1], device=key.device)
+    seen = (slot <= rows[:, None]) & (slot > rows[:, None] - window)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     q = query.index_select(1, rows).float().unflatten(0, (len(key), -1)) * scale
     logits = q @ key.float().transpose(-1, -2)[:, None]
@@ -142,7 +143,7 @@ def sparse_attention(
     allowed: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Attention among the tokens ``chosen``; zeros for rows that take no part in it.
+    """Attention among the tokens ``chosen``; zeros for other rows.
 
     Parameters
     ----------
@@ -153,7 +154,7 @@ def sparse_attention(
     every_row : bool
         Whether all rows attend to the chosen tokens.
     allowed : Tensor, bool, (S, S), optional
-        What each row may see; by default what is not behind it.
+        What each row may see; causal by default.
     bias : Tensor, float32, (S,), optional
         Added to the logits of each key.
 
@@ -172,7 +173,7 @@ def sparse_attention(
     else:
         seen = chosen <= rows[:, None] if allowed is None else allowed[rows][:, chosen]
         blind = ~seen.any(1, keepdim=True)
-        mask = seen | blind  # a row that sees nothing would be NaN; it is made zero below
+        mask = seen | blind  # a row that sees nothing would be NaN; it is set to zero below
         if bias is not None:
             mask = torch.where(mask, bias[chosen], -torch.inf).to(q.dtype)
         out = scaled_dot_product_attention(q, k, v, mask, scale=scaling, enable_gqa=grouped)
@@ -191,14 +192,14 @@ class ZipVL(Stage):
     paper: ClassVar[str] = "arXiv 2410.08584"
     lead: ClassVar[str | None] = "tau"
     asks_question: ClassVar[bool] = True
-    positions = "keep"  # what the parts of a method read; no row is dropped
+    positions = "keep"  # read by the parts; no row is dropped
 
     tau: float = param(
-        0.975, "share of the probe rows' attention that important tokens receive", gt=0.0, le=1.0
+        0.975, "fraction of the probe rows' attention that important tokens receive", gt=0.0, le=1.0
     )
     kv: str = param(
         "mixed",
-        "what becomes of the cache: two precisions, important tokens alone, or nothing",
+        "cache: two precisions, important tokens alone, or unchanged",
         choices=("mixed", "drop", "none"),
     )
     rows: str = param(
@@ -208,13 +209,13 @@ class ZipVL(Stage):
     )
     bits_high: int = param(4, "bits of important tokens, and of the answer: 2, 4 or 8", ge=2, le=8)
     bits_low: int = param(2, "bits of the other tokens: 2, 4 or 8", ge=2, le=8)
-    page: int = param(128, "tokens of the answer that are quantised together", ge=1)
+    page: int = param(128, "tokens of the answer that are quantized together", ge=1)
     recent: int = param(64, "probe rows at the end of the prompt", ge=1)
-    random: int = param(64, "probe rows before these", ge=0)
-    seed: int = param(0, "of the random probe rows", ge=0)
-    force_recent: int = param(1, "last tokens that are important in any case", ge=1)
+    random: int = param(64, "random probe rows before these", ge=0)
+    seed: int = param(0, "seed of the random probe rows", ge=0)
+    force_recent: int = param(1, "last tokens that are always important", ge=1)
     dense_above: float = param(
-        1.0, "share of important tokens above which a layer attends densely", ge=0.0, le=1.0
+        1.0, "fraction of important tokens above which a layer attends densely", ge=0.0, le=1.0
     )
 
     def __post_init__(self) -> None:
@@ -258,23 +259,23 @@ class Sparse(Part, PrefillStage):
         value: Tensor,
         scaling: float | None,
     ) -> Tensor | None:
-        of, s, bias = self.of, query.shape[2], context.key_bias()
-        n = s - context.answer  # rows of an answer stand for later steps, which lose nothing
-        rows = probe_rows(n, of.recent, of.random, of.seed * context.depth + layer)
+        method, s, bias = self.of, query.shape[2], context.key_bias()
+        n = s - context.answer  # rows of an answer represent decode steps, which drop nothing
+        rows = probe_rows(n, method.recent, method.random, method.seed * context.depth + layer)
         every = torch.arange(s, device=query.device)
         chosen = important(
             query[0, :, :n],
             key[0, :, :n],
             rows.to(query.device),
-            of.tau,
+            method.tau,
             scaling,
             bias=None if bias is None else bias[:n],
-            forced=every[:n] >= n - of.force_recent,
+            forced=every[:n] >= n - method.force_recent,
             window=context.window(layer),
         )
         chosen = torch.cat([chosen, every[n:]])
         context.notes.setdefault(self.name, {})[layer] = context.layout.order[chosen]
-        if len(chosen) == s or len(chosen) > of.dense_above * s:
+        if len(chosen) == s or len(chosen) > method.dense_above * s:
             return None
         return sparse_attention(
             query,
@@ -282,7 +283,7 @@ class Sparse(Part, PrefillStage):
             value,
             chosen,
             scaling,
-            every_row=of.rows == "all",
+            every_row=method.rows == "all",
             allowed=context.visible(layer),
             bias=bias,
         )
@@ -303,7 +304,7 @@ class Drop(Part, CacheStage):
 
 @dataclass(frozen=True)
 class Mixed(Part, CacheStage):
-    """Quantises each layer, important tokens in more bits than the others."""
+    """Quantizes each layer, important tokens in more bits than the others."""
 
     name: ClassVar[str] = ZipVL.name
     quantises: ClassVar[bool] = True
@@ -333,7 +334,7 @@ class Mixed(Part, CacheStage):
 
 @dataclass(frozen=True)
 class Pages(Part, DecodeStage):
-    """Quantises the answer, a page at a time."""
+    """Quantizes the answer, a page at a time."""
 
     name: ClassVar[str] = ZipVL.name
 
@@ -341,7 +342,7 @@ class Pages(Part, DecodeStage):
         page = self.of.page
         if slots.held < page:
             return
-        # The prompt's scale and its type: pages have one kind, and nothing waits for the device.
+        # The prompt's scale and dtype: all pages have one kind, without synchronizing the device.
         scale = slots.notes[self.name]["scale", layer]
         order = slots.order[:, :page].clone()
         lengths = torch.full_like(slots.length, page)

@@ -1,29 +1,29 @@
-"""CATP: several pictures with a text each, of which the last asks.
+"""CATP: prune several images, each with its own text, of which the last one is asked about.
 
-Methods for one picture fare worse than chance where a prompt shows examples before it asks.
-Contextually Adaptive Token Pruning (AAAI 2026, arXiv 2508.07871) prunes a share ``R`` of the tokens
-in two halves. In front of the language model each picture keeps the ``|Y| = floor(n (1 - R/2))``
-that speak for all of it, and for the text that belongs to it, by greedy steps::
+Methods for one image do worse than random selection where a prompt shows examples before it asks.
+Contextually Adaptive Token Pruning (AAAI 2026, arXiv 2508.07871) prunes a fraction ``R`` of the
+tokens in two halves. Before the language model each image keeps the ``|Y| = floor(n (1 - R/2))``
+tokens that cover the image and match its text, by greedy steps::
 
     max over Y of  sum over x of max over y in Y of sim(x, y) + 0.7 sum over y in Y of sim(y, text)
 
-with sim the cosine, taken to [0, 1], and text the mean of the input embeddings between this picture
+with sim the cosine, scaled to [0, 1], and text the mean of the input embeddings between this image
 and the next. In the language model, with A_l the attention of the last token of the prompt in layer
-l (mean over heads) and h hidden states, the tokens of all pictures but the last are ranked together
-behind layer K, and those of the last behind layer K + 1::
+l (mean over heads) and h hidden states, the tokens of all images but the last are ranked together
+after layer K, and those of the last after layer K + 1::
 
-    max(0, A_K[c] - A_(K-1)[c]) + 0.6 cos(h_c, mean h of the last picture and the text behind it)
-    cos(h_q, mean h of what is left of the other pictures)
+    max(0, A_K[c] - A_(K-1)[c]) + 0.6 cos(h_c, mean h of the last image and the text after it)
+    cos(h_q, mean h of what is left of the other images)
 
-until a share ``1 - R`` of each is left. ``rate`` is that share, and ``budget`` solves it.
+until a fraction ``1 - R`` of each is left. ``rate`` is that fraction, and ``budget`` solves it.
 
-The paper has no public code. Where it is silent:
+The paper has no public code. Where it leaves details open:
 
-- K = 6 of 32 layers is a share of any depth; at least one layer runs before it.
-- The frames of a clip are one picture. A picture without text behind it is matched with all text.
-- With one picture alone there is nothing to compare it with: its tokens are ranked behind layer
-  K + 1 as those of other pictures are, against the text behind it.
-- What comes in merged counts as one token. Ties go to the lower index.
+- K = 6 of 32 layers is a fraction of any depth; at least one layer runs before it.
+- The frames of a video are one image. An image without text after it is matched with all text.
+- A single image has nothing to be compared with: its tokens are ranked after layer K + 1 as those
+  of other images are, against the text after it.
+- An already merged token counts as one token. Ties go to the lower index.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from ..select import top
 
 @dataclass(frozen=True)
 class CATP(Stage):
-    """Of several pictures keeps what their texts name, then what the last one needs."""
+    """Keeps tokens of several images by their own texts, then by the last image and its text."""
 
     name: ClassVar[str] = "catp"
     protocol: ClassVar[str] = "encode"
@@ -61,10 +61,10 @@ class CATP(Stage):
     lead: ClassVar[str | None] = "rate"
     asks_question: ClassVar[bool] = True
 
-    rate: float = param(1 / 3, "share of the tokens left at the end, 1 - R", gt=0.0, le=1.0)
-    k: float = param(6 / 32, "layer K; a value below 1 is a share of the depth", gt=0.0)
-    text: float = param(0.7, "weight of the text in front of the language model", ge=0.0)
-    sample: float = param(0.6, "weight of the sample that asks, in the language model", ge=0.0)
+    rate: float = param(1 / 3, "fraction of the tokens left at the end, 1 - R", gt=0.0, le=1.0)
+    k: float = param(6 / 32, "layer K; a value below 1 is a fraction of the depth", gt=0.0)
+    text: float = param(0.7, "weight of an image's text, before the language model", ge=0.0)
+    sample: float = param(0.6, "weight of the last image's text, in the language model", ge=0.0)
     positions: str = positions_param("compact")
     budget: float | None = budget_param()
 
@@ -75,19 +75,19 @@ class CATP(Stage):
         return 0.5 * (self.layer(depth) + 1) / depth
 
     def layer(self, depth: int) -> int:
-        """K, from 0, and one layer in front of it."""
+        """K, counted from 0; at least one layer runs before it."""
         k = max(round(self.k * depth), 1) if self.k < 1 else int(self.k)
         if (k != self.k and self.k >= 1) or k + 2 >= depth:
             raise RecipeError(
                 f"catp: k={self.k:g} means layer {k:g} of {depth}; it must be a whole number, or a "
-                "share below 1, with two layers and more behind it"
+                "fraction below 1, with at least two layers after it"
             )
         return k
 
     def shares(self, depth: int, asks: float) -> tuple[float, float]:
-        """What is left in front of the language model, and at the end.
+        """Fractions of the tokens left before the language model, and at the end.
 
-        ``asks`` is the last picture's share of the tokens.
+        ``asks`` is the fraction of the tokens that belongs to the last image.
         """
         if self.budget is None:
             return (1 + self.rate) / 2, self.rate
@@ -104,7 +104,7 @@ class CATP(Stage):
 
 @dataclass(frozen=True)
 class Cover(Part, EncodeStage):
-    """Part 1: in front of the language model, each picture with its text."""
+    """Part 1: before the language model, each image with its text."""
 
     name: ClassVar[str] = CATP.name
     asks_question: ClassVar[bool] = True
@@ -113,23 +113,24 @@ class Cover(Part, EncodeStage):
         self, tokens: VisualTokens, stats: VisionStats, request: EncodeRequest
     ) -> VisualTokens:
         groups = together(tokens, stats.items)
-        clips = [stats.items[int(tokens.layout.item[index[0]])].clip for index in groups]
-        # Long clips come in parts.
-        asks = [i for i, clip in enumerate(clips) if clip == clips[-1] >= 0] or [len(clips) - 1]
+        videos = [stats.items[int(tokens.layout.item[index[0]])].clip for index in groups]
+        # Long videos come in parts.
+        asks = [i for i, video in enumerate(videos) if video == videos[-1] >= 0]
+        asks = asks or [len(videos) - 1]
         n = sum(len(groups[i]) for i in asks)
         share, last = self.of.shares(request.depth, n / len(tokens))
         request.notes[self.name] = {
             "asks": torch.cat([tokens.layout.item[groups[i]] for i in asks]).unique(),
-            "totals": [max(1, round(last * some)) for some in (n, len(tokens) - n)],
+            "totals": [max(1, round(last * count)) for count in (n, len(tokens) - n)],
         }
         if share == 1:
             return tokens
         order, kept = tokens.layout.order, []
         for number, index in enumerate(groups):
-            behind = request.order > order[index[-1]]
+            after = request.order > order[index[-1]]
             if number + 1 < len(groups):
-                behind = behind & (request.order < order[groups[number + 1][0]])
-            text = request.question_embeds[behind if bool(behind.any()) else slice(None)]
+                after = after & (request.order < order[groups[number + 1][0]])
+            text = request.question_embeds[after if bool(after.any()) else slice(None)]
             rows = tokens.features[index].float()
             alike = (cosine(rows) + 1) / 2
             named = (cosine_similarity(rows, text.float().mean(0)[None]) + 1) / 2
@@ -140,7 +141,7 @@ class Cover(Part, EncodeStage):
 
 @dataclass(frozen=True)
 class Context(Part, PrefillStage):
-    """Part 2: in the language model, the other pictures, and then the last."""
+    """Part 2: in the language model, the other images, and then the last."""
 
     name: ClassVar[str] = CATP.name
     asks_question: ClassVar[bool] = True
@@ -164,7 +165,7 @@ class Context(Part, PrefillStage):
             return None
         if first or not bool(shown.any()):
             rows = torch.arange(len(layout), device=hidden.device)
-            # Of one picture alone it is the text behind it.
+            # For a single image, the text after it.
             border = rows[shown if first else asks][-1]
             rows = (rows > border) & (rows < len(layout) - context.answer)
             gain = context.stats[layer - 1].mean(0)[0] - context.stats[layer - 2].mean(0)[0]

@@ -1,24 +1,25 @@
-"""clip-relevance: what an OpenCLIP model finds relevant to the question, without repeating it.
+"""clip-relevance: keep tokens that an OpenCLIP model finds relevant, without redundancy.
 
-The tokens most relevant to a question are often copies of each other, and diverse ones may have
-nothing to do with it. CDPruner (NeurIPS 2025, arXiv 2506.10967) wants both. With ``S`` the cosines
-of the visual tokens and ``r`` their relevance, taken to [0, 1], it keeps the tokens Y that a
-determinantal point process finds most likely, by greedy steps::
+The tokens most relevant to a question are often near-duplicates, and diverse ones may be unrelated
+to it. CDPruner (NeurIPS 2025, arXiv 2506.10967) combines both. With ``S`` the cosines of the visual
+tokens and ``r`` their relevance, scaled to [0, 1], it keeps the tokens Y that a determinantal point
+process finds most likely, by greedy steps::
 
     L = diag(r) S diag(r)          max over Y of det(L_Y)
 
-Relevance is minus the cosine of a patch of CLIP, behind its last norm and projection, with the
-question: patches of a CLIP that was trained for CLS alone lie on the far side of what they show.
+Relevance is minus the cosine of a CLIP patch, after the last norm and projection, with the
+question: in a CLIP trained on CLS alone, patches are anticorrelated with the text of what they
+show.
 
 Different from the authors' code, and why:
 
-- The judge is any model of OpenCLIP, which looks at the picture itself, beside the model's own
-  tower; theirs is CLIP's text tower beside a tower that must be CLIP. Its map is read at the middle
-  of each token, whatever views a family makes. A model that is no plain ViT judges windows of the
-  picture, as they are.
-- Frames of one clip are chosen from together. Newlines go.
-- When all that is left repeats what is there, relevance alone decides.
-- A question that is longer than the judge can read is cut by its tokenizer.
+- The relevance model is any OpenCLIP model, run on the image in addition to the model's own tower;
+  theirs is CLIP's text tower on top of a vision tower that must be CLIP. Its map is sampled at the
+  centre of each token, whatever views a family makes. A model other than a plain ViT scores windows
+  of the image.
+- Frames of one video are pruned together. Newlines are dropped.
+- When all remaining tokens are redundant, relevance alone decides.
+- A question longer than the model's context is truncated by its tokenizer.
 """
 
 from __future__ import annotations
@@ -44,20 +45,20 @@ from ..select import count, top
 
 @dataclass(frozen=True)
 class ClipRelevance(Reducer):
-    """Keeps what a CLIP model finds relevant to the question, without repeating it."""
+    """Keeps diverse tokens that a CLIP model finds relevant to the question."""
 
     name: ClassVar[str] = "clip-relevance"
     paper: ClassVar[str] = "NeurIPS 2025, arXiv 2506.10967"
     other_model: ClassVar[bool] = True
     asks_question: ClassVar[bool] = True
 
-    rate: float = param(1 / 9, "share of the visual tokens that stays", gt=0.0, le=1.0)
+    rate: float = param(1 / 9, "fraction of the visual tokens kept", gt=0.0, le=1.0)
     model: str = _clip.model_param()
     pretrained: str = _clip.pretrained_param()
-    diversity: bool = param(True, "the determinant; false: the most relevant tokens, alike or not")
+    diversity: bool = param(True, "select by the determinant; false: by relevance alone")
 
     def relevance(self, tokens: VisualTokens, request: EncodeRequest) -> Tensor:
-        """Of each token that shows a part of a picture, float32, (S,); of others what there is."""
+        """Relevance of each token, float32, (S,); undefined for tokens without an image region."""
         judge = _clip.load(self.name, self.model, self.pretrained)
         text, found = judge.text(request.question), torch.zeros(len(tokens))
         for item, index in tokens.items():
@@ -73,7 +74,7 @@ class ClipRelevance(Reducer):
             return tokens
         if len(request.pictures) < len(stats.items):
             raise RecipeError(
-                f"{self.name} looks at the pictures themselves, and only their features are here"
+                f"{self.name} needs the images, but only their features are available"
             )
         relevance, kept = self.relevance(tokens, request), []
         for index in together(tokens, stats.items):

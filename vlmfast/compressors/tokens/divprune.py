@@ -1,22 +1,21 @@
-"""DivPrune: the tokens that are kept lie as far from each other as they can.
+"""DivPrune: keep the most diverse tokens.
 
-Attention finds the same thing many times over. DivPrune (CVPR 2025, arXiv 2503.02175) looks at
-nothing but the visual tokens that would enter the language model, and keeps ``k = round(n r)`` of
-``n`` (half to even) so that the two of them which are most alike are as different as can be, by a
-greedy solution of that max-min problem::
+Attention often selects near-duplicates. DivPrune (CVPR 2025, arXiv 2503.02175) uses the visual
+tokens alone. Of ``n`` tokens it keeps ``k = round(n r)`` (half to even) such that the two most
+similar kept tokens are as different as possible, by a greedy solution of that max-min problem::
 
     d(i, j) = 1 - cos(x_i, x_j)
     first   argmax over i of  min over j != i of d(i, j)
     then    argmax over i of  min over chosen j of d(i, j)
 
-Newlines are tokens like others; all are the same, so that hardly more than one of them is chosen.
+Newlines compete like other tokens. They are all equal, so hardly more than one of them is chosen.
 
 Different from the authors' code, and why:
 
-- Every picture of a prompt is thinned out by itself; theirs does so for the first one alone, at a
-  place in the prompt that is a constant. Frames of one clip are judged together, as in the paper's
-  videos, so that what stands still is kept once (``across="frame"``: each by itself).
-- Cosines are taken in float32. Those of half-precision products choose other tokens.
+- Every image of a prompt is pruned separately; theirs prunes the first one alone, at a constant
+  position in the prompt. Frames of one video are pruned together, as in the paper's videos, so that
+  static content is kept once (``across="frame"``: each frame separately).
+- Cosines are computed in float32. Half-precision products select other tokens.
 - Ties go to the lower index.
 """
 
@@ -40,15 +39,15 @@ from ..select import count
 
 @dataclass(frozen=True)
 class DivPrune(Reducer):
-    """Keeps the tokens that are least alike."""
+    """Keeps the most diverse tokens, by cosine distance."""
 
     name: ClassVar[str] = "divprune"
     paper: ClassVar[str] = "CVPR 2025, arXiv 2503.02175"
 
-    rate: float = param(0.098, "share of the visual tokens that stays", gt=0.0, le=1.0)
+    rate: float = param(0.098, "fraction of the visual tokens kept", gt=0.0, le=1.0)
     across: str = param(
         "clip",
-        "frames of one clip: all of its tokens against each other, or each frame by itself",
+        "frames of one video: prune them together (clip), or each separately (frame)",
         choices=("clip", "frame"),
     )
 

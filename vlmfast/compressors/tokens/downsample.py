@@ -1,12 +1,12 @@
-"""Downsampling: every view at a lower resolution, the control for methods that merge.
+"""Downsampling: every view at a lower resolution, the baseline for methods that merge.
 
-The ``h x w`` tokens of a view fall into ``a x b`` cells, the same for all views of a picture; a
-token belongs to the cell that holds its centre. Each cell that has tokens becomes one: the mean of
-their features, weighted by what they stand for, with the sum of their weights. Order, position and
-tile are those of the token nearest to the cell's centre; its box covers the cell. Newlines go.
+The ``h x w`` tokens of a view are split into ``a x b`` cells, the same for all views of an image; a
+token belongs to the cell that contains its centre. Each non-empty cell becomes one token: the mean
+of its features, weighted by token weight, with the sum of the weights. Order, position and tile are
+those of the token nearest to the cell's centre; its box covers the cell. Newlines are dropped.
 
-``a x b`` gives the number of tokens nearest to the target among cells at most twice as long as wide
-(of equals fewer tokens, then the squarer cell). One token per view is the least.
+``a x b`` gives the token count nearest to the target among cells at most twice as long as wide (on
+a tie fewer tokens, then the squarer cell). Every view keeps at least one token.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Downsample(Reducer):
         stats: VisionStats,
         request: EncodeRequest,
     ) -> VisualTokens:
-        """One token per cell of each view of one picture."""
+        """One token per cell of each view of one image."""
         patches = tokens.select(tokens.layout.patches)
         if not len(patches):
             return patches

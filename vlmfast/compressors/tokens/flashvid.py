@@ -1,32 +1,33 @@
-"""FlashVID: tokens that speak for a frame, and trees of tokens that stay alike through time.
+"""FlashVID: keep salient tokens of each frame, and merge the others along time.
 
-The strongest published training-free reducer of clips at a tenth of their tokens (99.1 % on
-LLaVA-OneVision, and the only one there that was also shown to trade tokens for ten times the
-frames): that is why it is here. FlashVID (ICLR 2026, arXiv 2602.08024) cuts a clip where the cosine
-of the means of two neighbouring frames falls below 0.9, and at the least alike of the others until
-there are 8 segments. A share ``alpha`` of the budget chooses tokens, frame by frame, max-min with
-distances that are calibrated by the CLS row ``a`` (mean over heads) and by what a token has to do
-with its segment, whose frames f have means m_f::
+The strongest published training-free reducer of videos at a tenth of their tokens (99.1 % on
+LLaVA-OneVision), and the only one that was also shown to trade tokens for ten times the frames.
+FlashVID (ICLR 2026, arXiv 2602.08024) cuts a video where the cosine of the means of two
+neighbouring frames is below 0.9, and further at the least similar neighbours until there are 8
+segments. A fraction ``alpha`` of the budget is chosen frame by frame, max-min with distances
+calibrated by the CLS row ``a`` (mean over heads) and by the similarity of a token to its segment,
+whose frames f have means m_f::
 
     w_j = a_j mean over f of <x_j, m_f>      add argmax over j of  w_j min over chosen i of d(i, j)
 
-with d = 1 - cos; the first by its nearest neighbour. Every other token is linked to the one most
-like it in the frame before, if their cosine is above 0.8 and no segment ends between them. The
-trees become the means of their tokens, in the place of the first. Where more trees are left than
-the rest of the budget, those of a frame are clustered (density peaks over the 7 nearest; distances
-by sqrt(width)) into as many as is its due, and become the means of their clusters.
+with d = 1 - cos; the first by its nearest neighbour. Every other token is linked to the most
+similar one in the previous frame, if their cosine is above 0.8 and no segment ends between them.
+The linked trees become the means of their tokens, at the position of the first. If more trees are
+left than the rest of the budget, the trees of each frame are clustered (density peaks over the 7
+nearest; distances by sqrt(width)) in proportion to their number, and become the cluster means.
 
 Different from the authors' code, and why:
 
-- A clip keeps as many tokens as its budget says; theirs rounds every frame and cluster up. Where
-  there would be fewer trees than the budget holds, only the most similar links are made.
-- What is left of a frame is a share of the clip's budget by its number of trees.
-- Its second part, a drop by attention in a deep layer of the language model, is a stage of its own
+- A video keeps exactly its budget; theirs rounds every frame and cluster up. If linking would leave
+  fewer trees than the budget allows, only the most similar links are made.
+- Each frame gets clusters in proportion to its number of trees.
+- Its second part, a drop by attention in a deep layer of the language model, is a separate stage
   here: ``flashvid:...+fastv:k=20``.
-- A picture of its own is a clip of one frame: tokens are chosen, and the rest is clustered.
+- A single image is a video of one frame: tokens are chosen, and the rest is clustered.
 - On vision towers without CLS, ``a`` is the attention that patches receive in the block that feeds
   the projector, pooled with the features, as on LLaVA-OneVision, LLaVA-Video and Qwen-VL there.
-- ``w`` below 0 counts as 0. Newlines go. Weights are the tokens in a cluster, for ``repair``.
+- ``w`` below 0 counts as 0. Newlines are dropped. With ``repair``, a token weighs as much as the
+  tokens of its cluster.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ NEIGHBOURS = 7
 
 
 def segments(means: Tensor, threshold: float, least: int) -> Tensor:
-    """Number of the segment of each frame, by its mean feature (F, D): int64, (F,)."""
+    """Segment number of each frame, from the mean features (F, D): int64, (F,)."""
     units = normalize(means.float(), dim=-1)
     alike = (units[1:] * units[:-1]).sum(-1)
     cut = alike < threshold
@@ -67,7 +68,7 @@ def segments(means: Tensor, threshold: float, least: int) -> Tensor:
 
 
 def calibrated(similarity: Tensor, weight: Tensor, k: int) -> Tensor:
-    """``k`` rows of (N, N) that lie apart, distances to each weighted by (N,): int64, (k,)."""
+    """``k`` diverse rows of a similarity (N, N), distances weighted by (N,): int64, (k,)."""
     n = len(weight)
     if k == 0:
         return torch.arange(0, device=weight.device)
@@ -94,16 +95,16 @@ def means(rows: Tensor, group: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class FlashVID(Reducer):
-    """Of each frame keeps what speaks for it, and of the rest trees through time."""
+    """Keeps salient and diverse tokens of each frame, and merges the others along time."""
 
     name: ClassVar[str] = "flashvid"
     paper: ClassVar[str] = "ICLR 2026, arXiv 2602.08024"
 
-    rate: float = param(0.1, "share of the visual tokens that stays", gt=0.0, le=1.0)
-    alpha: float = param(0.7, "share of these that is chosen, not merged", gt=0.0, le=1.0)
+    rate: float = param(0.1, "fraction of the visual tokens kept", gt=0.0, le=1.0)
+    alpha: float = param(0.7, "fraction of these chosen rather than merged", gt=0.0, le=1.0)
     similarity: float = param(0.8, "cosine above which tokens of two frames are linked", ge=-1.0)
     segment: float = param(0.9, "cosine of two frames below which a segment ends", le=1.0)
-    least: int = param(8, "segments of a clip at least", ge=1)
+    least: int = param(8, "minimum number of segments of a video", ge=1)
     repair: bool = repair_param(False)
     saliency: str = saliency_param()
 
@@ -120,7 +121,7 @@ class FlashVID(Reducer):
         for index in together(tokens, stats.items):
             k = count(self.share, len(index))
             index = index[tokens.layout.patches[index]]
-            parts.append(self._clip(tokens.select(index), attention[index], min(k, len(index))))
+            parts.append(self._video(tokens.select(index), attention[index], min(k, len(index))))
         levels = zip(*(part.extra for part in parts), strict=True)
         return VisualTokens(
             torch.cat([part.features for part in parts]),
@@ -128,8 +129,8 @@ class FlashVID(Reducer):
             tuple(torch.cat(level) for level in levels),
         )
 
-    def _clip(self, tokens: VisualTokens, attention: Tensor, total: int) -> VisualTokens:
-        """``total`` tokens of one clip, or picture."""
+    def _video(self, tokens: VisualTokens, attention: Tensor, total: int) -> VisualTokens:
+        """``total`` tokens of one video or image."""
         rows, device = tokens.features.float(), tokens.features.device
         frames = [index for _, index in tokens.items()]
         middle = torch.stack([rows[index].mean(0) for index in frames])
@@ -146,14 +147,14 @@ class FlashVID(Reducer):
         parent, alike = self._links(rows, frames, segment, chosen)
         rest = total - int(chosen.sum())
         others = int((~chosen).sum())
-        most = others - rest  # links that leave as many trees as there is room for
+        most = others - rest  # links that leave as many trees as the budget allows
         linked = alike > self.similarity
         if int(linked.sum()) > most:
             best = alike.sort(descending=True, stable=True).indices[:most]
             linked = torch.zeros_like(linked).index_fill(0, best, True)
         own = torch.arange(len(tokens), device=device)
         root = torch.where(linked, parent, own)
-        for _ in frames:  # a parent lies one frame earlier
+        for _ in frames:  # a parent is one frame earlier
             root = root[root]
         home = self._clusters(means(rows, root), frames, (root == own) & ~chosen, rest, own)[root]
 
@@ -162,7 +163,7 @@ class FlashVID(Reducer):
             here = (root == own) & (home >= 0)
             new = features.clone()
             new[here] = means(trees[here], home[here]).to(features.dtype)
-            # One alone is what it was, to the last bit.
+            # A token that is not merged stays bit-identical.
             alone = torch.bincount(home[home >= 0], minlength=len(own)) == 1
             return torch.where(alone[:, None], features, new)
 
@@ -171,7 +172,7 @@ class FlashVID(Reducer):
     def _links(
         self, rows: Tensor, frames: list[Tensor], segment: Tensor, chosen: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Of each token the one most like it in the frame before, and their cosine."""
+        """The most similar token in the previous frame of each token, and their cosine."""
         units = normalize(rows, dim=-1)
         parent = torch.arange(len(rows), device=rows.device)
         alike = torch.full((len(rows),), -torch.inf, device=rows.device)
@@ -186,7 +187,7 @@ class FlashVID(Reducer):
     def _clusters(
         self, trees: Tensor, frames: list[Tensor], roots: Tensor, rest: int, own: Tensor
     ) -> Tensor:
-        """What each root becomes part of, so that ``rest`` are left; -1: nothing."""
+        """The root that each root merges into so that ``rest`` are left, -1 if dropped."""
         home, found = own, [index[roots[index]] for index in frames]
         counts = [len(index) for index in found]
         for index, k in zip(

@@ -1,7 +1,7 @@
-"""Evenly spaced selection: a control that knows nothing but covers everything.
+"""Evenly spaced selection: a baseline that ignores the content but covers the whole image.
 
 Of ``P`` patches in raster order it keeps numbers ``floor((i + 1/2) P / k)`` for ``i`` in
-``0 .. k-1``, the middles of ``k`` equal runs; newlines go.
+``0 .. k-1``, the middles of ``k`` equal runs. Newlines are dropped.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Grid(Reducer):
         stats: VisionStats,
         request: EncodeRequest,
     ) -> Tensor:
-        """Rows of one picture that stay."""
+        """Rows kept of one image."""
         patches = tokens.layout.patches.nonzero().flatten()
         chosen = evenly(len(patches), min(self.target(tokens), len(patches)))
         return patches[chosen.to(patches.device)]

@@ -1,37 +1,38 @@
-"""HiRED: how many tokens each view of a picture may keep, and which.
+"""HiRED: a token budget for each view of an image, filled by CLS attention.
 
-High-resolution models cut a picture into crops and put a small view of the whole beside them. HiRED
-(AAAI 2025, arXiv 2408.10945) keeps a share ``r`` of all these tokens. It reads two rows of the
-vision tower, the attention of CLS to the patches: in the first layer it says where a picture has
-content at all, in the layer that feeds the projector which patches carry its meaning.
+High-resolution models cut an image into crops and encode a small view of the whole as well. HiRED
+(AAAI 2025, arXiv 2408.10945) keeps a fraction ``r`` of all these tokens. It uses two attention rows
+of the vision tower, from CLS to the patches: that of the first layer locates the content of the
+image, that of the layer that feeds the projector ranks patches by their meaning.
 
-With ``V`` views of ``N`` patches each, view 0 being the whole picture::
+With ``V`` views of ``N`` patches each, view 0 being the whole image::
 
-    B   = trunc(V N r)                        tokens for the picture
+    B   = trunc(V N r)                        tokens for the image
     B_0 = min(trunc(B alpha), N)              of these for the whole view
     B_i = min(trunc((B - B_0) s_i / sum s), N)     and for crop i
     keep the B_i patches of view i with the largest sum over heads of the CLS row
 
-``rule`` says what the content ``s_i`` of a crop is. ``paper``: first-layer attention of view 0,
-summed over the patches that crop i covers. ``code`` (what the authors run): the number of view 0's
+``rule`` defines the content ``s_i`` of a crop. ``paper``: first-layer attention of view 0, summed
+over the patches that crop i covers. ``code`` (what the authors run): the number of view 0's
 ``trunc(N (1 - alpha))`` most attended patches that fall in the i-th of equally long runs of the
-raster order, a stripe of the picture rather than the crop's place in it. A picture without crops
+raster order, which is a stripe of the image, not the area of the crop. An image without crops
 keeps its ``trunc(N r)`` best patches.
 
 Different from the authors' code, and why:
 
-- ``paper`` is the default rule: its stripes match the crops only when these lie one above another.
-- Each picture is judged by its own attention; the authors' LLaVA-1.5 code applies the selection of
-  the first picture of a batch to all of them.
-- Crops lie where the model puts them. The authors swap rows and columns of the grid, so that crops
-  which are not as many high as wide are stitched and unpadded wrongly and most of their tokens
-  vanish; ``grid_compat`` loses the same tokens (their order stays the prompt's).
-- Ties go to the lower index. A picture keeps at least one token.
-- On vision towers without CLS, the attention that patches receive takes the place of its row, and
-  several patches that become one token count together (`vlmfast.core.saliency`).
+- ``paper`` is the default rule: the stripes of ``code`` match the crops only when these are stacked
+  vertically.
+- Each image is ranked by its own attention; the authors' LLaVA-1.5 code applies the selection of
+  the first image of a batch to all of them.
+- Crops are where the model puts them. The authors swap rows and columns of the grid, so that
+  non-square grids are stitched and unpadded wrongly and most of their tokens are dropped;
+  ``grid_compat`` drops the same tokens (their order stays the prompt's).
+- Ties go to the lower index. An image keeps at least one token.
+- On vision towers without CLS, received attention replaces its row, and several patches that become
+  one token count together (`vlmfast.core.saliency`).
 - The authors never insert newlines; ``newline`` can keep them.
-- ``budget`` counts the tokens that the prompt would really hold. ``rate`` counts all ``V N``
-  patches, so that choices inside the letterbox padding are lost and fewer are delivered.
+- ``budget`` counts the tokens that are in the prompt. ``rate`` counts all ``V N`` patches, so that
+  patches selected in the letterbox padding are dropped and fewer tokens are kept.
 """
 
 from __future__ import annotations
@@ -62,9 +63,9 @@ def view_budgets(views: int, n: int, rate: float, alpha: float) -> tuple[int, in
 
 
 def content_by_area(content: Tensor, patches: tuple[int, int], tiles: tuple[int, int]) -> Tensor:
-    """Attention mass of the whole view that lies where each crop lies (``rule="paper"``).
+    """Attention mass of the whole view in the area of each crop (``rule="paper"``).
 
-    The whole view is stretched onto the crops' grid; a patch belongs to the crop that holds its
+    The whole view is stretched onto the crops' grid; a patch belongs to the crop that contains its
     centre.
 
     Parameters
@@ -82,7 +83,7 @@ def content_by_area(content: Tensor, patches: tuple[int, int], tiles: tuple[int,
 
 
 def content_by_stripe(content: Tensor, crops: int, alpha: float) -> Tensor:
-    """How many of the most attended patches fall in each raster stripe (``rule="code"``).
+    """Number of the most attended patches in each raster stripe (``rule="code"``).
 
     Parameters
     ----------
@@ -100,7 +101,7 @@ def content_by_stripe(content: Tensor, crops: int, alpha: float) -> Tensor:
 
 
 def crop_budgets(content: Tensor, total: int, n: int) -> list[int]:
-    """``B_i`` of the crops. Truncated in the precision of ``content``, remainders are lost."""
+    """``B_i`` of the crops, truncated in the precision of ``content``; remainders are not used."""
     share = content / content.sum()
     if not bool(share.isfinite().all()):  # no content anywhere
         share = torch.full_like(content, 1 / len(content))
@@ -110,7 +111,7 @@ def crop_budgets(content: Tensor, total: int, n: int) -> list[int]:
 def packed(
     tiles: tuple[int, int], patches: tuple[int, int], size: tuple[int, int], transposed: bool
 ) -> Tensor:
-    """Ids ``view * N + patch`` of a picture's tokens in the order of the prompt, padding cut off.
+    """Ids ``view * N + patch`` of an image's tokens in the order of the prompt, without padding.
 
     The whole view first, then the stitched crops, row by row across them.
 
@@ -119,7 +120,7 @@ def packed(
     tiles, patches : (int, int)
         Rows and columns of crops, and of patches in each.
     size : (int, int)
-        Height and width of the picture in pixels.
+        Height and width of the image in pixels.
     transposed : bool
         Swap rows and columns of ``tiles``, as the authors do.
 
@@ -141,10 +142,10 @@ def packed(
 
 
 def open_rows(kept: Tensor, layout: TokenLayout, tiled: bool) -> Tensor:
-    """Tokens that share their row of the stitched crops, newline included, with a kept token.
+    """Tokens in a row of the stitched crops, newline included, that has a kept token.
 
-    A newline closes the row of the tokens before it. The whole view of a tiled picture has no
-    newlines; its tokens cost nothing more than themselves and count as open.
+    A newline closes the row of the tokens before it. The whole view of a tiled image has no
+    newlines, so keeping its tokens never adds one, and they count as open.
 
     Returns
     -------
@@ -159,15 +160,15 @@ def open_rows(kept: Tensor, layout: TokenLayout, tiled: bool) -> Tensor:
 
 @dataclass(frozen=True)
 class HiRED(Reducer):
-    """Keeps the patches to which CLS attends, by a budget for each view."""
+    """Keeps the patches that CLS attends to most, with a budget for each view."""
 
     name: ClassVar[str] = "hired"
     paper: ClassVar[str] = "AAAI 2025, arXiv 2408.10945"
 
-    rate: float = param(0.2, "share of the patches of all views that is selected", gt=0.0, le=1.0)
-    alpha: float = param(0.5, "share of the budget that the whole view gets", ge=0.0, le=1.0)
+    rate: float = param(0.2, "fraction of the patches of all views to select", gt=0.0, le=1.0)
+    alpha: float = param(0.5, "fraction of the budget for the whole view", ge=0.0, le=1.0)
     rule: str = param("paper", "how a crop's content is measured", choices=("paper", "code"))
-    grid_compat: bool = param(False, "also lose the tokens that the authors' swapped grid loses")
+    grid_compat: bool = param(False, "also drop the tokens that the authors' swapped grid drops")
     newline: str = param(
         "drop",
         "learned row separators: drop all, keep all, or keep those of rows with a kept token",
@@ -186,10 +187,10 @@ class HiRED(Reducer):
         stats: VisionStats,
         request: EncodeRequest,
     ) -> Tensor:
-        """Rows of one picture that stay."""
+        """Rows kept of one image."""
         layout, tiled = tokens.layout, geometry.tiles != (0, 0)
-        first, last = (stats.salient(asked, geometry).rows.sum(1) for asked in self.saliencies())
-        content, importance = self._content(first[0].cpu(), geometry) if tiled else None, last
+        first, importance = (stats.salient(s, geometry).rows.sum(1) for s in self.saliencies())
+        content = self._content(first[0].cpu(), geometry) if tiled else None
 
         slot = slots(layout, geometry)
         exists = marked(slot, importance)
@@ -197,57 +198,71 @@ class HiRED(Reducer):
             seen = packed(geometry.tiles, geometry.patches, geometry.size, transposed=True)
             exists = exists & marked(seen.to(slot.device), importance)
 
-        def with_newlines(chosen: Tensor) -> Tensor:
-            kept = per_token(chosen, slot)
-            if self.newline == "drop":
-                return kept
-            newline = layout.kind == Kind.NEWLINE
-            if self.newline == "rows":
-                newline = newline & open_rows(kept, layout, tiled)
-            return kept | newline
-
         if self.budget is None:
-            chosen = best(importance, self._by_rate(content, *importance.shape)) & exists
-            if not chosen.any():
-                chosen = best(importance.masked_fill(~exists, -torch.inf).view(1, -1), [1])
-            return with_newlines(chosen).nonzero().flatten()
+            kept = per_token(self._by_rate(content, importance, exists), slot)
+            kept = kept | self._newlines(kept, layout, tiled)
+        else:
+            kept = self._by_budget(content, importance, exists, slot, layout, self.target(tokens))
+        return kept.nonzero().flatten()
 
-        # Newlines are tokens too: as many patches as leave room for theirs.
+    def _by_rate(self, content: Tensor | None, importance: Tensor, exists: Tensor) -> Tensor:
+        """The paper's rule: patches of all views, newlines not counted: bool, (V, N)."""
+        views, n = importance.shape
+        if content is None:
+            counts = [int(n * self.rate)] * views
+        else:
+            whole, crops = view_budgets(views, n, self.rate, self.alpha)
+            counts = [whole, *crop_budgets(content, crops, n)]
+        chosen = best(importance, counts) & exists
+        if not chosen.any():
+            first = best(importance.masked_fill(~exists, -torch.inf).view(1, -1), [1])
+            chosen = first.view_as(importance)
+        return chosen
+
+    def _by_budget(
+        self,
+        content: Tensor | None,
+        importance: Tensor,
+        exists: Tensor,
+        slot: Tensor,
+        layout: TokenLayout,
+        target: int,
+    ) -> Tensor:
+        """The budget's rule: ``target`` tokens, newlines counted: bool, (S,)."""
+        tiled, caps = content is not None, exists.sum(1).tolist()
         importance = importance.masked_fill(~exists, -torch.inf)
-        caps = exists.sum(1).tolist()
-        target = self.target(tokens)
 
         def keep_patches(k: int) -> Tensor:
-            return with_newlines(best(importance, self._by_count(content, k, caps)))
+            kept = per_token(best(importance, self._view_counts(content, k, caps)), slot)
+            return kept | self._newlines(kept, layout, tiled)
 
-        if self.newline == "rows":
-            fits = range(1, min(target, sum(caps)) + 1)
-            k = bisect_right(fits, target, key=lambda k: int(keep_patches(k).sum()))
-            kept = keep_patches(max(k, 1))
-            # The next patch may bring a newline for which there is no room: fill open rows instead.
-            spare = layout.patches & ~kept & open_rows(kept, layout, tiled)
-            score = per_token(importance, slot, -torch.inf)
-            spare = spare & (score > -torch.inf)
-            kept = kept | top(score, spare, target - int(kept.sum()))
-        else:
-            fixed = int((layout.kind == Kind.NEWLINE).sum()) if self.newline == "keep" else 0
-            kept = keep_patches(min(max(target - fixed, 1), sum(caps)))
-        return kept.nonzero().flatten()
+        if self.newline != "rows":
+            newlines = int((layout.kind == Kind.NEWLINE).sum()) if self.newline == "keep" else 0
+            return keep_patches(min(max(target - newlines, 1), sum(caps)))
+
+        # Each patch may add the newline of its row: the largest k for which both fit.
+        fits = range(1, min(target, sum(caps)) + 1)
+        k = bisect_right(fits, target, key=lambda k: int(keep_patches(k).sum()))
+        kept = keep_patches(max(k, 1))
+        # One more patch may add a newline that exceeds the target: fill open rows instead.
+        score = per_token(importance, slot, -torch.inf)
+        spare = layout.patches & ~kept & open_rows(kept, layout, tiled) & (score > -torch.inf)
+        return kept | top(score, spare, target - int(kept.sum()))
+
+    def _newlines(self, kept: Tensor, layout: TokenLayout, tiled: bool) -> Tensor:
+        """Newlines to keep with the tokens ``kept`` (S,): bool, (S,)."""
+        newline = layout.kind == Kind.NEWLINE
+        if self.newline == "drop":
+            return torch.zeros_like(newline)
+        return newline & open_rows(kept, layout, tiled) if self.newline == "rows" else newline
 
     def _content(self, content: Tensor, geometry: ItemGeometry) -> Tensor:
         if self.rule == "code":
             return content_by_stripe(content, geometry.tiles[0] * geometry.tiles[1], self.alpha)
         return content_by_area(content, geometry.patches, geometry.tiles)
 
-    def _by_rate(self, content: Tensor | None, views: int, n: int) -> list[int]:
-        """Tokens per view as in the paper."""
-        if content is None:
-            return [int(n * self.rate)] * views
-        whole, crops = view_budgets(views, n, self.rate, self.alpha)
-        return [whole, *crop_budgets(content, crops, n)]
-
-    def _by_count(self, content: Tensor | None, k: int, caps: list[int]) -> list[int]:
-        """Tokens per view that sum to ``k``; what one view has no patches for goes to others."""
+    def _view_counts(self, content: Tensor | None, k: int, caps: list[int]) -> list[int]:
+        """Tokens per view that sum to ``k``; what exceeds a view's patches goes to the others."""
         if content is None:
             return apportion(k, [1.0] * len(caps), caps)
         crops = min(k - min(int(k * self.alpha), caps[0]), sum(caps[1:]))

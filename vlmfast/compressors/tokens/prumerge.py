@@ -1,32 +1,32 @@
-"""PruMerge: patches to which CLS attends far more than to others, and what the rest adds to them.
+"""PruMerge: keep the outliers of CLS attention, and merge their neighbours into them.
 
-Most patches of a view get hardly any attention from CLS. LLaVA-PruMerge (ICCV 2025, arXiv
+Most patches of a view receive little attention from CLS. LLaVA-PruMerge (ICCV 2025, arXiv
 2403.15388) keeps the outliers. With ``a`` the CLS row of the tower's last layer, as if that layer
 had one wide head, over the ``N`` patches of a view::
 
-    ratio = share of the a_j above Q3 + 1.5 (Q3 - Q1)          k = trunc(N ratio)
+    ratio = fraction of the a_j above Q3 + 1.5 (Q3 - Q1)          k = trunc(N ratio)
 
-the ``k`` largest are kept. Each takes in what is near it, kept or not, by the cosine of the keys of
-the same layer, all heads side by side; and one more token stands for all that is gone::
+the ``k`` largest are kept. The nearest patches, kept or not, are added to each, by the cosine of
+the keys of the same layer, all heads concatenated; one more token represents all dropped patches::
 
     x_i' = x_i + sum over the 32 nearest j != i of a_j x_j
     x_rest = sum over all that are not kept of a_j x_j
 
-A softmax over a sum of heads is no sum of softmaxes, but it follows from them: with ``p_h`` the row
-of head h of H, ``a = softmax(H^(-1/2) sum over h of log p_h)``.
+The softmax over a sum of heads is not a sum of softmaxes, but follows from them: with ``p_h`` the
+row of head h of H, ``a = softmax(H^(-1/2) sum over h of log p_h)``.
 
-``rate`` and ``budget`` give all views of a picture the same number of tokens, x_rest among them.
-A view that keeps all of its tokens stays as it is. Newlines go.
+``rate`` and ``budget`` give all views of an image the same number of tokens, x_rest included. A
+view that keeps all of its tokens is unchanged. Newlines are dropped.
 
 Different from the authors' code, and why:
 
-- Every view counts its own outliers; theirs takes one ratio for a whole batch, so that what a
-  picture keeps depends on its neighbours. A view without outliers keeps its best patch.
-- Features are those behind the projector, where encode stages work, not before it.
-- Tokens stay in the order of the prompt (theirs: by falling attention). x_rest takes the place of
-  the last patch that is gone, and its weight is the number of those: for ``repair``, a kept patch
-  stands for itself.
-- Letterbox patches that the prompt lacks take no part.
+- Every view counts its own outliers; theirs takes one ratio for a whole batch, so that the tokens
+  kept of an image depend on the other images. A view without outliers keeps its best patch.
+- Features are those after the projector, where encode stages run, not before it.
+- Tokens keep the order of the prompt (theirs: by decreasing attention). x_rest takes the position
+  of the last dropped patch, and its weight is the number of dropped patches. With ``repair``, the
+  weight of a kept patch is 1.
+- Letterbox patches that are not in the prompt are ignored.
 - On vision towers without CLS, ``p_h`` is the attention that patches receive, scaled to sum to 1.
 """
 
@@ -53,14 +53,15 @@ NEAREST = 32
 
 
 def one_head(rows: Tensor, cls: bool = True) -> Tensor:
-    """CLS rows of all heads as that of one wide head.
+    """Combine the CLS rows of all heads into that of one wide head.
 
     Parameters
     ----------
     rows : Tensor, (V, H, N)
         Softmax attention to the patches.
     cls : bool
-        Whether what is missing to 1 went to CLS itself; otherwise rows are scaled to 1.
+        Whether the remainder to 1 is the attention of CLS to itself; otherwise rows are scaled to
+        sum to 1.
 
     Returns
     -------
@@ -76,15 +77,15 @@ def one_head(rows: Tensor, cls: bool = True) -> Tensor:
 
 
 def outliers(attention: Tensor) -> int:
-    """``k`` of one view, by its CLS row (N,); at least one."""
+    """``k`` of one view, from its CLS row (N,); at least one."""
     low, high = attention.double().quantile(attention.new_tensor([0.25, 0.75]).double())
     above = int((attention > high + 1.5 * (high - low)).sum())
-    # As the authors: a ratio, whose product with N is cut.
+    # As the authors: a ratio, whose product with N is truncated.
     return max(int(len(attention) * (above / len(attention))), 1)
 
 
 def mixture(attention: Tensor, keys: Tensor, kept: Tensor) -> Tensor:
-    """What each new token is made of: float32, (k + 1, N); times the features, the new tokens.
+    """Mixing weights of the new tokens; their product with the features: float32, (k + 1, N).
 
     Parameters
     ----------
@@ -94,7 +95,7 @@ def mixture(attention: Tensor, keys: Tensor, kept: Tensor) -> Tensor:
     """
     n, units = len(attention), normalize(keys.float(), dim=-1)
     near = units[kept] @ units.T
-    near = near.scatter(1, kept[:, None], -torch.inf)  # a patch is no neighbour of itself
+    near = near.scatter(1, kept[:, None], -torch.inf)  # a patch is not its own neighbour
     near = best(near, [min(NEAREST, n - 1)] * len(kept))
     new = (near * attention).scatter(1, kept[:, None], 1.0)
     rest = attention.index_fill(0, kept, 0.0)
@@ -103,23 +104,23 @@ def mixture(attention: Tensor, keys: Tensor, kept: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class PruMerge(Reducer):
-    """Keeps the outliers of CLS attention, and adds to them what is near."""
+    """Keeps the outliers of CLS attention, and merges neighbours into them."""
 
     name: ClassVar[str] = "prumerge"
     paper: ClassVar[str] = "ICCV 2025, arXiv 2403.15388"
 
     rate: float | None = param(
-        None, "share of the visual tokens that stays; none: by the outliers", gt=0.0, le=1.0
+        None, "fraction of the visual tokens kept; none: as many as outliers", gt=0.0, le=1.0
     )
     repair: bool = repair_param(False)
     saliency: str = saliency_param()
 
     def saliencies(self) -> tuple[SaliencyRequest, ...]:
-        """Of the last block, although its output goes nowhere in LLaVA."""
+        """Of the last block, whose output LLaVA does not use."""
         return (SaliencyRequest("last", self.saliency, keys=True, wide=True),)
 
     def chosen(self, attention: Tensor, total: int | None) -> Tensor:
-        """Patches of one view, (N,), that are kept: ``total - 1`` of them, or the outliers."""
+        """Indices of the kept patches of one view (N,): ``total - 1`` of them, or the outliers."""
         k = outliers(attention) if total is None else total - 1
         return best(attention[None], [k])[0].nonzero()[:, 0]
 
@@ -139,7 +140,7 @@ class PruMerge(Reducer):
         if total is not None:
             totals = apportion(total, [1.0] * len(views), [len(index) for index, *_ in views])
         home = torch.arange(len(tokens), device=attention.device)
-        parts = []  # indices of a view, its new tokens, what they are made of
+        parts = []  # indices of a view, of its new tokens, mixing weights
         for (index, a, keys), count in zip(views, totals, strict=True):
             if count == 0:
                 home[index] = -1
@@ -152,13 +153,13 @@ class PruMerge(Reducer):
                 if not len(gone):
                     continue
                 home[index[gone]] = index[gone[-1]]
-                places = torch.cat([kept, gone[-1:]])
-                parts.append((index, index[places], mixture(a, keys, kept)))
+                targets = torch.cat([kept, gone[-1:]])
+                parts.append((index, index[targets], mixture(a, keys, kept)))
 
         def combine(features: Tensor, home: Tensor) -> Tensor:
             new = features.clone()
-            for index, places, mix in parts:
-                new[places] = (mix @ features[index].float()).to(features.dtype)
+            for index, targets, mix in parts:
+                new[targets] = (mix @ features[index].float()).to(features.dtype)
             return new
 
         none = home[:0]

@@ -1,20 +1,21 @@
 """PruMerge+: the outliers of PruMerge, and patches spread evenly between them.
 
-Outliers gather where CLS looks, and leave the rest of a picture dark. The second method of
+Outliers cluster where CLS attends and leave the rest of an image uncovered. The second method of
 LLaVA-PruMerge (ICCV 2025, arXiv 2403.15388) adds patches of the raster in equal steps. With
 ``ratio`` and ``k`` of the view as in `prumerge`::
 
     step = trunc(trunc(1 / ratio) / 3)          add 0, step, 2 step, ... below N - 1
 
-Then tokens take in what is near them, and one more stands for the rest, as there.
+Neighbours and the rest are then merged as in `prumerge`.
 
-``rate`` and ``budget`` give a view of ``t`` tokens x_rest, ``(t - 1) // 2`` spread evenly over the
-patches that are no outliers, and outliers; the authors' fixed ratio for training halves them alike.
+Of the ``t`` tokens that ``rate`` or ``budget`` give a view, one is x_rest, ``(t - 1) // 2`` are
+spread evenly over the patches that are not outliers, and the others are outliers; the authors'
+fixed ratio for training halves them alike.
 
-Different from the authors' code, beyond what `prumerge` says: a step is at least 1, where their
-code fails for ratios above a third; and no patch is chosen twice. With a fixed ratio theirs keeps
-an outlier on the grid as two tokens, counts it twice among the neighbours of others, and loses as
-many patches from the beginning of what is gone.
+Different from the authors' code, in addition to the differences of `prumerge`: a step is at least
+1, where their code fails for ratios above a third; and no patch is chosen twice. With a fixed ratio
+theirs keeps an outlier on the grid as two tokens, counts it twice among the neighbours of others,
+and drops as many patches from the beginning of the dropped ones.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from .prumerge import PruMerge, outliers
 
 @dataclass(frozen=True)
 class PruMergePlus(PruMerge):
-    """Keeps the outliers of CLS attention and an even grid, and adds to them what is near."""
+    """Keeps the outliers of CLS attention and an even grid, and merges neighbours into them."""
 
     name: ClassVar[str] = "prumerge-plus"
 

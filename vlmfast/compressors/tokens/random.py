@@ -1,9 +1,9 @@
-"""Random selection: the control that any method must beat.
+"""Random selection: the baseline that every method must beat.
 
-Keeps ``rate`` of a picture's tokens, drawn without replacement from its patches; newlines go. The
-draw depends on ``seed``, on which picture of the prompt it is and on how many tokens it has, and on
-nothing else: neither on the device nor on the global random state. With the same seed a smaller
-rate keeps a part of what a larger one keeps.
+Keeps ``rate`` of an image's tokens, drawn without replacement from its patches. Newlines are
+dropped. The draw depends only on ``seed``, the index of the image in the prompt and its number of
+tokens, not on the device or the global random state. With the same seed, a smaller rate keeps a
+subset of what a larger one keeps.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Random(Reducer):
     name: ClassVar[str] = "random"
     paper: ClassVar[str] = "control"
 
-    seed: int = param(0, "another seed, another draw", ge=0)
+    seed: int = param(0, "seed of the draw", ge=0)
 
     def keep(
         self,
@@ -46,7 +46,7 @@ class Random(Reducer):
         stats: VisionStats,
         request: EncodeRequest,
     ) -> Tensor:
-        """Rows of one picture that stay."""
+        """Rows kept of one image."""
         patches = tokens.layout.patches.nonzero().flatten()
         draw = shuffled(len(patches), self.seed, int(tokens.layout.item[0]), len(tokens))
         draw = draw[: self.target(tokens)].sort().values

@@ -1,18 +1,20 @@
-"""SCOPE: tokens that stand for what is not covered yet, and to which CLS attends.
+"""SCOPE: keep salient tokens that cover what the others do not.
 
-Among the strongest published reducers at 64 of LLaVA-1.5's 576 tokens (95.4 %) that neither look
-at the question nor run another model, so that one choice serves every question: why it is here.
-The most salient tokens gather on a few objects and leave their surroundings out. SCOPE (NeurIPS
-2025, arXiv 2510.24214) weighs saliency ``a``, the CLS row of the layer that feeds the projector
-(mean over heads), with the gain of coverage::
+Among the strongest published reducers at 64 of LLaVA-1.5's 576 tokens (95.4 %) that use neither the
+question nor another model, so that one selection serves every question. The most salient tokens
+concentrate on a few objects and leave out their surroundings. SCOPE (NeurIPS 2025, arXiv
+2510.24214) weighs saliency ``a``, the CLS row of the layer that feeds the projector (mean over
+heads), with the gain of coverage::
 
     f(Y) = sum over v of max over y in Y of max(cos(x_v, x_y), 0)
     add  argmax over y of  a_y^alpha (f(Y + y) - f(Y))          until k tokens are chosen
 
-Different from the authors' code, and why: features are those behind the projector, where encode
-stages work. Frames of one clip are chosen from together, several pictures each by itself. Newlines
-go. ``alpha`` is 1, plain saliency; a cosine below 0 covers nothing. On vision towers without CLS
-the attention that patches receive is the saliency.
+Different from the authors' code, and why:
+
+- Features are those after the projector, where encode stages run.
+- Frames of one video are pruned together, several images separately. Newlines are dropped.
+- ``alpha`` is 1, plain saliency; a cosine below 0 covers nothing.
+- On vision towers without CLS the saliency is the attention that patches receive.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ from ..select import count
 
 
 def token_saliency(tokens: VisualTokens, stats: VisionStats, asked: SaliencyRequest) -> Tensor:
-    """Saliency of each token, mean over heads; 0 of newlines: float32, (S,)."""
+    """Saliency of each token, mean over heads, 0 for newlines: float32, (S,)."""
     saliency = tokens.layout.weight.new_zeros(len(tokens), dtype=torch.float32)
     for number, index in tokens.items():
         item = stats.items[number]
@@ -55,8 +57,8 @@ class SCOPE(Reducer):
     name: ClassVar[str] = "scope"
     paper: ClassVar[str] = "NeurIPS 2025, arXiv 2510.24214"
 
-    rate: float = param(1 / 9, "share of the visual tokens that stays", gt=0.0, le=1.0)
-    alpha: float = param(1.0, "power of saliency; 0: coverage alone", ge=0.0)
+    rate: float = param(1 / 9, "fraction of the visual tokens kept", gt=0.0, le=1.0)
+    alpha: float = param(1.0, "exponent of saliency; 0: coverage alone", ge=0.0)
     saliency: str = saliency_param()
 
     def saliencies(self) -> tuple[SaliencyRequest, ...]:

@@ -1,17 +1,21 @@
-"""VisionZip: a few tokens carry most of a picture; the rest is merged by likeness.
+"""VisionZip: keep the dominant tokens and merge the rest by similarity.
 
-Of each view VisionZip (CVPR 2025, arXiv 2412.04467) keeps ``D`` *dominant* tokens, CLS and the
+In each view VisionZip (CVPR 2025, arXiv 2412.04467) keeps ``D`` *dominant* tokens, CLS and the
 ``D - 1`` patches with the largest CLS row (sum over heads), and ``C`` *contextual* ones. With ``m``
 other patches in raster order, and their keys in the same layer, mean over heads::
 
     targets t = number 0, s, 2s, ... of them, C in all         s = max(1, floor(m / C))
     token of t = x_t + mean of the x whose keys are most like that of t (cosine)
 
-``rate`` and ``budget`` give each view the same D + C, as 54 : 10; newlines go. Different from the
-authors' code: features are those behind the projector, where encode stages work, not before it.
-Letterbox patches that the prompt lacks take no part. Tokens stay in the order of the prompt, theirs
-end with the contextual ones; CLS takes the place of its view's first patch that is gone. Towers
-without CLS rank patches by the attention that they receive, as on Qwen-VL, and keep D patches.
+``rate`` and ``budget`` give each view the same D + C, as 54 : 10. Newlines are dropped.
+
+Different from the authors' code, and why:
+
+- Features are those after the projector, where encode stages run, not before it.
+- Letterbox patches that are not in the prompt are ignored.
+- Tokens keep the order of the prompt; theirs end with the contextual ones. CLS takes the position
+  of its view's first dropped patch.
+- Towers without CLS rank patches by received attention, as on Qwen-VL, and keep D patches.
 """
 
 from __future__ import annotations
@@ -34,26 +38,29 @@ from ..select import apportion, best, most_alike, plus_mean
 
 
 def homes(attention: Tensor, keys: Tensor, dominant: int, contextual: int) -> Tensor:
-    """Which patch each patch of a view (attention (N,), keys (N, d)) becomes part of; -1: none."""
+    """The patch that each patch of a view merges into, -1 if dropped: int64, (N,).
+
+    ``attention`` is (N,) and ``keys`` (N, d).
+    """
     home = torch.arange(len(keys), device=keys.device)
     rest = (~best(attention[None], [dominant])[0]).nonzero()[:, 0]
     if contextual == 0:
         return home.index_fill(0, rest, -1)
     targets = rest[:: max(1, len(rest) // contextual)][:contextual]
     home = home.index_copy(0, rest, targets[most_alike(keys[rest], keys[targets])])
-    return home.index_copy(0, targets, targets)  # also where keys are the same
+    return home.index_copy(0, targets, targets)  # also where keys are equal
 
 
 @dataclass(frozen=True)
 class VisionZip(Reducer):
-    """Keeps what CLS attends to, and merges the rest into a few tokens."""
+    """Keeps the patches that CLS attends to, and merges the rest into a few tokens."""
 
     name: ClassVar[str] = "visionzip"
     paper: ClassVar[str] = "CVPR 2025, arXiv 2412.04467"
     wants_cls: ClassVar[bool] = True
 
-    dominant: int = param(0, "D of each view; with contextual instead of rate, if not 0", ge=0)
-    contextual: int = param(0, "C of each view", ge=0)
+    dominant: int = param(0, "D: tokens kept per view; D + C > 0 replaces rate", ge=0)
+    contextual: int = param(0, "C: merged tokens per view", ge=0)
     repair: bool = repair_param(False)
     saliency: str = saliency_param()
 
@@ -61,7 +68,7 @@ class VisionZip(Reducer):
         return (SaliencyRequest("features", self.saliency, keys=True),)
 
     def counts(self, total: int, sizes: list[int]) -> list[tuple[int, int]]:
-        """``(D, C)`` of views with ``sizes`` patches, ``total`` tokens together or as given."""
+        """``(D, C)`` of views with ``sizes`` patches: as given, or ``total`` tokens in sum."""
         if self.budget is None and self.dominant + self.contextual > 0:
             return [(d := min(self.dominant, n), min(self.contextual, n - d)) for n in sizes]
         totals = apportion(total, [1.0] * len(sizes), sizes)

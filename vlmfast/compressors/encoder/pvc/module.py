@@ -1,4 +1,4 @@
-"""What PVC trains: temporal attention in the vision tower, and the compression of cells."""
+"""Trained modules of PVC: temporal attention in the vision tower, and the compression of cells."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch.nn.functional import pad
 from vlmfast.kernels.temporal_attention import temporal_attention
 
 SINUSOID = 256  # width of the sinusoid of a timestamp
-TURNS = 4  # patches of a cell that take turns as the place of its token
-PRIOR = 3.0  # logit with which a token starts for its place, and for the patches it stands for
+TURNS = 4  # patches of a cell that take turns as the position of its token
+PRIOR = 3.0  # initial logit of a token for its own patch, and for the patches it represents
 
 
 # --- cells ---------------------------------------------------------------------------------------
@@ -23,7 +23,7 @@ PRIOR = 3.0  # logit with which a token starts for its place, and for the patche
 def to_cells(patches: Tensor, grid: tuple[int, int], side: int) -> Tensor:
     """Patches (R, N, D) of an ``h x w`` grid as (R, C, m, D): cells of ``m = side x side`` patches.
 
-    Space-to-depth; a grid that cells do not divide is filled up with zeros below and on the right.
+    Space-to-depth; a grid that cells do not divide is zero-padded at the bottom and on the right.
     """
     (h, w), s = grid, side
     x = pad(patches.unflatten(1, grid), (0, 0, 0, -w % s, 0, -h % s))
@@ -41,8 +41,8 @@ def to_patches(cells: Tensor, grid: tuple[int, int], side: int) -> Tensor:
 def places(side: int) -> list[int]:
     """Patches of a cell, those nearest to its centre first, and of these opposite ones first."""
 
-    def key(place: tuple[int, int]) -> tuple[int, int, int]:
-        y, x = place
+    def key(patch: tuple[int, int]) -> tuple[int, int, int]:
+        y, x = patch
         far = (2 * y + 1 - side) ** 2 + (2 * x + 1 - side) ** 2
         return far, abs(y - x), y
 
@@ -52,7 +52,7 @@ def places(side: int) -> list[int]:
 def ranks(side: int) -> Tensor:
     """For every turn the rank of each patch of a cell: int64, (TURNS, m).
 
-    The first `TURNS` of `places` are rotated, so that the first rank goes round with the turn.
+    The first `TURNS` of `places` are rotated by the turn.
     """
     order = torch.tensor(places(side))
     rank = torch.empty(TURNS, side * side, dtype=torch.int64)
@@ -73,7 +73,7 @@ def sinusoid(time: Tensor) -> Tensor:
 
 
 class AdaptiveNorm(nn.Module):
-    """``(1 + scale(t)) LN(x) + shift(t)``; scale and shift start at zero."""
+    """``(1 + scale(t)) LN(x) + shift(t)``; scale and shift are initially zero."""
 
     def __init__(self, width: int, time_width: int) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class AdaptiveNorm(nn.Module):
 
 
 class TemporalAttention(nn.Module):
-    """``x + out(attention(norm(x, t)))`` over earlier frames at the same place; starts as ``x``."""
+    """``x + out(attention(norm(x, t)))`` over earlier frames at one position; initially ``x``."""
 
     def __init__(self, width: int, heads: int, time_width: int) -> None:
         super().__init__()
@@ -104,16 +104,16 @@ class TemporalAttention(nn.Module):
 
 
 class Compressor(nn.Module):
-    """One token per cell: a weighted mean of its patches, and what an MLP adds from all of them.
+    """One token per cell: a weighted mean of its patches plus an MLP of all of them.
 
     With ``y_j = norm(x_j, t)`` for patch ``x_j`` of the ``m`` of a cell, ``h`` the token's own
-    place and ``G`` the places that it stands for when the cell has ``R`` tokens::
+    patch and ``G`` the patches that it represents when the cell has ``R`` tokens::
 
         a = softmax_j(rest score(y_j) + home [j = h] + share [j in G])
         z = sum_j a_j x_j + rest mlp(concat_j y_j)        rest = (m - R) / (m - 1)
 
-    ``score`` and the MLP's last layer start at zero. ``rest`` is how much of the cell a token has
-    to tell beside its own place: all of it when it is alone, nothing when each patch has a token.
+    ``score`` and the MLP's last layer are initially zero. ``rest`` is the fraction of the other
+    patches that a token represents: 1 for a single token, 0 if each patch has a token.
     """
 
     def __init__(self, width: int, side: int, hidden: int, time_width: int) -> None:
@@ -156,24 +156,24 @@ class Compressor(nn.Module):
 
 
 class ProgressiveEncoder(nn.Module):
-    """All that is trained.
+    """All trained parameters.
 
     Parameters
     ----------
     width, heads : int
         Of the vision tower.
     blocks : sequence of int
-        Vision blocks before which temporal attention stands.
+        Vision blocks with temporal attention before them.
     sides : sequence of int
-        Sides of the cells that there is a compressor for.
+        Sides of the cells, each with its own compressor.
     repeats : sequence of int
-        How often a view was repeated in training; what a budget may choose from.
+        Repeats of a view in training, from which a budget chooses.
     hidden : int
         Width inside the compressors, halved from the second side on (cells grow as it shrinks).
     time_width : int
         Width of an embedded timestamp.
     token_width : int, optional
-        Width of what the projector takes for one visual token; by default the tower's.
+        Width of the projector's input for one visual token; by default the tower's.
     """
 
     def __init__(
@@ -205,7 +205,7 @@ class ProgressiveEncoder(nn.Module):
 
     @property
     def patches(self) -> int:
-        """Patches that the tower makes one visual token of."""
+        """Number of patches per visual token of the tower."""
         return self.token_width // self.width
 
     def time(self, time: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""How the views of a prompt become sequences of frames, and their cells tokens."""
+"""Plan of PVC: views become sequences of frames, and their cells become tokens."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from .module import TURNS
 
 @dataclass(frozen=True)
 class Choice:
-    """What becomes of a picture or a clip: ``repeats`` tokens for each cell of a view.
+    """Setting for an image or a video: ``repeats`` tokens for each cell of a view.
 
     Parameters
     ----------
     side : int
         Side of a cell in patches.
     repeats : int
-        How often a view is repeated.
+        Number of times that a view is repeated.
     crops : bool
-        Whether crops are encoded beside the base view, or dropped.
+        Whether crops are encoded in addition to the base view, or dropped.
     """
 
     side: int
@@ -34,13 +34,13 @@ class Choice:
 
     @property
     def whole(self) -> bool:
-        """Whether there is a token for every patch."""
+        """Whether every patch gets a token."""
         return self.crops and self.repeats == self.side**2
 
 
 @dataclass(frozen=True)
 class Cells:
-    """Views whose cells are compressed alike.
+    """Views with the same cell size and repeats.
 
     Parameters
     ----------
@@ -49,7 +49,7 @@ class Cells:
     rows : Tensor, int64, (n, repeats)
         Rows of the repeated batch that show each view.
     turn : Tensor, int64, (n,)
-        Where each view begins among the places of a cell that take turns.
+        Index of each view's first position among the patches of a cell that take turns.
     """
 
     side: int
@@ -73,7 +73,7 @@ class Plan:
     cells : tuple of Cells
         Views that are in none of them are dropped.
     whole : Tensor, bool, (items,)
-        Pictures that get a token for every patch, and keep what else they have.
+        Images that get a token for every patch, and keep their newlines.
     """
 
     source: Tensor
@@ -84,11 +84,11 @@ class Plan:
 
 
 def scenes(items: Sequence[ItemGeometry]) -> list[list[int]]:
-    """Items that belong together: pictures by themselves, frames of a clip in their order."""
+    """Groups of items: single images, and the frames of each video in temporal order."""
     found: dict[tuple[bool, int], list[int]] = {}
     for index, item in enumerate(items):
-        clip = item.clip >= 0
-        found.setdefault((clip, item.clip if clip else index), []).append(index)
+        is_video = item.clip >= 0
+        found.setdefault((is_video, item.clip if is_video else index), []).append(index)
     return [sorted(scene, key=lambda i: items[i].frame[0]) for scene in found.values()]
 
 
@@ -97,10 +97,11 @@ def make_plan(
     choose: Callable[[list[ItemGeometry]], Choice],
     device: torch.device | str = "cpu",
 ) -> Plan:
-    """The plan of a prompt; ``choose`` is asked for each of its `scenes`.
+    """The plan of a prompt; ``choose`` is called for each of its `scenes`.
 
-    The same view of consecutive frames is one sequence, in which every frame stands ``repeats``
-    times. The places of a cell take turns along it: what stands still is seen from all of them.
+    The same view of consecutive frames is one sequence, in which every frame occurs ``repeats``
+    times. The patches of a cell take turns along it, so that static content is sampled at all of
+    them.
     """
     source = list(range(max(item.views[1] for item in items)))
     time = [0.0] * len(source)
@@ -125,8 +126,8 @@ def make_plan(
                 alike.append((view, rows, len(sequence) % TURNS))
                 sequence += rows
             time += [0.0] * (len(source) - len(time))
-            for place, row in enumerate(sequence):
-                time[row] = place / max(len(sequence) - 1, 1)
+            for number, row in enumerate(sequence):
+                time[row] = number / max(len(sequence) - 1, 1)
             sequences.setdefault(len(sequence), []).append(sequence)
 
     def whole_numbers(values: Sequence) -> Tensor:
@@ -170,7 +171,7 @@ def tokens_in(item: ItemGeometry, stitched: bool = True) -> int:
 
 
 def tokens_out(item: ItemGeometry, choice: Choice, stitched: bool = True) -> int:
-    """How many of them ``choice`` leaves; by area where cells are cut by the letterbox."""
+    """Visual tokens that ``choice`` leaves; by area where cells are cut by the letterbox."""
     if choice.whole:
         return tokens_in(item, stitched)
     h, w = item.patches
@@ -193,8 +194,8 @@ def nearest(
 ) -> Choice:
     """The choice that leaves nearest to ``share`` of a scene's tokens.
 
-    Of equals the one with the smaller cells, then fewer repeats; but a single crop shows what the
-    base view shows, and is worth less than a repeat. Crops of a picture of its own are not dropped.
+    On a tie the one with the smaller cells, then fewer repeats; but a single crop duplicates the
+    base view and is worth less than a repeat. Crops of a single image are not dropped.
     """
     single = all(item.tiles == (1, 1) for item in scene)
     target = share * sum(tokens_in(item, stitched) for item in scene)

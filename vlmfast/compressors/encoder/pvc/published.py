@@ -13,17 +13,17 @@ from .stage import PVC
 
 @dataclass(frozen=True)
 class Published:
-    """What a configuration says.
+    """Settings of a released configuration.
 
     Parameters
     ----------
     stage : PVC
         Side of the cells and repeats.
     temporal : bool
-        Whether frames attend to earlier ones; without, a module has no ``blocks``.
+        Whether frames attend to earlier ones; otherwise a module has no ``blocks``.
     select_layer : int
         Vision layer whose output is compressed, as in the list of hidden states. A wrapped model
-        has its own (``vision_feature_layer``), which is what counts here.
+        has its own (``vision_feature_layer``), which is used here.
     """
 
     stage: PVC
@@ -32,31 +32,31 @@ class Published:
 
 
 def read_config(config: Mapping[str, Any]) -> Published:
-    """Read the published fields; others are of no concern, missing ones have the released values.
+    """Read the published fields; others are ignored, missing ones have the released values.
 
     ``use_temporal``
-        Temporal attention and timesteps are there; both values are supported.
+        Whether temporal attention and timesteps are used; both values are supported.
     ``downsample_ratio``
-        Sides of the compressed grid over those of the patches: 0.5 is cells of 2 x 2. One over a
+        Side of the compressed grid over that of the patches: 0.5 is cells of 2 x 2. One over a
         whole number.
     ``image_repeat_time``, ``video_repeat_time``
-        How often a picture and a frame are repeated.
+        Number of repeats of an image and of a frame.
     ``ps_version``
-        How space-to-depth orders the cells. ``v2`` is raster order, which is supported; ``v1``
+        Order of the cells in space-to-depth. ``v2`` is raster order, which is supported; ``v1``
         leaves rows and columns swapped (inferred from InternVL, which has the same field).
     ``select_layer``
         See `Published`.
     ``tile_repeat_way``
-        The order of a picture's tiles and repeats in the prompt (inferred). Tokens have the places
-        of source tokens here, which leaves nothing to order: any text is accepted.
+        The order of an image's tiles and repeats in the prompt (inferred). Here tokens take the
+        positions of source tokens, so their order is fixed: any text is accepted.
     ``mlp_add_ops``
-        What is added to the compressing MLP (inferred; its values are not published). There is one
-        MLP here, under the timestep's norm: any text, or list of them, is accepted.
+        Additions to the compressing MLP (inferred; its values are not published). Here it is one
+        MLP under the timestep's norm: any text, or list of texts, is accepted.
 
     Raises
     ------
     RecipeError
-        For a value that is not supported; names the field.
+        For a value that is not supported; the message names the field.
     """
     ratio = config.get("downsample_ratio", 0.5)
     side = round(1 / ratio) if _number(ratio) and 0 < ratio <= 0.5 else 0

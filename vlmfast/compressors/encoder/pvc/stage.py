@@ -1,4 +1,4 @@
-"""The recipe word ``pvc`` and its two parts."""
+"""The method ``pvc`` and its two parts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ REPEATS = (1, 2, 4)
 
 @dataclass(frozen=True)
 class PVC(Stage):
-    """A picture is a clip that stands still; every frame becomes a fixed number of tokens."""
+    """Encodes images as static videos; every frame becomes a fixed number of tokens."""
 
     name: ClassVar[str] = "pvc"
     protocol: ClassVar[str] = "in-encoder"
@@ -37,11 +37,11 @@ class PVC(Stage):
     trained: ClassVar[bool] = True
 
     side: int = param(2, "side of the cells, in visual tokens, that become one token", ge=2)
-    image_repeat: int = param(4, "how often a picture is repeated: tokens of each cell", ge=1)
-    video_repeat: int = param(1, "how often each frame of a clip is repeated", ge=1)
+    image_repeat: int = param(4, "repeats of an image: number of tokens per cell", ge=1)
+    video_repeat: int = param(1, "repeats of each frame of a video", ge=1)
     views: str = param(
         "base",
-        "what is seen of a clip's frames: the base view alone, or all crops too",
+        "views of a video's frames: the base view alone, or all crops too",
         choices=("base", "all"),
     )
     positions: str = positions_param("keep")
@@ -51,10 +51,10 @@ class PVC(Stage):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for word in ("image_repeat", "video_repeat"):
-            if getattr(self, word) > self.side**2:
+        for name in ("image_repeat", "video_repeat"):
+            if getattr(self, name) > self.side**2:
                 raise RecipeError(
-                    f"pvc: {word}={getattr(self, word)} is more than the {self.side**2} patches of "
+                    f"pvc: {name}={getattr(self, name)} is more than the {self.side**2} patches of "
                     f"a cell; with side={self.side}, 1 to {self.side**2} is allowed"
                 )
 
@@ -62,7 +62,7 @@ class PVC(Stage):
         return (Progress(self), Compress(self))
 
     def floor(self, depth: int) -> float:
-        """One token for each cell of the largest side, of a picture without newlines."""
+        """One token for each cell of the largest side, of an image without newlines."""
         return 1 / max(SIDES) ** 2
 
     @classmethod
@@ -79,7 +79,7 @@ class PVC(Stage):
         )
 
     def choose(self, scene: list[ItemGeometry], module: ProgressiveEncoder) -> Choice:
-        """What becomes of a picture (a scene of one) or of the frames of a clip."""
+        """The setting for an image (a scene of one) or for the frames of a video."""
         if self.budget is not None:
             stitched = module.patches == 1  # LLaVA; others have no newlines and no letterbox
             return nearest(scene, self.budget, module.sides, module.repeats, stitched)
@@ -95,13 +95,13 @@ class PVC(Stage):
 
 @dataclass(frozen=True)
 class Progress(Part, InEncoderStage):
-    """Part 1: frames know their past, and cells become tokens in front of the projector."""
+    """Part 1: frames attend to earlier ones, and cells become tokens before the projector."""
 
     name: ClassVar[str] = PVC.name
     token_rows: ClassVar[bool] = True
 
     def blocks(self, depth: int) -> tuple[int, ...]:
-        """All that may lie in front of LLaVA's feature layer, -2; the weights say which count."""
+        """All blocks up to LLaVA's feature layer, -2; the weights determine which are used."""
         return () if self.of.budget == 1 else tuple(range(1, depth - 1))
 
     def on_block(
@@ -119,13 +119,13 @@ class Progress(Part, InEncoderStage):
         return hidden, None
 
     def on_output(self, context: VisionContext, hidden: Tensor) -> Tensor:
-        """Every patch becomes the token that stands for it; the projector takes it from there."""
+        """Replace every patch by the token that represents it, as input of the projector."""
         if self.of.budget == 1:
             return hidden
         module: ProgressiveEncoder = context.trained[self.name]
         hidden, plan = self._repeated(context, hidden, 1, module.token_width)
         grid = context.items[0].patches
-        cut = hidden.shape[1] - grid[0] * grid[1]  # a CLS row, where the family does not cut it off
+        cut = hidden.shape[1] - grid[0] * grid[1]  # a CLS row, if the family keeps it
         views = hidden[: max(item.views[1] for item in context.items)]
         for cells in plan.cells:
             patches = compressed(module, hidden[:, cut:], plan, cells, grid)
@@ -136,16 +136,16 @@ class Progress(Part, InEncoderStage):
     def _repeated(
         self, context: VisionContext, hidden: Tensor, patches: int, width: int
     ) -> tuple[Tensor, Plan]:
-        """The hidden states, repeated where that was not done yet, and the plan.
+        """The hidden states, repeated at the first call, and the plan.
 
-        ``patches`` for each visual token are expected in ``hidden``, in rows of ``width``.
+        ``hidden`` must have ``patches`` rows of ``width`` for each visual token.
         """
         module: ProgressiveEncoder = context.trained[self.name]
         n = math.prod(context.items[0].patches) * patches
         if context.merged is not None or hidden.shape[1] - n not in (0, 1):
             raise RecipeError(
                 f"pvc needs all {n} patches of a view, and the vision tower has "
-                f"{hidden.shape[1]} rows here; it cannot stand with a stage that merges them"
+                f"{hidden.shape[1]} rows here; it cannot be combined with a stage that merges them"
             )
         if hidden.shape[2] != width:
             raise RecipeError(
@@ -164,7 +164,7 @@ class Progress(Part, InEncoderStage):
 def compressed(
     module: ProgressiveEncoder, patches: Tensor, plan: Plan, cells: Cells, grid: tuple[int, int]
 ) -> Tensor:
-    """The tokens of the views of ``cells``, at every place that they stand for.
+    """The tokens of the views of ``cells``, at every patch that they represent.
 
     Parameters
     ----------
@@ -177,7 +177,7 @@ def compressed(
     """
     n, repeats = cells.rows.shape
     rows, number = cells.rows.flatten(), torch.arange(max(n, repeats), device=patches.device)
-    # The places of a cell go to its repeats in turn, by rank; the first rank is home.
+    # The patches of a cell are assigned to its repeats in turn, by rank; the first rank is home.
     rank = ranks(cells.side).to(rows.device)[cells.turn]
     shown, repeat = rank % repeats, number[:repeats, None]
     there = to_cells(patches.new_ones(1, patches.shape[1], 1), grid, cells.side)[0, :, :, 0] > 0
@@ -202,8 +202,8 @@ def members(
     -------
     rows : Tensor, int64, (M,)
     key : Tensor, int64, (M,)
-        ``group m + rank``: tokens of one group stand for the same cell and repeat; their rank
-        among the ``m`` places of the cell tells which of them does so best.
+        ``group m + rank``: tokens of one group represent the same cell and repeat; the lowest rank
+        among the ``m`` patches of the cell is the best representative.
     """
     s, (h, w), repeats = cells.side, grid, cells.rows.shape[1]
     number = torch.full_like(plan.source, -1)
@@ -219,7 +219,7 @@ def members(
 
 @dataclass(frozen=True)
 class Compress(Part, EncodeStage):
-    """Part 2: of all places that show the same token one is kept."""
+    """Part 2: of all copies of a token one is kept."""
 
     name: ClassVar[str] = PVC.name
 
@@ -228,8 +228,8 @@ class Compress(Part, EncodeStage):
     ) -> VisualTokens:
         """One token for each cell and repeat, as far as the cell has patches in the prompt.
 
-        ``weight`` counts the patches that it stands for, ``box`` covers them. Crops that were not
-        encoded go, and the newlines of pictures that get fewer tokens than they have patches.
+        ``weight`` counts the patches that it represents, ``box`` covers them. Crops that were not
+        encoded are dropped, and so are the newlines of images with fewer tokens than patches.
         """
         if self.of.budget == 1:
             return tokens

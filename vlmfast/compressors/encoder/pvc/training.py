@@ -1,9 +1,9 @@
 """Training of PVC: ``vlmfast train pvc``.
 
 The loss is that of the answer. Tower, projector and language model are frozen (the paper trains all
-of them), so that the weights can be put on a model and taken off again. Every sample draws the side
-of its cells, how often pictures and frames are repeated and whether a frame's crops are seen, so
-that one module serves every choice of a budget.
+of them), so that the weights can be attached to a model and detached again. Every sample draws the
+side of its cells, the repeats of images and frames and whether a frame's crops are encoded, so that
+one module serves every choice of a budget.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from vlmfast.errors import RecipeError
 
 from .stage import PVC, REPEATS, SIDES, Stage
 
-# How often each of `REPEATS` is drawn: pictures are mostly seen often, frames once.
+# Sampling weights of `REPEATS`: images are mostly repeated, frames mostly not.
 IMAGE_REPEATS, VIDEO_REPEATS = (1, 1, 2), (3, 2, 1)
 
 
 class PVCTraining(Training):
-    """One choice is drawn per sample."""
+    """Draws one choice per sample."""
 
     stage: ClassVar[type[Stage]] = PVC
 
@@ -35,8 +35,8 @@ class PVCTraining(Training):
                 )
         if args.last > sizes["vision_depth"] - 2:
             raise RecipeError(
-                f"pvc: --last is {args.last}; temporal attention can stand before "
-                f"{sizes['vision_depth'] - 2} blocks of this vision tower"
+                f"pvc: --last is {args.last}; this vision tower allows temporal attention before "
+                f"at most {sizes['vision_depth'] - 2} blocks"
             )
 
     @staticmethod
@@ -50,16 +50,18 @@ class PVCTraining(Training):
             default=0,
             help="width inside the compressors (default: the vision tower's)",
         )
-        parser.add_argument("--time-width", type=int, default=64, help="width of a timestamp")
+        parser.add_argument(
+            "--time-width", type=int, default=64, help="width of an embedded timestamp"
+        )
         parser.add_argument(
             "--positions",
             default="keep",
             choices=("keep", "compact"),
-            help="rotary ids of the tokens that are left",
+            help="rotary ids of the kept tokens",
         )
 
     def config(self) -> dict[str, Any]:
-        end = self.sizes["vision_depth"] - 1  # in front of LLaVA's feature layer, -2
+        end = self.sizes["vision_depth"] - 1  # up to LLaVA's feature layer, -2
         return {
             "blocks": list(range(end - self.args.last, end)),
             "sides": list(SIDES),

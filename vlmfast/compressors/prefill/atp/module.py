@@ -16,20 +16,20 @@ from ...budget import equivalent, solve
 
 LAMBDA = 3.0  # the paper's lambda_s
 WIDTH = 16  # of the layer between the two means and the thresholds
-# Where the thresholds start. The one of place starts between grids: far above a grid the soft mask
-# is flat, and the tokens of that grid stay for good.
+# Initial thresholds. The spatial one starts between grids: far above a grid the soft mask is flat,
+# and the tokens of that grid are kept for good.
 START_R, START_S = 0.5, 0.9
-MEMORY = 0.01  # of the average of the shares, for each sample
+MEMORY = 0.01  # update rate of the running average of the kept fractions, per sample
 
 
 # --- scores --------------------------------------------------------------------------------------
 
 
 def spatial_score(layout: TokenLayout, grids: int) -> Tensor:
-    """``1 - lambda_s R`` of the sparsest of ``grids`` nested grids that a token lies on, else 0.
+    """``1 - lambda_s R`` of the sparsest of ``grids`` nested grids that contains a token, else 0.
 
     Grid ``g`` of 1.. takes every ``2^g``-th row and column of a view, ``R = 4^-g`` of its patches;
-    all have their middle in common as far as whole patches allow. Newlines lie on none.
+    all share their middle as far as whole patches allow. Newlines are on no grid.
 
     Returns
     -------
@@ -47,7 +47,7 @@ def spatial_score(layout: TokenLayout, grids: int) -> Tensor:
 
 @dataclass
 class Scores:
-    """What an insertion point says of ``N`` visual tokens.
+    """Scores of ``N`` visual tokens at an insertion point.
 
     Parameters
     ----------
@@ -72,14 +72,14 @@ def soft_mask(scores: Scores, temperature: float) -> Tensor:
 
 
 def hard_mask(scores: Scores) -> Tensor:
-    """Tokens above one of both thresholds: bool (N,). What `soft_mask` is as T grows."""
+    """Tokens above one of both thresholds: bool (N,). The limit of `soft_mask` for large T."""
     return (scores.red > scores.theta_r) | (scores.spatial > scores.theta_s)
 
 
 def margin(scores: Scores) -> Tensor:
-    """How far both thresholds must rise together until a token falls: (N,), positive if kept.
+    """How far both thresholds can rise together until a token is dropped: (N,), positive if kept.
 
-    Tokens on no grid have no spatial score that could keep them.
+    Tokens on no grid cannot be kept by their spatial score.
     """
     spatial = scores.spatial - scores.theta_s
     spatial = spatial.masked_fill(scores.spatial == 0, -torch.inf)
@@ -87,7 +87,7 @@ def margin(scores: Scores) -> Tensor:
 
 
 def ranking(scores: Scores) -> Tensor:
-    """Place of each token, 0 first, by margin; of equal ones the larger `red` first: (N,)."""
+    """Rank of each token, 0 first, by margin; on a tie the larger `red` first: (N,)."""
     first = scores.red.sort(descending=True, stable=True).indices
     order = first[margin(scores)[first].sort(descending=True, stable=True).indices]
     return torch.empty_like(order).scatter(0, order, torch.arange(len(order), device=order.device))
@@ -104,7 +104,7 @@ class Point(nn.Module):
     heads : int
         Query heads of the language model.
     learned : bool
-        Whether the weights of the heads are trained; they start at the mean.
+        Whether the weights of the heads are trained; they are initialized to the mean.
     """
 
     def __init__(self, heads: int, learned: bool) -> None:
@@ -116,7 +116,7 @@ class Point(nn.Module):
         self.hidden = nn.Linear(2, WIDTH)
         self.theta_r = nn.Linear(WIDTH, 1)
         self.theta_s = nn.Linear(WIDTH, 1)
-        # Of the tokens that come in, those that are left here, on average over the last samples.
+        # Fraction of the input tokens left here, averaged over the last samples.
         self.register_buffer("share", torch.ones(()))
         for linear, start in ((self.theta_r, START_R), (self.theta_s, START_S)):
             nn.init.constant_(linear.bias, torch.tensor(start).logit().item())
@@ -142,12 +142,12 @@ class Point(nn.Module):
 def budget_counts(
     n: int, target: float, layers: Sequence[int], shares: Sequence[float], depth: int
 ) -> tuple[int, ...]:
-    """Tokens behind each drop that bring the average over ``depth`` layers nearest to ``target``.
+    """Tokens after each drop that bring the average over ``depth`` layers nearest to ``target``.
 
     Parameters
     ----------
     shares : sequence of float
-        What training left behind each drop. ``n`` times one common power of them is what stays.
+        Fractions that training left after each drop; ``n`` times one common power of them is kept.
     """
     logs = [math.log(min(max(share, 1e-4), 0.999)) for share in shares]
 
@@ -167,7 +167,7 @@ class Module(nn.Module):
     heads : int
     learned : bool
     grids : int
-        Nested grids of the spatial score that the thresholds are trained for.
+        Number of nested grids of the spatial score that the thresholds are trained for.
     """
 
     def __init__(self, layers: Sequence[int], heads: int, learned: bool, grids: int = 3) -> None:

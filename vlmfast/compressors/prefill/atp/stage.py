@@ -1,4 +1,4 @@
-"""The stage: soft masks while it is trained, drops afterwards."""
+"""The stage: soft masks in training, drops at inference."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .module import (
 
 @dataclass(frozen=True)
 class ATP(PrefillStage):
-    """Drops between layers what is below learned thresholds of redundancy and of place."""
+    """Drops tokens between layers by learned thresholds on redundancy and spatial scores."""
 
     name: ClassVar[str] = "atp"
     paper: ClassVar[str] = "CVPR 2025, arXiv 2412.00447"
@@ -40,15 +40,15 @@ class ATP(PrefillStage):
     layers_: tuple[float, ...] = param(
         (1 / 8, 7 / 16, 3 / 4),
         "layers before each drop, among those that the weights were trained for; a value below 1 "
-        "is a share of the model's depth",
+        "is a fraction of the model's depth",
         word="layers",
         gt=0.0,
     )
     grids: int | None = param(
-        None, "nested grids that spatial scores know; 0: none (default: as trained)", ge=0, le=8
+        None, "nested grids of the spatial score; 0: none (default: as trained)", ge=0, le=8
     )
     temperature: float = param(
-        10.0, "of the soft masks; matters to the training alone", gt=0.0, le=1000.0
+        10.0, "temperature of the soft masks; used in training only", gt=0.0, le=1000.0
     )
     positions: str = positions_param("keep")
     budget: float | None = budget_param()
@@ -86,7 +86,7 @@ class ATP(PrefillStage):
             )
         visual = layout.visual.nonzero().flatten()
         attention = context.stats[layer - 1]
-        if len(visual) == 0 or attention.shape[1] == 0:  # no picture, or no text behind it
+        if len(visual) == 0 or attention.shape[1] == 0:  # no image, or no text after it
             return None
         soft = context.soft
         if soft is None:
@@ -111,13 +111,13 @@ class ATP(PrefillStage):
     def _soften(
         self, context: PrefillContext, layer: int, scores: Scores, visual: Tensor, soft: Tensor
     ) -> None:
-        """Multiply the mask of this point into the masks of those before it."""
+        """Multiply the mask of this point into the masks of the previous points."""
         left = soft[visual] * soft_mask(scores, self.temperature)
         context.soft = soft.index_put((visual,), left)
         share = left.mean()
         context.notes.setdefault(self.name, {}).setdefault("shares", {})[layer] = share
         memory = context.trained[self.name].points[str(layer)].share
-        # One sample that is not finite must not stay in the memory for good.
+        # A sample that is not finite must not enter the running average.
         memory.lerp_(torch.where(share.isfinite(), share, memory).detach(), MEMORY)
 
     def _count(self, context: PrefillContext, layer: int) -> int:

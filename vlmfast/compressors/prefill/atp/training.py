@@ -1,4 +1,4 @@
-"""Training of ATP: the answer's loss, and two terms on how much is left."""
+"""Training of ATP: the answer's loss, and two terms on the number of kept tokens."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .stage import ATP
 
 
 def depth_term(shares: Mapping[int, Tensor], depth: int) -> Tensor:
-    """``sum over l of (n_l / n) (l / L)``: a token that is still there counts more the deeper."""
+    """``sum over l of (n_l / n) (l / L)``: a kept token costs more in deeper layers."""
     return sum(share * (layer / depth) for layer, share in shares.items())
 
 
@@ -29,7 +29,7 @@ def target_term(shares: Mapping[int, Tensor], depth: int, target: float) -> Tens
 
 
 class ATPTraining(Training):
-    """Soft masks that harden: their temperature rises from one option to the other."""
+    """Soft masks that harden: their temperature rises from ``FIRST`` to ``LAST``."""
 
     stage: ClassVar[type[Stage]] = ATP
 
@@ -39,7 +39,7 @@ class ATPTraining(Training):
             "--target",
             type=float,
             default=0.25,
-            help="share of the visual tokens that the thresholds leave, averaged over the layers",
+            help="fraction of the visual tokens kept, averaged over the layers",
         )
         parser.add_argument(
             "--layers",
@@ -51,7 +51,7 @@ class ATPTraining(Training):
             "--heads",
             choices=("learned", "mean"),
             default="learned",
-            help="weights of the attention heads, or their mean, as in the paper",
+            help="learned weights of the attention heads, or their mean, as in the paper",
         )
         parser.add_argument(
             "--temperature",
@@ -59,7 +59,7 @@ class ATPTraining(Training):
             nargs=2,
             default=(10.0, 40.0),
             metavar=("FIRST", "LAST"),
-            help="of the soft masks",
+            help="temperature of the soft masks",
         )
         parser.add_argument(
             "--depth-weight", type=float, default=0.05, help="the paper's lambda_atp"
@@ -75,7 +75,7 @@ class ATPTraining(Training):
         if not floor < args.target < 1:
             raise RecipeError(
                 f"atp: --target is {args.target:g}; with a first drop after "
-                f"{self.recipe.layers(sizes['depth'])[0]} of {sizes['depth']} layers it must lie "
+                f"{self.recipe.layers(sizes['depth'])[0]} of {sizes['depth']} layers it must be "
                 f"between {floor:.3g} and 1"
             )
         if not min(args.temperature) > 0:
@@ -102,7 +102,7 @@ class ATPTraining(Training):
         return total, {"off_target": float(off.detach()), **info}
 
     def groups(self, module: Module, lr: float) -> list[dict[str, Any]]:
-        """A hundred numbers in nats: they go far, and none of them belongs at zero."""
+        """About a hundred parameters in nats: a high learning rate and no weight decay."""
         learned = [p for p in module.parameters() if p.requires_grad]
         return [{"params": learned, "lr": 20 * lr, "weight_decay": 0.0}]
 

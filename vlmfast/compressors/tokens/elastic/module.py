@@ -1,6 +1,6 @@
-"""The compressor: four ways to shorten the rows of a picture, and the gate that chooses.
+"""The compressor: four ways to shorten the rows of an image, and the gate that chooses.
 
-Nothing here knows of stages or of training. Rows are patches alone, newlines taken out.
+It is independent of stages and of training. Rows are patches only, without newlines.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ MODES = ("select", "weighted", "concat")
 _KERNEL = 32  # hidden units of the network that draws the convolution's kernel
 
 
-# --- where things are -----------------------------------------------------------------------------
+# --- geometry -------------------------------------------------------------------------------------
 
 
 def surroundings(layout: TokenLayout, cells: Cells) -> Tensor:
-    """What a kernel knows of each row, float32, (N, 8).
+    """Geometric input of the kernel for each row: float32, (N, 8).
 
     Offset (y, x) from the centre of its cell, in cells; its second powers; the size of a cell in
-    patches, as logarithms; whether the row belongs to an overview beside crops.
+    patches, as logarithms; whether the row belongs to an overview of an image that also has crops.
     """
     y, x = cells.offset.unbind(1)
     powers = torch.stack([y * y, x * x, y * x], dim=1)
@@ -42,19 +42,19 @@ def surroundings(layout: TokenLayout, cells: Cells) -> Tensor:
 
 
 def overview(layout: TokenLayout) -> Tensor:
-    """1 for rows of the base view of a picture that has crops too: float32, (N, 1)."""
+    """1 for rows of the base view of an image that also has crops: float32, (N, 1)."""
     base = layout.tile == 0
     return (base & ~base.all())[:, None].float()
 
 
 def centres(layout: TokenLayout) -> Tensor:
-    """(y, x) of each row's middle in its picture, as shares: float32, (N, 2)."""
+    """(y, x) of each row's centre, as fractions of its image: float32, (N, 2)."""
     box = layout.box.float()
     return torch.stack([box[:, 1] + box[:, 3], box[:, 0] + box[:, 2]], dim=1) / 2
 
 
 def anchors(n: int) -> Tensor:
-    """Points (y, x) in the unit square, float32, (n, 2); the first of them cover it evenly too.
+    """Points (y, x) in the unit square, float32, (n, 2); every prefix covers it evenly as well.
 
     The additive recurrence by the powers of the plastic number's inverse (M. Roberts, 2018).
     """
@@ -69,7 +69,7 @@ def squared_distance(points: Tensor, others: Tensor) -> Tensor:
 
 
 def separate(wanted: list[int], n: int) -> list[int]:
-    """Different rows of ``n``, each as near to the wanted one as the earlier ones left it."""
+    """Distinct rows of ``n``, each the free one nearest to the wanted one, in order."""
     taken: dict[int, None] = {}
     for row in wanted:
         steps = (row + sign * far for far in range(n) for sign in (1, -1))
@@ -97,16 +97,16 @@ class Residual(nn.Module):
 
 
 class Conv(nn.Module):
-    """A strided convolution whose kernel also reads what it covers.
+    """A strided convolution whose kernel also depends on the content of its cell.
 
     With ``o_t`` the offset of patch t in its cell, ``s`` the size of a cell and heads ``i``, each
-    of which weights its own share of the features::
+    of which weights its own slice of the features::
 
         x'_t = x_t + f(x_t, x_t - mean of its cell, o_t, s)
         a_it = softmax over t in cell of (log weight_t + k_i(o_t, s) + c_i f's hidden units)
         y_i  = sum of a_it x'_it            out = y + g(y, s)
 
-    f, g, k and c give zero at the start: the weighted average of each cell.
+    f, g, k and c are zero at initialization: the output is the weighted average of each cell.
     """
 
     def __init__(self, width: int, hidden: int, heads: int) -> None:
@@ -123,7 +123,7 @@ class Conv(nn.Module):
     def forward(
         self, x: Tensor, weight: Tensor, cells: Cells, place: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Rows (N, D) to (C, D), and the shares of the patches (C, m, heads).
+        """Rows (N, D) to (C, D), and the weights of the patches (C, m, heads).
 
         ``place`` (N, 8) are their `surroundings`.
         """
@@ -136,17 +136,17 @@ class Conv(nn.Module):
 
 
 class Resample(nn.Module):
-    """Learned queries, each at a place of the picture, read all of its patches.
+    """Learned queries, each with a position in the image, attend to all of its patches.
 
-    Query q of n stands at ``p_q``; a patch of any view lies at ``p_t`` in the picture. With a
-    sharpness ``s_i`` (1 at the start) and the learned ``e_qi`` (0 at the start) of head i::
+    Query q of n has position ``p_q``; a patch of any view has position ``p_t`` in the image. With a
+    sharpness ``s_i`` (initially 1) and the learned ``e_qi`` (initially 0) of head i::
 
         x'_t  = x_t + f(x_t, p_t)
         a_iqt = softmax over t of (log weight_t - 2 n s_i |p_t - p_q|^2 + e_qi . K_i norm(x_t))
         y_qi  = sum of a_iqt x'_it          out = y + g(y, p_q, log n)
 
-    The places of the first n queries cover the picture for every n. At the start a query averages
-    what is around it.
+    The positions of the first n queries cover the image for every n. Initially a query averages the
+    patches around it.
     """
 
     def __init__(self, width: int, hidden: int, heads: int, queries: int, depth: int) -> None:
@@ -174,11 +174,11 @@ class Resample(nn.Module):
 
 
 class Gate(nn.Module):
-    """Which branch serves this question: logits from the question, the pictures and the costs.
+    """Chooses the branch: logits from the question, the images and the costs.
 
-    The mean of the visual rows attends to the question's token embeddings; what it reads there,
-    mean and spread of the visual rows and the branches' costs go through two layers, of which the
-    last is zero at the start.
+    The mean of the visual rows attends to the question's token embeddings. The result, mean and
+    spread of the visual rows and the branches' costs go through two layers, of which the last is
+    zero at initialization.
     """
 
     def __init__(self, width: int, hidden: int, depth: int) -> None:
@@ -200,15 +200,15 @@ class Gate(nn.Module):
         summary : Tensor, float32, (2, D)
             See `summarise`.
         shares : list of float or None
-            Tokens that each branch keeps, as a share; ``None`` where it is closed.
+            Fraction of the tokens that each branch keeps; ``None`` if it is closed.
         """
-        words, seen = self.norm(question), self.norm(summary)
-        score = self.key(words) @ self.query(seen[0]) / self.query.out_features**0.5
-        asked = score.softmax(0) @ words
+        text, visual = self.norm(question), self.norm(summary)
+        score = self.key(text) @ self.query(visual[0]) / self.query.out_features**0.5
+        asked = score.softmax(0) @ text
         costs = [0.0 if share is None else -math.log(max(share, 1e-3)) for share in shares]
-        costs = torch.tensor(costs, device=words.device)
-        logits = self.outer(gelu(self.inner(torch.cat([asked, *seen, costs]))))
-        closed = torch.tensor([share is None for share in shares], device=words.device)
+        costs = torch.tensor(costs, device=text.device)
+        logits = self.outer(gelu(self.inner(torch.cat([asked, *visual, costs]))))
+        closed = torch.tensor([share is None for share in shares], device=text.device)
         return logits.masked_fill(closed, -torch.inf)
 
 
@@ -223,15 +223,15 @@ def summarise(rows: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Rows:
-    """What a branch makes of the N patches of a picture, before each row has a place of its own.
+    """Output of a branch for the N patches of an image, before positions are made distinct.
 
     Parameters
     ----------
     features : Tensor, (C, D)
     index : Tensor, int64, (C,)
-        The patch in whose place each row would like to stand.
+        The patch whose position each row prefers.
     weight, protected, box : Tensor
-        As in `TokenLayout`, C rows: of the patches that each row stands for.
+        As in `TokenLayout`, C rows: of the patches that each row represents.
     extra : tuple of Tensor, each (C, D)
         As in `VisualTokens`.
     """
@@ -245,7 +245,7 @@ class Rows:
 
 
 class ElasticCompressor(nn.Module):
-    """Branches and gate. Rows come and go in their own dtype; the work is done in float32.
+    """Branches and gate. Computes in float32 and returns rows in the dtype of the input.
 
     Parameters
     ----------
@@ -256,7 +256,7 @@ class ElasticCompressor(nn.Module):
     queries : int
         Learned queries: the most rows that ``resample`` can give.
     text : bool
-        Whether the gate knows the branch ``text``.
+        Whether the gate can choose the branch ``text``.
     """
 
     heads, depth = 8, 16
@@ -267,7 +267,7 @@ class ElasticCompressor(nn.Module):
         super().__init__()
         if width % self.heads:
             raise RecipeError(
-                f"elastic: a width of {width} cannot be shared among {self.heads} heads"
+                f"elastic: a width of {width} is not divisible by the {self.heads} heads"
             )
         self.text = text
         self.conv = Conv(width, hidden, self.heads)
@@ -286,18 +286,18 @@ class ElasticCompressor(nn.Module):
         count: int,
         key: tuple[int, ...] = (0,),
     ) -> VisualTokens:
-        """One picture under one branch.
+        """One image under one branch.
 
         Parameters
         ----------
         name : str
             One of `BRANCHES`.
         patches : VisualTokens
-            Of one picture, newlines taken out.
+            Of one image, without newlines.
         count : int
-            Rows that are wanted; ``pool`` and ``conv`` come as near as equal cells allow.
+            Target number of rows; ``pool`` and ``conv`` come as near as equal cells allow.
         key : tuple of int
-            What the draw of ``prune`` depends on.
+            Seed of the draw of ``prune``.
         """
         if name == "text":
             return patches.select(torch.arange(0, device=patches.layout.device))
@@ -310,7 +310,7 @@ class ElasticCompressor(nn.Module):
         counts: dict[str, int],
         key: tuple[int, ...] = (0,),
     ) -> VisualTokens:
-        """The rows of several branches side by side, each with its own count."""
+        """The rows of several branches concatenated, each with its own count."""
         parts = []
         for name, n in counts.items():
             if name == "resample":
@@ -318,11 +318,11 @@ class ElasticCompressor(nn.Module):
             elif name != "prune":
                 made = self._pool if name == "pool" else self._conv
                 parts.append(made(patches, grouped(patches.layout, geometry, n)))
-        room = len(patches) - sum(len(part.index) for part in parts)
-        if room < 0:
-            raise RecipeError("elastic: mode=concat would leave more tokens than there are")
-        if "prune" in counts:  # its rows have the first choice of places: their own
-            parts.insert(0, self._prune(patches, min(counts["prune"], room), key))
+        free = len(patches) - sum(len(part.index) for part in parts)
+        if free < 0:
+            raise RecipeError("elastic: mode=concat would leave more tokens than the image has")
+        if "prune" in counts:  # first, so that its rows keep their own positions
+            parts.insert(0, self._prune(patches, min(counts["prune"], free), key))
         return place(patches, parts)
 
     def weighted(
@@ -335,11 +335,11 @@ class ElasticCompressor(nn.Module):
     ) -> VisualTokens:
         """Prune, pool and conv at one count, summed with ``gates`` (3,) in this order.
 
-        Row by row the three belong together: pruning draws one patch of each cell.
+        The three match row by row: pruning draws one patch of each cell.
         """
         cells = grouped(patches.layout, geometry, count)
-        turn = shuffled(len(patches), *key).argsort().to(cells.table.device)
-        first = turn[cells.table].masked_fill(~cells.there, len(patches)).argmin(1, keepdim=True)
+        rank = shuffled(len(patches), *key).argsort().to(cells.table.device)
+        first = rank[cells.table].masked_fill(~cells.there, len(patches)).argmin(1, keepdim=True)
         pruned = patches.select(cells.table.gather(1, first).flatten())
         pool, conv = self._pool(patches, cells), self._conv(patches, cells)
 
@@ -372,8 +372,8 @@ class ElasticCompressor(nn.Module):
 
     def _conv(self, patches: VisualTokens, cells: Cells) -> Rows:
         features, layout = patches.features, patches.layout
-        place = surroundings(layout, cells)
-        rows, share = self.conv(features.float(), layout.weight, cells, place)
+        around = surroundings(layout, cells)
+        rows, share = self.conv(features.float(), layout.weight, cells, around)
 
         def weighted(level: Tensor) -> Tensor:
             return (
@@ -393,19 +393,19 @@ class ElasticCompressor(nn.Module):
         layout, features = patches.layout, patches.features
         count, at, base = min(count, len(layout)), centres(layout), overview(layout)
         rows, attention = self.resample(features.float(), layout.weight, at, base, count)
-        # A query stands in the place of the nearest patch, of equals in that of a crop.
+        # A query takes the position of the nearest patch; on a tie, that of a crop.
         far = squared_distance(self.resample.anchors[:count], at) + 1e-3 * base.T
         index = far.sort(dim=1, stable=True).indices[:, 0]
-        # What a patch stands for is shared out by how much each query looks at it; its box goes to
-        # the query that looks most.
-        held = attention.detach() / attention.detach().sum(0).clamp(min=1e-30)
+        # The weight of a patch is split among queries by attention; its box goes to the query that
+        # attends to it most.
+        fraction = attention.detach() / attention.detach().sum(0).clamp(min=1e-30)
         main = attention.argmax(0)
         own = torch.arange(count, device=main.device)
         boxes = torch.cat([layout.box, layout.box[index]])
         return Rows(
             rows.to(features.dtype),
             index,
-            held @ layout.weight,
+            fraction @ layout.weight,
             (one_hot(main, count).T.bool() & layout.protected).any(1),
             covering(boxes, torch.cat([main, own]), count),
             tuple((attention @ level.float()).to(level.dtype) for level in patches.extra),
@@ -413,7 +413,7 @@ class ElasticCompressor(nn.Module):
 
 
 def place(patches: VisualTokens, parts: list[Rows]) -> VisualTokens:
-    """Rows in the order of the prompt, each in the place of a patch that no other one has."""
+    """Rows in the order of the prompt, each at the position of a different patch."""
     index = torch.cat([part.index for part in parts])
     rows = torch.tensor(separate(index.tolist(), len(patches)), device=index.device)
     rank = rows.argsort()

@@ -1,4 +1,4 @@
-"""The stage: counts for each picture, one decision for the prompt, the module's branches."""
+"""The stage: counts for each image, one decision per prompt, the module's branches."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ _CHOICES = ("gate", *BRANCHES)
 
 @dataclass(frozen=True)
 class Elastic(Reducer):
-    """Prunes, pools, convolves or resamples a picture, as a gate decides from the question."""
+    """Prunes, pools, convolves or resamples an image, chosen by a gate from the question."""
 
     name: ClassVar[str] = "elastic"
     paper: ClassVar[str] = "SpecVLM, arXiv 2509.11815"
     trained: ClassVar[bool] = True
 
     rate: float | None = param(
-        None, "share of the visual tokens under every branch, instead of their own", gt=0.0, le=1.0
+        None, "fraction of the visual tokens kept, the same for every branch", gt=0.0, le=1.0
     )
-    mode: str = param("select", "one branch, a weighted sum, or all side by side", choices=MODES)
-    branch: str = param("gate", "who chooses: the gate, or always this one", choices=_CHOICES)
-    prune: float = param(0.05, "share that random pruning keeps", gt=0.0, le=1.0)
-    pool: float = param(0.05, "share that pooling keeps", gt=0.0, le=1.0)
-    conv: float = param(1 / 3, "share that the convolution keeps", gt=0.0, le=1.0)
-    queries: int = param(2, "tokens of the resampler for each picture", ge=1)
-    text: bool = param(False, "the gate may also drop the picture")
-    seed: int = param(0, "another seed, another draw of random pruning", ge=0)
+    mode: str = param("select", "one branch, a weighted sum, or all concatenated", choices=MODES)
+    branch: str = param("gate", "chosen by the gate, or always this one", choices=_CHOICES)
+    prune: float = param(0.05, "fraction that random pruning keeps", gt=0.0, le=1.0)
+    pool: float = param(0.05, "fraction that pooling keeps", gt=0.0, le=1.0)
+    conv: float = param(1 / 3, "fraction that the convolution keeps", gt=0.0, le=1.0)
+    queries: int = param(2, "tokens of the resampler for each image", ge=1)
+    text: bool = param(False, "the gate may also drop the image")
+    seed: int = param(0, "seed of random pruning", ge=0)
     positions: str = positions_param("keep")
     repair: bool = repair_param(False)
     weights: str = weights_param()
@@ -47,18 +47,18 @@ class Elastic(Reducer):
         super().__post_init__()
         if self.mode != "select" and (self.branch != "gate" or self.text):
             raise RecipeError(
-                f"elastic: mode={self.mode} uses its branches together; branch and text belong to "
-                "mode=select"
+                f"elastic: mode={self.mode} uses its branches together; branch and text are for "
+                "mode=select only"
             )
         if self.share is not None and (self.branch == "text" or self.text):
             raise RecipeError(
-                f"elastic: without the picture no share of it is left; {self._asked} cannot stand "
-                "beside text=true or branch=text"
+                f"elastic: {self._asked} cannot be combined with text=true or branch=text, which "
+                "drop the whole image"
             )
 
     @property
     def asks_question(self) -> bool:
-        """Whether the gate, which reads the question, has a say."""
+        """Whether the gate, which sees the question, affects the result."""
         return self.branch == "gate" and self.mode != "concat"
 
     @property
@@ -68,12 +68,12 @@ class Elastic(Reducer):
 
     @classmethod
     def build(cls, config: dict[str, Any]) -> nn.Module:
-        """The untrained module; ``hidden``, ``queries`` and ``text`` beside the ``width``."""
+        """The untrained module, from ``width``, ``hidden``, ``queries`` and ``text``."""
         values = (config[key] for key in ("width", "hidden", "queries", "text"))
         return ElasticCompressor(*values)
 
     def counts(self, total: int, queries: int) -> list[int | None]:
-        """Tokens that each of `BRANCHES` is to leave of ``total``; ``None`` where it is closed."""
+        """Tokens that each of `BRANCHES` leaves of ``total``; ``None`` if it is closed."""
         if self.share is None:
             shares = (self.prune, self.pool, self.conv)
             text = 0 if self.text or self.branch == "text" else None
@@ -84,30 +84,30 @@ class Elastic(Reducer):
     def reduce(
         self, tokens: VisualTokens, stats: VisionStats, request: EncodeRequest
     ) -> VisualTokens:
-        """One decision for all pictures, then each picture by itself."""
+        """One decision for all images, then each image separately."""
         if self.share == 1 or not bool(tokens.layout.patches.any()):
             return tokens
         module = request.trained[self.name]
         if self.queries > module.queries:
             raise RecipeError(
                 f"elastic: queries={self.queries} is out of range, the weights have "
-                f"{module.queries}"
+                f"{module.queries} learned queries"
             )
         if self.text and not module.text:
             raise RecipeError(
-                "elastic: text=true asks for a gate that was trained with `vlmfast train elastic "
-                "--text`; that of these weights was not"
+                "elastic: text=true needs a gate trained with `vlmfast train elastic --text`; the "
+                "gate of these weights was not"
             )
         counts = zip(
             *(self.counts(len(index), module.queries) for _, index in tokens.items()), strict=True
         )
-        shares = [None if None in of else sum(of) / len(tokens) for of in counts]
+        shares = [None if None in branch else sum(branch) / len(tokens) for branch in counts]
         forced = self.branch != "gate"
-        # In training a branch that is asked for too many learns from as many as it has.
+        # In training, a branch whose count exceeds its queries uses all of them.
         if forced and shares[BRANCHES.index(self.branch)] is None and not module.training:
             raise RecipeError(
-                f"elastic: {self._asked} asks for more tokens of a picture than "
-                f"branch={self.branch} can give, at most {module.queries}"
+                f"elastic: {self._asked} needs more tokens of an image than branch={self.branch} "
+                f"can give, at most {module.queries}"
             )
         summary = summarise(tokens.features[tokens.layout.patches])
         logits = module.gate(request.question_embeds.float(), summary, shares)
@@ -122,7 +122,7 @@ class Elastic(Reducer):
         stats: VisionStats,
         request: EncodeRequest,
     ) -> VisualTokens:
-        """One picture under the branch that was chosen, or under all of them."""
+        """One image under the chosen branch, or under all of them."""
         module, notes = request.trained[self.name], request.notes[self.name]
         patches = tokens.select(tokens.layout.patches)
         if not len(patches):

@@ -1,4 +1,4 @@
-"""Training of the compressor: branches from their own answers, the gate from what they cost."""
+"""Training of the compressor: branches on the answer's loss, the gate on loss and cost."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from vlmfast.core.training import Outcome, Training
 from .module import BRANCHES, MODES
 from .stage import Elastic
 
-LEARNING = ("conv", "resample")  # the branches that have something to learn
+LEARNING = ("conv", "resample")  # the branches with trainable parameters
 RATES = (0.04, 0.35)
 
 
 class ElasticTraining(Training):
-    """Branches first, under shares drawn anew for each sample; then the gate with them.
+    """First the branches, at a random rate per sample; then the gate as well.
 
-    In the first part a sample goes through one learning branch, in turns. From ``--gate-from`` on
-    it goes through all of them, and for half of the samples at their own, unequal costs.
+    In the first part a sample goes through one trainable branch, drawn at random. From
+    ``--gate-from`` on it goes through all branches, for half of the samples at their own, unequal
+    costs.
     """
 
     stage: ClassVar[type[Stage]] = Elastic
@@ -35,15 +36,15 @@ class ElasticTraining(Training):
         parser.add_argument("--queries", type=int, default=80, help="learned queries")
         parser.add_argument("--mode", choices=MODES, default="select", help="as in the recipe")
         parser.add_argument(
-            "--gate-from", type=float, default=0.6, help="share of the training without the gate"
+            "--gate-from", type=float, default=0.6, help="fraction of the training without the gate"
         )
         parser.add_argument(
             "--cost-weight",
             type=float,
             default=0.1,
-            help="loss that the gate counts for keeping all tokens",
+            help="cost of keeping all tokens in the gate's loss",
         )
-        parser.add_argument("--text", action="store_true", help="the gate may drop the picture")
+        parser.add_argument("--text", action="store_true", help="the gate may drop the image")
 
     def config(self) -> dict[str, Any]:
         return {key: getattr(self.args, key) for key in ("hidden", "queries", "text")}
@@ -60,7 +61,7 @@ class ElasticTraining(Training):
         return [Elastic(branch=name, **options) for name in names]
 
     def groups(self, module: nn.Module, lr: float) -> list[dict[str, Any]]:
-        """The gate starts late, when the rate has fallen: it learns faster."""
+        """The gate starts late, when the learning rate has decayed, so its rate is higher."""
         gate = list(module.gate.parameters())
         others = [*module.conv.parameters(), *module.resample.parameters()]
         return [{"params": others, "lr": lr}, {"params": gate, "lr": 2 * lr}]
@@ -85,12 +86,12 @@ class ElasticTraining(Training):
 
 
 def expected(logits: Tensor, losses: Tensor, costs: Tensor) -> tuple[Tensor, Tensor]:
-    """Loss that the gate expects, and how likely each branch is.
+    """Expected loss of the gate, and the probability of each branch.
 
     Parameters
     ----------
     logits, losses, costs : Tensor, (n,)
-        Of the branches that were tried; a closed one has a logit of minus infinity.
+        Of the branches that were run; a closed one has a logit of minus infinity.
 
     Returns
     -------
