@@ -548,7 +548,7 @@ def test_used_twice(llava):
         ({"pixel_values_videos": torch.zeros(1, 4, 3, 8, 8)}, ModelError, "is no input of a llava"),
         ({"input_ids": None}, VLMFastError, "input_ids must be"),
         ({"input_ids": torch.zeros(4, dtype=torch.long)}, VLMFastError, "input_ids must be"),
-        ({"pixel_values": None}, ModelError, "row 0 .* placeholders of a picture too many"),
+        ({"pixel_values": None}, ModelError, "row 0 .* placeholders of one image too many"),
         ({"attention_mask": torch.ones(3, 2)}, VLMFastError, "attention_mask has the shape"),
         ({"attention_mask": "none"}, VLMFastError, "masks all of row 1"),
         ({"attention_mask": "gaps"}, VLMFastError, "has gaps in row 1"),

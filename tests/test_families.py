@@ -765,7 +765,7 @@ def test_sizes_that_the_tower_refuses():
 
 def test_what_a_family_does_not_read():
     vlm = one("smolvlm")
-    with pytest.raises(ModelError, match="reads pictures or one clip"):
+    with pytest.raises(ModelError, match="takes images or one video"):
         vlm.ask("what ?", **CASES["a picture and a clip"])
     for name in ("internvl", "gemma3", "llava_onevision"):
         with pytest.raises(ModelError, match=f"which {name} puts into a prompt in a way"):
