@@ -130,7 +130,7 @@ def read(
     try:
         state = snapshot.unpack(about, tensors, _classes(recipe, own))
         if not isinstance(state, dict):
-            raise ValueError("it holds no state")
+            raise ValueError("it contains no state")
         return build(recipe, state)
     except (ModelError, RecipeError):
         raise

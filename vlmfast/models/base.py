@@ -439,10 +439,10 @@ class Adapter:
                 times += seconds
         return single, list(videos.values())
 
-    def of_clips(self, clips: list[tuple[list[Any], list[float]]]) -> dict[str, Any]:
+    def of_clips(self, videos: list[tuple[list[Any], list[float]]]) -> dict[str, Any]:
         """Arguments of the processor for videos: chosen frames and their times."""
         about = []
-        for shown, times in clips:
+        for shown, times in videos:
             gap = (times[-1] - times[0]) / max(len(times) - 1, 1) or 1.0
             about.append(
                 {
@@ -452,8 +452,8 @@ class Adapter:
                     "duration": gap * len(shown),
                 }
             )
-        videos = [shown for shown, _ in clips]
-        return {"videos": videos, "video_metadata": about, "do_sample_frames": False}
+        frames = [shown for shown, _ in videos]
+        return {"videos": frames, "video_metadata": about, "do_sample_frames": False}
 
     # --- a batch of prompts ----------------------------------------------------------------------
 

@@ -26,11 +26,11 @@ class FamilyAdapter(Idefics3):
             raise ModelError("smolvlm takes images or one video, not both in one prompt")
         return super().inputs(text, images, frames)
 
-    def of_clips(self, clips: list[tuple[list[Any], list[float]]]) -> dict[str, Any]:
-        given = super().of_clips(clips)
+    def of_clips(self, videos: list[tuple[list[Any], list[float]]]) -> dict[str, Any]:
+        given = super().of_clips(videos)
         # One list of videos per prompt, each an array, so that no frame is mistaken for a video.
-        videos = [np.stack([np.asarray(frame) for frame in shown]) for shown, _ in clips]
-        return {**given, "videos": [videos]}
+        arrays = [np.stack([np.asarray(frame) for frame in shown]) for shown, _ in videos]
+        return {**given, "videos": [arrays]}
 
     def items(
         self, tensors: dict[str, Tensor], sizes: list[tuple[int, int]], frames: Sequence[tuple]
