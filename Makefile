@@ -1,4 +1,4 @@
-# `make ask` and `make test` work in a fresh clone: each sets up `.venv` first if it is not there.
+# `make ask` and `make test` work in a fresh clone: each sets up `.venv` first if needed.
 
 PYTHON ?= python3
 VENV   := .venv
@@ -10,7 +10,7 @@ BUILD  := $(VENV)/.ready-build
 FLOOR  := .venv-floor
 LMMS   := .venv-lmms
 RECIPE ?= balanced
-# One test process per core, at most four: each holds a torch of its own.
+# One test process per core, at most four: each loads its own torch.
 WORKERS ?= $(shell $(PYTHON) -c "import os; print(min(4, len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1))")
 PYTEST_FLAGS ?=
 CPUS_FLAGS ?=
@@ -19,54 +19,54 @@ WHEEL_FLAGS ?=
 .DEFAULT_GOAL := help
 .PHONY: help ask demo test test-all test-floor test-demo test-lmms test-cpus lint format types bench docs wheel clean
 
-help:            ## Say what there is
+help:            ## List the targets
 	@grep -hE '^[a-z-]+: .*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
 
-ask: $(READY)    ## Ask the shipped model about the shipped picture and clip
+ask: $(READY)    ## Ask the shipped model about an example image and video
 	@$(BIN)/vlmfast compare examples/picture.png "What is in the bottom left?" --recipe $(RECIPE)
 	@echo
 	@$(BIN)/vlmfast compare examples/clip.mp4 "Which way does the cyan star move?" --num-frames 4 --recipe $(RECIPE)
 
-demo: $(PAGE)    ## The full model beside a recipe, on a page in the browser
+demo: $(PAGE)    ## Compare the full model with a recipe in the browser
 	@$(BIN)/vlmfast demo --recipe $(RECIPE)
 
-test: $(READY)   ## Everything that is not marked slow
+test: $(READY)   ## Run the tests that are not marked slow
 	$(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --dist worksteal $(PYTEST_FLAGS)
 
-test-all: $(READY)   ## The slow tests too
+test-all: $(READY)   ## Run all tests, the slow ones included
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_FLAGS)
 
-test-floor: $(FLOOR)/.ready   ## The suite on the oldest supported versions
+test-floor: $(FLOOR)/.ready   ## Run the tests on the oldest supported versions
 	$(FLOOR)/bin/python -m pytest -m "not slow" -n $(WORKERS) --dist worksteal $(PYTEST_FLAGS)
 
-test-demo: $(PAGE)   ## The demo in a real browser: needs Debian's chromium
+test-demo: $(PAGE)   ## Test the demo in a real browser; needs Debian's chromium
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[demo-test]"
 	$(BIN)/python -m pytest tests/demos/browser.py $(PYTEST_FLAGS)
 
-test-lmms: $(LMMS)/.ready   ## The plug-in of lmms-eval, with the released package
+test-lmms: $(LMMS)/.ready   ## Test the lmms-eval plug-in with its released package
 	$(LMMS)/bin/python -m pytest tests/test_lmms_plugin.py $(PYTEST_FLAGS)
 
-test-cpus: $(READY)   ## Comparisons of floats as other processors would make them
+test-cpus: $(READY)   ## Run float comparisons with the arithmetic of other CPUs
 	$(BIN)/python tools/test_cpus.py --workers $(WORKERS) $(CPUS_FLAGS)
 
-lint: $(READY)   ## Rules and format
+lint: $(READY)   ## Check code style and format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-format: $(READY) ## Apply both
+format: $(READY) ## Fix code style and format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-types: $(READY)  ## Types along the path of a request
+types: $(READY)  ## Check types of the API and the engine
 	$(BIN)/mypy
 
-bench: $(READY)  ## Time against Hugging Face generate; writes benchmarks/results
+bench: $(READY)  ## Benchmark against Hugging Face generate; writes benchmarks/results
 	$(BIN)/python benchmarks/import_time.py
 	$(BIN)/python benchmarks/ask.py
 	$(BIN)/python benchmarks/reduce.py
 	$(BIN)/python benchmarks/kv.py
 
-docs: $(SITE)    ## Build the pages; strict, links checked offline
+docs: $(SITE)    ## Build the documentation and check its links offline
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 	@$(BIN)/python tools/check_site.py site
 
@@ -76,7 +76,7 @@ wheel: $(BUILD)  ## Build the sdist and the wheel in dist/, and test the wheel
 clean:           ## Remove environments and caches
 	rm -rf site $(VENV) $(FLOOR) $(LMMS) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
 
-# A stamp rather than the folder: an installation that was cut short is taken up again.
+# A stamp file rather than the folder, so that an interrupted installation is resumed.
 $(READY): pyproject.toml
 	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'vlmfast needs Python 3.11 or newer: make PYTHON=python3.x ...')"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -96,7 +96,7 @@ $(BUILD): $(READY)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check "build>=1.2"
 	@touch $@
 
-# The interpreter of triton 3.6, which comes with torch 2.11, does not loop with later numpys.
+# The interpreter of triton 3.6, which comes with torch 2.11, fails in loops with later numpy.
 $(FLOOR)/.ready: pyproject.toml
 	@test -x $(FLOOR)/bin/python || $(PYTHON) -m venv $(FLOOR)
 	@echo "setting up $(FLOOR) ..."

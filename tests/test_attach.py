@@ -481,7 +481,7 @@ def test_lower_attachment_cannot_reattach(llava):
     model, processor = llava
     below, above = (vlmfast.attach(model, processor, f"random:0.{n}") for n in (2, 4))
     below.detach()
-    with pytest.raises(VLMFastError, match="still lies below"), below:
+    with pytest.raises(VLMFastError, match="still under a later attachment"), below:
         pass
     assert model.generate == above.generate
     above.detach()
@@ -548,16 +548,16 @@ def test_attachment_is_not_reentrant(llava):
         ({"pixel_values_videos": torch.zeros(1, 4, 3, 8, 8)}, ModelError, "is no input of a llava"),
         ({"input_ids": None}, VLMFastError, "input_ids must be"),
         ({"input_ids": torch.zeros(4, dtype=torch.long)}, VLMFastError, "input_ids must be"),
-        ({"pixel_values": None}, ModelError, "row 0 .* placeholders of a picture too many"),
+        ({"pixel_values": None}, ModelError, "row 0 .* placeholders of one image too many"),
         ({"attention_mask": torch.ones(3, 2)}, VLMFastError, "attention_mask has the shape"),
-        ({"attention_mask": "none"}, VLMFastError, "leaves nothing of row 1"),
+        ({"attention_mask": "none"}, VLMFastError, "masks all of row 1"),
         ({"attention_mask": "gaps"}, VLMFastError, "has gaps in row 1"),
         ({"pixel_values": "fewer"}, ModelError, "placeholders"),
         ({"pixel_values": "more"}, ModelError, "placeholders"),
         ({"streamer": object()}, VLMFastError, "streamer=a object must be a streamer"),
         ({"streamer": TextStreamer(None)}, VLMFastError, "streamer is for one prompt"),
         ({"input_ids": torch.full((3, 4), 10**6)}, VLMFastError, "ids from 0 to 260"),
-        ({"input_ids": torch.full((3, 4), -1)}, VLMFastError, "holds -1"),
+        ({"input_ids": torch.full((3, 4), -1)}, VLMFastError, "contains -1"),
         ({"input_ids": torch.ones(3, 4)}, VLMFastError, "not float32 of shape"),
         ({"input_ids": "x"}, VLMFastError, "must be a tensor"),
         ({"pixel_values": torch.full((4, 3, 32, 32), torch.nan)}, VLMFastError, "not finite"),

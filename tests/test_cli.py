@@ -202,7 +202,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["--recipe", "hird:0.2"], ["hird", "did you mean 'hired'"]),
         (["--recipe", "hired:1.5"], ["hired", "1.5", "<= 1"]),
         (["--recipe", "hired:0"], ["hired", "> 0"]),
-        (["--num-frames", "4"], ["is a picture"]),
+        (["--num-frames", "4"], ["is an image"]),
         (["--device", "toaster"], ["toaster"]),
         (["--device", "cuda:99"], ["cuda:99", "GPU"]),
         (["--model", "no/such/model"], ["no/such/model"]),

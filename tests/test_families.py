@@ -765,10 +765,10 @@ def test_unsupported_tower_sizes_are_refused():
 
 def test_unsupported_media_are_refused():
     vlm = one("smolvlm")
-    with pytest.raises(ModelError, match="reads pictures or one clip"):
+    with pytest.raises(ModelError, match="takes images or one video"):
         vlm.ask("what ?", **CASES["an image and a video"])
     for name in ("internvl", "gemma3", "llava_onevision"):
-        with pytest.raises(ModelError, match=f"which {name} puts into a prompt in a way"):
+        with pytest.raises(ModelError, match=f"which prompts of {name} do not allow"):
             one(name).ask("what ?", **CASES["a video"], max_kv_tokens=4000, progress=False)
     vlm = one("gemma3")
 

@@ -301,7 +301,7 @@ def test_invalid_caps_are_refused(vlm, cap):
     ],
 )
 def test_stages_that_need_the_whole_prompt_are_refused(vlm, recipe):
-    with pytest.raises(RecipeError, match="must see the whole prompt at once") as error:
+    with pytest.raises(RecipeError, match="needs the whole prompt at once") as error:
         vlm.ask(QUESTION, video=FRAMES[:4], recipe=recipe, max_kv_tokens=HUGE)
     assert recipe.split("+")[-1].split(":")[0] in str(error.value)
 
@@ -317,7 +317,7 @@ def test_cap_without_a_single_video_is_refused(vlm):
 def test_placeholders_in_the_question_are_refused(vlm):
     """As without a cap."""
     for cap in ({}, {"max_kv_tokens": 500}):
-        with pytest.raises(VLMFastError, match="holds <image>, which stands for an image"):
+        with pytest.raises(VLMFastError, match="contains <image>, the placeholder of an image"):
             vlm.ask("what is <image> ?", video=FRAMES[:3], **cap)
 
 

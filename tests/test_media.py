@@ -341,7 +341,7 @@ def test_files_that_are_no_pictures(tmp_path: Path) -> None:
     refused(file("nothing.png", b""), "nothing.png", "is empty")
     refused(file("notes.png", b"Dear diary,\n" * 9), "notes.png", "is not an image", "is text")
     refused(file("umlaut.png", "Süß. ".encode() * 400), "umlaut.png", "is text")
-    refused(file("noise.jpg", bytes(range(1, 256))), "noise.jpg", "of no known kind")
+    refused(file("noise.jpg", bytes(range(1, 256))), "noise.jpg", "has no known format")
     refused(file("bmw.bmp", b"BMW is a make of car"), "bmw.bmp", "cannot be read as BMP")
     refused("", "no such file")
     refused("a\0b.png", "a?b.png", "not a path")
@@ -449,7 +449,7 @@ def test_aspect_ratio() -> None:
         (np.zeros((5, 5), object), "must be uint8"),
         (np.full((5, 5), np.nan, np.float32), "NaN"),
         (np.full((5, 5), np.inf, np.float32), "infinite"),
-        (np.full((5, 5), 255.0), "floats must lie in [0, 1]"),
+        (np.full((5, 5), 255.0), "floats must be in [0, 1]"),
         (np.full((5, 5), -0.5), "from -0.5 to -0.5"),
     ],
 )
@@ -502,7 +502,7 @@ def test_a_mode_that_cannot_be_converted(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("source", [None, 7, object(), {"bytes": b""}, {1, 2}])
 def test_sources_of_no_known_type(source: object) -> None:
-    refused(source, type(source).__name__, "not a kind of source")
+    refused(source, type(source).__name__, "not a supported source")
 
 
 def test_formats_that_run_programs_are_not_opened(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -535,7 +535,7 @@ def test_urls(monkeypatch: pytest.MonkeyPatch) -> None:
             assert np.array_equal(pixels(load_image(address + path)), array)
         refused(f"{address}/missing", f"{address}/missing", "HTTP 404")
         refused(f"{address}/huge", "/huge", "too large to download", "64 MiB")
-        refused(f"{address}/cut", "/cut", "bytes came")
+        refused(f"{address}/cut", "/cut", "bytes received")
         refused(f"{address}/trickle", "/trickle", "took over 0.2 s", timeout_s=0.2)
         assert "secret" not in refused(f"{address}/missing?key=secret", "/missing")
         monkeypatch.setattr(sources, "MAX_DOWNLOAD_BYTES", 1000)
@@ -874,7 +874,7 @@ def _broken(folder: Path, clips: Path) -> dict[str, tuple[Path, str]]:
         "cut.mkv": (matroska[: len(matroska) // 2], "is truncated: its header states"),
         "words.mp4": (b"not a video\n" * 50, "is not a video: its content is text"),
         "playlist.mp4": (b"#EXTM3U\n#EXTINF:1,\nfile:///etc/hosts\n", "its content is text"),
-        "noise.mp4": (random.Random(0).randbytes(999), "of no known kind"),
+        "noise.mp4": (random.Random(0).randbytes(999), "has no known format"),
         "picture.mp4": (fx.encoded(Image.fromarray(fx.picture()), "PNG"), "is an image (PNG)"),
         "animation.mp4": (fx.encoded(Image.fromarray(fx.picture()), "GIF"), "is an image (GIF)"),
     }
@@ -976,7 +976,7 @@ def test_frames_between_are_not_decoded(tmp_path: Path, monkeypatch: pytest.Monk
         ({"num_frames": 4, "select": len}, ["num_frames and select", "only one"]),
         ({"select": [1, 2]}, ["select", "function"]),
         ({"decoder": "opencv"}, ["decoder='opencv'", "'auto', 'decord' or 'av'"]),
-        ({"max_pixels": 100}, ["clip.mp4", "8 frames of 80x48", "ask for fewer"]),
+        ({"max_pixels": 100}, ["clip.mp4", "8 frames of 80x48", "read fewer"]),
     ],
 )
 def test_bad_arguments(clip: Path, options: dict, parts: list[str]) -> None:
@@ -989,12 +989,12 @@ def test_bad_video_sources() -> None:
     refused([], "list of frames", "is empty", loader=probe_video)
     refused([frame, b"words"], "frame 2 of 2", "text", loader=load_video)
     refused([frame, frame[:-2]], "frame 2 of 2", "80x46", "of one size", loader=load_video)
-    refused([frame], "list of 1 frames", "has no clock", loader=load_video, fps=1)
-    refused([frame] * 9, "9 frames", "ask for fewer", loader=load_video, max_pixels=9)
+    refused([frame], "list of 1 frames", "has no timestamps", loader=load_video, fps=1)
+    refused([frame] * 9, "9 frames", "read fewer", loader=load_video, max_pixels=9)
     refused(np.stack([frame] * 2), "ndarray", "pass list(array)", loader=load_video)
     refused(torch.zeros(2, 3, 4, 4), "Tensor", "pass list(array)", loader=load_video)
     refused("https://a.org/b.mp4?key=1", "https://a.org/b.mp4: ", "URLs", loader=load_video)
-    refused(None, "NoneType", "not a kind of source", loader=load_video)
+    refused(None, "NoneType", "not a supported source", loader=load_video)
 
 
 def test_which_decoder_is_taken(clip: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -144,7 +144,7 @@ def test_stated_lengths(whole, tmp_path) -> None:
 def test_a_stream_that_no_decoder_reads(whole) -> None:
     bad = whole["front.mp4"].replace(b"avc1", b"xyz1")
     for call in (load_video, probe_video):
-        with pytest.raises(MediaError, match="a video stream that no decoder here reads"):
+        with pytest.raises(MediaError, match="a video stream that no installed decoder reads"):
             call(bad, decoder="av")
 
 

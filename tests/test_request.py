@@ -89,7 +89,7 @@ def refused(vlm: VLM, **generation: Any) -> str:
         ({"guidance_scale": 2.0}, "guidance_scale=2.0 must be 1"),
         ({"do_sample": "yes"}, "do_sample='yes' must be True or False"),
         ({"temperature": NAN}, "temperature=nan must be a finite number"),
-        ({"do_sample": True, "temperature": 0.0}, "above 0; do_sample=False stands for greedy"),
+        ({"do_sample": True, "temperature": 0.0}, "above 0; use do_sample=False for greedy"),
         ({"do_sample": True, "temperature": INF}, "temperature=inf must be a finite"),
         ({"do_sample": True, "top_p": 1.5}, "top_p=1.5 must be at least 0 and at most 1"),
         ({"do_sample": True, "top_k": -1}, "top_k=-1 must be"),
@@ -105,9 +105,9 @@ def refused(vlm: VLM, **generation: Any) -> str:
         ({"bad_words_ids": [3]}, "must be a list of at least one id"),
         ({"bad_words_ids": [[10**6]]}, "from 0 to 260"),
         ({"suppress_tokens": 3}, "suppress_tokens=3 must be"),
-        ({"do_sample": True, "suppress_tokens": list(range(261))}, "holds every token"),
+        ({"do_sample": True, "suppress_tokens": list(range(261))}, "contains every token"),
         ({"eos_token_id": "2"}, "eos_token_id='2' must be"),
-        ({"eos_token_id": []}, "None stands for no end token"),
+        ({"eos_token_id": []}, "use None for no end token"),
         ({"pad_token_id": 1.5}, "pad_token_id=1.5 must be"),
         ({"forced_eos_token_id": 999}, "forced_eos_token_id=999 must be"),
         ({"streamer": object()}, "streamer=a object must be a streamer"),
@@ -119,8 +119,8 @@ def refused(vlm: VLM, **generation: Any) -> str:
         ({"use_cache": False}, "use_cache=False cannot be given"),
         ({"vlmfast_run": 3}, "vlmfast_run cannot be given: names that begin with vlmfast_"),
         ({"input_ids": torch.zeros(1, 3)}, "input_ids cannot be given"),
-        ({"temprature": 0.5}, "there is no argument temprature; did you mean temperature?"),
-        ({"qqq": 1}, "there is no argument qqq"),
+        ({"temprature": 0.5}, "unknown argument temprature; did you mean temperature?"),
+        ({"qqq": 1}, "unknown argument qqq"),
     ],
 )
 def test_the_gate_refuses(vlm, passes, arguments, message):
@@ -129,9 +129,9 @@ def test_the_gate_refuses(vlm, passes, arguments, message):
 
 
 def test_names_of_the_call_itself_are_near_misses(vlm):
-    with pytest.raises(VLMFastError, match=r"no argument image; did you mean images\?"):
+    with pytest.raises(VLMFastError, match=r"unknown argument image; did you mean images\?"):
         vlm.ask(QUESTION, image=picture())
-    with pytest.raises(VLMFastError, match=r"no argument message; did you mean messages\?"):
+    with pytest.raises(VLMFastError, match=r"unknown argument message; did you mean messages\?"):
         vlm.chat([{"role": "user", "content": QUESTION}], message=3)
 
 
@@ -219,7 +219,7 @@ def test_a_placeholder_in_a_text_is_an_error_about_itself(family):
             lambda text=text: vlm.ask_many([text]),
             lambda text=text: vlm.session(picture()).ask(text),
         ):
-            with pytest.raises(VLMFastError, match=r"holds .*, which stands for an image") as error:
+            with pytest.raises(VLMFastError, match=r"contains .*, the placeholder of an") as error:
                 way()
             assert mark in str(error.value)
     assert vlm.ask("what is <picture> ?", max_new_tokens=1).token_ids  # anything else is text
@@ -238,7 +238,7 @@ def test_requests_take_messages(vlm):
     (got,) = vlm.ask_many([Request(messages=messages)], max_new_tokens=3)
     assert got.token_ids == asked.token_ids != other.token_ids
     for wrong in (Request(QUESTION, messages=messages), Request(images=[], messages=messages)):
-        with pytest.raises(VLMFastError, match="request 0: messages stand in the place of"):
+        with pytest.raises(VLMFastError, match="request 0: messages replace question"):
             vlm.ask_many([wrong])
     with pytest.raises(VLMFastError, match="request 0: question=None must be a text"):
         vlm.ask_many([Request()])

@@ -815,7 +815,7 @@ def test_errors_are_clear_and_leave_the_session_as_it_was(vlm):
         for call, error, message in (
             (lambda: s.ask("  "), VLMFastError, "question is empty"),
             (lambda: s.stream(""), VLMFastError, "question is empty"),
-            (lambda: s.ask("what is <image> ?"), VLMFastError, "holds <image>"),
+            (lambda: s.ask("what is <image> ?"), VLMFastError, "contains <image>"),
             (lambda: s.ask("what ?", recipe="hired"), RecipeError, "a session has one recipe"),
             (lambda: s.ask("what ?", num_beams=2), VLMFastError, "num_beams"),
         ):
@@ -875,7 +875,7 @@ def test_a_template_that_changes_its_beginning_is_refused():
         s.ask(QUESTIONS[0], **ASK)
         vlm.adapter.processor.chat_template = "Look: " + vlm.processor.chat_template
         vlm.processor.chat_template = vlm.adapter.processor.chat_template
-        with pytest.raises(ModelError, match="in front of the pictures"):
+        with pytest.raises(ModelError, match="before the images"):
             s.ask(QUESTIONS[1], **ASK)
 
 

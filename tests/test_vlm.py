@@ -157,12 +157,12 @@ BAD_CALLS = {
     "a placeholder in the question": (
         lambda v: v.ask("what is <image> ?", picture()),
         VLMFastError,
-        "holds <image>",
+        "contains <image>",
     ),
     "a placeholder and no picture": (
         lambda v: v.ask("what is <image> ?"),
         VLMFastError,
-        "holds <image>",
+        "contains <image>",
     ),
     "unknown word": (
         lambda v: v.ask("what ?", picture(), recipe="hirde:0.2"),

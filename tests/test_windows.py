@@ -609,7 +609,7 @@ def test_h2o_lets_go_of_what_left_the_window(vlm):
 
 def test_methods_that_move_rotary_ids_are_refused(vlm):
     for recipe in ("streamingllm:0.5", "lookm:share=0.9,rope_aware=true"):
-        with pytest.raises(RecipeError, match="moves the rotary ids of cached keys"):
+        with pytest.raises(RecipeError, match="changes the rotary ids of cached keys"):
             answer_logits(vlm, start(vlm, DENSE, recipe), [])
 
 

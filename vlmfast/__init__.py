@@ -1,4 +1,4 @@
-"""vlmfast: vision-language models, several times faster, by a recipe of one line."""
+"""vlmfast: faster vision-language models with one-line compression recipes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _HOMES = {
     "ModelError": "errors",
 }
 
-# Modules that have moved can be imported from where they were, with a warning.
+# Former module paths still work and raise a deprecation warning.
 install()
 
 __all__ = [

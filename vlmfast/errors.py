@@ -1,4 +1,4 @@
-"""The errors a user of vlmfast can meet."""
+"""Exceptions raised by vlmfast."""
 
 __all__ = ["MediaError", "ModelError", "RecipeError", "VLMFastError"]
 
@@ -6,16 +6,16 @@ __all__ = ["MediaError", "ModelError", "RecipeError", "VLMFastError"]
 class VLMFastError(ValueError):
     """Base of every error that vlmfast raises on purpose.
 
-    It is a :class:`ValueError`: something the caller handed over cannot be used. The message is
-    one line, names the thing and says why, so that a command line can print it as it is.
+    It is a :class:`ValueError`: an argument cannot be used. The message is one line that names
+    the argument and the reason, so that a command line can print it as it is.
     """
 
 
 class RecipeError(VLMFastError):
     """A recipe cannot be used.
 
-    Raised for unknown names or parameters, values out of range and stages that cannot stand
-    together. The message names the word, what is allowed and the nearest match.
+    Raised for unknown names or parameters, values out of range and stages that cannot be
+    combined. The message names the offending part, what is allowed and the nearest match.
     """
 
 

@@ -1,1 +1,1 @@
-"""What users call: models, sessions, attached models, requests and their answers."""
+"""The public API: models, sessions, attached models, requests and answers."""

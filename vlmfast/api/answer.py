@@ -1,4 +1,4 @@
-"""What a user asks and gets back: requests, answers, comparisons."""
+"""Requests, answers and comparisons."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ if TYPE_CHECKING:
 
 @dataclass
 class Answer:
-    """One answer, what it cost and what was dropped for it.
+    """One answer, its cost and the visual tokens dropped for it.
 
     Parameters
     ----------
     text : str
     token_ids : list of int
-        Generated ids, the end token included when one was produced.
+        Generated ids, including the end token if one was generated.
     stats : Stats
     trace : Trace
     recipe : str
@@ -33,7 +33,7 @@ class Answer:
 
 @dataclass
 class Request:
-    """One request of a batch: a question as `VLM.ask` takes it, or a conversation as `VLM.chat`.
+    """One request of a batch: the arguments of `VLM.ask`, or the messages of `VLM.chat`.
 
     Parameters
     ----------
@@ -42,7 +42,7 @@ class Request:
     generation : dict
         Hugging Face's generation arguments.
     messages : list of dict, optional
-        In the place of the question, its images and its video.
+        Replaces the question, its images and its video.
     """
 
     question: str | None = None
@@ -57,14 +57,14 @@ class Request:
 
 @dataclass
 class Comparison:
-    """A recipe beside the full model.
+    """A recipe compared with the full model.
 
     Parameters
     ----------
     recipe : str
     answer : Answer
     agreement : float
-        Share of positions whose token equals the full model's, over the longer of both answers.
+        Fraction of positions whose token equals the full model's, over the longer answer.
     """
 
     recipe: str
@@ -73,7 +73,7 @@ class Comparison:
 
 
 def agreement(tokens: list[int], full: list[int]) -> float:
-    """Share of equal positions over the longer answer; 1.0 when both are empty."""
+    """Fraction of equal positions over the longer answer; 1.0 when both are empty."""
     longest = max(len(tokens), len(full))
     if longest == 0:
         return 1.0

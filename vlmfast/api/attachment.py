@@ -1,4 +1,4 @@
-"""`attach`: a model's own ``generate`` runs a recipe, until it is detached."""
+"""`attach` makes a model's own ``generate`` run a recipe."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ if TYPE_CHECKING:
 
     from .answer import Answer
 
-_LARGEST = 2**24  # a size in pixels or patches that no image has
-# What tokenizers give beside the ids, of their shape.
+_LARGEST = 2**24  # upper bound on a size in pixels or patches
+# Outputs of tokenizers that have the shape of the ids.
 _ALONGSIDE = ("input_ids", "attention_mask", "labels", "mm_token_type_ids", "token_type_ids")
 
 
 def attach(model: PreTrainedModel, processor: Any, recipe: Any = None) -> Attachment:
-    """Let ``model.generate`` run a recipe: on this instance, until it is detached.
+    """Make ``model.generate`` run a recipe, on this instance, until it is detached.
 
     ``model.generate(**processor(...), ...)`` then goes through vlmfast, with Hugging Face's
-    arguments and return values; batches may be padded on either side, and each row gets the answer
-    that it would get alone. Nothing else of the model changes. Where a processor makes pictures of
-    the frames of clips (InternVL, SmolVLM), they are single pictures to the recipe too.
+    arguments and return values. Batches may be padded on either side, and each row gets the same
+    answer as on its own. Nothing else in the model changes. If the processor turns the frames of a
+    video into images (InternVL, SmolVLM), the recipe treats them as single images too.
 
     >>> with vlmfast.attach(model, processor, "balanced") as attached:
     ...     ids = model.generate(**inputs, max_new_tokens=64)
@@ -56,38 +56,38 @@ def attach(model: PreTrainedModel, processor: Any, recipe: Any = None) -> Attach
     processor : transformers.ProcessorMixin
         The processor that belongs to the model.
     recipe : str, Stage or Recipe, optional
-        Nothing is dropped by default.
+        No tokens are dropped by default.
 
     Returns
     -------
     Attachment
-        In force at once; as a context manager it detaches when the block ends, also by an
-        exception. Attachments nest: the last one leads.
+        Active at once. As a context manager it detaches when the block ends, even after an
+        exception. Attachments nest: the latest one is active.
 
     Raises
     ------
     ModelError
-        As `VLM` does.
+        As `VLM`.
     RecipeError
-        For a recipe that cannot run on this model, or that chooses the frames of clips: the
-        processor has read them before ``generate`` is called.
+        For a recipe that cannot run on this model, or that chooses the frames of videos: the
+        processor reads them before ``generate`` is called.
     """
     return Attachment(model, processor, recipe)
 
 
 class Attachment:
-    """A recipe in the place of a model's ``generate``; `attach` makes it.
+    """A recipe that replaces a model's ``generate``; created by `attach`.
 
     Attributes
     ----------
     vlm : VLM
-        Around the same model.
+        Wraps the same model.
     recipe : Recipe
     answers : list of Answer
-        Of the last call, row by row: text, tokens, stats and trace. A trace has no pictures, which
-        the processor kept; set ``answer.trace.images`` to draw an `overlay`.
+        Answers of the last call, row by row: text, tokens, stats and trace. Traces have no images,
+        since only the processor sees them; set ``answer.trace.images`` to draw an `overlay`.
     attached : bool
-        Whether it is in force, or would be if no other one lay over it.
+        Whether it is active, or would be without the attachments made after it.
     """
 
     def __init__(self, model: PreTrainedModel, processor: Any, recipe: Any = None) -> None:
@@ -95,14 +95,14 @@ class Attachment:
         self.recipe = self.vlm.recipe(recipe)
         if stages := self.recipe.acting(MediaStage):
             raise RecipeError(
-                f"{stages[0].name} chooses the frames of a clip, and generate gets frames that the "
-                "processor has read; use vlmfast.VLM(model, processor).ask"
+                f"{stages[0].name} chooses the frames of a video, and generate gets frames that "
+                "the processor has read; use vlmfast.VLM(model, processor).ask"
             )
         for stage in self.recipe:
             if stage.trained:
                 self.vlm.adapter.trained(stage)
         self.answers: list[Answer] = []
-        self.attached = self._entered = self._placed = False
+        self.attached = self._entered = self._installed = False
         self._below: Callable | None = None
         self._attach()
 
@@ -113,7 +113,7 @@ class Attachment:
     def __enter__(self) -> Attachment:
         if self._entered:
             raise VLMFastError(
-                f"{self!r} is used twice; call vlmfast.attach again for a block inside its own"
+                f"{self!r} is used twice; call vlmfast.attach again for a nested block"
             )
         if not self.attached:
             self._attach()
@@ -125,28 +125,28 @@ class Attachment:
         self.detach()
 
     def detach(self) -> None:
-        """Give ``generate`` back; does nothing when that has been done."""
+        """Restore the original ``generate``; does nothing if already detached."""
         self.attached = False
         own = vars(self.vlm.model)
-        # One that was detached below others leaves together with the last of these.
-        while isinstance(of := getattr(own.get("generate"), "__self__", None), Attachment):
-            if of.attached:
+        # Attachments that were detached under others are removed together with the last of these.
+        while isinstance(top := getattr(own.get("generate"), "__self__", None), Attachment):
+            if top.attached:
                 return
-            of._placed = False
-            if of._below is None:
+            top._installed = False
+            if top._below is None:
                 del own["generate"]
             else:
-                own["generate"] = of._below
+                own["generate"] = top._below
 
     def _attach(self) -> None:
-        if self._placed:  # it would become the one below itself
+        if self._installed:  # it would be nested inside itself
             raise VLMFastError(
-                f"{self!r} still lies below what has been put over it; call vlmfast.attach again"
+                f"{self!r} is still under a later attachment; call vlmfast.attach again"
             )
         own = vars(self.vlm.model)
         self._below = own.get("generate")
         own["generate"] = self.generate
-        self.attached = self._placed = True
+        self.attached = self._installed = True
 
     # --- generate --------------------------------------------------------------------------------
 
@@ -157,24 +157,24 @@ class Attachment:
         Parameters
         ----------
         *args, **kwargs
-            What the processor gave, and Hugging Face's generation arguments. Logits processors and
-            criteria are called row by row, with the row as it came and its new tokens. Sampled
-            tokens of a batch are drawn row by row, so only those of a single row are the ones that
-            Hugging Face draws from the same seed.
+            The processor's output, and Hugging Face's generation arguments. Logits processors and
+            stopping criteria are called row by row, with the original row and its new tokens.
+            Sampled tokens are drawn row by row, so they equal those of Hugging Face with the same
+            seed only for a single row.
 
         Returns
         -------
         Tensor, int64, (B, S + T), or GenerateDecoderOnlyOutput
-            The prompts as they came, padding and placeholders included, and the new tokens; rows
-            that ended early are filled with the padding token. Scores behind a row's end say that
-            padding is certain.
+            The original prompts, padding and placeholders included, followed by the new tokens.
+            Rows that ended early are filled with the padding token. After the end of a row its
+            scores give the padding token probability 1.
 
         Raises
         ------
         VLMFastError
-            For arguments that the loop cannot serve, and pixels that do not fit the prompts.
+            For unsupported arguments, and pixels that do not fit the prompts.
         """
-        if not self.attached:  # somebody kept it, or wrapped it
+        if not self.attached:  # called through a reference that was kept or wrapped
             if self._below is not None:
                 return self._below(*args, **kwargs)
             return generate_of(self.vlm.model)(*args, **kwargs)
@@ -189,13 +189,13 @@ class Attachment:
                 raise VLMFastError("streamer is for one prompt, and this is a batch")
             generation.streamer.put(ids.cpu())  # as Hugging Face: the prompt first
         adapter, waiting = self.vlm.adapter, self._sequences(batch, mask, generation)
-        done = {of.number: of for of in Engine(adapter).answer_many(waiting, at_once=len(ids))}
+        done = {s.number: s for s in Engine(adapter).answer_many(waiting, at_once=len(ids))}
         rows = [done[number] for number in range(len(ids))]
         self.answers = [answer_of(adapter, sequence) for sequence in rows]
         return _output(ids, rows)
 
     def _sorted(self, given: dict[str, Any]) -> tuple[dict[str, Tensor], Generation]:
-        """What the processor gave, on the model's device, and generation arguments."""
+        """Separate the processor's output, on the model's device, from generation arguments."""
         adapter = self.vlm.adapter
         if given.get("inputs") is not None:
             if given.get("input_ids") is not None:
@@ -210,12 +210,12 @@ class Attachment:
         }
         instead = "; detach the recipe for this call"
         generation = gate(adapter, given, names=allowed, default=None, instead=instead)
-        batch = {key: _tensor(key, of) for key, of in tensors.items() if of is not None}
+        batch = {key: _tensor(key, value) for key, value in tensors.items() if value is not None}
         for key in batch:
             if key not in (*_ALONGSIDE, *allowed):
                 raise ModelError(
-                    f"{key} is no input of a {adapter.config.model_type} model; beside the prompt "
-                    f"it takes {', '.join(dict.fromkeys(allowed))}"
+                    f"{key} is no input of a {adapter.config.model_type} model; in addition to the "
+                    f"prompt it takes {', '.join(dict.fromkeys(allowed))}"
                 )
         batch["input_ids"] = _checked_ids(adapter, batch.get("input_ids"))
         _check_media(adapter, batch)
@@ -230,13 +230,13 @@ class Attachment:
         if mask.shape != ids.shape:
             raise VLMFastError(
                 f"attention_mask has the shape {tuple(mask.shape)}, and input_ids "
-                f"{tuple(ids.shape)}; they must be alike"
+                f"{tuple(ids.shape)}; they must be equal"
             )
         mask = mask.bool()
         edges = mask.int().diff(dim=1, prepend=torch.zeros_like(ids[:, :1]))
         for row, begins in enumerate((edges > 0).sum(1).tolist()):
             if begins != 1:
-                what = "leaves nothing of" if not begins else "has gaps in"
+                what = "masks all of" if not begins else "has gaps in"
                 raise VLMFastError(
                     f"attention_mask {what} row {row}; a row may be padded on one side or both"
                 )
@@ -278,12 +278,12 @@ def _tensor(key: str, value: Any) -> Tensor:
         raise VLMFastError(f"{key} must be a tensor, or lists of numbers of one length") from error
 
 
-def _shape(of: Tensor) -> str:
-    return f"{str(of.dtype).removeprefix('torch.')} of shape {tuple(of.shape)}"
+def _shape(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)}"
 
 
-def _whole(of: Tensor) -> bool:
-    return not (of.is_floating_point() or of.is_complex() or of.dtype == torch.bool)
+def _whole(tensor: Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
 
 
 def _checked_ids(adapter: Adapter, ids: Tensor | None) -> Tensor:
@@ -297,38 +297,41 @@ def _checked_ids(adapter: Adapter, ids: Tensor | None) -> Tensor:
     wrong = ((ids < 0) | (ids >= rows)) & ~adapter.visual(ids)
     if bool(wrong.any()):
         raise VLMFastError(
-            f"input_ids holds {int(ids[wrong][0])}, and the vocabulary has ids from 0 to {rows - 1}"
+            f"input_ids contains {int(ids[wrong][0])}; the vocabulary has ids from 0 to {rows - 1}"
         )
     return ids
 
 
-# What says how large images and videos are: numbers for each.
+# Tensors with the sizes of images and videos, and the numbers per item.
 _SIZES = {"image_sizes": 2, "image_grid_thw": 3, "video_grid_thw": 3}
 
 
 def _check_media(adapter: Adapter, batch: dict[str, Tensor]) -> None:
-    """Dtypes, shapes and values of pixels, and of what belongs to them."""
-    for key, of in batch.items():
+    """Check dtypes, shapes and values of pixels and of the tensors that belong to them."""
+    for key, value in batch.items():
         if key.startswith("pixel_values"):
-            if of.is_complex() or of.dtype == torch.bool or not of.numel():
-                raise VLMFastError(f"{key} must be numbers, not {_shape(of)}")
-            if not bool(torch.isfinite(of).all()):
-                raise VLMFastError(f"{key} holds numbers that are not finite")
+            if value.is_complex() or value.dtype == torch.bool or not value.numel():
+                raise VLMFastError(f"{key} must be numbers, not {_shape(value)}")
+            if not bool(torch.isfinite(value).all()):
+                raise VLMFastError(f"{key} contains numbers that are not finite")
         elif key in _SIZES:
-            if of.dim() != 2 or of.shape[1] != _SIZES[key] or not _whole(of):
+            if value.dim() != 2 or value.shape[1] != _SIZES[key] or not _whole(value):
+                shape = f"(items, {_SIZES[key]})"
                 raise VLMFastError(
-                    f"{key} must be whole numbers of shape (items, {_SIZES[key]}), not {_shape(of)}"
+                    f"{key} must be whole numbers of shape {shape}, not {_shape(value)}"
                 )
-            if bool((of < 1).any()) or bool((of > _LARGEST).any()):
+            if bool((value < 1).any()) or bool((value > _LARGEST).any()):
                 raise VLMFastError(f"{key} must be from 1 to {_LARGEST}")
-        elif key in adapter.beside and (of.is_complex() or not bool(torch.isfinite(of).all())):
-            raise VLMFastError(f"{key} must be finite numbers, not {_shape(of)}")
+        elif key in adapter.beside and (
+            value.is_complex() or not bool(torch.isfinite(value).all())
+        ):
+            raise VLMFastError(f"{key} must be finite numbers, not {_shape(value)}")
     for keys in (adapter.tensors, adapter.clip_tensors):
-        there = [key for key in keys if key in batch]
-        if there and len(there) < len(keys):
+        found = [key for key in keys if key in batch]
+        if found and len(found) < len(keys):
             lacking = ", ".join(key for key in keys if key not in batch)
-            raise VLMFastError(f"{', '.join(there)} was given without {lacking}")
-        if not there:
+            raise VLMFastError(f"{', '.join(found)} was given without {lacking}")
+        if not found:
             continue
         pixels, sizes = batch[keys[0]], batch.get(keys[-1]) if len(keys) > 1 else None
         if adapter.packed:
@@ -341,13 +344,13 @@ def _check_media(adapter: Adapter, batch: dict[str, Tensor]) -> None:
                 f"{keys[-1]} has {len(sizes)} items and {keys[0]} {len(pixels)}; both must "
                 "have one for each image"
             )
-    shown = batch.get("pixel_attention_mask")
-    if shown is not None and "pixel_values" in batch:
+    mask = batch.get("pixel_attention_mask")
+    if mask is not None and "pixel_values" in batch:
         size = batch["pixel_values"].shape
         wanted = (*size[:-3], *size[-2:])
-        if shown.shape != wanted:
+        if mask.shape != wanted:
             raise VLMFastError(
-                f"pixel_attention_mask must have the shape {wanted}, not {tuple(shown.shape)}"
+                f"pixel_attention_mask must have the shape {wanted}, not {tuple(mask.shape)}"
             )
     counts = batch.get("batch_num_images")
     images = batch.get(adapter.tensors[0])
@@ -362,22 +365,22 @@ def _check_media(adapter: Adapter, batch: dict[str, Tensor]) -> None:
 
 
 def _check_patches(adapter: Adapter, keys: Many[str], pixels: Tensor, grids: Tensor) -> None:
-    """Patches (P, D) of all images in one row, and the grids (N, 3) that say whose they are."""
+    """Check the concatenated patches (P, D) of all images against their grids (N, 3)."""
     vision = adapter.config.vision_config
     depth = getattr(vision, "in_channels", getattr(vision, "in_chans", 3))
     width = depth * vision.temporal_patch_size * vision.patch_size**2
     patches, merge = int(grids.prod(-1).sum()), vision.spatial_merge_size
     if pixels.dim() != 2 or pixels.shape != (patches, width):
         raise VLMFastError(
-            f"{keys[0]} must have the shape ({patches}, {width}) by {keys[-1]}, not "
+            f"{keys[0]} must have the shape ({patches}, {width}) according to {keys[-1]}, not "
             f"{tuple(pixels.shape)}"
         )
     if bool((grids[:, 1:] % merge).any()):
-        raise VLMFastError(f"{keys[-1]} must have rows and columns that {merge} divides")
+        raise VLMFastError(f"{keys[-1]} must have rows and columns that are multiples of {merge}")
 
 
 def _check_views(adapter: Adapter, key: str, pixels: Tensor) -> None:
-    """Views (..., C, H, W) as the tower takes them."""
+    """Check views (..., C, H, W) against the input shape of the tower."""
     vision = adapter.config.vision_config
     side = getattr(vision, "image_size", None)
     if side is None:
@@ -403,7 +406,7 @@ def _ends(config: GenerationConfig) -> list[int]:
 
 
 def _lengths(config: GenerationConfig, padding: int) -> dict[str, int]:
-    """Lengths of prompt and answer together, for a row without its padding."""
+    """Total lengths of prompt and answer, for a row without its padding."""
     found = {}
     for name, instead in (("max_length", "max_new_tokens"), ("min_length", "min_new_tokens")):
         value = getattr(config, name)
@@ -417,7 +420,7 @@ def _of_row(allowed: Callable, row: int, _: int, ids: Tensor) -> Any:
 
 
 def _padded(generation: dict[str, Any], row: Tensor, prompt: int) -> dict[str, Any]:
-    """The user's own callables, which are to see the ids ``row`` (S,) with their padding again."""
+    """Wrap the user's callables so that they see the ids ``row`` (S,) with padding again."""
 
     def over(call: Callable, first: int) -> Callable:
         def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -438,7 +441,7 @@ def _padded(generation: dict[str, Any], row: Tensor, prompt: int) -> dict[str, A
 
 
 def _output(ids: Tensor, sequences: Many[Sequence]) -> Any:
-    """What ``generate`` returns for the prompts ``ids`` (B, S)."""
+    """The return value of ``generate`` for the prompts ``ids`` (B, S)."""
     samplers = [sequence.sampler for sequence in sequences]
     config = samplers[0].config
     pad = config.pad_token_id
@@ -451,19 +454,19 @@ def _output(ids: Tensor, sequences: Many[Sequence]) -> Any:
     whole = torch.cat([ids, new], dim=1)
     if not config.return_dict_in_generate:
         return whole
-    # As Hugging Face fills it, which says `tuple[Tensor]` where it means one of any length.
+    # A dict, since Hugging Face annotates these tuples as `tuple[Tensor]`, of length 1.
     output: dict[str, Any] = {
         "sequences": whole,
-        "scores": _steps([of.scores for of in samplers], pad) if config.output_scores else None,
-        "logits": _steps([of.raw for of in samplers], pad) if config.output_logits else None,
+        "scores": _steps([s.scores for s in samplers], pad) if config.output_scores else None,
+        "logits": _steps([s.raw for s in samplers], pad) if config.output_logits else None,
     }
     return GenerateDecoderOnlyOutput(**output)
 
 
 def _steps(rows: list[list[Tensor]], pad: int) -> tuple[Tensor, ...]:
-    """Scores (1, V) of each row, step by step: (B, V) each."""
+    """Stack the scores (1, V) of all rows by step: (B, V) each."""
     ended = torch.full_like(rows[0][0], -torch.inf)
-    if 0 <= pad < ended.shape[1]:  # any other number may stand for padding too
+    if 0 <= pad < ended.shape[1]:  # padding may be any other number too
         ended[:, pad] = 0.0
     return tuple(
         torch.cat([row[step] if step < len(row) else ended for row in rows])

@@ -1,8 +1,8 @@
-"""The gate for generation arguments: what every way of asking passes before an image is read.
+"""Checks of generation arguments, made before any image is read.
 
-Arguments are Hugging Face's, and legal ones mean what they mean there. The gate merges the
-arguments of a call, the ``generation_config`` that it gives and the model's own as Hugging Face
-does, checks types and ranges, and refuses what the engine cannot serve.
+Arguments are Hugging Face's and have the same meaning. `gate` merges the arguments of a call, its
+``generation_config`` and the model's own as Hugging Face does, checks types and ranges, and rejects
+what the engine does not support.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 DEFAULT_NEW_TOKENS = 128
 
-_LOOP = "it needs another decoding loop than vlmfast's"
-_RETURNS = "vlmfast does not keep it"
+_LOOP = "vlmfast's decoding loop does not support it"
+_RETURNS = "vlmfast does not return it"
 _PROMPT = "a prompt is made of token ids and pixels"
 _MODEL = "the model's own setting is used"
-# What would need another loop, another forward pass, or a prompt that is no ids.
+# Would need another loop, another forward pass, or a prompt without ids.
 REFUSED: dict[str, str] = {
     **dict.fromkeys(
         (
@@ -69,7 +69,7 @@ REFUSED: dict[str, str] = {
         ("vision_aspect_ratio", "vision_feature_layer", "vision_feature_select_strategy"), _MODEL
     ),
 }
-# Arguments of Hugging Face's ``generate`` that are no settings, and vlmfast's own.
+# Arguments of Hugging Face's ``generate`` that are not settings, and vlmfast's own.
 _OF_CALL = (
     "generation_config",
     "logits_processor",
@@ -79,19 +79,19 @@ _OF_CALL = (
     "streamer",
     "strict",
 )
-_HANDED_ON = (
+_PASSED_ON = (
     "generation_config",
     "logits_processor",
     "prefix_allowed_tokens_fn",
     "stopping_criteria",
 )
 _LENGTHS = ("max_new_tokens", "max_length")
-# Legal, and without effect here.
+# Accepted without effect.
 _IGNORED = ("debug_io", "logits_to_keep", "return_dict", "synced_gpus", "tokenizer")
-# Whose ``None`` means "not given": Hugging Face has no way to switch them off.
+# ``None`` means "not given" for these: Hugging Face cannot switch them off.
 _NEVER_NONE = ("max_length", "num_beams", "num_return_sequences")
 _MOST = 2**31 - 1
-_LEAST = 1e-30  # float32 logits over less than this are infinite
+_LEAST = 1e-30  # float32 logits divided by less overflow
 _SHOWN = 60
 
 
@@ -99,22 +99,22 @@ _SHOWN = 60
 
 
 @dataclass(frozen=True)
-class _Place:
-    """What a check must know besides the value."""
+class _Context:
+    """Context of a check."""
 
     sampled: bool
     vocabulary: int
 
 
-_Check = Callable[[str, Any, _Place], Any]
+_Check = Callable[[str, Any, _Context], Any]
 
 
 def shown(value: Any) -> str:
-    """A value in an error: one line, and never a model or a tensor."""
+    """A value for an error message: one line, without the contents of models or tensors."""
     if value is None or isinstance(value, bool | int | float | str | bytes):
         try:
             text = repr(value)
-        except ValueError:  # an int of more digits than Python writes
+        except ValueError:  # an int with more digits than Python prints
             return "a number of very many digits"
         return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
     if isinstance(value, list | tuple) and len(value) <= 4:
@@ -136,7 +136,7 @@ def _wrong(name: str, value: Any, must: str) -> VLMFastError:
 
 
 def is_whole(value: Any) -> bool:
-    """Whether a value counts as a whole number: everything Python can index with, but bools."""
+    """Whether a value is a whole number: anything with ``__index__`` except bools."""
     if isinstance(value, bool) or getattr(value, "dtype", None) in (torch.bool, bool):
         return False
     try:
@@ -147,7 +147,7 @@ def is_whole(value: Any) -> bool:
 
 
 def _whole(low: int, high: int = _MOST) -> _Check:
-    def check(name: str, value: Any, place: _Place) -> int:
+    def check(name: str, value: Any, context: _Context) -> int:
         if not is_whole(value) or not low <= operator.index(value) <= high:
             bound = f" and at most {high}" if high < _MOST else ""
             raise _wrong(name, value, f"a whole number of at least {low}{bound}")
@@ -157,7 +157,7 @@ def _whole(low: int, high: int = _MOST) -> _Check:
 
 
 def _only(*allowed: Any, why: str) -> _Check:
-    def check(name: str, value: Any, place: _Place) -> Any:
+    def check(name: str, value: Any, context: _Context) -> Any:
         if isinstance(value, bool) or not isinstance(value, numbers.Real) or value not in allowed:
             raise _wrong(name, value, f"{allowed[0]}: {why}")
         return value
@@ -172,9 +172,9 @@ def _number(
     above: bool = False,
     sampled: bool = False,
 ) -> _Check:
-    """A finite number; ``sampled``: its range counts only where tokens are sampled."""
+    """A finite number; with ``sampled`` its range is checked only when tokens are sampled."""
 
-    def check(name: str, value: Any, place: _Place) -> float:
+    def check(name: str, value: Any, context: _Context) -> float:
         if isinstance(value, bool) or not isinstance(value, numbers.Real):
             raise _wrong(name, value, "a number")
         try:
@@ -183,7 +183,7 @@ def _number(
             number = math.inf
         if not math.isfinite(number):
             raise _wrong(name, value, "a finite number")
-        if sampled and not place.sampled:
+        if sampled and not context.sampled:
             return number
         if number < low or number > high or (above and number <= low):
             least = f"above {low:g}" if above else f"at least {low:g}"
@@ -194,23 +194,23 @@ def _number(
     return check
 
 
-def _temperature(name: str, value: Any, place: _Place) -> float:
-    if place.sampled and isinstance(value, numbers.Real) and value == 0:
-        raise _wrong(name, value, "above 0; do_sample=False stands for greedy decoding")
-    return _number(_LEAST, above=True, sampled=True)(name, value, place)
+def _temperature(name: str, value: Any, context: _Context) -> float:
+    if context.sampled and isinstance(value, numbers.Real) and value == 0:
+        raise _wrong(name, value, "above 0; use do_sample=False for greedy decoding")
+    return _number(_LEAST, above=True, sampled=True)(name, value, context)
 
 
-def _flag(name: str, value: Any, place: _Place) -> Any:
+def _flag(name: str, value: Any, context: _Context) -> Any:
     if type(value).__name__ in ("bool", "bool_") or (type(value) is int and value in (0, 1)):
         return value
     raise _wrong(name, value, "True or False")
 
 
 def _id(inside: bool) -> _Check:
-    """One token; ``inside``: of the vocabulary."""
+    """A token id; with ``inside`` it must be in the vocabulary."""
 
-    def check(name: str, value: Any, place: _Place) -> int:
-        low, high = (0, place.vocabulary - 1) if inside else (-(2**63), 2**63 - 1)
+    def check(name: str, value: Any, context: _Context) -> int:
+        low, high = (0, context.vocabulary - 1) if inside else (-(2**63), 2**63 - 1)
         if not is_whole(value) or not low <= operator.index(value) <= high:
             what = f"from 0 to {high}" if inside else "of 64 bits"
             raise _wrong(name, value, f"the id of a token, a whole number {what}")
@@ -220,10 +220,10 @@ def _id(inside: bool) -> _Check:
 
 
 def _ids(inside: bool, *, alone: bool = True) -> _Check:
-    """Several tokens, ``alone``: or one; handed on as they were given."""
+    """Token ids, or with ``alone`` a single one; returned as they were given."""
     one = _id(inside)
 
-    def check(name: str, value: Any, place: _Place) -> Any:
+    def check(name: str, value: Any, context: _Context) -> Any:
         if isinstance(value, Tensor):
             if value.dim() > 1 or value.is_floating_point() or value.is_complex():
                 raise _wrong(name, value, "the id of a token, or a list of such ids")
@@ -231,12 +231,12 @@ def _ids(inside: bool, *, alone: bool = True) -> _Check:
         else:
             several = value
         if alone and is_whole(several):
-            one(name, several, place)
+            one(name, several, context)
             return value
         if not isinstance(several, list | tuple):
             raise _wrong(name, value, "the id of a token, or a list of such ids")
         for token in several:
-            one(f"{name}[...]", token, place)
+            one(f"{name}[...]", token, context)
         return value
 
     return check
@@ -245,31 +245,31 @@ def _ids(inside: bool, *, alone: bool = True) -> _Check:
 _ends = _ids(inside=False)
 
 
-def _eos(name: str, value: Any, place: _Place) -> Any:
+def _eos(name: str, value: Any, context: _Context) -> Any:
     if isinstance(value, list | tuple) and not value:
-        raise _wrong(name, value, "at least one token; None stands for no end token")
-    return _ends(name, value, place)
+        raise _wrong(name, value, "at least one token; use None for no end token")
+    return _ends(name, value, context)
 
 
-def _suppressed(name: str, value: Any, place: _Place) -> Any:
-    _ids(inside=False, alone=False)(name, value, place)
+def _suppressed(name: str, value: Any, context: _Context) -> Any:
+    _ids(inside=False, alone=False)(name, value, context)
     tokens = value.tolist() if isinstance(value, Tensor) else value
-    if place.sampled and len(set(tokens) & set(range(place.vocabulary))) == place.vocabulary:
-        raise VLMFastError(f"{name} holds every token, so that none can be sampled")
+    if context.sampled and len(set(tokens) & set(range(context.vocabulary))) == context.vocabulary:
+        raise VLMFastError(f"{name} contains every token, so that none can be sampled")
     return value
 
 
-def _bad_words(name: str, value: Any, place: _Place) -> Any:
+def _bad_words(name: str, value: Any, context: _Context) -> Any:
     if not isinstance(value, list) or not value:
         raise _wrong(name, value, "a list of lists of ids")
     for word in value:
         if not isinstance(word, list) or not word:
             raise _wrong(f"{name}[...]", word, "a list of at least one id")
-        _ids(inside=True)(f"{name}[...]", word, place)
+        _ids(inside=True)(f"{name}[...]", word, context)
     return value
 
 
-def _biases(name: str, value: Any, place: _Place) -> Any:
+def _biases(name: str, value: Any, context: _Context) -> Any:
     """As Hugging Face takes them: ``{(id, ...): bias}`` or ``[[[id, ...], bias], ...]``."""
     pairs = list(value.items()) if isinstance(value, dict) else value
     if not isinstance(pairs, list) or not pairs:
@@ -280,38 +280,38 @@ def _biases(name: str, value: Any, place: _Place) -> Any:
         tokens, bias = pair
         if not isinstance(tokens, tuple if isinstance(value, dict) else list) or not tokens:
             raise _wrong(f"{name}[...]", tokens, "ids")
-        _ids(inside=True)(f"{name}[...]", tokens, place)
+        _ids(inside=True)(f"{name}[...]", tokens, context)
         if type(bias) is not float or not math.isfinite(bias):
             raise _wrong(f"{name}[...]", bias, "a finite float")
     return value
 
 
-def _decay(name: str, value: Any, place: _Place) -> Any:
+def _decay(name: str, value: Any, context: _Context) -> Any:
     if not isinstance(value, list | tuple) or len(value) != 2:
         raise _wrong(name, value, "a start and a factor")
     start, factor = value
-    _whole(0)(f"{name}[0]", start, place)
-    _number(0.0, 10.0)(f"{name}[1]", factor, place)
+    _whole(0)(f"{name}[0]", start, context)
+    _number(0.0, 10.0)(f"{name}[1]", factor, context)
     return value
 
 
-def _stops(name: str, value: Any, place: _Place) -> Any:
+def _stops(name: str, value: Any, context: _Context) -> Any:
     several = [value] if isinstance(value, str) else value
     if not isinstance(several, list | tuple) or not all(isinstance(s, str) for s in several):
         raise _wrong(name, value, "a text, or a list of texts")
     if len(several) > 1 and not all(several):
-        raise VLMFastError(f"{name} holds an empty text, which every answer contains")
+        raise VLMFastError(f"{name} contains an empty text, which every answer contains")
     return value
 
 
-def _early(name: str, value: Any, place: _Place) -> Any:
+def _early(name: str, value: Any, context: _Context) -> Any:
     if value is True or value is False or value == "never":
         return value
     raise _wrong(name, value, "True, False or 'never'")
 
 
-def _allowing(name: str, value: Any, place: _Place) -> Any:
-    """A function of row and ids to the tokens that may follow, whose results are checked."""
+def _allowing(name: str, value: Any, context: _Context) -> Any:
+    """A function from (row, ids) to the allowed next tokens; its results are checked."""
     if not callable(value):
         raise _wrong(name, value, "a function")
 
@@ -323,29 +323,29 @@ def _allowing(name: str, value: Any, place: _Place) -> Any:
             tokens = torch.zeros(0)
         whole = tokens.dtype in (torch.int64, torch.int32)
         inside = whole and tokens.dim() == 1 and len(tokens) > 0 and int(tokens.min()) >= 0
-        if not inside or int(tokens.max()) >= place.vocabulary:
+        if not inside or int(tokens.max()) >= context.vocabulary:
             raise VLMFastError(
                 f"{name} returned {shown(found)}; it must return a list of at least one token, "
-                f"from 0 to {place.vocabulary - 1}"
+                f"from 0 to {context.vocabulary - 1}"
             )
         return found
 
     return checked
 
 
-def _all_called(name: str, value: Any, place: _Place) -> Any:
+def _all_called(name: str, value: Any, context: _Context) -> Any:
     if not isinstance(value, list | tuple) or not all(map(callable, value)):
         raise _wrong(name, value, "a list of functions")
     return value
 
 
-def _streamer(name: str, value: Any, place: _Place) -> Any:
+def _streamer(name: str, value: Any, context: _Context) -> Any:
     if not all(callable(getattr(value, method, None)) for method in ("put", "end")):
         raise _wrong(name, value, "a streamer with put and end")
     return value
 
 
-def _seed(name: str, value: Any, place: _Place) -> int:
+def _seed(name: str, value: Any, context: _Context) -> int:
     if not is_whole(value):
         raise VLMFastError(f"{name}={shown(value)} must be a whole number, or None")
     return operator.index(value)
@@ -384,7 +384,7 @@ _CHECKS: dict[str, _Check] = {
     "repetition_penalty": _number(_LEAST, 1 / _LEAST, above=True),
     "encoder_repetition_penalty": _number(_LEAST, 1 / _LEAST, above=True),
     "no_repeat_ngram_size": _whole(0),
-    # Hugging Face makes a list of so many lists.
+    # Hugging Face allocates as many lists.
     "encoder_no_repeat_ngram_size": _whole(0, 1024),
     "renormalize_logits": _flag,
     "remove_invalid_values": _flag,
@@ -399,7 +399,7 @@ _CHECKS: dict[str, _Check] = {
     "sequence_bias": _biases,
     "suppress_tokens": _suppressed,
     "begin_suppress_tokens": _ids(inside=False, alone=False),
-    # What is called, and what is returned.
+    # Callables and outputs.
     "logits_processor": _all_called,
     "stopping_criteria": _all_called,
     "prefix_allowed_tokens_fn": _allowing,
@@ -415,16 +415,16 @@ _CHECKS: dict[str, _Check] = {
 
 @dataclass(frozen=True)
 class Generation:
-    """Generation arguments that have passed the gate.
+    """Generation arguments that `gate` has checked.
 
     Parameters
     ----------
     arguments : dict
-        For Hugging Face's ``generate``.
+        Passed to Hugging Face's ``generate``.
     config : GenerationConfig
-        What these, the config that was given and the model's own say together.
+        The arguments merged with the given config and the model's own.
     explicit : bool
-        Whether the call says how long the answer may be.
+        Whether the call sets the length of the answer.
     streamer, seed, strict
         As `VLM.ask` takes them.
     stops : StoppingCriteria, optional
@@ -440,25 +440,25 @@ class Generation:
     stops: Any = None
 
     def max_new_tokens(self, prompt: int) -> int:
-        """New tokens that may follow ``prompt`` ids; below 1 where ``max_length`` leaves none."""
+        """New tokens allowed after ``prompt`` ids; below 1 if ``max_length`` leaves none."""
         if self.config.max_new_tokens is not None:
             return self.config.max_new_tokens
         most = self.arguments.get("max_length", self.config.max_length)
         return 20 if most is None else most - prompt  # as Hugging Face
 
     def changed(self, **arguments: Any) -> Generation:
-        """The same with other arguments."""
+        """A copy with other arguments."""
         return replace(self, arguments={**self.arguments, **arguments})
 
     def streamed(self, streamer: Any, cancelled: Any) -> Generation:
-        """The same, with tokens for ``streamer`` until ``cancelled`` says so."""
+        """A copy that puts tokens into ``streamer`` until the criterion ``cancelled`` is met."""
         criteria = [*(self.arguments.get("stopping_criteria") or []), cancelled]
         return replace(self.changed(stopping_criteria=criteria), streamer=streamer)
 
     def for_loop(self) -> dict[str, Any]:
-        """The arguments for Hugging Face's ``generate`` with a loop of our own.
+        """The arguments for Hugging Face's ``generate`` with vlmfast's decoding loop.
 
-        It hands no tokenizer to such a loop, so stop strings are a criterion.
+        It passes no tokenizer to a custom loop, so stop strings become a stopping criterion.
         """
         from transformers import StoppingCriteriaList
 
@@ -474,7 +474,7 @@ class Generation:
 def merged(
     own: GenerationConfig, config: GenerationConfig | None, given: Mapping[str, Any]
 ) -> GenerationConfig:
-    """As Hugging Face puts it together: the arguments, the config given, the model's own."""
+    """Merge arguments, the given config and the model's own, as Hugging Face does."""
     found = copy.deepcopy(own if config is None else config)
     for key, value in vars(own).items():
         if getattr(found, key, None) is None:
@@ -492,24 +492,24 @@ def gate(
     default: int | None = DEFAULT_NEW_TOKENS,
     instead: str = "",
 ) -> Generation:
-    """Check generation arguments, and put them together with the configs.
+    """Check generation arguments, and merge them with the configs.
 
     Parameters
     ----------
     adapter : Adapter
     given : mapping
-        Arguments of a call that are not its own.
+        Generation arguments of a call.
     names : iterable of str
-        Its own, which a misspelt one may be meant for.
+        The call's own parameters, suggested for misspelt arguments.
     default : int, optional
-        New tokens where neither call nor config says how many; Hugging Face's default without it.
+        New tokens if neither call nor config sets a length; Hugging Face's default if omitted.
     instead : str
-        What an error about something that cannot be served adds.
+        Appended to errors about unsupported arguments.
 
     Raises
     ------
     VLMFastError
-        For the first argument that is unknown, of a wrong type, out of range or not served.
+        For the first argument that is unknown, of a wrong type, out of range or unsupported.
     """
     from transformers import GenerationConfig
 
@@ -520,7 +520,7 @@ def gate(
     settings = vars(own if config is None else config).keys() | vars(own).keys()
     for name, value in given.items():
         _known(adapter, name, value, settings, names, instead)
-    # None switches off what a config says, and else is as good as not given.
+    # None switches off a setting of the config; for other arguments it means "not given".
     given = {
         key: value
         for key, value in given.items()
@@ -540,15 +540,15 @@ def gate(
             f"cache_implementation={caches!r} cannot be given: caches are those of the recipe"
             f"{instead}"
         )
-    arguments = {key: value for key, value in given.items() if key in settings or key in _HANDED_ON}
-    if caches is not None:  # the engine has its own, and Hugging Face would make one for nothing
+    arguments = {key: value for key, value in given.items() if key in settings or key in _PASSED_ON}
+    if caches is not None:  # the engine has its own; Hugging Face would allocate a second one
         arguments["cache_implementation"] = None
-    said = [*map(given.get, _LENGTHS), *(getattr(config, name, None) for name in _LENGTHS)]
-    explicit = said[:3] != [None] * 3 or said[3] not in (None, 20)  # once the default of configs
+    lengths = [*map(given.get, _LENGTHS), *(getattr(config, name, None) for name in _LENGTHS)]
+    explicit = lengths[:3] != [None] * 3 or lengths[3] not in (None, 20)  # 20: a former default
     unset = not explicit and "max_new_tokens" not in given and found.max_new_tokens is None
     if unset and default is not None and found.max_length in (None, 20):
         arguments["max_new_tokens"] = found.max_new_tokens = default
-    arguments["stop_strings"] = None  # or `generate` would look for a tokenizer
+    arguments["stop_strings"] = None  # otherwise `generate` requires a tokenizer
     return Generation(
         arguments,
         found,
@@ -561,7 +561,7 @@ def gate(
 
 
 def is_argument(adapter: Adapter, name: str) -> bool:
-    """Whether a name is that of a generation argument, served or refused."""
+    """Whether a name is a generation argument, supported or not."""
     settings = vars(adapter.model.generation_config)
     return name in settings or name in REFUSED or name in (*_OF_CALL, *_IGNORED)
 
@@ -574,7 +574,7 @@ def _known(
     names: Iterable[str],
     instead: str,
 ) -> None:
-    """Whether there is such an argument, and it can be served."""
+    """Raise unless an argument is known and supported."""
     if name in REFUSED:
         _served(name, value, instead)
         return
@@ -590,7 +590,7 @@ def _known(
         )
     near = difflib.get_close_matches(name, sorted({*names, *settings, *_OF_CALL}), 1)
     meant = f"; did you mean {near[0]}?" if near else ""
-    raise VLMFastError(f"there is no argument {shown(name)[1:-1]}{meant}")
+    raise VLMFastError(f"unknown argument {shown(name)[1:-1]}{meant}")
 
 
 def _served(name: str, value: Any, instead: str) -> None:
@@ -604,31 +604,31 @@ def _checked(
     """Types and ranges; writes plain Python numbers into ``given`` and ``found``."""
     sampled = found.do_sample
     if sampled is not None:
-        _flag("do_sample", sampled, _Place(False, 0))
-    place = _Place(bool(sampled), adapter.vocabulary)
+        _flag("do_sample", sampled, _Context(False, 0))
+    context = _Context(bool(sampled), adapter.vocabulary)
     for name, check in _CHECKS.items():
         value = given[name] if name in given else getattr(found, name, None)
         if value is None:
             continue
-        value = check(name, value, place)
+        value = check(name, value, context)
         if name in given:
             given[name] = value
         if hasattr(found, name):
             setattr(found, name, value)
-    # A checkpoint may have been saved with it; a call that asks for it is refused.
+    # Ignored in a checkpoint's config, rejected in a call.
     off = "use_cache" in given or own.use_cache is not False
     if off and found.use_cache is not None and not found.use_cache:
         raise VLMFastError("use_cache=False cannot be given: vlmfast always decodes with a cache")
-    if place.sampled and found.top_k is not None and found.top_k < 0:
+    if context.sampled and found.top_k is not None and found.top_k < 0:
         raise _wrong("top_k", found.top_k, "a whole number of at least 0; 0 keeps all tokens")
     if found.exponential_decay_length_penalty is not None:
         if found.eos_token_id is None:
             raise VLMFastError("exponential_decay_length_penalty needs an eos_token_id")
-        _ids(inside=True)("eos_token_id", found.eos_token_id, place)
+        _ids(inside=True)("eos_token_id", found.eos_token_id, context)
 
 
 def _validated(found: GenerationConfig, name: str) -> None:
-    """Hugging Face's own check of a setting that no table has."""
+    """Check a setting with Hugging Face's own validation."""
     from transformers import GenerationConfig
 
     value = getattr(found, name, None)
@@ -641,7 +641,7 @@ def _validated(found: GenerationConfig, name: str) -> None:
 
 
 def _stopping(adapter: Adapter, stops: Any) -> Any:
-    """The criterion of stop strings."""
+    """The stopping criterion of stop strings."""
     if not stops or not any(stops):
         return None
     from transformers import StopStringCriteria

@@ -1,13 +1,13 @@
-"""A clip that is read block by block into a cache of bounded size.
+"""Prefills a long video block by block into a cache of bounded size.
 
-A block of frames goes through the vision tower and, behind what is cached so far, through the
-language model; then the recipe's block-wise cache method thins it out, and the next block follows.
-Frames are decoded and processed in a thread meanwhile and are never all in memory. The text behind
-the clip stays whole.
+Each block of frames goes through the vision tower and, after the cached tokens, through the
+language model. Then the recipe's block-wise cache method compresses it, and the next block follows.
+Frames are decoded and processed in a thread meanwhile and are never all in memory. The text after
+the video is not compressed.
 
-Where the whole prompt has more tokens than the model has positions, what is cached gets new rotary
-ids, without gaps, as often as the next block would not fit behind it: its keys are turned, and the
-cache never holds more tokens than there are positions.
+If the whole prompt has more tokens than the model has positions, cached tokens get new rotary ids
+without gaps whenever the next block would not fit: their keys are rotated, and the cache never
+contains more tokens than there are positions.
 """
 
 from __future__ import annotations
@@ -51,23 +51,23 @@ from .request import (
     templated,
 )
 
-FRAMES = 16  # of one block at most, the group of QuickPrefill
-_SHARE = 4  # a block is at most this part of the cache
-HUGE = 2**62  # positions of a model that names no bound
-_AHEAD = 2  # blocks that wait for the model
+FRAMES = 16  # maximum per block, the group of QuickPrefill
+_SHARE = 4  # a block takes at most 1 / _SHARE of the cache
+HUGE = 2**62  # positions of a model without a bound
+_AHEAD = 2  # blocks prepared in advance
 
 
 @dataclass
 class Block:
-    """Some frames of the clip with the text in front of each.
+    """Consecutive frames of the video, each with the text before it.
 
     Parameters
     ----------
     tensors : dict of str to Tensor
-        What the processor made of the frames; ``input_ids`` (1, S) of this block alone.
+        The processor's output for the frames; ``input_ids`` (1, S) of this block alone.
     sizes : list of (int, int)
     first : int
-        Which frame of the clip comes first.
+        Index of the first frame in the video.
     """
 
     tensors: dict[str, Tensor]
@@ -76,12 +76,12 @@ class Block:
 
 
 class Positions(CacheStage):
-    """Changes nothing; remembers the rotary ids of what each layer keeps, by head.
+    """Records the rotary ids that each layer keeps, by head, and changes nothing.
 
     Attributes
     ----------
     kept : dict of int to list of Tensor
-        Of each layer, block by block: int64, (H, N).
+        Rotary ids of each layer, block by block: int64, (H, N).
     """
 
     name: ClassVar[str] = "positions"
@@ -121,12 +121,12 @@ def answer_long(
     check_frames("num_frames", num_frames)
     check_frames("fps", fps)
     choose = chooser(recipe, question)
-    with open_video(video, num_frames=num_frames, fps=fps, select=choose) as clip:
-        content = [*frame_parts(adapter, len(clip.indices)), {"type": "text", "text": question}]
+    with open_video(video, num_frames=num_frames, fps=fps, select=choose) as opened:
+        content = [*frame_parts(adapter, len(opened.indices)), {"type": "text", "text": question}]
         text = templated(adapter, [{"role": "user", "content": content}])
         with lock_of(adapter.model):
             begin = time.perf_counter()
-            long = LongVideo(adapter, clip, text, max_kv_tokens, progress)
+            long = LongVideo(adapter, opened, text, max_kv_tokens, progress)
             inputs = Inputs({"input_ids": long.ids()})
             sequence = begun(adapter, inputs, recipe, begin, generation)
             engine = Engine(adapter)
@@ -136,22 +136,22 @@ def answer_long(
 
 
 def checked(recipe: Recipe, max_kv_tokens: int) -> Recipe:
-    """The recipe with a block-wise cache method: the given one, else QuickPrefill's.
+    """Return the recipe with a block-wise cache method; ``quickprefill`` by default.
 
     Raises
     ------
     VLMFastError, RecipeError
-        For a bound that is no count, and for stages that must see the whole prompt at once.
+        For an invalid bound, and for stages that need the whole prompt at once.
     """
     if isinstance(max_kv_tokens, bool) or not isinstance(max_kv_tokens, int) or max_kv_tokens < 1:
         raise VLMFastError(f"max_kv_tokens={shown(max_kv_tokens)} must be a whole number above 0")
-    for stage in (part for word in recipe for part in word.expand()):
+    for stage in (part for outer in recipe for part in outer.expand()):
         if stage.protocol in ("prefill", "decode") or (
             isinstance(stage, CacheStage) and not stage.blockwise
         ):
             raise RecipeError(
-                f"{stage.name} must see the whole prompt at once, and max_kv_tokens reads a clip "
-                "block by block; encode stages and quickprefill can stand there"
+                f"{stage.name} needs the whole prompt at once, and max_kv_tokens reads a video "
+                "block by block; use encode stages and quickprefill instead"
             )
     if recipe.acting(CacheStage):
         return recipe
@@ -159,7 +159,7 @@ def checked(recipe: Recipe, max_kv_tokens: int) -> Recipe:
 
 
 class LongVideo:
-    """One clip and the text around it, as `VLM.ask` hands them over.
+    """A video and the text around it.
 
     Parameters
     ----------
@@ -168,7 +168,7 @@ class LongVideo:
     text : str
         The rendered prompt, one placeholder per frame.
     max_kv_tokens : int
-        Cached tokens of each layer at most, the block in work and the answer included.
+        Maximum of cached tokens per layer, including the current block and the answer.
     """
 
     def __init__(
@@ -176,14 +176,14 @@ class LongVideo:
     ) -> None:
         if not adapter.blocks:
             raise ModelError(
-                f"max_kv_tokens reads a clip as pictures, which {adapter.config.model_type} puts "
-                "into a prompt in a way of its own; ask without it, with fewer frames"
+                f"max_kv_tokens reads a video as images, which prompts of "
+                f"{adapter.config.model_type} do not allow; ask without it, with fewer frames"
             )
         if any(adapter.windows):
             raise ModelError(
                 f"max_kv_tokens reads a video block by block, and layers of "
-                f"{adapter.config.model_type} attend within a window, which only whole prompts "
-                "can; ask without it, with fewer frames"
+                f"{adapter.config.model_type} attend within a window, which needs the whole "
+                "prompt; ask without it, with fewer frames"
             )
         self.adapter, self.clip, self.cap, self.progress = adapter, clip, max_kv_tokens, progress
         self.frames = len(clip.indices)
@@ -191,14 +191,14 @@ class LongVideo:
         ids = adapter.processor.tokenizer(
             text, add_special_tokens=not (bos and text.startswith(bos)), return_tensors="pt"
         ).input_ids[0]
-        # Text in front of each frame, and behind the last.
-        places = (ids == adapter.image_token_id).nonzero().flatten().tolist()
-        starts = [0, *(place + 1 for place in places)]
-        self.pieces = [ids[a:b] for a, b in zip(starts, [*places, len(ids)], strict=True)]
-        if len(places) != self.frames:
+        # Text before each frame, and after the last.
+        marks = (ids == adapter.image_token_id).nonzero().flatten().tolist()
+        starts = [0, *(mark + 1 for mark in marks)]
+        self.pieces = [ids[a:b] for a, b in zip(starts, [*marks, len(ids)], strict=True)]
+        if len(marks) != self.frames:
             raise MediaError(
-                f"the prompt has {len(places)} picture placeholders ({adapter.image_token()}) and "
-                f"{self.frames} pictures were given"
+                f"the prompt has {len(marks)} image placeholders ({adapter.image_token()}) and "
+                f"{self.frames} images were given"
             )
         most = adapter.max_positions
         self.most = HUGE if most is None else most
@@ -214,7 +214,7 @@ class LongVideo:
 
     def _processed(self, start: int, stop: int) -> Block:
         frames, info = self.clip.read(start, stop), self.clip.info
-        for at, frame in enumerate(frames, start):  # a reader compares no more than it reads
+        for at, frame in enumerate(frames, start):  # a reader only compares frames of one call
             if frame.size != (info.width, info.height):
                 raise MediaError(
                     f"{self.clip.name}: frame {at + 1} of {self.frames} is {frame.width}x"
@@ -232,14 +232,14 @@ class LongVideo:
             ids = torch.cat(parts)[None].to(self.adapter.device)
             yield replace(block, tensors=block.tensors | {"input_ids": ids})
 
-    def _plan(self, room: int) -> tuple[int, int]:
-        """Choose the block; how many there are, and how many visual tokens all may keep.
+    def _plan(self, max_new_tokens: int) -> tuple[int, int]:
+        """Choose the block size. Returns the number of blocks and of visual tokens to keep in all.
 
-        So many that the block in work, the question and the answer fit beside them. Text stays
-        whole, and each block keeps one visual token at least.
+        The current block, the question and the answer must fit in addition. Text is never dropped,
+        and each block keeps at least one visual token.
         """
         lengths, least = [len(piece) for piece in self.pieces], []
-        text, last, cap = sum(lengths[:-1]), lengths[-1] + room, min(self.cap, self.most)
+        text, last, cap = sum(lengths[:-1]), lengths[-1] + max_new_tokens, min(self.cap, self.most)
         for size in range(min(FRAMES, self.frames), 0, -1):
             starts = range(0, self.frames, size)
             ends = [min(at + size, self.frames) for at in starts]
@@ -247,25 +247,25 @@ class LongVideo:
                 sum(lengths[at:end]) + self.per_frame * (end - at)
                 for at, end in zip(starts, ends, strict=True)
             )
-            taken, share = max(widest, last) + text, size * self.per_frame * _SHARE
-            least.append(max(taken + len(starts), share if size > 1 else 0))
+            taken, block = max(widest, last) + text, size * self.per_frame * _SHARE
+            least.append(max(taken + len(starts), block if size > 1 else 0))
             if cap >= least[-1]:
                 self.block = size
                 return len(starts), cap - taken
         if self.cap > self.most:
-            raise too_long(min(least) - room, room, self.most)
+            raise too_long(min(least) - max_new_tokens, max_new_tokens, self.most)
         raise VLMFastError(
             f"max_kv_tokens={self.cap} is too small for {self.frames} frames of "
-            f"{self.per_frame} tokens, {sum(lengths)} tokens of text and {room} of answer; it must "
-            f"be at least {min(least)}"
+            f"{self.per_frame} tokens, {sum(lengths)} tokens of text and {max_new_tokens} of "
+            f"answer; it must be at least {min(least)}"
         )
 
     def read(self, engine: Engine, sequence: Sequence, question: str) -> Tensor:
-        """Read the whole prompt of a sequence. Returns the logits (1, V) after it."""
+        """Prefill the whole prompt of a sequence. Returns the logits (1, V) after it."""
         max_new_tokens = sequence.max_new_tokens
-        # One token for each block; the rest of the space is shared out among frames.
+        # One token per block; the rest is distributed over frames.
         blocks, space = self._plan(max_new_tokens)
-        fed, kept, said, entered, flops = 0, 0, 0, 0, 0.0
+        fed, kept, text_tokens, entered, flops = 0, 0, 0, 0, 0.0
         config = self.adapter.config.get_text_config()
         d, m = config.hidden_size, config.intermediate_size
         logits: Tensor | None = None
@@ -287,10 +287,10 @@ class LongVideo:
                 prompt = prepare(self.adapter, inputs, sequence.recipe, own, Trace())
                 visual = int(prompt.layout.visual.sum())
                 entered += visual
-                said += len(prompt.layout) - visual
+                text_tokens += len(prompt.layout) - visual
                 flops += visual * (4 * d * d + 2 * (kept + visual) * d + 3 * d * m)
                 done = block.first + len(block.sizes)
-                limit = said + number + (space - blocks) * done // self.frames - kept
+                limit = text_tokens + number + (space - blocks) * done // self.frames - kept
                 if sequence.decoder is None:
                     logits = engine.prefill(
                         sequence, prompt, max_new_tokens, limit, bounded=False, noting=noting
@@ -314,19 +314,19 @@ class LongVideo:
             text = prepare(self.adapter, inputs, Recipe(), Stats(), Trace())
             logits = engine.extend(sequence, text)
             fed += ids.shape[1]
-        # A block sees what is left of those before it.
+        # A block attends to what is left of those before it.
         engine.count_blocks(sequence, fed, entered, flops * self.adapter.depth)
         return logits
 
     def _make_room(self, engine: Engine, sequence: Sequence, noted: Positions, tokens: int) -> None:
-        """Close the gaps between the rotary ids of the cache where ``tokens`` more do not fit."""
+        """Close the gaps between the cache's rotary ids if ``tokens`` more do not fit."""
         if sequence.prompt is None or sequence.prompt.next_position + tokens <= self.most:
             return
         old = [torch.cat(noted.kept[index], dim=1) for index in range(self.adapter.depth)]
         new = engine.close_up(sequence, old)
         if new is None:
             raise too_long(sequence.prompt.next_position, tokens, self.most)
-        noted.kept.update({index: [of] for index, of in enumerate(new)})
+        noted.kept.update({index: [position] for index, position in enumerate(new)})
 
     def _bar(self) -> Any:
         from tqdm import tqdm
@@ -336,7 +336,7 @@ class LongVideo:
 
 @contextmanager
 def _ahead(blocks: Iterator[Block]) -> Iterator[Iterator[Block]]:
-    """``blocks`` made in a thread, a few ahead of the reader; an error is raised at the reader."""
+    """Prepare ``blocks`` in a thread, a few in advance; the consumer gets its exceptions."""
     waiting: queue.Queue[Any] = queue.Queue(_AHEAD)
     stop, end = threading.Event(), object()
 

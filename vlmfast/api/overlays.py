@@ -1,6 +1,6 @@
-"""Pictures of what a recipe kept: dropped patches lose their colour, kept ones get an outline.
+"""Overlays that show which patches a recipe kept: dropped ones turn grey, kept ones are outlined.
 
-Patches that became one token keep their colour together, inside an outline of another colour.
+Patches that were merged into one token stay in color, inside an outline of another color.
 """
 
 from __future__ import annotations
@@ -28,47 +28,47 @@ _LEGEND = (
     "orange: around patches kept to the last layer; blue: around patches merged into one token; "
     "the darker a patch, the earlier it was dropped"
 )
-# How much of a dropped patch's brightness stays, and how much of its colour.
-_BRIGHTNESS, _COLOUR = 0.32, 0.12
-# What no token ever showed, such as the rim that a centre crop cuts off.
+# Fractions of a dropped patch's brightness and color that remain.
+_BRIGHTNESS, _COLOR = 0.32, 0.12
+# Brightness of pixels that no token shows, such as those outside a center crop.
 _UNSEEN = 0.12
 
 
 def overlay(answer: Answer, *, size: int | None = None) -> list[Image.Image]:
-    """Draw what became of the visual tokens of an answer.
+    """Draw which visual tokens of an answer were kept, merged and dropped.
 
-    A patch whose token stayed to the last layer is shown as it is, inside an outline; one dropped
-    before the language model is dark and grey; one dropped between its layers lies in between, the
-    darker the earlier. What no token showed is black. Patches that were merged into one token share
-    its fate and a blue outline; where they lie scattered, only its own patch does.
+    Patches whose token reached the last layer are shown unchanged inside an outline. Patches
+    dropped before the language model are dark and grey. Patches dropped between its layers are in
+    between, darker if dropped earlier. Areas that no token shows are almost black. Patches merged
+    into one token are drawn like it, inside a blue outline; if they are scattered, only the
+    token's own patch is.
 
     Parameters
     ----------
     answer : Answer
     size : int, optional
-        Longest side of a panel in pixels; by default that of the picture, but at least 448 and at
-        most 1024.
+        Longest side of a panel in pixels; by default that of the image, clamped to 448 to 1024.
 
     Returns
     -------
     list of PIL.Image.Image
-        One per picture or frame, with a line of text below. Where the model also looked at crops
-        there are two panels: the base view and the crops.
+        One per image or frame, with a line of text below. If the model also encoded crops, it has
+        two panels: the base view and the crops.
     """
     trace = answer.trace
     if trace.layout is None:
         return []
     tokens = _tokens(trace)
     return [
-        _draw_item(picture.convert("RGB"), tokens.where(tokens.item == index), answer.recipe, size)
-        for index, picture in enumerate(trace.images)
+        _draw_item(image.convert("RGB"), tokens.where(tokens.item == index), answer.recipe, size)
+        for index, image in enumerate(trace.images)
     ]
 
 
 def contact_sheet(answers: list[Answer], *, size: int | None = None) -> Image.Image:
-    """The overlays of several answers to one question, below each other.
+    """Stack the overlays of several answers to one question.
 
-    The frames of a clip stand side by side, four in a line, and are drawn smaller by default.
+    The frames of a video are drawn four per line, and smaller by default.
     """
     if size is None and max((len(answer.trace.images) for answer in answers), default=0) > 2:
         size = _FRAME_SIDE
@@ -88,19 +88,19 @@ class _Tokens:
     ----------
     item, tile : int
     patch, newline : bool
-        What the token showed.
+        Whether the token showed a patch or a newline.
     box : float, (N, 4)
-        Of the patch.
+        Bounding box of the patch.
     life : float
-        Share of the layers that the token entered.
+        Fraction of the layers that the token entered.
     shown : float
-        The same of whatever token shows the patch in the end.
+        The same for the token that shows the patch in the end.
     weight : float
-        Tokens that it stood for when it entered the language model.
+        Number of tokens merged into it when it entered the language model.
     area : float, (N, 4)
-        The box around these.
+        Bounding box of these.
     special : bool
-        The token gave its place to one that shows no part of the picture.
+        Whether a token that shows no part of the image replaced it.
     """
 
     item: np.ndarray
@@ -116,7 +116,7 @@ class _Tokens:
 
     @property
     def merged(self) -> np.ndarray:
-        """Patches that stayed and stand for others too."""
+        """Kept patches that others were merged into."""
         return (self.weight > 1) & self.patch & ~self.special & (self.life == 1)
 
     def where(self, mask: np.ndarray) -> _Tokens:
@@ -143,7 +143,7 @@ def _tokens(trace: Trace) -> _Tokens:
         area=area,
         special=special & patch,
     )
-    # Patches with their middle in the box of a merged token went into it.
+    # Patches whose center is in the box of a merged token were merged into it.
     for m in np.flatnonzero((weight > 1) & patch & ~special):
         mine = patch & (tokens.item == tokens.item[m]) & (tokens.tile == tokens.tile[m])
         middle = (tokens.box[:, :2] + tokens.box[:, 2:]) / 2
@@ -153,12 +153,12 @@ def _tokens(trace: Trace) -> _Tokens:
 
 
 def _placed(layout: TokenLayout) -> np.ndarray:
-    """Tokens that show a part of the picture of which it is known where it lies."""
+    """Tokens that show a part of the image with a known position."""
     return layout.patches.numpy() & ~layout.box.isnan().any(dim=1).numpy()
 
 
-def _draw_item(picture: Image.Image, tokens: _Tokens, recipe: str, size: int | None) -> Image.Image:
-    picture = _resize(picture, size)
+def _draw_item(image: Image.Image, tokens: _Tokens, recipe: str, size: int | None) -> Image.Image:
+    image = _resize(image, size)
     crop = tokens.tile > 0
     views = [("", tokens.where(tokens.patch))]
     if crop.any():
@@ -169,10 +169,10 @@ def _draw_item(picture: Image.Image, tokens: _Tokens, recipe: str, size: int | N
     panels = []
     for name, view in views:
         count = f"{(view.shown == 1).sum()} of {len(view.shown)} patches"
-        held = ((view.life == 1) & ~view.special).sum()
-        if held != (view.shown == 1).sum():
-            count += f" in {held} tokens"
-        panels.append(_caption(_shade(picture, view), f"{name}: {count}" if name else count))
+        shown_by = ((view.life == 1) & ~view.special).sum()
+        if shown_by != (view.shown == 1).sum():
+            count += f" in {shown_by} tokens"
+        panels.append(_caption(_shade(image, view), f"{name}: {count}" if name else count))
     total, kept = len(tokens.life), int((tokens.life == 1).sum())
     line = f"{recipe}: {kept} of {total} visual tokens"
     if tokens.newline.any():
@@ -182,33 +182,33 @@ def _draw_item(picture: Image.Image, tokens: _Tokens, recipe: str, size: int | N
     if partly.any():
         line += f"; {tokens.life.sum():.0f} averaged over the layers"
     if tokens.merged.any():
-        of = tokens.weight[tokens.merged].sum()
-        line += f"; {tokens.merged.sum()} merged from {of:.0f} (blue)"
+        sources = tokens.weight[tokens.merged].sum()
+        line += f"; {tokens.merged.sum()} merged from {sources:.0f} (blue)"
     if (tokens.special & (tokens.life == 1)).any():
         line += f"; {(tokens.special & (tokens.life == 1)).sum()} show a whole view"
     return _caption(_stack(panels, across=True), line)
 
 
-def _resize(picture: Image.Image, size: int | None) -> Image.Image:
-    longest = max(picture.size)
+def _resize(image: Image.Image, size: int | None) -> Image.Image:
+    longest = max(image.size)
     target = min(max(longest, MIN_SIDE), MAX_SIDE) if size is None else size
-    scaled = tuple(max(1, round(side * target / longest)) for side in picture.size)
-    return picture.resize(scaled, Image.Resampling.BICUBIC)
+    scaled = tuple(max(1, round(side * target / longest)) for side in image.size)
+    return image.resize(scaled, Image.Resampling.BICUBIC)
 
 
-def _shade(picture: Image.Image, tokens: _Tokens) -> Image.Image:
-    pixels = np.asarray(picture, dtype=np.float32)
+def _shade(image: Image.Image, tokens: _Tokens) -> Image.Image:
+    pixels = np.asarray(image, dtype=np.float32)
     height, width = pixels.shape[:2]
     life = np.full((height, width), -1.0, dtype=np.float32)
     scale = [width, height, width, height]
     corners = np.round(tokens.box * scale).astype(int)
     for (left, top, right, bottom), value in zip(corners, tokens.shown, strict=True):
-        # Boxes of neighbouring crops may share a border: the token that lived longer shows.
+        # Boxes of neighbouring crops may overlap at the border: the later drop wins.
         patch = life[top:bottom, left:right]
         np.maximum(patch, value, out=patch)
     gone = 1 - np.clip(life, 0, 1)[..., None]
     grey = pixels @ np.float32([0.299, 0.587, 0.114])
-    dim = _BRIGHTNESS * (_COLOUR * pixels + (1 - _COLOUR) * grey[..., None])
+    dim = _BRIGHTNESS * (_COLOR * pixels + (1 - _COLOR) * grey[..., None])
     pixels = np.where(life[..., None] < 0, _UNSEEN * pixels, pixels + gone * (dim - pixels))
     kept, thickness = life == 1, max(1, round(max(width, height) / 300))
     if not kept.all():
@@ -220,42 +220,42 @@ def _shade(picture: Image.Image, tokens: _Tokens) -> Image.Image:
 
 
 def _rim(mask: np.ndarray, thickness: int) -> np.ndarray:
-    """Pixels of ``mask`` that lie within ``thickness`` of its border (the picture's edge too)."""
+    """Pixels of ``mask`` within ``thickness`` of its border, the image's edge included."""
     inner = np.pad(mask, 1)
     for _ in range(thickness):
         inner[1:-1, 1:-1] &= inner[:-2, 1:-1] & inner[2:, 1:-1] & inner[1:-1, :-2] & inner[1:-1, 2:]
     return mask & ~inner[1:-1, 1:-1]
 
 
-def _caption(picture: Image.Image, text: str) -> Image.Image:
-    """The picture with ``text`` below it, broken between words where it is wider."""
+def _caption(image: Image.Image, text: str) -> Image.Image:
+    """Draw ``text`` below an image, wrapped to its width."""
     font, lines = ImageFont.load_default(_FONT), [""]
     for word in text.split(" "):
         longer = f"{lines[-1]} {word}".strip()
-        if lines[-1] and font.getlength(longer) > picture.width - 2:
+        if lines[-1] and font.getlength(longer) > image.width - 2:
             lines.append(word)
         else:
             lines[-1] = longer
-    width = max(picture.width, *(round(font.getlength(line)) + 2 for line in lines))
+    width = max(image.width, *(round(font.getlength(line)) + 2 for line in lines))
     step = round(font.getbbox("Ag")[3]) + 3
-    canvas = Image.new("RGB", (width, picture.height + step * len(lines) + 3), _PAPER)
-    canvas.paste(picture, (0, 0))
+    canvas = Image.new("RGB", (width, image.height + step * len(lines) + 3), _PAPER)
+    canvas.paste(image, (0, 0))
     for number, line in enumerate(lines):
-        place = (1, picture.height + 3 + step * number)
-        ImageDraw.Draw(canvas).text(place, line, fill=_INK, font=font)
+        corner = (1, image.height + 3 + step * number)
+        ImageDraw.Draw(canvas).text(corner, line, fill=_INK, font=font)
     return canvas
 
 
-def _stack(pictures: list[Image.Image], *, across: bool) -> Image.Image:
-    """Pictures in a row or a column, with a gap between them."""
-    if not pictures:
+def _stack(images: list[Image.Image], *, across: bool) -> Image.Image:
+    """Stack images in a row or a column, with gaps."""
+    if not images:
         return Image.new("RGB", (1, 1), _PAPER)
-    along = [p.width if across else p.height for p in pictures]
-    length = sum(along) + _GAP * (len(pictures) - 1)
-    depth = max(p.height if across else p.width for p in pictures)
+    along = [p.width if across else p.height for p in images]
+    length = sum(along) + _GAP * (len(images) - 1)
+    depth = max(p.height if across else p.width for p in images)
     canvas = Image.new("RGB", (length, depth) if across else (depth, length), _PAPER)
     offset = 0
-    for picture, step in zip(pictures, along, strict=True):
-        canvas.paste(picture, (offset, 0) if across else (0, offset))
+    for image, step in zip(images, along, strict=True):
+        canvas.paste(image, (offset, 0) if across else (0, offset))
         offset += step + _GAP
     return canvas

@@ -1,9 +1,9 @@
-"""The one way in: from what a user passes to a sequence that the engine answers.
+"""Turns the arguments of a request into a sequence that the engine answers.
 
-Messages are checked, generation arguments pass the gate (`generation`), media are read, the chat
-template writes the prompt, and the processor makes tensors of both. What cannot be answered is
-refused as early as it is known: arguments before any image is read, a text that is too long before
-the processor runs, a prompt that is too long before the vision tower does.
+Messages and generation arguments (`generation`) are checked, media are read, the chat template
+writes the prompt, and the processor makes tensors of both. A request that cannot be answered is
+rejected as early as possible: arguments before any image is read, a text that is too long before
+the processor runs, a prompt that is too long before the vision tower runs.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from vlmfast.models.base import Adapter
 from .answer import Answer, Request
 from .generation import Generation, gate, one_line, shown
 
-# The parameters of the public calls, which a misspelt argument may be meant for.
+# Parameters of the public methods, suggested for misspelt arguments.
 ASK = ("question", "images", "video", "num_frames", "fps", "recipe", "max_kv_tokens", "progress")
 CHAT = ("messages", "recipe")
-_SLACK = 16  # tokens at the cut end of a text that the whole text may not have
+_SLACK = 16  # extra tokens that cutting a text may produce at its end
 
 
 @dataclass
 class Rendered:
-    """A prompt as the processor takes it.
+    """A prompt in the form that the processor takes.
 
     Parameters
     ----------
     text : str
     images : list of PIL.Image.Image
-        RGB, one for each placeholder in the text; the frames of videos among them.
+        RGB, one for each placeholder in the text, frames of videos included.
     frames : list of tuple
-        Which video each is a frame of, as in `engine.prefill.Inputs`.
+        The video that each is a frame of, as in `engine.prefill.Inputs`.
     question : str
         Text of the last user turn.
     """
@@ -64,7 +64,7 @@ class Rendered:
 
 
 def recipe_of(adapter: Adapter, recipe: Any) -> Recipe:
-    """What ``recipe=`` means on a model; presets differ by what its vision tower has."""
+    """Parse a recipe for a model; presets depend on its vision tower."""
     return Recipe.of(recipe, adapter.sources()[0])
 
 
@@ -95,7 +95,7 @@ def messages_of(
 
 
 def check_question(question: Any) -> None:
-    """Whether a question is a text with something in it."""
+    """Raise unless a question is a text that is not blank."""
     if not isinstance(question, str):
         raise VLMFastError(f"question={shown(question)} must be a text")
     if not question.strip():
@@ -103,12 +103,12 @@ def check_question(question: Any) -> None:
 
 
 def check_messages(adapter: Adapter, messages: Any) -> None:
-    """Hugging Face's chat schema, as far as it is used.
+    """Check messages against the supported part of Hugging Face's chat schema.
 
     Raises
     ------
     VLMFastError
-        Also for a text that holds a placeholder of the model, or that its positions cannot hold.
+        Also for a text that contains a placeholder of the model, or exceeds its positions.
     """
     if not isinstance(messages, list | tuple) or not messages:
         raise VLMFastError("messages must be a list of at least one turn")
@@ -130,20 +130,20 @@ def check_messages(adapter: Adapter, messages: Any) -> None:
 
 
 def check_texts(adapter: Adapter, texts: list[str]) -> None:
-    """Whether texts can stand in a prompt: no placeholders, and not too long."""
+    """Raise if texts contain placeholders or are too long for a prompt."""
     marks = placeholder_texts(adapter)
     for text in texts:
         for mark in marks:
             if mark in text:
                 raise VLMFastError(
-                    f"the text {shown(text)} holds {mark}, which stands for an image or a video "
-                    "in prompts of this model and cannot be text; write it in another way"
+                    f"the text {shown(text)} contains {mark}, the placeholder of an image or a "
+                    "video in prompts of this model; write it in another way"
                 )
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise VLMFastError(
-                f"the text {shown(text)} holds half of a character (a lone surrogate)"
+                f"the text {shown(text)} contains half of a character (a lone surrogate)"
             ) from error
     most = adapter.max_positions
     if most is None or sum(map(len, texts)) <= most:
@@ -156,18 +156,18 @@ def check_texts(adapter: Adapter, texts: list[str]) -> None:
 
 
 def placeholder_texts(adapter: Adapter) -> tuple[str, ...]:
-    """The texts that stand for images and videos and never for themselves."""
+    """The placeholders of images and videos, as text."""
     tokenizer, found = adapter.processor.tokenizer, list(adapter.marks())
     for token in adapter.placeholders():
         if 0 <= token < len(tokenizer):
             found.append(tokenizer.convert_ids_to_tokens(token))
-    return tuple(dict.fromkeys(of for of in found if of))
+    return tuple(dict.fromkeys(mark for mark in found if mark))
 
 
 def _tokens(adapter: Adapter, text: str, most: int) -> int:
-    """Tokens of a text, or a number above ``most`` that it surely exceeds.
+    """Number of tokens of a text, or a lower bound above ``most``.
 
-    What a tokenizer takes grows with the text, so the beginning is counted before the whole.
+    The beginning is counted before the whole, since tokenizing a long text is expensive.
     """
     stop = 8 * most
     while True:
@@ -221,13 +221,13 @@ def render(adapter: Adapter, messages: list[dict], recipe: Recipe) -> Rendered:
 
 
 def chooser(recipe: Recipe, question: str) -> Callable | None:
-    """What chooses the frames of a video, where a stage of the recipe does."""
+    """The function that chooses the frames of a video, if a stage of the recipe does."""
     stages = recipe.acting(MediaStage)
     return partial(stages[0].frames, question=question) if stages else None
 
 
 def templated(adapter: Adapter, plain: list[dict]) -> str:
-    """The prompt of turns whose images stand as ``{"type": "image"}``."""
+    """Render the chat template for turns whose images are ``{"type": "image"}`` entries."""
     from jinja2 import TemplateError
 
     if not getattr(adapter.writer, "chat_template", None):
@@ -238,11 +238,11 @@ def templated(adapter: Adapter, plain: list[dict]) -> str:
     try:
         return adapter.writer.apply_chat_template(plain, add_generation_prompt=True, tokenize=False)
     except (TemplateError, TypeError, ValueError) as error:
-        raise VLMFastError(f"the chat template refused the messages: {one_line(error)}") from error
+        raise VLMFastError(f"the chat template rejected the messages: {one_line(error)}") from error
 
 
 def read_media(adapter: Adapter, content: Any, prompt: Rendered, select: Any) -> list[dict]:
-    """The content of a turn without its media, which go to ``prompt``."""
+    """Return the content of a turn without its media, which are appended to ``prompt``."""
     from vlmfast.media import load_image, load_video
 
     plain: list[dict] = []
@@ -271,7 +271,7 @@ def read_media(adapter: Adapter, content: Any, prompt: Rendered, select: Any) ->
                 fps=part.get("fps"),
                 select=select,
             )
-            number = 1 + max((of for of, *_ in prompt.frames), default=-1)
+            number = 1 + max((video for video, *_ in prompt.frames), default=-1)
             if adapter.clip_tensors:
                 plain.append({"type": "video"})
             else:
@@ -287,13 +287,13 @@ def read_media(adapter: Adapter, content: Any, prompt: Rendered, select: Any) ->
 
 
 def check_frames(name: str, value: Any) -> None:
-    """Whether ``num_frames`` or ``fps`` is a number at all; `media` knows which will do."""
+    """Raise unless ``num_frames`` or ``fps`` is a number; `media` checks its range."""
     if value is not None and (isinstance(value, bool) or not isinstance(value, numbers.Real)):
         raise MediaError(f"{name}={shown(value)}: must be a number above 0")
 
 
 def frame_parts(adapter: Adapter, count: int) -> list[dict]:
-    """The frames of a video that is read as images, with the family's label before each."""
+    """Content entries of a video that is read as images, each after the family's frame label."""
     plain: list[dict] = []
     for index in range(count):
         if label := adapter.frame_label(index):
@@ -313,14 +313,14 @@ def _source(part: dict, *keys: str) -> Any:
 
 
 def tensors_of(adapter: Adapter, prompt: Rendered) -> dict[str, torch.Tensor]:
-    """What the processor makes of a prompt, on the model's device."""
+    """The processor's output for a prompt, on the model's device."""
     return adapter.inputs(prompt.text, prompt.images, prompt.frames)
 
 
 def check_length(
     adapter: Adapter, tensors: dict[str, torch.Tensor], recipe: Recipe, generation: Generation
 ) -> None:
-    """Refuse a prompt that cannot fit the model's positions, whatever the recipe drops of it."""
+    """Reject a prompt that exceeds the model's positions, whatever the recipe drops."""
     ids, most = tensors["input_ids"], adapter.max_positions
     max_new_tokens = generation.max_new_tokens(ids.shape[1])
     if max_new_tokens < 1:
@@ -330,7 +330,7 @@ def check_length(
         )
     least = max_new_tokens if generation.explicit else 1
     if most is None or ids.shape[1] + least <= most:
-        return  # what takes more positions than it has tokens is found where they are counted
+        return  # prompts with more positions than tokens are checked where positions are counted
     closing = (*recipe.acting(InEncoderStage), *recipe.acting(EncodeStage))
     if any(getattr(stage, "positions", "keep") == "compact" for stage in closing):
         visual = adapter.visual(ids[0])
@@ -349,12 +349,12 @@ def opened(
     generation: Generation,
     **more: Any,
 ) -> Sequence:
-    """The sequence of a prompt, whose length is checked; nothing is computed yet.
+    """Open the sequence of a prompt after checking its length; nothing is computed yet.
 
     Parameters
     ----------
     begin, **more
-        For `Engine.open`.
+        Passed to `Engine.open`.
     """
     check_length(adapter, inputs.tensors, recipe, generation)
     return begun(adapter, inputs, recipe, begin, generation, **more)
@@ -368,7 +368,7 @@ def begun(
     generation: Generation,
     **more: Any,
 ) -> Sequence:
-    """The same without a look at its length; what Hugging Face refuses is an error of ours."""
+    """Like `opened` without the length check; errors of Hugging Face become `VLMFastError`."""
     try:
         return Engine(adapter).open(
             inputs,
@@ -384,7 +384,7 @@ def begun(
     except VLMFastError:
         raise
     except ValueError as error:
-        raise VLMFastError(f"these generation arguments were refused: {one_line(error)}") from error
+        raise VLMFastError(f"generation arguments were rejected: {one_line(error)}") from error
 
 
 def sequence_of(
@@ -394,7 +394,7 @@ def sequence_of(
     generation: Generation,
     number: int = 0,
 ) -> Sequence:
-    """The answer to come: media read and processed, nothing computed yet."""
+    """Read and process the media of a conversation; nothing is computed yet."""
     start = time.perf_counter()
     prompt = render(adapter, messages, recipe)
     loaded = time.perf_counter()
@@ -409,20 +409,20 @@ def sequence_of(
 def sequence_of_request(
     adapter: Adapter, request: Any, generation: dict[str, Any], number: int = 0
 ) -> Sequence:
-    """The sequence of one request of a batch; its own ``generation`` leads."""
+    """Open the sequence of one request of a batch; its ``generation`` overrides the batch's."""
     one = Request(request) if isinstance(request, str) else request
     if not isinstance(one, Request):
         raise VLMFastError(f"is a {type(request).__name__}; it must be a vlmfast.Request or a str")
     if not isinstance(one.generation, dict):
         raise VLMFastError(f"generation={shown(one.generation)} must be a dict of arguments")
     recipe = recipe_of(adapter, one.recipe)
-    names = [of.name for of in fields(Request)]
+    names = [entry.name for entry in fields(Request)]
     passed = gate(adapter, {**generation, **one.generation}, names=names)
     media = (one.images, one.video, one.num_frames, one.fps)
     if one.messages is None:
         messages = messages_of(one.question, *media)
-    elif one.question is not None or any(of is not None for of in media):
-        raise VLMFastError("messages stand in the place of question, images and video")
+    elif one.question is not None or any(value is not None for value in media):
+        raise VLMFastError("messages replace question, images and video; give one or the other")
     else:
         messages = one.messages
     return sequence_of(adapter, messages, recipe, passed, number)
@@ -443,7 +443,7 @@ def answered(
 
 
 def answer_of(adapter: Adapter, sequence: Sequence) -> Answer:
-    """What a user gets of a sequence that has ended."""
+    """The `Answer` of a finished sequence."""
     text = adapter.processor.tokenizer.decode(sequence.tokens, skip_special_tokens=True)
     return Answer(
         text.strip(), sequence.tokens, sequence.stats, sequence.trace, str(sequence.recipe)

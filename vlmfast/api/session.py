@@ -1,8 +1,8 @@
-"""Many questions about the same pictures.
+"""Sessions: many questions about the same images.
 
-Pictures are decoded and go through the vision tower once. What comes after that can be shared as
-well, unless the recipe chooses by the question: then the language model's keys and values of the
-pictures, compressed by the recipe, serve every question, and a question costs its own tokens alone.
+Images are decoded and encoded once. Unless the recipe depends on the question, their keys and
+values in the language model, compressed by the recipe, are shared as well. Each question then costs
+only its own tokens.
 """
 
 from __future__ import annotations
@@ -48,35 +48,35 @@ from .request import (
     tensors_of,
 )
 
-_ROOM = 128  # free slots that a cache begins with
-_AT_ONCE = 1024  # rows that are read at once behind a cache: bounds the size of their mask
+_FREE_SLOTS = 128  # of a new cache
+_AT_ONCE = 1024  # rows prefilled at once after a cache: bounds the size of their mask
 
 
 @dataclass
 class Pictures:
-    """What a session knows of its pictures; tensors in host memory.
+    """A session's images and their features; tensors in host memory.
 
     Parameters
     ----------
     media : list of dict
         The first user turn without its question, as chat templates take it.
     head : str
-        The prompt's text up to its last picture.
+        The prompt's text up to its last image.
     prefix : list of int
         Its ids.
     sizes, frames : list
         As in `engine.prefill.Inputs`.
     tensors : dict of str to Tensor
-        What the processor made beside ids and pixels.
+        Outputs of the processor other than ids and pixels.
     pixels : dict of str to Tensor
-        The pixels, where the recipe works inside the tower: full features must then be made anew.
+        The pixels, if the recipe works inside the tower and full features must be recomputed.
     seen : Seen
     stats, trace
-        As the tower left them.
+        State after the tower.
     images : list of PIL.Image.Image
         For overlays.
     ends : bool
-        Whether the rotary ids of what comes behind the pictures follow the largest so far.
+        Whether the text after the images continues from their largest rotary id.
     """
 
     media: list[dict]
@@ -103,7 +103,7 @@ class Sessions:
     Attributes
     ----------
     bytes : int or None
-        What their caches may take together between questions, see `VLM.session_bytes`.
+        Upper bound on their caches between questions, see `VLM.session_bytes`.
     open : WeakSet of Session
     """
 
@@ -113,7 +113,7 @@ class Sessions:
         self.open: WeakSet[Session] = WeakSet()
 
     def make_room(self, used: Session) -> None:
-        """Take the caches of those that were not used for longest, as far as need be."""
+        """Drop the caches of the least recently used sessions until the bound is met."""
         if self.bytes is None:
             return
         others = [s for s in self.open if s is not used and s.bytes]
@@ -126,34 +126,34 @@ class Sessions:
 
 
 class Session:
-    """Questions about pictures that were read once; `VLM.session` opens one.
+    """Ask many questions about images that are encoded once; opened by `VLM.session`.
 
-    ``session.reuses`` says what a question finds there:
+    ``session.reuses`` tells what questions share:
 
     ``"kv"``
-        The recipe does not look at the question. The keys and values of the pictures, compressed
-        by the recipe, serve all questions, which cost their own tokens alone. Answers are those of
-        `VLM.ask` unless the recipe compresses the cache: there the question, as part of the prompt,
-        sees the pictures before that happens, and here it does not. What is said in the session is
-        not compressed when it is read; a method that works in decode goes on with it.
+        The recipe does not depend on the question. The keys and values of the images, compressed by
+        the recipe, are shared by all questions, and each question costs only its own tokens.
+        Answers equal those of `VLM.ask` unless the recipe compresses the cache: in `VLM.ask` the
+        question attends to the images before compression, in a session only afterwards. Questions
+        and answers are not compressed in prefill; methods that work in decode include them.
     ``"features"``
-        A stage of the recipe chooses by the question (its class says ``asks_question``). The tower
-        does not run again; from there on each question goes its whole way, and its answer is that
-        of `VLM.ask`, or of `VLM.chat` with the conversation so far.
+        A stage of the recipe depends on the question (``asks_question`` of its class). The tower
+        does not run again, but each question is prefilled with the images. Its answer is that of
+        `VLM.ask`, or of `VLM.chat` with the conversation so far.
 
-    The tower's features wait in host memory, all of them, so ``restore=True`` asks the full model.
+    All features of the tower stay in host memory, so that ``restore=True`` can run the full model.
 
     Attributes
     ----------
     recipe : Recipe
     history : bool
-        Whether a question sees the ones before it and their answers.
+        Whether a question sees the previous ones and their answers.
     reuses : str
     messages : list of dict
-        The conversation so far, without the pictures; stays empty without ``history``. Another one
-        can be put in its place: what both begin with is not read again.
+        The conversation so far, without the images; empty without ``history``. It can be set to
+        another conversation; a common beginning is not prefilled again.
     stats : Stats
-        What opening the session cost.
+        Cost of opening the session.
     """
 
     def __init__(
@@ -193,26 +193,26 @@ class Session:
             if stage.asks_question:
                 raise RecipeError(
                     f"{stage.name} chooses frames by the question, so a session would have to read "
-                    "the clip anew with each; use ask"
+                    "the video again for each; use ask"
                 )
-        question = "?"  # stands in for those to come
+        question = "?"  # a placeholder
         messages = messages_of(question, images, video, num_frames, fps)
         adapter, prompt = group.adapter, Rendered("")
         select = chooser(recipe, "")
         media = read_media(adapter, messages[0]["content"][:-1], prompt, select)
-        pictures, frames, sizes = prompt.images, prompt.frames, prompt.sizes
+        images_read, frames, sizes = prompt.images, prompt.frames, prompt.sizes
         loaded = time.perf_counter()
         with lock_of(adapter.model):
             engine = Engine(adapter)
-            engine.fitted(recipe)  # refuses what the engine does not run
-            if not pictures:
+            engine.fitted(recipe)  # raises for recipes that the engine does not run
+            if not images_read:
                 return cls(group, recipe, history, None, Stats())
             begin = time.perf_counter()
             text = prompt.text = render(adapter, _turns(media, [], question), Recipe()).text
             tensors = tensors_of(adapter, prompt)
             check_length(adapter, tensors, recipe, gate(adapter, {"max_new_tokens": 1}))
             stats = Stats(time_media_s=loaded - start, time_processor_s=time.perf_counter() - begin)
-            trace = Trace(images=pictures)
+            trace = Trace(images=images_read)
             head, tail = _split(text, adapter.marks())
             ids = tensors.pop("input_ids")
             prefix = _before(adapter, ids[0].tolist(), tail)
@@ -223,24 +223,24 @@ class Session:
             ends = int(position[:, n:].min()) > int(position[:, :n].max())
             ends = ends and not _times_may_lead(adapter, recipe, ids, position)
             tensors.pop("attention_mask", None)
-            pixels = {key: of for key, of in tensors.items() if key.startswith("pixel_values")}
+            pixels = {k: value for k, value in tensors.items() if k.startswith("pixel_values")}
             known = Pictures(
                 media,
                 head,
                 prefix,
                 sizes,
                 frames,
-                snapshot.moved({k: of for k, of in tensors.items() if k not in pixels}, "cpu"),
+                snapshot.moved({k: v for k, v in tensors.items() if k not in pixels}, "cpu"),
                 snapshot.moved(pixels, "cpu") if recipe.acting(InEncoderStage) else {},
                 snapshot.moved(seen, "cpu"),
                 copy.deepcopy(stats),
                 copied(trace, "cpu", []),
-                pictures,
+                images_read,
                 ends,
             )
             session = cls(group, recipe, history, known, stats)
             if session.reuses == "kv":
-                sequence = engine.reading(inputs, recipe, begin, stats, pictures)
+                sequence = engine.reading(inputs, recipe, begin, stats, images_read)
                 with switched(adapter.model), torch.no_grad():
                     session._keep(sequence, ids)
                 stats.prompt_fed = len(prefix)
@@ -249,7 +249,7 @@ class Session:
             return session
 
     def close(self) -> None:
-        """Give everything back; a session that is closed answers no more."""
+        """Release all memory; a closed session cannot be asked."""
         with lock_of(self._adapter.model):
             self._drop()
             self._closed, self._pictures = True, None
@@ -264,33 +264,33 @@ class Session:
     # --- questions -------------------------------------------------------------------------------
 
     def ask(self, question: str, *, restore: bool = False, **generation: Any) -> Answer:
-        """Answer a question about the pictures.
+        """Answer a question about the images.
 
-        ``answer.stats`` says how many ids of its prompt were in the cache already
-        (``prompt_reused``) and how many were read for it (``prompt_fed``).
+        ``answer.stats`` counts the ids of the prompt that were in the cache (``prompt_reused``) and
+        those that were prefilled (``prompt_fed``).
 
         Parameters
         ----------
         question : str
         restore : bool
-            Ask the full model: all features of the pictures come back from host memory and no
-            stage runs. What the recipe left of them stays for later questions.
+            Ask the full model: all features of the images are loaded from host memory and no
+            stage runs. Later questions use the compressed images again.
         **generation
             Hugging Face's generation arguments.
 
         Raises
         ------
         VLMFastError
-            For an empty question, a closed session, or pictures to restore where there are none.
+            For an empty question, a closed session, or ``restore`` without images.
         """
         return self._answered(question, restore, self._check(question, restore, generation))
 
     def stream(
         self, question: str, *, restore: bool = False, **generation: Any
     ) -> Iterator[str | Answer]:
-        """Like `ask`, piece by piece: yields ``str``, and the `Answer` as the last item.
+        """Stream an answer: like `ask`, but yields ``str`` pieces and finally the `Answer`.
 
-        Where the reader goes away, the conversation goes on with what had been said.
+        If the stream is closed early, the conversation continues with the partial answer.
         """
         from vlmfast.engine.streaming import stream
 
@@ -328,12 +328,12 @@ class Session:
 
     @property
     def bytes(self) -> int:
-        """Bytes that its cache takes on the device between questions, free slots included."""
+        """Bytes of its cache on the device between questions, free slots included."""
         kept = self._kept
         return 0 if kept is None else kept.bytes
 
     def _check(self, question: str, restore: bool, generation: dict) -> Generation:
-        """Generation arguments of a question, which passes the usual checks."""
+        """Check a question and its generation arguments, and return these."""
         self._must_be_open()
         check_question(question)
         if "recipe" in generation:
@@ -341,7 +341,7 @@ class Session:
                 f"a session has one recipe, here {self.recipe}; open another session for another"
             )
         if restore and self._pictures is None:
-            raise VLMFastError("restore reads the pictures again, and this session has none")
+            raise VLMFastError("restore needs images, and this session has none")
         return gate(self._adapter, generation, names=("question", "restore"))
 
     def _answered(self, question: str, restore: bool, generation: Generation) -> Answer:
@@ -375,13 +375,13 @@ class Session:
             self._engine.answer(sequence, partial(read, sequence))
             self._engine.release(sequence)
         else:
-            self._go_on(sequence)
+            self._continue(sequence)
             self._group.make_room(self)
-        said = answer_of(adapter, sequence)
+        answer = answer_of(adapter, sequence)
         if self.history:
             self._messages.append({"role": "user", "content": question})
-            self._messages.append({"role": "assistant", "content": said.text})
-        return said
+            self._messages.append({"role": "assistant", "content": answer.text})
+        return answer
 
     def _ids(self, text: str) -> Tensor:
         """Ids (1, S) of a prompt, placeholders included."""
@@ -391,8 +391,8 @@ class Session:
         head, tail = _split(text, adapter.marks())
         if head != known.head:
             raise ModelError(
-                "the chat template now writes something else in front of the pictures than when "
-                "the session was opened; open another one"
+                "the chat template now writes another text before the images than when the session "
+                "was opened; open another one"
             )
         return torch.tensor([known.prefix + _tokens(adapter, tail)], device=adapter.device)
 
@@ -404,9 +404,9 @@ class Session:
         return Inputs({**tensors, "input_ids": ids}, known.sizes, question, known.frames)
 
     def _read(self, sequence: Sequence, ids: Tensor, **more: Any) -> Tensor:
-        """Read a prompt, or its first ``ids`` (1, S). Returns the logits (1, V) after it.
+        """Prefill a prompt, or its first ``ids`` (1, S). Returns the logits (1, V) after it.
 
-        ``more`` is for `Engine.read`.
+        ``more`` is passed to `Engine.read`.
         """
         known, seen = self._pictures, None
         if known is not None:
@@ -416,27 +416,27 @@ class Session:
         return self._engine.read(sequence, inputs=inputs, seen=seen, **more)
 
     def _reprefill(self, sequence: Sequence) -> Tensor:
-        """Read the whole prompt. Returns the logits (1, V) after it."""
+        """Prefill the whole prompt. Returns the logits (1, V) after it."""
         self._engine.count_prompt(sequence, reused=0)
         return self._read(sequence, sequence.ids)
 
     def _restored(self, sequence: Sequence) -> Tensor:
-        """The same for the full model, whose features may have to be made again."""
+        """Prefill for the full model, whose features may have to be recomputed."""
         if self._pictures is None or not self._pictures.pixels:
             return self._reprefill(sequence)
         self._engine.count_prompt(sequence, reused=0)
         return self._engine.read(sequence)
 
-    def _go_on(self, sequence: Sequence) -> None:
-        """Answer a sequence with what the cache holds."""
-        apart = not self.history
-        if apart and self._pictures is None:  # nothing to share
+    def _continue(self, sequence: Sequence) -> None:
+        """Answer a sequence from the cache."""
+        independent = not self.history
+        if independent and self._pictures is None:  # nothing to share
             self._engine.answer(sequence, partial(self._reprefill, sequence))
             self._engine.release(sequence)
             return
         try:
             self._engine.answer(sequence, partial(self._extend, sequence))
-        except BaseException:  # a cache in the middle of something serves nobody
+        except BaseException:  # the cache is in an inconsistent state
             kept = self._kept
             if kept is None or sequence.decoder is not kept.decoder:
                 self._engine.release(sequence)
@@ -449,11 +449,11 @@ class Session:
             kept.decoder.seat([])
             return
         kept.update(sequence)
-        if apart and not kept.rewind(kept.base):
+        if independent and not kept.rewind(kept.base):
             self._drop()
 
     def _extend(self, sequence: Sequence) -> Tensor:
-        """Read what the cache has not consumed of a prompt. Returns the logits (1, V) after it."""
+        """Prefill the part of a prompt after the cache. Returns the logits (1, V) after it."""
         engine, kept = self._engine, self._kept
         whole = sequence.ids[0].tolist()
         if kept is not None and not kept.rewind(min(_common(kept.ids, whole), len(whole) - 1)):
@@ -465,26 +465,26 @@ class Session:
             kept, logits = self._keep(sequence, sequence.ids)
         else:
             kept.resume(sequence)
-        if not self.history and kept.cache.track:  # its stages will not let go of this question
+        if not self.history and kept.cache.track:  # its stages cannot undo this question
             kept.clone().resume(sequence)
         new = sequence.ids[:, len(kept.ids) :]
         return engine.extend_text(sequence, new, _AT_ONCE, logits)
 
     def _keep(self, sequence: Sequence, ids: Tensor) -> tuple[Prefix, Tensor]:
-        """Read the images, or a whole prompt without any, under the recipe, and keep the cache.
+        """Prefill the images, or a whole prompt without any, under the recipe and keep the cache.
 
-        Returns the logits (1, V) after it too.
+        Also returns the logits (1, V) after it.
         """
         if self._pictures is not None:
             ids = ids[:, : len(self._pictures.prefix)]
-        logits = self._read(sequence, ids, max_new_tokens=_ROOM, bounded=False)
+        logits = self._read(sequence, ids, max_new_tokens=_FREE_SLOTS, bounded=False)
         self._kept = Prefix.of(sequence, ids[0].tolist())
         return self._kept, logits
 
     # --- memory ----------------------------------------------------------------------------------
 
     def _drop(self) -> None:
-        """Let go of the cache; the next question builds it again."""
+        """Release the cache; the next question rebuilds it."""
         if self._kept is not None:
             self._kept.release()
             self._kept = None
@@ -494,14 +494,14 @@ class Session:
     def save(self, path: str | Path) -> None:
         """Write the session to one safetensors file, which `VLM.load_session` reads.
 
-        It holds what the model made of the pictures, before and behind the recipe, and the
-        conversation; not the pictures themselves, but for the processor's pixels where the recipe
-        works inside the vision tower. A save that fails leaves an older file as it was.
+        The file contains the features of the images, their compressed cache and the conversation.
+        It does not contain the images, except for the processor's pixels if the recipe works inside
+        the vision tower. If saving fails, an older file is left unchanged.
 
         Raises
         ------
         VLMFastError
-            With the reason, when the file cannot be written.
+            With the reason, if the file cannot be written.
         """
         with lock_of(self._adapter.model):
             self._must_be_open()
@@ -540,14 +540,14 @@ class Session:
 
 
 def _parts(recipe: Recipe) -> list:
-    """The words of a recipe and all that they stand for."""
-    return [part for word in recipe for part in (word, *word.expand())]
+    """The stages of a recipe and the stages that they expand to."""
+    return [part for stage in recipe for part in (stage, *stage.expand())]
 
 
 def _turns(media: list[dict], messages: list[dict], question: str) -> list[dict]:
-    """The conversation as `VLM.chat` takes it, every picture a blank one: only text is made of it.
+    """The conversation as `VLM.chat` takes it, with blank images, to render its text.
 
-    ``media`` are what stands before the first question.
+    ``media`` are the content entries before the first question.
     """
     from PIL import Image
 
@@ -562,33 +562,33 @@ def _turns(media: list[dict], messages: list[dict], question: str) -> list[dict]
 
 
 def _split(text: str, marks: tuple[str, ...]) -> tuple[str, str]:
-    """A prompt's text behind its last picture or clip, and what is before that."""
+    """A prompt's text up to the end of its last image or video, and the rest."""
     end = max(text.rindex(mark) + len(mark) for mark in marks if mark in text)
     return text[:end], text[end:]
 
 
 def _tokens(adapter: Adapter, tail: str) -> list[int]:
-    """Ids of what stands behind a picture: it is tokenised behind one, as in the whole prompt."""
+    """Ids of the text after an image: it is tokenized after one, as in the whole prompt."""
     text = adapter.image_token() + tail
     return adapter.processor.tokenizer(text, add_special_tokens=False).input_ids[1:]
 
 
 def _before(adapter: Adapter, ids: list[int], tail: str) -> list[int]:
     """The ids of a prompt without those of ``tail``."""
-    of_tail = _tokens(adapter, tail)
-    end = len(ids) - len(of_tail)
-    if ids[end:] != of_tail or adapter.image_token_id in of_tail:
+    tail_ids = _tokens(adapter, tail)
+    end = len(ids) - len(tail_ids)
+    if ids[end:] != tail_ids or adapter.image_token_id in tail_ids:
         raise ModelError(
-            f"{type(adapter.processor).__name__} treats the text behind a picture in a way of its "
+            f"{type(adapter.processor).__name__} does not tokenize the text after an image on its "
             "own; sessions cannot be opened on this model"
         )
     return ids[:end]
 
 
 def _times_may_lead(adapter: Adapter, recipe: Recipe, ids: Tensor, position: Tensor) -> bool:
-    """Whether text after a video may get ids below the video's times once drops are closed up.
+    """Whether text after a video may get ids below the video's times once gaps are closed.
 
-    Text follows the rows and columns that are left, and a video keeps its times apart.
+    Text follows the rows and columns that are left, while a video's times are not compacted.
     """
     if len(position) == 1 or all(
         getattr(part, "positions", "keep") != "compact" for part in _parts(recipe)
@@ -600,7 +600,7 @@ def _times_may_lead(adapter: Adapter, recipe: Recipe, ids: Tensor, position: Ten
 
 
 def _common(one: list[int], another: list[int]) -> int:
-    """How many ids both begin with."""
+    """Length of the common prefix."""
     pairs = enumerate(zip(one, another, strict=False))
     return next((at for at, (a, b) in pairs if a != b), min(len(one), len(another)))
 
@@ -611,12 +611,12 @@ def _common(one: list[int], another: list[int]) -> int:
 def _checked(
     adapter: Adapter, recipe: Recipe, state: dict[str, Any]
 ) -> tuple[Pictures | None, Prefix | None]:
-    """Images and cache of a file, once everything in it was found to belong together.
+    """Images and cache of a file, after checking that all of it is consistent.
 
     Raises
     ------
     ValueError
-        Says what does not.
+        For the first part that is not.
     """
     keys = ("history", "messages", "stats", "pictures", "cache")
     session_checks.need(state.keys() == set(keys), "its parts are others")
@@ -645,15 +645,15 @@ def _checked(
 def _blank_prompt(
     adapter: Adapter, known: Pictures, messages: list[dict]
 ) -> tuple[dict[str, Tensor], int]:
-    """What the processor makes of blank images of the same sizes.
+    """The processor's output for blank images of the same sizes.
 
-    Returns its tensors, and how many of the ids stand before the question.
+    Returns its tensors, and the number of ids before the question.
     """
     from PIL import Image
 
-    # The conversation too: a placeholder in it would be taken for one of the images.
-    for said in (messages, []):
-        text = render(adapter, _turns(known.media, said, "?"), Recipe()).text
+    # The conversation too: a placeholder in it would be mistaken for one of the images.
+    for turns in (messages, []):
+        text = render(adapter, _turns(known.media, turns, "?"), Recipe()).text
         head, tail = _split(text, adapter.marks())
         session_checks.need(head == known.head, "its images stand in another prompt")
     blanks = [Image.new("RGB", (width, height)) for height, width in known.sizes]

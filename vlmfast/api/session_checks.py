@@ -1,7 +1,7 @@
-"""Whether what a session file holds belongs together, and to the model that is to go on with it.
+"""Checks that the parts of a session file are consistent with each other and with the model.
 
-A checksum tells damage, not intent: whoever writes a file can write its checksum too. Every part is
-therefore checked against the model, the recipe and the other parts before anything is computed.
+A checksum detects damage but not forgery, since a forged file can have a valid checksum. Every part
+is therefore checked against the model, the recipe and the other parts before anything is computed.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from vlmfast.models.base import Adapter
 
 __all__ = ["capacity", "check_cache", "check_messages", "check_pictures", "check_seen", "need"]
 
-_FREE = 2048  # slots beyond those that are taken that a loaded cache reserves at most
+_FREE = 2048  # free slots that a loaded cache reserves at most
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
-def need(holds: object, what: str) -> None:
-    """Raise ``ValueError`` where something does not hold."""
-    if not holds:
+def need(condition: object, what: str) -> None:
+    """Raise ``ValueError`` if a condition is false."""
+    if not condition:
         raise ValueError(what)
 
 
@@ -41,7 +41,7 @@ def _whole(value: Any, what: str, low: int, high: int) -> None:
 
 
 def _tensor(
-    of: Any,
+    value: Any,
     what: str,
     shape: Sequence[int | None],
     dtype: torch.dtype | Sequence[torch.dtype],
@@ -50,29 +50,29 @@ def _tensor(
     *,
     finite: bool = True,
 ) -> None:
-    """A tensor of that shape (None: any length), type and range."""
-    need(isinstance(of, Tensor), f"{what} is not a tensor")
+    """Check a tensor's shape (None: any length), dtype and range."""
+    need(isinstance(value, Tensor), f"{what} is not a tensor")
     dtypes = (dtype,) if isinstance(dtype, torch.dtype) else dtype
-    need(of.dtype in dtypes, f"{what} is {of.dtype}")
-    fits = of.dim() == len(shape) and all(
-        b is None or a == b for a, b in zip(of.shape, shape, strict=True)
+    need(value.dtype in dtypes, f"{what} is {value.dtype}")
+    fits = value.dim() == len(shape) and all(
+        b is None or a == b for a, b in zip(value.shape, shape, strict=True)
     )
-    need(fits, f"{what} has the shape {tuple(of.shape)}, not {tuple(shape)}")
-    if not of.numel():
+    need(fits, f"{what} has the shape {tuple(value.shape)}, not {tuple(shape)}")
+    if not value.numel():
         return
-    if finite and of.is_floating_point():
-        need(bool(of.isfinite().all()), f"{what} holds values that are not finite")
+    if finite and value.is_floating_point():
+        need(bool(value.isfinite().all()), f"{what} contains values that are not finite")
     if low is not None:
-        need(bool((of >= low).all()), f"{what} holds values below {low}")
+        need(bool((value >= low).all()), f"{what} contains values below {low}")
     if high is not None:
-        need(bool((of <= high).all()), f"{what} holds values above {high}")
+        need(bool((value <= high).all()), f"{what} contains values above {high}")
 
 
 # --- conversation ---------------------------------------------------------------------------------
 
 
 def check_messages(messages: Any, history: Any) -> None:
-    """Questions and answers in turn; none where the session has no history."""
+    """Check that questions and answers alternate; none in a session without history."""
     need(isinstance(history, bool), "history is neither true nor false")
     need(isinstance(messages, list), "messages are not a list")
     need(history or not messages, "there are messages in a session without history")
@@ -88,7 +88,7 @@ def check_messages(messages: Any, history: Any) -> None:
 
 
 def check_pictures(known: Any, adapter: Adapter) -> None:
-    """What can be said of images and videos before a blank prompt is made in their place."""
+    """Check images and videos as far as possible without a blank prompt of the same sizes."""
     for part in known.media:
         fine = isinstance(part, dict) and part.get("type") in ("image", "video", "text")
         need(fine and all(isinstance(of, str) for of in part.values()), "media are not a turn")
@@ -102,7 +102,7 @@ def check_pictures(known: Any, adapter: Adapter) -> None:
     need(total <= MAX_VIDEO_PIXELS, "the images are too large together")
     need(not known.frames or len(known.frames) == len(known.sizes), "frames and sizes differ")
     for entry in known.frames:
-        need(len(entry) >= 3, "an entry of frames has no three numbers")
+        need(len(entry) >= 3, "an entry of frames has fewer than three numbers")
         for number in entry[:3]:
             _whole(number, "a number of a frame", -1, len(known.sizes))
         for number in entry[3:]:
@@ -115,7 +115,7 @@ def check_pictures(known: Any, adapter: Adapter) -> None:
 def check_seen(
     known: Any, adapter: Adapter, recipe: Recipe, tensors: dict[str, Tensor], length: int
 ) -> None:
-    """The images after the tower, against what the processor makes of blank ones.
+    """Check the encoded images against the processor's output for blank ones.
 
     Parameters
     ----------
@@ -123,7 +123,7 @@ def check_seen(
     tensors : dict of str to Tensor
         Of blank images of the same sizes, with the ids of a prompt around them.
     length : int
-        How many of these ids stand before the question.
+        Number of these ids before the question.
     """
     ids = tensors["input_ids"][0]
     need(known.prefix == ids[:length].tolist(), "the ids of the prompt are those of another one")
@@ -166,7 +166,7 @@ def _check_layout(
     position: Tensor,
     what: str,
 ) -> None:
-    """Rows of a layout: each a placeholder of the prompt, once, in ascending order."""
+    """Check a layout: each row is a different placeholder of the prompt, in ascending order."""
     n = len(layout)
     views = max(item.views[1] for item in items)
     tiles = max(item.views[1] - item.views[0] for item in items)
@@ -220,7 +220,7 @@ def _check_trace(
 def _check_vision(
     seen: Seen, recipe: Recipe, adapter: Adapter, items: Sequence[ItemGeometry]
 ) -> None:
-    """Statistics of the tower: all that the recipe's stages read, in one shape for all layers."""
+    """Check the tower's statistics: all that the recipe's stages need, in one shape per kind."""
     vision = seen.vision
     views = max(item.views[1] for item in items)
     tower = len(adapter.vision_blocks())
@@ -264,7 +264,7 @@ def _check_vision(
 
 
 def _parts(recipe: Recipe) -> list[Any]:
-    return [part for word in recipe for part in (word, *word.expand())]
+    return [part for stage in recipe for part in (stage, *stage.expand())]
 
 
 # --- the cache ------------------------------------------------------------------------------------
@@ -273,7 +273,7 @@ def _parts(recipe: Recipe) -> list[Any]:
 def check_cache(
     frozen: dict[str, Any], adapter: Adapter, recipe: Recipe, known: Any, top: int
 ) -> None:
-    """A frozen cache, as `session_file.frozen` makes it.
+    """Check a frozen cache, as `session_file.frozen` returns it.
 
     Parameters
     ----------
@@ -285,7 +285,7 @@ def check_cache(
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     ids, prefix = frozen["ids"], [] if known is None else known.prefix
-    need(isinstance(ids, list) and ids, "the cache has consumed nothing")
+    need(isinstance(ids, list) and ids, "the cache is empty")
     for at in ids:
         _whole(at, "an id of the cache", 0, max(adapter.vocabulary, *adapter.placeholders(), 0))
     consumed = len(ids)
@@ -342,7 +342,7 @@ def _check_layer(
         need(len(layer[name]) == 1, f"{what}.{name} is not of one row")
         _whole(layer[name][0], f"{what}.{name}", -consumed if name == "shift" else 0, consumed)
     even = bool((length == length[0]).all())
-    need(isinstance(layer["even"], bool) and layer["even"] <= even, f"{what}.even is not so")
+    need(isinstance(layer["even"], bool) and layer["even"] <= even, f"{what}.even is wrong")
     buffers = layer["buffers"]
     wanted = {"keys", "values"}
     wanted |= {"order"} if frozen["track"] else set()
@@ -365,8 +365,8 @@ def _check_layer(
     for segment, count in zip(segments, stored, strict=True):
         need(isinstance(segment, Segment), f"{what} has a segment that is none")
         _check_segment(segment, count, what, adapter, heads, dim)
-    if not frozen["track"]:  # the last ids can be taken back one by one
-        need(int(length.min()) >= consumed - compressed, f"{what} holds too few slots")
+    if not frozen["track"]:  # the last ids can be removed one by one
+        need(int(length.min()) >= consumed - compressed, f"{what} has too few slots")
     if compressed == 0 and not frozen["track"]:
         need(not segments and held == consumed and even, f"{what} is not whole")
 
@@ -406,21 +406,21 @@ def _check_segment(
     need(not group or count[0] % group == 0, f"{what}.stored is no multiple of its group")
 
 
-# --- what methods remember ------------------------------------------------------------------------
+# --- notes of methods ----------------------------------------------------------------------------
 
 
 def _check_notes(
     notes: Any, recipe: Recipe, depth: int, heads: int, dim: int, consumed: int
 ) -> None:
-    """Notes of methods that go on in decode, as they read them; those of others are only typed."""
+    """Check the notes of methods that work in decode; for others only the types."""
     need(isinstance(notes, dict), "notes are not by method")
-    parts = {part.name: part for word in recipe for part in (word, *word.expand())}
+    parts = {part.name: part for part in _parts(recipe)}
     decoding = {stage.name for stage in recipe.acting(DecodeStage)}
     for name, note in notes.items():
         need(name in parts and isinstance(note, dict), f"notes of {str(name)[:40]} are not its own")
         if name in decoding and name in _NOTES:
             sizes = (depth, heads, dim, consumed)
-            _NOTES[name](note, next(w for w in recipe if w.name == name), *sizes)
+            _NOTES[name](note, next(stage for stage in recipe if stage.name == name), *sizes)
     for name in decoding & _NEEDED:
         need(name in notes, f"notes of {name} are missing")
 
@@ -461,15 +461,17 @@ def _zipcache(note: dict, stage: Any, depth: int, heads: int, dim: int, consumed
     _by_layer(note, depth, "zipcache")
     for of in note.values():
         _tensor(of, "notes of zipcache", (heads, dim), _FLOATS)
-        need(bool((of > 0).all()), "notes of zipcache hold a scale that is not above 0")
+        need(bool((of > 0).all()), "notes of zipcache contain a scale that is not above 0")
 
 
 def _zipvl(note: dict, stage: Any, depth: int, heads: int, dim: int, consumed: int) -> None:
     scales = {key: of for key, of in note.items() if isinstance(key, tuple)}
-    need(scales.keys() == {("scale", layer) for layer in range(depth)}, "notes of zipvl lack some")
+    need(
+        scales.keys() == {("scale", layer) for layer in range(depth)}, "notes of zipvl lack scales"
+    )
     for of in scales.values():
         _tensor(of, "notes of zipvl", (heads, dim), _FLOATS)
-        need(bool((of > 0).all()), "notes of zipvl hold a scale that is not above 0")
+        need(bool((of > 0).all()), "notes of zipvl contain a scale that is not above 0")
 
 
 def _cake(note: dict, stage: Any, depth: int, heads: int, dim: int, consumed: int) -> None:
@@ -492,6 +494,6 @@ _NOTES: dict[str, Callable[..., None]] = {
 _NEEDED = {"zipvl"}
 
 
-def capacity(stated: int, held: int) -> int:
-    """Slots that a buffer gets: as many as it had, bounded by what it holds; it grows by itself."""
-    return min(stated, held + _FREE)
+def capacity(stated: int, length: int) -> int:
+    """Slots to allocate for a loaded buffer: its former capacity, with a bound on free slots."""
+    return min(stated, length + _FREE)

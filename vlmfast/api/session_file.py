@@ -1,4 +1,4 @@
-"""Sessions on disk: what is written, and what is asked of a file before anything in it is used."""
+"""Saves and loads sessions, and validates a file before anything in it is used."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _LONGEST = 4096  # characters of a recipe
 
 
 def identity(adapter: Adapter) -> dict[str, Any]:
-    """By what a saved session knows its model again: sizes, type, and some of every weight."""
+    """Identify a model by its sizes, its dtype and a hash of samples of every weight."""
     digest, picked = hashlib.sha256(), {}
     for name, weight in adapter.model.named_parameters():
         digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}\n".encode())
@@ -46,8 +46,8 @@ def identity(adapter: Adapter) -> dict[str, Any]:
         if len(flat):
             index = torch.arange(16, device=flat.device) * (len(flat) - 1) // 15
             picked.setdefault(flat.dtype, []).append(flat[index])
-    for of in picked.values():
-        digest.update(torch.cat(of).cpu().view(torch.uint8).numpy().tobytes())
+    for samples in picked.values():
+        digest.update(torch.cat(samples).cpu().view(torch.uint8).numpy().tobytes())
     return {
         "sizes": adapter.sizes(),
         "dtype": str(adapter.dtype).removeprefix("torch."),
@@ -56,17 +56,17 @@ def identity(adapter: Adapter) -> dict[str, Any]:
 
 
 def write(path: str | Path, adapter: Adapter, recipe: Recipe, state: dict[str, Any]) -> None:
-    """Write a session's state; a file that was there is replaced whole.
+    """Write a session's state, replacing an existing file atomically.
 
     Parameters
     ----------
     state : dict
-        ``history``, ``messages``, ``stats``, ``pictures`` and ``cache`` (of `frozen`).
+        ``history``, ``messages``, ``stats``, ``pictures`` and ``cache`` (see `frozen`).
 
     Raises
     ------
     VLMFastError
-        With the reason, when the file cannot be written.
+        With the reason, if the file cannot be written.
     """
     tensors: dict[str, torch.Tensor] = {}
     metadata = {
@@ -87,22 +87,22 @@ def read(
     own: tuple[type, ...],
     build: Callable[[Recipe, dict[str, Any]], Any],
 ) -> Any:
-    """What ``build`` makes of the recipe and the state that `write` was given.
+    """Read a file and return what ``build`` makes of its recipe and state.
 
     Parameters
     ----------
     choose : callable
-        The recipe to go on under, from the text of the one that it was saved under.
+        Returns the recipe of the session from the text of the saved recipe.
     own : tuple of type
-        Further classes that may be in the state.
+        Additional classes that the state may contain.
     build : callable
-        Checks the state; whatever it raises is one error about the file.
+        Checks the state; any exception becomes a single error about the file.
 
     Raises
     ------
     VLMFastError
-        For a file that cannot be read or used; `ModelError` where it was saved with another model,
-        `RecipeError` where under another recipe.
+        For a file that cannot be read or used; `ModelError` if it was saved with another model,
+        `RecipeError` if it was saved under another recipe.
     """
     metadata, tensors = snapshot.read(path, "a saved session")
     if metadata.get("kind") != _KIND:
@@ -114,7 +114,7 @@ def read(
         )
     lacking = [key for key in ("model", "recipe", "session") if key not in metadata]
     if not lacking and len(metadata["recipe"]) > _LONGEST:
-        raise VLMFastError(f"{path} cannot be used: its recipe is longer than any")
+        raise VLMFastError(f"{path} cannot be used: its recipe is too long")
     if lacking:
         raise VLMFastError(f"{path} cannot be used: it has no {lacking[0]}")
     try:
@@ -131,11 +131,11 @@ def read(
     try:
         state = snapshot.unpack(about, tensors, _classes(recipe, own))
         if not isinstance(state, dict):
-            raise ValueError("it holds no state")
+            raise ValueError("it contains no state")
         return build(recipe, completed(adapter, recipe, state))
     except (ModelError, RecipeError):
         raise
-    except Exception as error:  # whatever a forged file brings about is about the file
+    except Exception as error:  # a forged file can cause any exception
         reason = str(error).partition("\n")[0][:300]
         if not isinstance(error, ValueError):
             reason = f"{type(error).__name__}: {reason}"
@@ -149,11 +149,11 @@ def _same_model(path: str | Path, saved: Any, own: dict[str, Any]) -> None:
     if not isinstance(sizes, dict):
         raise ModelError(f"{path} does not say with which model it was saved")
     if sizes != own["sizes"]:
-        keys = [key for key, of in own["sizes"].items() if sizes.get(key) != of]
+        keys = [key for key, value in own["sizes"].items() if sizes.get(key) != value]
         what = ", ".join(
             f"{key} {str(sizes.get(key))[:40]} and not {own['sizes'][key]}" for key in keys
         )
-        raise ModelError(f"{path} was saved with another model: {what or 'more sizes'}")
+        raise ModelError(f"{path} was saved with another model: {what or 'additional sizes'}")
     if saved.get("dtype") != own["dtype"]:
         raise ModelError(
             f"{path} was saved with a model in {str(saved.get('dtype'))[:40]}, and this one is in "
@@ -163,14 +163,14 @@ def _same_model(path: str | Path, saved: Any, own: dict[str, Any]) -> None:
 
 
 def _classes(recipe: Recipe, own: tuple[type, ...]) -> dict[str, type]:
-    """What may be in a file: the project's own parts, and what the recipe's methods note."""
+    """Classes allowed in a file: the project's own and the dataclasses of the recipe's methods."""
     found = [*own, Seen, Stats, Trace, Segment]
     found += [ItemGeometry, Saliency, TokenLayout, VisionStats, VisualTokens]
-    for part in (part for word in recipe for part in (word, *word.expand())):
+    for part in (part for stage in recipe for part in (stage, *stage.expand())):
         module = sys.modules[type(part).__module__]
-        found += [of for of in vars(module).values() if hasattr(of, "__dataclass_fields__")]
+        found += [v for v in vars(module).values() if hasattr(v, "__dataclass_fields__")]
     known = [cls for cls in found if isinstance(cls, type)]
-    # Earlier files of this format name classes by the modules that they were in then.
+    # Earlier files of this format name classes by their former modules.
     names = {former: cls for cls in known for former in former_names(cls)}
     return names | {snapshot.name_of(cls): cls for cls in known}
 
@@ -179,14 +179,14 @@ def _classes(recipe: Recipe, own: tuple[type, ...]) -> dict[str, type]:
 
 
 def frozen(prefix: Prefix) -> dict[str, Any]:
-    """All that `thawed` needs of what a session has read."""
+    """The state of a session's cache, from which `thawed` restores it."""
     cache = prefix.cache
     layers = []
     for layer in cache.layers:
-        held = layer.held[0]
+        length = layer.held[0]
         layers.append(
             {
-                "held": held,
+                "held": length,
                 "capacity": layer.keys.shape[2],
                 "shift": layer.shift,
                 "gap": layer.gap,
@@ -194,9 +194,9 @@ def frozen(prefix: Prefix) -> dict[str, Any]:
                 "stored": layer.stored,
                 "segments": layer.segments,
                 "buffers": {
-                    name: of[:, :, :held]
+                    name: buffer[:, :, :length]
                     for name in BUFFERS
-                    if (of := getattr(layer, name)) is not None
+                    if (buffer := getattr(layer, name)) is not None
                 },
             }
         )
@@ -219,27 +219,27 @@ def frozen(prefix: Prefix) -> dict[str, Any]:
 
 
 def thawed(adapter: Adapter, recipe: Recipe, file: dict[str, Any]) -> Prefix:
-    """What `frozen` was given; ``file`` has passed `session_checks.check_cache`."""
+    """Restore what `frozen` saved; ``file`` has passed `session_checks.check_cache`."""
     saved = snapshot.moved({key: file[key] for key in OF_CACHE}, adapter.device)
     cache = KVCache(adapter.depth, adapter.pool, adapter.windows)
     cache.track, cache.mass = saved["track"], saved["mass"]
     cache.length, cache.logical = saved["length"].clone(), list(saved["logical"])
     cache.base = saved["compressed"]
     cache.seen = torch.tensor(cache.logical, device=adapter.device)
-    for layer, length, of_layer in zip(cache.layers, cache.length, saved["layers"], strict=True):
-        buffers = of_layer["buffers"]
+    for layer, length, state in zip(cache.layers, cache.length, saved["layers"], strict=True):
+        buffers = state["buffers"]
         layer.lazy_initialization(buffers["keys"], buffers["values"])
-        layer.length, layer.seen, layer.even = length, cache.seen, of_layer["even"]
-        layer.held, layer.shift = [of_layer["held"]], list(of_layer["shift"])
+        layer.length, layer.seen, layer.even = length, cache.seen, state["even"]
+        layer.held, layer.shift = [state["held"]], list(state["shift"])
         if layer.window is not None:
-            layer.gap = list(of_layer["gap"])
-        layer.segments = list(of_layer["segments"])
-        layer.stored = [list(s) for s in of_layer["stored"]]
-        slots = capacity(of_layer["capacity"], of_layer["held"])
-        for name, of in buffers.items():
-            shape = (*of.shape[:2], slots, *of.shape[3:])
-            buffer = adapter.pool.take(shape, of.dtype, of.device)
-            buffer[:, :, : of.shape[2]] = of
+            layer.gap = list(state["gap"])
+        layer.segments = list(state["segments"])
+        layer.stored = [list(s) for s in state["stored"]]
+        slots = capacity(state["capacity"], state["held"])
+        for name, data in buffers.items():
+            shape = (*data.shape[:2], slots, *data.shape[3:])
+            buffer = adapter.pool.take(shape, data.dtype, data.device)
+            buffer[:, :, : data.shape[2]] = data
             setattr(layer, name, buffer)
     stages = recipe.acting(DecodeStage) if cache.track else []
     return Prefix(

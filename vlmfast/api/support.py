@@ -1,4 +1,4 @@
-"""Which methods run on a model, found out by asking the model itself."""
+"""Which methods run on a model, found by running each of them once."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from vlmfast.errors import VLMFastError
 if TYPE_CHECKING:
     from .vlm import VLM
 
-_SIZE = (64, 96)  # height and width of the image that is asked about
+_SIZE = (64, 96)  # height and width of the test image
 _FRAMES = 4
-_SHARE = 0.97
+_KEEP = 0.97
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,11 @@ class Support:
     ----------
     method : str
     runs : bool or None
-        ``None`` where it was not tried, because that would download another model.
+        ``None`` if it was not tried, because that would download another model.
     saliency : str
-        Where it reads saliency: ``cls``, ``received`` or ``norm``; empty where it reads none.
+        Source of its saliency: ``cls``, ``received`` or ``norm``; empty if it uses none.
     note : str
-        Why it does not run, or which of its parts is left out.
+        Why it does not run, or which of its parts is skipped.
     """
 
     method: str
@@ -42,19 +42,19 @@ class Support:
 
 
 def support_of(vlm: VLM, recipe: Any, *, video: bool = False) -> Support:
-    """Ask one question under a recipe, for an answer of one token.
+    """Test whether a recipe runs on a model, by generating one token.
 
     Parameters
     ----------
     vlm : VLM
     recipe : str, Stage or Recipe
     video : bool
-        Ask about a video of four frames instead of an image.
+        Test with a video of four frames instead of an image.
     """
     method = recipe if isinstance(recipe, str) else str(recipe)
     recipe = vlm.recipe(recipe)
     if any(stage.other_model for stage in recipe):
-        return Support(method, None, note="runs a model of its own, which would be downloaded")
+        return Support(method, None, note="needs another model, which would be downloaded")
     if recipe.acting(MediaStage) and not video:
         return Support(method, False, note="chooses the frames of a video")
     noise = np.random.default_rng(0).integers(0, 256, (_FRAMES, *_SIZE, 3), dtype=np.uint8)
@@ -71,14 +71,14 @@ def support_of(vlm: VLM, recipe: Any, *, video: bool = False) -> Support:
 
 
 def support(vlm: VLM, *, video: bool = False) -> list[Support]:
-    """`support_of` for every method that can be found, by name."""
+    """Run `support_of` for every registered method, in alphabetical order."""
     found = []
     for name in sorted(stage_names()):
         stage = stage_class(name)()
-        # Defaults of cache methods are for longer prompts than the one that is asked here.
-        shares = {}
+        # The defaults of cache methods are for longer prompts than this one.
+        keeps = {}
         if any(part.protocol == "cache" for part in stage.expand()):
-            shares = {f.name: _SHARE for f in fields(stage) if f.name in ("share", "tsp")}
-        tried = support_of(vlm, Recipe((replace(stage, **shares),)), video=video)
+            keeps = {f.name: _KEEP for f in fields(stage) if f.name in ("share", "tsp")}
+        tried = support_of(vlm, Recipe((replace(stage, **keeps),)), video=video)
         found.append(replace(tried, method=name))
     return found

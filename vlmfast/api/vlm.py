@@ -1,4 +1,4 @@
-"""What a user holds: `VLM` answers questions about pictures and clips under a recipe."""
+"""Public entry point: `VLM` answers questions about images and videos under a recipe."""
 
 from __future__ import annotations
 
@@ -31,25 +31,24 @@ _SHIPPED = {"tiny": Path(__file__).parents[1] / "weights" / "tiny"}
 
 
 class VLM:
-    """A vision-language model under vlmfast.
+    """A Hugging Face vision-language model that runs recipes.
 
     Parameters
     ----------
     model : transformers.PreTrainedModel
-        Stays usable as it was: attention functions and hooks are put in for the length of a call.
+        Remains usable on its own: attention functions and hooks are installed only during a call.
     processor : transformers.ProcessorMixin
         The processor that belongs to the model.
     decoding : {"auto", "graph", "compile", "eager"}
-        How decode steps run: as CUDA graphs that are captured once per shape (``auto`` on a GPU),
-        through ``torch.compile``, or operation by operation (``auto`` on a CPU).
+        How decode steps run: as CUDA graphs, captured once per shape (``auto`` on a GPU), through
+        ``torch.compile``, or eagerly (``auto`` on a CPU).
 
     Attributes
     ----------
     session_bytes : int or None
-        What the caches of all open sessions may take together between questions; no bound by
-        default. Beyond it the sessions that were not used for longest lose their caches, and build
-        them again when they are asked next. A session that is being used keeps its own, even where
-        that is larger than the bound.
+        Upper bound on the caches of all open sessions between questions; unbounded by default.
+        Above it the least recently used sessions drop their caches and rebuild them at their next
+        question. The session in use keeps its cache, even if that is larger than the bound.
 
     Raises
     ------
@@ -89,17 +88,17 @@ class VLM:
         name : str or Path
             ``"tiny"`` (the shipped model), a local folder, or a hub id.
         device : str, optional
-            A CUDA device when there is one, else the CPU.
+            By default a CUDA device if one is available, else the CPU.
         dtype : str or torch.dtype
-            ``"auto"`` is the checkpoint's own.
+            ``"auto"`` keeps the checkpoint's dtype.
         **kwargs
-            For Hugging Face's ``from_pretrained`` (``revision``, ``token``, ...).
+            Passed to Hugging Face's ``from_pretrained`` (``revision``, ``token``, ...).
 
         Raises
         ------
         ModelError
-            When there is no such checkpoint, it has no processor, its family is not supported or
-            its weights do not fit.
+            If the checkpoint does not exist, has no processor, is of an unsupported family, or its
+            weights do not fit.
         """
         from vlmfast.models._loading import load
 
@@ -116,7 +115,7 @@ class VLM:
         self._sessions.bytes = bytes
 
     def recipe(self, recipe: Any) -> Recipe:
-        """What ``recipe=`` means on this model; presets differ by what its vision tower has.
+        """Parse a recipe for this model; presets depend on its vision tower.
 
         Parameters
         ----------
@@ -146,31 +145,31 @@ class VLM:
         progress: bool = True,
         **generation: Any,
     ) -> Answer:
-        """Answer a question about pictures or a clip.
+        """Answer a question about images or a video.
 
         Parameters
         ----------
         question : str
-        images : picture or list of pictures, optional
+        images : image or list of images, optional
             PIL image, path, URL, bytes, NumPy array or torch tensor.
         video : path, bytes or list of frames, optional
         num_frames, fps : optional
-            How many frames are read: a number, or so many a second; 8 when neither is given.
+            Number of frames, or frames per second, to read; 8 frames if neither is given.
         recipe : str, Stage or Recipe, optional
-            What is dropped; nothing by default.
+            Which tokens are dropped; none by default.
         max_kv_tokens : int, optional
-            Read the clip block by block, so that no layer ever caches more tokens, however long it
-            is. Each block is thinned out by the recipe's block-wise cache method, or by
-            ``quickprefill``. The answer then has no trace.
+            Prefill the video block by block, so that no layer ever caches more tokens. Each block
+            is compressed by the recipe's block-wise cache method, or by ``quickprefill``. The
+            answer then has no trace.
         progress : bool
-            Whether a bar shows how much of such a clip has been read.
+            Whether to show a progress bar for such a video.
         **generation
             Hugging Face's generation arguments (``max_new_tokens``, ``do_sample``, ...).
 
         Raises
         ------
         VLMFastError
-            `MediaError` for pictures and clips that cannot be read, `RecipeError` for a recipe
+            `MediaError` for images and videos that cannot be read, `RecipeError` for a recipe
             that cannot run on this model.
         """
         from .generation import gate
@@ -182,9 +181,9 @@ class VLM:
 
             if video is None or images is not None:
                 raise VLMFastError("max_kv_tokens is for video= alone")
-            clip = (video, num_frames, fps)
+            source = (video, num_frames, fps)
             return answer_long(
-                self.adapter, question, clip, recipe, max_kv_tokens, passed, progress=progress
+                self.adapter, question, source, recipe, max_kv_tokens, passed, progress=progress
             )
         messages = messages_of(question, images, video, num_frames, fps)
         return answered(self.adapter, messages, recipe, passed)
@@ -192,9 +191,9 @@ class VLM:
     def chat(self, messages: list[dict], *, recipe: Any = None, **generation: Any) -> Answer:
         """Answer the last turn of a conversation in Hugging Face's chat schema.
 
-        A content entry ``{"type": "image", ...}`` holds its picture under ``image``, ``path``,
-        ``url`` or ``base64``; ``{"type": "video", ...}`` its clip under ``video``, ``path`` or
-        ``url``, with ``num_frames`` or ``fps`` beside it.
+        A content entry ``{"type": "image", ...}`` gives its image under ``image``, ``path``,
+        ``url`` or ``base64``. ``{"type": "video", ...}`` gives its video under ``video``, ``path``
+        or ``url``, optionally with ``num_frames`` or ``fps``.
         """
         from .generation import gate
         from .request import CHAT, answered
@@ -213,7 +212,7 @@ class VLM:
         recipe: Any = None,
         **generation: Any,
     ) -> Iterator[str | Answer]:
-        """Like `ask`, piece by piece: yields ``str``, and the `Answer` as the last item."""
+        """Stream an answer: like `ask`, but yields ``str`` pieces and finally the `Answer`."""
         from vlmfast.engine.streaming import stream
 
         from .generation import gate
@@ -241,7 +240,7 @@ class VLM:
         fps: float | None = None,
         **generation: Any,
     ) -> list[Comparison]:
-        """The full model's answer first, then each recipe's."""
+        """Answer with the full model first, then under each recipe."""
         from .generation import gate, shown
         from .request import ASK, answered, messages_of
 
@@ -260,17 +259,17 @@ class VLM:
     ) -> list[Answer]:
         """Answer many questions, up to ``batch_size`` of them decoded together.
 
-        Every request has its own pictures, recipe, length and end. Prompts are read one at a time
-        and never padded, so each greedy answer is the one that `ask` gives; sampled answers draw
-        from the one random stream in the order of the batch.
+        Every request has its own images, recipe, length and stopping criteria. Prompts are
+        prefilled one at a time without padding, so each greedy answer equals that of `ask`. Sampled
+        answers draw from one random stream in the order of the batch.
 
         Parameters
         ----------
         requests : iterable of Request or str
-            Read as rows become free. A ``str`` is a question without an image.
+            Consumed as batch rows become free. A ``str`` is a question without an image.
         batch_size : int
         **generation
-            For requests that do not say otherwise.
+            Defaults for all requests; a request's own ``generation`` overrides them.
 
         Returns
         -------
@@ -280,7 +279,7 @@ class VLM:
         Raises
         ------
         VLMFastError
-            For the first request that cannot be answered; says which one.
+            For the first request that cannot be answered; the message gives its number.
         """
         from vlmfast.engine.engine import Engine
 
@@ -327,25 +326,25 @@ class VLM:
         recipe: Any = None,
         history: bool = True,
     ) -> Session:
-        """Open a session: pictures are encoded, and read where the recipe allows, once.
+        """Open a session: encode images once and, if the recipe allows, prefill them once.
 
         Parameters
         ----------
         images, video, num_frames, fps, recipe : optional
             As in `ask`.
         history : bool
-            Whether each question sees the ones before it and their answers, as in `chat`. Otherwise
-            every question stands alone, as in `ask`.
+            Whether each question sees the previous ones and their answers, as in `chat`. Otherwise
+            every question is independent, as in `ask`.
 
         Returns
         -------
         Session
-            ``session.reuses`` says what is shared. Close it, or open it in a ``with`` statement.
+            ``session.reuses`` tells what questions share. Close it, or use a ``with`` statement.
 
         Raises
         ------
         VLMFastError
-            As `ask` does, for pictures and recipes that cannot be used.
+            As `ask`, for images and recipes that cannot be used.
         """
         from .session import Session
 
@@ -353,25 +352,25 @@ class VLM:
         return Session._open(self._sessions, images, video, num_frames, fps, recipe, history)
 
     def load_session(self, path: str | Path, *, recipe: Any = None) -> Session:
-        """A session that `Session.save` wrote, to go on with.
+        """Load a session that `Session.save` wrote, and continue it.
 
         Parameters
         ----------
         path : str or Path
         recipe : str, Stage or Recipe, optional
-            What the session must have been saved under; by default whatever it was.
+            The recipe that the session must have been saved under; any by default.
 
         Raises
         ------
         VLMFastError
-            For a file that is damaged or none of these; `ModelError` where it was saved with
-            another model, `RecipeError` where under another recipe than ``recipe``.
+            For a file that is damaged or not a session; `ModelError` if it was saved with another
+            model, `RecipeError` if it was saved under another recipe than ``recipe``.
         """
         from .session import Session
 
         return Session._load(self._sessions, path, recipe)
 
-    # --- the way in ------------------------------------------------------------------------------
+    # --- inputs ----------------------------------------------------------------------------------
 
     def inputs(
         self,
@@ -382,7 +381,7 @@ class VLM:
         num_frames: int | None = None,
         fps: float | None = None,
     ) -> dict[str, torch.Tensor]:
-        """The tensors that `ask` works on; ``vlm.model.generate(**inputs)`` is the full model."""
+        """Build the tensors of `ask`; ``vlm.model.generate(**inputs)`` runs the full model."""
         from .request import messages_of, render, tensors_of
 
         messages = messages_of(question, images, video, num_frames, fps)
@@ -390,9 +389,9 @@ class VLM:
 
 
 def methods() -> list[dict[str, Any]]:
-    """Every stage and drafter: name, protocol, parameters, paper, whether it needs training.
+    """List every stage and drafter: name, protocol, parameters, paper, whether it needs training.
 
-    ``floor`` is the lowest share of the visual tokens, averaged over 32 layers, that it can reach.
+    ``floor`` is the lowest fraction of visual tokens that it can keep, averaged over 32 layers.
     """
     return [_method(stage_class(name)) for name in sorted(stage_names())]
 

@@ -1,7 +1,7 @@
 """The command line: ``vlmfast ask``, ``compare``, ``bench``, ``methods``, ``env``, ``train``,
 ``eval``, ``report``, ``demo``.
 
-Nothing heavy is imported before a command needs it, so that ``vlmfast --help`` answers at once.
+Each command imports what it needs when it runs, so that ``vlmfast --help`` is fast.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from vlmfast.api.vlm import VLM, Answer, Comparison
     from vlmfast.engine.stats import Stats
 
-_INTERRUPTED, _BROKEN_PIPE = 130, 141  # 128 + the signal, as shells have it
+_INTERRUPTED, _BROKEN_PIPE = 130, 141  # 128 + the signal, as in shells
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,8 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns
     -------
     int
-        0, or 2 after an error that is the caller's to mend: it stands on stderr in one line.
-        Usage errors and ``--help`` leave through `SystemExit`, as argparse does.
+        0, or 2 after a user error, which is printed to stderr in one line. Usage errors and
+        ``--help`` raise `SystemExit`, as in argparse.
     """
     parser = _parser()
     debug = False
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             code = args.run(args) or 0
         sys.stdout.flush()
     except BrokenPipeError:
-        # The reader has gone; Python would complain once more when it flushes at exit.
+        # The reader has closed the pipe; without this Python prints another error at exit.
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _BROKEN_PIPE
@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _message(error: Exception) -> str | None:
-    """One line for what the caller can mend; ``None`` for what is a defect."""
+    """The one-line message of a user error; ``None`` for a bug."""
     text = " ".join(str(error).split())
     if isinstance(error, VLMFastError):
         return text
@@ -87,7 +87,7 @@ def _message(error: Exception) -> str | None:
 
 
 class _Command(argparse.ArgumentParser):
-    """A parser that asks for its arguments when it is chosen: their modules may be heavy."""
+    """A parser that adds its arguments on use, since their modules may be slow to import."""
 
     fill: Callable[[argparse.ArgumentParser], None] | None = None
 
@@ -102,11 +102,13 @@ class _Command(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="vlmfast",
-        description="Vision-language models, several times faster, by a recipe of one line.",
-        epilog="`vlmfast COMMAND --help` lists what a command takes.",
+        description="Faster vision-language models with one-line compression recipes.",
+        epilog="`vlmfast COMMAND --help` lists the options of a command.",
     )
     parser.add_argument("--version", action="version", version=f"vlmfast {__version__}")
-    parser.add_argument("--debug", action="store_true", help="tracebacks, warnings and log lines")
+    parser.add_argument(
+        "--debug", action="store_true", help="show tracebacks, warnings and log lines"
+    )
     commands = parser.add_subparsers(
         dest="command", metavar="COMMAND", title="commands", parser_class=_Command
     )
@@ -118,7 +120,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_debug(parser: argparse.ArgumentParser) -> None:
-    # Also behind the command; suppressed, or it would undo a `--debug` in front of it.
+    # Also allowed after the command; suppressed, or its default would undo a `--debug` before it.
     parser.add_argument(
         "--debug", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS
     )
@@ -129,39 +131,44 @@ def _add_model(
 ) -> None:
     shipped = "tiny (shipped, default)" if default else "tiny (shipped)"
     parser.add_argument("--model", default=default, help=f"{shipped}, a folder or a hub id")
-    parser.add_argument("--device", help="cpu, cuda or cuda:1 (default: a GPU if there is one)")
+    parser.add_argument("--device", help="cpu, cuda or cuda:1 (default: a GPU if available)")
     parser.add_argument(
         "--dtype",
         default="auto",
         choices=("auto", "float32", "bfloat16", "float16"),
-        help="number format of the weights (default: the checkpoint's own)",
+        help="dtype of the weights (default: the checkpoint's)",
     )
     if json:
         _fill_json(parser)
 
 
 def _add_question(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", metavar="FILE", help="a picture or a clip; the content decides")
+    parser.add_argument("file", metavar="FILE", help="an image or a video, detected by its content")
     parser.add_argument("question", metavar="QUESTION")
     _add_model(parser)
-    parser.add_argument("--max-new-tokens", type=_count, metavar="N", help="length of the answer")
+    parser.add_argument(
+        "--max-new-tokens", type=_count, metavar="N", help="maximum length of the answer"
+    )
     frames = parser.add_mutually_exclusive_group()
     frames.add_argument(
-        "--num-frames", type=_count, metavar="N", help="frames read of a clip (default 8)"
+        "--num-frames",
+        type=_count,
+        metavar="N",
+        help="number of frames to read from a video (default 8)",
     )
-    frames.add_argument("--fps", type=float, help="frames read of each second of a clip")
+    frames.add_argument("--fps", type=float, help="frames to read per second of a video")
 
 
 def _fill_ask(parser: argparse.ArgumentParser) -> None:
     _add_question(parser)
     parser.add_argument(
-        "--recipe", default="none", help="what is dropped, e.g. balanced or hired:0.2"
+        "--recipe", default="none", help="recipe to run, e.g. balanced or hired:0.2"
     )
     parser.add_argument(
         "--max-kv-tokens",
         type=_count,
         metavar="N",
-        help="read a clip block by block; no layer ever caches more tokens than that",
+        help="prefill a video block by block, so that no layer caches more than N tokens",
     )
 
 
@@ -174,14 +181,14 @@ def _fill_compare(parser: argparse.ArgumentParser) -> None:
         dest="recipes",
         metavar="RECIPE",
         required=True,
-        help="what is dropped, e.g. balanced or hired:0.2; may be given several times",
+        help="recipe to run, e.g. balanced or hired:0.2; may be given several times",
     )
     parser.add_argument("--overlay", metavar="PNG", help="draw which visual tokens were kept")
     parser.add_argument(
         "--no-warmup",
         dest="warmup",
         action="store_false",
-        help="do not run everything once before the clock starts",
+        help="skip the warm-up run before timing",
     )
 
 
@@ -193,59 +200,69 @@ def _fill_bench(parser: argparse.ArgumentParser) -> None:
         action="append",
         dest="recipes",
         metavar="RECIPE",
-        help=f"beside the full model; may be given several times (default: {', '.join(default)})",
+        help=f"recipe to measure; may be given several times (default: {', '.join(default)})",
     )
     parser.add_argument(
-        "--new-tokens", type=_count, default=32, metavar="N", help="length of each answer (32)"
+        "--new-tokens",
+        type=_count,
+        default=32,
+        metavar="N",
+        help="length of each answer (default 32)",
     )
     parser.add_argument(
-        "--repeats", type=_count, default=3, metavar="N", help="turns that are counted (3)"
+        "--repeats", type=_count, default=3, metavar="N", help="timed repetitions (default 3)"
     )
     audit = parser.add_argument_group(
-        "whether drafts change answers", "a difference that rounding does not explain exits with 1"
+        "losslessness of drafters", "exits with 1 if rounding does not explain a difference"
     )
     audit.add_argument(
         "--audit-lossless",
         action="store_true",
-        help="compare drafted answers with plain ones under each recipe (default: none)",
+        help="compare answers with and without drafter under each recipe (default: none)",
     )
     audit.add_argument(
         "--drafter",
         action="append",
         dest="drafters",
         metavar="RECIPE",
-        help="e.g. draft-ngram+draft-recycle; may be given several times (default: all that run)",
+        help="e.g. draft-ngram+draft-recycle; may be given several times (default: all supported)",
     )
-    audit.add_argument("--prompts", type=_count, metavar="N", help="drawn pictures (24)")
+    audit.add_argument("--prompts", type=_count, metavar="N", help="generated images (default 24)")
     audit.add_argument(
-        "--strict", action="store_true", help="strict answers, whose near ties must be right too"
+        "--strict", action="store_true", help="strict verification, which also covers near ties"
     )
 
 
 def _fill_demo(parser: argparse.ArgumentParser) -> None:
     _add_model(parser, json=False)
-    parser.add_argument("--recipe", default="balanced", help="what the page begins with")
-    parser.add_argument("--host", default="127.0.0.1", help="where it listens (this machine alone)")
-    parser.add_argument("--port", type=_count, default=7860, metavar="N", help="(7860)")
+    parser.add_argument("--recipe", default="balanced", help="initial recipe of the page")
+    parser.add_argument(
+        "--host",
+        default="127.0.0.1",
+        help="address to listen on (default: 127.0.0.1, this machine only)",
+    )
+    parser.add_argument(
+        "--port", type=_count, default=7860, metavar="N", help="port (default 7860)"
+    )
 
 
 def _fill_methods(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("names", nargs="*", metavar="METHOD", help="these alone (default: all)")
+    parser.add_argument("names", nargs="*", metavar="METHOD", help="methods to list (default: all)")
     _add_model(parser, default=None)
     parser.add_argument(
-        "--video", action="store_true", help="with --model: ask about a video, not an image"
+        "--video", action="store_true", help="with --model: test with a video, not an image"
     )
 
 
 def _fill_json(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
+    parser.add_argument("--json", action="store_true", help="print one JSON document to stdout")
 
 
 def _fill_train(parser: argparse.ArgumentParser) -> None:
     what = parser.add_subparsers(dest="what", metavar="WHAT", required=True, parser_class=_Command)
-    tiny = what.add_parser("tiny", help="the shipped model, on drawn pictures and clips")
+    tiny = what.add_parser("tiny", help="the shipped model, on generated images and videos")
     tiny.fill = lambda p: _module("train.tiny.training").add_arguments(p)
-    drafter = what.add_parser("drafter", help="a drafter, from the answers of the model itself")
+    drafter = what.add_parser("drafter", help="a drafter, on answers of its model")
     drafter.fill = lambda p: _module("train.drafters").add_arguments(p)
     training = _module("train.stages")
     for name in training.trainable():
@@ -275,7 +292,7 @@ def _ask(args: argparse.Namespace) -> None:
     vlm, media = _vlm(args), _media(args)
     if args.max_kv_tokens is not None:
         if "video" not in media:
-            raise MediaError(f"{args.file} is a picture; --max-kv-tokens is for clips")
+            raise MediaError(f"{args.file} is an image; --max-kv-tokens is for videos")
         media |= {"max_kv_tokens": args.max_kv_tokens, "progress": sys.stderr.isatty()}
     answer = vlm.ask(args.question, **media, recipe=args.recipe, **_generation(args))
     if args.json:
@@ -302,7 +319,7 @@ def _compare(args: argparse.Namespace) -> None:
         return
     print(f"{args.file}: {args.question}")
     print()
-    # As they were written: the canonical text leaves out what is a default.
+    # As given: the canonical text omits defaults.
     names = ["none", *args.recipes]
     _print_table([_comparison_row(*pair) for pair in zip(names, rows, strict=True)])
 
@@ -365,7 +382,7 @@ def _methods(args: argparse.Namespace) -> None:
         _supported(args)
         return
     for name in args.names:
-        _module("core.registry").stage_class(name)  # an unknown one is an error that lists them
+        _module("core.registry").stage_class(name)  # raises for an unknown name and lists all
     found = [method for method in methods() if not args.names or method["name"] in args.names]
     if args.json:
         _print_json(found)
@@ -388,7 +405,7 @@ def _methods(args: argparse.Namespace) -> None:
 
 
 def _supported(args: argparse.Namespace) -> None:
-    """Which methods run on a model."""
+    """Print which methods run on a model."""
     from dataclasses import asdict
 
     from vlmfast.api.support import support, support_of
@@ -400,17 +417,17 @@ def _supported(args: argparse.Namespace) -> None:
     else:
         found = support(vlm, video=args.video)
     if args.json:
-        _print_json([asdict(of) for of in found])
+        _print_json([asdict(method) for method in found])
         return
     _print_table(
         [
             {
-                "method": of.method,
-                "runs": {True: "yes", False: "no", None: "?"}[of.runs],
-                "saliency": of.saliency or "-",
-                "note": of.note,
+                "method": method.method,
+                "runs": {True: "yes", False: "no", None: "?"}[method.runs],
+                "saliency": method.saliency or "-",
+                "note": method.note,
             }
-            for of in found
+            for method in found
         ]
     )
 
@@ -453,10 +470,10 @@ def _report(args: argparse.Namespace) -> int:
 
 
 def _demo(args: argparse.Namespace) -> None:
-    app = _module("demos.app")  # says what is missing before a checkpoint is loaded
+    app = _module("demos.app")  # raises for missing packages before a checkpoint is loaded
 
     def ready(address: str) -> None:
-        print(f"{args.model} answers at {address} (Ctrl+C ends it)", flush=True)
+        print(f"{args.model} is served at {address} (stop with Ctrl+C)", flush=True)
 
     app.launch(
         _vlm(args), args.model, recipe=args.recipe, host=args.host, port=args.port, ready=ready
@@ -464,27 +481,31 @@ def _demo(args: argparse.Namespace) -> None:
 
 
 _COMMANDS: dict[str, tuple[str, Callable[[Any], None], Callable[[Any], int | None]]] = {
-    "ask": ("answer a question about a picture or a clip", _fill_ask, _ask),
-    "compare": ("the full model beside recipes", _fill_compare, _compare),
-    "bench": ("what recipes save on this machine", _fill_bench, _bench),
-    "methods": ("methods with their parameters, or which run on a model", _fill_methods, _methods),
-    "env": ("what a bug report needs", _fill_json, _env),
+    "ask": ("answer a question about an image or a video", _fill_ask, _ask),
+    "compare": ("compare recipes with the full model", _fill_compare, _compare),
+    "bench": ("measure speed and memory of recipes on this machine", _fill_bench, _bench),
+    "methods": (
+        "list methods and their parameters, or which run on a model",
+        _fill_methods,
+        _methods,
+    ),
+    "env": ("print the environment for a bug report", _fill_json, _env),
     "eval": (
-        "measure recipes on a task, resumably",
+        "evaluate recipes on a task; interrupted runs resume",
         lambda parser: _module("eval.commands").add_eval(parser),
         _eval,
     ),
     "report": (
-        "tables and plots of evaluation results",
+        "write tables and plots of evaluation results",
         lambda parser: _module("eval.commands").add_report(parser),
         _report,
     ),
-    "train": ("train what the project ships", _fill_train, _train),
-    "demo": ("a page that shows the full model beside a recipe", _fill_demo, _demo),
+    "train": ("train the shipped model, a drafter or a method", _fill_train, _train),
+    "demo": ("serve a page that compares the full model with a recipe", _fill_demo, _demo),
 }
 
 
-# --- the way in ----------------------------------------------------------------------------------
+# --- inputs --------------------------------------------------------------------------------------
 
 
 def _vlm(args: argparse.Namespace) -> VLM:
@@ -493,7 +514,7 @@ def _vlm(args: argparse.Namespace) -> VLM:
     from vlmfast.api.vlm import VLM
     from vlmfast.core.recipe import Recipe
 
-    # Before a checkpoint is loaded for minutes.
+    # Before loading a checkpoint, which may take minutes.
     for recipe in getattr(args, "recipes", None) or [getattr(args, "recipe", None) or "none"]:
         Recipe.parse(recipe)
     try:
@@ -503,25 +524,25 @@ def _vlm(args: argparse.Namespace) -> VLM:
     if device is not None and device.type == "cuda":
         count = torch.cuda.device_count()
         if (device.index or 0) >= count:
-            raise ModelError(f"device {args.device!r} is not there: PyTorch sees {count} GPUs")
+            raise ModelError(f"device {args.device!r} does not exist: PyTorch sees {count} GPUs")
     if not args.debug:
         from transformers.utils import logging
 
         logging.set_verbosity_error()
         if args.model == "tiny" or Path(args.model).is_dir():
-            # Where nothing is downloaded a progress bar is noise.
+            # No progress bar without a download.
             logging.disable_progress_bar()
     return VLM.from_pretrained(args.model, device=device, dtype=args.dtype)
 
 
 def _media(args: argparse.Namespace) -> dict[str, Any]:
-    """The arguments of `VLM.ask` that hold what FILE is."""
+    """The media arguments of `VLM.ask` for FILE."""
     from vlmfast.media import kind_of
 
     if kind_of(args.file) == "video":
         return {"video": args.file, "num_frames": args.num_frames, "fps": args.fps}
     if args.num_frames or args.fps:
-        raise MediaError(f"{args.file} is a picture; --num-frames and --fps are for clips")
+        raise MediaError(f"{args.file} is an image; --num-frames and --fps are for videos")
     return {"images": args.file}
 
 
@@ -530,18 +551,18 @@ def _generation(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _check_overlay(path: str | None) -> None:
-    """Refuse an overlay that could not be written, before anything is computed for it."""
+    """Reject an overlay that cannot be written, before anything is computed."""
     if path is None:
         return
     from PIL import Image
 
     if Path(path).suffix.lower() not in Image.registered_extensions():
-        raise MediaError(f"--overlay {path}: the name must end in .png or another picture format")
+        raise MediaError(f"--overlay {path}: the name must end in .png or another image format")
     if not Path(path).parent.is_dir():
-        raise MediaError(f"--overlay {path}: there is no folder {Path(path).parent}")
+        raise MediaError(f"--overlay {path}: folder {Path(path).parent} does not exist")
 
 
-# --- the way out ---------------------------------------------------------------------------------
+# --- output --------------------------------------------------------------------------------------
 
 
 def _heading(args: argparse.Namespace) -> dict[str, Any]:
@@ -615,7 +636,7 @@ def _audit_row(row: Any) -> dict[str, str]:
         "identical": f"{row.identical / row.prompts:.1%}",
         "common prefix": f"{sum(row.prefix) / sum(row.lengths):.1%}",
         "accepted": f"{row.accepted / row.rounds:.2f}" if row.drafted else "-",
-        "taken anew": str(row.redecoded),
+        "decoded again": str(row.redecoded),
         "largest gap": f"{max(gaps):.3g} ulp" if gaps else "-",
         "bugs": str(row.bugs),
     }
@@ -632,7 +653,7 @@ def _divergence(row: Any, gone: Any) -> str:
 
 
 def _print_table(rows: list[dict[str, str]]) -> None:
-    """Aligned columns: texts to the left, numbers to the right; the last may be long."""
+    """Print aligned columns: texts to the left, numbers to the right; the last may be long."""
     texts = ("recipe", "method", "saliency", "note", "answer")
     widths = {key: max(len(key), *(len(row[key]) for row in rows)) for key in rows[0]}
     for cells in ({key: key for key in widths}, *rows):
@@ -662,7 +683,7 @@ def _bytes(value: float | None) -> str:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """No warnings and no log lines of the libraries underneath: stderr is for our errors."""
+    """Suppress warnings and log lines of libraries: stderr is for vlmfast's errors."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -670,7 +691,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _survive_narrow_encodings() -> None:
-    """An answer may hold any character; a terminal that cannot show one shows ``?``."""
+    """Print ``?`` for characters of an answer that the terminal's encoding lacks."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")

@@ -1,4 +1,4 @@
-"""Images and videos in, RGB frames out, `MediaError` for everything else."""
+"""Reads images and videos as RGB; anything else raises `MediaError`."""
 
 from .info import MAX_ASPECT, MAX_PIXELS, MAX_VIDEO_PIXELS, VideoInfo
 from .loading import (

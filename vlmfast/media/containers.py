@@ -1,8 +1,8 @@
-"""What a media file is and whether it is whole, from its bytes alone (standard library only).
+"""Detects the format of a media file and whether it is complete, with the standard library alone.
 
-Decoders are tolerant: they guess formats (some of which open further files), play what is left of
-a truncated file, and print on stderr by themselves. So a file is looked at here first, and only a
-known, whole container reaches one.
+Decoders are tolerant: they guess formats (some of which open other files), play the rest of a
+truncated file, and print to stderr. Files are therefore checked here first, and only complete
+containers of known formats are passed to a decoder.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import BinaryIO
 __all__ = ["HEAD_BYTES", "damage", "is_edited", "looks_like_text", "sniff", "stated_seconds"]
 
 HEAD_BYTES = 1024
-"""Bytes of the beginning of a file that :func:`sniff` wants to see."""
+"""Number of bytes at the beginning of a file that :func:`sniff` needs."""
 
-_MAX_SAMPLES = 1 << 22  # frames of 19 hours at 60 a second; a damaged table may state any number
+_MAX_SAMPLES = 1 << 22  # 19 hours at 60 frames per second; a damaged table may state any number
 
 _IMAGE_MAGIC = (
     (b"\x89PNG\r\n\x1a\n", "PNG"),
@@ -48,7 +48,7 @@ _HEIF_BRANDS = {b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b
 
 
 def sniff(head: bytes) -> tuple[str, str] | None:
-    """Tell images and videos apart by content.
+    """Detect the format of an image or a video by its content.
 
     Parameters
     ----------
@@ -59,7 +59,7 @@ def sniff(head: bytes) -> tuple[str, str] | None:
     -------
     tuple[str, str] or None
         ``("image", format)`` with the format's name in Pillow, ``("video", container)``, or None
-        when the content is neither.
+        if the content is neither.
     """
     if head[:4] == b"RIFF":
         return {b"WEBP": ("image", "WEBP"), b"AVI ": ("video", "AVI")}.get(head[8:12])
@@ -85,7 +85,7 @@ def sniff(head: bytes) -> tuple[str, str] | None:
 
 
 def looks_like_text(head: bytes) -> bool:
-    """Return whether the beginning of a file reads as text (it only sharpens an error message)."""
+    """Return whether the beginning of a file is text (only used in an error message)."""
     try:
         text = head[: HEAD_BYTES - 4].decode("utf-8")  # a cut character would not decode
     except UnicodeDecodeError as error:
@@ -96,20 +96,20 @@ def looks_like_text(head: bytes) -> bool:
 
 
 def damage(file: BinaryIO, container: str) -> str | None:
-    """Say why a video container cannot be whole, as far as its own byte counts tell.
+    """Return why a video container cannot be complete, judging by its own byte counts.
 
     Parameters
     ----------
     file : BinaryIO
-        Seekable; its position is moved.
+        Seekable; its position changes.
     container : str
-        As :func:`sniff` returned it. MP4, Matroska/WebM and AVI state their lengths; the streaming
-        containers do not, so that a shorter one is simply a shorter video.
+        As returned by :func:`sniff`. MP4, Matroska/WebM and AVI state their lengths; streaming
+        containers do not, so a truncated one is simply a shorter video.
 
     Returns
     -------
     str or None
-        The reason, or None when nothing is wrong.
+        The reason, or None if nothing is wrong.
     """
     size = file.seek(0, 2)
     if container == "MP4":
@@ -128,14 +128,14 @@ def damage(file: BinaryIO, container: str) -> str | None:
 
 
 def is_edited(file: BinaryIO) -> bool:
-    """Return whether an MP4's edit list shows anything but every stored frame once.
+    """Return whether an MP4's edit list differs from showing every stored frame once.
 
-    Phones and editors trim a clip by writing an edit list and leaving the frames in the file.
+    Phones and editors trim a video by writing an edit list and leaving the frames in the file.
 
     Parameters
     ----------
     file : BinaryIO
-        An MP4, seekable; its position is moved.
+        An MP4, seekable; its position changes.
     """
     size = file.seek(0, 2)
     for moov in _find(file, 0, size, b"moov"):
@@ -160,18 +160,18 @@ def is_edited(file: BinaryIO) -> bool:
 
 
 def stated_seconds(file: BinaryIO, container: str) -> float:
-    """Return the time at which a file says that it ends, as far as one number can say it.
+    """Return the length that a file states, in seconds.
 
-    Of an MP4 the lengths of its frames together, or the latest start of a fragment; of Matroska the
-    length of the segment; otherwise 0. decord reserves memory for as many frames as that is, and
-    ends the process if it gets none.
+    For MP4 the total length of its frames or the latest start of a fragment, for Matroska the
+    length of the segment, otherwise 0. decord reserves memory for as many frames, and aborts the
+    process if the allocation fails.
 
     Parameters
     ----------
     file : BinaryIO
-        Seekable; its position is moved.
+        Seekable; its position changes.
     container : str
-        As :func:`sniff` returned it.
+        As returned by :func:`sniff`.
     """
     size = file.seek(0, 2)
     if container == "Matroska":
@@ -197,7 +197,7 @@ def stated_seconds(file: BinaryIO, container: str) -> float:
 def _boxes(file: BinaryIO, start: int, end: int) -> Iterator[tuple[bytes, int, int]]:
     """Yield (type, start of payload, end) of the MP4 boxes in a byte range.
 
-    The end is what the box states, which may lie beyond the range: that is how truncation shows.
+    The end is as stated by the box, and is beyond the range if the file is truncated.
     """
     while start + 8 <= end:
         file.seek(start)
@@ -241,7 +241,7 @@ def _bodies(file: BinaryIO, parent: tuple[int, int], *path: bytes) -> Iterator[b
 
 
 def _sample_times(file: BinaryIO, mdia: tuple[int, int]) -> list[int]:
-    """Return when a track's stored frames are shown, in its own ticks (fragments left out)."""
+    """Return the display times of a track's stored frames in ticks, without fragments."""
 
     def expanded(kind: bytes, form: str) -> Iterator[int]:
         for body in _bodies(file, mdia, b"minf", b"stbl", kind):
@@ -264,7 +264,7 @@ def _handler(file: BinaryIO, trak: tuple[int, int]) -> bytes:
 def _edits(file: BinaryIO, trak: tuple[int, int]) -> list[tuple[int, int]]:
     """Return (length in movie time, start in media time) of a track's edits.
 
-    Empty ones, by which a track waits for another one, are left out.
+    Empty edits, which delay a track, are skipped.
     """
     for body in _bodies(file, trak, b"edts", b"elst"):
         entry = struct.Struct(">Qq4x" if body[:1] == b"\1" else ">Ii4x")
@@ -276,7 +276,7 @@ def _edits(file: BinaryIO, trak: tuple[int, int]) -> list[tuple[int, int]]:
 def _mp4_damage(file: BinaryIO, size: int) -> str | None:
     seen, handlers, lost, usual = set(), set(), False, {}
     for kind, start, stop in _boxes(file, 0, size):
-        # Only these hold the video: a cut 'free' or 'udta' box at the end harms nothing.
+        # Only these contain the video: a truncated 'free' or 'udta' box at the end is harmless.
         if stop > size and kind in (b"moov", b"mdat", b"moof"):
             return (
                 f"is truncated: its {kind.decode()!r} part ends at byte {stop}, "
@@ -300,9 +300,9 @@ def _mp4_damage(file: BinaryIO, size: int) -> str | None:
 
 
 def _points_outside(file: BinaryIO, trak: tuple[int, int], size: int) -> bool:
-    """Whether an MP4 track's index names bytes that the file does not have (fragments left out).
+    """Whether an MP4 track's index points outside the file, without fragments.
 
-    decord reads at such places without a check, and ends the process.
+    decord reads there without a check, and aborts the process.
     """
     path = (b"mdia", b"minf", b"stbl")
     sizes = next(_bodies(file, trak, *path, b"stsz"), b"")
@@ -325,7 +325,7 @@ def _points_outside(file: BinaryIO, trak: tuple[int, int], size: int) -> bool:
     taken = 0
     for at, (first, each) in enumerate(zip(firsts, frames, strict=False)):
         last = firsts[at + 1] if at + 1 < len(firsts) else max(len(chunks), first) + 1
-        if not (1 <= first < last and each):  # runs that ascend bound the work below
+        if not (1 <= first < last and each):  # ascending runs bound the work below
             return True
         for start in chunks[first - 1 : last - 1]:
             if start + sum(lengths[taken : taken + each]) > size:
@@ -337,7 +337,7 @@ def _points_outside(file: BinaryIO, trak: tuple[int, int], size: int) -> bool:
 
 
 def _usual_sizes(file: BinaryIO, moov: tuple[int, int]) -> dict[int, int]:
-    """Bytes of a frame, by track, where a fragment does not say: the 'trex' boxes."""
+    """Default bytes per frame in fragments, by track, from the 'trex' boxes."""
     bodies = [body for body in _bodies(file, moov, b"mvex", b"trex") if len(body) >= 20]
     return {_word(body, 4): _word(body, 16) for body in bodies}
 
@@ -345,7 +345,7 @@ def _usual_sizes(file: BinaryIO, moov: tuple[int, int]) -> dict[int, int]:
 def _fragment_points_outside(
     file: BinaryIO, moof: tuple[int, int], size: int, usual: dict[int, int]
 ) -> bool:
-    """`_points_outside` of a fragment; its frames are counted from the 'moof' box on."""
+    """`_points_outside` of a fragment; its offsets start at the 'moof' box."""
     for traf in _find(file, *moof, b"traf"):
         head = next(_bodies(file, traf, b"tfhd"), b"")
         flags, base, each = _word(head, 0), moof[0] - 8, usual.get(_word(head, 4), 0)
@@ -375,7 +375,7 @@ def _word(body: bytes, at: int) -> int:
 
 
 def _numbers(body: bytes, kind: str) -> array[int]:
-    """The big-endian numbers of a table; what is left at its end is no number."""
+    """The big-endian numbers of a table, without an incomplete one at its end."""
     found = array(kind)
     found.frombytes(body[: len(body) // found.itemsize * found.itemsize])
     if sys.byteorder == "little":
@@ -384,7 +384,7 @@ def _numbers(body: bytes, kind: str) -> array[int]:
 
 
 def _matroska_end(head: bytes) -> int | None:
-    """Return the byte at which the Matroska segment says it ends, None where it does not say."""
+    """Return the stated end of the Matroska segment in bytes, None if it states none."""
     header = _vint(head, 4)
     if header is None:
         return None
@@ -413,13 +413,13 @@ def _matroska_seconds(file: BinaryIO) -> float:
             tick = int.from_bytes(body[:8], "big")
         elif kind == b"\x44\x89" and len(body) in (4, 8):
             (length,) = struct.unpack(">d" if len(body) == 8 else ">f", body)
-        # The segment and its 'Info' part are entered, everything else is passed over.
+        # Enter the segment and its 'Info' part, skip everything else.
         at = start if kind in (b"\x18\x53\x80\x67", b"\x15\x49\xa9\x66") else start + value
     return length * tick / 1e9 if math.isfinite(length) else math.inf
 
 
 def _vint(data: bytes, position: int) -> tuple[int, int, bool] | None:
-    """Read an EBML length: (position after it, value, whether it means "unknown")."""
+    """Read an EBML length: (position after it, value, whether it is the value for "unknown")."""
     if position >= len(data) or data[position] == 0:
         return None
     width = 9 - data[position].bit_length()

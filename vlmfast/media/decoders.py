@@ -1,8 +1,7 @@
-"""PyAV and decord behind one small interface: a frame index that is exact, and RGB frames.
+"""A common interface to PyAV and decord: exact frame indices and RGB frames.
 
-Both readers count every frame of the file, in the order in which they are shown, and are asked for
-ascending indices. They turn frames as the file's rotation says (whole quarter turns; mirroring and
-non-square pixels are not honoured).
+Both readers count every frame of the file in display order and take ascending indices. They apply
+the file's rotation (whole quarter turns; mirroring and non-square pixels are ignored).
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ __all__ = ["AvReader", "DecordReader"]
 
 
 class _Reader:
-    """What both readers offer.
+    """Interface of both readers.
 
     Attributes
     ----------
     times : list[float]
-        Seconds at which each frame is shown, ascending, the first at 0.
+        Display time of each frame in seconds, ascending, the first at 0.
     fps : float
         Average frame rate.
     duration_s : float
@@ -47,7 +46,7 @@ class _Reader:
         # To the microsecond: decord's clock is single precision.
         self.times = [round(start - starts[0], 6) for start in starts]
         span = self.times[-1]
-        if not (math.isfinite(fps) and fps > 0):  # the container does not say
+        if not (math.isfinite(fps) and fps > 0):  # not stated by the container
             fps = (len(starts) - 1) / span if span > 0 else 1.0
         self.fps = fps
         self.duration_s = round(span + (last_length if last_length > 0 else 1.0 / fps), 6)
@@ -57,7 +56,7 @@ class _Reader:
 
     @contextlib.contextmanager
     def _decoding(self) -> Iterator[None]:
-        """Turn whatever a decoder raises meanwhile into one error that names the video."""
+        """Turn any exception of a decoder into one error that names the video."""
         try:
             yield
         except MediaError:
@@ -85,22 +84,22 @@ class AvReader(_Reader):
     Parameters
     ----------
     name : str
-        What error messages call the video.
+        Name of the video in error messages.
     file : BinaryIO
-        Seekable; stays open while the reader is used. A file object rather than a path, so that
-        FFmpeg cannot read a file name as a protocol.
+        Seekable; must stay open while the reader is used. A file object rather than a path, so that
+        FFmpeg cannot interpret a file name as a protocol.
 
     Raises
     ------
     MediaError
-        If there is no video stream, or it cannot be decoded.
+        If the file has no video stream, or it cannot be decoded.
     """
 
     def __init__(self, name: str, file: BinaryIO) -> None:
         import av
 
         self.name, self._file, self._av = name, file, av
-        # Decoded frames, and the index after which they go on.
+        # Iterator of decoded frames, and the index of the frame before the next one.
         self._cursor: tuple[Iterator[Any] | None, int] = (None, -1)
         self._container: Any = None
         try:
@@ -111,13 +110,13 @@ class AvReader(_Reader):
             raise
 
     def _index(self) -> None:
-        """Find the frames, and their size by the first one."""
+        """Index the frames, and read their size from the first one."""
         self._open()
         stream = self._stream
         packets = self._packets()
         shown = [packet for packet in packets if not packet.is_discard]
-        # AVI stores no display times, and invisible VP8 frames have packets of their own: there,
-        # and wherever times are missing or doubled, only decoding tells which frames there are.
+        # AVI stores no display times, and invisible VP8 frames have packets of their own. For these
+        # files, and if times are missing or duplicated, only decoding finds the frames.
         self._by_count = (
             "avi" in self._container.format.name
             or stream.codec_context.name == "vp8"
@@ -133,7 +132,7 @@ class AvReader(_Reader):
             super().__init__(self.name, [index / rate for index in range(count)], 0.0, fps)
         else:
             self._keys = sorted(packet.pts for packet in packets if packet.is_keyframe)
-            # A recording that starts in the middle of a group of pictures starts at its first key.
+            # If a recording starts within a group of pictures, its first key frame comes first.
             shown = [packet for packet in shown if self._keys and packet.pts >= self._keys[0]]
             shown.sort(key=lambda packet: packet.pts)
             self._pts = [packet.pts for packet in shown]
@@ -142,7 +141,7 @@ class AvReader(_Reader):
             super().__init__(self.name, starts, length, fps)
         first = next(self._decode_from(None), None)
         if first is None:
-            raise self._fail("no frame comes out of the decoder")
+            raise self._fail("the decoder returns no frame")
         self._check_size(first.width, first.height)
         self._size = first.width, first.height
         self.width, self.height = self._size
@@ -160,10 +159,10 @@ class AvReader(_Reader):
 
     def _read(self, indices: list[int]) -> list[Image.Image]:
         images = []
-        frames, position = self._cursor  # where the call before stopped
+        frames, position = self._cursor  # end of the previous call
         if indices[0] <= position:
             frames, position = None, -1
-        self._cursor = None, -1  # an error leaves nothing to go on from
+        self._cursor = None, -1  # start over after an error
         for index in indices:
             key = self._key_before(index)
             if frames is None or key > position + 1:
@@ -171,7 +170,7 @@ class AvReader(_Reader):
                 position = key - 1
             frame = self._advance(frames, index, position)
             if frame is None and key > 0:
-                # The container's seek landed behind the frame: go there from the beginning.
+                # The seek went past the frame: decode from the beginning.
                 frames = self._decode_from(None)
                 frame = self._advance(frames, index, -1)
             if frame is None:
@@ -185,24 +184,24 @@ class AvReader(_Reader):
         self._file.seek(0)
         self._container = self._av.open(self._file, metadata_errors="replace")
         stream = self._container.streams.best("video")
-        # Cover art of an audio file is a video stream of one picture.
+        # Cover art of an audio file is a video stream of one frame.
         if stream is None or stream.disposition & self._av.stream.Disposition.attached_pic:
             raise MediaError(f"{self.name}: has no video stream")
         if stream.codec_context is None:
-            raise MediaError(f"{self.name}: has a video stream that no decoder here reads")
+            raise MediaError(f"{self.name}: has a video stream that no installed decoder reads")
         self._check_size(stream.codec_context.width, stream.codec_context.height)
-        # A frame may be larger than its stream claims. Twice: decoders round sides up.
+        # A frame may be larger than its stream states. Twice, since decoders round sides up.
         stream.codec_context.options = {"max_pixels": str(2 * MAX_PIXELS)}
         stream.thread_type = "AUTO"
         self._stream = stream
 
     def _packets(self) -> list[_Packet]:
-        """Return the packets of every frame of the stream, without their data.
+        """Return the packets of all frames of the stream, without their data.
 
-        What an edit list hides is marked as to be discarded, but may hold the key frame of what
-        it shows.
+        Packets hidden by an edit list are marked as discarded, but may contain the key frame of
+        visible frames.
         """
-        # The empty packet is the end.
+        # The last packet is empty.
         return [
             _Packet(packet.pts, packet.duration, packet.is_keyframe, packet.is_discard)
             for packet in self._container.demux(self._stream)
@@ -210,9 +209,9 @@ class AvReader(_Reader):
         ]
 
     def _decode_from(self, key: int | None) -> Iterator[Any]:
-        """Yield the frames shown from that index on; None and 0 start at the beginning."""
+        """Yield frames from the index of a key frame on; None and 0 start at the beginning."""
         if not key:
-            # Not every container seeks to its beginning right, and every one opens there.
+            # Some containers do not seek to their beginning correctly, but all open there.
             self._container.close()
             self._open()
         if key:
@@ -220,14 +219,14 @@ class AvReader(_Reader):
         yield from self._container.decode(self._stream)
 
     def _key_before(self, index: int) -> int:
-        """Return the index of the frame from which on `index` can be decoded."""
+        """Return the index of the frame from which `index` can be decoded."""
         if self._by_count:
             return 0
         key = bisect.bisect_right(self._keys, self._pts[index]) - 1
-        return bisect.bisect_left(self._pts, self._keys[key])  # 0 where the key itself is hidden
+        return bisect.bisect_left(self._pts, self._keys[key])  # 0 if the key itself is hidden
 
     def _advance(self, frames: Iterator[Any], index: int, position: int) -> Any:
-        """Return the frame at `index`, or None if it does not come or comes damaged."""
+        """Return the frame at `index`, or None if it is missing or damaged."""
         if self._by_count:
             for _ in range(index - position - 1):
                 next(frames, None)
@@ -239,7 +238,7 @@ class AvReader(_Reader):
         return None
 
     def _quarter_turns(self, frame: Any) -> int:
-        """Return how many quarter turns to the left show the frame upright."""
+        """Return the number of quarter turns to the left that make the frame upright."""
         return round(frame.rotation / 90) % 4 if frame.rotation % 90 == 0 else 0
 
     def _image(self, frame: Any) -> Image.Image:
@@ -257,14 +256,14 @@ class AvReader(_Reader):
 class DecordReader(_Reader):
     """Frames by decord; parameters and errors as for :class:`AvReader`.
 
-    It decodes from the beginning up to the last frame that is wanted: after a seek, decord gives
-    out other frames than asked for wherever a group of pictures is open, and near the end.
+    It decodes from the beginning up to the last requested frame. After a seek, decord returns wrong
+    frames in open groups of pictures and near the end.
     """
 
     def __init__(self, name: str, file: BinaryIO) -> None:
         import decord
 
-        # Process-wide, as FFmpeg's log level is: decord offers no other way, nor one back.
+        # Process-wide, like FFmpeg's log level: decord offers no other way and cannot restore it.
         decord.logging.set_level(decord.logging.QUIET)
         self.name, self._file, self._decord = name, file, decord
         with self._decoding():
@@ -280,9 +279,9 @@ class DecordReader(_Reader):
             self._at = None
 
     def _check_header(self) -> None:
-        """Have PyAV open the file first, where it is installed.
+        """Open the file with PyAV first, if it is installed.
 
-        decord ends the process on some damaged headers; PyAV refuses them.
+        decord aborts the process on some damaged headers; PyAV rejects them.
         """
         try:
             import av
@@ -300,14 +299,14 @@ class DecordReader(_Reader):
         del self._reader
 
     def read(self, indices: list[int]) -> list[Image.Image]:
-        """Decode the frames at ascending `indices`; a later call goes on where this one stops."""
+        """Decode the frames at ascending `indices`; a later call continues after this one."""
         with self._decoding():
             return self._read(indices)
 
     def _read(self, indices: list[int]) -> list[Image.Image]:
         if self._at is None or indices[0] < self._at:
             self._open()
-        at, self._at = self._at or 0, None  # an error leaves nothing to go on from
+        at, self._at = self._at or 0, None  # start over after an error
         wanted = set(indices)
         images = []
         for index in range(at, indices[-1] + 1):
@@ -323,10 +322,10 @@ class DecordReader(_Reader):
         if isinstance(path, str):  # decord copies file objects into memory, so give it the path
             source = "file:" + os.path.abspath(path) if ":" in path else path
         self._file.seek(0)
-        self._at: int | None = 0  # index of the frame that comes next
+        self._at: int | None = 0  # index of the next frame
         try:
-            # The least fault tolerance there is: otherwise frames that cannot be decoded are
-            # replaced by their neighbours, with no more than a line on stderr.
+            # The lowest fault tolerance: otherwise frames that cannot be decoded are replaced by
+            # their neighbors, with only a line on stderr.
             self._reader = self._decord.VideoReader(source, fault_tol=1e-6)
         except Exception as error:
             if "cannot find video stream" in str(error):
@@ -337,18 +336,18 @@ class DecordReader(_Reader):
         import numpy as np
         from PIL import Image
 
-        # A torch tensor where the user has set decord's bridge.
+        # A torch tensor if the user has set decord's bridge.
         pixels = frame.asnumpy() if hasattr(frame, "asnumpy") else np.asarray(frame)
         height, width, channels = pixels.shape
         if channels != 3:
-            # Rows are padded to the decoder's alignment, and in narrow frames decord takes the
-            # padding for further channels.
+            # Rows are padded to the decoder's alignment; in narrow frames decord treats the padding
+            # as additional channels.
             pixels = pixels.reshape(height, -1)[:, : 3 * width].reshape(height, width, 3)
         return Image.fromarray(np.ascontiguousarray(pixels))
 
 
 def _one_line(reason: object) -> str:
-    """Reduce a decoder's message to one line: no stack trace, no places in its sources."""
+    """Reduce a decoder's message to one line, without stack trace and source locations."""
     lines = str(reason).strip().splitlines()
     text = re.sub(r"\[\d\d:\d\d:\d\d\] \S+:\d+: ", "", lines[0] if lines else "")
     text = re.sub(r"\[Errno \d+\] |Check failed: .* vs\. [^)]*\) |^\[.*?\]", "", text)

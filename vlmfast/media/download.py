@@ -1,8 +1,8 @@
-"""Fetching a file over HTTP: one deadline for all of it, a bound on its size, no secret in errors.
+"""Downloads a file over HTTP, with a total time limit, a size limit and no secrets in errors.
 
-``urllib`` bounds each wait for the server and not their sum, follows redirects to FTP, and puts
-whole URLs into its errors. Here headers and body are read against one deadline, redirects are
-followed by hand, and every message is the project's own.
+``urllib`` limits each wait for the server but not their sum, follows redirects to FTP, and puts
+whole URLs into its errors. Here headers and body share one deadline, redirects are followed
+explicitly, and every message is written by vlmfast.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _CHUNK = 1 << 16
 
 
 def download(name: str, url: str, timeout_s: float, most_bytes: int) -> bytes:
-    """Fetch what an ``http`` or ``https`` URL names.
+    """Fetch the content of an ``http`` or ``https`` URL.
 
     Parameters
     ----------
     name : str
-        What messages call it: without a password and without a query.
+        Its name in messages: without a password and without a query.
     url : str
     timeout_s : float
         Seconds from the first connection to the last byte, redirects included.
@@ -43,9 +43,9 @@ def download(name: str, url: str, timeout_s: float, most_bytes: int) -> bytes:
     Raises
     ------
     MediaError
-        For a URL that cannot be read or holds a password, a server that cannot be reached, answers
-        with an error, redirects to something else than HTTP or too often, is too slow, sends more
-        than `most_bytes` or less than it announced.
+        For an invalid URL or one with a password, and for a server that cannot be reached, answers
+        with an error, redirects too often or to another protocol, is too slow, or sends more than
+        `most_bytes` or less than it announced.
     """
     deadline = time.monotonic() + timeout_s
     try:
@@ -65,10 +65,10 @@ def download(name: str, url: str, timeout_s: float, most_bytes: int) -> bytes:
 
 
 def _check(name: str, url: str) -> None:
-    """Refuse what is not plain HTTP: also the place that a redirect names."""
+    """Reject URLs other than plain HTTP, also as the target of a redirect."""
     try:
         parts = urlsplit(url)
-        _ = parts.port  # raises where it is no number
+        _ = parts.port  # raises if it is not a number
     except ValueError as error:
         raise MediaError(f"{name}: cannot be fetched: is not a valid URL") from error
     if parts.scheme not in ("http", "https"):
@@ -85,8 +85,8 @@ def _check(name: str, url: str) -> None:
 
 
 def _fetched(name: str, url: str, deadline: float, most_bytes: int) -> bytes | str:
-    """The content of a URL, or the URL to which it is redirected."""
-    # Not build_opener: that one brings FTP, files and data: URLs, and follows redirects itself.
+    """Return the content of a URL, or the URL of a redirect."""
+    # Not build_opener, which supports FTP, files and data: URLs and follows redirects itself.
     opener = urllib.request.OpenerDirector()
     for handler in (
         urllib.request.ProxyHandler(),
@@ -102,11 +102,11 @@ def _fetched(name: str, url: str, deadline: float, most_bytes: int) -> bytes | s
         response = opener.open(request, timeout=_left(deadline))
     except urllib.error.HTTPError as error:
         with error:
-            place = error.headers.get("Location")
-            if error.code in _MOVED and place:
+            location = error.headers.get("Location")
+            if error.code in _MOVED and location:
                 # As urllib does: headers are Latin-1, URLs are ASCII.
                 safe = "!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~"
-                return urljoin(url, quote(place, encoding="iso-8859-1", safe=safe))
+                return urljoin(url, quote(location, encoding="iso-8859-1", safe=safe))
         raise
     with response:
         return _body(name, response, most_bytes)
@@ -126,7 +126,7 @@ def _body(name: str, response: Any, most_bytes: int) -> bytes:
         if received > most_bytes:
             raise MediaError(too_large)
     if expected is not None and received < expected:
-        raise MediaError(f"{name}: cannot be fetched: {received} of {expected} bytes came")
+        raise MediaError(f"{name}: cannot be fetched: {received} of {expected} bytes received")
     return b"".join(chunks)
 
 
@@ -138,7 +138,7 @@ def _left(deadline: float) -> float:
 
 
 class _Timed(io.RawIOBase):
-    """What comes from a socket until the deadline, however little comes at a time."""
+    """Reads from a socket until the deadline, even if the data arrives slowly."""
 
     def __init__(self, sock: Any, deadline: float) -> None:
         self._sock, self._deadline = sock, deadline
@@ -186,7 +186,7 @@ class _HTTPS(urllib.request.HTTPSHandler):
 
 
 def _connection(scheme: str, deadline: float, host: str, **options: Any) -> Any:
-    """A connection whose every wait ends at the deadline."""
+    """A connection on which every wait ends at the deadline."""
     kinds = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
     connection = kinds[scheme](host, **options)
     connection.timeout = _left(deadline)
@@ -200,7 +200,7 @@ def _is_timeout(error: Exception) -> bool:
 
 
 def _reason(error: Exception) -> str:
-    """Why it failed, without anything that the URL or the server wrote."""
+    """The reason of a failure, without text from the URL or the server."""
     if isinstance(error, urllib.error.HTTPError):
         try:
             return f"HTTP {error.code} {HTTPStatus(error.code).phrase}"

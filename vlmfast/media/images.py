@@ -1,4 +1,4 @@
-"""Pictures in any file format, mode, shape or type, to upright RGB."""
+"""Converts images of any file format, mode, shape or dtype to upright RGB."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _PILLOW_LOCK = threading.Lock()
 
 
 def picture_name(image: Image.Image) -> str:
-    """Return what messages call a PIL image: its file, where it knows one."""
+    """Return the name of a PIL image for messages: its file name, if known."""
     filename = getattr(image, "filename", "")
     if filename:
         return short(os.fsdecode(filename))
@@ -56,7 +56,7 @@ def check_size(
 
 
 def open_picture(name: str, file: BinaryIO) -> Image.Image:
-    """Read a picture's header."""
+    """Read an image's header."""
     from PIL import Image
 
     kind, fmt = sniffed(name, file, "an image")
@@ -66,8 +66,8 @@ def open_picture(name: str, file: BinaryIO) -> Image.Image:
     if fmt not in Image.OPEN:
         hint = "; pillow-heif reads it once registered" if fmt == "HEIF" else ""
         raise MediaError(f"{name}: is {fmt}, which this Pillow does not read{hint}")
-    # The plugin is called, not Image.open: that one guesses by the name, tries formats that run
-    # other programs (EPS), and warns or raises by a limit of its own before ours is looked at.
+    # The plugin is called instead of Image.open, which guesses by the name, tries formats that run
+    # other programs (EPS), and applies its own size limit before ours.
     try:
         file.seek(0)
         with _strict_pillow():
@@ -77,7 +77,7 @@ def open_picture(name: str, file: BinaryIO) -> Image.Image:
 
 
 def load_pixels(name: str, image: Image.Image) -> None:
-    """Decode an image's pixels, all of them."""
+    """Decode all pixels of an image."""
     try:
         with _strict_pillow():
             image.load()
@@ -87,10 +87,10 @@ def load_pixels(name: str, image: Image.Image) -> None:
 
 @contextlib.contextmanager
 def _strict_pillow() -> Iterator[None]:
-    """Have Pillow refuse truncated pictures, whatever was asked of it elsewhere.
+    """Make Pillow reject truncated images, whatever its process-wide setting.
 
-    Libraries switch ``LOAD_TRUNCATED_IMAGES`` on for the whole process; missing parts then come
-    out grey, and a model would be shown something else than the picture.
+    Libraries switch ``LOAD_TRUNCATED_IMAGES`` on for the whole process. Missing parts then become
+    grey, and a model would see another image.
     """
     from PIL import ImageFile
 
@@ -114,7 +114,7 @@ def upright_rgb(name: str, image: Image.Image) -> Image.Image:
 
     try:
         orientation = image.getexif().get(0x0112)
-    except Exception:  # metadata that cannot be read states no orientation
+    except Exception:  # unreadable metadata has no orientation
         orientation = None
     turn = {
         2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -132,7 +132,7 @@ def upright_rgb(name: str, image: Image.Image) -> Image.Image:
         raise
     except Exception as error:
         raise MediaError(f"{name}: mode {image.mode} is not supported: {_reason(error)}") from error
-    # Left in, the orientation would be applied again by the next reader.
+    # Otherwise the next reader would apply the orientation again.
     rgb.info = {}
     return rgb
 
@@ -147,7 +147,7 @@ def _to_rgb(name: str, image: Image.Image) -> Image.Image:
         low, high = int(values.min()), int(values.max())
         if low < 0 or high > 65535:
             raise MediaError(
-                f"{name}: mode {image.mode} holds values from {low} to {high}; "
+                f"{name}: mode {image.mode} has values from {low} to {high}; "
                 "only 0 to 65535 are supported"
             )
         return Image.fromarray(_eight_bits(values)).convert("RGB")
@@ -171,17 +171,17 @@ def _unit_to_bytes(name: str, values: Any) -> Any:
 
     low, high = float(values.min()), float(values.max())
     if not (math.isfinite(low) and math.isfinite(high)):
-        raise MediaError(f"{name}: holds NaN or infinite values")
-    if low < -1e-3 or high > 1 + 1e-3:  # rounding of half precision is allowed for
+        raise MediaError(f"{name}: contains NaN or infinite values")
+    if low < -1e-3 or high > 1 + 1e-3:  # tolerance for half precision
         raise MediaError(
-            f"{name}: holds values from {low:g} to {high:g}; floats must lie in [0, 1] "
+            f"{name}: has values from {low:g} to {high:g}; floats must be in [0, 1] "
             "(0..255 as uint8; undo a normalisation)"
         )
     return np.rint(np.clip(values.astype("float32"), 0, 1) * 255).astype("uint8")
 
 
 def from_tensor(name: str, tensor: Any) -> Any:
-    """Bring a tensor into NumPy, channels last."""
+    """Convert a tensor to NumPy, channels last."""
     try:
         tensor = tensor.detach().cpu()
         if str(tensor.dtype) == "torch.bfloat16":
@@ -206,9 +206,9 @@ def from_array(
     if array.ndim not in (2, 3) or (array.ndim == 3 and shape[2] not in (1, 3, 4)):
         hint = ""
         if array.ndim == 4:
-            hint = "; of a batch or a video, pass list(array)"
+            hint = "; for a batch or a video, pass list(array)"
         elif array.ndim == 3 and shape[0] in (1, 3, 4):
-            hint = "; these channels come first: transpose(1, 2, 0)"
+            hint = "; its channels come first: transpose(1, 2, 0)"
         raise MediaError(f"{name}: must be {_ARRAY_SHAPES}{hint}")
     check_size(name, shape[1], shape[0], max_pixels, max_aspect)
     kind, width = array.dtype.kind, array.dtype.itemsize

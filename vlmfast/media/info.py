@@ -1,4 +1,4 @@
-"""What is known of a video, and how large images and videos may be."""
+"""Properties of videos, and size limits of images and videos."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ MAX_VIDEO_PIXELS = 1 << 30
 
 @dataclass(frozen=True)
 class VideoInfo:
-    """What is known of a video before its frames are chosen.
+    """Properties of a video before its frames are chosen.
 
     Attributes
     ----------
     frames : int
-        Frames there are to choose from, as counted, not as the header claims.
+        Number of frames, as counted, not as stated in the header.
     fps : float
-        Average frame rate. A list of frames has no clock; it counts as one frame a second.
+        Average frame rate. A list of frames counts as one frame per second.
     duration_s : float
         Seconds from the first frame to the end of the last.
     width, height : int
         Size of the frames, upright.
     read : callable, optional
-        For those who choose frames by what they show: ascending indices to RGB pictures. It is
-        there while frames are chosen, and not afterwards.
+        Maps ascending indices to RGB images, for choosing frames by their content. Available only
+        while frames are chosen.
     """
 
     frames: int

@@ -1,7 +1,7 @@
-"""Images and videos in, RGB frames out, :class:`~vlmfast.errors.MediaError` for everything else.
+"""Reads images and videos as RGB; anything else raises :class:`~vlmfast.errors.MediaError`.
 
-Nothing heavy is imported before it is needed: Pillow, NumPy and the video decoders are imported by
-the functions that use them.
+Pillow, NumPy and the video decoders are imported by the functions that use them, so that importing
+this module is cheap.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ VideoSource: TypeAlias = Any
 """A path, bytes, or a list of what :func:`load_image` takes."""
 Decoder: TypeAlias = Literal["auto", "decord", "av"]
 
-# PyAV first, as it finds any frame by its time. decord seeks by counting, and counts wrong.
+# PyAV first, since it finds any frame by its time. decord seeks by counting, and miscounts.
 _DECODERS = ("av", "decord")
 _MAX_SECONDS = 1e6
 
@@ -68,7 +68,7 @@ class VideoFrames:
     frames : list of PIL.Image.Image
         RGB, all of one size.
     indices : list[int]
-        Their places in the video, ascending, none twice.
+        Their indices in the video, ascending, without duplicates.
     timestamps_s : list[float]
         Seconds after the video's first frame at which each is shown.
     source_fps : float
@@ -94,11 +94,11 @@ def load_image(
     max_aspect: float | None = MAX_ASPECT,
     timeout_s: float = 20.0,
 ) -> Image.Image:
-    """Read one picture as RGB.
+    """Read an image as RGB.
 
-    The orientation that the camera stored is applied, transparency is laid on white, and of an
-    animation the first frame is taken. 16-bit grey is scaled by its range (65535 is white), not
-    clipped. Colour profiles are ignored. The source is never changed.
+    The stored camera orientation is applied, transparency is composited on white, and the first
+    frame of an animation is used. 16-bit grey is scaled by its range (65535 is white), not clipped.
+    Color profiles are ignored. The source is never changed.
 
     Parameters
     ----------
@@ -110,13 +110,13 @@ def load_image(
         - a NumPy array, HxW, HxWx1, HxWx3 or HxWx4; uint8, uint16, bool, or floats in [0, 1];
         - a torch tensor of these types, CxHxW, HxWxC or HxW. Where a shape fits both, it is CxHxW.
     max_pixels : int, optional
-        Refuse larger pictures. Files are refused by their header, before pixels are decoded.
+        Reject larger images. Files are rejected by their header, before pixels are decoded.
         None: no limit.
     max_aspect : float, optional
-        Refuse pictures whose sides differ by more than this factor (see `MAX_ASPECT`).
+        Reject images whose sides differ by more than this factor (see `MAX_ASPECT`).
         None: no limit.
     timeout_s : float
-        Seconds that a download may take, all in all.
+        Total time limit of a download in seconds.
 
     Returns
     -------
@@ -126,7 +126,7 @@ def load_image(
     Raises
     ------
     MediaError
-        Names the source and the reason: missing, a directory, empty, not a picture, truncated or
+        Names the source and the reason: missing, a directory, empty, not an image, truncated or
         damaged, too large, too narrow, an unsupported mode, shape or type, values outside the
         range, or a failed download.
     """
@@ -153,12 +153,12 @@ def load_image(
 
 
 def load_images(sources: ImageSource | Sequence[ImageSource], **limits: Any) -> list[Image.Image]:
-    """Read one picture or a list of them.
+    """Read an image or a list of images.
 
     Parameters
     ----------
     sources
-        What :func:`load_image` takes, or a list or tuple of it. An empty list is an empty list.
+        What :func:`load_image` takes, or a list or tuple of it, which may be empty.
     **limits
         As for :func:`load_image`.
 
@@ -170,7 +170,7 @@ def load_images(sources: ImageSource | Sequence[ImageSource], **limits: Any) -> 
     Raises
     ------
     MediaError
-        As :func:`load_image`; of a list, it also says which one.
+        As :func:`load_image`; for a list, the message also gives the number of the image.
     """
     if not isinstance(sources, (list, tuple)):
         return [load_image(sources, **limits)]
@@ -196,8 +196,8 @@ def load_video(
 ) -> VideoFrames:
     """Read some frames of a video as RGB.
 
-    At most one of `num_frames`, `fps` and `select` says which. Without any, 8 frames of a file are
-    taken, and a list of frames, which somebody has chosen already, is taken whole.
+    At most one of `num_frames`, `fps` and `select` chooses the frames. By default 8 frames of a
+    file are read, and all frames of a list, which are considered chosen already.
 
     Parameters
     ----------
@@ -206,21 +206,21 @@ def load_video(
         each of which may be anything that :func:`load_image` takes. Containers: MP4/MOV,
         Matroska/WebM, AVI, MPEG-TS, MPEG-PS, FLV, Ogg, ASF. Videos are not fetched from URLs.
     num_frames : int, optional
-        That many frames, spread evenly and with both ends:
+        Number of frames, evenly spaced including both ends:
         ``np.linspace(0, frames - 1, num_frames, dtype=int)``, the rule of LLaVA-Video and
-        lmms-eval. Of a shorter video all frames, none twice.
+        lmms-eval. All frames of a shorter video, without duplicates.
     fps : float, optional
-        The frames that are on screen at 0, 1/fps, 2/fps, ... seconds, none twice; above the
-        video's own rate that is all of them.
+        The frames displayed at 0, 1/fps, 2/fps, ... seconds, without duplicates; all frames above
+        the video's own rate.
     select : callable, optional
         Takes the :class:`VideoInfo` and returns the indices, ascending.
     decoder : {"auto", "decord", "av"}
-        "auto" takes PyAV where it is installed, else decord; a decoder that fails is not replaced
-        by the other one. Both return the same frames. decord decodes a video from its beginning,
-        as it returns other frames than asked for after seeking, and refuses what it gets wrong
-        even so: MP4 files trimmed by an edit list, and containers other than MP4 and Matroska.
+        "auto" uses PyAV if it is installed, else decord; a decoder that fails is not replaced by
+        the other one. Both return the same frames. decord decodes a video from its beginning,
+        since it returns wrong frames after seeking. It rejects files that it reads incorrectly even
+        so: MP4 files trimmed by an edit list, and containers other than MP4 and Matroska.
     max_pixels : int, optional
-        Refuse when the chosen frames together have more pixels. None: no limit.
+        Reject more pixels in all chosen frames together. None: no limit.
 
     Returns
     -------
@@ -234,25 +234,27 @@ def load_video(
 
     Notes
     -----
-    Rotation by quarter turns is applied. Of a damaged file, PyAV refuses frames that the codec
-    flags; decord only those that do not come out at all. Later frames that build on a damaged one
-    are shown as any player shows them.
+    Rotation by quarter turns is applied. In a damaged file, PyAV rejects frames that the codec
+    flags, and decord only those that cannot be decoded. Later frames that depend on a damaged one
+    are decoded as in any player.
     """
-    with open_video(source, num_frames=num_frames, fps=fps, select=select, decoder=decoder) as clip:
-        check_total(clip.name, clip.info, len(clip.indices), max_pixels)
-        frames = clip.read(0, len(clip.indices))
-    times = [clip.times[i] for i in clip.indices]
-    return VideoFrames(frames, clip.indices, times, clip.info.fps, clip.info)
+    with open_video(
+        source, num_frames=num_frames, fps=fps, select=select, decoder=decoder
+    ) as video:
+        check_total(video.name, video.info, len(video.indices), max_pixels)
+        frames = video.read(0, len(video.indices))
+    times = [video.times[i] for i in video.indices]
+    return VideoFrames(frames, video.indices, times, video.info.fps, video.info)
 
 
 @dataclass
 class OpenVideo:
-    """A video whose frames have been chosen and are read when they are asked for.
+    """A video whose frames have been chosen and are read on demand.
 
     Parameters
     ----------
     name : str
-        What error messages call it.
+        Its name in error messages.
     info : VideoInfo
     times : list of float
         Seconds at which each of its frames is shown.
@@ -267,7 +269,7 @@ class OpenVideo:
     _read: Callable[[list[int]], list[Any]] = field(repr=False)
 
     def read(self, start: int, stop: int) -> list[Image.Image]:
-        """The chosen frames ``start`` to ``stop``, RGB; cheap where calls follow each other."""
+        """Read the chosen frames ``start`` to ``stop`` as RGB; consecutive calls are cheap."""
         return self._read(self.indices[start:stop])
 
 
@@ -282,38 +284,38 @@ def open_video(
 ) -> Iterator[OpenVideo]:
     """Choose frames of a video and read them part by part; parameters as for :func:`load_video`.
 
-    There is no limit on their number: they are never all in memory, unless the caller keeps them.
+    Their number is not limited: they are never all in memory, unless the caller keeps them.
     """
     check_choice(num_frames, fps, select)
     if isinstance(source, (list, tuple)):
         name = f"list of {len(source)} frames"
         if fps is not None:
-            raise MediaError(f"{name}: fps={fps!r}: has no clock; use num_frames")
+            raise MediaError(f"{name}: fps={fps!r}: has no timestamps; use num_frames")
         info = _list_info(_list_frames(source[:1]), len(source))
         times = [float(i) for i in range(info.frames)]
         indices = list(range(info.frames))
         if num_frames is not None or select is not None:
-            select = _seeing(select, lambda part: _list_frames(source, part))
+            select = _with_read(select, lambda part: _list_frames(source, part))
             indices = choose(name, info, times, num_frames, None, select)
         yield OpenVideo(name, info, times, indices, lambda part: _list_frames(source, part))
     else:
         with _opened_video(source, decoder) as reader:
             name, info, times = reader.name, _info(reader), reader.times
             check_size(name, info.width, info.height, MAX_PIXELS, MAX_ASPECT)
-            indices = choose(name, info, times, num_frames, fps, _seeing(select, reader.read))
+            indices = choose(name, info, times, num_frames, fps, _with_read(select, reader.read))
             yield OpenVideo(name, info, times, indices, reader.read)
 
 
-def _seeing(
+def _with_read(
     select: Callable[[VideoInfo], Sequence[int]] | None,
     read: Callable[[list[int]], list[Image.Image]],
 ) -> Callable[[VideoInfo], Sequence[int]] | None:
-    """``select`` with an eye for the frames."""
+    """``select`` whose `VideoInfo` can read frames."""
     return select and (lambda info: select(replace(info, read=read)))
 
 
 def kind_of(source: ImageSource | VideoSource) -> Literal["image", "video"]:
-    """Say whether a source is an image or a video, by its content and not by its name.
+    """Return whether a source is an image or a video, by its content and not by its name.
 
     Lists are videos; URLs are images, as only images are fetched; animated GIFs are images.
 
@@ -336,14 +338,14 @@ def kind_of(source: ImageSource | VideoSource) -> Literal["image", "video"]:
 def read_media(
     source: ImageSource | VideoSource, **video: Any
 ) -> tuple[Literal["image"], Image.Image] | tuple[Literal["video"], VideoFrames]:
-    """Read an image or a video, whichever it is.
+    """Read an image or a video, depending on its content.
 
     Parameters
     ----------
     source
         As for :func:`kind_of`.
     **video
-        Passed on to :func:`load_video` if it is a video, checked and otherwise unused if not.
+        Passed to :func:`load_video` for a video; checked and ignored for an image.
 
     Returns
     -------
@@ -392,7 +394,7 @@ def _opened_video(source: VideoSource, decoder: str) -> Iterator[AvReader | Deco
     if is_url(source):
         raise MediaError(f"{shown(source)}: videos are not fetched from URLs; download it first")
     if any(is_a(source, *kind) for kind in (("numpy", "ndarray"), ("torch", "Tensor"))):
-        raise MediaError(f"{type(source).__name__}: of an array of frames, pass list(array)")
+        raise MediaError(f"{type(source).__name__}: for an array of frames, pass list(array)")
     with opened(source) as (name, file):
         kind, container = sniffed(name, file, "a video")
         if kind == "image":
@@ -421,9 +423,9 @@ def _reader(name: str, file: BinaryIO, container: str, decoder: str) -> AvReader
         if container not in ("MP4", "Matroska"):
             unfit = f"does not find the frames of {container} files exactly"
         elif container == "MP4" and is_edited(file):
-            unfit = "shows what the edit list of this trimmed file hides"
+            unfit = "ignores the edit list of this trimmed file"
         elif not stated_seconds(file, container) <= _MAX_SECONDS:
-            unfit = "reserves memory for the length that this file states, which is above 11 days"
+            unfit = "reserves memory for the stated length of this file, which is above 11 days"
         if unfit:
             raise MediaError(f"{name}: decord {unfit}; use PyAV (pip install av)")
     return readers[choice](name, file)
@@ -434,6 +436,6 @@ def _installed(module: str) -> bool:
 
     try:
         importlib.import_module(module)
-    except (ImportError, OSError):  # OSError: its shared library does not load
+    except (ImportError, OSError):  # OSError: a shared library cannot be loaded
         return False
     return True

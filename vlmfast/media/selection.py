@@ -1,4 +1,4 @@
-"""Which frames of a video are read."""
+"""Chooses which frames of a video are read."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DEFAULT_FRAMES = 8
 
 
 def check_choice(num_frames: object, fps: object, select: object) -> None:
-    """Refuse arguments of :func:`vlmfast.media.load_video` that say nothing that can be done."""
+    """Reject invalid arguments of :func:`vlmfast.media.load_video`."""
     given = {"num_frames": num_frames, "fps": fps, "select": select}
     given = {name: value for name, value in given.items() if value is not None}
     if len(given) > 1:
@@ -52,7 +52,7 @@ def choose(
 ) -> list[int]:
     """Return the indices of the frames to read, as :func:`vlmfast.media.load_video` documents.
 
-    `times` are the seconds at which the frames are shown, ascending.
+    `times` are the display times of the frames in seconds, ascending.
     """
     import numpy as np
 
@@ -65,13 +65,13 @@ def choose(
         fine = indices and indices[0] >= 0 and indices[-1] < info.frames
         if not fine or any(a >= b for a, b in itertools.pairwise(indices)):
             raise MediaError(
-                f"{name}: select returned {short(str(indices))}: must be ascending, none twice, "
+                f"{name}: select returned {short(str(indices))}: must be ascending, no duplicates, "
                 f"at least one, from 0 to {info.frames - 1}"
             )
         return indices
     if fps is not None:
-        # Containers round display times to a millisecond; without the allowance a frame that is
-        # due at 66.7 ms and stored as 67 would be passed over for the one before it.
+        # Containers round display times to a millisecond. Without this tolerance a frame due at
+        # 66.7 ms and stored as 67 would be skipped for the one before it.
         rounding = 1e-3
         rate = min(float(fps), 1e9)
         indices, step = [], 0
@@ -80,7 +80,7 @@ def choose(
             indices.append(index)
             if index == info.frames - 1:
                 break
-            # Steps that find the same frame again are jumped over, however high the rate.
+            # Skip steps that find the same frame again, which are many at a high rate.
             step = max(step + 1, math.ceil((times[index + 1] - rounding) * rate))
         return indices
     count = min(DEFAULT_FRAMES if num_frames is None else operator.index(num_frames), info.frames)
@@ -88,10 +88,10 @@ def choose(
 
 
 def check_total(name: str, info: VideoInfo, count: int, max_pixels: int | None) -> None:
-    """Refuse more frames than `max_pixels` allows."""
+    """Reject more frames than `max_pixels` allows."""
     total = count * info.width * info.height
     if max_pixels is not None and total > max_pixels:
         raise MediaError(
             f"{name}: {count} frames of {info.width}x{info.height} are {total} pixels, "
-            f"the limit is {max_pixels}: ask for fewer"
+            f"the limit is {max_pixels}: read fewer"
         )

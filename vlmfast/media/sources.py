@@ -1,4 +1,4 @@
-"""Opening what a user hands over: paths, URLs, ``data:`` URLs and bytes."""
+"""Opens sources of media: paths, URLs, ``data:`` URLs and bytes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MAX_DOWNLOAD_BYTES = 64 << 20
 
 
 def is_a(source: object, module: str, kind: str) -> bool:
-    """Like isinstance, without importing: what was never imported has no instances."""
+    """Like isinstance, without importing: a module not yet imported has no instances."""
     loaded = sys.modules.get(module)
     return loaded is not None and isinstance(source, getattr(loaded, kind, ()))
 
@@ -39,13 +39,13 @@ def short(text: str) -> str:
 
 
 def shown(url: str) -> str:
-    """A URL as messages name it: without user, password, query and fragment, which may be keys."""
+    """A URL for messages: without user, password, query and fragment, which may be secret."""
     scheme, mark, rest = url.partition("://")
     host = re.split(r"[/?#]", rest, maxsplit=1)[0]
     if "@" in host:
         rest = "***@" + host.rpartition("@")[2] + rest[len(host) :]
     elif "@" in rest and not re.fullmatch(r"(\[[^\]]*\]|[^:]*)(:\d*)?", host):
-        rest = "***@" + rest.rpartition("@")[2]  # a password with one of these characters in it
+        rest = "***@" + rest.rpartition("@")[2]  # a password may contain one of these characters
     return short(scheme + mark + re.split(r"[?#]", rest, maxsplit=1)[0])
 
 
@@ -68,7 +68,7 @@ def opened(source: object, timeout_s: float = 20.0) -> Iterator[tuple[str, Binar
             yield opened
         return
     else:
-        raise MediaError(f"{type(source).__name__}: is not a kind of source that can be read")
+        raise MediaError(f"{type(source).__name__}: is not a supported source")
     if not data:
         raise MediaError(f"{name}: is empty")
     yield name, io.BytesIO(data)
@@ -81,7 +81,7 @@ def _opened_path(path: str) -> Iterator[tuple[str, BinaryIO]]:
         status = os.stat(path)
         if stat.S_ISDIR(status.st_mode):
             raise MediaError(f"{name}: is a directory")
-        if not stat.S_ISREG(status.st_mode):  # reading a pipe or a device might never end
+        if not stat.S_ISREG(status.st_mode):  # reading a pipe or a device may block
             raise MediaError(f"{name}: is not a regular file")
         if status.st_size == 0:
             raise MediaError(f"{name}: is empty")
@@ -117,6 +117,6 @@ def sniffed(name: str, file: BinaryIO, wanted: str) -> tuple[Any, str]:
     head = file.read(HEAD_BYTES)
     found = sniff(head)
     if found is None:
-        what = "its content is text" if looks_like_text(head) else "its content is of no known kind"
+        what = "its content is text" if looks_like_text(head) else "its content has no known format"
         raise MediaError(f"{name}: is not {wanted}: {what}")
     return found

@@ -27,7 +27,7 @@ def adapter_for(model: Any, processor: Any) -> Adapter:
     Raises
     ------
     ModelError
-        When the family is not supported, or the processor belongs to another one.
+        If the family is not supported, or the processor belongs to another one.
     """
     name = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
     if name not in families():

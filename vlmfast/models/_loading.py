@@ -1,4 +1,4 @@
-"""Loading a checkpoint and its processor, with one clear error for each way it can fail."""
+"""Loads a checkpoint and its processor, with a clear error for each failure."""
 
 from __future__ import annotations
 
@@ -61,6 +61,6 @@ def load(
 def _try(what: str, call: Any, *args: Any, **kwargs: Any) -> Any:
     try:
         return call(*args, **kwargs)
-    except Exception as error:  # a checkpoint can be wrong in ways that no list of types covers
+    except Exception as error:  # a bad checkpoint can raise any exception
         reason = str(error).strip().partition("\n")[0]
         raise ModelError(f"{what}: {reason}") from error

@@ -1,4 +1,4 @@
-"""Images and videos as they lie in what a processor made of a batch."""
+"""Images and videos within a processor's output for a batch."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Media:
-    """A picture or a clip within a batch.
+    """An image or a video within a batch.
 
     Parameters
     ----------
     tokens : int
-        Its placeholders.
+        Number of its placeholders.
     tensors : dict of str to Tensor
-        Its part of what the processor made of all pictures and clips.
+        Its part of the processor's output for all images and videos.
     size : (int, int)
         Height and width in pixels, of each frame.
     frames : int
-        Of a clip: entries that `Adapter.items` wants. 0 of a picture.
+        Entries of a video in `Adapter.items`; 0 for an image.
     tiles : (int, int), optional
-        Rows and columns of crops, where ``size`` does not say it.
+        Rows and columns of crops, if ``size`` does not determine them.
     """
 
     tokens: int
@@ -37,20 +37,20 @@ def runs(ids: Tensor, token: int) -> list[tuple[int, int]]:
     """First index and length of each unbroken run of ``token`` in ``ids`` (S,)."""
     here = (ids == token).int()
     edges = here.diff(prepend=here.new_zeros(1), append=here.new_zeros(1))
-    first, behind = (edges > 0).nonzero().flatten(), (edges < 0).nonzero().flatten()
-    return list(zip(first.tolist(), (behind - first).tolist(), strict=True))
+    first, stop = (edges > 0).nonzero().flatten(), (edges < 0).nonzero().flatten()
+    return list(zip(first.tolist(), (stop - first).tolist(), strict=True))
 
 
 def tiling(views: Tensor) -> tuple[int, int]:
-    """Rows and columns of crops (V, C, H, W) of a picture, whose last view is the whole of it.
+    """Rows and columns of the crops of an image (V, C, H, W), whose last view is the whole image.
 
-    A processor may not say it: 1 x 6, 2 x 3, 3 x 2 and 6 x 1 are all six crops. It is the
-    arrangement that looks most like the whole.
+    Processors may not report them: 1 x 6, 2 x 3, 3 x 2 and 6 x 1 are all six crops. The arrangement
+    that looks most like the whole image is returned.
     """
     crops, whole = views[:-1].float(), views[-1:].float()
     n = len(crops)
 
-    def apart(down: int) -> float:
+    def distance(down: int) -> float:
         rows = [torch.cat(list(row), dim=-1) for row in crops.split(n // down)]
         canvas = torch.cat(rows, dim=-2)[None]
         shown = torch.nn.functional.interpolate(
@@ -58,5 +58,5 @@ def tiling(views: Tensor) -> tuple[int, int]:
         )
         return float((shown - whole).square().mean())
 
-    down = min((d for d in range(1, n + 1) if n % d == 0), key=apart)
+    down = min((d for d in range(1, n + 1) if n % d == 0), key=distance)
     return down, n // down

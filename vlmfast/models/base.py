@@ -1,4 +1,4 @@
-"""What the engine needs to know about a model family."""
+"""The interface between the engine and a model family."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 
     class Model(PreTrainedModel, GenerationMixin):
-        """What every family's model is; configs differ by family."""
+        """Common type of all families; configs differ."""
 
         config: Any
         generation_config: GenerationConfig
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Encoded:
-    """The visual tokens of a prompt, item by item, before anything was dropped.
+    """The visual tokens of a prompt, item by item, before any are dropped.
 
     Parameters
     ----------
@@ -53,7 +53,7 @@ class Encoded:
         Everything but ``order`` and ``position``, which `prepare` fills in.
     stats : VisionStats
     extra : list of tuple of Tensor
-        Per item, further (N_i, D) features that enter deeper in the language model.
+        Per item, further (N_i, D) features that are added in deeper layers.
     """
 
     features: list[Tensor]
@@ -63,7 +63,7 @@ class Encoded:
 
 
 class Adapter:
-    """One family: pixels in, visual tokens out, and where they sit in the prompt.
+    """One family: encodes pixels into visual tokens and locates them in the prompt.
 
     A family's file defines ``FamilyAdapter(Adapter)`` with `encode`, and overrides what differs:
     `positions` and `compact` (M-RoPE), `decoder_kwargs` (deepstack), `mask_rule` (image blocks),
@@ -72,19 +72,19 @@ class Adapter:
 
     kind: ClassVar[Kind] = Kind.IMAGE
     tensors: ClassVar[tuple[str, ...]] = ("pixel_values",)  # what `encode` takes
-    clip_tensors: ClassVar[tuple[str, ...]] = ()  # the same of clips, where they are no pictures
-    beside: ClassVar[tuple[str, ...]] = ()  # what processors give beside these, where they do
-    processors: ClassVar[tuple[str, ...]] = ()  # classes that belong to the family, if it checks
-    fixed: ClassVar[bool] = False  # whether views are of the one size that the tower takes
-    nested: ClassVar[bool] = False  # whether the processor takes a list of pictures per prompt
-    attention: ClassVar[str] = "self_attn"  # what a vision block calls it
-    pixel_dims: ClassVar[int] = 4  # of the images of a prompt; 5 where each has several views
-    packed: ClassVar[bool] = False  # whether the tower takes the patches of all images in one row
-    blocks: ClassVar[bool] = True  # whether a clip can be read block by block, as pictures
-    # Whether the patches of each visual token are one row of what the projector takes.
+    clip_tensors: ClassVar[tuple[str, ...]] = ()  # the same of videos not read as images
+    beside: ClassVar[tuple[str, ...]] = ()  # optional outputs of processors
+    processors: ClassVar[tuple[str, ...]] = ()  # allowed classes; empty allows all
+    fixed: ClassVar[bool] = False  # whether all views have the size that the tower takes
+    nested: ClassVar[bool] = False  # whether the processor takes a list of images per prompt
+    attention: ClassVar[str] = "self_attn"  # its name in a vision block
+    pixel_dims: ClassVar[int] = 4  # of a prompt's images; 5 if each has several views
+    packed: ClassVar[bool] = False  # whether the tower takes the concatenated patches of all images
+    blocks: ClassVar[bool] = True  # whether a video can be read block by block, as images
+    # Whether each row of the projector's input contains all patches of one visual token.
     token_rows: ClassVar[bool] = False
     min_drop_layer: ClassVar[int] = 0
-    # Whether the tower does the same for all inputs of one shape, so that it can be captured.
+    # Whether the tower depends on the input's shape alone, so that it can be captured in a graph.
     fixed_tower: ClassVar[bool] = False
 
     def __init__(self, model: Model, processor: Any) -> None:
@@ -94,7 +94,7 @@ class Adapter:
             raise ModelError("the model is spread over several devices; one device is supported")
         if getattr(processor, "image_processor", None) is None:
             raise ModelError(
-                f"{type(processor).__name__} is no multimodal processor: it has no image processor"
+                f"{type(processor).__name__} is not multimodal: it has no image processor"
             )
         kinds = [kind.__name__ for kind in type(processor).__mro__]
         if self.processors and not set(kinds) & set(self.processors):
@@ -105,7 +105,7 @@ class Adapter:
         if model.get_output_embeddings() is None or not model.can_generate():
             raise ModelError(f"{type(model).__name__} has no language-model head to answer with")
         self.model, self.processor = model, processor
-        self.writer = processor  # whose chat template writes prompts, the user's own
+        self.writer = processor  # its chat template writes prompts; the user's own
         self.config: Any = model.config
         self.decoder: TextDecoder = model.get_decoder()
         self.depth = len(self.decoder.layers)
@@ -113,14 +113,14 @@ class Adapter:
         text = self.config.get_text_config()
         if getattr(text, "attn_logit_softcapping", None) is not None:
             raise ModelError(f"{text.model_type} caps its attention logits, which is not supported")
-        # Prompt and answer must fit into it, but where a family names the windows of its layers.
+        # Prompt and answer must fit into it, unless the family sets the windows of its layers.
         self.window: int | None = getattr(text, "sliding_window", None)
         self.windows: tuple[int | None, ...] = (None,) * self.depth
-        # Modules of trained stages, by recipe word, `weights` and kind.
+        # Modules of trained stages, by method name, `weights` and kind.
         self.modules: dict[tuple[str, str, str], nn.Module] = {}
-        self.pool = BufferPool()  # buffers of caches, from one request to the next
+        self.pool = BufferPool()  # cache buffers, reused by later requests
         self.decoding = "auto"  # how decode steps run, see `VLM`
-        self.kept: dict[Hashable, Any] = {}  # what the engine keeps from one request to the next
+        self.kept: dict[Hashable, Any] = {}  # state of the engine between requests
 
     # --- sizes ---------------------------------------------------------------------------------
 
@@ -134,17 +134,17 @@ class Adapter:
 
     @property
     def width(self) -> int:
-        """Of the hidden states."""
+        """Width of the hidden states."""
         return self._embedding.weight.shape[-1]
 
     @property
     def vocabulary(self) -> int:
-        """Of the logits."""
+        """Width of the logits."""
         return self._head.weight.shape[0]
 
     @property
     def max_positions(self) -> int | None:
-        """Rotary ids that the language model was made for, where its config says so."""
+        """Maximum of positions of the language model, if its config sets one."""
         return getattr(self.config.get_text_config(), "max_position_embeddings", None)
 
     @property
@@ -152,13 +152,13 @@ class Adapter:
         return self.config.image_token_id
 
     def placeholders(self) -> tuple[int, ...]:
-        """Ids that stand for pictures and clips, and never for text."""
+        """Placeholder ids of images and videos."""
         names = ("image_token_id", "video_token_id", "image_token_index", "video_token_index")
         found = {getattr(self.config, name, None) for name in names}
         return tuple(sorted(found - {None}))
 
     def visual(self, ids: Tensor) -> Tensor:
-        """Which ids stand for a picture or a clip: bool, of their shape."""
+        """Mask of the placeholders of images and videos: bool, same shape as ``ids``."""
         return ids == self.image_token_id
 
     def tower(self) -> nn.Module:
@@ -166,34 +166,34 @@ class Adapter:
         return self.model.get_encoder(modality="image")
 
     def vision_blocks(self) -> list[nn.Module]:
-        """Blocks of the vision tower, first one first."""
+        """Blocks of the vision tower, in order."""
         tower = self.model.get_encoder(modality="image")
-        tower = getattr(tower, "vision_model", tower)  # a wrapper in some versions of CLIP
+        tower = getattr(tower, "vision_model", tower)  # some versions wrap CLIP
         return list(tower.encoder.layers)
 
     def refusal(self, reason: str) -> RecipeError:
-        """The error for a recipe that this model cannot run; names one that every family runs."""
+        """The error for a recipe that this model cannot run; it names one that runs."""
         return RecipeError(f"{reason}; on this model 'divprune:0.2' works")
 
     # --- saliency ------------------------------------------------------------------------------
 
     def specials(self) -> int:
-        """Rows of the tower in front of the patches of each view: 1 for a CLS token."""
+        """Rows of the tower before the patches of each view: 1 for a CLS token."""
         tower = self.model.get_encoder(modality="image")
         embeddings = getattr(getattr(tower, "vision_model", tower), "embeddings", None)
         names = ("class_embedding", "cls_token")
         return int(any(getattr(embeddings, name, None) is not None for name in names))
 
     def sources(self) -> tuple[str, ...]:
-        """Of `saliency.SOURCES` those that the tower has, the usual one first."""
+        """Entries of `saliency.SOURCES` that the tower supports, the default first."""
         return ("cls", "received", "norm") if self.specials() else ("received", "norm")
 
     def source(self, asked: SaliencyRequest) -> str:
-        """The source that answers a request."""
+        """The source used for a request."""
         return self.sources()[0] if asked.source == "auto" else asked.source
 
     def why_no_source(self, source: str) -> str:
-        """The reason why a source of `saliency.SOURCES` is not among `sources`."""
+        """The reason why `sources` does not include a source."""
         return "its vision tower has no CLS token"
 
     def projects_cls(self) -> bool:
@@ -212,16 +212,16 @@ class Adapter:
         return min(self.global_blocks(), key=lambda index: (abs(index - meant), -index))
 
     def block_stats(self, context: VisionContext, layer: int) -> list[tuple[Tensor, Tensor | None]]:
-        """What ``layer`` says of each item: statistics (V, H, P) and keys (V, P, D) of its patches.
+        """Statistics (V, H, P) and keys (V, P, D) of each item's patches in ``layer``.
 
-        The view of the whole image first. `to_tokens` knows in which order patches are.
+        The view of the whole image comes first. `to_tokens` defines the order of patches.
         """
         n, rows, keys = self.patches(), context.stats[layer], context.keys.get(layer)
         views = [self.whole_first(item) for item in context.items]
         return [(rows[v, :, 0, -n:], None if keys is None else keys[v, -n:]) for v in views]
 
     def projector_input(self, calls: list[Tensor], items: Sequence[ItemGeometry]) -> list[Tensor]:
-        """What went into the projector, call by call, as (V, P, D) of each item."""
+        """The projector's inputs, recorded call by call, as (V, P, D) of each item."""
         views = [view for call in calls for view in call]
         return [torch.stack([views[i] for i in self.whole_first(item)]) for item in items]
 
@@ -230,20 +230,20 @@ class Adapter:
         n = item.patches[0] * item.patches[1]
         if patches.shape[-1] == n:
             return patches
-        side = math.isqrt(patches.shape[-1])  # what does not belong to the square is CLS
+        side = math.isqrt(patches.shape[-1])  # rows before the square are CLS
         return to_tokens(patches[..., -side * side :], item.patches)
 
     def whole_first(self, item: ItemGeometry) -> list[int]:
-        """The views of an item, that of the whole image first, then its crops in raster order."""
+        """The views of an item: the whole image first, then its crops in raster order."""
         return list(range(*item.views))
 
     # --- work inside the tower -------------------------------------------------------------------
 
     def cells(self, item: ItemGeometry) -> Tensor | None:
-        """Patches of the tower that make each visual token of a view: int64, (N, m).
+        """Patches of the tower that form each visual token of a view: int64, (N, m).
 
         Tokens are in raster order; patches are rows of the tower, counted after `specials`.
-        ``None`` where no patches belong to one token alone, see `why_no_cells`.
+        ``None`` if patches do not belong to single tokens, see `why_no_cells`.
         """
         side, (rows, columns) = math.isqrt(self.patches()), item.patches
         if side % rows or side % columns:
@@ -260,19 +260,19 @@ class Adapter:
         )
 
     def mergers(self) -> list[nn.Module]:
-        """The modules that make tokens of the rows of a packed tower, `projector` among them."""
+        """Modules that turn the rows of a packed tower into tokens, including `projector`."""
         return [self.projector()]
 
     def tower_order(self, items: Sequence[ItemGeometry]) -> list[int]:
-        """Indices of ``items`` in the order in which a packed tower reads them."""
+        """Indices of ``items`` in the order in which a packed tower processes them."""
         return list(range(len(items)))
 
     def projector(self) -> nn.Module:
-        """The module through which the tower's rows (V, N, D) go to the language model's width."""
+        """The module that projects the tower's rows (V, N, D) to the language model's width."""
         return self.model.base_model.multi_modal_projector
 
     def feature_blocks(self) -> list[int]:
-        """Indices of the vision blocks whose output goes to the projector, ascending."""
+        """Indices of the vision blocks whose output the projector takes, ascending."""
         layer = getattr(self.config, "vision_feature_layer", -1)
         layers = [layer] if isinstance(layer, int) else layer
         depth = len(self.vision_blocks())
@@ -283,7 +283,7 @@ class Adapter:
         return self.feature_blocks()[0]
 
     def sizes(self) -> dict[str, Any]:
-        """What a trained stage must know of the model, see `Stage.build`."""
+        """Properties of the model that a trained stage needs, see `Stage.build`."""
         text, vision = self.config.get_text_config(), self.config.vision_config
         return {
             "family": self.config.model_type,
@@ -309,37 +309,37 @@ class Adapter:
         return 2 * self.depth * heads * head * self.dtype.itemsize
 
     def cache_bytes(self, tokens: int) -> int:
-        """Bytes of an uncompressed cache after ``tokens``; layers hold what their windows show."""
+        """Bytes of an uncompressed cache after ``tokens``; layers keep what their windows show."""
         slots = (tokens if w is None else min(tokens, w - 1) for w in self.windows)
         return sum(slots) * self.bytes_per_token() // self.depth
 
     def signature(self) -> list[float]:
-        """A few numbers by which weights that were trained for this very model know it again."""
+        """A few weights that identify this model for stages trained on it."""
         weight = next(p for p in reversed(list(self.projector().parameters())) if p.dim() == 2)
         weight = weight.detach().flatten()
         index = torch.arange(16, device=weight.device) * (len(weight) - 1) // 15
         return weight[index].float().tolist()
 
     def trained(self, stage: Stage) -> nn.Module:
-        """The module of a trained stage, loaded when it is first asked for.
+        """The module of a trained stage, loaded on first use.
 
         Raises
         ------
         RecipeError
-            When there are no weights of the stage for this model.
+            If no weights of the stage exist for this model.
         """
         key = (stage.name, stage.weights, getattr(stage, "kind", ""))
         if key not in self.modules:
             self.modules[key] = load_weights(stage, self.sizes(), self.signature())
-        # The model may have moved since. What only guesses may do so in the model's own type.
+        # The model may have moved since. Drafters run in the model's dtype.
         module, half = self.modules[key], stage.protocol == "drafter" and self.device.type != "cpu"
-        some = next(module.parameters())
-        if some.device != self.device or (half and some.dtype != self.dtype):
+        weight = next(module.parameters())
+        if weight.device != self.device or (half and weight.dtype != self.dtype):
             module.to(self.device, self.dtype if half else None)
         return module
 
     def ships(self, stage: Stage) -> bool:
-        """Whether there are weights of a trained stage for this model."""
+        """Whether weights of a trained stage exist for this model."""
         try:
             self.trained(stage)
         except RecipeError:
@@ -349,44 +349,44 @@ class Adapter:
     # --- prompt --------------------------------------------------------------------------------
 
     def frame_label(self, index: int) -> str:
-        """Text before frame ``index`` (from 0) where a clip is read as pictures."""
+        """Text before frame ``index`` (from 0) of a video that is read as images."""
         label = getattr(self.config, "vlmfast_frame_label", "")
         return label.format(i=index + 1)
 
     def image_token(self) -> str:
-        """The placeholder of one picture in the text of a prompt."""
+        """The placeholder of an image in the text of a prompt."""
         return self.processor.image_token
 
     def marks(self) -> tuple[str, ...]:
-        """The placeholders of pictures, and of clips that are not read as pictures."""
-        clips = (self.processor.video_token,) if self.clip_tensors else ()
-        return (self.image_token(), *clips)
+        """The placeholders of images, and of videos that are not read as images."""
+        videos = (self.processor.video_token,) if self.clip_tensors else ()
+        return (self.image_token(), *videos)
 
     def inputs(
         self, text: str, images: list[Any], frames: Sequence[tuple] = ()
     ) -> dict[str, Tensor]:
         """Run the family's processor; tensors on the model's device, pixels in its dtype.
 
-        ``images`` are all pictures and frames, ``frames`` is as in `engine.prefill.Inputs`.
+        ``images`` are all images and frames, ``frames`` is as in `engine.prefill.Inputs`.
         """
         tokenizer = self.processor.tokenizer
         bos = tokenizer.bos_token
-        pictures, clips = self.parted(images, frames)
+        single, videos = self.parted(images, frames)
         try:
             batch = self.processor(
-                images=([pictures] if self.nested else pictures) if pictures else None,
+                images=([single] if self.nested else single) if single else None,
                 text=[text],
                 return_tensors="pt",
                 add_special_tokens=not (bos and text.startswith(bos)),
-                **(self.of_clips(clips) if clips else {}),
+                **(self.of_clips(videos) if videos else {}),
                 **(self.on_device() if images else {}),
             )
         except (ValueError, TypeError) as error:
             reason = str(error).partition("\n")[0]
             raise ModelError(
-                f"{type(self.processor).__name__} refused the prompt: {reason}"
+                f"{type(self.processor).__name__} rejected the prompt: {reason}"
             ) from error
-        wanted = (self.tensors if pictures else ()) + (self.clip_tensors if clips else ())
+        wanted = (self.tensors if single else ()) + (self.clip_tensors if videos else ())
         lacking = [key for key in wanted if key not in batch]
         if lacking:
             raise ModelError(
@@ -395,8 +395,8 @@ class Adapter:
             )
         if "attention_mask" in batch and not bool(batch["attention_mask"].all()):
             raise ModelError(
-                f"{type(self.processor).__name__} padded the prompt; prompts are read one at a "
-                "time and without padding: take padding out of the processor's own arguments"
+                f"{type(self.processor).__name__} padded the prompt; prompts are processed one "
+                "at a time without padding: remove padding from the processor's own arguments"
             )
         for key, value in batch.items():
             if self.fixed and key.startswith("pixel_values"):
@@ -406,7 +406,7 @@ class Adapter:
         }
 
     def moved(self, key: str, value: Tensor) -> Tensor:
-        """An input on the device, pixels in the model's dtype; the host waits for no copy."""
+        """Move an input to the device without blocking; pixels in the model's dtype."""
         dtype = self.dtype if key.startswith("pixel_values") else value.dtype
         if self.device.type == "cuda" and value.device.type == "cpu":
             return value.pin_memory().to(self.device, non_blocking=True).to(dtype)
@@ -414,35 +414,35 @@ class Adapter:
 
     def _fits(self, pixels: Tensor) -> None:
         size = self.config.vision_config.image_size
-        takes = (size, size) if isinstance(size, int) else tuple(size)
-        if tuple(pixels.shape[-2:]) != takes:
+        expected = (size, size) if isinstance(size, int) else tuple(size)
+        if tuple(pixels.shape[-2:]) != expected:
             height, width = pixels.shape[-2:]
             raise ModelError(
-                f"{type(self.processor).__name__} makes pictures of {height}x{width} pixels, and "
-                f"the vision tower takes {takes[0]}x{takes[1]}; set the size in the processor"
+                f"{type(self.processor).__name__} makes images of {height}x{width} pixels, and the "
+                f"vision tower takes {expected[0]}x{expected[1]}; set the size in the processor"
             )
 
     def parted(
         self, images: list[Any], frames: Sequence[tuple]
     ) -> tuple[list[Any], list[tuple[list[Any], list[float]]]]:
-        """Pictures, and clips that are not read as pictures: frames and their seconds."""
+        """Separate images from videos that are not read as images: frames and their seconds."""
         if not self.clip_tensors or not frames:
             return images, []
-        pictures: list[Any] = []
-        clips: dict[int, tuple[list[Any], list[float]]] = {}
-        for picture, (clip, _, _, *seconds) in zip(images, frames, strict=True):
-            if clip < 0:
-                pictures.append(picture)
+        single: list[Any] = []
+        videos: dict[int, tuple[list[Any], list[float]]] = {}
+        for image, (video, _, _, *seconds) in zip(images, frames, strict=True):
+            if video < 0:
+                single.append(image)
             else:
-                shown, times = clips.setdefault(clip, ([], []))
-                shown.append(picture)
+                shown, times = videos.setdefault(video, ([], []))
+                shown.append(image)
                 times += seconds
-        return pictures, list(clips.values())
+        return single, list(videos.values())
 
-    def of_clips(self, clips: list[tuple[list[Any], list[float]]]) -> dict[str, Any]:
-        """Clips as the processor takes them: frames have been chosen, and it is told when."""
+    def of_clips(self, videos: list[tuple[list[Any], list[float]]]) -> dict[str, Any]:
+        """Arguments of the processor for videos: chosen frames and their times."""
         about = []
-        for shown, times in clips:
+        for shown, times in videos:
             gap = (times[-1] - times[0]) / max(len(times) - 1, 1) or 1.0
             about.append(
                 {
@@ -452,33 +452,33 @@ class Adapter:
                     "duration": gap * len(shown),
                 }
             )
-        videos = [shown for shown, _ in clips]
-        return {"videos": videos, "video_metadata": about, "do_sample_frames": False}
+        frames = [shown for shown, _ in videos]
+        return {"videos": frames, "video_metadata": about, "do_sample_frames": False}
 
     # --- a batch of prompts ----------------------------------------------------------------------
 
     def pictures_in(self, batch: dict[str, Tensor], ids: list[Tensor]) -> list[Media]:
-        """The pictures of a batch in the order of its rows, whose ids are ``ids``, (S_i,) each."""
+        """The images of a batch in the order of its rows, whose ids are ``ids``, (S_i,) each."""
         return self._alike(batch, self.tensors[0], self.image_token_id, ids)
 
     def clips_in(self, batch: dict[str, Tensor], ids: list[Tensor]) -> list[Media]:
-        """Its clips, where they are no pictures."""
+        """The videos of a batch that are not read as images."""
         return []
 
     def _alike(
         self, batch: dict[str, Tensor], key: str, token: int, ids: list[Tensor]
     ) -> list[Media]:
-        """Pictures, or clips (N, T, C, H, W), that all cost the same number of tokens."""
+        """Images, or videos (N, T, C, H, W), that all have the same number of tokens."""
         pixels = batch.get(key)
         if pixels is None:
             return []
-        tokens = sum(int((of == token).sum()) for of in ids) // max(len(pixels), 1)
+        tokens = sum(int((row == token).sum()) for row in ids) // max(len(pixels), 1)
         frames = pixels.shape[1] if pixels.dim() == 5 else 0
         size = pixels.shape[-2], pixels.shape[-1]
         return [Media(tokens, {key: one}, size, frames) for one in pixels.split(1)]
 
     def joined(self, parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-        """`Media.tensors` of several pictures and clips as those of one prompt."""
+        """Join `Media.tensors` of several images and videos into those of one prompt."""
         keys = {key: None for part in parts for key in part}
         return {key: torch.cat([part[key] for part in parts if key in part]) for key in keys}
 
@@ -486,16 +486,16 @@ class Adapter:
         self, tensors: dict[str, Tensor], media: Sequence[Media]
     ) -> tuple[ItemGeometry, ...]:
         """`items` of a prompt that came in a batch."""
-        sizes, frames, clips = [], [], 0
+        sizes, frames, videos = [], [], 0
         for one in media:
-            clip = clips if one.frames else -1
-            clips += one.frames > 0
+            video = videos if one.frames else -1
+            videos += one.frames > 0
             sizes += [one.size] * max(one.frames, 1)
-            frames += [(clip, i, max(one.frames, 1)) for i in range(max(one.frames, 1))]
+            frames += [(video, i, max(one.frames, 1)) for i in range(max(one.frames, 1))]
         return self.items(tensors, sizes, frames) if media else ()
 
     def on_device(self) -> dict[str, Any]:
-        """Where pictures are resized and normalised: on the GPU, by processors that can."""
+        """Arguments that let processors that can resize and normalize images on the GPU."""
         if self.device.type == "cpu":
             return {}
         backend = getattr(self.processor.image_processor, "backend", None)
@@ -504,11 +504,11 @@ class Adapter:
     # --- tensors -------------------------------------------------------------------------------
 
     def embed(self, ids: Tensor) -> Tensor:
-        """Input embeddings; through the module, because some families scale inside it."""
+        """Input embeddings, through the module because some families scale inside it."""
         return self._embedding(ids)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Vocabulary logits of normalised hidden states (..., D)."""
+        """Vocabulary logits of normalized hidden states (..., D)."""
         return self._head(hidden)
 
     def positions(self, inputs: dict[str, Tensor]) -> Tensor:
@@ -521,19 +521,19 @@ class Adapter:
         return tuple(self.decoder.rotary_emb(hidden, position))
 
     def rotary(self, layer: int) -> str:
-        """Which kind of rotary tables a layer takes."""
+        """The kind of rotary tables of a layer."""
         return ""
 
     def compact(self, full: Numbering, kept: Tensor) -> Tensor:
-        """Rotary ids (P, N) without the gaps of what was dropped; the prompt's own if nothing was.
+        """Rotary ids (P, N) without gaps from dropped tokens; unchanged if none were dropped.
 
         Parameters
         ----------
         full : Numbering
-            Of the prompt before anything was dropped, so that it does not matter how many drops
-            there were.
+            Of the prompt before any tokens were dropped, so that the number of drops does not
+            matter.
         kept : Tensor, int64, (N,)
-            Rows of it that are left, ascending.
+            Rows that are kept, ascending.
         """
         if len(kept) == len(full):
             return full.position
@@ -541,8 +541,8 @@ class Adapter:
         return full.position[:, :1] + count
 
     def rotate(self, keys: Tensor, delta: Tensor) -> Tensor:
-        """Keys (H, N, D) whose rotary ids are moved by ``delta``, int64, (H, N)."""
-        cos, sin = self.tables(keys.float(), delta)  # each head is a row of the batch here
+        """Rotate keys (H, N, D) by ``delta`` rotary ids, int64, (H, N)."""
+        cos, sin = self.tables(keys.float(), delta)  # heads are batch rows here
         scale = getattr(self.decoder.rotary_emb, "attention_scaling", 1.0)  # keys have it already
         cos, sin = cos.float() / scale, sin.float() / scale
         turned, rest = keys.float().split([cos.shape[-1], keys.shape[-1] - cos.shape[-1]], dim=-1)
@@ -551,7 +551,7 @@ class Adapter:
         return torch.cat([turned, rest], dim=-1).to(keys.dtype)
 
     def decoder_kwargs(self, layout: TokenLayout, extra: tuple[Tensor, ...]) -> dict[str, Any]:
-        """Further arguments of the decoder in prefill."""
+        """Additional arguments of the decoder in prefill."""
         return {}
 
     mask_rule: Callable[[TokenLayout], Tensor] | None = None
@@ -559,49 +559,48 @@ class Adapter:
     def items(
         self, tensors: dict[str, Tensor], sizes: list[tuple[int, int]], frames: Sequence[tuple]
     ) -> tuple[ItemGeometry, ...]:
-        """`geometry` of a prompt's pictures, and which of them are frames.
+        """`geometry` of a prompt's images, with the frames of videos marked.
 
-        The parameters are those of `engine.prefill.Inputs`; a family may join frames to one item.
+        The parameters are those of `engine.prefill.Inputs`. A family may join frames into one item.
         """
         items = self.views_of(tensors, sizes)
         if not frames:
             return items
         return tuple(
-            replace(item, clip=clip, frame=(index, total))
-            for item, (clip, index, total, *_) in zip(items, frames, strict=True)
+            replace(item, clip=video, frame=(index, total))
+            for item, (video, index, total, *_) in zip(items, frames, strict=True)
         )
 
     def inside(self, items: tuple[ItemGeometry, ...]) -> bool:
-        """Whether the tower makes one visual token of each of its patches."""
+        """Whether each patch of the tower becomes one visual token."""
         cells = (self.cells(item) for item in items)
-        return not self.packed and all(of is not None and of.shape[1] == 1 for of in cells)
+        return not self.packed and all(c is not None and c.shape[1] == 1 for c in cells)
 
     def views_of(
         self, tensors: dict[str, Tensor], sizes: list[tuple[int, int]]
     ) -> tuple[ItemGeometry, ...]:
-        """`geometry`, where the processor's output says more than the sizes."""
+        """`geometry` for families that also need the processor's output."""
         return self.geometry(sizes)
 
     def geometry(self, sizes: list[tuple[int, int]]) -> tuple[ItemGeometry, ...]:
-        """How pictures of ``sizes`` (height, width in pixels) lie in the vision batch."""
+        """Views of images of ``sizes`` (height, width in pixels) in the vision batch."""
         raise NotImplementedError(f"{type(self).__name__}.geometry")
 
     def encode(self, inputs: dict[str, Tensor], context: VisionContext) -> Encoded:
-        """Vision tower and projector over all pictures of a prompt, ``context.items``.
+        """Run vision tower and projector on all images of a prompt, ``context.items``.
 
-        ``step`` is active meanwhile and holds the statistics afterwards.
+        ``context`` is active meanwhile and contains the statistics afterwards.
         """
         raise NotImplementedError(f"{type(self).__name__}.encode")
 
     # --- shared parts of `encode` ----------------------------------------------------------------
 
     def patch_stats(self, context: VisionContext, patches: int) -> VisionStats:
-        """Statistics over patches: the CLS column is cut off."""
-        views = max(
-            item.views[1] for item in context.items
-        )  # a stage may have put more rows behind
-        rows = {layer: of[:views, :, 0, -patches:] for layer, of in context.stats.items()}
-        keys = {layer: of[:views, -patches:] for layer, of in context.keys.items()}
+        """Statistics over patches, without the CLS column."""
+        # A stage may have appended more rows.
+        views = max(item.views[1] for item in context.items)
+        rows = {layer: r[:views, :, 0, -patches:] for layer, r in context.stats.items()}
+        keys = {layer: k[:views, -patches:] for layer, k in context.keys.items()}
         return VisionStats(context.items, rows, keys)
 
     def view_layout(
@@ -609,7 +608,7 @@ class Adapter:
     ) -> TokenLayout:
         """Layout of one item's tokens from their coordinates and kinds, (N,) each.
 
-        Of a newline, ``y`` is the row of the canvas that it closes; tile and x do not count.
+        For a newline, ``y`` is the row of the canvas that it ends; tile and x are ignored.
         """
         n, (rows, columns) = tile.shape[0], geometry.patches
         here = (kind == Kind.IMAGE) | (kind == Kind.VIDEO)
@@ -632,7 +631,7 @@ class Adapter:
         )
 
     def view_box(self, geometry: ItemGeometry, tile: Tensor) -> tuple[Tensor, Tensor]:
-        """Top left corner and size (N, 2) as (x, y) shares of the picture, of each token's tile."""
+        """Corner (top left) and size (N, 2) of each token's tile, (x, y) fractions of the image."""
         height, width = geometry.size
         crop = getattr(self.processor.image_processor, "do_center_crop", False)
         short = min(height, width)

@@ -1,8 +1,8 @@
-"""FastVLM: a convolutional tower of timm, one square view per picture, few large tokens.
+"""FastVLM: a convolutional tower of timm, one square view per image, few large tokens.
 
-The tower mixes most of its rows by convolutions, on grids that become coarser, and ends without
-attention: saliency is the norm of the features that enter the projector. Stages between its blocks
-are refused.
+The tower consists mostly of convolutions on increasingly coarse grids and ends without attention.
+Saliency is therefore the norm of the features that enter the projector. Stages inside the tower are
+not supported.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class FamilyAdapter(Tiled):
 
     def features(self, inputs: dict[str, Tensor]) -> Tensor:
         output = self.model.base_model.get_image_features(inputs["pixel_values"]).pooler_output
-        # A list of pictures in some versions of transformers.
+        # A list of images in some versions of transformers.
         return output if isinstance(output, Tensor) else torch.stack(list(output))
 
     view_box = Adapter.view_box

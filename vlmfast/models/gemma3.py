@@ -1,7 +1,7 @@
-"""Gemma 3: an image is one square view, its patches pooled; its tokens see each other both ways.
+"""Gemma 3: an image is one square view with pooled patches; its tokens attend bidirectionally.
 
-Most layers of the language model attend within a window: a row sees itself and the ``window - 1``
-rows before it among those that enter the layer, and of its own image also the rows after it.
+Most layers of the language model attend within a window: a row attends to itself, to the
+``window - 1`` rows before it among those that enter the layer, and to later rows of its own image.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class FamilyAdapter(Tiled):
         self.window = None  # prompts may be longer
 
     def mask_rule(self, layout: TokenLayout) -> Tensor:
-        """Bool (S, S): what each row sees: rows before it, and all of its own image."""
-        place = torch.arange(len(layout), device=layout.device)
-        before = place[:, None] >= place
+        """Attention mask, bool (S, S): each row attends to rows before it and to its own image."""
+        row = torch.arange(len(layout), device=layout.device)
+        before = row[:, None] >= row
         return before | ((layout.item[:, None] == layout.item) & layout.visual[:, None])
 
     def rotary(self, layer: int) -> str:
@@ -47,9 +47,8 @@ class FamilyAdapter(Tiled):
 
     def rotate(self, keys: Tensor, delta: Tensor) -> Tensor:
         raise RecipeError(
-            "this recipe moves the rotary ids of cached keys; layers of gemma3 turn them in "
-            "different ways, and it is not told which layer it works on; 'snapkv:0.5' works on "
-            "this model"
+            "this recipe changes the rotary ids of cached keys, which is not supported on gemma3, "
+            "whose layers differ in their rotary embedding; 'snapkv:0.5' works on this model"
         )
 
     def image_token(self) -> str:
@@ -71,7 +70,7 @@ class FamilyAdapter(Tiled):
         tensors = super().inputs(text, images, frames)
         if images and len(tensors["pixel_values"]) != len(images):
             raise ModelError(
-                "the processor cut pictures into crops (do_pan_and_scan), which is not supported; "
+                "the processor cut images into crops (do_pan_and_scan), which is not supported; "
                 "set processor.image_processor.do_pan_and_scan = False"
             )
         return tensors

@@ -1,4 +1,4 @@
-"""Idefics3: crops of a picture first, the whole of it behind them, with text around each view."""
+"""Idefics3: crops of an image, followed by the whole image, with text around each view."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class FamilyAdapter(Tiled):
     def geometry(self, sizes: list[tuple[int, int]]) -> tuple[ItemGeometry, ...]:
         items, start = [], 0
         for height, width in sizes:
-            of = self.processor.image_processor
-            count, down, across = of.get_number_of_image_patches(height, width)
+            images = self.processor.image_processor
+            count, down, across = images.get_number_of_image_patches(height, width)
             items.append(self._item((height, width), (down, across), start, max(count, 1)))
             start = items[-1].views[1]
         return tuple(items)
@@ -41,7 +41,7 @@ class FamilyAdapter(Tiled):
         return ItemGeometry(size, tiles, (start, start + count), (side, side))
 
     def pictures_in(self, batch: dict[str, Tensor], ids: list[Tensor]) -> list[Media]:
-        """In front of each crop stands its place, the whole picture comes last."""
+        """Text before each crop gives its row and column; the whole image comes last."""
         found = []
         keys = [key for key in (*self.tensors, *self.beside) if key in batch]
         for number, row in enumerate(ids if keys else []):
@@ -49,8 +49,8 @@ class FamilyAdapter(Tiled):
             for start, length in runs(row, self.image_token_id):
                 text = self.processor.tokenizer.decode(row[end:start])
                 views, end, tokens = views + 1, start + length, tokens + length
-                if place := re.search(r"<row_(\d+)_col_(\d+)>", text):
-                    tiles = int(place[1]), int(place[2])
+                if label := re.search(r"<row_(\d+)_col_(\d+)>", text):
+                    tiles = int(label[1]), int(label[2])
                     continue
                 own = {key: batch[key][number : number + 1, first:views] for key in keys}
                 height, width = own["pixel_values"].shape[-2:]
@@ -67,6 +67,6 @@ class FamilyAdapter(Tiled):
         output = self.model.base_model.get_image_features(
             inputs["pixel_values"], inputs.get("pixel_attention_mask")
         ).pooler_output
-        # (V, N, D), or flat for each prompt, by the version of transformers.
+        # (V, N, D), or flat for each prompt, depending on the version of transformers.
         flat = output if isinstance(output, Tensor) else torch.cat(list(output))
         return flat.view(-1, self.patches() // self.config.scale_factor**2, flat.shape[-1])

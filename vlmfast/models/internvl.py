@@ -1,4 +1,4 @@
-"""InternVL: crops of a picture first, the whole of it behind them; a frame is one view."""
+"""InternVL: crops of an image, followed by the whole image; a frame is one view."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .base import Adapter, Encoded
 
 
 class Tiled(Adapter):
-    """Families that write text around the views of a picture, the base view last."""
+    """Families with text around the views of an image, the base view last."""
 
     blocks = False
 
@@ -30,13 +30,13 @@ class Tiled(Adapter):
     ) -> tuple[ItemGeometry, ...]:
         items, view, side = [], 0, self.side()
         for one in media:
-            place = view, view + one.tokens // side**2
-            items.append(ItemGeometry(one.size, one.tiles or (0, 0), place, (side, side)))
-            view = place[1]
+            views = view, view + one.tokens // side**2
+            items.append(ItemGeometry(one.size, one.tiles or (0, 0), views, (side, side)))
+            view = views[1]
         return tuple(items)
 
     def features(self, inputs: dict[str, Tensor]) -> Tensor:
-        """Of every view, (V, N, D)."""
+        """Features of every view, (V, N, D)."""
         raise NotImplementedError(f"{type(self).__name__}.features")
 
     def encode(self, inputs: dict[str, Tensor], context: VisionContext) -> Encoded:
@@ -66,7 +66,7 @@ class Tiled(Adapter):
         return layout.replace(view=(view + first).to(torch.int32))
 
     def view_box(self, geometry: ItemGeometry, tile: Tensor) -> tuple[Tensor, Tensor]:
-        """The whole picture is squeezed into the base view, and into the canvas of crops."""
+        """The whole image is resized to the base view, and to the canvas of crops."""
         down, across = geometry.tiles
         base = (tile == 0)[:, None]
         if down == 0:
@@ -101,7 +101,7 @@ class FamilyAdapter(Tiled):
         return sizes | {"token_width": patches * sizes["vision_width"]}
 
     def pictures_in(self, batch: dict[str, Tensor], ids: list[Tensor]) -> list[Media]:
-        """The tokens of each picture, or of each frame, stand between two marks."""
+        """The tokens of each image or frame are between two markers."""
         found, view, pixels = [], 0, batch.get("pixel_values")
         for _, tokens in [run for row in ids for run in runs(row, self.image_token_id)]:
             count = tokens // self.side() ** 2
@@ -118,23 +118,23 @@ class FamilyAdapter(Tiled):
         self, tensors: dict[str, Tensor], sizes: list[tuple[int, int]], frames: Sequence[tuple]
     ) -> tuple[ItemGeometry, ...]:
         side, items, view = self.side(), [], 0
-        # The tokens of each picture stand between two marks.
+        # The tokens of each image are between two markers.
         found = runs(tensors["input_ids"][0], self.image_token_id)
         counts = [tokens // side**2 for _, tokens in found]
         frames = frames or [(-1, 0, 1)] * len(sizes)
-        for size, (clip, *frame), count in zip(sizes, frames, counts, strict=True):
+        for size, (video, *frame), count in zip(sizes, frames, counts, strict=True):
             tiles = self._tiles(size) if count > 1 else (0, 0)
-            place = (view, view + count)
-            items.append(ItemGeometry(size, tiles, place, (side, side), clip, tuple(frame[:2])))
+            views = (view, view + count)
+            items.append(ItemGeometry(size, tiles, views, (side, side), video, tuple(frame[:2])))
             view += count
         return tuple(items)
 
     def _tiles(self, size: tuple[int, int]) -> tuple[int, int]:
         from transformers.models.got_ocr2.image_processing_got_ocr2 import get_optimal_tiled_canvas
 
-        of = self.processor.image_processor
-        tile = of.size["height"], of.size["width"]
-        across, down = get_optimal_tiled_canvas(size, tile, of.min_patches, of.max_patches)
+        images = self.processor.image_processor
+        tile = images.size["height"], images.size["width"]
+        across, down = get_optimal_tiled_canvas(size, tile, images.min_patches, images.max_patches)
         return down, across
 
     def features(self, inputs: dict[str, Tensor]) -> Tensor:

@@ -1,4 +1,4 @@
-"""LLaVA-1.5: one square view per picture, its patches in raster order."""
+"""LLaVA-1.5: one square view per image, its patches in raster order."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ if TYPE_CHECKING:
 
 
 def complete(model: Model, processor: Any) -> Any:
-    """The processor with what older checkpoints leave out, taken from the model.
+    """Add settings that older checkpoints lack to the processor, taken from the model.
 
-    It counts the placeholders of a picture from these three; a copy, because it is the user's.
+    From these three it computes the number of placeholders of an image. Returns a copy, since the
+    processor is the user's.
     """
     if getattr(processor, "image_processor", None) is None:
-        return processor  # refused by the base class
+        return processor  # the base class raises
     tower = model.get_encoder(modality="image")
     tower = getattr(tower, "vision_model", tower)
     if not hasattr(tower, "encoder"):
@@ -56,7 +57,7 @@ class FamilyAdapter(Adapter):
         pixels = inputs["pixel_values"]
         if pixels.dim() != 4:
             raise ModelError(
-                f"{type(self.processor).__name__} made several views of each picture; "
+                f"{type(self.processor).__name__} made several views of each image; "
                 f"it does not belong to a {self.config.model_type} model"
             )
         side = context.items[0].patches[1]
@@ -67,7 +68,7 @@ class FamilyAdapter(Adapter):
         )
         features = list(output.pooler_output)
         raster = torch.arange(features[0].shape[0], device=pixels.device)
-        # With strategy "full" the CLS row comes first; it has no place in the picture.
+        # With strategy "full" the CLS row comes first; it has no position in the image.
         raster = raster - (features[0].shape[0] - side * side)
         kind = torch.where(raster < 0, int(Kind.SPECIAL), int(self.kind))
         base = torch.zeros_like(raster)

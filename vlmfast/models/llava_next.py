@@ -48,9 +48,9 @@ class FamilyAdapter(Adapter):
     def pictures_in(self, batch: dict[str, Tensor], ids: list[Tensor]) -> list[Media]:
         if "image_sizes" not in batch:
             return []
-        return [self._picture(batch, i) for i in range(len(batch["image_sizes"]))]
+        return [self._image(batch, i) for i in range(len(batch["image_sizes"]))]
 
-    def _picture(self, batch: dict[str, Tensor], i: int) -> Media:
+    def _image(self, batch: dict[str, Tensor], i: int) -> Media:
         own = {key: batch[key][i : i + 1] for key in ("pixel_values", "image_sizes")}
         height, width = own["image_sizes"][0].tolist()
         (geometry,) = self.geometry([(height, width)])
@@ -75,7 +75,7 @@ class FamilyAdapter(Adapter):
     def _layout(
         self, item: int, geometry: ItemGeometry, size: Tensor, strategy: str
     ) -> TokenLayout:
-        """Where each packed token came from: the model's own packing is run on coordinates."""
+        """Find the origin of each packed token by running the model's packing on coordinates."""
         (rows, columns), views = geometry.patches, geometry.views[1] - geometry.views[0]
         tile, y, x = torch.meshgrid(
             *(
@@ -95,8 +95,8 @@ class FamilyAdapter(Adapter):
         return self.view_layout(tile, y, x, kind, item, geometry)
 
     def view_box(self, geometry: ItemGeometry, tile: Tensor) -> tuple[Tensor, Tensor]:
-        """The base view shows the whole picture, squeezed; a crop shows a part of the canvas on
-        which the picture lies centred with its own aspect ratio."""
+        """The base view shows the whole image, resized; a crop shows a part of the canvas on
+        which the image is centered with its own aspect ratio."""
         height, width = geometry.size
         down, across = geometry.tiles
         side = self.config.vision_config.image_size

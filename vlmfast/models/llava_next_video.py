@@ -1,4 +1,4 @@
-"""LLaVA-NeXT-Video: pictures as in LLaVA-NeXT; of a clip one view per frame, its patches pooled."""
+"""LLaVA-NeXT-Video: images as in LLaVA-NeXT; videos with one view per frame, patches pooled."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ class FamilyAdapter(LlavaNext):
     ) -> tuple[ItemGeometry, ...]:
         if self.clip_tensors[0] not in tensors:
             return super().items(tensors, sizes, frames)
-        alone = [size for size, (clip, *_) in zip(sizes, frames, strict=True) if clip < 0]
-        pictures = self.views_of(tensors, alone)
-        view = pictures[-1].views[1] if pictures else 0  # the tower reads the pictures first
-        of_picture, items, side = iter(pictures), [], self.pooled()
-        for size, (clip, index, total, *_) in zip(sizes, frames, strict=True):
-            if clip < 0:
-                items.append(next(of_picture))
+        alone = [size for size, (video, *_) in zip(sizes, frames, strict=True) if video < 0]
+        single = self.views_of(tensors, alone)
+        view = single[-1].views[1] if single else 0  # the tower processes the images first
+        images, items, side = iter(single), [], self.pooled()
+        for size, (video, index, total, *_) in zip(sizes, frames, strict=True):
+            if video < 0:
+                items.append(next(images))
             else:
-                place = (view, view + 1)
-                items.append(ItemGeometry(size, (0, 0), place, (side, side), clip, (index, total)))
+                views = (view, view + 1)
+                items.append(ItemGeometry(size, (0, 0), views, (side, side), video, (index, total)))
                 view += 1
         return tuple(items)
 
@@ -59,8 +59,8 @@ class FamilyAdapter(LlavaNext):
         features: dict[int, Tensor] = {}
         layouts: dict[int, TokenLayout] = {}
         strategy = self.config.vision_feature_select_strategy
-        clips = self.clip_tensors[0] in inputs
-        framed = [i for i, item in enumerate(context.items) if clips and item.clip >= 0]
+        has_video = self.clip_tensors[0] in inputs
+        framed = [i for i, item in enumerate(context.items) if has_video and item.clip >= 0]
         alone = [i for i in range(len(context.items)) if i not in framed]
         if alone:
             for n, (i, of) in enumerate(zip(alone, self.pictures(inputs), strict=True)):
@@ -81,7 +81,7 @@ class FamilyAdapter(LlavaNext):
         )
 
     def pictures(self, inputs: dict[str, Tensor]) -> list[Tensor]:
-        """Features of each picture, packed."""
+        """Features of each image, packed."""
         output = self.model.base_model.get_image_features(
             inputs["pixel_values"],
             inputs["image_sizes"],
@@ -91,16 +91,16 @@ class FamilyAdapter(LlavaNext):
         return list(output.pooler_output)
 
     def frames(self, inputs: dict[str, Tensor]) -> list[Tensor]:
-        """Features of each frame, clip by clip."""
+        """Features of each frame, video by video."""
         pixels, each = inputs["pixel_values_videos"], self.pooled() ** 2
         output = self.model.base_model.get_video_features(
             pixels,
             vision_feature_layer=self.config.vision_feature_layer,
             vision_feature_select_strategy=self.config.vision_feature_select_strategy,
         )
-        # Some versions of transformers put a newline behind each clip here, some put it elsewhere.
-        clips = [clip.flatten(0, -2)[: pixels.shape[1] * each] for clip in output.pooler_output]
-        return [frame for clip in clips for frame in clip.split(each)]
+        # Some versions of transformers append a newline to each video here, others elsewhere.
+        videos = [video.flatten(0, -2)[: pixels.shape[1] * each] for video in output.pooler_output]
+        return [frame for video in videos for frame in video.split(each)]
 
     def _frame(self, item: int, geometry: ItemGeometry, n: int) -> TokenLayout:
         rows, columns = geometry.patches
@@ -113,7 +113,7 @@ class FamilyAdapter(LlavaNext):
     def view_box(self, geometry: ItemGeometry, tile: Tensor) -> tuple[Tensor, Tensor]:
         if geometry.tiles != (0, 0):
             return super().view_box(geometry, tile)
-        # The frame's middle, or the whole of it squeezed.
+        # The center of the frame, or the whole frame resized.
         height, width = geometry.size
         crop = getattr(self.processor.video_processor, "do_center_crop", False)
         short = min(height, width)

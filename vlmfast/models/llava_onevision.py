@@ -1,4 +1,4 @@
-"""LLaVA-OneVision: one picture in crops, several as one view each, a clip in pooled frames."""
+"""LLaVA-OneVision: a single image in crops, several as one view each, videos in pooled frames."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 class FamilyAdapter(LlavaNextVideo):
     beside = ("batch_num_images",)
     processors = ("LlavaOnevisionProcessor",)
-    nested = True  # of several pictures it makes no crops
-    blocks = False  # a picture's tokens depend on how many pictures there are
+    nested = True  # several images are not cropped
+    blocks = False  # the tokens of an image depend on the number of images
 
     def __init__(self, model: Model, processor: Any) -> None:
         Adapter.__init__(self, model, processor)
@@ -33,13 +33,13 @@ class FamilyAdapter(LlavaNextVideo):
         return -(-(vision.image_size // vision.patch_size) // 2)
 
     def pictures_in(self, batch: dict[str, Tensor], ids: list[Tensor]) -> list[Media]:
-        pictures = super().pictures_in(batch, ids)
-        # Of how many each is one; a processor that got one flat list cuts all of them.
-        each = torch.ones(len(pictures), dtype=torch.int64)
+        images = super().pictures_in(batch, ids)
+        # Images per prompt; given one flat list, a processor crops all of them.
+        each = torch.ones(len(images), dtype=torch.int64)
         counts = batch.get("batch_num_images", each).tolist()
         alone = [n == 1 for n in counts for _ in range(n)]
         found = []
-        for one, crops in zip(pictures, alone, strict=True):
+        for one, crops in zip(images, alone, strict=True):
             tokens = one.tokens if crops else self.patches() + 1
             count = torch.tensor([int(crops)])
             own = {**one.tensors, "batch_num_images": count}
@@ -73,7 +73,7 @@ class FamilyAdapter(LlavaNextVideo):
         top_left, size = super().view_box(geometry, tile)
         if geometry.tiles != (0, 0) or geometry.patches[0] == self.pooled():
             return top_left, size
-        height, width = geometry.size  # one of several pictures: padded to a square
+        height, width = geometry.size  # one of several images: padded to a square
         longer = max(height, width)
         size = torch.tensor([longer / width, longer / height], device=tile.device).expand_as(size)
         return (1 - size) / 2, size
@@ -101,12 +101,12 @@ class FamilyAdapter(LlavaNextVideo):
     ) -> TokenLayout:
         if geometry.tiles == (0, 0):
             return self._frame(item, geometry, self.patches() + 1)
-        places = self._packed(geometry, size, self.config.vision_aspect_ratio)
+        origins = self._packed(geometry, size, self.config.vision_aspect_ratio)
         whole = self._packed(geometry, size, f"anyres_max_{10**6}")
-        kind = torch.where(places[:, 0] < 0, int(Kind.NEWLINE), int(self.kind))
-        if len(places) < len(whole):  # too large: the canvas of crops was scaled down
-            places = self._scaled(places, whole, geometry)
-        tile, y, x = places.long().unbind(1)
+        kind = torch.where(origins[:, 0] < 0, int(Kind.NEWLINE), int(self.kind))
+        if len(origins) < len(whole):  # too large: the canvas of crops is scaled down
+            origins = self._scaled(origins, whole, geometry)
+        tile, y, x = origins.long().unbind(1)
         newline = kind == Kind.NEWLINE
         y = torch.where(newline, newline.cumsum(0) - 1, y)
         return self.view_layout(tile, y, x, kind, item, geometry)
@@ -126,17 +126,17 @@ class FamilyAdapter(LlavaNextVideo):
         )
         return packed[0]
 
-    def _scaled(self, places: Tensor, whole: Tensor, geometry: ItemGeometry) -> Tensor:
-        """The patch of the unscaled canvas that lies under the middle of each scaled token."""
+    def _scaled(self, origins: Tensor, whole: Tensor, geometry: ItemGeometry) -> Tensor:
+        """The patch of the unscaled canvas at the center of each scaled token."""
         base = geometry.patches[0] * geometry.patches[1]
 
         def shape(of: Tensor) -> tuple[int, int]:
             rows = int((of[base:, 0] < 0).sum())
             return rows, len(of[base:]) // rows
 
-        (h, w), (rows, columns) = shape(places), shape(whole)
-        y = ((torch.arange(h, device=places.device) + 0.5) * rows / h).long()
-        x = ((torch.arange(w - 1, device=places.device) + 0.5) * (columns - 1) / (w - 1)).long()
+        (h, w), (rows, columns) = shape(origins), shape(whole)
+        y = ((torch.arange(h, device=origins.device) + 0.5) * rows / h).long()
+        x = ((torch.arange(w - 1, device=origins.device) + 0.5) * (columns - 1) / (w - 1)).long()
         x = torch.cat([x, x.new_tensor([columns - 1])])  # the newline
         canvas = whole[base:].view(rows, columns, 3)[y][:, x]
         return torch.cat([whole[:base], canvas.flatten(0, 1)])

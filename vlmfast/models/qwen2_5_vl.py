@@ -1,6 +1,7 @@
-"""Qwen2.5-VL: pictures keep their shape, one token for 2 x 2 patches, rotary ids (t, y, x).
+"""Qwen2.5-VL: images keep their aspect ratio, one token for 2 x 2 patches, rotary ids (t, y, x).
 
-A clip goes in as such. Its frames are joined two by two; each pair is an item of the layout.
+Videos are not read as images. Their frames are joined in pairs, and each pair is an item of the
+layout.
 """
 
 from __future__ import annotations
@@ -40,13 +41,13 @@ class FamilyAdapter(Adapter):
         return self.model.base_model.visual.merger
 
     def patches(self) -> int:
-        return 0  # as many as the picture has
+        return 0  # depends on the image
 
     def cells(self, item: ItemGeometry) -> Tensor:
         m = self.config.vision_config.spatial_merge_size**2
         order = self._order(item)
-        place = torch.arange(math.prod(item.patches)) if order is None else order.argsort()
-        return place[:, None] * m + torch.arange(m)
+        slot = torch.arange(math.prod(item.patches)) if order is None else order.argsort()
+        return slot[:, None] * m + torch.arange(m)
 
     def tower_order(self, items: Sequence[ItemGeometry]) -> list[int]:
         """The tower reads the images first."""
@@ -78,12 +79,12 @@ class FamilyAdapter(Adapter):
         return self._by_item([part[None] for part in torch.cat(calls).split(counts)], items)
 
     def _by_item(self, parts: list[Any], items: Sequence[ItemGeometry]) -> list[Any]:
-        """What the tower made of its images, and then of its videos, item by item."""
+        """Reorder the tower's outputs, first of images and then of videos, by item."""
         order = self.tower_order(items)
         return [parts[order.index(i)] for i in range(len(items))]
 
     def to_tokens(self, patches: Tensor, item: ItemGeometry) -> Tensor:
-        """Patches of a token follow each other; tokens are in the order of windows."""
+        """The patches of a token are consecutive; tokens are in the order of windows."""
         merge = self.config.vision_config.spatial_merge_size
         tokens = patches.unflatten(-1, (-1, merge**2)).mean(-1)
         order = self._order(item)
@@ -126,10 +127,10 @@ class FamilyAdapter(Adapter):
         return self._patches_in(batch, *self.tensors)
 
     def clips_in(self, batch: dict[str, Tensor], ids: list[Tensor]) -> list[Media]:
-        return self._patches_in(batch, *self.clip_tensors, clips=True)
+        return self._patches_in(batch, *self.clip_tensors, video=True)
 
     def _patches_in(
-        self, batch: dict[str, Tensor], pixels: str, grid: str, clips: bool = False
+        self, batch: dict[str, Tensor], pixels: str, grid: str, video: bool = False
     ) -> list[Media]:
         if grid not in batch:
             return []
@@ -137,42 +138,42 @@ class FamilyAdapter(Adapter):
         parts = batch[pixels].split(grids.prod(-1).tolist())
         for i, (part, (t, h, w)) in enumerate(zip(parts, grids.tolist(), strict=True)):
             own = {pixels: part, grid: grids[i : i + 1]}
-            if clips and "second_per_grid_ts" in batch:
+            if video and "second_per_grid_ts" in batch:
                 own["second_per_grid_ts"] = batch["second_per_grid_ts"][i : i + 1]
             size = h * vision.patch_size, w * vision.patch_size
             tokens = t * h * w // vision.spatial_merge_size**2
-            found.append(Media(tokens, own, size, int(clips)))
+            found.append(Media(tokens, own, size, int(video)))
         return found
 
     def items(
         self, tensors: dict[str, Tensor], sizes: list[tuple[int, int]], frames: Sequence[tuple]
     ) -> tuple[ItemGeometry, ...]:
         merge = self.config.vision_config.spatial_merge_size
-        pictures, clips = (
+        images, videos = (
             iter(tensors[key].tolist() if key in tensors else [])
             for key in ("image_grid_thw", "video_grid_thw")
         )
         items: list[ItemGeometry] = []
-        for size, (clip, *frame) in zip(sizes, frames or [(-1, 0, 1)] * len(sizes), strict=True):
-            whole = clip >= 0 and self.clip_tensors[0] in tensors  # not read as pictures
+        for size, (video, *frame) in zip(sizes, frames or [(-1, 0, 1)] * len(sizes), strict=True):
+            whole = video >= 0 and self.clip_tensors[0] in tensors  # not read as images
             if whole and frame[0] > 0:
                 continue
-            t, h, w = next(clips if whole else pictures)
-            item = ItemGeometry(size, (0, 0), (0, 1), (h // merge, w // merge), clip)
+            t, h, w = next(videos if whole else images)
+            item = ItemGeometry(size, (0, 0), (0, 1), (h // merge, w // merge), video)
             steps = [(i, t) for i in range(t)] if whole else [tuple(frame[:2])]
             items += [replace(item, frame=step) for step in steps]
         return tuple(replace(item, views=(i, i + 1)) for i, item in enumerate(items))
 
     def encode(self, inputs: dict[str, Tensor], context: VisionContext) -> Encoded:
-        pictures, clips = self._tower("image", inputs), self._tower("video", inputs)
+        images, videos = self._tower("image", inputs), self._tower("video", inputs)
         whole = self.clip_tensors[0] in inputs
-        parts = [next(clips if whole and item.clip >= 0 else pictures) for item in context.items]
+        parts = [next(videos if whole and item.clip >= 0 else images) for item in context.items]
         layouts = [self._layout(i, geometry) for i, geometry in enumerate(context.items)]
         stats = VisionStats(context.items, {})
-        return Encoded([of[0] for of in parts], layouts, stats, [of[1:] for of in parts])
+        return Encoded([p[0] for p in parts], layouts, stats, [p[1:] for p in parts])
 
     def _tower(self, kind: str, inputs: dict[str, Tensor]) -> Iterator[tuple[Tensor, ...]]:
-        """Of each picture, or of each step in time of each clip: its features, level by level."""
+        """Features of each image, or of each time step of each video, level by level."""
         pixels = inputs.get(self.tensors[0] if kind == "image" else self.clip_tensors[0])
         if pixels is None:
             return iter(())
@@ -196,9 +197,9 @@ class FamilyAdapter(Adapter):
 
 
 def _gaps(position: Tensor, segment: Tensor, left: Tensor) -> Tensor:
-    """How far the gaps in front of each row reach, inside its segment and on one axis.
+    """Total size of the gaps before each row, within its segment and on one axis.
 
-    An id that no row has any more goes together with its step to the next one.
+    An id that no row has any longer is removed together with its step to the next one.
 
     Parameters
     ----------
@@ -217,7 +218,7 @@ def _gaps(position: Tensor, segment: Tensor, left: Tensor) -> Tensor:
 
 
 def _extents(position: Tensor, segment: Tensor, left: Tensor | None = None) -> Tensor:
-    """How many ids each segment takes, on the axis that takes most.
+    """Number of ids of each segment, on the axis with the most.
 
     Parameters
     ----------

@@ -1,8 +1,8 @@
-"""Qwen3-VL: as Qwen2.5-VL, with a time in front of each step of a clip, and deepstack features.
+"""Qwen3-VL: like Qwen2.5-VL, with a timestamp before each step of a video, and deepstack features.
 
-Features of earlier vision blocks are added to the visual rows behind the first layers of the
-language model. They are cut with the tokens that they belong to; tokens can be dropped before the
-first layer that no features are added in front of any more.
+Features of earlier vision blocks are added to the visual rows after the first layers of the
+language model, and are dropped together with their tokens. Between layers, tokens can be dropped
+only after the last of these additions.
 """
 
 from __future__ import annotations

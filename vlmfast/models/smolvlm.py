@@ -1,4 +1,4 @@
-"""SmolVLM: as Idefics3, and clips: one view per frame, with its time in front of it."""
+"""SmolVLM: like Idefics3, plus videos: one view per frame, after its timestamp."""
 
 from __future__ import annotations
 
@@ -21,22 +21,23 @@ class FamilyAdapter(Idefics3):
     def inputs(
         self, text: str, images: list[Any], frames: Sequence[tuple] = ()
     ) -> dict[str, Tensor]:
-        pictures, clips = self.parted(images, frames)
-        if len(clips) > 1 or (clips and pictures):
-            raise ModelError("smolvlm reads pictures or one clip, not both in one prompt")
+        single, videos = self.parted(images, frames)
+        if len(videos) > 1 or (videos and single):
+            raise ModelError("smolvlm takes images or one video, not both in one prompt")
         return super().inputs(text, images, frames)
 
-    def of_clips(self, clips: list[tuple[list[Any], list[float]]]) -> dict[str, Any]:
-        given = super().of_clips(clips)
-        # One list of clips per prompt, each an array: so that no frame is taken for a clip.
-        return {**given, "videos": [[np.stack([np.asarray(f) for f in of]) for of, _ in clips]]}
+    def of_clips(self, videos: list[tuple[list[Any], list[float]]]) -> dict[str, Any]:
+        given = super().of_clips(videos)
+        # One list of videos per prompt, each an array, so that no frame is mistaken for a video.
+        arrays = [np.stack([np.asarray(frame) for frame in shown]) for shown, _ in videos]
+        return {**given, "videos": [arrays]}
 
     def items(
         self, tensors: dict[str, Tensor], sizes: list[tuple[int, int]], frames: Sequence[tuple]
     ) -> tuple[ItemGeometry, ...]:
-        if not any(clip >= 0 for clip, *_ in frames):
+        if not any(video >= 0 for video, *_ in frames):
             return super().items(tensors, sizes, frames)
         return tuple(
-            replace(self._item(size, (0, 0), i, 1), clip=clip, frame=(index, total))
-            for i, (size, (clip, index, total, *_)) in enumerate(zip(sizes, frames, strict=True))
+            replace(self._item(size, (0, 0), i, 1), clip=video, frame=(index, total))
+            for i, (size, (video, index, total, *_)) in enumerate(zip(sizes, frames, strict=True))
         )

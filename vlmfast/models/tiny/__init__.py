@@ -1,1 +1,1 @@
-"""The model `tiny`: drawn scenes, tokenizer, training and export."""
+"""The demo model `tiny`: architecture and tokenizer."""

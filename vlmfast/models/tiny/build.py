@@ -1,4 +1,4 @@
-"""The architecture of `tiny`: stock transformers classes, about 6 M parameters."""
+"""The architecture of `tiny`: stock transformers classes, about 6M parameters."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def build_config() -> LlavaNextConfig:
         vision_feature_layer=-2,
         vision_feature_select_strategy="default",
         tie_word_embeddings=True,
-        vlmfast_frame_label="frame {i} ",  # text before each frame of a clip
+        vlmfast_frame_label="frame {i} ",  # text before each frame of a video
         **tokens,
     )
 
@@ -67,8 +67,8 @@ def build_config() -> LlavaNextConfig:
 def build_model(seed: int = 0) -> LlavaNextForConditionalGeneration:
     """Build `tiny` with fresh weights.
 
-    The usual initialisation suits large models; here patches of 192 values would start almost
-    silent and positions would be lost beside them, so both get a wider start.
+    The usual initialization suits large models. Here the embeddings of patches (192 values) and
+    positions would start too small, so both get a larger variance.
     """
     torch.manual_seed(seed)
     model = LlavaNextForConditionalGeneration(build_config())
@@ -81,8 +81,8 @@ def build_model(seed: int = 0) -> LlavaNextForConditionalGeneration:
         for linear in (projector.linear_1, projector.linear_2):
             nn.init.normal_(linear.weight, std=linear.in_features**-0.5)
             nn.init.zeros_(linear.bias)
-        # Words must not drown in what the first blocks write beside them; the tied head would then
-        # start too loud, which the last norm takes back.
+        # Token embeddings must not be small compared to the output of the first blocks. The tied
+        # head would then start with too large logits, so the last norm scales them down.
         language = model.model.language_model
         nn.init.normal_(language.embed_tokens.weight, std=0.7)
         nn.init.normal_(model.model.image_newline, std=0.7)
@@ -94,7 +94,7 @@ def build_model(seed: int = 0) -> LlavaNextForConditionalGeneration:
 
 
 def vision_core(model: nn.Module) -> nn.Module:
-    """Return the module that holds the vision embeddings and blocks.
+    """Return the module with the vision embeddings and blocks.
 
     Transformers wraps it in ``vision_model`` in some versions and not in others.
     """

@@ -1,7 +1,7 @@
 """The 512-entry byte-level BPE tokenizer of `tiny`, learned from the template text.
 
-Digits are split first, so numbers cost one token per digit; every colour, shape and template word
-is one token. A post-processor puts ``<s>`` in front, so prompts are written without it.
+Digits are split first, so numbers cost one token per digit. Every color, shape and template word is
+one token. A post-processor prepends ``<s>``, so prompts are written without it.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ LETTERS = ("A", "B", "C", "D")
 
 
 def image_prefix(tokens: int) -> str:
-    """Prompt text in front of a picture's question, ``tokens`` placeholders long."""
+    """Prompt text before an image's question, with ``tokens`` placeholders."""
     return "USER: " + "<image>" * tokens + "\n"
 
 
 def video_prefix(tokens: int, frames: int = 4) -> str:
-    """Prompt text in front of a clip's question, ``tokens`` placeholders per frame."""
+    """Prompt text before a video's question, with ``tokens`` placeholders per frame."""
     return "USER: " + "".join(f"frame {i + 1} {'<image>' * tokens}\n" for i in range(frames))
 
 
 def turn(question: str, answer: str = "") -> str:
-    """Question and answer as they follow the prefix."""
+    """Question and answer, which follow the prefix."""
     return f"{question} ASSISTANT: {answer}</s>" if answer else f"{question} ASSISTANT:"
 
 
 def corpus(scenes: int = 3000, clips: int = 1500) -> list[str]:
-    """Text the tokenizer is learned from; the same on every machine."""
+    """Text to train the tokenizer on; deterministic."""
     lines: list[str] = []
     for i in range(scenes + clips):
         rng = random.Random(f"vlmfast-tiny-corpus-{i}")
@@ -50,7 +50,7 @@ def corpus(scenes: int = 3000, clips: int = 1500) -> list[str]:
         prefix = video_prefix(1) if video else image_prefix(1)
         prefix = prefix.replace("<image>", "")
         for qa in ask_all(scene, rng):
-            # letters and colours alone too, so that each is one token after a space
+            # letters and colors on their own too, so that each is one token after a space
             lines.append(prefix + turn(qa.question, qa.answer).removesuffix("</s>"))
         question = CLIP_QUESTION if video else CAPTION_QUESTION
         lines.append(prefix + turn(question, caption(scene, rng)[0]).removesuffix("</s>"))
@@ -59,7 +59,7 @@ def corpus(scenes: int = 3000, clips: int = 1500) -> list[str]:
 
 
 def build_tokenizer() -> Tokenizer:
-    """Learn the tokenizer (a few seconds; deterministic)."""
+    """Train the tokenizer (a few seconds; deterministic)."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
     from tokenizers.trainers import BpeTrainer
 
@@ -88,10 +88,10 @@ _PIECE = re.compile(r"<image>|</s>|\n| ?[^ \n<]+| ")
 
 
 class FastEncoder:
-    """Encode template text through a cache of space-led words.
+    """Encode template text with a cache of words, each with its leading space.
 
-    The pre-tokenizer never joins text across a space, so a line's ids are the ids of its words;
-    this is some thirty times faster than encoding each line anew.
+    The pre-tokenizer never joins text across a space, so a line's ids are the ids of its words.
+    This is about thirty times faster than encoding each line.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
