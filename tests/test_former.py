@@ -43,7 +43,9 @@ def fresh() -> Iterator[None]:
 
 @pytest.mark.parametrize("name", sorted(MOVED))
 def test_former_module_warns_and_has_the_names_of_the_new_one(fresh: None, name: str) -> None:
-    with pytest.warns(DeprecationWarning, match=rf"^{name} has moved: import from {MOVED[name][0]}"):
+    with pytest.warns(
+        DeprecationWarning, match=rf"^{name} has moved: import from {MOVED[name][0]}"
+    ):
         module = importlib.import_module(name)
     for new in map(importlib.import_module, MOVED[name]):
         public = [key for key in vars(new) if not key.startswith("_")]

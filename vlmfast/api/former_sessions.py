@@ -69,9 +69,7 @@ def _gap(adapter: Adapter, layer: int) -> list[int]:
     return [0]
 
 
-def _of_rows(
-    adapter: Adapter, vision: VisionStats, asked: SaliencyRequest
-) -> tuple[Saliency, ...]:
+def _of_rows(adapter: Adapter, vision: VisionStats, asked: SaliencyRequest) -> tuple[Saliency, ...]:
     """A request's answer from the CLS rows that an earlier version stored."""
     block = adapter.salient_block(asked.block)
     rows, keys = vision.rows.get(block), vision.keys.get(block)
