@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,15 +26,37 @@ from vlmfast.core.drafting import Budget, Drafter, Read, Round, Target
 from vlmfast.core.protocols import DrafterStage
 from vlmfast.errors import RecipeError
 
-if TYPE_CHECKING:
-    from .draft_eagle.module import EagleModule
-
 CONFIG = "config.json"
 FILES = ("model.safetensors", "pytorch_model.bin")
 PADDING = 1024  # rows that a vocabulary may be padded by
 _PLAIN = ("default", "mrope", "dynamic")  # rotary ids as they are, of text and up to the longest
 
-Module = TypeVar("Module", bound="EagleModule")
+
+class DraftModule(Protocol):
+    """The attributes of a drafter's module that `fitting` compares with the target.
+
+    Attributes
+    ----------
+    kind : str
+        See `draft_eagle.module.KINDS`.
+    width : int
+        Width of the target's hidden states.
+    source_vocabulary : int or None
+        Embedding rows of the model that published weights were trained for.
+    source_layers : tuple of int or None
+        Layers of the target that published weights read.
+    """
+
+    kind: str
+    width: int
+    source_vocabulary: int | None
+    source_layers: tuple[int, ...] | None
+
+    def vocabulary(self) -> Tensor | None:
+        """Target ids of the tokens that have logits, int64, (n,); None for all."""
+
+
+Module = TypeVar("Module", bound=DraftModule)
 
 
 def published(folder: str | Path) -> bool:
