@@ -310,7 +310,7 @@ def test_eagle3_norms_have_an_effect() -> None:
 def test_invalid_modules_are_refused() -> None:
     with pytest.raises(RecipeError, match="kind='medusa'"):
         EagleModule(SIZES | {"kind": "medusa"})
-    with pytest.raises(RecipeError, match="3 of them"):
+    with pytest.raises(RecipeError, match="3 key heads"):
         EagleModule(SIZES | {"kv_heads": 3})
     with pytest.raises(ValueError, match="3 ids for a draft vocabulary of 25"):
         module_of(kind="eagle3", draft_vocabulary=25).restrict(torch.arange(3))
@@ -832,7 +832,7 @@ def test_recipes_round_trip_and_invalid_values_are_refused() -> None:
     assert (third.features, third.taps(32), third.taps(28)) == (False, (2, 16, 29), (2, 14, 25))
     for bad, text in {
         "draft-eagle:top_k=2,depth=2,nodes=8": "at most 7 nodes",
-        "draft-eagle:all,share=0.1": "share=0.1 belongs to",
+        "draft-eagle:all,share=0.1": "share=0.1 applies to",
         "draft-eagle:visual=zip": "out of range",
         "draft-eagle:nodes=1": "out of range",
         "draft-eagle:kind=medusa": "out of range",
@@ -848,8 +848,8 @@ def test_eagle3_reads_three_layers(depth: int) -> None:
     assert 0 <= low < middle < high < depth
 
 
-def test_unsuitable_models_are_refused() -> None:
-    with pytest.raises(RecipeError, match="reads three layers, and the model has 2"):
+def test_models_that_do_not_fit() -> None:
+    with pytest.raises(RecipeError, match="reads three layers, the model has 2"):
         layers_read(2)
     with pytest.raises(RecipeError, match="no weights"):
         DraftEagle().open(target(None))
@@ -864,9 +864,9 @@ def test_unsuitable_models_are_refused() -> None:
     with pytest.raises(RecipeError, match="draft tokens up to"):
         DraftEagle(kind="eagle3").open(target(third, vocabulary=20))
     drafter = DraftEagle().open(target(module))
-    with pytest.raises(ValueError, match="must see a prompt"):
+    with pytest.raises(ValueError, match="needs a prompt"):
         drafter.propose(3, BUDGET)
-    with pytest.raises(ValueError, match="reads hidden states"):
+    with pytest.raises(ValueError, match="needs the target's hidden states"):
         drafter.prefill(read_of(layout_of(4), taps=True))
 
 

@@ -233,9 +233,9 @@ def test_recipes_round_trip_and_invalid_values_are_refused() -> None:
         DraftVispec(top_k=2, depth=2, nodes=8)
     with pytest.raises(RecipeError, match="queries=1"):
         VispecModule(SIZES | {"queries": 1})
-    with pytest.raises(RecipeError, match="draft-vispec: there are no weights"):
+    with pytest.raises(RecipeError, match="draft-vispec: no weights"):
         DraftVispec().open(target(None))
-    with pytest.raises(RecipeError, match="draft-vispec: there are no weights"):
+    with pytest.raises(RecipeError, match="draft-vispec: no weights"):
         DraftVispec().open(target(EagleModule(SIZES)))
     with pytest.raises(RecipeError, match="width 8, this one has 16"):
         DraftVispec().open(target(module_of(), width=16))

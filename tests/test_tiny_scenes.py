@@ -269,7 +269,7 @@ def test_training_never_draws_evaluation_seeds(tokenizer_file):
         for step in (0, 10_000, 16_000_000, 2**24):
             spec = plan(step, 0.5, seed, 64).spec
             assert spec.seed >= 0 and spec.seed + spec.size <= START
-    with pytest.raises(ValueError, match="kept for evaluation"):
+    with pytest.raises(ValueError, match="reserved for evaluation"):
         make_batch(Spec("image", START, 1, (("color", 1.0),)), tokenizer_file)
 
 

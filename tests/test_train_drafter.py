@@ -400,7 +400,7 @@ def test_training_lowers_the_loss_and_leaves_the_target_alone(tmp_path) -> None:
     key = "layer.mlp.up_proj.weight"
     # They are stored in bfloat16.
     assert torch.equal(state(other)[key], state(trainer)[key].bfloat16().float())
-    with pytest.raises(TrainingError, match="holds another drafter"):
+    with pytest.raises(TrainingError, match="contains another drafter"):
         DrafterTrainer(arguments(tmp_path / "three", "--kind", "eagle3", *init))
 
 

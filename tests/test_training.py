@@ -242,7 +242,7 @@ def test_conversations_in_llava_format(tmp_path) -> None:
 )
 def test_files_without_a_conversation(tmp_path, data) -> None:
     (tmp_path / "data.json").write_text(json.dumps(data))
-    with pytest.raises(loop.TrainingError, match="no conversation about a image"):
+    with pytest.raises(loop.TrainingError, match='no conversation with "image"'):
         loop.conversations(tmp_path / "data.json", tmp_path, ("image",), 4)
 
 

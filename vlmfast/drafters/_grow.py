@@ -1,17 +1,17 @@
-"""The dynamic draft tree of EAGLE-2 (arXiv 2406.16858): the best paths that a drafter knows of.
+"""The dynamic draft tree of EAGLE-2 (arXiv 2406.16858): the likeliest paths of a drafter.
 
-A frontier of k nodes goes through the drafter at once; each gives its k best children, and the k
-best of these by cumulative score are the next frontier. Of all candidates the best N - 1 become the
-tree. With D passes behind the first there are ``k + D k^2`` candidates, numbered as they appear.
+The drafter expands a frontier of k nodes at once. Each gives its k best children, and the k best of
+these by cumulative score are the next frontier. The best N - 1 of all candidates form the tree.
+D forward passes after the first give ``k + D k^2`` candidates, numbered as they appear.
 
-Without noise the score of a node is the logarithm of the probability that the drafter gives to its
-path. Where the target samples with noise that the drafter knows, children are ranked by log q plus
-that noise (`Budget.rank`): the target's own choice is mostly the first of them, whatever its
-probability, and says nothing of how sure it is. The score of a child is then how often the child of
-that rank is the right one.
+Without noise the score of a node is the log-probability of its path under the drafter. Where the
+target samples with noise that the drafter knows, children are ranked by log q plus that noise
+(`Budget.rank`). The target's choice is then mostly the first child, whatever its probability, so
+that the value no longer measures confidence. The score of a child is then how often the child of
+that rank is accepted.
 
-Equals are ordered by number. A child's score is never above its parent's, so that parents, whose
-numbers are lower, are never left out.
+Equal scores are ordered by number. A child's score is never above its parent's, so that parents,
+whose numbers are lower, are never left out.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from torch import Tensor
 from vlmfast.core.tree import Tree
 
 # How often the child of each rank is the target's choice where both share the noise: measured on
-# random distributions of 2.9 nats whose drafter is 0.29 away (total variation). Halved from rank to
-# rank behind these.
+# random distributions of 2.9 nats whose drafter is 0.29 away (total variation). Halved for each
+# rank after these.
 RANKS = (0.66, 0.18, 0.075, 0.035)
 
 
@@ -45,26 +45,26 @@ def grow(
     Parameters
     ----------
     logits : Tensor, (1, V)
-        The drafter's behind ``root``; minus infinity for what must not be drafted.
+        The drafter's after ``root``; minus infinity for banned tokens.
     step : callable
-        ``(tokens (F,), origin (F,), mask (F, n), level) -> logits (F, V)``: the next frontier
-        through the drafter. Row j follows row ``origin[j]`` of the last frontier (of the first, at
-        level 0, the root) and sees those of all n frontier rows so far that ``mask`` says.
+        ``(tokens (F,), origin (F,), mask (F, n), level) -> logits (F, V)``: runs the next frontier
+        through the drafter. Row j follows row ``origin[j]`` of the last frontier (at level 0, the
+        root) and sees the frontier rows so far, n in all, that ``mask`` selects.
     rank : callable
         `Budget.rank`: ``(logits (F, V), depth) -> (F, V)``.
     top_k, depth, nodes : int
-        k, D + 1 and N: children of a node, drafted tokens on a path, nodes with the root.
+        k, D + 1 and N: children of a node, drafted tokens on a path, nodes including the root.
     shared_noise : bool
         Whether ``rank`` adds the target's noise.
 
     Returns
     -------
     Tree
-        Smaller than ``nodes`` where there are not as many candidates.
+        Smaller than ``nodes`` where there are fewer candidates.
     """
     if nodes <= 1 or depth < 1:
         return Tree((root,), (-1,))
-    # Of a level no more than N - 1 nodes can be kept, and what follows the others is no better.
+    # At most N - 1 nodes of a level can be kept, and the children of the others score no better.
     k = min(top_k, nodes - 1, logits.shape[-1])
     chance = _chances(k, logits.device) if shared_noise else None
     score, tokens = _children(rank(logits, 1), k, chance)
@@ -83,15 +83,15 @@ def grow(
         origin, tokens, score, numbers = best // k, ids[best], total[best], first + best
         mask = torch.cat([mask[origin], own], dim=1)
         first += k * k
-    ids, score, parents = (torch.cat(of) for of in zip(*candidates, strict=True))
+    ids, score, parents = (torch.cat(parts) for parts in zip(*candidates, strict=True))
     chosen = _ordered(score)[: nodes - 1].sort().values
     fields = (chosen, ids[chosen], parents[chosen], score[chosen] > -torch.inf)
-    place, rows = {-1: 0}, ([root], [-1])
+    index, rows = {-1: 0}, ([root], [-1])
     for number, token, parent, drafted in torch.stack(fields, dim=1).tolist():  # the one transfer
         if drafted:
-            place[number] = len(rows[0])
+            index[number] = len(rows[0])
             rows[0].append(token)
-            rows[1].append(place[parent])
+            rows[1].append(index[parent])
     return Tree(tuple(rows[0]), tuple(rows[1]))
 
 
@@ -100,15 +100,15 @@ def _ordered(score: Tensor) -> Tensor:
 
 
 def _chances(k: int, device: torch.device) -> Tensor:
-    """Logarithm of how often the child of each rank is right, float32, (k,)."""
-    halved = [RANKS[-1] * 0.5**behind for behind in range(1, k - len(RANKS) + 1)]
+    """Logarithm of how often the child of each rank is accepted, float32, (k,)."""
+    halved = [RANKS[-1] * 0.5**rank for rank in range(1, k - len(RANKS) + 1)]
     return torch.tensor([*RANKS, *halved][:k]).log().to(device)
 
 
 def _children(ranks: Tensor, k: int, chance: Tensor | None) -> tuple[Tensor, Tensor]:
     """Scores, at most 0, and tokens of the best children of each row of (F, V): (F, k) each."""
     ranks = ranks.masked_fill(ranks.isnan(), -torch.inf)  # a broken drafter drafts nothing
-    # ``topk`` leaves open which of equals it takes: the first ones.
+    # ``topk`` does not define which of equal values it takes: take the first ones.
     least = ranks.topk(k).values[:, -1:]
     above, equal = ranks > least, ranks == least
     taken = above | (equal & (equal.cumsum(1) <= k - above.sum(1, keepdim=True)))

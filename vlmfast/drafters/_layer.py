@@ -1,11 +1,11 @@
-"""The decoder layer of trained drafters: one Llama layer, with what drafters change in it.
+"""The decoder layer of trained drafters: one Llama layer with the variants of published drafters.
 
-Shapes: B sequences, S rows, K keys, H query heads, G key heads, width D, head width d. A row's
-rotary id is given with it: drafters leave rows out and so number theirs as they like.
+Shapes: B sequences, S rows, K keys, H query heads, G key heads, width D, head width d. Each
+row has an explicit rotary id, since drafters leave rows out.
 
-What a row attends to is handed in as a function ``attend(q, k, v)`` with rotated ``q``
-(B, H, S, d), ``k`` and ``v`` (B, G, S, d), which gives (B, H, S, d): `causal` reads the rows
-themselves, `Cache.attend` those before them too, `Unrolled` is that of training-time test.
+Attention is passed as a function ``attend(q, k, v)`` with rotated ``q`` (B, H, S, d), ``k`` and
+``v`` (B, G, S, d), which returns (B, H, S, d): `causal` covers the rows themselves, `Cache.attend`
+also those before them, `Unrolled` is that of training-time test.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention, silu
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-# --- what is attended to --------------------------------------------------------------------------
+# --- attention ------------------------------------------------------------------------------------
 
 
 def causal(valid: Tensor | None = None) -> Attend:
@@ -33,7 +33,7 @@ def causal(valid: Tensor | None = None) -> Attend:
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """Attention under a mask, causal without one; heads are only paired where they differ."""
+    """Attention under a mask, causal without one; grouped where the head counts differ."""
     return scaled_dot_product_attention(
         q,
         k,
@@ -65,47 +65,47 @@ class Cache:
     Attributes
     ----------
     length : int
-        Rows that are held.
+        Rows in the cache.
     """
 
     def __init__(self) -> None:
         self.length = 0
-        self._held: Tensor | None = None  # (2, 1, G, capacity, d)
+        self._buffer: Tensor | None = None  # (2, 1, G, capacity, d)
 
     @property
     def keys(self) -> Tensor:
         """(1, G, length, d), rotated."""
-        return self._held[0, :, :, : self.length]
+        return self._buffer[0, :, :, : self.length]
 
     @property
     def values(self) -> Tensor:
         """(1, G, length, d)."""
-        return self._held[1, :, :, : self.length]
+        return self._buffer[1, :, :, : self.length]
 
     def append(self, k: Tensor, v: Tensor) -> None:
         """Add the rows of ``k`` and ``v``, (1, G, S, d)."""
         wanted = self.length + k.shape[2]
-        if self._held is None or wanted > self._held.shape[3]:
-            held = k.new_empty(2, 1, k.shape[1], max(2 * wanted, 64), k.shape[3])
-            if self._held is not None:
-                held[:, :, :, : self.length] = self._held[:, :, :, : self.length]
-            self._held = held
-        self._held[0, :, :, self.length : wanted] = k
-        self._held[1, :, :, self.length : wanted] = v
+        if self._buffer is None or wanted > self._buffer.shape[3]:
+            buffer = k.new_empty(2, 1, k.shape[1], max(2 * wanted, 64), k.shape[3])
+            if self._buffer is not None:
+                buffer[:, :, :, : self.length] = self._buffer[:, :, :, : self.length]
+            self._buffer = buffer
+        self._buffer[0, :, :, self.length : wanted] = k
+        self._buffer[1, :, :, self.length : wanted] = v
         self.length = wanted
 
     def crop(self, length: int) -> None:
-        """Forget the rows behind the first ``length``."""
+        """Drop the rows after the first ``length``."""
         self.length = min(self.length, length)
 
     def attend(self, mask: Tensor | None = None) -> Attend:
-        """Rows are added to the cache and see what is in it.
+        """Attention that appends the new rows to the cache and attends to all of it.
 
         Parameters
         ----------
         mask : Tensor, bool, (S, n), optional
-            Which of the last ``n`` rows, the new ones among them, each sees; all earlier rows are
-            seen. Causal without it.
+            Which of the last ``n`` rows, including the new ones, each row sees; all earlier rows
+            are seen. Causal without it.
         """
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -125,9 +125,9 @@ class Cache:
 class Unrolled:
     """Attention of training-time test (EAGLE-3, arXiv 2503.01840): one object for all its steps.
 
-    In step s the row in place t stands s tokens behind it: it was drafted. It sees the true rows up
-    to t, which are those of step 0, and its own predecessors, the rows in place t of steps 1 to s.
-    The caller rotates by ``position + s``.
+    In step s the row at position t was drafted s tokens after t. It sees the true rows up to t,
+    those of step 0, and its own predecessors, the rows at position t of steps 1 to s. The caller
+    rotates by ``position + s``.
     """
 
     def __init__(self, valid: Tensor | None = None) -> None:
@@ -147,8 +147,8 @@ class Unrolled:
         seen = _seen(q, self.valid)
         seen = _causal_mask(rows, rows, q.device) if seen is None else seen
         logits = (q @ true.mT).masked_fill(~seen, -torch.inf)
-        beside = torch.stack([(q * keys).sum(-1) for keys, _ in drafted], dim=-1)
-        scores = torch.cat([logits, beside], dim=-1) * q.shape[-1] ** -0.5
+        own = torch.stack([(q * keys).sum(-1) for keys, _ in drafted], dim=-1)
+        scores = torch.cat([logits, own], dim=-1) * q.shape[-1] ** -0.5
         chance = scores.softmax(-1, dtype=_at_least_float32(q.dtype)).to(q.dtype)
         out = chance[..., :rows] @ given
         for step, (_, values) in enumerate(drafted):
@@ -177,7 +177,7 @@ class RMSNorm(nn.Module):
 
 
 def rotated(x: Tensor, position: Tensor, theta: float, stretch: float = 1.0) -> Tensor:
-    """Heads (B, n, S, d) turned by their rotary ids (B, S), the halves of d paired.
+    """Heads (B, n, S, d) rotated by their rotary ids (B, S), the halves of d paired.
 
     ``stretch`` divides the ids: linear scaling.
     """
@@ -190,7 +190,7 @@ def rotated(x: Tensor, position: Tensor, theta: float, stretch: float = 1.0) -> 
 
 
 class Attention(nn.Module):
-    """Grouped-query attention of ``inputs`` wide rows."""
+    """Grouped-query attention over rows of width ``inputs``."""
 
     def __init__(
         self,
@@ -237,20 +237,19 @@ class MLP(nn.Module):
 class Layer(nn.Module):
     """One decoder layer.
 
-    Rows are D wide, or 2 D: the embedding beside the hidden state (EAGLE-3), each under a norm of
-    its own; the hidden state alone is carried on.
+    Rows are D wide, or 2 D wide: the embedding and the hidden state concatenated (EAGLE-3), each
+    with its own norm. The residual stream continues the hidden state alone.
 
     Parameters
     ----------
     hidden : int
         Units of the MLP.
     input_norm : bool
-        Whether attention reads rows through a norm; EAGLE-1 and 2 have none. Always where
-        ``double``.
+        Whether a norm precedes attention; EAGLE-1 and 2 have none. Always with ``double``.
     double : bool
         Rows are 2 D wide.
     norm_before_residual : bool
-        Of ``double``: the hidden state is carried on as attention read it.
+        With ``double``: the residual is the hidden state after its norm.
     """
 
     def __init__(

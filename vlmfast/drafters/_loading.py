@@ -1,23 +1,23 @@
-"""Drafters that others have published: a folder with ``config.json`` and weights.
+"""Load published drafters: a folder with ``config.json`` and weights.
 
-Read are the layouts of EAGLE-1 and 2 and what is built like them (MSD, SpecVLM), of ViSpec, and of
-EAGLE-3 by its authors, by speculators and by SpecForge. They differ in names alone::
+Supported layouts are those of EAGLE-1 and 2 and their derivatives (MSD, SpecVLM), of ViSpec, and of
+EAGLE-3 by its authors, by speculators and by SpecForge. They differ only in names::
 
     layers.0.*  midlayer.*      our ``layer.*``
     embed_tokens.weight         not read: it is the target's, and may be absent
-    t2d                         not read: it says again what d2t says
-    *.rotary_emb.inv_freq       not read: follows from the config
+    t2d                         not read: it follows from d2t
+    *.rotary_emb.inv_freq       not read: it follows from the config
 
-Every other key must be there, with its shape, and no key may be left over: a key that is not
-recognised would leave random weights in its place, and a drafter with random weights still gives
-right answers, only slowly.
+Every other key must be present with its shape, and no key may be left over. An unrecognised key
+would leave random weights in the module, and a drafter with random weights still gives correct
+answers, only slowly.
 """
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,19 +26,41 @@ from vlmfast.core.drafting import Budget, Drafter, Read, Round, Target
 from vlmfast.core.protocols import DrafterStage
 from vlmfast.errors import RecipeError
 
-if TYPE_CHECKING:
-    from .draft_eagle.module import EagleModule
-
 CONFIG = "config.json"
 FILES = ("model.safetensors", "pytorch_model.bin")
-PADDING = 1024  # rows that a vocabulary may be padded by
-_PLAIN = ("default", "mrope", "dynamic")  # rotary ids as they are, of text and up to the longest
+PADDING = 1024  # rows by which a vocabulary may be padded
+_PLAIN = ("default", "mrope", "dynamic")  # unscaled rotary ids, for text and up to the longest
 
-Module = TypeVar("Module", bound="EagleModule")
+
+class DraftModule(Protocol):
+    """The attributes of a drafter's module that `fitting` compares with the target.
+
+    Attributes
+    ----------
+    kind : str
+        See `draft_eagle.module.KINDS`.
+    width : int
+        Width of the target's hidden states.
+    source_vocabulary : int or None
+        Embedding rows of the model that published weights were trained for.
+    source_layers : tuple of int or None
+        Layers of the target that published weights read.
+    """
+
+    kind: str
+    width: int
+    source_vocabulary: int | None
+    source_layers: tuple[int, ...] | None
+
+    def vocabulary(self) -> Tensor | None:
+        """Target ids of the tokens that have logits, int64, (n,); None for all."""
+
+
+Module = TypeVar("Module", bound=DraftModule)
 
 
 def published(folder: str | Path) -> bool:
-    """Whether a folder holds a drafter of others rather than weights of `vlmfast train`."""
+    """Whether a folder contains a published drafter rather than weights of `vlmfast train`."""
     folder = Path(folder)
     own = (folder / "stage.json").exists() or (folder / "weights" / "stage.json").exists()
     return (folder / CONFIG).exists() and not own
@@ -50,10 +72,10 @@ def load_published(stage: DrafterStage, folder: str | Path, sizes: dict[str, Any
     Parameters
     ----------
     stage : DrafterStage
-        ``draft-eagle``, whose ``kind`` says whether weights in EAGLE's layout are MSD's; or
+        ``draft-eagle``, whose ``kind`` tells MSD's weights from EAGLE's, which share a layout; or
         ``draft-vispec``.
     sizes : dict
-        Of the target, see `Stage.build`; ``width`` is read.
+        Sizes of the target, see `Stage.build`; ``width`` is read.
 
     Returns
     -------
@@ -63,8 +85,8 @@ def load_published(stage: DrafterStage, folder: str | Path, sizes: dict[str, Any
     Raises
     ------
     RecipeError
-        When the folder cannot be read, or its weights are of another kind or another model, or do
-        not match their config key by key.
+        When the folder cannot be read, or its weights are for another kind or another model, or
+        do not match their config key by key.
     """
     folder = Path(folder)
     config, state = _read(stage.name, folder)
@@ -83,13 +105,13 @@ def load_published(stage: DrafterStage, folder: str | Path, sizes: dict[str, Any
     tap = config.get("target_hidden_size") or width
     if tap != width:
         raise RecipeError(
-            f"{stage.name}: the drafter in {folder} is narrower or wider ({width}) than its model "
-            f"({tap}); it would need embeddings of its own"
+            f"{stage.name}: the drafter in {folder} has width {width}, its model has width {tap}; "
+            "drafters with embeddings of their own are not supported"
         )
     if (act := layer.get("hidden_act", "silu")) != "silu":
-        raise RecipeError(f"{stage.name}: {folder} has hidden_act={act}; only silu is known")
+        raise RecipeError(f"{stage.name}: {folder} has hidden_act={act}; only silu is supported")
     if (depth := layer.get("num_hidden_layers", 1)) != 1:
-        raise RecipeError(f"{stage.name}: {folder} has {depth} layers; drafters have one")
+        raise RecipeError(f"{stage.name}: {folder} has {depth} layers; only one is supported")
     built = stage.build(_config(stage, folder, config, layer, state))
     if built.kind == "eagle3" and "d2t" not in state:
         if len(built.d2t) != layer.get("vocab_size"):
@@ -100,13 +122,13 @@ def load_published(stage: DrafterStage, folder: str | Path, sizes: dict[str, Any
     built.source_vocabulary = layer.get("vocab_size") if embed is None else len(embed)
     if embed is not None and embed.shape[1] != width:
         raise RecipeError(
-            f"{stage.name}: {folder}: embed_tokens.weight is {tuple(embed.shape)}, its width must "
-            f"be {width}"
+            f"{stage.name}: {folder}: embed_tokens.weight has shape {tuple(embed.shape)}, its "
+            f"width must be {width}"
         )
     if marks is not None and built.kind == "eagle3":
         ids = built.vocabulary()
         if int(ids.max()) >= len(marks) or not _marked(ids, marks):
-            raise RecipeError(f"{stage.name}: {folder}: t2d and d2t name different tokens")
+            raise RecipeError(f"{stage.name}: {folder}: t2d and d2t select different tokens")
     ids = _flag(config, "eagle_aux_hidden_state_layer_ids", None)
     built.source_layers = None if ids is None else tuple(ids)
     return built.float().eval().requires_grad_(False)
@@ -120,22 +142,22 @@ def _read(name: str, folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     try:
         config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
         if not isinstance(config, dict):
-            raise ValueError("it is no object")
+            raise ValueError("not a JSON object")
     except (OSError, ValueError) as error:
         raise RecipeError(f"{name}: {folder / CONFIG} cannot be read: {error}") from error
     file = next((folder / file for file in FILES if (folder / file).exists()), None)
     if file is None:
-        raise RecipeError(f"{name}: {folder} holds neither {' nor '.join(FILES)}")
+        raise RecipeError(f"{name}: {folder} contains neither {' nor '.join(FILES)}")
     try:
         if file.suffix == ".safetensors":
             from safetensors.torch import load_file
 
             return config, load_file(file)
         state = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # whatever a damaged file makes of a reader
+    except Exception as error:  # a damaged file may raise anything
         raise RecipeError(f"{name}: {file} cannot be read: {error}") from error
     if not isinstance(state, dict) or not all(isinstance(v, Tensor) for v in state.values()):
-        raise RecipeError(f"{name}: {file} holds no tensors by name")
+        raise RecipeError(f"{name}: {file} is not a dict of tensors")
     return config, state
 
 
@@ -158,17 +180,17 @@ def _config(
     layer: dict[str, Any],
     state: dict[str, Tensor],
 ) -> dict[str, Any]:
-    """What `Stage.build` takes."""
+    """The config for `Stage.build`."""
     own, vispec = "layer.hidden_norm.weight" in state, "imadpt.q" in state
     found = "vispec" if vispec else "eagle3" if own else "eagle or msd"
-    asked = "vispec" if stage.name == "draft-vispec" else stage.kind
-    if asked not in found.split(" or "):
-        word = {"vispec": "draft-vispec", "eagle3": "draft-eagle:kind=eagle3"}
-        use = word.get(found, "draft-eagle, of kind=eagle or kind=msd")
-        raise RecipeError(f"{stage.name}: the weights in {folder} are {found}'s; use {use}")
+    wanted = "vispec" if stage.name == "draft-vispec" else stage.kind
+    if wanted not in found.split(" or "):
+        recipes = {"vispec": "draft-vispec", "eagle3": "draft-eagle:kind=eagle3"}
+        use = recipes.get(found, "draft-eagle with kind=eagle or kind=msd")
+        raise RecipeError(f"{stage.name}: the weights in {folder} are of kind {found}; use {use}")
     theta, stretch = _rotary(stage.name, folder, layer)
     built = {
-        "kind": "eagle" if vispec else asked,
+        "kind": "eagle" if vispec else wanted,
         "width": layer["hidden_size"],
         "heads": layer["num_attention_heads"],
         "kv_heads": layer.get("num_key_value_heads"),
@@ -193,18 +215,18 @@ def _config(
 
 
 def _rotary(name: str, folder: Path, layer: dict[str, Any]) -> tuple[float, float]:
-    """Base, and what rotary ids are divided by."""
+    """Rotary base, and the divisor of the rotary ids."""
     rules = layer.get("rope_parameters") or layer.get("rope_scaling") or {}
     kind = rules.get("rope_type", rules.get("type", "default"))
     theta = float(layer.get("rope_theta") or rules.get("rope_theta") or 10000.0)
     if kind == "linear":
         if not isinstance(factor := rules.get("factor"), int | float):
-            raise RecipeError(f"{name}: {folder} scales its rotary ids by no factor")
+            raise RecipeError(f"{name}: {folder} scales its rotary ids without a factor")
         return theta, float(factor)
     if kind not in _PLAIN:
         raise RecipeError(
-            f"{name}: {folder} scales its rotary ids by {kind!r}; known are {', '.join(_PLAIN)} "
-            "and linear"
+            f"{name}: {folder} scales its rotary ids by {kind!r}; supported are "
+            f"{', '.join(_PLAIN)} and linear"
         )
     return theta, 1.0
 
@@ -218,25 +240,25 @@ def _match(name: str, folder: Path, module: nn.Module, state: dict[str, Tensor])
         for key, value in wanted.items()
         if key in state and state[key].shape != value.shape
     ]
-    found = {"missing": missing, "not known": unexpected, "of another shape": wrong}
+    found = {"missing": missing, "unexpected": unexpected, "wrong shape": wrong}
     if faults := [f"{what}: {', '.join(keys)}" for what, keys in found.items() if keys]:
         raise RecipeError(f"{name}: the weights in {folder} do not fit; {'; '.join(faults)}")
 
 
-# --- does it fit, does it draft -------------------------------------------------------------------
+# --- checks against a target ---------------------------------------------------------------------
 
 
 def fitting(stage: DrafterStage, target: Target, kind: type[Module]) -> Module:
-    """The drafter's module, if it is one for ``target``.
+    """The drafter's module, checked against ``target``.
 
     Raises
     ------
     RecipeError
-        When there is none, or width, vocabulary or layers are another model's.
+        When it is missing, or its width, vocabulary or layers do not match the target.
     """
     module = target.trained
     if not isinstance(module, kind):
-        raise RecipeError(f"{stage.name}: there are no weights of it for this model")
+        raise RecipeError(f"{stage.name}: no weights for this model")
     if module.width != target.width:
         raise RecipeError(
             f"{stage.name}: the weights are for models of width {module.width}, this one has "
@@ -257,31 +279,31 @@ def fitting(stage: DrafterStage, target: Target, kind: type[Module]) -> Module:
     layers = module.source_layers
     if layers is not None and module.kind == "eagle3" and layers != stage.taps(target.depth):
         raise RecipeError(
-            f"{stage.name}: the weights read the layers {layers}, of a model of {target.depth} "
-            f"layers these must be {stage.taps(target.depth)}"
+            f"{stage.name}: the weights read layers {layers}; in a model of {target.depth} layers "
+            f"they must be {stage.taps(target.depth)}"
         )
     return module
 
 
 def replay(drafter: Drafter, read: Read, prompt: int, nodes: int, depth: int) -> list[int]:
-    """Draft an answer that is known, as if it were being given.
+    """Draft a known answer as if it were being generated.
 
     Parameters
     ----------
     drafter : Drafter
         New.
     read : Read
-        Prompt and answer; ``ids`` has one token per row, and one more behind them where the last
-        row's next token is known too.
+        Prompt and answer; ``ids`` has one token per row, and one more where the last row's next
+        token is known too.
     prompt : int
-        Rows that are the prompt.
+        Rows of the prompt.
     nodes, depth : int
         As in `Budget`.
 
     Returns
     -------
     list of int
-        Drafted tokens that were right, round by round.
+        Accepted tokens of each round.
     """
     drafter.prefill(_part(read, prompt))
     accepted, at = [], prompt  # rows that the target has read; the next one is the root
@@ -316,7 +338,7 @@ def _part(read: Read, rows: int) -> Read:
 
 
 def _round(read: Read, tree: Any, path: list[int], emitted: list[int], at: int) -> Round:
-    """Hidden states of the tree's nodes; zeros for those off the path, which nobody reads."""
+    """The target's results for a tree: hidden states on the path, zeros off it (never read)."""
 
     def spread(rows: Tensor | None) -> Tensor | None:
         if rows is None:

@@ -1,7 +1,7 @@
-"""Losses of drafters: how far its features and its tokens are from the target's.
+"""Losses of drafters: the distance of their features and tokens from the target's.
 
-All are means over the rows of ``mask`` (..., bool or float), with 1e-5 added to their number, as
-EAGLE and ViSpec have it. ``student`` and ``teacher`` are logits (..., V).
+All are means over the rows of ``mask`` (..., bool or float), with 1e-5 added to the row count, as
+in EAGLE and ViSpec. ``student`` and ``teacher`` are logits (..., V).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def vispec_loss(student: Tensor, teacher: Tensor, mask: Tensor) -> Tensor:
 
 
 def restricted(logits: Tensor, ids: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """The teacher's logits over a draft vocabulary, and where its own choice lies in it.
+    """The teacher's logits over a draft vocabulary, and the rows whose argmax is in it.
 
     Parameters
     ----------
@@ -70,7 +70,7 @@ def restricted(logits: Tensor, ids: Tensor | None) -> tuple[Tensor, Tensor | Non
     logits : Tensor, (..., n)
         Their softmax is the teacher's distribution, renormalised.
     inside : Tensor, bool, (...), or None
-        EAGLE-3 learns from these rows alone; ``None`` for all.
+        Rows whose argmax is in the vocabulary: EAGLE-3 learns from these only. ``None`` for all.
     """
     if ids is None:
         return logits, None

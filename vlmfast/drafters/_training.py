@@ -1,9 +1,10 @@
-"""What the kinds of drafters say about their training, and how one is unrolled over an answer.
+"""Base of the training of drafters, and how a drafter is unrolled over an answer.
 
-Rows are aligned as in EAGLE: row t holds the embedding of token t + 1 (of a picture: its projected
-patch) and the target's hidden state of token t, and predicts the hidden state of token t + 1 and
-with it token t + 2. Unlike there, noise and loss of features are counted in their standard
-deviation, which differs between models by more than ten times: weights mean the same for all.
+Rows are aligned as in EAGLE: row t contains the embedding of token t + 1 (for an image, its
+projected patch) and the target's hidden state of token t, and predicts the hidden state of token
+t + 1 and with it token t + 2. Unlike there, feature noise and feature loss are in units of the
+features' standard deviation, which differs between models by a factor of more than ten: loss
+weights mean the same for all.
 """
 
 from __future__ import annotations
@@ -29,21 +30,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Lesson:
-    """What the target makes of a prompt of n tokens and its answer of A, S = n + A.
+    """The target's results for a prompt of n tokens with its answer of A, S = n + A.
 
     Parameters
     ----------
     embeds : Tensor, (S, D)
-        What went into the first layer.
+        Inputs of the first layer.
     features : Tensor, (S, D)
-        Behind the last norm.
+        Hidden states after the last norm.
     taps : Tensor, (S, K, D), optional
-        What went into the K layers that the drafter reads.
+        Inputs of the K layers that the drafter reads.
     layout : TokenLayout
         S rows.
     answer : Tensor, int64, (A,)
     logits : Tensor, float32, (A - 1, V)
-        The target's, of the answer's tokens from the second on.
+        The target's, for the answer's tokens from the second on.
     """
 
     embeds: Tensor
@@ -55,7 +56,7 @@ class Lesson:
 
     @property
     def scale(self) -> Tensor:
-        """Standard deviation of the features: the unit of what is far from them."""
+        """Standard deviation of the features: the unit of feature distances."""
         return self.features.std()
 
     @property
@@ -65,12 +66,12 @@ class Lesson:
 
 
 class Drafting:
-    """Attention of drafted rows behind true ones: one object for all steps of one sequence.
+    """Attention of drafted rows over true ones: one object for all steps of one sequence.
 
-    Step 0 are the S true rows. The rows of step s >= 1 stand s tokens behind the places
-    ``first, first + 1, ...``, as many as there are: each sees the true rows up to its place, what
-    was drafted behind that place in the steps before, and itself. What EAGLE-3's training-time test
-    does for all places, this does for those of an answer, which are few.
+    Step 0 has the S true rows. The rows of step s >= 1 are drafted s tokens after the positions
+    ``first, first + 1, ...``. Each sees the true rows up to its position, the rows drafted after
+    that position in earlier steps, and itself. EAGLE-3's training-time test does this for all
+    positions, this class only for the few of an answer.
     """
 
     def __init__(self, first: int) -> None:
@@ -84,8 +85,8 @@ class Drafting:
         n = q.shape[2]
         cut = [self.steps[0], *((k[:, :, :n], v[:, :, :n]) for k, v in self.steps[1:])]
         keys, values = (torch.cat(each, dim=2) for each in zip(*cut, strict=True))
-        place = self.first + torch.arange(n, device=q.device)
-        true = torch.arange(self.steps[0][0].shape[2], device=q.device) <= place[:, None]
+        position = self.first + torch.arange(n, device=q.device)
+        true = torch.arange(self.steps[0][0].shape[2], device=q.device) <= position[:, None]
         own = torch.eye(n, dtype=torch.bool, device=q.device)
         seen = torch.cat([true, *(own for _ in self.steps[1:])], dim=1)
         return scaled_dot_product_attention(q, keys, values, attn_mask=seen, enable_gqa=True)
@@ -93,20 +94,20 @@ class Drafting:
 
 @dataclass(frozen=True)
 class Known:
-    """A drafter's true rows: what is left of the prompt, and those of the answer behind it.
+    """A drafter's true rows: the remaining rows of the prompt, followed by those of the answer.
 
     Parameters
     ----------
     rows : Tensor, (R, D or 2 D)
-        What enters the layer.
+        The layer's input.
     position : Tensor, int64, (R,)
         Rotary ids.
     first : int
         The first row of the answer: it predicts the second token.
     behind : callable
-        Embeddings and features (..., D) of further rows of the answer to what enters the layer.
+        Maps embeddings and features (..., D) of further answer rows to the layer's input.
     gate : Tensor, (branches,), optional
-        Logits of what chose among ways to shorten pictures.
+        Logits of the gate that chose how images are shortened.
     """
 
     rows: Tensor
@@ -119,10 +120,10 @@ class Known:
 def unroll(
     module: Any, known: Known, steps: int, embeds: Callable[[int, Tensor], Tensor]
 ) -> Iterator[Tensor]:
-    """Outputs (places, D) of each step: the drafter reads its own, as it will when it drafts.
+    """Outputs (positions, D) of each step: the drafter reads its own, as in drafting.
 
-    ``embeds`` gives the embeddings of step s >= 1 from s and the outputs before it; there may be
-    fewer of them than there were, and it ends where there are none.
+    ``embeds`` returns the embeddings of step s >= 1 from s and the outputs of the step before.
+    They may be fewer in each step; unrolling ends where none remain.
     """
     attend = Drafting(known.first)
     hidden = module.run(known.rows[None], known.position[None], attend)[0, known.first :]
@@ -138,30 +139,30 @@ def unroll(
 
 
 def accepted(drafted: Tensor, answer: Tensor) -> tuple[int, int]:
-    """Rounds that a greedy answer takes, and drafted tokens that are accepted in them.
+    """Rounds of a greedy answer, and the drafted tokens that are accepted in them.
 
     Parameters
     ----------
-    drafted : Tensor, int64, (places, depth)
-        What follows token ``1 + place`` of the answer, as it was drafted in that place.
-    answer : Tensor, int64, (places + 1,)
+    drafted : Tensor, int64, (positions, depth)
+        The draft at each position t: the tokens after token ``1 + t`` of the answer.
+    answer : Tensor, int64, (positions + 1,)
     """
     tokens = pad(answer[1:], (0, drafted.shape[1]), value=-1)
     right = drafted == tokens.unfold(0, drafted.shape[1], 1)[: len(drafted)]
     length = right.int().cumprod(1).sum(1).tolist()
-    rounds = total = place = 0
-    while place < len(length):
-        rounds, total = rounds + 1, total + length[place]
-        place += length[place] + 1
+    rounds = total = position = 0
+    while position < len(length):
+        rounds, total = rounds + 1, total + length[position]
+        position += length[position] + 1
     return rounds, total
 
 
-# --- one kind ------------------------------------------------------------------------------------
+# --- the training of one kind --------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Teacher:
-    """The target, as a drafter's training uses it: ids to embeddings, hidden states to logits."""
+    """The target in a drafter's training: maps ids to embeddings and hidden states to logits."""
 
     adapter: Adapter
 
@@ -173,59 +174,61 @@ class Teacher:
 
 
 class DrafterTraining(Training):
-    """Base of what the kinds of drafters say about their training.
+    """Base of the training of each kind of drafter.
 
     Class attributes
     ----------------
     later : tuple of str
-        Names of parts begin with these that weights given by ``--init`` may lack.
+        Prefixes of weights that ``--init`` may lack.
+    decay : float
+        Weight of each forward pass relative to the one before, as in EAGLE-3.
     """
 
     later: ClassVar[tuple[str, ...]] = ()
 
     def config(self) -> dict[str, Any]:
-        """Its kind; what the layer is made of is among the sizes."""
+        """The kind; the layer's dimensions are among the sizes."""
         return {"kind": self.args.kind}
 
     def readers(self) -> list[DrafterStage]:
-        """Stages that read what is needed of the target; its features are needed by all."""
+        """Stages that request the target's hidden states; all need its features."""
         return [self.stage()]
 
     def begin(self, module: nn.Module, answers: Callable[[int], list[int]]) -> None:
-        """What is to be set from the answers before the first step."""
+        """Set what depends on the answers, before the first step."""
 
     def views(self) -> tuple[str, ...]:
-        """Ways to shorten pictures under which the accepted length is measured."""
+        """Ways to shorten images under which the accepted length is measured."""
         return ("all",)
 
     def features(self, module: Any, lesson: Lesson) -> Tensor:
-        """What a drafter reads of the target: hidden states (S, D)."""
+        """The target's features that the drafter reads: hidden states (S, D)."""
         return lesson.features
 
     def known(self, module: Any, lesson: Lesson, features: Tensor, view: Any) -> Known:
-        """The true rows of a sample, pictures shortened as ``view`` says."""
+        """The true rows of a sample, with images shortened by ``view``."""
         raise NotImplementedError(f"{type(self).__name__}.known")
 
     def loss(
         self, module: Any, hidden: Tensor, student: Tensor, true: Tensor, teacher: Tensor
     ) -> tuple[Tensor, dict[str, float]]:
-        """Loss of one pass, summed over its rows, and what is logged beside it.
+        """Loss of one forward pass, summed over its rows, and further values to log.
 
         Parameters
         ----------
         hidden, true : Tensor, (m, D)
-            Outputs, and the target's features that they stand for, in units of `Lesson.scale`.
+            Outputs, and the target's features that they predict, in units of `Lesson.scale`.
         student, teacher : Tensor, (m, V)
             Logits.
         """
         raise NotImplementedError(f"{type(self).__name__}.loss")
 
-    decay: ClassVar[float] = 0.8  # weight of each pass against the one before, as in EAGLE-3
+    decay: ClassVar[float] = 0.8
 
     def passes(
         self, module: Any, lesson: Lesson, target: Teacher, known: Known
     ) -> tuple[Tensor, dict[str, float]]:
-        """Loss of all passes over a sample, summed over its rows: tokens are the true ones."""
+        """Loss of all forward passes over a sample on its true tokens, summed over its rows."""
         n, last, scale = lesson.prompt, len(lesson.embeds) - 1, lesson.scale
 
         def embeds(step: int, hidden: Tensor) -> Tensor:
@@ -243,12 +246,12 @@ class DrafterTraining(Training):
     def learn(
         self, module: Any, lesson: Lesson, target: Teacher, rng: random.Random, progress: float
     ) -> tuple[Tensor, dict[str, float]]:
-        """Loss of one sample, summed over its A - 1 rows, and what is logged beside it."""
+        """Loss of one sample, summed over its A - 1 rows, and further values to log."""
         features = self.noisy(self.features(module, lesson))
         return self.passes(module, lesson, target, self.known(module, lesson, features, "all"))
 
     def draft(self, module: Any, lesson: Lesson, target: Teacher, depth: int, view: Any) -> Tensor:
-        """Greedy drafts of every place of the answer, int64, (A - 1, depth)."""
+        """Greedy drafts at every position of the answer, int64, (A - 1, depth)."""
         ids, drafted = module.vocabulary(), []
 
         def note(hidden: Tensor) -> Tensor:
@@ -263,9 +266,9 @@ class DrafterTraining(Training):
         return torch.stack(drafted, dim=1)
 
     def noisy(self, features: Tensor) -> Tensor:
-        """Features (S, F) with EAGLE's noise: uniform, less of it the longer the sequence.
+        """Features (S, F) with EAGLE's uniform noise, which shrinks with the sequence length.
 
-        It is counted in their standard deviation.
+        It is in units of the features' standard deviation.
         """
         scale = self.args.noise * 512 / len(features) * features.std()
         return features + (torch.rand_like(features) - 0.5) * scale

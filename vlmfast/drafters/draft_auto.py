@@ -1,23 +1,23 @@
-"""Speculation that decides by itself how much to draft, and whether.
+"""Adaptive speculation: chooses for each round whether to draft, and how much.
 
-A draft pays where the tokens that are accepted cost more than drafting and checking them: that
-depends on the device, on the batch, on the drafter and on the text. Every round is timed. A few
-sizes of the tree ("arms") are tried and each keeps a running mean of emitted tokens and seconds;
-the next round takes the arm with the most tokens per second, by the goodput rule of SmartSpec
+A draft pays where decoding the accepted tokens would take longer than drafting and verifying them.
+That depends on the device, the batch, the drafter and the text. Every round is timed. A few sizes
+of the tree ("arms") are tried, and each keeps a running mean of emitted tokens and seconds. The
+next round takes the arm with the most tokens per second, by the goodput rule of SmartSpec
 (arXiv 2406.14066)::
 
     rate(N, D) = E[1 + accepted] / (t_draft(D) + t_verify(N) + t_host),      off: N = 1
 
-What is measured stays with the model, so that later answers start where earlier ones ended.
-Nothing is drafted
+The measurements stay with the model, so that later answers reuse them. Nothing is drafted
 
-- before ``after`` tokens of the answer have come: short answers never pay for a drafter's prefill;
+- before the answer has ``after`` tokens: short answers never pay for a drafter's prefill;
 - while opening the drafter costs more than the rest of the answer could save, where an answer is
-  expected to go on for as long as it has lasted (or to its limit);
-- while no arm is ``margin`` times faster than plain decoding, apart from one trial now and then
-  where a drafter is open.
+  expected to double in length (or to reach its limit);
+- while no arm is ``margin`` times faster than plain decoding, except for an occasional trial where
+  a drafter is open.
 
-An arm that leads is left when another one is ``hold`` times faster; others are tried now and then.
+The leading arm is replaced when another one is ``hold`` times faster; others are tried
+occasionally.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ from vlmfast.core.registry import stage_class
 _TRIES = 5  # rounds of each arm before it is judged
 _AGAIN = 64  # plain rounds from one trial of the best arm to the next
 _OTHER = 12  # drafting rounds from one trial of another size to the next
-_NEAR = 0.6  # of the best rate that another size must have for that
-_KEEP = 0.95  # of a running mean at each round
+_NEAR = 0.6  # of the best rate that another size needs for such a trial
+_KEEP = 0.95  # weight of the running mean in each round
 _PREFERRED = ("draft-eagle", "draft-vispec")
 _FREE = ("draft-ngram", "draft-recycle")
 
 
 @dataclass(frozen=True)
 class DraftAuto(DrafterStage):
-    """Decides for the other drafters of a recipe; alone it chooses them too."""
+    """Controls the other drafters of a recipe; alone it also chooses them."""
 
     name: ClassVar[str] = "draft-auto"
     paper: ClassVar[str] = "SmartSpec's goodput rule, arXiv 2406.14066"
     governs: ClassVar[bool] = True
 
     after: int = param(4, "tokens of an answer before the first draft", ge=1)
-    margin: float = param(1.05, "how much faster than plain decoding drafts must be", ge=1)
-    hold: float = param(1.05, "how much faster another tree must be to take over", ge=1)
+    margin: float = param(1.05, "least speed-up of drafting over plain decoding", ge=1)
+    hold: float = param(1.05, "least speed-up of another tree to replace the current one", ge=1)
 
     def largest(self) -> tuple[int, int]:
         return 1, 0
@@ -59,7 +59,7 @@ class DraftAuto(DrafterStage):
         raise NotImplementedError("draft-auto drafts nothing")
 
     def choice(self, ships: Callable[[DrafterStage], bool]) -> list[DrafterStage]:
-        """The drafters of a recipe that names none: a trained one, or those without weights."""
+        """The drafters of a recipe without any: a trained one, or those without weights."""
         for name in _PREFERRED:
             if ships(stage := stage_class(name)()):
                 return [stage]
@@ -95,7 +95,7 @@ class Governor:
     limit : (int, int)
         Nodes and depth of the largest tree.
     known : dict
-        What is known about this model and these drafters; shared by all answers.
+        Measurements of this model and these drafters; shared by all answers.
     """
 
     def __init__(self, stage: DraftAuto, limit: tuple[int, int], known: dict[Any, Any]) -> None:
@@ -117,13 +117,13 @@ class Governor:
         rows : int
             Sequences that are decoded together.
         count, room : int
-            Tokens of the answer so far, and at most.
+            Tokens of the answer so far, and their limit.
         """
         size, self.reason = self._choose(rows, count, room)
         return size
 
-    def _choose(self, rows: int, count: int, room: int) -> tuple[tuple[int, int], str]:
-        if count < self.stage.after or room - count < 2:
+    def _choose(self, rows: int, count: int, limit: int) -> tuple[tuple[int, int], str]:
+        if count < self.stage.after or limit - count < 2:
             return self.off, "off: the answer is short"
         arms = {size: self.arm(rows, size) for size in (self.off, *self.sizes)}
         if arms[self.off].rounds < _TRIES:
@@ -140,11 +140,11 @@ class Governor:
             if self.opened and self.plain % _AGAIN == 0:
                 return best, "trying again"
             return self.off, "off: drafts do not pay here"
-        saved = min(room - count, count) * (1 / arms[self.off].rate - 1 / arms[best].rate)
+        saved = min(limit - count, count) * (1 / arms[self.off].rate - 1 / arms[best].rate)
         if not self.opened and saved < self.known.get("open", 0.0):
             return self.off, "off: too few tokens to come"
         self.known["last", rows] = best
-        # What was measured on few rounds may be wrong: now and then one of another size.
+        # A mean of few rounds may be wrong: try another size occasionally.
         turns = self.known["turns", rows] = self.known.get(("turns", rows), 0) + 1
         near = [s for s in self.sizes if s != best and arms[s].rate > _NEAR * arms[best].rate]
         if turns % _OTHER == 0 and near:
@@ -160,15 +160,15 @@ class Governor:
         seconds: float,
         first: bool = False,
     ) -> None:
-        """What a round with a tree of ``nodes`` nodes, ``size`` at most, gave and took.
+        """Record the tokens and seconds of a round with a tree of ``nodes`` nodes.
 
-        ``first`` says that a drafter read the prompt in it: what it took beyond others is the cost
-        of that.
+        ``size`` is the tree's limit. In the ``first`` round a drafter prefills the prompt: its
+        extra time is the cost of opening the drafter.
         """
         if first:
             self.opened = True
             spent = max(seconds - self.arm(rows, size).seconds, 0.0)
             keep = _KEEP if "open" in self.known else 0.0
             self.known["open"] = keep * self.known.get("open", 0.0) + (1 - keep) * spent
-        elif (size == self.off) == (nodes == 1):  # otherwise there was no room to draft
+        elif (size == self.off) == (nodes == 1):  # otherwise the limit left nothing to draft
             self.arm(rows, size).add(emitted, seconds)

@@ -1,19 +1,19 @@
-"""Layer skipping: the model drafts for itself, with half of its layers.
+"""Layer skipping: the model drafts for itself with half of its layers.
 
-A residual network changes its state little in most layers, so a pass through some of them often
-finds the same next token. No other weights are needed, and no other cache: the layers that are used
-write their keys and values behind the prompt's, and the check of the draft writes all of them
-again. Self-speculative decoding (Draft & Verify, arXiv 2309.08168; SWIFT, arXiv 2410.06916)::
+A residual network changes its state little in most layers, so a forward pass through a subset of
+them often finds the same next token. It needs neither other weights nor another cache: the layers
+in use append their keys and values to the prompt's, and the verification writes all of them again.
+Self-speculative decoding (Draft & Verify, arXiv 2309.08168; SWIFT, arXiv 2410.06916)::
 
     h_0 = e(x),   h = layer_l(h) for l in kept,   q = softmax(head(norm(h)))
 
-A chain of such tokens is drafted until one has a probability below ``confidence`` or ``depth`` of
-them have come together.
+A chain of such tokens is drafted until one has a probability below ``confidence``, or ``depth``
+tokens are drafted.
 
-What differs from the authors' code: they search for the set of skipped sublayers, once for a model
-(Draft & Verify) or while answers are written (SWIFT), and skip attention and MLP apart. Here whole
-layers are kept at even distances, the first and the last always, or those that ``layers`` names;
-drafts are chains.
+What differs from the authors' code: they search for the set of skipped sublayers, once per model
+(Draft & Verify) or during generation (SWIFT), and skip attention and MLP separately. Here whole
+layers are kept at even distances, always with the first and the last, or those listed in
+``layers``. Drafts are chains.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from vlmfast.errors import RecipeError
 
 
 def kept(depth: int, skip: float) -> list[int]:
-    """Layers at even distances, first and last among them, when a share ``skip`` is left out."""
+    """Layers at even distances, first and last included, when a fraction ``skip`` is skipped."""
     count = max(min(depth, 2), round(depth * (1 - skip)))
     if count == 1:
         return [0]
@@ -38,17 +38,19 @@ def kept(depth: int, skip: float) -> list[int]:
 
 @dataclass(frozen=True)
 class DraftLayerSkip(DrafterStage):
-    """The model's own layers draft, some of them left out."""
+    """Drafts with a subset of the model's own layers."""
 
     name: ClassVar[str] = "draft-layerskip"
     paper: ClassVar[str] = "SWIFT, arXiv 2410.06916"
     lead: ClassVar[str] = "skip"
     merges: ClassVar[bool] = True
 
-    skip: float = param(0.45, "share of the layers that drafting leaves out", ge=0, lt=1)
-    layers: tuple[int, ...] = param((), "layers that draft, instead of those at even distances")
-    depth: int = param(4, "drafted tokens at most", ge=1)
-    confidence: float = param(0.6, "a token below this probability is the last one", ge=0, le=1)
+    skip: float = param(0.45, "fraction of the layers that drafting skips", ge=0, lt=1)
+    layers: tuple[int, ...] = param(
+        (), "layers used for drafting, instead of those at even distances"
+    )
+    depth: int = param(4, "most drafted tokens", ge=1)
+    confidence: float = param(0.6, "a token below this probability ends the draft", ge=0, le=1)
 
     def largest(self) -> tuple[int, int]:
         return 1 + self.depth, self.depth

@@ -1,17 +1,18 @@
-"""Prompt lookup: what followed the last tokens when they stood in the text before.
+"""Prompt lookup: drafts what followed an earlier occurrence of the last tokens.
 
 Prompt lookup decoding (Saxena, 2023) looks for the last n tokens in prompt and answer, n from
-``ngram`` down to 1, and drafts a copy of the ``tokens`` that followed. It costs nothing, and pays
-where an answer repeats: text read off a picture, a list, a second question about the same thing.
+``ngram`` down to 1, and drafts a copy of the ``tokens`` that followed. It costs almost nothing, and
+pays where an answer repeats: text read off an image, a list, a second question about the same
+thing.
 
 Different from the authors' code, and why:
 
 - The latest match comes first: it is the nearest in topic, where the earliest one is often in the
   chat template. ``match=earliest`` is the authors' choice.
-- Several different continuations (``paths``) may make one tree; longer matches come first.
-- A copy that reaches the end of the text goes on with what it has copied, so that a repetition is
+- Several different continuations (``paths``) may form one tree; longer matches come first.
+- A copy that reaches the end of the text continues with its own tokens, so that a repetition is
   followed to its full length.
-- A copy ends in front of a picture's placeholder, which would ask for a picture that is not there.
+- A copy ends before an image's placeholder, which would refer to an image that does not exist.
 """
 
 from __future__ import annotations
@@ -28,19 +29,19 @@ from vlmfast.core.tree import Tree
 
 
 def matches(ids: Sequence[int], ngram: int, latest: bool = True) -> list[tuple[int, int]]:
-    """Where the last tokens stood before.
+    """Earlier occurrences of the last tokens.
 
     Returns
     -------
     list of (int, int)
-        Tokens that agree, at most ``ngram``, and the place behind them: longest first, and of
-        equally long ones the latest or the earliest.
+        Length of the match, at most ``ngram``, and the index after it: longest first, and of
+        equal lengths the latest or the earliest.
     """
     found, at, end = [], -1, len(ids) - 1
     while True:
         try:
             at = ids.index(ids[end], at + 1, end)
-        except (ValueError, IndexError):  # no further place, or no ids at all
+        except (ValueError, IndexError):  # no further match, or no ids at all
             break
         same = 1
         while same < min(ngram, at + 1) and ids[at - same] == ids[end - same]:
@@ -50,7 +51,7 @@ def matches(ids: Sequence[int], ngram: int, latest: bool = True) -> list[tuple[i
 
 
 def copied(ids: Sequence[int], start: int, tokens: int, banned: Sequence[int] = ()) -> list[int]:
-    """``tokens`` ids from ``start`` on, which may be the copy's own; up to a ``banned`` one."""
+    """``tokens`` ids from ``start`` on, past the end the copy's own; stops at a ``banned`` one."""
     copy: list[int] = []
     for at in range(start, start + tokens):
         token = ids[at] if at < len(ids) else copy[at - len(ids)]
@@ -63,7 +64,7 @@ def copied(ids: Sequence[int], start: int, tokens: int, banned: Sequence[int] = 
 def continuations(
     ids: Sequence[int], ngram: int, tokens: int, latest: bool, banned: Sequence[int] = ()
 ) -> Iterator[tuple[int, ...]]:
-    """What followed at each match, best match first, each once."""
+    """The distinct continuations of the matches, best match first."""
     seen = {()}
     for _, start in matches(ids, ngram, latest):
         copy = tuple(copied(ids, start, tokens, banned))
@@ -77,7 +78,7 @@ class Copies:
 
     def __init__(self, stage: NGram, banned: tuple[int, ...]) -> None:
         self.stage, self.banned = stage, banned
-        self.ids: list[int] = []  # what the target has read: all but the root
+        self.ids: list[int] = []  # tokens in the target's cache: all but the root
 
     def prefill(self, read: Read) -> None:
         self.ids += read.ids
@@ -96,16 +97,16 @@ class Copies:
 
 @dataclass(frozen=True)
 class NGram(DrafterStage):
-    """Copies what followed the last tokens when they stood in the prompt or the answer before."""
+    """Copies what followed an earlier occurrence of the last tokens in prompt or answer."""
 
     name: ClassVar[str] = "draft-ngram"
     paper: ClassVar[str] = "Prompt lookup decoding, 2023"
     lead: ClassVar[str | None] = "tokens"
     merges: ClassVar[bool] = True
 
-    tokens: int = param(10, "tokens of a copy", ge=1)
-    ngram: int = param(3, "tokens that are looked for, at most; shorter ones follow", ge=1)
-    paths: int = param(1, "different copies in one tree, at most", ge=1)
+    tokens: int = param(10, "tokens per copy", ge=1)
+    ngram: int = param(3, "longest n-gram that is looked up; shorter ones follow", ge=1)
+    paths: int = param(1, "most different copies in one tree", ge=1)
     match: str = param(
         "latest", "which of equally long matches comes first", choices=("latest", "earliest")
     )

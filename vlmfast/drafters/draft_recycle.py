@@ -1,19 +1,20 @@
-"""Token Recycling: what the target thought likely before, tried again.
+"""Token Recycling: drafts the tokens that the target ranked high before.
 
-Every pass of the target says far more than the one token that is taken: behind each node of the
-tree it has checked it ranks the whole vocabulary. Token Recycling (arXiv 2408.08696) remembers the
-8 best successors of each token that it last saw anywhere, and fills a fixed tree of 80 drafts in 6
-levels with them: the child of rank r carries the r-th successor of its parent's token. Nothing is
-trained and no other model runs. What one answer has taught serves the next ones of the same model.
+A forward pass of the target ranks the whole vocabulary after each node of the tree that it
+verifies, not only the accepted token. Token Recycling (arXiv 2408.08696) keeps the 8 best
+successors of each token, as last ranked, and fills a fixed tree of 80 drafts in 6 levels with them:
+the child of rank r is the r-th successor of its parent's token. It needs no training and no other
+model. Later answers of the same model reuse the successors.
 
 Different from the authors' code, and why:
 
-- A token whose successors are not known has no children. The authors draft token 0 there.
-- Where one token stands at several nodes, the last one wins, and what was accepted comes last. The
-  authors' scatter keeps any of them, and another one each time, on a GPU.
-- Pairs of neighbours in the prompt are a first guess, which the first look at a token replaces.
-- Placeholders of pictures are neither remembered nor drafted.
-- ``nodes`` may cut the tree; then its likeliest nodes stay.
+- A token without known successors has no children. The authors draft token 0 there.
+- Where several nodes have the same token, the last one wins, and accepted nodes come last. The
+  authors' scatter keeps an arbitrary one of them, which varies between runs on a GPU.
+- Pairs of adjacent prompt tokens are a first guess, replaced when the target first ranks the
+  successors of a token.
+- Placeholders of images are neither remembered nor drafted.
+- ``nodes`` may cut the tree; its likeliest nodes are kept.
 """
 
 from __future__ import annotations
@@ -44,14 +45,14 @@ SHAPE = likeliest_first(TEMPLATE)
 
 
 class Successors:
-    """The best successors of each token, as they were seen last.
+    """The latest best successors of each token.
 
     Parameters
     ----------
     banned : sequence of int
-        Ids that are nobody's successor.
+        Ids that are never a successor.
     of : dict of int to tuple of int, optional
-        Where they are kept; what earlier requests left there is used.
+        Storage of the successors; entries of earlier requests are used.
     """
 
     def __init__(
@@ -59,13 +60,13 @@ class Successors:
     ) -> None:
         self.banned = frozenset(banned)
         self.of = {} if of is None else of
-        self.last: int | None = None  # what the target has read last
+        self.last: int | None = None  # the last token in the target's cache
 
     def __call__(self, token: int) -> tuple[int, ...]:
         return self.of.get(token, ())
 
     def read(self, ids: list[int]) -> None:
-        """See a text: a neighbour becomes its token's best successor."""
+        """Add a text: the token after each token becomes its best successor."""
         ids = ids if self.last is None else [self.last, *ids]
         for token, follower in pairwise(ids):
             if follower not in self.banned:
@@ -74,7 +75,7 @@ class Successors:
         self.last = ids[-1] if ids else None
 
     def learn(self, done: Round) -> None:
-        """See what the target expects behind every node of a tree."""
+        """Store the target's best successors of every node of a tree."""
         size = done.logits.shape[-1]
         rows = done.logits.topk(min(SUCCESSORS + len(self.banned), size)).indices.tolist()
         for node in (*range(len(rows)), *done.path):
@@ -102,7 +103,7 @@ class Recycled:
 
 @dataclass(frozen=True)
 class Recycle(DrafterStage):
-    """Fills a fixed tree with the successors that the model itself ranked best before."""
+    """Fills a fixed tree with the successors that the model ranked best before."""
 
     name: ClassVar[str] = "draft-recycle"
     paper: ClassVar[str] = "Token Recycling, arXiv 2408.08696"

@@ -1,4 +1,4 @@
-"""Captions, and their score by slots."""
+"""Captions of scenes, and their score by slots."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ def _number(n: int, word: str) -> str:
 def caption(scene: Scene, rng: random.Random) -> tuple[str, dict[str, str]]:
     """Describe a scene.
 
-    The head of the first sentence is the only free choice (70 / 30), all else follows a fixed
-    order: the text is easy to foresee, which is what draft models need something of.
+    Only the head of the first sentence is random (70 / 30); all else follows a fixed order. The
+    text is predictable enough for draft models to be of use.
 
     Returns
     -------
     text : str
         The caption.
     slots : dict of str to str
-        Slot name (``count``, ``top left/0``, ``sign`` …) to the phrase that must be said there.
+        Slot name (``count``, ``top left/0``, ``sign`` …) to the phrase that it must contain.
     """
     if scene.bars:
         return _chart_caption(scene)
     if scene.frames > 1:
-        return _clip_caption(scene)
+        return _video_caption(scene)
     n = len(scene.things)
     slots = {"count": _number(n, "object")}
     head = _HEADS[0] if rng.random() < 0.7 else _HEADS[1]
@@ -70,7 +70,7 @@ def _chart_caption(scene: Scene) -> tuple[str, dict[str, str]]:
     return text, slots
 
 
-def _clip_caption(scene: Scene) -> tuple[str, dict[str, str]]:
+def _video_caption(scene: Scene) -> tuple[str, dict[str, str]]:
     slots = {"count": _number(len(scene.things), "object")}
     sentences = [f"The clip shows {slots['count']}."]
     for k, t in enumerate(sorted(scene.things, key=lambda t: (t.appear, t.name))):
@@ -91,15 +91,15 @@ def score_caption(text: str, slots: dict[str, str]) -> float:
     Parameters
     ----------
     text : str
-        What a model wrote.
+        Caption by a model.
     slots : dict of str to str
         ``caption_slots`` of the example.
 
     Returns
     -------
     float
-        Share of slots said right; objects that are not there count as extra slots, so that
-        naming everything everywhere does not pay.
+        Fraction of correct slots. Objects that do not exist count as extra slots, so that naming
+        everything everywhere does not pay.
     """
     sentences = [s.strip() for s in re.split(r"[.\n]", text) if s.strip()]
     right = 0
@@ -119,11 +119,11 @@ def score_caption(text: str, slots: dict[str, str]) -> float:
                 p.strip() for p in rest.split(",") if p.strip()
             )
     for place in {*groups, *labelled}:
-        want, said = groups.get(place, []), labelled.get(place, [])
+        want, found = groups.get(place, []), labelled.get(place, [])
         if place == "bars":  # the order of the bars counts
-            hits = sum(a == b for a, b in zip(want, said, strict=False))
+            hits = sum(a == b for a, b in zip(want, found, strict=False))
         else:
-            hits = sum((Counter(want) & Counter(said)).values())
+            hits = sum((Counter(want) & Counter(found)).values())
         right += hits
-        extra += max(0, len(said) - len(want))
+        extra += max(0, len(found) - len(want))
     return right / (len(slots) + extra)

@@ -1,7 +1,7 @@
 """Scenes, their pixels and their label maps (numpy only).
 
 Everything is drawn without anti-aliasing: a tile then has hard edges and the downscaled overview
-soft ones, which is how the encoder can tell the two scales of a LLaVA-NeXT image apart.
+soft ones, which lets the encoder distinguish the two scales of a LLaVA-NeXT image.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Bar:
 
 @dataclass
 class Scene:
-    """What is in a picture (one frame) or a clip (``frames`` frames)."""
+    """Contents of an image (one frame) or a video (``frames`` frames)."""
 
     canvas: int
     things: list[Thing] = field(default_factory=list)
@@ -92,7 +92,7 @@ SIGN_ID = 15
 
 
 def quadrant(thing: Thing, canvas: int, frame: int = 0) -> str | None:
-    """Name the quadrant that holds the whole object, None where it straddles two."""
+    """Name the quadrant that contains the whole object, None where it straddles two."""
     x, y = thing.at(frame)
     half = canvas / 2
     if abs(x - half) < thing.r or abs(y - half) < thing.r:
@@ -133,7 +133,7 @@ def _place(rng: random.Random, scene: Scene, thing: Thing, straddle: float) -> b
 
 
 def _fill(rng: random.Random, scene: Scene, count: int) -> None:
-    """Add up to ``count`` objects; a third of the scenes hold a group of one colour or shape."""
+    """Add up to ``count`` objects; two fifths of the scenes group one colour or shape."""
     group = rng.random()
     shared_color, shared_shape = rng.choice(COLOR_NAMES), rng.choice(SHAPES)
     for _ in range(count):
@@ -175,7 +175,7 @@ def make_chart(rng: random.Random, canvas: int) -> list[Bar]:
 
 
 def make_image_scene(rng: random.Random, canvas: int = 128, signs: float = 0.32) -> Scene:
-    """Draw the contents of one picture; ``signs`` is the share of scenes with a sign."""
+    """Draw the contents of one image; ``signs`` is the fraction of scenes with a sign."""
     scene = Scene(canvas, paint_seed=rng.getrandbits(62))
     kind = rng.random()
     if kind < 0.18 and canvas >= 128:
@@ -189,7 +189,7 @@ def make_image_scene(rng: random.Random, canvas: int = 128, signs: float = 0.32)
 
 
 def make_video_scene(rng: random.Random, canvas: int = 64) -> Scene:
-    """Draw the contents of one clip: a mover, objects that appear, or both; names are unique."""
+    """Draw the contents of one video: a mover, objects that appear, or both; names are unique."""
     scene = Scene(canvas, frames=FRAMES, paint_seed=rng.getrandbits(62))
     moving = rng.random() < 0.6
     for i in range(rng.randint(1, 3)):

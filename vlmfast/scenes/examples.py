@@ -1,4 +1,4 @@
-"""Procedural pictures and clips with questions, answers and captions.
+"""Procedural images and videos with questions, answers and captions.
 
 Only Pillow and numpy are needed. Every example is a pure function of its seed: no global random
 state is read or written, and the same seed draws the same example in every process.
@@ -42,7 +42,7 @@ __all__ = [
 
 @dataclass
 class ImageExample:
-    """One picture.
+    """One image.
 
     Attributes
     ----------
@@ -51,8 +51,8 @@ class ImageExample:
     qa : list of QA
         One question of every type in :data:`IMAGE_TYPES` that applies to the scene.
     caption, caption_slots
-        The reference caption (asked for by :data:`CAPTION_QUESTION`) and what
-        :func:`score_caption` needs.
+        The reference caption (the answer to :data:`CAPTION_QUESTION`) and its slots for
+        :func:`score_caption`.
     foreground : numpy.ndarray
         Bool, shape (128, 128): pixels of objects, bars and signs.
     """
@@ -67,7 +67,7 @@ class ImageExample:
 
 @dataclass
 class VideoExample:
-    """One clip: four RGB frames of 64 x 64; ``foreground`` is bool, shape (4, 64, 64)."""
+    """One video: four RGB frames of 64 x 64; ``foreground`` is bool, shape (4, 64, 64)."""
 
     frames: list[Image.Image]
     qa: list[QA]
@@ -78,12 +78,12 @@ class VideoExample:
 
 
 def _rng(seed: int, what: str) -> random.Random:
-    # A string seed is hashed by SHA-512 inside random: pictures and clips of equal seed differ.
+    # A string seed is hashed by SHA-512 inside random: images and videos of equal seed differ.
     return random.Random(f"vlmfast-tiny-{what}-{seed}")
 
 
 def image_example(seed: int) -> ImageExample:
-    """Draw picture number ``seed`` with its questions."""
+    """Draw image number ``seed`` with its questions."""
     rng = _rng(seed, "image")
     scene = make_image_scene(rng)
     qa = ask_all(scene, rng)
@@ -93,7 +93,7 @@ def image_example(seed: int) -> ImageExample:
 
 
 def video_example(seed: int) -> VideoExample:
-    """Draw clip number ``seed`` with its questions."""
+    """Draw video number ``seed`` with its questions."""
     rng = _rng(seed, "video")
     scene = make_video_scene(rng)
     qa = ask_all(scene, rng)

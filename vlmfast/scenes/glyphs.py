@@ -1,7 +1,7 @@
 """A 5 x 7 dot font for the signs.
 
-The font is part of the generator, so that a seed draws the same picture on every machine:
-a system font, or another FreeType, would not.
+The font is part of the generator, so that a seed draws the same image on every machine, which
+system fonts and other versions of FreeType do not guarantee.
 """
 
 from __future__ import annotations

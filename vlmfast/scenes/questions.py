@@ -1,7 +1,7 @@
-"""Questions with their answers, asked of a scene rather than of its pixels.
+"""Questions with their answers, derived from a scene rather than from its pixels.
 
 Each ``_ask_*`` function returns a :class:`QA`, or None where its type does not apply. Answers are
-balanced inside a type wherever the scene allows it, so that a model which never looks stays at
+balanced within a type wherever the scene allows it, so that a model that ignores the image stays at
 chance.
 """
 
@@ -123,7 +123,7 @@ def _ask_rel(s: Scene, rng: random.Random) -> QA | None:
     if not fit:
         return None
     a, b, true, false = rng.choice(fit)
-    if rng.random() < 0.5:  # say the same fact from the other end
+    if rng.random() < 0.5:  # state the same fact with the objects swapped
         a, b, true, false = b, a, false, true
     yes = rng.random() < 0.5
     word = true if yes else false
@@ -180,7 +180,7 @@ def _ask_chart(s: Scene, rng: random.Random) -> QA | None:
 
 
 def _mc_options(s: Scene, base: QA, rng: random.Random) -> list[str] | None:
-    """Three wrong options, taken from the same picture first."""
+    """Three wrong options, preferably from the same image."""
     near: list[str] = []
     if base.type == "color" or (base.type == "chart" and base.answer in COLOR_NAMES):
         near, far = [t.color for t in [*s.things, *s.bars]], list(COLOR_NAMES)
@@ -243,7 +243,7 @@ def _ask_which(s: Scene, rng: random.Random) -> QA | None:
 
 
 def _appearing(s: Scene) -> list[Thing]:
-    """Objects that arrive after the first frame, alone in their frame."""
+    """Objects that appear after the first frame, each alone in its frame."""
     counts = Counter(t.appear for t in s.things)
     return [t for t in s.things if t.appear > 1 and counts[t.appear] == 1]
 
@@ -312,7 +312,7 @@ _ASK = {
 
 
 def ask(scene: Scene, type_: str, rng: random.Random) -> QA | None:
-    """Ask one question of type ``type_``; None where the scene offers none."""
+    """Ask one question of type ``type_``; None where the scene does not allow it."""
     return _ASK[type_](scene, rng)
 
 

@@ -1,4 +1,4 @@
-"""The words the drawn world is made of."""
+"""Vocabulary of the drawn scenes."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Training of drafters: the loop behind ``vlmfast train drafter``.
+"""Training of drafters: the loop of ``vlmfast train drafter``.
 
-A sample is a prompt with the answer that the target itself gives to it: generated once, kept on
-disk as token ids. At every step the target reads prompt and answer (no features are stored), the
-drafter learns the rows that predict the answer, and the target stays as it is. How long the drafts
-are that the target would accept is measured along the way, on prompts that are held out.
+A sample is a prompt with the target's own answer, which is generated once and stored on disk as
+token ids. At every step the target prefills prompt and answer (no features are stored), and the
+drafter learns the rows that predict the answer. The target is frozen. The accepted length is
+measured along the way, on held-out prompts.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from vlmfast.engine.prefill import Inputs
 
 KINDS = {"eagle": "draft-eagle", "eagle3": "draft-eagle", "vispec": "draft-vispec"}
-_BLOCK = 32  # answers that are generated together and lie in one file
+_BLOCK = 32  # answers that are generated together and stored in one file
 _HELD_OUT = 2**31  # held-out samples of drawn scenes are numbered from here on
 
 
@@ -43,30 +43,35 @@ _HELD_OUT = 2**31  # held-out samples of drawn scenes are numbered from here on
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``vlmfast train drafter``."""
     add = parser.add_argument
-    add("--kind", choices=tuple(KINDS), default="eagle", help="what is trained (eagle)")
-    add("--model", default="tiny", help="tiny (shipped, default), a folder or a hub id")
-    add("--data", help="LLaVA-style JSON of conversations; drawn scenes when it is not given")
-    add("--media", default=".", help="folder of the pictures and clips of --data")
-    add("--num-frames", type=int, default=8, help="frames read of a clip of --data")
+    add("--kind", choices=tuple(KINDS), default="eagle", help="kind of drafter (default: eagle)")
+    add("--model", default="tiny", help="tiny (shipped, default), a local folder or a hub id")
+    add("--data", help="LLaVA-style JSON of conversations (default: drawn scenes)")
+    add("--media", default=".", help="folder of the images and videos of --data")
+    add("--num-frames", type=int, default=8, help="frames per video of --data")
     add("--out", default="runs/drafter", help="folder of answers, checkpoint, log, weights")
-    add("--answers", help="folder of the target's answers, to share them between runs")
-    add("--samples", type=int, default=10_000, help="different prompts; then they come again")
-    add("--held-out", type=int, default=48, help="prompts kept for the accepted length")
-    add("--answer-tokens", type=int, default=128, help="longest answer that is generated")
-    add("--sampled", type=float, default=0.0, help="share of the answers drawn at temperature 1")
-    add("--steps", type=int, default=2000, help="length of the training")
-    add("--minutes", type=float, default=0.0, help="length by the clock instead")
-    add("--stop-after", type=int, default=0, help="leave early after this step")
+    add("--answers", help="folder of the target's answers, to reuse them between runs")
+    add("--samples", type=int, default=10_000, help="number of different prompts; then they repeat")
+    add("--held-out", type=int, default=48, help="held-out prompts, to measure the accepted length")
+    add("--answer-tokens", type=int, default=128, help="most tokens per generated answer")
+    add(
+        "--sampled",
+        type=float,
+        default=0.0,
+        help="fraction of the answers sampled at temperature 1",
+    )
+    add("--steps", type=int, default=2000, help="number of steps")
+    add("--minutes", type=float, default=0.0, help="training time, instead of --steps")
+    add("--stop-after", type=int, default=0, help="stop early after this step")
     add("--batch", type=int, default=8, help="samples per step, one after another")
     add("--lr", type=float, default=3e-4, help="peak learning rate")
     add("--decay", type=float, default=0.0, help="weight decay")
-    add("--clip", type=float, default=0.5, help="largest norm of a step's gradient")
+    add("--clip", type=float, default=0.5, help="largest norm of the gradient")
     add("--noise", type=float, default=0.2, help="uniform noise on the features, as in EAGLE")
     add("--units", type=int, default=0, help="hidden units of the MLP (0: the target's)")
     add("--init", help="folder of weights to start from")
-    add("--ttt", type=int, default=3, help="passes of which each reads what the last one drafted")
-    add("--depth", type=int, default=6, help="drafted tokens when the accepted length is measured")
-    add("--eval-every", type=int, default=100, help="steps between two such measurements")
+    add("--ttt", type=int, default=3, help="forward passes, each on the outputs of the one before")
+    add("--depth", type=int, default=6, help="drafted tokens, to measure the accepted length")
+    add("--eval-every", type=int, default=100, help="steps between two measurements")
     add("--seed", type=int, default=0)
     add("--device", default="cpu", help="cpu or cuda")
     add(
@@ -77,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--save-every", type=float, default=120.0, help="seconds per checkpoint")
     add("--fresh", action="store_true", help="ignore a checkpoint in --out")
-    parser.set_defaults(distill=0.0)  # of the loop's own: here all is distilled
+    parser.set_defaults(distill=0.0)  # option of the base loop: drafters are always distilled
     for name in dict.fromkeys(KINDS.values()):
         loop.training_class(name).add_arguments(parser)
 
@@ -85,28 +90,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _check(args: argparse.Namespace) -> None:
     for key in ("samples", "held_out", "answer_tokens", "ttt", "depth", "eval_every"):
         if getattr(args, key) < 1:
-            raise TrainingError(f"--{key.replace('_', '-')} is {getattr(args, key)}; at least 1")
+            raise TrainingError(
+                f"--{key.replace('_', '-')} is {getattr(args, key)}; it must be at least 1"
+            )
     if args.answer_tokens < 2:
         raise TrainingError("--answer-tokens is 1; a drafter learns from the second token on")
     if not 0 <= args.sampled <= 1:
-        raise TrainingError(f"--sampled is {args.sampled}; allowed is 0 to 1")
-    for key, low in (("clip", "above 0"), ("noise", "from 0 on")):
+        raise TrainingError(f"--sampled is {args.sampled}; allowed are 0 to 1")
+    for key, low in (("clip", "above 0"), ("noise", "at least 0")):
         value = getattr(args, key)
         if not 0 <= value < float("inf") or (key == "clip" and value == 0):
-            raise TrainingError(f"--{key} is {value}; it must be a number {low}")
+            raise TrainingError(f"--{key} is {value}; it must be finite and {low}")
 
 
 # --- prompts and answers -------------------------------------------------------------------------
 
-Messages = list[dict[str, Any]]  # turns in Hugging Face's chat schema; the last one asks
+Messages = list[dict[str, Any]]  # turns in Hugging Face's chat schema; the last one is the question
 
-_ORDINARY, _SECOND = 0.15, 0.1  # of drawn scenes: ordinary questions, and second ones
+_ORDINARY, _SECOND = 0.15, 0.1  # fractions of drawn scenes: questions, and second questions
 
 
 def drawn(number: int) -> Messages:
-    """Prompt ``number`` about a drawn scene: most ask for a description, some a question.
+    """Prompt ``number`` about a drawn scene: mostly a request to describe it, else a question.
 
-    A second question comes behind a description of the same scene.
+    A second question follows a description of the same scene.
     """
     from PIL import Image
 
@@ -118,17 +125,17 @@ def drawn(number: int) -> Messages:
     from .tiny.data import DataError
 
     if number >= EVAL_SEED_START:
-        raise DataError(f"training seed {number} lies in the range kept for evaluation")
+        raise DataError(f"training seed {number} is in the range reserved for evaluation")
     rng = random.Random(f"vlmfast-draft-{number}")
-    clip = rng.random() < 1 / 3
-    scene = make_video_scene(rng) if clip else make_image_scene(rng)
+    is_video = rng.random() < 1 / 3
+    scene = make_video_scene(rng) if is_video else make_image_scene(rng)
     frames = [Image.fromarray(raster.rgb) for raster in paint(scene)]
-    if clip:
+    if is_video:
         media = {"type": "video", "video": frames, "num_frames": len(frames)}
     else:
         media = {"type": "image", "image": frames[0]}
-    describe = CLIP_QUESTION if clip else CAPTION_QUESTION
-    types = list(VIDEO_TYPES if clip else IMAGE_TYPES)
+    describe = CLIP_QUESTION if is_video else CAPTION_QUESTION
+    types = list(VIDEO_TYPES if is_video else IMAGE_TYPES)
     rng.shuffle(types)
     question = next(qa.question for qa in (ask(scene, t, rng) for t in types) if qa is not None)
     draw = rng.random()
@@ -147,10 +154,10 @@ def _turn(role: str, *parts: dict[str, Any] | str) -> dict[str, Any]:
 
 
 class Answers:
-    """The target's own answers to numbered prompts, kept on disk.
+    """The target's own answers to numbered prompts, stored on disk.
 
-    They are generated in blocks of neighbouring numbers, each of which is one file: what an answer
-    is does not depend on where a run was interrupted.
+    They are generated in blocks of consecutive numbers, one file each, so that an answer does not
+    depend on where a run was interrupted.
 
     Parameters
     ----------
@@ -159,10 +166,10 @@ class Answers:
         Number to the turns of a prompt.
     folder : Path
     args : argparse.Namespace
-        ``seed``, ``answer_tokens`` and ``sampled``, the share that is drawn at temperature 1;
-        answers to held-out prompts never are.
+        ``seed``, ``answer_tokens`` and ``sampled``, the fraction that is sampled at temperature 1.
+        Answers to held-out prompts are always greedy.
     note : callable
-        Told of files that cannot be read.
+        Called with a message for each file that cannot be read.
     """
 
     def __init__(
@@ -178,7 +185,7 @@ class Answers:
         self.block = lru_cache(maxsize=None)(self._block)
         keys = ("model", "data", "num_frames", "seed", "answer_tokens", "sampled", "dtype")
         about = {key: getattr(args, key) for key in keys}
-        # Which scenes or entries the numbers stand for.
+        # It determines which entries the numbers refer to.
         about |= {"held_out": args.held_out if args.data else None}
         make_folder(folder)
         file = folder / "about.json"
@@ -191,14 +198,14 @@ class Answers:
         for key, value in about.items():
             if found.get(key) != value:
                 raise TrainingError(
-                    f"{folder} holds answers with {key}={found.get(key)}, not {value}: "
-                    "give another --answers"
+                    f"{folder} contains answers with {key}={found.get(key)}, not {value}: "
+                    "choose another --answers"
                 )
 
     def __getitem__(self, number: int) -> list[int]:
-        """Token ids of answer ``number``, its end token included; empty where none can be given."""
-        block, place = divmod(number, _BLOCK)
-        return self.block(block)[place]
+        """Token ids of answer ``number``, end token included; empty if its media cannot be read."""
+        block, index = divmod(number, _BLOCK)
+        return self.block(block)[index]
 
     def _block(self, block: int) -> list[list[int]]:
         file = self.folder / f"{block:08}.jsonl"
@@ -250,9 +257,9 @@ class Answers:
 
 @torch.no_grad()
 def teach(vlm: VLM, messages: Messages, answer: list[int], readers: list[DrafterStage]) -> Lesson:
-    """Read prompt and answer with the target, through the engine as in an answer.
+    """Prefill prompt and answer with the target, through the engine as in inference.
 
-    ``readers`` are what the features and the taps are for.
+    ``readers`` determine which features and auxiliary hidden states are kept.
     """
     from vlmfast.core.recipe import Recipe
     from vlmfast.engine.attention import switched
@@ -280,7 +287,7 @@ def teach(vlm: VLM, messages: Messages, answer: list[int], readers: list[Drafter
 
 
 def inputs_of(vlm: VLM, messages: Messages, answer: list[int]) -> Inputs:
-    """Prompt and answer as the engine takes them."""
+    """Prompt and answer as engine inputs."""
     from vlmfast.api.request import render, tensors_of
     from vlmfast.core.recipe import Recipe
     from vlmfast.engine.prefill import Inputs
@@ -294,14 +301,11 @@ def inputs_of(vlm: VLM, messages: Messages, answer: list[int]) -> Inputs:
     return Inputs(tensors, prompt.sizes, prompt.question, prompt.frames, answer=len(answer))
 
 
-# --- drafting in training ------------------------------------------------------------------------
-
-
 # --- the loop ------------------------------------------------------------------------------------
 
 
 class DrafterTrainer(loop.Trainer):
-    """Target, drafter, answers, optimiser and clock of one run."""
+    """Target, drafter, answers, optimizer and clock of one run."""
 
     fixed = (
         "kind", "model", "data", "seed", "samples", "held_out", "answer_tokens", "sampled", "init",
@@ -322,7 +326,7 @@ class DrafterTrainer(loop.Trainer):
             self.training.begin(self.module, self.answers.__getitem__)
 
     def sizes(self) -> dict[str, Any]:
-        """The layers of the target, beside what every trained stage knows."""
+        """The sizes of every trained stage, and those of the target's layers."""
         text = self.vlm.adapter.config.get_text_config()
         heads = text.num_attention_heads
         rope = getattr(text, "rope_parameters", None) or {}
@@ -337,20 +341,20 @@ class DrafterTrainer(loop.Trainer):
         }
 
     def samples(self) -> Callable[[int], Any]:
-        """Nothing is learned from answers in a file: the target gives its own."""
+        """The prompts by number. Answers in a file are unused: the target generates its own."""
         args = self.args
         if not args.data:
             self.prompt = lambda number: drawn(args.seed * loop._SEEDS + number)
             return self.prompt
         read = (args.data, args.media, self.training.modalities, args.num_frames)
         learned = loop.conversations(*read, slice(None, -args.held_out))
-        held = loop.conversations(*read, slice(-args.held_out, None))
+        held_out = loop.conversations(*read, slice(-args.held_out, None))
 
         from vlmfast.api.request import messages_of
 
         def prompt(number: int) -> Messages:
             sample = (
-                held(number - _HELD_OUT)
+                held_out(number - _HELD_OUT)
                 if number >= _HELD_OUT
                 else learned(args.seed * loop._SEEDS + number)
             )
@@ -360,32 +364,33 @@ class DrafterTrainer(loop.Trainer):
         return prompt
 
     def _start_from(self, folder: Path) -> None:
-        """Take over what another training learned; parts that it did not have start anew."""
+        """Load the weights of another training; parts that it lacks keep their initialization."""
         from safetensors import SafetensorError
         from safetensors.torch import load_file
 
         try:
-            found = {key: of.float() for key, of in load_file(folder / "model.safetensors").items()}
+            state = load_file(folder / "model.safetensors")
         except (OSError, SafetensorError) as error:
             raise TrainingError(f"--init {folder} cannot be read: {error}") from error
-        mine = self.module.state_dict()
-        unknown = sorted(found.keys() - mine.keys())
-        lacking = [
-            key for key in mine.keys() - found.keys() if not key.startswith(self.training.later)
+        found = {key: value.float() for key, value in state.items()}
+        own = self.module.state_dict()
+        unexpected = sorted(found.keys() - own.keys())
+        missing = [
+            key for key in own.keys() - found.keys() if not key.startswith(self.training.later)
         ]
-        other = [key for key in mine.keys() & found.keys() if mine[key].shape != found[key].shape]
-        if unknown or lacking or other:
+        wrong = [key for key in own.keys() & found.keys() if own[key].shape != found[key].shape]
+        if unexpected or missing or wrong:
             raise TrainingError(
-                f"--init {folder} holds another drafter: unknown are {unknown}, lacking "
-                f"{sorted(lacking)}, of another shape {sorted(other)}"
+                f"--init {folder} contains another drafter; unexpected: {unexpected}, missing: "
+                f"{sorted(missing)}, wrong shape: {sorted(wrong)}"
             )
         self.module.load_state_dict(found, strict=False)
 
     def number(self, index: int) -> int:
-        """Number of the sample that is learned from at ``index``: each epoch in another order."""
-        epoch, place = divmod(index, self.args.samples)
-        # The first one in ascending order, as answers are generated.
-        return place if epoch == 0 else self._order(epoch)[place]
+        """Number of the training sample at ``index``: each epoch has another order."""
+        epoch, position = divmod(index, self.args.samples)
+        # The first epoch is in ascending order, since answers are generated during it.
+        return position if epoch == 0 else self._order(epoch)[position]
 
     @lru_cache(maxsize=2)  # noqa: B019, one trainer a process
     def _order(self, epoch: int) -> list[int]:
@@ -394,7 +399,7 @@ class DrafterTrainer(loop.Trainer):
         return order
 
     def losses(self) -> Iterator[tuple[Tensor, dict[str, float]]]:
-        """Every predicted token of the batch counts alike."""
+        """Parts of this step's loss; every predicted token of the batch has the same weight."""
         args = self.args
         indices = range(self.step * args.batch, (self.step + 1) * args.batch)
         numbers = [self.number(index) for index in indices]
@@ -425,7 +430,7 @@ class DrafterTrainer(loop.Trainer):
 
     @torch.no_grad()
     def measure(self) -> dict[str, float]:
-        """Mean accepted length of greedy chains on the held-out prompts, for each view."""
+        """Mean accepted length of greedy chains on the held-out prompts, per view."""
         views, args = self.training.views(), self.args
         rounds, total = dict.fromkeys(views, 0), dict.fromkeys(views, 0)
         self.module.eval()

@@ -1,9 +1,10 @@
-"""Training of stages around a frozen model: the loop behind ``vlmfast train atp`` and others.
+"""Training of stages around a frozen model: the loop of ``vlmfast train atp`` and others.
 
-A sample is a prompt with its answer. It goes through the engine as in an answer, with the stage at
-work and with gradients; the loss is the answer's, and what the method adds (`Training.loss`). Only
-the stage's own module learns. A step follows from the seed, the step's number and how far the
-training is; where that is counted in steps, a run that was killed goes on as if it had not been.
+A sample is a prompt with its answer. It runs through the engine as in inference, with the stage
+active and with gradients. The loss is that of the answer plus the method's own terms
+(`Training.loss`). Only the stage's own module is trained. A step is a function of the seed, the
+step's number and the training's progress. Where progress is counted in steps, a killed run resumes
+with identical results.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ if TYPE_CHECKING:
     from vlmfast.api.vlm import VLM
     from vlmfast.engine.prefill import Inputs
 
-_SEEDS = 2**32  # seeds of one run; the next ``--seed`` starts behind them
+_SEEDS = 2**32  # seeds of one run; the next ``--seed`` starts after them
 
 
 class TrainingError(VLMFastError):
-    """The training cannot start or go on as asked."""
+    """The training cannot start or resume with these options."""
 
 
 @dataclass
@@ -54,7 +55,7 @@ class Sample:
 
 
 def trainable() -> list[str]:
-    """Recipe words of the methods that can be trained, apart from drafters."""
+    """Names of the methods that can be trained, except drafters."""
     known = {name: stage_class(name) for name in sorted(stage_names())}
     return [n for n, cls in known.items() if cls.trained and cls.protocol != "drafter"]
 
@@ -71,22 +72,22 @@ def training_class(name: str) -> type[Training]:
 def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
     """Add the options of ``vlmfast train NAME``."""
     parser.add_argument(
-        "--model", default="tiny", help="tiny (shipped, default), a folder or a hub id"
+        "--model", default="tiny", help="tiny (shipped, default), a local folder or a hub id"
     )
-    parser.add_argument(
-        "--data", help="LLaVA-style JSON of conversations; drawn scenes when it is not given"
-    )
-    parser.add_argument("--media", default=".", help="folder of the pictures and clips of --data")
-    parser.add_argument("--num-frames", type=int, default=8, help="frames read of a clip of --data")
+    parser.add_argument("--data", help="LLaVA-style JSON of conversations (default: drawn scenes)")
+    parser.add_argument("--media", default=".", help="folder of the images and videos of --data")
+    parser.add_argument("--num-frames", type=int, default=8, help="frames per video of --data")
     parser.add_argument("--out", default=f"runs/{name}", help="folder of checkpoint, log, weights")
-    parser.add_argument("--steps", type=int, default=1000, help="length of the training")
-    parser.add_argument("--minutes", type=float, default=0.0, help="length by the clock instead")
-    parser.add_argument("--stop-after", type=int, default=0, help="leave early after this step")
+    parser.add_argument("--steps", type=int, default=1000, help="number of steps")
+    parser.add_argument(
+        "--minutes", type=float, default=0.0, help="training time, instead of --steps"
+    )
+    parser.add_argument("--stop-after", type=int, default=0, help="stop early after this step")
     parser.add_argument("--batch", type=int, default=8, help="samples per step, one after another")
     parser.add_argument("--lr", type=float, default=1e-3, help="peak learning rate")
     parser.add_argument("--decay", type=float, default=0.01, help="weight decay")
     parser.add_argument(
-        "--distill", type=float, default=0.0, help="share of the loss that follows the full model"
+        "--distill", type=float, default=0.0, help="weight of the divergence from the full model"
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
@@ -104,17 +105,19 @@ def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
 def _check(args: argparse.Namespace) -> None:
     for key in ("steps", "batch", "num_frames"):
         if getattr(args, key) < 1:
-            raise TrainingError(f"--{key.replace('_', '-')} is {getattr(args, key)}; at least 1")
+            raise TrainingError(
+                f"--{key.replace('_', '-')} is {getattr(args, key)}; it must be at least 1"
+            )
     if not 0 <= args.seed < 256:
         raise TrainingError(f"--seed is {args.seed}; allowed are 0 to 255")
     if not 0 <= args.distill <= 1:
-        raise TrainingError(f"--distill is {args.distill}; allowed is 0 to 1")
+        raise TrainingError(f"--distill is {args.distill}; allowed are 0 to 1")
     if not 0 < args.lr < math.inf:
-        raise TrainingError(f"--lr is {args.lr}; it must be a number above 0")
+        raise TrainingError(f"--lr is {args.lr}; it must be above 0")
     for key in ("minutes", "decay", "stop_after", "save_every"):
         if not 0 <= getattr(args, key) < math.inf:
             raise TrainingError(
-                f"--{key.replace('_', '-')} is {getattr(args, key)}; it must be a number from 0 on"
+                f"--{key.replace('_', '-')} is {getattr(args, key)}; must be finite and at least 0"
             )
 
 
@@ -143,12 +146,11 @@ def conversations(
     num_frames: int,
     part: slice = slice(None),
 ) -> Callable[[int], Sample]:
-    """Samples from a LLaVA-style JSON file, in an order drawn anew for each epoch.
+    """Samples from a LLaVA-style JSON file, shuffled for each epoch.
 
-    A list of ``{"image" or "video": file, "conversations": [{"from": "human", "value": ...},
-    {"from": "gpt", "value": ...}, ...]}``. One turn of an entry is one sample: a turn that is drawn
-    at random, asked as if it were the first. Entries without a picture are left out, and of the
-    others those outside ``part``.
+    The file is a list of ``{"image" or "video": file, "conversations": [{"from": "human", "value":
+    ...}, {"from": "gpt", "value": ...}, ...]}``. A sample is one random turn of an entry, as if it
+    were the first. Entries without media are skipped, and of the others those outside ``part``.
     """
     try:
         entries = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -165,24 +167,25 @@ def conversations(
         pairs = [
             (question, answer)
             for a, b in zip(turns[::2], turns[1::2], strict=False)
-            if (question := _said(a, "human")) and (answer := _said(b, "gpt"))
+            if (question := _turn_text(a, "human")) and (answer := _turn_text(b, "gpt"))
         ]
         if kind is not None and pairs:
             found.append((kind, entry[kind], pairs))
     if not found:
+        keys = " or ".join(f'"{kind}"' for kind in kinds)
         raise TrainingError(
-            f"--data {path} has no conversation about a {' or a '.join(kinds)}; it must be a "
+            f"--data {path} has no conversation with {keys}; it must be a "
             'list of {"image": file, "conversations": [{"from": "human", "value": ...}, '
             '{"from": "gpt", "value": ...}]}'
         )
-    whole, found = len(found), found[part]
+    total, found = len(found), found[part]
     if not found:
-        raise TrainingError(f"--data {path} has too few conversations: {whole}")
-    some = [Path(media) / file for _, file, _ in found[:100]]
-    if not any(file.exists() for file in some):
+        raise TrainingError(f"--data {path} has too few conversations: {total}")
+    first = [Path(media) / file for _, file, _ in found[:100]]
+    if not any(file.exists() for file in first):
         raise TrainingError(
-            f"--media {media} has none of the first {len(some)} files that --data names; "
-            f"{some[0]} is not there"
+            f"--media {media} contains none of the first {len(first)} files of --data; "
+            f"{first[0]} does not exist"
         )
 
     @lru_cache(maxsize=1)
@@ -192,19 +195,19 @@ def conversations(
         return order
 
     def sample(number: int) -> Sample:
-        epoch, place = divmod(number, len(found))
-        kind, file, pairs = found[shuffled(epoch)[place]]
+        epoch, index = divmod(number, len(found))
+        kind, file, pairs = found[shuffled(epoch)[index]]
         question, answer = random.Random(f"turn-{number}").choice(pairs)
-        where = str(Path(media) / file)
-        shown = {"images": where} if kind == "image" else {"video": where, "num_frames": num_frames}
+        file = str(Path(media) / file)
+        shown = {"images": file} if kind == "image" else {"video": file, "num_frames": num_frames}
         return Sample(shown, question, answer)
 
     return sample
 
 
-def _said(turn: Any, who: str) -> str:
-    """What a turn of ``who`` says, without placeholders; nothing where it is no such turn."""
-    if not isinstance(turn, dict) or turn.get("from") != who:
+def _turn_text(turn: Any, role: str) -> str:
+    """Text of a turn of ``role``, without placeholders; empty for anything else."""
+    if not isinstance(turn, dict) or turn.get("from") != role:
         return ""
     text = turn.get("value")
     if not isinstance(text, str):
@@ -213,7 +216,7 @@ def _said(turn: Any, who: str) -> str:
 
 
 def inputs_of(vlm: VLM, sample: Sample) -> Inputs:
-    """The prompt of a sample with its answer behind it, as the engine takes it."""
+    """The prompt of a sample followed by its answer, as engine inputs."""
     import torch
 
     from vlmfast.api.request import messages_of, render, tensors_of
@@ -234,37 +237,37 @@ def inputs_of(vlm: VLM, sample: Sample) -> Inputs:
 def _answer_ids(vlm: VLM, prompt: str, answer: str) -> list[int]:
     """Ids of the answer, its end token included, as they would follow the prompt."""
     tokenizer = vlm.processor.tokenizer
-    # Whether a blank stands between prompt and answer is the template's business.
+    # The template decides whether a blank separates prompt and answer.
     turn = [
         {"role": "user", "content": [{"type": "text", "text": "?"}]},
         {"role": "assistant", "content": [{"type": "text", "text": answer}]},
     ]
     template = vlm.processor.apply_chat_template
-    asked = template(turn[:1], add_generation_prompt=True, tokenize=False)
-    told = template(turn, tokenize=False)
-    tail = told[len(asked) :] if told.startswith(asked) else f" {answer}"
+    question = template(turn[:1], add_generation_prompt=True, tokenize=False)
+    dialogue = template(turn, tokenize=False)
+    tail = dialogue[len(question) :] if dialogue.startswith(question) else f" {answer}"
     if tokenizer.eos_token:
-        # Blanks around the end of a turn belong to the template; a model does not say them.
+        # Blanks around the end of a turn belong to the template; a model does not generate them.
         tail = tail.partition(tokenizer.eos_token)[0].rstrip() + tokenizer.eos_token
     before = tokenizer(prompt, add_special_tokens=False)["input_ids"]
     whole = tokenizer(prompt + tail, add_special_tokens=False)["input_ids"]
-    if whole[: len(before)] != before:  # the tokenizer joins both over the border
+    if whole[: len(before)] != before:  # a token spans the boundary
         return tokenizer(tail, add_special_tokens=False)["input_ids"]
     return whole[len(before) :]
 
 
-# --- passes --------------------------------------------------------------------------------------
+# --- forward passes ------------------------------------------------------------------------------
 
 
 def run(vlm: VLM, inputs: Inputs, stage: Stage | None) -> tuple[Tensor, dict[str, Any], float]:
-    """One pass with gradients.
+    """One forward pass with gradients.
 
     Returns
     -------
     logits : Tensor, float32, (A, V)
-        One row for each of the answer's tokens.
+        One row for each token of the answer.
     notes : dict
-        What ``stage`` left.
+        Notes of ``stage``.
     tokens : float
         See `Outcome`.
     """
@@ -286,25 +289,25 @@ def run(vlm: VLM, inputs: Inputs, stage: Stage | None) -> tuple[Tensor, dict[str
 
 
 def answer_loss(logits: Tensor, targets: Tensor, teacher: Tensor | None, distill: float) -> Tensor:
-    """Cross entropy of the answer, and by ``distill`` the divergence from the full model."""
+    """``(1 - distill) CE + distill KL``: of the answer, and from the full model's logits."""
     from torch.nn.functional import cross_entropy, kl_div
 
     loss = cross_entropy(logits, targets)
     if teacher is None:
         return loss
-    apart = kl_div(
+    divergence = kl_div(
         logits.log_softmax(-1), teacher.log_softmax(-1), reduction="batchmean", log_target=True
     )
-    return (1 - distill) * loss + distill * apart
+    return (1 - distill) * loss + distill * divergence
 
 
 # --- the loop ------------------------------------------------------------------------------------
 
 
 class Trainer:
-    """Model, module, optimiser and clock of one run."""
+    """Model, module, optimizer and clock of one run."""
 
-    # Options that must be the same when a run is taken up, and those that are told of the weights.
+    # Options that must not change when a run resumes, and those stored with the weights.
     fixed = ("model", "data", "seed", "batch", "lr", "decay", "distill", "dtype", "num_frames")
     told = ("batch", "lr", "distill", "seed")
     clip = 1.0  # largest norm of a step's gradient
@@ -344,11 +347,11 @@ class Trainer:
             self.load()
 
     def sizes(self) -> dict[str, Any]:
-        """What the module is built for."""
+        """Sizes of the model that the module is built for."""
         return self.vlm.adapter.sizes()
 
     def samples(self) -> Callable[[int], Sample]:
-        """What is learned from, by number."""
+        """The training samples, by number."""
         args, modalities = self.args, self.training.modalities
         if args.data:
             return conversations(args.data, args.media, modalities, args.num_frames)
@@ -370,16 +373,16 @@ class Trainer:
         try:
             state = torch.load(self.checkpoint, map_location=self.device, weights_only=True)
             written = state["settings"]
-        except Exception as error:  # whatever else may lie in a file
+        except Exception as error:  # any other file may raise anything
             raise TrainingError(
                 f"{self.checkpoint} is no checkpoint of this training ({type(error).__name__}); "
-                "give another --out, or start anew with --fresh"
+                "choose another --out, or start again with --fresh"
             ) from error
-        for key, mine in self.settings().items():
-            if written.get(key) != mine:
+        for key, value in self.settings().items():
+            if written.get(key) != value:
                 raise TrainingError(
-                    f"{self.checkpoint} was written with {key}={written.get(key)}, not {mine}: "
-                    "repeat it, or start anew with --fresh"
+                    f"{self.checkpoint} was written with {key}={written.get(key)}, not {value}: "
+                    "use the same value, or start again with --fresh"
                 )
         self.module.load_state_dict(state["module"])
         self.optimizer.load_state_dict(state["optimizer"])
@@ -387,12 +390,12 @@ class Trainer:
         self.saved_at = self.elapsed
 
     def settings(self) -> dict[str, Any]:
-        """What must be the same when a run is taken up; plain values."""
+        """Settings that must not change when a run resumes; plain values."""
         own = {key: getattr(self.args, key) for key in self.fixed} | self.training.about()
         return json.loads(json.dumps({"name": self.name, **own, "config": self.config}))
 
     def save(self) -> None:
-        """Write the checkpoint and the weights, each at one stroke."""
+        """Write the checkpoint and the weights, each atomically."""
         import torch
 
         from vlmfast.core.weights import save_weights
@@ -415,12 +418,12 @@ class Trainer:
         self.saved_at = self.elapsed
 
     def rate(self) -> float:
-        """Share of the peak learning rate: a short rise, then half a cosine down to zero."""
+        """Fraction of the peak learning rate: linear warm-up, then cosine decay to zero."""
         rise = min(1.0, (self.step + 1) / 20)
         return rise * 0.5 * (1 + math.cos(math.pi * self.progress))
 
     def sample_loss(self, number: int) -> tuple[Tensor, dict[str, float]]:
-        """Loss of sample ``number`` of this run, and what is logged beside it."""
+        """Loss of sample ``number`` of this run, and further values to log."""
         import torch
 
         rng = random.Random(f"sample-{self.args.seed}-{number}")
@@ -443,7 +446,7 @@ class Trainer:
         return total, {"loss": float(total.detach()), "answer": answer, "tokens": tokens, **info}
 
     def losses(self) -> Iterator[tuple[Tensor, dict[str, float]]]:
-        """Parts of this step's loss, one after another; they add up to it."""
+        """Parts of this step's loss, one after another; the loss is their sum."""
         for i in range(self.args.batch):
             try:
                 loss, info = self.sample_loss(self.step * self.args.batch + i)
@@ -453,11 +456,11 @@ class Trainer:
             yield loss / self.args.batch, info
 
     def stepped(self) -> str:
-        """What else is to be done after a step; returns what the bar says."""
+        """Hook after each step; returns the text of the progress bar."""
         return ""
 
     def train(self) -> None:
-        """Train until the steps or the clock say that it is over."""
+        """Train for the given steps or time."""
         import torch
         from tqdm import tqdm
 
@@ -482,7 +485,7 @@ class Trainer:
                 norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), self.clip)
                 for group in self.optimizer.param_groups:
                     group["lr"] = group["peak"] * self.rate()
-                if math.isfinite(float(norm)):  # one bad batch must not poison the momenta
+                if math.isfinite(float(norm)):  # one bad batch must not corrupt the momenta
                     self.optimizer.step()
                 self.optimizer.zero_grad(set_to_none=True)
                 self.step += 1

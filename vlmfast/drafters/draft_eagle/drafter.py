@@ -1,7 +1,7 @@
-"""Drafting with a trained layer: its own cache, and the tree that is grown from it.
+"""Drafting with a trained layer: its own cache, and the tree that it grows.
 
-Row t pairs the target's hidden state at t with the token behind it, so the last row that the target
-has read waits for its token: the next one of the prompt, or the one that is emitted.
+Row t pairs the target's hidden state at t with the token after it, so the target's last row waits
+for its token: the next one of the prompt, or the emitted one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .visual import Choice, Visual, shortened
 class EagleDrafter:
     """Drafts of one request.
 
-    The layer does not run before the first tree is asked for.
+    The layer first runs when the first tree is requested.
 
     Parameters
     ----------
@@ -32,7 +32,7 @@ class EagleDrafter:
     top_k, depth, nodes : int
         As in `drafters._grow.grow`.
     visual : Visual
-        What becomes of the visual rows.
+        How visual rows are shortened.
     """
 
     def __init__(
@@ -50,17 +50,17 @@ class EagleDrafter:
         self.next = 0  # rotary id of the token that the target reads next
         self.choice: Choice | None = None
         self._waiting: tuple[Tensor, Tensor] | None = None  # hidden state and id of the last row
-        self._queue: list[tuple[Tensor, Tensor]] = []  # rows that are known but not read yet
+        self._queue: list[tuple[Tensor, Tensor]] = []  # rows that the layer has not processed yet
         self._question: Tensor | None = None
         self._hidden: Tensor | None = None  # output of the last row, (1, D)
         self._dtype = module.dtype  # of the target
         self._banned: Tensor | None = None
 
-    # --- what the target has read ----------------------------------------------------------------
+    # --- results of the target -------------------------------------------------------------------
 
     @torch.no_grad()
     def prefill(self, read: Read) -> None:
-        """See a prompt, or the next part of one."""
+        """Add a prompt, or its next chunk."""
         if not len(read.layout):
             return
         features, position = self._features(read), read.layout.position[0]
@@ -81,9 +81,9 @@ class EagleDrafter:
 
     @torch.no_grad()
     def extend(self, done: Round) -> None:
-        """See what the target made of a tree."""
+        """Add the tokens that the target accepted of a tree."""
         if self._waiting is not None:
-            self._give(done.tree.tokens[0])
+            self._complete(done.tree.tokens[0])
         features, path = self._features(done), done.path
         features = features.index_select(0, torch.tensor(path, device=features.device))
         at = self.next + torch.arange(len(path), device=features.device)
@@ -93,29 +93,29 @@ class EagleDrafter:
         self._waiting = features[-1:], at[-1:]
         self.next += len(path)
 
-    def _features(self, of: Read | Round) -> Tensor:
+    def _features(self, source: Read | Round) -> Tensor:
         """Hidden states (S, D) in the module's dtype."""
-        features = of.features if self.module.kind != "eagle3" else of.taps
+        features = source.features if self.module.kind != "eagle3" else source.taps
         if features is None:
-            what = "hidden states" if self.module.kind != "eagle3" else "taps"
-            raise ValueError(f"the drafter reads {what}; there are none")
+            what = "hidden states" if self.module.kind != "eagle3" else "auxiliary hidden states"
+            raise ValueError(f"the drafter needs the target's {what}; none were passed")
         return self.module.project(self._cast(features.flatten(1)))
 
-    def _give(self, token: int) -> None:
-        """Pair the row that waits with the token behind it."""
+    def _complete(self, token: int) -> None:
+        """Pair the waiting row with the token after it."""
         features, at = self._waiting
         ids = torch.tensor([token], device=features.device)
         self._queue.append((self.answer_rows(self._embed(ids), features), at))
         self._waiting = None
 
-    # --- what becomes of rows --------------------------------------------------------------------
+    # --- inputs of the layer ---------------------------------------------------------------------
 
     def prompt_rows(
         self, embeds: Tensor, features: Tensor, position: Tensor, layout: TokenLayout
     ) -> tuple[Tensor, Tensor]:
-        """What enters the layer of S rows of a prompt, and its rotary ids.
+        """The layer's input for S rows of a prompt, and its rotary ids.
 
-        ``layout`` are the rows of ``embeds``, one behind those of ``features`` and ``position``.
+        ``layout`` has the rows of ``embeds``, shifted by one from ``features`` and ``position``.
         """
         rows, self.choice = shortened(
             self.visual,
@@ -129,7 +129,7 @@ class EagleDrafter:
         return self.module.rows(rows.embeds, rows.features, rows.image), rows.position
 
     def answer_rows(self, embeds: Tensor, features: Tensor) -> Tensor:
-        """The same for rows of an answer, whose features may be outputs."""
+        """The layer's input for rows of an answer, whose features may be outputs."""
         return self.module.rows(embeds, features)
 
     def _cast(self, rows: Tensor) -> Tensor:
@@ -148,14 +148,14 @@ class EagleDrafter:
         if nodes <= 1 or depth < 1:
             return Tree((root,), (-1,))
         if self._waiting is not None:
-            self._give(root)
+            self._complete(root)
         if self._queue:
-            rows, position = (torch.cat(of) for of in zip(*self._queue, strict=True))
+            rows, position = (torch.cat(parts) for parts in zip(*self._queue, strict=True))
             self._queue.clear()
             out = self.module.run(rows[None], position[None], self.cache.attend())
             self._hidden = out[0, -1:]
         if self._hidden is None:
-            raise ValueError("a drafter must see a prompt before it drafts")
+            raise ValueError("propose needs a prompt: call prefill first")
         stable, state = self.cache.length, self._hidden
 
         def step(tokens: Tensor, origin: Tensor, mask: Tensor, level: int) -> Tensor:
@@ -180,7 +180,7 @@ class EagleDrafter:
             self.cache.crop(stable)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits (F, V) over the target's vocabulary; minus infinity for what is never drafted."""
+        """Logits (F, V) over the target's vocabulary; minus infinity for banned tokens."""
         if self.module.kind == "eagle3":
             own = self.module.output(hidden, self.target.logits).float()
             logits = own.new_full((len(own), self.target.vocabulary), -torch.inf)

@@ -1,8 +1,8 @@
-"""The drafter's weights: what becomes of a row, the layer, and the way back to logits.
+"""The drafter's weights: row inputs, the layer, and the output logits.
 
-Row t of a drafter pairs the target's hidden state at t with the embedding of the token behind it,
-and its output stands for the hidden state at t + 1. In all of this module ``embeds`` are shifted
-already: row t holds the embedding of token t + 1.
+Row t of a drafter pairs the target's hidden state at t with the embedding of the token after it,
+and its output predicts the hidden state at t + 1. Throughout this module ``embeds`` are already
+shifted: row t contains the embedding of token t + 1.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ TAPS = 3  # layers of the target that EAGLE-3 reads
 
 
 class EagleModule(nn.Module):
-    """One decoder layer behind ``fc``, of one of three kinds.
+    """One decoder layer after ``fc``, of one of three kinds.
 
-    - ``eagle``: rows are ``fc [e; f]``; logits are the target's own of the output.
+    - ``eagle``: rows are ``fc [e; f]``; the target's head maps outputs to logits.
     - ``msd``: the same, but an image's rows are its embeddings alone.
-    - ``eagle3``: rows are ``e`` beside ``fc [low; mid; high]`` of three layers of the target; a
-      norm and a head of its own give the logits of some of the target's tokens.
+    - ``eagle3``: rows are ``[e; fc [low; mid; high]]`` of three layers of the target; the drafter's
+      own norm and head give the logits of part of the target's vocabulary.
 
     Parameters
     ----------
     config : dict
-        ``width`` (D), ``heads``, and where they differ from the defaults: ``kind`` ("eagle"),
+        ``width`` (D) and ``heads``. Optional, with their defaults: ``kind`` ("eagle"),
         ``kv_heads`` (``heads``), ``head_width`` (D / ``heads``), ``hidden`` (units of the MLP,
-        2 D), ``eps`` (1e-6), ``theta`` (1e4) and ``stretch`` (1: divides rotary ids), ``bias`` (of
-        ``fc``; true, of eagle3 false), ``qkv_bias`` (false), ``input_norm`` (true). Of eagle3:
-        ``draft_vocabulary`` (needed), ``norm_before_residual``, ``norm_before_fc`` (a norm over
-        all taps), ``fc_norm`` (one for each tap), ``norm_output`` (outputs are behind the norm),
-        all false. ``compressor``: the arguments of `ElasticCompressor` beside the width, or absent
-        for no compressor.
+        2 D), ``eps`` (1e-6), ``theta`` (1e4), ``stretch`` (1: divides rotary ids), ``bias`` (of
+        ``fc``; true, for eagle3 false), ``qkv_bias`` (false), ``input_norm`` (true). For eagle3:
+        ``draft_vocabulary`` (required), and, all false, ``norm_before_residual``,
+        ``norm_before_fc`` (a norm over all auxiliary hidden states), ``fc_norm`` (one norm for
+        each), ``norm_output`` (outputs are normalized). ``compressor``: the arguments of
+        `ElasticCompressor` except the width; none without it.
 
     Raises
     ------
@@ -58,11 +58,11 @@ class EagleModule(nn.Module):
         kv_heads = config.get("kv_heads") or heads
         if heads % kv_heads or head_width % 2:
             raise RecipeError(
-                f"draft-eagle: {heads} heads, {kv_heads} of them with keys, of width {head_width}: "
-                "the one number must divide the other, and the width be even"
+                f"draft-eagle: {heads} query heads, {kv_heads} key heads of width {head_width}: "
+                "kv_heads must divide heads, and head_width must be even"
             )
         self.width = width
-        # Of weights that came from elsewhere: rows of their vocabulary, layers that they read.
+        # Of published weights: rows of their vocabulary, layers that they read.
         self.source_vocabulary: int | None = None
         self.source_layers: tuple[int, ...] | None = None
         own = self.kind == "eagle3"
@@ -106,7 +106,7 @@ class EagleModule(nn.Module):
     # --- rows ------------------------------------------------------------------------------------
 
     def project(self, features: Tensor) -> Tensor:
-        """Of eagle3: taps (..., 3 D) to hidden states (..., D); anything else stays as it is."""
+        """Map auxiliary hidden states (..., 3 D) of eagle3 to (..., D); identity otherwise."""
         if self.kind != "eagle3" or features.shape[-1] == self.width:
             return features  # a drafter's own output is a hidden state already
         if self.input_norm is not None:
@@ -119,21 +119,21 @@ class EagleModule(nn.Module):
         return self.fc(features)
 
     def rows(self, embeds: Tensor, features: Tensor, image: Tensor | None = None) -> Tensor:
-        """What enters the layer.
+        """The layer's input.
 
         Parameters
         ----------
         embeds : Tensor, (B, S, D)
-            Of the token behind each row.
+            Embedding of the token after each row.
         features : Tensor, (B, S, F)
-            The target's hidden states behind its last norm, D wide; of eagle3 its taps side by
-            side, 3 D wide; or the drafter's own outputs, D wide.
+            The target's hidden states after its last norm (F = D), for eagle3 its auxiliary hidden
+            states, concatenated (F = 3 D), or the drafter's own outputs (F = D).
         image : Tensor, int64, (B, S), optional
-            Picture that ``embeds`` belongs to, -1 for text. Read by msd alone.
+            Image that ``embeds`` belongs to, -1 for text. Used by msd only.
 
         Returns
         -------
-        Tensor, (B, S, D), of eagle3 (B, S, 2 D)
+        Tensor, (B, S, D), for eagle3 (B, S, 2 D)
         """
         features = self.project(features)
         if self.kind == "eagle3":
@@ -143,7 +143,7 @@ class EagleModule(nn.Module):
             rows = torch.where(image[..., None] >= 0, embeds, rows)
         return rows
 
-    # --- the pass --------------------------------------------------------------------------------
+    # --- the forward pass ------------------------------------------------------------------------
 
     def forward(
         self,
@@ -162,18 +162,18 @@ class EagleModule(nn.Module):
         position : Tensor, int64, (B, S)
             Rotary ids.
         mask : Tensor, bool, (B, S), optional
-            Rows that exist.
+            False for padding rows.
 
         Returns
         -------
         Tensor, (B, S, D)
-            What stands for the target's next hidden state: `output` makes logits of it, and it is
-            the feature of the next drafted row.
+            Predictions of the target's next hidden states: `output` maps them to logits, and they
+            are the features of the next drafted rows.
         """
         return self.run(self.rows(embeds, features, image), position, causal(mask))
 
     def run(self, rows: Tensor, position: Tensor, attend: Attend) -> Tensor:
-        """Outputs (B, S, D) of what `rows` gave, under any attention of `drafters._layer`."""
+        """Outputs (B, S, D) of the result of `rows`, under any attention of `drafters._layer`."""
         out = self.layer(rows, position, attend)
         return self.norm(out) if self.kind == "eagle3" and self.norm_output else out
 
@@ -185,18 +185,18 @@ class EagleModule(nn.Module):
         Parameters
         ----------
         head : callable
-            The target's: hidden states behind the last norm to logits. Unused by eagle3.
+            The target's: hidden states after the last norm to logits. Unused by eagle3.
 
         Returns
         -------
-        Tensor, (..., V), of eagle3 (..., draft vocabulary)
+        Tensor, (..., V), for eagle3 (..., draft vocabulary)
         """
         if self.kind != "eagle3":
             return head(hidden)
         return self.lm_head(hidden if self.norm_output else self.norm(hidden))
 
     def vocabulary(self) -> Tensor | None:
-        """Target's ids of the tokens that have logits, int64, (draft vocabulary,); None for all."""
+        """Target ids of the tokens that have logits, int64, (draft vocabulary,); None for all."""
         if self.kind != "eagle3":
             return None
         return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t

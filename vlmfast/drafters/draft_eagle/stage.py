@@ -1,4 +1,4 @@
-"""The stage: which drafter, how large a tree, and what becomes of visual rows."""
+"""The stage: kind of drafter, size of the tree, and how visual rows are shortened."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from .visual import CHOICES, Visual, check
 
 
 def check_size(stage: Any) -> None:
-    """Whether a drafter with ``top_k``, ``depth`` and ``nodes`` knows of so many candidates.
+    """Check that ``top_k`` and ``depth`` give enough candidates for ``nodes``.
 
     Raises
     ------
     RecipeError
     """
-    k, passes = stage.top_k, stage.depth - 1
-    most = k + passes * k * k
+    k = stage.top_k
+    most = k + (stage.depth - 1) * k * k
     if stage.nodes - 1 > most:
         raise RecipeError(
             f"{stage.name}: nodes={stage.nodes} is out of range; top_k={k} and depth={stage.depth} "
@@ -36,22 +36,22 @@ def check_size(stage: Any) -> None:
 
 
 def layers_read(depth: int) -> tuple[int, int, int]:
-    """The decoder layers whose inputs EAGLE-3 reads, of ``depth``: low, middle and high.
+    """The low, middle and high decoder layer, of ``depth``, whose inputs EAGLE-3 reads.
 
     Raises
     ------
     RecipeError
-        When there are not three.
+        When the model has fewer than three.
     """
     if depth < 3:
-        raise RecipeError(f"draft-eagle: kind=eagle3 reads three layers, and the model has {depth}")
-    # Published drafters are for deep models; the first rule would name a layer twice below 7.
+        raise RecipeError(f"draft-eagle: kind=eagle3 reads three layers, the model has {depth}")
+    # Published drafters are for deep models; the first rule would give a layer twice below 7.
     return (2, depth // 2, depth - 3) if depth > 6 else (depth // 4, depth // 2, depth * 3 // 4)
 
 
 @dataclass(frozen=True)
 class DraftEagle(DrafterStage):
-    """Drafts with one trained layer, with fewer visual rows of its own."""
+    """Drafts with one trained layer over shortened visual rows."""
 
     name: ClassVar[str] = "draft-eagle"
     paper: ClassVar[str] = "EAGLE-2, arXiv 2406.16858; EAGLE-3, 2503.01840; SpecVLM, 2509.11815"
@@ -60,18 +60,18 @@ class DraftEagle(DrafterStage):
 
     visual: str = param(
         "all",
-        "what becomes of the drafter's visual rows: a branch, or how they go together",
+        "how the drafter's visual rows are shortened: a branch, or a combination of them",
         choices=CHOICES,
     )
     share: float | None = param(
-        None, "share of a picture's rows under every branch, instead of their own", gt=0.0, le=1.0
+        None, "fraction of an image's rows under every branch, not its own", gt=0.0, le=1.0
     )
-    queries: int = param(2, "rows of the resampler for each picture", ge=1)
-    seed: int = param(0, "another seed, another draw of random pruning", ge=0)
-    top_k: int = param(8, "children of a node, and nodes that go through the drafter at once", ge=1)
-    depth: int = param(4, "drafted tokens on one path, at most", ge=1)
-    nodes: int = param(26, "of a tree, at most, the token before it included", ge=2)
-    kind: str = param("eagle", "what the weights are", choices=KINDS)
+    queries: int = param(2, "rows of the resampler for each image", ge=1)
+    seed: int = param(0, "seed of random pruning", ge=0)
+    top_k: int = param(8, "children of a node, and nodes that the drafter expands at once", ge=1)
+    depth: int = param(4, "most drafted tokens on one path", ge=1)
+    nodes: int = param(26, "most nodes of a tree, the root included", ge=2)
+    kind: str = param("eagle", "kind of the weights", choices=KINDS)
     weights: str = weights_param()
 
     def __post_init__(self) -> None:
@@ -79,7 +79,7 @@ class DraftEagle(DrafterStage):
         check_size(self)
         if self.share is not None and self.visual in ("all", "text"):
             raise RecipeError(
-                f"draft-eagle: share={self.share:g} belongs to a branch that shortens pictures, "
+                f"draft-eagle: share={self.share:g} applies to a branch that shortens images, "
                 f"not to visual={self.visual}"
             )
 
@@ -94,15 +94,15 @@ class DraftEagle(DrafterStage):
 
     @classmethod
     def build(cls, config: dict[str, Any]) -> EagleModule:
-        """The untrained module, see `EagleModule`."""
+        """The untrained module; see `EagleModule`."""
         return EagleModule(config)
 
     def published(self, folder: Path, sizes: dict[str, Any]) -> nn.Module | None:
-        """The module of a published drafter, see `drafters._loading`."""
+        """The module of a published drafter; see `drafters._loading`."""
         return load_published(self, folder, sizes) if published(folder) else None
 
     def largest(self) -> tuple[int, int]:
-        """Nodes of a tree, the root included, and drafted tokens on one path, at most."""
+        """Most nodes of a tree, the root included, and most drafted tokens on one path."""
         return self.nodes, self.depth
 
     def open(self, target: Target) -> EagleDrafter:

@@ -1,13 +1,13 @@
-"""Training of EAGLE drafters by the target's own logits and features, with training-time test.
+"""Training of EAGLE drafters on the target's own logits and features, with training-time test.
 
 ``eagle`` learns as EAGLE-2 and SpecVLM do, ``SmoothL1(g_t, f_(t+1)) + 0.1 CE(p, q)``, and reads its
-own outputs in ``--ttt`` passes, which EAGLE-2 does not; ``eagle3`` learns the target's
-probabilities alone, restricted to its vocabulary. Pass s counts 0.8^s.
+own outputs in ``--ttt`` forward passes, which EAGLE-2 does not. ``eagle3`` learns only the target's
+probabilities, restricted to its vocabulary. Forward pass s has weight 0.8^s.
 
-With ``--compressor`` a sample is learned twice, with its pictures whole and under one of the
-compressor's branches and modes, drawn anew each time, so that one drafter serves them all; towards
-the end under all branches, and the gate learns too: from what each costs in rows and in loss, as in
-`compressors.elastic`.
+With ``--compressor`` each sample is learned twice: with all visual rows, and under a branch or mode
+of the compressor that is drawn at random each time, so that one drafter serves them all. Towards
+the end it is learned under all branches, and the gate learns from what each costs in rows and in
+loss, as in `compressors.elastic`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .module import EagleModule
 from .stage import DraftEagle
 from .visual import Visual, shortened
 
-_COUNTED = 512  # answers whose tokens make the vocabulary of eagle3
+_COUNTED = 512  # answers from which the vocabulary of eagle3 is counted
 
 
 class EagleTraining(DrafterTraining):
@@ -43,17 +43,17 @@ class EagleTraining(DrafterTraining):
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
         add = parser.add_argument
-        add("--feature", type=float, default=1.0, help="eagle: weight of the loss of features")
-        add("--soft", type=float, default=0.1, help="eagle: weight of the loss of logits")
+        add("--feature", type=float, default=1.0, help="eagle: weight of the feature loss")
+        add("--soft", type=float, default=0.1, help="eagle: weight of the logits loss")
         add(
             "--draft-vocabulary", type=int, default=0,
-            help="eagle3: tokens that are drafted (0: three quarters)",
+            help="eagle3: size of the draft vocabulary (0: three quarters of the target's)",
         )  # fmt: skip
-        add("--compressor", action="store_true", help="eagle: learn to shorten pictures, too")
-        add("--compressor-units", type=int, default=128, help="units inside its parts")
-        add("--queries", type=int, default=16, help="learned queries of its resampler")
-        add("--gate-from", type=float, default=0.6, help="share of the training without its gate")
-        add("--cost-weight", type=float, default=0.1, help="loss that its gate counts for all rows")
+        add("--compressor", action="store_true", help="eagle: also learn to shorten images")
+        add("--compressor-units", type=int, default=128, help="hidden units of the compressor")
+        add("--queries", type=int, default=16, help="learned queries of the resampler")
+        add("--gate-from", type=float, default=0.6, help="fraction of the training before the gate")
+        add("--cost-weight", type=float, default=0.1, help="loss that the gate counts for all rows")
 
     @property
     def three(self) -> bool:
@@ -76,7 +76,7 @@ class EagleTraining(DrafterTraining):
         return ("all", "select") if self.args.compressor else ("all",)
 
     def begin(self, module: EagleModule, answers: Callable[[int], list[int]]) -> None:
-        """The vocabulary of eagle3: the tokens that the first answers have most often."""
+        """Set the vocabulary of eagle3: the most frequent tokens of the first answers."""
         if not self.three:
             return
         counts = Counter(range(self.sizes["vocabulary"]))  # each once, in ascending order
@@ -103,12 +103,12 @@ class EagleTraining(DrafterTraining):
             layout.select(torch.arange(1, n, device=position.device)),
             features[:n][~layout.visual[:n]],
         )
-        seen = module.rows(rows.embeds, rows.features, rows.image)
-        told = module.rows(lesson.embeds[n:-1], features[n - 1 : -2])
+        prompt = module.rows(rows.embeds, rows.features, rows.image)
+        answer = module.rows(lesson.embeds[n:-1], features[n - 1 : -2])
         return Known(
-            torch.cat([seen, told]),
+            torch.cat([prompt, answer]),
             torch.cat([rows.position, position[n - 1 : -2]]),
-            len(seen),
+            len(prompt),
             module.rows,
             choice.logits,
         )
@@ -127,9 +127,9 @@ class EagleTraining(DrafterTraining):
         info = {"soft": float(soft.detach())}
         if self.three:
             return counts.sum() * soft, info
-        apart = feature_loss(hidden, true, counts)
-        info["feature"] = float(apart.detach())
-        return counts.sum() * (self.args.feature * apart + self.args.soft * soft), info
+        feature = feature_loss(hidden, true, counts)
+        info["feature"] = float(feature.detach())
+        return counts.sum() * (self.args.feature * feature + self.args.soft * soft), info
 
     def learn(
         self,
@@ -150,15 +150,15 @@ class EagleTraining(DrafterTraining):
             queries = rng.randint(1, module.compressor.queries) if rng.random() < 0.5 else 2
             views = [Visual(choice, queries=queries, seed=seed)]
         learned = [self.known(module, lesson, features, view) for view in (*views, Visual())]
-        # The gate's own view is one of the branches again.
-        outcomes = [self.passes(module, lesson, target, of) for of in learned[choose:]]
+        # The gate's own view repeats one of the branches.
+        outcomes = [self.passes(module, lesson, target, known) for known in learned[choose:]]
         losses, info = torch.stack([loss for loss, _ in outcomes]), outcomes[-1][1]
         total = (losses[:-1].mean() + losses[-1]) / 2
         if not choose:
             return total, info
         count = len(lesson.answer) - 1
         each = losses[:-1].detach() / count
-        rows = each.new_tensor([len(of.rows) for of in learned[1:-1]]) / len(learned[-1].rows)
+        rows = each.new_tensor([len(known.rows) for known in learned[1:-1]]) / len(learned[-1].rows)
         more, chance = expected(learned[0].gate, each, self.args.cost_weight * rows)
         info |= {f"p_{name}": p for name, p in zip(BRANCHES, chance.tolist(), strict=True)}
         info |= {f"loss_{name}": loss for name, loss in zip(BRANCHES, each.tolist(), strict=True)}

@@ -1,9 +1,9 @@
-"""Fewer visual rows for the drafter; the model that it drafts for keeps its own.
+"""Fewer visual rows for the drafter; the target keeps all of its own.
 
 The branches are those of `compressors.elastic`: a row is an embedding with the target's hidden
-state of the token before it, and both are selected, averaged or read by the same weights. SpecVLM
-(arXiv 2509.11815) leaves open what happens to the hidden states and to the rotary ids. Here pruned
-rows keep theirs; rows that stand for several take the last ids of their picture, as in ViSpec.
+state of the token before it, and both are selected, averaged or resampled with the same weights.
+SpecVLM (arXiv 2509.11815) does not specify the hidden states and rotary ids of shortened rows. Here
+pruned rows keep theirs; rows that combine several take the last ids of their image, as in ViSpec.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from vlmfast.core.statistics import ItemGeometry
 from vlmfast.errors import RecipeError
 
 CHOICES = ("all", *BRANCHES, *MODES)
-UNTRAINED = ("all", "prune", "pool", "text")  # what needs no compressor
-PRUNE, POOL, CONV = 0.05, 0.05, 1 / 3  # shares that SpecVLM's branches leave
+UNTRAINED = ("all", "prune", "pool", "text")  # choices that need no compressor
+PRUNE, POOL, CONV = 0.05, 0.05, 1 / 3  # fractions that SpecVLM's branches keep
 
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Rows of a drafter, before they become what enters the layer.
+    """Rows of a drafter, before they become the layer's input.
 
     Parameters
     ----------
     embeds : Tensor, (S, D)
-        Of the token behind each row.
+        Embedding of the token after each row.
     features : Tensor, (S, D)
-        The target's hidden states; of eagle3 behind `EagleModule.project`.
+        The target's hidden states; for eagle3 after `EagleModule.project`.
     position : Tensor, int64, (S,)
         Rotary ids.
     image : Tensor, int64, (S,)
-        Picture that ``embeds`` belongs to, -1 for text.
+        Image that ``embeds`` belongs to, -1 for text.
     source : Tensor, int64, (S,)
-        Which row each was before pictures were shortened; -1 for visual rows.
+        Index of each row before images were shortened; -1 for visual rows.
     """
 
     embeds: Tensor
@@ -53,14 +53,14 @@ class Rows:
 
 @dataclass(frozen=True)
 class Choice:
-    """How a picture was shortened.
+    """How the images were shortened.
 
     Parameters
     ----------
     logits : Tensor, (5,), optional
-        The gate's, in the order of `BRANCHES`; where there was one to ask.
+        The gate's, in the order of `BRANCHES`; None without a gate.
     branch : str
-        The branch or mode that was followed.
+        The branch or mode in use.
     """
 
     logits: Tensor | None
@@ -69,18 +69,18 @@ class Choice:
 
 @dataclass(frozen=True)
 class Visual:
-    """What becomes of the visual rows.
+    """How visual rows are shortened.
 
     Parameters
     ----------
     choice : str
         One of `CHOICES`.
     share : float, optional
-        Rows of a picture that are left under every branch, as a share; without it SpecVLM's own.
+        Fraction of an image's rows kept under every branch; SpecVLM's own by default.
     queries : int
-        Rows that the resampler makes of a picture.
+        Rows of the resampler for each image.
     seed : int
-        Of random pruning.
+        Seed of random pruning.
     """
 
     choice: str = "all"
@@ -89,7 +89,7 @@ class Visual:
     seed: int = 0
 
     def counts(self, total: int, compressor: ElasticCompressor | None) -> list[int | None]:
-        """Rows that each of `BRANCHES` leaves of ``total``; ``None`` where it is closed."""
+        """Rows that each of `BRANCHES` keeps of ``total``; ``None`` where unavailable."""
         known = compressor is not None
         if self.share is not None:
             same = count(self.share, total)
@@ -108,30 +108,30 @@ def shortened(
     layout: TokenLayout,
     question: Tensor,
 ) -> tuple[Rows, Choice]:
-    """The rows of a prompt with its pictures shortened, each by itself; one decision for all.
+    """The rows of a prompt with its images shortened, each separately; one choice for all.
 
     Parameters
     ----------
     compressor : ElasticCompressor or None
-        Needed by all but `UNTRAINED`.
+        Required except for `UNTRAINED`.
     embeds, features : Tensor, (S, D)
         As in `Rows`.
     position : Tensor, int64, (S,)
     layout : TokenLayout
-        S rows: those of ``embeds``, one behind the rows themselves.
+        S rows: those of ``embeds``, shifted by one from the rows.
     question : Tensor, (T, D)
-        What the gate reads: hidden states of the prompt's text, never of an answer.
+        The gate's input: hidden states of the prompt's text, never of an answer.
 
     Returns
     -------
     rows : Rows
-        All text rows, in order, among what is left of the pictures.
+        All text rows and the remaining visual rows, in order.
     choice : Choice
 
     Raises
     ------
     RecipeError
-        When a compressor is needed and there is none, or it has fewer queries than are asked for.
+        When the choice needs a compressor and the weights have none, or one with fewer queries.
     """
     check(visual, compressor)
     seen = layout.visual
@@ -148,11 +148,11 @@ def shortened(
         layout.select(index).replace(position=position[None, index]),
         (features[index],),
     )
-    pictures = [tokens.select(rows) for _, rows in tokens.items()]
-    choice = _decided(visual, compressor, pictures, question)
+    images = [tokens.select(rows) for _, rows in tokens.items()]
+    choice = _choice(visual, compressor, images, question)
     if choice.branch == "text":
         return _selected(everything, (~seen).nonzero().flatten()), choice
-    kept = [_picture(visual, compressor, picture, choice) for picture in pictures]
+    kept = [_shortened_image(visual, compressor, image, choice) for image in images]
 
     text = (~seen).nonzero().flatten()
     rows = Rows(
@@ -167,7 +167,7 @@ def shortened(
 
 
 def check(visual: Visual, compressor: ElasticCompressor | None) -> None:
-    """Whether the weights can do what is asked.
+    """Check that the weights support ``visual``.
 
     Raises
     ------
@@ -178,7 +178,7 @@ def check(visual: Visual, compressor: ElasticCompressor | None) -> None:
     if compressor is None:
         raise RecipeError(
             f"draft-eagle: visual={visual.choice} needs weights that were trained with a "
-            f"compressor; without one: {', '.join(UNTRAINED)}"
+            f"compressor; allowed without one are {', '.join(UNTRAINED)}"
         )
     if visual.queries > compressor.queries:
         raise RecipeError(
@@ -188,7 +188,7 @@ def check(visual: Visual, compressor: ElasticCompressor | None) -> None:
 
 
 def geometry_of(layout: TokenLayout) -> ItemGeometry:
-    """The grids of one picture's patches, as far as they are left."""
+    """The grids of one image's remaining patches."""
     view, grid = layout.view.cpu(), layout.grid.cpu()
     patches = int(grid[:, 1].max()) + 1, int(grid[:, 2].max()) + 1
     return ItemGeometry((1, 1), (0, 0), (int(view.min()), int(view.max()) + 1), patches)
@@ -200,31 +200,31 @@ def _sources(seen: Tensor) -> Tensor:
 
 def _selected(rows: Rows, index: Tensor) -> Rows:
     fields = (rows.embeds, rows.features, rows.position, rows.image, rows.source)
-    return Rows(*(of.index_select(0, index) for of in fields))
+    return Rows(*(field.index_select(0, index) for field in fields))
 
 
-def _decided(
+def _choice(
     visual: Visual,
     compressor: ElasticCompressor | None,
-    pictures: list[VisualTokens],
+    images: list[VisualTokens],
     question: Tensor,
 ) -> Choice:
     if visual.choice not in ("select", "weighted"):
         return Choice(None, visual.choice)
-    total = sum(len(picture) for picture in pictures)
-    counts = zip(*(visual.counts(len(p), compressor) for p in pictures), strict=True)
-    shares = [None if None in of else sum(of) / total for of in counts]
-    rows = torch.cat([picture.features[picture.layout.patches] for picture in pictures])
-    logits = compressor.gate(question.float(), summarise(rows), shares)
+    total = sum(len(image) for image in images)
+    counts = zip(*(visual.counts(len(image), compressor) for image in images), strict=True)
+    fractions = [None if None in branch else sum(branch) / total for branch in counts]
+    rows = torch.cat([image.features[image.layout.patches] for image in images])
+    logits = compressor.gate(question.float(), summarise(rows), fractions)
     if visual.choice == "weighted":
         return Choice(logits, "weighted")
     return Choice(logits, BRANCHES[int(logits.argmax())])
 
 
-def _picture(
+def _shortened_image(
     visual: Visual, compressor: ElasticCompressor | None, tokens: VisualTokens, choice: Choice
 ) -> VisualTokens:
-    """What is left of one picture; newlines count, but are never kept."""
+    """The remaining rows of one image; newlines count, but are never kept."""
     patches = tokens.select(tokens.layout.patches)
     if not len(patches):
         return patches
@@ -235,15 +235,15 @@ def _picture(
         gates = choice.logits[:3].softmax(0)
         made = compressor.weighted(patches, geometry, wanted, gates, key)
     elif choice.branch == "concat":
-        made = _beside(visual, compressor, patches, geometry, counts, key, len(tokens))
+        made = _concat(visual, compressor, patches, geometry, counts, key, len(tokens))
     else:
         wanted = counts[BRANCHES.index(choice.branch)]
         if wanted is None:
             raise RecipeError(
-                f"draft-eagle: share={visual.share:g} asks for more rows of a picture than "
+                f"draft-eagle: share={visual.share:g} needs more rows of an image than "
                 f"visual={choice.branch} can give, at most {compressor.queries}"
             )
-        made = (compressor or _plain()).branch(choice.branch, patches, geometry, wanted, key)
+        made = (compressor or _untrained()).branch(choice.branch, patches, geometry, wanted, key)
     if choice.branch == "prune" or made is patches:
         return made
     last = tokens.layout.position[:, len(tokens) - len(made) :]
@@ -251,8 +251,8 @@ def _picture(
 
 
 @cache
-def _plain() -> ElasticCompressor:
-    """For pruning and pooling, which have nothing to learn: without numbers or a place."""
+def _untrained() -> ElasticCompressor:
+    """For pruning and pooling, which have no weights: on the meta device."""
     with torch.device("meta"):
         return ElasticCompressor(ElasticCompressor.heads, 2, 1)
 
@@ -261,7 +261,7 @@ def _key(visual: Visual, tokens: VisualTokens) -> tuple[int, ...]:
     return visual.seed, int(tokens.layout.item[0]), len(tokens)
 
 
-def _beside(
+def _concat(
     visual: Visual,
     compressor: ElasticCompressor,
     patches: VisualTokens,
@@ -270,15 +270,15 @@ def _beside(
     key: tuple[int, ...],
     total: int,
 ) -> VisualTokens:
-    """All branches side by side; a picture that is too small for that stays as it is."""
+    """The rows of all branches, concatenated; an image too small for that is unchanged."""
     if visual.share is not None:
         limits = (*(len(patches),) * 3, compressor.queries)
         counts = apportion(count(visual.share, total), (1, 1, 1, 1), limits)
     several = {name: n for name, n in zip(BRANCHES, counts, strict=False) if n}
-    held = {
+    lengths = {
         name: len(grouped(patches.layout, geometry, n).index) if name in ("pool", "conv") else n
         for name, n in several.items()
     }
-    if sum(held.values()) > len(patches):
+    if sum(lengths.values()) > len(patches):
         return patches
     return compressor.concat(patches, geometry, several, key)

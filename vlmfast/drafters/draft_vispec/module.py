@@ -1,4 +1,4 @@
-"""The weights of `draft-vispec`: an adaptor for pictures and a global feature."""
+"""The weights of `draft-vispec`: an adaptor for images and a global feature."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from ..draft_eagle.module import EagleModule
 
 
 class Adaptor(nn.Module):
-    """Learned queries read a picture's rows: (N, D) to (n, D). No norm, no place, no residual."""
+    """Learned queries attend to an image's rows: (N, D) to (n, D).
+
+    Without norm, positions or residual.
+    """
 
     def __init__(self, width: int, heads: int, head_width: int, queries: int, bias: bool) -> None:
         super().__init__()
@@ -32,22 +35,22 @@ class Adaptor(nn.Module):
 
 
 class VispecModule(EagleModule):
-    """An EAGLE-2 layer that sees a picture as few rows, and text rows that know of it.
+    """An EAGLE-2 layer that sees an image as few rows, and text rows with its global feature.
 
-    With n queries: the adaptor's first n - 1 outputs take the place of a picture's rows, its last
-    one is the global feature g of all text behind it::
+    With n queries: the adaptor's first n - 1 outputs replace an image's rows, its last one is the
+    global feature g of all text after it::
 
-        text row t    fc [e_t; img_fc [f_t; g]]        g = 0 in front of the first picture
+        text row t    fc [e_t; img_fc [f_t; g]]        g = 0 before the first image
 
     Parameters
     ----------
     config : dict
-        As in `EagleModule`, without kinds; and ``queries`` (n, 2).
+        As in `EagleModule`, without ``kind``; and ``queries`` (n; default 2).
 
     Raises
     ------
     RecipeError
-        When there are fewer than two queries.
+        When ``queries`` is below 2.
     """
 
     def __init__(self, config: dict[str, Any]) -> None:
@@ -65,48 +68,46 @@ class VispecModule(EagleModule):
             self.img_fc.bias.zero_()
 
     def text_rows(self, embeds: Tensor, features: Tensor, seen: Tensor) -> Tensor:
-        """What enters the layer of text rows; ``seen`` is their global feature, (..., D) each."""
+        """The layer's input for text rows; ``seen`` is their global feature; each (..., D)."""
         return self.rows(embeds, self.img_fc(torch.cat([features, seen], dim=-1)))
 
     def adapted(
         self, embeds: Tensor, features: Tensor, image: Tensor, seen: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Rows of one prompt, or of a part of one, with each picture's as few.
+        """Rows of one prompt, or of a part of one, with the rows of each image compressed.
 
         Parameters
         ----------
         embeds, features : Tensor, (S, D)
             As in `EagleModule.rows`.
         image : Tensor, int64, (S,)
-            Picture that a row's embedding belongs to, -1 for text. Neighbours of one picture are
+            Image that a row's embedding belongs to, -1 for text. Adjacent rows of one image are
             one run.
         seen : Tensor, (D,)
-            Global feature of what came before; zeros without a picture.
+            Global feature of the rows before; zeros without an image.
 
         Returns
         -------
         rows : Tensor, (R, D)
-            What enters the layer.
+            The layer's input.
         source : Tensor, int64, (R,)
-            The row in whose place each stands: of a picture, its last n - 1 (fewer where it has
-            fewer).
+            The row that each replaces: of an image, its last n - 1 (fewer where it has fewer).
         seen : Tensor, (D,)
-            Global feature of what comes behind.
+            Global feature of the rows that follow.
         """
         runs, lengths = image.unique_consecutive(return_counts=True)
         rows, source, first = [], [], 0
-        places = torch.arange(len(image), device=image.device)
+        index = torch.arange(len(image), device=image.device)
         for item, length in zip(runs.tolist(), lengths.tolist(), strict=True):
             span = slice(first, first + length)
             if item < 0:
-                known = seen.expand(length, -1)
-                rows.append(self.text_rows(embeds[span], features[span], known))
-                source.append(places[span])
+                rows.append(self.text_rows(embeds[span], features[span], seen.expand(length, -1)))
+                source.append(index[span])
             else:
                 few = self.imadpt(embeds[span])
                 few, seen = few[:-1][:length], few[-1]
                 rows.append(few)
-                source.append(places[span][length - len(few) :])
+                source.append(index[span][length - len(few) :])
             first += length
         return torch.cat(rows), torch.cat(source), seen
 
@@ -118,16 +119,16 @@ class VispecModule(EagleModule):
         mask: Tensor | None = None,
         image: Tensor | None = None,
     ) -> Tensor:
-        """As `EagleModule.forward`; zeros for rows of pictures that are left out.
+        """As `EagleModule.forward`; zeros for the image rows that are left out.
 
-        ``image`` (B, S) says which those are; without it all rows are text.
+        ``image`` (B, S) gives the image of each row; without it all rows are text.
         """
         if image is None:
             image = torch.full(embeds.shape[:2], -1, device=embeds.device)
         out = torch.zeros_like(features)
-        there = torch.ones_like(image, dtype=torch.bool) if mask is None else mask
+        valid = torch.ones_like(image, dtype=torch.bool) if mask is None else mask
         for number in range(len(embeds)):
-            index = there[number].nonzero().flatten()
+            index = valid[number].nonzero().flatten()
             if not len(index):
                 continue
             none = features.new_zeros(self.width)

@@ -1,4 +1,4 @@
-"""The stage: an EAGLE drafter whose pictures are a few rows and a global feature."""
+"""The stage: an EAGLE drafter that sees an image as a few rows and a global feature."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .module import VispecModule
 
 
 class VispecDrafter(EagleDrafter):
-    """Drafts of one request; `seen` is the global feature of the latest picture."""
+    """Drafts of one request; `seen` is the global feature of the latest image."""
 
     module: VispecModule
 
@@ -34,14 +34,14 @@ class VispecDrafter(EagleDrafter):
     def prompt_rows(
         self, embeds: Tensor, features: Tensor, position: Tensor, layout: TokenLayout
     ) -> tuple[Tensor, Tensor]:
-        """What enters the layer of S rows of a prompt, and its rotary ids."""
+        """The layer's input for S rows of a prompt, and its rotary ids."""
         image = torch.where(layout.visual, layout.item.long(), -1)
         seen = self._latest(features)
         rows, source, self.seen = self.module.adapted(embeds, features, image, seen)
         return rows, position[source]
 
     def answer_rows(self, embeds: Tensor, features: Tensor) -> Tensor:
-        """The same for rows of an answer."""
+        """The layer's input for rows of an answer."""
         seen = self._latest(features).expand_as(features)
         return self.module.text_rows(embeds, features, seen)
 
@@ -51,16 +51,16 @@ class VispecDrafter(EagleDrafter):
 
 @dataclass(frozen=True)
 class DraftVispec(DrafterStage):
-    """Drafts with a trained layer that sees each picture as one row and a global feature."""
+    """Drafts with a trained layer that sees each image as one row and a global feature."""
 
     name: ClassVar[str] = "draft-vispec"
     paper: ClassVar[str] = "ViSpec, NeurIPS 2025, arXiv 2509.15235"
     trained: ClassVar[bool] = True
     features: ClassVar[bool] = True
 
-    top_k: int = param(8, "children of a node, and nodes that go through the drafter at once", ge=1)
-    depth: int = param(4, "drafted tokens on one path, at most", ge=1)
-    nodes: int = param(30, "of a tree, at most, the token before it included", ge=2)
+    top_k: int = param(8, "children of a node, and nodes that the drafter expands at once", ge=1)
+    depth: int = param(4, "most drafted tokens on one path", ge=1)
+    nodes: int = param(30, "most nodes of a tree, the root included", ge=2)
     weights: str = weights_param()
 
     def __post_init__(self) -> None:
@@ -69,15 +69,15 @@ class DraftVispec(DrafterStage):
 
     @classmethod
     def build(cls, config: dict[str, Any]) -> VispecModule:
-        """The untrained module, see `VispecModule`."""
+        """The untrained module; see `VispecModule`."""
         return VispecModule(config)
 
     def published(self, folder: Path, sizes: dict[str, Any]) -> nn.Module | None:
-        """The module of a published drafter, see `drafters._loading`."""
+        """The module of a published drafter; see `drafters._loading`."""
         return load_published(self, folder, sizes) if published(folder) else None
 
     def largest(self) -> tuple[int, int]:
-        """Nodes of a tree, the root included, and drafted tokens on one path, at most."""
+        """Most nodes of a tree, the root included, and most drafted tokens on one path."""
         return self.nodes, self.depth
 
     def open(self, target: Target) -> VispecDrafter:

@@ -1,7 +1,7 @@
-"""CPU training forward of the language blocks: the modules' own weights, fused arithmetic.
+"""CPU training forward pass of the language blocks: stock weights, fused operations.
 
 Elementwise work and attention dominate a step on a CPU with fast matrix units. Here the slots'
-scores are computed only where the packed mask allows them, and the pointwise chains can be
+scores are computed only where the packed mask allows them, and the pointwise operations can be
 compiled; the results are those of the stock modules up to rounding.
 """
 
@@ -74,7 +74,7 @@ OPS: dict[str, Callable] = {
 
 
 def compile_ops() -> None:
-    """Compile the pointwise chains, once for all shapes."""
+    """Compile the pointwise operations, once for all shapes."""
     torch._dynamo.config.cache_size_limit = 64
     for name, op in list(OPS.items()):
         OPS[name] = torch.compile(op, dynamic=True)
@@ -200,7 +200,7 @@ def language_block(
 ) -> Tensor:
     """One Llama block over ``x (B, L, width)``; ``rope`` cos and sin are (B, L, 1, D).
 
-    ``peek`` is shown the queries (B, KV, G, L, D) and keys (B, KV, L, D) of the layer.
+    ``peek`` is called with the queries (B, KV, G, L, D) and keys (B, KV, L, D) of the layer.
     """
     attn, mlp = layer.self_attn, layer.mlp
     b, length, _ = x.shape

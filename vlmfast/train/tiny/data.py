@@ -1,8 +1,8 @@
-"""Training batches: packed questions behind one picture or clip (numpy and tokenizers only).
+"""Training batches: packed questions after one image or video (numpy and tokenizers only).
 
-One prefix (prompt and visual tokens) is followed by fixed slots, each holding one question with
-its answer. A slot attends to the prefix and to itself alone, and its positions restart after the
-prefix, so a slot is computed exactly as if it were the only question asked.
+One prefix (prompt and visual tokens) is followed by fixed slots, each with one question and its
+answer. A slot attends only to the prefix and to itself, and its positions restart after the prefix,
+so a slot is computed exactly as if it were the only question.
 """
 
 from __future__ import annotations
@@ -48,19 +48,19 @@ _NUMBERS = tuple(str(n) for n in range(100))
 
 
 class DataError(VLMFastError):
-    """A batch was asked for that cannot be made."""
+    """The requested batch cannot be made."""
 
 
 @dataclass(frozen=True)
 class Spec:
-    """What one batch holds; everything in it is a function of these values.
+    """Contents of one batch, which is a function of these values.
 
-    ``kind`` is ``image`` (128 px), ``small`` (64 px), ``video`` or ``text`` (no picture);
+    ``kind`` is ``image`` (128 px), ``small`` (64 px), ``video`` or ``text`` (no image);
     ``keep`` the number of prefix tokens kept (0: all), foreground first where
     ``keep_foreground``; ``weights`` the relative frequency of question types; ``hint`` and
-    ``reverse`` the shares of multiple-choice slots that carry a text hint or ask for an option by
-    its letter, ``options`` how many they offer; ``plain`` the share of relations said with
-    "left of" and "above" alone.
+    ``reverse`` the fractions of multiple-choice slots with a text hint or a question about an
+    option's letter, ``options`` the number of options; ``plain`` the fraction of relations that use
+    only "left of" and "above".
     """
 
     kind: str
@@ -87,14 +87,14 @@ class Spec:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where things are in a prefix.
+    """Layout of a prefix.
 
     Attributes
     ----------
     ids : numpy.ndarray
         (P,) token ids with ``<image>`` placeholders.
     source : numpy.ndarray
-        (P,) index of the patch (view-major) shown at a place, -1 for text, -2 for a newline.
+        (P,) index of the patch (view-major) at each position, -1 for text, -2 for a newline.
     views : int
         Views per example.
     """
@@ -151,11 +151,11 @@ def _view_pixels(rgb: np.ndarray) -> list[np.ndarray]:
 
 
 def _scaffold(qa: Q.QA, spec: Spec, rng: random.Random) -> Q.QA:
-    """Make a multiple-choice question of the training easier, as ``spec`` says.
+    """Make a multiple-choice question of the training easier, according to ``spec``.
 
-    ``hint`` names the right option in the text, ``option`` asks what stands behind a letter:
-    both teach the link between letters and options without the picture. ``options`` keeps fewer
-    of them. None of this occurs in the evaluation.
+    ``hint`` gives the right option in the text, ``option`` asks for the option of a letter: both
+    teach the link between letters and options without the image. ``options`` limits their number.
+    The evaluation uses none of this.
     """
     at = qa.question.index(" (A)")
     stem, listed = qa.question[:at], qa.question[at:]
@@ -174,7 +174,7 @@ def _scaffold(qa: Q.QA, spec: Spec, rng: random.Random) -> Q.QA:
 
 
 def _text_choice(spec: Spec, rng: random.Random) -> Q.QA:
-    """A multiple-choice question about nothing but its own text."""
+    """A multiple-choice question about its own text only."""
     pool = rng.choice((COLOR_NAMES, SHAPES, QUADRANTS, WORDS, _NAMES, _NUMBERS))
     count = min(spec.options, len(pool))
     options = rng.sample(pool, count)
@@ -186,10 +186,10 @@ def _text_choice(spec: Spec, rng: random.Random) -> Q.QA:
 
 
 def _plain(qa: Q.QA) -> Q.QA:
-    """Say "right of" as "left of" and "below" as "above", the other way round.
+    """Rewrite "right of" as "left of" and "below" as "above", with the objects swapped.
 
-    With two words the answer is one bit to pick; with four it is a parity, which is learned far
-    more easily once the bit is there.
+    With two relations the answer is a single bit; with four it is a parity, which is learned far
+    more easily after the bit.
     """
     for word, plain in ((" right of ", " left of "), (" below ", " above ")):
         if word in qa.question:
@@ -200,10 +200,10 @@ def _plain(qa: Q.QA) -> Q.QA:
 
 def _pick(scene, spec: Spec, rng: random.Random) -> list[Q.QA | None]:
     """Choose the questions of a training example: short slots, then multiple choice."""
-    names, shares = zip(*spec.weights, strict=True)
+    names, weights = zip(*spec.weights, strict=True)
     short: list[Q.QA] = []
     for _ in range(4 * N_SHORT):
-        qa = Q.ask(scene, rng.choices(names, shares)[0], rng)
+        qa = Q.ask(scene, rng.choices(names, weights)[0], rng)
         if qa is not None and qa.type == "rel" and rng.random() < spec.plain:
             qa = _plain(qa)
         if qa is not None and all(qa.question != o.question for o in short):
@@ -238,7 +238,7 @@ def _example(spec: Spec, index: int):
         slots = [by_type.get(t) for t in order] + [None] * (11 - len(order))
         return e.scene, [*slots, by_type.get("mc")], e.caption, random.Random(seed)
     if seed >= EVAL_SEED_START:
-        raise DataError(f"training seed {seed} lies in the range kept for evaluation")
+        raise DataError(f"training seed {seed} is in the range reserved for evaluation")
     rng = random.Random(f"vlmfast-tiny-train-{spec.kind}-{seed}")
     if spec.kind == "video":
         scene = make_video_scene(rng)
@@ -258,11 +258,11 @@ def make_batch(spec: Spec, tokenizer_path: str | Path) -> Batch:
         ``targets (B, S) int16`` the next token where it is part of an answer, else -1;
         ``asked`` the same for the tokens of the questions;
         ``named_at (B, R) int16`` slot tokens that end a name (-1: none) and ``named (B, R) int32``
-        the objects meant, as bits of ``owner``; ``recall (B, slots, 3) int16``
-        the place that answers, the first and the last name before it; ``facts (B, slots, 2, 9)
-        float32`` what is true of these two; ``choice (B, 3, 9) int16``, see
-        :func:`_option_places`; ``types (B, slots) int8`` index into :data:`TYPE_NAMES` or -1;
-        ``keep (B, K) int16`` kept prefix places in order, if ``spec.keep``.
+        their objects, as bits of ``owner``; ``recall (B, slots, 3) int16`` the answering position,
+        the first and the last name before it; ``facts (B, slots, 2, 9) float32`` the facts of these
+        two; ``choice (B, 3, 9) int16``, see :func:`_option_positions`; ``types (B, slots) int8``
+        index into :data:`TYPE_NAMES` or -1; ``keep (B, K) int16`` kept prefix positions in order,
+        if ``spec.keep``.
     """
     path = str(tokenizer_path)
     encode, layout = _encoder(path), _layout(spec.kind, path)
@@ -308,7 +308,7 @@ def make_batch(spec: Spec, tokenizer_path: str | Path) -> Batch:
                         recall[b, k] = start + len(asked) - 1, *here
                         known[b, k] = [facts(scene, int(named[b, i])) for i in (first, names - 1)]
                 if " (A) " in qa.question and not spec.evaluation:
-                    choice[b, choices] = _option_places(qa, encode, start)
+                    choice[b, choices] = _option_positions(qa, encode, start)
                     choices += 1
                 types[b, k] = TYPE_NAMES.index(qa.type)
             start += length
@@ -336,27 +336,27 @@ def make_batch(spec: Spec, tokenizer_path: str | Path) -> Batch:
     )
 
 
-def _option_places(qa: Q.QA, encode: FastEncoder, start: int) -> np.ndarray:
-    """Where the options of a multiple-choice question are among the slot tokens; (9,).
+def _option_positions(qa: Q.QA, encode: FastEncoder, start: int) -> np.ndarray:
+    """Positions of the options of a multiple-choice question among the slot tokens; (9,).
 
-    The letters of up to four options, the last words of the same, and the place that has to
-    choose; -1 where there is none. The right option stands first.
+    The letters of up to four options, their last words, and the answering position; -1 where
+    missing. The right option comes first.
     """
     out = np.full(9, -1, np.int16)
     parts = qa.question.split(" (")
     order = list(range(len(parts) - 1))
-    said = [p.split(") ", 1)[1] for p in parts[1:]]
-    right = "ABCD".index(qa.answer) if qa.answer in "ABCD" else said.index(qa.answer)
+    options = [p.split(") ", 1)[1] for p in parts[1:]]
+    right = "ABCD".index(qa.answer) if qa.answer in "ABCD" else options.index(qa.answer)
     order.insert(0, order.pop(right))
-    for place, i in enumerate(order):
-        out[place] = start + len(encode(" (".join(parts[: i + 1]) + " ("))
-        out[4 + place] = start + len(encode(" (".join(parts[: i + 2]))) - 1
+    for rank, i in enumerate(order):
+        out[rank] = start + len(encode(" (".join(parts[: i + 1]) + " ("))
+        out[4 + rank] = start + len(encode(" (".join(parts[: i + 2]))) - 1
     out[8] = start + len(encode(turn(qa.question))) - 1
     return out
 
 
 def _keep(layout: Layout, shown: np.ndarray, spec: Spec, rng: random.Random) -> np.ndarray:
-    """Choose ``spec.keep`` prefix places; text always stays."""
+    """Choose ``spec.keep`` prefix positions; text is always kept."""
     noise = np.random.default_rng(rng.getrandbits(60)).random(len(layout.source))
     rank = np.where(layout.source == -1, 3.0, noise)
     if spec.keep_foreground:

@@ -1,4 +1,4 @@
-"""Teacher-forced evaluation on held-out seeds, all questions of a picture in one forward."""
+"""Teacher-forced evaluation on held-out seeds, all questions of an image in one forward pass."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def evaluate(
 ) -> dict[str, dict[str, float]]:
     """Measure per-type accuracy.
 
-    An answer counts where every one of its tokens is the most likely one, which is the same as
-    greedy decoding giving exactly this answer; captions count tokens.
+    An answer is correct where each of its tokens is the most likely one, which is equivalent to
+    greedy decoding returning exactly this answer. Captions are scored by token.
 
     Returns
     -------

@@ -16,11 +16,11 @@ from vlmfast.models.tiny.tokenizer import BOS_ID, EOS_ID, PAD_ID
 
 
 class ExportError(VLMFastError):
-    """The checkpoint does not hold this model."""
+    """The checkpoint does not contain this model."""
 
 
-# Text parts are joined verbatim and an image part becomes its placeholder, with a newline after
-# it unless the next text brings its own. The tokenizer adds the <s>.
+# Text parts are joined verbatim. An image part becomes its placeholder and a newline. The tokenizer
+# adds the <s>.
 CHAT_TEMPLATE = (
     "{%- for m in messages -%}"
     "{%- if m['role'] == 'assistant' -%}{{ ' ASSISTANT: ' }}"
@@ -74,7 +74,7 @@ def build_processor(tokenizer_file: str | Path) -> LlavaNextProcessor:
 
 
 def export_state(state: dict[str, Tensor], tokenizer_file: str | Path, folder: str | Path) -> None:
-    """Write a folder for ``from_pretrained`` (bf16), replacing ``folder`` at one stroke.
+    """Write a folder for ``from_pretrained`` (bf16), replacing ``folder`` atomically.
 
     Parameters
     ----------
@@ -96,7 +96,7 @@ def export_state(state: dict[str, Tensor], tokenizer_file: str | Path, folder: s
     shutil.rmtree(draft, ignore_errors=True)
     model.save_pretrained(draft)
     build_processor(tokenizer_file).save_pretrained(draft)
-    for file in draft.iterdir():  # safetensors writes for its owner alone
+    for file in draft.iterdir():  # safetensors makes files readable for their owner only
         file.chmod(0o644)
     old = folder.with_name(folder.name + ".old")
     shutil.rmtree(old, ignore_errors=True)

@@ -1,8 +1,9 @@
 """Dense supervision of the vision encoder, used in training only.
 
-Every label owns a fixed code, orthogonal to all others, in the space of ``hidden[-2]``. A patch is
-taught to carry the sum of the codes of its labels, and the same sums can be fed to the language
-model in place of encoded patches: the two halves learn in parallel and then fit together.
+Every label has a fixed code, orthogonal to all others, in the space of ``hidden[-2]``. A patch is
+trained to represent the sum of the codes of its labels. The same sums can be fed to the language
+model instead of encoded patches: encoder and language model learn in parallel and then fit
+together.
 """
 
 from __future__ import annotations
@@ -131,14 +132,14 @@ class DenseHeads(nn.Module):
         return total
 
     def fact_loss(self, names: Tensor, answers: Tensor, known: Tensor) -> Tensor:
-        """Loss of what is known of named objects.
+        """Loss of the facts of named objects.
 
         Parameters
         ----------
         names : torch.Tensor
             Hidden states at the names, (B, S, 2, width).
         answers : torch.Tensor
-            Hidden states at the places that answer, (B, S, width).
+            Hidden states at the answering positions, (B, S, width).
         known : torch.Tensor
             (B, S, 2, 9), see :func:`vlmfast.train.tiny.references.facts`.
         """
@@ -146,20 +147,20 @@ class DenseHeads(nn.Module):
         def even(x: Tensor) -> Tensor:
             return F.rms_norm(x.float(), x.shape[-1:])
 
-        said = torch.stack(
+        output = torch.stack(
             [
                 self.name_facts(even(names)),
                 self.answer_facts(even(answers)).unflatten(-1, (2, -1)),
             ]
         ).flatten(1, 3)
         known = known.flatten(0, 2).expand(2, -1, -1)
-        total = said.new_zeros(())
+        total = output.new_zeros(())
         at = 0
         for k, name in enumerate(FACTS):
             want = known[..., k]
             live = want > UNKNOWN + 1
             classes = FACT_CLASSES.get(name, 1)
-            got = said[..., at : at + classes]
+            got = output[..., at : at + classes]
             at += classes
             if not live.any():
                 continue
@@ -176,14 +177,14 @@ class DenseHeads(nn.Module):
 
         ``answers (B, S, width)`` and ``known (B, S, 2, 9)`` as in :meth:`fact_loss`.
         """
-        said = self.relations(F.rms_norm(answers.float(), answers.shape[-1:]))
-        total = said.new_zeros(())
+        output = self.relations(F.rms_norm(answers.float(), answers.shape[-1:]))
+        total = output.new_zeros(())
         for k, (name, least) in enumerate(COMPARED.items()):
             first, last = known[..., FACTS.index(name)].unbind(-1)
             gap = last - first
             live = (first > UNKNOWN + 1) & (last > UNKNOWN + 1) & (gap.abs() > least)
             if live.any():
                 total = total + F.binary_cross_entropy_with_logits(
-                    said[..., k][live], (gap[live] > 0).float()
+                    output[..., k][live], (gap[live] > 0).float()
                 )
         return total

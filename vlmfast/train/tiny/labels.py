@@ -1,7 +1,7 @@
 """Per-patch labels of a drawn frame, for the dense heads (numpy only).
 
 A view is one 64 x 64 input of the vision encoder: 8 x 8 patches of 8 pixels. The overview covers
-the whole picture, a tile one quarter of a 128-pixel one.
+the whole image, a tile one quarter of a 128-pixel one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CLS_COUNTS = 7
 
 
 def views(canvas: int) -> list[tuple[int, int, int]]:
-    """Views of a picture as ``(y, x, side)`` in canvas pixels: overview first, tiles by row."""
+    """Views of an image as ``(y, x, side)`` in canvas pixels: overview first, tiles by row."""
     steps = range(0, canvas, 64)
     return [(0, 0, canvas), *((y, x, 64) for y in steps for x in steps)]
 

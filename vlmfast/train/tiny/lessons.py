@@ -1,6 +1,6 @@
 """Single questions about drawn scenes, for training stages around a frozen model.
 
-Like the training of `tiny` itself these draw from seeds below the evaluation's.
+As in the training of `tiny` itself, all seeds are below those of the evaluation.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from vlmfast.scenes.vocabulary import EVAL_SEED_START, IMAGE_TYPES, VIDEO_TYPES
 
 from .data import DataError
 
-_CAPTIONS = 0.1  # share of the questions that ask for a description
+_CAPTIONS = 0.1  # fraction of the questions that request a description
 
 
 @dataclass
 class Lesson:
-    """A picture (one frame) or a clip with one question and its answer."""
+    """An image (one frame) or a video with one question and its answer."""
 
     frames: list[Image.Image]
     question: str
@@ -32,18 +32,18 @@ class Lesson:
 def lesson(modality: str, seed: int) -> Lesson:
     """Draw lesson number ``seed``, of modality ``image`` or ``video``.
 
-    All types of questions that a scene allows are equally likely, but for descriptions.
+    All question types that a scene allows are equally likely, except descriptions.
     """
     if seed >= EVAL_SEED_START:
-        raise DataError(f"training seed {seed} lies in the range kept for evaluation")
+        raise DataError(f"training seed {seed} is in the range reserved for evaluation")
     rng = random.Random(f"vlmfast-lesson-{modality}-{seed}")
-    clip = modality == "video"
-    scene = make_video_scene(rng) if clip else make_image_scene(rng)
+    is_video = modality == "video"
+    scene = make_video_scene(rng) if is_video else make_image_scene(rng)
     frames = [Image.fromarray(raster.rgb) for raster in paint(scene)]
     if rng.random() < _CAPTIONS:
-        question = CLIP_QUESTION if clip else CAPTION_QUESTION
+        question = CLIP_QUESTION if is_video else CAPTION_QUESTION
         return Lesson(frames, question, caption(scene, rng)[0])
-    types = list(VIDEO_TYPES if clip else IMAGE_TYPES)
+    types = list(VIDEO_TYPES if is_video else IMAGE_TYPES)
     rng.shuffle(types)
     found = next(qa for qa in (ask(scene, type_, rng) for type_ in types) if qa is not None)
     return Lesson(frames, found.question, found.answer)

@@ -1,4 +1,4 @@
-"""The packed training forward over the stock modules of `tiny`."""
+"""The packed training forward pass over the stock modules of `tiny`."""
 
 from __future__ import annotations
 
@@ -166,10 +166,10 @@ class Packed(nn.Module):
         return torch.take_along_dim(x, (frame.prefix + at.clamp(min=0))[..., None], 1)
 
     def _look(self, batch: dict, frame: Frame, source: Tensor, q: Tensor, k: Tensor) -> None:
-        """Set ``self.look``: minus the log of the attention that names pay to what they name."""
+        """Set ``self.look``: minus the log of the attention of names to their objects."""
         at, bits = batch["named_at"].long(), batch["named"].long()
-        place = (frame.prefix + at.clamp(min=0))[:, None, :, None]
-        words = torch.take_along_dim(q[:, 0], place, 2).float()  # (B, G, R, D)
+        index = (frame.prefix + at.clamp(min=0))[:, None, :, None]
+        words = torch.take_along_dim(q[:, 0], index, 2).float()  # (B, G, R, D)
         keys = k[:, 0, : frame.prefix].float()
         score = torch.einsum("bgrd,bpd->bgrp", words, keys) * q.shape[-1] ** -0.5
         seen = source >= 0
@@ -177,8 +177,8 @@ class Packed(nn.Module):
         meant = (bits[:, :, None] >> owner[:, None]) & 1 & seen[:, None].long()
         meant = meant.bool()[:, None].expand(-1, q.shape[2], -1, -1)
         if frame.views == TILED_VIEWS:
-            # One head reads the overview, whose places are those of the whole picture, the other
-            # the tiles, which are sharper; averaged over both, a place would mean nothing.
+            # One head attends to the overview, whose positions cover the whole image, the other to
+            # the tiles, which are sharper; an average over both would not be a position.
             overview = (source // 64 == 0)[:, None]
             meant = meant & torch.stack([overview, ~overview], 1)
         floor = torch.finfo(score.dtype).min
@@ -188,17 +188,17 @@ class Packed(nn.Module):
         self.look = (every - right)[counts].sum() / counts.sum().clamp(min=1)
 
     def _recall(self, recall: Tensor, frame: Frame, q: Tensor, k: Tensor) -> None:
-        """Set ``self.recall``: the place that answers looks back at the names in its question."""
+        """Set ``self.recall``: loss of attention from the answer to the question's names."""
         b, n, _ = recall.shape
         at, names = recall[..., 0], recall[..., 1:].transpose(1, 2)  # (B, n), (B, 2, n)
-        place = (frame.prefix + at.clamp(min=0))[:, None, :, None]
-        asking = torch.take_along_dim(q[:, 0], place, 2).float()  # (B, G, n, D)
+        index = (frame.prefix + at.clamp(min=0))[:, None, :, None]
+        asking = torch.take_along_dim(q[:, 0], index, 2).float()  # (B, G, n, D)
         score = torch.einsum("bgnd,bld->bgnl", asking, k[:, 0].float()) * q.shape[-1] ** -0.5
         slot = torch.repeat_interleave(
             torch.arange(n, device=q.device), torch.tensor(frame.slots, device=q.device)
         )
-        there = torch.arange(slot.numel(), device=q.device)
-        own = (slot == slot[at.clamp(min=0)][..., None]) & (there <= at[..., None])  # (B, n, S)
+        token = torch.arange(slot.numel(), device=q.device)
+        own = (slot == slot[at.clamp(min=0)][..., None]) & (token <= at[..., None])  # (B, n, S)
         seen = torch.cat([own.new_ones(b, n, frame.prefix), own], -1)
         score = score.masked_fill(~seen[:, None], -1e4).flatten(0, 2)
         live = (at >= 0)[:, None].expand(names.shape).flatten().float()
@@ -208,13 +208,13 @@ class Packed(nn.Module):
         self.recall = (loss * live).sum() / live.sum().clamp(min=1)
 
     def _choose(self, choice: Tensor, frame: Frame, index: int, q: Tensor, k: Tensor) -> None:
-        """Add to ``self.choose``: options look at their letters, the answer at its option."""
+        """Add to ``self.choose``: loss of attention, options to letters or answer to option."""
         b, n, _ = choice.shape
         letters, words, last = choice[..., :4], choice[..., 4:8], choice[..., 8:]
 
         def rows(x: Tensor, at: Tensor) -> Tensor:
-            place = (frame.prefix + at.clamp(min=0)).view(b, *([1] * (x.ndim - 3)), -1, 1)
-            return torch.take_along_dim(x, place, x.ndim - 2).float().unflatten(-2, (n, -1))
+            token = (frame.prefix + at.clamp(min=0)).view(b, *([1] * (x.ndim - 3)), -1, 1)
+            return torch.take_along_dim(x, token, x.ndim - 2).float().unflatten(-2, (n, -1))
 
         if index == LETTER_LAYER:  # (B, G, n, 4, D) against (B, n, 4, D)
             score = torch.einsum("bgnwd,bnld->bgnwl", rows(q[:, 1], words), rows(k[:, 1], letters))
@@ -237,7 +237,7 @@ class Packed(nn.Module):
         """Encode ``pixels (B, V, 64, 64, 3)``.
 
         Returns ``hidden[-2]`` and ``hidden[-1]`` of the distinct views, (N, 65, 192), and the
-        patches of all views, (B, V * 64, 192). In a 64-pixel picture overview and tile are the
+        patches of all views, (B, V * 64, 192). In a 64-pixel image overview and tile are the
         same pixels, so one of them is encoded for both.
         """
         b, v = pixels.shape[:2]
@@ -259,10 +259,10 @@ class Packed(nn.Module):
         b = batch["ids"].shape[0]
         table = lm.embed_tokens.weight
         if "keep" in batch:
-            places = batch["keep"].long()
+            positions = batch["keep"].long()
         else:
-            places = torch.arange(len(frame.ids), device=table.device).expand(b, -1)
-        source = frame.source[places]
+            positions = torch.arange(len(frame.ids), device=table.device).expand(b, -1)
+        source = frame.source[positions]
         pick = source.clamp(min=0)
         if "fields" not in batch:
             feats = None
@@ -277,13 +277,13 @@ class Packed(nn.Module):
         else:
             feats = base.multi_modal_projector(patches)
             feats = torch.take_along_dim(feats, pick[..., None], 1)
-        words = F.embedding(frame.ids[places], table)
+        words = F.embedding(frame.ids[positions], table)
         newline = base.image_newline.to(table.dtype)
         prefix = torch.where((source == -2)[..., None], newline, words)
         if feats is not None:
             prefix = torch.where((source >= 0)[..., None], feats, prefix)
         x = torch.cat([prefix, F.embedding(batch["ids"].long(), table)], 1)
-        position = torch.cat([places, frame.offsets.expand(b, -1)], 1)
+        position = torch.cat([positions, frame.offsets.expand(b, -1)], 1)
         cos, sin = lm.rotary_emb(x, position_ids=position)
         if len(frame.masks) == 2:
             rope = cos[:, :, None], sin[:, :, None]

@@ -1,4 +1,4 @@
-"""Muon for matrices, AdamW for the rest, fp32 masters under bf16 weights, and an average."""
+"""Muon for matrices, AdamW for the rest, fp32 masters of bf16 weights, and a weight average."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 def newton_schulz(g: Tensor, steps: int = 5) -> Tensor:
-    """Push the singular values of ``g (N, rows, cols)`` towards one."""
+    """Push the singular values of ``g (N, rows, cols)`` towards 1."""
     x = g.bfloat16()
     tall = x.shape[1] > x.shape[2]
     if tall:
@@ -23,14 +23,14 @@ def newton_schulz(g: Tensor, steps: int = 5) -> Tensor:
 
 
 class Optimizer:
-    """Optimiser over named parameters, with an exponential average of the weights.
+    """Optimizer over named parameters, with an exponential average of the weights.
 
     Parameters
     ----------
     named : dict of str to torch.nn.Parameter
-        Trained parameters; those of two dimensions outside embeddings and heads take Muon.
+        Trained parameters. Matrices outside embeddings and heads use Muon, the rest AdamW.
     lr : float
-        Peak rate of both halves.
+        Peak learning rate of both optimizers.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Optimizer:
                 self.groups.setdefault(tuple(p.shape), []).append(name)
             else:
                 self.adam.append(name)
-        # gains that start at 0.1 take a tenth of the rate
+        # gains that start at 0.1 use a tenth of the rate
         self.rates = {n: 0.1 for n in named if n.endswith("language_model.norm.weight")}
         self.first = {n: torch.zeros_like(m) for n, m in self.master.items()}
         self.second = {n: torch.zeros_like(self.master[n]) for n in self.adam}
@@ -66,11 +66,11 @@ class Optimizer:
         live = {n: p.grad.float() for n, p in self.named.items() if p.grad is not None}
         norms = {n: float(g.norm()) for n, g in live.items()}
         norm = math.hypot(*norms.values())
-        if not math.isfinite(norm):  # one bad batch must not poison the momenta
+        if not math.isfinite(norm):  # one bad batch must not corrupt the momenta
             for p in self.named.values():
                 p.grad = None
             return float("nan")
-        # The encoder's dense losses are loud: clipped together, they would silence the rest.
+        # The encoder's dense losses have large gradients: clipped together, they would dominate.
         factor = {}
         for vision in (True, False):
             part = [n for n in norms if ("vision_tower" in n or "heads." in n) == vision]

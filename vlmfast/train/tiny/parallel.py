@@ -1,7 +1,6 @@
 """Data-parallel training in processes of few threads.
 
-On a CPU that others use too, threads wait for one another thousands of times in a step, and
-processes that meet once in a step do not.
+On a shared CPU, threads synchronize thousands of times per step, processes only once.
 """
 
 from __future__ import annotations
@@ -26,20 +25,20 @@ class Group:
         self.children: list[Any] = []
 
     def agree(self, progress: float, stop: bool) -> tuple[float, bool]:
-        """Take the progress and the wish to stop from the first process."""
+        """Broadcast the progress and the stop flag of the first process."""
         if self.size == 1:
             return progress, stop
-        word = torch.tensor([progress, float(stop)], dtype=torch.float64)
-        dist.broadcast(word, 0)
-        return float(word[0]), bool(word[1])
+        state = torch.tensor([progress, float(stop)], dtype=torch.float64)
+        dist.broadcast(state, 0)
+        return float(state[0]), bool(state[1])
 
     @torch.no_grad()
     def average(self, named: dict[str, nn.Parameter]) -> None:
         """Replace gradients by their mean over the processes."""
         if self.size == 1:
             return
-        # A rare question may be in the batch of one process alone: what has no gradient counts as
-        # zero, so that all send the same amount, and flags tell what has none anywhere.
+        # A rare question may be in one process's batch only. Missing gradients count as zero, so
+        # that all processes send the same amount; flags mark those that are missing everywhere.
         every = list(named.values())
         flags = torch.tensor([float(p.grad is not None) for p in every])
         parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in every]
@@ -60,13 +59,13 @@ class Group:
 
 
 def join(rank: int, size: int, meeting: str) -> Group:
-    """Meet the other processes through the file ``meeting``."""
+    """Join the process group that is initialized through the file ``meeting``."""
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=size)
     return Group(rank, size)
 
 
 def launch(size: int, work: Callable[[Any, int, str], None], args: Any) -> Group:
-    """Start ``size - 1`` processes running ``work(args, rank, meeting)`` and meet them."""
+    """Start ``size - 1`` processes running ``work(args, rank, meeting)`` and join their group."""
     if size == 1:
         return Group()
     handle, meeting = tempfile.mkstemp(prefix="vlmfast-meeting-")

@@ -1,7 +1,7 @@
-"""Which objects the words of a question speak of (training only).
+"""The objects that the words of a question refer to (training only).
 
-The language model is shown where to look: at the last word of a name, one head of one layer is
-taught to attend to the patches of what is named.
+They supervise attention: at the last word of a name, one head of one layer is trained to attend to
+the patches of the named objects.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ def references(scene: Scene, question: str) -> list[tuple[int, int]]:
     Parameters
     ----------
     scene : Scene
-        What is asked about.
+        Scene of the question.
     question : str
-        Its options, if any, are left out.
+        Its options, if any, are ignored.
 
     Returns
     -------
     list of (int, int)
-        Index of the word that ends a name, and a bit set of the objects meant: bit ``1 + i`` for
-        thing or bar ``i``, as in the label maps; 0 where nothing has this colour and shape.
+        Index of the word that ends a name, and a bit set of its objects: bit ``1 + i`` for thing
+        or bar ``i``, as in the label maps; 0 where no object has this colour and shape.
     """
     words = [w.rstrip("?,.:") for w in question.split(" (A)")[0].split(" ")]
     found: list[tuple[int, int]] = []
@@ -35,7 +35,7 @@ def references(scene: Scene, question: str) -> list[tuple[int, int]]:
         missing = False
         if word in SHAPES and before in COLOR_NAMES:
             hits = [t.color == before and t.shape == word for t in scene.things]
-            missing = not any(hits)  # asked for, but not there
+            missing = not any(hits)  # named, but not in the scene
         elif word in SHAPES and before == "the":
             hits = [t.shape == word for t in scene.things]
         elif word in ("object", "objects") and k:
@@ -80,9 +80,9 @@ UNKNOWN = -9.0
 
 
 def facts(scene: Scene, bits: int) -> list[float]:
-    """What is true of the one object meant by ``bits``, in the order of :data:`FACTS`.
+    """Facts of the single object in ``bits``, in the order of :data:`FACTS`.
 
-    :data:`UNKNOWN` stands for what does not apply, all over where several objects are meant.
+    :data:`UNKNOWN` where a fact does not apply; everywhere for several objects.
     """
     out = [UNKNOWN] * len(FACTS)
     if bits == 0:

@@ -1,16 +1,16 @@
-"""What each training step does, as a function of progress, step number and seed alone.
+"""The training schedule: each step is a function of progress, step number and seed.
 
 ========  ==========  ==============================================================
 progress  phase       what is trained
 ========  ==========  ==============================================================
 0-.33     apart       encoder on dense labels; language model on the codes of the labels
-.33-.77   together    questions about pixels; now and then a cheap step on label codes
+.33-.77   together    questions about pixels; occasionally a cheap step on label codes
 .77-1     decay       learning rate falls to zero; random visual tokens are dropped
 ========  ==========  ==============================================================
 
-On codes the language model meets perfect evidence in short prefixes, so that two look-ups
-(relations, conjunctions) and option letters are learned in minutes instead of hours. Half-way
-through, half of the short questions are of the hard types.
+Label codes give the language model exact evidence in short prefixes, so that it learns relations,
+conjunctions and option letters in minutes instead of hours. Half-way through, half of the short
+questions are of the hard types.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SYM_KEEP = {"image": 80, "small": 60, "video": 112}
 
 @dataclass(frozen=True)
 class Plan:
-    """One step: the batch, what feeds the language model, and the weights of the losses."""
+    """One step: the batch, the language model's input, and the weights of the losses."""
 
     spec: Spec
     phase: str
@@ -53,7 +53,7 @@ def phase_of(progress: float) -> str:
 
 def _image_weights(progress: float) -> tuple[tuple[str, float], ...]:
     hard = 1.3 if progress < 0.45 else 1.6
-    late = progress > 0.7  # what compares two places comes last
+    late = progress > 0.7  # comparisons of two positions come last
     easy = ("shape", "posq", "size", "tex")
     return (
         ("color", 1.4),
@@ -79,11 +79,11 @@ def plan(step: int, progress: float, seed: int, batch: int) -> Plan:
     step : int
         Number of the step, from 0.
     progress : float
-        Share of the run that is over, in [0, 1].
+        Completed fraction of the run, in [0, 1].
     seed : int
         Seed of the run.
     batch : int
-        Pictures per step; clips come in smaller batches of about the same cost.
+        Images per step; videos use smaller batches of about the same cost.
     """
     rng = random.Random(f"vlmfast-tiny-plan-{seed}-{step}")
     phase = phase_of(progress)
@@ -92,8 +92,8 @@ def plan(step: int, progress: float, seed: int, batch: int) -> Plan:
         kind = "image" if draw < 0.7 else "small" if draw < 0.8 else "video"
     else:
         kind = "image" if draw < 0.66 else "small" if draw < 0.76 else "video"
-    share = {"apart": 1.0, "together": _mix(0.6, 0.15, (progress - APART) / (DECAY - APART))}
-    codes = rng.random() < share.get(phase, 0.15)
+    fraction = {"apart": 1.0, "together": _mix(0.6, 0.15, (progress - APART) / (DECAY - APART))}
+    codes = rng.random() < fraction.get(phase, 0.15)
     size, keep, foreground = batch, 0, True
     if codes:
         keep = SYM_KEEP[kind]
@@ -116,7 +116,7 @@ def plan(step: int, progress: float, seed: int, batch: int) -> Plan:
     options = 2 if easy else rng.choice((2, 3, 4)) if progress < 0.42 else 4
     bases = ("color", "shape", "chart") if easy else MC_BASES
     if rng.random() < (0.3 if phase == "apart" else 0.12 if progress < DECAY else 0.0):
-        # the link between letters and options needs no picture, so it is taught without one
+        # the link between letters and options needs no image, so it is taught without one
         kind, size, keep, codes = "text", min(2 * batch, SEEDS_PER_STEP), 0, True
         options = rng.choice((2, 3, 4))
     start = (seed % 128) * 2**32 + (step * SEEDS_PER_STEP) % 2**32

@@ -1,4 +1,4 @@
-"""Train `tiny` from scratch, by the clock, on a CPU or a GPU; resumes where it was killed.
+"""Train `tiny` from scratch for a given time, on a CPU or a GPU; resumes a killed run.
 
 Run as ``vlmfast train tiny`` or ``python -m vlmfast.train.tiny.training``.
 """
@@ -26,31 +26,33 @@ from .schedule import SEEDS_PER_STEP, Plan, plan
 
 
 class TrainingError(VLMFastError):
-    """The training cannot start or go on as asked."""
+    """The training cannot start or resume with these options."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``vlmfast train tiny``."""
     parser.add_argument("--out", default="runs/tiny", help="folder of checkpoint, log and model")
-    parser.add_argument("--minutes", type=float, default=90.0, help="length of the whole run")
+    parser.add_argument("--minutes", type=float, default=90.0, help="length of the training")
     parser.add_argument("--max-steps", type=int, default=0, help="schedule by steps, not the clock")
-    parser.add_argument("--stop-after", type=int, default=0, help="leave early after this step")
-    parser.add_argument("--batch", type=int, default=32, help="pictures per step and process")
+    parser.add_argument("--stop-after", type=int, default=0, help="stop early after this step")
+    parser.add_argument("--batch", type=int, default=32, help="images per step and process")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
-    parser.add_argument("--processes", type=int, default=1, help="share the steps (CPU only)")
     parser.add_argument(
-        "--workers", type=int, default=-1, help="processes that draw; 0: inline; -1: auto"
+        "--processes", type=int, default=1, help="data-parallel processes (CPU only)"
+    )
+    parser.add_argument(
+        "--workers", type=int, default=-1, help="processes that draw batches; 0: inline; -1: auto"
     )
     parser.add_argument("--save-every", type=float, default=180.0, help="seconds per checkpoint")
     parser.add_argument("--eval-every", type=float, default=600.0, help="seconds per evaluation")
-    parser.add_argument("--compile", action="store_true", help="compile pointwise chains")
+    parser.add_argument("--compile", action="store_true", help="compile pointwise operations")
     parser.add_argument("--fresh", action="store_true", help="ignore a checkpoint in --out")
-    parser.add_argument("--smoke", action="store_true", help="a few tiny steps of every phase")
+    parser.add_argument("--smoke", action="store_true", help="a few small steps of every phase")
 
 
 class _Feed:
-    """Keeps a few batches ahead of the training, drawn in worker processes."""
+    """Prepares a few batches ahead of the training, in worker processes."""
 
     def __init__(self, workers: int, tokenizer: str) -> None:
         self.tokenizer = tokenizer
@@ -80,7 +82,7 @@ class _Feed:
 
 
 class Trainer:
-    """Model, heads, optimiser and clock of one run."""
+    """Model, heads, optimizer and clock of one run."""
 
     def __init__(self, args: argparse.Namespace, group: Group | None = None) -> None:
         import torch
@@ -99,7 +101,7 @@ class Trainer:
         self.out.mkdir(parents=True, exist_ok=True)
         self.device = torch.device(args.device)
         if self.device.type == "cuda" and not torch.cuda.is_available():
-            raise TrainingError("--device cuda was asked for, but torch sees no CUDA device")
+            raise TrainingError("--device cuda: torch finds no CUDA device")
         tokenizer = build_tokenizer()
         self.tokenizer = str(self.out / "tokenizer.json")
         if self.group.rank == 0:
@@ -127,14 +129,14 @@ class Trainer:
         if state["seed"] != self.args.seed:
             raise TrainingError(
                 f"{self.checkpoint} was trained with seed {state['seed']}, not "
-                f"{self.args.seed}: repeat it, or start anew with --fresh"
+                f"{self.args.seed}: use the same seed, or start again with --fresh"
             )
         self.optimizer.load_state_dict(state["optimizer"])
         self.step, self.elapsed = state["step"], state["elapsed"]
         self.saved_at, self.evaluated_at = self.elapsed, state["evaluated_at"]
 
     def save(self) -> None:
-        """Write the checkpoint and the averaged model, each at one stroke."""
+        """Write the checkpoint and the averaged model, each atomically."""
         import torch
 
         from .export import export_state
@@ -157,13 +159,13 @@ class Trainer:
         return min(1.0, self.elapsed / (60.0 * self.args.minutes))
 
     def plan(self, step: int, progress: float) -> Plan:
-        """Plan a step; every process draws its own pictures."""
+        """Plan a step; every process draws its own images."""
         planned = plan(step, progress, self.args.seed, self.args.batch)
         apart = self.group.rank * (SEEDS_PER_STEP // self.group.size)
         return replace(planned, spec=replace(planned.spec, seed=planned.spec.seed + apart))
 
     def loss(self, planned: Plan, batch: data.Batch) -> tuple[Any, dict[str, Any]]:
-        """Compute the loss of one batch (0-d tensor) and what is logged beside it."""
+        """Compute the loss of one batch (0-d tensor), and further values to log."""
         import torch
         import torch.nn.functional as F
 
@@ -199,11 +201,11 @@ class Trainer:
             weight[slot == len(spec.slots) - 1] = 0.25
         answer = (each * weight).sum() / weight.sum()
         info["answer"] = answer.detach()
-        # Guessing what will be asked takes the look-ups that answering takes, many times a slot.
+        # Predicting the question trains the same look-ups as answering, many times per slot.
         asked = t["asked"].long()
-        told = asked >= 0
-        guess = (hidden[told] @ packed.model.lm_head.weight.T).float()
-        question = F.cross_entropy(guess, asked[told])
+        known = asked >= 0
+        guess = (hidden[known] @ packed.model.lm_head.weight.T).float()
+        question = F.cross_entropy(guess, asked[known])
         info["question"] = question.detach()
         total = total + planned.question * question
         if packed.look is not None:
@@ -225,7 +227,7 @@ class Trainer:
         return total + answer, info
 
     def evaluate(self, images: int = 160, clips: int = 64) -> dict[str, dict[str, float]]:
-        """Evaluate the averaged weights, then put the trained ones back."""
+        """Evaluate the averaged weights, then restore the trained ones."""
         import torch
 
         from .evaluation import evaluate
@@ -245,31 +247,31 @@ class Trainer:
             f.write(json.dumps(line) + "\n")
 
     def train(self) -> None:
-        """Train until the clock or the step count says that it is over."""
+        """Train for the given time or number of steps."""
         import torch
         from tqdm import tqdm
 
         args, feed = self.args, _Feed(self.args.workers, self.tokenizer)
-        chief = self.group.rank == 0
+        is_main = self.group.rank == 0
         stop: list[int] = []
         old = signal.getsignal(signal.SIGTERM)
-        if chief:
+        if is_main:
             signal.signal(signal.SIGTERM, lambda number, _: stop.append(number))
         goal = args.max_steps or round(args.minutes * 60)
         bar = tqdm(
             total=goal, initial=self.step if args.max_steps else round(self.elapsed),
             unit="step" if args.max_steps else "s", mininterval=1.0 if sys.stderr.isatty() else 30,
-            disable=not chief,
+            disable=not is_main,
         )  # fmt: skip
         submitted, tally = self.step, _Tally()
         clock = time.monotonic()
         try:
             while True:
-                over, ended = self.group.agree(self.progress(self.step), bool(stop))
-                if over >= 1.0 or ended:
+                progress, stopped = self.group.agree(self.progress(self.step), bool(stop))
+                if progress >= 1.0 or stopped:
                     break
                 while submitted < self.step + feed.ahead:
-                    ahead = self.progress(submitted) if args.max_steps else over
+                    ahead = self.progress(submitted) if args.max_steps else progress
                     feed.submit(self.plan(submitted, ahead))
                     submitted += 1
                 planned, batch = feed.get()
@@ -283,7 +285,7 @@ class Trainer:
                 self.elapsed, clock = self.elapsed + now - clock, now
                 if args.stop_after and self.step >= args.stop_after:
                     break
-                if not chief:
+                if not is_main:
                     continue
                 tally.add(planned, batch, info)
                 bar.n = self.step if args.max_steps else round(self.elapsed)
@@ -300,7 +302,7 @@ class Trainer:
             bar.close()
             feed.close()
             signal.signal(signal.SIGTERM, old)
-        if chief:
+        if is_main:
             self.save()
 
 
@@ -309,7 +311,7 @@ def _rounded(table: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
 
 
 class _Tally:
-    """Running means between two log lines; answers are split by type and by feed."""
+    """Running means between two log lines; answers are split by type and by input."""
 
     def __init__(self) -> None:
         self.sums: dict[str, list[float]] = {}
@@ -337,26 +339,28 @@ class _Tally:
 
 
 def _follow(args: argparse.Namespace, rank: int, meeting: str) -> None:
-    """Work of the processes beside the first."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the first one says when to stop
+    """Entry point of the other processes."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the first process decides when to stop
     group = join(rank, args.processes, meeting)
     Trainer(args, group).train()
     group.close()
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train as ``args`` say; return the exit status."""
+    """Train with the options ``args``; return the exit status."""
     if args.smoke:
         args.max_steps = args.max_steps or 10
         args.batch, args.workers = min(args.batch, 2), 0
     if args.minutes <= 0 or args.batch < 1 or args.processes < 1:
         raise TrainingError("--minutes, --batch and --processes must be positive")
     if args.batch * args.processes > SEEDS_PER_STEP:
-        raise TrainingError(f"a step takes at most {SEEDS_PER_STEP} pictures over all processes")
+        raise TrainingError(f"a step takes at most {SEEDS_PER_STEP} images over all processes")
     if args.processes > 1 and args.device != "cpu":
-        raise TrainingError("--processes shares the steps of a CPU; a GPU takes one process")
+        raise TrainingError("--processes above 1 needs --device cpu; a GPU uses one process")
     if args.processes > 1 and args.workers > 0:
-        raise TrainingError("with --processes each process draws its own pictures: leave --workers")
+        raise TrainingError(
+            "--workers cannot be combined with --processes: each process draws its own images"
+        )
     if args.workers < 0:
         args.workers = 0 if args.processes > 1 else 8 if args.device != "cpu" else 1
     group = launch(args.processes, _follow, args)
