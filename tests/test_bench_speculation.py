@@ -338,5 +338,5 @@ def test_a_run_goes_on_where_it_stopped(
     assert "| question, `none` | accepted |" in capsys.readouterr().out
     assert speculation.main(argv) == 0 and len(names) == 5
     assert speculation.main([*argv, "--decoding", "compile"]) == 2
-    assert "take --fresh" in capsys.readouterr().err
+    assert "use --fresh" in capsys.readouterr().err
     assert speculation.main([*argv, "--fresh", "--minutes", "0"]) == speculation.UNFINISHED
