@@ -1,18 +1,18 @@
-"""Hugging Face ``generate`` beside vlmfast: ``python benchmarks/ask.py``.
+"""Compare vlmfast with Hugging Face's ``generate``: ``python benchmarks/ask.py``.
 
 Two models: the shipped `tiny`, and a LLaVA-NeXT of Qwen2-0.5B's shape with random weights (24
-layers, width 896, 2,928 visual tokens for a square picture). Each variant lives in a process of
-its own, so that its peak memory is its own; the variants take turns, so that a machine that gets
-warm or busy slows all of them; what is reported are medians with quartiles, and ratios to Hugging
-Face. Every run decodes the same number of tokens, and the tokens of ``none`` must be Hugging
-Face's, or the run fails.
+layers, width 896, 2,928 visual tokens for a square image). Each variant has its own process, so
+that its peak memory can be measured. Variants are interleaved, so that thermal throttling or other
+load affects all of them. Reports medians with quartiles, and ratios to Hugging Face. Every run
+decodes the same number of tokens, and the tokens of ``none`` must equal Hugging Face's, or the
+benchmark fails.
 
 ==========  ====================================================================================
-``ttft``    RGB picture in host memory to first token on the host, processor and vision included
+``ttft``    RGB image in host memory to first token on the host, with processor and vision tower
 ``prefill`` the language model over the prompt, to the logits of the first token
 ``tpot``    time per further token
-``memory``  CPU: highest resident size while answering; GPU: highest allocated size
-``working`` the same, less what the loaded model holds by itself
+``memory``  peak during the answer; CPU: resident size, GPU: allocated size
+``working`` the same without the memory of the loaded model
 ==========  ====================================================================================
 """
 
@@ -104,7 +104,7 @@ def qwen_shaped(tower: str, layers: int, seed: int = 0) -> tuple[Any, Any]:
 
 
 def load(args: argparse.Namespace) -> tuple[Any, Any]:
-    """The `VLM` under test and the picture it is asked about."""
+    """The `VLM` under test and the image of the question."""
     import torch
     from PIL import Image
 
@@ -113,16 +113,16 @@ def load(args: argparse.Namespace) -> tuple[Any, Any]:
     dtype = getattr(torch, args.dtype)
     if args.model != SHAPED:
         vlm = vlmfast.VLM.from_pretrained(args.model, device=args.device, dtype=dtype)
-        picture = Image.open(ROOT / "examples" / "picture.png").convert("RGB")
+        image = Image.open(ROOT / "examples" / "picture.png").convert("RGB")
     else:
         model, processor = qwen_shaped(args.tower, args.layers)
         import tiny_models
 
         vlm = vlmfast.VLM(model.to(args.device, dtype), processor)
-        picture = tiny_models.picture(672, 672)
+        image = tiny_models.picture(672, 672)
     # Every variant decodes the same number of tokens.
     vlm.model.generation_config.eos_token_id = None
-    return vlm, picture
+    return vlm, image
 
 
 # --- one variant in one process ------------------------------------------------------------------
@@ -135,7 +135,7 @@ class Memory:
         self.cuda = device.startswith("cuda")
 
     def reset(self) -> int:
-        """Start anew; returns what is held right now."""
+        """Reset the peak; returns the current memory."""
         if self.cuda:
             import torch
 
@@ -185,7 +185,7 @@ class FirstToken:
 
 @contextlib.contextmanager
 def prefill_timer(model: Any, clock: Callable[[], float]) -> Iterator[list[float]]:
-    """Times of the first pass: when it enters the decoder, when it leaves the head."""
+    """Start (decoder) and end (output head) of the first forward pass."""
     times: list[float] = []
 
     def begin(*_: Any) -> None:
@@ -207,13 +207,13 @@ def prefill_timer(model: Any, clock: Callable[[], float]) -> Iterator[list[float
             handle.remove()
 
 
-def run_huggingface(vlm: Any, picture: Any, question: str, new_tokens: int) -> dict[str, Any]:
+def run_huggingface(vlm: Any, image: Any, question: str, new_tokens: int) -> dict[str, Any]:
     from vlmfast.engine.stats import clock
 
     now = lambda: clock(vlm.adapter.device)  # noqa: E731
     streamer = FirstToken(now)
     start = now()
-    inputs = vlm.inputs(question, images=picture)
+    inputs = vlm.inputs(question, images=image)
     with prefill_timer(vlm.model, now) as prefill:
         ids = vlm.model.generate(
             **inputs, max_new_tokens=new_tokens, do_sample=False, streamer=streamer
@@ -230,10 +230,10 @@ def run_huggingface(vlm: Any, picture: Any, question: str, new_tokens: int) -> d
 
 
 def run_vlmfast(
-    vlm: Any, picture: Any, question: str, new_tokens: int, recipe: str
+    vlm: Any, image: Any, question: str, new_tokens: int, recipe: str
 ) -> dict[str, Any]:
     answer = vlm.ask(
-        question, images=picture, recipe=recipe, max_new_tokens=new_tokens, do_sample=False
+        question, images=image, recipe=recipe, max_new_tokens=new_tokens, do_sample=False
     )
     stats = answer.stats
     return {
@@ -248,22 +248,22 @@ def run_vlmfast(
 
 
 def worker(args: argparse.Namespace) -> None:
-    """Answer one run for every line on stdin, as one line of JSON."""
+    """Run once for every line on stdin; each result is one line of JSON."""
     import torch
 
     if args.threads:
         torch.set_num_threads(args.threads)
     replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever the libraries print must not stand between the replies
-    vlm, picture = load(args)
+    os.dup2(2, 1)  # output of the libraries must not mix with the replies
+    vlm, image = load(args)
     memory = Memory(args.device)
     print(json.dumps({"ready": True}), file=replies, flush=True)
     for _ in sys.stdin:
         before = memory.reset()
         if args.variant == HF:
-            result = run_huggingface(vlm, picture, QUESTION, args.new_tokens)
+            result = run_huggingface(vlm, image, QUESTION, args.new_tokens)
         else:
-            result = run_vlmfast(vlm, picture, QUESTION, args.new_tokens, args.variant)
+            result = run_vlmfast(vlm, image, QUESTION, args.new_tokens, args.variant)
         result["memory"] = memory.read()
         result["working"] = result["memory"] - before
         print(json.dumps(result), file=replies, flush=True)
@@ -286,7 +286,7 @@ class Variant:
     def _reply(self) -> dict[str, Any]:
         line = self.process.stdout.readline()
         if not line:
-            raise SystemExit(f"{self.name}: the worker ended with {self.process.wait()}")
+            raise SystemExit(f"{self.name}: the worker exited with {self.process.wait()}")
         return json.loads(line)
 
     def run(self, *, keep: bool = True) -> None:
@@ -313,10 +313,10 @@ def spread(values: list[float]) -> dict[str, float]:
 
 
 def bench_model(model: str, args: argparse.Namespace) -> dict[str, Any]:
-    """All variants of one model, taking turns."""
+    """All variants of one model, interleaved."""
     variants: list[Variant] = []
     try:
-        # One after another: building a model uses every core.
+        # Sequentially, because building a model uses all cores.
         for name in (HF, *args.recipes):
             variants.append(Variant(name, model, args))
         for variant in variants:
@@ -380,7 +380,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--models", default=f"tiny,{SHAPED}", help="joined by a comma; folders and hub ids too"
+        "--models", default=f"tiny,{SHAPED}", help="comma-separated; also folders and hub ids"
     )
     parser.add_argument(
         "--recipe", action="append", dest="recipes", help="default: none and hired:0.2"
@@ -390,7 +390,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--new-tokens", type=int, default=16)
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--device", help="default: a GPU if there is one")
-    parser.add_argument("--threads", type=int, default=0, help="0: PyTorch's own choice")
+    parser.add_argument("--threads", type=int, default=0, help="0: PyTorch's default")
     parser.add_argument("--tower", default="large", choices=tuple(TOWERS), help="vision tower")
     parser.add_argument("--layers", type=int, default=24, help="of the large language model")
     parser.add_argument("--quick", action="store_true", help="checks the script, measures nothing")
@@ -411,7 +411,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def heading(script: str, arguments: list[str], args: argparse.Namespace) -> dict[str, Any]:
-    """What a result must say of how it came about."""
+    """Provenance of a result."""
     from vlmfast.core.env import environment
 
     return {
@@ -438,14 +438,14 @@ def main(argv: list[str] | None = None) -> int:
     failed = False
     for model in args.models:
         if model == "tiny" and not (TINY / "model.safetensors").is_file():
-            print("tiny: vlmfast/weights/tiny is not there, left out", file=sys.stderr)
+            print("tiny: vlmfast/weights/tiny is missing, left out", file=sys.stderr)
             continue
         start = time.perf_counter()
         rows = report["models"][model] = bench_model(model, args)
         title = f"{model}, {args.tower} tower, {args.layers} layers" if model == SHAPED else model
-        print(f"\n{markdown(title, rows)}\n\n{time.perf_counter() - start:.0f} s in all")
+        print(f"\n{markdown(title, rows)}\n\n{time.perf_counter() - start:.0f} s in total")
         if "none" in rows and rows["none"]["agreement"] < 1:
-            print(f"{model}: the tokens of none are not Hugging Face's", file=sys.stderr)
+            print(f"{model}: the tokens of none differ from Hugging Face's", file=sys.stderr)
             failed = True
     if args.quick and args.out is None:
         return int(failed)

@@ -1,19 +1,19 @@
-"""How quick the demo is, and whether it grows: ``python benchmarks/demo.py``.
+"""Measure latency and memory growth of the demo: ``python benchmarks/demo.py``.
 
-Starts ``vlmfast demo`` as its users do and speaks to it as its page does, without a browser: each
-user has a page of their own, uploads the shipped picture and asks through Gradio's queue.
+Starts ``vlmfast demo`` and sends the requests of its page without a browser: each user has their
+own page, uploads the example image and asks through Gradio's queue.
 
 ==========  ====================================================================================
-``ready``   from the command to a page that is served
-``first``   from a click on *Ask* to the first text on the page: the first question of a page,
-            so processor, vision tower and prefill of the full model are in it
-``whole``   from the same click to the end of both answers, drawn and counted
-``two``     the same for two users who ask at once, over ``whole`` of one alone
-``grown``   resident memory of the server after the last question, over that after the 20th
+``ready``   from the command until the page is served
+``first``   from a click on *Ask* to the first text on the page, for the first question of a
+            page: includes processor, vision tower and prefill of the full model
+``whole``   from the same click to the end of both answers, including drawings and counters
+``two``     ``whole`` for two concurrent users, relative to one user
+``grown``   resident memory of the server after the last question, relative to the 20th
 ==========  ====================================================================================
 
-Users ask a few questions each, some of them with a last look at full detail, and go; the next one
-opens another page. Every answer must be the one that the model is known to give.
+Each user asks a few questions, some of them followed by *Look again at full detail*, and closes the
+page. Every answer must equal the known answer of the model.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ START_S, ANSWER_S = 120, 120
 
 
 class Server:
-    """``vlmfast demo`` in a process of its own."""
+    """``vlmfast demo`` in its own process."""
 
     def __init__(self, port: int, log: Path) -> None:
         command = [sys.executable, "-m", "vlmfast", "demo", "--port", str(port)]
@@ -77,7 +77,7 @@ class Server:
 
 
 class Page:
-    """What a browser says to the server, for the picture tab; a context manager."""
+    """Sends the requests of a browser for the image tab; a context manager."""
 
     def __init__(self, address: str) -> None:
         self.http = httpx.Client(base_url=f"{address}/", timeout=ANSWER_S)
@@ -96,7 +96,7 @@ class Page:
             if trigger == "click"
         }
         self.wiring = {event["id"]: event for event in config["dependencies"]}
-        # Its end tells the server that the page was closed.
+        # Closing this stream tells the server that the page was closed.
         self.alive = self.http.stream("GET", f"gradio_api/heartbeat/{self.session}")
 
     def __enter__(self) -> Page:
@@ -112,7 +112,7 @@ class Page:
         self.http.close()
 
     def ask(self, question: str, recipe: str = "balanced") -> tuple[float, float]:
-        """Seconds to the first text and to the end."""
+        """Seconds to the first text and to the end of both answers."""
         self.values[self.ids["image-question"]] = question
         self.values[self.ids["recipe"]] = recipe
         return self._run("image-ask", QUESTIONS[question])
@@ -122,7 +122,7 @@ class Page:
 
     def _run(self, button: str, expected: str) -> tuple[float, float]:
         event = self.wiring[self.events[self.ids[button]]]
-        data = [self.values[of] for of in event["inputs"]]
+        data = [self.values[part] for part in event["inputs"]]
         chats = [event["outputs"].index(self.ids[f"image-{side}"]) for side in ("full", "recipe")]
         about = {"data": data, "fn_index": event["id"], "session_hash": self.session}
         begin, first, shown = time.perf_counter(), None, []
@@ -133,7 +133,7 @@ class Page:
                 message = json.loads(line.partition(":")[2]) if line.startswith("data:") else {}
                 if message.get("msg") == "process_generating":
                     new = message["output"]["data"]
-                    # The first message is whole, each later one says what has changed.
+                    # The first message is complete, later ones are differences.
                     shown = [
                         apply_diff(old, part) for old, part in zip(shown, new, strict=True)
                     ] if shown else new  # fmt: skip
@@ -152,12 +152,12 @@ class Page:
         whole = time.perf_counter() - begin
         for chat in chats:
             if expected not in said(shown[chat]):
-                raise SystemExit(f"{expected!r} was expected and not {shown[chat]}")
+                raise SystemExit(f"expected {expected!r}, got {shown[chat]}")
         return first, whole
 
 
 def said(chat: Any) -> str:
-    """The last message of a chat, if it is an answer that has begun."""
+    """The last message of a chat if it is an answer, else an empty text."""
     if not isinstance(chat, list) or not chat or chat[-1]["role"] != "assistant":
         return ""
     content = chat[-1]["content"]
@@ -166,7 +166,7 @@ def said(chat: Any) -> str:
 
 
 def visit(address: str, questions: int) -> list[tuple[float, float]]:
-    """One user who comes, asks, and goes; every third question is a look at full detail."""
+    """One user with a few questions; every third one is *Look again at full detail*."""
     times, asked = [], list(QUESTIONS)
     with Page(address) as page:
         for number in range(questions):
@@ -177,7 +177,7 @@ def visit(address: str, questions: int) -> list[tuple[float, float]]:
 
 
 def first_questions(address: str) -> tuple[float, float]:
-    """The first question of a page of its own."""
+    """The first question of a new page."""
     with Page(address) as page:
         return page.ask(next(iter(QUESTIONS)))
 
@@ -195,7 +195,7 @@ def _measured(server: Server, args: argparse.Namespace) -> dict[str, Any]:
     cold, _ = first_questions(server.address)
     alone, together = [], []
     with ThreadPoolExecutor(2) as users:
-        for _ in range(args.repeats):  # in turns, so that a busy machine slows both
+        for _ in range(args.repeats):  # interleaved, so that other load affects both
             alone.append(first_questions(server.address))
             asking = [users.submit(first_questions, server.address) for _ in range(2)]
             together += [user.result() for user in asking]
@@ -207,7 +207,8 @@ def _measured(server: Server, args: argparse.Namespace) -> dict[str, Any]:
         if asked % 20 == 0:
             resident[asked] = server.resident
             print(f"{asked} questions: {resident[asked] / 1e6:.1f} MB", file=sys.stderr)
-    whole = {name: spread([t for _, t in of]) for name, of in (("one", alone), ("two", together))}
+    runs = (("one", alone), ("two", together))
+    whole = {name: spread([t for _, t in times]) for name, times in runs}
     return {
         "ready_s": server.ready_s,
         "cold_first_s": cold,
@@ -225,14 +226,14 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--repeats", type=int, default=6, help="of one and of two users, 1 to 6")
-    parser.add_argument("--questions", type=int, default=200, help="in all, a multiple of 20")
-    parser.add_argument("--visit", type=int, default=9, help="questions of one user")
+    parser.add_argument("--repeats", type=int, default=6, help="runs per number of users, 1 to 6")
+    parser.add_argument("--questions", type=int, default=200, help="in total, a multiple of 20")
+    parser.add_argument("--visit", type=int, default=9, help="questions per user")
     parser.add_argument("--port", type=int, default=7918)
     parser.add_argument("--out", type=Path, default=RESULTS / "demo-tiny-cpu.json")
     args = parser.parse_args(arguments)
     if not 1 <= args.repeats <= 6 or args.questions < 40 or args.questions % 20:
-        parser.error("--repeats is 1 to 6; --questions a multiple of 20, 40 at least")
+        parser.error("--repeats must be 1 to 6; --questions a multiple of 20, at least 40")
     result = measure(args)
     found = {
         "ready_s": result["ready_s"],

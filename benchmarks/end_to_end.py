@@ -1,37 +1,37 @@
-"""Whole answers beside Hugging Face: ``python benchmarks/end_to_end.py --model NAME``.
+"""Compare complete answers with Hugging Face: ``python benchmarks/end_to_end.py --model NAME``.
 
 ====================  =============================================================================
 llava-1.5-7b          LLaVA-1.5 on Vicuna-7B's shape, 576 visual tokens
 llava-next-7b         LLaVA-NeXT on Vicuna-7B's shape, 2,928 visual tokens
-qwen2.5-vl-7b-shape   the language model has the shape of Qwen2.5-VL-7B's and reads 8,192 tokens;
-                      the way into it is LLaVA-NeXT's (`gpu_hour.py` has the family's own modules)
-tiny-shape            LLaVA-NeXT at toy size: checks the script on any machine
+qwen2.5-vl-7b-shape   a language model of Qwen2.5-VL-7B's shape with 8,192 prompt tokens; vision
+                      tower and projector are LLaVA-NeXT's (`gpu_hour.py` has Qwen's own modules)
+tiny-shape            a small LLaVA-NeXT: checks the script on any machine
 ====================  =============================================================================
 
-Weights are random and made on the device, so nothing is downloaded. Attention of random weights is
-even: methods that keep what is important find nearly everything so, and `zipvl` holds about the
-most that it can. Times do not depend on what the numbers are, as long as as many tokens stay.
+Weights are random and created on the device, so nothing is downloaded. Attention with random
+weights is nearly uniform: methods that keep important tokens keep almost all, and the cache of
+`zipvl` is near its maximum size. Times only depend on the number of kept tokens.
 
-Measured are Hugging Face's ``generate`` (``sdpa``, and with a static cache, whose decode step it
-compiles on a GPU) and vlmfast, each at every batch size. All requests ask about the same picture.
+Measures Hugging Face's ``generate`` (``sdpa``, and with a static cache, whose decode step it
+compiles on a GPU) and vlmfast at every batch size. All requests ask about the same image.
 
 ============  =====================================================================================
-``first``     RGB pictures in host memory until every request has its first token
-``step``      tokens per second of all requests together, from the third token on: the second may
-              hold a capture or a compilation
-``floor``     weights and cache read once, at the bandwidth of a large copy on this GPU
-``memory``    highest allocated size while answering, the model included (CPU: resident size)
+``first``     from RGB images in host memory until every request has its first token
+``step``      tokens per second of the batch, from the third token on: the second may include a
+              graph capture or a compilation
+``floor``     time to read weights and cache once, at the bandwidth of a large copy on this GPU
+``memory``    peak allocated memory during the answers, with the model (CPU: resident size)
 ============  =====================================================================================
 
-Before it is timed, every variant decodes 8 given tokens. Its logits must be those of its reference
-within three times what Hugging Face's own two kinds of attention (``eager``, ``sdpa``) differ. For
-``none`` and the static cache the reference is Hugging Face's ``sdpa`` with one request; for other
-recipes it is the same recipe with one request by the PyTorch references of the kernels, operation
-by operation. Where logits are further apart, no ratio is given.
+Before the measurement, every variant decodes 8 given tokens. Its logits may differ from its
+reference by three times the difference between Hugging Face's ``eager`` and ``sdpa`` attention. For
+``none`` and the static cache the reference is Hugging Face's ``sdpa`` with one request. For other
+recipes it is the same recipe with one request and the kernels' PyTorch references, without graphs
+or compilation. If the difference is larger, no ratio is reported.
 
-Every part, a variant at a batch size, is written as soon as it is there. The script ends by itself
-before ``--minutes`` are over, with exit code 3 where parts are missing; the same command goes on.
-What failed is tried again then, but for what found no room in memory.
+Every part, a variant at a batch size, is written as soon as it is finished. The script ends before
+``--minutes`` are over, with exit code 3 if parts are missing; the same command resumes it. Failed
+parts are repeated then, except those that ran out of memory.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ RESULTS = Path(__file__).resolve().parent / "results"
 HF, STATIC = "hf sdpa", "hf static"
 RECIPES = ("none", "hired:0.2", "pyramiddrop", "hired:0.2+pyramiddrop+zipvl")
 QUESTION = "How many yellow objects are there?"
-FORCED = 8  # tokens whose logits are compared
-LEAST = {torch.float32: 1e-4, torch.bfloat16: 1e-2}  # relative error that is always allowed
+FORCED = 8  # number of tokens whose logits are compared
+LEAST = {torch.float32: 1e-4, torch.bfloat16: 1e-2}  # smallest tolerance, relative
 USUAL = {"batches": "1,8,32", "new_tokens": 64, "repeats": 3}
 TOY = {"batches": "1,2", "new_tokens": 8, "repeats": 1}
 UNFINISHED = 3  # exit code
@@ -78,11 +78,11 @@ FULL = "out of memory"
 
 @dataclass(frozen=True)
 class Shape:
-    """A model by its numbers.
+    """Dimensions of a model.
 
-    ``tower``: layers, width, heads, edge of its pictures, edge of a patch. ``canvases``: sizes
-    (height, width) into which LLaVA-NeXT cuts pictures; LLaVA-1.5 has none. ``prompt``: tokens that
-    the question is filled up to.
+    ``tower``: layers, width, heads, image size, patch size. ``canvases``: grid sizes (height,
+    width) of LLaVA-NeXT; LLaVA-1.5 has none. ``prompt``: minimum prompt length in tokens; the
+    question is padded to it.
     """
 
     language: str
@@ -113,7 +113,7 @@ MODELS = {
 
 
 def build(shape: Shape, device: torch.device, dtype: torch.dtype, layers: int = 0) -> Any:
-    """Model and processor; weights are drawn on the device in their dtype."""
+    """Model and processor; random weights are created on the device in their dtype."""
     import transformers as hf
     from transformers.models.clip import CLIPImageProcessor
 
@@ -148,7 +148,7 @@ def build(shape: Shape, device: torch.device, dtype: torch.dtype, layers: int = 
     both |= {"image_token_id": tiny_models.IMAGE_ID}
     crop = {"size": {"shortest_edge": edge}, "crop_size": {"height": edge, "width": edge}}
     if shape.canvases:
-        canvases = [list(of) for of in shape.canvases]
+        canvases = [list(size) for size in shape.canvases]
         config = hf.LlavaNextConfig(**both, image_grid_pinpoints=canvases)
         images = hf.LlavaNextImageProcessor(**crop, image_grid_pinpoints=canvases)
         of_model, of_processor = hf.LlavaNextForConditionalGeneration, hf.LlavaNextProcessor
@@ -186,7 +186,7 @@ def _default(dtype: torch.dtype) -> Iterator[None]:
 
 @dataclass
 class Job:
-    """A model and what it is asked."""
+    """A model, an image and a question."""
 
     model: Any
     processor: Any
@@ -199,7 +199,7 @@ class Job:
         return self.model.device
 
     def vlm(self) -> VLM:
-        """A new one: with no buffers and no captured steps of an earlier variant."""
+        """A new VLM without the buffers and captured steps of earlier variants."""
         return VLM(self.model, self.processor, decoding=self.decoding)
 
 
@@ -219,7 +219,7 @@ def prepared(name: str, device: torch.device, dtype: torch.dtype, args: argparse
 
 
 class Watch:
-    """A stopping criterion that stops nothing, and notes when every request has a token more."""
+    """A stopping criterion that never stops and records the time of the first two tokens."""
 
     def __init__(self, device: torch.device, calls: int) -> None:
         self.device, self.calls, self.seen = device, calls, 0
@@ -227,14 +227,14 @@ class Watch:
 
     def __call__(self, ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         self.seen += 1
-        # The first two rounds: later ones must not be waited for.
+        # Only the first two steps: `clock` synchronizes, which would slow later ones.
         if self.seen % self.calls == 0 and len(self.times) < 2:
             self.times.append(clock(self.device))
         return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
 
 
 class Forced:
-    """A logits processor that keeps what it gets and has the next given token chosen."""
+    """A logits processor that records the logits and forces the given tokens."""
 
     def __init__(self, tokens: list[int] | None) -> None:
         self.tokens = tokens
@@ -251,7 +251,7 @@ class Forced:
 
 @dataclass
 class Run:
-    """What one batch of answers took, in seconds and bytes; and the logits (B, n, V) if watched."""
+    """Cost of one batch of answers in seconds and bytes, and its logits (B, n, V) if recorded."""
 
     first: float
     second: float
@@ -266,7 +266,7 @@ Answer = Callable[[int, int, "list[int] | bool"], Run]
 
 
 def huggingface(job: Job, static: bool = False) -> Answer:
-    """``(batch, new tokens, tokens that are forced) -> Run``; with ``True`` logits are kept."""
+    """``(batch, new tokens, forced tokens) -> Run``; ``True`` only records the logits."""
     vlm = job.vlm()
     content = [{"type": "image"}, {"type": "text", "text": job.question}]
     text = job.processor.apply_chat_template(
@@ -278,7 +278,7 @@ def huggingface(job: Job, static: bool = False) -> Answer:
         watch, probe = Watch(job.device, 1), Forced(forced if isinstance(forced, list) else None)
         forget_peak(job.device)
         begin = clock(job.device)
-        # Pictures are resized where vlmfast resizes them.
+        # Resize images on the same device as vlmfast.
         inputs = job.processor(
             images=[job.picture] * batch,
             text=[text] * batch,
@@ -286,8 +286,8 @@ def huggingface(job: Job, static: bool = False) -> Answer:
             **vlm.adapter.on_device(),
         )
         inputs = {
-            key: of.to(job.device, vlm.adapter.dtype if of.is_floating_point() else None)
-            for key, of in inputs.items()
+            key: value.to(job.device, vlm.adapter.dtype if value.is_floating_point() else None)
+            for key, value in inputs.items()
         }
         ids = job.model.generate(
             **inputs,
@@ -307,7 +307,7 @@ def huggingface(job: Job, static: bool = False) -> Answer:
 
 
 def own(job: Job, recipe: str) -> Answer:
-    """As `huggingface`, by vlmfast."""
+    """As `huggingface`, with vlmfast."""
     vlm = job.vlm()
 
     def answer(batch: int, new: int, forced: list[int] | bool = False) -> Run:
@@ -363,16 +363,16 @@ def variant(job: Job, name: str) -> Answer:
 
 @dataclass
 class Judge:
-    """Says whether a variant computes what it should.
+    """Checks the logits of a variant.
 
     Parameters
     ----------
     tokens : list of int
-        What Hugging Face says greedily; every variant is given them.
+        Greedy answer of Hugging Face; forced in every variant.
     logits : Tensor, (n, V)
-        Hugging Face's behind the prompt and behind each of them but the last.
+        Hugging Face's logits after the prompt and after each token but the last.
     own : float
-        How far its ``eager`` attention is from its ``sdpa``.
+        Relative difference between its ``eager`` and ``sdpa`` attention.
     """
 
     job: Job
@@ -385,18 +385,18 @@ class Judge:
     @staticmethod
     def of(job: Job) -> Judge:
         answer = huggingface(job)
-        said = answer(1, FORCED, True)
-        logits = said.logits[0]
+        run = answer(1, FORCED, True)
+        logits = run.logits[0]
         job.model.set_attn_implementation("eager")
         try:
-            other = answer(1, FORCED, said.tokens).logits
+            other = answer(1, FORCED, run.tokens).logits
         finally:
             job.model.set_attn_implementation("sdpa")
         off = apart(other, logits)
-        return Judge(job, said.tokens, logits, off, max(3 * off, LEAST[job.model.dtype]))
+        return Judge(job, run.tokens, logits, off, max(3 * off, LEAST[job.model.dtype]))
 
     def check(self, name: str, answer: Answer, batch: int) -> dict[str, Any]:
-        """``passed``, the ``error``, what is ``allowed``, and what was ``compared``."""
+        """Whether the check ``passed``, ``error``, ``allowed`` error, and what was ``compared``."""
         got = answer(batch, FORCED, self.tokens).logits
         wanted, with_what = self.logits, "Hugging Face (sdpa)"
         if name not in (HF, STATIC, "none"):
@@ -411,7 +411,7 @@ class Judge:
             "allowed": self.allowed,
             "hf_eager_error": self.own,
             "greedy_tokens_that_differ": int(flips.sum()),
-            # In standard deviations of the logits: how sure the reference was where they differ.
+            # Top-2 margin of the reference where tokens differ, in standard deviations.
             "largest_margin_there": float(margin.max()) if len(margin) else 0.0,
             "compared": f"logits of {FORCED} given tokens, {batch} requests, with {with_what}",
         }
@@ -421,13 +421,13 @@ class Judge:
             job = copy.copy(self.job)
             job.decoding = "eager"
             with kernels("torch"):
-                said = own(job, recipe)(1, FORCED, self.tokens)
-            self.references[recipe] = said.logits[0]
+                run = own(job, recipe)(1, FORCED, self.tokens)
+            self.references[recipe] = run.logits[0]
         return self.references[recipe]
 
 
 def apart(got: Tensor, wanted: Tensor) -> float:
-    """Largest relative error of a request: logits (B, n, V) against (n, V), less their mean."""
+    """Largest relative error of a request: logits (B, n, V) against centered logits (n, V)."""
     spread = (wanted - wanted.mean(-1, keepdim=True)).norm()
     off = (got - wanted).flatten(1).norm(dim=1) / spread
     return float(off.max()) if bool(off.isfinite().all()) else float("inf")
@@ -437,7 +437,7 @@ def apart(got: Tensor, wanted: Tensor) -> float:
 
 
 def part(job: Job, judge: Judge, name: str, batch: int, args: argparse.Namespace) -> dict[str, Any]:
-    """A variant at a batch size: the comparison, a run that warms up, and those that count."""
+    """Run a variant at a batch size: the check, a warm-up run, and the measured runs."""
     answer = variant(job, name)
     found: dict[str, Any] = {"check": judge.check(name, answer, batch)}
     begin = clock(job.device)
@@ -454,7 +454,7 @@ def part(job: Job, judge: Judge, name: str, batch: int, args: argparse.Namespace
 
 
 def cleaned(job: Job) -> None:
-    """Nothing of a variant is left for the next one's memory."""
+    """Free the memory of a variant."""
     for name in ("_cache", "_compiled_call"):
         if name in job.model.__dict__:
             delattr(job.model, name)
@@ -515,7 +515,7 @@ def markdown(report: dict[str, Any]) -> str:
 
 
 def aims(report: dict[str, Any]) -> list[str]:
-    """What was aimed at on an H200, beside what was measured; only of parts that were right."""
+    """Compare the results with the targets for an H200; only parts that passed their check."""
     parts, rates, lines = report["parts"], report.get("machine"), []
 
     def at(name: str, batch: int) -> dict[str, Any] | None:
@@ -549,7 +549,7 @@ def aims(report: dict[str, Any]) -> list[str]:
     for key in parts:
         name, batch = key.rsplit(" | ", 1)
         row, full = at(name, int(batch)), at("none", int(batch))
-        # On a CPU it is the size of the process, which is not the model's alone.
+        # On a CPU, memory is that of the whole process.
         if rates and row and full and name not in (HF, STATIC, "none"):
             aim(f"memory, batch {batch}, none over {name}", full["memory"] / row["memory"], 1)
     return lines
@@ -562,17 +562,17 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--model", required=True, choices=tuple(MODELS))
     add("--recipe", action="append", dest="recipes", help=f"default: {', '.join(RECIPES)}")
-    add("--batches", help="joined by a comma (1,8,32; of tiny-shape 1,2)")
-    add("--no-hf", action="store_true", help="leave Hugging Face's times out (not the comparison)")
-    add("--new-tokens", type=int, help="at least 3 (64; of tiny-shape 8)")
-    add("--repeats", type=int, help="runs that count (3; of tiny-shape 1)")
-    add("--layers", type=int, default=0, help="of the language model, for a quick look")
+    add("--batches", help="comma-separated (1,8,32; tiny-shape 1,2)")
+    add("--no-hf", action="store_true", help="do not time Hugging Face (it is still compared)")
+    add("--new-tokens", type=int, help="at least 3 (64; tiny-shape 8)")
+    add("--repeats", type=int, help="measured runs (3; tiny-shape 1)")
+    add("--layers", type=int, default=0, help="language model layers, for a quick test")
     add("--decoding", default="auto", choices=("auto", "graph", "compile", "eager"))
     add("--dtype", choices=("float32", "bfloat16"), help="bfloat16 on a GPU, float32 elsewhere")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--minutes", type=float, default=9.0, help="begin no part that may last longer")
-    add("--again", action="store_true", help="measure these parts anew, keep the others")
-    add("--fresh", action="store_true", help="forget what the result file has")
+    add("--minutes", type=float, default=9.0, help="start no part that may exceed this limit")
+    add("--again", action="store_true", help="measure these parts again, keep the others")
+    add("--fresh", action="store_true", help="discard the contents of the result file")
     add("--out", type=Path, help="default: benchmarks/results/end_to_end-MODEL-DEVICE.json")
     args = parser.parse_args(argv)
     for name, value in (TOY if args.model == "tiny-shape" else USUAL).items():
@@ -589,7 +589,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 def left_over(
     wanted: list[tuple[str, int]], parts: dict[str, dict[str, Any]]
 ) -> list[tuple[str, int]]:
-    """Parts that are not there; those that failed last, so that they do not keep others away."""
+    """Missing parts; failed ones come last, so that they do not block others."""
     found: list[list[tuple[str, int]]] = [[], []]
     for name, batch in wanted:
         row = parts.get(f"{name} | {batch}")
@@ -599,7 +599,7 @@ def left_over(
 
 
 def settings(args: argparse.Namespace, about: dict[str, Any]) -> dict[str, Any]:
-    """What parts of one file must have in common."""
+    """Settings that all parts of one file must have in common."""
     versions = {name: about["environment"]["packages"][name] for name in ("torch", "transformers")}
     keys = ("model", "dtype", "new_tokens", "layers", "decoding")
     return {key: getattr(args, key) for key in keys} | {"device": about["device"], **versions}
@@ -620,7 +620,7 @@ def main(argv: list[str] | None = None) -> int:
         if report["settings"] != settings(args, about):
             print(
                 f"{out} was measured with {report['settings']}, not with {settings(args, about)}; "
-                "take --fresh or another --out",
+                "use --fresh or another --out",
                 file=sys.stderr,
             )
             return 2
@@ -645,17 +645,17 @@ def main(argv: list[str] | None = None) -> int:
             row = part(job, judge, name, batch, args)
         except torch.OutOfMemoryError:
             row = {"failed": FULL}
-        except Exception as error:  # of this variant; the others may do
+        except Exception as error:  # other variants may work
             row = {"failed": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
-        with contextlib.suppress(Exception):  # a broken device fails here, too
+        with contextlib.suppress(Exception):  # also fails on a broken device
             cleaned(job)
         took = time.perf_counter() - begin
         longest, left = max(longest, took), left - 1
         report["parts"][f"{name} | {batch}"] = row | {"date": about["date"], "took": took}
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-        said = row.get("failed") or f"{row['rate']:,.1f} tokens/s"
-        print(f"{name} | {batch}: {said}, took {took:.0f} s", file=sys.stderr)
+        result = row.get("failed") or f"{row['rate']:,.1f} tokens/s"
+        print(f"{name} | {batch}: {result}, took {took:.0f} s", file=sys.stderr)
     print(f"\n{args.model}, {args.dtype}, {about['device']}\n\n{markdown(report)}\n")
     print("\n".join(aims(report)))
     wrong = 0
@@ -665,7 +665,7 @@ def main(argv: list[str] | None = None) -> int:
             print(f"WRONG: {key}: {row.get('failed') or row['check']}")
     print(f"\nwritten: {out}", file=sys.stderr)
     if left:
-        print(f"{left} parts are missing; the same command goes on", file=sys.stderr)
+        print(f"{left} parts are missing; repeat the command to resume", file=sys.stderr)
         return UNFINISHED
     return int(bool(wrong))
 

@@ -1,24 +1,22 @@
-"""The first hour on a GPU: every path that needs one, once: ``python benchmarks/gpu_hour.py``.
+"""Run every path that needs a GPU once: ``python benchmarks/gpu_hour.py``.
 
 Weights are random or those of `tiny`, and nothing is downloaded. Four parts run in this order; name
-some of them to run those alone.
+parts to run only those.
 
 =========  =====================================================================================
-``probe``  device, versions, bandwidth of a copy, time of the first and of later answers
+``probe``  device, versions, copy bandwidth, time of the first and of later answers
 ``smoke``  every method of the library on `tiny`: captured decoding, eager decoding and the
            kernels' PyTorch references must all give the CPU's tokens; a ragged batch, streaming,
-           a session; captures beside a thread that allocates
-``step``   decode steps of LLaVA-NeXT and of Qwen2.5-VL at 7B, beside the time in which weights
-           and cache are read once at the bandwidth of the copy; kernels per layer, time of a
-           capture
-``serve``  tokens per second of a batch whose answers end together, and of one whose do not
+           a session; captures while another thread allocates memory
+``step``   decode steps of LLaVA-NeXT and of Qwen2.5-VL at 7B, compared with the time to read
+           weights and cache once at the copy bandwidth; kernels per layer, time of a capture
+``serve``  tokens per second of batches with equal and with different answer lengths
 =========  =====================================================================================
 
-A row has a verdict where something is expected of it: ``PASS``, ``MISS`` (slower or less than aimed
-at) or ``FAIL`` (wrong, or an error). The result file is written after every row, with device,
-versions, command and date. ``--dry`` runs all parts at toy size on a CPU, which checks this script
-and nothing else: times mean nothing and have no verdict then. The exit code is 1 if a row
-failed.
+Rows with a target have a verdict: ``PASS``, ``MISS`` (target missed) or ``FAIL`` (wrong result or
+error). The result file is written after every row, with device, versions, command and date.
+``--dry`` checks the script at small sizes on a CPU; times have no verdict then. The
+exit code is 1 if a row failed.
 """
 
 from __future__ import annotations
@@ -62,7 +60,7 @@ RESULTS = Path(__file__).resolve().parent / "results"
 PARTS = ("probe", "smoke", "step", "serve")
 QUESTION = "What is in the bottom left?"
 IMAGE = str(ROOT / "examples" / "picture.png")
-# Beside each method at its defaults.
+# In addition to each method at its defaults.
 STACKS = (
     "none",
     "downsample:0.3,repair=true",
@@ -73,7 +71,7 @@ STACKS = (
     "hired:0.5+pyramiddrop+zipvl",
 )
 DRY_RECIPES = ("none", "hired:0.2", "zipvl")
-# What is aimed at; seconds, and shares of the time that reading weights and cache once takes.
+# Targets: seconds, and the ratio of the time to read weights and cache once to the step time.
 FIRST, LATER, SECOND_REQUEST, CAPTURE = 1.5, 0.3, 0.5, 0.15
 OF_FLOOR = {"llava-next-7b": 0.75, "qwen2.5-vl-7b": 0.70}
 KERNELS_PER_LAYER = 16
@@ -84,7 +82,7 @@ KERNELS_PER_LAYER = 16
 
 @dataclass
 class Report:
-    """Rows of the result file, written and printed as they come.
+    """Rows of the result file, written and printed immediately.
 
     Parameters
     ----------
@@ -99,16 +97,16 @@ class Report:
     part: str = ""
 
     def row(self, what: str, value: Any, aim: str = "", ok: bool | None = None) -> None:
-        """``ok`` says whether the aim was met; ``None`` where nothing was aimed at."""
+        """Add a row; ``ok`` is whether the target was met, ``None`` without a target."""
         self._add(what, value, aim, "" if ok is None else "PASS" if ok else "MISS")
 
     def exact(self, what: str, value: Any, aim: str, ok: bool) -> None:
-        """The same where anything else is wrong, and not only slow."""
+        """The same for results that must be correct: ``FAIL`` instead of ``MISS``."""
         self._add(what, value, aim, "PASS" if ok else "FAIL")
 
     @contextlib.contextmanager
     def guarded(self, what: str) -> Iterator[None]:
-        """An error becomes a row; one that breaks the CUDA context ends the script."""
+        """Convert errors to rows; errors that break the CUDA context end the script."""
         try:
             yield
         except Exception as error:
@@ -133,7 +131,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Bench:
-    """Where the parts run and how large."""
+    """Device and size of the parts."""
 
     report: Report
     device: torch.device
@@ -150,13 +148,13 @@ class Bench:
         self.report.row(f"{what}, s", seconds, text, seconds <= aim if judged else None)
 
     def bandwidth(self) -> float:
-        """Bytes per second of a large copy, read and written."""
+        """Bytes per second of a large copy, reads plus writes."""
         x = torch.randn(1 << (20 if self.dry else 28), device=self.device)
         y = torch.empty_like(x)
         return 2 * x.nbytes / self.seconds(lambda: y.copy_(x), 10)
 
     def seconds(self, call: Callable[[], Any], count: int) -> float:
-        """Median time of a call, the device's work included."""
+        """Median time of a call including the device's work."""
         for _ in range(3):
             call()
         found = []
@@ -204,7 +202,7 @@ def smoke(bench: Bench) -> None:
         with report.guarded(f"recipe {recipe}"):
             try:
                 wanted = cpu.ask(QUESTION, IMAGE, recipe=recipe, **length).token_ids
-            except RecipeError as refusal:  # a method that has no weights for `tiny`, say
+            except RecipeError as refusal:  # such as a method without weights for `tiny`
                 report.row(f"recipe {recipe}", f"refused: {refusal}")
                 continue
             for mode, (vlm, choice) in modes.items():
@@ -225,38 +223,39 @@ def smoke(bench: Bench) -> None:
     with report.guarded("ragged batch"):
         ragged(report, auto, cpu)
     with report.guarded("session"), auto.session(images=IMAGE, recipe="lookm:0.5") as session:
-        texts = [session.ask(of, max_new_tokens=6).text for of in (QUESTION, "And above it?")]
+        texts = [session.ask(q, max_new_tokens=6).text for q in (QUESTION, "And above it?")]
         report.row("two questions of a session", " / ".join(texts))
     with report.guarded("captures beside a thread that allocates"):
         beside_a_thread(bench)
 
 
 def recipes() -> list[str]:
-    """Every method that works on tokens, cache or drafts at its defaults, and `STACKS`."""
+    """`STACKS`, and every method except frame selection at its defaults."""
     names = [method["name"] for method in vlmfast.methods() if method["protocol"] != "media"]
     return [*STACKS, *names]
 
 
 def ragged(report: Report, vlm: VLM, cpu: VLM) -> None:
-    """Six requests of different recipes and lengths, three at once."""
+    """Six requests with different recipes and lengths in a batch of three."""
     pairs = zip(
         ("none", "hired:0.2", "zipvl", "kivi", "snapkv:0.3", "none"),
         (5, 9, 4, 12, 7, 3),
         strict=True,
     )
     requests = [
-        Request(QUESTION, IMAGE, recipe=of, generation={"max_new_tokens": n, "min_new_tokens": n})
-        for of, n in pairs
+        Request(QUESTION, IMAGE, recipe=text, generation={"max_new_tokens": n, "min_new_tokens": n})
+        for text, n in pairs
     ]
     got, wanted = (
-        [answer.token_ids for answer in of.ask_many(requests, batch_size=3)] for of in (vlm, cpu)
+        [answer.token_ids for answer in model.ask_many(requests, batch_size=3)]
+        for model in (vlm, cpu)
     )
     same = sum(a == b for a, b in zip(got, wanted, strict=True))
     report.exact("ragged batch: answers that are the CPU's", same, "6", same == 6)
 
 
 def beside_a_thread(bench: Bench) -> None:
-    """Decode steps of new shapes are captured while another thread allocates and frees."""
+    """Capture decode steps of new shapes while another thread allocates and frees memory."""
     stop = threading.Event()
 
     def allocate() -> None:
@@ -303,7 +302,7 @@ def step(bench: Bench) -> None:
 
 
 def qwen(bench: Bench) -> tuple[Any, Any]:
-    """Qwen2.5-VL's own modules at 7B with random weights; the toy in a dry run."""
+    """Qwen2.5-VL's own modules at 7B with random weights; small ones in a dry run."""
     sys.path.insert(0, str(ROOT / "tests"))
     import tiny_families
 
@@ -331,7 +330,7 @@ def qwen(bench: Bench) -> tuple[Any, Any]:
 
 @torch.no_grad()
 def steps(bench: Bench, vlm: VLM, name: str, recipe: str, batch: int, bandwidth: float) -> None:
-    """Decode steps of ``batch`` requests of one length."""
+    """Measure decode steps of ``batch`` requests of equal length."""
     report, what = bench.report, f"{name} | {recipe} | batch {batch}"
     with switched(vlm.model):
         runs = [prefilled(vlm, recipe, 256 if bench.dry else 2944) for _ in range(batch)]
@@ -344,7 +343,7 @@ def steps(bench: Bench, vlm: VLM, name: str, recipe: str, batch: int, bandwidth:
             decoder.next(tokens)
         count = 4 if bench.dry else 24
         begin = clock(bench.device)
-        for _ in range(count):  # the host runs ahead of the device, as far as the method lets it
+        for _ in range(count):  # asynchronous, as far as the method allows it
             decoder.next(tokens)
         took = (clock(bench.device) - begin) / count
         floor = (end_to_end.weights(vlm.model) + decoder.cache.held_bytes()) / bandwidth
@@ -363,7 +362,7 @@ def steps(bench: Bench, vlm: VLM, name: str, recipe: str, batch: int, bandwidth:
 
 
 def prefilled(vlm: VLM, recipe: str, length: int) -> Sequence:
-    """A request that follows a prompt of random embeddings."""
+    """A request after the prefill of random embeddings."""
     prompt = kv.prompt(vlm, length)
     text = {"input_ids": torch.zeros(1, 1, dtype=torch.int64, device=vlm.adapter.device)}
     engine, begin = Engine(vlm.adapter), clock(vlm.adapter.device)
@@ -377,7 +376,7 @@ def prefilled(vlm: VLM, recipe: str, length: int) -> Sequence:
 
 
 def capture(bench: Bench, what: str, decoder: Decoder, tokens: torch.Tensor) -> None:
-    """One replay without the host, the kernels in it, and how long a capture takes."""
+    """Measure one replay without the host, its kernels, and the time of a capture."""
     from torch.profiler import ProfilerActivity, profile
 
     report, replay = bench.report, next(iter(decoder.graph._replays.values()))
@@ -434,7 +433,7 @@ def serve(bench: Bench) -> None:
 
 
 def served(bench: Bench, vlm: VLM, image: Any, recipe: str, size: int, equal: bool) -> float:
-    """Tokens per second of two batches' worth of requests, the time of their prompts left out."""
+    """Tokens per second of ``2 * size`` requests, without the time of their prompts."""
     if bench.dry:
         lengths = [6 if equal else 3 + i for i in range(2 * size)]
     else:
@@ -462,7 +461,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("parts", nargs="*", metavar="PART", help=f"default: {' '.join(PARTS)}")
-    add("--dry", action="store_true", help="toy sizes on a CPU: checks the script alone")
+    add("--dry", action="store_true", help="use small sizes on a CPU to check the script")
     add("--out", type=Path, help="default: benchmarks/results/gpu_hour-DEVICE.json")
     args = parser.parse_args(argv)
     for part in args.parts:
@@ -476,14 +475,14 @@ def main(argv: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
     args = parse(arguments)
     if not args.dry and not torch.cuda.is_available():
-        print("there is no CUDA device; --dry runs toy sizes on a CPU", file=sys.stderr)
+        print("no CUDA device found; --dry runs small sizes on a CPU", file=sys.stderr)
         return 2
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     about = facts()
     if args.dry:
         about["device"] = "cpu"
-        torch.set_num_threads(1)  # at these sizes several would wait for each other
+        torch.set_num_threads(1)  # more threads are slower at these sizes
     kind = about["device"].replace(" ", "-").lower()
     out = args.out or RESULTS / f"gpu_hour-{kind}.json"
     command = shlex.join(["python", "benchmarks/gpu_hour.py", *arguments])

@@ -1,6 +1,6 @@
-"""What `import vlmfast` adds to `import torch`: ``python benchmarks/import_time.py``.
+"""Measure what `import vlmfast` adds to `import torch`: ``python benchmarks/import_time.py``.
 
-Fresh processes, interleaved, medians. Exits with 1 when the addition is above the limit.
+Uses fresh, interleaved processes and medians. Exits with 1 if the difference exceeds the limit.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ _TIMED = "import time; start = time.perf_counter(); {}; print(time.perf_counter(
 
 
 def seconds(statement: str) -> float:
-    """Time of ``statement`` in a fresh interpreter, the interpreter's own start not counted."""
+    """Time of ``statement`` in a fresh interpreter, without the interpreter's start."""
     command = [sys.executable, "-c", _TIMED.format(statement)]
     return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
 
 def measure(runs: int = 5) -> dict[str, float]:
-    """Median seconds of both imports and what the second adds."""
+    """Median seconds of both imports and their difference."""
     torch_only, both = [], []
     for _ in range(runs):
         torch_only.append(seconds("import torch"))

@@ -1,27 +1,27 @@
-"""Every kernel at its shapes: ``python benchmarks/kernels.py``.
+"""Check and time every kernel at its shapes: ``python benchmarks/kernels.py``.
 
-Shapes are one layer of A: LLaVA-1.5-7B at 640 tokens, B: LLaVA-NeXT-7B at 2,944, C: the same on
+Shapes are one layer of A: LLaVA-1.5-7B at 640 tokens, B: LLaVA-NeXT-7B at 2,944, C: the same with
 Mistral's 8 KV heads, D: Qwen2.5-7B's language model at 8,192, E: the same at 32,768; bfloat16.
 
 For each case and shape the kernel's result is first compared with that of its PyTorch reference
-(``VLMFAST_KERNELS=torch``), from poisoned memory. Where they differ the row says so and holds no
-time. Where they agree it is timed as the replay of a CUDA graph, the second-level cache flushed
-before every replay, beside the reference and beside PyTorch's own functions that do the same work,
-whose results are compared too. Bytes are the fewest that the task moves, operations those of its
-matrix products; both are set against what this GPU reaches, a large copy and a large product
-measured in the same process.
+(``VLMFAST_KERNELS=torch``), with poisoned memory. If they differ, the row has no time. Otherwise
+the kernel is timed as the replay of a CUDA graph, with the L2 cache flushed before every replay.
+The reference and equivalent PyTorch functions, whose results are compared too, are timed in the
+same way. Bytes are the minimum that the task moves, and operations are those of its matrix
+products. Both are compared with the bandwidth of a large copy and the rate of a large matrix
+product, measured in the same process.
 
 ============  =====================================================================================
 ``time``      median of the replays, on the device
-``call``      one call after another from Python, launches included
-``floor``     the longer of bytes over copy bandwidth and operations over matrix rate; the share of
-              it that is reached follows
+``call``      time per call from Python, including launches
+``floor``     the larger of bytes over copy bandwidth and operations over matrix rate; the table
+              shows the fraction of it that is reached
 ============  =====================================================================================
 
-Each kernel file has a process of its own, and another one behind a case that breaks it or hangs;
-rows are written as they come, and ``--missing`` takes those that are not there yet. Without a GPU
-``--check`` compares kernels with references at toy sizes in Triton's interpreter, and takes no
-time.
+Each kernel file runs in its own process, which is restarted after a case that crashes or hangs it.
+Rows are written immediately, and ``--missing`` runs those that are not in the result file. Without
+a GPU, ``--check`` compares kernels with their references at small sizes in Triton's interpreter,
+without times.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ from torch import Tensor
 from torch.nn import functional
 
 RESULTS = Path(__file__).resolve().parent / "results"
-# The interpreter cuts numbers off where it should round them to bfloat16.
+# The interpreter truncates instead of rounding to bfloat16.
 HALF = torch.bfloat16 if torch.cuda.is_available() else torch.float16
-# Relative error that a row may have, by the dtype of a result.
+# Allowed relative error of a row, by the dtype of a result.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1e-2}
-FLUSHED = 1 << 28  # bytes written before a replay: several times the second-level cache
+FLUSHED = 1 << 28  # bytes written before a replay: several times the L2 cache
 
 
 @dataclass(frozen=True)
@@ -85,10 +85,10 @@ TOYS = {
 
 @dataclass
 class Other:
-    """A function of PyTorch that does the same work.
+    """A PyTorch function that does the same work.
 
-    ``same``: its result is the reference's, and is compared; otherwise it works on other storage of
-    the same numbers.
+    ``same``: compare its result with the reference; otherwise it uses another storage format of
+    the same values.
     """
 
     run: Callable[[], Any]
@@ -97,23 +97,23 @@ class Other:
 
 @dataclass
 class Work:
-    """What is measured.
+    """One measurement.
 
     Parameters
     ----------
     run : callable
         Calls the public function; the reference is the same call under ``VLMFAST_KERNELS=torch``.
     bytes, flop : int
-        The least that the task moves; operations of its matrix products.
+        Minimum number of bytes moved, and operations of the matrix products.
     others : dict of str to Other
     prepare : callable, optional
-        Brings buffers that ``run`` writes into to a known state before a comparison.
+        Initializes the buffers that ``run`` writes to before a comparison.
     tolerance : float, optional
-        Relative error of a row of floats; by default what its dtype allows.
+        Relative error of a row of floats; by default `TOLERANCE` of its dtype.
     allow : float
-        Share of rows, or of integers, that may be further off: where a near tie decides.
+        Fraction of rows, or of integers, that may exceed the tolerance because of near ties.
     off : int
-        By how much an integer may differ.
+        Maximum difference of integers.
     """
 
     run: Callable[[], Any]
@@ -126,7 +126,7 @@ class Work:
     off: int = 0
 
 
-# --- what each kernel is given -------------------------------------------------------------------
+# --- inputs of each kernel -----------------------------------------------------------------------
 
 
 def randn(*shape: int, dtype: torch.dtype = HALF) -> Tensor:
@@ -141,9 +141,9 @@ def _device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def some(of: int, keep: int, *leading: int) -> Tensor:
-    """``keep`` of so many indices, ascending, in each leading entry."""
-    order = uniform(*leading, of).argsort(-1)[..., :keep]
+def random_indices(total: int, keep: int, *leading: int) -> Tensor:
+    """``keep`` of ``total`` indices, ascending, for each leading entry."""
+    order = uniform(*leading, total).argsort(-1)[..., :keep]
     return order.sort(-1).values
 
 
@@ -152,13 +152,13 @@ def fifth(s: Shape) -> int:
 
 
 def pairs(s: Shape, rows: Tensor | None = None) -> int:
-    """Pairs of a query row and a key that it sees."""
+    """Number of pairs of a query row and a visible key."""
     n = s.length
     return n * (n + 1) // 2 if rows is None else int((rows + 1).sum())
 
 
 def col_stats(s: Shape, rows: int | None, name: str = "col_stats") -> Work:
-    """So many of the last rows, as methods with an observation window ask for them; or all."""
+    """The last ``rows`` rows, as in methods with an observation window; or all."""
     from vlmfast.kernels import col_stats as kernel
 
     query, key = randn(s.hq, s.length, s.d), randn(s.hk, s.length, s.d)
@@ -172,7 +172,7 @@ def col_stats(s: Shape, rows: int | None, name: str = "col_stats") -> Work:
         run = partial(kernel.row_lse, query, key, at)
         return Work(run, moved + 8 * s.hq * asked, 2 * s.hq * s.d * seen)
     run = partial(kernel.col_stats, query, key, at, want=("sum",))
-    # Normalisers first, then sums: the products are made twice.
+    # First the normalizers, then the sums: the products are computed twice.
     return Work(run, moved + 4 * s.hq * s.length, 2 * 2 * s.hq * s.d * seen)
 
 
@@ -195,7 +195,7 @@ def mass_count(s: Shape) -> Work:
 def gather_states(s: Shape) -> Work:
     from vlmfast.kernels.gather_rows import gather_rows
 
-    index = some(s.length, fifth(s))
+    index = random_indices(s.length, fifth(s))
     states = randn(1, s.length, s.width)
     tables = [randn(1, s.length, s.d) for _ in range(2)]
     moved = 2 * 2 * len(index) * (s.width + 2 * s.d) + index.nbytes
@@ -205,7 +205,7 @@ def gather_states(s: Shape) -> Work:
 def gather_kv(s: Shape) -> Work:
     from vlmfast.kernels.gather_rows import gather_rows
 
-    index = some(s.length, fifth(s), s.hk)
+    index = random_indices(s.length, fifth(s), s.hk)
     keys, values = randn(s.hk, s.length, s.d), randn(s.hk, s.length, s.d)
     moved = 2 * 2 * 2 * index.numel() * s.d + index.nbytes
     return Work(lambda: gather_rows(index, keys, values), moved)
@@ -214,13 +214,13 @@ def gather_kv(s: Shape) -> Work:
 def merge(s: Shape) -> Work:
     from vlmfast.kernels.merge import merge_into
 
-    keep = some(s.length, fifth(s), s.hk)
+    keep = random_indices(s.length, fifth(s), s.hk)
     keys, values = randn(s.hk, s.length, s.d), randn(s.hk, s.length, s.d)
-    kept, gone = keep.shape[1], s.length - keep.shape[1]
+    kept, merged = keep.shape[1], s.length - keep.shape[1]
     moved = 2 * 2 * s.hk * s.d * (s.length + kept) + keep.nbytes
-    # In another order of summation another pivot may be the nearest.
+    # The nearest pivot may depend on the order of summation.
     return Work(
-        lambda: merge_into(keys, values, keep), moved, 2 * s.hk * gone * kept * s.d, allow=2e-3
+        lambda: merge_into(keys, values, keep), moved, 2 * s.hk * merged * kept * s.d, allow=2e-3
     )
 
 
@@ -229,7 +229,7 @@ ZIP4, ZIP2 = {"bits": 4, "scaled": True}, {"bits": 2, "scaled": True}
 
 
 def segment(keys: Tensor, values: Tensor, bits: int, value_group: int | None = None, **more) -> Any:
-    """Keys and values (..., N, D) in codes."""
+    """Quantized keys and values (..., N, D)."""
     from vlmfast.kernels.quantize_kv import quantise
 
     n, d = keys.shape[-2:]
@@ -240,13 +240,13 @@ def segment(keys: Tensor, values: Tensor, bits: int, value_group: int | None = N
     return quantise(keys, values, order, lengths, bits, **more)
 
 
-def read_bytes(of: Any) -> int:
-    """What attention reads of a segment."""
-    return sum(t.nbytes for t in of.tensors() if t is not of.order)
+def read_bytes(part: Any) -> int:
+    """Bytes that attention reads of a segment."""
+    return sum(t.nbytes for t in part.tensors() if t is not part.order)
 
 
 def quantise(s: Shape, how: dict[str, Any], slots: int | None = None) -> Work:
-    """The whole prompt, or a page of so many slots."""
+    """The whole prompt, or a page of ``slots`` slots."""
     slots = s.length if slots is None else min(slots, s.length)
     keys, values = randn(s.hk, slots, s.d), randn(s.hk, slots, s.d)
     made = segment(keys, values, **how)
@@ -255,7 +255,7 @@ def quantise(s: Shape, how: dict[str, Any], slots: int | None = None) -> Work:
 
 
 def fused_attention(*args: Any, **kwargs: Any) -> Tensor:
-    """PyTorch's, in one of the ways that make no map."""
+    """PyTorch's attention with a backend that does not store the attention map."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     ways = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION]
@@ -264,7 +264,7 @@ def fused_attention(*args: Any, **kwargs: Any) -> Tensor:
 
 
 def decode_mixed(s: Shape, parts: tuple[tuple[float, dict], ...], batch: int = 1) -> Work:
-    """One token over the whole prompt; parts of it in codes, at least 32 tokens as they are."""
+    """One token over the whole prompt; parts of it are quantized, at least 32 tokens are not."""
     from vlmfast.kernels.decode_mixed import decode_mixed as kernel
 
     query = randn(batch, s.hq, 1, s.d)
@@ -288,7 +288,7 @@ def decode_mixed(s: Shape, parts: tuple[tuple[float, dict], ...], batch: int = 1
 
 
 def drafted(nodes: int) -> tuple[Tensor, Tensor]:
-    """A tree whose nodes have two children each: bits of ancestors (T, 1), and as bool (T, T)."""
+    """A binary tree: bits of the ancestors (T, 1), and the same as bool (T, T)."""
     rows: list[int] = []
     for node in range(nodes):
         rows.append((rows[(node - 1) // 2] if node else 0) | 1 << node)
@@ -297,7 +297,7 @@ def drafted(nodes: int) -> tuple[Tensor, Tensor]:
 
 
 def tree_verify(s: Shape, nodes: int, how: dict[str, Any] | None = None) -> Work:
-    """A drafted tree over the whole prompt, as it is or in codes."""
+    """A drafted tree over the whole prompt, quantized or not."""
     from vlmfast.kernels.tree_verify import tree_verify as kernel
 
     bits, seen = drafted(nodes)
@@ -331,27 +331,27 @@ def residual_norm(s: Shape, tokens: int) -> Work:
 
     x, residual, weight = randn(tokens, s.width), randn(tokens, s.width), randn(s.width)
 
-    def rival() -> tuple[Tensor, Tensor]:
+    def unfused() -> tuple[Tensor, Tensor]:
         total = x + residual
         return functional.rms_norm(total, weight.shape, weight, 1e-6), total
 
     moved = 4 * x.nbytes + weight.nbytes
     run = partial(kernel, x, weight, 1e-6, residual)
-    return Work(run, moved, others={"add, rms_norm": Other(rival)})
+    return Work(run, moved, others={"add, rms_norm": Other(unfused)})
 
 
 def rotate_append(s: Shape, batch: int) -> Work:
     from vlmfast.kernels.norm_rope_append import rotate_append as kernel
 
-    room = min(s.length, 1024)
+    capacity = min(s.length, 1024)
     query = randn(batch, s.hq, 1, s.d)
     key, value = randn(batch, s.hk, 1, s.d), randn(batch, s.hk, 1, s.d)
     keys, values = (
-        torch.empty(batch, s.hk, room, s.d, dtype=HALF, device=key.device) for _ in "kv"
+        torch.empty(batch, s.hk, capacity, s.d, dtype=HALF, device=key.device) for _ in "kv"
     )
     angle = 6.3 * uniform(batch, 1, s.d // 2).repeat(1, 1, 2)
     cos, sin = angle.cos().to(HALF), angle.sin().to(HALF)
-    length = torch.randint(0, room, (batch, s.hk), device=key.device)
+    length = torch.randint(0, capacity, (batch, s.hk), device=key.device)
 
     def prepare() -> None:
         keys.fill_(-7), values.fill_(-7)
@@ -389,7 +389,7 @@ def attention(s: Shape, biased: bool) -> Work:
         others = {}
         later = torch.ones(n, n, dtype=torch.bool, device=key.device).triu(1)
         added = bias.to(HALF).expand(n, n).masked_fill(later, -torch.inf)[None, None]
-        # The map in half precision has another bias: its result is off by more than a rounding.
+        # In half precision the mask rounds the bias, so the result is not comparable.
         others["SDPA with a map"] = Other(
             lambda: fused_attention(query, key, value, added, enable_gqa=grouped), same=False
         )
@@ -401,7 +401,7 @@ def attention(s: Shape, biased: bool) -> Work:
 
 
 def _flex(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, grouped: bool) -> Callable:
-    """PyTorch's compiler makes the kernel when it is first called."""
+    """FlexAttention; compiled at the first call."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     n = query.shape[2]
@@ -417,7 +417,7 @@ def _flex(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, grouped: bool
 
 
 def temporal_attention(s: Shape) -> Work:
-    """A clip of 4 frames, 576 places in 16 heads of 64."""
+    """A video of 4 frames, 576 positions, 16 heads of 64."""
     from vlmfast.kernels.temporal_attention import temporal_attention as kernel
 
     size = (1, 3, 7, 2, 16) if s.toy else (1, 4, 576, 16, 64)
@@ -426,28 +426,28 @@ def temporal_attention(s: Shape) -> Work:
 
 
 def cells(s: Shape) -> tuple[Tensor, Tensor]:
-    """Cells of four rows each, a few of them short."""
+    """Cells of four rows each, some with fewer valid rows."""
     table = torch.arange(s.length // 4 * 4, device=_device()).view(-1, 4)
-    there = uniform(*table.shape) < 0.9
-    there[:, 0] = True
-    return table, there
+    valid = uniform(*table.shape) < 0.9
+    valid[:, 0] = True
+    return table, valid
 
 
 def cell_average(s: Shape) -> Work:
     from vlmfast.kernels.pool import cell_average as kernel
 
-    rows, weight, (table, there) = randn(s.length, s.width), uniform(s.length) + 0.5, cells(s)
-    moved = rows.nbytes + len(table) * s.width * 2 + table.nbytes + there.nbytes
-    return Work(lambda: kernel(rows, weight, table, there), moved)
+    rows, weight, (table, valid) = randn(s.length, s.width), uniform(s.length) + 0.5, cells(s)
+    moved = rows.nbytes + len(table) * s.width * 2 + table.nbytes + valid.nbytes
+    return Work(lambda: kernel(rows, weight, table, valid), moved)
 
 
 def cell_mix(s: Shape) -> Work:
     from vlmfast.kernels.pool import cell_mix as kernel
 
-    rows, (table, there) = randn(s.length, s.width, dtype=torch.float32), cells(s)
+    rows, (table, valid) = randn(s.length, s.width, dtype=torch.float32), cells(s)
     score = randn(s.length, 8, dtype=torch.float32)
-    moved = rows.nbytes + score.nbytes + len(table) * s.width * 4 + table.nbytes + there.nbytes
-    return Work(lambda: kernel(rows, score, table, there), moved)
+    moved = rows.nbytes + score.nbytes + len(table) * s.width * 4 + table.nbytes + valid.nbytes
+    return Work(lambda: kernel(rows, score, table, valid), moved)
 
 
 def resample(s: Shape) -> Work:
@@ -457,15 +457,15 @@ def resample(s: Shape) -> Work:
     query = randn(queries, heads, dim, dtype=torch.float32)
     key = randn(s.length, heads, dim, dtype=torch.float32)
     rows = randn(s.length, s.width, dtype=torch.float32)
-    bias, at, place = uniform(s.length), uniform(queries, 2), uniform(s.length, 2)
+    bias, at, position = uniform(s.length), uniform(queries, 2), uniform(s.length, 2)
     pull = uniform(heads)
     moved = rows.nbytes + key.nbytes + 4 * queries * (s.width + s.length)
-    # In float32: `flop` is set against the rate of half precision, so it is left out.
-    return Work(lambda: kernel(query, key, rows, bias, at, place, pull), moved)
+    # Without `flop`, which is compared with the rate of half precision: this is float32.
+    return Work(lambda: kernel(query, key, rows, bias, at, position, pull), moved)
 
 
 def similar(s: Shape) -> tuple[Tensor, int]:
-    """Cosines of a picture's tokens, and how many of them are chosen."""
+    """Cosine similarities of an image's tokens, and how many tokens are selected."""
     from vlmfast.kernels.diversity import cosine
 
     n = 24 if s.toy else 576
@@ -511,7 +511,7 @@ def atp_score(s: Shape) -> Work:
 
 @dataclass(frozen=True)
 class Case:
-    """One kernel at work: its file, what it does, the shapes, and what makes the `Work`."""
+    """One case: the kernel's file, its name, the shapes, and the function that builds `Work`."""
 
     file: str
     name: str
@@ -578,7 +578,7 @@ CASES = [
 
 @contextlib.contextmanager
 def kernels(choice: str) -> Iterator[None]:
-    """``VLMFAST_KERNELS`` for a while."""
+    """Set ``VLMFAST_KERNELS`` temporarily."""
     before = os.environ.get("VLMFAST_KERNELS")
     os.environ["VLMFAST_KERNELS"] = choice
     try:
@@ -592,7 +592,7 @@ def kernels(choice: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def poisoned() -> Iterator[None]:
-    """Memory that nobody has written holds NaN, or the largest integer."""
+    """Fill uninitialized memory with NaN, or the largest integer."""
     before = torch.are_deterministic_algorithms_enabled()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -604,7 +604,7 @@ def poisoned() -> Iterator[None]:
 
 
 def tensors(of: Any) -> Iterator[Tensor]:
-    """Those in a result, in order."""
+    """The tensors of a result, in order."""
     if isinstance(of, Tensor):
         yield of
     elif isinstance(of, dict):
@@ -619,7 +619,7 @@ def tensors(of: Any) -> Iterator[Tensor]:
 
 
 def compared(got: Any, wanted: Any, work: Work) -> dict[str, Any]:
-    """``passed``, the largest relative ``error`` of a tensor, and ``why`` where it did not pass."""
+    """``passed``, the largest relative ``error`` of a tensor, and ``why`` if it failed."""
     left, right = list(tensors(got)), list(tensors(wanted))
     if len(left) != len(right) or not left:
         return {"passed": False, "why": f"{len(left)} tensors, the reference has {len(right)}"}
@@ -643,7 +643,7 @@ def compared(got: Any, wanted: Any, work: Work) -> dict[str, Any]:
 
 
 def _float_error(a: Tensor, b: Tensor, tolerance: float | None) -> tuple[float, float]:
-    """Relative error as a whole, and the share of rows that are further off than they may be."""
+    """Relative error of the whole tensor, and the fraction of rows beyond the tolerance."""
     if tolerance is None:
         tolerance = TOLERANCE[b.dtype]
     a, b = (x.double().reshape(-1, x.shape[-1] if x.dim() else 1) for x in (a, b))
@@ -657,7 +657,7 @@ def _float_error(a: Tensor, b: Tensor, tolerance: float | None) -> tuple[float, 
 
 
 def checked(work: Work) -> dict[str, Any]:
-    """The kernel beside its reference; and the others that claim the same beside it."""
+    """Compare the kernel, and the other functions with ``same``, with the reference."""
 
     def result(run: Callable[[], Any]) -> list[Tensor]:
         if work.prepare is not None:
@@ -676,7 +676,7 @@ def checked(work: Work) -> dict[str, Any]:
             continue
         try:
             match = compared([t.clone() for t in tensors(other.run())], wanted, work)
-        except Exception as error:  # not on this device, or not in this version
+        except Exception as error:  # not supported by this device or version
             found["others"][name] = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
         else:
             found["others"][name] = "same" if match["passed"] else match["why"]
@@ -687,13 +687,13 @@ def checked(work: Work) -> dict[str, Any]:
 
 
 class Timer:
-    """Times on the device, each from a cold second-level cache."""
+    """Times on the device, each with a cold L2 cache."""
 
     def __init__(self) -> None:
         self.dirt = torch.empty(FLUSHED, dtype=torch.uint8, device="cuda")
 
     def times(self, run: Callable[[], Any], seconds: float = 0.2) -> list[float]:
-        """Seconds on the device, of as many runs as fit."""
+        """Seconds of each run on the device, about ``seconds`` in total."""
         first = self._once(run)
         found = []
         for _ in range(max(3, min(50, int(seconds / max(first, 1e-6))))):
@@ -702,7 +702,7 @@ class Timer:
 
     def _once(self, run: Callable[[], Any]) -> float:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        self.dirt.zero_()  # keeps the device busy while the host launches, too
+        self.dirt.zero_()  # flushes the cache and hides the launch time
         begin.record()
         run()
         end.record()
@@ -710,13 +710,13 @@ class Timer:
         return begin.elapsed_time(end) / 1e3
 
     def least(self) -> float:
-        """What an all but empty graph takes by this clock."""
+        """Time of an almost empty graph."""
         one = torch.zeros(1, device="cuda")
         return statistics.median(self.times(captured(lambda: one.add_(1))))
 
 
 def captured(run: Callable[[], Any]) -> Callable[[], Any]:
-    """The replay of a CUDA graph of it."""
+    """Capture ``run`` in a CUDA graph; returns its replay."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -730,17 +730,17 @@ def captured(run: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def timed(timer: Timer, run: Callable[[], Any]) -> dict[str, Any]:
-    """Median of the replays; of plain calls where it cannot be captured or takes long."""
+    """Median of the replays, or of eager calls if capturing fails or a call is slow."""
     begin = time.perf_counter()
     run()
     torch.cuda.synchronize()
     found: dict[str, Any] = {"captured": False}
     replay = run
-    if time.perf_counter() - begin < 0.2:  # launches do not matter beyond
+    if time.perf_counter() - begin < 0.2:  # launches are negligible for slower calls
         try:
             replay = captured(run)
             found["captured"] = True
-        except Exception as error:  # it waits for the device
+        except Exception as error:  # it synchronizes
             found["not captured"] = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             torch.cuda.synchronize()
     taken = sorted(timer.times(replay))
@@ -750,7 +750,7 @@ def timed(timer: Timer, run: Callable[[], Any]) -> dict[str, Any]:
 
 
 def called(run: Callable[[], Any], count: int = 20) -> float:
-    """Seconds per call, one after another from Python."""
+    """Seconds per call from Python."""
     for _ in range(3):
         run()
     torch.cuda.synchronize()
@@ -762,9 +762,9 @@ def called(run: Callable[[], Any], count: int = 20) -> float:
 
 
 def machine() -> dict[str, float]:
-    """Bytes per second of a copy (read and written), operations per second of a matrix product.
+    """Bytes per second of a copy (reads plus writes), operations per second of a matrix product.
 
-    ``least``: seconds that an all but empty graph takes by the same clock.
+    ``least``: seconds of an almost empty graph.
     """
     timer = Timer()
     return {"copy": _copy(timer), "matrix": _product(timer), "least": timer.least()}
@@ -782,7 +782,7 @@ def _product(timer: Timer, n: int = 8192) -> float:
 
 
 def measured(case: Case, shape: str, rates: dict[str, float] | None) -> dict[str, Any]:
-    """One row: the comparison, and times only where it was passed and ``rates`` are known."""
+    """One row: the comparison, and times if it passed and ``rates`` are known."""
     torch.manual_seed(0)
     work = case.make((SHAPES | TOYS)[shape])
     row = {"file": case.file, "bytes": work.bytes, "flop": work.flop, "check": checked(work)}
@@ -797,7 +797,7 @@ def measured(case: Case, shape: str, rates: dict[str, float] | None) -> dict[str
     row["machine"] = rates
     row["others"] = {}
     for name, other in work.others.items():
-        # What is not the same is no yardstick.
+        # Do not time functions with a different result.
         if row["check"]["others"][name] in ("same", "works on other storage, not compared"):
             row["others"][name] = timed(timer, other.run)
     with kernels("torch"):
@@ -813,7 +813,7 @@ BROKEN = ("CUDA error", "Triton Error [CUDA]")  # in the message of an error
 
 
 def row_of(pair: Pair, rates: dict[str, float] | None) -> dict[str, Any]:
-    """`measured`, with what went wrong in its place."""
+    """`measured`; for an exception, a row with the error."""
     case = next(case for case in CASES if case.name == pair[0])
     begin = time.perf_counter()
     try:
@@ -821,15 +821,15 @@ def row_of(pair: Pair, rates: dict[str, float] | None) -> dict[str, Any]:
     except Exception as error:
         why = f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
         row = {"file": case.file, "error": why}
-        # Nothing runs on a device any more after such an error.
-        row |= {"fatal": True} if any(of in why for of in BROKEN) else {}
+        # The process cannot use the device after such an error.
+        row |= {"fatal": True} if any(text in why for text in BROKEN) else {}
     return row | {"took": time.perf_counter() - begin}
 
 
 def child(check: bool) -> None:
-    """The rows of the pairs that stdin names, a line of JSON each."""
+    """Print the rows of the pairs in stdin, one line of JSON each."""
     replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print must not stand between the lines
+    os.dup2(2, 1)  # output of the libraries must not mix with the lines
     rates = None if check else machine()
     for pair in json.load(sys.stdin):
         row = row_of(tuple(pair), rates)
@@ -842,9 +842,9 @@ def child(check: bool) -> None:
 
 
 def spawned(pairs: list[Pair], check: bool, seconds: float) -> Iterator[tuple[Pair, dict]]:
-    """Rows as they come from a process of their own; another one where it breaks.
+    """Yield rows from a separate process, which is restarted if it crashes or hangs.
 
-    ``seconds``: that a row may take.
+    ``seconds``: time limit of a row.
     """
     command = [sys.executable, __file__, "--child", *(["--check"] if check else [])]
     waiting = list(pairs)
@@ -852,7 +852,7 @@ def spawned(pairs: list[Pair], check: bool, seconds: float) -> Iterator[tuple[Pa
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
-        told: dict[str, Any] | None = None
+        reply: dict[str, Any] | None = None
         try:
             with contextlib.suppress(BrokenPipeError):
                 process.stdin.write(json.dumps(waiting))
@@ -862,18 +862,18 @@ def spawned(pairs: list[Pair], check: bool, seconds: float) -> Iterator[tuple[Pa
                 watch.start()
                 line = process.stdout.readline()
                 watch.cancel()
-                told = json.loads(line) if line else None
-                if told is None:
+                reply = json.loads(line) if line else None
+                if reply is None:
                     break
-                yield waiting.pop(0), told["row"]
-                if told["row"].get("fatal"):
+                yield waiting.pop(0), reply["row"]
+                if reply["row"].get("fatal"):
                     break
         finally:
             if waiting:
                 process.kill()
             code = process.wait()
-        if waiting and told is None:
-            why = f"its process ended with {code}, after at most {seconds:.0f} s"
+        if waiting and reply is None:
+            why = f"its process exited with {code}, after at most {seconds:.0f} s"
             yield waiting.pop(0), {"error": why}
 
 
@@ -883,7 +883,7 @@ def micro(seconds: float) -> str:
 
 
 def markdown(rows: dict[str, dict[str, Any]]) -> str:
-    """Every row that was timed; a ratio above 1 says that the kernel is faster."""
+    """Table of all timed rows; a ratio above 1 means that the kernel is faster."""
     lines = [
         "| kernel | shape | time | call | bandwidth | rate | of the floor | reference | others |",
         "|---|---|---:|---:|---:|---:|---:|---:|---|",
@@ -894,8 +894,8 @@ def markdown(rows: dict[str, dict[str, Any]]) -> str:
         rates, now = row["machine"], row["time"]
         of_copy, of_matrix = row["bandwidth"] / rates["copy"], row["rate"] / rates["matrix"]
         others = [
-            f"{other} {micro(of['time'])} ({of['time'] / now:.2f}x)"
-            for other, of in row["others"].items()
+            f"{other} {micro(found['time'])} ({found['time'] / now:.2f}x)"
+            for other, found in row["others"].items()
         ]
         reference = row["reference"]["time"]
         cells = [
@@ -913,7 +913,7 @@ def markdown(rows: dict[str, dict[str, Any]]) -> str:
 
 
 def aims(rows: dict[str, dict[str, Any]]) -> list[str]:
-    """What was aimed at on an H200, beside what was measured."""
+    """Compare the results with the targets for an H200."""
     lines = []
     row = rows.get("col_stats, 64 rows | B", {})
     if "time" in row:
@@ -935,12 +935,12 @@ def aims(rows: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def verdict(row: dict[str, Any]) -> str:
-    """One word, and why."""
+    """Status of a row, with the reason or the error."""
     if "error" in row:
         return f"BROKEN  {row['error']}"
     check = row["check"]
     if not check["passed"]:
-        return f"WRONG   {check['why']}; no time is given"
+        return f"WRONG   {check['why']}; not timed"
     text = f"ok      relative error {check['error']:.1e}"
     return text + (f", {micro(row['time'])}" if "time" in row else "")
 
@@ -953,22 +953,22 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add(
         "--kernel", action="append", help="a kernel's file or part of a case's name; all by default"
     )
-    add("--shapes", help="joined by a comma; all of a case by default")
-    add("--check", action="store_true", help="compare alone, take no time")
-    add("--missing", action="store_true", help="only rows that the result file does not have")
-    add("--minutes", type=float, default=9.0, help="stop after that (%(default)s)")
-    add("--row-seconds", type=float, default=120.0, help="that a row may take (%(default)s)")
+    add("--shapes", help="comma-separated; all of a case by default")
+    add("--check", action="store_true", help="only compare, without times")
+    add("--missing", action="store_true", help="run only rows that are not in the result file")
+    add("--minutes", type=float, default=9.0, help="stop after this time (%(default)s)")
+    add("--row-seconds", type=float, default=120.0, help="time limit of a row (%(default)s)")
     add("--out", type=Path, help="default: benchmarks/results/kernels-GPU.json")
     add("--child", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args(argv)
 
 
 def chosen(args: argparse.Namespace, cuda: bool) -> dict[str, list[Pair]]:
-    """By file: toys where there is no GPU, and before all others in ``--check``."""
+    """Pairs by file; with ``--check`` the small shapes come first, without a GPU only these."""
     wanted = None if args.shapes is None else args.shapes.split(",")
     found: dict[str, list[Pair]] = {}
     for case in CASES:
-        if args.kernel and not any(of == case.file or of in case.name for of in args.kernel):
+        if args.kernel and not any(k == case.file or k in case.name for k in args.kernel):
             continue
         shapes = [*(TOYS if args.check else ()), *(case.shapes if cuda else ())]
         pairs = [(case.name, shape) for shape in shapes if wanted is None or shape in wanted]
@@ -981,7 +981,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parse(arguments)
     cuda = torch.cuda.is_available()
     if not cuda and not args.check:
-        print("no GPU: nothing can be timed; --check compares at toy sizes", file=sys.stderr)
+        print("no GPU: cannot measure times; --check compares at small sizes", file=sys.stderr)
         return 2
     os.environ["VLMFAST_KERNELS"] = "triton"
     if not cuda:  # before anything imports Triton
@@ -1034,8 +1034,8 @@ def main(argv: list[str] | None = None) -> int:
             f"{rates['matrix'] / 1e12:.0f} TFLOP/s, an empty graph {micro(rates['least'])}"
         )
     elif args.check:
-        how = "on the GPU" if cuda else "in Triton's interpreter, at toy sizes"
-        print(f"kernels compared with their references {how}; no time was taken")
+        how = "on the GPU" if cuda else "in Triton's interpreter, at small sizes"
+        print(f"kernels compared with their references {how}; no times measured")
     bad = [key for key, row in fresh.items() if "error" in row or not row["check"]["passed"]]
     print(f"{len(fresh) - len(bad)} of {len(fresh)} agree", *bad, sep="\n  ")
     if late:

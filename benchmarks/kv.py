@@ -1,23 +1,23 @@
-"""What a compressed cache holds and what a token then takes: ``python benchmarks/kv.py``.
+"""Measure size and decode time of compressed caches: ``python benchmarks/kv.py``.
 
-A language model of Qwen2-0.5B's shape with random weights (`ask.py` builds it; no vision tower
-runs) reads a prompt of random embeddings, all visual but for 60 text tokens, under each recipe and
-into Hugging Face's `DynamicCache` and `QuantizedCache`, and decodes from there: 1, 8, 16 and 32
-requests of 2,900 tokens together, then one of 32,768 in a model of fewer layers.
+A language model of Qwen2-0.5B's shape with random weights (built by `ask.py`, without the vision
+tower) prefills random embeddings, all visual except 60 text tokens, under each recipe and with
+Hugging Face's `DynamicCache` and `QuantizedCache`. It then decodes batches of 1, 8, 16 and 32
+requests of 2,900 tokens, and one request of 32,768 tokens in a model with fewer layers.
 
-Requests of a batch are of one length and share one prefill: the frozen cache is cloned for every
-row, and the rows are joined as a batch of `VLM.ask_many` joins them. Hugging Face's caches are
-given the keys and values of one prefill once for every row. Attention of random weights is even, so
-nearly all tokens are important to `zipvl`: it holds about the most that it can.
+Requests of a batch have the same length and the same prefill: the compressed cache is cloned for
+every row, and the rows are joined as in `VLM.ask_many`. Hugging Face's caches receive the keys and
+values of one prefill once per row. Attention with random weights is nearly uniform, so `zipvl`
+treats almost all tokens as important, and its cache is near its maximum size.
 
 ============  ==================================================================================
-``held``      bytes of keys and values when decoding begins, parameters of quantised slots
-              included, free slots not
-``taken``     bytes of all tensors that belong to the cache: buffers with their free slots, the
-              bookkeeping of methods that work in decode
-``step``      time in which every request of the batch gets one more token; the variants take
-              turns, so that a machine that gets warm or busy slows all of them
-``same``      share of the tokens that are those of Hugging Face's `DynamicCache`
+``held``      bytes of keys and values when decoding starts, with the parameters of quantized
+              slots, without free slots
+``taken``     bytes of all tensors of the cache: buffers with their free slots, and the state of
+              methods that act during decoding
+``step``      time of one decode step of the batch; variants are interleaved, so that thermal
+              throttling or other load affects all of them
+``same``      fraction of tokens that equal those of Hugging Face's `DynamicCache`
 ============  ==================================================================================
 """
 
@@ -49,7 +49,7 @@ from vlmfast.engine.prefill import Inputs, Prompt
 from vlmfast.engine.stats import clock
 
 RECIPES = ("none", "lookm:0.2", "snapkv:0.2", "zipvl", "zipcache", "kivi")
-# The most that a cache may hold, as a share of the full one in bfloat16.
+# Target for the size of a cache, as a fraction of the full one in bfloat16.
 AIMS = {"lookm:0.2": 0.21, "zipvl": 0.27}
 HF = "hf DynamicCache"
 QUANTISED = {
@@ -58,8 +58,8 @@ QUANTISED = {
     "hf QuantizedCache hqq 2 bit": {"backend": "hqq", "nbits": 2, "axis_key": 1, "axis_value": 1},
     "hf QuantizedCache fp8": {"backend": "fp8"},
 }
-BEFORE, BEHIND = 20, 40  # text tokens on both sides of the picture
-WARM = 2  # steps of each turn that are not counted
+BEFORE, AFTER = 20, 40  # text tokens before and after the image
+WARM = 2  # warm-up steps of each turn
 
 
 # --- two engines ---------------------------------------------------------------------------------
@@ -69,18 +69,18 @@ Step = Callable[[Tensor], Tensor]  # tokens (B, 1) -> logits (B, V)
 
 @dataclass
 class Variant:
-    """A cache behind one prompt, and how to decode from copies of it.
+    """The cache of one prompt, and a function to decode from copies of it.
 
     Parameters
     ----------
     first : Tensor, (1, 1)
-        The token behind the prompt.
+        The token after the prompt.
     start : callable
         ``requests -> (step, held, taken)``, the latter two in bytes.
     prefill : float
         Seconds.
     own : bool
-        Whether vlmfast decodes.
+        Whether vlmfast decodes, not Hugging Face.
     """
 
     first: Tensor
@@ -90,12 +90,12 @@ class Variant:
 
 
 def prompt(vlm: VLM, tokens: int) -> Prompt:
-    """Random embeddings of text around one long picture."""
+    """Random embeddings of text around one long image."""
     device, dtype = vlm.adapter.device, vlm.adapter.dtype
     width = vlm.model.config.text_config.hidden_size
     embeds = 0.02 * torch.randn(tokens, width, generator=torch.Generator().manual_seed(0))
     order = torch.arange(tokens, device=device)
-    visual = (order >= BEFORE) & (order < tokens - BEHIND)
+    visual = (order >= BEFORE) & (order < tokens - AFTER)
     kind = torch.where(visual, int(Kind.IMAGE), int(Kind.TEXT)).to(torch.uint8)
     layout = TokenLayout.text(order, order[None]).replace(kind=kind)
     return Prompt(embeds.to(device, dtype), layout, tokens, tokens)
@@ -130,7 +130,7 @@ def _clone(decoder: Decoder) -> Decoder:
 
 
 def huggingface(vlm: VLM, tokens: int) -> dict[str, Variant | str]:
-    """Hugging Face's caches behind one prefill; where one does not run, the reason."""
+    """Hugging Face's caches after one prefill; for those that fail, the reason."""
     from transformers import DynamicCache, QuantizedCache
 
     begin, read = clock(vlm.adapter.device), DynamicCache()
@@ -139,13 +139,16 @@ def huggingface(vlm: VLM, tokens: int) -> dict[str, Variant | str]:
     first = vlm.adapter.logits(hidden.last_hidden_state[:, -1]).argmax(-1)[:, None]
     prefill = clock(vlm.adapter.device) - begin
     config = vlm.model.config.text_config
-    makers = {name: partial(QuantizedCache, config=config, **of) for name, of in QUANTISED.items()}
+    makers = {
+        name: partial(QuantizedCache, config=config, **options)
+        for name, options in QUANTISED.items()
+    }
     found: dict[str, Variant | str] = {}
     for name, make in {HF: DynamicCache, **makers}.items():
         variant = Variant(first, partial(_refill, vlm, read, make), prefill, own=False)
         try:
             variant.start(1)[0](first)
-        except Exception as error:  # a library is missing, or does not run here
+        except Exception as error:  # a library is missing, or does not support this device
             found[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
         else:
             found[name] = variant
@@ -155,7 +158,7 @@ def huggingface(vlm: VLM, tokens: int) -> dict[str, Variant | str]:
 def _refill(vlm: VLM, read: Any, make: Callable[[], Any], requests: int) -> tuple[Step, int, int]:
     cache, seen = make(), read.get_seq_length()
     for index, layer in enumerate(read.layers):
-        keys, values = (of.repeat(requests, 1, 1, 1) for of in (layer.keys, layer.values))
+        keys, values = (part.repeat(requests, 1, 1, 1) for part in (layer.keys, layer.values))
         cache.update(keys, values, index)
     size = _size([vars(layer) for layer in cache.layers])
 
@@ -174,14 +177,14 @@ def _refill(vlm: VLM, read: Any, make: Callable[[], Any], requests: int) -> tupl
     return step, size, size
 
 
-def _size(of: Any) -> int:
+def _size(value: Any) -> int:
     """Bytes of all tensors in lists and dicts."""
-    if isinstance(of, Tensor):
-        parts = [part for part in vars(of).values() if isinstance(part, Tensor)]
-        return sum(map(_size, parts)) if parts else of.nbytes  # a quantised one is made of others
-    if isinstance(of, dict):
-        of = list(of.values())
-    return sum(map(_size, of)) if isinstance(of, list | tuple) else 0
+    if isinstance(value, Tensor):
+        parts = [part for part in vars(value).values() if isinstance(part, Tensor)]
+        return sum(map(_size, parts)) if parts else value.nbytes  # a quantized tensor has parts
+    if isinstance(value, dict):
+        value = list(value.values())
+    return sum(map(_size, value)) if isinstance(value, list | tuple) else 0
 
 
 # --- the benchmark -------------------------------------------------------------------------------
@@ -189,7 +192,7 @@ def _size(of: Any) -> int:
 
 @dataclass
 class Row:
-    """What one variant did with one batch."""
+    """Results of one variant with one batch size."""
 
     held: int = 0
     taken: int = 0
@@ -204,29 +207,29 @@ def turn(vlm: VLM, variant: Variant, requests: int, count: int, row: Row | None)
     device = vlm.adapter.device
     with switched(vlm.model) if variant.own else contextlib.nullcontext():
         step, held, taken = variant.start(requests)
-        ids, times, said = variant.first.repeat(requests, 1), [], []
+        ids, times, tokens = variant.first.repeat(requests, 1), [], []
         for _ in range(WARM + count):
             begin = clock(device)
             ids = step(ids).argmax(-1)[:, None]
             times.append(clock(device) - begin)
-            said.append(ids[:, 0].tolist())
+            tokens.append(ids[:, 0].tolist())
     if row is not None:
         row.held, row.taken, row.prefill = held, taken, variant.prefill
         row.steps += times[WARM:]
-        row.tokens = said
+        row.tokens = tokens
 
 
 @torch.no_grad()
 def bench(
     vlm: VLM, tokens: int, batches: list[int], args: argparse.Namespace
 ) -> tuple[dict[int, dict[str, Row]], dict[str, str]]:
-    """All variants on prompts of one length, by the number of requests; and what does not run."""
+    """Rows of all variants for one prompt length, by batch size; and the variants that fail."""
     variants = huggingface(vlm, tokens)
     for recipe in args.recipes:
         variants[recipe] = vlmfast(vlm, recipe, tokens)
-        print(f"{tokens} tokens: {recipe} read", file=sys.stderr)
-    missing = {name: of for name, of in variants.items() if isinstance(of, str)}
-    running = [(name, of) for name, of in variants.items() if isinstance(of, Variant)]
+        print(f"{tokens} tokens: {recipe} prefilled", file=sys.stderr)
+    missing = {name: reason for name, reason in variants.items() if isinstance(reason, str)}
+    running = [(name, v) for name, v in variants.items() if isinstance(v, Variant)]
     found: dict[int, dict[str, Row]] = {}
     for requests in batches:
         rows = found[requests] = {name: Row() for name, _ in running}
@@ -235,7 +238,7 @@ def bench(
                 name, variant = running[(again + at) % len(running)]
                 turn(vlm, variant, requests, args.new_tokens, rows[name])
                 gc.collect()
-        print(f"{tokens} tokens: {requests} at once done", file=sys.stderr)
+        print(f"{tokens} tokens: batch of {requests} done", file=sys.stderr)
     return found, missing
 
 
@@ -281,12 +284,12 @@ def markdown(title: str, rows: dict[str, dict[str, Any]]) -> str:
 
 
 def verdicts(rows: dict[str, dict[str, Any]], dtype: str) -> list[str]:
-    """The aims that were set for what a cache may hold; in bfloat16, which they are about."""
+    """Compare the cache sizes with their targets, which are for bfloat16."""
     if dtype != "bfloat16":
         return []
     return [
-        f"{'PASS' if rows[name]['share'] <= aim else 'FAIL'}: {name} holds "
-        f"{rows[name]['share']:.2%} of the full cache, at most {aim:.0%} is the aim"
+        f"{'PASS' if rows[name]['share'] <= aim else 'FAIL'}: {name} uses "
+        f"{rows[name]['share']:.2%} of the full cache, target at most {aim:.0%}"
         for name, aim in AIMS.items()
         if name in rows
     ]
@@ -303,16 +306,16 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--recipe", action="append", dest="recipes", help=f"default: {', '.join(RECIPES)}")
-    add("--tokens", type=int, default=2900, help="of a prompt (default: %(default)s)")
+    add("--tokens", type=int, default=2900, help="prompt length (default: %(default)s)")
     add("--requests", default="1,8,16,32", help="batch sizes (default: %(default)s)")
     add("--long", type=int, default=32_768, help="tokens of the long prompt; 0 for none")
-    add("--layers", type=int, default=24, help="of the language model (default: %(default)s)")
-    add("--long-layers", type=int, default=2, help="for the long prompt (default: %(default)s)")
-    add("--new-tokens", type=int, default=8, help="steps of a turn (default: %(default)s)")
-    add("--repeats", type=int, default=3, help="turns (default: %(default)s)")
+    add("--layers", type=int, default=24, help="language model layers (default: %(default)s)")
+    add("--long-layers", type=int, default=2, help="layers for the long prompt (%(default)s)")
+    add("--new-tokens", type=int, default=8, help="measured steps per run (default: %(default)s)")
+    add("--repeats", type=int, default=3, help="runs (default: %(default)s)")
     add("--dtype", default="bfloat16", choices=("float32", "bfloat16"))
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--threads", type=int, default=0, help="0: PyTorch's own choice")
+    add("--threads", type=int, default=0, help="0: PyTorch's default")
     add("--quick", action="store_true", help="checks the script, measures nothing")
     add("--out", type=Path, help="default: benchmarks/results/kv-....json")
     args = parser.parse_args(argv)
@@ -348,12 +351,12 @@ def main(argv: list[str] | None = None) -> int:
             full = requests * tokens * vlm.adapter.bytes_per_token()
             case = numbers(rows, full)
             about = {"tokens": tokens, "requests": requests, "layers": layers, "full": full}
-            told = verdicts(case, args.dtype)
-            report["cases"].append({**about, "rows": case, "missing": missing, "verdicts": told})
+            lines = verdicts(case, args.dtype)
+            report["cases"].append({**about, "rows": case, "missing": missing, "verdicts": lines})
             title = f"{requests} x {tokens:,} tokens, {layers} layers, {args.dtype}"
             print(f"\n{markdown(title, case)}\n")
-            print("\n".join(told + [f"not run: {name}: {why}" for name, why in missing.items()]))
-            failed = failed or any(line.startswith("FAIL") for line in told)
+            print("\n".join(lines + [f"not run: {name}: {why}" for name, why in missing.items()]))
+            failed = failed or any(line.startswith("FAIL") for line in lines)
         del vlm, found
         gc.collect()
     if args.quick and args.out is None:

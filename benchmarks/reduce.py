@@ -1,12 +1,12 @@
-"""What every method costs and saves at 2,900 visual tokens: ``python benchmarks/reduce.py``.
+"""Measure cost and savings of every method at 2,900 visual tokens: ``python benchmarks/reduce.py``.
 
-A LLaVA-NeXT of Qwen2-0.5B's shape with random weights (`ask.py` builds it) answers about a square
-picture with one token, under each method at its default. Methods take turns, so that a machine that
-gets warm or busy slows all of them; reported are medians. ``reduce`` is the stages' own work
-(``time_reduce_s``; that of stages inside the vision tower lies in ``vision``, that of stages inside
-the language model in ``prefill`` as well), ``saved`` is the time to the first token that the method
-saves. Trained methods run with untrained weights: only their times mean anything, and a method that
-decides by its weights how much to keep is run at ``budget=0.22``.
+A LLaVA-NeXT of Qwen2-0.5B's shape with random weights (built by `ask.py`) answers a question about
+a square image with one token, under each method at its default. Methods are interleaved, so that
+thermal throttling or other load affects all of them; medians are reported. ``reduce`` is the time
+of the stages (``time_reduce_s``; stages inside the vision tower also count in ``vision``, stages
+inside the language model in ``prefill``). ``saved`` is the reduction of the time to the first
+token. Trained methods run with untrained weights, so only their times are meaningful; they run at
+``budget=0.22``.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def recipes(vlm: VLM) -> dict[str, Recipe]:
         stage = stage_class(name)()
         if stage.protocol in ("media", "drafter") or shrinks_cache(Recipe((stage,))):
             continue
-        if name == "clip-relevance":  # needs a CLIP model beside this one
+        if name == "clip-relevance":  # needs a separate CLIP model
             continue
         if stage.trained:
             parser = argparse.ArgumentParser()
@@ -51,8 +51,8 @@ def recipes(vlm: VLM) -> dict[str, Recipe]:
     return found
 
 
-def measure(vlm: VLM, picture: Any, recipe: Recipe) -> dict[str, float]:
-    answer = vlm.ask(ask.QUESTION, images=picture, recipe=recipe, max_new_tokens=1, do_sample=False)
+def measure(vlm: VLM, image: Any, recipe: Recipe) -> dict[str, float]:
+    answer = vlm.ask(ask.QUESTION, images=image, recipe=recipe, max_new_tokens=1, do_sample=False)
     stats = answer.stats.to_dict()
     return {key: stats[key] for key in (*TIMES, "equivalent_tokens")}
 
@@ -87,12 +87,12 @@ def main(argv: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
     args = parse(arguments)
     args.model = ask.SHAPED
-    vlm, picture = ask.load(args)
+    vlm, image = ask.load(args)
     plans = recipes(vlm)
     samples: dict[str, list[dict[str, float]]] = {name: [] for name in plans}
     for turn in range(args.repeats + 1):
         for name, recipe in plans.items():
-            sample = measure(vlm, picture, recipe)
+            sample = measure(vlm, image, recipe)
             if turn:  # the first round warms up
                 samples[name].append(sample)
         print(f"{turn} of {args.repeats}", file=sys.stderr)

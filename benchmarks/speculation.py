@@ -1,42 +1,41 @@
-"""Drafted answers beside plain ones of the same engine: ``python benchmarks/speculation.py``.
+"""Compare speculative with plain decoding: ``python benchmarks/speculation.py``.
 
 ==============  ===================================================================================
-tiny            the shipped model. ``captions`` of drawn pictures; in a session, behind a caption,
+tiny            the shipped model. ``captions`` of generated images; in a session, after a caption,
                 a short ``second question`` and the ``caption again``
 qwen2-0.5b      LLaVA-1.5 on Qwen2-0.5B's shape, 576 visual tokens, random weights
-llava-1.5-7b    LLaVA-1.5 on Vicuna-7B's shape, random weights made on the device; for a GPU
-tiny-shape      LLaVA-NeXT at toy size: checks the script on any machine
+llava-1.5-7b    LLaVA-1.5 on Vicuna-7B's shape, random weights created on the device; for a GPU
+tiny-shape      a small LLaVA-NeXT: checks the script on any machine
 ==============  ===================================================================================
 
-With random weights no drafter guesses anything, so acceptance is recorded: the plain answer is
-drafted again, each place of it right with probability ``--rates``, drawn once for the place.
-``recorded`` drafts a chain at no cost, as a lookup does. ``+ layer`` drafts as large a tree as
-`draft-eagle`, while an untrained EAGLE layer of the model's shape reads the prompt and grows trees
-that nobody looks at: it costs what a trained drafter costs.
+With random weights drafts are never accepted, so acceptance is simulated: the plain answer is
+drafted again, and each position is correct with probability ``--rates``, fixed per position.
+``recorded`` drafts a chain at no cost, like a lookup. ``+ layer`` drafts a tree of the size of
+`draft-eagle`'s, while an untrained EAGLE layer of the model's shape runs and its trees are
+discarded: it has the cost of a trained drafter.
 
-Every pair is one question, answered plainly and with drafts, one behind the other in turns. Answers
-are greedy, and both must be the same: in float32 exactly, in half precision but for near ties
-(`vlmfast.eval.bench.Referee`); else no ratio is given. In half precision random weights are full of
-near ties, so there two answers are compared once and then steered along the plain one while they
-are timed, both by the same logits processor.
+Every pair is one question, answered plainly and with drafts in alternating order. Answers are
+greedy and must be equal: exactly in float32, except for near ties in half precision
+(`vlmfast.eval.bench.Referee`). Otherwise no ratio is reported. With random weights near ties are
+frequent in half precision, so the answers are compared once; during the measurement one logits
+processor forces both along the plain answer.
 
 ================  =================================================================================
-``accepted``      drafted tokens of a round that were in the answer; ``emitted`` has the model's own
-                  token too
-``by depth``      of the rounds that came so far, the share that went beyond so many drafts
-``calls``         passes of the model behind the prompt, as a share of the plain answer's
-``draft`` ...     milliseconds of an answer: drafters with their own prefill, the model's passes,
-                  and everything else between the first token and the last
-``decode``        plain time over drafted time from the first token on
-``wall``          the same from RGB picture to the last token: processor, tower, prefill and all;
-                  in a session the last question alone
+``accepted``      accepted drafted tokens per round; ``emitted`` also counts the model's own token
+``by depth``      for each number of accepted drafts, the fraction of rounds that accepted one more
+``calls``         forward passes of the model after the prompt, as a fraction of the plain answer's
+``draft`` ...     milliseconds per answer: drafters with their own prefill (``draft``), forward
+                  passes of the model (``verify``), and the rest of the decode time (``host``)
+``decode``        plain time over drafted time, from the first token on
+``wall``          the same from RGB image to the last token, with processor, tower and prefill;
+                  in a session only for the last question
 ================  =================================================================================
 
 Ratios are of sums over all pairs, with the 95 % interval of a bootstrap over pairs. Hugging Face's
-rows are its ``generate`` with its own drafters, also against the plain answers of this engine.
+rows are its ``generate`` with its own drafters, also compared with the plain answers of vlmfast.
 
-Every part, a drafter under a recipe, is written as soon as it is there. The script ends by itself
-before ``--minutes`` are over, with exit code 3 where parts are missing; the same command goes on.
+Every part, a drafter under a recipe, is written as soon as it is finished. The script ends before
+``--minutes`` are over, with exit code 3 if parts are missing; the same command resumes it.
 """
 
 from __future__ import annotations
@@ -99,7 +98,7 @@ DRAFTERS = (
 )
 HF, LOOKUP, HALF, EXIT = "hf", "hf prompt lookup", "hf half the layers", "hf early exit"
 LAYER, AUTO = " + layer", "draft-auto over "
-# Pairs and tokens of an answer, at most.
+# Number of pairs, and maximum length of an answer.
 USUAL = {TINY: (20, 64), "tiny-shape": (2, 12), "llava-1.5-7b": (5, 128), "qwen2-0.5b": (5, 64)}
 UNFINISHED = 3  # exit code
 
@@ -109,7 +108,7 @@ UNFINISHED = 3  # exit code
 
 @dataclass
 class Said:
-    """What a dialogue gave: tokens of every answer; time, passes and books of the last."""
+    """Tokens of every answer of a dialogue; time, forward passes and stats of the last one."""
 
     tokens: list[list[int]]
     seconds: float
@@ -119,14 +118,14 @@ class Said:
 
 @dataclass(frozen=True)
 class Dialogue:
-    """A picture and the questions about it; the last one is measured."""
+    """An image and the questions about it; the last one is measured."""
 
     picture: Any
     questions: tuple[str, ...]
     generation: dict[str, Any]
 
     def __call__(self, vlm: VLM, recipe: Recipe, **special: Any) -> Said:
-        """Ask all of them; ``special`` generation arguments are for the last."""
+        """Ask all questions; ``special`` are generation arguments for the last one."""
         *before, last = self.questions
         more = self.generation | special
         if not before:
@@ -140,7 +139,7 @@ class Dialogue:
             return _said(answers, clock(vlm.adapter.device) - begin)
 
     def until(self, number: int) -> Dialogue:
-        """The same up to one of its questions."""
+        """The dialogue up to the question with this index."""
         return Dialogue(self.picture, self.questions[: number + 1], self.generation)
 
 
@@ -170,19 +169,19 @@ def dialogues(job: Job, workload: str, count: int, first: int = 0) -> list[Dialo
 
 @dataclass(frozen=True)
 class Recorded(DrafterStage):
-    """Drafts an answer that is known, wrong at some of its places."""
+    """Drafts a known answer with errors at some positions."""
 
     name: ClassVar[str] = "recorded"
 
-    answer: tuple[int, ...] = param((), "the answer, its first token among it")
-    rate: float = param(0.8, "how many of its places are drafted right", ge=0, le=1)
+    answer: tuple[int, ...] = param((), "the answer, including its first token")
+    rate: float = param(0.8, "probability of a correct draft at each position", ge=0, le=1)
     depth: int = param(4, "drafted tokens on a path", ge=1)
-    nodes: int = param(26, "of the layer's trees", ge=2)
-    layer: str = param("", "which of `LAYERS` runs beside it")
-    seed: int = param(0, "another seed, other places")
+    nodes: int = param(26, "nodes of the layer's trees", ge=2)
+    layer: str = param("", "which of `LAYERS` also runs")
+    seed: int = param(0, "seed of the positions")
 
     def __str__(self) -> str:
-        """What is learnt of it serves all its answers."""
+        """The same for all answers, so that `draft-auto` shares its statistics."""
         return f"recorded:rate={self.rate:g}" + (",layer" if self.layer else "")
 
     @property
@@ -230,25 +229,25 @@ class Playing:
             self.inner.propose(root, budget)
             nodes = max(min(stage.nodes, budget.nodes), nodes)
         if stage.answer[self.at - 1 : self.at] != (root,):
-            return Tree.chain([root])  # the answer has left the record
+            return Tree.chain([root])  # the answer differs from the recorded one
         return self.filled(root, nodes, depth)
 
     def filled(self, root: int, nodes: int, depth: int) -> Tree:
-        """One path of ``depth``, and wrong tokens beside its nodes until there are ``nodes``."""
-        tokens, parents, above = [root], [-1], 0
+        """One path of ``depth``, with wrong siblings so that the tree has ``nodes`` nodes."""
+        tokens, parents, parent = [root], [-1], 0
         truths = self.stage.answer[self.at : self.at + depth]
-        beside = nodes - 1 - len(truths)
+        siblings = nodes - 1 - len(truths)
         for level, truth in enumerate(truths):
             right = self.stage.right(self.at + level)
-            others = (beside + level) // len(truths)  # so that all levels together have `beside`
-            parents += [above] * (1 + others)
-            above = len(tokens)
+            others = (siblings + level) // len(truths)  # the levels together have `siblings`
+            parents += [parent] * (1 + others)
+            parent = len(tokens)
             tokens.append(truth if right else self.wrong(truth, 0))
             tokens += [self.wrong(truth, 1 + rank) for rank in range(others)]
         return Tree(tuple(tokens), tuple(parents))
 
     def wrong(self, truth: int, rank: int) -> int:
-        """A token that is not ``truth``, another one for each rank."""
+        """A token other than ``truth``, different for each rank."""
         size = self.target.vocabulary
         others = (token for token in range(size) if token != truth)
         fitting = (token for token in others if token not in self.target.banned)
@@ -256,7 +255,7 @@ class Playing:
 
 
 def layer_of(vlm: VLM) -> EagleModule:
-    """An untrained EAGLE layer that is as wide as the model."""
+    """An untrained EAGLE layer of the model's width."""
     text = vlm.model.config.get_text_config()
     torch.manual_seed(0)
     module = EagleModule(
@@ -271,7 +270,7 @@ def layer_of(vlm: VLM) -> EagleModule:
 
 
 class Steered:
-    """A logits processor that makes the tokens of a known answer certain; for one answer."""
+    """A logits processor that forces the tokens of a known answer; for one answer."""
 
     def __init__(self, tokens: list[int]) -> None:
         self.tokens, self.start = tokens, None
@@ -282,14 +281,14 @@ class Steered:
         return scores
 
 
-# --- who answers ---------------------------------------------------------------------------------
+# --- variants ------------------------------------------------------------------------------------
 
-Answer = Callable[[Dialogue, int], Said]  # and the number of the pair
+Answer = Callable[[Dialogue, int], Said]  # the dialogue and the number of the pair
 
 
 @dataclass
 class Job:
-    """A model and what it is asked."""
+    """A model and the settings of its answers."""
 
     shape: str
     model: Any
@@ -299,7 +298,7 @@ class Job:
     decoding: str = "auto"
 
     def vlm(self) -> VLM:
-        """A new one, which has learnt nothing from earlier drafts."""
+        """A new VLM without statistics of earlier drafts."""
         return VLM(self.model, self.processor, decoding=self.decoding)
 
     @property
@@ -327,19 +326,19 @@ def plainly(vlm: VLM, plan: Recipe) -> Answer:
 def recorded(
     vlm: VLM, plan: Recipe, name: str, answer: list[int], args: argparse.Namespace
 ) -> Answer:
-    """With drafts of a known answer; ``name`` as `named` writes it."""
+    """Answer with drafts of a known answer; ``name`` as in `named`."""
     rate = float(name.removeprefix(AUTO).removesuffix(LAYER).split()[1])
     layer = ""
     if name.endswith(LAYER):
         layer = str(vlm.adapter.dtype)
         LAYERS[layer] = layer_of(vlm)
-    ruling = (DraftAuto(),) if name.startswith(AUTO) else ()
+    auto = (DraftAuto(),) if name.startswith(AUTO) else ()
 
-    def said(dialogue: Dialogue, number: int, **more: Any) -> Said:
+    def answered(dialogue: Dialogue, number: int, **more: Any) -> Said:
         stage = Recorded(tuple(answer), rate, args.depth, args.nodes, layer, seed=number)
-        return dialogue(vlm, plan + Recipe((*ruling, stage)), **more)
+        return dialogue(vlm, plan + Recipe((*auto, stage)), **more)
 
-    return said
+    return answered
 
 
 def huggingface(job: Job, name: str) -> Answer:
@@ -361,7 +360,7 @@ def huggingface(job: Job, name: str) -> Answer:
 
     def answer(dialogue: Dialogue, number: int) -> Said:
         nonlocal calls
-        calls = -1  # the prompt's
+        calls = -1  # excludes the prefill
         hook = job.model.get_decoder().register_forward_pre_hook(count)
         begin = clock(vlm.adapter.device)
         try:
@@ -376,7 +375,7 @@ def huggingface(job: Job, name: str) -> Answer:
 
 
 def halved(model: Any) -> Any:
-    """A copy of a model with those of its layers that `draft-layerskip` drafts with."""
+    """A copy of a model with the layers that `draft-layerskip` uses for drafting."""
     small = copy.deepcopy(model)
     decoder = small.get_decoder()
     chosen = kept(len(decoder.layers), 0.45)
@@ -407,15 +406,15 @@ class Pairs:
         answers = zip(self.plain[-1].tokens, self.drafted[-1].tokens, strict=True)
         for at, (wanted, got) in enumerate(answers):
             asked = lambda vlm, recipe, at=at, **more: dialogue.until(at)(vlm, recipe, **more)  # noqa: E731
-            if gone := referee.judge(asked, plan, wanted, got, number):
-                self.divergences.append(vars(gone))
+            if divergence := referee.judge(asked, plan, wanted, got, number):
+                self.divergences.append(vars(divergence))
                 return
 
 
 def part(job: Job, workload: str, recipe: str, name: str, args: argparse.Namespace) -> dict:
-    """One drafter under one recipe: answers that warm up, and pairs that count."""
+    """Run one drafter under one recipe: warm-up answers, then measured pairs."""
     plan, vlm = Recipe.of(recipe), job.vlm()
-    # In float32 nothing is nearly tied.
+    # No near ties in float32.
     referee = Referee(job.vlm(), strict=job.exact)
     plain, found, checked = plainly(job.vlm(), plan), Pairs(), Pairs()
     asked = dialogues(job, workload, args.pairs)
@@ -437,17 +436,17 @@ def part(job: Job, workload: str, recipe: str, name: str, args: argparse.Namespa
         full = plan + Recipe.parse(name)
         drafted = lambda dialogue, number: dialogue(vlm, full)  # noqa: E731
     for number, dialogue in enumerate([*warm, *asked], start=-len(warm)):
-        said: dict[str, Said] = {}
-        for who in ("plain", "drafted")[:: 1 if number % 2 else -1]:
+        pair: dict[str, Said] = {}
+        for which in ("plain", "drafted")[:: 1 if number % 2 else -1]:
             try:
-                said[who] = (plain if who == "plain" else drafted)(dialogue, number)
+                pair[which] = (plain if which == "plain" else drafted)(dialogue, number)
             except Exception as error:
                 if not name.startswith(HF):
                     raise
                 found.crashes.append(f"{type(error).__name__}: {_line(error)}")
-        if number >= 0 and len(said) == 2:
-            found.plain.append(said["plain"])
-            found.drafted.append(said["drafted"])
+        if number >= 0 and len(pair) == 2:
+            found.plain.append(pair["plain"])
+            found.drafted.append(pair["drafted"])
             found.compare(referee, dialogue, plan, number)
     found.divergences += checked.divergences
     if not found.plain:
@@ -460,8 +459,8 @@ def _line(error: Exception) -> str:
 
 
 def numbers(pairs: Pairs) -> dict[str, Any]:
-    """JSON values; no ratio where an answer was wrong."""
-    bugs = [gone for gone in pairs.divergences if gone["bug"]]
+    """JSON values; no ratio if an answer was wrong."""
+    bugs = [divergence for divergence in pairs.divergences if divergence["bug"]]
     stats = [said.stats for said in pairs.drafted if said.stats is not None]
     plain = [said.stats for said in pairs.plain]
     calls, plain_calls = (sum(s.calls for s in of) for of in (pairs.drafted, pairs.plain))
@@ -474,7 +473,7 @@ def numbers(pairs: Pairs) -> dict[str, Any]:
         "divergences": pairs.divergences,
         "bugs": len(bugs),
         "crashes": pairs.crashes,
-        # An answer of one token again and again would hide a wrong cache.
+        # An answer that repeats one token would hide errors of the cache.
         "distinct": max(len(set(said.tokens[-1])) for said in pairs.plain),
         "tokens": sum(len(said.tokens[-1]) for said in pairs.plain),
         "calls": calls,
@@ -519,7 +518,7 @@ def _sums(lists: Any) -> list[int]:
 
 
 def ratio(pairs: list[list[float]], draws: int = 4000) -> dict[str, float] | None:
-    """Sum of the first of each pair over that of the second, and its 95 % interval."""
+    """Sum of the first values over the sum of the second values, with its 95 % interval."""
     times = np.array(pairs)
     if not times.sum(0).all():
         return None  # answers of one token
@@ -587,7 +586,7 @@ def _short(text: str) -> str:
 
 
 def aims(parts: dict[str, dict[str, Any]]) -> list[str]:
-    """What was aimed at beside what was measured; only of parts that were right."""
+    """Compare the results with their targets; only parts with correct answers."""
     lines = []
 
     def aim(what: str, value: float, bound: float, *, least: bool = True) -> None:
@@ -615,7 +614,7 @@ def aims(parts: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def named(args: argparse.Namespace) -> list[tuple[str, str, str]]:
-    """All parts: workload, recipe, who drafts."""
+    """All parts: workload, recipe, drafter."""
     if args.shape == TINY:
         found = [(w, r, d) for w in args.workloads for r in args.recipes for d in args.drafters]
         reference = [HF, LOOKUP, HALF, EXIT]
@@ -624,7 +623,7 @@ def named(args: argparse.Namespace) -> list[tuple[str, str, str]]:
         every = [of for play in plays for of in (play, play + LAYER, AUTO + play + LAYER)]
         found = [("question", r, d) for r in args.recipes for d in args.drafters or every]
         reference = [HF, LOOKUP]
-    # Hugging Face has no sessions and prunes nothing.
+    # Hugging Face has neither sessions nor pruning.
     alone = {("captions", "none"), ("question", "none")} & {(w, r) for w, r, _ in found}
     if not args.no_hf:
         found += [(*of, name) for of in alone for name in reference]
@@ -637,22 +636,22 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--shape", default=TINY, choices=(TINY, *SHAPES))
-    add("--workload", action="append", dest="workloads", choices=WORKLOADS, help="of tiny (all)")
+    add("--workload", action="append", dest="workloads", choices=WORKLOADS, help="for tiny (all)")
     add("--recipe", action="append", dest="recipes", help=f"default: {', '.join(RECIPES)}")
     add("--drafter", action="append", dest="drafters", help="default: all")
-    add("--rates", default="0.6,0.8", help="of recorded acceptance (%(default)s)")
-    add("--depth", type=int, default=4, help="of recorded drafts (%(default)s)")
-    add("--nodes", type=int, default=26, help="of their trees beside a layer (%(default)s)")
-    add("--pairs", type=int, help="that count (tiny 20, other shapes 5, tiny-shape 2)")
-    add("--new-tokens", type=int, help="of an answer, at most (tiny and qwen2-0.5b 64, 7b 128)")
+    add("--rates", default="0.6,0.8", help="simulated acceptance (%(default)s)")
+    add("--depth", type=int, default=4, help="depth of simulated drafts (%(default)s)")
+    add("--nodes", type=int, default=26, help="nodes of trees with a layer (%(default)s)")
+    add("--pairs", type=int, help="measured pairs (tiny 20, other shapes 5, tiny-shape 2)")
+    add("--new-tokens", type=int, help="maximum answer length (tiny and qwen2-0.5b 64, 7b 128)")
     add("--no-hf", action="store_true", help="leave Hugging Face out")
-    add("--layers", type=int, default=0, help="of a shape's language model, for a quick look")
+    add("--layers", type=int, default=0, help="layers of a shape's model, for a quick test")
     add("--decoding", default="auto", choices=("auto", "graph", "compile", "eager"))
     add("--dtype", choices=("float32", "bfloat16"), help="bfloat16 on a GPU, float32 elsewhere")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--minutes", type=float, default=9.0, help="begin no part that may last longer")
-    add("--again", action="store_true", help="measure these parts anew, keep the others")
-    add("--fresh", action="store_true", help="forget what the result file has")
+    add("--minutes", type=float, default=9.0, help="start no part that may exceed this limit")
+    add("--again", action="store_true", help="measure these parts again, keep the others")
+    add("--fresh", action="store_true", help="discard the contents of the result file")
     add("--out", type=Path, help="default: benchmarks/results/speculation-SHAPE-DEVICE.json")
     args = parser.parse_args(argv)
     pairs, tokens = USUAL[args.shape]
@@ -670,7 +669,7 @@ def _is_hf(key: str) -> bool:
 
 
 def settings(args: argparse.Namespace, about: dict[str, Any]) -> dict[str, Any]:
-    """What parts of one file must have in common."""
+    """Settings that all parts of one file must have in common."""
     versions = {name: about["environment"]["packages"][name] for name in ("torch", "transformers")}
     keys = ("shape", "dtype", "pairs", "new_tokens", "depth", "nodes", "layers", "decoding")
     return {key: getattr(args, key) for key in keys} | {"device": about["device"], **versions}
@@ -689,7 +688,7 @@ def main(argv: list[str] | None = None) -> int:
         if report["settings"] != settings(args, about):
             print(
                 f"{out} was measured with {report['settings']}, not with {settings(args, about)}; "
-                "take --fresh or another --out",
+                "use --fresh or another --out",
                 file=sys.stderr,
             )
             return 2
@@ -709,7 +708,7 @@ def main(argv: list[str] | None = None) -> int:
             break
         try:
             row = part(job, *key.split(" | "), args)
-        except Exception as error:  # of this drafter; the others may do
+        except Exception as error:  # other drafters may work
             row = {"failed": f"{type(error).__name__}: {_line(error)}"}
         gc.collect()
         took = time.perf_counter() - begin
@@ -724,15 +723,15 @@ def main(argv: list[str] | None = None) -> int:
         print("\n".join(aims(parts)))
     wrong = 0
     for key, row in parts.items():
-        for gone in row.get("divergences", ()):
-            print(f"{'WRONG' if gone['bug'] else 'near tie'}: {key}: {gone}")
+        for divergence in row.get("divergences", ()):
+            print(f"{'WRONG' if divergence['bug'] else 'near tie'}: {key}: {divergence}")
         wrong += bool(row.get("bugs"))
         if "failed" in row and not _is_hf(key):
             wrong += 1
             print(f"FAILED: {key}: {row['failed']}")
     print(f"\nwritten: {out}", file=sys.stderr)
     if left:
-        print(f"{left} parts are missing; the same command goes on", file=sys.stderr)
+        print(f"{left} parts are missing; repeat the command to resume", file=sys.stderr)
         return UNFINISHED
     return int(bool(wrong))
 

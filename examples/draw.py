@@ -1,7 +1,7 @@
-"""Draw the picture and the clip of this folder: ``python examples/draw.py``.
+"""Generate the image and the video of this folder: ``python examples/draw.py``.
 
-Both come from the range of seeds that is kept for evaluation, so the shipped model was not trained
-on them. The clip is stored without loss: what is read back are the frames that were drawn.
+Both use seeds that are reserved for evaluation, so the shipped model was not trained on them. The
+video is stored losslessly: decoding returns the exact frames.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ def write_clip(path: Path, frames: list, rate: int = 2) -> None:
 
 
 def main() -> None:
-    picture, clip = image_example(PICTURE_SEED), video_example(CLIP_SEED)
-    picture.image.save(FOLDER / "picture.png", optimize=True)
-    write_clip(FOLDER / "clip.mp4", clip.frames)
-    for name, example in (("picture.png", picture), ("clip.mp4", clip)):
+    image, video = image_example(PICTURE_SEED), video_example(CLIP_SEED)
+    image.image.save(FOLDER / "picture.png", optimize=True)
+    write_clip(FOLDER / "clip.mp4", video.frames)
+    for name, example in (("picture.png", image), ("clip.mp4", video)):
         print(f"{name}: {example.caption}")
         for qa in example.qa:
             print(f"  {qa.question}  {qa.answer}")

@@ -136,7 +136,7 @@ def test_budgets_below_the_floor_are_skipped(capsys):
             depth = 6
 
     plan = planned(["fastv", "hired", "random+fastv"], [0.5, 0.22, 0.11])
-    left = commands._down_to_the_floor(Model(), plan)
+    left = commands._without_repeats_at_floor(Model(), plan)
     # Two of six layers see every token: below a third all budgets share one floor.
     assert names(left) == [name for name in names(plan) if name != "fastv:budget=0.11"]
     assert capsys.readouterr().err.count("left out: fastv:budget=0.11") == 1

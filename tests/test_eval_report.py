@@ -110,7 +110,7 @@ def test_report(folder, tmp_path):
     assert len(found["recipes"]) == 11
     assert files[0].read_text(encoding="utf-8") == text
     assert "(shapes.png)" in text
-    rows = rows_of(text.partition("In bold")[2])
+    rows = rows_of(text.partition("\n\nBold: ")[2])
     assert next(iter(rows)) == "none"
     assert list(rows)[-1] == "none@question-only"
     assert len(rows) == 11
@@ -123,7 +123,7 @@ def test_report(folder, tmp_path):
     warnings = re.findall(r"\*\*Warning:\*\* (.*)", text)
     few = [warning for warning in warnings if "too few for intervals" in warning]
     assert [re.sub(r"\d+", "N", w) for w in few] == [
-        "only N clips: too few for intervals; use a larger `--limit`."
+        "only N videos: too few for intervals; use a larger `--limit`."
     ]
     worse = [warning for warning in warnings if warning not in few]
     assert len(worse) == 4  # images and videos, random and downsample
@@ -138,7 +138,7 @@ def test_methods_by_budgets_at_a_glance(folder, tmp_path):
     table = text.partition("| recipe")[0]
     rows = rows_of(table)
     assert list(rows) == ["hired", "hired:alpha=0.9", "downsample", "grid", "random"]
-    full = rows_of(text.partition("In bold")[2])
+    full = rows_of(text.partition("\n\nBold: ")[2])
     cell = full["hired:budget=0.11"]
     accuracies = [f"{number(cell[i]):.1f}" for i in (1, 2)]
     # Bold where it beats random, plain where not, a dash where not run.
@@ -148,7 +148,7 @@ def test_methods_by_budgets_at_a_glance(folder, tmp_path):
     alone = tmp_path / "alone"
     write_results(alone, "none", 0.8, limit=LIMIT)
     write_results(alone, "hired:budget=0.2", 0.8, 0.4, limit=LIMIT)
-    assert "In bold" not in write_report(alone, alone)[0]
+    assert "Bold: " not in write_report(alone, alone)[0]
     write_results(alone, "random:budget=0.2", 0.8, 0.2, limit=LIMIT)
     assert "(40.0 %)" in rows_of(write_report(alone, alone)[0])["hired"][1]
 
@@ -206,7 +206,7 @@ def test_plot_shows_every_method(folder, tmp_path, monkeypatch):
         "grid",
         "downsample",
     }
-    assert [axis.get_title() for axis in shown[0].axes] == ["Pictures", "Clips"]
+    assert [axis.get_title() for axis in shown[0].axes] == ["Images", "Videos"]
     assert all("%" in axis.get_xlabel() for axis in shown[0].axes)
 
 
@@ -226,10 +226,10 @@ def test_many_methods_are_drawn_in_separate_panels(tmp_path, monkeypatch):
     write_report(tmp_path, tmp_path)
     axes = shown[0].axes
     assert [axis.get_title() for axis in axes[::2]] == [
-        "Pictures, before the language model",
-        "Pictures, inside encoder or language model",
-        "Pictures, trained",
-        "Pictures, stages together",
+        "Images, before the language model",
+        "Images, inside encoder or language model",
+        "Images, trained",
+        "Images, several stages",
     ]
     legends = [{text.get_text() for text in a.get_legend().get_texts()} for a in axes[1::2]]
     common = {"full model (95 % band)", "random", "downsample"}
@@ -334,14 +334,14 @@ def test_report_of_caches(caches, tmp_path):
     assert table["streamingllm:0.1"][11] == "–"
     assert set(sessions) == set(table)
     assert sessions["lookm:0.1"][1] == "once"
-    assert "picture read again" in text
+    assert "processes the image again" in text
     assert number(sessions["lookm:0.1"][10]) > 0 > number(sessions["h2o:0.1"][10])
     worse = [w for w in re.findall(r"\*\*Warning:\*\* (.*)", text) if "not better" in w]
     worse = [w for w in worse if "captions" not in w]
     assert worse
     assert all("`h2o" in w and "`lookm" not in w for w in worse)
     assert any(
-        "`random` of the same size (later questions in a session, pictures)" in w for w in worse
+        "`random` of the same size (later questions in a session, images)" in w for w in worse
     )
 
 
@@ -376,7 +376,7 @@ def test_report_of_sessions_only(tmp_path):
     for recipe in ("none", "lookm"):
         write_results(tmp_path, recipe, 0.8, held=0.2, session=True, limit=2)
     text, _ = write_report(tmp_path, tmp_path)
-    assert "`lookm@session` was asked in sessions only" in text
+    assert "`lookm@session` was run in sessions only" in text
     assert "the full model is missing" in text
 
 
@@ -389,7 +389,11 @@ def test_plot_of_caches(caches, tmp_path, monkeypatch):
     write_report(caches, tmp_path)
     (figure,) = shown
     titles = [axis.get_title() for axis in figure.axes]
-    assert titles[:3] == ["Pictures, asked alone", "Clips, asked alone", "Captions of pictures"]
+    assert titles[:3] == [
+        "Images, single questions",
+        "Videos, single questions",
+        "Captions of images",
+    ]
     assert len(titles) == 6
     labels = {text.get_text() for text in figure.legends[0].get_texts()}
     assert labels == {"full model (95 % band)", "lookm", "h2o", "streamingllm", "random", "kivi"}
@@ -435,7 +439,7 @@ def test_unfinished_runs_are_compared_on_common_samples(tmp_path):
     assert [len(run.samples) for run in common] == [30, 30]
     assert "random:budget=0.33 (30)" in notes[0]
     text, _ = write_report(tmp_path, tmp_path)
-    assert "30 that all of them have" in text
+    assert "the 30 common samples" in text
     assert "30 questions" in text
 
 
@@ -462,7 +466,7 @@ def test_folders_without_results_are_refused(tmp_path):
         load(tmp_path)
     path = write_results(tmp_path, "none", 0.8, limit=1)
     (path / "samples.jsonl").unlink()
-    with pytest.raises(VLMFastError, match="only begun"):
+    with pytest.raises(VLMFastError, match="no run has finished a sample"):
         load(tmp_path)
 
 

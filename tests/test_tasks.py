@@ -184,7 +184,7 @@ def shown(task, docs, name: str) -> list:
 def test_pictures_come_by_number(tmp_path, write, room):
     """From memory, and from the file where there is no room for them."""
     task = find_task("mmmu", data=write(tmp_path / "x.parquet", MMMU))
-    task._rows._room = task._rows._room if room is None else room
+    task._rows._free_bytes = task._rows._free_bytes if room is None else room
     docs = {doc.doc_id: doc for doc in task.docs(None, 0)}
     for name, numbers in {
         "validation_Art_1": (1, 2, 3),  # in the options only
@@ -195,7 +195,7 @@ def test_pictures_come_by_number(tmp_path, write, room):
         pictures = shown(task, docs, name)
         for picture, number in zip(pictures, numbers, strict=True):
             assert np.array_equal(picture, drawn(10 * number)), name
-    assert len(task._rows._kept) == (0 if room == 0 else len(MMMU))
+    assert len(task._rows._cached) == (0 if room == 0 else len(MMMU))
     blank = task.media(docs["validation_Art_1"], "question-only")["images"]
     assert [p.getextrema() for p in blank] == [((128, 128),) * 3] * 3
 
@@ -286,9 +286,11 @@ def test_data_that_cannot_be_read(tmp_path):
     assert "\n" not in str(error.value)
     empty = tmp_path / "empty"
     empty.mkdir()
-    with pytest.raises(VLMFastError, match=r"no parquet file of split 'validation'.* there are no"):
+    with pytest.raises(
+        VLMFastError, match=r"no parquet file of split 'validation'.* found no parq"
+    ):
         find_task("mmmu", data=empty).docs(None, 0)
-    with pytest.raises(VLMFastError, match=r"no parquet file of split 'dev'.*there is validation"):
+    with pytest.raises(VLMFastError, match=r"no parquet file of split 'dev'.*found validation"):
         find_task("mmmu", data=tmp_path, split="dev").docs(None, 0)
 
 
@@ -544,7 +546,7 @@ def test_hidden_answers_have_no_score(college, tmp_path):
     raw = run.samples["test_Music_1"]["resps"][0][0]
     assert answers["test_Music_1"] == raw
     text, files = write_report(tmp_path, tmp_path)
-    assert "there are no scores" in text
+    assert "so the runs have no scores" in text
     assert [file.name for file in files] == ["report.md", "report.json"]  # nothing to draw
 
 
@@ -679,7 +681,9 @@ def test_urls_in_data_need_a_flag(places, monkeypatch):
     with fx.web_server(stored(drawn(3))["bytes"]) as address:
         url = f"{address}/picture?key=secret"
         task, doc = task_of(places, url)
-        with pytest.raises(MediaError, match=r"image_1 is the URL .*; --allow-outside") as caught:
+        with pytest.raises(
+            MediaError, match=r"image_1 is the URL .*; use --allow-outside"
+        ) as caught:
             task.media(doc)
         assert "secret" not in str(caught.value)
         task, doc = task_of(places, url, allow_outside=True)

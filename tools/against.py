@@ -1,8 +1,7 @@
 """Time ``ask`` against another checkout: ``python tools/against.py PATH``.
 
-Two processes, one over each checkout, answer the same questions in turn, so that whatever else the
-machine does meets both. Printed is the median of the ratios of CPU time, this checkout over the
-other, for each recipe.
+Two processes, one per checkout, answer the same questions in turn, so that other load affects both.
+Prints the median ratio of CPU time, this checkout over the other, for each recipe.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ def main() -> None:
         serve()
         return
     if args.other is None or not (args.other / "vlmfast").is_dir():
-        parser.error("the other checkout must be a folder with vlmfast in it")
+        parser.error("the other checkout must be a folder that contains vlmfast")
     ours, theirs = started(HERE), started(args.other.resolve())
     for recipe in RECIPES:
         for process in (ours, theirs):
@@ -42,13 +41,13 @@ def main() -> None:
             seconds = {id(process): asked(process, recipe) for process in (first, second)}
             ratios.append(seconds[id(ours)] / seconds[id(theirs)])
         low, middle, high = statistics.quantiles(ratios, n=4)
-        print(f"{recipe}: {middle:.3f} of its CPU time [{low:.3f}, {high:.3f}], {args.pairs} pairs")
+        print(f"{recipe}: CPU time ratio {middle:.3f} [{low:.3f}, {high:.3f}], {args.pairs} pairs")
     for process in (ours, theirs):
         process.terminate()
 
 
 def started(checkout: Path) -> subprocess.Popen[str]:
-    """A process that answers with the package of ``checkout``."""
+    """Start a process that answers with the package of ``checkout``."""
     environment = {**os.environ, "PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(Path(__file__).resolve()), "--serve"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
@@ -63,7 +62,7 @@ def asked(process: subprocess.Popen[str], recipe: str) -> float:
 
 
 def serve() -> None:
-    """Answer each recipe that comes in; the CPU time goes out."""
+    """Answer with each recipe from stdin and print the CPU time."""
     import torch
 
     import vlmfast

@@ -1,8 +1,7 @@
 """Check a built site: ``python tools/check_site.py site``.
 
-Every link and resource inside the site exists, every ``#anchor`` too, and no page asks another host
-for a script, a style sheet, a picture or a font. Links that a reader may follow to other hosts are
-not looked up.
+Checks that every link, resource and ``#anchor`` inside the site exists, and that no page loads a
+script, a style sheet, an image or a font from another host. Links to other hosts are not checked.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urldefrag
 
-# What a browser fetches by itself; other links are followed by a reader alone.
+# Attributes that a browser fetches without a click.
 _FETCHED = {("script", "src"), ("img", "src"), ("img", "srcset"), ("iframe", "src")}
 _FETCHED |= {("source", "src"), ("source", "srcset"), ("video", "src"), ("object", "data")}
 _LINKS = {("a", "href"), ("link", "href"), ("use", "href"), *_FETCHED}
@@ -33,17 +32,17 @@ class Page(HTMLParser):
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        of = {key: value or "" for key, value in attrs}
-        self.anchors |= {of[key] for key in ("id", "name") if key in of}
+        values = {key: value or "" for key, value in attrs}
+        self.anchors |= {values[key] for key in ("id", "name") if key in values}
         self._style = tag == "style"
-        self.fetched += _css(of.get("style", ""))
+        self.fetched += _css(values.get("style", ""))
         for key in ("href", "src", "srcset", "data"):
-            if key not in of or (tag, key) not in _LINKS:
+            if key not in values or (tag, key) not in _LINKS:
                 continue
-            self.links.append(of[key])
-            rel = set(of.get("rel", "").split())
+            self.links.append(values[key])
+            rel = set(values.get("rel", "").split())
             if (tag, key) in _FETCHED or (tag == "link" and rel & _FETCHING):
-                self.fetched.append(of[key])
+                self.fetched.append(values[key])
 
     def handle_endtag(self, tag: str) -> None:
         self._style = False
@@ -58,17 +57,19 @@ def _css(text: str) -> list[str]:
 
 
 def outside(link: str) -> bool:
-    """Whether another host would be asked."""
+    """Whether a link leads to another host."""
     return link.startswith("//") or re.match(r"(?!data:)[a-z][a-z0-9+.-]*:", link) is not None
 
 
 def problems(site: Path) -> list[str]:
-    """One line for each link that leads nowhere and each resource of another host."""
+    """One line for each broken link and each resource from another host."""
     read = {f: Page(f.read_text(encoding="utf-8")) for f in sorted(site.rglob("*.html"))}
     found = [] if read else [f"{site}: no pages"]
     for file, page in read.items():
         name = file.relative_to(site)
-        found += [f"{name}: asks another host for {link}" for link in page.fetched if outside(link)]
+        found += [
+            f"{name}: loads {link} from another host" for link in page.fetched if outside(link)
+        ]
         for link in dict.fromkeys(page.links):
             if outside(link) or link.startswith("data:"):
                 continue
@@ -85,12 +86,12 @@ def problems(site: Path) -> list[str]:
         text = file.read_text(encoding="utf-8")
         for link in _css(text):
             if outside(link):
-                found.append(f"{file.relative_to(site)}: asks another host for {link}")
+                found.append(f"{file.relative_to(site)}: loads {link} from another host")
     return found
 
 
 def main(site: str) -> int:
-    """Print what is wrong; 1 if anything is."""
+    """Print the problems and return 1 if there are any."""
     folder = Path(site).resolve()
     found = problems(folder)
     for line in found:

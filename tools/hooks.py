@@ -9,7 +9,7 @@ from typing import Any
 import pages
 
 _LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)\s#]+)(#[^)\s]*)?\)")
-_WORD = re.compile(r"(?<!\[)`([a-z0-9-]+)`(?!\])")
+_NAME = re.compile(r"(?<!\[)`([a-z0-9-]+)`(?!\])")
 
 
 def on_config(config: Any) -> Any:
@@ -32,7 +32,7 @@ def on_files(files: Any, *, config: Any) -> Any:
 def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> str:
     """Point links to files outside of ``docs`` to the repository, if one is configured."""
     here = posixpath.dirname(page.file.src_uri)
-    words = set(pages.stage_names())
+    methods = set(pages.stage_names())
 
     def outside(match: re.Match[str]) -> str:
         text, target, anchor = match[1], match[2], match[3] or ""
@@ -50,7 +50,9 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> st
             return line
         start = posixpath.relpath("methods", here or ".")
         cell, bar, rest = line[2:].partition(" |")
-        link = _WORD.sub(lambda m: f"[{m[0]}]({start}/{m[1]}.md)" if m[1] in words else m[0], cell)
+        link = _NAME.sub(
+            lambda m: f"[{m[0]}]({start}/{m[1]}.md)" if m[1] in methods else m[0], cell
+        )
         return f"| {link}{bar}{rest}"
 
     return "\n".join(map(named, _LINK.sub(outside, markdown).split("\n")))

@@ -181,7 +181,7 @@ def curves(word: str, report: Report) -> str:
 def points(
     runs: dict[str, dict[str, Any]], axis: str, key: str, modality: str
 ) -> list[tuple[float, ...]]:
-    """Cost, accuracy and its interval of each run in per cent, by increasing cost."""
+    """Cost, accuracy and its interval of each run in percent, by increasing cost."""
     rows = [
         (n[f"{axis}_{modality}"], n[f"{key}_{modality}"], *n[f"{key}_{modality}_ci"])
         for n in runs.values()
@@ -246,7 +246,7 @@ def _panel(
 
 
 def percent(value: float | None, ci: list[float] | None = None) -> str:
-    """A fraction in per cent, with its interval."""
+    """A fraction in percent, with its interval."""
     if value is None:
         return "–"
     text = f"{100 * value:.1f}"
@@ -404,7 +404,7 @@ def prose(doc: str) -> str:
 
 
 def _text(line: str) -> str:
-    """Escape what Markdown would take for markup outside of code."""
+    """Escape characters that Markdown would treat as markup, except in code."""
     parts = re.split(r"(`+[^`]*`+)", line)
     return "".join(p if p.startswith("`") else re.sub(r"<(?=\w)", "&lt;", p) for p in parts)
 

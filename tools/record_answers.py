@@ -1,8 +1,8 @@
-"""Record what the library answers: ``python tools/record_answers.py``.
+"""Record the answers of the library: ``python tools/record_answers.py``.
 
-Writes ``tests/answers/answers.jsonl``, which ``tests/test_answers.py`` compares with. Only a
-repaired defect may change it: say which one in the commit. ``--compare FILE`` lists what differs
-from another recording instead. A run that was stopped goes on where it was.
+Writes ``tests/answers/answers.jsonl``, the reference of ``tests/test_answers.py``. Change it only
+to fix a defect, and name the defect in the commit. ``--compare FILE`` lists the differences from
+another recording instead. An interrupted run is resumed.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, default=recorded.FILE)
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--family", action="append", help="only these")
-    parser.add_argument("--compare", type=Path, help="list what differs from this recording")
+    parser.add_argument("--family", action="append", help="record only these model families")
+    parser.add_argument("--compare", type=Path, help="list the differences from this recording")
     args = parser.parse_args()
     if args.compare is not None:
         compare(args.compare, args.out)
@@ -59,7 +59,7 @@ def _one_thread() -> None:
 
 
 def write(path: Path, lines: list[dict[str, Any]]) -> None:
-    """The file: where it comes from, then one case a line."""
+    """Write the file: a header, then one case per line."""
     import torch
     import transformers
 
@@ -70,12 +70,12 @@ def write(path: Path, lines: list[dict[str, Any]]) -> None:
         "dtype": "float64",
         "noise": recorded.NOISE,
         "requests": len(answers),
-        "near ties": sum("stable" in of or "ties" in of for of in answers),
+        "near ties": sum("stable" in answer or "ties" in answer for answer in answers),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "python": platform.python_version(),
     }
-    packed = [json.dumps(of, separators=(",", ":")) for of in (head, *lines)]
+    packed = [json.dumps(line, separators=(",", ":")) for line in (head, *lines)]
     path.write_text("\n".join(packed) + "\n", encoding="utf-8")
     ways = Counter(line["case"]["way"] for line in lines)
     print(f"{len(lines)} cases, {head['requests']} requests, {head['near ties']} with near ties")
@@ -83,17 +83,17 @@ def write(path: Path, lines: list[dict[str, Any]]) -> None:
 
 
 def compare(before: Path, after: Path) -> None:
-    """Print the cases whose answers differ between two recordings, and why where it is known."""
-    of = {}
+    """Print the cases whose answers differ between two recordings, and the fields that differ."""
+    recordings = {}
     for name, path in (("before", before), ("after", after)):
         lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()[1:]]
-        of[name] = {line["case"]["n"]: line for line in lines}
+        recordings[name] = {line["case"]["n"]: line for line in lines}
     groups: Counter[tuple[str, ...]] = Counter()
-    for number in sorted(of["before"].keys() | of["after"].keys()):
-        old, new = of["before"].get(number), of["after"].get(number)
+    for number in sorted(recordings["before"].keys() | recordings["after"].keys()):
+        old, new = (recordings[name].get(number) for name in ("before", "after"))
         case = (old or new)["case"]
         if old is None or new is None:
-            what = "answered only after" if old is None else "answered only before"
+            what = "only in the second" if old is None else "only in the first"
         else:
             wrong, _ = recorded.differences(new, old["answers"])
             if not wrong:

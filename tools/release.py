@@ -1,6 +1,6 @@
 """Build the sdist and the wheel, and test the wheel in a fresh environment: ``make wheel``.
 
-The wheel is built from the sdist, so a file that is missing from either one is noticed. The files
+The wheel is built from the sdist, so a file that is missing from either is detected. The files
 of the wheel are compared with those under version control. The wheel is then installed into a new
 virtual environment and used from a folder outside the repository. Only files that pass are moved
 to ``dist``.
@@ -41,7 +41,7 @@ def run(command: list[str | Path], cwd: Path) -> str:
     ReleaseError
         If the command fails, with the end of its output.
     """
-    # An installed package must be found without help from the caller's environment.
+    # The installed package must be importable without the caller's environment variables.
     env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
     done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True)
     if done.returncode:
@@ -58,7 +58,7 @@ def version(root: Path = ROOT) -> str:
 
 
 def expected_files(root: Path = ROOT) -> set[str]:
-    """Paths that the wheel must contain, next to its metadata."""
+    """Paths that the wheel must contain in addition to its metadata."""
     tracked = run(["git", "ls-files", "-z", "vlmfast"], root).split("\0")
     project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))
     wheel = project["tool"]["hatch"]["build"]["targets"]["wheel"]
@@ -91,7 +91,7 @@ def build(folder: Path) -> tuple[Path, Path]:
     (sdist,), (wheel,) = folder.glob("*.tar.gz"), folder.glob("*.whl")
     for file in (sdist, wheel):
         if not file.name.startswith(f"vlmfast-{version()}"):
-            raise ReleaseError(f"{file.name} is not of version {version()}")
+            raise ReleaseError(f"{file.name} does not have version {version()}")
     return sdist, wheel
 
 
@@ -121,14 +121,14 @@ def install(wheel: Path, folder: Path, download: bool) -> Path:
 
 
 def unmet_requirements(python: Path, cwd: Path) -> list[str]:
-    """The lines of ``pip check`` about vlmfast; other packages are not judged."""
+    """The lines of ``pip check`` about vlmfast; other packages are ignored."""
     command = [python, "-m", "pip", "--disable-pip-version-check", "check"]
     done = subprocess.run(command, cwd=cwd, capture_output=True, text=True)
     return [line for line in done.stdout.splitlines() if line.startswith("vlmfast ")]
 
 
 def use(scripts: Path, folder: Path) -> None:
-    """Run the installed commands in ``folder``, which contains the examples and nothing else."""
+    """Run the installed commands in ``folder``, which contains only the examples."""
     vlmfast = scripts / "vlmfast"
     printed = run([vlmfast, "--version"], folder)
     if version() not in printed.split():

@@ -1,6 +1,6 @@
 """Write tables of the documentation from ``docs/results/**/report.json``.
 
-``python tools/tables.py`` writes each table between its marks. A test checks that the tables match
+``python tools/tables.py`` writes each table between its markers. A test checks that they match
 the reports.
 """
 
@@ -18,7 +18,7 @@ _SOURCES = {
     "attention received": "hired:positions=keep,budget={},saliency=received",
     "feature norm": "hired:positions=keep,budget={},saliency=norm",
 }
-_BESIDE = {
+_COMPARED = {
     "`divprune`": "divprune:positions=keep,budget={}",
     "`random`": "random:positions=keep,budget={}",
 }
@@ -29,14 +29,14 @@ def numbers(folder: str) -> dict[str, dict[str, Any]]:
     """The numbers of one report by recipe."""
     text = (RESULTS / folder / "report.json").read_text(encoding="utf-8")
     recipes = json.loads(text)["tasks"]["shapes"]["recipes"]
-    return {of["recipe"]: of for of in recipes.values()}
+    return {run["recipe"]: run for run in recipes.values()}
 
 
 def saliency() -> str:
     """``hired`` by saliency source, compared with ``divprune`` and ``random``."""
     found = numbers("saliency")
     rows = [["images % / videos %", *(f"{100 * budget:.0f} %" for budget in BUDGETS)]]
-    for name, recipe in {**_SOURCES, **_BESIDE}.items():
+    for name, recipe in {**_SOURCES, **_COMPARED}.items():
         label = f"`hired` by {name}" if name in _SOURCES else name
         rows.append([label, *(_pair(found[recipe.format(budget)]) for budget in BUDGETS)])
     return _table(rows)
@@ -64,8 +64,8 @@ def _of(found: dict[str, Any], method: str, policy: str, budget: float) -> dict[
     return next(found[name] for name in reversed(names) if name in found)
 
 
-def _pair(of: dict[str, Any]) -> str:
-    return f"{100 * of['accuracy_image']:.1f} / {100 * of['accuracy_video']:.1f}"
+def _pair(run: dict[str, Any]) -> str:
+    return f"{100 * run['accuracy_image']:.1f} / {100 * run['accuracy_video']:.1f}"
 
 
 def _table(rows: list[list[str]]) -> str:

@@ -1,10 +1,10 @@
-"""Compare floats as other processors would: ``python tools/test_cpus.py``.
+"""Repeat the comparisons of floats with other instruction sets: ``python tools/test_cpus.py``.
 
-Another processor adds in another order: it has other vector instructions and another number of
-threads. So the tests that compare floats (marker ``equality``) run under several settings of both,
-and of each is told how much of its tolerance (`tests/closeness.py`) every comparison used, and how
-many tolerances away the controls lie. A share above a third means that the arithmetic behind a
-tolerance was misjudged, or that there is a bug; a control nearer than 30 proves little.
+The order of floating-point additions depends on the vector instructions and the number of threads.
+The tests that compare floats (marker ``equality``) run with several settings of both. Reports the
+fraction of its tolerance (`tests/closeness.py`) that every comparison used, and the distance of the
+controls in tolerances. A fraction above a third indicates a wrong error model of the tolerance, or
+a bug. A control nearer than 30 tolerances is too weak.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from xml.etree import ElementTree
 LARGEST_SHARE, LEAST_CONTROL = 1 / 3, 30.0
 SHOWN = 10
 
-# Every library has its own word; a processor has one set of instructions, so they change together.
+# Each library has its own variable; they change together, as a processor has one instruction set.
 WORDS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_CBWR", "OPENBLAS_CORETYPE")
 INSTRUCTIONS = {
     "default": ("default", "SSE41", "COMPATIBLE", "Nehalem"),
@@ -44,7 +44,7 @@ class Setting:
         return f"{self.instructions}-{self.threads}"
 
     def environment(self, folder: Path) -> dict[str, str]:
-        """Of the run that leaves its comparisons in ``folder``."""
+        """Environment of a run that writes its comparisons to ``folder``."""
         kept = {key: value for key, value in os.environ.items() if key not in WORDS}
         chosen = dict(zip(WORDS, INSTRUCTIONS[self.instructions], strict=False))
         more = {"VLMFAST_THREADS": str(self.threads), "VLMFAST_CLOSENESS": str(folder)}
@@ -53,13 +53,13 @@ class Setting:
 
 @dataclass
 class Summary:
-    """What one run showed: per test its largest share and its nearest control."""
+    """Result of one run: the largest fraction of a tolerance and the nearest control per test."""
 
     shares: dict[str, float] = field(default_factory=dict)
     controls: dict[str, float] = field(default_factory=dict)
     passed: int = 0
     failed: int = 0
-    status: int = 0  # that pytest ended with
+    status: int = 0  # exit code of pytest
 
     def add(self, lines: Iterable[str]) -> None:
         for line in lines:
@@ -72,43 +72,46 @@ class Summary:
                 self.controls[test] = min(found["control"], least)
 
     def complaints(self) -> list[str]:
-        """One line for each thing that is not as it should be."""
-        told = [f"{self.failed} tests failed"] if self.failed else []
+        """One line for each problem."""
+        found = [f"{self.failed} tests failed"] if self.failed else []
         if not self.passed:
-            told.append("no test passed")
-        if self.status > 1:  # 0 and 1 are runs that came to their end
-            told.append(f"pytest ended with status {self.status}")
+            found.append("no test passed")
+        if self.status > 1:  # 0 and 1: the run completed
+            found.append(f"pytest ended with status {self.status}")
         for test, share in self.shares.items():
             if share > LARGEST_SHARE:
-                told.append(f"{test} uses {share:.2f} of its tolerance")
+                found.append(f"{test} uses {share:.2f} of its tolerance")
         for test, times in self.controls.items():
             if times < LEAST_CONTROL:
-                told.append(f"{test} has a control only {times:.3g} tolerances away")
-        return told
+                found.append(f"{test} has a control only {times:.3g} tolerances away")
+        return found
 
     def text(self) -> str:
         lines = [f"{len(self.shares)} tests compared, {self.passed} passed, {self.failed} failed"]
         shares = sorted(self.shares.items(), key=lambda item: -item[1])[:SHOWN]
         controls = sorted(self.controls.items(), key=lambda item: item[1])[:SHOWN]
-        lines += ["largest shares of a tolerance", *(f"  {x:8.3f}  {test}" for test, x in shares)]
+        lines += [
+            "largest fractions of a tolerance",
+            *(f"  {x:8.3f}  {test}" for test, x in shares),
+        ]
         lines += ["nearest controls", *(f"  {x:8.3g}  {test}" for test, x in controls)]
         return "\n".join(lines)
 
 
 def settings(capability: str) -> list[Setting]:
-    """Every set of instructions that a CPU has, and every number of threads; at most five runs."""
+    """All instruction sets of a CPU combined with numbers of threads; at most five settings."""
     own = [Setting("native", threads) for threads in (1, 2, 4)]
     older = {"AVX512": ["default", "avx2"], "AVX2": ["default"]}.get(capability, [])
     return [Setting(name, threads) for name, threads in zip(older, (1, 2), strict=False)] + own
 
 
 def run(setting: Setting, workers: int, which: str, more: list[str]) -> Summary:
-    """The tests that the expression ``which`` marks, under one setting."""
+    """Run the tests of the marker expression ``which`` with one setting."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         report = folder / "report.xml"
         command = [sys.executable, "-m", "pytest", "-q", "-m", which]
-        # Threads of several workers would only wait for each other.
+        # Threads of several workers would block each other.
         processes = max(1, workers // setting.threads)
         command += ["-n", str(processes), "--dist", "worksteal", f"--junit-xml={report}", *more]
         done = subprocess.run(command, env=setting.environment(folder), check=False)
@@ -126,13 +129,13 @@ def run(setting: Setting, workers: int, which: str, more: list[str]) -> Summary:
 def main(arguments: list[str] | None = None) -> int:
     import torch
 
-    known = {of.name: of for of in settings(torch.backends.cpu.get_cpu_capability())}
+    known = {each.name: each for each in settings(torch.backends.cpu.get_cpu_capability())}
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument(
-        "--setting", action="append", choices=list(known), help="only this one; may be repeated"
+        "--setting", action="append", choices=list(known), help="run only this; may be repeated"
     )
     parser.add_argument(
-        "--workers", type=int, default=2, help="processes of pytest, of one thread each (2)"
+        "--workers", type=int, default=2, help="pytest processes of one thread each (2)"
     )
     parser.add_argument("-k", dest="expression", help="only tests that match, as in pytest")
     parser.add_argument(
@@ -140,7 +143,7 @@ def main(arguments: list[str] | None = None) -> int:
         action="store_const",
         const="not slow",
         default="equality and not slow",
-        help="the whole quick suite, not only the tests that compare floats",
+        help="run all tests that are not slow, not only those that compare floats",
     )
     parser.add_argument("--paths", nargs="+", default=[], help="only these files or folders")
     given = parser.parse_args(arguments)
@@ -150,9 +153,9 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"== {name}", flush=True)
         summary = run(known[name], given.workers, given.everything, more)
         print(summary.text())
-        for told in summary.complaints():
+        for complaint in summary.complaints():
             wrong = True
-            print(f"wrong: {told}")
+            print(f"wrong: {complaint}")
     return int(wrong)
 
 

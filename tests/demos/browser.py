@@ -96,7 +96,7 @@ def ask(page: Page, question: str = QUESTION, kind: str = "image") -> None:
     page.locator(f"#{kind}-ask").click()
 
 
-def answered(page: Page, kind: str = "image", words: str = "Answered under") -> None:
+def answered(page: Page, kind: str = "image", words: str = "Answered with") -> None:
     expect(page.locator(f"#{kind}-note")).to_contain_text(words)
 
 
@@ -190,10 +190,10 @@ def test_second_question_and_a_second_look(asked: Page) -> None:
     ask(asked, "What color is the circle?")
     expect(asked.locator("#image-recipe")).to_contain_text("purple")
     answered(asked)
-    assert int(counter(asked, "Prompt found", "recipe").split(" ")[0]) > 80
+    assert int(counter(asked, "Prompt tokens reused", "recipe").split(" ")[0]) > 80
     assert counter(asked, "Visual tokens", "recipe") == "336 → 74 (hired)"
     asked.locator("#image-again").click()
-    answered(asked, words="Answered under none")
+    answered(asked, words="Answered with none")
     expect(asked.locator("#image-recipe")).to_contain_text("Looked again at full detail: purple")
     assert counter(asked, "Visual tokens", "recipe") == "336"
     with asked.expect_download() as download:
@@ -238,7 +238,7 @@ def test_the_recipe_by_text_and_by_controls(page: Page) -> None:
 def test_an_empty_question_and_a_mistyped_recipe(page: Page) -> None:
     ask(page)
     alert = page.locator("#image-note [role=alert]")
-    expect(alert).to_contain_text("there is no picture")
+    expect(alert).to_contain_text("no image")
     upload(page, PICTURE)
     expect(page.locator("#image-media img")).to_be_visible()
     ask(page, " ")
@@ -271,7 +271,7 @@ def test_bad_files_are_named_and_the_next_question_works(
     for kind, path, words in bad_files(tmp_path):
         users = opened(browser, address)
         page = next(users)
-        page.get_by_role("tab", name="Picture" if kind == "image" else "Clip").click()
+        page.get_by_role("tab", name="Image" if kind == "image" else "Video").click()
         with page.expect_response(re.compile("/upload")):
             upload(page, path, kind)
         expect(page.locator(f"#{kind}-media button[aria-label]").first).to_be_visible()
@@ -279,11 +279,11 @@ def test_bad_files_are_named_and_the_next_question_works(
         alert = page.locator(f"#{kind}-note [role=alert]")
         expect(alert).to_contain_text(re.compile(words))
         shot(page, f"bad-{path.stem}")
-        page.get_by_role("tab", name="Picture").click()
+        page.get_by_role("tab", name="Image").click()
         page.get_by_text(EXAMPLE).first.click()
         question = page.locator("#image-question textarea, #image-question input")
         expect(question).to_have_value(EXAMPLE)
-        expect(page.locator("#image-media img")).to_have_attribute("src", re.compile("picture-"))
+        expect(page.locator("#image-media img")).to_have_attribute("src", re.compile("image-"))
         page.locator("#image-ask").click()
         answered(page)
         assert text_of(page, "full") == EXAMPLE_SAID
@@ -293,7 +293,7 @@ def test_bad_files_are_named_and_the_next_question_works(
 def test_a_bad_file_after_an_example(page: Page, tmp_path: Path) -> None:
     """The page opens no file itself: not even once an example has been in its place."""
     page.get_by_text(EXAMPLE).first.click()
-    expect(page.locator("#image-media img")).to_have_attribute("src", re.compile("picture-"))
+    expect(page.locator("#image-media img")).to_have_attribute("src", re.compile("image-"))
     page.get_by_role("button", name="Remove Image").click()
     *_, huge = (path for _, path, words in bad_files(tmp_path) if "too large" in words)
     with page.expect_response(re.compile("/upload")):
@@ -329,8 +329,8 @@ def test_models_that_cannot_be_had(page: Page, tmp_path: Path) -> None:
         expect(page.locator("#model-note [role=alert]")).to_contain_text(words)
     page.locator("#model textarea, #model input").fill("tiny")
     page.locator("#model-load").click()
-    expect(page.locator("#model-note [role=status]")).to_contain_text("tiny answers from now on")
-    expect(page.get_by_text("is a toy")).to_be_visible()
+    expect(page.locator("#model-note [role=status]")).to_contain_text("Loaded tiny")
+    expect(page.get_by_text("is a demo model")).to_be_visible()
     upload(page, PICTURE)
     expect(page.locator("#image-media img")).to_be_visible()
     ask(page)
@@ -387,7 +387,7 @@ def test_the_other_controls(page: Page) -> None:
     recipe = page.locator("#recipe textarea, #recipe input")
     page.locator("#builder > button").click()
     write(recipe, "hired:0.2")
-    keep = page.get_by_label("Kept tokens stay at their own positions")
+    keep = page.get_by_label("Preserve the positions of kept tokens")
     expect(keep).not_to_be_checked()
     keep.check()
     expect(recipe).to_have_value("hired:positions=keep")
@@ -402,14 +402,14 @@ def test_the_other_controls(page: Page) -> None:
     longest = page.locator("#tokens input[type=number]")
     longest.fill("40")
     longest.press("Enter")
-    page.get_by_label("A question sees the ones before it").check()
+    page.get_by_label("Include earlier questions in the context").check()
     upload(page, PICTURE)
     expect(page.locator("#image-media img")).to_be_visible()
     ask(page, "Describe the image.")
     answered(page)
     kept = counter(page, "Visual tokens", "recipe")
     assert re.fullmatch(r"336 → \d+ \(hired\) → \d+ \(pyramiddrop\)", kept)
-    assert "tokens a pass" in counter(page, "Accepted drafts", "recipe")
+    assert "tokens per forward pass" in counter(page, "Accepted drafts", "recipe")
     assert counter(page, "KV cache", "recipe").startswith(("0.", "1.", "2.", "3."))
     whole = text_of(page, "full")
     longest.fill("3")
@@ -419,13 +419,13 @@ def test_the_other_controls(page: Page) -> None:
     answered(page)
     assert 0 < len(text_of(page, "full")) < len(whole) / 2
     # Its prompt has the first question and its answer in it.
-    prompts = [counter(page, "Prompt found", "full")]
-    page.get_by_label("A question sees the ones before it").uncheck()
+    prompts = [counter(page, "Prompt tokens reused", "full")]
+    page.get_by_label("Include earlier questions in the context").uncheck()
     for count in (1, 2):  # the first begins another conversation
         ask(page, "Describe the image.")
         expect(page.locator("#image-full .message.bot")).to_have_count(count)
         answered(page)
-    prompts.append(counter(page, "Prompt found", "full"))
+    prompts.append(counter(page, "Prompt tokens reused", "full"))
     remembered, alone = (int(text.split(" of ")[1]) for text in prompts)
     assert remembered > alone + 30 > 336
 
@@ -442,7 +442,7 @@ def test_stop(page: Page) -> None:
 
 
 def test_a_clip_has_a_strip_of_frames(page: Page) -> None:
-    page.get_by_role("tab", name="Clip").click()
+    page.get_by_role("tab", name="Video").click()
     upload(page, CLIP, "video")
     expect(page.locator("#video-media video")).to_be_visible()
     ask(page, "Which way does the cyan star move?", "video")

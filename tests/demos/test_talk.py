@@ -199,7 +199,10 @@ def test_counters_are_those_of_the_answers(desk: Desk, picture: Media) -> None:
     steps = f"336 → {kept['hired']} (hired) → {kept['pyramiddrop']} (pyramiddrop)"
     assert rows["Visual tokens"] == ("336", steps)
     assert rows["Accepted drafts"][0] == "–"
-    assert rows["Accepted drafts"][1] == f"{turn.shown.stats.mean_accepted:.2f} tokens a pass"
+    assert (
+        rows["Accepted drafts"][1]
+        == f"{turn.shown.stats.mean_accepted:.2f} tokens per forward pass"
+    )
     full, shown = (turn.answers[side].token_ids for side in (FULL, RECIPE))
     assert (
         rows["Agreement with the full model"][1]
@@ -269,7 +272,7 @@ def bad_files(folder: Path) -> dict[str, tuple[str, bytes, str]]:
         "truncated": ("image", whole.getvalue()[:-2000], "truncated|damaged"),
         "300 megapixels": ("image", png_of(20_000, 15_000), "too large|pixels"),
         "empty": ("image", b"", "empty"),
-        "a picture among the clips": ("video", whole.getvalue(), "tab Picture"),
+        "a picture among the clips": ("video", whole.getvalue(), "tab Image"),
         "not a clip": ("video", b"hello, I am a text" * 20, "neither|not"),
     }
 
@@ -285,7 +288,7 @@ def test_a_bad_file_says_what_is_wrong_and_the_next_question_works(
         ask(desk, Media(kind, str(path)))
     assert str(tmp_path) not in str(caught.value)
     assert "upload.bin" in str(caught.value)
-    assert re.search("choose another file|tab Picture", str(caught.value))
+    assert re.search("choose another file|tab Image", str(caught.value))
     assert ask(desk, picture).turns[-1].texts[FULL] == "yellow triangle"
 
 
@@ -301,7 +304,7 @@ def test_of_an_animation_the_first_picture_is_taken(desk: Desk, tmp_path: Path, 
     path = tmp_path / "animated.gif"
     frames[0].save(path, save_all=True, append_images=frames[1:], duration=100)
     assert ask(desk, Media("image", str(path))).turns[-1].texts[FULL] == "yellow triangle"
-    with pytest.raises(MediaError, match="tab Picture"):
+    with pytest.raises(MediaError, match="tab Image"):
         ask(desk, Media("video", str(path)))
 
 

@@ -1,1 +1,1 @@
-"""The demo: the full model and a recipe answer side by side (``vlmfast demo``)."""
+"""The demo: compare the full model with a recipe in a web page (``vlmfast demo``)."""

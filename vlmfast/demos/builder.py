@@ -1,7 +1,7 @@
-"""A recipe as controls: one method and one number for each place of the pipeline.
+"""Edit a recipe with controls: one method and one parameter for each step of the pipeline.
 
-The text is the recipe; a control changes the words that it stands for and leaves all others as they
-are, so that what the controls cannot say survives them.
+The text is the recipe. A control changes its own part of the text and preserves the rest, including
+settings without a control.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _BUDGET = 0.22
 
 @dataclass(frozen=True)
 class Dial:
-    """The number of a method that a slider moves.
+    """The parameter of a method that a slider sets.
 
     Parameters
     ----------
     name : str
-        Its word in recipes.
+        Its name in recipes.
     value : float or None
         ``None``: the method's other parameters decide.
     low, high, step : float
@@ -51,7 +51,7 @@ class Dial:
 
 @dataclass(frozen=True)
 class Slot:
-    """What the controls of one place show."""
+    """State of the controls of one pipeline step."""
 
     method: str = NONE
     dial: Dial | None = None
@@ -59,18 +59,18 @@ class Slot:
 
 @dataclass(frozen=True)
 class Controls:
-    """What all controls show of a recipe.
+    """State of all controls for a recipe.
 
     Parameters
     ----------
     slots : dict of str to Slot
-        By place.
+        By pipeline step.
     keep : bool
         Whether no stage renumbers the tokens that it keeps.
     preset : str
-        Name of the preset that does the same, or ``"custom"``.
+        Name of the equivalent preset, or ``"custom"``.
     beyond : str
-        Stages without a control: a second one in the same place. Empty where there are none.
+        Stages without a control, such as the second stage of a step; empty if there are none.
     """
 
     slots: dict[str, Slot]
@@ -81,12 +81,14 @@ class Controls:
 
 @cache
 def methods_of(place: str) -> list[str]:
-    """``"none"`` and the methods of a place."""
+    """``"none"`` and the methods of a pipeline step."""
     return [NONE, *(n for n in sorted(stage_names()) if stage_class(n).protocol == place)]
 
 
 def read(text: str, source: str = "cls") -> Controls:
-    """What the controls show for a recipe; presets are those of a model with this saliency.
+    """Return the state of the controls for a recipe.
+
+    Presets are those of a model with the saliency ``source``.
 
     Raises
     ------
@@ -106,7 +108,7 @@ def read(text: str, source: str = "cls") -> Controls:
 
 
 def choose(text: str, place: str, method: str, keep: bool = True) -> str:
-    """The recipe with another method in a place, at its defaults and a budget where it has one."""
+    """Replace the method of a step, with its defaults and a budget if it has one."""
     stages = list(Recipe.parse(text))
     at = _first(stages, place)
     if at is not None:
@@ -119,18 +121,18 @@ def choose(text: str, place: str, method: str, keep: bool = True) -> str:
 
 
 def turn(text: str, place: str, value: float) -> str:
-    """The recipe with another number for the first method of a place."""
+    """Set the parameter of the first method of a step."""
     stages = list(Recipe.parse(text))
     at = _first(stages, place)
     dial = None if at is None else dial_of(stages[at])
     if dial is None:
-        raise RecipeError(f"{PLACES[place]}: no method there has a number; choose a method first")
+        raise RecipeError(f"{PLACES[place]}: no method with a parameter; choose a method first")
     stages[at] = _set(stages[at], dial, value)
     return str(Recipe(tuple(stages)))
 
 
 def set_positions(text: str, keep: bool) -> str:
-    """The recipe with all kept tokens at their own rotary ids, or renumbered."""
+    """Preserve the rotary ids of all kept tokens, or renumber them."""
     policy = "keep" if keep else "compact"
     stages = (
         replace(s, positions=policy) if hasattr(s, "positions") else s for s in Recipe.parse(text)
@@ -139,7 +141,7 @@ def set_positions(text: str, keep: bool) -> str:
 
 
 def dial_of(stage: Stage) -> Dial | None:
-    """The number that says how much a method keeps: its budget, else its bare value."""
+    """The parameter that sets how much a method keeps: its budget, else its bare value."""
     by_name = {f.name: f for f in fields(stage)}
     f = by_name.get("budget") or by_name.get(stage.lead or "")
     if f is None:
@@ -159,8 +161,8 @@ def _set(stage: Stage, dial: Dial, value: float) -> Stage:
     f = names[dial.name]
     values: dict[str, Any] = {f.name: int(value) if type(f.default) is int else float(value)}
     if f.name == "budget" and stage.lead not in (None, "budget"):
-        # The budget replaces the method's own number, which would only stand there unused.
-        values[stage.lead] = next(of.default for of in fields(stage) if of.name == stage.lead)
+        # The budget overrides the method's bare value; reset it, so that the text omits it.
+        values[stage.lead] = next(f.default for f in fields(stage) if f.name == stage.lead)
     return replace(stage, **values)
 
 

@@ -1,4 +1,4 @@
-"""What the page shows of an answer: chats, counters, drawings, the trace as a file."""
+"""Format answers for the page: chats, counters, drawings and the trace file."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ def chat(talk: Conversation | None, side: str) -> list[dict[str, str]]:
         if side in turn.texts:
             messages.append({"role": "assistant", "content": turn.texts[side] or "…"})
         if side == RECIPE and RESTORED in turn.texts:
-            said = AGAIN + (turn.texts[RESTORED] or "…")
-            messages.append({"role": "assistant", "content": said})
+            text = AGAIN + (turn.texts[RESTORED] or "…")
+            messages.append({"role": "assistant", "content": text})
     return messages
 
 
 def counters(turn: Turn | None) -> list[tuple[str, str, str]]:
-    """Rows (what, the full model's, the recipe's) of what a turn cost."""
+    """Rows (counter, full model, recipe) with the cost of a turn."""
     full = turn and turn.answers.get(FULL)
     shown = turn and turn.shown
     agree = turn and turn.agreement
-    rows = [(what, of(full), of(shown)) for what, of in _COUNTED.items()]
+    rows = [(what, text_of(full), text_of(shown)) for what, text_of in _COUNTED.items()]
     return [*rows, ("Agreement with the full model", "–" if full is None else "100 %", _per(agree))]
 
 
@@ -56,20 +56,20 @@ def table(rows: list[tuple[str, str, str]]) -> str:
         for what, full, shown in rows
     )
     return (
-        '<table class="counters"><caption>What the last answers cost</caption><thead><tr>'
+        '<table class="counters"><caption>Cost of the last answers</caption><thead><tr>'
         '<th scope="col">Counter</th><th scope="col">Full model</th><th scope="col">Recipe</th>'
         f"</tr></thead><tbody>{body}</tbody></table>"
     )
 
 
 def message(text: str, *, error: bool = False) -> str:
-    """A line above the answers that screen readers say aloud."""
+    """A line above the answers that screen readers announce."""
     role, kind = ("alert", "note error") if error else ("status", "note")
     return f'<div role="{role}" class="{kind}">{html.escape(text)}</div>'
 
 
 def slider(full: Answer, shown: Answer) -> tuple[Image.Image, Image.Image]:
-    """What came in and what was kept, drawn alike and of one size."""
+    """Input and kept tokens, drawn in the same way and at the same size."""
     before, after = (_views(answer) for answer in (full, shown))
     if len(before) == len(after):  # else the recipe chose other frames
         pairs = (_alike(pair) for pair in zip(before, after, strict=True))
@@ -78,7 +78,7 @@ def slider(full: Answer, shown: Answer) -> tuple[Image.Image, Image.Image]:
 
 
 def depths(answer: Answer) -> list[tuple[Image.Image, str]]:
-    """What the language model still sees, at the first layer and wherever that changes."""
+    """Visual tokens in the language model, at the first layer and wherever their number changes."""
     trace = answer.trace
     if trace.layout is None:
         return []
@@ -87,27 +87,27 @@ def depths(answer: Answer) -> list[tuple[Image.Image, str]]:
     drawn = [(everything, f"from the vision tower: {len(trace.depth)} tokens")]
     for layer in sorted({0, *(layer for _, layer in trace.stages)} & set(range(trace.layers))):
         alive = trace.depth > layer
-        picture = _grid(_views(replace(answer, trace=_living(trace, alive))))
-        drawn.append((picture, f"layer {layer}: {int(alive.sum())} of {len(alive)} tokens"))
+        image = _grid(_views(replace(answer, trace=_living(trace, alive))))
+        drawn.append((image, f"layer {layer}: {int(alive.sum())} of {len(alive)} tokens"))
     return drawn
 
 
 def frame_strip(answer: Answer) -> list[tuple[Image.Image, str]]:
-    """Each frame with what was kept of it to the last layer."""
+    """Each frame with its tokens that are kept up to the last layer."""
     trace = answer.trace
     if trace.layout is None:
         return []
     item, stayed = trace.layout.item, trace.depth == trace.layers
     strip = []
-    for index, picture in enumerate(_views(answer)):
+    for index, image in enumerate(_views(answer)):
         mine = item == index
         kept, total = int(stayed[mine].sum()), int(mine.sum())
-        strip.append((picture, f"frame {index + 1}: {kept} of {total} tokens"))
+        strip.append((image, f"frame {index + 1}: {kept} of {total} tokens"))
     return strip
 
 
 def write_trace(talk: Conversation, turn: Turn, folder: Path) -> Path:
-    """Everything that is known of a turn, as a JSON file."""
+    """Write recipes, answers, statistics and traces of a turn to a JSON file."""
     answers = {
         side: {
             "recipe": answer.recipe,
@@ -127,12 +127,12 @@ def write_trace(talk: Conversation, turn: Turn, folder: Path) -> Path:
 
 
 def plots() -> list[tuple[str, str]]:
-    """The measured plots: path and caption."""
+    """Plots of the measured accuracy: path and caption."""
     folder = Path(__file__).parent / "results"
     if not folder.is_dir():  # a clone
         folder = Path(__file__).parents[2] / "docs" / "results"
     found = {
-        folder / "shapes.png": "accuracy against the share of visual tokens",
+        folder / "shapes.png": "accuracy against the fraction of visual tokens",
         folder / "cache" / "shapes-cache.png": "accuracy against the bytes of the KV cache",
     }
     return [(str(path), caption) for path, caption in found.items() if path.is_file()]
@@ -153,7 +153,7 @@ def _kv(stats: Stats) -> str:
 
 def _drafts(stats: Stats) -> str:
     if stats.drafted:
-        return f"{stats.mean_accepted:.2f} tokens a pass"
+        return f"{stats.mean_accepted:.2f} tokens per forward pass"
     return stats.speculation and f"nothing drafted ({stats.speculation})"
 
 
@@ -165,67 +165,67 @@ def _of(show: Any) -> Any:
     return lambda answer: "–" if answer is None else show(answer.stats) or "–"
 
 
-def _per(share: float | None) -> str:
-    return "–" if share is None else f"{share:.0%}".replace("%", " %")
+def _per(fraction: float | None) -> str:
+    return "–" if fraction is None else f"{fraction:.0%}".replace("%", " %")
 
 
 _COUNTED = {
     "Visual tokens": _of(_tokens),
     "Visual tokens, mean over layers": _of(lambda stats: f"{stats.equivalent_tokens:.1f}"),
     "Time to the first token": _of(lambda stats: f"{stats.ttft_s * 1e3:,.1f} ms"),
-    "Tokens a second": _of(lambda s: f"{s.tokens_per_s:.0f}" if s.tokens_per_s else ""),
+    "Tokens per second": _of(lambda s: f"{s.tokens_per_s:.0f}" if s.tokens_per_s else ""),
     "KV cache": _of(_kv),
     "Accepted drafts": _of(_drafts),
-    "Prompt found in the cache": _of(lambda s: _reused(s) if s.prompt_fed else ""),
+    "Prompt tokens reused from the cache": _of(lambda s: _reused(s) if s.prompt_fed else ""),
 }
 
 
 def _living(trace: Trace, alive: Tensor) -> Trace:
-    """The trace of a model that drops nothing but what is not ``alive``."""
+    """The trace of a model that drops only the tokens that are not ``alive``."""
     return replace(trace, depth=alive.long() * trace.layers)
 
 
 def _views(answer: Answer) -> list[Image.Image]:
-    """One drawing for each picture or frame: its crops where the model looked at some."""
+    """One drawing for each image or frame: its crops if the model encoded any."""
     trace, drawn = answer.trace, []
     if trace.layout is None:
         return []
-    for index, picture in enumerate(trace.images):
+    for index, image in enumerate(trace.images):
         crops = (trace.layout.tile[trace.layout.item == index] > 0).any()
         layout, entered = (
-            of.select((of.item == index) & ((of.tile > 0) | ~crops))
-            for of in (trace.layout, trace.entered)
+            part.select((part.item == index) & ((part.tile > 0) | ~crops))
+            for part in (trace.layout, trace.entered)
         )
         rows = torch.isin(trace.layout.order, layout.order)
-        # Alone, the crops are a picture like any other.
+        # Without the base view, the crops are laid out like any other image.
         layout, entered = (
-            of.replace(item=torch.zeros_like(of.item), tile=torch.zeros_like(of.tile))
-            for of in (layout, entered)
+            part.replace(item=torch.zeros_like(part.item), tile=torch.zeros_like(part.tile))
+            for part in (layout, entered)
         )
         part = replace(
-            trace, layout=layout, entered=entered, depth=trace.depth[rows], images=[picture]
+            trace, layout=layout, entered=entered, depth=trace.depth[rows], images=[image]
         )
         drawn += overlay(replace(answer, trace=part, recipe="kept"))  # short enough for a line
     return drawn
 
 
-def _grid(pictures: Sequence[Image.Image]) -> Image.Image:
-    """Pictures below each other, two in a line where there are several."""
-    columns = 1 if len(pictures) == 1 else 2
-    width, height = (max(p.size[axis] for p in pictures) for axis in (0, 1))
-    lines = -(-len(pictures) // columns)
+def _grid(images: Sequence[Image.Image]) -> Image.Image:
+    """One image, or several in two columns."""
+    columns = 1 if len(images) == 1 else 2
+    width, height = (max(image.size[axis] for image in images) for axis in (0, 1))
+    lines = -(-len(images) // columns)
     canvas = Image.new("RGB", (width * columns, height * lines), _PAPER)
-    for number, picture in enumerate(pictures):
-        canvas.paste(picture, (number % columns * width, number // columns * height))
+    for number, image in enumerate(images):
+        canvas.paste(image, (number % columns * width, number // columns * height))
     return canvas
 
 
 def _alike(pair: tuple[Image.Image, Image.Image]) -> list[Image.Image]:
-    size = tuple(max(side) for side in zip(*(picture.size for picture in pair), strict=True))
-    return [_padded(picture, size) for picture in pair]
+    size = tuple(max(side) for side in zip(*(image.size for image in pair), strict=True))
+    return [_padded(image, size) for image in pair]
 
 
-def _padded(picture: Image.Image, size: tuple[int, ...]) -> Image.Image:
+def _padded(image: Image.Image, size: tuple[int, ...]) -> Image.Image:
     canvas = Image.new("RGB", size, _PAPER)
-    canvas.paste(picture, (0, 0))
+    canvas.paste(image, (0, 0))
     return canvas

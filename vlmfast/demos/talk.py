@@ -1,6 +1,6 @@
-"""Conversations: what is asked of the full model and of a recipe, and in which order.
+"""Conversations with the full model and a recipe, independent of the page.
 
-Nothing here knows of a page; `app` shows what these generators yield.
+`app` displays what these generators yield.
 """
 
 from __future__ import annotations
@@ -21,50 +21,49 @@ from vlmfast.errors import MediaError, VLMFastError
 from vlmfast.media import kind_of, load_image, load_video
 
 FULL, RECIPE, RESTORED = "full", "recipe", "restored"
-_TABS = {"image": "Picture", "video": "Clip"}
+_TABS = {"image": "Image", "video": "Video"}
 
 
 class Stopped(VLMFastError):
-    """The user did not want to hear the rest."""
+    """The user stopped the answer."""
 
 
 @dataclass(frozen=True)
 class Media:
-    """What a user chose: a picture, or a clip with the number of its frames that are read."""
+    """The selected input: an image, or a video with the number of frames to use."""
 
     kind: str
     path: str | None
     num_frames: int = 4
 
     def load(self) -> dict[str, Any]:
-        """The arguments of `VLM.ask`, decoded, so that no later question can fail on them.
+        """Decode the file and return it as arguments of `VLM.ask`.
 
         Raises
         ------
         MediaError
-            For what is missing, belongs in the other tab or cannot be read. Files go by their
-            name alone.
+            If the file is missing, belongs in the other tab or cannot be read. The message
+            contains the file's name without its folder.
         """
         if not self.path:
-            what = "picture" if self.kind == "image" else "clip"
-            raise MediaError(f"there is no {what}: upload one, or choose an example")
+            raise MediaError(f"no {self.kind}: upload one, or choose an example")
         try:
             found = kind_of(self.path)
             if found != self.kind:
-                what = "a picture" if found == "image" else "a clip"
-                raise MediaError(f"{self.path} is {what}: ask about it in the tab {_TABS[found]}")
+                what = "an image" if found == "image" else "a video"
+                raise MediaError(f"{self.path} is {what}: use the tab {_TABS[found]}")
             if self.kind == "image":
                 return {"images": load_image(self.path)}
             return {"video": load_video(self.path, num_frames=self.num_frames).frames}
         except MediaError as error:
-            said = str(error).replace(self.path, Path(self.path).name)
-            what = "" if "in the tab" in said else "; choose another file"
-            raise MediaError(said + what) from error
+            text = str(error).replace(self.path, Path(self.path).name)
+            advice = "" if "use the tab" in text else "; choose another file"
+            raise MediaError(text + advice) from error
 
 
 @dataclass
 class Turn:
-    """One question and its answers; texts grow while they are written."""
+    """One question and its answers; the texts grow during decoding."""
 
     question: str
     texts: dict[str, str] = field(default_factory=dict)
@@ -72,7 +71,7 @@ class Turn:
 
     @property
     def shown(self) -> Answer | None:
-        """The answer of the recipe's side that came last."""
+        """The latest answer of the recipe."""
         return self.answers.get(RESTORED) or self.answers.get(RECIPE)
 
     @property
@@ -82,10 +81,10 @@ class Turn:
 
 
 class Conversation:
-    """Questions about one picture or clip, put to the full model and to one recipe.
+    """Questions about one image or video to the full model and to one recipe.
 
-    The first question goes through `VLM.stream`, so that its cost is that of a single question;
-    later ones through sessions, which read the pictures once.
+    The first question uses `VLM.stream`, so that its cost is that of a single question. Later
+    questions use sessions, which prefill the images once.
 
     Parameters
     ----------
@@ -93,7 +92,7 @@ class Conversation:
     media : Media
     recipe : Recipe
     history : bool
-        Whether a question sees the ones before it.
+        Whether earlier questions and answers are part of the context.
     """
 
     def __init__(self, vlm: VLM, media: Media, recipe: Recipe, history: bool) -> None:
@@ -105,31 +104,31 @@ class Conversation:
         self._sessions: dict[str, Session] = {}
 
     def ask(self, question: str, **generation: Any) -> Iterator[Turn]:
-        """Yield the turn whenever a piece of text was added to it; it counts once it is complete.
+        """Yield the turn after each new piece of text; a complete turn is added to ``turns``.
 
-        The sides take turns, so that each has the machine for itself while it is timed.
+        The full model and the recipe run one after the other, so that neither slows the other.
         """
         turn = self.current = Turn(question)
         for side, recipe in ((FULL, Recipe()), (RECIPE, self.recipe)):
-            # Frames chosen by the question leave nothing for a session to keep.
-            chosen = any(stage.asks_question for stage in recipe.acting(MediaStage))
-            if self.turns and (self.history or not chosen):
+            # A session cannot reuse frames that depend on the question.
+            per_question = any(stage.asks_question for stage in recipe.acting(MediaStage))
+            if self.turns and (self.history or not per_question):
                 pieces: Callable[..., Iterator] = self._session(side, recipe).stream
             else:
                 pieces = self._first(recipe)
             yield from self._written(turn, side, pieces(question, **generation))
-        for past in self.turns:  # traces hold pictures; those of the last turn are enough
+        for past in self.turns:  # traces contain images: keep only the last turn's
             past.answers.clear()
         self.turns.append(turn)
         self.current = None
 
     def look_again(self, **generation: Any) -> Iterator[Turn]:
-        """Put the last question to the recipe's session with all visual tokens back."""
+        """Repeat the last question in the recipe's session with all visual tokens restored."""
         if not self.turns:
-            raise VLMFastError("there is nothing to look at again: ask a question first")
+            raise VLMFastError("no question to repeat: ask a question first")
         turn = self.current = self.turns[-1]
         session = self._session(RECIPE, self.recipe)
-        if self.history:  # the new answer takes the place of the recipe's own
+        if self.history:  # the new answer replaces the recipe's first one
             session.messages = session.messages[: 2 * (len(self.turns) - 1)]
         turn.answers.pop(RESTORED, None)
         pieces = session.stream(turn.question, restore=True, **generation)
@@ -137,11 +136,11 @@ class Conversation:
         self.current = None
 
     def stop(self) -> None:
-        """End the answer that is being written, at its next piece."""
+        """End the current answer at its next piece of text."""
         self._stopped = self.current is not None
 
     def close(self) -> None:
-        """Give the caches back; an answer that is being written stops at its next piece."""
+        """Free the caches; the current answer ends at its next piece of text."""
         self.closed = True
         self._drop()
 
@@ -155,7 +154,7 @@ class Conversation:
         )
 
     def _given(self, recipe: Recipe) -> dict[str, Any]:
-        """The pictures; a recipe that chooses frames itself gets the clip to choose from."""
+        """The decoded input, or the video's path if the recipe selects frames."""
         chooses = self.media.kind == "video" and recipe.acting(MediaStage)
         return {"video": self.media.path} if chooses else self._loaded
 
@@ -163,17 +162,17 @@ class Conversation:
         if side not in self._sessions:
             session = self.vlm.session(**self._given(recipe), recipe=recipe, history=self.history)
             if self.history:
-                session.messages = self._said_before(side)
+                session.messages = self._earlier_messages(side)
             self._sessions[side] = session
         return self._sessions[side]
 
-    def _said_before(self, side: str) -> list[dict[str, str]]:
-        """The conversation as one side knows it: the recipe's has the second looks in it."""
+    def _earlier_messages(self, side: str) -> list[dict[str, str]]:
+        """The history of one side; the recipe's contains its answers with restored tokens."""
         messages = []
         for turn in self.turns:
-            said = turn.texts.get(RESTORED if side == RECIPE else FULL) or turn.texts[side]
+            text = turn.texts.get(RESTORED if side == RECIPE else FULL) or turn.texts[side]
             messages.append({"role": "user", "content": turn.question})
-            messages.append({"role": "assistant", "content": said})
+            messages.append({"role": "assistant", "content": text})
         return messages
 
     def _written(self, turn: Turn, side: str, pieces: Iterator[str | Answer]) -> Iterator[Turn]:
@@ -185,14 +184,14 @@ class Conversation:
                     if self.closed:
                         raise VLMFastError("the conversation was closed")
                     if self._stopped:
-                        raise Stopped("Stopped; what was being said is forgotten.")
+                        raise Stopped("Stopped; the partial answer was discarded.")
                     if isinstance(piece, Answer):
                         turn.answers[side], turn.texts[side] = piece, piece.text
                     else:
                         turn.texts[side] += piece
                     yield turn
         except BaseException:
-            # Whatever was said of this turn is forgotten: sessions begin again at the last one.
+            # Discard this turn: new sessions start from the last complete one.
             if turn.answers.get(side) is None:
                 turn.texts.pop(side)
             self.current, self._stopped = None, False
@@ -202,16 +201,16 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Limits:
-    """What one user may take.
+    """Limits of the demo server.
 
     Parameters
     ----------
     seconds : float
-        For one answer of one side.
+        Maximum time of one answer of one side.
     users : int
-        Conversations that are kept; beyond it the one that was not used for longest ends.
+        Maximum number of conversations; the least recently used one is closed first.
     tokens : int
-        The longest answer.
+        Maximum length of an answer.
     """
 
     seconds: float = 120.0
@@ -226,7 +225,7 @@ class Desk:
     ----------
     vlm : VLM
     name : str
-        What the model is called.
+        Name of the model on the page.
     limits : Limits
     """
 
@@ -242,14 +241,14 @@ class Desk:
     def ask(
         self, user: str, media: Media, question: str, recipe: str, tokens: int, history: bool
     ) -> Iterator[Conversation]:
-        """Answer a question; yields the conversation whenever there is more of it to show.
+        """Answer a question; yields the conversation after each update.
 
-        Another picture, recipe or way of remembering begins another conversation.
+        Changing the input, the recipe or ``history`` starts a new conversation.
 
         Raises
         ------
         VLMFastError
-            For whatever the user can mend; the next question works.
+            For user errors; the user can ask again.
         """
         if not question.strip():
             raise VLMFastError("the question is empty: write one, or choose an example")
@@ -261,17 +260,17 @@ class Desk:
             self.forget(user)
             with self._lock:
                 self._talks[user] = talk
-            self._make_room()
+            self._close_oldest()
         with closing(talk.ask(question.strip(), **self._generation(tokens))) as turns:
             for _ in turns:
                 yield talk
         yield talk
 
     def look_again(self, user: str, tokens: int) -> Iterator[Conversation]:
-        """The last question once more, with every visual token."""
+        """Repeat the last question with all visual tokens."""
         talk = self.talk(user)
         if talk is None:
-            raise VLMFastError("there is nothing to look at again: ask a question first")
+            raise VLMFastError("no question to repeat: ask a question first")
         with closing(talk.look_again(**self._generation(tokens))) as turns:
             for _ in turns:
                 yield talk
@@ -283,21 +282,21 @@ class Desk:
             return self._talks.get(user)
 
     def forget(self, user: str) -> None:
-        """End the conversation of a user who has gone."""
+        """Close the conversation of a user who left the page."""
         with self._lock:
             talk = self._talks.pop(user, None)
         if talk is not None:
             talk.close()
 
     def load(self, name: str, **loading: Any) -> None:
-        """Take another model for everybody; one that cannot be loaded leaves the old one there.
+        """Load another model for all users; if loading fails, the current model stays.
 
         Raises
         ------
         ModelError
         """
         if not name.strip():
-            raise VLMFastError("the model is empty: write tiny, a folder or a hub id")
+            raise VLMFastError("the model is empty: enter tiny, a folder or a hub id")
         vlm = VLM.from_pretrained(name.strip(), **loading)
         for user in list(self._talks):
             self.forget(user)
@@ -309,7 +308,7 @@ class Desk:
             raise VLMFastError(f"an answer of {tokens} tokens is out of range: 1 to {most}")
         return {"max_new_tokens": int(tokens), "max_time": self.limits.seconds, "do_sample": False}
 
-    def _make_room(self) -> None:
+    def _close_oldest(self) -> None:
         while True:
             with self._lock:
                 if len(self._talks) <= self.limits.users:

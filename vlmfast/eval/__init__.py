@@ -1,1 +1,1 @@
-"""Measuring what a recipe costs in answers: tasks, a resumable runner, tables and plots."""
+"""Measure the accuracy of recipes: tasks, a resumable runner, tables and plots."""

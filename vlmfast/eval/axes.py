@@ -1,4 +1,4 @@
-"""Along what a recipe can be measured: its budget, its share of the cache, its other parameters."""
+"""Axes of an evaluation: a recipe's budget, its share of the cache, its other parameters."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from vlmfast.core.stage import Stage
 
 
 def method_of(recipe: Recipe) -> tuple[str, float | None]:
-    """What makes a curve: the recipe without its shares, and the budget it was put at."""
+    """Split a recipe into its curve (the recipe without budgets and shares) and its budget."""
     plain, budgets = [], []
     for stage in recipe:
         budgets.append(getattr(stage, "budget", None))
@@ -25,20 +25,20 @@ def method_of(recipe: Recipe) -> tuple[str, float | None]:
 
 
 def takes_budget(recipe: Recipe) -> bool:
-    """Whether any stage of a recipe can be put at a budget."""
+    """Whether any stage of a recipe has a budget."""
     return any(_has(stage, "budget") for stage in recipe)
 
 
 def with_budget(recipe: Recipe, budget: float | None) -> Recipe:
-    """The recipe with all its reducers at ``budget``."""
+    """Set the budget of all reducers of a recipe."""
     return with_field(recipe, "budget", budget)
 
 
 def shrinks_cache(stages: Stage | Recipe) -> bool:
-    """Whether a stage, or any stage of a recipe, is there to make the cache smaller.
+    """Whether a stage, or any stage of a recipe, is a cache compression method.
 
-    Not so reducers, which are judged by the visual tokens that they keep, even where one of their
-    parts works on the cache.
+    Reducers are not, even if one of their parts acts on the cache: they are compared by the visual
+    tokens that they keep.
     """
     if isinstance(stages, Stage):
         return any(p.protocol == "cache" for p in stages.expand()) and not _has(stages, "budget")
@@ -46,18 +46,18 @@ def shrinks_cache(stages: Stage | Recipe) -> bool:
 
 
 def share_of(recipe: Recipe) -> float | None:
-    """The share of the cache that a recipe is put at."""
+    """The ``share`` of a recipe's cache methods; None if they differ or have none."""
     shares = {stage.share for stage in recipe if _has(stage, "share")}
     return shares.pop() if len(shares) == 1 else None
 
 
 def with_share(recipe: Recipe, share: float) -> Recipe:
-    """The recipe with all its cache methods at ``share``, as far as they have one."""
+    """Set the ``share`` of all cache methods of a recipe that have one."""
     return with_field(recipe, "share", share)
 
 
 def with_field(recipe: Recipe, name: str, value: Any) -> Recipe:
-    """The recipe with one parameter set in every stage that has it."""
+    """Set one parameter in every stage that has it."""
     return Recipe(tuple(replace(s, **{name: value}) if _has(s, name) else s for s in recipe))
 
 

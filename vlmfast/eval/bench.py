@@ -1,10 +1,10 @@
-"""``vlmfast bench``: what recipes save on this machine, in less than a minute for a small model.
+"""``vlmfast bench``: measure what recipes save on this machine.
 
-Each recipe answers the same question about the same drawn picture with the same number of tokens.
-Recipes take turns, so that a machine that gets warm or busy slows all of them; the first turn is
-not counted, and what is reported are medians.
+Each recipe answers the same question about the same generated image with the same number of tokens.
+Recipes are interleaved, so that thermal throttling or other load affects all of them. The first
+round is a warm-up; medians are reported.
 
-``--audit-lossless`` takes no times: it looks for answers that drafts have changed (`audit`).
+``--audit-lossless`` does not measure times. It checks whether drafts change answers (`audit`).
 """
 
 from __future__ import annotations
@@ -38,23 +38,24 @@ RECIPES = ("balanced", "hired:0.5+pyramiddrop")
 
 @dataclass
 class Row:
-    """What one recipe took, medians over the turns.
+    """Cost of one recipe, medians over the rounds.
 
     Parameters
     ----------
     recipe : str
     visual_tokens_in, visual_tokens : float
-        Before anything was dropped, and averaged over the language model's layers.
+        Before reduction, and averaged over the language model's layers.
     ttft_s, prefill_s, tokens_per_s : float
     kv_bytes : int
     peak_memory_bytes : int or None
-        Of the GPU's allocator, or of the process on Linux; while answering, the model included.
+        Peak during the answer, including the model: of the GPU's allocator, or of the process on
+        Linux.
     agreement : float
-        Share of tokens that are the full model's.
+        Fraction of tokens that equal the full model's.
     saliency : str
         As in `Stats`.
     samples : dict of str to list
-        What the medians are taken from.
+        The measured values of each round.
     """
 
     recipe: str
@@ -78,27 +79,27 @@ def bench(
     repeats: int = 3,
     size: int | None = None,
 ) -> list[Row]:
-    """The full model first, then each recipe.
+    """Measure the full model and each recipe; the full model's row comes first.
 
     Parameters
     ----------
     new_tokens : int
-        Tokens that every answer has, whatever the model would like.
+        Length of every answer; end tokens are ignored.
     repeats : int
-        Turns that are counted.
+        Measured rounds.
     size : int, optional
-        Edge of the picture; by default twice that of the vision tower, so that models which cut
-        pictures into tiles do.
+        Side of the image in pixels. By default twice that of the vision tower, so that models
+        with tiling use it.
     """
     plans = [Recipe(), *(vlm.recipe(recipe) for recipe in recipes)]
-    picture = drawn(size or 2 * _side(vlm.adapter.config.vision_config))
+    image = drawn(size or 2 * _side(vlm.adapter.config.vision_config))
     generation = {"max_new_tokens": new_tokens, "do_sample": False}
     found: list[list[tuple[Any, int | None]]] = [[] for _ in plans]
-    with _endless(vlm.model.generation_config):
+    with _without_end_token(vlm.model.generation_config):
         for turn in range(repeats + 1):
             for plan, taken in zip(plans, found, strict=True):
                 forget_peak(vlm.model.device)
-                answer = vlm.ask(QUESTION, images=picture, recipe=plan, **generation)
+                answer = vlm.ask(QUESTION, images=image, recipe=plan, **generation)
                 if turn:
                     taken.append((answer, peak(vlm.model.device)))
     full = found[0][0][0].token_ids
@@ -106,10 +107,10 @@ def bench(
 
 
 @contextlib.contextmanager
-def _endless(config: Any) -> Iterator[None]:
-    """Without an end token every answer has the same length.
+def _without_end_token(config: Any) -> Iterator[None]:
+    """Remove the end token, so that all answers have the same length.
 
-    The model's own config, because ``generate`` takes from it what another one leaves open.
+    ``config`` is the model's own: ``generate`` fills the gaps of any other config from it.
     """
     before, config.eos_token_id = config.eos_token_id, None
     try:
@@ -127,7 +128,7 @@ def _row(taken: list[tuple[Any, int | None]], full: list[int]) -> Row:
         "tokens_per_s": [s.tokens_per_s for s in stats],
         "peak_memory_bytes": [memory for _, memory in taken],
     }
-    middle = {
+    medians = {
         key: None if None in values else statistics.median(values)
         for key, values in samples.items()
     }
@@ -139,56 +140,56 @@ def _row(taken: list[tuple[Any, int | None]], full: list[int]) -> Row:
         agreement=agreement(last.token_ids, full),
         saliency=last.stats.saliency,
         samples=samples,
-        **middle,
+        **medians,
     )
 
 
 def _side(vision: Any) -> int:
-    """Pixels that a tower takes on a side; 448 where it takes any number."""
+    """Side of a vision tower's input in pixels; 448 if it is not fixed."""
     side = getattr(vision, "image_size", None) or 448
     return side if isinstance(side, int) else max(side)
 
 
 def drawn(size: int, seed: int = 9) -> Image.Image:
-    """A square picture from the range of seeds that no training has seen."""
+    """A square image from the held-out seeds."""
     from PIL import Image
 
     from vlmfast.scenes.examples import EVAL_SEED_START, image_example
 
-    picture = image_example(EVAL_SEED_START + seed).image
-    return picture.resize((size, size), Image.Resampling.BICUBIC)
+    image = image_example(EVAL_SEED_START + seed).image
+    return image.resize((size, size), Image.Resampling.BICUBIC)
 
 
 # --- whether drafts change answers ---------------------------------------------------------------
 
-NEAR = 4.0  # ulp: what a near tie is at most
+NEAR = 4.0  # largest gap of a near tie, in ulp
 _FREE = ("draft-ngram+draft-recycle", "draft-layerskip")
 _TRAINED = ("draft-eagle", "draft-vispec")
 
-Asked = Callable[..., Any]  # (vlm, recipe, **generation): the question that the two answers are to
+Asked = Callable[..., Any]  # (vlm, recipe, **generation) -> Answer to one fixed question
 
 
 @dataclass
 class Divergence:
-    """Where a drafted answer leaves the plain one.
+    """The first difference between a drafted answer and the plain one.
 
     Parameters
     ----------
     prompt : int
-        Number of the prompt.
+        Index of the prompt.
     at : int
-        Tokens that both answers begin with.
+        Length of the common prefix in tokens.
     plain, drafted : int or None
-        The next token of each; ``None`` where an answer is the beginning of the other.
+        The next token of each; ``None`` if one answer is a prefix of the other.
     gap : float or None
-        How far the lower of the two lies below the largest logit when the common beginning is read
-        in float32: top 1 less top 2 where they are these two. In units in the last place (ulp) that
-        the model's own type has there.
+        Largest logit minus the lower logit of the two tokens, after the common prefix in float32.
+        Equals top 1 minus top 2 if the two tokens are these. In units in the last place (ulp) of
+        the model's dtype at the largest logit.
     own_gap : float or None
-        The same when the model itself reads the beginning, token by token: where this is small and
-        ``gap`` is not, the model's own rounding is larger than a near tie.
+        The same in the model's dtype, with the prefix decoded token by token. If this is small and
+        ``gap`` is not, the model's own rounding error exceeds a near tie.
     bug : bool
-        Whether rounding cannot be why.
+        Whether rounding cannot explain the difference.
     """
 
     prompt: int
@@ -202,22 +203,22 @@ class Divergence:
 
 @dataclass
 class Audit:
-    """Plain answers beside those of one drafter.
+    """Comparison of plain answers with those of one drafter.
 
     Parameters
     ----------
     recipe, drafter : str
     prompts, identical : int
     prefix : list of int
-        Tokens that both answers to each prompt begin with.
+        Length of the common prefix for each prompt.
     lengths : list of int
-        Tokens of the plain answers.
+        Length of the plain answer to each prompt.
     divergences : list of Divergence
-        The first one of each answer that has any.
+        One for each answer that differs.
     drafted, accepted, rounds, redecoded : int
-        As in `engine.stats.Stats`. Where nothing was drafted, nothing was audited.
+        As in `engine.stats.Stats`. If nothing was drafted, nothing was audited.
     speculation : str
-        Who drafted, or why nobody did; of the last answer.
+        The drafter, or why nothing was drafted; of the last answer.
     """
 
     recipe: str
@@ -235,22 +236,22 @@ class Audit:
 
     @property
     def bugs(self) -> int:
-        return sum(of.bug for of in self.divergences)
+        return sum(divergence.bug for divergence in self.divergences)
 
 
 class Referee:
-    """Tells rounding from bugs.
+    """Distinguishes rounding errors from bugs.
 
-    A tree and a single token go through products of other shapes, whose last bits may differ; two
-    tokens that are nearly tied may then change places. Anything else is a bug.
+    Matrix products of a draft tree and of a single token have different shapes, so their last bits
+    may differ and swap two nearly tied tokens. Any other difference is a bug.
 
     Parameters
     ----------
     vlm : VLM
     near : float
-        Ulp of the model's type up to which two logits are nearly tied.
+        Largest gap of a near tie, in ulp of the model's dtype.
     strict : bool
-        Whether near ties are bugs as well.
+        Whether near ties count as bugs.
     """
 
     def __init__(self, vlm: VLM, *, near: float = NEAR, strict: bool = False) -> None:
@@ -259,7 +260,7 @@ class Referee:
 
     @property
     def wide(self) -> VLM:
-        """The model in float32 (or better); a copy that is made when it is first needed."""
+        """A copy of the model in float32 (or wider), created at first use."""
         if self._wide is None:
             dtype = torch.promote_types(self.vlm.adapter.dtype, torch.float32)
             model = self.vlm.model
@@ -276,12 +277,12 @@ class Referee:
         Parameters
         ----------
         asked : callable
-            ``asked(vlm, recipe, **generation)`` has a model answer the same question.
+            ``asked(vlm, recipe, **generation)`` answers the question with a model.
         recipe : Recipe
-            Of the plain answer. Where it chooses among visual tokens, it does so in float32 anew.
+            Of the plain answer. It selects visual tokens again in float32.
         plain, drafted : list of int
         prompt : int
-            Its number.
+            Index of the prompt.
 
         Returns
         -------
@@ -308,7 +309,7 @@ class Referee:
 
 
 class _Given:
-    """A logits processor that has given tokens chosen, and keeps the scores of the one behind."""
+    """A logits processor that forces the given tokens and records the scores of the next one."""
 
     def __init__(self, tokens: list[int]) -> None:
         self.tokens, self.seen = tokens, 0
@@ -325,22 +326,22 @@ class _Given:
 
 
 def _scores(vlm: VLM, asked: Asked, recipe: Recipe, tokens: list[int]) -> Tensor:
-    """Processed logits (V,), float32, behind an answer that begins with ``tokens``."""
+    """Processed logits (V,), float32, after an answer prefix of ``tokens``."""
     probe = _Given(tokens)
     asked(vlm, recipe, logits_processor=[probe], max_new_tokens=len(tokens) + 1, do_sample=False)
     if probe.scores is None:
-        raise VLMFastError(f"the answer ended before the {len(tokens)} tokens that were given")
+        raise VLMFastError(f"the answer ended before the {len(tokens)} given tokens")
     return probe.scores
 
 
 def common(left: Sequence[int], right: Sequence[int]) -> int:
-    """Tokens that both begin with."""
+    """Length of the common prefix."""
     pairs = enumerate(zip(left, right, strict=False))
     return next((at for at, (a, b) in pairs if a != b), min(len(left), len(right)))
 
 
 def prompts(count: int) -> list[tuple[Image.Image, str]]:
-    """Drawn pictures that no training has seen; a caption and a question about them take turns."""
+    """Held-out generated images, alternately with a caption request and a question."""
     from vlmfast.scenes.examples import CAPTION_QUESTION, EVAL_SEED_START, image_example
 
     found = []
@@ -361,38 +362,38 @@ def audit(
     strict: bool = False,
     near: float = NEAR,
 ) -> list[Audit]:
-    """Greedy answers with drafts beside those without, in the model's own type.
+    """Compare greedy answers with and without drafts, in the model's own dtype.
 
     Parameters
     ----------
     recipes : sequence
-        What is dropped, without drafters.
+        Recipes without drafters.
     drafters : sequence, optional
-        By default those that need no weights, and those whose weights there are.
+        By default those without weights and those whose weights are shipped.
     count : int
-        Prompts.
+        Number of prompts.
     new_tokens : int
-        Of an answer, at most.
+        Maximum length of an answer.
     strict : bool
-        Whether drafted answers are ``strict``; every difference is then a bug.
+        Decode drafted answers with ``strict=True``; every difference is then a bug.
     near : float
         As in `Referee`.
 
     Raises
     ------
     RecipeError
-        For a recipe with a drafter, or a drafter that is none.
+        If a recipe contains a drafter, or a drafter contains another stage.
     """
     if drafters is None:
         ships = vlm.adapter.ships
         drafters = [*_FREE, *(name for name in _TRAINED if ships(stage_class(name)()))]
-    plans, drafting = ([vlm.recipe(of) for of in each] for each in (recipes, drafters))
+    plans, drafting = ([vlm.recipe(text) for text in each] for each in (recipes, drafters))
     for plan in plans:
         if plan.acting(DrafterStage):
-            raise RecipeError(f"recipe {plan}: drafters are named by drafters=, apart from recipes")
+            raise RecipeError(f"recipe {plan}: pass drafters as drafters=, not in recipes")
     for drafter in drafting:
         if not drafter or len(drafter.acting(DrafterStage)) != len(drafter):
-            raise RecipeError(f"drafter {drafter}: it must hold drafters, and nothing else")
+            raise RecipeError(f"drafter {drafter}: it must contain drafters only")
     referee, found = Referee(vlm, near=near, strict=strict), []
     generation = {"max_new_tokens": new_tokens, "do_sample": False}
     asked = [_asking(*prompt) for prompt in prompts(count)]
@@ -409,21 +410,21 @@ def audit(
                 for name in ("drafted", "accepted", "rounds", "redecoded"):
                     setattr(row, name, getattr(row, name) + getattr(got.stats, name))
                 row.speculation = got.stats.speculation
-                if gone := referee.judge(ask, plan, wanted, got.token_ids, number):
-                    row.divergences.append(gone)
+                if divergence := referee.judge(ask, plan, wanted, got.token_ids, number):
+                    row.divergences.append(divergence)
             found.append(row)
     return found
 
 
-def _asking(picture: Image.Image, question: str) -> Asked:
+def _asking(image: Image.Image, question: str) -> Asked:
     def ask(vlm: VLM, recipe: Recipe, **generation: Any) -> Any:
-        return vlm.ask(question, images=picture, recipe=recipe, **generation)
+        return vlm.ask(question, images=image, recipe=recipe, **generation)
 
     return ask
 
 
 def numerics(vlm: VLM) -> dict[str, str]:
-    """What decides about last bits."""
+    """Settings that affect the last bits of the results."""
     return {
         "device": str(vlm.adapter.device),
         "dtype": str(vlm.adapter.dtype).removeprefix("torch."),
@@ -437,16 +438,16 @@ def numerics(vlm: VLM) -> dict[str, str]:
 
 
 def forget_peak(device: torch.device) -> None:
-    """Measure peaks from here on."""
+    """Reset the peak memory statistics."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return
-    with contextlib.suppress(OSError):  # only Linux can
+    with contextlib.suppress(OSError):  # Linux only
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 
 def peak(device: torch.device) -> int | None:
-    """Bytes since `forget_peak`; ``None`` where the system does not tell them from earlier ones."""
+    """Peak memory in bytes since `forget_peak`; ``None`` if the system does not support it."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     with contextlib.suppress(OSError):
@@ -456,7 +457,7 @@ def peak(device: torch.device) -> int | None:
     return None
 
 
-# --- what a result says of how it came about -----------------------------------------------------
+# --- provenance of a result ----------------------------------------------------------------------
 
 
 def facts() -> dict[str, Any]:
@@ -476,6 +477,6 @@ def driver() -> str | None:
     """Version of NVIDIA's driver."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        told = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
-        return told.stdout.strip().partition("\n")[0] or None
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+        return done.stdout.strip().partition("\n")[0] or None
     return None

@@ -19,22 +19,22 @@ if TYPE_CHECKING:
     from .results import Results
     from .tasks import Task
 
-# Arguments that go to tasks, which say what they have no use for.
+# Arguments that go to tasks; a task rejects those that it does not have.
 _OF_TASKS = ("data", "split", "mode", "videos", "subtitles", "num_frames", "allow_outside")
 
 
 def add_eval(parser: ArgumentParser) -> None:
     """Declare the arguments of ``vlmfast eval``."""
     parser.description = (
-        "Measure what recipes cost in answers. Every answer is kept as it comes: the same command "
-        "goes on where an interrupted run stopped."
+        "Measure the accuracy of recipes. Every answer is saved immediately: repeat the command to "
+        "resume an interrupted run."
     )
     add = parser.add_argument
     add(
         "tasks",
         nargs="+",
         metavar="TASK",
-        help="shapes (drawn scenes, offline), mmmu, video-mme or pope; all others come through "
+        help="shapes (generated scenes, offline), mmmu, video-mme or pope; for others use "
         "lmms-eval, see docs/evaluation.md",
     )
     add("--model", default="tiny", help="shipped model, hub id or folder (default: %(default)s)")
@@ -42,17 +42,16 @@ def add_eval(parser: ArgumentParser) -> None:
         "--recipe",
         action="append",
         metavar="R",
-        help="may be repeated; 'all' is every method, trained ones where there are weights for the "
-        "model, 'cache' every method that makes the cache smaller. The full model (none) is always "
-        "run too",
+        help="may be repeated; 'all' is every method, including trained ones with weights for the "
+        "model, 'cache' every cache compression method. The full model (none) is always included",
     )
     add("--budget", metavar="B,B", help="run each reducer at these budgets, such as 0.33,0.11")
     add(
         "--share",
         metavar="S,S",
-        help="run each cache method at these shares of the cache, such as 0.5,0.2,0.1; those that "
-        "quantise have none and run as they are. Of 'all' and 'cache', windows are a tenth of what "
-        "stays, and bits are 4 and 2",
+        help="run each cache method at these fractions of the cache, such as 0.5,0.2,0.1; "
+        "quantizers have no such parameter and run unchanged. With 'all' and 'cache', windows are "
+        "a tenth of the kept slots, and bits are 4 and 2",
     )
     add(
         "--positions",
@@ -62,21 +61,21 @@ def add_eval(parser: ArgumentParser) -> None:
     add(
         "--controls",
         action="store_true",
-        help="also ask the full model without the picture (question-only) and without what is "
-        "in it (background-only)",
+        help="also run the full model with a grey image (question-only) and with the background "
+        "alone (background-only)",
     )
     add(
         "--session",
         action="store_true",
-        help="also ask all questions about a picture one after another, in a session that reads "
-        "the picture once: what second questions cost",
+        help="also ask all questions about an image one after another, in a session that prefills "
+        "the image once, to measure the cost of later questions",
     )
     add(
         "--limit",
         type=int,
         metavar="N",
         help="questions of each type: shapes' types, MMMU's subjects, Video-MME's durations, "
-        "POPE's categories (default: all there are; of shapes 100)",
+        "POPE's categories (default: all; for shapes 100)",
     )
     add(
         "--batch-size",
@@ -88,8 +87,8 @@ def add_eval(parser: ArgumentParser) -> None:
     add(
         "--shard",
         metavar="I/N",
-        help="ask part I of N only, 0/4 is the first of four; parts write to one folder. Under "
-        "torchrun and accelerate launch each process takes its part without this",
+        help="run only part I of N, such as 0/4 for the first of four; all parts write to one "
+        "folder. Set automatically under torchrun and accelerate launch",
     )
     add(
         "--data",
@@ -97,58 +96,58 @@ def add_eval(parser: ArgumentParser) -> None:
         help="a parquet file, a folder of them, or a hub id, in the schema of MMMU/MMMU, "
         "lmms-lab/Video-MME or lmms-lab/POPE (default: these)",
     )
-    add("--split", help="of mmmu: validation (default), dev or test, whose answers are hidden")
+    add("--split", help="mmmu: validation (default), dev or test, whose answers are hidden")
     add(
         "--mode",
-        help="whose prompts, parsers and scores: official (default, the benchmark's authors), "
+        help="source of prompts, parsers and scores: official (default, the benchmark's authors), "
         "lmms-eval or vlmevalkit (exact matching)",
     )
     add(
         "--videos",
         metavar="DIR",
-        help="of video-mme: folder of <videoID>.mp4 and subtitle/<videoID>.srt (default: DATA)",
+        help="video-mme: folder of <videoID>.mp4 and subtitle/<videoID>.srt (default: DATA)",
     )
     add(
         "--subtitles",
         action="store_true",
         default=None,
-        help="of video-mme: with what is said at the chosen frames",
+        help="video-mme: include the subtitles at the selected frames",
     )
     add(
         "--allow-outside",
         action="store_true",
         default=None,
-        help="of data sets: also read what they name by a URL, or by a path or link that leaves "
+        help="also load files that a data set refers to by a URL, or by a path or link outside "
         "the folder of DATA or --videos",
     )
-    add("--num-frames", type=int, metavar="N", help="of video-mme: frames of a video (default: 32)")
+    add("--num-frames", type=int, metavar="N", help="video-mme: frames per video (default: 32)")
     add(
         "--out",
         type=Path,
         default=Path("vlmfast-results"),
         metavar="DIR",
-        help="where the answers go (default: %(default)s)",
+        help="folder of the answers (default: %(default)s)",
     )
-    add("--json", type=Path, metavar="FILE", help="write the numbers there")
-    add("--seed", type=int, default=0, help="another seed, other questions (default: %(default)s)")
-    add("--device", help="such as cpu or cuda:0 (default: a GPU when there is one)")
+    add("--json", type=Path, metavar="FILE", help="write the results to this file")
+    add("--seed", type=int, default=0, help="seed of the questions (default: %(default)s)")
+    add("--device", help="such as cpu or cuda:0 (default: a GPU if available)")
     add(
         "--max-errors",
         type=int,
         default=10,
         metavar="N",
-        help="samples of a recipe that may fail (default: %(default)s)",
+        help="maximum number of failed samples per recipe (default: %(default)s)",
     )
 
 
 def run_eval(args: Namespace) -> int:
-    """Run ``vlmfast eval``; the exit code."""
+    """Run ``vlmfast eval`` and return the exit code."""
     from .results import writable, write_json
     from .runner import part_of, weights_sha256
     from .tasks import find_task
     from .workers import chosen, is_first, own_device, part_ways
 
-    # Everything that can be wrong is looked at before a model is loaded.
+    # Check all arguments before loading a model.
     own = {key: getattr(args, key) for key in _OF_TASKS if getattr(args, key) is not None}
     tasks = [find_task(name, **own) for name in dict.fromkeys(args.tasks)]
     shard = chosen(args.shard)
@@ -168,10 +167,10 @@ def run_eval(args: Namespace) -> int:
     check_device(args.device)
 
     vlm = _load(args.model, args.device or own_device())
-    words = [word for word in args.recipe or () if word not in _GROUPS]
-    asked = planned(words, *axes) if words else []
+    explicit = [text for text in args.recipe or () if text not in _GROUPS]
+    asked = planned(explicit, *axes) if explicit else []
     recipes = _with_weights(vlm, recipes, asked)
-    recipes = _down_to_the_floor(vlm, recipes)
+    recipes = _without_repeats_at_floor(vlm, recipes)
     weights = weights_sha256(vlm)
     reports = [_run_task(vlm, task, recipes, args, weights, shard) for task in tasks]
     part_ways()
@@ -193,7 +192,7 @@ def _load(name: str, device: str | None) -> VLM:
     from vlmfast.api.vlm import VLM
 
     if name == "tiny" or Path(name).is_dir():
-        # Where nothing is downloaded a progress bar is noise.
+        # No progress bar if nothing is downloaded.
         logging.disable_progress_bar()
     return VLM.from_pretrained(name, device=device)
 
@@ -206,7 +205,7 @@ def _run_task(
     weights: str | None,
     shard: tuple[int, int] | None,
 ) -> dict[str, Any]:
-    """All recipes on one task; prints the table and returns what ``--json`` writes."""
+    """Run all recipes on one task, print the table and return the value for ``--json``."""
     from .report import metrics_table, on_common_samples, tables
     from .results import named
     from .runner import TooManyErrors
@@ -223,13 +222,13 @@ def _run_task(
         try:
             run = _evaluate(vlm, task, recipe, control, session, args, weights, shard)
         except TooManyErrors as error:
-            if not runs:  # nothing stands without the full model
+            if not runs:  # all results need the full model
                 raise
             variant = control or ("session" if session else None)
             failed[named(str(recipe), variant)] = str(error)
             continue
         runs.append(run)
-    if shard is not None:  # other parts may not be as far
+    if shard is not None:  # other parts may have fewer samples
         runs = on_common_samples(runs)[0]
     rows = compare(runs)
     if is_first():
@@ -260,7 +259,7 @@ def _evaluate(
     weights: str | None,
     shard: tuple[int, int] | None,
 ) -> Results:
-    """One run; under a launcher, what all its processes have together."""
+    """One run; under a launcher, the combined results of all processes."""
     from .runner import TooManyErrors, check_errors, evaluate, finished
     from .workers import is_first, launched, meet
 
@@ -289,19 +288,19 @@ def _evaluate(
     if launched() is None:
         return run
     run = finished(task, run.path, args.limit, args.seed)
-    # All processes see the same files, so all of them end here or none does.
+    # All processes read the same files, so either all of them raise or none does.
     errors = [s["error"] for s in run.samples.values() if "error" in s]
     check_errors(errors, run.path, args.max_errors)
     return run
 
 
 def budgets(text: str | None, what: str = "budget") -> list[float]:
-    """Read ``0.33,0.11``.
+    """Parse numbers such as ``0.33,0.11``.
 
     Raises
     ------
     RecipeError
-        When a part is not a number above 0 and at most 1.
+        If a part is not a number above 0 and at most 1.
     """
     values = []
     for part in text.split(",") if text is not None else ():
@@ -318,13 +317,14 @@ def budgets(text: str | None, what: str = "budget") -> list[float]:
 def _with_weights(vlm: VLM, recipes: list[Recipe], asked: list[Recipe]) -> list[Recipe]:
     """The recipes whose trained methods have weights for the model.
 
+    Others are left out with a line on stderr, unless they were ``asked`` for by name.
+
     Raises
     ------
     RecipeError
-        When one of those that were ``asked`` for by name has none. Others, which came with
-        ``all``, are left out, with a line on stderr.
+        If a recipe in ``asked`` has no weights.
     """
-    left, told = [], set()
+    left, reported = [], set()
     for recipe in recipes:
         try:
             for stage in recipe:
@@ -333,19 +333,19 @@ def _with_weights(vlm: VLM, recipes: list[Recipe], asked: list[Recipe]) -> list[
         except RecipeError as error:
             if recipe in asked:
                 raise
-            if str(error) not in told:
+            if str(error) not in reported:
                 print(f"left out: {error}", file=sys.stderr)
-                told.add(str(error))
+                reported.add(str(error))
             continue
         left.append(recipe)
     return left
 
 
-def _down_to_the_floor(vlm: VLM, recipes: list[Recipe]) -> list[Recipe]:
-    """The recipes without those that only repeat what a method does at its floor.
+def _without_repeats_at_floor(vlm: VLM, recipes: list[Recipe]) -> list[Recipe]:
+    """The recipes without those that repeat a method at its minimum budget.
 
-    All budgets below the floor of a method inside the language model give the same tokens; the
-    first of them is run. (What merges in the tower may go lower on some pictures than on others.)
+    All budgets below the floor of a method inside the language model keep the same tokens; only
+    the first of them is run. (Methods inside the tower may reach lower budgets on some images.)
     """
     from .axes import with_budget
 
@@ -357,41 +357,41 @@ def _down_to_the_floor(vlm: VLM, recipes: list[Recipe]) -> list[Recipe]:
         if inside and budget is not None and budget < stage.floor(vlm.adapter.depth):
             first = at_floor.setdefault(with_budget(recipe, None), recipe)
             if first != recipe:
-                print(f"left out: {recipe} gives what {first} gives, the floor", file=sys.stderr)
+                print(f"left out: {recipe} equals {first} at the floor", file=sys.stderr)
                 continue
         left.append(recipe)
     return left
 
 
 def planned(
-    words: list[str],
+    names: list[str],
     at_budgets: list[float],
     positions: str | None = None,
     at_shares: list[float] = (),
 ) -> list[Recipe]:
-    """The recipes to run beside the full model, each once.
+    """The recipes to run in addition to the full model, without duplicates.
 
     Raises
     ------
     RecipeError
-        For a recipe that cannot be read, or with a budget or a share and nothing that takes one.
+        For an invalid recipe, or a budget or share that no stage has.
     """
     from .axes import shrinks_cache, takes_budget, with_budget, with_field, with_share
 
     recipes: list[Recipe] = []
-    for word in words:
-        grouped = word in _GROUPS
-        group = _GROUPS[word](at_shares) if grouped else [Recipe.parse(word)]
+    for name in names:
+        grouped = name in _GROUPS
+        group = _GROUPS[name](at_shares) if grouped else [Recipe.parse(name)]
         for recipe in group:
             if positions is not None:
                 recipe = with_field(recipe, "positions", positions)
             budgeted = bool(at_budgets) and takes_budget(recipe)
             shared = bool(at_shares) and shrinks_cache(recipe)
             if (at_budgets or at_shares) and recipe and not (grouped or budgeted or shared):
-                # Of all methods, those that have neither run once, as they are.
+                # In a group, methods with neither parameter run once, unchanged.
                 if at_budgets:
-                    raise RecipeError(f"recipe {word!r} has no stage with a budget; drop --budget")
-                raise RecipeError(f"recipe {word!r} has no cache method; drop --share")
+                    raise RecipeError(f"recipe {name!r} has no stage with a budget; drop --budget")
+                raise RecipeError(f"recipe {name!r} has no cache method; drop --share")
             versions = [recipe]
             if budgeted:
                 versions = [with_budget(recipe, budget) for budget in at_budgets]
@@ -412,7 +412,7 @@ def _every_method(at_shares: list[float]) -> list[Recipe]:
     recipes = [Recipe((stage_class(name)(),)) for name in sorted(stage_names())]
     if not at_shares:
         return recipes
-    return [r for of in recipes for r in (measured(of) if shrinks_cache(of) else [of])]
+    return [r for each in recipes for r in (measured(each) if shrinks_cache(each) else [each])]
 
 
 def _every_cache_method(at_shares: list[float]) -> list[Recipe]:
@@ -421,28 +421,28 @@ def _every_cache_method(at_shares: list[float]) -> list[Recipe]:
     return [recipe for recipe in _every_method(at_shares) if shrinks_cache(recipe)]
 
 
-# What a word stands for that is no recipe.
+# Names for groups of recipes.
 _GROUPS = {"all": _every_method, "cache": _every_cache_method}
 
 
 def measured(recipe: Recipe) -> list[Recipe]:
-    """What of a cache method is run at shares of short prompts; the one place that decides it.
+    """The variants of a cache method that a group runs at shares of short prompts.
 
-    Windows are a tenth of what stays, as ports to vision-language models have it: of 35 slots, a
-    tenth of a small picture's prompt, SnapKV's own window of 32 would leave it next to nothing to
-    choose. A method whose first parameter is its bits has no share; it is run at 4 and at 2.
-    Everything else is at its default, and so is a method that is asked for by name.
+    Windows are a tenth of the kept slots, as in ports to vision-language models: with 35 slots, a
+    tenth of a small image's prompt, SnapKV's own window of 32 would leave almost nothing to
+    select. A method whose first parameter is ``bits`` has no share; it runs at 4 and 2 bits. All
+    other parameters, and methods requested by name, use their defaults.
     """
     from .axes import with_field
 
     (stage,) = recipe
     if stage.lead == "bits":
         return [with_field(recipe, "bits", bits) for bits in (4, 2)]
-    return [with_field(recipe, "window", 0.1)]  # where it has one
+    return [with_field(recipe, "window", 0.1)]  # if it has a window
 
 
 def check_folder(folder: Path) -> None:
-    """Refuse a folder that cannot be written, before hours are spent."""
+    """Raise an error early if a folder cannot be written."""
     from .results import writable
 
     with writable(folder):
@@ -452,7 +452,7 @@ def check_folder(folder: Path) -> None:
 
 
 def check_device(name: str | None) -> None:
-    """Refuse a device that is not there."""
+    """Raise an error if a device is not available."""
     import torch
 
     if name is None:
@@ -467,16 +467,16 @@ def check_device(name: str | None) -> None:
 def add_report(parser: ArgumentParser) -> None:
     """Declare the arguments of ``vlmfast report``."""
     parser.description = (
-        "Tables and plots of result folders; of two folders, what changed from one to the other."
+        "Write tables and plots of a result folder, or the differences between two folders."
     )
     add = parser.add_argument
-    add("folder", type=Path, metavar="DIR", help="what 'vlmfast eval --out DIR' wrote")
+    add("folder", type=Path, metavar="DIR", help="output folder of 'vlmfast eval --out DIR'")
     add("other", type=Path, metavar="DIR2", nargs="?", help="compare with these results")
-    add("--out", type=Path, metavar="DIR", help="where the report goes (default: the last DIR)")
+    add("--out", type=Path, metavar="DIR", help="folder of the report (default: the last DIR)")
 
 
 def run_report(args: Namespace) -> int:
-    """Run ``vlmfast report``; the exit code."""
+    """Run ``vlmfast report`` and return the exit code."""
     from .report import write_difference, write_report
 
     out = args.out or args.other or args.folder

@@ -1,4 +1,4 @@
-"""What tasks read: rows of data sets, videos by name, subtitles."""
+"""Input of tasks: rows of data sets, videos by name, subtitles."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ if TYPE_CHECKING:
 
     from vlmfast.media import VideoInfo
 
-_KEPT_BYTES = 1 << 29  # of pictures, as they are stored; all of MMMU's validation
+_CACHE_BYTES = 1 << 29  # of encoded images; fits MMMU's validation split
 
 
 @dataclass
 class Rows:
-    """The rows of one split, streamed, with as many of its pictures in memory as there is room for.
+    """The rows of one split. Rows are streamed; encoded images are cached in memory up to a limit.
 
     Parameters
     ----------
     source : str or Path
-        A parquet file, a folder of them whose names begin with the split's, as a copy of a hub
-        repository has them, or a hub id.
+        A parquet file, a folder of parquet files whose names start with the split's name, as in a
+        copy of a hub repository, or a hub id.
     split : str
     needed : sequence of str
-        Columns without which the task cannot do.
+        Required columns.
     pictures : sequence of str
-        Columns of pictures.
+        Columns of images.
     configs : sequence of str
-        Of the hub repository, one after another; those that it does not have are left out, and
-        without any of them its default is read.
+        Configurations of the hub repository, in this order. Missing ones are skipped; if all are
+        missing, the default configuration is used.
 
     Raises
     ------
     VLMFastError
-        When there is nothing to read, or it cannot be read, or a column is missing.
+        If the source is missing or cannot be read, or a column is missing.
     """
 
     source: str | Path
@@ -49,22 +49,22 @@ class Rows:
     pictures: Sequence[str] = ()
     configs: Sequence[str] = ()
     _texts: list[dict[str, Any]] | None = field(default=None, repr=False)
-    _kept: dict[int, dict[str, Any]] = field(default_factory=dict, repr=False)
-    _room: int = field(default=_KEPT_BYTES, repr=False)
+    _cached: dict[int, dict[str, Any]] = field(default_factory=dict, repr=False)
+    _free_bytes: int = field(default=_CACHE_BYTES, repr=False)
     _ahead: Iterator[dict] | None = field(default=None, repr=False)
     _next: int = field(default=0, repr=False)
 
     def texts(self) -> list[dict[str, Any]]:
-        """All columns of all rows but the pictures; read once."""
+        """All columns of all rows except the images; read once."""
         if self._texts is None:
             with self._readable():
                 self._texts = [self._split(n, row) for n, row in enumerate(self._stream())]
         return self._texts
 
     def row(self, number: int) -> dict[str, Any]:
-        """The pictures of one row; where they are not kept in memory, cheap where calls ascend."""
-        if number in self._kept:
-            return self._kept[number]
+        """The images of one row. Rows that are not cached should be read in ascending order."""
+        if number in self._cached:
+            return self._cached[number]
         with self._readable():
             if self._ahead is None or number < self._next:
                 self._ahead, self._next = self._stream(), 0
@@ -75,15 +75,15 @@ class Rows:
         raise VLMFastError(f"{self.source} has no row {number}; it has changed")
 
     def _split(self, number: int, row: dict[str, Any]) -> dict[str, Any]:
-        """The texts of a row; its pictures are kept for later, as long as there is room.
+        """The texts of a row; its images are cached if they fit.
 
-        Every recipe sees every picture again, and reading a stream anew may mean to fetch it anew.
+        Every recipe uses all images, and reading a stream again may download it again.
         """
-        pictures = {key: row[key] for key in self.pictures if row.get(key) is not None}
-        size = sum(map(_stored_bytes, pictures.values()))
-        if pictures and size <= self._room:
-            self._room -= size
-            self._kept[number] = pictures
+        images = {key: row[key] for key in self.pictures if row.get(key) is not None}
+        size = sum(map(_stored_bytes, images.values()))
+        if images and size <= self._free_bytes:
+            self._free_bytes -= size
+            self._cached[number] = images
         return {key: value for key, value in row.items() if key not in self.pictures}
 
     def _stream(self) -> Iterator[dict[str, Any]]:
@@ -106,7 +106,7 @@ class Rows:
             )
 
     def _undecoded(self, part: Any) -> Any:
-        """Bytes rather than pictures: a damaged one is then the matter of its own sample."""
+        """Keep images encoded, so that a damaged image fails only its own sample."""
         from datasets import Image
 
         for name in self.pictures:
@@ -130,14 +130,14 @@ class Rows:
 
 
 def _stored_bytes(value: Any) -> int:
-    """Bytes of an image as a row has it; paths and URLs count as what they are."""
+    """Bytes of an image as stored in a row; of a path or URL, its length."""
     if isinstance(value, dict):
         value = value.get("bytes") or b""
     return len(value) if isinstance(value, str | bytes) else len(value.tobytes())
 
 
 class _Readable:
-    """Turns what a library says of data that cannot be read into one clear error."""
+    """Converts the errors of data libraries into one clear error."""
 
     def __init__(self, source: str) -> None:
         self.source = source
@@ -171,16 +171,16 @@ def _parquet_files(path: Path, split: str) -> list[Path]:
     files = sorted(path.rglob("*.parquet"))
     found = [file for file in files if re.match(rf"{re.escape(split)}\b", file.name)]
     if not found:
-        there = ", ".join(str(file.relative_to(path)) for file in files[:5])
+        others = ", ".join(str(file.relative_to(path)) for file in files[:5])
         raise VLMFastError(
             f"{path} has no parquet file of split {split!r} ({split}-*.parquet); "
-            f"there {'is ' + there if there else 'are no parquet files'}"
+            f"found {others or 'no parquet files'}"
         )
     return found
 
 
 def check_ids(ids: Sequence[str], source: str | Path) -> None:
-    """Refuse a data set that has an id twice: its second sample would never be asked."""
+    """Raise an error for duplicate ids: the second sample would be skipped."""
     seen: set[str] = set()
     for one in ids:
         if one in seen:
@@ -196,22 +196,22 @@ def picture(
     Parameters
     ----------
     row : dict
-        Its value is an image's bytes, a path, or a URL.
+        Contains an image's bytes, path or URL under ``name``.
     name : str
     data : str or Path
-        Where the rows come from: paths are relative to its folder, and lie in it.
+        Source of the rows. Paths must be inside its folder and are relative to it.
     allow_outside : bool
-        Whether other paths and URLs are read too.
+        Also load other paths and URLs.
 
     Raises
     ------
     MediaError
-        When the column is empty, names a place outside of the folder, or the image is damaged.
+        If the column is empty or points outside the folder, or the image is damaged.
     """
     from vlmfast.media import load_image
 
     value = row.get(name)
-    if isinstance(value, dict):  # as datasets and parquet files hold it
+    if isinstance(value, dict):  # format of datasets and parquet files
         value = value.get("bytes") or value.get("path")
     if value is None:
         raise MediaError(f"{name} is empty")
@@ -226,18 +226,18 @@ def picture(
     return load_image(value)
 
 
-_ALLOW = "--allow-outside reads it (allow_outside=True)"
+_ALLOW = "use --allow-outside (allow_outside=True) to load it"
 
 
 def within(
     folder: str | Path | None, path: str | Path, name: str, allow_outside: bool = False
 ) -> Path:
-    """A path that data names, relative to their folder, and in it once links are followed.
+    """Resolve a path from a data set and check that it is inside ``folder``, links resolved.
 
     Raises
     ------
     MediaError
-        When it lies elsewhere; ``name`` says what it is. Everything lies outside of no folder.
+        If the path is outside the folder, or ``folder`` is None. The message starts with ``name``.
     """
     found = Path(path) if folder is None else Path(folder, path)
     try:
@@ -257,7 +257,7 @@ _ENDINGS = (".mp4", ".MP4", ".mkv", ".webm")
 
 
 def find_video(folder: str | Path | None, name: str) -> Path | None:
-    """``<folder>/<name>.mp4``, or in one of its folders, or of another container."""
+    """``<folder>/<name>.mp4``, also in its subfolders and with other container formats."""
     if folder is None:
         return None
     paths = (Path(folder, sub, name + ending) for sub in _FOLDERS for ending in _ENDINGS)
@@ -273,13 +273,13 @@ _WHITE = re.compile(r'<font color="white" size=".72c">(.*?)</font>')
 
 
 def read_subtitles(path: Path) -> list[Subtitle]:
-    """The entries of an SRT file, each span of time once; none of an empty file.
+    """The entries of an SRT file without duplicate time spans; empty for an empty file.
 
     Raises
     ------
     MediaError
-        When it is in another encoding than UTF-8, or UTF-16 with its mark, or has a time that is
-        none. Guessing at encodings would put nonsense into prompts.
+        If the encoding is neither UTF-8 nor UTF-16 with a byte order mark, or a time is invalid.
+        Encodings are not guessed: a wrong guess would corrupt the prompt.
     """
     try:
         data = path.read_bytes()
@@ -309,10 +309,10 @@ def _seconds(text: str, path: Path) -> float:
 
 
 def spoken(subtitles: Sequence[Subtitle], frames: Sequence[int], info: VideoInfo, mode: str) -> str:
-    """The lines that are on screen at the chosen frames, as the code base ``mode`` puts them.
+    """The subtitles at the selected frames, formatted as in the code base ``mode``.
 
-    Each once and in order. lmms-eval rounds spans down to frames, has the lines in the order of a
-    Python set, and only those in its white font; vlmevalkit has one line for each frame.
+    Without duplicates and in order. lmms-eval rounds spans down to frames, orders the lines as a
+    Python set, and keeps only those in its white font; vlmevalkit has one line for each frame.
     """
     times = [frame / info.fps for frame in frames]
     if mode == "vlmevalkit":

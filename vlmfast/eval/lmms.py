@@ -1,7 +1,7 @@
 """vlmfast as a model of lmms-eval: ``--model vlmfast --model_args pretrained=...,recipe=...``.
 
-lmms-eval finds it through the entry point of the installed package. All of its tasks work that ask
-for text; ``docs/evaluation.md`` has the command.
+lmms-eval finds it through the entry point of the installed package. All tasks with generated text
+answers work; ``docs/evaluation.md`` shows the command.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from tqdm import tqdm
 
 from vlmfast.errors import MediaError, VLMFastError
 
-_MAX_NEW_TOKENS = 1024  # where a task does not say
+_MAX_NEW_TOKENS = 1024  # if a task has no value
 
 
 def manifests() -> ModelManifest:
-    """What the entry point gives to lmms-eval."""
+    """Manifest for the entry point of lmms-eval."""
     return ModelManifest(model_id="vlmfast", chat_class_path=f"{__name__}.VLMFast")
 
 
@@ -35,12 +35,13 @@ class VLMFast(lmms):
     pretrained : str
         ``tiny``, a local folder, or a hub id.
     recipe : str
-        With ``;`` for ``,``, which lmms-eval splits arguments at: ``hired:0.2;positions=keep``.
+        With ``;`` instead of ``,``, because lmms-eval splits arguments at commas:
+        ``hired:0.2;positions=keep``.
     device, dtype, revision : str, optional
     num_frames : int
         Frames of each video.
     batch_size : int
-        1: requests are answered one after another.
+        Must be 1: requests are answered one after another.
 
     Raises
     ------
@@ -64,7 +65,7 @@ class VLMFast(lmms):
         from vlmfast.api.vlm import VLM
 
         super().__init__()
-        # lmms-eval hands these to every model.
+        # lmms-eval passes these to every model.
         unknown = {k: v for k, v in unknown.items() if k != "max_batch_size" or v is not None}
         if unknown:
             raise VLMFastError(
@@ -72,7 +73,7 @@ class VLMFast(lmms):
                 "device, dtype, revision and num_frames"
             )
         if str(batch_size) != "1":
-            raise VLMFastError(f"batch_size is {batch_size}; with lmms-eval, vlmfast has 1 only")
+            raise VLMFastError(f"batch_size is {batch_size}; with lmms-eval it must be 1")
         self.num_frames = int(num_frames)
         self.accelerator = Accelerator()
         self._rank = self.accelerator.process_index
@@ -131,19 +132,19 @@ class VLMFast(lmms):
         )
 
     def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
-        raise NotImplementedError("vlmfast answers with text; it has no loglikelihood")
+        raise NotImplementedError("vlmfast generates text; loglikelihood is not supported")
 
     def generate_until_multi_round(self, requests: list[Instance]) -> list[str]:
-        raise NotImplementedError("vlmfast has no tasks of several rounds")
+        raise NotImplementedError("multi-round tasks are not supported")
 
 
 def chat_of(messages: ChatMessages, num_frames: int) -> list[dict[str, Any]]:
-    """lmms-eval's messages as `VLM.chat` takes them, pictures where they stand in the text.
+    """Convert lmms-eval's messages for `VLM.chat`, with images at their position in the text.
 
     Raises
     ------
     MediaError
-        For sound.
+        For audio.
     """
     chat = []
     for message in messages.messages:
@@ -156,13 +157,13 @@ def chat_of(messages: ChatMessages, num_frames: int) -> list[dict[str, Any]]:
             elif part.type == "video":
                 parts.append({"type": "video", "video": part.url, "num_frames": num_frames})
             else:
-                raise MediaError(f"a message has {part.type}; vlmfast takes pictures and videos")
+                raise MediaError(f"a message has {part.type}; supported are images and videos")
         chat.append({"role": message.role, "content": parts})
     return chat
 
 
 def generation_of(arguments: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """A task's arguments as ``generate`` takes them, and the texts to cut answers at.
+    """Convert a task's arguments to those of ``generate``, and its stop strings.
 
     Raises
     ------
@@ -170,11 +171,11 @@ def generation_of(arguments: dict[str, Any]) -> tuple[dict[str, Any], list[str]]
         For beam search.
     """
     if (arguments.get("num_beams") or 1) > 1:
-        raise VLMFastError(f"num_beams is {arguments['num_beams']}; vlmfast has no beam search")
+        raise VLMFastError(f"num_beams is {arguments['num_beams']}; beam search is not supported")
     temperature = arguments.get("temperature")
     generation = {
         "max_new_tokens": arguments.get("max_new_tokens") or _MAX_NEW_TOKENS,
-        # Tasks have temperature 0 beside do_sample; it means greedy decoding.
+        # Tasks combine temperature 0 with do_sample to request greedy decoding.
         "do_sample": bool(arguments.get("do_sample", temperature)) and temperature != 0,
     }
     if generation["do_sample"]:

@@ -1,4 +1,4 @@
-"""The task ``mmmu``: college questions with pictures (arXiv 2311.16502)."""
+"""The task ``mmmu``: college questions with images (arXiv 2311.16502)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .tasks import HIDDEN, Doc, check_choice, first_of_each, grey
 SPLITS = ("dev", "validation", "test")
 _CHOICE, _OPEN = "multiple-choice", "open"
 _KINDS = {_CHOICE: _CHOICE, _OPEN: _OPEN, "short-answer": _OPEN}
-_PICTURES = tuple(f"image_{i}" for i in range(1, 8))
+_IMAGES = tuple(f"image_{i}" for i in range(1, 8))
 _DIRECTLY = "Answer with the option's letter from the given choices directly."
 _BRIEFLY = "Answer the question using a single word or phrase."
 
@@ -29,18 +29,18 @@ _BRIEFLY = "Answer the question using a single word or phrase."
 class MMMU:
     """Multiple-choice and open questions of 30 subjects in six disciplines.
 
-    Pictures come first, in the order of their numbers, and the text names them as it stands.
+    Images precede the text, in the order of their numbers; the text refers to them unchanged.
 
     Parameters
     ----------
     data : str or Path
         A parquet file, a folder of them, or a hub id.
     split : {"validation", "dev", "test"}
-        The answers of ``test`` are hidden: its runs have no score, and a ``submission.json``.
+        The answers of ``test`` are hidden: its runs have no score but a ``submission.json``.
     mode : {"official", "lmms-eval", "vlmevalkit"}
-        Whose prompts, parser and score.
+        Source of the prompts, parser and score.
     allow_outside : bool
-        Also read images that the rows name by a URL, or by a path outside of `data`'s folder.
+        Also load images from URLs and from paths outside the folder of `data`.
     """
 
     data: str | Path = "MMMU/MMMU"
@@ -59,7 +59,7 @@ class MMMU:
         check_mode(self.mode)
         check_choice("split", self.split, SPLITS)
         needed = ("id", "question", "options", "answer", "question_type", "image_1")
-        self._rows = Rows(self.data, self.split, needed, _PICTURES, tuple(sorted(SUBJECTS)))
+        self._rows = Rows(self.data, self.split, needed, _IMAGES, tuple(sorted(SUBJECTS)))
 
     @property
     def name(self) -> str:
@@ -105,23 +105,23 @@ class MMMU:
         )
 
     def media(self, doc: Doc, control: str | None = None) -> dict[str, Any]:
-        """The pictures that the prompt names."""
+        """The images that the prompt refers to."""
         row, names = self._rows.row(doc.seed), named_pictures(doc.question)
         try:
-            pictures = [picture(row, name, self.data, self.allow_outside) for name in names]
+            images = [picture(row, name, self.data, self.allow_outside) for name in names]
         except MediaError as error:
             raise MediaError(f"{doc.doc_id}: {error}") from error
-        return {"images": [grey(p) for p in pictures] if control else pictures}
+        return {"images": [grey(image) for image in images] if control else images}
 
     def judge(self, doc: Doc, text: str) -> dict[str, Any]:
-        """What was read from an answer, and its score; None where the target is hidden."""
+        """The parsed answer and its score; the score is None if the target is hidden."""
         kind = dict(doc.groups)["question_type"]
         parsed, score = judge(
             text, doc.options, doc.target, kind, self.mode, guess=drawn_by(doc.doc_id)
         )
         values = parsed.answer if isinstance(parsed.answer, list) else [parsed.answer]
         found = {
-            # JSON has no number for "inf" and "nan".
+            # JSON cannot represent "inf" and "nan".
             "filtered_resps": [
                 v if isinstance(v, str) or math.isfinite(v) else str(v) for v in values
             ],
@@ -154,12 +154,12 @@ def read_options(doc_id: str, text: Any) -> tuple[str, ...]:
     if not isinstance(value, list | tuple):
         raise VLMFastError(f"{doc_id}: options are no list: {text!r}")
     if len(value) > 26:
-        raise VLMFastError(f"{doc_id} has {len(value)} options; there are 26 letters")
+        raise VLMFastError(f"{doc_id} has {len(value)} options; at most 26 are allowed")
     return tuple(str(option) for option in value)
 
 
 def prompt(question: str, options: tuple[str, ...], kind: str, mode: str) -> str:
-    """A question as the code base ``mode`` asks it."""
+    """Format a question as in the code base ``mode``."""
     named = list(zip(letters(len(options)), options, strict=True)) if kind == _CHOICE else []
     if mode == "vlmevalkit":
         lines = "".join(f"{letter}. {text}\n" for letter, text in named)
@@ -173,12 +173,12 @@ def prompt(question: str, options: tuple[str, ...], kind: str, mode: str) -> str
 
 
 def named_pictures(text: str) -> list[str]:
-    """``image_1`` for ``<image 1>``: each once, by number, wherever in the text it stands."""
+    """``image_1`` for each ``<image 1>`` in the text, without duplicates, sorted by number."""
     return [f"image_{i}" for i in sorted({int(i) for i in re.findall(r"<image (\d+)>", text)})]
 
 
 def submission(samples: Iterable[dict[str, Any]]) -> dict[str, str]:
-    """Letters, and open answers as they are, by id: what the authors' server takes."""
+    """Letters and unmodified open answers by id, in the format of the authors' server."""
     return {
         s["doc_id"]: s["filtered_resps"][0] if s.get("choices") else s["resps"][0][0]
         for s in samples

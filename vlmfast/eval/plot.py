@@ -1,4 +1,4 @@
-"""Accuracy against what was kept, of the visual tokens or of the cache, as a picture."""
+"""Plot accuracy against the kept fraction of visual tokens or of the cache."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vlmfast.errors import VLMFastError
 
 from .summary import BASELINES, Row, reduces, rereads, shrinks
 
-# Okabe and Ito's colours, apart for colour-blind eyes too; their yellow is too pale for a line.
+# Okabe and Ito's colour-blind safe colours, without yellow, which is too pale for a line.
 _COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 _MARKERS = "osD^vPX*<>"
 _GREYS = dict(zip(BASELINES, ("#222222", "#6b6b6b", "#9a9a9a"), strict=True))
@@ -29,9 +29,9 @@ class Panel:
     ----------
     title, modality : str
     accuracy : str
-        What stands above what was paid: ``accuracy``, ``caption`` or ``accuracy_later``.
+        Value of the y axis: ``accuracy``, ``caption`` or ``accuracy_later``.
     session : bool
-        Whether both are of the recipes' sessions, where these read a picture once.
+        Use the results of sessions that prefill an image once.
     """
 
     title: str
@@ -45,7 +45,7 @@ class Panel:
         return None if row.session is None or rereads(row.run) else row.session.numbers
 
     def point(self, row: Row) -> tuple[float, float, float] | None:
-        """Mean and interval in per cent."""
+        """Mean and interval in percent."""
         numbers = self.numbers(row)
         mean = numbers and numbers[f"{self.accuracy}_{self.modality}"]
         if mean is None:
@@ -58,27 +58,27 @@ class Panel:
 
 
 _PANELS = {
-    "kept": ((Panel("Pictures", "image"), Panel("Clips", "video")),),
+    "kept": ((Panel("Images", "image"), Panel("Videos", "video")),),
     "held": (
-        (Panel("Pictures, asked alone", "image"), Panel("Clips, asked alone", "video")),
+        (Panel("Images, single questions", "image"), Panel("Videos, single questions", "video")),
         (
-            Panel("Captions of pictures", "image", "caption"),
-            Panel("Captions of clips", "video", "caption"),
+            Panel("Captions of images", "image", "caption"),
+            Panel("Captions of videos", "video", "caption"),
         ),
         (
-            Panel("Pictures, later questions (read once)", "image", "accuracy_later", True),
-            Panel("Clips, later questions (read once)", "video", "accuracy_later", True),
+            Panel("Images, later questions of a session", "image", "accuracy_later", True),
+            Panel("Videos, later questions of a session", "video", "accuracy_later", True),
         ),
     ),
 }
 _LABELS = {
     "kept": "visual tokens kept, averaged over layers (%)",
-    "held": "bytes of the KV cache held (% of the full one)",
+    "held": "size of the KV cache (% of the full cache)",
 }
 _ROUND = {"kept": (1, 2, 3, 5, 10, 20, 30, 50, 100), "held": (1, 2, 5, 10, 20, 30, 50, 80)}
-_MANY = 12  # more curves cannot be told apart in one panel
+_MANY = 12  # maximum number of distinguishable curves in one panel
 _BEFORE, _WITHIN = "before the language model", "inside encoder or language model"
-_TRAINED, _STACKS = "trained", "stages together"
+_TRAINED, _STACKS = "trained", "several stages"
 
 
 def plot(rows: list[Row], file: Path, axis: str = "kept") -> None:
@@ -87,12 +87,12 @@ def plot(rows: list[Row], file: Path, axis: str = "kept") -> None:
     Parameters
     ----------
     axis : {"kept", "held"}
-        What accuracies stand against: visual tokens, or bytes of the cache.
+        Value of the x axis: visual tokens, or bytes of the cache.
 
     Raises
     ------
     VLMFastError
-        Without matplotlib.
+        If matplotlib is not installed.
     """
     try:
         from matplotlib.figure import Figure
@@ -105,7 +105,7 @@ def plot(rows: list[Row], file: Path, axis: str = "kept") -> None:
     drawn = [row for row in rows if reduces(row) or shrinks(row)]
     names = _names([row.run.meta["method"] for row in drawn])
     groups = _groups(drawn) if axis == "kept" and len(names) > _MANY else {"": drawn}
-    # What nobody was asked, a modality or sessions, has no panel.
+    # Panels without results, of a modality or of sessions, are left out.
     panels = [[p for p in line if any(map(p.point, rows))] for line in _PANELS[axis]]
     grid = [
         [(replace(p, title=", ".join(filter(None, (p.title, group)))), own) for p in line]
@@ -114,7 +114,7 @@ def plot(rows: list[Row], file: Path, axis: str = "kept") -> None:
         if line
     ]
     shares = [p.cost(row, axis) for line in grid for p, own in line for row in own if p.point(row)]
-    # A figure of its own draws with Agg and leaves pyplot's state, and its back end, alone.
+    # A Figure uses Agg and does not change pyplot's state or back end.
     size = 4.4 * len(grid[0]) + 2.6, 0.4 + 4.2 * len(grid)
     figure = Figure(figsize=size, dpi=160 if len(groups) == 1 else 110, layout="constrained")
     axes = figure.subplots(len(grid), len(grid[0]), sharey=True, squeeze=False)
@@ -147,8 +147,8 @@ def plot(rows: list[Row], file: Path, axis: str = "kept") -> None:
             handles, labels = place.get_legend_handles_labels()
             here |= dict(zip(labels, handles, strict=True))
         if len(groups) > 1:
-            beside = {"loc": "center left", "bbox_to_anchor": (1.02, 0.5)}
-            line[-1].legend(here.values(), here, frameon=False, fontsize=8, **beside)
+            right = {"loc": "center left", "bbox_to_anchor": (1.02, 0.5)}
+            line[-1].legend(here.values(), here, frameon=False, fontsize=8, **right)
         named |= here
     if len(groups) == 1:
         figure.legend(named.values(), named, loc="outside right center", frameon=False, fontsize=8)
@@ -157,14 +157,14 @@ def plot(rows: list[Row], file: Path, axis: str = "kept") -> None:
 
 
 def _names(methods: list[str]) -> dict[str, str]:
-    """What stands in the legend: positions only where a method was run with both."""
+    """Labels of the legend; they include positions only if a method was run with both."""
     short = {method: method.replace(":positions=keep", "") for method in dict.fromkeys(methods)}
     twice = [name for name in short.values() if list(short.values()).count(name) > 1]
     return {method: method if name in twice else name for method, name in short.items()}
 
 
 def _groups(rows: list[Row]) -> dict[str, list[Row]]:
-    """Many methods by the place where they act; what looks at nothing is in each group."""
+    """Group methods by the part of the model that they act on; baselines are in each group."""
     found: dict[str, list[Row]] = {}
     common = [row for row in rows if row.run.meta["method"].partition(":")[0] in BASELINES]
     for row in rows:
@@ -183,7 +183,7 @@ def _groups(rows: list[Row]) -> dict[str, list[Row]]:
 
 
 def _references(place: Any, rows: list[Row], panel: Panel) -> None:
-    """What has no budget: the full model and the controls, across the whole width."""
+    """Draw the full model and the controls, which have no budget, across the whole width."""
     styles = cycle((":", "-.", "--"))
     for row in rows:
         accuracy, control = panel.point(row), row.run.meta["control"]
@@ -208,10 +208,9 @@ def _line(
     if not points:
         return
     x, mean, low, high = zip(*sorted(points), strict=True)
-    # Methods stand at the same budgets: a small shift keeps their error bars apart.
+    # Methods have the same budgets: a small shift separates their error bars.
     shift = 1 + 0.05 * (number / max(methods - 1, 1) - 0.5)
-    word = method.partition(":")[0]
-    grey = _GREYS.get(word) if "+" not in method else None
+    grey = _GREYS.get(method.partition(":")[0]) if "+" not in method else None
     axis.errorbar(
         [value * shift for value in x],
         mean,
@@ -222,7 +221,7 @@ def _line(
         label=name,
         color=grey or _COLORS[number % len(_COLORS)],
         marker=_MARKERS[number % len(_MARKERS)],
-        markerfacecolor="white" if "+" in method else None,  # stacks are hollow
+        markerfacecolor="white" if "+" in method else None,  # hollow for several stages
         linestyle="--" if grey else ("-", (0, (5, 1, 1, 1)))[number // len(_COLORS) % 2],
         markersize=5,
         linewidth=1.6,
@@ -232,7 +231,7 @@ def _line(
 
 
 def _ticks(shares: list[float]) -> list[float]:
-    """The shares that were measured, those that lie close together as one."""
+    """The measured shares, without those close to a smaller one."""
     ticks: list[float] = []
     for share in sorted(shares):
         if not ticks or share > 1.35 * ticks[-1]:

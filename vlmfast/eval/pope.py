@@ -1,4 +1,4 @@
-"""The task ``pope``: whether there is such an object in a picture (arXiv 2305.10355)."""
+"""The task ``pope``: whether an image contains an object (arXiv 2305.10355)."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ _ASK = {
 
 @dataclass
 class POPE:
-    """Yes-or-no questions, half of them about objects that are not there.
+    """Yes-or-no questions, half of them about absent objects.
 
-    Objects that are not there were drawn at random, among frequent ones (``popular``) or among
-    those that often come with what is there (``adversarial``).
+    Absent objects were sampled uniformly (``random``), from frequent objects (``popular``) or from
+    objects that often occur together with those in the image (``adversarial``).
 
     Parameters
     ----------
     data : str or Path
         A parquet file, a folder of them, or a hub id.
     mode : {"official", "lmms-eval", "vlmevalkit"}
-        Whose prompts, parser and score.
+        Source of the prompts, parser and score.
     allow_outside : bool
-        Also read images that the rows name by a URL, or by a path outside of `data`'s folder.
+        Also load images from URLs and from paths outside the folder of `data`.
     """
 
     data: str | Path = "lmms-lab/POPE"

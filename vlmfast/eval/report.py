@@ -31,8 +31,8 @@ from .summary import (
     splits,
 )
 
-_NOUN = {"image": "pictures", "video": "clips"}
-_FEW = 30  # a bootstrap over fewer pictures gives intervals that are too narrow
+_NOUN = {"image": "images", "video": "videos"}
+_FEW = 30  # a bootstrap over fewer images gives intervals that are too narrow
 
 
 def load(folder: Path) -> dict[str, list[Results]]:
@@ -41,7 +41,7 @@ def load(folder: Path) -> dict[str, list[Results]]:
     Raises
     ------
     VLMFastError
-        When there are none, or they do not compare.
+        If there are none, or they are not comparable.
     """
     metas = sorted(folder.glob(f"*/*/{META}")) or sorted(folder.glob(f"*/{META}"))
     if not metas:
@@ -55,7 +55,7 @@ def load(folder: Path) -> dict[str, list[Results]]:
         if results.samples:
             tasks.setdefault(results.meta["task"], []).append(results)
     if not tasks:
-        raise VLMFastError(f"no samples in {folder}: the runs there have only begun")
+        raise VLMFastError(f"no samples in {folder}: no run has finished a sample yet")
     for runs in tasks.values():
         check_same({str(run.path): run.meta for run in runs})
         runs.sort(key=_order)
@@ -63,13 +63,13 @@ def load(folder: Path) -> dict[str, list[Results]]:
 
 
 def _order(run: Results) -> tuple:
-    place = 2 if run.meta["control"] else int(run.meta["recipe"] != "none")
+    rank = 2 if run.meta["control"] else int(run.meta["recipe"] != "none")
     cost = -(kept(run) or 0), -(held(run) or 0)
-    return place, baseline(run) is not None, run.meta["method"], *cost, run.name
+    return rank, baseline(run) is not None, run.meta["method"], *cost, run.name
 
 
 def write_report(folder: Path, out: Path) -> tuple[str, list[Path]]:
-    """``report.md``, plots for each task, ``report.json``; returns the text and the files."""
+    """Write ``report.md``, plots and ``report.json``; returns the text and the files."""
     from .plot import plot
 
     parts, files, plots, axes, numbers = [], [], [], [], {}
@@ -83,14 +83,16 @@ def write_report(folder: Path, out: Path) -> tuple[str, list[Path]]:
             parts.append(f"{glance(tokens)}{table(tokens)}\n")
         if tokens and known:
             image = out / f"{task}.png"
-            parts.append(f"![{task}: accuracy against the share of visual tokens]({image.name})\n")
+            parts.append(
+                f"![{task}: accuracy against the fraction of visual tokens]({image.name})\n"
+            )
             plots.append((tokens, image, "kept"))
             axes.append("visual tokens")
         if cache:
             image = out / f"{task}-cache.png"
             parts.append(f"### KV cache\n\n{_ABOUT_CACHE}\n")
             parts.append(f"{cache_glance(cache)}{cache_table(cache)}\n")
-            parts.append(f"![{task}: accuracy against the share of the cache]({image.name})\n")
+            parts.append(f"![{task}: accuracy against the size of the cache]({image.name})\n")
             plots.append((cache, image, "held"))
             axes.append("KV cache")
         if any(row.session for row in rows):
@@ -112,19 +114,19 @@ def write_report(folder: Path, out: Path) -> tuple[str, list[Path]]:
     files.append(out / "report.md")
     replace_text(files[0], text)
     write_json(out / "report.json", {"tasks": numbers})
-    for rows, image, axis in plots:  # last: they need matplotlib
+    for rows, image, axis in plots:  # last, because plots need matplotlib
         plot(rows, image, axis)
         files.append(image)
     return text, [*files, out / "report.json"]
 
 
 def write_difference(before: Path, after: Path, out: Path) -> tuple[str, list[Path]]:
-    """``difference.md`` in ``out``: what changed between two folders."""
+    """Write the differences between two folders to ``difference.md`` in ``out``."""
     old, new = load(before), load(after)
     tasks = [task for task in old if task in new]
     if not tasks:
         raise VLMFastError(f"{before} and {after} have no task in common")
-    parts = [f"# What changed from {before} to {after}\n"]
+    parts = [f"# Changes from {before} to {after}\n"]
     for task in tasks:
         olds, news = ({run.name: run for run in runs[task]} for runs in (old, new))
         shared = [(olds[name], run) for name, run in news.items() if name in olds]
@@ -142,7 +144,7 @@ def write_difference(before: Path, after: Path, out: Path) -> tuple[str, list[Pa
 
 
 def on_common_samples(runs: list[Results]) -> tuple[list[Results], list[str]]:
-    """The same samples of every run, and a note where that leaves some out."""
+    """Restrict all runs to their common samples; a note reports omitted samples."""
     common = set.intersection(*(set(run.samples) for run in runs))
     if not common:
         raise VLMFastError(
@@ -154,8 +156,8 @@ def on_common_samples(runs: list[Results]) -> tuple[list[Results], list[str]]:
     notes = []
     if short:
         notes.append(
-            f"not every run has all {most} samples: {', '.join(short)}; the table is over the "
-            f"{len(common)} that all of them have"
+            f"not every run has all {most} samples: {', '.join(short)}; the table uses the "
+            f"{len(common)} common samples"
         )
     return [run.only(common) for run in runs], notes
 
@@ -164,9 +166,11 @@ def on_common_samples(runs: list[Results]) -> tuple[list[Results], list[str]]:
 
 
 def tables(rows: list[Row]) -> str:
-    """Every table that has something to say about the rows."""
+    """All tables that apply to the rows."""
     parts = [
-        of(some) for of, some in ((table, by_tokens(rows)), (cache_table, by_cache(rows))) if some
+        write(own)
+        for write, own in ((table, by_tokens(rows)), (cache_table, by_cache(rows)))
+        if own
     ]
     if any(row.session for row in rows):
         parts.append(session_table(rows))
@@ -174,7 +178,7 @@ def tables(rows: list[Row]) -> str:
 
 
 def by_tokens(rows: list[Row]) -> list[Row]:
-    """The rows of the table by visual tokens; empty where there are only caches."""
+    """The rows of the table by visual tokens; empty if all recipes are cache methods."""
     caches = any(map(shrinks, rows))
     found = [row for row in rows if not shrinks(row)]
     own = [r for r in found if not (_is_reference(r) or (caches and baseline(r.run) == "random"))]
@@ -182,7 +186,7 @@ def by_tokens(rows: list[Row]) -> list[Row]:
 
 
 def by_cache(rows: list[Row]) -> list[Row]:
-    """The rows of the table by the cache, with its controls; empty without caches."""
+    """The rows of the table by cache size, with its controls; empty without cache methods."""
     if not any(map(shrinks, rows)):
         return []
     return [r for r in rows if shrinks(r) or _is_reference(r) or baseline(r.run) == "random"]
@@ -197,13 +201,13 @@ def table(rows: list[Row]) -> str:
     head = [
         "recipe",
         *_NOUNS,
-        "captions % (picture / clip)",
+        "captions % (image / video)",
         "loyalty %",
-        "equivalent tokens (picture / clip)",
+        "equivalent tokens (image / video)",
         "kept %",
         *_TIMES,
-        "against random, pictures",
-        "against random, clips",
+        "against random, images",
+        "against random, videos",
     ]
     return _markdown(head, [_cells(row) for row in rows])
 
@@ -225,10 +229,10 @@ def _cells(row: Row) -> list[str]:
 def cache_table(rows: list[Row]) -> str:
     """A Markdown table by the cache's size, one row per recipe."""
     (full,) = [row for row in rows if row.run.name == "none"] or [None]
-    controls = [word for word in CACHE_BASELINES if any(word in row.controls for row in rows)]
-    head = ["recipe", "held %", *_NOUNS, *_CAPTIONS, "loyalty %", *_TIMES]
-    for of in ("the full model", *controls):
-        head += [f"against {of}, {noun}" for noun in _NOUN.values()]
+    controls = [name for name in CACHE_BASELINES if any(name in row.controls for row in rows)]
+    head = ["recipe", "cache %", *_NOUNS, *_CAPTIONS, "loyalty %", *_TIMES]
+    for other in ("the full model", *controls):
+        head += [f"against {other}, {noun}" for noun in _NOUN.values()]
     cells = []
     for row in rows:
         n = row.numbers
@@ -236,25 +240,25 @@ def cache_table(rows: list[Row]) -> str:
             [row.run.label, _percent(n["held"]), *_both(n, "accuracy"), *_both(n, "caption")]
             + [_percent(n.get("loyalty"), n.get("loyalty_ci")), *_times(row)]
             + _gaps(row, None if _is_reference(row) else full)
-            + [cell for word in controls for cell in _gaps(row, row.controls.get(word))]
+            + [cell for name in controls for cell in _gaps(row, row.controls.get(name))]
         )
     return _markdown(head, cells)
 
 
 def session_table(rows: list[Row]) -> str:
-    """A Markdown table of what was asked in sessions, one row per recipe."""
+    """A Markdown table of the sessions, one row per recipe."""
     head = [
         "recipe",
-        "pictures are read",
-        "held %",
-        "first questions % (picture / clip)",
-        "later ones, pictures %",
-        "later ones, clips %",
+        "images are processed",
+        "cache %",
+        "first questions % (image / video)",
+        "later questions, images %",
+        "later questions, videos %",
         *_CAPTIONS,
         "loyalty %",
-        "TTFT ms of later ones (picture / clip)",
-        "against asking alone, pictures",
-        "against asking alone, clips",
+        "TTFT ms of later questions (image / video)",
+        "against single questions, images",
+        "against single questions, videos",
     ]
     return _markdown(head, [_session_cells(row) for row in rows if row.session])
 
@@ -275,7 +279,7 @@ def _session_cells(row: Row) -> list[str]:
 
 
 def metrics_table(rows: list[Row]) -> str:
-    """A Markdown table of a task's own metrics, one row per recipe; empty where it has none."""
+    """A Markdown table of a task's own metrics, one row per recipe; empty if it has none."""
     rows = [row for row in rows if row.numbers.get("metrics")]
     if not rows:
         return ""
@@ -290,15 +294,15 @@ def metrics_table(rows: list[Row]) -> str:
 
 
 def group_tables(rows: list[Row]) -> str:
-    """For each way to group the questions, accuracies of its groups, one column per recipe."""
+    """For each grouping of the questions, the accuracy of each group, one column per recipe."""
     rows = [row for row in rows if row.numbers.get("groups")]
     parts = []
     for group in rows[0].numbers["groups"] if rows else ():
         first = rows[0].numbers["groups"][group]
         head = [group, "questions", *(f"{row.run.label} %" for row in rows)]
         lines = [
-            [name, str(of["n"]), *(_of_group(row, group, name) for row in rows)]
-            for name, of in first.items()
+            [name, str(numbers["n"]), *(_of_group(row, group, name) for row in rows)]
+            for name, numbers in first.items()
         ]
         parts.append(_markdown(head, lines))
     return "\n\n".join(parts)
@@ -310,13 +314,13 @@ def _of_group(row: Row, group: str, name: str) -> str:
 
 
 def cost_table(rows: list[Row]) -> str:
-    """A Markdown table of what answers took, one row per recipe, pictures and clips apart."""
+    """A Markdown table of the cost of answers, one row per recipe, images / videos."""
     head = [
         "recipe",
         "equivalent tokens",
         "GFLOPs of their prefill",
         "TTFT ms",
-        "tokens a second",
+        "tokens per second",
         "KV cache %",
         "peak memory MB (on a CPU: of the process so far)",
     ]
@@ -338,7 +342,7 @@ def _cost_cells(row: Row) -> list[str]:
 
 
 def pair_table(rows: list[Row]) -> str:
-    """A Markdown table of each recipe beside the full model and its controls, on the same ids."""
+    """A Markdown table of each recipe against the full model and its controls, same questions."""
     full = next((row for row in rows if row.run.name == "none"), None)
     lines = []
     for row in rows:
@@ -355,14 +359,14 @@ def pair_table(rows: list[Row]) -> str:
                     f"{p:.2g}",
                 ]
             )
-    head = ["recipe", "against", "pictures, points", "clips, points"]
-    head += ["only it right", "only the other", "McNemar's p"]
+    head = ["recipe", "against", "images, points", "videos, points"]
+    head += ["only recipe right", "only other right", "McNemar's p"]
     return _markdown(head, lines) if lines else ""
 
 
 _NOUNS = [f"{noun} %" for noun in _NOUN.values()]
 _CAPTIONS = [f"captions of {noun} %" for noun in _NOUN.values()]
-_TIMES = ["TTFT ms (picture / clip)", "stages' own ms (picture / clip)"]
+_TIMES = ["TTFT ms (image / video)", "stages' own ms (image / video)"]
 
 
 def _both(numbers: dict[str, Any], key: str) -> list[str]:
@@ -381,7 +385,7 @@ def _gaps(row: Row, other: Row | None) -> list[str]:
 
 
 def glance(rows: list[Row]) -> str:
-    """Methods by budgets: accuracy on pictures and clips; empty with fewer than two methods."""
+    """Methods by budgets: accuracy on images and videos; empty with fewer than two methods."""
     cells = {
         (row.run.labelled(row.run.meta["method"]), row.run.meta["budget"]): _glimpse(
             row, row.run.meta["budget"]
@@ -389,18 +393,18 @@ def glance(rows: list[Row]) -> str:
         for row in rows
         if row.run.meta["budget"] is not None and reduces(row)
     }
-    grid = _grid(cells, "pictures % / clips %", "of the tokens")
+    grid = _grid(cells, "images % / videos %", "of the tokens")
     return grid and (
-        f"{grid}\n\nIn bold what is above every control (`random`, `downsample`) of the same cost "
-        "beyond the 95 % interval; in "
-        "brackets the share that was really kept where it is not the budget.\n\n"
+        f"{grid}\n\nBold: above every control (`random`, `downsample`) of the same cost "
+        "beyond the 95 % interval. "
+        "Brackets: the kept fraction where it differs from the budget.\n\n"
     )
 
 
 def cache_glance(rows: list[Row]) -> str:
-    """The same by shares of the cache; questions, captions, and later questions in sessions.
+    """The same by shares of the cache: questions, captions, and later questions in sessions.
 
-    Methods without a share stand in a column of their own.
+    Methods without a share have their own column.
     """
     grids = []
     for what, title in _VIEWS.items():
@@ -411,24 +415,24 @@ def cache_glance(rows: list[Row]) -> str:
             share = share_of(Recipe.parse(row.run.meta["recipe"]))
             method = row.run.meta["method" if share is not None else "recipe"]
             cells[row.run.labelled(method), share] = _glimpse(row, share, what)
-        grids.append(_grid(cells, f"{title}: pictures % / clips %", "of the cache"))
+        grids.append(_grid(cells, f"{title}: images % / videos %", "of the cache"))
     text = "\n\n".join(filter(None, grids))
     return text and (
-        f"{text}\n\nIn bold what is above every control of the same size beyond the 95 % interval; "
-        "in brackets the share that was really held where it is not the one asked for. With \\* "
-        "each question of a session has the picture read again.\n\n"
+        f"{text}\n\nBold: above every control of the same size beyond the 95 % interval. "
+        "Brackets: the cache size where it differs from the requested share. \\*: "
+        "each question of a session processes the image again.\n\n"
     )
 
 
 _VIEWS = {
-    "questions": "questions asked alone",
+    "questions": "single questions",
     "captions": "captions",
     "later": "later questions in a session",
 }
 
 
 def _grid(cells: dict[tuple[str, float | None], str], title: str, what: str) -> str:
-    """Methods, in Markdown, by shares; a share that is ``None`` stands in a last column."""
+    """A Markdown table of methods by shares; the share ``None`` is the last column."""
     methods = list(dict.fromkeys(method for method, _ in cells))
     if len(methods) < 2:
         return ""
@@ -443,7 +447,7 @@ def _grid(cells: dict[tuple[str, float | None], str], title: str, what: str) -> 
 
 
 def _glimpse(row: Row, share: float | None, what: str = "questions") -> str:
-    """Scores, in bold above all controls, and what was paid where it is not ``share``."""
+    """Scores, bold if above all controls, and the actual cost if it differs from ``share``."""
     key = {"questions": "accuracy", "captions": "caption", "later": "accuracy_later"}[what]
     asked = row.session if what == "later" else row
     shown = []
@@ -458,10 +462,10 @@ def _glimpse(row: Row, share: float | None, what: str = "questions") -> str:
 
 
 def warnings(rows: list[Row]) -> list[str]:
-    """What a reader must know before believing the tables."""
+    """Limitations of the results that a reader must know."""
     notes, present = [], {baseline(row.run) for row in rows}
     if all(s["score"] is None for s in rows[0].run.samples.values()):
-        notes.append("the answers to these questions are hidden: there are no scores")
+        notes.append("the answers to these questions are hidden, so the runs have no scores")
     needed = CONTROLS if any(map(reduces, by_tokens(rows))) else ()
     needed += CACHE_BASELINES if any(map(shrinks, rows)) else ()
     for name in dict.fromkeys(needed):
@@ -473,16 +477,16 @@ def warnings(rows: list[Row]) -> list[str]:
         if 0 < number < _FEW:
             notes.append(f"only {number} {noun}: too few for intervals; use a larger `--limit`")
     if full_model([row.run for row in rows]) is None:
-        notes.append("the full model is missing, so there is no loyalty")
+        notes.append("the full model is missing, so loyalty is not available")
     for row in rows:
         if not (reduces(row) or shrinks(row)) or baseline(row.run):
             continue
-        words = CACHE_BASELINES if shrinks(row) else CONTROLS
-        if not row.controls and present.intersection(words):
+        names = CACHE_BASELINES if shrinks(row) else CONTROLS
+        if not row.controls and present.intersection(names):
             cost, what = ("held", "cache") if shrinks(row) else ("kept", "tokens")
             notes.append(
-                f"nothing to compare `{row.run.name}` with: no "
-                f"{' and no '.join(f'`{word}`' for word in words)} near the "
+                f"no control to compare `{row.run.name}` with: no "
+                f"{' and no '.join(f'`{name}`' for name in names)} near the "
                 f"{_percent(row.numbers[cost])} % of the {what} that it keeps"
             )
         for control in () if shrinks(row) else row.controls.values():
@@ -501,29 +505,29 @@ def warnings(rows: list[Row]) -> list[str]:
             )
     for row in rows:
         if row.run.variant == "session":
-            notes.append(f"`{row.run.name}` was asked in sessions only")
+            notes.append(f"`{row.run.name}` was run in sessions only")
     return notes
 
 
 def _no_better(rows: list[Row]) -> list[str]:
-    """Caches that do not beat a control, in one note for each control and kind of question."""
+    """Cache methods that do not beat a control, one note per control and kind of question."""
     notes = []
     for what, title in _VIEWS.items():
         asked = [row.session if what == "later" else row for row in rows]
-        for word in CACHE_BASELINES:
+        for control in CACHE_BASELINES:
             for modality, noun in _NOUN.items():
                 names = [
                     f"`{row.run.meta['recipe']}`"
                     for row in asked
                     if row is not None
                     and not baseline(row.run)
-                    and word in row.controls
-                    and (gap := row.gap(row.controls[word], modality, what)) is not None
+                    and control in row.controls
+                    and (gap := row.gap(row.controls[control], modality, what)) is not None
                     and gap[1] <= 0
                 ]
                 if names:
                     notes.append(
-                        f"not better than `{word}` of the same size ({title}, {noun}): "
+                        f"not better than `{control}` of the same size ({title}, {noun}): "
                         + ", ".join(names)
                     )
     return notes
@@ -531,47 +535,46 @@ def _no_better(rows: list[Row]) -> list[str]:
 
 def _about(runs: list[Results]) -> str:
     meta, samples = runs[0].meta, runs[0].samples.values()
-    pictures = len({s["picture"] for s in samples})
+    inputs = len({s["picture"] for s in samples})
     devices = sorted({run.meta.get("device") or "unknown" for run in runs})
     weights = f", weights {meta['weights_sha256'][:12]}" if meta["weights_sha256"] else ""
     options = "".join(f", {key} {value}" for key, value in (meta.get("options") or {}).items())
     return (
         f"Model {meta['model']}{weights}; task version {meta['task_version']}, "
-        f"seed {meta['seed']}{options}; {len(samples)} questions about {pictures} pictures "
-        f"and clips; on {', '.join(devices)}.\n\n"
+        f"seed {meta['seed']}{options}; {len(samples)} questions about {inputs} images "
+        f"and videos; on {', '.join(devices)}.\n\n"
         "Accuracies are means over question types; brackets are 95 % intervals (bootstrap over "
-        "pictures and clips, paired for differences). Loyalty: the same answer as the full model. "
-        "Equivalent tokens: visual tokens kept, averaged over layers. TTFT: median time to the "
-        "first token. `random` is taken at the nearest cost."
+        "images and videos, paired for differences). Loyalty: fraction of answers equal to the "
+        "full model's. Equivalent tokens: visual tokens kept, averaged over layers. TTFT: median "
+        "time to the first token. `random` is the run with the nearest cost."
     )
 
 
 _ABOUT_METRICS = (
-    "By the names of lmms-eval, in the mode that the folder was made with; intervals of groups "
-    "draw whole pictures and videos."
+    "Named as in lmms-eval, in the mode of the run; intervals of groups resample whole images and "
+    "videos."
 )
 _ABOUT_PAIRS = (
-    "The same questions under two recipes, captions left out: differences with their interval "
-    "(bootstrap over pictures and clips), and McNemar's exact test, which takes questions for "
-    "independent and is too sure of itself where several are about one picture."
+    "The same questions under two recipes, without captions: differences with their interval "
+    "(bootstrap over images and videos), and McNemar's exact test. The test assumes independent "
+    "questions, so its p is too small if several questions are about one image."
 )
 _ABOUT_CACHE = (
-    "Held: bytes of the cache when decoding begins, parameters of quantised slots included, as a "
-    "share of the full cache's. Most methods read the prompt itself in full, and the first token "
-    "of an answer comes from that: of a question asked alone, whose answer is a word or two, "
-    "little depends on what the cache still holds. Captions are long, and later questions in a "
-    "session see nothing else of a picture that is read once: these tell methods apart.\n\n"
-    "No method here is random, so the controls are what looks at nothing: `streamingllm` holds the "
-    "first and the last slots, whatever is in them; `random` drops visual tokens before the "
-    "language model, which makes the prefill cheaper too. Each is taken at the nearest size of "
-    "the cache."
+    "Cache %: bytes of the cache when decoding starts, including the parameters of quantized "
+    "slots, as a fraction of the full cache. Most methods prefill the complete prompt, which "
+    "determines the first token of an answer. The short answer to a single question therefore "
+    "depends little on the compressed cache. Captions are long, and later questions in a "
+    "session only see the compressed cache of an image: these separate the methods.\n\n"
+    "No cache method selects at random. The controls ignore the content: `streamingllm` keeps the "
+    "first and the last slots, and `random` drops visual tokens before the language model, which "
+    "also reduces the cost of the prefill. Each control is the run with the nearest cache size."
 )
 _ABOUT_SESSIONS = (
-    "All questions about a picture or a clip, one after another in a session; none sees another. "
-    "Where a recipe does not look at the question, the picture is read and its cache compressed "
-    "once, before the first question; held is that cache with the question behind it. With the "
-    "other recipes each question has the language model read the picture again, and is answered as "
-    "if it were asked alone. Against asking alone: the same questions, paired."
+    "All questions about an image or a video, one after another in a session, without history. "
+    "If a recipe does not depend on the question, the image is prefilled and its cache compressed "
+    "once, before the first question; cache % is that cache plus the question. With the "
+    "other recipes, each question prefills the image again, with the same answer as a single "
+    "question. Against single questions: the same questions, paired."
 )
 
 
@@ -602,17 +605,17 @@ def _difference_table(pairs: list[tuple[Results, Results]]) -> str:
     head = [
         "recipe",
         "samples",
-        "pictures, points",
-        "clips, points",
+        "images, points",
+        "videos, points",
         "McNemar's p",
         "equivalent tokens",
-        "TTFT ms, pictures",
-        "TTFT ms, clips",
+        "TTFT ms, images",
+        "TTFT ms, videos",
     ]
     return _markdown(head, rows)
 
 
-# --- words ---------------------------------------------------------------------------------------
+# --- cells ---------------------------------------------------------------------------------------
 
 _NONE = "–"
 

@@ -1,8 +1,8 @@
 """Result folders: ``DIR/<task>/<recipe>/{samples.jsonl, timings.jsonl, meta.json, results.json}``.
 
-What is in a folder survives a killed process: lines are only appended, a torn last line is dropped
-by whoever reads next, and ``meta.json`` is there before the first line. Times live in a file of
-their own, so that ``samples.jsonl`` is the same, byte for byte, whenever and wherever it is made.
+A folder stays valid if the process is killed: lines are only appended, readers drop an incomplete
+last line, and ``meta.json`` is written before the first line. Times have their own file, so that
+``samples.jsonl`` is reproducible byte for byte.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from vlmfast.errors import VLMFastError
 SCHEMA = 1
 SAMPLES, TIMINGS, META, RESULTS = "samples.jsonl", "timings.jsonl", "meta.json", "results.json"
 
-# What must be equal for results to stand in one table, and what names one folder in it.
+# Fields that must be equal within one table, and fields that identify one folder in it.
 _SHARED = ("schema", "task", "task_version", "weights_sha256", "seed", "generation", "options")
 _OWN = ("recipe", "control", "session", "stage_weights")
 _NEEDED = (*_SHARED[:-1], "recipe", "control", "model", "method", "budget")
@@ -50,22 +50,22 @@ class Results:
 
     @property
     def name(self) -> str:
-        """Recipe, and the variant it ran as."""
+        """Recipe and variant."""
         return named(self.meta["recipe"], self.variant)
 
     @property
     def label(self) -> str:
-        """`name` in Markdown, with the source of saliency where the recipe reads any."""
+        """`name` in Markdown, with the source of saliency if the recipe uses any."""
         return self.labelled(self.name)
 
     def labelled(self, name: str) -> str:
-        """Another name of the run, in the same way."""
+        """Another name of the run in the same format."""
         source = self.meta.get("saliency")
         return f"`{name}`" + (f" ({source})" if source else "")
 
     @property
     def variant(self) -> str | None:
-        """The control it ran under, or ``session``."""
+        """The control, or ``session``."""
         return self.meta.get("control") or ("session" if self.meta.get("session") else None)
 
     def only(self, docs: set[str]) -> Results:
@@ -79,13 +79,13 @@ class Results:
 
 
 def named(recipe: str, variant: str | None) -> str:
-    """A recipe, and the variant it ran as: a control, or ``session``."""
+    """Name of a recipe with its variant: a control, or ``session``."""
     return f"{recipe}@{variant}" if variant else recipe
 
 
 def slug(recipe: str, variant: str | None = None) -> str:
-    """A folder name for a recipe; another recipe gets another name."""
-    plain = recipe.replace(":", "_")  # no recipe word has an underscore before its colon
+    """A folder name for a recipe, unique for each recipe."""
+    plain = recipe.replace(":", "_")  # method names have no underscore
     name = re.sub(r"[^A-Za-z0-9._+=,-]", "-", plain)
     if name != plain or len(name) > 80:
         name = f"{name[:80]}-{hashlib.sha256(recipe.encode()).hexdigest()[:8]}"
@@ -93,12 +93,12 @@ def slug(recipe: str, variant: str | None = None) -> str:
 
 
 def read(path: Path) -> Results:
-    """Results of one folder, finished or not.
+    """Read the results of one folder, finished or not.
 
     Raises
     ------
     VLMFastError
-        When the folder holds no results or they are damaged.
+        If the folder contains no results or they are damaged.
     """
     meta = _read_meta(path)
     samples, timings = (
@@ -109,7 +109,7 @@ def read(path: Path) -> Results:
 
 
 def _all(path: Path, name: str) -> list[Path]:
-    """A file and those that shards wrote beside it."""
+    """A file and those of the shards in the same folder."""
     stem, ending = name.split(".")
     return [path / name, *sorted(path.glob(f"{stem}.*-of-*.{ending}"))]
 
@@ -121,12 +121,12 @@ def shard_file(name: str, shard: tuple[int, int] | None) -> str:
 
 
 def check_same(metas: dict[str, dict], keys: tuple[str, ...] = _SHARED) -> None:
-    """Refuse results that do not compare.
+    """Check that results are comparable.
 
     Raises
     ------
     VLMFastError
-        Names the first field that differs, and where.
+        With the first field that differs, and the folders.
     """
     (first, expected), *others = metas.items()
     for name, meta in others:
@@ -142,23 +142,22 @@ def check_same(metas: dict[str, dict], keys: tuple[str, ...] = _SHARED) -> None:
 class Writer:
     """Appends to a result folder; a context manager.
 
-    Entering it makes the folder or takes up what an earlier run left there (`done` and the
-    messages of failed samples, `errors`), and keeps other processes out until it is left.
+    On entry it creates the folder or resumes an earlier run: `done` are its samples and `errors`
+    the messages of failed ones. Other processes are locked out until exit.
 
     Parameters
     ----------
     path : Path
     meta : dict
-        JSON values; must agree with the folder's own where there is one, and with the folders
-        beside it.
+        JSON values; must match those in the folder, if any, and in its sibling folders.
     shard : (int, int), optional
-        Several processes may write to one folder, each into files of its own: its place, and how
-        many there are.
+        Index of this process and number of processes, if several write to one folder. Each has its
+        own files.
 
     Raises
     ------
     VLMFastError
-        When the folder cannot be written, belongs to another run or is in use.
+        If the folder cannot be written, belongs to another run or is in use.
     """
 
     def __init__(
@@ -170,7 +169,7 @@ class Writer:
 
     def __enter__(self) -> Writer:
         with writable(self.path):
-            self._check_beside()
+            self._check_siblings()
             self.path.mkdir(parents=True, exist_ok=True)
             self._samples, self._timings = (
                 open(self.path / shard_file(name, self.shard), "ab")  # noqa: SIM115 (see __exit__)
@@ -179,7 +178,7 @@ class Writer:
         try:
             with writable(self.path):
                 _lock(self._samples, self.path)
-                self._take_up()
+                self._resume()
         except BaseException:
             self._close()
             raise
@@ -194,23 +193,23 @@ class Writer:
             self._close()
 
     def add(self, sample: dict[str, Any], timing: dict[str, Any] | None) -> None:
-        """Append one sample; on disk within a second or with the sample itself."""
+        """Append one sample; it is synced to disk now or with a sample within a second."""
         with writable(self.path):
-            # The times first: a sample that is there is done, so nothing of it may be missing.
+            # Times first: a sample in the file counts as done, so it must be complete.
             if timing is not None:
                 self._timings.write(_line(timing))
                 self._timings.flush()
             self._samples.write(_line(sample))
             self._samples.flush()
             now = time.monotonic()
-            # Wait for the next sample only when it can be expected in time.
+            # Defer the sync only if the next sample is expected within the interval.
             if now - self._synced + (now - self._written) >= _SYNC_S:
                 self._sync()
             self._written = now
         self._count(sample)
 
     def note(self, run: dict[str, Any]) -> None:
-        """Put what is known about a run that takes up this folder into ``meta.json``."""
+        """Add facts about this run to ``meta.json``, under ``resumed`` if it resumes another."""
         with writable(self.path), _folder_lock(self.path):
             first = not (self.path / META).exists()
             if not first:  # another shard may have written to it since
@@ -223,18 +222,18 @@ class Writer:
                 self.meta = {**self.meta, **run}
             write_json(self.path / META, self.meta)
 
-    def _check_beside(self) -> None:
-        """Results of one task in one folder are one table: all must be of the same model."""
+    def _check_siblings(self) -> None:
+        """Check that all results of a task in one folder, which form one table, are comparable."""
         if self.path.parent.is_dir():
             for meta in sorted(self.path.parent.glob(f"*/{META}")):
                 keys = _SHARED + _OWN if meta.parent == self.path else _SHARED
-                there = {str(meta.parent): _read_meta(meta.parent), "this run": self.meta}
-                check_same(there, keys)
+                metas = {str(meta.parent): _read_meta(meta.parent), "this run": self.meta}
+                check_same(metas, keys)
 
-    def _take_up(self) -> None:
+    def _resume(self) -> None:
         for file in (self._samples, self._timings):
             file.truncate(_read_lines(Path(file.name))[1])
-        for file in _all(self.path, SAMPLES):  # of other shards, too
+        for file in _all(self.path, SAMPLES):  # including other shards
             for line in _read_lines(file)[0]:
                 self._count(line)
         if (self.path / META).exists():
@@ -254,7 +253,7 @@ class Writer:
         self._synced = time.monotonic()
 
     def _close(self) -> None:
-        """Close both files. What a full disk did not take is dropped: it has been reported."""
+        """Close both files. Errors of a full disk are ignored: they were already reported."""
         for file in (self._samples, self._timings):
             with contextlib.suppress(OSError):
                 file.close()
@@ -262,7 +261,7 @@ class Writer:
 
 @contextlib.contextmanager
 def writable(path: Path) -> Iterator[None]:
-    """Turn the operating system's refusals into one clear error."""
+    """Convert errors of the operating system into one clear error."""
     try:
         yield
     except OSError as error:
@@ -270,7 +269,7 @@ def writable(path: Path) -> Iterator[None]:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Replace a file in one step: a reader sees the old one or the new one."""
+    """Replace a file atomically."""
     make_folder(path.parent)
     replace_text(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
 
@@ -288,19 +287,19 @@ def _read_meta(path: Path) -> dict[str, Any]:
         raise VLMFastError(f"{path / META} is damaged: {error}") from error
     missing = [key for key in _NEEDED if not isinstance(meta, dict) or key not in meta]
     if missing:
-        raise VLMFastError(f"{path / META} is not of this program: it has no {missing[0]!r}")
+        raise VLMFastError(f"{path / META} is not a vlmfast result: it has no {missing[0]!r}")
     return meta
 
 
 def _read_lines(path: Path) -> tuple[list[dict], int]:
-    """The lines of a file and how many of its bytes they take; what is behind them is torn."""
+    """The complete lines of a file and their size in bytes."""
     try:
         data = path.read_bytes()
     except FileNotFoundError:
         return [], 0
     except OSError as error:
         raise VLMFastError(f"cannot read {path}: {error.strerror or error}") from error
-    pieces = data.split(b"\n")[:-1]  # without a newline at its end a line is torn
+    pieces = data.split(b"\n")[:-1]  # a line without a newline is incomplete
     lines, good = [], 0
     for number, piece in enumerate(pieces, start=1):
         try:
@@ -336,7 +335,7 @@ def _folder_lock(path: Path) -> Iterator[None]:
 
 
 def _lock(file: Any, path: Path) -> None:
-    """Held until the file is closed or its process dies."""
+    """Lock a file until it is closed or the process ends."""
     try:
         import fcntl
     except ImportError:  # not on Windows

@@ -1,4 +1,4 @@
-"""Running a recipe on a task, resumably."""
+"""Run a recipe on a task, resumably."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from .results import META, RESULTS, SCHEMA, Results, Writer, read, slug, writabl
 from .summary import as_lmms_eval
 from .tasks import HIDDEN, Doc, Task, find_task
 
-# What a sample says of its cost; no times, which are never the same twice.
+# Costs that are stored with a sample: without times, which are not reproducible.
 _COSTS = ("visual_tokens_in", "equivalent_tokens", "kv_bytes", "kv_bytes_full")
-# What stands beside the times: also measured, or not needed to score.
+# Stored with the times: also measured, or not needed for the score.
 _MEASURED = ("flops_prefill", "generated_tokens", "peak_memory_bytes")
-_READ_AHEAD = 4  # requests of a batch: rows that end are refilled so many times
+_READ_AHEAD = 4  # requests per batch row: finished rows are refilled from them
 
 
 class TooManyErrors(VLMFastError):
-    """More samples failed than a run may have."""
+    """More samples failed than ``max_errors``."""
 
 
 def evaluate(
@@ -53,54 +53,54 @@ def evaluate(
     command: str | None = None,
     progress: bool = False,
 ) -> Results:
-    """Ask a model the questions of a task under a recipe.
+    """Answer the questions of a task with a model under a recipe.
 
-    Every answer is written when it is there. A run that was interrupted goes on where it stopped,
-    a larger ``limit`` adds to what is there, and no sample is done twice.
+    Every answer is saved immediately. An interrupted run is resumed, a larger ``limit`` adds
+    samples to the existing ones, and no sample is computed twice.
 
     Parameters
     ----------
     vlm : VLM
     task : str or Task
     recipe : str, Stage or Recipe, optional
-        Nothing is dropped by default.
+        By default the full model.
     out : str or Path
-        The results go to ``out/<task>/<recipe>``.
+        The results are written to ``out/<task>/<recipe>``.
     limit : int, optional
-        Questions of each type; by default all of a data set, and 100 of a task that draws them.
+        Questions of each type; by default all of a data set, and 100 of a generated task.
     seed : int
-        Another seed, other questions.
+        Seed of the questions.
     control : str, optional
-        One of the task's controls: what can be answered without seeing the answer.
+        One of the task's controls: inputs that do not show the answer.
     session : bool
-        Ask all questions about a picture in one `Session` without history. They follow each other
-        in an order of their own for each picture, so that every type has its turn as the first.
+        Ask all questions about an image in one `Session` without history. Their order differs
+        between images, so that every type is asked first for some images.
     batch_size : int
         Questions decoded together. Greedy answers are the same up to rounding.
     shard : (int, int), optional
-        Ask a part of the pictures only: ``(i, n)`` is part i of n, counted from 0. Parts may run at
-        once and write to one folder, which reads as one run.
+        Use only a part of the images: ``(i, n)`` is part i of n, counted from 0. Parts may run
+        concurrently and write to one folder, which is read as one run.
     max_errors : int
         A sample that fails with a `VLMFastError` counts as wrong and is recorded with its
-        ``error``; more of them than this end the run.
+        ``error``. If more samples fail, the run ends.
     model : str, optional
-        Its name in the results; by default the name it was loaded by.
+        Name of the model in the results; by default the name that it was loaded with.
     weights : str, optional
-        `weights_sha256` of the model where it is known already.
+        `weights_sha256` of the model if already known.
     command : str, optional
-        Command line, for the record.
+        Command line, recorded in the results.
     progress : bool
-        A bar on stderr when that is a terminal.
+        Show a progress bar on stderr if it is a terminal.
 
     Returns
     -------
     Results
-        Of the samples that were asked for, as far as they are there.
+        Of the requested samples that exist.
 
     Raises
     ------
     VLMFastError
-        When the folder cannot be used (`results.Writer`) or too many samples failed.
+        If the folder cannot be used (`results.Writer`) or too many samples failed.
     """
     task = find_task(task) if isinstance(task, str) else task
     recipe = vlm.recipe(recipe)
@@ -132,9 +132,9 @@ def evaluate(
     path = Path(out) / task.name / slug(str(recipe), control or ("session" if session else None))
     with Writer(path, json.loads(json.dumps(meta)), shard) as writer:
         left = [doc for doc in docs if doc.doc_id not in writer.done]
-        if left or not (path / META).exists():  # a part of a run may have no questions at all
-            asked = [of for stage in recipe.acting(EncodeStage) for of in stage.saliencies()]
-            sources = sorted({vlm.adapter.source(of) for of in asked})
+        if left or not (path / META).exists():  # a part of a run may have no questions
+            asked = [name for stage in recipe.acting(EncodeStage) for name in stage.saliencies()]
+            sources = sorted({vlm.adapter.source(name) for name in asked})
             about = {"data": _data_name(task), "saliency": ", ".join(sources) or None}
             writer.note({**about, **_run(vlm, command, batch_size)})
         asking = _Asking(vlm, task, recipe, control, seed)
@@ -153,10 +153,10 @@ def evaluate(
 
 
 def finished(task: Task, path: Path, limit: int | None, seed: int) -> Results:
-    """What is there of the samples that were asked for; also writes it as lmms-eval does.
+    """The existing results of the requested samples; also writes them in lmms-eval's format.
 
-    ``results.json`` has lmms-eval's field names, so that its tools can read it; of a split whose
-    answers are hidden there is a ``submission.json``.
+    ``results.json`` has lmms-eval's field names, so that its tools can read it. A split with hidden
+    answers also has a ``submission.json``.
     """
     run = read(path).only({doc.doc_id for doc in task.docs(limit, seed)})
     with writable(path):
@@ -168,22 +168,22 @@ def finished(task: Task, path: Path, limit: int | None, seed: int) -> Results:
 
 
 def part_of(docs: list[Doc], part: int, parts: int) -> list[Doc]:
-    """Every so many-th picture, with all its questions.
+    """Every ``parts``-th image, starting at index ``part``, with all its questions.
 
     Raises
     ------
     VLMFastError
-        When there is no such part.
+        If ``part`` is out of range.
     """
     if not 0 <= part < parts:
-        raise VLMFastError(f"shard {part}/{parts} is none; of 4 shards, the first is 0/4")
-    pictures = {p: i for i, p in enumerate(dict.fromkeys(doc.picture for doc in docs))}
-    return [doc for doc in docs if pictures[doc.picture] % parts == part]
+        raise VLMFastError(f"shard {part}/{parts} is invalid; of 4 shards, the first is 0/4")
+    index = {name: i for i, name in enumerate(dict.fromkeys(doc.picture for doc in docs))}
+    return [doc for doc in docs if index[doc.picture] % parts == part]
 
 
 @dataclass(frozen=True)
 class _Asking:
-    """Turns questions into lines: one for the samples, and one for the times or None."""
+    """Converts questions to lines: one for the samples, and one for the times or None."""
 
     vlm: Any
     task: Task
@@ -192,7 +192,7 @@ class _Asking:
     seed: int
 
     def alone(self, doc: Doc) -> tuple[dict[str, Any], dict[str, Any] | None]:
-        """A question by itself."""
+        """Ask a single question."""
 
         def ask(question: str, media: dict[str, Any], generation: dict[str, Any]) -> Any:
             return self.vlm.ask(question, **media, recipe=self.recipe, **generation)
@@ -202,7 +202,7 @@ class _Asking:
     def batches(
         self, docs: list[Doc], size: int
     ) -> Iterator[tuple[dict[str, Any], dict[str, Any] | None]]:
-        """Questions that are decoded ``size`` at once; one that fails has its batch asked alone."""
+        """Decode ``size`` questions together; if one fails, its batch is asked one by one."""
         for start in range(0, len(docs), _READ_AHEAD * size):
             chunk = docs[start : start + _READ_AHEAD * size]
             lines = self._batch(chunk, size)
@@ -220,9 +220,9 @@ class _Asking:
                 try:
                     question, media, sample = self._prepared(doc, generation)
                 except VLMFastError:
-                    continue  # asked alone, it is recorded
+                    continue  # `alone` records the error
                 samples[doc.doc_id] = sample
-                # The prompt is read before the next request is; decoding is greedy.
+                # Its prefill precedes the next request; decoding is greedy.
                 torch.manual_seed(_seed(f"{self.seed} {doc.doc_id}"))
                 yield Request(question, **media, recipe=self.recipe, generation=generation)
 
@@ -240,14 +240,14 @@ class _Asking:
     def sessions(
         self, docs: list[Doc], done: set[str]
     ) -> Iterator[tuple[dict[str, Any], dict[str, Any] | None]]:
-        """The questions that are not ``done``, picture by picture; ``turn`` counts from 0."""
+        """Ask the questions that are not ``done``, image by image; ``turn`` counts from 0."""
         for about in _by_picture(docs):
             if done.issuperset(doc.doc_id for doc in about):
                 continue
             with ExitStack() as stack:
                 ask = self._session(stack)
                 for turn, doc in enumerate(about):
-                    # The first is asked again where others follow: these are later ones.
+                    # Repeat the first question if others follow, so that they are later ones.
                     if turn and doc.doc_id in done:
                         continue
                     lines = self._lines(doc, ask, {"turn": turn})
@@ -255,7 +255,7 @@ class _Asking:
                         yield lines
 
     def _session(self, stack: ExitStack) -> Callable[..., Any]:
-        """Asks in a session, which is opened by the first question and closed by ``stack``."""
+        """Ask in a session that the first question opens and ``stack`` closes."""
         opened: list[Any] = []
 
         def ask(question: str, media: dict[str, Any], generation: dict[str, Any]) -> Any:
@@ -280,7 +280,7 @@ class _Asking:
         return self._answered(doc, sample, answer)
 
     def _sample(self, doc: Doc, place: dict[str, int]) -> dict[str, Any]:
-        """What is known before a question is asked; of one that fails, all there is."""
+        """The fields known before the answer; a failed sample has no others except its error."""
         return {
             "doc_id": doc.doc_id,
             "type": doc.type,
@@ -321,37 +321,37 @@ class _Asking:
 
 
 def _by_picture(docs: list[Doc]) -> list[list[Doc]]:
-    """The questions about each picture, in an order that neither types nor limits decide."""
+    """The questions about each image, in an order that does not depend on types or limits."""
     groups: dict[str, list[Doc]] = {}
     for doc in docs:
         groups.setdefault(doc.picture, []).append(doc)
-    return [sorted(of, key=lambda doc: zlib.crc32(doc.doc_id.encode())) for of in groups.values()]
+    return [sorted(own, key=lambda doc: zlib.crc32(doc.doc_id.encode())) for own in groups.values()]
 
 
 def prompt_hash(vlm: Any, question: str, media: dict[str, Any], generation: dict[str, Any]) -> str:
-    """SHA-256 of the prompt's token ids, of the sizes of its pictures, and of the arguments.
+    """SHA-256 of the prompt's token ids, the sizes of its images, and the arguments.
 
-    With one id for each picture: what a processor makes of pictures takes as long again as asking.
+    With one id per image: running the image processor would take as long as the answer.
     """
     if hasattr(vlm, "processor"):
         from vlmfast.api.request import messages_of, render
 
         rendered = render(vlm.adapter, messages_of(question, **media), Recipe())
         ids = vlm.processor.tokenizer(rendered.text)["input_ids"]
-        prompt: Any = [ids, [picture.size for picture in rendered.images]]
-    else:  # something else that answers questions
+        prompt: Any = [ids, [image.size for image in rendered.images]]
+    else:  # another object with an ``ask`` method
         prompt = question
     text = json.dumps([prompt, generation], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def weights_sha256(vlm: Any) -> str | None:
-    """SHA-256 over name, type, shape and bytes of every weight; None without a model."""
+    """SHA-256 over name, dtype, shape and bytes of every weight; None without a model."""
     return None if getattr(vlm, "model", None) is None else _sha256(vlm.model)
 
 
 def stage_weights(vlm: Any, recipe: Recipe) -> dict[str, str] | None:
-    """SHA-256 of the weights of each trained stage; None where none is trained."""
+    """SHA-256 of the weights of each trained stage; None without trained stages."""
     return {s.name: _sha256(vlm.adapter.trained(s)) for s in recipe if s.trained} or None
 
 
@@ -376,7 +376,7 @@ def check_errors(errors: list[str], path: Path, most: int) -> None:
 
 @contextmanager
 def _own_randomness(text: str) -> Iterator[None]:
-    """Random numbers that do not depend on which samples came before."""
+    """Seed the random numbers, independently of earlier samples."""
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices):
         torch.manual_seed(_seed(text))
@@ -405,7 +405,7 @@ def _data_name(task: Task) -> str | None:
 
 
 def _run(vlm: Any, command: str | None, batch_size: int) -> dict[str, Any]:
-    """Where and when, with what versions, and what the hub's name of the model stood for."""
+    """Date, hardware, versions, and the revision of the model."""
     facts, model = environment(), getattr(vlm, "model", None)
     device = torch.device(getattr(model, "device", "cpu"))
     return {

@@ -18,7 +18,7 @@ def normalise(text: str) -> str:
 
 
 def wilson(right: float, n: int) -> Interval:
-    """Share ``right / n`` with Wilson's 95 % score interval.
+    """Fraction ``right / n`` with Wilson's 95 % score interval.
 
     Unlike the usual ``p +- z s`` it stays inside [0, 1] and has a width at 0 and at 1.
     """
@@ -27,7 +27,7 @@ def wilson(right: float, n: int) -> Interval:
     share, z2 = right / n, _Z * _Z
     centre = (share + z2 / (2 * n)) / (1 + z2 / n)
     half = _Z / (1 + z2 / n) * math.sqrt(share * (1 - share) / n + z2 / (4 * n * n))
-    # Exact at the ends, where rounding would leave the share outside its own interval.
+    # Clamped, because rounding at 0 and 1 could exclude the fraction from its interval.
     return share, min(share, max(0.0, centre - half)), max(share, min(1.0, centre + half))
 
 
@@ -36,15 +36,15 @@ def bootstrap(
 ) -> Interval | None:
     """Mean over types of the mean score of each type, with a 95 % bootstrap interval.
 
-    Whole pictures are drawn, because the answers to several questions about one picture fail
-    together; drawing questions would make the interval too narrow.
+    Whole images are resampled, because the errors of several questions about one image are
+    correlated; resampling questions would make the interval too narrow.
 
     Parameters
     ----------
-    rows : iterable of (picture, type, score)
+    rows : iterable of (image, type, score)
         The scores may be differences between two recipes on the same sample (a paired interval).
     seed : int
-        Same rows in any order and same seed, same interval.
+        The interval depends on the seed, not on the order of the rows.
     rounds : int
 
     Returns
@@ -56,35 +56,35 @@ def bootstrap(
     rows = sorted(rows)
     if not rows:
         return None
-    pictures = {p: i for i, p in enumerate(dict.fromkeys(row[0] for row in rows))}
+    images = {name: i for i, name in enumerate(dict.fromkeys(row[0] for row in rows))}
     types = {t: i for i, t in enumerate(dict.fromkeys(sorted(row[1] for row in rows)))}
-    sums = np.zeros((len(pictures), len(types)))
+    sums = np.zeros((len(images), len(types)))
     counts = np.zeros_like(sums)
-    for picture, type_, score in rows:
-        sums[pictures[picture], types[type_]] += score
-        counts[pictures[picture], types[type_]] += 1
+    for image, type_, score in rows:
+        sums[images[image], types[type_]] += score
+        counts[images[image], types[type_]] += 1
     mean = float((sums.sum(0) / counts.sum(0)).mean())
 
-    rng, n, means = np.random.default_rng(seed), len(pictures), []
-    chunk = max(1, min(rounds, 4_000_000 // n))  # draws of one chunk stay within 32 MB
+    rng, n, means = np.random.default_rng(seed), len(images), []
+    chunk = max(1, min(rounds, 4_000_000 // n))  # at most 32 MB per chunk
     for start in range(0, rounds, chunk):
         times = rng.multinomial(n, np.full(n, 1 / n), size=min(chunk, rounds - start))
         drawn = times @ counts
         with np.errstate(invalid="ignore"):
             by_type = times @ sums / drawn
-        # A rare type can be missing from a draw; the mean is then over the others.
+        # A rare type can be missing from a resample; the mean is then over the others.
         means.append(np.nanmean(by_type, axis=1))
     low, high = np.quantile(np.concatenate(means), [0.025, 0.975])
     return mean, float(low), float(high)
 
 
 def mcnemar(only_a: int, only_b: int) -> float:
-    """How probable as unequal a split is where both are as good: McNemar's exact test, two-sided.
+    """P value of McNemar's exact test, two-sided.
 
     Parameters
     ----------
     only_a, only_b : int
-        Questions that only the one, or only the other, has right.
+        Number of questions that only ``a``, or only ``b``, answers correctly.
     """
     n, fewer = only_a + only_b, min(only_a, only_b)
     tail = sum(math.comb(n, k) for k in range(fewer + 1))
@@ -94,7 +94,7 @@ def mcnemar(only_a: int, only_b: int) -> float:
 def standard_errors(
     scores: Sequence[float], clusters: Sequence[str]
 ) -> tuple[float | None, float | None]:
-    """Of the mean: as if all were independent, and with whole clusters (arXiv 2411.00640, eq. 4).
+    """Standard errors of the mean: independent, and clustered (arXiv 2411.00640, eq. 4).
 
     None for fewer than two scores, or clusters.
     """
@@ -109,5 +109,5 @@ def standard_errors(
     if len(of_cluster) < 2:
         return math.sqrt(variance), None
     cross = sum(sum(d) ** 2 - sum(x * x for x in d) for d in of_cluster.values()) / (n * n)
-    # Where answers within a cluster differ on purpose, less is left than nothing.
+    # Negative correlation within clusters can make the estimate negative.
     return math.sqrt(variance), math.sqrt(max(0.0, variance + cross))

@@ -1,7 +1,7 @@
-"""The task ``shapes``: questions about the drawn scenes that the shipped model knows.
+"""The task ``shapes``: questions about generated scenes like those that `tiny` was trained on.
 
-Pictures and clips come from the held-out seeds, in ascending order, and give every question they
-have until each type has enough; so a larger limit keeps the questions of a smaller one.
+Images and videos come from the held-out seeds, in ascending order. All of their questions are used
+until each type has enough, so a larger limit includes the questions of a smaller one.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _EXAMPLES = {"image": image_example, "video": video_example}
 _TYPES = {"image": IMAGE_TYPES, "video": VIDEO_TYPES}
 _CAPTIONS = {"image": CAPTION_QUESTION, "video": CLIP_QUESTION}
-# A run with another seed sees other scenes; the held-out seeds have room for this many runs.
+# Number of seeds with disjoint scenes that the held-out range allows.
 _SEEDS = 16
 _STRIDE = (EVAL_SEED_STOP - EVAL_SEED_START) // _SEEDS
 _LIMIT = 100
@@ -40,12 +40,12 @@ _LIMIT = 100
 
 @lru_cache(maxsize=4)
 def _example(modality: str, seed: int) -> Any:
-    """The questions about one scene follow each other: it is drawn once for all of them."""
+    """Cached, because the questions about one scene are consecutive."""
     return _EXAMPLES[modality](seed)
 
 
 class Shapes:
-    """Twelve types of question about pictures, seven about clips, and a caption of each."""
+    """Twelve types of questions about images, seven about videos, and a caption of each."""
 
     name = "shapes"
     version = "1"
@@ -72,14 +72,14 @@ class Shapes:
         left = dict.fromkeys((*_TYPES[modality], caption), limit)
         docs = []
         for number in range(start, start + _STRIDE):
-            example, picture = _example(modality, number), f"{modality}-{number}"
+            example, scene = _example(modality, number), f"{modality}-{number}"
             asked = [(qa.type, qa.question, qa.answer, "question") for qa in example.qa]
             asked.append((caption, _CAPTIONS[modality], example.caption, "caption"))
             for type_, question, target, kind in asked:
                 if left[type_]:
                     left[type_] -= 1
-                    name = f"{picture}-{type_.removeprefix(f'{modality}-')}"
-                    docs.append(Doc(name, type_, modality, picture, question, target, kind, number))
+                    name = f"{scene}-{type_.removeprefix(f'{modality}-')}"
+                    docs.append(Doc(name, type_, modality, scene, question, target, kind, number))
             if not any(left.values()):
                 return docs
         raise VLMFastError(
@@ -88,7 +88,7 @@ class Shapes:
         )
 
     def media(self, doc: Doc, control: str | None = None) -> dict[str, Any]:
-        """The picture or the four frames, or what a control shows in their place."""
+        """The image or the four frames, or their replacement under a control."""
         example = _example(doc.modality, doc.seed)
         single = doc.modality == "image"
         frames = [example.image] if single else example.frames
@@ -107,11 +107,11 @@ class Shapes:
         return {"filtered_resps": [answer], "score": self.score(doc, answer)}
 
     def filter(self, doc: Doc, text: str) -> str:
-        """Captions as they are, other answers normalised."""
+        """Captions unchanged, other answers normalised."""
         return text.strip() if doc.kind == "caption" else normalise(text)
 
     def score(self, doc: Doc, answer: str) -> float:
-        """Share of the slots of a caption; other answers are right (1) or wrong (0)."""
+        """Fraction of the correct slots of a caption; other answers are 1 (right) or 0."""
         if doc.kind == "caption":
             return score_caption(answer, _example(doc.modality, doc.seed).caption_slots)
         return float(answer == normalise(doc.target))
@@ -120,10 +120,10 @@ class Shapes:
 def without_foreground(frame: Image.Image, mask: np.ndarray, seed: int) -> Image.Image:
     """Paint the background over the ``mask`` (H, W) of a frame.
 
-    Every masked pixel becomes the background's mean colour at that place (a plane through its
-    pixels) plus the deviation of a background pixel drawn at random. The mean alone would leave
-    outlines on gradients and grain, and an outline answers half of the questions; this leaves them
-    on checkered backgrounds only.
+    Every masked pixel becomes the background's mean colour at that position (a plane fitted to its
+    pixels) plus the deviation of a random background pixel. The mean alone would leave outlines on
+    gradients and grain, and outlines reveal half of the answers; this leaves outlines only on
+    checkered backgrounds.
     """
     import numpy as np
     from PIL import Image
@@ -132,9 +132,9 @@ def without_foreground(frame: Image.Image, mask: np.ndarray, seed: int) -> Image
     if mask.all() or not mask.any():
         return grey(frame) if mask.any() else frame
     rows, columns = np.indices(mask.shape) / max(mask.shape)
-    places = np.stack([np.ones(mask.shape), rows, columns], axis=-1)
-    plane = np.linalg.lstsq(places[~mask], pixels[~mask], rcond=None)[0]
-    grain = pixels[~mask] - places[~mask] @ plane
+    positions = np.stack([np.ones(mask.shape), rows, columns], axis=-1)
+    plane = np.linalg.lstsq(positions[~mask], pixels[~mask], rcond=None)[0]
+    grain = pixels[~mask] - positions[~mask] @ plane
     drawn = np.random.default_rng(seed).integers(len(grain), size=int(mask.sum()))
-    pixels[mask] = places[mask] @ plane + grain[drawn]
+    pixels[mask] = positions[mask] @ plane + grain[drawn]
     return Image.fromarray(pixels.round().clip(0, 255).astype(np.uint8))

@@ -1,4 +1,4 @@
-"""From answers to numbers: accuracy, loyalty and cost of one recipe, and differences of two."""
+"""Compute accuracy, loyalty and cost of one recipe, and differences between two."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from .scores import Interval, bootstrap, mcnemar, standard_errors, wilson
 from .tasks import metrics
 
 MODALITIES = ("image", "video")
-# Selections that look at nothing: what a method has to beat.
+# Content-independent selections: baselines for every method.
 BASELINES = ("random", "grid", "downsample")
-# Of these, what every report must hold.
+# Baselines that every report needs.
 CONTROLS = ("random", "downsample")
-# What looks at nothing and leaves a smaller cache: the last and the first slots, whatever they
-# hold; and visual tokens that were drawn at random before the language model.
+# Content-independent baselines for cache methods: the first and the last slots, and a random
+# subset of the visual tokens before the language model.
 CACHE_BASELINES = ("streamingllm", "random")
 _SAME_COST = 0.15
 
@@ -35,9 +35,9 @@ class Row:
     numbers : dict
         See `summarise`.
     controls : dict of str to Row
-        By recipe word: what looks at nothing and costs most nearly the same.
+        By method name: the baseline with the nearest cost.
     session : Row, optional
-        The same recipe where all questions about a picture were asked in one session.
+        The same recipe with all questions about an image in one session.
     """
 
     run: Results
@@ -49,7 +49,7 @@ class Row:
     def gap(self, other: Row, modality: str, what: str = "questions") -> Interval | None:
         """Score minus that of another row, paired.
 
-        ``what`` is ``questions``, ``captions``, or ``later``: questions but the first of a session.
+        ``what`` is ``questions``, ``captions``, or ``later``: all but the first of a session.
         """
         key = (id(other), modality, what)
         if key not in self._known:
@@ -61,13 +61,13 @@ class Row:
 
 
 def compare(runs: list[Results]) -> list[Row]:
-    """Every run with its controls and its questions in sessions."""
+    """Combine every run with its controls and its session."""
     full = full_model(runs)
     rows = [Row(run, summarise(run, full)) for run in runs]
     sessions = [row for row in rows if row.run.meta.get("session")]
     plain = {row.run.name: row for row in rows if row not in sessions}
     for row in rows:
-        # What is asked in a session is held against controls that were asked in one too.
+        # Sessions are compared with the sessions of the controls.
         row.controls = controls_at_cost(row, sessions if row in sessions else [*plain.values()])
     for row in sessions:
         alone = plain.get(row.run.meta["recipe"])
@@ -81,43 +81,43 @@ def compare(runs: list[Results]) -> list[Row]:
 def summarise(run: Results, full: Results | None = None) -> dict[str, Any]:
     """Every number of one recipe, as JSON values.
 
-    Accuracies are means over question types, captions apart; a sample that failed counts as wrong.
-    ``kept`` is the share of the visual tokens that was paid for, averaged over layers; ``held`` is
-    the share of the full cache's bytes that is held when decoding begins. Of questions that were
-    asked in sessions, ``accuracy_first`` is over those that came first, ``accuracy_later`` over the
-    others. Of tasks from outside, ``metrics`` are their own by lmms-eval's names, and ``groups``
-    has the accuracy of each subject, duration and so on.
+    Accuracies are means over question types, without captions; a failed sample counts as wrong.
+    ``kept`` is the fraction of visual tokens kept, averaged over layers. ``held`` is the size of
+    the cache when decoding starts, as a fraction of the full cache. For sessions,
+    ``accuracy_first`` is over the first questions and ``accuracy_later`` over the others. For data
+    sets, ``metrics`` are their own under lmms-eval's names, and ``groups`` has the accuracy of
+    each subject, duration and so on.
 
     Parameters
     ----------
     run : Results
     full : Results, optional
-        Answers of the full model, for ``loyalty``: the share of questions that both answer alike.
+        Results of the full model, for ``loyalty``: the fraction of equal answers.
     """
     parts = {m: _of(run, m) for m in MODALITIES}
     numbers: dict[str, Any] = {"recipe": run.meta["recipe"], "control": run.meta["control"]}
     for modality, part in parts.items():
-        _put(numbers, f"accuracy_{modality}", _mean_share(_scores(part)))
+        _put(numbers, f"accuracy_{modality}", _mean_score(_scores(part)))
     for modality, part in parts.items():
-        _put(numbers, f"caption_{modality}", _mean_share(_scores(part, captions=True)))
+        _put(numbers, f"caption_{modality}", _mean_score(_scores(part, captions=True)))
     for name, first in (("first", True), ("later", False)):
         for modality, part in parts.items():
             _put(
                 numbers,
                 f"accuracy_{name}_{modality}",
-                _mean_share(_scores(turns(part, first=first))),
+                _mean_score(_scores(turns(part, first=first))),
             )
     by_type: dict[str, list[float]] = {}
     for s in _scored(run):
         by_type.setdefault(_type(s), []).append(s["score"])
-    numbers["types"] = {type_: _share(by_type[type_]) for type_ in sorted(by_type)}
+    numbers["types"] = {type_: _accuracy(by_type[type_]) for type_ in sorted(by_type)}
     if run.meta.get("options"):
         numbers["metrics"] = metrics(run.meta, run.samples.values())
         numbers["groups"] = groups(run)
     if full is not None:
-        _put(numbers, "loyalty", _mean_share(_agreement(run, full)))
+        _put(numbers, "loyalty", _mean_score(_agreement(run, full)))
         for modality, part in parts.items():
-            _put(numbers, f"loyalty_{modality}", _mean_share(_agreement(part, full)))
+            _put(numbers, f"loyalty_{modality}", _mean_score(_agreement(part, full)))
     numbers["equivalent_tokens"] = mean_tokens(run)
     for modality, part in parts.items():
         numbers[f"equivalent_tokens_{modality}"] = mean_tokens(part)
@@ -147,9 +147,9 @@ def difference(a: Results, b: Results, modality: str, *, captions: bool = False)
 
 
 def splits(a: Results, b: Results) -> tuple[int, int, float]:
-    """Questions that only ``a`` has right, those that only ``b`` has, and McNemar's p.
+    """Number of questions that only ``a`` answers correctly, only ``b``, and McNemar's p.
 
-    Captions, which are right in part, are left out.
+    Captions are left out because their scores are not binary.
     """
     pairs = [
         (s["score"], b.samples[doc]["score"])
@@ -161,19 +161,19 @@ def splits(a: Results, b: Results) -> tuple[int, int, float]:
 
 
 def groups(run: Results) -> dict[str, dict[str, dict[str, Any]]]:
-    """The accuracy of each subject of each group of subjects; intervals draw whole pictures."""
+    """The accuracy of each group, by grouping; intervals resample whole images."""
     found: dict[str, dict[str, list[dict]]] = {}
     for s in _scored(run):
         for group, name in s.get("groups", {}).items():
             found.setdefault(group, {}).setdefault(name, []).append(s)
     return {
-        group: {name: _of_group(samples) for name, samples in sorted(of.items())}
-        for group, of in found.items()
+        group: {name: _of_group(samples) for name, samples in sorted(own.items())}
+        for group, own in found.items()
     }
 
 
 def _of_group(samples: list[dict]) -> dict[str, Any]:
-    mean, low, high = _mean_share([(s["picture"], _type(s), s["score"]) for s in samples])
+    mean, low, high = _mean_score([(s["picture"], _type(s), s["score"]) for s in samples])
     return {"accuracy": mean, "ci": [low, high], "n": len(samples)}
 
 
@@ -187,9 +187,9 @@ _LMMS_NAMES = {
 
 
 def as_lmms_eval(run: Results) -> dict[str, Any]:
-    """A run as lmms-eval's ``results.json``, for its tools.
+    """Convert a run to lmms-eval's ``results.json``.
 
-    Standard errors are of shares, as there, even where a metric is in per cent.
+    As in lmms-eval, standard errors are of fractions, even if a metric is in percent.
     """
     meta, samples = run.meta, list(_scored(run))
     task = _LMMS_NAMES.get(meta["task"], meta["task"])
@@ -232,37 +232,37 @@ def as_lmms_eval(run: Results) -> dict[str, Any]:
 
 
 def kept(run: Results) -> float | None:
-    """Mean share of the visual tokens that a sample paid for, averaged over layers."""
+    """Mean fraction of visual tokens kept, averaged over layers."""
 
-    def share(s: dict) -> float | None:
+    def fraction(s: dict) -> float | None:
         return s["equivalent_tokens"] / s["visual_tokens_in"] if s["visual_tokens_in"] else None
 
-    return _mean(run, share)
+    return _mean(run, fraction)
 
 
 def held(run: Results) -> float | None:
-    """Mean share of the full cache's bytes that a sample held when decoding began."""
+    """Mean size of the cache when decoding starts, as a fraction of the full cache."""
 
-    def share(s: dict) -> float | None:
+    def fraction(s: dict) -> float | None:
         return s["kv_bytes"] / s["kv_bytes_full"] if s.get("kv_bytes_full") else None
 
-    return _mean(run, share)
+    return _mean(run, fraction)
 
 
 def mean_tokens(run: Results) -> float | None:
-    """Visual tokens of a sample, averaged over layers."""
+    """Mean number of visual tokens, averaged over layers."""
     return _mean(run, lambda s: s["equivalent_tokens"])
 
 
 def median_time(run: Results, modality: str, key: str = "ttft_s") -> float | None:
-    """Median seconds, to the first token or of another of `Stats`' times."""
+    """Median seconds to the first token, or of another time of `Stats`."""
     lines = _of(run, modality).timings.values()
     times = [line[key] for line in lines if key in line]
     return median(times) if times else None
 
 
 def full_model(runs: list[Results]) -> Results | None:
-    """The run that drops nothing."""
+    """The run of the full model."""
     for run in runs:
         if run.meta["recipe"] == "none" and not run.variant:
             return run
@@ -270,19 +270,19 @@ def full_model(runs: list[Results]) -> Results | None:
 
 
 def rereads(run: Results) -> bool:
-    """Whether a session reads the pictures anew with each question, because the recipe asks it."""
-    words = Recipe.parse(run.meta["recipe"])
-    return any(part.asks_question for word in words for part in (word, *word.expand()))
+    """Whether a session prefills the images for each question, because the recipe uses it."""
+    recipe = Recipe.parse(run.meta["recipe"])
+    return any(part.asks_question for stage in recipe for part in (stage, *stage.expand()))
 
 
 def shrinks(row: Row) -> bool:
-    """Whether a recipe is there to make the cache smaller, and does."""
+    """Whether a recipe has cache methods and the cache was smaller than the full one."""
     recipe = Recipe.parse(row.run.meta["recipe"])
     return shrinks_cache(recipe) and 0 < (row.numbers["held"] or 0) < 0.999
 
 
 def reduces(row: Row) -> bool:
-    """Whether a recipe is there to drop visual tokens, and does: not so caches and controls."""
+    """Whether a recipe is a reducer and dropped tokens; False for cache methods and controls."""
     recipe = Recipe.parse(row.run.meta["recipe"])
     if row.run.meta["control"] or shrinks_cache(recipe):
         return False
@@ -290,17 +290,17 @@ def reduces(row: Row) -> bool:
 
 
 def controls_at_cost(row: Row, rows: list[Row]) -> dict[str, Row]:
-    """Of each kind of control the row that costs most nearly the same, where one is near.
+    """For each kind of control the row with the nearest cost, if it is near enough.
 
-    By what was measured rather than by what was asked for: a method inside the language model
-    cannot go below its floor, and is to be judged at what it really costs. Cost is the visual
-    tokens kept, or where a recipe works on the cache the bytes held. Among those that are near, one
-    with the same position policy: policies differ by more than methods do.
+    Uses the measured cost rather than the requested one, because a method inside the language
+    model cannot go below its floor. Cost is the fraction of visual tokens kept, or for cache
+    methods the size of the cache. Rows with the same position policy are preferred: policies
+    differ more than methods.
     """
     if shrinks(row):
-        words, cost = CACHE_BASELINES, "held"
+        names, cost = CACHE_BASELINES, "held"
     elif reduces(row):
-        words, cost = ("random",) if baseline(row.run) else CONTROLS, "kept"
+        names, cost = ("random",) if baseline(row.run) else CONTROLS, "kept"
     else:
         return {}
 
@@ -308,31 +308,31 @@ def controls_at_cost(row: Row, rows: list[Row]) -> dict[str, Row]:
         return abs((r.numbers[cost] or 0) - row.numbers[cost])
 
     found = {}
-    for word in words:
-        if baseline(row.run) == word:
+    for name in names:
+        if baseline(row.run) == name:
             continue
         near = [
             r
             for r in rows
-            if baseline(r.run) == word
+            if baseline(r.run) == name
             and (reduces(r) or shrinks(r))
             and distance(r) <= _SAME_COST * row.numbers[cost]
         ]
         alike = [r for r in near if _positions(r.run) == _positions(row.run)]
         if near:
-            found[word] = min(alike or near, key=distance)
+            found[name] = min(alike or near, key=distance)
     return found
 
 
 def baseline(run: Results) -> str | None:
-    """The control that a recipe consists of, whatever its parameters; None for other recipes."""
-    word = run.meta["method"].partition(":")[0]
-    known = word in BASELINES + CACHE_BASELINES and "+" not in run.meta["method"]
-    return word if known else None
+    """Name of the baseline that a recipe consists of; None for other recipes."""
+    name = run.meta["method"].partition(":")[0]
+    known = name in BASELINES + CACHE_BASELINES and "+" not in run.meta["method"]
+    return name if known else None
 
 
 def _positions(run: Results) -> set[str]:
-    """The position policies of a recipe's stages; those without one leave each token its id."""
+    """The position policies of a recipe's stages; a stage without one counts as ``keep``."""
     return {getattr(s, "positions", "keep") for s in Recipe.parse(run.meta["recipe"])}
 
 
@@ -341,7 +341,7 @@ def _of(run: Results, modality: str) -> Results:
 
 
 def turns(run: Results, *, first: bool) -> Results:
-    """The questions that came first in their sessions, or the others."""
+    """The first questions of sessions, or the later ones."""
     turns = {doc: s["turn"] for doc, s in run.samples.items() if "turn" in s}
     return run.only({doc for doc, turn in turns.items() if (turn == 0) == first})
 
@@ -351,7 +351,7 @@ def _is_caption(sample: dict) -> bool:
 
 
 def _type(sample: dict) -> str:
-    """Pictures and clips have types of the same name."""
+    """Type with the modality: images and videos share type names."""
     return f"{sample['modality']}/{sample['type']}"
 
 
@@ -362,7 +362,7 @@ def _scores(run: Results, *, captions: bool = False) -> list[tuple[str, str, flo
 
 
 def _scored(run: Results) -> Iterator[dict]:
-    """Without those whose score nobody here knows."""
+    """The samples whose score is known."""
     return (s for s in run.samples.values() if s["score"] is not None)
 
 
@@ -370,31 +370,31 @@ def _agreement(run: Results, full: Results) -> list[tuple[str, str, float]]:
     rows = []
     for doc, s in run.samples.items():
         if doc in full.samples and not _is_caption(s):
-            alike = "error" not in s and _said(s) == _said(full.samples[doc])
+            alike = "error" not in s and _answer(s) == _answer(full.samples[doc])
             rows.append((s["picture"], _type(s), float(alike)))
     return rows
 
 
-def _said(sample: dict) -> list:
-    """What was read from an answer; the answer itself where that is nothing, or a guess."""
+def _answer(sample: dict) -> list:
+    """The parsed answer, or the text if parsing found nothing or guessed."""
     return sample["filtered_resps" if sample.get("answered", True) else "resps"]
 
 
-def _mean_share(rows: list[tuple[str, str, float]]) -> Interval | None:
-    """`bootstrap`; of answers that are all right or all wrong, Wilson's interval over pictures.
+def _mean_score(rows: list[tuple[str, str, float]]) -> Interval | None:
+    """`bootstrap`; if all answers are right or all are wrong, Wilson's interval over images.
 
-    A sample without variety gives a bootstrap nothing to vary: it would claim to be certain.
+    The bootstrap interval of equal scores would have width zero.
     """
     scores = {score for _, _, score in rows}
     if scores in ({0.0}, {1.0}):
-        pictures = len({picture for picture, _, _ in rows})
-        return wilson(scores.pop() * pictures, pictures)
+        images = len({image for image, _, _ in rows})
+        return wilson(scores.pop() * images, images)
     return bootstrap(rows)
 
 
-def _share(scores: list[float]) -> dict[str, Any]:
-    # Wilson's interval is for shares of right answers; for the scores of captions, which vary less
-    # around the same mean, it is wider than need be.
+def _accuracy(scores: list[float]) -> dict[str, Any]:
+    # Wilson's interval assumes binary scores; for captions, whose scores vary less around the same
+    # mean, it is conservative.
     mean, low, high = wilson(sum(scores), len(scores))
     return {"accuracy": mean, "ci": [low, high], "n": len(scores)}
 

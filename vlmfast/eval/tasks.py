@@ -1,4 +1,4 @@
-"""What a task is, and the tasks there are."""
+"""The interface of tasks, and the registry of tasks."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from vlmfast.errors import VLMFastError
 if TYPE_CHECKING:
     from PIL import Image
 
-# Task -> (module, class); a module is imported when its task is asked for.
+# Task -> (module, class); a module is imported when its task is requested.
 _TASKS = {
     "shapes": ("shapes", "Shapes"),
     "mmmu": ("mmmu", "MMMU"),
     "video-mme": ("video_mme", "VideoMME"),
     "pope": ("pope", "POPE"),
 }
-HIDDEN = "?"  # the target where nobody but the authors knows it
+HIDDEN = "?"  # the target of questions with hidden answers
 _GREY = (128, 128, 128)
 
 
@@ -37,16 +37,16 @@ class Doc:
         Kind of question; headline scores are means over types.
     modality : {"image", "video"}
     picture : str
-        What it is about. Questions about one picture are not independent of each other.
+        Identifies the image or video. Questions about the same one are not independent.
     question, target : str
     kind : {"question", "caption"}
-        Captions have a score of their own and stay out of the accuracy.
+        Captions have their own score and do not count towards the accuracy.
     seed : int
-        What the task needs to draw it again: a seed, or the number of its row.
+        Seed of a generated scene, or row number.
     groups : tuple of (str, str)
-        What else it belongs to, such as ``("subject", "Art")``; each group has an accuracy.
+        Groups such as ``("subject", "Art")``; each has an accuracy.
     options : tuple of str
-        Of a multiple-choice question.
+        Options of a multiple-choice question.
     """
 
     doc_id: str
@@ -62,18 +62,18 @@ class Doc:
 
 
 class Task(Protocol):
-    """A set of questions with pictures and a way to score answers.
+    """A set of questions about images or videos, and a way to score answers.
 
     Attributes
     ----------
     name, version : str
-        Another version means that scores do not compare.
+        Scores of different versions are not comparable.
     controls : tuple of str
-        Variants in which the answer cannot be seen.
+        Variants whose inputs do not show the answer.
     generation : dict
         Arguments of ``generate`` for each kind of question.
     options : dict
-        What else must be the same for scores to compare.
+        Other settings that must be equal for scores to be comparable.
     """
 
     name: str
@@ -86,16 +86,16 @@ class Task(Protocol):
         """``limit`` questions of each type; a larger limit adds to those of a smaller one."""
 
     def media(self, doc: Doc, control: str | None) -> dict[str, Any]:
-        """Keyword arguments of ``VLM.ask`` that carry the picture or the clip.
+        """Keyword arguments of ``VLM.ask`` for the image or video.
 
-        Also the ``question``, where it is not the doc's own.
+        Also the ``question`` if it differs from the doc's own.
         """
 
     def judge(self, doc: Doc, text: str) -> dict[str, Any]:
-        """What a sample says of an answer.
+        """The fields of a sample for an answer.
 
-        ``filtered_resps``, the part that is scored, and its ``score``, 0 to 1, or None where nobody
-        knows; of others than shapes also ``answered``, whether there was anything to score.
+        ``filtered_resps``, the parsed answer, and its ``score``, 0 to 1, or None for hidden
+        targets. Except for shapes also ``answered``: whether parsing found an answer.
         """
 
 
@@ -105,7 +105,7 @@ def find_task(name: str, **options: Any) -> Task:
     Raises
     ------
     VLMFastError
-        Lists the tasks, or the options, there are.
+        For an unknown task or option; the message lists the known ones.
     """
     if name not in _TASKS:
         raise VLMFastError(
@@ -124,9 +124,9 @@ def find_task(name: str, **options: Any) -> Task:
 
 
 def metrics(meta: dict[str, Any], samples: Iterable[dict[str, Any]]) -> dict[str, float]:
-    """A task's own metrics, by their names in lmms-eval; empty for tasks that have none.
+    """A task's own metrics, by their names in lmms-eval; empty for tasks without.
 
-    Samples whose score nobody knows are left out.
+    Samples without a score are left out.
     """
     family = next((t for t in ("mmmu", "video-mme", "pope") if meta["task"].startswith(t)), None)
     scored = [s for s in samples if s["score"] is not None]
@@ -137,13 +137,13 @@ def metrics(meta: dict[str, Any], samples: Iterable[dict[str, Any]]) -> dict[str
 
 
 def check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
-    """Refuse what is not among the choices."""
+    """Raise an error if ``value`` is not one of the choices."""
     if value not in choices:
         raise VLMFastError(f"{name} is {value!r}; it must be one of {', '.join(map(str, choices))}")
 
 
 def first_of_each(docs: list[Doc], limit: int | None, group: Callable[[Doc], str]) -> list[Doc]:
-    """The first ``limit`` of each group, in the order they come in; all without a limit."""
+    """The first ``limit`` docs of each group, in the given order; all without a limit."""
     if limit is None:
         return docs
     if limit < 1:
@@ -158,7 +158,7 @@ def first_of_each(docs: list[Doc], limit: int | None, group: Callable[[Doc], str
 
 
 def grey(frame: Image.Image) -> Image.Image:
-    """As large a picture of nothing."""
+    """A grey image of the same size."""
     from PIL import Image
 
     return Image.new("RGB", frame.size, _GREY)

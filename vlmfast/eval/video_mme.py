@@ -38,17 +38,16 @@ class VideoMME:
         A parquet file, a folder of them, or a hub id.
     videos : str or Path, optional
         Folder of ``<videoID>.mp4``, or with such a folder ``data``, ``video`` or ``videos`` in it,
-        and one of ``subtitle/<videoID>.srt``; where ``data`` is a folder, that one by default. A
-        question whose video is not there is a sample that failed.
+        and of ``subtitle/<videoID>.srt``; by default ``data`` if it is a folder. A question
+        without its video is a failed sample.
     subtitles : bool
-        Put what is said at the chosen frames in front of the question.
+        Put the subtitles at the selected frames before the question.
     num_frames : int
-        Frames of each video, spread evenly: with both ends, for vlmevalkit without.
+        Evenly spaced frames of each video, including both ends, for vlmevalkit without them.
     mode : {"official", "lmms-eval", "vlmevalkit"}
-        Whose prompts, parser and score.
+        Source of the prompts, parser and score.
     allow_outside : bool
-        Also read videos and subtitles that are links to places outside of their folder, or whose
-        ids name such a place.
+        Also load videos and subtitles whose links or ids lead outside their folder.
     """
 
     data: str | Path = "lmms-lab/Video-MME"
@@ -58,7 +57,7 @@ class VideoMME:
     mode: str = "official"
     allow_outside: bool = False
     _rows: Rows = field(init=False, repr=False)
-    _told: bool = field(default=False, init=False, repr=False)
+    _reported: bool = field(default=False, init=False, repr=False)
 
     version: ClassVar[str] = "1"
     controls: ClassVar[tuple[str, ...]] = ("question-only",)
@@ -88,17 +87,17 @@ class VideoMME:
         return {"mode": self.mode, "num_frames": self.num_frames, "subtitles": self.subtitles}
 
     def docs(self, limit: int | None, seed: int) -> list[Doc]:
-        """All questions, or the first ``limit`` of each duration; says which videos are missing."""
+        """All questions, or the first ``limit`` of each duration; reports missing videos."""
         check_choice("seed", seed, (0,))
         docs = [self._doc(number, row) for number, row in enumerate(self._rows.texts())]
         check_ids([doc.doc_id for doc in docs], self.data)
         docs = first_of_each(docs, limit, lambda doc: dict(doc.groups)["duration"])
-        if not self._told:
-            self._told = True
-            self._tell_missing(dict.fromkeys(doc.picture for doc in docs))
+        if not self._reported:
+            self._reported = True
+            self._report_missing(dict.fromkeys(doc.picture for doc in docs))
         return docs
 
-    def _tell_missing(self, names: dict[str, None]) -> None:
+    def _report_missing(self, names: dict[str, None]) -> None:
         missing = [name for name in names if find_video(self.videos, name) is None]
         if missing:
             print(
@@ -127,24 +126,24 @@ class VideoMME:
         )
 
     def media(self, doc: Doc, control: str | None = None) -> dict[str, Any]:
-        """The chosen frames, and the prompt, which may hold what is said at them."""
+        """The selected frames, and the prompt, which may contain their subtitles."""
         path = find_video(self.videos, doc.picture)
         if path is None:
             raise MediaError(f"video {doc.picture} of {doc.doc_id} is not in {self.videos}")
         path = self._own(path, doc, "video")
         video = load_video(path, select=self._frames)
         frames = [grey(f) for f in video.frames] if control else video.frames
-        said = None
+        text = None
         if self.subtitles:
             file = Path(self.videos, "subtitle", f"{doc.picture}.srt")
             if file.is_file():
                 file = self._own(file, doc, "subtitles")
-                said = spoken(read_subtitles(file), video.indices, video.info, self.mode)
-        question = prompt(doc.question, doc.options, self.mode, self.subtitles, said)
+                text = spoken(read_subtitles(file), video.indices, video.info, self.mode)
+        question = prompt(doc.question, doc.options, self.mode, self.subtitles, text)
         return {"video": frames, "num_frames": len(frames), "question": question}
 
     def _own(self, path: Path, doc: Doc, what: str) -> Path:
-        """A file of the folder, which links must not leave."""
+        """Check that links of a file stay inside the folder."""
         path = path.absolute()
         return within(
             Path(self.videos).absolute(), path, f"{doc.doc_id}: its {what}", self.allow_outside
@@ -171,14 +170,14 @@ class VideoMME:
 def prompt(
     question: str, options: tuple[str, ...], mode: str, subtitles: bool, said: str | None
 ) -> str:
-    """A question as the code base ``mode`` asks it.
+    """Format a question as in the code base ``mode``.
 
     Parameters
     ----------
     subtitles : bool
     said : str, optional
-        None where the video has no subtitles: the authors' prompt is then the one without, and
-        lmms-eval's says so.
+        Subtitles, or None if the video has none: the authors' prompt then has no subtitles, and
+        lmms-eval's contains a remark.
     """
     asked = "\n".join([question, *options])
     if mode == "vlmevalkit":

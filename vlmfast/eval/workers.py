@@ -1,4 +1,4 @@
-"""Several processes on one evaluation: under ``torchrun`` or ``accelerate launch``, or by hand."""
+"""Evaluate with several processes: with ``torchrun``, ``accelerate launch`` or ``--shard``."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from datetime import timedelta
 
 from vlmfast.errors import VLMFastError
 
-_PATIENCE = timedelta(days=7)  # parts take unequally long
+_TIMEOUT = timedelta(days=7)  # the run time of parts differs
 
 
 def launched() -> tuple[int, int] | None:
-    """Which part a launcher gave to this process, of how many; None without a launcher."""
+    """Rank of this process and number of processes; None without a launcher."""
     parts = int(os.environ.get("WORLD_SIZE", "1"))
     return (int(os.environ["RANK"]), parts) if parts > 1 else None
 
 
 def chosen(text: str | None) -> tuple[int, int] | None:
-    """Read ``0/4``, the first of four parts, or what a launcher says.
+    """Parse ``0/4`` (the first of four parts); by default, the part of `launched`.
 
     Raises
     ------
     VLMFastError
-        For another text, or for both at once.
+        For another format, or under a launcher.
     """
     if text is None:
         return launched()
@@ -31,18 +31,18 @@ def chosen(text: str | None) -> tuple[int, int] | None:
     if match is None or not int(match[1]) < int(match[2]):
         raise VLMFastError(f"shard {text!r} is not i/n with i below n, such as 0/4 for the first")
     if launched() is not None:
-        raise VLMFastError("--shard is for processes started by hand, and a launcher started this")
+        raise VLMFastError("--shard cannot be used under a launcher, which sets the part itself")
     return int(match[1]), int(match[2])
 
 
 def is_first() -> bool:
-    """Whether this process is the one that prints."""
+    """Whether this process prints."""
     part = launched()
     return part is None or part[0] == 0
 
 
 def own_device() -> str | None:
-    """The GPU that a launcher means for this process; None where there is no choice."""
+    """The GPU of this process under a launcher; None without a launcher or GPU."""
     import torch
 
     if launched() is None or not torch.cuda.is_available():
@@ -51,18 +51,18 @@ def own_device() -> str | None:
 
 
 def meet() -> None:
-    """Wait until all processes of a launcher are here."""
+    """Wait for all processes of a launcher (barrier)."""
     import torch.distributed as dist
 
     if launched() is None:
         return
     if not dist.is_initialized():
-        dist.init_process_group("gloo", timeout=_PATIENCE)
+        dist.init_process_group("gloo", timeout=_TIMEOUT)
     dist.barrier()
 
 
 def part_ways() -> None:
-    """Undo `meet`."""
+    """Destroy the process group created by `meet`."""
     import torch.distributed as dist
 
     if dist.is_available() and dist.is_initialized():

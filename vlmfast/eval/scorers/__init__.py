@@ -1,7 +1,7 @@
-"""How three code bases read answers and count them, each to the character.
+"""Exact reproductions of how three code bases parse and score answers.
 
-They disagree on the same answers by a point or more, so a score means something only together with
-its mode: ``official`` is the code of each benchmark's authors, ``lmms-eval`` version 0.7.3, and
+Their scores of the same answers differ by a point or more, so a score must be reported with its
+mode: ``official`` is the code of each benchmark's authors, ``lmms-eval`` version 0.7.3, and
 ``vlmevalkit`` the exact matching of VLMEvalKit, which its users can also replace by a judge.
 """
 
@@ -17,16 +17,15 @@ MODES = ("official", "lmms-eval", "vlmevalkit")
 
 
 class Parsed(NamedTuple):
-    """What was read from an answer.
+    """A parsed answer.
 
     Parameters
     ----------
     answer : str or list
-        A letter (``""`` or ``"Z"`` where there is none), ``yes`` or ``no``, or for an open question
+        A letter (``""`` or ``"Z"`` if none was found), ``yes`` or ``no``, or for an open question
         every text and number that could be the answer.
     found : bool
-        False where the answer says nothing that the mode understands, even where the mode then
-        guesses.
+        False if the mode could not parse the answer, even if it then guesses.
     """
 
     answer: Any
@@ -34,23 +33,23 @@ class Parsed(NamedTuple):
 
 
 def check_mode(mode: str) -> str:
-    """``mode``, or a `VLMFastError` that lists the modes there are."""
+    """Return ``mode``; raises a `VLMFastError` with the known modes for others."""
     if mode not in MODES:
         raise VLMFastError(f"mode {mode!r} must be one of {', '.join(MODES)}")
     return mode
 
 
 def drawn_by(doc_id: str) -> random.Random:
-    """Random numbers that belong to one sample, whatever came before it."""
+    """Random numbers for one sample, independent of other samples."""
     return random.Random(f"vlmfast {doc_id}")
 
 
 def share(values: Iterable[float]) -> float:
-    """Their mean; 0 without any, as the code bases have it."""
+    """The mean; 0 without values, as in the code bases."""
     values = list(values)
     return sum(values) / len(values) if values else 0.0
 
 
 def letters(number: int) -> list[str]:
-    """The names of so many options: A, B, C, ..."""
+    """The first ``number`` letters: A, B, C, ..."""
     return [chr(ord("A") + i) for i in range(number)]

@@ -1,4 +1,4 @@
-"""MMMU's answers (arXiv 2311.16502): letters, and open questions."""
+"""Parse and score MMMU's multiple-choice and open answers (arXiv 2311.16502)."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ DISCIPLINES = {
         "Mechanical_Engineering",
     ),
 }
-SUBJECTS = {subject: name for name, of in DISCIPLINES.items() for subject in of}
+SUBJECTS = {subject: name for name, subjects in DISCIPLINES.items() for subject in subjects}
 
-# Where each code base starts the one stream that all of its guesses come from.
+# Seed of the one random stream for all guesses of each code base.
 STREAM_SEEDS = {"official": 42, "lmms-eval": 0}
 
 
@@ -48,13 +48,13 @@ def parse_choice(
     Parameters
     ----------
     response : str
-        White space at its ends is not ours to take away: ``"D\\n"`` is no letter.
+        Leading and trailing white space is significant: ``"D\\n"`` is no letter.
     options : sequence of str
     mode : {"official", "lmms-eval", "vlmevalkit"}
     guess : random.Random
-        Where nothing is found, the first two modes draw a letter from it. `drawn_by` a sample's id
-        does not depend on the order of samples; ``random.Random(42)`` for all of them, in the order
-        of the data set, is what the authors' code does.
+        If nothing is found, the first two modes draw a letter from it. `drawn_by` a sample's id
+        does not depend on the order of samples. The authors' code uses one ``random.Random(42)``
+        for all samples in the order of the data set.
     """
     named = dict(zip(letters(len(options)), options, strict=True))
     if check_mode(mode) == "vlmevalkit":
@@ -62,18 +62,18 @@ def parse_choice(
         return Parsed(letter, letter != "Z")
     if not named:
         raise VLMFastError("a multiple-choice question has no options")
-    for character in ",.!?;:'":  # one pass each: "B,." loses its full stop only
+    for character in ",.!?;:'":  # once each: of "B,." only the full stop is stripped
         response = response.strip(character)
     response = f" {response} "
 
     loose = mode == "lmms-eval"
-    # What is looked for, and what the last of several is then found by, which is not the same.
+    # The pattern to search for, and the different pattern that locates the last match.
     forms = [("({})", "({})"), ("{} " if loose else " {} ", " {} ")]
     forms += [("{}.", " {} ")] if loose else []
-    for form, place in forms:
+    for form, location in forms:
         found = [letter for letter in named if form.format(letter) in response]
         if found:
-            return Parsed(max(found, key=lambda x: response.rfind(place.format(x))), True)
+            return Parsed(max(found, key=lambda x: response.rfind(location.format(x))), True)
     if len(response.split()) > 5:
         lower = response.lower()
         found = [letter for letter, text in named.items() if text.lower() in lower]
@@ -91,10 +91,10 @@ _NUMBERS = (
 
 
 def parse_open(response: str) -> list[str | float]:
-    """Every text and number in an answer that could be the answer; each once, numbers first.
+    """Every text and number that could be the answer, without duplicates, numbers first.
 
-    Official and lmms-eval. The text is lower-cased before it is split, so of the two rules for
-    splitting, a full stop before a capital and a new line, only the second ever applies.
+    Official and lmms-eval. They lower-case the text before splitting it at full stops before
+    capitals and at new lines, so only new lines ever split it.
     """
     response = response.strip().strip(".").lower()
     lines = response.split("\n")
@@ -104,9 +104,9 @@ def parse_open(response: str) -> list[str | float]:
         tail = ""
         for sign in signs:
             if sign in line:
-                behind = line.rpartition(sign)[2].strip()
-                if not tail or len(behind) < len(tail):
-                    tail = behind
+                after = line.rpartition(sign)[2].strip()
+                if not tail or len(after) < len(tail):
+                    tail = after
         if tail and tail not in (":", ",", ".", "!", "?", ";", "'"):
             keys.append(tail)
     keys = keys or [response]
@@ -116,7 +116,7 @@ def parse_open(response: str) -> list[str | float]:
 
 
 def normalise(text: str) -> list[str | float]:
-    """A number with two decimals; else lower case, a single letter with a space on either side."""
+    """A number with two decimals, else lower case; a single letter before and after a space."""
     text = text.strip()
     try:
         return [round(float(text.replace(",", "")), 2)]
@@ -146,13 +146,13 @@ def judge(
     *,
     guess: random.Random,
 ) -> tuple[Parsed, float]:
-    """What was read from an answer, and its score.
+    """Parse an answer and score it.
 
     Parameters
     ----------
     target : str
-        As in the data set: a letter or a text, or the ``repr`` of a list of them, any of which is
-        right. lmms-eval takes such a list for a text.
+        As in the data set: a letter or a text, or the ``repr`` of a list of accepted ones.
+        lmms-eval treats such a list as a text.
     kind : {"multiple-choice", "open"}
     """
     wanted = target if mode == "lmms-eval" else answers(target)
@@ -168,7 +168,7 @@ def judge(
 
 
 def answers(target: str) -> str | list[str]:
-    """A target that is the text of a list, as that list."""
+    """Parse a target that is the ``repr`` of a list."""
     if not target.lstrip().startswith("["):
         return target
     try:
@@ -179,12 +179,12 @@ def answers(target: str) -> str | list[str]:
 
 
 def metrics(samples: Sequence[dict[str, Any]], mode: str) -> dict[str, float]:
-    """Accuracy over all questions, and what guessing adds to it.
+    """Accuracy over all questions, and the effect of guessing.
 
     ``mmmu_acc`` has as many decimals as its code base prints. ``fallbacks`` counts the questions
-    whose letter was drawn. ``mmmu_acc_expected`` gives each of them the chance of being right
-    instead, and ``mmmu_acc_stream`` draws them again from one stream in the order of the data set,
-    as the code base itself does.
+    with a guessed letter. ``mmmu_acc_expected`` scores each of them with the probability of a right
+    guess. ``mmmu_acc_stream`` guesses them from one random stream in the order of the data set, as
+    the code base does.
     """
     decimals = {"official": 3, "lmms-eval": 5}.get(mode)
     accuracy = share(s["score"] for s in samples)
@@ -209,7 +209,7 @@ def subject_of(doc_id: str) -> str:
     Raises
     ------
     VLMFastError
-        For an id of another form.
+        For another format.
     """
     match = re.fullmatch(r"[^_]+_(.+?)_\d+", doc_id)
     if match is None:
@@ -218,5 +218,5 @@ def subject_of(doc_id: str) -> str:
 
 
 def place(doc_id: str) -> tuple[str, int]:
-    """Sorts ids as the data set has them: by subject, then by number."""
+    """Sort key for the order of the data set: by subject, then by number."""
     return subject_of(doc_id), int(doc_id.rpartition("_")[2])

@@ -1,4 +1,4 @@
-"""POPE's yes and no (arXiv 2305.10355)."""
+"""Parse and score POPE's yes-or-no answers (arXiv 2305.10355)."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _PUNCTUATION = ';/[]"{}()=+\\_-><@`,?!'
 
 
 def parse(response: str, mode: str = "official") -> Parsed:
-    """``yes`` or ``no``; another text where the mode finds neither.
+    """``yes`` or ``no``; another text if the mode finds neither.
 
-    The authors' code looks for "No", "no" or "not" among the words of the first sentence, and takes
-    everything else for a yes. lmms-eval has the answer as it is, in lower case; VLMEvalKit one of
-    the two words and not the other.
+    The authors' code searches the first sentence for the words "No", "no" or "not" and treats
+    everything else as yes. lmms-eval uses the lower-case answer; VLMEvalKit requires exactly one
+    of the two words.
     """
     if check_mode(mode) == "lmms-eval":
         answer = response.lower().strip()
@@ -32,29 +32,29 @@ def parse(response: str, mode: str = "official") -> Parsed:
 
 
 def _plain(text: str) -> str:
-    """Without punctuation: gone beside a space, else a space itself."""
+    """Remove punctuation next to a space, and replace other punctuation by a space."""
     numbers = re.search(r"\d,\d", text) is not None
     plain = text
     for mark in _PUNCTUATION:
-        beside = f"{mark} " in text or f" {mark}" in text
-        plain = plain.replace(mark, "" if beside or numbers else " ")
-    # A full stop goes where no digit follows it, of the first 32 there are: the flag that was meant
-    # stands where the number of replacements does.
+        near_space = f"{mark} " in text or f" {mark}" in text
+        plain = plain.replace(mark, "" if near_space or numbers else " ")
+    # Removes at most 32 full stops without a digit after them: the original passes the flag
+    # re.UNICODE as the number of replacements.
     return re.sub(r"\.(?!\d)", "", plain, count=int(re.UNICODE))
 
 
 def metrics(samples: Sequence[dict[str, Any]], mode: str) -> dict[str, float]:
-    """Accuracy, precision, recall, F1 and the share of yes, as shares.
+    """Accuracy, precision, recall, F1 and the ratio of yes, as fractions.
 
-    ``pope_yes_ratio`` is over answers. lmms-eval has it over targets, where it says nothing about a
-    model, and its recall leaves out answers that are neither yes nor no.
+    ``pope_yes_ratio`` is over answers. In lmms-eval it is over targets, so that it does not depend
+    on the model, and its recall leaves out answers that are neither yes nor no.
     """
     lmms = check_mode(mode) == "lmms-eval"
-    pairs = [(_said(s), s["target"].strip().lower()) for s in samples]
-    said, is_yes = ([pair[i] == "yes" for pair in pairs] for i in (0, 1))
-    hits = sum(a and b for a, b in zip(said, is_yes, strict=True))
+    pairs = [(_answer(s), s["target"].strip().lower()) for s in samples]
+    answered_yes, is_yes = ([pair[i] == "yes" for pair in pairs] for i in (0, 1))
+    hits = sum(a and b for a, b in zip(answered_yes, is_yes, strict=True))
     missed = sum(b == "yes" and (a == "no" if lmms else a != "yes") for a, b in pairs)
-    precision = hits / sum(said) if any(said) else 0.0
+    precision = hits / sum(answered_yes) if any(answered_yes) else 0.0
     recall = hits / (hits + missed) if hits + missed else 0.0
     both = precision + recall
     return {
@@ -62,10 +62,10 @@ def metrics(samples: Sequence[dict[str, Any]], mode: str) -> dict[str, float]:
         "pope_precision": precision,
         "pope_recall": recall,
         "pope_f1_score": 2 * precision * recall / both if both else 0.0,
-        "pope_yes_ratio": share(is_yes if lmms else said),
+        "pope_yes_ratio": share(is_yes if lmms else answered_yes),
         "unanswered": sum(not s.get("answered") for s in samples),
     }
 
 
-def _said(sample: dict[str, Any]) -> str:
+def _answer(sample: dict[str, Any]) -> str:
     return sample["filtered_resps"][0] if sample["filtered_resps"] else ""

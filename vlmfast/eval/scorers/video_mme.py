@@ -1,4 +1,4 @@
-"""Video-MME's letters (arXiv 2405.21075)."""
+"""Parse and score Video-MME's multiple-choice answers (arXiv 2405.21075)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from . import Parsed, check_mode, letters, share, vlmevalkit
 
-# Taken away wherever they are. Two of them ran together where a comma is missing, in every copy.
+# Removed from answers. Two pairs are joined, because all copies of the code miss a comma there.
 _PHRASES = (
     "The best answer is",
     "The correct answer is",
@@ -23,14 +23,14 @@ _MORE_PHRASES = ("The correct answer", "The correct option")
 
 
 def parse_choice(response: str, options: Sequence[str] = (), mode: str = "official") -> Parsed:
-    """The letter that an answer names; ``""``, for vlmevalkit ``Z``, where there is none.
+    """The letter that an answer names; if none is found ``""``, for vlmevalkit ``Z``.
 
     Parameters
     ----------
     response : str
     options : sequence of str
-        With their letters (``"A. Apples."``), for vlmevalkit, which looks for their texts where
-        there is no letter.
+        With their letters (``"A. Apples."``). vlmevalkit searches for their texts if it finds no
+        letter.
     mode : {"official", "lmms-eval", "vlmevalkit"}
     """
     if check_mode(mode) == "lmms-eval":
@@ -47,7 +47,7 @@ def parse_choice(response: str, options: Sequence[str] = (), mode: str = "offici
 
 
 def _first(response: str, phrases: Sequence[str]) -> str:
-    """The first capital from A to D, wherever it is: that of "Best", too."""
+    """The first capital from A to D, even within a word such as "Best"."""
     response = response.strip()
     for phrase in phrases:
         response = response.replace(phrase, "")
@@ -68,7 +68,7 @@ _START, _END, _LEAD = 10, 9, 7
 
 
 def _ranked(response: str, choices: Sequence[str]) -> str:
-    """Every place where a letter stands, by how telling its form is, then the last one."""
+    """The occurrence of a letter with the most specific form; of several, the last one."""
     text = response.strip()
     for character in ",.!?;:'\"":
         text = text.strip(character)
@@ -79,8 +79,8 @@ def _ranked(response: str, choices: Sequence[str]) -> str:
         found += [(rank, text.rfind(form.format(c)), c) for c in choices if form.format(c) in text]
     for lead in _LEADS:
         if lead in lower:
-            behind = lower.find(lead) + len(lead)
-            found += [(_LEAD, at, c) for c in choices if (at := text.find(c, behind)) != -1]
+            end = lower.find(lead) + len(lead)
+            found += [(_LEAD, at, c) for c in choices if (at := text.find(c, end)) != -1]
     for c in choices:
         if bare.startswith(c) and not bare[1:2].isalpha():
             found.append((_START, 0, c))
@@ -88,15 +88,15 @@ def _ranked(response: str, choices: Sequence[str]) -> str:
         if bare.endswith(c) and not bare[-2:-1].isalpha():
             found.append((_END, len(text) - 1, c))
     found = found or [(0, text.rfind(c), c) for c in choices if c in text]
-    # The first of equals, as a stable sort has it.
+    # The first of equals, as with a stable sort.
     return max(found, key=lambda one: one[:2])[2] if found else ""
 
 
 def metrics(samples: Sequence[dict[str, Any]], mode: str) -> dict[str, float]:
-    """Accuracy in per cent over both denominators.
+    """Accuracy in percent over both denominators.
 
-    ``videomme_perception_score`` counts what its mode counts: of the authors' code, only questions
-    with a letter in their answer (``answered``); of the others, all of them.
+    ``videomme_perception_score`` follows its mode: the authors' code only counts questions with a
+    letter in the answer (``answered``), the others count all questions.
     """
     answered = [s for s in samples if s.get("answered")]
     over_all = 100 * share(s["score"] for s in samples)

@@ -9,14 +9,14 @@ _REFUSALS = (
     "Cannot determine the answer",
 )
 _FAILED = "Failed to obtain answer via API"
-_LAST = 4  # a letter counts among the last words only
+_LAST = 4  # a letter counts only among the last words
 
 
 def match(answer: str, options: dict[str, str]) -> str:
-    """The letter of the option that an answer names or spells out; ``Z`` where there is none.
+    """The letter of the option that an answer names or quotes; ``Z`` if there is none.
 
-    One letter alone must stand as a word of its own, near the end; where none does, the text of
-    exactly one option must be in the answer, which may not be much longer than all the options.
+    Exactly one letter must be a separate word near the end. Otherwise the answer must contain the
+    text of exactly one option and must not be much longer than all options together.
     """
     return _letter(answer, options) or _text(answer, options) or "Z"
 
