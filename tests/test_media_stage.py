@@ -25,7 +25,7 @@ class Last(MediaStage):
         return list(range(video.frames - self.n, video.frames))
 
 
-def test_the_frames_that_a_stage_chooses_are_read():
+def test_only_frames_selected_by_the_stage_are_read():
     vlm = VLM(*build_llava())
     rng = np.random.default_rng(0)
     clip = [rng.integers(0, 256, (40, 40, 3), dtype=np.uint8) for _ in range(5)]

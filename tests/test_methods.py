@@ -63,7 +63,7 @@ def small_clip(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", REDUCERS)
-def test_every_reducer_takes_every_medium(tiny, name) -> None:
+def test_reducers_support_all_media(tiny, name) -> None:
     """Its own default and a budget: fewer tokens come out, and an answer."""
     for case, media in MEDIA.items():
         for stage in (stage_class(name)(), lessened(name, 0.4)):
@@ -75,7 +75,7 @@ def test_every_reducer_takes_every_medium(tiny, name) -> None:
 
 
 @pytest.mark.parametrize("name", CACHES)
-def test_every_cache_method_takes_every_medium(tiny, name) -> None:
+def test_cache_methods_support_all_media(tiny, name) -> None:
     """A smaller cache comes out, and an answer that is read from it."""
     stage = lessened(name, 0.4)
     for case, media in MEDIA.items():
@@ -86,7 +86,7 @@ def test_every_cache_method_takes_every_medium(tiny, name) -> None:
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_text_alone_is_left_alone(tiny, name) -> None:
+def test_text_only_prompts_are_unchanged(tiny, name) -> None:
     stage = lessened(name, 0.4)
     full = tiny.ask("what is two and two ?", max_new_tokens=6)
     same = tiny.ask("what is two and two ?", recipe=stage, max_new_tokens=6)
@@ -95,7 +95,7 @@ def test_text_alone_is_left_alone(tiny, name) -> None:
 
 
 @pytest.mark.parametrize("name", REDUCERS)
-def test_budget_one_is_the_full_model(tiny, name) -> None:
+def test_budget_1_is_identity(tiny, name) -> None:
     media = MEDIA["two pictures"]
     full = tiny.ask("what ?", **media, max_new_tokens=6)
     same = tiny.ask("what ?", **media, recipe=lessened(name, 1.0), max_new_tokens=6)
@@ -104,7 +104,7 @@ def test_budget_one_is_the_full_model(tiny, name) -> None:
 
 
 @pytest.mark.parametrize("name", SHARED)
-def test_share_one_is_the_full_model(tiny, name) -> None:
+def test_share_1_is_identity(tiny, name) -> None:
     """With every parameter but the share at its default."""
     stage = having(stage_class(name)(), share=1.0)
     for case in ("two pictures", "a clip"):
@@ -115,7 +115,7 @@ def test_share_one_is_the_full_model(tiny, name) -> None:
 
 
 @pytest.mark.parametrize("name", [n for n in REDUCERS if stage_class(n)().floor(6) == 0])
-def test_a_budget_is_met_by_methods_without_a_floor(tiny, name) -> None:
+def test_budget_is_met_without_a_floor(tiny, name) -> None:
     """As near as equal cells and whole numbers allow."""
     for budget in (0.5, 0.22, 0.11):
         stats = tiny.ask(
@@ -125,7 +125,7 @@ def test_a_budget_is_met_by_methods_without_a_floor(tiny, name) -> None:
 
 
 @pytest.mark.parametrize("name", SHARED)
-def test_a_share_is_met(tiny, name) -> None:
+def test_cache_share_is_met(tiny, name) -> None:
     """In bytes: text that always stays, and what decode stages keep books of, come on top."""
     for share in (0.5, 0.2, 0.1):
         stats = tiny.ask(
@@ -137,7 +137,7 @@ def test_a_share_is_met(tiny, name) -> None:
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_every_method_is_deterministic(tiny, name) -> None:
+def test_methods_are_deterministic(tiny, name) -> None:
     stage = lessened(name, 0.3)
     runs = [tiny.ask("what ?", picture(128, 128), recipe=stage, max_new_tokens=8) for _ in range(2)]
     assert runs[0].token_ids == runs[1].token_ids
@@ -146,7 +146,7 @@ def test_every_method_is_deterministic(tiny, name) -> None:
 
 
 @pytest.mark.parametrize("name", CACHES)
-def test_an_answer_is_read_from_what_is_left(tiny, name) -> None:
+def test_small_cache_changes_the_answer(tiny, name) -> None:
     """The control of what keeps everything: other words come out where a fortieth is left."""
     stage = having(
         lessened(name, 0.025), important=0.0, tau=0.1, kv="drop", sinks=1, text_prior=False
@@ -158,7 +158,7 @@ def test_an_answer_is_read_from_what_is_left(tiny, name) -> None:
     assert less.token_ids != full.token_ids
 
 
-def test_cache_methods_share_a_batch(tiny) -> None:
+def test_cache_methods_in_one_batch_equal_single_requests(tiny) -> None:
     """Every row with a method of its own, and each answers as it does alone."""
     media = MEDIA["a clip"]
     recipes = [None, *(lessened(name, 0.4) for name in CACHES)]
@@ -170,7 +170,7 @@ def test_cache_methods_share_a_batch(tiny) -> None:
 
 
 @pytest.mark.parametrize("name", [n for n in METHODS if stage_class(n).trained])
-def test_trained_methods_say_when_they_have_no_weights(name) -> None:
+def test_missing_weights_raise(name) -> None:
     from tiny_models import build_llava
 
     other = vlmfast.VLM(*build_llava())
@@ -202,7 +202,7 @@ STACKS = (
 
 
 @pytest.mark.parametrize("recipe", STACKS)
-def test_stacks_cost_less_than_their_parts(tiny, recipe) -> None:
+def test_stacked_methods_cost_less_than_each_alone(tiny, recipe) -> None:
     """Several stages in one recipe, on a picture and on a clip, in both position policies."""
     for case in ("two pictures", "a clip"):
         for positions in ("keep", "compact"):
@@ -230,7 +230,7 @@ CACHE_STACKS = (
 
 
 @pytest.mark.parametrize("recipe", CACHE_STACKS)
-def test_stacks_with_a_cache_method_hold_less_than_their_parts(tiny, recipe) -> None:
+def test_stacked_cache_methods_use_less_memory_than_each_alone(tiny, recipe) -> None:
     """Also where an earlier stage renumbered the rows, or left layers prompts of their own."""
     for case in ("two pictures", "a clip"):
         for positions in ("keep", "compact"):
@@ -242,7 +242,7 @@ def test_stacks_with_a_cache_method_hold_less_than_their_parts(tiny, recipe) -> 
                 assert whole.stats.kv_bytes < alone.stats.kv_bytes, (case, str(part))
 
 
-def test_another_seed_is_another_selection(tiny) -> None:
+def test_seed_changes_the_selection(tiny) -> None:
     """The control of determinism."""
     depths = [
         tiny.ask("what ?", picture(128, 128), recipe=Random(seed=s), max_new_tokens=1).trace.depth
@@ -252,7 +252,7 @@ def test_another_seed_is_another_selection(tiny) -> None:
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_no_drafter_changes_an_answer(tiny, name) -> None:
+def test_drafters_do_not_change_answers(tiny, name) -> None:
     stage = stage_class(name)()
     if stage.trained and not tiny.adapter.ships(stage):
         with pytest.raises(RecipeError, match="there are no weights for this llava_next model"):

@@ -48,7 +48,7 @@ def test_coverage_sums_to_one() -> None:
     close(worth[3:].sum(), torch.tensor(0.5), terms=terms)
 
 
-def test_the_choice_by_hand() -> None:
+def test_selection_equals_greedy_reference() -> None:
     tokens, geometry = picture((0, 0), (4, 5), seed=1)
     stats = VisionStats((geometry,), {})
     generator = torch.Generator().manual_seed(3)
@@ -62,7 +62,7 @@ def test_the_choice_by_hand() -> None:
     assert len(nothing) == 6
 
 
-def test_text_in_front_of_the_picture_does_not_count() -> None:
+def test_text_before_the_image_is_ignored() -> None:
     tokens, geometry = picture((0, 0), (4, 5), order=3)
     text = torch.randn(5, DIM, generator=torch.Generator().manual_seed(1))
     order = torch.tensor([0, 1, 2, 23, 24])
@@ -75,7 +75,7 @@ def test_text_in_front_of_the_picture_does_not_count() -> None:
     assert (kept.layout.order - 3).tolist() == by_hand(tokens.features, text[:3], 8)
 
 
-def test_newlines_go_and_pictures_are_alone() -> None:
+def test_newlines_are_dropped_and_images_are_independent() -> None:
     tokens, stats = prompt({"tiles": (2, 2)}, {"tiles": (1, 2)})
     text = torch.randn(5, DIM, generator=torch.Generator().manual_seed(1))
     kept = MMTok(0.25).reduce(tokens, stats, request(text))
@@ -89,7 +89,7 @@ def test_newlines_go_and_pictures_are_alone() -> None:
     assert torch.equal(kept.extra[0], 3 * kept.features)
 
 
-def test_a_run() -> None:
+def test_prompt_equals_greedy_reference() -> None:
     vlm, image = VLM(*build_llava()), photo()
     embeds = embeds_of(vlm, tensors := vlm.inputs("what is here ?", images=[image]))
     visual = (tensors["input_ids"][0] == vlm.adapter.image_token_id).nonzero()[:, 0]
@@ -99,7 +99,7 @@ def test_a_run() -> None:
     assert torch.equal(layout.order[layout.visual], visual[chosen])
 
 
-def test_the_word() -> None:
+def test_recipe_parameters() -> None:
     for text in ("mmtok", "mmtok:0.1,alpha=1,tau_t=0.01", "mmtok:budget=0.2,positions=keep"):
         assert Recipe.parse(text) == Recipe.parse(str(Recipe.parse(text)))
     assert MMTok.asks_question

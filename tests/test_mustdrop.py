@@ -59,7 +59,7 @@ def window_ids(side: int, window: tuple[int, int]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("side", "window"), [(4, (2, 2)), (6, (3, 3)), (6, (2, 3)), (4, (4, 1))])
-def test_similarity_is_the_mean_cosine_of_all_pairs(side: int, window: tuple[int, int]) -> None:
+def test_window_similarity_is_the_mean_pairwise_cosine(side: int, window: tuple[int, int]) -> None:
     patches = noise(2, side * side, 5)
     ids, m = window_ids(side, window), window[0] * window[1]
     cells = windows(patches, window)
@@ -73,7 +73,7 @@ def test_similarity_is_the_mean_cosine_of_all_pairs(side: int, window: tuple[int
             close(got[view, w], expected, terms=5 + m * m, scale=1)  # cosines, and a mean of them
 
 
-def test_merging_in_numbers() -> None:
+def test_merge_example() -> None:
     """Two windows of the first view merge and none of the second: the first one is padded."""
     hidden = torch.arange(17.0).expand(2, 17)[..., None]
     similarity = torch.tensor([[0.1, 0.9, 0.2, 0.95]] * 2)
@@ -92,7 +92,7 @@ def test_merging_in_numbers() -> None:
     st.integers(0, 99),
 )
 @settings(max_examples=40, deadline=None)
-def test_merged_rows_are_means_of_the_most_similar_windows(
+def test_most_similar_windows_are_averaged(
     shape: tuple[int, tuple[int, int]], counts: list[int], seed: int
 ) -> None:
     side, window = shape
@@ -131,7 +131,7 @@ def towers(views: int = 3, side: int = 4, seed: int = 0) -> torch.Tensor:
     return hidden
 
 
-def test_every_view_merges_its_own_windows_or_all_the_same_number() -> None:
+def test_merge_per_view_or_per_call() -> None:
     hidden = towers()
     merged, source, step = on_block(MustDrop(), hidden)
     assert step.lengths.tolist() == [17, 14, 11]
@@ -147,7 +147,7 @@ def test_every_view_merges_its_own_windows_or_all_the_same_number() -> None:
 
 
 @pytest.mark.parametrize("stage", [MustDrop(similarity=2.0), MustDrop(1), MustDrop(budget=1.0)])
-def test_merging_can_be_switched_off(stage: MustDrop) -> None:
+def test_merging_can_be_disabled(stage: MustDrop) -> None:
     hidden = towers()
     same, source, step = on_block(stage, hidden)
     assert same is hidden
@@ -157,7 +157,7 @@ def test_merging_can_be_switched_off(stage: MustDrop) -> None:
 
 @given(st.floats(0.01, 1), st.floats(-1, 1), st.sampled_from(["view", "call"]))
 @settings(max_examples=40, deadline=None)
-def test_merging_does_not_go_below_the_budget(budget: float, similarity: float, merge: str) -> None:
+def test_merging_respects_the_budget(budget: float, similarity: float, merge: str) -> None:
     hidden = towers(seed=3)
     stage = MustDrop(similarity=similarity, merge=merge, budget=budget)
     _, source, _ = on_block(stage, hidden)
@@ -176,18 +176,18 @@ def test_merging_does_not_go_below_the_budget(budget: float, similarity: float, 
         (99, 8, r"window=99 does not divide the 8x8 patches"),
     ],
 )
-def test_windows_must_divide_a_view(window: int, side: int, message: str) -> None:
+def test_window_must_divide_the_view(window: int, side: int, message: str) -> None:
     with pytest.raises(RecipeError, match=message):
         on_block(MustDrop(window), noise(1, 1 + side * side, 4))
 
 
 @pytest.mark.parametrize(("side", "window"), [(24, 3), (16, 2), (12, 3), (8, 2)])
-def test_the_window_follows_the_grid(side: int, window: int) -> None:
+def test_window_depends_on_the_grid(side: int, window: int) -> None:
     assert MustDrop().window_of(side) == (window, window)
     assert MustDrop(2).window_of(side) == (2, 2)
 
 
-def test_patches_that_are_no_square_are_refused() -> None:
+def test_non_square_grid_raises() -> None:
     with pytest.raises(RecipeError, match=r"a square grid of patches .* has 15 of them"):
         on_block(MustDrop(), noise(1, 16, 4))
     context = VisionContext(merged=torch.zeros(1, 17, dtype=torch.int64))
@@ -198,7 +198,7 @@ def test_patches_that_are_no_square_are_refused() -> None:
 # --- key set -------------------------------------------------------------------------------------
 
 
-def test_key_tokens_of_each_view() -> None:
+def test_key_tokens_are_selected_per_view() -> None:
     """Two crops side by side without the newline; one attends to the end, one to the start."""
     tokens, item = picture((1, 2), (2, 2))
     rows = torch.tensor([[0.1, 0.2, 0.3, 0.4], [0.4, 0.3, 0.2, 0.1], [0.25] * 4])
@@ -216,7 +216,7 @@ def test_key_tokens_of_each_view() -> None:
 
 @given(st.floats(0.001, 1), st.integers(0, 20))
 @settings(max_examples=30, deadline=None)
-def test_the_key_set_counts_tokens_of_the_prompt(share: float, seed: int) -> None:
+def test_key_set_size_follows_prompt_tokens(share: float, seed: int) -> None:
     """Crops lose their letterbox; what is left there is no candidate, and newlines never are."""
     tokens, stats = prompt(
         {"tiles": (2, 2), "patches": (4, 4), "size": (30, 80)}, {"tiles": (0, 0)}, seed=seed
@@ -235,7 +235,7 @@ def test_the_key_set_counts_tokens_of_the_prompt(share: float, seed: int) -> Non
             assert score[mine.protected].min() >= score[~mine.protected].max()
 
 
-def test_the_published_key_counts() -> None:
+def test_published_key_counts() -> None:
     for side, tokens, number in [(24, 576, 47), (24, 296, 24)]:
         whole, item = picture((0, 0), (side, side))
         layout = whole.layout.select(torch.arange(tokens))
@@ -243,7 +243,7 @@ def test_the_published_key_counts() -> None:
         assert int(key.sum()) == number
 
 
-def test_marks_of_others_stay() -> None:
+def test_existing_protection_is_kept() -> None:
     tokens, geometry = picture((0, 0), (4, 4))
     protected = torch.zeros(16, dtype=torch.bool)
     protected[5] = True
@@ -257,7 +257,7 @@ def test_marks_of_others_stay() -> None:
 # --- filter --------------------------------------------------------------------------------------
 
 
-def test_the_filter_in_numbers() -> None:
+def test_filter_example() -> None:
     """Two heads, two text rows, four tokens; a token falls only below both thresholds."""
     attention = torch.tensor(
         [
@@ -315,7 +315,7 @@ def attend(context: PrefillContext, layer: int, seed: int) -> None:
 
 @given(rules, st.integers(0, 50))
 @settings(max_examples=100, deadline=None)
-def test_a_filter_keeps_text_and_the_key_set(stage: MustDrop, seed: int) -> None:
+def test_filter_keeps_text_and_key_set(stage: MustDrop, seed: int) -> None:
     part, step = stage.expand()[2], prompt_step(seed)
     key = step.layout.order[step.layout.protected]
     text = step.layout.order[~step.layout.visual]
@@ -350,9 +350,7 @@ def test_a_filter_keeps_text_and_the_key_set(stage: MustDrop, seed: int) -> None
 
 @given(st.floats(0.001, 0.1), st.floats(0.001, 0.1), st.floats(1, 4), st.integers(0, 50))
 @settings(max_examples=50, deadline=None)
-def test_higher_thresholds_keep_less_and_the_rank_tells_when(
-    a: float, b: float, factor: float, seed: int
-) -> None:
+def test_rank_is_the_dropping_threshold(a: float, b: float, factor: float, seed: int) -> None:
     g, m = text_attention((3 * noise(2, 5, 30, seed=seed)).softmax(-1)[..., :20])
     low, high = dual_attention(g, m, a, b), dual_attention(g, m, a * factor, b * factor)
     assert not (high & ~low).any()
@@ -362,7 +360,7 @@ def test_higher_thresholds_keep_less_and_the_rank_tells_when(
     assert torch.equal((rank >= factor)[clear], high[clear])
 
 
-def test_a_budget_keeps_the_best_ranked_behind_the_key_set() -> None:
+def test_budget_keeps_key_set_then_best_ranked() -> None:
     step = prompt_step(1)
     part = MustDrop(layers=(2.0,), budget=0.4).expand()[2]
     attend(step, 2, seed=1)
@@ -377,7 +375,7 @@ def test_a_budget_keeps_the_best_ranked_behind_the_key_set() -> None:
     assert len(images) < len(visual)
 
 
-def test_no_picture_and_no_text_behind_it_keep_everything() -> None:
+def test_no_image_or_no_trailing_text_keeps_everything() -> None:
     for step in (prompt_step(0, behind=0), prompt_step(0, pictures=())):
         part = MustDrop(global_thr=1.0, individual_thr=1.0).expand()[2]
         attend(step, 1, seed=0)
@@ -400,7 +398,7 @@ def test_no_picture_and_no_text_behind_it_keep_everything() -> None:
         ((0.01,), 2, (1,)),
     ],
 )
-def test_layers(layers: tuple[float, ...], depth: int, counts: tuple[int, ...]) -> None:
+def test_filter_layers(layers: tuple[float, ...], depth: int, counts: tuple[int, ...]) -> None:
     assert drop_layers("mustdrop", layers, depth, merge=True) == counts
     part = MustDrop(layers=layers).expand()[2]
     assert part.layers(depth) == counts
@@ -410,7 +408,7 @@ def test_layers(layers: tuple[float, ...], depth: int, counts: tuple[int, ...]) 
 @pytest.mark.parametrize(
     ("layers", "depth"), [((32.0,), 32), ((0.9,), 1), ((9.0, 0.25), 32), ((0.5, 12.0), 32)]
 )
-def test_layers_that_do_not_fit(layers: tuple[float, ...], depth: int) -> None:
+def test_invalid_layers_raise(layers: tuple[float, ...], depth: int) -> None:
     with pytest.raises(RecipeError, match=rf"mustdrop: layers=.* ascend and stay below {depth}"):
         MustDrop(layers=layers).filters(depth)
 
@@ -419,9 +417,7 @@ def test_layers_that_do_not_fit(layers: tuple[float, ...], depth: int) -> None:
     st.integers(1, 3000), st.floats(0, 1), st.floats(0.001, 1.2), st.sampled_from([4, 6, 32, 40])
 )
 @settings(deadline=None)
-def test_counts_meet_the_target_or_its_limits(
-    n: int, key: float, target: float, depth: int
-) -> None:
+def test_solved_counts_meet_target_or_limits(n: int, key: float, target: float, depth: int) -> None:
     layers, key = MustDrop().filters(depth), int(key * n)
     counts = solve_counts(n, target * n, layers, depth, least=key)
     assert list(counts) == sorted(counts, reverse=True)
@@ -431,7 +427,7 @@ def test_counts_meet_the_target_or_its_limits(
     assert got == pytest.approx(min(max(target * n, least), n), abs=0.5)
 
 
-def test_every_filter_keeps_the_same_share_above_the_key_set() -> None:
+def test_filters_keep_equal_fractions() -> None:
     counts = solve_counts(576, 256, (3, 7, 11, 15), 32, least=47)
     shares = [b / a for a, b in zip((576, *counts), counts, strict=False)]
     assert shares == pytest.approx([shares[0]] * 4, abs=5e-3)
@@ -440,7 +436,7 @@ def test_every_filter_keeps_the_same_share_above_the_key_set() -> None:
     assert solve_counts(576, 120, (3, 7, 11, 15), 32, least=47)[-1] == 47
 
 
-def test_the_word_and_its_parts() -> None:
+def test_recipe_and_expanded_stages() -> None:
     stage = MustDrop()
     protocols = ["in-encoder", "encode", "prefill", "cache"]
     assert [part.protocol for part in stage.expand()] == protocols
@@ -495,7 +491,7 @@ def test_published_thresholds() -> None:
         ("mustdrop:windo=2", r"no parameter 'windo' \(did you mean 'window'\?\)"),
     ],
 )
-def test_bad_words(word: str, message: str | None) -> None:
+def test_invalid_recipes_raise(word: str, message: str | None) -> None:
     with pytest.raises(RecipeError, match=message or "global_thr=0 cannot stand with budget"):
         Recipe.parse(word)
 
@@ -558,7 +554,7 @@ def merged_by_hand(vlm: VLM, pictures: list[np.ndarray], threshold: float) -> li
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_merged_features_equal_the_tower_by_hand(vlm: VLM, case: str) -> None:
+def test_merged_features_equal_reference_tower(vlm: VLM, case: str) -> None:
     """Views that merge differently go through the tower together; padding changes nothing."""
     run = start(vlm, MustDrop(**STRONG), CASES[case])
     answer_logits(vlm, run, [])
@@ -593,7 +589,7 @@ def test_merged_features_equal_the_tower_by_hand(vlm: VLM, case: str) -> None:
     assert len(other.prompt.layout) > len(layout)
 
 
-def test_a_view_does_not_depend_on_its_neighbours(vlm: VLM) -> None:
+def test_views_are_independent(vlm: VLM) -> None:
     alone = start(vlm, MustDrop(**STRONG), CASES["three pictures"][:1])
     together = start(vlm, MustDrop(**STRONG), CASES["three pictures"])
     by_call = start(vlm, MustDrop(merge="call", **STRONG), CASES["three pictures"])
@@ -604,7 +600,7 @@ def test_a_view_does_not_depend_on_its_neighbours(vlm: VLM) -> None:
     assert first[2].shape != first[0].shape  # control: the view with the fewest rules over all
 
 
-def test_statistics_under_padding_equal_those_alone(vlm: VLM) -> None:
+def test_padding_does_not_change_statistics(vlm: VLM) -> None:
     @dataclass(frozen=True)
     class Look(EncodeStage):
         name: ClassVar[str] = "test-look"
@@ -639,7 +635,7 @@ def attention_maps(vlm: VLM, embeds: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_first_filter_equals_eager_attention(vlm: VLM, case: str) -> None:
+def test_first_filter_equals_eager_attention(vlm: VLM, case: str) -> None:
     run = start(vlm, MustDrop(**STRONG), CASES[case])
     answer_logits(vlm, run, [])
     layout = run.prompt.layout
@@ -662,7 +658,7 @@ def test_the_first_filter_equals_eager_attention(vlm: VLM, case: str) -> None:
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("policy", ["keep", "compact"])
 @pytest.mark.parametrize("budget", [None, 0.45])
-def test_a_run_equals_the_dense_reference(
+def test_logits_equal_dense_reference(
     vlm: VLM, case: str, policy: str, budget: float | None
 ) -> None:
     stage = MustDrop(positions=policy, budget=budget, cache=False, **STRONG)
@@ -696,7 +692,7 @@ def test_a_run_equals_the_dense_reference(
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("policy", ["keep", "compact"])
-def test_the_cache_keeps_what_survived_the_last_filter(vlm: VLM, case: str, policy: str) -> None:
+def test_cache_keeps_survivors_of_last_filter(vlm: VLM, case: str, policy: str) -> None:
     """The same keys as without the third part, less those of dropped tokens; same prefill."""
     strong = STRONG | {"layers": (2, 3)}
     runs = [
@@ -724,7 +720,7 @@ def test_the_cache_keeps_what_survived_the_last_filter(vlm: VLM, case: str, poli
     assert run.stats.kv_bytes < whole.stats.kv_bytes
 
 
-def test_the_cache_part_in_numbers() -> None:
+def test_cache_stage_example() -> None:
     """Heads of different lengths, as an earlier stage may leave them."""
     order = torch.tensor([[0, 2, 3, 5, 6], [1, 2, 5, 6, 6]])
     kv = KV(
@@ -757,9 +753,7 @@ def test_the_cache_part_in_numbers() -> None:
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("stage", [NOTHING, MustDrop(budget=1.0, **STRONG)], ids=str)
-def test_a_stage_that_keeps_everything_changes_nothing(
-    vlm: VLM, case: str, stage: MustDrop
-) -> None:
+def test_keeping_everything_is_identity(vlm: VLM, case: str, stage: MustDrop) -> None:
     plain, run = start(vlm, (), CASES[case]), start(vlm, stage, CASES[case])
     expected = answer_logits(vlm, plain, TOKENS)
     assert torch.equal(answer_logits(vlm, run, TOKENS), expected)
@@ -769,7 +763,7 @@ def test_a_stage_that_keeps_everything_changes_nothing(
 
 @pytest.mark.parametrize("budget", [0.9, 0.6, 0.45, 0.33])
 @pytest.mark.parametrize("case", CASES)
-def test_a_run_meets_its_budget(vlm: VLM, case: str, budget: float) -> None:
+def test_budget_is_met(vlm: VLM, case: str, budget: float) -> None:
     run = start(vlm, MustDrop(similarity=0.35, budget=budget), CASES[case])
     answer_logits(vlm, run, [])
     stats = run.stats
@@ -778,7 +772,7 @@ def test_a_run_meets_its_budget(vlm: VLM, case: str, budget: float) -> None:
     assert stats.equivalent_tokens >= least / 4
 
 
-def test_below_the_floor_the_key_set_is_left(vlm: VLM) -> None:
+def test_budget_below_floor_keeps_key_set(vlm: VLM) -> None:
     run = start(vlm, MustDrop(budget=0.01), CASES["three pictures"])
     answer_logits(vlm, run, [])
     key = int(run.prompt.layout.protected.sum())
@@ -789,7 +783,7 @@ def test_below_the_floor_the_key_set_is_left(vlm: VLM) -> None:
     assert set(left.item.tolist()) == {0, 1, 2}  # every picture keeps something
 
 
-def test_a_question_without_pictures(vlm: VLM) -> None:
+def test_text_only_prompts_are_unchanged(vlm: VLM) -> None:
     assert (
         vlm.ask("what ?", recipe="mustdrop:0.3", max_new_tokens=3).token_ids
         == vlm.ask("what ?", max_new_tokens=3).token_ids

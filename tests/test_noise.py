@@ -72,7 +72,7 @@ seeds = st.integers(-(2**70), 2**70)
 
 @settings(max_examples=60, deadline=None)
 @given(seeds, st.integers(0, 2**20), st.integers(1, 40))
-def test_it_is_a_function_in_plain_integers(seed: int, place: int, size: int) -> None:
+def test_noise_equals_integer_reference(seed: int, place: int, size: int) -> None:
     """Bits do not depend on a device, then: only integer products and shifts make them."""
     mine = gumbel(seed, place, size)
     assert mine.dtype == torch.float64
@@ -82,7 +82,7 @@ def test_it_is_a_function_in_plain_integers(seed: int, place: int, size: int) ->
     close(mine, wanted, terms=2, scale=1 + wanted.abs())
 
 
-def test_whoever_asks_and_when() -> None:
+def test_noise_depends_only_on_seed_position_and_token() -> None:
     places = list(range(40))
     one = {place: gumbel(5, place, 100) for place in places}
     torch.manual_seed(1)  # the global state is of no account
@@ -94,7 +94,7 @@ def test_whoever_asks_and_when() -> None:
 
 
 @pytest.mark.parametrize("seed", [-1, -(2**63), 2**63, 2**64 - 1, 2**64, 10**30, -(10**30)])
-def test_any_integer_is_a_seed(seed: int) -> None:
+def test_any_integer_is_a_valid_seed(seed: int) -> None:
     noise = gumbel(seed, 3, 50)
     assert noise.isfinite().all()
     assert torch.equal(noise, gumbel(seed % WORD, 3, 50))
@@ -102,7 +102,7 @@ def test_any_integer_is_a_seed(seed: int) -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs two devices")
-def test_it_is_the_same_on_another_device() -> None:
+def test_cpu_and_cuda_noise_agree() -> None:
     for seed in (0, -1, 2**63):
         here, there = gumbel(seed, 9, N), gumbel(seed, 9, N, "cuda").cpu()
         close(there, here, terms=2, scale=1 + here.abs())
@@ -113,7 +113,7 @@ def test_it_is_the_same_on_another_device() -> None:
 
 @pytest.mark.parametrize("token", [0, 11])
 @pytest.mark.parametrize("bits", [0, 2**52 - 1])
-def test_the_outermost_numbers_are_finite(bits: int, token: int) -> None:
+def test_extreme_noise_is_finite(bits: int, token: int) -> None:
     """Seeds that lead to the smallest and the largest number there is."""
     key = (unmixed(bits << 12) - (token + 1) * GOLDEN) % WORD
     seed = unmixed(unmixed(key))  # at place 0
@@ -127,7 +127,7 @@ def test_the_outermost_numbers_are_finite(bits: int, token: int) -> None:
     assert int((logits + noise).argmax()) != token
 
 
-def test_half_precision_would_not_be_finite() -> None:
+def test_half_precision_is_not_finite() -> None:
     """The control: the same numbers, rounded before the logarithm."""
     exact = torch.exp(-torch.exp(-gumbel(0, 0, N)))
     assert gumbel(0, 0, N).isfinite().all()
@@ -141,14 +141,14 @@ def test_half_precision_would_not_be_finite() -> None:
 
 
 @pytest.mark.parametrize("seed", [0, 1, -7, 2**40])
-def test_it_is_gumbel_noise_over_tokens(seed: int) -> None:
+def test_tokens_are_gumbel_distributed(seed: int) -> None:
     noise = gumbel(seed, 12, N)
     assert ks(noise) < 2.23
     assert ks(noise * 1.02) > 2.23  # the control
     assert float(noise.mean()) == pytest.approx(0.5772, abs=4 * 1.2825 / math.sqrt(N))
 
 
-def test_it_is_gumbel_noise_over_places_and_seeds() -> None:
+def test_positions_and_seeds_are_gumbel_distributed() -> None:
     over_places = torch.cat([gumbel(3, place, 4) for place in range(5000)])
     over_seeds = torch.cat([gumbel(seed, 3, 4) for seed in range(5000)])
     assert ks(over_places) < 2.23
@@ -159,7 +159,7 @@ def test_it_is_gumbel_noise_over_places_and_seeds() -> None:
     ("one", "other"),
     [((0, 0), (0, 1)), ((0, 0), (1, 0)), ((0, 7), (7, 0)), ((-1, 5), (1, 5)), ((2**63, 0), (0, 0))],
 )
-def test_places_and_seeds_have_nothing_to_do_with_each_other(one: tuple, other: tuple) -> None:
+def test_positions_and_seeds_are_uncorrelated(one: tuple, other: tuple) -> None:
     a, b = gumbel(*one, N), gumbel(*other, N)
     for shift in (0, 1, 2, 17):
         assert correlation(a[shift:], b[: N - shift]) < 4.5
@@ -167,13 +167,13 @@ def test_places_and_seeds_have_nothing_to_do_with_each_other(one: tuple, other: 
     assert correlation(a, b + 0.02 * a) > 4.5  # the control
 
 
-def test_tokens_have_nothing_to_do_with_each_other() -> None:
+def test_tokens_are_uncorrelated() -> None:
     noise = gumbel(4, 4, N)
     for shift in (1, 2, 3, 64, 1000):
         assert correlation(noise[shift:], noise[:-shift]) < 4.5
 
 
-def test_places_in_a_row_are_independent() -> None:
+def test_consecutive_positions_are_independent() -> None:
     """Few tokens and many places, as an answer draws them."""
     rows = torch.stack([gumbel(11, place, 3) for place in range(8000)])
     for a in range(3):
@@ -184,7 +184,7 @@ def test_places_in_a_row_are_independent() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 2.0])
-def test_the_largest_is_a_draw_from_the_softmax(temperature: float) -> None:
+def test_argmax_samples_the_softmax(temperature: float) -> None:
     logits = torch.tensor([0.0, 1.5, -2.0, 0.7, -torch.inf, 3.0]).double() / temperature
     noise = gumbel(1, 2, 6 * 100_000).view(-1, 6)
     counts = (logits + noise).argmax(1).bincount(minlength=6)

@@ -35,7 +35,7 @@ def test_import_is_light() -> None:
     assert not loaded_after("import vlmfast") & set(HEAVY)
 
 
-def test_recipes_are_light() -> None:
+def test_parsing_recipes_is_light() -> None:
     code = "import vlmfast; vlmfast.Recipe.parse('hired:0.2'); vlmfast.methods()"
     # torch itself brings triton in, on some of its releases.
     assert not loaded_after(code) & (set(HEAVY) - {"triton"})
@@ -63,7 +63,7 @@ def test_public_names() -> None:
 
 
 @pytest.mark.parametrize("first", ["vlmfast.overlay", "import vlmfast.api.overlays"])
-def test_overlay_stays_a_function(first: str) -> None:
+def test_overlay_is_a_function_not_a_module(first: str) -> None:
     """The module of that name must not hide the function, whichever is touched first."""
     check = "assert callable(vlmfast.overlay); "
     code = (
@@ -180,7 +180,7 @@ def drawing():
     return module
 
 
-def test_example_picture_is_what_the_script_draws(drawing) -> None:
+def test_example_image_matches_the_script(drawing) -> None:
     from vlmfast.media import load_image
     from vlmfast.scenes.examples import image_example
 
@@ -190,7 +190,7 @@ def test_example_picture_is_what_the_script_draws(drawing) -> None:
 
 
 @pytest.mark.parametrize("decoder", ["decord", "av"])
-def test_example_clip_is_what_the_script_draws(drawing, decoder: str) -> None:
+def test_example_video_matches_the_script(drawing, decoder: str) -> None:
     pytest.importorskip(decoder)
     from vlmfast.media import load_video
     from vlmfast.scenes.examples import video_example
@@ -202,7 +202,7 @@ def test_example_clip_is_what_the_script_draws(drawing, decoder: str) -> None:
         assert np.array_equal(np.asarray(got), np.asarray(frame))
 
 
-def test_written_clip_reads_back(drawing, tmp_path: Path) -> None:
+def test_written_video_reads_back(drawing, tmp_path: Path) -> None:
     pytest.importorskip("av")
     from vlmfast.media import load_video
     from vlmfast.scenes.examples import EVAL_SEED_START, video_example
@@ -215,7 +215,7 @@ def test_written_clip_reads_back(drawing, tmp_path: Path) -> None:
     )
 
 
-def test_examples_are_asked_what_they_show(drawing) -> None:
+def test_example_questions_are_known_to_the_generator(drawing) -> None:
     """The questions of `make ask` are questions that the generator knows the answer to."""
     from vlmfast.scenes.examples import image_example, video_example
 

@@ -214,7 +214,7 @@ METHODS = {
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("pictures", [1, 2])
-def test_a_prefill_method_equals_a_dense_reference_by_hand(vlm, method, pictures) -> None:
+def test_prefill_methods_equal_dense_reference(vlm, method, pictures) -> None:
     stage, rule = METHODS[method]
     images = [picture(seed=i) for i in range(pictures)]
     tensors = vlm.inputs("what is here ?", images)

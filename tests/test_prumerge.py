@@ -41,7 +41,7 @@ def reduced(stage: PruMerge, *pictures: dict) -> tuple[VisualTokens, VisualToken
     return tokens, stage.reduce(tokens, with_keys(stats), REQUEST)
 
 
-def test_one_head_is_that_of_wide_queries_and_keys() -> None:
+def test_one_head_equals_concatenated_heads() -> None:
     generator = torch.Generator().manual_seed(0)
     q, k = torch.randn(1, 4, 8, generator=generator), torch.randn(9, 4, 8, generator=generator)
     heads = torch.einsum("ihd,jhd->hij", q, k) * 8**-0.5
@@ -53,13 +53,13 @@ def test_one_head_is_that_of_wide_queries_and_keys() -> None:
     apart(ours, mean, terms=terms)  # it is not the mean over heads
 
 
-def test_outliers_in_numbers() -> None:
+def test_outliers_example() -> None:
     assert outliers(torch.tensor([1.0, 2, 3, 4, 5, 6, 7, 100])) == 1
     assert outliers(torch.tensor([1.0] * 6 + [5, 9])) == 2
     assert outliers(torch.ones(8)) == 1  # none: the best
 
 
-def test_mixture_in_numbers(monkeypatch) -> None:
+def test_mixture_example(monkeypatch) -> None:
     monkeypatch.setattr("vlmfast.compressors.tokens.prumerge.NEAREST", 2)
     attention = torch.tensor([0.1, 0.2, 0.3, 0.4])
     keys = torch.tensor([[1.0, 0], [3, 1], [0, 1], [1, 1]])
@@ -68,7 +68,7 @@ def test_mixture_in_numbers(monkeypatch) -> None:
     assert torch.equal(mix, torch.tensor(expected))  # placed, not computed
 
 
-def test_the_grid_between_outliers() -> None:
+def test_grid_between_outliers() -> None:
     attention = torch.zeros(36)
     attention[[3, 10, 30]] = 1.0  # a twelfth: steps of 4
     kept = PruMergePlus().chosen(attention, None)
@@ -84,7 +84,7 @@ def test_the_grid_between_outliers() -> None:
 @pytest.mark.parametrize("method", BOTH)
 @given(picture_arguments(), st.floats(0.02, 0.98) | st.none(), st.sampled_from(["rate", "budget"]))
 @settings(max_examples=12, deadline=None)
-def test_what_a_picture_keeps(method, arguments: dict, share: float | None, name: str) -> None:
+def test_kept_tokens(method, arguments: dict, share: float | None, name: str) -> None:
     stage = method(**{name: share})
     tokens, kept = reduced(stage, arguments, arguments)
     order = kept.layout.order
@@ -108,13 +108,13 @@ def test_what_a_picture_keeps(method, arguments: dict, share: float | None, name
 
 
 @pytest.mark.parametrize("method", BOTH)
-def test_all_is_all(method) -> None:
+def test_budget_1_is_identity(method) -> None:
     tokens, kept = reduced(method(budget=1.0), {"tiles": (2, 2)})
     assert kept is tokens
 
 
 @pytest.mark.parametrize("method", BOTH)
-def test_deeper_features_mix_alike(method) -> None:
+def test_extra_features_are_mixed_alike(method) -> None:
     tokens, geometry = picture((0, 0), (4, 4))
     tokens = VisualTokens(tokens.features, tokens.layout, (2 * tokens.features,))
     _, stats = prompt({"tiles": (0, 0)})
@@ -124,7 +124,7 @@ def test_deeper_features_mix_alike(method) -> None:
     apart(kept.features, tokens.features[taken], terms=16)  # something mixed
 
 
-def test_a_run_equals_the_tower_by_hand() -> None:
+def test_prompt_equals_reference_tower() -> None:
     """Queries and keys from hooks on the tower's last layer, which LLaVA otherwise leaves out."""
     vlm = VLM(*build_llava())
     image, seen = photo(), [None, None]
@@ -164,7 +164,7 @@ def test_a_run_equals_the_tower_by_hand() -> None:
     apart(got, unmixed, terms=2 * tower(vlm), scale=scale)  # control: neighbours count
 
 
-def test_the_words() -> None:
+def test_recipe_parameters() -> None:
     assert PruMerge().saliencies() == (SaliencyRequest("last", keys=True, wide=True),)
     for word in ("prumerge", "prumerge-plus:0.25,repair=true", "prumerge:budget=0.1"):
         assert Recipe.parse(word) == Recipe.parse(str(Recipe.parse(word)))
@@ -172,7 +172,7 @@ def test_the_words() -> None:
     assert PruMerge().positions == "compact"
 
 
-def test_two_kinds_of_keys_of_a_layer_cannot_stand_together() -> None:
+def test_conflicting_key_requests_are_not_joined() -> None:
     wide, mean = StatRequest("cls", keys=True, wide=True), StatRequest("cls", keys=True)
     assert wide.joined(mean) is None
     assert wide.joined(StatRequest("cls")) == StatRequest("cls").joined(wide) == wide
@@ -186,6 +186,6 @@ def test_two_kinds_of_keys_of_a_layer_cannot_stand_together() -> None:
         ("prumerge-plus:step=2", r"prumerge-plus has no parameter 'step'"),
     ],
 )
-def test_bad_words(word: str, message: str) -> None:
+def test_invalid_recipes_raise(word: str, message: str) -> None:
     with pytest.raises(RecipeError, match=message):
         Recipe.parse(word)

@@ -77,7 +77,7 @@ def encoder(vlm: VLM, **config) -> ProgressiveEncoder:
 
 @given(st.integers(1, 7), st.integers(1, 7), st.integers(2, 4))
 @settings(max_examples=40, deadline=None)
-def test_cells_hold_their_patches(h: int, w: int, side: int) -> None:
+def test_cells_contain_their_patches(h: int, w: int, side: int) -> None:
     patches = torch.arange(1.0, h * w + 1).view(1, -1, 1)
     cells = to_cells(patches, (h, w), side)
     across = -(-w // side)
@@ -90,7 +90,7 @@ def test_cells_hold_their_patches(h: int, w: int, side: int) -> None:
     assert torch.equal(to_patches(cells, (h, w), side), patches)
 
 
-def test_places_go_round() -> None:
+def test_positions_cycle() -> None:
     assert places(2) == [0, 3, 1, 2]
     assert places(4)[:4] == [5, 10, 6, 9]
     assert places(3)[0] == 4
@@ -114,7 +114,7 @@ def clip(number: int, frames: int, tiles=(1, 1), first: int = 0, **kwargs) -> li
     return [geometry(tiles, first + i * per, number, (i, frames), **kwargs) for i in range(frames)]
 
 
-def test_plan_of_a_picture_and_two_clips() -> None:
+def test_plan_of_an_image_and_two_videos() -> None:
     items = [geometry((1, 2)), *clip(0, 3, first=3), *clip(1, 2, first=9)]
     choices = {-1: Choice(2, 4), 0: Choice(2, 1), 1: Choice(4, 2, crops=False)}
     plan = make_plan(items, lambda scene: choices[scene[0].clip])
@@ -141,7 +141,7 @@ def test_plan_of_a_picture_and_two_clips() -> None:
     st.booleans(),
 )
 @settings(max_examples=40, deadline=None)
-def test_every_row_is_in_one_sequence(
+def test_each_row_is_in_exactly_one_sequence(
     parts: list[tuple[int, tuple[int, int]]], repeats: int, crops: bool
 ) -> None:
     """``parts`` are clips of so many frames, or a picture for 0."""
@@ -162,7 +162,7 @@ def test_every_row_is_in_one_sequence(
         assert len({(items[i].clip, i if items[i].clip < 0 else -1) for i in shown}) == 1
 
 
-def test_what_budgets_attain_on_the_shipped_model() -> None:
+def test_budgets_attained_on_the_shipped_model() -> None:
     """136 tokens a frame: base view and one crop of 8 x 8 patches, 8 newlines."""
     frames = clip(0, 4, patches=(8, 8))
     picture = [geometry((2, 2), patches=(8, 8))]
@@ -185,7 +185,7 @@ def test_what_budgets_attain_on_the_shipped_model() -> None:
 # --- layers --------------------------------------------------------------------------------------
 
 
-def test_adaptive_norm_in_numbers() -> None:
+def test_adaptive_norm_equals_formula() -> None:
     norm, x, time = AdaptiveNorm(6, 3), noise(2, 5, 6), noise(2, 1, 3)
     plain = torch.nn.functional.layer_norm(x, (6,))
     close(norm(x, time), plain, terms=6)
@@ -202,7 +202,7 @@ def test_timestamps_differ() -> None:
     assert float(torch.pdist(waves).min()) > 0.1
 
 
-def test_temporal_attention_against_loops() -> None:
+def test_temporal_attention_equals_loops() -> None:
     layer = shaken(TemporalAttention(8, 2, 4))
     x, time = noise(3, 4, 5, 8), noise(4, 4, seed=1)
     got = layer(x, time)
@@ -220,7 +220,7 @@ def test_temporal_attention_against_loops() -> None:
                 close(got[s, t, n], expected, terms=TEMPORAL, scale=got.detach().abs().max())
 
 
-def test_later_frames_do_not_change_earlier_ones() -> None:
+def test_temporal_attention_is_causal() -> None:
     layer, x, time = shaken(TemporalAttention(8, 2, 4)), noise(2, 5, 3, 8), noise(5, 4, seed=1)
     before = layer(x, time)
     other = x.clone()
@@ -233,13 +233,13 @@ def test_later_frames_do_not_change_earlier_ones() -> None:
         apart(after[:, t, 1], before[:, t, 1], terms=TEMPORAL)
 
 
-def test_temporal_attention_starts_as_nothing() -> None:
+def test_untrained_temporal_attention_is_identity() -> None:
     x = noise(2, 3, 4, 8)
     assert torch.equal(TemporalAttention(8, 2, 4)(x, noise(3, 4)), x)
 
 
 @pytest.mark.parametrize("rest", [1.0, 2 / 3, 0.0])
-def test_compressor_in_numbers(rest: float) -> None:
+def test_compressor_equals_formula(rest: float) -> None:
     compress = Compressor(6, 2, 5, 3)
     cells, time = noise(2, 7, 4, 6), noise(2, 3, seed=1)
     home = torch.tensor([[True, False, False, False], [False, True, False, False]])
@@ -315,7 +315,7 @@ def visual(vlm: VLM, module: ProgressiveEncoder, stage: PVC | None, *media):
     return prompt.layout.select(rows), prompt.embeds[rows], stats
 
 
-def test_untrained_it_is_a_mean_near_each_place(vlm: VLM) -> None:
+def test_untrained_tokens_are_local_means(vlm: VLM) -> None:
     """The stated start: softmax of the priors over the patches in front of the projector."""
     found = []
     handle = vlm.adapter.projector().register_forward_pre_hook(
@@ -344,7 +344,7 @@ def test_untrained_it_is_a_mean_near_each_place(vlm: VLM) -> None:
             close(feature, expected, terms=tower(vlm), scale=features.abs().max())
 
 
-def test_budget_one_is_the_identity(vlm: VLM) -> None:
+def test_budget_1_is_identity(vlm: VLM) -> None:
     module = shaken(encoder(vlm))
     media = (noise_picture(64, 64), frames(2, seed=5))
     _, full, _ = visual(vlm, module, None, *media)
@@ -357,7 +357,7 @@ def test_budget_one_is_the_identity(vlm: VLM) -> None:
     apart(changed, full, terms=tower(vlm))
 
 
-def test_answers_of_budget_one_are_the_full_models(vlm: VLM) -> None:
+def test_budget_1_gives_the_same_answer(vlm: VLM) -> None:
     vlm.adapter.modules["pvc", "auto", ""] = shaken(encoder(vlm))
     picture = noise_picture(64, 64)
     full = vlm.ask("What is it?", picture, max_new_tokens=8)
@@ -416,7 +416,7 @@ def test_counts_order_and_weights(vlm: VLM, side: int, image: int, video: int, v
                 close(a, b, terms=2)
 
 
-def test_a_token_stands_at_places_in_turn(next_vlm: VLM) -> None:
+def test_token_positions_alternate_between_frames(next_vlm: VLM) -> None:
     layout, _, _ = visual(next_vlm, encoder(next_vlm), PVC(), frames(5))
     assert (layout.kind == Kind.VIDEO).all()
     assert (layout.tile == 0).all()
@@ -426,7 +426,7 @@ def test_a_token_stands_at_places_in_turn(next_vlm: VLM) -> None:
 
 
 @pytest.mark.parametrize("stage", [PVC(), PVC(side=4, video_repeat=2, views="all")])
-def test_clips_and_pictures_do_not_see_each_other(vlm: VLM, stage: PVC) -> None:
+def test_videos_and_images_are_independent(vlm: VLM, stage: PVC) -> None:
     """And in a clip only the past is seen."""
     module = shaken(encoder(vlm))
     one, two, alone = frames(3), frames(3, seed=20), noise_picture(64, 64, seed=40)
@@ -448,7 +448,7 @@ def test_clips_and_pictures_do_not_see_each_other(vlm: VLM, stage: PVC) -> None:
     changed({5, 6}, one, alone, [two[0], other, two[2]])
 
 
-def test_repeats_of_a_picture_differ_when_trained(vlm: VLM) -> None:
+def test_repeats_of_an_image_differ_when_trained(vlm: VLM) -> None:
     """In front of the last block, where they are still at the same places."""
 
     def rows(module: ProgressiveEncoder) -> torch.Tensor:
@@ -471,7 +471,7 @@ def test_repeats_of_a_picture_differ_when_trained(vlm: VLM) -> None:
         apart(another, one, terms=tower(vlm))
 
 
-def test_a_clip_of_one_frame_is_a_picture_seen_so_often(next_vlm: VLM) -> None:
+def test_one_frame_video_equals_repeated_image(next_vlm: VLM) -> None:
     module, shown = shaken(encoder(next_vlm)), noise_picture(32, 32)
     stage = PVC(image_repeat=2, video_repeat=2, views="all")
     layout, features, _ = visual(next_vlm, module, stage, shown)
@@ -483,7 +483,7 @@ def test_a_clip_of_one_frame_is_a_picture_seen_so_often(next_vlm: VLM) -> None:
     assert len(once) == len(layout) / 2
 
 
-def test_grids_that_cells_do_not_divide(next_vlm: VLM) -> None:
+def test_grids_not_divisible_by_cells(next_vlm: VLM) -> None:
     module = shaken(encoder(next_vlm, sides=[3]))
     layout, features, _ = visual(next_vlm, module, PVC(side=3, image_repeat=2), noise_picture())
     # Cells of 3x3, 3x1, 1x3 and 1x1 patches in each of five views; a cut cell has up to two tokens.
@@ -505,7 +505,7 @@ def test_half_precision(next_vlm: VLM) -> None:
 
 
 @pytest.mark.parametrize("share", [0.05, 0.2, 0.5])
-def test_budgets_are_met_as_nearly_as_counts_allow(next_vlm: VLM, share: float) -> None:
+def test_budgets_are_met_to_the_nearest_count(next_vlm: VLM, share: float) -> None:
     """The frames' crops have a letterbox, which the processor's grid leaves them."""
     media = (noise_picture(64, 64), frames(3, seed=5), noise_picture(90, 32))
     came, _, _ = visual(next_vlm, encoder(next_vlm), None, *media)
@@ -547,7 +547,7 @@ def test_gradients_reach_every_weight(next_vlm: VLM) -> None:
     module.eval()
 
 
-def test_training_draws_what_its_config_says(next_vlm: VLM) -> None:
+def test_training_draws_from_its_config(next_vlm: VLM) -> None:
     from vlmfast.compressors.encoder.pvc.training import TRAINING
 
     training = TRAINING(options(), next_vlm.adapter.sizes())
@@ -568,7 +568,7 @@ def test_training_draws_what_its_config_says(next_vlm: VLM) -> None:
 # --- the shipped weights -------------------------------------------------------------------------
 
 
-def test_shipped_weights_beat_random_on_clips(tiny: VLM) -> None:
+def test_shipped_weights_beat_random_on_videos(tiny: VLM) -> None:
     """5.9 % of the tokens, scenes that neither the training nor the evaluation draws."""
     from vlmfast.scenes.examples import EVAL_SEED_STOP, video_example
 
@@ -614,12 +614,12 @@ def test_shipped_counts_and_size(tiny: VLM) -> None:
         ("pvc+pvc", "twice"),
     ],
 )
-def test_bad_words(word: str, named: str) -> None:
+def test_invalid_recipes_raise(word: str, named: str) -> None:
     with pytest.raises(RecipeError, match=named):
         Recipe.parse(word)
 
 
-def test_bad_company(next_vlm: VLM) -> None:
+def test_mismatched_module_raises(next_vlm: VLM) -> None:
     module = encoder(next_vlm)
     with pytest.raises(RecipeError, match="side=3"):
         visual(next_vlm, module, PVC(side=3), noise_picture())
@@ -634,7 +634,7 @@ def test_bad_company(next_vlm: VLM) -> None:
         inside.on_block(context, 1, noise(1, 17, 64))
 
 
-def test_word_round_trip_and_floor() -> None:
+def test_recipe_round_trip_and_floor() -> None:
     stage = PVC(side=4, video_repeat=2, positions="keep")
     assert Recipe.parse(str(stage)) == Recipe((stage,))
     assert PVC.from_words({None: "0.22"}).budget == 0.22
@@ -679,6 +679,6 @@ def test_published_configuration() -> None:
         ("mlp_add_ops", [1]),
     ],
 )
-def test_published_values_that_are_not_supported(key: str, value: object) -> None:
+def test_unsupported_published_values_raise(key: str, value: object) -> None:
     with pytest.raises(RecipeError, match=f"pvc: {key}="):
         read_config({key: value})

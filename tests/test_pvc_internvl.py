@@ -110,7 +110,7 @@ def test_counts_and_weights(vlm, weights, case):
     assert answer.token_ids[:2] == full.token_ids  # of budget 1
 
 
-def test_untrained_it_is_a_mean_near_each_place(vlm):
+def test_untrained_tokens_are_local_means(vlm):
     """The stated start: softmax of the priors over the tokens in front of the projector."""
     before, _ = projected(vlm, "none", **IMAGE)
     use(vlm, module_of(vlm, False))
@@ -163,7 +163,7 @@ def tower_by_hand(
         vlm.model.set_attn_implementation("sdpa")
 
 
-def test_a_video_by_hand(vlm):
+def test_video_equals_formulas(vlm):
     module = module_of(vlm, True)
     use(vlm, module)
     into, answer = projected(vlm, PVC(), **video(FRAMES))
@@ -179,7 +179,7 @@ def test_a_video_by_hand(vlm):
     close(answer.trace.entered.weight, torch.full((5,), 4.0))
 
 
-def test_frames_know_their_past_and_nothing_else(vlm):
+def test_frames_depend_only_on_the_past(vlm):
     use(vlm, module_of(vlm, True))
     plain, _ = projected(vlm, PVC(), **video(FRAMES))
     other = [*FRAMES[:2], picture(9, 40, 40), *FRAMES[3:]]
@@ -192,7 +192,7 @@ def test_frames_know_their_past_and_nothing_else(vlm):
     close(both[-5:], plain, terms=TERMS)
 
 
-def test_an_image_is_a_video_that_stands_still(vlm):
+def test_repeated_image_equals_static_video(vlm):
     """Four equal frames give what four repeats of one view give."""
     use(vlm, module_of(vlm, True))
     still = picture(3, 40, 40)
@@ -224,7 +224,7 @@ def test_the_model_is_restored(vlm, weights):
     assert vlm.ask("what ?", **CASES["both"], max_new_tokens=4).token_ids == plain
 
 
-def test_weights_are_of_this_model(vlm, weights):
+def test_weights_of_another_model_are_rejected(vlm, weights):
     stage = PVC(weights=str(weights))
     module = load_weights(stage, vlm.adapter.sizes(), vlm.adapter.signature())
     assert (module.width, module.token_width, module.patches) == (32, 128, 4)
@@ -235,13 +235,13 @@ def test_weights_are_of_this_model(vlm, weights):
 
 
 @pytest.mark.parametrize("name", ["qwen3_vl", "gemma3", "idefics3"])
-def test_other_towers_of_several_patches_are_refused(name):
+def test_unsupported_towers_raise(name):
     other = VLM(*getattr(tiny_families, f"build_{name}")())
     with pytest.raises(RecipeError, match="pvc works inside the vision tower, which needs one"):
         other.ask("what ?", **IMAGE, recipe="pvc")
 
 
-def test_counts_of_views_without_a_canvas():
+def test_token_counts_without_canvas():
     item = ItemGeometry((44, 90), (1, 2), (0, 3), (16, 16))
     assert tokens_in(item, stitched=False) == 3 * 256
     assert tokens_out(item, Choice(2, 1), stitched=False) == 3 * 64
@@ -271,7 +271,7 @@ def test_gradients_reach_every_weight(vlm):
         assert weight.grad is not None and weight.grad.abs().max() > 0, name
 
 
-def test_training_asks_for_what_the_tower_has(vlm):
+def test_training_config_matches_the_tower(vlm):
     options = argparse.Namespace(last=2, hidden=0, time_width=8, positions="keep")
     config = vlm.adapter.sizes() | TRAINING(options, vlm.adapter.sizes()).config()
     assert config["blocks"] == [1, 2]

@@ -77,7 +77,7 @@ def same(a: Segment, b: Segment) -> bool:
 
 
 @given(bits=BITS, rows=st.integers(1, 5), width=st.integers(1, 9), seed=SEEDS)
-def test_packing_is_undone(bits, rows, width, seed):
+def test_pack_unpack_round_trip(bits, rows, width, seed):
     dim = width * 8 // bits
     generator = torch.Generator().manual_seed(seed)
     codes = torch.randint(0, 2**bits, (rows, dim), generator=generator, dtype=torch.uint8)
@@ -97,7 +97,7 @@ def test_packing_is_undone(bits, rows, width, seed):
         (2, [1, 2, 3, 0, 2, 2, 1, 1], [1 | 3 << 2 | 2 << 4 | 1 << 6, 2 | 0 << 2 | 2 << 4 | 1 << 6]),
     ],
 )
-def test_bytes_hold_channels_a_part_of_the_head_apart(bits, codes, packed):
+def test_packed_byte_layout(bits, codes, packed):
     assert pack(torch.tensor(codes), bits).tolist() == packed
 
 
@@ -112,7 +112,7 @@ def test_bytes_hold_channels_a_part_of_the_head_apart(bits, codes, packed):
     dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
     seed=SEEDS,
 )
-def test_an_entry_comes_back_within_half_a_step(
+def test_dequantization_error_is_within_half_a_step(
     bits, n, group, value_group, scaled, spread, dtype, seed
 ):
     keys = noise(2, n, 16, seed=seed, spread=spread, dtype=dtype)
@@ -147,7 +147,7 @@ def test_an_entry_comes_back_within_half_a_step(
         assert not bool((error <= 0.25 * step + slack).all())
 
 
-def test_a_minimum_is_stored_below_the_true_one():
+def test_stored_minimum_is_below_the_true_one():
     """Else a channel of small range far from zero would lose all of it to float16's rounding."""
     keys = 100 + noise(1, 64, 8) * 1e-2
     _, step, minimum = quantise_keys(keys, 4, dtype=torch.float16)
@@ -159,7 +159,7 @@ def test_a_minimum_is_stored_below_the_true_one():
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
 @pytest.mark.parametrize("value", [0.0, 1.5, -3.0, 1e-7])
-def test_groups_of_one_number_give_that_number(bits, value):
+def test_constant_groups_round_trip(bits, value):
     x = torch.full((1, 5, 16), value)
     of = quantise(x, x, torch.arange(5)[None], torch.tensor([5]), bits, scaled=True)
     assert bool((of.key_step == 1).all()) and not of.key_codes.any()
@@ -177,7 +177,7 @@ def test_groups_of_one_number_give_that_number(bits, value):
     poison=st.sampled_from([torch.nan, torch.inf, 1e9]),
     seed=SEEDS,
 )
-def test_padding_has_no_part_in_parameters(lengths, group, poison, seed):
+def test_padding_does_not_affect_parameters(lengths, group, poison, seed):
     n = max(*lengths, 1)
     keys, values = noise(2, n, 16, seed=seed), noise(2, n, 16, seed=seed + 1)
     gone = torch.arange(n) >= torch.tensor(lengths)[:, None]
@@ -202,7 +202,7 @@ def test_padding_has_no_part_in_parameters(lengths, group, poison, seed):
             assert torch.equal(mine.value_scale, alone.value_scale)
 
 
-def test_float16_holds_the_parameters_where_the_range_fits():
+def test_parameters_are_float16_if_the_range_fits():
     small, large = noise(1, 9, 8), 1e5 * noise(1, 9, 8)
     assert parameter_dtype(small.bfloat16(), small.bfloat16()) == torch.float16
     assert parameter_dtype(small, large) == torch.float32
@@ -231,7 +231,7 @@ def test_float16_holds_the_parameters_where_the_range_fits():
         (16, 4, 0, "groups of 0 channels"),
     ],
 )
-def test_what_cannot_be_packed_is_named(dim, bits, value_group, message):
+def test_unsupported_shapes_raise(dim, bits, value_group, message):
     with pytest.raises(ValueError, match=message):
         segment(dim=dim, bits=bits, value_group=value_group)
 
@@ -248,7 +248,7 @@ def test_what_cannot_be_packed_is_named(dim, bits, value_group, message):
     biased=st.integers(0, 2),
     seed=SEEDS,
 )
-def test_a_batch_holds_what_its_rows_held(bits, group, scaled, sizes, biased, seed):
+def test_batched_segments_equal_single_rows(bits, group, scaled, sizes, biased, seed):
     singles = []
     for at, n in enumerate(sizes):
         bias = noise(2, n, seed=seed + 7) if at < biased else None
@@ -284,7 +284,7 @@ def test_a_batch_holds_what_its_rows_held(bits, group, scaled, sizes, biased, se
 
 @settings(max_examples=30, deadline=None)
 @given(bits=BITS, pages=st.lists(st.integers(1, 3), min_size=1, max_size=3), seed=SEEDS)
-def test_pages_stand_behind_each_other(bits, pages, seed):
+def test_pages_are_appended_in_order(bits, pages, seed):
     group = 8
     n = group * sum(pages)
     keys, values = noise(2, n, 16, seed=seed), noise(2, n, 16, seed=seed + 1)
@@ -315,7 +315,7 @@ def test_pages_stand_behind_each_other(bits, pages, seed):
     assert same(whole.first(group), part(0, group).unsqueeze())
 
 
-def test_pages_that_cannot_grow():
+def test_incompatible_pages_raise():
     with pytest.raises(ValueError, match="cannot grow"):
         segment(n=40, key_group=0).append(segment(n=40, key_group=0))
     with pytest.raises(ValueError, match="40 slots in groups of 16"):
@@ -331,7 +331,7 @@ def test_pages_that_cannot_grow():
     [(0, None, True, False), (8, 4, False, True), (16, 16, True, True), (0, 8, False, False)],
 )
 @pytest.mark.parametrize("bits", [2, 4, 8])
-def test_bytes_are_those_of_the_slots_that_exist(bits, group, value_group, scaled, biased):
+def test_bytes_count_existing_slots_only(bits, group, value_group, scaled, biased):
     n, dim, lengths = 40, 16, [40, 21, 0]
     of = segment(
         heads=3,
@@ -438,7 +438,7 @@ def together(problem: dict) -> tuple[Tensor, ...]:
     empty_tail=st.booleans(),
     biased=st.booleans(),
 )
-def test_attention_is_that_over_what_is_read_back(seed, heads, shared, rows, empty_tail, biased):
+def test_attention_equals_dense_over_dequantized(seed, heads, shared, rows, empty_tail, biased):
     case = problem(seed, heads, shared, rows, empty_tail, biased)
     out, lse, mass = decode_mixed(**case, want_mass=True)
     expected, lse_expected, p = dense(case["query"], *together(case))
@@ -481,7 +481,7 @@ def poisoned(of: Segment) -> Segment:
 
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("shared", [1, 2])
-def test_what_does_not_exist_is_not_read(biased, shared):
+def test_padding_slots_are_not_read(biased, shared):
     case = problem(5, 2, shared, 2, empty_tail=True, biased=biased)
     clean = decode_mixed(**case, want_mass=True)
     nobody = ~case["tail_mask"].any(2)
@@ -499,7 +499,7 @@ def test_what_does_not_exist_is_not_read(biased, shared):
     assert not bool(decode_mixed(**dirty | {"segments": longer})[0].isfinite().all())
 
 
-def test_half_precision_is_computed_in_float32():
+def test_half_precision_inputs_compute_in_float32():
     case = problem(3, 2, 2, 1, empty_tail=False, biased=False)
     halves = {name: case[name].bfloat16() for name in ("query", "tail_keys", "tail_values")}
     floats = {name: x.float() for name, x in halves.items()}
@@ -509,7 +509,7 @@ def test_half_precision_is_computed_in_float32():
     assert torch.equal(ours, exact.bfloat16()) and torch.equal(lse, exact_lse)
 
 
-def test_a_mask_for_all_heads_and_rows_expands():
+def test_broadcast_mask():
     case = problem(3, 2, 2, 1, empty_tail=False, biased=False)
     mask = case["tail_mask"][:, :1]
     whole = decode_mixed(**case | {"tail_mask": mask.expand(-1, 2, -1, -1)}, want_mass=True)
@@ -530,7 +530,7 @@ def test_the_order_of_segments_does_not_matter():
     close(ours, other, terms=16 + together(case)[0].shape[2])
 
 
-def test_nothing_waits_for_the_device():
+def test_no_device_synchronization():
     """Tensors without data: to ask for a number, or for a shape that depends on one, fails."""
     case = problem(3, 2, 2, 1, empty_tail=False, biased=False)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
@@ -604,7 +604,7 @@ class Tail:
 
 
 @pytest.mark.parametrize("n", [0, 1, 31, 32, 33, 64, 100])
-def test_kivi_leaves_less_than_a_residual_of_a_prompt(n):
+def test_kivi_keeps_less_than_a_residual_in_full_precision(n):
     stage, kv = Kivi(bits=4, group=8, residual=32), prompt(n)
     out = stage.compress(pass_over(n), 0, kv, None)
     if n < 32:
@@ -626,13 +626,13 @@ def test_kivi_leaves_less_than_a_residual_of_a_prompt(n):
     assert not torch.equal(keys[:, :8], own.dequantise(FLOAT)[0])
 
 
-def test_kivi_takes_three_bits_of_sixteen():
+def test_kivi_uses_three_bits_per_value():
     kv = prompt(256, dim=64)
     (of,) = Kivi().compress(pass_over(256), 0, kv, None).segments
     assert of.held_bytes() * 8 == 3 * kv.keys.numel() * 2
 
 
-def test_kivi_carries_biases_and_heads_of_different_length():
+def test_kivi_with_biases_and_ragged_heads():
     bias = noise(2, 80, seed=5)
     stage, step = Kivi(bits=2, group=8, residual=16), pass_over(80)
     kv = prompt(80, lengths=[70, 41], bias=bias)
@@ -655,7 +655,7 @@ def test_kivi_carries_biases_and_heads_of_different_length():
 
 
 @pytest.mark.parametrize("n", [5, 40])
-def test_kivi_quantises_the_answer_as_it_does_a_prompt(n):
+def test_kivi_quantizes_answer_like_prompt(n):
     """Prompt and answer together: the codes of a prompt that had been longer."""
     stage, total = Kivi(bits=2, group=8, residual=16), 70
     kv = prompt(total)
@@ -676,7 +676,7 @@ def test_kivi_quantises_the_answer_as_it_does_a_prompt(n):
     assert not same(of, Kivi(bits=4, group=8, residual=16).compress(step, 0, kv, None).segments[0])
 
 
-def test_kivi_catches_up_with_many_tokens_at_once():
+def test_kivi_quantizes_many_new_tokens_at_once():
     stage, step = Kivi(bits=2, group=8, residual=16), pass_over(50)
     slots = Tail(prompt(50), step)
     stage.expand()[1].step(slots, 0)
@@ -691,12 +691,12 @@ def test_kivi_catches_up_with_many_tokens_at_once():
         ({"residual": 100}, "kivi: residual=100 does not consist of groups of 32"),
     ],
 )
-def test_kivi_names_what_it_cannot_do(parameters, message):
+def test_kivi_invalid_parameters_raise(parameters, message):
     with pytest.raises(RecipeError, match=message):
         Kivi(**parameters)
 
 
-def test_methods_name_heads_that_they_cannot_pack():
+def test_unsupported_head_sizes_raise():
     with pytest.raises(RecipeError, match="kivi: groups of 32 channels do not divide a head of 48"):
         Kivi().compress(pass_over(128), 0, prompt(128, dim=48), None)
     narrow = Kivi().compress(pass_over(128), 0, prompt(128, dim=16), None)
@@ -719,7 +719,7 @@ def columns(n: int, heads: int = 2, groups: int = 2, seed: int = 0) -> ColumnSta
     lengths=st.lists(st.integers(0, 40), min_size=1, max_size=3),
     seed=SEEDS,
 )
-def test_the_least_salient_are_the_lowest_of_each_head(share, lengths, seed):
+def test_least_salient_is_the_lowest_per_head(share, lengths, seed):
     n = max(*lengths, 1)
     score = noise(len(lengths), n, seed=seed)
     low = least_salient(score, share, torch.tensor(lengths))
@@ -730,12 +730,12 @@ def test_the_least_salient_are_the_lowest_of_each_head(share, lengths, seed):
             assert of[mine].max() < of[:length][~mine[:length]].min()
 
 
-def test_ties_are_salient_at_the_lower_index():
+def test_saliency_ties_prefer_the_lower_index():
     low = least_salient(torch.ones(1, 10), 0.4, torch.tensor([10]))
     assert low[0].nonzero().flatten().tolist() == [6, 7, 8, 9]
 
 
-def test_saliency_is_a_mean_over_the_rows_that_see_a_slot():
+def test_saliency_is_averaged_over_attending_rows():
     stats, n = columns(20), 20
     full = ZipCache().score(pass_over(n), prompt(n), stats)
     close(full, stats.sum.sum(1) / (n - torch.arange(n)), terms=2 + 1)
@@ -751,7 +751,7 @@ def test_saliency_is_a_mean_over_the_rows_that_see_a_slot():
 
 
 @pytest.mark.parametrize("lengths", [[40, 40], [40, 17]])
-def test_zipcache_keeps_every_slot_in_one_of_two_precisions(lengths):
+def test_zipcache_splits_slots_into_two_precisions(lengths):
     n, stage, step = 40, ZipCache(), pass_over(40)
     kv, stats = prompt(n, lengths=lengths, bias=noise(2, n, seed=4)), columns(n)
     out = stage.compress(step, 0, kv, stats)
@@ -792,7 +792,7 @@ def test_zipcache_with_one_precision(important, bits):
     assert (of.bits, len(of)) == (8, 20)
 
 
-def test_zipcache_quantises_the_answer_in_pages():
+def test_zipcache_quantizes_answer_in_pages():
     stage, step = ZipCache(page=16), pass_over(20)
     kv = prompt(20)
     compressed = stage.compress(step, 0, kv, columns(20))
@@ -818,7 +818,7 @@ def test_zipcache_quantises_the_answer_in_pages():
         assert not torch.equal(ours[:, :16], other)
 
 
-def test_zipcache_asks_for_shares_of_the_rows():
+def test_zipcache_requests_fractions_of_probe_rows():
     stage = ZipCache(recent=0.1, random=0.2, seed=7)
     (request,) = set(stage.text_stats(3).values())
     assert set(stage.text_stats(3)) == {0, 1, 2}
@@ -834,6 +834,6 @@ def test_zipcache_asks_for_shares_of_the_rows():
         ({"recent": 0.0}, "recent=0 is out of range"),
     ],
 )
-def test_zipcache_names_what_it_cannot_do(parameters, message):
+def test_zipcache_invalid_parameters_raise(parameters, message):
     with pytest.raises(RecipeError, match=message):
         ZipCache(**parameters)

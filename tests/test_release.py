@@ -119,7 +119,7 @@ GOOD = """# Changelog
         ("### Fixed\n- b\n", "### Fixed\n", "Fixed is empty"),
     ],
 )
-def test_wrong_changelogs_are_refused(old: str, new: str, problem: str) -> None:
+def test_invalid_changelogs_are_rejected(old: str, new: str, problem: str) -> None:
     assert not changelog_problems(GOOD, "0.2.0")
     assert old in GOOD
     assert any(problem in line for line in changelog_problems(GOOD.replace(old, new, 1), "0.2.0"))
@@ -167,7 +167,7 @@ def test_citation() -> None:
         (r"- name: .*", "- alias: x", "an author has no name"),
     ],
 )
-def test_wrong_citations_are_refused(pattern: str, new: str, problem: str) -> None:
+def test_invalid_citations_are_rejected(pattern: str, new: str, problem: str) -> None:
     text, version, license_ = citation()
     wrong, count = re.subn(pattern, new, text, count=1, flags=re.MULTILINE)
     assert count == 1
@@ -230,18 +230,18 @@ def test_issue_form(name: str) -> None:
         ("required: true", "required: false", "nothing is required"),
     ],
 )
-def test_wrong_issue_forms_are_refused(old: str, new: str, problem: str) -> None:
+def test_invalid_issue_forms_are_rejected(old: str, new: str, problem: str) -> None:
     text = FORMS["method.yml"].read_text(encoding="utf-8")
     assert old in text
     assert any(problem in line for line in form_problems(text.replace(old, new)))
 
 
-def test_chooser_of_forms() -> None:
+def test_issue_form_chooser() -> None:
     of = yaml.safe_load((GITHUB / "ISSUE_TEMPLATE" / "config.yml").read_text(encoding="utf-8"))
     assert of == {"blank_issues_enabled": True}
 
 
-def test_commands_of_templates_exist() -> None:
+def test_commands_in_templates_exist() -> None:
     texts = {name: path.read_text(encoding="utf-8") for name, path in FORMS.items()}
     texts["pull request"] = (GITHUB / "PULL_REQUEST_TEMPLATE.md").read_text(encoding="utf-8")
     found = {name: commands(name, text) for name, text in texts.items()}
@@ -267,7 +267,7 @@ def release() -> ModuleType:
     return module
 
 
-def test_version_without_import(release: ModuleType) -> None:
+def test_version_is_read_without_import(release: ModuleType) -> None:
     assert release.version() == vlmfast.__version__
 
 
@@ -283,7 +283,7 @@ def wheel_of(folder: Path, names: list[str]) -> Path:
     return path
 
 
-def test_contents_of_a_wheel_are_compared(release: ModuleType, tmp_path: Path) -> None:
+def test_wheel_contents_are_checked(release: ModuleType, tmp_path: Path) -> None:
     expected = {"vlmfast/__init__.py", "vlmfast/weights/a.safetensors"}
     right = [*sorted(expected), *METADATA]
     assert not release.wheel_problems(wheel_of(tmp_path, right), expected)
@@ -299,9 +299,7 @@ def test_contents_of_a_wheel_are_compared(release: ModuleType, tmp_path: Path) -
     ]
 
 
-def test_expected_files_are_those_under_version_control(
-    release: ModuleType, tmp_path: Path
-) -> None:
+def test_expected_files_are_tracked_files(release: ModuleType, tmp_path: Path) -> None:
     (tmp_path / "vlmfast").mkdir()
     for name in ("vlmfast/a.py", "vlmfast/b.py", "c.py"):
         (tmp_path / name).write_text("")
@@ -313,14 +311,14 @@ def test_expected_files_are_those_under_version_control(
     assert release.expected_files(tmp_path) == {"vlmfast/a.py", "vlmfast/d.png"}
 
 
-def test_a_command_that_fails_ends_the_release(release: ModuleType, tmp_path: Path) -> None:
+def test_failing_command_aborts_the_release(release: ModuleType, tmp_path: Path) -> None:
     python = [sys.executable, "-c"]
     assert release.run([*python, "print('fine')"], tmp_path) == "fine\n"
     with pytest.raises(release.ReleaseError, match=r"exited with 3:\nbad"):
         release.run([*python, "print('bad'); raise SystemExit(3)"], tmp_path)
 
 
-def test_commands_run_without_the_checkout_in_their_path(
+def test_commands_run_without_checkout_on_path(
     release: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     code = "import os; print(os.environ.get('PYTHONPATH'))"
@@ -337,7 +335,7 @@ def test_commands_run_without_the_checkout_in_their_path(
         ({}, None),
     ],
 )
-def test_answers_of_the_installed_package_are_compared(
+def test_answers_of_installed_package_are_checked(
     release: ModuleType, monkeypatch: pytest.MonkeyPatch, printed: dict[str, str], problem: Any
 ) -> None:
     calls = []

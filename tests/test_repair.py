@@ -78,7 +78,7 @@ def attend(rows: torch.Tensor, weight: torch.Tensor, repair: bool) -> tuple[torc
     return out, cache
 
 
-def test_one_weighted_token_attends_like_its_duplicates() -> None:
+def test_weighted_token_equals_its_duplicates() -> None:
     """Exact in prefill, in decode, and for several tokens at once."""
     twice = torch.tensor([0, 1, 2, 3, 3, 3, 4, 5, 6, 6, 7, 8, 9, 10, 11])
     once = torch.arange(12)
@@ -108,7 +108,7 @@ def test_one_weighted_token_attends_like_its_duplicates() -> None:
         apart(outputs[2], outputs[0], terms=SUMS)
 
 
-def test_statistics_know_the_weights() -> None:
+def test_attention_statistics_include_weights() -> None:
     query, key, _ = states(torch.arange(12), 0)
     weight = torch.ones(12)
     weight[3] = 2.0
@@ -135,7 +135,7 @@ class Weigh(EncodeStage):
         return VisualTokens(tokens.features, tokens.layout.replace(weight=weight), tokens.extra)
 
 
-def test_repair_in_a_whole_answer(vlm) -> None:
+def test_repair_changes_answers_only_with_weights(vlm) -> None:
     """Weights of one change nothing; others do, in prefill and decode, unless repair is off."""
     full = answer_logits(vlm, start(vlm, (), [picture()]), TOKENS)
     same = answer_logits(vlm, start(vlm, Weigh(1.0), [picture()]), TOKENS)
@@ -148,7 +148,7 @@ def test_repair_in_a_whole_answer(vlm) -> None:
     assert torch.equal(off, full)
 
 
-def test_repair_follows_the_rows_through_drops(vlm) -> None:
+def test_repair_bias_follows_rows_through_drops(vlm) -> None:
     """A drop behind the merge: the bias of each layer is that of the rows it still holds."""
 
     @dataclass(frozen=True)
@@ -188,7 +188,7 @@ class MergeTwins(InEncoderStage):
         return torch.cat([hidden[:, :2], hidden[:, 3:]], dim=1), source
 
 
-def test_repair_inside_the_tower_is_exact_for_duplicates(vlm) -> None:
+def test_repair_in_tower_is_exact_for_duplicates(vlm) -> None:
     """Rows 1 and 2 are made equal in front of the second block; merging them loses nothing."""
     blocks = vlm.adapter.vision_blocks()
     seen = {}
@@ -227,7 +227,7 @@ def test_repair_inside_the_tower_is_exact_for_duplicates(vlm) -> None:
 # --- what methods may ask for --------------------------------------------------------------------
 
 
-def test_received_logits_are_the_mean_of_the_map() -> None:
+def test_received_logits_are_the_mean_attention_logits() -> None:
     query, key, _ = states(torch.arange(12), 0)
     rows = torch.tensor([2, 3, 7])
     logits = query[0] @ key[0].repeat_interleave(2, 0).transpose(-1, -2) * 0.25
@@ -236,7 +236,7 @@ def test_received_logits_are_the_mean_of_the_map() -> None:
     apart(got, logits.mean(1, keepdim=True), terms=SUMS)
 
 
-def test_received_logits_and_text_rows_of_one_layer(vlm) -> None:
+def test_received_logits_and_text_rows_from_one_layer(vlm) -> None:
     seen = {}
 
     @dataclass(frozen=True)
@@ -272,7 +272,7 @@ def test_requests_of_two_stages_are_joined() -> None:
     assert StatRequest("text").joined(StatRequest("text", received=True)).received
 
 
-def test_keys_and_cls_of_the_tower(vlm) -> None:
+def test_tower_keys_and_cls_equal_hugging_face(vlm) -> None:
     """The head mean of the keys, and the projected CLS row, are those of Hugging Face's tower."""
     seen = {}
 
@@ -307,7 +307,7 @@ def test_keys_and_cls_of_the_tower(vlm) -> None:
     apart(seen["stats"].cls[0], seen["stats"].cls[1], terms=terms)
 
 
-def test_frames_of_clips_are_known(vlm) -> None:
+def test_video_frames_are_known_to_stages(vlm) -> None:
     seen = {}
 
     @dataclass(frozen=True)
@@ -342,7 +342,7 @@ def test_frames_of_clips_are_known(vlm) -> None:
     assert (seen["kind"][(item > 0) & patches] == Kind.VIDEO).all()
 
 
-def test_a_stage_may_use_more_rows_in_the_tower_than_there_are_views(vlm) -> None:
+def test_in_encoder_stage_may_add_rows(vlm) -> None:
     """What the projector gets is what the stage says; with the first copy nothing changes."""
 
     @dataclass(frozen=True)
@@ -369,12 +369,12 @@ def test_a_stage_may_use_more_rows_in_the_tower_than_there_are_views(vlm) -> Non
     apart(other, full, terms=terms)
 
 
-def test_two_stages_inside_the_tower_are_refused() -> None:
+def test_two_in_encoder_stages_raise() -> None:
     with pytest.raises(RecipeError, match="test-twins and mustdrop"):
         Recipe((MergeTwins(), Recipe.parse("mustdrop")[0]))
 
 
-def test_a_soft_mask_is_a_bias(vlm) -> None:
+def test_soft_mask_equals_drop_in_the_limit(vlm) -> None:
     """Training: a row that is hardly there counts as one that was dropped."""
 
     @dataclass(frozen=True)
@@ -406,7 +406,7 @@ def test_a_soft_mask_is_a_bias(vlm) -> None:
     apart(gone, full, terms=terms)
 
 
-def test_reference_attention_is_what_pytorch_computes() -> None:
+def test_reference_attention_equals_pytorch() -> None:
     """The bias path gives PyTorch's own numbers when all weights are one."""
     rows = torch.arange(12)
     query, key, value = states(rows, 0)

@@ -117,7 +117,7 @@ def looked(vlm: VLM, *asked: SaliencyRequest, **media) -> tuple:
 
 @pytest.mark.parametrize("case", ["image", "video"])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_recipes_answer_on_every_family(vlm, recipe, case):
+def test_documented_recipes_run_on_every_family(vlm, recipe, case):
     answer = vlm.ask("what is here ?", **CASES[case], recipe=recipe, max_new_tokens=3)
     stats = answer.stats
     assert answer.token_ids
@@ -129,7 +129,7 @@ def test_recipes_answer_on_every_family(vlm, recipe, case):
         assert stats.equivalent_tokens < stats.visual_tokens_in
 
 
-def test_bench_answers_on_every_family(vlm):
+def test_bench_runs_on_every_family(vlm):
     rows = bench(vlm, new_tokens=2, repeats=1)
     assert len(rows) == 1 + len(RECIPES_OF_BENCH)
     assert all(row.visual_tokens < row.visual_tokens_in for row in rows[1:])
@@ -137,7 +137,7 @@ def test_bench_answers_on_every_family(vlm):
 
 
 @pytest.mark.parametrize("kind", ["image", "video"])
-def test_the_default_of_the_demo_answers_on_every_family(vlm, kind):
+def test_demo_default_runs_on_every_family(vlm, kind):
     name = {"image": "picture.png", "video": "clip.mp4"}[kind]
     media = Media(kind, str(EXAMPLES / name))
     default = demo_default()
@@ -170,7 +170,7 @@ def test_long_narrow_images(vlm, shape):
 # --- the right source, of the right block, at the right token ------------------------------------
 
 
-def test_sources(vlm):
+def test_saliency_sources(vlm):
     usual = SOURCES[family(vlm)]
     assert vlm.adapter.sources()[0] == usual
     for source in vlm.adapter.sources():
@@ -195,7 +195,7 @@ def test_sources(vlm):
 
 
 @pytest.mark.parametrize("case", ["image", "video", "both"])
-def test_saliency_lies_at_the_tokens_of_its_patches(vlm, case):
+def test_saliency_is_aligned_with_patches(vlm, case):
     """A patch that changes in front of the projector changes the tokens that its saliency is of."""
     if family(vlm) == "smolvlm" and case == "both":
         pytest.skip("smolvlm reads images or one video")
@@ -297,7 +297,7 @@ def test_received_attention_equals_eager_maps(vlm):
     apart(rows, wrong[vlm.adapter.whole_first(item)], terms=64 * expected.shape[-1])
 
 
-def test_packed_towers_say_what_each_image_receives():
+def test_received_attention_of_packed_images():
     """Qwen2.5-VL: full attention blocks alone, image by image, by hand from queries and keys."""
     vlm = VLM(*BUILD["qwen2_5_vl"]())
     adapter = vlm.adapter
@@ -331,7 +331,7 @@ def test_packed_towers_say_what_each_image_receives():
         apart(rows, cells if not torch.equal(raster, cells) else cells.flip(-1), terms=64 * n)
 
 
-def test_a_tower_of_windows_alone_has_no_received_attention():
+def test_windowed_tower_has_no_received_attention():
     vlm = VLM(*BUILD["qwen2_5_vl"]())
     vlm.model.config.vision_config.fullatt_block_indexes = []
     assert vlm.adapter.sources() == ("norm",)
@@ -345,7 +345,7 @@ def test_a_tower_of_windows_alone_has_no_received_attention():
 
 @pytest.mark.parametrize("specials", [0, 1])
 @pytest.mark.parametrize("padded", [False, True])
-def test_received_rows_by_hand(specials, padded):
+def test_received_rows_equal_reference(specials, padded):
     generator = torch.Generator().manual_seed(3)
     q, k = torch.randn(2, 2, 3, 9, 4, generator=generator).unbind(0)
     visible = torch.ones(2, 9, dtype=torch.bool)
@@ -363,7 +363,7 @@ def test_received_rows_by_hand(specials, padded):
         apart(rows[view, :, 0], weights[view].sum(1), torch.float32, 9 * 4)
 
 
-def test_patches_become_tokens():
+def test_to_tokens_averages_patches():
     patches = torch.arange(16.0).view(1, 16)
     assert to_tokens(patches, (4, 4)) is patches
     assert to_tokens(patches, (2, 2)).tolist() == [[2.5, 4.5, 10.5, 12.5]]
@@ -371,7 +371,7 @@ def test_patches_become_tokens():
     assert to_tokens(torch.ones(3, 2, 25), (3, 3)).unique().tolist() == [1.0]
 
 
-def test_order_of_windows():
+def test_window_order():
     assert window_order(2, 3, 2).tolist() == [0, 1, 3, 4, 2, 5]
     assert window_order(3, 3, 2).tolist() == [0, 1, 3, 4, 2, 5, 6, 7, 8]
     for rows, columns, window in [(5, 7, 3), (4, 4, 2), (1, 9, 4)]:
@@ -379,7 +379,7 @@ def test_order_of_windows():
         assert order.sort().values.tolist() == list(range(rows * columns))
 
 
-def test_requests_are_checked():
+def test_invalid_requests_raise():
     for wrong in ({"block": "middle"}, {"source": "attention"}):
         with pytest.raises(ValueError, match="SaliencyRequest"):
             SaliencyRequest(**wrong)
@@ -404,7 +404,7 @@ def test_sources_of_a_tower_with_cls(random_vlm):
     assert named == {"auto": "cls", "cls": "cls", "received": "received", "norm": "norm"}
 
 
-def test_visionzip_without_cls_keeps_as_many_tokens(random_vlm):
+def test_visionzip_keeps_equal_counts_without_cls(random_vlm):
     counts = {
         source: random_vlm.ask(
             "what ?", picture(0), recipe=f"visionzip:0.3,saliency={source}", max_new_tokens=1
@@ -419,7 +419,7 @@ def test_visionzip_without_cls_keeps_as_many_tokens(random_vlm):
 # --- parts that a tower cannot serve -------------------------------------------------------------
 
 
-def test_mustdrop_says_which_part_was_left_out(vlm):
+def test_mustdrop_reports_skipped_parts(vlm):
     answer = vlm.ask("what ?", **IMAGE, recipe="mustdrop:budget=0.8", max_new_tokens=1)
     inside = family(vlm) in PATCHWISE
     left_out = [] if inside else ["mustdrop: its part inside the vision tower"]
@@ -427,7 +427,7 @@ def test_mustdrop_says_which_part_was_left_out(vlm):
     assert answer.stats.equivalent_tokens < answer.stats.visual_tokens_in
 
 
-def test_a_method_without_any_part_that_works_is_refused(vlm):
+def test_method_without_supported_parts_raises(vlm):
     if family(vlm) in ("llava", "llava_next", "llava_next_video", "llava_onevision"):
         return
     with pytest.raises(
@@ -436,7 +436,7 @@ def test_a_method_without_any_part_that_works_is_refused(vlm):
         vlm.ask("what ?", **IMAGE, recipe="mustdrop:global_thr=0", max_new_tokens=1)
 
 
-def test_a_session_remembers_the_source(random_vlm):
+def test_session_reports_the_source(random_vlm):
     with random_vlm.session(images=picture(0), recipe="hired:0.5", history=False) as session:
         for question in ("what ?", "and here ?"):
             assert session.ask(question, max_new_tokens=2).stats.saliency == "cls"

@@ -129,7 +129,7 @@ row_settings = st.fixed_dictionaries(
     st.integers(0, 10**6),
     st.sampled_from(["random", "ties", "flat", "infinite"]),
 )
-def test_rows_are_processed_as_by_hugging_face(
+def test_batched_scores_equal_hugging_face(
     chosen: list[dict], size: int, seed: int, kind: str
 ) -> None:
     logits = logits_of(len(chosen), size, seed, kind)
@@ -152,7 +152,7 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("size", [5003, 40_001])
-def test_large_vocabularies_beside_other_rows(size: int) -> None:
+def test_large_vocabularies_in_a_batch(size: int) -> None:
     """Where PyTorch divides a long row among threads, too."""
     chosen = [SETTINGS, {}, {"typical_p": 0.9}, {"top_p": 0.95}, SETTINGS | {"normalize": True}]
     logits = logits_of(len(chosen), size, 3, "random")
@@ -160,7 +160,7 @@ def test_large_vocabularies_beside_other_rows(size: int) -> None:
     assert same(together(rows, logits), huggingface(rows, logits))
 
 
-def test_the_entropy_of_a_row_does_not_depend_on_its_company() -> None:
+def test_entropy_is_batch_invariant() -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
@@ -174,7 +174,7 @@ def test_the_entropy_of_a_row_does_not_depend_on_its_company() -> None:
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_a_parameter_of_another_value_gives_other_scores(name: str) -> None:
+def test_parameters_change_scores(name: str) -> None:
     """The control: every parameter is at work, and a nearby one is told apart."""
     chosen = {name: SETTINGS[name]}
     other = {name: 5 if name == "top_k" else SETTINGS[name] * 0.9}
@@ -185,14 +185,14 @@ def test_a_parameter_of_another_value_gives_other_scores(name: str) -> None:
     assert not same([got[1:]], wanted[1:])
 
 
-def test_half_precision_and_double_become_float32() -> None:
+def test_scores_are_float32_for_any_dtype() -> None:
     for dtype in (torch.bfloat16, torch.float16, torch.float64):
         logits = logits_of(2, V, 5, "random").to(dtype)
         rows = [sampler(SETTINGS, [1, 2]), sampler({}, [3])]
         assert same(together(rows, logits), huggingface(rows, logits))
 
 
-def test_a_gpu_multiplies_with_the_reciprocal(monkeypatch) -> None:
+def test_division_on_gpu_uses_the_reciprocal(monkeypatch) -> None:
     """As PyTorch does there where a tensor is divided by a Python number."""
 
     class Cuda:
@@ -237,7 +237,7 @@ UNKNOWN = {
 
 
 @pytest.mark.parametrize("name", UNKNOWN)
-def test_other_lists_are_called_for_their_row_alone(name: str) -> None:
+def test_custom_processors_run_per_row(name: str) -> None:
     logits = logits_of(3, V, 2, "random")
     chosen = [SETTINGS, LogitsProcessorList(UNKNOWN[name]), {"top_k": 3}]
     rows = [sampler(of, [4, 9, 4]) for of in chosen]
@@ -250,14 +250,14 @@ def test_other_lists_are_called_for_their_row_alone(name: str) -> None:
     assert not torch.equal(wanted[1][0], logits[1]) or name.startswith("more ids")
 
 
-def test_tokens_that_top_k_keeps_are_its_number() -> None:
+def test_top_k_respects_min_tokens_to_keep() -> None:
     logits = logits_of(1, V, 2, "random")
     row = sampler(LogitsProcessorList([TopKLogitsWarper(2, min_tokens_to_keep=5)]), [1])
     got = together([row], logits)
     assert same(got, huggingface([row], logits)) and int(got[0].isfinite().sum()) == 5
 
 
-def test_a_processor_that_changes_the_dtype() -> None:
+def test_processor_that_changes_the_dtype() -> None:
     """Its row cannot stand in one tensor with the others, which must not change."""
 
     class Double(LogitsProcessor):
@@ -284,7 +284,7 @@ def test_a_processor_that_changes_the_dtype() -> None:
 @pytest.mark.parametrize(
     "ignored", [None, 0, 2, torch.tensor([0]), torch.tensor([2]), torch.tensor([3])], ids=str
 )
-def test_ids_are_counted_as_they_come(ignored: Any) -> None:
+def test_repetition_penalty_counts_prompt_and_answer(ignored: Any) -> None:
     """Prompt and answer, in changing company."""
     if isinstance(ignored, Tensor):
         try:
@@ -319,7 +319,7 @@ def test_ids_are_counted_as_they_come(ignored: Any) -> None:
 
 
 @pytest.mark.parametrize("outside", [V, V + 100])
-def test_placeholders_outside_the_vocabulary(outside: int) -> None:
+def test_ids_outside_the_vocabulary(outside: int) -> None:
     """What Hugging Face makes of them: counted by none, or refused, depending on the release."""
     logits = logits_of(2, V, 2, "random")
     rows = [sampler({"repetition_penalty": 1.5}, [1, outside, 2]), sampler(SETTINGS, [1])]
@@ -363,7 +363,7 @@ def one_by_one(rows: list[Sampler], logits: Tensor) -> list[int]:
     st.sampled_from([7, V, 1009]),
     st.integers(0, 10**6),
 )
-def test_tokens_are_those_of_single_rows(chosen: list[tuple], size: int, seed: int) -> None:
+def test_batched_tokens_equal_single_rows(chosen: list[tuple], size: int, seed: int) -> None:
     """And what torch's generator is asked for is the same afterwards."""
     rows = [
         sampler(
@@ -385,7 +385,7 @@ def test_tokens_are_those_of_single_rows(chosen: list[tuple], size: int, seed: i
         assert got.tolist() == wanted == [row.tokens[-1] for row in rows]
 
 
-def test_only_rows_without_a_seed_ask_the_generator() -> None:
+def test_only_unseeded_rows_use_the_generator() -> None:
     logits = logits_of(3, V, 0, "flat")
 
     def taken(*ways: tuple[bool, int | None]) -> list[int]:
@@ -401,7 +401,7 @@ def test_only_rows_without_a_seed_ask_the_generator() -> None:
     assert taken(drawn, drawn)[0] == first != taken(drawn, drawn)[1]
 
 
-def test_noise_of_many_rows_is_that_of_each() -> None:
+def test_batched_noise_equals_single_rows() -> None:
     for size in (1, 7, 261, 5003, 40_001):
         seeds = [-5, 0, 2**63, 10**30, 17]
         places = [0, 4, 4, 2**20, 1]
@@ -412,7 +412,7 @@ def test_noise_of_many_rows_is_that_of_each() -> None:
         assert not torch.equal(gumbels(seeds, places[::-1], size), wanted)
 
 
-def test_scores_are_kept_where_they_are_asked_for() -> None:
+def test_scores_are_stored_on_request() -> None:
     """As copies: a captured step writes its next logits over these."""
     logits = logits_of(3, V, 4, "random")
     rows = [
@@ -450,7 +450,7 @@ class Counts(StoppingCriteria):
     st.one_of(st.none(), st.lists(st.integers(0, 9), min_size=1, max_size=3)),
     st.integers(1, 9),
 )
-def test_ends_are_where_hugging_face_sees_them(
+def test_stopping_criteria_equal_hugging_face(
     tokens: list[int], longest: int, ends: list[int] | None, after: int
 ) -> None:
     def criteria() -> StoppingCriteriaList:
@@ -471,7 +471,7 @@ def test_ends_are_where_hugging_face_sees_them(
     assert str(mine.shown) == str(theirs.shown)
 
 
-def test_time_runs_out() -> None:
+def test_max_time_stops() -> None:
     late, early = MaxTimeCriteria(1e-9, 0.0), MaxTimeCriteria(1e9)
     for criterion, wanted in ((late, True), (early, False)):
         row = sampler({}, [1], criteria=[criterion])
@@ -479,7 +479,7 @@ def test_time_runs_out() -> None:
         assert row.is_done() == wanted == bool(criterion(row.ids, None))
 
 
-def test_too_many_positions_are_warned_of(monkeypatch) -> None:
+def test_exceeding_max_positions_warns(monkeypatch) -> None:
     warned = []
     monkeypatch.setattr(
         "transformers.generation.stopping_criteria.logger.warning_once", warned.append
@@ -565,12 +565,12 @@ def vlm() -> VLM:
     ],
     ids=["greedy", "penalty", "seeded", "drawn", "stream"],
 )
-def test_a_step_reads_its_tokens_once(vlm: VLM, monkeypatch, generation: dict) -> None:
+def test_one_device_read_per_step(vlm: VLM, monkeypatch, generation: dict) -> None:
     steps = reads_of_a_step(vlm, 8, monkeypatch, **generation)
     assert len(steps) >= 3 and all(step == ["tolist"] for step in steps)
 
 
-def test_a_criterion_of_the_users_own_is_read_for_its_row(vlm: VLM, monkeypatch) -> None:
+def test_custom_criterion_is_read_per_row(vlm: VLM, monkeypatch) -> None:
     """The control: what reads more is counted."""
     steps = reads_of_a_step(vlm, 8, monkeypatch, stopping_criteria=[Passes()])
     assert len(steps) >= 3 and all(len(step) == 9 for step in steps)
@@ -588,7 +588,7 @@ REQUESTS = [
 ]
 
 
-def test_requests_of_all_kinds_in_company(vlm: VLM) -> None:
+def test_mixed_batch_equals_single_requests(vlm: VLM) -> None:
     alone = [
         vlm.ask("what is here ?", picture(seed=1), max_new_tokens=8 + number, **own).token_ids
         for number, own in enumerate(REQUESTS)
@@ -617,7 +617,7 @@ def test_requests_of_all_kinds_in_company(vlm: VLM) -> None:
     ],
     ids=["sampled", "typical", "greedy"],
 )
-def test_one_row_is_what_hugging_face_generates(vlm: VLM, generation: dict) -> None:
+def test_single_request_equals_generate(vlm: VLM, generation: dict) -> None:
     given = {"max_new_tokens": 12, **generation}
     inputs = vlm.inputs("what is here ?", picture(seed=2))
     torch.manual_seed(11)

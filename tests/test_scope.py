@@ -39,7 +39,7 @@ def by_hand(x: Tensor, attention: Tensor, k: int, alpha: float) -> list[int]:
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.1, 0.25])
-def test_the_score_by_hand(alpha) -> None:
+def test_selection_equals_greedy_reference(alpha) -> None:
     tokens, stats = prompt({"tiles": (0, 0), "patches": (4, 5)}, seed=4)
     stats = one_layer(stats)
     attention = stats.rows[TOWER - 2].mean(1)[0]
@@ -51,7 +51,7 @@ def test_the_score_by_hand(alpha) -> None:
     assert expected != by_hand(tokens.features, attention, 7, alpha + 5)
 
 
-def test_frames_of_a_clip_cover_each_other() -> None:
+def test_video_frames_cover_each_other() -> None:
     tokens, stats = prompt(*[{"tiles": (0, 0)}] * 3)
     stats = one_layer(stats)
     clip = stats_of(
@@ -68,7 +68,7 @@ def test_frames_of_a_clip_cover_each_other() -> None:
 
 @given(picture_arguments(), st.floats(0.02, 0.98))
 @settings(max_examples=15, deadline=None)
-def test_what_a_picture_keeps(arguments: dict, share: float) -> None:
+def test_kept_tokens(arguments: dict, share: float) -> None:
     tokens, stats = prompt(arguments, arguments)
     kept = SCOPE(share).reduce(tokens, one_layer(stats), REQUEST)
     assert bool(kept.layout.patches.all())
@@ -81,7 +81,7 @@ def test_what_a_picture_keeps(arguments: dict, share: float) -> None:
     assert torch.equal(kept.features, tokens.features[same])
 
 
-def test_the_word() -> None:
+def test_recipe_parameters() -> None:
     assert SCOPE().saliencies() == (SaliencyRequest("features"),)
     tokens, stats = prompt({"tiles": (2, 2)})
     assert SCOPE(budget=1.0).reduce(tokens, one_layer(stats), REQUEST) is tokens

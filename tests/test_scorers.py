@@ -52,7 +52,7 @@ TABLE = {
 
 
 @pytest.mark.parametrize("response", TABLE)
-def test_letters(response):
+def test_choice_letters(response):
     official, lmms, video, video_lmms = (
         {"-": RND, "_": ""}.get(cell, cell) for cell in TABLE[response].split()
     )
@@ -88,7 +88,7 @@ def test_open_answers(response, target, right):
     assert mmmu.score_open(mmmu.parse_open(response), asked) == right
 
 
-def test_lists_of_answers():
+def test_list_targets():
     judged = [
         mmmu.judge("Tampa", [], "['Tampa', 'Florida']", "open", mode, guess=random.Random(0))[1]
         for mode in ("official", "lmms-eval")
@@ -123,7 +123,7 @@ def test_more_than_four_options():
         mmmu.parse_choice("A", [], guess=drawn_by("x"))
 
 
-def test_guesses_belong_to_a_sample():
+def test_guesses_are_deterministic_per_sample():
     def drawn(ids):
         return {i: mmmu.parse_choice("?", OPTIONS, guess=drawn_by(i)).answer for i in ids}
 
@@ -172,7 +172,7 @@ def test_vlmevalkit_on_videos():
     assert video_mme.parse_choice("The correct answer").answer == ""
 
 
-def test_a_missing_comma_joins_phrases():
+def test_official_phrase_list_with_missing_comma():
     """ "Best answer:" is not among the phrases, so its B is the letter."""
     assert video_mme.parse_choice("Best answer: C").answer == "B"
     assert video_mme.parse_choice("Best answer:Best option: C").answer == "C"
@@ -208,7 +208,7 @@ def test_punctuation_between_digits():
 
 
 @pytest.mark.parametrize("mode", ["Official", "", "lmms_eval"])
-def test_unknown_modes(mode):
+def test_unknown_modes_raise(mode):
     for parse in (
         lambda: mmmu.parse_choice("A", OPTIONS, mode, guess=drawn_by("")),
         lambda: mmmu.judge("A", [], "A", "open", mode, guess=drawn_by("")),
@@ -220,7 +220,7 @@ def test_unknown_modes(mode):
 
 
 @given(st.text(), st.sampled_from(MODES))
-def test_any_text_can_be_read(text, mode):
+def test_any_text_is_parsed(text, mode):
     assert mmmu.parse_choice(text, OPTIONS, mode, guess=drawn_by("")).answer in "ABCDZ"
     assert mmmu.judge(text, [], "4", "open", mode, guess=drawn_by(""))[1] in (0.0, 1.0)
     assert video_mme.parse_choice(text, LETTERED, mode).answer in ("", *"ABCDZ")
@@ -260,7 +260,7 @@ def test_mmmu_counts_guesses():
     assert set(mmmu.metrics(samples, "vlmevalkit")) == {"mmmu_acc", "fallbacks"}
 
 
-def test_the_order_of_the_data_set():
+def test_samples_are_sorted_by_id():
     ids = ["validation_Art_10", "validation_Math_1", "validation_Art_2", "validation_Art_Theory_1"]
     assert sorted(ids, key=mmmu.place) == [ids[2], ids[0], ids[3], ids[1]]
     assert mmmu.subject_of("test_Art_Theory_12") == "Art_Theory"
@@ -273,7 +273,7 @@ def test_disciplines():
     assert [len(of) for of in mmmu.DISCIPLINES.values()] == [4, 5, 5, 5, 4, 7]
 
 
-def test_two_denominators():
+def test_video_mme_denominators():
     samples = [sample(str(i), float(i < 2), answered=i < 3) for i in range(4)]
     official, lmms = (video_mme.metrics(samples, mode) for mode in ("official", "lmms-eval"))
     close(official["videomme_perception_score"], 200 / 3, terms=3)

@@ -108,7 +108,7 @@ def same(one: dict[str, torch.Tensor], another: dict[str, torch.Tensor]) -> bool
 # --- what a question sees ------------------------------------------------------------------------
 
 
-def test_apart_every_question_is_answered_as_by_ask(family):
+def test_without_history_answers_equal_ask(family):
     image, other = image_for(family), image_for(family, 1)
     expected = [family.ask(q, image, **ASK).token_ids for q in QUESTIONS]
     with family.session(images=image, history=False) as s:
@@ -122,7 +122,7 @@ def test_apart_every_question_is_answered_as_by_ask(family):
         assert [s.ask(q, **ASK).token_ids for q in QUESTIONS] != expected
 
 
-def test_with_history_every_question_is_answered_as_by_chat(family):
+def test_with_history_answers_equal_chat(family):
     image, said = image_for(family), []
     with family.session(images=image) as s:
         for question in QUESTIONS:
@@ -138,7 +138,7 @@ def test_with_history_every_question_is_answered_as_by_chat(family):
 
 
 @pytest.mark.parametrize("recipe", ["hired:0.3", "visionzip", "grid:0.5,positions=compact"])
-def test_reducers_that_do_not_ask_the_question_share_the_cache(random_vlm, recipe):
+def test_query_independent_reducers_reuse_the_cache(random_vlm, recipe):
     image = picture()
     full = [random_vlm.ask(q, image, **ASK).token_ids for q in QUESTIONS]
     expected = [random_vlm.ask(q, image, recipe=recipe, **ASK) for q in QUESTIONS]
@@ -159,7 +159,7 @@ def test_reducers_that_do_not_ask_the_question_share_the_cache(random_vlm, recip
     "recipe",
     ["pyramiddrop", "fastv", "mustdrop", "snapkv:share=0.5,window=8", "hired:0.5+fastv"],
 )
-def test_methods_that_ask_the_question_choose_anew_with_each(random_vlm, recipe):
+def test_query_dependent_methods_select_per_question(random_vlm, recipe):
     """They say so, the tower does not run again, and the answers are exactly ask's and chat's."""
     image, said = picture(), []
     with random_vlm.session(images=image, recipe=recipe) as s:
@@ -181,7 +181,7 @@ def test_methods_that_ask_the_question_choose_anew_with_each(random_vlm, recipe)
             assert s.ask(question, **ASK).token_ids == expected.token_ids
 
 
-def test_a_question_costs_its_own_tokens(random_vlm):
+def test_question_prefills_only_new_tokens(random_vlm):
     vlm, image = random_vlm, picture()
     with counted(vlm) as count:
         s = vlm.session(images=image)
@@ -207,7 +207,7 @@ def test_a_question_costs_its_own_tokens(random_vlm):
 
 
 @pytest.mark.parametrize("recipe", [None, "h2o:0.5", "kivi"])
-def test_of_an_answer_that_is_read_as_it_was_written_all_is_used(tiny, recipe):
+def test_cached_answer_is_reused_if_retokenization_matches(tiny, recipe):
     """A model's own template: the first answer need not be read again, whatever the cache does."""
     with tiny.session(images=EXAMPLE, recipe=recipe) as s:
         first = s.ask("What is in the bottom left?", max_new_tokens=40)
@@ -224,7 +224,7 @@ def test_of_an_answer_that_is_read_as_it_was_written_all_is_used(tiny, recipe):
 
 @pytest.mark.parametrize("history", [True, False])
 @pytest.mark.parametrize("recipe", SMALL.values(), ids=SMALL)
-def test_questions_run_on_the_compressed_pictures(recipe, history):
+def test_questions_use_the_compressed_images(recipe, history):
     vlm, image = VLM(*build_llava_next()), picture()
     with vlm.session(images=image, history=history) as s:
         full = [s.ask(q, **ASK) for q in QUESTIONS[:2]]
@@ -245,7 +245,7 @@ def test_questions_run_on_the_compressed_pictures(recipe, history):
     assert [a.token_ids for a in answers] != [a.token_ids for a in full]
 
 
-def test_what_decode_stages_did_to_a_conversation_is_not_undone_by_halves(vlm):
+def test_decode_stages_cause_full_reprefill_on_mismatch(vlm):
     """Where an answer is read otherwise than it was written, everything is read again."""
     with vlm.session(images=picture(), recipe=SMALL["h2o"]) as s:
         s.ask(QUESTIONS[0], **ASK)
@@ -260,7 +260,7 @@ def test_what_decode_stages_did_to_a_conversation_is_not_undone_by_halves(vlm):
         assert s.ask(QUESTIONS[1], **ASK).token_ids != answer.token_ids
 
 
-def test_another_conversation_can_be_put_in_its_place(vlm):
+def test_conversation_can_be_replaced(vlm):
     with vlm.session(images=picture()) as s:
         answers = [s.ask(question, **ASK) for question in QUESTIONS[:3]]
         said = s.messages
@@ -315,7 +315,7 @@ def test_logits_processors_see_the_whole_prompt(vlm):
         assert s.ask(QUESTIONS[0], do_sample=True, **ASK).token_ids != expected
 
 
-def test_several_pictures_and_clips(family):
+def test_several_images_and_videos(family):
     pictures = [image_for(family, seed) for seed in range(3)]
     with family.session(images=pictures[:2], history=False) as s:
         expected = family.ask(QUESTIONS[0], pictures[:2], **ASK).token_ids
@@ -328,7 +328,7 @@ def test_several_pictures_and_clips(family):
 
 
 @pytest.mark.parametrize("recipe", [None, "h2o:0.5", "snapkv:share=0.5,window=8"])
-def test_a_session_without_pictures(vlm, recipe):
+def test_text_only_session(vlm, recipe):
     with vlm.session(recipe=recipe, history=False) as s:
         for question in QUESTIONS:
             expected = vlm.ask(question, recipe=recipe, **ASK).token_ids
@@ -348,7 +348,7 @@ def test_a_session_without_pictures(vlm, recipe):
             said.append((question, answer.text))
 
 
-def test_answers_come_in_pieces_too(vlm):
+def test_streaming(vlm):
     image = picture()
     with vlm.session(images=image) as s, vlm.session(images=image) as t:
         for question in QUESTIONS:
@@ -385,7 +385,7 @@ def test_answers_come_in_pieces_too(vlm):
     "recipe", [None, "hired:0.3", "h2o:0.5", "pyramiddrop", "mustdrop", "downsample:0.25+kivi"]
 )
 @pytest.mark.parametrize("history", [True, False])
-def test_restored_pictures_are_those_of_the_full_model(random_vlm, recipe, history):
+def test_restore_gives_the_full_model_answer(random_vlm, recipe, history):
     vlm, image = random_vlm, picture()
     full = vlm.ask(QUESTIONS[0], image, **ASK)
     with vlm.session(images=image, recipe=recipe, history=history) as s:
@@ -414,7 +414,7 @@ def test_restored_pictures_are_those_of_the_full_model(random_vlm, recipe, histo
 # --- memory --------------------------------------------------------------------------------------
 
 
-def test_the_session_that_was_not_used_for_longest_makes_room():
+def test_least_recently_used_session_is_evicted():
     vlm = VLM(*build_llava())
     images = [picture(seed=seed) for seed in range(3)]
     expected = [vlm.ask(QUESTIONS[0], image, **ASK).token_ids for image in images]
@@ -471,7 +471,7 @@ SAVED = {"none": None, "hired": "hired:0.4", "pyramiddrop": "pyramiddrop", **SMA
 
 @pytest.mark.parametrize("history", [True, False])
 @pytest.mark.parametrize("recipe", SAVED.values(), ids=SAVED)
-def test_a_loaded_session_goes_on_bit_by_bit(vlm, tmp_path, recipe, history):
+def test_loaded_session_continues_bit_for_bit(vlm, tmp_path, recipe, history):
     path = tmp_path / "a.session"
     options = {"max_new_tokens": 10}
     with vlm.session(images=picture(), recipe=recipe, history=history) as s:
@@ -496,7 +496,7 @@ def test_a_loaded_session_goes_on_bit_by_bit(vlm, tmp_path, recipe, history):
             assert not same(held(s), held(loaded))
 
 
-def test_pictures_inside_the_tower_survive_saving(vlm, tmp_path):
+def test_in_encoder_sessions_can_be_saved(vlm, tmp_path):
     """With an in-encoder stage the full features do not exist: pixels are saved instead."""
     path, image = tmp_path / "a.session", picture()
     with vlm.session(images=image, recipe="mustdrop", history=False) as s:
@@ -509,7 +509,7 @@ def test_pictures_inside_the_tower_survive_saving(vlm, tmp_path):
 
 
 @pytest.mark.parametrize("recipe", ["pvc:0.5", "atp:0.6"])
-def test_trained_methods_find_their_weights_again(tiny, tmp_path, recipe):
+def test_loaded_session_reloads_trained_weights(tiny, tmp_path, recipe):
     question, path = "What is in the bottom left?", tmp_path / "a.session"
     with tiny.session(images=EXAMPLE, recipe=recipe, history=False) as s:
         s.save(path)
@@ -521,7 +521,7 @@ def test_trained_methods_find_their_weights_again(tiny, tmp_path, recipe):
     assert loaded.ask(question, restore=True, **ASK).stats.equivalent_tokens == 336
 
 
-def test_what_was_evicted_or_never_read_is_saved_without_a_cache(vlm, tmp_path):
+def test_evicted_or_unused_session_is_saved_without_cache(vlm, tmp_path):
     with vlm.session(images=picture()) as s:
         expected = s.ask(QUESTIONS[0], **ASK).token_ids
         s._drop()
@@ -544,7 +544,7 @@ def saved(vlm, tmp_path_factory) -> Path:
     return path
 
 
-def test_a_saved_session_is_an_ordinary_safetensors_file(saved):
+def test_saved_session_is_a_safetensors_file(saved):
     from safetensors import safe_open
 
     with safe_open(saved, "pt") as file:
@@ -556,7 +556,7 @@ def test_a_saved_session_is_an_ordinary_safetensors_file(saved):
     assert list(saved.parent.iterdir()) == [saved]
 
 
-def test_every_flipped_byte_is_refused(vlm, saved, tmp_path):
+def test_flipped_bytes_are_rejected(vlm, saved, tmp_path):
     data, path, rng = saved.read_bytes(), tmp_path / "a.session", random.Random(0)
     header = 8 + int.from_bytes(data[:8], "little")
     path.write_bytes(data)
@@ -573,7 +573,7 @@ def test_every_flipped_byte_is_refused(vlm, saved, tmp_path):
             vlm.load_session(path)
 
 
-def test_cut_and_lengthened_files_are_refused(vlm, saved, tmp_path):
+def test_truncated_and_extended_files_are_rejected(vlm, saved, tmp_path):
     data, path, rng = saved.read_bytes(), tmp_path / "a.session", random.Random(0)
     cuts = [0, 1, 8, 9, 40, 90, 98, 99, len(data) - 1, *rng.sample(range(len(data)), 20)]
     for broken in [*(data[:cut] for cut in cuts), data + b"\0", data + data, b"\0" + data]:
@@ -590,7 +590,7 @@ def rewritten(path: Path, into: Path, **changes: str) -> Path:
     return into
 
 
-def test_sessions_of_others_are_refused(vlm, saved, tmp_path):
+def test_incompatible_sessions_are_rejected(vlm, saved, tmp_path):
     from safetensors.torch import save_file
 
     target = tmp_path / "a.session"
@@ -626,7 +626,7 @@ def test_sessions_of_others_are_refused(vlm, saved, tmp_path):
     assert str(vlm.load_session(saved, recipe=SMALL["kivi"]).recipe) == SMALL["kivi"]
 
 
-def test_a_model_is_known_by_each_of_its_weights():
+def test_identity_depends_on_every_weight():
     vlm = VLM(*build_llava())
     before = identity(vlm.adapter)
     assert identity(VLM(*build_llava()).adapter) == before
@@ -690,7 +690,7 @@ FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 @pytest.mark.parametrize(
     ("step", "at"), [("open", 1), ("write", 1), ("write", 7), ("fsync", 1), ("replace", 1)]
 )
-def test_a_save_that_fails_leaves_the_old_file(vlm, tmp_path, monkeypatch, step, at, error):
+def test_failed_save_keeps_the_old_file(vlm, tmp_path, monkeypatch, step, at, error):
     path = tmp_path / "a.session"
     with vlm.session(images=picture()) as s:
         s.save(path)
@@ -712,7 +712,7 @@ def test_a_save_that_fails_leaves_the_old_file(vlm, tmp_path, monkeypatch, step,
         assert vlm.load_session(path).messages == s.messages
 
 
-def test_a_folder_that_fails_after_all_leaves_the_new_file(vlm, tmp_path, monkeypatch):
+def test_failed_folder_sync_keeps_the_new_file(vlm, tmp_path, monkeypatch):
     path = tmp_path / "a.session"
     with vlm.session(images=picture()) as s:
         s.save(path)
@@ -725,7 +725,7 @@ def test_a_folder_that_fails_after_all_leaves_the_new_file(vlm, tmp_path, monkey
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no device that is full")
-def test_a_disk_that_is_really_full(vlm, tmp_path):
+def test_full_disk(vlm, tmp_path):
     path = tmp_path / "a.session"
     with vlm.session(images=picture()) as s:
         s.save(path)
@@ -737,7 +737,7 @@ def test_a_disk_that_is_really_full(vlm, tmp_path):
         assert path.read_bytes() == old and not draft.exists()
 
 
-def test_places_that_cannot_be_written_to(vlm, tmp_path):
+def test_unwritable_paths_raise(vlm, tmp_path):
     with vlm.session(images=picture()) as s:
         with pytest.raises(VLMFastError, match=r"nowhere.a cannot be written: No such file"):
             s.save(tmp_path / "nowhere" / "a")
@@ -794,7 +794,7 @@ KILLED = """
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs processes that can be forked")
-def test_a_save_that_is_killed_leaves_the_old_file_or_the_new_one(tmp_path):
+def test_killed_save_leaves_old_or_new_file(tmp_path):
     """Killed in front of every single line that it runs."""
     code = [sys.executable, "-c", textwrap.dedent(KILLED), str(tmp_path / "a.session")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -808,7 +808,7 @@ def test_a_save_that_is_killed_leaves_the_old_file_or_the_new_one(tmp_path):
 # --- what goes wrong -----------------------------------------------------------------------------
 
 
-def test_errors_are_clear_and_leave_the_session_as_it_was(vlm):
+def test_errors_leave_the_session_unchanged(vlm):
     image = picture()
     with vlm.session(images=image, history=False) as s:
         expected = s.ask(QUESTIONS[0], **ASK).token_ids
@@ -839,7 +839,7 @@ def test_errors_are_clear_and_leave_the_session_as_it_was(vlm):
 
 @pytest.mark.parametrize("recipe", [None, SMALL["h2o"], "snapkv:share=0.5,window=8"])
 @pytest.mark.parametrize("history", [True, False])
-def test_an_answer_that_breaks_off_leaves_the_session_usable(vlm, recipe, history):
+def test_interrupted_answer_leaves_the_session_usable(vlm, recipe, history):
     def breaks(ids, scores, **kwargs):
         raise RuntimeError("broken")
 
@@ -854,7 +854,7 @@ def test_an_answer_that_breaks_off_leaves_the_session_usable(vlm, recipe, histor
         assert s.messages == other.messages
 
 
-def test_frames_chosen_by_the_question_are_refused(vlm):
+def test_query_dependent_media_stage_raises(vlm):
     from dataclasses import dataclass
     from typing import ClassVar
 
@@ -869,7 +869,7 @@ def test_frames_chosen_by_the_question_are_refused(vlm):
         vlm.session(video=[picture()] * 3, recipe=Asking())
 
 
-def test_a_template_that_changes_its_beginning_is_refused():
+def test_changed_template_prefix_raises():
     vlm = VLM(*build_llava())
     with vlm.session(images=picture()) as s:
         s.ask(QUESTIONS[0], **ASK)
@@ -879,7 +879,7 @@ def test_a_template_that_changes_its_beginning_is_refused():
             s.ask(QUESTIONS[1], **ASK)
 
 
-def test_methods_that_look_at_the_question_say_so():
+def test_query_dependent_methods_declare_it():
     """Where one does not, a session would let the first question choose for all others."""
     for name in ("fastv", "pyramiddrop", "mustdrop", "atp", "elastic", "snapkv", "pyramidkv"):
         assert any(p.asks_question for p in (stage_class(name)(), *stage_class(name)().expand()))

@@ -138,7 +138,7 @@ def outcome(vlm: VLM, path: Path) -> str:
     [range(150), pytest.param(range(150, 2150), marks=pytest.mark.slow)],
     ids=["few", "many"],
 )
-def test_forged_sessions(sessions, tmp_path, seeds) -> None:
+def test_forged_sessions_are_rejected_or_answer(sessions, tmp_path, seeds) -> None:
     seen = Counter()
     for seed in seeds:
         rng = random.Random(f"forged {seed}")
@@ -161,7 +161,7 @@ def test_forged_sessions(sessions, tmp_path, seeds) -> None:
     assert seen.keys() == {"refused", "answers"} and seen["refused"] > seen["answers"]
 
 
-def test_honest_sessions_are_read(sessions, tmp_path) -> None:
+def test_valid_sessions_are_read(sessions, tmp_path) -> None:
     for vlm, metadata, tensors in sessions.values():
         snapshot.write(tmp_path / "a", metadata, tensors)
         assert outcome(vlm, tmp_path / "a") == "answers"
@@ -204,7 +204,7 @@ def within(value: Any) -> Any:
         (["history"], 1, "history is neither"),
     ],
 )
-def test_reasons(sessions, tmp_path, path, value, reason) -> None:
+def test_rejection_messages(sessions, tmp_path, path, value, reason) -> None:
     vlm, metadata, tensors = sessions["none"]
     state = changed(json.loads(metadata["session"]), path, value)
     snapshot.write(tmp_path / "a", {**metadata, "session": json.dumps(state)}, tensors)
@@ -212,7 +212,7 @@ def test_reasons(sessions, tmp_path, path, value, reason) -> None:
         vlm.load_session(tmp_path / "a")
 
 
-def test_a_stated_capacity_does_not_reserve_memory(sessions, tmp_path) -> None:
+def test_forged_capacity_does_not_allocate_memory(sessions, tmp_path) -> None:
     vlm, metadata, tensors = sessions["none"]
     honest = tmp_path / "honest"
     snapshot.write(honest, metadata, tensors)
@@ -234,7 +234,7 @@ HONEST = ("version", "1")
 @pytest.mark.parametrize(
     ("key", "value"), [pair for pair in itertools.product(KEYS, VALUES) if pair != HONEST]
 )
-def test_forged_metadata(sessions, tmp_path, key, value) -> None:
+def test_forged_metadata_is_rejected(sessions, tmp_path, key, value) -> None:
     vlm, metadata, tensors = sessions["none"]
     assert metadata[key] != value
     metadata = dict(metadata)

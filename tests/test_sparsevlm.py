@@ -22,7 +22,7 @@ def vlm(request) -> VLM:
     return VLM(*request.param(layers=6))
 
 
-def test_raters_in_numbers() -> None:
+def test_raters_example() -> None:
     visual = torch.tensor([[2.0, 0], [2, 0], [0, 1]])
     text = torch.tensor([[1.0, 0], [-1, 0], [0, 1]])
     rate, score = raters(visual, text)
@@ -33,7 +33,7 @@ def test_raters_in_numbers() -> None:
     assert raters(visual, text[[0, 0]])[0].tolist() == [True, True]
 
 
-def test_counts_in_numbers() -> None:
+def test_recycled_counts() -> None:
     assert recycled(276) == (83, 9)
     assert recycled(109) == (33, 4)
     assert recycled(1) == (1, 1)
@@ -45,7 +45,7 @@ def test_counts_in_numbers() -> None:
             assert groups == recycled(n - kept)[1] or kept == 0
 
 
-def test_groups_in_numbers() -> None:
+def test_clusters_example() -> None:
     rows = torch.tensor([[0.0, 0], [0.1, 0], [9, 9], [9, 9.1], [0, 0.1]])
     means, centres, label = clusters(rows, 2)
     assert label[[0, 1, 4]].unique().numel() == label[[2, 3]].unique().numel() == 1
@@ -92,7 +92,7 @@ def word(recycle: bool, positions: str) -> str:
 @pytest.mark.parametrize("positions", ["compact", "keep"])
 @pytest.mark.parametrize("recycle", [True, False])
 @pytest.mark.parametrize("pictures", [1, 2])
-def test_a_run_equals_a_prefill_by_hand(vlm, positions, recycle, pictures, monkeypatch) -> None:
+def test_prompt_equals_reference_prefill(vlm, positions, recycle, pictures, monkeypatch) -> None:
     images = [picture(seed=i) for i in range(pictures)]
     tensors = vlm.inputs("what is here ?", images=images)
     embeds = embeds_of(vlm, tensors)
@@ -111,7 +111,7 @@ def test_a_run_equals_a_prefill_by_hand(vlm, positions, recycle, pictures, monke
     apart(logits, full, terms=terms)
 
 
-def test_weights_of_recycled_tokens_count(vlm, monkeypatch) -> None:
+def test_recycled_token_weights_are_used(vlm, monkeypatch) -> None:
     steps = []
 
     def watched(adapter, prompt, recipe, cache, *args, **kwargs):
@@ -137,7 +137,7 @@ def test_weights_of_recycled_tokens_count(vlm, monkeypatch) -> None:
     apart(plain, repaired, terms=network(vlm.model, run.prompt.full_length))
 
 
-def test_published_counts_on_average() -> None:
+def test_published_average_counts() -> None:
     """Recycled tokens included, as the authors average them: 2, 4, 9 and 17 of 32 layers."""
     from vlmfast.compressors.prefill.sparsevlm import PUBLISHED
 
@@ -150,7 +150,7 @@ def test_published_counts_on_average() -> None:
         assert average == pytest.approx(expected, abs=0.06)
 
 
-def test_the_word() -> None:
+def test_recipe_parameters() -> None:
     question, drop = SparseVLM().expand()
     assert (question.protocol, drop.protocol) == ("encode", "prefill")
     assert drop.layers(32) == (3, 7, 16)
@@ -169,6 +169,6 @@ def test_the_word() -> None:
         ("sparsevlm:0", r"rate=0 is out of range"),
     ],
 )
-def test_bad_words(text: str, message: str) -> None:
+def test_invalid_recipes_raise(text: str, message: str) -> None:
     with pytest.raises(RecipeError, match=message):
         Recipe.parse(text)

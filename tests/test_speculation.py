@@ -81,7 +81,7 @@ def drafted(vlm: VLM, wanted, recipe: str = "none", knows: Knows | None = None, 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_the_answer_is_the_same(vlm: VLM, recipe: str, way: str) -> None:
+def test_drafts_do_not_change_the_answer(vlm: VLM, recipe: str, way: str) -> None:
     more = given(**WAYS[way])
     wanted = vlm.ask(QUESTION, recipe=recipe, **more)
     assert len(set(wanted.token_ids)) > 10
@@ -114,7 +114,7 @@ def test_the_answer_is_the_same(vlm: VLM, recipe: str, way: str) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_in_single_precision(way: str) -> None:
+def test_drafts_do_not_change_the_answer_in_float32(way: str) -> None:
     vlm = VLM(*build_llava())
     more = given(**WAYS[way])
     for recipe in ("none", "pyramiddrop", "zipvl:page=8"):
@@ -123,7 +123,7 @@ def test_in_single_precision(way: str) -> None:
         assert got.token_ids == wanted.token_ids
 
 
-def test_grouped_queries_and_depth_one() -> None:
+def test_grouped_query_attention_and_tree_shapes() -> None:
     vlm = VLM(*build_llava(dtype=torch.float64, kv_heads=1))
     wanted = vlm.ask(QUESTION, **given())
     for knows in (Knows(depth=1, beside=0), Knows(depth=9, beside=5), Knows(depth=40, beside=0)):
@@ -131,12 +131,12 @@ def test_grouped_queries_and_depth_one() -> None:
 
 
 @pytest.mark.parametrize("seed", ["7", 1.5, True])
-def test_seeds_are_whole_numbers(llava: VLM, seed) -> None:
+def test_non_integer_seeds_raise(llava: VLM, seed) -> None:
     with pytest.raises(VLMFastError, match=r"seed=.* must be a whole number"):
         llava.ask(QUESTION, seed=seed, do_sample=True, **given())
 
 
-def test_a_seed_is_the_sample(llava: VLM) -> None:
+def test_seed_determines_the_sample(llava: VLM) -> None:
     """With a seed plain sampling does not ask torch's generator; without one it does."""
     one = llava.ask(QUESTION, **given(**SAMPLED))
     assert llava.ask(QUESTION, **given(**SAMPLED)).token_ids == one.token_ids
@@ -169,14 +169,14 @@ class _Nothing(Drafting):
         return Tree.chain([root])
 
 
-def test_what_drafts_nothing_costs_no_tree(llava: VLM) -> None:
+def test_empty_drafts_build_no_tree(llava: VLM) -> None:
     wanted = llava.ask(QUESTION, **given())
     got = llava.ask(QUESTION, recipe=Recipe((Nothing(),)), **given())
     assert got.token_ids == wanted.token_ids
     assert (got.stats.drafted, got.stats.rounds) == (0, 39)
 
 
-def test_as_hugging_face_greedy() -> None:
+def test_greedy_equals_hugging_face() -> None:
     model, processor = build_llava(dtype=torch.float64)
     vlm = VLM(model, processor)
     inputs = vlm.inputs(QUESTION, images=picture(seed=1))
@@ -203,7 +203,7 @@ def held(vlm: VLM, recipe: Recipe, wanted=None, tokens: int = 24) -> Decoder:
 
 
 @pytest.mark.parametrize("recipe", ["none", "pyramiddrop", "lookm:0.8", "zipvl:page=8"])
-def test_the_cache_is_as_if_tokens_came_one_by_one(vlm: VLM, recipe: str) -> None:
+def test_cache_equals_single_token_decoding(vlm: VLM, recipe: str) -> None:
     wanted = vlm.ask(QUESTION, recipe=recipe, **given(max_new_tokens=24))
     plain = held(vlm, Recipe.of(recipe))
     knows = Knows(answer=tuple(wanted.token_ids), wrong=0.3)
@@ -221,7 +221,7 @@ def test_the_cache_is_as_if_tokens_came_one_by_one(vlm: VLM, recipe: str) -> Non
                 close(left, right, FLOAT, terms)
 
 
-def test_the_cache_control(llava: VLM, monkeypatch) -> None:
+def test_cache_without_compaction_differs(llava: VLM, monkeypatch) -> None:
     """Without moving the accepted nodes up the comparison above fails."""
     accept = KVCache.accept
     monkeypatch.setattr(
@@ -230,10 +230,10 @@ def test_the_cache_control(llava: VLM, monkeypatch) -> None:
         lambda self, index, counts, moves=True: accept(self, index, counts, moves=False),
     )
     with pytest.raises(AssertionError):
-        test_the_cache_is_as_if_tokens_came_one_by_one(llava, "none")
+        test_cache_equals_single_token_decoding(llava, "none")
 
 
-def test_verification_is_single_steps(llava: VLM) -> None:
+def test_tree_logits_equal_single_steps(llava: VLM) -> None:
     """Logits of every node of a tree are those of feeding its path token by token."""
     from driven import Driven
     from vlmfast.engine.prefill import Inputs
@@ -262,14 +262,14 @@ def test_verification_is_single_steps(llava: VLM) -> None:
 
 
 @pytest.mark.parametrize("tokens", range(1, 9))
-def test_lengths_are_exact(llava: VLM, tokens: int) -> None:
+def test_max_new_tokens_is_exact(llava: VLM, tokens: int) -> None:
     wanted = llava.ask(QUESTION, **given())
     got = drafted(llava, wanted, **given(max_new_tokens=tokens))
     assert got.token_ids == wanted.token_ids[:tokens]
 
 
 @pytest.mark.parametrize("at", range(8))
-def test_ends_anywhere_in_a_path(llava: VLM, at: int) -> None:
+def test_eos_inside_an_accepted_path(llava: VLM, at: int) -> None:
     wanted = llava.ask(QUESTION, **given())
     end = wanted.token_ids[at]
     at = wanted.token_ids.index(end)
@@ -279,7 +279,7 @@ def test_ends_anywhere_in_a_path(llava: VLM, at: int) -> None:
     assert got.token_ids == wanted.token_ids[: at + 1]
 
 
-def test_minimal_lengths(llava: VLM) -> None:
+def test_min_new_tokens(llava: VLM) -> None:
     end = llava.ask(QUESTION, **given()).token_ids[2]
     more = given(eos_token_id=end, min_new_tokens=9)
     wanted = llava.ask(QUESTION, **more)
@@ -310,7 +310,7 @@ class Fifth(StoppingCriteria):
         return torch.full((len(input_ids),), input_ids.shape[1] >= self.end)
 
 
-def test_criteria_are_asked_at_every_token(llava: VLM) -> None:
+def test_stopping_criteria_run_for_every_token(llava: VLM) -> None:
     wanted = llava.ask(QUESTION, **given())
     length = llava.inputs(QUESTION, images=picture(seed=1))["input_ids"].shape[1]
     criteria = Fifth(length + 7)
@@ -331,7 +331,7 @@ class Prefixes(LogitsProcessor):
         return scores
 
 
-def test_processors_see_each_nodes_own_prefix(llava: VLM) -> None:
+def test_processors_receive_each_node_prefix(llava: VLM) -> None:
     prefixes, others = Prefixes(), Prefixes()
     wanted = llava.ask(QUESTION, **given(logits_processor=LogitsProcessorList([prefixes])))
     more = given(logits_processor=LogitsProcessorList([others]))
@@ -340,7 +340,7 @@ def test_processors_see_each_nodes_own_prefix(llava: VLM) -> None:
     assert got.stats.accepted > 10
 
 
-def test_streams_are_the_same(llava: VLM) -> None:
+def test_streaming_is_unchanged(llava: VLM) -> None:
     wanted = llava.ask(QUESTION, **given())
     recipe = Recipe((Knows(answer=tuple(wanted.token_ids), wrong=0.3),))
     plain = list(llava.stream(QUESTION, **given()))
@@ -349,7 +349,7 @@ def test_streams_are_the_same(llava: VLM) -> None:
     assert pieces[-1].token_ids == wanted.token_ids
 
 
-def test_scores_are_those_of_what_was_emitted(llava: VLM) -> None:
+def test_scores_of_emitted_tokens(llava: VLM) -> None:
     more = given(return_dict_in_generate=True, output_scores=True, output_logits=True)
     answered = []
     for recipe in (Recipe(), None):
@@ -395,7 +395,7 @@ def requests(vlm: VLM, drafts: bool, way: str) -> list[Request]:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("size", [2, 5])
-def test_batches_of_trees(vlm: VLM, way: str, size: int) -> None:
+def test_batched_trees(vlm: VLM, way: str, size: int) -> None:
     """Each row its own tree, or none; each ends by itself."""
     wanted = [
         vlm.ask(r.question, images=r.images, recipe=r.recipe, **r.generation).token_ids
@@ -407,7 +407,7 @@ def test_batches_of_trees(vlm: VLM, way: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("recipe", ["none", "lookm:0.8", "kivi:bits=4,group=4,residual=8"])
-def test_sessions(llava: VLM, recipe: str) -> None:
+def test_sessions_with_drafts(llava: VLM, recipe: str) -> None:
     questions = [QUESTION, "and now ?", "what else ?"]
     more = {"max_new_tokens": 14, "eos_token_id": None}
     with llava.session(images=picture(seed=1), recipe=recipe) as session:
@@ -457,7 +457,7 @@ class Listens(Knows):
 
 
 @pytest.mark.parametrize("recipe", ["none", "hired:0.5", "pyramiddrop"])
-def test_drafters_read_the_rows_that_are_left(vlm: VLM, recipe: str) -> None:
+def test_drafters_receive_the_pruned_prompt(vlm: VLM, recipe: str) -> None:
     """Features and taps belong to rows of the pruned prompt, then to nodes of the trees."""
     Listens.heard.clear()
     wanted = vlm.ask(QUESTION, recipe=recipe, **given())
@@ -485,7 +485,7 @@ def test_drafters_read_the_rows_that_are_left(vlm: VLM, recipe: str) -> None:
     assert target.banned == (vlm.adapter.image_token_id,)
 
 
-def test_taps_are_what_enters_a_layer(llava: VLM) -> None:
+def test_taps_are_layer_inputs(llava: VLM) -> None:
     Listens.heard.clear()
     wanted = llava.ask(QUESTION, **given())
     drafted(llava, wanted, "none", Listens(), **given())
@@ -537,7 +537,7 @@ def test_two_drafters_in_one_tree(llava: VLM) -> None:
     assert got.token_ids == wanted.token_ids and got.stats.mean_accepted > 2
 
 
-def test_drafters_that_need_trees_of_their_own(llava: VLM) -> None:
+def test_drafters_that_cannot_share_a_tree(llava: VLM) -> None:
     @dataclass(frozen=True)
     class Alone(Knows):
         name: ClassVar[str] = "alone"
@@ -551,7 +551,7 @@ def test_drafters_that_need_trees_of_their_own(llava: VLM) -> None:
         llava.ask(QUESTION, recipe=Recipe((Alone(), Apart())), **given())
 
 
-def test_linear_attention_is_refused(llava: VLM) -> None:
+def test_linear_attention_raises(llava: VLM) -> None:
     class Config:
         model_type, layer_types = "linear", ["full_attention", "linear_attention"]
 
@@ -565,7 +565,7 @@ def test_linear_attention_is_refused(llava: VLM) -> None:
         speculation.check([Knows()], Adapter())
 
 
-def test_a_drafter_of_another_model_is_refused_before_anything_runs(llava: VLM) -> None:
+def test_drafter_of_another_model_raises_before_prefill(llava: VLM) -> None:
     from vlmfast.drafters.draft_eagle.module import EagleModule
 
     key = ("draft-eagle", "auto", "eagle")
@@ -587,7 +587,7 @@ def test_a_drafter_of_another_model_is_refused_before_anything_runs(llava: VLM) 
 
 
 @pytest.mark.parametrize("recipe", ["none", "pyramiddrop", "lookm:0.8"])
-def test_strict_takes_near_ties_from_single_tokens(recipe: str, monkeypatch) -> None:
+def test_strict_redecodes_near_ties(recipe: str, monkeypatch) -> None:
     """However far what trees wrote has drifted, a near tie sees the cache of plain decoding."""
     vlm = VLM(*build_llava(dtype=torch.bfloat16))
     more = given(max_new_tokens=48)
@@ -616,7 +616,7 @@ def test_strict_takes_near_ties_from_single_tokens(recipe: str, monkeypatch) -> 
     assert got.stats.accepted > 0
 
 
-def test_strict_leaves_batches_and_pages_alone() -> None:
+def test_strict_disables_drafts_in_batches_and_with_pages() -> None:
     vlm = VLM(*build_llava(dtype=torch.bfloat16))
     for recipe in ("zipvl:page=8", "h2o:0.7"):
         wanted = vlm.ask(QUESTION, recipe=recipe, **given())
@@ -630,7 +630,7 @@ def test_strict_leaves_batches_and_pages_alone() -> None:
 
 
 @pytest.mark.parametrize("sampled", [False, True])
-def test_a_strict_row_stands_beside_one_with_drafts(llava: VLM, sampled: bool) -> None:
+def test_strict_and_drafted_rows_in_one_batch(llava: VLM, sampled: bool) -> None:
     """It has no drafts, and no seed where it is sampled; its neighbour's trees are not its own."""
     wanted = llava.ask(QUESTION, **given(max_new_tokens=8))
     beside = Recipe((Knows(answer=tuple(wanted.token_ids)),))
@@ -775,7 +775,7 @@ PLANTED = {
 
 
 @pytest.mark.parametrize("bug", PLANTED, ids=lambda bug: bug.__name__)
-def test_planted_bugs_are_noticed(bug, llava: VLM, monkeypatch) -> None:
+def test_injected_bugs_are_detected(bug, llava: VLM, monkeypatch) -> None:
     more = given(**WAYS[PLANTED[bug]])
     more |= (
         {"repetition_penalty": 1.8, "temperature": 0.6, "top_k": 9, "top_p": 0.8}
@@ -794,13 +794,13 @@ def test_planted_bugs_are_noticed(bug, llava: VLM, monkeypatch) -> None:
     assert got != wanted.token_ids
 
 
-def test_an_ignored_stop_is_noticed(llava: VLM, monkeypatch) -> None:
+def test_ignored_stop_is_detected(llava: VLM, monkeypatch) -> None:
     wanted = llava.ask(QUESTION, **given())
     more = given(eos_token_id=wanted.token_ids[3])
     stop_ignored(monkeypatch)
     assert drafted(llava, wanted, **more).token_ids != llava.ask(QUESTION, **more).token_ids
 
 
-def test_a_sibling_drafted_twice_is_refused() -> None:
+def test_duplicate_siblings_raise() -> None:
     with pytest.raises(ValueError, match="one token twice"):
         Tree((1, 2, 2), (-1, 0, 0))

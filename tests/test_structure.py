@@ -54,12 +54,12 @@ def circle(edges: dict[str, set[str]]) -> list[str]:
     return next((found for name in sorted(edges) if (found := walk(name, []))), [])
 
 
-def test_no_modules_import_each_other() -> None:
+def test_no_import_cycles() -> None:
     known = modules()
     assert not circle({name: imports(name, path, known) for name, path in known.items()})
 
 
-def test_a_circle_is_found() -> None:
+def test_import_cycle_is_detected() -> None:
     edges = {"a": {"b"}, "b": {"c"}, "c": {"b"}}
     assert circle(edges) == ["b", "c"]
     assert not circle({**edges, "c": set()})
@@ -97,7 +97,7 @@ def written(tree: ast.AST) -> set[str]:
     return found
 
 
-def test_only_the_engine_writes_a_sequence() -> None:
+def test_only_the_engine_writes_sequences() -> None:
     wrong = []
     for path in sorted(PACKAGE.rglob("*.py")):
         name = path.relative_to(PACKAGE).as_posix()
@@ -107,12 +107,12 @@ def test_only_the_engine_writes_a_sequence() -> None:
     assert not wrong
 
 
-def test_a_write_is_found() -> None:
+def test_write_is_detected() -> None:
     text = "sequence.done = True\nof.stats.rounds += 1\ndel a.decoder\nself.done = 1\nb.other = 2"
     assert written(ast.parse(text)) == {"sequence.done", "of.stats.rounds", "a.decoder"}
 
 
-def test_sessions_use_no_private_name_of_the_model() -> None:
+def test_sessions_use_no_private_names() -> None:
     """Nor does anything else of what lies below `VLM`."""
     known = modules()
     for name in ("session", "request", "long_video", "engine.engine"):

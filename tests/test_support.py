@@ -66,7 +66,7 @@ def write(found: dict[str, dict[str, str]]) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_the_table_of_the_documentation(name):
+def test_documented_support_table(name):
     """``VLMFAST_WRITE_TABLE=1`` writes it anew, one column a test; then run in one process."""
     if name == "smolvlm":
         pytest.importorskip("num2words")  # its processor wants it
@@ -76,7 +76,7 @@ def test_the_table_of_the_documentation(name):
     assert table()[name] == found
 
 
-def test_why_a_method_does_not_run():
+def test_unsupported_method_has_a_reason():
     vlm = VLM(*BUILD["fast_vlm"]())
     assert support_of(vlm, "hired") == Support("hired", True, "norm")
     refused = support_of(vlm, "tome")
@@ -89,7 +89,7 @@ def test_why_a_method_does_not_run():
     assert (part.runs, part.note) == (True, "without its part inside the vision tower")
 
 
-def test_the_command(capsys):
+def test_methods_command(capsys):
     assert main(["methods", "hired", "divprune", "--model", "tiny"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split() for line in lines[1:]] == [

@@ -69,7 +69,7 @@ def in_thread(work: Callable[[], Any]) -> None:
 # --- locks ---------------------------------------------------------------------------------------
 
 
-def test_models_that_share_a_config_take_turns(pair) -> None:
+def test_models_with_shared_config_share_a_lock(pair) -> None:
     one, two = (vlm.model for vlm in pair)
     assert free(one) and free(two)
     with switched(one):
@@ -83,7 +83,7 @@ def test_models_that_share_a_config_take_turns(pair) -> None:
     assert free(one)
 
 
-def test_other_models_do_not_wait() -> None:
+def test_unrelated_models_do_not_share_a_lock() -> None:
     """The control: configs that are equal, and not the same."""
     one, two = build_llava()[0], build_llava()[0]
     assert one.config.text_config == two.config.text_config
@@ -91,7 +91,7 @@ def test_other_models_do_not_wait() -> None:
         assert free(two)
 
 
-def test_one_config_of_two_is_enough() -> None:
+def test_one_shared_subconfig_shares_the_lock() -> None:
     """A model that shares its text config with one model and its tower's with another."""
     left, right = build_llava(layers=2)[0], build_llava(layers=2)[0]
     bridge = build_llava(layers=2)[0]
@@ -106,7 +106,7 @@ def test_one_config_of_two_is_enough() -> None:
     assert free(left) and free(right) and free(bridge)
 
 
-def test_locks_go_with_their_configs() -> None:
+def test_locks_are_freed_with_their_configs() -> None:
     gc.collect()
     before = set(attention._LOCKS)
     model = build_llava()[0]
@@ -126,7 +126,7 @@ def answers(vlm: VLM, count: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("count", [30, pytest.param(500, marks=pytest.mark.slow)])
-def test_two_models_on_one_config_in_two_threads(pair, count: int) -> None:
+def test_models_with_shared_config_in_two_threads(pair, count: int) -> None:
     wanted = [answers(vlm, 4) for vlm in pair]
     assert wanted[0] != wanted[1]
     got: list = [None, None]
@@ -179,7 +179,7 @@ def overlapped(one: VLM, two: VLM, seconds: float) -> list[int]:
     return two.ask(QUESTION, picture(seed=0), logits_processor=processor, **given).token_ids
 
 
-def test_a_switch_lasts_as_long_as_the_answer(pair, monkeypatch) -> None:
+def test_lock_is_held_during_the_answer(pair, monkeypatch) -> None:
     """With the control: locks of each model's own let one end the switch of the other."""
     one, two = pair
     wanted = two.ask(
@@ -229,7 +229,7 @@ WAYS: dict[str, Callable[[VLM], Any]] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_the_models_device_is_current_where_it_computes(monkeypatch, way: str) -> None:
+def test_model_device_is_current(monkeypatch, way: str) -> None:
     vlm = VLM(*build_llava(layers=2))
     devices, seen = Devices(), []
 
@@ -286,7 +286,7 @@ class Captures:
             monkeypatch.setattr(torch.cuda, name, fake)
 
 
-def test_captures_leave_other_threads_alone(monkeypatch) -> None:
+def test_graph_capture_is_thread_local(monkeypatch) -> None:
     captures = Captures(monkeypatch)
     state = {("position",): torch.zeros(1), ("keys",): torch.zeros(1)}
 
@@ -323,7 +323,7 @@ def training() -> VLM:
     return VLM(model, processor)
 
 
-def test_answers_of_a_model_in_training(training: VLM) -> None:
+def test_answers_of_a_model_in_training_mode(training: VLM) -> None:
     vlm = training
     plain = VLM(*build_llava(layers=4))
     before = checkpointing(vlm.model)
@@ -345,7 +345,7 @@ def test_answers_of_a_model_in_training(training: VLM) -> None:
     assert checkpointing(vlm.model) == before and vlm.model.training
 
 
-def test_checkpointing_goes_on_after_an_exception(training: VLM) -> None:
+def test_gradient_checkpointing_is_restored_after_an_exception(training: VLM) -> None:
     before = checkpointing(training.model)
 
     def fail() -> None:
@@ -362,7 +362,7 @@ def test_checkpointing_goes_on_after_an_exception(training: VLM) -> None:
     assert checkpointing(training.model) == before
 
 
-def test_training_checkpoints_after_an_answer(training: VLM) -> None:
+def test_gradient_checkpointing_is_restored_after_an_answer(training: VLM) -> None:
     model, inputs = training.model, training.inputs(QUESTION, picture())
 
     def passes() -> int:
@@ -384,7 +384,7 @@ def test_training_checkpoints_after_an_answer(training: VLM) -> None:
 # --- the caller's thread -------------------------------------------------------------------------
 
 
-def test_ask_runs_where_it_is_called(pair) -> None:
+def test_ask_runs_in_the_calling_thread(pair) -> None:
     """So an interrupt reaches the caller, and its autocast and threads' state are in force."""
     vlm, seen = pair[0], []
 
@@ -414,7 +414,7 @@ def test_ask_runs_where_it_is_called(pair) -> None:
     handle.remove()
 
 
-def test_an_interrupt_ends_an_answer(pair) -> None:
+def test_keyboard_interrupt_ends_an_answer(pair) -> None:
     vlm = pair[0]
 
     def interrupt() -> None:

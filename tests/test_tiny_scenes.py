@@ -68,7 +68,7 @@ def tokenizer_file(tokenizer, tmp_path_factory):
     return str(path)
 
 
-def test_same_seed_same_example_in_another_process():
+def test_examples_are_reproducible_across_processes():
     here = _fingerprint()
     random.seed(5)
     np.random.seed(5)  # noqa: NPY002 - global state must not matter
@@ -84,7 +84,7 @@ def test_same_seed_same_example_in_another_process():
     assert out.stdout.strip() == here
 
 
-def test_forms(images, clips):
+def test_shapes_and_dtypes(images, clips):
     e = images[0]
     assert e.image.size == (128, 128) and e.image.mode == "RGB"
     assert e.foreground.shape == (128, 128) and e.foreground.dtype == bool
@@ -97,7 +97,7 @@ def test_forms(images, clips):
         assert len({qa.type for qa in e.qa}) == len(e.qa)
 
 
-def test_foreground_is_a_small_part(images):
+def test_foreground_fraction(images):
     share = np.mean([e.foreground.reshape(16, 8, 16, 8).any((1, 3)).mean() for e in images])
     assert 0.08 < share < 0.2
 
@@ -150,7 +150,7 @@ def test_answers_recomputed_from_the_scene(images):
                 assert qa.answer == min(s.bars, key=lambda b: b.top).color
 
 
-def test_clip_answers_recomputed(clips):
+def test_video_answers_recomputed(clips):
     for e in clips:
         for qa in e.qa:
             words = qa.question.rstrip("?").split()
@@ -180,7 +180,7 @@ def test_multiple_choice_offers_four_options_and_one_is_right(images):
     assert max(letters.values()) < 0.29 * sum(letters.values())
 
 
-def test_asking_without_looking_stays_near_chance(images, clips):
+def test_answers_without_the_image_are_near_chance(images, clips):
     """The best constant answer per question text, learned on one half and tried on the other."""
     limits = {
         "color": 0.22, "shape": 0.27, "posq": 0.1, "count": 0.5, "exist": 0.62, "rel": 0.6,
@@ -216,7 +216,7 @@ def test_negatives_of_exist_are_conjunctions(images):
     assert hard / total > 0.7
 
 
-def test_captions_score_full_and_wrong_ones_less(images, clips):
+def test_caption_scores(images, clips):
     for e in [*images[:300], *clips[:300]]:
         assert scenes.score_caption(e.caption, e.caption_slots) == 1.0
         assert scenes.score_caption("", e.caption_slots) == 0.0
@@ -273,7 +273,7 @@ def test_training_never_draws_evaluation_seeds(tokenizer_file):
         make_batch(Spec("image", START, 1, (("color", 1.0),)), tokenizer_file)
 
 
-def test_training_and_evaluation_pictures_differ(tokenizer_file):
+def test_training_and_evaluation_images_differ(tokenizer_file):
     """Even at equal numbers the two streams are seeded apart."""
     batch = make_batch(Spec("image", 3, 1, (("color", 1.0),)), tokenizer_file)
     base = np.asarray(scenes.image_example(3).image)[:64, :64]
@@ -300,7 +300,7 @@ def test_tokenizer_round_trip_and_whole_words(tokenizer):
         assert ids.count(IMAGE_ID) == text.count("<image>")
 
 
-def test_tokenizer_is_the_same_each_time(tokenizer):
+def test_tokenizer_is_deterministic(tokenizer):
     assert build_tokenizer().to_str() == tokenizer.to_str()
 
 

@@ -74,7 +74,7 @@ def test_configuration_is_the_documented_one():
     assert model.lm_head.weight is model.get_input_embeddings().weight
 
 
-def test_packed_mask_keeps_questions_apart():
+def test_packed_mask_separates_questions():
     mask = packed_mask(4, (2, 3)) == 0
     assert mask[:4, :4].equal(torch.ones(4, 4).tril().bool())
     assert mask[4:, :4].all()
@@ -120,14 +120,14 @@ def test_packed_forward_equals_the_stock_model(packed, tokenizer_file, kind):
             close(own[0, start : start + len(ids)], out, terms=terms)
 
 
-def test_single_views_are_equal_so_one_is_encoded(tokenizer_file):
+def test_base_view_equals_single_crop(tokenizer_file):
     for kind, views in (("small", 2), ("video", 8)):
         pixels = make_batch(Spec(kind, 1, 1, (("exist", 1.0),)), tokenizer_file).arrays["pixels"]
         assert pixels.shape[1] == views
         assert np.array_equal(pixels[:, ::2], pixels[:, 1::2])
 
 
-def test_fast_attention_equals_the_plain_one():
+def test_fast_attention_equals_reference():
     torch.manual_seed(0)
     n, g, prefix, slots, d = 3, 2, 7, (3, 3, 5), 16
     length = prefix + sum(slots)
@@ -152,7 +152,7 @@ def test_fast_attention_equals_the_plain_one():
         assert (a - b).norm() < rounding * b.norm()
 
 
-def test_codes_are_orthogonal_and_read_back():
+def test_codes_are_orthogonal_and_decodable():
     heads = DenseHeads()
     gram = heads.codes @ heads.codes.T
     terms = 2 * heads.codes.shape[1]  # of a product, and of the basis it is of
@@ -176,7 +176,7 @@ def test_newton_schulz_evens_out_singular_values():
     assert newton_schulz(torch.randn(1, 48, 24)).shape == (1, 48, 24)
 
 
-def test_optimiser_survives_a_bad_batch():
+def test_optimizer_skips_nan_gradients():
     p = torch.nn.Parameter(torch.ones(4, 4))
     opt = Optimizer({"w": p})
     p.grad = torch.full((4, 4), float("nan"))
@@ -201,13 +201,13 @@ def test_schedule_is_deterministic_and_ends_at_rate_zero():
     assert {p.spec.kind for p in late} == {"image", "small", "video"}  # no more text alone
 
 
-def test_training_scaffolds_never_reach_the_evaluation(tokenizer_file):
+def test_training_scaffolds_are_not_in_the_evaluation(tokenizer_file):
     batch = make_batch(Spec("image", EVAL_SEED_START, 32, evaluation=True), tokenizer_file)
     names = {training.data.TYPE_NAMES[t] for t in batch.arrays["types"].ravel() if t >= 0}
     assert "mc" in names and not names & {"hint", "option"}
 
 
-def test_names_point_at_what_they_name(tokenizer_file):
+def test_names_point_at_their_objects(tokenizer_file):
     """Training tells names where to look: the tokens end names, the bits are the right objects."""
     tokenizer = build_tokenizer()
     weights = tuple((t, 1.0) for t in ("exist", "rel", "color", "shape", "where", "chart"))
@@ -294,7 +294,7 @@ def test_killed_and_resumed_run_equals_an_uninterrupted_one(tmp_path):
             assert torch.equal(value, b["optimizer"][part][name]), name
 
 
-def test_every_phase_runs_stops_resumes_and_exports(tmp_path):
+def test_phases_run_stop_resume_and_export(tmp_path):
     """The whole life of a run on the smallest scale, and the exported folder at work."""
     out = tmp_path / "run"
     assert training.run(_args(out, max_steps=6, stop_after=2)) == 0
@@ -350,7 +350,7 @@ def _check_folder(folder: Path) -> None:
     assert ids.count(4) == 544 and ids.count(1) == 1
 
 
-def test_bad_requests_are_refused(tmp_path):
+def test_invalid_arguments_raise(tmp_path):
     with pytest.raises(ExportError, match="no checkpoint"):
         export(tmp_path, tmp_path / "x")
     with pytest.raises(training.TrainingError, match="positive"):

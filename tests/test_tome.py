@@ -21,7 +21,7 @@ from vlmfast.core.statistics import StatRequest
 from vlmfast.engine.prefill import Inputs
 
 
-def test_matching_in_numbers() -> None:
+def test_matching_example() -> None:
     # A: rows 0, 2, 4; B: rows 1, 3. Row 4 is most like 3, row 2 like 1, row 0 like nothing.
     metric = torch.tensor([[[-1.0, 0], [1, 0.2], [1, 0], [0, 1], [0, 2]]])
     assert bipartite(metric, 1, False).tolist() == [[0, 2, 1, 3, 3]]
@@ -40,7 +40,7 @@ def test_means_are_weighted() -> None:
 
 
 @given(st.integers(2, 600), st.data(), st.integers(1, 24))
-def test_the_schedule_reaches_its_end(n: int, data: st.DataObject, blocks: int) -> None:
+def test_schedule_reaches_the_target(n: int, data: st.DataObject, blocks: int) -> None:
     left = data.draw(st.integers(max(1, -(-n // 2**blocks)), n))
     steps = schedule(n, left, blocks)
     assert len(steps) == blocks
@@ -49,7 +49,7 @@ def test_the_schedule_reaches_its_end(n: int, data: st.DataObject, blocks: int) 
     assert used == steps[: len(used)]
 
 
-def test_schedules_in_numbers() -> None:
+def test_schedule_examples() -> None:
     assert schedule(576, 192, 22) == [18] * 21 + [6]
     assert schedule(576, 64, 22) == [24] * 21 + [8]
     assert schedule(197, 1, 3, r=16) == [16] * 3
@@ -83,7 +83,7 @@ def tower_by_hand(vlm: VLM, pixels: Tensor, stage: ToMe) -> tuple[Tensor, Tensor
 
 @pytest.mark.parametrize("build", [build_llava, build_llava_next])
 @pytest.mark.parametrize("word", ["tome:0.4", "tome:0.4,repair=false", "tome:r=3"])
-def test_a_run_equals_the_tower_by_hand(build, word) -> None:
+def test_prompt_equals_reference_tower(build, word) -> None:
     vlm, image = VLM(*build()), picture()
     tensors = vlm.inputs("what is here ?", images=[image])
     recipe = Recipe.parse(word)
@@ -114,7 +114,7 @@ def test_a_run_equals_the_tower_by_hand(build, word) -> None:
         apart(control, logits, terms=answer(vlm, run.prompt.full_length))
 
 
-def test_the_word() -> None:
+def test_recipe_parameters() -> None:
     stage = ToMe(0.5)
     assert [part.protocol for part in stage.expand()] == ["in-encoder", "encode"]
     assert stage.expand()[0].blocks(24) == tuple(range(1, 23))
@@ -135,6 +135,6 @@ def test_the_word() -> None:
         ("tome+mustdrop", r"tome and mustdrop, which both rework the rows between the blocks"),
     ],
 )
-def test_bad_words(word: str, message: str) -> None:
+def test_invalid_recipes_raise(word: str, message: str) -> None:
     with pytest.raises(RecipeError, match=message):
         Recipe.parse(word)

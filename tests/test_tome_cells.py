@@ -102,7 +102,7 @@ def test_keep_1_is_identity(vlm, media):
     assert len(some) < len(tokens)
 
 
-def test_half_of_the_tokens_of_each_view_are_kept(vlm, media):
+def test_keep_half_keeps_half_of_each_view(vlm, media):
     plain, stats = looked(vlm, **media)
     tokens, _ = looked(vlm, ToMe(0.5), **media)
     before, after = (of.layout.select(of.layout.patches) for of in (plain, tokens))
@@ -128,7 +128,7 @@ def test_half_of_the_tokens_of_each_view_are_kept(vlm, media):
     assert bool((inside.all(-1) & same).any(1).all())
 
 
-def test_a_number_for_each_block(vlm):
+def test_r_merges_per_block(vlm):
     tokens, stats = looked(vlm, ToMe(r=1), **CASES["image"])
     (item,) = stats.items
     blocks = len(vlm.adapter.vision_blocks()) - 2
@@ -137,7 +137,7 @@ def test_a_number_for_each_block(vlm):
         assert len(tokens) == (n - blocks) * views
 
 
-def test_images_do_not_change_each_other(vlm):
+def test_images_are_independent(vlm):
     """Of different sizes in one prompt, and images beside a video."""
     alone = [looked(vlm, ToMe(0.5), images=image)[0] for image in IMAGES]
     if family(vlm) != "llava_onevision":  # which makes no crops of several images
@@ -320,7 +320,7 @@ def packed_by_hand(
 
 @pytest.mark.parametrize("name", PACKED)
 @pytest.mark.parametrize("word", ["tome:0.5", "tome:0.3", "tome:0.5,repair=false"])
-def test_packed_towers_by_hand(name, word):
+def test_packed_towers_equal_reference(name, word):
     vlm, image = built(name), picture(2, 64, 48)
     (stage,) = Recipe.parse(word)
     hidden, tables = entering(vlm, images=image)
@@ -394,7 +394,7 @@ def internvl_by_hand(vlm: VLM, hidden: Tensor, stage: ToMe) -> tuple[Tensor, Ten
 
 
 @pytest.mark.parametrize("word", ["tome:0.5", "tome:r=1", "tome:0.5,repair=false"])
-def test_internvl_by_hand(word):
+def test_internvl_equals_reference(word):
     vlm, image = built("internvl"), picture(0, 90, 44)
     (stage,) = Recipe.parse(word)
     hidden, _ = entering(vlm, images=image)
@@ -413,7 +413,7 @@ def test_internvl_by_hand(word):
 # --- what blocks are given ------------------------------------------------------------------------
 
 
-def test_arguments_of_a_packed_block():
+def test_packed_block_arguments_after_merging():
     """Boundaries of windows that lose all rows go, the longest is measured anew."""
     adapter = built("qwen2_5_vl").adapter
     item = ItemGeometry((48, 64), (0, 0), (0, 1), (3, 4))  # windows of 4, 4, 2 and 2 cells
@@ -454,7 +454,7 @@ def test_arguments_of_a_packed_block():
     ]
 
 
-def test_masks_of_views_with_merged_rows():
+def test_masks_after_merging():
     """A mask that hides nothing goes; padded views are refused."""
     adapter = built("idefics3").adapter
     item = ItemGeometry((44, 60), (0, 0), (0, 1), (2, 2))
@@ -485,7 +485,7 @@ def test_half_precision():
 # --- towers that cannot serve it ------------------------------------------------------------------
 
 
-def test_a_tower_without_attention_is_refused():
+def test_tower_without_attention_raises():
     vlm = VLM(*tiny_families.build_fast_vlm())
     message = r"tome merges .* fast_vlm does not serve here: its vision tower ends in convolutions"
     for media in (CASES["image"], VIDEO):
@@ -493,7 +493,7 @@ def test_a_tower_without_attention_is_refused():
             vlm.ask("what ?", **media, recipe="tome:0.5")
 
 
-def test_frames_that_cells_do_not_tile_are_refused(monkeypatch):
+def test_frames_not_divisible_into_cells_raise(monkeypatch):
     """LLaVA-OneVision pools 5 x 5 patches to 3 x 3 tokens by interpolation."""
     small, side = tiny_families._clip, 5 * tiny_families.PATCH
     monkeypatch.setattr(

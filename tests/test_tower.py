@@ -43,7 +43,7 @@ def captures(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_answers_are_the_same(pair, recipe: str) -> None:
+def test_captured_tower_gives_the_same_answers(pair, recipe: str) -> None:
     plain, vlm = pair
     towers = vlm.adapter.kept["towers"]
     for seed in range(4):
@@ -56,7 +56,7 @@ def test_answers_are_the_same(pair, recipe: str) -> None:
     assert "forward" not in vars(vlm.adapter.tower())
 
 
-def test_another_shape_or_wish_is_another_graph(pair) -> None:
+def test_graphs_are_keyed_by_shape_and_statistics(pair) -> None:
     plain, vlm = pair
     towers = vlm.adapter.kept["towers"]
     for images in ([picture(seed=0)], [picture(seed=1), picture(seed=2)]):
@@ -69,7 +69,7 @@ def test_another_shape_or_wish_is_another_graph(pair) -> None:
     assert len(towers._kept) == 4 and towers.replayed == 8
 
 
-def test_what_a_replay_made_is_not_overwritten(pair) -> None:
+def test_replay_does_not_overwrite_earlier_outputs(pair) -> None:
     """Two sessions hold the pictures of two replays."""
     plain, vlm = pair
     for seed in range(2):
@@ -82,7 +82,7 @@ def test_what_a_replay_made_is_not_overwritten(pair) -> None:
     assert answers[0] == answers[1]
 
 
-def test_stages_inside_the_tower_run_as_they_are(pair) -> None:
+def test_in_encoder_stages_are_not_captured(pair) -> None:
     _, vlm = pair
     for seed in range(3):
         vlm.ask("what ?", images=picture(seed=seed), recipe="mustdrop", max_new_tokens=2)
@@ -100,7 +100,7 @@ def test_kept_graphs_are_bounded() -> None:
     assert len(towers._kept) == _SHAPES
 
 
-def test_a_graph_that_does_nothing_is_noticed(pair) -> None:
+def test_stale_replay_is_detected(pair) -> None:
     """Control: replays that leave the tensors of the recording as they were."""
     plain, vlm = pair
     vlm.adapter.kept["towers"] = Towers(record=lambda run: (run(), lambda: None))

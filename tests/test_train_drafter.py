@@ -73,7 +73,7 @@ def told(tiny: VLM, number: int) -> list[int]:
 # --- answers -------------------------------------------------------------------------------------
 
 
-def test_answers_are_the_targets_own_and_stay(tiny: VLM, tmp_path) -> None:
+def test_answers_are_generated_by_the_target_and_cached(tiny: VLM, tmp_path) -> None:
     args = arguments(tmp_path)
     answers = drafters.Answers(tiny, drawn, tmp_path, args)
     assert [answers[n] for n in (2, 5)] == [told(tiny, n) for n in (2, 5)]
@@ -88,7 +88,7 @@ def test_answers_are_the_targets_own_and_stay(tiny: VLM, tmp_path) -> None:
         drafters.Answers(tiny, drawn, tmp_path, arguments(tmp_path, "--sampled", "0.5"))
 
 
-def test_sampled_answers_repeat(tiny: VLM, tmp_path) -> None:
+def test_sampled_answers_are_reproducible(tiny: VLM, tmp_path) -> None:
     args = arguments(tmp_path, "--sampled", "1")
 
     def generated(folder: str) -> list[list[int]]:
@@ -112,7 +112,7 @@ def test_prompts_are_drawn_outside_the_evaluation() -> None:
         drawn(EVAL_SEED_START)
 
 
-def test_held_out_conversations_are_not_learned(tmp_path) -> None:
+def test_held_out_conversations_are_not_trained_on(tmp_path) -> None:
     Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
     data = [
         {
@@ -134,7 +134,7 @@ def test_held_out_conversations_are_not_learned(tmp_path) -> None:
         DrafterTrainer(arguments(tmp_path / "out", *words, "--held-out", "6"))
 
 
-def test_a_picture_that_cannot_be_read_is_left_out(tmp_path) -> None:
+def test_unreadable_images_are_skipped(tmp_path) -> None:
     Image.new("RGB", (8, 8), "red").save(tmp_path / "a.png")
     turns = [{"from": "human", "value": "What?"}, {"from": "gpt", "value": "Red."}]
     names = ("a.png", "missing.png", "a.png", "a.png")
@@ -151,7 +151,7 @@ def test_a_picture_that_cannot_be_read_is_left_out(tmp_path) -> None:
 # --- teacher and rows ----------------------------------------------------------------------------
 
 
-def test_the_teacher_tells_what_comes_next(tiny: VLM, lesson) -> None:
+def test_teacher_logits_predict_the_next_token(tiny: VLM, lesson) -> None:
     n = lesson.prompt
     assert torch.equal(lesson.logits.argmax(-1), lesson.answer[1:])
     head = tiny.adapter.logits
@@ -185,7 +185,7 @@ def drafter_of(tiny: VLM, stage, module):
 
 @pytest.mark.parametrize("shift", [0, 1])
 @pytest.mark.parametrize("words", KINDS)
-def test_drafts_are_those_of_the_stage(tiny: VLM, lesson, words, shift: int) -> None:
+def test_training_drafts_equal_the_stage(tiny: VLM, lesson, words, shift: int) -> None:
     """Training reads the rows that an answer reads: at its start, and in its middle."""
     made, module = training(tiny, *words)
     kind = {"kind": "eagle3"} if words[1] == "eagle3" else {}
@@ -226,7 +226,7 @@ def test_drafts_are_those_of_the_stage(tiny: VLM, lesson, words, shift: int) -> 
 
 
 @pytest.mark.parametrize("view", ["all", "pool", "text", "select"])
-def test_pictures_are_shortened_as_in_the_stage(tiny: VLM, lesson, view: str) -> None:
+def test_compressed_drafts_equal_the_stage(tiny: VLM, lesson, view: str) -> None:
     made, module = training(tiny, "--compressor")
     n = lesson.prompt
     with torch.no_grad():
@@ -240,7 +240,7 @@ def test_pictures_are_shortened_as_in_the_stage(tiny: VLM, lesson, view: str) ->
     assert (drafts == whole) is (view == "all")
 
 
-def test_drafted_rows_see_the_true_ones_before_their_place() -> None:
+def test_drafted_rows_attend_to_earlier_true_rows() -> None:
     """Against a mask over everything, built row by row."""
     torch.manual_seed(0)
     rows, first, places, steps = 9, 4, 5, 3
@@ -274,7 +274,7 @@ def test_drafted_rows_see_the_true_ones_before_their_place() -> None:
         ([[6, 7], [0, 0], [0, 0], [9, 9]], 2, 3),  # nothing follows the end
     ],
 )
-def test_accepted(drafted, rounds: int, total: int) -> None:
+def test_accepted_counts(drafted, rounds: int, total: int) -> None:
     answer = torch.tensor([5, 6, 7, 8, 9])
     assert accepted(torch.tensor(drafted), answer) == (rounds, total)
 
@@ -282,7 +282,7 @@ def test_accepted(drafted, rounds: int, total: int) -> None:
 # --- losses --------------------------------------------------------------------------------------
 
 
-def test_a_perfect_drafter_has_no_loss_of_features(tiny: VLM, lesson) -> None:
+def test_perfect_drafter_has_zero_feature_loss(tiny: VLM, lesson) -> None:
     made, module = training(tiny, "--kind", "eagle", "--noise", "0", "--ttt", "1", "--soft", "0")
     target = Teacher(tiny.adapter)
     n = lesson.prompt
@@ -299,7 +299,7 @@ def test_a_perfect_drafter_has_no_loss_of_features(tiny: VLM, lesson) -> None:
     assert loss() > 0
 
 
-def test_passes_read_what_the_last_one_drafted(tiny: VLM, lesson) -> None:
+def test_forward_passes_read_previous_drafts(tiny: VLM, lesson) -> None:
     """Gradients of the second pass alone reach the first one's outputs."""
     made, module = training(tiny, "--kind", "eagle", "--ttt", "2")
     known = made.known(module, lesson, lesson.features, "all")
@@ -310,7 +310,7 @@ def test_passes_read_what_the_last_one_drafted(tiny: VLM, lesson) -> None:
     assert bool((grad[:-1].abs().sum(-1) > 0).all()) and float(grad[-1].abs().sum()) == 0
 
 
-def test_eagle3_learns_its_vocabulary_alone(tiny: VLM, lesson) -> None:
+def test_eagle3_learns_its_own_vocabulary(tiny: VLM, lesson) -> None:
     made, module = training(tiny, "--kind", "eagle3", "--draft-vocabulary", "20")
     said = [7, 300] * 30 + list(range(100, 118)) * 2 + [50]
     made.begin(module, lambda number: [9, *said])
@@ -323,7 +323,7 @@ def test_eagle3_learns_its_vocabulary_alone(tiny: VLM, lesson) -> None:
     close(both, one, terms=20 + 20)  # of both distributions
 
 
-def test_the_compressor_and_its_gate_learn(tiny: VLM, lesson) -> None:
+def test_compressor_and_gate_are_trained(tiny: VLM, lesson) -> None:
     made, module = training(tiny, "--compressor", "--gate-from", "0.5")
     target = Teacher(tiny.adapter)
     module.compressor.gate.outer.weight.data.normal_()
@@ -358,7 +358,7 @@ def same(a: DrafterTrainer, b: DrafterTrainer) -> bool:
         *(pytest.param(words, marks=pytest.mark.slow) for words in KINDS[1:]),
     ],
 )
-def test_a_killed_run_goes_on_as_if_it_had_not_been(tmp_path, words) -> None:
+def test_resumed_run_equals_uninterrupted_run(tmp_path, words) -> None:
     def trainer(folder: str, *more: str) -> DrafterTrainer:
         return DrafterTrainer(
             arguments(tmp_path / folder, "--sampled", "0.5", "--eval-every", "2", *words, *more)
@@ -378,7 +378,7 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(tmp_path, words) -> None:
         trainer("b", "--ttt", "1")
 
 
-def test_training_lowers_the_loss_and_leaves_the_target_alone(tmp_path) -> None:
+def test_training_lowers_the_loss_and_freezes_the_target(tmp_path) -> None:
     words = ("--steps", "16", "--lr", "3e-3", "--noise", "0")
     trainer = DrafterTrainer(arguments(tmp_path, *words))
     before = {k: v.clone() for k, v in trainer.vlm.model.state_dict().items()}
@@ -404,7 +404,7 @@ def test_training_lowers_the_loss_and_leaves_the_target_alone(tmp_path) -> None:
         DrafterTrainer(arguments(tmp_path / "three", "--kind", "eagle3", *init))
 
 
-def test_each_epoch_has_every_sample_once(tmp_path) -> None:
+def test_epochs_contain_each_sample_once(tmp_path) -> None:
     trainer = DrafterTrainer(arguments(tmp_path, "--samples", "9"))
     epochs = [[trainer.number(e * 9 + i) for i in range(9)] for e in range(3)]
     assert epochs[0] == list(range(9)) != epochs[1] != epochs[2]
@@ -425,7 +425,7 @@ def test_each_epoch_has_every_sample_once(tmp_path) -> None:
         (("--init", "nowhere"), "--init nowhere"),
     ],
 )
-def test_bad_options(tmp_path, words, message) -> None:
+def test_invalid_options_raise(tmp_path, words, message) -> None:
     with pytest.raises(TrainingError, match=message):
         DrafterTrainer(arguments(tmp_path, *words))
 
@@ -433,7 +433,7 @@ def test_bad_options(tmp_path, words, message) -> None:
 # --- what is shipped -----------------------------------------------------------------------------
 
 
-def test_the_shipped_drafter_is_accepted(tiny: VLM) -> None:
+def test_shipped_drafter_acceptance(tiny: VLM) -> None:
     adapter = tiny.adapter
     module = load_weights(DraftEagle(), adapter.sizes(), adapter.signature())
     made, untrained = training(tiny, *(["--compressor"] if module.compressor else []))

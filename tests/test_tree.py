@@ -51,7 +51,7 @@ def valid(tree: Tree) -> None:
 
 @quick
 @given(trees())
-def test_structure(tree: Tree) -> None:
+def test_parents_children_and_depths(tree: Tree) -> None:
     valid(tree)
     n = len(tree)
     for node in range(n):
@@ -66,7 +66,7 @@ def test_structure(tree: Tree) -> None:
 
 @quick
 @given(trees())
-def test_the_mask_is_the_closure_of_parents(tree: Tree) -> None:
+def test_mask_is_the_transitive_closure(tree: Tree) -> None:
     n = len(tree)
     step = torch.eye(n)
     for node, parent in enumerate(tree.parents):
@@ -79,7 +79,7 @@ def test_the_mask_is_the_closure_of_parents(tree: Tree) -> None:
 
 @quick
 @given(trees())
-def test_paths_are_those_from_the_root_to_the_leaves(tree: Tree) -> None:
+def test_paths_lead_from_root_to_leaves(tree: Tree) -> None:
     paths = tree.paths()
     assert paths.shape == (len(tree.leaves()), tree.depth + 1)
     assert paths.dtype == torch.int64
@@ -96,7 +96,7 @@ def test_paths_are_those_from_the_root_to_the_leaves(tree: Tree) -> None:
 
 @quick
 @given(trees(), st.integers(0, 18), st.integers(0, 6))
-def test_the_first_nodes(tree: Tree, nodes: int, depth: int) -> None:
+def test_first(tree: Tree, nodes: int, depth: int) -> None:
     part = tree.first(nodes, depth)
     valid(part)
     assert len(part) <= max(nodes, 1)
@@ -110,7 +110,7 @@ def test_the_first_nodes(tree: Tree, nodes: int, depth: int) -> None:
 
 @quick
 @given(trees(), st.lists(st.integers(0, 4), max_size=3))
-def test_without_some_tokens(tree: Tree, banned: list[int]) -> None:
+def test_without(tree: Tree, banned: list[int]) -> None:
     part = tree.without(banned)
     valid(part)
     assert part.tokens[0] == tree.tokens[0]  # the root is decided
@@ -120,7 +120,7 @@ def test_without_some_tokens(tree: Tree, banned: list[int]) -> None:
 
 @quick
 @given(trees(), trees())
-def test_two_trees_in_one(one: Tree, other: Tree) -> None:
+def test_joined(one: Tree, other: Tree) -> None:
     other = Tree((one.tokens[0], *other.tokens[1:]), other.parents)
     both = one.joined(other)
     valid(both)
@@ -132,7 +132,7 @@ def test_two_trees_in_one(one: Tree, other: Tree) -> None:
         one.joined(apart)
 
 
-def test_the_root_alone() -> None:
+def test_root_only() -> None:
     tree = Tree.chain([7])
     assert (len(tree), tree.depth, tree.leaves(), tree.path(0)) == (1, 0, [0], [0])
     assert tree.mask().tolist() == [[True]]
@@ -141,7 +141,7 @@ def test_the_root_alone() -> None:
     assert tree == Tree.of_paths(7, []) == Tree.of_paths(7, [[]]) == tree.without([7])
 
 
-def test_a_chain() -> None:
+def test_chain() -> None:
     tree = Tree.chain([3, 3, 3])
     assert tree.parents == (-1, 0, 1)
     assert tree.paths().tolist() == [[0, 1, 2]]
@@ -161,7 +161,7 @@ def test_a_chain() -> None:
         ((1, 2, 3, 3), (-1, 0, 1, 1), "one token twice behind the same node"),
     ],
 )
-def test_what_is_no_tree(tokens: tuple, parents: tuple, message: str) -> None:
+def test_invalid_trees_raise(tokens: tuple, parents: tuple, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Tree(tokens, parents)
 
@@ -181,7 +181,7 @@ def shapes(draw: st.DrawFn) -> tuple[Tree, list[list[int]]]:
 
 @quick
 @given(shapes())
-def test_a_shape_has_the_children_that_are_asked_for(drawn: tuple) -> None:
+def test_shape_has_the_requested_children(drawn: tuple) -> None:
     shape, widths = drawn
     valid(shape)
     for depth, counts in enumerate(widths):
@@ -212,7 +212,7 @@ def test_likeliest_first_keeps_the_shape(drawn: tuple) -> None:
 
 @quick
 @given(shapes(), st.dictionaries(st.integers(0, 9), st.permutations(range(10)), max_size=10))
-def test_filling_leaves_out_what_is_not_known(drawn: tuple, known: dict) -> None:
+def test_filled_skips_unknown_tokens(drawn: tuple, known: dict) -> None:
     shape, _ = drawn
     known = {token: row[: token % 4] for token, row in known.items()}
     of = lambda token: known.get(token, ())  # noqa: E731

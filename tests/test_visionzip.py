@@ -45,7 +45,7 @@ def reduced(
 # --- the rules -----------------------------------------------------------------------------------
 
 
-def test_homes_in_numbers() -> None:
+def test_homes_example() -> None:
     """Patches 1 and 4 are dominant; of 0, 2, 3, 5, 6 every second is a target, two in all."""
     attention = torch.tensor([0.1, 0.9, 0.2, 0.1, 0.8, 0.3, 0.1])
     keys = torch.tensor([[1, 0], [0, 1], [9, 1], [0, 1], [0, 0], [1, 2], [2, 1]]).float()
@@ -57,7 +57,7 @@ def test_homes_in_numbers() -> None:
     assert homes(attention, alike, 2, 2).tolist() == [0, 1, 0, 3, 4, 0, 0]  # the first of equals
 
 
-def test_a_target_is_added_to_the_mean_of_its_own() -> None:
+def test_plus_mean_adds_target_and_group_mean() -> None:
     features = torch.tensor([[1.0], [10], [100], [4], [7]])
     home = torch.tensor([0, 0, -1, 0, 4])
     assert plus_mean(features, home)[[0, 4], 0].tolist() == [1 + (10 + 4) / 2, 7]
@@ -99,7 +99,7 @@ def test_explicit_counts() -> None:
 
 @given(picture_arguments(), st.floats(0.02, 0.98), st.sampled_from(["rate", "budget"]))
 @settings(max_examples=30, deadline=None)
-def test_what_a_picture_keeps(arguments: dict, share: float, name: str) -> None:
+def test_kept_tokens(arguments: dict, share: float, name: str) -> None:
     stage = VisionZip(**{name: share})
     tokens, kept, stats = reduced(stage, arguments, arguments)
     order = kept.layout.order.tolist()
@@ -128,7 +128,7 @@ def test_what_a_picture_keeps(arguments: dict, share: float, name: str) -> None:
 
 @given(picture_arguments(), st.floats(0.02, 0.98))
 @settings(max_examples=20, deadline=None)
-def test_a_picture_does_not_depend_on_its_neighbours(arguments: dict, share: float) -> None:
+def test_images_are_independent(arguments: dict, share: float) -> None:
     alone = reduced(VisionZip(share), arguments)[1]
     both = reduced(VisionZip(share), arguments, arguments)[1]
     first = both.layout.item == 0
@@ -137,12 +137,12 @@ def test_a_picture_does_not_depend_on_its_neighbours(arguments: dict, share: flo
 
 
 @pytest.mark.parametrize("stage", [VisionZip(1.0), VisionZip(0.2, budget=1.0)])
-def test_all_is_all(stage: VisionZip) -> None:
+def test_budget_1_is_identity(stage: VisionZip) -> None:
     tokens, kept, _ = reduced(stage, {"tiles": (2, 2)})
     assert kept is tokens
 
 
-def test_weights_marks_and_levels_flow_on() -> None:
+def test_weights_protection_and_extra_features_are_kept() -> None:
     tokens, geometry = picture((0, 0), (2, 2))
     weight, protected = torch.tensor([1.0, 2, 3, 4]), torch.tensor([False, False, True, False])
     tokens = VisualTokens(
@@ -163,7 +163,7 @@ def test_weights_marks_and_levels_flow_on() -> None:
     assert (kept.features[2] == 9).all()
 
 
-def test_the_word() -> None:
+def test_recipe_parameters() -> None:
     assert VisionZip().saliencies() == (SaliencyRequest("features", keys=True),)
     assert VisionZip.wants_cls
     stage = Recipe.parse("visionzip:0.1,dominant=54,contextual=10,positions=keep,repair=true")
@@ -182,7 +182,7 @@ def test_the_word() -> None:
         ("visionzip:domina=3", r"no parameter 'domina' \(did you mean 'dominant'\?\)"),
     ],
 )
-def test_bad_words(word: str, message: str) -> None:
+def test_invalid_recipes_raise(word: str, message: str) -> None:
     with pytest.raises(RecipeError, match=message):
         Recipe.parse(word)
 
@@ -226,7 +226,7 @@ def start(vlm: VLM, recipe: str, pictures: list[np.ndarray]) -> tuple[Driven, Te
     return run, answer_logits(vlm, run, [])
 
 
-def test_a_run_equals_the_tower_by_hand(vlm: VLM) -> None:
+def test_prompt_equals_reference_tower(vlm: VLM) -> None:
     pictures = [noise(0), noise(1, 30, 70)]
     run, _ = start(vlm, "visionzip:0.5", pictures)
     full, layout, embeds = run.trace.layout, run.prompt.layout, run.prompt.embeds
@@ -266,7 +266,7 @@ def test_a_run_equals_the_tower_by_hand(vlm: VLM) -> None:
     assert taken > 1
 
 
-def test_repair_tells_attention_about_the_weights(vlm: VLM) -> None:
+def test_repair_uses_the_weights(vlm: VLM) -> None:
     (run, repaired), (_, plain) = (
         start(vlm, recipe, [noise(0)]) for recipe in ("visionzip:0.4,repair=true", "visionzip:0.4")
     )

@@ -45,7 +45,7 @@ def png(image: Image.Image) -> bytes:
     return buffer.getvalue()
 
 
-def test_pictures_in_every_form_give_the_same_answer(vlm, expected, tmp_path):
+def test_image_sources_give_the_same_answer(vlm, expected, tmp_path):
     image = picture()
     path = tmp_path / "a.png"
     image.save(path)
@@ -63,7 +63,7 @@ def test_pictures_in_every_form_give_the_same_answer(vlm, expected, tmp_path):
     assert vlm.ask("what is here ?", picture(seed=1), **ASK).token_ids != expected
 
 
-def test_chat_takes_the_schema_of_hugging_face(vlm, expected, tmp_path):
+def test_chat_accepts_hugging_face_messages(vlm, expected, tmp_path):
     path = tmp_path / "a.png"
     picture().save(path)
     content = [{"type": "image", "path": str(path)}, {"type": "text", "text": "what is here ?"}]
@@ -94,7 +94,7 @@ def test_chat_takes_the_schema_of_hugging_face(vlm, expected, tmp_path):
             vlm.chat(messages)
 
 
-def test_compare_puts_the_full_model_first(vlm, expected):
+def test_compare_lists_the_full_model_first(vlm, expected):
     rows = vlm.compare("what is here ?", picture(), recipes=["hired:0.2", "hired:1.0"], **ASK)
     assert [row.recipe for row in rows] == ["none", "hired", "hired:1"]
     assert rows[0].answer.token_ids == expected == rows[2].answer.token_ids
@@ -116,11 +116,11 @@ def test_compare_puts_the_full_model_first(vlm, expected):
         "mustdrop:1.0",
     ],
 )
-def test_a_recipe_that_keeps_everything_is_the_full_model(vlm, expected, recipe):
+def test_keeping_everything_is_identity(vlm, expected, recipe):
     assert vlm.ask("what is here ?", picture(), recipe=recipe, **ASK).token_ids == expected
 
 
-def test_recipes_in_python_and_as_text_are_the_same(vlm):
+def test_python_and_text_recipes_are_equivalent(vlm):
     from vlmfast.compressors.tokens.hired import HiRED
 
     by_text = vlm.ask("what ?", picture(), recipe="hired:0.4", **ASK)
@@ -243,7 +243,7 @@ BAD_CALLS = {
 
 
 @pytest.mark.parametrize("case", BAD_CALLS)
-def test_bad_calls_give_one_clear_error_and_leave_the_vlm_usable(vlm, expected, case):
+def test_invalid_calls_raise_and_leave_the_vlm_usable(vlm, expected, case):
     call, error, message = BAD_CALLS[case]
     with pytest.raises(error, match=message):
         call(vlm)
@@ -275,7 +275,7 @@ def bad_files(folder) -> dict[str, tuple[dict, str]]:
     }
 
 
-def test_bad_files_give_one_clear_error_and_leave_the_vlm_usable(vlm, expected, tmp_path):
+def test_invalid_files_raise_and_leave_the_vlm_usable(vlm, expected, tmp_path):
     for name, (media, message) in bad_files(tmp_path).items():
         with pytest.raises(MediaError, match=f"(?s){message}") as error:
             vlm.ask("what is here ?", **media)
@@ -283,7 +283,7 @@ def test_bad_files_give_one_clear_error_and_leave_the_vlm_usable(vlm, expected, 
         assert vlm.ask("what is here ?", picture(), **ASK).token_ids == expected, name
 
 
-def test_strange_pictures_are_answered_as_what_they_show(vlm, expected):
+def test_unusual_image_encodings(vlm, expected):
     """Encodings of one picture give one answer; others at least some."""
     image = picture()
     turned = Image.Exif()
@@ -315,12 +315,12 @@ def test_strange_pictures_are_answered_as_what_they_show(vlm, expected):
 # --- loading -------------------------------------------------------------------------------------
 
 
-def test_a_saved_checkpoint_answers_as_the_model_in_memory(folder, expected):
+def test_saved_checkpoint_gives_the_same_answer(folder, expected):
     loaded = VLM.from_pretrained(folder, device="cpu")
     assert loaded.ask("what is here ?", picture(), **ASK).token_ids == expected
 
 
-def test_the_dtype_is_the_checkpoints_own(tmp_path):
+def test_dtype_defaults_to_the_checkpoint(tmp_path):
     build_llava(tmp_path, dtype=torch.bfloat16)
     loaded = VLM.from_pretrained(tmp_path, device="cpu")
     assert loaded.model.dtype == torch.bfloat16
@@ -342,19 +342,19 @@ def test_folders_saved_with_older_processors(folder, expected, tmp_path):
     assert old.processor.patch_size is None  # the user's processor is not written to
 
 
-def test_device_map_is_refused(folder):
+def test_device_map_raises(folder):
     with pytest.raises(ModelError, match="device_map is not supported"):
         VLM.from_pretrained(folder, device_map="auto")
 
 
-def test_a_folder_without_a_processor(folder, tmp_path):
+def test_folder_without_processor_raises(folder, tmp_path):
     for name in ("config.json", "model.safetensors", "generation_config.json"):
         shutil.copy(folder / name, tmp_path)
     with pytest.raises(ModelError, match=f"no processor in {tmp_path}"):
         VLM.from_pretrained(tmp_path)
 
 
-def test_a_text_only_model(tmp_path):
+def test_text_only_model_raises(tmp_path):
     build_text_only(tmp_path)
     with pytest.raises(ModelError, match=r"'llama'.*supported are .*llava, llava_next"):
         VLM.from_pretrained(tmp_path)
@@ -362,7 +362,7 @@ def test_a_text_only_model(tmp_path):
         VLM(build_text_only(tmp_path), None)
 
 
-def test_missing_weights_and_missing_folders(folder, tmp_path):
+def test_missing_weights_or_folder_raises(folder, tmp_path):
     from safetensors.torch import load_file, save_file
 
     for path in folder.iterdir():
@@ -380,7 +380,7 @@ def test_missing_weights_and_missing_folders(folder, tmp_path):
         VLM.from_pretrained(tmp_path / "nowhere", local_files_only=True)
 
 
-def test_models_and_processors_that_do_not_fit():
+def test_mismatched_processor_raises():
     model, processor = build_llava_next()
     with pytest.raises(ModelError, match="no image processor"):
         VLM(model, processor.tokenizer)
@@ -396,7 +396,7 @@ def test_models_and_processors_that_do_not_fit():
         VLM(model, processor).ask("what ?", picture())
 
 
-def test_a_tower_without_a_cls_token_ranks_by_received_attention():
+def test_tower_without_cls_uses_received_attention():
     """Not a LLaVA that exists, but the same family name with another tower does."""
     from transformers import LlavaConfig, LlavaForConditionalGeneration, SiglipVisionConfig
 

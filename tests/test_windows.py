@@ -311,12 +311,12 @@ PLACES = {
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_hugging_face_beyond_the_window(vlm, place):
+def test_logits_beyond_the_window_equal_hugging_face(vlm, place):
     against_hugging_face(vlm, PLACES[place], 6)
 
 
 @pytest.mark.parametrize("behind", range(40, 62, 3))
-def test_the_bound_of_a_window_in_an_image(vlm, behind):
+def test_window_boundary_inside_an_image(vlm, behind):
     """The rows after an image see ever less of it."""
     against_hugging_face(vlm, words(50) + IMAGE + words(behind, 1), 4)
 
@@ -334,7 +334,7 @@ def test_a_prompt_of_4000_tokens():
 
 
 @pytest.mark.parametrize("room", [0, 1, 12])
-def test_answers_that_cross_the_bound(vlm, room):
+def test_answers_that_cross_the_window(vlm, room):
     """The prompt fits into the window, its answer does not."""
     text = words(WINDOW - 1 - room - 20) + IMAGE
     run = start(vlm, text)
@@ -345,7 +345,7 @@ def test_answers_that_cross_the_bound(vlm, room):
     differs(vlm, got, Dense(vlm, run.inputs.tensors, windows=False)(tokens=tokens), size)
 
 
-def test_what_fits_is_done_as_ever(vlm, monkeypatch):
+def test_prompt_within_the_window_is_unchanged(vlm, monkeypatch):
     """A window that holds prompt and answer costs nothing and changes no bit."""
     text = IMAGE + words(20)
     run = start(vlm, text, "snapkv:share=0.6,window=4")
@@ -384,7 +384,7 @@ DENSE = IMAGE + words(8) + IMAGE + words(8, 1) + (IMAGE + words(6, 2)) * 4 + wor
 
 @pytest.mark.parametrize("policy", ["keep", "compact"])
 @pytest.mark.parametrize("method", ["random:rate=0.4", "grid:rate=0.4"])
-def test_encode_reducers(vlm, method, policy):
+def test_token_reducers(vlm, method, policy):
     run = start(vlm, DENSE, f"{method},positions={policy}")
     got = answer_logits(vlm, run, TOKENS)
     alive, dense = entered(vlm, run), Dense(vlm, run.inputs.tensors)
@@ -433,7 +433,7 @@ class Weighs(EncodeStage):
         return replace(tokens, layout=tokens.layout.replace(weight=torch.full((len(index),), 3.0)))
 
 
-def test_weights_of_merged_tokens(vlm):
+def test_merged_token_weights(vlm):
     """Biases of keys follow them out of the window."""
     run = start(vlm, DENSE, Weighs())
     got = answer_logits(vlm, run, TOKENS)
@@ -445,7 +445,7 @@ def test_weights_of_merged_tokens(vlm):
     differs(vlm, got, wide(alive, bias=bias), dense.size)
 
 
-def test_prompts_with_their_answer(vlm):
+def test_training_prompts_with_answer(vlm):
     """As training reads them."""
     run = start(vlm, LONG)
     ids = run.inputs.tensors["input_ids"]
@@ -583,7 +583,7 @@ def test_cache_methods(vlm, kept, method):
         assert (layer.rank is not None) == (kind == "sliding_attention")
 
 
-def test_pages_of_the_answer(vlm, kept):
+def test_quantized_pages_leave_the_window(vlm, kept):
     """Slots that were quantized while decoding leave the window as others do."""
     run = start(vlm, DENSE, "kivi:bits=8,group=4,residual=8")
     loose = start(vlm, DENSE)
@@ -597,7 +597,7 @@ def test_pages_of_the_answer(vlm, kept):
     assert float((wide - want).abs().amax(-1)[1:].max()) > 0.5
 
 
-def test_h2o_lets_go_of_what_left_the_window(vlm):
+def test_h2o_evicts_slots_outside_the_window_first(vlm):
     """A slot that no token will see again goes before all others."""
     run = start(vlm, DENSE, "h2o:0.9")
     answer_logits(vlm, run, (TOKENS * 8)[:60])
@@ -607,7 +607,7 @@ def test_h2o_lets_go_of_what_left_the_window(vlm):
             assert int(layer.rank[0, :, :n].min()) >= int(layer.seen) - WINDOW - 1, index
 
 
-def test_methods_that_move_rotary_ids_are_refused(vlm):
+def test_methods_that_move_rotary_ids_raise(vlm):
     for recipe in ("streamingllm:0.5", "lookm:share=0.9,rope_aware=true"):
         with pytest.raises(RecipeError, match="moves the rotary ids of cached keys"):
             answer_logits(vlm, start(vlm, DENSE, recipe), [])
@@ -649,7 +649,7 @@ def test_zipvl_ranks_within_the_window(vlm):
     "recipe", ["none", "snapkv:share=0.8,window=1", "rank", "kivi:bits=8,group=4,residual=16"]
 )
 @pytest.mark.parametrize("window", [WINDOW, 6])
-def test_trees_of_drafts(recipe, window, kept):
+def test_draft_trees(recipe, window, kept):
     """A tree is checked as if each of its paths had been decoded alone; part of one is accepted."""
     vlm = VLM(*tiny_families.build_gemma3(window=window))
     if recipe.startswith("kivi"):  # so that rounding moves no code to the next step
@@ -685,7 +685,7 @@ def test_trees_of_drafts(recipe, window, kept):
             differs(vlm, logits[path], wide(tokens=[tree.tokens[node] for node in path])[1:], rows)
 
 
-def test_drafted_answers_are_the_same(vlm):
+def test_drafts_do_not_change_answers(vlm):
     given = {"images": [image(0), image(1), image(2), image(3)], "max_new_tokens": 40}
     given["eos_token_id"] = None
     answer = vlm.ask("what is here ?" * 3, **given).token_ids
@@ -699,7 +699,7 @@ def test_drafted_answers_are_the_same(vlm):
         assert drafted.stats.drafted > 0
 
 
-def test_a_ragged_batch_of_three(vlm, kept):
+def test_ragged_batch(vlm, kept):
     """Prompts of other lengths, one of which fits into the window with its answer."""
     texts = DENSE, LONG, IMAGE * 3 + words(2)
     recipes = "snapkv:share=0.5,window=4", (), "random:0.2,positions=keep+zipcache"
@@ -729,7 +729,7 @@ def test_a_ragged_batch_of_three(vlm, kept):
     differs(vlm, got[1], wide(tokens=answers[1]), dense.size)
 
 
-def test_a_batch_of_requests(vlm):
+def test_batched_requests(vlm):
     requests = [
         Request(
             "what ?" * 12, images=[image(0), image(1)], recipe="random:0.5+snapkv:0.6,window=4"
@@ -745,7 +745,7 @@ def test_a_batch_of_requests(vlm):
 
 
 @pytest.mark.parametrize("window", [WINDOW, 200])
-def test_a_session_of_several_turns(window, tmp_path):
+def test_multi_turn_session(window, tmp_path):
     """The images alone are longer than the window, or the conversation outgrows it."""
     vlm = VLM(*tiny_families.build_gemma3(window=window))
     given = {"images": [image(0), image(1)]}
@@ -779,7 +779,7 @@ def test_a_session_of_several_turns(window, tmp_path):
         assert session.ask("and now ?", **kwargs).token_ids == expected
 
 
-def test_a_session_goes_back_to_what_it_let_go(vlm):
+def test_session_returns_to_evicted_tokens(vlm):
     """Beyond what local layers still hold the prompt is read again."""
     question, other = words(90), words(40) + words(50, 1)
     kwargs = {"max_new_tokens": 8, "eos_token_id": None}
@@ -794,7 +794,7 @@ def test_a_session_goes_back_to_what_it_let_go(vlm):
 @pytest.mark.parametrize(
     "recipe", ["lookm:share=0.9,merge=none", "kivi:bits=8,group=4,residual=16"]
 )
-def test_a_session_over_a_compressed_cache(vlm, recipe, tmp_path):
+def test_session_with_compressed_cache(vlm, recipe, tmp_path):
     """A long question over a compressed cache is that question token by token."""
     with vlm.session(images=[image(i) for i in range(6)], recipe=recipe) as session:
         first = session.ask("what is here ?" * 4, max_new_tokens=10, eos_token_id=None)
@@ -910,7 +910,7 @@ def test_captured_steps(vlm, recipe, monkeypatch):
 @pytest.mark.parametrize(
     "recipe", ["none", "snapkv:share=0.5,window=4", "kivi:bits=8,group=4,residual=16"]
 )
-def test_kernels(vlm, recipe, monkeypatch):
+def test_cuda_kernels(vlm, recipe, monkeypatch):
     """Decode steps and trees through the kernels of CUDA."""
     tree = Tree.of_paths(TOKENS[0], [TOKENS[1:4], [TOKENS[1], 56]])
     results = []
@@ -929,7 +929,7 @@ def test_kernels(vlm, recipe, monkeypatch):
 
 @pytest.mark.parametrize("width", [1, 4])
 @pytest.mark.parametrize("recipe", ["none", *(CACHE[of] for of in ("snapkv", "h2o", "zipcache"))])
-def test_no_step_waits_for_the_device(recipe, width, monkeypatch):
+def test_no_device_synchronization(recipe, width, monkeypatch):
     """Beyond the window steps are alike, too."""
     from fake_cuda import shapes, steps
 

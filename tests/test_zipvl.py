@@ -58,7 +58,7 @@ def test_probe_rows_depend_on_the_seed() -> None:
 
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 @pytest.mark.parametrize("tau", [0.3, 0.8, 0.97])
-def test_importance_by_hand(kv_heads: int, tau: float) -> None:
+def test_importance_equals_reference(kv_heads: int, tau: float) -> None:
     n = 60
     q, k, _ = qkv(4, kv_heads, n)
     rows = probe_rows(n, 10, 10, 0)
@@ -78,7 +78,7 @@ def test_importance_by_hand(kv_heads: int, tau: float) -> None:
     assert got.tolist() != raw  # control: the set is not chosen by what is counted
 
 
-def test_forced_tokens_are_among_the_count() -> None:
+def test_forced_tokens_are_counted() -> None:
     q, k, _ = qkv(4, 4, 60)
     rows = probe_rows(60, 10, 10, 0)
     free = important(q[0], k[0], rows, 0.5)
@@ -91,7 +91,7 @@ def test_forced_tokens_are_among_the_count() -> None:
     assert len(all_) == 60
 
 
-def test_a_bias_makes_a_token_important() -> None:
+def test_bias_makes_a_token_important() -> None:
     q, k, _ = qkv(4, 2, 60)
     rows = probe_rows(60, 10, 10, 0)
     least = next(j for j in range(50) if j not in important(q[0], k[0], rows, 0.5).tolist())
@@ -130,7 +130,7 @@ def test_attention_equals_a_masked_dense_softmax(
         apart(plain, got, terms=SUMS)
 
 
-def test_attention_follows_a_rule_of_its_own() -> None:
+def test_attention_with_custom_mask() -> None:
     """What rows may see, where a model is not plainly causal: here the first half sees itself."""
     n = 20
     q, k, v = qkv(4, 2, n)
@@ -145,7 +145,7 @@ def test_attention_follows_a_rule_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("every_row", [False, True])
-def test_all_tokens_are_the_dense_attention(every_row: bool) -> None:
+def test_all_tokens_equal_dense_attention(every_row: bool) -> None:
     q, k, v = qkv(4, 2, 30)
     dense = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     got = sparse_attention(q, k, v, torch.arange(30), every_row=every_row)
@@ -165,7 +165,7 @@ def attended(
     return stage.expand()[0].attend(step, 1, q, k, v, None), step, [q, k, v]
 
 
-def test_the_last_row_always_attends() -> None:
+def test_recent_rows_are_always_chosen() -> None:
     for seed in range(5):
         for last in (1, 7):
             stage = ZipVL(0.1, force_recent=last)
@@ -178,7 +178,7 @@ def test_the_last_row_always_attends() -> None:
             assert bool((out[0, :, others] == 0).all())
 
 
-def test_a_layer_equals_its_parts() -> None:
+def test_layer_equals_composed_functions() -> None:
     for rows in ("important", "all"):
         stage = ZipVL(0.6, rows=rows, recent=16, random=8, seed=4)
         out, step, (q, k, v) = attended(stage)
@@ -189,7 +189,7 @@ def test_a_layer_equals_its_parts() -> None:
         assert torch.equal(out, sparse_attention(q, k, v, chosen, every_row=rows == "all"))
 
 
-def test_layers_probe_other_rows() -> None:
+def test_layers_use_different_probe_rows() -> None:
     stage = ZipVL(0.6, recent=1, random=8).expand()[0]
     q, k, v = qkv(4, 2, 200)
     step = prompt_step(200, 3)
@@ -198,7 +198,7 @@ def test_layers_probe_other_rows() -> None:
     assert not torch.equal(step.notes["zipvl"][0], step.notes["zipvl"][1])
 
 
-def test_dense_where_nothing_would_be_saved() -> None:
+def test_dense_attention_above_threshold() -> None:
     share = len(attended(ZipVL(0.6))[1].notes["zipvl"][1]) / 200
     assert 0.1 < share < 0.9
     out, step, _ = attended(ZipVL(0.6, dense_above=share - 0.01))
@@ -209,7 +209,7 @@ def test_dense_where_nothing_would_be_saved() -> None:
     assert ZipVL(0.9).expand()[0].attends(3) == (0, 1, 2)
 
 
-def test_rows_of_an_answer_lose_nothing_and_do_not_probe() -> None:
+def test_answer_rows_are_kept_and_are_not_probes() -> None:
     q, k, v = qkv(4, 2, 120)
     step = prompt_step(120, 3)
     step.answer = 20
@@ -251,7 +251,7 @@ def test_drop_keeps_the_important_tokens() -> None:
 
 
 @pytest.mark.parametrize(("high", "low"), [(4, 2), (8, 4), (4, 4)])
-def test_two_precisions(high: int, low: int) -> None:
+def test_cache_is_split_into_two_precisions(high: int, low: int) -> None:
     kv, step, chosen = layer_of()
     kv = replace(kv, bias=torch.arange(90.0).expand(2, -1))
     got = ZipVL(bits_high=high, bits_low=low).expand()[1].compress(step, 1, kv, None)
@@ -288,7 +288,7 @@ def test_all_important_tokens_make_one_segment() -> None:
     assert (segment.bits, len(segment)) == (4, 90)
 
 
-def test_heads_that_hold_other_tokens() -> None:
+def test_ragged_heads() -> None:
     kv, step, chosen = layer_of()
     keep = torch.ones(2, 90, dtype=torch.bool)
     keep[0, :30] = False
@@ -318,7 +318,7 @@ class PagedSlots(FakeSlots):
         self.held -= count
 
 
-def test_the_answer_becomes_pages() -> None:
+def test_answer_is_quantized_in_pages() -> None:
     kv, step, _ = layer_of()
     _, mixed, pages = ZipVL(page=8).expand()
     kept = mixed.compress(step, 1, kv, None)
@@ -345,7 +345,7 @@ def test_the_answer_becomes_pages() -> None:
 # --- the word ------------------------------------------------------------------------------------
 
 
-def test_the_word_and_its_parts() -> None:
+def test_recipe_and_expanded_stages() -> None:
     protocols = {
         kv: [part.protocol for part in ZipVL(kv=kv).expand()] for kv in ("mixed", "drop", "none")
     }
@@ -366,7 +366,7 @@ def test_the_word_and_its_parts() -> None:
         Recipe.parse("zipvl:0")
 
 
-def test_whole_answers(tiny) -> None:
+def test_answers_of_the_shipped_model(tiny) -> None:
     image = picture(128, 128)
 
     def ask(recipe: str, **more):
