@@ -1,4 +1,4 @@
-"""Media reading: what is handled right, pixel by pixel, and every refusal by its message."""
+"""Media reading: supported inputs pixel by pixel, and every rejection by its message."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def on_white(rgba: np.ndarray) -> np.ndarray:
 
 
 def refused(source: object, *parts: str, **options: object) -> str:
-    """Check that a source is refused in one line that has all of these parts."""
+    """Check that a source is rejected in one line that contains all of these parts."""
     loader = options.pop("loader", load_image)
     with pytest.raises(MediaError) as caught:
         loader(source, **options)
@@ -71,7 +71,7 @@ def refused(source: object, *parts: str, **options: object) -> str:
 
 
 def survives(loader: Callable[..., object], source: object, **options: object) -> None:
-    """Check that a source is read, or refused in one line, and that nothing else happens."""
+    """Check that a source is read, or rejected in one line, and that nothing else is raised."""
     message = ""
     try:
         loader(source, **options)
@@ -103,7 +103,7 @@ def test_import_loads_no_heavy_modules() -> None:
     assert result.stdout.strip() == "[]"
 
 
-# --- pictures that are handled right -------------------------------------------------------------
+# --- supported images ----------------------------------------------------------------------------
 
 
 @settings(max_examples=60, deadline=None)
@@ -328,7 +328,7 @@ def test_lists_of_images() -> None:
     refused([array, b""], "image 2 of 2", "is empty", loader=load_images)
 
 
-# --- pictures that are refused -------------------------------------------------------------------
+# --- rejected images -----------------------------------------------------------------------------
 
 
 def test_non_image_files_are_rejected(tmp_path: Path) -> None:
@@ -374,7 +374,7 @@ def test_unreadable_files_are_rejected(tmp_path: Path) -> None:
         ("PPM", {}),
     ],
 )
-@pytest.mark.filterwarnings("ignore::UserWarning")  # Pillow's, of half a TIFF directory
+@pytest.mark.filterwarnings("ignore::UserWarning")  # from Pillow, for a truncated TIFF directory
 def test_truncated_images_are_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fmt: str, options: dict, indulgent: bool
 ) -> None:
@@ -387,7 +387,7 @@ def test_truncated_images_are_rejected(
             assert load_image(data[:length]).tobytes() == whole
         except MediaError:
             refusals += 1
-    assert refusals > 50  # what is left may still be whole: trailing bytes carry no pixels
+    assert refusals > 50  # the rest may still be complete: trailing bytes contain no pixels
     assert ImageFile.LOAD_TRUNCATED_IMAGES is indulgent
     path = tmp_path / f"half.{fmt.lower()}"
     path.write_bytes(data[: len(data) // 2])
@@ -406,7 +406,7 @@ def test_truncated_jpeg_that_pillow_accepts_is_rejected(monkeypatch: pytest.Monk
 def test_oversized_images_are_rejected_before_decoding(tmp_path: Path) -> None:
     bomb = tmp_path / "bomb.png"
     bomb.write_bytes(fx.png_header(50_000, 50_000))
-    # These files have no pixels at all: any attempt to decode would say "truncated" instead.
+    # These files contain no pixels: any attempt to decode them would report "truncated" instead.
     refused(bomb, "bomb.png", "too large", "50000x50000", str(media.MAX_PIXELS))
     refused(fx.png_header(20_000, 20), "too narrow", "20000x20", "above 100:1")
     refused(fx.png_header(20_000, 20), "truncated", max_aspect=None)
@@ -558,7 +558,7 @@ MAGIC += [b"P6 4 4 255\n", b"RIFF\x40\0\0\0WEBPVP8 ", b"\0\0\0\x18ftypavif", b"\
 MAGIC += [b"\0\0\0\x0cjP  \r\n\x87\n", b"\xff\x4f\xff\x51"]
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")  # Pillow's, of broken metadata
+@pytest.mark.filterwarnings("ignore::UserWarning")  # from Pillow, for broken metadata
 @settings(max_examples=200, deadline=None)
 @given(st.sampled_from(MAGIC), st.binary(max_size=200))
 def test_random_image_bytes_raise_only_media_errors(magic: bytes, rest: bytes) -> None:
@@ -577,7 +577,7 @@ def test_damaged_images_raise_only_media_errors(fmt: str) -> None:
         survives(load_image, _mutated(data, seed), max_pixels=10_000)
 
 
-# --- videos that are handled right ---------------------------------------------------------------
+# --- supported videos ----------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -708,7 +708,7 @@ def test_select(clip: Path, decoder: str) -> None:
             select=lambda i, w=wrong: w,
         )
     refused(clip, "select must return whole", loader=load_video, select=lambda info: [0.5])
-    with pytest.raises(ZeroDivisionError):  # its own faults are its own
+    with pytest.raises(ZeroDivisionError):  # exceptions of user functions propagate
         load_video(clip, select=lambda info: 1 / 0)
 
 
@@ -793,7 +793,7 @@ def test_decord_rejects_edit_lists(clip: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("codec", ["libx264", "libx265"])
 @pytest.mark.parametrize("count", [29, 30, 31, 32])
 def test_decord_with_open_gops(tmp_path: Path, codec: str, count: int) -> None:
-    # Short last groups and frames shown before the key frame that they are stored behind.
+    # Short last groups, and frames shown before the key frame that they are stored after.
     params = {f"{codec[3:]}-params": "open-gop=1:bframes=2:keyint=9:scenecut=0:log-level=none"}
     path = fx.write_video(tmp_path / "open.mp4", count, codec=codec, **params)
     for indices in (
@@ -809,7 +809,7 @@ def test_decord_with_open_gops(tmp_path: Path, codec: str, count: int) -> None:
 
 def test_lists_of_frames() -> None:
     frames = [fx.frame_pixels(index, 48, 80) for index in range(12)]
-    video = load_video(frames)  # somebody has chosen them: all are kept
+    video = load_video(frames)  # already chosen by the caller: all are kept
     assert numbers(video) == video.indices == list(range(12))
     assert video.info == probe_video(frames) == VideoInfo(12, 1.0, 12.0, 80, 48)
     assert video.timestamps_s == [float(index) for index in range(12)]
@@ -853,7 +853,7 @@ def test_videos_load_in_several_threads(clip: Path, decoder: str) -> None:
     assert found == [np.linspace(0, 39, 6, dtype=int).tolist()] * 4
 
 
-# --- videos that are refused ---------------------------------------------------------------------
+# --- rejected videos -----------------------------------------------------------------------------
 
 
 def _broken(folder: Path, clips: Path) -> dict[str, tuple[Path, str]]:
@@ -901,7 +901,7 @@ def test_broken_videos_are_rejected(
         if path.exists():
             content = path.read_bytes()
             refused(content, f"bytes ({len(content)})", reason, loader=load_video, decoder=decoder)
-    assert capfd.readouterr() == ("", "")  # the decoders keep quiet, too
+    assert capfd.readouterr() == ("", "")  # the decoders print nothing either
 
 
 def test_truncated_avi_is_rejected(tmp_path: Path) -> None:
@@ -941,7 +941,7 @@ def test_decord_does_not_fill_in_missing_frames(clips: Path, tmp_path: Path) -> 
     options = {"loader": load_video, "num_frames": 40, "decoder": "decord"}
     refused(path, "headless.mkv", "cannot be decoded", **options)
     found = numbers(load_video(path, num_frames=40))
-    assert found == list(range(found[0], 40))  # PyAV leaves them out
+    assert found == list(range(found[0], 40))  # PyAV skips them
 
 
 def test_only_requested_gops_are_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -955,7 +955,7 @@ def test_only_requested_gops_are_decoded(tmp_path: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(decoders.AvReader, "_decode_from", spy)
     assert numbers(load_video(path, select=lambda info: [2, 5, 23, 39])) == [2, 5, 23, 39]
-    assert starts == [None, 0, 12, 36]  # the first to see the rotation; then one for each group
+    assert starts == [None, 0, 12, 36]  # the first for the rotation, then one per group
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Damaged and forged files: read, or refused in one line that names them; nothing else happens."""
+"""Damaged and forged files are read, or rejected in one line that names them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
 
 
 def outcome(loader, data: bytes, **options) -> str:
-    """Whether it was read or refused; anything else is raised."""
+    """Return whether the file was read or rejected; any other exception propagates."""
     try:
         loader(data, **options)
     except MediaError as error:
@@ -43,7 +43,7 @@ def outcome(loader, data: bytes, **options) -> str:
     return "read"
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")  # Pillow's, of broken metadata
+@pytest.mark.filterwarnings("ignore::UserWarning")  # from Pillow, for broken metadata
 @pytest.mark.parametrize(
     "seeds", [range(25), pytest.param(range(25, 1000), marks=pytest.mark.slow)], ids=["few", "many"]
 )
@@ -98,9 +98,9 @@ def patched(data: bytes, box: bytes, at: int, value: bytes) -> bytes:
 @pytest.mark.parametrize(
     ("name", "box", "at", "value"),
     [
-        ("front.mp4", b"stsz", 8, b"\xff\xff\xff\xff"),  # how many frames there are
-        ("front.mp4", b"stsz", 12, b"\x00\xff\xff\xff"),  # how long the first is
-        ("front.mp4", b"stco", 8, b"\x00\xff\xff\xff"),  # where it lies
+        ("front.mp4", b"stsz", 8, b"\xff\xff\xff\xff"),  # number of frames
+        ("front.mp4", b"stsz", 12, b"\x00\xff\xff\xff"),  # size of the first frame
+        ("front.mp4", b"stco", 8, b"\x00\xff\xff\xff"),  # its offset
         ("front.mp4", b"stsc", 8, b"\x00\x00\x00\x00"),  # chunks are counted from 1
         ("front.mp4", b"stsc", 12, b"\x00\x00\x00\x00"),  # chunks of no frames
         ("fragments.mp4", b"trun", 4, b"\x00\xff\xff\xff"),
@@ -158,7 +158,7 @@ def test_oversized_frames_are_rejected(whole, monkeypatch, decoder) -> None:
 
 
 def test_frames_larger_than_the_header_states_are_rejected(whole, monkeypatch) -> None:
-    """FFmpeg itself is told the limit: a frame may be larger than its stream claims."""
+    """FFmpeg itself receives the limit: a frame may be larger than its stream claims."""
     monkeypatch.setattr(decoders, "MAX_PIXELS", 32 * 24 - 1)
     monkeypatch.setattr(decoders.AvReader, "_check_size", lambda *size: None)
     with pytest.raises(MediaError, match=r"cannot be decoded: .*max_pixels"):

@@ -1,4 +1,4 @@
-"""Downloads: one deadline, one bound, HTTP alone, and no secret in a message."""
+"""Downloads: one deadline, one size limit, HTTP only, and no secrets in messages."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def refused(url: str, *parts: str, loader=load_image, **options) -> str:
 
 @pytest.mark.parametrize("path", ["/slow-headers", "/trickle"])
 def test_the_deadline_covers_headers_and_body(server: str, path: str) -> None:
-    """Each byte comes well within the time; all of them do not."""
+    """Each byte arrives within the time limit, but the whole download does not."""
     start = time.monotonic()
     refused(server + path, path, "took over 0.3 s", timeout_s=0.3)
-    assert time.monotonic() - start < 1.5  # the servers would go on for two and for thirty seconds
+    assert time.monotonic() - start < 1.5  # the servers would take 2 and 30 seconds
 
 
 def test_the_deadline_covers_redirects(server: str) -> None:
@@ -71,7 +71,7 @@ def test_redirects_to_other_schemes_are_rejected(server: str, place: str, scheme
 
 
 def test_redirect_loops_are_rejected(server: str) -> None:
-    # Unquoted again at each turn, so that the place must be quoted once for each.
+    # Each redirect unquotes once, so the URL is quoted once per redirect.
     url = f"{server}/moved"
     for _ in range(12):
         url = f"{server}/to?{quote(url)}"
@@ -109,7 +109,7 @@ def test_error_messages_contain_no_secrets(url: str, loader) -> None:
     message = refused(url, loader=loader)
     assert not any(word in message for word in ("sesame", "ses@me", "ses", "user:"))
     if "127.0.0.1:9/a.png" in url:
-        assert "127.0.0.1:9/a.png: " in message  # what it is about can still be told
+        assert "127.0.0.1:9/a.png: " in message  # the source is still identified
 
 
 def test_redirect_errors_contain_no_secrets(server: str) -> None:

@@ -1,4 +1,4 @@
-"""A stage that chooses the frames of a clip."""
+"""A stage that selects the frames of a video."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What holds for every method, trained or not, on the shipped model."""
+"""Properties of every method, trained or not, on the shipped model."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ MEDIA = {
     "two pictures": {"images": [picture(seed=1), picture(128, 128, seed=2)]},
     "a clip": {"video": [picture(seed=i) for i in range(3)], "num_frames": 3},
 }
-# Where a method's default is for prompts of thousands.
+# Replaces defaults that are meant for prompts of thousands of tokens.
 SHORT = {"window": 0.1, "residual": 32, "tsp": 0.6}
 
 
 def having(stage, **values):
-    """The stage with those of the values for which it has a parameter."""
+    """The stage with those of the values that are parameters of it."""
     names = {f.name for f in fields(stage)}
     return replace(stage, **{name: value for name, value in values.items() if name in names})
 
 
 def lessened(name: str, share: float):
-    """A method so that it keeps about ``share``, of the visual tokens or of the cache."""
+    """A method that keeps about ``share`` of the visual tokens or of the cache."""
     if name in REDUCERS:
         return having(stage_class(name)(), budget=share)
     return having(stage_class(name)(), share=share, **SHORT)
@@ -48,7 +48,7 @@ def lessened(name: str, share: float):
 
 @pytest.fixture(autouse=True, scope="module")
 def small_clip(tmp_path_factory):
-    """Methods that ask an OpenCLIP model ask a tiny one: no hub is reached from a test."""
+    """Methods that use an OpenCLIP model use a tiny one, so that tests need no network."""
     import tiny_clip
 
     folder, load, names = tmp_path_factory.mktemp("clip"), _clip.load, []
@@ -64,7 +64,7 @@ def small_clip(tmp_path_factory):
 
 @pytest.mark.parametrize("name", REDUCERS)
 def test_reducers_support_all_media(tiny, name) -> None:
-    """Its own default and a budget: fewer tokens come out, and an answer."""
+    """With the default parameters and with a budget."""
     for case, media in MEDIA.items():
         for stage in (stage_class(name)(), lessened(name, 0.4)):
             answer = tiny.ask("what ?", **media, recipe=stage, max_new_tokens=2)
@@ -76,7 +76,7 @@ def test_reducers_support_all_media(tiny, name) -> None:
 
 @pytest.mark.parametrize("name", CACHES)
 def test_cache_methods_support_all_media(tiny, name) -> None:
-    """A smaller cache comes out, and an answer that is read from it."""
+    """The cache is smaller, and an answer is generated from it."""
     stage = lessened(name, 0.4)
     for case, media in MEDIA.items():
         answer = tiny.ask("what ?", **media, recipe=stage, max_new_tokens=4)
@@ -105,7 +105,7 @@ def test_budget_1_is_identity(tiny, name) -> None:
 
 @pytest.mark.parametrize("name", SHARED)
 def test_share_1_is_identity(tiny, name) -> None:
-    """With every parameter but the share at its default."""
+    """All other parameters have their defaults."""
     stage = having(stage_class(name)(), share=1.0)
     for case in ("two pictures", "a clip"):
         full = tiny.ask("what ?", **MEDIA[case], max_new_tokens=12)
@@ -116,7 +116,7 @@ def test_share_1_is_identity(tiny, name) -> None:
 
 @pytest.mark.parametrize("name", [n for n in REDUCERS if stage_class(n)().floor(6) == 0])
 def test_budget_is_met_without_a_floor(tiny, name) -> None:
-    """As near as equal cells and whole numbers allow."""
+    """As closely as equal cells and integer counts allow."""
     for budget in (0.5, 0.22, 0.11):
         stats = tiny.ask(
             "what ?", picture(128, 128), recipe=lessened(name, budget), max_new_tokens=1
@@ -126,7 +126,7 @@ def test_budget_is_met_without_a_floor(tiny, name) -> None:
 
 @pytest.mark.parametrize("name", SHARED)
 def test_cache_share_is_met(tiny, name) -> None:
-    """In bytes: text that always stays, and what decode stages keep books of, come on top."""
+    """In bytes: text that is always kept and the state of decode stages are added."""
     for share in (0.5, 0.2, 0.1):
         stats = tiny.ask(
             "what ?", picture(128, 128), recipe=lessened(name, share), max_new_tokens=1
@@ -147,7 +147,7 @@ def test_methods_are_deterministic(tiny, name) -> None:
 
 @pytest.mark.parametrize("name", CACHES)
 def test_small_cache_changes_the_answer(tiny, name) -> None:
-    """The control of what keeps everything: other words come out where a fortieth is left."""
+    """The control of the identity tests: keeping 1/40 changes the answer."""
     stage = having(
         lessened(name, 0.025), important=0.0, tau=0.1, kv="drop", sinks=1, text_prior=False
     )
@@ -159,7 +159,7 @@ def test_small_cache_changes_the_answer(tiny, name) -> None:
 
 
 def test_cache_methods_in_one_batch_equal_single_requests(tiny) -> None:
-    """Every row with a method of its own, and each answers as it does alone."""
+    """Each row has its own method and gives the same answer as alone."""
     media = MEDIA["a clip"]
     recipes = [None, *(lessened(name, 0.4) for name in CACHES)]
     requests = [vlmfast.Request("what ?", **media, recipe=recipe) for recipe in recipes]
@@ -178,7 +178,7 @@ def test_missing_weights_raise(name) -> None:
         other.ask("what ?", picture(), recipe=name)
     with pytest.raises(RecipeError, match=rf"vlmfast train {name}"):
         other.ask("what ?", picture(), recipe=f"{name}:weights=nowhere")
-    # Text alone needs none.
+    # Text-only prompts need none.
     assert other.ask("what ?", recipe=name, max_new_tokens=1).token_ids
 
 
@@ -203,7 +203,7 @@ STACKS = (
 
 @pytest.mark.parametrize("recipe", STACKS)
 def test_stacked_methods_cost_less_than_each_alone(tiny, recipe) -> None:
-    """Several stages in one recipe, on a picture and on a clip, in both position policies."""
+    """Several stages in one recipe, on an image and a video, with both position policies."""
     for case in ("two pictures", "a clip"):
         for positions in ("keep", "compact"):
             stages = tuple(having(s, positions=positions) for s in Recipe.parse(recipe))
@@ -231,7 +231,7 @@ CACHE_STACKS = (
 
 @pytest.mark.parametrize("recipe", CACHE_STACKS)
 def test_stacked_cache_methods_use_less_memory_than_each_alone(tiny, recipe) -> None:
-    """Also where an earlier stage renumbered the rows, or left layers prompts of their own."""
+    """Also if an earlier stage renumbered the rows, or dropped different rows per layer."""
     for case in ("two pictures", "a clip"):
         for positions in ("keep", "compact"):
             stages = tuple(having(s, positions=positions) for s in Recipe.parse(recipe))
@@ -243,7 +243,7 @@ def test_stacked_cache_methods_use_less_memory_than_each_alone(tiny, recipe) -> 
 
 
 def test_seed_changes_the_selection(tiny) -> None:
-    """The control of determinism."""
+    """The control of the determinism test."""
     depths = [
         tiny.ask("what ?", picture(128, 128), recipe=Random(seed=s), max_new_tokens=1).trace.depth
         for s in (0, 1)

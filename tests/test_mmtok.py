@@ -1,4 +1,4 @@
-"""MMTok: coverage in numbers, the greedy choice by hand, and runs."""
+"""MMTok: coverage, greedy selection against a reference, and whole prompts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from vlmfast.core.statistics import VisionStats
 
 
 def by_hand(x: torch.Tensor, text: torch.Tensor, k: int) -> list[int]:
-    """The paper's sums, in plain steps."""
+    """The paper's greedy selection, in plain loops."""
     p = torch.stack([(cosine_similarity(t[None], x) / 0.02).softmax(0) for t in text])
     q = torch.stack([(cosine_similarity(v[None], x) / 0.2).softmax(0) for v in x])
 
@@ -43,7 +43,7 @@ def test_coverage_sums_to_one() -> None:
     x, text = torch.randn(9, 4, generator=generator), torch.randn(3, 4, generator=generator)
     worth = coverage(x, text, 0.02, 0.2, 0.5)
     assert worth.shape == (12, 9)
-    terms = 4 + 9 + worth.numel()  # of a cosine, of a row, of all
+    terms = 4 + 9 + worth.numel()  # per cosine, per row, over all
     close(worth[:3].sum(), torch.tensor(1.0), terms=terms)
     close(worth[3:].sum(), torch.tensor(0.5), terms=terms)
 
@@ -70,7 +70,7 @@ def test_text_before_the_image_is_ignored() -> None:
     kept = MMTok(0.4).reduce(tokens, stats, request(text, order))
     assert (kept.layout.order - 3).tolist() == by_hand(tokens.features, text[3:], 8)
     assert by_hand(tokens.features, text[3:], 8) != by_hand(tokens.features, text, 8)
-    # Where all of it stands in front, all of it counts.
+    # If all text precedes the image, all of it counts.
     kept = MMTok(0.4).reduce(tokens, stats, request(text[:3], order[:3]))
     assert (kept.layout.order - 3).tolist() == by_hand(tokens.features, text[:3], 8)
 

@@ -1,4 +1,4 @@
-"""MustDrop: its rules in numbers and against plain loops, then whole runs against references."""
+"""MustDrop: its rules on examples and against plain loops, whole prompts against references."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from vlmfast.core.statistics import StatRequest
 from vlmfast.engine.prefill import Inputs
 from vlmfast.kernels.quantize_kv import quantise
 
-TOKENS = [5, 9, 11, 7, 8]  # fed one by one behind the prompt
+TOKENS = [5, 9, 11, 7, 8]  # fed one by one after the prompt
 NOTHING = MustDrop(similarity=2.0, global_thr=1.0, individual_thr=0.0)
 
 
@@ -53,7 +53,7 @@ def noise(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def window_ids(side: int, window: tuple[int, int]) -> torch.Tensor:
-    """Window of each patch in raster order, by plain arithmetic."""
+    """Window index of each patch in raster order."""
     y, x = torch.arange(side)[:, None], torch.arange(side)[None]
     return (y // window[0] * (side // window[1]) + x // window[1]).flatten()
 
@@ -74,12 +74,12 @@ def test_window_similarity_is_the_mean_pairwise_cosine(side: int, window: tuple[
 
 
 def test_merge_example() -> None:
-    """Two windows of the first view merge and none of the second: the first one is padded."""
+    """Two windows of the first view merge and none of the second, so the first view is padded."""
     hidden = torch.arange(17.0).expand(2, 17)[..., None]
     similarity = torch.tensor([[0.1, 0.9, 0.2, 0.95]] * 2)
     merged, source, lengths = spatial_merge(hidden, (2, 2), similarity, torch.tensor([2, 0]))
     assert lengths.tolist() == [11, 17]
-    # Lower right, then upper right; then the left half in raster order.
+    # Lower right, then upper right, then the left half in raster order.
     assert merged[0, :11, 0].tolist() == [0, 13.5, 5.5, 1, 2, 5, 6, 9, 10, 13, 14]
     assert merged[1].equal(hidden[1])
     assert source[0].tolist() == [0, 3, 4, 2, 2, 5, 6, 2, 2, 7, 8, 1, 1, 9, 10, 1, 1]
@@ -122,7 +122,7 @@ def on_block(
 
 
 def towers(views: int = 3, side: int = 4, seed: int = 0) -> torch.Tensor:
-    """Hidden states whose view ``v`` has ``v`` windows of 2 x 2 equal patches."""
+    """Hidden states whose view ``v`` has ``v`` windows of 2 x 2 identical patches."""
     hidden, ids = noise(views, 1 + side * side, 16, seed=seed), window_ids(side, (2, 2))
     for view in range(views):
         for w in range(view):
@@ -199,7 +199,7 @@ def test_non_square_grid_raises() -> None:
 
 
 def test_key_tokens_are_selected_per_view() -> None:
-    """Two crops side by side without the newline; one attends to the end, one to the start."""
+    """Two adjacent crops without newlines; one attends to the end, one to the start."""
     tokens, item = picture((1, 2), (2, 2))
     rows = torch.tensor([[0.1, 0.2, 0.3, 0.4], [0.4, 0.3, 0.2, 0.1], [0.25] * 4])
     key = key_tokens(rows, tokens.layout, item, 0.3)  # ceil(1.2) of four
@@ -217,7 +217,7 @@ def test_key_tokens_are_selected_per_view() -> None:
 @given(st.floats(0.001, 1), st.integers(0, 20))
 @settings(max_examples=30, deadline=None)
 def test_key_set_size_follows_prompt_tokens(share: float, seed: int) -> None:
-    """Crops lose their letterbox; what is left there is no candidate, and newlines never are."""
+    """The letterbox of crops and newlines are never candidates."""
     tokens, stats = prompt(
         {"tiles": (2, 2), "patches": (4, 4), "size": (30, 80)}, {"tiles": (0, 0)}, seed=seed
     )
@@ -258,7 +258,7 @@ def test_existing_protection_is_kept() -> None:
 
 
 def test_filter_example() -> None:
-    """Two heads, two text rows, four tokens; a token falls only below both thresholds."""
+    """Two heads, two text rows, four tokens; only tokens below both thresholds are dropped."""
     attention = torch.tensor(
         [
             [[0.30, 0.02, 0.00, 0.00], [0.30, 0.02, 0.00, 0.10]],
@@ -276,7 +276,7 @@ def test_filter_example() -> None:
     assert dual_attention(g, m, 1.0, 0.0).all()
     rank = dual_attention_rank(g, m, 0.07, 0.03)
     wanted = torch.tensor([0.5 / 0.042, 0.04 / 0.042, 1 / 3, 5 / 3])
-    close(rank, wanted, terms=8, scale=wanted)  # sums over heads and rows, and over the tokens
+    close(rank, wanted, terms=8, scale=wanted)  # sums over heads and rows, and over tokens
 
 
 rules = st.builds(
@@ -291,7 +291,7 @@ rules = st.builds(
 def prompt_step(
     seed: int, depth: int = 4, behind: int = 5, pictures: tuple[int, ...] = (12, 7)
 ) -> PrefillContext:
-    """Pictures with text in front of each and behind; some tokens are protected, some merged."""
+    """Images with text before and after each; some tokens are protected, some merged."""
     kinds = [[Kind.TEXT] * 3 + [Kind.IMAGE] * n for n in pictures]
     kinds = torch.tensor([k for part in kinds for k in part] + [Kind.TEXT] * behind)
     order, generator = torch.arange(len(kinds)), torch.Generator().manual_seed(seed)
@@ -306,7 +306,7 @@ def prompt_step(
 
 
 def attend(context: PrefillContext, layer: int, seed: int) -> None:
-    """Attention of the text rows behind the last visual token."""
+    """Attention of the text rows after the last visual token."""
     visual = context.layout.visual.nonzero().flatten()
     rows = len(context.layout) - 1 - int(visual[-1]) if len(visual) else len(context.layout)
     logits = 3 * noise(2, rows, len(context.layout), seed=seed + layer)
@@ -344,7 +344,7 @@ def test_filter_keeps_text_and_key_set(stage: MustDrop, seed: int) -> None:
         first = part.layers(4)[0]
         least = (first * n + (4 - first) * len(key)) / 4
         wanted = min(max(stage.budget * came_in, least), n)
-        # One token less behind the first drop is the coarsest step there is.
+        # One token less after the first drop is the coarsest step.
         assert sum(held) / 4 == pytest.approx(wanted, abs=0.5)
 
 
@@ -355,7 +355,7 @@ def test_rank_is_the_dropping_threshold(a: float, b: float, factor: float, seed:
     low, high = dual_attention(g, m, a, b), dual_attention(g, m, a * factor, b * factor)
     assert not (high & ~low).any()
     rank = dual_attention_rank(g, m, a, b)
-    # At its rank itself, rounding decides: two heads, five rows and all tokens are summed.
+    # At the rank itself rounding decides: two heads, five rows and all tokens are summed.
     clear = (rank - factor).abs() > tolerance(torch.float32, 2 + 5 + 20, factor)
     assert torch.equal((rank >= factor)[clear], high[clear])
 
@@ -505,7 +505,7 @@ def vlm(request) -> VLM:
 
 
 def half_flat(seed: int, width: int = 60, height: int = 44) -> np.ndarray:
-    """Noise on the right, one colour on the left: some windows are alike, others are not."""
+    """Noise on the right, one colour on the left: only some windows are similar."""
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
     pixels[:, : width // 2] = 40 * seed + 20
     return pixels
@@ -515,7 +515,7 @@ CASES = {
     "one picture": [half_flat(0, 64, 64)],
     "three pictures": [half_flat(0), half_flat(1, 30, 70), half_flat(2, 90, 33)],
 }
-# Random weights spread their attention; these thresholds and this similarity bite on them.
+# Random weights spread their attention; these thresholds and this similarity take effect.
 STRONG = {"similarity": 0.35, "global_thr": 0.08, "individual_thr": 0.1}
 
 
@@ -527,7 +527,7 @@ def start(vlm: VLM, recipe, pictures: list[np.ndarray]) -> Driven:
 
 @torch.no_grad()
 def merged_by_hand(vlm: VLM, pictures: list[np.ndarray], threshold: float) -> list[tuple]:
-    """Per view, from the tower's own blocks and without padding: groups of patches, features."""
+    """Per view: groups of patches and features, from the tower's own blocks without padding."""
     tensors = vlm.inputs("what is here ?", images=pictures)
     pixels, results = tensors["pixel_values"], []
     if pixels.dim() == 5:
@@ -555,7 +555,7 @@ def merged_by_hand(vlm: VLM, pictures: list[np.ndarray], threshold: float) -> li
 
 @pytest.mark.parametrize("case", CASES)
 def test_merged_features_equal_reference_tower(vlm: VLM, case: str) -> None:
-    """Views that merge differently go through the tower together; padding changes nothing."""
+    """Views that merge differently share a batch; padding changes nothing."""
     run = start(vlm, MustDrop(**STRONG), CASES[case])
     answer_logits(vlm, run, [])
     full, layout = run.trace.layout, run.prompt.layout
@@ -582,8 +582,8 @@ def test_merged_features_equal_reference_tower(vlm: VLM, case: str) -> None:
     assert float(layout.weight[layout.visual].sum()) == len(full)
     assert sorted(layout.order.tolist()) == layout.order.tolist()
     if case == "three pictures":
-        assert len(sizes) > 1  # the views differ, so there was padding
-    # Control: another threshold gives other features.
+        assert len(sizes) > 1  # the views differ, so some were padded
+    # Control: another threshold gives different features.
     other = start(vlm, MustDrop(similarity=0.999), CASES[case])
     answer_logits(vlm, other, [])
     assert len(other.prompt.layout) > len(layout)
@@ -597,7 +597,7 @@ def test_views_are_independent(vlm: VLM) -> None:
         answer_logits(vlm, run, [])
     first = [run.prompt.embeds[run.prompt.layout.item == 0] for run in (alone, together, by_call)]
     close(first[0], first[1], terms=tower(vlm))
-    assert first[2].shape != first[0].shape  # control: the view with the fewest rules over all
+    assert first[2].shape != first[0].shape  # control: the view with the fewest merges limits all
 
 
 def test_padding_does_not_change_statistics(vlm: VLM) -> None:
@@ -623,7 +623,7 @@ def test_padding_does_not_change_statistics(vlm: VLM) -> None:
 
 
 def attention_maps(vlm: VLM, embeds: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Softmax attention (1, H, S, S) of every layer over a prompt, by Hugging Face's eager code."""
+    """Softmax attention (1, H, S, S) of every layer over a prompt, by Hugging Face's eager path."""
     vlm.model.set_attn_implementation("eager")
     try:
         with torch.no_grad():
@@ -649,7 +649,7 @@ def test_first_filter_equals_eager_attention(vlm: VLM, case: str) -> None:
     assert torch.equal(layout.order[visual[kept]], orders)
     assert 0 < int(kept.sum()) < len(visual)
     if case == "three pictures":
-        # Controls: without the key set, and by all rows, it would choose otherwise.
+        # Controls: without the key set, or with all rows, the selection differs.
         assert (key & (g < 0.08 * g.sum()) & (m < 0.1)).any()
         g, m = attention[:, visual].sum(0), attention[:, visual].amax(0)
         assert not torch.equal(kept, ~((g < 0.08 * g.sum()) & (m < 0.1)) | key)
@@ -693,7 +693,7 @@ def test_logits_equal_dense_reference(
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("policy", ["keep", "compact"])
 def test_cache_keeps_survivors_of_last_filter(vlm: VLM, case: str, policy: str) -> None:
-    """The same keys as without the third part, less those of dropped tokens; same prefill."""
+    """The keys equal those without the third part, except for dropped tokens; same prefill."""
     strong = STRONG | {"layers": (2, 3)}
     runs = [
         start(vlm, MustDrop(positions=policy, cache=cache, **strong), CASES[case])
@@ -708,7 +708,7 @@ def test_cache_keeps_survivors_of_last_filter(vlm: VLM, case: str, policy: str) 
     for layer in range(4):
         held = ~torch.isin(layout.order, run.trace.layout.order[depth <= layer])
         left = ~torch.isin(layout.order, run.trace.layout.order[depth < 4])
-        kept = held if layer < 1 else left  # the first filter runs behind layer 1
+        kept = held if layer < 1 else left  # the first filter runs after layer 1
         assert whole.cache.lengths()[layer] == int(held.sum()) + n
         assert run.cache.lengths()[layer] == int(kept.sum()) + n
         for name in ("keys", "values"):
@@ -716,12 +716,12 @@ def test_cache_keeps_survivors_of_last_filter(vlm: VLM, case: str, policy: str) 
             rows = kept[held].nonzero().flatten()
             assert torch.equal(mine[:, : len(rows)], all_[:, rows])
     assert run.cache.lengths()[0] > run.cache.lengths()[1] == run.cache.lengths()[3]
-    assert whole.cache.lengths()[1] > whole.cache.lengths()[3]  # control: there is something to cut
+    assert whole.cache.lengths()[1] > whole.cache.lengths()[3]  # control: tokens can be dropped
     assert run.stats.kv_bytes < whole.stats.kv_bytes
 
 
 def test_cache_stage_example() -> None:
-    """Heads of different lengths, as an earlier stage may leave them."""
+    """Heads of different lengths, as an earlier stage may produce."""
     order = torch.tensor([[0, 2, 3, 5, 6], [1, 2, 5, 6, 6]])
     kv = KV(
         keys=noise(2, 5, 4),
@@ -742,7 +742,7 @@ def test_cache_stage_example() -> None:
         assert got.order.tolist() == [[0, 5, 6], [1, 5, 6]]
         assert torch.equal(got.keys, torch.stack([kv.keys[0, [0, 3, 4]], kv.keys[1, [0, 2, 3]]]))
         assert torch.equal(got.bias, got.order.float())
-    # Control: where nothing was dropped nothing is copied.
+    # Control: if nothing was dropped, nothing is copied.
     every = torch.arange(7)
     context.layout = TokenLayout.text(every, every[None])
     assert all(got is kv for got in part.finish(context, [kv] * 4))
@@ -780,7 +780,7 @@ def test_budget_below_floor_keeps_key_set(vlm: VLM) -> None:
     assert run.stats.visual_tokens_per_layer == [n, key, key, key]
     assert run.stats.visual_tokens_kept["mustdrop"] == key
     left = run.trace.layout.select(run.trace.depth == 4)
-    assert set(left.item.tolist()) == {0, 1, 2}  # every picture keeps something
+    assert set(left.item.tolist()) == {0, 1, 2}  # every image keeps some tokens
 
 
 def test_text_only_prompts_are_unchanged(vlm: VLM) -> None:

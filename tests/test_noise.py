@@ -1,4 +1,4 @@
-"""The noise that tokens are sampled with: the same whoever asks, and of the right law."""
+"""Sampling noise: a function of seed, position and token, with the Gumbel distribution."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 
 
 def mixed(x: int) -> int:
-    """SplitMix64's finaliser, in integers without an end."""
+    """SplitMix64's finalizer, in arbitrary-precision integers."""
     for by, factor in MIX:
         x = (x ^ x >> by) * factor % WORD
     return x ^ x >> 31
 
 
 def unmixed(x: int) -> int:
-    """The word that `mixed` makes ``x`` of."""
+    """The inverse of `mixed`."""
 
     def unshifted(x: int, by: int) -> int:
         y = x
@@ -42,7 +42,7 @@ def unmixed(x: int) -> int:
 
 
 def uniform(seed: int, place: int, token: int) -> float:
-    """The random number behind one token's noise."""
+    """The uniform number from which one token's noise is computed."""
     key = mixed(mixed(seed % WORD) + place * GOLDEN & WORD - 1)
     return ((mixed((key + (token + 1) * GOLDEN) % WORD) >> 12) + 0.5) / 2**52
 
@@ -53,7 +53,7 @@ def p_of_chi2(statistic: float, df: int) -> float:
 
 
 def ks(sample: Tensor) -> float:
-    """Kolmogorov and Smirnov's statistic against the law of Gumbel, times the root of its size."""
+    """Kolmogorov-Smirnov statistic against the Gumbel distribution, times sqrt(n)."""
     cdf = torch.exp(-torch.exp(-sample.double().sort().values))
     n = len(sample)
     steps = torch.arange(n + 1, dtype=torch.float64) / n
@@ -65,7 +65,7 @@ def correlation(a: Tensor, b: Tensor) -> float:
     return abs(float(torch.corrcoef(torch.stack([a, b]))[0, 1])) * math.sqrt(len(a))
 
 
-# --- one number for one seed, place and token ----------------------------------------------------
+# --- one number per seed, position and token -----------------------------------------------------
 
 seeds = st.integers(-(2**70), 2**70)
 
@@ -73,19 +73,19 @@ seeds = st.integers(-(2**70), 2**70)
 @settings(max_examples=60, deadline=None)
 @given(seeds, st.integers(0, 2**20), st.integers(1, 40))
 def test_noise_equals_integer_reference(seed: int, place: int, size: int) -> None:
-    """Bits do not depend on a device, then: only integer products and shifts make them."""
+    """The bits do not depend on the device: they result from integer products and shifts alone."""
     mine = gumbel(seed, place, size)
     assert mine.dtype == torch.float64
     wanted = [-math.log(-math.log(uniform(seed, place, token))) for token in range(size)]
     wanted = torch.tensor(wanted, dtype=torch.float64)
-    # Two logarithms: what the outer one is given is off relative to itself, its result by as much.
+    # Two logarithms: the relative error of the inner result is the absolute error of the outer one.
     close(mine, wanted, terms=2, scale=1 + wanted.abs())
 
 
 def test_noise_depends_only_on_seed_position_and_token() -> None:
     places = list(range(40))
     one = {place: gumbel(5, place, 100) for place in places}
-    torch.manual_seed(1)  # the global state is of no account
+    torch.manual_seed(1)  # the global state has no effect
     for place in reversed(places):
         assert torch.equal(gumbel(5, place, 100), one[place])
         assert torch.equal(gumbel(5, place, 7), one[place][:7])  # a smaller vocabulary
@@ -108,21 +108,21 @@ def test_cpu_and_cuda_noise_agree() -> None:
         close(there, here, terms=2, scale=1 + here.abs())
 
 
-# --- never infinite ------------------------------------------------------------------------------
+# --- finite values -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("token", [0, 11])
 @pytest.mark.parametrize("bits", [0, 2**52 - 1])
 def test_extreme_noise_is_finite(bits: int, token: int) -> None:
-    """Seeds that lead to the smallest and the largest number there is."""
+    """Seeds that produce the smallest and the largest uniform number."""
     key = (unmixed(bits << 12) - (token + 1) * GOLDEN) % WORD
-    seed = unmixed(unmixed(key))  # at place 0
+    seed = unmixed(unmixed(key))  # at position 0
     assert uniform(seed, 0, token) == (2.0**-53 if bits == 0 else 1 - 2.0**-53)
     noise = gumbel(seed, 0, 12)
     assert noise.isfinite().all()
     extreme = -math.log(53 * math.log(2)) if bits == 0 else 53 * math.log(2)
     close(noise[token], extreme, terms=2)
-    # A token without probability stays without, whatever it draws.
+    # A token of probability 0 keeps it for any noise.
     logits = torch.zeros(12, dtype=torch.float64).index_fill(0, torch.tensor(token), -math.inf)
     assert int((logits + noise).argmax()) != token
 
@@ -135,9 +135,9 @@ def test_half_precision_is_not_finite() -> None:
         assert not (-torch.log(-torch.log(exact.to(kind).float()))).isfinite().all()
 
 
-# --- the law -------------------------------------------------------------------------------------
+# --- distribution --------------------------------------------------------------------------------
 
-# 2.23: one in 10,000 samples is further from its law.
+# 2.23: 1 in 10,000 samples exceeds it.
 
 
 @pytest.mark.parametrize("seed", [0, 1, -7, 2**40])
@@ -174,7 +174,7 @@ def test_tokens_are_uncorrelated() -> None:
 
 
 def test_consecutive_positions_are_independent() -> None:
-    """Few tokens and many places, as an answer draws them."""
+    """Few tokens and many positions, as in generation."""
     rows = torch.stack([gumbel(11, place, 3) for place in range(8000)])
     for a in range(3):
         for b in range(3):

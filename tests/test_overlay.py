@@ -1,4 +1,4 @@
-"""Overlays: the right patches keep their colour."""
+"""Overlays: kept patches keep their colour."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LAYERS = 4
 
 
 def grid_layout(side: int, tile: int = 0, newlines: bool = False) -> TokenLayout:
-    """``side`` x ``side`` patches of picture 0, in raster order, and row ends behind them."""
+    """``side`` x ``side`` patches of image 0 in raster order, followed by newlines."""
     y, x = torch.meshgrid(torch.arange(side), torch.arange(side), indexing="ij")
     y, x = y.flatten(), x.flatten()
     n = len(y) + (side if newlines else 0)
@@ -43,7 +43,7 @@ def answer(layout: TokenLayout, depth: torch.Tensor, *pictures: Image.Image) -> 
 
 
 def painted(image: Image.Image, colour: tuple[int, int, int]) -> np.ndarray:
-    """Where a panel has exactly this colour, (MIN_SIDE, MIN_SIDE)."""
+    """Mask of the pixels of a panel with exactly this colour, (MIN_SIDE, MIN_SIDE)."""
     return (np.asarray(image)[:MIN_SIDE, :MIN_SIDE] == colour).all(axis=-1)
 
 
@@ -52,7 +52,7 @@ def plain(width: int = 64, height: int = 64) -> Image.Image:
 
 
 def middles(image: Image.Image, side: int, width: int, height: int, left: int = 0) -> np.ndarray:
-    """Colours (side, side, 3) in the middle of every cell of a panel."""
+    """Colours (side, side, 3) at the centre of every cell of a panel."""
     pixels = np.asarray(image)
     ys = ((np.arange(side) + 0.5) * height / side).astype(int)
     xs = left + ((np.arange(side) + 0.5) * width / side).astype(int)
@@ -133,7 +133,7 @@ def test_size_option(shape: tuple[int, int], longest: int) -> None:
 
 
 def merged_answer(side: int, rows: list[int], boxes: list[tuple], kinds=(Kind.IMAGE,)):
-    """Of ``side`` x ``side`` patches ``rows`` are left, which cover ``boxes``."""
+    """An answer that keeps ``rows`` of ``side`` x ``side`` patches; they cover ``boxes``."""
     layout, index = grid_layout(side), torch.tensor(rows)
     depth = torch.zeros(side * side, dtype=torch.int64).index_fill(0, index, LAYERS)
     made = answer(layout, depth, plain())
@@ -158,7 +158,7 @@ def test_patches_of_a_merged_token_keep_their_colour() -> None:
     assert blue[0, :half].all()
     assert blue[:half, half - 1].all()
     assert not blue[half:].any()
-    # Control: the same patches without the merging.
+    # Control: the same patches without merging.
     made.trace.entered = made.trace.layout
     (image,) = overlay(made)
     assert not painted(image, _MERGED).any()
@@ -237,7 +237,7 @@ def test_overlays_of_generated_answers(random_vlm: vlmfast.VLM) -> None:
         drawn = vlmfast.overlay(row.answer)
         assert len(drawn) == 2
         blue = [(np.asarray(image) == _MERGED).all(axis=-1).any() for image in drawn]
-        if "mustdrop" not in row.recipe:  # whose windows may all differ
+        if "mustdrop" not in row.recipe:  # its windows may all differ
             assert any(blue) == ("downsample" in row.recipe or "visionzip" in row.recipe)
         kept = (row.answer.trace.depth == row.answer.trace.layers).sum()
         assert (row.recipe == "none") == (int(kept) == row.answer.stats.visual_tokens_in)

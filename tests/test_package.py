@@ -1,4 +1,4 @@
-"""The package as such: what importing it costs, what it promises, which way its parts depend."""
+"""The package: cost of its import, public names, and direction of dependencies."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def python(code: str) -> str:
 
 
 def loaded_after(code: str) -> set[str]:
-    """Top-level names of the modules that ``code`` leaves behind."""
+    """Top-level names of the modules that ``code`` loads."""
     out = python(f"{code}\nimport json, sys\nprint(json.dumps(sorted(sys.modules)))")
     return {name.partition(".")[0] for name in json.loads(out.splitlines()[-1])}
 
@@ -37,7 +37,7 @@ def test_import_is_light() -> None:
 
 def test_parsing_recipes_is_light() -> None:
     code = "import vlmfast; vlmfast.Recipe.parse('hired:0.2'); vlmfast.methods()"
-    # torch itself brings triton in, on some of its releases.
+    # Some releases of torch import triton.
     assert not loaded_after(code) & (set(HEAVY) - {"triton"})
 
 
@@ -50,7 +50,7 @@ def test_import_adds_little_to_torch() -> None:
     code = (
         "import torch, time; t = time.perf_counter(); import vlmfast; print(time.perf_counter()-t)"
     )
-    # The best of a few: a busy machine must not fail a test about this package.
+    # The minimum of several runs: a busy machine must not fail the test.
     assert min(float(python(code)) for _ in range(2)) < 0.3
 
 
@@ -64,7 +64,7 @@ def test_public_names() -> None:
 
 @pytest.mark.parametrize("first", ["vlmfast.overlay", "import vlmfast.api.overlays"])
 def test_overlay_is_a_function_not_a_module(first: str) -> None:
-    """The module of that name must not hide the function, whichever is touched first."""
+    """The module of that name must not shadow the function, in any order of access."""
     check = "assert callable(vlmfast.overlay); "
     code = (
         f"import vlmfast; {first}; {check * 2}from vlmfast import overlay; assert callable(overlay)"
@@ -128,7 +128,7 @@ RANKS = {
 
 
 def imports(path: Path) -> set[str]:
-    """Parts of this package that a file imports, annotations-only imports left out."""
+    """Parts of this package that a file imports, without imports for annotations."""
     package = [*path.relative_to(ROOT).parts[:-1]]
     found: set[str] = set()
 
@@ -216,7 +216,7 @@ def test_written_video_reads_back(drawing, tmp_path: Path) -> None:
 
 
 def test_example_questions_are_known_to_the_generator(drawing) -> None:
-    """The questions of `make ask` are questions that the generator knows the answer to."""
+    """The generator knows the answers to the questions of `make ask`."""
     from vlmfast.scenes.examples import image_example, video_example
 
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")

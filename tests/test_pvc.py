@@ -1,4 +1,4 @@
-"""PVC: cells, plans and layers in numbers, then whole prompts through the engine."""
+"""PVC: cells, plans and layers on examples, then whole prompts through the engine."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from vlmfast.engine.attention import switched
 from vlmfast.engine.prefill import Inputs, prepare
 from vlmfast.engine.stats import Stats, Trace
 
-# Numbers that are summed in the layers that are tried here, of width 8 and 6, sum after sum:
+# Lengths of the sums in the tested layers, of width 8 and 6:
 TEMPORAL = 8 + 4 + 8 + 4 + 5 + 8  # norm, its time, projection, a head, frames, projection
 COMPRESS = 6 + 3 + 6 + 4 + 4 * 6 + 5  # norm, its time, score, cell, both layers of the MLP
 TRAINED = {"blocks": [1, 2], "sides": [2, 4], "repeats": [1, 2, 4], "hidden": 16, "time_width": 8}
@@ -59,7 +59,7 @@ def noise(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def shaken(module: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
-    """Weights as after some training: nothing is zero any more."""
+    """Random weights, as after training: no parameter is zero."""
     with torch.no_grad():
         for number, weight in enumerate(module.parameters()):
             weight += 0.2 * noise(*weight.shape, seed=1000 * seed + number)
@@ -144,7 +144,7 @@ def test_plan_of_an_image_and_two_videos() -> None:
 def test_each_row_is_in_exactly_one_sequence(
     parts: list[tuple[int, tuple[int, int]]], repeats: int, crops: bool
 ) -> None:
-    """``parts`` are clips of so many frames, or a picture for 0."""
+    """``parts`` are numbers of video frames, or 0 for an image."""
     items: list[ItemGeometry] = []
     for number, (frames, tiles) in enumerate(parts):
         first = items[-1].views[1] if items else 0
@@ -163,7 +163,7 @@ def test_each_row_is_in_exactly_one_sequence(
 
 
 def test_budgets_attained_on_the_shipped_model() -> None:
-    """136 tokens a frame: base view and one crop of 8 x 8 patches, 8 newlines."""
+    """136 tokens per frame: base view and one crop of 8 x 8 patches, 8 newlines."""
     frames = clip(0, 4, patches=(8, 8))
     picture = [geometry((2, 2), patches=(8, 8))]
     assert tokens_in(frames[0]) == 136
@@ -172,7 +172,7 @@ def test_budgets_attained_on_the_shipped_model() -> None:
     for share, count in wanted.items():
         choice = nearest(frames, share, (2, 4), (1, 2, 4))
         assert tokens_out(frames[0], choice) == count, share
-    # A crop that shows the same again is worth less than a repeat.
+    # A crop of the same content is worth less than a repeat.
     assert nearest(frames, 0.22, (2, 4), (1, 2, 4)) == Choice(2, 2, crops=False)
     assert nearest(clip(0, 4, (2, 2)), 0.25, (2, 4), (1, 2, 4)).crops
     wanted = {0.01: 20, 0.11: 40, 0.22: 80, 0.5: 160, 0.9: 336}
@@ -226,9 +226,9 @@ def test_temporal_attention_is_causal() -> None:
     other = x.clone()
     other[:, 3, 1] += noise(2, 8, seed=2)
     after = layer(other, time)
-    # Rows that see the same see it in the same order: equal to the last bit.
+    # Rows that attend to the same keys do so in the same order: equal bit for bit.
     assert torch.equal(after[:, :3], before[:, :3])
-    assert torch.equal(after[:, :, [0, 2]], before[:, :, [0, 2]])  # nor other places
+    assert torch.equal(after[:, :, [0, 2]], before[:, :, [0, 2]])  # nor other positions
     for t in (3, 4):
         apart(after[:, t, 1], before[:, t, 1], terms=TEMPORAL)
 
@@ -258,7 +258,7 @@ def test_compressor_equals_formula(rest: float) -> None:
                 expected = logits.softmax(0) @ cells[r, c] + rest * more
                 close(got[r, c], expected, terms=COMPRESS, scale=got.detach().abs().max())
         shaken(compress)
-    with torch.no_grad():  # priors apart, what is learned counts by `rest`
+    with torch.no_grad():  # apart from the priors, learned parameters are scaled by `rest`
         compress.home.fill_(PRIOR)
         compress.share.fill_(PRIOR)
     learned = compress(cells, time, home, share, there, rest)
@@ -287,7 +287,7 @@ def frames(n: int, seed: int = 0, size: int = 32) -> list:
 
 
 def content(*media) -> list[dict]:
-    """A turn about pictures, and lists of frames."""
+    """A turn with images and lists of frames."""
     parts = [
         {"type": "video", "video": m, "num_frames": len(m)}
         if isinstance(m, list)
@@ -316,7 +316,7 @@ def visual(vlm: VLM, module: ProgressiveEncoder, stage: PVC | None, *media):
 
 
 def test_untrained_tokens_are_local_means(vlm: VLM) -> None:
-    """The stated start: softmax of the priors over the patches in front of the projector."""
+    """The documented initial state: softmax of the priors over the patches before the projector."""
     found = []
     handle = vlm.adapter.projector().register_forward_pre_hook(
         lambda _, args: found.append(args[0])
@@ -351,7 +351,7 @@ def test_budget_1_is_identity(vlm: VLM) -> None:
     layout, same, _ = visual(vlm, module, PVC(budget=1.0), *media)
     assert torch.equal(full, same)
     assert (layout.weight == 1).all()
-    whole = PVC(video_repeat=4, views="all")  # as many tokens, other features
+    whole = PVC(video_repeat=4, views="all")  # as many tokens, different features
     _, changed, _ = visual(vlm, module, whole, *media)
     assert changed.shape == full.shape
     apart(changed, full, terms=tower(vlm))
@@ -372,7 +372,7 @@ def test_budget_1_gives_the_same_answer(vlm: VLM) -> None:
 @pytest.mark.parametrize("views", ["base", "all"])
 @pytest.mark.parametrize(("side", "image", "video"), [(2, 4, 1), (2, 2, 4), (4, 1, 2), (4, 4, 4)])
 def test_counts_order_and_weights(vlm: VLM, side: int, image: int, video: int, views: str) -> None:
-    """A letterboxed picture, a clip and a square picture."""
+    """A letterboxed image, a video and a square image."""
     stage = PVC(side=side, image_repeat=image, video_repeat=video, views=views)
     media = (noise_picture(64, 40), frames(3, seed=5), noise_picture(64, 64, seed=9))
     came, _, _ = visual(vlm, encoder(vlm), None, *media)
@@ -395,8 +395,8 @@ def test_counts_order_and_weights(vlm: VLM, side: int, image: int, video: int, v
                 strict=True,
             )
         )
-        # A cell has no more tokens than patches. Where fewer are left than its places, some of its
-        # tokens may stand for none of them.
+        # A cell has at most as many tokens as patches. If fewer patches are left than positions,
+        # some of its tokens may represent none of them.
         most = sum(min(repeats, n) for n in cells.values())
         full = sum(repeats for n in cells.values() if n == side * side)
         assert full <= int(after.patches.sum()) <= most
@@ -408,7 +408,7 @@ def test_counts_order_and_weights(vlm: VLM, side: int, image: int, video: int, v
             assert len(after) == len(before)
         boxes = after.box[after.patches]
         assert (boxes[:, :2] < boxes[:, 2:]).all()
-        # Boxes of one view cover it as its patches do.
+        # The boxes of a view cover the same area as its patches.
         for corner, how in ((slice(0, 2), torch.amin), (slice(2, 4), torch.amax)):
             for view in patches.view.unique():
                 a = how(boxes[after.view[after.patches] == view][:, corner], 0)
@@ -427,12 +427,12 @@ def test_token_positions_alternate_between_frames(next_vlm: VLM) -> None:
 
 @pytest.mark.parametrize("stage", [PVC(), PVC(side=4, video_repeat=2, views="all")])
 def test_videos_and_images_are_independent(vlm: VLM, stage: PVC) -> None:
-    """And in a clip only the past is seen."""
+    """Within a video, frames attend to the past only."""
     module = shaken(encoder(vlm))
     one, two, alone = frames(3), frames(3, seed=20), noise_picture(64, 64, seed=40)
     layout, features, _ = visual(vlm, module, stage, one, alone, two)
 
-    terms = 2 * tower(vlm)  # the encoder's own layers are no wider than the tower's
+    terms = 2 * tower(vlm)  # the encoder's layers are no wider than the tower's
 
     def changed(items: set[int], *media) -> None:
         got = visual(vlm, module, stage, *media)[1]
@@ -449,7 +449,7 @@ def test_videos_and_images_are_independent(vlm: VLM, stage: PVC) -> None:
 
 
 def test_repeats_of_an_image_differ_when_trained(vlm: VLM) -> None:
-    """In front of the last block, where they are still at the same places."""
+    """Before the last block, where they still have the same positions."""
 
     def rows(module: ProgressiveEncoder) -> torch.Tensor:
         inputs = inputs_of(vlm, noise_picture(32, 32))
@@ -486,7 +486,7 @@ def test_one_frame_video_equals_repeated_image(next_vlm: VLM) -> None:
 def test_grids_not_divisible_by_cells(next_vlm: VLM) -> None:
     module = shaken(encoder(next_vlm, sides=[3]))
     layout, features, _ = visual(next_vlm, module, PVC(side=3, image_repeat=2), noise_picture())
-    # Cells of 3x3, 3x1, 1x3 and 1x1 patches in each of five views; a cut cell has up to two tokens.
+    # Cells of 3x3, 3x1, 1x3 and 1x1 patches in each of five views; a cell has up to two tokens.
     cells = Counter(zip(layout.view.tolist(), *(layout.grid[:, 1:] // 3).T.tolist(), strict=True))
     assert len(cells) == 20
     assert all(1 <= n <= 2 for n in cells.values())
@@ -506,7 +506,7 @@ def test_half_precision(next_vlm: VLM) -> None:
 
 @pytest.mark.parametrize("share", [0.05, 0.2, 0.5])
 def test_budgets_are_met_to_the_nearest_count(next_vlm: VLM, share: float) -> None:
-    """The frames' crops have a letterbox, which the processor's grid leaves them."""
+    """The frames' crops keep their letterbox."""
     media = (noise_picture(64, 64), frames(3, seed=5), noise_picture(90, 32))
     came, _, _ = visual(next_vlm, encoder(next_vlm), None, *media)
     layout, _, _ = visual(next_vlm, shaken(encoder(next_vlm)), PVC(budget=share), *media)
@@ -528,7 +528,7 @@ def options(**values) -> argparse.Namespace:
 
 
 def test_gradients_reach_every_weight(next_vlm: VLM) -> None:
-    """After a first step, in which what starts at zero hides what lies before it."""
+    """After a first step, because zero-initialized layers block gradients to earlier ones."""
     module = shaken(encoder(next_vlm)).train()
     next_vlm.adapter.modules["pvc", "auto", ""] = module
     next_vlm.model.requires_grad_(False)
@@ -569,7 +569,7 @@ def test_training_draws_from_its_config(next_vlm: VLM) -> None:
 
 
 def test_shipped_weights_beat_random_on_videos(tiny: VLM) -> None:
-    """5.9 % of the tokens, scenes that neither the training nor the evaluation draws."""
+    """5.9 % of the tokens, on scenes that are neither training nor evaluation data."""
     from vlmfast.scenes.examples import EVAL_SEED_STOP, video_example
 
     right = dict.fromkeys(("pvc:0.05", "random:0.06"), 0)
@@ -598,7 +598,7 @@ def test_shipped_counts_and_size(tiny: VLM) -> None:
     assert sum(file.stat().st_size for file in folder.iterdir()) < 2_000_000
 
 
-# --- words and configurations --------------------------------------------------------------------
+# --- recipes and configurations ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""PyramidDrop: counts, budgets and what it keeps; exactness is in test_golden and test_engine."""
+"""PyramidDrop: counts and budgets. test_golden and test_engine test its exactness."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_budget_or_floor_is_met(n, depth, budget):
     got = equivalent(n, layers, counts, depth)
     assert list(counts) == sorted(counts, reverse=True)
     floor = equivalent(n, layers, [1] * 3, depth)
-    # Counts are whole: one more token in every stage is the distance of two attainable costs.
+    # Counts are integers: one more token in every stage is the distance of two attainable costs.
     assert abs(got - max(budget * n, floor)) <= 1.5
     assert got >= stage.floor(depth) * n * 0.999
 
@@ -100,7 +100,7 @@ def test_images_are_ranked_jointly_or_separately(vlm, rule):
 
 
 def test_parameters_change_the_answer(vlm):
-    """Each parameter does something: the controls of the equalities elsewhere."""
+    """The controls of the equality tests in other files."""
     depths = [
         vlm.ask("what ?", picture(0), recipe=r, max_new_tokens=2).trace.depth
         for r in ("pyramiddrop", "pyramiddrop:rule=last")

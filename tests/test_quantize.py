@@ -1,6 +1,6 @@
-"""Quantised keys and values: codes, segments, attention over them, and the methods that make them.
+"""Quantized keys and values: codes, segments, attention over them, and quantizers.
 
-What the references store is replayed in test_golden.
+test_golden compares them with the reference implementations.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SEEDS = st.integers(0, 10_000)
 
 
 def noise(*shape: int, seed: int = 0, spread: float = 0.0, dtype: torch.dtype = FLOAT) -> Tensor:
-    """Normal numbers; channels of very different size and middle where ``spread`` is not zero."""
+    """Normal numbers; with ``spread``, channels of very different scale and mean."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(shape, generator=generator)
     size = (spread * torch.randn(shape[-1], generator=generator)).exp()
@@ -57,7 +57,7 @@ def segment(
 
 
 def same(a: Segment, b: Segment) -> bool:
-    """Whether two segments hold the same slots: what lies beyond ``lengths`` does not count."""
+    """Whether two segments contain the same slots; padding beyond ``lengths`` is ignored."""
     if a.key != b.key or not torch.equal(a.lengths, b.lengths):
         return False
     n = int(a.lengths.max())
@@ -131,7 +131,7 @@ def test_dequantization_error_is_within_half_a_step(
     k, v = of.dequantise(FLOAT)
     step = of.key_step.float()
     step = step.repeat_interleave(group, 1)[:, :n] if group else step
-    # A quotient is rounded, and the sum of a code's share and the minimum; and a step that is
+    # The quotient is rounded, the sum of scaled code and minimum, and a step that is
     # subnormal in float16, by half a unit of 2**-24.
     step_slack = (2**bits - 1) * 2**-25
     slack = tolerance(FLOAT, 3, keys.float().abs().amax()) + step_slack
@@ -148,7 +148,7 @@ def test_dequantization_error_is_within_half_a_step(
 
 
 def test_stored_minimum_is_below_the_true_one():
-    """Else a channel of small range far from zero would lose all of it to float16's rounding."""
+    """Otherwise float16 rounding would erase a channel of small range far from zero."""
     keys = 100 + noise(1, 64, 8) * 1e-2
     _, step, minimum = quantise_keys(keys, 4, dtype=torch.float16)
     assert bool((minimum.float() <= keys.amin(1, keepdim=True)).all())
@@ -163,8 +163,8 @@ def test_constant_groups_round_trip(bits, value):
     x = torch.full((1, 5, 16), value)
     of = quantise(x, x, torch.arange(5)[None], torch.tensor([5]), bits, scaled=True)
     assert bool((of.key_step == 1).all()) and not of.key_codes.any()
-    # A minimum in float16 lies below by less than a unit in the last place, of subnormal numbers
-    # too; and a scale is rounded.
+    # A float16 minimum is lower by less than a unit in the last place, also for subnormal
+    # numbers; and the scale is rounded.
     half = torch.finfo(torch.float16)
     for back in of.dequantise(FLOAT):
         assert (back - x).abs().max() <= 1.5 * half.eps * max(abs(value), half.smallest_normal)
@@ -215,7 +215,7 @@ def test_parameters_are_float16_if_the_range_fits():
     assert bool((error <= 0.5 * wide.key_step + tolerance(FLOAT, 3, large.abs().max())).all())
     forced = quantise(large, small, *args, dtype=torch.float16)
     assert all(bool(x.isfinite().all()) for x in forced.dequantise(FLOAT))
-    # What does not exist does not ask for a wider type.
+    # Padding does not require a wider type.
     args = (torch.arange(9)[None], torch.tensor([8]), 8)
     small[:, 8] = torch.inf
     assert quantise(small, small, *args).key_step.dtype == torch.float16
@@ -380,7 +380,7 @@ def dense(
 
 
 def problem(seed: int, heads: int, shared: int, rows: int, empty_tail: bool, biased: bool) -> dict:
-    """A batch of three: one without a segment of the second kind, one with nothing at all."""
+    """A batch of three: one without a segment of the second kind, one empty."""
     dim, cap = 16, 9
     generator = torch.Generator().manual_seed(seed)
 
@@ -417,7 +417,7 @@ def problem(seed: int, heads: int, shared: int, rows: int, empty_tail: bool, bia
 
 
 def together(problem: dict) -> tuple[Tensor, ...]:
-    """All keys, values, what is seen of them, and biases, dequantised and in one row."""
+    """All keys, values, visibility masks and biases, dequantized and concatenated."""
     parts = [segment.dequantise(FLOAT) for segment in problem["segments"]]
     rows = problem["query"].shape[2]
     keys = torch.cat([*(k for k, _ in parts), problem["tail_keys"]], 2)
@@ -452,7 +452,7 @@ def test_attention_equals_dense_over_dequantized(seed, heads, shared, rows, empt
     if empty_tail:
         assert not out[2].any() and not mass[2].any()
         assert bool((lse[2] == -1e30).all())
-    # Another head's query is noticed, and so is one slot more.
+    # Controls: the query of another head, and one more slot.
     wrong, _, _ = decode_mixed(**case | {"query": case["query"].roll(1, 2 if rows > 1 else 3)})
     apart(wrong, expected.float(), terms=terms)
     shorter = replace(case["segments"][0], lengths=case["segments"][0].lengths - 1)
@@ -461,7 +461,7 @@ def test_attention_equals_dense_over_dequantized(seed, heads, shared, rows, empt
 
 
 def poisoned(of: Segment) -> Segment:
-    """Anything in the slots that do not exist, parameters included."""
+    """Garbage in the padding slots, including their parameters."""
     gone = ~of.valid[..., None]
     groups = of.key_step
     if of.group:
@@ -494,7 +494,7 @@ def test_padding_slots_are_not_read(biased, shared):
         dirty["tail_bias"] = case["tail_bias"].masked_fill(nobody, torch.nan)
     for ours, other in zip(clean, decode_mixed(**dirty, want_mass=True), strict=True):
         assert torch.equal(ours, other)
-    # The same garbage in slots that exist would show.
+    # Control: the same garbage in existing slots changes the result.
     longer = [replace(of, lengths=of.lengths + 1) for of in dirty["segments"]]
     assert not bool(decode_mixed(**dirty | {"segments": longer})[0].isfinite().all())
 
@@ -531,7 +531,7 @@ def test_the_order_of_segments_does_not_matter():
 
 
 def test_no_device_synchronization():
-    """Tensors without data: to ask for a number, or for a shape that depends on one, fails."""
+    """Tensors without data: reading a value, or a data-dependent shape, fails."""
     case = problem(3, 2, 2, 1, empty_tail=False, biased=False)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         case = {
@@ -571,7 +571,7 @@ def pass_over(n: int) -> PrefillContext:
 
 
 class Tail:
-    """`vlmfast.core.protocols.Slots` of what a quantiser left, as far as quantisers look at it."""
+    """The part of `vlmfast.core.protocols.Slots` that quantizers use."""
 
     def __init__(self, kv: KV, context: PrefillContext) -> None:
         self.keys, self.values, self.order = kv.keys, kv.values, kv.order
@@ -642,7 +642,7 @@ def test_kivi_with_biases_and_ragged_heads():
     assert len(of) == 32 and out.lengths.tolist() == [38, 9]
     assert torch.equal(of.bias, bias[:, :32]) and torch.equal(out.bias, bias[:, 32:])
     assert all(bool(x.isfinite().all()) for x in of.dequantise(FLOAT))
-    # In decode, what is quantised is what the shortest head has: it lies 29 behind the longest.
+    # Decoding quantizes what the shortest head has; it is 29 slots shorter than the longest.
     slots, part = Tail(out, step), stage.expand()[1]
     held = []
     for _ in range(30):
@@ -656,7 +656,7 @@ def test_kivi_with_biases_and_ragged_heads():
 
 @pytest.mark.parametrize("n", [5, 40])
 def test_kivi_quantizes_answer_like_prompt(n):
-    """Prompt and answer together: the codes of a prompt that had been longer."""
+    """The codes of prompt and answer equal those of a longer prompt."""
     stage, total = Kivi(bits=2, group=8, residual=16), 70
     kv = prompt(total)
     start, step = torch.arange(n), pass_over(n)
@@ -743,7 +743,7 @@ def test_saliency_is_averaged_over_attending_rows():
     close(probe, stats.sum.sum(1) / stats.nnz, terms=2 + 1)
     assert not torch.equal(full, probe)
     assert bool(saliency(stats.sum, 0 * stats.nnz).isfinite().all())
-    # Of a prompt that has lost slots, each is divided by the rows that still see it.
+    # If slots were dropped, each is divided by the number of rows that still attend to it.
     left = torch.tensor([0, 3, 4, 11, 19])
     kv = prompt(n).select(left)
     some = ColumnStats(stats.nnz[:, left], stats.rows, stats.sum[..., left])
@@ -804,7 +804,7 @@ def test_zipcache_quantizes_answer_in_pages():
         slots.write(keys[:, at], values[:, at])
     assert slots.calls == 2
     high, low, pages = slots.pages
-    # What was quantised before is as it was.
+    # Slots that were quantized earlier are unchanged.
     assert high is compressed.segments[0] and low is compressed.segments[1]
     assert pages.key == (4, 16, 1, True) and pages.lengths.tolist() == [32, 32]
     assert torch.equal(pages.value_scale, high.value_scale)

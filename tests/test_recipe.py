@@ -1,4 +1,4 @@
-"""Recipes: what can be written comes back as it was, what cannot is refused by name."""
+"""Recipes: round trips of valid texts, and errors for invalid ones."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NAMES = sorted(stage_names())
 
 
 def values(field: Field, hint: Any) -> st.SearchStrategy:
-    """Values that the declaration of ``field`` allows."""
+    """Values that ``field`` allows."""
     options = get_args(hint)
     if NoneType in options:
         (inner,) = (option for option in options if option is not NoneType)
@@ -67,7 +67,7 @@ def stages(draw: st.DrawFn, name: str) -> Stage:
             given_[field.name] = draw(values(field, hints[field.name]))
     try:
         return cls(**given_)
-    except VLMFastError:  # parameters that are allowed one by one but not together
+    except VLMFastError:  # parameters that are valid alone but not together
         return reject()
 
 
@@ -86,7 +86,7 @@ def test_stages_declare_name_protocol_and_paper(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 @given(data=st.data())
-# Parameters that must fit each other leave few of the drawn ones.
+# Few draws satisfy the constraints between parameters.
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
 def test_stage_round_trip(name: str, data: st.DataObject) -> None:
     stage = data.draw(stages(name))
@@ -104,7 +104,7 @@ def test_recipe_round_trip(data: st.DataObject) -> None:
     parts.sort(key=lambda stage: PROTOCOLS.index(stage.expand()[0].protocol))
     try:
         recipe = Recipe(tuple(parts))
-    except RecipeError:  # stages that cannot stand together
+    except RecipeError:  # stages that cannot be combined
         reject()
     assert Recipe.parse(str(recipe)) == recipe
     assert hash(Recipe.parse(str(recipe))) == hash(recipe)
@@ -185,7 +185,7 @@ def test_save_and_load(tmp_path: Path) -> None:
         Recipe.load(tmp_path / "absent")
 
 
-# --- refusals ------------------------------------------------------------------------------------
+# --- errors --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Changelog, citation and templates, and the checks of the wheel."""
+"""Changelog, citation, templates, and the checks of the wheel."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def parts(text: str, level: int) -> list[tuple[str, str]]:
 
 
 def changelog_problems(text: str, version: str) -> list[str]:
-    """What is wrong with a changelog of a package at ``version``."""
+    """Problems of the changelog of a package at ``version``."""
     found, releases = [], []
     versions = parts(text, 2)
     if [title for title, _ in versions].count("[Unreleased]") != 1:
@@ -135,7 +135,7 @@ def test_unreleased_must_be_first() -> None:
 
 
 def citation_problems(text: str, version: str, license_: str) -> list[str]:
-    """What is wrong with a CITATION.cff, as far as a package can know it."""
+    """Problems of a CITATION.cff that can be checked offline."""
     found, of = [], yaml.safe_load(text)
     fixed = {"cff-version": "1.2.0", "type": "software", "version": version, "license": license_}
     found += [f"{k} is {of.get(k)!r}, not {v!r}" for k, v in fixed.items() if of.get(k) != v]
@@ -147,7 +147,7 @@ def citation_problems(text: str, version: str, license_: str) -> list[str]:
 
 
 def citation() -> tuple[str, str, str]:
-    """Text of the citation, and the version and license that it must name."""
+    """Text of the citation, and the version and license that it must contain."""
     license_ = tomllib.loads(read("pyproject.toml"))["project"]["license"]
     return read("CITATION.cff"), vlmfast.__version__, license_
 
@@ -178,7 +178,7 @@ def test_invalid_citations_are_rejected(pattern: str, new: str, problem: str) ->
 
 
 def form_problems(text: str) -> list[str]:
-    """What keeps a code host from showing an issue form."""
+    """Problems that keep a code host from showing an issue form."""
     try:
         form = yaml.safe_load(text)
     except yaml.YAMLError as error:
@@ -226,7 +226,7 @@ def test_issue_form(name: str) -> None:
         ("label: Paper", "title: Paper", "label is missing"),
         ("id: arxiv", "id: paper", "not unique"),
         ("    id: arxiv\n", "", "ids are missing"),
-        ('- "No"', "- No", "options must be texts"),  # YAML reads a truth value
+        ('- "No"', "- No", "options must be texts"),  # YAML reads a boolean
         ("required: true", "required: false", "nothing is required"),
     ],
 )

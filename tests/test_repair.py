@@ -1,4 +1,4 @@
-"""Merged tokens that count for all they stand for, and the statistics that methods may ask for."""
+"""Proportional attention of merged tokens, and the statistics that methods may request."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def start(vlm: VLM, recipe, images, **inputs) -> Driven:
 
 
 def sums(vlm: VLM) -> int:
-    """Behind a logit, over a prompt with one picture and `TOKENS`."""
+    """Number of summed terms of a logit, for a prompt with one image and `TOKENS`."""
     prompt = vlm.inputs("what is here ?", [picture()])["input_ids"].shape[1]
     return tower(vlm.model) + network(vlm.model, prompt + len(TOKENS))
 
@@ -56,13 +56,13 @@ SUMS = 16 + 15  # a logit over the head dimension, then the values over the keys
 
 
 class Layer:
-    """What an attention module is to the registered function."""
+    """The attention module as the registered attention function uses it."""
 
     layer_idx, num_key_value_groups, training, is_causal = 0, 2, False, True
 
 
 def states(rows: torch.Tensor, seed: int) -> list[torch.Tensor]:
-    """Queries and grouped keys and values of 12 tokens, repeated as ``rows`` says."""
+    """Queries and grouped keys and values of 12 tokens, gathered by ``rows``."""
     generator = torch.Generator().manual_seed(seed)
     made = [torch.randn(1, heads, 12, 16, generator=generator) for heads in (4, 2, 2)]
     return [s[:, :, rows] for s in made]
@@ -79,7 +79,7 @@ def attend(rows: torch.Tensor, weight: torch.Tensor, repair: bool) -> tuple[torc
 
 
 def test_weighted_token_equals_its_duplicates() -> None:
-    """Exact in prefill, in decode, and for several tokens at once."""
+    """In prefill, in decoding, and for several tokens at once."""
     twice = torch.tensor([0, 1, 2, 3, 3, 3, 4, 5, 6, 6, 7, 8, 9, 10, 11])
     once = torch.arange(12)
     weight = torch.ones(12)
@@ -87,7 +87,7 @@ def test_weighted_token_equals_its_duplicates() -> None:
     expected, full = attend(twice, torch.ones(len(twice)), repair=False)
     got, merged = attend(once, weight, repair=True)
     control, plain = attend(once, weight, repair=False)
-    # The last of the duplicates sees what the merged token sees.
+    # The last duplicate attends to the same keys as the merged token.
     last = torch.tensor([0, 1, 2, 5, 6, 7, 9, 10, 11, 12, 13, 14])
     close(got, expected[:, last], terms=SUMS)
     apart(control, expected[:, last], terms=SUMS)
@@ -123,7 +123,7 @@ def test_attention_statistics_include_weights() -> None:
 
 @dataclass(frozen=True)
 class Weigh(EncodeStage):
-    """Says of the first token of a picture that it stands for ``weight``."""
+    """Sets the weight of an image's first token to ``weight``."""
 
     name: ClassVar[str] = "test-weigh"
     weight: float = 1.0
@@ -136,7 +136,7 @@ class Weigh(EncodeStage):
 
 
 def test_repair_changes_answers_only_with_weights(vlm) -> None:
-    """Weights of one change nothing; others do, in prefill and decode, unless repair is off."""
+    """Weights of 1 change nothing; others do, in prefill and decoding, unless repair is off."""
     full = answer_logits(vlm, start(vlm, (), [picture()]), TOKENS)
     same = answer_logits(vlm, start(vlm, Weigh(1.0), [picture()]), TOKENS)
     terms = sums(vlm)
@@ -149,7 +149,7 @@ def test_repair_changes_answers_only_with_weights(vlm) -> None:
 
 
 def test_repair_bias_follows_rows_through_drops(vlm) -> None:
-    """A drop behind the merge: the bias of each layer is that of the rows it still holds."""
+    """After a drop that follows a merge, each layer has the bias of its remaining rows."""
 
     @dataclass(frozen=True)
     class DropSecond(PrefillStage):
@@ -174,7 +174,7 @@ def test_repair_bias_follows_rows_through_drops(vlm) -> None:
 
 @dataclass(frozen=True)
 class MergeTwins(InEncoderStage):
-    """Merges rows 1 and 2 of every view behind the first block."""
+    """Merges rows 1 and 2 of every view after the first block."""
 
     name: ClassVar[str] = "test-twins"
     repair: bool = repair_param(True)
@@ -189,7 +189,7 @@ class MergeTwins(InEncoderStage):
 
 
 def test_repair_in_tower_is_exact_for_duplicates(vlm) -> None:
-    """Rows 1 and 2 are made equal in front of the second block; merging them loses nothing."""
+    """Rows 1 and 2 are made equal before the second block, so merging them is exact."""
     blocks = vlm.adapter.vision_blocks()
     seen = {}
 
@@ -205,7 +205,7 @@ def test_repair_in_tower_is_exact_for_duplicates(vlm) -> None:
         return hook
 
     def final(recipe, name):
-        # Registered first, so that it runs in front of the stage's hook.
+        # Registered first, so that it runs before the stage's hook.
         handles = [
             blocks[1].register_forward_pre_hook(twin),
             blocks[-1].register_forward_hook(look(name)),
@@ -224,7 +224,7 @@ def test_repair_in_tower_is_exact_for_duplicates(vlm) -> None:
     apart(without, full[:, rest], terms=tower(vlm.model))
 
 
-# --- what methods may ask for --------------------------------------------------------------------
+# --- statistics for methods ----------------------------------------------------------------------
 
 
 def test_received_logits_are_the_mean_attention_logits() -> None:
@@ -261,7 +261,7 @@ def test_received_logits_and_text_rows_from_one_layer(vlm) -> None:
     visual = run.inputs.tensors["input_ids"][0] == vlm.adapter.image_token_id
     behind = n - 1 - int(visual.nonzero().max())
     assert seen["received"].shape == (4, 1, n)
-    # Rows of an answer do not look, in training.
+    # In training, answer rows do not contribute.
     assert seen["text"].shape == (4, behind - 3, n)
 
 
@@ -273,7 +273,7 @@ def test_requests_of_two_stages_are_joined() -> None:
 
 
 def test_tower_keys_and_cls_equal_hugging_face(vlm) -> None:
-    """The head mean of the keys, and the projected CLS row, are those of Hugging Face's tower."""
+    """The head mean of the keys, and the projected CLS row."""
     seen = {}
 
     @dataclass(frozen=True)
@@ -343,7 +343,7 @@ def test_video_frames_are_known_to_stages(vlm) -> None:
 
 
 def test_in_encoder_stage_may_add_rows(vlm) -> None:
-    """What the projector gets is what the stage says; with the first copy nothing changes."""
+    """The stage determines the projector's input; the first copy leaves it unchanged."""
 
     @dataclass(frozen=True)
     class Copies(InEncoderStage):
@@ -375,7 +375,7 @@ def test_two_in_encoder_stages_raise() -> None:
 
 
 def test_soft_mask_equals_drop_in_the_limit(vlm) -> None:
-    """Training: a row that is hardly there counts as one that was dropped."""
+    """Training: a row of weight near 0 acts like a dropped one."""
 
     @dataclass(frozen=True)
     class Soft(PrefillStage):
@@ -401,13 +401,13 @@ def test_soft_mask_equals_drop_in_the_limit(vlm) -> None:
     terms = sums(vlm)
     close(one, full, terms=terms)
     gone, hardly = taught(Soft(0.0)), taught(Soft(1e-9))
-    # A weight of 1e-9 is far below what rounding leaves open.
+    # A weight of 1e-9 is far below the rounding error.
     close(hardly, gone, terms=terms)
     apart(gone, full, terms=terms)
 
 
 def test_reference_attention_equals_pytorch() -> None:
-    """The bias path gives PyTorch's own numbers when all weights are one."""
+    """The bias path equals PyTorch's attention if all weights are 1."""
     rows = torch.arange(12)
     query, key, value = states(rows, 0)
     out, _ = attend(rows, torch.ones(12), repair=True)
