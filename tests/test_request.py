@@ -1,4 +1,4 @@
-"""The way in: generation arguments, texts and lengths that cannot be answered are told at once."""
+"""Validation of generation arguments, texts and lengths before anything is computed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def vlm() -> VLM:
 
 @pytest.fixture
 def passes(vlm: VLM) -> Iterator[list[int]]:
-    """Counts forward passes of the language model."""
+    """Records forward passes of the language model."""
     seen: list[int] = []
     hook = vlm.model.get_decoder().register_forward_pre_hook(lambda *_: seen.append(1))
     yield seen
@@ -39,7 +39,7 @@ def passes(vlm: VLM) -> Iterator[list[int]]:
 
 @pytest.fixture
 def positions(vlm: VLM) -> Iterator[Any]:
-    """Sets how many positions the model has."""
+    """Sets the number of positions of the model."""
     text = vlm.model.config.get_text_config()
     before = text.max_position_embeddings
 
@@ -51,7 +51,7 @@ def positions(vlm: VLM) -> Iterator[Any]:
 
 
 def refused(vlm: VLM, **generation: Any) -> str:
-    """The error of arguments, the same for every way of asking."""
+    """The error of generation arguments, equal for every entry point."""
     ways = (
         lambda: vlm.ask(QUESTION, "no such file.png", **generation),
         lambda: vlm.chat([{"role": "user", "content": QUESTION}], **generation),
@@ -71,7 +71,7 @@ def refused(vlm: VLM, **generation: Any) -> str:
     return text
 
 
-# --- the gate ------------------------------------------------------------------------------------
+# --- generation arguments ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_ask_and_attach_reject_the_same_arguments(vlm, name):
 
 
 def test_valid_arguments_match_hugging_face(vlm):
-    """Odd, and harmless there: the same tokens, and a control that arguments do something."""
+    """Unusual but valid arguments give the same tokens; a control shows that they take effect."""
     inputs = vlm.inputs(QUESTION, picture())
     length = inputs["input_ids"].shape[1]
     seen = set()
@@ -177,7 +177,7 @@ def test_valid_arguments_match_hugging_face(vlm):
 
 
 def test_integers_are_accepted_as_floats(vlm):
-    """Hugging Face wants floats of some arguments."""
+    """Hugging Face requires floats for some arguments."""
     same = {"max_new_tokens": 12, "do_sample": True, "seed": 3, "top_k": 0}
     for name in ("temperature", "repetition_penalty"):
         whole = vlm.ask(QUESTION, **same, **{name: 2}).token_ids
@@ -222,7 +222,7 @@ def test_placeholder_in_text_raises(family):
             with pytest.raises(VLMFastError, match=r"holds .*, which stands for an image") as error:
                 way()
             assert mark in str(error.value)
-    assert vlm.ask("what is <picture> ?", max_new_tokens=1).token_ids  # anything else is text
+    assert vlm.ask("what is <picture> ?", max_new_tokens=1).token_ids  # other tags are text
 
 
 def test_lone_surrogate_raises(vlm):
@@ -301,7 +301,7 @@ def test_prompt_and_answer_must_fit_max_positions(vlm, passes, positions):
     with pytest.raises(VLMFastError, match="max_length=3 leaves no token for the answer"):
         vlm.ask(QUESTION, picture(), max_length=3)
     assert not passes
-    # What nobody asked for is cut to what fits, and gives the same tokens up to there.
+    # The default length is cut to what fits and gives the same tokens up to there.
     cut = vlm.ask(QUESTION, picture(), eos_token_id=None)
     assert cut.token_ids == answer.token_ids
     (many,) = vlm.ask_many([Request(QUESTION, picture(), generation={"eos_token_id": None})])
@@ -356,7 +356,7 @@ def test_conversation_beyond_max_positions_raises(vlm, positions):
 
 @pytest.mark.parametrize("name", ["answer", "generation", "request", "session", "long_video"])
 def test_lower_layers_do_not_import_vlm(name):
-    """Not even where types alone are meant."""
+    """Not even for annotations."""
     path = Path(vlmfast.__file__).parent / f"{name}.py"
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom):

@@ -1,4 +1,4 @@
-"""Saliency of visual tokens: every tower has one, and it belongs to the right tokens."""
+"""Saliency of visual tokens on every vision tower, and its alignment with the tokens."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SOURCES = {
     "gemma3": "received",
     "fast_vlm": "norm",
 }
-# Whose images give one visual token for each patch of the tower.
+# Families with one visual token per patch of the tower.
 PATCHWISE = ("llava", "llava_next", "llava_next_video", "llava_onevision")
 RECIPES = (
     "hired:0.2",
@@ -70,12 +70,12 @@ CASES = {"image": IMAGE, "video": VIDEO, "both": BOTH}
 @pytest.fixture(scope="module", params=BUILD)
 def vlm(request) -> VLM:
     if request.param == "smolvlm":
-        pytest.importorskip("num2words")  # its processor wants it
+        pytest.importorskip("num2words")  # required by its processor
     return VLM(*BUILD[request.param]())
 
 
 def demo_default() -> str:
-    """The recipe that `demos.app.launch` begins with; its module needs Gradio."""
+    """The default recipe of `demos.app.launch`; its module needs Gradio."""
     source = Path(talk_module.__file__).with_name("app.py").read_text(encoding="utf-8")
     (launch,) = (
         node
@@ -92,7 +92,7 @@ def family(vlm: VLM) -> str:
 
 @dataclass(frozen=True)
 class Look(EncodeStage):
-    """Notes what it sees and keeps everything."""
+    """Records its inputs and keeps everything."""
 
     name: ClassVar[str] = "test-look"
     asked: tuple[SaliencyRequest, ...] = (SaliencyRequest(),)
@@ -112,7 +112,7 @@ def looked(vlm: VLM, *asked: SaliencyRequest, **media) -> tuple:
     return Look.seen["tokens"], Look.seen["stats"]
 
 
-# --- every recipe that the documentation shows runs on every family -------------------------------
+# --- documented recipes run on every family ------------------------------------------------------
 
 
 @pytest.mark.parametrize("case", ["image", "video"])
@@ -125,7 +125,7 @@ def test_documented_recipes_run_on_every_family(vlm, recipe, case):
     expected = SOURCES[family(vlm)] if ranked or "hired" in answer.recipe else ""
     assert stats.saliency == answer.trace.saliency == expected
     assert answer.trace.to_dict()["saliency"] == expected
-    if recipe != "mustdrop":  # whose thresholds are absolute
+    if recipe != "mustdrop":  # its thresholds are absolute
         assert stats.equivalent_tokens < stats.visual_tokens_in
 
 
@@ -160,14 +160,14 @@ def test_long_narrow_images(vlm, shape):
     for recipe in ("hired:0.2", "flashvid:0.2"):
         try:
             answer = vlm.ask("what ?", pixels, recipe=recipe, max_new_tokens=1)
-        except VLMFastError:  # Hugging Face's processor refuses it too
+        except VLMFastError:  # Hugging Face's processor rejects it too
             with pytest.raises(VLMFastError):
                 vlm.ask("what ?", pixels, max_new_tokens=1)
         else:
             assert answer.stats.saliency == SOURCES[family(vlm)]
 
 
-# --- the right source, of the right block, at the right token ------------------------------------
+# --- source, block and tokens of the saliency ----------------------------------------------------
 
 
 def test_saliency_sources(vlm):
@@ -183,7 +183,7 @@ def test_saliency_sources(vlm):
             assert salient.keys.shape[:2] == (views, n)
             assert salient.rows.dtype == torch.float32
             assert bool((salient.rows >= 0).all())
-            if source == "received":  # each row of patches spends 1, less what goes to CLS
+            if source == "received":  # each row of patches sums to 1, less the weight of CLS
                 total = salient.rows.sum(-1)
                 assert bool((total <= 1 + 1e-5).all())
                 if not vlm.adapter.specials():
@@ -196,7 +196,7 @@ def test_saliency_sources(vlm):
 
 @pytest.mark.parametrize("case", ["image", "video", "both"])
 def test_saliency_is_aligned_with_patches(vlm, case):
-    """A patch that changes in front of the projector changes the tokens that its saliency is of."""
+    """Changing a patch before the projector changes the tokens that receive its saliency."""
     if family(vlm) == "smolvlm" and case == "both":
         pytest.skip("smolvlm reads images or one video")
     if family(vlm) == "fast_vlm":
@@ -206,7 +206,7 @@ def test_saliency_is_aligned_with_patches(vlm, case):
     tokens, stats = looked(vlm, **CASES[case])
     plain = tokens.features.clone()
     rng = np.random.default_rng(0)
-    # Which calls of the tower there are, and how many rows each has.
+    # The calls of the tower and their numbers of rows.
     shapes: list[tuple[int, ...]] = []
     handle = block.register_forward_hook(
         lambda m, a, out: shapes.append((out[0] if isinstance(out, tuple) else out).shape)
@@ -239,9 +239,9 @@ def test_saliency_is_aligned_with_patches(vlm, case):
 
 
 def marked(vlm, tokens, items, shapes, call, view, patch) -> set[int]:
-    """Tokens that `Adapter.to_tokens` gives a patch of the tower to."""
+    """Tokens to which `Adapter.to_tokens` assigns a patch of the tower."""
     adapter = vlm.adapter
-    if adapter.packed:  # all images of a call in one row
+    if adapter.packed:  # all images of a call form one row
         order = sorted(range(len(items)), key=lambda i: items[i].clip >= 0)
         row = sum(shape[-2] for shape in shapes[:call]) + patch
         for number in order:
@@ -255,7 +255,7 @@ def marked(vlm, tokens, items, shapes, call, view, patch) -> set[int]:
     else:
         view += sum(shape[0] for shape in shapes[:call])
         number = next((i for i, of in enumerate(items) if of.views[0] <= view < of.views[1]), None)
-        if number is None:  # a view of padding
+        if number is None:  # a padded view
             return set()
         views = adapter.whole_first(items[number])
         one = torch.zeros(len(views), shapes[call][-2] - adapter.specials())
@@ -271,7 +271,7 @@ def marked(vlm, tokens, items, shapes, call, view, patch) -> set[int]:
 
 
 def test_received_attention_equals_eager_maps(vlm):
-    """Of towers whose attention maps Hugging Face hands out."""
+    """For towers whose attention maps Hugging Face returns."""
     if vlm.adapter.packed or family(vlm) in ("fast_vlm", "internvl"):
         pytest.skip("its tower hands out no attention maps")
     request = SaliencyRequest(source="received")
@@ -298,7 +298,7 @@ def test_received_attention_equals_eager_maps(vlm):
 
 
 def test_received_attention_of_packed_images():
-    """Qwen2.5-VL: full attention blocks alone, image by image, by hand from queries and keys."""
+    """Qwen2.5-VL: full-attention blocks only, per image, computed from queries and keys."""
     vlm = VLM(*BUILD["qwen2_5_vl"]())
     adapter = vlm.adapter
     assert adapter.global_blocks() == [1, 3]
@@ -387,7 +387,7 @@ def test_invalid_requests_raise():
     assert SaliencyRequest(keys=True).key != SaliencyRequest(keys=True, wide=True).key
 
 
-# --- the source is a choice -----------------------------------------------------------------------
+# --- choice of the source ------------------------------------------------------------------------
 
 
 def test_sources_of_a_tower_with_cls(random_vlm):
@@ -416,7 +416,7 @@ def test_visionzip_keeps_equal_counts_without_cls(random_vlm):
     assert special["received"] == 0 < special["cls"]
 
 
-# --- parts that a tower cannot serve -------------------------------------------------------------
+# --- unsupported parts of methods ----------------------------------------------------------------
 
 
 def test_mustdrop_reports_skipped_parts(vlm):

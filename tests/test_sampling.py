@@ -1,4 +1,4 @@
-"""Rows that take their tokens together take the tokens, bit for bit, that each takes alone."""
+"""Batched sampling gives the same tokens, bit for bit, as sampling each row alone."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def sampler(
 
 
 def huggingface(rows: list[Sampler], logits: Tensor) -> list[Tensor]:
-    """The scores of each row from its own list."""
+    """The scores of each row from its own processors."""
     return [
         row.processors(row.ids, scores[None].to(torch.float32, copy=True))
         for row, scores in zip(rows, logits, strict=True)
@@ -153,7 +153,7 @@ SETTINGS = {
 
 @pytest.mark.parametrize("size", [5003, 40_001])
 def test_large_vocabularies_in_a_batch(size: int) -> None:
-    """Where PyTorch divides a long row among threads, too."""
+    """Also where PyTorch splits a long row among threads."""
     chosen = [SETTINGS, {}, {"typical_p": 0.9}, {"top_p": 0.95}, SETTINGS | {"normalize": True}]
     logits = logits_of(len(chosen), size, 3, "random")
     rows = [sampler(of, [1, 2, 3]) for of in chosen]
@@ -175,7 +175,7 @@ def test_entropy_is_batch_invariant() -> None:
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_parameters_change_scores(name: str) -> None:
-    """The control: every parameter is at work, and a nearby one is told apart."""
+    """The control: every parameter has an effect, and a nearby value gives other scores."""
     chosen = {name: SETTINGS[name]}
     other = {name: 5 if name == "top_k" else SETTINGS[name] * 0.9}
     logits = logits_of(1, 5003, 1, "random").expand(2, -1) / 4
@@ -193,7 +193,7 @@ def test_scores_are_float32_for_any_dtype() -> None:
 
 
 def test_division_on_gpu_uses_the_reciprocal(monkeypatch) -> None:
-    """As PyTorch does there where a tensor is divided by a Python number."""
+    """As PyTorch does on a GPU when a tensor is divided by a Python number."""
 
     class Cuda:
         type = "cuda"
@@ -211,7 +211,7 @@ def test_division_on_gpu_uses_the_reciprocal(monkeypatch) -> None:
 
 
 class Own(LogitsProcessor):
-    """A user's own: writes into what it is given."""
+    """A user-defined processor that modifies its input in place."""
 
     def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
         assert ids.shape[0] == scores.shape[0] == 1
@@ -258,7 +258,7 @@ def test_top_k_respects_min_tokens_to_keep() -> None:
 
 
 def test_processor_that_changes_the_dtype() -> None:
-    """Its row cannot stand in one tensor with the others, which must not change."""
+    """Its row cannot be stored in one tensor with the others, which must not change."""
 
     class Double(LogitsProcessor):
         def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
@@ -278,14 +278,14 @@ def test_processor_that_changes_the_dtype() -> None:
     assert [row.tokens for row in rows] == [[of] for of in drawn]
 
 
-# --- what a repetition penalty counts ------------------------------------------------------------
+# --- tokens that a repetition penalty counts -----------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "ignored", [None, 0, 2, torch.tensor([0]), torch.tensor([2]), torch.tensor([3])], ids=str
 )
 def test_repetition_penalty_counts_prompt_and_answer(ignored: Any) -> None:
-    """Prompt and answer, in changing company."""
+    """Prompt and answer, in batches of changing rows."""
     if isinstance(ignored, Tensor):
         try:
             RepetitionPenaltyLogitsProcessor(1.5, ignored)
@@ -300,7 +300,7 @@ def test_repetition_penalty_counts_prompt_and_answer(ignored: Any) -> None:
     companies = [[0], [0, 1, 2], [0, 1, 2], [3, 1, 2], [2], [3, 2, 0], [3, 2, 0], [2, 0, 1, 3]]
     batch, alone = Sampling([]), Sampling([rows[2]])
     for step, company in enumerate(companies):
-        if company == companies[step - 1]:  # a row that took a token by itself meanwhile
+        if company == companies[step - 1]:  # a row that sampled a token outside the batch meanwhile
             alone.take(logits_of(1, V, step + 50, "random"))
         now = [rows[number] for number in company]
         logits = logits_of(len(now), V, step, "random")
@@ -311,7 +311,7 @@ def test_repetition_penalty_counts_prompt_and_answer(ignored: Any) -> None:
         assert [of.tokens[-1] for of in now] == [int(score.argmax()) for score in wanted]
     assert [len(of.tokens) for of in rows] == [6, 4, 9, 4]
     assert rows[0].ids[0].tolist() == [1, 2, 3, *rows[0].tokens]
-    # The control: a token that was taken weighs on what follows.
+    # The control: a sampled token affects later scores.
     alone = Sampling([row([1, 2, 3])])
     alone.take(logits_of(1, V, 0, "random"))
     logits = logits_of(1, V, 0, "random")
@@ -320,7 +320,7 @@ def test_repetition_penalty_counts_prompt_and_answer(ignored: Any) -> None:
 
 @pytest.mark.parametrize("outside", [V, V + 100])
 def test_ids_outside_the_vocabulary(outside: int) -> None:
-    """What Hugging Face makes of them: counted by none, or refused, depending on the release."""
+    """As in Hugging Face: ignored or rejected, depending on the release."""
     logits = logits_of(2, V, 2, "random")
     rows = [sampler({"repetition_penalty": 1.5}, [1, outside, 2]), sampler(SETTINGS, [1])]
     try:
@@ -339,7 +339,7 @@ def test_ids_outside_the_vocabulary(outside: int) -> None:
 
 
 def one_by_one(rows: list[Sampler], logits: Tensor) -> list[int]:
-    """As Hugging Face's loop takes them, and as the seed says."""
+    """Tokens sampled row by row as in Hugging Face's loop, or by the seed."""
     taken = []
     for row, scores in zip(rows, huggingface(rows, logits), strict=True):
         if row.sampled and row.seed is None:
@@ -364,7 +364,7 @@ def one_by_one(rows: list[Sampler], logits: Tensor) -> list[int]:
     st.integers(0, 10**6),
 )
 def test_batched_tokens_equal_single_rows(chosen: list[tuple], size: int, seed: int) -> None:
-    """And what torch's generator is asked for is the same afterwards."""
+    """The state of torch's generator is the same afterwards."""
     rows = [
         sampler(
             of,
@@ -396,7 +396,7 @@ def test_only_unseeded_rows_use_the_generator() -> None:
     greedy, seeded, drawn = (False, None), (True, 3), (True, None)
     first = taken(drawn)[0]
     assert taken(greedy, seeded, drawn)[2] == taken(seeded, drawn)[1] == first
-    # The control: the second to be drawn is another one.
+    # The control: the second draw differs.
     assert taken(drawn, seeded, drawn)[2] != first
     assert taken(drawn, drawn)[0] == first != taken(drawn, drawn)[1]
 
@@ -413,7 +413,7 @@ def test_batched_noise_equals_single_rows() -> None:
 
 
 def test_scores_are_stored_on_request() -> None:
-    """As copies: a captured step writes its next logits over these."""
+    """As copies: a captured step overwrites its logits."""
     logits = logits_of(3, V, 4, "random")
     rows = [
         sampler(SETTINGS, [1], output_scores=True, return_dict_in_generate=True),
@@ -428,11 +428,11 @@ def test_scores_are_stored_on_request() -> None:
     assert same(rows[0].scores, wanted[:1]) and torch.equal(rows[2].raw[0], raw[2:])
 
 
-# --- ends ----------------------------------------------------------------------------------------
+# --- stopping ------------------------------------------------------------------------------------
 
 
 class Counts(StoppingCriteria):
-    """Notes what it is shown; ends the answer after so many calls."""
+    """Records its inputs and stops after a number of calls."""
 
     def __init__(self, after: int = 99) -> None:
         self.shown: list[tuple] = []
@@ -490,11 +490,11 @@ def test_exceeding_max_positions_warns(monkeypatch) -> None:
         assert not row.is_done() and len(warned) == expected
 
 
-# --- reads ---------------------------------------------------------------------------------------
+# --- reads from the device -----------------------------------------------------------------------
 
 
 class Reads(TorchFunctionMode):
-    """Counts what makes the host wait for the device."""
+    """Counts operations that synchronize with the device."""
 
     WAITS = ("tolist", "item", "cpu", "numpy", "nonzero", "equal", "__bool__", "__int__")
     WAITS += ("__float__", "__index__", "__iter__", "unique", "masked_select")
@@ -520,7 +520,7 @@ class Passes(StoppingCriteria):
 
 
 def reads_of_a_step(vlm: VLM, rows: int, monkeypatch, **generation: Any) -> list[list[str]]:
-    """What a step reads while it takes its tokens, step by step, all rows being there."""
+    """Device reads of every step while it samples tokens, as long as all rows are active."""
     found: list[list[str]] = []
     step = Engine._step
 
@@ -571,7 +571,7 @@ def test_one_device_read_per_step(vlm: VLM, monkeypatch, generation: dict) -> No
 
 
 def test_custom_criterion_is_read_per_row(vlm: VLM, monkeypatch) -> None:
-    """The control: what reads more is counted."""
+    """The control: further reads are counted."""
     steps = reads_of_a_step(vlm, 8, monkeypatch, stopping_criteria=[Passes()])
     assert len(steps) >= 3 and all(len(step) == 9 for step in steps)
 

@@ -1,4 +1,4 @@
-"""SCOPE: the score by hand, on pictures and clips, and its promises."""
+"""SCOPE: selection against a reference, on images and videos, and its properties."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_selection_equals_greedy_reference(alpha) -> None:
     kept = SCOPE(0.35, alpha=alpha).reduce(tokens, stats, REQUEST)
     expected = by_hand(tokens.features, attention, 7, alpha)
     assert (kept.layout.order - 3).tolist() == expected
-    # Controls: neither the most salient, nor what another power chooses.
+    # Controls: the most salient tokens, and the selection with another exponent.
     assert expected != attention.topk(7).indices.sort().values.tolist()
     assert expected != by_hand(tokens.features, attention, 7, alpha + 5)
 

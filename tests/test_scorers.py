@@ -1,4 +1,4 @@
-"""How answers are read: tables that the code bases' own functions gave."""
+"""Parsing of answers: tables computed with the functions of the original code bases."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_open_answers(response, target, right):
     parsed, score = mmmu.judge(response, [], target, "open", guess=random.Random(0))
     assert score == right
     assert parsed.found
-    # The list arrives as its text, which lmms-eval leaves alone.
+    # The list is given as text, which lmms-eval does not parse.
     asked = target if not target.startswith("[") else mmmu.answers(target)
     assert mmmu.score_open(mmmu.parse_open(response), asked) == right
 
@@ -97,19 +97,19 @@ def test_list_targets():
     letters = ["x", "y", "z"]
     for target, right in (("['B', 'C']", 1.0), ("['A', 'B']", 0.0), ("C", 1.0), ("[C", 0.0)):
         assert mmmu.judge("C", letters, target, "multiple-choice", guess=drawn_by("1"))[1] == right
-    assert mmmu.answers("[0, 1)") == "[0, 1)"  # an interval is no list
+    assert mmmu.answers("[0, 1)") == "[0, 1)"  # an interval is not a list
 
 
 def test_open_answers_are_read_line_by_line():
     assert mmmu.parse_open("So it is 4. The result is 5") == [5.0]
-    # A sentence is never split: by then there are no capitals. A line is.
+    # Sentences are never split, because the text is lower case by then. Lines are.
     assert mmmu.parse_open("the answer is 4\nso it is 5") == [4.0, 5.0]
     assert mmmu.parse_open("x = 4\ny = 5") == [5.0]  # an equation counts in the last line only
     assert mmmu.parse_open("answer :") == ["answer :"]
     assert mmmu.parse_open("") == [""]
     assert mmmu.normalise("B") == [" b", "b "]
     assert mmmu.normalise("1,234.567") == [1234.57]
-    # A thousand's rest counts as a number of its own, and so does what stands before an exponent.
+    # The rest of a thousand counts as a separate number, and so does the part before an exponent.
     numbers = [value for value in mmmu.parse_open("12,345 or 1.2e5") if isinstance(value, float)]
     assert set(numbers) > {12345.0, 345.0, 120000.0}
 
@@ -131,7 +131,7 @@ def test_guesses_are_deterministic_per_sample():
     assert drawn(ids) == drawn(ids[::-1])
     counts = [list(drawn(ids).values()).count(x) for x in "ABCD"]
     assert all(30 < count < 70 for count in counts)
-    # One stream depends on the order: that is what the authors' code does.
+    # A single random stream, as in the authors' code, depends on the order.
     stream = random.Random(42)
     first = [mmmu.parse_choice("?", OPTIONS, guess=stream).answer for _ in ids]
     module = random.Random(42)
@@ -153,7 +153,7 @@ def test_vlmevalkit():
             letter,
             letter != "Z",
         )
-    # Open questions become the choice between the answer and others.
+    # Open questions become a choice between the answer and others.
     for response, right in {"Tampa": 1, "A": 1, "B": 0, "other answers": 0, "Miami": 0}.items():
         judged = mmmu.judge(response, [], "Tampa", "open", "vlmevalkit", guess=drawn_by(""))
         assert judged[1] == right, response
@@ -167,7 +167,7 @@ def test_vlmevalkit_on_videos():
     assert letter("a blue bus") == "B"
     assert letter("nothing") == "Z"
     assert letter("a blue bus", ["a red car", "a blue bus"]) == "Z"  # options without letters
-    # Its list of phrases is shorter than the authors'.
+    # Its list of phrases is shorter than that of the authors.
     assert letter("The correct answer") == "Z" != ""
     assert video_mme.parse_choice("The correct answer").answer == ""
 

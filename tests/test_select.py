@@ -1,4 +1,4 @@
-"""Arithmetic that methods share: choosing, counting, places of patches, layers and budgets."""
+"""Shared arithmetic of methods: selection, counts, patch indices, layers and budgets."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vlmfast.compressors.select import best, most_alike, plus_mean, top
 from vlmfast.core.views import by_view, covering, marked, per_token, slots
 from vlmfast.errors import RecipeError
 
-# --- choosing ------------------------------------------------------------------------------------
+# --- selection -----------------------------------------------------------------------------------
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.booleans()), min_size=1), st.integers(0, 12))
@@ -40,7 +40,7 @@ def test_most_alike_uses_cosine_similarity() -> None:
 @settings(deadline=None)
 @given(st.lists(st.integers(-1, 9), min_size=10, max_size=10), st.integers(0, 99))
 def test_plus_mean_equals_loop(wanted: list[int], seed: int) -> None:
-    # Whoever is joined stays itself.
+    # Targets belong to their own group.
     home = [i if i in wanted else w for i, w in enumerate(wanted)]
     features = torch.randn(10, 3, generator=torch.Generator().manual_seed(seed))
     got = plus_mean(features, torch.tensor(home))
@@ -50,7 +50,7 @@ def test_plus_mean_equals_loop(wanted: list[int], seed: int) -> None:
         close(got[i], expected, terms=len(home), scale=features.abs().max())
 
 
-# --- places --------------------------------------------------------------------------------------
+# --- patch indices -------------------------------------------------------------------------------
 
 
 @given(picture_arguments())
@@ -111,5 +111,5 @@ def test_solved_counts_meet_the_target(n: int, share: float, drops: int, least: 
     assert least <= counts[-1] <= counts[0] <= n
     floor = equivalent(n, layers, [least] * drops, 8)
     got = equivalent(n, layers, counts, 8)
-    # Counts are whole: one more in every stage is the distance of two attainable costs.
+    # Counts are integers: one more in every stage is the distance of two attainable costs.
     assert abs(got - min(max(share * n, floor), n)) <= 0.5 * (8 - 2) / 8 * drops

@@ -1,4 +1,4 @@
-"""Sessions: what is shared between questions, what is not, and what a saved one is worth."""
+"""Sessions: reuse between questions, eviction, and saved sessions."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from vlmfast.core.registry import stage_class
 EXAMPLE = Path(__file__).parents[1] / "examples" / "picture.png"
 ASK = {"max_new_tokens": 6}
 QUESTIONS = ("what is here ?", "what colour is it ?", "is there more ?")
-# Cache methods at work on prompts as short as these are; none of them looks at the question.
+# Cache methods that take effect on short prompts; none depends on the question.
 SMALL = {
     "h2o": "h2o:0.5",
     "lookm": "lookm:0.7",
@@ -47,7 +47,7 @@ def vlm() -> VLM:
 
 @pytest.fixture(scope="module", params=["llava", "llava_next", "tiny"])
 def family(request) -> VLM:
-    """In float32: what is read in two parts differs from what is read at once by rounding."""
+    """In float32: prefilling in two parts differs from prefilling at once by rounding."""
     if request.param == "tiny":
         return VLM.from_pretrained("tiny", device="cpu", dtype=torch.float32)
     return VLM(*{"llava": build_llava, "llava_next": build_llava_next}[request.param]())
@@ -58,7 +58,7 @@ def image_for(vlm: VLM, seed: int = 0):
 
 
 def turns_of(image, said: list[tuple[str, str]], question: str) -> list[dict]:
-    """A conversation in Hugging Face's schema, the picture in its first turn."""
+    """A conversation in Hugging Face's schema, with the image in its first turn."""
     texts = [text for pair in said for text in pair] + [question]
     roles = itertools.cycle(["user", "assistant"])
     turns = [
@@ -71,7 +71,7 @@ def turns_of(image, said: list[tuple[str, str]], question: str) -> list[dict]:
 
 @contextmanager
 def counted(vlm: VLM) -> Iterator[dict[str, int]]:
-    """Rows that go through the language model, and passes of the vision tower."""
+    """Counts rows of the language model and forward passes of the vision tower."""
     count = {"rows": 0, "looks": 0}
 
     def rows(module, args, kwargs):
@@ -105,7 +105,7 @@ def same(one: dict[str, torch.Tensor], another: dict[str, torch.Tensor]) -> bool
     )
 
 
-# --- what a question sees ------------------------------------------------------------------------
+# --- context of a question -----------------------------------------------------------------------
 
 
 def test_without_history_answers_equal_ask(family):
@@ -114,7 +114,7 @@ def test_without_history_answers_equal_ask(family):
     with family.session(images=image, history=False) as s:
         assert s.reuses == "kv" and s.messages == []
         assert [s.ask(q, **ASK).token_ids for q in QUESTIONS] == expected
-        # Nothing is left of a question: the order of them does not matter, nor does asking twice.
+        # Questions leave no state: order and repetition do not matter.
         before = held(s)
         assert [s.ask(q, **ASK).token_ids for q in QUESTIONS[::-1]] == expected[::-1]
         assert same(held(s), before)
@@ -132,7 +132,7 @@ def test_with_history_answers_equal_chat(family):
             said.append((question, answer.text))
         assert [turn["content"] for turn in s.messages] == [t for pair in said for t in pair]
         assert [turn["role"] for turn in s.messages] == ["user", "assistant"] * 3
-    # The conversation matters: alone, the last question has another answer.
+    # Control: without the conversation, the last question has another answer.
     if family.adapter.sizes()["width"] == 64:
         assert family.ask(QUESTIONS[-1], image, **ASK).token_ids != answer.token_ids
 
@@ -160,7 +160,7 @@ def test_query_independent_reducers_reuse_the_cache(random_vlm, recipe):
     ["pyramiddrop", "fastv", "mustdrop", "snapkv:share=0.5,window=8", "hired:0.5+fastv"],
 )
 def test_query_dependent_methods_select_per_question(random_vlm, recipe):
-    """They say so, the tower does not run again, and the answers are exactly ask's and chat's."""
+    """``reuses`` reports it, the tower does not run again, and answers equal ask and chat."""
     image, said = picture(), []
     with random_vlm.session(images=image, recipe=recipe) as s:
         assert s.reuses == "features" and s.bytes == 0
@@ -194,7 +194,7 @@ def test_question_prefills_only_new_tokens(random_vlm):
         stats = answer.stats
         assert count["looks"] == 0
         assert count["rows"] == stats.prompt_fed + stats.generated_tokens - 1
-        # The template writes a blank before an answer: of the last one nothing can be used.
+        # The template puts a blank before an answer, so the last answer cannot be reused.
         assert stats.prompt_reused == consumed
         length = len(s._kept.ids) - (stats.generated_tokens - 1)
         assert stats.prompt_fed == length - stats.prompt_reused < 60
@@ -208,7 +208,7 @@ def test_question_prefills_only_new_tokens(random_vlm):
 
 @pytest.mark.parametrize("recipe", [None, "h2o:0.5", "kivi"])
 def test_cached_answer_is_reused_if_retokenization_matches(tiny, recipe):
-    """A model's own template: the first answer need not be read again, whatever the cache does."""
+    """With the model's template the first answer is not prefilled again, with any cache method."""
     with tiny.session(images=EXAMPLE, recipe=recipe) as s:
         first = s.ask("What is in the bottom left?", max_new_tokens=40)
         consumed = list(s._kept.ids)
@@ -237,7 +237,7 @@ def test_questions_use_the_compressed_images(recipe, history):
         for answer, of in zip(answers, full, strict=True):
             assert answer.stats.kv_bytes < 0.9 * of.stats.kv_bytes
             assert answer.recipe == recipe
-        # The same cache, not one that this question made: another first question changes nothing.
+        # The cache does not depend on the first question.
         if not history:
             assert answers[0].stats.prompt_reused == answers[1].stats.prompt_reused > 0
             again = [s.ask(q, **ASK).token_ids for q in QUESTIONS[1::-1]]
@@ -246,7 +246,7 @@ def test_questions_use_the_compressed_images(recipe, history):
 
 
 def test_decode_stages_cause_full_reprefill_on_mismatch(vlm):
-    """Where an answer is read otherwise than it was written, everything is read again."""
+    """If an answer tokenizes differently than it was generated, everything is prefilled again."""
     with vlm.session(images=picture(), recipe=SMALL["h2o"]) as s:
         s.ask(QUESTIONS[0], **ASK)
         answer = s.ask(QUESTIONS[1], **ASK)
@@ -264,7 +264,7 @@ def test_conversation_can_be_replaced(vlm):
     with vlm.session(images=picture()) as s:
         answers = [s.ask(question, **ASK) for question in QUESTIONS[:3]]
         said = s.messages
-        s.messages = said[:4]  # the last question is taken back
+        s.messages = said[:4]  # remove the last question
         again = s.ask(QUESTIONS[2], **ASK)
         assert again.token_ids == answers[2].token_ids and s.messages == said
         assert again.stats.prompt_reused > answers[1].stats.prompt_reused
@@ -355,7 +355,7 @@ def test_streaming(vlm):
             *pieces, answer = s.stream(question, **ASK)
             assert answer.token_ids == t.ask(question, **ASK).token_ids
             assert "".join(pieces).strip() == answer.text
-        # A reader who goes away: the conversation goes on with what had been said.
+        # If the reader stops, the conversation continues with the text generated so far.
         reader = s.stream(QUESTIONS[0], max_new_tokens=400)
         next(reader)
         reader.close()
@@ -378,7 +378,7 @@ def test_streaming(vlm):
         assert s.ask(QUESTIONS[1], **ASK).token_ids == expected.token_ids
 
 
-# --- the full pictures ---------------------------------------------------------------------------
+# --- full images ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -393,13 +393,13 @@ def test_restore_gives_the_full_model_answer(random_vlm, recipe, history):
             restored = s.ask(QUESTIONS[0], restore=True, **ASK)
         assert restored.token_ids == full.token_ids and restored.recipe == "none"
         assert restored.stats.visual_tokens_per_layer == full.stats.visual_tokens_per_layer
-        # What an in-encoder stage merged does not exist at full budget, so the tower runs again.
+        # In-encoder stages leave no full features, so the tower runs again.
         assert count["looks"] == (recipe == "mustdrop")
         if history:  # the restored answer is part of the conversation
             turns = turns_of(image, [(QUESTIONS[0], restored.text)], QUESTIONS[1])
             expected = vlm.chat(turns, **ASK).token_ids
             assert s.ask(QUESTIONS[1], restore=True, **ASK).token_ids == expected
-        else:  # and the compressed ones are still there
+        else:  # the compressed images are still available
             with vlm.session(images=image, recipe=recipe, history=False) as other:
                 expected = other.ask(QUESTIONS[1], **ASK)
             answer = s.ask(QUESTIONS[1], **ASK)
@@ -422,7 +422,7 @@ def test_least_recently_used_session_is_evicted():
     one = sessions[0].bytes
     assert one > 0 and all(s.bytes == one for s in sessions)
     vlm.session_bytes = 2 * one
-    # The last one was opened last; the first is asked, so the second one goes.
+    # The last one was opened last; the first is used, so the second one is evicted.
     assert sessions[0].ask(QUESTIONS[0], **ASK).token_ids == expected[0]
     assert [bool(s.bytes) for s in sessions] == [True, False, True]
     answer = sessions[1].ask(QUESTIONS[0], **ASK)
@@ -433,13 +433,13 @@ def test_least_recently_used_session_is_evicted():
         assert sessions[2].ask(QUESTIONS[0], **ASK).token_ids == expected[2]
     assert count["looks"] == 0
     assert [bool(s.bytes) for s in sessions] == [False, True, True]
-    # One that is larger than the bound still answers, alone.
+    # A session larger than the limit still answers, alone.
     vlm.session_bytes = one - 1
     for s, ids in zip(sessions, expected, strict=True):
         assert s.ask(QUESTIONS[0], **ASK).token_ids == ids
         assert [bool(other.bytes) for other in sessions] == [other is s for other in sessions]
         assert s.ask(QUESTIONS[0], **ASK).stats.prompt_reused > 0
-    # Closed ones and forgotten ones do not count.
+    # Closed and deleted sessions do not count.
     vlm.session_bytes = 2 * one
     sessions[2].close()
     sessions[0].ask(QUESTIONS[0], **ASK)
@@ -491,13 +491,13 @@ def test_loaded_session_continues_bit_for_bit(vlm, tmp_path, recipe, history):
             assert s.reuses == "features" or same(held(s), held(loaded))
         mine = s.ask(QUESTIONS[0], restore=True, **options)
         assert loaded.ask(QUESTIONS[0], restore=True, **options).token_ids == mine.token_ids
-        if s.reuses == "kv":  # the comparison of caches can fail
+        if s.reuses == "kv":  # control of the cache comparison
             s._kept.decoder.position.add_(1)
             assert not same(held(s), held(loaded))
 
 
 def test_in_encoder_sessions_can_be_saved(vlm, tmp_path):
-    """With an in-encoder stage the full features do not exist: pixels are saved instead."""
+    """In-encoder stages leave no full features, so pixels are saved instead."""
     path, image = tmp_path / "a.session", picture()
     with vlm.session(images=image, recipe="mustdrop", history=False) as s:
         s.save(path)
@@ -561,7 +561,7 @@ def test_flipped_bytes_are_rejected(vlm, saved, tmp_path):
     header = 8 + int.from_bytes(data[:8], "little")
     path.write_bytes(data)
     vlm.load_session(path).close()
-    # Half of them in the header, which is the smaller part.
+    # Half of the positions are in the header, which is smaller.
     places = [rng.randrange(header) for _ in range(500)]
     places += [rng.randrange(header, len(data)) for _ in range(500)]
     places += [*range(100), len(data) - 1]
@@ -583,7 +583,7 @@ def test_truncated_and_extended_files_are_rejected(vlm, saved, tmp_path):
 
 
 def rewritten(path: Path, into: Path, **changes: str) -> Path:
-    """A whole and sound file that says something else."""
+    """A valid file with other metadata."""
     metadata, tensors = snapshot.read(path, "a file")
     metadata.pop("digest")
     snapshot.write(into, {**metadata, **changes}, tensors)
@@ -639,7 +639,7 @@ def test_identity_depends_on_every_weight():
 
 
 class Disk:
-    """A file whose ``at``-th write fails, half done."""
+    """A file whose ``at``-th write fails halfway."""
 
     def __init__(self, file, error: BaseException, at: int) -> None:
         self.file, self.error, self.left = file, error, at
@@ -662,7 +662,7 @@ class Disk:
 
 
 def spoil(patch, step: str, error: BaseException, at: int = 1) -> None:
-    """Let one step of the next save fail."""
+    """Make one step of the next save fail."""
 
     def raising(real):
         calls = itertools.count(1)
@@ -707,7 +707,7 @@ def test_failed_save_keeps_the_old_file(vlm, tmp_path, monkeypatch, step, at, er
                     s.save(path)
         assert path.read_bytes() == old and list(tmp_path.iterdir()) == [path]
         vlm.load_session(path).close()
-        s.save(path)  # the session itself came to no harm
+        s.save(path)  # the session itself is intact
         assert path.read_bytes() != old
         assert vlm.load_session(path).messages == s.messages
 
@@ -795,17 +795,17 @@ KILLED = """
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs processes that can be forked")
 def test_killed_save_leaves_old_or_new_file(tmp_path):
-    """Killed in front of every single line that it runs."""
+    """The process is killed before every line that it runs."""
     code = [sys.executable, "-c", textwrap.dedent(KILLED), str(tmp_path / "a.session")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(code, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     seen, torn = done.stdout.split()
-    # The old one, and from some line on the new one; some were killed in the middle of their draft.
+    # The old file, then the new one from some line on; some runs left a partial temporary file.
     assert set(seen) == {"a", "b"} and seen == "".join(sorted(seen)) and int(torn) > 0
 
 
-# --- what goes wrong -----------------------------------------------------------------------------
+# --- errors --------------------------------------------------------------------------------------
 
 
 def test_errors_leave_the_session_unchanged(vlm):
@@ -826,7 +826,7 @@ def test_errors_leave_the_session_unchanged(vlm):
     for call in (lambda: s.ask("what ?"), lambda: s.stream("what ?"), lambda: s.save("nowhere")):
         with pytest.raises(VLMFastError, match="the session is closed"):
             call()
-    s.close()  # twice is once
+    s.close()  # closing twice is allowed
     assert s.bytes == 0
     with pytest.raises(VLMFastError, match="num_frames and fps are for video"):
         vlm.session(images=image, num_frames=3)
@@ -860,7 +860,7 @@ def test_query_dependent_media_stage_raises(vlm):
 
     @dataclass(frozen=True)
     class Asking(MediaStage):
-        """Chooses by the question."""
+        """Selects frames by the question."""
 
         name: ClassVar[str] = "test-asking"
         asks_question: ClassVar[bool] = True
@@ -880,7 +880,7 @@ def test_changed_template_prefix_raises():
 
 
 def test_query_dependent_methods_declare_it():
-    """Where one does not, a session would let the first question choose for all others."""
+    """Otherwise the first question of a session would select the tokens for all others."""
     for name in ("fastv", "pyramiddrop", "mustdrop", "atp", "elastic", "snapkv", "pyramidkv"):
         assert any(p.asks_question for p in (stage_class(name)(), *stage_class(name)().expand()))
     for name in ("hired", "random", "grid", "h2o", "lookm", "kivi", "zipcache", "streamingllm"):

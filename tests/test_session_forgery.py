@@ -1,4 +1,4 @@
-"""Forged session files: refused when they are loaded, or a session that answers; nothing else."""
+"""Forged session files are rejected when loaded, or give a session that answers."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def sessions(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[VLM, d
 
 
 def places(value: Any, found: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
-    """Every place of a nest of JSON: its container and its key."""
+    """Container and key of every value in nested JSON."""
     items = value.items() if isinstance(value, dict) else enumerate(value)
     for key, of in items:
         found.append((value, key))
@@ -64,7 +64,7 @@ def places(value: Any, found: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
 
 
 def forge_value(rng: random.Random, about: Any) -> str:
-    """Change, take away or add one value of the state."""
+    """Change, remove or add one value of the state."""
     container, key = rng.choice(places(about, []))
     how = rng.randrange(8)
     if how == 0:
@@ -88,7 +88,7 @@ def forge_value(rng: random.Random, about: Any) -> str:
 
 
 def forge_tensor(rng: random.Random, tensors: dict[str, torch.Tensor]) -> str:
-    """Change one tensor: its shape, type, length or a value of it."""
+    """Change the shape, type, length or one value of a tensor."""
     name = rng.choice(sorted(tensors))
     of = tensors[name]
     how = rng.randrange(7)
@@ -120,13 +120,13 @@ def forge_tensor(rng: random.Random, tensors: dict[str, torch.Tensor]) -> str:
 
 
 def outcome(vlm: VLM, path: Path) -> str:
-    """Whether a file is refused when it is loaded, or answers like a session."""
+    """Return whether loading a file fails or gives a session that answers."""
     try:
         session = vlm.load_session(path)
     except VLMFastError as error:
         return "refused" if "\n" not in str(error) else "refused in several lines"
     with session:
-        # Long enough for every method to work on its cache.
+        # Long enough for every method to change the cache.
         assert len(session.ask("is there more, and what ?", max_new_tokens=4).token_ids) > 0
         assert session.bytes < 1 << 24
         assert len(session.ask("all ?", restore=True, max_new_tokens=2).token_ids) > 0
@@ -168,7 +168,7 @@ def test_valid_sessions_are_read(sessions, tmp_path) -> None:
 
 
 def changed(state: Any, path: list, value: Any) -> Any:
-    """A packed state with another value at a path of keys; dicts are packed as pairs."""
+    """A packed state with one value replaced at a path of keys; dicts are packed as pairs."""
     at = state
     for key in path[:-1]:
         at = within(at)[key]

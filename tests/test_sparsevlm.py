@@ -1,4 +1,4 @@
-"""SparseVLM: raters, counts and groups in numbers, and runs beside a prefill by hand."""
+"""SparseVLM: raters, counts and clusters on examples, and prompts against a reference prefill."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vlmfast.compressors.prefill.sparsevlm import SparseVLM, clusters, raters, r
 from vlmfast.core.statistics import StatRequest
 from vlmfast.engine.prefill import prefill
 
-DROPS = {2: 40, 3: 20}  # tokens left behind the drops of the runs below
+DROPS = {2: 40, 3: 20}  # percent of tokens left after each drop
 
 
 @pytest.fixture(scope="module", params=[build_llava, build_llava_next])
@@ -29,7 +29,7 @@ def test_raters_example() -> None:
     e = torch.tensor([[2.0, -2, 0], [2, -2, 0], [0, 0, 1]]).softmax(1).mean(0)
     close(score, e, terms=6)
     assert rate.tolist() == [True, False, False]
-    assert raters(visual, text[:1])[0].tolist() == [True]  # the only word there is
+    assert raters(visual, text[:1])[0].tolist() == [True]  # the only text token
     assert raters(visual, text[[0, 0]])[0].tolist() == [True, True]
 
 
@@ -56,7 +56,7 @@ def test_clusters_example() -> None:
 
 
 def rule(vlm: VLM, tensors: dict, embeds: Tensor, recycle: bool):
-    """The paper's words, on full maps."""
+    """The paper's rule on full attention maps."""
     visual = tensors["input_ids"][0] == vlm.adapter.image_token_id
     behind = int(visual.nonzero().max()) + 1
     s = (embeds[visual] @ embeds[behind:].T).softmax(-1).mean(0)
@@ -104,7 +104,7 @@ def test_prompt_equals_reference_prefill(vlm, positions, recycle, pictures, monk
     assert run.stats.visual_tokens_per_layer == [n0] * 2 + [totals[0]] + [totals[1]] * 3
     terms = network(vlm.model, len(embeds))
     close(logits, expected, terms=terms)
-    # Controls: recycling, and dropping at all, make a difference.
+    # Controls: recycling, and dropping, change the result.
     other, _ = shortened(vlm, embeds, rule(vlm, tensors, embeds, not recycle), positions)
     full, _ = shortened(vlm, embeds, lambda layer, a, hidden, rows: (hidden, None), positions)
     apart(logits, other, terms=terms)
@@ -138,7 +138,7 @@ def test_recycled_token_weights_are_used(vlm, monkeypatch) -> None:
 
 
 def test_published_average_counts() -> None:
-    """Recycled tokens included, as the authors average them: 2, 4, 9 and 17 of 32 layers."""
+    """Including recycled tokens, averaged as by the authors over 2, 4, 9 and 17 of 32 layers."""
     from vlmfast.compressors.prefill.sparsevlm import PUBLISHED
 
     for name, expected in (("192", 192.0), ("128", 128.6), ("96", 96.9), ("64", 64.8)):

@@ -1,4 +1,4 @@
-"""Drafts never change an answer; what they cost and save is counted right."""
+"""Speculative decoding: drafts never change an answer, and its statistics are correct."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from vlmfast.engine.engine import Engine
 from vlmfast.engine.sampling import Sampling
 from vlmfast.errors import RecipeError, VLMFastError
 
-FLOAT = torch.float32  # norms and tables of rotation are, in models of float64 too
+FLOAT = torch.float32  # norms and rotary tables are float32 in float64 models too
 FAMILIES = {"llava": build_llava, "llava-next": build_llava_next}
 RECIPES = [
     "none",
@@ -42,7 +42,7 @@ RECIPES = [
     "streamingllm:0.7",
 ]
 PAGED = ("zipvl:page=8", "kivi:bits=4,group=4,residual=8")
-# The cache of these is reworked before every token: rounds hold one.
+# Decode stages of these run before every token, so a round has one token.
 SINGLE = ("h2o:0.7", "streamingllm:0.7")
 SAMPLED = {
     "do_sample": True,
@@ -71,7 +71,7 @@ def given(**more) -> dict:
 
 
 def drafted(vlm: VLM, wanted, recipe: str = "none", knows: Knows | None = None, **more):
-    """The answer with drafts of ``wanted``, the answer without."""
+    """The answer with drafts that follow ``wanted``, an answer without drafts."""
     knows = replace(knows or Knows(), answer=tuple(wanted.token_ids))
     return vlm.ask(QUESTION, recipe=Recipe.of(recipe) + knows, **more)
 
@@ -108,9 +108,7 @@ def test_drafts_do_not_change_the_answer(vlm: VLM, recipe: str, way: str) -> Non
             assert stats.accepted == 0 < stats.drafted
     if recipe not in SINGLE:
         assert accepted >= {1, 2, 3, 4}
-        assert rejected >= (
-            {1, 2, 3} if recipe in PAGED else {1, 2, 3, 4}
-        )  # pages cut rounds short
+        assert rejected >= ({1, 2, 3} if recipe in PAGED else {1, 2, 3, 4})  # pages shorten rounds
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -137,7 +135,7 @@ def test_non_integer_seeds_raise(llava: VLM, seed) -> None:
 
 
 def test_seed_determines_the_sample(llava: VLM) -> None:
-    """With a seed plain sampling does not ask torch's generator; without one it does."""
+    """With a seed, sampling does not use torch's generator; without one it does."""
     one = llava.ask(QUESTION, **given(**SAMPLED))
     assert llava.ask(QUESTION, **given(**SAMPLED)).token_ids == one.token_ids
     assert llava.ask(QUESTION, **given(**SAMPLED | {"seed": 6})).token_ids != one.token_ids
@@ -194,7 +192,7 @@ def test_greedy_equals_hugging_face() -> None:
 
 
 def held(vlm: VLM, recipe: Recipe, wanted=None, tokens: int = 24) -> Decoder:
-    """The decoder when an answer has ended."""
+    """The decoder at the end of an answer."""
     seen = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Engine, "release", lambda engine, sequence: seen.append(sequence))
@@ -222,7 +220,7 @@ def test_cache_equals_single_token_decoding(vlm: VLM, recipe: str) -> None:
 
 
 def test_cache_without_compaction_differs(llava: VLM, monkeypatch) -> None:
-    """Without moving the accepted nodes up the comparison above fails."""
+    """Control: without compacting the accepted nodes the comparison above fails."""
     accept = KVCache.accept
     monkeypatch.setattr(
         KVCache,
@@ -234,7 +232,7 @@ def test_cache_without_compaction_differs(llava: VLM, monkeypatch) -> None:
 
 
 def test_tree_logits_equal_single_steps(llava: VLM) -> None:
-    """Logits of every node of a tree are those of feeding its path token by token."""
+    """Logits of every tree node equal those of decoding its path token by token."""
     from driven import Driven
     from vlmfast.engine.prefill import Inputs
 
@@ -254,11 +252,11 @@ def test_tree_logits_equal_single_steps(llava: VLM) -> None:
             for node in tree.path(leaf):
                 logits = decoder.next(torch.tensor([[tree.tokens[node]]]))[0]
                 close(checked[node], logits, FLOAT, terms)
-        other = begin().next(torch.tensor([[8]]))[0]  # control: another place
+        other = begin().next(torch.tensor([[8]]))[0]  # control: another position
         apart(other, checked[1], FLOAT, terms)
 
 
-# --- where an answer ends ------------------------------------------------------------------------
+# --- end of an answer ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tokens", range(1, 9))
@@ -300,7 +298,7 @@ def test_stop_strings(llava: VLM) -> None:
 
 
 class Fifth(StoppingCriteria):
-    """Ends at a length; remembers all that it was asked."""
+    """Stops at a length and records the lengths it was called with."""
 
     def __init__(self, end: int) -> None:
         self.end, self.seen = end, []
@@ -320,7 +318,7 @@ def test_stopping_criteria_run_for_every_token(llava: VLM) -> None:
 
 
 class Prefixes(LogitsProcessor):
-    """Forbids what depends on the whole prefix; remembers the prefixes."""
+    """Forbids a token that depends on the whole prefix, and records the prefixes."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[int, ...]] = []
@@ -396,7 +394,7 @@ def requests(vlm: VLM, drafts: bool, way: str) -> list[Request]:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("size", [2, 5])
 def test_batched_trees(vlm: VLM, way: str, size: int) -> None:
-    """Each row its own tree, or none; each ends by itself."""
+    """Each row has its own tree or none, and its own end."""
     wanted = [
         vlm.ask(r.question, images=r.images, recipe=r.recipe, **r.generation).token_ids
         for r in requests(vlm, False, way)
@@ -414,7 +412,7 @@ def test_sessions_with_drafts(llava: VLM, recipe: str) -> None:
         wanted = [session.ask(q, **more).token_ids for q in questions]
 
     class Follows(Knows):
-        """Knows the answers to all questions."""
+        """Drafts the answers to all questions."""
 
         name: ClassVar[str] = "follows"
 
@@ -432,16 +430,16 @@ def test_sessions_with_drafts(llava: VLM, recipe: str) -> None:
         got = [session.ask(q, **more) for q in questions]
     assert [a.token_ids for a in got] == wanted
     assert all(a.stats.accepted > 2 for a in got)
-    if recipe != "kivi:bits=4,group=4,residual=8":  # pages cannot be taken back
+    if recipe != "kivi:bits=4,group=4,residual=8":  # pages cannot be removed
         assert got[1].stats.prompt_reused > 0
 
 
-# --- what drafters are told ----------------------------------------------------------------------
+# --- inputs of drafters --------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Listens(Knows):
-    """Keeps what it is told."""
+    """Records its inputs."""
 
     name: ClassVar[str] = "listens"
     features: ClassVar[bool] = True
@@ -458,18 +456,18 @@ class Listens(Knows):
 
 @pytest.mark.parametrize("recipe", ["none", "hired:0.5", "pyramiddrop"])
 def test_drafters_receive_the_pruned_prompt(vlm: VLM, recipe: str) -> None:
-    """Features and taps belong to rows of the pruned prompt, then to nodes of the trees."""
+    """Features and taps belong to rows of the pruned prompt, then to tree nodes."""
     Listens.heard.clear()
     wanted = vlm.ask(QUESTION, recipe=recipe, **given())
     got = drafted(vlm, wanted, recipe, Listens(wrong=0.2), **given())
     assert got.token_ids == wanted.token_ids
-    _, (target, told) = Listens.heard  # the first one is opened to see whether it fits
+    _, (target, told) = Listens.heard  # the first one is opened to check that it fits
     (read,) = told.reads
     rows = len(read.layout)
     assert rows == len(told.reads[0].embeds) == len(read.features)
     assert (rows < len(read.ids)) == (recipe != "none")
     assert read.taps.shape == (rows, 2, target.width)
-    # The head makes the first token out of the last row, and the next ones of the nodes.
+    # The last row gives the first token, and the nodes give the next ones.
     assert int(target.logits(read.features[-1]).argmax()) == wanted.token_ids[0]
     emitted = []
     for done in told.rounds:
@@ -478,7 +476,7 @@ def test_drafters_receive_the_pruned_prompt(vlm: VLM, recipe: str) -> None:
         assert done.logits[done.path].argmax(-1).tolist() == done.emitted
         emitted += done.emitted
     assert wanted.token_ids[1 : 1 + len(emitted)] == emitted
-    # Text rows embed as the model embeds them.
+    # Text rows have the model's embeddings.
     text = ~read.layout.visual
     ids = torch.tensor(read.ids)[read.layout.order[text]]
     assert torch.equal(read.embeds[text], target.embed(ids))  # looked up
@@ -588,18 +586,18 @@ def test_drafter_of_another_model_raises_before_prefill(llava: VLM) -> None:
 
 @pytest.mark.parametrize("recipe", ["none", "pyramiddrop", "lookm:0.8"])
 def test_strict_redecodes_near_ties(recipe: str, monkeypatch) -> None:
-    """However far what trees wrote has drifted, a near tie sees the cache of plain decoding."""
+    """Near ties are decoded with the cache of plain decoding, even if tree keys have drifted."""
     vlm = VLM(*build_llava(dtype=torch.bfloat16))
     more = given(max_new_tokens=48)
     wanted = vlm.ask(QUESTION, recipe=recipe, **more)
     got = drafted(vlm, wanted, recipe, Knows(cycle=True), **more, strict=True)
     assert got.token_ids == wanted.token_ids
-    # With a tolerance that everything falls below, every token is decoded alone ...
+    # If every margin is below the tolerance, every token is decoded alone ...
     monkeypatch.setattr(engines, "_ULPS", 1e9)
     got = drafted(vlm, wanted, recipe, Knows(cycle=True), **more, strict=True)
     assert got.token_ids == wanted.token_ids
-    assert got.stats.accepted == 0 and got.stats.redecoded == 46  # the last is drafted by nobody
-    # ... and with one of half of them, what was drafted in between is written anew.
+    assert got.stats.accepted == 0 and got.stats.redecoded == 46  # the last one is not drafted
+    # ... and if half of them are, the drafted tokens in between are rewritten.
     verify = Decoder.verify
 
     def drifts(self, trees):
@@ -631,7 +629,7 @@ def test_strict_disables_drafts_in_batches_and_with_pages() -> None:
 
 @pytest.mark.parametrize("sampled", [False, True])
 def test_strict_and_drafted_rows_in_one_batch(llava: VLM, sampled: bool) -> None:
-    """It has no drafts, and no seed where it is sampled; its neighbour's trees are not its own."""
+    """The strict row has no drafts, and no seed if sampled; the other row's trees do not matter."""
     wanted = llava.ask(QUESTION, **given(max_new_tokens=8))
     beside = Recipe((Knows(answer=tuple(wanted.token_ids)),))
     strict = {"max_new_tokens": 8, "eos_token_id": None, "strict": True, "do_sample": sampled}
@@ -648,7 +646,7 @@ def test_strict_and_drafted_rows_in_one_batch(llava: VLM, sampled: bool) -> None
 
 @dataclass(frozen=True)
 class Patient(Knows):
-    """Drafts nothing where it has lost the thread."""
+    """Drafts nothing after a mismatch."""
 
     name: ClassVar[str] = "patient"
 
@@ -664,12 +662,12 @@ class _Patient(Drafting):
         return super().propose(root, budget)
 
 
-# --- planted bugs --------------------------------------------------------------------------------
+# --- injected bugs -------------------------------------------------------------------------------
 
 
 @contextmanager
 def processed_by(sequence, processors: Callable) -> Iterator[None]:
-    """The tokens that ``sequence`` takes meanwhile come from other processors."""
+    """Within the context, ``sequence`` samples with other processors."""
     sampler, keep = sequence.sampler, sequence.sampler.processors
     try:
         sampler.processors, sequence.sampling = processors, Sampling([sampler])
@@ -679,7 +677,7 @@ def processed_by(sequence, processors: Callable) -> Iterator[None]:
 
 
 def raw_bonus(patch) -> None:
-    """The token behind a fully accepted path comes from logits without processors."""
+    """The token after a fully accepted path is sampled from unprocessed logits."""
 
     def walked(tree, logits, take, sure=None):
         path, emitted, node = [], [], 0
@@ -697,14 +695,14 @@ def raw_bonus(patch) -> None:
 
 
 def unkeyed(patch) -> None:
-    """Noise that is drawn anew each time."""
+    """Noise that is redrawn each time."""
     patch.setattr(
         sampling, "gumbels", lambda s, p, size, d: -torch.rand(len(s), size).log().neg().log()
     )
 
 
 def keyed_by_depth(patch) -> None:
-    """Noise of the place in the round instead of the sequence."""
+    """Noise by the position in the round instead of the sequence."""
 
     gumbels, offset = sampling.gumbels, [0]
 
@@ -743,7 +741,7 @@ def not_compacted(patch) -> None:
 
 
 def stop_ignored(patch) -> None:
-    """What ends an answer is looked at behind a path only."""
+    """Stopping criteria are checked only at the end of a path."""
 
     def walked(tree, logits, take, sure=None):
         return speculation.walk(tree, logits, lambda row: (take(row)[0], False), sure)
@@ -789,7 +787,7 @@ def test_injected_bugs_are_detected(bug, llava: VLM, monkeypatch) -> None:
     bug(monkeypatch)
     try:
         got = llava.ask(QUESTION, recipe=recipe, **more).token_ids
-    except AssertionError:  # the drafter itself notices that it is elsewhere
+    except AssertionError:  # the drafter itself detects the mismatch
         return
     assert got != wanted.token_ids
 

@@ -1,4 +1,4 @@
-"""How the package is built: no import circles, and one owner of a request's state."""
+"""Structure of the package: no import cycles, and one owner of a request's state."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def modules() -> dict[str, Path]:
 
 
 def imports(name: str, path: Path, known: dict[str, Path]) -> set[str]:
-    """Modules that a file imports anywhere: in functions and for annotations too."""
+    """Modules that a file imports, also in functions and for annotations."""
     package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
     found = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -37,7 +37,7 @@ def imports(name: str, path: Path, known: dict[str, Path]) -> set[str]:
 
 
 def circle(edges: dict[str, set[str]]) -> list[str]:
-    """Some modules that import each other in a circle, or nothing."""
+    """Modules of one import cycle, or an empty list."""
     done: set[str] = set()
 
     def walk(name: str, path: list[str]) -> list[str]:
@@ -66,12 +66,12 @@ def test_import_cycle_is_detected() -> None:
 
 
 OWNED = {field.name for field in fields(Sequence)}
-# Modules that name fields of their own objects alike.
+# Modules whose own objects have fields of the same name.
 OTHERS = {("models/tiny/tokenizer.py", "tok.decoder")}
 
 
 def written(tree: ast.AST) -> set[str]:
-    """Fields of a sequence, or of its statistics or trace, that a file assigns or deletes."""
+    """Fields of a sequence, its statistics or trace that a file assigns or deletes."""
     found = set()
     for node in ast.walk(tree):
         targets: list[ast.expr] = []
@@ -113,7 +113,7 @@ def test_write_is_detected() -> None:
 
 
 def test_sessions_use_no_private_names() -> None:
-    """Nor does anything else of what lies below `VLM`."""
+    """Nor do other modules below `VLM`."""
     known = modules()
     for name in ("session", "request", "long_video", "engine.engine"):
         text = known[f"vlmfast.{name}"].read_text(encoding="utf-8")

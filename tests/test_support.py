@@ -1,4 +1,4 @@
-"""Which methods run on which family: the table of the documentation, and the command."""
+"""Methods supported by each family: the documented table, and the command."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ START, END = "<!-- support -->\n", "<!-- end of support -->"
 
 
 def cell(image: Support, video: Support) -> str:
-    """``yes``, ``no``, what of both runs, the source of saliency, or that weights are missing."""
+    """``yes``, ``no``, the supported medium, the source of saliency, or missing weights."""
     if "no weights" in image.note:
         return "train"
     if image.runs is None:
@@ -40,7 +40,7 @@ def column(name: str) -> dict[str, str]:
 
 
 def table() -> dict[str, dict[str, str]]:
-    """By family and method, as it stands in the documentation."""
+    """The documented table, by family and method."""
     text = DOCS.read_text(encoding="utf-8").partition(START)[2].partition(END)[0]
     lines = [line.split("|")[1:-1] for line in text.strip().splitlines()]
     if not lines:
@@ -67,9 +67,9 @@ def write(found: dict[str, dict[str, str]]) -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_documented_support_table(name):
-    """``VLMFAST_WRITE_TABLE=1`` writes it anew, one column a test; then run in one process."""
+    """``VLMFAST_WRITE_TABLE=1`` rewrites the table, one column per test, in a single process."""
     if name == "smolvlm":
-        pytest.importorskip("num2words")  # its processor wants it
+        pytest.importorskip("num2words")  # required by its processor
     found = column(name)
     if os.environ.get("VLMFAST_WRITE_TABLE"):
         write(table() | {name: found})

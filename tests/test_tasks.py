@@ -1,4 +1,4 @@
-"""Tasks from outside: what is asked, what is shown, and data that is not as it should be."""
+"""Evaluation tasks: prompts, media, and malformed data."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def test_mmmu_docs(college):
     assert docs["validation_Physics_1"].options == tuple(NINE)
     assert "(I) thing 8\n" in docs["validation_Physics_1"].question
     assert docs["validation_Math_2"].target == "['left', 'on the left']"
-    # The first of each subject; more of them add to these.
+    # The first of each subject; a larger limit adds to these.
     assert [doc.doc_id for doc in task.docs(1, 0)] == [i for i in docs if i.endswith("_1")]
     assert find_task("mmmu", data=college, split="test").docs(None, 0)[0].target == "?"
 
@@ -182,7 +182,7 @@ def shown(task, docs, name: str) -> list:
 @pytest.mark.parametrize("write", [write_rows, write_plain])
 @pytest.mark.parametrize("room", [None, 0])
 def test_images_are_loaded_by_number(tmp_path, write, room):
-    """From memory, and from the file where there is no room for them."""
+    """From memory, and from the file if memory is limited."""
     task = find_task("mmmu", data=write(tmp_path / "x.parquet", MMMU))
     task._rows._room = task._rows._room if room is None else room
     docs = {doc.doc_id: doc for doc in task.docs(None, 0)}
@@ -190,7 +190,7 @@ def test_images_are_loaded_by_number(tmp_path, write, room):
         "validation_Art_1": (1, 2, 3),  # in the options only
         "validation_Art_Theory_1": (1, 2),  # the second is named first
         "validation_Math_1": (1,),  # named twice, shown once
-        "validation_Accounting_1": (1,),  # an earlier row again
+        "validation_Accounting_1": (1,),  # an earlier row
     }.items():
         pictures = shown(task, docs, name)
         for picture, number in zip(pictures, numbers, strict=True):
@@ -269,7 +269,7 @@ def test_damaged_or_missing_image_fails_only_its_sample(tmp_path):
     assert errors[2] is None
 
 
-# --- where data comes from -----------------------------------------------------------------------
+# --- sources of data -----------------------------------------------------------------------------
 
 
 def test_missing_columns_raise(tmp_path):
@@ -405,9 +405,9 @@ def test_frame_sampling(films, mode, number, frames):
     ("mode", "said"),
     [
         ("official", "first words\nwithout a font\nlast words in two lines"),
-        # Two frames a second: a span that ends within half a second has no frame.
+        # Two frames per second: a span that ends within half a second has no frame.
         ("lmms-eval", "never on screen\nlast words"),
-        # What has begun before a frame and ends behind it: no frame is at 0.0 s or 1.0 s inside.
+        # The subtitle begins before a frame and ends after it: no frame is at 0.0 s or 1.0 s.
         ("vlmevalkit", "last words in two lines"),
     ],
 )
@@ -418,7 +418,7 @@ def test_subtitles_per_mode(tmp_path, mode, said):
 
 
 def test_lmms_eval_subtitles_are_in_set_order(tmp_path):
-    """Of Python's, for lmms-eval; in order for the others."""
+    """In the order of a Python set for lmms-eval, in file order for the others."""
     many = [(i / 2, i / 2 + 0.5, f'<font color="white" size=".72c">{i}</font>') for i in range(40)]
     frames, info = [33, 1, 8], VideoInfo(40, 2.0, 20.0, 8, 8)
     assert spoken(many, frames, info, "official") == "1\n8\n33"
@@ -502,7 +502,7 @@ def test_video_folder(films, tmp_path):
     assert len(task.media(task.docs(None, 0)[0])["video"]) == 4
 
 
-# --- from end to end -----------------------------------------------------------------------------
+# --- end to end ----------------------------------------------------------------------------------
 
 
 def samples(folder: Path) -> dict:
@@ -545,7 +545,7 @@ def test_hidden_answers_have_no_score(college, tmp_path):
     assert answers["test_Music_1"] == raw
     text, files = write_report(tmp_path, tmp_path)
     assert "there are no scores" in text
-    assert [file.name for file in files] == ["report.md", "report.json"]  # nothing to draw
+    assert [file.name for file in files] == ["report.md", "report.json"]  # nothing to plot
 
 
 @pytest.mark.parametrize("subtitles", [False, True])
@@ -573,7 +573,7 @@ def test_pope_with_the_shipped_model(objects, tmp_path):
     found = samples(tmp_path / "pope" / "none")
     assert len(found) == 12
     assert not any("error" in s for s in found.values())
-    assert len({s["prompt_hash"] for s in found.values()}) == 4  # questions and sizes of pictures
+    assert len({s["prompt_hash"] for s in found.values()}) == 4  # questions and image sizes
     text, _ = write_report(tmp_path, tmp_path)
     assert "pope_f1_score" in text
     assert "| adversarial | 4 |" in text
@@ -605,7 +605,7 @@ def test_empty_output_is_wrong(college, objects, tmp_path):
 
 def test_guesses_do_not_count_as_agreement(college, tmp_path):
     class Mumbling(FakeVLM):
-        """Says nothing that can be read, and another thing under each recipe."""
+        """Gives an answer that cannot be parsed, different for each recipe."""
 
         def ask(self, *args, recipe=None, **kwargs):
             answer = super().ask(*args, recipe=recipe, **kwargs)
@@ -624,12 +624,12 @@ def test_stored_images_are_small():
     assert len(stored(drawn(1))["bytes"]) < 60_000
 
 
-# --- places that data name -----------------------------------------------------------------------
+# --- paths in data -------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def places(tmp_path):
-    """An image in the data's folder, one beside it, and a link from the one to the other."""
+    """An image in the data folder, one outside it, and a link from the first to the second."""
     (tmp_path / "data").mkdir()
     for name, number in (("data/inside.png", 1), ("outside.png", 2)):
         (tmp_path / name).write_bytes(stored(drawn(number))["bytes"])

@@ -1,4 +1,4 @@
-"""The drawn world: reproducible, labelled correctly, and not answerable without looking."""
+"""Generated scenes: reproducible, correctly labelled, and not answerable without the image."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def test_multiple_choice_offers_four_options_and_one_is_right(images):
 
 
 def test_answers_without_the_image_are_near_chance(images, clips):
-    """The best constant answer per question text, learned on one half and tried on the other."""
+    """The best constant answer per question text, fitted on one half and tested on the other."""
     limits = {
         "color": 0.22, "shape": 0.27, "posq": 0.1, "count": 0.5, "exist": 0.62, "rel": 0.6,
         "where": 0.36, "size": 0.6, "tex": 0.6, "ocr": 0.08, "chart": 0.45, "mc": 0.33,
@@ -274,7 +274,7 @@ def test_training_never_draws_evaluation_seeds(tokenizer_file):
 
 
 def test_training_and_evaluation_images_differ(tokenizer_file):
-    """Even at equal numbers the two streams are seeded apart."""
+    """The two streams have different seeds, even for equal indices."""
     batch = make_batch(Spec("image", 3, 1, (("color", 1.0),)), tokenizer_file)
     base = np.asarray(scenes.image_example(3).image)[:64, :64]
     assert not np.array_equal(batch.arrays["pixels"][0, 1], base)
@@ -318,7 +318,7 @@ def test_batches_are_reproducible_and_packed(tokenizer_file, tokenizer):
         for row in range(6):
             at = np.flatnonzero(target[row] >= 0)
             assert (len(at) > 0) == (batch["types"][row, k] >= 0)
-            # what is predicted at a place is what stands at the next one, up to </s>
+            # the target at a position is the next token, up to </s>
             assert np.array_equal(target[row, at], ids[row, at + 1])
             if len(at):
                 assert target[row, at[-1]] == tokenizer.token_to_id("</s>")

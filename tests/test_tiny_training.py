@@ -84,7 +84,7 @@ def test_packed_mask_separates_questions():
 
 @pytest.mark.parametrize("kind", ["image", "small", "video"])
 def test_packed_forward_equals_the_stock_model(packed, tokenizer_file, kind):
-    """The logits of a slot are those of the whole prompt sent through the stock model."""
+    """The logits of a slot equal those of the whole prompt in the stock model."""
     spec = Spec(kind, 5, 1, (("exist", 1.0), ("where", 1.0), ("order", 1.0), ("count", 1.0)))
     batch = make_batch(spec, tokenizer_file)
     tensors = to_tensors(batch, torch.device("cpu"))
@@ -131,7 +131,7 @@ def test_fast_attention_equals_reference():
     torch.manual_seed(0)
     n, g, prefix, slots, d = 3, 2, 7, (3, 3, 5), 16
     length = prefix + sum(slots)
-    # The same numbers for both, so that only what is computed of them is rounded.
+    # Both get the same rounded inputs, so that only their computations differ.
     q, k, v = (
         torch.randn(s).bfloat16().float().requires_grad_()
         for s in [(n, g, length, d)] + [(n, length, d)] * 2
@@ -142,11 +142,11 @@ def test_fast_attention_equals_reference():
     ).float()
     score = torch.einsum("ngqd,nkd->ngqk", q, k) * 0.3 + packed_mask(prefix, slots)
     want = torch.einsum("ngqk,nkd->ngqd", score.softmax(-1), v)
-    close(out, want, torch.bfloat16, 2)  # sums are kept in float32: probabilities, and the result
+    close(out, want, torch.bfloat16, 2)  # rounded: probabilities and result; sums are float32
     probe = torch.randn_like(want)
     got = torch.autograd.grad((out * probe).sum(), (q, k, v))
     ref = torch.autograd.grad((want * probe).sum(), (q, k, v))
-    # Each of five tensors on the way back is rounded by half a unit, at most, and norms add up.
+    # Each of five tensors in the backward pass is rounded by at most half a unit, and norms add up.
     rounding = 5 * torch.finfo(torch.bfloat16).eps / 2
     for a, b in zip(got, ref, strict=True):
         assert (a - b).norm() < rounding * b.norm()
@@ -155,13 +155,13 @@ def test_fast_attention_equals_reference():
 def test_codes_are_orthogonal_and_decodable():
     heads = DenseHeads()
     gram = heads.codes @ heads.codes.T
-    terms = 2 * heads.codes.shape[1]  # of a product, and of the basis it is of
+    terms = 2 * heads.codes.shape[1]  # a product, and the basis it is computed from
     close(gram, torch.diag(gram.diag()), terms=terms)
     fields = torch.stack([torch.randint(0, n, (5, 64)) for n in FIELDS.values()], -1)
     place = torch.rand(5, 64, 2) * 2 - 1
     code = heads.encode(fields, place)
     loss, info = heads.dense_loss(code, fields, place)
-    off = float(info["fit"]) ** 0.5  # a mean of squares, of numbers around 1
+    off = float(info["fit"]) ** 0.5  # a mean of squares of numbers around 1
     close(off, 0.0, torch.float32, terms, scale=code.abs().max())
     assert all(float(info[name]) == 1.0 for name in FIELDS)
     noisy, _ = heads.dense_loss(code + torch.randn_like(code), fields, place)
@@ -198,7 +198,7 @@ def test_schedule_is_deterministic_and_ends_at_rate_zero():
     dropped = [p for p in pixels if p.spec.keep]
     assert dropped
     assert not any(p.spec.keep_foreground for p in dropped)
-    assert {p.spec.kind for p in late} == {"image", "small", "video"}  # no more text alone
+    assert {p.spec.kind for p in late} == {"image", "small", "video"}  # no longer text only
 
 
 def test_training_scaffolds_are_not_in_the_evaluation(tokenizer_file):
@@ -208,7 +208,7 @@ def test_training_scaffolds_are_not_in_the_evaluation(tokenizer_file):
 
 
 def test_names_point_at_their_objects(tokenizer_file):
-    """Training tells names where to look: the tokens end names, the bits are the right objects."""
+    """The supervised tokens end names, and their bits mark the right objects."""
     tokenizer = build_tokenizer()
     weights = tuple((t, 1.0) for t in ("exist", "rel", "color", "shape", "where", "chart"))
     spec = Spec("image", 40, 24, weights)
@@ -251,7 +251,7 @@ def test_options_and_letters_are_found(tokenizer_file):
                 said = a["targets"][row, c[8]]
                 answer = tokenizer.decode([int(said)]).strip()
                 if len(answer) == 1 and answer in "ABCD":
-                    assert live[0] == answer  # the right option stands first
+                    assert live[0] == answer  # the right option comes first
                 seen += 1
         assert seen > 8
 
@@ -266,7 +266,7 @@ def test_facts_about_named_objects():
             close((float(row["x"]) + 1) * 64, float(thing.x), torch.float32, 2, scale=128)
             assert row["appear"] == row["move"] == UNKNOWN
         if len(scene.things) > 1:
-            assert facts(scene, 0b110) == [UNKNOWN] * len(FACTS)  # two objects: nothing is sure
+            assert facts(scene, 0b110) == [UNKNOWN] * len(FACTS)  # two objects: facts are unknown
     assert facts(scene, 0)[0] == 0.0
 
 
@@ -295,11 +295,11 @@ def test_killed_and_resumed_run_equals_an_uninterrupted_one(tmp_path):
 
 
 def test_phases_run_stop_resume_and_export(tmp_path):
-    """The whole life of a run on the smallest scale, and the exported folder at work."""
+    """A complete run on the smallest scale, and the exported folder."""
     out = tmp_path / "run"
     assert training.run(_args(out, max_steps=6, stop_after=2)) == 0
     assert torch.load(out / "checkpoint.pt", weights_only=True)["step"] == 2
-    assert not (out / "log.jsonl").exists()  # too short for a line
+    assert not (out / "log.jsonl").exists()  # too short for a log line
     assert training.run(_args(out, max_steps=6, smoke=True)) == 0
     assert torch.load(out / "checkpoint.pt", weights_only=True)["step"] == 6
     assert "final" in _lines(out)[-1]
@@ -370,7 +370,7 @@ def test_evaluation_restores_the_training_mode(packed, tokenizer_file):
 
 @pytest.mark.slow
 def test_two_processes_train_as_one(tmp_path):
-    """Gradients are averaged: both processes hold the same weights all along."""
+    """Gradients are averaged, so both processes always have the same weights."""
     command = [
         sys.executable, "-m", "vlmfast.train.tiny.training", "--batch", "1", "--max-steps", "3",
         "--processes", "2", "--out", str(tmp_path), "--eval-every", "1e9", "--smoke",
@@ -390,7 +390,7 @@ class TestShipped:
         _check_folder(WEIGHTS)
 
     def test_generate_agrees_with_the_packed_evaluation(self):
-        """Greedy generation of the stock model gives what the packed evaluation counts."""
+        """Greedy generation of the stock model agrees with the packed evaluation."""
         from transformers import AutoModelForImageTextToText, AutoProcessor
 
         model = AutoModelForImageTextToText.from_pretrained(WEIGHTS, dtype=torch.float32).eval()

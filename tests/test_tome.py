@@ -1,4 +1,4 @@
-"""ToMe: matching in numbers, the schedule, and a tower by hand with proportional attention."""
+"""ToMe: matching, schedule, and a reference tower with proportional attention."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from vlmfast.engine.prefill import Inputs
 
 
 def test_matching_example() -> None:
-    # A: rows 0, 2, 4; B: rows 1, 3. Row 4 is most like 3, row 2 like 1, row 0 like nothing.
+    # A: rows 0, 2, 4; B: rows 1, 3. Row 4 is most similar to 3, row 2 to 1, row 0 to none.
     metric = torch.tensor([[[-1.0, 0], [1, 0.2], [1, 0], [0, 1], [0, 2]]])
     assert bipartite(metric, 1, False).tolist() == [[0, 2, 1, 3, 3]]
     assert bipartite(metric, 2, False).tolist() == [[0, 1, 1, 2, 2]]
@@ -53,13 +53,13 @@ def test_schedule_examples() -> None:
     assert schedule(576, 192, 22) == [18] * 21 + [6]
     assert schedule(576, 64, 22) == [24] * 21 + [8]
     assert schedule(197, 1, 3, r=16) == [16] * 3
-    assert schedule(16, 1, 4) == [8, 4, 2, 1]  # half of what is there, at most
+    assert schedule(16, 1, 4) == [8, 4, 2, 1]  # at most half of the rest
     assert schedule(10, 1, 3, r=6) == [5, 2, 1]
 
 
 @torch.no_grad()
 def tower_by_hand(vlm: VLM, pixels: Tensor, stage: ToMe) -> tuple[Tensor, Tensor]:
-    """Rows behind the tower, (V, M, D), and where each patch went, (V, 1 + N)."""
+    """Output rows of the tower, (V, M, D), and the row of each patch, (V, 1 + N)."""
     tower = vlm.model.get_encoder(modality="image")
     vlm.model.set_attn_implementation("eager")
     hidden = tower.pre_layrnorm(tower.embeddings(pixels))
@@ -95,18 +95,18 @@ def test_prompt_equals_reference_tower(build, word) -> None:
 
     hidden, where = tower_by_hand(vlm, tensors["pixel_values"].flatten(0, -4), stage)
     rows = vlm.model.base_model.multi_modal_projector(hidden)
-    assert bool(layout.patches.all())  # newlines are gone
+    assert bool(layout.patches.all())  # newlines are dropped
     patch = (layout.grid[:, 1] * 4 + layout.grid[:, 2]).long() + 1
     group = where[layout.view.long(), patch]
     got = run.prompt.embeds[run.prompt.layout.visual]
     close(got, rows[layout.view.long(), group], terms=tower(vlm))
-    # One token of every group, with the number of its patches as weight.
+    # One token per group, weighted by the number of its patches.
     seen = {(v, int(where[v, 1 + p])) for v in range(len(where)) for p in range(16)}
     ours = set(zip(layout.view.tolist(), group.tolist(), strict=True))
     assert ours == seen
     assert len(layout) == len(ours) == sum(int(w.max()) for w in where)
     assert layout.weight.sum() == int(full.patches.sum())
-    # Control: another treatment of sizes gives something else.
+    # Control: another treatment of sizes gives another result.
     other = Recipe.parse(word + ("" if "repair" in word else ",repair=false"))
     if other != recipe:
         run = Driven(vlm.adapter, inputs, other, time.perf_counter())

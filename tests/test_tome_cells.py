@@ -1,4 +1,4 @@
-"""ToMe where the tower makes one visual token of several patches: whole cells merge."""
+"""ToMe on towers that merge several patches into one visual token: whole cells merge."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ CASES = {
 
 def built(name: str) -> VLM:
     if name == "smolvlm":
-        pytest.importorskip("num2words")  # its processor wants it
+        pytest.importorskip("num2words")  # required by its processor
     return VLM(*BUILD[name]())
 
 
@@ -68,7 +68,7 @@ def media(request, vlm) -> dict:
 
 @dataclass(frozen=True)
 class Look(EncodeStage):
-    """Notes what it sees and keeps everything."""
+    """Records its inputs and keeps everything."""
 
     name: ClassVar[str] = "test-look"
     asked: tuple[SaliencyRequest, ...] = ()
@@ -83,7 +83,7 @@ class Look(EncodeStage):
 
 
 def looked(vlm: VLM, *stages, asked=(), **media) -> tuple:
-    """Tokens and statistics of a prompt behind ``stages``."""
+    """Tokens and statistics of a prompt after ``stages``."""
     vlm.ask("what ?", **media, recipe=Recipe((*stages, Look(asked))), max_new_tokens=1)
     return Look.seen["tokens"], Look.seen["stats"]
 
@@ -106,7 +106,7 @@ def test_keep_half_keeps_half_of_each_view(vlm, media):
     plain, stats = looked(vlm, **media)
     tokens, _ = looked(vlm, ToMe(0.5), **media)
     before, after = (of.layout.select(of.layout.patches) for of in (plain, tokens))
-    assert len(after) == len(tokens)  # newlines are gone
+    assert len(after) == len(tokens)  # newlines are dropped
     assert float(after.weight.sum()) == len(before)
     for item in stats.items:
         for view in range(*item.views):
@@ -114,14 +114,14 @@ def test_keep_half_keeps_half_of_each_view(vlm, media):
             came_in = int((before.view == view).sum())
             mine = after.select(after.view == view)
             assert float(mine.weight.sum()) == came_in
-            if came_in == n:  # a letterbox may hide whole groups
+            if came_in == n:  # the letterbox may contain whole groups
                 assert len(mine) == round(n / 2)
             full = before.box[before.view == view]
             edges = (full[:, :2].amin(0), full[:, 2:].amax(0))
             covered = (mine.box[:, :2].amin(0), mine.box[:, 2:].amax(0))
             for have, want in zip(covered, edges, strict=True):
                 close(have, want, torch.float32, terms=4)
-    # Every token that came in lies in the box of some token that is left.
+    # Every original token is inside the box of a kept token.
     middle = (before.box[:, :2] + before.box[:, 2:]) / 2
     inside = (middle[:, None] >= after.box[:, :2]) & (middle[:, None] <= after.box[:, 2:])
     same = before.item[:, None] == after.item
@@ -138,9 +138,9 @@ def test_r_merges_per_block(vlm):
 
 
 def test_images_are_independent(vlm):
-    """Of different sizes in one prompt, and images beside a video."""
+    """Images of different sizes in one prompt, and images with a video."""
     alone = [looked(vlm, ToMe(0.5), images=image)[0] for image in IMAGES]
-    if family(vlm) != "llava_onevision":  # which makes no crops of several images
+    if family(vlm) != "llava_onevision":  # it makes no crops of several images
         together, _ = looked(vlm, ToMe(0.5), images=IMAGES)
         close(together.features, torch.cat([of.features for of in alone]), terms=4000)
         apart(together.features, torch.cat([of.features for of in alone]).flip(0), terms=4000)
@@ -209,7 +209,7 @@ def test_the_model_is_restored(vlm, media):
     assert torch.equal(again.features, plain.features)
 
 
-# --- by hand --------------------------------------------------------------------------------------
+# --- against references --------------------------------------------------------------------------
 
 
 def attended(q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Tensor) -> tuple[Tensor, Tensor]:
@@ -219,13 +219,13 @@ def attended(q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Tensor) -> tup
 
 
 class Groups:
-    """Cells that merge, as lists; nothing of the engine but ToMe's matching and mean."""
+    """Merging cells as lists, without the engine except for ToMe's matching and mean."""
 
     def __init__(self, cells: int) -> None:
         self.members = [[cell] for cell in range(cells)]
 
     def merged(self, units: Tensor, keys: Tensor, r: int, ordered: bool) -> Tensor:
-        """Units (M, D) behind one merge of ``r``; ``ordered`` by their first members."""
+        """Units (M, D) after one merge of ``r``; ``ordered`` by their first members."""
         if not r:
             return units
         size = torch.tensor([[float(len(of)) for of in self.members]])
@@ -247,7 +247,7 @@ class Groups:
 
 
 def entering(vlm: VLM, **media) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
-    """What enters the first block of the tower: rows, and rotary tables where there are some."""
+    """Inputs of the tower's first block: rows, and rotary tables if any."""
     seen = {}
 
     def hook(module: nn.Module, args: tuple, kwargs: dict) -> None:
@@ -265,10 +265,10 @@ def entering(vlm: VLM, **media) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
 def packed_by_hand(
     vlm: VLM, hidden: Tensor, tables: tuple, grid: tuple[int, int], stage: ToMe, wrong: str = ""
 ) -> tuple[list[Tensor], Tensor, Tensor]:
-    """A Qwen tower over one image whose cells merge, windows as a mask over all rows.
+    """A Qwen tower over one image with merging cells, windows as a mask over all rows.
 
-    Returns tokens of every cell in the order of the tower: of the merger and of each deepstack
-    merger; the group of each cell; and what each cell receives in the last block, (H, C).
+    Returns the tokens of every cell in the tower's order, of the merger and of each deepstack
+    merger, the group of each cell, and the attention each cell receives in the last block, (H, C).
     """
     from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import apply_rotary_pos_emb_vision
 
@@ -336,10 +336,10 @@ def test_packed_towers_equal_reference(name, word):
         close(got, want[cell], terms=4 * 512)
     rows = stats.salient(SaliencyRequest(), item).rows[0]
     close(rows, received[:, order], terms=64 * len(hidden))
-    # One token of each group, which stands for all of it.
+    # One token represents each group.
     assert sorted(group[cell].tolist()) == list(range(int(group.max()) + 1))
     assert tokens.layout.weight.tolist() == group.bincount()[group[cell]].tolist()
-    # Controls: another rotary position, another window, other sizes.
+    # Controls: other rotary positions, windows and sizes.
     wrongs = ["place"] + (["windows"] if name == "qwen2_5_vl" else [])
     for wrong in wrongs:
         other, _, _ = packed_by_hand(vlm, hidden, tables, item.patches, stage, wrong)
@@ -351,7 +351,7 @@ def test_packed_towers_equal_reference(name, word):
 
 @torch.no_grad()
 def internvl_by_hand(vlm: VLM, hidden: Tensor, stage: ToMe) -> tuple[Tensor, Tensor]:
-    """Tokens (N, D) of one view, (1 + P, D) in front of the first block, and their groups."""
+    """Tokens (N, D) of one view, (1 + P, D) before the first block, and their groups."""
     base, m, side = vlm.model.base_model, 4, int((len(hidden) - 1) ** 0.5)
     tower = base.vision_tower
     raster = torch.arange(side * side).view(side // 2, 2, side // 2, 2)
@@ -361,7 +361,7 @@ def internvl_by_hand(vlm: VLM, hidden: Tensor, stage: ToMe) -> tuple[Tensor, Ten
     counts = stage.steps(len(cells), len(tower.encoder.layer) - 2)
     for index, block in enumerate(tower.encoder.layer):
         if 1 <= index < len(tower.encoder.layer) - 1:
-            # With a row in front of the cells, every other row begins with that one.
+            # With CLS before the cells, the alternating split starts at CLS.
             r, size = counts[index - 1], [float(len(of)) for of in groups.members]
             if r:
                 source = bipartite(keys[None], r, True)
@@ -410,11 +410,11 @@ def test_internvl_equals_reference(word):
         apart(tokens.features[here], other[place], terms=4 * 512)
 
 
-# --- what blocks are given ------------------------------------------------------------------------
+# --- arguments of blocks -------------------------------------------------------------------------
 
 
 def test_packed_block_arguments_after_merging():
-    """Boundaries of windows that lose all rows go, the longest is measured anew."""
+    """Boundaries of empty windows are removed, and the maximum length is recomputed."""
     adapter = built("qwen2_5_vl").adapter
     item = ItemGeometry((48, 64), (0, 0), (0, 1), (3, 4))  # windows of 4, 4, 2 and 2 cells
     context = VisionContext(depth=4, items=(item,), chunks={}, repair=True)
@@ -427,7 +427,7 @@ def test_packed_block_arguments_after_merging():
 
     @dataclass(frozen=True)
     class Joins(InEncoderStage):
-        """The last six cells become part of cells 0, 1, 2, 5, 5 and 5."""
+        """Merges the last six cells into cells 0, 1, 2, 5, 5 and 5."""
 
         name: ClassVar[str] = "test-joins"
         cells: ClassVar[bool] = True
@@ -455,7 +455,7 @@ def test_packed_block_arguments_after_merging():
 
 
 def test_masks_after_merging():
-    """A mask that hides nothing goes; padded views are refused."""
+    """A mask that hides nothing is removed; padded views are rejected."""
     adapter = built("idefics3").adapter
     item = ItemGeometry((44, 60), (0, 0), (0, 1), (2, 2))
     context = VisionContext(depth=4, items=(item,))
@@ -482,7 +482,7 @@ def test_half_precision():
         assert len(half) == len(full)
 
 
-# --- towers that cannot serve it ------------------------------------------------------------------
+# --- unsupported towers --------------------------------------------------------------------------
 
 
 def test_tower_without_attention_raises():

@@ -1,4 +1,4 @@
-"""The captured vision tower: without a GPU a pass is repeated into the tensors of its recording."""
+"""The captured vision tower. Without a GPU, replays rerun the forward pass in place."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RECIPES = ["none", "hired:0.4", "visionzip:dominant=4,contextual=3", "grid:0.5",
 
 
 def repeated(run):
-    """As a graph: what a pass makes lies in the same tensors, and the next one overwrites them."""
+    """Imitates a graph: every replay overwrites the same output tensors."""
     made = run()
 
     def tensors(of) -> list[Tensor]:
@@ -52,7 +52,7 @@ def test_captured_tower_gives_the_same_answers(pair, recipe: str) -> None:
         got = vlm.ask("what ?", **given)
         assert got.token_ids == wanted.token_ids
         assert torch.equal(got.trace.depth, wanted.trace.depth)
-        assert towers.replayed == seed  # the first one is not worth a graph
+        assert towers.replayed == seed  # the first forward pass is not captured
     assert "forward" not in vars(vlm.adapter.tower())
 
 
@@ -70,7 +70,7 @@ def test_graphs_are_keyed_by_shape_and_statistics(pair) -> None:
 
 
 def test_replay_does_not_overwrite_earlier_outputs(pair) -> None:
-    """Two sessions hold the pictures of two replays."""
+    """Two sessions contain the images of two replays."""
     plain, vlm = pair
     for seed in range(2):
         vlm.ask("what ?", images=picture(seed=seed), max_new_tokens=1)
@@ -101,7 +101,7 @@ def test_kept_graphs_are_bounded() -> None:
 
 
 def test_stale_replay_is_detected(pair) -> None:
-    """Control: replays that leave the tensors of the recording as they were."""
+    """Control: replays that do not update the recorded tensors."""
     plain, vlm = pair
     vlm.adapter.kept["towers"] = Towers(record=lambda run: (run(), lambda: None))
     given = {"recipe": "none", "max_new_tokens": 8}

@@ -1,4 +1,4 @@
-"""`vlmfast train drafter`: answers, teacher, rows, losses, and the loop around them."""
+"""`vlmfast train drafter`: answers, teacher, rows, losses, and the training loop."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from vlmfast.train.stages import TrainingError, training_class
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    """Few answers are generated at a time."""
+    """Generates few answers at a time."""
     monkeypatch.setattr(drafters, "_BLOCK", 4)
 
 
@@ -45,7 +45,7 @@ def arguments(out, *words: str) -> argparse.Namespace:
 
 
 def training(tiny: VLM, *words: str):
-    """A kind's training and an untrained module of it."""
+    """The training of a kind of drafter, and an untrained module."""
     args = arguments("nowhere", *words)
     torch.manual_seed(0)
     text = tiny.adapter.config.get_text_config()
@@ -56,7 +56,7 @@ def training(tiny: VLM, *words: str):
 
 @pytest.fixture(scope="module")
 def lesson(tiny: VLM):
-    """A description of a drawn picture."""
+    """A description of a generated image."""
     messages = drawn(5)
     assert messages[0]["content"][1]["text"].startswith("Describe")
     lesson = teach(
@@ -78,7 +78,7 @@ def test_answers_are_generated_by_the_target_and_cached(tiny: VLM, tmp_path) -> 
     answers = drafters.Answers(tiny, drawn, tmp_path, args)
     assert [answers[n] for n in (2, 5)] == [told(tiny, n) for n in (2, 5)]
     assert sorted(p.name for p in tmp_path.glob("*.jsonl")) == ["00000000.jsonl", "00000001.jsonl"]
-    # What is on disk is taken as it is, and nothing else.
+    # Answers on disk are used as they are.
     (tmp_path / "00000000.jsonl").write_text("[1, 2]\n" * 4)
     assert drafters.Answers(tiny, drawn, tmp_path, args)[2] == [1, 2]
     (tmp_path / "00000000.jsonl").write_text("[1, 2]\n")
@@ -98,7 +98,7 @@ def test_sampled_answers_are_reproducible(tiny: VLM, tmp_path) -> None:
     first = generated("a")
     torch.rand(7)
     assert generated("b") == first != [told(tiny, n) for n in range(8)]
-    held = drafters._HELD_OUT + 1  # which are for greedy drafts
+    held = drafters._HELD_OUT + 1  # held-out answers are greedy
     assert drafters.Answers(tiny, drawn, tmp_path / "b", args)[held] == told(tiny, held)
 
 
@@ -171,7 +171,7 @@ KINDS = [
 
 
 def drafter_of(tiny: VLM, stage, module):
-    """The stage's own drafter, one token wide, with ``module`` for weights."""
+    """The stage's drafter, one token wide, with the weights of ``module``."""
     target = Target(
         embed=tiny.adapter.embed,
         logits=tiny.adapter.logits,
@@ -186,10 +186,10 @@ def drafter_of(tiny: VLM, stage, module):
 @pytest.mark.parametrize("shift", [0, 1])
 @pytest.mark.parametrize("words", KINDS)
 def test_training_drafts_equal_the_stage(tiny: VLM, lesson, words, shift: int) -> None:
-    """Training reads the rows that an answer reads: at its start, and in its middle."""
+    """Training uses the same rows as generation, at the start and in the middle of an answer."""
     made, module = training(tiny, *words)
     kind = {"kind": "eagle3"} if words[1] == "eagle3" else {}
-    # Embeddings are larger than features, which must have a say too.
+    # Embeddings are larger than features, which must have an effect too.
     module.fc.weight.data[:, 256:] *= 30
     stage = DraftVispec if words[1] == "vispec" else DraftEagle
     stage = stage(top_k=1, depth=4, nodes=5, **kind)
@@ -199,7 +199,7 @@ def test_training_drafts_equal_the_stage(tiny: VLM, lesson, words, shift: int) -
     with torch.no_grad():
         drafts = made.draft(module, lesson, Teacher(tiny.adapter), depth, "all").tolist()
     drafter = drafter_of(tiny, stage, module)
-    # A control: features of the token before.
+    # A control: features of the previous token.
     features, taps = (x.roll(shift, 0) for x in (lesson.features, lesson.taps))
     if words[1] != "eagle3":
         taps = None
@@ -210,7 +210,7 @@ def test_training_drafts_equal_the_stage(tiny: VLM, lesson, words, shift: int) -
     )
     budget = Budget(5, depth)
     found = [list(drafter.propose(ids[0], budget).tokens[1:])]
-    # Two tokens are accepted, and a third one follows.
+    # Two tokens are accepted, and a third follows.
     path = slice(n, n + 3)
     round_ = Round(
         Tree((ids[0], ids[1], ids[2]), (-1, 0, 1)),
@@ -241,7 +241,7 @@ def test_compressed_drafts_equal_the_stage(tiny: VLM, lesson, view: str) -> None
 
 
 def test_drafted_rows_attend_to_earlier_true_rows() -> None:
-    """Against a mask over everything, built row by row."""
+    """Against a full mask, built row by row."""
     torch.manual_seed(0)
     rows, first, places, steps = 9, 4, 5, 3
     attend = Drafting(first)
@@ -257,7 +257,7 @@ def test_drafted_rows_attend_to_earlier_true_rows() -> None:
     )
     q, k, v = torch.cat(made, dim=3)
     want = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen)
-    terms = 8 + len(seen)  # of a logit, and of its row
+    terms = 8 + len(seen)  # per logit, and per row
     close(torch.cat(outputs, dim=2), want, terms=terms)
     seen[-1, first + 2] ^= True
     other = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen)
@@ -270,8 +270,8 @@ def test_drafted_rows_attend_to_earlier_true_rows() -> None:
         # The answer is 5 6 7 8 9; rows follow 5, 6, 7 and 8.
         ([[6, 7], [0, 0], [0, 0], [9, 0]], 2, 3),  # 6 7, then 8 comes; 9
         ([[0, 7], [7, 8], [0, 0], [0, 0]], 2, 2),  # none, 6 comes; 7 8, 9 comes
-        ([[0, 0], [0, 8], [0, 0], [0, 0]], 4, 0),  # what follows a wrong token does not count
-        ([[6, 7], [0, 0], [0, 0], [9, 9]], 2, 3),  # nothing follows the end
+        ([[0, 0], [0, 8], [0, 0], [0, 0]], 4, 0),  # tokens after a wrong one do not count
+        ([[6, 7], [0, 0], [0, 0], [9, 9]], 2, 3),  # no token follows the end
     ],
 )
 def test_accepted_counts(drafted, rounds: int, total: int) -> None:
@@ -300,7 +300,7 @@ def test_perfect_drafter_has_zero_feature_loss(tiny: VLM, lesson) -> None:
 
 
 def test_forward_passes_read_previous_drafts(tiny: VLM, lesson) -> None:
-    """Gradients of the second pass alone reach the first one's outputs."""
+    """Gradients of the second forward pass alone reach the outputs of the first."""
     made, module = training(tiny, "--kind", "eagle", "--ttt", "2")
     known = made.known(module, lesson, lesson.features, "all")
     n = lesson.prompt
@@ -317,10 +317,10 @@ def test_eagle3_learns_its_own_vocabulary(tiny: VLM, lesson) -> None:
     assert module.vocabulary().tolist() == [7, *range(100, 118), 300]
     student = torch.randn(2, 20)
     teacher = torch.zeros(2, 512)
-    teacher[0, 50], teacher[1, 300] = 9, 9  # the first is no token of the drafter
+    teacher[0, 50], teacher[1, 300] = 9, 9  # the first is not in the drafter's vocabulary
     both, _ = made.loss(module, None, student, None, teacher)
     one, _ = made.loss(module, None, student[1:], None, teacher[1:])
-    close(both, one, terms=20 + 20)  # of both distributions
+    close(both, one, terms=20 + 20)  # both distributions
 
 
 def test_compressor_and_gate_are_trained(tiny: VLM, lesson) -> None:
@@ -337,10 +337,10 @@ def test_compressor_and_gate_are_trained(tiny: VLM, lesson) -> None:
     late = set().union(*(learned(seed, 0.9) for seed in range(4)))
     assert late == {"conv", "resample", "gate"}
     early = [learned(seed, 0.1) for seed in range(8)]
-    assert set() in early and {"conv"} in early  # one way at a time
+    assert set() in early and {"conv"} in early  # one variant per step
 
 
-# --- the loop ------------------------------------------------------------------------------------
+# --- training loop -------------------------------------------------------------------------------
 
 
 def state(trainer: DrafterTrainer) -> dict[str, torch.Tensor]:
@@ -392,7 +392,7 @@ def test_training_lowers_the_loss_and_freezes_the_target(tmp_path) -> None:
     assert all(torch.equal(value, after[key]) for key, value in before.items())
     trainer.step = 0
     assert loss() < 0.7 * first
-    # Weights come back as they were written, and start another training.
+    # Weights are loaded as they were written, and another training can start from them.
     sizes, signature = trainer.vlm.adapter.sizes(), trainer.vlm.adapter.signature()
     load_weights(DraftEagle(weights=str(tmp_path / "weights")), sizes, signature)
     init = ("--init", str(tmp_path / "weights"))
@@ -430,7 +430,7 @@ def test_invalid_options_raise(tmp_path, words, message) -> None:
         DrafterTrainer(arguments(tmp_path, *words))
 
 
-# --- what is shipped -----------------------------------------------------------------------------
+# --- shipped drafter -----------------------------------------------------------------------------
 
 
 def test_shipped_drafter_acceptance(tiny: VLM) -> None:

@@ -1,4 +1,4 @@
-"""The loop that trains stages around a frozen model, with a stage of three lines."""
+"""The training loop for stages of a frozen model, with a minimal stage."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class ScaleTraining(Training):
 
 @pytest.fixture
 def known(monkeypatch):
-    """The loop and the loader know the stage."""
+    """Registers the stage with the loop and the loader."""
     monkeypatch.setattr(loop, "stage_class", lambda name: Scale)
     monkeypatch.setattr(loop, "training_class", lambda name: ScaleTraining)
     monkeypatch.setattr(vlmfast.core.weights, "stage_class", lambda name: Scale)
@@ -87,7 +87,7 @@ def test_training_lowers_the_loss_and_freezes_the_model(known, tmp_path) -> None
     at_first = loss()
     before = {k: v.clone() for k, v in trainer.vlm.model.state_dict().items()}
     trainer.train()
-    # In full precision nothing but the module may have moved.
+    # In full precision, only the module may have changed.
     after = trainer.vlm.model.state_dict()
     assert all(torch.equal(value, after[key]) for key, value in before.items())
     assert all(p.grad is None for p in trainer.vlm.model.parameters())
@@ -151,7 +151,7 @@ def test_invalid_options_raise(known, tmp_path, words, message) -> None:
         loop.Trainer("scale", arguments(tmp_path, *words))
 
 
-# --- what goes in --------------------------------------------------------------------------------
+# --- inputs --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("number", [0, 1, 6, 7])
@@ -247,7 +247,7 @@ def test_files_without_conversations_raise(tmp_path, data) -> None:
 
 
 def test_end_of_turn_blank_is_not_trained_on() -> None:
-    """A template that puts a blank between answer and end token: the model does not say it."""
+    """A template may put a blank between answer and end token; the model does not generate it."""
     from tiny_models import build_llava, picture
 
     other = VLM(*build_llava())
@@ -256,7 +256,7 @@ def test_end_of_turn_blank_is_not_trained_on() -> None:
     assert other.processor.tokenizer.decode(ids).strip() == "a cat</s>"
 
 
-# --- what comes out ------------------------------------------------------------------------------
+# --- weights -------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -270,7 +270,7 @@ def test_weights_load_for_their_model(saved, tiny: VLM) -> None:
     module = load_weights(Scale(weights=str(saved)), adapter.sizes(), adapter.signature())
     assert module.gain.dtype == torch.float32 and not module.training
     load_weights(Scale(weights=str(saved.parent)), adapter.sizes(), adapter.signature())
-    # The signature survives the number formats that a model comes in.
+    # The signature does not depend on the dtype of the model.
     for dtype in (torch.bfloat16, torch.float16):
         half = torch.tensor(adapter.signature()).to(dtype).float().tolist()
         load_weights(Scale(weights=str(saved)), adapter.sizes(), half)

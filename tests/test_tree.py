@@ -1,4 +1,4 @@
-"""Trees of drafts: what is true of every one of them."""
+"""Properties of draft trees."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ quick = settings(max_examples=150, deadline=None)
 
 @st.composite
 def trees(draw: st.DrawFn, most: int = 16, alphabet: int = 5) -> Tree:
-    """Any tree: bushy, deep, or the root alone."""
+    """Any tree: wide, deep, or the root alone."""
     tokens, parents = [draw(st.integers(0, alphabet - 1))], [-1]
     for node in range(1, draw(st.integers(1, most))):
         parent = draw(st.integers(0, node - 1))
@@ -32,7 +32,7 @@ def trees(draw: st.DrawFn, most: int = 16, alphabet: int = 5) -> Tree:
 
 
 def above(tree: Tree, node: int) -> list[int]:
-    """The path to a node, by hand."""
+    """The path to a node, by following its parents."""
     return [node] if node == 0 else [*above(tree, tree.parents[node]), node]
 
 
@@ -42,7 +42,7 @@ def words(tree: Tree) -> set[tuple[int, ...]]:
 
 
 def valid(tree: Tree) -> None:
-    """A parent before its child, siblings apart, everything below the root."""
+    """Check that parents precede children, siblings differ, and one root has no parent."""
     assert len(tree.tokens) == len(tree.parents) == len(tree) >= 1
     assert tree.parents[0] == -1
     assert all(0 <= parent < node for node, parent in enumerate(tree.parents) if node)
@@ -88,7 +88,7 @@ def test_paths_lead_from_root_to_leaves(tree: Tree) -> None:
     for row, padded in zip(rows, paths.tolist(), strict=True):
         assert padded == row + [-1] * (tree.depth + 1 - len(row))
     assert set().union(*rows) == set(range(len(tree)))
-    # The tree is what its paths are.
+    # A tree is determined by its paths.
     again = Tree.of_paths(tree.tokens[0], [[tree.tokens[at] for at in row[1:]] for row in rows])
     valid(again)
     assert words(again) == words(tree)
@@ -103,7 +103,7 @@ def test_first(tree: Tree, nodes: int, depth: int) -> None:
     assert part.depth <= depth
     assert words(part) <= words(tree)
     fitting = sum(d <= depth for d in tree.depths)
-    assert len(part) == min(max(nodes, 1), fitting)  # no more is lost than must be
+    assert len(part) == min(max(nodes, 1), fitting)  # no more than necessary is dropped
     assert tree.first(len(tree)) == tree.first(len(tree), tree.depth) == tree
     assert tree.first(1) == tree.first(9, 0) == Tree.chain([tree.tokens[0]])
 
@@ -113,7 +113,7 @@ def test_first(tree: Tree, nodes: int, depth: int) -> None:
 def test_without(tree: Tree, banned: list[int]) -> None:
     part = tree.without(banned)
     valid(part)
-    assert part.tokens[0] == tree.tokens[0]  # the root is decided
+    assert part.tokens[0] == tree.tokens[0]  # the root is fixed
     assert words(part) == {word for word in words(tree) if not set(word[1:]) & set(banned)}
     assert part.without(banned) == part
 
@@ -125,7 +125,7 @@ def test_joined(one: Tree, other: Tree) -> None:
     both = one.joined(other)
     valid(both)
     assert words(both) == words(one) | words(other)
-    assert both.first(len(one)) == one  # this one's nodes come first
+    assert both.first(len(one)) == one  # the nodes of `one` come first
     assert one.joined(one) == one == one.joined(Tree.chain([one.tokens[0]]))
     apart = Tree((one.tokens[0] + 1, *other.tokens[1:]), other.parents)
     with pytest.raises(ValueError, match="different roots"):

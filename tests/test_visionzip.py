@@ -1,4 +1,4 @@
-"""VisionZip: the rules in numbers, its promises on random pictures, and a run by hand."""
+"""VisionZip: examples, properties on random images, and a prompt against a reference."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def reduced(
     tokens, stats = prompt(*pictures, seed=seed)
     rows = {TOWER - 2: stats.rows[TOWER - 2]}
     views, _, n = rows[TOWER - 2].shape
-    # By view, so that those of a picture do not depend on the others.
+    # Seeded by view, so that those of an image do not depend on the others.
     drawn = [
         torch.randn(n * 4 + DIM, generator=torch.Generator().manual_seed(v)) for v in range(views)
     ]
@@ -42,11 +42,11 @@ def reduced(
     return tokens, stage.reduce(tokens, stats, REQUEST), stats
 
 
-# --- the rules -----------------------------------------------------------------------------------
+# --- rules ---------------------------------------------------------------------------------------
 
 
 def test_homes_example() -> None:
-    """Patches 1 and 4 are dominant; of 0, 2, 3, 5, 6 every second is a target, two in all."""
+    """Patches 1 and 4 are dominant; every second of 0, 2, 3, 5, 6 is a target, two in all."""
     attention = torch.tensor([0.1, 0.9, 0.2, 0.1, 0.8, 0.3, 0.1])
     keys = torch.tensor([[1, 0], [0, 1], [9, 1], [0, 1], [0, 0], [1, 2], [2, 1]]).float()
     assert homes(attention, keys, 2, 2).tolist() == [0, 1, 0, 3, 4, 3, 0]
@@ -94,7 +94,7 @@ def test_explicit_counts() -> None:
     assert given.counts(32, [64]) == [(27, 5)]
 
 
-# --- promises ------------------------------------------------------------------------------------
+# --- properties ----------------------------------------------------------------------------------
 
 
 @given(picture_arguments(), st.floats(0.02, 0.98), st.sampled_from(["rate", "budget"]))
@@ -108,7 +108,7 @@ def test_kept_tokens(arguments: dict, share: float, name: str) -> None:
         mine, before = kept.layout.item == item, tokens.layout.item == item
         patches = int(tokens.layout.patches[before].sum())
         assert int(mine.sum()) == min(max(1, round(share * int(before.sum()))), patches)
-        # Together they stand for all patches of the views that merge.
+        # Together they represent all patches of the views that merge.
         weight = kept.layout.weight[mine & kept.layout.patches]
         assert float(weight.sum()) <= patches
         assert (kept.layout.weight[mine & ~kept.layout.patches] == 1).all()
@@ -116,7 +116,7 @@ def test_kept_tokens(arguments: dict, share: float, name: str) -> None:
     assert (kept.layout.patches | special).all()
     assert kept.layout.box[special].isnan().all()
     assert (kept.layout.view[special] == -1).all()
-    # CLS of each view stands where a patch of that very view stood.
+    # CLS of each view replaces a patch of the same view.
     place = torch.searchsorted(tokens.layout.order, kept.layout.order[special])
     view = tokens.layout.view[place].long()
     assert torch.equal(kept.features[special], stats.cls[view])
@@ -154,7 +154,7 @@ def test_weights_protection_and_extra_features_are_kept() -> None:
     keys = {22: torch.tensor([[[1.0, 0], [0, 1], [0, 1], [1, 0.1]]])}
     stats = stats_of((geometry,), rows, keys, torch.full((1, DIM), 9.0))
     kept = VisionZip(dominant=2, contextual=1).reduce(tokens, stats, REQUEST)
-    # Patch 1 is dominant, 0 takes 2 and 3 in, and CLS stands where 2 stood.
+    # Patch 1 is dominant, 2 and 3 are merged into 0, and CLS replaces 2.
     assert kept.layout.order.tolist() == [0, 1, 2]
     assert kept.layout.kind.tolist() == [Kind.IMAGE, Kind.IMAGE, Kind.SPECIAL]
     assert kept.layout.weight.tolist() == [1 + 3 + 4, 2, 1]
@@ -187,7 +187,7 @@ def test_invalid_recipes_raise(word: str, message: str) -> None:
         Recipe.parse(word)
 
 
-# --- a whole run ---------------------------------------------------------------------------------
+# --- whole prompts -------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module", params=[build_llava, build_llava_next])
@@ -201,7 +201,7 @@ def noise(seed: int, width: int = 60, height: int = 44) -> np.ndarray:
 
 @torch.no_grad()
 def tower_by_hand(vlm: VLM, pixels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """CLS rows (V, N), mean keys (V, N, d) and projected features (V, 1 + N, D), in eager code."""
+    """CLS rows (V, N), mean keys (V, N, d) and projected features (V, 1 + N, D), by eager code."""
     blocks, seen = vlm.adapter.vision_blocks(), []
     attention = blocks[-2].self_attn
     hook = attention.k_proj.register_forward_hook(lambda module, args, out: seen.append(out))
@@ -257,7 +257,7 @@ def test_prompt_equals_reference_tower(vlm: VLM) -> None:
             assert layout.kind[row] == Kind.SPECIAL
             close(embeds[row], features[view, 0], terms=terms, scale=scale)
             stands += d + c
-            # Tokens that took others in are no longer what they were.
+            # Control: tokens that others were merged into have changed.
             took = torch.isin(torch.arange(len(home)), home[~stays & (home >= 0)])
             for now, before in zip(expected[took[stays]], alone[took], strict=True):
                 apart(now, before, terms=terms, scale=scale)

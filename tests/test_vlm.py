@@ -1,4 +1,4 @@
-"""The public API: what a user may pass, what comes back, what goes wrong and how."""
+"""The public API: inputs, results and errors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def vlm() -> VLM:
 
 @pytest.fixture(scope="module")
 def expected(vlm) -> list[int]:
-    """The answer that the same VLM must still give after every error."""
+    """The answer that the VLM must still give after every error."""
     return vlm.ask("what is here ?", picture(), **ASK).token_ids
 
 
@@ -251,7 +251,7 @@ def test_invalid_calls_raise_and_leave_the_vlm_usable(vlm, expected, case):
 
 
 def bad_files(folder) -> dict[str, tuple[dict, str]]:
-    """Files that cannot be read: what is passed to `ask`, and what its error must say."""
+    """Unreadable files: arguments of `ask`, and a pattern of the error."""
 
     def file(name: str, content: bytes) -> str:
         (folder / name).write_bytes(content)
@@ -284,10 +284,10 @@ def test_invalid_files_raise_and_leave_the_vlm_usable(vlm, expected, tmp_path):
 
 
 def test_unusual_image_encodings(vlm, expected):
-    """Encodings of one picture give one answer; others at least some."""
+    """Encodings of the same image give the same answer; other images give any answer."""
     image = picture()
     turned = Image.Exif()
-    turned[0x0112] = 6  # to be turned to the right when shown
+    turned[0x0112] = 6  # rotated to the right when displayed
     sideways = encoded(image.transpose(Image.Transpose.ROTATE_90), "PNG", exif=turned)
     opaque = image.convert("RGBA")
     clear = Image.new("RGBA", (image.width * 2, image.height), (9, 200, 9, 0))
@@ -329,7 +329,7 @@ def test_dtype_defaults_to_the_checkpoint(tmp_path):
 
 
 def test_folders_saved_with_older_processors(folder, expected, tmp_path):
-    """They do not say how many placeholders a picture has; the model does."""
+    """They do not state the number of placeholders per image; the model does."""
     for path in folder.iterdir():
         shutil.copy(path, tmp_path)
     saved = json.loads((tmp_path / "processor_config.json").read_text())
@@ -339,7 +339,7 @@ def test_folders_saved_with_older_processors(folder, expected, tmp_path):
     old = VLM.from_pretrained(tmp_path, device="cpu")
     assert old.processor.patch_size is None
     assert old.ask("what is here ?", picture(), **ASK).token_ids == expected
-    assert old.processor.patch_size is None  # the user's processor is not written to
+    assert old.processor.patch_size is None  # the user's processor is not modified
 
 
 def test_device_map_raises(folder):
@@ -397,7 +397,7 @@ def test_mismatched_processor_raises():
 
 
 def test_tower_without_cls_uses_received_attention():
-    """Not a LLaVA that exists, but the same family name with another tower does."""
+    """No released LLaVA has this tower, but other towers occur under the same family name."""
     from transformers import LlavaConfig, LlavaForConditionalGeneration, SiglipVisionConfig
 
     model, processor = build_llava()

@@ -1,8 +1,8 @@
 """Gemma 3 beyond the window of its local layers, against Hugging Face and dense references.
 
-The references run Hugging Face's own layers with an explicit mask. What a window counts are the
-rows that entered a layer: those that were dropped before it are no part of its sequence, those that
-were evicted from its cache afterwards are.
+The references run Hugging Face's layers with an explicit mask. A window counts the rows that
+entered a layer: tokens dropped before the layer are not part of its sequence, tokens evicted from
+its cache afterwards are.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def vlm() -> VLM:
 
 
 def start(vlm: VLM, text: str, recipe: Any = ()) -> Driven:
-    """A run of a prompt whose images stand where ``text`` has their placeholders."""
+    """A run of a prompt with images at the placeholders in ``text``."""
     from PIL import Image
 
     images = [Image.fromarray(image(i)) for i in range(text.count(IMAGE))]
@@ -68,15 +68,15 @@ def start(vlm: VLM, text: str, recipe: Any = ()) -> Driven:
     return Driven(vlm.adapter, Inputs(tensors, sizes, "q"), Recipe.of(recipe), time.perf_counter())
 
 
-# An image at the start, some in the middle, and one that the bound of the last row's window cuts.
+# Images at the start, in the middle, and across the boundary of the last row's window.
 LONG = IMAGE + words(70) + IMAGE + words(30, 1) + IMAGE + words(40, 2)
 
 
-# --- the reference -------------------------------------------------------------------------------
+# --- reference -----------------------------------------------------------------------------------
 
 
 def plain(module, query, key, value, mask, scaling=None, dropout=0.0, **kwargs):
-    """Attention under a mask that is added; a row that sees nothing receives nothing."""
+    """Attention with an additive mask; a fully masked row gets zeros."""
     groups = query.shape[1] // key.shape[1]
     key, value = (of.repeat_interleave(groups, 1) for of in (key, value))
     logits = query @ key.transpose(-1, -2) * scaling + mask
@@ -87,7 +87,7 @@ AttentionInterface.register("plain_reference", plain)
 
 
 class Past:
-    """Stands for a cache: keys and values that come before a layer's own."""
+    """Replaces a cache: keys and values that precede a layer's own."""
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
         self.keys, self.values = keys, values
@@ -98,12 +98,12 @@ class Past:
 
 @dataclass
 class Dense:
-    """Hugging Face's layers under explicit masks, over what its forward hands to its decoder.
+    """Hugging Face's layers with explicit masks, on the inputs of its decoder.
 
     Parameters
     ----------
     windows : bool
-        Whether local layers attend within their window; the control does not.
+        Whether local layers attend within their window; False in controls.
     """
 
     vlm: VLM
@@ -146,13 +146,13 @@ class Dense:
         return self.decoder.config.sliding_window if local and self.windows else None
 
     def near(self, layer: int, rows: Tensor, keys: Tensor) -> Tensor:
-        """Which ``keys`` lie in the window of each of the ``rows``, by their places in a layer."""
+        """Which ``keys`` are in the window of each of ``rows``, by their positions in a layer."""
         window = self.window(layer)
         near = keys[..., None, :] > rows[:, None] - (window or 1 << 40)
         return near
 
     def positions(self, alive: Tensor | None, count: int) -> Tensor:
-        """Rotary ids of the prompt, renumbered by the rows ``alive``, and of the answer."""
+        """Rotary ids of the prompt, renumbered over the rows ``alive``, and of the answer."""
         own = torch.arange(self.size) if alive is None else (alive.cumsum(0) - 1).clamp(min=0)
         return torch.cat([own, int(own.max()) + 1 + torch.arange(count)])[None]
 
@@ -200,9 +200,9 @@ class Dense:
         numbered : list of Tensor or None
             The rows that count in a layer's rotary ids; all by default.
         read : list of Tensor, bool, (H, n, S + n), optional
-            What the answer's rows see of the cache, by head, as far as the window shows it.
+            Cache slots that the answer's rows attend to within the window, by head.
         chosen : list of Tensor, bool, (S,), optional
-            What the prompt's rows see of it.
+            Cache slots that the prompt's rows attend to.
         bias : Tensor, (S,), optional
             Added to the logits of each key of the prompt.
         """
@@ -233,8 +233,8 @@ class Dense:
     def step(self, token: int, number: int, past: list[tuple], alive: list[Tensor]) -> Tensor:
         """Logits (1, V) after token ``number`` of the answer, over given keys and values.
 
-        ``past`` holds keys and values (H, N, D) of each layer, the index of each slot's token in
-        the full sequence, which slots exist, and their bias, (H, N) each.
+        ``past`` contains keys and values (H, N, D) of each layer, the index of each slot's token in
+        the full sequence, a mask of existing slots, and their bias, (H, N) each.
         """
         position = torch.tensor([[self.size + number]])
         masks, caches, heads = [], [], self.decoder.config.num_attention_heads
@@ -250,7 +250,7 @@ class Dense:
 
 
 def equal(vlm: VLM, got: Tensor, want: Tensor, rows: int) -> None:
-    # Norms and rotary tables are float32 in models of any type.
+    # Norms and rotary tables are float32 in models of any dtype.
     close(got, want, torch.float32, terms=network(vlm.model, rows))
 
 
@@ -259,7 +259,7 @@ def differs(vlm: VLM, got: Tensor, control: Tensor, rows: int) -> None:
 
 
 def entered(vlm: VLM, run: Driven) -> list[Tensor]:
-    """Per layer the rows of the full prompt that entered it."""
+    """Rows of the full prompt that entered each layer."""
     visual = vlm.adapter.visual(run.inputs.tensors["input_ids"][0])
     alive = []
     for layer in range(vlm.adapter.depth):
@@ -290,9 +290,9 @@ def against_hugging_face(vlm: VLM, text: str, count: int) -> None:
     equal(vlm, got, torch.cat(expected.logits), size)
     control = Dense(vlm, tensors, windows=False)(tokens=tokens[:-1])
     differs(vlm, got, control, size)
-    # What the tests below compare with says the same.
+    # The reference of the tests below agrees.
     equal(vlm, Dense(vlm, tensors)(tokens=tokens[:-1]), got, size)
-    # Local layers hold what their windows show, and count it so.
+    # Local layers store and count only the slots within their windows.
     config = vlm.model.config.get_text_config()
     window, kinds = config.sliding_window, config.layer_types
     held = [size if kind == "full_attention" else min(size, window - 1) for kind in kinds]
@@ -317,7 +317,7 @@ def test_logits_beyond_the_window_equal_hugging_face(vlm, place):
 
 @pytest.mark.parametrize("behind", range(40, 62, 3))
 def test_window_boundary_inside_an_image(vlm, behind):
-    """The rows after an image see ever less of it."""
+    """The rows after an image attend to fewer and fewer of its tokens."""
     against_hugging_face(vlm, words(50) + IMAGE + words(behind, 1), 4)
 
 
@@ -335,7 +335,7 @@ def test_a_prompt_of_4000_tokens():
 
 @pytest.mark.parametrize("room", [0, 1, 12])
 def test_answers_that_cross_the_window(vlm, room):
-    """The prompt fits into the window, its answer does not."""
+    """The prompt fits into the window, but its answer does not."""
     text = words(WINDOW - 1 - room - 20) + IMAGE
     run = start(vlm, text)
     size = run.inputs.tensors["input_ids"].shape[1]
@@ -346,7 +346,7 @@ def test_answers_that_cross_the_window(vlm, room):
 
 
 def test_prompt_within_the_window_is_unchanged(vlm, monkeypatch):
-    """A window that holds prompt and answer costs nothing and changes no bit."""
+    """A window that covers prompt and answer adds no work and changes no bit."""
     text = IMAGE + words(20)
     run = start(vlm, text, "snapkv:share=0.6,window=4")
     got = answer_logits(vlm, run, TOKENS)
@@ -360,7 +360,7 @@ def test_prompt_within_the_window_is_unchanged(vlm, monkeypatch):
 
 @dataclass(frozen=True)
 class Rank(PrefillStage):
-    """Keeps, twice, the half of the visual tokens that the last row attends to most."""
+    """Keeps, twice, the half of the visual tokens with the most attention of the last row."""
 
     name: ClassVar[str] = "test-rank"
     positions: str = "keep"
@@ -421,7 +421,7 @@ def test_prefill_drops(vlm, method, policy):
 
 @dataclass(frozen=True)
 class Weighs(EncodeStage):
-    """Keeps every second visual token, which then counts for three."""
+    """Keeps every second visual token with weight 3."""
 
     name: ClassVar[str] = "test-weighs"
     positions: str = "keep"
@@ -434,7 +434,7 @@ class Weighs(EncodeStage):
 
 
 def test_merged_token_weights(vlm):
-    """Biases of keys follow them out of the window."""
+    """Key biases leave the window with their keys."""
     run = start(vlm, DENSE, Weighs())
     got = answer_logits(vlm, run, TOKENS)
     alive, dense = entered(vlm, run), Dense(vlm, run.inputs.tensors)
@@ -446,7 +446,7 @@ def test_merged_token_weights(vlm):
 
 
 def test_training_prompts_with_answer(vlm):
-    """As training reads them."""
+    """As in training."""
     run = start(vlm, LONG)
     ids = run.inputs.tensors["input_ids"]
     dense = Dense(vlm, dict(run.inputs.tensors))
@@ -461,12 +461,12 @@ def test_training_prompts_with_answer(vlm):
     equal(vlm, got, dense(), dense.size)
 
 
-# --- the cache -----------------------------------------------------------------------------------
+# --- cache ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def kept(monkeypatch) -> dict[int, KV]:
-    """By layer what cache stages leave of it."""
+    """Compressed cache of each layer."""
     seen, put = {}, KVLayer.put
 
     def note(self, kv):
@@ -478,14 +478,14 @@ def kept(monkeypatch) -> dict[int, KV]:
 
 
 class Held:
-    """Which tokens the slots of a layer hold, told from the outside.
+    """Tracks the tokens in the slots of a layer.
 
     Parameters
     ----------
     kv : KV
-        What cache stages left of the prompt.
+        Cache of the prompt after compression.
     size : int
-        Tokens of the prompt.
+        Number of tokens of the prompt.
     """
 
     def __init__(self, layer: KVLayer, kv: KV, size: int) -> None:
@@ -494,11 +494,11 @@ class Held:
         self.tail = [of[:n].tolist() for of, n in zip(kv.order, kv.lengths, strict=True)]
 
     def slots(self, evicts: bool) -> tuple[Tensor, ...]:
-        """As `Dense.step` takes them."""
+        """Arguments of `Dense.step`."""
         layer, lengths = self.layer, self.layer.length[0].tolist()
         if evicts:
             self.tail = [of[:n].tolist() for of, n in zip(layer.order[0], lengths, strict=True)]
-        if (count := len(self.tail[0]) - lengths[0]) > 0:  # the oldest have become a page
+        if (count := len(self.tail[0]) - lengths[0]) > 0:  # the oldest are now a page
             page = torch.tensor([of[:count] for of in self.tail])
             self.tail = [of[count:] for of in self.tail]
             grown = [len(of[0]) for of in self.segments]
@@ -524,7 +524,7 @@ class Held:
         return tuple(torch.cat(of, 1) for of in zip(*parts, strict=True))
 
     def fed(self, number: int) -> None:
-        """Token ``number`` of the answer came."""
+        """Add token ``number`` of the answer."""
         for of in self.tail:
             of.append(self.size + number)
 
@@ -543,7 +543,7 @@ CACHE = {
     "zipcache": "zipcache",
     "snapkv and kivi": "snapkv:share=0.7,window=4+kivi:bits=4,group=4,residual=8",
     "random and zipcache": "random:0.7,positions=keep+zipcache",
-    # Pages of tokens in front of which some were dropped.
+    # Pages of tokens after dropped ones.
     "random and kivi": "random:0.7,positions=keep+kivi:bits=4,group=4,residual=64",
     "rank and snapkv": (Rank(), "snapkv:share=0.5,window=4"),
 }
@@ -551,7 +551,7 @@ CACHE = {
 
 @pytest.mark.parametrize("method", CACHE)
 def test_cache_methods(vlm, kept, method):
-    """What a layer holds and a window shows is what every token of the answer attends to."""
+    """Every answer token attends to the slots of a layer within the window."""
     recipe = CACHE[method]
     if isinstance(recipe, tuple):
         recipe = Recipe.of(recipe[0]) + Recipe.of(recipe[1])
@@ -569,13 +569,13 @@ def test_cache_methods(vlm, kept, method):
         for number, token in enumerate(tokens):
             run.decoder.rework()
             past = [of.slots(method in ("h2o", "cake")) for of in held]
-            # Copies: what the step writes is not there yet.
+            # Copies, so that they do not contain what the step writes.
             past = [tuple(of.clone() for of in layer) for layer in past]
             got = run.decoder.feed(torch.tensor([[token]])).logits[:, -1]
             equal(vlm, got, dense.step(token, number, past, alive), dense.size)
             for of in held:
                 of.fed(number)
-        if method not in ("h2o", "cake"):  # these let go of what has left the window first
+        if method not in ("h2o", "cake"):  # these evict slots outside the window first
             differs(vlm, got, free.step(token, number, past, alive), dense.size)
     assert 0 < bytes_of < run.stats.kv_bytes_full
     config = vlm.model.config.get_text_config()
@@ -584,10 +584,10 @@ def test_cache_methods(vlm, kept, method):
 
 
 def test_quantized_pages_leave_the_window(vlm, kept):
-    """Slots that were quantized while decoding leave the window as others do."""
+    """Slots that were quantized in decoding leave the window like others."""
     run = start(vlm, DENSE, "kivi:bits=8,group=4,residual=8")
     loose = start(vlm, DENSE)
-    tokens = (TOKENS * 12)[:90]  # all of the prompt has left by then
+    tokens = (TOKENS * 12)[:90]  # all of the prompt has left the window by then
     got, want = answer_logits(vlm, run, tokens), answer_logits(vlm, loose, tokens)
     segments = [layer.segments for layer in run.cache.layers]
     assert all(int(of[-1].lengths.max()) > 80 for of in segments)
@@ -598,7 +598,7 @@ def test_quantized_pages_leave_the_window(vlm, kept):
 
 
 def test_h2o_evicts_slots_outside_the_window_first(vlm):
-    """A slot that no token will see again goes before all others."""
+    """A slot that no later token can attend to is evicted before all others."""
     run = start(vlm, DENSE, "h2o:0.9")
     answer_logits(vlm, run, (TOKENS * 8)[:60])
     for index, layer in enumerate(run.cache.layers):
@@ -650,9 +650,9 @@ def test_zipvl_ranks_within_the_window(vlm):
 )
 @pytest.mark.parametrize("window", [WINDOW, 6])
 def test_draft_trees(recipe, window, kept):
-    """A tree is checked as if each of its paths had been decoded alone; part of one is accepted."""
+    """Tree logits equal decoding each path alone; part of one path is accepted."""
     vlm = VLM(*tiny_families.build_gemma3(window=window))
-    if recipe.startswith("kivi"):  # so that rounding moves no code to the next step
+    if recipe.startswith("kivi"):  # so that rounding changes no code
         vlm.model.double()
     wrong = [token + 1 for token in TOKENS]
     tree = Tree.of_paths(TOKENS[0], [TOKENS[1:], [TOKENS[1], *wrong[2:4]], wrong[1:3]])
@@ -700,7 +700,7 @@ def test_drafts_do_not_change_answers(vlm):
 
 
 def test_ragged_batch(vlm, kept):
-    """Prompts of other lengths, one of which fits into the window with its answer."""
+    """Prompts of different lengths, one of which fits into the window with its answer."""
     texts = DENSE, LONG, IMAGE * 3 + words(2)
     recipes = "snapkv:share=0.5,window=4", (), "random:0.2,positions=keep+zipcache"
     answers = [(of * 5)[:30] for of in (TOKENS, TOKENS[::-1], [token + 2 for token in TOKENS])]
@@ -780,7 +780,7 @@ def test_multi_turn_session(window, tmp_path):
 
 
 def test_session_returns_to_evicted_tokens(vlm):
-    """Beyond what local layers still hold the prompt is read again."""
+    """The prompt is prefilled again if local layers have evicted the needed slots."""
     question, other = words(90), words(40) + words(50, 1)
     kwargs = {"max_new_tokens": 8, "eos_token_id": None}
     with vlm.session() as session:
@@ -795,7 +795,7 @@ def test_session_returns_to_evicted_tokens(vlm):
     "recipe", ["lookm:share=0.9,merge=none", "kivi:bits=8,group=4,residual=16"]
 )
 def test_session_with_compressed_cache(vlm, recipe, tmp_path):
-    """A long question over a compressed cache is that question token by token."""
+    """A long question over a compressed cache equals the question fed token by token."""
     with vlm.session(images=[image(i) for i in range(6)], recipe=recipe) as session:
         first = session.ask("what is here ?" * 4, max_new_tokens=10, eos_token_id=None)
         session.save(tmp_path / "session")
@@ -881,14 +881,14 @@ def test_statistics_equal_eager_attention(vlm):
         assert bool((maps[layer][0, 0].tril(-WINDOW) > 0).any()) != local
 
 
-# --- other ways to compute -----------------------------------------------------------------------
+# --- captured steps and kernels ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "recipe", ["none", "snapkv:share=0.5,window=4", "kivi:bits=8,group=4,residual=8", "h2o:0.6"]
 )
 def test_captured_steps(vlm, recipe, monkeypatch):
-    """A captured step serves within the window and beyond it: tokens are the same."""
+    """Captured steps give the same tokens within and beyond the window."""
     from test_graphs import follow, repeated
     from vlmfast.engine.graphs import Graphs
 
@@ -900,7 +900,7 @@ def test_captured_steps(vlm, recipe, monkeypatch):
     follow(monkeypatch)
     for _ in range(2):
         assert vlm.ask("what ?", **given, max_new_tokens=50).token_ids == wanted
-    # A step that was captured where all is visible does not serve where something is not.
+    # A step captured with everything visible is not used if something is masked.
     graphs = vlm.adapter.kept["graphs"]._idle
     sliding = {key[-1] for graph in graphs for key in graph.outputs}
     local = tuple(window is not None for window in vlm.adapter.windows)
@@ -911,7 +911,7 @@ def test_captured_steps(vlm, recipe, monkeypatch):
     "recipe", ["none", "snapkv:share=0.5,window=4", "kivi:bits=8,group=4,residual=16"]
 )
 def test_cuda_kernels(vlm, recipe, monkeypatch):
-    """Decode steps and trees through the kernels of CUDA."""
+    """Decode steps and trees with the CUDA kernels."""
     tree = Tree.of_paths(TOKENS[0], [TOKENS[1:4], [TOKENS[1], 56]])
     results = []
     for kernels in ("torch", "triton"):
@@ -930,7 +930,7 @@ def test_cuda_kernels(vlm, recipe, monkeypatch):
 @pytest.mark.parametrize("width", [1, 4])
 @pytest.mark.parametrize("recipe", ["none", *(CACHE[of] for of in ("snapkv", "h2o", "zipcache"))])
 def test_no_device_synchronization(recipe, width, monkeypatch):
-    """Beyond the window steps are alike, too."""
+    """Also beyond the window."""
     from fake_cuda import shapes, steps
 
     monkeypatch.setenv("VLMFAST_KERNELS", "torch")

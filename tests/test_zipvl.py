@@ -1,4 +1,4 @@
-"""ZipVL: which tokens are important, attention among them, and what becomes of the cache."""
+"""ZipVL: selection of important tokens, attention among them, and the mixed-precision cache."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def noise(*shape: int, seed: int = 0) -> Tensor:
 
 
 def qkv(heads: int, kv_heads: int, n: int, d: int = 16, seed: int = 0) -> list[Tensor]:
-    """Queries, keys and values with a batch axis; some keys draw much more than others."""
+    """Queries, keys and values with a batch axis; some keys get much more attention than others."""
     q, k, v = (noise(1, h, n, d, seed=seed + i) for i, h in enumerate((heads, kv_heads, kv_heads)))
     return [2 * q, 2 * k, v]
 
@@ -75,7 +75,7 @@ def test_importance_equals_reference(kv_heads: int, tau: float) -> None:
     assert got.tolist() == expected
     assert 1 < count < n
     raw = sorted(sorted(range(n), key=lambda j: -float(received[j]))[:count])
-    assert got.tolist() != raw  # control: the set is not chosen by what is counted
+    assert got.tolist() != raw  # control: selection by the raw sums differs
 
 
 def test_forced_tokens_are_counted() -> None:
@@ -101,7 +101,7 @@ def test_bias_makes_a_token_important() -> None:
 
 # --- attention -----------------------------------------------------------------------------------
 
-FLOAT = torch.float32  # ours; the maps by hand are float64
+FLOAT = torch.float32  # the reference maps are float64
 SUMS = 16 + 40  # a logit over the head dimension, then the values over the keys
 
 
@@ -131,7 +131,7 @@ def test_attention_equals_a_masked_dense_softmax(
 
 
 def test_attention_with_custom_mask() -> None:
-    """What rows may see, where a model is not plainly causal: here the first half sees itself."""
+    """For models that are not plainly causal: here the first half attends to itself."""
     n = 20
     q, k, v = qkv(4, 2, n)
     chosen = torch.tensor([1, 4, 8, 12, 19])
@@ -154,7 +154,7 @@ def test_all_tokens_equal_dense_attention(every_row: bool) -> None:
     apart(got, dense, terms=SUMS)
 
 
-# --- the prefill part ----------------------------------------------------------------------------
+# --- prefill part --------------------------------------------------------------------------------
 
 
 def attended(
@@ -203,7 +203,7 @@ def test_dense_attention_above_threshold() -> None:
     assert 0.1 < share < 0.9
     out, step, _ = attended(ZipVL(0.6, dense_above=share - 0.01))
     assert out is None
-    assert len(step.notes["zipvl"][1]) == round(share * 200)  # the cache still goes by it
+    assert len(step.notes["zipvl"][1]) == round(share * 200)  # the cache still uses the selection
     assert attended(ZipVL(0.6, dense_above=share + 0.01))[0] is not None
     assert ZipVL(1.0).expand()[0].attends(3) == ()
     assert ZipVL(0.9).expand()[0].attends(3) == (0, 1, 2)
@@ -221,7 +221,7 @@ def test_answer_rows_are_kept_and_are_not_probes() -> None:
     stage.attend(alone, 0, *(x[:, :, :100] for x in (q, k, v)), None)
     assert torch.equal(alone.notes["zipvl"][0], chosen[:-20])
     assert bool((out[0, :, 100:] != 0).any(-1).all())
-    # Other queries in the answer, the same choice.
+    # Other queries in the answer give the same selection.
     q = torch.cat([q[:, :, :100], noise(1, 4, 20, 16, seed=7)], 2)
     stage.attend(step, 1, q, k, v, None)
     stage.attend(step, 0, q, k, v, None)
@@ -229,11 +229,11 @@ def test_answer_rows_are_kept_and_are_not_probes() -> None:
     assert not torch.equal(step.notes["zipvl"][1], chosen)
 
 
-# --- the cache parts -----------------------------------------------------------------------------
+# --- cache parts ---------------------------------------------------------------------------------
 
 
 def layer_of(n: int = 90, seed: int = 0) -> tuple[KV, PrefillContext, Tensor]:
-    """A layer of a prompt, a pass that found a third of it important, and these tokens."""
+    """A prompt's layer, a context in which a third of it is important, and these tokens."""
     kv = prompt_kv(noise(2, n, 16, seed=seed), noise(2, n, 16, seed=seed + 1))
     step = prompt_step(n, 3)
     chosen = torch.arange(0, n, 3)
@@ -265,7 +265,7 @@ def test_cache_is_split_into_two_precisions(high: int, low: int) -> None:
         assert torch.equal(segment.bias, tokens.float().expand(2, -1))
         assert segment.value_scale is not None
         keys, values = segment.dequantise(torch.float32)
-        # Half a step is what rounding to codes may cost; the rest is that of the quotient and sum.
+        # Rounding to codes costs at most half a step; the rest is rounding of quotient and sum.
         slack = tolerance(FLOAT, 3, kv.keys.abs().max())
         worst = (keys - kv.keys[:, tokens]).abs()
         assert bool((worst <= 0.5 * segment.key_step.float() + slack).all())
@@ -276,7 +276,7 @@ def test_cache_is_split_into_two_precisions(high: int, low: int) -> None:
         for s in got.segments
     ]
     assert error[0] < error[1] / 2 or high == low
-    # What an earlier stage has quantised stays in front.
+    # Segments that an earlier stage quantized stay first.
     again = ZipVL().expand()[1].compress(layer_of()[1], 1, replace(kv, segments=(first,)), None)
     assert again.segments[0] is first
     assert len(again.segments) == 3
@@ -300,11 +300,11 @@ def test_ragged_heads() -> None:
     assert first.order[1].tolist() == chosen.tolist()
 
 
-# --- the answer ----------------------------------------------------------------------------------
+# --- answer --------------------------------------------------------------------------------------
 
 
 class PagedSlots(FakeSlots):
-    """With pages, as the cache makes them."""
+    """With pages, as in the cache."""
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
@@ -337,12 +337,12 @@ def test_answer_is_quantized_in_pages() -> None:
     got = whole.dequantise(torch.float32)
     for mine, right in zip(got, (keys[:, :24], values[:, :24]), strict=True):
         assert (mine - right).abs().mean() < 0.15
-        apart(mine, right, terms=16)  # control: it is quantised
+        apart(mine, right, terms=16)  # control: it is quantized
     assert torch.equal(slots.keys[:, :3], keys[:, 24:])
     assert torch.equal(slots.order[0, :3], torch.tensor([114, 115, 116]))
 
 
-# --- the word ------------------------------------------------------------------------------------
+# --- recipe --------------------------------------------------------------------------------------
 
 
 def test_recipe_and_expanded_stages() -> None:
