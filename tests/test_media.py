@@ -581,7 +581,7 @@ def test_damaged_images_raise_only_media_errors(fmt: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def clips(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def video_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("clips")
     fx.write_video(folder / "clip.mp4")
     fx.write_video(folder / "front.mp4", movflags="+faststart")
@@ -590,8 +590,8 @@ def clips(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def clip(clips: Path) -> Path:
-    return clips / "clip.mp4"
+def video_path(video_folder: Path) -> Path:
+    return video_folder / "clip.mp4"
 
 
 def numbers(frames: media.VideoFrames) -> list[int]:
@@ -599,14 +599,14 @@ def numbers(frames: media.VideoFrames) -> list[int]:
 
 
 @BOTH
-def test_default_frames_are_evenly_spaced(clip: Path, decoder: str) -> None:
-    assert probe_video(clip, decoder=decoder) == VideoInfo(40, 10.0, 4.0, 80, 48)
-    video = load_video(clip, decoder=decoder)
+def test_default_frames_are_evenly_spaced(video_path: Path, decoder: str) -> None:
+    assert probe_video(video_path, decoder=decoder) == VideoInfo(40, 10.0, 4.0, 80, 48)
+    video = load_video(video_path, decoder=decoder)
     assert video.indices == np.linspace(0, 39, 8, dtype=int).tolist() == numbers(video)
     wanted = torch.tensor(video.indices) / 10
     close(torch.tensor(video.timestamps_s), wanted, torch.float32, 2)
     assert video.source_fps == 10
-    assert video.info == probe_video(clip, decoder=decoder)
+    assert video.info == probe_video(video_path, decoder=decoder)
     assert len(video) == 8
     for index, frame in zip(video.indices, video.frames, strict=True):
         difference = np.abs(pixels(frame).astype(int) - fx.frame_pixels(index, 48, 80))
@@ -615,8 +615,10 @@ def test_default_frames_are_evenly_spaced(clip: Path, decoder: str) -> None:
 
 @DECORD
 @pytest.mark.parametrize("name", ["clip.mp4", "front.mp4", "clip.mkv"])
-def test_decoders_agree(clips: Path, name: str) -> None:
-    first, second = (load_video(clips / name, num_frames=99, decoder=d) for d in ("decord", "av"))
+def test_decoders_agree(video_folder: Path, name: str) -> None:
+    first, second = (
+        load_video(video_folder / name, num_frames=99, decoder=d) for d in ("decord", "av")
+    )
     assert first.info == second.info
     assert first.indices == second.indices == list(range(40)) == numbers(first) == numbers(second)
     assert first.timestamps_s == second.timestamps_s
@@ -630,26 +632,26 @@ def test_decoders_agree(clips: Path, name: str) -> None:
 
 
 @BOTH
-def test_bytes_equal_file(clip: Path, decoder: str) -> None:
-    by_path = load_video(clip, num_frames=5, decoder=decoder)
-    by_bytes = load_video(clip.read_bytes(), num_frames=5, decoder=decoder)
+def test_bytes_equal_file(video_path: Path, decoder: str) -> None:
+    by_path = load_video(video_path, num_frames=5, decoder=decoder)
+    by_bytes = load_video(video_path.read_bytes(), num_frames=5, decoder=decoder)
     assert by_bytes == by_path
-    assert by_bytes != load_video(clip, num_frames=4, decoder=decoder)
+    assert by_bytes != load_video(video_path, num_frames=4, decoder=decoder)
 
 
 @BOTH
 def test_path_that_looks_like_a_protocol(
-    clip: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, decoder: str
+    video_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, decoder: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("concat:a.mp4").write_bytes(clip.read_bytes())
+    Path("concat:a.mp4").write_bytes(video_path.read_bytes())
     assert numbers(load_video("concat:a.mp4", num_frames=2, decoder=decoder)) == [0, 39]
 
 
 @BOTH
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 13, 39, 40, 41, 1000])
-def test_num_frames(clip: Path, decoder: str, count: int) -> None:
-    video = load_video(clip, num_frames=count, decoder=decoder)
+def test_num_frames(video_path: Path, decoder: str, count: int) -> None:
+    video = load_video(video_path, num_frames=count, decoder=decoder)
     assert video.indices == np.linspace(0, 39, min(count, 40), dtype=int).tolist()
     assert numbers(video) == video.indices
     assert len(set(video.indices)) == min(count, 40)
@@ -670,8 +672,8 @@ def test_num_frames(clip: Path, decoder: str, count: int) -> None:
         (1e-9, [0]),
     ],
 )
-def test_fps(clip: Path, decoder: str, fps: float, expected: object) -> None:
-    video = load_video(clip, fps=fps, decoder=decoder)
+def test_fps(video_path: Path, decoder: str, fps: float, expected: object) -> None:
+    video = load_video(video_path, fps=fps, decoder=decoder)
     assert numbers(video) == video.indices == list(expected)
 
 
@@ -687,29 +689,29 @@ def test_fractional_rates_and_rounded_timestamps(tmp_path: Path, decoder: str) -
 
 
 @BOTH
-def test_select(clip: Path, decoder: str) -> None:
+def test_select(video_path: Path, decoder: str) -> None:
     seen = []
 
     def select(info: VideoInfo) -> list[int]:
         seen.append(info)
         return np.array([3, 14, 15, 38])  # NumPy's integers, too
 
-    video = load_video(clip, select=select, decoder=decoder)
-    assert seen == [probe_video(clip, decoder=decoder)]
+    video = load_video(video_path, select=select, decoder=decoder)
+    assert seen == [probe_video(video_path, decoder=decoder)]
     assert video.indices == [3, 14, 15, 38] == numbers(video)
     assert all(type(index) is int for index in video.indices)
     for wrong in ([], [40], [-1, 3], [3, 3], [5, 4]):
         refused(
-            clip,
+            video_path,
             "clip.mp4",
             "select",
             "from 0 to 39",
             loader=load_video,
             select=lambda i, w=wrong: w,
         )
-    refused(clip, "select must return whole", loader=load_video, select=lambda info: [0.5])
+    refused(video_path, "select must return whole", loader=load_video, select=lambda info: [0.5])
     with pytest.raises(ZeroDivisionError):  # exceptions of user functions propagate
-        load_video(clip, select=lambda info: 1 / 0)
+        load_video(video_path, select=lambda info: 1 / 0)
 
 
 @BOTH
@@ -760,30 +762,32 @@ def test_containers_and_random_access(
     assert every.timestamps_s == pytest.approx(np.arange(40) / 25, abs=2e-3)
     for seed in range(5):
         chosen = sorted(random.Random(seed).sample(range(40), 5))
-        some = load_video(path, select=lambda info, chosen=chosen: chosen)
-        assert some.frames == [every.frames[index] for index in chosen]
+        subset = load_video(path, select=lambda info, chosen=chosen: chosen)
+        assert subset.frames == [every.frames[index] for index in chosen]
 
 
-def test_edit_list_trims_frames(clip: Path, tmp_path: Path) -> None:
+def test_edit_list_trims_frames(video_path: Path, tmp_path: Path) -> None:
     path = tmp_path / "trimmed.mp4"
     for skip, length, expected in ((0, 2000, range(20)), (15 * 1024, 2500, range(15, 40))):
-        path.write_bytes(fx.trimmed(clip.read_bytes(), skip_ticks=skip, length_ms=length))
+        path.write_bytes(fx.trimmed(video_path.read_bytes(), skip_ticks=skip, length_ms=length))
         video = load_video(path, num_frames=99)
         assert numbers(video) == list(expected)
         assert video.info.frames == len(expected)
         assert video.timestamps_s[:2] == [0.0, 0.1]
-        some = load_video(path, num_frames=4)
-        assert some.frames == [video.frames[index] for index in some.indices]
+        subset = load_video(path, num_frames=4)
+        assert subset.frames == [video.frames[index] for index in subset.indices]
 
 
 @DECORD
-def test_decord_rejects_edit_lists(clip: Path, tmp_path: Path) -> None:
+def test_decord_rejects_edit_lists(video_path: Path, tmp_path: Path) -> None:
     path = tmp_path / "trimmed.mp4"
     options = {"loader": load_video, "decoder": "decord"}
     for skip, length in ((0, 2000), (15 * 1024, 2500)):
-        path.write_bytes(fx.trimmed(clip.read_bytes(), skip_ticks=skip, length_ms=length))
+        path.write_bytes(fx.trimmed(video_path.read_bytes(), skip_ticks=skip, length_ms=length))
         refused(path, "trimmed.mp4", "edit list", "pip install av", **options)
-    path.write_bytes(fx.trimmed(clip.read_bytes(), skip_ticks=0, length_ms=4000))  # the control
+    path.write_bytes(
+        fx.trimmed(video_path.read_bytes(), skip_ticks=0, length_ms=4000)
+    )  # the control
     assert load_video(path, decoder="decord").info.frames == 40
     refused(fx.write_video(tmp_path / "clip.ts"), "clip.ts", "MPEG-TS", **options)
     refused(fx.write_video(tmp_path / "clip.avi", codec="mpeg4"), "clip.avi", "AVI", **options)
@@ -819,12 +823,12 @@ def test_lists_of_frames() -> None:
     assert numbers(load_video(frames, select=lambda info: [1, info.frames - 1])) == [1, 11]
 
 
-def test_kind_is_detected_from_content(clip: Path, tmp_path: Path) -> None:
+def test_kind_is_detected_from_content(video_path: Path, tmp_path: Path) -> None:
     data = fx.encoded(Image.fromarray(fx.picture()), "PNG")
     path = tmp_path / "picture.mp4"
     path.write_bytes(data)
     disguised = tmp_path / "clip.jpg"
-    disguised.write_bytes(clip.read_bytes())
+    disguised.write_bytes(video_path.read_bytes())
     assert kind_of(path) == kind_of(data) == kind_of(fx.picture()) == "image"
     assert kind_of(Image.fromarray(fx.picture())) == kind_of(torch.zeros(3, 4, 4)) == "image"
     assert kind_of("https://example.org/x.mp4") == "image"  # only images are fetched
@@ -839,11 +843,11 @@ def test_kind_is_detected_from_content(clip: Path, tmp_path: Path) -> None:
 
 
 @BOTH
-def test_videos_load_in_several_threads(clip: Path, decoder: str) -> None:
+def test_videos_load_in_several_threads(video_path: Path, decoder: str) -> None:
     found: list[list[int]] = []
 
     def work() -> None:
-        found.append(numbers(load_video(clip, num_frames=6, decoder=decoder)))
+        found.append(numbers(load_video(video_path, num_frames=6, decoder=decoder)))
 
     threads = [threading.Thread(target=work) for _ in range(4)]
     for thread in threads:
@@ -856,9 +860,12 @@ def test_videos_load_in_several_threads(clip: Path, decoder: str) -> None:
 # --- rejected videos -----------------------------------------------------------------------------
 
 
-def _broken(folder: Path, clips: Path) -> dict[str, tuple[Path, str]]:
-    whole, front = (clips / "clip.mp4").read_bytes(), (clips / "front.mp4").read_bytes()
-    matroska = (clips / "clip.mkv").read_bytes()
+def _broken(folder: Path, video_folder: Path) -> dict[str, tuple[Path, str]]:
+    whole, front = (
+        (video_folder / "clip.mp4").read_bytes(),
+        (video_folder / "front.mp4").read_bytes(),
+    )
+    matroska = (video_folder / "clip.mkv").read_bytes()
     index = whole.index(b"moov") - 4
     data = front.index(b"mdat")
     scrambled = bytearray(front)
@@ -891,9 +898,9 @@ def _broken(folder: Path, clips: Path) -> dict[str, tuple[Path, str]]:
 
 @BOTH
 def test_broken_videos_are_rejected(
-    clips: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], decoder: str
+    video_folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], decoder: str
 ) -> None:
-    broken = _broken(tmp_path, clips)
+    broken = _broken(tmp_path, video_folder)
     capfd.readouterr()
     for name, (path, reason) in broken.items():
         for loader in (load_video, probe_video):
@@ -912,9 +919,9 @@ def test_truncated_avi_is_rejected(tmp_path: Path) -> None:
 
 @BOTH
 def test_undecodable_frames_are_rejected(
-    clips: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], decoder: str
+    video_folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], decoder: str
 ) -> None:
-    data = bytearray((clips / "front.mp4").read_bytes())
+    data = bytearray((video_folder / "front.mp4").read_bytes())
     start = data.index(b"mdat") + 4
     middle = (start + len(data)) // 2
     data[middle : middle + 400] = b"\xff" * 400
@@ -925,10 +932,10 @@ def test_undecodable_frames_are_rejected(
     assert capfd.readouterr() == ("", "")
 
 
-def test_only_damaged_frames_are_rejected(clips: Path, tmp_path: Path) -> None:
+def test_only_damaged_frames_are_rejected(video_folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "scratched.mkv"
     for index in (18, 20, 26):
-        path.write_bytes(fx.damaged(clips / "clip.mkv", index))
+        path.write_bytes(fx.damaged(video_folder / "clip.mkv", index))
         chosen = [0, index]
         options = {"loader": load_video, "decoder": "av", "select": lambda info, c=chosen: c}
         refused(path, "scratched.mkv", f"frame {index} of 40 is damaged", **options)
@@ -936,8 +943,8 @@ def test_only_damaged_frames_are_rejected(clips: Path, tmp_path: Path) -> None:
 
 
 @DECORD
-def test_decord_does_not_fill_in_missing_frames(clips: Path, tmp_path: Path) -> None:
-    path = fx.without_first_frame(clips / "clip.mkv", tmp_path / "headless.mkv")
+def test_decord_does_not_fill_in_missing_frames(video_folder: Path, tmp_path: Path) -> None:
+    path = fx.without_first_frame(video_folder / "clip.mkv", tmp_path / "headless.mkv")
     options = {"loader": load_video, "num_frames": 40, "decoder": "decord"}
     refused(path, "headless.mkv", "cannot be decoded", **options)
     found = numbers(load_video(path, num_frames=40))
@@ -979,8 +986,8 @@ def test_only_requested_gops_are_decoded(tmp_path: Path, monkeypatch: pytest.Mon
         ({"max_pixels": 100}, ["clip.mp4", "8 frames of 80x48", "ask for fewer"]),
     ],
 )
-def test_invalid_arguments_are_rejected(clip: Path, options: dict, parts: list[str]) -> None:
-    refused(clip, *parts, loader=load_video, **options)
+def test_invalid_arguments_are_rejected(video_path: Path, options: dict, parts: list[str]) -> None:
+    refused(video_path, *parts, loader=load_video, **options)
 
 
 def test_invalid_video_sources_are_rejected() -> None:
@@ -997,7 +1004,7 @@ def test_invalid_video_sources_are_rejected() -> None:
     refused(None, "NoneType", "not a kind of source", loader=load_video)
 
 
-def test_decoder_selection(clip: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decoder_selection(video_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     taken = []
     for kind in ("DecordReader", "AvReader"):
         original = getattr(decoders, kind)
@@ -1010,7 +1017,7 @@ def test_decoder_selection(clip: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def used(decoder: str) -> str:
         taken.clear()
-        probe_video(clip, decoder=decoder)
+        probe_video(video_path, decoder=decoder)
         return "".join(taken)
 
     assert used("auto") == used("av") == "AvReader"
@@ -1019,12 +1026,18 @@ def test_decoder_selection(clip: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         with monkeypatch.context() as without:
             without.setitem(sys.modules, "av", None)  # as if it were not installed
             assert used("auto") == "DecordReader"
-            refused(clip, "clip.mp4", "av must be installed", loader=probe_video, decoder="av")
+            refused(
+                video_path, "clip.mp4", "av must be installed", loader=probe_video, decoder="av"
+            )
     monkeypatch.setitem(sys.modules, "decord", None)
     assert used("auto") == "AvReader"
-    refused(clip, "clip.mp4", "decord must be installed", loader=probe_video, decoder="decord")
+    refused(
+        video_path, "clip.mp4", "decord must be installed", loader=probe_video, decoder="decord"
+    )
     monkeypatch.setitem(sys.modules, "av", None)
-    refused(clip, "clip.mp4", "av or decord must be installed: pip install av", loader=probe_video)
+    refused(
+        video_path, "clip.mp4", "av or decord must be installed: pip install av", loader=probe_video
+    )
 
 
 @DECORD
@@ -1038,7 +1051,7 @@ def test_decord_without_pyav_rejects_unsupported_containers(
 
 @BOTH
 def test_failing_decoder_is_not_replaced(
-    clip: Path, monkeypatch: pytest.MonkeyPatch, decoder: str
+    video_path: Path, monkeypatch: pytest.MonkeyPatch, decoder: str
 ) -> None:
     def fail(*args: object, **options: object) -> None:
         raise RuntimeError("out of order")
@@ -1046,12 +1059,12 @@ def test_failing_decoder_is_not_replaced(
     monkeypatch.setattr({"av": "av.open", "decord": "decord.VideoReader"}[decoder], fail)
     if decoder == "decord":
         monkeypatch.setitem(sys.modules, "av", None)
-    refused(clip, "clip.mp4", "cannot be decoded: out of order", loader=load_video)
+    refused(video_path, "clip.mp4", "cannot be decoded: out of order", loader=load_video)
 
 
-def test_damaged_videos_raise_only_media_errors(clips: Path) -> None:
+def test_damaged_videos_raise_only_media_errors(video_folder: Path) -> None:
     for name in ("front.mp4", "clip.mkv"):
-        data = (clips / name).read_bytes()
+        data = (video_folder / name).read_bytes()
         for seed in range(25):
             survives(load_video, _mutated(data, seed), num_frames=3, decoder="av")
 

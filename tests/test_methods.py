@@ -47,7 +47,7 @@ def lessened(name: str, share: float):
 
 
 @pytest.fixture(autouse=True, scope="module")
-def small_clip(tmp_path_factory):
+def small_openclip(tmp_path_factory):
     """Methods that use an OpenCLIP model use a tiny one, so that tests need no network."""
     import tiny_clip
 
@@ -131,9 +131,9 @@ def test_cache_share_is_met(tiny, name) -> None:
         stats = tiny.ask(
             "what ?", picture(128, 128), recipe=lessened(name, share), max_new_tokens=1
         ).stats
-        held = stats.kv_bytes / stats.kv_bytes_full
+        kept = stats.kv_bytes / stats.kv_bytes_full
         text = 1 - stats.visual_tokens_in / stats.prompt_tokens
-        assert share * 0.95 < held < share * 1.06 + text
+        assert share * 0.95 < kept < share * 1.06 + text
 
 
 @pytest.mark.parametrize("name", METHODS)

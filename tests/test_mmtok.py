@@ -23,8 +23,8 @@ def by_hand(x: torch.Tensor, text: torch.Tensor, k: int) -> list[int]:
     p = torch.stack([(cosine_similarity(t[None], x) / 0.02).softmax(0) for t in text])
     q = torch.stack([(cosine_similarity(v[None], x) / 0.2).softmax(0) for v in x])
 
-    def value(some: list[int]) -> float:
-        covered = p[:, some].amax(1).mean() + 0.5 * q[:, some].amax(1).mean()
+    def value(chosen: list[int]) -> float:
+        covered = p[:, chosen].amax(1).mean() + 0.5 * q[:, chosen].amax(1).mean()
         return float(covered)
 
     chosen: list[int] = []

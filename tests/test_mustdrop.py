@@ -289,11 +289,11 @@ rules = st.builds(
 
 
 def prompt_step(
-    seed: int, depth: int = 4, behind: int = 5, pictures: tuple[int, ...] = (12, 7)
+    seed: int, depth: int = 4, text_after: int = 5, images: tuple[int, ...] = (12, 7)
 ) -> PrefillContext:
     """Images with text before and after each; some tokens are protected, some merged."""
-    kinds = [[Kind.TEXT] * 3 + [Kind.IMAGE] * n for n in pictures]
-    kinds = torch.tensor([k for part in kinds for k in part] + [Kind.TEXT] * behind)
+    kinds = [[Kind.TEXT] * 3 + [Kind.IMAGE] * n for n in images]
+    kinds = torch.tensor([k for part in kinds for k in part] + [Kind.TEXT] * text_after)
     order, generator = torch.arange(len(kinds)), torch.Generator().manual_seed(seed)
     visual = kinds != Kind.TEXT
     layout = TokenLayout.text(order, order[None])
@@ -321,7 +321,7 @@ def test_filter_keeps_text_and_key_set(stage: MustDrop, seed: int) -> None:
     text = step.layout.order[~step.layout.visual]
     came_in = float(step.layout.weight[step.layout.visual].sum())
     n = int(step.layout.visual.sum())
-    held = [n] * 4
+    lengths = [n] * 4
     for layer in part.layers(4):
         attend(step, layer, seed)
         g, m = text_attention(step.stats[layer - 1][..., step.layout.visual])
@@ -334,10 +334,10 @@ def test_filter_keeps_text_and_key_set(stage: MustDrop, seed: int) -> None:
         assert torch.isin(key, step.layout.order).all()
         assert torch.isin(text, step.layout.order).all()
         after = int(step.layout.visual.sum())
-        held[layer:] = [after] * (4 - layer)
+        lengths[layer:] = [after] * (4 - layer)
         if stage.budget is None:
-            sure = dual_attention(g, m, *stage.thresholds)
-            assert max(int(sure.sum()), len(key)) <= after <= before
+            above = dual_attention(g, m, *stage.thresholds)
+            assert max(int(above.sum()), len(key)) <= after <= before
         else:
             assert after <= before
     if stage.budget is not None:
@@ -345,7 +345,7 @@ def test_filter_keeps_text_and_key_set(stage: MustDrop, seed: int) -> None:
         least = (first * n + (4 - first) * len(key)) / 4
         wanted = min(max(stage.budget * came_in, least), n)
         # One token less after the first drop is the coarsest step.
-        assert sum(held) / 4 == pytest.approx(wanted, abs=0.5)
+        assert sum(lengths) / 4 == pytest.approx(wanted, abs=0.5)
 
 
 @given(st.floats(0.001, 0.1), st.floats(0.001, 0.1), st.floats(1, 4), st.integers(0, 50))
@@ -376,7 +376,7 @@ def test_budget_keeps_key_set_then_best_ranked() -> None:
 
 
 def test_no_image_or_no_trailing_text_keeps_everything() -> None:
-    for step in (prompt_step(0, behind=0), prompt_step(0, pictures=())):
+    for step in (prompt_step(0, text_after=0), prompt_step(0, images=())):
         part = MustDrop(global_thr=1.0, individual_thr=1.0).expand()[2]
         attend(step, 1, seed=0)
         assert part.keep(step, 1) is None
@@ -519,19 +519,19 @@ CASES = {
 STRONG = {"similarity": 0.35, "global_thr": 0.08, "individual_thr": 0.1}
 
 
-def start(vlm: VLM, recipe, pictures: list[np.ndarray]) -> Driven:
-    tensors = vlm.inputs("what is here ?", images=pictures)
-    sizes = [p.shape[:2] for p in pictures]
+def start(vlm: VLM, recipe, images: list[np.ndarray]) -> Driven:
+    tensors = vlm.inputs("what is here ?", images=images)
+    sizes = [p.shape[:2] for p in images]
     return Driven(vlm.adapter, Inputs(tensors, sizes, "q"), Recipe.of(recipe), time.perf_counter())
 
 
 @torch.no_grad()
-def merged_by_hand(vlm: VLM, pictures: list[np.ndarray], threshold: float) -> list[tuple]:
+def merged_by_hand(vlm: VLM, images: list[np.ndarray], threshold: float) -> list[tuple]:
     """Per view: groups of patches and features, from the tower's own blocks without padding."""
-    tensors = vlm.inputs("what is here ?", images=pictures)
+    tensors = vlm.inputs("what is here ?", images=images)
     pixels, results = tensors["pixel_values"], []
     if pixels.dim() == 5:
-        sizes = [p.shape[:2] for p in pictures]
+        sizes = [p.shape[:2] for p in images]
         views = [views.views[1] - views.views[0] for views in vlm.adapter.geometry(sizes)]
         pixels = torch.cat([p[:n] for p, n in zip(pixels, views, strict=True)])
     tower, blocks = vlm.model.get_encoder(modality="image"), vlm.adapter.vision_blocks()
@@ -614,8 +614,8 @@ def test_padding_does_not_change_statistics(vlm: VLM) -> None:
             return tokens
 
     seen: list[dict] = []
-    for pictures in (CASES["three pictures"][:1], CASES["three pictures"]):
-        answer_logits(vlm, start(vlm, (MustDrop(**STRONG), Look()), pictures), [])
+    for images in (CASES["three pictures"][:1], CASES["three pictures"]):
+        answer_logits(vlm, start(vlm, (MustDrop(**STRONG), Look()), images), [])
     for layer in (1, 2):
         alone, together = (rows[layer] for rows in seen)
         assert len(together) > len(alone)
@@ -669,10 +669,10 @@ def test_logits_equal_dense_reference(
     for layer in range(4):
         gone = run.trace.layout.order[run.trace.depth <= layer]
         alive.append(torch.cat([~torch.isin(layout.order, gone), ones]))
-    held = [int(rows.sum()) for rows in alive]
-    assert held[0] == len(layout) + len(TOKENS)
-    assert held[0] > held[1] >= held[2] == held[3]
-    assert run.cache.lengths() == held
+    lengths = [int(rows.sum()) for rows in alive]
+    assert lengths[0] == len(layout) + len(TOKENS)
+    assert lengths[0] > lengths[1] >= lengths[2] == lengths[3]
+    assert run.cache.lengths() == lengths
     for rows in alive:
         assert rows[: len(layout)][layout.protected].all()
     with torch.no_grad():
@@ -706,14 +706,14 @@ def test_cache_keeps_survivors_of_last_filter(vlm: VLM, case: str, policy: str) 
     layout, depth = run.prompt.layout, run.trace.depth
     n = len(TOKENS)
     for layer in range(4):
-        held = ~torch.isin(layout.order, run.trace.layout.order[depth <= layer])
+        before = ~torch.isin(layout.order, run.trace.layout.order[depth <= layer])
         left = ~torch.isin(layout.order, run.trace.layout.order[depth < 4])
-        kept = held if layer < 1 else left  # the first filter runs after layer 1
-        assert whole.cache.lengths()[layer] == int(held.sum()) + n
+        kept = before if layer < 1 else left  # the first filter runs after layer 1
+        assert whole.cache.lengths()[layer] == int(before.sum()) + n
         assert run.cache.lengths()[layer] == int(kept.sum()) + n
         for name in ("keys", "values"):
             mine, all_ = (getattr(r.cache.layers[layer], name)[0] for r in runs)
-            rows = kept[held].nonzero().flatten()
+            rows = kept[before].nonzero().flatten()
             assert torch.equal(mine[:, : len(rows)], all_[:, rows])
     assert run.cache.lengths()[0] > run.cache.lengths()[1] == run.cache.lengths()[3]
     assert whole.cache.lengths()[1] > whole.cache.lengths()[3]  # control: tokens can be dropped

@@ -41,9 +41,9 @@ def unmixed(x: int) -> int:
     return x
 
 
-def uniform(seed: int, place: int, token: int) -> float:
+def uniform(seed: int, position: int, token: int) -> float:
     """The uniform number from which one token's noise is computed."""
-    key = mixed(mixed(seed % WORD) + place * GOLDEN & WORD - 1)
+    key = mixed(mixed(seed % WORD) + position * GOLDEN & WORD - 1)
     return ((mixed((key + (token + 1) * GOLDEN) % WORD) >> 12) + 0.5) / 2**52
 
 
@@ -72,23 +72,23 @@ seeds = st.integers(-(2**70), 2**70)
 
 @settings(max_examples=60, deadline=None)
 @given(seeds, st.integers(0, 2**20), st.integers(1, 40))
-def test_noise_equals_integer_reference(seed: int, place: int, size: int) -> None:
+def test_noise_equals_integer_reference(seed: int, position: int, size: int) -> None:
     """The bits do not depend on the device: they result from integer products and shifts alone."""
-    mine = gumbel(seed, place, size)
+    mine = gumbel(seed, position, size)
     assert mine.dtype == torch.float64
-    wanted = [-math.log(-math.log(uniform(seed, place, token))) for token in range(size)]
+    wanted = [-math.log(-math.log(uniform(seed, position, token))) for token in range(size)]
     wanted = torch.tensor(wanted, dtype=torch.float64)
     # Two logarithms: the relative error of the inner result is the absolute error of the outer one.
     close(mine, wanted, terms=2, scale=1 + wanted.abs())
 
 
 def test_noise_depends_only_on_seed_position_and_token() -> None:
-    places = list(range(40))
-    one = {place: gumbel(5, place, 100) for place in places}
+    positions = list(range(40))
+    one = {position: gumbel(5, position, 100) for position in positions}
     torch.manual_seed(1)  # the global state has no effect
-    for place in reversed(places):
-        assert torch.equal(gumbel(5, place, 100), one[place])
-        assert torch.equal(gumbel(5, place, 7), one[place][:7])  # a smaller vocabulary
+    for position in reversed(positions):
+        assert torch.equal(gumbel(5, position, 100), one[position])
+        assert torch.equal(gumbel(5, position, 7), one[position][:7])  # a smaller vocabulary
     assert not torch.equal(one[0], one[1])
     assert not torch.equal(gumbel(6, 0, 100), one[0])
 
@@ -149,9 +149,9 @@ def test_tokens_are_gumbel_distributed(seed: int) -> None:
 
 
 def test_positions_and_seeds_are_gumbel_distributed() -> None:
-    over_places = torch.cat([gumbel(3, place, 4) for place in range(5000)])
+    over_positions = torch.cat([gumbel(3, position, 4) for position in range(5000)])
     over_seeds = torch.cat([gumbel(seed, 3, 4) for seed in range(5000)])
-    assert ks(over_places) < 2.23
+    assert ks(over_positions) < 2.23
     assert ks(over_seeds) < 2.23
 
 
@@ -175,7 +175,7 @@ def test_tokens_are_uncorrelated() -> None:
 
 def test_consecutive_positions_are_independent() -> None:
     """Few tokens and many positions, as in generation."""
-    rows = torch.stack([gumbel(11, place, 3) for place in range(8000)])
+    rows = torch.stack([gumbel(11, position, 3) for position in range(8000)])
     for a in range(3):
         for b in range(3):
             assert correlation(rows[1:, a], rows[:-1, b]) < 4.5

@@ -35,10 +35,10 @@ def grid_layout(side: int, tile: int = 0, newlines: bool = False) -> TokenLayout
     return layout.replace(kind=kind, item=torch.zeros(n, dtype=torch.int32), tile=tiles, box=box)
 
 
-def answer(layout: TokenLayout, depth: torch.Tensor, *pictures: Image.Image) -> SimpleNamespace:
+def answer(layout: TokenLayout, depth: torch.Tensor, *images: Image.Image) -> SimpleNamespace:
     trace = Trace()
     trace.begin(layout, LAYERS)
-    trace.depth, trace.images = depth, list(pictures)
+    trace.depth, trace.images = depth, list(images)
     return SimpleNamespace(trace=trace, recipe="test")
 
 
@@ -92,9 +92,9 @@ def test_kept_regions_are_outlined() -> None:
 
 
 def test_nothing_dropped_leaves_the_image_unchanged() -> None:
-    picture = tiny_models.picture(MIN_SIDE, MIN_SIDE)
-    (image,) = overlay(answer(grid_layout(4), torch.full((16,), LAYERS), picture))
-    assert np.array_equal(np.asarray(image)[:MIN_SIDE, :MIN_SIDE], np.asarray(picture))
+    source = tiny_models.picture(MIN_SIDE, MIN_SIDE)
+    (image,) = overlay(answer(grid_layout(4), torch.full((16,), LAYERS), source))
+    assert np.array_equal(np.asarray(image)[:MIN_SIDE, :MIN_SIDE], np.asarray(source))
 
 
 def test_crops_have_their_own_panel() -> None:
@@ -200,7 +200,7 @@ def test_captions_report_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[str] = []
     draw = overlays._caption
     monkeypatch.setattr(
-        overlays, "_caption", lambda picture, text: written.append(text) or draw(picture, text)
+        overlays, "_caption", lambda image, text: written.append(text) or draw(image, text)
     )
     overlay(merged_answer(4, [5, 15], [(0, 0, 0.5, 0.5), (0.75, 0.75, 1, 1)]))
     assert written == [
@@ -216,11 +216,11 @@ def test_captions_report_counts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_captions_wrap_at_the_image_width() -> None:
-    picture = plain(200, 20)
-    short, long = overlays._caption(picture, "a b"), overlays._caption(picture, "word " * 30)
+    image = plain(200, 20)
+    short, long = overlays._caption(image, "a b"), overlays._caption(image, "word " * 30)
     assert short.width == long.width == 200
     assert long.height > 3 * (short.height - 20)
-    assert overlays._caption(picture, "w" * 99).width > 200  # a word is never broken
+    assert overlays._caption(image, "w" * 99).width > 200  # a word is never broken
 
 
 def test_text_only_prompt_has_no_overlay() -> None:
@@ -230,9 +230,9 @@ def test_text_only_prompt_has_no_overlay() -> None:
 
 
 def test_overlays_of_generated_answers(random_vlm: vlmfast.VLM) -> None:
-    pictures = [tiny_models.picture(80, 60), tiny_models.picture(40, 90, seed=1)]
+    images = [tiny_models.picture(80, 60), tiny_models.picture(40, 90, seed=1)]
     recipes = ["hired:0.3", "grid", "downsample:0.3", "mustdrop:0.4", "visionzip:0.3"]
-    rows = random_vlm.compare("what?", pictures, recipes=recipes, max_new_tokens=2)
+    rows = random_vlm.compare("what?", images, recipes=recipes, max_new_tokens=2)
     for row in rows:
         drawn = vlmfast.overlay(row.answer)
         assert len(drawn) == 2

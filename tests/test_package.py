@@ -195,10 +195,10 @@ def test_example_video_matches_the_script(drawing, decoder: str) -> None:
     from vlmfast.media import load_video
     from vlmfast.scenes.examples import video_example
 
-    clip = load_video(ROOT / "examples" / "clip.mp4", num_frames=4, decoder=decoder)
+    video = load_video(ROOT / "examples" / "clip.mp4", num_frames=4, decoder=decoder)
     drawn = video_example(drawing.CLIP_SEED).frames
-    assert len(clip) == len(drawn) == 4
-    for got, frame in zip(clip.frames, drawn, strict=True):
+    assert len(video) == len(drawn) == 4
+    for got, frame in zip(video.frames, drawn, strict=True):
         assert np.array_equal(np.asarray(got), np.asarray(frame))
 
 

@@ -213,10 +213,10 @@ METHODS = {
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("pictures", [1, 2])
-def test_prefill_methods_equal_dense_reference(vlm, method, pictures) -> None:
+@pytest.mark.parametrize("num_images", [1, 2])
+def test_prefill_methods_equal_dense_reference(vlm, method, num_images) -> None:
     stage, rule = METHODS[method]
-    images = [picture(seed=i) for i in range(pictures)]
+    images = [picture(seed=i) for i in range(num_images)]
     tensors = vlm.inputs("what is here ?", images)
     sizes = [(p.height, p.width) for p in images]
     if stage.trained:

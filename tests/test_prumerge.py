@@ -36,8 +36,8 @@ def with_keys(stats: VisionStats) -> VisionStats:
     return stats_of(stats.items, {LAST: rows}, {LAST: keys})
 
 
-def reduced(stage: PruMerge, *pictures: dict) -> tuple[VisualTokens, VisualTokens]:
-    tokens, stats = prompt(*pictures)
+def reduced(stage: PruMerge, *images: dict) -> tuple[VisualTokens, VisualTokens]:
+    tokens, stats = prompt(*images)
     return tokens, stage.reduce(tokens, with_keys(stats), REQUEST)
 
 
@@ -151,16 +151,16 @@ def test_prompt_equals_reference_tower() -> None:
     gone = [i for i in range(16) if i not in kept.tolist()]
     expected = mixture(row, keys[1:], kept) @ features
     layout = run.prompt.layout
-    places = torch.cat([kept, torch.tensor(gone[-1:])])
-    first = int(layout.order[layout.visual][0]) - int(places.min())
-    assert torch.equal(layout.order[layout.visual] - first, places.sort().values)
+    positions = torch.cat([kept, torch.tensor(gone[-1:])])
+    first = int(layout.order[layout.visual][0]) - int(positions.min())
+    assert torch.equal(layout.order[layout.visual] - first, positions.sort().values)
     got = run.prompt.embeds[layout.visual]
     # The engine merges before or after the projector. Attention depends on all blocks, and the
     # softmax turns the rounding of its logits, which grows with them, into that of its weights.
-    expected = expected[places.argsort()]
+    expected = expected[positions.argsort()]
     scale = float(expected.abs().max()) * (1 + float(logits.abs().max()))
     close(got, expected, terms=2 * tower(vlm), scale=scale)
-    unmixed = features[places.sort().values]
+    unmixed = features[positions.sort().values]
     apart(got, unmixed, terms=2 * tower(vlm), scale=scale)  # control: merging changes the features
 
 

@@ -84,8 +84,8 @@ def test_cells_contain_their_patches(h: int, w: int, side: int) -> None:
     assert cells.shape == (1, -(-h // side) * across, side * side, 1)
     for y in range(h):
         for x in range(w):
-            cell, place = y // side * across + x // side, y % side * side + x % side
-            assert cells[0, cell, place] == y * w + x + 1
+            cell, slot = y // side * across + x // side, y % side * side + x % side
+            assert cells[0, cell, slot] == y * w + x + 1
     assert int((cells == 0).sum()) == cells.numel() - h * w
     assert torch.equal(to_patches(cells, (h, w), side), patches)
 
@@ -109,21 +109,23 @@ def geometry(tiles=(0, 0), first=0, clip=-1, frame=(0, 1), patches=(4, 4)) -> It
     return ItemGeometry((64, 64), tiles, views, patches, clip, frame)
 
 
-def clip(number: int, frames: int, tiles=(1, 1), first: int = 0, **kwargs) -> list[ItemGeometry]:
+def video_items(
+    number: int, frames: int, tiles=(1, 1), first: int = 0, **kwargs
+) -> list[ItemGeometry]:
     per = 1 + tiles[0] * tiles[1]
     return [geometry(tiles, first + i * per, number, (i, frames), **kwargs) for i in range(frames)]
 
 
 def test_plan_of_an_image_and_two_videos() -> None:
-    items = [geometry((1, 2)), *clip(0, 3, first=3), *clip(1, 2, first=9)]
+    items = [geometry((1, 2)), *video_items(0, 3, first=3), *video_items(1, 2, first=9)]
     choices = {-1: Choice(2, 4), 0: Choice(2, 1), 1: Choice(4, 2, crops=False)}
     plan = make_plan(items, lambda scene: choices[scene[0].clip])
     assert scenes(items) == [[0], [1, 2, 3], [4, 5]]
     assert plan.source[:13].tolist() == list(range(13))
     assert Counter(plan.source[13:].tolist()) == {0: 3, 1: 3, 2: 3, 9: 1, 11: 1}
     shown = {tuple(plan.source[s].tolist()) for rows in plan.sequences for s in rows}
-    picture = {(v,) * 4 for v in range(3)}
-    assert shown == picture | {(3, 5, 7), (4, 6, 8), (9, 9, 11, 11)}
+    image = {(v,) * 4 for v in range(3)}
+    assert shown == image | {(3, 5, 7), (4, 6, 8), (9, 9, 11, 11)}
     for rows in plan.sequences:
         expected = torch.linspace(0, 1, rows.shape[1]).expand(rows.shape)
         close(plan.time[rows], expected, scale=1)
@@ -148,7 +150,7 @@ def test_each_row_is_in_exactly_one_sequence(
     items: list[ItemGeometry] = []
     for number, (frames, tiles) in enumerate(parts):
         first = items[-1].views[1] if items else 0
-        items += clip(number, frames, tiles, first) if frames else [geometry(tiles, first)]
+        items += video_items(number, frames, tiles, first) if frames else [geometry(tiles, first)]
     plan = make_plan(items, lambda scene: Choice(2, repeats, crops or scene[0].clip < 0))
     rows = torch.cat([rows.flatten() for rows in plan.sequences])
     assert len(rows.unique()) == len(rows)
@@ -156,30 +158,30 @@ def test_each_row_is_in_exactly_one_sequence(
         v for item in items for v in range(*item.views)[: None if crops or item.clip < 0 else 1]
     ]
     assert Counter(plan.source[rows].tolist()) == dict.fromkeys(seen, repeats)
-    clips = torch.tensor([i for i, item in enumerate(items) for _ in range(*item.views)])
+    video_of_row = torch.tensor([i for i, item in enumerate(items) for _ in range(*item.views)])
     for sequence in (s for rows in plan.sequences for s in rows):
-        shown = clips[plan.source[sequence]].tolist()
+        shown = video_of_row[plan.source[sequence]].tolist()
         assert len({(items[i].clip, i if items[i].clip < 0 else -1) for i in shown}) == 1
 
 
 def test_budgets_attained_on_the_shipped_model() -> None:
     """136 tokens per frame: base view and one crop of 8 x 8 patches, 8 newlines."""
-    frames = clip(0, 4, patches=(8, 8))
-    picture = [geometry((2, 2), patches=(8, 8))]
+    frames = video_items(0, 4, patches=(8, 8))
+    image = [geometry((2, 2), patches=(8, 8))]
     assert tokens_in(frames[0]) == 136
-    assert tokens_in(picture[0]) == 336
+    assert tokens_in(image[0]) == 336
     wanted = {0.01: 4, 0.05: 8, 0.11: 16, 0.22: 32, 0.5: 64, 0.99: 136}
     for share, count in wanted.items():
         choice = nearest(frames, share, (2, 4), (1, 2, 4))
         assert tokens_out(frames[0], choice) == count, share
     # A crop of the same content is worth less than a repeat.
     assert nearest(frames, 0.22, (2, 4), (1, 2, 4)) == Choice(2, 2, crops=False)
-    assert nearest(clip(0, 4, (2, 2)), 0.25, (2, 4), (1, 2, 4)).crops
+    assert nearest(video_items(0, 4, (2, 2)), 0.25, (2, 4), (1, 2, 4)).crops
     wanted = {0.01: 20, 0.11: 40, 0.22: 80, 0.5: 160, 0.9: 336}
     for share, count in wanted.items():
-        choice = nearest(picture, share, (2, 4), (1, 2, 4))
+        choice = nearest(image, share, (2, 4), (1, 2, 4))
         assert choice.crops
-        assert tokens_out(picture[0], choice) == count, share
+        assert tokens_out(image[0], choice) == count, share
 
 
 # --- layers --------------------------------------------------------------------------------------
@@ -359,12 +361,12 @@ def test_budget_1_is_identity(vlm: VLM) -> None:
 
 def test_budget_1_gives_the_same_answer(vlm: VLM) -> None:
     vlm.adapter.modules["pvc", "auto", ""] = shaken(encoder(vlm))
-    picture = noise_picture(64, 64)
-    full = vlm.ask("What is it?", picture, max_new_tokens=8)
-    assert vlm.ask("What is it?", picture, recipe="pvc:1", max_new_tokens=8).token_ids == (
+    image = noise_picture(64, 64)
+    full = vlm.ask("What is it?", image, max_new_tokens=8)
+    assert vlm.ask("What is it?", image, recipe="pvc:1", max_new_tokens=8).token_ids == (
         full.token_ids
     )
-    other = vlm.ask("What is it?", picture, recipe="pvc:0.25", max_new_tokens=8)
+    other = vlm.ask("What is it?", image, recipe="pvc:0.25", max_new_tokens=8)
     assert other.token_ids != full.token_ids
     assert other.stats.visual_tokens_kept["pvc"] < other.stats.visual_tokens_in / 2
 
@@ -420,8 +422,8 @@ def test_token_positions_alternate_between_frames(next_vlm: VLM) -> None:
     layout, _, _ = visual(next_vlm, encoder(next_vlm), PVC(), frames(5))
     assert (layout.kind == Kind.VIDEO).all()
     assert (layout.tile == 0).all()
-    place = layout.grid[:, 1] % 2 * 2 + layout.grid[:, 2] % 2
-    turns = [place[layout.item == i].unique().tolist() for i in range(5)]
+    position = layout.grid[:, 1] % 2 * 2 + layout.grid[:, 2] % 2
+    turns = [position[layout.item == i].unique().tolist() for i in range(5)]
     assert turns == [[0], [3], [1], [2], [0]]
 
 
@@ -495,10 +497,10 @@ def test_grids_not_divisible_by_cells(next_vlm: VLM) -> None:
 
 
 def test_half_precision(next_vlm: VLM) -> None:
-    low = VLM(*build_llava_next(dtype=torch.bfloat16))
+    half = VLM(*build_llava_next(dtype=torch.bfloat16))
     media = (noise_picture(64, 64), frames(2))
     _, features, _ = visual(next_vlm, shaken(encoder(next_vlm)), PVC(), *media)
-    _, rounded, _ = visual(low, shaken(encoder(low)), PVC(), *media)
+    _, rounded, _ = visual(half, shaken(encoder(half)), PVC(), *media)
     assert rounded.dtype == torch.bfloat16
     near = torch.cosine_similarity(features, rounded.float(), dim=-1)
     assert float(near.min()) > 0.99

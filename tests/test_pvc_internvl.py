@@ -118,10 +118,10 @@ def test_untrained_tokens_are_local_means(vlm):
         into, _ = projected(vlm, PVC(image_repeat=repeats), **IMAGE)
         assert into.shape == before.shape == (3, 4, 4 * 32)
         rank = ranks(2)[0]
-        for place in range(4):
-            shown = rank[place] % repeats  # the repeat at this position
+        for slot in range(4):
+            shown = rank[slot] % repeats  # the repeat at this position
             logits = PRIOR * (rank == shown) + PRIOR * (rank % repeats == shown)
-            close(into[:, place], logits.softmax(0) @ before, terms=TERMS)
+            close(into[:, slot], logits.softmax(0) @ before, terms=TERMS)
     apart(into, before, terms=TERMS)
 
 
@@ -139,13 +139,13 @@ def tower_by_hand(
         time = module.time(torch.linspace(0, 1, frames))
         for index, block in enumerate(base.vision_tower.encoder.layer):
             if index in module.blocks and temporal:
-                of, seen = module.temporal[str(index)], []
+                layer, seen = module.temporal[str(index)], []
                 for t in range(frames):  # itself and the same row before
-                    past = of.norm(hidden[: t + 1], time[: t + 1, None])
-                    q, k, v = of.qkv(past).unflatten(-1, (3, of.heads, -1)).unbind(2)
+                    past = layer.norm(hidden[: t + 1], time[: t + 1, None])
+                    q, k, v = layer.qkv(past).unflatten(-1, (3, layer.heads, -1)).unbind(2)
                     logits = torch.einsum("nhd,tnhd->nht", q[t], k) * q.shape[-1] ** -0.5
                     value = torch.einsum("nht,tnhd->nhd", logits.softmax(-1), v)
-                    seen.append(hidden[t] + of.out(value.flatten(1)))
+                    seen.append(hidden[t] + layer.out(value.flatten(1)))
                 hidden = torch.stack(seen)
             hidden = block(hidden)
             hidden = hidden[0] if isinstance(hidden, tuple) else hidden
@@ -153,11 +153,11 @@ def tower_by_hand(
         rows = base.pixel_shuffle(hidden.view(frames, 4, 4, -1), 0.5).flatten(1, 2)
         found = []
         for t, cell in enumerate(to_cells(rows, (2, 2), 2)[:, 0]):
-            of = module.compress["2"]
-            y = of.norm(cell, time[t])
+            layer = module.compress["2"]
+            y = layer.norm(cell, time[t])
             home = ranks(2)[t % 4] == 0
-            logits = of.score(y)[:, 0] + of.home * home + of.share
-            found.append(logits.softmax(0) @ cell + of.mlp(y.flatten()))
+            logits = layer.score(y)[:, 0] + layer.home * home + layer.share
+            found.append(logits.softmax(0) @ cell + layer.mlp(y.flatten()))
         return torch.stack(found)
     finally:
         vlm.model.set_attn_implementation("sdpa")
@@ -170,8 +170,8 @@ def test_video_equals_formulas(vlm):
     pixels = vlm.inputs("what ?", **video(FRAMES))["pixel_values"]
     want = tower_by_hand(vlm, module, pixels)
     assert into.shape == (5, 4, 4 * 32)
-    for place in range(4):  # all positions of a cell contain its token
-        close(into[:, place], want, terms=TERMS)
+    for slot in range(4):  # all positions of a cell contain its token
+        close(into[:, slot], want, terms=TERMS)
     apart(into[:, 0], tower_by_hand(vlm, module, pixels, temporal=False), terms=TERMS)
     # The position of the token within its cell alternates from frame to frame.
     grid = answer.trace.entered.grid
@@ -258,8 +258,10 @@ def test_gradients_reach_every_weight(vlm):
     module = module_of(vlm, True).train()
     use(vlm, module)
     vlm.model.requires_grad_(False)
-    clip = vlm.inputs("what ?", **video(FRAMES))
-    of_video = Inputs(clip, [(40, 40)] * 5, "what ?", [(0, i, 5, float(i)) for i in range(5)])
+    video_inputs = vlm.inputs("what ?", **video(FRAMES))
+    of_video = Inputs(
+        video_inputs, [(40, 40)] * 5, "what ?", [(0, i, 5, float(i)) for i in range(5)]
+    )
     # Frames need temporal attention; only repeats divide the patches of a cell.
     of_image = Inputs(vlm.inputs("what ?", images=FRAMES[0]), [(40, 40)], "what ?")
     for stage in (PVC(), PVC(side=4)):

@@ -110,9 +110,9 @@ def test_parameters_change_the_answer(vlm):
 
 def test_text_only_and_video_prompts(vlm):
     assert vlm.ask("what ?", recipe="pyramiddrop", max_new_tokens=3).token_ids
-    clip = [picture(i, 40, 40) for i in range(4)]
+    video = [picture(i, 40, 40) for i in range(4)]
     answer = vlm.ask(
-        "what ?", video=clip, num_frames=4, recipe="hired:0.5+pyramiddrop", max_new_tokens=3
+        "what ?", video=video, num_frames=4, recipe="hired:0.5+pyramiddrop", max_new_tokens=3
     )
     kept = answer.stats.visual_tokens_per_layer
     assert kept[0] > kept[1] > kept[2] > kept[3] >= 1

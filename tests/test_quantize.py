@@ -117,7 +117,7 @@ def test_dequantization_error_is_within_half_a_step(
 ):
     keys = noise(2, n, 16, seed=seed, spread=spread, dtype=dtype)
     values = noise(2, n, 16, seed=seed + 1, spread=spread, dtype=dtype)
-    of = quantise(
+    stored = quantise(
         keys,
         values,
         torch.arange(n).expand(2, -1),
@@ -127,19 +127,19 @@ def test_dequantization_error_is_within_half_a_step(
         value_group=value_group,
         scaled=scaled,
     )
-    assert of.key == (bits, group, 16 // (value_group or 16), scaled)
-    k, v = of.dequantise(FLOAT)
-    step = of.key_step.float()
+    assert stored.key == (bits, group, 16 // (value_group or 16), scaled)
+    k, v = stored.dequantise(FLOAT)
+    step = stored.key_step.float()
     step = step.repeat_interleave(group, 1)[:, :n] if group else step
     # The quotient is rounded, the sum of scaled code and minimum, and a step that is
     # subnormal in float16, by half a unit of 2**-24.
     step_slack = (2**bits - 1) * 2**-25
     slack = tolerance(FLOAT, 3, keys.float().abs().amax()) + step_slack
     assert bool(((k - keys.float()).abs() <= 0.5 * step + slack).all())
-    step = of.value_step.float().repeat_interleave(value_group or 16, 2)
+    step = stored.value_step.float().repeat_interleave(value_group or 16, 2)
     if scaled:
-        step = step * of.value_scale.float()[:, None]
-        step_slack = step_slack * of.value_scale.float()[:, None]
+        step = step * stored.value_scale.float()[:, None]
+        step_slack = step_slack * stored.value_scale.float()[:, None]
     slack = tolerance(FLOAT, 3, values.float().abs().amax()) + step_slack
     error = (v - values.float()).abs()
     assert bool((error <= 0.5 * step + slack).all())
@@ -161,12 +161,12 @@ def test_stored_minimum_is_below_the_true_one():
 @pytest.mark.parametrize("value", [0.0, 1.5, -3.0, 1e-7])
 def test_constant_groups_round_trip(bits, value):
     x = torch.full((1, 5, 16), value)
-    of = quantise(x, x, torch.arange(5)[None], torch.tensor([5]), bits, scaled=True)
-    assert bool((of.key_step == 1).all()) and not of.key_codes.any()
+    stored = quantise(x, x, torch.arange(5)[None], torch.tensor([5]), bits, scaled=True)
+    assert bool((stored.key_step == 1).all()) and not stored.key_codes.any()
     # A float16 minimum is lower by less than a unit in the last place, also for subnormal
     # numbers; and the scale is rounded.
     half = torch.finfo(torch.float16)
-    for back in of.dequantise(FLOAT):
+    for back in stored.dequantise(FLOAT):
         assert (back - x).abs().max() <= 1.5 * half.eps * max(abs(value), half.smallest_normal)
 
 
@@ -275,9 +275,9 @@ def test_batched_segments_equal_single_rows(bits, group, scaled, sizes, biased, 
         assert same(row, single)
     order = torch.tensor([*range(len(sizes))])
     if joined.bias is None:
-        held = [single.held_bytes() for single in singles]
-        assert joined.held_bytes() == sum(held)
-        assert joined.rows(order[:1]).held_bytes() == held[0]
+        sizes_in_bytes = [single.held_bytes() for single in singles]
+        assert joined.held_bytes() == sum(sizes_in_bytes)
+        assert joined.rows(order[:1]).held_bytes() == sizes_in_bytes[0]
     assert all(bool(x.isfinite().all()) for x in joined.dequantise(FLOAT))
     assert same(joined.rows(order.flip(0)).rows(order.flip(0)), joined.rows(order))
 
@@ -333,7 +333,7 @@ def test_incompatible_pages_raise():
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_bytes_count_existing_slots_only(bits, group, value_group, scaled, biased):
     n, dim, lengths = 40, 16, [40, 21, 0]
-    of = segment(
+    stored = segment(
         heads=3,
         n=n,
         bits=bits,
@@ -351,8 +351,8 @@ def test_bytes_count_existing_slots_only(bits, group, value_group, scaled, biase
         expected += 2 * 2 * groups * dim  # key step and minimum
         expected += 2 * dim * (scaled and length > 0)
         expected += 4 * length * biased
-    assert of.held_bytes() == expected
-    assert of.unsqueeze().held_bytes() == expected
+    assert stored.held_bytes() == expected
+    assert stored.unsqueeze().held_bytes() == expected
     assert segment(heads=3, n=n, bits=bits, lengths=[40, 21, 1]).held_bytes() != expected
 
 
@@ -460,22 +460,22 @@ def test_attention_equals_dense_over_dequantized(seed, heads, shared, rows, empt
     apart(wrong, expected.float(), terms=terms)
 
 
-def poisoned(of: Segment) -> Segment:
+def poisoned(stored: Segment) -> Segment:
     """Garbage in the padding slots, including their parameters."""
-    gone = ~of.valid[..., None]
-    groups = of.key_step
-    if of.group:
-        first = torch.arange(groups.shape[-2]) * of.group
-        unused = (first >= of.lengths[..., None])[..., None]
+    gone = ~stored.valid[..., None]
+    groups = stored.key_step
+    if stored.group:
+        first = torch.arange(groups.shape[-2]) * stored.group
+        unused = (first >= stored.lengths[..., None])[..., None]
         groups = groups.masked_fill(unused, torch.nan)
     return replace(
-        of,
-        key_codes=of.key_codes.masked_fill(gone, 255),
-        value_codes=of.value_codes.masked_fill(gone, 255),
+        stored,
+        key_codes=stored.key_codes.masked_fill(gone, 255),
+        value_codes=stored.value_codes.masked_fill(gone, 255),
         key_step=groups,
-        value_step=of.value_step.masked_fill(gone, torch.nan),
-        value_min=of.value_min.masked_fill(gone, torch.inf),
-        bias=None if of.bias is None else of.bias.masked_fill(gone[..., 0], torch.nan),
+        value_step=stored.value_step.masked_fill(gone, torch.nan),
+        value_min=stored.value_min.masked_fill(gone, torch.inf),
+        bias=None if stored.bias is None else stored.bias.masked_fill(gone[..., 0], torch.nan),
     )
 
 
@@ -484,18 +484,18 @@ def poisoned(of: Segment) -> Segment:
 def test_padding_slots_are_not_read(biased, shared):
     case = problem(5, 2, shared, 2, empty_tail=True, biased=biased)
     clean = decode_mixed(**case, want_mass=True)
-    nobody = ~case["tail_mask"].any(2)
+    unseen = ~case["tail_mask"].any(2)
     dirty = case | {
-        "segments": [poisoned(of) for of in case["segments"]],
-        "tail_keys": case["tail_keys"].masked_fill(nobody[..., None], torch.nan),
-        "tail_values": case["tail_values"].masked_fill(nobody[..., None], torch.inf),
+        "segments": [poisoned(part) for part in case["segments"]],
+        "tail_keys": case["tail_keys"].masked_fill(unseen[..., None], torch.nan),
+        "tail_values": case["tail_values"].masked_fill(unseen[..., None], torch.inf),
     }
     if biased:
-        dirty["tail_bias"] = case["tail_bias"].masked_fill(nobody, torch.nan)
+        dirty["tail_bias"] = case["tail_bias"].masked_fill(unseen, torch.nan)
     for ours, other in zip(clean, decode_mixed(**dirty, want_mass=True), strict=True):
         assert torch.equal(ours, other)
     # Control: the same garbage in existing slots changes the result.
-    longer = [replace(of, lengths=of.lengths + 1) for of in dirty["segments"]]
+    longer = [replace(part, lengths=part.lengths + 1) for part in dirty["segments"]]
     assert not bool(decode_mixed(**dirty | {"segments": longer})[0].isfinite().all())
 
 
@@ -524,8 +524,8 @@ def test_broadcast_mask():
 def test_the_order_of_segments_does_not_matter():
     case = problem(8, 2, 2, 1, empty_tail=False, biased=True)
     ours, other = (
-        decode_mixed(**case | {"segments": of})[0]
-        for of in (case["segments"], case["segments"][::-1])
+        decode_mixed(**case | {"segments": order})[0]
+        for order in (case["segments"], case["segments"][::-1])
     )
     close(ours, other, terms=16 + together(case)[0].shape[2])
 
@@ -535,10 +535,12 @@ def test_no_device_synchronization():
     case = problem(3, 2, 2, 1, empty_tail=False, biased=False)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         case = {
-            name: mode.from_tensor(of) if isinstance(of, Tensor) else of
-            for name, of in case.items()
+            name: mode.from_tensor(value) if isinstance(value, Tensor) else value
+            for name, value in case.items()
         }
-        case["segments"] = [of._each(lambda _, x: mode.from_tensor(x)) for of in case["segments"]]
+        case["segments"] = [
+            part._each(lambda _, x: mode.from_tensor(x)) for part in case["segments"]
+        ]
         out, lse, mass = decode_mixed(**case, want_mass=True)
         assert (out.shape, lse.shape, mass.shape) == ((3, 4, 1, 16), (3, 4, 1), (3, 2, 9))
         keys, lengths = torch.zeros(2, 8, 16), torch.full((2,), 8)
@@ -580,9 +582,9 @@ class Tail:
         self.calls = 0
 
     def write(self, key: Tensor, value: Tensor) -> None:
-        room = self.keys.new_full((len(self.keys), 1, self.keys.shape[2]), torch.nan)
-        self.keys, self.values = (torch.cat([x, room], 1) for x in (self.keys, self.values))
-        self.order = torch.cat([self.order, torch.zeros_like(room[..., 0]).long()], 1)
+        padding = self.keys.new_full((len(self.keys), 1, self.keys.shape[2]), torch.nan)
+        self.keys, self.values = (torch.cat([x, padding], 1) for x in (self.keys, self.values))
+        self.order = torch.cat([self.order, torch.zeros_like(padding[..., 0]).long()], 1)
         heads = torch.arange(len(key))
         self.keys[heads, self.length], self.values[heads, self.length] = key, value
         self.order[heads, self.length] = self.seen
@@ -610,17 +612,17 @@ def test_kivi_keeps_less_than_a_residual_in_full_precision(n):
     if n < 32:
         assert out is kv
         return
-    (of,) = out.segments
-    assert (len(of), len(out)) == (n // 32 * 32, n % 32)
-    assert of.key == (4, 8, 4, False)
-    assert torch.equal(torch.cat([of.order.long(), out.order], 1), kv.order)
-    assert torch.equal(out.keys, kv.keys[:, len(of) :])
+    (stored,) = out.segments
+    assert (len(stored), len(out)) == (n // 32 * 32, n % 32)
+    assert stored.key == (4, 8, 4, False)
+    assert torch.equal(torch.cat([stored.order.long(), out.order], 1), kv.order)
+    assert torch.equal(out.keys, kv.keys[:, len(stored) :])
     assert torch.equal(out.lengths, torch.full((2,), n % 32))
     own = quantise(
         kv.keys[:, 8:16], kv.values[:, 8:16], kv.order[:, 8:16], torch.tensor([8, 8]), 4,
         key_group=8, value_group=8,
     )  # fmt: skip
-    keys, values = of.dequantise(FLOAT)
+    keys, values = stored.dequantise(FLOAT)
     assert torch.equal(keys[:, 8:16], own.dequantise(FLOAT)[0])
     assert torch.equal(values[:, 8:16], own.dequantise(FLOAT)[1])
     assert not torch.equal(keys[:, :8], own.dequantise(FLOAT)[0])
@@ -628,8 +630,8 @@ def test_kivi_keeps_less_than_a_residual_in_full_precision(n):
 
 def test_kivi_uses_three_bits_per_value():
     kv = prompt(256, dim=64)
-    (of,) = Kivi().compress(pass_over(256), 0, kv, None).segments
-    assert of.held_bytes() * 8 == 3 * kv.keys.numel() * 2
+    (stored,) = Kivi().compress(pass_over(256), 0, kv, None).segments
+    assert stored.held_bytes() * 8 == 3 * kv.keys.numel() * 2
 
 
 def test_kivi_with_biases_and_ragged_heads():
@@ -638,19 +640,19 @@ def test_kivi_with_biases_and_ragged_heads():
     kv = prompt(80, lengths=[70, 41], bias=bias)
     kv.keys[1, 41:], kv.values[1, 41:] = torch.nan, torch.nan
     out = stage.compress(step, 0, kv, None)
-    (of,) = out.segments
-    assert len(of) == 32 and out.lengths.tolist() == [38, 9]
-    assert torch.equal(of.bias, bias[:, :32]) and torch.equal(out.bias, bias[:, 32:])
-    assert all(bool(x.isfinite().all()) for x in of.dequantise(FLOAT))
+    (stored,) = out.segments
+    assert len(stored) == 32 and out.lengths.tolist() == [38, 9]
+    assert torch.equal(stored.bias, bias[:, :32]) and torch.equal(out.bias, bias[:, 32:])
+    assert all(bool(x.isfinite().all()) for x in stored.dequantise(FLOAT))
     # Decoding quantizes what the shortest head has; it is 29 slots shorter than the longest.
     slots, part = Tail(out, step), stage.expand()[1]
-    held = []
+    lengths = []
     for _ in range(30):
         part.step(slots, 0)
-        held.append(slots.length.tolist())
+        lengths.append(slots.length.tolist())
         slots.write(noise(2, 32, seed=1), noise(2, 32, seed=2))
-    assert all(longest - shortest == 29 for longest, shortest in held)
-    assert held[6:8] == [[44, 15], [29 + 0, 0]]
+    assert all(longest - shortest == 29 for longest, shortest in lengths)
+    assert lengths[6:8] == [[44, 15], [29 + 0, 0]]
     assert all(bool(x.isfinite().all()) for p in slots.pages for x in p.dequantise(FLOAT))
 
 
@@ -669,11 +671,13 @@ def test_kivi_quantizes_answer_like_prompt(n):
     part.step(slots, 0)
     whole = stage.compress(pass_over(total), 0, kv, None)
     assert slots.held == len(whole) == total % 16
-    (of,) = slots.pages
-    assert same(of, whole.segments[0])
+    (stored,) = slots.pages
+    assert same(stored, whole.segments[0])
     assert torch.equal(slots.keys, whole.keys)
     assert slots.calls == total // 16 - n // 16
-    assert not same(of, Kivi(bits=4, group=8, residual=16).compress(step, 0, kv, None).segments[0])
+    assert not same(
+        stored, Kivi(bits=4, group=8, residual=16).compress(step, 0, kv, None).segments[0]
+    )
 
 
 def test_kivi_quantizes_many_new_tokens_at_once():
@@ -723,11 +727,11 @@ def test_least_salient_is_the_lowest_per_head(share, lengths, seed):
     n = max(*lengths, 1)
     score = noise(len(lengths), n, seed=seed)
     low = least_salient(score, share, torch.tensor(lengths))
-    for of, mine, length in zip(score, low, lengths, strict=True):
+    for row, mine, length in zip(score, low, lengths, strict=True):
         assert int(mine.sum()) == int(share * length)
         assert not mine[length:].any()
         if 0 < mine.sum() < length:
-            assert of[mine].max() < of[:length][~mine[:length]].min()
+            assert row[mine].max() < row[:length][~mine[:length]].min()
 
 
 def test_saliency_ties_prefer_the_lower_index():
@@ -746,8 +750,8 @@ def test_saliency_is_averaged_over_attending_rows():
     # If slots were dropped, each is divided by the number of rows that still attend to it.
     left = torch.tensor([0, 3, 4, 11, 19])
     kv = prompt(n).select(left)
-    some = ColumnStats(stats.nnz[:, left], stats.rows, stats.sum[..., left])
-    assert torch.equal(ZipCache().score(pass_over(n), kv, some), full[:, left])
+    remaining = ColumnStats(stats.nnz[:, left], stats.rows, stats.sum[..., left])
+    assert torch.equal(ZipCache().score(pass_over(n), kv, remaining), full[:, left])
 
 
 @pytest.mark.parametrize("lengths", [[40, 40], [40, 17]])
@@ -762,34 +766,36 @@ def test_zipcache_splits_slots_into_two_precisions(lengths):
     assert torch.equal(high.value_scale, low.value_scale)
     score = stage.score(step, kv, stats)
     for head, length in enumerate(lengths):
-        orders = [of.order[head, : of.lengths[head]].long() - 3 for of in (high, low)]
+        orders = [part.order[head, : part.lengths[head]].long() - 3 for part in (high, low)]
         assert torch.cat(orders).sort().values.tolist() == list(range(length))
         assert all(bool((order.diff() > 0).all()) for order in orders)
         assert score[head, orders[0]].min() > score[head, orders[1]].max()
-        for of, order in zip((high, low), orders, strict=True):
+        for part, order in zip((high, low), orders, strict=True):
             mine = slice(0, len(order))
-            assert torch.equal(of.bias[head, mine], kv.bias[head, order])
+            assert torch.equal(part.bias[head, mine], kv.bias[head, order])
             alone = quantise(
                 kv.keys[head : head + 1, order],
                 kv.values[head : head + 1, order],
                 kv.order[head : head + 1, order],
                 torch.tensor([len(order)]),
-                of.bits,
-                scaled=of.value_scale[head : head + 1],
+                part.bits,
+                scaled=part.value_scale[head : head + 1],
             )
-            for ours, other in zip(of.dequantise(FLOAT), alone.dequantise(FLOAT), strict=True):
+            for ours, other in zip(part.dequantise(FLOAT), alone.dequantise(FLOAT), strict=True):
                 assert torch.equal(ours[head, mine], other[0])
-    error = [(kv.keys.mean(1) - of.dequantise(FLOAT)[0].mean(1)).abs().mean() for of in (high, low)]
+    error = [
+        (kv.keys.mean(1) - part.dequantise(FLOAT)[0].mean(1)).abs().mean() for part in (high, low)
+    ]
     assert error[0] < error[1]
 
 
 @pytest.mark.parametrize(("important", "bits"), [(1.0, [4]), (0.0, [2]), (0.5, [4, 2])])
 def test_zipcache_with_one_precision(important, bits):
     out = ZipCache(important=important).compress(pass_over(20), 0, prompt(20), columns(20))
-    assert [of.bits for of in out.segments] == bits
+    assert [part.bits for part in out.segments] == bits
     equal = ZipCache(important=important, bits_high=8, bits_low=8)
-    (of,) = equal.compress(pass_over(20), 0, prompt(20), columns(20)).segments
-    assert (of.bits, len(of)) == (8, 20)
+    (part,) = equal.compress(pass_over(20), 0, prompt(20), columns(20)).segments
+    assert (part.bits, len(part)) == (8, 20)
 
 
 def test_zipcache_quantizes_answer_in_pages():

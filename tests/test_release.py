@@ -136,11 +136,11 @@ def test_unreleased_must_be_first() -> None:
 
 def citation_problems(text: str, version: str, license_: str) -> list[str]:
     """Problems of a CITATION.cff that can be checked offline."""
-    found, of = [], yaml.safe_load(text)
+    found, data = [], yaml.safe_load(text)
     fixed = {"cff-version": "1.2.0", "type": "software", "version": version, "license": license_}
-    found += [f"{k} is {of.get(k)!r}, not {v!r}" for k, v in fixed.items() if of.get(k) != v]
-    found += [f"{key} is missing" for key in ("title", "abstract", "message") if not of.get(key)]
-    for author in of.get("authors") or [{}]:
+    found += [f"{k} is {data.get(k)!r}, not {v!r}" for k, v in fixed.items() if data.get(k) != v]
+    found += [f"{key} is missing" for key in ("title", "abstract", "message") if not data.get(key)]
+    for author in data.get("authors") or [{}]:
         if not author.get("name") and not author.get("family-names"):
             found.append("an author has no name")
     return found
@@ -196,12 +196,12 @@ def form_problems(text: str) -> list[str]:
         found += [] if attributes.get("label") else [f"body {number}: label is missing"]
         if kind in ("dropdown", "checkboxes"):
             options = attributes.get("options") or []
-            texts = kind == "checkboxes" or all(isinstance(of, str) for of in options)
+            texts = kind == "checkboxes" or all(isinstance(option, str) for option in options)
             if not options or not texts:
                 found.append(f"body {number}: options must be texts")
     if None in ids or len(set(ids)) < len(ids):
         found.append("ids are missing or not unique")
-    if not any(of.get("validations", {}).get("required") for of in form.get("body") or []):
+    if not any(field.get("validations", {}).get("required") for field in form.get("body") or []):
         found.append("nothing is required")
     return found
 
@@ -237,16 +237,16 @@ def test_invalid_issue_forms_are_rejected(old: str, new: str, problem: str) -> N
 
 
 def test_issue_form_chooser() -> None:
-    of = yaml.safe_load((GITHUB / "ISSUE_TEMPLATE" / "config.yml").read_text(encoding="utf-8"))
-    assert of == {"blank_issues_enabled": True}
+    config = yaml.safe_load((GITHUB / "ISSUE_TEMPLATE" / "config.yml").read_text(encoding="utf-8"))
+    assert config == {"blank_issues_enabled": True}
 
 
 def test_commands_in_templates_exist() -> None:
     texts = {name: path.read_text(encoding="utf-8") for name, path in FORMS.items()}
     texts["pull request"] = (GITHUB / "PULL_REQUEST_TEMPLATE.md").read_text(encoding="utf-8")
     found = {name: commands(name, text) for name, text in texts.items()}
-    for of in found.values():
-        for command in of:
+    for group in found.values():
+        for command in group:
             check(command)
     assert "vlmfast env" in [command.text for command in found["bug.yml"]]
     assert "make test lint types docs" in [command.text for command in found["pull request"]]

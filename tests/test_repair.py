@@ -259,10 +259,10 @@ def test_received_logits_and_text_rows_from_one_layer(vlm) -> None:
         training.run(vlm, run.inputs, Look())
     n = run.inputs.tensors["input_ids"].shape[1]
     visual = run.inputs.tensors["input_ids"][0] == vlm.adapter.image_token_id
-    behind = n - 1 - int(visual.nonzero().max())
+    text_after = n - 1 - int(visual.nonzero().max())
     assert seen["received"].shape == (4, 1, n)
     # In training, answer rows do not contribute.
-    assert seen["text"].shape == (4, behind - 3, n)
+    assert seen["text"].shape == (4, text_after - 3, n)
 
 
 def test_requests_of_two_stages_are_joined() -> None:

@@ -254,7 +254,9 @@ def marked(vlm, tokens, items, shapes, call, view, patch) -> set[int]:
         one[0, row] = 1
     else:
         view += sum(shape[0] for shape in shapes[:call])
-        number = next((i for i, of in enumerate(items) if of.views[0] <= view < of.views[1]), None)
+        number = next(
+            (i for i, entry in enumerate(items) if entry.views[0] <= view < entry.views[1]), None
+        )
         if number is None:  # a padded view
             return set()
         views = adapter.whole_first(items[number])
@@ -264,9 +266,9 @@ def marked(vlm, tokens, items, shapes, call, view, patch) -> set[int]:
     spread = adapter.to_tokens(one, item)
     layout = tokens.layout
     mine = (layout.item == number) & layout.patches
-    place = (layout.grid[:, 1] * item.patches[1] + layout.grid[:, 2]).long()
+    slot = (layout.grid[:, 1] * item.patches[1] + layout.grid[:, 2]).long()
     index = mine.nonzero().flatten()
-    here = spread[layout.tile[index].long(), place[index]] > 0
+    here = spread[layout.tile[index].long(), slot[index]] > 0
     return set(index[here].tolist())
 
 
@@ -302,7 +304,7 @@ def test_received_attention_of_packed_images():
     vlm = VLM(*BUILD["qwen2_5_vl"]())
     adapter = vlm.adapter
     assert adapter.global_blocks() == [1, 3]
-    assert [adapter.salient_block(of) for of in ("first", "features", "last")] == [1, 3, 3]
+    assert [adapter.salient_block(block) for block in ("first", "features", "last")] == [1, 3, 3]
     module, seen = adapter.vision_blocks()[3].attn, {}
     handle = module.qkv.register_forward_hook(lambda m, a, out: seen.update(qkv=out))
     position = module.register_forward_pre_hook(
@@ -397,10 +399,10 @@ def test_sources_of_a_tower_with_cls(random_vlm):
         )
         for source in ("auto", "cls", "received", "norm")
     }
-    kept = {source: of.trace.entered.order.tolist() for source, of in answers.items()}
+    kept = {source: answer.trace.entered.order.tolist() for source, answer in answers.items()}
     assert kept["auto"] == kept["cls"]
-    assert len({tuple(of) for of in kept.values()}) == 3
-    named = {source: of.stats.saliency for source, of in answers.items()}
+    assert len({tuple(order) for order in kept.values()}) == 3
+    named = {source: answer.stats.saliency for source, answer in answers.items()}
     assert named == {"auto": "cls", "cls": "cls", "received": "received", "norm": "norm"}
 
 
@@ -412,7 +414,7 @@ def test_visionzip_keeps_equal_counts_without_cls(random_vlm):
         for source in ("cls", "received")
     }
     assert len(counts["cls"]) == len(counts["received"])
-    special = {source: int((of.kind == 4).sum()) for source, of in counts.items()}
+    special = {source: int((entered.kind == 4).sum()) for source, entered in counts.items()}
     assert special["received"] == 0 < special["cls"]
 
 

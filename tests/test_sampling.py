@@ -42,14 +42,14 @@ from vlmfast.engine.sampling import HostCriterion, Parameters, Sampler, Sampling
 
 V = 29
 PARTS = {
-    "repetition_penalty": lambda of: RepetitionPenaltyLogitsProcessor(of),
-    "remove_invalid": lambda of: InfNanRemoveLogitsProcessor(),
-    "temperature": lambda of: TemperatureLogitsWarper(of),
-    "top_k": lambda of: TopKLogitsWarper(of),
-    "top_p": lambda of: TopPLogitsWarper(of),
-    "min_p": lambda of: MinPLogitsWarper(of),
-    "typical_p": lambda of: TypicalLogitsWarper(of),
-    "normalize": lambda of: LogitNormalization(),
+    "repetition_penalty": lambda value: RepetitionPenaltyLogitsProcessor(value),
+    "remove_invalid": lambda value: InfNanRemoveLogitsProcessor(),
+    "temperature": lambda value: TemperatureLogitsWarper(value),
+    "top_k": lambda value: TopKLogitsWarper(value),
+    "top_p": lambda value: TopPLogitsWarper(value),
+    "min_p": lambda value: MinPLogitsWarper(value),
+    "typical_p": lambda value: TypicalLogitsWarper(value),
+    "normalize": lambda value: LogitNormalization(),
 }
 
 
@@ -134,7 +134,8 @@ def test_batched_scores_equal_hugging_face(
 ) -> None:
     logits = logits_of(len(chosen), size, seed, kind)
     rows = [
-        sampler(of, [(seed + i * k) % size for k in range(1 + i)]) for i, of in enumerate(chosen)
+        sampler(settings, [(seed + i * k) % size for k in range(1 + i)])
+        for i, settings in enumerate(chosen)
     ]
     before = logits.clone()
     assert same(together(rows, logits), huggingface(rows, logits))
@@ -156,7 +157,7 @@ def test_large_vocabularies_in_a_batch(size: int) -> None:
     """Also where PyTorch splits a long row among threads."""
     chosen = [SETTINGS, {}, {"typical_p": 0.9}, {"top_p": 0.95}, SETTINGS | {"normalize": True}]
     logits = logits_of(len(chosen), size, 3, "random")
-    rows = [sampler(of, [1, 2, 3]) for of in chosen]
+    rows = [sampler(settings, [1, 2, 3]) for settings in chosen]
     assert same(together(rows, logits), huggingface(rows, logits))
 
 
@@ -180,7 +181,7 @@ def test_parameters_change_scores(name: str) -> None:
     other = {name: 5 if name == "top_k" else SETTINGS[name] * 0.9}
     logits = logits_of(1, 5003, 1, "random").expand(2, -1) / 4
     wanted = huggingface([sampler(chosen, [1, 2, 3])] * 2, logits)
-    (got,) = together([sampler(of, [1, 2, 3]) for of in (chosen, other)], logits)
+    (got,) = together([sampler(settings, [1, 2, 3]) for settings in (chosen, other)], logits)
     assert same([got[:1]], wanted[:1])
     assert not same([got[1:]], wanted[1:])
 
@@ -203,7 +204,7 @@ def test_division_on_gpu_uses_the_reciprocal(monkeypatch) -> None:
     columns = sampling.Columns(rows, Cuda())
     logits = logits_of(1, 5003, 0, "random")
     seen = torch.ones(1, 5003, dtype=torch.bool)
-    one, other = (1 / torch.tensor(of) for of in (1.3, 0.7))
+    one, other = (1 / torch.tensor(number) for number in (1.3, 0.7))
     wanted = torch.where(logits < 0, logits * 1.3, logits * one) * other
     assert torch.equal(columns(logits, seen), wanted)
     divided = torch.where(logits < 0, logits * 1.3, logits / 1.3) / 0.7
@@ -240,7 +241,7 @@ UNKNOWN = {
 def test_custom_processors_run_per_row(name: str) -> None:
     logits = logits_of(3, V, 2, "random")
     chosen = [SETTINGS, LogitsProcessorList(UNKNOWN[name]), {"top_k": 3}]
-    rows = [sampler(of, [4, 9, 4]) for of in chosen]
+    rows = [sampler(settings, [4, 9, 4]) for settings in chosen]
     wanted = huggingface(rows, logits)
     batch = Sampling(rows)
     before = logits.clone()
@@ -266,16 +267,16 @@ def test_processor_that_changes_the_dtype() -> None:
 
     logits = logits_of(3, V, 2, "random")
     rows = [
-        sampler(of, [1], output_scores=True)
-        for of in ({"temperature": 0.3}, LogitsProcessorList([Double()]), {})
+        sampler(settings, [1], output_scores=True)
+        for settings in ({"temperature": 0.3}, LogitsProcessorList([Double()]), {})
     ]
     wanted = huggingface(rows, logits)
     torch.manual_seed(5)
     Sampling(rows).take(logits)
     assert [row.scores[0].dtype for row in rows] == [torch.float32, torch.float64, torch.float32]
     torch.manual_seed(5)
-    drawn = [int(torch.multinomial(of.softmax(-1), 1)) for of in wanted]
-    assert [row.tokens for row in rows] == [[of] for of in drawn]
+    drawn = [int(torch.multinomial(scores.softmax(-1), 1)) for scores in wanted]
+    assert [row.tokens for row in rows] == [[token] for token in drawn]
 
 
 # --- tokens that a repetition penalty counts -----------------------------------------------------
@@ -308,8 +309,8 @@ def test_repetition_penalty_counts_prompt_and_answer(ignored: Any) -> None:
         batch = batch.of(now)
         assert same(batch._scores(batch._raw(logits)), wanted)
         batch.take(logits)
-        assert [of.tokens[-1] for of in now] == [int(score.argmax()) for score in wanted]
-    assert [len(of.tokens) for of in rows] == [6, 4, 9, 4]
+        assert [r.tokens[-1] for r in now] == [int(score.argmax()) for score in wanted]
+    assert [len(r.tokens) for r in rows] == [6, 4, 9, 4]
     assert rows[0].ids[0].tolist() == [1, 2, 3, *rows[0].tokens]
     # The control: a sampled token affects later scores.
     alone = Sampling([row([1, 2, 3])])
@@ -367,12 +368,12 @@ def test_batched_tokens_equal_single_rows(chosen: list[tuple], size: int, seed: 
     """The state of torch's generator is the same afterwards."""
     rows = [
         sampler(
-            of,
+            settings,
             list(range(1 + number)),
             do_sample=way != "greedy",
             seed=seed * number if way == "seeded" else None,
         )
-        for number, (of, way) in enumerate(chosen)
+        for number, (settings, way) in enumerate(chosen)
     ]
     for step in range(2):
         logits = logits_of(len(rows), size, seed + step, "random")
@@ -404,12 +405,12 @@ def test_only_unseeded_rows_use_the_generator() -> None:
 def test_batched_noise_equals_single_rows() -> None:
     for size in (1, 7, 261, 5003, 40_001):
         seeds = [-5, 0, 2**63, 10**30, 17]
-        places = [0, 4, 4, 2**20, 1]
+        positions = [0, 4, 4, 2**20, 1]
         wanted = torch.stack(
-            [gumbel(seed, place, size) for seed, place in zip(seeds, places, strict=True)]
+            [gumbel(seed, position, size) for seed, position in zip(seeds, positions, strict=True)]
         )
-        assert torch.equal(gumbels(seeds, places, size), wanted)
-        assert not torch.equal(gumbels(seeds, places[::-1], size), wanted)
+        assert torch.equal(gumbels(seeds, positions, size), wanted)
+        assert not torch.equal(gumbels(seeds, positions[::-1], size), wanted)
 
 
 def test_scores_are_stored_on_request() -> None:
@@ -439,7 +440,7 @@ class Counts(StoppingCriteria):
         self.after = after
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        self.shown.append((input_ids[0].tolist(), [of.clone() for of in scores]))
+        self.shown.append((input_ids[0].tolist(), [score.clone() for score in scores]))
         return torch.tensor([len(self.shown) >= self.after])
 
 

@@ -54,11 +54,11 @@ def test_selection_equals_greedy_reference(alpha) -> None:
 def test_video_frames_cover_each_other() -> None:
     tokens, stats = prompt(*[{"tiles": (0, 0)}] * 3)
     stats = one_layer(stats)
-    clip = stats_of(
+    video = stats_of(
         tuple(replace(item, clip=0, frame=(i, 3)) for i, item in enumerate(stats.items)),
         stats.rows,
     )
-    kept = SCOPE(0.25).reduce(tokens, clip, REQUEST)
+    kept = SCOPE(0.25).reduce(tokens, video, REQUEST)
     attention = stats.rows[TOWER - 2].mean(1).flatten()
     chosen = by_hand(tokens.features, attention, 12, 1.0)
     assert torch.equal(kept.layout.order, tokens.layout.order[chosen])

@@ -247,9 +247,9 @@ def test_mmmu_counts_guesses():
     found = mmmu.metrics(samples, "official")
     assert found["fallbacks"] == 8
     assert found["mmmu_acc"] == round(11 / 32, 3)
-    sure = sum(s["score"] for s in samples if s["answered"])
-    assert found["mmmu_acc_expected"] == (sure + 8 / 4) / 32
-    stream, right = random.Random(42), sure
+    certain = sum(s["score"] for s in samples if s["answered"])
+    assert found["mmmu_acc_expected"] == (certain + 8 / 4) / 32
+    stream, right = random.Random(42), certain
     for _ in range(8):
         right += stream.choice("ABCD") == "A"
     assert found["mmmu_acc_stream"] == right / 32
@@ -270,7 +270,7 @@ def test_samples_are_sorted_by_id():
 
 def test_disciplines():
     assert len(mmmu.SUBJECTS) == 30
-    assert [len(of) for of in mmmu.DISCIPLINES.values()] == [4, 5, 5, 5, 4, 7]
+    assert [len(subjects) for subjects in mmmu.DISCIPLINES.values()] == [4, 5, 5, 5, 4, 7]
 
 
 def test_video_mme_denominators():

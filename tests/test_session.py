@@ -57,9 +57,9 @@ def image_for(vlm: VLM, seed: int = 0):
     return picture(seed=seed) if vlm.adapter.sizes()["width"] == 64 else picture(224, 224, seed)
 
 
-def turns_of(image, said: list[tuple[str, str]], question: str) -> list[dict]:
+def turns_of(image, pairs: list[tuple[str, str]], question: str) -> list[dict]:
     """A conversation in Hugging Face's schema, with the image in its first turn."""
-    texts = [text for pair in said for text in pair] + [question]
+    texts = [text for pair in pairs for text in pair] + [question]
     roles = itertools.cycle(["user", "assistant"])
     turns = [
         {"role": role, "content": [{"type": "text", "text": text}]}
@@ -91,17 +91,17 @@ def counted(vlm: VLM) -> Iterator[dict[str, int]]:
             handle.remove()
 
 
-def held(s: Session) -> dict[str, torch.Tensor]:
+def cache_tensors(s: Session) -> dict[str, torch.Tensor]:
     """Every tensor of a session's cache."""
     tensors: dict[str, torch.Tensor] = {}
     snapshot.pack(frozen(s._kept), tensors, "cache")
-    return {name: of.clone() for name, of in tensors.items() if ".trace" not in name}
+    return {name: tensor.clone() for name, tensor in tensors.items() if ".trace" not in name}
 
 
 def same(one: dict[str, torch.Tensor], another: dict[str, torch.Tensor]) -> bool:
     return one.keys() == another.keys() and all(
-        torch.equal(of, another[name]) and of.dtype == another[name].dtype
-        for name, of in one.items()
+        torch.equal(tensor, another[name]) and tensor.dtype == another[name].dtype
+        for name, tensor in one.items()
     )
 
 
@@ -115,22 +115,22 @@ def test_without_history_answers_equal_ask(family):
         assert s.reuses == "kv" and s.messages == []
         assert [s.ask(q, **ASK).token_ids for q in QUESTIONS] == expected
         # Questions leave no state: order and repetition do not matter.
-        before = held(s)
+        before = cache_tensors(s)
         assert [s.ask(q, **ASK).token_ids for q in QUESTIONS[::-1]] == expected[::-1]
-        assert same(held(s), before)
+        assert same(cache_tensors(s), before)
     with family.session(images=other, history=False) as s:
         assert [s.ask(q, **ASK).token_ids for q in QUESTIONS] != expected
 
 
 def test_with_history_answers_equal_chat(family):
-    image, said = image_for(family), []
+    image, turns = image_for(family), []
     with family.session(images=image) as s:
         for question in QUESTIONS:
-            expected = family.chat(turns_of(image, said, question), **ASK)
+            expected = family.chat(turns_of(image, turns, question), **ASK)
             answer = s.ask(question, **ASK)
             assert answer.token_ids == expected.token_ids and answer.text == expected.text
-            said.append((question, answer.text))
-        assert [turn["content"] for turn in s.messages] == [t for pair in said for t in pair]
+            turns.append((question, answer.text))
+        assert [turn["content"] for turn in s.messages] == [t for pair in turns for t in pair]
         assert [turn["role"] for turn in s.messages] == ["user", "assistant"] * 3
     # Control: without the conversation, the last question has another answer.
     if family.adapter.sizes()["width"] == 64:
@@ -144,15 +144,15 @@ def test_query_independent_reducers_reuse_the_cache(random_vlm, recipe):
     expected = [random_vlm.ask(q, image, recipe=recipe, **ASK) for q in QUESTIONS]
     with random_vlm.session(images=image, recipe=recipe, history=False) as s:
         assert s.reuses == "kv"
-        for question, of in zip(QUESTIONS, expected, strict=True):
+        for question, single in zip(QUESTIONS, expected, strict=True):
             answer = s.ask(question, **ASK)
-            assert answer.token_ids == of.token_ids and answer.recipe == of.recipe
-            assert answer.stats.kv_bytes == of.stats.kv_bytes < answer.stats.kv_bytes_full
-            assert answer.stats.equivalent_tokens == of.stats.equivalent_tokens
-            assert answer.stats.visual_tokens_kept == of.stats.visual_tokens_kept
-            assert torch.equal(answer.trace.depth, of.trace.depth)
+            assert answer.token_ids == single.token_ids and answer.recipe == single.recipe
+            assert answer.stats.kv_bytes == single.stats.kv_bytes < answer.stats.kv_bytes_full
+            assert answer.stats.equivalent_tokens == single.stats.equivalent_tokens
+            assert answer.stats.visual_tokens_kept == single.stats.visual_tokens_kept
+            assert torch.equal(answer.trace.depth, single.trace.depth)
             assert answer.trace.images == [image] or answer.trace.images[0].size == image.size
-    assert [of.token_ids for of in expected] != full
+    assert [single.token_ids for single in expected] != full
 
 
 @pytest.mark.parametrize(
@@ -161,11 +161,11 @@ def test_query_independent_reducers_reuse_the_cache(random_vlm, recipe):
 )
 def test_query_dependent_methods_select_per_question(random_vlm, recipe):
     """``reuses`` reports it, the tower does not run again, and answers equal ask and chat."""
-    image, said = picture(), []
+    image, turns = picture(), []
     with random_vlm.session(images=image, recipe=recipe) as s:
         assert s.reuses == "features" and s.bytes == 0
         for question in QUESTIONS:
-            expected = random_vlm.chat(turns_of(image, said, question), recipe=recipe, **ASK)
+            expected = random_vlm.chat(turns_of(image, turns, question), recipe=recipe, **ASK)
             with counted(random_vlm) as count:
                 answer = s.ask(question, **ASK)
             assert count["looks"] == 0
@@ -174,7 +174,7 @@ def test_query_dependent_methods_select_per_question(random_vlm, recipe):
             assert answer.stats.visual_tokens_per_layer == expected.stats.visual_tokens_per_layer
             assert answer.stats.visual_tokens_kept == expected.stats.visual_tokens_kept
             assert torch.equal(answer.trace.depth, expected.trace.depth)
-            said.append((question, answer.text))
+            turns.append((question, answer.text))
     with random_vlm.session(images=image, recipe=recipe, history=False) as s:
         for question in QUESTIONS:
             expected = random_vlm.ask(question, image, recipe=recipe, **ASK)
@@ -234,8 +234,8 @@ def test_questions_use_the_compressed_images(recipe, history):
         with counted(vlm) as count:
             answers = [s.ask(q, **ASK) for q in QUESTIONS[:2]]
         assert count["looks"] == 0
-        for answer, of in zip(answers, full, strict=True):
-            assert answer.stats.kv_bytes < 0.9 * of.stats.kv_bytes
+        for answer, single in zip(answers, full, strict=True):
+            assert answer.stats.kv_bytes < 0.9 * single.stats.kv_bytes
             assert answer.recipe == recipe
         # The cache does not depend on the first question.
         if not history:
@@ -250,10 +250,10 @@ def test_decode_stages_cause_full_reprefill_on_mismatch(vlm):
     with vlm.session(images=picture(), recipe=SMALL["h2o"]) as s:
         s.ask(QUESTIONS[0], **ASK)
         answer = s.ask(QUESTIONS[1], **ASK)
-        said = s.messages
+        messages = s.messages
     assert answer.stats.prompt_reused == 0
     with vlm.session(images=picture(), recipe=SMALL["h2o"]) as s:
-        s.messages = said[:2]
+        s.messages = messages[:2]
         assert s.ask(QUESTIONS[1], **ASK).token_ids == answer.token_ids
         s._drop()
         s.messages = []
@@ -263,32 +263,32 @@ def test_decode_stages_cause_full_reprefill_on_mismatch(vlm):
 def test_conversation_can_be_replaced(vlm):
     with vlm.session(images=picture()) as s:
         answers = [s.ask(question, **ASK) for question in QUESTIONS[:3]]
-        said = s.messages
-        s.messages = said[:4]  # remove the last question
+        messages = s.messages
+        s.messages = messages[:4]  # remove the last question
         again = s.ask(QUESTIONS[2], **ASK)
-        assert again.token_ids == answers[2].token_ids and s.messages == said
+        assert again.token_ids == answers[2].token_ids and s.messages == messages
         assert again.stats.prompt_reused > answers[1].stats.prompt_reused
         with vlm.session(images=picture()) as other:
-            other.messages = said[:4]
+            other.messages = messages[:4]
             assert other.ask(QUESTIONS[2], **ASK).token_ids == again.token_ids
         s.messages = []
         assert s.ask(QUESTIONS[2], **ASK).token_ids != again.token_ids
-        said = s.messages
+        messages = s.messages
         for wrong, words in (
-            ([said[1], said[0]], r"messages\[0\] must have the role user"),
+            ([messages[1], messages[0]], r"messages\[0\] must have the role user"),
             (
-                [{"role": "user", "content": [{"type": "image"}]}, said[1]],
+                [{"role": "user", "content": [{"type": "image"}]}, messages[1]],
                 r"messages\[0\] .* a text",
             ),
-            (said[:1], "must end with an answer"),
+            (messages[:1], "must end with an answer"),
         ):
             with pytest.raises(VLMFastError, match=words):
                 s.messages = wrong
-            assert s.messages == said
+            assert s.messages == messages
     with vlm.session(images=picture(), history=False) as s:
         s.messages = []
         with pytest.raises(VLMFastError, match="history=False"):
-            s.messages = said
+            s.messages = messages
 
 
 def test_logits_processors_see_the_whole_prompt(vlm):
@@ -316,13 +316,13 @@ def test_logits_processors_see_the_whole_prompt(vlm):
 
 
 def test_several_images_and_videos(family):
-    pictures = [image_for(family, seed) for seed in range(3)]
-    with family.session(images=pictures[:2], history=False) as s:
-        expected = family.ask(QUESTIONS[0], pictures[:2], **ASK).token_ids
+    images = [image_for(family, seed) for seed in range(3)]
+    with family.session(images=images[:2], history=False) as s:
+        expected = family.ask(QUESTIONS[0], images[:2], **ASK).token_ids
         assert s.ask(QUESTIONS[0], **ASK).token_ids == expected
         assert len(s.ask(QUESTIONS[0], **ASK).trace.images) == 2
-    with family.session(video=pictures, num_frames=3, history=False) as s:
-        expected = family.ask(QUESTIONS[0], video=pictures, num_frames=3, **ASK).token_ids
+    with family.session(video=images, num_frames=3, history=False) as s:
+        expected = family.ask(QUESTIONS[0], video=images, num_frames=3, **ASK).token_ids
         assert s.ask(QUESTIONS[0], **ASK).token_ids == expected
         assert s.ask(QUESTIONS[0], restore=True, **ASK).token_ids == expected
 
@@ -337,15 +337,15 @@ def test_text_only_session(vlm, recipe):
         with pytest.raises(VLMFastError, match="this session has none"):
             s.ask(QUESTIONS[0], restore=True)
     with vlm.session() as s:
-        said = []
+        pairs = []
         for question in QUESTIONS:
-            texts = [text for pair in said for text in pair] + [question]
+            texts = [text for pair in pairs for text in pair] + [question]
             roles = itertools.cycle(["user", "assistant"])
             turns = [{"role": r, "content": t} for r, t in zip(roles, texts, strict=False)]
             answer = s.ask(question, **ASK)
             assert answer.token_ids == vlm.chat(turns, **ASK).token_ids
-            assert bool(answer.stats.prompt_reused) == bool(said)
-            said.append((question, answer.text))
+            assert bool(answer.stats.prompt_reused) == bool(pairs)
+            pairs.append((question, answer.text))
 
 
 def test_streaming(vlm):
@@ -488,12 +488,12 @@ def test_loaded_session_continues_bit_for_bit(vlm, tmp_path, recipe, history):
             assert mine.stats.prompt_reused == its.stats.prompt_reused
             assert mine.stats.prompt_fed == its.stats.prompt_fed
             assert torch.equal(mine.trace.depth, its.trace.depth) and its.trace.images == []
-            assert s.reuses == "features" or same(held(s), held(loaded))
+            assert s.reuses == "features" or same(cache_tensors(s), cache_tensors(loaded))
         mine = s.ask(QUESTIONS[0], restore=True, **options)
         assert loaded.ask(QUESTIONS[0], restore=True, **options).token_ids == mine.token_ids
         if s.reuses == "kv":  # control of the cache comparison
             s._kept.decoder.position.add_(1)
-            assert not same(held(s), held(loaded))
+            assert not same(cache_tensors(s), cache_tensors(loaded))
 
 
 def test_in_encoder_sessions_can_be_saved(vlm, tmp_path):
@@ -562,12 +562,12 @@ def test_flipped_bytes_are_rejected(vlm, saved, tmp_path):
     path.write_bytes(data)
     vlm.load_session(path).close()
     # Half of the positions are in the header, which is smaller.
-    places = [rng.randrange(header) for _ in range(500)]
-    places += [rng.randrange(header, len(data)) for _ in range(500)]
-    places += [*range(100), len(data) - 1]
-    for place in places:
+    offsets = [rng.randrange(header) for _ in range(500)]
+    offsets += [rng.randrange(header, len(data)) for _ in range(500)]
+    offsets += [*range(100), len(data) - 1]
+    for offset in offsets:
         flipped = bytearray(data)
-        flipped[place] ^= 1 << rng.randrange(8)
+        flipped[offset] ^= 1 << rng.randrange(8)
         path.write_bytes(flipped)
         with pytest.raises(VLMFastError, match=r"is damaged|is not a saved session"):
             vlm.load_session(path)

@@ -53,19 +53,19 @@ def sessions(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[VLM, d
     return found
 
 
-def places(value: Any, found: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+def entries(value: Any, found: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
     """Container and key of every value in nested JSON."""
     items = value.items() if isinstance(value, dict) else enumerate(value)
-    for key, of in items:
+    for key, child in items:
         found.append((value, key))
-        if isinstance(of, dict | list):
-            places(of, found)
+        if isinstance(child, dict | list):
+            entries(child, found)
     return found
 
 
 def forge_value(rng: random.Random, about: Any) -> str:
     """Change, remove or add one value of the state."""
-    container, key = rng.choice(places(about, []))
+    container, key = rng.choice(entries(about, []))
     how = rng.randrange(8)
     if how == 0:
         del container[key]
@@ -80,7 +80,7 @@ def forge_value(rng: random.Random, about: Any) -> str:
         container[key] += rng.choice((-1, 1))
         return "counted wrong"
     if how == 3:
-        other, another = rng.choice(places(about, []))
+        other, another = rng.choice(entries(about, []))
         container[key] = copy.deepcopy(other[another])
         return "from elsewhere"
     container[key] = rng.choice(OTHERS)
@@ -90,32 +90,32 @@ def forge_value(rng: random.Random, about: Any) -> str:
 def forge_tensor(rng: random.Random, tensors: dict[str, torch.Tensor]) -> str:
     """Change the shape, type, length or one value of a tensor."""
     name = rng.choice(sorted(tensors))
-    of = tensors[name]
+    tensor = tensors[name]
     how = rng.randrange(7)
     if how == 0:
         del tensors[name]
         return "missing"
     if how == 1:
-        tensors[name] = of[..., None].contiguous()
+        tensors[name] = tensor[..., None].contiguous()
     elif how == 2:
-        tensors[name] = of.to(rng.choice((torch.float64, torch.int8, torch.bool, torch.int64)))
-    elif how == 3 and of.dim():
-        axis = rng.randrange(of.dim())
-        tensors[name] = of.narrow(axis, 0, max(of.shape[axis] - 1, 0)).contiguous()
-    elif how == 4 and of.dim():
-        tensors[name] = torch.cat([of, of], rng.randrange(of.dim()))
+        tensors[name] = tensor.to(rng.choice((torch.float64, torch.int8, torch.bool, torch.int64)))
+    elif how == 3 and tensor.dim():
+        axis = rng.randrange(tensor.dim())
+        tensors[name] = tensor.narrow(axis, 0, max(tensor.shape[axis] - 1, 0)).contiguous()
+    elif how == 4 and tensor.dim():
+        tensors[name] = torch.cat([tensor, tensor], rng.randrange(tensor.dim()))
     elif how == 5:
         tensors[name] = tensors[rng.choice(sorted(tensors))].clone()
-    elif of.numel():
-        of = of.clone()
-        of.view(-1)[rng.randrange(of.numel())] = (
+    elif tensor.numel():
+        tensor = tensor.clone()
+        tensor.view(-1)[rng.randrange(tensor.numel())] = (
             rng.choice((float("nan"), float("inf"), -1e30, 5.0))
-            if of.is_floating_point()
+            if tensor.is_floating_point()
             else rng.choice((-1, 0, 1, 100, 127))
-            if of.dtype in (torch.uint8, torch.int8, torch.bool)
+            if tensor.dtype in (torch.uint8, torch.int8, torch.bool)
             else rng.choice((-(2**31), -1, 0, 5, 10**6, 2**31 - 1))
         )
-        tensors[name] = of
+        tensors[name] = tensor
     return "tensor"
 
 

@@ -58,9 +58,9 @@ def test_clusters_example() -> None:
 def rule(vlm: VLM, tensors: dict, embeds: Tensor, recycle: bool):
     """The paper's rule on full attention maps."""
     visual = tensors["input_ids"][0] == vlm.adapter.image_token_id
-    behind = int(visual.nonzero().max()) + 1
-    s = (embeds[visual] @ embeds[behind:].T).softmax(-1).mean(0)
-    rating = behind + (s > s.mean()).nonzero()[:, 0]
+    text_start = int(visual.nonzero().max()) + 1
+    s = (embeds[visual] @ embeds[text_start:].T).softmax(-1).mean(0)
+    rating = text_start + (s > s.mean()).nonzero()[:, 0]
     n0 = int(visual.sum())
 
     def drop(layer, attention, hidden, rows):
@@ -74,10 +74,12 @@ def rule(vlm: VLM, tensors: dict, embeds: Tensor, recycle: bool):
             kept -= 1
         stays = order[:kept]
         if recycle:
-            some = torch.tensor(sorted(order[kept : kept + int(0.3 * (len(order) - kept)) + 1]))
-            means, centres, _ = clusters(hidden[some], total - kept)
-            hidden = hidden.index_copy(0, some[centres], means)
-            stays = stays + some[centres].tolist()
+            candidates = torch.tensor(
+                sorted(order[kept : kept + int(0.3 * (len(order) - kept)) + 1])
+            )
+            means, centres, _ = clusters(hidden[candidates], total - kept)
+            hidden = hidden.index_copy(0, candidates[centres], means)
+            stays = stays + candidates[centres].tolist()
         left = ~visual[rows]
         left[stays] = True
         return hidden, left
@@ -91,9 +93,9 @@ def word(recycle: bool, positions: str) -> str:
 
 @pytest.mark.parametrize("positions", ["compact", "keep"])
 @pytest.mark.parametrize("recycle", [True, False])
-@pytest.mark.parametrize("pictures", [1, 2])
-def test_prompt_equals_reference_prefill(vlm, positions, recycle, pictures, monkeypatch) -> None:
-    images = [picture(seed=i) for i in range(pictures)]
+@pytest.mark.parametrize("num_images", [1, 2])
+def test_prompt_equals_reference_prefill(vlm, positions, recycle, num_images, monkeypatch) -> None:
+    images = [picture(seed=i) for i in range(num_images)]
     tensors = vlm.inputs("what is here ?", images=images)
     embeds = embeds_of(vlm, tensors)
     n0 = int((tensors["input_ids"] == vlm.adapter.image_token_id).sum())

@@ -139,7 +139,7 @@ def test_seed_determines_the_sample(llava: VLM) -> None:
     one = llava.ask(QUESTION, **given(**SAMPLED))
     assert llava.ask(QUESTION, **given(**SAMPLED)).token_ids == one.token_ids
     assert llava.ask(QUESTION, **given(**SAMPLED | {"seed": 6})).token_ids != one.token_ids
-    free = {key: of for key, of in SAMPLED.items() if key != "seed"}
+    free = {key: value for key, value in SAMPLED.items() if key != "seed"}
     answers = []
     for seed in (0, 0, 1):
         torch.manual_seed(seed)
@@ -191,7 +191,7 @@ def test_greedy_equals_hugging_face() -> None:
 # --- the cache -----------------------------------------------------------------------------------
 
 
-def held(vlm: VLM, recipe: Recipe, wanted=None, tokens: int = 24) -> Decoder:
+def final_decoder(vlm: VLM, recipe: Recipe, wanted=None, tokens: int = 24) -> Decoder:
     """The decoder at the end of an answer."""
     seen = []
     with pytest.MonkeyPatch.context() as patch:
@@ -203,9 +203,9 @@ def held(vlm: VLM, recipe: Recipe, wanted=None, tokens: int = 24) -> Decoder:
 @pytest.mark.parametrize("recipe", ["none", "pyramiddrop", "lookm:0.8", "zipvl:page=8"])
 def test_cache_equals_single_token_decoding(vlm: VLM, recipe: str) -> None:
     wanted = vlm.ask(QUESTION, recipe=recipe, **given(max_new_tokens=24))
-    plain = held(vlm, Recipe.of(recipe))
+    plain = final_decoder(vlm, Recipe.of(recipe))
     knows = Knows(answer=tuple(wanted.token_ids), wrong=0.3)
-    drafts = held(vlm, Recipe.of(recipe) + knows)
+    drafts = final_decoder(vlm, Recipe.of(recipe) + knows)
     terms = network(vlm.model, max(plain.cache.lengths()))
     assert torch.equal(plain.position, drafts.position)
     assert plain.rows[0].steps == drafts.rows[0].steps
@@ -215,7 +215,7 @@ def test_cache_equals_single_token_decoding(vlm: VLM, recipe: str) -> None:
         assert one.stored == other.stored
         for head, length in enumerate(one.length[0].tolist()):
             for name in ("keys", "values"):
-                left, right = (getattr(of, name)[0, head, :length] for of in (one, other))
+                left, right = (getattr(cached, name)[0, head, :length] for cached in (one, other))
                 close(left, right, FLOAT, terms)
 
 
@@ -288,7 +288,7 @@ def test_min_new_tokens(llava: VLM) -> None:
 def test_stop_strings(llava: VLM) -> None:
     wanted = llava.ask(QUESTION, **given())
     letters = [llava.processor.tokenizer.decode([token]) for token in wanted.token_ids]
-    stops = [of for of in letters[2:30] if of.isascii() and of.isprintable()]
+    stops = [letter for letter in letters[2:30] if letter.isascii() and letter.isprintable()]
     assert len(stops) > 2
     for stop in stops[:4]:
         plain = llava.ask(QUESTION, **given(stop_strings=[stop]))
@@ -354,7 +354,7 @@ def test_scores_of_emitted_tokens(llava: VLM) -> None:
         if recipe is None:
             recipe = Recipe((Knows(answer=tuple(answered[0].tokens), wrong=0.3),))
         messages = messages_of(QUESTION, more["images"])
-        rest = {key: of for key, of in more.items() if key != "images"}
+        rest = {key: value for key, value in more.items() if key != "images"}
         sequence = sequence_of(llava.adapter, messages, recipe, gate(llava.adapter, rest))
         Engine(llava.adapter).answer(sequence)
         answered.append(sequence)
@@ -631,11 +631,16 @@ def test_strict_disables_drafts_in_batches_and_with_pages() -> None:
 def test_strict_and_drafted_rows_in_one_batch(llava: VLM, sampled: bool) -> None:
     """The strict row has no drafts, and no seed if sampled; the other row's trees do not matter."""
     wanted = llava.ask(QUESTION, **given(max_new_tokens=8))
-    beside = Recipe((Knows(answer=tuple(wanted.token_ids)),))
+    drafting_recipe = Recipe((Knows(answer=tuple(wanted.token_ids)),))
     strict = {"max_new_tokens": 8, "eos_token_id": None, "strict": True, "do_sample": sampled}
     requests = [
         Request(QUESTION, picture(seed=1), generation=strict),
-        Request(QUESTION, picture(seed=1), recipe=beside, generation={**strict, "strict": False}),
+        Request(
+            QUESTION,
+            picture(seed=1),
+            recipe=drafting_recipe,
+            generation={**strict, "strict": False},
+        ),
     ]
     requests[1].generation["do_sample"] = False
     first, second = llava.ask_many(requests, batch_size=2)
@@ -679,12 +684,12 @@ def processed_by(sequence, processors: Callable) -> Iterator[None]:
 def raw_bonus(patch) -> None:
     """The token after a fully accepted path is sampled from unprocessed logits."""
 
-    def walked(tree, logits, take, sure=None):
+    def walked(tree, logits, take, is_unambiguous=None):
         path, emitted, node = [], [], 0
         while node is not None:
             sequence, bare = take.args[0], not tree.children[node]
             path.append(node)
-            other = (lambda _, of: of) if bare else sequence.sampler.processors
+            other = (lambda _, scores: scores) if bare else sequence.sampler.processors
             with processed_by(sequence, other):
                 token, done = take(logits[node])
             emitted.append(token)
@@ -706,9 +711,9 @@ def keyed_by_depth(patch) -> None:
 
     gumbels, offset = sampling.gumbels, [0]
 
-    def walked(tree, logits, take, sure=None):
+    def walked(tree, logits, take, is_unambiguous=None):
         offset[0] = take.args[0].sampler.length
-        return speculation.walk(tree, logits, take, sure)
+        return speculation.walk(tree, logits, take, is_unambiguous)
 
     patch.setattr(engines, "walk", walked)
     patch.setattr(
@@ -717,7 +722,7 @@ def keyed_by_depth(patch) -> None:
 
 
 def unprocessed_root(patch) -> None:
-    def walked(tree, logits, take, sure=None):
+    def walked(tree, logits, take, is_unambiguous=None):
         sequence = take.args[0]
         keep, first = sequence.sampler.processors, []
 
@@ -726,7 +731,7 @@ def unprocessed_root(patch) -> None:
             return scores if len(first) == 1 else keep(ids, scores)
 
         with processed_by(sequence, processor):
-            return speculation.walk(tree, logits, take, sure)
+            return speculation.walk(tree, logits, take, is_unambiguous)
 
     patch.setattr(engines, "walk", walked)
 
@@ -743,8 +748,8 @@ def not_compacted(patch) -> None:
 def stop_ignored(patch) -> None:
     """Stopping criteria are checked only at the end of a path."""
 
-    def walked(tree, logits, take, sure=None):
-        return speculation.walk(tree, logits, lambda row: (take(row)[0], False), sure)
+    def walked(tree, logits, take, is_unambiguous=None):
+        return speculation.walk(tree, logits, lambda row: (take(row)[0], False), is_unambiguous)
 
     patch.setattr(engines, "walk", walked)
 

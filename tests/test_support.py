@@ -45,7 +45,7 @@ def table() -> dict[str, dict[str, str]]:
     lines = [line.split("|")[1:-1] for line in text.strip().splitlines()]
     if not lines:
         return {}
-    names = [of.strip(" `") for of in lines[0][1:]]
+    names = [method.strip(" `") for method in lines[0][1:]]
     rows = {line[0].strip(" `"): line[1:] for line in lines[2:]}
     return {
         name: {method: cells[number].strip() for method, cells in rows.items()}

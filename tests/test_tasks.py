@@ -109,7 +109,7 @@ LISTED = "This video's subtitles are listed below:"
 
 
 @pytest.mark.parametrize(
-    ("mode", "subtitles", "said", "text"),
+    ("mode", "subtitles", "spoken_text", "text"),
     [
         ("official", False, None, f"{SELECT}. {ONLY}\n{BOTH}\nThe best answer is:"),
         (
@@ -138,21 +138,21 @@ LISTED = "This video's subtitles are listed below:"
         ),
     ],
 )  # fmt: skip
-def test_video_mme_prompts(mode, subtitles, said, text):
-    assert video_mme.prompt("Which is it?", ("A. x", "B. y"), mode, subtitles, said) == text
+def test_video_mme_prompts(mode, subtitles, spoken_text, text):
+    assert video_mme.prompt("Which is it?", ("A. x", "B. y"), mode, subtitles, spoken_text) == text
 
 
 @pytest.mark.parametrize(
-    ("mode", "behind"),
+    ("mode", "suffix"),
     [
         ("official", ""),
         ("lmms-eval", "\nAnswer the question using a single word or phrase."),
         ("vlmevalkit", " Please answer yes or no."),
     ],
 )
-def test_pope_prompts(objects, mode, behind):
+def test_pope_prompts(objects, mode, suffix):
     doc = find_task("pope", data=objects, mode=mode).docs(1, 0)[0]
-    assert doc.question == "Is there a circle in the image?" + behind
+    assert doc.question == "Is there a circle in the image?" + suffix
 
 
 # --- mmmu ----------------------------------------------------------------------------------------
@@ -180,11 +180,11 @@ def shown(task, docs, name: str) -> list:
 
 
 @pytest.mark.parametrize("write", [write_rows, write_plain])
-@pytest.mark.parametrize("room", [None, 0])
-def test_images_are_loaded_by_number(tmp_path, write, room):
+@pytest.mark.parametrize("limit", [None, 0])
+def test_images_are_loaded_by_number(tmp_path, write, limit):
     """From memory, and from the file if memory is limited."""
     task = find_task("mmmu", data=write(tmp_path / "x.parquet", MMMU))
-    task._rows._room = task._rows._room if room is None else room
+    task._rows._room = task._rows._room if limit is None else limit
     docs = {doc.doc_id: doc for doc in task.docs(None, 0)}
     for name, numbers in {
         "validation_Art_1": (1, 2, 3),  # in the options only
@@ -192,10 +192,10 @@ def test_images_are_loaded_by_number(tmp_path, write, room):
         "validation_Math_1": (1,),  # named twice, shown once
         "validation_Accounting_1": (1,),  # an earlier row
     }.items():
-        pictures = shown(task, docs, name)
-        for picture, number in zip(pictures, numbers, strict=True):
-            assert np.array_equal(picture, drawn(10 * number)), name
-    assert len(task._rows._kept) == (0 if room == 0 else len(MMMU))
+        images = shown(task, docs, name)
+        for image, number in zip(images, numbers, strict=True):
+            assert np.array_equal(image, drawn(10 * number)), name
+    assert len(task._rows._kept) == (0 if limit == 0 else len(MMMU))
     blank = task.media(docs["validation_Art_1"], "question-only")["images"]
     assert [p.getextrema() for p in blank] == [((128, 128),) * 3] * 3
 
@@ -402,7 +402,7 @@ def test_frame_sampling(films, mode, number, frames):
 
 
 @pytest.mark.parametrize(
-    ("mode", "said"),
+    ("mode", "spoken_text"),
     [
         ("official", "first words\nwithout a font\nlast words in two lines"),
         # Two frames per second: a span that ends within half a second has no frame.
@@ -411,10 +411,10 @@ def test_frame_sampling(films, mode, number, frames):
         ("vlmevalkit", "last words in two lines"),
     ],
 )
-def test_subtitles_per_mode(tmp_path, mode, said):
+def test_subtitles_per_mode(tmp_path, mode, spoken_text):
     file = tmp_path / "x.srt"
     file.write_text(SUBTITLES, encoding="utf-8")
-    assert spoken(read_subtitles(file), [0, 2, 3], INFO, mode) == said
+    assert spoken(read_subtitles(file), [0, 2, 3], INFO, mode) == spoken_text
 
 
 def test_lmms_eval_subtitles_are_in_set_order(tmp_path):
@@ -628,7 +628,7 @@ def test_stored_images_are_small():
 
 
 @pytest.fixture
-def places(tmp_path):
+def data_root(tmp_path):
     """An image in the data folder, one outside it, and a link from the first to the second."""
     (tmp_path / "data").mkdir()
     for name, number in (("data/inside.png", 1), ("outside.png", 2)):
@@ -638,67 +638,67 @@ def places(tmp_path):
     return tmp_path
 
 
-def task_of(places, value, **options):
+def task_of(data_root, value, **options):
     row = question("validation_Art_1", "<image 1> What?", ["a", "b"], "A", 0, image_1=value)
-    write_plain(places / "data" / "validation.parquet", [row])
-    task = find_task("mmmu", data=places / "data", **options)
+    write_plain(data_root / "data" / "validation.parquet", [row])
+    task = find_task("mmmu", data=data_root / "data", **options)
     return task, task.docs(None, 0)[0]
 
 
 @pytest.mark.parametrize("value", ["inside.png", "./inside.png", "../data/inside.png"])
 @pytest.mark.parametrize("form", [lambda path: path, lambda path: {"bytes": None, "path": path}])
-def test_paths_are_relative_to_the_data(places, value, form):
-    task, doc = task_of(places, form(value))
+def test_paths_are_relative_to_the_data(data_root, value, form):
+    task, doc = task_of(data_root, form(value))
     (image,) = task.media(doc)["images"]
     assert image.tobytes() == drawn(1).tobytes() != drawn(2).tobytes()
 
 
 @pytest.mark.parametrize("value", ["../outside.png", "link.png", "{}/outside.png"])
-def test_paths_outside_the_data_need_a_flag(places, value):
-    value = value.format(places)
-    task, doc = task_of(places, value)
+def test_paths_outside_the_data_need_a_flag(data_root, value):
+    value = value.format(data_root)
+    task, doc = task_of(data_root, value)
     message = f"^{doc.doc_id}: image_1 is .*outside|link.png, which is not in .*--allow-outside"
     with pytest.raises(MediaError, match=message) as caught:
         task.media(doc)
     assert "--allow-outside" in str(caught.value) and "\n" not in str(caught.value)
-    task, doc = task_of(places, value, allow_outside=True)
+    task, doc = task_of(data_root, value, allow_outside=True)
     (image,) = task.media(doc)["images"]
     assert image.tobytes() == drawn(2).tobytes()
 
 
 @pytest.mark.parametrize("value", ["circle.png", "a\0b.png", "x" * 5000])
-def test_invalid_paths_raise(places, value):
+def test_invalid_paths_raise(data_root, value):
     for allowed in (False, True):
-        task, doc = task_of(places, value, allow_outside=allowed)
+        task, doc = task_of(data_root, value, allow_outside=allowed)
         with pytest.raises(MediaError, match=r"^validation_Art_1: "):
             task.media(doc)
 
 
-def test_urls_in_data_need_a_flag(places, monkeypatch):
+def test_urls_in_data_need_a_flag(data_root, monkeypatch):
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     with fx.web_server(stored(drawn(3))["bytes"]) as address:
         url = f"{address}/picture?key=secret"
-        task, doc = task_of(places, url)
+        task, doc = task_of(data_root, url)
         with pytest.raises(MediaError, match=r"image_1 is the URL .*; --allow-outside") as caught:
             task.media(doc)
         assert "secret" not in str(caught.value)
-        task, doc = task_of(places, url, allow_outside=True)
+        task, doc = task_of(data_root, url, allow_outside=True)
         (image,) = task.media(doc)["images"]
     assert image.tobytes() == drawn(3).tobytes()
 
 
-def test_sample_with_outside_path_fails(places):
-    task, _ = task_of(places, "../outside.png")
-    run = evaluate(FakeVLM(), task, out=places / "out")
+def test_sample_with_outside_path_fails(data_root):
+    task, _ = task_of(data_root, "../outside.png")
+    run = evaluate(FakeVLM(), task, out=data_root / "out")
     (sample,) = run.samples.values()
     assert "--allow-outside" in sample["error"] and sample["score"] == 0.0
 
 
-def test_pope_images_outside_the_data_need_a_flag(places):
+def test_pope_images_outside_the_data_need_a_flag(data_root):
     row = {**POPE[0], "image": "../outside.png"}
-    write_plain(places / "data" / "test.parquet", [row])
+    write_plain(data_root / "data" / "test.parquet", [row])
     for allowed in (False, True):
-        task = find_task("pope", data=places / "data", allow_outside=allowed)
+        task = find_task("pope", data=data_root / "data", allow_outside=allowed)
         doc = task.docs(None, 0)[0]
         if allowed:
             assert task.media(doc)["images"].tobytes() == drawn(2).tobytes()

@@ -23,14 +23,14 @@ QUESTION = "what is here ?"
 
 def again(model: nn.Module, *, seed: int = 1, **shared: Any) -> nn.Module:
     """Another model with other weights on the same config objects."""
-    for name, of in shared.items():
-        setattr(model.config, name, of)
+    for name, value in shared.items():
+        setattr(model.config, name, value)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         made = type(model)(model.config).eval()
     with torch.no_grad():
-        for parameter, of in zip(made.parameters(), model.parameters(), strict=True):
-            parameter.copy_(of * 0.9)
+        for parameter, value in zip(made.parameters(), model.parameters(), strict=True):
+            parameter.copy_(value * 0.9)
     return made
 
 
@@ -268,12 +268,12 @@ class Captures:
                 pass
 
         @contextmanager
-        def graph(of: Graph, *, capture_error_mode: str = "global") -> Iterator[None]:
+        def graph(captured: Graph, *, capture_error_mode: str = "global") -> Iterator[None]:
             self.modes.append(capture_error_mode)
             yield
 
         @contextmanager
-        def stream(of: Stream) -> Iterator[None]:
+        def stream(current: Stream) -> Iterator[None]:
             yield
 
         for name, fake in {
@@ -291,13 +291,13 @@ def test_graph_capture_is_thread_local(monkeypatch) -> None:
     state = {("position",): torch.zeros(1), ("keys",): torch.zeros(1)}
 
     def step() -> None:
-        for of in state.values():
-            of += 1
+        for tensor in state.values():
+            tensor += 1
 
     graphs.cuda_graph(step, state)()
     assert captures.modes == ["thread_local"]
     # Three warm-up steps and one recorded step; the state that a step advances is restored.
-    assert [float(of) for of in state.values()] == [0.0, 4.0]
+    assert [float(tensor) for tensor in state.values()] == [0.0, 4.0]
     made, _ = tower.cuda_graph(lambda: ("made", {}, {}, []))
     assert made[0] == "made" and captures.modes == ["thread_local"] * 2
 

@@ -52,7 +52,7 @@ def images() -> list[scenes.ImageExample]:
 
 
 @pytest.fixture(scope="module")
-def clips() -> list[scenes.VideoExample]:
+def videos() -> list[scenes.VideoExample]:
     return [scenes.video_example(START + i) for i in range(900)]
 
 
@@ -84,15 +84,15 @@ def test_examples_are_reproducible_across_processes():
     assert out.stdout.strip() == here
 
 
-def test_shapes_and_dtypes(images, clips):
+def test_shapes_and_dtypes(images, videos):
     e = images[0]
     assert e.image.size == (128, 128) and e.image.mode == "RGB"
     assert e.foreground.shape == (128, 128) and e.foreground.dtype == bool
-    v = clips[0]
+    v = videos[0]
     assert len(v.frames) == 4 and v.frames[0].size == (64, 64)
     assert v.foreground.shape == (4, 64, 64)
     assert {qa.type for e in images for qa in e.qa} == set(scenes.IMAGE_TYPES)
-    assert {qa.type for e in clips for qa in e.qa} == set(scenes.VIDEO_TYPES)
+    assert {qa.type for e in videos for qa in e.qa} == set(scenes.VIDEO_TYPES)
     for e in images[:200]:
         assert len({qa.type for qa in e.qa}) == len(e.qa)
 
@@ -126,8 +126,8 @@ def test_answers_recomputed_from_the_scene(images):
             elif qa.type == "where":
                 (t,) = _find(e, " ".join(words[-2:]))
                 assert quadrant(t, 128) == qa.answer
-                left, low = t.x < 64, t.y > 64
-                assert ("left" in qa.answer, "bottom" in qa.answer) == (left, low)
+                left, below = t.x < 64, t.y > 64
+                assert ("left" in qa.answer, "bottom" in qa.answer) == (left, below)
             elif qa.type == "rel":
                 (a,), (b,) = _find(e, " ".join(words[2:4])), _find(e, " ".join(words[-2:]))
                 truth = {
@@ -150,8 +150,8 @@ def test_answers_recomputed_from_the_scene(images):
                 assert qa.answer == min(s.bars, key=lambda b: b.top).color
 
 
-def test_video_answers_recomputed(clips):
-    for e in clips:
+def test_video_answers_recomputed(videos):
+    for e in videos:
         for qa in e.qa:
             words = qa.question.rstrip("?").split()
             if qa.type == "frame":
@@ -180,7 +180,7 @@ def test_multiple_choice_offers_four_options_and_one_is_right(images):
     assert max(letters.values()) < 0.29 * sum(letters.values())
 
 
-def test_answers_without_the_image_are_near_chance(images, clips):
+def test_answers_without_the_image_are_near_chance(images, videos):
     """The best constant answer per question text, fitted on one half and tested on the other."""
     limits = {
         "color": 0.22, "shape": 0.27, "posq": 0.1, "count": 0.5, "exist": 0.62, "rel": 0.6,
@@ -191,11 +191,11 @@ def test_answers_without_the_image_are_near_chance(images, clips):
     table: dict[str, dict[str, Counter]] = defaultdict(lambda: defaultdict(Counter))
     overall: dict[str, Counter] = defaultdict(Counter)
     hits: dict[str, list[bool]] = defaultdict(list)
-    half = [e.qa for e in images[:1000]] + [e.qa for e in clips[:600]]
+    half = [e.qa for e in images[:1000]] + [e.qa for e in videos[:600]]
     for qa in (qa for qas in half for qa in qas):
         table[qa.type][qa.question][qa.answer] += 1
         overall[qa.type][qa.answer] += 1
-    rest = [e.qa for e in images[1000:]] + [e.qa for e in clips[600:]]
+    rest = [e.qa for e in images[1000:]] + [e.qa for e in videos[600:]]
     for qa in (qa for qas in rest for qa in qas):
         seen = table[qa.type].get(qa.question) or overall[qa.type]
         hits[qa.type].append(seen.most_common(1)[0][0] == qa.answer)
@@ -216,8 +216,8 @@ def test_negatives_of_exist_are_conjunctions(images):
     assert hard / total > 0.7
 
 
-def test_caption_scores(images, clips):
-    for e in [*images[:300], *clips[:300]]:
+def test_caption_scores(images, videos):
+    for e in [*images[:300], *videos[:300]]:
         assert scenes.score_caption(e.caption, e.caption_slots) == 1.0
         assert scenes.score_caption("", e.caption_slots) == 0.0
     e = next(e for e in images if len(e.scene.things) >= 3)

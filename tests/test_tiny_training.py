@@ -158,13 +158,13 @@ def test_codes_are_orthogonal_and_decodable():
     terms = 2 * heads.codes.shape[1]  # a product, and the basis it is computed from
     close(gram, torch.diag(gram.diag()), terms=terms)
     fields = torch.stack([torch.randint(0, n, (5, 64)) for n in FIELDS.values()], -1)
-    place = torch.rand(5, 64, 2) * 2 - 1
-    code = heads.encode(fields, place)
-    loss, info = heads.dense_loss(code, fields, place)
+    coordinates = torch.rand(5, 64, 2) * 2 - 1
+    code = heads.encode(fields, coordinates)
+    loss, info = heads.dense_loss(code, fields, coordinates)
     off = float(info["fit"]) ** 0.5  # a mean of squares of numbers around 1
     close(off, 0.0, torch.float32, terms, scale=code.abs().max())
     assert all(float(info[name]) == 1.0 for name in FIELDS)
-    noisy, _ = heads.dense_loss(code + torch.randn_like(code), fields, place)
+    noisy, _ = heads.dense_loss(code + torch.randn_like(code), fields, coordinates)
     assert noisy > loss
 
 
@@ -228,10 +228,10 @@ def test_names_point_at_their_objects(tokenizer_file):
                     assert (color == 1 + COLOR_NAMES.index(before)).all()
                 seen += 1
         for k in range(8):
-            place, first, last = a["recall"][row, k]
-            if place >= 0:
-                assert tokenizer.decode([int(a["ids"][row, place])]) == ":"
-                assert a["targets"][row, place] >= 0 and first <= last < place
+            position, first, last = a["recall"][row, k]
+            if position >= 0:
+                assert tokenizer.decode([int(a["ids"][row, position])]) == ":"
+                assert a["targets"][row, position] >= 0 and first <= last < position
     assert seen > 100
 
 
@@ -248,8 +248,8 @@ def test_options_and_letters_are_found(tokenizer_file):
                 words = [tokenizer.decode([int(a["ids"][row, i])]).strip() for i in c]
                 live = [w for w, i in zip(words[:4], c[:4], strict=True) if i >= 0]
                 assert sorted(live) == list("ABCD"[: len(live)]) and words[8] == ":"
-                said = a["targets"][row, c[8]]
-                answer = tokenizer.decode([int(said)]).strip()
+                target = a["targets"][row, c[8]]
+                answer = tokenizer.decode([int(target)]).strip()
                 if len(answer) == 1 and answer in "ABCD":
                     assert live[0] == answer  # the right option comes first
                 seen += 1
@@ -424,8 +424,8 @@ class TestShipped:
                     )
                     new = model.generate(**inputs, max_new_tokens=8, do_sample=False)
                     new = new[0, inputs["input_ids"].shape[1] :]
-                    said = processor.tokenizer.decode(new, skip_special_tokens=True).strip()
-                    agree.append((said == qa.answer) == bool(ok[b, at : at + length].all()))
+                    text = processor.tokenizer.decode(new, skip_special_tokens=True).strip()
+                    agree.append((text == qa.answer) == bool(ok[b, at : at + length].all()))
                 at += length
         assert len(agree) > 20
         assert np.mean(agree) == 1.0

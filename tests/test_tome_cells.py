@@ -95,17 +95,17 @@ def test_keep_1_is_identity(vlm, media):
     plain, _ = looked(vlm, **media)
     tokens, _ = looked(vlm, ToMe(1.0), **media)
     assert torch.equal(tokens.features, plain.features)
-    for level, of in zip(tokens.extra, plain.extra, strict=True):
-        assert torch.equal(level, of)
+    for level, other in zip(tokens.extra, plain.extra, strict=True):
+        assert torch.equal(level, other)
     assert torch.equal(tokens.layout.order, plain.layout.order)
-    some, _ = looked(vlm, ToMe(0.5), **media)  # control
-    assert len(some) < len(tokens)
+    merged, _ = looked(vlm, ToMe(0.5), **media)  # control
+    assert len(merged) < len(tokens)
 
 
 def test_keep_half_keeps_half_of_each_view(vlm, media):
     plain, stats = looked(vlm, **media)
     tokens, _ = looked(vlm, ToMe(0.5), **media)
-    before, after = (of.layout.select(of.layout.patches) for of in (plain, tokens))
+    before, after = (result.layout.select(result.layout.patches) for result in (plain, tokens))
     assert len(after) == len(tokens)  # newlines are dropped
     assert float(after.weight.sum()) == len(before)
     for item in stats.items:
@@ -142,8 +142,10 @@ def test_images_are_independent(vlm):
     alone = [looked(vlm, ToMe(0.5), images=image)[0] for image in IMAGES]
     if family(vlm) != "llava_onevision":  # it makes no crops of several images
         together, _ = looked(vlm, ToMe(0.5), images=IMAGES)
-        close(together.features, torch.cat([of.features for of in alone]), terms=4000)
-        apart(together.features, torch.cat([of.features for of in alone]).flip(0), terms=4000)
+        close(together.features, torch.cat([single.features for single in alone]), terms=4000)
+        apart(
+            together.features, torch.cat([single.features for single in alone]).flip(0), terms=4000
+        )
     if family(vlm) != "smolvlm":
         video, _ = looked(vlm, ToMe(0.5), **VIDEO)
         both, _ = looked(vlm, ToMe(0.5), **CASES["both"])
@@ -228,7 +230,7 @@ class Groups:
         """Units (M, D) after one merge of ``r``; ``ordered`` by their first members."""
         if not r:
             return units
-        size = torch.tensor([[float(len(of)) for of in self.members]])
+        size = torch.tensor([[float(len(group)) for group in self.members]])
         source = bipartite(keys[None], r, False)
         rows = merge(units[None], size, source)[0][0]
         members = [[] for _ in rows]
@@ -290,11 +292,11 @@ def packed_by_hand(
                 hidden.unflatten(0, (-1, m)).flatten(1), keys, counts[index - 1], True
             )
             hidden = units.unflatten(1, (m, -1)).flatten(0, 1)
-        first = torch.tensor([min(of) for of in groups.members])
+        first = torch.tensor([min(group) for group in groups.members])
         if wrong == "place":  # the last member instead
-            first = torch.tensor([max(of) for of in groups.members])
+            first = torch.tensor([max(group) for group in groups.members])
         rows = (first[:, None] * m + torch.arange(m)).flatten()
-        size = torch.tensor([float(len(of)) for of in groups.members]).repeat_interleave(m)
+        size = torch.tensor([float(len(group)) for group in groups.members]).repeat_interleave(m)
         if not stage.repair:
             size = torch.ones_like(size)
         window = window_of[first].repeat_interleave(m)
@@ -362,7 +364,7 @@ def internvl_by_hand(vlm: VLM, hidden: Tensor, stage: ToMe) -> tuple[Tensor, Ten
     for index, block in enumerate(tower.encoder.layer):
         if 1 <= index < len(tower.encoder.layer) - 1:
             # With CLS before the cells, the alternating split starts at CLS.
-            r, size = counts[index - 1], [float(len(of)) for of in groups.members]
+            r, size = counts[index - 1], [float(len(group)) for group in groups.members]
             if r:
                 source = bipartite(keys[None], r, True)
                 rows = merge(
@@ -373,14 +375,15 @@ def internvl_by_hand(vlm: VLM, hidden: Tensor, stage: ToMe) -> tuple[Tensor, Ten
                     members[new] += groups.members[old]
                 groups.members, units = members[1:], rows[1:]
         rows = torch.cat([cls, units.unflatten(1, (m, -1)).flatten(0, 1)])
-        size = torch.tensor([float(len(of)) for of in groups.members]).repeat_interleave(m)
+        size = torch.tensor([float(len(group)) for group in groups.members]).repeat_interleave(m)
         bias = torch.cat([torch.ones(1), size]).log() * float(stage.repair)
-        normed, of = block.layernorm_before(rows), block.attention
+        normed, attention = block.layernorm_before(rows), block.attention
         q, k, v = (
-            p(normed).unflatten(-1, (of.num_heads, -1)) for p in (of.q_proj, of.k_proj, of.v_proj)
+            p(normed).unflatten(-1, (attention.num_heads, -1))
+            for p in (attention.q_proj, attention.k_proj, attention.v_proj)
         )
-        out, _ = attended(q, k, v, of.scale, bias.expand(len(rows), -1))
-        rows = rows + block.lambda_1 * of.projection_layer(out)
+        out, _ = attended(q, k, v, attention.scale, bias.expand(len(rows), -1))
+        rows = rows + block.lambda_1 * attention.projection_layer(out)
         rows = rows + block.lambda_2 * block.mlp(block.layernorm_after(rows))
         cls, units = rows[:1], rows[1:].unflatten(0, (-1, m)).flatten(1)
         keys = k.mean(1)
@@ -402,12 +405,12 @@ def test_internvl_equals_reference(word):
     (item,) = stats.items
     for view in range(*item.views):
         here = (tokens.layout.view == view).nonzero().flatten()
-        place = (tokens.layout.grid[here, 1] * 2 + tokens.layout.grid[here, 2]).long()
+        slot = (tokens.layout.grid[here, 1] * 2 + tokens.layout.grid[here, 2]).long()
         want, group = internvl_by_hand(vlm, hidden[view], stage)
-        close(tokens.features[here], want[place], terms=4 * 512)
-        assert sorted(group[place].tolist()) == list(range(int(group.max()) + 1))
+        close(tokens.features[here], want[slot], terms=4 * 512)
+        assert sorted(group[slot].tolist()) == list(range(int(group.max()) + 1))
         other, _ = internvl_by_hand(vlm, hidden[view], ToMe(1.0))  # control
-        apart(tokens.features[here], other[place], terms=4 * 512)
+        apart(tokens.features[here], other[slot], terms=4 * 512)
 
 
 # --- arguments of blocks -------------------------------------------------------------------------
@@ -450,7 +453,7 @@ def test_packed_block_arguments_after_merging():
     flat = [size for chunk in chunks for size in chunk]
     assert flat == [float(size) for size in sizes for _ in range(4)]
     assert tower.spread(left).flatten().tolist() == [
-        4 * cell + place for cell in [0, 1, 2, 3, 4, 5, 0, 1, 2, 5, 5, 5] for place in range(4)
+        4 * cell + slot for cell in [0, 1, 2, 3, 4, 5, 0, 1, 2, 5, 5, 5] for slot in range(4)
     ]
 
 
@@ -501,8 +504,8 @@ def test_frames_not_divisible_into_cells_raise(monkeypatch):
     )
     model, processor = tiny_families.build_llava_onevision()
     processor.num_image_tokens = 25
-    for of in (processor.image_processor, processor.video_processor):
-        of.size = {"height": side, "width": side}
+    for part in (processor.image_processor, processor.video_processor):
+        part.size = {"height": side, "width": side}
     vlm = VLM(model, processor)
     assert vlm.ask("what ?", **VIDEO, max_new_tokens=1).stats.visual_tokens_in == 5 * 9 + 1
     message = r"the 5 x 5 patches of its vision tower do not divide into 3 x 3 visual tokens"

@@ -18,8 +18,8 @@ def repeated(run):
     """Imitates a graph: every replay overwrites the same output tensors."""
     made = run()
 
-    def tensors(of) -> list[Tensor]:
-        return [leaf for leaf in tree_leaves(of) if isinstance(leaf, Tensor)]
+    def tensors(value) -> list[Tensor]:
+        return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
     def replay() -> None:
         for mine, new in zip(tensors(made), tensors(run()), strict=True):

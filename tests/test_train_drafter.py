@@ -98,8 +98,8 @@ def test_sampled_answers_are_reproducible(tiny: VLM, tmp_path) -> None:
     first = generated("a")
     torch.rand(7)
     assert generated("b") == first != [told(tiny, n) for n in range(8)]
-    held = drafters._HELD_OUT + 1  # held-out answers are greedy
-    assert drafters.Answers(tiny, drawn, tmp_path / "b", args)[held] == told(tiny, held)
+    held_out = drafters._HELD_OUT + 1  # held-out answers are greedy
+    assert drafters.Answers(tiny, drawn, tmp_path / "b", args)[held_out] == told(tiny, held_out)
 
 
 def test_prompts_are_drawn_outside_the_evaluation() -> None:
@@ -204,9 +204,9 @@ def test_training_drafts_equal_the_stage(tiny: VLM, lesson, words, shift: int) -
     if words[1] != "eagle3":
         taps = None
     prompt = lesson.layout.select(torch.arange(n))
-    some = [1] * n
+    read_ids = [1] * n
     drafter.prefill(
-        Read(some, prompt, lesson.embeds[:n], features[:n], None if taps is None else taps[:n])
+        Read(read_ids, prompt, lesson.embeds[:n], features[:n], None if taps is None else taps[:n])
     )
     budget = Budget(5, depth)
     found = [list(drafter.propose(ids[0], budget).tokens[1:])]
@@ -243,12 +243,12 @@ def test_compressed_drafts_equal_the_stage(tiny: VLM, lesson, view: str) -> None
 def test_drafted_rows_attend_to_earlier_true_rows() -> None:
     """Against a full mask, built row by row."""
     torch.manual_seed(0)
-    rows, first, places, steps = 9, 4, 5, 3
+    rows, first, count, steps = 9, 4, 5, 3
     attend = Drafting(first)
-    made = [torch.randn(3, 1, 2, rows if not s else places - s, 8) for s in range(steps)]
+    made = [torch.randn(3, 1, 2, rows if not s else count - s, 8) for s in range(steps)]
     outputs = [attend(*qkv) for qkv in made]
     where = [(0, r) for r in range(rows)]
-    where += [(s, first + i) for s in range(1, steps) for i in range(places - s)]
+    where += [(s, first + i) for s in range(1, steps) for i in range(count - s)]
     seen = torch.tensor(
         [
             [(s2 == 0 and p2 <= p) or (s > 0 and 0 < s2 <= s and p2 == p) for s2, p2 in where]
@@ -312,8 +312,8 @@ def test_forward_passes_read_previous_drafts(tiny: VLM, lesson) -> None:
 
 def test_eagle3_learns_its_own_vocabulary(tiny: VLM, lesson) -> None:
     made, module = training(tiny, "--kind", "eagle3", "--draft-vocabulary", "20")
-    said = [7, 300] * 30 + list(range(100, 118)) * 2 + [50]
-    made.begin(module, lambda number: [9, *said])
+    answer_ids = [7, 300] * 30 + list(range(100, 118)) * 2 + [50]
+    made.begin(module, lambda number: [9, *answer_ids])
     assert module.vocabulary().tolist() == [7, *range(100, 118), 300]
     student = torch.randn(2, 20)
     teacher = torch.zeros(2, 512)
@@ -372,7 +372,7 @@ def test_resumed_run_equals_uninterrupted_run(tmp_path, words) -> None:
     rest.train()
     assert same(rest, whole)
     lines = [(tmp_path / f / "log.jsonl").read_text().splitlines() for f in "ab"]
-    noted = [[json.loads(x)["accepted"] for x in of if "accepted" in x] for of in lines]
+    noted = [[json.loads(x)["accepted"] for x in records if "accepted" in x] for records in lines]
     assert noted[0] == noted[1] and len(noted[0]) == 2
     with pytest.raises(TrainingError, match=r"ttt=.*--fresh"):
         trainer("b", "--ttt", "1")

@@ -215,21 +215,21 @@ def test_likeliest_first_keeps_the_shape(drawn: tuple) -> None:
 def test_filled_skips_unknown_tokens(drawn: tuple, known: dict) -> None:
     shape, _ = drawn
     known = {token: row[: token % 4] for token, row in known.items()}
-    of = lambda token: known.get(token, ())  # noqa: E731
-    tree = filled(shape, 0, of)
+    children_of = lambda token: known.get(token, ())  # noqa: E731
+    tree = filled(shape, 0, children_of)
     valid(tree)
     expected = {(0,)}
     for word in words(shape) - {(ROOT,)}:
         tokens = [0]
         for rank in word[1:]:
-            row = of(tokens[-1])
+            row = children_of(tokens[-1])
             if rank >= len(row):
                 break
             tokens.append(row[rank])
         else:
             expected.add(tuple(tokens))
     assert words(tree) == expected
-    listed = guesses(shape, 0, of)
+    listed = guesses(shape, 0, children_of)
     assert [token for token in listed if token is not None] == list(tree.tokens)
     assert all(
         listed[node] is None

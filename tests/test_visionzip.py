@@ -27,9 +27,9 @@ from vlmfast.engine.prefill import Inputs
 
 
 def reduced(
-    stage: VisionZip, *pictures: dict, seed: int = 0
+    stage: VisionZip, *images: dict, seed: int = 0
 ) -> tuple[VisualTokens, VisualTokens, VisionStats]:
-    tokens, stats = prompt(*pictures, seed=seed)
+    tokens, stats = prompt(*images, seed=seed)
     rows = {TOWER - 2: stats.rows[TOWER - 2]}
     views, _, n = rows[TOWER - 2].shape
     # Seeded by view, so that those of an image do not depend on the others.
@@ -117,8 +117,8 @@ def test_kept_tokens(arguments: dict, share: float, name: str) -> None:
     assert kept.layout.box[special].isnan().all()
     assert (kept.layout.view[special] == -1).all()
     # CLS of each view replaces a patch of the same view.
-    place = torch.searchsorted(tokens.layout.order, kept.layout.order[special])
-    view = tokens.layout.view[place].long()
+    row = torch.searchsorted(tokens.layout.order, kept.layout.order[special])
+    view = tokens.layout.view[row].long()
     assert torch.equal(kept.features[special], stats.cls[view])
     assert len(view.unique()) == len(view)
     alone = kept.layout.patches & (kept.layout.weight == 1)
@@ -217,9 +217,9 @@ def tower_by_hand(vlm: VLM, pixels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return rows, keys, vlm.model.base_model.multi_modal_projector(out.hidden_states[-2])
 
 
-def start(vlm: VLM, recipe: str, pictures: list[np.ndarray]) -> tuple[Driven, Tensor]:
-    tensors = vlm.inputs("what is here ?", images=pictures)
-    sizes = [p.shape[:2] for p in pictures]
+def start(vlm: VLM, recipe: str, images: list[np.ndarray]) -> tuple[Driven, Tensor]:
+    tensors = vlm.inputs("what is here ?", images=images)
+    sizes = [p.shape[:2] for p in images]
     run = Driven(
         vlm.adapter, Inputs(tensors, sizes, "q"), Recipe.parse(recipe), time.perf_counter()
     )
@@ -227,8 +227,8 @@ def start(vlm: VLM, recipe: str, pictures: list[np.ndarray]) -> tuple[Driven, Te
 
 
 def test_prompt_equals_reference_tower(vlm: VLM) -> None:
-    pictures = [noise(0), noise(1, 30, 70)]
-    run, _ = start(vlm, "visionzip:0.5", pictures)
+    images = [noise(0), noise(1, 30, 70)]
+    run, _ = start(vlm, "visionzip:0.5", images)
     full, layout, embeds = run.trace.layout, run.prompt.layout, run.prompt.embeds
 
     tensors, geometries = run.inputs.tensors, vlm.adapter.geometry(run.inputs.sizes)

@@ -258,7 +258,7 @@ def bad_files(folder) -> dict[str, tuple[dict, str]]:
         return str(folder / name)
 
     jpeg = encoded(picture(200, 200), "JPEG")
-    clip = write_video(folder / "whole.mp4").read_bytes()
+    video = write_video(folder / "whole.mp4").read_bytes()
     return {
         "missing": ({"images": str(folder / "missing.png")}, "missing.png"),
         "empty": ({"images": file("empty.png", b"")}, "empty.png.*empty"),
@@ -266,10 +266,10 @@ def bad_files(folder) -> dict[str, tuple[dict, str]]:
         "truncated": ({"images": file("cut.jpg", jpeg[: len(jpeg) // 2])}, "cut.jpg.*truncated"),
         "bomb": ({"images": file("bomb.png", png_header(60_000, 60_000))}, "bomb.png"),
         "a line": ({"images": picture(20_000, 20)}, "20000x20"),
-        "truncated clip": ({"video": file("cut.mp4", clip[: len(clip) // 2])}, "cut.mp4"),
+        "truncated clip": ({"video": file("cut.mp4", video[: len(video) // 2])}, "cut.mp4"),
         "sound only": ({"video": str(write_audio(folder / "sound.mp4"))}, "sound.mp4"),
         "no frames": (
-            {"video": file("clip.mp4", clip), "num_frames": 0},
+            {"video": file("clip.mp4", video), "num_frames": 0},
             "num_frames",
         ),
     }

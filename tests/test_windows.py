@@ -64,7 +64,7 @@ def start(vlm: VLM, text: str, recipe: Any = ()) -> Driven:
 
     images = [Image.fromarray(image(i)) for i in range(text.count(IMAGE))]
     tensors = vlm.adapter.inputs(text, images)
-    sizes = [(of.height, of.width) for of in images]
+    sizes = [(img.height, img.width) for img in images]
     return Driven(vlm.adapter, Inputs(tensors, sizes, "q"), Recipe.of(recipe), time.perf_counter())
 
 
@@ -78,7 +78,7 @@ LONG = IMAGE + words(70) + IMAGE + words(30, 1) + IMAGE + words(40, 2)
 def plain(module, query, key, value, mask, scaling=None, dropout=0.0, **kwargs):
     """Attention with an additive mask; a fully masked row gets zeros."""
     groups = query.shape[1] // key.shape[1]
-    key, value = (of.repeat_interleave(groups, 1) for of in (key, value))
+    key, value = (tensor.repeat_interleave(groups, 1) for tensor in (key, value))
     logits = query @ key.transpose(-1, -2) * scaling + mask
     return (logits.softmax(-1).nan_to_num(0.0) @ value).transpose(1, 2), None
 
@@ -212,8 +212,8 @@ class Dense:
         visible = torch.ones(size, size, dtype=torch.bool).tril() | (item[:, None] == item)
         for layer, rows in enumerate(alive):
             there = torch.cat([rows, torch.ones(n, dtype=torch.bool)])
-            place = there.cumsum(0) - 1
-            mask = visible & there & self.near(layer, place, place)
+            position = there.cumsum(0) - 1
+            mask = visible & there & self.near(layer, position, position)
             if chosen is not None:
                 mask[: self.size, : self.size] &= chosen[layer]
             mask = mask | torch.diag(~there)
@@ -240,8 +240,8 @@ class Dense:
         masks, caches, heads = [], [], self.decoder.config.num_attention_heads
         for layer, (keys, values, order, valid, bias) in enumerate(past):
             rows = torch.cat([alive[layer], torch.ones(number + 1, dtype=torch.bool)])
-            place = rows.cumsum(0) - 1
-            seen = valid & self.near(layer, place[-1:], place[order])[:, 0]
+            position = rows.cumsum(0) - 1
+            seen = valid & self.near(layer, position[-1:], position[order])[:, 0]
             seen = torch.where(seen, bias, -torch.inf)
             seen = torch.cat([seen, torch.zeros(len(seen), 1)], 1)
             masks.append(seen.repeat_interleave(heads // len(seen), 0)[:, None])
@@ -295,10 +295,10 @@ def against_hugging_face(vlm: VLM, text: str, count: int) -> None:
     # Local layers store and count only the slots within their windows.
     config = vlm.model.config.get_text_config()
     window, kinds = config.sliding_window, config.layer_types
-    held = [size if kind == "full_attention" else min(size, window - 1) for kind in kinds]
-    assert run.stats.kv_tokens_per_layer == held
+    lengths = [size if kind == "full_attention" else min(size, window - 1) for kind in kinds]
+    assert run.stats.kv_tokens_per_layer == lengths
     assert run.stats.kv_bytes == run.stats.kv_bytes_full
-    assert run.stats.kv_bytes == sum(held) * vlm.adapter.bytes_per_token() // len(kinds)
+    assert run.stats.kv_bytes == sum(lengths) * vlm.adapter.bytes_per_token() // len(kinds)
 
 
 PLACES = {
@@ -310,15 +310,15 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_logits_beyond_the_window_equal_hugging_face(vlm, place):
-    against_hugging_face(vlm, PLACES[place], 6)
+@pytest.mark.parametrize("case", PLACES)
+def test_logits_beyond_the_window_equal_hugging_face(vlm, case):
+    against_hugging_face(vlm, PLACES[case], 6)
 
 
-@pytest.mark.parametrize("behind", range(40, 62, 3))
-def test_window_boundary_inside_an_image(vlm, behind):
+@pytest.mark.parametrize("text_after", range(40, 62, 3))
+def test_window_boundary_inside_an_image(vlm, text_after):
     """The rows after an image attend to fewer and fewer of its tokens."""
-    against_hugging_face(vlm, words(50) + IMAGE + words(behind, 1), 4)
+    against_hugging_face(vlm, words(50) + IMAGE + words(text_after, 1), 4)
 
 
 def test_images_longer_than_the_window():
@@ -333,10 +333,10 @@ def test_a_prompt_of_4000_tokens():
     against_hugging_face(wide, text + words(60, 3), 8)
 
 
-@pytest.mark.parametrize("room", [0, 1, 12])
-def test_answers_that_cross_the_window(vlm, room):
+@pytest.mark.parametrize("margin", [0, 1, 12])
+def test_answers_that_cross_the_window(vlm, margin):
     """The prompt fits into the window, but its answer does not."""
-    text = words(WINDOW - 1 - room - 20) + IMAGE
+    text = words(WINDOW - 1 - margin - 20) + IMAGE
     run = start(vlm, text)
     size = run.inputs.tensors["input_ids"].shape[1]
     tokens = (TOKENS * 5)[: WINDOW + 10 - size]
@@ -491,24 +491,24 @@ class Held:
     def __init__(self, layer: KVLayer, kv: KV, size: int) -> None:
         self.layer, self.size = layer, size
         self.segments = [segment.order.long() for segment in kv.segments]
-        self.tail = [of[:n].tolist() for of, n in zip(kv.order, kv.lengths, strict=True)]
+        self.tail = [row[:n].tolist() for row, n in zip(kv.order, kv.lengths, strict=True)]
 
     def slots(self, evicts: bool) -> tuple[Tensor, ...]:
         """Arguments of `Dense.step`."""
         layer, lengths = self.layer, self.layer.length[0].tolist()
         if evicts:
-            self.tail = [of[:n].tolist() for of, n in zip(layer.order[0], lengths, strict=True)]
+            self.tail = [row[:n].tolist() for row, n in zip(layer.order[0], lengths, strict=True)]
         if (count := len(self.tail[0]) - lengths[0]) > 0:  # the oldest are now a page
-            page = torch.tensor([of[:count] for of in self.tail])
-            self.tail = [of[count:] for of in self.tail]
-            grown = [len(of[0]) for of in self.segments]
+            page = torch.tensor([slots[:count] for slots in self.tail])
+            self.tail = [slots[count:] for slots in self.tail]
+            grown = [len(segment[0]) for segment in self.segments]
             stored = [len(segment) for segment in layer.segments]
             if len(stored) > len(grown):
                 self.segments.append(page)
             else:
                 (at,) = [i for i, n in enumerate(grown) if stored[i] > n]
                 self.segments[at] = torch.cat([self.segments[at], page], 1)
-        assert [len(of) for of in self.tail] == lengths
+        assert [len(slots) for slots in self.tail] == lengths
         parts = []
         for segment, order in zip(layer.segments, self.segments, strict=True):
             keys, values = segment.dequantise(torch.float32)
@@ -516,17 +516,17 @@ class Held:
             parts.append((keys[0], values[0], order, segment.valid[0], bias))
         order = torch.zeros(layer.keys.shape[1:3], dtype=torch.long)
         valid = torch.zeros_like(order, dtype=torch.bool)
-        for head, of in enumerate(self.tail):
-            order[head, : len(of)] = torch.tensor(of, dtype=torch.long)
-            valid[head, : len(of)] = True
+        for head, slots in enumerate(self.tail):
+            order[head, : len(slots)] = torch.tensor(slots, dtype=torch.long)
+            valid[head, : len(slots)] = True
         bias = torch.zeros(order.shape) if layer.bias is None else layer.bias[0]
         parts.append((layer.keys[0], layer.values[0], order, valid, bias))
-        return tuple(torch.cat(of, 1) for of in zip(*parts, strict=True))
+        return tuple(torch.cat(part, 1) for part in zip(*parts, strict=True))
 
     def fed(self, number: int) -> None:
         """Add token ``number`` of the answer."""
-        for of in self.tail:
-            of.append(self.size + number)
+        for slots in self.tail:
+            slots.append(self.size + number)
 
 
 CACHE = {
@@ -556,7 +556,7 @@ def test_cache_methods(vlm, kept, method):
     if isinstance(recipe, tuple):
         recipe = Recipe.of(recipe[0]) + Recipe.of(recipe[1])
     run = start(vlm, DENSE, recipe)
-    dense, free = (Dense(vlm, run.inputs.tensors, windows=of) for of in (True, False))
+    dense, free = (Dense(vlm, run.inputs.tensors, windows=windows) for windows in (True, False))
     tokens = (TOKENS * 5)[:40]
     with torch.no_grad(), switched(vlm.model):
         first = run.start(len(tokens))
@@ -565,16 +565,16 @@ def test_cache_methods(vlm, kept, method):
             assert all(bool(rows.all()) for rows in alive)
         equal(vlm, first, dense(alive, []), dense.size)
         bytes_of = run.stats.kv_bytes
-        held = [Held(layer, kept[id(layer)], dense.size) for layer in run.cache.layers]
+        trackers = [Held(layer, kept[id(layer)], dense.size) for layer in run.cache.layers]
         for number, token in enumerate(tokens):
             run.decoder.rework()
-            past = [of.slots(method in ("h2o", "cake")) for of in held]
+            past = [tracker.slots(method in ("h2o", "cake")) for tracker in trackers]
             # Copies, so that they do not contain what the step writes.
-            past = [tuple(of.clone() for of in layer) for layer in past]
+            past = [tuple(tensor.clone() for tensor in layer) for layer in past]
             got = run.decoder.feed(torch.tensor([[token]])).logits[:, -1]
             equal(vlm, got, dense.step(token, number, past, alive), dense.size)
-            for of in held:
-                of.fed(number)
+            for tracker in trackers:
+                tracker.fed(number)
         if method not in ("h2o", "cake"):  # these evict slots outside the window first
             differs(vlm, got, free.step(token, number, past, alive), dense.size)
     assert 0 < bytes_of < run.stats.kv_bytes_full
@@ -590,7 +590,7 @@ def test_quantized_pages_leave_the_window(vlm, kept):
     tokens = (TOKENS * 12)[:90]  # all of the prompt has left the window by then
     got, want = answer_logits(vlm, run, tokens), answer_logits(vlm, loose, tokens)
     segments = [layer.segments for layer in run.cache.layers]
-    assert all(int(of[-1].lengths.max()) > 80 for of in segments)
+    assert all(int(pages[-1].lengths.max()) > 80 for pages in segments)
     difference = (got - want).abs().amax(-1)
     assert float(difference[1:].max()) < 0.1  # 8 bits
     wide = Dense(vlm, run.inputs.tensors, windows=False)(tokens=tokens)
@@ -634,8 +634,8 @@ def test_zipvl_ranks_within_the_window(vlm):
     query, key = (torch.randn(h, 50, 16, generator=generator) for h in (4, 2))
     rows = torch.tensor([3, 20, 30, 48, 49])
     mass, nnz = within(query, key, rows, None, None, 9)
-    place = torch.arange(50)
-    seen = (place <= place[:, None]) & (place > place[:, None] - 9)
+    position = torch.arange(50)
+    seen = (position <= position[:, None]) & (position > position[:, None] - 9)
     logits = query @ key.repeat_interleave(2, 0).transpose(1, 2) / 4
     p = logits.masked_fill(~seen, -torch.inf).softmax(-1)[:, rows]
     close(mass, p.sum(1).mean(0), terms=50 * 16)
@@ -703,8 +703,10 @@ def test_ragged_batch(vlm, kept):
     """Prompts of different lengths, one of which fits into the window with its answer."""
     texts = DENSE, LONG, IMAGE * 3 + words(2)
     recipes = "snapkv:share=0.5,window=4", (), "random:0.2,positions=keep+zipcache"
-    answers = [(of * 5)[:30] for of in (TOKENS, TOKENS[::-1], [token + 2 for token in TOKENS])]
-    runs, rows = [start(vlm, *of) for of in zip(texts, recipes, strict=True)], []
+    answers = [
+        (answer * 5)[:30] for answer in (TOKENS, TOKENS[::-1], [token + 2 for token in TOKENS])
+    ]
+    runs, rows = [start(vlm, *case) for case in zip(texts, recipes, strict=True)], []
     with torch.no_grad(), switched(vlm.model):
         rows.append(torch.cat([run.start(30) for run in runs]))
         bounded = [all(layer.window is None for layer in run.cache.layers) for run in runs]
@@ -758,7 +760,7 @@ def test_multi_turn_session(window, tmp_path):
         return vlm.model.generate(**tensors, do_sample=False, **kwargs)[0, size:].tolist()
 
     def whole(session: Any, question: str) -> list[dict]:
-        content = [{"type": "image", "image": of} for of in given["images"]]
+        content = [{"type": "image", "image": img} for img in given["images"]]
         first, *rest = [*session.messages, {"role": "user", "content": question}]
         text = {"type": "text", "text": first["content"]}
         return [{"role": "user", "content": [*content, text]}, *rest]
@@ -864,7 +866,10 @@ def test_statistics_equal_eager_attention(vlm):
         vlm.model.set_attn_implementation("sdpa")
     size = maps[0].shape[-1]
     terms = network(vlm.model, size)
-    expected = [maps[0][0, :, -80:], *(of[0].sum(1, keepdim=True) for of in maps[1:3])]
+    expected = [
+        maps[0][0, :, -80:],
+        *(layer_map[0].sum(1, keepdim=True) for layer_map in maps[1:3]),
+    ]
     for layer, rows in enumerate([*expected, maps[3][0, :, -1:]]):
         close(seen[layer], rows, terms=terms)
     for layer, kind in enumerate(vlm.model.config.get_text_config().layer_types):
@@ -928,7 +933,9 @@ def test_cuda_kernels(vlm, recipe, monkeypatch):
 
 
 @pytest.mark.parametrize("width", [1, 4])
-@pytest.mark.parametrize("recipe", ["none", *(CACHE[of] for of in ("snapkv", "h2o", "zipcache"))])
+@pytest.mark.parametrize(
+    "recipe", ["none", *(CACHE[method] for method in ("snapkv", "h2o", "zipcache"))]
+)
 def test_no_device_synchronization(recipe, width, monkeypatch):
     """Also beyond the window."""
     from fake_cuda import shapes, steps

@@ -312,8 +312,8 @@ class PagedSlots(FakeSlots):
 
     def quantise(self, count: int, make) -> None:
         self.pages.append(make(self.keys[:, :count], self.values[:, :count]))
-        for of in (self.keys, self.values, self.order, self.mass):
-            of[:, :-count] = of[:, count:].clone()
+        for buffer in (self.keys, self.values, self.order, self.mass):
+            buffer[:, :-count] = buffer[:, count:].clone()
         self.length -= count
         self.held -= count
 
@@ -324,12 +324,12 @@ def test_answer_is_quantized_in_pages() -> None:
     kept = mixed.compress(step, 1, kv, None)
     slots = PagedSlots(kept, step, room=30)
     keys, values = noise(2, 27, 16, seed=5), noise(2, 27, 16, seed=6)
-    held = []
+    lengths = []
     for token in range(27):
         pages.step(slots, 1)
-        held.append(slots.held)
+        lengths.append(slots.held)
         slots.write(keys[:, token], values[:, token])
-    assert held == [token % 8 if token % 8 or not token else 0 for token in range(27)]
+    assert lengths == [token % 8 if token % 8 or not token else 0 for token in range(27)]
     assert [page.bits for page in slots.pages] == [4, 4, 4]
     assert len({page.key for page in slots.pages}) == 1
     whole = slots.pages[0].append(slots.pages[1]).append(slots.pages[2])
