@@ -33,17 +33,17 @@ MEDIA = {
 SHORT = {"window": 0.1, "residual": 32, "tsp": 0.6}
 
 
-def having(stage, **values):
+def with_parameters(stage, **values):
     """The stage with those of the values that are parameters of it."""
     names = {f.name for f in fields(stage)}
     return replace(stage, **{name: value for name, value in values.items() if name in names})
 
 
-def lessened(name: str, share: float):
+def with_budget(name: str, share: float):
     """A method that keeps about ``share`` of the visual tokens or of the cache."""
     if name in REDUCERS:
-        return having(stage_class(name)(), budget=share)
-    return having(stage_class(name)(), share=share, **SHORT)
+        return with_parameters(stage_class(name)(), budget=share)
+    return with_parameters(stage_class(name)(), share=share, **SHORT)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -66,7 +66,7 @@ def small_openclip(tmp_path_factory):
 def test_reducers_support_all_media(tiny, name) -> None:
     """With the default parameters and with a budget."""
     for case, media in MEDIA.items():
-        for stage in (stage_class(name)(), lessened(name, 0.4)):
+        for stage in (stage_class(name)(), with_budget(name, 0.4)):
             answer = tiny.ask("what ?", **media, recipe=stage, max_new_tokens=2)
             stats = answer.stats
             assert answer.token_ids, (case, str(stage))
@@ -77,7 +77,7 @@ def test_reducers_support_all_media(tiny, name) -> None:
 @pytest.mark.parametrize("name", CACHES)
 def test_cache_methods_support_all_media(tiny, name) -> None:
     """The cache is smaller, and an answer is generated from it."""
-    stage = lessened(name, 0.4)
+    stage = with_budget(name, 0.4)
     for case, media in MEDIA.items():
         answer = tiny.ask("what ?", **media, recipe=stage, max_new_tokens=4)
         stats = answer.stats
@@ -87,7 +87,7 @@ def test_cache_methods_support_all_media(tiny, name) -> None:
 
 @pytest.mark.parametrize("name", METHODS)
 def test_text_only_prompts_are_unchanged(tiny, name) -> None:
-    stage = lessened(name, 0.4)
+    stage = with_budget(name, 0.4)
     full = tiny.ask("what is two and two ?", max_new_tokens=6)
     same = tiny.ask("what is two and two ?", recipe=stage, max_new_tokens=6)
     assert same.token_ids == full.token_ids
@@ -98,7 +98,7 @@ def test_text_only_prompts_are_unchanged(tiny, name) -> None:
 def test_budget_1_is_identity(tiny, name) -> None:
     media = MEDIA["two pictures"]
     full = tiny.ask("what ?", **media, max_new_tokens=6)
-    same = tiny.ask("what ?", **media, recipe=lessened(name, 1.0), max_new_tokens=6)
+    same = tiny.ask("what ?", **media, recipe=with_budget(name, 1.0), max_new_tokens=6)
     assert same.token_ids == full.token_ids
     assert same.stats.equivalent_tokens == full.stats.equivalent_tokens
 
@@ -106,7 +106,7 @@ def test_budget_1_is_identity(tiny, name) -> None:
 @pytest.mark.parametrize("name", SHARED)
 def test_share_1_is_identity(tiny, name) -> None:
     """All other parameters have their defaults."""
-    stage = having(stage_class(name)(), share=1.0)
+    stage = with_parameters(stage_class(name)(), share=1.0)
     for case in ("two pictures", "a clip"):
         full = tiny.ask("what ?", **MEDIA[case], max_new_tokens=12)
         same = tiny.ask("what ?", **MEDIA[case], recipe=stage, max_new_tokens=12)
@@ -119,7 +119,7 @@ def test_budget_is_met_without_a_floor(tiny, name) -> None:
     """As closely as equal cells and integer counts allow."""
     for budget in (0.5, 0.22, 0.11):
         stats = tiny.ask(
-            "what ?", picture(128, 128), recipe=lessened(name, budget), max_new_tokens=1
+            "what ?", picture(128, 128), recipe=with_budget(name, budget), max_new_tokens=1
         ).stats
         assert stats.equivalent_tokens / stats.visual_tokens_in == pytest.approx(budget, rel=0.12)
 
@@ -129,7 +129,7 @@ def test_cache_share_is_met(tiny, name) -> None:
     """In bytes: text that is always kept and the state of decode stages are added."""
     for share in (0.5, 0.2, 0.1):
         stats = tiny.ask(
-            "what ?", picture(128, 128), recipe=lessened(name, share), max_new_tokens=1
+            "what ?", picture(128, 128), recipe=with_budget(name, share), max_new_tokens=1
         ).stats
         kept = stats.kv_bytes / stats.kv_bytes_full
         text = 1 - stats.visual_tokens_in / stats.prompt_tokens
@@ -138,7 +138,7 @@ def test_cache_share_is_met(tiny, name) -> None:
 
 @pytest.mark.parametrize("name", METHODS)
 def test_methods_are_deterministic(tiny, name) -> None:
-    stage = lessened(name, 0.3)
+    stage = with_budget(name, 0.3)
     runs = [tiny.ask("what ?", picture(128, 128), recipe=stage, max_new_tokens=8) for _ in range(2)]
     assert runs[0].token_ids == runs[1].token_ids
     assert torch.equal(runs[0].trace.depth, runs[1].trace.depth)
@@ -148,8 +148,8 @@ def test_methods_are_deterministic(tiny, name) -> None:
 @pytest.mark.parametrize("name", CACHES)
 def test_small_cache_changes_the_answer(tiny, name) -> None:
     """The control of the identity tests: keeping 1/40 changes the answer."""
-    stage = having(
-        lessened(name, 0.025), important=0.0, tau=0.1, kv="drop", sinks=1, text_prior=False
+    stage = with_parameters(
+        with_budget(name, 0.025), important=0.0, tau=0.1, kv="drop", sinks=1, text_prior=False
     )
     media = MEDIA["two pictures"]
     ask = {"max_new_tokens": 24, "min_new_tokens": 24}
@@ -161,7 +161,7 @@ def test_small_cache_changes_the_answer(tiny, name) -> None:
 def test_cache_methods_in_one_batch_equal_single_requests(tiny) -> None:
     """Each row has its own method and gives the same answer as alone."""
     media = MEDIA["a clip"]
-    recipes = [None, *(lessened(name, 0.4) for name in CACHES)]
+    recipes = [None, *(with_budget(name, 0.4) for name in CACHES)]
     requests = [vlmfast.Request("what ?", **media, recipe=recipe) for recipe in recipes]
     answers = tiny.ask_many(requests, batch_size=len(requests), max_new_tokens=5)
     for request, answer in zip(requests, answers, strict=True):
@@ -206,7 +206,7 @@ def test_stacked_methods_cost_less_than_each_alone(tiny, recipe) -> None:
     """Several stages in one recipe, on an image and a video, with both position policies."""
     for case in ("two pictures", "a clip"):
         for positions in ("keep", "compact"):
-            stages = tuple(having(s, positions=positions) for s in Recipe.parse(recipe))
+            stages = tuple(with_parameters(s, positions=positions) for s in Recipe.parse(recipe))
             first = tiny.ask("what ?", **MEDIA[case], recipe=stages[:1], max_new_tokens=2).stats
             whole = tiny.ask("what ?", **MEDIA[case], recipe=stages, max_new_tokens=2)
             assert whole.stats.equivalent_tokens < first.equivalent_tokens
@@ -234,7 +234,7 @@ def test_stacked_cache_methods_use_less_memory_than_each_alone(tiny, recipe) -> 
     """Also if an earlier stage renumbered the rows, or dropped different rows per layer."""
     for case in ("two pictures", "a clip"):
         for positions in ("keep", "compact"):
-            stages = tuple(having(s, positions=positions) for s in Recipe.parse(recipe))
+            stages = tuple(with_parameters(s, positions=positions) for s in Recipe.parse(recipe))
             whole = tiny.ask("what ?", **MEDIA[case], recipe=stages, max_new_tokens=4)
             assert whole.token_ids
             for part in stages:

@@ -465,7 +465,7 @@ def test_published_thresholds() -> None:
 
 
 @pytest.mark.parametrize(
-    ("word", "message"),
+    ("text", "message"),
     [
         ("mustdrop:0", r"mustdrop: budget=0 is out of range, allowed is > 0 and <= 1"),
         ("mustdrop:window=-1", r"window=-1 is out of range"),
@@ -491,9 +491,9 @@ def test_published_thresholds() -> None:
         ("mustdrop:windo=2", r"no parameter 'windo' \(did you mean 'window'\?\)"),
     ],
 )
-def test_invalid_recipes_raise(word: str, message: str | None) -> None:
+def test_invalid_recipes_raise(text: str, message: str | None) -> None:
     with pytest.raises(RecipeError, match=message or "global_thr=0 cannot stand with budget"):
-        Recipe.parse(word)
+        Recipe.parse(text)
 
 
 # --- whole runs ----------------------------------------------------------------------------------

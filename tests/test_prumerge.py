@@ -166,8 +166,8 @@ def test_prompt_equals_reference_tower() -> None:
 
 def test_recipe_parameters() -> None:
     assert PruMerge().saliencies() == (SaliencyRequest("last", keys=True, wide=True),)
-    for word in ("prumerge", "prumerge-plus:0.25,repair=true", "prumerge:budget=0.1"):
-        assert Recipe.parse(word) == Recipe.parse(str(Recipe.parse(word)))
+    for text in ("prumerge", "prumerge-plus:0.25,repair=true", "prumerge:budget=0.1"):
+        assert Recipe.parse(text) == Recipe.parse(str(Recipe.parse(text)))
     assert PruMerge().rate is None
     assert PruMerge().positions == "compact"
 
@@ -179,13 +179,13 @@ def test_conflicting_key_requests_are_not_joined() -> None:
 
 
 @pytest.mark.parametrize(
-    ("word", "message"),
+    ("text", "message"),
     [
         ("prumerge:0", r"prumerge: rate=0 is out of range"),
         ("prumerge-plus:budget=2", r"prumerge-plus: budget=2 is out of range"),
         ("prumerge-plus:step=2", r"prumerge-plus has no parameter 'step'"),
     ],
 )
-def test_invalid_recipes_raise(word: str, message: str) -> None:
+def test_invalid_recipes_raise(text: str, message: str) -> None:
     with pytest.raises(RecipeError, match=message):
-        Recipe.parse(word)
+        Recipe.parse(text)

@@ -58,7 +58,7 @@ def noise(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def shaken(module: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
+def randomized(module: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
     """Random weights, as after training: no parameter is zero."""
     with torch.no_grad():
         for number, weight in enumerate(module.parameters()):
@@ -191,7 +191,7 @@ def test_adaptive_norm_equals_formula() -> None:
     norm, x, time = AdaptiveNorm(6, 3), noise(2, 5, 6), noise(2, 1, 3)
     plain = torch.nn.functional.layer_norm(x, (6,))
     close(norm(x, time), plain, terms=6)
-    shaken(norm)
+    randomized(norm)
     scale, shift = (time @ norm.modulation.weight.T + norm.modulation.bias).split(6, -1)
     close(norm(x, time), (1 + scale) * plain + shift, terms=6 + 3)
     apart(norm(x, time), plain, terms=6 + 3)
@@ -205,7 +205,7 @@ def test_timestamps_differ() -> None:
 
 
 def test_temporal_attention_equals_loops() -> None:
-    layer = shaken(TemporalAttention(8, 2, 4))
+    layer = randomized(TemporalAttention(8, 2, 4))
     x, time = noise(3, 4, 5, 8), noise(4, 4, seed=1)
     got = layer(x, time)
     qkv = layer.qkv(layer.norm(x, time[:, None]))
@@ -223,7 +223,7 @@ def test_temporal_attention_equals_loops() -> None:
 
 
 def test_temporal_attention_is_causal() -> None:
-    layer, x, time = shaken(TemporalAttention(8, 2, 4)), noise(2, 5, 3, 8), noise(5, 4, seed=1)
+    layer, x, time = randomized(TemporalAttention(8, 2, 4)), noise(2, 5, 3, 8), noise(5, 4, seed=1)
     before = layer(x, time)
     other = x.clone()
     other[:, 3, 1] += noise(2, 8, seed=2)
@@ -259,7 +259,7 @@ def test_compressor_equals_formula(rest: float) -> None:
                 more = compress.mlp((y * there[c][:, None]).flatten())
                 expected = logits.softmax(0) @ cells[r, c] + rest * more
                 close(got[r, c], expected, terms=COMPRESS, scale=got.detach().abs().max())
-        shaken(compress)
+        randomized(compress)
     with torch.no_grad():  # apart from the priors, learned parameters are scaled by `rest`
         compress.home.fill_(PRIOR)
         compress.share.fill_(PRIOR)
@@ -347,7 +347,7 @@ def test_untrained_tokens_are_local_means(vlm: VLM) -> None:
 
 
 def test_budget_1_is_identity(vlm: VLM) -> None:
-    module = shaken(encoder(vlm))
+    module = randomized(encoder(vlm))
     media = (noise_picture(64, 64), frames(2, seed=5))
     _, full, _ = visual(vlm, module, None, *media)
     layout, same, _ = visual(vlm, module, PVC(budget=1.0), *media)
@@ -360,7 +360,7 @@ def test_budget_1_is_identity(vlm: VLM) -> None:
 
 
 def test_budget_1_gives_the_same_answer(vlm: VLM) -> None:
-    vlm.adapter.modules["pvc", "auto", ""] = shaken(encoder(vlm))
+    vlm.adapter.modules["pvc", "auto", ""] = randomized(encoder(vlm))
     image = noise_picture(64, 64)
     full = vlm.ask("What is it?", image, max_new_tokens=8)
     assert vlm.ask("What is it?", image, recipe="pvc:1", max_new_tokens=8).token_ids == (
@@ -378,7 +378,7 @@ def test_counts_order_and_weights(vlm: VLM, side: int, image: int, video: int, v
     stage = PVC(side=side, image_repeat=image, video_repeat=video, views=views)
     media = (noise_picture(64, 40), frames(3, seed=5), noise_picture(64, 64, seed=9))
     came, _, _ = visual(vlm, encoder(vlm), None, *media)
-    layout, _, stats = visual(vlm, shaken(encoder(vlm)), stage, *media)
+    layout, _, stats = visual(vlm, randomized(encoder(vlm)), stage, *media)
     assert (layout.order.diff() > 0).all()
     assert torch.isin(layout.order, came.order).all()
     assert stats.visual_tokens_kept["pvc"] == len(layout)
@@ -430,7 +430,7 @@ def test_token_positions_alternate_between_frames(next_vlm: VLM) -> None:
 @pytest.mark.parametrize("stage", [PVC(), PVC(side=4, video_repeat=2, views="all")])
 def test_videos_and_images_are_independent(vlm: VLM, stage: PVC) -> None:
     """Within a video, frames attend to the past only."""
-    module = shaken(encoder(vlm))
+    module = randomized(encoder(vlm))
     one, two, alone = frames(3), frames(3, seed=20), noise_picture(64, 64, seed=40)
     layout, features, _ = visual(vlm, module, stage, one, alone, two)
 
@@ -466,7 +466,7 @@ def test_repeats_of_an_image_differ_when_trained(vlm: VLM) -> None:
         (sequence,) = {tuple(rows[0].tolist()) for rows in context.notes["pvc"]["plan"].sequences}
         return hidden[list(sequence)]
 
-    same, different = rows(encoder(vlm)), rows(shaken(encoder(vlm)))
+    same, different = rows(encoder(vlm)), rows(randomized(encoder(vlm)))
     assert len(same) == 4
     assert torch.equal(same, same[:1].expand_as(same))
     for one, another in pairwise(different):
@@ -474,7 +474,7 @@ def test_repeats_of_an_image_differ_when_trained(vlm: VLM) -> None:
 
 
 def test_one_frame_video_equals_repeated_image(next_vlm: VLM) -> None:
-    module, shown = shaken(encoder(next_vlm)), noise_picture(32, 32)
+    module, shown = randomized(encoder(next_vlm)), noise_picture(32, 32)
     stage = PVC(image_repeat=2, video_repeat=2, views="all")
     layout, features, _ = visual(next_vlm, module, stage, shown)
     same, equal, _ = visual(next_vlm, module, stage, [shown])
@@ -486,7 +486,7 @@ def test_one_frame_video_equals_repeated_image(next_vlm: VLM) -> None:
 
 
 def test_grids_not_divisible_by_cells(next_vlm: VLM) -> None:
-    module = shaken(encoder(next_vlm, sides=[3]))
+    module = randomized(encoder(next_vlm, sides=[3]))
     layout, features, _ = visual(next_vlm, module, PVC(side=3, image_repeat=2), noise_picture())
     # Cells of 3x3, 3x1, 1x3 and 1x1 patches in each of five views; a cell has up to two tokens.
     cells = Counter(zip(layout.view.tolist(), *(layout.grid[:, 1:] // 3).T.tolist(), strict=True))
@@ -499,8 +499,8 @@ def test_grids_not_divisible_by_cells(next_vlm: VLM) -> None:
 def test_half_precision(next_vlm: VLM) -> None:
     half = VLM(*build_llava_next(dtype=torch.bfloat16))
     media = (noise_picture(64, 64), frames(2))
-    _, features, _ = visual(next_vlm, shaken(encoder(next_vlm)), PVC(), *media)
-    _, rounded, _ = visual(half, shaken(encoder(half)), PVC(), *media)
+    _, features, _ = visual(next_vlm, randomized(encoder(next_vlm)), PVC(), *media)
+    _, rounded, _ = visual(half, randomized(encoder(half)), PVC(), *media)
     assert rounded.dtype == torch.bfloat16
     near = torch.cosine_similarity(features, rounded.float(), dim=-1)
     assert float(near.min()) > 0.99
@@ -511,7 +511,7 @@ def test_budgets_are_met_to_the_nearest_count(next_vlm: VLM, share: float) -> No
     """The frames' crops keep their letterbox."""
     media = (noise_picture(64, 64), frames(3, seed=5), noise_picture(90, 32))
     came, _, _ = visual(next_vlm, encoder(next_vlm), None, *media)
-    layout, _, _ = visual(next_vlm, shaken(encoder(next_vlm)), PVC(budget=share), *media)
+    layout, _, _ = visual(next_vlm, randomized(encoder(next_vlm)), PVC(budget=share), *media)
     items = list(next_vlm.adapter.geometry([(64, 64), *[(32, 32)] * 3, (32, 90)]))
     items[1:4] = [replace(item, clip=0) for item in items[1:4]]
     for number, item in enumerate(items):
@@ -531,7 +531,7 @@ def options(**values) -> argparse.Namespace:
 
 def test_gradients_reach_every_weight(next_vlm: VLM) -> None:
     """After a first step, because zero-initialized layers block gradients to earlier ones."""
-    module = shaken(encoder(next_vlm)).train()
+    module = randomized(encoder(next_vlm)).train()
     next_vlm.adapter.modules["pvc", "auto", ""] = module
     next_vlm.model.requires_grad_(False)
     for stage in (PVC(), PVC(side=4, image_repeat=2)):
@@ -578,15 +578,15 @@ def test_shipped_weights_beat_random_on_videos(tiny: VLM) -> None:
     for seed in range(4):
         scene = video_example(EVAL_SEED_STOP + seed)
         for qa in scene.qa:
-            for word in right:
+            for method in right:
                 answer = tiny.ask(
                     qa.question,
                     video=scene.frames,
                     num_frames=4,
-                    recipe=f"{word},positions=keep",
+                    recipe=f"{method},positions=keep",
                     max_new_tokens=8,
                 )
-                right[word] += answer.text == qa.answer
+                right[method] += answer.text == qa.answer
     assert right["pvc:0.05"] > right["random:0.06"] + 3, right
 
 
@@ -604,7 +604,7 @@ def test_shipped_counts_and_size(tiny: VLM) -> None:
 
 
 @pytest.mark.parametrize(
-    ("word", "named"),
+    ("text", "named"),
     [
         ("pvc:side=1", "side"),
         ("pvc:image_repeat=5", "image_repeat=5"),
@@ -616,9 +616,9 @@ def test_shipped_counts_and_size(tiny: VLM) -> None:
         ("pvc+pvc", "twice"),
     ],
 )
-def test_invalid_recipes_raise(word: str, named: str) -> None:
+def test_invalid_recipes_raise(text: str, named: str) -> None:
     with pytest.raises(RecipeError, match=named):
-        Recipe.parse(word)
+        Recipe.parse(text)
 
 
 def test_mismatched_module_raises(next_vlm: VLM) -> None:

@@ -48,12 +48,12 @@ def vlm() -> VLM:
     return VLM(*tiny_families.build_internvl())
 
 
-def module_of(vlm: VLM, shaken: bool) -> ProgressiveEncoder:
+def module_of(vlm: VLM, randomized: bool) -> ProgressiveEncoder:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         module = PVC.build(vlm.adapter.sizes() | TRAINED).eval()
         with torch.no_grad():
-            for weight in module.parameters() if shaken else ():
+            for weight in module.parameters() if randomized else ():
                 weight += 0.2 * torch.randn(weight.shape)
     return module
 
@@ -286,9 +286,9 @@ def test_training_on_a_folder(vlm, tmp_path):
     """The weights that ``vlmfast train pvc --model FOLDER`` writes can be used."""
     vlm.model.save_pretrained(tmp_path / "model")
     vlm.processor.save_pretrained(tmp_path / "model")
-    words = ["--steps", "2", "--batch", "1", "--hidden", "16", "--time-width", "8"]
-    words += ["--device", "cpu", "--dtype", "float32", "--out", str(tmp_path / "out")]
-    assert main(["train", "pvc", "--model", str(tmp_path / "model"), *words]) in (0, None)
+    flags = ["--steps", "2", "--batch", "1", "--hidden", "16", "--time-width", "8"]
+    flags += ["--device", "cpu", "--dtype", "float32", "--out", str(tmp_path / "out")]
+    assert main(["train", "pvc", "--model", str(tmp_path / "model"), *flags]) in (0, None)
     loaded = VLM.from_pretrained(tmp_path / "model", device="cpu", dtype="float32")
     answer = loaded.ask(
         "what ?", **video(FRAMES), recipe=f"pvc:weights={tmp_path / 'out'}", max_new_tokens=2

@@ -119,7 +119,7 @@ def test_text_only_and_video_prompts(vlm):
 
 
 def test_invalid_recipes_raise():
-    for word, message in {
+    for text, message in {
         "pyramiddrop:0": "keep=0 is out of range",
         "pyramiddrop:keep=2": "keep=2 is out of range",
         "pyramiddrop:rule=first": "rule=first.*one of next, last",
@@ -127,7 +127,7 @@ def test_invalid_recipes_raise():
         "pyramiddrop:positions=none": "one of keep, compact",
     }.items():
         with pytest.raises(RecipeError, match=message):
-            Recipe.parse(word)
+            Recipe.parse(text)
     with pytest.raises(RecipeError, match="stay below 24"):
         PyramidDrop(layers_=(8, 16, 24)).layers(24)
     with pytest.raises(RecipeError, match="must ascend"):

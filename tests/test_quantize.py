@@ -567,7 +567,7 @@ def prompt(n: int, heads: int = 2, dim: int = 32, seed: int = 0, lengths=None, b
     )
 
 
-def pass_over(n: int) -> PrefillContext:
+def prefill_context(n: int) -> PrefillContext:
     order = 3 + torch.arange(n)
     return PrefillContext(depth=1, layout=TokenLayout.text(order, order[None]))
 
@@ -608,7 +608,7 @@ class Tail:
 @pytest.mark.parametrize("n", [0, 1, 31, 32, 33, 64, 100])
 def test_kivi_keeps_less_than_a_residual_in_full_precision(n):
     stage, kv = Kivi(bits=4, group=8, residual=32), prompt(n)
-    out = stage.compress(pass_over(n), 0, kv, None)
+    out = stage.compress(prefill_context(n), 0, kv, None)
     if n < 32:
         assert out is kv
         return
@@ -630,13 +630,13 @@ def test_kivi_keeps_less_than_a_residual_in_full_precision(n):
 
 def test_kivi_uses_three_bits_per_value():
     kv = prompt(256, dim=64)
-    (stored,) = Kivi().compress(pass_over(256), 0, kv, None).segments
+    (stored,) = Kivi().compress(prefill_context(256), 0, kv, None).segments
     assert stored.held_bytes() * 8 == 3 * kv.keys.numel() * 2
 
 
 def test_kivi_with_biases_and_ragged_heads():
     bias = noise(2, 80, seed=5)
-    stage, step = Kivi(bits=2, group=8, residual=16), pass_over(80)
+    stage, step = Kivi(bits=2, group=8, residual=16), prefill_context(80)
     kv = prompt(80, lengths=[70, 41], bias=bias)
     kv.keys[1, 41:], kv.values[1, 41:] = torch.nan, torch.nan
     out = stage.compress(step, 0, kv, None)
@@ -661,7 +661,7 @@ def test_kivi_quantizes_answer_like_prompt(n):
     """The codes of prompt and answer equal those of a longer prompt."""
     stage, total = Kivi(bits=2, group=8, residual=16), 70
     kv = prompt(total)
-    start, step = torch.arange(n), pass_over(n)
+    start, step = torch.arange(n), prefill_context(n)
     slots, part = Tail(stage.compress(step, 0, kv.select(start), None), step), stage.expand()[1]
     slots.seen = 3 + n
     for at in range(n, total):
@@ -669,7 +669,7 @@ def test_kivi_quantizes_answer_like_prompt(n):
         assert slots.held < 16
         slots.write(kv.keys[:, at], kv.values[:, at])
     part.step(slots, 0)
-    whole = stage.compress(pass_over(total), 0, kv, None)
+    whole = stage.compress(prefill_context(total), 0, kv, None)
     assert slots.held == len(whole) == total % 16
     (stored,) = slots.pages
     assert same(stored, whole.segments[0])
@@ -681,7 +681,7 @@ def test_kivi_quantizes_answer_like_prompt(n):
 
 
 def test_kivi_quantizes_many_new_tokens_at_once():
-    stage, step = Kivi(bits=2, group=8, residual=16), pass_over(50)
+    stage, step = Kivi(bits=2, group=8, residual=16), prefill_context(50)
     slots = Tail(prompt(50), step)
     stage.expand()[1].step(slots, 0)
     assert (slots.held, slots.calls) == (2, 1)
@@ -702,11 +702,11 @@ def test_kivi_invalid_parameters_raise(parameters, message):
 
 def test_unsupported_head_sizes_raise():
     with pytest.raises(RecipeError, match="kivi: groups of 32 channels do not divide a head of 48"):
-        Kivi().compress(pass_over(128), 0, prompt(128, dim=48), None)
-    narrow = Kivi().compress(pass_over(128), 0, prompt(128, dim=16), None)
+        Kivi().compress(prefill_context(128), 0, prompt(128, dim=48), None)
+    narrow = Kivi().compress(prefill_context(128), 0, prompt(128, dim=16), None)
     assert narrow.segments[0].key == (2, 32, 1, False)
     with pytest.raises(RecipeError, match="zipcache: 6 channels cannot be packed"):
-        ZipCache().compress(pass_over(8), 0, prompt(8, dim=6), columns(8))
+        ZipCache().compress(prefill_context(8), 0, prompt(8, dim=6), columns(8))
 
 
 # --- ZipCache ------------------------------------------------------------------------------------
@@ -741,9 +741,9 @@ def test_saliency_ties_prefer_the_lower_index():
 
 def test_saliency_is_averaged_over_attending_rows():
     stats, n = columns(20), 20
-    full = ZipCache().score(pass_over(n), prompt(n), stats)
+    full = ZipCache().score(prefill_context(n), prompt(n), stats)
     close(full, stats.sum.sum(1) / (n - torch.arange(n)), terms=2 + 1)
-    probe = ZipCache(norm="probe").score(pass_over(n), prompt(n), stats)
+    probe = ZipCache(norm="probe").score(prefill_context(n), prompt(n), stats)
     close(probe, stats.sum.sum(1) / stats.nnz, terms=2 + 1)
     assert not torch.equal(full, probe)
     assert bool(saliency(stats.sum, 0 * stats.nnz).isfinite().all())
@@ -751,12 +751,12 @@ def test_saliency_is_averaged_over_attending_rows():
     left = torch.tensor([0, 3, 4, 11, 19])
     kv = prompt(n).select(left)
     remaining = ColumnStats(stats.nnz[:, left], stats.rows, stats.sum[..., left])
-    assert torch.equal(ZipCache().score(pass_over(n), kv, remaining), full[:, left])
+    assert torch.equal(ZipCache().score(prefill_context(n), kv, remaining), full[:, left])
 
 
 @pytest.mark.parametrize("lengths", [[40, 40], [40, 17]])
 def test_zipcache_splits_slots_into_two_precisions(lengths):
-    n, stage, step = 40, ZipCache(), pass_over(40)
+    n, stage, step = 40, ZipCache(), prefill_context(40)
     kv, stats = prompt(n, lengths=lengths, bias=noise(2, n, seed=4)), columns(n)
     out = stage.compress(step, 0, kv, stats)
     high, low = out.segments
@@ -791,15 +791,15 @@ def test_zipcache_splits_slots_into_two_precisions(lengths):
 
 @pytest.mark.parametrize(("important", "bits"), [(1.0, [4]), (0.0, [2]), (0.5, [4, 2])])
 def test_zipcache_with_one_precision(important, bits):
-    out = ZipCache(important=important).compress(pass_over(20), 0, prompt(20), columns(20))
+    out = ZipCache(important=important).compress(prefill_context(20), 0, prompt(20), columns(20))
     assert [part.bits for part in out.segments] == bits
     equal = ZipCache(important=important, bits_high=8, bits_low=8)
-    (part,) = equal.compress(pass_over(20), 0, prompt(20), columns(20)).segments
+    (part,) = equal.compress(prefill_context(20), 0, prompt(20), columns(20)).segments
     assert (part.bits, len(part)) == (8, 20)
 
 
 def test_zipcache_quantizes_answer_in_pages():
-    stage, step = ZipCache(page=16), pass_over(20)
+    stage, step = ZipCache(page=16), prefill_context(20)
     kv = prompt(20)
     compressed = stage.compress(step, 0, kv, columns(20))
     slots, part = Tail(compressed, step), stage.expand()[1]

@@ -342,7 +342,7 @@ def test_answers_of_installed_package_are_checked(
 
     def run(command: list[Any], cwd: Path) -> str:
         calls.append(command[1])
-        answers = {words[0]: answer for words, answer in release.QUESTIONS}
+        answers = {command_line[0]: answer for command_line, answer in release.QUESTIONS}
         right = f"vlmfast {vlmfast.__version__}" if command[1] == "--version" else ""
         right = answers[command[2]] if command[1] == "ask" else right
         return printed.get(command[1], right) + "\n"

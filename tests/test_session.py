@@ -274,7 +274,7 @@ def test_conversation_can_be_replaced(vlm):
         s.messages = []
         assert s.ask(QUESTIONS[2], **ASK).token_ids != again.token_ids
         messages = s.messages
-        for wrong, words in (
+        for wrong, message in (
             ([messages[1], messages[0]], r"messages\[0\] must have the role user"),
             (
                 [{"role": "user", "content": [{"type": "image"}]}, messages[1]],
@@ -282,7 +282,7 @@ def test_conversation_can_be_replaced(vlm):
             ),
             (messages[:1], "must end with an answer"),
         ):
-            with pytest.raises(VLMFastError, match=words):
+            with pytest.raises(VLMFastError, match=message):
                 s.messages = wrong
             assert s.messages == messages
     with vlm.session(images=picture(), history=False) as s:

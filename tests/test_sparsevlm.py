@@ -87,7 +87,7 @@ def rule(vlm: VLM, tensors: dict, embeds: Tensor, recycle: bool):
     return drop
 
 
-def word(recycle: bool, positions: str) -> str:
+def recipe_text(recycle: bool, positions: str) -> str:
     return f"sparsevlm:layers=2/3,budget=0.5,recycle={str(recycle).lower()},positions={positions}"
 
 
@@ -101,7 +101,7 @@ def test_prompt_equals_reference_prefill(vlm, positions, recycle, num_images, mo
     n0 = int((tensors["input_ids"] == vlm.adapter.image_token_id).sum())
     totals = tuple(max(1, round(share / 100 * n0)) for share in DROPS.values())
     monkeypatch.setattr("vlmfast.compressors.prefill.sparsevlm.solve_counts", lambda *args: totals)
-    run, logits = ran(vlm, word(recycle, positions), images)
+    run, logits = ran(vlm, recipe_text(recycle, positions), images)
     expected, _ = shortened(vlm, embeds, rule(vlm, tensors, embeds, recycle), positions)
     assert run.stats.visual_tokens_per_layer == [n0] * 2 + [totals[0]] + [totals[1]] * 3
     terms = network(vlm.model, len(embeds))
@@ -133,8 +133,8 @@ def test_recycled_token_weights_are_used(vlm, monkeypatch) -> None:
 
     monkeypatch.setattr("vlmfast.engine.engine.prefill", watched)
     images = [picture(seed=i) for i in range(3)]
-    run, plain = ran(vlm, word(True, "keep"), images)
-    _, repaired = ran(vlm, word(True, "keep") + ",repair=true", images)
+    run, plain = ran(vlm, recipe_text(True, "keep"), images)
+    _, repaired = ran(vlm, recipe_text(True, "keep") + ",repair=true", images)
     assert max(float(w) for w in steps[1::2]) > 1
     apart(plain, repaired, terms=network(vlm.model, run.prompt.full_length))
 

@@ -461,16 +461,16 @@ def test_drafters_receive_the_pruned_prompt(vlm: VLM, recipe: str) -> None:
     wanted = vlm.ask(QUESTION, recipe=recipe, **given())
     got = drafted(vlm, wanted, recipe, Listens(wrong=0.2), **given())
     assert got.token_ids == wanted.token_ids
-    _, (target, told) = Listens.heard  # the first one is opened to check that it fits
-    (read,) = told.reads
+    _, (target, drafting) = Listens.heard  # the first one is opened to check that it fits
+    (read,) = drafting.reads
     rows = len(read.layout)
-    assert rows == len(told.reads[0].embeds) == len(read.features)
+    assert rows == len(drafting.reads[0].embeds) == len(read.features)
     assert (rows < len(read.ids)) == (recipe != "none")
     assert read.taps.shape == (rows, 2, target.width)
     # The last row gives the first token, and the nodes give the next ones.
     assert int(target.logits(read.features[-1]).argmax()) == wanted.token_ids[0]
     emitted = []
-    for done in told.rounds:
+    for done in drafting.rounds:
         close(target.logits(done.features), done.logits, FLOAT, target.width)
         assert done.taps.shape == (len(done.tree), 2, target.width)
         assert done.logits[done.path].argmax(-1).tolist() == done.emitted
@@ -487,15 +487,15 @@ def test_taps_are_layer_inputs(llava: VLM) -> None:
     Listens.heard.clear()
     wanted = llava.ask(QUESTION, **given())
     drafted(llava, wanted, "none", Listens(), **given())
-    _, (_, told) = Listens.heard
+    _, (_, drafting) = Listens.heard
     inputs = llava.inputs(QUESTION, images=picture(seed=1))
     with torch.no_grad():
         states = llava.model(**inputs, output_hidden_states=True).hidden_states
     terms = network(llava.model, len(states[0][0]))
-    close(told.reads[0].taps[:, 0], states[1][0], FLOAT, terms)
-    close(told.reads[0].taps[:, 1], states[3][0], FLOAT, terms)
-    close(told.reads[0].features, states[-1][0], FLOAT, terms)
-    apart(told.reads[0].taps[:, 0], states[0][0], FLOAT, terms)  # control: another layer
+    close(drafting.reads[0].taps[:, 0], states[1][0], FLOAT, terms)
+    close(drafting.reads[0].taps[:, 1], states[3][0], FLOAT, terms)
+    close(drafting.reads[0].features, states[-1][0], FLOAT, terms)
+    apart(drafting.reads[0].taps[:, 0], states[0][0], FLOAT, terms)  # control: another layer
 
 
 def test_placeholders_are_never_drafted(llava: VLM) -> None:

@@ -62,12 +62,12 @@ def rows_file(tmp_path: Path, *rows: dict) -> Path:
     return write_plain(tmp_path / "validation.parquet", list(rows))
 
 
-def run(*words: object) -> int:
+def run(*args: object) -> int:
     from argparse import ArgumentParser
 
     parser = ArgumentParser()
     add_eval(parser)
-    return run_eval(parser.parse_args([str(word) for word in words]))
+    return run_eval(parser.parse_args([str(arg) for arg in args]))
 
 
 # --- prompts -------------------------------------------------------------------------------------
@@ -511,8 +511,8 @@ def samples(folder: Path) -> dict:
 
 def test_mmmu_with_the_shipped_model(college, tmp_path, capsys):
     out, file = tmp_path / "o", tmp_path / "n.json"
-    words = ("--recipe", "random", "--recipe", "downsample", "--recipe", "hired")
-    run("mmmu", "--data", college, "--out", out, "--json", file, *words, "--budget", "0.3")
+    recipe_flags = ("--recipe", "random", "--recipe", "downsample", "--recipe", "hired")
+    run("mmmu", "--data", college, "--out", out, "--json", file, *recipe_flags, "--budget", "0.3")
     found = samples(out / "mmmu" / "none")
     assert len(found) == len(MMMU)
     assert not any("error" in s for s in found.values())
@@ -550,8 +550,8 @@ def test_hidden_answers_have_no_score(college, tmp_path):
 
 @pytest.mark.parametrize("subtitles", [False, True])
 def test_video_mme_with_the_shipped_model(films, tmp_path, subtitles):
-    words = ["--subtitles"] if subtitles else []
-    run("video-mme", "--data", films, "--out", tmp_path, "--num-frames", 4, *words)
+    flags = ["--subtitles"] if subtitles else []
+    run("video-mme", "--data", films, "--out", tmp_path, "--num-frames", 4, *flags)
     name = "video-mme-subtitles" if subtitles else "video-mme"
     found = samples(tmp_path / name / "none")
     assert len(found) == 9

@@ -82,11 +82,11 @@ def tower_by_hand(vlm: VLM, pixels: Tensor, stage: ToMe) -> tuple[Tensor, Tensor
 
 
 @pytest.mark.parametrize("build", [build_llava, build_llava_next])
-@pytest.mark.parametrize("word", ["tome:0.4", "tome:0.4,repair=false", "tome:r=3"])
-def test_prompt_equals_reference_tower(build, word) -> None:
+@pytest.mark.parametrize("text", ["tome:0.4", "tome:0.4,repair=false", "tome:r=3"])
+def test_prompt_equals_reference_tower(build, text) -> None:
     vlm, image = VLM(*build()), picture()
     tensors = vlm.inputs("what is here ?", images=[image])
-    recipe = Recipe.parse(word)
+    recipe = Recipe.parse(text)
     (stage,) = recipe
     inputs = Inputs(tensors, [(image.height, image.width)], "q")
     run = Driven(vlm.adapter, inputs, recipe, time.perf_counter())
@@ -107,7 +107,7 @@ def test_prompt_equals_reference_tower(build, word) -> None:
     assert len(layout) == len(ours) == sum(int(w.max()) for w in where)
     assert layout.weight.sum() == int(full.patches.sum())
     # Control: another treatment of sizes gives another result.
-    other = Recipe.parse(word + ("" if "repair" in word else ",repair=false"))
+    other = Recipe.parse(text + ("" if "repair" in text else ",repair=false"))
     if other != recipe:
         run = Driven(vlm.adapter, inputs, other, time.perf_counter())
         control = answer_logits(vlm, run, [])
@@ -121,13 +121,13 @@ def test_recipe_parameters() -> None:
     requests = stage.expand()[0].vision_stats(24)
     assert requests == dict.fromkeys(range(22), StatRequest("keys", keys=True))
     assert Merge(ToMe(1.0)).blocks(24) == ()
-    for word in ("tome", "tome:0.2,positions=keep", "tome:r=8,repair=false"):
-        assert Recipe.parse(word) == Recipe.parse(str(Recipe.parse(word)))
+    for text in ("tome", "tome:0.2,positions=keep", "tome:r=8,repair=false"):
+        assert Recipe.parse(text) == Recipe.parse(str(Recipe.parse(text)))
     assert Recipe.parse("tome")[0].repair
 
 
 @pytest.mark.parametrize(
-    ("word", "message"),
+    ("text", "message"),
     [
         ("tome:0", r"tome: rate=0 is out of range"),
         ("tome:r=-1", r"tome: r=-1 is out of range, allowed is >= 0"),
@@ -135,6 +135,6 @@ def test_recipe_parameters() -> None:
         ("tome+mustdrop", r"tome and mustdrop, which both rework the rows between the blocks"),
     ],
 )
-def test_invalid_recipes_raise(word: str, message: str) -> None:
+def test_invalid_recipes_raise(text: str, message: str) -> None:
     with pytest.raises(RecipeError, match=message):
-        Recipe.parse(word)
+        Recipe.parse(text)

@@ -171,7 +171,7 @@ def test_tome_in_recipes(vlm, media, recipe):
     assert answer.token_ids
     assert answer.stats.left_out == []
     assert answer.stats.equivalent_tokens <= 0.55 * answer.stats.visual_tokens_in
-    if any(word in recipe for word in ("visionzip", "hired")):
+    if any(method in recipe for method in ("visionzip", "hired")):
         assert answer.stats.saliency == vlm.adapter.sources()[0]
 
 
@@ -321,10 +321,10 @@ def packed_by_hand(
 
 
 @pytest.mark.parametrize("name", PACKED)
-@pytest.mark.parametrize("word", ["tome:0.5", "tome:0.3", "tome:0.5,repair=false"])
-def test_packed_towers_equal_reference(name, word):
+@pytest.mark.parametrize("text", ["tome:0.5", "tome:0.3", "tome:0.5,repair=false"])
+def test_packed_towers_equal_reference(name, text):
     vlm, image = built(name), picture(2, 64, 48)
-    (stage,) = Recipe.parse(word)
+    (stage,) = Recipe.parse(text)
     hidden, tables = entering(vlm, images=image)
     tokens, stats = looked(vlm, stage, asked=(SaliencyRequest(),), images=image)
     (item,) = stats.items
@@ -396,10 +396,10 @@ def internvl_by_hand(vlm: VLM, hidden: Tensor, stage: ToMe) -> tuple[Tensor, Ten
     return base.multi_modal_projector(shuffled)[0], group
 
 
-@pytest.mark.parametrize("word", ["tome:0.5", "tome:r=1", "tome:0.5,repair=false"])
-def test_internvl_equals_reference(word):
+@pytest.mark.parametrize("text", ["tome:0.5", "tome:r=1", "tome:0.5,repair=false"])
+def test_internvl_equals_reference(text):
     vlm, image = built("internvl"), picture(0, 90, 44)
-    (stage,) = Recipe.parse(word)
+    (stage,) = Recipe.parse(text)
     hidden, _ = entering(vlm, images=image)
     tokens, stats = looked(vlm, stage, images=image)
     (item,) = stats.items

@@ -36,17 +36,17 @@ def tiny() -> VLM:
     return VLM.from_pretrained("tiny", device="cpu", dtype="float32")
 
 
-def arguments(out, *words: str) -> argparse.Namespace:
+def arguments(out, *flags: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     drafters.add_arguments(parser)
     quick = "--samples 3 --held-out 2 --batch 2 --lr 1e-3 --steps 4 --answer-tokens 12"
     quick = [*quick.split(), "--dtype", "float32"]
-    return parser.parse_args(["--out", str(out), *quick, *words])
+    return parser.parse_args(["--out", str(out), *quick, *flags])
 
 
-def training(tiny: VLM, *words: str):
+def training(tiny: VLM, *flags: str):
     """The training of a kind of drafter, and an untrained module."""
-    args = arguments("nowhere", *words)
+    args = arguments("nowhere", *flags)
     torch.manual_seed(0)
     text = tiny.adapter.config.get_text_config()
     sizes = {**tiny.adapter.sizes(), "vocabulary": text.vocab_size, "kv_heads": 2}
@@ -66,7 +66,7 @@ def lesson(tiny: VLM):
     return lesson
 
 
-def told(tiny: VLM, number: int) -> list[int]:
+def target_answer(tiny: VLM, number: int) -> list[int]:
     return tiny.chat(drawn(number), max_new_tokens=12).token_ids
 
 
@@ -76,7 +76,7 @@ def told(tiny: VLM, number: int) -> list[int]:
 def test_answers_are_generated_by_the_target_and_cached(tiny: VLM, tmp_path) -> None:
     args = arguments(tmp_path)
     answers = drafters.Answers(tiny, drawn, tmp_path, args)
-    assert [answers[n] for n in (2, 5)] == [told(tiny, n) for n in (2, 5)]
+    assert [answers[n] for n in (2, 5)] == [target_answer(tiny, n) for n in (2, 5)]
     assert sorted(p.name for p in tmp_path.glob("*.jsonl")) == ["00000000.jsonl", "00000001.jsonl"]
     # Answers on disk are used as they are.
     (tmp_path / "00000000.jsonl").write_text("[1, 2]\n" * 4)
@@ -97,9 +97,11 @@ def test_sampled_answers_are_reproducible(tiny: VLM, tmp_path) -> None:
 
     first = generated("a")
     torch.rand(7)
-    assert generated("b") == first != [told(tiny, n) for n in range(8)]
+    assert generated("b") == first != [target_answer(tiny, n) for n in range(8)]
     held_out = drafters._HELD_OUT + 1  # held-out answers are greedy
-    assert drafters.Answers(tiny, drawn, tmp_path / "b", args)[held_out] == told(tiny, held_out)
+    assert drafters.Answers(tiny, drawn, tmp_path / "b", args)[held_out] == target_answer(
+        tiny, held_out
+    )
 
 
 def test_prompts_are_drawn_outside_the_evaluation() -> None:
@@ -122,8 +124,8 @@ def test_held_out_conversations_are_not_trained_on(tmp_path) -> None:
         for q in "abcdef"
     ]
     (tmp_path / "data.json").write_text(json.dumps(data))
-    words = ("--data", str(tmp_path / "data.json"), "--media", str(tmp_path))
-    trainer = DrafterTrainer(arguments(tmp_path / "out", *words))
+    flags = ("--data", str(tmp_path / "data.json"), "--media", str(tmp_path))
+    trainer = DrafterTrainer(arguments(tmp_path / "out", *flags))
 
     def asked(numbers) -> set[str]:
         return {trainer.prompt(n)[0]["content"][-1]["text"] for n in numbers}
@@ -131,7 +133,7 @@ def test_held_out_conversations_are_not_trained_on(tmp_path) -> None:
     assert asked(range(12)) == set("abcd")
     assert asked(range(drafters._HELD_OUT, drafters._HELD_OUT + 4)) == set("ef")
     with pytest.raises(TrainingError, match="too few"):
-        DrafterTrainer(arguments(tmp_path / "out", *words, "--held-out", "6"))
+        DrafterTrainer(arguments(tmp_path / "out", *flags, "--held-out", "6"))
 
 
 def test_unreadable_images_are_skipped(tmp_path) -> None:
@@ -140,8 +142,8 @@ def test_unreadable_images_are_skipped(tmp_path) -> None:
     names = ("a.png", "missing.png", "a.png", "a.png")
     data = [{"image": name, "conversations": turns} for name in names]
     (tmp_path / "data.json").write_text(json.dumps(data))
-    words = ("--data", str(tmp_path / "data.json"), "--media", str(tmp_path), "--stop-after", "1")
-    trainer = DrafterTrainer(arguments(tmp_path / "out", *words, "--samples", "2"))
+    flags = ("--data", str(tmp_path / "data.json"), "--media", str(tmp_path), "--stop-after", "1")
+    trainer = DrafterTrainer(arguments(tmp_path / "out", *flags, "--samples", "2"))
     assert sorted(map(bool, (trainer.answers[0], trainer.answers[1]))) == [False, True]
     trainer.train()
     assert trainer.step == 1
@@ -184,14 +186,14 @@ def drafter_of(tiny: VLM, stage, module):
 
 
 @pytest.mark.parametrize("shift", [0, 1])
-@pytest.mark.parametrize("words", KINDS)
-def test_training_drafts_equal_the_stage(tiny: VLM, lesson, words, shift: int) -> None:
+@pytest.mark.parametrize("flags", KINDS)
+def test_training_drafts_equal_the_stage(tiny: VLM, lesson, flags, shift: int) -> None:
     """Training uses the same rows as generation, at the start and in the middle of an answer."""
-    made, module = training(tiny, *words)
-    kind = {"kind": "eagle3"} if words[1] == "eagle3" else {}
+    made, module = training(tiny, *flags)
+    kind = {"kind": "eagle3"} if flags[1] == "eagle3" else {}
     # Embeddings are larger than features, which must have an effect too.
     module.fc.weight.data[:, 256:] *= 30
-    stage = DraftVispec if words[1] == "vispec" else DraftEagle
+    stage = DraftVispec if flags[1] == "vispec" else DraftEagle
     stage = stage(top_k=1, depth=4, nodes=5, **kind)
     n, depth = lesson.prompt, 4
     ids = lesson.answer.tolist()
@@ -201,7 +203,7 @@ def test_training_drafts_equal_the_stage(tiny: VLM, lesson, words, shift: int) -
     drafter = drafter_of(tiny, stage, module)
     # A control: features of the previous token.
     features, taps = (x.roll(shift, 0) for x in (lesson.features, lesson.taps))
-    if words[1] != "eagle3":
+    if flags[1] != "eagle3":
         taps = None
     prompt = lesson.layout.select(torch.arange(n))
     read_ids = [1] * n
@@ -352,16 +354,16 @@ def same(a: DrafterTrainer, b: DrafterTrainer) -> bool:
 
 
 @pytest.mark.parametrize(
-    "words",
+    "flags",
     [
         ("--compressor", "--gate-from", "0.3"),
-        *(pytest.param(words, marks=pytest.mark.slow) for words in KINDS[1:]),
+        *(pytest.param(flags, marks=pytest.mark.slow) for flags in KINDS[1:]),
     ],
 )
-def test_resumed_run_equals_uninterrupted_run(tmp_path, words) -> None:
+def test_resumed_run_equals_uninterrupted_run(tmp_path, flags) -> None:
     def trainer(folder: str, *more: str) -> DrafterTrainer:
         return DrafterTrainer(
-            arguments(tmp_path / folder, "--sampled", "0.5", "--eval-every", "2", *words, *more)
+            arguments(tmp_path / folder, "--sampled", "0.5", "--eval-every", "2", *flags, *more)
         )
 
     whole = trainer("a")
@@ -379,8 +381,8 @@ def test_resumed_run_equals_uninterrupted_run(tmp_path, words) -> None:
 
 
 def test_training_lowers_the_loss_and_freezes_the_target(tmp_path) -> None:
-    words = ("--steps", "16", "--lr", "3e-3", "--noise", "0")
-    trainer = DrafterTrainer(arguments(tmp_path, *words))
+    flags = ("--steps", "16", "--lr", "3e-3", "--noise", "0")
+    trainer = DrafterTrainer(arguments(tmp_path, *flags))
     before = {k: v.clone() for k, v in trainer.vlm.model.state_dict().items()}
 
     def loss() -> float:
@@ -412,7 +414,7 @@ def test_epochs_contain_each_sample_once(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("flags", "message"),
     [
         (("--samples", "0"), "--samples"),
         (("--held-out", "0"), "--held-out"),
@@ -425,9 +427,9 @@ def test_epochs_contain_each_sample_once(tmp_path) -> None:
         (("--init", "nowhere"), "--init nowhere"),
     ],
 )
-def test_invalid_options_raise(tmp_path, words, message) -> None:
+def test_invalid_options_raise(tmp_path, flags, message) -> None:
     with pytest.raises(TrainingError, match=message):
-        DrafterTrainer(arguments(tmp_path, *words))
+        DrafterTrainer(arguments(tmp_path, *flags))
 
 
 # --- shipped drafter -----------------------------------------------------------------------------

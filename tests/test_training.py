@@ -67,10 +67,10 @@ def known(monkeypatch):
     monkeypatch.setattr(vlmfast.core.weights, "stage_class", lambda name: Scale)
 
 
-def arguments(out, *words: str) -> argparse.Namespace:
+def arguments(out, *flags: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     loop.add_arguments(parser, "scale")
-    return parser.parse_args(["--out", str(out), "--batch", "2", "--lr", "0.05", *words])
+    return parser.parse_args(["--out", str(out), "--batch", "2", "--lr", "0.05", *flags])
 
 
 @pytest.fixture(scope="module")
@@ -107,12 +107,12 @@ def test_resumed_run_equals_uninterrupted_run(known, tmp_path) -> None:
     assert torch.equal(rest.module.gain, whole.module.gain)
 
 
-@pytest.mark.parametrize("words", [("--seed", "3"), ("--lr", "0.1"), ("--batch", "4")])
-def test_resuming_with_other_settings_raises(known, tmp_path, words) -> None:
+@pytest.mark.parametrize("flags", [("--seed", "3"), ("--lr", "0.1"), ("--batch", "4")])
+def test_resuming_with_other_settings_raises(known, tmp_path, flags) -> None:
     loop.Trainer("scale", arguments(tmp_path, "--stop-after", "1")).train()
-    with pytest.raises(loop.TrainingError, match=rf"{words[0][2:]}=.*--fresh"):
-        loop.Trainer("scale", arguments(tmp_path, *words))
-    assert loop.Trainer("scale", arguments(tmp_path, *words, "--fresh")).step == 0
+    with pytest.raises(loop.TrainingError, match=rf"{flags[0][2:]}=.*--fresh"):
+        loop.Trainer("scale", arguments(tmp_path, *flags))
+    assert loop.Trainer("scale", arguments(tmp_path, *flags, "--fresh")).step == 0
 
 
 def test_damaged_checkpoint_raises(known, tmp_path) -> None:
@@ -126,15 +126,15 @@ def test_unreadable_images_are_skipped(known, tmp_path) -> None:
     turns = [{"from": "human", "value": "What?"}, {"from": "gpt", "value": "Red."}]
     data = [{"image": name, "conversations": turns} for name in ("a.png", "missing.png")]
     (tmp_path / "data.json").write_text(json.dumps(data))
-    words = ("--data", str(tmp_path / "data.json"), "--media", str(tmp_path), "--stop-after", "1")
-    trainer = loop.Trainer("scale", arguments(tmp_path / "out", *words))
+    flags = ("--data", str(tmp_path / "data.json"), "--media", str(tmp_path), "--stop-after", "1")
+    trainer = loop.Trainer("scale", arguments(tmp_path / "out", *flags))
     trainer.train()
     assert trainer.step == 1
     assert "missing.png" in (tmp_path / "out" / "log.jsonl").read_text()
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("flags", "message"),
     [
         (("--batch", "0"), "--batch"),
         (("--seed", "256"), "--seed"),
@@ -146,9 +146,9 @@ def test_unreadable_images_are_skipped(known, tmp_path) -> None:
         (("--device", "abacus"), "--device abacus"),
     ],
 )
-def test_invalid_options_raise(known, tmp_path, words, message) -> None:
+def test_invalid_options_raise(known, tmp_path, flags, message) -> None:
     with pytest.raises(loop.TrainingError, match=message):
-        loop.Trainer("scale", arguments(tmp_path, *words))
+        loop.Trainer("scale", arguments(tmp_path, *flags))
 
 
 # --- inputs --------------------------------------------------------------------------------------

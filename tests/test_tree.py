@@ -36,7 +36,7 @@ def above(tree: Tree, node: int) -> list[int]:
     return [node] if node == 0 else [*above(tree, tree.parents[node]), node]
 
 
-def words(tree: Tree) -> set[tuple[int, ...]]:
+def token_paths(tree: Tree) -> set[tuple[int, ...]]:
     """The token paths of all nodes."""
     return {tuple(tree.tokens[at] for at in above(tree, node)) for node in range(len(tree))}
 
@@ -46,7 +46,7 @@ def valid(tree: Tree) -> None:
     assert len(tree.tokens) == len(tree.parents) == len(tree) >= 1
     assert tree.parents[0] == -1
     assert all(0 <= parent < node for node, parent in enumerate(tree.parents) if node)
-    assert len(words(tree)) == len(tree)
+    assert len(token_paths(tree)) == len(tree)
 
 
 @quick
@@ -91,7 +91,7 @@ def test_paths_lead_from_root_to_leaves(tree: Tree) -> None:
     # A tree is determined by its paths.
     again = Tree.of_paths(tree.tokens[0], [[tree.tokens[at] for at in row[1:]] for row in rows])
     valid(again)
-    assert words(again) == words(tree)
+    assert token_paths(again) == token_paths(tree)
 
 
 @quick
@@ -101,7 +101,7 @@ def test_first(tree: Tree, nodes: int, depth: int) -> None:
     valid(part)
     assert len(part) <= max(nodes, 1)
     assert part.depth <= depth
-    assert words(part) <= words(tree)
+    assert token_paths(part) <= token_paths(tree)
     fitting = sum(d <= depth for d in tree.depths)
     assert len(part) == min(max(nodes, 1), fitting)  # no more than necessary is dropped
     assert tree.first(len(tree)) == tree.first(len(tree), tree.depth) == tree
@@ -114,7 +114,9 @@ def test_without(tree: Tree, banned: list[int]) -> None:
     part = tree.without(banned)
     valid(part)
     assert part.tokens[0] == tree.tokens[0]  # the root is fixed
-    assert words(part) == {word for word in words(tree) if not set(word[1:]) & set(banned)}
+    assert token_paths(part) == {
+        path for path in token_paths(tree) if not set(path[1:]) & set(banned)
+    }
     assert part.without(banned) == part
 
 
@@ -124,7 +126,7 @@ def test_joined(one: Tree, other: Tree) -> None:
     other = Tree((one.tokens[0], *other.tokens[1:]), other.parents)
     both = one.joined(other)
     valid(both)
-    assert words(both) == words(one) | words(other)
+    assert token_paths(both) == token_paths(one) | token_paths(other)
     assert both.first(len(one)) == one  # the nodes of `one` come first
     assert one.joined(one) == one == one.joined(Tree.chain([one.tokens[0]]))
     apart = Tree((one.tokens[0] + 1, *other.tokens[1:]), other.parents)
@@ -198,7 +200,7 @@ def test_likeliest_first_keeps_the_shape(drawn: tuple) -> None:
     shape, _ = drawn
     ordered = likeliest_first(shape)
     valid(ordered)
-    assert words(ordered) == words(shape)
+    assert token_paths(ordered) == token_paths(shape)
 
     def likelihood(tree: Tree, node: int) -> float:
         odds = 1.0
@@ -219,16 +221,16 @@ def test_filled_skips_unknown_tokens(drawn: tuple, known: dict) -> None:
     tree = filled(shape, 0, children_of)
     valid(tree)
     expected = {(0,)}
-    for word in words(shape) - {(ROOT,)}:
+    for path in token_paths(shape) - {(ROOT,)}:
         tokens = [0]
-        for rank in word[1:]:
+        for rank in path[1:]:
             row = children_of(tokens[-1])
             if rank >= len(row):
                 break
             tokens.append(row[rank])
         else:
             expected.add(tuple(tokens))
-    assert words(tree) == expected
+    assert token_paths(tree) == expected
     listed = guesses(shape, 0, children_of)
     assert [token for token in listed if token is not None] == list(tree.tokens)
     assert all(

@@ -172,7 +172,7 @@ def test_recipe_parameters() -> None:
 
 
 @pytest.mark.parametrize(
-    ("word", "message"),
+    ("text", "message"),
     [
         ("visionzip:0", r"visionzip: rate=0 is out of range, allowed is > 0 and <= 1"),
         ("visionzip:budget=2", r"budget=2 is out of range"),
@@ -182,9 +182,9 @@ def test_recipe_parameters() -> None:
         ("visionzip:domina=3", r"no parameter 'domina' \(did you mean 'dominant'\?\)"),
     ],
 )
-def test_invalid_recipes_raise(word: str, message: str) -> None:
+def test_invalid_recipes_raise(text: str, message: str) -> None:
     with pytest.raises(RecipeError, match=message):
-        Recipe.parse(word)
+        Recipe.parse(text)
 
 
 # --- whole prompts -------------------------------------------------------------------------------

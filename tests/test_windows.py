@@ -47,7 +47,7 @@ def image(seed: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, (44, 60, 3), dtype=np.uint8)
 
 
-def words(count: int, seed: int = 0) -> str:
+def random_words(count: int, seed: int = 0) -> str:
     """Text of ``count`` tokens."""
     letters = np.random.default_rng(seed).integers(97, 123, count)
     return "".join(map(chr, letters))
@@ -69,7 +69,7 @@ def start(vlm: VLM, text: str, recipe: Any = ()) -> Driven:
 
 
 # Images at the start, in the middle, and across the boundary of the last row's window.
-LONG = IMAGE + words(70) + IMAGE + words(30, 1) + IMAGE + words(40, 2)
+LONG = IMAGE + random_words(70) + IMAGE + random_words(30, 1) + IMAGE + random_words(40, 2)
 
 
 # --- reference -----------------------------------------------------------------------------------
@@ -302,10 +302,10 @@ def against_hugging_face(vlm: VLM, text: str, count: int) -> None:
 
 
 PLACES = {
-    "no image": words(200),
-    "at the start": IMAGE + words(150),
-    "in the middle": words(100) + IMAGE + words(100, 1),
-    "at the end": words(150) + IMAGE,
+    "no image": random_words(200),
+    "at the start": IMAGE + random_words(150),
+    "in the middle": random_words(100) + IMAGE + random_words(100, 1),
+    "at the end": random_words(150) + IMAGE,
     "several": LONG,
 }
 
@@ -318,25 +318,27 @@ def test_logits_beyond_the_window_equal_hugging_face(vlm, case):
 @pytest.mark.parametrize("text_after", range(40, 62, 3))
 def test_window_boundary_inside_an_image(vlm, text_after):
     """The rows after an image attend to fewer and fewer of its tokens."""
-    against_hugging_face(vlm, words(50) + IMAGE + words(text_after, 1), 4)
+    against_hugging_face(vlm, random_words(50) + IMAGE + random_words(text_after, 1), 4)
 
 
 def test_images_longer_than_the_window():
     narrow = VLM(*tiny_families.build_gemma3(window=7))
-    against_hugging_face(narrow, words(9) + IMAGE + words(3, 1) + IMAGE + words(5, 2), 5)
+    against_hugging_face(
+        narrow, random_words(9) + IMAGE + random_words(3, 1) + IMAGE + random_words(5, 2), 5
+    )
 
 
 @pytest.mark.slow
 def test_a_prompt_of_4000_tokens():
     wide = VLM(*tiny_families.build_gemma3())
-    text = IMAGE + words(1900) + IMAGE + words(1700, 1) + IMAGE + words(230, 2)
-    against_hugging_face(wide, text + words(60, 3), 8)
+    text = IMAGE + random_words(1900) + IMAGE + random_words(1700, 1) + IMAGE + random_words(230, 2)
+    against_hugging_face(wide, text + random_words(60, 3), 8)
 
 
 @pytest.mark.parametrize("margin", [0, 1, 12])
 def test_answers_that_cross_the_window(vlm, margin):
     """The prompt fits into the window, but its answer does not."""
-    text = words(WINDOW - 1 - margin - 20) + IMAGE
+    text = random_words(WINDOW - 1 - margin - 20) + IMAGE
     run = start(vlm, text)
     size = run.inputs.tensors["input_ids"].shape[1]
     tokens = (TOKENS * 5)[: WINDOW + 10 - size]
@@ -347,7 +349,7 @@ def test_answers_that_cross_the_window(vlm, margin):
 
 def test_prompt_within_the_window_is_unchanged(vlm, monkeypatch):
     """A window that covers prompt and answer adds no work and changes no bit."""
-    text = IMAGE + words(20)
+    text = IMAGE + random_words(20)
     run = start(vlm, text, "snapkv:share=0.6,window=4")
     got = answer_logits(vlm, run, TOKENS)
     assert all(layer.window is None and layer.rank is None for layer in run.cache.layers)
@@ -379,7 +381,14 @@ class Rank(PrefillStage):
         return torch.cat([text, best]).sort().values
 
 
-DENSE = IMAGE + words(8) + IMAGE + words(8, 1) + (IMAGE + words(6, 2)) * 4 + words(20, 3)
+DENSE = (
+    IMAGE
+    + random_words(8)
+    + IMAGE
+    + random_words(8, 1)
+    + (IMAGE + random_words(6, 2)) * 4
+    + random_words(20, 3)
+)
 
 
 @pytest.mark.parametrize("policy", ["keep", "compact"])
@@ -477,7 +486,7 @@ def kept(monkeypatch) -> dict[int, KV]:
     return seen
 
 
-class Held:
+class SlotTracker:
     """Tracks the tokens in the slots of a layer.
 
     Parameters
@@ -565,7 +574,7 @@ def test_cache_methods(vlm, kept, method):
             assert all(bool(rows.all()) for rows in alive)
         equal(vlm, first, dense(alive, []), dense.size)
         bytes_of = run.stats.kv_bytes
-        trackers = [Held(layer, kept[id(layer)], dense.size) for layer in run.cache.layers]
+        trackers = [SlotTracker(layer, kept[id(layer)], dense.size) for layer in run.cache.layers]
         for number, token in enumerate(tokens):
             run.decoder.rework()
             past = [tracker.slots(method in ("h2o", "cake")) for tracker in trackers]
@@ -701,7 +710,7 @@ def test_drafts_do_not_change_answers(vlm):
 
 def test_ragged_batch(vlm, kept):
     """Prompts of different lengths, one of which fits into the window with its answer."""
-    texts = DENSE, LONG, IMAGE * 3 + words(2)
+    texts = DENSE, LONG, IMAGE * 3 + random_words(2)
     recipes = "snapkv:share=0.5,window=4", (), "random:0.2,positions=keep+zipcache"
     answers = [
         (answer * 5)[:30] for answer in (TOKENS, TOKENS[::-1], [token + 2 for token in TOKENS])
@@ -751,7 +760,11 @@ def test_multi_turn_session(window, tmp_path):
     """The images alone are longer than the window, or the conversation outgrows it."""
     vlm = VLM(*tiny_families.build_gemma3(window=window))
     given = {"images": [image(0), image(1)]}
-    questions = ("what is here ?", "and the rest of it, all that there is ?" + words(90), "why ?")
+    questions = (
+        "what is here ?",
+        "and the rest of it, all that there is ?" + random_words(90),
+        "why ?",
+    )
     kwargs = {"max_new_tokens": 12, "eos_token_id": None}
 
     def fresh(messages: list[dict]) -> list[int]:
@@ -783,7 +796,7 @@ def test_multi_turn_session(window, tmp_path):
 
 def test_session_returns_to_evicted_tokens(vlm):
     """The prompt is prefilled again if local layers have evicted the needed slots."""
-    question, other = words(90), words(40) + words(50, 1)
+    question, other = random_words(90), random_words(40) + random_words(50, 1)
     kwargs = {"max_new_tokens": 8, "eos_token_id": None}
     with vlm.session() as session:
         assert session.ask(question, **kwargs).token_ids == vlm.ask(question, **kwargs).token_ids
