@@ -212,8 +212,8 @@ class Dense:
         visible = torch.ones(size, size, dtype=torch.bool).tril() | (item[:, None] == item)
         for layer, rows in enumerate(alive):
             there = torch.cat([rows, torch.ones(n, dtype=torch.bool)])
-            position = there.cumsum(0) - 1
-            mask = visible & there & self.near(layer, position, position)
+            index = there.cumsum(0) - 1
+            mask = visible & there & self.near(layer, index, index)
             if chosen is not None:
                 mask[: self.size, : self.size] &= chosen[layer]
             mask = mask | torch.diag(~there)
@@ -240,8 +240,8 @@ class Dense:
         masks, caches, heads = [], [], self.decoder.config.num_attention_heads
         for layer, (keys, values, order, valid, bias) in enumerate(past):
             rows = torch.cat([alive[layer], torch.ones(number + 1, dtype=torch.bool)])
-            position = rows.cumsum(0) - 1
-            seen = valid & self.near(layer, position[-1:], position[order])[:, 0]
+            index = rows.cumsum(0) - 1
+            seen = valid & self.near(layer, index[-1:], index[order])[:, 0]
             seen = torch.where(seen, bias, -torch.inf)
             seen = torch.cat([seen, torch.zeros(len(seen), 1)], 1)
             masks.append(seen.repeat_interleave(heads // len(seen), 0)[:, None])
