@@ -1,7 +1,7 @@
-"""Images and videos with flipped, cut and inserted bytes; as a script, what decord makes of them.
+"""Images and videos with flipped, cut and inserted bytes; as a script, a test of decord on them.
 
-decord is native code that ends the process where it fails badly, so that its cases run in a process
-of their own: ``python tests/damaged_media.py FROM TO`` prints how many were read and refused.
+decord is native code that may crash the process, so its cases run in a separate one:
+``python tests/damaged_media.py FROM TO`` prints how many were read and rejected.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import media_fixtures as fx
 from vlmfast.errors import MediaError
 from vlmfast.media import load_video
 
-# Codec, and options of the encoder.
+# Codec and encoder options.
 _VIDEOS = {
     "end.mp4": ("libx264", {}),
     "front.mp4": ("libx264", {"movflags": "+faststart"}),
@@ -32,18 +32,20 @@ BY_DECORD = ("end.mp4", "front.mp4", "fragments.mp4", "video.mkv", "video.webm")
 
 
 def videos(folder: Path) -> dict[str, bytes]:
-    """Small videos, one of each container, as far as there are encoders."""
+    """Small videos, one per container for which an encoder is available."""
     import av
 
     return {
-        name: fx.write_video(folder / name, 10, height=32, width=48, codec=codec, **of).read_bytes()
-        for name, (codec, of) in _VIDEOS.items()
+        name: fx.write_video(
+            folder / name, 10, height=32, width=48, codec=codec, **options
+        ).read_bytes()
+        for name, (codec, options) in _VIDEOS.items()
         if codec in av.codecs_available
     }
 
 
 def images() -> dict[str, bytes]:
-    """Small images: one of each format, an animation, 16 bits, and four inks."""
+    """Small images: one per format, an animation, 16 bits, and CMYK."""
     plain, *others = (Image.fromarray(fx.picture(20, 24, seed)) for seed in range(3))
     deep = Image.fromarray(np.asarray(plain)[..., 0].astype(np.uint16) * 257)
     found = {fmt: fx.encoded(plain, fmt) for fmt in ("PNG", "JPEG", "BMP", "TIFF", "PPM")}
@@ -69,7 +71,7 @@ def damaged(data: bytes, seed: str) -> bytes:
         return data[:at] + data[at + length :]
     if kind == 2:
         return data[:at] + rng.randbytes(length) + data[at:]
-    # Flips anywhere, in the header, or at the end, where containers have their index.
+    # Flips anywhere, in the header, or at the end, where containers store their index.
     first, last = ((0, len(data)), (0, min(len(data), 1024)), (len(data) // 2, len(data)))[kind - 3]
     for _ in range(rng.choice((1, 2, 8, 32))):
         changed[rng.randrange(first, last)] = rng.choice((0, 255, rng.randrange(256)))

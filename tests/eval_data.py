@@ -1,4 +1,4 @@
-"""Data sets of a few questions in the schemas of the real ones, drawn by the project."""
+"""Generated data sets of a few questions in the schemas of the real ones."""
 
 from __future__ import annotations
 
@@ -21,16 +21,14 @@ def drawn(number: int) -> Image.Image:
 
 
 def stored(image: Image.Image) -> dict[str, Any]:
-    """A picture as the hub's parquet files hold it."""
+    """An image as stored in the hub's parquet files."""
     file = io.BytesIO()
     image.save(file, "PNG")
     return {"bytes": file.getvalue(), "path": None}
 
 
-def question(
-    name: str, text: str, options: Any, answer: Any, pictures: int = 1, **more: Any
-) -> dict:
-    """A row of MMMU; its k-th picture is drawn with number ``10 k``."""
+def question(name: str, text: str, options: Any, answer: Any, images: int = 1, **more: Any) -> dict:
+    """A row of MMMU; its k-th image is drawn with number ``10 k``."""
     row = {
         "id": name,
         "question": text,
@@ -43,7 +41,7 @@ def question(
         "question_type": "multiple-choice",
         "subfield": "Anything",
     }
-    row |= {f"image_{i}": stored(drawn(10 * i)) for i in range(1, pictures + 1)}
+    row |= {f"image_{i}": stored(drawn(10 * i)) for i in range(1, images + 1)}
     return row | more
 
 
@@ -63,7 +61,7 @@ MMMU = [
 
 
 def write_rows(file: Path, rows: list[dict], pictures: list[str] = PICTURES) -> Path:
-    """A parquet file as ``datasets`` writes it, with the types of its columns."""
+    """A parquet file as written by ``datasets``, with column types."""
     from datasets import Dataset, Features
     from datasets import Image as Picture
 
@@ -75,7 +73,7 @@ def write_rows(file: Path, rows: list[dict], pictures: list[str] = PICTURES) -> 
 
 
 def write_plain(file: Path, rows: list[dict]) -> Path:
-    """A parquet file of anybody else."""
+    """A parquet file not written by ``datasets``."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -91,15 +89,15 @@ OPTIONS = ["A. Apples.", "B. Candles.", "C. Berries.", "D. The three kinds are o
 
 
 def video_question(video: str, number: int, **more: Any) -> dict:
-    place = list(VIDEOS).index(video) + 1
+    index = list(VIDEOS).index(video) + 1
     return {
-        "video_id": f"{place:03d}",
+        "video_id": f"{index:03d}",
         "duration": VIDEOS[video],
         "domain": "Knowledge" if number % 2 else "Multilingual",
         "sub_category": "Humanity & History" if number % 2 else "Multilingual",
         "url": f"https://example.org/{video}",
         "videoID": video,
-        "question_id": f"{place:03d}-{number}",
+        "question_id": f"{index:03d}-{number}",
         "task_type": ("Counting Problem", "OCR Problems", "Action Reasoning")[number - 1],
         "question": f"Which is it, number {number}?",
         "options": OPTIONS,
@@ -123,7 +121,7 @@ SUBTITLES = "\n\n".join(
 
 
 def write_video(file: Path, number: int) -> Path:
-    """Two seconds: four drawn frames at two a second."""
+    """A video of 2 seconds: four drawn frames at 2 fps."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with av.open(str(file), "w") as container:
         stream = container.add_stream("libx264", rate=2)
@@ -137,7 +135,7 @@ def write_video(file: Path, number: int) -> Path:
 
 
 def write_video_mme(folder: Path, missing: tuple[str, ...] = ()) -> Path:
-    """As its hub repository is laid out once the archives are unpacked."""
+    """The layout of the hub repository after its archives are unpacked."""
     write_rows(folder / "videomme" / "test-00000-of-00001.parquet", VIDEO_MME, [])
     for number, name in enumerate(VIDEOS):
         if name not in missing:

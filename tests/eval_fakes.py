@@ -1,4 +1,4 @@
-"""Something that answers questions at once, and results that nobody had to compute."""
+"""A fake VLM that answers at once, and generated results."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class Answer:
 
 @dataclass
 class FakeVLM:
-    """Answers by a hash of the question and the recipe; remembers what it was asked."""
+    """Answers by a hash of the question and the recipe, and records its calls."""
 
     adapter: ClassVar = SimpleNamespace(depth=6, source=lambda asked: "cls")
     delay: float = 0.0
-    fail: Any = None  # question -> whether it cannot be answered
+    fail: Any = None  # question -> whether answering fails
     asked: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
 
     def recipe(self, recipe: Any) -> Recipe:
@@ -79,7 +79,7 @@ class FakeVLM:
 
 @dataclass
 class FakeSession:
-    """Asks its model; counts in ``open`` how many there are."""
+    """Calls its model; ``open`` counts the open sessions."""
 
     vlm: FakeVLM
     about: dict[str, Any]
@@ -135,8 +135,8 @@ def write_results(
 ) -> Path:
     """Results of a recipe that is right with probability ``skill``.
 
-    The same questions are hard for every recipe, as with a real model. In a session every third
-    question is a first one.
+    The same questions are hard for every recipe, as with a real model. In a session, every third
+    question is the first of its session.
     """
     path = folder / "shapes" / slug(recipe, "session" if session else control)
     changes["session"] = session or None

@@ -1,7 +1,7 @@
-"""A decode step on a GPU that is not there: what would wait for the device, or mix devices.
+"""A decode step on a fake GPU: detects synchronization and mixed devices.
 
-Parameters, buffers and cache become fake tensors on ``cuda``; a dispatch mode looks at every
-operation. Reading a fake tensor's content (``.item()``, ``int(t)``, ``nonzero``) raises by itself.
+Parameters, buffers and cache become fake tensors on ``cuda``. A dispatch mode inspects every
+operation. Reading the data of a fake tensor (``.item()``, ``int(t)``, ``nonzero``) raises.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Watch(TorchDispatchMode):
-    """Notes every operation with its shapes; complains about tensors on the CPU."""
+    """Records every operation with its shapes, and complains about tensors on the CPU."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,49 +42,49 @@ class Watch(TorchDispatchMode):
         return out
 
 
-def on_cuda(of: Any, seen: dict[int, Any] | None = None) -> Any:
-    """``of`` with every tensor in it as a fake one on ``cuda``; views of one tensor stay views."""
+def on_cuda(item: Any, seen: dict[int, Any] | None = None) -> Any:
+    """``item`` with every tensor replaced by a fake one on ``cuda``; views stay views."""
     seen = {} if seen is None else seen
-    if id(of) in seen:
-        return seen[id(of)]
-    if isinstance(of, FakeTensor):
-        return of
-    if isinstance(of, Tensor):
-        base = of._base
+    if id(item) in seen:
+        return seen[id(item)]
+    if isinstance(item, FakeTensor):
+        return item
+    if isinstance(item, Tensor):
+        base = item._base
         if base is not None:
-            made = on_cuda(base, seen).as_strided(of.size(), of.stride(), of.storage_offset())
+            made = on_cuda(base, seen).as_strided(item.size(), item.stride(), item.storage_offset())
         else:
-            made = torch.empty_strided(of.size(), of.stride(), dtype=of.dtype, device="cuda")
-    elif isinstance(of, dict):
-        made = {key: on_cuda(value, seen) for key, value in of.items()}
-    elif isinstance(of, list | tuple):
-        made = type(of)(on_cuda(value, seen) for value in of)
-    elif dataclasses.is_dataclass(of) and not isinstance(of, type) and _frozen(of):
-        fields = {f.name: on_cuda(getattr(of, f.name), seen) for f in dataclasses.fields(of)}
-        made = dataclasses.replace(of, **fields)
+            made = torch.empty_strided(item.size(), item.stride(), dtype=item.dtype, device="cuda")
+    elif isinstance(item, dict):
+        made = {key: on_cuda(value, seen) for key, value in item.items()}
+    elif isinstance(item, list | tuple):
+        made = type(item)(on_cuda(value, seen) for value in item)
+    elif dataclasses.is_dataclass(item) and not isinstance(item, type) and _frozen(item):
+        fields = {f.name: on_cuda(getattr(item, f.name), seen) for f in dataclasses.fields(item)}
+        made = dataclasses.replace(item, **fields)
     else:
-        return of
-    seen[id(of)] = made
-    seen[-id(of)] = of  # so that its id is not given to another object meanwhile
+        return item
+    seen[id(item)] = made
+    seen[-id(item)] = item  # so that its id is not reused meanwhile
     return made
 
 
-def _frozen(of: Any) -> bool:
-    return type(of).__module__.startswith("vlmfast.")
+def _frozen(item: Any) -> bool:
+    return type(item).__module__.startswith("vlmfast.")
 
 
 def module_on_cuda(module: nn.Module, seen: dict[int, Any]) -> None:
     for part in module.modules():
         for table in (part._parameters, part._buffers):
-            for name, of in table.items():
-                if of is not None:
-                    made = on_cuda(of, seen)
+            for name, tensor in table.items():
+                if tensor is not None:
+                    made = on_cuda(tensor, seen)
                     table[name] = made if table is part._buffers else nn.Parameter(made, False)
 
 
 @contextmanager
 def pretended(vlm: Any, decoder: Any) -> Iterator[Watch]:
-    """``vlm``'s model and ``decoder`` on a GPU that is not there; both are used up."""
+    """Move ``vlm``'s model and ``decoder`` to a fake GPU; neither can be used afterwards."""
     seen: dict[int, Any] = {}
     with FakeTensorMode(allow_non_fake_inputs=False):
         module_on_cuda(vlm.model, seen)
@@ -108,10 +108,10 @@ def pretended(vlm: Any, decoder: Any) -> Iterator[Watch]:
 def steps(
     vlm: Any, decoder: Any, count: int, change: Callable[[], None] | None = None, width: int = 1
 ) -> Watch:
-    """``count`` decode steps under watch, or as many checks of trees of ``width`` tokens."""
+    """Watch ``count`` decode steps, or tree verifications of ``width`` tokens."""
     from vlmfast.engine.attention import switched
 
-    # Neither a graph nor a kernel can be launched on a GPU that is not there.
+    # Graphs and kernels cannot be launched on a fake GPU.
     vlm.adapter.decoding = "eager"
     references = mock.patch.dict(os.environ, VLMFAST_KERNELS="torch")
     with references, torch.no_grad(), switched(vlm.model), pretended(vlm, decoder) as watch:
@@ -131,7 +131,7 @@ def steps(
 
 
 def shapes(watch: Watch) -> list[list[tuple[str, tuple]]]:
-    """What each step did."""
+    """Operations of each step, with shapes."""
     parts: list[list] = []
     for entry in watch.trace:
         if entry[0] == "step":

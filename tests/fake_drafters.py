@@ -1,4 +1,4 @@
-"""Drafters that know the answer, or do not want to."""
+"""Drafters that know the answer and make a given fraction of mistakes."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from vlmfast.core.tree import Tree
 
 @dataclass(frozen=True)
 class Knows(DrafterStage):
-    """Drafts the answer that it was given, with mistakes."""
+    """Drafts a given answer, with mistakes."""
 
     name: ClassVar[str] = "knows"
     merges: ClassVar[bool] = True
 
-    answer: tuple[int, ...] = param((), "the tokens to come, the first one among them")
-    wrong: float = param(0.0, "how often a token of the path is another one", ge=0, le=1)
+    answer: tuple[int, ...] = param((), "the tokens of the answer")
+    wrong: float = param(0.0, "probability that a token of the path is wrong", ge=0, le=1)
     cycle: bool = param(
         False, "the first round is wrong at depth 1, the next at depth 2, and so on"
     )
-    beside: int = param(2, "wrong tokens beside each right one, in front of it", ge=0)
+    beside: int = param(2, "wrong siblings before each token of the path", ge=0)
     depth: int = param(4, "drafted tokens on a path", ge=1)
 
     def largest(self) -> tuple[int, int]:

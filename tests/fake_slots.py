@@ -1,4 +1,4 @@
-"""A layer's slots in decode, and cache stages run on plain tensors: no model, no engine."""
+"""A layer's slots in decoding, and cache stages on plain tensors, without model and engine."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def rotate(keys: Tensor, delta: Tensor) -> Tensor:
 
 
 def prompt_kv(keys: Tensor, values: Tensor | None = None, visual: Tensor | None = None) -> KV:
-    """What a layer's own attention leaves behind of a prompt: (H, N, D), nothing dropped."""
+    """A layer's cache of a prompt, (H, N, D), with nothing dropped."""
     heads, n, _ = keys.shape
     order = torch.arange(n).expand(heads, -1)
     visual = torch.zeros(n, dtype=torch.bool) if visual is None else visual
@@ -43,7 +43,7 @@ def prompt_kv(keys: Tensor, values: Tensor | None = None, visual: Tensor | None 
 
 
 def prompt_step(n: int, depth: int, visual: Tensor | None = None, ids: int = 1) -> PrefillContext:
-    """The pass that reads a prompt of ``n`` tokens."""
+    """Context of the prefill of ``n`` tokens."""
     order = torch.arange(n)
     layout = TokenLayout.text(order, order.expand(ids, -1))
     if visual is not None:
@@ -64,7 +64,7 @@ def columns(query: Tensor, key: Tensor, request: ColumnRequest) -> ColumnStats:
 def compressed(
     stage: CacheStage, query: Tensor, kv: KV, depth: int = 1, layer: int = 0, **more: Any
 ) -> tuple[KV, PrefillContext]:
-    """One layer's prompt through a cache stage, and the pass that it went with."""
+    """One layer's prompt after a cache stage, and the context of its prefill."""
     step = prompt_step(len(kv), depth, **more)
     request = stage.text_stats(depth).get(layer)
     stats = None if request is None else columns(query, kv.keys, request)
@@ -72,16 +72,16 @@ def compressed(
 
 
 class FakeSlots:
-    """`vlmfast.core.protocols.Slots` of a compressed prompt, with room for ``room`` more tokens."""
+    """`vlmfast.core.protocols.Slots` of a compressed prompt, with ``room`` free slots."""
 
     def __init__(self, kv: KV, context: PrefillContext, room: int, seen: int | None = None) -> None:
-        def buffer(of: Tensor, nothing: float) -> Tensor:
-            rest = of.new_full((of.shape[0], room, *of.shape[2:]), nothing)
-            whole = torch.cat([of, rest], 1)
+        def buffer(tensor: Tensor, nothing: float) -> Tensor:
+            rest = tensor.new_full((tensor.shape[0], room, *tensor.shape[2:]), nothing)
+            whole = torch.cat([tensor, rest], 1)
             whole[:, : len(kv)][~kv.valid] = nothing
             return whole
 
-        # What does not exist is poisoned: stages must not look at it.
+        # Padding is poisoned, since stages must not read it.
         self.keys, self.values = buffer(kv.keys, torch.nan), buffer(kv.values, torch.nan)
         self.order = buffer(kv.order, 10**9)
         mass = torch.zeros_like(kv.keys[..., 0]) if kv.mass is None else kv.mass
@@ -92,7 +92,7 @@ class FakeSlots:
         self.rotate: Callable[[Tensor, Tensor], Tensor] = context.rotate
 
     def write(self, key: Tensor, value: Tensor) -> None:
-        """The next token's key and value, (H, D)."""
+        """Append the next token's key and value, (H, D)."""
         heads = torch.arange(len(key))
         self.keys[heads, self.length], self.values[heads, self.length] = key, value
         self.order[heads, self.length], self.mass[heads, self.length] = self.seen, 0.0
@@ -101,7 +101,7 @@ class FakeSlots:
         self.seen += 1
 
     def attend(self, query: Tensor) -> Tensor:
-        """Output of one token's queries (Hq, D) over all slots, (Hq, D); counts the mass."""
+        """Output (Hq, D) of one token's queries (Hq, D) over all slots; accumulates the mass."""
         outputs = []
         for head, (group, n) in enumerate(
             zip(query.unflatten(0, (len(self.keys), -1)), self.length.tolist(), strict=True)
@@ -114,19 +114,19 @@ class FakeSlots:
 
     def evict(self, slot: Tensor) -> None:
         heads, last = torch.arange(len(slot)), self.length - 1
-        for of, nothing in (
+        for buffer, nothing in (
             (self.keys, torch.nan),
             (self.values, torch.nan),
             (self.order, 10**9),
             (self.mass, torch.nan),
         ):
-            of[heads, slot] = of[heads, last].clone()
-            of[heads, last] = nothing
+            buffer[heads, slot] = buffer[heads, last].clone()
+            buffer[heads, last] = nothing
         self.length -= 1
         self.held -= 1
 
     def sorted(self, name: str) -> list[Tensor]:
-        """One of the buffers, by the tokens' order, per head."""
+        """One of the buffers in token order, per head."""
         return [
             buffer[:n][order[:n].argsort()]
             for buffer, order, n in zip(

@@ -1,7 +1,7 @@
-"""Calls that nobody should make: every way of asking, with arguments of odd types and ranges.
+"""Fuzzing of every entry point with arguments of wrong types and ranges.
 
-A call is drawn from a seed alone. It may be answered; otherwise it must end in a `VLMFastError` of
-one line. ``Fuzz(model, processor).run(seed, count)`` makes calls and returns what went wrong.
+A seed determines a call. It may succeed; otherwise it must raise a `VLMFastError` of one line.
+``Fuzz(model, processor).run(seed, count)`` makes calls and returns the violations.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from vlmfast import VLM, Request, VLMFastError
 
 NEW = 2
 QUESTION = "what is here ?"
-# Arguments whose legal values would make an answer of many tokens.
+# Arguments whose valid values would give long answers.
 LENGTHS = ("max_new_tokens", "max_length")
 ARGUMENTS = (
     *LENGTHS,
@@ -97,7 +97,7 @@ WAYS = (
 ROLES = ("user", "assistant", "system", "", "tool", 3, None, ["user"])
 
 
-# Values that are legal, so that calls get further than the first check.
+# Valid values, so that calls pass the first check.
 LEGAL: dict[str, tuple[Any, ...]] = {
     "bad_words_ids": ([[40]], [[40, 41], [42]]),
     "begin_suppress_tokens": ([40, 41], [10**6]),
@@ -133,7 +133,7 @@ LEGAL: dict[str, tuple[Any, ...]] = {
 }
 
 
-def odd_picture(rng: random.Random) -> Image.Image:
+def odd_image(rng: random.Random) -> Image.Image:
     mode = rng.choice(("RGB", "L", "RGBA", "P", "1", "I;16", "F", "CMYK", "LA"))
     return Image.new(mode, (rng.choice((1, 2, 40)), rng.choice((1, 3, 70))))
 
@@ -145,7 +145,7 @@ class Fuzz:
     Attributes
     ----------
     answered, refused : int
-        How the calls ended.
+        Numbers of calls that succeeded and that raised.
     """
 
     model: Any
@@ -161,7 +161,7 @@ class Fuzz:
         self.picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, shape, np.uint8))
         self.model.get_decoder().register_forward_pre_hook(self._count)
         tensors = self.vlm.inputs(QUESTION, self.picture)
-        self.tensors = {key: of.clone() for key, of in tensors.items()}
+        self.tensors = {key: tensor.clone() for key, tensor in tensors.items()}
         self.expected = self._plain()
 
     def _count(self, *_: Any) -> None:
@@ -170,10 +170,10 @@ class Fuzz:
     def _plain(self) -> list[int]:
         return self.vlm.ask(QUESTION, self.picture, max_new_tokens=NEW).token_ids
 
-    # --- what is drawn ---------------------------------------------------------------------------
+    # --- random arguments ------------------------------------------------------------------------
 
     def value(self, rng: random.Random) -> Any:
-        """Something of any type."""
+        """A value of any type."""
         nan, inf = float("nan"), float("inf")
         makers: tuple[Callable[[], Any], ...] = (
             lambda: rng.choice((None, True, False, 0, 1, -1, 2, 3, 7)),
@@ -203,10 +203,10 @@ class Fuzz:
             if name in LEGAL and rng.random() < 0.6:
                 value = rng.choice(LEGAL[name])
             if name in LENGTHS and value is None:
-                continue  # a default answer would be long
+                continue  # the default answer would be long
             if name == "prefix_allowed_tokens_fn" and callable(value):
-                # What a user's own function raises is handed on as it is, and what it returns is
-                # only known after the prompt has been read.
+                # Exceptions of user functions propagate, and their results are only known after
+                # prefill.
                 value = lambda *_: [2, 3]  # noqa: E731
             found[name] = value
         return found
@@ -227,8 +227,8 @@ class Fuzz:
     def media(self, rng: random.Random) -> Any:
         makers: tuple[Callable[[], Any], ...] = (
             lambda: self.value(rng),
-            lambda: odd_picture(rng),
-            lambda: [odd_picture(rng), self.value(rng)],
+            lambda: odd_image(rng),
+            lambda: [odd_image(rng), self.value(rng)],
             lambda: np.zeros(rng.choice(((0, 0, 3), (2, 2), (2, 2, 5), (1, 2, 3, 4, 5), (3,)))),
             lambda: np.full((4, 4, 3), rng.choice((np.nan, np.inf, -1.0, 300.0, 1j))),
             lambda: torch.full((3, 4, 4), rng.choice((0.5, float("nan"), 2e9))),
@@ -256,27 +256,27 @@ class Fuzz:
 
         return rng.choice(([turn()], [turn()], [turn(), turn()], self.value(rng)))
 
-    def odd_tensor(self, rng: random.Random, of: torch.Tensor) -> Any:
-        if not of.is_floating_point():
+    def odd_tensor(self, rng: random.Random, tensor: torch.Tensor) -> Any:
+        if not tensor.is_floating_point():
             fill = rng.choice((-1, 0, 1, 5, 10**6, 2**40))
         else:
             fill = rng.choice((float("nan"), float("inf"), -1.0))
         changes: tuple[Callable[[], Any], ...] = (
-            lambda: of[:0],
-            lambda: of[0],
-            lambda: of[..., :-1],
-            lambda: of[..., 1:],
-            lambda: of.flip(-1),
-            lambda: of.mT if of.dim() > 1 else of[None],
-            lambda: torch.cat([of, of]),
-            lambda: of[None],
-            lambda: of.double(),
-            lambda: of.bool(),
-            lambda: of.long(),
-            lambda: of.to(torch.complex64),
-            lambda: torch.full_like(of, fill),
-            lambda: of.clone().index_fill_(-1, torch.tensor([0]), fill),
-            lambda: of.tolist(),
+            lambda: tensor[:0],
+            lambda: tensor[0],
+            lambda: tensor[..., :-1],
+            lambda: tensor[..., 1:],
+            lambda: tensor.flip(-1),
+            lambda: tensor.mT if tensor.dim() > 1 else tensor[None],
+            lambda: torch.cat([tensor, tensor]),
+            lambda: tensor[None],
+            lambda: tensor.double(),
+            lambda: tensor.bool(),
+            lambda: tensor.long(),
+            lambda: tensor.to(torch.complex64),
+            lambda: torch.full_like(tensor, fill),
+            lambda: tensor.clone().index_fill_(-1, torch.tensor([0]), fill),
+            lambda: tensor.tolist(),
             lambda: self.value(rng),
         )
         return rng.choice(changes)()
@@ -284,12 +284,12 @@ class Fuzz:
     # --- calls -----------------------------------------------------------------------------------
 
     def call(self, rng: random.Random) -> tuple[str, bool, Callable[[], Any]]:
-        """What it is, whether its error must come before anything is computed, and the call."""
+        """Description, whether its error must precede any computation, and the call."""
         vlm, plain = self.vlm, {"max_new_tokens": NEW}
         way = rng.choice(WAYS)
         if way == "ask":
-            given, picture = self.generation(rng), rng.choice((self.picture, None))
-            return f"ask {given}", True, lambda: vlm.ask(QUESTION, picture, **given)
+            given, image = self.generation(rng), rng.choice((self.picture, None))
+            return f"ask {given}", True, lambda: vlm.ask(QUESTION, image, **given)
         if way == "question":
             question = self.question(rng)
             return f"question {question!r:.80}", True, lambda: vlm.ask(question, **plain)
@@ -365,7 +365,7 @@ class Fuzz:
             return self.model.generate(**{**self.tensors, **given})
 
     def run(self, seed: int, count: int) -> list[str]:
-        """Make calls; what went wrong, one entry each."""
+        """Make calls and return the violations, one entry each."""
         for number in range(count):
             self.one(f"{seed}-{number}")
         return self.wrong
@@ -384,10 +384,10 @@ class Fuzz:
             if early and self.passes:
                 self.wrong.append(f"{what}: refused after {self.passes} forward passes: {error}")
         except Exception as error:
-            place = traceback.extract_tb(error.__traceback__)[-1]
+            frame = traceback.extract_tb(error.__traceback__)[-1]
             lines = str(error)[:200]
             self.wrong.append(
-                f"{what}: {type(error).__name__} {lines!r} at {place.filename}:{place.lineno}"
+                f"{what}: {type(error).__name__} {lines!r} at {frame.filename}:{frame.lineno}"
             )
         if self._plain() != self.expected:
             self.wrong.append(f"{what}: the model answers otherwise afterwards")

@@ -1,4 +1,4 @@
-"""Pictures without a model: visual tokens laid out as LLaVA-NeXT lays them out, and statistics."""
+"""Visual tokens in the layout of LLaVA-NeXT, and statistics, without a model."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from vlmfast.core.saliency import Saliency, SaliencyRequest
 from vlmfast.core.statistics import ItemGeometry, VisionStats
 
 DIM = 8
-TOWER = 24  # layers of the vision tower: HiRED reads 0 and 22
+TOWER = 24  # layers of the vision tower: HiRED uses 0 and 22
 REQUEST = EncodeRequest("What is this?", torch.zeros(3, DIM), depth=4)
 
 
 def unpadded(rows: int, columns: int, size: tuple[int, int]) -> tuple[slice, slice]:
-    """The part of the stitched crops that shows the picture, not the letterbox around it."""
+    """The part of the stitched crops that shows the image, without the letterbox."""
     height, width = size
     if width / height > columns / rows:
         cut = (rows - int(round(height * columns / width, 7))) // 2
@@ -37,7 +37,7 @@ def picture(
     order: int = 0,
     seed: int = 0,
 ) -> tuple[VisualTokens, ItemGeometry]:
-    """One picture: a base view, ``tiles`` crops without their letterbox, a newline for each row."""
+    """One image: a base view, ``tiles`` crops without letterbox, a newline per row."""
     h, w = patches
     gh, gw = tiles
     if size is None:
@@ -61,7 +61,7 @@ def picture(
     kind = torch.tensor([int(k) for k in kind], dtype=torch.uint8)
     tile = torch.tensor(tile, dtype=torch.int32)
     n = len(rows)
-    place = order + torch.arange(n)
+    indices = order + torch.arange(n)
     grid = torch.stack([torch.zeros(n, dtype=torch.int64), torch.tensor(ys), torch.tensor(xs)], 1)
     layout = TokenLayout(
         kind=kind,
@@ -70,8 +70,8 @@ def picture(
         view=torch.where(tile >= 0, tile + view, -1).int(),
         grid=grid.int(),
         box=torch.tensor(boxes, dtype=torch.float32),
-        order=place,
-        position=place[None],
+        order=indices,
+        position=indices[None],
         weight=torch.ones(n),
         protected=torch.zeros(n, dtype=torch.bool),
     )
@@ -81,10 +81,10 @@ def picture(
     )
 
 
-def prompt(*pictures: dict, seed: int = 0) -> tuple[VisualTokens, VisionStats]:
-    """Several pictures (arguments of `picture`) with three text tokens before each."""
+def prompt(*images: dict, seed: int = 0) -> tuple[VisualTokens, VisionStats]:
+    """Several images (arguments of `picture`) with three text tokens before each."""
     parts, items, view, order = [], [], 0, 0
-    for number, arguments in enumerate(pictures):
+    for number, arguments in enumerate(images):
         tokens, geometry = picture(
             **arguments, item=number, view=view, order=order + 3, seed=seed + number
         )
@@ -105,7 +105,7 @@ def stats_of(
     cls: Tensor | None = None,
     source: str = "cls",
 ) -> VisionStats:
-    """Statistics whose saliency is that of the given blocks, (views, heads, N) of all items.
+    """Statistics with the saliency of the given blocks, (views, heads, N) of all items.
 
     The lowest block is the first of the tower, the highest the last, and its output the features.
     """
@@ -124,7 +124,7 @@ def stats_of(
 
 
 def attention(items: list[ItemGeometry], seed: int, heads: int = 2) -> dict[int, Tensor]:
-    """Random CLS rows of layers 0 and 22; those of a picture do not depend on the others."""
+    """Random CLS rows of layers 0 and 22; those of an image do not depend on the others."""
     rows: dict[int, list[Tensor]] = {0: [], TOWER - 2: []}
     for number, geometry in enumerate(items):
         generator = torch.Generator().manual_seed(1000 + seed + number)

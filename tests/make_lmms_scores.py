@@ -1,4 +1,4 @@
-"""Score a table of awkward answers with lmms-eval's own functions.
+"""Score a table of difficult answers with lmms-eval's own functions.
 
     make .venv-lmms/.ready
     .venv-lmms/bin/python tests/make_lmms_scores.py
@@ -85,7 +85,7 @@ def table() -> list[dict]:
             rows.append({"task": "mmmu", "kind": "multiple-choice", "options": options})
             rows[-1] |= {"answer": gold, "response": response}
     for number, response in enumerate(OPEN * 2):
-        # Each once with a target that was meant for it, as often as there is one, and once without.
+        # Each once with a fitting target, if there is one, and once with any target.
         fits = [t for t in OPEN_TARGETS if t.lower().strip("$") in response.lower()]
         answer = draw.choice(fits if fits and number < len(OPEN) else OPEN_TARGETS)
         rows.append({"task": "mmmu", "kind": "open", "options": []})
@@ -130,7 +130,7 @@ def main() -> None:
             found = pope.pope_process_results(doc, [row["response"]])["pope_accuracy"]
             row["parsed"], row["score"] = found["prediction"], found["score"]
         sums[row["task"]].append(found)
-        if isinstance(row["parsed"], list):  # sets of theirs come in any order
+        if isinstance(row["parsed"], list):  # their sets have no order
             row["parsed"] = sorted(map(str, row["parsed"]))
     measures = {
         "mmmu_acc": mmmu.mmmu_aggregate_results(sums["mmmu"]),

@@ -1,4 +1,4 @@
-"""Builders of pictures and videos, whole and broken, for the tests of media reading."""
+"""Builders of valid and broken images and videos for the tests of media reading."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from PIL import Image
 
 
 def picture(height: int = 30, width: int = 40, seed: int = 0) -> np.ndarray:
-    """Return a uint8 HxWx3 picture: a gradient, so that order shows, with noise on it."""
+    """Return a uint8 HxWx3 image: a gradient, which shows orientation, with noise."""
     noise = np.random.default_rng(seed).integers(0, 40, (height, width, 3))
     ramp = np.add.outer(np.arange(height) * 3, np.arange(width) * 2)[..., None]
     return np.clip(ramp * [1.0, 0.5, 0.25] + noise, 0, 255).astype(np.uint8)
 
 
 def encoded(image: Image.Image, fmt: str, **options: object) -> bytes:
-    """Return the bytes of a picture's file."""
+    """Return the bytes of an image file."""
     buffer = io.BytesIO()
     image.save(buffer, fmt, **options)
     return buffer.getvalue()
 
 
 def png_header(width: int, height: int) -> bytes:
-    """Return a PNG that states a size and holds no pixels."""
+    """Return a PNG with a size but without pixels."""
 
     def chunk(kind: bytes, body: bytes) -> bytes:
         return (
@@ -59,7 +59,7 @@ def frame_pixels(index: int, height: int, width: int) -> np.ndarray:
 
 
 def frame_number(image: Image.Image) -> int:
-    """Read the number back from a frame of a test video, whatever its rotation."""
+    """Read the number from a frame of a test video, independent of its rotation."""
     return round((float(np.asarray(image)[image.height // 2, image.width // 2].mean()) - 40) / 3)
 
 
@@ -102,7 +102,7 @@ def write_video(
 
 
 def _turned(data: bytes, rotation: int) -> bytes:
-    """Write into an MP4 that its picture is to be shown turned to the left by so many degrees."""
+    """Set the display rotation of an MP4, in degrees to the left."""
     # Shown at (a x - b y, b x + a y), with y pointing down: b = 1 turns to the right.
     a, b = {90: (0, -1), 180: (-1, 0), 270: (0, 1)}[rotation]
     at = data.index(b"tkhd") + 4 + 40
@@ -125,7 +125,7 @@ def damaged(path: Path, index: int) -> bytes:
 
 
 def without_first_frame(path: Path, result: Path) -> Path:
-    """Copy a video, but for the key frame on which its first frames depend."""
+    """Copy a video without the key frame on which its first frames depend."""
     import av
 
     with av.open(str(path)) as container, av.open(str(result), "w") as output:
@@ -171,7 +171,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if path == "/missing":
             self.send_error(404)
             return
-        if path == "/to":  # wherever the query says
+        if path == "/to":  # the location in the query
             self.send_response(302)
             self.send_header("Location", urllib.parse.unquote(self.path.partition("?")[2]))
             self.end_headers()
@@ -191,7 +191,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         elif path == "/cut":
             self.send_header("Content-Length", str(len(self.payload) + 100))
         self.end_headers()
-        with contextlib.suppress(OSError):  # the reader may have gone
+        with contextlib.suppress(OSError):  # the client may have disconnected
             while path == "/endless":
                 self.wfile.write(bytes(1 << 16))
             for _ in range(40 if path == "/trickle" else 1):
@@ -204,10 +204,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
 @contextlib.contextmanager
 def web_server(payload: bytes) -> Iterator[str]:
-    """Serve a payload on this machine, well and badly; yields the address.
+    """Serve a payload on this machine, correctly and with faults; yields the address.
 
-    Paths: /picture, /moved (to it), /missing, /huge (by its header), /cut (short of what its
-    header states), /trickle and /slow-headers (a byte now and then), /to?URL (moved there),
+    Paths: /picture, /moved (to it), /missing, /huge (by its header), /cut (shorter than its
+    header states), /trickle and /slow-headers (a byte now and then), /to?URL (redirect to URL),
     /garbage (no HTTP), /endless.
     """
     handler = type("Handler", (_Handler,), {"payload": payload})

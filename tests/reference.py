@@ -1,7 +1,7 @@
-"""A dense reference of a prefill with drops: nothing is removed, dropped keys are masked.
+"""A dense reference of a prefill with drops: dropped keys are masked instead of removed.
 
 Written without the engine: a plain loop over the decoder's layers on the full sequence (prompt and
-generated tokens in one pass), one additive mask per layer.
+generated tokens in one forward pass), one additive mask per layer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def dense_logits(model, embeds: Tensor, position: list[Tensor], alive: list[Tens
     position : list of Tensor, (S,)
         Per layer, the rotary id of each row.
     alive : list of Tensor, bool, (S,)
-        Per layer, which rows exist there (others are keys of nobody).
+        Per layer, which rows exist (the keys of others are masked).
     """
     decoder = model.get_decoder()
     before = decoder.config._attn_implementation
@@ -31,7 +31,7 @@ def dense_logits(model, embeds: Tensor, position: list[Tensor], alive: list[Tens
         hidden, s = embeds[None], embeds.shape[0]
         causal = torch.ones(s, s, dtype=torch.bool).tril()
         for layer, rows, ids in zip(decoder.layers, alive, position, strict=True):
-            # A row that is gone still sees itself, so that its softmax stays finite.
+            # A dropped row still attends to itself, so that its softmax is finite.
             visible = (causal & rows[None, :]) | torch.eye(s, dtype=torch.bool)
             mask = torch.zeros(s, s, dtype=embeds.dtype).masked_fill(~visible, -torch.inf)
             hidden = layer(
@@ -56,20 +56,20 @@ def answer_logits(vlm, run, tokens: list[int]) -> Tensor:
 
 
 def closed(position: Tensor, kind: Tensor, rows: Tensor) -> Tensor:
-    """Rotary ids (P, S) after the rows that are gone have closed up; 0 for those.
+    """Rotary ids (P, S) after compaction; 0 for dropped rows.
 
-    With one axis the rows are counted. With three, each axis of an image or video loses the ids
-    that no row has any more, each with its step to the next one; what follows moves up by what the
-    rows or columns have shrunk, whichever were more.
+    With one axis, the remaining rows are counted. With three, the ids that no row of an image or
+    video has any longer are removed from each axis, and later rows move up by the shrinkage of the
+    larger of rows and columns.
 
     Parameters
     ----------
     position : Tensor, int64, (P, S)
-        Those of the full prompt.
+        Rotary ids of the full prompt.
     kind : Tensor, int64, (S,)
-        The placeholder's id for visual tokens, -1 for text.
+        Placeholder id for visual tokens, -1 for text.
     rows : Tensor, bool, (S,)
-        What is left.
+        Remaining rows.
     """
     new = torch.zeros_like(position)
     if len(position) == 1:
@@ -81,14 +81,14 @@ def closed(position: Tensor, kind: Tensor, rows: Tensor) -> Tensor:
         left, width = [i for i in run if rows[i]], 0
         for axis, ids in enumerate(position.tolist()):
             known, present = sorted({ids[i] for i in run}), {ids[i] for i in left}
-            place, at = {}, start
+            new_ids, at = {}, start
             for value, following in pairwise([*known, known[-1] + 1]):
                 if value in present:
-                    place[value] = at
+                    new_ids[value] = at
                     at += following - value
             for i in left:
-                new[axis, i] = place[ids[i]]
-            if axis > 0 and place:
-                width = max(width, max(place.values()) + 1 - start)
+                new[axis, i] = new_ids[ids[i]]
+            if axis > 0 and new_ids:
+                width = max(width, max(new_ids.values()) + 1 - start)
         start += width
     return new

@@ -1,4 +1,4 @@
-"""A prefill that really shortens the sequence, layer by layer, without the engine."""
+"""A prefill that shortens the sequence layer by layer, without the engine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vlmfast.engine.prefill import Inputs
 
 
 def embeds_of(vlm: VLM, tensors: dict) -> Tensor:
-    """The merged prompt (S, D) as Hugging Face makes it."""
+    """Input embeddings (S, D) of the prompt, merged by Hugging Face."""
     taken = []
     hook = vlm.model.get_decoder().register_forward_pre_hook(
         lambda module, args, kwargs: taken.append(kwargs["inputs_embeds"]), with_kwargs=True
@@ -29,7 +29,7 @@ def embeds_of(vlm: VLM, tensors: dict) -> Tensor:
 
 
 def ran(vlm: VLM, recipe: str, images: list) -> tuple[Driven, Tensor]:
-    """The engine: the run, and the logits (V,) behind the prompt."""
+    """The engine's run, and its logits (V,) after the prompt."""
     tensors = vlm.inputs("what is here ?", images=images)
     inputs = Inputs(tensors, [(p.height, p.width) for p in images], "what is here ?")
     run = Driven(vlm.adapter, inputs, Recipe.parse(recipe), time.perf_counter())
@@ -38,10 +38,10 @@ def ran(vlm: VLM, recipe: str, images: list) -> tuple[Driven, Tensor]:
 
 @torch.no_grad()
 def shortened(vlm: VLM, embeds: Tensor, drop: Callable, policy: str) -> tuple[Tensor, Tensor]:
-    """Logits (V,) behind the prompt, and the rows of it (S',) that reach the end.
+    """Logits (V,) after the prompt, and its rows (S',) that reach the last layer.
 
-    ``drop(layer, attention, hidden, rows)`` is asked before every layer, with the attention map
-    (H, S, S) of the one before, if any; it returns hidden states and which of them stay.
+    ``drop(layer, attention, hidden, rows)`` is called before every layer, with the attention map
+    (H, S, S) of the previous one, if any; it returns hidden states and the indices to keep.
     """
     decoder = vlm.model.get_decoder()
     hidden, rows, attention = embeds, torch.arange(len(embeds)), None

@@ -1,4 +1,4 @@
-"""Media reading: what is handled right, pixel by pixel, and every refusal by its message."""
+"""Media reading: supported inputs pixel by pixel, and every rejection by its message."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def on_white(rgba: np.ndarray) -> np.ndarray:
 
 
 def refused(source: object, *parts: str, **options: object) -> str:
-    """Check that a source is refused in one line that has all of these parts."""
+    """Check that a source is rejected in one line that contains all of these parts."""
     loader = options.pop("loader", load_image)
     with pytest.raises(MediaError) as caught:
         loader(source, **options)
@@ -71,7 +71,7 @@ def refused(source: object, *parts: str, **options: object) -> str:
 
 
 def survives(loader: Callable[..., object], source: object, **options: object) -> None:
-    """Check that a source is read, or refused in one line, and that nothing else happens."""
+    """Check that a source is read, or rejected in one line, and that nothing else is raised."""
     message = ""
     try:
         loader(source, **options)
@@ -89,7 +89,7 @@ def test_errors_are_value_errors(error: type) -> None:
     assert issubclass(VLMFastError, ValueError)
 
 
-def test_importing_costs_nothing() -> None:
+def test_import_loads_no_heavy_modules() -> None:
     heavy = ("PIL", "numpy", "torch", "decord", "av", "urllib.request")
     code = f"import sys, vlmfast.media; print([m for m in {heavy} if m in sys.modules])"
     root = str(Path(media.__file__).parents[1])
@@ -103,7 +103,7 @@ def test_importing_costs_nothing() -> None:
     assert result.stdout.strip() == "[]"
 
 
-# --- pictures that are handled right -------------------------------------------------------------
+# --- supported images ----------------------------------------------------------------------------
 
 
 @settings(max_examples=60, deadline=None)
@@ -111,7 +111,7 @@ def test_importing_costs_nothing() -> None:
     arrays(np.uint8, st.tuples(st.integers(1, 20), st.integers(1, 20), st.just(3))),
     st.sampled_from(["array", "PIL", "PNG", "tensor", "float"]),
 )
-def test_pictures_come_through_unchanged(array: np.ndarray, way: str) -> None:
+def test_pixels_are_preserved(array: np.ndarray, way: str) -> None:
     source = {
         "array": lambda: array,
         "PIL": lambda: Image.fromarray(array),
@@ -122,7 +122,7 @@ def test_pictures_come_through_unchanged(array: np.ndarray, way: str) -> None:
     assert np.array_equal(pixels(load_image(source)), array)
 
 
-def test_the_comparison_can_fail() -> None:
+def test_changed_pixels_are_detected() -> None:
     array = fx.picture()
     other = array.copy()
     other[3, 4, 1] ^= 1
@@ -130,7 +130,7 @@ def test_the_comparison_can_fail() -> None:
     assert not np.array_equal(pixels(load_image(array[:, ::-1])), array)
 
 
-def test_every_kind_of_source(tmp_path: Path) -> None:
+def test_source_types(tmp_path: Path) -> None:
     array = fx.picture()
     data = fx.encoded(Image.fromarray(array), "PNG")
     path = tmp_path / "a picture: with spaces.png"
@@ -151,7 +151,7 @@ def test_every_kind_of_source(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("orientation", range(1, 9))
 @pytest.mark.parametrize("fmt", ["PNG", "TIFF"])
-def test_orientation_is_applied_once(orientation: int, fmt: str) -> None:
+def test_exif_orientation_is_applied_once(orientation: int, fmt: str) -> None:
     stored = fx.picture(12, 20)
     upright = {
         1: stored,
@@ -173,7 +173,7 @@ def test_orientation_is_applied_once(orientation: int, fmt: str) -> None:
     assert np.array_equal(pixels(load_image(opened)), upright)
 
 
-def test_orientation_of_a_jpeg_and_unreadable_metadata() -> None:
+def test_jpeg_orientation_and_unreadable_metadata() -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
     image = Image.fromarray(fx.picture(12, 20))
@@ -197,7 +197,7 @@ def test_cmyk() -> None:
     assert np.abs(cyan.astype(int) - [0, 255, 255]).max() <= 4
 
 
-def test_16_bit_grey_is_scaled_and_not_clipped() -> None:
+def test_16_bit_grey_is_scaled_not_clipped() -> None:
     deep = np.linspace(0, 65535, 40 * 30).astype(np.uint16).reshape(30, 40)
     expected = np.rint(deep / 257)[..., None].repeat(3, axis=2)
     sources = [
@@ -219,7 +219,7 @@ def test_16_bit_grey_is_scaled_and_not_clipped() -> None:
     assert np.array_equal(pixels(load_image(colour)), np.rint(colour / 257))
 
 
-def test_transparency_is_laid_on_white() -> None:
+def test_transparent_images_are_composited_on_white() -> None:
     rgba = np.random.default_rng(1).integers(0, 256, (8, 9, 4), np.uint8)
     rgba[0, :, 3], rgba[1, :, 3] = 0, 255
     expected = on_white(rgba)
@@ -251,7 +251,7 @@ def test_palettes_and_colour_keys() -> None:
     assert np.array_equal(pixels(load_image(data)), expected)
 
 
-def test_animations_give_their_first_frame() -> None:
+def test_animations_load_first_frame() -> None:
     frames = [Image.new("RGB", (9, 7), colour) for colour in ("red", "lime", "blue")]
     for fmt, options in (("GIF", {}), ("PNG", {}), ("WEBP", {"lossless": True}), ("TIFF", {})):
         data = fx.encoded(frames[0], fmt, save_all=True, append_images=frames[1:], **options)
@@ -267,7 +267,7 @@ def test_other_modes(mode: str) -> None:
     assert load_image(image).mode == "RGB"
 
 
-def test_floating_point_pictures() -> None:
+def test_float_images() -> None:
     values = np.linspace(0, 1, 12, dtype=np.float32).reshape(3, 4)
     expected = np.rint(values * 255)[..., None].repeat(3, axis=2)
     for source in (
@@ -303,7 +303,7 @@ def test_array_and_tensor_shapes() -> None:
     assert np.array_equal(pixels(load_image(torch.from_numpy(both))), both.transpose(1, 2, 0))
 
 
-def test_the_source_is_not_changed_and_not_shared() -> None:
+def test_source_is_neither_modified_nor_shared() -> None:
     array = fx.picture()
     image = Image.fromarray(array)
     image.info["note"] = "kept"
@@ -320,7 +320,7 @@ def test_the_source_is_not_changed_and_not_shared() -> None:
         source[:] = before
 
 
-def test_lists_of_pictures() -> None:
+def test_lists_of_images() -> None:
     array = fx.picture()
     assert [image.size for image in load_images([array, Image.fromarray(array)])] == [(40, 30)] * 2
     assert [image.size for image in load_images(array)] == [(40, 30)]
@@ -328,10 +328,10 @@ def test_lists_of_pictures() -> None:
     refused([array, b""], "image 2 of 2", "is empty", loader=load_images)
 
 
-# --- pictures that are refused -------------------------------------------------------------------
+# --- rejected images -----------------------------------------------------------------------------
 
 
-def test_files_that_are_no_pictures(tmp_path: Path) -> None:
+def test_non_image_files_are_rejected(tmp_path: Path) -> None:
     def file(name: str, data: bytes) -> Path:
         (tmp_path / name).write_bytes(data)
         return tmp_path / name
@@ -353,7 +353,7 @@ def test_files_that_are_no_pictures(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root reads all files")
-def test_files_without_permission(tmp_path: Path) -> None:
+def test_unreadable_files_are_rejected(tmp_path: Path) -> None:
     path = tmp_path / "secret.png"
     path.write_bytes(b"x")
     path.chmod(0)
@@ -374,8 +374,8 @@ def test_files_without_permission(tmp_path: Path) -> None:
         ("PPM", {}),
     ],
 )
-@pytest.mark.filterwarnings("ignore::UserWarning")  # Pillow's, of half a TIFF directory
-def test_a_cut_picture_is_never_shown_in_part(
+@pytest.mark.filterwarnings("ignore::UserWarning")  # from Pillow, for a truncated TIFF directory
+def test_truncated_images_are_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fmt: str, options: dict, indulgent: bool
 ) -> None:
     monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", indulgent)
@@ -387,7 +387,7 @@ def test_a_cut_picture_is_never_shown_in_part(
             assert load_image(data[:length]).tobytes() == whole
         except MediaError:
             refusals += 1
-    assert refusals > 50  # what is left may still be whole: trailing bytes carry no pixels
+    assert refusals > 50  # the rest may still be complete: trailing bytes contain no pixels
     assert ImageFile.LOAD_TRUNCATED_IMAGES is indulgent
     path = tmp_path / f"half.{fmt.lower()}"
     path.write_bytes(data[: len(data) // 2])
@@ -395,7 +395,7 @@ def test_a_cut_picture_is_never_shown_in_part(
     assert re.search(r"is truncated or damaged|cannot be read as", message)
 
 
-def test_pillow_alone_would_have_shown_half_a_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_truncated_jpeg_that_pillow_accepts_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", True)
     data = fx.encoded(Image.fromarray(fx.picture(64, 64)), "JPEG")
     Image.open(io.BytesIO(data[: len(data) // 2])).load()
@@ -403,10 +403,10 @@ def test_pillow_alone_would_have_shown_half_a_picture(monkeypatch: pytest.Monkey
     refused(Image.open(io.BytesIO(data[: len(data) // 2])), "PIL image 64x64 RGB", "truncated")
 
 
-def test_size_is_refused_by_the_header(tmp_path: Path) -> None:
+def test_oversized_images_are_rejected_before_decoding(tmp_path: Path) -> None:
     bomb = tmp_path / "bomb.png"
     bomb.write_bytes(fx.png_header(50_000, 50_000))
-    # These files have no pixels at all: any attempt to decode would say "truncated" instead.
+    # These files contain no pixels: any attempt to decode them would report "truncated" instead.
     refused(bomb, "bomb.png", "too large", "50000x50000", str(media.MAX_PIXELS))
     refused(fx.png_header(20_000, 20), "too narrow", "20000x20", "above 100:1")
     refused(fx.png_header(20_000, 20), "truncated", max_aspect=None)
@@ -417,7 +417,7 @@ def test_size_is_refused_by_the_header(tmp_path: Path) -> None:
         refused(fx.picture(), f"{next(iter(wrong))}=", "at least 1", **wrong)
 
 
-def test_pillows_own_limit_does_not_stand_in_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pillow_pixel_limit_is_not_applied(monkeypatch: pytest.MonkeyPatch) -> None:
     data = fx.encoded(Image.fromarray(fx.picture(30, 40)), "PNG")
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
     with pytest.raises(Image.DecompressionBombError):
@@ -453,11 +453,11 @@ def test_aspect_ratio() -> None:
         (np.full((5, 5), -0.5), "from -0.5 to -0.5"),
     ],
 )
-def test_arrays_that_are_no_pictures(array: np.ndarray, reason: str) -> None:
+def test_invalid_arrays_are_rejected(array: np.ndarray, reason: str) -> None:
     refused(array, f"NumPy array {array.shape} {array.dtype}", reason)
 
 
-def test_one_nan_among_numbers_is_found() -> None:
+def test_single_nan_is_rejected() -> None:
     array = np.random.default_rng(0).random((20, 20, 3))
     array[7, 8, 1] = np.nan
     refused(array, "NaN")
@@ -475,11 +475,11 @@ def test_one_nan_among_numbers_is_found() -> None:
         (torch.eye(6).to_sparse(), "cannot be read"),
     ],
 )
-def test_tensors_that_are_no_pictures(tensor: torch.Tensor, reason: str) -> None:
+def test_invalid_tensors_are_rejected(tensor: torch.Tensor, reason: str) -> None:
     refused(tensor, f"torch tensor {tuple(tensor.shape)}", reason)
 
 
-def test_pil_images_that_cannot_be_used(tmp_path: Path) -> None:
+def test_invalid_pil_images_are_rejected(tmp_path: Path) -> None:
     refused(Image.new("RGB", (0, 5)), "PIL image 0x5 RGB", "has no pixels")
     refused(Image.fromarray(np.full((4, 4), 70_000, np.int32)), "mode I", "0 to 65535")
     refused(Image.fromarray(np.full((4, 4), -1, np.int32)), "from -1 to -1")
@@ -491,7 +491,7 @@ def test_pil_images_that_cannot_be_used(tmp_path: Path) -> None:
     refused(image, "closed.png", "truncated or damaged")
 
 
-def test_a_mode_that_cannot_be_converted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_mode_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: object) -> None:
         raise ValueError("conversion not supported")
 
@@ -501,11 +501,11 @@ def test_a_mode_that_cannot_be_converted(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("source", [None, 7, object(), {"bytes": b""}, {1, 2}])
-def test_sources_of_no_known_type(source: object) -> None:
+def test_unknown_source_types_are_rejected(source: object) -> None:
     refused(source, type(source).__name__, "not a supported source")
 
 
-def test_formats_that_run_programs_are_not_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_formats_that_run_programs_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "Popen", None)
     refused(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n", "is text")
     if "HEIF" not in Image.OPEN:
@@ -523,7 +523,7 @@ def test_formats_that_run_programs_are_not_opened(monkeypatch: pytest.MonkeyPatc
         ("data:image/png;base64,äöü", "base64"),
     ],
 )
-def test_bad_data_urls(url: str, reason: str) -> None:
+def test_invalid_data_urls_are_rejected(url: str, reason: str) -> None:
     refused(url, "data: URL", reason)
 
 
@@ -558,16 +558,16 @@ MAGIC += [b"P6 4 4 255\n", b"RIFF\x40\0\0\0WEBPVP8 ", b"\0\0\0\x18ftypavif", b"\
 MAGIC += [b"\0\0\0\x0cjP  \r\n\x87\n", b"\xff\x4f\xff\x51"]
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")  # Pillow's, of broken metadata
+@pytest.mark.filterwarnings("ignore::UserWarning")  # from Pillow, for broken metadata
 @settings(max_examples=200, deadline=None)
 @given(st.sampled_from(MAGIC), st.binary(max_size=200))
-def test_random_bytes_raise_nothing_else(magic: bytes, rest: bytes) -> None:
+def test_random_image_bytes_raise_only_media_errors(magic: bytes, rest: bytes) -> None:
     survives(load_image, magic + rest)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("fmt", ["PNG", "JPEG", "GIF", "BMP", "TIFF", "WEBP", "AVIF", "JPEG2000"])
-def test_damaged_pictures_raise_nothing_else(fmt: str) -> None:
+def test_damaged_images_raise_only_media_errors(fmt: str) -> None:
     if (fmt == "AVIF" and not features.check("avif")) or (
         fmt == "JPEG2000" and not features.check("jpg_2000")
     ):
@@ -577,11 +577,11 @@ def test_damaged_pictures_raise_nothing_else(fmt: str) -> None:
         survives(load_image, _mutated(data, seed), max_pixels=10_000)
 
 
-# --- videos that are handled right ---------------------------------------------------------------
+# --- supported videos ----------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
-def clips(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def video_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("clips")
     fx.write_video(folder / "clip.mp4")
     fx.write_video(folder / "front.mp4", movflags="+faststart")
@@ -590,8 +590,8 @@ def clips(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def clip(clips: Path) -> Path:
-    return clips / "clip.mp4"
+def video_path(video_folder: Path) -> Path:
+    return video_folder / "clip.mp4"
 
 
 def numbers(frames: media.VideoFrames) -> list[int]:
@@ -599,14 +599,14 @@ def numbers(frames: media.VideoFrames) -> list[int]:
 
 
 @BOTH
-def test_frames_are_those_asked_for(clip: Path, decoder: str) -> None:
-    assert probe_video(clip, decoder=decoder) == VideoInfo(40, 10.0, 4.0, 80, 48)
-    video = load_video(clip, decoder=decoder)
+def test_default_frames_are_evenly_spaced(video_path: Path, decoder: str) -> None:
+    assert probe_video(video_path, decoder=decoder) == VideoInfo(40, 10.0, 4.0, 80, 48)
+    video = load_video(video_path, decoder=decoder)
     assert video.indices == np.linspace(0, 39, 8, dtype=int).tolist() == numbers(video)
     wanted = torch.tensor(video.indices) / 10
     close(torch.tensor(video.timestamps_s), wanted, torch.float32, 2)
     assert video.source_fps == 10
-    assert video.info == probe_video(clip, decoder=decoder)
+    assert video.info == probe_video(video_path, decoder=decoder)
     assert len(video) == 8
     for index, frame in zip(video.indices, video.frames, strict=True):
         difference = np.abs(pixels(frame).astype(int) - fx.frame_pixels(index, 48, 80))
@@ -615,8 +615,10 @@ def test_frames_are_those_asked_for(clip: Path, decoder: str) -> None:
 
 @DECORD
 @pytest.mark.parametrize("name", ["clip.mp4", "front.mp4", "clip.mkv"])
-def test_both_decoders_return_the_same(clips: Path, name: str) -> None:
-    first, second = (load_video(clips / name, num_frames=99, decoder=d) for d in ("decord", "av"))
+def test_decoders_agree(video_folder: Path, name: str) -> None:
+    first, second = (
+        load_video(video_folder / name, num_frames=99, decoder=d) for d in ("decord", "av")
+    )
     assert first.info == second.info
     assert first.indices == second.indices == list(range(40)) == numbers(first) == numbers(second)
     assert first.timestamps_s == second.timestamps_s
@@ -630,26 +632,26 @@ def test_both_decoders_return_the_same(clips: Path, name: str) -> None:
 
 
 @BOTH
-def test_bytes_are_read_as_files_are(clip: Path, decoder: str) -> None:
-    by_path = load_video(clip, num_frames=5, decoder=decoder)
-    by_bytes = load_video(clip.read_bytes(), num_frames=5, decoder=decoder)
+def test_bytes_equal_file(video_path: Path, decoder: str) -> None:
+    by_path = load_video(video_path, num_frames=5, decoder=decoder)
+    by_bytes = load_video(video_path.read_bytes(), num_frames=5, decoder=decoder)
     assert by_bytes == by_path
-    assert by_bytes != load_video(clip, num_frames=4, decoder=decoder)
+    assert by_bytes != load_video(video_path, num_frames=4, decoder=decoder)
 
 
 @BOTH
-def test_a_path_that_looks_like_a_protocol(
-    clip: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, decoder: str
+def test_path_that_looks_like_a_protocol(
+    video_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, decoder: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("concat:a.mp4").write_bytes(clip.read_bytes())
+    Path("concat:a.mp4").write_bytes(video_path.read_bytes())
     assert numbers(load_video("concat:a.mp4", num_frames=2, decoder=decoder)) == [0, 39]
 
 
 @BOTH
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 13, 39, 40, 41, 1000])
-def test_num_frames(clip: Path, decoder: str, count: int) -> None:
-    video = load_video(clip, num_frames=count, decoder=decoder)
+def test_num_frames(video_path: Path, decoder: str, count: int) -> None:
+    video = load_video(video_path, num_frames=count, decoder=decoder)
     assert video.indices == np.linspace(0, 39, min(count, 40), dtype=int).tolist()
     assert numbers(video) == video.indices
     assert len(set(video.indices)) == min(count, 40)
@@ -670,13 +672,13 @@ def test_num_frames(clip: Path, decoder: str, count: int) -> None:
         (1e-9, [0]),
     ],
 )
-def test_fps(clip: Path, decoder: str, fps: float, expected: object) -> None:
-    video = load_video(clip, fps=fps, decoder=decoder)
+def test_fps(video_path: Path, decoder: str, fps: float, expected: object) -> None:
+    video = load_video(video_path, fps=fps, decoder=decoder)
     assert numbers(video) == video.indices == list(expected)
 
 
 @BOTH
-def test_broadcast_rates_and_rounded_clocks(tmp_path: Path, decoder: str) -> None:
+def test_fractional_rates_and_rounded_timestamps(tmp_path: Path, decoder: str) -> None:
     rate = Fraction(30000, 1001)
     for name in ("ntsc.mp4", "ntsc.mkv"):  # Matroska rounds to milliseconds
         path = fx.write_video(tmp_path / name, 30, rate=rate)
@@ -687,35 +689,35 @@ def test_broadcast_rates_and_rounded_clocks(tmp_path: Path, decoder: str) -> Non
 
 
 @BOTH
-def test_select(clip: Path, decoder: str) -> None:
+def test_select(video_path: Path, decoder: str) -> None:
     seen = []
 
     def select(info: VideoInfo) -> list[int]:
         seen.append(info)
         return np.array([3, 14, 15, 38])  # NumPy's integers, too
 
-    video = load_video(clip, select=select, decoder=decoder)
-    assert seen == [probe_video(clip, decoder=decoder)]
+    video = load_video(video_path, select=select, decoder=decoder)
+    assert seen == [probe_video(video_path, decoder=decoder)]
     assert video.indices == [3, 14, 15, 38] == numbers(video)
     assert all(type(index) is int for index in video.indices)
     for wrong in ([], [40], [-1, 3], [3, 3], [5, 4]):
         refused(
-            clip,
+            video_path,
             "clip.mp4",
             "select",
             "from 0 to 39",
             loader=load_video,
             select=lambda i, w=wrong: w,
         )
-    refused(clip, "select must return whole", loader=load_video, select=lambda info: [0.5])
-    with pytest.raises(ZeroDivisionError):  # its own faults are its own
-        load_video(clip, select=lambda info: 1 / 0)
+    refused(video_path, "select must return whole", loader=load_video, select=lambda info: [0.5])
+    with pytest.raises(ZeroDivisionError):  # exceptions of user functions propagate
+        load_video(video_path, select=lambda info: 1 / 0)
 
 
 @BOTH
 @pytest.mark.parametrize("rotation", [0, 90, 180, 270])
 @pytest.mark.parametrize("width", [80, 48, 24])  # decord pads narrow rows
-def test_rotation_is_applied(tmp_path: Path, decoder: str, rotation: int, width: int) -> None:
+def test_video_rotation_is_applied(tmp_path: Path, decoder: str, rotation: int, width: int) -> None:
     path = fx.write_video(tmp_path / "turned.mp4", 4, height=64, width=width, rotation=rotation)
     video = load_video(path, decoder=decoder)
     upright = {0: "RGBK", 90: "GKRB", 180: "KBGR", 270: "BRKG"}[rotation]
@@ -760,30 +762,32 @@ def test_containers_and_random_access(
     assert every.timestamps_s == pytest.approx(np.arange(40) / 25, abs=2e-3)
     for seed in range(5):
         chosen = sorted(random.Random(seed).sample(range(40), 5))
-        some = load_video(path, select=lambda info, chosen=chosen: chosen)
-        assert some.frames == [every.frames[index] for index in chosen]
+        subset = load_video(path, select=lambda info, chosen=chosen: chosen)
+        assert subset.frames == [every.frames[index] for index in chosen]
 
 
-def test_a_trimmed_video_shows_only_what_is_left(clip: Path, tmp_path: Path) -> None:
+def test_edit_list_trims_frames(video_path: Path, tmp_path: Path) -> None:
     path = tmp_path / "trimmed.mp4"
     for skip, length, expected in ((0, 2000, range(20)), (15 * 1024, 2500, range(15, 40))):
-        path.write_bytes(fx.trimmed(clip.read_bytes(), skip_ticks=skip, length_ms=length))
+        path.write_bytes(fx.trimmed(video_path.read_bytes(), skip_ticks=skip, length_ms=length))
         video = load_video(path, num_frames=99)
         assert numbers(video) == list(expected)
         assert video.info.frames == len(expected)
         assert video.timestamps_s[:2] == [0.0, 0.1]
-        some = load_video(path, num_frames=4)
-        assert some.frames == [video.frames[index] for index in some.indices]
+        subset = load_video(path, num_frames=4)
+        assert subset.frames == [video.frames[index] for index in subset.indices]
 
 
 @DECORD
-def test_decord_refuses_what_it_gets_wrong(clip: Path, tmp_path: Path) -> None:
+def test_decord_rejects_edit_lists(video_path: Path, tmp_path: Path) -> None:
     path = tmp_path / "trimmed.mp4"
     options = {"loader": load_video, "decoder": "decord"}
     for skip, length in ((0, 2000), (15 * 1024, 2500)):
-        path.write_bytes(fx.trimmed(clip.read_bytes(), skip_ticks=skip, length_ms=length))
+        path.write_bytes(fx.trimmed(video_path.read_bytes(), skip_ticks=skip, length_ms=length))
         refused(path, "trimmed.mp4", "edit list", "pip install av", **options)
-    path.write_bytes(fx.trimmed(clip.read_bytes(), skip_ticks=0, length_ms=4000))  # the control
+    path.write_bytes(
+        fx.trimmed(video_path.read_bytes(), skip_ticks=0, length_ms=4000)
+    )  # the control
     assert load_video(path, decoder="decord").info.frames == 40
     refused(fx.write_video(tmp_path / "clip.ts"), "clip.ts", "MPEG-TS", **options)
     refused(fx.write_video(tmp_path / "clip.avi", codec="mpeg4"), "clip.avi", "AVI", **options)
@@ -792,8 +796,8 @@ def test_decord_refuses_what_it_gets_wrong(clip: Path, tmp_path: Path) -> None:
 @DECORD
 @pytest.mark.parametrize("codec", ["libx264", "libx265"])
 @pytest.mark.parametrize("count", [29, 30, 31, 32])
-def test_decord_in_open_groups_of_pictures(tmp_path: Path, codec: str, count: int) -> None:
-    # Short last groups and frames shown before the key frame that they are stored behind.
+def test_decord_with_open_gops(tmp_path: Path, codec: str, count: int) -> None:
+    # Short last groups, and frames shown before the key frame that they are stored after.
     params = {f"{codec[3:]}-params": "open-gop=1:bframes=2:keyint=9:scenecut=0:log-level=none"}
     path = fx.write_video(tmp_path / "open.mp4", count, codec=codec, **params)
     for indices in (
@@ -809,7 +813,7 @@ def test_decord_in_open_groups_of_pictures(tmp_path: Path, codec: str, count: in
 
 def test_lists_of_frames() -> None:
     frames = [fx.frame_pixels(index, 48, 80) for index in range(12)]
-    video = load_video(frames)  # somebody has chosen them: all are kept
+    video = load_video(frames)  # already chosen by the caller: all are kept
     assert numbers(video) == video.indices == list(range(12))
     assert video.info == probe_video(frames) == VideoInfo(12, 1.0, 12.0, 80, 48)
     assert video.timestamps_s == [float(index) for index in range(12)]
@@ -819,12 +823,12 @@ def test_lists_of_frames() -> None:
     assert numbers(load_video(frames, select=lambda info: [1, info.frames - 1])) == [1, 11]
 
 
-def test_kinds_by_content(clip: Path, tmp_path: Path) -> None:
+def test_kind_is_detected_from_content(video_path: Path, tmp_path: Path) -> None:
     data = fx.encoded(Image.fromarray(fx.picture()), "PNG")
     path = tmp_path / "picture.mp4"
     path.write_bytes(data)
     disguised = tmp_path / "clip.jpg"
-    disguised.write_bytes(clip.read_bytes())
+    disguised.write_bytes(video_path.read_bytes())
     assert kind_of(path) == kind_of(data) == kind_of(fx.picture()) == "image"
     assert kind_of(Image.fromarray(fx.picture())) == kind_of(torch.zeros(3, 4, 4)) == "image"
     assert kind_of("https://example.org/x.mp4") == "image"  # only images are fetched
@@ -839,11 +843,11 @@ def test_kinds_by_content(clip: Path, tmp_path: Path) -> None:
 
 
 @BOTH
-def test_threads(clip: Path, decoder: str) -> None:
+def test_videos_load_in_several_threads(video_path: Path, decoder: str) -> None:
     found: list[list[int]] = []
 
     def work() -> None:
-        found.append(numbers(load_video(clip, num_frames=6, decoder=decoder)))
+        found.append(numbers(load_video(video_path, num_frames=6, decoder=decoder)))
 
     threads = [threading.Thread(target=work) for _ in range(4)]
     for thread in threads:
@@ -853,12 +857,15 @@ def test_threads(clip: Path, decoder: str) -> None:
     assert found == [np.linspace(0, 39, 6, dtype=int).tolist()] * 4
 
 
-# --- videos that are refused ---------------------------------------------------------------------
+# --- rejected videos -----------------------------------------------------------------------------
 
 
-def _broken(folder: Path, clips: Path) -> dict[str, tuple[Path, str]]:
-    whole, front = (clips / "clip.mp4").read_bytes(), (clips / "front.mp4").read_bytes()
-    matroska = (clips / "clip.mkv").read_bytes()
+def _broken(folder: Path, video_folder: Path) -> dict[str, tuple[Path, str]]:
+    whole, front = (
+        (video_folder / "clip.mp4").read_bytes(),
+        (video_folder / "front.mp4").read_bytes(),
+    )
+    matroska = (video_folder / "clip.mkv").read_bytes()
     index = whole.index(b"moov") - 4
     data = front.index(b"mdat")
     scrambled = bytearray(front)
@@ -890,10 +897,10 @@ def _broken(folder: Path, clips: Path) -> dict[str, tuple[Path, str]]:
 
 
 @BOTH
-def test_broken_videos(
-    clips: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], decoder: str
+def test_broken_videos_are_rejected(
+    video_folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], decoder: str
 ) -> None:
-    broken = _broken(tmp_path, clips)
+    broken = _broken(tmp_path, video_folder)
     capfd.readouterr()
     for name, (path, reason) in broken.items():
         for loader in (load_video, probe_video):
@@ -901,20 +908,20 @@ def test_broken_videos(
         if path.exists():
             content = path.read_bytes()
             refused(content, f"bytes ({len(content)})", reason, loader=load_video, decoder=decoder)
-    assert capfd.readouterr() == ("", "")  # the decoders keep quiet, too
+    assert capfd.readouterr() == ("", "")  # the decoders print nothing either
 
 
-def test_a_cut_avi(tmp_path: Path) -> None:
+def test_truncated_avi_is_rejected(tmp_path: Path) -> None:
     data = fx.write_video(tmp_path / "clip.avi", codec="mpeg4").read_bytes()
     (tmp_path / "cut.avi").write_bytes(data[: len(data) // 2])
     refused(tmp_path / "cut.avi", "cut.avi", "is truncated: its header", loader=load_video)
 
 
 @BOTH
-def test_frames_that_cannot_be_decoded(
-    clips: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], decoder: str
+def test_undecodable_frames_are_rejected(
+    video_folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], decoder: str
 ) -> None:
-    data = bytearray((clips / "front.mp4").read_bytes())
+    data = bytearray((video_folder / "front.mp4").read_bytes())
     start = data.index(b"mdat") + 4
     middle = (start + len(data)) // 2
     data[middle : middle + 400] = b"\xff" * 400
@@ -925,10 +932,10 @@ def test_frames_that_cannot_be_decoded(
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_damaged_frame_is_refused_and_the_others_are_not(clips: Path, tmp_path: Path) -> None:
+def test_only_damaged_frames_are_rejected(video_folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "scratched.mkv"
     for index in (18, 20, 26):
-        path.write_bytes(fx.damaged(clips / "clip.mkv", index))
+        path.write_bytes(fx.damaged(video_folder / "clip.mkv", index))
         chosen = [0, index]
         options = {"loader": load_video, "decoder": "av", "select": lambda info, c=chosen: c}
         refused(path, "scratched.mkv", f"frame {index} of 40 is damaged", **options)
@@ -936,15 +943,15 @@ def test_a_damaged_frame_is_refused_and_the_others_are_not(clips: Path, tmp_path
 
 
 @DECORD
-def test_decord_does_not_fill_in_missing_frames(clips: Path, tmp_path: Path) -> None:
-    path = fx.without_first_frame(clips / "clip.mkv", tmp_path / "headless.mkv")
+def test_decord_does_not_fill_in_missing_frames(video_folder: Path, tmp_path: Path) -> None:
+    path = fx.without_first_frame(video_folder / "clip.mkv", tmp_path / "headless.mkv")
     options = {"loader": load_video, "num_frames": 40, "decoder": "decord"}
     refused(path, "headless.mkv", "cannot be decoded", **options)
     found = numbers(load_video(path, num_frames=40))
-    assert found == list(range(found[0], 40))  # PyAV leaves them out
+    assert found == list(range(found[0], 40))  # PyAV skips them
 
 
-def test_frames_between_are_not_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_requested_gops_are_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = fx.write_video(tmp_path / "clip.mp4", **{"x264-params": "scenecut=0"})
     starts = []
     original = decoders.AvReader._decode_from
@@ -955,7 +962,7 @@ def test_frames_between_are_not_decoded(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(decoders.AvReader, "_decode_from", spy)
     assert numbers(load_video(path, select=lambda info: [2, 5, 23, 39])) == [2, 5, 23, 39]
-    assert starts == [None, 0, 12, 36]  # the first to see the rotation; then one for each group
+    assert starts == [None, 0, 12, 36]  # the first for the rotation, then one per group
 
 
 @pytest.mark.parametrize(
@@ -979,11 +986,11 @@ def test_frames_between_are_not_decoded(tmp_path: Path, monkeypatch: pytest.Monk
         ({"max_pixels": 100}, ["clip.mp4", "8 frames of 80x48", "read fewer"]),
     ],
 )
-def test_bad_arguments(clip: Path, options: dict, parts: list[str]) -> None:
-    refused(clip, *parts, loader=load_video, **options)
+def test_invalid_arguments_are_rejected(video_path: Path, options: dict, parts: list[str]) -> None:
+    refused(video_path, *parts, loader=load_video, **options)
 
 
-def test_bad_video_sources() -> None:
+def test_invalid_video_sources_are_rejected() -> None:
     frame = fx.frame_pixels(0, 48, 80)
     refused([], "list of frames", "is empty", loader=load_video)
     refused([], "list of frames", "is empty", loader=probe_video)
@@ -997,7 +1004,7 @@ def test_bad_video_sources() -> None:
     refused(None, "NoneType", "not a supported source", loader=load_video)
 
 
-def test_which_decoder_is_taken(clip: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decoder_selection(video_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     taken = []
     for kind in ("DecordReader", "AvReader"):
         original = getattr(decoders, kind)
@@ -1010,7 +1017,7 @@ def test_which_decoder_is_taken(clip: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
     def used(decoder: str) -> str:
         taken.clear()
-        probe_video(clip, decoder=decoder)
+        probe_video(video_path, decoder=decoder)
         return "".join(taken)
 
     assert used("auto") == used("av") == "AvReader"
@@ -1019,16 +1026,22 @@ def test_which_decoder_is_taken(clip: Path, monkeypatch: pytest.MonkeyPatch) -> 
         with monkeypatch.context() as without:
             without.setitem(sys.modules, "av", None)  # as if it were not installed
             assert used("auto") == "DecordReader"
-            refused(clip, "clip.mp4", "av must be installed", loader=probe_video, decoder="av")
+            refused(
+                video_path, "clip.mp4", "av must be installed", loader=probe_video, decoder="av"
+            )
     monkeypatch.setitem(sys.modules, "decord", None)
     assert used("auto") == "AvReader"
-    refused(clip, "clip.mp4", "decord must be installed", loader=probe_video, decoder="decord")
+    refused(
+        video_path, "clip.mp4", "decord must be installed", loader=probe_video, decoder="decord"
+    )
     monkeypatch.setitem(sys.modules, "av", None)
-    refused(clip, "clip.mp4", "av or decord must be installed: pip install av", loader=probe_video)
+    refused(
+        video_path, "clip.mp4", "av or decord must be installed: pip install av", loader=probe_video
+    )
 
 
 @DECORD
-def test_decord_alone_says_what_it_cannot_read(
+def test_decord_without_pyav_rejects_unsupported_containers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = fx.write_video(tmp_path / "clip.ts", 3)
@@ -1037,8 +1050,8 @@ def test_decord_alone_says_what_it_cannot_read(
 
 
 @BOTH
-def test_a_failing_decoder_is_not_replaced(
-    clip: Path, monkeypatch: pytest.MonkeyPatch, decoder: str
+def test_failing_decoder_is_not_replaced(
+    video_path: Path, monkeypatch: pytest.MonkeyPatch, decoder: str
 ) -> None:
     def fail(*args: object, **options: object) -> None:
         raise RuntimeError("out of order")
@@ -1046,12 +1059,12 @@ def test_a_failing_decoder_is_not_replaced(
     monkeypatch.setattr({"av": "av.open", "decord": "decord.VideoReader"}[decoder], fail)
     if decoder == "decord":
         monkeypatch.setitem(sys.modules, "av", None)
-    refused(clip, "clip.mp4", "cannot be decoded: out of order", loader=load_video)
+    refused(video_path, "clip.mp4", "cannot be decoded: out of order", loader=load_video)
 
 
-def test_damaged_videos_raise_nothing_else(clips: Path) -> None:
+def test_damaged_videos_raise_only_media_errors(video_folder: Path) -> None:
     for name in ("front.mp4", "clip.mkv"):
-        data = (clips / name).read_bytes()
+        data = (video_folder / name).read_bytes()
         for seed in range(25):
             survives(load_video, _mutated(data, seed), num_frames=3, decoder="av")
 
@@ -1070,6 +1083,6 @@ def test_damaged_videos_raise_nothing_else(clips: Path) -> None:
     ),
     st.binary(max_size=300),
 )
-def test_random_videos_raise_nothing_else(magic: bytes, rest: bytes) -> None:
+def test_random_video_bytes_raise_only_media_errors(magic: bytes, rest: bytes) -> None:
     with pytest.raises(MediaError):
         probe_video(magic + rest, decoder="av")

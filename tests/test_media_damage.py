@@ -1,4 +1,4 @@
-"""Damaged and forged files: read, or refused in one line that names them; nothing else happens."""
+"""Damaged and forged files are read, or rejected in one line that names them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
 
 
 def outcome(loader, data: bytes, **options) -> str:
-    """Whether it was read or refused; anything else is raised."""
+    """Return whether the file was read or rejected; any other exception propagates."""
     try:
         loader(data, **options)
     except MediaError as error:
@@ -43,11 +43,11 @@ def outcome(loader, data: bytes, **options) -> str:
     return "read"
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")  # Pillow's, of broken metadata
+@pytest.mark.filterwarnings("ignore::UserWarning")  # from Pillow, for broken metadata
 @pytest.mark.parametrize(
     "seeds", [range(25), pytest.param(range(25, 1000), marks=pytest.mark.slow)], ids=["few", "many"]
 )
-def test_damaged_images(seeds: range) -> None:
+def test_damaged_images_are_read_or_rejected(seeds: range) -> None:
     seen = Counter()
     for name, data in dm.images().items():
         assert outcome(load_image, data) == "read"
@@ -59,7 +59,7 @@ def test_damaged_images(seeds: range) -> None:
 @pytest.mark.parametrize(
     "seeds", [range(25), pytest.param(range(25, 1000), marks=pytest.mark.slow)], ids=["few", "many"]
 )
-def test_damaged_videos(whole: dict[str, bytes], seeds: range) -> None:
+def test_damaged_videos_are_read_or_rejected(whole: dict[str, bytes], seeds: range) -> None:
     seen = Counter()
     for name, data in whole.items():
         assert outcome(load_video, data, decoder="av") == "read"
@@ -75,7 +75,7 @@ def test_damaged_videos(whole: dict[str, bytes], seeds: range) -> None:
     [(0, 150), pytest.param((150, 3000), marks=pytest.mark.slow)],
     ids=["few", "many"],
 )
-def test_damaged_videos_do_not_end_the_process(cases: tuple[int, int]) -> None:
+def test_damaged_videos_do_not_crash_the_process(cases: tuple[int, int]) -> None:
     script, root = Path(dm.__file__), str(Path(vlmfast.__file__).parents[1])
     done = subprocess.run(
         [sys.executable, str(script), *map(str, cases)],
@@ -98,9 +98,9 @@ def patched(data: bytes, box: bytes, at: int, value: bytes) -> bytes:
 @pytest.mark.parametrize(
     ("name", "box", "at", "value"),
     [
-        ("front.mp4", b"stsz", 8, b"\xff\xff\xff\xff"),  # how many frames there are
-        ("front.mp4", b"stsz", 12, b"\x00\xff\xff\xff"),  # how long the first is
-        ("front.mp4", b"stco", 8, b"\x00\xff\xff\xff"),  # where it lies
+        ("front.mp4", b"stsz", 8, b"\xff\xff\xff\xff"),  # number of frames
+        ("front.mp4", b"stsz", 12, b"\x00\xff\xff\xff"),  # size of the first frame
+        ("front.mp4", b"stco", 8, b"\x00\xff\xff\xff"),  # its offset
         ("front.mp4", b"stsc", 8, b"\x00\x00\x00\x00"),  # chunks are counted from 1
         ("front.mp4", b"stsc", 12, b"\x00\x00\x00\x00"),  # chunks of no frames
         ("fragments.mp4", b"trun", 4, b"\x00\xff\xff\xff"),
@@ -108,7 +108,7 @@ def patched(data: bytes, box: bytes, at: int, value: bytes) -> bytes:
         ("fragments.mp4", b"trun", 16, b"\x0f\xff\xff\xff"),
     ],
 )
-def test_an_index_that_points_outside_the_file(whole, decoder, name, box, at, value) -> None:
+def test_index_outside_the_file_is_rejected(whole, decoder, name, box, at, value) -> None:
     bad = patched(whole[name], box, at, value)
     assert bad != whole[name]
     with pytest.raises(MediaError, match="is damaged: its index points outside the file"):
@@ -117,7 +117,7 @@ def test_an_index_that_points_outside_the_file(whole, decoder, name, box, at, va
 
 
 @DECORD
-def test_lengths_that_decord_would_reserve_memory_for(whole) -> None:
+def test_forged_durations_do_not_allocate_memory(whole) -> None:
     at = whole["video.mkv"].index(b"\x44\x89\x88") + 3
     long = bytearray(whole["video.mkv"])
     long[at : at + 8] = struct.pack(">d", 1e13)
@@ -129,7 +129,7 @@ def test_lengths_that_decord_would_reserve_memory_for(whole) -> None:
     assert load_video(bytes(long), decoder="av").info.duration_s == 1.0
 
 
-def test_stated_lengths(whole, tmp_path) -> None:
+def test_stated_durations(whole, tmp_path) -> None:
     for name, container, seconds in (
         ("video.mkv", "Matroska", 1.0),
         ("front.mp4", "MP4", 1.0),
@@ -141,7 +141,7 @@ def test_stated_lengths(whole, tmp_path) -> None:
             assert containers.stated_seconds(file, container) == seconds
 
 
-def test_a_stream_that_no_decoder_reads(whole) -> None:
+def test_unsupported_codec_is_rejected(whole) -> None:
     bad = whole["front.mp4"].replace(b"avc1", b"xyz1")
     for call in (load_video, probe_video):
         with pytest.raises(MediaError, match="a video stream that no installed decoder reads"):
@@ -149,7 +149,7 @@ def test_a_stream_that_no_decoder_reads(whole) -> None:
 
 
 @BOTH
-def test_frames_that_are_too_large(whole, monkeypatch, decoder) -> None:
+def test_oversized_frames_are_rejected(whole, monkeypatch, decoder) -> None:
     monkeypatch.setattr(decoders, "MAX_PIXELS", 32 * 48)
     assert outcome(load_video, whole["front.mp4"], decoder=decoder) == "read"
     monkeypatch.setattr(decoders, "MAX_PIXELS", 32 * 48 - 1)
@@ -157,8 +157,8 @@ def test_frames_that_are_too_large(whole, monkeypatch, decoder) -> None:
         load_video(whole["front.mp4"], decoder=decoder)
 
 
-def test_frames_that_are_larger_than_the_header_says(whole, monkeypatch) -> None:
-    """FFmpeg itself is told the limit: a frame may be larger than its stream claims."""
+def test_frames_larger_than_the_header_states_are_rejected(whole, monkeypatch) -> None:
+    """FFmpeg itself receives the limit: a frame may be larger than its stream claims."""
     monkeypatch.setattr(decoders, "MAX_PIXELS", 32 * 24 - 1)
     monkeypatch.setattr(decoders.AvReader, "_check_size", lambda *size: None)
     with pytest.raises(MediaError, match=r"cannot be decoded: .*max_pixels"):
@@ -166,7 +166,7 @@ def test_frames_that_are_larger_than_the_header_says(whole, monkeypatch) -> None
 
 
 @pytest.mark.parametrize("step", ["demux", "decode"])
-def test_whatever_a_decoder_raises_is_one_error(whole, monkeypatch, step) -> None:
+def test_decoder_exceptions_become_media_errors(whole, monkeypatch, step) -> None:
     class Broken(decoders.AvReader):
         def _packets(self):
             if step == "demux":
@@ -182,7 +182,7 @@ def test_whatever_a_decoder_raises_is_one_error(whole, monkeypatch, step) -> Non
     assert "\n" not in str(caught.value)
 
 
-def test_images_of_one_side_of_enormous_size() -> None:
+def test_enormous_images_are_rejected() -> None:
     bomb = fx.png_header(2**31 - 1, 2**31 - 1)
     with pytest.raises(MediaError, match="is too large: 2147483647x2147483647"):
         load_image(bomb)

@@ -1,4 +1,4 @@
-"""Downloads: one deadline, one bound, HTTP alone, and no secret in a message."""
+"""Downloads: one deadline, one size limit, HTTP only, and no secrets in messages."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def refused(url: str, *parts: str, loader=load_image, **options) -> str:
 
 @pytest.mark.parametrize("path", ["/slow-headers", "/trickle"])
 def test_the_deadline_covers_headers_and_body(server: str, path: str) -> None:
-    """Each byte comes well within the time; all of them do not."""
+    """Each byte arrives within the time limit, but the whole download does not."""
     start = time.monotonic()
     refused(server + path, path, "took over 0.3 s", timeout_s=0.3)
-    assert time.monotonic() - start < 1.5  # the servers would go on for two and for thirty seconds
+    assert time.monotonic() - start < 1.5  # the servers would take 2 and 30 seconds
 
 
 def test_the_deadline_covers_redirects(server: str) -> None:
@@ -64,26 +64,26 @@ def test_redirects_are_followed(server: str) -> None:
         ("gopher://127.0.0.1/", "gopher:"),
     ],
 )
-def test_redirects_to_anything_but_http_are_refused(server: str, place: str, scheme: str) -> None:
+def test_redirects_to_other_schemes_are_rejected(server: str, place: str, scheme: str) -> None:
     refused(
         f"{server}/to?{quote(place)}", f"redirected to {scheme}, and only http and https", "/to: "
     )
 
 
-def test_redirects_in_a_circle_end(server: str) -> None:
-    # Unquoted again at each turn, so that the place must be quoted once for each.
+def test_redirect_loops_are_rejected(server: str) -> None:
+    # Each redirect unquotes once, so the URL is quoted once per redirect.
     url = f"{server}/moved"
     for _ in range(12):
         url = f"{server}/to?{quote(url)}"
     refused(url, "more than 10 redirects")
 
 
-def test_a_body_without_an_end(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_endless_bodies_are_rejected(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources, "MAX_DOWNLOAD_BYTES", 1 << 20)
     refused(f"{server}/endless", "/endless", "too large to download: more than 1 MiB")
 
 
-def test_answers_that_are_no_http(server: str) -> None:
+def test_invalid_http_responses_are_rejected(server: str) -> None:
     assert "secret" not in refused(f"{server}/garbage", "the server's answer cannot be read")
 
 
@@ -105,14 +105,14 @@ SECRETS = [
 
 @pytest.mark.parametrize("loader", [load_image, load_images, load_video])
 @pytest.mark.parametrize("url", SECRETS)
-def test_no_secret_is_printed(url: str, loader) -> None:
+def test_error_messages_contain_no_secrets(url: str, loader) -> None:
     message = refused(url, loader=loader)
     assert not any(word in message for word in ("sesame", "ses@me", "ses", "user:"))
     if "127.0.0.1:9/a.png" in url:
-        assert "127.0.0.1:9/a.png: " in message  # what it is about can still be told
+        assert "127.0.0.1:9/a.png: " in message  # the source is still identified
 
 
-def test_no_secret_of_a_redirect_is_printed(server: str) -> None:
+def test_redirect_errors_contain_no_secrets(server: str) -> None:
     for place in (
         "http://user:sesame@127.0.0.1/",
         "http://127.0.0.1:9/?key=sesame",
@@ -121,7 +121,7 @@ def test_no_secret_of_a_redirect_is_printed(server: str) -> None:
         assert "sesame" not in refused(f"{server}/to?{quote(place)}", f"{server}/to: ")
 
 
-def test_a_password_is_refused_and_not_sent() -> None:
+def test_urls_with_passwords_are_rejected() -> None:
     refused("http://user:sesame@127.0.0.1:9/a.png", "a user name or password is not supported")
 
 
@@ -135,11 +135,11 @@ def test_a_password_is_refused_and_not_sent() -> None:
         ("https://me:pw@a.org/@b?x#y", "https://***@a.org/@b"),
     ],
 )
-def test_names_in_messages(url: str, name: str) -> None:
+def test_urls_shown_in_messages(url: str, name: str) -> None:
     assert shown(url) == name
 
 
-def test_reasons_are_the_operating_systems_own(server: str) -> None:
+def test_messages_contain_the_system_error(server: str) -> None:
     refused("http://127.0.0.1:9/a.png", "Connection refused")
     refused(f"{server}/missing", "HTTP 404 Not Found")
     assert download._MOST_MOVES == 10

@@ -1,4 +1,4 @@
-"""A stage that chooses the frames of a clip."""
+"""A stage that selects the frames of a video."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ class Last(MediaStage):
         return list(range(video.frames - self.n, video.frames))
 
 
-def test_the_frames_that_a_stage_chooses_are_read():
+def test_only_frames_selected_by_the_stage_are_read():
     vlm = VLM(*build_llava())
     rng = np.random.default_rng(0)
-    clip = [rng.integers(0, 256, (40, 40, 3), dtype=np.uint8) for _ in range(5)]
-    chosen = vlm.ask("what happens ?", video=clip, recipe=Last(), max_new_tokens=4)
+    video = [rng.integers(0, 256, (40, 40, 3), dtype=np.uint8) for _ in range(5)]
+    chosen = vlm.ask("what happens ?", video=video, recipe=Last(), max_new_tokens=4)
     assert len(chosen.trace.images) == 2
-    expected = vlm.ask("what happens ?", video=clip[-2:], max_new_tokens=4)
+    expected = vlm.ask("what happens ?", video=video[-2:], max_new_tokens=4)
     assert chosen.token_ids == expected.token_ids
-    first = vlm.ask("what happens ?", video=clip[:2], max_new_tokens=4)
+    first = vlm.ask("what happens ?", video=video[:2], max_new_tokens=4)
     assert first.token_ids != expected.token_ids
     with pytest.raises(VLMFastError, match="chooses the frames"):
-        vlm.ask("what happens ?", video=clip, num_frames=2, recipe=Last())
+        vlm.ask("what happens ?", video=video, num_frames=2, recipe=Last())

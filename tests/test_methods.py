@@ -1,4 +1,4 @@
-"""What holds for every method, trained or not, on the shipped model."""
+"""Properties of every method, trained or not, on the shipped model."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ MEDIA = {
     "two pictures": {"images": [picture(seed=1), picture(128, 128, seed=2)]},
     "a clip": {"video": [picture(seed=i) for i in range(3)], "num_frames": 3},
 }
-# Where a method's default is for prompts of thousands.
+# Replaces defaults that are meant for prompts of thousands of tokens.
 SHORT = {"window": 0.1, "residual": 32, "tsp": 0.6}
 
 
-def having(stage, **values):
-    """The stage with those of the values for which it has a parameter."""
+def with_parameters(stage, **values):
+    """The stage with those of the values that are parameters of it."""
     names = {f.name for f in fields(stage)}
     return replace(stage, **{name: value for name, value in values.items() if name in names})
 
 
-def lessened(name: str, share: float):
-    """A method so that it keeps about ``share``, of the visual tokens or of the cache."""
+def with_budget(name: str, share: float):
+    """A method that keeps about ``share`` of the visual tokens or of the cache."""
     if name in REDUCERS:
-        return having(stage_class(name)(), budget=share)
-    return having(stage_class(name)(), share=share, **SHORT)
+        return with_parameters(stage_class(name)(), budget=share)
+    return with_parameters(stage_class(name)(), share=share, **SHORT)
 
 
 @pytest.fixture(autouse=True, scope="module")
-def small_clip(tmp_path_factory):
-    """Methods that ask an OpenCLIP model ask a tiny one: no hub is reached from a test."""
+def small_openclip(tmp_path_factory):
+    """Methods that use an OpenCLIP model use a tiny one, so that tests need no network."""
     import tiny_clip
 
     folder, load, names = tmp_path_factory.mktemp("clip"), _clip.load, []
@@ -63,10 +63,10 @@ def small_clip(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", REDUCERS)
-def test_every_reducer_takes_every_medium(tiny, name) -> None:
-    """Its own default and a budget: fewer tokens come out, and an answer."""
+def test_reducers_support_all_media(tiny, name) -> None:
+    """With the default parameters and with a budget."""
     for case, media in MEDIA.items():
-        for stage in (stage_class(name)(), lessened(name, 0.4)):
+        for stage in (stage_class(name)(), with_budget(name, 0.4)):
             answer = tiny.ask("what ?", **media, recipe=stage, max_new_tokens=2)
             stats = answer.stats
             assert answer.token_ids, (case, str(stage))
@@ -75,9 +75,9 @@ def test_every_reducer_takes_every_medium(tiny, name) -> None:
 
 
 @pytest.mark.parametrize("name", CACHES)
-def test_every_cache_method_takes_every_medium(tiny, name) -> None:
-    """A smaller cache comes out, and an answer that is read from it."""
-    stage = lessened(name, 0.4)
+def test_cache_methods_support_all_media(tiny, name) -> None:
+    """The cache is smaller, and an answer is generated from it."""
+    stage = with_budget(name, 0.4)
     for case, media in MEDIA.items():
         answer = tiny.ask("what ?", **media, recipe=stage, max_new_tokens=4)
         stats = answer.stats
@@ -86,8 +86,8 @@ def test_every_cache_method_takes_every_medium(tiny, name) -> None:
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_text_alone_is_left_alone(tiny, name) -> None:
-    stage = lessened(name, 0.4)
+def test_text_only_prompts_are_unchanged(tiny, name) -> None:
+    stage = with_budget(name, 0.4)
     full = tiny.ask("what is two and two ?", max_new_tokens=6)
     same = tiny.ask("what is two and two ?", recipe=stage, max_new_tokens=6)
     assert same.token_ids == full.token_ids
@@ -95,18 +95,18 @@ def test_text_alone_is_left_alone(tiny, name) -> None:
 
 
 @pytest.mark.parametrize("name", REDUCERS)
-def test_budget_one_is_the_full_model(tiny, name) -> None:
+def test_budget_1_is_identity(tiny, name) -> None:
     media = MEDIA["two pictures"]
     full = tiny.ask("what ?", **media, max_new_tokens=6)
-    same = tiny.ask("what ?", **media, recipe=lessened(name, 1.0), max_new_tokens=6)
+    same = tiny.ask("what ?", **media, recipe=with_budget(name, 1.0), max_new_tokens=6)
     assert same.token_ids == full.token_ids
     assert same.stats.equivalent_tokens == full.stats.equivalent_tokens
 
 
 @pytest.mark.parametrize("name", SHARED)
-def test_share_one_is_the_full_model(tiny, name) -> None:
-    """With every parameter but the share at its default."""
-    stage = having(stage_class(name)(), share=1.0)
+def test_share_1_is_identity(tiny, name) -> None:
+    """All other parameters have their defaults."""
+    stage = with_parameters(stage_class(name)(), share=1.0)
     for case in ("two pictures", "a clip"):
         full = tiny.ask("what ?", **MEDIA[case], max_new_tokens=12)
         same = tiny.ask("what ?", **MEDIA[case], recipe=stage, max_new_tokens=12)
@@ -115,30 +115,30 @@ def test_share_one_is_the_full_model(tiny, name) -> None:
 
 
 @pytest.mark.parametrize("name", [n for n in REDUCERS if stage_class(n)().floor(6) == 0])
-def test_a_budget_is_met_by_methods_without_a_floor(tiny, name) -> None:
-    """As near as equal cells and whole numbers allow."""
+def test_budget_is_met_without_a_floor(tiny, name) -> None:
+    """As closely as equal cells and integer counts allow."""
     for budget in (0.5, 0.22, 0.11):
         stats = tiny.ask(
-            "what ?", picture(128, 128), recipe=lessened(name, budget), max_new_tokens=1
+            "what ?", picture(128, 128), recipe=with_budget(name, budget), max_new_tokens=1
         ).stats
         assert stats.equivalent_tokens / stats.visual_tokens_in == pytest.approx(budget, rel=0.12)
 
 
 @pytest.mark.parametrize("name", SHARED)
-def test_a_share_is_met(tiny, name) -> None:
-    """In bytes: text that always stays, and what decode stages keep books of, come on top."""
+def test_cache_share_is_met(tiny, name) -> None:
+    """In bytes: text that is always kept and the state of decode stages are added."""
     for share in (0.5, 0.2, 0.1):
         stats = tiny.ask(
-            "what ?", picture(128, 128), recipe=lessened(name, share), max_new_tokens=1
+            "what ?", picture(128, 128), recipe=with_budget(name, share), max_new_tokens=1
         ).stats
-        held = stats.kv_bytes / stats.kv_bytes_full
+        kept = stats.kv_bytes / stats.kv_bytes_full
         text = 1 - stats.visual_tokens_in / stats.prompt_tokens
-        assert share * 0.95 < held < share * 1.06 + text
+        assert share * 0.95 < kept < share * 1.06 + text
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_every_method_is_deterministic(tiny, name) -> None:
-    stage = lessened(name, 0.3)
+def test_methods_are_deterministic(tiny, name) -> None:
+    stage = with_budget(name, 0.3)
     runs = [tiny.ask("what ?", picture(128, 128), recipe=stage, max_new_tokens=8) for _ in range(2)]
     assert runs[0].token_ids == runs[1].token_ids
     assert torch.equal(runs[0].trace.depth, runs[1].trace.depth)
@@ -146,10 +146,10 @@ def test_every_method_is_deterministic(tiny, name) -> None:
 
 
 @pytest.mark.parametrize("name", CACHES)
-def test_an_answer_is_read_from_what_is_left(tiny, name) -> None:
-    """The control of what keeps everything: other words come out where a fortieth is left."""
-    stage = having(
-        lessened(name, 0.025), important=0.0, tau=0.1, kv="drop", sinks=1, text_prior=False
+def test_small_cache_changes_the_answer(tiny, name) -> None:
+    """The control of the identity tests: keeping 1/40 changes the answer."""
+    stage = with_parameters(
+        with_budget(name, 0.025), important=0.0, tau=0.1, kv="drop", sinks=1, text_prior=False
     )
     media = MEDIA["two pictures"]
     ask = {"max_new_tokens": 24, "min_new_tokens": 24}
@@ -158,10 +158,10 @@ def test_an_answer_is_read_from_what_is_left(tiny, name) -> None:
     assert less.token_ids != full.token_ids
 
 
-def test_cache_methods_share_a_batch(tiny) -> None:
-    """Every row with a method of its own, and each answers as it does alone."""
+def test_cache_methods_in_one_batch_equal_single_requests(tiny) -> None:
+    """Each row has its own method and gives the same answer as alone."""
     media = MEDIA["a clip"]
-    recipes = [None, *(lessened(name, 0.4) for name in CACHES)]
+    recipes = [None, *(with_budget(name, 0.4) for name in CACHES)]
     requests = [vlmfast.Request("what ?", **media, recipe=recipe) for recipe in recipes]
     answers = tiny.ask_many(requests, batch_size=len(requests), max_new_tokens=5)
     for request, answer in zip(requests, answers, strict=True):
@@ -170,7 +170,7 @@ def test_cache_methods_share_a_batch(tiny) -> None:
 
 
 @pytest.mark.parametrize("name", [n for n in METHODS if stage_class(n).trained])
-def test_trained_methods_say_when_they_have_no_weights(name) -> None:
+def test_missing_weights_raise(name) -> None:
     from tiny_models import build_llava
 
     other = vlmfast.VLM(*build_llava())
@@ -178,7 +178,7 @@ def test_trained_methods_say_when_they_have_no_weights(name) -> None:
         other.ask("what ?", picture(), recipe=name)
     with pytest.raises(RecipeError, match=rf"vlmfast train {name}"):
         other.ask("what ?", picture(), recipe=f"{name}:weights=nowhere")
-    # Text alone needs none.
+    # Text-only prompts need none.
     assert other.ask("what ?", recipe=name, max_new_tokens=1).token_ids
 
 
@@ -202,11 +202,11 @@ STACKS = (
 
 
 @pytest.mark.parametrize("recipe", STACKS)
-def test_stacks_cost_less_than_their_parts(tiny, recipe) -> None:
-    """Several stages in one recipe, on a picture and on a clip, in both position policies."""
+def test_stacked_methods_cost_less_than_each_alone(tiny, recipe) -> None:
+    """Several stages in one recipe, on an image and a video, with both position policies."""
     for case in ("two pictures", "a clip"):
         for positions in ("keep", "compact"):
-            stages = tuple(having(s, positions=positions) for s in Recipe.parse(recipe))
+            stages = tuple(with_parameters(s, positions=positions) for s in Recipe.parse(recipe))
             first = tiny.ask("what ?", **MEDIA[case], recipe=stages[:1], max_new_tokens=2).stats
             whole = tiny.ask("what ?", **MEDIA[case], recipe=stages, max_new_tokens=2)
             assert whole.stats.equivalent_tokens < first.equivalent_tokens
@@ -230,11 +230,11 @@ CACHE_STACKS = (
 
 
 @pytest.mark.parametrize("recipe", CACHE_STACKS)
-def test_stacks_with_a_cache_method_hold_less_than_their_parts(tiny, recipe) -> None:
-    """Also where an earlier stage renumbered the rows, or left layers prompts of their own."""
+def test_stacked_cache_methods_use_less_memory_than_each_alone(tiny, recipe) -> None:
+    """Also if an earlier stage renumbered the rows, or dropped different rows per layer."""
     for case in ("two pictures", "a clip"):
         for positions in ("keep", "compact"):
-            stages = tuple(having(s, positions=positions) for s in Recipe.parse(recipe))
+            stages = tuple(with_parameters(s, positions=positions) for s in Recipe.parse(recipe))
             whole = tiny.ask("what ?", **MEDIA[case], recipe=stages, max_new_tokens=4)
             assert whole.token_ids
             for part in stages:
@@ -242,8 +242,8 @@ def test_stacks_with_a_cache_method_hold_less_than_their_parts(tiny, recipe) -> 
                 assert whole.stats.kv_bytes < alone.stats.kv_bytes, (case, str(part))
 
 
-def test_another_seed_is_another_selection(tiny) -> None:
-    """The control of determinism."""
+def test_seed_changes_the_selection(tiny) -> None:
+    """The control of the determinism test."""
     depths = [
         tiny.ask("what ?", picture(128, 128), recipe=Random(seed=s), max_new_tokens=1).trace.depth
         for s in (0, 1)
@@ -252,7 +252,7 @@ def test_another_seed_is_another_selection(tiny) -> None:
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_no_drafter_changes_an_answer(tiny, name) -> None:
+def test_drafters_do_not_change_answers(tiny, name) -> None:
     stage = stage_class(name)()
     if stage.trained and not tiny.adapter.ships(stage):
         with pytest.raises(RecipeError, match="there are no weights for this llava_next model"):

@@ -1,4 +1,4 @@
-"""MMTok: coverage in numbers, the greedy choice by hand, and runs."""
+"""MMTok: coverage, greedy selection against a reference, and whole prompts."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from vlmfast.core.statistics import VisionStats
 
 
 def by_hand(x: torch.Tensor, text: torch.Tensor, k: int) -> list[int]:
-    """The paper's sums, in plain steps."""
+    """The paper's greedy selection, in plain loops."""
     p = torch.stack([(cosine_similarity(t[None], x) / 0.02).softmax(0) for t in text])
     q = torch.stack([(cosine_similarity(v[None], x) / 0.2).softmax(0) for v in x])
 
-    def value(some: list[int]) -> float:
-        covered = p[:, some].amax(1).mean() + 0.5 * q[:, some].amax(1).mean()
+    def value(chosen: list[int]) -> float:
+        covered = p[:, chosen].amax(1).mean() + 0.5 * q[:, chosen].amax(1).mean()
         return float(covered)
 
     chosen: list[int] = []
@@ -43,12 +43,12 @@ def test_coverage_sums_to_one() -> None:
     x, text = torch.randn(9, 4, generator=generator), torch.randn(3, 4, generator=generator)
     worth = coverage(x, text, 0.02, 0.2, 0.5)
     assert worth.shape == (12, 9)
-    terms = 4 + 9 + worth.numel()  # of a cosine, of a row, of all
+    terms = 4 + 9 + worth.numel()  # per cosine, per row, over all
     close(worth[:3].sum(), torch.tensor(1.0), terms=terms)
     close(worth[3:].sum(), torch.tensor(0.5), terms=terms)
 
 
-def test_the_choice_by_hand() -> None:
+def test_selection_equals_greedy_reference() -> None:
     tokens, geometry = picture((0, 0), (4, 5), seed=1)
     stats = VisionStats((geometry,), {})
     generator = torch.Generator().manual_seed(3)
@@ -62,7 +62,7 @@ def test_the_choice_by_hand() -> None:
     assert len(nothing) == 6
 
 
-def test_text_in_front_of_the_picture_does_not_count() -> None:
+def test_text_before_the_image_is_ignored() -> None:
     tokens, geometry = picture((0, 0), (4, 5), order=3)
     text = torch.randn(5, DIM, generator=torch.Generator().manual_seed(1))
     order = torch.tensor([0, 1, 2, 23, 24])
@@ -70,12 +70,12 @@ def test_text_in_front_of_the_picture_does_not_count() -> None:
     kept = MMTok(0.4).reduce(tokens, stats, request(text, order))
     assert (kept.layout.order - 3).tolist() == by_hand(tokens.features, text[3:], 8)
     assert by_hand(tokens.features, text[3:], 8) != by_hand(tokens.features, text, 8)
-    # Where all of it stands in front, all of it counts.
+    # If all text precedes the image, all of it counts.
     kept = MMTok(0.4).reduce(tokens, stats, request(text[:3], order[:3]))
     assert (kept.layout.order - 3).tolist() == by_hand(tokens.features, text[:3], 8)
 
 
-def test_newlines_go_and_pictures_are_alone() -> None:
+def test_newlines_are_dropped_and_images_are_independent() -> None:
     tokens, stats = prompt({"tiles": (2, 2)}, {"tiles": (1, 2)})
     text = torch.randn(5, DIM, generator=torch.Generator().manual_seed(1))
     kept = MMTok(0.25).reduce(tokens, stats, request(text))
@@ -89,7 +89,7 @@ def test_newlines_go_and_pictures_are_alone() -> None:
     assert torch.equal(kept.extra[0], 3 * kept.features)
 
 
-def test_a_run() -> None:
+def test_prompt_equals_greedy_reference() -> None:
     vlm, image = VLM(*build_llava()), photo()
     embeds = embeds_of(vlm, tensors := vlm.inputs("what is here ?", images=[image]))
     visual = (tensors["input_ids"][0] == vlm.adapter.image_token_id).nonzero()[:, 0]
@@ -99,7 +99,7 @@ def test_a_run() -> None:
     assert torch.equal(layout.order[layout.visual], visual[chosen])
 
 
-def test_the_word() -> None:
+def test_recipe_parameters() -> None:
     for text in ("mmtok", "mmtok:0.1,alpha=1,tau_t=0.01", "mmtok:budget=0.2,positions=keep"):
         assert Recipe.parse(text) == Recipe.parse(str(Recipe.parse(text)))
     assert MMTok.asks_question

@@ -1,4 +1,4 @@
-"""MustDrop: its rules in numbers and against plain loops, then whole runs against references."""
+"""MustDrop: its rules on examples and against plain loops, whole prompts against references."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from vlmfast.core.statistics import StatRequest
 from vlmfast.engine.prefill import Inputs
 from vlmfast.kernels.quantize_kv import quantise
 
-TOKENS = [5, 9, 11, 7, 8]  # fed one by one behind the prompt
+TOKENS = [5, 9, 11, 7, 8]  # fed one by one after the prompt
 NOTHING = MustDrop(similarity=2.0, global_thr=1.0, individual_thr=0.0)
 
 
@@ -53,13 +53,13 @@ def noise(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def window_ids(side: int, window: tuple[int, int]) -> torch.Tensor:
-    """Window of each patch in raster order, by plain arithmetic."""
+    """Window index of each patch in raster order."""
     y, x = torch.arange(side)[:, None], torch.arange(side)[None]
     return (y // window[0] * (side // window[1]) + x // window[1]).flatten()
 
 
 @pytest.mark.parametrize(("side", "window"), [(4, (2, 2)), (6, (3, 3)), (6, (2, 3)), (4, (4, 1))])
-def test_similarity_is_the_mean_cosine_of_all_pairs(side: int, window: tuple[int, int]) -> None:
+def test_window_similarity_is_the_mean_pairwise_cosine(side: int, window: tuple[int, int]) -> None:
     patches = noise(2, side * side, 5)
     ids, m = window_ids(side, window), window[0] * window[1]
     cells = windows(patches, window)
@@ -73,13 +73,13 @@ def test_similarity_is_the_mean_cosine_of_all_pairs(side: int, window: tuple[int
             close(got[view, w], expected, terms=5 + m * m, scale=1)  # cosines, and a mean of them
 
 
-def test_merging_in_numbers() -> None:
-    """Two windows of the first view merge and none of the second: the first one is padded."""
+def test_merge_example() -> None:
+    """Two windows of the first view merge and none of the second, so the first view is padded."""
     hidden = torch.arange(17.0).expand(2, 17)[..., None]
     similarity = torch.tensor([[0.1, 0.9, 0.2, 0.95]] * 2)
     merged, source, lengths = spatial_merge(hidden, (2, 2), similarity, torch.tensor([2, 0]))
     assert lengths.tolist() == [11, 17]
-    # Lower right, then upper right; then the left half in raster order.
+    # Lower right, then upper right, then the left half in raster order.
     assert merged[0, :11, 0].tolist() == [0, 13.5, 5.5, 1, 2, 5, 6, 9, 10, 13, 14]
     assert merged[1].equal(hidden[1])
     assert source[0].tolist() == [0, 3, 4, 2, 2, 5, 6, 2, 2, 7, 8, 1, 1, 9, 10, 1, 1]
@@ -92,7 +92,7 @@ def test_merging_in_numbers() -> None:
     st.integers(0, 99),
 )
 @settings(max_examples=40, deadline=None)
-def test_merged_rows_are_means_of_the_most_similar_windows(
+def test_most_similar_windows_are_averaged(
     shape: tuple[int, tuple[int, int]], counts: list[int], seed: int
 ) -> None:
     side, window = shape
@@ -122,7 +122,7 @@ def on_block(
 
 
 def towers(views: int = 3, side: int = 4, seed: int = 0) -> torch.Tensor:
-    """Hidden states whose view ``v`` has ``v`` windows of 2 x 2 equal patches."""
+    """Hidden states whose view ``v`` has ``v`` windows of 2 x 2 identical patches."""
     hidden, ids = noise(views, 1 + side * side, 16, seed=seed), window_ids(side, (2, 2))
     for view in range(views):
         for w in range(view):
@@ -131,7 +131,7 @@ def towers(views: int = 3, side: int = 4, seed: int = 0) -> torch.Tensor:
     return hidden
 
 
-def test_every_view_merges_its_own_windows_or_all_the_same_number() -> None:
+def test_merge_per_view_or_per_call() -> None:
     hidden = towers()
     merged, source, step = on_block(MustDrop(), hidden)
     assert step.lengths.tolist() == [17, 14, 11]
@@ -147,7 +147,7 @@ def test_every_view_merges_its_own_windows_or_all_the_same_number() -> None:
 
 
 @pytest.mark.parametrize("stage", [MustDrop(similarity=2.0), MustDrop(1), MustDrop(budget=1.0)])
-def test_merging_can_be_switched_off(stage: MustDrop) -> None:
+def test_merging_can_be_disabled(stage: MustDrop) -> None:
     hidden = towers()
     same, source, step = on_block(stage, hidden)
     assert same is hidden
@@ -157,7 +157,7 @@ def test_merging_can_be_switched_off(stage: MustDrop) -> None:
 
 @given(st.floats(0.01, 1), st.floats(-1, 1), st.sampled_from(["view", "call"]))
 @settings(max_examples=40, deadline=None)
-def test_merging_does_not_go_below_the_budget(budget: float, similarity: float, merge: str) -> None:
+def test_merging_respects_the_budget(budget: float, similarity: float, merge: str) -> None:
     hidden = towers(seed=3)
     stage = MustDrop(similarity=similarity, merge=merge, budget=budget)
     _, source, _ = on_block(stage, hidden)
@@ -176,18 +176,18 @@ def test_merging_does_not_go_below_the_budget(budget: float, similarity: float, 
         (99, 8, r"window=99 does not divide the 8x8 patches"),
     ],
 )
-def test_windows_must_divide_a_view(window: int, side: int, message: str) -> None:
+def test_window_must_divide_the_view(window: int, side: int, message: str) -> None:
     with pytest.raises(RecipeError, match=message):
         on_block(MustDrop(window), noise(1, 1 + side * side, 4))
 
 
 @pytest.mark.parametrize(("side", "window"), [(24, 3), (16, 2), (12, 3), (8, 2)])
-def test_the_window_follows_the_grid(side: int, window: int) -> None:
+def test_window_depends_on_the_grid(side: int, window: int) -> None:
     assert MustDrop().window_of(side) == (window, window)
     assert MustDrop(2).window_of(side) == (2, 2)
 
 
-def test_patches_that_are_no_square_are_refused() -> None:
+def test_non_square_grid_raises() -> None:
     with pytest.raises(RecipeError, match=r"a square grid of patches .* has 15 of them"):
         on_block(MustDrop(), noise(1, 16, 4))
     context = VisionContext(merged=torch.zeros(1, 17, dtype=torch.int64))
@@ -198,8 +198,8 @@ def test_patches_that_are_no_square_are_refused() -> None:
 # --- key set -------------------------------------------------------------------------------------
 
 
-def test_key_tokens_of_each_view() -> None:
-    """Two crops side by side without the newline; one attends to the end, one to the start."""
+def test_key_tokens_are_selected_per_view() -> None:
+    """Two adjacent crops without newlines; one attends to the end, one to the start."""
     tokens, item = picture((1, 2), (2, 2))
     rows = torch.tensor([[0.1, 0.2, 0.3, 0.4], [0.4, 0.3, 0.2, 0.1], [0.25] * 4])
     key = key_tokens(rows, tokens.layout, item, 0.3)  # ceil(1.2) of four
@@ -216,8 +216,8 @@ def test_key_tokens_of_each_view() -> None:
 
 @given(st.floats(0.001, 1), st.integers(0, 20))
 @settings(max_examples=30, deadline=None)
-def test_the_key_set_counts_tokens_of_the_prompt(share: float, seed: int) -> None:
-    """Crops lose their letterbox; what is left there is no candidate, and newlines never are."""
+def test_key_set_size_follows_prompt_tokens(share: float, seed: int) -> None:
+    """The letterbox of crops and newlines are never candidates."""
     tokens, stats = prompt(
         {"tiles": (2, 2), "patches": (4, 4), "size": (30, 80)}, {"tiles": (0, 0)}, seed=seed
     )
@@ -235,7 +235,7 @@ def test_the_key_set_counts_tokens_of_the_prompt(share: float, seed: int) -> Non
             assert score[mine.protected].min() >= score[~mine.protected].max()
 
 
-def test_the_published_key_counts() -> None:
+def test_published_key_counts() -> None:
     for side, tokens, number in [(24, 576, 47), (24, 296, 24)]:
         whole, item = picture((0, 0), (side, side))
         layout = whole.layout.select(torch.arange(tokens))
@@ -243,7 +243,7 @@ def test_the_published_key_counts() -> None:
         assert int(key.sum()) == number
 
 
-def test_marks_of_others_stay() -> None:
+def test_existing_protection_is_kept() -> None:
     tokens, geometry = picture((0, 0), (4, 4))
     protected = torch.zeros(16, dtype=torch.bool)
     protected[5] = True
@@ -257,8 +257,8 @@ def test_marks_of_others_stay() -> None:
 # --- filter --------------------------------------------------------------------------------------
 
 
-def test_the_filter_in_numbers() -> None:
-    """Two heads, two text rows, four tokens; a token falls only below both thresholds."""
+def test_filter_example() -> None:
+    """Two heads, two text rows, four tokens; only tokens below both thresholds are dropped."""
     attention = torch.tensor(
         [
             [[0.30, 0.02, 0.00, 0.00], [0.30, 0.02, 0.00, 0.10]],
@@ -276,7 +276,7 @@ def test_the_filter_in_numbers() -> None:
     assert dual_attention(g, m, 1.0, 0.0).all()
     rank = dual_attention_rank(g, m, 0.07, 0.03)
     wanted = torch.tensor([0.5 / 0.042, 0.04 / 0.042, 1 / 3, 5 / 3])
-    close(rank, wanted, terms=8, scale=wanted)  # sums over heads and rows, and over the tokens
+    close(rank, wanted, terms=8, scale=wanted)  # sums over heads and rows, and over tokens
 
 
 rules = st.builds(
@@ -289,11 +289,11 @@ rules = st.builds(
 
 
 def prompt_step(
-    seed: int, depth: int = 4, behind: int = 5, pictures: tuple[int, ...] = (12, 7)
+    seed: int, depth: int = 4, text_after: int = 5, images: tuple[int, ...] = (12, 7)
 ) -> PrefillContext:
-    """Pictures with text in front of each and behind; some tokens are protected, some merged."""
-    kinds = [[Kind.TEXT] * 3 + [Kind.IMAGE] * n for n in pictures]
-    kinds = torch.tensor([k for part in kinds for k in part] + [Kind.TEXT] * behind)
+    """Images with text before and after each; some tokens are protected, some merged."""
+    kinds = [[Kind.TEXT] * 3 + [Kind.IMAGE] * n for n in images]
+    kinds = torch.tensor([k for part in kinds for k in part] + [Kind.TEXT] * text_after)
     order, generator = torch.arange(len(kinds)), torch.Generator().manual_seed(seed)
     visual = kinds != Kind.TEXT
     layout = TokenLayout.text(order, order[None])
@@ -306,7 +306,7 @@ def prompt_step(
 
 
 def attend(context: PrefillContext, layer: int, seed: int) -> None:
-    """Attention of the text rows behind the last visual token."""
+    """Attention of the text rows after the last visual token."""
     visual = context.layout.visual.nonzero().flatten()
     rows = len(context.layout) - 1 - int(visual[-1]) if len(visual) else len(context.layout)
     logits = 3 * noise(2, rows, len(context.layout), seed=seed + layer)
@@ -315,13 +315,13 @@ def attend(context: PrefillContext, layer: int, seed: int) -> None:
 
 @given(rules, st.integers(0, 50))
 @settings(max_examples=100, deadline=None)
-def test_a_filter_keeps_text_and_the_key_set(stage: MustDrop, seed: int) -> None:
+def test_filter_keeps_text_and_key_set(stage: MustDrop, seed: int) -> None:
     part, step = stage.expand()[2], prompt_step(seed)
     key = step.layout.order[step.layout.protected]
     text = step.layout.order[~step.layout.visual]
     came_in = float(step.layout.weight[step.layout.visual].sum())
     n = int(step.layout.visual.sum())
-    held = [n] * 4
+    lengths = [n] * 4
     for layer in part.layers(4):
         attend(step, layer, seed)
         g, m = text_attention(step.stats[layer - 1][..., step.layout.visual])
@@ -334,35 +334,33 @@ def test_a_filter_keeps_text_and_the_key_set(stage: MustDrop, seed: int) -> None
         assert torch.isin(key, step.layout.order).all()
         assert torch.isin(text, step.layout.order).all()
         after = int(step.layout.visual.sum())
-        held[layer:] = [after] * (4 - layer)
+        lengths[layer:] = [after] * (4 - layer)
         if stage.budget is None:
-            sure = dual_attention(g, m, *stage.thresholds)
-            assert max(int(sure.sum()), len(key)) <= after <= before
+            above = dual_attention(g, m, *stage.thresholds)
+            assert max(int(above.sum()), len(key)) <= after <= before
         else:
             assert after <= before
     if stage.budget is not None:
         first = part.layers(4)[0]
         least = (first * n + (4 - first) * len(key)) / 4
         wanted = min(max(stage.budget * came_in, least), n)
-        # One token less behind the first drop is the coarsest step there is.
-        assert sum(held) / 4 == pytest.approx(wanted, abs=0.5)
+        # One token less after the first drop is the coarsest step.
+        assert sum(lengths) / 4 == pytest.approx(wanted, abs=0.5)
 
 
 @given(st.floats(0.001, 0.1), st.floats(0.001, 0.1), st.floats(1, 4), st.integers(0, 50))
 @settings(max_examples=50, deadline=None)
-def test_higher_thresholds_keep_less_and_the_rank_tells_when(
-    a: float, b: float, factor: float, seed: int
-) -> None:
+def test_rank_is_the_dropping_threshold(a: float, b: float, factor: float, seed: int) -> None:
     g, m = text_attention((3 * noise(2, 5, 30, seed=seed)).softmax(-1)[..., :20])
     low, high = dual_attention(g, m, a, b), dual_attention(g, m, a * factor, b * factor)
     assert not (high & ~low).any()
     rank = dual_attention_rank(g, m, a, b)
-    # At its rank itself, rounding decides: two heads, five rows and all tokens are summed.
+    # At the rank itself rounding decides: two heads, five rows and all tokens are summed.
     clear = (rank - factor).abs() > tolerance(torch.float32, 2 + 5 + 20, factor)
     assert torch.equal((rank >= factor)[clear], high[clear])
 
 
-def test_a_budget_keeps_the_best_ranked_behind_the_key_set() -> None:
+def test_budget_keeps_key_set_then_best_ranked() -> None:
     step = prompt_step(1)
     part = MustDrop(layers=(2.0,), budget=0.4).expand()[2]
     attend(step, 2, seed=1)
@@ -377,8 +375,8 @@ def test_a_budget_keeps_the_best_ranked_behind_the_key_set() -> None:
     assert len(images) < len(visual)
 
 
-def test_no_picture_and_no_text_behind_it_keep_everything() -> None:
-    for step in (prompt_step(0, behind=0), prompt_step(0, pictures=())):
+def test_no_image_or_no_trailing_text_keeps_everything() -> None:
+    for step in (prompt_step(0, text_after=0), prompt_step(0, images=())):
         part = MustDrop(global_thr=1.0, individual_thr=1.0).expand()[2]
         attend(step, 1, seed=0)
         assert part.keep(step, 1) is None
@@ -400,7 +398,7 @@ def test_no_picture_and_no_text_behind_it_keep_everything() -> None:
         ((0.01,), 2, (1,)),
     ],
 )
-def test_layers(layers: tuple[float, ...], depth: int, counts: tuple[int, ...]) -> None:
+def test_filter_layers(layers: tuple[float, ...], depth: int, counts: tuple[int, ...]) -> None:
     assert drop_layers("mustdrop", layers, depth, merge=True) == counts
     part = MustDrop(layers=layers).expand()[2]
     assert part.layers(depth) == counts
@@ -410,7 +408,7 @@ def test_layers(layers: tuple[float, ...], depth: int, counts: tuple[int, ...]) 
 @pytest.mark.parametrize(
     ("layers", "depth"), [((32.0,), 32), ((0.9,), 1), ((9.0, 0.25), 32), ((0.5, 12.0), 32)]
 )
-def test_layers_that_do_not_fit(layers: tuple[float, ...], depth: int) -> None:
+def test_invalid_layers_raise(layers: tuple[float, ...], depth: int) -> None:
     with pytest.raises(RecipeError, match=rf"mustdrop: layers=.* ascend and stay below {depth}"):
         MustDrop(layers=layers).filters(depth)
 
@@ -419,9 +417,7 @@ def test_layers_that_do_not_fit(layers: tuple[float, ...], depth: int) -> None:
     st.integers(1, 3000), st.floats(0, 1), st.floats(0.001, 1.2), st.sampled_from([4, 6, 32, 40])
 )
 @settings(deadline=None)
-def test_counts_meet_the_target_or_its_limits(
-    n: int, key: float, target: float, depth: int
-) -> None:
+def test_solved_counts_meet_target_or_limits(n: int, key: float, target: float, depth: int) -> None:
     layers, key = MustDrop().filters(depth), int(key * n)
     counts = solve_counts(n, target * n, layers, depth, least=key)
     assert list(counts) == sorted(counts, reverse=True)
@@ -431,7 +427,7 @@ def test_counts_meet_the_target_or_its_limits(
     assert got == pytest.approx(min(max(target * n, least), n), abs=0.5)
 
 
-def test_every_filter_keeps_the_same_share_above_the_key_set() -> None:
+def test_filters_keep_equal_fractions() -> None:
     counts = solve_counts(576, 256, (3, 7, 11, 15), 32, least=47)
     shares = [b / a for a, b in zip((576, *counts), counts, strict=False)]
     assert shares == pytest.approx([shares[0]] * 4, abs=5e-3)
@@ -440,7 +436,7 @@ def test_every_filter_keeps_the_same_share_above_the_key_set() -> None:
     assert solve_counts(576, 120, (3, 7, 11, 15), 32, least=47)[-1] == 47
 
 
-def test_the_word_and_its_parts() -> None:
+def test_recipe_and_expanded_stages() -> None:
     stage = MustDrop()
     protocols = ["in-encoder", "encode", "prefill", "cache"]
     assert [part.protocol for part in stage.expand()] == protocols
@@ -469,7 +465,7 @@ def test_published_thresholds() -> None:
 
 
 @pytest.mark.parametrize(
-    ("word", "message"),
+    ("text", "message"),
     [
         ("mustdrop:0", r"mustdrop: budget=0 is out of range, allowed is > 0 and <= 1"),
         ("mustdrop:window=-1", r"window=-1 is out of range"),
@@ -495,9 +491,9 @@ def test_published_thresholds() -> None:
         ("mustdrop:windo=2", r"no parameter 'windo' \(did you mean 'window'\?\)"),
     ],
 )
-def test_bad_words(word: str, message: str | None) -> None:
+def test_invalid_recipes_raise(text: str, message: str | None) -> None:
     with pytest.raises(RecipeError, match=message or "global_thr=0 cannot be combined with budget"):
-        Recipe.parse(word)
+        Recipe.parse(text)
 
 
 # --- whole runs ----------------------------------------------------------------------------------
@@ -509,7 +505,7 @@ def vlm(request) -> VLM:
 
 
 def half_flat(seed: int, width: int = 60, height: int = 44) -> np.ndarray:
-    """Noise on the right, one colour on the left: some windows are alike, others are not."""
+    """Noise on the right, one colour on the left: only some windows are similar."""
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
     pixels[:, : width // 2] = 40 * seed + 20
     return pixels
@@ -519,23 +515,23 @@ CASES = {
     "one picture": [half_flat(0, 64, 64)],
     "three pictures": [half_flat(0), half_flat(1, 30, 70), half_flat(2, 90, 33)],
 }
-# Random weights spread their attention; these thresholds and this similarity bite on them.
+# Random weights spread their attention; these thresholds and this similarity take effect.
 STRONG = {"similarity": 0.35, "global_thr": 0.08, "individual_thr": 0.1}
 
 
-def start(vlm: VLM, recipe, pictures: list[np.ndarray]) -> Driven:
-    tensors = vlm.inputs("what is here ?", images=pictures)
-    sizes = [p.shape[:2] for p in pictures]
+def start(vlm: VLM, recipe, images: list[np.ndarray]) -> Driven:
+    tensors = vlm.inputs("what is here ?", images=images)
+    sizes = [p.shape[:2] for p in images]
     return Driven(vlm.adapter, Inputs(tensors, sizes, "q"), Recipe.of(recipe), time.perf_counter())
 
 
 @torch.no_grad()
-def merged_by_hand(vlm: VLM, pictures: list[np.ndarray], threshold: float) -> list[tuple]:
-    """Per view, from the tower's own blocks and without padding: groups of patches, features."""
-    tensors = vlm.inputs("what is here ?", images=pictures)
+def merged_by_hand(vlm: VLM, images: list[np.ndarray], threshold: float) -> list[tuple]:
+    """Per view: groups of patches and features, from the tower's own blocks without padding."""
+    tensors = vlm.inputs("what is here ?", images=images)
     pixels, results = tensors["pixel_values"], []
     if pixels.dim() == 5:
-        sizes = [p.shape[:2] for p in pictures]
+        sizes = [p.shape[:2] for p in images]
         views = [views.views[1] - views.views[0] for views in vlm.adapter.geometry(sizes)]
         pixels = torch.cat([p[:n] for p, n in zip(pixels, views, strict=True)])
     tower, blocks = vlm.model.get_encoder(modality="image"), vlm.adapter.vision_blocks()
@@ -558,8 +554,8 @@ def merged_by_hand(vlm: VLM, pictures: list[np.ndarray], threshold: float) -> li
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_merged_features_equal_the_tower_by_hand(vlm: VLM, case: str) -> None:
-    """Views that merge differently go through the tower together; padding changes nothing."""
+def test_merged_features_equal_reference_tower(vlm: VLM, case: str) -> None:
+    """Views that merge differently share a batch; padding changes nothing."""
     run = start(vlm, MustDrop(**STRONG), CASES[case])
     answer_logits(vlm, run, [])
     full, layout = run.trace.layout, run.prompt.layout
@@ -586,14 +582,14 @@ def test_merged_features_equal_the_tower_by_hand(vlm: VLM, case: str) -> None:
     assert float(layout.weight[layout.visual].sum()) == len(full)
     assert sorted(layout.order.tolist()) == layout.order.tolist()
     if case == "three pictures":
-        assert len(sizes) > 1  # the views differ, so there was padding
-    # Control: another threshold gives other features.
+        assert len(sizes) > 1  # the views differ, so some were padded
+    # Control: another threshold gives different features.
     other = start(vlm, MustDrop(similarity=0.999), CASES[case])
     answer_logits(vlm, other, [])
     assert len(other.prompt.layout) > len(layout)
 
 
-def test_a_view_does_not_depend_on_its_neighbours(vlm: VLM) -> None:
+def test_views_are_independent(vlm: VLM) -> None:
     alone = start(vlm, MustDrop(**STRONG), CASES["three pictures"][:1])
     together = start(vlm, MustDrop(**STRONG), CASES["three pictures"])
     by_call = start(vlm, MustDrop(merge="call", **STRONG), CASES["three pictures"])
@@ -601,10 +597,10 @@ def test_a_view_does_not_depend_on_its_neighbours(vlm: VLM) -> None:
         answer_logits(vlm, run, [])
     first = [run.prompt.embeds[run.prompt.layout.item == 0] for run in (alone, together, by_call)]
     close(first[0], first[1], terms=tower(vlm))
-    assert first[2].shape != first[0].shape  # control: the view with the fewest rules over all
+    assert first[2].shape != first[0].shape  # control: the view with the fewest merges limits all
 
 
-def test_statistics_under_padding_equal_those_alone(vlm: VLM) -> None:
+def test_padding_does_not_change_statistics(vlm: VLM) -> None:
     @dataclass(frozen=True)
     class Look(EncodeStage):
         name: ClassVar[str] = "test-look"
@@ -618,8 +614,8 @@ def test_statistics_under_padding_equal_those_alone(vlm: VLM) -> None:
             return tokens
 
     seen: list[dict] = []
-    for pictures in (CASES["three pictures"][:1], CASES["three pictures"]):
-        answer_logits(vlm, start(vlm, (MustDrop(**STRONG), Look()), pictures), [])
+    for images in (CASES["three pictures"][:1], CASES["three pictures"]):
+        answer_logits(vlm, start(vlm, (MustDrop(**STRONG), Look()), images), [])
     for layer in (1, 2):
         alone, together = (rows[layer] for rows in seen)
         assert len(together) > len(alone)
@@ -627,7 +623,7 @@ def test_statistics_under_padding_equal_those_alone(vlm: VLM) -> None:
 
 
 def attention_maps(vlm: VLM, embeds: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Softmax attention (1, H, S, S) of every layer over a prompt, by Hugging Face's eager code."""
+    """Softmax attention (1, H, S, S) of every layer over a prompt, by Hugging Face's eager path."""
     vlm.model.set_attn_implementation("eager")
     try:
         with torch.no_grad():
@@ -639,7 +635,7 @@ def attention_maps(vlm: VLM, embeds: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_first_filter_equals_eager_attention(vlm: VLM, case: str) -> None:
+def test_first_filter_equals_eager_attention(vlm: VLM, case: str) -> None:
     run = start(vlm, MustDrop(**STRONG), CASES[case])
     answer_logits(vlm, run, [])
     layout = run.prompt.layout
@@ -653,7 +649,7 @@ def test_the_first_filter_equals_eager_attention(vlm: VLM, case: str) -> None:
     assert torch.equal(layout.order[visual[kept]], orders)
     assert 0 < int(kept.sum()) < len(visual)
     if case == "three pictures":
-        # Controls: without the key set, and by all rows, it would choose otherwise.
+        # Controls: without the key set, or with all rows, the selection differs.
         assert (key & (g < 0.08 * g.sum()) & (m < 0.1)).any()
         g, m = attention[:, visual].sum(0), attention[:, visual].amax(0)
         assert not torch.equal(kept, ~((g < 0.08 * g.sum()) & (m < 0.1)) | key)
@@ -662,7 +658,7 @@ def test_the_first_filter_equals_eager_attention(vlm: VLM, case: str) -> None:
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("policy", ["keep", "compact"])
 @pytest.mark.parametrize("budget", [None, 0.45])
-def test_a_run_equals_the_dense_reference(
+def test_logits_equal_dense_reference(
     vlm: VLM, case: str, policy: str, budget: float | None
 ) -> None:
     stage = MustDrop(positions=policy, budget=budget, cache=False, **STRONG)
@@ -673,10 +669,10 @@ def test_a_run_equals_the_dense_reference(
     for layer in range(4):
         gone = run.trace.layout.order[run.trace.depth <= layer]
         alive.append(torch.cat([~torch.isin(layout.order, gone), ones]))
-    held = [int(rows.sum()) for rows in alive]
-    assert held[0] == len(layout) + len(TOKENS)
-    assert held[0] > held[1] >= held[2] == held[3]
-    assert run.cache.lengths() == held
+    lengths = [int(rows.sum()) for rows in alive]
+    assert lengths[0] == len(layout) + len(TOKENS)
+    assert lengths[0] > lengths[1] >= lengths[2] == lengths[3]
+    assert run.cache.lengths() == lengths
     for rows in alive:
         assert rows[: len(layout)][layout.protected].all()
     with torch.no_grad():
@@ -696,8 +692,8 @@ def test_a_run_equals_the_dense_reference(
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("policy", ["keep", "compact"])
-def test_the_cache_keeps_what_survived_the_last_filter(vlm: VLM, case: str, policy: str) -> None:
-    """The same keys as without the third part, less those of dropped tokens; same prefill."""
+def test_cache_keeps_survivors_of_last_filter(vlm: VLM, case: str, policy: str) -> None:
+    """The keys equal those without the third part, except for dropped tokens; same prefill."""
     strong = STRONG | {"layers": (2, 3)}
     runs = [
         start(vlm, MustDrop(positions=policy, cache=cache, **strong), CASES[case])
@@ -710,22 +706,22 @@ def test_the_cache_keeps_what_survived_the_last_filter(vlm: VLM, case: str, poli
     layout, depth = run.prompt.layout, run.trace.depth
     n = len(TOKENS)
     for layer in range(4):
-        held = ~torch.isin(layout.order, run.trace.layout.order[depth <= layer])
+        before = ~torch.isin(layout.order, run.trace.layout.order[depth <= layer])
         left = ~torch.isin(layout.order, run.trace.layout.order[depth < 4])
-        kept = held if layer < 1 else left  # the first filter runs behind layer 1
-        assert whole.cache.lengths()[layer] == int(held.sum()) + n
+        kept = before if layer < 1 else left  # the first filter runs after layer 1
+        assert whole.cache.lengths()[layer] == int(before.sum()) + n
         assert run.cache.lengths()[layer] == int(kept.sum()) + n
         for name in ("keys", "values"):
             mine, all_ = (getattr(r.cache.layers[layer], name)[0] for r in runs)
-            rows = kept[held].nonzero().flatten()
+            rows = kept[before].nonzero().flatten()
             assert torch.equal(mine[:, : len(rows)], all_[:, rows])
     assert run.cache.lengths()[0] > run.cache.lengths()[1] == run.cache.lengths()[3]
-    assert whole.cache.lengths()[1] > whole.cache.lengths()[3]  # control: there is something to cut
+    assert whole.cache.lengths()[1] > whole.cache.lengths()[3]  # control: tokens can be dropped
     assert run.stats.kv_bytes < whole.stats.kv_bytes
 
 
-def test_the_cache_part_in_numbers() -> None:
-    """Heads of different lengths, as an earlier stage may leave them."""
+def test_cache_stage_example() -> None:
+    """Heads of different lengths, as an earlier stage may produce."""
     order = torch.tensor([[0, 2, 3, 5, 6], [1, 2, 5, 6, 6]])
     kv = KV(
         keys=noise(2, 5, 4),
@@ -746,7 +742,7 @@ def test_the_cache_part_in_numbers() -> None:
         assert got.order.tolist() == [[0, 5, 6], [1, 5, 6]]
         assert torch.equal(got.keys, torch.stack([kv.keys[0, [0, 3, 4]], kv.keys[1, [0, 2, 3]]]))
         assert torch.equal(got.bias, got.order.float())
-    # Control: where nothing was dropped nothing is copied.
+    # Control: if nothing was dropped, nothing is copied.
     every = torch.arange(7)
     context.layout = TokenLayout.text(every, every[None])
     assert all(got is kv for got in part.finish(context, [kv] * 4))
@@ -757,9 +753,7 @@ def test_the_cache_part_in_numbers() -> None:
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("stage", [NOTHING, MustDrop(budget=1.0, **STRONG)], ids=str)
-def test_a_stage_that_keeps_everything_changes_nothing(
-    vlm: VLM, case: str, stage: MustDrop
-) -> None:
+def test_keeping_everything_is_identity(vlm: VLM, case: str, stage: MustDrop) -> None:
     plain, run = start(vlm, (), CASES[case]), start(vlm, stage, CASES[case])
     expected = answer_logits(vlm, plain, TOKENS)
     assert torch.equal(answer_logits(vlm, run, TOKENS), expected)
@@ -769,7 +763,7 @@ def test_a_stage_that_keeps_everything_changes_nothing(
 
 @pytest.mark.parametrize("budget", [0.9, 0.6, 0.45, 0.33])
 @pytest.mark.parametrize("case", CASES)
-def test_a_run_meets_its_budget(vlm: VLM, case: str, budget: float) -> None:
+def test_budget_is_met(vlm: VLM, case: str, budget: float) -> None:
     run = start(vlm, MustDrop(similarity=0.35, budget=budget), CASES[case])
     answer_logits(vlm, run, [])
     stats = run.stats
@@ -778,7 +772,7 @@ def test_a_run_meets_its_budget(vlm: VLM, case: str, budget: float) -> None:
     assert stats.equivalent_tokens >= least / 4
 
 
-def test_below_the_floor_the_key_set_is_left(vlm: VLM) -> None:
+def test_budget_below_floor_keeps_key_set(vlm: VLM) -> None:
     run = start(vlm, MustDrop(budget=0.01), CASES["three pictures"])
     answer_logits(vlm, run, [])
     key = int(run.prompt.layout.protected.sum())
@@ -786,10 +780,10 @@ def test_below_the_floor_the_key_set_is_left(vlm: VLM) -> None:
     assert run.stats.visual_tokens_per_layer == [n, key, key, key]
     assert run.stats.visual_tokens_kept["mustdrop"] == key
     left = run.trace.layout.select(run.trace.depth == 4)
-    assert set(left.item.tolist()) == {0, 1, 2}  # every picture keeps something
+    assert set(left.item.tolist()) == {0, 1, 2}  # every image keeps some tokens
 
 
-def test_a_question_without_pictures(vlm: VLM) -> None:
+def test_text_only_prompts_are_unchanged(vlm: VLM) -> None:
     assert (
         vlm.ask("what ?", recipe="mustdrop:0.3", max_new_tokens=3).token_ids
         == vlm.ask("what ?", max_new_tokens=3).token_ids

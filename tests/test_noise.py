@@ -1,4 +1,4 @@
-"""The noise that tokens are sampled with: the same whoever asks, and of the right law."""
+"""Sampling noise: a function of seed, position and token, with the Gumbel distribution."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 
 
 def mixed(x: int) -> int:
-    """SplitMix64's finaliser, in integers without an end."""
+    """SplitMix64's finalizer, in arbitrary-precision integers."""
     for by, factor in MIX:
         x = (x ^ x >> by) * factor % WORD
     return x ^ x >> 31
 
 
 def unmixed(x: int) -> int:
-    """The word that `mixed` makes ``x`` of."""
+    """The inverse of `mixed`."""
 
     def unshifted(x: int, by: int) -> int:
         y = x
@@ -41,9 +41,9 @@ def unmixed(x: int) -> int:
     return x
 
 
-def uniform(seed: int, place: int, token: int) -> float:
-    """The random number behind one token's noise."""
-    key = mixed(mixed(seed % WORD) + place * GOLDEN & WORD - 1)
+def uniform(seed: int, position: int, token: int) -> float:
+    """The uniform number from which one token's noise is computed."""
+    key = mixed(mixed(seed % WORD) + position * GOLDEN & WORD - 1)
     return ((mixed((key + (token + 1) * GOLDEN) % WORD) >> 12) + 0.5) / 2**52
 
 
@@ -53,7 +53,7 @@ def p_of_chi2(statistic: float, df: int) -> float:
 
 
 def ks(sample: Tensor) -> float:
-    """Kolmogorov and Smirnov's statistic against the law of Gumbel, times the root of its size."""
+    """Kolmogorov-Smirnov statistic against the Gumbel distribution, times sqrt(n)."""
     cdf = torch.exp(-torch.exp(-sample.double().sort().values))
     n = len(sample)
     steps = torch.arange(n + 1, dtype=torch.float64) / n
@@ -65,36 +65,36 @@ def correlation(a: Tensor, b: Tensor) -> float:
     return abs(float(torch.corrcoef(torch.stack([a, b]))[0, 1])) * math.sqrt(len(a))
 
 
-# --- one number for one seed, place and token ----------------------------------------------------
+# --- one number per seed, position and token -----------------------------------------------------
 
 seeds = st.integers(-(2**70), 2**70)
 
 
 @settings(max_examples=60, deadline=None)
 @given(seeds, st.integers(0, 2**20), st.integers(1, 40))
-def test_it_is_a_function_in_plain_integers(seed: int, place: int, size: int) -> None:
-    """Bits do not depend on a device, then: only integer products and shifts make them."""
-    mine = gumbel(seed, place, size)
+def test_noise_equals_integer_reference(seed: int, position: int, size: int) -> None:
+    """The bits do not depend on the device: they result from integer products and shifts alone."""
+    mine = gumbel(seed, position, size)
     assert mine.dtype == torch.float64
-    wanted = [-math.log(-math.log(uniform(seed, place, token))) for token in range(size)]
+    wanted = [-math.log(-math.log(uniform(seed, position, token))) for token in range(size)]
     wanted = torch.tensor(wanted, dtype=torch.float64)
-    # Two logarithms: what the outer one is given is off relative to itself, its result by as much.
+    # Two logarithms: the relative error of the inner result is the absolute error of the outer one.
     close(mine, wanted, terms=2, scale=1 + wanted.abs())
 
 
-def test_whoever_asks_and_when() -> None:
-    places = list(range(40))
-    one = {place: gumbel(5, place, 100) for place in places}
-    torch.manual_seed(1)  # the global state is of no account
-    for place in reversed(places):
-        assert torch.equal(gumbel(5, place, 100), one[place])
-        assert torch.equal(gumbel(5, place, 7), one[place][:7])  # a smaller vocabulary
+def test_noise_depends_only_on_seed_position_and_token() -> None:
+    positions = list(range(40))
+    one = {position: gumbel(5, position, 100) for position in positions}
+    torch.manual_seed(1)  # the global state has no effect
+    for position in reversed(positions):
+        assert torch.equal(gumbel(5, position, 100), one[position])
+        assert torch.equal(gumbel(5, position, 7), one[position][:7])  # a smaller vocabulary
     assert not torch.equal(one[0], one[1])
     assert not torch.equal(gumbel(6, 0, 100), one[0])
 
 
 @pytest.mark.parametrize("seed", [-1, -(2**63), 2**63, 2**64 - 1, 2**64, 10**30, -(10**30)])
-def test_any_integer_is_a_seed(seed: int) -> None:
+def test_any_integer_is_a_valid_seed(seed: int) -> None:
     noise = gumbel(seed, 3, 50)
     assert noise.isfinite().all()
     assert torch.equal(noise, gumbel(seed % WORD, 3, 50))
@@ -102,32 +102,32 @@ def test_any_integer_is_a_seed(seed: int) -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs two devices")
-def test_it_is_the_same_on_another_device() -> None:
+def test_cpu_and_cuda_noise_agree() -> None:
     for seed in (0, -1, 2**63):
         here, there = gumbel(seed, 9, N), gumbel(seed, 9, N, "cuda").cpu()
         close(there, here, terms=2, scale=1 + here.abs())
 
 
-# --- never infinite ------------------------------------------------------------------------------
+# --- finite values -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("token", [0, 11])
 @pytest.mark.parametrize("bits", [0, 2**52 - 1])
-def test_the_outermost_numbers_are_finite(bits: int, token: int) -> None:
-    """Seeds that lead to the smallest and the largest number there is."""
+def test_extreme_noise_is_finite(bits: int, token: int) -> None:
+    """Seeds that produce the smallest and the largest uniform number."""
     key = (unmixed(bits << 12) - (token + 1) * GOLDEN) % WORD
-    seed = unmixed(unmixed(key))  # at place 0
+    seed = unmixed(unmixed(key))  # at position 0
     assert uniform(seed, 0, token) == (2.0**-53 if bits == 0 else 1 - 2.0**-53)
     noise = gumbel(seed, 0, 12)
     assert noise.isfinite().all()
     extreme = -math.log(53 * math.log(2)) if bits == 0 else 53 * math.log(2)
     close(noise[token], extreme, terms=2)
-    # A token without probability stays without, whatever it draws.
+    # A token of probability 0 keeps it for any noise.
     logits = torch.zeros(12, dtype=torch.float64).index_fill(0, torch.tensor(token), -math.inf)
     assert int((logits + noise).argmax()) != token
 
 
-def test_half_precision_would_not_be_finite() -> None:
+def test_half_precision_is_not_finite() -> None:
     """The control: the same numbers, rounded before the logarithm."""
     exact = torch.exp(-torch.exp(-gumbel(0, 0, N)))
     assert gumbel(0, 0, N).isfinite().all()
@@ -135,23 +135,23 @@ def test_half_precision_would_not_be_finite() -> None:
         assert not (-torch.log(-torch.log(exact.to(kind).float()))).isfinite().all()
 
 
-# --- the law -------------------------------------------------------------------------------------
+# --- distribution --------------------------------------------------------------------------------
 
-# 2.23: one in 10,000 samples is further from its law.
+# 2.23: 1 in 10,000 samples exceeds it.
 
 
 @pytest.mark.parametrize("seed", [0, 1, -7, 2**40])
-def test_it_is_gumbel_noise_over_tokens(seed: int) -> None:
+def test_tokens_are_gumbel_distributed(seed: int) -> None:
     noise = gumbel(seed, 12, N)
     assert ks(noise) < 2.23
     assert ks(noise * 1.02) > 2.23  # the control
     assert float(noise.mean()) == pytest.approx(0.5772, abs=4 * 1.2825 / math.sqrt(N))
 
 
-def test_it_is_gumbel_noise_over_places_and_seeds() -> None:
-    over_places = torch.cat([gumbel(3, place, 4) for place in range(5000)])
+def test_positions_and_seeds_are_gumbel_distributed() -> None:
+    over_positions = torch.cat([gumbel(3, position, 4) for position in range(5000)])
     over_seeds = torch.cat([gumbel(seed, 3, 4) for seed in range(5000)])
-    assert ks(over_places) < 2.23
+    assert ks(over_positions) < 2.23
     assert ks(over_seeds) < 2.23
 
 
@@ -159,7 +159,7 @@ def test_it_is_gumbel_noise_over_places_and_seeds() -> None:
     ("one", "other"),
     [((0, 0), (0, 1)), ((0, 0), (1, 0)), ((0, 7), (7, 0)), ((-1, 5), (1, 5)), ((2**63, 0), (0, 0))],
 )
-def test_places_and_seeds_have_nothing_to_do_with_each_other(one: tuple, other: tuple) -> None:
+def test_positions_and_seeds_are_uncorrelated(one: tuple, other: tuple) -> None:
     a, b = gumbel(*one, N), gumbel(*other, N)
     for shift in (0, 1, 2, 17):
         assert correlation(a[shift:], b[: N - shift]) < 4.5
@@ -167,15 +167,15 @@ def test_places_and_seeds_have_nothing_to_do_with_each_other(one: tuple, other: 
     assert correlation(a, b + 0.02 * a) > 4.5  # the control
 
 
-def test_tokens_have_nothing_to_do_with_each_other() -> None:
+def test_tokens_are_uncorrelated() -> None:
     noise = gumbel(4, 4, N)
     for shift in (1, 2, 3, 64, 1000):
         assert correlation(noise[shift:], noise[:-shift]) < 4.5
 
 
-def test_places_in_a_row_are_independent() -> None:
-    """Few tokens and many places, as an answer draws them."""
-    rows = torch.stack([gumbel(11, place, 3) for place in range(8000)])
+def test_consecutive_positions_are_independent() -> None:
+    """Few tokens and many positions, as in generation."""
+    rows = torch.stack([gumbel(11, position, 3) for position in range(8000)])
     for a in range(3):
         for b in range(3):
             assert correlation(rows[1:, a], rows[:-1, b]) < 4.5
@@ -184,7 +184,7 @@ def test_places_in_a_row_are_independent() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 2.0])
-def test_the_largest_is_a_draw_from_the_softmax(temperature: float) -> None:
+def test_argmax_samples_the_softmax(temperature: float) -> None:
     logits = torch.tensor([0.0, 1.5, -2.0, 0.7, -torch.inf, 3.0]).double() / temperature
     noise = gumbel(1, 2, 6 * 100_000).view(-1, 6)
     counts = (logits + noise).argmax(1).bincount(minlength=6)

@@ -1,4 +1,4 @@
-"""Overlays: the right patches keep their colour."""
+"""Overlays: kept patches keep their colour."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LAYERS = 4
 
 
 def grid_layout(side: int, tile: int = 0, newlines: bool = False) -> TokenLayout:
-    """``side`` x ``side`` patches of picture 0, in raster order, and row ends behind them."""
+    """``side`` x ``side`` patches of image 0 in raster order, followed by newlines."""
     y, x = torch.meshgrid(torch.arange(side), torch.arange(side), indexing="ij")
     y, x = y.flatten(), x.flatten()
     n = len(y) + (side if newlines else 0)
@@ -35,15 +35,15 @@ def grid_layout(side: int, tile: int = 0, newlines: bool = False) -> TokenLayout
     return layout.replace(kind=kind, item=torch.zeros(n, dtype=torch.int32), tile=tiles, box=box)
 
 
-def answer(layout: TokenLayout, depth: torch.Tensor, *pictures: Image.Image) -> SimpleNamespace:
+def answer(layout: TokenLayout, depth: torch.Tensor, *images: Image.Image) -> SimpleNamespace:
     trace = Trace()
     trace.begin(layout, LAYERS)
-    trace.depth, trace.images = depth, list(pictures)
+    trace.depth, trace.images = depth, list(images)
     return SimpleNamespace(trace=trace, recipe="test")
 
 
 def painted(image: Image.Image, colour: tuple[int, int, int]) -> np.ndarray:
-    """Where a panel has exactly this colour, (MIN_SIDE, MIN_SIDE)."""
+    """Mask of the pixels of a panel with exactly this colour, (MIN_SIDE, MIN_SIDE)."""
     return (np.asarray(image)[:MIN_SIDE, :MIN_SIDE] == colour).all(axis=-1)
 
 
@@ -52,14 +52,14 @@ def plain(width: int = 64, height: int = 64) -> Image.Image:
 
 
 def middles(image: Image.Image, side: int, width: int, height: int, left: int = 0) -> np.ndarray:
-    """Colours (side, side, 3) in the middle of every cell of a panel."""
+    """Colours (side, side, 3) at the centre of every cell of a panel."""
     pixels = np.asarray(image)
     ys = ((np.arange(side) + 0.5) * height / side).astype(int)
     xs = left + ((np.arange(side) + 0.5) * width / side).astype(int)
     return pixels[np.ix_(ys, xs)].astype(int)
 
 
-def test_kept_patches_are_untouched_and_dropped_ones_dark() -> None:
+def test_dropped_patches_are_darkened() -> None:
     depth = torch.full((16,), LAYERS)
     depth[[0, 5, 10]] = 0
     (image,) = overlay(answer(grid_layout(4), depth, plain()))
@@ -72,7 +72,7 @@ def test_kept_patches_are_untouched_and_dropped_ones_dark() -> None:
     assert (spread < 0.2 * (max(COLOUR) - min(COLOUR))).all()
 
 
-def test_earlier_death_is_darker() -> None:
+def test_earlier_drops_are_darker() -> None:
     depth = torch.tensor([0, 1, 3, LAYERS])
     (image,) = overlay(answer(grid_layout(2), depth, plain()))
     brightness = middles(image, 2, MIN_SIDE, MIN_SIDE).sum(axis=-1).flatten().tolist()
@@ -80,7 +80,7 @@ def test_earlier_death_is_darker() -> None:
     assert len(set(brightness)) == 4
 
 
-def test_outline_runs_around_what_is_kept() -> None:
+def test_kept_regions_are_outlined() -> None:
     depth = torch.zeros(16, dtype=torch.int64)
     depth[5] = LAYERS
     (image,) = overlay(answer(grid_layout(4), depth, plain()), size=400)
@@ -91,13 +91,13 @@ def test_outline_runs_around_what_is_kept() -> None:
     assert (pixels[110, 110] == COLOUR).all()
 
 
-def test_nothing_dropped_leaves_the_picture() -> None:
-    picture = tiny_models.picture(MIN_SIDE, MIN_SIDE)
-    (image,) = overlay(answer(grid_layout(4), torch.full((16,), LAYERS), picture))
-    assert np.array_equal(np.asarray(image)[:MIN_SIDE, :MIN_SIDE], np.asarray(picture))
+def test_nothing_dropped_leaves_the_image_unchanged() -> None:
+    source = tiny_models.picture(MIN_SIDE, MIN_SIDE)
+    (image,) = overlay(answer(grid_layout(4), torch.full((16,), LAYERS), source))
+    assert np.array_equal(np.asarray(image)[:MIN_SIDE, :MIN_SIDE], np.asarray(source))
 
 
-def test_crops_get_a_panel_of_their_own() -> None:
+def test_crops_have_their_own_panel() -> None:
     layout = TokenLayout.cat([grid_layout(2), grid_layout(4, tile=1, newlines=True)])
     depth = torch.full((len(layout),), LAYERS)
     depth[:4] = 0
@@ -109,7 +109,7 @@ def test_crops_get_a_panel_of_their_own() -> None:
     assert (crops == COLOUR).all()
 
 
-def test_what_no_token_showed_is_black() -> None:
+def test_regions_without_tokens_are_black() -> None:
     layout = grid_layout(2)
     layout = layout.replace(box=layout.box * torch.tensor([0.5, 1.0, 0.5, 1.0]))
     (image,) = overlay(answer(layout, torch.full((4,), LAYERS), plain()))
@@ -122,7 +122,7 @@ def test_what_no_token_showed_is_black() -> None:
     ("shape", "longest"),
     [((10, 5), MIN_SIDE), ((600, 500), 600), ((4000, 1000), MAX_SIDE), ((2000, 20), MAX_SIDE)],
 )
-def test_size(shape: tuple[int, int], longest: int) -> None:
+def test_size_option(shape: tuple[int, int], longest: int) -> None:
     depth = torch.full((16,), LAYERS)
     depth[3] = 0
     made = answer(grid_layout(4), depth, plain(*shape))
@@ -133,7 +133,7 @@ def test_size(shape: tuple[int, int], longest: int) -> None:
 
 
 def merged_answer(side: int, rows: list[int], boxes: list[tuple], kinds=(Kind.IMAGE,)):
-    """Of ``side`` x ``side`` patches ``rows`` are left, which cover ``boxes``."""
+    """An answer that keeps ``rows`` of ``side`` x ``side`` patches; they cover ``boxes``."""
     layout, index = grid_layout(side), torch.tensor(rows)
     depth = torch.zeros(side * side, dtype=torch.int64).index_fill(0, index, LAYERS)
     made = answer(layout, depth, plain())
@@ -145,7 +145,7 @@ def merged_answer(side: int, rows: list[int], boxes: list[tuple], kinds=(Kind.IM
     return made
 
 
-def test_merged_patches_keep_their_colour_together() -> None:
+def test_patches_of_a_merged_token_keep_their_colour() -> None:
     quarter = [(0, 0, 0.5, 0.5)]
     made = merged_answer(4, [5], quarter)
     (image,) = overlay(made)
@@ -158,14 +158,14 @@ def test_merged_patches_keep_their_colour_together() -> None:
     assert blue[0, :half].all()
     assert blue[:half, half - 1].all()
     assert not blue[half:].any()
-    # Control: the same patches without the merging.
+    # Control: the same patches without merging.
     made.trace.entered = made.trace.layout
     (image,) = overlay(made)
     assert not painted(image, _MERGED).any()
     assert (middles(image, 4, MIN_SIDE, MIN_SIDE)[0, 0] != COLOUR).any()
 
 
-def test_every_merged_token_has_its_outline() -> None:
+def test_merged_tokens_are_outlined() -> None:
     boxes = [(x, y, x + 0.5, y + 0.5) for y in (0, 0.5) for x in (0, 0.5)]
     (image,) = overlay(merged_answer(4, [0, 2, 8, 10], boxes))
     assert (middles(image, 4, MIN_SIDE, MIN_SIDE) == COLOUR).all()
@@ -176,7 +176,7 @@ def test_every_merged_token_has_its_outline() -> None:
     assert not painted(image, _OUTLINE).any()  # nothing was dropped
 
 
-def test_patches_share_the_fate_of_the_token_that_they_became() -> None:
+def test_merged_patches_are_dropped_with_their_token() -> None:
     made = merged_answer(2, [0, 1], [(0, 0, 0.5, 1), (0.5, 0, 1, 1)])
     made.trace.depth = torch.tensor([2, LAYERS, 0, 0])
     (image,) = overlay(made)
@@ -187,7 +187,7 @@ def test_patches_share_the_fate_of_the_token_that_they_became() -> None:
     assert not painted(image, _MERGED)[:, : MIN_SIDE // 2].any()
 
 
-def test_a_patch_that_made_room_for_cls_is_not_shown_as_kept() -> None:
+def test_patch_replaced_by_cls_is_not_shown_as_kept() -> None:
     none = (float("nan"),) * 4
     made = merged_answer(2, [0, 3], [none, (0.5, 0.5, 1, 1)], (Kind.SPECIAL, Kind.IMAGE))
     (image,) = overlay(made)
@@ -196,11 +196,11 @@ def test_a_patch_that_made_room_for_cls_is_not_shown_as_kept() -> None:
     assert cells[0, 0].max() < 0.5 * max(COLOUR)
 
 
-def test_captions_say_what_happened(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_captions_report_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[str] = []
     draw = overlays._caption
     monkeypatch.setattr(
-        overlays, "_caption", lambda picture, text: written.append(text) or draw(picture, text)
+        overlays, "_caption", lambda image, text: written.append(text) or draw(image, text)
     )
     overlay(merged_answer(4, [5, 15], [(0, 0, 0.5, 0.5), (0.75, 0.75, 1, 1)]))
     assert written == [
@@ -215,29 +215,29 @@ def test_captions_say_what_happened(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum("orange" in text for text in written) == 1
 
 
-def test_captions_break_where_the_picture_ends() -> None:
-    picture = plain(200, 20)
-    short, long = overlays._caption(picture, "a b"), overlays._caption(picture, "word " * 30)
+def test_captions_wrap_at_the_image_width() -> None:
+    image = plain(200, 20)
+    short, long = overlays._caption(image, "a b"), overlays._caption(image, "word " * 30)
     assert short.width == long.width == 200
     assert long.height > 3 * (short.height - 20)
-    assert overlays._caption(picture, "w" * 99).width > 200  # a word is never broken
+    assert overlays._caption(image, "w" * 99).width > 200  # a word is never broken
 
 
-def test_prompt_without_a_picture_has_no_overlay() -> None:
+def test_text_only_prompt_has_no_overlay() -> None:
     empty = SimpleNamespace(trace=Trace(layers=4), recipe="none")
     assert overlay(empty) == []
     assert contact_sheet([empty]).size == (1, 1)
 
 
-def test_real_answers(random_vlm: vlmfast.VLM) -> None:
-    pictures = [tiny_models.picture(80, 60), tiny_models.picture(40, 90, seed=1)]
+def test_overlays_of_generated_answers(random_vlm: vlmfast.VLM) -> None:
+    images = [tiny_models.picture(80, 60), tiny_models.picture(40, 90, seed=1)]
     recipes = ["hired:0.3", "grid", "downsample:0.3", "mustdrop:0.4", "visionzip:0.3"]
-    rows = random_vlm.compare("what?", pictures, recipes=recipes, max_new_tokens=2)
+    rows = random_vlm.compare("what?", images, recipes=recipes, max_new_tokens=2)
     for row in rows:
         drawn = vlmfast.overlay(row.answer)
         assert len(drawn) == 2
         blue = [(np.asarray(image) == _MERGED).all(axis=-1).any() for image in drawn]
-        if "mustdrop" not in row.recipe:  # whose windows may all differ
+        if "mustdrop" not in row.recipe:  # its windows may all differ
             assert any(blue) == ("downsample" in row.recipe or "visionzip" in row.recipe)
         kept = (row.answer.trace.depth == row.answer.trace.layers).sum()
         assert (row.recipe == "none") == (int(kept) == row.answer.stats.visual_tokens_in)
@@ -246,7 +246,7 @@ def test_real_answers(random_vlm: vlmfast.VLM) -> None:
     assert sheet.height > 6 * MIN_SIDE
 
 
-def test_frames_of_a_clip_stand_side_by_side(random_vlm: vlmfast.VLM) -> None:
+def test_video_frames_are_side_by_side(random_vlm: vlmfast.VLM) -> None:
     frames = [tiny_models.picture(32, 32, seed=i) for i in range(5)]
     made = random_vlm.ask("what?", video=frames, recipe="random:0.4", max_new_tokens=2)
     assert len(vlmfast.overlay(made)) == 5

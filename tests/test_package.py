@@ -1,4 +1,4 @@
-"""The package as such: what importing it costs and what it promises."""
+"""The package: cost of its import and public names."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def python(code: str) -> str:
 
 
 def loaded_after(code: str) -> set[str]:
-    """Top-level names of the modules that ``code`` leaves behind."""
+    """Top-level names of the modules that ``code`` loads."""
     out = python(f"{code}\nimport json, sys\nprint(json.dumps(sorted(sys.modules)))")
     return {name.partition(".")[0] for name in json.loads(out.splitlines()[-1])}
 
@@ -34,9 +34,9 @@ def test_import_is_light() -> None:
     assert not loaded_after("import vlmfast") & set(HEAVY)
 
 
-def test_recipes_are_light() -> None:
+def test_parsing_recipes_is_light() -> None:
     code = "import vlmfast; vlmfast.Recipe.parse('hired:0.2'); vlmfast.methods()"
-    # torch itself brings triton in, on some of its releases.
+    # Some releases of torch import triton.
     assert not loaded_after(code) & (set(HEAVY) - {"triton"})
 
 
@@ -49,7 +49,7 @@ def test_import_adds_little_to_torch() -> None:
     code = (
         "import torch, time; t = time.perf_counter(); import vlmfast; print(time.perf_counter()-t)"
     )
-    # The best of a few: a busy machine must not fail a test about this package.
+    # The minimum of several runs: a busy machine must not fail the test.
     assert min(float(python(code)) for _ in range(2)) < 0.3
 
 
@@ -62,8 +62,8 @@ def test_public_names() -> None:
 
 
 @pytest.mark.parametrize("first", ["vlmfast.overlay", "import vlmfast.api.overlays"])
-def test_overlay_stays_a_function(first: str) -> None:
-    """The module of that name must not hide the function, whichever is touched first."""
+def test_overlay_is_a_function_not_a_module(first: str) -> None:
+    """The module of that name must not shadow the function, in any order of access."""
     check = "assert callable(vlmfast.overlay); "
     code = (
         f"import vlmfast; {first}; {check * 2}from vlmfast import overlay; assert callable(overlay)"
@@ -90,7 +90,7 @@ def drawing():
     return module
 
 
-def test_example_picture_is_what_the_script_draws(drawing) -> None:
+def test_example_image_matches_the_script(drawing) -> None:
     from vlmfast.media import load_image
     from vlmfast.scenes.examples import image_example
 
@@ -100,19 +100,19 @@ def test_example_picture_is_what_the_script_draws(drawing) -> None:
 
 
 @pytest.mark.parametrize("decoder", ["decord", "av"])
-def test_example_clip_is_what_the_script_draws(drawing, decoder: str) -> None:
+def test_example_video_matches_the_script(drawing, decoder: str) -> None:
     pytest.importorskip(decoder)
     from vlmfast.media import load_video
     from vlmfast.scenes.examples import video_example
 
-    clip = load_video(ROOT / "examples" / "clip.mp4", num_frames=4, decoder=decoder)
+    video = load_video(ROOT / "examples" / "clip.mp4", num_frames=4, decoder=decoder)
     drawn = video_example(drawing.CLIP_SEED).frames
-    assert len(clip) == len(drawn) == 4
-    for got, frame in zip(clip.frames, drawn, strict=True):
+    assert len(video) == len(drawn) == 4
+    for got, frame in zip(video.frames, drawn, strict=True):
         assert np.array_equal(np.asarray(got), np.asarray(frame))
 
 
-def test_written_clip_reads_back(drawing, tmp_path: Path) -> None:
+def test_written_video_reads_back(drawing, tmp_path: Path) -> None:
     pytest.importorskip("av")
     from vlmfast.media import load_video
     from vlmfast.scenes.examples import EVAL_SEED_START, video_example
@@ -125,8 +125,8 @@ def test_written_clip_reads_back(drawing, tmp_path: Path) -> None:
     )
 
 
-def test_examples_are_asked_what_they_show(drawing) -> None:
-    """The questions of `make ask` are questions that the generator knows the answer to."""
+def test_example_questions_are_known_to_the_generator(drawing) -> None:
+    """The generator knows the answers to the questions of `make ask`."""
     from vlmfast.scenes.examples import image_example, video_example
 
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")

@@ -1,8 +1,8 @@
-"""Every prefill method against a dense reference that selects by hand.
+"""Every prefill method against a dense reference.
 
-The reference knows neither stages nor engine: it runs the decoder's layers one by one on the whole
-prompt with eager attention, removes nothing, masks what a rule written here drops, and reads that
-rule's scores from the full attention maps.
+The reference uses neither stages nor engine: it runs the decoder's layers one by one on the whole
+prompt with eager attention, removes nothing, masks the tokens that a rule in this file drops, and
+computes the rule's scores from the full attention maps.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from vlmfast.compressors.prefill.pyramiddrop import PyramidDrop
 from vlmfast.core.recipe import Recipe
 from vlmfast.engine.prefill import Inputs
 
-STAGES = (2, 3, 5)  # layers in front of which PyramidDrop drops
+STAGES = (2, 3, 5)  # layers before which PyramidDrop drops
 TOKENS = [17, 40, 99, 7, 123, 60, 200, 31]
 MODELS = {
     "llava-1.5": (build_llava, 4),
@@ -43,7 +43,7 @@ def vlm(request) -> VLM:
 
 
 def embeds_of(vlm: VLM, tensors: dict) -> Tensor:
-    """The merged prompt (S, D) as Hugging Face makes it."""
+    """Input embeddings (S, D) of the prompt, merged by Hugging Face."""
     taken = []
     decoder = vlm.model.get_decoder()
     hook = decoder.register_forward_pre_hook(
@@ -61,11 +61,11 @@ def embeds_of(vlm: VLM, tensors: dict) -> Tensor:
 def by_hand(
     vlm: VLM, embeds: Tensor, drop: Callable, policy: str
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Which rows are alive at each layer (S,), and their rotary ids.
+    """Rows that remain at each layer (S,), and their rotary ids.
 
-    ``drop(layer, before, ahead, rows)`` returns the rows that are left; ``before`` holds the
-    attention map (H, S, S) of the layer before, and its logits without mask and softmax;
-    ``ahead()`` those which the layer would have on ``rows``.
+    ``drop(layer, before, ahead, rows)`` returns the remaining rows. ``before`` contains the
+    attention map (H, S, S) of the previous layer and its logits without mask and softmax.
+    ``ahead()`` returns those of the layer itself over ``rows``.
     """
     decoder, n = vlm.model.get_decoder(), embeds.shape[0]
     rows, causal = torch.ones(n, dtype=torch.bool), torch.ones(n, n, dtype=torch.bool).tril()
@@ -156,7 +156,7 @@ def mustdrop_rule(visual: Tensor, protected: Tensor) -> Callable:
 
 
 def trained_atp(vlm: VLM) -> Module:
-    """A module as after a training: every number somewhere else than at its start."""
+    """A module as after training: no parameter has its initial value."""
     module = Module((2, 4), vlm.adapter.sizes()["heads"], learned=True)
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
@@ -168,7 +168,7 @@ def trained_atp(vlm: VLM) -> Module:
 
 
 def atp_rule(vlm: VLM) -> Callable:
-    """Equations of ATP, in the words of its docstring, on full maps."""
+    """ATP's equations on full attention maps."""
     module = trained_atp(vlm)
 
     def make(visual: Tensor, protected: Tensor) -> Callable:
@@ -213,10 +213,10 @@ METHODS = {
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("pictures", [1, 2])
-def test_a_prefill_method_equals_a_dense_reference_by_hand(vlm, method, pictures) -> None:
+@pytest.mark.parametrize("num_images", [1, 2])
+def test_prefill_methods_equal_dense_reference(vlm, method, num_images) -> None:
     stage, rule = METHODS[method]
-    images = [picture(seed=i) for i in range(pictures)]
+    images = [picture(seed=i) for i in range(num_images)]
     tensors = vlm.inputs("what is here ?", images)
     sizes = [(p.height, p.width) for p in images]
     if stage.trained:
@@ -239,7 +239,7 @@ def test_a_prefill_method_equals_a_dense_reference_by_hand(vlm, method, pictures
     expected = dense_logits(vlm.model, torch.cat([embeds, answer]), position, alive)[-n - 1 :]
     terms = network(vlm.model, len(visual) + n)
     close(got, expected, terms=terms)
-    # Control: with nothing dropped the logits are others.
+    # Control: with nothing dropped the logits differ.
     full = [torch.ones_like(alive[0])] * len(alive)
     ids = [torch.arange(len(alive[0]))] * len(alive)
     control = dense_logits(vlm.model, torch.cat([embeds, answer]), ids, full)[-n - 1 :]

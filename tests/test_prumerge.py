@@ -1,4 +1,4 @@
-"""PruMerge and PruMerge+: the rules in numbers, their promises, and a run beside the tower."""
+"""PruMerge and PruMerge+: examples, properties, and a prompt against a reference tower."""
 
 from __future__ import annotations
 
@@ -29,51 +29,51 @@ LAST = 23
 
 
 def with_keys(stats: VisionStats) -> VisionStats:
-    """Rows of one layer of the tower with room for CLS, and keys."""
+    """Statistics of one tower layer: rows with a column for CLS, and keys."""
     rows = stats.rows[22] * 0.9
     generator = torch.Generator().manual_seed(5)
     keys = torch.randn(rows.shape[0], rows.shape[2], 6, generator=generator)
     return stats_of(stats.items, {LAST: rows}, {LAST: keys})
 
 
-def reduced(stage: PruMerge, *pictures: dict) -> tuple[VisualTokens, VisualTokens]:
-    tokens, stats = prompt(*pictures)
+def reduced(stage: PruMerge, *images: dict) -> tuple[VisualTokens, VisualTokens]:
+    tokens, stats = prompt(*images)
     return tokens, stage.reduce(tokens, with_keys(stats), REQUEST)
 
 
-def test_one_head_is_that_of_wide_queries_and_keys() -> None:
+def test_one_head_equals_concatenated_heads() -> None:
     generator = torch.Generator().manual_seed(0)
     q, k = torch.randn(1, 4, 8, generator=generator), torch.randn(9, 4, 8, generator=generator)
     heads = torch.einsum("ihd,jhd->hij", q, k) * 8**-0.5
     wide = (q.flatten(1) @ k.flatten(1).T * 32**-0.5).softmax(-1)
     ours = one_head(heads.softmax(-1)[None, :, 0, 1:])
-    terms = 32 + 9  # of a logit, and of a row
+    terms = 32 + 9  # per logit, and per row
     close(ours, wide[:, 1:], terms=terms, scale=wide[:, 1:])
     mean = heads.softmax(-1).mean(0)[:, 1:]
-    apart(ours, mean, terms=terms)  # it is not the mean over heads
+    apart(ours, mean, terms=terms)  # control: the mean over heads
 
 
-def test_outliers_in_numbers() -> None:
+def test_outliers_example() -> None:
     assert outliers(torch.tensor([1.0, 2, 3, 4, 5, 6, 7, 100])) == 1
     assert outliers(torch.tensor([1.0] * 6 + [5, 9])) == 2
-    assert outliers(torch.ones(8)) == 1  # none: the best
+    assert outliers(torch.ones(8)) == 1  # no outlier: the best token
 
 
-def test_mixture_in_numbers(monkeypatch) -> None:
+def test_mixture_example(monkeypatch) -> None:
     monkeypatch.setattr("vlmfast.compressors.tokens.prumerge.NEAREST", 2)
     attention = torch.tensor([0.1, 0.2, 0.3, 0.4])
     keys = torch.tensor([[1.0, 0], [3, 1], [0, 1], [1, 1]])
     mix = mixture(attention, keys, torch.tensor([0, 2]))
     expected = [[1, 0.2, 0, 0.4], [0, 0.2, 1, 0.4], [0, 0.2, 0, 0.4]]
-    assert torch.equal(mix, torch.tensor(expected))  # placed, not computed
+    assert torch.equal(mix, torch.tensor(expected))  # copied, not computed
 
 
-def test_the_grid_between_outliers() -> None:
+def test_grid_between_outliers() -> None:
     attention = torch.zeros(36)
-    attention[[3, 10, 30]] = 1.0  # a twelfth: steps of 4
+    attention[[3, 10, 30]] = 1.0  # 1/12: steps of 4
     kept = PruMergePlus().chosen(attention, None)
     assert kept.tolist() == sorted({3, 10, 30, *range(0, 35, 4)})
-    # Nine tokens: one for the rest, four outliers (the fourth is the first of equals), four spread.
+    # Nine tokens: one for the rest, four outliers (the fourth is the first of a tie), four spread.
     kept = PruMergePlus(0.25).chosen(attention, 9).tolist()
     assert len(kept) == 8
     assert {0, 3, 10, 30} < set(kept)
@@ -84,7 +84,7 @@ def test_the_grid_between_outliers() -> None:
 @pytest.mark.parametrize("method", BOTH)
 @given(picture_arguments(), st.floats(0.02, 0.98) | st.none(), st.sampled_from(["rate", "budget"]))
 @settings(max_examples=12, deadline=None)
-def test_what_a_picture_keeps(method, arguments: dict, share: float | None, name: str) -> None:
+def test_kept_tokens(method, arguments: dict, share: float | None, name: str) -> None:
     stage = method(**{name: share})
     tokens, kept = reduced(stage, arguments, arguments)
     order = kept.layout.order
@@ -100,32 +100,32 @@ def test_what_a_picture_keeps(method, arguments: dict, share: float | None, name
             assert int(mine.sum()) == min(max(1, round(share * int(before.sum()))), patches)
         views = len(kept.layout.view[mine].unique())
         if share is None or int(mine.sum()) >= len(tokens.layout.view[before].unique()):
-            assert weight.sum() == patches  # every view with a token merges all of its own
+            assert weight.sum() == patches  # every view with a kept token merges all of its patches
         assert int((weight > 1).sum()) <= views
-    if share is not None:  # a picture does not depend on its neighbours
+    if share is not None:  # an image does not depend on other images
         alone = reduced(stage, arguments)[1]
         assert torch.equal(alone.layout.order, order[kept.layout.item == 0])
 
 
 @pytest.mark.parametrize("method", BOTH)
-def test_all_is_all(method) -> None:
+def test_budget_1_is_identity(method) -> None:
     tokens, kept = reduced(method(budget=1.0), {"tiles": (2, 2)})
     assert kept is tokens
 
 
 @pytest.mark.parametrize("method", BOTH)
-def test_deeper_features_mix_alike(method) -> None:
+def test_extra_features_are_mixed_alike(method) -> None:
     tokens, geometry = picture((0, 0), (4, 4))
     tokens = VisualTokens(tokens.features, tokens.layout, (2 * tokens.features,))
     _, stats = prompt({"tiles": (0, 0)})
     kept = method(0.3).reduce(tokens, with_keys(stats_of((geometry,), stats.rows)), REQUEST)
     close(kept.extra[0], 2 * kept.features, terms=16)
     taken = torch.isin(tokens.layout.order, kept.layout.order)
-    apart(kept.features, tokens.features[taken], terms=16)  # something mixed
+    apart(kept.features, tokens.features[taken], terms=16)  # control: features were merged
 
 
-def test_a_run_equals_the_tower_by_hand() -> None:
-    """Queries and keys from hooks on the tower's last layer, which LLaVA otherwise leaves out."""
+def test_prompt_equals_reference_tower() -> None:
+    """Queries and keys come from hooks on the tower's last layer, which LLaVA does not use."""
     vlm = VLM(*build_llava())
     image, seen = photo(), [None, None]
     tensors = vlm.inputs("what is here ?", images=[image])
@@ -151,41 +151,41 @@ def test_a_run_equals_the_tower_by_hand() -> None:
     gone = [i for i in range(16) if i not in kept.tolist()]
     expected = mixture(row, keys[1:], kept) @ features
     layout = run.prompt.layout
-    places = torch.cat([kept, torch.tensor(gone[-1:])])
-    first = int(layout.order[layout.visual][0]) - int(places.min())
-    assert torch.equal(layout.order[layout.visual] - first, places.sort().values)
+    positions = torch.cat([kept, torch.tensor(gone[-1:])])
+    first = int(layout.order[layout.visual][0]) - int(positions.min())
+    assert torch.equal(layout.order[layout.visual] - first, positions.sort().values)
     got = run.prompt.embeds[layout.visual]
-    # The engine mixes before the projector or behind it; attention comes of all blocks, and a
+    # The engine merges before or after the projector. Attention depends on all blocks, and the
     # softmax turns the rounding of its logits, which grows with them, into that of its weights.
-    expected = expected[places.argsort()]
+    expected = expected[positions.argsort()]
     scale = float(expected.abs().max()) * (1 + float(logits.abs().max()))
     close(got, expected, terms=2 * tower(vlm), scale=scale)
-    unmixed = features[places.sort().values]
-    apart(got, unmixed, terms=2 * tower(vlm), scale=scale)  # control: neighbours count
+    unmixed = features[positions.sort().values]
+    apart(got, unmixed, terms=2 * tower(vlm), scale=scale)  # control: merging changes the features
 
 
-def test_the_words() -> None:
+def test_recipe_parameters() -> None:
     assert PruMerge().saliencies() == (SaliencyRequest("last", keys=True, wide=True),)
-    for word in ("prumerge", "prumerge-plus:0.25,repair=true", "prumerge:budget=0.1"):
-        assert Recipe.parse(word) == Recipe.parse(str(Recipe.parse(word)))
+    for text in ("prumerge", "prumerge-plus:0.25,repair=true", "prumerge:budget=0.1"):
+        assert Recipe.parse(text) == Recipe.parse(str(Recipe.parse(text)))
     assert PruMerge().rate is None
     assert PruMerge().positions == "compact"
 
 
-def test_two_kinds_of_keys_of_a_layer_cannot_stand_together() -> None:
+def test_conflicting_key_requests_are_not_joined() -> None:
     wide, mean = StatRequest("cls", keys=True, wide=True), StatRequest("cls", keys=True)
     assert wide.joined(mean) is None
     assert wide.joined(StatRequest("cls")) == StatRequest("cls").joined(wide) == wide
 
 
 @pytest.mark.parametrize(
-    ("word", "message"),
+    ("text", "message"),
     [
         ("prumerge:0", r"prumerge: rate=0 is out of range"),
         ("prumerge-plus:budget=2", r"prumerge-plus: budget=2 is out of range"),
         ("prumerge-plus:step=2", r"prumerge-plus has no parameter 'step'"),
     ],
 )
-def test_bad_words(word: str, message: str) -> None:
+def test_invalid_recipes_raise(text: str, message: str) -> None:
     with pytest.raises(RecipeError, match=message):
-        Recipe.parse(word)
+        Recipe.parse(text)

@@ -1,4 +1,4 @@
-"""PVC: cells, plans and layers in numbers, then whole prompts through the engine."""
+"""PVC: cells, plans and layers on examples, then whole prompts through the engine."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from vlmfast.engine.attention import switched
 from vlmfast.engine.prefill import Inputs, prepare
 from vlmfast.engine.stats import Stats, Trace
 
-# Numbers that are summed in the layers that are tried here, of width 8 and 6, sum after sum:
+# Lengths of the sums in the tested layers, of width 8 and 6:
 TEMPORAL = 8 + 4 + 8 + 4 + 5 + 8  # norm, its time, projection, a head, frames, projection
 COMPRESS = 6 + 3 + 6 + 4 + 4 * 6 + 5  # norm, its time, score, cell, both layers of the MLP
 TRAINED = {"blocks": [1, 2], "sides": [2, 4], "repeats": [1, 2, 4], "hidden": 16, "time_width": 8}
@@ -58,8 +58,8 @@ def noise(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def shaken(module: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
-    """Weights as after some training: nothing is zero any more."""
+def randomized(module: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
+    """Random weights, as after training: no parameter is zero."""
     with torch.no_grad():
         for number, weight in enumerate(module.parameters()):
             weight += 0.2 * noise(*weight.shape, seed=1000 * seed + number)
@@ -77,20 +77,20 @@ def encoder(vlm: VLM, **config) -> ProgressiveEncoder:
 
 @given(st.integers(1, 7), st.integers(1, 7), st.integers(2, 4))
 @settings(max_examples=40, deadline=None)
-def test_cells_hold_their_patches(h: int, w: int, side: int) -> None:
+def test_cells_contain_their_patches(h: int, w: int, side: int) -> None:
     patches = torch.arange(1.0, h * w + 1).view(1, -1, 1)
     cells = to_cells(patches, (h, w), side)
     across = -(-w // side)
     assert cells.shape == (1, -(-h // side) * across, side * side, 1)
     for y in range(h):
         for x in range(w):
-            cell, place = y // side * across + x // side, y % side * side + x % side
-            assert cells[0, cell, place] == y * w + x + 1
+            cell, slot = y // side * across + x // side, y % side * side + x % side
+            assert cells[0, cell, slot] == y * w + x + 1
     assert int((cells == 0).sum()) == cells.numel() - h * w
     assert torch.equal(to_patches(cells, (h, w), side), patches)
 
 
-def test_places_go_round() -> None:
+def test_positions_cycle() -> None:
     assert places(2) == [0, 3, 1, 2]
     assert places(4)[:4] == [5, 10, 6, 9]
     assert places(3)[0] == 4
@@ -109,21 +109,23 @@ def geometry(tiles=(0, 0), first=0, clip=-1, frame=(0, 1), patches=(4, 4)) -> It
     return ItemGeometry((64, 64), tiles, views, patches, clip, frame)
 
 
-def clip(number: int, frames: int, tiles=(1, 1), first: int = 0, **kwargs) -> list[ItemGeometry]:
+def video_items(
+    number: int, frames: int, tiles=(1, 1), first: int = 0, **kwargs
+) -> list[ItemGeometry]:
     per = 1 + tiles[0] * tiles[1]
     return [geometry(tiles, first + i * per, number, (i, frames), **kwargs) for i in range(frames)]
 
 
-def test_plan_of_a_picture_and_two_clips() -> None:
-    items = [geometry((1, 2)), *clip(0, 3, first=3), *clip(1, 2, first=9)]
+def test_plan_of_an_image_and_two_videos() -> None:
+    items = [geometry((1, 2)), *video_items(0, 3, first=3), *video_items(1, 2, first=9)]
     choices = {-1: Choice(2, 4), 0: Choice(2, 1), 1: Choice(4, 2, crops=False)}
     plan = make_plan(items, lambda scene: choices[scene[0].clip])
     assert scenes(items) == [[0], [1, 2, 3], [4, 5]]
     assert plan.source[:13].tolist() == list(range(13))
     assert Counter(plan.source[13:].tolist()) == {0: 3, 1: 3, 2: 3, 9: 1, 11: 1}
     shown = {tuple(plan.source[s].tolist()) for rows in plan.sequences for s in rows}
-    picture = {(v,) * 4 for v in range(3)}
-    assert shown == picture | {(3, 5, 7), (4, 6, 8), (9, 9, 11, 11)}
+    image = {(v,) * 4 for v in range(3)}
+    assert shown == image | {(3, 5, 7), (4, 6, 8), (9, 9, 11, 11)}
     for rows in plan.sequences:
         expected = torch.linspace(0, 1, rows.shape[1]).expand(rows.shape)
         close(plan.time[rows], expected, scale=1)
@@ -141,14 +143,14 @@ def test_plan_of_a_picture_and_two_clips() -> None:
     st.booleans(),
 )
 @settings(max_examples=40, deadline=None)
-def test_every_row_is_in_one_sequence(
+def test_each_row_is_in_exactly_one_sequence(
     parts: list[tuple[int, tuple[int, int]]], repeats: int, crops: bool
 ) -> None:
-    """``parts`` are clips of so many frames, or a picture for 0."""
+    """``parts`` are numbers of video frames, or 0 for an image."""
     items: list[ItemGeometry] = []
     for number, (frames, tiles) in enumerate(parts):
         first = items[-1].views[1] if items else 0
-        items += clip(number, frames, tiles, first) if frames else [geometry(tiles, first)]
+        items += video_items(number, frames, tiles, first) if frames else [geometry(tiles, first)]
     plan = make_plan(items, lambda scene: Choice(2, repeats, crops or scene[0].clip < 0))
     rows = torch.cat([rows.flatten() for rows in plan.sequences])
     assert len(rows.unique()) == len(rows)
@@ -156,40 +158,40 @@ def test_every_row_is_in_one_sequence(
         v for item in items for v in range(*item.views)[: None if crops or item.clip < 0 else 1]
     ]
     assert Counter(plan.source[rows].tolist()) == dict.fromkeys(seen, repeats)
-    clips = torch.tensor([i for i, item in enumerate(items) for _ in range(*item.views)])
+    video_of_row = torch.tensor([i for i, item in enumerate(items) for _ in range(*item.views)])
     for sequence in (s for rows in plan.sequences for s in rows):
-        shown = clips[plan.source[sequence]].tolist()
+        shown = video_of_row[plan.source[sequence]].tolist()
         assert len({(items[i].clip, i if items[i].clip < 0 else -1) for i in shown}) == 1
 
 
-def test_what_budgets_attain_on_the_shipped_model() -> None:
-    """136 tokens a frame: base view and one crop of 8 x 8 patches, 8 newlines."""
-    frames = clip(0, 4, patches=(8, 8))
-    picture = [geometry((2, 2), patches=(8, 8))]
+def test_budgets_attained_on_the_shipped_model() -> None:
+    """136 tokens per frame: base view and one crop of 8 x 8 patches, 8 newlines."""
+    frames = video_items(0, 4, patches=(8, 8))
+    image = [geometry((2, 2), patches=(8, 8))]
     assert tokens_in(frames[0]) == 136
-    assert tokens_in(picture[0]) == 336
+    assert tokens_in(image[0]) == 336
     wanted = {0.01: 4, 0.05: 8, 0.11: 16, 0.22: 32, 0.5: 64, 0.99: 136}
     for share, count in wanted.items():
         choice = nearest(frames, share, (2, 4), (1, 2, 4))
         assert tokens_out(frames[0], choice) == count, share
-    # A crop that shows the same again is worth less than a repeat.
+    # A crop of the same content is worth less than a repeat.
     assert nearest(frames, 0.22, (2, 4), (1, 2, 4)) == Choice(2, 2, crops=False)
-    assert nearest(clip(0, 4, (2, 2)), 0.25, (2, 4), (1, 2, 4)).crops
+    assert nearest(video_items(0, 4, (2, 2)), 0.25, (2, 4), (1, 2, 4)).crops
     wanted = {0.01: 20, 0.11: 40, 0.22: 80, 0.5: 160, 0.9: 336}
     for share, count in wanted.items():
-        choice = nearest(picture, share, (2, 4), (1, 2, 4))
+        choice = nearest(image, share, (2, 4), (1, 2, 4))
         assert choice.crops
-        assert tokens_out(picture[0], choice) == count, share
+        assert tokens_out(image[0], choice) == count, share
 
 
 # --- layers --------------------------------------------------------------------------------------
 
 
-def test_adaptive_norm_in_numbers() -> None:
+def test_adaptive_norm_equals_formula() -> None:
     norm, x, time = AdaptiveNorm(6, 3), noise(2, 5, 6), noise(2, 1, 3)
     plain = torch.nn.functional.layer_norm(x, (6,))
     close(norm(x, time), plain, terms=6)
-    shaken(norm)
+    randomized(norm)
     scale, shift = (time @ norm.modulation.weight.T + norm.modulation.bias).split(6, -1)
     close(norm(x, time), (1 + scale) * plain + shift, terms=6 + 3)
     apart(norm(x, time), plain, terms=6 + 3)
@@ -202,8 +204,8 @@ def test_timestamps_differ() -> None:
     assert float(torch.pdist(waves).min()) > 0.1
 
 
-def test_temporal_attention_against_loops() -> None:
-    layer = shaken(TemporalAttention(8, 2, 4))
+def test_temporal_attention_equals_loops() -> None:
+    layer = randomized(TemporalAttention(8, 2, 4))
     x, time = noise(3, 4, 5, 8), noise(4, 4, seed=1)
     got = layer(x, time)
     qkv = layer.qkv(layer.norm(x, time[:, None]))
@@ -220,26 +222,26 @@ def test_temporal_attention_against_loops() -> None:
                 close(got[s, t, n], expected, terms=TEMPORAL, scale=got.detach().abs().max())
 
 
-def test_later_frames_do_not_change_earlier_ones() -> None:
-    layer, x, time = shaken(TemporalAttention(8, 2, 4)), noise(2, 5, 3, 8), noise(5, 4, seed=1)
+def test_temporal_attention_is_causal() -> None:
+    layer, x, time = randomized(TemporalAttention(8, 2, 4)), noise(2, 5, 3, 8), noise(5, 4, seed=1)
     before = layer(x, time)
     other = x.clone()
     other[:, 3, 1] += noise(2, 8, seed=2)
     after = layer(other, time)
-    # Rows that see the same see it in the same order: equal to the last bit.
+    # Rows that attend to the same keys do so in the same order: equal bit for bit.
     assert torch.equal(after[:, :3], before[:, :3])
-    assert torch.equal(after[:, :, [0, 2]], before[:, :, [0, 2]])  # nor other places
+    assert torch.equal(after[:, :, [0, 2]], before[:, :, [0, 2]])  # nor other positions
     for t in (3, 4):
         apart(after[:, t, 1], before[:, t, 1], terms=TEMPORAL)
 
 
-def test_temporal_attention_starts_as_nothing() -> None:
+def test_untrained_temporal_attention_is_identity() -> None:
     x = noise(2, 3, 4, 8)
     assert torch.equal(TemporalAttention(8, 2, 4)(x, noise(3, 4)), x)
 
 
 @pytest.mark.parametrize("rest", [1.0, 2 / 3, 0.0])
-def test_compressor_in_numbers(rest: float) -> None:
+def test_compressor_equals_formula(rest: float) -> None:
     compress = Compressor(6, 2, 5, 3)
     cells, time = noise(2, 7, 4, 6), noise(2, 3, seed=1)
     home = torch.tensor([[True, False, False, False], [False, True, False, False]])
@@ -257,8 +259,8 @@ def test_compressor_in_numbers(rest: float) -> None:
                 more = compress.mlp((y * there[c][:, None]).flatten())
                 expected = logits.softmax(0) @ cells[r, c] + rest * more
                 close(got[r, c], expected, terms=COMPRESS, scale=got.detach().abs().max())
-        shaken(compress)
-    with torch.no_grad():  # priors apart, what is learned counts by `rest`
+        randomized(compress)
+    with torch.no_grad():  # apart from the priors, learned parameters are scaled by `rest`
         compress.home.fill_(PRIOR)
         compress.share.fill_(PRIOR)
     learned = compress(cells, time, home, share, there, rest)
@@ -287,7 +289,7 @@ def frames(n: int, seed: int = 0, size: int = 32) -> list:
 
 
 def content(*media) -> list[dict]:
-    """A turn about pictures, and lists of frames."""
+    """A turn with images and lists of frames."""
     parts = [
         {"type": "video", "video": m, "num_frames": len(m)}
         if isinstance(m, list)
@@ -315,8 +317,8 @@ def visual(vlm: VLM, module: ProgressiveEncoder, stage: PVC | None, *media):
     return prompt.layout.select(rows), prompt.embeds[rows], stats
 
 
-def test_untrained_it_is_a_mean_near_each_place(vlm: VLM) -> None:
-    """The stated start: softmax of the priors over the patches in front of the projector."""
+def test_untrained_tokens_are_local_means(vlm: VLM) -> None:
+    """The documented initial state: softmax of the priors over the patches before the projector."""
     found = []
     handle = vlm.adapter.projector().register_forward_pre_hook(
         lambda _, args: found.append(args[0])
@@ -344,27 +346,27 @@ def test_untrained_it_is_a_mean_near_each_place(vlm: VLM) -> None:
             close(feature, expected, terms=tower(vlm), scale=features.abs().max())
 
 
-def test_budget_one_is_the_identity(vlm: VLM) -> None:
-    module = shaken(encoder(vlm))
+def test_budget_1_is_identity(vlm: VLM) -> None:
+    module = randomized(encoder(vlm))
     media = (noise_picture(64, 64), frames(2, seed=5))
     _, full, _ = visual(vlm, module, None, *media)
     layout, same, _ = visual(vlm, module, PVC(budget=1.0), *media)
     assert torch.equal(full, same)
     assert (layout.weight == 1).all()
-    whole = PVC(video_repeat=4, views="all")  # as many tokens, other features
+    whole = PVC(video_repeat=4, views="all")  # as many tokens, different features
     _, changed, _ = visual(vlm, module, whole, *media)
     assert changed.shape == full.shape
     apart(changed, full, terms=tower(vlm))
 
 
-def test_answers_of_budget_one_are_the_full_models(vlm: VLM) -> None:
-    vlm.adapter.modules["pvc", "auto", ""] = shaken(encoder(vlm))
-    picture = noise_picture(64, 64)
-    full = vlm.ask("What is it?", picture, max_new_tokens=8)
-    assert vlm.ask("What is it?", picture, recipe="pvc:1", max_new_tokens=8).token_ids == (
+def test_budget_1_gives_the_same_answer(vlm: VLM) -> None:
+    vlm.adapter.modules["pvc", "auto", ""] = randomized(encoder(vlm))
+    image = noise_picture(64, 64)
+    full = vlm.ask("What is it?", image, max_new_tokens=8)
+    assert vlm.ask("What is it?", image, recipe="pvc:1", max_new_tokens=8).token_ids == (
         full.token_ids
     )
-    other = vlm.ask("What is it?", picture, recipe="pvc:0.25", max_new_tokens=8)
+    other = vlm.ask("What is it?", image, recipe="pvc:0.25", max_new_tokens=8)
     assert other.token_ids != full.token_ids
     assert other.stats.visual_tokens_kept["pvc"] < other.stats.visual_tokens_in / 2
 
@@ -372,11 +374,11 @@ def test_answers_of_budget_one_are_the_full_models(vlm: VLM) -> None:
 @pytest.mark.parametrize("views", ["base", "all"])
 @pytest.mark.parametrize(("side", "image", "video"), [(2, 4, 1), (2, 2, 4), (4, 1, 2), (4, 4, 4)])
 def test_counts_order_and_weights(vlm: VLM, side: int, image: int, video: int, views: str) -> None:
-    """A letterboxed picture, a clip and a square picture."""
+    """A letterboxed image, a video and a square image."""
     stage = PVC(side=side, image_repeat=image, video_repeat=video, views=views)
     media = (noise_picture(64, 40), frames(3, seed=5), noise_picture(64, 64, seed=9))
     came, _, _ = visual(vlm, encoder(vlm), None, *media)
-    layout, _, stats = visual(vlm, shaken(encoder(vlm)), stage, *media)
+    layout, _, stats = visual(vlm, randomized(encoder(vlm)), stage, *media)
     assert (layout.order.diff() > 0).all()
     assert torch.isin(layout.order, came.order).all()
     assert stats.visual_tokens_kept["pvc"] == len(layout)
@@ -395,8 +397,8 @@ def test_counts_order_and_weights(vlm: VLM, side: int, image: int, video: int, v
                 strict=True,
             )
         )
-        # A cell has no more tokens than patches. Where fewer are left than its places, some of its
-        # tokens may stand for none of them.
+        # A cell has at most as many tokens as patches. If fewer patches are left than positions,
+        # some of its tokens may represent none of them.
         most = sum(min(repeats, n) for n in cells.values())
         full = sum(repeats for n in cells.values() if n == side * side)
         assert full <= int(after.patches.sum()) <= most
@@ -408,7 +410,7 @@ def test_counts_order_and_weights(vlm: VLM, side: int, image: int, video: int, v
             assert len(after) == len(before)
         boxes = after.box[after.patches]
         assert (boxes[:, :2] < boxes[:, 2:]).all()
-        # Boxes of one view cover it as its patches do.
+        # The boxes of a view cover the same area as its patches.
         for corner, how in ((slice(0, 2), torch.amin), (slice(2, 4), torch.amax)):
             for view in patches.view.unique():
                 a = how(boxes[after.view[after.patches] == view][:, corner], 0)
@@ -416,23 +418,23 @@ def test_counts_order_and_weights(vlm: VLM, side: int, image: int, video: int, v
                 close(a, b, terms=2)
 
 
-def test_a_token_stands_at_places_in_turn(next_vlm: VLM) -> None:
+def test_token_positions_alternate_between_frames(next_vlm: VLM) -> None:
     layout, _, _ = visual(next_vlm, encoder(next_vlm), PVC(), frames(5))
     assert (layout.kind == Kind.VIDEO).all()
     assert (layout.tile == 0).all()
-    place = layout.grid[:, 1] % 2 * 2 + layout.grid[:, 2] % 2
-    turns = [place[layout.item == i].unique().tolist() for i in range(5)]
+    position = layout.grid[:, 1] % 2 * 2 + layout.grid[:, 2] % 2
+    turns = [position[layout.item == i].unique().tolist() for i in range(5)]
     assert turns == [[0], [3], [1], [2], [0]]
 
 
 @pytest.mark.parametrize("stage", [PVC(), PVC(side=4, video_repeat=2, views="all")])
-def test_clips_and_pictures_do_not_see_each_other(vlm: VLM, stage: PVC) -> None:
-    """And in a clip only the past is seen."""
-    module = shaken(encoder(vlm))
+def test_videos_and_images_are_independent(vlm: VLM, stage: PVC) -> None:
+    """Within a video, frames attend to the past only."""
+    module = randomized(encoder(vlm))
     one, two, alone = frames(3), frames(3, seed=20), noise_picture(64, 64, seed=40)
     layout, features, _ = visual(vlm, module, stage, one, alone, two)
 
-    terms = 2 * tower(vlm)  # the encoder's own layers are no wider than the tower's
+    terms = 2 * tower(vlm)  # the encoder's layers are no wider than the tower's
 
     def changed(items: set[int], *media) -> None:
         got = visual(vlm, module, stage, *media)[1]
@@ -448,8 +450,8 @@ def test_clips_and_pictures_do_not_see_each_other(vlm: VLM, stage: PVC) -> None:
     changed({5, 6}, one, alone, [two[0], other, two[2]])
 
 
-def test_repeats_of_a_picture_differ_when_trained(vlm: VLM) -> None:
-    """In front of the last block, where they are still at the same places."""
+def test_repeats_of_an_image_differ_when_trained(vlm: VLM) -> None:
+    """Before the last block, where they still have the same positions."""
 
     def rows(module: ProgressiveEncoder) -> torch.Tensor:
         inputs = inputs_of(vlm, noise_picture(32, 32))
@@ -464,15 +466,15 @@ def test_repeats_of_a_picture_differ_when_trained(vlm: VLM) -> None:
         (sequence,) = {tuple(rows[0].tolist()) for rows in context.notes["pvc"]["plan"].sequences}
         return hidden[list(sequence)]
 
-    same, different = rows(encoder(vlm)), rows(shaken(encoder(vlm)))
+    same, different = rows(encoder(vlm)), rows(randomized(encoder(vlm)))
     assert len(same) == 4
     assert torch.equal(same, same[:1].expand_as(same))
     for one, another in pairwise(different):
         apart(another, one, terms=tower(vlm))
 
 
-def test_a_clip_of_one_frame_is_a_picture_seen_so_often(next_vlm: VLM) -> None:
-    module, shown = shaken(encoder(next_vlm)), noise_picture(32, 32)
+def test_one_frame_video_equals_repeated_image(next_vlm: VLM) -> None:
+    module, shown = randomized(encoder(next_vlm)), noise_picture(32, 32)
     stage = PVC(image_repeat=2, video_repeat=2, views="all")
     layout, features, _ = visual(next_vlm, module, stage, shown)
     same, equal, _ = visual(next_vlm, module, stage, [shown])
@@ -483,10 +485,10 @@ def test_a_clip_of_one_frame_is_a_picture_seen_so_often(next_vlm: VLM) -> None:
     assert len(once) == len(layout) / 2
 
 
-def test_grids_that_cells_do_not_divide(next_vlm: VLM) -> None:
-    module = shaken(encoder(next_vlm, sides=[3]))
+def test_grids_not_divisible_by_cells(next_vlm: VLM) -> None:
+    module = randomized(encoder(next_vlm, sides=[3]))
     layout, features, _ = visual(next_vlm, module, PVC(side=3, image_repeat=2), noise_picture())
-    # Cells of 3x3, 3x1, 1x3 and 1x1 patches in each of five views; a cut cell has up to two tokens.
+    # Cells of 3x3, 3x1, 1x3 and 1x1 patches in each of five views; a cell has up to two tokens.
     cells = Counter(zip(layout.view.tolist(), *(layout.grid[:, 1:] // 3).T.tolist(), strict=True))
     assert len(cells) == 20
     assert all(1 <= n <= 2 for n in cells.values())
@@ -495,21 +497,21 @@ def test_grids_that_cells_do_not_divide(next_vlm: VLM) -> None:
 
 
 def test_half_precision(next_vlm: VLM) -> None:
-    low = VLM(*build_llava_next(dtype=torch.bfloat16))
+    half = VLM(*build_llava_next(dtype=torch.bfloat16))
     media = (noise_picture(64, 64), frames(2))
-    _, features, _ = visual(next_vlm, shaken(encoder(next_vlm)), PVC(), *media)
-    _, rounded, _ = visual(low, shaken(encoder(low)), PVC(), *media)
+    _, features, _ = visual(next_vlm, randomized(encoder(next_vlm)), PVC(), *media)
+    _, rounded, _ = visual(half, randomized(encoder(half)), PVC(), *media)
     assert rounded.dtype == torch.bfloat16
     near = torch.cosine_similarity(features, rounded.float(), dim=-1)
     assert float(near.min()) > 0.99
 
 
 @pytest.mark.parametrize("share", [0.05, 0.2, 0.5])
-def test_budgets_are_met_as_nearly_as_counts_allow(next_vlm: VLM, share: float) -> None:
-    """The frames' crops have a letterbox, which the processor's grid leaves them."""
+def test_budgets_are_met_to_the_nearest_count(next_vlm: VLM, share: float) -> None:
+    """The frames' crops keep their letterbox."""
     media = (noise_picture(64, 64), frames(3, seed=5), noise_picture(90, 32))
     came, _, _ = visual(next_vlm, encoder(next_vlm), None, *media)
-    layout, _, _ = visual(next_vlm, shaken(encoder(next_vlm)), PVC(budget=share), *media)
+    layout, _, _ = visual(next_vlm, randomized(encoder(next_vlm)), PVC(budget=share), *media)
     items = list(next_vlm.adapter.geometry([(64, 64), *[(32, 32)] * 3, (32, 90)]))
     items[1:4] = [replace(item, clip=0) for item in items[1:4]]
     for number, item in enumerate(items):
@@ -528,8 +530,8 @@ def options(**values) -> argparse.Namespace:
 
 
 def test_gradients_reach_every_weight(next_vlm: VLM) -> None:
-    """After a first step, in which what starts at zero hides what lies before it."""
-    module = shaken(encoder(next_vlm)).train()
+    """After a first step, because zero-initialized layers block gradients to earlier ones."""
+    module = randomized(encoder(next_vlm)).train()
     next_vlm.adapter.modules["pvc", "auto", ""] = module
     next_vlm.model.requires_grad_(False)
     for stage in (PVC(), PVC(side=4, image_repeat=2)):
@@ -547,7 +549,7 @@ def test_gradients_reach_every_weight(next_vlm: VLM) -> None:
     module.eval()
 
 
-def test_training_draws_what_its_config_says(next_vlm: VLM) -> None:
+def test_training_draws_from_its_config(next_vlm: VLM) -> None:
     from vlmfast.compressors.encoder.pvc.training import TRAINING
 
     training = TRAINING(options(), next_vlm.adapter.sizes())
@@ -568,23 +570,23 @@ def test_training_draws_what_its_config_says(next_vlm: VLM) -> None:
 # --- the shipped weights -------------------------------------------------------------------------
 
 
-def test_shipped_weights_beat_random_on_clips(tiny: VLM) -> None:
-    """5.9 % of the tokens, scenes that neither the training nor the evaluation draws."""
+def test_shipped_weights_beat_random_on_videos(tiny: VLM) -> None:
+    """5.9 % of the tokens, on scenes that are neither training nor evaluation data."""
     from vlmfast.scenes.examples import EVAL_SEED_STOP, video_example
 
     right = dict.fromkeys(("pvc:0.05", "random:0.06"), 0)
     for seed in range(4):
         scene = video_example(EVAL_SEED_STOP + seed)
         for qa in scene.qa:
-            for word in right:
+            for method in right:
                 answer = tiny.ask(
                     qa.question,
                     video=scene.frames,
                     num_frames=4,
-                    recipe=f"{word},positions=keep",
+                    recipe=f"{method},positions=keep",
                     max_new_tokens=8,
                 )
-                right[word] += answer.text == qa.answer
+                right[method] += answer.text == qa.answer
     assert right["pvc:0.05"] > right["random:0.06"] + 3, right
 
 
@@ -598,11 +600,11 @@ def test_shipped_counts_and_size(tiny: VLM) -> None:
     assert sum(file.stat().st_size for file in folder.iterdir()) < 2_000_000
 
 
-# --- words and configurations --------------------------------------------------------------------
+# --- recipes and configurations ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("word", "named"),
+    ("text", "named"),
     [
         ("pvc:side=1", "side"),
         ("pvc:image_repeat=5", "image_repeat=5"),
@@ -614,12 +616,12 @@ def test_shipped_counts_and_size(tiny: VLM) -> None:
         ("pvc+pvc", "twice"),
     ],
 )
-def test_bad_words(word: str, named: str) -> None:
+def test_invalid_recipes_raise(text: str, named: str) -> None:
     with pytest.raises(RecipeError, match=named):
-        Recipe.parse(word)
+        Recipe.parse(text)
 
 
-def test_bad_company(next_vlm: VLM) -> None:
+def test_mismatched_module_raises(next_vlm: VLM) -> None:
     module = encoder(next_vlm)
     with pytest.raises(RecipeError, match="side=3"):
         visual(next_vlm, module, PVC(side=3), noise_picture())
@@ -634,7 +636,7 @@ def test_bad_company(next_vlm: VLM) -> None:
         inside.on_block(context, 1, noise(1, 17, 64))
 
 
-def test_word_round_trip_and_floor() -> None:
+def test_recipe_round_trip_and_floor() -> None:
     stage = PVC(side=4, video_repeat=2, positions="keep")
     assert Recipe.parse(str(stage)) == Recipe((stage,))
     assert PVC.from_words({None: "0.22"}).budget == 0.22
@@ -679,6 +681,6 @@ def test_published_configuration() -> None:
         ("mlp_add_ops", [1]),
     ],
 )
-def test_published_values_that_are_not_supported(key: str, value: object) -> None:
+def test_unsupported_published_values_raise(key: str, value: object) -> None:
     with pytest.raises(RecipeError, match=f"pvc: {key}="):
         read_config({key: value})

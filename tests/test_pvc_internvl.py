@@ -1,4 +1,4 @@
-"""PVC on InternVL, whose tower makes one visual token of 2 x 2 patches."""
+"""PVC on InternVL, whose tower merges 2 x 2 patches into one visual token."""
 
 from __future__ import annotations
 
@@ -44,23 +44,23 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def vlm() -> VLM:
-    """Patches of 4 x 4 in a view, 2 x 2 tokens."""
+    """A view has 4 x 4 patches and 2 x 2 tokens."""
     return VLM(*tiny_families.build_internvl())
 
 
-def module_of(vlm: VLM, shaken: bool) -> ProgressiveEncoder:
+def module_of(vlm: VLM, randomized: bool) -> ProgressiveEncoder:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         module = PVC.build(vlm.adapter.sizes() | TRAINED).eval()
         with torch.no_grad():
-            for weight in module.parameters() if shaken else ():
+            for weight in module.parameters() if randomized else ():
                 weight += 0.2 * torch.randn(weight.shape)
     return module
 
 
 @pytest.fixture(scope="module")
 def weights(vlm, tmp_path_factory):
-    """A folder of weights as after some training: nothing is zero any more."""
+    """A folder of random weights, as after training: no parameter is zero."""
     folder = tmp_path_factory.mktemp("pvc")
     config = vlm.adapter.sizes() | TRAINED
     save_weights(folder, "pvc", module_of(vlm, True), config, vlm.adapter.signature(), {})
@@ -68,7 +68,7 @@ def weights(vlm, tmp_path_factory):
 
 
 def projected(vlm: VLM, recipe, **media) -> tuple[Tensor, object]:
-    """What went into the projector, and the answer."""
+    """The input of the projector, and the answer."""
     into = []
 
     def hook(module: torch.nn.Module, args: tuple, output: Tensor) -> None:
@@ -89,7 +89,7 @@ def use(vlm: VLM, module: ProgressiveEncoder) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_counts_and_weights(vlm, weights, case):
-    """An image costs as many tokens as before, a frame a quarter: one for 4 x 4 patches."""
+    """An image costs as many tokens as before, a frame a quarter: one per 4 x 4 patches."""
     full = vlm.ask("what ?", **CASES[case], max_new_tokens=2)
     layout = full.trace.entered
     frames = int((layout.kind == 2).sum())
@@ -98,7 +98,7 @@ def test_counts_and_weights(vlm, weights, case):
         "pvc:": images + frames // 4,
         "pvc:image_repeat=1,video_repeat=2,": images // 4 + frames // 2,
         "pvc:0.25,": len(layout) // 4,
-        "pvc:side=4,image_repeat=2,": images // 2 + frames // 4,  # a cell is the view's 2 x 2
+        "pvc:side=4,image_repeat=2,": images // 2 + frames // 4,  # a cell is a whole view
         "pvc:1,": len(layout),
     }.items():
         answer = vlm.ask("what ?", **CASES[case], recipe=f"{recipe}weights={weights}")
@@ -107,21 +107,21 @@ def test_counts_and_weights(vlm, weights, case):
         assert float(kept.weight.sum()) == len(layout)
         assert answer.stats.visual_tokens_in == len(layout)
         assert torch.equal(kept.order, kept.order.sort().values)
-    assert answer.token_ids[:2] == full.token_ids  # of budget 1
+    assert answer.token_ids[:2] == full.token_ids  # at budget 1
 
 
-def test_untrained_it_is_a_mean_near_each_place(vlm):
-    """The stated start: softmax of the priors over the tokens in front of the projector."""
+def test_untrained_tokens_are_local_means(vlm):
+    """The documented initial state: softmax of the priors over the tokens before the projector."""
     before, _ = projected(vlm, "none", **IMAGE)
     use(vlm, module_of(vlm, False))
     for repeats in (1, 2, 4):
         into, _ = projected(vlm, PVC(image_repeat=repeats), **IMAGE)
         assert into.shape == before.shape == (3, 4, 4 * 32)
         rank = ranks(2)[0]
-        for place in range(4):
-            shown = rank[place] % repeats  # the repeat that stands here
+        for slot in range(4):
+            shown = rank[slot] % repeats  # the repeat at this position
             logits = PRIOR * (rank == shown) + PRIOR * (rank % repeats == shown)
-            close(into[:, place], logits.softmax(0) @ before, terms=TERMS)
+            close(into[:, slot], logits.softmax(0) @ before, terms=TERMS)
     apart(into, before, terms=TERMS)
 
 
@@ -129,7 +129,7 @@ def test_untrained_it_is_a_mean_near_each_place(vlm):
 def tower_by_hand(
     vlm: VLM, module: ProgressiveEncoder, pixels: Tensor, temporal: bool = True
 ) -> Tensor:
-    """What enters the projector for each frame of a video: (T, D), by the formulas."""
+    """Projector inputs of each frame of a video, (T, D), by the formulas."""
     base = vlm.model.base_model
     vlm.model.set_attn_implementation("eager")
     try:
@@ -139,13 +139,13 @@ def tower_by_hand(
         time = module.time(torch.linspace(0, 1, frames))
         for index, block in enumerate(base.vision_tower.encoder.layer):
             if index in module.blocks and temporal:
-                of, seen = module.temporal[str(index)], []
-                for t in range(frames):  # each row sees itself and the same row before
-                    past = of.norm(hidden[: t + 1], time[: t + 1, None])
-                    q, k, v = of.qkv(past).unflatten(-1, (3, of.heads, -1)).unbind(2)
+                layer, seen = module.temporal[str(index)], []
+                for t in range(frames):  # itself and the same row before
+                    past = layer.norm(hidden[: t + 1], time[: t + 1, None])
+                    q, k, v = layer.qkv(past).unflatten(-1, (3, layer.heads, -1)).unbind(2)
                     logits = torch.einsum("nhd,tnhd->nht", q[t], k) * q.shape[-1] ** -0.5
                     value = torch.einsum("nht,tnhd->nhd", logits.softmax(-1), v)
-                    seen.append(hidden[t] + of.out(value.flatten(1)))
+                    seen.append(hidden[t] + layer.out(value.flatten(1)))
                 hidden = torch.stack(seen)
             hidden = block(hidden)
             hidden = hidden[0] if isinstance(hidden, tuple) else hidden
@@ -153,33 +153,33 @@ def tower_by_hand(
         rows = base.pixel_shuffle(hidden.view(frames, 4, 4, -1), 0.5).flatten(1, 2)
         found = []
         for t, cell in enumerate(to_cells(rows, (2, 2), 2)[:, 0]):
-            of = module.compress["2"]
-            y = of.norm(cell, time[t])
+            layer = module.compress["2"]
+            y = layer.norm(cell, time[t])
             home = ranks(2)[t % 4] == 0
-            logits = of.score(y)[:, 0] + of.home * home + of.share
-            found.append(logits.softmax(0) @ cell + of.mlp(y.flatten()))
+            logits = layer.score(y)[:, 0] + layer.home * home + layer.share
+            found.append(logits.softmax(0) @ cell + layer.mlp(y.flatten()))
         return torch.stack(found)
     finally:
         vlm.model.set_attn_implementation("sdpa")
 
 
-def test_a_video_by_hand(vlm):
+def test_video_equals_formulas(vlm):
     module = module_of(vlm, True)
     use(vlm, module)
     into, answer = projected(vlm, PVC(), **video(FRAMES))
     pixels = vlm.inputs("what ?", **video(FRAMES))["pixel_values"]
     want = tower_by_hand(vlm, module, pixels)
     assert into.shape == (5, 4, 4 * 32)
-    for place in range(4):  # all places of a cell show its token
-        close(into[:, place], want, terms=TERMS)
+    for slot in range(4):  # all positions of a cell contain its token
+        close(into[:, slot], want, terms=TERMS)
     apart(into[:, 0], tower_by_hand(vlm, module, pixels, temporal=False), terms=TERMS)
-    # The token stands at one of its places, in turn along the frames.
+    # The position of the token within its cell alternates from frame to frame.
     grid = answer.trace.entered.grid
     assert (grid[:, 1] * 2 + grid[:, 2]).tolist() == [0, 3, 1, 2, 0]
     close(answer.trace.entered.weight, torch.full((5,), 4.0))
 
 
-def test_frames_know_their_past_and_nothing_else(vlm):
+def test_frames_depend_only_on_the_past(vlm):
     use(vlm, module_of(vlm, True))
     plain, _ = projected(vlm, PVC(), **video(FRAMES))
     other = [*FRAMES[:2], picture(9, 40, 40), *FRAMES[3:]]
@@ -192,8 +192,8 @@ def test_frames_know_their_past_and_nothing_else(vlm):
     close(both[-5:], plain, terms=TERMS)
 
 
-def test_an_image_is_a_video_that_stands_still(vlm):
-    """Four equal frames give what four repeats of one view give."""
+def test_repeated_image_equals_static_video(vlm):
+    """Four equal frames give the same result as four repeats of one view."""
     use(vlm, module_of(vlm, True))
     still = picture(3, 40, 40)
     seen = []
@@ -210,7 +210,7 @@ def test_an_image_is_a_video_that_stands_still(vlm):
     assert (len(image), len(frames)) == (1, 4)
     repeats, cells = seen
     close(repeats, cells, terms=TERMS)
-    apart(cells[0], cells[3], terms=TERMS)  # control: each repeat says something else
+    apart(cells[0], cells[3], terms=TERMS)  # control: repeats differ
     apart(image[0, 0], image[0, 3], terms=TERMS)
 
 
@@ -224,7 +224,7 @@ def test_the_model_is_restored(vlm, weights):
     assert vlm.ask("what ?", **CASES["both"], max_new_tokens=4).token_ids == plain
 
 
-def test_weights_are_of_this_model(vlm, weights):
+def test_weights_of_another_model_are_rejected(vlm, weights):
     stage = PVC(weights=str(weights))
     module = load_weights(stage, vlm.adapter.sizes(), vlm.adapter.signature())
     assert (module.width, module.token_width, module.patches) == (32, 128, 4)
@@ -235,13 +235,13 @@ def test_weights_are_of_this_model(vlm, weights):
 
 
 @pytest.mark.parametrize("name", ["qwen3_vl", "gemma3", "idefics3"])
-def test_other_towers_of_several_patches_are_refused(name):
+def test_unsupported_towers_raise(name):
     other = VLM(*getattr(tiny_families, f"build_{name}")())
     with pytest.raises(RecipeError, match="pvc works inside the vision tower, which needs one"):
         other.ask("what ?", **IMAGE, recipe="pvc")
 
 
-def test_counts_of_views_without_a_canvas():
+def test_token_counts_without_canvas():
     item = ItemGeometry((44, 90), (1, 2), (0, 3), (16, 16))
     assert tokens_in(item, stitched=False) == 3 * 256
     assert tokens_out(item, Choice(2, 1), stitched=False) == 3 * 64
@@ -258,9 +258,11 @@ def test_gradients_reach_every_weight(vlm):
     module = module_of(vlm, True).train()
     use(vlm, module)
     vlm.model.requires_grad_(False)
-    clip = vlm.inputs("what ?", **video(FRAMES))
-    of_video = Inputs(clip, [(40, 40)] * 5, "what ?", [(0, i, 5, float(i)) for i in range(5)])
-    # Frames are there for time; only what is repeated shares the patches of a cell.
+    video_inputs = vlm.inputs("what ?", **video(FRAMES))
+    of_video = Inputs(
+        video_inputs, [(40, 40)] * 5, "what ?", [(0, i, 5, float(i)) for i in range(5)]
+    )
+    # Frames need temporal attention; only repeats divide the patches of a cell.
     of_image = Inputs(vlm.inputs("what ?", images=FRAMES[0]), [(40, 40)], "what ?")
     for stage in (PVC(), PVC(side=4)):
         for inputs in (of_video, of_image):
@@ -271,7 +273,7 @@ def test_gradients_reach_every_weight(vlm):
         assert weight.grad is not None and weight.grad.abs().max() > 0, name
 
 
-def test_training_asks_for_what_the_tower_has(vlm):
+def test_training_config_matches_the_tower(vlm):
     options = argparse.Namespace(last=2, hidden=0, time_width=8, positions="keep")
     config = vlm.adapter.sizes() | TRAINING(options, vlm.adapter.sizes()).config()
     assert config["blocks"] == [1, 2]
@@ -281,12 +283,12 @@ def test_training_asks_for_what_the_tower_has(vlm):
 
 @pytest.mark.slow
 def test_training_on_a_folder(vlm, tmp_path):
-    """``vlmfast train pvc --model FOLDER``: the weights that it writes answer."""
+    """The weights that ``vlmfast train pvc --model FOLDER`` writes can be used."""
     vlm.model.save_pretrained(tmp_path / "model")
     vlm.processor.save_pretrained(tmp_path / "model")
-    words = ["--steps", "2", "--batch", "1", "--hidden", "16", "--time-width", "8"]
-    words += ["--device", "cpu", "--dtype", "float32", "--out", str(tmp_path / "out")]
-    assert main(["train", "pvc", "--model", str(tmp_path / "model"), *words]) in (0, None)
+    flags = ["--steps", "2", "--batch", "1", "--hidden", "16", "--time-width", "8"]
+    flags += ["--device", "cpu", "--dtype", "float32", "--out", str(tmp_path / "out")]
+    assert main(["train", "pvc", "--model", str(tmp_path / "model"), *flags]) in (0, None)
     loaded = VLM.from_pretrained(tmp_path / "model", device="cpu", dtype="float32")
     answer = loaded.ask(
         "what ?", **video(FRAMES), recipe=f"pvc:weights={tmp_path / 'out'}", max_new_tokens=2

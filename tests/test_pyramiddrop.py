@@ -1,4 +1,4 @@
-"""PyramidDrop: counts, budgets and what it keeps; exactness is in test_golden and test_engine."""
+"""PyramidDrop: counts and budgets. test_golden and test_engine test its exactness."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def picture(seed: int, width: int = 60, height: int = 44) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
 
 
-def test_the_published_setting_on_32_layers():
+def test_published_setting_on_32_layers():
     stage = PyramidDrop()
     assert stage.layers(32) == (8, 16, 24)
     counts = stage.counts(576, 32)
@@ -41,7 +41,7 @@ def test_the_published_setting_on_32_layers():
         ((2, 8, 16), 64, 0.192),
     ],
 )
-def test_budgets_solve_to_the_known_ratios(layers, target, ratio):
+def test_budgets_give_the_known_ratios(layers, target, ratio):
     stage = PyramidDrop(budget=target / 576, layers_=layers)
     counts = stage.counts(576, 32)
     assert counts[0] / 576 == pytest.approx(ratio, abs=3e-3)
@@ -49,14 +49,14 @@ def test_budgets_solve_to_the_known_ratios(layers, target, ratio):
 
 
 @given(n=st.integers(1, 3000), depth=st.integers(4, 80), budget=st.floats(0.01, 1))
-def test_budgets_are_met_or_the_floor_is(n, depth, budget):
+def test_budget_or_floor_is_met(n, depth, budget):
     stage = PyramidDrop(budget=budget)
     layers = stage.layers(depth)
     counts = stage.counts(n, depth)
     got = equivalent(n, layers, counts, depth)
     assert list(counts) == sorted(counts, reverse=True)
     floor = equivalent(n, layers, [1] * 3, depth)
-    # Counts are whole: one more token in every stage is the distance of two attainable costs.
+    # Counts are integers: one more token in every stage is the distance of two attainable costs.
     assert abs(got - max(budget * n, floor)) <= 1.5
     assert got >= stage.floor(depth) * n * 0.999
 
@@ -70,7 +70,7 @@ def test_solve_finds_the_nearest_step():
     assert cost(solve(cost, 99)) == 10
 
 
-def test_a_run_meets_its_budget_and_says_what_it_cost(vlm):
+def test_budget_is_met_and_reported(vlm):
     answer = vlm.ask(
         "what ?", [picture(0), picture(1)], recipe="pyramiddrop:budget=0.6", max_new_tokens=3
     )
@@ -82,7 +82,7 @@ def test_a_run_meets_its_budget_and_says_what_it_cost(vlm):
 
 
 @pytest.mark.parametrize("rule", ["next", "last"])
-def test_pictures_are_ranked_together_or_each_by_itself(vlm, rule):
+def test_images_are_ranked_jointly_or_separately(vlm, rule):
     together = vlm.ask(
         "what ?", [picture(0), picture(1)], recipe=f"pyramiddrop:rule={rule}", max_new_tokens=2
     )
@@ -99,8 +99,8 @@ def test_pictures_are_ranked_together_or_each_by_itself(vlm, rule):
         assert int((together.trace.depth > layer).sum()) == int(int(n.sum()) * share)
 
 
-def test_rules_and_positions_differ(vlm):
-    """Each parameter does something: the controls of the equalities elsewhere."""
+def test_parameters_change_the_answer(vlm):
+    """The controls of the equality tests in other files."""
     depths = [
         vlm.ask("what ?", picture(0), recipe=r, max_new_tokens=2).trace.depth
         for r in ("pyramiddrop", "pyramiddrop:rule=last")
@@ -108,18 +108,18 @@ def test_rules_and_positions_differ(vlm):
     assert not torch.equal(*depths)
 
 
-def test_text_and_clips_pass(vlm):
+def test_text_only_and_video_prompts(vlm):
     assert vlm.ask("what ?", recipe="pyramiddrop", max_new_tokens=3).token_ids
-    clip = [picture(i, 40, 40) for i in range(4)]
+    video = [picture(i, 40, 40) for i in range(4)]
     answer = vlm.ask(
-        "what ?", video=clip, num_frames=4, recipe="hired:0.5+pyramiddrop", max_new_tokens=3
+        "what ?", video=video, num_frames=4, recipe="hired:0.5+pyramiddrop", max_new_tokens=3
     )
     kept = answer.stats.visual_tokens_per_layer
     assert kept[0] > kept[1] > kept[2] > kept[3] >= 1
 
 
-def test_bad_parameters():
-    for word, message in {
+def test_invalid_recipes_raise():
+    for text, message in {
         "pyramiddrop:0": "keep=0 is out of range",
         "pyramiddrop:keep=2": "keep=2 is out of range",
         "pyramiddrop:rule=first": "rule=first.*one of next, last",
@@ -127,7 +127,7 @@ def test_bad_parameters():
         "pyramiddrop:positions=none": "one of keep, compact",
     }.items():
         with pytest.raises(RecipeError, match=message):
-            Recipe.parse(word)
+            Recipe.parse(text)
     with pytest.raises(RecipeError, match="stay below 24"):
         PyramidDrop(layers_=(8, 16, 24)).layers(24)
     with pytest.raises(RecipeError, match="must ascend"):

@@ -1,6 +1,6 @@
-"""Quantised keys and values: codes, segments, attention over them, and the methods that make them.
+"""Quantized keys and values: codes, segments, attention over them, and quantizers.
 
-What the references store is replayed in test_golden.
+test_golden compares them with the reference implementations.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SEEDS = st.integers(0, 10_000)
 
 
 def noise(*shape: int, seed: int = 0, spread: float = 0.0, dtype: torch.dtype = FLOAT) -> Tensor:
-    """Normal numbers; channels of very different size and middle where ``spread`` is not zero."""
+    """Normal numbers; with ``spread``, channels of very different scale and mean."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(shape, generator=generator)
     size = (spread * torch.randn(shape[-1], generator=generator)).exp()
@@ -57,7 +57,7 @@ def segment(
 
 
 def same(a: Segment, b: Segment) -> bool:
-    """Whether two segments hold the same slots: what lies beyond ``lengths`` does not count."""
+    """Whether two segments contain the same slots; padding beyond ``lengths`` is ignored."""
     if a.key != b.key or not torch.equal(a.lengths, b.lengths):
         return False
     n = int(a.lengths.max())
@@ -77,7 +77,7 @@ def same(a: Segment, b: Segment) -> bool:
 
 
 @given(bits=BITS, rows=st.integers(1, 5), width=st.integers(1, 9), seed=SEEDS)
-def test_packing_is_undone(bits, rows, width, seed):
+def test_pack_unpack_round_trip(bits, rows, width, seed):
     dim = width * 8 // bits
     generator = torch.Generator().manual_seed(seed)
     codes = torch.randint(0, 2**bits, (rows, dim), generator=generator, dtype=torch.uint8)
@@ -97,7 +97,7 @@ def test_packing_is_undone(bits, rows, width, seed):
         (2, [1, 2, 3, 0, 2, 2, 1, 1], [1 | 3 << 2 | 2 << 4 | 1 << 6, 2 | 0 << 2 | 2 << 4 | 1 << 6]),
     ],
 )
-def test_bytes_hold_channels_a_part_of_the_head_apart(bits, codes, packed):
+def test_packed_byte_layout(bits, codes, packed):
     assert pack(torch.tensor(codes), bits).tolist() == packed
 
 
@@ -112,12 +112,12 @@ def test_bytes_hold_channels_a_part_of_the_head_apart(bits, codes, packed):
     dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
     seed=SEEDS,
 )
-def test_an_entry_comes_back_within_half_a_step(
+def test_dequantization_error_is_within_half_a_step(
     bits, n, group, value_group, scaled, spread, dtype, seed
 ):
     keys = noise(2, n, 16, seed=seed, spread=spread, dtype=dtype)
     values = noise(2, n, 16, seed=seed + 1, spread=spread, dtype=dtype)
-    of = quantise(
+    stored = quantise(
         keys,
         values,
         torch.arange(n).expand(2, -1),
@@ -127,19 +127,19 @@ def test_an_entry_comes_back_within_half_a_step(
         value_group=value_group,
         scaled=scaled,
     )
-    assert of.key == (bits, group, 16 // (value_group or 16), scaled)
-    k, v = of.dequantise(FLOAT)
-    step = of.key_step.float()
+    assert stored.key == (bits, group, 16 // (value_group or 16), scaled)
+    k, v = stored.dequantise(FLOAT)
+    step = stored.key_step.float()
     step = step.repeat_interleave(group, 1)[:, :n] if group else step
-    # A quotient is rounded, and the sum of a code's share and the minimum; and a step that is
+    # The quotient is rounded, the sum of scaled code and minimum, and a step that is
     # subnormal in float16, by half a unit of 2**-24.
     step_slack = (2**bits - 1) * 2**-25
     slack = tolerance(FLOAT, 3, keys.float().abs().amax()) + step_slack
     assert bool(((k - keys.float()).abs() <= 0.5 * step + slack).all())
-    step = of.value_step.float().repeat_interleave(value_group or 16, 2)
+    step = stored.value_step.float().repeat_interleave(value_group or 16, 2)
     if scaled:
-        step = step * of.value_scale.float()[:, None]
-        step_slack = step_slack * of.value_scale.float()[:, None]
+        step = step * stored.value_scale.float()[:, None]
+        step_slack = step_slack * stored.value_scale.float()[:, None]
     slack = tolerance(FLOAT, 3, values.float().abs().amax()) + step_slack
     error = (v - values.float()).abs()
     assert bool((error <= 0.5 * step + slack).all())
@@ -147,8 +147,8 @@ def test_an_entry_comes_back_within_half_a_step(
         assert not bool((error <= 0.25 * step + slack).all())
 
 
-def test_a_minimum_is_stored_below_the_true_one():
-    """Else a channel of small range far from zero would lose all of it to float16's rounding."""
+def test_stored_minimum_is_below_the_true_one():
+    """Otherwise float16 rounding would erase a channel of small range far from zero."""
     keys = 100 + noise(1, 64, 8) * 1e-2
     _, step, minimum = quantise_keys(keys, 4, dtype=torch.float16)
     assert bool((minimum.float() <= keys.amin(1, keepdim=True)).all())
@@ -159,14 +159,14 @@ def test_a_minimum_is_stored_below_the_true_one():
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
 @pytest.mark.parametrize("value", [0.0, 1.5, -3.0, 1e-7])
-def test_groups_of_one_number_give_that_number(bits, value):
+def test_constant_groups_round_trip(bits, value):
     x = torch.full((1, 5, 16), value)
-    of = quantise(x, x, torch.arange(5)[None], torch.tensor([5]), bits, scaled=True)
-    assert bool((of.key_step == 1).all()) and not of.key_codes.any()
-    # A minimum in float16 lies below by less than a unit in the last place, of subnormal numbers
-    # too; and a scale is rounded.
+    stored = quantise(x, x, torch.arange(5)[None], torch.tensor([5]), bits, scaled=True)
+    assert bool((stored.key_step == 1).all()) and not stored.key_codes.any()
+    # A float16 minimum is lower by less than a unit in the last place, also for subnormal
+    # numbers; and the scale is rounded.
     half = torch.finfo(torch.float16)
-    for back in of.dequantise(FLOAT):
+    for back in stored.dequantise(FLOAT):
         assert (back - x).abs().max() <= 1.5 * half.eps * max(abs(value), half.smallest_normal)
 
 
@@ -177,7 +177,7 @@ def test_groups_of_one_number_give_that_number(bits, value):
     poison=st.sampled_from([torch.nan, torch.inf, 1e9]),
     seed=SEEDS,
 )
-def test_padding_has_no_part_in_parameters(lengths, group, poison, seed):
+def test_padding_does_not_affect_parameters(lengths, group, poison, seed):
     n = max(*lengths, 1)
     keys, values = noise(2, n, 16, seed=seed), noise(2, n, 16, seed=seed + 1)
     gone = torch.arange(n) >= torch.tensor(lengths)[:, None]
@@ -202,7 +202,7 @@ def test_padding_has_no_part_in_parameters(lengths, group, poison, seed):
             assert torch.equal(mine.value_scale, alone.value_scale)
 
 
-def test_float16_holds_the_parameters_where_the_range_fits():
+def test_parameters_are_float16_if_the_range_fits():
     small, large = noise(1, 9, 8), 1e5 * noise(1, 9, 8)
     assert parameter_dtype(small.bfloat16(), small.bfloat16()) == torch.float16
     assert parameter_dtype(small, large) == torch.float32
@@ -215,7 +215,7 @@ def test_float16_holds_the_parameters_where_the_range_fits():
     assert bool((error <= 0.5 * wide.key_step + tolerance(FLOAT, 3, large.abs().max())).all())
     forced = quantise(large, small, *args, dtype=torch.float16)
     assert all(bool(x.isfinite().all()) for x in forced.dequantise(FLOAT))
-    # What does not exist does not ask for a wider type.
+    # Padding does not require a wider type.
     args = (torch.arange(9)[None], torch.tensor([8]), 8)
     small[:, 8] = torch.inf
     assert quantise(small, small, *args).key_step.dtype == torch.float16
@@ -231,7 +231,7 @@ def test_float16_holds_the_parameters_where_the_range_fits():
         (16, 4, 0, "groups of 0 channels"),
     ],
 )
-def test_what_cannot_be_packed_is_named(dim, bits, value_group, message):
+def test_unsupported_shapes_raise(dim, bits, value_group, message):
     with pytest.raises(ValueError, match=message):
         segment(dim=dim, bits=bits, value_group=value_group)
 
@@ -248,7 +248,7 @@ def test_what_cannot_be_packed_is_named(dim, bits, value_group, message):
     biased=st.integers(0, 2),
     seed=SEEDS,
 )
-def test_a_batch_holds_what_its_rows_held(bits, group, scaled, sizes, biased, seed):
+def test_batched_segments_equal_single_rows(bits, group, scaled, sizes, biased, seed):
     singles = []
     for at, n in enumerate(sizes):
         bias = noise(2, n, seed=seed + 7) if at < biased else None
@@ -275,16 +275,16 @@ def test_a_batch_holds_what_its_rows_held(bits, group, scaled, sizes, biased, se
         assert same(row, single)
     order = torch.tensor([*range(len(sizes))])
     if joined.bias is None:
-        held = [single.held_bytes() for single in singles]
-        assert joined.held_bytes() == sum(held)
-        assert joined.rows(order[:1]).held_bytes() == held[0]
+        sizes_in_bytes = [single.held_bytes() for single in singles]
+        assert joined.held_bytes() == sum(sizes_in_bytes)
+        assert joined.rows(order[:1]).held_bytes() == sizes_in_bytes[0]
     assert all(bool(x.isfinite().all()) for x in joined.dequantise(FLOAT))
     assert same(joined.rows(order.flip(0)).rows(order.flip(0)), joined.rows(order))
 
 
 @settings(max_examples=30, deadline=None)
 @given(bits=BITS, pages=st.lists(st.integers(1, 3), min_size=1, max_size=3), seed=SEEDS)
-def test_pages_stand_behind_each_other(bits, pages, seed):
+def test_pages_are_appended_in_order(bits, pages, seed):
     group = 8
     n = group * sum(pages)
     keys, values = noise(2, n, 16, seed=seed), noise(2, n, 16, seed=seed + 1)
@@ -315,7 +315,7 @@ def test_pages_stand_behind_each_other(bits, pages, seed):
     assert same(whole.first(group), part(0, group).unsqueeze())
 
 
-def test_pages_that_cannot_grow():
+def test_incompatible_pages_raise():
     with pytest.raises(ValueError, match="cannot grow"):
         segment(n=40, key_group=0).append(segment(n=40, key_group=0))
     with pytest.raises(ValueError, match="40 slots in groups of 16"):
@@ -331,9 +331,9 @@ def test_pages_that_cannot_grow():
     [(0, None, True, False), (8, 4, False, True), (16, 16, True, True), (0, 8, False, False)],
 )
 @pytest.mark.parametrize("bits", [2, 4, 8])
-def test_bytes_are_those_of_the_slots_that_exist(bits, group, value_group, scaled, biased):
+def test_bytes_count_existing_slots_only(bits, group, value_group, scaled, biased):
     n, dim, lengths = 40, 16, [40, 21, 0]
-    of = segment(
+    stored = segment(
         heads=3,
         n=n,
         bits=bits,
@@ -351,8 +351,8 @@ def test_bytes_are_those_of_the_slots_that_exist(bits, group, value_group, scale
         expected += 2 * 2 * groups * dim  # key step and minimum
         expected += 2 * dim * (scaled and length > 0)
         expected += 4 * length * biased
-    assert of.held_bytes() == expected
-    assert of.unsqueeze().held_bytes() == expected
+    assert stored.held_bytes() == expected
+    assert stored.unsqueeze().held_bytes() == expected
     assert segment(heads=3, n=n, bits=bits, lengths=[40, 21, 1]).held_bytes() != expected
 
 
@@ -380,7 +380,7 @@ def dense(
 
 
 def problem(seed: int, heads: int, shared: int, rows: int, empty_tail: bool, biased: bool) -> dict:
-    """A batch of three: one without a segment of the second kind, one with nothing at all."""
+    """A batch of three: one without a segment of the second kind, one empty."""
     dim, cap = 16, 9
     generator = torch.Generator().manual_seed(seed)
 
@@ -417,7 +417,7 @@ def problem(seed: int, heads: int, shared: int, rows: int, empty_tail: bool, bia
 
 
 def together(problem: dict) -> tuple[Tensor, ...]:
-    """All keys, values, what is seen of them, and biases, dequantised and in one row."""
+    """All keys, values, visibility masks and biases, dequantized and concatenated."""
     parts = [segment.dequantise(FLOAT) for segment in problem["segments"]]
     rows = problem["query"].shape[2]
     keys = torch.cat([*(k for k, _ in parts), problem["tail_keys"]], 2)
@@ -438,7 +438,7 @@ def together(problem: dict) -> tuple[Tensor, ...]:
     empty_tail=st.booleans(),
     biased=st.booleans(),
 )
-def test_attention_is_that_over_what_is_read_back(seed, heads, shared, rows, empty_tail, biased):
+def test_attention_equals_dense_over_dequantized(seed, heads, shared, rows, empty_tail, biased):
     case = problem(seed, heads, shared, rows, empty_tail, biased)
     out, lse, mass = decode_mixed(**case, want_mass=True)
     expected, lse_expected, p = dense(case["query"], *together(case))
@@ -452,7 +452,7 @@ def test_attention_is_that_over_what_is_read_back(seed, heads, shared, rows, emp
     if empty_tail:
         assert not out[2].any() and not mass[2].any()
         assert bool((lse[2] == -1e30).all())
-    # Another head's query is noticed, and so is one slot more.
+    # Controls: the query of another head, and one more slot.
     wrong, _, _ = decode_mixed(**case | {"query": case["query"].roll(1, 2 if rows > 1 else 3)})
     apart(wrong, expected.float(), terms=terms)
     shorter = replace(case["segments"][0], lengths=case["segments"][0].lengths - 1)
@@ -460,46 +460,46 @@ def test_attention_is_that_over_what_is_read_back(seed, heads, shared, rows, emp
     apart(wrong, expected.float(), terms=terms)
 
 
-def poisoned(of: Segment) -> Segment:
-    """Anything in the slots that do not exist, parameters included."""
-    gone = ~of.valid[..., None]
-    groups = of.key_step
-    if of.group:
-        first = torch.arange(groups.shape[-2]) * of.group
-        unused = (first >= of.lengths[..., None])[..., None]
+def poisoned(stored: Segment) -> Segment:
+    """Garbage in the padding slots, including their parameters."""
+    gone = ~stored.valid[..., None]
+    groups = stored.key_step
+    if stored.group:
+        first = torch.arange(groups.shape[-2]) * stored.group
+        unused = (first >= stored.lengths[..., None])[..., None]
         groups = groups.masked_fill(unused, torch.nan)
     return replace(
-        of,
-        key_codes=of.key_codes.masked_fill(gone, 255),
-        value_codes=of.value_codes.masked_fill(gone, 255),
+        stored,
+        key_codes=stored.key_codes.masked_fill(gone, 255),
+        value_codes=stored.value_codes.masked_fill(gone, 255),
         key_step=groups,
-        value_step=of.value_step.masked_fill(gone, torch.nan),
-        value_min=of.value_min.masked_fill(gone, torch.inf),
-        bias=None if of.bias is None else of.bias.masked_fill(gone[..., 0], torch.nan),
+        value_step=stored.value_step.masked_fill(gone, torch.nan),
+        value_min=stored.value_min.masked_fill(gone, torch.inf),
+        bias=None if stored.bias is None else stored.bias.masked_fill(gone[..., 0], torch.nan),
     )
 
 
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("shared", [1, 2])
-def test_what_does_not_exist_is_not_read(biased, shared):
+def test_padding_slots_are_not_read(biased, shared):
     case = problem(5, 2, shared, 2, empty_tail=True, biased=biased)
     clean = decode_mixed(**case, want_mass=True)
-    nobody = ~case["tail_mask"].any(2)
+    unseen = ~case["tail_mask"].any(2)
     dirty = case | {
-        "segments": [poisoned(of) for of in case["segments"]],
-        "tail_keys": case["tail_keys"].masked_fill(nobody[..., None], torch.nan),
-        "tail_values": case["tail_values"].masked_fill(nobody[..., None], torch.inf),
+        "segments": [poisoned(part) for part in case["segments"]],
+        "tail_keys": case["tail_keys"].masked_fill(unseen[..., None], torch.nan),
+        "tail_values": case["tail_values"].masked_fill(unseen[..., None], torch.inf),
     }
     if biased:
-        dirty["tail_bias"] = case["tail_bias"].masked_fill(nobody, torch.nan)
+        dirty["tail_bias"] = case["tail_bias"].masked_fill(unseen, torch.nan)
     for ours, other in zip(clean, decode_mixed(**dirty, want_mass=True), strict=True):
         assert torch.equal(ours, other)
-    # The same garbage in slots that exist would show.
-    longer = [replace(of, lengths=of.lengths + 1) for of in dirty["segments"]]
+    # Control: the same garbage in existing slots changes the result.
+    longer = [replace(part, lengths=part.lengths + 1) for part in dirty["segments"]]
     assert not bool(decode_mixed(**dirty | {"segments": longer})[0].isfinite().all())
 
 
-def test_half_precision_is_computed_in_float32():
+def test_half_precision_inputs_compute_in_float32():
     case = problem(3, 2, 2, 1, empty_tail=False, biased=False)
     halves = {name: case[name].bfloat16() for name in ("query", "tail_keys", "tail_values")}
     floats = {name: x.float() for name, x in halves.items()}
@@ -509,7 +509,7 @@ def test_half_precision_is_computed_in_float32():
     assert torch.equal(ours, exact.bfloat16()) and torch.equal(lse, exact_lse)
 
 
-def test_a_mask_for_all_heads_and_rows_expands():
+def test_broadcast_mask():
     case = problem(3, 2, 2, 1, empty_tail=False, biased=False)
     mask = case["tail_mask"][:, :1]
     whole = decode_mixed(**case | {"tail_mask": mask.expand(-1, 2, -1, -1)}, want_mass=True)
@@ -524,21 +524,23 @@ def test_a_mask_for_all_heads_and_rows_expands():
 def test_the_order_of_segments_does_not_matter():
     case = problem(8, 2, 2, 1, empty_tail=False, biased=True)
     ours, other = (
-        decode_mixed(**case | {"segments": of})[0]
-        for of in (case["segments"], case["segments"][::-1])
+        decode_mixed(**case | {"segments": order})[0]
+        for order in (case["segments"], case["segments"][::-1])
     )
     close(ours, other, terms=16 + together(case)[0].shape[2])
 
 
-def test_nothing_waits_for_the_device():
-    """Tensors without data: to ask for a number, or for a shape that depends on one, fails."""
+def test_no_device_synchronization():
+    """Tensors without data: reading a value, or a data-dependent shape, fails."""
     case = problem(3, 2, 2, 1, empty_tail=False, biased=False)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         case = {
-            name: mode.from_tensor(of) if isinstance(of, Tensor) else of
-            for name, of in case.items()
+            name: mode.from_tensor(value) if isinstance(value, Tensor) else value
+            for name, value in case.items()
         }
-        case["segments"] = [of._each(lambda _, x: mode.from_tensor(x)) for of in case["segments"]]
+        case["segments"] = [
+            part._each(lambda _, x: mode.from_tensor(x)) for part in case["segments"]
+        ]
         out, lse, mass = decode_mixed(**case, want_mass=True)
         assert (out.shape, lse.shape, mass.shape) == ((3, 4, 1, 16), (3, 4, 1), (3, 2, 9))
         keys, lengths = torch.zeros(2, 8, 16), torch.full((2,), 8)
@@ -565,13 +567,13 @@ def prompt(n: int, heads: int = 2, dim: int = 32, seed: int = 0, lengths=None, b
     )
 
 
-def pass_over(n: int) -> PrefillContext:
+def prefill_context(n: int) -> PrefillContext:
     order = 3 + torch.arange(n)
     return PrefillContext(depth=1, layout=TokenLayout.text(order, order[None]))
 
 
 class Tail:
-    """`vlmfast.core.protocols.Slots` of what a quantiser left, as far as quantisers look at it."""
+    """The part of `vlmfast.core.protocols.Slots` that quantizers use."""
 
     def __init__(self, kv: KV, context: PrefillContext) -> None:
         self.keys, self.values, self.order = kv.keys, kv.values, kv.order
@@ -580,9 +582,9 @@ class Tail:
         self.calls = 0
 
     def write(self, key: Tensor, value: Tensor) -> None:
-        room = self.keys.new_full((len(self.keys), 1, self.keys.shape[2]), torch.nan)
-        self.keys, self.values = (torch.cat([x, room], 1) for x in (self.keys, self.values))
-        self.order = torch.cat([self.order, torch.zeros_like(room[..., 0]).long()], 1)
+        padding = self.keys.new_full((len(self.keys), 1, self.keys.shape[2]), torch.nan)
+        self.keys, self.values = (torch.cat([x, padding], 1) for x in (self.keys, self.values))
+        self.order = torch.cat([self.order, torch.zeros_like(padding[..., 0]).long()], 1)
         heads = torch.arange(len(key))
         self.keys[heads, self.length], self.values[heads, self.length] = key, value
         self.order[heads, self.length] = self.seen
@@ -604,62 +606,62 @@ class Tail:
 
 
 @pytest.mark.parametrize("n", [0, 1, 31, 32, 33, 64, 100])
-def test_kivi_leaves_less_than_a_residual_of_a_prompt(n):
+def test_kivi_keeps_less_than_a_residual_in_full_precision(n):
     stage, kv = Kivi(bits=4, group=8, residual=32), prompt(n)
-    out = stage.compress(pass_over(n), 0, kv, None)
+    out = stage.compress(prefill_context(n), 0, kv, None)
     if n < 32:
         assert out is kv
         return
-    (of,) = out.segments
-    assert (len(of), len(out)) == (n // 32 * 32, n % 32)
-    assert of.key == (4, 8, 4, False)
-    assert torch.equal(torch.cat([of.order.long(), out.order], 1), kv.order)
-    assert torch.equal(out.keys, kv.keys[:, len(of) :])
+    (stored,) = out.segments
+    assert (len(stored), len(out)) == (n // 32 * 32, n % 32)
+    assert stored.key == (4, 8, 4, False)
+    assert torch.equal(torch.cat([stored.order.long(), out.order], 1), kv.order)
+    assert torch.equal(out.keys, kv.keys[:, len(stored) :])
     assert torch.equal(out.lengths, torch.full((2,), n % 32))
     own = quantise(
         kv.keys[:, 8:16], kv.values[:, 8:16], kv.order[:, 8:16], torch.tensor([8, 8]), 4,
         key_group=8, value_group=8,
     )  # fmt: skip
-    keys, values = of.dequantise(FLOAT)
+    keys, values = stored.dequantise(FLOAT)
     assert torch.equal(keys[:, 8:16], own.dequantise(FLOAT)[0])
     assert torch.equal(values[:, 8:16], own.dequantise(FLOAT)[1])
     assert not torch.equal(keys[:, :8], own.dequantise(FLOAT)[0])
 
 
-def test_kivi_takes_three_bits_of_sixteen():
+def test_kivi_uses_three_bits_per_value():
     kv = prompt(256, dim=64)
-    (of,) = Kivi().compress(pass_over(256), 0, kv, None).segments
-    assert of.held_bytes() * 8 == 3 * kv.keys.numel() * 2
+    (stored,) = Kivi().compress(prefill_context(256), 0, kv, None).segments
+    assert stored.held_bytes() * 8 == 3 * kv.keys.numel() * 2
 
 
-def test_kivi_carries_biases_and_heads_of_different_length():
+def test_kivi_with_biases_and_ragged_heads():
     bias = noise(2, 80, seed=5)
-    stage, step = Kivi(bits=2, group=8, residual=16), pass_over(80)
+    stage, step = Kivi(bits=2, group=8, residual=16), prefill_context(80)
     kv = prompt(80, lengths=[70, 41], bias=bias)
     kv.keys[1, 41:], kv.values[1, 41:] = torch.nan, torch.nan
     out = stage.compress(step, 0, kv, None)
-    (of,) = out.segments
-    assert len(of) == 32 and out.lengths.tolist() == [38, 9]
-    assert torch.equal(of.bias, bias[:, :32]) and torch.equal(out.bias, bias[:, 32:])
-    assert all(bool(x.isfinite().all()) for x in of.dequantise(FLOAT))
-    # In decode, what is quantised is what the shortest head has: it lies 29 behind the longest.
+    (stored,) = out.segments
+    assert len(stored) == 32 and out.lengths.tolist() == [38, 9]
+    assert torch.equal(stored.bias, bias[:, :32]) and torch.equal(out.bias, bias[:, 32:])
+    assert all(bool(x.isfinite().all()) for x in stored.dequantise(FLOAT))
+    # Decoding quantizes what the shortest head has; it is 29 slots shorter than the longest.
     slots, part = Tail(out, step), stage.expand()[1]
-    held = []
+    lengths = []
     for _ in range(30):
         part.step(slots, 0)
-        held.append(slots.length.tolist())
+        lengths.append(slots.length.tolist())
         slots.write(noise(2, 32, seed=1), noise(2, 32, seed=2))
-    assert all(longest - shortest == 29 for longest, shortest in held)
-    assert held[6:8] == [[44, 15], [29 + 0, 0]]
+    assert all(longest - shortest == 29 for longest, shortest in lengths)
+    assert lengths[6:8] == [[44, 15], [29 + 0, 0]]
     assert all(bool(x.isfinite().all()) for p in slots.pages for x in p.dequantise(FLOAT))
 
 
 @pytest.mark.parametrize("n", [5, 40])
-def test_kivi_quantises_the_answer_as_it_does_a_prompt(n):
-    """Prompt and answer together: the codes of a prompt that had been longer."""
+def test_kivi_quantizes_answer_like_prompt(n):
+    """The codes of prompt and answer equal those of a longer prompt."""
     stage, total = Kivi(bits=2, group=8, residual=16), 70
     kv = prompt(total)
-    start, step = torch.arange(n), pass_over(n)
+    start, step = torch.arange(n), prefill_context(n)
     slots, part = Tail(stage.compress(step, 0, kv.select(start), None), step), stage.expand()[1]
     slots.seen = 3 + n
     for at in range(n, total):
@@ -667,17 +669,19 @@ def test_kivi_quantises_the_answer_as_it_does_a_prompt(n):
         assert slots.held < 16
         slots.write(kv.keys[:, at], kv.values[:, at])
     part.step(slots, 0)
-    whole = stage.compress(pass_over(total), 0, kv, None)
+    whole = stage.compress(prefill_context(total), 0, kv, None)
     assert slots.held == len(whole) == total % 16
-    (of,) = slots.pages
-    assert same(of, whole.segments[0])
+    (stored,) = slots.pages
+    assert same(stored, whole.segments[0])
     assert torch.equal(slots.keys, whole.keys)
     assert slots.calls == total // 16 - n // 16
-    assert not same(of, Kivi(bits=4, group=8, residual=16).compress(step, 0, kv, None).segments[0])
+    assert not same(
+        stored, Kivi(bits=4, group=8, residual=16).compress(step, 0, kv, None).segments[0]
+    )
 
 
-def test_kivi_catches_up_with_many_tokens_at_once():
-    stage, step = Kivi(bits=2, group=8, residual=16), pass_over(50)
+def test_kivi_quantizes_many_new_tokens_at_once():
+    stage, step = Kivi(bits=2, group=8, residual=16), prefill_context(50)
     slots = Tail(prompt(50), step)
     stage.expand()[1].step(slots, 0)
     assert (slots.held, slots.calls) == (2, 1)
@@ -691,18 +695,18 @@ def test_kivi_catches_up_with_many_tokens_at_once():
         ({"residual": 100}, "kivi: residual=100 does not consist of groups of 32"),
     ],
 )
-def test_kivi_names_what_it_cannot_do(parameters, message):
+def test_kivi_invalid_parameters_raise(parameters, message):
     with pytest.raises(RecipeError, match=message):
         Kivi(**parameters)
 
 
-def test_methods_name_heads_that_they_cannot_pack():
+def test_unsupported_head_sizes_raise():
     with pytest.raises(RecipeError, match="kivi: groups of 32 channels do not divide a head of 48"):
-        Kivi().compress(pass_over(128), 0, prompt(128, dim=48), None)
-    narrow = Kivi().compress(pass_over(128), 0, prompt(128, dim=16), None)
+        Kivi().compress(prefill_context(128), 0, prompt(128, dim=48), None)
+    narrow = Kivi().compress(prefill_context(128), 0, prompt(128, dim=16), None)
     assert narrow.segments[0].key == (2, 32, 1, False)
     with pytest.raises(RecipeError, match="zipcache: 6 channels cannot be packed"):
-        ZipCache().compress(pass_over(8), 0, prompt(8, dim=6), columns(8))
+        ZipCache().compress(prefill_context(8), 0, prompt(8, dim=6), columns(8))
 
 
 # --- ZipCache ------------------------------------------------------------------------------------
@@ -719,40 +723,40 @@ def columns(n: int, heads: int = 2, groups: int = 2, seed: int = 0) -> ColumnSta
     lengths=st.lists(st.integers(0, 40), min_size=1, max_size=3),
     seed=SEEDS,
 )
-def test_the_least_salient_are_the_lowest_of_each_head(share, lengths, seed):
+def test_least_salient_is_the_lowest_per_head(share, lengths, seed):
     n = max(*lengths, 1)
     score = noise(len(lengths), n, seed=seed)
     low = least_salient(score, share, torch.tensor(lengths))
-    for of, mine, length in zip(score, low, lengths, strict=True):
+    for row, mine, length in zip(score, low, lengths, strict=True):
         assert int(mine.sum()) == int(share * length)
         assert not mine[length:].any()
         if 0 < mine.sum() < length:
-            assert of[mine].max() < of[:length][~mine[:length]].min()
+            assert row[mine].max() < row[:length][~mine[:length]].min()
 
 
-def test_ties_are_salient_at_the_lower_index():
+def test_saliency_ties_prefer_the_lower_index():
     low = least_salient(torch.ones(1, 10), 0.4, torch.tensor([10]))
     assert low[0].nonzero().flatten().tolist() == [6, 7, 8, 9]
 
 
-def test_saliency_is_a_mean_over_the_rows_that_see_a_slot():
+def test_saliency_is_averaged_over_attending_rows():
     stats, n = columns(20), 20
-    full = ZipCache().score(pass_over(n), prompt(n), stats)
+    full = ZipCache().score(prefill_context(n), prompt(n), stats)
     close(full, stats.sum.sum(1) / (n - torch.arange(n)), terms=2 + 1)
-    probe = ZipCache(norm="probe").score(pass_over(n), prompt(n), stats)
+    probe = ZipCache(norm="probe").score(prefill_context(n), prompt(n), stats)
     close(probe, stats.sum.sum(1) / stats.nnz, terms=2 + 1)
     assert not torch.equal(full, probe)
     assert bool(saliency(stats.sum, 0 * stats.nnz).isfinite().all())
-    # Of a prompt that has lost slots, each is divided by the rows that still see it.
+    # If slots were dropped, each is divided by the number of rows that still attend to it.
     left = torch.tensor([0, 3, 4, 11, 19])
     kv = prompt(n).select(left)
-    some = ColumnStats(stats.nnz[:, left], stats.rows, stats.sum[..., left])
-    assert torch.equal(ZipCache().score(pass_over(n), kv, some), full[:, left])
+    remaining = ColumnStats(stats.nnz[:, left], stats.rows, stats.sum[..., left])
+    assert torch.equal(ZipCache().score(prefill_context(n), kv, remaining), full[:, left])
 
 
 @pytest.mark.parametrize("lengths", [[40, 40], [40, 17]])
-def test_zipcache_keeps_every_slot_in_one_of_two_precisions(lengths):
-    n, stage, step = 40, ZipCache(), pass_over(40)
+def test_zipcache_splits_slots_into_two_precisions(lengths):
+    n, stage, step = 40, ZipCache(), prefill_context(40)
     kv, stats = prompt(n, lengths=lengths, bias=noise(2, n, seed=4)), columns(n)
     out = stage.compress(step, 0, kv, stats)
     high, low = out.segments
@@ -762,38 +766,40 @@ def test_zipcache_keeps_every_slot_in_one_of_two_precisions(lengths):
     assert torch.equal(high.value_scale, low.value_scale)
     score = stage.score(step, kv, stats)
     for head, length in enumerate(lengths):
-        orders = [of.order[head, : of.lengths[head]].long() - 3 for of in (high, low)]
+        orders = [part.order[head, : part.lengths[head]].long() - 3 for part in (high, low)]
         assert torch.cat(orders).sort().values.tolist() == list(range(length))
         assert all(bool((order.diff() > 0).all()) for order in orders)
         assert score[head, orders[0]].min() > score[head, orders[1]].max()
-        for of, order in zip((high, low), orders, strict=True):
+        for part, order in zip((high, low), orders, strict=True):
             mine = slice(0, len(order))
-            assert torch.equal(of.bias[head, mine], kv.bias[head, order])
+            assert torch.equal(part.bias[head, mine], kv.bias[head, order])
             alone = quantise(
                 kv.keys[head : head + 1, order],
                 kv.values[head : head + 1, order],
                 kv.order[head : head + 1, order],
                 torch.tensor([len(order)]),
-                of.bits,
-                scaled=of.value_scale[head : head + 1],
+                part.bits,
+                scaled=part.value_scale[head : head + 1],
             )
-            for ours, other in zip(of.dequantise(FLOAT), alone.dequantise(FLOAT), strict=True):
+            for ours, other in zip(part.dequantise(FLOAT), alone.dequantise(FLOAT), strict=True):
                 assert torch.equal(ours[head, mine], other[0])
-    error = [(kv.keys.mean(1) - of.dequantise(FLOAT)[0].mean(1)).abs().mean() for of in (high, low)]
+    error = [
+        (kv.keys.mean(1) - part.dequantise(FLOAT)[0].mean(1)).abs().mean() for part in (high, low)
+    ]
     assert error[0] < error[1]
 
 
 @pytest.mark.parametrize(("important", "bits"), [(1.0, [4]), (0.0, [2]), (0.5, [4, 2])])
 def test_zipcache_with_one_precision(important, bits):
-    out = ZipCache(important=important).compress(pass_over(20), 0, prompt(20), columns(20))
-    assert [of.bits for of in out.segments] == bits
+    out = ZipCache(important=important).compress(prefill_context(20), 0, prompt(20), columns(20))
+    assert [part.bits for part in out.segments] == bits
     equal = ZipCache(important=important, bits_high=8, bits_low=8)
-    (of,) = equal.compress(pass_over(20), 0, prompt(20), columns(20)).segments
-    assert (of.bits, len(of)) == (8, 20)
+    (part,) = equal.compress(prefill_context(20), 0, prompt(20), columns(20)).segments
+    assert (part.bits, len(part)) == (8, 20)
 
 
-def test_zipcache_quantises_the_answer_in_pages():
-    stage, step = ZipCache(page=16), pass_over(20)
+def test_zipcache_quantizes_answer_in_pages():
+    stage, step = ZipCache(page=16), prefill_context(20)
     kv = prompt(20)
     compressed = stage.compress(step, 0, kv, columns(20))
     slots, part = Tail(compressed, step), stage.expand()[1]
@@ -804,7 +810,7 @@ def test_zipcache_quantises_the_answer_in_pages():
         slots.write(keys[:, at], values[:, at])
     assert slots.calls == 2
     high, low, pages = slots.pages
-    # What was quantised before is as it was.
+    # Slots that were quantized earlier are unchanged.
     assert high is compressed.segments[0] and low is compressed.segments[1]
     assert pages.key == (4, 16, 1, True) and pages.lengths.tolist() == [32, 32]
     assert torch.equal(pages.value_scale, high.value_scale)
@@ -818,7 +824,7 @@ def test_zipcache_quantises_the_answer_in_pages():
         assert not torch.equal(ours[:, :16], other)
 
 
-def test_zipcache_asks_for_shares_of_the_rows():
+def test_zipcache_requests_fractions_of_probe_rows():
     stage = ZipCache(recent=0.1, random=0.2, seed=7)
     (request,) = set(stage.text_stats(3).values())
     assert set(stage.text_stats(3)) == {0, 1, 2}
@@ -834,6 +840,6 @@ def test_zipcache_asks_for_shares_of_the_rows():
         ({"recent": 0.0}, "recent=0 is out of range"),
     ],
 )
-def test_zipcache_names_what_it_cannot_do(parameters, message):
+def test_zipcache_invalid_parameters_raise(parameters, message):
     with pytest.raises(RecipeError, match=message):
         ZipCache(**parameters)

@@ -1,4 +1,4 @@
-"""Recipes: what can be written comes back as it was, what cannot is refused by name."""
+"""Recipes: round trips of valid texts, and errors for invalid ones."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NAMES = sorted(stage_names())
 
 
 def values(field: Field, hint: Any) -> st.SearchStrategy:
-    """Values that the declaration of ``field`` allows."""
+    """Values that ``field`` allows."""
     options = get_args(hint)
     if NoneType in options:
         (inner,) = (option for option in options if option is not NoneType)
@@ -67,12 +67,12 @@ def stages(draw: st.DrawFn, name: str) -> Stage:
             given_[field.name] = draw(values(field, hints[field.name]))
     try:
         return cls(**given_)
-    except VLMFastError:  # parameters that are allowed one by one but not together
+    except VLMFastError:  # parameters that are valid alone but not together
         return reject()
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_stage_declares_itself(name: str) -> None:
+def test_stages_declare_name_protocol_and_paper(name: str) -> None:
     cls = stage_class(name)
     assert cls.name == name
     assert cls.protocol in PROTOCOLS or cls.expand is not Stage.expand
@@ -86,9 +86,9 @@ def test_every_stage_declares_itself(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 @given(data=st.data())
-# Parameters that must fit each other leave few of the drawn ones.
+# Few draws satisfy the constraints between parameters.
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
-def test_a_stage_comes_back(name: str, data: st.DataObject) -> None:
+def test_stage_round_trip(name: str, data: st.DataObject) -> None:
     stage = data.draw(stages(name))
     text = str(stage)
     assert Recipe.parse(text) == Recipe((stage,))
@@ -98,13 +98,13 @@ def test_a_stage_comes_back(name: str, data: st.DataObject) -> None:
 
 @given(st.data())
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
-def test_a_recipe_comes_back(data: st.DataObject) -> None:
+def test_recipe_round_trip(data: st.DataObject) -> None:
     chosen = data.draw(st.lists(st.sampled_from(NAMES), unique=True, max_size=4))
     parts = [data.draw(stages(name)) for name in chosen]
     parts.sort(key=lambda stage: PROTOCOLS.index(stage.expand()[0].protocol))
     try:
         recipe = Recipe(tuple(parts))
-    except RecipeError:  # stages that cannot stand together
+    except RecipeError:  # stages that cannot be combined
         reject()
     assert Recipe.parse(str(recipe)) == recipe
     assert hash(Recipe.parse(str(recipe))) == hash(recipe)
@@ -112,7 +112,7 @@ def test_a_recipe_comes_back(data: st.DataObject) -> None:
 
 @given(st.text(max_size=30) | st.text("hired:+=,.0123/ratelpbudgonm ", max_size=30))
 @settings(max_examples=300, deadline=None)
-def test_any_text_is_read_or_refused(text: str) -> None:
+def test_any_text_parses_or_raises(text: str) -> None:
     try:
         recipe = Recipe.parse(text)
     except RecipeError:
@@ -146,7 +146,7 @@ def test_canonical_text(text: str, canonical: str) -> None:
     assert Recipe.parse(canonical) == Recipe.parse(text)
 
 
-def test_joining_in_python() -> None:
+def test_addition_of_stages() -> None:
     recipe = Recipe.parse("random:0.4+grid")
     assert Recipe.of(Random(0.4) + Grid()) == recipe
     assert Recipe.of([Random(0.4), Grid()]) == recipe
@@ -169,7 +169,7 @@ def test_presets() -> None:
         Recipe.parse("fast+grid")
 
 
-def test_files(tmp_path: Path) -> None:
+def test_save_and_load(tmp_path: Path) -> None:
     path = tmp_path / "recipe.yaml"
     for text in ("none", "hired:rate=0.4,alpha=0.25+grid", "random:0.1"):
         Recipe.parse(text).save(path)
@@ -185,7 +185,7 @@ def test_files(tmp_path: Path) -> None:
         Recipe.load(tmp_path / "absent")
 
 
-# --- refusals ------------------------------------------------------------------------------------
+# --- errors --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -208,13 +208,13 @@ def test_files(tmp_path: Path) -> None:
         ("grid:sead=1", r"grid has no parameter 'sead'; parameters: rate, positions, budget"),
     ],
 )
-def test_refusals(text: str, message: str) -> None:
+def test_invalid_recipes_raise(text: str, message: str) -> None:
     with pytest.raises(RecipeError, match=message):
         Recipe.parse(text)
 
 
 @pytest.mark.parametrize("bad", [3, 0.2, {"hired": 0.2}, HiRED])
-def test_what_is_no_recipe(bad: Any) -> None:
+def test_invalid_types_raise(bad: Any) -> None:
     with pytest.raises(RecipeError, match="recipe must be"):
         Recipe.of(bad)
     with pytest.raises(RecipeError, match="a recipe holds stages"):
@@ -227,7 +227,7 @@ def test_errors_are_value_errors() -> None:
 
 
 @pytest.mark.parametrize("path", ["runs/one+two", "a,b", " left"])
-def test_texts_that_cannot_stand_in_a_recipe(path):
+def test_paths_with_reserved_characters_raise(path):
     from vlmfast.compressors.encoder.pvc import PVC
 
     with pytest.raises(RecipeError, match="cannot stand in a recipe"):

@@ -1,4 +1,4 @@
-"""Changelog, citation and templates, and the checks of the wheel."""
+"""Changelog, citation, templates, and the checks of the wheel."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def parts(text: str, level: int) -> list[tuple[str, str]]:
 
 
 def changelog_problems(text: str, version: str) -> list[str]:
-    """What is wrong with a changelog of a package at ``version``."""
+    """Problems of the changelog of a package at ``version``."""
     found, releases = [], []
     versions = parts(text, 2)
     if [title for title, _ in versions].count("[Unreleased]") != 1:
@@ -119,7 +119,7 @@ GOOD = """# Changelog
         ("### Fixed\n- b\n", "### Fixed\n", "Fixed is empty"),
     ],
 )
-def test_wrong_changelogs_are_refused(old: str, new: str, problem: str) -> None:
+def test_invalid_changelogs_are_rejected(old: str, new: str, problem: str) -> None:
     assert not changelog_problems(GOOD, "0.2.0")
     assert old in GOOD
     assert any(problem in line for line in changelog_problems(GOOD.replace(old, new, 1), "0.2.0"))
@@ -135,19 +135,19 @@ def test_unreleased_must_be_first() -> None:
 
 
 def citation_problems(text: str, version: str, license_: str) -> list[str]:
-    """What is wrong with a CITATION.cff, as far as a package can know it."""
-    found, of = [], yaml.safe_load(text)
+    """Problems of a CITATION.cff that can be checked offline."""
+    found, data = [], yaml.safe_load(text)
     fixed = {"cff-version": "1.2.0", "type": "software", "version": version, "license": license_}
-    found += [f"{k} is {of.get(k)!r}, not {v!r}" for k, v in fixed.items() if of.get(k) != v]
-    found += [f"{key} is missing" for key in ("title", "abstract", "message") if not of.get(key)]
-    for author in of.get("authors") or [{}]:
+    found += [f"{k} is {data.get(k)!r}, not {v!r}" for k, v in fixed.items() if data.get(k) != v]
+    found += [f"{key} is missing" for key in ("title", "abstract", "message") if not data.get(key)]
+    for author in data.get("authors") or [{}]:
         if not author.get("name") and not author.get("family-names"):
             found.append("an author has no name")
     return found
 
 
 def citation() -> tuple[str, str, str]:
-    """Text of the citation, and the version and license that it must name."""
+    """Text of the citation, and the version and license that it must contain."""
     license_ = tomllib.loads(read("pyproject.toml"))["project"]["license"]
     return read("CITATION.cff"), vlmfast.__version__, license_
 
@@ -167,7 +167,7 @@ def test_citation() -> None:
         (r"- name: .*", "- alias: x", "an author has no name"),
     ],
 )
-def test_wrong_citations_are_refused(pattern: str, new: str, problem: str) -> None:
+def test_invalid_citations_are_rejected(pattern: str, new: str, problem: str) -> None:
     text, version, license_ = citation()
     wrong, count = re.subn(pattern, new, text, count=1, flags=re.MULTILINE)
     assert count == 1
@@ -178,7 +178,7 @@ def test_wrong_citations_are_refused(pattern: str, new: str, problem: str) -> No
 
 
 def form_problems(text: str) -> list[str]:
-    """What keeps a code host from showing an issue form."""
+    """Problems that keep a code host from showing an issue form."""
     try:
         form = yaml.safe_load(text)
     except yaml.YAMLError as error:
@@ -196,12 +196,12 @@ def form_problems(text: str) -> list[str]:
         found += [] if attributes.get("label") else [f"body {number}: label is missing"]
         if kind in ("dropdown", "checkboxes"):
             options = attributes.get("options") or []
-            texts = kind == "checkboxes" or all(isinstance(of, str) for of in options)
+            texts = kind == "checkboxes" or all(isinstance(option, str) for option in options)
             if not options or not texts:
                 found.append(f"body {number}: options must be texts")
     if None in ids or len(set(ids)) < len(ids):
         found.append("ids are missing or not unique")
-    if not any(of.get("validations", {}).get("required") for of in form.get("body") or []):
+    if not any(field.get("validations", {}).get("required") for field in form.get("body") or []):
         found.append("nothing is required")
     return found
 
@@ -226,27 +226,27 @@ def test_issue_form(name: str) -> None:
         ("label: Paper", "title: Paper", "label is missing"),
         ("id: arxiv", "id: paper", "not unique"),
         ("    id: arxiv\n", "", "ids are missing"),
-        ('- "No"', "- No", "options must be texts"),  # YAML reads a truth value
+        ('- "No"', "- No", "options must be texts"),  # YAML reads a boolean
         ("required: true", "required: false", "nothing is required"),
     ],
 )
-def test_wrong_issue_forms_are_refused(old: str, new: str, problem: str) -> None:
+def test_invalid_issue_forms_are_rejected(old: str, new: str, problem: str) -> None:
     text = FORMS["method.yml"].read_text(encoding="utf-8")
     assert old in text
     assert any(problem in line for line in form_problems(text.replace(old, new)))
 
 
-def test_chooser_of_forms() -> None:
-    of = yaml.safe_load((GITHUB / "ISSUE_TEMPLATE" / "config.yml").read_text(encoding="utf-8"))
-    assert of == {"blank_issues_enabled": True}
+def test_issue_form_chooser() -> None:
+    config = yaml.safe_load((GITHUB / "ISSUE_TEMPLATE" / "config.yml").read_text(encoding="utf-8"))
+    assert config == {"blank_issues_enabled": True}
 
 
-def test_commands_of_templates_exist() -> None:
+def test_commands_in_templates_exist() -> None:
     texts = {name: path.read_text(encoding="utf-8") for name, path in FORMS.items()}
     texts["pull request"] = (GITHUB / "PULL_REQUEST_TEMPLATE.md").read_text(encoding="utf-8")
     found = {name: commands(name, text) for name, text in texts.items()}
-    for of in found.values():
-        for command in of:
+    for group in found.values():
+        for command in group:
             check(command)
     assert "vlmfast env" in [command.text for command in found["bug.yml"]]
     assert "make test lint types docs" in [command.text for command in found["pull request"]]
@@ -267,7 +267,7 @@ def release() -> ModuleType:
     return module
 
 
-def test_version_without_import(release: ModuleType) -> None:
+def test_version_is_read_without_import(release: ModuleType) -> None:
     assert release.version() == vlmfast.__version__
 
 
@@ -283,7 +283,7 @@ def wheel_of(folder: Path, names: list[str]) -> Path:
     return path
 
 
-def test_contents_of_a_wheel_are_compared(release: ModuleType, tmp_path: Path) -> None:
+def test_wheel_contents_are_checked(release: ModuleType, tmp_path: Path) -> None:
     expected = {"vlmfast/__init__.py", "vlmfast/weights/a.safetensors"}
     right = [*sorted(expected), *METADATA]
     assert not release.wheel_problems(wheel_of(tmp_path, right), expected)
@@ -299,9 +299,7 @@ def test_contents_of_a_wheel_are_compared(release: ModuleType, tmp_path: Path) -
     ]
 
 
-def test_expected_files_are_those_under_version_control(
-    release: ModuleType, tmp_path: Path
-) -> None:
+def test_expected_files_are_tracked_files(release: ModuleType, tmp_path: Path) -> None:
     (tmp_path / "vlmfast").mkdir()
     for name in ("vlmfast/a.py", "vlmfast/b.py", "c.py"):
         (tmp_path / name).write_text("")
@@ -313,14 +311,14 @@ def test_expected_files_are_those_under_version_control(
     assert release.expected_files(tmp_path) == {"vlmfast/a.py", "vlmfast/d.png"}
 
 
-def test_a_command_that_fails_ends_the_release(release: ModuleType, tmp_path: Path) -> None:
+def test_failing_command_aborts_the_release(release: ModuleType, tmp_path: Path) -> None:
     python = [sys.executable, "-c"]
     assert release.run([*python, "print('fine')"], tmp_path) == "fine\n"
     with pytest.raises(release.ReleaseError, match=r"exited with 3:\nbad"):
         release.run([*python, "print('bad'); raise SystemExit(3)"], tmp_path)
 
 
-def test_commands_run_without_the_checkout_in_their_path(
+def test_commands_run_without_checkout_on_path(
     release: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     code = "import os; print(os.environ.get('PYTHONPATH'))"
@@ -337,14 +335,14 @@ def test_commands_run_without_the_checkout_in_their_path(
         ({}, None),
     ],
 )
-def test_answers_of_the_installed_package_are_compared(
+def test_answers_of_installed_package_are_checked(
     release: ModuleType, monkeypatch: pytest.MonkeyPatch, printed: dict[str, str], problem: Any
 ) -> None:
     calls = []
 
     def run(command: list[Any], cwd: Path) -> str:
         calls.append(command[1])
-        answers = {words[0]: answer for words, answer in release.QUESTIONS}
+        answers = {command_line[0]: answer for command_line, answer in release.QUESTIONS}
         right = f"vlmfast {vlmfast.__version__}" if command[1] == "--version" else ""
         right = answers[command[2]] if command[1] == "ask" else right
         return printed.get(command[1], right) + "\n"

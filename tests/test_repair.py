@@ -1,4 +1,4 @@
-"""Merged tokens that count for all they stand for, and the statistics that methods may ask for."""
+"""Proportional attention of merged tokens, and the statistics that methods may request."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def start(vlm: VLM, recipe, images, **inputs) -> Driven:
 
 
 def sums(vlm: VLM) -> int:
-    """Behind a logit, over a prompt with one picture and `TOKENS`."""
+    """Number of summed terms of a logit, for a prompt with one image and `TOKENS`."""
     prompt = vlm.inputs("what is here ?", [picture()])["input_ids"].shape[1]
     return tower(vlm.model) + network(vlm.model, prompt + len(TOKENS))
 
@@ -56,13 +56,13 @@ SUMS = 16 + 15  # a logit over the head dimension, then the values over the keys
 
 
 class Layer:
-    """What an attention module is to the registered function."""
+    """The attention module as the registered attention function uses it."""
 
     layer_idx, num_key_value_groups, training, is_causal = 0, 2, False, True
 
 
 def states(rows: torch.Tensor, seed: int) -> list[torch.Tensor]:
-    """Queries and grouped keys and values of 12 tokens, repeated as ``rows`` says."""
+    """Queries and grouped keys and values of 12 tokens, gathered by ``rows``."""
     generator = torch.Generator().manual_seed(seed)
     made = [torch.randn(1, heads, 12, 16, generator=generator) for heads in (4, 2, 2)]
     return [s[:, :, rows] for s in made]
@@ -78,8 +78,8 @@ def attend(rows: torch.Tensor, weight: torch.Tensor, repair: bool) -> tuple[torc
     return out, cache
 
 
-def test_one_weighted_token_attends_like_its_duplicates() -> None:
-    """Exact in prefill, in decode, and for several tokens at once."""
+def test_weighted_token_equals_its_duplicates() -> None:
+    """In prefill, in decoding, and for several tokens at once."""
     twice = torch.tensor([0, 1, 2, 3, 3, 3, 4, 5, 6, 6, 7, 8, 9, 10, 11])
     once = torch.arange(12)
     weight = torch.ones(12)
@@ -87,7 +87,7 @@ def test_one_weighted_token_attends_like_its_duplicates() -> None:
     expected, full = attend(twice, torch.ones(len(twice)), repair=False)
     got, merged = attend(once, weight, repair=True)
     control, plain = attend(once, weight, repair=False)
-    # The last of the duplicates sees what the merged token sees.
+    # The last duplicate attends to the same keys as the merged token.
     last = torch.tensor([0, 1, 2, 5, 6, 7, 9, 10, 11, 12, 13, 14])
     close(got, expected[:, last], terms=SUMS)
     apart(control, expected[:, last], terms=SUMS)
@@ -108,7 +108,7 @@ def test_one_weighted_token_attends_like_its_duplicates() -> None:
         apart(outputs[2], outputs[0], terms=SUMS)
 
 
-def test_statistics_know_the_weights() -> None:
+def test_attention_statistics_include_weights() -> None:
     query, key, _ = states(torch.arange(12), 0)
     weight = torch.ones(12)
     weight[3] = 2.0
@@ -123,7 +123,7 @@ def test_statistics_know_the_weights() -> None:
 
 @dataclass(frozen=True)
 class Weigh(EncodeStage):
-    """Says of the first token of a picture that it stands for ``weight``."""
+    """Sets the weight of an image's first token to ``weight``."""
 
     name: ClassVar[str] = "test-weigh"
     weight: float = 1.0
@@ -135,8 +135,8 @@ class Weigh(EncodeStage):
         return VisualTokens(tokens.features, tokens.layout.replace(weight=weight), tokens.extra)
 
 
-def test_repair_in_a_whole_answer(vlm) -> None:
-    """Weights of one change nothing; others do, in prefill and decode, unless repair is off."""
+def test_repair_changes_answers_only_with_weights(vlm) -> None:
+    """Weights of 1 change nothing; others do, in prefill and decoding, unless repair is off."""
     full = answer_logits(vlm, start(vlm, (), [picture()]), TOKENS)
     same = answer_logits(vlm, start(vlm, Weigh(1.0), [picture()]), TOKENS)
     terms = sums(vlm)
@@ -148,8 +148,8 @@ def test_repair_in_a_whole_answer(vlm) -> None:
     assert torch.equal(off, full)
 
 
-def test_repair_follows_the_rows_through_drops(vlm) -> None:
-    """A drop behind the merge: the bias of each layer is that of the rows it still holds."""
+def test_repair_bias_follows_rows_through_drops(vlm) -> None:
+    """After a drop that follows a merge, each layer has the bias of its remaining rows."""
 
     @dataclass(frozen=True)
     class DropSecond(PrefillStage):
@@ -174,7 +174,7 @@ def test_repair_follows_the_rows_through_drops(vlm) -> None:
 
 @dataclass(frozen=True)
 class MergeTwins(InEncoderStage):
-    """Merges rows 1 and 2 of every view behind the first block."""
+    """Merges rows 1 and 2 of every view after the first block."""
 
     name: ClassVar[str] = "test-twins"
     repair: bool = repair_param(True)
@@ -188,8 +188,8 @@ class MergeTwins(InEncoderStage):
         return torch.cat([hidden[:, :2], hidden[:, 3:]], dim=1), source
 
 
-def test_repair_inside_the_tower_is_exact_for_duplicates(vlm) -> None:
-    """Rows 1 and 2 are made equal in front of the second block; merging them loses nothing."""
+def test_repair_in_tower_is_exact_for_duplicates(vlm) -> None:
+    """Rows 1 and 2 are made equal before the second block, so merging them is exact."""
     blocks = vlm.adapter.vision_blocks()
     seen = {}
 
@@ -205,7 +205,7 @@ def test_repair_inside_the_tower_is_exact_for_duplicates(vlm) -> None:
         return hook
 
     def final(recipe, name):
-        # Registered first, so that it runs in front of the stage's hook.
+        # Registered first, so that it runs before the stage's hook.
         handles = [
             blocks[1].register_forward_pre_hook(twin),
             blocks[-1].register_forward_hook(look(name)),
@@ -224,10 +224,10 @@ def test_repair_inside_the_tower_is_exact_for_duplicates(vlm) -> None:
     apart(without, full[:, rest], terms=tower(vlm.model))
 
 
-# --- what methods may ask for --------------------------------------------------------------------
+# --- statistics for methods ----------------------------------------------------------------------
 
 
-def test_received_logits_are_the_mean_of_the_map() -> None:
+def test_received_logits_are_the_mean_attention_logits() -> None:
     query, key, _ = states(torch.arange(12), 0)
     rows = torch.tensor([2, 3, 7])
     logits = query[0] @ key[0].repeat_interleave(2, 0).transpose(-1, -2) * 0.25
@@ -236,7 +236,7 @@ def test_received_logits_are_the_mean_of_the_map() -> None:
     apart(got, logits.mean(1, keepdim=True), terms=SUMS)
 
 
-def test_received_logits_and_text_rows_of_one_layer(vlm) -> None:
+def test_received_logits_and_text_rows_from_one_layer(vlm) -> None:
     seen = {}
 
     @dataclass(frozen=True)
@@ -259,10 +259,10 @@ def test_received_logits_and_text_rows_of_one_layer(vlm) -> None:
         training.run(vlm, run.inputs, Look())
     n = run.inputs.tensors["input_ids"].shape[1]
     visual = run.inputs.tensors["input_ids"][0] == vlm.adapter.image_token_id
-    behind = n - 1 - int(visual.nonzero().max())
+    text_after = n - 1 - int(visual.nonzero().max())
     assert seen["received"].shape == (4, 1, n)
-    # Rows of an answer do not look, in training.
-    assert seen["text"].shape == (4, behind - 3, n)
+    # In training, answer rows do not contribute.
+    assert seen["text"].shape == (4, text_after - 3, n)
 
 
 def test_requests_of_two_stages_are_joined() -> None:
@@ -272,8 +272,8 @@ def test_requests_of_two_stages_are_joined() -> None:
     assert StatRequest("text").joined(StatRequest("text", received=True)).received
 
 
-def test_keys_and_cls_of_the_tower(vlm) -> None:
-    """The head mean of the keys, and the projected CLS row, are those of Hugging Face's tower."""
+def test_tower_keys_and_cls_equal_hugging_face(vlm) -> None:
+    """The head mean of the keys, and the projected CLS row."""
     seen = {}
 
     @dataclass(frozen=True)
@@ -307,7 +307,7 @@ def test_keys_and_cls_of_the_tower(vlm) -> None:
     apart(seen["stats"].cls[0], seen["stats"].cls[1], terms=terms)
 
 
-def test_frames_of_clips_are_known(vlm) -> None:
+def test_video_frames_are_known_to_stages(vlm) -> None:
     seen = {}
 
     @dataclass(frozen=True)
@@ -342,8 +342,8 @@ def test_frames_of_clips_are_known(vlm) -> None:
     assert (seen["kind"][(item > 0) & patches] == Kind.VIDEO).all()
 
 
-def test_a_stage_may_use_more_rows_in_the_tower_than_there_are_views(vlm) -> None:
-    """What the projector gets is what the stage says; with the first copy nothing changes."""
+def test_in_encoder_stage_may_add_rows(vlm) -> None:
+    """The stage determines the projector's input; the first copy leaves it unchanged."""
 
     @dataclass(frozen=True)
     class Copies(InEncoderStage):
@@ -369,13 +369,13 @@ def test_a_stage_may_use_more_rows_in_the_tower_than_there_are_views(vlm) -> Non
     apart(other, full, terms=terms)
 
 
-def test_two_stages_inside_the_tower_are_refused() -> None:
+def test_two_in_encoder_stages_raise() -> None:
     with pytest.raises(RecipeError, match="test-twins and mustdrop"):
         Recipe((MergeTwins(), Recipe.parse("mustdrop")[0]))
 
 
-def test_a_soft_mask_is_a_bias(vlm) -> None:
-    """Training: a row that is hardly there counts as one that was dropped."""
+def test_soft_mask_equals_drop_in_the_limit(vlm) -> None:
+    """Training: a row of weight near 0 acts like a dropped one."""
 
     @dataclass(frozen=True)
     class Soft(PrefillStage):
@@ -401,13 +401,13 @@ def test_a_soft_mask_is_a_bias(vlm) -> None:
     terms = sums(vlm)
     close(one, full, terms=terms)
     gone, hardly = taught(Soft(0.0)), taught(Soft(1e-9))
-    # A weight of 1e-9 is far below what rounding leaves open.
+    # A weight of 1e-9 is far below the rounding error.
     close(hardly, gone, terms=terms)
     apart(gone, full, terms=terms)
 
 
-def test_reference_attention_is_what_pytorch_computes() -> None:
-    """The bias path gives PyTorch's own numbers when all weights are one."""
+def test_reference_attention_equals_pytorch() -> None:
+    """The bias path equals PyTorch's attention if all weights are 1."""
     rows = torch.arange(12)
     query, key, value = states(rows, 0)
     out, _ = attend(rows, torch.ones(12), repair=True)

@@ -1,4 +1,4 @@
-"""The way in: generation arguments, texts and lengths that cannot be answered are told at once."""
+"""Validation of generation arguments, texts and lengths before anything is computed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def vlm() -> VLM:
 
 @pytest.fixture
 def passes(vlm: VLM) -> Iterator[list[int]]:
-    """Counts forward passes of the language model."""
+    """Records forward passes of the language model."""
     seen: list[int] = []
     hook = vlm.model.get_decoder().register_forward_pre_hook(lambda *_: seen.append(1))
     yield seen
@@ -39,7 +39,7 @@ def passes(vlm: VLM) -> Iterator[list[int]]:
 
 @pytest.fixture
 def positions(vlm: VLM) -> Iterator[Any]:
-    """Sets how many positions the model has."""
+    """Sets the number of positions of the model."""
     text = vlm.model.config.get_text_config()
     before = text.max_position_embeddings
 
@@ -51,7 +51,7 @@ def positions(vlm: VLM) -> Iterator[Any]:
 
 
 def refused(vlm: VLM, **generation: Any) -> str:
-    """The error of arguments, the same for every way of asking."""
+    """The error of generation arguments, equal for every entry point."""
     ways = (
         lambda: vlm.ask(QUESTION, "no such file.png", **generation),
         lambda: vlm.chat([{"role": "user", "content": QUESTION}], **generation),
@@ -71,7 +71,7 @@ def refused(vlm: VLM, **generation: Any) -> str:
     return text
 
 
-# --- the gate ------------------------------------------------------------------------------------
+# --- generation arguments ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -123,19 +123,19 @@ def refused(vlm: VLM, **generation: Any) -> str:
         ({"qqq": 1}, "unknown argument qqq"),
     ],
 )
-def test_the_gate_refuses(vlm, passes, arguments, message):
+def test_invalid_generation_arguments_raise(vlm, passes, arguments, message):
     assert message in refused(vlm, **arguments)
     assert not passes
 
 
-def test_names_of_the_call_itself_are_near_misses(vlm):
+def test_misspelled_arguments_get_suggestions(vlm):
     with pytest.raises(VLMFastError, match=r"unknown argument image; did you mean images\?"):
         vlm.ask(QUESTION, image=picture())
     with pytest.raises(VLMFastError, match=r"unknown argument message; did you mean messages\?"):
         vlm.chat([{"role": "user", "content": QUESTION}], message=3)
 
 
-def test_a_model_is_never_printed(vlm):
+def test_errors_do_not_print_the_model(vlm):
     for name in ("vlmfast_run", "generation_config", "streamer", "temperature", "assistant_model"):
         with pytest.raises(VLMFastError) as error:
             vlm.ask(QUESTION, **{name: vlm.model})
@@ -143,7 +143,7 @@ def test_a_model_is_never_printed(vlm):
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
-def test_ask_and_attach_refuse_the_same(vlm, name):
+def test_ask_and_attach_reject_the_same_arguments(vlm, name):
     assert f"{name} cannot be given" in refused(vlm, **{name: 0.6})
     inputs = vlm.inputs(QUESTION, picture())
     with (
@@ -154,8 +154,8 @@ def test_ask_and_attach_refuse_the_same(vlm, name):
     assert gate(vlm.adapter, {name: None}) and gate(vlm.adapter, {name: False})
 
 
-def test_what_is_legal_is_answered_as_hugging_face_answers(vlm):
-    """Odd, and harmless there: the same tokens, and a control that arguments do something."""
+def test_valid_arguments_match_hugging_face(vlm):
+    """Unusual but valid arguments give the same tokens; a control shows that they take effect."""
     inputs = vlm.inputs(QUESTION, picture())
     length = inputs["input_ids"].shape[1]
     seen = set()
@@ -176,8 +176,8 @@ def test_what_is_legal_is_answered_as_hugging_face_answers(vlm):
     assert len(seen) > 1
 
 
-def test_whole_numbers_may_stand_for_numbers(vlm):
-    """Hugging Face wants floats of some arguments."""
+def test_integers_are_accepted_as_floats(vlm):
+    """Hugging Face requires floats for some arguments."""
     same = {"max_new_tokens": 12, "do_sample": True, "seed": 3, "top_k": 0}
     for name in ("temperature", "repetition_penalty"):
         whole = vlm.ask(QUESTION, **same, **{name: 2}).token_ids
@@ -185,7 +185,7 @@ def test_whole_numbers_may_stand_for_numbers(vlm):
         assert whole != vlm.ask(QUESTION, **same, **{name: 0.1}).token_ids
 
 
-def test_configs_are_merged_as_hugging_face_merges_them(vlm):
+def test_generation_configs_merge_like_hugging_face(vlm):
     own = vlm.model.generation_config
     before = own.max_new_tokens
     try:
@@ -206,7 +206,7 @@ def test_configs_are_merged_as_hugging_face_merges_them(vlm):
 
 
 @pytest.mark.parametrize("family", ["llava", "qwen2_5_vl", "gemma3", "internvl", "idefics3"])
-def test_a_placeholder_in_a_text_is_an_error_about_itself(family):
+def test_placeholder_in_text_raises(family):
     vlm = VLM(*tiny_families.builders()[family]())
     marks = placeholder_texts(vlm.adapter)
     assert set(vlm.adapter.marks()) <= set(marks)
@@ -222,15 +222,15 @@ def test_a_placeholder_in_a_text_is_an_error_about_itself(family):
             with pytest.raises(VLMFastError, match=r"contains .*, the placeholder of an") as error:
                 way()
             assert mark in str(error.value)
-    assert vlm.ask("what is <picture> ?", max_new_tokens=1).token_ids  # anything else is text
+    assert vlm.ask("what is <picture> ?", max_new_tokens=1).token_ids  # other tags are text
 
 
-def test_half_of_a_character(vlm):
+def test_lone_surrogate_raises(vlm):
     with pytest.raises(VLMFastError, match="lone surrogate"):
         vlm.ask("what \ud800 ?")
 
 
-def test_requests_take_messages(vlm):
+def test_requests_accept_messages(vlm):
     content = [{"type": "image", "image": picture()}, {"type": "text", "text": QUESTION}]
     messages = [{"role": "user", "content": content}]
     asked = vlm.ask(QUESTION, picture(), max_new_tokens=3)
@@ -247,13 +247,13 @@ def test_requests_take_messages(vlm):
 @pytest.mark.parametrize(
     "requests", [3, None, "what ?", Request("what ?"), {"a": 1}, torch.tensor(1.0)]
 )
-def test_requests_that_are_no_list(vlm, requests):
+def test_requests_must_be_a_list(vlm, requests):
     with pytest.raises(VLMFastError, match=r"must be a list of vlmfast\.Request"):
         vlm.ask_many(requests)
 
 
 @pytest.mark.parametrize("found", [None, [], 3, [0.5], [-1], [10**9], "x", [[1]]])
-def test_what_an_allowing_function_returns_is_checked(vlm, found):
+def test_prefix_allowed_tokens_are_validated(vlm, found):
     given = {"max_new_tokens": 3, "eos_token_id": None}
     with pytest.raises(VLMFastError, match=r"^prefix_allowed_tokens_fn returned .* from 0 to \d+$"):
         vlm.ask("what ?", prefix_allowed_tokens_fn=lambda row, ids: found, **given)
@@ -262,7 +262,7 @@ def test_what_an_allowing_function_returns_is_checked(vlm, found):
     assert not set(vlm.ask("what ?", **given).token_ids) <= {40, 41}
 
 
-def test_what_a_users_function_raises_is_its_own(vlm):
+def test_exceptions_of_user_functions_propagate(vlm):
     def allowed(row, ids):
         raise KeyError("mine")
 
@@ -273,7 +273,7 @@ def test_what_a_users_function_raises_is_its_own(vlm):
 # --- lengths -------------------------------------------------------------------------------------
 
 
-def test_a_text_that_is_too_long_is_refused_before_anything_is_read(vlm, passes):
+def test_too_long_text_raises_before_prefill(vlm, passes):
     for text in ("a" * 100_000, "a b " * 3_000_000):
         for way in (
             lambda text=text: vlm.ask(text, "no such file.png"),
@@ -285,7 +285,7 @@ def test_a_text_that_is_too_long_is_refused_before_anything_is_read(vlm, passes)
     assert not passes
 
 
-def test_prompt_and_answer_must_fit_the_positions(vlm, passes, positions):
+def test_prompt_and_answer_must_fit_max_positions(vlm, passes, positions):
     size = vlm.inputs(QUESTION, picture())["input_ids"].shape[1]
     positions(size + 5)
     answer = vlm.ask(QUESTION, picture(), max_new_tokens=5, eos_token_id=None)
@@ -301,7 +301,7 @@ def test_prompt_and_answer_must_fit_the_positions(vlm, passes, positions):
     with pytest.raises(VLMFastError, match="max_length=3 leaves no token for the answer"):
         vlm.ask(QUESTION, picture(), max_length=3)
     assert not passes
-    # What nobody asked for is cut to what fits, and gives the same tokens up to there.
+    # The default length is cut to what fits and gives the same tokens up to there.
     cut = vlm.ask(QUESTION, picture(), eos_token_id=None)
     assert cut.token_ids == answer.token_ids
     (many,) = vlm.ask_many([Request(QUESTION, picture(), generation={"eos_token_id": None})])
@@ -319,7 +319,7 @@ def test_prompt_and_answer_must_fit_the_positions(vlm, passes, positions):
     assert not passes
 
 
-def test_dropped_tokens_keep_their_positions_unless_they_are_closed_up(vlm, passes, positions):
+def test_dropped_tokens_count_unless_compacted(vlm, passes, positions):
     size = vlm.inputs(QUESTION, picture())["input_ids"].shape[1]
     positions(size - 4)
     for recipe in ("random:0.5,positions=keep", "pyramiddrop:positions=compact"):
@@ -334,14 +334,14 @@ def test_dropped_tokens_keep_their_positions_unless_they_are_closed_up(vlm, pass
     assert len(vlm.ask(QUESTION, picture(), **given).token_ids) == 4
 
 
-def test_a_model_without_a_bound_has_none(vlm, monkeypatch):
+def test_model_without_position_limit(vlm, monkeypatch):
     with pytest.raises(ModelError, match="has 4096"):
         vlm.ask("a" * 5000, max_new_tokens=1)
     monkeypatch.setattr(type(vlm.adapter), "max_positions", None)
     assert vlm.ask("a" * 5000, max_new_tokens=1).token_ids
 
 
-def test_a_conversation_that_outgrows_the_positions_says_so(vlm, positions):
+def test_conversation_beyond_max_positions_raises(vlm, positions):
     with vlm.session(picture()) as session:
         first = session.ask(QUESTION, max_new_tokens=4)
         positions(vlm.inputs(QUESTION, picture())["input_ids"].shape[1] + 10)
@@ -355,9 +355,9 @@ def test_a_conversation_that_outgrows_the_positions_says_so(vlm, positions):
 
 
 @pytest.mark.parametrize("name", ["answer", "generation", "request", "session", "long_video"])
-def test_what_lies_below_the_vlm_does_not_know_it(name):
-    """Not even where types alone are meant."""
-    path = Path(vlmfast.__file__).parent / f"{name}.py"
+def test_lower_layers_do_not_import_vlm(name):
+    """Not even for annotations."""
+    path = Path(vlmfast.__file__).parent / "api" / f"{name}.py"
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom):
             assert (node.module or "").split(".")[-1] not in ("vlm", "attachment")

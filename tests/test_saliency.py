@@ -1,4 +1,4 @@
-"""Saliency of visual tokens: every tower has one, and it belongs to the right tokens."""
+"""Saliency of visual tokens on every vision tower, and its alignment with the tokens."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SOURCES = {
     "gemma3": "received",
     "fast_vlm": "norm",
 }
-# Whose images give one visual token for each patch of the tower.
+# Families with one visual token per patch of the tower.
 PATCHWISE = ("llava", "llava_next", "llava_next_video", "llava_onevision")
 RECIPES = (
     "hired:0.2",
@@ -70,12 +70,12 @@ CASES = {"image": IMAGE, "video": VIDEO, "both": BOTH}
 @pytest.fixture(scope="module", params=BUILD)
 def vlm(request) -> VLM:
     if request.param == "smolvlm":
-        pytest.importorskip("num2words")  # its processor wants it
+        pytest.importorskip("num2words")  # required by its processor
     return VLM(*BUILD[request.param]())
 
 
 def demo_default() -> str:
-    """The recipe that `demos.app.launch` begins with; its module needs Gradio."""
+    """The default recipe of `demos.app.launch`; its module needs Gradio."""
     source = Path(talk_module.__file__).with_name("app.py").read_text(encoding="utf-8")
     (launch,) = (
         node
@@ -92,7 +92,7 @@ def family(vlm: VLM) -> str:
 
 @dataclass(frozen=True)
 class Look(EncodeStage):
-    """Notes what it sees and keeps everything."""
+    """Records its inputs and keeps everything."""
 
     name: ClassVar[str] = "test-look"
     asked: tuple[SaliencyRequest, ...] = (SaliencyRequest(),)
@@ -112,12 +112,12 @@ def looked(vlm: VLM, *asked: SaliencyRequest, **media) -> tuple:
     return Look.seen["tokens"], Look.seen["stats"]
 
 
-# --- every recipe that the documentation shows runs on every family -------------------------------
+# --- documented recipes run on every family ------------------------------------------------------
 
 
 @pytest.mark.parametrize("case", ["image", "video"])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_recipes_answer_on_every_family(vlm, recipe, case):
+def test_documented_recipes_run_on_every_family(vlm, recipe, case):
     answer = vlm.ask("what is here ?", **CASES[case], recipe=recipe, max_new_tokens=3)
     stats = answer.stats
     assert answer.token_ids
@@ -125,11 +125,11 @@ def test_recipes_answer_on_every_family(vlm, recipe, case):
     expected = SOURCES[family(vlm)] if ranked or "hired" in answer.recipe else ""
     assert stats.saliency == answer.trace.saliency == expected
     assert answer.trace.to_dict()["saliency"] == expected
-    if recipe != "mustdrop":  # whose thresholds are absolute
+    if recipe != "mustdrop":  # its thresholds are absolute
         assert stats.equivalent_tokens < stats.visual_tokens_in
 
 
-def test_bench_answers_on_every_family(vlm):
+def test_bench_runs_on_every_family(vlm):
     rows = bench(vlm, new_tokens=2, repeats=1)
     assert len(rows) == 1 + len(RECIPES_OF_BENCH)
     assert all(row.visual_tokens < row.visual_tokens_in for row in rows[1:])
@@ -137,7 +137,7 @@ def test_bench_answers_on_every_family(vlm):
 
 
 @pytest.mark.parametrize("kind", ["image", "video"])
-def test_the_default_of_the_demo_answers_on_every_family(vlm, kind):
+def test_demo_default_runs_on_every_family(vlm, kind):
     name = {"image": "picture.png", "video": "clip.mp4"}[kind]
     media = Media(kind, str(EXAMPLES / name))
     default = demo_default()
@@ -160,17 +160,17 @@ def test_long_narrow_images(vlm, shape):
     for recipe in ("hired:0.2", "flashvid:0.2"):
         try:
             answer = vlm.ask("what ?", pixels, recipe=recipe, max_new_tokens=1)
-        except VLMFastError:  # Hugging Face's processor refuses it too
+        except VLMFastError:  # Hugging Face's processor rejects it too
             with pytest.raises(VLMFastError):
                 vlm.ask("what ?", pixels, max_new_tokens=1)
         else:
             assert answer.stats.saliency == SOURCES[family(vlm)]
 
 
-# --- the right source, of the right block, at the right token ------------------------------------
+# --- source, block and tokens of the saliency ----------------------------------------------------
 
 
-def test_sources(vlm):
+def test_saliency_sources(vlm):
     usual = SOURCES[family(vlm)]
     assert vlm.adapter.sources()[0] == usual
     for source in vlm.adapter.sources():
@@ -183,7 +183,7 @@ def test_sources(vlm):
             assert salient.keys.shape[:2] == (views, n)
             assert salient.rows.dtype == torch.float32
             assert bool((salient.rows >= 0).all())
-            if source == "received":  # each row of patches spends 1, less what goes to CLS
+            if source == "received":  # each row of patches sums to 1, less the weight of CLS
                 total = salient.rows.sum(-1)
                 assert bool((total <= 1 + 1e-5).all())
                 if not vlm.adapter.specials():
@@ -196,8 +196,8 @@ def test_sources(vlm):
 
 
 @pytest.mark.parametrize("case", ["image", "video", "both"])
-def test_saliency_lies_at_the_tokens_of_its_patches(vlm, case):
-    """A patch that changes in front of the projector changes the tokens that its saliency is of."""
+def test_saliency_is_aligned_with_patches(vlm, case):
+    """Changing a patch before the projector changes the tokens that receive its saliency."""
     if family(vlm) == "smolvlm" and case == "both":
         pytest.skip("smolvlm reads images or one video")
     if family(vlm) == "fast_vlm":
@@ -207,7 +207,7 @@ def test_saliency_lies_at_the_tokens_of_its_patches(vlm, case):
     tokens, stats = looked(vlm, **CASES[case])
     plain = tokens.features.clone()
     rng = np.random.default_rng(0)
-    # Which calls of the tower there are, and how many rows each has.
+    # The calls of the tower and their numbers of rows.
     shapes: list[tuple[int, ...]] = []
     handle = block.register_forward_hook(
         lambda m, a, out: shapes.append((out[0] if isinstance(out, tuple) else out).shape)
@@ -240,9 +240,9 @@ def test_saliency_lies_at_the_tokens_of_its_patches(vlm, case):
 
 
 def marked(vlm, tokens, items, shapes, call, view, patch) -> set[int]:
-    """Tokens that `Adapter.to_tokens` gives a patch of the tower to."""
+    """Tokens to which `Adapter.to_tokens` assigns a patch of the tower."""
     adapter = vlm.adapter
-    if adapter.packed:  # all images of a call in one row
+    if adapter.packed:  # all images of a call form one row
         order = sorted(range(len(items)), key=lambda i: items[i].clip >= 0)
         row = sum(shape[-2] for shape in shapes[:call]) + patch
         for number in order:
@@ -255,8 +255,10 @@ def marked(vlm, tokens, items, shapes, call, view, patch) -> set[int]:
         one[0, row] = 1
     else:
         view += sum(shape[0] for shape in shapes[:call])
-        number = next((i for i, of in enumerate(items) if of.views[0] <= view < of.views[1]), None)
-        if number is None:  # a view of padding
+        number = next(
+            (i for i, entry in enumerate(items) if entry.views[0] <= view < entry.views[1]), None
+        )
+        if number is None:  # a padded view
             return set()
         views = adapter.whole_first(items[number])
         one = torch.zeros(len(views), shapes[call][-2] - adapter.specials())
@@ -265,14 +267,14 @@ def marked(vlm, tokens, items, shapes, call, view, patch) -> set[int]:
     spread = adapter.to_tokens(one, item)
     layout = tokens.layout
     mine = (layout.item == number) & layout.patches
-    place = (layout.grid[:, 1] * item.patches[1] + layout.grid[:, 2]).long()
+    slot = (layout.grid[:, 1] * item.patches[1] + layout.grid[:, 2]).long()
     index = mine.nonzero().flatten()
-    here = spread[layout.tile[index].long(), place[index]] > 0
+    here = spread[layout.tile[index].long(), slot[index]] > 0
     return set(index[here].tolist())
 
 
 def test_received_attention_equals_eager_maps(vlm):
-    """Of towers whose attention maps Hugging Face hands out."""
+    """For towers whose attention maps Hugging Face returns."""
     if vlm.adapter.packed or family(vlm) in ("fast_vlm", "internvl"):
         pytest.skip("its tower hands out no attention maps")
     request = SaliencyRequest(source="received")
@@ -298,12 +300,12 @@ def test_received_attention_equals_eager_maps(vlm):
     apart(rows, wrong[vlm.adapter.whole_first(item)], terms=64 * expected.shape[-1])
 
 
-def test_packed_towers_say_what_each_image_receives():
-    """Qwen2.5-VL: full attention blocks alone, image by image, by hand from queries and keys."""
+def test_received_attention_of_packed_images():
+    """Qwen2.5-VL: full-attention blocks only, per image, computed from queries and keys."""
     vlm = VLM(*BUILD["qwen2_5_vl"]())
     adapter = vlm.adapter
     assert adapter.global_blocks() == [1, 3]
-    assert [adapter.salient_block(of) for of in ("first", "features", "last")] == [1, 3, 3]
+    assert [adapter.salient_block(block) for block in ("first", "features", "last")] == [1, 3, 3]
     module, seen = adapter.vision_blocks()[3].attn, {}
     handle = module.qkv.register_forward_hook(lambda m, a, out: seen.update(qkv=out))
     position = module.register_forward_pre_hook(
@@ -332,7 +334,7 @@ def test_packed_towers_say_what_each_image_receives():
         apart(rows, cells if not torch.equal(raster, cells) else cells.flip(-1), terms=64 * n)
 
 
-def test_a_tower_of_windows_alone_has_no_received_attention():
+def test_windowed_tower_has_no_received_attention():
     vlm = VLM(*BUILD["qwen2_5_vl"]())
     vlm.model.config.vision_config.fullatt_block_indexes = []
     assert vlm.adapter.sources() == ("norm",)
@@ -346,7 +348,7 @@ def test_a_tower_of_windows_alone_has_no_received_attention():
 
 @pytest.mark.parametrize("specials", [0, 1])
 @pytest.mark.parametrize("padded", [False, True])
-def test_received_rows_by_hand(specials, padded):
+def test_received_rows_equal_reference(specials, padded):
     generator = torch.Generator().manual_seed(3)
     q, k = torch.randn(2, 2, 3, 9, 4, generator=generator).unbind(0)
     visible = torch.ones(2, 9, dtype=torch.bool)
@@ -364,7 +366,7 @@ def test_received_rows_by_hand(specials, padded):
         apart(rows[view, :, 0], weights[view].sum(1), torch.float32, 9 * 4)
 
 
-def test_patches_become_tokens():
+def test_to_tokens_averages_patches():
     patches = torch.arange(16.0).view(1, 16)
     assert to_tokens(patches, (4, 4)) is patches
     assert to_tokens(patches, (2, 2)).tolist() == [[2.5, 4.5, 10.5, 12.5]]
@@ -372,7 +374,7 @@ def test_patches_become_tokens():
     assert to_tokens(torch.ones(3, 2, 25), (3, 3)).unique().tolist() == [1.0]
 
 
-def test_order_of_windows():
+def test_window_order():
     assert window_order(2, 3, 2).tolist() == [0, 1, 3, 4, 2, 5]
     assert window_order(3, 3, 2).tolist() == [0, 1, 3, 4, 2, 5, 6, 7, 8]
     for rows, columns, window in [(5, 7, 3), (4, 4, 2), (1, 9, 4)]:
@@ -380,7 +382,7 @@ def test_order_of_windows():
         assert order.sort().values.tolist() == list(range(rows * columns))
 
 
-def test_requests_are_checked():
+def test_invalid_requests_raise():
     for wrong in ({"block": "middle"}, {"source": "attention"}):
         with pytest.raises(ValueError, match="SaliencyRequest"):
             SaliencyRequest(**wrong)
@@ -388,7 +390,7 @@ def test_requests_are_checked():
     assert SaliencyRequest(keys=True).key != SaliencyRequest(keys=True, wide=True).key
 
 
-# --- the source is a choice -----------------------------------------------------------------------
+# --- choice of the source ------------------------------------------------------------------------
 
 
 def test_sources_of_a_tower_with_cls(random_vlm):
@@ -398,14 +400,14 @@ def test_sources_of_a_tower_with_cls(random_vlm):
         )
         for source in ("auto", "cls", "received", "norm")
     }
-    kept = {source: of.trace.entered.order.tolist() for source, of in answers.items()}
+    kept = {source: answer.trace.entered.order.tolist() for source, answer in answers.items()}
     assert kept["auto"] == kept["cls"]
-    assert len({tuple(of) for of in kept.values()}) == 3
-    named = {source: of.stats.saliency for source, of in answers.items()}
+    assert len({tuple(order) for order in kept.values()}) == 3
+    named = {source: answer.stats.saliency for source, answer in answers.items()}
     assert named == {"auto": "cls", "cls": "cls", "received": "received", "norm": "norm"}
 
 
-def test_visionzip_without_cls_keeps_as_many_tokens(random_vlm):
+def test_visionzip_keeps_equal_counts_without_cls(random_vlm):
     counts = {
         source: random_vlm.ask(
             "what ?", picture(0), recipe=f"visionzip:0.3,saliency={source}", max_new_tokens=1
@@ -413,14 +415,14 @@ def test_visionzip_without_cls_keeps_as_many_tokens(random_vlm):
         for source in ("cls", "received")
     }
     assert len(counts["cls"]) == len(counts["received"])
-    special = {source: int((of.kind == 4).sum()) for source, of in counts.items()}
+    special = {source: int((entered.kind == 4).sum()) for source, entered in counts.items()}
     assert special["received"] == 0 < special["cls"]
 
 
-# --- parts that a tower cannot serve -------------------------------------------------------------
+# --- unsupported parts of methods ----------------------------------------------------------------
 
 
-def test_mustdrop_says_which_part_was_left_out(vlm):
+def test_mustdrop_reports_skipped_parts(vlm):
     answer = vlm.ask("what ?", **IMAGE, recipe="mustdrop:budget=0.8", max_new_tokens=1)
     inside = family(vlm) in PATCHWISE
     left_out = [] if inside else ["mustdrop: its part inside the vision tower"]
@@ -428,7 +430,7 @@ def test_mustdrop_says_which_part_was_left_out(vlm):
     assert answer.stats.equivalent_tokens < answer.stats.visual_tokens_in
 
 
-def test_a_method_without_any_part_that_works_is_refused(vlm):
+def test_method_without_supported_parts_raises(vlm):
     if family(vlm) in ("llava", "llava_next", "llava_next_video", "llava_onevision"):
         return
     with pytest.raises(
@@ -437,7 +439,7 @@ def test_a_method_without_any_part_that_works_is_refused(vlm):
         vlm.ask("what ?", **IMAGE, recipe="mustdrop:global_thr=0", max_new_tokens=1)
 
 
-def test_a_session_remembers_the_source(random_vlm):
+def test_session_reports_the_source(random_vlm):
     with random_vlm.session(images=picture(0), recipe="hired:0.5", history=False) as session:
         for question in ("what ?", "and here ?"):
             assert session.ask(question, max_new_tokens=2).stats.saliency == "cls"

@@ -1,4 +1,4 @@
-"""Rows that take their tokens together take the tokens, bit for bit, that each takes alone."""
+"""Batched sampling gives the same tokens, bit for bit, as sampling each row alone."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ from vlmfast.engine.sampling import HostCriterion, Parameters, Sampler, Sampling
 
 V = 29
 PARTS = {
-    "repetition_penalty": lambda of: RepetitionPenaltyLogitsProcessor(of),
-    "remove_invalid": lambda of: InfNanRemoveLogitsProcessor(),
-    "temperature": lambda of: TemperatureLogitsWarper(of),
-    "top_k": lambda of: TopKLogitsWarper(of),
-    "top_p": lambda of: TopPLogitsWarper(of),
-    "min_p": lambda of: MinPLogitsWarper(of),
-    "typical_p": lambda of: TypicalLogitsWarper(of),
-    "normalize": lambda of: LogitNormalization(),
+    "repetition_penalty": lambda value: RepetitionPenaltyLogitsProcessor(value),
+    "remove_invalid": lambda value: InfNanRemoveLogitsProcessor(),
+    "temperature": lambda value: TemperatureLogitsWarper(value),
+    "top_k": lambda value: TopKLogitsWarper(value),
+    "top_p": lambda value: TopPLogitsWarper(value),
+    "min_p": lambda value: MinPLogitsWarper(value),
+    "typical_p": lambda value: TypicalLogitsWarper(value),
+    "normalize": lambda value: LogitNormalization(),
 }
 
 
@@ -71,7 +71,7 @@ def sampler(
 
 
 def huggingface(rows: list[Sampler], logits: Tensor) -> list[Tensor]:
-    """The scores of each row from its own list."""
+    """The scores of each row from its own processors."""
     return [
         row.processors(row.ids, scores[None].to(torch.float32, copy=True))
         for row, scores in zip(rows, logits, strict=True)
@@ -129,12 +129,13 @@ row_settings = st.fixed_dictionaries(
     st.integers(0, 10**6),
     st.sampled_from(["random", "ties", "flat", "infinite"]),
 )
-def test_rows_are_processed_as_by_hugging_face(
+def test_batched_scores_equal_hugging_face(
     chosen: list[dict], size: int, seed: int, kind: str
 ) -> None:
     logits = logits_of(len(chosen), size, seed, kind)
     rows = [
-        sampler(of, [(seed + i * k) % size for k in range(1 + i)]) for i, of in enumerate(chosen)
+        sampler(settings, [(seed + i * k) % size for k in range(1 + i)])
+        for i, settings in enumerate(chosen)
     ]
     before = logits.clone()
     assert same(together(rows, logits), huggingface(rows, logits))
@@ -152,15 +153,15 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("size", [5003, 40_001])
-def test_large_vocabularies_beside_other_rows(size: int) -> None:
-    """Where PyTorch divides a long row among threads, too."""
+def test_large_vocabularies_in_a_batch(size: int) -> None:
+    """Also where PyTorch splits a long row among threads."""
     chosen = [SETTINGS, {}, {"typical_p": 0.9}, {"top_p": 0.95}, SETTINGS | {"normalize": True}]
     logits = logits_of(len(chosen), size, 3, "random")
-    rows = [sampler(of, [1, 2, 3]) for of in chosen]
+    rows = [sampler(settings, [1, 2, 3]) for settings in chosen]
     assert same(together(rows, logits), huggingface(rows, logits))
 
 
-def test_the_entropy_of_a_row_does_not_depend_on_its_company() -> None:
+def test_entropy_is_batch_invariant() -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
@@ -174,26 +175,26 @@ def test_the_entropy_of_a_row_does_not_depend_on_its_company() -> None:
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_a_parameter_of_another_value_gives_other_scores(name: str) -> None:
-    """The control: every parameter is at work, and a nearby one is told apart."""
+def test_parameters_change_scores(name: str) -> None:
+    """The control: every parameter has an effect, and a nearby value gives other scores."""
     chosen = {name: SETTINGS[name]}
     other = {name: 5 if name == "top_k" else SETTINGS[name] * 0.9}
     logits = logits_of(1, 5003, 1, "random").expand(2, -1) / 4
     wanted = huggingface([sampler(chosen, [1, 2, 3])] * 2, logits)
-    (got,) = together([sampler(of, [1, 2, 3]) for of in (chosen, other)], logits)
+    (got,) = together([sampler(settings, [1, 2, 3]) for settings in (chosen, other)], logits)
     assert same([got[:1]], wanted[:1])
     assert not same([got[1:]], wanted[1:])
 
 
-def test_half_precision_and_double_become_float32() -> None:
+def test_scores_are_float32_for_any_dtype() -> None:
     for dtype in (torch.bfloat16, torch.float16, torch.float64):
         logits = logits_of(2, V, 5, "random").to(dtype)
         rows = [sampler(SETTINGS, [1, 2]), sampler({}, [3])]
         assert same(together(rows, logits), huggingface(rows, logits))
 
 
-def test_a_gpu_multiplies_with_the_reciprocal(monkeypatch) -> None:
-    """As PyTorch does there where a tensor is divided by a Python number."""
+def test_division_on_gpu_uses_the_reciprocal(monkeypatch) -> None:
+    """As PyTorch does on a GPU when a tensor is divided by a Python number."""
 
     class Cuda:
         type = "cuda"
@@ -203,7 +204,7 @@ def test_a_gpu_multiplies_with_the_reciprocal(monkeypatch) -> None:
     columns = sampling.Columns(rows, Cuda())
     logits = logits_of(1, 5003, 0, "random")
     seen = torch.ones(1, 5003, dtype=torch.bool)
-    one, other = (1 / torch.tensor(of) for of in (1.3, 0.7))
+    one, other = (1 / torch.tensor(number) for number in (1.3, 0.7))
     wanted = torch.where(logits < 0, logits * 1.3, logits * one) * other
     assert torch.equal(columns(logits, seen), wanted)
     divided = torch.where(logits < 0, logits * 1.3, logits / 1.3) / 0.7
@@ -211,7 +212,7 @@ def test_a_gpu_multiplies_with_the_reciprocal(monkeypatch) -> None:
 
 
 class Own(LogitsProcessor):
-    """A user's own: writes into what it is given."""
+    """A user-defined processor that modifies its input in place."""
 
     def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
         assert ids.shape[0] == scores.shape[0] == 1
@@ -237,10 +238,10 @@ UNKNOWN = {
 
 
 @pytest.mark.parametrize("name", UNKNOWN)
-def test_other_lists_are_called_for_their_row_alone(name: str) -> None:
+def test_custom_processors_run_per_row(name: str) -> None:
     logits = logits_of(3, V, 2, "random")
     chosen = [SETTINGS, LogitsProcessorList(UNKNOWN[name]), {"top_k": 3}]
-    rows = [sampler(of, [4, 9, 4]) for of in chosen]
+    rows = [sampler(settings, [4, 9, 4]) for settings in chosen]
     wanted = huggingface(rows, logits)
     batch = Sampling(rows)
     before = logits.clone()
@@ -250,15 +251,15 @@ def test_other_lists_are_called_for_their_row_alone(name: str) -> None:
     assert not torch.equal(wanted[1][0], logits[1]) or name.startswith("more ids")
 
 
-def test_tokens_that_top_k_keeps_are_its_number() -> None:
+def test_top_k_respects_min_tokens_to_keep() -> None:
     logits = logits_of(1, V, 2, "random")
     row = sampler(LogitsProcessorList([TopKLogitsWarper(2, min_tokens_to_keep=5)]), [1])
     got = together([row], logits)
     assert same(got, huggingface([row], logits)) and int(got[0].isfinite().sum()) == 5
 
 
-def test_a_processor_that_changes_the_dtype() -> None:
-    """Its row cannot stand in one tensor with the others, which must not change."""
+def test_processor_that_changes_the_dtype() -> None:
+    """Its row cannot be stored in one tensor with the others, which must not change."""
 
     class Double(LogitsProcessor):
         def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
@@ -266,26 +267,26 @@ def test_a_processor_that_changes_the_dtype() -> None:
 
     logits = logits_of(3, V, 2, "random")
     rows = [
-        sampler(of, [1], output_scores=True)
-        for of in ({"temperature": 0.3}, LogitsProcessorList([Double()]), {})
+        sampler(settings, [1], output_scores=True)
+        for settings in ({"temperature": 0.3}, LogitsProcessorList([Double()]), {})
     ]
     wanted = huggingface(rows, logits)
     torch.manual_seed(5)
     Sampling(rows).take(logits)
     assert [row.scores[0].dtype for row in rows] == [torch.float32, torch.float64, torch.float32]
     torch.manual_seed(5)
-    drawn = [int(torch.multinomial(of.softmax(-1), 1)) for of in wanted]
-    assert [row.tokens for row in rows] == [[of] for of in drawn]
+    drawn = [int(torch.multinomial(scores.softmax(-1), 1)) for scores in wanted]
+    assert [row.tokens for row in rows] == [[token] for token in drawn]
 
 
-# --- what a repetition penalty counts ------------------------------------------------------------
+# --- tokens that a repetition penalty counts -----------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "ignored", [None, 0, 2, torch.tensor([0]), torch.tensor([2]), torch.tensor([3])], ids=str
 )
-def test_ids_are_counted_as_they_come(ignored: Any) -> None:
-    """Prompt and answer, in changing company."""
+def test_repetition_penalty_counts_prompt_and_answer(ignored: Any) -> None:
+    """Prompt and answer, in batches of changing rows."""
     if isinstance(ignored, Tensor):
         try:
             RepetitionPenaltyLogitsProcessor(1.5, ignored)
@@ -300,7 +301,7 @@ def test_ids_are_counted_as_they_come(ignored: Any) -> None:
     companies = [[0], [0, 1, 2], [0, 1, 2], [3, 1, 2], [2], [3, 2, 0], [3, 2, 0], [2, 0, 1, 3]]
     batch, alone = Sampling([]), Sampling([rows[2]])
     for step, company in enumerate(companies):
-        if company == companies[step - 1]:  # a row that took a token by itself meanwhile
+        if company == companies[step - 1]:  # a row that sampled a token outside the batch meanwhile
             alone.take(logits_of(1, V, step + 50, "random"))
         now = [rows[number] for number in company]
         logits = logits_of(len(now), V, step, "random")
@@ -308,10 +309,10 @@ def test_ids_are_counted_as_they_come(ignored: Any) -> None:
         batch = batch.of(now)
         assert same(batch._scores(batch._raw(logits)), wanted)
         batch.take(logits)
-        assert [of.tokens[-1] for of in now] == [int(score.argmax()) for score in wanted]
-    assert [len(of.tokens) for of in rows] == [6, 4, 9, 4]
+        assert [r.tokens[-1] for r in now] == [int(score.argmax()) for score in wanted]
+    assert [len(r.tokens) for r in rows] == [6, 4, 9, 4]
     assert rows[0].ids[0].tolist() == [1, 2, 3, *rows[0].tokens]
-    # The control: a token that was taken weighs on what follows.
+    # The control: a sampled token affects later scores.
     alone = Sampling([row([1, 2, 3])])
     alone.take(logits_of(1, V, 0, "random"))
     logits = logits_of(1, V, 0, "random")
@@ -319,8 +320,8 @@ def test_ids_are_counted_as_they_come(ignored: Any) -> None:
 
 
 @pytest.mark.parametrize("outside", [V, V + 100])
-def test_placeholders_outside_the_vocabulary(outside: int) -> None:
-    """What Hugging Face makes of them: counted by none, or refused, depending on the release."""
+def test_ids_outside_the_vocabulary(outside: int) -> None:
+    """As in Hugging Face: ignored or rejected, depending on the release."""
     logits = logits_of(2, V, 2, "random")
     rows = [sampler({"repetition_penalty": 1.5}, [1, outside, 2]), sampler(SETTINGS, [1])]
     try:
@@ -339,7 +340,7 @@ def test_placeholders_outside_the_vocabulary(outside: int) -> None:
 
 
 def one_by_one(rows: list[Sampler], logits: Tensor) -> list[int]:
-    """As Hugging Face's loop takes them, and as the seed says."""
+    """Tokens sampled row by row as in Hugging Face's loop, or by the seed."""
     taken = []
     for row, scores in zip(rows, huggingface(rows, logits), strict=True):
         if row.sampled and row.seed is None:
@@ -363,16 +364,16 @@ def one_by_one(rows: list[Sampler], logits: Tensor) -> list[int]:
     st.sampled_from([7, V, 1009]),
     st.integers(0, 10**6),
 )
-def test_tokens_are_those_of_single_rows(chosen: list[tuple], size: int, seed: int) -> None:
-    """And what torch's generator is asked for is the same afterwards."""
+def test_batched_tokens_equal_single_rows(chosen: list[tuple], size: int, seed: int) -> None:
+    """The state of torch's generator is the same afterwards."""
     rows = [
         sampler(
-            of,
+            settings,
             list(range(1 + number)),
             do_sample=way != "greedy",
             seed=seed * number if way == "seeded" else None,
         )
-        for number, (of, way) in enumerate(chosen)
+        for number, (settings, way) in enumerate(chosen)
     ]
     for step in range(2):
         logits = logits_of(len(rows), size, seed + step, "random")
@@ -385,7 +386,7 @@ def test_tokens_are_those_of_single_rows(chosen: list[tuple], size: int, seed: i
         assert got.tolist() == wanted == [row.tokens[-1] for row in rows]
 
 
-def test_only_rows_without_a_seed_ask_the_generator() -> None:
+def test_only_unseeded_rows_use_the_generator() -> None:
     logits = logits_of(3, V, 0, "flat")
 
     def taken(*ways: tuple[bool, int | None]) -> list[int]:
@@ -396,24 +397,24 @@ def test_only_rows_without_a_seed_ask_the_generator() -> None:
     greedy, seeded, drawn = (False, None), (True, 3), (True, None)
     first = taken(drawn)[0]
     assert taken(greedy, seeded, drawn)[2] == taken(seeded, drawn)[1] == first
-    # The control: the second to be drawn is another one.
+    # The control: the second draw differs.
     assert taken(drawn, seeded, drawn)[2] != first
     assert taken(drawn, drawn)[0] == first != taken(drawn, drawn)[1]
 
 
-def test_noise_of_many_rows_is_that_of_each() -> None:
+def test_batched_noise_equals_single_rows() -> None:
     for size in (1, 7, 261, 5003, 40_001):
         seeds = [-5, 0, 2**63, 10**30, 17]
-        places = [0, 4, 4, 2**20, 1]
+        positions = [0, 4, 4, 2**20, 1]
         wanted = torch.stack(
-            [gumbel(seed, place, size) for seed, place in zip(seeds, places, strict=True)]
+            [gumbel(seed, position, size) for seed, position in zip(seeds, positions, strict=True)]
         )
-        assert torch.equal(gumbels(seeds, places, size), wanted)
-        assert not torch.equal(gumbels(seeds, places[::-1], size), wanted)
+        assert torch.equal(gumbels(seeds, positions, size), wanted)
+        assert not torch.equal(gumbels(seeds, positions[::-1], size), wanted)
 
 
-def test_scores_are_kept_where_they_are_asked_for() -> None:
-    """As copies: a captured step writes its next logits over these."""
+def test_scores_are_stored_on_request() -> None:
+    """As copies: a captured step overwrites its logits."""
     logits = logits_of(3, V, 4, "random")
     rows = [
         sampler(SETTINGS, [1], output_scores=True, return_dict_in_generate=True),
@@ -428,18 +429,18 @@ def test_scores_are_kept_where_they_are_asked_for() -> None:
     assert same(rows[0].scores, wanted[:1]) and torch.equal(rows[2].raw[0], raw[2:])
 
 
-# --- ends ----------------------------------------------------------------------------------------
+# --- stopping ------------------------------------------------------------------------------------
 
 
 class Counts(StoppingCriteria):
-    """Notes what it is shown; ends the answer after so many calls."""
+    """Records its inputs and stops after a number of calls."""
 
     def __init__(self, after: int = 99) -> None:
         self.shown: list[tuple] = []
         self.after = after
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        self.shown.append((input_ids[0].tolist(), [of.clone() for of in scores]))
+        self.shown.append((input_ids[0].tolist(), [score.clone() for score in scores]))
         return torch.tensor([len(self.shown) >= self.after])
 
 
@@ -450,7 +451,7 @@ class Counts(StoppingCriteria):
     st.one_of(st.none(), st.lists(st.integers(0, 9), min_size=1, max_size=3)),
     st.integers(1, 9),
 )
-def test_ends_are_where_hugging_face_sees_them(
+def test_stopping_criteria_equal_hugging_face(
     tokens: list[int], longest: int, ends: list[int] | None, after: int
 ) -> None:
     def criteria() -> StoppingCriteriaList:
@@ -471,7 +472,7 @@ def test_ends_are_where_hugging_face_sees_them(
     assert str(mine.shown) == str(theirs.shown)
 
 
-def test_time_runs_out() -> None:
+def test_max_time_stops() -> None:
     late, early = MaxTimeCriteria(1e-9, 0.0), MaxTimeCriteria(1e9)
     for criterion, wanted in ((late, True), (early, False)):
         row = sampler({}, [1], criteria=[criterion])
@@ -479,7 +480,7 @@ def test_time_runs_out() -> None:
         assert row.is_done() == wanted == bool(criterion(row.ids, None))
 
 
-def test_too_many_positions_are_warned_of(monkeypatch) -> None:
+def test_exceeding_max_positions_warns(monkeypatch) -> None:
     warned = []
     monkeypatch.setattr(
         "transformers.generation.stopping_criteria.logger.warning_once", warned.append
@@ -490,11 +491,11 @@ def test_too_many_positions_are_warned_of(monkeypatch) -> None:
         assert not row.is_done() and len(warned) == expected
 
 
-# --- reads ---------------------------------------------------------------------------------------
+# --- reads from the device -----------------------------------------------------------------------
 
 
 class Reads(TorchFunctionMode):
-    """Counts what makes the host wait for the device."""
+    """Counts operations that synchronize with the device."""
 
     WAITS = ("tolist", "item", "cpu", "numpy", "nonzero", "equal", "__bool__", "__int__")
     WAITS += ("__float__", "__index__", "__iter__", "unique", "masked_select")
@@ -520,7 +521,7 @@ class Passes(StoppingCriteria):
 
 
 def reads_of_a_step(vlm: VLM, rows: int, monkeypatch, **generation: Any) -> list[list[str]]:
-    """What a step reads while it takes its tokens, step by step, all rows being there."""
+    """Device reads of every step while it samples tokens, as long as all rows are active."""
     found: list[list[str]] = []
     step = Engine._step
 
@@ -565,13 +566,13 @@ def vlm() -> VLM:
     ],
     ids=["greedy", "penalty", "seeded", "drawn", "stream"],
 )
-def test_a_step_reads_its_tokens_once(vlm: VLM, monkeypatch, generation: dict) -> None:
+def test_one_device_read_per_step(vlm: VLM, monkeypatch, generation: dict) -> None:
     steps = reads_of_a_step(vlm, 8, monkeypatch, **generation)
     assert len(steps) >= 3 and all(step == ["tolist"] for step in steps)
 
 
-def test_a_criterion_of_the_users_own_is_read_for_its_row(vlm: VLM, monkeypatch) -> None:
-    """The control: what reads more is counted."""
+def test_custom_criterion_is_read_per_row(vlm: VLM, monkeypatch) -> None:
+    """The control: further reads are counted."""
     steps = reads_of_a_step(vlm, 8, monkeypatch, stopping_criteria=[Passes()])
     assert len(steps) >= 3 and all(len(step) == 9 for step in steps)
 
@@ -588,7 +589,7 @@ REQUESTS = [
 ]
 
 
-def test_requests_of_all_kinds_in_company(vlm: VLM) -> None:
+def test_mixed_batch_equals_single_requests(vlm: VLM) -> None:
     alone = [
         vlm.ask("what is here ?", picture(seed=1), max_new_tokens=8 + number, **own).token_ids
         for number, own in enumerate(REQUESTS)
@@ -617,7 +618,7 @@ def test_requests_of_all_kinds_in_company(vlm: VLM) -> None:
     ],
     ids=["sampled", "typical", "greedy"],
 )
-def test_one_row_is_what_hugging_face_generates(vlm: VLM, generation: dict) -> None:
+def test_single_request_equals_generate(vlm: VLM, generation: dict) -> None:
     given = {"max_new_tokens": 12, **generation}
     inputs = vlm.inputs("what is here ?", picture(seed=2))
     torch.manual_seed(11)

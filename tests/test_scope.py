@@ -1,4 +1,4 @@
-"""SCOPE: the score by hand, on pictures and clips, and its promises."""
+"""SCOPE: selection against a reference, on images and videos, and its properties."""
 
 from __future__ import annotations
 
@@ -39,26 +39,26 @@ def by_hand(x: Tensor, attention: Tensor, k: int, alpha: float) -> list[int]:
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.1, 0.25])
-def test_the_score_by_hand(alpha) -> None:
+def test_selection_equals_greedy_reference(alpha) -> None:
     tokens, stats = prompt({"tiles": (0, 0), "patches": (4, 5)}, seed=4)
     stats = one_layer(stats)
     attention = stats.rows[TOWER - 2].mean(1)[0]
     kept = SCOPE(0.35, alpha=alpha).reduce(tokens, stats, REQUEST)
     expected = by_hand(tokens.features, attention, 7, alpha)
     assert (kept.layout.order - 3).tolist() == expected
-    # Controls: neither the most salient, nor what another power chooses.
+    # Controls: the most salient tokens, and the selection with another exponent.
     assert expected != attention.topk(7).indices.sort().values.tolist()
     assert expected != by_hand(tokens.features, attention, 7, alpha + 5)
 
 
-def test_frames_of_a_clip_cover_each_other() -> None:
+def test_video_frames_cover_each_other() -> None:
     tokens, stats = prompt(*[{"tiles": (0, 0)}] * 3)
     stats = one_layer(stats)
-    clip = stats_of(
+    video = stats_of(
         tuple(replace(item, clip=0, frame=(i, 3)) for i, item in enumerate(stats.items)),
         stats.rows,
     )
-    kept = SCOPE(0.25).reduce(tokens, clip, REQUEST)
+    kept = SCOPE(0.25).reduce(tokens, video, REQUEST)
     attention = stats.rows[TOWER - 2].mean(1).flatten()
     chosen = by_hand(tokens.features, attention, 12, 1.0)
     assert torch.equal(kept.layout.order, tokens.layout.order[chosen])
@@ -68,7 +68,7 @@ def test_frames_of_a_clip_cover_each_other() -> None:
 
 @given(picture_arguments(), st.floats(0.02, 0.98))
 @settings(max_examples=15, deadline=None)
-def test_what_a_picture_keeps(arguments: dict, share: float) -> None:
+def test_kept_tokens(arguments: dict, share: float) -> None:
     tokens, stats = prompt(arguments, arguments)
     kept = SCOPE(share).reduce(tokens, one_layer(stats), REQUEST)
     assert bool(kept.layout.patches.all())
@@ -81,7 +81,7 @@ def test_what_a_picture_keeps(arguments: dict, share: float) -> None:
     assert torch.equal(kept.features, tokens.features[same])
 
 
-def test_the_word() -> None:
+def test_recipe_parameters() -> None:
     assert SCOPE().saliencies() == (SaliencyRequest("features"),)
     tokens, stats = prompt({"tiles": (2, 2)})
     assert SCOPE(budget=1.0).reduce(tokens, one_layer(stats), REQUEST) is tokens

@@ -1,4 +1,4 @@
-"""How answers are read: tables that the code bases' own functions gave."""
+"""Parsing of answers: tables computed with the functions of the original code bases."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ TABLE = {
 
 
 @pytest.mark.parametrize("response", TABLE)
-def test_letters(response):
+def test_choice_letters(response):
     official, lmms, video, video_lmms = (
         {"-": RND, "_": ""}.get(cell, cell) for cell in TABLE[response].split()
     )
@@ -83,12 +83,12 @@ def test_open_answers(response, target, right):
     parsed, score = mmmu.judge(response, [], target, "open", guess=random.Random(0))
     assert score == right
     assert parsed.found
-    # The list arrives as its text, which lmms-eval leaves alone.
+    # The list is given as text, which lmms-eval does not parse.
     asked = target if not target.startswith("[") else mmmu.answers(target)
     assert mmmu.score_open(mmmu.parse_open(response), asked) == right
 
 
-def test_lists_of_answers():
+def test_list_targets():
     judged = [
         mmmu.judge("Tampa", [], "['Tampa', 'Florida']", "open", mode, guess=random.Random(0))[1]
         for mode in ("official", "lmms-eval")
@@ -97,19 +97,19 @@ def test_lists_of_answers():
     letters = ["x", "y", "z"]
     for target, right in (("['B', 'C']", 1.0), ("['A', 'B']", 0.0), ("C", 1.0), ("[C", 0.0)):
         assert mmmu.judge("C", letters, target, "multiple-choice", guess=drawn_by("1"))[1] == right
-    assert mmmu.answers("[0, 1)") == "[0, 1)"  # an interval is no list
+    assert mmmu.answers("[0, 1)") == "[0, 1)"  # an interval is not a list
 
 
 def test_open_answers_are_read_line_by_line():
     assert mmmu.parse_open("So it is 4. The result is 5") == [5.0]
-    # A sentence is never split: by then there are no capitals. A line is.
+    # Sentences are never split, because the text is lower case by then. Lines are.
     assert mmmu.parse_open("the answer is 4\nso it is 5") == [4.0, 5.0]
     assert mmmu.parse_open("x = 4\ny = 5") == [5.0]  # an equation counts in the last line only
     assert mmmu.parse_open("answer :") == ["answer :"]
     assert mmmu.parse_open("") == [""]
     assert mmmu.normalise("B") == [" b", "b "]
     assert mmmu.normalise("1,234.567") == [1234.57]
-    # A thousand's rest counts as a number of its own, and so does what stands before an exponent.
+    # The rest of a thousand counts as a separate number, and so does the part before an exponent.
     numbers = [value for value in mmmu.parse_open("12,345 or 1.2e5") if isinstance(value, float)]
     assert set(numbers) > {12345.0, 345.0, 120000.0}
 
@@ -123,7 +123,7 @@ def test_more_than_four_options():
         mmmu.parse_choice("A", [], guess=drawn_by("x"))
 
 
-def test_guesses_belong_to_a_sample():
+def test_guesses_are_deterministic_per_sample():
     def drawn(ids):
         return {i: mmmu.parse_choice("?", OPTIONS, guess=drawn_by(i)).answer for i in ids}
 
@@ -131,7 +131,7 @@ def test_guesses_belong_to_a_sample():
     assert drawn(ids) == drawn(ids[::-1])
     counts = [list(drawn(ids).values()).count(x) for x in "ABCD"]
     assert all(30 < count < 70 for count in counts)
-    # One stream depends on the order: that is what the authors' code does.
+    # A single random stream, as in the authors' code, depends on the order.
     stream = random.Random(42)
     first = [mmmu.parse_choice("?", OPTIONS, guess=stream).answer for _ in ids]
     module = random.Random(42)
@@ -153,7 +153,7 @@ def test_vlmevalkit():
             letter,
             letter != "Z",
         )
-    # Open questions become the choice between the answer and others.
+    # Open questions become a choice between the answer and others.
     for response, right in {"Tampa": 1, "A": 1, "B": 0, "other answers": 0, "Miami": 0}.items():
         judged = mmmu.judge(response, [], "Tampa", "open", "vlmevalkit", guess=drawn_by(""))
         assert judged[1] == right, response
@@ -167,12 +167,12 @@ def test_vlmevalkit_on_videos():
     assert letter("a blue bus") == "B"
     assert letter("nothing") == "Z"
     assert letter("a blue bus", ["a red car", "a blue bus"]) == "Z"  # options without letters
-    # Its list of phrases is shorter than the authors'.
+    # Its list of phrases is shorter than that of the authors.
     assert letter("The correct answer") == "Z" != ""
     assert video_mme.parse_choice("The correct answer").answer == ""
 
 
-def test_a_missing_comma_joins_phrases():
+def test_official_phrase_list_with_missing_comma():
     """ "Best answer:" is not among the phrases, so its B is the letter."""
     assert video_mme.parse_choice("Best answer: C").answer == "B"
     assert video_mme.parse_choice("Best answer:Best option: C").answer == "C"
@@ -208,7 +208,7 @@ def test_punctuation_between_digits():
 
 
 @pytest.mark.parametrize("mode", ["Official", "", "lmms_eval"])
-def test_unknown_modes(mode):
+def test_unknown_modes_raise(mode):
     for parse in (
         lambda: mmmu.parse_choice("A", OPTIONS, mode, guess=drawn_by("")),
         lambda: mmmu.judge("A", [], "A", "open", mode, guess=drawn_by("")),
@@ -220,7 +220,7 @@ def test_unknown_modes(mode):
 
 
 @given(st.text(), st.sampled_from(MODES))
-def test_any_text_can_be_read(text, mode):
+def test_any_text_is_parsed(text, mode):
     assert mmmu.parse_choice(text, OPTIONS, mode, guess=drawn_by("")).answer in "ABCDZ"
     assert mmmu.judge(text, [], "4", "open", mode, guess=drawn_by(""))[1] in (0.0, 1.0)
     assert video_mme.parse_choice(text, LETTERED, mode).answer in ("", *"ABCDZ")
@@ -247,9 +247,9 @@ def test_mmmu_counts_guesses():
     found = mmmu.metrics(samples, "official")
     assert found["fallbacks"] == 8
     assert found["mmmu_acc"] == round(11 / 32, 3)
-    sure = sum(s["score"] for s in samples if s["answered"])
-    assert found["mmmu_acc_expected"] == (sure + 8 / 4) / 32
-    stream, right = random.Random(42), sure
+    certain = sum(s["score"] for s in samples if s["answered"])
+    assert found["mmmu_acc_expected"] == (certain + 8 / 4) / 32
+    stream, right = random.Random(42), certain
     for _ in range(8):
         right += stream.choice("ABCD") == "A"
     assert found["mmmu_acc_stream"] == right / 32
@@ -260,7 +260,7 @@ def test_mmmu_counts_guesses():
     assert set(mmmu.metrics(samples, "vlmevalkit")) == {"mmmu_acc", "fallbacks"}
 
 
-def test_the_order_of_the_data_set():
+def test_samples_are_sorted_by_id():
     ids = ["validation_Art_10", "validation_Math_1", "validation_Art_2", "validation_Art_Theory_1"]
     assert sorted(ids, key=mmmu.place) == [ids[2], ids[0], ids[3], ids[1]]
     assert mmmu.subject_of("test_Art_Theory_12") == "Art_Theory"
@@ -270,10 +270,10 @@ def test_the_order_of_the_data_set():
 
 def test_disciplines():
     assert len(mmmu.SUBJECTS) == 30
-    assert [len(of) for of in mmmu.DISCIPLINES.values()] == [4, 5, 5, 5, 4, 7]
+    assert [len(subjects) for subjects in mmmu.DISCIPLINES.values()] == [4, 5, 5, 5, 4, 7]
 
 
-def test_two_denominators():
+def test_video_mme_denominators():
     samples = [sample(str(i), float(i < 2), answered=i < 3) for i in range(4)]
     official, lmms = (video_mme.metrics(samples, mode) for mode in ("official", "lmms-eval"))
     close(official["videomme_perception_score"], 200 / 3, terms=3)

@@ -1,4 +1,4 @@
-"""Arithmetic that methods share: choosing, counting, places of patches, layers and budgets."""
+"""Shared arithmetic of methods: selection, counts, patch indices, layers and budgets."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from vlmfast.compressors.select import best, most_alike, plus_mean, top
 from vlmfast.core.views import by_view, covering, marked, per_token, slots
 from vlmfast.errors import RecipeError
 
-# --- choosing ------------------------------------------------------------------------------------
+# --- selection -----------------------------------------------------------------------------------
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.booleans()), min_size=1), st.integers(0, 12))
-def test_top_marks_the_best_of_those_allowed(entries: list[tuple[int, bool]], k: int) -> None:
+def test_top_selects_best_allowed(entries: list[tuple[int, bool]], k: int) -> None:
     scores = torch.tensor([float(score) for score, _ in entries])
     among = torch.tensor([allowed for _, allowed in entries])
     chosen = top(scores, among, k)
@@ -31,7 +31,7 @@ def test_top_marks_the_best_of_those_allowed(entries: list[tuple[int, bool]], k:
         assert torch.equal(chosen, best(scores[None], [k])[0])
 
 
-def test_most_alike_looks_at_direction_only() -> None:
+def test_most_alike_uses_cosine_similarity() -> None:
     targets = torch.tensor([[1.0, 0], [0, 5], [0, 1]])
     rows = torch.tensor([[9.0, 1], [0.1, 0.2], [0, 0]])
     assert most_alike(rows, targets).tolist() == [0, 1, 0]  # the first of equals
@@ -39,8 +39,8 @@ def test_most_alike_looks_at_direction_only() -> None:
 
 @settings(deadline=None)
 @given(st.lists(st.integers(-1, 9), min_size=10, max_size=10), st.integers(0, 99))
-def test_plus_mean_against_a_loop(wanted: list[int], seed: int) -> None:
-    # Whoever is joined stays itself.
+def test_plus_mean_equals_loop(wanted: list[int], seed: int) -> None:
+    # Targets belong to their own group.
     home = [i if i in wanted else w for i, w in enumerate(wanted)]
     features = torch.randn(10, 3, generator=torch.Generator().manual_seed(seed))
     got = plus_mean(features, torch.tensor(home))
@@ -50,11 +50,11 @@ def test_plus_mean_against_a_loop(wanted: list[int], seed: int) -> None:
         close(got[i], expected, terms=len(home), scale=features.abs().max())
 
 
-# --- places --------------------------------------------------------------------------------------
+# --- patch indices -------------------------------------------------------------------------------
 
 
 @given(picture_arguments())
-def test_tokens_and_patches_find_each_other(arguments: dict) -> None:
+def test_token_and_patch_indices_are_inverse(arguments: dict) -> None:
     tokens, geometry = picture(**arguments, view=3)
     layout, (h, w) = tokens.layout, geometry.patches
     first, last = geometry.views
@@ -91,7 +91,7 @@ def test_drop_layers() -> None:
 @pytest.mark.parametrize(
     "layers", [(), (2.5,), (float("inf"),), (3, 3), (7, 3), (0.5, 0.25), (0.5, 0.5)], ids=str
 )
-def test_layers_that_mean_nothing(layers: tuple[float, ...]) -> None:
+def test_invalid_layers_raise(layers: tuple[float, ...]) -> None:
     for ask in (lambda: check_layers("x", layers), lambda: drop_layers("x", layers, 99)):
         with pytest.raises(RecipeError, match=r"x: layers=.* whole numbers, or fractions"):
             ask()
@@ -111,5 +111,5 @@ def test_solved_counts_meet_the_target(n: int, share: float, drops: int, least: 
     assert least <= counts[-1] <= counts[0] <= n
     floor = equivalent(n, layers, [least] * drops, 8)
     got = equivalent(n, layers, counts, 8)
-    # Counts are whole: one more in every stage is the distance of two attainable costs.
+    # Counts are integers: one more in every stage is the distance of two attainable costs.
     assert abs(got - min(max(share * n, floor), n)) <= 0.5 * (8 - 2) / 8 * drops

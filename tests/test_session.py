@@ -1,4 +1,4 @@
-"""Sessions: what is shared between questions, what is not, and what a saved one is worth."""
+"""Sessions: reuse between questions, eviction, and saved sessions."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from vlmfast.core.registry import stage_class
 EXAMPLE = Path(__file__).parents[1] / "examples" / "picture.png"
 ASK = {"max_new_tokens": 6}
 QUESTIONS = ("what is here ?", "what colour is it ?", "is there more ?")
-# Cache methods at work on prompts as short as these are; none of them looks at the question.
+# Cache methods that take effect on short prompts; none depends on the question.
 SMALL = {
     "h2o": "h2o:0.5",
     "lookm": "lookm:0.7",
@@ -47,7 +47,7 @@ def vlm() -> VLM:
 
 @pytest.fixture(scope="module", params=["llava", "llava_next", "tiny"])
 def family(request) -> VLM:
-    """In float32: what is read in two parts differs from what is read at once by rounding."""
+    """In float32: prefilling in two parts differs from prefilling at once by rounding."""
     if request.param == "tiny":
         return VLM.from_pretrained("tiny", device="cpu", dtype=torch.float32)
     return VLM(*{"llava": build_llava, "llava_next": build_llava_next}[request.param]())
@@ -57,9 +57,9 @@ def image_for(vlm: VLM, seed: int = 0):
     return picture(seed=seed) if vlm.adapter.sizes()["width"] == 64 else picture(224, 224, seed)
 
 
-def turns_of(image, said: list[tuple[str, str]], question: str) -> list[dict]:
-    """A conversation in Hugging Face's schema, the picture in its first turn."""
-    texts = [text for pair in said for text in pair] + [question]
+def turns_of(image, pairs: list[tuple[str, str]], question: str) -> list[dict]:
+    """A conversation in Hugging Face's schema, with the image in its first turn."""
+    texts = [text for pair in pairs for text in pair] + [question]
     roles = itertools.cycle(["user", "assistant"])
     turns = [
         {"role": role, "content": [{"type": "text", "text": text}]}
@@ -71,7 +71,7 @@ def turns_of(image, said: list[tuple[str, str]], question: str) -> list[dict]:
 
 @contextmanager
 def counted(vlm: VLM) -> Iterator[dict[str, int]]:
-    """Rows that go through the language model, and passes of the vision tower."""
+    """Counts rows of the language model and forward passes of the vision tower."""
     count = {"rows": 0, "looks": 0}
 
     def rows(module, args, kwargs):
@@ -91,81 +91,81 @@ def counted(vlm: VLM) -> Iterator[dict[str, int]]:
             handle.remove()
 
 
-def held(s: Session) -> dict[str, torch.Tensor]:
+def cache_tensors(s: Session) -> dict[str, torch.Tensor]:
     """Every tensor of a session's cache."""
     tensors: dict[str, torch.Tensor] = {}
     snapshot.pack(frozen(s._kept), tensors, "cache")
-    return {name: of.clone() for name, of in tensors.items() if ".trace" not in name}
+    return {name: tensor.clone() for name, tensor in tensors.items() if ".trace" not in name}
 
 
 def same(one: dict[str, torch.Tensor], another: dict[str, torch.Tensor]) -> bool:
     return one.keys() == another.keys() and all(
-        torch.equal(of, another[name]) and of.dtype == another[name].dtype
-        for name, of in one.items()
+        torch.equal(tensor, another[name]) and tensor.dtype == another[name].dtype
+        for name, tensor in one.items()
     )
 
 
-# --- what a question sees ------------------------------------------------------------------------
+# --- context of a question -----------------------------------------------------------------------
 
 
-def test_apart_every_question_is_answered_as_by_ask(family):
+def test_without_history_answers_equal_ask(family):
     image, other = image_for(family), image_for(family, 1)
     expected = [family.ask(q, image, **ASK).token_ids for q in QUESTIONS]
     with family.session(images=image, history=False) as s:
         assert s.reuses == "kv" and s.messages == []
         assert [s.ask(q, **ASK).token_ids for q in QUESTIONS] == expected
-        # Nothing is left of a question: the order of them does not matter, nor does asking twice.
-        before = held(s)
+        # Questions leave no state: order and repetition do not matter.
+        before = cache_tensors(s)
         assert [s.ask(q, **ASK).token_ids for q in QUESTIONS[::-1]] == expected[::-1]
-        assert same(held(s), before)
+        assert same(cache_tensors(s), before)
     with family.session(images=other, history=False) as s:
         assert [s.ask(q, **ASK).token_ids for q in QUESTIONS] != expected
 
 
-def test_with_history_every_question_is_answered_as_by_chat(family):
-    image, said = image_for(family), []
+def test_with_history_answers_equal_chat(family):
+    image, turns = image_for(family), []
     with family.session(images=image) as s:
         for question in QUESTIONS:
-            expected = family.chat(turns_of(image, said, question), **ASK)
+            expected = family.chat(turns_of(image, turns, question), **ASK)
             answer = s.ask(question, **ASK)
             assert answer.token_ids == expected.token_ids and answer.text == expected.text
-            said.append((question, answer.text))
-        assert [turn["content"] for turn in s.messages] == [t for pair in said for t in pair]
+            turns.append((question, answer.text))
+        assert [turn["content"] for turn in s.messages] == [t for pair in turns for t in pair]
         assert [turn["role"] for turn in s.messages] == ["user", "assistant"] * 3
-    # The conversation matters: alone, the last question has another answer.
+    # Control: without the conversation, the last question has another answer.
     if family.adapter.sizes()["width"] == 64:
         assert family.ask(QUESTIONS[-1], image, **ASK).token_ids != answer.token_ids
 
 
 @pytest.mark.parametrize("recipe", ["hired:0.3", "visionzip", "grid:0.5,positions=compact"])
-def test_reducers_that_do_not_ask_the_question_share_the_cache(random_vlm, recipe):
+def test_query_independent_reducers_reuse_the_cache(random_vlm, recipe):
     image = picture()
     full = [random_vlm.ask(q, image, **ASK).token_ids for q in QUESTIONS]
     expected = [random_vlm.ask(q, image, recipe=recipe, **ASK) for q in QUESTIONS]
     with random_vlm.session(images=image, recipe=recipe, history=False) as s:
         assert s.reuses == "kv"
-        for question, of in zip(QUESTIONS, expected, strict=True):
+        for question, single in zip(QUESTIONS, expected, strict=True):
             answer = s.ask(question, **ASK)
-            assert answer.token_ids == of.token_ids and answer.recipe == of.recipe
-            assert answer.stats.kv_bytes == of.stats.kv_bytes < answer.stats.kv_bytes_full
-            assert answer.stats.equivalent_tokens == of.stats.equivalent_tokens
-            assert answer.stats.visual_tokens_kept == of.stats.visual_tokens_kept
-            assert torch.equal(answer.trace.depth, of.trace.depth)
+            assert answer.token_ids == single.token_ids and answer.recipe == single.recipe
+            assert answer.stats.kv_bytes == single.stats.kv_bytes < answer.stats.kv_bytes_full
+            assert answer.stats.equivalent_tokens == single.stats.equivalent_tokens
+            assert answer.stats.visual_tokens_kept == single.stats.visual_tokens_kept
+            assert torch.equal(answer.trace.depth, single.trace.depth)
             assert answer.trace.images == [image] or answer.trace.images[0].size == image.size
-    assert [of.token_ids for of in expected] != full
+    assert [single.token_ids for single in expected] != full
 
 
 @pytest.mark.parametrize(
     "recipe",
     ["pyramiddrop", "fastv", "mustdrop", "snapkv:share=0.5,window=8", "hired:0.5+fastv"],
 )
-def test_methods_that_ask_the_question_choose_anew_with_each(random_vlm, recipe):
-    """They say so, the tower does not run again, and the answers are exactly ask's and chat's."""
-    image, said = picture(), []
+def test_query_dependent_methods_select_per_question(random_vlm, recipe):
+    """``reuses`` reports it, the tower does not run again, and answers equal ask and chat."""
+    image, turns = picture(), []
     with random_vlm.session(images=image, recipe=recipe) as s:
         assert s.reuses == "features" and s.bytes == 0
         for question in QUESTIONS:
-            expected = random_vlm.chat(turns_of(image, said, question), recipe=recipe, **ASK)
+            expected = random_vlm.chat(turns_of(image, turns, question), recipe=recipe, **ASK)
             with counted(random_vlm) as count:
                 answer = s.ask(question, **ASK)
             assert count["looks"] == 0
@@ -174,14 +174,14 @@ def test_methods_that_ask_the_question_choose_anew_with_each(random_vlm, recipe)
             assert answer.stats.visual_tokens_per_layer == expected.stats.visual_tokens_per_layer
             assert answer.stats.visual_tokens_kept == expected.stats.visual_tokens_kept
             assert torch.equal(answer.trace.depth, expected.trace.depth)
-            said.append((question, answer.text))
+            turns.append((question, answer.text))
     with random_vlm.session(images=image, recipe=recipe, history=False) as s:
         for question in QUESTIONS:
             expected = random_vlm.ask(question, image, recipe=recipe, **ASK)
             assert s.ask(question, **ASK).token_ids == expected.token_ids
 
 
-def test_a_question_costs_its_own_tokens(random_vlm):
+def test_question_prefills_only_new_tokens(random_vlm):
     vlm, image = random_vlm, picture()
     with counted(vlm) as count:
         s = vlm.session(images=image)
@@ -194,7 +194,7 @@ def test_a_question_costs_its_own_tokens(random_vlm):
         stats = answer.stats
         assert count["looks"] == 0
         assert count["rows"] == stats.prompt_fed + stats.generated_tokens - 1
-        # The template writes a blank before an answer: of the last one nothing can be used.
+        # The template puts a blank before an answer, so the last answer cannot be reused.
         assert stats.prompt_reused == consumed
         length = len(s._kept.ids) - (stats.generated_tokens - 1)
         assert stats.prompt_fed == length - stats.prompt_reused < 60
@@ -207,8 +207,8 @@ def test_a_question_costs_its_own_tokens(random_vlm):
 
 
 @pytest.mark.parametrize("recipe", [None, "h2o:0.5", "kivi"])
-def test_of_an_answer_that_is_read_as_it_was_written_all_is_used(tiny, recipe):
-    """A model's own template: the first answer need not be read again, whatever the cache does."""
+def test_cached_answer_is_reused_if_retokenization_matches(tiny, recipe):
+    """With the model's template the first answer is not prefilled again, with any cache method."""
     with tiny.session(images=EXAMPLE, recipe=recipe) as s:
         first = s.ask("What is in the bottom left?", max_new_tokens=40)
         consumed = list(s._kept.ids)
@@ -224,7 +224,7 @@ def test_of_an_answer_that_is_read_as_it_was_written_all_is_used(tiny, recipe):
 
 @pytest.mark.parametrize("history", [True, False])
 @pytest.mark.parametrize("recipe", SMALL.values(), ids=SMALL)
-def test_questions_run_on_the_compressed_pictures(recipe, history):
+def test_questions_use_the_compressed_images(recipe, history):
     vlm, image = VLM(*build_llava_next()), picture()
     with vlm.session(images=image, history=history) as s:
         full = [s.ask(q, **ASK) for q in QUESTIONS[:2]]
@@ -234,10 +234,10 @@ def test_questions_run_on_the_compressed_pictures(recipe, history):
         with counted(vlm) as count:
             answers = [s.ask(q, **ASK) for q in QUESTIONS[:2]]
         assert count["looks"] == 0
-        for answer, of in zip(answers, full, strict=True):
-            assert answer.stats.kv_bytes < 0.9 * of.stats.kv_bytes
+        for answer, single in zip(answers, full, strict=True):
+            assert answer.stats.kv_bytes < 0.9 * single.stats.kv_bytes
             assert answer.recipe == recipe
-        # The same cache, not one that this question made: another first question changes nothing.
+        # The cache does not depend on the first question.
         if not history:
             assert answers[0].stats.prompt_reused == answers[1].stats.prompt_reused > 0
             again = [s.ask(q, **ASK).token_ids for q in QUESTIONS[1::-1]]
@@ -245,50 +245,50 @@ def test_questions_run_on_the_compressed_pictures(recipe, history):
     assert [a.token_ids for a in answers] != [a.token_ids for a in full]
 
 
-def test_what_decode_stages_did_to_a_conversation_is_not_undone_by_halves(vlm):
-    """Where an answer is read otherwise than it was written, everything is read again."""
+def test_decode_stages_cause_full_reprefill_on_mismatch(vlm):
+    """If an answer tokenizes differently than it was generated, everything is prefilled again."""
     with vlm.session(images=picture(), recipe=SMALL["h2o"]) as s:
         s.ask(QUESTIONS[0], **ASK)
         answer = s.ask(QUESTIONS[1], **ASK)
-        said = s.messages
+        messages = s.messages
     assert answer.stats.prompt_reused == 0
     with vlm.session(images=picture(), recipe=SMALL["h2o"]) as s:
-        s.messages = said[:2]
+        s.messages = messages[:2]
         assert s.ask(QUESTIONS[1], **ASK).token_ids == answer.token_ids
         s._drop()
         s.messages = []
         assert s.ask(QUESTIONS[1], **ASK).token_ids != answer.token_ids
 
 
-def test_another_conversation_can_be_put_in_its_place(vlm):
+def test_conversation_can_be_replaced(vlm):
     with vlm.session(images=picture()) as s:
         answers = [s.ask(question, **ASK) for question in QUESTIONS[:3]]
-        said = s.messages
-        s.messages = said[:4]  # the last question is taken back
+        messages = s.messages
+        s.messages = messages[:4]  # remove the last question
         again = s.ask(QUESTIONS[2], **ASK)
-        assert again.token_ids == answers[2].token_ids and s.messages == said
+        assert again.token_ids == answers[2].token_ids and s.messages == messages
         assert again.stats.prompt_reused > answers[1].stats.prompt_reused
         with vlm.session(images=picture()) as other:
-            other.messages = said[:4]
+            other.messages = messages[:4]
             assert other.ask(QUESTIONS[2], **ASK).token_ids == again.token_ids
         s.messages = []
         assert s.ask(QUESTIONS[2], **ASK).token_ids != again.token_ids
-        said = s.messages
-        for wrong, words in (
-            ([said[1], said[0]], r"messages\[0\] must have the role user"),
+        messages = s.messages
+        for wrong, message in (
+            ([messages[1], messages[0]], r"messages\[0\] must have the role user"),
             (
-                [{"role": "user", "content": [{"type": "image"}]}, said[1]],
+                [{"role": "user", "content": [{"type": "image"}]}, messages[1]],
                 r"messages\[0\] .* a text",
             ),
-            (said[:1], "must end with an answer"),
+            (messages[:1], "must end with an answer"),
         ):
-            with pytest.raises(VLMFastError, match=words):
+            with pytest.raises(VLMFastError, match=message):
                 s.messages = wrong
-            assert s.messages == said
+            assert s.messages == messages
     with vlm.session(images=picture(), history=False) as s:
         s.messages = []
         with pytest.raises(VLMFastError, match="history=False"):
-            s.messages = said
+            s.messages = messages
 
 
 def test_logits_processors_see_the_whole_prompt(vlm):
@@ -315,20 +315,20 @@ def test_logits_processors_see_the_whole_prompt(vlm):
         assert s.ask(QUESTIONS[0], do_sample=True, **ASK).token_ids != expected
 
 
-def test_several_pictures_and_clips(family):
-    pictures = [image_for(family, seed) for seed in range(3)]
-    with family.session(images=pictures[:2], history=False) as s:
-        expected = family.ask(QUESTIONS[0], pictures[:2], **ASK).token_ids
+def test_several_images_and_videos(family):
+    images = [image_for(family, seed) for seed in range(3)]
+    with family.session(images=images[:2], history=False) as s:
+        expected = family.ask(QUESTIONS[0], images[:2], **ASK).token_ids
         assert s.ask(QUESTIONS[0], **ASK).token_ids == expected
         assert len(s.ask(QUESTIONS[0], **ASK).trace.images) == 2
-    with family.session(video=pictures, num_frames=3, history=False) as s:
-        expected = family.ask(QUESTIONS[0], video=pictures, num_frames=3, **ASK).token_ids
+    with family.session(video=images, num_frames=3, history=False) as s:
+        expected = family.ask(QUESTIONS[0], video=images, num_frames=3, **ASK).token_ids
         assert s.ask(QUESTIONS[0], **ASK).token_ids == expected
         assert s.ask(QUESTIONS[0], restore=True, **ASK).token_ids == expected
 
 
 @pytest.mark.parametrize("recipe", [None, "h2o:0.5", "snapkv:share=0.5,window=8"])
-def test_a_session_without_pictures(vlm, recipe):
+def test_text_only_session(vlm, recipe):
     with vlm.session(recipe=recipe, history=False) as s:
         for question in QUESTIONS:
             expected = vlm.ask(question, recipe=recipe, **ASK).token_ids
@@ -337,25 +337,25 @@ def test_a_session_without_pictures(vlm, recipe):
         with pytest.raises(VLMFastError, match="this session has none"):
             s.ask(QUESTIONS[0], restore=True)
     with vlm.session() as s:
-        said = []
+        pairs = []
         for question in QUESTIONS:
-            texts = [text for pair in said for text in pair] + [question]
+            texts = [text for pair in pairs for text in pair] + [question]
             roles = itertools.cycle(["user", "assistant"])
             turns = [{"role": r, "content": t} for r, t in zip(roles, texts, strict=False)]
             answer = s.ask(question, **ASK)
             assert answer.token_ids == vlm.chat(turns, **ASK).token_ids
-            assert bool(answer.stats.prompt_reused) == bool(said)
-            said.append((question, answer.text))
+            assert bool(answer.stats.prompt_reused) == bool(pairs)
+            pairs.append((question, answer.text))
 
 
-def test_answers_come_in_pieces_too(vlm):
+def test_streaming(vlm):
     image = picture()
     with vlm.session(images=image) as s, vlm.session(images=image) as t:
         for question in QUESTIONS:
             *pieces, answer = s.stream(question, **ASK)
             assert answer.token_ids == t.ask(question, **ASK).token_ids
             assert "".join(pieces).strip() == answer.text
-        # A reader who goes away: the conversation goes on with what had been said.
+        # If the reader stops, the conversation continues with the text generated so far.
         reader = s.stream(QUESTIONS[0], max_new_tokens=400)
         next(reader)
         reader.close()
@@ -378,14 +378,14 @@ def test_answers_come_in_pieces_too(vlm):
         assert s.ask(QUESTIONS[1], **ASK).token_ids == expected.token_ids
 
 
-# --- the full pictures ---------------------------------------------------------------------------
+# --- full images ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "recipe", [None, "hired:0.3", "h2o:0.5", "pyramiddrop", "mustdrop", "downsample:0.25+kivi"]
 )
 @pytest.mark.parametrize("history", [True, False])
-def test_restored_pictures_are_those_of_the_full_model(random_vlm, recipe, history):
+def test_restore_gives_the_full_model_answer(random_vlm, recipe, history):
     vlm, image = random_vlm, picture()
     full = vlm.ask(QUESTIONS[0], image, **ASK)
     with vlm.session(images=image, recipe=recipe, history=history) as s:
@@ -393,13 +393,13 @@ def test_restored_pictures_are_those_of_the_full_model(random_vlm, recipe, histo
             restored = s.ask(QUESTIONS[0], restore=True, **ASK)
         assert restored.token_ids == full.token_ids and restored.recipe == "none"
         assert restored.stats.visual_tokens_per_layer == full.stats.visual_tokens_per_layer
-        # What an in-encoder stage merged does not exist at full budget, so the tower runs again.
+        # In-encoder stages leave no full features, so the tower runs again.
         assert count["looks"] == (recipe == "mustdrop")
         if history:  # the restored answer is part of the conversation
             turns = turns_of(image, [(QUESTIONS[0], restored.text)], QUESTIONS[1])
             expected = vlm.chat(turns, **ASK).token_ids
             assert s.ask(QUESTIONS[1], restore=True, **ASK).token_ids == expected
-        else:  # and the compressed ones are still there
+        else:  # the compressed images are still available
             with vlm.session(images=image, recipe=recipe, history=False) as other:
                 expected = other.ask(QUESTIONS[1], **ASK)
             answer = s.ask(QUESTIONS[1], **ASK)
@@ -414,7 +414,7 @@ def test_restored_pictures_are_those_of_the_full_model(random_vlm, recipe, histo
 # --- memory --------------------------------------------------------------------------------------
 
 
-def test_the_session_that_was_not_used_for_longest_makes_room():
+def test_least_recently_used_session_is_evicted():
     vlm = VLM(*build_llava())
     images = [picture(seed=seed) for seed in range(3)]
     expected = [vlm.ask(QUESTIONS[0], image, **ASK).token_ids for image in images]
@@ -422,7 +422,7 @@ def test_the_session_that_was_not_used_for_longest_makes_room():
     one = sessions[0].bytes
     assert one > 0 and all(s.bytes == one for s in sessions)
     vlm.session_bytes = 2 * one
-    # The last one was opened last; the first is asked, so the second one goes.
+    # The last one was opened last; the first is used, so the second one is evicted.
     assert sessions[0].ask(QUESTIONS[0], **ASK).token_ids == expected[0]
     assert [bool(s.bytes) for s in sessions] == [True, False, True]
     answer = sessions[1].ask(QUESTIONS[0], **ASK)
@@ -433,13 +433,13 @@ def test_the_session_that_was_not_used_for_longest_makes_room():
         assert sessions[2].ask(QUESTIONS[0], **ASK).token_ids == expected[2]
     assert count["looks"] == 0
     assert [bool(s.bytes) for s in sessions] == [False, True, True]
-    # One that is larger than the bound still answers, alone.
+    # A session larger than the limit still answers, alone.
     vlm.session_bytes = one - 1
     for s, ids in zip(sessions, expected, strict=True):
         assert s.ask(QUESTIONS[0], **ASK).token_ids == ids
         assert [bool(other.bytes) for other in sessions] == [other is s for other in sessions]
         assert s.ask(QUESTIONS[0], **ASK).stats.prompt_reused > 0
-    # Closed ones and forgotten ones do not count.
+    # Closed and deleted sessions do not count.
     vlm.session_bytes = 2 * one
     sessions[2].close()
     sessions[0].ask(QUESTIONS[0], **ASK)
@@ -471,7 +471,7 @@ SAVED = {"none": None, "hired": "hired:0.4", "pyramiddrop": "pyramiddrop", **SMA
 
 @pytest.mark.parametrize("history", [True, False])
 @pytest.mark.parametrize("recipe", SAVED.values(), ids=SAVED)
-def test_a_loaded_session_goes_on_bit_by_bit(vlm, tmp_path, recipe, history):
+def test_loaded_session_continues_bit_for_bit(vlm, tmp_path, recipe, history):
     path = tmp_path / "a.session"
     options = {"max_new_tokens": 10}
     with vlm.session(images=picture(), recipe=recipe, history=history) as s:
@@ -488,16 +488,16 @@ def test_a_loaded_session_goes_on_bit_by_bit(vlm, tmp_path, recipe, history):
             assert mine.stats.prompt_reused == its.stats.prompt_reused
             assert mine.stats.prompt_fed == its.stats.prompt_fed
             assert torch.equal(mine.trace.depth, its.trace.depth) and its.trace.images == []
-            assert s.reuses == "features" or same(held(s), held(loaded))
+            assert s.reuses == "features" or same(cache_tensors(s), cache_tensors(loaded))
         mine = s.ask(QUESTIONS[0], restore=True, **options)
         assert loaded.ask(QUESTIONS[0], restore=True, **options).token_ids == mine.token_ids
-        if s.reuses == "kv":  # the comparison of caches can fail
+        if s.reuses == "kv":  # control of the cache comparison
             s._kept.decoder.position.add_(1)
-            assert not same(held(s), held(loaded))
+            assert not same(cache_tensors(s), cache_tensors(loaded))
 
 
-def test_pictures_inside_the_tower_survive_saving(vlm, tmp_path):
-    """With an in-encoder stage the full features do not exist: pixels are saved instead."""
+def test_in_encoder_sessions_can_be_saved(vlm, tmp_path):
+    """In-encoder stages leave no full features, so pixels are saved instead."""
     path, image = tmp_path / "a.session", picture()
     with vlm.session(images=image, recipe="mustdrop", history=False) as s:
         s.save(path)
@@ -509,7 +509,7 @@ def test_pictures_inside_the_tower_survive_saving(vlm, tmp_path):
 
 
 @pytest.mark.parametrize("recipe", ["pvc:0.5", "atp:0.6"])
-def test_trained_methods_find_their_weights_again(tiny, tmp_path, recipe):
+def test_loaded_session_reloads_trained_weights(tiny, tmp_path, recipe):
     question, path = "What is in the bottom left?", tmp_path / "a.session"
     with tiny.session(images=EXAMPLE, recipe=recipe, history=False) as s:
         s.save(path)
@@ -521,7 +521,7 @@ def test_trained_methods_find_their_weights_again(tiny, tmp_path, recipe):
     assert loaded.ask(question, restore=True, **ASK).stats.equivalent_tokens == 336
 
 
-def test_what_was_evicted_or_never_read_is_saved_without_a_cache(vlm, tmp_path):
+def test_evicted_or_unused_session_is_saved_without_cache(vlm, tmp_path):
     with vlm.session(images=picture()) as s:
         expected = s.ask(QUESTIONS[0], **ASK).token_ids
         s._drop()
@@ -544,7 +544,7 @@ def saved(vlm, tmp_path_factory) -> Path:
     return path
 
 
-def test_a_saved_session_is_an_ordinary_safetensors_file(saved):
+def test_saved_session_is_a_safetensors_file(saved):
     from safetensors import safe_open
 
     with safe_open(saved, "pt") as file:
@@ -556,24 +556,24 @@ def test_a_saved_session_is_an_ordinary_safetensors_file(saved):
     assert list(saved.parent.iterdir()) == [saved]
 
 
-def test_every_flipped_byte_is_refused(vlm, saved, tmp_path):
+def test_flipped_bytes_are_rejected(vlm, saved, tmp_path):
     data, path, rng = saved.read_bytes(), tmp_path / "a.session", random.Random(0)
     header = 8 + int.from_bytes(data[:8], "little")
     path.write_bytes(data)
     vlm.load_session(path).close()
-    # Half of them in the header, which is the smaller part.
-    places = [rng.randrange(header) for _ in range(500)]
-    places += [rng.randrange(header, len(data)) for _ in range(500)]
-    places += [*range(100), len(data) - 1]
-    for place in places:
+    # Half of the positions are in the header, which is smaller.
+    offsets = [rng.randrange(header) for _ in range(500)]
+    offsets += [rng.randrange(header, len(data)) for _ in range(500)]
+    offsets += [*range(100), len(data) - 1]
+    for offset in offsets:
         flipped = bytearray(data)
-        flipped[place] ^= 1 << rng.randrange(8)
+        flipped[offset] ^= 1 << rng.randrange(8)
         path.write_bytes(flipped)
         with pytest.raises(VLMFastError, match=r"is damaged|is not a saved session"):
             vlm.load_session(path)
 
 
-def test_cut_and_lengthened_files_are_refused(vlm, saved, tmp_path):
+def test_truncated_and_extended_files_are_rejected(vlm, saved, tmp_path):
     data, path, rng = saved.read_bytes(), tmp_path / "a.session", random.Random(0)
     cuts = [0, 1, 8, 9, 40, 90, 98, 99, len(data) - 1, *rng.sample(range(len(data)), 20)]
     for broken in [*(data[:cut] for cut in cuts), data + b"\0", data + data, b"\0" + data]:
@@ -583,14 +583,14 @@ def test_cut_and_lengthened_files_are_refused(vlm, saved, tmp_path):
 
 
 def rewritten(path: Path, into: Path, **changes: str) -> Path:
-    """A whole and sound file that says something else."""
+    """A valid file with other metadata."""
     metadata, tensors = snapshot.read(path, "a file")
     metadata.pop("digest")
     snapshot.write(into, {**metadata, **changes}, tensors)
     return into
 
 
-def test_sessions_of_others_are_refused(vlm, saved, tmp_path):
+def test_incompatible_sessions_are_rejected(vlm, saved, tmp_path):
     from safetensors.torch import save_file
 
     target = tmp_path / "a.session"
@@ -626,7 +626,7 @@ def test_sessions_of_others_are_refused(vlm, saved, tmp_path):
     assert str(vlm.load_session(saved, recipe=SMALL["kivi"]).recipe) == SMALL["kivi"]
 
 
-def test_a_model_is_known_by_each_of_its_weights():
+def test_identity_depends_on_every_weight():
     vlm = VLM(*build_llava())
     before = identity(vlm.adapter)
     assert identity(VLM(*build_llava()).adapter) == before
@@ -639,7 +639,7 @@ def test_a_model_is_known_by_each_of_its_weights():
 
 
 class Disk:
-    """A file whose ``at``-th write fails, half done."""
+    """A file whose ``at``-th write fails halfway."""
 
     def __init__(self, file, error: BaseException, at: int) -> None:
         self.file, self.error, self.left = file, error, at
@@ -662,7 +662,7 @@ class Disk:
 
 
 def spoil(patch, step: str, error: BaseException, at: int = 1) -> None:
-    """Let one step of the next save fail."""
+    """Make one step of the next save fail."""
 
     def raising(real):
         calls = itertools.count(1)
@@ -690,7 +690,7 @@ FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 @pytest.mark.parametrize(
     ("step", "at"), [("open", 1), ("write", 1), ("write", 7), ("fsync", 1), ("replace", 1)]
 )
-def test_a_save_that_fails_leaves_the_old_file(vlm, tmp_path, monkeypatch, step, at, error):
+def test_failed_save_keeps_the_old_file(vlm, tmp_path, monkeypatch, step, at, error):
     path = tmp_path / "a.session"
     with vlm.session(images=picture()) as s:
         s.save(path)
@@ -707,12 +707,12 @@ def test_a_save_that_fails_leaves_the_old_file(vlm, tmp_path, monkeypatch, step,
                     s.save(path)
         assert path.read_bytes() == old and list(tmp_path.iterdir()) == [path]
         vlm.load_session(path).close()
-        s.save(path)  # the session itself came to no harm
+        s.save(path)  # the session itself is intact
         assert path.read_bytes() != old
         assert vlm.load_session(path).messages == s.messages
 
 
-def test_a_folder_that_fails_after_all_leaves_the_new_file(vlm, tmp_path, monkeypatch):
+def test_failed_folder_sync_keeps_the_new_file(vlm, tmp_path, monkeypatch):
     path = tmp_path / "a.session"
     with vlm.session(images=picture()) as s:
         s.save(path)
@@ -725,7 +725,7 @@ def test_a_folder_that_fails_after_all_leaves_the_new_file(vlm, tmp_path, monkey
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no device that is full")
-def test_a_disk_that_is_really_full(vlm, tmp_path):
+def test_full_disk(vlm, tmp_path):
     path = tmp_path / "a.session"
     with vlm.session(images=picture()) as s:
         s.save(path)
@@ -737,7 +737,7 @@ def test_a_disk_that_is_really_full(vlm, tmp_path):
         assert path.read_bytes() == old and not draft.exists()
 
 
-def test_places_that_cannot_be_written_to(vlm, tmp_path):
+def test_unwritable_paths_raise(vlm, tmp_path):
     with vlm.session(images=picture()) as s:
         with pytest.raises(VLMFastError, match=r"nowhere.a cannot be written: No such file"):
             s.save(tmp_path / "nowhere" / "a")
@@ -794,21 +794,21 @@ KILLED = """
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs processes that can be forked")
-def test_a_save_that_is_killed_leaves_the_old_file_or_the_new_one(tmp_path):
-    """Killed in front of every single line that it runs."""
+def test_killed_save_leaves_old_or_new_file(tmp_path):
+    """The process is killed before every line that it runs."""
     code = [sys.executable, "-c", textwrap.dedent(KILLED), str(tmp_path / "a.session")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(code, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     seen, torn = done.stdout.split()
-    # The old one, and from some line on the new one; some were killed in the middle of their draft.
+    # The old file, then the new one from some line on; some runs left a partial temporary file.
     assert set(seen) == {"a", "b"} and seen == "".join(sorted(seen)) and int(torn) > 0
 
 
-# --- what goes wrong -----------------------------------------------------------------------------
+# --- errors --------------------------------------------------------------------------------------
 
 
-def test_errors_are_clear_and_leave_the_session_as_it_was(vlm):
+def test_errors_leave_the_session_unchanged(vlm):
     image = picture()
     with vlm.session(images=image, history=False) as s:
         expected = s.ask(QUESTIONS[0], **ASK).token_ids
@@ -826,7 +826,7 @@ def test_errors_are_clear_and_leave_the_session_as_it_was(vlm):
     for call in (lambda: s.ask("what ?"), lambda: s.stream("what ?"), lambda: s.save("nowhere")):
         with pytest.raises(VLMFastError, match="the session is closed"):
             call()
-    s.close()  # twice is once
+    s.close()  # closing twice is allowed
     assert s.bytes == 0
     with pytest.raises(VLMFastError, match="num_frames and fps are for video"):
         vlm.session(images=image, num_frames=3)
@@ -839,7 +839,7 @@ def test_errors_are_clear_and_leave_the_session_as_it_was(vlm):
 
 @pytest.mark.parametrize("recipe", [None, SMALL["h2o"], "snapkv:share=0.5,window=8"])
 @pytest.mark.parametrize("history", [True, False])
-def test_an_answer_that_breaks_off_leaves_the_session_usable(vlm, recipe, history):
+def test_interrupted_answer_leaves_the_session_usable(vlm, recipe, history):
     def breaks(ids, scores, **kwargs):
         raise RuntimeError("broken")
 
@@ -854,13 +854,13 @@ def test_an_answer_that_breaks_off_leaves_the_session_usable(vlm, recipe, histor
         assert s.messages == other.messages
 
 
-def test_frames_chosen_by_the_question_are_refused(vlm):
+def test_query_dependent_media_stage_raises(vlm):
     from dataclasses import dataclass
     from typing import ClassVar
 
     @dataclass(frozen=True)
     class Asking(MediaStage):
-        """Chooses by the question."""
+        """Selects frames by the question."""
 
         name: ClassVar[str] = "test-asking"
         asks_question: ClassVar[bool] = True
@@ -869,7 +869,7 @@ def test_frames_chosen_by_the_question_are_refused(vlm):
         vlm.session(video=[picture()] * 3, recipe=Asking())
 
 
-def test_a_template_that_changes_its_beginning_is_refused():
+def test_changed_template_prefix_raises():
     vlm = VLM(*build_llava())
     with vlm.session(images=picture()) as s:
         s.ask(QUESTIONS[0], **ASK)
@@ -879,8 +879,8 @@ def test_a_template_that_changes_its_beginning_is_refused():
             s.ask(QUESTIONS[1], **ASK)
 
 
-def test_methods_that_look_at_the_question_say_so():
-    """Where one does not, a session would let the first question choose for all others."""
+def test_query_dependent_methods_declare_it():
+    """Otherwise the first question of a session would select the tokens for all others."""
     for name in ("fastv", "pyramiddrop", "mustdrop", "atp", "elastic", "snapkv", "pyramidkv"):
         assert any(p.asks_question for p in (stage_class(name)(), *stage_class(name)().expand()))
     for name in ("hired", "random", "grid", "h2o", "lookm", "kivi", "zipcache", "streamingllm"):

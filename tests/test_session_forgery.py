@@ -1,4 +1,4 @@
-"""Forged session files: refused when they are loaded, or a session that answers; nothing else."""
+"""Forged session files are rejected when loaded, or give a session that answers."""
 
 from __future__ import annotations
 
@@ -53,19 +53,19 @@ def sessions(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[VLM, d
     return found
 
 
-def places(value: Any, found: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
-    """Every place of a nest of JSON: its container and its key."""
+def entries(value: Any, found: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+    """Container and key of every value in nested JSON."""
     items = value.items() if isinstance(value, dict) else enumerate(value)
-    for key, of in items:
+    for key, child in items:
         found.append((value, key))
-        if isinstance(of, dict | list):
-            places(of, found)
+        if isinstance(child, dict | list):
+            entries(child, found)
     return found
 
 
 def forge_value(rng: random.Random, about: Any) -> str:
-    """Change, take away or add one value of the state."""
-    container, key = rng.choice(places(about, []))
+    """Change, remove or add one value of the state."""
+    container, key = rng.choice(entries(about, []))
     how = rng.randrange(8)
     if how == 0:
         del container[key]
@@ -80,7 +80,7 @@ def forge_value(rng: random.Random, about: Any) -> str:
         container[key] += rng.choice((-1, 1))
         return "counted wrong"
     if how == 3:
-        other, another = rng.choice(places(about, []))
+        other, another = rng.choice(entries(about, []))
         container[key] = copy.deepcopy(other[another])
         return "from elsewhere"
     container[key] = rng.choice(OTHERS)
@@ -88,45 +88,45 @@ def forge_value(rng: random.Random, about: Any) -> str:
 
 
 def forge_tensor(rng: random.Random, tensors: dict[str, torch.Tensor]) -> str:
-    """Change one tensor: its shape, type, length or a value of it."""
+    """Change the shape, type, length or one value of a tensor."""
     name = rng.choice(sorted(tensors))
-    of = tensors[name]
+    tensor = tensors[name]
     how = rng.randrange(7)
     if how == 0:
         del tensors[name]
         return "missing"
     if how == 1:
-        tensors[name] = of[..., None].contiguous()
+        tensors[name] = tensor[..., None].contiguous()
     elif how == 2:
-        tensors[name] = of.to(rng.choice((torch.float64, torch.int8, torch.bool, torch.int64)))
-    elif how == 3 and of.dim():
-        axis = rng.randrange(of.dim())
-        tensors[name] = of.narrow(axis, 0, max(of.shape[axis] - 1, 0)).contiguous()
-    elif how == 4 and of.dim():
-        tensors[name] = torch.cat([of, of], rng.randrange(of.dim()))
+        tensors[name] = tensor.to(rng.choice((torch.float64, torch.int8, torch.bool, torch.int64)))
+    elif how == 3 and tensor.dim():
+        axis = rng.randrange(tensor.dim())
+        tensors[name] = tensor.narrow(axis, 0, max(tensor.shape[axis] - 1, 0)).contiguous()
+    elif how == 4 and tensor.dim():
+        tensors[name] = torch.cat([tensor, tensor], rng.randrange(tensor.dim()))
     elif how == 5:
         tensors[name] = tensors[rng.choice(sorted(tensors))].clone()
-    elif of.numel():
-        of = of.clone()
-        of.view(-1)[rng.randrange(of.numel())] = (
+    elif tensor.numel():
+        tensor = tensor.clone()
+        tensor.view(-1)[rng.randrange(tensor.numel())] = (
             rng.choice((float("nan"), float("inf"), -1e30, 5.0))
-            if of.is_floating_point()
+            if tensor.is_floating_point()
             else rng.choice((-1, 0, 1, 100, 127))
-            if of.dtype in (torch.uint8, torch.int8, torch.bool)
+            if tensor.dtype in (torch.uint8, torch.int8, torch.bool)
             else rng.choice((-(2**31), -1, 0, 5, 10**6, 2**31 - 1))
         )
-        tensors[name] = of
+        tensors[name] = tensor
     return "tensor"
 
 
 def outcome(vlm: VLM, path: Path) -> str:
-    """Whether a file is refused when it is loaded, or answers like a session."""
+    """Return whether loading a file fails or gives a session that answers."""
     try:
         session = vlm.load_session(path)
     except VLMFastError as error:
         return "refused" if "\n" not in str(error) else "refused in several lines"
     with session:
-        # Long enough for every method to work on its cache.
+        # Long enough for every method to change the cache.
         assert len(session.ask("is there more, and what ?", max_new_tokens=4).token_ids) > 0
         assert session.bytes < 1 << 24
         assert len(session.ask("all ?", restore=True, max_new_tokens=2).token_ids) > 0
@@ -138,7 +138,7 @@ def outcome(vlm: VLM, path: Path) -> str:
     [range(150), pytest.param(range(150, 2150), marks=pytest.mark.slow)],
     ids=["few", "many"],
 )
-def test_forged_sessions(sessions, tmp_path, seeds) -> None:
+def test_forged_sessions_are_rejected_or_answer(sessions, tmp_path, seeds) -> None:
     seen = Counter()
     for seed in seeds:
         rng = random.Random(f"forged {seed}")
@@ -161,14 +161,14 @@ def test_forged_sessions(sessions, tmp_path, seeds) -> None:
     assert seen.keys() == {"refused", "answers"} and seen["refused"] > seen["answers"]
 
 
-def test_honest_sessions_are_read(sessions, tmp_path) -> None:
+def test_valid_sessions_are_read(sessions, tmp_path) -> None:
     for vlm, metadata, tensors in sessions.values():
         snapshot.write(tmp_path / "a", metadata, tensors)
         assert outcome(vlm, tmp_path / "a") == "answers"
 
 
 def changed(state: Any, path: list, value: Any) -> Any:
-    """A packed state with another value at a path of keys; dicts are packed as pairs."""
+    """A packed state with one value replaced at a path of keys; dicts are packed as pairs."""
     at = state
     for key in path[:-1]:
         at = within(at)[key]
@@ -204,7 +204,7 @@ def within(value: Any) -> Any:
         (["history"], 1, "history is neither"),
     ],
 )
-def test_reasons(sessions, tmp_path, path, value, reason) -> None:
+def test_rejection_messages(sessions, tmp_path, path, value, reason) -> None:
     vlm, metadata, tensors = sessions["none"]
     state = changed(json.loads(metadata["session"]), path, value)
     snapshot.write(tmp_path / "a", {**metadata, "session": json.dumps(state)}, tensors)
@@ -212,7 +212,7 @@ def test_reasons(sessions, tmp_path, path, value, reason) -> None:
         vlm.load_session(tmp_path / "a")
 
 
-def test_a_stated_capacity_does_not_reserve_memory(sessions, tmp_path) -> None:
+def test_forged_capacity_does_not_allocate_memory(sessions, tmp_path) -> None:
     vlm, metadata, tensors = sessions["none"]
     honest = tmp_path / "honest"
     snapshot.write(honest, metadata, tensors)
@@ -234,7 +234,7 @@ HONEST = ("version", "1")
 @pytest.mark.parametrize(
     ("key", "value"), [pair for pair in itertools.product(KEYS, VALUES) if pair != HONEST]
 )
-def test_forged_metadata(sessions, tmp_path, key, value) -> None:
+def test_forged_metadata_is_rejected(sessions, tmp_path, key, value) -> None:
     vlm, metadata, tensors = sessions["none"]
     assert metadata[key] != value
     metadata = dict(metadata)

@@ -1,4 +1,4 @@
-"""SparseVLM: raters, counts and groups in numbers, and runs beside a prefill by hand."""
+"""SparseVLM: raters, counts and clusters on examples, and prompts against a reference prefill."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vlmfast.compressors.prefill.sparsevlm import SparseVLM, clusters, raters, r
 from vlmfast.core.statistics import StatRequest
 from vlmfast.engine.prefill import prefill
 
-DROPS = {2: 40, 3: 20}  # tokens left behind the drops of the runs below
+DROPS = {2: 40, 3: 20}  # percent of tokens left after each drop
 
 
 @pytest.fixture(scope="module", params=[build_llava, build_llava_next])
@@ -22,18 +22,18 @@ def vlm(request) -> VLM:
     return VLM(*request.param(layers=6))
 
 
-def test_raters_in_numbers() -> None:
+def test_raters_example() -> None:
     visual = torch.tensor([[2.0, 0], [2, 0], [0, 1]])
     text = torch.tensor([[1.0, 0], [-1, 0], [0, 1]])
     rate, score = raters(visual, text)
     e = torch.tensor([[2.0, -2, 0], [2, -2, 0], [0, 0, 1]]).softmax(1).mean(0)
     close(score, e, terms=6)
     assert rate.tolist() == [True, False, False]
-    assert raters(visual, text[:1])[0].tolist() == [True]  # the only word there is
+    assert raters(visual, text[:1])[0].tolist() == [True]  # the only text token
     assert raters(visual, text[[0, 0]])[0].tolist() == [True, True]
 
 
-def test_counts_in_numbers() -> None:
+def test_recycled_counts() -> None:
     assert recycled(276) == (83, 9)
     assert recycled(109) == (33, 4)
     assert recycled(1) == (1, 1)
@@ -45,7 +45,7 @@ def test_counts_in_numbers() -> None:
             assert groups == recycled(n - kept)[1] or kept == 0
 
 
-def test_groups_in_numbers() -> None:
+def test_clusters_example() -> None:
     rows = torch.tensor([[0.0, 0], [0.1, 0], [9, 9], [9, 9.1], [0, 0.1]])
     means, centres, label = clusters(rows, 2)
     assert label[[0, 1, 4]].unique().numel() == label[[2, 3]].unique().numel() == 1
@@ -56,11 +56,11 @@ def test_groups_in_numbers() -> None:
 
 
 def rule(vlm: VLM, tensors: dict, embeds: Tensor, recycle: bool):
-    """The paper's words, on full maps."""
+    """The paper's rule on full attention maps."""
     visual = tensors["input_ids"][0] == vlm.adapter.image_token_id
-    behind = int(visual.nonzero().max()) + 1
-    s = (embeds[visual] @ embeds[behind:].T).softmax(-1).mean(0)
-    rating = behind + (s > s.mean()).nonzero()[:, 0]
+    text_start = int(visual.nonzero().max()) + 1
+    s = (embeds[visual] @ embeds[text_start:].T).softmax(-1).mean(0)
+    rating = text_start + (s > s.mean()).nonzero()[:, 0]
     n0 = int(visual.sum())
 
     def drop(layer, attention, hidden, rows):
@@ -74,10 +74,12 @@ def rule(vlm: VLM, tensors: dict, embeds: Tensor, recycle: bool):
             kept -= 1
         stays = order[:kept]
         if recycle:
-            some = torch.tensor(sorted(order[kept : kept + int(0.3 * (len(order) - kept)) + 1]))
-            means, centres, _ = clusters(hidden[some], total - kept)
-            hidden = hidden.index_copy(0, some[centres], means)
-            stays = stays + some[centres].tolist()
+            candidates = torch.tensor(
+                sorted(order[kept : kept + int(0.3 * (len(order) - kept)) + 1])
+            )
+            means, centres, _ = clusters(hidden[candidates], total - kept)
+            hidden = hidden.index_copy(0, candidates[centres], means)
+            stays = stays + candidates[centres].tolist()
         left = ~visual[rows]
         left[stays] = True
         return hidden, left
@@ -85,33 +87,33 @@ def rule(vlm: VLM, tensors: dict, embeds: Tensor, recycle: bool):
     return drop
 
 
-def word(recycle: bool, positions: str) -> str:
+def recipe_text(recycle: bool, positions: str) -> str:
     return f"sparsevlm:layers=2/3,budget=0.5,recycle={str(recycle).lower()},positions={positions}"
 
 
 @pytest.mark.parametrize("positions", ["compact", "keep"])
 @pytest.mark.parametrize("recycle", [True, False])
-@pytest.mark.parametrize("pictures", [1, 2])
-def test_a_run_equals_a_prefill_by_hand(vlm, positions, recycle, pictures, monkeypatch) -> None:
-    images = [picture(seed=i) for i in range(pictures)]
+@pytest.mark.parametrize("num_images", [1, 2])
+def test_prompt_equals_reference_prefill(vlm, positions, recycle, num_images, monkeypatch) -> None:
+    images = [picture(seed=i) for i in range(num_images)]
     tensors = vlm.inputs("what is here ?", images=images)
     embeds = embeds_of(vlm, tensors)
     n0 = int((tensors["input_ids"] == vlm.adapter.image_token_id).sum())
     totals = tuple(max(1, round(share / 100 * n0)) for share in DROPS.values())
     monkeypatch.setattr("vlmfast.compressors.prefill.sparsevlm.solve_counts", lambda *args: totals)
-    run, logits = ran(vlm, word(recycle, positions), images)
+    run, logits = ran(vlm, recipe_text(recycle, positions), images)
     expected, _ = shortened(vlm, embeds, rule(vlm, tensors, embeds, recycle), positions)
     assert run.stats.visual_tokens_per_layer == [n0] * 2 + [totals[0]] + [totals[1]] * 3
     terms = network(vlm.model, len(embeds))
     close(logits, expected, terms=terms)
-    # Controls: recycling, and dropping at all, make a difference.
+    # Controls: recycling, and dropping, change the result.
     other, _ = shortened(vlm, embeds, rule(vlm, tensors, embeds, not recycle), positions)
     full, _ = shortened(vlm, embeds, lambda layer, a, hidden, rows: (hidden, None), positions)
     apart(logits, other, terms=terms)
     apart(logits, full, terms=terms)
 
 
-def test_weights_of_recycled_tokens_count(vlm, monkeypatch) -> None:
+def test_recycled_token_weights_are_used(vlm, monkeypatch) -> None:
     steps = []
 
     def watched(adapter, prompt, recipe, cache, *args, **kwargs):
@@ -131,14 +133,14 @@ def test_weights_of_recycled_tokens_count(vlm, monkeypatch) -> None:
 
     monkeypatch.setattr("vlmfast.engine.engine.prefill", watched)
     images = [picture(seed=i) for i in range(3)]
-    run, plain = ran(vlm, word(True, "keep"), images)
-    _, repaired = ran(vlm, word(True, "keep") + ",repair=true", images)
+    run, plain = ran(vlm, recipe_text(True, "keep"), images)
+    _, repaired = ran(vlm, recipe_text(True, "keep") + ",repair=true", images)
     assert max(float(w) for w in steps[1::2]) > 1
     apart(plain, repaired, terms=network(vlm.model, run.prompt.full_length))
 
 
-def test_published_counts_on_average() -> None:
-    """Recycled tokens included, as the authors average them: 2, 4, 9 and 17 of 32 layers."""
+def test_published_average_counts() -> None:
+    """Including recycled tokens, averaged as by the authors over 2, 4, 9 and 17 of 32 layers."""
     from vlmfast.compressors.prefill.sparsevlm import PUBLISHED
 
     for name, expected in (("192", 192.0), ("128", 128.6), ("96", 96.9), ("64", 64.8)):
@@ -150,7 +152,7 @@ def test_published_counts_on_average() -> None:
         assert average == pytest.approx(expected, abs=0.06)
 
 
-def test_the_word() -> None:
+def test_recipe_parameters() -> None:
     question, drop = SparseVLM().expand()
     assert (question.protocol, drop.protocol) == ("encode", "prefill")
     assert drop.layers(32) == (3, 7, 16)
@@ -169,6 +171,6 @@ def test_the_word() -> None:
         ("sparsevlm:0", r"rate=0 is out of range"),
     ],
 )
-def test_bad_words(text: str, message: str) -> None:
+def test_invalid_recipes_raise(text: str, message: str) -> None:
     with pytest.raises(RecipeError, match=message):
         Recipe.parse(text)

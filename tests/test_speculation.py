@@ -1,4 +1,4 @@
-"""Drafts never change an answer; what they cost and save is counted right."""
+"""Speculative decoding: drafts never change an answer, and its statistics are correct."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from vlmfast.engine.engine import Engine
 from vlmfast.engine.sampling import Sampling
 from vlmfast.errors import RecipeError, VLMFastError
 
-FLOAT = torch.float32  # norms and tables of rotation are, in models of float64 too
+FLOAT = torch.float32  # norms and rotary tables are float32 in float64 models too
 FAMILIES = {"llava": build_llava, "llava-next": build_llava_next}
 RECIPES = [
     "none",
@@ -42,7 +42,7 @@ RECIPES = [
     "streamingllm:0.7",
 ]
 PAGED = ("zipvl:page=8", "kivi:bits=4,group=4,residual=8")
-# The cache of these is reworked before every token: rounds hold one.
+# Decode stages of these run before every token, so a round has one token.
 SINGLE = ("h2o:0.7", "streamingllm:0.7")
 SAMPLED = {
     "do_sample": True,
@@ -71,7 +71,7 @@ def given(**more) -> dict:
 
 
 def drafted(vlm: VLM, wanted, recipe: str = "none", knows: Knows | None = None, **more):
-    """The answer with drafts of ``wanted``, the answer without."""
+    """The answer with drafts that follow ``wanted``, an answer without drafts."""
     knows = replace(knows or Knows(), answer=tuple(wanted.token_ids))
     return vlm.ask(QUESTION, recipe=Recipe.of(recipe) + knows, **more)
 
@@ -81,7 +81,7 @@ def drafted(vlm: VLM, wanted, recipe: str = "none", knows: Knows | None = None, 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_the_answer_is_the_same(vlm: VLM, recipe: str, way: str) -> None:
+def test_drafts_do_not_change_the_answer(vlm: VLM, recipe: str, way: str) -> None:
     more = given(**WAYS[way])
     wanted = vlm.ask(QUESTION, recipe=recipe, **more)
     assert len(set(wanted.token_ids)) > 10
@@ -108,13 +108,11 @@ def test_the_answer_is_the_same(vlm: VLM, recipe: str, way: str) -> None:
             assert stats.accepted == 0 < stats.drafted
     if recipe not in SINGLE:
         assert accepted >= {1, 2, 3, 4}
-        assert rejected >= (
-            {1, 2, 3} if recipe in PAGED else {1, 2, 3, 4}
-        )  # pages cut rounds short
+        assert rejected >= ({1, 2, 3} if recipe in PAGED else {1, 2, 3, 4})  # pages shorten rounds
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_in_single_precision(way: str) -> None:
+def test_drafts_do_not_change_the_answer_in_float32(way: str) -> None:
     vlm = VLM(*build_llava())
     more = given(**WAYS[way])
     for recipe in ("none", "pyramiddrop", "zipvl:page=8"):
@@ -123,7 +121,7 @@ def test_in_single_precision(way: str) -> None:
         assert got.token_ids == wanted.token_ids
 
 
-def test_grouped_queries_and_depth_one() -> None:
+def test_grouped_query_attention_and_tree_shapes() -> None:
     vlm = VLM(*build_llava(dtype=torch.float64, kv_heads=1))
     wanted = vlm.ask(QUESTION, **given())
     for knows in (Knows(depth=1, beside=0), Knows(depth=9, beside=5), Knows(depth=40, beside=0)):
@@ -131,17 +129,17 @@ def test_grouped_queries_and_depth_one() -> None:
 
 
 @pytest.mark.parametrize("seed", ["7", 1.5, True])
-def test_seeds_are_whole_numbers(llava: VLM, seed) -> None:
+def test_non_integer_seeds_raise(llava: VLM, seed) -> None:
     with pytest.raises(VLMFastError, match=r"seed=.* must be a whole number"):
         llava.ask(QUESTION, seed=seed, do_sample=True, **given())
 
 
-def test_a_seed_is_the_sample(llava: VLM) -> None:
-    """With a seed plain sampling does not ask torch's generator; without one it does."""
+def test_seed_determines_the_sample(llava: VLM) -> None:
+    """With a seed, sampling does not use torch's generator; without one it does."""
     one = llava.ask(QUESTION, **given(**SAMPLED))
     assert llava.ask(QUESTION, **given(**SAMPLED)).token_ids == one.token_ids
     assert llava.ask(QUESTION, **given(**SAMPLED | {"seed": 6})).token_ids != one.token_ids
-    free = {key: of for key, of in SAMPLED.items() if key != "seed"}
+    free = {key: value for key, value in SAMPLED.items() if key != "seed"}
     answers = []
     for seed in (0, 0, 1):
         torch.manual_seed(seed)
@@ -169,14 +167,14 @@ class _Nothing(Drafting):
         return Tree.chain([root])
 
 
-def test_what_drafts_nothing_costs_no_tree(llava: VLM) -> None:
+def test_empty_drafts_build_no_tree(llava: VLM) -> None:
     wanted = llava.ask(QUESTION, **given())
     got = llava.ask(QUESTION, recipe=Recipe((Nothing(),)), **given())
     assert got.token_ids == wanted.token_ids
     assert (got.stats.drafted, got.stats.rounds) == (0, 39)
 
 
-def test_as_hugging_face_greedy() -> None:
+def test_greedy_equals_hugging_face() -> None:
     model, processor = build_llava(dtype=torch.float64)
     vlm = VLM(model, processor)
     inputs = vlm.inputs(QUESTION, images=picture(seed=1))
@@ -193,8 +191,8 @@ def test_as_hugging_face_greedy() -> None:
 # --- the cache -----------------------------------------------------------------------------------
 
 
-def held(vlm: VLM, recipe: Recipe, wanted=None, tokens: int = 24) -> Decoder:
-    """The decoder when an answer has ended."""
+def final_decoder(vlm: VLM, recipe: Recipe, wanted=None, tokens: int = 24) -> Decoder:
+    """The decoder at the end of an answer."""
     seen = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Engine, "release", lambda engine, sequence: seen.append(sequence))
@@ -203,11 +201,11 @@ def held(vlm: VLM, recipe: Recipe, wanted=None, tokens: int = 24) -> Decoder:
 
 
 @pytest.mark.parametrize("recipe", ["none", "pyramiddrop", "lookm:0.8", "zipvl:page=8"])
-def test_the_cache_is_as_if_tokens_came_one_by_one(vlm: VLM, recipe: str) -> None:
+def test_cache_equals_single_token_decoding(vlm: VLM, recipe: str) -> None:
     wanted = vlm.ask(QUESTION, recipe=recipe, **given(max_new_tokens=24))
-    plain = held(vlm, Recipe.of(recipe))
+    plain = final_decoder(vlm, Recipe.of(recipe))
     knows = Knows(answer=tuple(wanted.token_ids), wrong=0.3)
-    drafts = held(vlm, Recipe.of(recipe) + knows)
+    drafts = final_decoder(vlm, Recipe.of(recipe) + knows)
     terms = network(vlm.model, max(plain.cache.lengths()))
     assert torch.equal(plain.position, drafts.position)
     assert plain.rows[0].steps == drafts.rows[0].steps
@@ -217,12 +215,12 @@ def test_the_cache_is_as_if_tokens_came_one_by_one(vlm: VLM, recipe: str) -> Non
         assert one.stored == other.stored
         for head, length in enumerate(one.length[0].tolist()):
             for name in ("keys", "values"):
-                left, right = (getattr(of, name)[0, head, :length] for of in (one, other))
+                left, right = (getattr(cached, name)[0, head, :length] for cached in (one, other))
                 close(left, right, FLOAT, terms)
 
 
-def test_the_cache_control(llava: VLM, monkeypatch) -> None:
-    """Without moving the accepted nodes up the comparison above fails."""
+def test_cache_without_compaction_differs(llava: VLM, monkeypatch) -> None:
+    """Control: without compacting the accepted nodes the comparison above fails."""
     accept = KVCache.accept
     monkeypatch.setattr(
         KVCache,
@@ -230,11 +228,11 @@ def test_the_cache_control(llava: VLM, monkeypatch) -> None:
         lambda self, index, counts, moves=True: accept(self, index, counts, moves=False),
     )
     with pytest.raises(AssertionError):
-        test_the_cache_is_as_if_tokens_came_one_by_one(llava, "none")
+        test_cache_equals_single_token_decoding(llava, "none")
 
 
-def test_verification_is_single_steps(llava: VLM) -> None:
-    """Logits of every node of a tree are those of feeding its path token by token."""
+def test_tree_logits_equal_single_steps(llava: VLM) -> None:
+    """Logits of every tree node equal those of decoding its path token by token."""
     from driven import Driven
     from vlmfast.engine.prefill import Inputs
 
@@ -254,22 +252,22 @@ def test_verification_is_single_steps(llava: VLM) -> None:
             for node in tree.path(leaf):
                 logits = decoder.next(torch.tensor([[tree.tokens[node]]]))[0]
                 close(checked[node], logits, FLOAT, terms)
-        other = begin().next(torch.tensor([[8]]))[0]  # control: another place
+        other = begin().next(torch.tensor([[8]]))[0]  # control: another position
         apart(other, checked[1], FLOAT, terms)
 
 
-# --- where an answer ends ------------------------------------------------------------------------
+# --- end of an answer ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tokens", range(1, 9))
-def test_lengths_are_exact(llava: VLM, tokens: int) -> None:
+def test_max_new_tokens_is_exact(llava: VLM, tokens: int) -> None:
     wanted = llava.ask(QUESTION, **given())
     got = drafted(llava, wanted, **given(max_new_tokens=tokens))
     assert got.token_ids == wanted.token_ids[:tokens]
 
 
 @pytest.mark.parametrize("at", range(8))
-def test_ends_anywhere_in_a_path(llava: VLM, at: int) -> None:
+def test_eos_inside_an_accepted_path(llava: VLM, at: int) -> None:
     wanted = llava.ask(QUESTION, **given())
     end = wanted.token_ids[at]
     at = wanted.token_ids.index(end)
@@ -279,7 +277,7 @@ def test_ends_anywhere_in_a_path(llava: VLM, at: int) -> None:
     assert got.token_ids == wanted.token_ids[: at + 1]
 
 
-def test_minimal_lengths(llava: VLM) -> None:
+def test_min_new_tokens(llava: VLM) -> None:
     end = llava.ask(QUESTION, **given()).token_ids[2]
     more = given(eos_token_id=end, min_new_tokens=9)
     wanted = llava.ask(QUESTION, **more)
@@ -290,7 +288,7 @@ def test_minimal_lengths(llava: VLM) -> None:
 def test_stop_strings(llava: VLM) -> None:
     wanted = llava.ask(QUESTION, **given())
     letters = [llava.processor.tokenizer.decode([token]) for token in wanted.token_ids]
-    stops = [of for of in letters[2:30] if of.isascii() and of.isprintable()]
+    stops = [letter for letter in letters[2:30] if letter.isascii() and letter.isprintable()]
     assert len(stops) > 2
     for stop in stops[:4]:
         plain = llava.ask(QUESTION, **given(stop_strings=[stop]))
@@ -300,7 +298,7 @@ def test_stop_strings(llava: VLM) -> None:
 
 
 class Fifth(StoppingCriteria):
-    """Ends at a length; remembers all that it was asked."""
+    """Stops at a length and records the lengths it was called with."""
 
     def __init__(self, end: int) -> None:
         self.end, self.seen = end, []
@@ -310,7 +308,7 @@ class Fifth(StoppingCriteria):
         return torch.full((len(input_ids),), input_ids.shape[1] >= self.end)
 
 
-def test_criteria_are_asked_at_every_token(llava: VLM) -> None:
+def test_stopping_criteria_run_for_every_token(llava: VLM) -> None:
     wanted = llava.ask(QUESTION, **given())
     length = llava.inputs(QUESTION, images=picture(seed=1))["input_ids"].shape[1]
     criteria = Fifth(length + 7)
@@ -320,7 +318,7 @@ def test_criteria_are_asked_at_every_token(llava: VLM) -> None:
 
 
 class Prefixes(LogitsProcessor):
-    """Forbids what depends on the whole prefix; remembers the prefixes."""
+    """Forbids a token that depends on the whole prefix, and records the prefixes."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[int, ...]] = []
@@ -331,7 +329,7 @@ class Prefixes(LogitsProcessor):
         return scores
 
 
-def test_processors_see_each_nodes_own_prefix(llava: VLM) -> None:
+def test_processors_receive_each_node_prefix(llava: VLM) -> None:
     prefixes, others = Prefixes(), Prefixes()
     wanted = llava.ask(QUESTION, **given(logits_processor=LogitsProcessorList([prefixes])))
     more = given(logits_processor=LogitsProcessorList([others]))
@@ -340,7 +338,7 @@ def test_processors_see_each_nodes_own_prefix(llava: VLM) -> None:
     assert got.stats.accepted > 10
 
 
-def test_streams_are_the_same(llava: VLM) -> None:
+def test_streaming_is_unchanged(llava: VLM) -> None:
     wanted = llava.ask(QUESTION, **given())
     recipe = Recipe((Knows(answer=tuple(wanted.token_ids), wrong=0.3),))
     plain = list(llava.stream(QUESTION, **given()))
@@ -349,14 +347,14 @@ def test_streams_are_the_same(llava: VLM) -> None:
     assert pieces[-1].token_ids == wanted.token_ids
 
 
-def test_scores_are_those_of_what_was_emitted(llava: VLM) -> None:
+def test_scores_of_emitted_tokens(llava: VLM) -> None:
     more = given(return_dict_in_generate=True, output_scores=True, output_logits=True)
     answered = []
     for recipe in (Recipe(), None):
         if recipe is None:
             recipe = Recipe((Knows(answer=tuple(answered[0].tokens), wrong=0.3),))
         messages = messages_of(QUESTION, more["images"])
-        rest = {key: of for key, of in more.items() if key != "images"}
+        rest = {key: value for key, value in more.items() if key != "images"}
         sequence = sequence_of(llava.adapter, messages, recipe, gate(llava.adapter, rest))
         Engine(llava.adapter).answer(sequence)
         answered.append(sequence)
@@ -395,8 +393,8 @@ def requests(vlm: VLM, drafts: bool, way: str) -> list[Request]:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("size", [2, 5])
-def test_batches_of_trees(vlm: VLM, way: str, size: int) -> None:
-    """Each row its own tree, or none; each ends by itself."""
+def test_batched_trees(vlm: VLM, way: str, size: int) -> None:
+    """Each row has its own tree or none, and its own end."""
     wanted = [
         vlm.ask(r.question, images=r.images, recipe=r.recipe, **r.generation).token_ids
         for r in requests(vlm, False, way)
@@ -407,14 +405,14 @@ def test_batches_of_trees(vlm: VLM, way: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("recipe", ["none", "lookm:0.8", "kivi:bits=4,group=4,residual=8"])
-def test_sessions(llava: VLM, recipe: str) -> None:
+def test_sessions_with_drafts(llava: VLM, recipe: str) -> None:
     questions = [QUESTION, "and now ?", "what else ?"]
     more = {"max_new_tokens": 14, "eos_token_id": None}
     with llava.session(images=picture(seed=1), recipe=recipe) as session:
         wanted = [session.ask(q, **more).token_ids for q in questions]
 
     class Follows(Knows):
-        """Knows the answers to all questions."""
+        """Drafts the answers to all questions."""
 
         name: ClassVar[str] = "follows"
 
@@ -432,16 +430,16 @@ def test_sessions(llava: VLM, recipe: str) -> None:
         got = [session.ask(q, **more) for q in questions]
     assert [a.token_ids for a in got] == wanted
     assert all(a.stats.accepted > 2 for a in got)
-    if recipe != "kivi:bits=4,group=4,residual=8":  # pages cannot be taken back
+    if recipe != "kivi:bits=4,group=4,residual=8":  # pages cannot be removed
         assert got[1].stats.prompt_reused > 0
 
 
-# --- what drafters are told ----------------------------------------------------------------------
+# --- inputs of drafters --------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Listens(Knows):
-    """Keeps what it is told."""
+    """Records its inputs."""
 
     name: ClassVar[str] = "listens"
     features: ClassVar[bool] = True
@@ -457,47 +455,47 @@ class Listens(Knows):
 
 
 @pytest.mark.parametrize("recipe", ["none", "hired:0.5", "pyramiddrop"])
-def test_drafters_read_the_rows_that_are_left(vlm: VLM, recipe: str) -> None:
-    """Features and taps belong to rows of the pruned prompt, then to nodes of the trees."""
+def test_drafters_receive_the_pruned_prompt(vlm: VLM, recipe: str) -> None:
+    """Features and taps belong to rows of the pruned prompt, then to tree nodes."""
     Listens.heard.clear()
     wanted = vlm.ask(QUESTION, recipe=recipe, **given())
     got = drafted(vlm, wanted, recipe, Listens(wrong=0.2), **given())
     assert got.token_ids == wanted.token_ids
-    _, (target, told) = Listens.heard  # the first one is opened to see whether it fits
-    (read,) = told.reads
+    _, (target, drafting) = Listens.heard  # the first one is opened to check that it fits
+    (read,) = drafting.reads
     rows = len(read.layout)
-    assert rows == len(told.reads[0].embeds) == len(read.features)
+    assert rows == len(drafting.reads[0].embeds) == len(read.features)
     assert (rows < len(read.ids)) == (recipe != "none")
     assert read.taps.shape == (rows, 2, target.width)
-    # The head makes the first token out of the last row, and the next ones of the nodes.
+    # The last row gives the first token, and the nodes give the next ones.
     assert int(target.logits(read.features[-1]).argmax()) == wanted.token_ids[0]
     emitted = []
-    for done in told.rounds:
+    for done in drafting.rounds:
         close(target.logits(done.features), done.logits, FLOAT, target.width)
         assert done.taps.shape == (len(done.tree), 2, target.width)
         assert done.logits[done.path].argmax(-1).tolist() == done.emitted
         emitted += done.emitted
     assert wanted.token_ids[1 : 1 + len(emitted)] == emitted
-    # Text rows embed as the model embeds them.
+    # Text rows have the model's embeddings.
     text = ~read.layout.visual
     ids = torch.tensor(read.ids)[read.layout.order[text]]
     assert torch.equal(read.embeds[text], target.embed(ids))  # looked up
     assert target.banned == (vlm.adapter.image_token_id,)
 
 
-def test_taps_are_what_enters_a_layer(llava: VLM) -> None:
+def test_taps_are_layer_inputs(llava: VLM) -> None:
     Listens.heard.clear()
     wanted = llava.ask(QUESTION, **given())
     drafted(llava, wanted, "none", Listens(), **given())
-    _, (_, told) = Listens.heard
+    _, (_, drafting) = Listens.heard
     inputs = llava.inputs(QUESTION, images=picture(seed=1))
     with torch.no_grad():
         states = llava.model(**inputs, output_hidden_states=True).hidden_states
     terms = network(llava.model, len(states[0][0]))
-    close(told.reads[0].taps[:, 0], states[1][0], FLOAT, terms)
-    close(told.reads[0].taps[:, 1], states[3][0], FLOAT, terms)
-    close(told.reads[0].features, states[-1][0], FLOAT, terms)
-    apart(told.reads[0].taps[:, 0], states[0][0], FLOAT, terms)  # control: another layer
+    close(drafting.reads[0].taps[:, 0], states[1][0], FLOAT, terms)
+    close(drafting.reads[0].taps[:, 1], states[3][0], FLOAT, terms)
+    close(drafting.reads[0].features, states[-1][0], FLOAT, terms)
+    apart(drafting.reads[0].taps[:, 0], states[0][0], FLOAT, terms)  # control: another layer
 
 
 def test_placeholders_are_never_drafted(llava: VLM) -> None:
@@ -537,7 +535,7 @@ def test_two_drafters_in_one_tree(llava: VLM) -> None:
     assert got.token_ids == wanted.token_ids and got.stats.mean_accepted > 2
 
 
-def test_drafters_that_need_trees_of_their_own(llava: VLM) -> None:
+def test_drafters_that_cannot_share_a_tree(llava: VLM) -> None:
     @dataclass(frozen=True)
     class Alone(Knows):
         name: ClassVar[str] = "alone"
@@ -551,7 +549,7 @@ def test_drafters_that_need_trees_of_their_own(llava: VLM) -> None:
         llava.ask(QUESTION, recipe=Recipe((Alone(), Apart())), **given())
 
 
-def test_linear_attention_is_refused(llava: VLM) -> None:
+def test_linear_attention_raises(llava: VLM) -> None:
     class Config:
         model_type, layer_types = "linear", ["full_attention", "linear_attention"]
 
@@ -565,7 +563,7 @@ def test_linear_attention_is_refused(llava: VLM) -> None:
         speculation.check([Knows()], Adapter())
 
 
-def test_a_drafter_of_another_model_is_refused_before_anything_runs(llava: VLM) -> None:
+def test_drafter_of_another_model_raises_before_prefill(llava: VLM) -> None:
     from vlmfast.drafters.draft_eagle.module import EagleModule
 
     key = ("draft-eagle", "auto", "eagle")
@@ -587,19 +585,19 @@ def test_a_drafter_of_another_model_is_refused_before_anything_runs(llava: VLM) 
 
 
 @pytest.mark.parametrize("recipe", ["none", "pyramiddrop", "lookm:0.8"])
-def test_strict_takes_near_ties_from_single_tokens(recipe: str, monkeypatch) -> None:
-    """However far what trees wrote has drifted, a near tie sees the cache of plain decoding."""
+def test_strict_redecodes_near_ties(recipe: str, monkeypatch) -> None:
+    """Near ties are decoded with the cache of plain decoding, even if tree keys have drifted."""
     vlm = VLM(*build_llava(dtype=torch.bfloat16))
     more = given(max_new_tokens=48)
     wanted = vlm.ask(QUESTION, recipe=recipe, **more)
     got = drafted(vlm, wanted, recipe, Knows(cycle=True), **more, strict=True)
     assert got.token_ids == wanted.token_ids
-    # With a tolerance that everything falls below, every token is decoded alone ...
+    # If every margin is below the tolerance, every token is decoded alone ...
     monkeypatch.setattr(engines, "_ULPS", 1e9)
     got = drafted(vlm, wanted, recipe, Knows(cycle=True), **more, strict=True)
     assert got.token_ids == wanted.token_ids
-    assert got.stats.accepted == 0 and got.stats.redecoded == 46  # the last is drafted by nobody
-    # ... and with one of half of them, what was drafted in between is written anew.
+    assert got.stats.accepted == 0 and got.stats.redecoded == 46  # the last one is not drafted
+    # ... and if half of them are, the drafted tokens in between are rewritten.
     verify = Decoder.verify
 
     def drifts(self, trees):
@@ -616,7 +614,7 @@ def test_strict_takes_near_ties_from_single_tokens(recipe: str, monkeypatch) -> 
     assert got.stats.accepted > 0
 
 
-def test_strict_leaves_batches_and_pages_alone() -> None:
+def test_strict_disables_drafts_in_batches_and_with_pages() -> None:
     vlm = VLM(*build_llava(dtype=torch.bfloat16))
     for recipe in ("zipvl:page=8", "h2o:0.7"):
         wanted = vlm.ask(QUESTION, recipe=recipe, **given())
@@ -630,14 +628,19 @@ def test_strict_leaves_batches_and_pages_alone() -> None:
 
 
 @pytest.mark.parametrize("sampled", [False, True])
-def test_a_strict_row_stands_beside_one_with_drafts(llava: VLM, sampled: bool) -> None:
-    """It has no drafts, and no seed where it is sampled; its neighbour's trees are not its own."""
+def test_strict_and_drafted_rows_in_one_batch(llava: VLM, sampled: bool) -> None:
+    """The strict row has no drafts, and no seed if sampled; the other row's trees do not matter."""
     wanted = llava.ask(QUESTION, **given(max_new_tokens=8))
-    beside = Recipe((Knows(answer=tuple(wanted.token_ids)),))
+    drafting_recipe = Recipe((Knows(answer=tuple(wanted.token_ids)),))
     strict = {"max_new_tokens": 8, "eos_token_id": None, "strict": True, "do_sample": sampled}
     requests = [
         Request(QUESTION, picture(seed=1), generation=strict),
-        Request(QUESTION, picture(seed=1), recipe=beside, generation={**strict, "strict": False}),
+        Request(
+            QUESTION,
+            picture(seed=1),
+            recipe=drafting_recipe,
+            generation={**strict, "strict": False},
+        ),
     ]
     requests[1].generation["do_sample"] = False
     first, second = llava.ask_many(requests, batch_size=2)
@@ -648,7 +651,7 @@ def test_a_strict_row_stands_beside_one_with_drafts(llava: VLM, sampled: bool) -
 
 @dataclass(frozen=True)
 class Patient(Knows):
-    """Drafts nothing where it has lost the thread."""
+    """Drafts nothing after a mismatch."""
 
     name: ClassVar[str] = "patient"
 
@@ -664,12 +667,12 @@ class _Patient(Drafting):
         return super().propose(root, budget)
 
 
-# --- planted bugs --------------------------------------------------------------------------------
+# --- injected bugs -------------------------------------------------------------------------------
 
 
 @contextmanager
 def processed_by(sequence, processors: Callable) -> Iterator[None]:
-    """The tokens that ``sequence`` takes meanwhile come from other processors."""
+    """Within the context, ``sequence`` samples with other processors."""
     sampler, keep = sequence.sampler, sequence.sampler.processors
     try:
         sampler.processors, sequence.sampling = processors, Sampling([sampler])
@@ -679,14 +682,14 @@ def processed_by(sequence, processors: Callable) -> Iterator[None]:
 
 
 def raw_bonus(patch) -> None:
-    """The token behind a fully accepted path comes from logits without processors."""
+    """The token after a fully accepted path is sampled from unprocessed logits."""
 
-    def walked(tree, logits, take, sure=None):
+    def walked(tree, logits, take, is_unambiguous=None):
         path, emitted, node = [], [], 0
         while node is not None:
             sequence, bare = take.args[0], not tree.children[node]
             path.append(node)
-            other = (lambda _, of: of) if bare else sequence.sampler.processors
+            other = (lambda _, scores: scores) if bare else sequence.sampler.processors
             with processed_by(sequence, other):
                 token, done = take(logits[node])
             emitted.append(token)
@@ -697,20 +700,20 @@ def raw_bonus(patch) -> None:
 
 
 def unkeyed(patch) -> None:
-    """Noise that is drawn anew each time."""
+    """Noise that is redrawn each time."""
     patch.setattr(
         sampling, "gumbels", lambda s, p, size, d: -torch.rand(len(s), size).log().neg().log()
     )
 
 
 def keyed_by_depth(patch) -> None:
-    """Noise of the place in the round instead of the sequence."""
+    """Noise by the position in the round instead of the sequence."""
 
     gumbels, offset = sampling.gumbels, [0]
 
-    def walked(tree, logits, take, sure=None):
+    def walked(tree, logits, take, is_unambiguous=None):
         offset[0] = take.args[0].sampler.length
-        return speculation.walk(tree, logits, take, sure)
+        return speculation.walk(tree, logits, take, is_unambiguous)
 
     patch.setattr(engines, "walk", walked)
     patch.setattr(
@@ -719,7 +722,7 @@ def keyed_by_depth(patch) -> None:
 
 
 def unprocessed_root(patch) -> None:
-    def walked(tree, logits, take, sure=None):
+    def walked(tree, logits, take, is_unambiguous=None):
         sequence = take.args[0]
         keep, first = sequence.sampler.processors, []
 
@@ -728,7 +731,7 @@ def unprocessed_root(patch) -> None:
             return scores if len(first) == 1 else keep(ids, scores)
 
         with processed_by(sequence, processor):
-            return speculation.walk(tree, logits, take, sure)
+            return speculation.walk(tree, logits, take, is_unambiguous)
 
     patch.setattr(engines, "walk", walked)
 
@@ -743,10 +746,10 @@ def not_compacted(patch) -> None:
 
 
 def stop_ignored(patch) -> None:
-    """What ends an answer is looked at behind a path only."""
+    """Stopping criteria are checked only at the end of a path."""
 
-    def walked(tree, logits, take, sure=None):
-        return speculation.walk(tree, logits, lambda row: (take(row)[0], False), sure)
+    def walked(tree, logits, take, is_unambiguous=None):
+        return speculation.walk(tree, logits, lambda row: (take(row)[0], False), is_unambiguous)
 
     patch.setattr(engines, "walk", walked)
 
@@ -775,7 +778,7 @@ PLANTED = {
 
 
 @pytest.mark.parametrize("bug", PLANTED, ids=lambda bug: bug.__name__)
-def test_planted_bugs_are_noticed(bug, llava: VLM, monkeypatch) -> None:
+def test_injected_bugs_are_detected(bug, llava: VLM, monkeypatch) -> None:
     more = given(**WAYS[PLANTED[bug]])
     more |= (
         {"repetition_penalty": 1.8, "temperature": 0.6, "top_k": 9, "top_p": 0.8}
@@ -789,18 +792,18 @@ def test_planted_bugs_are_noticed(bug, llava: VLM, monkeypatch) -> None:
     bug(monkeypatch)
     try:
         got = llava.ask(QUESTION, recipe=recipe, **more).token_ids
-    except AssertionError:  # the drafter itself notices that it is elsewhere
+    except AssertionError:  # the drafter itself detects the mismatch
         return
     assert got != wanted.token_ids
 
 
-def test_an_ignored_stop_is_noticed(llava: VLM, monkeypatch) -> None:
+def test_ignored_stop_is_detected(llava: VLM, monkeypatch) -> None:
     wanted = llava.ask(QUESTION, **given())
     more = given(eos_token_id=wanted.token_ids[3])
     stop_ignored(monkeypatch)
     assert drafted(llava, wanted, **more).token_ids != llava.ask(QUESTION, **more).token_ids
 
 
-def test_a_sibling_drafted_twice_is_refused() -> None:
+def test_duplicate_siblings_raise() -> None:
     with pytest.raises(ValueError, match="one token twice"):
         Tree((1, 2, 2), (-1, 0, 0))

@@ -1,4 +1,4 @@
-"""How the package is built: no import circles, and one owner of a request's state."""
+"""Structure of the package: no import cycles, and one owner of a request's state."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ def test_a_circle_is_found(house: ModuleType) -> None:
 
 
 OWNED = {field.name for field in fields(Sequence)}
-# Modules that name fields of their own objects alike.
+# Modules whose own objects have fields of the same name.
 OTHERS = {("models/tiny/tokenizer.py", "tok.decoder")}
 
 
 def written(tree: ast.AST) -> set[str]:
-    """Fields of a sequence, or of its statistics or trace, that a file assigns or deletes."""
+    """Fields of a sequence, its statistics or trace that a file assigns or deletes."""
     found = set()
     for node in ast.walk(tree):
         targets: list[ast.expr] = []
@@ -72,7 +72,7 @@ def written(tree: ast.AST) -> set[str]:
     return found
 
 
-def test_only_the_engine_writes_a_sequence() -> None:
+def test_only_the_engine_writes_sequences() -> None:
     wrong = []
     for path in sorted(PACKAGE.rglob("*.py")):
         name = path.relative_to(PACKAGE).as_posix()
@@ -82,13 +82,13 @@ def test_only_the_engine_writes_a_sequence() -> None:
     assert not wrong
 
 
-def test_a_write_is_found() -> None:
+def test_write_is_detected() -> None:
     text = "sequence.done = True\nof.stats.rounds += 1\ndel a.decoder\nself.done = 1\nb.other = 2"
     assert written(ast.parse(text)) == {"sequence.done", "of.stats.rounds", "a.decoder"}
 
 
-def test_sessions_use_no_private_name_of_the_model(house: ModuleType) -> None:
-    """Nor does anything else of what lies below `VLM`."""
+def test_sessions_use_no_private_names(house: ModuleType) -> None:
+    """Nor do other modules below `VLM`."""
     known, graph = house.find_modules(PACKAGE), house.module_graph(PACKAGE)
     for name in ("api.session", "api.request", "api.long_video", "engine.engine"):
         text = known[f"vlmfast.{name}"].read_text(encoding="utf-8")

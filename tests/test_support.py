@@ -1,4 +1,4 @@
-"""Which methods run on which family: the table of the documentation, and the command."""
+"""Methods supported by each family: the documented table, and the command."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ START, END = "<!-- support -->\n", "<!-- end of support -->"
 
 
 def cell(image: Support, video: Support) -> str:
-    """``yes``, ``no``, what of both runs, the source of saliency, or that weights are missing."""
+    """``yes``, ``no``, the supported medium, the source of saliency, or missing weights."""
     if "no weights" in image.note:
         return "train"
     if image.runs is None:
@@ -40,12 +40,12 @@ def column(name: str) -> dict[str, str]:
 
 
 def table() -> dict[str, dict[str, str]]:
-    """By family and method, as it stands in the documentation."""
+    """The documented table, by family and method."""
     text = DOCS.read_text(encoding="utf-8").partition(START)[2].partition(END)[0]
     lines = [line.split("|")[1:-1] for line in text.strip().splitlines()]
     if not lines:
         return {}
-    names = [of.strip(" `") for of in lines[0][1:]]
+    names = [method.strip(" `") for method in lines[0][1:]]
     rows = {line[0].strip(" `"): line[1:] for line in lines[2:]}
     return {
         name: {method: cells[number].strip() for method, cells in rows.items()}
@@ -66,17 +66,17 @@ def write(found: dict[str, dict[str, str]]) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_the_table_of_the_documentation(name):
-    """``VLMFAST_WRITE_TABLE=1`` writes it anew, one column a test; then run in one process."""
+def test_documented_support_table(name):
+    """``VLMFAST_WRITE_TABLE=1`` rewrites the table, one column per test, in a single process."""
     if name == "smolvlm":
-        pytest.importorskip("num2words")  # its processor wants it
+        pytest.importorskip("num2words")  # required by its processor
     found = column(name)
     if os.environ.get("VLMFAST_WRITE_TABLE"):
         write(table() | {name: found})
     assert table()[name] == found
 
 
-def test_why_a_method_does_not_run():
+def test_unsupported_method_has_a_reason():
     vlm = VLM(*BUILD["fast_vlm"]())
     assert support_of(vlm, "hired") == Support("hired", True, "norm")
     refused = support_of(vlm, "tome")
@@ -89,7 +89,7 @@ def test_why_a_method_does_not_run():
     assert (part.runs, part.note) == (True, "without its part inside the vision tower")
 
 
-def test_the_command(capsys):
+def test_methods_command(capsys):
     assert main(["methods", "hired", "divprune", "--model", "tiny"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split() for line in lines[1:]] == [

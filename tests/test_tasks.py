@@ -1,4 +1,4 @@
-"""Tasks from outside: what is asked, what is shown, and data that is not as it should be."""
+"""Evaluation tasks: prompts, media, and malformed data."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ def rows_file(tmp_path: Path, *rows: dict) -> Path:
     return write_plain(tmp_path / "validation.parquet", list(rows))
 
 
-def run(*words: object) -> int:
+def run(*args: object) -> int:
     from argparse import ArgumentParser
 
     parser = ArgumentParser()
     add_eval(parser)
-    return run_eval(parser.parse_args([str(word) for word in words]))
+    return run_eval(parser.parse_args([str(arg) for arg in args]))
 
 
 # --- prompts -------------------------------------------------------------------------------------
@@ -96,7 +96,7 @@ DIRECTLY = "Answer with the option's letter from the given choices directly."
         ),
     ],
 )
-def test_prompts_of_mmmu(mode, choice, open_):
+def test_mmmu_prompts(mode, choice, open_):
     options = ("it's", "2")
     assert mmmu.prompt("Q <image 1>?", options, "multiple-choice", mode) == choice
     assert mmmu.prompt("Q <image 1>?", (), "open", mode) == open_
@@ -109,7 +109,7 @@ LISTED = "This video's subtitles are listed below:"
 
 
 @pytest.mark.parametrize(
-    ("mode", "subtitles", "said", "text"),
+    ("mode", "subtitles", "spoken_text", "text"),
     [
         ("official", False, None, f"{SELECT}. {ONLY}\n{BOTH}\nThe best answer is:"),
         (
@@ -138,27 +138,27 @@ LISTED = "This video's subtitles are listed below:"
         ),
     ],
 )  # fmt: skip
-def test_prompts_of_video_mme(mode, subtitles, said, text):
-    assert video_mme.prompt("Which is it?", ("A. x", "B. y"), mode, subtitles, said) == text
+def test_video_mme_prompts(mode, subtitles, spoken_text, text):
+    assert video_mme.prompt("Which is it?", ("A. x", "B. y"), mode, subtitles, spoken_text) == text
 
 
 @pytest.mark.parametrize(
-    ("mode", "behind"),
+    ("mode", "suffix"),
     [
         ("official", ""),
         ("lmms-eval", "\nAnswer the question using a single word or phrase."),
         ("vlmevalkit", " Please answer yes or no."),
     ],
 )
-def test_prompts_of_pope(objects, mode, behind):
+def test_pope_prompts(objects, mode, suffix):
     doc = find_task("pope", data=objects, mode=mode).docs(1, 0)[0]
-    assert doc.question == "Is there a circle in the image?" + behind
+    assert doc.question == "Is there a circle in the image?" + suffix
 
 
 # --- mmmu ----------------------------------------------------------------------------------------
 
 
-def test_docs_of_mmmu(college):
+def test_mmmu_docs(college):
     task = find_task("mmmu", data=college)
     docs = {doc.doc_id: doc for doc in task.docs(None, 0)}
     assert list(docs) == [row["id"] for row in MMMU]
@@ -170,7 +170,7 @@ def test_docs_of_mmmu(college):
     assert docs["validation_Physics_1"].options == tuple(NINE)
     assert "(I) thing 8\n" in docs["validation_Physics_1"].question
     assert docs["validation_Math_2"].target == "['left', 'on the left']"
-    # The first of each subject; more of them add to these.
+    # The first of each subject; a larger limit adds to these.
     assert [doc.doc_id for doc in task.docs(1, 0)] == [i for i in docs if i.endswith("_1")]
     assert find_task("mmmu", data=college, split="test").docs(None, 0)[0].target == "?"
 
@@ -180,27 +180,27 @@ def shown(task, docs, name: str) -> list:
 
 
 @pytest.mark.parametrize("write", [write_rows, write_plain])
-@pytest.mark.parametrize("room", [None, 0])
-def test_pictures_come_by_number(tmp_path, write, room):
-    """From memory, and from the file where there is no room for them."""
+@pytest.mark.parametrize("limit", [None, 0])
+def test_images_are_loaded_by_number(tmp_path, write, limit):
+    """From memory, and from the file if memory is limited."""
     task = find_task("mmmu", data=write(tmp_path / "x.parquet", MMMU))
-    task._rows._free_bytes = task._rows._free_bytes if room is None else room
+    task._rows._free_bytes = task._rows._free_bytes if limit is None else limit
     docs = {doc.doc_id: doc for doc in task.docs(None, 0)}
     for name, numbers in {
         "validation_Art_1": (1, 2, 3),  # in the options only
         "validation_Art_Theory_1": (1, 2),  # the second is named first
         "validation_Math_1": (1,),  # named twice, shown once
-        "validation_Accounting_1": (1,),  # an earlier row again
+        "validation_Accounting_1": (1,),  # an earlier row
     }.items():
-        pictures = shown(task, docs, name)
-        for picture, number in zip(pictures, numbers, strict=True):
-            assert np.array_equal(picture, drawn(10 * number)), name
-    assert len(task._rows._cached) == (0 if room == 0 else len(MMMU))
+        images = shown(task, docs, name)
+        for image, number in zip(images, numbers, strict=True):
+            assert np.array_equal(image, drawn(10 * number)), name
+    assert len(task._rows._cached) == (0 if limit == 0 else len(MMMU))
     blank = task.media(docs["validation_Art_1"], "question-only")["images"]
     assert [p.getextrema() for p in blank] == [((128, 128),) * 3] * 3
 
 
-def test_judging_mmmu(college):
+def test_mmmu_judge(college):
     task = find_task("mmmu", data=college)
     docs = {doc.doc_id: doc for doc in task.docs(None, 0)}
 
@@ -233,12 +233,12 @@ def test_judging_mmmu(college):
         (question("validation_Art_1", "?", ["a"], "A", question_type="essay"), "question_type is"),
     ],
 )
-def test_rows_of_mmmu_that_cannot_be_asked(tmp_path, row, message):
+def test_invalid_mmmu_rows_raise(tmp_path, row, message):
     with pytest.raises(VLMFastError, match=message):
         find_task("mmmu", data=rows_file(tmp_path, row)).docs(None, 0)
 
 
-def test_an_answer_that_is_a_list(tmp_path):
+def test_list_answer(tmp_path):
     rows = [question(f"validation_Art_{i}", "?", ["a", "b"], ["B", "A"]) for i in (1, 2)]
     task = find_task("mmmu", data=rows_file(tmp_path, *rows))
     doc, _ = task.docs(None, 0)
@@ -246,18 +246,18 @@ def test_an_answer_that_is_a_list(tmp_path):
     assert task.judge(doc, "A")["score"] == 1.0
 
 
-def test_options_that_are_a_list_already(tmp_path):
+def test_options_as_list(tmp_path):
     row = question("validation_Art_1", "?", "", "B") | {"options": ["a", "b"]}
     assert find_task("mmmu", data=rows_file(tmp_path, row)).docs(None, 0)[0].options == ("a", "b")
 
 
-def test_ids_that_are_there_twice(tmp_path):
+def test_duplicate_ids_raise(tmp_path):
     row = question("validation_Art_1", "?", ["a"], "A")
     with pytest.raises(VLMFastError, match="has the id 'validation_Art_1' twice"):
         find_task("mmmu", data=rows_file(tmp_path, row, row)).docs(None, 0)
 
 
-def test_a_damaged_or_missing_picture_fails_its_sample_only(tmp_path):
+def test_damaged_or_missing_image_fails_only_its_sample(tmp_path):
     rows = [question(f"validation_Art_{i}", "<image 1>?", ["a", "b"], "A") for i in (1, 2, 3)]
     rows[0]["image_1"] = {"bytes": rows[0]["image_1"]["bytes"][:300], "path": None}
     rows[1]["question"] = "<image 2>?"
@@ -269,17 +269,17 @@ def test_a_damaged_or_missing_picture_fails_its_sample_only(tmp_path):
     assert errors[2] is None
 
 
-# --- where data comes from -----------------------------------------------------------------------
+# --- sources of data -----------------------------------------------------------------------------
 
 
-def test_wrong_columns(tmp_path):
+def test_missing_columns_raise(tmp_path):
     rows = [{key: value for key, value in MMMU[0].items() if key not in ("options", "answer")}]
     for write in (write_rows, write_plain):
         with pytest.raises(VLMFastError, match="no column 'options', 'answer'; it has id, ques"):
             find_task("mmmu", data=write(tmp_path / "x.parquet", rows)).docs(None, 0)
 
 
-def test_data_that_cannot_be_read(tmp_path):
+def test_unreadable_data_raises(tmp_path):
     (tmp_path / "validation.parquet").write_bytes(b"PAR1 and nothing else")
     with pytest.raises(VLMFastError, match=r"cannot read .*parquet") as error:
         find_task("mmmu", data=tmp_path / "validation.parquet").docs(None, 0)
@@ -294,7 +294,7 @@ def test_data_that_cannot_be_read(tmp_path):
         find_task("mmmu", data=tmp_path, split="dev").docs(None, 0)
 
 
-def test_the_hub_is_read_through_datasets(monkeypatch):
+def test_hub_data_is_read_with_datasets(monkeypatch):
     import datasets
 
     asked = []
@@ -326,7 +326,7 @@ def test_the_hub_is_read_through_datasets(monkeypatch):
         find_task("pope").docs(None, 0)
 
 
-def test_without_datasets_the_error_is_clear(college, monkeypatch):
+def test_missing_datasets_package_raises(college, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "datasets", None)
     with pytest.raises(VLMFastError, match=r"needs datasets.*pip install 'vlmfast\[eval\]'"):
         find_task("mmmu", data=college).docs(None, 0)
@@ -345,12 +345,12 @@ def test_without_datasets_the_error_is_clear(college, monkeypatch):
         ("video_mme", {}, "unknown task 'video_mme'.*video-mme"),
     ],
 )
-def test_options_of_tasks(name, options, message):
+def test_invalid_task_options_raise(name, options, message):
     with pytest.raises(VLMFastError, match=message):
         find_task(name, **options)
 
 
-def test_limits_and_seeds(objects):
+def test_limit_and_seed(objects):
     task = find_task("pope", data=objects)
     assert [doc.doc_id for doc in task.docs(1, 0)] == ["adversarial-1", "popular-1", "random-1"]
     assert len(task.docs(None, 0)) == 12
@@ -360,7 +360,7 @@ def test_limits_and_seeds(objects):
         task.docs(None, 1)
 
 
-def test_pope(objects, tmp_path):
+def test_pope_docs_and_judge(objects, tmp_path):
     task = find_task("pope", data=objects)
     docs = task.docs(None, 0)
     assert {doc.picture for doc in docs} == {"drawn_0", "drawn_1"}
@@ -377,7 +377,7 @@ FIRST, SECOND, THIRD = VIDEOS
 INFO = VideoInfo(frames=4, fps=2.0, duration_s=2.0, width=8, height=8)
 
 
-def test_docs_of_video_mme(films):
+def test_video_mme_docs(films):
     task = find_task("video-mme", data=films)
     docs = task.docs(None, 0)
     assert len(docs) == 9
@@ -395,7 +395,7 @@ def test_docs_of_video_mme(films):
     ("mode", "number", "frames"),
     [("official", 3, 3), ("official", 32, 4), ("lmms-eval", 2, 2), ("vlmevalkit", 3, 3)],
 )
-def test_frames(films, mode, number, frames):
+def test_frame_sampling(films, mode, number, frames):
     task = find_task("video-mme", data=films, num_frames=number, mode=mode)
     media = task.media(task.docs(None, 0)[0])
     assert len(media["video"]) == media["num_frames"] == frames
@@ -404,23 +404,23 @@ def test_frames(films, mode, number, frames):
 
 
 @pytest.mark.parametrize(
-    ("mode", "said"),
+    ("mode", "spoken_text"),
     [
         ("official", "first words\nwithout a font\nlast words in two lines"),
-        # Two frames a second: a span that ends within half a second has no frame.
+        # Two frames per second: a span that ends within half a second has no frame.
         ("lmms-eval", "never on screen\nlast words"),
-        # What has begun before a frame and ends behind it: no frame is at 0.0 s or 1.0 s inside.
+        # The subtitle begins before a frame and ends after it: no frame is at 0.0 s or 1.0 s.
         ("vlmevalkit", "last words in two lines"),
     ],
 )
-def test_what_is_said(tmp_path, mode, said):
+def test_subtitles_per_mode(tmp_path, mode, spoken_text):
     file = tmp_path / "x.srt"
     file.write_text(SUBTITLES, encoding="utf-8")
-    assert spoken(read_subtitles(file), [0, 2, 3], INFO, mode) == said
+    assert spoken(read_subtitles(file), [0, 2, 3], INFO, mode) == spoken_text
 
 
-def test_lines_come_in_the_order_of_a_set(tmp_path):
-    """Of Python's, for lmms-eval; in order for the others."""
+def test_lmms_eval_subtitles_are_in_set_order(tmp_path):
+    """In the order of a Python set for lmms-eval, in file order for the others."""
     many = [(i / 2, i / 2 + 0.5, f'<font color="white" size=".72c">{i}</font>') for i in range(40)]
     frames, info = [33, 1, 8], VideoInfo(40, 2.0, 20.0, 8, 8)
     assert spoken(many, frames, info, "official") == "1\n8\n33"
@@ -428,7 +428,7 @@ def test_lines_come_in_the_order_of_a_set(tmp_path):
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
-def test_subtitles_in_encodings_that_say_so(tmp_path, encoding):
+def test_subtitle_encodings_with_bom(tmp_path, encoding):
     file = tmp_path / "x.srt"
     file.write_bytes("1\r\n00:00:01,000 --> 00:00:02,500\r\nÄh, 你好\r\n\r\n".encode(encoding))
     assert read_subtitles(file) == [(1.0, 2.5, "Äh, 你好")]
@@ -442,7 +442,7 @@ def test_subtitles_in_encodings_that_say_so(tmp_path, encoding):
         (b"1\nnow --> 00:00:02,500\nWell\n", "'now' is not a time"),
     ],
 )
-def test_subtitles_that_cannot_be_read(tmp_path, data, message):
+def test_unreadable_subtitles_raise(tmp_path, data, message):
     (tmp_path / "x.srt").write_bytes(data)
     with pytest.raises(MediaError, match=message):
         read_subtitles(tmp_path / "x.srt")
@@ -468,7 +468,7 @@ def test_subtitles_in_prompts(tmp_path):
         task.media(third)
 
 
-def test_missing_videos_are_named_and_counted(tmp_path, capsys):
+def test_missing_videos_are_reported(tmp_path, capsys):
     folder = write_video_mme(tmp_path / "data", missing=(SECOND,))
     task = find_task("video-mme", data=folder, num_frames=2)
     capsys.readouterr()
@@ -489,13 +489,13 @@ def test_missing_videos_are_named_and_counted(tmp_path, capsys):
         ({"answer": "E"}, "001-1: answer is 'E'"),
     ],
 )
-def test_rows_of_video_mme_that_cannot_be_asked(tmp_path, change, message):
+def test_invalid_video_mme_rows_raise(tmp_path, change, message):
     file = write_plain(tmp_path / "test.parquet", [video_question(FIRST, 1, **change)])
     with pytest.raises(VLMFastError, match=message):
         find_task("video-mme", data=file).docs(None, 0)
 
 
-def test_videos_beside_a_file_and_elsewhere(films, tmp_path):
+def test_video_folder(films, tmp_path):
     file = write_plain(tmp_path / "test.parquet", VIDEO_MME[:1])
     task = find_task("video-mme", data=file, videos=films)
     assert len(task.media(task.docs(None, 0)[0])["video"]) == 4
@@ -504,7 +504,7 @@ def test_videos_beside_a_file_and_elsewhere(films, tmp_path):
     assert len(task.media(task.docs(None, 0)[0])["video"]) == 4
 
 
-# --- from end to end -----------------------------------------------------------------------------
+# --- end to end ----------------------------------------------------------------------------------
 
 
 def samples(folder: Path) -> dict:
@@ -513,8 +513,8 @@ def samples(folder: Path) -> dict:
 
 def test_mmmu_with_the_shipped_model(college, tmp_path, capsys):
     out, file = tmp_path / "o", tmp_path / "n.json"
-    words = ("--recipe", "random", "--recipe", "downsample", "--recipe", "hired")
-    run("mmmu", "--data", college, "--out", out, "--json", file, *words, "--budget", "0.3")
+    recipe_flags = ("--recipe", "random", "--recipe", "downsample", "--recipe", "hired")
+    run("mmmu", "--data", college, "--out", out, "--json", file, *recipe_flags, "--budget", "0.3")
     found = samples(out / "mmmu" / "none")
     assert len(found) == len(MMMU)
     assert not any("error" in s for s in found.values())
@@ -547,13 +547,13 @@ def test_hidden_answers_have_no_score(college, tmp_path):
     assert answers["test_Music_1"] == raw
     text, files = write_report(tmp_path, tmp_path)
     assert "so the runs have no scores" in text
-    assert [file.name for file in files] == ["report.md", "report.json"]  # nothing to draw
+    assert [file.name for file in files] == ["report.md", "report.json"]  # nothing to plot
 
 
 @pytest.mark.parametrize("subtitles", [False, True])
 def test_video_mme_with_the_shipped_model(films, tmp_path, subtitles):
-    words = ["--subtitles"] if subtitles else []
-    run("video-mme", "--data", films, "--out", tmp_path, "--num-frames", 4, *words)
+    flags = ["--subtitles"] if subtitles else []
+    run("video-mme", "--data", films, "--out", tmp_path, "--num-frames", 4, *flags)
     name = "video-mme-subtitles" if subtitles else "video-mme"
     found = samples(tmp_path / name / "none")
     assert len(found) == 9
@@ -575,19 +575,19 @@ def test_pope_with_the_shipped_model(objects, tmp_path):
     found = samples(tmp_path / "pope" / "none")
     assert len(found) == 12
     assert not any("error" in s for s in found.values())
-    assert len({s["prompt_hash"] for s in found.values()}) == 4  # questions and sizes of pictures
+    assert len({s["prompt_hash"] for s in found.values()}) == 4  # questions and image sizes
     text, _ = write_report(tmp_path, tmp_path)
     assert "pope_f1_score" in text
     assert "| adversarial | 4 |" in text
 
 
-def test_modes_are_not_mixed(objects, tmp_path):
+def test_results_of_different_modes_are_not_mixed(objects, tmp_path):
     evaluate(FakeVLM(), find_task("pope", data=objects), out=tmp_path)
     with pytest.raises(VLMFastError, match=r"options is .*official.* in the one and .*lmms-eval"):
         evaluate(FakeVLM(), find_task("pope", data=objects, mode="lmms-eval"), out=tmp_path)
 
 
-def test_an_empty_output_is_an_answer_that_is_wrong(college, objects, tmp_path):
+def test_empty_output_is_wrong(college, objects, tmp_path):
     class Silent(FakeVLM):
         def ask(self, *args, **kwargs):
             answer = super().ask(*args, **kwargs)
@@ -605,9 +605,9 @@ def test_an_empty_output_is_an_answer_that_is_wrong(college, objects, tmp_path):
     assert {s["filtered_resps"][0] for s in pope.samples.values()} == {"yes"}
 
 
-def test_two_guesses_are_no_agreement(college, tmp_path):
+def test_guesses_do_not_count_as_agreement(college, tmp_path):
     class Mumbling(FakeVLM):
-        """Says nothing that can be read, and another thing under each recipe."""
+        """Gives an answer that cannot be parsed, different for each recipe."""
 
         def ask(self, *args, recipe=None, **kwargs):
             answer = super().ask(*args, recipe=recipe, **kwargs)
@@ -622,16 +622,16 @@ def test_two_guesses_are_no_agreement(college, tmp_path):
     assert summarise(full, full)["loyalty"] == 1.0
 
 
-def test_stored_pictures_are_small():
+def test_stored_images_are_small():
     assert len(stored(drawn(1))["bytes"]) < 60_000
 
 
-# --- places that data name -----------------------------------------------------------------------
+# --- paths in data -------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def places(tmp_path):
-    """An image in the data's folder, one beside it, and a link from the one to the other."""
+def data_root(tmp_path):
+    """An image in the data folder, one outside it, and a link from the first to the second."""
     (tmp_path / "data").mkdir()
     for name, number in (("data/inside.png", 1), ("outside.png", 2)):
         (tmp_path / name).write_bytes(stored(drawn(number))["bytes"])
@@ -640,69 +640,69 @@ def places(tmp_path):
     return tmp_path
 
 
-def task_of(places, value, **options):
+def task_of(data_root, value, **options):
     row = question("validation_Art_1", "<image 1> What?", ["a", "b"], "A", 0, image_1=value)
-    write_plain(places / "data" / "validation.parquet", [row])
-    task = find_task("mmmu", data=places / "data", **options)
+    write_plain(data_root / "data" / "validation.parquet", [row])
+    task = find_task("mmmu", data=data_root / "data", **options)
     return task, task.docs(None, 0)[0]
 
 
 @pytest.mark.parametrize("value", ["inside.png", "./inside.png", "../data/inside.png"])
 @pytest.mark.parametrize("form", [lambda path: path, lambda path: {"bytes": None, "path": path}])
-def test_paths_are_relative_to_the_data(places, value, form):
-    task, doc = task_of(places, form(value))
+def test_paths_are_relative_to_the_data(data_root, value, form):
+    task, doc = task_of(data_root, form(value))
     (image,) = task.media(doc)["images"]
     assert image.tobytes() == drawn(1).tobytes() != drawn(2).tobytes()
 
 
 @pytest.mark.parametrize("value", ["../outside.png", "link.png", "{}/outside.png"])
-def test_paths_outside_of_the_data_need_a_flag(places, value):
-    value = value.format(places)
-    task, doc = task_of(places, value)
+def test_paths_outside_the_data_need_a_flag(data_root, value):
+    value = value.format(data_root)
+    task, doc = task_of(data_root, value)
     message = f"^{doc.doc_id}: image_1 is .*outside|link.png, which is not in .*--allow-outside"
     with pytest.raises(MediaError, match=message) as caught:
         task.media(doc)
     assert "--allow-outside" in str(caught.value) and "\n" not in str(caught.value)
-    task, doc = task_of(places, value, allow_outside=True)
+    task, doc = task_of(data_root, value, allow_outside=True)
     (image,) = task.media(doc)["images"]
     assert image.tobytes() == drawn(2).tobytes()
 
 
 @pytest.mark.parametrize("value", ["circle.png", "a\0b.png", "x" * 5000])
-def test_paths_that_are_none(places, value):
+def test_invalid_paths_raise(data_root, value):
     for allowed in (False, True):
-        task, doc = task_of(places, value, allow_outside=allowed)
+        task, doc = task_of(data_root, value, allow_outside=allowed)
         with pytest.raises(MediaError, match=r"^validation_Art_1: "):
             task.media(doc)
 
 
-def test_urls_in_data_need_a_flag(places, monkeypatch):
+def test_urls_in_data_need_a_flag(data_root, monkeypatch):
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     with fx.web_server(stored(drawn(3))["bytes"]) as address:
         url = f"{address}/picture?key=secret"
-        task, doc = task_of(places, url)
+        task, doc = task_of(data_root, url)
         with pytest.raises(
             MediaError, match=r"image_1 is the URL .*; use --allow-outside"
         ) as caught:
             task.media(doc)
         assert "secret" not in str(caught.value)
-        task, doc = task_of(places, url, allow_outside=True)
+        task, doc = task_of(data_root, url, allow_outside=True)
         (image,) = task.media(doc)["images"]
     assert image.tobytes() == drawn(3).tobytes()
 
 
-def test_a_sample_that_names_another_place_counts_as_failed(places):
-    task, _ = task_of(places, "../outside.png")
-    run = evaluate(FakeVLM(), task, out=places / "out")
+def test_sample_with_outside_path_fails(data_root):
+    task, _ = task_of(data_root, "../outside.png")
+    run = evaluate(FakeVLM(), task, out=data_root / "out")
     (sample,) = run.samples.values()
     assert "--allow-outside" in sample["error"] and sample["score"] == 0.0
 
 
-def test_pope_keeps_to_its_folder_too(places):
+def test_pope_images_outside_the_data_need_a_flag(data_root):
     row = {**POPE[0], "image": "../outside.png"}
-    write_plain(places / "data" / "test.parquet", [row])
+    write_plain(data_root / "data" / "test.parquet", [row])
     for allowed in (False, True):
-        task = find_task("pope", data=places / "data", allow_outside=allowed)
+        task = find_task("pope", data=data_root / "data", allow_outside=allowed)
         doc = task.docs(None, 0)[0]
         if allowed:
             assert task.media(doc)["images"].tobytes() == drawn(2).tobytes()
@@ -712,7 +712,7 @@ def test_pope_keeps_to_its_folder_too(places):
 
 
 @pytest.mark.parametrize("how", ["link", "id", "subtitles"])
-def test_videos_keep_to_their_folder(films, tmp_path, how):
+def test_videos_outside_the_data_need_a_flag(films, tmp_path, how):
     folder, elsewhere = tmp_path / "data", tmp_path / "elsewhere"
     folder.mkdir()
     elsewhere.mkdir()

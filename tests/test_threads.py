@@ -1,4 +1,4 @@
-"""Several threads, and the state of a thread or of a model that the engine needs for its work."""
+"""Several threads, and the thread and model state that the engine changes."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ QUESTION = "what is here ?"
 
 
 def again(model: nn.Module, *, seed: int = 1, **shared: Any) -> nn.Module:
-    """Another model of other weights, on the same config objects."""
-    for name, of in shared.items():
-        setattr(model.config, name, of)
+    """Another model with other weights on the same config objects."""
+    for name, value in shared.items():
+        setattr(model.config, name, value)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         made = type(model)(model.config).eval()
     with torch.no_grad():
-        for parameter, of in zip(made.parameters(), model.parameters(), strict=True):
-            parameter.copy_(of * 0.9)
+        for parameter, value in zip(made.parameters(), model.parameters(), strict=True):
+            parameter.copy_(value * 0.9)
     return made
 
 
@@ -44,7 +44,7 @@ def pair() -> tuple[VLM, VLM]:
 
 
 def free(model: nn.Module) -> bool:
-    """Whether another thread could run ``model`` now."""
+    """Whether another thread could run ``model``."""
     found: list[bool] = []
 
     def probe() -> None:
@@ -69,12 +69,12 @@ def in_thread(work: Callable[[], Any]) -> None:
 # --- locks ---------------------------------------------------------------------------------------
 
 
-def test_models_that_share_a_config_take_turns(pair) -> None:
+def test_models_with_shared_config_share_a_lock(pair) -> None:
     one, two = (vlm.model for vlm in pair)
     assert free(one) and free(two)
     with switched(one):
         assert not free(one) and not free(two)
-        with lock_of(two):  # the same thread may
+        with lock_of(two):  # the same thread may enter
             assert not free(one)
         assert not free(two)
     assert free(one) and free(two)
@@ -83,16 +83,16 @@ def test_models_that_share_a_config_take_turns(pair) -> None:
     assert free(one)
 
 
-def test_other_models_do_not_wait() -> None:
-    """The control: configs that are equal, and not the same."""
+def test_unrelated_models_do_not_share_a_lock() -> None:
+    """The control: equal but distinct configs."""
     one, two = build_llava()[0], build_llava()[0]
     assert one.config.text_config == two.config.text_config
     with switched(one):
         assert free(two)
 
 
-def test_one_config_of_two_is_enough() -> None:
-    """A model that shares its text config with one model and its tower's with another."""
+def test_one_shared_subconfig_shares_the_lock() -> None:
+    """A model that shares its text config with one model and its vision config with another."""
     left, right = build_llava(layers=2)[0], build_llava(layers=2)[0]
     bridge = build_llava(layers=2)[0]
     bridge.config.text_config = left.config.text_config
@@ -106,7 +106,7 @@ def test_one_config_of_two_is_enough() -> None:
     assert free(left) and free(right) and free(bridge)
 
 
-def test_locks_go_with_their_configs() -> None:
+def test_locks_are_freed_with_their_configs() -> None:
     gc.collect()
     before = set(attention._LOCKS)
     model = build_llava()[0]
@@ -126,7 +126,7 @@ def answers(vlm: VLM, count: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("count", [30, pytest.param(500, marks=pytest.mark.slow)])
-def test_two_models_on_one_config_in_two_threads(pair, count: int) -> None:
+def test_models_with_shared_config_in_two_threads(pair, count: int) -> None:
     wanted = [answers(vlm, 4) for vlm in pair]
     assert wanted[0] != wanted[1]
     got: list = [None, None]
@@ -146,7 +146,7 @@ def test_two_models_on_one_config_in_two_threads(pair, count: int) -> None:
 
 
 class Once(LogitsProcessor):
-    """Does something when the first token is taken."""
+    """Calls a function when the first token is sampled."""
 
     def __init__(self, act: Callable[[], None]) -> None:
         self.act: Callable[[], None] | None = act
@@ -159,7 +159,7 @@ class Once(LogitsProcessor):
 
 
 def overlapped(one: VLM, two: VLM, seconds: float) -> list[int]:
-    """The answer of ``two`` while ``one`` is switched; ``one`` ends in the middle, if it may."""
+    """The answer of ``two`` while ``one`` is switched; ``one`` ends meanwhile if it can."""
     inside, leave = threading.Event(), threading.Event()
 
     def first() -> None:
@@ -179,8 +179,8 @@ def overlapped(one: VLM, two: VLM, seconds: float) -> list[int]:
     return two.ask(QUESTION, picture(seed=0), logits_processor=processor, **given).token_ids
 
 
-def test_a_switch_lasts_as_long_as_the_answer(pair, monkeypatch) -> None:
-    """With the control: locks of each model's own let one end the switch of the other."""
+def test_lock_is_held_during_the_answer(pair, monkeypatch) -> None:
+    """The control: with separate locks one model ends the switch of the other."""
     one, two = pair
     wanted = two.ask(
         QUESTION, picture(seed=0), max_new_tokens=6, eos_token_id=None, recipe="h2o:0.5"
@@ -195,7 +195,7 @@ def test_a_switch_lasts_as_long_as_the_answer(pair, monkeypatch) -> None:
 
 
 class Devices:
-    """Notes the devices that are current, thread by thread; stands for ``torch.cuda.device``."""
+    """Replaces ``torch.cuda.device`` and records the current devices per thread."""
 
     def __init__(self) -> None:
         self.current: dict[int, list[torch.device]] = {}
@@ -229,7 +229,7 @@ WAYS: dict[str, Callable[[VLM], Any]] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_the_models_device_is_current_where_it_computes(monkeypatch, way: str) -> None:
+def test_model_device_is_current(monkeypatch, way: str) -> None:
     vlm = VLM(*build_llava(layers=2))
     devices, seen = Devices(), []
 
@@ -249,11 +249,11 @@ def test_the_models_device_is_current_where_it_computes(monkeypatch, way: str) -
     assert len(seen) > 3 and all(current == [second] for _, current in seen)
     elsewhere = {thread for thread, _ in seen} - {threading.get_ident()}
     assert bool(elsewhere) == (way == "stream")
-    assert not any(devices.current.values())  # and left again
+    assert not any(devices.current.values())  # and restored
 
 
 class Captures:
-    """Stands for CUDA's graphs and streams: notes how a capture is begun."""
+    """Replaces CUDA graphs and streams and records how a capture is begun."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.modes: list[str] = []
@@ -268,12 +268,12 @@ class Captures:
                 pass
 
         @contextmanager
-        def graph(of: Graph, *, capture_error_mode: str = "global") -> Iterator[None]:
+        def graph(captured: Graph, *, capture_error_mode: str = "global") -> Iterator[None]:
             self.modes.append(capture_error_mode)
             yield
 
         @contextmanager
-        def stream(of: Stream) -> Iterator[None]:
+        def stream(current: Stream) -> Iterator[None]:
             yield
 
         for name, fake in {
@@ -286,18 +286,18 @@ class Captures:
             monkeypatch.setattr(torch.cuda, name, fake)
 
 
-def test_captures_leave_other_threads_alone(monkeypatch) -> None:
+def test_graph_capture_is_thread_local(monkeypatch) -> None:
     captures = Captures(monkeypatch)
     state = {("position",): torch.zeros(1), ("keys",): torch.zeros(1)}
 
     def step() -> None:
-        for of in state.values():
-            of += 1
+        for tensor in state.values():
+            tensor += 1
 
     graphs.cuda_graph(step, state)()
     assert captures.modes == ["thread_local"]
-    # Three steps to warm up and one that is recorded; what a step advances is put back.
-    assert [float(of) for of in state.values()] == [0.0, 4.0]
+    # Three warm-up steps and one recorded step; the state that a step advances is restored.
+    assert [float(tensor) for tensor in state.values()] == [0.0, 4.0]
     made, _ = tower.cuda_graph(lambda: ("made", {}, {}, []))
     assert made[0] == "made" and captures.modes == ["thread_local"] * 2
 
@@ -306,7 +306,7 @@ def test_captures_leave_other_threads_alone(monkeypatch) -> None:
 
 
 def checkpointing(model: nn.Module) -> list[str]:
-    """Modules that checkpoint."""
+    """Modules with gradient checkpointing."""
     return [
         name
         for name, module in model.named_modules()
@@ -316,14 +316,14 @@ def checkpointing(model: nn.Module) -> list[str]:
 
 @pytest.fixture
 def training() -> VLM:
-    """A model that is being trained, with checkpoints and without dropout."""
+    """A model in training mode, with gradient checkpointing and without dropout."""
     model, processor = build_llava(layers=4)
     model.gradient_checkpointing_enable()
     model.train()
     return VLM(model, processor)
 
 
-def test_answers_of_a_model_in_training(training: VLM) -> None:
+def test_answers_of_a_model_in_training_mode(training: VLM) -> None:
     vlm = training
     plain = VLM(*build_llava(layers=4))
     before = checkpointing(vlm.model)
@@ -331,11 +331,11 @@ def test_answers_of_a_model_in_training(training: VLM) -> None:
     assert any("vision_tower" in name for name in before)
     given = {"max_new_tokens": 6, "eos_token_id": None}
     inputs = plain.inputs(QUESTION, picture())
-    # Without a cache: under checkpoints Hugging Face's layers get none.
+    # Without a cache: with checkpointing, Hugging Face's layers get none.
     wanted = vlm.model.generate(**inputs, **given, use_cache=False)[0, -6:].tolist()
     assert vlm.ask(QUESTION, picture(), **given).token_ids == wanted
     cached = vlm.model.generate(**inputs, **given)[0, -6:].tolist()
-    assert cached != wanted  # the control: they would checkpoint
+    assert cached != wanted  # the control: with checkpointing
     for recipe in ("pyramiddrop", "h2o:0.5", "hired:0.5"):
         wanted = plain.ask(QUESTION, picture(), recipe=recipe, **given).token_ids
         assert vlm.ask(QUESTION, picture(), recipe=recipe, **given).token_ids == wanted
@@ -345,7 +345,7 @@ def test_answers_of_a_model_in_training(training: VLM) -> None:
     assert checkpointing(vlm.model) == before and vlm.model.training
 
 
-def test_checkpointing_goes_on_after_an_exception(training: VLM) -> None:
+def test_gradient_checkpointing_is_restored_after_an_exception(training: VLM) -> None:
     before = checkpointing(training.model)
 
     def fail() -> None:
@@ -362,11 +362,11 @@ def test_checkpointing_goes_on_after_an_exception(training: VLM) -> None:
     assert checkpointing(training.model) == before
 
 
-def test_training_checkpoints_after_an_answer(training: VLM) -> None:
+def test_gradient_checkpointing_is_restored_after_an_answer(training: VLM) -> None:
     model, inputs = training.model, training.inputs(QUESTION, picture())
 
     def passes() -> int:
-        """How often the first layer runs for one step of training."""
+        """Number of runs of the first layer in one training step."""
         count = [0]
         layer = training.adapter.decoder.layers[0].self_attn
         handle = layer.register_forward_pre_hook(lambda *_: count.__setitem__(0, count[0] + 1))
@@ -384,8 +384,8 @@ def test_training_checkpoints_after_an_answer(training: VLM) -> None:
 # --- the caller's thread -------------------------------------------------------------------------
 
 
-def test_ask_runs_where_it_is_called(pair) -> None:
-    """So an interrupt reaches the caller, and its autocast and threads' state are in force."""
+def test_ask_runs_in_the_calling_thread(pair) -> None:
+    """Interrupts reach the caller, and its autocast and thread state apply."""
     vlm, seen = pair[0], []
 
     def look(module: nn.Module, args: tuple) -> None:
@@ -414,7 +414,7 @@ def test_ask_runs_where_it_is_called(pair) -> None:
     handle.remove()
 
 
-def test_an_interrupt_ends_an_answer(pair) -> None:
+def test_keyboard_interrupt_ends_an_answer(pair) -> None:
     vlm = pair[0]
 
     def interrupt() -> None:

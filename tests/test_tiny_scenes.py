@@ -1,4 +1,4 @@
-"""The drawn world: reproducible, labelled correctly, and not answerable without looking."""
+"""Generated scenes: reproducible, correctly labelled, and not answerable without the image."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def images() -> list[scenes.ImageExample]:
 
 
 @pytest.fixture(scope="module")
-def clips() -> list[scenes.VideoExample]:
+def videos() -> list[scenes.VideoExample]:
     return [scenes.video_example(START + i) for i in range(900)]
 
 
@@ -68,7 +68,7 @@ def tokenizer_file(tokenizer, tmp_path_factory):
     return str(path)
 
 
-def test_same_seed_same_example_in_another_process():
+def test_examples_are_reproducible_across_processes():
     here = _fingerprint()
     random.seed(5)
     np.random.seed(5)  # noqa: NPY002 - global state must not matter
@@ -84,20 +84,20 @@ def test_same_seed_same_example_in_another_process():
     assert out.stdout.strip() == here
 
 
-def test_forms(images, clips):
+def test_shapes_and_dtypes(images, videos):
     e = images[0]
     assert e.image.size == (128, 128) and e.image.mode == "RGB"
     assert e.foreground.shape == (128, 128) and e.foreground.dtype == bool
-    v = clips[0]
+    v = videos[0]
     assert len(v.frames) == 4 and v.frames[0].size == (64, 64)
     assert v.foreground.shape == (4, 64, 64)
     assert {qa.type for e in images for qa in e.qa} == set(scenes.IMAGE_TYPES)
-    assert {qa.type for e in clips for qa in e.qa} == set(scenes.VIDEO_TYPES)
+    assert {qa.type for e in videos for qa in e.qa} == set(scenes.VIDEO_TYPES)
     for e in images[:200]:
         assert len({qa.type for qa in e.qa}) == len(e.qa)
 
 
-def test_foreground_is_a_small_part(images):
+def test_foreground_fraction(images):
     share = np.mean([e.foreground.reshape(16, 8, 16, 8).any((1, 3)).mean() for e in images])
     assert 0.08 < share < 0.2
 
@@ -126,8 +126,8 @@ def test_answers_recomputed_from_the_scene(images):
             elif qa.type == "where":
                 (t,) = _find(e, " ".join(words[-2:]))
                 assert quadrant(t, 128) == qa.answer
-                left, low = t.x < 64, t.y > 64
-                assert ("left" in qa.answer, "bottom" in qa.answer) == (left, low)
+                left, below = t.x < 64, t.y > 64
+                assert ("left" in qa.answer, "bottom" in qa.answer) == (left, below)
             elif qa.type == "rel":
                 (a,), (b,) = _find(e, " ".join(words[2:4])), _find(e, " ".join(words[-2:]))
                 truth = {
@@ -150,8 +150,8 @@ def test_answers_recomputed_from_the_scene(images):
                 assert qa.answer == min(s.bars, key=lambda b: b.top).color
 
 
-def test_clip_answers_recomputed(clips):
-    for e in clips:
+def test_video_answers_recomputed(videos):
+    for e in videos:
         for qa in e.qa:
             words = qa.question.rstrip("?").split()
             if qa.type == "frame":
@@ -180,8 +180,8 @@ def test_multiple_choice_offers_four_options_and_one_is_right(images):
     assert max(letters.values()) < 0.29 * sum(letters.values())
 
 
-def test_asking_without_looking_stays_near_chance(images, clips):
-    """The best constant answer per question text, learned on one half and tried on the other."""
+def test_answers_without_the_image_are_near_chance(images, videos):
+    """The best constant answer per question text, fitted on one half and tested on the other."""
     limits = {
         "color": 0.22, "shape": 0.27, "posq": 0.1, "count": 0.5, "exist": 0.62, "rel": 0.6,
         "where": 0.36, "size": 0.6, "tex": 0.6, "ocr": 0.08, "chart": 0.45, "mc": 0.33,
@@ -191,11 +191,11 @@ def test_asking_without_looking_stays_near_chance(images, clips):
     table: dict[str, dict[str, Counter]] = defaultdict(lambda: defaultdict(Counter))
     overall: dict[str, Counter] = defaultdict(Counter)
     hits: dict[str, list[bool]] = defaultdict(list)
-    half = [e.qa for e in images[:1000]] + [e.qa for e in clips[:600]]
+    half = [e.qa for e in images[:1000]] + [e.qa for e in videos[:600]]
     for qa in (qa for qas in half for qa in qas):
         table[qa.type][qa.question][qa.answer] += 1
         overall[qa.type][qa.answer] += 1
-    rest = [e.qa for e in images[1000:]] + [e.qa for e in clips[600:]]
+    rest = [e.qa for e in images[1000:]] + [e.qa for e in videos[600:]]
     for qa in (qa for qas in rest for qa in qas):
         seen = table[qa.type].get(qa.question) or overall[qa.type]
         hits[qa.type].append(seen.most_common(1)[0][0] == qa.answer)
@@ -216,8 +216,8 @@ def test_negatives_of_exist_are_conjunctions(images):
     assert hard / total > 0.7
 
 
-def test_captions_score_full_and_wrong_ones_less(images, clips):
-    for e in [*images[:300], *clips[:300]]:
+def test_caption_scores(images, videos):
+    for e in [*images[:300], *videos[:300]]:
         assert scenes.score_caption(e.caption, e.caption_slots) == 1.0
         assert scenes.score_caption("", e.caption_slots) == 0.0
     e = next(e for e in images if len(e.scene.things) >= 3)
@@ -273,8 +273,8 @@ def test_training_never_draws_evaluation_seeds(tokenizer_file):
         make_batch(Spec("image", START, 1, (("color", 1.0),)), tokenizer_file)
 
 
-def test_training_and_evaluation_pictures_differ(tokenizer_file):
-    """Even at equal numbers the two streams are seeded apart."""
+def test_training_and_evaluation_images_differ(tokenizer_file):
+    """The two streams have different seeds, even for equal indices."""
     batch = make_batch(Spec("image", 3, 1, (("color", 1.0),)), tokenizer_file)
     base = np.asarray(scenes.image_example(3).image)[:64, :64]
     assert not np.array_equal(batch.arrays["pixels"][0, 1], base)
@@ -300,7 +300,7 @@ def test_tokenizer_round_trip_and_whole_words(tokenizer):
         assert ids.count(IMAGE_ID) == text.count("<image>")
 
 
-def test_tokenizer_is_the_same_each_time(tokenizer):
+def test_tokenizer_is_deterministic(tokenizer):
     assert build_tokenizer().to_str() == tokenizer.to_str()
 
 
@@ -318,7 +318,7 @@ def test_batches_are_reproducible_and_packed(tokenizer_file, tokenizer):
         for row in range(6):
             at = np.flatnonzero(target[row] >= 0)
             assert (len(at) > 0) == (batch["types"][row, k] >= 0)
-            # what is predicted at a place is what stands at the next one, up to </s>
+            # the target at a position is the next token, up to </s>
             assert np.array_equal(target[row, at], ids[row, at + 1])
             if len(at):
                 assert target[row, at[-1]] == tokenizer.token_to_id("</s>")

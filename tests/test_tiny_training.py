@@ -74,7 +74,7 @@ def test_configuration_is_the_documented_one():
     assert model.lm_head.weight is model.get_input_embeddings().weight
 
 
-def test_packed_mask_keeps_questions_apart():
+def test_packed_mask_separates_questions():
     mask = packed_mask(4, (2, 3)) == 0
     assert mask[:4, :4].equal(torch.ones(4, 4).tril().bool())
     assert mask[4:, :4].all()
@@ -84,7 +84,7 @@ def test_packed_mask_keeps_questions_apart():
 
 @pytest.mark.parametrize("kind", ["image", "small", "video"])
 def test_packed_forward_equals_the_stock_model(packed, tokenizer_file, kind):
-    """The logits of a slot are those of the whole prompt sent through the stock model."""
+    """The logits of a slot equal those of the whole prompt in the stock model."""
     spec = Spec(kind, 5, 1, (("exist", 1.0), ("where", 1.0), ("order", 1.0), ("count", 1.0)))
     batch = make_batch(spec, tokenizer_file)
     tensors = to_tensors(batch, torch.device("cpu"))
@@ -120,18 +120,18 @@ def test_packed_forward_equals_the_stock_model(packed, tokenizer_file, kind):
             close(own[0, start : start + len(ids)], out, terms=terms)
 
 
-def test_single_views_are_equal_so_one_is_encoded(tokenizer_file):
+def test_base_view_equals_single_crop(tokenizer_file):
     for kind, views in (("small", 2), ("video", 8)):
         pixels = make_batch(Spec(kind, 1, 1, (("exist", 1.0),)), tokenizer_file).arrays["pixels"]
         assert pixels.shape[1] == views
         assert np.array_equal(pixels[:, ::2], pixels[:, 1::2])
 
 
-def test_fast_attention_equals_the_plain_one():
+def test_fast_attention_equals_reference():
     torch.manual_seed(0)
     n, g, prefix, slots, d = 3, 2, 7, (3, 3, 5), 16
     length = prefix + sum(slots)
-    # The same numbers for both, so that only what is computed of them is rounded.
+    # Both get the same rounded inputs, so that only their computations differ.
     q, k, v = (
         torch.randn(s).bfloat16().float().requires_grad_()
         for s in [(n, g, length, d)] + [(n, length, d)] * 2
@@ -142,29 +142,29 @@ def test_fast_attention_equals_the_plain_one():
     ).float()
     score = torch.einsum("ngqd,nkd->ngqk", q, k) * 0.3 + packed_mask(prefix, slots)
     want = torch.einsum("ngqk,nkd->ngqd", score.softmax(-1), v)
-    close(out, want, torch.bfloat16, 2)  # sums are kept in float32: probabilities, and the result
+    close(out, want, torch.bfloat16, 2)  # rounded: probabilities and result; sums are float32
     probe = torch.randn_like(want)
     got = torch.autograd.grad((out * probe).sum(), (q, k, v))
     ref = torch.autograd.grad((want * probe).sum(), (q, k, v))
-    # Each of five tensors on the way back is rounded by half a unit, at most, and norms add up.
+    # Each of five tensors in the backward pass is rounded by at most half a unit, and norms add up.
     rounding = 5 * torch.finfo(torch.bfloat16).eps / 2
     for a, b in zip(got, ref, strict=True):
         assert (a - b).norm() < rounding * b.norm()
 
 
-def test_codes_are_orthogonal_and_read_back():
+def test_codes_are_orthogonal_and_decodable():
     heads = DenseHeads()
     gram = heads.codes @ heads.codes.T
-    terms = 2 * heads.codes.shape[1]  # of a product, and of the basis it is of
+    terms = 2 * heads.codes.shape[1]  # a product, and the basis it is computed from
     close(gram, torch.diag(gram.diag()), terms=terms)
     fields = torch.stack([torch.randint(0, n, (5, 64)) for n in FIELDS.values()], -1)
-    place = torch.rand(5, 64, 2) * 2 - 1
-    code = heads.encode(fields, place)
-    loss, info = heads.dense_loss(code, fields, place)
-    off = float(info["fit"]) ** 0.5  # a mean of squares, of numbers around 1
+    coordinates = torch.rand(5, 64, 2) * 2 - 1
+    code = heads.encode(fields, coordinates)
+    loss, info = heads.dense_loss(code, fields, coordinates)
+    off = float(info["fit"]) ** 0.5  # a mean of squares of numbers around 1
     close(off, 0.0, torch.float32, terms, scale=code.abs().max())
     assert all(float(info[name]) == 1.0 for name in FIELDS)
-    noisy, _ = heads.dense_loss(code + torch.randn_like(code), fields, place)
+    noisy, _ = heads.dense_loss(code + torch.randn_like(code), fields, coordinates)
     assert noisy > loss
 
 
@@ -176,7 +176,7 @@ def test_newton_schulz_evens_out_singular_values():
     assert newton_schulz(torch.randn(1, 48, 24)).shape == (1, 48, 24)
 
 
-def test_optimiser_survives_a_bad_batch():
+def test_optimizer_skips_nan_gradients():
     p = torch.nn.Parameter(torch.ones(4, 4))
     opt = Optimizer({"w": p})
     p.grad = torch.full((4, 4), float("nan"))
@@ -198,17 +198,17 @@ def test_schedule_is_deterministic_and_ends_at_rate_zero():
     dropped = [p for p in pixels if p.spec.keep]
     assert dropped
     assert not any(p.spec.keep_foreground for p in dropped)
-    assert {p.spec.kind for p in late} == {"image", "small", "video"}  # no more text alone
+    assert {p.spec.kind for p in late} == {"image", "small", "video"}  # no longer text only
 
 
-def test_training_scaffolds_never_reach_the_evaluation(tokenizer_file):
+def test_training_scaffolds_are_not_in_the_evaluation(tokenizer_file):
     batch = make_batch(Spec("image", EVAL_SEED_START, 32, evaluation=True), tokenizer_file)
     names = {training.data.TYPE_NAMES[t] for t in batch.arrays["types"].ravel() if t >= 0}
     assert "mc" in names and not names & {"hint", "option"}
 
 
-def test_names_point_at_what_they_name(tokenizer_file):
-    """Training tells names where to look: the tokens end names, the bits are the right objects."""
+def test_names_point_at_their_objects(tokenizer_file):
+    """The supervised tokens end names, and their bits mark the right objects."""
     tokenizer = build_tokenizer()
     weights = tuple((t, 1.0) for t in ("exist", "rel", "color", "shape", "where", "chart"))
     spec = Spec("image", 40, 24, weights)
@@ -228,10 +228,10 @@ def test_names_point_at_what_they_name(tokenizer_file):
                     assert (color == 1 + COLOR_NAMES.index(before)).all()
                 seen += 1
         for k in range(8):
-            place, first, last = a["recall"][row, k]
-            if place >= 0:
-                assert tokenizer.decode([int(a["ids"][row, place])]) == ":"
-                assert a["targets"][row, place] >= 0 and first <= last < place
+            position, first, last = a["recall"][row, k]
+            if position >= 0:
+                assert tokenizer.decode([int(a["ids"][row, position])]) == ":"
+                assert a["targets"][row, position] >= 0 and first <= last < position
     assert seen > 100
 
 
@@ -248,10 +248,10 @@ def test_options_and_letters_are_found(tokenizer_file):
                 words = [tokenizer.decode([int(a["ids"][row, i])]).strip() for i in c]
                 live = [w for w, i in zip(words[:4], c[:4], strict=True) if i >= 0]
                 assert sorted(live) == list("ABCD"[: len(live)]) and words[8] == ":"
-                said = a["targets"][row, c[8]]
-                answer = tokenizer.decode([int(said)]).strip()
+                target = a["targets"][row, c[8]]
+                answer = tokenizer.decode([int(target)]).strip()
                 if len(answer) == 1 and answer in "ABCD":
-                    assert live[0] == answer  # the right option stands first
+                    assert live[0] == answer  # the right option comes first
                 seen += 1
         assert seen > 8
 
@@ -266,7 +266,7 @@ def test_facts_about_named_objects():
             close((float(row["x"]) + 1) * 64, float(thing.x), torch.float32, 2, scale=128)
             assert row["appear"] == row["move"] == UNKNOWN
         if len(scene.things) > 1:
-            assert facts(scene, 0b110) == [UNKNOWN] * len(FACTS)  # two objects: nothing is sure
+            assert facts(scene, 0b110) == [UNKNOWN] * len(FACTS)  # two objects: facts are unknown
     assert facts(scene, 0)[0] == 0.0
 
 
@@ -294,12 +294,12 @@ def test_killed_and_resumed_run_equals_an_uninterrupted_one(tmp_path):
             assert torch.equal(value, b["optimizer"][part][name]), name
 
 
-def test_every_phase_runs_stops_resumes_and_exports(tmp_path):
-    """The whole life of a run on the smallest scale, and the exported folder at work."""
+def test_phases_run_stop_resume_and_export(tmp_path):
+    """A complete run on the smallest scale, and the exported folder."""
     out = tmp_path / "run"
     assert training.run(_args(out, max_steps=6, stop_after=2)) == 0
     assert torch.load(out / "checkpoint.pt", weights_only=True)["step"] == 2
-    assert not (out / "log.jsonl").exists()  # too short for a line
+    assert not (out / "log.jsonl").exists()  # too short for a log line
     assert training.run(_args(out, max_steps=6, smoke=True)) == 0
     assert torch.load(out / "checkpoint.pt", weights_only=True)["step"] == 6
     assert "final" in _lines(out)[-1]
@@ -350,7 +350,7 @@ def _check_folder(folder: Path) -> None:
     assert ids.count(4) == 544 and ids.count(1) == 1
 
 
-def test_bad_requests_are_refused(tmp_path):
+def test_invalid_arguments_raise(tmp_path):
     with pytest.raises(ExportError, match="no checkpoint"):
         export(tmp_path, tmp_path / "x")
     with pytest.raises(training.TrainingError, match="positive"):
@@ -370,7 +370,7 @@ def test_evaluation_restores_the_training_mode(packed, tokenizer_file):
 
 @pytest.mark.slow
 def test_two_processes_train_as_one(tmp_path):
-    """Gradients are averaged: both processes hold the same weights all along."""
+    """Gradients are averaged, so both processes always have the same weights."""
     command = [
         sys.executable, "-m", "vlmfast.train.tiny.training", "--batch", "1", "--max-steps", "3",
         "--processes", "2", "--out", str(tmp_path), "--eval-every", "1e9", "--smoke",
@@ -390,7 +390,7 @@ class TestShipped:
         _check_folder(WEIGHTS)
 
     def test_generate_agrees_with_the_packed_evaluation(self):
-        """Greedy generation of the stock model gives what the packed evaluation counts."""
+        """Greedy generation of the stock model agrees with the packed evaluation."""
         from transformers import AutoModelForImageTextToText, AutoProcessor
 
         model = AutoModelForImageTextToText.from_pretrained(WEIGHTS, dtype=torch.float32).eval()
@@ -424,8 +424,8 @@ class TestShipped:
                     )
                     new = model.generate(**inputs, max_new_tokens=8, do_sample=False)
                     new = new[0, inputs["input_ids"].shape[1] :]
-                    said = processor.tokenizer.decode(new, skip_special_tokens=True).strip()
-                    agree.append((said == qa.answer) == bool(ok[b, at : at + length].all()))
+                    text = processor.tokenizer.decode(new, skip_special_tokens=True).strip()
+                    agree.append((text == qa.answer) == bool(ok[b, at : at + length].all()))
                 at += length
         assert len(agree) > 20
         assert np.mean(agree) == 1.0

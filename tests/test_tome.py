@@ -1,4 +1,4 @@
-"""ToMe: matching in numbers, the schedule, and a tower by hand with proportional attention."""
+"""ToMe: matching, schedule, and a reference tower with proportional attention."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from vlmfast.core.statistics import StatRequest
 from vlmfast.engine.prefill import Inputs
 
 
-def test_matching_in_numbers() -> None:
-    # A: rows 0, 2, 4; B: rows 1, 3. Row 4 is most like 3, row 2 like 1, row 0 like nothing.
+def test_matching_example() -> None:
+    # A: rows 0, 2, 4; B: rows 1, 3. Row 4 is most similar to 3, row 2 to 1, row 0 to none.
     metric = torch.tensor([[[-1.0, 0], [1, 0.2], [1, 0], [0, 1], [0, 2]]])
     assert bipartite(metric, 1, False).tolist() == [[0, 2, 1, 3, 3]]
     assert bipartite(metric, 2, False).tolist() == [[0, 1, 1, 2, 2]]
@@ -40,7 +40,7 @@ def test_means_are_weighted() -> None:
 
 
 @given(st.integers(2, 600), st.data(), st.integers(1, 24))
-def test_the_schedule_reaches_its_end(n: int, data: st.DataObject, blocks: int) -> None:
+def test_schedule_reaches_the_target(n: int, data: st.DataObject, blocks: int) -> None:
     left = data.draw(st.integers(max(1, -(-n // 2**blocks)), n))
     steps = schedule(n, left, blocks)
     assert len(steps) == blocks
@@ -49,17 +49,17 @@ def test_the_schedule_reaches_its_end(n: int, data: st.DataObject, blocks: int) 
     assert used == steps[: len(used)]
 
 
-def test_schedules_in_numbers() -> None:
+def test_schedule_examples() -> None:
     assert schedule(576, 192, 22) == [18] * 21 + [6]
     assert schedule(576, 64, 22) == [24] * 21 + [8]
     assert schedule(197, 1, 3, r=16) == [16] * 3
-    assert schedule(16, 1, 4) == [8, 4, 2, 1]  # half of what is there, at most
+    assert schedule(16, 1, 4) == [8, 4, 2, 1]  # at most half of the rest
     assert schedule(10, 1, 3, r=6) == [5, 2, 1]
 
 
 @torch.no_grad()
 def tower_by_hand(vlm: VLM, pixels: Tensor, stage: ToMe) -> tuple[Tensor, Tensor]:
-    """Rows behind the tower, (V, M, D), and where each patch went, (V, 1 + N)."""
+    """Output rows of the tower, (V, M, D), and the row of each patch, (V, 1 + N)."""
     tower = vlm.model.get_encoder(modality="image")
     vlm.model.set_attn_implementation("eager")
     hidden = tower.pre_layrnorm(tower.embeddings(pixels))
@@ -82,11 +82,11 @@ def tower_by_hand(vlm: VLM, pixels: Tensor, stage: ToMe) -> tuple[Tensor, Tensor
 
 
 @pytest.mark.parametrize("build", [build_llava, build_llava_next])
-@pytest.mark.parametrize("word", ["tome:0.4", "tome:0.4,repair=false", "tome:r=3"])
-def test_a_run_equals_the_tower_by_hand(build, word) -> None:
+@pytest.mark.parametrize("text", ["tome:0.4", "tome:0.4,repair=false", "tome:r=3"])
+def test_prompt_equals_reference_tower(build, text) -> None:
     vlm, image = VLM(*build()), picture()
     tensors = vlm.inputs("what is here ?", images=[image])
-    recipe = Recipe.parse(word)
+    recipe = Recipe.parse(text)
     (stage,) = recipe
     inputs = Inputs(tensors, [(image.height, image.width)], "q")
     run = Driven(vlm.adapter, inputs, recipe, time.perf_counter())
@@ -95,39 +95,39 @@ def test_a_run_equals_the_tower_by_hand(build, word) -> None:
 
     hidden, where = tower_by_hand(vlm, tensors["pixel_values"].flatten(0, -4), stage)
     rows = vlm.model.base_model.multi_modal_projector(hidden)
-    assert bool(layout.patches.all())  # newlines are gone
+    assert bool(layout.patches.all())  # newlines are dropped
     patch = (layout.grid[:, 1] * 4 + layout.grid[:, 2]).long() + 1
     group = where[layout.view.long(), patch]
     got = run.prompt.embeds[run.prompt.layout.visual]
     close(got, rows[layout.view.long(), group], terms=tower(vlm))
-    # One token of every group, with the number of its patches as weight.
+    # One token per group, weighted by the number of its patches.
     seen = {(v, int(where[v, 1 + p])) for v in range(len(where)) for p in range(16)}
     ours = set(zip(layout.view.tolist(), group.tolist(), strict=True))
     assert ours == seen
     assert len(layout) == len(ours) == sum(int(w.max()) for w in where)
     assert layout.weight.sum() == int(full.patches.sum())
-    # Control: another treatment of sizes gives something else.
-    other = Recipe.parse(word + ("" if "repair" in word else ",repair=false"))
+    # Control: another treatment of sizes gives another result.
+    other = Recipe.parse(text + ("" if "repair" in text else ",repair=false"))
     if other != recipe:
         run = Driven(vlm.adapter, inputs, other, time.perf_counter())
         control = answer_logits(vlm, run, [])
         apart(control, logits, terms=answer(vlm, run.prompt.full_length))
 
 
-def test_the_word() -> None:
+def test_recipe_parameters() -> None:
     stage = ToMe(0.5)
     assert [part.protocol for part in stage.expand()] == ["in-encoder", "encode"]
     assert stage.expand()[0].blocks(24) == tuple(range(1, 23))
     requests = stage.expand()[0].vision_stats(24)
     assert requests == dict.fromkeys(range(22), StatRequest("keys", keys=True))
     assert Merge(ToMe(1.0)).blocks(24) == ()
-    for word in ("tome", "tome:0.2,positions=keep", "tome:r=8,repair=false"):
-        assert Recipe.parse(word) == Recipe.parse(str(Recipe.parse(word)))
+    for text in ("tome", "tome:0.2,positions=keep", "tome:r=8,repair=false"):
+        assert Recipe.parse(text) == Recipe.parse(str(Recipe.parse(text)))
     assert Recipe.parse("tome")[0].repair
 
 
 @pytest.mark.parametrize(
-    ("word", "message"),
+    ("text", "message"),
     [
         ("tome:0", r"tome: rate=0 is out of range"),
         ("tome:r=-1", r"tome: r=-1 is out of range, allowed is >= 0"),
@@ -135,6 +135,6 @@ def test_the_word() -> None:
         ("tome+mustdrop", r"tome and mustdrop, which both modify the rows between the blocks"),
     ],
 )
-def test_bad_words(word: str, message: str) -> None:
+def test_invalid_recipes_raise(text: str, message: str) -> None:
     with pytest.raises(RecipeError, match=message):
-        Recipe.parse(word)
+        Recipe.parse(text)

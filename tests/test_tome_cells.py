@@ -1,4 +1,4 @@
-"""ToMe where the tower makes one visual token of several patches: whole cells merge."""
+"""ToMe on towers that merge several patches into one visual token: whole cells merge."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ CASES = {
 
 def built(name: str) -> VLM:
     if name == "smolvlm":
-        pytest.importorskip("num2words")  # its processor wants it
+        pytest.importorskip("num2words")  # required by its processor
     return VLM(*BUILD[name]())
 
 
@@ -68,7 +68,7 @@ def media(request, vlm) -> dict:
 
 @dataclass(frozen=True)
 class Look(EncodeStage):
-    """Notes what it sees and keeps everything."""
+    """Records its inputs and keeps everything."""
 
     name: ClassVar[str] = "test-look"
     asked: tuple[SaliencyRequest, ...] = ()
@@ -83,7 +83,7 @@ class Look(EncodeStage):
 
 
 def looked(vlm: VLM, *stages, asked=(), **media) -> tuple:
-    """Tokens and statistics of a prompt behind ``stages``."""
+    """Tokens and statistics of a prompt after ``stages``."""
     vlm.ask("what ?", **media, recipe=Recipe((*stages, Look(asked))), max_new_tokens=1)
     return Look.seen["tokens"], Look.seen["stats"]
 
@@ -95,18 +95,18 @@ def test_keep_1_is_identity(vlm, media):
     plain, _ = looked(vlm, **media)
     tokens, _ = looked(vlm, ToMe(1.0), **media)
     assert torch.equal(tokens.features, plain.features)
-    for level, of in zip(tokens.extra, plain.extra, strict=True):
-        assert torch.equal(level, of)
+    for level, other in zip(tokens.extra, plain.extra, strict=True):
+        assert torch.equal(level, other)
     assert torch.equal(tokens.layout.order, plain.layout.order)
-    some, _ = looked(vlm, ToMe(0.5), **media)  # control
-    assert len(some) < len(tokens)
+    merged, _ = looked(vlm, ToMe(0.5), **media)  # control
+    assert len(merged) < len(tokens)
 
 
-def test_half_of_the_tokens_of_each_view_are_kept(vlm, media):
+def test_keep_half_keeps_half_of_each_view(vlm, media):
     plain, stats = looked(vlm, **media)
     tokens, _ = looked(vlm, ToMe(0.5), **media)
-    before, after = (of.layout.select(of.layout.patches) for of in (plain, tokens))
-    assert len(after) == len(tokens)  # newlines are gone
+    before, after = (result.layout.select(result.layout.patches) for result in (plain, tokens))
+    assert len(after) == len(tokens)  # newlines are dropped
     assert float(after.weight.sum()) == len(before)
     for item in stats.items:
         for view in range(*item.views):
@@ -114,21 +114,21 @@ def test_half_of_the_tokens_of_each_view_are_kept(vlm, media):
             came_in = int((before.view == view).sum())
             mine = after.select(after.view == view)
             assert float(mine.weight.sum()) == came_in
-            if came_in == n:  # a letterbox may hide whole groups
+            if came_in == n:  # the letterbox may contain whole groups
                 assert len(mine) == round(n / 2)
             full = before.box[before.view == view]
             edges = (full[:, :2].amin(0), full[:, 2:].amax(0))
             covered = (mine.box[:, :2].amin(0), mine.box[:, 2:].amax(0))
             for have, want in zip(covered, edges, strict=True):
                 close(have, want, torch.float32, terms=4)
-    # Every token that came in lies in the box of some token that is left.
+    # Every original token is inside the box of a kept token.
     middle = (before.box[:, :2] + before.box[:, 2:]) / 2
     inside = (middle[:, None] >= after.box[:, :2]) & (middle[:, None] <= after.box[:, 2:])
     same = before.item[:, None] == after.item
     assert bool((inside.all(-1) & same).any(1).all())
 
 
-def test_a_number_for_each_block(vlm):
+def test_r_merges_per_block(vlm):
     tokens, stats = looked(vlm, ToMe(r=1), **CASES["image"])
     (item,) = stats.items
     blocks = len(vlm.adapter.vision_blocks()) - 2
@@ -137,13 +137,15 @@ def test_a_number_for_each_block(vlm):
         assert len(tokens) == (n - blocks) * views
 
 
-def test_images_do_not_change_each_other(vlm):
-    """Of different sizes in one prompt, and images beside a video."""
+def test_images_are_independent(vlm):
+    """Images of different sizes in one prompt, and images with a video."""
     alone = [looked(vlm, ToMe(0.5), images=image)[0] for image in IMAGES]
-    if family(vlm) != "llava_onevision":  # which makes no crops of several images
+    if family(vlm) != "llava_onevision":  # it makes no crops of several images
         together, _ = looked(vlm, ToMe(0.5), images=IMAGES)
-        close(together.features, torch.cat([of.features for of in alone]), terms=4000)
-        apart(together.features, torch.cat([of.features for of in alone]).flip(0), terms=4000)
+        close(together.features, torch.cat([single.features for single in alone]), terms=4000)
+        apart(
+            together.features, torch.cat([single.features for single in alone]).flip(0), terms=4000
+        )
     if family(vlm) != "smolvlm":
         video, _ = looked(vlm, ToMe(0.5), **VIDEO)
         both, _ = looked(vlm, ToMe(0.5), **CASES["both"])
@@ -169,7 +171,7 @@ def test_tome_in_recipes(vlm, media, recipe):
     assert answer.token_ids
     assert answer.stats.left_out == []
     assert answer.stats.equivalent_tokens <= 0.55 * answer.stats.visual_tokens_in
-    if any(word in recipe for word in ("visionzip", "hired")):
+    if any(method in recipe for method in ("visionzip", "hired")):
         assert answer.stats.saliency == vlm.adapter.sources()[0]
 
 
@@ -209,7 +211,7 @@ def test_the_model_is_restored(vlm, media):
     assert torch.equal(again.features, plain.features)
 
 
-# --- by hand --------------------------------------------------------------------------------------
+# --- against references --------------------------------------------------------------------------
 
 
 def attended(q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Tensor) -> tuple[Tensor, Tensor]:
@@ -219,16 +221,16 @@ def attended(q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Tensor) -> tup
 
 
 class Groups:
-    """Cells that merge, as lists; nothing of the engine but ToMe's matching and mean."""
+    """Merging cells as lists, without the engine except for ToMe's matching and mean."""
 
     def __init__(self, cells: int) -> None:
         self.members = [[cell] for cell in range(cells)]
 
     def merged(self, units: Tensor, keys: Tensor, r: int, ordered: bool) -> Tensor:
-        """Units (M, D) behind one merge of ``r``; ``ordered`` by their first members."""
+        """Units (M, D) after one merge of ``r``; ``ordered`` by their first members."""
         if not r:
             return units
-        size = torch.tensor([[float(len(of)) for of in self.members]])
+        size = torch.tensor([[float(len(group)) for group in self.members]])
         source = bipartite(keys[None], r, False)
         rows = merge(units[None], size, source)[0][0]
         members = [[] for _ in rows]
@@ -247,7 +249,7 @@ class Groups:
 
 
 def entering(vlm: VLM, **media) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
-    """What enters the first block of the tower: rows, and rotary tables where there are some."""
+    """Inputs of the tower's first block: rows, and rotary tables if any."""
     seen = {}
 
     def hook(module: nn.Module, args: tuple, kwargs: dict) -> None:
@@ -265,10 +267,10 @@ def entering(vlm: VLM, **media) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
 def packed_by_hand(
     vlm: VLM, hidden: Tensor, tables: tuple, grid: tuple[int, int], stage: ToMe, wrong: str = ""
 ) -> tuple[list[Tensor], Tensor, Tensor]:
-    """A Qwen tower over one image whose cells merge, windows as a mask over all rows.
+    """A Qwen tower over one image with merging cells, windows as a mask over all rows.
 
-    Returns tokens of every cell in the order of the tower: of the merger and of each deepstack
-    merger; the group of each cell; and what each cell receives in the last block, (H, C).
+    Returns the tokens of every cell in the tower's order, of the merger and of each deepstack
+    merger, the group of each cell, and the attention each cell receives in the last block, (H, C).
     """
     from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import apply_rotary_pos_emb_vision
 
@@ -290,11 +292,11 @@ def packed_by_hand(
                 hidden.unflatten(0, (-1, m)).flatten(1), keys, counts[index - 1], True
             )
             hidden = units.unflatten(1, (m, -1)).flatten(0, 1)
-        first = torch.tensor([min(of) for of in groups.members])
+        first = torch.tensor([min(group) for group in groups.members])
         if wrong == "place":  # the last member instead
-            first = torch.tensor([max(of) for of in groups.members])
+            first = torch.tensor([max(group) for group in groups.members])
         rows = (first[:, None] * m + torch.arange(m)).flatten()
-        size = torch.tensor([float(len(of)) for of in groups.members]).repeat_interleave(m)
+        size = torch.tensor([float(len(group)) for group in groups.members]).repeat_interleave(m)
         if not stage.repair:
             size = torch.ones_like(size)
         window = window_of[first].repeat_interleave(m)
@@ -319,10 +321,10 @@ def packed_by_hand(
 
 
 @pytest.mark.parametrize("name", PACKED)
-@pytest.mark.parametrize("word", ["tome:0.5", "tome:0.3", "tome:0.5,repair=false"])
-def test_packed_towers_by_hand(name, word):
+@pytest.mark.parametrize("text", ["tome:0.5", "tome:0.3", "tome:0.5,repair=false"])
+def test_packed_towers_equal_reference(name, text):
     vlm, image = built(name), picture(2, 64, 48)
-    (stage,) = Recipe.parse(word)
+    (stage,) = Recipe.parse(text)
     hidden, tables = entering(vlm, images=image)
     tokens, stats = looked(vlm, stage, asked=(SaliencyRequest(),), images=image)
     (item,) = stats.items
@@ -336,10 +338,10 @@ def test_packed_towers_by_hand(name, word):
         close(got, want[cell], terms=4 * 512)
     rows = stats.salient(SaliencyRequest(), item).rows[0]
     close(rows, received[:, order], terms=64 * len(hidden))
-    # One token of each group, which stands for all of it.
+    # One token represents each group.
     assert sorted(group[cell].tolist()) == list(range(int(group.max()) + 1))
     assert tokens.layout.weight.tolist() == group.bincount()[group[cell]].tolist()
-    # Controls: another rotary position, another window, other sizes.
+    # Controls: other rotary positions, windows and sizes.
     wrongs = ["place"] + (["windows"] if name == "qwen2_5_vl" else [])
     for wrong in wrongs:
         other, _, _ = packed_by_hand(vlm, hidden, tables, item.patches, stage, wrong)
@@ -351,7 +353,7 @@ def test_packed_towers_by_hand(name, word):
 
 @torch.no_grad()
 def internvl_by_hand(vlm: VLM, hidden: Tensor, stage: ToMe) -> tuple[Tensor, Tensor]:
-    """Tokens (N, D) of one view, (1 + P, D) in front of the first block, and their groups."""
+    """Tokens (N, D) of one view, (1 + P, D) before the first block, and their groups."""
     base, m, side = vlm.model.base_model, 4, int((len(hidden) - 1) ** 0.5)
     tower = base.vision_tower
     raster = torch.arange(side * side).view(side // 2, 2, side // 2, 2)
@@ -361,8 +363,8 @@ def internvl_by_hand(vlm: VLM, hidden: Tensor, stage: ToMe) -> tuple[Tensor, Ten
     counts = stage.steps(len(cells), len(tower.encoder.layer) - 2)
     for index, block in enumerate(tower.encoder.layer):
         if 1 <= index < len(tower.encoder.layer) - 1:
-            # With a row in front of the cells, every other row begins with that one.
-            r, size = counts[index - 1], [float(len(of)) for of in groups.members]
+            # With CLS before the cells, the alternating split starts at CLS.
+            r, size = counts[index - 1], [float(len(group)) for group in groups.members]
             if r:
                 source = bipartite(keys[None], r, True)
                 rows = merge(
@@ -373,14 +375,15 @@ def internvl_by_hand(vlm: VLM, hidden: Tensor, stage: ToMe) -> tuple[Tensor, Ten
                     members[new] += groups.members[old]
                 groups.members, units = members[1:], rows[1:]
         rows = torch.cat([cls, units.unflatten(1, (m, -1)).flatten(0, 1)])
-        size = torch.tensor([float(len(of)) for of in groups.members]).repeat_interleave(m)
+        size = torch.tensor([float(len(group)) for group in groups.members]).repeat_interleave(m)
         bias = torch.cat([torch.ones(1), size]).log() * float(stage.repair)
-        normed, of = block.layernorm_before(rows), block.attention
+        normed, attention = block.layernorm_before(rows), block.attention
         q, k, v = (
-            p(normed).unflatten(-1, (of.num_heads, -1)) for p in (of.q_proj, of.k_proj, of.v_proj)
+            p(normed).unflatten(-1, (attention.num_heads, -1))
+            for p in (attention.q_proj, attention.k_proj, attention.v_proj)
         )
-        out, _ = attended(q, k, v, of.scale, bias.expand(len(rows), -1))
-        rows = rows + block.lambda_1 * of.projection_layer(out)
+        out, _ = attended(q, k, v, attention.scale, bias.expand(len(rows), -1))
+        rows = rows + block.lambda_1 * attention.projection_layer(out)
         rows = rows + block.lambda_2 * block.mlp(block.layernorm_after(rows))
         cls, units = rows[:1], rows[1:].unflatten(0, (-1, m)).flatten(1)
         keys = k.mean(1)
@@ -393,28 +396,28 @@ def internvl_by_hand(vlm: VLM, hidden: Tensor, stage: ToMe) -> tuple[Tensor, Ten
     return base.multi_modal_projector(shuffled)[0], group
 
 
-@pytest.mark.parametrize("word", ["tome:0.5", "tome:r=1", "tome:0.5,repair=false"])
-def test_internvl_by_hand(word):
+@pytest.mark.parametrize("text", ["tome:0.5", "tome:r=1", "tome:0.5,repair=false"])
+def test_internvl_equals_reference(text):
     vlm, image = built("internvl"), picture(0, 90, 44)
-    (stage,) = Recipe.parse(word)
+    (stage,) = Recipe.parse(text)
     hidden, _ = entering(vlm, images=image)
     tokens, stats = looked(vlm, stage, images=image)
     (item,) = stats.items
     for view in range(*item.views):
         here = (tokens.layout.view == view).nonzero().flatten()
-        place = (tokens.layout.grid[here, 1] * 2 + tokens.layout.grid[here, 2]).long()
+        slot = (tokens.layout.grid[here, 1] * 2 + tokens.layout.grid[here, 2]).long()
         want, group = internvl_by_hand(vlm, hidden[view], stage)
-        close(tokens.features[here], want[place], terms=4 * 512)
-        assert sorted(group[place].tolist()) == list(range(int(group.max()) + 1))
+        close(tokens.features[here], want[slot], terms=4 * 512)
+        assert sorted(group[slot].tolist()) == list(range(int(group.max()) + 1))
         other, _ = internvl_by_hand(vlm, hidden[view], ToMe(1.0))  # control
-        apart(tokens.features[here], other[place], terms=4 * 512)
+        apart(tokens.features[here], other[slot], terms=4 * 512)
 
 
-# --- what blocks are given ------------------------------------------------------------------------
+# --- arguments of blocks -------------------------------------------------------------------------
 
 
-def test_arguments_of_a_packed_block():
-    """Boundaries of windows that lose all rows go, the longest is measured anew."""
+def test_packed_block_arguments_after_merging():
+    """Boundaries of empty windows are removed, and the maximum length is recomputed."""
     adapter = built("qwen2_5_vl").adapter
     item = ItemGeometry((48, 64), (0, 0), (0, 1), (3, 4))  # windows of 4, 4, 2 and 2 cells
     context = VisionContext(depth=4, items=(item,), chunks={}, repair=True)
@@ -427,7 +430,7 @@ def test_arguments_of_a_packed_block():
 
     @dataclass(frozen=True)
     class Joins(InEncoderStage):
-        """The last six cells become part of cells 0, 1, 2, 5, 5 and 5."""
+        """Merges the last six cells into cells 0, 1, 2, 5, 5 and 5."""
 
         name: ClassVar[str] = "test-joins"
         cells: ClassVar[bool] = True
@@ -450,12 +453,12 @@ def test_arguments_of_a_packed_block():
     flat = [size for chunk in chunks for size in chunk]
     assert flat == [float(size) for size in sizes for _ in range(4)]
     assert tower.spread(left).flatten().tolist() == [
-        4 * cell + place for cell in [0, 1, 2, 3, 4, 5, 0, 1, 2, 5, 5, 5] for place in range(4)
+        4 * cell + slot for cell in [0, 1, 2, 3, 4, 5, 0, 1, 2, 5, 5, 5] for slot in range(4)
     ]
 
 
-def test_masks_of_views_with_merged_rows():
-    """A mask that hides nothing goes; padded views are refused."""
+def test_masks_after_merging():
+    """A mask that hides nothing is removed; padded views are rejected."""
     adapter = built("idefics3").adapter
     item = ItemGeometry((44, 60), (0, 0), (0, 1), (2, 2))
     context = VisionContext(depth=4, items=(item,))
@@ -482,10 +485,10 @@ def test_half_precision():
         assert len(half) == len(full)
 
 
-# --- towers that cannot serve it ------------------------------------------------------------------
+# --- unsupported towers --------------------------------------------------------------------------
 
 
-def test_a_tower_without_attention_is_refused():
+def test_tower_without_attention_raises():
     vlm = VLM(*tiny_families.build_fast_vlm())
     message = r"tome merges .* fast_vlm does not support here: its vision tower ends in "
     why = r"convolutions, not in attention; on this model '.*"
@@ -494,7 +497,7 @@ def test_a_tower_without_attention_is_refused():
             vlm.ask("what ?", **media, recipe="tome:0.5")
 
 
-def test_frames_that_cells_do_not_tile_are_refused(monkeypatch):
+def test_frames_not_divisible_into_cells_raise(monkeypatch):
     """LLaVA-OneVision pools 5 x 5 patches to 3 x 3 tokens by interpolation."""
     small, side = tiny_families._clip, 5 * tiny_families.PATCH
     monkeypatch.setattr(
@@ -502,8 +505,8 @@ def test_frames_that_cells_do_not_tile_are_refused(monkeypatch):
     )
     model, processor = tiny_families.build_llava_onevision()
     processor.num_image_tokens = 25
-    for of in (processor.image_processor, processor.video_processor):
-        of.size = {"height": side, "width": side}
+    for part in (processor.image_processor, processor.video_processor):
+        part.size = {"height": side, "width": side}
     vlm = VLM(model, processor)
     assert vlm.ask("what ?", **VIDEO, max_new_tokens=1).stats.visual_tokens_in == 5 * 9 + 1
     message = r"the 5 x 5 patches of its vision tower do not divide into 3 x 3 visual tokens"

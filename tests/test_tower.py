@@ -1,4 +1,4 @@
-"""The captured vision tower: without a GPU a pass is repeated into the tensors of its recording."""
+"""The captured vision tower. Without a GPU, replays rerun the forward pass in place."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ RECIPES = ["none", "hired:0.4", "visionzip:dominant=4,contextual=3", "grid:0.5",
 
 
 def repeated(run):
-    """As a graph: what a pass makes lies in the same tensors, and the next one overwrites them."""
+    """Imitates a graph: every replay overwrites the same output tensors."""
     made = run()
 
-    def tensors(of) -> list[Tensor]:
-        return [leaf for leaf in tree_leaves(of) if isinstance(leaf, Tensor)]
+    def tensors(value) -> list[Tensor]:
+        return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
     def replay() -> None:
         for mine, new in zip(tensors(made), tensors(run()), strict=True):
@@ -43,7 +43,7 @@ def captures(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_answers_are_the_same(pair, recipe: str) -> None:
+def test_captured_tower_gives_the_same_answers(pair, recipe: str) -> None:
     plain, vlm = pair
     towers = vlm.adapter.kept["towers"]
     for seed in range(4):
@@ -52,11 +52,11 @@ def test_answers_are_the_same(pair, recipe: str) -> None:
         got = vlm.ask("what ?", **given)
         assert got.token_ids == wanted.token_ids
         assert torch.equal(got.trace.depth, wanted.trace.depth)
-        assert towers.replayed == seed  # the first one is not worth a graph
+        assert towers.replayed == seed  # the first forward pass is not captured
     assert "forward" not in vars(vlm.adapter.tower())
 
 
-def test_another_shape_or_wish_is_another_graph(pair) -> None:
+def test_graphs_are_keyed_by_shape_and_statistics(pair) -> None:
     plain, vlm = pair
     towers = vlm.adapter.kept["towers"]
     for images in ([picture(seed=0)], [picture(seed=1), picture(seed=2)]):
@@ -69,8 +69,8 @@ def test_another_shape_or_wish_is_another_graph(pair) -> None:
     assert len(towers._kept) == 4 and towers.replayed == 8
 
 
-def test_what_a_replay_made_is_not_overwritten(pair) -> None:
-    """Two sessions hold the pictures of two replays."""
+def test_replay_does_not_overwrite_earlier_outputs(pair) -> None:
+    """Two sessions contain the images of two replays."""
     plain, vlm = pair
     for seed in range(2):
         vlm.ask("what ?", images=picture(seed=seed), max_new_tokens=1)
@@ -82,7 +82,7 @@ def test_what_a_replay_made_is_not_overwritten(pair) -> None:
     assert answers[0] == answers[1]
 
 
-def test_stages_inside_the_tower_run_as_they_are(pair) -> None:
+def test_in_encoder_stages_are_not_captured(pair) -> None:
     _, vlm = pair
     for seed in range(3):
         vlm.ask("what ?", images=picture(seed=seed), recipe="mustdrop", max_new_tokens=2)
@@ -100,8 +100,8 @@ def test_kept_graphs_are_bounded() -> None:
     assert len(towers._kept) == _SHAPES
 
 
-def test_a_graph_that_does_nothing_is_noticed(pair) -> None:
-    """Control: replays that leave the tensors of the recording as they were."""
+def test_stale_replay_is_detected(pair) -> None:
+    """Control: replays that do not update the recorded tensors."""
     plain, vlm = pair
     vlm.adapter.kept["towers"] = Towers(record=lambda run: (run(), lambda: None))
     given = {"recipe": "none", "max_new_tokens": 8}

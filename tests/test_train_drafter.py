@@ -1,4 +1,4 @@
-"""`vlmfast train drafter`: answers, teacher, rows, losses, and the loop around them."""
+"""`vlmfast train drafter`: answers, teacher, rows, losses, and the training loop."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from vlmfast.train.stages import TrainingError, training_class
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    """Few answers are generated at a time."""
+    """Generates few answers at a time."""
     monkeypatch.setattr(drafters, "_BLOCK", 4)
 
 
@@ -36,17 +36,17 @@ def tiny() -> VLM:
     return VLM.from_pretrained("tiny", device="cpu", dtype="float32")
 
 
-def arguments(out, *words: str) -> argparse.Namespace:
+def arguments(out, *flags: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     drafters.add_arguments(parser)
     quick = "--samples 3 --held-out 2 --batch 2 --lr 1e-3 --steps 4 --answer-tokens 12"
     quick = [*quick.split(), "--dtype", "float32"]
-    return parser.parse_args(["--out", str(out), *quick, *words])
+    return parser.parse_args(["--out", str(out), *quick, *flags])
 
 
-def training(tiny: VLM, *words: str):
-    """A kind's training and an untrained module of it."""
-    args = arguments("nowhere", *words)
+def training(tiny: VLM, *flags: str):
+    """The training of a kind of drafter, and an untrained module."""
+    args = arguments("nowhere", *flags)
     torch.manual_seed(0)
     text = tiny.adapter.config.get_text_config()
     sizes = {**tiny.adapter.sizes(), "vocabulary": text.vocab_size, "kv_heads": 2}
@@ -56,7 +56,7 @@ def training(tiny: VLM, *words: str):
 
 @pytest.fixture(scope="module")
 def lesson(tiny: VLM):
-    """A description of a drawn picture."""
+    """A description of a generated image."""
     messages = drawn(5)
     assert messages[0]["content"][1]["text"].startswith("Describe")
     lesson = teach(
@@ -66,19 +66,19 @@ def lesson(tiny: VLM):
     return lesson
 
 
-def told(tiny: VLM, number: int) -> list[int]:
+def target_answer(tiny: VLM, number: int) -> list[int]:
     return tiny.chat(drawn(number), max_new_tokens=12).token_ids
 
 
 # --- answers -------------------------------------------------------------------------------------
 
 
-def test_answers_are_the_targets_own_and_stay(tiny: VLM, tmp_path) -> None:
+def test_answers_are_generated_by_the_target_and_cached(tiny: VLM, tmp_path) -> None:
     args = arguments(tmp_path)
     answers = drafters.Answers(tiny, drawn, tmp_path, args)
-    assert [answers[n] for n in (2, 5)] == [told(tiny, n) for n in (2, 5)]
+    assert [answers[n] for n in (2, 5)] == [target_answer(tiny, n) for n in (2, 5)]
     assert sorted(p.name for p in tmp_path.glob("*.jsonl")) == ["00000000.jsonl", "00000001.jsonl"]
-    # What is on disk is taken as it is, and nothing else.
+    # Answers on disk are used as they are.
     (tmp_path / "00000000.jsonl").write_text("[1, 2]\n" * 4)
     assert drafters.Answers(tiny, drawn, tmp_path, args)[2] == [1, 2]
     (tmp_path / "00000000.jsonl").write_text("[1, 2]\n")
@@ -88,7 +88,7 @@ def test_answers_are_the_targets_own_and_stay(tiny: VLM, tmp_path) -> None:
         drafters.Answers(tiny, drawn, tmp_path, arguments(tmp_path, "--sampled", "0.5"))
 
 
-def test_sampled_answers_repeat(tiny: VLM, tmp_path) -> None:
+def test_sampled_answers_are_reproducible(tiny: VLM, tmp_path) -> None:
     args = arguments(tmp_path, "--sampled", "1")
 
     def generated(folder: str) -> list[list[int]]:
@@ -97,9 +97,11 @@ def test_sampled_answers_repeat(tiny: VLM, tmp_path) -> None:
 
     first = generated("a")
     torch.rand(7)
-    assert generated("b") == first != [told(tiny, n) for n in range(8)]
-    held = drafters._HELD_OUT + 1  # which are for greedy drafts
-    assert drafters.Answers(tiny, drawn, tmp_path / "b", args)[held] == told(tiny, held)
+    assert generated("b") == first != [target_answer(tiny, n) for n in range(8)]
+    held_out = drafters._HELD_OUT + 1  # held-out answers are greedy
+    assert drafters.Answers(tiny, drawn, tmp_path / "b", args)[held_out] == target_answer(
+        tiny, held_out
+    )
 
 
 def test_prompts_are_drawn_outside_the_evaluation() -> None:
@@ -112,7 +114,7 @@ def test_prompts_are_drawn_outside_the_evaluation() -> None:
         drawn(EVAL_SEED_START)
 
 
-def test_held_out_conversations_are_not_learned(tmp_path) -> None:
+def test_held_out_conversations_are_not_trained_on(tmp_path) -> None:
     Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
     data = [
         {
@@ -122,8 +124,8 @@ def test_held_out_conversations_are_not_learned(tmp_path) -> None:
         for q in "abcdef"
     ]
     (tmp_path / "data.json").write_text(json.dumps(data))
-    words = ("--data", str(tmp_path / "data.json"), "--media", str(tmp_path))
-    trainer = DrafterTrainer(arguments(tmp_path / "out", *words))
+    flags = ("--data", str(tmp_path / "data.json"), "--media", str(tmp_path))
+    trainer = DrafterTrainer(arguments(tmp_path / "out", *flags))
 
     def asked(numbers) -> set[str]:
         return {trainer.prompt(n)[0]["content"][-1]["text"] for n in numbers}
@@ -131,17 +133,17 @@ def test_held_out_conversations_are_not_learned(tmp_path) -> None:
     assert asked(range(12)) == set("abcd")
     assert asked(range(drafters._HELD_OUT, drafters._HELD_OUT + 4)) == set("ef")
     with pytest.raises(TrainingError, match="too few"):
-        DrafterTrainer(arguments(tmp_path / "out", *words, "--held-out", "6"))
+        DrafterTrainer(arguments(tmp_path / "out", *flags, "--held-out", "6"))
 
 
-def test_a_picture_that_cannot_be_read_is_left_out(tmp_path) -> None:
+def test_unreadable_images_are_skipped(tmp_path) -> None:
     Image.new("RGB", (8, 8), "red").save(tmp_path / "a.png")
     turns = [{"from": "human", "value": "What?"}, {"from": "gpt", "value": "Red."}]
     names = ("a.png", "missing.png", "a.png", "a.png")
     data = [{"image": name, "conversations": turns} for name in names]
     (tmp_path / "data.json").write_text(json.dumps(data))
-    words = ("--data", str(tmp_path / "data.json"), "--media", str(tmp_path), "--stop-after", "1")
-    trainer = DrafterTrainer(arguments(tmp_path / "out", *words, "--samples", "2"))
+    flags = ("--data", str(tmp_path / "data.json"), "--media", str(tmp_path), "--stop-after", "1")
+    trainer = DrafterTrainer(arguments(tmp_path / "out", *flags, "--samples", "2"))
     assert sorted(map(bool, (trainer.answers[0], trainer.answers[1]))) == [False, True]
     trainer.train()
     assert trainer.step == 1
@@ -151,7 +153,7 @@ def test_a_picture_that_cannot_be_read_is_left_out(tmp_path) -> None:
 # --- teacher and rows ----------------------------------------------------------------------------
 
 
-def test_the_teacher_tells_what_comes_next(tiny: VLM, lesson) -> None:
+def test_teacher_logits_predict_the_next_token(tiny: VLM, lesson) -> None:
     n = lesson.prompt
     assert torch.equal(lesson.logits.argmax(-1), lesson.answer[1:])
     head = tiny.adapter.logits
@@ -171,7 +173,7 @@ KINDS = [
 
 
 def drafter_of(tiny: VLM, stage, module):
-    """The stage's own drafter, one token wide, with ``module`` for weights."""
+    """The stage's drafter, one token wide, with the weights of ``module``."""
     target = Target(
         embed=tiny.adapter.embed,
         logits=tiny.adapter.logits,
@@ -184,14 +186,14 @@ def drafter_of(tiny: VLM, stage, module):
 
 
 @pytest.mark.parametrize("shift", [0, 1])
-@pytest.mark.parametrize("words", KINDS)
-def test_drafts_are_those_of_the_stage(tiny: VLM, lesson, words, shift: int) -> None:
-    """Training reads the rows that an answer reads: at its start, and in its middle."""
-    made, module = training(tiny, *words)
-    kind = {"kind": "eagle3"} if words[1] == "eagle3" else {}
-    # Embeddings are larger than features, which must have a say too.
+@pytest.mark.parametrize("flags", KINDS)
+def test_training_drafts_equal_the_stage(tiny: VLM, lesson, flags, shift: int) -> None:
+    """Training uses the same rows as generation, at the start and in the middle of an answer."""
+    made, module = training(tiny, *flags)
+    kind = {"kind": "eagle3"} if flags[1] == "eagle3" else {}
+    # Embeddings are larger than features, which must have an effect too.
     module.fc.weight.data[:, 256:] *= 30
-    stage = DraftVispec if words[1] == "vispec" else DraftEagle
+    stage = DraftVispec if flags[1] == "vispec" else DraftEagle
     stage = stage(top_k=1, depth=4, nodes=5, **kind)
     n, depth = lesson.prompt, 4
     ids = lesson.answer.tolist()
@@ -199,18 +201,18 @@ def test_drafts_are_those_of_the_stage(tiny: VLM, lesson, words, shift: int) -> 
     with torch.no_grad():
         drafts = made.draft(module, lesson, Teacher(tiny.adapter), depth, "all").tolist()
     drafter = drafter_of(tiny, stage, module)
-    # A control: features of the token before.
+    # A control: features of the previous token.
     features, taps = (x.roll(shift, 0) for x in (lesson.features, lesson.taps))
-    if words[1] != "eagle3":
+    if flags[1] != "eagle3":
         taps = None
     prompt = lesson.layout.select(torch.arange(n))
-    some = [1] * n
+    read_ids = [1] * n
     drafter.prefill(
-        Read(some, prompt, lesson.embeds[:n], features[:n], None if taps is None else taps[:n])
+        Read(read_ids, prompt, lesson.embeds[:n], features[:n], None if taps is None else taps[:n])
     )
     budget = Budget(5, depth)
     found = [list(drafter.propose(ids[0], budget).tokens[1:])]
-    # Two tokens are accepted, and a third one follows.
+    # Two tokens are accepted, and a third follows.
     path = slice(n, n + 3)
     round_ = Round(
         Tree((ids[0], ids[1], ids[2]), (-1, 0, 1)),
@@ -226,7 +228,7 @@ def test_drafts_are_those_of_the_stage(tiny: VLM, lesson, words, shift: int) -> 
 
 
 @pytest.mark.parametrize("view", ["all", "pool", "text", "select"])
-def test_pictures_are_shortened_as_in_the_stage(tiny: VLM, lesson, view: str) -> None:
+def test_compressed_drafts_equal_the_stage(tiny: VLM, lesson, view: str) -> None:
     made, module = training(tiny, "--compressor")
     n = lesson.prompt
     with torch.no_grad():
@@ -240,15 +242,15 @@ def test_pictures_are_shortened_as_in_the_stage(tiny: VLM, lesson, view: str) ->
     assert (drafts == whole) is (view == "all")
 
 
-def test_drafted_rows_see_the_true_ones_before_their_place() -> None:
-    """Against a mask over everything, built row by row."""
+def test_drafted_rows_attend_to_earlier_true_rows() -> None:
+    """Against a full mask, built row by row."""
     torch.manual_seed(0)
-    rows, first, places, steps = 9, 4, 5, 3
+    rows, first, count, steps = 9, 4, 5, 3
     attend = Drafting(first)
-    made = [torch.randn(3, 1, 2, rows if not s else places - s, 8) for s in range(steps)]
+    made = [torch.randn(3, 1, 2, rows if not s else count - s, 8) for s in range(steps)]
     outputs = [attend(*qkv) for qkv in made]
     where = [(0, r) for r in range(rows)]
-    where += [(s, first + i) for s in range(1, steps) for i in range(places - s)]
+    where += [(s, first + i) for s in range(1, steps) for i in range(count - s)]
     seen = torch.tensor(
         [
             [(s2 == 0 and p2 <= p) or (s > 0 and 0 < s2 <= s and p2 == p) for s2, p2 in where]
@@ -257,7 +259,7 @@ def test_drafted_rows_see_the_true_ones_before_their_place() -> None:
     )
     q, k, v = torch.cat(made, dim=3)
     want = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen)
-    terms = 8 + len(seen)  # of a logit, and of its row
+    terms = 8 + len(seen)  # per logit, and per row
     close(torch.cat(outputs, dim=2), want, terms=terms)
     seen[-1, first + 2] ^= True
     other = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen)
@@ -270,11 +272,11 @@ def test_drafted_rows_see_the_true_ones_before_their_place() -> None:
         # The answer is 5 6 7 8 9; rows follow 5, 6, 7 and 8.
         ([[6, 7], [0, 0], [0, 0], [9, 0]], 2, 3),  # 6 7, then 8 comes; 9
         ([[0, 7], [7, 8], [0, 0], [0, 0]], 2, 2),  # none, 6 comes; 7 8, 9 comes
-        ([[0, 0], [0, 8], [0, 0], [0, 0]], 4, 0),  # what follows a wrong token does not count
-        ([[6, 7], [0, 0], [0, 0], [9, 9]], 2, 3),  # nothing follows the end
+        ([[0, 0], [0, 8], [0, 0], [0, 0]], 4, 0),  # tokens after a wrong one do not count
+        ([[6, 7], [0, 0], [0, 0], [9, 9]], 2, 3),  # no token follows the end
     ],
 )
-def test_accepted(drafted, rounds: int, total: int) -> None:
+def test_accepted_counts(drafted, rounds: int, total: int) -> None:
     answer = torch.tensor([5, 6, 7, 8, 9])
     assert accepted(torch.tensor(drafted), answer) == (rounds, total)
 
@@ -282,7 +284,7 @@ def test_accepted(drafted, rounds: int, total: int) -> None:
 # --- losses --------------------------------------------------------------------------------------
 
 
-def test_a_perfect_drafter_has_no_loss_of_features(tiny: VLM, lesson) -> None:
+def test_perfect_drafter_has_zero_feature_loss(tiny: VLM, lesson) -> None:
     made, module = training(tiny, "--kind", "eagle", "--noise", "0", "--ttt", "1", "--soft", "0")
     target = Teacher(tiny.adapter)
     n = lesson.prompt
@@ -299,8 +301,8 @@ def test_a_perfect_drafter_has_no_loss_of_features(tiny: VLM, lesson) -> None:
     assert loss() > 0
 
 
-def test_passes_read_what_the_last_one_drafted(tiny: VLM, lesson) -> None:
-    """Gradients of the second pass alone reach the first one's outputs."""
+def test_forward_passes_read_previous_drafts(tiny: VLM, lesson) -> None:
+    """Gradients of the second forward pass alone reach the outputs of the first."""
     made, module = training(tiny, "--kind", "eagle", "--ttt", "2")
     known = made.known(module, lesson, lesson.features, "all")
     n = lesson.prompt
@@ -310,20 +312,20 @@ def test_passes_read_what_the_last_one_drafted(tiny: VLM, lesson) -> None:
     assert bool((grad[:-1].abs().sum(-1) > 0).all()) and float(grad[-1].abs().sum()) == 0
 
 
-def test_eagle3_learns_its_vocabulary_alone(tiny: VLM, lesson) -> None:
+def test_eagle3_learns_its_own_vocabulary(tiny: VLM, lesson) -> None:
     made, module = training(tiny, "--kind", "eagle3", "--draft-vocabulary", "20")
-    said = [7, 300] * 30 + list(range(100, 118)) * 2 + [50]
-    made.begin(module, lambda number: [9, *said])
+    answer_ids = [7, 300] * 30 + list(range(100, 118)) * 2 + [50]
+    made.begin(module, lambda number: [9, *answer_ids])
     assert module.vocabulary().tolist() == [7, *range(100, 118), 300]
     student = torch.randn(2, 20)
     teacher = torch.zeros(2, 512)
-    teacher[0, 50], teacher[1, 300] = 9, 9  # the first is no token of the drafter
+    teacher[0, 50], teacher[1, 300] = 9, 9  # the first is not in the drafter's vocabulary
     both, _ = made.loss(module, None, student, None, teacher)
     one, _ = made.loss(module, None, student[1:], None, teacher[1:])
-    close(both, one, terms=20 + 20)  # of both distributions
+    close(both, one, terms=20 + 20)  # both distributions
 
 
-def test_the_compressor_and_its_gate_learn(tiny: VLM, lesson) -> None:
+def test_compressor_and_gate_are_trained(tiny: VLM, lesson) -> None:
     made, module = training(tiny, "--compressor", "--gate-from", "0.5")
     target = Teacher(tiny.adapter)
     module.compressor.gate.outer.weight.data.normal_()
@@ -337,10 +339,10 @@ def test_the_compressor_and_its_gate_learn(tiny: VLM, lesson) -> None:
     late = set().union(*(learned(seed, 0.9) for seed in range(4)))
     assert late == {"conv", "resample", "gate"}
     early = [learned(seed, 0.1) for seed in range(8)]
-    assert set() in early and {"conv"} in early  # one way at a time
+    assert set() in early and {"conv"} in early  # one variant per step
 
 
-# --- the loop ------------------------------------------------------------------------------------
+# --- training loop -------------------------------------------------------------------------------
 
 
 def state(trainer: DrafterTrainer) -> dict[str, torch.Tensor]:
@@ -352,16 +354,16 @@ def same(a: DrafterTrainer, b: DrafterTrainer) -> bool:
 
 
 @pytest.mark.parametrize(
-    "words",
+    "flags",
     [
         ("--compressor", "--gate-from", "0.3"),
-        *(pytest.param(words, marks=pytest.mark.slow) for words in KINDS[1:]),
+        *(pytest.param(flags, marks=pytest.mark.slow) for flags in KINDS[1:]),
     ],
 )
-def test_a_killed_run_goes_on_as_if_it_had_not_been(tmp_path, words) -> None:
+def test_resumed_run_equals_uninterrupted_run(tmp_path, flags) -> None:
     def trainer(folder: str, *more: str) -> DrafterTrainer:
         return DrafterTrainer(
-            arguments(tmp_path / folder, "--sampled", "0.5", "--eval-every", "2", *words, *more)
+            arguments(tmp_path / folder, "--sampled", "0.5", "--eval-every", "2", *flags, *more)
         )
 
     whole = trainer("a")
@@ -372,15 +374,15 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(tmp_path, words) -> None:
     rest.train()
     assert same(rest, whole)
     lines = [(tmp_path / f / "log.jsonl").read_text().splitlines() for f in "ab"]
-    noted = [[json.loads(x)["accepted"] for x in of if "accepted" in x] for of in lines]
+    noted = [[json.loads(x)["accepted"] for x in records if "accepted" in x] for records in lines]
     assert noted[0] == noted[1] and len(noted[0]) == 2
     with pytest.raises(TrainingError, match=r"ttt=.*--fresh"):
         trainer("b", "--ttt", "1")
 
 
-def test_training_lowers_the_loss_and_leaves_the_target_alone(tmp_path) -> None:
-    words = ("--steps", "16", "--lr", "3e-3", "--noise", "0")
-    trainer = DrafterTrainer(arguments(tmp_path, *words))
+def test_training_lowers_the_loss_and_freezes_the_target(tmp_path) -> None:
+    flags = ("--steps", "16", "--lr", "3e-3", "--noise", "0")
+    trainer = DrafterTrainer(arguments(tmp_path, *flags))
     before = {k: v.clone() for k, v in trainer.vlm.model.state_dict().items()}
 
     def loss() -> float:
@@ -392,7 +394,7 @@ def test_training_lowers_the_loss_and_leaves_the_target_alone(tmp_path) -> None:
     assert all(torch.equal(value, after[key]) for key, value in before.items())
     trainer.step = 0
     assert loss() < 0.7 * first
-    # Weights come back as they were written, and start another training.
+    # Weights are loaded as they were written, and another training can start from them.
     sizes, signature = trainer.vlm.adapter.sizes(), trainer.vlm.adapter.signature()
     load_weights(DraftEagle(weights=str(tmp_path / "weights")), sizes, signature)
     init = ("--init", str(tmp_path / "weights"))
@@ -404,7 +406,7 @@ def test_training_lowers_the_loss_and_leaves_the_target_alone(tmp_path) -> None:
         DrafterTrainer(arguments(tmp_path / "three", "--kind", "eagle3", *init))
 
 
-def test_each_epoch_has_every_sample_once(tmp_path) -> None:
+def test_epochs_contain_each_sample_once(tmp_path) -> None:
     trainer = DrafterTrainer(arguments(tmp_path, "--samples", "9"))
     epochs = [[trainer.number(e * 9 + i) for i in range(9)] for e in range(3)]
     assert epochs[0] == list(range(9)) != epochs[1] != epochs[2]
@@ -412,7 +414,7 @@ def test_each_epoch_has_every_sample_once(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("flags", "message"),
     [
         (("--samples", "0"), "--samples"),
         (("--held-out", "0"), "--held-out"),
@@ -425,15 +427,15 @@ def test_each_epoch_has_every_sample_once(tmp_path) -> None:
         (("--init", "nowhere"), "--init nowhere"),
     ],
 )
-def test_bad_options(tmp_path, words, message) -> None:
+def test_invalid_options_raise(tmp_path, flags, message) -> None:
     with pytest.raises(TrainingError, match=message):
-        DrafterTrainer(arguments(tmp_path, *words))
+        DrafterTrainer(arguments(tmp_path, *flags))
 
 
-# --- what is shipped -----------------------------------------------------------------------------
+# --- shipped drafter -----------------------------------------------------------------------------
 
 
-def test_the_shipped_drafter_is_accepted(tiny: VLM) -> None:
+def test_shipped_drafter_acceptance(tiny: VLM) -> None:
     adapter = tiny.adapter
     module = load_weights(DraftEagle(), adapter.sizes(), adapter.signature())
     made, untrained = training(tiny, *(["--compressor"] if module.compressor else []))

@@ -1,4 +1,4 @@
-"""The loop that trains stages around a frozen model, with a stage of three lines."""
+"""The training loop for stages of a frozen model, with a minimal stage."""
 
 from __future__ import annotations
 
@@ -61,16 +61,16 @@ class ScaleTraining(Training):
 
 @pytest.fixture
 def known(monkeypatch):
-    """The loop and the loader know the stage."""
+    """Registers the stage with the loop and the loader."""
     monkeypatch.setattr(loop, "stage_class", lambda name: Scale)
     monkeypatch.setattr(loop, "training_class", lambda name: ScaleTraining)
     monkeypatch.setattr(vlmfast.core.weights, "stage_class", lambda name: Scale)
 
 
-def arguments(out, *words: str) -> argparse.Namespace:
+def arguments(out, *flags: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     loop.add_arguments(parser, "scale")
-    return parser.parse_args(["--out", str(out), "--batch", "2", "--lr", "0.05", *words])
+    return parser.parse_args(["--out", str(out), "--batch", "2", "--lr", "0.05", *flags])
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +78,7 @@ def tiny() -> VLM:
     return VLM.from_pretrained("tiny", device="cpu", dtype="float32")
 
 
-def test_training_lowers_the_loss_and_leaves_the_model_alone(known, tmp_path) -> None:
+def test_training_lowers_the_loss_and_freezes_the_model(known, tmp_path) -> None:
     trainer = loop.Trainer("scale", arguments(tmp_path, "--steps", "12", "--lr", "0.2"))
 
     def loss() -> float:
@@ -87,7 +87,7 @@ def test_training_lowers_the_loss_and_leaves_the_model_alone(known, tmp_path) ->
     at_first = loss()
     before = {k: v.clone() for k, v in trainer.vlm.model.state_dict().items()}
     trainer.train()
-    # In full precision nothing but the module may have moved.
+    # In full precision, only the module may have changed.
     after = trainer.vlm.model.state_dict()
     assert all(torch.equal(value, after[key]) for key, value in before.items())
     assert all(p.grad is None for p in trainer.vlm.model.parameters())
@@ -96,7 +96,7 @@ def test_training_lowers_the_loss_and_leaves_the_model_alone(known, tmp_path) ->
     assert lines[0]["step"] == 10 and lines[0]["gain"] != 0 and lines[0]["tokens"] == 1
 
 
-def test_a_killed_run_goes_on_as_if_it_had_not_been(known, tmp_path) -> None:
+def test_resumed_run_equals_uninterrupted_run(known, tmp_path) -> None:
     whole = loop.Trainer("scale", arguments(tmp_path / "a", "--steps", "4"))
     whole.train()
     loop.Trainer("scale", arguments(tmp_path / "b", "--steps", "4", "--stop-after", "2")).train()
@@ -107,34 +107,34 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(known, tmp_path) -> None:
     assert torch.equal(rest.module.gain, whole.module.gain)
 
 
-@pytest.mark.parametrize("words", [("--seed", "3"), ("--lr", "0.1"), ("--batch", "4")])
-def test_other_settings_do_not_take_over_a_run(known, tmp_path, words) -> None:
+@pytest.mark.parametrize("flags", [("--seed", "3"), ("--lr", "0.1"), ("--batch", "4")])
+def test_resuming_with_other_settings_raises(known, tmp_path, flags) -> None:
     loop.Trainer("scale", arguments(tmp_path, "--stop-after", "1")).train()
-    with pytest.raises(loop.TrainingError, match=rf"{words[0][2:]}=.*--fresh"):
-        loop.Trainer("scale", arguments(tmp_path, *words))
-    assert loop.Trainer("scale", arguments(tmp_path, *words, "--fresh")).step == 0
+    with pytest.raises(loop.TrainingError, match=rf"{flags[0][2:]}=.*--fresh"):
+        loop.Trainer("scale", arguments(tmp_path, *flags))
+    assert loop.Trainer("scale", arguments(tmp_path, *flags, "--fresh")).step == 0
 
 
-def test_a_damaged_checkpoint_is_said(known, tmp_path) -> None:
+def test_damaged_checkpoint_raises(known, tmp_path) -> None:
     (tmp_path / "checkpoint.pt").write_bytes(b"x")
     with pytest.raises(loop.TrainingError, match="no checkpoint of this training"):
         loop.Trainer("scale", arguments(tmp_path))
 
 
-def test_a_picture_that_cannot_be_read_is_left_out(known, tmp_path) -> None:
+def test_unreadable_images_are_skipped(known, tmp_path) -> None:
     Image.new("RGB", (8, 8), "red").save(tmp_path / "a.png")
     turns = [{"from": "human", "value": "What?"}, {"from": "gpt", "value": "Red."}]
     data = [{"image": name, "conversations": turns} for name in ("a.png", "missing.png")]
     (tmp_path / "data.json").write_text(json.dumps(data))
-    words = ("--data", str(tmp_path / "data.json"), "--media", str(tmp_path), "--stop-after", "1")
-    trainer = loop.Trainer("scale", arguments(tmp_path / "out", *words))
+    flags = ("--data", str(tmp_path / "data.json"), "--media", str(tmp_path), "--stop-after", "1")
+    trainer = loop.Trainer("scale", arguments(tmp_path / "out", *flags))
     trainer.train()
     assert trainer.step == 1
     assert "missing.png" in (tmp_path / "out" / "log.jsonl").read_text()
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("flags", "message"),
     [
         (("--batch", "0"), "--batch"),
         (("--seed", "256"), "--seed"),
@@ -146,16 +146,16 @@ def test_a_picture_that_cannot_be_read_is_left_out(known, tmp_path) -> None:
         (("--device", "abacus"), "--device abacus"),
     ],
 )
-def test_bad_options(known, tmp_path, words, message) -> None:
+def test_invalid_options_raise(known, tmp_path, flags, message) -> None:
     with pytest.raises(loop.TrainingError, match=message):
-        loop.Trainer("scale", arguments(tmp_path, *words))
+        loop.Trainer("scale", arguments(tmp_path, *flags))
 
 
-# --- what goes in --------------------------------------------------------------------------------
+# --- inputs --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("number", [0, 1, 6, 7])
-def test_the_answer_follows_the_prompt_as_it_is_generated(tiny: VLM, number: int) -> None:
+def test_training_prompt_equals_inference_prompt(tiny: VLM, number: int) -> None:
     sample = loop.drawn(("image", "video"))(number)
     inputs = loop.inputs_of(tiny, sample)
     ids = inputs.tensors["input_ids"][0]
@@ -170,7 +170,7 @@ def test_the_answer_follows_the_prompt_as_it_is_generated(tiny: VLM, number: int
         assert generated == ids[-inputs.answer :].tolist()
 
 
-def test_logits_of_the_answer_are_those_of_the_full_model(tiny: VLM) -> None:
+def test_answer_logits_equal_the_full_model(tiny: VLM) -> None:
     inputs = loop.inputs_of(tiny, loop.drawn(("image",))(3))
     with torch.no_grad():
         logits, _, share = loop.run(tiny, inputs, None)
@@ -192,7 +192,7 @@ def test_stages_do_not_see_the_answer(known, tiny: VLM) -> None:
     assert notes["rows"] == text - inputs.answer
 
 
-def test_lessons_are_drawn_outside_the_evaluation() -> None:
+def test_training_samples_are_drawn_outside_the_evaluation() -> None:
     for modality, frames in (("image", 1), ("video", 4)):
         drawn = lesson(modality, 5)
         assert drawn == lesson(modality, 5) != lesson(modality, 6)
@@ -240,14 +240,14 @@ def test_conversations_in_llava_format(tmp_path) -> None:
         ],
     ],
 )
-def test_files_without_a_conversation(tmp_path, data) -> None:
+def test_files_without_conversations_raise(tmp_path, data) -> None:
     (tmp_path / "data.json").write_text(json.dumps(data))
     with pytest.raises(loop.TrainingError, match='no conversation with "image"'):
         loop.conversations(tmp_path / "data.json", tmp_path, ("image",), 4)
 
 
-def test_the_end_of_a_turn_is_not_learned_as_text() -> None:
-    """A template that puts a blank between answer and end token: the model does not say it."""
+def test_end_of_turn_blank_is_not_trained_on() -> None:
+    """A template may put a blank between answer and end token; the model does not generate it."""
     from tiny_models import build_llava, picture
 
     other = VLM(*build_llava())
@@ -256,7 +256,7 @@ def test_the_end_of_a_turn_is_not_learned_as_text() -> None:
     assert other.processor.tokenizer.decode(ids).strip() == "a cat</s>"
 
 
-# --- what comes out ------------------------------------------------------------------------------
+# --- weights -------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -265,18 +265,18 @@ def saved(known, tmp_path):
     return tmp_path / "weights"
 
 
-def test_weights_serve_the_model_they_were_trained_for(saved, tiny: VLM) -> None:
+def test_weights_load_for_their_model(saved, tiny: VLM) -> None:
     adapter = tiny.adapter
     module = load_weights(Scale(weights=str(saved)), adapter.sizes(), adapter.signature())
     assert module.gain.dtype == torch.float32 and not module.training
     load_weights(Scale(weights=str(saved.parent)), adapter.sizes(), adapter.signature())
-    # The signature survives the number formats that a model comes in.
+    # The signature does not depend on the dtype of the model.
     for dtype in (torch.bfloat16, torch.float16):
         half = torch.tensor(adapter.signature()).to(dtype).float().tolist()
         load_weights(Scale(weights=str(saved)), adapter.sizes(), half)
 
 
-def test_weights_of_another_model_are_refused(saved, tiny: VLM) -> None:
+def test_weights_of_another_model_raise(saved, tiny: VLM) -> None:
     sizes, signature = tiny.adapter.sizes(), tiny.adapter.signature()
     stage = Scale(weights=str(saved))
     with pytest.raises(RecipeError, match="another model"):
@@ -296,7 +296,7 @@ def test_weights_of_another_model_are_refused(saved, tiny: VLM) -> None:
         load_weights(stage, sizes, signature)
 
 
-def test_a_trained_stage_in_an_answer(saved, tiny: VLM) -> None:
+def test_trained_stage_in_an_answer(saved, tiny: VLM) -> None:
     sample = loop.drawn(("image",))(2)
     stage = Scale(weights=str(saved))
     try:

@@ -1,4 +1,4 @@
-"""Trees of drafts: what is true of every one of them."""
+"""Properties of draft trees."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ quick = settings(max_examples=150, deadline=None)
 
 @st.composite
 def trees(draw: st.DrawFn, most: int = 16, alphabet: int = 5) -> Tree:
-    """Any tree: bushy, deep, or the root alone."""
+    """Any tree: wide, deep, or the root alone."""
     tokens, parents = [draw(st.integers(0, alphabet - 1))], [-1]
     for node in range(1, draw(st.integers(1, most))):
         parent = draw(st.integers(0, node - 1))
@@ -32,26 +32,26 @@ def trees(draw: st.DrawFn, most: int = 16, alphabet: int = 5) -> Tree:
 
 
 def above(tree: Tree, node: int) -> list[int]:
-    """The path to a node, by hand."""
+    """The path to a node, by following its parents."""
     return [node] if node == 0 else [*above(tree, tree.parents[node]), node]
 
 
-def words(tree: Tree) -> set[tuple[int, ...]]:
+def token_paths(tree: Tree) -> set[tuple[int, ...]]:
     """The token paths of all nodes."""
     return {tuple(tree.tokens[at] for at in above(tree, node)) for node in range(len(tree))}
 
 
 def valid(tree: Tree) -> None:
-    """A parent before its child, siblings apart, everything below the root."""
+    """Check that parents precede children, siblings differ, and one root has no parent."""
     assert len(tree.tokens) == len(tree.parents) == len(tree) >= 1
     assert tree.parents[0] == -1
     assert all(0 <= parent < node for node, parent in enumerate(tree.parents) if node)
-    assert len(words(tree)) == len(tree)
+    assert len(token_paths(tree)) == len(tree)
 
 
 @quick
 @given(trees())
-def test_structure(tree: Tree) -> None:
+def test_parents_children_and_depths(tree: Tree) -> None:
     valid(tree)
     n = len(tree)
     for node in range(n):
@@ -66,7 +66,7 @@ def test_structure(tree: Tree) -> None:
 
 @quick
 @given(trees())
-def test_the_mask_is_the_closure_of_parents(tree: Tree) -> None:
+def test_mask_is_the_transitive_closure(tree: Tree) -> None:
     n = len(tree)
     step = torch.eye(n)
     for node, parent in enumerate(tree.parents):
@@ -79,7 +79,7 @@ def test_the_mask_is_the_closure_of_parents(tree: Tree) -> None:
 
 @quick
 @given(trees())
-def test_paths_are_those_from_the_root_to_the_leaves(tree: Tree) -> None:
+def test_paths_lead_from_root_to_leaves(tree: Tree) -> None:
     paths = tree.paths()
     assert paths.shape == (len(tree.leaves()), tree.depth + 1)
     assert paths.dtype == torch.int64
@@ -88,51 +88,53 @@ def test_paths_are_those_from_the_root_to_the_leaves(tree: Tree) -> None:
     for row, padded in zip(rows, paths.tolist(), strict=True):
         assert padded == row + [-1] * (tree.depth + 1 - len(row))
     assert set().union(*rows) == set(range(len(tree)))
-    # The tree is what its paths are.
+    # A tree is determined by its paths.
     again = Tree.of_paths(tree.tokens[0], [[tree.tokens[at] for at in row[1:]] for row in rows])
     valid(again)
-    assert words(again) == words(tree)
+    assert token_paths(again) == token_paths(tree)
 
 
 @quick
 @given(trees(), st.integers(0, 18), st.integers(0, 6))
-def test_the_first_nodes(tree: Tree, nodes: int, depth: int) -> None:
+def test_first(tree: Tree, nodes: int, depth: int) -> None:
     part = tree.first(nodes, depth)
     valid(part)
     assert len(part) <= max(nodes, 1)
     assert part.depth <= depth
-    assert words(part) <= words(tree)
+    assert token_paths(part) <= token_paths(tree)
     fitting = sum(d <= depth for d in tree.depths)
-    assert len(part) == min(max(nodes, 1), fitting)  # no more is lost than must be
+    assert len(part) == min(max(nodes, 1), fitting)  # no more than necessary is dropped
     assert tree.first(len(tree)) == tree.first(len(tree), tree.depth) == tree
     assert tree.first(1) == tree.first(9, 0) == Tree.chain([tree.tokens[0]])
 
 
 @quick
 @given(trees(), st.lists(st.integers(0, 4), max_size=3))
-def test_without_some_tokens(tree: Tree, banned: list[int]) -> None:
+def test_without(tree: Tree, banned: list[int]) -> None:
     part = tree.without(banned)
     valid(part)
-    assert part.tokens[0] == tree.tokens[0]  # the root is decided
-    assert words(part) == {word for word in words(tree) if not set(word[1:]) & set(banned)}
+    assert part.tokens[0] == tree.tokens[0]  # the root is fixed
+    assert token_paths(part) == {
+        path for path in token_paths(tree) if not set(path[1:]) & set(banned)
+    }
     assert part.without(banned) == part
 
 
 @quick
 @given(trees(), trees())
-def test_two_trees_in_one(one: Tree, other: Tree) -> None:
+def test_joined(one: Tree, other: Tree) -> None:
     other = Tree((one.tokens[0], *other.tokens[1:]), other.parents)
     both = one.joined(other)
     valid(both)
-    assert words(both) == words(one) | words(other)
-    assert both.first(len(one)) == one  # this one's nodes come first
+    assert token_paths(both) == token_paths(one) | token_paths(other)
+    assert both.first(len(one)) == one  # the nodes of `one` come first
     assert one.joined(one) == one == one.joined(Tree.chain([one.tokens[0]]))
     apart = Tree((one.tokens[0] + 1, *other.tokens[1:]), other.parents)
     with pytest.raises(ValueError, match="different roots"):
         one.joined(apart)
 
 
-def test_the_root_alone() -> None:
+def test_root_only() -> None:
     tree = Tree.chain([7])
     assert (len(tree), tree.depth, tree.leaves(), tree.path(0)) == (1, 0, [0], [0])
     assert tree.mask().tolist() == [[True]]
@@ -141,7 +143,7 @@ def test_the_root_alone() -> None:
     assert tree == Tree.of_paths(7, []) == Tree.of_paths(7, [[]]) == tree.without([7])
 
 
-def test_a_chain() -> None:
+def test_chain() -> None:
     tree = Tree.chain([3, 3, 3])
     assert tree.parents == (-1, 0, 1)
     assert tree.paths().tolist() == [[0, 1, 2]]
@@ -161,7 +163,7 @@ def test_a_chain() -> None:
         ((1, 2, 3, 3), (-1, 0, 1, 1), "one token twice after the same node"),
     ],
 )
-def test_what_is_no_tree(tokens: tuple, parents: tuple, message: str) -> None:
+def test_invalid_trees_raise(tokens: tuple, parents: tuple, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Tree(tokens, parents)
 
@@ -181,7 +183,7 @@ def shapes(draw: st.DrawFn) -> tuple[Tree, list[list[int]]]:
 
 @quick
 @given(shapes())
-def test_a_shape_has_the_children_that_are_asked_for(drawn: tuple) -> None:
+def test_shape_has_the_requested_children(drawn: tuple) -> None:
     shape, widths = drawn
     valid(shape)
     for depth, counts in enumerate(widths):
@@ -198,7 +200,7 @@ def test_likeliest_first_keeps_the_shape(drawn: tuple) -> None:
     shape, _ = drawn
     ordered = likeliest_first(shape)
     valid(ordered)
-    assert words(ordered) == words(shape)
+    assert token_paths(ordered) == token_paths(shape)
 
     def likelihood(tree: Tree, node: int) -> float:
         odds = 1.0
@@ -212,24 +214,24 @@ def test_likeliest_first_keeps_the_shape(drawn: tuple) -> None:
 
 @quick
 @given(shapes(), st.dictionaries(st.integers(0, 9), st.permutations(range(10)), max_size=10))
-def test_filling_leaves_out_what_is_not_known(drawn: tuple, known: dict) -> None:
+def test_filled_skips_unknown_tokens(drawn: tuple, known: dict) -> None:
     shape, _ = drawn
     known = {token: row[: token % 4] for token, row in known.items()}
-    of = lambda token: known.get(token, ())  # noqa: E731
-    tree = filled(shape, 0, of)
+    children_of = lambda token: known.get(token, ())  # noqa: E731
+    tree = filled(shape, 0, children_of)
     valid(tree)
     expected = {(0,)}
-    for word in words(shape) - {(ROOT,)}:
+    for path in token_paths(shape) - {(ROOT,)}:
         tokens = [0]
-        for rank in word[1:]:
-            row = of(tokens[-1])
+        for rank in path[1:]:
+            row = children_of(tokens[-1])
             if rank >= len(row):
                 break
             tokens.append(row[rank])
         else:
             expected.add(tuple(tokens))
-    assert words(tree) == expected
-    listed = guesses(shape, 0, of)
+    assert token_paths(tree) == expected
+    listed = guesses(shape, 0, children_of)
     assert [token for token in listed if token is not None] == list(tree.tokens)
     assert all(
         listed[node] is None

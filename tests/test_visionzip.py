@@ -1,4 +1,4 @@
-"""VisionZip: the rules in numbers, its promises on random pictures, and a run by hand."""
+"""VisionZip: examples, properties on random images, and a prompt against a reference."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from vlmfast.engine.prefill import Inputs
 
 
 def reduced(
-    stage: VisionZip, *pictures: dict, seed: int = 0
+    stage: VisionZip, *images: dict, seed: int = 0
 ) -> tuple[VisualTokens, VisualTokens, VisionStats]:
-    tokens, stats = prompt(*pictures, seed=seed)
+    tokens, stats = prompt(*images, seed=seed)
     rows = {TOWER - 2: stats.rows[TOWER - 2]}
     views, _, n = rows[TOWER - 2].shape
-    # By view, so that those of a picture do not depend on the others.
+    # Seeded by view, so that those of an image do not depend on the others.
     drawn = [
         torch.randn(n * 4 + DIM, generator=torch.Generator().manual_seed(v)) for v in range(views)
     ]
@@ -42,11 +42,11 @@ def reduced(
     return tokens, stage.reduce(tokens, stats, REQUEST), stats
 
 
-# --- the rules -----------------------------------------------------------------------------------
+# --- rules ---------------------------------------------------------------------------------------
 
 
-def test_homes_in_numbers() -> None:
-    """Patches 1 and 4 are dominant; of 0, 2, 3, 5, 6 every second is a target, two in all."""
+def test_homes_example() -> None:
+    """Patches 1 and 4 are dominant; every second of 0, 2, 3, 5, 6 is a target, two in all."""
     attention = torch.tensor([0.1, 0.9, 0.2, 0.1, 0.8, 0.3, 0.1])
     keys = torch.tensor([[1, 0], [0, 1], [9, 1], [0, 1], [0, 0], [1, 2], [2, 1]]).float()
     assert homes(attention, keys, 2, 2).tolist() == [0, 1, 0, 3, 4, 3, 0]
@@ -57,7 +57,7 @@ def test_homes_in_numbers() -> None:
     assert homes(attention, alike, 2, 2).tolist() == [0, 1, 0, 3, 4, 0, 0]  # the first of equals
 
 
-def test_a_target_is_added_to_the_mean_of_its_own() -> None:
+def test_plus_mean_adds_target_and_group_mean() -> None:
     features = torch.tensor([[1.0], [10], [100], [4], [7]])
     home = torch.tensor([0, 0, -1, 0, 4])
     assert plus_mean(features, home)[[0, 4], 0].tolist() == [1 + (10 + 4) / 2, 7]
@@ -94,12 +94,12 @@ def test_explicit_counts() -> None:
     assert given.counts(32, [64]) == [(27, 5)]
 
 
-# --- promises ------------------------------------------------------------------------------------
+# --- properties ----------------------------------------------------------------------------------
 
 
 @given(picture_arguments(), st.floats(0.02, 0.98), st.sampled_from(["rate", "budget"]))
 @settings(max_examples=30, deadline=None)
-def test_what_a_picture_keeps(arguments: dict, share: float, name: str) -> None:
+def test_kept_tokens(arguments: dict, share: float, name: str) -> None:
     stage = VisionZip(**{name: share})
     tokens, kept, stats = reduced(stage, arguments, arguments)
     order = kept.layout.order.tolist()
@@ -108,7 +108,7 @@ def test_what_a_picture_keeps(arguments: dict, share: float, name: str) -> None:
         mine, before = kept.layout.item == item, tokens.layout.item == item
         patches = int(tokens.layout.patches[before].sum())
         assert int(mine.sum()) == min(max(1, round(share * int(before.sum()))), patches)
-        # Together they stand for all patches of the views that merge.
+        # Together they represent all patches of the views that merge.
         weight = kept.layout.weight[mine & kept.layout.patches]
         assert float(weight.sum()) <= patches
         assert (kept.layout.weight[mine & ~kept.layout.patches] == 1).all()
@@ -116,9 +116,9 @@ def test_what_a_picture_keeps(arguments: dict, share: float, name: str) -> None:
     assert (kept.layout.patches | special).all()
     assert kept.layout.box[special].isnan().all()
     assert (kept.layout.view[special] == -1).all()
-    # CLS of each view stands where a patch of that very view stood.
-    place = torch.searchsorted(tokens.layout.order, kept.layout.order[special])
-    view = tokens.layout.view[place].long()
+    # CLS of each view replaces a patch of the same view.
+    row = torch.searchsorted(tokens.layout.order, kept.layout.order[special])
+    view = tokens.layout.view[row].long()
     assert torch.equal(kept.features[special], stats.cls[view])
     assert len(view.unique()) == len(view)
     alone = kept.layout.patches & (kept.layout.weight == 1)
@@ -128,7 +128,7 @@ def test_what_a_picture_keeps(arguments: dict, share: float, name: str) -> None:
 
 @given(picture_arguments(), st.floats(0.02, 0.98))
 @settings(max_examples=20, deadline=None)
-def test_a_picture_does_not_depend_on_its_neighbours(arguments: dict, share: float) -> None:
+def test_images_are_independent(arguments: dict, share: float) -> None:
     alone = reduced(VisionZip(share), arguments)[1]
     both = reduced(VisionZip(share), arguments, arguments)[1]
     first = both.layout.item == 0
@@ -137,12 +137,12 @@ def test_a_picture_does_not_depend_on_its_neighbours(arguments: dict, share: flo
 
 
 @pytest.mark.parametrize("stage", [VisionZip(1.0), VisionZip(0.2, budget=1.0)])
-def test_all_is_all(stage: VisionZip) -> None:
+def test_budget_1_is_identity(stage: VisionZip) -> None:
     tokens, kept, _ = reduced(stage, {"tiles": (2, 2)})
     assert kept is tokens
 
 
-def test_weights_marks_and_levels_flow_on() -> None:
+def test_weights_protection_and_extra_features_are_kept() -> None:
     tokens, geometry = picture((0, 0), (2, 2))
     weight, protected = torch.tensor([1.0, 2, 3, 4]), torch.tensor([False, False, True, False])
     tokens = VisualTokens(
@@ -154,7 +154,7 @@ def test_weights_marks_and_levels_flow_on() -> None:
     keys = {22: torch.tensor([[[1.0, 0], [0, 1], [0, 1], [1, 0.1]]])}
     stats = stats_of((geometry,), rows, keys, torch.full((1, DIM), 9.0))
     kept = VisionZip(dominant=2, contextual=1).reduce(tokens, stats, REQUEST)
-    # Patch 1 is dominant, 0 takes 2 and 3 in, and CLS stands where 2 stood.
+    # Patch 1 is dominant, 2 and 3 are merged into 0, and CLS replaces 2.
     assert kept.layout.order.tolist() == [0, 1, 2]
     assert kept.layout.kind.tolist() == [Kind.IMAGE, Kind.IMAGE, Kind.SPECIAL]
     assert kept.layout.weight.tolist() == [1 + 3 + 4, 2, 1]
@@ -163,7 +163,7 @@ def test_weights_marks_and_levels_flow_on() -> None:
     assert (kept.features[2] == 9).all()
 
 
-def test_the_word() -> None:
+def test_recipe_parameters() -> None:
     assert VisionZip().saliencies() == (SaliencyRequest("features", keys=True),)
     assert VisionZip.wants_cls
     stage = Recipe.parse("visionzip:0.1,dominant=54,contextual=10,positions=keep,repair=true")
@@ -172,7 +172,7 @@ def test_the_word() -> None:
 
 
 @pytest.mark.parametrize(
-    ("word", "message"),
+    ("text", "message"),
     [
         ("visionzip:0", r"visionzip: rate=0 is out of range, allowed is > 0 and <= 1"),
         ("visionzip:budget=2", r"budget=2 is out of range"),
@@ -182,12 +182,12 @@ def test_the_word() -> None:
         ("visionzip:domina=3", r"no parameter 'domina' \(did you mean 'dominant'\?\)"),
     ],
 )
-def test_bad_words(word: str, message: str) -> None:
+def test_invalid_recipes_raise(text: str, message: str) -> None:
     with pytest.raises(RecipeError, match=message):
-        Recipe.parse(word)
+        Recipe.parse(text)
 
 
-# --- a whole run ---------------------------------------------------------------------------------
+# --- whole prompts -------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module", params=[build_llava, build_llava_next])
@@ -201,7 +201,7 @@ def noise(seed: int, width: int = 60, height: int = 44) -> np.ndarray:
 
 @torch.no_grad()
 def tower_by_hand(vlm: VLM, pixels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """CLS rows (V, N), mean keys (V, N, d) and projected features (V, 1 + N, D), in eager code."""
+    """CLS rows (V, N), mean keys (V, N, d) and projected features (V, 1 + N, D), by eager code."""
     blocks, seen = vlm.adapter.vision_blocks(), []
     attention = blocks[-2].self_attn
     hook = attention.k_proj.register_forward_hook(lambda module, args, out: seen.append(out))
@@ -217,18 +217,18 @@ def tower_by_hand(vlm: VLM, pixels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return rows, keys, vlm.model.base_model.multi_modal_projector(out.hidden_states[-2])
 
 
-def start(vlm: VLM, recipe: str, pictures: list[np.ndarray]) -> tuple[Driven, Tensor]:
-    tensors = vlm.inputs("what is here ?", images=pictures)
-    sizes = [p.shape[:2] for p in pictures]
+def start(vlm: VLM, recipe: str, images: list[np.ndarray]) -> tuple[Driven, Tensor]:
+    tensors = vlm.inputs("what is here ?", images=images)
+    sizes = [p.shape[:2] for p in images]
     run = Driven(
         vlm.adapter, Inputs(tensors, sizes, "q"), Recipe.parse(recipe), time.perf_counter()
     )
     return run, answer_logits(vlm, run, [])
 
 
-def test_a_run_equals_the_tower_by_hand(vlm: VLM) -> None:
-    pictures = [noise(0), noise(1, 30, 70)]
-    run, _ = start(vlm, "visionzip:0.5", pictures)
+def test_prompt_equals_reference_tower(vlm: VLM) -> None:
+    images = [noise(0), noise(1, 30, 70)]
+    run, _ = start(vlm, "visionzip:0.5", images)
     full, layout, embeds = run.trace.layout, run.prompt.layout, run.prompt.embeds
 
     tensors, geometries = run.inputs.tensors, vlm.adapter.geometry(run.inputs.sizes)
@@ -257,7 +257,7 @@ def test_a_run_equals_the_tower_by_hand(vlm: VLM) -> None:
             assert layout.kind[row] == Kind.SPECIAL
             close(embeds[row], features[view, 0], terms=terms, scale=scale)
             stands += d + c
-            # Tokens that took others in are no longer what they were.
+            # Control: tokens that others were merged into have changed.
             took = torch.isin(torch.arange(len(home)), home[~stays & (home >= 0)])
             for now, before in zip(expected[took[stays]], alone[took], strict=True):
                 apart(now, before, terms=terms, scale=scale)
@@ -266,7 +266,7 @@ def test_a_run_equals_the_tower_by_hand(vlm: VLM) -> None:
     assert taken > 1
 
 
-def test_repair_tells_attention_about_the_weights(vlm: VLM) -> None:
+def test_repair_uses_the_weights(vlm: VLM) -> None:
     (run, repaired), (_, plain) = (
         start(vlm, recipe, [noise(0)]) for recipe in ("visionzip:0.4,repair=true", "visionzip:0.4")
     )

@@ -1,4 +1,4 @@
-"""The public API: what a user may pass, what comes back, what goes wrong and how."""
+"""The public API: inputs, results and errors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def vlm() -> VLM:
 
 @pytest.fixture(scope="module")
 def expected(vlm) -> list[int]:
-    """The answer that the same VLM must still give after every error."""
+    """The answer that the VLM must still give after every error."""
     return vlm.ask("what is here ?", picture(), **ASK).token_ids
 
 
@@ -45,7 +45,7 @@ def png(image: Image.Image) -> bytes:
     return buffer.getvalue()
 
 
-def test_pictures_in_every_form_give_the_same_answer(vlm, expected, tmp_path):
+def test_image_sources_give_the_same_answer(vlm, expected, tmp_path):
     image = picture()
     path = tmp_path / "a.png"
     image.save(path)
@@ -63,7 +63,7 @@ def test_pictures_in_every_form_give_the_same_answer(vlm, expected, tmp_path):
     assert vlm.ask("what is here ?", picture(seed=1), **ASK).token_ids != expected
 
 
-def test_chat_takes_the_schema_of_hugging_face(vlm, expected, tmp_path):
+def test_chat_accepts_hugging_face_messages(vlm, expected, tmp_path):
     path = tmp_path / "a.png"
     picture().save(path)
     content = [{"type": "image", "path": str(path)}, {"type": "text", "text": "what is here ?"}]
@@ -94,7 +94,7 @@ def test_chat_takes_the_schema_of_hugging_face(vlm, expected, tmp_path):
             vlm.chat(messages)
 
 
-def test_compare_puts_the_full_model_first(vlm, expected):
+def test_compare_lists_the_full_model_first(vlm, expected):
     rows = vlm.compare("what is here ?", picture(), recipes=["hired:0.2", "hired:1.0"], **ASK)
     assert [row.recipe for row in rows] == ["none", "hired", "hired:1"]
     assert rows[0].answer.token_ids == expected == rows[2].answer.token_ids
@@ -116,11 +116,11 @@ def test_compare_puts_the_full_model_first(vlm, expected):
         "mustdrop:1.0",
     ],
 )
-def test_a_recipe_that_keeps_everything_is_the_full_model(vlm, expected, recipe):
+def test_keeping_everything_is_identity(vlm, expected, recipe):
     assert vlm.ask("what is here ?", picture(), recipe=recipe, **ASK).token_ids == expected
 
 
-def test_recipes_in_python_and_as_text_are_the_same(vlm):
+def test_python_and_text_recipes_are_equivalent(vlm):
     from vlmfast.compressors.tokens.hired import HiRED
 
     by_text = vlm.ask("what ?", picture(), recipe="hired:0.4", **ASK)
@@ -243,7 +243,7 @@ BAD_CALLS = {
 
 
 @pytest.mark.parametrize("case", BAD_CALLS)
-def test_bad_calls_give_one_clear_error_and_leave_the_vlm_usable(vlm, expected, case):
+def test_invalid_calls_raise_and_leave_the_vlm_usable(vlm, expected, case):
     call, error, message = BAD_CALLS[case]
     with pytest.raises(error, match=message):
         call(vlm)
@@ -251,14 +251,14 @@ def test_bad_calls_give_one_clear_error_and_leave_the_vlm_usable(vlm, expected, 
 
 
 def bad_files(folder) -> dict[str, tuple[dict, str]]:
-    """Files that cannot be read: what is passed to `ask`, and what its error must say."""
+    """Unreadable files: arguments of `ask`, and a pattern of the error."""
 
     def file(name: str, content: bytes) -> str:
         (folder / name).write_bytes(content)
         return str(folder / name)
 
     jpeg = encoded(picture(200, 200), "JPEG")
-    clip = write_video(folder / "whole.mp4").read_bytes()
+    video = write_video(folder / "whole.mp4").read_bytes()
     return {
         "missing": ({"images": str(folder / "missing.png")}, "missing.png"),
         "empty": ({"images": file("empty.png", b"")}, "empty.png.*empty"),
@@ -266,16 +266,16 @@ def bad_files(folder) -> dict[str, tuple[dict, str]]:
         "truncated": ({"images": file("cut.jpg", jpeg[: len(jpeg) // 2])}, "cut.jpg.*truncated"),
         "bomb": ({"images": file("bomb.png", png_header(60_000, 60_000))}, "bomb.png"),
         "a line": ({"images": picture(20_000, 20)}, "20000x20"),
-        "truncated clip": ({"video": file("cut.mp4", clip[: len(clip) // 2])}, "cut.mp4"),
+        "truncated clip": ({"video": file("cut.mp4", video[: len(video) // 2])}, "cut.mp4"),
         "sound only": ({"video": str(write_audio(folder / "sound.mp4"))}, "sound.mp4"),
         "no frames": (
-            {"video": file("clip.mp4", clip), "num_frames": 0},
+            {"video": file("clip.mp4", video), "num_frames": 0},
             "num_frames",
         ),
     }
 
 
-def test_bad_files_give_one_clear_error_and_leave_the_vlm_usable(vlm, expected, tmp_path):
+def test_invalid_files_raise_and_leave_the_vlm_usable(vlm, expected, tmp_path):
     for name, (media, message) in bad_files(tmp_path).items():
         with pytest.raises(MediaError, match=f"(?s){message}") as error:
             vlm.ask("what is here ?", **media)
@@ -283,11 +283,11 @@ def test_bad_files_give_one_clear_error_and_leave_the_vlm_usable(vlm, expected, 
         assert vlm.ask("what is here ?", picture(), **ASK).token_ids == expected, name
 
 
-def test_strange_pictures_are_answered_as_what_they_show(vlm, expected):
-    """Encodings of one picture give one answer; others at least some."""
+def test_unusual_image_encodings(vlm, expected):
+    """Encodings of the same image give the same answer; other images give any answer."""
     image = picture()
     turned = Image.Exif()
-    turned[0x0112] = 6  # to be turned to the right when shown
+    turned[0x0112] = 6  # rotated to the right when displayed
     sideways = encoded(image.transpose(Image.Transpose.ROTATE_90), "PNG", exif=turned)
     opaque = image.convert("RGBA")
     clear = Image.new("RGBA", (image.width * 2, image.height), (9, 200, 9, 0))
@@ -315,12 +315,12 @@ def test_strange_pictures_are_answered_as_what_they_show(vlm, expected):
 # --- loading -------------------------------------------------------------------------------------
 
 
-def test_a_saved_checkpoint_answers_as_the_model_in_memory(folder, expected):
+def test_saved_checkpoint_gives_the_same_answer(folder, expected):
     loaded = VLM.from_pretrained(folder, device="cpu")
     assert loaded.ask("what is here ?", picture(), **ASK).token_ids == expected
 
 
-def test_the_dtype_is_the_checkpoints_own(tmp_path):
+def test_dtype_defaults_to_the_checkpoint(tmp_path):
     build_llava(tmp_path, dtype=torch.bfloat16)
     loaded = VLM.from_pretrained(tmp_path, device="cpu")
     assert loaded.model.dtype == torch.bfloat16
@@ -329,7 +329,7 @@ def test_the_dtype_is_the_checkpoints_own(tmp_path):
 
 
 def test_folders_saved_with_older_processors(folder, expected, tmp_path):
-    """They do not say how many placeholders a picture has; the model does."""
+    """They do not state the number of placeholders per image; the model does."""
     for path in folder.iterdir():
         shutil.copy(path, tmp_path)
     saved = json.loads((tmp_path / "processor_config.json").read_text())
@@ -339,22 +339,22 @@ def test_folders_saved_with_older_processors(folder, expected, tmp_path):
     old = VLM.from_pretrained(tmp_path, device="cpu")
     assert old.processor.patch_size is None
     assert old.ask("what is here ?", picture(), **ASK).token_ids == expected
-    assert old.processor.patch_size is None  # the user's processor is not written to
+    assert old.processor.patch_size is None  # the user's processor is not modified
 
 
-def test_device_map_is_refused(folder):
+def test_device_map_raises(folder):
     with pytest.raises(ModelError, match="device_map is not supported"):
         VLM.from_pretrained(folder, device_map="auto")
 
 
-def test_a_folder_without_a_processor(folder, tmp_path):
+def test_folder_without_processor_raises(folder, tmp_path):
     for name in ("config.json", "model.safetensors", "generation_config.json"):
         shutil.copy(folder / name, tmp_path)
     with pytest.raises(ModelError, match=f"no processor in {tmp_path}"):
         VLM.from_pretrained(tmp_path)
 
 
-def test_a_text_only_model(tmp_path):
+def test_text_only_model_raises(tmp_path):
     build_text_only(tmp_path)
     with pytest.raises(ModelError, match=r"'llama'.*supported are .*llava, llava_next"):
         VLM.from_pretrained(tmp_path)
@@ -362,7 +362,7 @@ def test_a_text_only_model(tmp_path):
         VLM(build_text_only(tmp_path), None)
 
 
-def test_missing_weights_and_missing_folders(folder, tmp_path):
+def test_missing_weights_or_folder_raises(folder, tmp_path):
     from safetensors.torch import load_file, save_file
 
     for path in folder.iterdir():
@@ -380,7 +380,7 @@ def test_missing_weights_and_missing_folders(folder, tmp_path):
         VLM.from_pretrained(tmp_path / "nowhere", local_files_only=True)
 
 
-def test_models_and_processors_that_do_not_fit():
+def test_mismatched_processor_raises():
     model, processor = build_llava_next()
     with pytest.raises(ModelError, match="no image processor"):
         VLM(model, processor.tokenizer)
@@ -396,8 +396,8 @@ def test_models_and_processors_that_do_not_fit():
         VLM(model, processor).ask("what ?", picture())
 
 
-def test_a_tower_without_a_cls_token_ranks_by_received_attention():
-    """Not a LLaVA that exists, but the same family name with another tower does."""
+def test_tower_without_cls_uses_received_attention():
+    """No released LLaVA has this tower, but other towers occur under the same family name."""
     from transformers import LlavaConfig, LlavaForConditionalGeneration, SiglipVisionConfig
 
     model, processor = build_llava()

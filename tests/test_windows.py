@@ -1,8 +1,8 @@
 """Gemma 3 beyond the window of its local layers, against Hugging Face and dense references.
 
-The references run Hugging Face's own layers with an explicit mask. What a window counts are the
-rows that entered a layer: those that were dropped before it are no part of its sequence, those that
-were evicted from its cache afterwards are.
+The references run Hugging Face's layers with an explicit mask. A window counts the rows that
+entered a layer: tokens dropped before the layer are not part of its sequence, tokens evicted from
+its cache afterwards are.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def image(seed: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, (44, 60, 3), dtype=np.uint8)
 
 
-def words(count: int, seed: int = 0) -> str:
+def random_words(count: int, seed: int = 0) -> str:
     """Text of ``count`` tokens."""
     letters = np.random.default_rng(seed).integers(97, 123, count)
     return "".join(map(chr, letters))
@@ -59,26 +59,26 @@ def vlm() -> VLM:
 
 
 def start(vlm: VLM, text: str, recipe: Any = ()) -> Driven:
-    """A run of a prompt whose images stand where ``text`` has their placeholders."""
+    """A run of a prompt with images at the placeholders in ``text``."""
     from PIL import Image
 
     images = [Image.fromarray(image(i)) for i in range(text.count(IMAGE))]
     tensors = vlm.adapter.inputs(text, images)
-    sizes = [(of.height, of.width) for of in images]
+    sizes = [(img.height, img.width) for img in images]
     return Driven(vlm.adapter, Inputs(tensors, sizes, "q"), Recipe.of(recipe), time.perf_counter())
 
 
-# An image at the start, some in the middle, and one that the bound of the last row's window cuts.
-LONG = IMAGE + words(70) + IMAGE + words(30, 1) + IMAGE + words(40, 2)
+# Images at the start, in the middle, and across the boundary of the last row's window.
+LONG = IMAGE + random_words(70) + IMAGE + random_words(30, 1) + IMAGE + random_words(40, 2)
 
 
-# --- the reference -------------------------------------------------------------------------------
+# --- reference -----------------------------------------------------------------------------------
 
 
 def plain(module, query, key, value, mask, scaling=None, dropout=0.0, **kwargs):
-    """Attention under a mask that is added; a row that sees nothing receives nothing."""
+    """Attention with an additive mask; a fully masked row gets zeros."""
     groups = query.shape[1] // key.shape[1]
-    key, value = (of.repeat_interleave(groups, 1) for of in (key, value))
+    key, value = (tensor.repeat_interleave(groups, 1) for tensor in (key, value))
     logits = query @ key.transpose(-1, -2) * scaling + mask
     return (logits.softmax(-1).nan_to_num(0.0) @ value).transpose(1, 2), None
 
@@ -87,7 +87,7 @@ AttentionInterface.register("plain_reference", plain)
 
 
 class Past:
-    """Stands for a cache: keys and values that come before a layer's own."""
+    """Replaces a cache: keys and values that precede a layer's own."""
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
         self.keys, self.values = keys, values
@@ -98,12 +98,12 @@ class Past:
 
 @dataclass
 class Dense:
-    """Hugging Face's layers under explicit masks, over what its forward hands to its decoder.
+    """Hugging Face's layers with explicit masks, on the inputs of its decoder.
 
     Parameters
     ----------
     windows : bool
-        Whether local layers attend within their window; the control does not.
+        Whether local layers attend within their window; False in controls.
     """
 
     vlm: VLM
@@ -146,13 +146,13 @@ class Dense:
         return self.decoder.config.sliding_window if local and self.windows else None
 
     def near(self, layer: int, rows: Tensor, keys: Tensor) -> Tensor:
-        """Which ``keys`` lie in the window of each of the ``rows``, by their places in a layer."""
+        """Which ``keys`` are in the window of each of ``rows``, by their positions in a layer."""
         window = self.window(layer)
         near = keys[..., None, :] > rows[:, None] - (window or 1 << 40)
         return near
 
     def positions(self, alive: Tensor | None, count: int) -> Tensor:
-        """Rotary ids of the prompt, renumbered by the rows ``alive``, and of the answer."""
+        """Rotary ids of the prompt, renumbered over the rows ``alive``, and of the answer."""
         own = torch.arange(self.size) if alive is None else (alive.cumsum(0) - 1).clamp(min=0)
         return torch.cat([own, int(own.max()) + 1 + torch.arange(count)])[None]
 
@@ -200,9 +200,9 @@ class Dense:
         numbered : list of Tensor or None
             The rows that count in a layer's rotary ids; all by default.
         read : list of Tensor, bool, (H, n, S + n), optional
-            What the answer's rows see of the cache, by head, as far as the window shows it.
+            Cache slots that the answer's rows attend to within the window, by head.
         chosen : list of Tensor, bool, (S,), optional
-            What the prompt's rows see of it.
+            Cache slots that the prompt's rows attend to.
         bias : Tensor, (S,), optional
             Added to the logits of each key of the prompt.
         """
@@ -212,8 +212,8 @@ class Dense:
         visible = torch.ones(size, size, dtype=torch.bool).tril() | (item[:, None] == item)
         for layer, rows in enumerate(alive):
             there = torch.cat([rows, torch.ones(n, dtype=torch.bool)])
-            place = there.cumsum(0) - 1
-            mask = visible & there & self.near(layer, place, place)
+            index = there.cumsum(0) - 1
+            mask = visible & there & self.near(layer, index, index)
             if chosen is not None:
                 mask[: self.size, : self.size] &= chosen[layer]
             mask = mask | torch.diag(~there)
@@ -233,15 +233,15 @@ class Dense:
     def step(self, token: int, number: int, past: list[tuple], alive: list[Tensor]) -> Tensor:
         """Logits (1, V) after token ``number`` of the answer, over given keys and values.
 
-        ``past`` holds keys and values (H, N, D) of each layer, the index of each slot's token in
-        the full sequence, which slots exist, and their bias, (H, N) each.
+        ``past`` contains keys and values (H, N, D) of each layer, the index of each slot's token in
+        the full sequence, a mask of existing slots, and their bias, (H, N) each.
         """
         position = torch.tensor([[self.size + number]])
         masks, caches, heads = [], [], self.decoder.config.num_attention_heads
         for layer, (keys, values, order, valid, bias) in enumerate(past):
             rows = torch.cat([alive[layer], torch.ones(number + 1, dtype=torch.bool)])
-            place = rows.cumsum(0) - 1
-            seen = valid & self.near(layer, place[-1:], place[order])[:, 0]
+            index = rows.cumsum(0) - 1
+            seen = valid & self.near(layer, index[-1:], index[order])[:, 0]
             seen = torch.where(seen, bias, -torch.inf)
             seen = torch.cat([seen, torch.zeros(len(seen), 1)], 1)
             masks.append(seen.repeat_interleave(heads // len(seen), 0)[:, None])
@@ -250,7 +250,7 @@ class Dense:
 
 
 def equal(vlm: VLM, got: Tensor, want: Tensor, rows: int) -> None:
-    # Norms and rotary tables are float32 in models of any type.
+    # Norms and rotary tables are float32 in models of any dtype.
     close(got, want, torch.float32, terms=network(vlm.model, rows))
 
 
@@ -259,7 +259,7 @@ def differs(vlm: VLM, got: Tensor, control: Tensor, rows: int) -> None:
 
 
 def entered(vlm: VLM, run: Driven) -> list[Tensor]:
-    """Per layer the rows of the full prompt that entered it."""
+    """Rows of the full prompt that entered each layer."""
     visual = vlm.adapter.visual(run.inputs.tensors["input_ids"][0])
     alive = []
     for layer in range(vlm.adapter.depth):
@@ -290,53 +290,55 @@ def against_hugging_face(vlm: VLM, text: str, count: int) -> None:
     equal(vlm, got, torch.cat(expected.logits), size)
     control = Dense(vlm, tensors, windows=False)(tokens=tokens[:-1])
     differs(vlm, got, control, size)
-    # What the tests below compare with says the same.
+    # The reference of the tests below agrees.
     equal(vlm, Dense(vlm, tensors)(tokens=tokens[:-1]), got, size)
-    # Local layers hold what their windows show, and count it so.
+    # Local layers store and count only the slots within their windows.
     config = vlm.model.config.get_text_config()
     window, kinds = config.sliding_window, config.layer_types
-    held = [size if kind == "full_attention" else min(size, window - 1) for kind in kinds]
-    assert run.stats.kv_tokens_per_layer == held
+    lengths = [size if kind == "full_attention" else min(size, window - 1) for kind in kinds]
+    assert run.stats.kv_tokens_per_layer == lengths
     assert run.stats.kv_bytes == run.stats.kv_bytes_full
-    assert run.stats.kv_bytes == sum(held) * vlm.adapter.bytes_per_token() // len(kinds)
+    assert run.stats.kv_bytes == sum(lengths) * vlm.adapter.bytes_per_token() // len(kinds)
 
 
 PLACES = {
-    "no image": words(200),
-    "at the start": IMAGE + words(150),
-    "in the middle": words(100) + IMAGE + words(100, 1),
-    "at the end": words(150) + IMAGE,
+    "no image": random_words(200),
+    "at the start": IMAGE + random_words(150),
+    "in the middle": random_words(100) + IMAGE + random_words(100, 1),
+    "at the end": random_words(150) + IMAGE,
     "several": LONG,
 }
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_hugging_face_beyond_the_window(vlm, place):
-    against_hugging_face(vlm, PLACES[place], 6)
+@pytest.mark.parametrize("case", PLACES)
+def test_logits_beyond_the_window_equal_hugging_face(vlm, case):
+    against_hugging_face(vlm, PLACES[case], 6)
 
 
-@pytest.mark.parametrize("behind", range(40, 62, 3))
-def test_the_bound_of_a_window_in_an_image(vlm, behind):
-    """The rows after an image see ever less of it."""
-    against_hugging_face(vlm, words(50) + IMAGE + words(behind, 1), 4)
+@pytest.mark.parametrize("text_after", range(40, 62, 3))
+def test_window_boundary_inside_an_image(vlm, text_after):
+    """The rows after an image attend to fewer and fewer of its tokens."""
+    against_hugging_face(vlm, random_words(50) + IMAGE + random_words(text_after, 1), 4)
 
 
 def test_images_longer_than_the_window():
     narrow = VLM(*tiny_families.build_gemma3(window=7))
-    against_hugging_face(narrow, words(9) + IMAGE + words(3, 1) + IMAGE + words(5, 2), 5)
+    against_hugging_face(
+        narrow, random_words(9) + IMAGE + random_words(3, 1) + IMAGE + random_words(5, 2), 5
+    )
 
 
 @pytest.mark.slow
 def test_a_prompt_of_4000_tokens():
     wide = VLM(*tiny_families.build_gemma3())
-    text = IMAGE + words(1900) + IMAGE + words(1700, 1) + IMAGE + words(230, 2)
-    against_hugging_face(wide, text + words(60, 3), 8)
+    text = IMAGE + random_words(1900) + IMAGE + random_words(1700, 1) + IMAGE + random_words(230, 2)
+    against_hugging_face(wide, text + random_words(60, 3), 8)
 
 
-@pytest.mark.parametrize("room", [0, 1, 12])
-def test_answers_that_cross_the_bound(vlm, room):
-    """The prompt fits into the window, its answer does not."""
-    text = words(WINDOW - 1 - room - 20) + IMAGE
+@pytest.mark.parametrize("margin", [0, 1, 12])
+def test_answers_that_cross_the_window(vlm, margin):
+    """The prompt fits into the window, but its answer does not."""
+    text = random_words(WINDOW - 1 - margin - 20) + IMAGE
     run = start(vlm, text)
     size = run.inputs.tensors["input_ids"].shape[1]
     tokens = (TOKENS * 5)[: WINDOW + 10 - size]
@@ -345,9 +347,9 @@ def test_answers_that_cross_the_bound(vlm, room):
     differs(vlm, got, Dense(vlm, run.inputs.tensors, windows=False)(tokens=tokens), size)
 
 
-def test_what_fits_is_done_as_ever(vlm, monkeypatch):
-    """A window that holds prompt and answer costs nothing and changes no bit."""
-    text = IMAGE + words(20)
+def test_prompt_within_the_window_is_unchanged(vlm, monkeypatch):
+    """A window that covers prompt and answer adds no work and changes no bit."""
+    text = IMAGE + random_words(20)
     run = start(vlm, text, "snapkv:share=0.6,window=4")
     got = answer_logits(vlm, run, TOKENS)
     assert all(layer.window is None and layer.rank is None for layer in run.cache.layers)
@@ -360,7 +362,7 @@ def test_what_fits_is_done_as_ever(vlm, monkeypatch):
 
 @dataclass(frozen=True)
 class Rank(PrefillStage):
-    """Keeps, twice, the half of the visual tokens that the last row attends to most."""
+    """Keeps, twice, the half of the visual tokens with the most attention of the last row."""
 
     name: ClassVar[str] = "test-rank"
     positions: str = "keep"
@@ -379,12 +381,19 @@ class Rank(PrefillStage):
         return torch.cat([text, best]).sort().values
 
 
-DENSE = IMAGE + words(8) + IMAGE + words(8, 1) + (IMAGE + words(6, 2)) * 4 + words(20, 3)
+DENSE = (
+    IMAGE
+    + random_words(8)
+    + IMAGE
+    + random_words(8, 1)
+    + (IMAGE + random_words(6, 2)) * 4
+    + random_words(20, 3)
+)
 
 
 @pytest.mark.parametrize("policy", ["keep", "compact"])
 @pytest.mark.parametrize("method", ["random:rate=0.4", "grid:rate=0.4"])
-def test_encode_reducers(vlm, method, policy):
+def test_token_reducers(vlm, method, policy):
     run = start(vlm, DENSE, f"{method},positions={policy}")
     got = answer_logits(vlm, run, TOKENS)
     alive, dense = entered(vlm, run), Dense(vlm, run.inputs.tensors)
@@ -421,7 +430,7 @@ def test_prefill_drops(vlm, method, policy):
 
 @dataclass(frozen=True)
 class Weighs(EncodeStage):
-    """Keeps every second visual token, which then counts for three."""
+    """Keeps every second visual token with weight 3."""
 
     name: ClassVar[str] = "test-weighs"
     positions: str = "keep"
@@ -433,8 +442,8 @@ class Weighs(EncodeStage):
         return replace(tokens, layout=tokens.layout.replace(weight=torch.full((len(index),), 3.0)))
 
 
-def test_weights_of_merged_tokens(vlm):
-    """Biases of keys follow them out of the window."""
+def test_merged_token_weights(vlm):
+    """Key biases leave the window with their keys."""
     run = start(vlm, DENSE, Weighs())
     got = answer_logits(vlm, run, TOKENS)
     alive, dense = entered(vlm, run), Dense(vlm, run.inputs.tensors)
@@ -445,8 +454,8 @@ def test_weights_of_merged_tokens(vlm):
     differs(vlm, got, wide(alive, bias=bias), dense.size)
 
 
-def test_prompts_with_their_answer(vlm):
-    """As training reads them."""
+def test_training_prompts_with_answer(vlm):
+    """As in training."""
     run = start(vlm, LONG)
     ids = run.inputs.tensors["input_ids"]
     dense = Dense(vlm, dict(run.inputs.tensors))
@@ -461,12 +470,12 @@ def test_prompts_with_their_answer(vlm):
     equal(vlm, got, dense(), dense.size)
 
 
-# --- the cache -----------------------------------------------------------------------------------
+# --- cache ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def kept(monkeypatch) -> dict[int, KV]:
-    """By layer what cache stages leave of it."""
+    """Compressed cache of each layer."""
     seen, put = {}, KVLayer.put
 
     def note(self, kv):
@@ -477,38 +486,38 @@ def kept(monkeypatch) -> dict[int, KV]:
     return seen
 
 
-class Held:
-    """Which tokens the slots of a layer hold, told from the outside.
+class SlotTracker:
+    """Tracks the tokens in the slots of a layer.
 
     Parameters
     ----------
     kv : KV
-        What cache stages left of the prompt.
+        Cache of the prompt after compression.
     size : int
-        Tokens of the prompt.
+        Number of tokens of the prompt.
     """
 
     def __init__(self, layer: KVLayer, kv: KV, size: int) -> None:
         self.layer, self.size = layer, size
         self.segments = [segment.order.long() for segment in kv.segments]
-        self.tail = [of[:n].tolist() for of, n in zip(kv.order, kv.lengths, strict=True)]
+        self.tail = [row[:n].tolist() for row, n in zip(kv.order, kv.lengths, strict=True)]
 
     def slots(self, evicts: bool) -> tuple[Tensor, ...]:
-        """As `Dense.step` takes them."""
+        """Arguments of `Dense.step`."""
         layer, lengths = self.layer, self.layer.length[0].tolist()
         if evicts:
-            self.tail = [of[:n].tolist() for of, n in zip(layer.order[0], lengths, strict=True)]
-        if (count := len(self.tail[0]) - lengths[0]) > 0:  # the oldest have become a page
-            page = torch.tensor([of[:count] for of in self.tail])
-            self.tail = [of[count:] for of in self.tail]
-            grown = [len(of[0]) for of in self.segments]
+            self.tail = [row[:n].tolist() for row, n in zip(layer.order[0], lengths, strict=True)]
+        if (count := len(self.tail[0]) - lengths[0]) > 0:  # the oldest are now a page
+            page = torch.tensor([slots[:count] for slots in self.tail])
+            self.tail = [slots[count:] for slots in self.tail]
+            grown = [len(segment[0]) for segment in self.segments]
             stored = [len(segment) for segment in layer.segments]
             if len(stored) > len(grown):
                 self.segments.append(page)
             else:
                 (at,) = [i for i, n in enumerate(grown) if stored[i] > n]
                 self.segments[at] = torch.cat([self.segments[at], page], 1)
-        assert [len(of) for of in self.tail] == lengths
+        assert [len(slots) for slots in self.tail] == lengths
         parts = []
         for segment, order in zip(layer.segments, self.segments, strict=True):
             keys, values = segment.dequantise(torch.float32)
@@ -516,17 +525,17 @@ class Held:
             parts.append((keys[0], values[0], order, segment.valid[0], bias))
         order = torch.zeros(layer.keys.shape[1:3], dtype=torch.long)
         valid = torch.zeros_like(order, dtype=torch.bool)
-        for head, of in enumerate(self.tail):
-            order[head, : len(of)] = torch.tensor(of, dtype=torch.long)
-            valid[head, : len(of)] = True
+        for head, slots in enumerate(self.tail):
+            order[head, : len(slots)] = torch.tensor(slots, dtype=torch.long)
+            valid[head, : len(slots)] = True
         bias = torch.zeros(order.shape) if layer.bias is None else layer.bias[0]
         parts.append((layer.keys[0], layer.values[0], order, valid, bias))
-        return tuple(torch.cat(of, 1) for of in zip(*parts, strict=True))
+        return tuple(torch.cat(part, 1) for part in zip(*parts, strict=True))
 
     def fed(self, number: int) -> None:
-        """Token ``number`` of the answer came."""
-        for of in self.tail:
-            of.append(self.size + number)
+        """Add token ``number`` of the answer."""
+        for slots in self.tail:
+            slots.append(self.size + number)
 
 
 CACHE = {
@@ -543,7 +552,7 @@ CACHE = {
     "zipcache": "zipcache",
     "snapkv and kivi": "snapkv:share=0.7,window=4+kivi:bits=4,group=4,residual=8",
     "random and zipcache": "random:0.7,positions=keep+zipcache",
-    # Pages of tokens in front of which some were dropped.
+    # Pages of tokens after dropped ones.
     "random and kivi": "random:0.7,positions=keep+kivi:bits=4,group=4,residual=64",
     "rank and snapkv": (Rank(), "snapkv:share=0.5,window=4"),
 }
@@ -551,12 +560,12 @@ CACHE = {
 
 @pytest.mark.parametrize("method", CACHE)
 def test_cache_methods(vlm, kept, method):
-    """What a layer holds and a window shows is what every token of the answer attends to."""
+    """Every answer token attends to the slots of a layer within the window."""
     recipe = CACHE[method]
     if isinstance(recipe, tuple):
         recipe = Recipe.of(recipe[0]) + Recipe.of(recipe[1])
     run = start(vlm, DENSE, recipe)
-    dense, free = (Dense(vlm, run.inputs.tensors, windows=of) for of in (True, False))
+    dense, free = (Dense(vlm, run.inputs.tensors, windows=windows) for windows in (True, False))
     tokens = (TOKENS * 5)[:40]
     with torch.no_grad(), switched(vlm.model):
         first = run.start(len(tokens))
@@ -565,17 +574,17 @@ def test_cache_methods(vlm, kept, method):
             assert all(bool(rows.all()) for rows in alive)
         equal(vlm, first, dense(alive, []), dense.size)
         bytes_of = run.stats.kv_bytes
-        held = [Held(layer, kept[id(layer)], dense.size) for layer in run.cache.layers]
+        trackers = [SlotTracker(layer, kept[id(layer)], dense.size) for layer in run.cache.layers]
         for number, token in enumerate(tokens):
             run.decoder.run_decode_stages()
-            past = [of.slots(method in ("h2o", "cake")) for of in held]
-            # Copies: what the step writes is not there yet.
-            past = [tuple(of.clone() for of in layer) for layer in past]
+            past = [tracker.slots(method in ("h2o", "cake")) for tracker in trackers]
+            # Copies, so that they do not contain what the step writes.
+            past = [tuple(tensor.clone() for tensor in layer) for layer in past]
             got = run.decoder.feed(torch.tensor([[token]])).logits[:, -1]
             equal(vlm, got, dense.step(token, number, past, alive), dense.size)
-            for of in held:
-                of.fed(number)
-        if method not in ("h2o", "cake"):  # these let go of what has left the window first
+            for tracker in trackers:
+                tracker.fed(number)
+        if method not in ("h2o", "cake"):  # these evict slots outside the window first
             differs(vlm, got, free.step(token, number, past, alive), dense.size)
     assert 0 < bytes_of < run.stats.kv_bytes_full
     config = vlm.model.config.get_text_config()
@@ -583,22 +592,22 @@ def test_cache_methods(vlm, kept, method):
         assert (layer.rank is not None) == (kind == "sliding_attention")
 
 
-def test_pages_of_the_answer(vlm, kept):
-    """Slots that were quantized while decoding leave the window as others do."""
+def test_quantized_pages_leave_the_window(vlm, kept):
+    """Slots that were quantized in decoding leave the window like others."""
     run = start(vlm, DENSE, "kivi:bits=8,group=4,residual=8")
     loose = start(vlm, DENSE)
-    tokens = (TOKENS * 12)[:90]  # all of the prompt has left by then
+    tokens = (TOKENS * 12)[:90]  # all of the prompt has left the window by then
     got, want = answer_logits(vlm, run, tokens), answer_logits(vlm, loose, tokens)
     segments = [layer.segments for layer in run.cache.layers]
-    assert all(int(of[-1].lengths.max()) > 80 for of in segments)
+    assert all(int(pages[-1].lengths.max()) > 80 for pages in segments)
     difference = (got - want).abs().amax(-1)
     assert float(difference[1:].max()) < 0.1  # 8 bits
     wide = Dense(vlm, run.inputs.tensors, windows=False)(tokens=tokens)
     assert float((wide - want).abs().amax(-1)[1:].max()) > 0.5
 
 
-def test_h2o_lets_go_of_what_left_the_window(vlm):
-    """A slot that no token will see again goes before all others."""
+def test_h2o_evicts_slots_outside_the_window_first(vlm):
+    """A slot that no later token can attend to is evicted before all others."""
     run = start(vlm, DENSE, "h2o:0.9")
     answer_logits(vlm, run, (TOKENS * 8)[:60])
     for index, layer in enumerate(run.cache.layers):
@@ -607,7 +616,7 @@ def test_h2o_lets_go_of_what_left_the_window(vlm):
             assert int(layer.rank[0, :, :n].min()) >= int(layer.seen) - WINDOW - 1, index
 
 
-def test_methods_that_move_rotary_ids_are_refused(vlm):
+def test_methods_that_move_rotary_ids_raise(vlm):
     for recipe in ("streamingllm:0.5", "lookm:share=0.9,rope_aware=true"):
         with pytest.raises(RecipeError, match="changes the rotary ids of cached keys"):
             answer_logits(vlm, start(vlm, DENSE, recipe), [])
@@ -634,8 +643,8 @@ def test_zipvl_ranks_within_the_window(vlm):
     query, key = (torch.randn(h, 50, 16, generator=generator) for h in (4, 2))
     rows = torch.tensor([3, 20, 30, 48, 49])
     mass, nnz = within(query, key, rows, None, None, 9)
-    place = torch.arange(50)
-    seen = (place <= place[:, None]) & (place > place[:, None] - 9)
+    position = torch.arange(50)
+    seen = (position <= position[:, None]) & (position > position[:, None] - 9)
     logits = query @ key.repeat_interleave(2, 0).transpose(1, 2) / 4
     p = logits.masked_fill(~seen, -torch.inf).softmax(-1)[:, rows]
     close(mass, p.sum(1).mean(0), terms=50 * 16)
@@ -649,10 +658,10 @@ def test_zipvl_ranks_within_the_window(vlm):
     "recipe", ["none", "snapkv:share=0.8,window=1", "rank", "kivi:bits=8,group=4,residual=16"]
 )
 @pytest.mark.parametrize("window", [WINDOW, 6])
-def test_trees_of_drafts(recipe, window, kept):
-    """A tree is checked as if each of its paths had been decoded alone; part of one is accepted."""
+def test_draft_trees(recipe, window, kept):
+    """Tree logits equal decoding each path alone; part of one path is accepted."""
     vlm = VLM(*tiny_families.build_gemma3(window=window))
-    if recipe.startswith("kivi"):  # so that rounding moves no code to the next step
+    if recipe.startswith("kivi"):  # so that rounding changes no code
         vlm.model.double()
     wrong = [token + 1 for token in TOKENS]
     tree = Tree.of_paths(TOKENS[0], [TOKENS[1:], [TOKENS[1], *wrong[2:4]], wrong[1:3]])
@@ -685,7 +694,7 @@ def test_trees_of_drafts(recipe, window, kept):
             differs(vlm, logits[path], wide(tokens=[tree.tokens[node] for node in path])[1:], rows)
 
 
-def test_drafted_answers_are_the_same(vlm):
+def test_drafts_do_not_change_answers(vlm):
     given = {"images": [image(0), image(1), image(2), image(3)], "max_new_tokens": 40}
     given["eos_token_id"] = None
     answer = vlm.ask("what is here ?" * 3, **given).token_ids
@@ -699,12 +708,14 @@ def test_drafted_answers_are_the_same(vlm):
         assert drafted.stats.drafted > 0
 
 
-def test_a_ragged_batch_of_three(vlm, kept):
-    """Prompts of other lengths, one of which fits into the window with its answer."""
-    texts = DENSE, LONG, IMAGE * 3 + words(2)
+def test_ragged_batch(vlm, kept):
+    """Prompts of different lengths, one of which fits into the window with its answer."""
+    texts = DENSE, LONG, IMAGE * 3 + random_words(2)
     recipes = "snapkv:share=0.5,window=4", (), "random:0.2,positions=keep+zipcache"
-    answers = [(of * 5)[:30] for of in (TOKENS, TOKENS[::-1], [token + 2 for token in TOKENS])]
-    runs, rows = [start(vlm, *of) for of in zip(texts, recipes, strict=True)], []
+    answers = [
+        (answer * 5)[:30] for answer in (TOKENS, TOKENS[::-1], [token + 2 for token in TOKENS])
+    ]
+    runs, rows = [start(vlm, *case) for case in zip(texts, recipes, strict=True)], []
     with torch.no_grad(), switched(vlm.model):
         rows.append(torch.cat([run.start(30) for run in runs]))
         bounded = [all(layer.window is None for layer in run.cache.layers) for run in runs]
@@ -729,7 +740,7 @@ def test_a_ragged_batch_of_three(vlm, kept):
     differs(vlm, got[1], wide(tokens=answers[1]), dense.size)
 
 
-def test_a_batch_of_requests(vlm):
+def test_batched_requests(vlm):
     requests = [
         Request(
             "what ?" * 12, images=[image(0), image(1)], recipe="random:0.5+snapkv:0.6,window=4"
@@ -745,11 +756,15 @@ def test_a_batch_of_requests(vlm):
 
 
 @pytest.mark.parametrize("window", [WINDOW, 200])
-def test_a_session_of_several_turns(window, tmp_path):
+def test_multi_turn_session(window, tmp_path):
     """The images alone are longer than the window, or the conversation outgrows it."""
     vlm = VLM(*tiny_families.build_gemma3(window=window))
     given = {"images": [image(0), image(1)]}
-    questions = ("what is here ?", "and the rest of it, all that there is ?" + words(90), "why ?")
+    questions = (
+        "what is here ?",
+        "and the rest of it, all that there is ?" + random_words(90),
+        "why ?",
+    )
     kwargs = {"max_new_tokens": 12, "eos_token_id": None}
 
     def fresh(messages: list[dict]) -> list[int]:
@@ -758,7 +773,7 @@ def test_a_session_of_several_turns(window, tmp_path):
         return vlm.model.generate(**tensors, do_sample=False, **kwargs)[0, size:].tolist()
 
     def whole(session: Any, question: str) -> list[dict]:
-        content = [{"type": "image", "image": of} for of in given["images"]]
+        content = [{"type": "image", "image": img} for img in given["images"]]
         first, *rest = [*session.messages, {"role": "user", "content": question}]
         text = {"type": "text", "text": first["content"]}
         return [{"role": "user", "content": [*content, text]}, *rest]
@@ -779,9 +794,9 @@ def test_a_session_of_several_turns(window, tmp_path):
         assert session.ask("and now ?", **kwargs).token_ids == expected
 
 
-def test_a_session_goes_back_to_what_it_let_go(vlm):
-    """Beyond what local layers still hold the prompt is read again."""
-    question, other = words(90), words(40) + words(50, 1)
+def test_session_returns_to_evicted_tokens(vlm):
+    """The prompt is prefilled again if local layers have evicted the needed slots."""
+    question, other = random_words(90), random_words(40) + random_words(50, 1)
     kwargs = {"max_new_tokens": 8, "eos_token_id": None}
     with vlm.session() as session:
         assert session.ask(question, **kwargs).token_ids == vlm.ask(question, **kwargs).token_ids
@@ -794,8 +809,8 @@ def test_a_session_goes_back_to_what_it_let_go(vlm):
 @pytest.mark.parametrize(
     "recipe", ["lookm:share=0.9,merge=none", "kivi:bits=8,group=4,residual=16"]
 )
-def test_a_session_over_a_compressed_cache(vlm, recipe, tmp_path):
-    """A long question over a compressed cache is that question token by token."""
+def test_session_with_compressed_cache(vlm, recipe, tmp_path):
+    """A long question over a compressed cache equals the question fed token by token."""
     with vlm.session(images=[image(i) for i in range(6)], recipe=recipe) as session:
         first = session.ask("what is here ?" * 4, max_new_tokens=10, eos_token_id=None)
         session.save(tmp_path / "session")
@@ -864,7 +879,10 @@ def test_statistics_equal_eager_attention(vlm):
         vlm.model.set_attn_implementation("sdpa")
     size = maps[0].shape[-1]
     terms = network(vlm.model, size)
-    expected = [maps[0][0, :, -80:], *(of[0].sum(1, keepdim=True) for of in maps[1:3])]
+    expected = [
+        maps[0][0, :, -80:],
+        *(layer_map[0].sum(1, keepdim=True) for layer_map in maps[1:3]),
+    ]
     for layer, rows in enumerate([*expected, maps[3][0, :, -1:]]):
         close(seen[layer], rows, terms=terms)
     for layer, kind in enumerate(vlm.model.config.get_text_config().layer_types):
@@ -881,14 +899,14 @@ def test_statistics_equal_eager_attention(vlm):
         assert bool((maps[layer][0, 0].tril(-WINDOW) > 0).any()) != local
 
 
-# --- other ways to compute -----------------------------------------------------------------------
+# --- captured steps and kernels ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "recipe", ["none", "snapkv:share=0.5,window=4", "kivi:bits=8,group=4,residual=8", "h2o:0.6"]
 )
 def test_captured_steps(vlm, recipe, monkeypatch):
-    """A captured step serves within the window and beyond it: tokens are the same."""
+    """Captured steps give the same tokens within and beyond the window."""
     from test_graphs import follow, repeated
     from vlmfast.engine.graphs import Graphs
 
@@ -900,7 +918,7 @@ def test_captured_steps(vlm, recipe, monkeypatch):
     follow(monkeypatch)
     for _ in range(2):
         assert vlm.ask("what ?", **given, max_new_tokens=50).token_ids == wanted
-    # A step that was captured where all is visible does not serve where something is not.
+    # A step captured with everything visible is not used if something is masked.
     graphs = vlm.adapter.kept["graphs"]._idle
     sliding = {key[-1] for graph in graphs for key in graph.outputs}
     local = tuple(window is not None for window in vlm.adapter.windows)
@@ -910,8 +928,8 @@ def test_captured_steps(vlm, recipe, monkeypatch):
 @pytest.mark.parametrize(
     "recipe", ["none", "snapkv:share=0.5,window=4", "kivi:bits=8,group=4,residual=16"]
 )
-def test_kernels(vlm, recipe, monkeypatch):
-    """Decode steps and trees through the kernels of CUDA."""
+def test_cuda_kernels(vlm, recipe, monkeypatch):
+    """Decode steps and trees with the CUDA kernels."""
     tree = Tree.of_paths(TOKENS[0], [TOKENS[1:4], [TOKENS[1], 56]])
     results = []
     for kernels in ("torch", "triton"):
@@ -928,9 +946,11 @@ def test_kernels(vlm, recipe, monkeypatch):
 
 
 @pytest.mark.parametrize("width", [1, 4])
-@pytest.mark.parametrize("recipe", ["none", *(CACHE[of] for of in ("snapkv", "h2o", "zipcache"))])
-def test_no_step_waits_for_the_device(recipe, width, monkeypatch):
-    """Beyond the window steps are alike, too."""
+@pytest.mark.parametrize(
+    "recipe", ["none", *(CACHE[method] for method in ("snapkv", "h2o", "zipcache"))]
+)
+def test_no_device_synchronization(recipe, width, monkeypatch):
+    """Also beyond the window."""
     from fake_cuda import shapes, steps
 
     monkeypatch.setenv("VLMFAST_KERNELS", "torch")

@@ -1,4 +1,4 @@
-"""ZipVL: which tokens are important, attention among them, and what becomes of the cache."""
+"""ZipVL: selection of important tokens, attention among them, and the mixed-precision cache."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def noise(*shape: int, seed: int = 0) -> Tensor:
 
 
 def qkv(heads: int, kv_heads: int, n: int, d: int = 16, seed: int = 0) -> list[Tensor]:
-    """Queries, keys and values with a batch axis; some keys draw much more than others."""
+    """Queries, keys and values with a batch axis; some keys get much more attention than others."""
     q, k, v = (noise(1, h, n, d, seed=seed + i) for i, h in enumerate((heads, kv_heads, kv_heads)))
     return [2 * q, 2 * k, v]
 
@@ -58,7 +58,7 @@ def test_probe_rows_depend_on_the_seed() -> None:
 
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 @pytest.mark.parametrize("tau", [0.3, 0.8, 0.97])
-def test_importance_by_hand(kv_heads: int, tau: float) -> None:
+def test_importance_equals_reference(kv_heads: int, tau: float) -> None:
     n = 60
     q, k, _ = qkv(4, kv_heads, n)
     rows = probe_rows(n, 10, 10, 0)
@@ -75,10 +75,10 @@ def test_importance_by_hand(kv_heads: int, tau: float) -> None:
     assert got.tolist() == expected
     assert 1 < count < n
     raw = sorted(sorted(range(n), key=lambda j: -float(received[j]))[:count])
-    assert got.tolist() != raw  # control: the set is not chosen by what is counted
+    assert got.tolist() != raw  # control: selection by the raw sums differs
 
 
-def test_forced_tokens_are_among_the_count() -> None:
+def test_forced_tokens_are_counted() -> None:
     q, k, _ = qkv(4, 4, 60)
     rows = probe_rows(60, 10, 10, 0)
     free = important(q[0], k[0], rows, 0.5)
@@ -91,7 +91,7 @@ def test_forced_tokens_are_among_the_count() -> None:
     assert len(all_) == 60
 
 
-def test_a_bias_makes_a_token_important() -> None:
+def test_bias_makes_a_token_important() -> None:
     q, k, _ = qkv(4, 2, 60)
     rows = probe_rows(60, 10, 10, 0)
     least = next(j for j in range(50) if j not in important(q[0], k[0], rows, 0.5).tolist())
@@ -101,7 +101,7 @@ def test_a_bias_makes_a_token_important() -> None:
 
 # --- attention -----------------------------------------------------------------------------------
 
-FLOAT = torch.float32  # ours; the maps by hand are float64
+FLOAT = torch.float32  # the reference maps are float64
 SUMS = 16 + 40  # a logit over the head dimension, then the values over the keys
 
 
@@ -130,8 +130,8 @@ def test_attention_equals_a_masked_dense_softmax(
         apart(plain, got, terms=SUMS)
 
 
-def test_attention_follows_a_rule_of_its_own() -> None:
-    """What rows may see, where a model is not plainly causal: here the first half sees itself."""
+def test_attention_with_custom_mask() -> None:
+    """For models that are not plainly causal: here the first half attends to itself."""
     n = 20
     q, k, v = qkv(4, 2, n)
     chosen = torch.tensor([1, 4, 8, 12, 19])
@@ -145,7 +145,7 @@ def test_attention_follows_a_rule_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("every_row", [False, True])
-def test_all_tokens_are_the_dense_attention(every_row: bool) -> None:
+def test_all_tokens_equal_dense_attention(every_row: bool) -> None:
     q, k, v = qkv(4, 2, 30)
     dense = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     got = sparse_attention(q, k, v, torch.arange(30), every_row=every_row)
@@ -154,7 +154,7 @@ def test_all_tokens_are_the_dense_attention(every_row: bool) -> None:
     apart(got, dense, terms=SUMS)
 
 
-# --- the prefill part ----------------------------------------------------------------------------
+# --- prefill part --------------------------------------------------------------------------------
 
 
 def attended(
@@ -165,7 +165,7 @@ def attended(
     return stage.expand()[0].attend(step, 1, q, k, v, None), step, [q, k, v]
 
 
-def test_the_last_row_always_attends() -> None:
+def test_recent_rows_are_always_chosen() -> None:
     for seed in range(5):
         for last in (1, 7):
             stage = ZipVL(0.1, force_recent=last)
@@ -178,7 +178,7 @@ def test_the_last_row_always_attends() -> None:
             assert bool((out[0, :, others] == 0).all())
 
 
-def test_a_layer_equals_its_parts() -> None:
+def test_layer_equals_composed_functions() -> None:
     for rows in ("important", "all"):
         stage = ZipVL(0.6, rows=rows, recent=16, random=8, seed=4)
         out, step, (q, k, v) = attended(stage)
@@ -189,7 +189,7 @@ def test_a_layer_equals_its_parts() -> None:
         assert torch.equal(out, sparse_attention(q, k, v, chosen, every_row=rows == "all"))
 
 
-def test_layers_probe_other_rows() -> None:
+def test_layers_use_different_probe_rows() -> None:
     stage = ZipVL(0.6, recent=1, random=8).expand()[0]
     q, k, v = qkv(4, 2, 200)
     step = prompt_step(200, 3)
@@ -198,18 +198,18 @@ def test_layers_probe_other_rows() -> None:
     assert not torch.equal(step.notes["zipvl"][0], step.notes["zipvl"][1])
 
 
-def test_dense_where_nothing_would_be_saved() -> None:
+def test_dense_attention_above_threshold() -> None:
     share = len(attended(ZipVL(0.6))[1].notes["zipvl"][1]) / 200
     assert 0.1 < share < 0.9
     out, step, _ = attended(ZipVL(0.6, dense_above=share - 0.01))
     assert out is None
-    assert len(step.notes["zipvl"][1]) == round(share * 200)  # the cache still goes by it
+    assert len(step.notes["zipvl"][1]) == round(share * 200)  # the cache still uses the selection
     assert attended(ZipVL(0.6, dense_above=share + 0.01))[0] is not None
     assert ZipVL(1.0).expand()[0].attends(3) == ()
     assert ZipVL(0.9).expand()[0].attends(3) == (0, 1, 2)
 
 
-def test_rows_of_an_answer_lose_nothing_and_do_not_probe() -> None:
+def test_answer_rows_are_kept_and_are_not_probes() -> None:
     q, k, v = qkv(4, 2, 120)
     step = prompt_step(120, 3)
     step.answer = 20
@@ -221,7 +221,7 @@ def test_rows_of_an_answer_lose_nothing_and_do_not_probe() -> None:
     stage.attend(alone, 0, *(x[:, :, :100] for x in (q, k, v)), None)
     assert torch.equal(alone.notes["zipvl"][0], chosen[:-20])
     assert bool((out[0, :, 100:] != 0).any(-1).all())
-    # Other queries in the answer, the same choice.
+    # Other queries in the answer give the same selection.
     q = torch.cat([q[:, :, :100], noise(1, 4, 20, 16, seed=7)], 2)
     stage.attend(step, 1, q, k, v, None)
     stage.attend(step, 0, q, k, v, None)
@@ -229,11 +229,11 @@ def test_rows_of_an_answer_lose_nothing_and_do_not_probe() -> None:
     assert not torch.equal(step.notes["zipvl"][1], chosen)
 
 
-# --- the cache parts -----------------------------------------------------------------------------
+# --- cache parts ---------------------------------------------------------------------------------
 
 
 def layer_of(n: int = 90, seed: int = 0) -> tuple[KV, PrefillContext, Tensor]:
-    """A layer of a prompt, a pass that found a third of it important, and these tokens."""
+    """A prompt's layer, a context in which a third of it is important, and these tokens."""
     kv = prompt_kv(noise(2, n, 16, seed=seed), noise(2, n, 16, seed=seed + 1))
     step = prompt_step(n, 3)
     chosen = torch.arange(0, n, 3)
@@ -251,7 +251,7 @@ def test_drop_keeps_the_important_tokens() -> None:
 
 
 @pytest.mark.parametrize(("high", "low"), [(4, 2), (8, 4), (4, 4)])
-def test_two_precisions(high: int, low: int) -> None:
+def test_cache_is_split_into_two_precisions(high: int, low: int) -> None:
     kv, step, chosen = layer_of()
     kv = replace(kv, bias=torch.arange(90.0).expand(2, -1))
     got = ZipVL(bits_high=high, bits_low=low).expand()[1].compress(step, 1, kv, None)
@@ -265,7 +265,7 @@ def test_two_precisions(high: int, low: int) -> None:
         assert torch.equal(segment.bias, tokens.float().expand(2, -1))
         assert segment.value_scale is not None
         keys, values = segment.dequantise(torch.float32)
-        # Half a step is what rounding to codes may cost; the rest is that of the quotient and sum.
+        # Rounding to codes costs at most half a step; the rest is rounding of quotient and sum.
         slack = tolerance(FLOAT, 3, kv.keys.abs().max())
         worst = (keys - kv.keys[:, tokens]).abs()
         assert bool((worst <= 0.5 * segment.key_step.float() + slack).all())
@@ -276,7 +276,7 @@ def test_two_precisions(high: int, low: int) -> None:
         for s in got.segments
     ]
     assert error[0] < error[1] / 2 or high == low
-    # What an earlier stage has quantised stays in front.
+    # Segments that an earlier stage quantized stay first.
     again = ZipVL().expand()[1].compress(layer_of()[1], 1, replace(kv, segments=(first,)), None)
     assert again.segments[0] is first
     assert len(again.segments) == 3
@@ -288,7 +288,7 @@ def test_all_important_tokens_make_one_segment() -> None:
     assert (segment.bits, len(segment)) == (4, 90)
 
 
-def test_heads_that_hold_other_tokens() -> None:
+def test_ragged_heads() -> None:
     kv, step, chosen = layer_of()
     keep = torch.ones(2, 90, dtype=torch.bool)
     keep[0, :30] = False
@@ -300,11 +300,11 @@ def test_heads_that_hold_other_tokens() -> None:
     assert first.order[1].tolist() == chosen.tolist()
 
 
-# --- the answer ----------------------------------------------------------------------------------
+# --- answer --------------------------------------------------------------------------------------
 
 
 class PagedSlots(FakeSlots):
-    """With pages, as the cache makes them."""
+    """With pages, as in the cache."""
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
@@ -312,24 +312,24 @@ class PagedSlots(FakeSlots):
 
     def quantise(self, count: int, make) -> None:
         self.pages.append(make(self.keys[:, :count], self.values[:, :count]))
-        for of in (self.keys, self.values, self.order, self.mass):
-            of[:, :-count] = of[:, count:].clone()
+        for buffer in (self.keys, self.values, self.order, self.mass):
+            buffer[:, :-count] = buffer[:, count:].clone()
         self.length -= count
         self.held -= count
 
 
-def test_the_answer_becomes_pages() -> None:
+def test_answer_is_quantized_in_pages() -> None:
     kv, step, _ = layer_of()
     _, mixed, pages = ZipVL(page=8).expand()
     kept = mixed.compress(step, 1, kv, None)
     slots = PagedSlots(kept, step, room=30)
     keys, values = noise(2, 27, 16, seed=5), noise(2, 27, 16, seed=6)
-    held = []
+    lengths = []
     for token in range(27):
         pages.step(slots, 1)
-        held.append(slots.held)
+        lengths.append(slots.held)
         slots.write(keys[:, token], values[:, token])
-    assert held == [token % 8 if token % 8 or not token else 0 for token in range(27)]
+    assert lengths == [token % 8 if token % 8 or not token else 0 for token in range(27)]
     assert [page.bits for page in slots.pages] == [4, 4, 4]
     assert len({page.key for page in slots.pages}) == 1
     whole = slots.pages[0].append(slots.pages[1]).append(slots.pages[2])
@@ -337,15 +337,15 @@ def test_the_answer_becomes_pages() -> None:
     got = whole.dequantise(torch.float32)
     for mine, right in zip(got, (keys[:, :24], values[:, :24]), strict=True):
         assert (mine - right).abs().mean() < 0.15
-        apart(mine, right, terms=16)  # control: it is quantised
+        apart(mine, right, terms=16)  # control: it is quantized
     assert torch.equal(slots.keys[:, :3], keys[:, 24:])
     assert torch.equal(slots.order[0, :3], torch.tensor([114, 115, 116]))
 
 
-# --- the word ------------------------------------------------------------------------------------
+# --- recipe --------------------------------------------------------------------------------------
 
 
-def test_the_word_and_its_parts() -> None:
+def test_recipe_and_expanded_stages() -> None:
     protocols = {
         kv: [part.protocol for part in ZipVL(kv=kv).expand()] for kv in ("mixed", "drop", "none")
     }
@@ -366,7 +366,7 @@ def test_the_word_and_its_parts() -> None:
         Recipe.parse("zipvl:0")
 
 
-def test_whole_answers(tiny) -> None:
+def test_answers_of_the_shipped_model(tiny) -> None:
     image = picture(128, 128)
 
     def ask(recipe: str, **more):

@@ -1,4 +1,4 @@
-"""OpenCLIP models of random weights at a size that runs in milliseconds, saved to a file."""
+"""Tiny OpenCLIP models with random weights, saved to a file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ VISION = {
 
 
 def build(folder: Path, kind: str = "vit") -> tuple[str, str]:
-    """Name and weights of a model, as ``create_model_and_transforms`` takes them."""
+    """Name and weights of a model, for ``create_model_and_transforms``."""
     import open_clip
 
     name = f"vlmfast-test-{kind}"

@@ -1,6 +1,6 @@
-"""Random-weight models of the families beside LLaVA, from transformers' own classes.
+"""Random-weight models of the families other than LLaVA, from transformers' own classes.
 
-As in `tiny_models`: nothing is downloaded, the same arguments give the same weights, and attention
+As in `tiny_models`, nothing is downloaded, the same arguments give the same weights, and attention
 is far from uniform. Each builder returns model and processor.
 """
 
@@ -28,9 +28,9 @@ TEXT = {
 
 
 def tokenizer(*more: str, **named: str) -> Any:
-    """One token per byte behind ``<pad> <s> </s> <unk>`` and the family's own special tokens.
+    """One token per byte after ``<pad> <s> </s> <unk>`` and the family's special tokens.
 
-    ``named`` are special tokens that the processor asks for by name.
+    ``named`` are special tokens that the processor accesses by name.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
@@ -56,7 +56,7 @@ def tokenizer(*more: str, **named: str) -> Any:
 
 
 def template(image: str, video: str = "") -> str:
-    """A chat template that writes ``image`` and ``video`` where the content has them."""
+    """A chat template that writes ``image`` and ``video`` at their positions in the content."""
     return (
         "{% for message in messages %}{{ message['role'].upper() + ': ' }}"
         "{% for part in message['content'] %}"
@@ -76,7 +76,7 @@ def filled(model_class: type, config: Any, special: int, seed: int = 0) -> nn.Mo
     with torch.no_grad():
         for name, weight in sorted(model.named_parameters()):
             noise = torch.randn(weight.shape, generator=generator)
-            if "timm_model" in name:  # convolutions would soon forget the picture otherwise
+            if "timm_model" in name:  # otherwise the image fades out in the convolutions
                 wide = weight.dim() == 4
                 scale = (len(weight) / weight.numel()) ** 0.5 if wide else 0.1
                 weight.copy_(noise * scale + float(not wide and not name.endswith("bias")))
@@ -90,8 +90,8 @@ def filled(model_class: type, config: Any, special: int, seed: int = 0) -> nn.Mo
     return model
 
 
-def ids(of: Any, *tokens: str) -> list[int]:
-    return [of.convert_tokens_to_ids(token) for token in tokens]
+def ids(tok: Any, *tokens: str) -> list[int]:
+    return [tok.convert_tokens_to_ids(token) for token in tokens]
 
 
 QWEN = {
@@ -117,7 +117,7 @@ def _qwen(tokens: Any, heads: int = 4) -> dict[str, Any]:
 
 
 def build_qwen2_5_vl(seed: int = 0) -> tuple[nn.Module, Any]:
-    """Windows of 2 x 2 tokens, all attention in blocks 1 and 3."""
+    """Windows of 2 x 2 tokens, full attention in blocks 1 and 3."""
     from transformers import (
         Qwen2_5_VLConfig,
         Qwen2_5_VLForConditionalGeneration,
@@ -153,7 +153,7 @@ def build_qwen2_5_vl(seed: int = 0) -> tuple[nn.Module, Any]:
 
 
 def build_qwen3_vl(seed: int = 0) -> tuple[nn.Module, Any]:
-    """Features of the vision blocks 0 and 2 enter behind the first two layers."""
+    """Features of the vision blocks 0 and 2 are added after the first two layers."""
     from transformers import (
         Qwen2VLImageProcessor,
         Qwen3VLConfig,
@@ -249,7 +249,7 @@ def build_llava_next_video(seed: int = 0) -> tuple[nn.Module, Any]:
 
 
 def build_llava_onevision(seed: int = 0) -> tuple[nn.Module, Any]:
-    """A picture of its own costs a base view and at most two views' worth of crops."""
+    """A single image costs a base view and crops of at most two views."""
     from transformers import (
         LlavaOnevisionConfig,
         LlavaOnevisionForConditionalGeneration,
@@ -281,7 +281,7 @@ def build_llava_onevision(seed: int = 0) -> tuple[nn.Module, Any]:
 
 
 def build_internvl(seed: int = 0) -> tuple[nn.Module, Any]:
-    """Two or three crops and the whole picture; a view costs 2 x 2 tokens."""
+    """Two or three crops and the whole image; a view costs 2 x 2 tokens."""
     from transformers import (
         GotOcr2ImageProcessor,
         InternVLConfig,
@@ -341,7 +341,7 @@ def _idefics(tokens: Any) -> dict[str, Any]:
 
 
 def build_idefics3(seed: int = 0) -> tuple[nn.Module, Any]:
-    """Views of 4 x 4 patches, 2 x 2 tokens; pictures are cut into up to 2 x 2 crops."""
+    """Views of 4 x 4 patches, 2 x 2 tokens; images are split into up to 2 x 2 crops."""
     from transformers import (
         Idefics3Config,
         Idefics3ForConditionalGeneration,
@@ -364,7 +364,7 @@ def build_idefics3(seed: int = 0) -> tuple[nn.Module, Any]:
 
 
 def build_smolvlm(seed: int = 0) -> tuple[nn.Module, Any]:
-    """As Idefics3, with clips. Its processor needs the package num2words."""
+    """As Idefics3, with videos. Its processor needs the package num2words."""
     from transformers import (
         SmolVLMConfig,
         SmolVLMForConditionalGeneration,
@@ -391,7 +391,7 @@ def build_smolvlm(seed: int = 0) -> tuple[nn.Module, Any]:
 
 
 def build_gemma3(seed: int = 0, window: int = 256) -> tuple[nn.Module, Any]:
-    """Three layers with a window and one without; 4 x 4 tokens an image."""
+    """Three layers with a window and one without; 4 x 4 tokens per image."""
     from transformers import (
         Gemma3Config,
         Gemma3ForConditionalGeneration,
@@ -466,7 +466,7 @@ def build_fast_vlm(seed: int = 0) -> tuple[nn.Module, Any]:
 
 
 def builders() -> dict[str, Any]:
-    """Every family by its name, LLaVA and LLaVA-NeXT among them."""
+    """Builders of all families by name, including LLaVA and LLaVA-NeXT."""
     import tiny_models
 
     found = {

@@ -1,8 +1,8 @@
-"""Random-weight models from transformers' own classes, at a size that runs in milliseconds.
+"""Tiny random-weight models from transformers' own classes, which run in milliseconds.
 
 Nothing is downloaded and no global random state is used: the same arguments give the same weights
-in every process. The weights are wide enough that attention is far from uniform, so a test that
-drops tokens and sees no change is a test that failed.
+in every process. The weights are large enough that attention is far from uniform, so dropping
+tokens changes the result.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ SPECIAL_TOKENS = ("<pad>", "<s>", "</s>", "<unk>", "<image>")
 PAD_ID, BOS_ID, EOS_ID, UNK_ID, IMAGE_ID = range(len(SPECIAL_TOKENS))
 VOCAB_SIZE = len(SPECIAL_TOKENS) + 256
 
-# As in the llava-hf checkpoints, with the pictures where the content has them, so that "frame 1"
-# may stand before the first frame of a clip.
+# As in the llava-hf checkpoints, with images at their positions in the content, so that "frame 1"
+# may precede the first frame of a video.
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{% if message['role'] != 'system' %}{{ message['role'].upper() + ': ' }}{% endif %}"
@@ -43,16 +43,16 @@ def build_llava(
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
 ) -> tuple[nn.Module, Any]:
-    """LLaVA-1.5: CLIP tower with CLS, 16 visual tokens a picture, grouped-query Llama.
+    """LLaVA-1.5: CLIP tower with CLS, 16 visual tokens per image, grouped-query Llama.
 
     Parameters
     ----------
     folder : str or Path, optional
-        Where model and processor are saved too, for ``from_pretrained``.
+        Model and processor are also saved here, for ``from_pretrained``.
     layers, kv_heads : int
         Layers and KV heads (of 4 heads) of the language model.
     dtype : torch.dtype
-        The float32 weights of the same seed, rounded.
+        dtype to which the float32 weights are rounded.
     seed : int
 
     Returns
@@ -84,7 +84,7 @@ def build_llava_next(
 ) -> tuple[nn.Module, Any]:
     """LLaVA-NeXT: base view and up to 2x2 (or 1x3) crops, a newline after each row of the canvas.
 
-    A square picture costs 16 + 64 + 8 visual tokens. Parameters and result as in `build_llava`.
+    A square image costs 16 + 64 + 8 visual tokens. Parameters and result as in `build_llava`.
     """
     from transformers import (
         LlavaNextConfig,
@@ -111,7 +111,7 @@ def build_llava_next(
 
 
 def build_text_only(folder: str | Path, *, seed: int = 0) -> nn.Module:
-    """A plain Llama with its tokenizer, saved into ``folder``: what a user may load by mistake."""
+    """A plain Llama with its tokenizer, saved into ``folder``, as users may load by mistake."""
     from transformers import LlamaForCausalLM
 
     with torch.random.fork_rng(devices=[]):
@@ -123,7 +123,7 @@ def build_text_only(folder: str | Path, *, seed: int = 0) -> nn.Module:
 
 
 def picture(width: int = 64, height: int = 64, seed: int = 0) -> Image.Image:
-    """Coloured noise on several scales: every patch differs from every other one."""
+    """Coloured noise on several scales: all patches differ."""
     rng = np.random.default_rng(seed)
     canvas = np.zeros((height, width, 3))
     for cells in (2, 5, 11):
@@ -151,7 +151,7 @@ def _backend_tokenizer() -> str:
 
 
 def build_tokenizer() -> Any:
-    """One token per byte, so that every text can be written; ``<s>`` is put in front."""
+    """One token per byte, so that any text can be encoded, with ``<s>`` prepended."""
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
@@ -198,7 +198,7 @@ def _configs(layers: int, kv_heads: int) -> dict[str, Any]:
 
 
 def _fill(model: nn.Module, seed: int) -> None:
-    """Overwrite every weight; special tokens get no logit, so no run ends or breaks by chance."""
+    """Overwrite every weight; special tokens get no logit, so they are never generated."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, weight in sorted(model.named_parameters()):

@@ -1,4 +1,4 @@
-"""How many numbers are summed on the way from pixels to a feature, for `closeness`."""
+"""Numbers of summed terms from pixels to a feature, for `closeness`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from vlmfast import VLM
 
 
 def tower(vlm: VLM) -> int:
-    """``terms`` of a feature that the language model gets: a patch, the blocks, the projector."""
+    """``terms`` of an input feature of the language model: a patch, the blocks, the projector."""
     config = vlm.model.config.vision_config
     rows = (config.image_size // config.patch_size) ** 2 + 1
     blocks = network(SimpleNamespace(config=config), rows)
@@ -18,5 +18,5 @@ def tower(vlm: VLM) -> int:
 
 
 def answer(vlm: VLM, rows: int) -> int:
-    """``terms`` of a logit over ``rows`` rows behind pictures."""
+    """``terms`` of a logit over ``rows`` rows after images."""
     return tower(vlm) + network(vlm.model, rows)
