@@ -1,7 +1,7 @@
-"""Calls launchers on a machine without a GPU: Triton binds, specialises and compiles, and stops.
+"""Call launchers without a GPU: Triton binds, specializes and compiles, but does not launch.
 
-What a launch passes (pointers that are None, tuples, sizes of 1, types) is looked at by Triton's
-binder, which the interpreter does not have. Run by test_compile.py; prints the kernels it bound.
+Triton's binder, which the interpreter does not use, checks the arguments of a launch (None
+pointers, tuples, sizes of 1, types). Run by test_compile.py; prints the kernels that were bound.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from vlmfast.kernels import (
 
 
 class NoDriver:
-    """A GPU that answers what it is, and nothing else."""
+    """A driver that reports its target, and nothing else."""
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)

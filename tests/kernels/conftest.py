@@ -1,4 +1,4 @@
-"""Kernels against their references: on a GPU where there is one, else in Triton's interpreter."""
+"""Fixtures of the kernel tests, which run on a GPU if available, else in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -17,17 +17,19 @@ def device() -> torch.device:
 
 @pytest.fixture
 def triton(monkeypatch: pytest.MonkeyPatch, poisoned: None) -> None:
-    """Kernels run on Triton, whatever the device, into poisoned memory."""
+    """Run kernels on Triton on any device, with poisoned output memory."""
     if isinstance(_triton.triton, _triton._Absent):
         pytest.skip("no Triton on this platform")
-    if _triton.INTERPRETED and not _interpreter_counts():
-        pytest.skip("this Triton interprets no loop with this NumPy; 3.6 needs NumPy before 2.4")
+    if _triton.INTERPRETED and not _interpreter_has_loops():
+        pytest.skip(
+            "this Triton cannot interpret loops with this NumPy; 3.6 needs NumPy before 2.4"
+        )
     monkeypatch.setenv("VLMFAST_KERNELS", "triton")
 
 
 @pytest.fixture
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory that nobody has written holds NaN, or a number far from all others."""
+    """Fill uninitialized memory with NaN, or an integer near the maximum of its dtype."""
     for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
         make = getattr(owner, name)
 
@@ -51,8 +53,8 @@ def _count(out, n):
 
 
 @functools.cache
-def _interpreter_counts() -> bool:
-    """Whether loops may end where the run-time says."""
+def _interpreter_has_loops() -> bool:
+    """Whether the interpreter supports loops with a run-time bound."""
     out = torch.zeros(1, dtype=torch.int32)
     try:
         _count[(1,)](out, 3)

@@ -1,4 +1,4 @@
-"""Attention with a bias for each key: the kernel against the reference, and what a bias means."""
+"""`biased_attention`: the kernel against its reference, and the effect of a bias."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from vlmfast.kernels.biased_attention import biased_attention, biased_attention_
 
 pytestmark = pytest.mark.usefixtures("triton")
 
-# Batch, heads (Hq, Hk), rows T, keys S, head dimension D, and how it is called.
+# Batch, heads (Hq, Hk), rows T, keys S, head dimension D, and keyword arguments.
 CASES = {
-    "one of everything": (1, (1, 1), 1, 1, 8, {}),
+    "minimal": (1, (1, 1), 1, 1, 8, {}),
     "one row": (2, (4, 2), 1, 70, 16, {"bias": "heads"}),
     "two blocks of rows": (1, (2, 1), 140, 140, 16, {"bias": "keys"}),
     "grouped": (2, (4, 2), 33, 33, 64, {"bias": "heads"}),
     "no bias": (1, (2, 2), 70, 70, 72, {}),
-    "rows behind keys": (1, (2, 1), 20, 90, 24, {"bias": "keys"}),
-    "all see all": (2, (2, 1), 50, 65, 80, {"bias": "rows", "causal": False}),
+    "fewer rows than keys": (1, (2, 1), 20, 90, 24, {"bias": "keys"}),
+    "not causal": (2, (2, 1), 50, 65, 80, {"bias": "rows", "causal": False}),
     "padding": (3, (2, 2), 40, 40, 16, {"bias": "rows", "causal": False, "lengths": (40, 7, 0)}),
     "causal padding": (2, (2, 1), 70, 70, 16, {"lengths": (66, 3), "bias": "heads"}),
-    "hidden keys": (1, (2, 2), 30, 30, 16, {"bias": "hides"}),
+    "masked keys": (1, (2, 2), 30, 30, 16, {"bias": "masks"}),
     "wide": (1, (2, 1), 70, 70, 256, {"bias": "keys"}),
-    "a scale": (1, (2, 1), 40, 40, 96, {"scaling": 0.3, "bias": "keys"}),
+    "scaling": (1, (2, 1), 40, 40, 96, {"scaling": 0.3, "bias": "keys"}),
 }
 
 
@@ -38,10 +38,10 @@ def inputs(
     query = torch.randn(b, hq, t, d, generator=generator)
     key, value = torch.randn(2, b, hk, s, d, generator=generator)
     how, bias = dict(how), None
-    shapes = {"keys": (s,), "rows": (b, 1, s), "heads": (b, hk, s), "hides": (s,)}
+    shapes = {"keys": (s,), "rows": (b, 1, s), "heads": (b, hk, s), "masks": (s,)}
     if kind := how.pop("bias", None):
         bias = torch.randint(1, 30, shapes[kind], generator=generator).float().log().to(device)
-    if kind == "hides":
+    if kind == "masks":
         bias[:3] = -torch.inf
         bias[9:20] = -torch.inf
     if lengths := how.get("lengths"):
@@ -52,12 +52,12 @@ def inputs(
 
 
 def sums(args: list[Tensor | None]) -> int:
-    """A logit over the head dimension, then the values over the keys."""
+    """Terms of the sums: a logit over the head dimension, then the values over the keys."""
     return args[1].shape[-1] + args[1].shape[-2]
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_attention_is_that_of_the_reference(name: str, device: torch.device) -> None:
+def test_matches_reference(name: str, device: torch.device) -> None:
     args, how = inputs(name, device)
     got, expected = biased_attention(*args, **how), biased_attention_ref(*args, **how)
     assert got.shape == args[0].shape and got.dtype == torch.float32
@@ -65,20 +65,22 @@ def test_attention_is_that_of_the_reference(name: str, device: torch.device) -> 
     assert bool(got.isfinite().all())
     if args[3] is not None:
         bare = biased_attention_ref(*args[:3], **how)
-        apart(got, bare, terms=sums(args))  # control: without the bias it is something else
+        apart(got, bare, terms=sums(args))  # control: without the bias the result differs
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("name", ["grouped", "all see all", "one row", "a scale"])
-def test_half_precision(name: str, dtype: torch.dtype, device: torch.device) -> None:
+@pytest.mark.parametrize("name", ["grouped", "not causal", "one row", "scaling"])
+def test_half_precision_matches_reference(
+    name: str, dtype: torch.dtype, device: torch.device
+) -> None:
     args, how = inputs(name, device, dtype)
     got, expected = biased_attention(*args, **how), biased_attention_ref(*args, **how)
     assert got.dtype == dtype
-    # Sums are float32's; rounded are the result and, on a GPU, the weights that meet the values.
+    # Sums are in float32; the result and, on a GPU, the attention weights are rounded.
     close(got, expected, dtype, 2)
 
 
-def test_the_reference_is_attention_with_a_map(device: torch.device) -> None:
+def test_reference_matches_sdpa_with_mask(device: torch.device) -> None:
     torch.manual_seed(0)
     query, key, value = torch.randn(3, 2, 2, 20, 8, device=device)
     bias = torch.randn(20, device=device)
@@ -89,7 +91,7 @@ def test_the_reference_is_attention_with_a_map(device: torch.device) -> None:
         close(run(query, key, value, bias), expected, terms=8 + 20)
 
 
-def test_a_key_of_weight_n_counts_as_n_keys(device: torch.device) -> None:
+def test_bias_log_n_equals_n_copies_of_a_key(device: torch.device) -> None:
     torch.manual_seed(0)
     query, key, value = torch.randn(3, 1, 2, 12, 16, device=device)
     weight = torch.tensor([1, 3, 1, 2, 5, 1, 1, 1, 4, 1, 1, 1], device=device)
@@ -98,15 +100,15 @@ def test_a_key_of_weight_n_counts_as_n_keys(device: torch.device) -> None:
     close(got, biased_attention(query, *many, causal=False), terms=16 + int(weight.sum()))
 
 
-def test_rows_that_see_nothing_are_zero(device: torch.device) -> None:
-    args, how = inputs("hidden keys", device)
+def test_fully_masked_rows_are_zero(device: torch.device) -> None:
+    args, how = inputs("masked keys", device)
     got = biased_attention(*args, **how)
     assert not got[:, :, :3].any() and got[:, :, 3:].any(-1).all()
     args, how = inputs("padding", device)
     assert not biased_attention(*args, **how)[2].any()
 
 
-def test_views_that_are_not_contiguous(device: torch.device) -> None:
+def test_non_contiguous_inputs(device: torch.device) -> None:
     args, how = inputs("grouped", device)
     expected = biased_attention_ref(*args, **how)
     turned = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in args[:3]]
@@ -115,36 +117,36 @@ def test_views_that_are_not_contiguous(device: torch.device) -> None:
         close(biased_attention(*views, **how), expected, terms=sums(args))
 
 
-def test_the_same_bits_twice(device: torch.device) -> None:
+def test_is_deterministic(device: torch.device) -> None:
     args, how = inputs("two blocks of rows", device)
     assert torch.equal(biased_attention(*args, **how), biased_attention(*args, **how))
 
 
 @pytest.mark.parametrize("choice", ["triton", "torch"])
-def test_what_is_refused(
+def test_invalid_inputs_raise(
     choice: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLMFAST_KERNELS", choice)
     x = torch.zeros(2, 3, 9, 16, device=device)
     bias = torch.zeros(8, device=device)
-    refused = {
+    invalid = {
         r"key \(2, 2, 9, 16\)": (x, x[:, :2], x[:, :2]),
         r"value \(2, 3, 8, 16\)": (x, x, x[:, :, 1:]),
         r"key \(2, 3, 9, 8\)": (x, x[..., :8], x[..., :8]),
         "no query row or no key": (x, x[:, :, :0], x[:, :, :0]),
         "9 causal rows over 8 keys; it takes at most 8": (x, x[:, :, 1:], x[:, :, 1:]),
         r"torch\.float32, torch\.float16, torch\.float32": (x, x.half(), x),
-        r"a bias of shape \(8,\); it takes \(9,\) to \(2, 3, 9\)": (x, x, x, bias),
+        r"bias of shape \(8,\); it takes \(9,\) to \(2, 3, 9\)": (x, x, x, bias),
     }
-    for told, args in refused.items():
-        with pytest.raises(VLMFastError, match=f"biased_attention: .*{told}"):
+    for message, args in invalid.items():
+        with pytest.raises(VLMFastError, match=f"biased_attention: .*{message}"):
             biased_attention(*args)
     with pytest.raises(VLMFastError, match=r"lengths of shape \(3,\); it takes \(2,\)"):
         biased_attention(x, x, x, lengths=torch.ones(3, dtype=torch.int64, device=device))
 
 
 @pytest.mark.parametrize("dim", [4, 20, 264])
-def test_head_dimensions_that_are_refused(dim: int, device: torch.device) -> None:
+def test_unsupported_head_dimension_raises(dim: int, device: torch.device) -> None:
     x = torch.zeros(1, 1, 2, dim, device=device)
     with pytest.raises(VLMFastError, match=f"biased_attention: head dimension {dim}; it takes mu"):
         biased_attention(x, x, x)

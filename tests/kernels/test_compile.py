@@ -1,4 +1,4 @@
-"""Every kernel compiles for a Hopper GPU without spills, here where there may be no GPU at all."""
+"""All kernels compile for a Hopper GPU without spills; no GPU is needed."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ pytestmark = pytest.mark.skipif(_compiler() is None, reason="Triton has no ptxas
 
 
 def run(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
-    """Another Python: this one interprets kernels, and what it interprets it cannot compile."""
+    """Run another Python: this process interprets kernels, and cannot compile them."""
     left_out = ("TRITON_INTERPRET", "VLMFAST_KERNELS")
     kept = {key: value for key, value in os.environ.items() if key not in left_out}
     return subprocess.run([sys.executable, *args], env=kept | env, capture_output=True, text=True)
 
 
-def test_every_variant_compiles_and_none_spills() -> None:
+def test_all_variants_compile_without_spills() -> None:
     done = run("-m", "vlmfast.kernels.compile")
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     failed = [line for line in lines if "error" in line]
@@ -61,7 +61,7 @@ def spilling(x, out, N: tl.constexpr):
     tl.store(out + n, a / tl.sum(a, 0))
 
 @triton.jit
-def refused(x, out, N: tl.constexpr):
+def invalid(x, out, N: tl.constexpr):
     tl.store(out + tl.arange(0, N), tl.load(x))
 
 @triton.jit
@@ -72,13 +72,13 @@ def fine(x, out, n, N: tl.constexpr):
 types = {"x": "*fp32", "out": "*fp32", "n": "i32"}
 VARIANTS = [
     Variant(spilling, types, {"N": 8192}, warps=1),
-    Variant(refused, types, {"N": 100}),
+    Variant(invalid, types, {"N": 100}),
     Variant(fine, types, {"N": 128}),
 ]
 """
 
 
-def test_what_spills_or_does_not_compile_is_told(tmp_path: Path) -> None:
+def test_spills_and_compile_errors_are_reported(tmp_path: Path) -> None:
     (tmp_path / "bad.py").write_text(BAD)
     code = """
 import json, bad
@@ -90,21 +90,21 @@ for i in range(len(bad.VARIANTS)):
     paths = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     done = run("-c", code, VLMFAST_KERNELS="triton", PYTHONPATH=paths)
     assert done.returncode == 0, done.stderr
-    spilling, refused, fine = map(json.loads, done.stdout.splitlines())
+    spilling, invalid, fine = map(json.loads, done.stdout.splitlines())
     assert spilling["spills"] > 0 and spilling["error"] == f"spills {spilling['spills']} bytes"
-    assert "power of 2" in refused["error"] and "registers" not in refused
+    assert "power of 2" in invalid["error"] and "registers" not in invalid
     assert "error" not in fine and fine["kernel"] == "fine" and fine["registers"] > 0
 
 
-def test_words_of_the_command() -> None:
+def test_command_rejects_unknown_files_and_interpreter() -> None:
     done = run("-m", "vlmfast.kernels.compile", "col_stats", "nothing")
-    assert done.returncode == 2 and "nothing: not among " in done.stderr
+    assert done.returncode == 2 and "unknown kernel files nothing; allowed are " in done.stderr
     done = run("-m", "vlmfast.kernels.compile", TRITON_INTERPRET="1")
     assert done.returncode == 2 and "unset TRITON_INTERPRET" in done.stderr
 
 
-def test_launchers_give_triton_what_it_takes() -> None:
-    """Through Triton's own binder of arguments, which its interpreter does without."""
+def test_launch_arguments_bind_and_compile() -> None:
+    """With Triton's own argument binder, which its interpreter does not use."""
     done = run(str(HERE / "bound.py"), VLMFAST_KERNELS="triton")
     assert done.returncode == 0, done.stderr
     kernels = {"_row_lse", "_join", "_col_stats", "_top_k", "_mass_count", "_gather_rows"}

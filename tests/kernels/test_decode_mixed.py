@@ -1,4 +1,4 @@
-"""Decode attention over quantised segments and a float tail: kernel against reference."""
+"""Decode attention over quantized segments and a float tail: kernel against reference."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from vlmfast.kernels.quantize_kv import Segment, quantise
 
 pytestmark = [
     pytest.mark.usefixtures("triton"),
-    # The interpreter computes with NumPy, which tells of infinities; some tests are about them.
+    # The interpreter uses NumPy, which warns about the infinities of some tests.
     pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning"),
 ]
 
@@ -29,7 +29,7 @@ KINDS = {
     "2 bit, whole": {"bits": 2, "scaled": True},
     "8 bit": {"bits": 8},
     "groups": {"bits": 2, "key_group": 8, "value_group": 8},
-    # Tiles that end with their group; parts with several value groups, and groups across parts.
+    # Tiles that end at a group border; several value groups per part; groups across parts.
     "odd groups": {"bits": 4, "key_group": 24, "value_group": 16},
     "groups across parts": {"bits": 2, "key_group": 5, "value_group": 32, "scaled": True},
     "small groups": {"bits": 8, "key_group": 40, "value_group": 4},
@@ -42,30 +42,30 @@ def noise(*shape: int, seed: int = 0) -> Tensor:
 
 
 def segment(kind: str, lengths: list[list[int]], dim: int, dtype, device, bias: bool) -> Segment:
-    """A segment of ragged rows and heads; what lies behind them is garbage."""
+    """A segment of ragged rows and heads, with garbage in its padding."""
     counts = torch.tensor(lengths)
     (batch, heads), n = counts.shape, max(map(max, lengths))
     parts = []
     for row in range(batch):
         keys, values = (noise(heads, n, dim, seed=7 * row + s).to(dtype) for s in (1, 2))
         order = torch.arange(n).expand(heads, -1)
-        added = noise(heads, n, seed=row) if bias else None
-        with pytest.MonkeyPatch.context() as patch:  # not what is tested here
+        logit_bias = noise(heads, n, seed=row) if bias else None
+        with pytest.MonkeyPatch.context() as patch:  # not under test here
             patch.setenv("VLMFAST_KERNELS", "torch")
-            made = quantise(keys, values, order, counts[row], bias=added, **KINDS[kind])
+            made = quantise(keys, values, order, counts[row], bias=logit_bias, **KINDS[kind])
         parts.append(made.unsqueeze())
     return Segment.cat(parts)._each(lambda name, x: x.to(device))
 
 
 def case(batch, shared, groups, rows, dim, cap, dtype, device, kinds=(), bias=False):
-    """Arguments of `decode_mixed`; the tail is ragged and poisoned behind its lengths."""
+    """Arguments of `decode_mixed`; the tail is ragged, with NaN after its lengths."""
     query = noise(batch, shared * groups, rows, dim, seed=3).to(device, dtype)
     keys, values = (noise(batch, shared, cap, dim, seed=s).to(device, dtype) for s in (4, 5))
     length = torch.arange(1, batch * shared + 1).view(batch, shared) * cap // (batch * shared + 1)
     last = length[..., None] + torch.arange(rows)
     mask = (torch.arange(cap) < last[..., None]).to(device)
-    gone = (~mask.any(2))[..., None]
-    keys, values = keys.masked_fill(gone, torch.nan), values.masked_fill(gone, torch.nan)
+    masked = (~mask.any(2))[..., None]
+    keys, values = keys.masked_fill(masked, torch.nan), values.masked_fill(masked, torch.nan)
     tail_bias = noise(batch, shared, cap, seed=6).to(device) if bias else None
     segments = []
     for at, kind in enumerate(kinds):
@@ -77,13 +77,13 @@ def case(batch, shared, groups, rows, dim, cap, dtype, device, kinds=(), bias=Fa
 
 
 def sums(arguments: tuple) -> int:
-    """A logit over the head dimension, then the values over all slots."""
+    """Terms of the sums: a logit over the head dimension, then the values over all slots."""
     query, segments, keys = arguments[:3]
     return query.shape[-1] + keys.shape[2] + sum(map(len, segments))
 
 
 def seen(lse: Tensor) -> Tensor:
-    """A row that sees nothing has no normaliser."""
+    """Normalizers, with -inf for rows that see nothing."""
     return lse.masked_fill(lse == -1e30, -torch.inf)
 
 
@@ -92,8 +92,8 @@ def check(arguments: tuple, mass: bool = False) -> None:
     expected = decode_mixed_ref(*arguments, want_mass=mass)
     assert got[0].dtype == expected[0].dtype
     dtype, terms = arguments[0].dtype, sums(arguments)
-    # Sums are float32's. In half precision the result is rounded, and tensor cores multiply what
-    # was rounded: queries and weights.
+    # Sums are in float32. In half precision the result and the operands of the tensor cores
+    # (queries and weights) are rounded.
     inner = (torch.float32, terms) if INTERPRETED or dtype == torch.float32 else (dtype, 2)
     close(got[0], expected[0], dtype, terms if dtype == torch.float32 else 2)
     close(seen(got[1]), seen(expected[1]), *inner)
@@ -109,55 +109,55 @@ BOTH = ("4 bit, whole", "groups")
 
 @pytest.mark.parametrize("kinds", [(), *[(kind,) for kind in USUAL], BOTH])
 @pytest.mark.parametrize("groups", [1, 3])
-def test_it_is_the_reference(kinds, groups, device) -> None:
+def test_matches_reference(kinds, groups, device) -> None:
     check(case(2, 2, groups, 1, 64, 50, torch.float32, device, kinds), mass=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("groups", [1, 3])
-def test_half_precision(dtype, groups, device) -> None:
+def test_half_precision_matches_reference(dtype, groups, device) -> None:
     check(case(2, 2, groups, 1, 64, 50, dtype, device, BOTH), mass=True)
 
 
 @pytest.mark.parametrize("kind", ["odd groups", "groups across parts", "small groups"])
 @pytest.mark.parametrize("groups", [1, 2])
-def test_groups_of_any_size(kind, groups, device) -> None:
+def test_odd_group_sizes_match_reference(kind, groups, device) -> None:
     check(case(2, 1, groups, 1, 96, 20, torch.float32, device, (kind,)), mass=True)
     check(case(1, 2, groups, 1, 64, 20, torch.float32, device, (kind,)))
 
 
 @pytest.mark.parametrize("dim", [8, 72, 80, 96, 128])
-def test_head_dimensions(dim: int, device) -> None:
+def test_head_dimensions_match_reference(dim: int, device) -> None:
     check(case(1, 2, 2, 1, dim, 33, torch.float32, device, ("4 bit, whole",)))
 
 
 @pytest.mark.parametrize("rows", [1, 2, 7, 20])
 @pytest.mark.parametrize("groups", [1, 4])
-def test_several_rows_and_a_bias(rows: int, groups: int, device) -> None:
+def test_multiple_rows_with_bias_match_reference(rows: int, groups: int, device) -> None:
     kinds = ("2 bit, whole", "groups")
     check(case(2, 1, groups, rows, 32, 41, torch.float32, device, kinds, bias=True), mass=True)
 
 
-def test_many_splits(device) -> None:
-    """Longer than what one program reads."""
+def test_long_tail_matches_reference(device) -> None:
+    """Longer than the slots of one program."""
     check(case(1, 1, 2, 1, 16, 700, torch.float32, device, ("8 bit",)), mass=True)
 
 
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("kinds", [("4 bit, whole", "groups"), ("odd groups",), ()])
-def test_splits_of_every_piece(kinds, groups, device, monkeypatch) -> None:
-    """As many programs as there are tiles, some of them without a slot."""
+def test_one_tile_per_split_matches_default(kinds, groups, device, monkeypatch) -> None:
+    """As many programs as tiles, including programs without slots."""
     arguments = case(1, 2, groups, 1, 32, 100, torch.float32, device, kinds, bias=True)
     whole = decode_mixed(*arguments, want_mass=True)
-    monkeypatch.setattr(module, "LEAST", 16)
+    monkeypatch.setattr(module, "MIN_SLOTS", 16)
     check(arguments, mass=True)
     for ours, other in zip(whole, decode_mixed(*arguments, want_mass=True), strict=True):
         close(ours, other, terms=sums(arguments))
 
 
 @pytest.mark.parametrize("groups", [1, 2])
-def test_a_row_is_what_it_is_alone(groups, device) -> None:
-    """Bit for bit: the batch has no part in how sums are made."""
+def test_row_is_independent_of_batch(groups, device) -> None:
+    """Bit for bit: the order of summation does not depend on the batch."""
     query, segments, keys, values, mask, *_ = case(
         3, 1, groups, 1, 16, 40, torch.float32, device, ("4 bit, whole", "groups")
     )
@@ -171,44 +171,44 @@ def test_a_row_is_what_it_is_alone(groups, device) -> None:
 
 
 @pytest.mark.parametrize("groups", [1, 2])
-def test_what_does_not_exist_is_not_read(groups, device) -> None:
-    """Codes, parameters and biases behind the lengths; the tail is poisoned in all tests."""
+def test_padding_is_not_read(groups, device) -> None:
+    """Codes, parameters and biases after the lengths; the tail has NaN in all tests."""
     arguments = list(
         case(2, 1, groups, 1, 16, 20, torch.float32, device, ("2 bit, whole", "groups"), bias=True)
     )
     clean = decode_mixed(*arguments, want_mass=True)
     spoiled = []
-    for of in arguments[1]:
-        gone = ~of.valid
-        wide = gone[..., None]
-        first = torch.arange(of.key_step.shape[-2], device=device) * of.group
-        unused = ((first >= of.lengths[..., None]) & (of.group > 0))[..., None]
+    for part in arguments[1]:
+        masked = ~part.valid
+        wide = masked[..., None]
+        first = torch.arange(part.key_step.shape[-2], device=device) * part.group
+        unused = ((first >= part.lengths[..., None]) & (part.group > 0))[..., None]
         changed = {
-            "key_codes": of.key_codes.masked_fill(wide, 255),
-            "value_codes": of.value_codes.masked_fill(wide, 255),
-            "key_step": of.key_step.masked_fill(unused, torch.nan),
-            "key_min": of.key_min.masked_fill(unused, torch.inf),
-            "value_step": of.value_step.masked_fill(wide, torch.nan),
-            "value_min": of.value_min.masked_fill(wide, torch.inf),
-            "bias": of.bias.masked_fill(gone, torch.nan),
+            "key_codes": part.key_codes.masked_fill(wide, 255),
+            "value_codes": part.value_codes.masked_fill(wide, 255),
+            "key_step": part.key_step.masked_fill(unused, torch.nan),
+            "key_min": part.key_min.masked_fill(unused, torch.inf),
+            "value_step": part.value_step.masked_fill(wide, torch.nan),
+            "value_min": part.value_min.masked_fill(wide, torch.inf),
+            "bias": part.bias.masked_fill(masked, torch.nan),
         }
-        spoiled.append(of._each(lambda name, x, changed=changed: changed.get(name, x)))
+        spoiled.append(part._each(lambda name, x, changed=changed: changed.get(name, x)))
     arguments[1] = spoiled
     for ours, other in zip(clean, decode_mixed(*arguments, want_mass=True), strict=True):
         assert torch.equal(ours, other)
 
-    def longer(of: Segment) -> Segment:
-        more = of.lengths.clamp(max=len(of) - 1) + 1
-        return of._each(lambda name, x: more if name == "lengths" else x)
+    def longer(part: Segment) -> Segment:
+        lengths = part.lengths.clamp(max=len(part) - 1) + 1
+        return part._each(lambda name, x: lengths if name == "lengths" else x)
 
-    arguments[1] = [longer(of) for of in spoiled]  # control: one of what is spoiled
+    arguments[1] = [longer(part) for part in spoiled]  # control: one spoiled slot becomes valid
     got = decode_mixed(*arguments)
     assert not all(
         torch.equal(ours[0], other[0]) for ours, other in zip(got[:2], clean[:2], strict=True)
     )
 
 
-def test_a_bias_that_hides_keys(device) -> None:
+def test_infinite_bias_masks_keys(device) -> None:
     arguments = list(case(1, 2, 2, 1, 16, 20, torch.float32, device, bias=True))
     arguments[6][..., 1] = -torch.inf
     check(tuple(arguments), mass=True)
@@ -217,7 +217,7 @@ def test_a_bias_that_hides_keys(device) -> None:
     assert not out.any() and (lse == -1e30).all()
 
 
-def test_nothing_there(device) -> None:
+def test_empty_tail_and_empty_query(device) -> None:
     query, _, keys, values, mask, *_ = case(1, 2, 2, 1, 16, 20, torch.float32, device)
     none = (keys[:, :, :0], values[:, :, :0], mask[..., :0])
     out, lse, mass = decode_mixed(query, [], *none, want_mass=True)
@@ -226,7 +226,7 @@ def test_nothing_there(device) -> None:
     assert out.shape == (1, 4, 0, 16) and lse.shape == (1, 4, 0)
 
 
-def test_segments_that_are_not_contiguous(device) -> None:
+def test_non_contiguous_segments(device) -> None:
     arguments = list(case(2, 2, 1, 1, 32, 20, torch.float32, device, ("groups", "4 bit, whole")))
     shorter = [of.first(17) for of in arguments[1]]
     assert not shorter[0].key_codes.is_contiguous()
@@ -238,32 +238,32 @@ def test_segments_that_are_not_contiguous(device) -> None:
     check(tuple(arguments))
 
 
-def test_nothing_waits_for_the_device(device, monkeypatch) -> None:
+def test_launch_does_not_synchronize(device, monkeypatch) -> None:
     arguments = case(2, 2, 2, 1, 32, 40, torch.float32, device, ("4 bit, whole", "groups"))
 
     def refuse(*args, **kwargs):
-        raise AssertionError("asked for a number")
+        raise AssertionError("synchronized")
 
-    asked = ("item", "tolist", "nonzero", "__bool__", "__int__", "__float__", "__index__")
+    methods = ("item", "tolist", "nonzero", "__bool__", "__int__", "__float__", "__index__")
     with monkeypatch.context() as patch:
-        for name in asked:
+        for name in methods:
             patch.setattr(torch.Tensor, name, refuse)
-        with pytest.raises(AssertionError, match="asked"):  # control
+        with pytest.raises(AssertionError, match="synchronized"):  # control
             int(arguments[1][0].lengths.max())
         for kernel in ("_attend", "_attend_one", "_join", "_mass"):
-            patch.setattr(module, kernel, _Anything())
+            patch.setattr(module, kernel, _NoKernel())
         decode_mixed(*arguments, want_mass=True)
 
 
-class _Anything:
-    """A kernel that does nothing: what is looked at is how it is launched."""
+class _NoKernel:
+    """A kernel that does nothing; only its launch is checked."""
 
     def __getitem__(self, grid: tuple[int, ...]):
         assert all(isinstance(size, int) for size in grid)
         return lambda *args, **kwargs: None
 
 
-def test_a_row_that_sees_nothing_is_zero(device) -> None:
+def test_fully_masked_row_is_zero(device) -> None:
     arguments = list(case(2, 2, 2, 1, 16, 20, torch.float32, device))
     arguments[4] = arguments[4].clone()
     arguments[4][1] = False
@@ -273,7 +273,7 @@ def test_a_row_that_sees_nothing_is_zero(device) -> None:
     check(tuple(arguments))
 
 
-def test_what_is_not_contiguous(device) -> None:
+def test_non_contiguous_inputs(device) -> None:
     query, segments, keys, values, mask, scaling, bias = case(
         1, 2, 2, 2, 32, 24, torch.float32, device
     )
@@ -290,8 +290,8 @@ def test_golden(path: Path, monkeypatch) -> None:
         golden_decode(data | {"v4": data["v4"].roll(1, -1)}, {})
 
 
-def test_a_control(device) -> None:
-    """Another key is another result."""
+def test_changed_key_changes_output(device) -> None:
+    """Another key gives another result."""
     arguments = list(case(1, 1, 2, 1, 16, 20, torch.float32, device))
     expected = decode_mixed_ref(*arguments)[0]
     arguments[2] = arguments[2].clone()
@@ -299,7 +299,7 @@ def test_a_control(device) -> None:
     apart(decode_mixed(*arguments)[0], expected, terms=sums(arguments))
 
 
-def test_what_is_refused(device) -> None:
+def test_invalid_inputs_raise(device) -> None:
     with pytest.raises(VLMFastError, match="head dimension 12"):
         decode_mixed(*case(1, 1, 1, 1, 12, 8, torch.float32, device))
     with pytest.raises(VLMFastError, match="head dimension 264"):
@@ -312,7 +312,7 @@ def test_what_is_refused(device) -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs two devices")
-def test_mixed_devices_are_refused() -> None:
+def test_mixed_devices_raise() -> None:
     query, segments, keys, values, mask, *rest = case(1, 1, 1, 1, 16, 8, torch.float32, "cuda")
     with pytest.raises(VLMFastError, match="one device"):
         decode_mixed(query.cpu(), segments, keys, values, mask, *rest)

@@ -1,4 +1,4 @@
-"""Choosing rows that differ: the kernels against references, and these against plain loops."""
+"""`diversity`: the kernels against references, and the references against plain loops."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def features(*shape: int, device: torch.device, seed: int = 0) -> Tensor:
 
 
 def grid(*shape: int, device: torch.device, seed: int = 0) -> Tensor:
-    """Symmetric matrices of few values, so that there are ties."""
+    """Symmetric matrices of few values, for ties."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randint(0, 4, (*shape, shape[-1]), generator=generator).float() / 4
     x = torch.maximum(x, x.transpose(-1, -2))
@@ -45,7 +45,7 @@ def grid(*shape: int, device: torch.device, seed: int = 0) -> Tensor:
 
 
 def farthest(similarity: Tensor, k: int) -> list[int]:
-    """One matrix, row by row."""
+    """Greedy max-min of one matrix, row by row."""
     far, n = 1 - similarity.double(), len(similarity)
     score = [min((float(far[i, j]) for j in range(n) if j != i), default=0.0) for i in range(n)]
     chosen: list[int] = []
@@ -57,7 +57,7 @@ def farthest(similarity: Tensor, k: int) -> list[int]:
 
 
 @pytest.mark.parametrize(("n", "k"), [(1, 1), (2, 2), (9, 4), (40, 40), (130, 12)])
-def test_the_farthest_follow_each_other(n: int, k: int, device: torch.device) -> None:
+def test_max_min_matches_greedy_loop(n: int, k: int, device: torch.device) -> None:
     for similarity in (cosine(features(n, 16, device=device)), grid(n, device=device)):
         expected = farthest(similarity.cpu(), k)
         assert max_min(similarity, k).tolist() == expected
@@ -66,7 +66,7 @@ def test_the_farthest_follow_each_other(n: int, k: int, device: torch.device) ->
         assert expected != sorted(expected)
 
 
-def test_rows_that_are_the_same_do_not_both_stay(device: torch.device) -> None:
+def test_max_min_skips_duplicates(device: torch.device) -> None:
     x = features(12, 8, device=device).repeat(2, 1)
     chosen = (max_min(cosine(x), 12) % 12).tolist()
     assert sorted(chosen) == list(range(12))
@@ -75,8 +75,8 @@ def test_rows_that_are_the_same_do_not_both_stay(device: torch.device) -> None:
 # --- determinants --------------------------------------------------------------------------------
 
 
-def test_a_determinant_grows_as_it_can(device: torch.device) -> None:
-    """PrefillContext by step, by determinants themselves."""
+def test_dpp_maximizes_determinant_greedily(device: torch.device) -> None:
+    """Step by step, with explicit determinants."""
     x = features(9, 12, device=device)
     kernel = x @ x.T / 12
     chosen = dpp(kernel, 5).tolist()
@@ -85,14 +85,14 @@ def test_a_determinant_grows_as_it_can(device: torch.device) -> None:
         rest = [r for r in range(9) if r not in chosen[:i]]
         dets = [float(torch.det(wide[s][:, s])) for s in ([*chosen[:i], r] for r in rest)]
         assert rest[dets.index(max(dets))] == row
-    # The greedy choice is among the better ones of all.
-    every = [float(torch.det(wide[list(s)][:, list(s)])) for s in combinations(range(9), 5)]
+    # The greedy choice is among the best tenth of all choices.
+    all_dets = [float(torch.det(wide[list(s)][:, list(s)])) for s in combinations(range(9), 5)]
     own = float(torch.det(wide[chosen][:, chosen]))
-    assert own >= sorted(every)[len(every) * 9 // 10]
+    assert own >= sorted(all_dets)[len(all_dets) * 9 // 10]
 
 
 @pytest.mark.parametrize(("n", "k"), [(1, 1), (20, 20), (70, 18), (130, 9)])
-def test_dpp_is_that_of_the_reference(n: int, k: int, device: torch.device) -> None:
+def test_dpp_matches_reference(n: int, k: int, device: torch.device) -> None:
     for seed in range(2):
         x = features(n, n + 5, device=device, seed=seed)
         worth = features(n, device=device, seed=9).abs() + 0.5
@@ -100,8 +100,8 @@ def test_dpp_is_that_of_the_reference(n: int, k: int, device: torch.device) -> N
         assert torch.equal(dpp(kernel, k), dpp_ref(kernel, k))
 
 
-def test_what_adds_nothing_follows_in_order(device: torch.device) -> None:
-    """Three directions, each four times: then the lowest indices."""
+def test_dpp_without_gain_takes_lowest_indices(device: torch.device) -> None:
+    """Three directions, each four times, then the lowest indices."""
     kernel = torch.eye(3, device=device).repeat(4, 4)
     kernel[5, 5] = 1.5
     for run in (dpp, dpp_ref):
@@ -114,24 +114,22 @@ def test_what_adds_nothing_follows_in_order(device: torch.device) -> None:
 
 
 def clouds(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Three clouds of points, and which each is of."""
-    of = torch.arange(36) % 3
+    """Three clouds of points, and the cloud of each point."""
+    cloud = torch.arange(36) % 3
     middle = torch.tensor([[0.0, 0], [9, 0], [0, 9]])
-    points = middle[of] + torch.randn(36, 2, generator=torch.Generator().manual_seed(0))
-    return torch.cdist(points, points).to(device), of
+    points = middle[cloud] + torch.randn(36, 2, generator=torch.Generator().manual_seed(0))
+    return torch.cdist(points, points).to(device), cloud
 
 
-def test_clouds_are_found(device: torch.device) -> None:
-    distance, of = clouds(device)
+def test_density_peaks_finds_clusters(device: torch.device) -> None:
+    distance, cloud = clouds(device)
     centres, label = density_peaks(distance, 3, 5)
-    assert sorted(of[centres.cpu()].tolist()) == [0, 1, 2]
-    assert torch.equal(of[centres.cpu()][label.cpu()], of)
+    assert sorted(cloud[centres.cpu()].tolist()) == [0, 1, 2]
+    assert torch.equal(cloud[centres.cpu()][label.cpu()], cloud)
 
 
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (9, 9, 2), (30, 12, 3), (129, 4, 129)], ids=str)
-def test_peaks_are_those_of_the_reference(
-    sizes: tuple[int, int, int], device: torch.device
-) -> None:
+def test_density_peaks_matches_reference(sizes: tuple[int, int, int], device: torch.device) -> None:
     n, k, neighbours = sizes
     points = features(n, 6, device=device)
     distance = torch.cdist(points, points)
@@ -139,7 +137,7 @@ def test_peaks_are_those_of_the_reference(
         got, expected = (run(matrix, k, neighbours) for run in (density_peaks, density_peaks_ref))
         assert all(map(torch.equal, got, expected))
         assert got[1][got[0]].tolist() == list(range(k))
-    if 1 < k < n:  # control: how many neighbours are asked counts
+    if 1 < k < n:  # control: the number of neighbours matters
         centres = (density_peaks_ref(distance, k, few)[0] for few in (neighbours, 1))
         assert not torch.equal(*centres)
 
@@ -147,7 +145,7 @@ def test_peaks_are_those_of_the_reference(
 # --- all of them ---------------------------------------------------------------------------------
 
 
-def test_matrices_are_taken_one_by_one(device: torch.device) -> None:
+def test_batched_matrices_are_independent(device: torch.device) -> None:
     similarity = cosine(features(2, 2, 12, 8, device=device))
     kernel, distance = similarity + 2 * torch.eye(12, device=device), 1 - similarity
     turned = similarity.transpose(-1, -2)
@@ -160,34 +158,34 @@ def test_matrices_are_taken_one_by_one(device: torch.device) -> None:
             assert torch.equal(ours[at], theirs)
 
 
-def test_no_matrix_at_all(device: torch.device) -> None:
+def test_empty_batch(device: torch.device) -> None:
     none = torch.zeros(0, 5, 5, device=device)
     assert max_min(none, 2).shape == dpp(none, 2).shape == (0, 2)
     assert [x.shape for x in density_peaks(none, 2, 2)] == [(0, 2), (0, 5)]
 
 
-def test_cosines(device: torch.device) -> None:
+def test_cosine_matches_torch(device: torch.device) -> None:
     x = features(4, 6, device=device)
     x[2] = 0
     got = cosine(x.half())
     assert got.dtype == torch.float32 and not got[2].any()
-    # Of rows that were rounded to half precision; the sums are float32's.
+    # The rows were rounded to half precision; the sums are in float32.
     close(got[0, 1], torch.cosine_similarity(x[0], x[1], 0), torch.float16, 1, scale=1)
     close(got[0, 1], torch.cosine_similarity(*x[:2].half().float(), 0), terms=6, scale=1)
 
 
 @pytest.mark.parametrize("path", sorted(GOLDEN.rglob("divprune-*")), ids=lambda p: p.stem)
-def test_stored_choices(path: Path, device: torch.device) -> None:
+def test_golden_max_min(path: Path, device: torch.device) -> None:
     data = {name: of.to(device) for name, of in load_file(path).items()}
     tokens, stored = data["visual_tokens"], data["selected_in_order"]
     if tokens.dtype != torch.float32:
-        pytest.skip("chosen by a matrix in half precision")
+        pytest.skip("selected with a matrix in half precision")
     assert torch.equal(max_min(cosine(tokens), len(stored)), stored)
     assert not torch.equal(max_min(cosine(tokens.roll(1, 0)), len(stored)), stored)
 
 
 @pytest.mark.parametrize("path", sorted(GOLDEN.rglob("sparsevlm-cluster-*")), ids=lambda p: p.stem)
-def test_stored_clusters(path: Path, device: torch.device) -> None:
+def test_golden_clusters(path: Path, device: torch.device) -> None:
     data = {name: of.to(device) for name, of in load_file(path).items()}
     x, k = data["x"][0], int(data["cluster_num"])
     _, label = density_peaks(torch.cdist(x, x) / x.shape[1] ** 0.5, k, k)
@@ -196,7 +194,7 @@ def test_stored_clusters(path: Path, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("choice", ["triton", "torch"])
-def test_what_is_refused(
+def test_invalid_inputs_raise(
     choice: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLMFAST_KERNELS", choice)
@@ -207,9 +205,7 @@ def test_what_is_refused(
         "density_peaks": lambda x, k: density_peaks(x, k, 2),
     }.items():
         for wrong in (x[:4], x[0], x.half()):
-            with pytest.raises(
-                VLMFastError, match=rf"{name}: a matrix .*; it takes \(\.\.\., N, N"
-            ):
+            with pytest.raises(VLMFastError, match=rf"{name}: matrix .*; it takes \(\.\.\., N, N"):
                 run(wrong, 2)
         for k in (0, 6):
             with pytest.raises(VLMFastError, match=f"{name}: {k} of 5 rows; it takes 1 to 5"):
@@ -219,7 +215,7 @@ def test_what_is_refused(
             density_peaks(x, 2, neighbours)
 
 
-def test_matrices_that_are_too_large(device: torch.device) -> None:
+def test_too_large_matrix_raises(device: torch.device) -> None:
     large = torch.zeros(1, device=device).expand(9000, 9000)
     for run in (max_min, dpp, lambda x, k: density_peaks(x, k, 2)):
         with pytest.raises(VLMFastError, match="9000 rows; it takes up to 8192"):

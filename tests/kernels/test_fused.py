@@ -1,4 +1,4 @@
-"""Fused steps: what Hugging Face's decoder makes of the same tokens and the same cache."""
+"""Fused steps match Hugging Face's decoder on the same tokens and the same cache."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ STEPS = 2
 
 @dataclass(frozen=True)
 class Uneven(CacheStage):
-    """Keeps another number of slots in each head."""
+    """Keeps a different number of slots in each head."""
 
     name: ClassVar[str] = "test-uneven"
 
@@ -49,16 +49,16 @@ RECIPES: dict[str, list[Any]] = {
     "full": [()],
     "ragged heads": [Uneven()],
     "ragged rows": [(), Uneven(), "snapkv:share=0.7,window=4"],
-    "quantised": ["kivi:bits=4,group=4,residual=4"],
-    "quantised in two widths, counted": ["zipcache:page=4"],
+    "quantized": ["kivi:bits=4,group=4,residual=4"],
+    "quantized in two widths, attention counted": ["zipcache:page=4"],
     "biased": ["visionzip:dominant=4,contextual=3,repair=true"],
     "tracked": ["h2o:0.6"],
-    "renumbered, and not": ["pyramiddrop:layers=1,positions=compact", ()],
+    "compact and kept positions": ["pyramiddrop:layers=1,positions=compact", ()],
 }
 
 
 def build_qwen2(monkeypatch, **more: Any) -> tuple[Any, Any]:
-    """LLaVA on a language model of Qwen2's kind: biases on queries, keys and values."""
+    """LLaVA with a Qwen2 language model: biases on queries, keys and values."""
     from transformers import Qwen2Config
 
     made = tiny_models._configs
@@ -82,13 +82,13 @@ def build(kind: str, monkeypatch, device: torch.device) -> VLM:
 
 
 def decoder_of(vlm: VLM, recipes: list) -> Decoder:
-    """Rows with prompts of different lengths, read by the references."""
+    """Rows with prompts of different lengths, prefilled by the references."""
     runs = []
     with torch.no_grad(), switched(vlm.model), references():
         for number, recipe in enumerate(recipes):
-            pictures = [picture(seed=10 * number + i) for i in range(number + 1)]
-            tensors = vlm.inputs("what is here ?", images=pictures)
-            inputs = Inputs(tensors, [(p.height, p.width) for p in pictures], "what ?")
+            images = [picture(seed=10 * number + i) for i in range(number + 1)]
+            tensors = vlm.inputs("what is here ?", images=images)
+            inputs = Inputs(tensors, [(p.height, p.width) for p in images], "what ?")
             run = Driven(vlm.adapter, inputs, Recipe.of(recipe), time.perf_counter())
             run.start(8)
             runs.append(run)
@@ -110,8 +110,8 @@ def noise(*shape: int, seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-class Pass:
-    """The same tokens through either decoder, each on a cache of its own."""
+class ForwardPass:
+    """The same tokens through either decoder, each with its own cache."""
 
     def __init__(self, vlm: VLM, decoder: Decoder, tokens: int = 1, tree: Tensor | None = None):
         self.vlm, self.decoder, self.tree = vlm, decoder, tree
@@ -127,13 +127,13 @@ class Pass:
         return DecodeContext(cache, self.tree)
 
     def plain(self, cache: KVCache) -> tuple[Tensor, dict[int, Tensor]]:
-        seen: dict[int, Tensor] = {}
+        layer_inputs: dict[int, Tensor] = {}
         step, layers = self.step(cache), self.vlm.adapter.decoder.layers
         hooks = [
             layer.register_forward_pre_hook(
-                lambda module, args, at=at: seen.__setitem__(at, args[0])
+                lambda module, args, index=index: layer_inputs.__setitem__(index, args[0])
             )
-            for at, layer in enumerate(layers)
+            for index, layer in enumerate(layers)
         ]
         with references(), self.decoder.shifted(step, self.position):
             hidden = self.vlm.adapter.decoder(
@@ -145,7 +145,7 @@ class Pass:
             ).last_hidden_state
         for hook in hooks:
             hook.remove()
-        return hidden, seen
+        return hidden, layer_inputs
 
     def fused(self, cache: KVCache, later: int = 0) -> tuple[Tensor, dict[int, Tensor]]:
         step, taps = self.step(cache), range(self.vlm.adapter.depth)
@@ -161,25 +161,27 @@ class Pass:
 
 
 def written(cache: KVCache, tokens: int) -> list[Tensor]:
-    """Everything that a layer holds, up to what the last pass wrote."""
-    found = []
+    """All tensors of the layers, up to the slots that the last forward pass wrote."""
+    tensors = []
     for layer in cache.layers:
         at = torch.arange(layer.keys.shape[2], device=layer.keys.device)
         slots = at < layer.length[..., None] + tokens
         for name in ("keys", "values", "order", "mass", "bias"):
-            of = getattr(layer, name)
-            if of is not None:
-                found.append(of.masked_fill(~slots.view(*slots.shape, *(1,) * (of.dim() - 3)), 0))
-    return found
+            values = getattr(layer, name)
+            if values is not None:
+                tensors.append(
+                    values.masked_fill(~slots.view(*slots.shape, *(1,) * (values.dim() - 3)), 0)
+                )
+    return tensors
 
 
-def compare(of: Pass) -> None:
-    """Both passes, on clones of the decoder's cache, and a control."""
-    cache, tokens = of.decoder.cache, of.embeds.shape[1]
+def compare(forward_pass: ForwardPass) -> None:
+    """Compare both forward passes on clones of the decoder's cache, with a control."""
+    cache, tokens = forward_pass.decoder.cache, forward_pass.embeds.shape[1]
     ours, theirs, later = cache.clone(), cache.clone(), cache.clone()
-    hidden, seen = of.fused(ours)
-    expected, inputs = of.plain(theirs)
-    terms = network(of.vlm.model, max(layer.keys.shape[2] for layer in cache.layers))
+    hidden, seen = forward_pass.fused(ours)
+    expected, inputs = forward_pass.plain(theirs)
+    terms = network(forward_pass.vlm.model, max(layer.keys.shape[2] for layer in cache.layers))
     close(hidden, expected, terms=terms)
     assert seen.keys() == inputs.keys()
     for layer, x in seen.items():
@@ -190,41 +192,41 @@ def compare(of: Pass) -> None:
         else:
             assert torch.equal(a, b)
     assert torch.equal(ours.length, cache.length)
-    apart(of.fused(later, later=1)[0], expected, terms=terms)
+    apart(forward_pass.fused(later, later=1)[0], expected, terms=terms)
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])
 @pytest.mark.parametrize("case", RECIPES)
 @torch.no_grad()
-def test_a_step_is_the_decoder_s(kind: str, case: str, triton, device, monkeypatch) -> None:
+def test_fused_step_matches_decoder(kind: str, case: str, triton, device, monkeypatch) -> None:
     vlm = build(kind, monkeypatch, device)
     decoder = decoder_of(vlm, RECIPES[case])
-    if case == "renumbered, and not":
+    if case == "compact and kept positions":
         assert offsets(decoder)
     assert fusable(vlm.adapter)
     with switched(vlm.model):
         for _ in range(STEPS):
-            of = Pass(vlm, decoder)
-            compare(of)
-            of.plain(decoder.cache)
+            forward_pass = ForwardPass(vlm, decoder)
+            compare(forward_pass)
+            forward_pass.plain(decoder.cache)
             decoder.cache.advance()
             decoder.position.add_(1)
 
 
-@pytest.mark.parametrize("case", ["full", "ragged rows", "quantised"])
+@pytest.mark.parametrize("case", ["full", "ragged rows", "quantized"])
 @torch.no_grad()
-def test_a_tree_is_the_decoder_s(case: str, triton, device, monkeypatch) -> None:
+def test_fused_tree_matches_decoder(case: str, triton, device, monkeypatch) -> None:
     vlm = build("llama", monkeypatch, device)
     decoder = decoder_of(vlm, RECIPES[case])
     parents, seen = (-1, 0, 0, 1, 1, 2), torch.eye(6, dtype=torch.bool)
     for node, parent in enumerate(parents[1:], 1):
         seen[node] |= seen[parent]
     with switched(vlm.model):
-        compare(Pass(vlm, decoder, 6, seen.repeat(len(RECIPES[case]), 1, 1).to(device)))
+        compare(ForwardPass(vlm, decoder, 6, seen.repeat(len(RECIPES[case]), 1, 1).to(device)))
 
 
 @torch.no_grad()
-def test_the_kernels_are_what_runs(triton, device, monkeypatch) -> None:
+def test_fused_step_launches_kernels(triton, device, monkeypatch) -> None:
     vlm = build("llama", monkeypatch, device)
     decoder = decoder_of(vlm, RECIPES["full"])
     counts: dict[str, int] = {}
@@ -232,24 +234,24 @@ def test_the_kernels_are_what_runs(triton, device, monkeypatch) -> None:
     def count(module: Any, name: str) -> None:
         launch = getattr(module, name)
 
-        def noted(*args):
+        def counted(*args):
             counts[name] = counts.get(name, 0) + 1
             return launch(*args)
 
-        monkeypatch.setattr(module, name, noted)
+        monkeypatch.setattr(module, name, counted)
 
     count(norm_rope_append, "_launch_norm")
     count(norm_rope_append, "_launch_rotate")
     count(swiglu, "_launch")
     with switched(vlm.model):
-        Pass(vlm, decoder).fused(decoder.cache)
+        ForwardPass(vlm, decoder).fused(decoder.cache)
     depth = vlm.adapter.depth
     assert counts == {"_launch_norm": 2 * depth + 1, "_launch_rotate": depth, "_launch": depth}
 
 
-@pytest.mark.parametrize("case", ["full", "ragged rows", "quantised", "tracked"])
-def test_nothing_waits_for_the_device(case: str, monkeypatch) -> None:
-    """On fake tensors, where kernels are their references."""
+@pytest.mark.parametrize("case", ["full", "ragged rows", "quantized", "tracked"])
+def test_fused_step_does_not_synchronize(case: str, monkeypatch) -> None:
+    """On fake tensors, with the references instead of kernels."""
     monkeypatch.setenv("VLMFAST_KERNELS", "torch")
     vlm = build("llama", monkeypatch, torch.device("cpu"))
     decoder = decoder_of(vlm, RECIPES[case])
@@ -261,10 +263,10 @@ def test_nothing_waits_for_the_device(case: str, monkeypatch) -> None:
     assert watch.trace and not watch.complaints
 
 
-# --- what is fused -------------------------------------------------------------------------------
+# --- fusable layers -------------------------------------------------------------------------------
 
 
-def test_not_on_a_cpu_unless_asked(monkeypatch) -> None:
+def test_not_fusable_on_cpu_by_default(monkeypatch) -> None:
     vlm = build("llama", monkeypatch, torch.device("cpu"))
     for choice in ("torch", ""):
         monkeypatch.setenv("VLMFAST_KERNELS", choice)
@@ -278,7 +280,7 @@ def known(model: Any) -> bool:
     return vlm.adapter.kept["fusable"]
 
 
-def test_kinds_of_layers(monkeypatch) -> None:
+def test_fusable_detects_supported_layers(monkeypatch) -> None:
     monkeypatch.setenv("VLMFAST_KERNELS", "torch")
     model, _ = build_llava(layers=2)
     assert known(model)
@@ -287,12 +289,12 @@ def test_kinds_of_layers(monkeypatch) -> None:
     assert not known(model)
     hook.remove()
     assert known(model)
-    layers[0].self_attn.forward = layers[0].self_attn.forward  # somebody's wrapper
+    layers[0].self_attn.forward = layers[0].self_attn.forward  # a user's wrapper
     assert not known(model)
     del layers[0].self_attn.forward
 
     class Scaled(type(layers[1])):
-        """A layer that does something else under the same names."""
+        """A layer with the same attributes and another forward."""
 
         def forward(self, *args, **kwargs):
             return 2 * super().forward(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Rows that stay: the kernel against PyTorch's own gathers, bit by bit."""
+"""`gather_rows`: the kernel against PyTorch's gathers, bit for bit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DTYPES = [
 def filled(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, seed: int = 0
 ) -> Tensor:
-    """Any bits, infinities among them; PyTorch's own gather on a CPU turns one NaN into another."""
+    """Random bits, including infinities. No NaN: PyTorch's gather on a CPU changes their bits."""
     generator = torch.Generator().manual_seed(seed)
     if dtype == torch.bool:
         return (torch.rand(shape, generator=generator) < 0.5).to(device)
@@ -50,7 +50,7 @@ def same(got: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> bool:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_shared_rows_of_every_dtype(dtype: torch.dtype, device: torch.device) -> None:
+def test_shared_index_all_dtypes(dtype: torch.dtype, device: torch.device) -> None:
     x = filled((2, 40, 24), dtype, device)
     index = drawn((33,), 40, device)
     got = gather_rows(index, x, dim=1)
@@ -60,7 +60,7 @@ def test_shared_rows_of_every_dtype(dtype: torch.dtype, device: torch.device) ->
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_rows_of_each_head_of_every_dtype(dtype: torch.dtype, device: torch.device) -> None:
+def test_index_per_head_all_dtypes(dtype: torch.dtype, device: torch.device) -> None:
     x = filled((3, 40, 72), dtype, device)
     index = drawn((3, 21), 40, device)
     got = gather_rows(index, x)
@@ -69,8 +69,8 @@ def test_rows_of_each_head_of_every_dtype(dtype: torch.dtype, device: torch.devi
     assert not same(got, gather_rows_ref(index.roll(1, 0), x))  # control
 
 
-def test_hidden_states_and_tables_at_once(device: torch.device) -> None:
-    """Several columns of tiles, several rows of them, and neither full."""
+def test_hidden_states_and_rotary_tables(device: torch.device) -> None:
+    """Several rows and columns of tiles, the last ones partial."""
     s, index = 300, torch.arange(0, 300, 2, device=device)
     tensors = (
         filled((1, s, 600), torch.bfloat16, device),
@@ -82,7 +82,7 @@ def test_hidden_states_and_tables_at_once(device: torch.device) -> None:
     assert same(got, tuple(x[:, ::2].contiguous() for x in tensors))
 
 
-def test_keys_and_values_and_what_is_known_of_them(device: torch.device) -> None:
+def test_keys_values_and_slot_metadata(device: torch.device) -> None:
     tensors = (
         filled((4, 290, 80), torch.float16, device),
         filled((4, 290, 80), torch.float16, device, 1),
@@ -95,7 +95,7 @@ def test_keys_and_values_and_what_is_known_of_them(device: torch.device) -> None
     assert same(got, gather_rows_ref(index, *tensors))
 
 
-def test_one_launch(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_tensors_in_one_launch(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     grids, real = [], module._gather_rows
 
     class Recorded:
@@ -109,7 +109,7 @@ def test_one_launch(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> No
     assert len(grids) == 1
 
 
-def test_axes_in_front_and_behind(device: torch.device) -> None:
+def test_leading_and_trailing_axes(device: torch.device) -> None:
     x = filled((2, 3, 20, 4, 5), torch.float16, device)
     index = drawn((2, 3, 7), 20, device)
     assert same(gather_rows(index, x), gather_rows_ref(index, x))
@@ -121,8 +121,8 @@ def test_axes_in_front_and_behind(device: torch.device) -> None:
     assert same(gather_rows(shared, flat), (flat[shared],))
 
 
-def test_views(device: torch.device) -> None:
-    """Part of a buffer, heads behind tokens, every second channel, an expanded index."""
+def test_non_contiguous_inputs(device: torch.device) -> None:
+    """A slice of a buffer, heads after tokens, every second channel, an expanded index."""
     buffer = filled((3, 90, 16), torch.float16, device)
     x = buffer[:, 10:50]
     index = drawn((3, 21), 40, device)
@@ -135,17 +135,17 @@ def test_views(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("given", ["each", "all", "none", "full"])
-def test_counts(given: str, device: torch.device) -> None:
-    """Behind them are zeros, and the index may point anywhere."""
+def test_rows_after_counts_are_zero(given: str, device: torch.device) -> None:
+    """After the counts, rows are zero and the index may hold any values."""
     tensors = (filled((3, 50, 40), torch.float16, device), filled((3, 50), torch.int64, device, 1))
     index = drawn((3, 45), 50, device)
     counts = {"each": [45, 0, 17], "all": 17, "none": 0, "full": [45] * 3}[given]
     counts = torch.tensor(counts, device=device)
-    wild = index.clone()
-    for row, count in zip(wild, counts.expand(3).tolist(), strict=True):
+    out_of_range = index.clone()
+    for row, count in zip(out_of_range, counts.expand(3).tolist(), strict=True):
         row[count:] = 10**12
-    got = gather_rows(wild, *tensors, counts=counts)
-    assert same(got, gather_rows_ref(wild, *tensors, counts=counts))
+    got = gather_rows(out_of_range, *tensors, counts=counts)
+    assert same(got, gather_rows_ref(out_of_range, *tensors, counts=counts))
     plain = gather_rows_ref(index, *tensors)
     for ours, whole in zip(got, plain, strict=True):
         for head, count in enumerate(counts.expand(3).tolist()):
@@ -153,7 +153,7 @@ def test_counts(given: str, device: torch.device) -> None:
             assert not bits(ours[head, count:]).any()
 
 
-def test_counts_of_a_shared_index(device: torch.device) -> None:
+def test_counts_with_shared_index(device: torch.device) -> None:
     x = filled((2, 30, 8), torch.float32, device)
     index, count = drawn((20,), 30, device), torch.tensor(13, device=device)
     got = gather_rows(index, x, dim=1, counts=count)
@@ -161,7 +161,7 @@ def test_counts_of_a_shared_index(device: torch.device) -> None:
     assert torch.equal(bits(got[0][:, :13]), bits(x[:, index[:13]])) and not got[0][:, 13:].any()
 
 
-def test_nothing_to_take(device: torch.device) -> None:
+def test_empty_index_and_empty_tensors(device: torch.device) -> None:
     x = filled((3, 30, 8), torch.float32, device)
     none = torch.zeros(3, 0, dtype=torch.int64, device=device)
     assert gather_rows(none) == ()
@@ -172,7 +172,7 @@ def test_nothing_to_take(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("choice", ["triton", "torch"])
-def test_what_is_refused(
+def test_invalid_inputs_raise(
     choice: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLMFAST_KERNELS", choice)

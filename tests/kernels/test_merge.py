@@ -24,11 +24,11 @@ pytestmark = pytest.mark.usefixtures("triton")
 
 # Heads, slots, kept slots, head dimension.
 SHAPES = {
-    "one of everything": (1, 2, 1, 8),
-    "blocks that are not full": (2, 90, 12, 24),
+    "minimal": (1, 2, 1, 8),
+    "partial blocks": (2, 90, 12, 24),
     "several blocks": (1, 150, 70, 16),
-    "few stay": (2, 140, 3, 128),
-    "few go": (1, 70, 69, 80),
+    "few kept": (2, 140, 3, 128),
+    "few evicted": (1, 70, 69, 80),
     "wide": (1, 40, 9, 256),
     "odd": (2, 75, 11, 72),
 }
@@ -45,7 +45,7 @@ def inputs(
 
 
 def check(got: tuple[Tensor, ...], expected: tuple[Tensor, ...], keys: Tensor) -> None:
-    """Means over the slots of ``keys``, in float32; what is stored in half precision is rounded."""
+    """Means over the slots of ``keys``, in float32; half-precision results are rounded."""
     for ours, theirs in zip(got, expected, strict=True):
         assert ours.dtype == theirs.dtype and ours.shape == theirs.shape
         close(ours, theirs, terms=sum(keys.shape[1:]) if ours.dtype == torch.float32 else 1)
@@ -53,11 +53,11 @@ def check(got: tuple[Tensor, ...], expected: tuple[Tensor, ...], keys: Tensor) -
 
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("mode", MODES)
-def test_merging_is_that_of_the_reference(name: str, mode: str, device: torch.device) -> None:
+def test_matches_reference(name: str, mode: str, device: torch.device) -> None:
     args = inputs(SHAPES[name], device)
     got = merge_into(*args, mode)
     check(got, merge_into_ref(*args, mode), args[0])
-    # Control: other slots give something else.
+    # Control: other slots give another result.
     other = merge_into_ref(*inputs(SHAPES[name], device, seed=1)[:2], args[2], mode)
     for ours, theirs in zip(got[:2], other, strict=False):
         apart(ours, theirs, terms=sum(args[0].shape[1:]))
@@ -65,18 +65,20 @@ def test_merging_is_that_of_the_reference(name: str, mode: str, device: torch.de
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rule", RULES)
-def test_rules_in_every_dtype(rule: str, dtype: torch.dtype, device: torch.device) -> None:
+def test_rules_match_reference_in_all_dtypes(
+    rule: str, dtype: torch.dtype, device: torch.device
+) -> None:
     args = inputs((3, 70, 15, 64), device, dtype)
     weight = torch.rand(3, 70, generator=torch.Generator().manual_seed(0)).to(device) + 0.5
     got = merge_into(*args, "weighted", rule=rule, weight=weight)
     check(got, merge_into_ref(*args, "weighted", rule=rule, weight=weight), args[0])
-    if rule != "all":  # control, on what is stored in float32 in every case
+    if rule != "all":  # control, on the weights, which are always float32
         apart(got[2], merge_into_ref(*args, "weighted", weight=weight)[2], terms=70 + 64)
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_heads_of_several_lengths(rule: str, device: torch.device) -> None:
-    """What does not exist holds NaN, and one head keeps all that it has."""
+def test_ragged_heads_match_reference(rule: str, device: torch.device) -> None:
+    """Padding is NaN, and one head keeps all of its slots."""
     lengths, counts = (80, 9, 40), (30, 9, 1)
     keys, values, _ = inputs((3, 80, 30, 16), device)
     valid = torch.arange(80) < torch.tensor(lengths)[:, None]
@@ -96,8 +98,8 @@ def test_heads_of_several_lengths(rule: str, device: torch.device) -> None:
     assert got[2][1, :9].tolist() == [1.0] * 9
 
 
-def test_views_that_are_not_contiguous(device: torch.device) -> None:
-    """Heads interleaved with slots, as a projection leaves them; the last axis with gaps too."""
+def test_non_contiguous_inputs(device: torch.device) -> None:
+    """Heads interleaved with slots, as in a projection; a last axis with gaps."""
     shape = (3, 40, 9, 16)
     keys, values, keep = inputs(shape, device)
     expected = merge_into_ref(keys, values, keep)
@@ -108,14 +110,14 @@ def test_views_that_are_not_contiguous(device: torch.device) -> None:
     check(merge_into(turned, spread, wide), expected, keys)
 
 
-def test_nothing_to_merge(device: torch.device) -> None:
+def test_keeping_all_slots_is_identity(device: torch.device) -> None:
     keys, values, keep = inputs((2, 9, 9, 8), device)
     k, v, weight = merge_into(keys, values, keep)
     assert torch.equal(k, keys) and torch.equal(v, values)
     assert torch.equal(weight, torch.ones_like(weight))
 
 
-def test_ties_and_keys_without_direction(device: torch.device) -> None:
+def test_ties_take_first_pivot_and_zero_keys_are_finite(device: torch.device) -> None:
     """The first of equally near pivots takes a slot, also across blocks of pivots."""
     keys = torch.zeros(1, 140, 8, device=device)
     keys[0, :, 0] = 1.0
@@ -127,7 +129,7 @@ def test_ties_and_keys_without_direction(device: torch.device) -> None:
     assert bool(k.isfinite().all())
 
 
-def test_the_same_bits_twice(device: torch.device) -> None:
+def test_is_deterministic(device: torch.device) -> None:
     args = inputs((2, 120, 8, 32), device)
     first, second = merge_into(*args, "weighted"), merge_into(*args, "weighted")
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
@@ -138,9 +140,9 @@ def test_the_same_bits_twice(device: torch.device) -> None:
     [p for name in ("pivot", "weighted", "gqa") for p in sorted(GOLDEN.rglob(f"lookm-{name}-*"))],
     ids=lambda p: p.stem,
 )
-def test_stored_merges(path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_golden_merges(path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     if device.type == "cuda":
-        pytest.skip("the cases are made on the CPU")
+        pytest.skip("the cases use tensors on the CPU")
     calls = []
     monkeypatch.setattr(
         module,
@@ -154,31 +156,31 @@ def test_stored_merges(path: Path, device: torch.device, monkeypatch: pytest.Mon
     assert bool(calls) == (meta.get("merge") != "False")
 
 
-def test_stored_merges_are_there() -> None:
+def test_golden_merges_exist() -> None:
     assert list(GOLDEN.rglob("lookm-pivot-*"))
 
 
 @pytest.mark.parametrize("choice", ["triton", "torch"])
-def test_what_is_refused(
+def test_invalid_inputs_raise(
     choice: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLMFAST_KERNELS", choice)
     keys, values, keep = inputs((2, 9, 3, 8), device)
-    refused = {
+    invalid = {
         r"keys \(2, 9, 8\), values \(2, 8, 8\)": (keys, values[:, 1:], keep),
         r"kept slots \(1, 3\)": (keys, values, keep[:1]),
         "0 kept of 9 slots; it takes at least one": (keys, values, keep[:, :0]),
         "keys in torch.float32, values in torch.float16; it takes one": (keys, values.half(), keep),
         "mode='mean' must be one of pivot, avg, weighted": (keys, values, keep, "mean"),
     }
-    for told, args in refused.items():
-        with pytest.raises(VLMFastError, match=f"merge: .*{told}"):
+    for message, args in invalid.items():
+        with pytest.raises(VLMFastError, match=f"merge: .*{message}"):
             merge_into(*args)
     with pytest.raises(VLMFastError, match="merge: rule='head' must be one of all, token, slot"):
         merge_into(keys, values, keep, rule="head")
 
 
 @pytest.mark.parametrize("dim", [4, 20, 264])
-def test_head_dimensions_that_are_refused(dim: int, device: torch.device) -> None:
+def test_unsupported_head_dimension_raises(dim: int, device: torch.device) -> None:
     with pytest.raises(VLMFastError, match=f"merge: head dimension {dim}; it takes multiples of 8"):
         merge_into(*inputs((1, 4, 2, dim), device))

@@ -1,4 +1,4 @@
-"""A whole model on the kernels: the same tokens as on their references."""
+"""A whole model gives the same tokens with the kernels and with their references."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from vlmfast.kernels import (
 
 STEP = (decode_mixed, norm_rope_append, swiglu)  # what every decode step launches
 MODULES = (*STEP, biased_attention, col_stats, gather_rows, merge, quantize_kv, select)
-# What a recipe must launch beside the decode step's own attention.
+# What a recipe must launch in addition to the kernels of the decode step.
 RECIPES = {
     "none": (),
     "snapkv:share=0.7,window=4": (col_stats, select),
@@ -43,29 +43,29 @@ RECIPES = {
 @pytest.fixture(scope="module")
 def vlm(device: torch.device) -> VLM:
     model, processor = build_llava(layers=4)
-    # On a GPU too step by step: what launches is counted.
+    # Eager on a GPU too, since launches are counted.
     return VLM(model.to(device), processor, decoding="eager")
 
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """How often each of the kernels' files was launched."""
+    """Number of launches per kernel file."""
     counts: dict[str, int] = {}
     for module in MODULES:
         for name in [name for name in vars(module) if name.startswith("_launch")]:
             launch = getattr(module, name)
 
             @functools.wraps(launch)
-            def noted(*args, _launch=launch, _name=module.__name__, **kwargs):
+            def counting(*args, _launch=launch, _name=module.__name__, **kwargs):
                 counts[_name] = counts.get(_name, 0) + 1
                 return _launch(*args, **kwargs)
 
-            monkeypatch.setattr(module, name, noted)
+            monkeypatch.setattr(module, name, counting)
     return counts
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.usefixtures("triton")
-def test_a_model_gives_the_same_tokens(vlm: VLM, recipe: str, monkeypatch) -> None:
+def test_tokens_match_reference(vlm: VLM, recipe: str, monkeypatch) -> None:
     given = {"images": picture(seed=3), "recipe": recipe, "max_new_tokens": 6}
     counts = counted(monkeypatch)
     got = vlm.ask("what is here ?", **given, eos_token_id=None)
@@ -88,7 +88,7 @@ def test_a_model_gives_the_same_tokens(vlm: VLM, recipe: str, monkeypatch) -> No
     ],
 )
 @pytest.mark.usefixtures("triton")
-def test_trees_give_the_same_tokens(vlm: VLM, recipe: str, monkeypatch) -> None:
+def test_drafting_gives_same_tokens(vlm: VLM, recipe: str, monkeypatch) -> None:
     given = {"images": picture(seed=3), "max_new_tokens": 9, "eos_token_id": None}
     wanted = vlm.ask("what is here ?", recipe=recipe, **given).token_ids
     seen = []
@@ -100,7 +100,7 @@ def test_trees_give_the_same_tokens(vlm: VLM, recipe: str, monkeypatch) -> None:
 
 
 @pytest.mark.usefixtures("triton")
-def test_a_ragged_batch_gives_the_same_tokens(vlm: VLM, monkeypatch) -> None:
+def test_ragged_batch_tokens_match_reference(vlm: VLM, monkeypatch) -> None:
     requests = [
         Request("what ?", picture(seed=i), recipe=r, generation={"max_new_tokens": 3 + i})
         for i, r in enumerate(["none", "kivi:bits=2,group=4,residual=4", "h2o:0.7"])
@@ -113,8 +113,8 @@ def test_a_ragged_batch_gives_the_same_tokens(vlm: VLM, monkeypatch) -> None:
 
 @pytest.mark.parametrize("positions", ["keep", "compact"])
 @pytest.mark.usefixtures("triton")
-def test_layers_with_rotary_tables_of_their_own(positions: str, device) -> None:
-    """Where a model gives some layers other tables, rows are dropped from those."""
+def test_drops_rows_of_per_layer_rotary_tables(positions: str, device) -> None:
+    """If some layers get other rotary tables, rows are dropped from those too."""
     model, processor = build_llava(layers=6)
     vlm, seen = VLM(model.to(device), processor, decoding="eager"), {}
 
@@ -125,10 +125,10 @@ def test_layers_with_rotary_tables_of_their_own(positions: str, device) -> None:
     layers = vlm.adapter.decoder.layers
     for index in (3, 4):
         layers[index].register_forward_pre_hook(halve, with_kwargs=True)
-    made = Drops._hook
+    original_hook = Drops._hook
 
-    def noted(self, index: int):
-        drop = made(self, index)
+    def recorded_hook(self, index: int):
+        drop = original_hook(self, index)
 
         def hook(module, args, kwargs):
             found = drop(module, args, kwargs)
@@ -138,7 +138,7 @@ def test_layers_with_rotary_tables_of_their_own(positions: str, device) -> None:
         return hook
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Drops, "_hook", noted)
+        patch.setattr(Drops, "_hook", recorded_hook)
         recipe = f"pyramiddrop:layers=1/3,ratios=0.7/0.4,positions={positions}"
         vlm.ask("what ?", images=picture(seed=1), recipe=recipe, max_new_tokens=1)
     lengths = [seen[index][0].shape[1] for index in range(1, 6)]

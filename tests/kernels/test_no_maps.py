@@ -1,4 +1,4 @@
-"""On the kernels no attention map of a prompt exists, whatever a recipe wants to know of it."""
+"""With the kernels no attention map of a prompt is materialized, for any recipe."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ RECIPES = [
     "zipcache:page=8",
     "downsample:0.3,repair=true",
 ]
-PICTURES = [picture(seed=seed) for seed in range(5)]
+IMAGES = [picture(seed=seed) for seed in range(5)]
 
 
 class Maps(TorchDispatchMode):
-    """Counts what is as long and as wide as the prompt, and float."""
+    """Records float tensors that are at least ``size`` rows by ``size`` columns."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -37,11 +37,11 @@ class Maps(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        for of in tree_leaves(out):
-            if isinstance(of, Tensor) and of.is_floating_point() and of.dim() > 1:
-                rows, columns = of.shape[-2:]
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dim() > 1:
+                rows, columns = leaf.shape[-2:]
                 if min(rows, columns) >= self.size:
-                    self.found.append((str(func), tuple(of.shape)))
+                    self.found.append((str(func), tuple(leaf.shape)))
         return out
 
 
@@ -52,21 +52,21 @@ def vlm(device: torch.device) -> VLM:
 
 
 def maps(vlm: VLM, recipe: str) -> list:
-    """What was made of that size while a prompt was read; the model is narrower than it is long."""
-    length = vlm.ask("what ?", images=PICTURES, max_new_tokens=1).stats.prompt_tokens
+    """Tensors as large as a map created during prefill; the model is narrower than the prompt."""
+    length = vlm.ask("what ?", images=IMAGES, max_new_tokens=1).stats.prompt_tokens
     assert length > 90
-    with Maps(length // 2 + 20) as watch:  # some recipes halve it on the way
-        vlm.ask("what ?", images=PICTURES, recipe=recipe, max_new_tokens=2)
-    # Weights and what runs through the layers are as long, and as wide as the model.
+    with Maps(length // 2 + 20) as watch:  # some recipes halve it during prefill
+        vlm.ask("what ?", images=IMAGES, recipe=recipe, max_new_tokens=2)
+    # Weights and hidden states are as long, but as wide as the model.
     return [entry for entry in watch.found if entry[1][-1] not in (64, 128)]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.usefixtures("triton")
-def test_no_map_exists(vlm: VLM, recipe: str) -> None:
+def test_no_attention_map_is_materialized(vlm: VLM, recipe: str) -> None:
     assert maps(vlm, recipe) == []
 
 
-def test_a_map_is_noticed(vlm: VLM, monkeypatch) -> None:
+def test_reference_attention_map_is_detected(vlm: VLM, monkeypatch) -> None:
     monkeypatch.setenv("VLMFAST_KERNELS", "torch")
     assert maps(vlm, "lookm:share=0.8")

@@ -1,4 +1,4 @@
-"""Between the products of a decode step: the kernels against the references, and Hugging Face."""
+"""`norm_rope_append`: the kernels against the references and Hugging Face."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def noise(*shape: int, device: torch.device, dtype=torch.float32, seed: int = 0)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("added", [True, False])
 @pytest.mark.parametrize("shape", [(1, 1, 8), (2, 1, 100), (5, 1024), (3, 2, 24)])
-def test_norm_is_that_of_llama(
+def test_norm_matches_llama(
     shape: tuple[int, ...], added: bool, dtype: torch.dtype, device: torch.device
 ) -> None:
     x, residual = (noise(*shape, device=device, dtype=dtype, seed=i) for i in (0, 1))
@@ -47,27 +47,29 @@ def test_norm_is_that_of_llama(
     assert got.dtype == dtype and got.shape == x.shape
     # The mean of squares is a sum in float32; in half precision three results are rounded.
     terms = shape[-1] if dtype == torch.float32 else 3
-    # Relative to each entry: nothing cancels behind the sum.
+    # Relative to each entry: nothing cancels after the sum.
     close(got, expected, dtype, terms, scale=expected.abs())
     close(total, whole, dtype, scale=whole.abs())
     reference = residual_norm_ref(x, norm.weight.detach(), 1e-5, residual)
     assert torch.equal(reference[0], expected) and torch.equal(reference[1], whole)
-    if dtype != torch.bfloat16:  # control: the sum is normed, not the row; bfloat16 is too coarse
+    if (
+        dtype != torch.bfloat16
+    ):  # control: the sum is normalized, not the row; bfloat16 is too coarse
         apart(got, norm(x if added else x + 1).detach(), dtype, terms, scale=expected.abs())
 
 
-def test_norm_rounds_before_it_weights(device: torch.device) -> None:
-    """In half precision the order shows."""
+def test_norm_rounds_before_weighting(device: torch.device) -> None:
+    """In half precision the order matters."""
     x, weight = (noise(64, 48, device=device, dtype=torch.float16), noise(48, device=device))
     got, _ = residual_norm(x, weight.half(), 1e-6)
     wide = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-6)
-    # The sum of squares may end otherwise, and then some entries do.
+    # The sum of squares may differ in its last bit, and with it some entries.
     same = (got == weight.half() * wide.half()).float().mean()
     other = (got == (weight.half().float() * wide).half()).float().mean()
     assert same > 0.98 and other < 0.8
 
 
-def test_norm_of_zeros_and_of_rows_with_gaps(device: torch.device) -> None:
+def test_norm_of_zeros_and_non_contiguous_rows(device: torch.device) -> None:
     x = noise(6, 40, device=device)
     x[2] = 0
     weight = torch.ones(20, device=device)
@@ -91,7 +93,7 @@ def tables(b: int, t: int, d: int, device: torch.device, dtype: torch.dtype):
 def step(
     b: int, hq: int, hk: int, t: int, d: int, device: torch.device, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Heads as views of one product, and buffers with slots of several lengths."""
+    """Heads as views of one projection, and ragged buffers."""
     joint = noise(b, t, hq + 2 * hk, d, device=device, dtype=dtype).transpose(1, 2)
     query, key, value = joint.split((hq, hk, hk), 1)
     cos, sin = tables(b, t, d, device, dtype)
@@ -122,7 +124,7 @@ def both(inputs: dict[str, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     "sizes",
     [(1, 1, 1, 1, 8), (2, 4, 2, 1, 72), (3, 2, 2, 1, 80), (1, 4, 1, 5, 96), (2, 2, 1, 1, 128)],
 )
-def test_rotation_and_append_are_those_of_the_reference(
+def test_rotate_append_matches_reference(
     sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> None:
     inputs = step(*sizes, device=device, dtype=dtype)
@@ -136,9 +138,9 @@ def test_rotation_and_append_are_those_of_the_reference(
             for ours, before, new in zip(
                 got[1:], ("keys", "values"), (rotated[1], inputs["value"]), strict=True
             ):
-                held, ours = inputs[before][row, head], ours[row, head]
-                assert torch.equal(ours[:n], held[:n])
-                assert torch.equal(ours[n + t :], held[n + t :])
+                initial, ours = inputs[before][row, head], ours[row, head]
+                assert torch.equal(ours[:n], initial[:n])
+                assert torch.equal(ours[n + t :], initial[n + t :])
                 close(ours[n : n + t], new[row, head], terms=2)
     assert torch.equal(got[2], expected[2])  # values are copied as they are
     close(got[0], expected[0], terms=2)
@@ -148,8 +150,8 @@ def test_rotation_and_append_are_those_of_the_reference(
         apart(got[0], rotate_append_ref(**inputs | {"sin": -inputs["sin"]}), terms=2)
 
 
-def test_tables_in_float32(device: torch.device) -> None:
-    """Nothing is rounded in between, and one table serves all rows."""
+def test_float32_tables_avoid_rounding(device: torch.device) -> None:
+    """No intermediate rounding, and one table for all rows."""
     inputs = step(2, 2, 1, 3, 64, device, torch.float16)
     cos, sin = tables(1, 3, 64, device, torch.float32)
     got, expected = both(inputs | {"cos": cos, "sin": sin})
@@ -159,19 +161,19 @@ def test_tables_in_float32(device: torch.device) -> None:
     assert not torch.equal(got[0], rounded[0])
 
 
-def test_nothing_is_written_beyond_the_buffers(device: torch.device) -> None:
+def test_tokens_beyond_capacity_are_ignored(device: torch.device) -> None:
     inputs = step(1, 1, 2, 4, 8, device, torch.float32)
-    room = noise(1, 2, 20, 8, device=device)
-    inputs |= {"keys": room[:, :, 4:12], "values": room[:, :, 12:]}
+    buffer = noise(1, 2, 20, 8, device=device)
+    inputs |= {"keys": buffer[:, :, 4:12], "values": buffer[:, :, 12:]}
     inputs["length"] = torch.tensor([[6, 0]], device=device)
-    before = room.clone()
+    before = buffer.clone()
     rotate_append(**inputs)
-    changed = (room != before).any(-1)[0]
+    changed = (buffer != before).any(-1)[0]
     assert changed[0].nonzero().flatten().tolist() == [10, 11, 18, 19]
     assert changed[1].nonzero().flatten().tolist() == [4, 5, 6, 7, 12, 13, 14, 15]
 
 
-def test_lengths_of_other_types_and_strides(device: torch.device) -> None:
+def test_int32_strided_lengths(device: torch.device) -> None:
     inputs = step(2, 2, 2, 1, 16, device, torch.float32)
     _, expected = both(inputs)
     wide = torch.stack([inputs["length"].int()] * 2, -1)[..., 0]
@@ -180,11 +182,11 @@ def test_lengths_of_other_types_and_strides(device: torch.device) -> None:
         close(ours, theirs, terms=2)
 
 
-# --- what is refused -----------------------------------------------------------------------------
+# --- invalid inputs -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("choice", ["triton", "torch"])
-def test_what_is_refused(
+def test_invalid_inputs_raise(
     choice: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLMFAST_KERNELS", choice)
@@ -196,25 +198,25 @@ def test_what_is_refused(
     ):
         residual_norm(x, weight.half(), 1e-6)
     inputs = step(2, 2, 1, 1, 16, device, torch.float32)
-    refused = {
+    invalid = {
         r"key \(2, 1, 1, 8\)": {"key": inputs["key"][..., :8]},
         r"length \(2, 2\)": {"length": inputs["length"].expand(2, 2)},
         r"cos \(2, 1, 8\)": {"cos": inputs["cos"][..., :8]},
         "tensors in torch.float32, torch.float16": {"key": inputs["key"].half()},
         "tables in torch.float16 and torch.float32": {"cos": inputs["cos"].half()},
     }
-    for told, changes in refused.items():
-        with pytest.raises(VLMFastError, match=f"rotate_append: .*{told}"):
+    for message, changes in invalid.items():
+        with pytest.raises(VLMFastError, match=f"rotate_append: .*{message}"):
             rotate_append(**inputs | changes)
 
 
 @pytest.mark.parametrize("dim", [4, 20, 264])
-def test_head_dimensions_that_are_refused(dim: int, device: torch.device) -> None:
+def test_unsupported_head_dimension_raises(dim: int, device: torch.device) -> None:
     with pytest.raises(VLMFastError, match=f"rotate_append: head dimension {dim}; it takes mult"):
         rotate_append(**step(1, 1, 1, 1, dim, device, torch.float32))
 
 
-def test_buffers_and_rows_that_are_refused(device: torch.device) -> None:
+def test_non_contiguous_buffers_and_wide_rows_raise(device: torch.device) -> None:
     inputs = step(1, 1, 1, 1, 8, device, torch.float32)
     gaps = torch.zeros(1, 1, 12, 16, device=device)[..., ::2]
     with pytest.raises(VLMFastError, match="rotate_append: buffers whose last axis"):

@@ -1,4 +1,4 @@
-"""Pooling, convolving and resampling: the kernels against references, and against `elastic`."""
+"""`pool`: the kernels against references, and against the `elastic` layer."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def noise(*shape: int, device: torch.device, seed: int = 0) -> Tensor:
 
 
 def check(got: Tensor, expected: Tensor, terms: int) -> None:
-    """Sums are float32's, and then rounded."""
+    """Sums are in float32; the result is rounded."""
     assert got.dtype == expected.dtype and got.shape == expected.shape
     close(got, expected, terms=terms if got.dtype == torch.float32 else 1)
 
@@ -39,14 +39,14 @@ def check(got: Tensor, expected: Tensor, terms: int) -> None:
 
 
 def cells(n: int, m: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """All of ``n`` rows, in cells of 1 to ``m`` of them; padding points at row 0."""
+    """Partition of ``n`` rows into cells of 1 to ``m`` rows; padding points to row 0."""
     generator = torch.Generator().manual_seed(n * m)
     order, rows = torch.randperm(n, generator=generator).tolist(), []
     while order:
         size = int(torch.randint(1, m + 1, (), generator=generator))
         rows.append(sorted(order[:size]))
         order = order[size:]
-    rows[0] += [0] * (m - len(rows[0]))  # some cell is as long as the table is wide
+    rows[0] += [0] * (m - len(rows[0]))  # one cell is as long as the table is wide
     table = torch.tensor([row + [0] * (m - len(row)) for row in rows])
     there = torch.arange(m) < torch.tensor([len(set(row)) for row in rows])[:, None]
     return table.to(device), there.to(device)
@@ -54,7 +54,7 @@ def cells(n: int, m: int, device: torch.device) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (9, 1, 8), (40, 4, 300), (50, 9, 72), (60, 40, 24)])
-def test_averages_are_those_of_the_reference(
+def test_cell_average_matches_reference(
     sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> None:
     n, m, d = sizes
@@ -68,14 +68,14 @@ def test_averages_are_those_of_the_reference(
         for t, u in zip(table, there, strict=True)
     ]
     check(got, torch.stack(by_hand).to(dtype), m)
-    if m > 1 and dtype == torch.float32:  # control: weights count; a mean changes by little
+    if m > 1 and dtype == torch.float32:  # control: weights matter; a mean changes little
         apart(got, cell_average_ref(rows, weight.flip(0), table, there), terms=m)
 
 
 @pytest.mark.parametrize(
     "sizes", [(1, 1, 8, 1), (30, 4, 64, 8), (25, 9, 600, 2), (60, 40, 24, 3), (12, 17, 72, 1)]
 )
-def test_mixtures_are_those_of_the_reference(sizes: tuple[int, ...], device: torch.device) -> None:
+def test_cell_mix_matches_reference(sizes: tuple[int, ...], device: torch.device) -> None:
     n, m, d, heads = sizes
     table, there = cells(n, m, device)
     rows, score = noise(n, d, device=device), 3 * noise(n, heads, device=device, seed=1)
@@ -84,11 +84,11 @@ def test_mixtures_are_those_of_the_reference(sizes: tuple[int, ...], device: tor
     check(got, expected, m)
     check(share, shares, m)
     assert not share[~there].any()
-    if m > 1 and heads > 1:  # control: each head weights by itself
+    if m > 1 and heads > 1:  # control: each head has its own weights
         apart(got, cell_mix_ref(rows, score.flip(1), table, there)[0], terms=m)
 
 
-def test_scores_far_apart(device: torch.device) -> None:
+def test_cell_mix_with_large_scores(device: torch.device) -> None:
     table, there = torch.arange(4, device=device)[None], torch.ones(1, 4, dtype=torch.bool)
     score = torch.tensor([[-3e4], [2e4], [-1e3], [2e4]], device=device)
     rows = noise(4, 8, device=device)
@@ -98,7 +98,7 @@ def test_scores_far_apart(device: torch.device) -> None:
 
 
 def test_padding_is_not_read(device: torch.device) -> None:
-    """A row that only padding points at may hold NaN."""
+    """A row that only padding points to may hold NaN."""
     rows, score = noise(5, 8, device=device), noise(5, 2, device=device, seed=1)
     table = torch.tensor([[1, 2, 0], [3, 0, 0], [4, 0, 0]], device=device)
     there = torch.tensor([[1, 1, 0], [1, 0, 0], [1, 0, 0]], dtype=torch.bool, device=device)
@@ -110,7 +110,7 @@ def test_padding_is_not_read(device: torch.device) -> None:
     check(cell_average(rows, score[:, 0].exp(), table, there), averages, 3)
 
 
-def test_views_that_are_not_contiguous(device: torch.device) -> None:
+def test_non_contiguous_inputs(device: torch.device) -> None:
     table, there = cells(20, 4, device)
     rows, score = noise(40, 20, device=device).T[:, ::2], noise(20, 8, device=device)[:, ::2]
     weight = score[:, 0].exp()
@@ -122,10 +122,10 @@ def test_views_that_are_not_contiguous(device: torch.device) -> None:
     check(cell_mix(rows, score, table, there)[0], cell_mix_ref(rows, score, table, there)[0], 4)
 
 
-# --- few queries ---------------------------------------------------------------------------------
+# --- resampling ----------------------------------------------------------------------------------
 
 
-def picture(
+def resample_inputs(
     count: int, n: int, heads: int, d: int, width: int, device: torch.device
 ) -> list[Tensor]:
     return [
@@ -149,20 +149,20 @@ def picture(
         (1, 64, 2, 8, 8),
     ],
 )
-def test_resampling_is_that_of_the_reference(sizes: tuple[int, ...], device: torch.device) -> None:
-    inputs = picture(*sizes, device=device)
+def test_resample_matches_reference(sizes: tuple[int, ...], device: torch.device) -> None:
+    inputs = resample_inputs(*sizes, device=device)
     expected, terms = resample_ref(*inputs), sizes[1] + sizes[3]  # a logit, then a mean
     for ours, theirs in zip(resample(*inputs), expected, strict=True):
         check(ours, theirs, terms)
     if sizes[1] > 1:
-        for changed in (0, 3, 5, 6):  # control: queries, bias, places and pull all count
+        for changed in (0, 3, 5, 6):  # control: queries, bias, positions and pull all matter
             other = list(inputs)
             other[changed] = other[changed].roll(1, 0) if changed != 6 else other[6] * 2
             if sizes[0] > 1 or changed:
                 apart(expected[0], resample_ref(*other)[0], terms=terms)
 
 
-def test_elastic_reads_the_same_on_either(
+def test_elastic_layer_matches_reference(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)
@@ -178,22 +178,20 @@ def test_elastic_reads_the_same_on_either(
         with torch.no_grad():
             results.append(layer(x, weight, place, overview, count))
     for got, expected in zip(*results, strict=True):
-        check(got, expected, 48 + 16 + n + 48)  # into the layer, its attention, and out
+        check(got, expected, 48 + 16 + n + 48)  # input projection, attention, output projection
 
 
-# --- gradients, and what is refused --------------------------------------------------------------
+# --- gradients and invalid inputs ----------------------------------------------------------------
 
 
-def test_where_a_gradient_is_wanted_the_references_serve(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gradients_use_references(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_launch_average", "_launch_mix", "_launch_resample"):
         monkeypatch.delattr(module, name)
     table, there = cells(9, 3, device)
     rows, score = noise(9, 8, device=device).requires_grad_(), noise(9, 2, device=device)
     cell_average(rows, score[:, 0].exp(), table, there).sum().backward()
     cell_mix(rows, score, table, there)[0].sum().backward()
-    inputs = picture(2, 5, 1, 8, 8, device)
+    inputs = resample_inputs(2, 5, 1, 8, 8, device)
     resample(inputs[0].requires_grad_(), *inputs[1:])[0].sum().backward()
     assert rows.grad is not None and inputs[0].grad is not None
     with torch.no_grad(), pytest.raises(NameError):
@@ -201,7 +199,7 @@ def test_where_a_gradient_is_wanted_the_references_serve(
 
 
 @pytest.mark.parametrize("choice", ["triton", "torch"])
-def test_what_is_refused(
+def test_invalid_inputs_raise(
     choice: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLMFAST_KERNELS", choice)
@@ -217,7 +215,7 @@ def test_what_is_refused(
         cell_mix(rows, noise(9, 3, device=device), table, there)
     with pytest.raises(VLMFastError, match=r"cell_mix: tensors in .*float16.*; it takes float32"):
         cell_mix(rows.half(), score, table, there)
-    inputs = picture(2, 5, 2, 8, 8, device)
+    inputs = resample_inputs(2, 5, 2, 8, 8, device)
     for at in range(1, 7):
         wrong = [x[:1] if i == at else x for i, x in enumerate(inputs)]
         with pytest.raises(VLMFastError, match=r"resample: query \(2, 2, 8\), .* H a divisor of D"):

@@ -1,4 +1,4 @@
-"""Quantised keys and values: the kernels make what the reference makes on a CPU, bit for bit."""
+"""Quantized keys and values: the kernels match the reference on a CPU bit for bit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from vlmfast.kernels.quantize_kv import (
 
 pytestmark = [
     pytest.mark.usefixtures("triton"),
-    # The interpreter computes with NumPy, which tells of infinities; some tests are about them.
+    # The interpreter uses NumPy, which warns about the infinities of some tests.
     pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning"),
 ]
 
@@ -34,22 +34,22 @@ TYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
 def noise(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Channels of very different size and middle."""
+    """Channels of very different scale and mean."""
     generator = torch.Generator().manual_seed(seed)
-    size = torch.randn(shape[-1], generator=generator).exp()
-    middle = torch.randn(shape[-1], generator=generator)
-    return (torch.randn(shape, generator=generator) * size + middle).to(dtype)
+    scale = torch.randn(shape[-1], generator=generator).exp()
+    mean = torch.randn(shape[-1], generator=generator)
+    return (torch.randn(shape, generator=generator) * scale + mean).to(dtype)
 
 
 def ragged(*lead: int, n: int, seed: int = 0) -> Tensor:
-    """Which slots exist; of one head none do."""
+    """Mask of valid slots; one head has none."""
     lengths = torch.randint(0, n + 1, lead, generator=torch.Generator().manual_seed(seed))
     lengths.view(-1)[-1] = 0
     return torch.arange(n) < lengths[..., None]
 
 
 def same(ours, theirs) -> bool:
-    """Equal types, shapes and bits."""
+    """Equal dtypes, shapes and bits."""
     ours, theirs = ((x,) if isinstance(x, Tensor) else x for x in (ours, theirs))
     return all(
         a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.cpu(), b.cpu())
@@ -63,42 +63,43 @@ VALUES = [(2, None), (4, None), (8, None), (4, 8)]
 
 @pytest.mark.parametrize(("bits", "group"), KEYS)
 @pytest.mark.parametrize("stored", TYPES)
-def test_keys(bits, group, stored, device):
-    for dim, n, dtype, some in ((16, 70, torch.float32, True), (72, 33, stored, False)):
+def test_keys_match_reference(bits, group, stored, device):
+    for dim, n, dtype, masked_only in ((16, 70, torch.float32, True), (72, 33, stored, False)):
         x, valid = noise(1, 2, n, dim, dtype=dtype), ragged(1, 2, n=n)
-        for seen in (valid,) if some else (None,):
+        for seen in (valid,) if masked_only else (None,):
             expected = quantise_keys_ref(x, bits, group, seen, dtype=stored)
-            on = None if seen is None else seen.to(device)
-            assert same(quantise_keys(x.to(device), bits, group, on, dtype=stored), expected)
+            mask = None if seen is None else seen.to(device)
+            assert same(quantise_keys(x.to(device), bits, group, mask, dtype=stored), expected)
     other = noise(1, 2, n, dim, seed=1).to(device)  # control
     assert not same(quantise_keys(other, bits, group, dtype=stored), expected)
 
 
 @pytest.mark.parametrize(("bits", "group"), VALUES)
 @pytest.mark.parametrize("stored", TYPES)
-def test_values(bits, group, stored, device):
-    for dim, n, dtype, some in ((16, 40, torch.float32, True), (72, 9, stored, False)):
+def test_values_match_reference(bits, group, stored, device):
+    for dim, n, dtype, masked_only in ((16, 40, torch.float32, True), (72, 9, stored, False)):
         x, valid = noise(2, n, dim, dtype=dtype), ragged(2, n=n)
-        for seen in (valid,) if some else (None,):
-            on = None if seen is None else seen.to(device)
+        for seen in (valid,) if masked_only else (None,):
+            mask = None if seen is None else seen.to(device)
             scale = channel_scale_ref(x, seen, dtype=stored)
-            assert same(channel_scale(x.to(device), on, dtype=stored), scale)
-            for by in (scale,) if some else (None, scale):
-                expected = quantise_values_ref(x, bits, group or dim, by, seen, dtype=stored)
-                by = None if by is None else by.to(device)
+            assert same(channel_scale(x.to(device), mask, dtype=stored), scale)
+            for divisor in (scale,) if masked_only else (None, scale):
+                expected = quantise_values_ref(x, bits, group or dim, divisor, seen, dtype=stored)
+                divisor = None if divisor is None else divisor.to(device)
                 assert same(
-                    quantise_values(x.to(device), bits, group, by, on, dtype=stored), expected
+                    quantise_values(x.to(device), bits, group, divisor, mask, dtype=stored),
+                    expected,
                 )
     other = noise(2, n, dim, seed=1).to(device)  # control
     assert not same(quantise_values(other, bits, group, dtype=stored), expected)
 
 
 @pytest.mark.parametrize("stored", TYPES)
-def test_numbers_that_a_type_cannot_hold(stored, device):
-    """Cut off as in the reference; so are the smallest, and those in the middle between codes."""
+def test_out_of_range_values_match_reference(stored, device):
+    """Clamped as in the reference; also tiny values, and values midway between codes."""
     rows = [1e5, 3e38, 1e-9, 1e-30, 0.0, 1.0]
     x = noise(1, 40, 16)[:, None] * torch.tensor(rows)[:, None, None]
-    x[0, 5, :, 0] = torch.linspace(-1, 1, 40)  # a channel around zero, one that is constant
+    x[0, 5, :, 0] = torch.linspace(-1, 1, 40)  # a channel around zero, and a constant one
     x[0, 5, :, 1] = 100.003
     x[0, 5, :, 2] = torch.arange(40) / 2  # codes of 2.5: half to even
     x[0, 5, :, 3] = -0.0
@@ -109,7 +110,7 @@ def test_numbers_that_a_type_cannot_hold(stored, device):
         assert same(quantise_values(x.to(device), bits, 8, dtype=stored), expected)
 
 
-def test_one_slot_and_a_wide_head(device):
+def test_single_slot_and_wide_head(device):
     x = noise(1, 1, 136).half()
     expected = quantise_keys_ref(x, 2, 0, dtype=torch.float16)
     assert same(quantise_keys(x.to(device), 2, 0, dtype=torch.float16), expected)
@@ -120,7 +121,7 @@ def test_one_slot_and_a_wide_head(device):
     assert same(ours, expected)
 
 
-def test_half_goes_to_even(device):
+def test_rounds_half_to_even(device):
     x = torch.tensor([0.0, 0.5, 1.5, 2.5, 3.5, 15.0])[None, :, None].repeat(1, 1, 8)
     packed, step, _ = quantise_keys(x.to(device), 4, dtype=torch.float32)
     assert bool((step == 1).all())
@@ -128,12 +129,12 @@ def test_half_goes_to_even(device):
 
 
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf, 1e9])
-def test_what_does_not_exist_has_no_part(poison, device):
+def test_padding_does_not_affect_parameters(poison, device):
     n = 40
     keys, values = noise(2, 2, n, 16), noise(2, 2, n, 16, seed=1)
     lengths = torch.tensor([[n, 0], [32, 1]])
-    gone = torch.arange(n) >= lengths[..., None]
-    spoiled = [x.masked_fill(gone[..., None], poison).to(device) for x in (keys, values)]
+    masked = torch.arange(n) >= lengths[..., None]
+    spoiled = [x.masked_fill(masked[..., None], poison).to(device) for x in (keys, values)]
     order = torch.arange(n, device=device).expand(2, 2, -1)
     arguments = (order, lengths.to(device), 4)
     more = {"key_group": 16, "value_group": 8, "scaled": True, "dtype": torch.float16}
@@ -145,7 +146,7 @@ def test_what_does_not_exist_has_no_part(poison, device):
     assert not same(whole.tensors(), longer.tensors())
 
 
-def test_a_segment_is_the_reference_s(device, monkeypatch):
+def test_segment_matches_reference(device, monkeypatch):
     keys, values = noise(2, 90, 64).half(), noise(2, 90, 64, seed=1).half()
     arguments = (torch.arange(90).expand(2, -1), torch.tensor([90, 41]), 2)
     for more in ({"scaled": True}, {"key_group": 32, "value_group": 32}):
@@ -158,18 +159,18 @@ def test_a_segment_is_the_reference_s(device, monkeypatch):
         assert same(ours.tensors(), theirs.tensors())
 
 
-def test_what_is_not_contiguous(device):
+def test_non_contiguous_inputs(device):
     x = noise(2, 60, 3, 48).transpose(1, 2)
-    some = x[:, 1:, 5:50]
+    part = x[:, 1:, 5:50]
     valid = torch.arange(45).expand(2, 2, -1) % 3 > 0
-    on = valid.to(device)
-    expected = quantise_keys_ref(some, 4, 8, valid, dtype=torch.float16)
-    ours = quantise_keys(x.to(device)[:, 1:, 5:50], 4, 8, on, dtype=torch.float16)
+    mask = valid.to(device)
+    expected = quantise_keys_ref(part, 4, 8, valid, dtype=torch.float16)
+    ours = quantise_keys(x.to(device)[:, 1:, 5:50], 4, 8, mask, dtype=torch.float16)
     assert same(ours, expected)
-    across = noise(2, 48, 60).transpose(1, 2)  # the channels are not one piece
-    scale = channel_scale_ref(across, dtype=torch.float32)
-    expected = quantise_values_ref(across, 2, 12, scale, dtype=torch.float32)
-    ours = quantise_values(across.to(device), 2, 12, scale.to(device), dtype=torch.float32)
+    transposed = noise(2, 48, 60).transpose(1, 2)  # the channels are not contiguous
+    scale = channel_scale_ref(transposed, dtype=torch.float32)
+    expected = quantise_values_ref(transposed, 2, 12, scale, dtype=torch.float32)
+    ours = quantise_values(transposed.to(device), 2, 12, scale.to(device), dtype=torch.float32)
     assert same(ours, expected)
     five = noise(2, 1, 2, 20, 16)
     expected = quantise_keys_ref(five, 4, 0, dtype=torch.float16)
@@ -183,7 +184,7 @@ def test_what_is_not_contiguous(device):
 
 @pytest.mark.parametrize("shape", [(2, 0, 16), (0, 5, 16), (2, 3, 0, 16)])
 @pytest.mark.parametrize("group", [0, 8])
-def test_no_slots_and_no_heads(shape, group, device):
+def test_empty_slots_and_heads(shape, group, device):
     x = torch.zeros(shape)
     expected = quantise_keys_ref(x, 4, group, dtype=torch.float16)
     assert same(quantise_keys(x.to(device), 4, group, dtype=torch.float16), expected)
@@ -214,7 +215,7 @@ def test_golden(prefix, runner, changed):
             runner(data | {changed: data[changed].roll(1, -1)}, meta)
 
 
-def test_kernels_are_what_ran(device, monkeypatch):
+def test_environment_selects_implementation(device, monkeypatch):
     monkeypatch.setattr(quantize_kv, "quantise_keys_ref", None)
     quantise_keys(noise(1, 4, 8).to(device), 4, dtype=torch.float16)
     monkeypatch.setenv("VLMFAST_KERNELS", "torch")
@@ -222,7 +223,7 @@ def test_kernels_are_what_ran(device, monkeypatch):
         quantise_keys(noise(1, 4, 8).to(device), 4, dtype=torch.float16)
 
 
-def test_what_is_refused(device):
+def test_invalid_inputs_raise(device):
     for dim in (12, 264):
         x = torch.zeros(1, 4, dim, device=device)
         for run in (

@@ -1,4 +1,4 @@
-"""ATP's scores: the kernel against the reference, and against ATP's own layer."""
+"""`atp_score`: the kernel against the reference and against ATP's layer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("triton")
 def inputs(h: int, n: int, device: torch.device, seed: int = 0) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
     attention = torch.randn(h, n, generator=generator).mul(2).softmax(1)
-    attention[:, n // 2 + 1 :: 7] = 0.0  # a logarithm has its floor
+    attention[:, n // 2 + 1 :: 7] = 0.0  # the logarithm is clamped
     received, heads = torch.randn(h, n, generator=generator), torch.randn(2, h, generator=generator)
     soft = torch.rand(n, generator=generator) + 0.01
     slope, offset = torch.tensor([1.5, 0.7]), torch.tensor([0.1, -0.3])
@@ -27,25 +27,25 @@ def inputs(h: int, n: int, device: torch.device, seed: int = 0) -> list[Tensor]:
 
 
 def check(got: tuple[Tensor, ...], expected: tuple[Tensor, ...], h: int, n: int) -> None:
-    """Over the heads, then over the tokens."""
+    """Sums over the heads, then over the tokens."""
     for ours, theirs in zip(got, expected, strict=True):
         assert ours.dtype == theirs.dtype == torch.float32 and ours.shape == theirs.shape
         close(ours, theirs, terms=h + n)
 
 
 @pytest.mark.parametrize(("h", "n"), [(1, 1), (1, 300), (4, 256), (17, 50), (32, 576)])
-def test_scores_are_those_of_the_reference(h: int, n: int, device: torch.device) -> None:
+def test_matches_reference(h: int, n: int, device: torch.device) -> None:
     args = inputs(h, n, device)
     got = atp_score(*args)
     check(got, atp_score_ref(*args), h, n)
     if n > 1:
-        for at in range(7):  # control: everything counts
+        for at in range(7):  # control: every input matters
             other = [x.flip(0) if i == at else x for i, x in enumerate(args)]
             if not torch.equal(other[at], args[at]):
                 apart(got[0], atp_score_ref(*other)[0], terms=h + n)
 
 
-def test_it_is_what_atp_does(device: torch.device) -> None:
+def test_matches_atp_layer(device: torch.device) -> None:
     torch.manual_seed(0)
     point = Point(6, learned=True).to(device)
     for parameter in point.parameters():
@@ -69,16 +69,14 @@ def test_it_is_what_atp_does(device: torch.device) -> None:
         close(point.theta_s(z).sigmoid()[0], expected.theta_s, terms=terms)
 
 
-def test_views_that_are_not_contiguous(device: torch.device) -> None:
+def test_non_contiguous_inputs(device: torch.device) -> None:
     args = inputs(3, 40, device)
     views = [torch.stack([x, x], -1)[..., 0] for x in args]
     views[0] = args[0].T.contiguous().T
     check(atp_score(*views), atp_score_ref(*args), 3, 40)
 
 
-def test_where_a_gradient_is_wanted_the_reference_serves(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gradients_use_reference(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(module, "_launch")
     args = inputs(2, 9, device)
     red, means = atp_score(*args[:5], args[5].requires_grad_(), args[6])
@@ -89,7 +87,7 @@ def test_where_a_gradient_is_wanted_the_reference_serves(
 
 
 @pytest.mark.parametrize("choice", ["triton", "torch"])
-def test_what_is_refused(
+def test_invalid_inputs_raise(
     choice: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLMFAST_KERNELS", choice)

@@ -1,4 +1,4 @@
-"""Selection: the kernels against their references, and against the definition."""
+"""`select`: the kernels against their references and the definition."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GOLDEN = Path(os.environ.get("VLMFAST_GOLDEN") or Path(__file__).parents[1] / "g
 INF, NAN = float("inf"), float("nan")
 
 pytestmark = pytest.mark.usefixtures("triton")
-# The fixture sets what stays the same for every example.
+# The fixtures are the same for every example.
 QUIET = settings(
     max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
@@ -34,7 +34,7 @@ def scored(kind: str, rows: tuple[int, ...], n: int, seed: int = 0) -> Tensor:
         x = x.round()
     if kind == "equal":
         x = torch.full_like(x, -2.5)
-    if kind == "odd":  # both zeros are one; NaN of either sign comes first
+    if kind == "odd":  # both zeros are equal; NaN of either sign comes first
         odd = torch.tensor([0.0, -0.0, INF, -INF, NAN, 1e-42, -1e-42, 3e38, -NAN])
         x = odd[torch.randint(0, len(odd), x.shape, generator=generator)]
     return x
@@ -42,7 +42,7 @@ def scored(kind: str, rows: tuple[int, ...], n: int, seed: int = 0) -> Tensor:
 
 @pytest.mark.parametrize("kind", ["distinct", "ties", "equal", "odd"])
 @pytest.mark.parametrize("n", [1, 2, 17, 300])
-def test_the_best_are_those_of_the_reference(kind: str, n: int, device: torch.device) -> None:
+def test_top_k_matches_reference(kind: str, n: int, device: torch.device) -> None:
     scores = scored(kind, (1, 2), n).to(device)
     for k in {0, n // 3, n - 1, n + 5}:
         got = top_k(scores, k)
@@ -56,7 +56,7 @@ def test_the_best_are_those_of_the_reference(kind: str, n: int, device: torch.de
 
 @pytest.mark.parametrize("kind", ["distinct", "ties", "odd"])
 @pytest.mark.parametrize("shape", ["shared", "own"])
-def test_what_comes_first(kind: str, shape: str, device: torch.device) -> None:
+def test_first_entries_precede_all_others(kind: str, shape: str, device: torch.device) -> None:
     n = 90
     scores = scored(kind, (2,), n).to(device)
     first = scored("distinct", (2,) if shape == "own" else (), n, 1).to(device) < -0.7
@@ -65,23 +65,23 @@ def test_what_comes_first(kind: str, shape: str, device: torch.device) -> None:
         assert torch.equal(got, top_k_ref(scores, k, first))
         marked = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, got, True)
         first_of = first.expand_as(scores)
-        # Nobody stays while somebody who comes first does not.
+        # No other entry is selected while a preferred entry is not.
         assert ((marked & ~first_of).any(1) <= ~(first_of & ~marked).any(1)).all()
     assert not torch.equal(top_k(scores, 30, first), top_k(scores, 30))  # control
 
 
 @pytest.mark.parametrize("first", [False, True])
-def test_counts_of_their_own(first: bool, device: torch.device) -> None:
+def test_k_per_row(first: bool, device: torch.device) -> None:
     scores = scored("ties", (2, 3), 50).to(device)
     k = torch.tensor([[0, 1, 50], [7, 20, 49]], device=device)
     preferred = scored("distinct", (), 50, 2).to(device) > 0.8 if first else None
     for width in (50, 71):
         got = top_k(scores, k, preferred, width=width)
         assert torch.equal(got, top_k_ref(scores, k, preferred, width=width))
-        for row, count, of in zip(
+        for row, count, row_scores in zip(
             got.flatten(0, 1), k.flatten().tolist(), scores.flatten(0, 1), strict=True
         ):
-            assert torch.equal(row[:count], top_k(of, count, preferred))
+            assert torch.equal(row[:count], top_k(row_scores, count, preferred))
             assert not row[count:].any()
 
 
@@ -91,7 +91,9 @@ def test_counts_of_their_own(first: bool, device: torch.device) -> None:
     st.integers(0, 45),
     st.randoms(use_true_random=False),
 )
-def test_the_definition(device: torch.device, scores: list[float], k: int, random) -> None:
+def test_top_k_matches_definition(
+    device: torch.device, scores: list[float], k: int, random
+) -> None:
     n = len(scores)
     first = [random.random() < 0.4 for _ in range(n)]
     best = sorted(sorted(range(n), key=lambda i: (not first[i], -scores[i], i))[:k])
@@ -100,22 +102,22 @@ def test_the_definition(device: torch.device, scores: list[float], k: int, rando
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.int64])
-def test_dtypes_and_views(dtype: torch.dtype, device: torch.device) -> None:
+def test_dtypes_and_non_contiguous_scores(dtype: torch.dtype, device: torch.device) -> None:
     scores = (scored("distinct", (40, 3), 2).to(device) * 9).to(dtype)[..., 1].T
     assert not scores.is_contiguous()
     assert torch.equal(top_k(scores, 11), top_k_ref(scores, 11))
     assert torch.equal(mass_count(scores.abs(), 20.0), mass_count_ref(scores.abs(), 20.0))
 
 
-def test_rows_and_entries_there_are_none_of(device: torch.device) -> None:
+def test_empty_rows_and_empty_batch(device: torch.device) -> None:
     assert top_k(torch.zeros(0, 5, device=device), 2).shape == (0, 2)
     assert top_k(torch.zeros(3, 0, device=device), 2).shape == (3, 0)
     assert mass_count(torch.zeros(0, 5, device=device), 1.0).shape == (0,)
     assert mass_count(torch.zeros(3, 0, device=device), 1.0).tolist() == [0, 0, 0]
 
 
-def test_long_rows_are_sorted(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The longest that a program holds, and one more."""
+def test_long_rows_use_sort(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The longest row that fits into a program, and one entry more."""
     launched = []
     for name in ("_launch_top_k", "_launch_mass_count"):
         real = getattr(module, name)
@@ -134,8 +136,8 @@ def test_long_rows_are_sorted(device: torch.device, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("n", [1, 2, 33, 200])
-def test_counts_are_those_of_the_reference(n: int, device: torch.device) -> None:
-    """Quarters, whose sums are exact, so that no rounding decides."""
+def test_mass_count_matches_reference(n: int, device: torch.device) -> None:
+    """Multiples of 1/4, whose sums are exact."""
     mass = (scored("distinct", (4,), n).abs() * 4).round().to(device) / 4
     total = float(mass.sum(-1).max())
     for target in (-1.0, 0.0, 0.25, 0.3 * total, total, total + 1, INF):
@@ -150,7 +152,7 @@ def test_counts_are_those_of_the_reference(n: int, device: torch.device) -> None
 
 
 @pytest.mark.parametrize("tau", [0.1, 0.5, 0.9, 0.975])
-def test_the_least_number_that_reaches_a_share(tau: float, device: torch.device) -> None:
+def test_mass_count_is_minimal_for_target(tau: float, device: torch.device) -> None:
     p = (scored("distinct", (5,), 250) * 2).softmax(-1).to(device)
     got = mass_count(p, tau)
     sums = p.double().sort(-1, descending=True).values.cumsum(-1)
@@ -160,14 +162,14 @@ def test_the_least_number_that_reaches_a_share(tau: float, device: torch.device)
     assert ((got - mass_count_ref(p, tau)).abs() <= 1).all()
 
 
-def test_mass_of_nothing(device: torch.device) -> None:
+def test_mass_count_of_zeros(device: torch.device) -> None:
     nothing = torch.zeros(2, 7, device=device)
     assert mass_count(nothing, 1.0).tolist() == [7, 7]
     assert mass_count(nothing, 0.0).tolist() == [1, 1]
 
 
 @pytest.mark.parametrize("path", sorted(GOLDEN.rglob("oracle-tau-*")), ids=lambda p: p.stem)
-def test_stored_selections(path: Path, device: torch.device) -> None:
+def test_golden_selections(path: Path, device: torch.device) -> None:
     from safetensors import safe_open
 
     data = {name: of.to(device) for name, of in load_file(path).items()}
@@ -179,12 +181,12 @@ def test_stored_selections(path: Path, device: torch.device) -> None:
     assert mass_count(data["mass"].roll(1) * 1.1, tau * len(data["rows"])) != budget  # control
 
 
-def test_stored_selections_are_there() -> None:
+def test_golden_selections_exist() -> None:
     assert list(GOLDEN.rglob("oracle-tau-*"))
 
 
 @pytest.mark.parametrize("choice", ["triton", "torch"])
-def test_what_is_refused(
+def test_invalid_inputs_raise(
     choice: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLMFAST_KERNELS", choice)

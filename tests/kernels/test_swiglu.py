@@ -1,4 +1,4 @@
-"""The gate of an MLP: the kernel against Hugging Face's order of operations."""
+"""`swiglu`: the kernel against Hugging Face's order of operations."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def noise(*shape: int, device: torch.device, dtype=torch.float32) -> torch.Tenso
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1,), (1, 1, 8), (3, 1024), (2, 3, 1500), (0, 8), (70, 3)])
-def test_it_is_silu_times_up(
+def test_matches_silu_times_up(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> None:
     gate, up = noise(2, *shape, device=device, dtype=dtype)
     got, expected = swiglu(gate, up), torch.nn.functional.silu(gate) * up
     assert got.dtype == dtype and got.shape == gate.shape and got.is_contiguous()
-    # Rounded twice, and nothing cancels; an exponential is off by its argument.
+    # Rounded twice, nothing cancels; the error of an exponential grows with its argument.
     scale = expected.abs().float() * (gate.abs().clamp(min=1) if dtype == torch.float32 else 1)
     close(got, expected, terms=2, scale=scale)
     assert torch.equal(swiglu_ref(gate, up), expected)
@@ -35,7 +35,7 @@ def test_it_is_silu_times_up(
         apart(got, swiglu_ref(up, gate), terms=2, scale=scale)
 
 
-def test_halves_of_one_product(device: torch.device) -> None:
+def test_non_contiguous_halves(device: torch.device) -> None:
     gate, up = noise(2, 5, 80, device=device).chunk(2, -1)
     close(swiglu(gate, up), swiglu_ref(gate, up), terms=2)
     turned = noise(9, 40, device=device).T
@@ -43,17 +43,17 @@ def test_halves_of_one_product(device: torch.device) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")
-def test_what_is_far_from_zero(device: torch.device) -> None:
+def test_large_magnitudes(device: torch.device) -> None:
     gate = torch.tensor([-1e4, -200.0, -100.0, 0.0, 100.0, 1e4], device=device)
     got = swiglu(gate, torch.ones_like(gate))
     expected = swiglu_ref(gate, torch.ones_like(gate))
-    # An exponential is off by its argument: at -100 by a hundred units in the last place.
+    # The error of an exponential grows with its argument: 100 units in the last place at -100.
     close(got, expected, terms=2, scale=expected.abs() * gate.abs())
     assert got[4:].tolist() == [100.0, 1e4]
 
 
 @pytest.mark.parametrize("choice", ["triton", "torch"])
-def test_what_is_refused(
+def test_invalid_inputs_raise(
     choice: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLMFAST_KERNELS", choice)

@@ -1,4 +1,4 @@
-"""Attention over frames at each place: the kernel against the reference, and PVC's own layer."""
+"""`temporal_attention`: the kernel against the reference and PVC's layer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SHAPES = [
     (1, 16, 3, 2, 96),
     (1, 7, 5, 1, 128),
     (1, 4, 3, 1, 256),
-    (1, 17, 2, 2, 16),  # through the other kernel
+    (1, 17, 2, 2, 16),  # uses `biased_attention`
     (2, 40, 1, 1, 24),
 ]
 
@@ -35,13 +35,13 @@ def triple(shape: tuple[int, ...], device: torch.device, dtype=torch.float32, se
 
 
 def check(got: Tensor, expected: Tensor) -> None:
-    """A logit over the head dimension, then over frames; all in float32, and rounded then."""
+    """A logit over the head dimension, then over frames; in float32, the result is rounded."""
     assert got.dtype == expected.dtype and got.shape == expected.shape and got.is_contiguous()
     close(got, expected, terms=got.shape[1] + got.shape[-1] if got.dtype == torch.float32 else 1)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_attention_is_that_of_the_reference(shape: tuple, device: torch.device) -> None:
+def test_matches_reference(shape: tuple, device: torch.device) -> None:
     q, k, v = triple(shape, device)
     got = temporal_attention(q, k, v)
     check(got, temporal_attention_ref(q, k, v))
@@ -51,13 +51,13 @@ def test_attention_is_that_of_the_reference(shape: tuple, device: torch.device) 
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision(dtype: torch.dtype, device: torch.device) -> None:
+def test_half_precision_matches_reference(dtype: torch.dtype, device: torch.device) -> None:
     q, k, v = triple((2, 4, 11, 2, 40), device, dtype)
     wide = temporal_attention_ref(q.float(), k.float(), v.float())
     check(temporal_attention(q, k, v), wide.to(dtype))
 
 
-def test_frames_do_not_see_later_ones_and_places_not_each_other(device: torch.device) -> None:
+def test_attention_is_causal_and_per_position(device: torch.device) -> None:
     q, k, v = triple((1, 4, 10, 2, 16), device)
     before = temporal_attention(q, k, v)
     k, v = k.clone(), v.clone()
@@ -67,8 +67,8 @@ def test_frames_do_not_see_later_ones_and_places_not_each_other(device: torch.de
 
 
 @pytest.mark.parametrize("frames", [4, 17])
-def test_views_of_one_product(frames: int, device: torch.device) -> None:
-    """As PVC's layer has them."""
+def test_views_of_joint_projection(frames: int, device: torch.device) -> None:
+    """As in PVC's layer."""
     torch.manual_seed(0)
     layer = TemporalAttention(32, 4, 8).to(device)
     torch.nn.init.normal_(layer.out.weight)
@@ -78,14 +78,14 @@ def test_views_of_one_product(frames: int, device: torch.device) -> None:
         q, k, v = joint.unbind(3)
         assert not q.is_contiguous()
         got = x + layer.out(temporal_attention(q, k, v).flatten(3))
-        close(got, layer(x, time), terms=32 + 8 + frames + 32)  # in, attention, and out
+        close(
+            got, layer(x, time), terms=32 + 8 + frames + 32
+        )  # input projection, attention, output
     spread = [torch.stack([a, a], -1)[..., 0] for a in (q, k, v)]
     check(temporal_attention(*spread), temporal_attention_ref(q, k, v))
 
 
-def test_where_a_gradient_is_wanted_the_reference_serves(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gradients_use_reference(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = triple((1, 2, 3, 1, 8), device)
     launched = []
     monkeypatch.setattr(module, "_launch", lambda *args: launched.append(1) or args[0])
@@ -97,7 +97,7 @@ def test_where_a_gradient_is_wanted_the_reference_serves(
 
 
 @pytest.mark.parametrize("choice", ["triton", "torch"])
-def test_what_is_refused(
+def test_invalid_inputs_raise(
     choice: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLMFAST_KERNELS", choice)
@@ -113,7 +113,7 @@ def test_what_is_refused(
 
 @pytest.mark.parametrize("dim", [4, 20, 264])
 @pytest.mark.parametrize("frames", [2, 17])
-def test_head_dimensions_that_are_refused(frames: int, dim: int, device: torch.device) -> None:
+def test_unsupported_head_dimension_raises(frames: int, dim: int, device: torch.device) -> None:
     x = torch.zeros(1, frames, 1, 1, dim, device=device)
     with pytest.raises(VLMFastError, match=f"temporal_attention: head dimension {dim}; it takes"):
         temporal_attention(x, x, x)

@@ -1,4 +1,4 @@
-"""Attention of a tree of drafted tokens: kernel against reference, and the reference itself."""
+"""Attention of a tree of drafted tokens: kernel against reference, and checks of the reference."""
 
 from __future__ import annotations
 
@@ -48,15 +48,15 @@ def tree(nodes: int, seed: int = 0) -> tuple[Tensor, Tensor]:
 def case(
     batch, heads, groups, nodes, dim, slots, dtype=torch.float32, device="cpu", **more
 ) -> dict:
-    """Arguments of `tree_verify`; the context is ragged and poisoned behind its lengths."""
+    """Arguments of `tree_verify`; the context is ragged, with NaN after its lengths."""
     keys, values = (noise(batch, heads, slots, dim, seed=s).to(dtype) for s in (1, 2))
     lengths = torch.arange(batch * heads).view(batch, heads) * 13 % (slots + 1)
-    gone = (torch.arange(slots) >= lengths[..., None])[..., None]
+    masked = (torch.arange(slots) >= lengths[..., None])[..., None]
     own = [noise(batch, heads, nodes, dim, seed=s).to(device, dtype) for s in (3, 4)]
     return {
         "query": noise(batch, heads * groups, nodes, dim, seed=5).to(device, dtype),
-        "keys": keys.masked_fill(gone, torch.nan).to(device),
-        "values": values.masked_fill(gone, torch.nan).to(device),
+        "keys": keys.masked_fill(masked, torch.nan).to(device),
+        "values": values.masked_fill(masked, torch.nan).to(device),
         "lengths": lengths.to(device),
         "tree_keys": own[0],
         "tree_values": own[1],
@@ -66,7 +66,7 @@ def case(
 
 
 def segment(batch: int, heads: int, n: int, dim: int, device, **more) -> Segment:
-    with pytest.MonkeyPatch.context() as patch:  # not what is tested here
+    with pytest.MonkeyPatch.context() as patch:  # not under test here
         patch.setenv("VLMFAST_KERNELS", "torch")
         made = quantise(
             noise(batch, heads, n, dim, seed=8),
@@ -79,13 +79,13 @@ def segment(batch: int, heads: int, n: int, dim: int, device, **more) -> Segment
 
 
 def sums(given: dict) -> int:
-    """A logit over the head dimension, then the values over all slots and nodes."""
+    """Terms of the sums: a logit over the head dimension, then the values over slots and nodes."""
     slots = given["keys"].shape[2] + given["tree_keys"].shape[2]
     return given["query"].shape[-1] + slots + sum(map(len, given.get("segments", ())))
 
 
 def seen(lse: Tensor) -> Tensor:
-    """A row that sees nothing has no normaliser."""
+    """Normalizers, with -inf for rows that see nothing."""
     return lse.masked_fill(lse == -1e30, -torch.inf)
 
 
@@ -93,7 +93,7 @@ def check(given: dict) -> None:
     out, lse = tree_verify(**given)
     expected = tree_verify_ref(**given)
     assert out.dtype == given["query"].dtype and expected[0].isfinite().all()
-    # In half precision the result is rounded; and tensor cores multiply what was rounded.
+    # In half precision the result and the operands of the tensor cores are rounded.
     wide = out.dtype == torch.float32
     close(out, expected[0], out.dtype, sums(given) if wide else 2)
     inner = (torch.float32, sums(given)) if wide or INTERPRETED else (out.dtype, 2)
@@ -102,22 +102,22 @@ def check(given: dict) -> None:
 
 @pytest.mark.parametrize("nodes", [1, 2, 7, 20])
 @pytest.mark.parametrize("groups", [1, 3])
-def test_it_is_the_reference(nodes, groups, device):
+def test_matches_reference(nodes, groups, device):
     check(case(2, 2, groups, nodes, 32, 40, device=device))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("groups", [1, 2])
-def test_half_precision(dtype, groups, device):
+def test_half_precision_matches_reference(dtype, groups, device):
     check(case(1, 2, groups, 5, 64, 50, dtype, device))
 
 
 @pytest.mark.parametrize("dim", [8, 72, 80, 96, 128])
-def test_head_dimensions(dim, device):
+def test_head_dimensions_match_reference(dim, device):
     check(case(1, 1, 2, 6, dim, 33, device=device))
 
 
-def test_more_nodes_than_bits_of_a_word(device):
+def test_more_than_64_nodes(device):
     for nodes in (64, 70):
         given = case(1, 1, 1, nodes, 16, 10, device=device)
         assert given["ancestors"].shape == (nodes, -(-nodes // 64))
@@ -125,21 +125,21 @@ def test_more_nodes_than_bits_of_a_word(device):
     assert bool(given["ancestors"][63, 0] < 0)  # the highest bit of a word is used
 
 
-def test_a_tree_for_each_row_of_the_batch(device):
+def test_one_tree_per_batch_row(device):
     given = case(2, 1, 2, 5, 16, 20, device=device)
     words = torch.stack([tree(5, seed)[0] for seed in (1, 2)]).to(device)
     check(given | {"ancestors": words})
     both = tree_verify(**given | {"ancestors": words})[0]
     for row in range(2):
         one = tree_verify(**given | {"ancestors": words[row]})[0]
-        assert torch.equal(both[row], one[row])  # a program reads its own row: the same sums
+        assert torch.equal(both[row], one[row])  # bit for bit: each program reads its own row
         assert not torch.equal(both[1 - row], one[1 - row])
     one_word = tree_verify(**given | {"ancestors": words[0, :, 0]})[0]
     assert torch.equal(one_word, tree_verify(**given | {"ancestors": words[0]})[0])
 
 
 @pytest.mark.parametrize("groups", [1, 2])
-def test_over_quantised_segments_and_biases(groups, device, monkeypatch):
+def test_quantized_segments_and_bias_match_reference(groups, device, monkeypatch):
     given = case(2, 2, groups, 5, 32, 40, device=device)
     given["segments"] = [
         segment(2, 2, 33, 32, device, bits=4, scaled=True),
@@ -147,11 +147,11 @@ def test_over_quantised_segments_and_biases(groups, device, monkeypatch):
     ]
     given["bias"] = noise(2, 2, 40, seed=7).to(device)
     check(given)
-    monkeypatch.setattr(shared, "LEAST", 8)  # as many programs as there are tiles
+    monkeypatch.setattr(shared, "MIN_SLOTS", 8)  # as many programs as tiles
     check(given)
 
 
-def test_a_chain_is_causal_attention(device):
+def test_chain_is_causal_attention(device):
     """Reference and kernel: a tree without branches."""
     given = case(1, 2, 2, 6, 16, 30, device=device)
     given["ancestors"] = (2 ** (torch.arange(6, device=device) + 1)) - 1
@@ -166,12 +166,12 @@ def test_a_chain_is_causal_attention(device):
     for ours in (tree_verify(**given), tree_verify_ref(**given)):
         close(ours[0], expected, terms=sums(given))
         close(seen(ours[1]), seen(lse), terms=sums(given))
-    every = torch.full((6,), 63, device=device)  # control: all see all
+    every = torch.full((6,), 63, device=device)  # control: no causal mask
     apart(tree_verify(**given | {"ancestors": every})[0], expected, terms=sums(given))
 
 
-def test_a_node_sees_its_branch_alone(device):
-    """Another key of a node changes its descendants, and bit for bit nobody else."""
+def test_node_affects_only_descendants(device):
+    """Changing the key of a node changes its descendants; all others are bit-identical."""
     given = case(1, 1, 2, 12, 16, 20, device=device)
     seen = tree(12)[1].to(device)
     before = tree_verify(**given)[0]
@@ -183,17 +183,17 @@ def test_a_node_sees_its_branch_alone(device):
     assert torch.equal(changed, seen[:, node])
 
 
-def test_no_context(device):
+def test_empty_context(device):
     given = case(1, 2, 1, 4, 16, 20, device=device)
     empty = {"keys": given["keys"][:, :, :0], "values": given["values"][:, :, :0]}
     check(given | empty | {"lengths": torch.zeros_like(given["lengths"])})
-    nobody = {"ancestors": torch.zeros(4, dtype=torch.int64, device=device)}
-    out, lse = tree_verify(**given | nobody)
+    no_ancestors = {"ancestors": torch.zeros(4, dtype=torch.int64, device=device)}
+    out, lse = tree_verify(**given | no_ancestors)
     assert not given["lengths"][0, 0] and not out[0, 0].any() and (lse[0, 0] == -1e30).all()
-    check(given | nobody)
+    check(given | no_ancestors)
 
 
-def test_what_is_not_contiguous(device):
+def test_non_contiguous_inputs(device):
     given = case(2, 2, 2, 5, 32, 24, device=device)
     turned = {
         name: given[name].transpose(1, 2).contiguous().transpose(1, 2)
@@ -212,7 +212,7 @@ def test_golden(path):
         tree_case(data | {"v_tree": data["v_tree"].roll(1, -1)}, {})
 
 
-def test_what_is_refused(device):
+def test_invalid_inputs_raise(device):
     given = case(1, 2, 2, 5, 16, 10, device=device)
     for ancestors in (
         given["ancestors"][:4],

@@ -1,4 +1,4 @@
-"""Operations that the cache and the methods are made of, each with its PyTorch reference.
+"""Kernels of the cache and the methods, each with its PyTorch reference.
 
-Nothing here knows a stage or a model: tensors in, tensors out, float32 inside.
+They take and return tensors, compute in float32 and do not depend on stages or models.
 """

@@ -1,7 +1,7 @@
-"""Triton where it is of use, and the choice between a kernel and its PyTorch reference.
+"""Optional import of Triton, and the choice between a kernel and its PyTorch reference.
 
-Triton is imported on machines with a GPU, in its interpreter (``TRITON_INTERPRET=1``) and where
-``VLMFAST_KERNELS=triton`` asks for it; elsewhere kernels are plain functions that nobody calls.
+Triton is imported on machines with a GPU, in its interpreter (``TRITON_INTERPRET=1``) and with
+``VLMFAST_KERNELS=triton``. Elsewhere the kernels are plain functions that are never called.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ CHOICES = ("torch", "triton")
 
 
 class _Absent:
-    """Stands for ``triton`` and ``tl`` where there is none; kernels can be defined, not run."""
+    """Placeholder for ``triton`` and ``tl``: kernels can be defined, but not run."""
 
     def __getattr__(self, name: str) -> Any:
         return self
@@ -33,20 +33,20 @@ if INTERPRETED or torch.cuda.is_available() or os.environ.get("VLMFAST_KERNELS")
     try:
         import triton
         import triton.language as tl
-    except ImportError:  # a platform without Triton: `use_triton` says so when it is asked for
+    except ImportError:  # a platform without Triton: `use_triton` raises if it is requested
         triton = tl = _Absent()
 else:
     triton = tl = _Absent()
 
 
 def use_triton(name: str, *tensors: Tensor | None) -> bool:
-    """Whether kernel ``name`` runs on Triton: on CUDA, unless ``VLMFAST_KERNELS`` says otherwise.
+    """Whether kernel ``name`` runs on Triton: by default on CUDA; see ``VLMFAST_KERNELS``.
 
     Raises
     ------
     VLMFastError
         For tensors on several devices or not on the current one, an unknown ``VLMFAST_KERNELS``,
-        or Triton where it cannot run. There is no silent way from a GPU to the reference.
+        or Triton where it cannot run. A GPU never falls back to the reference silently.
     """
     devices = {t.device for t in tensors if t is not None}
     if len(devices) > 1:
@@ -61,7 +61,7 @@ def use_triton(name: str, *tensors: Tensor | None) -> bool:
     if wanted == "torch" or (wanted is None and not cuda):
         return False
     if isinstance(triton, _Absent):
-        raise VLMFastError(f"{name}: Triton is not there; install it, or set VLMFAST_KERNELS=torch")
+        raise VLMFastError(f"{name}: Triton is missing; install it, or set VLMFAST_KERNELS=torch")
     if not cuda and not INTERPRETED:
         raise VLMFastError(
             f"{name}: Triton runs on CUDA, or with TRITON_INTERPRET=1 set before vlmfast is "
@@ -72,7 +72,7 @@ def use_triton(name: str, *tensors: Tensor | None) -> bool:
             f"{name}: needs a GPU of compute capability 8.0 or newer; set VLMFAST_KERNELS=torch"
         )
     if cuda and device.index != torch.cuda.current_device():
-        # Triton launches on the current device, whatever the tensors say.
+        # Triton launches on the current device, not on that of the tensors.
         raise VLMFastError(
             f"{name}: tensors on {device}, but the current device is "
             f"cuda:{torch.cuda.current_device()}; call it under torch.cuda.device({device.index})"
@@ -81,27 +81,27 @@ def use_triton(name: str, *tensors: Tensor | None) -> bool:
 
 
 def check_heads(name: str, dim: int) -> None:
-    """Head dimensions that the kernels take.
+    """Check that the kernels support heads of ``dim`` channels.
 
     Raises
     ------
     VLMFastError
-        For one that is no multiple of 8, or above 256.
+        If it is not a multiple of 8 or is above 256.
     """
     if dim % 8 or not 0 < dim <= 256:
         raise VLMFastError(f"{name}: head dimension {dim}; it takes multiples of 8 up to 256")
 
 
 def upcast(x: Tensor) -> bool:
-    """Whether a kernel turns what it loads into float32 at once.
+    """Whether a kernel converts what it loads to float32 before its products.
 
-    float32 must not become TF32, and the interpreter takes bfloat16 for raw bits.
+    float32 must not become TF32, and the interpreter treats bfloat16 as raw bits.
     """
     return INTERPRETED or x.dtype == torch.float32
 
 
 def padded(size: int, least: int = 16) -> int:
-    """The power of two that a block of ``size`` needs."""
+    """Smallest power of two that covers ``size``, at least ``least``."""
     return max(least, 1 << max(size - 1, 0).bit_length())
 
 
@@ -122,7 +122,7 @@ _POINTERS = {
 
 @dataclass(frozen=True)
 class Variant:
-    """One compilation of a kernel, for the check without a GPU.
+    """One specialization of a kernel, to compile without a GPU.
 
     Parameters
     ----------
@@ -130,9 +130,9 @@ class Variant:
         The jitted function.
     signature : dict of str to str or tuple of str
         Types of its run-time parameters, as Triton writes them (``*fp16``, ``i32``, ``fp32``);
-        ``i32:16`` is a multiple of 16. Names that the kernel does not have are passed over.
+        ``i32:16`` is a multiple of 16. Names that the kernel does not have are ignored.
     constants : dict of str to object
-        Its compile-time parameters, and None for pointers that are not given.
+        Its compile-time parameters, and None for absent pointers.
     warps, stages : int
     """
 

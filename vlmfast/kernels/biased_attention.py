@@ -1,13 +1,13 @@
-"""``biased_attention``: attention with something added to the logits of each key.
+"""``biased_attention``: softmax attention with an additive bias per key.
 
     out_i = sum over j of softmax_j(q_i . k_j scaling + bias_j) v_j       over visible keys j
 
-A token that stands for ``n`` merged ones has the bias ``log n``: it then counts as ``n`` equal keys
-would. PyTorch's fused attention takes no bias but as a map of rows x keys, which this never builds.
+A token that represents ``n`` merged tokens has the bias ``log n``: it then counts as ``n`` equal
+keys. PyTorch's fused attention takes a bias only as a map of rows x keys, which this never builds.
 
 Shapes: query (B, Hq, T, D), key and value (B, Hk, S, D), bias (S,) to (B, Hk, S). Grid: one program
-per 128 rows (64 where D > 128), query head and batch entry; it walks over the keys that its rows
-see, 64 at a time, with a running maximum and sum; late rows, which see most, begin first.
+per 128 rows (64 where D > 128), query head and batch entry. It loops over the keys that its rows
+see, 64 at a time, with a running maximum and sum. Late rows, which see most keys, start first.
 Bytes: queries, keys and values once, the result once, 4 S of bias. Floor: 4 Hq D x (pairs of row
 and visible key) operations; 2,944 causal rows in 32 heads of 128: 7.1e10, 90 us at 790e12 per
 second.
@@ -42,13 +42,13 @@ def biased_attention(
     key, value : Tensor, (B, Hk, S, D)
         Shared by ``Hq // Hk`` query heads each.
     bias : Tensor, float32, (S,), (B, Hk, S) or what expands to it, optional
-        Added to the logits of each key; -inf hides it.
+        Added to the logits of each key; -inf masks the key.
     scaling : float, optional
         ``D ** -0.5`` by default.
     causal : bool
-        Whether row ``i`` sees no key behind ``S - T + i``.
+        Whether row ``i`` sees no key after ``S - T + i``.
     lengths : Tensor, int64, (B,), optional
-        Keys of each batch entry that exist; all by default. The others may hold anything.
+        Valid keys of each batch entry; all by default. The others may hold any values.
 
     Returns
     -------
@@ -72,7 +72,7 @@ def biased_attention_ref(
     causal: bool = True,
     lengths: Tensor | None = None,
 ) -> Tensor:
-    """`biased_attention` in plain PyTorch: with a map of what is added to each logit."""
+    """`biased_attention` in plain PyTorch, with a map of the biases of all logits."""
     b, hq, t, _ = query.shape
     s = key.shape[2]
     groups = hq // key.shape[1]
@@ -85,15 +85,15 @@ def biased_attention_ref(
         added = bias.float().expand(b, key.shape[1], s).repeat_interleave(groups, 1)[:, :, None]
         seen = seen & (added > -torch.inf)
     if lengths is not None:
-        there = columns < lengths[:, None]
-        seen = seen & there[:, None, None]
-        # A weight of zero does not undo a NaN.
-        key, value = (x.masked_fill(~there[:, None, :, None], 0.0) for x in (key, value))
-    nothing = ~seen.any(-1, keepdim=True)
-    added = torch.where(seen, added, -torch.inf).masked_fill(nothing, 0.0)
+        valid = columns < lengths[:, None]
+        seen = seen & valid[:, None, None]
+        # 0 * NaN is NaN.
+        key, value = (x.masked_fill(~valid[:, None, :, None], 0.0) for x in (key, value))
+    empty = ~seen.any(-1, keepdim=True)
+    added = torch.where(seen, added, -torch.inf).masked_fill(empty, 0.0)
     key, value = (x.float().repeat_interleave(groups, 1) for x in (key, value))
     out = scaled_dot_product_attention(query.float(), key, value, attn_mask=added, scale=scaling)
-    return out.masked_fill(nothing, 0.0).to(query.dtype)
+    return out.masked_fill(empty, 0.0).to(query.dtype)
 
 
 def _check(
@@ -123,7 +123,7 @@ def _check(
         )
     if bias is not None and (bias.shape[-1] != s or bias.dim() > 3):
         raise VLMFastError(
-            f"biased_attention: a bias of shape {tuple(bias.shape)}; it takes ({s},) to "
+            f"biased_attention: bias of shape {tuple(bias.shape)}; it takes ({s},) to "
             f"({b}, {hk}, {s})"
         )
     if lengths is not None and lengths.shape != (b,):
@@ -143,7 +143,7 @@ def _attend(
     bias,  # float32, or None
     lengths,  # int64 (B,), or None
     out,  # (B, Hq, T, D)
-    stride_qb,  # of heads in units of 8 entries, so that Triton knows of them
+    stride_qb,  # of heads in units of 8 entries, so that Triton knows their alignment
     stride_qh,
     stride_qt,
     stride_kb,
@@ -163,99 +163,99 @@ def _attend(
     HQ: tl.constexpr,
     G: tl.constexpr,
     D: tl.constexpr,
-    BD: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr,
-    UP: tl.constexpr,
+    UPCAST: tl.constexpr,
 ):
-    # One axis for all, since the others end at 65,535.
-    blocks = tl.cdiv(T, BM)
-    t0 = (blocks - 1 - tl.program_id(0) % blocks) * BM
-    of = tl.program_id(0) // blocks
-    b, head = (of // HQ).to(tl.int64), (of % HQ).to(tl.int64)
-    t = t0 + tl.arange(0, BM)
-    d = tl.arange(0, BD)
-    query += (b * stride_qb + head * stride_qh) * 8
-    key += (b * stride_kb + head // G * stride_kh) * 8
-    value += (b * stride_vb + head // G * stride_vh) * 8
-    rows = (t < T)[:, None] & (d < D)[None, :]
-    q = tl.load(
-        query + t.to(tl.int64)[:, None] * (stride_qt * 8) + d[None, :], mask=rows, other=0.0
-    )
-    if UP:
-        q = q.to(tl.float32)
-    count = S
+    # One grid axis for all: the other two are limited to 65,535.
+    num_blocks = tl.cdiv(T, BLOCK_M)
+    t0 = (num_blocks - 1 - tl.program_id(0) % num_blocks) * BLOCK_M
+    pair = tl.program_id(0) // num_blocks
+    b, head = (pair // HQ).to(tl.int64), (pair % HQ).to(tl.int64)
+    t = t0 + tl.arange(0, BLOCK_M)
+    d = tl.arange(0, BLOCK_D)
+    p_q = query + (b * stride_qb + head * stride_qh) * 8
+    p_q += t.to(tl.int64)[:, None] * (stride_qt * 8) + d[None, :]  # [BM, BD]
+    p_k = key + (b * stride_kb + head // G * stride_kh) * 8
+    p_v = value + (b * stride_vb + head // G * stride_vh) * 8
+    m_q = (t < T)[:, None] & (d < D)[None, :]
+    b_q = tl.load(p_q, mask=m_q, other=0.0)  # [BM, BD]
+    if UPCAST:
+        b_q = b_q.to(tl.float32)
+    num_keys = S
     if lengths is not None:
-        count = tl.minimum(tl.load(lengths + b).to(tl.int32), S)
-    last = count
+        num_keys = tl.minimum(tl.load(lengths + b).to(tl.int32), S)
+    end = num_keys
     if CAUSAL:
-        last = tl.minimum(last, S - T + tl.minimum(t0 + BM, T))
-    m = tl.full((BM,), -1e30, tl.float32)
-    l = tl.zeros((BM,), tl.float32)
-    acc = tl.zeros((BM, BD), tl.float32)
-    for n0 in range(0, last, BN):
-        n = n0 + tl.arange(0, BN)
-        at = n.to(tl.int64)
-        k = tl.load(
-            key + at[None, :] * (stride_kt * 8) + d[:, None],
-            mask=(n < count)[None, :] & (d < D)[:, None],
+        end = tl.minimum(end, S - T + tl.minimum(t0 + BLOCK_M, T))
+    row_max = tl.full((BLOCK_M,), -1e30, tl.float32)  # [BM]
+    row_sum = tl.zeros((BLOCK_M,), tl.float32)  # [BM]
+    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)  # [BM, BD]
+    for n0 in range(0, end, BLOCK_N):
+        n = n0 + tl.arange(0, BLOCK_N)
+        m_n = n < num_keys
+        offsets = n.to(tl.int64)
+        b_k = tl.load(  # [BD, BN]
+            p_k + offsets[None, :] * (stride_kt * 8) + d[:, None],
+            mask=m_n[None, :] & (d < D)[:, None],
             other=0.0,
         )
-        v = tl.load(
-            value + at[:, None] * (stride_vt * 8) + d[None, :],
-            mask=(n < count)[:, None] & (d < D)[None, :],
+        b_v = tl.load(  # [BN, BD]
+            p_v + offsets[:, None] * (stride_vt * 8) + d[None, :],
+            mask=m_n[:, None] & (d < D)[None, :],
             other=0.0,
         )
-        if UP:
-            k, v = k.to(tl.float32), v.to(tl.float32)
-        x = tl.dot(q, k, input_precision="ieee") * scaling
-        seen = (n < count)[None, :]
+        if UPCAST:
+            b_k, b_v = b_k.to(tl.float32), b_v.to(tl.float32)
+        b_s = tl.dot(b_q, b_k, input_precision="ieee") * scaling  # [BM, BN]
+        m_s = m_n[None, :]  # [1, BN]
         if bias is not None:
-            own = tl.load(
-                bias + b * stride_bb + head // G * stride_bh + n, mask=n < count, other=0.0
-            )
-            x += own[None, :] * 1.4426950408889634
-            seen = seen & (own > -1e30)[None, :]
+            p_bias = bias + b * stride_bb + head // G * stride_bh + n
+            b_bias = tl.load(p_bias, mask=m_n, other=0.0)  # [BN]
+            b_s += b_bias[None, :] * 1.4426950408889634
+            m_s = m_s & (b_bias > -1e30)[None, :]
         if CAUSAL:
-            seen = seen & (n[None, :] <= t[:, None] + S - T)
-        x = tl.where(seen, x, -1e30)
-        top = tl.maximum(m, tl.max(x, 1))
-        p = tl.where(seen, tl.exp2(x - top[:, None]), 0.0)
-        keep = tl.exp2(m - top)
-        l = l * keep + tl.sum(p, 1)
-        acc = acc * keep[:, None]
-        acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
-        m = top
-    acc = acc / tl.where(l > 0, l, 1.0)[:, None]
-    out += (b * stride_ob + head * stride_oh) * 8
-    at = t.to(tl.int64)[:, None] * (stride_ot * 8) + d[None, :]
-    tl.store(out + at, acc.to(out.dtype.element_ty), mask=rows)
+            m_s = m_s & (n[None, :] <= t[:, None] + S - T)
+        b_s = tl.where(m_s, b_s, -1e30)
+        new_max = tl.maximum(row_max, tl.max(b_s, 1))
+        b_p = tl.where(m_s, tl.exp2(b_s - new_max[:, None]), 0.0)  # [BM, BN]
+        alpha = tl.exp2(row_max - new_max)  # [BM]
+        row_sum = row_sum * alpha + tl.sum(b_p, 1)
+        acc = acc * alpha[:, None]
+        acc = tl.dot(b_p.to(b_v.dtype), b_v, acc, input_precision="ieee")
+        row_max = new_max
+    acc = acc / tl.where(row_sum > 0, row_sum, 1.0)[:, None]
+    p_out = out + (b * stride_ob + head * stride_oh) * 8
+    p_out += t.to(tl.int64)[:, None] * (stride_ot * 8) + d[None, :]  # [BM, BD]
+    tl.store(p_out, acc.to(out.dtype.element_ty), mask=m_q)
 
 
 def _sizes(rows: int, block: int, dtype: torch.dtype) -> dict[str, int]:
-    """Tile and launch for so many rows of heads whose dimension is padded to ``block``."""
+    """Tile and launch for ``rows`` rows of heads whose dimension is padded to ``block``."""
     if dtype == torch.float32:
         tile = (32, 32, 4) if block <= 128 else (32, 16, 8)
     else:
         tile = (128, 64, 8) if block <= 128 else (64, 32, 8)
     if rows < tile[0]:
         tile = (padded(rows), tile[1], 4)
-    return dict(zip(("BM", "BN", "num_warps"), tile, strict=True)) | {"num_stages": 2}
+    return dict(zip(("BLOCK_M", "BLOCK_N", "num_warps"), tile, strict=True)) | {"num_stages": 2}
 
 
-def _steps(x: Tensor) -> list[int]:
-    """Strides of all axes but the last; of an axis of one, which may have any, 0."""
-    return [step if n > 1 else 0 for step, n in zip(x.stride()[:-1], x.shape[:-1], strict=True)]
+def _strides(x: Tensor) -> list[int]:
+    """Strides of all axes but the last; 0 for axes of size one, whose stride is arbitrary."""
+    return [stride if n > 1 else 0 for stride, n in zip(x.stride()[:-1], x.shape[:-1], strict=True)]
 
 
 def _eighths(x: Tensor) -> list[int]:
-    return [step // 8 for step in _steps(x)]
+    return [stride // 8 for stride in _strides(x)]
 
 
 def _aligned(x: Tensor) -> Tensor:
     """``x`` with a contiguous last axis and strides that are multiples of 8, as of whole heads."""
-    return x if x.stride(-1) == 1 and not any(step % 8 for step in _steps(x)) else x.contiguous()
+    aligned = x.stride(-1) == 1 and not any(stride % 8 for stride in _strides(x))
+    return x if aligned else x.contiguous()
 
 
 def _launch(
@@ -275,13 +275,13 @@ def _launch(
     if bias is not None:
         bias = bias.float()
         bias = (bias if bias.stride(-1) == 1 else bias.contiguous()).expand(b, hk, s)
-    # Rows outside heads: what follows joins the heads of a row again.
+    # Rows before heads in memory: the caller flattens the heads of each row.
     out = torch.empty(b, t, hq, d, dtype=query.dtype, device=query.device).transpose(1, 2)
     block = padded(d)
     sizes = _sizes(t, block, query.dtype)
     scaling = (d**-0.5 if scaling is None else scaling) * 1.4426950408889634
     if b:
-        _attend[(triton.cdiv(t, sizes["BM"]) * b * hq,)](
+        _attend[(triton.cdiv(t, sizes["BLOCK_M"]) * b * hq,)](
             query,
             key,
             value,
@@ -299,15 +299,15 @@ def _launch(
             HQ=hq,
             G=hq // hk,
             D=d,
-            BD=block,
+            BLOCK_D=block,
             CAUSAL=causal,
-            UP=upcast(query),
+            UPCAST=upcast(query),
             **sizes,
         )
     return out
 
 
-_STRIDES = [f"stride_{of}{axis}" for of in "qkvo" for axis in "bht"]
+_STRIDES = [f"stride_{x}{axis}" for x in "qkvo" for axis in "bht"]
 _TYPES = {
     "bias": "*fp32",
     "lengths": "*i64",
@@ -321,8 +321,15 @@ def _variant(dtype: torch.dtype, d: int, rows: int = 2944, **given: object) -> V
     return Variant(
         _attend,
         _TYPES | dict.fromkeys(("query", "key", "value", "out"), pointer(dtype)),
-        {"HQ": 32, "G": 4, "D": d, "BD": padded(d), "BM": sizes["BM"], "BN": sizes["BN"]}
-        | {"CAUSAL": True, "UP": dtype == torch.float32, **given},
+        {
+            "HQ": 32,
+            "G": 4,
+            "D": d,
+            "BLOCK_D": padded(d),
+            "BLOCK_M": sizes["BLOCK_M"],
+            "BLOCK_N": sizes["BLOCK_N"],
+        }
+        | {"CAUSAL": True, "UPCAST": dtype == torch.float32, **given},
         sizes["num_warps"],
         sizes["num_stages"],
     )

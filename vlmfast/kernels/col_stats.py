@@ -1,6 +1,6 @@
-"""``row_lse`` and ``col_stats``: what each key receives of a softmax attention never built.
+"""``row_lse`` and ``col_stats``: statistics per key of a softmax attention never materialized.
 
-For query rows i that are asked for and the G query heads of each KV head,
+For the selected query rows i and the G query heads of each KV head,
 
     p[h, i, j] = softmax_j(q[h, i] . k[h // G, j] scaling + bias[j])     over visible keys j
     sum[h, j] = sum_i p[h, i, j]       and likewise sumsq, max, entropy, count
@@ -8,17 +8,17 @@ For query rows i that are asked for and the G query heads of each KV head,
 Shapes: query (Hq, S, D), key (Hk, S, D), R rows, one output (Hk, G, S) per statistic.
 
 Two launches on a GPU. `_row_lse`, one program per block of rows, query head and part of the keys,
-leaves the logarithm of each row's sum of exponentials and its largest logit; keys come in parts,
-which `_join` brings together, where rows alone would leave the GPU idle. `_col_stats`, one program
-per block of keys and query head, holds its keys, walks over the rows from the first that sees them,
-and writes every statistic of its keys once: nothing is added atomically, so results do not depend
-on the order of programs.
+writes the logarithm of each row's sum of exponentials and its largest logit. If there are too few
+rows to fill the GPU, the keys are split into parts, which `_join` reduces. `_col_stats`, one
+program per block of keys and query head, keeps its keys in registers, loops over the rows from the
+first that sees them, and writes every statistic once. Without atomic additions, results do not
+depend on the order of programs.
 
 Bytes: queries of the rows and keys, twice (the second time mostly from the second-level cache), and
 4 Hq S per statistic. Floor: 2 Hq D x (pairs of row and visible key) operations per launch and the
 bytes above; with 64 rows of 2,944 keys in 32 heads of 128 the 24 MB of keys decide, 5.8 us at
 4.3 TB/s; with all rows the matrix units and the exponentials, 45 us.
-The reference walks over the rows in blocks, so that rows x keys x heads stays bounded.
+The reference processes the rows in blocks, which bounds rows x keys x heads.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ from ._triton import (
 )
 
 STATISTICS = ("sum", "sumsq", "max", "entropy", "count", "nnz")
-REDUCED = {"head": (), "group": (1,), "all": (0, 1)}  # what `per` sums away
+REDUCED = {"head": (), "group": (1,), "all": (0, 1)}  # axes that `per` reduces
 _ENTRIES_AT_ONCE = 1 << 24  # of one block's map, over all heads
-_PROGRAMS = 264  # two for each multiprocessor of the largest GPU we know
-_PARTS = 32  # of the keys, at most
+_PROGRAMS = 264  # two for each of 132 multiprocessors
+_PARTS = 32  # maximum number of parts of the keys
 
 
 def row_lse(
@@ -59,7 +59,7 @@ def row_lse(
     start: int = 0,
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Normaliser of each row's softmax, as `col_stats` takes its arguments.
+    """Normalizer of each row's softmax; arguments as in `col_stats`.
 
     Returns
     -------
@@ -91,9 +91,9 @@ def row_lse_ref(
     for block in rows.split(max(_ENTRIES_AT_ONCE // (hq * s), 1)):
         logits, _ = _logits(query, key, block, scaling, causal, start, bias)
         logits = logits.flatten(0, 1)
-        top = logits.amax(-1)
-        largest.append(top)
-        lse.append(torch.where(top > -1e30, logits.logsumexp(-1), -1e30))
+        row_max = logits.amax(-1)
+        largest.append(row_max)
+        lse.append(torch.where(row_max > -1e30, logits.logsumexp(-1), -1e30))
     return torch.cat(lse, 1), torch.cat(largest, 1)
 
 
@@ -122,19 +122,19 @@ def col_stats(
     scaling : float, optional
         ``D ** -0.5`` by default.
     threshold : float
-        ``count`` counts the entries that reach this share of their row's largest. One that falls on
-        it may count or not.
+        ``count`` counts the entries that reach this fraction of their row's largest. An entry that
+        equals it may count or not.
     causal : bool
-        Whether a row sees no key behind it.
+        Whether a row sees no later key.
     start : int
-        First key that exists; rows before it see nothing and count as zero.
+        First valid key; rows before it see nothing and contribute zero.
     bias : Tensor, float32, (S,), optional
         Added to the logits of each key.
     want : collection of str
         Statistics to compute; all by default.
     per : {"head", "group", "all"}
-        Whether statistics stay per query head, or are summed (``max``: the largest taken) over the
-        query heads of each KV head, or over all.
+        Axes that are kept: every query head, every KV head, or none. Statistics are summed over the
+        rest; ``max`` takes the largest.
 
     Returns
     -------
@@ -161,8 +161,8 @@ def col_stats(
     )
     if dims := REDUCED[per]:
         for name in found.keys() - {"nnz"}:
-            of = found[name]
-            found[name] = of.amax(dims) if name == "max" else of.sum(dims, dtype=of.dtype)
+            x = found[name]
+            found[name] = x.amax(dims) if name == "max" else x.sum(dims, dtype=x.dtype)
     return found
 
 
@@ -181,7 +181,7 @@ def col_stats_ref(
     """`col_stats` per query head in plain PyTorch."""
     hq, s, _ = query.shape
     hk = key.shape[0]
-    every = torch.arange(s, device=query.device) if rows is None else rows
+    used_rows = torch.arange(s, device=query.device) if rows is None else rows
     out = {
         name: query.new_zeros(
             hk, hq // hk, s, dtype=torch.int32 if name == "count" else torch.float32
@@ -189,9 +189,9 @@ def col_stats_ref(
         for name in STATISTICS
         if name in want and name != "nnz"
     }
-    for block in every.split(max(_ENTRIES_AT_ONCE // (hq * s), 1)):
+    for block in used_rows.split(max(_ENTRIES_AT_ONCE // (hq * s), 1)):
         logits, hidden = _logits(query, key, block, scaling, causal, start, bias)
-        # A finite floor: a row that sees nothing must give zeros and not NaN.
+        # The masked logit is finite, so that a row that sees nothing gives zeros, not NaN.
         p = logits.softmax(-1).masked_fill_(hidden, 0.0)
         if "sum" in out:
             out["sum"] += p.sum(2)
@@ -202,10 +202,10 @@ def col_stats_ref(
         if "entropy" in out:
             out["entropy"] -= torch.xlogy(p, p + 1e-10).sum(2)
         if "count" in out and threshold:
-            reach = (p >= threshold * p.amax(-1, keepdim=True)) & ~hidden
-            out["count"] += reach.sum(2, dtype=torch.int32)
+            above = (p >= threshold * p.amax(-1, keepdim=True)) & ~hidden
+            out["count"] += above.sum(2, dtype=torch.int32)
     if "nnz" in want:
-        ordered = every if rows is None else every.sort().values
+        ordered = used_rows if rows is None else used_rows.sort().values
         out["nnz"] = _visible(ordered, s, causal, start)
     return out
 
@@ -233,12 +233,12 @@ def _logits(
 
 
 def _before(rows: Tensor, keys: int) -> Tensor:
-    """How many of the ascending ``rows`` stand before each of so many keys, int64."""
+    """How many of the ascending ``rows`` come before each of ``keys`` keys, int64."""
     return torch.searchsorted(rows, torch.arange(keys, device=rows.device))
 
 
 def _visible(rows: Tensor, keys: int, causal: bool, start: int) -> Tensor:
-    """How many of the ascending ``rows`` see each key, int64; nothing waits for the device."""
+    """How many of the ascending ``rows`` see each key, int64; does not synchronize."""
     columns = torch.arange(keys, device=rows.device)
     if causal:
         nnz = len(rows) - _before(rows, keys)
@@ -263,7 +263,7 @@ def _check(name: str, query: Tensor, key: Tensor, rows: Tensor | None, bias: Ten
             f"{name}: queries in {query.dtype}, keys in {key.dtype}; it takes one dtype"
         )
     if bias is not None and bias.shape != (s,):
-        raise VLMFastError(f"{name}: a bias of shape {tuple(bias.shape)}; it takes ({s},)")
+        raise VLMFastError(f"{name}: bias of shape {tuple(bias.shape)}; it takes ({s},)")
 
 
 # --- Triton --------------------------------------------------------------------------------------
@@ -285,58 +285,59 @@ def _row_lse(
     R,
     S,
     START,
-    CHUNK,  # keys of one part, a multiple of BN
+    CHUNK,  # keys of one part, a multiple of BLOCK_N
     G: tl.constexpr,
     D: tl.constexpr,
-    BD: tl.constexpr,
-    BR: tl.constexpr,
-    BN: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr,
-    UP: tl.constexpr,
+    UPCAST: tl.constexpr,
 ):
     head, part = tl.program_id(1), tl.program_id(2)
-    r = tl.program_id(0) * BR + tl.arange(0, BR)
-    d = tl.arange(0, BD)
+    r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    d = tl.arange(0, BLOCK_D)
     if rows is None:
-        at = r
+        position = r
     else:
-        at = tl.load(rows + r, mask=r < R, other=-1).to(tl.int32)
-    q += head.to(tl.int64) * stride_qh
-    k += (head // G).to(tl.int64) * stride_kh
-    inside = (r < R)[:, None] & (d < D)[None, :]
-    x = tl.load(q + at.to(tl.int64)[:, None] * stride_qs + d[None, :], mask=inside, other=0.0)
-    if UP:
-        x = x.to(tl.float32)
-    m = tl.full((BR,), -1e30, tl.float32)
-    l = tl.zeros((BR,), tl.float32)
-    first = tl.maximum(part * CHUNK, START // BN * BN)
+        position = tl.load(rows + r, mask=r < R, other=-1).to(tl.int32)
+    p_q = q + head.to(tl.int64) * stride_qh
+    p_q += position.to(tl.int64)[:, None] * stride_qs + d[None, :]  # [BR, BD]
+    p_k = k + (head // G).to(tl.int64) * stride_kh
+    m_q = (r < R)[:, None] & (d < D)[None, :]
+    b_q = tl.load(p_q, mask=m_q, other=0.0)  # [BR, BD]
+    if UPCAST:
+        b_q = b_q.to(tl.float32)
+    row_max = tl.full((BLOCK_R,), -1e30, tl.float32)  # [BR]
+    row_sum = tl.zeros((BLOCK_R,), tl.float32)  # [BR]
+    first = tl.maximum(part * CHUNK, START // BLOCK_N * BLOCK_N)
     last = tl.minimum(part * CHUNK + CHUNK, S)
     if CAUSAL:
-        last = tl.minimum(last, tl.max(tl.where(r < R, at, -1), 0) + 1)
-    for n0 in range(first, last, BN):
-        n = n0 + tl.arange(0, BN)
-        y = tl.load(
-            k + n.to(tl.int64)[None, :] * stride_ks + d[:, None],
+        last = tl.minimum(last, tl.max(tl.where(r < R, position, -1), 0) + 1)
+    for n0 in range(first, last, BLOCK_N):
+        n = n0 + tl.arange(0, BLOCK_N)
+        b_k = tl.load(  # [BD, BN]
+            p_k + n.to(tl.int64)[None, :] * stride_ks + d[:, None],
             mask=(n < S)[None, :] & (d < D)[:, None],
             other=0.0,
         )
-        if UP:
-            y = y.to(tl.float32)
-        s = tl.dot(x, y, input_precision="ieee") * scaling
+        if UPCAST:
+            b_k = b_k.to(tl.float32)
+        b_s = tl.dot(b_q, b_k, input_precision="ieee") * scaling  # [BR, BN]
         if bias is not None:
-            s += tl.load(bias + n, mask=n < S, other=0.0)[None, :]
-        seen = ((n >= START) & (n < S))[None, :] & (r < R)[:, None]
+            b_s += tl.load(bias + n, mask=n < S, other=0.0)[None, :]
+        m_s = ((n >= START) & (n < S))[None, :] & (r < R)[:, None]
         if CAUSAL:
-            seen = seen & (n[None, :] <= at[:, None])
-        s = tl.where(seen, s, -1e30)
-        top = tl.maximum(m, tl.max(s, 1))
-        p = tl.where(seen, tl.exp(s - top[:, None]), 0.0)
-        l = l * tl.exp(m - top) + tl.sum(p, 1)
-        m = top
-    out = (part.to(tl.int64) * tl.num_programs(1) + head) * R + r
-    # The masked logit -1e30 swallows any logarithm: a row that sees nothing keeps it.
-    tl.store(lse + out, m + tl.log(tl.where(l > 0, l, 1.0)), mask=r < R)
-    tl.store(largest + out, m, mask=r < R)
+            m_s = m_s & (n[None, :] <= position[:, None])
+        b_s = tl.where(m_s, b_s, -1e30)
+        new_max = tl.maximum(row_max, tl.max(b_s, 1))
+        b_p = tl.where(m_s, tl.exp(b_s - new_max[:, None]), 0.0)  # [BR, BN]
+        row_sum = row_sum * tl.exp(row_max - new_max) + tl.sum(b_p, 1)
+        row_max = new_max
+    offsets = (part.to(tl.int64) * tl.num_programs(1) + head) * R + r
+    # In float32 -1e30 plus a logarithm is -1e30: the value of a row that sees nothing.
+    tl.store(lse + offsets, row_max + tl.log(tl.where(row_sum > 0, row_sum, 1.0)), mask=r < R)
+    tl.store(largest + offsets, row_max, mask=r < R)
 
 
 @triton.jit(do_not_specialize=("N",))
@@ -347,19 +348,19 @@ def _join(
     largest,
     N,
     P: tl.constexpr,
-    BP: tl.constexpr,
-    BN: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    part = tl.arange(0, BP)
-    at = part.to(tl.int64)[:, None] * N + n[None, :]
-    real = (part < P)[:, None] & (n < N)[None, :]
-    x = tl.load(part_lse + at, mask=real, other=-1e30)
-    top = tl.max(x, 0)
-    total = tl.sum(tl.where(x > -1e30, tl.exp(x - top[None, :]), 0.0), 0)
-    tl.store(lse + n, top + tl.log(tl.where(total > 0, total, 1.0)), mask=n < N)
-    m = tl.load(part_largest + at, mask=real, other=-1e30)
-    tl.store(largest + n, tl.max(m, 0), mask=n < N)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    part = tl.arange(0, BLOCK_P)
+    offsets = part.to(tl.int64)[:, None] * N + n[None, :]
+    m_part = (part < P)[:, None] & (n < N)[None, :]
+    b_lse = tl.load(part_lse + offsets, mask=m_part, other=-1e30)  # [BP, BN]
+    max_lse = tl.max(b_lse, 0)
+    total = tl.sum(tl.where(b_lse > -1e30, tl.exp(b_lse - max_lse[None, :]), 0.0), 0)
+    tl.store(lse + n, max_lse + tl.log(tl.where(total > 0, total, 1.0)), mask=n < N)
+    b_largest = tl.load(part_largest + offsets, mask=m_part, other=-1e30)
+    tl.store(largest + n, tl.max(b_largest, 0), mask=n < N)
 
 
 @triton.jit(do_not_specialize=("R", "S", "START"))
@@ -367,7 +368,7 @@ def _col_stats(
     q,
     k,
     rows,  # int64 (R,) ascending, or None for all
-    before,  # int64 (S,), rows that stand before each key; None without `rows` or not causal
+    before,  # int64 (S,): rows before each key; None without `rows` or not causal
     bias,  # float32 (S,), or None
     lse,  # float32 (Hq, R)
     largest,
@@ -387,90 +388,90 @@ def _col_stats(
     START,
     G: tl.constexpr,
     D: tl.constexpr,
-    BD: tl.constexpr,
-    BR: tl.constexpr,
-    BN: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr,
-    UP: tl.constexpr,
+    UPCAST: tl.constexpr,
 ):
     head = tl.program_id(1)
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    d = tl.arange(0, BD)
-    q += head.to(tl.int64) * stride_qh
-    k += (head // G).to(tl.int64) * stride_kh
-    lse += head.to(tl.int64) * R
-    largest += head.to(tl.int64) * R
-    y = tl.load(
-        k + n.to(tl.int64)[:, None] * stride_ks + d[None, :],
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    d = tl.arange(0, BLOCK_D)
+    p_q = q + head.to(tl.int64) * stride_qh
+    p_k = k + (head // G).to(tl.int64) * stride_kh
+    p_lse = lse + head.to(tl.int64) * R
+    p_largest = largest + head.to(tl.int64) * R
+    b_k = tl.load(  # [BN, BD]
+        p_k + n.to(tl.int64)[:, None] * stride_ks + d[None, :],
         mask=(n < S)[:, None] & (d < D)[None, :],
         other=0.0,
     )
-    if UP:
-        y = y.to(tl.float32)
+    if UPCAST:
+        b_k = b_k.to(tl.float32)
     if bias is not None:
-        b = tl.load(bias + n, mask=n < S, other=0.0)
+        b_bias = tl.load(bias + n, mask=n < S, other=0.0)
     first = 0
     if CAUSAL:
-        first = tl.program_id(0) * BN
+        first = tl.program_id(0) * BLOCK_N
         if before is not None:
             first = tl.load(before + first).to(tl.int32)
-    a_sum = tl.zeros((BN,), tl.float32)
-    a_sumsq = tl.zeros((BN,), tl.float32)
-    a_max = tl.zeros((BN,), tl.float32)
-    a_entropy = tl.zeros((BN,), tl.float32)
-    a_count = tl.zeros((BN,), tl.int32)
-    for r0 in range(first, R, BR):
-        r = r0 + tl.arange(0, BR)
+    acc_sum = tl.zeros((BLOCK_N,), tl.float32)  # [BN]
+    acc_sumsq = tl.zeros((BLOCK_N,), tl.float32)
+    acc_max = tl.zeros((BLOCK_N,), tl.float32)
+    acc_entropy = tl.zeros((BLOCK_N,), tl.float32)
+    acc_count = tl.zeros((BLOCK_N,), tl.int32)
+    for r0 in range(first, R, BLOCK_R):
+        r = r0 + tl.arange(0, BLOCK_R)
         if rows is None:
-            at = r
+            position = r
         else:
-            at = tl.load(rows + r, mask=r < R, other=-1).to(tl.int32)
-        x = tl.load(
-            q + at.to(tl.int64)[None, :] * stride_qs + d[:, None],
+            position = tl.load(rows + r, mask=r < R, other=-1).to(tl.int32)
+        b_q = tl.load(  # [BD, BR]
+            p_q + position.to(tl.int64)[None, :] * stride_qs + d[:, None],
             mask=(r < R)[None, :] & (d < D)[:, None],
             other=0.0,
         )
-        if UP:
-            x = x.to(tl.float32)
-        # Keys down, rows across: sums over rows then stay within a warp.
-        s = tl.dot(y, x, input_precision="ieee") * scaling
+        if UPCAST:
+            b_q = b_q.to(tl.float32)
+        # Keys on the first axis: sums over rows then stay within a warp.
+        b_s = tl.dot(b_k, b_q, input_precision="ieee") * scaling  # [BN, BR]
         if bias is not None:
-            s += b[:, None]
-        norm = tl.load(lse + r, mask=r < R, other=0.0)
-        seen = ((n >= START) & (n < S))[:, None] & (r < R)[None, :]
+            b_s += b_bias[:, None]
+        b_lse = tl.load(p_lse + r, mask=r < R, other=0.0)
+        m_s = ((n >= START) & (n < S))[:, None] & (r < R)[None, :]
         if CAUSAL:
-            seen = seen & (n[:, None] <= at[None, :])
-        s = tl.where(seen, s, -1e30)
-        p = tl.where(seen, tl.exp(s - norm[None, :]), 0.0)
+            m_s = m_s & (n[:, None] <= position[None, :])
+        b_s = tl.where(m_s, b_s, -1e30)
+        b_p = tl.where(m_s, tl.exp(b_s - b_lse[None, :]), 0.0)  # [BN, BR]
         if out_sum is not None:
-            a_sum += tl.sum(p, 1)
+            acc_sum += tl.sum(b_p, 1)
         if out_sumsq is not None:
-            a_sumsq += tl.sum(p * p, 1)
+            acc_sumsq += tl.sum(b_p * b_p, 1)
         if out_max is not None:
-            a_max = tl.maximum(a_max, tl.max(p, 1))
+            acc_max = tl.maximum(acc_max, tl.max(b_p, 1))
         if out_entropy is not None:
-            a_entropy -= tl.sum(p * tl.log(p + 1e-10), 1)
+            acc_entropy -= tl.sum(b_p * tl.log(b_p + 1e-10), 1)
         if out_count is not None:
-            most = tl.exp(tl.load(largest + r, mask=r < R, other=0.0) - norm)
-            reach = seen & (p >= threshold * most[None, :])
-            a_count += tl.sum(reach.to(tl.int32), 1)
-    out = head.to(tl.int64) * S + n
+            row_max = tl.exp(tl.load(p_largest + r, mask=r < R, other=0.0) - b_lse)
+            m_count = m_s & (b_p >= threshold * row_max[None, :])
+            acc_count += tl.sum(m_count.to(tl.int32), 1)
+    offsets = head.to(tl.int64) * S + n
     if out_sum is not None:
-        tl.store(out_sum + out, a_sum, mask=n < S)
+        tl.store(out_sum + offsets, acc_sum, mask=n < S)
     if out_sumsq is not None:
-        tl.store(out_sumsq + out, a_sumsq, mask=n < S)
+        tl.store(out_sumsq + offsets, acc_sumsq, mask=n < S)
     if out_max is not None:
-        tl.store(out_max + out, a_max, mask=n < S)
+        tl.store(out_max + offsets, acc_max, mask=n < S)
     if out_entropy is not None:
-        tl.store(out_entropy + out, a_entropy, mask=n < S)
+        tl.store(out_entropy + offsets, acc_entropy, mask=n < S)
     if out_count is not None:
-        tl.store(out_count + out, a_count, mask=n < S)
+        tl.store(out_count + offsets, acc_count, mask=n < S)
 
 
 def _blocks(rows: int, d: int, dtype: torch.dtype) -> dict[str, int]:
-    """Block sizes; without matrix units, in float32, larger ones do not fit the registers."""
+    """Block sizes; in float32, without tensor cores, larger ones do not fit into registers."""
     wide = 16 if dtype == torch.float32 and not INTERPRETED else 64
-    return {"BD": padded(d), "BR": 16 if rows <= 16 else wide, "BN": wide}
+    return {"BLOCK_D": padded(d), "BLOCK_R": 16 if rows <= 16 else wide, "BLOCK_N": wide}
 
 
 def _launch_rows(
@@ -482,16 +483,16 @@ def _launch_rows(
     start: int,
     bias: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Normaliser and largest logit of each row, (Hq, R) each."""
+    """Normalizer and largest logit of each row, (Hq, R) each."""
     (hq, s, d), r = query.shape, query.shape[1] if rows is None else len(rows)
     check_heads("row_lse", d)
     query, key = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key))
     up = upcast(query)
     sizes = _blocks(r, d, query.dtype)
-    blocks = -(-r // sizes["BR"])
-    keys = -(-s // sizes["BN"])
+    blocks = -(-r // sizes["BLOCK_R"])
+    keys = -(-s // sizes["BLOCK_N"])
     parts = min(max(_PROGRAMS // (blocks * hq), 1), _PARTS, keys)
-    chunk = -(-keys // parts) * sizes["BN"]
+    chunk = -(-keys // parts) * sizes["BLOCK_N"]
     parts = -(-s // chunk)
     lse = torch.empty(parts, hq, r, device=query.device)
     largest = torch.empty(parts, hq, r, device=query.device)
@@ -513,7 +514,7 @@ def _launch_rows(
         D=d,
         **sizes,
         CAUSAL=causal,
-        UP=up,
+        UPCAST=up,
         num_warps=4,
         num_stages=2,
     )
@@ -521,7 +522,7 @@ def _launch_rows(
         return lse[0], largest[0]
     whole = torch.empty(2, hq, r, device=query.device)
     _join[(-(-hq * r // 128),)](
-        lse, largest, *whole, hq * r, P=parts, BP=padded(parts, 1), BN=128, num_warps=4
+        lse, largest, *whole, hq * r, P=parts, BLOCK_P=padded(parts, 1), BLOCK_N=128, num_warps=4
     )
     return whole[0], whole[1]
 
@@ -542,11 +543,11 @@ def _launch(
     check_heads("col_stats", d)
     query, key = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key))
     rows = None if rows is None else rows.sort().values
-    every = torch.arange(s, device=query.device) if rows is None else rows
+    used_rows = torch.arange(s, device=query.device) if rows is None else rows
     out: dict[str, Tensor] = {}
     for name in STATISTICS:
         if name == "nnz" and name in want:
-            out[name] = _visible(every, s, causal, start)
+            out[name] = _visible(used_rows, s, causal, start)
         elif name == "count" and name in want and not threshold:
             out[name] = torch.zeros(hk, hq // hk, s, device=query.device, dtype=torch.int32)
         elif name in want:
@@ -555,12 +556,12 @@ def _launch(
     written = {f"out_{name}": out.get(name) for name in STATISTICS if name != "nnz"}
     if not threshold:
         written["out_count"] = None
-    if not any(of is not None for of in written.values()):
+    if not any(pointer is not None for pointer in written.values()):
         return out
     up = upcast(query)
-    sizes = _blocks(len(every), d, query.dtype)
+    sizes = _blocks(len(used_rows), d, query.dtype)
     lse, largest = _launch_rows(query, key, rows, scaling, causal, start, bias)
-    _col_stats[(-(-s // sizes["BN"]), hq)](
+    _col_stats[(-(-s // sizes["BLOCK_N"]), hq)](
         query,
         key,
         rows,
@@ -573,14 +574,14 @@ def _launch(
         *key.stride()[:2],
         d**-0.5 if scaling is None else scaling,
         threshold,
-        len(every),
+        len(used_rows),
         s,
         start,
         G=hq // hk,
         D=d,
         **sizes,
         CAUSAL=causal,
-        UP=up,
+        UPCAST=up,
         num_warps=4,
         num_stages=2,
     )
@@ -603,7 +604,7 @@ _TYPES = {
 def _variants(dtype: torch.dtype, d: int, rows: int = 64, **given: object) -> list[Variant]:
     types = _TYPES | dict.fromkeys("qk", pointer(dtype))
     up = dtype == torch.float32
-    given = {"G": 4, "D": d, **_blocks(rows, d, dtype), "CAUSAL": True, "UP": up, **given}
+    given = {"G": 4, "D": d, **_blocks(rows, d, dtype), "CAUSAL": True, "UPCAST": up, **given}
     return [Variant(_row_lse, types, given), Variant(_col_stats, types, given)]
 
 
@@ -613,5 +614,5 @@ VARIANTS = [
     *_variants(torch.bfloat16, 128, rows=1),
     *_variants(torch.bfloat16, 80, CAUSAL=False),
     *_variants(torch.float32, 256),
-    Variant(_join, _TYPES, {"P": _PARTS, "BP": _PARTS, "BN": 128}),
+    Variant(_join, _TYPES, {"P": _PARTS, "BLOCK_P": _PARTS, "BLOCK_N": 128}),
 ]

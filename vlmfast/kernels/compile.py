@@ -1,8 +1,8 @@
 """Compile every kernel for a Hopper GPU, on a machine without one.
 
 ``python -m vlmfast.kernels.compile [file ...]`` prints registers, shared memory and spills of each
-variant that the kernel files list under ``VARIANTS``, and fails where a kernel spills or does not
-compile. What the interpreter runs, the compiler may still refuse.
+variant that the kernel files list under ``VARIANTS``, and fails if a kernel spills or does not
+compile. The compiler may reject code that the interpreter runs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 TARGET = ("cuda", 90, 32)
-SHARED = 227 * 1024  # bytes that one program may hold on it
+SHARED = 227 * 1024  # bytes available to one program on this target
 
 
 def compiled(variant: Any) -> dict[str, Any]:
@@ -31,21 +31,21 @@ def compiled(variant: Any) -> dict[str, Any]:
     from triton.compiler import ASTSource
 
     signature, aligned = {}, {}
-    for at, name in enumerate(variant.kernel.arg_names):
+    for position, name in enumerate(variant.kernel.arg_names):
         if name in variant.constants:
             signature[name] = "constexpr"
             continue
-        of = variant.signature[name]
-        if isinstance(of, tuple):
-            signature[name] = tuple(_type(each) for each in of)
-            aligned |= {(at, i): _ALIGNED for i, each in enumerate(of) if _is_aligned(each)}
+        kind = variant.signature[name]
+        if isinstance(kind, tuple):
+            signature[name] = tuple(_type(each) for each in kind)
+            aligned |= {(position, i): _ALIGNED for i, each in enumerate(kind) if _is_aligned(each)}
         else:
-            signature[name] = _type(of)
-            aligned |= {(at,): _ALIGNED} if _is_aligned(of) else {}
+            signature[name] = _type(kind)
+            aligned |= {(position,): _ALIGNED} if _is_aligned(kind) else {}
     binary = triton.compile(
         ASTSource(variant.kernel, signature, constexprs=dict(variant.constants), attrs=aligned),
         target=GPUTarget(*TARGET),
-        # As Triton does it where nobody says; since 3.9 it asks to be told.
+        # Triton's defaults; since 3.9 they must be passed.
         options={
             "num_warps": variant.warps,
             "num_stages": variant.stages,
@@ -58,17 +58,17 @@ def compiled(variant: Any) -> dict[str, Any]:
 _ALIGNED = [["tt.divisibility", 16]]
 
 
-def _type(of: str) -> str:
-    return of.partition(":")[0]
+def _type(kind: str) -> str:
+    return kind.partition(":")[0]
 
 
-def _is_aligned(of: str) -> bool:
-    """As Triton sees for itself where it launches; memory from torch is."""
-    return of.startswith("*") or of.endswith(":16")
+def _is_aligned(kind: str) -> bool:
+    """Whether a launch would specialize on it; pointers from torch are aligned."""
+    return kind.startswith("*") or kind.endswith(":16")
 
 
 def _resources(cubin: bytes) -> dict[str, int]:
-    """What the assembler says of a binary."""
+    """Registers and spills of a binary, as reported by cuobjdump."""
     from triton import knobs
 
     with tempfile.TemporaryDirectory() as scratch:
@@ -85,7 +85,7 @@ def _resources(cubin: bytes) -> dict[str, int]:
 
 
 def files() -> list[str]:
-    """The kernel files."""
+    """Names of the kernel files."""
     import vlmfast.kernels as package
 
     names = (info.name for info in pkgutil.iter_modules(package.__path__))
@@ -93,39 +93,43 @@ def files() -> list[str]:
 
 
 def variants(file: str) -> list[Any]:
-    """What a kernel file lists."""
+    """Variants that a kernel file lists."""
     module = importlib.import_module(f"vlmfast.kernels.{file}")
     return list(getattr(module, "VARIANTS", ()))
 
 
 def report(file: str, index: int) -> dict[str, Any]:
-    """What became of a variant; ``error`` where it spills or does not compile."""
+    """Compile a variant; the result has an ``error`` if it spills or does not compile."""
     variant = variants(file)[index]
     line: dict[str, Any] = {"file": file, "kernel": variant.kernel.__name__}
-    used = [variant.signature.get(name) for name in variant.kernel.arg_names]
-    line["types"] = [of for of in used if of is not None and str(of) not in ("i32", "i32:16")]
+    types = [variant.signature.get(name) for name in variant.kernel.arg_names]
+    line["types"] = [
+        kind for kind in types if kind is not None and str(kind) not in ("i32", "i32:16")
+    ]
     line["constants"] = variant.constants
     line["warps"] = variant.warps
     try:
         line |= compiled(variant)
-    except Exception as error:  # whatever the compiler throws is the finding
+    except Exception as error:  # any exception of the compiler is the result
         return line | {"error": f"{type(error).__name__}: {error}".strip()}
     if line["spills"]:
         line["error"] = f"spills {line['spills']} bytes"
     elif line["shared"] > SHARED:
-        line["error"] = f"holds {line['shared']} bytes of shared memory, of {SHARED}"
+        line["error"] = f"uses {line['shared']} bytes of shared memory; {SHARED} are available"
     return line
 
 
 def main(chosen: list[str]) -> int:
-    """One line of JSON per variant; the exit code says whether all compile without spills."""
+    """Print one line of JSON per variant; returns 0 if all compile without spills."""
     if os.environ.get("TRITON_INTERPRET") == "1":
         sys.stderr.write("unset TRITON_INTERPRET: interpreted kernels cannot be compiled\n")
         return 2
     os.environ["VLMFAST_KERNELS"] = "triton"  # read where the kernel files are imported
     known = files()
     if unknown := [name for name in chosen if name not in known]:
-        sys.stderr.write(f"{', '.join(unknown)}: not among {', '.join(known)}\n")
+        sys.stderr.write(
+            f"unknown kernel files {', '.join(unknown)}; allowed are {', '.join(known)}\n"
+        )
         return 2
     work = [(name, i) for name in chosen or known for i in range(len(variants(name)))]
     failed = 0

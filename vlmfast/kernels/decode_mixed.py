@@ -1,20 +1,20 @@
-"""``decode_mixed``: attention over quantised segments and a float tail, as one softmax.
+"""``decode_mixed``: attention over quantized segments and a float tail, as one softmax.
 
-The keys of a KV head are one virtual row, ``[segments..., tail]``. A kernel per piece cuts the
-piece into splits: programs (split, batch row and KV head, block of query rows) that each go over
-their share of the slots *that exist* (lengths are read on the device) and leave the largest logit,
-the sum of exponentials and the weighted values. A last kernel joins the splits of all pieces. The
-number of splits follows from shapes alone, so nothing waits for the device, a captured graph stays
-valid while lengths grow, and sums are always made in the same order.
+The keys of a KV head are one virtual row, ``[segments..., tail]``. One kernel per piece divides the
+piece into splits: programs (split, batch row and KV head, block of query rows) that each process
+a fraction of the *valid* slots (lengths are read on the device) and write the largest logit, the
+sum of exponentials and the weighted values. A last kernel reduces the splits of all pieces. The
+number of splits depends on shapes alone. Nothing synchronizes, a captured graph stays valid while
+lengths grow, and the order of summation is fixed.
 
-Query heads that share a KV head are rows of one tile, padded to 16 for the tensor cores. One row
-alone (one token, one query head per KV head) has kernels without them: each slot of a tile then
-keeps its own running softmax and nothing is exchanged between threads before the end.
+Query heads that share a KV head are rows of one tile, padded to 16 for the tensor cores. A single
+row (one token, one query head per KV head) uses a kernel without tensor cores: each slot of a tile
+keeps its own running softmax, and threads exchange nothing before the end.
 
-Codes are used as they are. With ``k = code step + min``, ``q k`` is ``(q step) code + q min``: the
-query is scaled once for all slots that share parameters. It is then divided by its largest
-magnitude, so that no step is lost in half precision. Half-split bytes give whole parts of the
-channels, each of which is one more dot product. The scale of value channels is applied to sums.
+Codes are multiplied without dequantizing them. With ``k = code step + min``, ``q k`` is
+``(q step) code + q min``: the query is scaled once for all slots that share parameters. It is then
+divided by its largest magnitude, so that no step underflows in half precision. Each part of a
+half-split byte is one more dot product. The scale of value channels is applied to the sums.
 
 Bytes: codes and parameters of every segment once, the tail once, whatever the number of query
 heads: for a slot and KV head of D=128, 512 as bfloat16, 132 in 4 bits and 68 in 2 bits (ZipCache),
@@ -40,7 +40,7 @@ from vlmfast.errors import VLMFastError
 from ._triton import INTERPRETED, Variant, check_heads, padded, tl, triton, upcast, use_triton
 from .quantize_kv import Segment
 
-NOTHING = -1e30  # logit of what is not there; finite, so that a row that sees nothing is not NaN
+MASKED_LOGIT = -1e30  # finite, so that a row that sees nothing is not NaN
 
 
 def decode_mixed(
@@ -59,12 +59,12 @@ def decode_mixed(
     ----------
     query : Tensor, (B, Hq, T, D)
     segments : sequence of Segment
-        With a batch axis, ``Hk`` heads each. Every row sees all slots within ``lengths``; what
-        lies beyond them is never read into a result, whatever it holds.
+        With a batch axis, ``Hk`` heads each. Every row sees all slots within ``lengths``; slots
+        beyond them are ignored and may hold any values.
     tail_keys, tail_values : Tensor, (B, Hk, cap, D)
         Shared by ``Hq // Hk`` query heads each.
     tail_mask : Tensor, bool, (B, Hk, T, cap) or what expands to it
-        Which slots of the tail a row sees. A slot that no row sees may hold anything.
+        Which slots of the tail a row sees. A slot that no row sees may hold any values.
     scaling : float, optional
         ``D ** -0.5`` by default.
     tail_bias : Tensor, float32, (B, Hk, cap), optional
@@ -85,10 +85,12 @@ def decode_mixed(
     Raises
     ------
     VLMFastError
-        For tensors on several devices; on Triton also for what its kernels do not take.
+        For tensors on several devices; on Triton also for unsupported shapes and dtypes.
     """
-    given = [of for segment in segments for of in segment.tensors()]
-    if not use_triton("decode_mixed", query, tail_keys, tail_values, tail_mask, tail_bias, *given):
+    segment_tensors = [x for segment in segments for x in segment.tensors()]
+    if not use_triton(
+        "decode_mixed", query, tail_keys, tail_values, tail_mask, tail_bias, *segment_tensors
+    ):
         return decode_mixed_ref(
             query, segments, tail_keys, tail_values, tail_mask, scaling, tail_bias, want_mass
         )
@@ -109,31 +111,31 @@ def decode_mixed_ref(
     tail_bias: Tensor | None = None,
     want_mass: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """`decode_mixed` in plain PyTorch: each segment is dequantised as it comes."""
+    """`decode_mixed` in plain PyTorch: segments are dequantized one after another."""
     heads, rows, dim = query.shape[1:]
     shared = tail_keys.shape[1]
-    inner = torch.promote_types(query.dtype, torch.float32)  # float32, but for float64
+    compute_dtype = torch.promote_types(query.dtype, torch.float32)  # float32 or float64
     # (B, Hk, G*T, D): the query heads of a KV head become rows, so that no key is repeated.
-    q = query.to(inner).unflatten(1, (shared, heads // shared)).flatten(2, 3)
+    q = query.to(compute_dtype).unflatten(1, (shared, heads // shared)).flatten(2, 3)
     q = q * (dim**-0.5 if scaling is None else scaling)
 
     logits, values = [], []
     for segment in segments:
-        k, v = segment.dequantise(inner)
+        k, v = segment.dequantise(compute_dtype)
         logits.append(_logits(q, k, segment.bias, segment.valid[:, :, None]))
-        values.append(_clean(v, segment.valid))
+        values.append(_zero_masked(v, segment.valid))
     mask = tail_mask.expand(len(query), shared, -1, -1)
-    of_rows = mask if mask.shape[2] == 1 else mask.repeat(1, 1, heads // shared, 1)
-    logits.append(_logits(q, tail_keys.to(inner), tail_bias, of_rows))
-    values.append(_clean(tail_values.to(inner), mask.any(2)))
+    row_mask = mask if mask.shape[2] == 1 else mask.repeat(1, 1, heads // shared, 1)
+    logits.append(_logits(q, tail_keys.to(compute_dtype), tail_bias, row_mask))
+    values.append(_zero_masked(tail_values.to(compute_dtype), mask.any(2)))
 
-    x = torch.cat(logits, -1)
-    top = x.amax(-1, keepdim=True)
-    # Where a row sees nothing, every logit is the floor and its exponential would be one.
-    p = (x - top).exp().masked_fill(x <= NOTHING, 0.0)
-    total = p.sum(-1, keepdim=True)
-    lse = torch.where(total > 0, top + total.log(), NOTHING)
-    p = p / total.masked_fill(total == 0, 1.0)
+    logits_all = torch.cat(logits, -1)
+    row_max = logits_all.amax(-1, keepdim=True)
+    # If a row sees nothing, every logit is the maximum and its exponential would be one.
+    p = (logits_all - row_max).exp().masked_fill(logits_all <= MASKED_LOGIT, 0.0)
+    row_sum = p.sum(-1, keepdim=True)
+    lse = torch.where(row_sum > 0, row_max + row_sum.log(), MASKED_LOGIT)
+    p = p / row_sum.masked_fill(row_sum == 0, 1.0)
     parts = p.split([v.shape[2] for v in values], -1)
     out = sum(part @ v for part, v in zip(parts, values, strict=True))
     mass = None
@@ -147,35 +149,38 @@ def decode_mixed_ref(
 
 
 def _logits(q: Tensor, keys: Tensor, bias: Tensor | None, seen: Tensor) -> Tensor:
-    """(B, Hk, G*T, N), at the floor where a row does not see the key."""
+    """(B, Hk, G*T, N), `MASKED_LOGIT` where a row does not see the key."""
     x = q @ keys.transpose(-1, -2)
     if bias is not None:
         x = x + bias[:, :, None]
-    return x.masked_fill(~seen, NOTHING)
+    return x.masked_fill(~seen, MASKED_LOGIT)
 
 
-def _clean(values: Tensor, seen: Tensor) -> Tensor:
-    """Zeros in slots that nobody sees: a weight of zero does not undo a NaN."""
+def _zero_masked(values: Tensor, seen: Tensor) -> Tensor:
+    """Zeros in slots that no row sees, since 0 * NaN is NaN."""
     return values.masked_fill(~seen[..., None], 0.0)
 
 
 # --- Triton --------------------------------------------------------------------------------------
 
-# What a row sees of a piece of floats. Kernels get it as a constant: they cannot read these names.
+# How `Floats.seen` is encoded. Kernels get it as a constant: they cannot read these names.
 LENGTHS, MASK, ANCESTORS = 0, 1, 2
 
 
 @triton.jit
-def _share(tiles):
-    """First tile of this program's split, and the end of it."""
+def _tile_range(tiles):
+    """First and last (exclusive) tile of this program's split."""
     size = tl.cdiv(tiles, tl.num_programs(0))
     first = tl.program_id(0) * size
     return first, tl.minimum(first + size, tiles)
 
 
 @triton.jit
-def _first(base, strides, b, h, ALIGN: tl.constexpr):
-    """First slot of a head, and the way to the next; Triton itself only sees multiples of 16."""
+def _head_base(base, strides, b, h, ALIGN: tl.constexpr):
+    """Pointer to a head's first slot, and the stride of slots.
+
+    Dividing and multiplying by ``ALIGN`` shows Triton alignments other than 16.
+    """
     base += b * (strides[0] // ALIGN * ALIGN) + h * (strides[1] // ALIGN * ALIGN)
     return base, strides[2] // ALIGN * ALIGN
 
@@ -184,94 +189,110 @@ def _first(base, strides, b, h, ALIGN: tl.constexpr):
 def _codes(packed, I: tl.constexpr, BITS: tl.constexpr):
     """Part ``I`` of the codes in a tile of bytes as float32, ``2 ** (I BITS)`` times too large.
 
-    Bits stay where they are; who multiplies with codes anyway divides by that.
+    The bits are not shifted; the caller folds the division into its factors.
     """
     return (packed.to(tl.int32) & (((1 << BITS) - 1) << (I * BITS))).to(tl.float32)
 
 
 @triton.jit
-def _parts(base, inside, scaling, PARTS: tl.constexpr, DB: tl.constexpr):
+def _load_parts(base, m_q, scaling, PARTS: tl.constexpr, PART_D: tl.constexpr):
     """Query rows as a tuple of their parts, float32."""
-    out = ()
+    parts = ()
     for i in tl.static_range(PARTS):
-        x = tl.load(base + i * DB, mask=inside, other=0.0).to(tl.float32)
-        out = out + (x * scaling,)
-    return out
+        b_q = tl.load(base + i * PART_D, mask=m_q, other=0.0).to(tl.float32)
+        parts = parts + (b_q * scaling,)
+    return parts
 
 
 @triton.jit
-def _fold(
-    q,
-    step,
-    low,
-    inside,
+def _fold_steps(
+    b_q,
+    p_step,
+    p_min,
+    m_step,
     PARTS: tl.constexpr,
     BITS: tl.constexpr,
-    DB: tl.constexpr,
+    PART_D: tl.constexpr,
 ):
-    """Queries to multiply `_codes` with, and what is added: their product with the minima.
+    """Queries times the steps, to multiply with `_codes`, and their product with the minima.
 
-    ``step`` and ``low`` point to the parameters of the columns of the first part.
+    ``p_step`` and ``p_min`` point to the parameters of the columns of the first part.
     """
-    out = ()
-    rest = q[0] * tl.load(low, mask=inside, other=0.0).to(tl.float32)
+    folded = ()
+    b_rest = b_q[0] * tl.load(p_min, mask=m_step, other=0.0).to(tl.float32)
     for i in tl.static_range(PARTS):
-        s = tl.load(step + i * DB, mask=inside, other=0.0).to(tl.float32)
-        out = out + (q[i] * (s * (1.0 / (1 << (i * BITS)))),)
+        b_step = tl.load(p_step + i * PART_D, mask=m_step, other=0.0).to(tl.float32)
+        folded = folded + (b_q[i] * (b_step * (1.0 / (1 << (i * BITS)))),)
         if i > 0:
-            rest += q[i] * tl.load(low + i * DB, mask=inside, other=0.0).to(tl.float32)
-    return out, tl.sum(rest, 1, keep_dims=True)
+            b_rest += b_q[i] * tl.load(p_min + i * PART_D, mask=m_step, other=0.0).to(tl.float32)
+    return folded, tl.sum(b_rest, 1, keep_dims=True)
 
 
 @triton.jit
-def _operands(a, OPERAND: tl.constexpr, PARTS: tl.constexpr):
-    """Query rows for the tensor cores, and what they are divided by: half precision is enough."""
-    size = tl.max(tl.abs(a[0]), 1, keep_dims=True)
+def _to_operands(b_q, OPERAND: tl.constexpr, PARTS: tl.constexpr):
+    """Query rows in the dtype of the tensor cores, and the scale that they are divided by."""
+    row_scale = tl.max(tl.abs(b_q[0]), 1, keep_dims=True)
     for i in tl.static_range(1, PARTS):
-        size = tl.maximum(size, tl.max(tl.abs(a[i]), 1, keep_dims=True))
-    size = tl.where(size > 0, size, 1.0)
-    out = ()
+        row_scale = tl.maximum(row_scale, tl.max(tl.abs(b_q[i]), 1, keep_dims=True))
+    row_scale = tl.where(row_scale > 0, row_scale, 1.0)
+    operands = ()
     for i in tl.static_range(PARTS):
-        out = out + ((a[i] / size).to(OPERAND),)
-    return out, size
+        operands = operands + ((b_q[i] / row_scale).to(OPERAND),)
+    return operands, row_scale
 
 
 @triton.jit
-def _of_slots(
-    base, c, live, PARTS: tl.constexpr, EACH: tl.constexpr, DB: tl.constexpr, FROM: tl.constexpr
+def _load_slot_parameters(
+    p_base,
+    c,
+    m_slots,
+    PARTS: tl.constexpr,
+    VALUE_GROUP: tl.constexpr,
+    PART_D: tl.constexpr,
+    SHIFT: tl.constexpr,
 ):
-    """A parameter that ``EACH`` channels of a slot share: a tuple by part, in columns ``c``.
+    """A parameter that ``VALUE_GROUP`` channels of a slot share: a tuple by part, in columns ``c``.
 
-    ``base`` points to those of each slot. One column where all channels of a part share it. Each
-    part is divided by what its `_codes` are too large by: 2 to the part times ``FROM``.
+    ``p_base`` points to the parameters of each slot. One column if all channels of a part share
+    them. Part i is divided by ``2 ** (i SHIFT)``, the factor by which its `_codes` are too large.
     """
-    out = ()
+    parts = ()
     for i in tl.static_range(PARTS):
-        if EACH % DB == 0:
-            x = tl.load(base + i * DB // EACH, mask=live, other=0.0).to(tl.float32)
-        elif (DB % EACH == 0) & (DB // EACH <= 4):  # choosing one beats reading it per channel
-            x = tl.load(base + i * DB // EACH, mask=live, other=0.0).to(tl.float32)
-            for g in tl.static_range(1, DB // EACH):
-                y = tl.load(base + i * DB // EACH + g, mask=live, other=0.0)
-                x = tl.where(c >= g * EACH, y.to(tl.float32), x)
+        if VALUE_GROUP % PART_D == 0:
+            b_x = tl.load(p_base + i * PART_D // VALUE_GROUP, mask=m_slots, other=0.0).to(
+                tl.float32
+            )
+        elif (PART_D % VALUE_GROUP == 0) & (
+            PART_D // VALUE_GROUP <= 4
+        ):  # a select is cheaper than a load per channel
+            b_x = tl.load(p_base + i * PART_D // VALUE_GROUP, mask=m_slots, other=0.0).to(
+                tl.float32
+            )
+            for g in tl.static_range(1, PART_D // VALUE_GROUP):
+                b_group = tl.load(p_base + i * PART_D // VALUE_GROUP + g, mask=m_slots, other=0.0)
+                b_x = tl.where(c >= g * VALUE_GROUP, b_group.to(tl.float32), b_x)
         else:
-            x = tl.load(base + (i * DB + c) // EACH, mask=live & (c < DB), other=0.0)
-            x = x.to(tl.float32)
-        out = out + (x * (1.0 / (1 << (i * FROM))),)
-    return out
+            b_x = tl.load(
+                p_base + (i * PART_D + c) // VALUE_GROUP, mask=m_slots & (c < PART_D), other=0.0
+            )
+            b_x = b_x.to(tl.float32)
+        parts = parts + (b_x * (1.0 / (1 << (i * SHIFT))),)
+    return parts
 
 
 @triton.jit
-def _leave(sums, acc, scale, c, inside, PARTS: tl.constexpr, DB: tl.constexpr):
+def _store_sums(p_sums, acc, p_scale, c, m_sums, PARTS: tl.constexpr, PART_D: tl.constexpr):
     """Store weighted sums, times the scale of their channels."""
     for i in tl.static_range(PARTS):
-        x = acc[i]
-        if scale is not None:
-            x = x * tl.load(scale + i * DB + c, mask=c < DB, other=0.0).to(tl.float32)
-        tl.store(sums + i * DB + c, x, mask=inside)
+        b_sum = acc[i]
+        if p_scale is not None:
+            b_sum = b_sum * tl.load(p_scale + i * PART_D + c, mask=c < PART_D, other=0.0).to(
+                tl.float32
+            )
+        tl.store(p_sums + i * PART_D + c, b_sum, mask=m_sums)
 
 
-@triton.jit(do_not_specialize=("tokens", "slots", "splits", "before"))
+@triton.jit(do_not_specialize=("tokens", "slots", "num_splits", "first_split"))
 def _attend_one(
     query,
     keys,
@@ -299,133 +320,143 @@ def _attend_one(
     heads,
     tokens,
     slots,
-    splits,  # of all pieces
-    before,  # of the pieces before this one
+    num_splits,  # of all pieces
+    first_split,  # number of splits of the pieces before this one
     G: tl.constexpr,
     D: tl.constexpr,
     BITS: tl.constexpr,  # 0: floats
-    GROUP: tl.constexpr,
-    EACH: tl.constexpr,
+    KEY_GROUP: tl.constexpr,
+    VALUE_GROUP: tl.constexpr,
     SEEN: tl.constexpr,
     ROWS: tl.constexpr,
-    BN: tl.constexpr,
-    BD: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
     ALIGN: tl.constexpr,
-    UP: tl.constexpr,
+    UPCAST: tl.constexpr,
 ):
-    """One split of a piece for one query row: BN softmaxes, which take ``ROWS`` slots of each tile.
+    """One split of a piece for one query row: BLOCK_N softmaxes of ``ROWS`` slots of each tile.
 
-    Those slots stand behind each other, in one key group. All is float32.
+    These slots are consecutive and in one key group. Everything is float32.
     """
     PARTS: tl.constexpr = 8 // BITS if BITS else 1
-    DB: tl.constexpr = D // PARTS
+    PART_D: tl.constexpr = D // PARTS
     head = tl.program_id(1)
     b, h = (head // heads).to(tl.int64), (head % heads).to(tl.int64)
-    c = tl.arange(0, BD)[None, :]
-    query += b * stride_query[0] + h * stride_query[1] + c
-    if GROUP == 0:
-        q = _parts(query, c < DB, scaling, PARTS, DB)
-    keys, next_key = _first(keys, stride_keys, b, h, ALIGN)
-    values, next_value = _first(values, stride_values, b, h, ALIGN)
-    seen += b * stride_seen[0] + h * stride_seen[1]
+    c = tl.arange(0, BLOCK_D)[None, :]
+    m_c = c < PART_D
+    p_q = query + (b * stride_query[0] + h * stride_query[1] + c)
+    if KEY_GROUP == 0:
+        b_q = _load_parts(p_q, m_c, scaling, PARTS, PART_D)
+    p_k, next_key = _head_base(keys, stride_keys, b, h, ALIGN)
+    p_v, next_value = _head_base(values, stride_values, b, h, ALIGN)
+    p_seen = seen + (b * stride_seen[0] + h * stride_seen[1])
     if bias is not None:
-        bias += b * stride_bias[0] + h * stride_bias[1]
+        p_bias = bias + (b * stride_bias[0] + h * stride_bias[1])
     if BITS:
-        key_step += b * stride_key_step[0] + h * stride_key_step[1] + c
-        key_min += b * stride_key_step[0] + h * stride_key_step[1] + c
-        value_step += b * stride_value_step[0] + h * stride_value_step[1]
-        value_min += b * stride_value_step[0] + h * stride_value_step[1]
-        if GROUP == 0:
-            a, rest = _fold(q, key_step, key_min, c < DB, PARTS, BITS, DB)
+        p_key_step = key_step + (b * stride_key_step[0] + h * stride_key_step[1] + c)
+        p_key_min = key_min + (b * stride_key_step[0] + h * stride_key_step[1] + c)
+        p_value_step = value_step + (b * stride_value_step[0] + h * stride_value_step[1])
+        p_value_min = value_min + (b * stride_value_step[0] + h * stride_value_step[1])
+        if KEY_GROUP == 0:
+            b_qs, b_rest = _fold_steps(b_q, p_key_step, p_key_min, m_c, PARTS, BITS, PART_D)
 
     if SEEN == 0:
-        slots = tl.load(seen).to(tl.int32)
-    m = tl.full((BN, 1), -1e30, tl.float32)
-    l = tl.zeros((BN, 1), tl.float32)
-    acc = ()
+        slots = tl.load(p_seen).to(tl.int32)
+    row_max = tl.full((BLOCK_N, 1), -1e30, tl.float32)
+    row_sum = tl.zeros((BLOCK_N, 1), tl.float32)
+    acc = ()  # one [BN, BD] for each part of the channels
     for _ in tl.static_range(PARTS):
-        acc = acc + (tl.zeros((BN, BD), tl.float32),)
-    first, last = _share(tl.cdiv(slots, ROWS * BN))
+        acc = acc + (tl.zeros((BLOCK_N, BLOCK_D), tl.float32),)
+    first, last = _tile_range(tl.cdiv(slots, ROWS * BLOCK_N))
     for tile in range(first, last):
-        start = (tile * BN + tl.arange(0, BN))[:, None] * ROWS
-        live, x, some = (), (), start < 0
+        start = (tile * BLOCK_N + tl.arange(0, BLOCK_N))[:, None] * ROWS
+        m_slots, b_s, m_any = (), (), start < 0
         for j in tl.static_range(ROWS):
             n = start + j
-            see = n < slots
+            m_n = n < slots  # [BN, 1]
             if SEEN == 1:
-                see = see & (tl.load(seen + n * stride_seen[3], mask=see, other=0) != 0)
+                m_n = m_n & (tl.load(p_seen + n * stride_seen[3], mask=m_n, other=0) != 0)
             if SEEN == 2:
-                word = tl.load(seen + n // 64 * stride_seen[3], mask=see, other=0)
-                see = see & (((word >> (n % 64).to(tl.int64)) & 1) != 0)
-            live, some = live + (see,), some | see
-            x = x + (tl.full((BN, 1), -1e30, tl.float32),)
-        go = True
+                word = tl.load(p_seen + n // 64 * stride_seen[3], mask=m_n, other=0)
+                m_n = m_n & (((word >> (n % 64).to(tl.int64)) & 1) != 0)
+            m_slots, m_any = m_slots + (m_n,), m_any | m_n
+            b_s = b_s + (tl.full((BLOCK_N, 1), -1e30, tl.float32),)
+        is_visible = True
         if SEEN == 1:
-            go = tl.max(tl.reshape(some.to(tl.int32), [BN]), 0) > 0
-        if go:
-            if GROUP:
-                at = start // GROUP * stride_key_step[2]
-                there = (c < DB) & (start < slots)
-                q = _parts(query, c < DB, scaling, PARTS, DB)  # again: too much to hold
-                a, rest = _fold(q, key_step + at, key_min + at, there, PARTS, BITS, DB)
-            x, v, top = (), (), m
+            is_visible = tl.max(tl.reshape(m_any.to(tl.int32), [BLOCK_N]), 0) > 0
+        if is_visible:
+            if KEY_GROUP:
+                offset = start // KEY_GROUP * stride_key_step[2]
+                m_step = m_c & (start < slots)
+                # Loaded again for each tile: too much to keep in registers.
+                b_q = _load_parts(p_q, m_c, scaling, PARTS, PART_D)
+                b_qs, b_rest = _fold_steps(
+                    b_q, p_key_step + offset, p_key_min + offset, m_step, PARTS, BITS, PART_D
+                )
+            b_s, b_v, new_max = (), (), row_max
             for j in tl.static_range(ROWS):
-                n, inside = start + j, live[j] & (c < DB)
-                k = tl.load(keys + n * next_key + c, mask=inside, other=0)
-                v = v + (tl.load(values + n * next_value + c, mask=inside, other=0),)
+                n, m_kv = start + j, m_slots[j] & m_c
+                b_k = tl.load(p_k + n * next_key + c, mask=m_kv, other=0)  # [BN, BD]
+                b_v = b_v + (tl.load(p_v + n * next_value + c, mask=m_kv, other=0),)
                 if BITS:
-                    y = a[0] * _codes(k, 0, BITS)
+                    b_x = b_qs[0] * _codes(b_k, 0, BITS)
                     for i in tl.static_range(1, PARTS):
-                        y += a[i] * _codes(k, i, BITS)
-                    y = tl.sum(y, 1, keep_dims=True) + rest
+                        b_x += b_qs[i] * _codes(b_k, i, BITS)
+                    b_x = tl.sum(b_x, 1, keep_dims=True) + b_rest  # [BN, 1]
                 else:
-                    y = tl.sum(q[0] * k.to(tl.float32), 1, keep_dims=True)
+                    b_x = tl.sum(b_q[0] * b_k.to(tl.float32), 1, keep_dims=True)
                 if bias is not None:
-                    y += tl.load(bias + n, mask=live[j], other=0.0).to(tl.float32)
-                y = tl.where(live[j], tl.maximum(y, -1e30), -1e30)
-                x, top = x + (y,), tl.maximum(top, y)
-            by, m = tl.exp(m - top), top
-            l, w, more, steps, lows = l * by, (), (), (), ()
+                    b_x += tl.load(p_bias + n, mask=m_slots[j], other=0.0).to(tl.float32)
+                b_x = tl.where(m_slots[j], tl.maximum(b_x, -1e30), -1e30)
+                b_s, new_max = b_s + (b_x,), tl.maximum(new_max, b_x)
+            alpha, row_max = tl.exp(row_max - new_max), new_max
+            row_sum, b_p, new_acc, b_steps, b_mins = row_sum * alpha, (), (), (), ()
             for j in tl.static_range(ROWS):
-                w = w + (tl.where(x[j] > -1e30, tl.exp(x[j] - top), 0.0),)
-                l += w[j]
+                b_p = b_p + (tl.where(b_s[j] > -1e30, tl.exp(b_s[j] - new_max), 0.0),)
+                row_sum += b_p[j]
                 if BITS:
-                    at = (start + j) * stride_value_step[2]
-                    steps = steps + (_of_slots(value_step + at, c, live[j], PARTS, EACH, DB, BITS),)
-                    lows = lows + (_of_slots(value_min + at, c, live[j], PARTS, EACH, DB, 0),)
+                    offset = (start + j) * stride_value_step[2]
+                    b_step = _load_slot_parameters(
+                        p_value_step + offset, c, m_slots[j], PARTS, VALUE_GROUP, PART_D, BITS
+                    )
+                    b_min = _load_slot_parameters(
+                        p_value_min + offset, c, m_slots[j], PARTS, VALUE_GROUP, PART_D, 0
+                    )
+                    b_steps, b_mins = b_steps + (b_step,), b_mins + (b_min,)
             for i in tl.static_range(PARTS):
-                y = acc[i] * by
+                b_acc = acc[i] * alpha
                 if BITS:  # minima first: where channels share them, their sum is a single column
-                    low = w[0] * lows[0][i]
+                    min_sum = b_p[0] * b_mins[0][i]
                     for j in tl.static_range(1, ROWS):
-                        low += w[j] * lows[j][i]
-                    y += low
+                        min_sum += b_p[j] * b_mins[j][i]
+                    b_acc += min_sum
                 for j in tl.static_range(ROWS):
                     if BITS:
-                        y += w[j] * steps[j][i] * _codes(v[j], i, BITS)
+                        b_acc += b_p[j] * b_steps[j][i] * _codes(b_v[j], i, BITS)
                     else:
-                        y += w[j] * v[j].to(tl.float32)
-                more = more + (y,)
-            acc = more
+                        b_acc += b_p[j] * b_v[j].to(tl.float32)
+                new_acc = new_acc + (b_acc,)
+            acc = new_acc
         if logits is not None:
             for j in tl.static_range(ROWS):
                 n = start + j
-                tl.store(logits + head.to(tl.int64) * slots + n, x[j], mask=n < slots)
-    top = tl.max(m, 0, keep_dims=True)
-    w = tl.exp(m - top)
-    at = head.to(tl.int64) * splits + before + tl.program_id(0) + tl.zeros((1, 1), tl.int32)
-    tl.store(largest + at, top)
-    tl.store(total + at, tl.sum(l * w, 0, keep_dims=True))
+                tl.store(logits + head.to(tl.int64) * slots + n, b_s[j], mask=n < slots)
+    final_max = tl.max(row_max, 0, keep_dims=True)
+    alpha = tl.exp(row_max - final_max)
+    offset = head.to(tl.int64) * num_splits + first_split + tl.program_id(0)
+    offset += tl.zeros((1, 1), tl.int32)
+    tl.store(largest + offset, final_max)
+    tl.store(total + offset, tl.sum(row_sum * alpha, 0, keep_dims=True))
     if last > first:
         out = ()
         for i in tl.static_range(PARTS):
-            out = out + (tl.sum(acc[i] * w, 0, keep_dims=True),)
+            out = out + (tl.sum(acc[i] * alpha, 0, keep_dims=True),)
         if scale is not None:
             scale += b * stride_scale[0] + h * stride_scale[1]
-        _leave(sums + at * D, out, scale, c, c < DB, PARTS, DB)
+        _store_sums(sums + offset * D, out, scale, c, m_c, PARTS, PART_D)
 
 
-@triton.jit(do_not_specialize=("tokens", "slots", "splits", "before"))
+@triton.jit(do_not_specialize=("tokens", "slots", "num_splits", "first_split"))
 def _attend(
     query,
     keys,
@@ -453,165 +484,175 @@ def _attend(
     heads,
     tokens,
     slots,
-    splits,
-    before,
+    num_splits,
+    first_split,
     G: tl.constexpr,
     D: tl.constexpr,
     BITS: tl.constexpr,
-    GROUP: tl.constexpr,
-    EACH: tl.constexpr,
+    KEY_GROUP: tl.constexpr,
+    VALUE_GROUP: tl.constexpr,
     SEEN: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BD: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
     ALIGN: tl.constexpr,
-    UP: tl.constexpr,
+    UPCAST: tl.constexpr,
 ):
-    """One split of a piece for BM query rows, on the tensor cores; arguments of `_attend_one`.
+    """One split of a piece for BLOCK_M query rows, on the tensor cores; arguments of `_attend_one`.
 
-    Rows are numbered by query head of the KV head, then by token.
+    Rows are ordered by query head of the KV head, then by token.
     """
     PARTS: tl.constexpr = 8 // BITS if BITS else 1
-    DB: tl.constexpr = D // PARTS
-    PER: tl.constexpr = (GROUP + BN - 1) // BN  # tiles of a key group
-    OPERAND: tl.constexpr = tl.float32 if UP else query.dtype.element_ty
+    PART_D: tl.constexpr = D // PARTS
+    GROUP_TILES: tl.constexpr = (KEY_GROUP + BLOCK_N - 1) // BLOCK_N
+    OPERAND: tl.constexpr = tl.float32 if UPCAST else query.dtype.element_ty
     head = tl.program_id(1)
     b, h = (head // heads).to(tl.int64), (head % heads).to(tl.int64)
-    r = (tl.program_id(2) * BM + tl.arange(0, BM))[:, None]
-    there = r < G * tokens
-    c = tl.arange(0, BD)[None, :]
-    query += b * stride_query[0]
-    row = (h * G + r // tokens) * stride_query[1] + r % tokens * stride_query[2]
-    q = _parts(query + row + c, there & (c < DB), 1.0, PARTS, DB)
-    keys, next_key = _first(keys, stride_keys, b, h, ALIGN)
-    values, next_value = _first(values, stride_values, b, h, ALIGN)
-    seen += b * stride_seen[0] + h * stride_seen[1]
+    r = (tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
+    m_r = r < G * tokens  # [BM, 1]
+    c = tl.arange(0, BLOCK_D)[None, :]
+    m_c = c < PART_D  # [1, BD]
+    p_q = query + b * stride_query[0]
+    p_q += (h * G + r // tokens) * stride_query[1] + r % tokens * stride_query[2]
+    p_q += c  # [BM, BD]
+    b_q = _load_parts(p_q, m_r & m_c, 1.0, PARTS, PART_D)
+    p_k, next_key = _head_base(keys, stride_keys, b, h, ALIGN)
+    p_v, next_value = _head_base(values, stride_values, b, h, ALIGN)
+    p_seen = seen + (b * stride_seen[0] + h * stride_seen[1])
     if bias is not None:
-        bias += b * stride_bias[0] + h * stride_bias[1]
+        p_bias = bias + (b * stride_bias[0] + h * stride_bias[1])
     if BITS:
-        key_step += b * stride_key_step[0] + h * stride_key_step[1] + c
-        key_min += b * stride_key_step[0] + h * stride_key_step[1] + c
-        value_step += b * stride_value_step[0] + h * stride_value_step[1]
-        value_min += b * stride_value_step[0] + h * stride_value_step[1]
-        if GROUP == 0:
-            a, rest = _fold(q, key_step, key_min, c < DB, PARTS, BITS, DB)
-            a, size = _operands(a, OPERAND, PARTS)
+        p_key_step = key_step + (b * stride_key_step[0] + h * stride_key_step[1] + c)
+        p_key_min = key_min + (b * stride_key_step[0] + h * stride_key_step[1] + c)
+        p_value_step = value_step + (b * stride_value_step[0] + h * stride_value_step[1])
+        p_value_min = value_min + (b * stride_value_step[0] + h * stride_value_step[1])
+        if KEY_GROUP == 0:
+            b_qs, b_rest = _fold_steps(b_q, p_key_step, p_key_min, m_c, PARTS, BITS, PART_D)
+            b_qs, row_scale = _to_operands(b_qs, OPERAND, PARTS)
 
     if SEEN == 0:
-        slots = tl.load(seen).to(tl.int32)
-    m = tl.full((BM, 1), -1e30, tl.float32)
-    l = tl.zeros((BM, 1), tl.float32)
-    acc = ()
+        slots = tl.load(p_seen).to(tl.int32)
+    row_max = tl.full((BLOCK_M, 1), -1e30, tl.float32)
+    row_sum = tl.zeros((BLOCK_M, 1), tl.float32)
+    acc = ()  # one [BM, BD] for each part of the channels
     for _ in tl.static_range(PARTS):
-        acc = acc + (tl.zeros((BM, BD), tl.float32),)
-    if GROUP:
-        first, last = _share(tl.cdiv(slots, GROUP) * PER)
+        acc = acc + (tl.zeros((BLOCK_M, BLOCK_D), tl.float32),)
+    if KEY_GROUP:
+        first, last = _tile_range(tl.cdiv(slots, KEY_GROUP) * GROUP_TILES)
     else:
-        first, last = _share(tl.cdiv(slots, BN))
+        first, last = _tile_range(tl.cdiv(slots, BLOCK_N))
     for tile in range(first, last):
-        start, end = tile * BN, slots
-        if GROUP:  # a tile never reaches into two groups
-            start = tile // PER * GROUP + tile % PER * BN
-            end = tl.minimum(tile // PER * GROUP + GROUP, slots)
-        n = start + tl.arange(0, BN)
-        see, live = there & (n < end)[None, :], (n < end)[:, None]
-        go = True
+        start, end = tile * BLOCK_N, slots
+        if KEY_GROUP:  # a tile never crosses the border of a group
+            start = tile // GROUP_TILES * KEY_GROUP + tile % GROUP_TILES * BLOCK_N
+            end = tl.minimum(tile // GROUP_TILES * KEY_GROUP + KEY_GROUP, slots)
+        n = start + tl.arange(0, BLOCK_N)
+        m_s, m_n = m_r & (n < end)[None, :], (n < end)[:, None]  # [BM, BN], [BN, 1]
+        is_visible = True
         if SEEN == 1:
-            at = r % tokens * stride_seen[2] + (n * stride_seen[3])[None, :]
-            see = see & (tl.load(seen + at, mask=see, other=0) != 0)
-            used = tl.max(see.to(tl.int32), 0)
-            go, live = tl.max(used, 0) > 0, used[:, None] > 0
+            offset = r % tokens * stride_seen[2] + (n * stride_seen[3])[None, :]
+            m_s = m_s & (tl.load(p_seen + offset, mask=m_s, other=0) != 0)
+            used = tl.max(m_s.to(tl.int32), 0)
+            is_visible, m_n = tl.max(used, 0) > 0, used[:, None] > 0
         if SEEN == 2:
-            at = r % tokens * stride_seen[2] + (n // 64 * stride_seen[3])[None, :]
-            word = tl.load(seen + at, mask=see, other=0)
-            see = see & (((word >> (n % 64).to(tl.int64)[None, :]) & 1) != 0)
-        x = tl.full((BM, BN), -1e30, tl.float32)
-        if go:
-            k = tl.load(keys + (n * next_key)[:, None] + c, mask=live & (c < DB), other=0)
-            v = tl.load(values + (n * next_value)[:, None] + c, mask=live & (c < DB), other=0)
+            offset = r % tokens * stride_seen[2] + (n // 64 * stride_seen[3])[None, :]
+            word = tl.load(p_seen + offset, mask=m_s, other=0)
+            m_s = m_s & (((word >> (n % 64).to(tl.int64)[None, :]) & 1) != 0)
+        b_s = tl.full((BLOCK_M, BLOCK_N), -1e30, tl.float32)
+        if is_visible:
+            # [BN, BD] both
+            b_k = tl.load(p_k + (n * next_key)[:, None] + c, mask=m_n & m_c, other=0)
+            b_v = tl.load(p_v + (n * next_value)[:, None] + c, mask=m_n & m_c, other=0)
             if BITS:
-                if GROUP:
-                    at = start // GROUP * stride_key_step[2]
-                    a, rest = _fold(q, key_step + at, key_min + at, c < DB, PARTS, BITS, DB)
-                    a, size = _operands(a, OPERAND, PARTS)
-                x = tl.zeros((BM, BN), tl.float32)
+                if KEY_GROUP:
+                    offset = start // KEY_GROUP * stride_key_step[2]
+                    b_qs, b_rest = _fold_steps(
+                        b_q, p_key_step + offset, p_key_min + offset, m_c, PARTS, BITS, PART_D
+                    )
+                    b_qs, row_scale = _to_operands(b_qs, OPERAND, PARTS)
+                b_s = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
                 for i in tl.static_range(PARTS):
-                    y = tl.trans(_codes(k, i, BITS).to(OPERAND))
-                    x = tl.dot(a[i], y, x, input_precision="ieee")
-                x = x * size + rest
+                    b_code = tl.trans(_codes(b_k, i, BITS).to(OPERAND))  # [BD, BN]
+                    b_s = tl.dot(b_qs[i], b_code, b_s, input_precision="ieee")
+                b_s = b_s * row_scale + b_rest
             else:
-                x = tl.dot(q[0].to(OPERAND), tl.trans(k.to(OPERAND)), input_precision="ieee")
-            x = x * scaling
+                b_s = tl.dot(b_q[0].to(OPERAND), tl.trans(b_k.to(OPERAND)), input_precision="ieee")
+            b_s = b_s * scaling
             if bias is not None:
-                x += tl.load(bias + n, mask=n < end, other=0.0).to(tl.float32)[None, :]
-            see = see & (x > -1e30)
-            x = tl.where(see, x, -1e30)
-            top = tl.maximum(m, tl.max(x, 1, keep_dims=True))
-            p = tl.where(see, tl.exp(x - top), 0.0)
-            by = tl.exp(m - top)
-            l, m = l * by + tl.sum(p, 1, keep_dims=True), top
-            p = p.to(OPERAND)
+                b_s += tl.load(p_bias + n, mask=n < end, other=0.0).to(tl.float32)[None, :]
+            m_s = m_s & (b_s > -1e30)
+            b_s = tl.where(m_s, b_s, -1e30)
+            new_max = tl.maximum(row_max, tl.max(b_s, 1, keep_dims=True))
+            b_p = tl.where(m_s, tl.exp(b_s - new_max), 0.0)  # [BM, BN]
+            alpha = tl.exp(row_max - new_max)  # [BM, 1]
+            row_sum, row_max = row_sum * alpha + tl.sum(b_p, 1, keep_dims=True), new_max
+            b_p = b_p.to(OPERAND)
             if BITS:
-                at = (n * stride_value_step[2])[:, None]
-                step = _of_slots(value_step + at, c, live, PARTS, EACH, DB, BITS)
-                low = _of_slots(value_min + at, c, live, PARTS, EACH, DB, 0)
-            more = ()
+                offset = (n * stride_value_step[2])[:, None]
+                b_step = _load_slot_parameters(
+                    p_value_step + offset, c, m_n, PARTS, VALUE_GROUP, PART_D, BITS
+                )
+                b_min = _load_slot_parameters(
+                    p_value_min + offset, c, m_n, PARTS, VALUE_GROUP, PART_D, 0
+                )
+            new_acc = ()
             for i in tl.static_range(PARTS):
                 if BITS:
-                    y = (_codes(v, i, BITS) * step[i] + low[i]).to(OPERAND)
+                    b_x = (_codes(b_v, i, BITS) * b_step[i] + b_min[i]).to(OPERAND)
                 else:
-                    y = v.to(OPERAND)
-                more = more + (tl.dot(p, y, acc[i] * by, input_precision="ieee"),)
-            acc = more
+                    b_x = b_v.to(OPERAND)
+                new_acc = new_acc + (tl.dot(b_p, b_x, acc[i] * alpha, input_precision="ieee"),)
+            acc = new_acc
         if logits is not None:
-            to = (head.to(tl.int64) * G * tokens + r) * slots + n[None, :]
-            tl.store(logits + to, x, mask=there & (n < end)[None, :])
-    at = (head.to(tl.int64) * splits + before + tl.program_id(0)) * G * tokens + r
-    tl.store(largest + at, m, mask=there)
-    tl.store(total + at, l, mask=there)
+            offset = (head.to(tl.int64) * G * tokens + r) * slots + n[None, :]
+            tl.store(logits + offset, b_s, mask=m_r & (n < end)[None, :])
+    split = head.to(tl.int64) * num_splits + first_split + tl.program_id(0)
+    offset = split * G * tokens + r
+    tl.store(largest + offset, row_max, mask=m_r)
+    tl.store(total + offset, row_sum, mask=m_r)
     if last > first:
         if scale is not None:
             scale += b * stride_scale[0] + h * stride_scale[1]
-        _leave(sums + at * D, acc, scale, c, there & (c < DB), PARTS, DB)
+        _store_sums(sums + offset * D, acc, scale, c, m_r & m_c, PARTS, PART_D)
 
 
-@triton.jit(do_not_specialize=("splits", "rows"))
+@triton.jit(do_not_specialize=("num_splits", "rows"))
 def _join(
     largest,
     total,
     sums,
     out,  # out: (B*Hk, G*T, D)
     lse,  # out: float32 (B*Hk, G*T)
-    splits,
+    num_splits,
     rows,
     D: tl.constexpr,
-    BD: tl.constexpr,
-    BS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_S: tl.constexpr,
 ):
-    """One query row: its splits as one softmax."""
+    """Reduce the splits of one query row to one softmax."""
     head, r = tl.program_id(1).to(tl.int64), tl.program_id(0)
-    d = tl.arange(0, BD)[None, :]
-    m = tl.full((BS, 1), -1e30, tl.float32)
-    l = tl.zeros((BS, 1), tl.float32)
-    acc = tl.zeros((BS, BD), tl.float32)
-    for start in range(0, splits, BS):
-        s = start + tl.arange(0, BS)[:, None]
-        at = (head * splits + s) * rows + r
-        of = tl.load(total + at, mask=s < splits, other=0.0)
-        x = tl.load(largest + at, mask=s < splits, other=-1e30)
-        top = tl.maximum(m, x)
-        p, by = tl.exp(x - top), tl.exp(m - top)
-        part = tl.load(sums + at * D + d, mask=(of > 0) & (d < D), other=0.0)
-        l, m, acc = l * by + p * of, top, acc * by + p * part
-    top = tl.max(m, 0, keep_dims=True)
-    w = tl.exp(m - top)
-    whole = tl.sum(l * w, 0, keep_dims=True)
-    some = whole > 0
-    whole = tl.where(some, whole, 1.0)
-    acc = tl.sum(acc * w, 0, keep_dims=True) / whole
-    at = head * rows + r + tl.zeros((1, 1), tl.int32)
-    tl.store(out + at * D + d, acc.to(out.dtype.element_ty), mask=d < D)
-    tl.store(lse + at, tl.where(some, top + tl.log(whole), -1e30))
+    d = tl.arange(0, BLOCK_D)[None, :]
+    row_max = tl.full((BLOCK_S, 1), -1e30, tl.float32)
+    row_sum = tl.zeros((BLOCK_S, 1), tl.float32)
+    acc = tl.zeros((BLOCK_S, BLOCK_D), tl.float32)
+    for start in range(0, num_splits, BLOCK_S):
+        s = start + tl.arange(0, BLOCK_S)[:, None]
+        offset = (head * num_splits + s) * rows + r
+        b_total = tl.load(total + offset, mask=s < num_splits, other=0.0)
+        b_max = tl.load(largest + offset, mask=s < num_splits, other=-1e30)
+        new_max = tl.maximum(row_max, b_max)
+        b_p, alpha = tl.exp(b_max - new_max), tl.exp(row_max - new_max)
+        b_sum = tl.load(sums + offset * D + d, mask=(b_total > 0) & (d < D), other=0.0)
+        row_sum, row_max, acc = row_sum * alpha + b_p * b_total, new_max, acc * alpha + b_p * b_sum
+    new_max = tl.max(row_max, 0, keep_dims=True)
+    weight = tl.exp(row_max - new_max)
+    denominator = tl.sum(row_sum * weight, 0, keep_dims=True)
+    is_visible = denominator > 0
+    denominator = tl.where(is_visible, denominator, 1.0)
+    acc = tl.sum(acc * weight, 0, keep_dims=True) / denominator
+    offset = head * rows + r + tl.zeros((1, 1), tl.int32)
+    tl.store(out + offset * D + d, acc.to(out.dtype.element_ty), mask=d < D)
+    tl.store(lse + offset, tl.where(is_visible, new_max + tl.log(denominator), -1e30))
 
 
 @triton.jit(do_not_specialize=("rows", "slots"))
@@ -622,33 +663,33 @@ def _mass(
     rows,
     slots,
     G: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):
-    """What a block of slots receives: sum over the rows of each query head, mean over the heads."""
+    """Attention that a block of slots receives: sum over the rows, mean over the query heads."""
     head = tl.program_id(1).to(tl.int64)
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    acc = tl.zeros((BN,), tl.float32)
-    for start in range(0, rows, BM):
-        r = start + tl.arange(0, BM)[:, None]
-        at = head * rows + r
-        z = tl.load(lse + at, mask=r < rows, other=0.0)
-        inside = (r < rows) & (n < slots)[None, :]
-        x = tl.load(logits + at * slots + n[None, :], mask=inside, other=-1e30)
-        acc += tl.sum(tl.where(x > -1e30, tl.exp(x - z), 0.0), 0)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    acc = tl.zeros((BLOCK_N,), tl.float32)
+    for start in range(0, rows, BLOCK_M):
+        r = start + tl.arange(0, BLOCK_M)[:, None]
+        offset = head * rows + r
+        b_lse = tl.load(lse + offset, mask=r < rows, other=0.0)
+        m_s = (r < rows) & (n < slots)[None, :]
+        b_s = tl.load(logits + offset * slots + n[None, :], mask=m_s, other=-1e30)
+        acc += tl.sum(tl.where(b_s > -1e30, tl.exp(b_s - b_lse), 0.0), 0)
     tl.store(mass + head * slots + n, acc / G, mask=n < slots)
 
 
 @dataclass(frozen=True)
 class Floats:
-    """Keys and values that are not quantised, for `attend`.
+    """Keys and values that are not quantized, for `attend`.
 
     Parameters
     ----------
     keys, values : Tensor, (B, Hk, N, D)
     seen : Tensor
-        Of ``kind`` ``LENGTHS``: (B, Hk), how many slots exist; ``MASK``: bool, (B, Hk, T, N);
-        ``ANCESTORS``: int64, (B, Hk, T, words), 64 slots to a word.
+        For ``kind`` ``LENGTHS``: (B, Hk), number of valid slots; ``MASK``: bool, (B, Hk, T, N);
+        ``ANCESTORS``: int64, (B, Hk, T, words), 64 slots per word.
     bias : Tensor, (B, Hk, N), optional
     """
 
@@ -662,16 +703,16 @@ class Floats:
         return self.keys.shape[2]
 
 
-ROOM = 1024  # programs of one row of the batch: some eight for each processor of a large GPU
-LEAST = 128  # slots of a split; their bytes are many times those of the partial result
+MAX_PROGRAMS = 1024  # of one batch row: about eight for each multiprocessor of a large GPU
+MIN_SLOTS = 128  # of a split; their bytes are many times those of the partial result
 
 
 def _splits(slots: int, heads: int, rows: int) -> int:
-    """How many programs share the slots. The batch has no part in it, so results neither."""
+    """Number of splits of ``slots``. Independent of the batch, and so are the results."""
     if not slots or not rows:
         return 0
-    least = LEAST if rows <= 4 else 2 * LEAST
-    return max(min(-(-slots // least), ROOM // (heads * -(-rows // 64))), 1)
+    min_slots = MIN_SLOTS if rows <= 4 else 2 * MIN_SLOTS
+    return max(min(-(-slots // min_slots), MAX_PROGRAMS // (heads * -(-rows // 64))), 1)
 
 
 def attend(
@@ -683,52 +724,58 @@ def attend(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Attention over all pieces as one softmax, on Triton; arguments as in `decode_mixed`."""
     floats = [piece for piece in pieces if isinstance(piece, Floats)]
-    (batch, every, tokens, dim), heads = query.shape, floats[0].keys.shape[1]
+    (batch, query_heads, tokens, dim), heads = query.shape, floats[0].keys.shape[1]
     _check(name, query, pieces, heads)
-    rows, flat = every // heads * tokens, batch * heads
+    rows, flat = query_heads // heads * tokens, batch * heads
     scaling = dim**-0.5 if scaling is None else scaling
 
-    def make(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=query.device)
 
     counts = [_splits(len(piece), heads, rows) for piece in pieces]
-    splits = sum(counts)
-    # The interpreter cuts numbers off where it should round them to bfloat16.
-    out = make(*query.shape, dtype=torch.float32 if INTERPRETED else query.dtype)
-    lse = make(batch, every, tokens)
-    partial = (make(flat, splits, rows), make(flat, splits, rows), make(flat, splits, rows, dim))
+    num_splits = sum(counts)
+    # The interpreter truncates to bfloat16 instead of rounding.
+    out = empty(*query.shape, dtype=torch.float32 if INTERPRETED else query.dtype)
+    lse = empty(batch, query_heads, tokens)
+    partial = (
+        empty(flat, num_splits, rows),
+        empty(flat, num_splits, rows),
+        empty(flat, num_splits, rows, dim),
+    )
     logits = mass = None
     if mass_of is not None:
-        logits, mass = make(flat, rows, len(mass_of)), make(batch, heads, len(mass_of))
+        logits, mass = empty(flat, rows, len(mass_of)), empty(batch, heads, len(mass_of))
     if query.numel():
-        before, query = 0, _inner(query)
+        first_split, query = 0, _contiguous_last(query)
         for piece, count in zip(pieces, counts, strict=True):
             if count:
                 outputs = (logits if piece is mass_of else None, *partial)
-                _launch(query, piece, outputs, scaling, count, splits, before)
-            before += count
+                _launch(query, piece, outputs, scaling, count, num_splits, first_split)
+            first_split += count
         block = padded(dim)
-        _join[rows, flat](*partial, out, lse, splits, rows, D=dim, BD=block, BS=2048 // block)
+        _join[rows, flat](
+            *partial, out, lse, num_splits, rows, D=dim, BLOCK_D=block, BLOCK_S=2048 // block
+        )
     if mass is not None and mass.numel():
         _mass[triton.cdiv(len(mass_of), 128), flat](
-            logits, lse, mass, rows, len(mass_of), G=every // heads, BM=8, BN=128
+            logits, lse, mass, rows, len(mass_of), G=query_heads // heads, BLOCK_M=8, BLOCK_N=128
         )
     return out.to(query.dtype), lse, mass
 
 
 def _check(name: str, query: Tensor, pieces: Sequence[Segment | Floats], heads: int) -> None:
-    (batch, every, _, dim) = query.shape
+    (batch, query_heads, _, dim) = query.shape
     check_heads(name, dim)
-    if not heads or every % heads:
-        raise VLMFastError(f"{name}: {every} query heads cannot share {heads} KV heads")
+    if not heads or query_heads % heads:
+        raise VLMFastError(f"{name}: {query_heads} query heads cannot share {heads} KV heads")
     dtypes = {query.dtype}
-    for of in pieces:
-        if isinstance(of, Segment):
-            shape, own = (*of.lengths.shape, len(of), of.dim), of.lengths.shape
+    for piece in pieces:
+        if isinstance(piece, Segment):
+            shape, leading = (*piece.lengths.shape, len(piece), piece.dim), piece.lengths.shape
         else:
-            dtypes |= {of.keys.dtype, of.values.dtype}
-            shape, own = of.keys.shape, of.values.shape[:2]
-        if shape[:2] != (batch, heads) or own != shape[:2] or shape[3] != dim:
+            dtypes |= {piece.keys.dtype, piece.values.dtype}
+            shape, leading = piece.keys.shape, piece.values.shape[:2]
+        if shape[:2] != (batch, heads) or leading != shape[:2] or shape[3] != dim:
             raise VLMFastError(
                 f"{name}: keys {tuple(shape)} for queries {tuple(query.shape)}; it takes "
                 f"({batch}, {heads}, slots, {dim}) in all pieces"
@@ -740,15 +787,15 @@ def _check(name: str, query: Tensor, pieces: Sequence[Segment | Floats], heads: 
         )
 
 
-def _inner(x: Tensor) -> Tensor:
-    """With its last axis in one piece, as kernels take it."""
+def _contiguous_last(x: Tensor) -> Tensor:
+    """With a contiguous last axis, as the kernels require."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
-def _alike(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """With equal strides, and their last axis in one piece."""
+def _same_strides(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """With equal strides and a contiguous last axis."""
     alike = len({x.stride() for x in tensors}) == 1
-    return tuple(_inner(x) if alike else x.contiguous() for x in tensors)
+    return tuple(_contiguous_last(x) if alike else x.contiguous() for x in tensors)
 
 
 def _launch(
@@ -757,38 +804,38 @@ def _launch(
     outputs: tuple[Tensor | None, ...],
     scaling: float,
     count: int,
-    splits: int,
-    before: int,
+    num_splits: int,
+    first_split: int,
 ) -> None:
     """Partial results of a piece, in ``count`` of all splits."""
-    (batch, every, tokens, dim), bias = query.shape, piece.bias
+    (batch, query_heads, tokens, dim), bias = query.shape, piece.bias
     none = (None, None)
     if isinstance(piece, Segment):
-        keys, values = _inner(piece.key_codes), _inner(piece.value_codes)
-        key_parameters = _alike(piece.key_step, piece.key_min)
-        value_parameters = _alike(piece.value_step, piece.value_min)
-        scale = None if piece.value_scale is None else _inner(piece.value_scale)
+        keys, values = _contiguous_last(piece.key_codes), _contiguous_last(piece.value_codes)
+        key_parameters = _same_strides(piece.key_step, piece.key_min)
+        value_parameters = _same_strides(piece.value_step, piece.value_min)
+        scale = None if piece.value_scale is None else _contiguous_last(piece.value_scale)
         seen, kind = piece.lengths, LENGTHS
         layout = (piece.bits, piece.group, dim // piece.value_step.shape[-1])
     else:
-        keys, values = _inner(piece.keys), _inner(piece.values)
+        keys, values = _contiguous_last(piece.keys), _contiguous_last(piece.values)
         key_parameters, value_parameters, scale = none, none, None
         seen, kind, layout = piece.seen, piece.kind, (0, 0, dim)
     heads = keys.shape[1]
     if bias is not None:
-        bias = _inner(bias.expand(keys.shape[:3]))
+        bias = _contiguous_last(bias.expand(keys.shape[:3]))
     if seen.dtype == torch.bool:
         seen = seen.view(torch.uint8)
 
     def strides(x: Tensor | None, axes: int = 3) -> tuple[int, ...]:
         return (0,) * axes if x is None else (*x.stride(), 0, 0)[:axes]
 
-    group = every // heads
+    group = query_heads // heads
     sizes = (query.element_size(), keys.element_size())
-    kernel, flags, warps, stages = _choose(group, tokens, dim, sizes, layout, kind)
-    # What all strides are multiples of is how much a thread reads at once.
+    kernel, flags, warps, stages = _configure(group, tokens, dim, sizes, layout, kind)
+    # The common divisor of all strides decides how many entries a thread loads at once.
     flags["ALIGN"] = math.gcd(16, *keys.stride()[:3], *values.stride()[:3])
-    kernel[count, batch * heads, triton.cdiv(group * tokens, flags.get("BM", 1))](
+    kernel[count, batch * heads, triton.cdiv(group * tokens, flags.get("BLOCK_M", 1))](
         query,
         keys,
         *key_parameters,
@@ -810,17 +857,17 @@ def _launch(
         heads,
         tokens,
         len(piece),
-        splits,
-        before,
+        num_splits,
+        first_split,
         SEEN=kind,
-        UP=upcast(query),
+        UPCAST=upcast(query),
         **flags,
         num_warps=warps,
         num_stages=stages,
     )
 
 
-def _choose(
+def _configure(
     group: int,
     tokens: int,
     dim: int,
@@ -832,19 +879,26 @@ def _choose(
     bits, slots, each = layout  # slots in a key group
     stored = dim * bits // 8 if bits else dim
     block = padded(stored)
-    flags = {"G": group, "D": dim, "BITS": bits, "GROUP": slots, "EACH": each, "BD": block}
+    flags = {
+        "G": group,
+        "D": dim,
+        "BITS": bits,
+        "KEY_GROUP": slots,
+        "VALUE_GROUP": each,
+        "BLOCK_D": block,
+    }
     if group * tokens == 1:
-        # A thread has 16 bytes of a slot. It gives up on registers where it has many channels.
+        # A thread loads 16 bytes of a slot; with many channels it would run out of registers.
         rows = 1 if bits == 2 else 2 if stored > each else 4
         rows = min(rows, slots & -slots) if slots else rows
-        flags |= {"ROWS": rows, "BN": min(max(2048 // (block * sizes[1]), 1), 128)}
+        flags |= {"ROWS": rows, "BLOCK_N": min(max(2048 // (block * sizes[1]), 1), 128)}
         return _attend_one, flags, 4, 2
-    # Smaller tiles for what would not fit into registers; float32 is made of single products.
-    # Hopper's tensor cores multiply 64 rows at a time; 32 take more registers than these.
+    # Smaller tiles where larger ones do not fit into registers; float32 has no tensor cores.
+    # Hopper's tensor cores multiply 64 rows at a time; 32 rows need more registers than 64.
     rows = 64 if sizes[0] == 2 and group * tokens > 16 else 16
     narrow = sizes[0] > 2 or block * sizes[1] > 256 or block > stored
     tile = 32 if narrow or (seen == MASK and rows > 16) else 64
-    flags |= {"BM": rows, "BN": min(padded(slots), tile) if slots else tile}
+    flags |= {"BLOCK_M": rows, "BLOCK_N": min(padded(slots), tile) if slots else tile}
     return _attend, flags, 8 if rows > 16 else 4, 3 if bits and block == stored else 2
 
 
@@ -857,9 +911,9 @@ def variant(
     seen: int = LENGTHS,
     mass: bool = False,
 ) -> Variant:
-    """What `_launch` would ask for."""
+    """The variant that `_launch` would compile."""
     bits, slots, each = layout or (0, 0, dim)
-    kernel, flags, warps, stages = _choose(
+    kernel, flags, warps, stages = _configure(
         group, tokens, dim, (2, 1 if bits else 2), (bits, slots, each), seen
     )
     align = math.gcd(16, dim * bits // 8 if bits else dim)
@@ -875,24 +929,26 @@ def variant(
         **dict.fromkeys(("stride_scale", "stride_bias"), ("i32:16",) * 2),
         "stride_seen": ("i32",) * 4,
         "scaling": "fp32",
-        **dict.fromkeys(("heads", "tokens", "slots", "splits", "before"), "i32"),
+        **dict.fromkeys(("heads", "tokens", "slots", "num_splits", "first_split"), "i32"),
     }
     absent = [] if seen == MASK else ["bias"]
     absent += [] if mass else ["logits"]
     absent += ["scale"] if slots else []
     absent += [] if bits else ["key_step", "key_min", "value_step", "value_min", "scale"]
-    constants = {**flags, "ALIGN": align, "SEEN": seen, "UP": False, **dict.fromkeys(absent)}
+    constants = {**flags, "ALIGN": align, "SEEN": seen, "UPCAST": False, **dict.fromkeys(absent)}
     return Variant(kernel, types, constants, warps, stages)
 
 
-def _joining(kind: str, dim: int) -> Variant:
+def _join_variant(kind: str, dim: int) -> Variant:
     pointers = {
         **dict.fromkeys(("largest", "total", "sums", "lse"), "*fp32"),
         "out": f"*{kind}",
-        "splits": "i32",
+        "num_splits": "i32",
         "rows": "i32",
     }
-    return Variant(_join, pointers, {"D": dim, "BD": padded(dim), "BS": 2048 // padded(dim)})
+    return Variant(
+        _join, pointers, {"D": dim, "BLOCK_D": padded(dim), "BLOCK_S": 2048 // padded(dim)}
+    )
 
 
 # Query heads per KV head, and tokens.
@@ -921,10 +977,10 @@ VARIANTS = [
         for queries, dim in ((_ONE, 64), (_FOUR, 80), (_ONE, 96))
         for layout, seen in (((4, 0, dim), ()), ((2, 0, dim), ()), (None, (MASK,)))
     ),
-    *(_joining("bf16", dim) for dim in (80, 128)),
+    *(_join_variant("bf16", dim) for dim in (80, 128)),
     Variant(
         _mass,
         {**dict.fromkeys(("logits", "lse", "mass"), "*fp32"), "rows": "i32", "slots": "i32"},
-        {"G": 4, "BM": 8, "BN": 128},
+        {"G": 4, "BLOCK_M": 8, "BLOCK_N": 128},
     ),
 ]

@@ -1,12 +1,12 @@
-"""``gather_rows``: the rows that stay, of several tensors, in one launch.
+"""``gather_rows``: selected rows of several tensors, in one launch.
 
 Hidden states (B, S, h) and rotary tables (B, S, D) share one index (M,); keys and values (H, N, D)
-and what is known of each slot (H, N) take an index per head (H, M). Bits are copied, not numbers.
+and the metadata of each slot (H, N) take an index per head (H, M). Entries are copied bit for bit.
 
-One program per tensor, leading entry (batch, head) and tile of some rows and columns, all tensors
-in one grid. The copy is another tensor always: programs that move rows within one would race.
+One program per tensor, leading entry (batch, head) and tile of rows and columns, all tensors in
+one grid. The output is always a new tensor: programs that move rows in place would race.
 
-Bytes: twice those of the rows that stay, and the index. Floor: 589 of 2,944 rows of 4,096 bf16
+Bytes: twice those of the selected rows, and the index. Floor: 589 of 2,944 rows of 4,096 bf16
 move 9.7 MB, 2.2 us at 4.3 TB/s; a fifth of keys and values of 32 heads of 128 the same.
 """
 
@@ -19,7 +19,7 @@ from vlmfast.errors import VLMFastError
 
 from ._triton import Variant, padded, tl, triton, use_triton
 
-_ENTRIES = 4096  # of one tile: 16 bytes eight times in each of 128 threads, for 2-byte entries
+_ENTRIES = 4096  # of one tile; with 2-byte entries eight 16-byte loads in each of 128 threads
 _COLUMNS = 256  # of one tile, at most
 _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -32,16 +32,16 @@ def gather_rows(
     Parameters
     ----------
     index : Tensor, int64, (M,) or (..., M)
-        Shared by all leading entries, or one row for each of them. Every entry must be the number
-        of a row; who checks that waits for the device.
+        Shared by all leading entries, or one row for each of them. Every entry must be a valid
+        row; this is not checked, since a check would synchronize.
     *tensors : Tensor, (..., N, ...)
-        Of any dtypes, with any axes behind ``dim``; for an index of several axes their first axes
-        are its leading ones.
+        Of any dtypes, with any axes after ``dim``. Their first axes must match the leading axes of
+        an index with several axes.
     dim : int, optional
         Axis of the rows; the last of ``index`` by default.
     counts : Tensor, int64, () or (...,), optional
-        How many entries of ``index`` are meant, for all or in each of its rows; rows behind them
-        are zeros, and ``index`` may hold anything there.
+        Number of valid entries of ``index``, for all or each of its rows. Rows after them are
+        zeros, and ``index`` may hold any values there.
 
     Returns
     -------
@@ -59,20 +59,20 @@ def gather_rows_ref(
 ) -> tuple[Tensor, ...]:
     """`gather_rows` in plain PyTorch."""
     dim = index.dim() - 1 if dim is None else dim
-    gone = None
+    masked = None
     if counts is not None:
-        gone = torch.arange(index.shape[-1], device=index.device) >= counts[..., None]
-        index = index.masked_fill(gone, 0)
+        masked = torch.arange(index.shape[-1], device=index.device) >= counts[..., None]
+        index = index.masked_fill(masked, 0)
     out = []
     for x in tensors:
-        behind = (1,) * (x.dim() - dim - 1)
+        trailing = (1,) * (x.dim() - dim - 1)
         if index.dim() == 1:
             rows = x.index_select(dim, index)
         else:
-            at = index.view(*index.shape, *behind).expand(*index.shape, *x.shape[dim + 1 :])
-            rows = x.gather(dim, at)
-        if gone is not None:
-            rows = rows.masked_fill(gone.view(*gone.shape, *behind), 0)
+            wide = index.view(*index.shape, *trailing).expand(*index.shape, *x.shape[dim + 1 :])
+            rows = x.gather(dim, wide)
+        if masked is not None:
+            rows = rows.masked_fill(masked.view(*masked.shape, *trailing), 0)
         out.append(rows)
     return tuple(out)
 
@@ -80,20 +80,20 @@ def gather_rows_ref(
 def _check(index: Tensor, tensors: tuple[Tensor, ...], dim: int, counts: Tensor | None) -> None:
     if index.dtype != torch.int64 or not index.dim():
         raise VLMFastError(
-            f"gather_rows: an index {tuple(index.shape)} of {index.dtype}; it takes int64 (..., M)"
+            f"gather_rows: index {tuple(index.shape)} of {index.dtype}; it takes int64 (..., M)"
         )
     if index.dim() > 1 and dim != index.dim() - 1:
         raise VLMFastError(
-            f"gather_rows: dim={dim} with an index of {index.dim()} axes; it takes the last of them"
+            f"gather_rows: dim={dim} with an index of {index.dim()} axes; it takes the last axis"
         )
     for x in tensors:
         if x.dim() <= dim or dim < 0 or (index.dim() > 1 and x.shape[:dim] != index.shape[:-1]):
             raise VLMFastError(
-                f"gather_rows: a tensor {tuple(x.shape)} for rows {tuple(index.shape)} along axis "
+                f"gather_rows: tensor {tuple(x.shape)} for rows {tuple(index.shape)} along axis "
                 f"{dim}; leading axes must agree"
             )
         if x.shape[dim] == 0 and index.numel():
-            raise VLMFastError(f"gather_rows: a tensor {tuple(x.shape)} has no row to take")
+            raise VLMFastError(f"gather_rows: tensor {tuple(x.shape)} has no row to take")
     if counts is not None and counts.shape not in ((), index.shape[:-1]):
         raise VLMFastError(
             f"gather_rows: counts {tuple(counts.shape)} for an index {tuple(index.shape)}; it "
@@ -117,30 +117,30 @@ def _gather_rows(
     stride_index,  # M, or 0 where leading entries share the index
     stride_count,
     M,
-    BM: tl.constexpr,  # tuples: rows and columns of a tile of each tensor
-    BW: tl.constexpr,
+    BLOCK_M: tl.constexpr,  # tuples: rows and columns of a tile of each tensor
+    BLOCK_W: tl.constexpr,
 ):
     tile = tl.program_id(0)
     for i in tl.static_range(len(sources)):
-        rows = tl.cdiv(M, BM[i])
-        columns = tl.cdiv(widths[i], BW[i])
-        tiles = leads[i] * rows * columns
+        row_tiles = tl.cdiv(M, BLOCK_M[i])
+        column_tiles = tl.cdiv(widths[i], BLOCK_W[i])
+        tiles = leads[i] * row_tiles * column_tiles
         if (tile >= 0) & (tile < tiles):
-            lead = (tile // (rows * columns)).to(tl.int64)
-            m = (tile // columns) % rows * BM[i] + tl.arange(0, BM[i])
-            w = tile % columns * BW[i] + tl.arange(0, BW[i])
-            meant = m < M
+            lead = (tile // (row_tiles * column_tiles)).to(tl.int64)
+            m = (tile // column_tiles) % row_tiles * BLOCK_M[i] + tl.arange(0, BLOCK_M[i])
+            w = tile % column_tiles * BLOCK_W[i] + tl.arange(0, BLOCK_W[i])
+            m_rows = m < M
             if counts is not None:
-                meant = meant & (m < tl.load(counts + lead * stride_count))
-            at = tl.load(index + lead * stride_index + m, mask=meant, other=0)
-            across = (w < widths[i])[None, :]
-            x = tl.load(
-                sources[i] + lead * stride_lead[i] + at[:, None] * stride_row[i] + w[None, :],
-                mask=meant[:, None] & across,
+                m_rows = m_rows & (m < tl.load(counts + lead * stride_count))
+            row = tl.load(index + lead * stride_index + m, mask=m_rows, other=0)
+            m_columns = (w < widths[i])[None, :]
+            b_x = tl.load(
+                sources[i] + lead * stride_lead[i] + row[:, None] * stride_row[i] + w[None, :],
+                mask=m_rows[:, None] & m_columns,
                 other=0,
             )
-            out = (lead * M + m)[:, None] * widths[i] + w[None, :]
-            tl.store(targets[i] + out, x, mask=(m < M)[:, None] & across)
+            offsets = (lead * M + m)[:, None] * widths[i] + w[None, :]
+            tl.store(targets[i] + offsets, b_x, mask=(m < M)[:, None] & m_columns)
         tile -= tiles
 
 
@@ -156,15 +156,15 @@ def _launch(
     m = index.shape[-1]
     out, flat = [], []
     for x in tensors:
-        # A shape that the copy must have even where the source is strided.
-        made = torch.empty(*x.shape[:dim], m, *x.shape[dim + 1 :], device=x.device, dtype=x.dtype)
-        out.append(made)
-        if not made.numel():
+        # The output is contiguous even if the source is strided.
+        target = torch.empty(*x.shape[:dim], m, *x.shape[dim + 1 :], device=x.device, dtype=x.dtype)
+        out.append(target)
+        if not target.numel():
             continue
         source = x.reshape(x.shape[:dim].numel(), x.shape[dim], -1)
         source = source if source.stride(-1) == 1 else source.contiguous()
         carrier = _CARRIERS[x.element_size()]
-        flat.append((source.view(carrier), made.view(-1).view(carrier)))
+        flat.append((source.view(carrier), target.view(-1).view(carrier)))
     if not flat:
         return tuple(out)
     sizes = [_tile(source.shape[2]) for source, _ in flat]
@@ -184,24 +184,29 @@ def _launch(
         m if index.dim() > 1 else 0,
         1 if counts is not None and counts.dim() else 0,
         m,
-        BM=tuple(rows for rows, _ in sizes),
-        BW=tuple(columns for _, columns in sizes),
+        BLOCK_M=tuple(rows for rows, _ in sizes),
+        BLOCK_W=tuple(columns for _, columns in sizes),
         num_warps=4,
     )
     return tuple(out)
 
 
-def _variant(*of: tuple[str, int], **given: object) -> Variant:
-    """Of tensors whose entries and width these are."""
-    sizes = [_tile(width) for _, width in of]
+def _variant(*tensors: tuple[str, int], **given: object) -> Variant:
+    """Variant for tensors of these (pointer type of an entry, width)."""
+    sizes = [_tile(width) for _, width in tensors]
     types = {
         "index": "*i64",
         "counts": "*i64",
-        **dict.fromkeys(("sources", "targets"), tuple(carrier for carrier, _ in of)),
-        **dict.fromkeys(("stride_lead", "stride_row", "leads", "widths"), ("i32:16",) * len(of)),
+        **dict.fromkeys(("sources", "targets"), tuple(carrier for carrier, _ in tensors)),
+        **dict.fromkeys(
+            ("stride_lead", "stride_row", "leads", "widths"), ("i32:16",) * len(tensors)
+        ),
         **dict.fromkeys(("stride_index", "stride_count", "M"), "i32"),
     }
-    tiles = {"BM": tuple(rows for rows, _ in sizes), "BW": tuple(columns for _, columns in sizes)}
+    tiles = {
+        "BLOCK_M": tuple(rows for rows, _ in sizes),
+        "BLOCK_W": tuple(columns for _, columns in sizes),
+    }
     return Variant(_gather_rows, types, tiles | given)
 
 

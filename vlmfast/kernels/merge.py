@@ -1,4 +1,4 @@
-"""``merge``: what is evicted goes into the kept slot whose key is nearest to its own.
+"""``merge``: each evicted slot is merged into the kept slot with the nearest key.
 
 For kept slots (pivots) ``c`` and evicted slots ``e`` of one head::
 
@@ -8,17 +8,17 @@ For kept slots (pivots) ``c`` and evicted slots ``e`` of one head::
     avg        x_c' = (x_c + sum over e of x_e)             / (1 + n_c)
     weighted   x_c' = (x_c + sum over e of s_e x_e)         / (1 + n_c)
 
-for keys and values alike; only keys say who is near. Evicted slots are sorted by pivot and each
-pivot sums its own run, so the result does not depend on the order in which threads finish.
+for keys and values alike; the nearest pivot depends on keys alone. Evicted slots are sorted by
+pivot and each pivot sums its own run, so the result does not depend on the order of threads.
 Everything is computed in float32.
 
 Three launches on a GPU, and a sort between the last two. `_norms`, one program per 64 slots of a
-head: one over each key's length. `_nearest`, one program per 64 evicted slots of a head: walks over
-the pivots 64 or 32 at a time, products of keys as they are, the lengths applied to what comes out.
+head: the inverse norm of each key. `_nearest`, one program per 64 evicted slots of a head: loops
+over the pivots, 64 or 32 at a time, and scales products of unnormalized keys by the inverse norms.
 `_merge_runs`, one program per pivot and head: reads its own run of evicted slots, 16 at a time.
 
-Bytes: keys twice (the second time mostly from the second-level cache), values once, what is kept
-once more: 58 MB at 32 heads of 128 and 2,944 slots of which a fifth stays, 13.5 us at 4.3 TB/s.
+Bytes: keys twice (the second time mostly from the L2 cache), values once, kept slots once more:
+58 MB at 32 heads of 128 and 2,944 slots of which a fifth is kept, 13.5 us at 4.3 TB/s.
 Floor: 2 H E S D operations of `_nearest`, 11.3e9 there or 14.4 us at 790e12 per second.
 """
 
@@ -46,7 +46,7 @@ def merge_into(
     lengths: Tensor | None = None,
     weight: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Kept slots with the evicted ones merged in.
+    """Merge the evicted slots into the kept ones.
 
     Parameters
     ----------
@@ -55,22 +55,22 @@ def merge_into(
         Slots that are kept, ascending; all others are evicted.
     mode : {"pivot", "avg", "weighted"}
     rule : {"all", "token", "slot"}
-        Evicted slots that are merged; the others are gone. ``token``: where ``s_e`` reaches its
+        Evicted slots that are merged; the others are dropped. ``token``: where ``s_e`` reaches its
         mean over the head's evicted slots. ``slot``: where the mean over heads of the m-th evicted
         slot's ``s_e``, whatever tokens these are, reaches the mean over all of them.
     valid : Tensor, bool, (H, N), optional
-        Slots that exist; all by default.
+        Valid slots; all by default.
     lengths : Tensor, int64, (H,), optional
-        How many of the S kept slots exist in each head; all by default.
+        Number of valid kept slots in each head; S by default.
     weight : Tensor, float32, (H, N), optional
-        How many tokens each slot stands for; 1 by default.
+        Number of tokens that each slot represents; 1 by default.
 
     Returns
     -------
     keys, values : Tensor, (H, S, D)
-        In the dtypes that came in.
+        In the dtypes of the inputs.
     weight : Tensor, float32, (H, S)
-        How many tokens each kept slot stands for now.
+        Number of tokens that each kept slot represents after merging.
     """
     _check(keys, values, keep, mode, rule)
     run = merge_into_ref
@@ -93,9 +93,9 @@ def merge_into_ref(
     """`merge_into` in plain PyTorch."""
     h, n, _ = keys.shape
     s = keep.shape[1]
-    there = _there(keep, lengths)
-    evicted, used = _evicted(keep, n, there, valid, lengths is None)
-    target, similarity = _nearest_ref(keys, keep, evicted, there.expand(h, -1))
+    valid_kept = _valid_kept(keep, lengths)
+    evicted, used = _evicted(keep, n, valid_kept, valid, lengths is None)
+    target, similarity = _nearest_ref(keys, keep, evicted, valid_kept.expand(h, -1))
     similarity = similarity.masked_fill(~used, 0.0)
     if rule != "all":
         used = used & _above_mean(similarity, used, over=0 if rule == "slot" else None)
@@ -104,7 +104,7 @@ def merge_into_ref(
 
     def total(rows: Tensor) -> Tensor:
         rows = rows.flatten(0, 1).index_select(0, order)
-        # Not checked, since a check would wait for the device.
+        # Not checked, since a check would synchronize.
         sums = torch.segment_reduce(rows, "sum", lengths=runs, axis=0, unsafe=True)
         return sums[:-1].unflatten(0, (h, s))
 
@@ -145,22 +145,22 @@ def _check(keys: Tensor, values: Tensor, keep: Tensor, mode: str, rule: str) -> 
             raise VLMFastError(f"merge: {name}={value!r} must be one of {', '.join(allowed)}")
 
 
-def _there(keep: Tensor, lengths: Tensor | None) -> Tensor:
-    """Kept slots that exist: bool, (H, S) or (S,)."""
+def _valid_kept(keep: Tensor, lengths: Tensor | None) -> Tensor:
+    """Valid kept slots: bool, (H, S) or (S,)."""
     slots = torch.arange(keep.shape[1], device=keep.device)
     return slots < (keep.shape[1] if lengths is None else lengths[:, None])
 
 
 def _evicted(
-    keep: Tensor, n: int, there: Tensor, valid: Tensor | None, even: bool
+    keep: Tensor, n: int, valid_kept: Tensor, valid: Tensor | None, even: bool
 ) -> tuple[Tensor, Tensor]:
-    """Slots that are not kept, ascending, (H, E), and which of these entries are such slots.
+    """Evicted slots, ascending, (H, E), and which of these entries are valid.
 
-    ``even``: as many in each head.
+    ``even``: every head evicts the same number of slots.
     """
     h, s = keep.shape
     kept = torch.zeros(h, n + 1, dtype=torch.bool, device=keep.device)
-    kept = kept.scatter(1, torch.where(there, keep, n), True)[:, :n]
+    kept = kept.scatter(1, torch.where(valid_kept, keep, n), True)[:, :n]
     # A stable sort puts the evicted slots first, in their order.
     evicted = kept.to(torch.uint8).argsort(dim=1, stable=True)
     evicted = evicted[:, : n - s if even else n]
@@ -171,14 +171,14 @@ def _evicted(
 
 
 def _runs(target: Tensor, used: Tensor, s: int) -> tuple[Tensor, Tensor]:
-    """Evicted slots of all heads in runs of equal pivots.
+    """Sort the evicted slots of all heads into runs of equal pivots.
 
     Returns
     -------
     order : Tensor, int64, (H E,)
-        What is not used forms a last run of its own.
+        Unused entries form a last run.
     ends : Tensor, int64, (H S + 1,)
-        Where each run ends.
+        End of each run.
     """
     h = len(target)
     pivot = target + s * torch.arange(h, device=target.device)[:, None]
@@ -187,12 +187,12 @@ def _runs(target: Tensor, used: Tensor, s: int) -> tuple[Tensor, Tensor]:
     return order, torch.searchsorted(pivot, every, right=True)
 
 
-def _rows(of: Tensor, index: Tensor) -> Tensor:
-    return of.gather(1, index[..., None].expand(-1, -1, of.shape[2]))
+def _rows(x: Tensor, index: Tensor) -> Tensor:
+    return x.gather(1, index[..., None].expand(-1, -1, x.shape[2]))
 
 
 def _nearest_ref(
-    keys: Tensor, keep: Tensor, evicted: Tensor, there: Tensor
+    keys: Tensor, keep: Tensor, evicted: Tensor, valid_kept: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Nearest pivot of each evicted slot, the first of equals, and its cosine: (H, E) both."""
     units = keys.float()
@@ -200,7 +200,7 @@ def _nearest_ref(
     pivots = _rows(units, keep).transpose(1, 2)
     found = []
     for block in evicted.split(max(_ENTRIES_AT_ONCE // max(keep.numel(), 1), 1), dim=1):
-        cosine = (_rows(units, block) @ pivots).masked_fill(~there[:, None], -torch.inf)
+        cosine = (_rows(units, block) @ pivots).masked_fill(~valid_kept[:, None], -torch.inf)
         best = cosine.argmax(-1)
         found.append((best, cosine.gather(-1, best[..., None])[..., 0]))
     target, similarity = (torch.cat(parts, dim=1) for parts in zip(*found, strict=True))
@@ -208,9 +208,9 @@ def _nearest_ref(
 
 
 def _above_mean(similarity: Tensor, used: Tensor, over: int | None) -> Tensor:
-    """Where a similarity, averaged over the axis ``over`` if given, reaches the mean of all used.
+    """Whether a similarity, averaged over axis ``over`` if given, reaches the mean of all used.
 
-    The mean is each head's own, or that of all heads where they are averaged.
+    The mean is that of each head, or that of all heads if ``over`` is given.
     """
     if over is None:
         return similarity >= similarity.sum(1, keepdim=True) / used.sum(1, keepdim=True)
@@ -228,23 +228,25 @@ def _norms(
     stride_n,
     N,
     D: tl.constexpr,
-    BD: tl.constexpr,
-    BN: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):
     head = tl.program_id(1).to(tl.int64)
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    d = tl.arange(0, BD)
-    at = n.to(tl.int64)[:, None] * stride_n + d[None, :]
-    x = tl.load(keys + head * stride_h + at, mask=(n < N)[:, None] & (d < D)[None, :], other=0.0)
-    x = x.to(tl.float32)
-    length = tl.maximum(tl.sqrt(tl.sum(x * x, 1)), 1e-6)
-    tl.store(out + head * N + n, 1.0 / length, mask=n < N)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    d = tl.arange(0, BLOCK_D)
+    offsets = n.to(tl.int64)[:, None] * stride_n + d[None, :]
+    b_k = tl.load(
+        keys + head * stride_h + offsets, mask=(n < N)[:, None] & (d < D)[None, :], other=0.0
+    )
+    b_k = b_k.to(tl.float32)
+    norm = tl.maximum(tl.sqrt(tl.sum(b_k * b_k, 1)), 1e-6)
+    tl.store(out + head * N + n, 1.0 / norm, mask=n < N)
 
 
 @triton.jit(do_not_specialize=("N", "E", "S"))
 def _nearest(
     keys,
-    inverse,  # float32 (H, N): one over each key's length
+    inverse,  # float32 (H, N): inverse norm of each key
     evicted,  # int64 (H, E)
     used,  # bool (H, E)
     keep,  # int64 (H, S)
@@ -258,54 +260,58 @@ def _nearest(
     E,
     S,
     D: tl.constexpr,
-    BD: tl.constexpr,
-    BE: tl.constexpr,
-    BS: tl.constexpr,
-    UP: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    UPCAST: tl.constexpr,
 ):
     head = tl.program_id(1).to(tl.int64)
-    e = tl.program_id(0) * BE + tl.arange(0, BE)
-    d = tl.arange(0, BD)
-    keys += head * stride_h
-    inverse += head * N
-    real = tl.load(used + head * E + e, mask=e < E, other=0) != 0
-    out = head * E + e
-    count = S
+    e = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
+    d = tl.arange(0, BLOCK_D)
+    p_k = keys + head * stride_h
+    p_inverse = inverse + head * N
+    m_evicted = tl.load(used + head * E + e, mask=e < E, other=0) != 0
+    offsets = head * E + e
+    num_pivots = S
     if lengths is not None:
-        count = tl.load(lengths + head).to(tl.int32)
-    # A block of nothing but padding costs no walk.
-    count = tl.where(tl.max(real.to(tl.int32), 0) > 0, count, 0)
-    slot = tl.load(evicted + head * stride_eh + e, mask=real, other=0)
-    x = tl.load(
-        keys + slot[:, None] * stride_n + d[None, :],
-        mask=real[:, None] & (d < D)[None, :],
+        num_pivots = tl.load(lengths + head).to(tl.int32)
+    # Skip the loop for a block of padding alone.
+    num_pivots = tl.where(tl.max(m_evicted.to(tl.int32), 0) > 0, num_pivots, 0)
+    evicted_slot = tl.load(evicted + head * stride_eh + e, mask=m_evicted, other=0)
+    b_e = tl.load(  # [BE, BD]
+        p_k + evicted_slot[:, None] * stride_n + d[None, :],
+        mask=m_evicted[:, None] & (d < D)[None, :],
         other=0.0,
     )
-    if UP:
-        x = x.to(tl.float32)
-    best = tl.full((BE,), -1e30, tl.float32)
-    which = tl.zeros((BE,), tl.int32)
-    for s0 in range(0, count, BS):
-        s = s0 + tl.arange(0, BS)
-        pivot = tl.load(keep + head * S + s, mask=s < count, other=0)
-        y = tl.load(
-            keys + pivot[None, :] * stride_n + d[:, None],
-            mask=(s < count)[None, :] & (d < D)[:, None],
+    if UPCAST:
+        b_e = b_e.to(tl.float32)
+    row_max = tl.full((BLOCK_E,), -1e30, tl.float32)  # [BE]
+    row_index = tl.zeros((BLOCK_E,), tl.int32)
+    for s0 in range(0, num_pivots, BLOCK_S):
+        s = s0 + tl.arange(0, BLOCK_S)
+        pivot = tl.load(keep + head * S + s, mask=s < num_pivots, other=0)
+        b_pivot = tl.load(  # [BD, BS]
+            p_k + pivot[None, :] * stride_n + d[:, None],
+            mask=(s < num_pivots)[None, :] & (d < D)[:, None],
             other=0.0,
         )
-        if UP:
-            y = y.to(tl.float32)
-        scale = tl.load(inverse + pivot, mask=s < count, other=0.0)
-        # Dividing by the evicted key's length moves no maximum, so that waits for the end.
-        cosine = tl.dot(x, y, input_precision="ieee") * scale[None, :]
-        cosine = tl.where((s < count)[None, :], cosine, -1e30)
-        top, at = tl.max(cosine, 1, return_indices=True)  # the first of equals
-        better = top > best
-        which = tl.where(better, s0 + at, which)
-        best = tl.where(better, top, best)
-    own = tl.load(inverse + slot, mask=real, other=0.0)
-    tl.store(target + out, which.to(tl.int64), mask=e < E)
-    tl.store(similarity + out, tl.where(real & (count > 0), best * own, 0.0), mask=e < E)
+        if UPCAST:
+            b_pivot = b_pivot.to(tl.float32)
+        pivot_inverse = tl.load(p_inverse + pivot, mask=s < num_pivots, other=0.0)
+        # Dividing by the evicted key's norm does not change the maximum: done after the loop.
+        b_cos = tl.dot(b_e, b_pivot, input_precision="ieee") * pivot_inverse[None, :]  # [BE, BS]
+        b_cos = tl.where((s < num_pivots)[None, :], b_cos, -1e30)
+        block_max, block_index = tl.max(b_cos, 1, return_indices=True)  # the first of equals
+        m_better = block_max > row_max
+        row_index = tl.where(m_better, s0 + block_index, row_index)
+        row_max = tl.where(m_better, block_max, row_max)
+    own_inverse = tl.load(p_inverse + evicted_slot, mask=m_evicted, other=0.0)
+    tl.store(target + offsets, row_index.to(tl.int64), mask=e < E)
+    tl.store(
+        similarity + offsets,
+        tl.where(m_evicted & (num_pivots > 0), row_max * own_inverse, 0.0),
+        mask=e < E,
+    )
 
 
 @triton.jit(do_not_specialize=("N", "E", "S"))
@@ -316,8 +322,8 @@ def _merge_runs(
     keep,  # int64 (H, S)
     evicted,  # int64 (H, E)
     similarity,  # float32 (H E,)
-    order,  # int64 (H E,): entries of `evicted`, those of one pivot beside each other
-    ends,  # int64 (H S + 1,): where the run of each pivot ends
+    order,  # int64 (H E,): entries of `evicted`, sorted by pivot
+    ends,  # int64 (H S + 1,): end of the run of each pivot
     new_keys,  # out: (H, S, D)
     new_values,
     new_weight,  # out: float32 (H, S)
@@ -329,57 +335,57 @@ def _merge_runs(
     N,
     E,
     S,
-    OWN: tl.constexpr,  # what the pivot counts per merged slot: 1/2 or 0
-    OTHER: tl.constexpr,  # what a merged slot counts: 1/2 or 1
-    WEIGHTED: tl.constexpr,  # times its similarity
+    OWN: tl.constexpr,  # weight of the pivot per merged slot: 1/2 or 0
+    OTHER: tl.constexpr,  # weight of a merged slot: 1/2 or 1
+    WEIGHTED: tl.constexpr,  # multiply by its similarity
     D: tl.constexpr,
-    BD: tl.constexpr,
-    BR: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_R: tl.constexpr,
 ):
     s, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     run = head * S + s
-    d = tl.arange(0, BD)
+    d = tl.arange(0, BLOCK_D)
     first = tl.load(ends + run - 1, mask=run > 0, other=0)
     last = tl.load(ends + run)
-    keys += head * stride_kh
-    values += head * stride_vh
-    sum_k = tl.zeros((BD,), tl.float32)
-    sum_v = tl.zeros((BD,), tl.float32)
-    sum_w = tl.zeros((BR,), tl.float32)
-    for r0 in range(first, last, BR):
-        r = r0 + tl.arange(0, BR)
+    p_k = keys + head * stride_kh
+    p_v = values + head * stride_vh
+    acc_k = tl.zeros((BLOCK_D,), tl.float32)
+    acc_v = tl.zeros((BLOCK_D,), tl.float32)
+    acc_w = tl.zeros((BLOCK_R,), tl.float32)
+    for r0 in range(first, last, BLOCK_R):
+        r = r0 + tl.arange(0, BLOCK_R)
         entry = tl.load(order + r, mask=r < last, other=0)
         slot = tl.load(evicted + head * stride_eh + entry - head * E, mask=r < last, other=0)
-        inside = (r < last)[:, None] & (d < D)[None, :]
-        k = tl.load(keys + slot[:, None] * stride_kn + d[None, :], mask=inside, other=0.0)
-        v = tl.load(values + slot[:, None] * stride_vn + d[None, :], mask=inside, other=0.0)
-        k, v = k.to(tl.float32), v.to(tl.float32)
+        m_run = (r < last)[:, None] & (d < D)[None, :]
+        b_k = tl.load(p_k + slot[:, None] * stride_kn + d[None, :], mask=m_run, other=0.0)
+        b_v = tl.load(p_v + slot[:, None] * stride_vn + d[None, :], mask=m_run, other=0.0)
+        b_k, b_v = b_k.to(tl.float32), b_v.to(tl.float32)
         if WEIGHTED:
-            near = tl.load(similarity + entry, mask=r < last, other=0.0)[:, None]
-            k, v = k * near, v * near
-        sum_k += tl.sum(k, 0)
-        sum_v += tl.sum(v, 0)
+            b_similarity = tl.load(similarity + entry, mask=r < last, other=0.0)[:, None]
+            b_k, b_v = b_k * b_similarity, b_v * b_similarity
+        acc_k += tl.sum(b_k, 0)
+        acc_v += tl.sum(b_v, 0)
         if weight is not None:
-            sum_w += tl.load(weight + head * N + slot, mask=r < last, other=0.0)
+            acc_w += tl.load(weight + head * N + slot, mask=r < last, other=0.0)
     pivot = tl.load(keep + run)
     count = (last - first).to(tl.float32)
-    k = tl.load(keys + pivot * stride_kn + d, mask=d < D, other=0.0).to(tl.float32)
-    v = tl.load(values + pivot * stride_vn + d, mask=d < D, other=0.0).to(tl.float32)
-    k = (k * (1.0 + OWN * count) + OTHER * sum_k) / (1.0 + count)
-    v = (v * (1.0 + OWN * count) + OTHER * sum_v) / (1.0 + count)
-    tl.store(new_keys + run * D + d, k.to(new_keys.dtype.element_ty), mask=d < D)
-    tl.store(new_values + run * D + d, v.to(new_values.dtype.element_ty), mask=d < D)
+    b_k = tl.load(p_k + pivot * stride_kn + d, mask=d < D, other=0.0).to(tl.float32)
+    b_v = tl.load(p_v + pivot * stride_vn + d, mask=d < D, other=0.0).to(tl.float32)
+    b_k = (b_k * (1.0 + OWN * count) + OTHER * acc_k) / (1.0 + count)
+    b_v = (b_v * (1.0 + OWN * count) + OTHER * acc_v) / (1.0 + count)
+    tl.store(new_keys + run * D + d, b_k.to(new_keys.dtype.element_ty), mask=d < D)
+    tl.store(new_values + run * D + d, b_v.to(new_values.dtype.element_ty), mask=d < D)
     if weight is None:
         tl.store(new_weight + run, 1.0 + count)
     else:
-        tl.store(new_weight + run, tl.load(weight + head * N + pivot) + tl.sum(sum_w, 0))
+        tl.store(new_weight + run, tl.load(weight + head * N + pivot) + tl.sum(acc_w, 0))
 
 
 def _sizes(block: int, dtype: torch.dtype) -> dict[str, int]:
     """Tile and launch of `_nearest` for heads whose dimension is padded to ``block``."""
     if block <= 128 and dtype != torch.float32:
-        return {"BE": 64, "BS": 64, "num_warps": 4}
-    return {"BE": 64, "BS": 32, "num_warps": 8}
+        return {"BLOCK_E": 64, "BLOCK_S": 64, "num_warps": 4}
+    return {"BLOCK_E": 64, "BLOCK_S": 32, "num_warps": 8}
 
 
 def _launch(
@@ -399,8 +405,8 @@ def _launch(
     keys, values = (x if x.stride(2) == 1 else x.contiguous() for x in (keys, values))
     keep = keep.contiguous()
     weight = None if weight is None else weight.contiguous()
-    there = _there(keep, lengths)
-    evicted, used = _evicted(keep, n, there, valid, lengths is None)
+    valid_kept = _valid_kept(keep, lengths)
+    evicted, used = _evicted(keep, n, valid_kept, valid, lengths is None)
     e, device = evicted.shape[1], keys.device
     block = padded(d)
     sizes = _sizes(block, keys.dtype)
@@ -410,9 +416,9 @@ def _launch(
     similarity = torch.empty(h, e, dtype=torch.float32, device=device)
     if e:
         _norms[(triton.cdiv(n, 64), h)](
-            keys, inverse, *keys.stride()[:2], n, D=d, BD=block, BN=64, num_warps=4
+            keys, inverse, *keys.stride()[:2], n, D=d, BLOCK_D=block, BLOCK_N=64, num_warps=4
         )
-        _nearest[(triton.cdiv(e, sizes["BE"]), h)](
+        _nearest[(triton.cdiv(e, sizes["BLOCK_E"]), h)](
             keys,
             inverse,
             evicted,
@@ -427,9 +433,9 @@ def _launch(
             e,
             s,
             D=d,
-            BD=block,
+            BLOCK_D=block,
             **sizes,
-            UP=upcast(keys),
+            UPCAST=upcast(keys),
             num_stages=2,
         )
     if rule != "all":
@@ -462,8 +468,8 @@ def _launch(
         OTHER=0.5 if mode == "pivot" else 1.0,
         WEIGHTED=mode == "weighted",
         D=d,
-        BD=block,
-        BR=16,
+        BLOCK_D=block,
+        BLOCK_R=16,
         num_warps=4,
     )
     return new_keys, new_values, new_weight
@@ -481,18 +487,18 @@ _TYPES = {
 
 def _variants(dtype: torch.dtype, d: int) -> list[Variant]:
     names = ("keys", "values", "new_keys", "new_values")
-    types, shape = _TYPES | dict.fromkeys(names, pointer(dtype)), {"D": d, "BD": padded(d)}
+    types, shape = _TYPES | dict.fromkeys(names, pointer(dtype)), {"D": d, "BLOCK_D": padded(d)}
     tile = _sizes(padded(d), dtype)
     warps = tile.pop("num_warps")
-    near = {**shape, **tile, "UP": dtype == torch.float32}
+    near = {**shape, **tile, "UPCAST": dtype == torch.float32}
     return [
-        Variant(_norms, types | {"out": "*fp32"}, {**shape, "BN": 64}),
+        Variant(_norms, types | {"out": "*fp32"}, {**shape, "BLOCK_N": 64}),
         Variant(_nearest, types, near, warps),
         Variant(_nearest, types, {**near, "lengths": None}, warps),
         Variant(
             _merge_runs,
             types,
-            {**shape, "BR": 16, "OWN": 0.0, "OTHER": 1.0, "WEIGHTED": True},
+            {**shape, "BLOCK_R": 16, "OWN": 0.0, "OTHER": 1.0, "WEIGHTED": True},
         ),
     ]
 

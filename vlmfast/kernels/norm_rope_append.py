@@ -1,25 +1,25 @@
-"""``norm_rope_append``: what a decode step does between its matrix products.
+"""``norm_rope_append``: the operations of a decode step between its matrix products.
 
 `residual_norm`, before each product that reads the residual stream::
 
     h = x + residual                          y = w * (h / sqrt(mean(h^2) + eps))
 
-`rotate_append`, behind the product that makes queries, keys and values; ``x`` and ``y`` are the two
-halves of a head's row, the tables have halves of their own::
+`rotate_append`, after the projection to queries, keys and values; ``x`` and ``y`` are the two
+halves of a head's row, and the tables have halves too::
 
     x' = x cos_x - y sin_x                    y' = y cos_y + x sin_y
 
-for queries and keys; keys and values are written behind what each head of the cache holds, at
-lengths that are read on the device, so that a captured graph replays unchanged.
+for queries and keys. Keys and values are appended to each head of the cache, at lengths that are
+read on the device, so that a captured graph replays unchanged.
 
-Every intermediate result is rounded as Hugging Face's Llama rounds it, in the dtype of the model or
-of the tables: the rotated rows are its bits, the norm is off by the order of one sum. Cosines and
-sines come from tables: in a kernel they would cost a stack, and angles made from powers there are
-off by 1e-7 of the position.
+Every intermediate result is rounded as in Hugging Face's Llama, in the dtype of the model or of the
+tables: the rotated rows are bit-identical, the norm differs by the order of one sum. Cosines and
+sines come from tables: in a kernel they would need a stack, and angles computed from powers there
+are off by 1e-7 of the position.
 
 Grid: one program per row of the stream; one per token and head of queries, keys and values.
 Bytes: the stream three or four times (x, residual; h, y), each head once in and once out: 32 kB and
-48 kB per token at width 4,096. Floor: none worth a figure; they save ten launches per layer.
+48 kB per token at width 4,096. Floor: negligible; the kernels save ten launches per layer.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from vlmfast.errors import VLMFastError
 
 from ._triton import Variant, check_heads, padded, pointer, tl, triton, use_triton
 
-WIDEST = 16384  # of a row that one program holds
+WIDEST = 16384  # entries of a row that fit into one program
 
 
 def residual_norm(
@@ -45,12 +45,12 @@ def residual_norm(
     weight : Tensor, (C,)
     eps : float
     residual : Tensor, (..., C), optional
-        Nothing is added by default.
+        None by default.
 
     Returns
     -------
     normed, total : Tensor, (..., C)
-        ``total`` is ``x`` itself where nothing was added.
+        ``total`` is ``x`` itself without a residual.
     """
     others = (weight,) if residual is None else (weight, residual)
     if weight.shape != x.shape[-1:] or (residual is not None and residual.shape != x.shape):
@@ -84,7 +84,7 @@ def rotate_append(
     values: Tensor,
     length: Tensor,
 ) -> Tensor:
-    """Rotate queries and keys; write keys and values behind what the cache holds.
+    """Rotate queries and keys; append keys and values to the cache.
 
     Parameters
     ----------
@@ -94,10 +94,10 @@ def rotate_append(
         Tables of the positions of these tokens, in the model's dtype or in float32; those of M-RoPE
         with their sections already chosen.
     keys, values : Tensor, (B, Hk, capacity, D)
-        Buffers of the cache; changed in place. The caller sees to it that there is room: what
-        would lie beyond ``capacity`` is lost on a GPU, and an error of the reference.
+        Buffers of the cache; changed in place. The caller ensures that they are large enough:
+        tokens beyond ``capacity`` are ignored on a GPU, and an error in the reference.
     length : Tensor, int64 or int32, (B, Hk)
-        Slots that are taken; not advanced.
+        Number of used slots; not advanced.
 
     Returns
     -------
@@ -123,17 +123,17 @@ def rotate_append_ref(
 ) -> Tensor:
     """`rotate_append` in plain PyTorch."""
     tokens = query.shape[2]
-    at = length.long()[..., None] + torch.arange(tokens, device=length.device)
-    at = at[..., None].expand(-1, -1, -1, keys.shape[3])
-    keys.scatter_(2, at, _rotated(key, cos, sin))
-    values.scatter_(2, at, value)
+    slots = length.long()[..., None] + torch.arange(tokens, device=length.device)
+    slots = slots[..., None].expand(-1, -1, -1, keys.shape[3])
+    keys.scatter_(2, slots, _rotated(key, cos, sin))
+    values.scatter_(2, slots, value)
     return _rotated(query, cos, sin)
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x.chunk(2, dim=-1)
-    turned = torch.cat([-second, first], dim=-1)
-    return (x * cos[:, None] + turned * sin[:, None]).to(x.dtype)
+    rotated = torch.cat([-second, first], dim=-1)
+    return (x * cos[:, None] + rotated * sin[:, None]).to(x.dtype)
 
 
 def _check(
@@ -148,14 +148,14 @@ def _check(
 ) -> None:
     b, _, t, d = query.shape
     hk = key.shape[1]
-    right = (
+    matches = (
         key.shape == value.shape == (b, hk, t, d)
         and cos.shape == sin.shape
         and cos.shape in ((b, t, d), (1, t, d))
         and keys.shape == values.shape == (b, hk, keys.shape[2], d)
         and length.shape == (b, hk)
     )
-    if not right:
+    if not matches:
         named = {"query": query, "key": key, "value": value, "cos": cos, "sin": sin}
         named |= {"keys": keys, "values": values, "length": length}
         shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in named.items())
@@ -189,21 +189,21 @@ def _norm(
     stride_r,
     eps,
     C,
-    BC: tl.constexpr,
+    BLOCK_C: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    c = tl.arange(0, BC)
+    c = tl.arange(0, BLOCK_C)
     dtype: tl.constexpr = normed.dtype.element_ty
-    h = tl.load(x + row * stride_x + c, mask=c < C, other=0.0).to(tl.float32)
+    b_h = tl.load(x + row * stride_x + c, mask=c < C, other=0.0).to(tl.float32)
     if residual is not None:
-        h += tl.load(residual + row * stride_r + c, mask=c < C, other=0.0).to(tl.float32)
-        h = h.to(dtype)
-        tl.store(total + row * C + c, h, mask=c < C)
-        h = h.to(tl.float32)
-    y = h * tl.rsqrt(tl.sum(h * h, 0) / C + eps)
-    w = tl.load(weight + c, mask=c < C, other=0.0).to(tl.float32)
-    y = w * y.to(dtype).to(tl.float32)
-    tl.store(normed + row * C + c, y.to(dtype), mask=c < C)
+        b_h += tl.load(residual + row * stride_r + c, mask=c < C, other=0.0).to(tl.float32)
+        b_h = b_h.to(dtype)
+        tl.store(total + row * C + c, b_h, mask=c < C)
+        b_h = b_h.to(tl.float32)
+    b_y = b_h * tl.rsqrt(tl.sum(b_h * b_h, 0) / C + eps)
+    b_w = tl.load(weight + c, mask=c < C, other=0.0).to(tl.float32)
+    b_y = b_w * b_y.to(dtype).to(tl.float32)
+    tl.store(normed + row * C + c, b_y.to(dtype), mask=c < C)
 
 
 @triton.jit(do_not_specialize=("T", "capacity"))
@@ -241,43 +241,43 @@ def _rotate(
     HQ: tl.constexpr,
     HK: tl.constexpr,
     D: tl.constexpr,
-    BH: tl.constexpr,  # at least D / 2
+    BLOCK_H: tl.constexpr,  # at least D / 2
 ):
     b, t = (tl.program_id(0) // T).to(tl.int64), tl.program_id(0) % T
     head = tl.program_id(1)
-    j = tl.arange(0, BH)
+    j = tl.arange(0, BLOCK_H)
     half: tl.constexpr = D // 2
-    inside = j < half
+    m_half = j < half
     if head < HQ:
-        source = query + b * stride_qb + head * stride_qh + t * stride_qt
-        target = rotated + ((b * T + t) * HQ + head) * D
-        room = inside
+        p_in = query + b * stride_qb + head * stride_qh + t * stride_qt
+        p_out = rotated + ((b * T + t) * HQ + head) * D
+        m_store = m_half
     else:
-        own = (head - HQ) % HK
-        at = tl.load(length + b * stride_lb + own * stride_lh).to(tl.int64) + t
-        room = j < tl.where((at >= 0) & (at < capacity), half, 0)
+        kv_head = (head - HQ) % HK
+        slot = tl.load(length + b * stride_lb + kv_head * stride_lh).to(tl.int64) + t
+        m_store = j < tl.where((slot >= 0) & (slot < capacity), half, 0)
         if head < HQ + HK:
-            source = key + b * stride_kb + own * stride_kh + t * stride_kt
-            target = keys + b * stride_ckb + own.to(tl.int64) * stride_ckh + at * stride_ckt
+            p_in = key + b * stride_kb + kv_head * stride_kh + t * stride_kt
+            p_out = keys + b * stride_ckb + kv_head.to(tl.int64) * stride_ckh + slot * stride_ckt
         else:
-            source = value + b * stride_vb + own * stride_vh + t * stride_vt
-            target = values + b * stride_cvb + own.to(tl.int64) * stride_cvh + at * stride_cvt
-    x = tl.load(source + j, mask=inside, other=0.0)
-    y = tl.load(source + half + j, mask=inside, other=0.0)
+            p_in = value + b * stride_vb + kv_head * stride_vh + t * stride_vt
+            p_out = values + b * stride_cvb + kv_head.to(tl.int64) * stride_cvh + slot * stride_cvt
+    b_x = tl.load(p_in + j, mask=m_half, other=0.0)
+    b_y = tl.load(p_in + half + j, mask=m_half, other=0.0)
     if head < HQ + HK:
-        # Products rounded to the dtype of the tables, sums too: the bits of an eager rotation.
-        table: tl.constexpr = cos.dtype.element_ty
-        at_table = b * stride_cb + t * stride_ct + j
-        u, v = x.to(tl.float32), y.to(tl.float32)
-        cx = tl.load(cos + at_table, mask=inside, other=0.0).to(tl.float32)
-        cy = tl.load(cos + at_table + half, mask=inside, other=0.0).to(tl.float32)
-        sx = tl.load(sin + at_table, mask=inside, other=0.0).to(tl.float32)
-        sy = tl.load(sin + at_table + half, mask=inside, other=0.0).to(tl.float32)
-        first = (u * cx).to(table).to(tl.float32) + (-v * sx).to(table).to(tl.float32)
-        second = (v * cy).to(table).to(tl.float32) + (u * sy).to(table).to(tl.float32)
-        x, y = first.to(x.dtype), second.to(y.dtype)
-    tl.store(target + j, x, mask=room)
-    tl.store(target + half + j, y, mask=room)
+        # Round products and sums to the dtype of the tables, as an eager rotation does.
+        TABLE: tl.constexpr = cos.dtype.element_ty
+        offset = b * stride_cb + t * stride_ct + j
+        x, y = b_x.to(tl.float32), b_y.to(tl.float32)
+        cos_x = tl.load(cos + offset, mask=m_half, other=0.0).to(tl.float32)
+        cos_y = tl.load(cos + offset + half, mask=m_half, other=0.0).to(tl.float32)
+        sin_x = tl.load(sin + offset, mask=m_half, other=0.0).to(tl.float32)
+        sin_y = tl.load(sin + offset + half, mask=m_half, other=0.0).to(tl.float32)
+        first = (x * cos_x).to(TABLE).to(tl.float32) + (-y * sin_x).to(TABLE).to(tl.float32)
+        second = (y * cos_y).to(TABLE).to(tl.float32) + (x * sin_y).to(TABLE).to(tl.float32)
+        b_x, b_y = first.to(b_x.dtype), second.to(b_y.dtype)
+    tl.store(p_out + j, b_x, mask=m_store)
+    tl.store(p_out + half + j, b_y, mask=m_store)
 
 
 def _warps(block: int) -> int:
@@ -292,25 +292,27 @@ def _launch_norm(
         raise VLMFastError(f"residual_norm: rows of {c}; it takes 1 to {WIDEST}")
     rows = x.reshape(-1, c)
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
-    added = None
+    residual_rows = None
     if residual is not None:
-        added = residual.reshape(-1, c)
-        added = added if added.stride(1) == 1 else added.contiguous()
+        residual_rows = residual.reshape(-1, c)
+        residual_rows = (
+            residual_rows if residual_rows.stride(1) == 1 else residual_rows.contiguous()
+        )
     normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     total = x if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if len(rows):
         block = padded(c)
         _norm[(len(rows),)](
             rows,
-            added,
+            residual_rows,
             weight.contiguous(),
             normed,
             None if residual is None else total,
             rows.stride(0),
-            0 if added is None else added.stride(0),
+            0 if residual_rows is None else residual_rows.stride(0),
             eps,
             c,
-            BC=block,
+            BLOCK_C=block,
             num_warps=_warps(block),
         )
     return normed, total
@@ -358,7 +360,7 @@ def _launch_rotate(
             HQ=hq,
             HK=hk,
             D=d,
-            BH=padded(d // 2),
+            BLOCK_H=padded(d // 2),
             num_warps=1,
         )
     return rotated.transpose(1, 2)
@@ -370,29 +372,29 @@ _TYPES = {
     "length": "*i64",
     "eps": "fp32",
     **dict.fromkeys(("C", "T", "capacity", "stride_lb", "stride_lh"), "i32"),
-    **dict.fromkeys([f"stride_{of}" for of in "xr"], "i32:16"),
-    **dict.fromkeys([f"stride_{of}{axis}" for of in "qkv" for axis in "bht"], "i32:16"),
-    **dict.fromkeys([f"stride_c{of}{axis}" for of in "kv" for axis in "bht"], "i32:16"),
+    **dict.fromkeys([f"stride_{x}" for x in "xr"], "i32:16"),
+    **dict.fromkeys([f"stride_{x}{axis}" for x in "qkv" for axis in "bht"], "i32:16"),
+    **dict.fromkeys([f"stride_c{x}{axis}" for x in "kv" for axis in "bht"], "i32:16"),
     **dict.fromkeys(("stride_cb", "stride_ct"), "i32:16"),
 }
 
 
-def _norms(dtype: torch.dtype, width: int, **given: object) -> Variant:
+def _norm_variant(dtype: torch.dtype, width: int, **given: object) -> Variant:
     types, block = _TYPES | dict.fromkeys(_STREAM, pointer(dtype)), padded(width)
-    return Variant(_norm, types, {"BC": block, **given}, warps=_warps(block))
+    return Variant(_norm, types, {"BLOCK_C": block, **given}, warps=_warps(block))
 
 
-def _rotations(dtype: torch.dtype, d: int, table: torch.dtype) -> Variant:
+def _rotation_variant(dtype: torch.dtype, d: int, table: torch.dtype) -> Variant:
     types = _TYPES | dict.fromkeys(_HEADS, pointer(dtype))
     types |= dict.fromkeys(("cos", "sin"), pointer(table))
-    return Variant(_rotate, types, {"HQ": 32, "HK": 8, "D": d, "BH": padded(d // 2)}, warps=1)
+    return Variant(_rotate, types, {"HQ": 32, "HK": 8, "D": d, "BLOCK_H": padded(d // 2)}, warps=1)
 
 
 VARIANTS = [
-    *(_norms(torch.bfloat16, width) for width in (64, 3584, 4096, 8192, WIDEST)),
-    _norms(torch.float16, 4096, residual=None, total=None),
-    _norms(torch.float32, 4096),
-    *(_rotations(torch.bfloat16, d, torch.bfloat16) for d in (64, 80, 96, 128, 256)),
-    _rotations(torch.bfloat16, 128, torch.float32),
-    _rotations(torch.float16, 128, torch.float16),
+    *(_norm_variant(torch.bfloat16, width) for width in (64, 3584, 4096, 8192, WIDEST)),
+    _norm_variant(torch.float16, 4096, residual=None, total=None),
+    _norm_variant(torch.float32, 4096),
+    *(_rotation_variant(torch.bfloat16, d, torch.bfloat16) for d in (64, 80, 96, 128, 256)),
+    _rotation_variant(torch.bfloat16, 128, torch.float32),
+    _rotation_variant(torch.float16, 128, torch.float16),
 ]

@@ -1,26 +1,26 @@
-"""``pool``: the ways to shorten the rows of a picture, without a copy of each row for each use.
+"""``pool``: pooling of the rows of an image, without gathering copies of the rows.
 
-`cell_average`: equal cells of a grid, each the mean of its rows, weighted::
+`cell_average`: the weighted mean of the rows of each cell of a grid::
 
     out_c = sum over t in c of w_t x_t / sum over t in c of w_t
 
-`cell_mix`: a strided depthwise convolution whose kernel depends on what it covers; head ``i``
-weights its own share of the features::
+`cell_mix`: a strided depthwise convolution whose kernel depends on its input; head ``i`` weights
+its own slice of the features::
 
     a_cti = softmax over t in c of score_ti           out_ci = sum over t in c of a_cti x_ti
 
-`resample`: few learned queries, each at a place of the picture, read all rows::
+`resample`: a few learned queries, each at a position in the image, attend to all rows::
 
     a_iqt = softmax over t of (q_qi . k_ti / sqrt(d) + bias_t - pull_i |place_t - at_q|^2)
     out_qi = sum over t of a_iqt x_ti               share_qt = mean over i of a_iqt
 
 Shapes: rows (N, D), N rows in C cells of at most m rows or read by Q queries, H heads. Grids: one
 program per cell and 256 features (of one head); `resample` one per 16 queries, head and 128
-features, walking over the rows 32 at a time, then one per 16 queries and 64 rows for ``share``.
-Bytes: rows once, what comes out once: in float32 at 2,928 rows of 4,096 in 732 cells 60 MB, 14 us
-at 4.3 TB/s; `resample` reads rows once for each 16 queries, mostly from the second-level cache.
+features, which loops over the rows 32 at a time, then one per 16 queries and 64 rows for ``share``.
+Bytes: rows once, the output once: in float32 at 2,928 rows of 4,096 in 732 cells 60 MB, 14 us
+at 4.3 TB/s; `resample` reads rows once for each 16 queries, mostly from the L2 cache.
 Floor of `resample`: 2 Q N (D + H d) operations in float32, 1.9e9 for 80 queries there, 31 us at
-62e12 per second. No gradients: the references serve where one is wanted.
+62e12 per second. No gradients: if they are required, the references are used.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def cell_average(rows: Tensor, weight: Tensor, table: Tensor, there: Tensor) -> 
     table : Tensor, int64, (C, m)
         Rows of each cell.
     there : Tensor, bool, (C, m)
-        Which entries of the table are more than padding; in every cell at least one.
+        Which entries of the table are not padding; at least one in every cell.
 
     Returns
     -------
@@ -55,20 +55,20 @@ def cell_average(rows: Tensor, weight: Tensor, table: Tensor, there: Tensor) -> 
         raise VLMFastError(
             f"cell_average: {len(rows)} rows and weights {tuple(weight.shape)}; it takes one each"
         )
-    if use_triton("cell_average", rows, weight, table, there) and not _learning(rows, weight):
+    if use_triton("cell_average", rows, weight, table, there) and not _needs_grad(rows, weight):
         return _launch_average(rows, weight, table, there)
     return cell_average_ref(rows, weight, table, there)
 
 
 def cell_average_ref(rows: Tensor, weight: Tensor, table: Tensor, there: Tensor) -> Tensor:
     """`cell_average` in plain PyTorch."""
-    mass = there * weight[table]
-    share = mass / mass.sum(1, keepdim=True)
+    weighted = there * weight[table]
+    share = weighted / weighted.sum(1, keepdim=True)
     return (rows.float()[table] * share[..., None]).sum(-2).to(rows.dtype)
 
 
 def cell_mix(rows: Tensor, score: Tensor, table: Tensor, there: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows of each cell, weighted by a softmax of their scores, by each head its own features.
+    """Rows of each cell, weighted by a softmax of their scores; each head weights its features.
 
     Parameters
     ----------
@@ -92,7 +92,7 @@ def cell_mix(rows: Tensor, score: Tensor, table: Tensor, there: Tensor) -> tuple
             "and (N, H), H a divisor of D"
         )
     _check_float("cell_mix", rows, score)
-    if use_triton("cell_mix", rows, score, table, there) and not _learning(rows, score):
+    if use_triton("cell_mix", rows, score, table, there) and not _needs_grad(rows, score):
         return _launch_mix(rows, score, table, there)
     return cell_mix_ref(rows, score, table, there)
 
@@ -115,7 +115,7 @@ def resample(
     place: Tensor,
     pull: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """What few queries read of many rows, each most of what is near to it.
+    """Attention of a few queries over many rows, with a penalty on distance.
 
     Parameters
     ----------
@@ -124,11 +124,13 @@ def resample(
     rows : Tensor, float32, (N, D)
         H a divisor of D.
     bias : Tensor, float32, (N,)
-        Added to the logits of each row; the logarithm of what it stands for.
+        Added to the logits of each row; the logarithm of its weight.
     at : Tensor, float32, (Q, 2)
+        Positions of the queries.
     place : Tensor, float32, (N, 2)
+        Positions of the rows.
     pull : Tensor, float32, (H,)
-        How fast attention falls with the squared distance.
+        Factor of the squared distance that is subtracted from the logits.
 
     Returns
     -------
@@ -137,14 +139,14 @@ def resample(
         Attention, mean over heads.
     """
     (q, h, d), n = query.shape, len(rows)
-    right = (
+    matches = (
         key.shape == (n, h, d)
         and bias.shape == (n,)
         and at.shape == (q, 2)
         and place.shape == (n, 2)
         and pull.shape == (h,)
     )
-    if not right or not q or not n or not h or rows.shape[1] % h:
+    if not matches or not q or not n or not h or rows.shape[1] % h:
         tensors = {"query": query, "key": key, "rows": rows, "bias": bias, "at": at}
         tensors |= {"place": place, "pull": pull}
         shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in tensors.items())
@@ -154,7 +156,7 @@ def resample(
         )
     every = (query, key, rows, bias, at, place, pull)
     _check_float("resample", *every)
-    if use_triton("resample", *every) and not _learning(*every):
+    if use_triton("resample", *every) and not _needs_grad(*every):
         return _launch_resample(*every)
     return resample_ref(*every)
 
@@ -170,8 +172,8 @@ def resample_ref(
 ) -> tuple[Tensor, Tensor]:
     """`resample` in plain PyTorch."""
     score = torch.einsum("qhd,thd->hqt", query, key) / query.shape[-1] ** 0.5
-    far = (at[:, None] - place).square().sum(-1) * pull[:, None, None]
-    attention = (bias - far + score).softmax(-1)
+    distance = (at[:, None] - place).square().sum(-1) * pull[:, None, None]
+    attention = (bias - distance + score).softmax(-1)
     parts = rows.unflatten(-1, (len(pull), -1))
     out = torch.einsum("hqt,thd->qhd", attention, parts).flatten(-2)
     return out, attention.mean(0)
@@ -191,7 +193,7 @@ def _check_float(name: str, *tensors: Tensor) -> None:
         raise VLMFastError(f"{name}: tensors in {dtypes}; it takes float32")
 
 
-def _learning(*tensors: Tensor) -> bool:
+def _needs_grad(*tensors: Tensor) -> bool:
     return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 
@@ -208,26 +210,26 @@ def _average(
     stride_n,
     M,
     D,
-    BM: tl.constexpr,
-    BD: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):
     c = tl.program_id(0).to(tl.int64)
-    d = tl.program_id(1) * BD + tl.arange(0, BD)
-    acc = tl.zeros((BD,), tl.float32)
-    total = tl.zeros((BM,), tl.float32)
-    for m0 in range(0, M, BM):
-        m = m0 + tl.arange(0, BM)
-        real = tl.load(there + c * M + m, mask=m < M, other=0) != 0
-        row = tl.load(table + c * M + m, mask=real, other=0)
-        w = tl.load(weight + row, mask=real, other=0.0)
-        x = tl.load(
+    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    acc = tl.zeros((BLOCK_D,), tl.float32)
+    acc_weight = tl.zeros((BLOCK_M,), tl.float32)
+    for m0 in range(0, M, BLOCK_M):
+        m = m0 + tl.arange(0, BLOCK_M)
+        m_row = tl.load(there + c * M + m, mask=m < M, other=0) != 0
+        row = tl.load(table + c * M + m, mask=m_row, other=0)
+        b_weight = tl.load(weight + row, mask=m_row, other=0.0)
+        b_x = tl.load(
             rows + row[:, None] * stride_n + d[None, :],
-            mask=real[:, None] & (d < D)[None, :],
+            mask=m_row[:, None] & (d < D)[None, :],
             other=0.0,
         )
-        acc += tl.sum(x.to(tl.float32) * w[:, None], 0)
-        total += w
-    acc = acc / tl.sum(total, 0)
+        acc += tl.sum(b_x.to(tl.float32) * b_weight[:, None], 0)
+        acc_weight += b_weight
+    acc = acc / tl.sum(acc_weight, 0)
     tl.store(out + c * D + d, acc.to(out.dtype.element_ty), mask=d < D)
 
 
@@ -245,38 +247,40 @@ def _mix(
     D,
     DH,  # features of a head
     H: tl.constexpr,
-    BM: tl.constexpr,
-    BD: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):
     c, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    d = tl.program_id(2) * BD + tl.arange(0, BD)
-    top = tl.full((BM,), -1e30, tl.float32)
-    total = tl.zeros((BM,), tl.float32)
-    for m0 in range(0, M, BM):
-        m = m0 + tl.arange(0, BM)
-        real = tl.load(there + c * M + m, mask=m < M, other=0) != 0
-        row = tl.load(table + c * M + m, mask=real, other=0)
-        x = tl.load(score + row * stride_sn + head, mask=real, other=-1e30)
-        new = tl.maximum(top, x)
-        total = total * tl.exp(top - new) + tl.where(real, tl.exp(x - new), 0.0)
-        top = new
-    most = tl.max(top, 0)
-    total = tl.sum(total * tl.exp(top - most), 0)
-    acc = tl.zeros((BD,), tl.float32)
-    for m0 in range(0, M, BM):
-        m = m0 + tl.arange(0, BM)
-        real = tl.load(there + c * M + m, mask=m < M, other=0) != 0
-        row = tl.load(table + c * M + m, mask=real, other=0)
-        x = tl.load(score + row * stride_sn + head, mask=real, other=-1e30)
-        p = tl.where(real, tl.exp(x - most), 0.0) / total
-        y = tl.load(
+    d = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
+    lane_max = tl.full((BLOCK_M,), -1e30, tl.float32)
+    row_sum = tl.zeros((BLOCK_M,), tl.float32)
+    for m0 in range(0, M, BLOCK_M):
+        m = m0 + tl.arange(0, BLOCK_M)
+        m_row = tl.load(there + c * M + m, mask=m < M, other=0) != 0
+        row = tl.load(table + c * M + m, mask=m_row, other=0)
+        b_score = tl.load(score + row * stride_sn + head, mask=m_row, other=-1e30)
+        new_max = tl.maximum(lane_max, b_score)
+        row_sum = row_sum * tl.exp(lane_max - new_max) + tl.where(
+            m_row, tl.exp(b_score - new_max), 0.0
+        )
+        lane_max = new_max
+    row_max = tl.max(lane_max, 0)
+    row_sum = tl.sum(row_sum * tl.exp(lane_max - row_max), 0)
+    acc = tl.zeros((BLOCK_D,), tl.float32)
+    for m0 in range(0, M, BLOCK_M):
+        m = m0 + tl.arange(0, BLOCK_M)
+        m_row = tl.load(there + c * M + m, mask=m < M, other=0) != 0
+        row = tl.load(table + c * M + m, mask=m_row, other=0)
+        b_score = tl.load(score + row * stride_sn + head, mask=m_row, other=-1e30)
+        b_p = tl.where(m_row, tl.exp(b_score - row_max), 0.0) / row_sum
+        b_x = tl.load(
             rows + row[:, None] * stride_n + (head * DH + d)[None, :],
-            mask=real[:, None] & (d < DH)[None, :],
+            mask=m_row[:, None] & (d < DH)[None, :],
             other=0.0,
         )
-        acc += tl.sum(y * p[:, None], 0)
+        acc += tl.sum(b_x * b_p[:, None], 0)
         if tl.program_id(2) == 0:
-            tl.store(share + (c * M + m) * H + head, p, mask=m < M)
+            tl.store(share + (c * M + m) * H + head, b_p, mask=m < M)
     tl.store(out + c * D + head * DH + d, acc, mask=d < DH)
 
 
@@ -294,21 +298,21 @@ def _logits(
     N,
     H: tl.constexpr,
     D: tl.constexpr,
-    BD: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):
-    """Logits (BQ, BN) of the rows ``n``; -1e30 behind the last."""
-    e = tl.arange(0, BD)
-    k = tl.load(
+    """Logits [BQ, BN] of the rows ``n``; -1e30 after the last."""
+    e = tl.arange(0, BLOCK_D)
+    b_k = tl.load(
         key + (n.to(tl.int64) * H + head)[None, :] * D + e[:, None],
         mask=(n < N)[None, :] & (e < D)[:, None],
         other=0.0,
     )
-    y = tl.load(place + 2 * n, mask=n < N, other=0.0)
-    x = tl.load(place + 2 * n + 1, mask=n < N, other=0.0)
-    y, x = at_y[:, None] - y[None, :], at_x[:, None] - x[None, :]
-    own = tl.load(bias + n, mask=n < N, other=0.0)
-    logits = tl.dot(q, k, input_precision="ieee") + own[None, :] - (y * y + x * x) * slope
-    return tl.where((n < N)[None, :], logits, -1e30)
+    b_y = tl.load(place + 2 * n, mask=n < N, other=0.0)
+    b_x = tl.load(place + 2 * n + 1, mask=n < N, other=0.0)
+    b_y, b_x = at_y[:, None] - b_y[None, :], at_x[:, None] - b_x[None, :]
+    b_bias = tl.load(bias + n, mask=n < N, other=0.0)
+    b_s = tl.dot(q, b_k, input_precision="ieee") + b_bias[None, :] - (b_y * b_y + b_x * b_x) * slope
+    return tl.where((n < N)[None, :], b_s, -1e30)
 
 
 @triton.jit(do_not_specialize=("Q", "N", "F", "DH"))
@@ -330,45 +334,45 @@ def _read(
     scaling,
     H: tl.constexpr,
     D: tl.constexpr,
-    BD: tl.constexpr,
-    BQ: tl.constexpr,
-    BN: tl.constexpr,
-    BF: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_F: tl.constexpr,
 ):
     head = tl.program_id(1)
-    i = tl.program_id(0) * BQ + tl.arange(0, BQ)
-    f = tl.program_id(2) * BF + tl.arange(0, BF)
-    e = tl.arange(0, BD)
-    q = tl.load(
+    i = tl.program_id(0) * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    f = tl.program_id(2) * BLOCK_F + tl.arange(0, BLOCK_F)
+    e = tl.arange(0, BLOCK_D)
+    b_q = tl.load(
         query + (i * H + head)[:, None] * D + e[None, :],
         mask=(i < Q)[:, None] & (e < D)[None, :],
         other=0.0,
     )
-    q = q * scaling
+    b_q = b_q * scaling
     at_y = tl.load(at + 2 * i, mask=i < Q, other=0.0)
     at_x = tl.load(at + 2 * i + 1, mask=i < Q, other=0.0)
     slope = tl.load(pull + head)
-    m = tl.full((BQ,), -1e30, tl.float32)
-    l = tl.zeros((BQ,), tl.float32)
-    acc = tl.zeros((BQ, BF), tl.float32)
-    for n0 in range(0, N, BN):
-        n = n0 + tl.arange(0, BN)
-        x = _logits(q, key, bias, at_y, at_x, place, slope, n, head, N, H, D, BD)
-        v = tl.load(
+    row_max = tl.full((BLOCK_Q,), -1e30, tl.float32)
+    row_sum = tl.zeros((BLOCK_Q,), tl.float32)
+    acc = tl.zeros((BLOCK_Q, BLOCK_F), tl.float32)
+    for n0 in range(0, N, BLOCK_N):
+        n = n0 + tl.arange(0, BLOCK_N)
+        b_s = _logits(b_q, key, bias, at_y, at_x, place, slope, n, head, N, H, D, BLOCK_D)
+        b_v = tl.load(
             rows + n.to(tl.int64)[:, None] * stride_n + (head * DH + f)[None, :],
             mask=(n < N)[:, None] & (f < DH)[None, :],
             other=0.0,
         )
-        top = tl.maximum(m, tl.max(x, 1))
-        p = tl.where((n < N)[None, :], tl.exp(x - top[:, None]), 0.0)
-        keep = tl.exp(m - top)
-        l = l * keep + tl.sum(p, 1)
-        acc = tl.dot(p, v, acc * keep[:, None], input_precision="ieee")
-        m = top
-    inside = (i < Q)[:, None] & (f < DH)[None, :]
-    tl.store(out + i[:, None] * F + (head * DH + f)[None, :], acc / l[:, None], mask=inside)
+        new_max = tl.maximum(row_max, tl.max(b_s, 1))
+        b_p = tl.where((n < N)[None, :], tl.exp(b_s - new_max[:, None]), 0.0)
+        alpha = tl.exp(row_max - new_max)
+        row_sum = row_sum * alpha + tl.sum(b_p, 1)
+        acc = tl.dot(b_p, b_v, acc * alpha[:, None], input_precision="ieee")
+        row_max = new_max
+    m_out = (i < Q)[:, None] & (f < DH)[None, :]
+    tl.store(out + i[:, None] * F + (head * DH + f)[None, :], acc / row_sum[:, None], mask=m_out)
     if tl.program_id(2) == 0:
-        tl.store(lse + head * Q + i, m + tl.log(l), mask=i < Q)
+        tl.store(lse + head * Q + i, row_max + tl.log(row_sum), mask=i < Q)
 
 
 @triton.jit(do_not_specialize=("Q", "N"))
@@ -386,38 +390,38 @@ def _share(
     scaling,
     H: tl.constexpr,
     D: tl.constexpr,
-    BD: tl.constexpr,
-    BQ: tl.constexpr,
-    BN: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):
-    i = tl.program_id(0) * BQ + tl.arange(0, BQ)
-    n = tl.program_id(1) * BN + tl.arange(0, BN)
-    e = tl.arange(0, BD)
+    i = tl.program_id(0) * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    e = tl.arange(0, BLOCK_D)
     at_y = tl.load(at + 2 * i, mask=i < Q, other=0.0)
     at_x = tl.load(at + 2 * i + 1, mask=i < Q, other=0.0)
-    total = tl.zeros((BQ, BN), tl.float32)
+    acc = tl.zeros((BLOCK_Q, BLOCK_N), tl.float32)
     for head in range(H):
-        q = tl.load(
+        b_q = tl.load(
             query + (i * H + head)[:, None] * D + e[None, :],
             mask=(i < Q)[:, None] & (e < D)[None, :],
             other=0.0,
         )
         slope = tl.load(pull + head)
-        x = _logits(q * scaling, key, bias, at_y, at_x, place, slope, n, head, N, H, D, BD)
-        normal = tl.load(lse + head * Q + i, mask=i < Q, other=0.0)
-        total += tl.exp(x - normal[:, None])
-    inside = (i < Q)[:, None] & (n < N)[None, :]
-    tl.store(share + i.to(tl.int64)[:, None] * N + n[None, :], total / H, mask=inside)
+        b_s = _logits(b_q * scaling, key, bias, at_y, at_x, place, slope, n, head, N, H, D, BLOCK_D)
+        b_lse = tl.load(lse + head * Q + i, mask=i < Q, other=0.0)
+        acc += tl.exp(b_s - b_lse[:, None])
+    m_out = (i < Q)[:, None] & (n < N)[None, :]
+    tl.store(share + i.to(tl.int64)[:, None] * N + n[None, :], acc / H, mask=m_out)
 
 
-def _plain(rows: Tensor) -> Tensor:
+def _contiguous_last(rows: Tensor) -> Tensor:
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
 def _launch_average(rows: Tensor, weight: Tensor, table: Tensor, there: Tensor) -> Tensor:
     (cells, m), d = table.shape, rows.shape[1]
     out = torch.empty(cells, d, dtype=rows.dtype, device=rows.device)
-    rows = _plain(rows)
+    rows = _contiguous_last(rows)
     if out.numel():
         _average[(cells, triton.cdiv(d, 256))](
             rows,
@@ -428,8 +432,8 @@ def _launch_average(rows: Tensor, weight: Tensor, table: Tensor, there: Tensor) 
             rows.stride(0),
             m,
             d,
-            BM=min(padded(m, 1), 16),
-            BD=256,
+            BLOCK_M=min(padded(m, 1), 16),
+            BLOCK_D=256,
             num_warps=4,
         )
     return out
@@ -439,7 +443,7 @@ def _launch_mix(rows: Tensor, score: Tensor, table: Tensor, there: Tensor) -> tu
     (cells, m), d, heads = table.shape, rows.shape[1], score.shape[1]
     out = torch.empty(cells, d, dtype=torch.float32, device=rows.device)
     share = torch.empty(cells, m, heads, dtype=torch.float32, device=rows.device)
-    rows, score = _plain(rows), _plain(score)
+    rows, score = _contiguous_last(rows), _contiguous_last(score)
     if cells:
         _mix[(cells, heads, triton.cdiv(d // heads, 256))](
             rows,
@@ -454,8 +458,8 @@ def _launch_mix(rows: Tensor, score: Tensor, table: Tensor, there: Tensor) -> tu
             d,
             d // heads,
             H=heads,
-            BM=min(padded(m, 1), 16),
-            BD=256,
+            BLOCK_M=min(padded(m, 1), 16),
+            BLOCK_D=256,
             num_warps=4,
         )
     return out, share
@@ -475,11 +479,11 @@ def _launch_resample(
     query, key, bias, at, place, pull = (
         x.contiguous() for x in (query, key, bias, at, place, pull)
     )
-    rows = _plain(rows)
+    rows = _contiguous_last(rows)
     out = torch.empty(count, features, dtype=torch.float32, device=device)
     lse = torch.empty(heads, count, dtype=torch.float32, device=device)
     share = torch.empty(count, n, dtype=torch.float32, device=device)
-    shape = {"H": heads, "D": d, "BD": padded(d), "BQ": 16}
+    shape = {"H": heads, "D": d, "BLOCK_D": padded(d), "BLOCK_Q": 16}
     blocks = triton.cdiv(count, 16)
     _read[(blocks, heads, triton.cdiv(each, 128))](
         query,
@@ -498,8 +502,8 @@ def _launch_resample(
         each,
         d**-0.5,
         **shape,
-        BN=32,
-        BF=128,
+        BLOCK_N=32,
+        BLOCK_F=128,
         num_warps=4,
     )
     _share[(blocks, triton.cdiv(n, 64))](
@@ -515,7 +519,7 @@ def _launch_resample(
         n,
         d**-0.5,
         **shape,
-        BN=64,
+        BLOCK_N=64,
         num_warps=4,
     )
     return out, share
@@ -534,13 +538,13 @@ _TYPES = {
 
 def _variants(dtype: torch.dtype) -> list[Variant]:
     types = _TYPES | dict.fromkeys(("rows", "out"), pointer(dtype))
-    found = [Variant(_average, types, {"BM": m, "BD": 256}) for m in (1, 4, 16)]
+    found = [Variant(_average, types, {"BLOCK_M": m, "BLOCK_D": 256}) for m in (1, 4, 16)]
     if dtype == torch.float32:
-        found += [Variant(_mix, types, {"H": 8, "BM": m, "BD": 256}) for m in (1, 4, 16)]
-        shape = {"H": 8, "D": 16, "BD": 16, "BQ": 16}
+        found += [Variant(_mix, types, {"H": 8, "BLOCK_M": m, "BLOCK_D": 256}) for m in (1, 4, 16)]
+        shape = {"H": 8, "D": 16, "BLOCK_D": 16, "BLOCK_Q": 16}
         found += [
-            Variant(_read, types, {**shape, "BN": 32, "BF": 128}),
-            Variant(_share, types, {**shape, "BN": 64}),
+            Variant(_read, types, {**shape, "BLOCK_N": 32, "BLOCK_F": 128}),
+            Variant(_share, types, {**shape, "BLOCK_N": 64}),
         ]
     return found
 

@@ -1,22 +1,22 @@
 """``quantize_kv``: keys and values as 8-, 4- or 2-bit codes, each with a step and a minimum.
 
-A number ``x`` of a group becomes ``q = round((x - min) / step)``, half to even, where ``step`` is
-``(max - min) / (2^bits - 1)``; it is read back as ``q step + min``. Keys share step and minimum per
-channel, over a group of slots; values per slot, over a group of channels. Values may first be
+An entry ``x`` of a group becomes ``q = round((x - min) / step)``, half to even, where ``step`` is
+``(max - min) / (2^bits - 1)``; it is dequantized as ``q step + min``. Keys share step and minimum
+per channel, over a group of slots; values per slot, over a group of channels. Values may first be
 divided by a scale of their channel, the square root of its largest magnitude.
 
-Codes are counted from the step and the minimum *as they are stored*. The stored minimum is never
-above the true one, so that an entry is read back within half a step of itself.
+Codes are computed from the *stored* step and minimum. The stored minimum is never above the true
+one, so that the error of an entry is at most half a step.
 
-Bytes hold ``n = 8 / bits`` codes, split along the channels: byte ``j`` of a slot has the codes of
-channels ``j``, ``j + D/n``, ``j + 2 D/n`` ... from its lowest bits up. A kernel thus gets whole
-halves (quarters) of the channels out of a tile of bytes, without shuffling them, and the two halves
+A byte stores ``n = 8 / bits`` codes, split along the channels: byte ``j`` of a slot has the codes
+of channels ``j``, ``j + D/n``, ``j + 2 D/n`` ... from its lowest bits up. A kernel thus unpacks
+whole halves (quarters) of the channels from a tile of bytes, without shuffling, and the two halves
 are the ones that a rotary embedding pairs.
 
-On Triton, bit for bit what the reference makes on a CPU: largest and smallest numbers of a channel
-come from partial results of blocks of slots; values find theirs in one go; one kernel counts and
-packs the codes of both. Bytes: keys and values twice (the second time out of the L2 cache, where it
-holds them), codes and parameters once. Floor for 2,944 slots of 32 heads, D=128, in 4 bits, at 4.3
+The Triton kernels match the reference on a CPU bit for bit. Minima and maxima of key channels are
+reduced from blocks of slots, those of values are computed in one kernel, and one kernel computes
+and packs the codes of both. Bytes: keys and values twice (the second time from the L2 cache, if
+they fit), codes and parameters once. Floor for 2,944 slots of 32 heads, D=128, in 4 bits, at 4.3
 TB/s: 22.4 us to read and 3.0 us to write.
 """
 
@@ -33,11 +33,11 @@ from torch.nn.functional import pad
 from ._triton import Variant, check_heads, padded, tl, triton, use_triton
 
 BITS = (2, 4, 8)
-LIMIT = 6e4  # largest magnitude that is stored in float16
+LIMIT = 6e4  # largest magnitude for parameters in float16
 
 
 def check(bits: int, dim: int, value_group: int | None = None) -> None:
-    """Raise ``ValueError`` where ``dim`` channels cannot be stored this way."""
+    """Raise ``ValueError`` if ``dim`` channels cannot be packed this way."""
     if bits not in BITS:
         raise ValueError(f"bits={bits} cannot be packed; allowed are 2, 4 and 8")
     if dim % (8 // bits):
@@ -75,9 +75,9 @@ def unpack(packed: Tensor, bits: int) -> Tensor:
 
 
 def affine(low: Tensor, high: Tensor, bits: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Step and minimum as they are stored, for groups that reach from ``low`` to ``high``.
+    """Step and minimum as stored, for groups with values from ``low`` to ``high``.
 
-    Groups without an entry have ``low > high``. A step of zero becomes one; all codes are then 0.
+    Empty groups have ``low > high``. A step of zero becomes one; all codes are then 0.
     """
     low, high = low.masked_fill(low > high, 0.0), high.masked_fill(low > high, 0.0)
     info = torch.finfo(dtype)
@@ -89,12 +89,12 @@ def affine(low: Tensor, high: Tensor, bits: int, dtype: torch.dtype) -> tuple[Te
 
 
 def encode(x: Tensor, step: Tensor, minimum: Tensor, bits: int) -> Tensor:
-    """Codes of ``x``, float32 whole numbers."""
+    """Codes of ``x``: integers, in float32."""
     return ((x - minimum.float()) / step.float()).round().clamp(0, 2**bits - 1)
 
 
 def grouped(x: Tensor, group: int, fill: float = 0.0) -> Tensor:
-    """Slots (..., N, D) in groups (..., G, group, D), the last one filled up; 0: all in one."""
+    """Slots (..., N, D) in groups (..., G, group, D), the last one padded; 0: one group."""
     if group == 0:
         return x.unsqueeze(-3)
     return pad(x, (0, 0, 0, -x.shape[-2] % group), value=fill).unflatten(-2, (-1, group))
@@ -103,15 +103,15 @@ def grouped(x: Tensor, group: int, fill: float = 0.0) -> Tensor:
 def quantise_keys(
     x: Tensor, bits: int, group: int = 0, valid: Tensor | None = None, *, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Per channel, over groups of slots.
+    """Quantize keys per channel, over groups of slots.
 
     Parameters
     ----------
     x : Tensor, (..., N, D)
     group : int
-        Slots that share the parameters of a channel; 0 for all. The last group may be short.
+        Slots that share the parameters of a channel; 0 for all. The last group may be smaller.
     valid : Tensor, bool, (..., N), optional
-        Slots that exist; the others have no part in the parameters and may hold anything.
+        Valid slots; the others do not affect the parameters and may hold any values.
 
     Returns
     -------
@@ -129,10 +129,10 @@ def quantise_keys_ref(
     x = x.float()
     low = high = x
     if valid is not None:
-        gone = ~valid[..., None]
-        x = x.masked_fill(gone, 0.0)
-        low, high = x.masked_fill(gone, torch.inf), x.masked_fill(gone, -torch.inf)
-    if x.shape[-2] == 0:  # one slot that does not exist, so that there is something to reduce
+        masked = ~valid[..., None]
+        x = x.masked_fill(masked, 0.0)
+        low, high = x.masked_fill(masked, torch.inf), x.masked_fill(masked, -torch.inf)
+    if x.shape[-2] == 0:  # one invalid slot, so that the reduction is not empty
         low, high = pad(low, (0, 0, 0, 1), value=1.0), pad(high, (0, 0, 0, 1), value=-1.0)
     low = grouped(low, group, torch.inf).amin(-2)
     high = grouped(high, group, -torch.inf).amax(-2)
@@ -152,7 +152,7 @@ def quantise_values(
     *,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Per slot, over groups of channels.
+    """Quantize values per slot, over groups of channels.
 
     Parameters
     ----------
@@ -160,9 +160,9 @@ def quantise_values(
     group : int, optional
         Channels that share the parameters of a slot; all by default.
     scale : Tensor, (..., D), optional
-        What each channel is divided by.
+        Divisor of each channel.
     valid : Tensor, bool, (..., N), optional
-        Slots that exist; the others may hold anything.
+        Valid slots; the others may hold any values.
 
     Returns
     -------
@@ -200,7 +200,7 @@ def quantise_values_ref(
 
 
 def channel_scale(x: Tensor, valid: Tensor | None = None, *, dtype: torch.dtype) -> Tensor:
-    """``sqrt(max |x|)`` of each channel of (..., N, D) over the slots; one where all are zero."""
+    """``sqrt(max |x|)`` of each channel of (..., N, D) over the slots; 1 if all are zero."""
     run = _launch_scale if use_triton("quantize_kv", x, valid) else channel_scale_ref
     return run(x, valid, dtype=dtype)
 
@@ -210,9 +210,9 @@ def channel_scale_ref(x: Tensor, valid: Tensor | None = None, *, dtype: torch.dt
     x = x.float().abs()
     if valid is not None:
         x = x.masked_fill(~valid[..., None], 0.0)
-    # In float64, as not every library's square root of float32 is right to the last bit.
-    top = pad(x, (0, 0, 0, 1)).amax(-2).double().sqrt().float().to(dtype)
-    return top.masked_fill(top == 0, 1)
+    # In float64: not every library rounds the square root of float32 correctly.
+    scale = pad(x, (0, 0, 0, 1)).amax(-2).double().sqrt().float().to(dtype)
+    return scale.masked_fill(scale == 0, 1)
 
 
 def dequantise_keys(packed: Tensor, step: Tensor, minimum: Tensor, bits: int, group: int) -> Tensor:
@@ -235,10 +235,10 @@ def dequantise_values(
 
 
 def parameter_dtype(*tensors: Tensor) -> torch.dtype:
-    """float16 where the tensors' range fits into it, else their own dtype.
+    """float16 if the tensors' range fits into it, else their own dtype.
 
-    bfloat16 is never chosen for its own sake: it would take three bits off steps and minima. Waits
-    for the device, unless the tensors are float16.
+    bfloat16 is not preferred: its steps and minima have three bits less. Synchronizes with the
+    device, unless the tensors are float16.
     """
     own = tensors[0].dtype
     if own == torch.float16:
@@ -252,7 +252,7 @@ def parameter_dtype(*tensors: Tensor) -> torch.dtype:
 
 @dataclass(frozen=True, eq=False)
 class Segment:
-    """Quantised keys and values; the leading axes are (H,) or (B, H).
+    """Quantized keys and values; the leading axes are (H,) or (B, H).
 
     Parameters
     ----------
@@ -262,18 +262,18 @@ class Segment:
         Slots that share the key parameters of a channel; 0: all slots of the segment.
     key_codes, value_codes : Tensor, uint8, (..., N, D*bits//8)
     key_step, key_min : Tensor, (..., G, D)
-        ``G = ceil(N / group)``; 1 where ``group`` is 0.
+        ``G = ceil(N / group)``; 1 if ``group`` is 0.
     value_step, value_min : Tensor, (..., N, C)
         For ``C`` groups of ``D/C`` channels each.
     value_scale : Tensor, (..., D), optional
-        What values are multiplied by, per channel.
+        Factor of each channel of the values.
     lengths : Tensor, int64, (...,)
-        Slots that exist; the others, at the end, are padding.
+        Number of valid slots; the others, at the end, are padding.
     order : Tensor, int32, (..., N)
-        Index of each slot's token in the full sequence; in a cache layer with a window, its `rank`
-        there. Attention reads it only for such layers.
+        Index of each slot's token in the full sequence; in a cache layer with a window, its
+        `rank` in that layer. Attention reads it only for such layers.
     bias : Tensor, float32, (..., N), optional
-        What attention adds to the logit of each key.
+        Added to the logit of each key.
     """
 
     bits: int
@@ -299,12 +299,12 @@ class Segment:
 
     @property
     def key(self) -> tuple[int, int, int, bool]:
-        """Segments of equal key can stand in one batch, and be appended to each other."""
+        """Segments with equal keys can be batched, and appended to each other."""
         return self.bits, self.group, self.value_step.shape[-1], self.value_scale is not None
 
     @property
     def valid(self) -> Tensor:
-        """Tensor, bool, (..., N): slots that exist."""
+        """Tensor, bool, (..., N): valid slots."""
         return torch.arange(len(self), device=self.lengths.device) < self.lengths[..., None]
 
     def dequantise(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -316,11 +316,11 @@ class Segment:
         return keys.to(dtype), values.to(dtype)
 
     def tensors(self) -> list[Tensor]:
-        """All tensors that it consists of."""
-        return [of for name in TENSORS if (of := getattr(self, name)) is not None]
+        """All tensors of the segment."""
+        return [x for name in TENSORS if (x := getattr(self, name)) is not None]
 
     def held_bytes(self) -> int:
-        """Bytes of the slots that exist: codes, parameters and biases; waits for the device."""
+        """Bytes of the valid slots: codes, parameters and biases; synchronizes with the device."""
         n = self.lengths
         groups = -(-n // self.group) if self.group else (n > 0).long()
         per_slot = 2 * self.key_codes.shape[-1]
@@ -333,20 +333,20 @@ class Segment:
 
     def _each(self, change: Callable[[str, Tensor], Tensor]) -> Segment:
         tensors = {
-            name: change(name, of) for name in TENSORS if (of := getattr(self, name)) is not None
+            name: change(name, x) for name in TENSORS if (x := getattr(self, name)) is not None
         }
         return replace(self, **tensors)
 
     def unsqueeze(self) -> Segment:
-        """With a batch axis in front."""
+        """Add a leading batch axis."""
         return self._each(lambda name, x: x[None])
 
     def rows(self, index: Tensor) -> Segment:
-        """Rows ``index`` (int64) of the batch."""
+        """Select batch rows ``index`` (int64)."""
         return self._each(lambda name, x: x.index_select(0, index))
 
     def _padded(self, slots: int, groups: int) -> Segment:
-        """At least ``slots`` slots and ``groups`` key groups, zeros behind those that exist."""
+        """Pad with zeros to ``slots`` slots and ``groups`` key groups."""
 
         def change(name: str, x: Tensor) -> Tensor:
             if name in ("lengths", "value_scale"):
@@ -366,7 +366,7 @@ class Segment:
 
     @staticmethod
     def cat(segments: list[Segment]) -> Segment:
-        """Along the batch axis; all of one key, padded to the longest."""
+        """Concatenate along the batch axis; all with equal `key`, padded to the longest."""
         _same_key(segments)
         if len(segments) == 1:
             return segments[0]
@@ -378,7 +378,7 @@ class Segment:
         return parts[0]._each(lambda name, x: torch.cat([getattr(s, name) for s in parts]))
 
     def first(self, slots: int) -> Segment:
-        """The first ``slots`` slots, padding among them if a head has fewer."""
+        """The first ``slots`` slots, including padding if a head has fewer."""
         groups = -(-slots // self.group) if self.group else 1
 
         def change(name: str, x: Tensor) -> Tensor:
@@ -393,11 +393,11 @@ class Segment:
         return self._each(change)
 
     def append(self, other: Segment) -> Segment:
-        """With the slots of ``other`` behind; how pages grow.
+        """Append the slots of ``other``, as when a page grows.
 
-        Both have one key, with a ``group``, whose last group is full in every row and head that has
-        slots of ``other`` (all heads of equal length). Where values have a channel scale, both were
-        divided by the same one: pass the first's to `quantise`.
+        Both need an equal `key` with a ``group``. The last group must be full in every row and
+        head to which ``other`` adds slots (all heads of equal length). If values have a channel
+        scale, both must use the same one: pass the first segment's to `quantise`.
         """
         _same_key([self, other])
         if not self.group or len(self) % self.group:
@@ -421,7 +421,7 @@ class Segment:
 
     @staticmethod
     def empty(like: Segment, batch: int) -> Segment:
-        """``batch`` rows without a slot, to stand beside rows that have such a segment."""
+        """``batch`` rows without slots, to batch with rows that have such a segment."""
         heads = like.lengths.shape[-1]
 
         def change(name: str, x: Tensor) -> Tensor:
@@ -459,7 +459,7 @@ def _same_key(segments: list[Segment]) -> None:
     if len(keys) != 1:
         raise ValueError(
             f"segments of different kinds (bits, group, value groups, scaled): {sorted(keys)}; "
-            "they must all be of one"
+            "they must be equal"
         )
 
 
@@ -476,7 +476,7 @@ def quantise(
     bias: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> Segment:
-    """Keys and values as a segment.
+    """Quantize keys and values to a `Segment`.
 
     Parameters
     ----------
@@ -484,7 +484,7 @@ def quantise(
     order : Tensor, int64, (..., N)
         Index of each slot's token in the full sequence.
     lengths : Tensor, int64, (...,)
-        Slots that exist; the others may hold anything.
+        Number of valid slots; the others may hold any values.
     bits : int
         2, 4 or 8.
     key_group : int
@@ -492,16 +492,16 @@ def quantise(
     value_group : int, optional
         Channels that share the value parameters of a slot; all by default.
     scaled : bool or Tensor (..., D)
-        Whether values are divided by a scale of their channel, or that scale.
+        Whether values are divided by a scale per channel, or that scale.
     bias : Tensor, (..., N), optional
     dtype : torch.dtype, optional
-        Of the parameters; what does not fit is cut off. By default `parameter_dtype`, which waits
-        for the device.
+        Of the parameters; larger values are clamped. By default `parameter_dtype`, which
+        synchronizes with the device.
 
     Raises
     ------
     ValueError
-        Where so many channels cannot be stored this way.
+        If the channels cannot be packed this way.
     """
     check(bits, keys.shape[-1], value_group)
     valid = torch.arange(keys.shape[-2], device=keys.device) < lengths[..., None]
@@ -535,11 +535,11 @@ def quantise(
 
 
 @triton.jit
-def _rounded(x, kind: tl.constexpr):
-    """float32 as it is stored in ``kind``; the interpreter itself does not round to bfloat16."""
-    if kind == tl.float16:
+def _rounded(x, dtype: tl.constexpr):
+    """float32 rounded to ``dtype``; the interpreter itself does not round to bfloat16."""
+    if dtype == tl.float16:
         x = x.to(tl.float16).to(tl.float32)
-    if kind == tl.bfloat16:
+    if dtype == tl.bfloat16:
         bits = x.to(tl.uint32, bitcast=True)
         bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
         x = bits.to(tl.float32, bitcast=True)
@@ -547,15 +547,15 @@ def _rounded(x, kind: tl.constexpr):
 
 
 @triton.jit
-def _affine(low, high, levels, limit, eps, tiny, kind: tl.constexpr):
+def _affine(low, high, levels, limit, eps, tiny, DTYPE: tl.constexpr):
     """Step and minimum of `affine`."""
-    some = low <= high
-    low, high = tl.where(some, low, 0.0), tl.where(some, high, 0.0)
-    minimum = _rounded(tl.minimum(tl.maximum(low, -limit), limit), kind)
+    m_any = low <= high
+    low, high = tl.where(m_any, low, 0.0), tl.where(m_any, high, 0.0)
+    minimum = _rounded(tl.minimum(tl.maximum(low, -limit), limit), DTYPE)
     below = low - tl.abs(low) * eps - tiny
-    below = _rounded(tl.minimum(tl.maximum(below, -limit), limit), kind)
+    below = _rounded(tl.minimum(tl.maximum(below, -limit), limit), DTYPE)
     minimum = tl.where(minimum > low, below, minimum)
-    step = _rounded(tl.minimum(tl.div_rn(high - minimum, levels), limit), kind)
+    step = _rounded(tl.minimum(tl.div_rn(high - minimum, levels), limit), DTYPE)
     return tl.where(step == 0, 1.0, step), minimum
 
 
@@ -569,34 +569,34 @@ def _extent(
     stride_valid,
     heads,
     slots,
-    group,  # slots of a group; a chunk never reaches into two
+    group,  # slots of a group; a chunk never spans two
     D: tl.constexpr,
-    BN: tl.constexpr,
-    BD: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):
-    """Smallest and largest number of each channel, in one chunk of slots."""
+    """Minimum and maximum of each channel, in one chunk of slots."""
     chunk, lead = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    per = tl.cdiv(group, BN)
-    n = chunk // per * group + chunk % per * BN + tl.arange(0, BN)
-    c = tl.program_id(2) * BD + tl.arange(0, BD)
-    there = n < tl.minimum(slots, (chunk // per + 1) * group)
+    group_chunks = tl.cdiv(group, BLOCK_N)
+    n = chunk // group_chunks * group + chunk % group_chunks * BLOCK_N + tl.arange(0, BLOCK_N)
+    c = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
+    m_n = n < tl.minimum(slots, (chunk // group_chunks + 1) * group)
     if valid is not None:
-        valid += lead // heads * stride_valid[0] + lead % heads * stride_valid[1]
-        there = there & (tl.load(valid + n * stride_valid[2], mask=there, other=0) != 0)
-    x += lead // heads * stride_x[0] + lead % heads * stride_x[1]
-    inside = there[:, None] & (c < D)[None, :]
-    y = tl.load(x + (n * stride_x[2])[:, None] + c[None, :], mask=inside, other=0.0)
-    y = y.to(tl.float32)
-    at = (lead * tl.num_programs(0) + chunk) * D + c
-    tl.store(lows + at, tl.min(tl.where(inside, y, float("inf")), 0), mask=c < D)
-    tl.store(highs + at, tl.max(tl.where(inside, y, float("-inf")), 0), mask=c < D)
+        p_valid = valid + (lead // heads * stride_valid[0] + lead % heads * stride_valid[1])
+        m_n = m_n & (tl.load(p_valid + n * stride_valid[2], mask=m_n, other=0) != 0)
+    p_x = x + (lead // heads * stride_x[0] + lead % heads * stride_x[1])
+    m_x = m_n[:, None] & (c < D)[None, :]
+    b_x = tl.load(p_x + (n * stride_x[2])[:, None] + c[None, :], mask=m_x, other=0.0)  # [BN, BD]
+    b_x = b_x.to(tl.float32)
+    offsets = (lead * tl.num_programs(0) + chunk) * D + c
+    tl.store(lows + offsets, tl.min(tl.where(m_x, b_x, float("inf")), 0), mask=c < D)
+    tl.store(highs + offsets, tl.max(tl.where(m_x, b_x, float("-inf")), 0), mask=c < D)
 
 
 @triton.jit(do_not_specialize=("chunks",))
 def _finish(
     lows,
     highs,
-    step,  # out: (A*H*groups, D); of values, the scale
+    step,  # out: (A*H*groups, D); for values, the scale
     minimum,  # out: the same; None for the scale
     chunks,  # of a group
     levels,
@@ -604,40 +604,40 @@ def _finish(
     eps,
     tiny,
     D: tl.constexpr,
-    BN: tl.constexpr,
-    BD: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):
-    """Parameters of the channels of one group, from those of its chunks."""
-    of = tl.program_id(0).to(tl.int64)
-    c = tl.program_id(1) * BD + tl.arange(0, BD)
-    low = tl.full((BD,), float("inf"), tl.float32)
-    high = tl.full((BD,), float("-inf"), tl.float32)
-    for start in range(0, chunks, BN):
-        n = start + tl.arange(0, BN)
-        at = (of * chunks + n)[:, None] * D + c[None, :]
-        inside = (n < chunks)[:, None] & (c < D)[None, :]
-        y = tl.load(lows + at, mask=inside, other=float("inf"))
-        low = tl.minimum(low, tl.min(y, 0))
-        y = tl.load(highs + at, mask=inside, other=float("-inf"))
-        high = tl.maximum(high, tl.max(y, 0))
-    kind: tl.constexpr = step.dtype.element_ty
-    to = of * D + c
+    """Parameters of the channels of one group, from the minima and maxima of its chunks."""
+    row = tl.program_id(0).to(tl.int64)
+    c = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    b_low = tl.full((BLOCK_D,), float("inf"), tl.float32)
+    b_high = tl.full((BLOCK_D,), float("-inf"), tl.float32)
+    for start in range(0, chunks, BLOCK_N):
+        n = start + tl.arange(0, BLOCK_N)
+        offsets = (row * chunks + n)[:, None] * D + c[None, :]
+        m_x = (n < chunks)[:, None] & (c < D)[None, :]
+        b_x = tl.load(lows + offsets, mask=m_x, other=float("inf"))
+        b_low = tl.minimum(b_low, tl.min(b_x, 0))
+        b_x = tl.load(highs + offsets, mask=m_x, other=float("-inf"))
+        b_high = tl.maximum(b_high, tl.max(b_x, 0))
+    DTYPE: tl.constexpr = step.dtype.element_ty
+    out = row * D + c
     if minimum is None:
-        top = _rounded(tl.sqrt_rn(tl.maximum(tl.maximum(-low, high), 0.0)), kind)
-        tl.store(step + to, tl.where(top == 0, 1.0, top).to(kind), mask=c < D)
+        b_scale = _rounded(tl.sqrt_rn(tl.maximum(tl.maximum(-b_low, b_high), 0.0)), DTYPE)
+        tl.store(step + out, tl.where(b_scale == 0, 1.0, b_scale).to(DTYPE), mask=c < D)
     else:
-        s, low = _affine(low, high, levels, limit, eps, tiny, kind)
-        tl.store(step + to, s.to(kind), mask=c < D)
-        tl.store(minimum + to, low.to(kind), mask=c < D)
+        b_step, b_low = _affine(b_low, b_high, levels, limit, eps, tiny, DTYPE)
+        tl.store(step + out, b_step.to(DTYPE), mask=c < D)
+        tl.store(minimum + out, b_low.to(DTYPE), mask=c < D)
 
 
 @triton.jit
-def _read(x, at, inside, scale, c, width):
-    """Numbers of a tile, float32, over the scale of their channels; zeros where there are none."""
-    y = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-    if scale is not None:
-        y = tl.div_rn(y, tl.load(scale + c, mask=c < width, other=1.0).to(tl.float32))
-    return y
+def _read(p_x, offsets, m_x, p_scale, c, width):
+    """Entries of a tile, float32, divided by their channels' scale; zeros where masked."""
+    b_x = tl.load(p_x + offsets, mask=m_x, other=0.0).to(tl.float32)
+    if p_scale is not None:
+        b_x = tl.div_rn(b_x, tl.load(p_scale + c, mask=c < width, other=1.0).to(tl.float32))
+    return b_x
 
 
 @triton.jit(do_not_specialize=("slots",))
@@ -657,30 +657,30 @@ def _value_parameters(
     eps,
     tiny,
     GROUP: tl.constexpr,
-    BN: tl.constexpr,
-    BD: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):
     """Parameters of a group of channels in a block of slots."""
     lead, g = tl.program_id(1).to(tl.int64), tl.program_id(2)
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    j = tl.arange(0, BD)[None, :]
-    there = n < slots
-    live = there
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    j = tl.arange(0, BLOCK_D)[None, :]
+    m_n = n < slots
+    m_valid = m_n
     if valid is not None:
-        valid += lead // heads * stride_valid[0] + lead % heads * stride_valid[1]
-        live = there & (tl.load(valid + n * stride_valid[2], mask=there, other=0) != 0)
-    x += lead // heads * stride_x[0] + lead % heads * stride_x[1] + g * GROUP
+        p_valid = valid + (lead // heads * stride_valid[0] + lead % heads * stride_valid[1])
+        m_valid = m_n & (tl.load(p_valid + n * stride_valid[2], mask=m_n, other=0) != 0)
+    p_x = x + (lead // heads * stride_x[0] + lead % heads * stride_x[1] + g * GROUP)
     if scale is not None:
         scale += lead // heads * stride_scale[0] + lead % heads * stride_scale[1] + g * GROUP
-    inside = live[:, None] & (j < GROUP)
-    y = _read(x, (n * stride_x[2])[:, None] + j, inside, scale, j, GROUP)
-    low = tl.min(tl.where(j < GROUP, y, float("inf")), 1)
-    high = tl.max(tl.where(j < GROUP, y, float("-inf")), 1)
-    kind: tl.constexpr = step.dtype.element_ty
-    s, low = _affine(low, high, levels, limit, eps, tiny, kind)
-    to = (lead * slots + n) * tl.num_programs(2) + g
-    tl.store(step + to, s.to(kind), mask=there)
-    tl.store(minimum + to, low.to(kind), mask=there)
+    m_x = m_valid[:, None] & (j < GROUP)
+    b_x = _read(p_x, (n * stride_x[2])[:, None] + j, m_x, scale, j, GROUP)  # [BN, BD]
+    b_low = tl.min(tl.where(j < GROUP, b_x, float("inf")), 1)
+    b_high = tl.max(tl.where(j < GROUP, b_x, float("-inf")), 1)
+    DTYPE: tl.constexpr = step.dtype.element_ty
+    b_step, b_low = _affine(b_low, b_high, levels, limit, eps, tiny, DTYPE)
+    out = (lead * slots + n) * tl.num_programs(2) + g
+    tl.store(step + out, b_step.to(DTYPE), mask=m_n)
+    tl.store(minimum + out, b_low.to(DTYPE), mask=m_n)
 
 
 @triton.jit(do_not_specialize=("slots", "rows", "group"))
@@ -701,46 +701,48 @@ def _pack(
     levels,
     D: tl.constexpr,
     BITS: tl.constexpr,
-    EACH: tl.constexpr,  # channels that share them
-    BN: tl.constexpr,
-    BD: tl.constexpr,
+    CHANNEL_GROUP: tl.constexpr,  # channels that share parameters
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):
-    """Codes of a block of slots, as bytes."""
+    """Codes of a block of slots, packed into bytes."""
     DB: tl.constexpr = D * BITS // 8
     lead = tl.program_id(1).to(tl.int64)
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    c = (tl.program_id(2) * BD + tl.arange(0, BD))[None, :]
-    there = (n < slots)[:, None] & (c < DB)
-    live = there
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    c = (tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D))[None, :]
+    m_out = (n < slots)[:, None] & (c < DB)
+    m_x = m_out
     if valid is not None:
-        valid += lead // heads * stride_valid[0] + lead % heads * stride_valid[1]
-        live = live & (tl.load(valid + n * stride_valid[2], mask=n < slots, other=0) != 0)[:, None]
-    x += lead // heads * stride_x[0] + lead % heads * stride_x[1]
+        p_valid = valid + (lead // heads * stride_valid[0] + lead % heads * stride_valid[1])
+        m_x = m_x & (tl.load(p_valid + n * stride_valid[2], mask=n < slots, other=0) != 0)[:, None]
+    p_x = x + (lead // heads * stride_x[0] + lead % heads * stride_x[1])
     if scale is not None:
         scale += lead // heads * stride_scale[0] + lead % heads * stride_scale[1]
-    of = ((lead * rows + n // group) * (D // EACH))[:, None]
-    byte = tl.zeros((BN, BD), tl.int32)
+    row = ((lead * rows + n // group) * (D // CHANNEL_GROUP))[:, None]
+    b_byte = tl.zeros((BLOCK_N, BLOCK_D), tl.int32)
     for i in tl.static_range(8 // BITS):
-        at = i * DB + c
-        y = _read(x, (n * stride_x[2])[:, None] + at, live, scale, at, i * DB + DB)
-        low = tl.load(minimum + of + at // EACH, mask=there, other=0.0).to(tl.float32)
-        s = tl.load(step + of + at // EACH, mask=there, other=1.0).to(tl.float32)
-        y = tl.minimum(tl.maximum(tl.div_rn(y - low, s), 0.0), levels)
-        y = (y + 12582912.0) - 12582912.0  # to a whole number, half to even
-        byte |= y.to(tl.int32) << (i * BITS)
-    to = (lead * slots + n)[:, None] * DB + c
-    tl.store(packed + to, byte.to(tl.uint8), mask=there)
+        column = i * DB + c
+        b_x = _read(p_x, (n * stride_x[2])[:, None] + column, m_x, scale, column, i * DB + DB)
+        b_low = tl.load(minimum + row + column // CHANNEL_GROUP, mask=m_out, other=0.0).to(
+            tl.float32
+        )
+        b_step = tl.load(step + row + column // CHANNEL_GROUP, mask=m_out, other=1.0).to(tl.float32)
+        b_x = tl.minimum(tl.maximum(tl.div_rn(b_x - b_low, b_step), 0.0), levels)
+        b_x = (b_x + 12582912.0) - 12582912.0  # rounds half to even
+        b_byte |= b_x.to(tl.int32) << (i * BITS)
+    out = (lead * slots + n)[:, None] * DB + c
+    tl.store(packed + out, b_byte.to(tl.uint8), mask=m_out)
 
 
-def _lead(x: Tensor, behind: int) -> Tensor:
-    """With two axes before the last ``behind``, the last of all in one piece."""
-    missing = 2 + behind - x.dim()
+def _with_lead_axes(x: Tensor, trailing: int) -> Tensor:
+    """Reshape to two axes before the last ``trailing``; the last axis is contiguous."""
+    missing = 2 + trailing - x.dim()
     x = x[(None,) * missing] if missing > 0 else x.flatten(0, -missing) if missing else x
-    return x if not x.numel() or x.stride(-1) == 1 or behind == 1 else x.contiguous()
+    return x if not x.numel() or x.stride(-1) == 1 or trailing == 1 else x.contiguous()
 
 
-class _Rows:
-    """Slots as the kernels take them.
+class _Slots:
+    """Keys or values in the layout of the kernels.
 
     Parameters
     ----------
@@ -752,11 +754,11 @@ class _Rows:
         check_heads("quantize_kv", x.shape[-1])
         self.shape, self.device = x.shape[:-2], x.device
         self.slots, self.dim = x.shape[-2:]
-        self.x = _lead(x, 2)
+        self.x = _with_lead_axes(x, 2)
         self.heads, self.leads = self.x.shape[1], self.x.shape[:2].numel()
         self.valid = None
         if valid is not None:
-            self.valid = _lead(valid.expand(x.shape[:-1]), 1).view(torch.uint8)
+            self.valid = _with_lead_axes(valid.expand(x.shape[:-1]), 1).view(torch.uint8)
         self.strides = (
             tuple(self.x.stride()[:3]),
             (0, 0, 0) if self.valid is None else tuple(self.valid.stride()),
@@ -766,9 +768,9 @@ class _Rows:
         return torch.empty((*self.shape, *shape), dtype=dtype, device=self.device)
 
     def parameters(
-        self, group: int, groups: int, step: Tensor, minimum: Tensor | None, numbers: tuple
+        self, group: int, groups: int, step: Tensor, minimum: Tensor | None, limits: tuple
     ) -> None:
-        """Write those of channels, each over ``group`` slots."""
+        """Write the parameters of channels, each over ``group`` slots."""
         if not self.leads or not groups:
             return
         per = -(-group // _SLOTS)
@@ -783,12 +785,12 @@ class _Rows:
             self.heads,
             self.slots,
             group,
-            BN=_SLOTS,
+            BLOCK_N=_SLOTS,
             **flags,
             num_warps=4,
         )
         _finish[self.leads * groups, blocks](
-            lows, highs, step, minimum, per, *numbers, BN=16, **flags, num_warps=4
+            lows, highs, step, minimum, per, *limits, BLOCK_N=16, **flags, num_warps=4
         )
 
     def pack(
@@ -800,7 +802,7 @@ class _Rows:
         group: int,
         each: int,
     ) -> Tensor:
-        """Codes, with parameters that ``group`` slots and ``each`` channels share."""
+        """Packed codes, for parameters that ``group`` slots and ``each`` channels share."""
         stored = self.dim * bits // 8
         packed = self.make(self.slots, stored, dtype=torch.uint8)
         if packed.numel():
@@ -822,25 +824,25 @@ class _Rows:
                 float(2**bits - 1),
                 D=self.dim,
                 BITS=bits,
-                EACH=each,
-                BN=32,
-                BD=block,
+                CHANNEL_GROUP=each,
+                BLOCK_N=32,
+                BLOCK_D=block,
                 num_warps=4,
             )
         return packed
 
 
-_SLOTS = 64  # of a chunk
+_SLOTS = 64  # per chunk
 
 
 def _columns(dim: int) -> tuple[dict[str, int], int]:
-    """Channels of a program, and how many programs share a head."""
+    """Channels of a program, and the number of programs per head."""
     block = min(padded(dim), 128)
-    return {"D": dim, "BD": block}, -(-dim // block)
+    return {"D": dim, "BLOCK_D": block}, -(-dim // block)
 
 
-def _numbers(bits: int, dtype: torch.dtype) -> tuple[float, float, float, float]:
-    """What `affine` knows of codes and of the type of parameters."""
+def _limits(bits: int, dtype: torch.dtype) -> tuple[float, float, float, float]:
+    """Constants of `affine`: largest code, and the limits of the parameters' dtype."""
     info = torch.finfo(dtype)
     return float(2**bits - 1), info.max, info.eps, info.smallest_normal * info.eps
 
@@ -853,11 +855,11 @@ def _launch_keys(
     x: Tensor, bits: int, group: int, valid: Tensor | None, *, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     check(bits, x.shape[-1])
-    rows = _Rows(x, valid)
+    rows = _Slots(x, valid)
     groups = -(-rows.slots // group) if group else 1
     group = group or max(rows.slots, 1)
     step, minimum = (rows.make(groups, rows.dim, dtype=dtype) for _ in range(2))
-    rows.parameters(group, groups, step, minimum, _numbers(bits, dtype))
+    rows.parameters(group, groups, step, minimum, _limits(bits, dtype))
     return rows.pack(bits, None, step, minimum, group, 1), step, minimum
 
 
@@ -870,11 +872,11 @@ def _launch_values(
     *,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    rows = _Rows(x, valid)
+    rows = _Slots(x, valid)
     groups = rows.dim // group
     step, minimum = (rows.make(rows.slots, groups, dtype=dtype) for _ in range(2))
     if scale is not None:
-        scale = _lead(scale.expand(*rows.shape, rows.dim), 1)
+        scale = _with_lead_axes(scale.expand(*rows.shape, rows.dim), 1)
         scale = scale if scale.stride(-1) == 1 else scale.contiguous()
     if step.numel():
         block = padded(group)
@@ -888,24 +890,24 @@ def _launch_values(
             _strides(scale),
             rows.heads,
             rows.slots,
-            *_numbers(bits, dtype),
+            *_limits(bits, dtype),
             GROUP=group,
-            BN=32,
-            BD=block,
+            BLOCK_N=32,
+            BLOCK_D=block,
             num_warps=4,
         )
     return rows.pack(bits, scale, step, minimum, 1, group), step, minimum
 
 
 def _launch_scale(x: Tensor, valid: Tensor | None, *, dtype: torch.dtype) -> Tensor:
-    rows = _Rows(x, valid)
+    rows = _Slots(x, valid)
     scale = rows.make(rows.dim, dtype=dtype)
     rows.parameters(max(rows.slots, 1), 1, scale, None, (0.0, 0.0, 0.0, 0.0))
     return scale
 
 
 def _variants(kind: str, dim: int) -> list[Variant]:
-    """Keys and values of ``kind`` that are quantised whole, and in groups as KIVI has them."""
+    """Variants for keys and values of ``kind``, without groups and with groups as in KIVI."""
     types: dict[str, Any] = {
         "x": f"*{kind}",
         "valid": "*u8",
@@ -920,16 +922,16 @@ def _variants(kind: str, dim: int) -> list[Variant]:
     }
     flags, _ = _columns(dim)
     found = [
-        Variant(_extent, types, {**flags, "BN": _SLOTS}),
-        Variant(_finish, types, {**flags, "BN": 16}),
-        Variant(_finish, types, {**flags, "BN": 16, "minimum": None}),
+        Variant(_extent, types, {**flags, "BLOCK_N": _SLOTS}),
+        Variant(_finish, types, {**flags, "BLOCK_N": 16}),
+        Variant(_finish, types, {**flags, "BLOCK_N": 16, "minimum": None}),
     ]
     for bits, each, scale in ((4, dim, {}), (2, dim // 4, {"scale": None})):
-        block = {"BN": 32, "BD": padded(each)}
+        block = {"BLOCK_N": 32, "BLOCK_D": padded(each)}
         found.append(Variant(_value_parameters, types, {"GROUP": each, **block, **scale}))
-        block = {"BN": 32, "BD": min(padded(dim * bits // 8), 64), "D": dim, "BITS": bits}
-        found.append(Variant(_pack, types, {**block, "EACH": each, **scale}))
-        found.append(Variant(_pack, types, {**block, "EACH": 1, "scale": None}))
+        block = {"BLOCK_N": 32, "BLOCK_D": min(padded(dim * bits // 8), 64), "D": dim, "BITS": bits}
+        found.append(Variant(_pack, types, {**block, "CHANNEL_GROUP": each, **scale}))
+        found.append(Variant(_pack, types, {**block, "CHANNEL_GROUP": 1, "scale": None}))
     return found
 
 

@@ -1,15 +1,15 @@
-"""``atp_score``: what an insertion point of ATP says of each visual token.
+"""``atp_score``: score of each visual token at an insertion point of ATP.
 
 With heads ``h``, attention ``a`` and logits ``r`` that token i receives, weights ``u`` (a softmax)
-and ``v`` of the heads, and ``s`` how much of each token is there::
+and ``v`` of the heads, and the soft mask ``s``::
 
     cross_i = log(sum_h u_h a_hi / s_i * sum_j s_j)       own_i = sum_h v_h r_hi - their mean by s
     both_i = sigmoid(slope * (own_i, cross_i) + offset)
     red_i = mean of both_i                                mean = sum_i s_i both_i / sum_i s_i
 
 Shapes: attention, received (H, N), everything else (N,) or smaller. Two launches, each one program
-per 256 tokens: the sums over heads with each block's part of the sums over tokens; then, which
-needs those, the rest. In plain PyTorch these are some twenty launches.
+per 256 tokens: first the sums over heads and each block's part of the sums over tokens, then the
+rest, which depends on them. In plain PyTorch these are about twenty launches.
 Bytes: attention and received once, 8 H N: 147 kB at 32 heads and 576 tokens. Floor: the launches.
 """
 
@@ -22,7 +22,7 @@ from vlmfast.errors import VLMFastError
 
 from ._triton import Variant, padded, tl, triton, use_triton
 
-TINY = 1e-12  # below any softmax weight that matters; keeps the logarithm finite
+TINY = 1e-12  # below any relevant softmax weight; keeps the logarithm finite
 _BLOCK = 256
 
 
@@ -35,24 +35,24 @@ def atp_score(
     slope: Tensor,
     offset: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Redundancy of each token, and the means that thresholds are made from.
+    """Redundancy of each token, and the means that thresholds are computed from.
 
     Parameters
     ----------
     attention, received : Tensor, float32, (H, N)
         Softmax attention of the text, mean over its rows, and logits from the visual rows.
     soft : Tensor, float32, (N,)
-        How much of each token is there.
+        Soft mask of the tokens.
     cross_heads, self_heads : Tensor, float32, (H,)
-        Before their softmax, and as they are.
+        Weights before their softmax, and weights without softmax.
     slope, offset : Tensor, float32, (2,)
 
     Returns
     -------
     red : Tensor, float32, (N,)
     means : Tensor, float32, (2,)
-        Of the level among visual tokens, and of that between text and them. The reference serves
-        where a gradient is wanted.
+        Of the level among visual tokens, and of the level between text and visual tokens. The
+        reference is used if a gradient is required.
     """
     every = (attention, received, soft, cross_heads, self_heads, slope, offset)
     h, n = attention.shape
@@ -72,25 +72,25 @@ def atp_score(
 
 
 def cross_level(attention: Tensor, soft: Tensor) -> Tensor:
-    """How much more the text looks at a token than it would at random, in nats.
+    """Attention of the text to a token relative to uniform attention, in nats.
 
     Parameters
     ----------
     attention : Tensor, (N,)
         Softmax attention of the text to the visual tokens.
     soft : Tensor, (N,)
-        How much of each token is there; 1 at inference. The attention contains it.
+        Soft mask of the tokens; 1 at inference. Already applied to the attention.
 
     Returns
     -------
     Tensor, (N,)
-        ``log(n a_i)``; 0 is an equal share of the whole attention.
+        ``log(n a_i)``; 0 is uniform attention.
     """
     return (attention / soft * soft.sum()).clamp(min=TINY).log()
 
 
 def self_level(received: Tensor, soft: Tensor) -> Tensor:
-    """Logits (N,) received from the visual tokens, against their mean over these tokens."""
+    """Logits (N,) received from the visual tokens, minus their mean over these tokens."""
     return received - (received * soft).sum() / soft.sum()
 
 
@@ -127,26 +127,26 @@ def _heads(
     stride_r,
     H,
     N,
-    BH: tl.constexpr,
-    BN: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    h = tl.arange(0, BH)
-    u = tl.load(cross_heads + h, mask=h < H, other=-1e30)
-    u = tl.where(h < H, tl.exp(u - tl.max(u, 0)), 0.0)
-    total = tl.sum(u, 0)
-    own = tl.zeros((BN,), tl.float32)
-    cross = tl.zeros((BN,), tl.float32)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    h = tl.arange(0, BLOCK_H)
+    b_u = tl.load(cross_heads + h, mask=h < H, other=-1e30)
+    b_u = tl.where(h < H, tl.exp(b_u - tl.max(b_u, 0)), 0.0)
+    norm = tl.sum(b_u, 0)
+    acc_own = tl.zeros((BLOCK_N,), tl.float32)
+    acc_cross = tl.zeros((BLOCK_N,), tl.float32)
     for head in range(H):
-        weight = tl.sum(tl.where(h == head, u, 0.0), 0) / total
-        cross += weight * tl.load(attention + head * stride_a + n, mask=n < N, other=0.0)
-        weight = tl.load(self_heads + head)
-        own += weight * tl.load(received + head * stride_r + n, mask=n < N, other=0.0)
-    there = tl.load(soft + n, mask=n < N, other=0.0)
-    tl.store(levels + n, own, mask=n < N)
-    tl.store(levels + N + n, cross, mask=n < N)
-    tl.store(parts + tl.program_id(0), tl.sum(own * there, 0))
-    tl.store(parts + tl.num_programs(0) + tl.program_id(0), tl.sum(there, 0))
+        head_weight = tl.sum(tl.where(h == head, b_u, 0.0), 0) / norm
+        acc_cross += head_weight * tl.load(attention + head * stride_a + n, mask=n < N, other=0.0)
+        head_weight = tl.load(self_heads + head)
+        acc_own += head_weight * tl.load(received + head * stride_r + n, mask=n < N, other=0.0)
+    b_soft = tl.load(soft + n, mask=n < N, other=0.0)
+    tl.store(levels + n, acc_own, mask=n < N)
+    tl.store(levels + N + n, acc_cross, mask=n < N)
+    tl.store(parts + tl.program_id(0), tl.sum(acc_own * b_soft, 0))
+    tl.store(parts + tl.num_programs(0) + tl.program_id(0), tl.sum(b_soft, 0))
 
 
 @triton.jit(do_not_specialize=("N",))
@@ -157,27 +157,27 @@ def _tokens(
     slope,
     offset,
     red,  # out: (N,)
-    means,  # out: (2, blocks): shares of both means
+    means,  # out: (2, blocks): each block's part of both means
     tiny,
     N,
-    BN: tl.constexpr,
-    BP: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_P: tl.constexpr,
 ):
     blocks, block = tl.num_programs(0), tl.program_id(0)
-    n = block * BN + tl.arange(0, BN)
-    p = tl.arange(0, BP)
-    mean = tl.sum(tl.load(parts + p, mask=p < blocks, other=0.0), 0)
-    total = tl.sum(tl.load(parts + blocks + p, mask=p < blocks, other=0.0), 0)
-    there = tl.load(soft + n, mask=n < N, other=1.0)
-    own = tl.load(levels + n, mask=n < N, other=0.0) - mean / total
-    cross = tl.load(levels + N + n, mask=n < N, other=1.0) / there * total
-    cross = tl.log(tl.maximum(cross, tiny))
-    own = 1.0 / (1.0 + tl.exp(-(tl.load(slope) * own + tl.load(offset))))
-    cross = 1.0 / (1.0 + tl.exp(-(tl.load(slope + 1) * cross + tl.load(offset + 1))))
-    tl.store(red + n, (own + cross) * 0.5, mask=n < N)
-    there = tl.where(n < N, there, 0.0) / total
-    tl.store(means + block, tl.sum(own * there, 0))
-    tl.store(means + blocks + block, tl.sum(cross * there, 0))
+    n = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    p = tl.arange(0, BLOCK_P)
+    own_sum = tl.sum(tl.load(parts + p, mask=p < blocks, other=0.0), 0)
+    soft_sum = tl.sum(tl.load(parts + blocks + p, mask=p < blocks, other=0.0), 0)
+    b_soft = tl.load(soft + n, mask=n < N, other=1.0)
+    b_own = tl.load(levels + n, mask=n < N, other=0.0) - own_sum / soft_sum
+    b_cross = tl.load(levels + N + n, mask=n < N, other=1.0) / b_soft * soft_sum
+    b_cross = tl.log(tl.maximum(b_cross, tiny))
+    b_own = 1.0 / (1.0 + tl.exp(-(tl.load(slope) * b_own + tl.load(offset))))
+    b_cross = 1.0 / (1.0 + tl.exp(-(tl.load(slope + 1) * b_cross + tl.load(offset + 1))))
+    tl.store(red + n, (b_own + b_cross) * 0.5, mask=n < N)
+    b_soft = tl.where(n < N, b_soft, 0.0) / soft_sum
+    tl.store(means + block, tl.sum(b_own * b_soft, 0))
+    tl.store(means + blocks + block, tl.sum(b_cross * b_soft, 0))
 
 
 def _launch(
@@ -196,10 +196,10 @@ def _launch(
         x.contiguous() for x in (soft, cross_heads, self_heads, slope, offset)
     )
 
-    def room(*shape: int) -> Tensor:
+    def empty(*shape: int) -> Tensor:
         return torch.empty(*shape, dtype=torch.float32, device=attention.device)
 
-    levels, parts, red, means = room(2, n), room(2, blocks), room(n), room(2, blocks)
+    levels, parts, red, means = empty(2, n), empty(2, blocks), empty(n), empty(2, blocks)
     _heads[(blocks,)](
         attention,
         received,
@@ -212,8 +212,8 @@ def _launch(
         received.stride(0),
         h,
         n,
-        BH=padded(h),
-        BN=_BLOCK,
+        BLOCK_H=padded(h),
+        BLOCK_N=_BLOCK,
         num_warps=4,
     )
     _tokens[(blocks,)](
@@ -226,8 +226,8 @@ def _launch(
         means,
         TINY,
         n,
-        BN=_BLOCK,
-        BP=padded(blocks),
+        BLOCK_N=_BLOCK,
+        BLOCK_P=padded(blocks),
         num_warps=4,
     )
     return red, means.sum(1)
@@ -240,6 +240,6 @@ _TYPES = {
     "tiny": "fp32",
 }
 VARIANTS = [
-    *(Variant(_heads, _TYPES, {"BH": heads, "BN": _BLOCK}) for heads in (16, 32, 64)),
-    *(Variant(_tokens, _TYPES, {"BN": _BLOCK, "BP": parts}) for parts in (16, 128)),
+    *(Variant(_heads, _TYPES, {"BLOCK_H": heads, "BLOCK_N": _BLOCK}) for heads in (16, 32, 64)),
+    *(Variant(_tokens, _TYPES, {"BLOCK_N": _BLOCK, "BLOCK_P": parts}) for parts in (16, 128)),
 ]

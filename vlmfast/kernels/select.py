@@ -1,14 +1,14 @@
-"""``select``: which slots stay. Ties go to the lower index; what stays is in ascending order.
+"""``select``: top-k selection. Ties go to the lower index; indices are in ascending order.
 
-Shapes: scores (..., N), one row for each set that is chosen; out (..., k) indices or (...) counts.
+Shapes: scores (..., N), one selection per row; out (..., k) indices or (...) counts.
 
-One program per row on a GPU, which holds the row in registers: float32 ordered as integers, the
+One program per row on a GPU, which keeps the row in registers: float32 ordered as integers, the
 threshold found by bisection over their 32 bits with one count (or sum) per step, ties at the
-threshold and places in the output by two running sums. Nothing is sorted and nothing waits for
-the device. Rows of more than 8,192 entries do not fit; there PyTorch sorts, on the same device.
+threshold and positions in the output by two cumulative sums. Nothing is sorted or synchronized.
+Rows of more than 8,192 entries do not fit; PyTorch sorts them, on the same device.
 
-Bytes: every row once, and the output. Floor: 0.4 MB for 32 rows of 2,944, under a microsecond;
-what it takes is the latency of some 35 reductions, 5 to 10 microseconds.
+Bytes: every row once, and the output. Floor: 0.4 MB for 32 rows of 2,944, under a microsecond; in
+practice the latency of about 35 reductions, 5 to 10 microseconds.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from vlmfast.errors import VLMFastError
 
 from ._triton import Variant, padded, tl, triton, use_triton
 
-LONGEST = 8192  # a row in the registers of one program
+LONGEST = 8192  # row that fits into the registers of one program
 
 
 def ranked(scores: Tensor) -> Tensor:
@@ -31,19 +31,19 @@ def ranked(scores: Tensor) -> Tensor:
 def top_k(
     scores: Tensor, k: int | Tensor, first: Tensor | None = None, *, width: int | None = None
 ) -> Tensor:
-    """The ``k`` best entries of each row, ascending.
+    """Indices of the ``k`` largest entries of each row, ascending.
 
     Parameters
     ----------
     scores : Tensor, (..., N)
         Compared in float32; NaN comes before all numbers.
     k : int or Tensor, int64, (...,)
-        At most N; a tensor says it for each row, and stays on its device.
+        At most N; a tensor has one value per row, and is not copied to the CPU.
     first : Tensor, bool, (..., N), optional
-        Entries that come before all others, whatever their score: a lexicographic order, which no
-        large number added to a score gives in every dtype.
+        Entries that precede all others, whatever their score: a lexicographic order, which adding
+        a large number to their scores does not give in every dtype.
     width : int, optional
-        Needed where ``k`` is a tensor: entries of the output, zeros behind the ``k`` of a row. At
+        Required if ``k`` is a tensor: entries of the output, zeros after the ``k`` of a row. At
         least the largest ``k``.
 
     Returns
@@ -79,7 +79,7 @@ def top_k_ref(
     if not isinstance(k, Tensor):
         return order[..., :k].sort(dim=-1).values
     slots = torch.arange(n, device=scores.device)
-    # What is not chosen sorts behind, as an index that no entry has.
+    # Entries that are not chosen get an invalid index, which sorts last.
     order = order.masked_fill(slots >= k[..., None], n).sort(dim=-1).values
     chosen = order.new_zeros(*order.shape[:-1], width)
     chosen[..., : min(n, width)] = order[..., :width].masked_fill(order[..., :width] == n, 0)
@@ -87,10 +87,10 @@ def top_k_ref(
 
 
 def mass_count(mass: Tensor, target: Tensor | float) -> Tensor:
-    """Least number of entries whose sum reaches ``target``, largest first; int64, (...,).
+    """Smallest number of largest entries whose sum reaches ``target``; int64, (...,).
 
-    Never more than there are, and at least one. Masses are not negative. Sums are float32: where
-    the target falls on one, the count may differ by one between implementations.
+    At least one and at most N. Masses are not negative. Sums are float32: if the target equals a
+    sum, the count may differ by one between implementations.
     """
     target = _target(mass, target)
     if use_triton("mass_count", mass, target) and 0 < mass.shape[-1] <= LONGEST:
@@ -109,7 +109,7 @@ def mass_count_ref(mass: Tensor, target: Tensor | float) -> Tensor:
 def _target(mass: Tensor, target: Tensor | float) -> Tensor:
     if isinstance(target, Tensor):
         return target.float()
-    # Filled where it is used: a copy from the host would wait.
+    # Filled on the device: a copy from the host would synchronize.
     return torch.full((), target, device=mass.device, dtype=torch.float32)
 
 
@@ -118,7 +118,7 @@ def _target(mass: Tensor, target: Tensor | float) -> Tensor:
 
 @triton.jit
 def _ordered(x):
-    """Integers that compare as the numbers do; both zeros are one, NaN is the largest."""
+    """Integers in the order of the floats; both zeros are equal, NaN is the largest."""
     x = tl.where(x == 0.0, 0.0, x)
     bits = x.to(tl.int32, bitcast=True)
     key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
@@ -134,44 +134,44 @@ def _top_k(
     K,
     N,
     W,
-    BN: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    n = tl.arange(0, BN)
-    here = n < N
-    key = _ordered(tl.load(scores + row * N + n, mask=here, other=0.0))
+    n = tl.arange(0, BLOCK_N)
+    m_n = n < N
+    b_key = _ordered(tl.load(scores + row * N + n, mask=m_n, other=0.0))
     k = K
     if counts is not None:
         k = tl.maximum(tl.minimum(tl.load(counts + row), tl.minimum(N, W)), 0).to(tl.int32)
-    pool = here
+    m_pool = m_n
     need = k
     if first is not None:
-        before = (tl.load(first + row * N + n, mask=here, other=0) != 0) & here
-        ahead = tl.sum(before.to(tl.int32), 0)
-        # Either not all who come first find a place, or all do and the others share what is left.
-        pool = here & (before == (k <= ahead))
-        need = tl.where(k <= ahead, k, k - ahead)
-    # Greatest threshold that at least `need` of the pool reach.
+        m_first = (tl.load(first + row * N + n, mask=m_n, other=0) != 0) & m_n
+        num_first = tl.sum(m_first.to(tl.int32), 0)
+        # Either select among the preferred entries alone, or take them all and select the rest.
+        m_pool = m_n & (m_first == (k <= num_first))
+        need = tl.where(k <= num_first, k, k - num_first)
+    # Greatest threshold that at least `need` entries of the pool reach.
     low = tl.full((), -(2**31), tl.int64)
     high = tl.full((), 2**31, tl.int64)
     for _ in range(32):
-        middle = (low + high) >> 1
-        reached = tl.sum((pool & (key >= middle.to(tl.int32))).to(tl.int32), 0)
-        low = tl.where(reached >= need, middle, low)
-        high = tl.where(reached >= need, high, middle)
+        mid = (low + high) >> 1
+        num_reached = tl.sum((m_pool & (b_key >= mid.to(tl.int32))).to(tl.int32), 0)
+        low = tl.where(num_reached >= need, mid, low)
+        high = tl.where(num_reached >= need, high, mid)
     threshold = low.to(tl.int32)
-    above = pool & (key > threshold)
-    tie = pool & (key == threshold)
-    left = need - tl.sum(above.to(tl.int32), 0)
-    chosen = above | (tie & (tl.cumsum(tie.to(tl.int32), 0) <= left))
+    m_above = m_pool & (b_key > threshold)
+    m_tie = m_pool & (b_key == threshold)
+    num_ties = need - tl.sum(m_above.to(tl.int32), 0)
+    m_chosen = m_above | (m_tie & (tl.cumsum(m_tie.to(tl.int32), 0) <= num_ties))
     if first is not None:
-        chosen = tl.where(k > ahead, chosen | before, chosen)
-    place = tl.cumsum(chosen.to(tl.int32), 0) - 1
-    tl.store(out + row * W + place, n.to(tl.int64), mask=chosen)
+        m_chosen = tl.where(k > num_first, m_chosen | m_first, m_chosen)
+    position = tl.cumsum(m_chosen.to(tl.int32), 0) - 1
+    tl.store(out + row * W + position, n.to(tl.int64), mask=m_chosen)
     if counts is not None:
-        for w0 in range(0, W, BN):
+        for w0 in range(0, W, BLOCK_N):
             w = w0 + n
-            tl.store(out + row * W + w, tl.zeros((BN,), tl.int64), mask=(w >= k) & (w < W))
+            tl.store(out + row * W + w, tl.zeros((BLOCK_N,), tl.int64), mask=(w >= k) & (w < W))
 
 
 @triton.jit(do_not_specialize=("N",))
@@ -180,38 +180,38 @@ def _mass_count(
     target,  # float32 (rows,)
     out,  # out: int64 (rows,)
     N,
-    BN: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    n = tl.arange(0, BN)
-    here = n < N
-    x = tl.load(mass + row * N + n, mask=here, other=0.0)
-    key = _ordered(x)
-    aim = tl.load(target + row)
-    # Greatest threshold whose entries reach the aim; not negative, as the masses are.
+    n = tl.arange(0, BLOCK_N)
+    m_n = n < N
+    b_mass = tl.load(mass + row * N + n, mask=m_n, other=0.0)
+    b_key = _ordered(b_mass)
+    goal = tl.load(target + row)
+    # Greatest threshold at which the sum reaches the goal; not negative, like the masses.
     low = tl.full((), 0, tl.int64)
     high = tl.full((), 2**31, tl.int64)
     for _ in range(31):
-        middle = (low + high) >> 1
-        total = tl.sum(tl.where(key >= middle.to(tl.int32), x, 0.0), 0)
-        low = tl.where(total >= aim, middle, low)
-        high = tl.where(total >= aim, high, middle)
+        mid = (low + high) >> 1
+        mass_reached = tl.sum(tl.where(b_key >= mid.to(tl.int32), b_mass, 0.0), 0)
+        low = tl.where(mass_reached >= goal, mid, low)
+        high = tl.where(mass_reached >= goal, high, mid)
     threshold = low.to(tl.int32)
-    above = here & (key > threshold)
-    have = tl.sum(tl.where(above, x, 0.0), 0)
+    m_above = m_n & (b_key > threshold)
+    mass_above = tl.sum(tl.where(m_above, b_mass, 0.0), 0)
     value = threshold.to(tl.float32, bitcast=True)
-    # Entries at the threshold that are still needed; as many as there are where value is 0.
-    ties = tl.sum((here & (key == threshold)).to(tl.int32), 0)
-    missing = tl.ceil((aim - have) / tl.where(value > 0.0, value, 1.0))
+    # Entries at the threshold that are still needed; all of them if the value is 0.
+    ties = tl.sum((m_n & (b_key == threshold)).to(tl.int32), 0)
+    missing = tl.ceil((goal - mass_above) / tl.where(value > 0.0, value, 1.0))
     missing = tl.minimum(tl.maximum(missing, 0.0), ties.to(tl.float32)).to(tl.int32)
-    missing = tl.where(value > 0.0, missing, tl.where(aim > have, ties, 0))
-    count = tl.sum(above.to(tl.int32), 0) + missing
+    missing = tl.where(value > 0.0, missing, tl.where(goal > mass_above, ties, 0))
+    count = tl.sum(m_above.to(tl.int32), 0) + missing
     tl.store(out + row, tl.minimum(tl.maximum(count, 1), N).to(tl.int64))
 
 
 def _sizes(n: int) -> dict[str, int]:
     block = padded(n)
-    return {"BN": block, "num_warps": 8 if block > 2048 else 4}
+    return {"BLOCK_N": block, "num_warps": 8 if block > 2048 else 4}
 
 
 def _launch_top_k(scores: Tensor, k: int | Tensor, first: Tensor | None, width: int) -> Tensor:
@@ -246,9 +246,9 @@ _TYPES = {
 
 
 VARIANTS = [
-    Variant(_top_k, _TYPES, {"BN": 4096, "first": None, "counts": None}, warps=8),
+    Variant(_top_k, _TYPES, {"BLOCK_N": 4096, "first": None, "counts": None}, warps=8),
     *(
-        Variant(kernel, _TYPES, {"BN": n}, warps=_sizes(n)["num_warps"])
+        Variant(kernel, _TYPES, {"BLOCK_N": n}, warps=_sizes(n)["num_warps"])
         for kernel in (_top_k, _mass_count)
         for n in (2048, LONGEST)
     ),

@@ -1,4 +1,4 @@
-"""``swiglu``: ``silu(gate) * up``, between the products of a gated MLP.
+"""``swiglu``: ``silu(gate) * up`` of a gated MLP.
 
 Shapes: gate, up and the result (..., I); gate and up may be halves of one product's rows. Grid: one
 program per row and 1,024 columns. Bytes: both once, the result once, 2 x 3 I per token in half
@@ -43,10 +43,10 @@ def _swiglu(gate, up, out, stride_g, stride_u, columns, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     dtype: tl.constexpr = out.dtype.element_ty
-    g = tl.load(gate + row * stride_g + c, mask=c < columns, other=0.0).to(tl.float32)
-    u = tl.load(up + row * stride_u + c, mask=c < columns, other=0.0).to(tl.float32)
-    g = (g / (1.0 + tl.exp(-g))).to(dtype).to(tl.float32)
-    tl.store(out + row * columns + c, (g * u).to(dtype), mask=c < columns)
+    b_g = tl.load(gate + row * stride_g + c, mask=c < columns, other=0.0).to(tl.float32)
+    b_u = tl.load(up + row * stride_u + c, mask=c < columns, other=0.0).to(tl.float32)
+    b_g = (b_g / (1.0 + tl.exp(-b_g))).to(dtype).to(tl.float32)
+    tl.store(out + row * columns + c, (b_g * b_u).to(dtype), mask=c < columns)
 
 
 def _launch(gate: Tensor, up: Tensor) -> Tensor:

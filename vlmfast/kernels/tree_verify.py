@@ -1,14 +1,14 @@
 """``tree_verify``: attention of a drafted tree of tokens over a cache and over itself.
 
-Every node of the tree sees what the cache holds, and of the tree itself and its ancestors. The
-pieces (segments, context, tree) go through the programs of `decode_mixed`: the query heads of a KV
-head times the nodes are the rows of a tile, so that keys are read, and codes are taken apart, once
-for 64 of them. What a node sees of the tree is a bit per slot, not a mask.
+Every node of the tree sees the whole cache, and of the tree itself and its ancestors. The pieces
+(segments, context, tree) use the programs of `decode_mixed`: the query heads of a KV head times the
+nodes are the rows of a tile, so that keys are read, and codes are unpacked, once for 64 of them.
+Which nodes of the tree a node sees is stored in one bit per slot.
 
-Bytes: those of `decode_mixed` for the cache, once for every 64 rows (from the second on they come
-out of the L2 cache); the tree's own keys and values. Floor for 2,944 slots of 32 heads and D=128:
-11.2 us as bfloat16, 2.9 us in 4 bits. ``4 Hq D T slots`` operations: 3.7 us for 60 nodes, so that a
-context in 4 bits is bound by these.
+Bytes: those of `decode_mixed` for the cache, once for every 64 rows (from the second on from the
+L2 cache); the tree's own keys and values. Floor for 2,944 slots of 32 heads and D=128:
+11.2 us as bfloat16, 2.9 us in 4 bits. ``4 Hq D T slots`` operations: 3.7 us for 60 nodes, so
+that a context in 4 bits is compute-bound.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ._triton import use_triton
 from .decode_mixed import ANCESTORS, LENGTHS, Floats, attend, decode_mixed_ref, variant
 from .quantize_kv import Segment
 
-WORD = 64  # nodes in a word of bits
+WORD = 64  # nodes per word of bits
 
 
 def tree_verify(
@@ -48,15 +48,15 @@ def tree_verify(
     keys, values : Tensor, (B, Hk, N, D)
         The context, shared by ``Hq // Hk`` query heads each.
     lengths : Tensor, integers, (B, Hk)
-        Slots of the context that exist; the others may hold anything.
+        Number of valid slots of the context; the others may hold any values.
     tree_keys, tree_values : Tensor, (B, Hk, T, D)
     ancestors : Tensor, int64, (T,), (T, words) or (B, T, words)
         Bit ``j % 64`` of word ``j // 64`` of row ``i``: whether node ``i`` sees node ``j``. A node
-        that does not see itself sees the context alone, and nothing if there is none.
+        that does not see itself sees only the context, and nothing without a context.
     scaling : float, optional
         ``D ** -0.5`` by default.
     segments : sequence of Segment
-        Quantised keys and values before the context, with a batch axis.
+        Quantized keys and values before the context, with a batch axis.
     bias : Tensor, float32, (B, Hk, N), optional
         Added to the logits of each key of the context.
 
@@ -70,13 +70,22 @@ def tree_verify(
     Raises
     ------
     VLMFastError
-        For ancestors of another shape or too few words, and for what `decode_mixed` refuses.
+        For ancestors of another shape or with too few words; otherwise as `decode_mixed`.
     """
     batch, heads = tree_keys.shape[:2]
     ancestors = _words(ancestors, batch, query.shape[2])
-    given = [of for segment in segments for of in segment.tensors()]
+    segment_tensors = [x for segment in segments for x in segment.tensors()]
     if not use_triton(
-        "tree_verify", query, keys, values, lengths, tree_keys, tree_values, ancestors, bias, *given
+        "tree_verify",
+        query,
+        keys,
+        values,
+        lengths,
+        tree_keys,
+        tree_values,
+        ancestors,
+        bias,
+        *segment_tensors,
     ):
         return tree_verify_ref(
             query,
@@ -113,13 +122,13 @@ def tree_verify_ref(
     """`tree_verify` in plain PyTorch: context and tree are one tail of `decode_mixed`."""
     (batch, heads, nodes, _), slots = tree_keys.shape, keys.shape[2]
     ancestors = _words(ancestors, batch, nodes)
-    j = torch.arange(nodes, device=query.device)
-    own = (ancestors[..., j // WORD] >> (j % WORD)) & 1 != 0
-    there = torch.arange(slots, device=query.device) < lengths[..., None]
-    seen = torch.cat(
+    node = torch.arange(nodes, device=query.device)
+    sees_node = (ancestors[..., node // WORD] >> (node % WORD)) & 1 != 0
+    valid = torch.arange(slots, device=query.device) < lengths[..., None]
+    mask = torch.cat(
         [
-            there[:, :, None].expand(batch, heads, nodes, slots),
-            own[:, None].expand(batch, heads, nodes, nodes),
+            valid[:, :, None].expand(batch, heads, nodes, slots),
+            sees_node[:, None].expand(batch, heads, nodes, nodes),
         ],
         -1,
     )
@@ -130,7 +139,7 @@ def tree_verify_ref(
         segments,
         torch.cat([keys, tree_keys], 2),
         torch.cat([values, tree_values], 2),
-        seen,
+        mask,
         scaling,
         bias,
     )
@@ -153,7 +162,7 @@ def _words(ancestors: Tensor, batch: int, nodes: int) -> Tensor:
     ):
         raise VLMFastError(
             f"tree_verify: ancestors {given} of {ancestors.dtype}; {nodes} nodes take int64 "
-            f"({nodes}, {words}), or one such for each of {batch} rows of the batch"
+            f"({nodes}, {words}), or one such tensor for each of {batch} batch rows"
         )
     return ancestors
 
