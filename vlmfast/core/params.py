@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import warnings
 from collections.abc import Iterable
 from dataclasses import MISSING, Field, field
 from types import NoneType
@@ -21,20 +22,54 @@ def param(
     lt: float | None = None,
     le: float | None = None,
     choices: tuple[str, ...] | None = None,
+    recipe_name: str | None = None,
+    former: tuple[str, ...] = (),
+    former_choices: dict[str, str] | None = None,
     word: str | None = None,
 ) -> Any:
     """A documented and bounded dataclass field of a `Stage`.
 
-    ``word`` is its name in recipes, where that is taken by a method of the protocol.
+    Parameters
+    ----------
+    default : optional
+    doc : str
+        One line for ``vlmfast methods NAME`` and the documentation.
+    gt, ge, lt, le : float, optional
+        Bounds. Of a tuple, those of each entry.
+    choices : tuple of str, optional
+        Allowed values.
+    recipe_name : str, optional
+        Name in recipes, where the field's own is taken by a method of the protocol.
+    former : tuple of str
+        Deprecated names, accepted in Python and in recipes with a warning.
+    former_choices : dict of str to str, optional
+        Deprecated values and what replaces each of them.
+    word : str, optional
+        Deprecated, `recipe_name`.
     """
+    if word is not None:
+        warn_renamed("param(word=)", "param(recipe_name=)")
+    metadata = {
+        "doc": doc,
+        "choices": choices,
+        "recipe_name": recipe_name or word,
+        "former": former,
+        "former_choices": former_choices or {},
+    }
     bounds = {"gt": gt, "ge": ge, "lt": lt, "le": le}
     limits = {key: value for key, value in bounds.items() if value is not None}
-    return field(default=default, metadata={"doc": doc, "choices": choices, "word": word, **limits})
+    return field(default=default, metadata=metadata | limits)
 
 
-def word_of(f: Field) -> str:
+def recipe_name(f: Field) -> str:
     """A field's name in recipes."""
-    return f.metadata.get("word") or f.name
+    return f.metadata.get("recipe_name") or f.name
+
+
+def warn_renamed(old: str, new: str) -> None:
+    """Warn about a deprecated name; Python shows it once for each line that uses it."""
+    # The caller of the function that knows the old name.
+    warnings.warn(f"{old} is deprecated, use {new}", DeprecationWarning, stacklevel=3)
 
 
 def positions_param(default: str) -> Any:
@@ -50,16 +85,32 @@ def budget_param() -> Any:
     """The common cost axis that every reducer offers."""
     return param(
         None,
-        "visual tokens kept, averaged over the LLM's layers, as a share of those that came in; "
+        "visual tokens kept, averaged over the LLM's layers, as a fraction of the input; "
         "replaces the method's own parameters",
         gt=0.0,
         le=1.0,
     )
 
 
-def repair_param(default: bool = False) -> Any:
+def proportional_attention_param(default: bool = False) -> Any:
     """Offered by every method that merges; its paper's own is the default."""
-    return param(default, "attention adds log(weight): a merged token counts for all it stands for")
+    return param(
+        default,
+        "attention adds log(weight), so that a merged token counts as often as its parts",
+        former=("repair",),
+    )
+
+
+def repair_param(default: bool = False) -> Any:
+    """Deprecated, `proportional_attention_param`."""
+    warn_renamed("repair_param", "proportional_attention_param")
+    return proportional_attention_param(default)
+
+
+def word_of(f: Field) -> str:
+    """Deprecated, `recipe_name`."""
+    warn_renamed("word_of", "recipe_name")
+    return recipe_name(f)
 
 
 def saliency_param() -> Any:

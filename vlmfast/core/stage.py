@@ -10,17 +10,57 @@ from typing import Any, ClassVar, Self, TypeVar, get_type_hints, overload
 from torch import nn
 
 from ..errors import RecipeError
-from .params import SIGNS, describe, listed, nearest, parse_value, show, word_of
+from .params import SIGNS, describe, listed, nearest, parse_value, recipe_name, show, warn_renamed
+
+
+# Names of class attributes and methods until version 0.1, and of today.
+_FORMER = {
+    "asks_question": "query_dependent",
+    "keep": "select_tokens",
+    "mass": "attention_mass",
+    "quantises": "quantizes",
+    "repair": "proportional_attention",
+    "taps": "aux_hidden_state_layers",
+}
+
+
+class _StageType(type):
+    """Accepts deprecated parameter names and values when a stage is constructed."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        known = fields(cls)
+        former = {old: f.name for f in known for old in f.metadata.get("former", ())}
+        values: dict[str, Any] = {}
+        for name, value in kwargs.items():
+            if name in former and name not in (f.name for f in known):
+                warn_renamed(f"{cls.__name__}({name}=)", f"{former[name]}=")
+                name = former[name]
+            if name in values:
+                raise TypeError(f"{cls.__name__}: {name} is given twice")
+            values[name] = value
+        for f in known:
+            replaced = f.metadata.get("former_choices", {})
+            if isinstance(value := values.get(f.name), str) and value in replaced:
+                warn_renamed(f"{cls.__name__}({f.name}={value!r})", repr(replaced[value]))
+                values[f.name] = replaced[value]
+        return super().__call__(*args, **values)
+
+    def __getattr__(cls, name: str) -> Any:
+        new = _FORMER.get(name)
+        if new is None or not hasattr(cls, new):
+            raise AttributeError(f"type object {cls.__name__!r} has no attribute {name!r}")
+        warn_renamed(f"{cls.__name__}.{name}", new)
+        return getattr(cls, new)
 
 
 @dataclass(frozen=True)
-class Stage:
+class Stage(metaclass=_StageType):
     """Base of all stages: a named, validated, printable bundle of hyper-parameters.
 
     Class attributes
     ----------------
     name : str
-        The recipe word.
+        The method's name in recipes.
     protocol : str
         One of `PROTOCOLS`.
     paper : str
@@ -28,14 +68,14 @@ class Stage:
     lead : str or None
         The field that a bare value (``hired:0.2``) sets.
     trained : bool
-        Whether the method needs weights of its own; it then has a field ``weights`` and a `build`.
-    repair : bool
-        Whether attention is told how many tokens a merged one stands for (a field of methods that
-        merge).
-    asks_question : bool
-        Whether what stays depends on the question; a session then chooses anew with each.
+        Whether the method needs weights of its own. It then has a field ``weights`` and a `build`.
+    proportional_attention : bool
+        Whether attention adds the logarithm of a merged token's weight to its logit (a field of
+        methods that merge; the name is that of ToMe, arXiv 2210.09461).
+    query_dependent : bool
+        Whether the kept tokens depend on the question. A session then selects again for each one.
     other_model : bool
-        Whether it runs a model of its own beside the VLM, downloaded when it is first used.
+        Whether the method runs a model besides the VLM, downloaded on first use.
     """
 
     name: ClassVar[str] = ""
@@ -44,9 +84,31 @@ class Stage:
     lead: ClassVar[str | None] = None
     trained: ClassVar[bool] = False
     # Not annotated: a ClassVar would come first among the fields of a stage that declares it.
-    repair = False
-    asks_question: ClassVar[bool] = False
+    proportional_attention = False
+    query_dependent: ClassVar[bool] = False
     other_model: ClassVar[bool] = False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Accept classes that define deprecated attributes and methods."""
+        super().__init_subclass__(**kwargs)
+        for old, new in _FORMER.items():
+            value = cls.__dict__.get(old)
+            if value is None or new in cls.__dict__ or (old == "keep" and not callable(value)):
+                continue
+            warn_renamed(f"{cls.__name__}.{old}", new)
+            if callable(value) or isinstance(value, bool):
+                setattr(cls, new, value)
+            else:  # a field, or a property
+                setattr(cls, new, property(operator.attrgetter(old)))
+
+    def __getattr__(self, name: str) -> Any:
+        """The value of a parameter or attribute under its deprecated name."""
+        former = {old: f.name for f in fields(self) for old in f.metadata.get("former", ())}
+        new = former.get(name) or _FORMER.get(name)
+        if new is None or not hasattr(type(self), new):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        warn_renamed(f"{type(self).__name__}.{name}", new)
+        return getattr(self, new)
 
     def __post_init__(self) -> None:
         for f in fields(self):
@@ -55,7 +117,7 @@ class Stage:
                 continue
             if isinstance(value, str) and (set(value) & set("+,") or value != value.strip()):
                 raise RecipeError(
-                    f"{self.name}: {word_of(f)}={value!r} cannot stand in a recipe: no '+', no ',' "
+                    f"{self.name}: {recipe_name(f)}={value!r} cannot be used in a recipe: no '+', no ',' "
                     "and no blanks at the ends"
                 )
             values = value if isinstance(value, tuple) else (value,)
@@ -68,38 +130,59 @@ class Stage:
                     ok = not any(whole and v != int(v) for v in values) and all(
                         test(v, bound) for test, bound in tests for v in values
                     )
-                except (TypeError, ValueError, OverflowError):  # a text where a number belongs
+                except (TypeError, ValueError, OverflowError):  # text instead of a number
                     ok = False
             if not ok:
                 raise RecipeError(
-                    f"{self.name}: {word_of(f)}={show(value)} is out of range, "
+                    f"{self.name}: {recipe_name(f)}={show(value)} is out of range, "
                     f"allowed is {describe(meta)}"
                 )
 
     @classmethod
-    def from_words(cls, words: dict[str | None, str]) -> Stage:
-        """Build from text values; the key ``None`` stands for the bare value."""
+    def from_texts(cls, texts: dict[str | None, str]) -> Stage:
+        """Build from text values by parameter name.
+
+        Parameters
+        ----------
+        texts : dict of str to str
+            The key ``None`` holds the bare value of a recipe.
+
+        Raises
+        ------
+        RecipeError
+            For an unknown parameter, one that is given twice or a value that cannot be read.
+        """
         hints, values = get_type_hints(cls), {}
-        names = {word_of(f): f.name for f in fields(cls)}
-        for key, word in words.items():
+        names = {recipe_name(f): f.name for f in fields(cls)}
+        former = {old: f.name for f in fields(cls) for old in f.metadata.get("former", ())}
+        for key, text in texts.items():
             if key is None:
                 if cls.lead is None:
                     raise RecipeError(
-                        f"{cls.name} takes no bare value ({word!r}); parameters: {listed(names)}"
+                        f"{cls.name} takes no bare value ({text!r}); parameters: {listed(names)}"
                     )
                 key = next(w for w, name in names.items() if name == cls.lead)
-            if key not in names:
+            if key not in names and key not in former:
                 raise RecipeError(
                     f"{cls.name} has no parameter {key!r}{nearest(key, list(names))}; "
                     f"parameters: {listed(names)}"
                 )
-            if names[key] in values:
+            name = names.get(key) or former[key]
+            if key not in names:
+                warn_renamed(f"{cls.name}:{key}=", f"{name}=")
+            if name in values:
                 raise RecipeError(f"{cls.name}: {key} is given twice")
-            values[names[key]] = parse_value(cls.name, key, word, hints[names[key]])
+            values[name] = parse_value(cls.name, key, text, hints[name])
         return cls(**values)
 
+    @classmethod
+    def from_words(cls, words: dict[str | None, str]) -> Stage:
+        """Deprecated, `from_texts`."""
+        warn_renamed("from_words", "from_texts")
+        return cls.from_texts(words)
+
     def __str__(self) -> str:
-        """Canonical recipe word; parsing it gives an equal stage."""
+        """Canonical text in recipes; parsing it gives an equal stage."""
         changed = {
             f.name: show(getattr(self, f.name))
             for f in fields(self)
@@ -109,26 +192,26 @@ class Stage:
             return self.name
         if list(changed) == [self.lead]:
             return f"{self.name}:{changed[self.lead]}"
-        words = {f.name: word_of(f) for f in fields(self)}
-        return f"{self.name}:" + ",".join(f"{words[key]}={v}" for key, v in changed.items())
+        names = {f.name: recipe_name(f) for f in fields(self)}
+        return f"{self.name}:" + ",".join(f"{names[key]}={v}" for key, v in changed.items())
 
     def __add__(self, other: Stage | Stages) -> Stages:
         return Stages((self,)) + other
 
     def floor(self, depth: int) -> float:
-        """Lowest share of the visual tokens, averaged over ``depth`` layers, that is attainable."""
+        """Lowest attainable fraction of the visual tokens, averaged over ``depth`` layers."""
         return 0.0
 
     def fitted(self, depth: int, first: int) -> Stage:
         """This method for a model of ``depth`` layers.
 
-        Layers that were given as shares of the depth move to ``first``, the first layer before
-        which the model lets tokens be dropped; whole numbers stay as they are.
+        Layers given as fractions of the depth move to ``first``, the first layer before which the
+        model lets tokens be dropped. Whole numbers stay as they are.
         """
         return self
 
     def expand(self) -> tuple[Stage, ...]:
-        """The single-protocol stages that this word stands for; usually itself."""
+        """The single-protocol stages of this method, by default the stage itself."""
         return (self,)
 
     @classmethod
@@ -138,14 +221,14 @@ class Stage:
         Parameters
         ----------
         config : dict
-            What its training stored beside the weights: the sizes of the model (``width``,
-            ``depth``, ``heads``, ``vision_width``, ``vision_depth``, ``vision_heads``,
-            ``patches``) and whatever the method's own training added.
+            What training stored with the weights: the sizes of the model (``width``, ``depth``,
+            ``heads``, ``vision_width``, ``vision_depth``, ``vision_heads``, ``patches``) and the
+            entries that the method's own training added.
         """
         raise NotImplementedError(f"{cls.__name__}.build")
 
     def published(self, folder: Path, sizes: dict[str, Any]) -> nn.Module | None:
-        """The module that a folder in the authors' own format holds; ``None`` for another one.
+        """The module in a folder of the authors' own format, or ``None`` for another format.
 
         Parameters
         ----------
