@@ -233,7 +233,7 @@ def test_recipe_round_trips() -> None:
         assert Recipe.parse(text) == Recipe.parse(str(Recipe.parse(text)))
     with pytest.raises(RecipeError, match=r"clip-relevance: rate=0 is out of range"):
         Recipe.parse("clip-relevance:0")
-    assert ClipRelevance.asks_question
+    assert ClipRelevance.query_dependent
 
 
 def test_deeper_features_use_the_same_indices(judge, monkeypatch) -> None:

@@ -407,7 +407,7 @@ def test_rope_aware_merging_ignores_positions() -> None:
 def test_recipe_round_trips() -> None:
     assert Recipe.parse("lookm:0.3") == Recipe((LookM(0.3),))
     assert LookM().text_stats(3) == dict.fromkeys(range(3), ColumnRequest("all"))
-    assert not LookM.asks_question
+    assert not LookM.query_dependent
     with pytest.raises(RecipeError, match="merge=mean is out of range, allowed is one of pivot"):
         Recipe.parse("lookm:merge=mean")
     with pytest.raises(RecipeError, match="recent=1 is out of range, allowed is >= 0 and < 1"):

@@ -449,7 +449,7 @@ def test_recipe_and_expanded_stages() -> None:
     assert stage.expand()[0].blocks(24) == (1,)
     assert stage.expand()[1].saliencies() == (SaliencyRequest("last"),)
     close(stage.floor(32), (3 + 29 * 0.08) / 32, terms=3)
-    assert stage.asks_question
+    assert stage.query_dependent
     assert Recipe.parse("mustdrop:0.33") == Recipe((MustDrop(budget=0.33),))
     assert str(Recipe.parse("mustdrop:window=2,published=64")) == "mustdrop:window=2,published=64"
     assert Recipe.parse("mustdrop:layers=3/7/21")[0].layers == (3, 7, 21)

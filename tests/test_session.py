@@ -863,7 +863,7 @@ def test_query_dependent_media_stage_raises(vlm):
         """Selects frames by the question."""
 
         name: ClassVar[str] = "test-asking"
-        asks_question: ClassVar[bool] = True
+        query_dependent: ClassVar[bool] = True
 
     with pytest.raises(RecipeError, match="test-asking chooses frames by the question"):
         vlm.session(video=[picture()] * 3, recipe=Asking())
@@ -882,7 +882,7 @@ def test_changed_template_prefix_raises():
 def test_query_dependent_methods_declare_it():
     """Otherwise the first question of a session would select the tokens for all others."""
     for name in ("fastv", "pyramiddrop", "mustdrop", "atp", "elastic", "snapkv", "pyramidkv"):
-        assert any(p.asks_question for p in (stage_class(name)(), *stage_class(name)().expand()))
+        assert any(p.query_dependent for p in (stage_class(name)(), *stage_class(name)().expand()))
     for name in ("hired", "random", "grid", "h2o", "lookm", "kivi", "zipcache", "streamingllm"):
         stage = stage_class(name)()
-        assert not any(part.asks_question for part in (stage, *stage.expand())), name
+        assert not any(part.query_dependent for part in (stage, *stage.expand())), name

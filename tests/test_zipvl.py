@@ -357,7 +357,7 @@ def test_recipe_and_expanded_stages() -> None:
     assert [getattr(part, "quantises", None) for part in ZipVL().expand()[1:2]] == [True]
     assert not ZipVL(kv="drop").expand()[1].quantises
     assert {part.name for part in ZipVL().expand()} == {"zipvl"}
-    assert ZipVL.asks_question
+    assert ZipVL.query_dependent
     assert Recipe.parse("zipvl:0.96,kv=drop") == Recipe((ZipVL(0.96, kv="drop"),))
     assert str(Recipe.parse("zipvl:tau=0.96")) == "zipvl:0.96"
     with pytest.raises(RecipeError, match=r"zipvl: bits_low=3 is out of range, allowed is one of"):

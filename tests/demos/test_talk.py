@@ -155,7 +155,7 @@ class Ends(MediaStage):
     """Reads the first and the last frame."""
 
     name: ClassVar[str] = "test-ends"
-    asks_question: ClassVar[bool] = False
+    query_dependent: ClassVar[bool] = False
 
     def frames(self, video, question):
         return [0, video.frames - 1]
@@ -166,7 +166,7 @@ class AskedEnds(Ends):
     """The same, were it to listen."""
 
     name: ClassVar[str] = "test-asked-ends"
-    asks_question: ClassVar[bool] = True
+    query_dependent: ClassVar[bool] = True
 
 
 @pytest.mark.parametrize("stage", [Ends(), AskedEnds()])
@@ -184,7 +184,7 @@ def test_a_recipe_may_choose_the_frames_itself(tiny, tmp_path: Path, stage: Medi
     list(talk.ask("Which object moves?", max_new_tokens=2))
     again = talk.turns[-1].shown
     assert len(again.trace.images) == 2
-    assert (again.stats.prompt_reused > 0) is not stage.asks_question
+    assert (again.stats.prompt_reused > 0) is not stage.query_dependent
 
 
 # --- what is shown -------------------------------------------------------------------------------

@@ -137,7 +137,7 @@ class Session:
         question attends to the images before compression, in a session only afterwards. Questions
         and answers are not compressed in prefill; methods that work in decode include them.
     ``"features"``
-        A stage of the recipe depends on the question (``asks_question`` of its class). The tower
+        A stage of the recipe depends on the question (``query_dependent`` of its class). The tower
         does not run again, but each question is prefilled with the images. Its answer is that of
         `VLM.ask`, or of `VLM.chat` with the conversation so far.
 
@@ -167,7 +167,7 @@ class Session:
         self._group, self._adapter, self._pictures = group, group.adapter, pictures
         self._engine = Engine(group.adapter)
         self.recipe, self.history, self.stats = recipe, history, stats
-        asks = any(p.asks_question for p in _parts(recipe))
+        asks = any(p.query_dependent for p in _parts(recipe))
         self.reuses = "features" if asks or not (pictures is None or pictures.ends) else "kv"
         self._messages: list[dict] = []
         self._kept: Prefix | None = None
@@ -190,7 +190,7 @@ class Session:
     ) -> Session:
         start = time.perf_counter()
         for stage in recipe.acting(MediaStage):
-            if stage.asks_question:
+            if stage.query_dependent:
                 raise RecipeError(
                     f"{stage.name} chooses frames by the question, so a session would have to read "
                     "the video again for each; use ask"

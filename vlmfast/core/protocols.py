@@ -31,7 +31,7 @@ class MediaStage(Stage):
     """Chooses the frames of a video before anything is encoded."""
 
     protocol: ClassVar[str] = "media"
-    asks_question: ClassVar[bool] = True
+    query_dependent: ClassVar[bool] = True
 
     def frames(self, video: Any, question: str) -> list[int]:
         """Indices of the frames to read, ascending."""

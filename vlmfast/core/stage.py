@@ -12,7 +12,6 @@ from torch import nn
 from ..errors import RecipeError
 from .params import SIGNS, describe, listed, nearest, parse_value, recipe_name, show, warn_renamed
 
-
 # Names of class attributes and methods until version 0.1, and of today.
 _FORMER = {
     "asks_question": "query_dependent",

@@ -111,7 +111,7 @@ class Conversation:
         turn = self.current = Turn(question)
         for side, recipe in ((FULL, Recipe()), (RECIPE, self.recipe)):
             # A session cannot reuse frames that depend on the question.
-            per_question = any(stage.asks_question for stage in recipe.acting(MediaStage))
+            per_question = any(stage.query_dependent for stage in recipe.acting(MediaStage))
             if self.turns and (self.history or not per_question):
                 pieces: Callable[..., Iterator] = self._session(side, recipe).stream
             else:

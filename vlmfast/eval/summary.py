@@ -272,7 +272,7 @@ def full_model(runs: list[Results]) -> Results | None:
 def rereads(run: Results) -> bool:
     """Whether a session prefills the images for each question, because the recipe uses it."""
     recipe = Recipe.parse(run.meta["recipe"])
-    return any(part.asks_question for stage in recipe for part in (stage, *stage.expand()))
+    return any(part.query_dependent for stage in recipe for part in (stage, *stage.expand()))
 
 
 def shrinks(row: Row) -> bool:

@@ -64,7 +64,7 @@ class SnapKV(Evictor):
 
     name: ClassVar[str] = "snapkv"
     paper: ClassVar[str] = "NeurIPS 2024, arXiv 2404.14469"
-    asks_question: ClassVar[bool] = True
+    query_dependent: ClassVar[bool] = True
 
     window: float = param(
         32.0, "last slots, which vote and are kept; below 1 a fraction of the kept slots", gt=0.0

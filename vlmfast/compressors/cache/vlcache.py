@@ -80,7 +80,7 @@ class VLCache(Layered):
 
     name: ClassVar[str] = "vlcache"
     paper: ClassVar[str] = "ICLR 2025, arXiv 2410.23317"
-    asks_question: ClassVar[bool] = True
+    query_dependent: ClassVar[bool] = True
 
     share: float = param(
         0.1,

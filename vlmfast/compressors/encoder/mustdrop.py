@@ -208,7 +208,7 @@ class MustDrop(Stage):
     protocol: ClassVar[str] = "in-encoder"
     paper: ClassVar[str] = "arXiv 2411.10803"
     lead: ClassVar[str | None] = "budget"
-    asks_question: ClassVar[bool] = True
+    query_dependent: ClassVar[bool] = True
 
     window: int = param(
         0,

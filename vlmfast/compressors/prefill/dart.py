@@ -64,7 +64,7 @@ class DART(PrefillStage):
     name: ClassVar[str] = "dart"
     paper: ClassVar[str] = "EMNLP 2025, arXiv 2502.11494"
     lead: ClassVar[str | None] = "rate"
-    asks_question: ClassVar[bool] = True
+    query_dependent: ClassVar[bool] = True
 
     rate: float = param(0.222, "fraction of the visual tokens kept after the drop", gt=0.0, le=1.0)
     k: int = param(2, "layers that see every token", ge=1)

@@ -43,7 +43,7 @@ class FastV(PrefillStage):
     name: ClassVar[str] = "fastv"
     paper: ClassVar[str] = "ECCV 2024, arXiv 2403.06764"
     lead: ClassVar[str | None] = "rate"
-    asks_question: ClassVar[bool] = True
+    query_dependent: ClassVar[bool] = True
 
     rate: float = param(0.5, "fraction of the visual tokens kept after the drop", gt=0.0, le=1.0)
     k: int = param(2, "layers that see every token", ge=1)

@@ -59,7 +59,7 @@ class PyramidDrop(PrefillStage):
     name: ClassVar[str] = "pyramiddrop"
     paper: ClassVar[str] = "CVPR 2025, arXiv 2410.17247"
     lead: ClassVar[str | None] = "ratio"
-    asks_question: ClassVar[bool] = True
+    query_dependent: ClassVar[bool] = True
 
     ratio: float = param(
         0.5, "lambda: fraction of its tokens that each drop keeps", word="keep", gt=0.0, le=1.0

@@ -100,7 +100,7 @@ class SparseVLM(Stage):
     protocol: ClassVar[str] = "encode"
     paper: ClassVar[str] = "ICML 2025, arXiv 2410.04417"
     lead: ClassVar[str | None] = "rate"
-    asks_question: ClassVar[bool] = True
+    query_dependent: ClassVar[bool] = True
 
     rate: float | None = param(
         None, "fraction of the visual tokens left after every drop", gt=0.0, le=1.0
@@ -149,7 +149,7 @@ class Question(Part, EncodeStage):
     """Part 1: finds the raters on the input of the language model."""
 
     name: ClassVar[str] = SparseVLM.name
-    asks_question: ClassVar[bool] = True
+    query_dependent: ClassVar[bool] = True
     positions = "keep"  # nothing is dropped here
 
     def reduce(
@@ -167,7 +167,7 @@ class Drop(Part, PrefillStage):
     """Part 2: drops and recycles, between layers of the language model."""
 
     name: ClassVar[str] = SparseVLM.name
-    asks_question: ClassVar[bool] = True
+    query_dependent: ClassVar[bool] = True
 
     def layers(self, depth: int) -> tuple[int, ...]:
         return self.of.drops(depth)

@@ -191,7 +191,7 @@ class ZipVL(Stage):
     protocol: ClassVar[str] = "prefill"
     paper: ClassVar[str] = "arXiv 2410.08584"
     lead: ClassVar[str | None] = "tau"
-    asks_question: ClassVar[bool] = True
+    query_dependent: ClassVar[bool] = True
     positions = "keep"  # read by the parts; no row is dropped
 
     tau: float = param(
@@ -242,7 +242,7 @@ class Sparse(Part, PrefillStage):
     """Attention among the important tokens; the cache part finds them in the notes."""
 
     name: ClassVar[str] = ZipVL.name
-    asks_question: ClassVar[bool] = True
+    query_dependent: ClassVar[bool] = True
 
     def layers(self, depth: int) -> tuple[int, ...]:
         return ()

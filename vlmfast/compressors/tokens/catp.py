@@ -59,7 +59,7 @@ class CATP(Stage):
     protocol: ClassVar[str] = "encode"
     paper: ClassVar[str] = "AAAI 2026, arXiv 2508.07871"
     lead: ClassVar[str | None] = "rate"
-    asks_question: ClassVar[bool] = True
+    query_dependent: ClassVar[bool] = True
 
     rate: float = param(1 / 3, "fraction of the tokens left at the end, 1 - R", gt=0.0, le=1.0)
     k: float = param(6 / 32, "layer K; a value below 1 is a fraction of the depth", gt=0.0)
@@ -107,7 +107,7 @@ class Cover(Part, EncodeStage):
     """Part 1: before the language model, each image with its text."""
 
     name: ClassVar[str] = CATP.name
-    asks_question: ClassVar[bool] = True
+    query_dependent: ClassVar[bool] = True
 
     def reduce(
         self, tokens: VisualTokens, stats: VisionStats, request: EncodeRequest
@@ -144,7 +144,7 @@ class Context(Part, PrefillStage):
     """Part 2: in the language model, the other images, and then the last."""
 
     name: ClassVar[str] = CATP.name
-    asks_question: ClassVar[bool] = True
+    query_dependent: ClassVar[bool] = True
 
     def layers(self, depth: int) -> tuple[int, ...]:
         k = self.of.layer(depth)

@@ -50,7 +50,7 @@ class ClipRelevance(Reducer):
     name: ClassVar[str] = "clip-relevance"
     paper: ClassVar[str] = "NeurIPS 2025, arXiv 2506.10967"
     other_model: ClassVar[bool] = True
-    asks_question: ClassVar[bool] = True
+    query_dependent: ClassVar[bool] = True
 
     rate: float = param(1 / 9, "fraction of the visual tokens kept", gt=0.0, le=1.0)
     model: str = _clip.model_param()

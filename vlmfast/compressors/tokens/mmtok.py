@@ -61,7 +61,7 @@ class MMTok(Reducer):
 
     name: ClassVar[str] = "mmtok"
     paper: ClassVar[str] = "ICLR 2026, arXiv 2508.18264"
-    asks_question: ClassVar[bool] = True
+    query_dependent: ClassVar[bool] = True
 
     rate: float = param(1 / 9, "fraction of the visual tokens kept", gt=0.0, le=1.0)
     alpha: float = param(0.5, "weight of image coverage relative to text coverage", ge=0.0)

@@ -35,7 +35,7 @@ class ATP(PrefillStage):
     paper: ClassVar[str] = "CVPR 2025, arXiv 2412.00447"
     lead: ClassVar[str | None] = "budget"
     trained: ClassVar[bool] = True
-    asks_question: ClassVar[bool] = True
+    query_dependent: ClassVar[bool] = True
 
     layers_: tuple[float, ...] = param(
         (1 / 8, 7 / 16, 3 / 4),

@@ -57,7 +57,7 @@ class Elastic(Reducer):
             )
 
     @property
-    def asks_question(self) -> bool:
+    def query_dependent(self) -> bool:
         """Whether the gate, which sees the question, affects the result."""
         return self.branch == "gate" and self.mode != "concat"
 
