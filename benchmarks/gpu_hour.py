@@ -63,7 +63,7 @@ IMAGE = str(ROOT / "examples" / "picture.png")
 # In addition to each method at its defaults.
 STACKS = (
     "none",
-    "downsample:0.3,repair=true",
+    "downsample:0.3,proportional_attention=true",
     "pyramiddrop:positions=compact",
     "kivi:residual=32",
     "zipvl:tau=0.9,kv=drop,rows=all",

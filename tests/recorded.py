@@ -68,7 +68,7 @@ METHODS = {
     "snapkv": ["snapkv:0.4,window=0.1", "snapkv:0.8"],
     "sparsevlm": ["sparsevlm:budget=0.6", "sparsevlm"],
     "streamingllm": ["streamingllm:0.4", "streamingllm:0.6"],
-    "tome": ["tome:budget=0.5", "tome:budget=0.7,repair=true"],
+    "tome": ["tome:budget=0.5", "tome:budget=0.7,proportional_attention=true"],
     "visionzip": ["visionzip:0.3", "visionzip:budget=0.5"],
     "vlcache": ["vlcache:0.4"],
     "zipcache": ["zipcache:0.4", "zipcache"],

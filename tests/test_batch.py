@@ -40,8 +40,10 @@ REQUESTS = [
     request("h2o:0.6", (8,), "where is the square ?", max_new_tokens=22),
     request("streamingllm:0.6", (9,), "how many are there , and which ?", max_new_tokens=19),
     request("zipcache:page=8", (10,), "why ?", max_new_tokens=21),
-    request("lookm:share=0.8,merge=avg,repair=true", (11,), max_new_tokens=1),
-    request("visionzip:dominant=6,contextual=4,repair=true", (12, 13), max_new_tokens=6),
+    request("lookm:share=0.8,merge=avg,proportional_attention=true", (11,), max_new_tokens=1),
+    request(
+        "visionzip:dominant=6,contextual=4,proportional_attention=true", (12, 13), max_new_tokens=6
+    ),
     request("cake:share=0.8,window=4", (14,), "which colour is it ?", max_new_tokens=16),
     request("hired:0.6+pyramiddrop+snapkv:share=0.9,window=4", (15, 16), max_new_tokens=18),
     request("snapkv:share=0.8,window=4+kivi:residual=8,group=4", (17,), max_new_tokens=20),

@@ -748,7 +748,7 @@ COSTS = {
     "uneven": Own(),
     "evicted": "snapkv:share=0.8,window=4",
     "tracked": "h2o:0.6",
-    "biased": "lookm:share=0.8,merge=avg,repair=true",
+    "biased": "lookm:share=0.8,merge=avg,proportional_attention=true",
     "2 bits": "kivi:residual=8,group=4",
     "4 and 2 bits": "zipcache:page=8",
     "dropped in layers": "pyramiddrop",

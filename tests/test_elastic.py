@@ -462,7 +462,11 @@ def test_elastic_through_the_engine(vlm: vlmfast.VLM, count: int) -> None:
             assert pooled.stats.equivalent_tokens == mean.stats.equivalent_tokens
     for mode in ("weighted", "concat"):
         for repair in ("true", "false"):
-            ask(vlm, f"elastic:0.3,mode={mode},repair={repair},positions=compact", count)
+            ask(
+                vlm,
+                f"elastic:0.3,mode={mode},proportional_attention={repair},positions=compact",
+                count,
+            )
 
 
 def test_weights_of_this_model_are_needed() -> None:

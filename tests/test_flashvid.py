@@ -128,7 +128,11 @@ def test_recipe_round_trips() -> None:
     assert FlashVID().saliencies() == (SaliencyRequest("features"),)
     tokens, stats = prompt({"tiles": (2, 2)})
     assert FlashVID(budget=1.0).reduce(tokens, as_video(stats), REQUEST) is tokens
-    for text in ("flashvid", "flashvid:0.2,alpha=0.5,repair=true", "flashvid:budget=0.1,least=1"):
+    for text in (
+        "flashvid",
+        "flashvid:0.2,alpha=0.5,proportional_attention=true",
+        "flashvid:budget=0.1,least=1",
+    ):
         assert Recipe.parse(text) == Recipe.parse(str(Recipe.parse(text)))
     with pytest.raises(RecipeError, match=r"flashvid: least=0 is out of range"):
         Recipe.parse("flashvid:least=0")

@@ -58,7 +58,7 @@ class Does(DecodeStage):
 RECIPES = {
     "nothing": (),
     "visionzip": "visionzip:dominant=4,contextual=3",
-    "repair": "visionzip:dominant=4,contextual=3,repair=true",
+    "proportional_attention": "visionzip:dominant=4,contextual=3,proportional_attention=true",
     "pyramiddrop": "pyramiddrop:layers=1",
     "pyramiddrop, renumbered": "pyramiddrop:layers=1,positions=compact",
     "snapkv": "snapkv:share=0.8,window=4",
@@ -67,7 +67,7 @@ RECIPES = {
     "fastkv": "fastkv:share=0.7,tsp=0.9,window=3",
     "quickprefill": "quickprefill:0.4",
     "lookm": "lookm:share=0.8",
-    "lookm, repair": "lookm:share=0.8,merge=avg,repair=true",
+    "lookm, repair": "lookm:share=0.8,merge=avg,proportional_attention=true",
     "h2o": "h2o:0.6",
     "cake": "cake:share=0.7,window=4",
     "streamingllm": "streamingllm:0.6",

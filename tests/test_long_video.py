@@ -116,7 +116,7 @@ def test_cap_that_is_not_reached_has_no_effect(build, recipe):
         None,
         "hired:0.5",
         "visionzip:dominant=4,contextual=3",
-        "visionzip:dominant=4,contextual=3,repair=true",
+        "visionzip:dominant=4,contextual=3,proportional_attention=true",
     ],
 )
 def test_blocks_equal_one_prefill(vlm, logits, recipe, monkeypatch):

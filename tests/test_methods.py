@@ -196,8 +196,8 @@ STACKS = (
     "pvc:budget=0.22+hired:budget=0.5",
     "mustdrop:budget=0.5+visionzip:budget=0.5",
     "hired:budget=0.5+elastic:budget=0.5+fastv:budget=0.6",
-    "downsample:0.4,repair=true+fastv",
-    "mustdrop:0.4,repair=true+hired:0.5+pyramiddrop",
+    "downsample:0.4,proportional_attention=true+fastv",
+    "mustdrop:0.4,proportional_attention=true+hired:0.5+pyramiddrop",
 )
 
 
@@ -219,7 +219,7 @@ CACHE_STACKS = (
     "elastic:budget=0.3+snapkv:0.5,window=0.1",
     "pvc:budget=0.22+h2o:0.5",
     "fastv+streamingllm:0.4",
-    "downsample:0.4,repair=true+cake:0.5,window=0.1",
+    "downsample:0.4,proportional_attention=true+cake:0.5,window=0.1",
     "visionzip:0.5+fastkv:0.4,window=0.1,tsp=0.6",
     "hired:0.5+zipvl",
     "mustdrop:budget=0.5+lookm:0.5",

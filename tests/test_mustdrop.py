@@ -444,8 +444,10 @@ def test_recipe_and_expanded_stages() -> None:
     assert {part.name for part in stage.expand()} == {"mustdrop"}
     assert {part.positions for part in stage.expand()[1:]} == {"compact"}
     assert {p.positions for p in MustDrop(positions="keep").expand()[1:]} == {"keep"}
-    assert {part.repair for part in stage.expand()} == {False}
-    assert {part.repair for part in MustDrop(repair=True).expand()} == {True}
+    assert {part.proportional_attention for part in stage.expand()} == {False}
+    assert {
+        part.proportional_attention for part in MustDrop(proportional_attention=True).expand()
+    } == {True}
     assert stage.expand()[0].blocks(24) == (1,)
     assert stage.expand()[1].saliencies() == (SaliencyRequest("last"),)
     close(stage.floor(32), (3 + 29 * 0.08) / 32, terms=3)

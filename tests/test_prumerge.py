@@ -166,7 +166,11 @@ def test_prompt_equals_reference_tower() -> None:
 
 def test_recipe_parameters() -> None:
     assert PruMerge().saliencies() == (SaliencyRequest("last", keys=True, wide=True),)
-    for text in ("prumerge", "prumerge-plus:0.25,repair=true", "prumerge:budget=0.1"):
+    for text in (
+        "prumerge",
+        "prumerge-plus:0.25,proportional_attention=true",
+        "prumerge:budget=0.1",
+    ):
         assert Recipe.parse(text) == Recipe.parse(str(Recipe.parse(text)))
     assert PruMerge().rate is None
     assert PruMerge().positions == "compact"

@@ -17,7 +17,7 @@ from tiny_models import build_llava, build_llava_next, picture
 from vlmfast import VLM
 from vlmfast.core.contexts import DecodeContext, PrefillContext
 from vlmfast.core.layout import Kind, TokenLayout, VisualTokens
-from vlmfast.core.params import repair_param
+from vlmfast.core.params import proportional_attention_param
 from vlmfast.core.protocols import EncodeStage, InEncoderStage, PrefillStage
 from vlmfast.core.recipe import Recipe
 from vlmfast.core.statistics import StatRequest
@@ -68,10 +68,16 @@ def states(rows: torch.Tensor, seed: int) -> list[torch.Tensor]:
     return [s[:, :, rows] for s in made]
 
 
-def attend(rows: torch.Tensor, weight: torch.Tensor, repair: bool) -> tuple[torch.Tensor, KVCache]:
+def attend(
+    rows: torch.Tensor, weight: torch.Tensor, proportional_attention: bool
+) -> tuple[torch.Tensor, KVCache]:
     layout = TokenLayout.text(torch.arange(len(rows)), torch.arange(len(rows))[None])
     cache = KVCache(1)
-    context = PrefillContext(layout=layout.replace(weight=weight), cache=cache, repair=repair)
+    context = PrefillContext(
+        layout=layout.replace(weight=weight),
+        cache=cache,
+        proportional_attention=proportional_attention,
+    )
     query, key, value = states(rows, 0)
     cache.layers[0].update(key, value)
     out, _ = text_attention(Layer(), query, key, value, None, scaling=0.25, vlmfast_context=context)
@@ -84,9 +90,9 @@ def test_weighted_token_equals_its_duplicates() -> None:
     once = torch.arange(12)
     weight = torch.ones(12)
     weight[3], weight[6] = 3, 2
-    expected, full = attend(twice, torch.ones(len(twice)), repair=False)
-    got, merged = attend(once, weight, repair=True)
-    control, plain = attend(once, weight, repair=False)
+    expected, full = attend(twice, torch.ones(len(twice)), proportional_attention=False)
+    got, merged = attend(once, weight, proportional_attention=True)
+    control, plain = attend(once, weight, proportional_attention=False)
     # The last duplicate attends to the same keys as the merged token.
     last = torch.tensor([0, 1, 2, 5, 6, 7, 9, 10, 11, 12, 13, 14])
     close(got, expected[:, last], terms=SUMS)
@@ -127,7 +133,7 @@ class Weigh(EncodeStage):
 
     name: ClassVar[str] = "test-weigh"
     weight: float = 1.0
-    repair: bool = repair_param(True)
+    proportional_attention: bool = proportional_attention_param(True)
 
     def reduce(self, tokens, stats, request):
         weight = tokens.layout.weight.clone()
@@ -136,7 +142,7 @@ class Weigh(EncodeStage):
 
 
 def test_repair_changes_answers_only_with_weights(vlm) -> None:
-    """Weights of 1 change nothing; others do, in prefill and decoding, unless repair is off."""
+    """Weights of 1 change nothing; others do, in prefill and decoding, unless proportional_attention is off."""
     full = answer_logits(vlm, start(vlm, (), [picture()]), TOKENS)
     same = answer_logits(vlm, start(vlm, Weigh(1.0), [picture()]), TOKENS)
     terms = sums(vlm)
@@ -144,7 +150,9 @@ def test_repair_changes_answers_only_with_weights(vlm) -> None:
     heavy = answer_logits(vlm, start(vlm, Weigh(50.0), [picture()]), TOKENS)
     for row, other in zip(heavy, full, strict=True):
         apart(row, other, terms=terms)
-    off = answer_logits(vlm, start(vlm, Weigh(50.0, repair=False), [picture()]), TOKENS)
+    off = answer_logits(
+        vlm, start(vlm, Weigh(50.0, proportional_attention=False), [picture()]), TOKENS
+    )
     assert torch.equal(off, full)
 
 
@@ -177,7 +185,7 @@ class MergeTwins(InEncoderStage):
     """Merges rows 1 and 2 of every view after the first block."""
 
     name: ClassVar[str] = "test-twins"
-    repair: bool = repair_param(True)
+    proportional_attention: bool = proportional_attention_param(True)
 
     def blocks(self, depth):
         return (1,)
@@ -220,7 +228,7 @@ def test_repair_in_tower_is_exact_for_duplicates(vlm) -> None:
     full = final((), "full")
     rest = [i for i in range(full.shape[1]) if i != 2]
     close(final(MergeTwins(), "merged"), full[:, rest], terms=tower(vlm.model))
-    without = final(MergeTwins(repair=False), "plain")
+    without = final(MergeTwins(proportional_attention=False), "plain")
     apart(without, full[:, rest], terms=tower(vlm.model))
 
 
@@ -410,7 +418,7 @@ def test_reference_attention_equals_pytorch() -> None:
     """The bias path equals PyTorch's attention if all weights are 1."""
     rows = torch.arange(12)
     query, key, value = states(rows, 0)
-    out, _ = attend(rows, torch.ones(12), repair=True)
+    out, _ = attend(rows, torch.ones(12), proportional_attention=True)
     keys, values = (s.repeat_interleave(2, 1) for s in (key, value))
     expected = scaled_dot_product_attention(query, keys, values, is_causal=True, scale=0.25)
     close(out, expected.transpose(1, 2), terms=SUMS)

@@ -76,13 +76,13 @@ def tower_by_hand(vlm: VLM, pixels: Tensor, stage: ToMe) -> tuple[Tensor, Tensor
         wide = block.self_attn.k_proj(block.layer_norm1(hidden))
         keys = wide.unflatten(-1, (-1, block.self_attn.head_dim)).mean(2)
         bias = size.log()[:, None, None].expand(-1, -1, hidden.shape[1], -1)
-        hidden = block(hidden, attention_mask=bias if stage.repair else None)
+        hidden = block(hidden, attention_mask=bias if stage.proportional_attention else None)
     vlm.model.set_attn_implementation("sdpa")
     return hidden, where
 
 
 @pytest.mark.parametrize("build", [build_llava, build_llava_next])
-@pytest.mark.parametrize("text", ["tome:0.4", "tome:0.4,repair=false", "tome:r=3"])
+@pytest.mark.parametrize("text", ["tome:0.4", "tome:0.4,proportional_attention=false", "tome:r=3"])
 def test_prompt_equals_reference_tower(build, text) -> None:
     vlm, image = VLM(*build()), picture()
     tensors = vlm.inputs("what is here ?", images=[image])
@@ -107,7 +107,9 @@ def test_prompt_equals_reference_tower(build, text) -> None:
     assert len(layout) == len(ours) == sum(int(w.max()) for w in where)
     assert layout.weight.sum() == int(full.patches.sum())
     # Control: another treatment of sizes gives another result.
-    other = Recipe.parse(text + ("" if "repair" in text else ",repair=false"))
+    other = Recipe.parse(
+        text + ("" if "proportional_attention" in text else ",proportional_attention=false")
+    )
     if other != recipe:
         run = Driven(vlm.adapter, inputs, other, time.perf_counter())
         control = answer_logits(vlm, run, [])
@@ -121,9 +123,9 @@ def test_recipe_parameters() -> None:
     requests = stage.expand()[0].vision_stats(24)
     assert requests == dict.fromkeys(range(22), StatRequest("keys", keys=True))
     assert Merge(ToMe(1.0)).blocks(24) == ()
-    for text in ("tome", "tome:0.2,positions=keep", "tome:r=8,repair=false"):
+    for text in ("tome", "tome:0.2,positions=keep", "tome:r=8,proportional_attention=false"):
         assert Recipe.parse(text) == Recipe.parse(str(Recipe.parse(text)))
-    assert Recipe.parse("tome")[0].repair
+    assert Recipe.parse("tome")[0].proportional_attention
 
 
 @pytest.mark.parametrize(

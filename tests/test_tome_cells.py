@@ -163,7 +163,7 @@ def test_images_are_independent(vlm):
         "tome:0.5+flashvid:0.5",
         "tome:0.5+pyramiddrop",
         "tome:budget=0.5",
-        "tome:0.5,positions=keep,repair=false",
+        "tome:0.5,positions=keep,proportional_attention=false",
     ],
 )
 def test_tome_in_recipes(vlm, media, recipe):
@@ -297,7 +297,7 @@ def packed_by_hand(
             first = torch.tensor([max(group) for group in groups.members])
         rows = (first[:, None] * m + torch.arange(m)).flatten()
         size = torch.tensor([float(len(group)) for group in groups.members]).repeat_interleave(m)
-        if not stage.repair:
+        if not stage.proportional_attention:
             size = torch.ones_like(size)
         window = window_of[first].repeat_interleave(m)
         if everywhere is None or index in everywhere or wrong == "windows":
@@ -321,7 +321,7 @@ def packed_by_hand(
 
 
 @pytest.mark.parametrize("name", PACKED)
-@pytest.mark.parametrize("text", ["tome:0.5", "tome:0.3", "tome:0.5,repair=false"])
+@pytest.mark.parametrize("text", ["tome:0.5", "tome:0.3", "tome:0.5,proportional_attention=false"])
 def test_packed_towers_equal_reference(name, text):
     vlm, image = built(name), picture(2, 64, 48)
     (stage,) = Recipe.parse(text)
@@ -346,7 +346,7 @@ def test_packed_towers_equal_reference(name, text):
     for wrong in wrongs:
         other, _, _ = packed_by_hand(vlm, hidden, tables, item.patches, stage, wrong)
         apart(ours[0], other[0][cell], terms=4 * 512)
-    other = ToMe(stage.rate, repair=not stage.repair)
+    other = ToMe(stage.rate, proportional_attention=not stage.proportional_attention)
     other, _, _ = packed_by_hand(vlm, hidden, tables, item.patches, other)
     apart(ours[0], other[0][cell], terms=4 * 512)
 
@@ -376,7 +376,7 @@ def internvl_by_hand(vlm: VLM, hidden: Tensor, stage: ToMe) -> tuple[Tensor, Ten
                 groups.members, units = members[1:], rows[1:]
         rows = torch.cat([cls, units.unflatten(1, (m, -1)).flatten(0, 1)])
         size = torch.tensor([float(len(group)) for group in groups.members]).repeat_interleave(m)
-        bias = torch.cat([torch.ones(1), size]).log() * float(stage.repair)
+        bias = torch.cat([torch.ones(1), size]).log() * float(stage.proportional_attention)
         normed, attention = block.layernorm_before(rows), block.attention
         q, k, v = (
             p(normed).unflatten(-1, (attention.num_heads, -1))
@@ -396,7 +396,7 @@ def internvl_by_hand(vlm: VLM, hidden: Tensor, stage: ToMe) -> tuple[Tensor, Ten
     return base.multi_modal_projector(shuffled)[0], group
 
 
-@pytest.mark.parametrize("text", ["tome:0.5", "tome:r=1", "tome:0.5,repair=false"])
+@pytest.mark.parametrize("text", ["tome:0.5", "tome:r=1", "tome:0.5,proportional_attention=false"])
 def test_internvl_equals_reference(text):
     vlm, image = built("internvl"), picture(0, 90, 44)
     (stage,) = Recipe.parse(text)
@@ -420,7 +420,7 @@ def test_packed_block_arguments_after_merging():
     """Boundaries of empty windows are removed, and the maximum length is recomputed."""
     adapter = built("qwen2_5_vl").adapter
     item = ItemGeometry((48, 64), (0, 0), (0, 1), (3, 4))  # windows of 4, 4, 2 and 2 cells
-    context = VisionContext(depth=4, items=(item,), chunks={}, repair=True)
+    context = VisionContext(depth=4, items=(item,), chunks={}, proportional_attention=True)
     tower = Packed(adapter, context)
     hidden = torch.arange(48.0)[:, None]
     tower.begin(hidden)

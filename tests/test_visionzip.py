@@ -166,9 +166,11 @@ def test_weights_protection_and_extra_features_are_kept() -> None:
 def test_recipe_parameters() -> None:
     assert VisionZip().saliencies() == (SaliencyRequest("features", keys=True),)
     assert VisionZip.wants_cls
-    stage = Recipe.parse("visionzip:0.1,dominant=54,contextual=10,positions=keep,repair=true")
+    stage = Recipe.parse(
+        "visionzip:0.1,dominant=54,contextual=10,positions=keep,proportional_attention=true"
+    )
     assert stage == Recipe.parse(str(stage))
-    assert stage[0].repair
+    assert stage[0].proportional_attention
 
 
 @pytest.mark.parametrize(
@@ -178,7 +180,10 @@ def test_recipe_parameters() -> None:
         ("visionzip:budget=2", r"budget=2 is out of range"),
         ("visionzip:dominant=-1", r"dominant=-1 is out of range, allowed is >= 0"),
         ("visionzip:contextual=1.5", r"contextual='1.5' cannot be read as int"),
-        ("visionzip:repair=maybe", r"repair='maybe' cannot be read as bool"),
+        (
+            "visionzip:proportional_attention=maybe",
+            r"proportional_attention='maybe' cannot be read as bool",
+        ),
         ("visionzip:domina=3", r"no parameter 'domina' \(did you mean 'dominant'\?\)"),
     ],
 )
@@ -268,6 +273,7 @@ def test_prompt_equals_reference_tower(vlm: VLM) -> None:
 
 def test_repair_uses_the_weights(vlm: VLM) -> None:
     (run, repaired), (_, plain) = (
-        start(vlm, recipe, [noise(0)]) for recipe in ("visionzip:0.4,repair=true", "visionzip:0.4")
+        start(vlm, recipe, [noise(0)])
+        for recipe in ("visionzip:0.4,proportional_attention=true", "visionzip:0.4")
     )
     apart(repaired, plain, terms=answer(vlm, run.prompt.full_length))

@@ -434,7 +434,7 @@ class Weighs(EncodeStage):
 
     name: ClassVar[str] = "test-weighs"
     positions: str = "keep"
-    repair = True
+    proportional_attention = True
 
     def reduce(self, tokens, stats, request):
         index = torch.arange(0, len(tokens), 2)
@@ -544,8 +544,8 @@ CACHE = {
     "vlcache": "vlcache:0.4",
     "fastkv": "fastkv:share=0.4,tsp=0.9,window=3",
     "lookm": "lookm:share=0.9,merge=avg",
-    "lookm, weighted": "lookm:share=0.9,merge=avg,repair=true",
-    "lookm, weighted, and kivi": "lookm:share=0.9,merge=avg,repair=true+kivi:4,group=4,residual=16",
+    "lookm, weighted": "lookm:share=0.9,merge=avg,proportional_attention=true",
+    "lookm, weighted, and kivi": "lookm:share=0.9,merge=avg,proportional_attention=true+kivi:4,group=4,residual=16",
     "h2o": "h2o:0.5",
     "cake": "cake:share=0.5,window=4",
     "kivi": "kivi:bits=4,group=4,residual=16",

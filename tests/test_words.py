@@ -93,7 +93,7 @@ def test_listed_words_are_not_used() -> None:
         ("x = 1\n# what comes behind the image\n", 2),
         ('"""One line.\n\nA picture.\n"""\n', 3),
         ("raise ValueError(f'{x} quantises')\n", 1),
-        ("def ask(*, repair=True):\n    pass\n", 1),
+        ("def ask(*, proportional_attention=True):\n    pass\n", 1),
     ],
 )
 def test_planted_words_are_found(text: str, line: int) -> None:

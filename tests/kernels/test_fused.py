@@ -51,7 +51,7 @@ RECIPES: dict[str, list[Any]] = {
     "ragged rows": [(), Uneven(), "snapkv:share=0.7,window=4"],
     "quantized": ["kivi:bits=4,group=4,residual=4"],
     "quantized in two widths, attention counted": ["zipcache:page=4"],
-    "biased": ["visionzip:dominant=4,contextual=3,repair=true"],
+    "biased": ["visionzip:dominant=4,contextual=3,proportional_attention=true"],
     "tracked": ["h2o:0.6"],
     "compact and kept positions": ["pyramiddrop:layers=1,positions=compact", ()],
 }

@@ -34,7 +34,7 @@ RECIPES = {
     "lookm:share=0.8,recent=0.2": (col_stats, merge),
     "h2o:0.7": (col_stats, select),
     "kivi:bits=4,group=4,residual=4": (quantize_kv,),
-    "downsample:0.3,repair=true": (biased_attention,),
+    "downsample:0.3,proportional_attention=true": (biased_attention,),
     "pyramiddrop+zipcache:page=4": (col_stats, gather_rows, quantize_kv),
     "pyramiddrop:positions=compact": (gather_rows,),
 }

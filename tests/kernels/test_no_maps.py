@@ -23,7 +23,7 @@ RECIPES = [
     "cake:share=0.7,window=4",
     "zipvl:tau=0.9",
     "zipcache:page=8",
-    "downsample:0.3,repair=true",
+    "downsample:0.3,proportional_attention=true",
 ]
 IMAGES = [picture(seed=seed) for seed in range(5)]
 

@@ -19,5 +19,5 @@ class Part(Stage):
         return self.of.positions
 
     @property
-    def repair(self) -> bool:
-        return self.of.repair
+    def proportional_attention(self) -> bool:
+        return self.of.proportional_attention

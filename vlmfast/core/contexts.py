@@ -67,7 +67,7 @@ class VisionContext:
     specials: int = 0
     notes: dict[str, dict[str, Any]] = field(default_factory=dict)
     trained: dict[str, nn.Module] = field(default_factory=dict)
-    repair: bool = False
+    proportional_attention: bool = False
     stats: dict[int, Tensor] = field(default_factory=dict)
     keys: dict[int, Tensor] = field(default_factory=dict)
     chunks: dict[int, list[tuple[Tensor | None, Tensor | None]]] | None = None
@@ -88,7 +88,7 @@ class PrefillContext:
         Layers of the language model.
     requests : dict of int to StatRequest
         Layer index to the requested rows.
-    notes, trained, repair
+    notes, trained, proportional_attention
         As in `VisionContext`.
     cache : KVCache, optional
         Of the sequence.
@@ -134,7 +134,7 @@ class PrefillContext:
     requests: dict[int, StatRequest] = field(default_factory=dict)
     notes: dict[str, dict[str, Any]] = field(default_factory=dict)
     trained: dict[str, nn.Module] = field(default_factory=dict)
-    repair: bool = False
+    proportional_attention: bool = False
     cache: Any = None
     mask_rule: Callable[[TokenLayout], Tensor] | None = None
     norm: Callable[[Tensor], Tensor] | None = None
@@ -177,7 +177,7 @@ class PrefillContext:
 
     def key_bias(self) -> Tensor | None:
         """Bias of the logits of each key, float32, (S,), or ``None``."""
-        return self.layout.weight.log() if self.repair else None
+        return self.layout.weight.log() if self.proportional_attention else None
 
     def share(self, rows: Tensor) -> Tensor | None:
         """Weight of each of ``rows`` in a mean over rows; ``None`` for equal weights."""

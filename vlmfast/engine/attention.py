@@ -315,7 +315,7 @@ def vision_attention(
         attention_mask = valid if attention_mask is None else attention_mask & valid
     padding = attention_mask
     bias = None
-    if context.repair and context.merged is not None:
+    if context.proportional_attention and context.merged is not None:
         # Padding rows represent no patch; the mask hides them.
         size = key.new_zeros(len(key), n, dtype=torch.float32)
         size = size.scatter_add(

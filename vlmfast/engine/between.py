@@ -284,7 +284,7 @@ class Packed:
             kwargs["max_seqlen"] = type(kwargs["max_seqlen"])((left[1:] - left[:-1]).max())
         if (tables := kwargs.get("position_embeddings")) is not None:
             kwargs["position_embeddings"] = tuple(table[self.rows] for table in tables)
-        if self.context.repair:
+        if self.context.proportional_attention:
             self.context.sizes = iter(self.sizes.split((left[1:] - left[:-1]).tolist()))
         return args, kwargs
 

@@ -283,7 +283,8 @@ class Engine:
             notes=prompt.notes,
             trained=prompt.trained,
             # As in `prefill`.
-            repair=any(s.repair for s in merging) and bool((prompt.layout.weight != 1).any()),
+            proportional_attention=any(s.proportional_attention for s in merging)
+            and bool((prompt.layout.weight != 1).any()),
             limit=limit,
         )
         if compress:

@@ -298,7 +298,8 @@ def prefill(
         trained=prompt.trained,
         norm=getattr(adapter.decoder, "norm", None),
         # Where nothing was merged, no bias is needed and attention is the model's own.
-        repair=any(stage.repair for stage in merging) and bool((prompt.layout.weight != 1).any()),
+        proportional_attention=any(stage.proportional_attention for stage in merging)
+        and bool((prompt.layout.weight != 1).any()),
         limit=limit,
     )
     assert context.answer == prompt.answer  # a prompt with one needs a `TrainingContext`

@@ -73,7 +73,7 @@ def encode(
         items=items,
         notes=notes,
         trained=trained,
-        repair=any(stage.repair for stage in inside),
+        proportional_attention=any(stage.proportional_attention for stage in inside),
         specials=adapter.specials(),
         chunks={} if adapter.packed else None,
     )

@@ -32,7 +32,7 @@ Different from the authors' code, and why:
   slots are those of the prompt's layout, not 576 tokens after a placeholder.
 - Keys merge as stored, rotated to different positions, as theirs do. ``rope_aware`` compares and
   merges them as if all were at one position, and rotates the result to the pivot's; that is new.
-- ``repair`` weights a merged slot by all slots merged into it; that is new as well.
+- ``proportional_attention`` weights a merged slot by all slots merged into it; that is new as well.
 
 Their published code cannot be imported as it is (one class is missing, another lacks its first
 line), and what they call RoCo keeps the whole cache, as its call is commented out. Both are not
@@ -50,7 +50,7 @@ from torch import Tensor
 
 from vlmfast.core.contexts import PrefillContext
 from vlmfast.core.kv import KV
-from vlmfast.core.params import param, repair_param
+from vlmfast.core.params import param, proportional_attention_param
 from vlmfast.core.protocols import CacheStage
 from vlmfast.core.statistics import ColumnRequest, ColumnStats
 from vlmfast.errors import RecipeError
@@ -115,7 +115,7 @@ class LookM(CacheStage):
         None, "first slots always kept; by default 0 with text_prior and 4 without", ge=0
     )
     rope_aware: bool = param(False, "merge keys as if they were all at one position")
-    repair: bool = repair_param(False)
+    proportional_attention: bool = proportional_attention_param(False)
 
     def text_stats(self, depth: int) -> dict[int, ColumnRequest]:
         return dict.fromkeys(range(depth), ColumnRequest("all"))
@@ -168,7 +168,7 @@ class LookM(CacheStage):
         )
         if self.rope_aware:
             keys = context.rotate(keys, kept.position).to(kv.keys.dtype)
-        bias = weight.log() if self.repair else kept.bias
+        bias = weight.log() if self.proportional_attention else kept.bias
         return replace(kept, keys=keys, values=values, bias=bias)
 
     def _too_small(self, lengths: list[int], first: Tensor) -> str:

@@ -64,7 +64,13 @@ from torch.nn.functional import normalize
 from vlmfast.core.contexts import EncodeRequest, PrefillContext
 from vlmfast.core.kv import KV
 from vlmfast.core.layout import TokenLayout, VisualTokens
-from vlmfast.core.params import budget_param, param, positions_param, repair_param, saliency_param
+from vlmfast.core.params import (
+    budget_param,
+    param,
+    positions_param,
+    proportional_attention_param,
+    saliency_param,
+)
 from vlmfast.core.protocols import CacheStage, EncodeStage, InEncoderStage, PrefillStage
 from vlmfast.core.saliency import SaliencyRequest
 from vlmfast.core.stage import Stage
@@ -241,7 +247,7 @@ class MustDrop(Stage):
     saliency: str = saliency_param()
     cache: bool = param(True, "from the first filter on, cache only what the last filter keeps")
     positions: str = positions_param("compact")
-    repair: bool = repair_param(False)
+    proportional_attention: bool = proportional_attention_param(False)
     budget: float | None = budget_param()
 
     def __post_init__(self) -> None:

@@ -9,7 +9,7 @@ block, mean over heads, and ``s`` the number of patches in a row::
                                                               and all j in A with e(j) = b
 
 so that every block removes ``r`` rows. *Proportional attention* adds log(s) to the logits of a key,
-as if every patch were still present; ``repair`` (on, as in the paper for towers that were not
+as if every patch were still present; ``proportional_attention`` (on, as in the paper for towers that were not
 trained with merging) does so in the tower, and in the language model too.
 
 ``rate`` and ``budget`` set the fraction of a view's tokens that is left, and solve ``r``: the
@@ -50,7 +50,7 @@ from torch.nn.functional import normalize
 
 from vlmfast.core.contexts import EncodeRequest, VisionContext
 from vlmfast.core.layout import VisualTokens
-from vlmfast.core.params import budget_param, param, positions_param, repair_param
+from vlmfast.core.params import budget_param, param, positions_param, proportional_attention_param
 from vlmfast.core.protocols import EncodeStage, InEncoderStage
 from vlmfast.core.stage import Stage
 from vlmfast.core.statistics import StatRequest, VisionStats
@@ -128,7 +128,7 @@ class ToMe(Stage):
     rate: float = param(1 / 3, "fraction of each view's visual tokens kept", gt=0.0, le=1.0)
     r: int = param(0, "tokens merged in each block; if not 0, it replaces rate", ge=0)
     positions: str = positions_param("compact")
-    repair: bool = repair_param(True)
+    proportional_attention: bool = proportional_attention_param(True)
     budget: float | None = budget_param()
 
     def expand(self) -> tuple[Stage, ...]:

@@ -19,7 +19,7 @@ and ``budget`` solves ``n lambda^s`` after drop s. Both include the recycled tok
 Different from the authors' code, and why:
 
 - A recycled token takes the position of the centre of its group; theirs follow the kept ones. With
-  ``repair``, its weight is that of the group.
+  ``proportional_attention``, its weight is that of the group.
 - Densities are compared exactly, and ties go to the lower index; theirs adds random noise.
 - All images count, newlines included: theirs supports one span. Only the attention rows of the
   raters are computed, not a full map.
@@ -38,7 +38,7 @@ from torch import Tensor
 
 from vlmfast.core.contexts import EncodeRequest, PrefillContext
 from vlmfast.core.layout import VisualTokens
-from vlmfast.core.params import budget_param, param, positions_param, repair_param
+from vlmfast.core.params import budget_param, param, positions_param, proportional_attention_param
 from vlmfast.core.protocols import EncodeStage, PrefillStage
 from vlmfast.core.stage import Stage
 from vlmfast.core.statistics import StatRequest, VisionStats
@@ -115,7 +115,7 @@ class SparseVLM(Stage):
     )
     recycle: bool = param(True, "keep the means of groups of dropped tokens")
     positions: str = positions_param("compact")
-    repair: bool = repair_param(False)
+    proportional_attention: bool = proportional_attention_param(False)
     budget: float | None = budget_param()
 
     def __post_init__(self) -> None:
@@ -207,7 +207,9 @@ class Drop(Part, PrefillStage):
             weight=layout.weight.index_copy(0, centres, weight),
             protected=layout.protected.index_copy(0, centres, protected),
         )
-        context.repair = context.repair or self.repair
+        context.proportional_attention = (
+            context.proportional_attention or self.proportional_attention
+        )
         return centres
 
     def _counts(self, context: PrefillContext, layer: int, note: dict) -> tuple[int, int]:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from vlmfast.core.contexts import EncodeRequest
 from vlmfast.core.layout import VisualTokens
-from vlmfast.core.params import repair_param
+from vlmfast.core.params import proportional_attention_param
 from vlmfast.core.statistics import ItemGeometry, VisionStats
 from vlmfast.core.views import covering
 
@@ -33,7 +33,7 @@ class Downsample(Reducer):
     name: ClassVar[str] = "downsample"
     paper: ClassVar[str] = "control"
 
-    repair: bool = repair_param(False)
+    proportional_attention: bool = proportional_attention_param(False)
 
     def reduce_item(
         self,

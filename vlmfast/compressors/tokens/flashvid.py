@@ -26,7 +26,7 @@ Different from the authors' code, and why:
 - A single image is a video of one frame: tokens are chosen, and the rest is clustered.
 - On vision towers without CLS, ``a`` is the attention that patches receive in the block that feeds
   the projector, pooled with the features, as on LLaVA-OneVision, LLaVA-Video and Qwen-VL there.
-- ``w`` below 0 counts as 0. Newlines are dropped. With ``repair``, a token weighs as much as the
+- ``w`` below 0 counts as 0. Newlines are dropped. With ``proportional_attention``, a token weighs as much as the
   tokens of its cluster.
 """
 
@@ -41,7 +41,7 @@ from torch.nn.functional import normalize
 
 from vlmfast.core.contexts import EncodeRequest
 from vlmfast.core.layout import TokenLayout, VisualTokens
-from vlmfast.core.params import param, repair_param, saliency_param
+from vlmfast.core.params import param, proportional_attention_param, saliency_param
 from vlmfast.core.saliency import SaliencyRequest
 from vlmfast.core.statistics import VisionStats
 from vlmfast.core.views import merged
@@ -105,7 +105,7 @@ class FlashVID(Reducer):
     similarity: float = param(0.8, "cosine above which tokens of two frames are linked", ge=-1.0)
     segment: float = param(0.9, "cosine of two frames below which a segment ends", le=1.0)
     least: int = param(8, "minimum number of segments of a video", ge=1)
-    repair: bool = repair_param(False)
+    proportional_attention: bool = proportional_attention_param(False)
     saliency: str = saliency_param()
 
     def saliencies(self) -> tuple[SaliencyRequest, ...]:

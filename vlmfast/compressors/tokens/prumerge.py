@@ -24,7 +24,7 @@ Different from the authors' code, and why:
   kept of an image depend on the other images. A view without outliers keeps its best patch.
 - Features are those after the projector, where encode stages run, not before it.
 - Tokens keep the order of the prompt (theirs: by decreasing attention). x_rest takes the position
-  of the last dropped patch, and its weight is the number of dropped patches. With ``repair``, the
+  of the last dropped patch, and its weight is the number of dropped patches. With ``proportional_attention``, the
   weight of a kept patch is 1.
 - Letterbox patches that are not in the prompt are ignored.
 - On vision towers without CLS, ``p_h`` is the attention that patches receive, scaled to sum to 1.
@@ -41,7 +41,7 @@ from torch.nn.functional import normalize
 
 from vlmfast.core.contexts import EncodeRequest
 from vlmfast.core.layout import VisualTokens
-from vlmfast.core.params import param, repair_param, saliency_param
+from vlmfast.core.params import param, proportional_attention_param, saliency_param
 from vlmfast.core.saliency import SaliencyRequest
 from vlmfast.core.statistics import ItemGeometry, VisionStats
 from vlmfast.core.views import by_view, merged
@@ -112,7 +112,7 @@ class PruMerge(Reducer):
     rate: float | None = param(
         None, "fraction of the visual tokens kept; none: as many as outliers", gt=0.0, le=1.0
     )
-    repair: bool = repair_param(False)
+    proportional_attention: bool = proportional_attention_param(False)
     saliency: str = saliency_param()
 
     def saliencies(self) -> tuple[SaliencyRequest, ...]:

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from vlmfast.core.contexts import EncodeRequest
 from vlmfast.core.layout import VisualTokens
-from vlmfast.core.params import param, repair_param, saliency_param
+from vlmfast.core.params import param, proportional_attention_param, saliency_param
 from vlmfast.core.saliency import SaliencyRequest
 from vlmfast.core.statistics import ItemGeometry, VisionStats
 from vlmfast.core.views import by_view, merged
@@ -61,7 +61,7 @@ class VisionZip(Reducer):
 
     dominant: int = param(0, "D: tokens kept per view; D + C > 0 replaces rate", ge=0)
     contextual: int = param(0, "C: merged tokens per view", ge=0)
-    repair: bool = repair_param(False)
+    proportional_attention: bool = proportional_attention_param(False)
     saliency: str = saliency_param()
 
     def saliencies(self) -> tuple[SaliencyRequest, ...]:

@@ -11,7 +11,13 @@ from torch import Tensor
 
 from vlmfast.core.contexts import EncodeRequest, VisionContext
 from vlmfast.core.layout import TokenLayout, VisualTokens
-from vlmfast.core.params import budget_param, param, positions_param, repair_param, weights_param
+from vlmfast.core.params import (
+    budget_param,
+    param,
+    positions_param,
+    proportional_attention_param,
+    weights_param,
+)
 from vlmfast.core.protocols import EncodeStage, InEncoderStage
 from vlmfast.core.stage import Stage
 from vlmfast.core.statistics import ItemGeometry, VisionStats
@@ -45,7 +51,7 @@ class PVC(Stage):
         choices=("base", "all"),
     )
     positions: str = positions_param("keep")
-    repair: bool = repair_param()
+    proportional_attention: bool = proportional_attention_param()
     budget: float | None = budget_param()
     weights: str = weights_param()
 

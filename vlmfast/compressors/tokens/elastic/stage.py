@@ -9,7 +9,7 @@ from torch import nn
 
 from vlmfast.core.contexts import EncodeRequest
 from vlmfast.core.layout import VisualTokens
-from vlmfast.core.params import param, positions_param, repair_param, weights_param
+from vlmfast.core.params import param, positions_param, proportional_attention_param, weights_param
 from vlmfast.core.statistics import ItemGeometry, VisionStats
 from vlmfast.errors import RecipeError
 
@@ -40,7 +40,7 @@ class Elastic(Reducer):
     text: bool = param(False, "the gate may also drop the image")
     seed: int = param(0, "seed of random pruning", ge=0)
     positions: str = positions_param("keep")
-    repair: bool = repair_param(False)
+    proportional_attention: bool = proportional_attention_param(False)
     weights: str = weights_param()
 
     def __post_init__(self) -> None:
