@@ -230,14 +230,14 @@ ZIP4, ZIP2 = {"bits": 4, "scaled": True}, {"bits": 2, "scaled": True}
 
 def segment(keys: Tensor, values: Tensor, bits: int, value_group: int | None = None, **more) -> Any:
     """Quantized keys and values (..., N, D)."""
-    from vlmfast.kernels.quantize_kv import quantise
+    from vlmfast.kernels.quantize_kv import quantize
 
     n, d = keys.shape[-2:]
     order = torch.arange(n, device=keys.device).expand(keys.shape[:-1])
     lengths = torch.full(keys.shape[:-2], n, device=keys.device)
     group = None if value_group is None else math.gcd(value_group, d)
     more |= {"value_group": group, "dtype": torch.float16}
-    return quantise(keys, values, order, lengths, bits, **more)
+    return quantize(keys, values, order, lengths, bits, **more)
 
 
 def read_bytes(part: Any) -> int:
@@ -245,7 +245,7 @@ def read_bytes(part: Any) -> int:
     return sum(t.nbytes for t in part.tensors() if t is not part.order)
 
 
-def quantise(s: Shape, how: dict[str, Any], slots: int | None = None) -> Work:
+def quantize(s: Shape, how: dict[str, Any], slots: int | None = None) -> Work:
     """The whole prompt, or a page of ``slots`` slots."""
     slots = s.length if slots is None else min(slots, s.length)
     keys, values = randn(s.hk, slots, s.d), randn(s.hk, slots, s.d)
@@ -534,9 +534,9 @@ CASES = [
     Case("gather_rows", "gather_rows, states", "ABCDE", gather_states),
     Case("gather_rows", "gather_rows, KV", "ABCDE", gather_kv),
     Case("merge", "merge, keep a fifth", "ABCDE", merge),
-    Case("quantize_kv", "quantise, 4 bit", "ABCDE", partial(quantise, how=ZIP4)),
-    Case("quantize_kv", "quantise, 2 bit groups", "ABCDE", partial(quantise, how=KIVI)),
-    Case("quantize_kv", "quantise, 2 bit, a page", "AD", partial(quantise, how=KIVI, slots=128)),
+    Case("quantize_kv", "quantize, 4 bit", "ABCDE", partial(quantize, how=ZIP4)),
+    Case("quantize_kv", "quantize, 2 bit groups", "ABCDE", partial(quantize, how=KIVI)),
+    Case("quantize_kv", "quantize, 2 bit, a page", "AD", partial(quantize, how=KIVI, slots=128)),
     Case("decode_mixed", "decode, bf16", "ABCDE", partial(decode_mixed, parts=FLOAT)),
     Case("decode_mixed", "decode, 4 bit", "ABCDE", partial(decode_mixed, parts=FOUR)),
     Case("decode_mixed", "decode, 4 and 2 bit", "ABCDE", partial(decode_mixed, parts=MIXED)),

@@ -106,7 +106,7 @@ def kivi(data: dict, meta: dict) -> None:
         kv = stage.compress(context, 0, plain(k, v), None)
         (segment,) = kv.segments
         assert (len(segment), len(kv)) == (k.shape[1], 0)
-        keys, values = segment.dequantise(FLOAT)
+        keys, values = segment.dequantize(FLOAT)
         for name, x, packed, steps, minimum, back, dim in (
             ("k", k, segment.key_codes, segment.key_step, segment.key_min, keys, tokens),
             ("v", v, segment.value_codes, segment.value_step, segment.value_min, values, channels),

@@ -28,7 +28,7 @@ from vlmfast.engine.cache import KVCache, RowSlots
 from vlmfast.engine.decode import Decoder
 from vlmfast.engine.prefill import Inputs, prefill, prepare
 from vlmfast.engine.stats import Stats, Trace
-from vlmfast.kernels.quantize_kv import Segment, quantise
+from vlmfast.kernels.quantize_kv import Segment, quantize
 
 TOKENS = [5, 9, 11, 7, 8, 6, 10, 12, 30, 31, 32, 33]
 BUFFERS = ("keys", "values", "order", "mass", "bias")
@@ -402,7 +402,7 @@ def test_writing_more_tokens_than_free_slots(tokens):
 
 def paged(keys: Tensor, values: Tensor, order: Tensor, bits: int = 8, group: int = 4) -> Segment:
     lengths = torch.full((len(keys),), keys.shape[1])
-    return quantise(keys, values, order, lengths, bits, key_group=group)
+    return quantize(keys, values, order, lengths, bits, key_group=group)
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "with a bias"])
@@ -418,13 +418,13 @@ def test_pages_of_one_row(bias):
     for start, count in ((0, 8), (8, 4)):
         order = slots.order[:, :count]
         assert order[0].tolist() == list(range(start, start + count))
-        slots.quantise(count, lambda k, v, order=order: paged(k, v, order))
+        slots.quantize(count, lambda k, v, order=order: paged(k, v, order))
         assert cache.lengths(1) == [20]  # no slot of the row was dropped
     (segment,) = layer.segments
     assert layer.held == [12, 8, 9] and cache.length[0].tolist() == [[12], [8], [9]]
     assert layer.stored == [[0, 12, 0]] and segment.lengths.tolist() == [[0], [12], [0]]
     assert segment.order[1, 0].tolist() == list(range(12))
-    keys, values = segment.dequantise(torch.float32)
+    keys, values = segment.dequantize(torch.float32)
     step = segment.key_step.max()
     assert (keys[1, 0] - before["keys"][1][:12]).abs().max() < step
     assert (values[1, 0] - before["values"][1][:12]).abs().max() < step
@@ -436,8 +436,8 @@ def test_pages_of_one_row(bias):
             assert torch.equal(contents(cache, 0, row, name)[0], of[row])
     # The rows' first pages have different lengths; another kind has its own segment.
     slots = RowSlots(cache, 0, 0, None, {}, None)
-    slots.quantise(4, lambda k, v: paged(k, v, slots.order[:, :4]))
-    slots.quantise(2, lambda k, v: paged(k, v, slots.order[:, :2], bits=4))
+    slots.quantize(4, lambda k, v: paged(k, v, slots.order[:, :4]))
+    slots.quantize(2, lambda k, v: paged(k, v, slots.order[:, :2], bits=4))
     assert layer.stored == [[4, 12, 0], [2, 0, 0]]
     assert [segment.lengths[:, 0].tolist() for segment in layer.segments] == layer.stored
     assert layer.segments[1].order[0, 0, :2].tolist() == [4, 5]
@@ -451,14 +451,14 @@ def test_per_tensor_pages_get_separate_segments():
     cache, stored = frozen([[12]], track=True)
     slots = RowSlots(cache, 0, 0, None, {}, None)
     for _ in range(2):
-        slots.quantise(4, lambda k, v: paged(k, v, slots.order[:, :4], group=0))
+        slots.quantize(4, lambda k, v: paged(k, v, slots.order[:, :4], group=0))
     layer = cache.layers[0]
     assert [segment.order[0, 0].tolist() for segment in layer.segments] == [
         [0, 1, 2, 3],
         [4, 5, 6, 7],
     ]
     assert layer.stored == [[4], [4]] and cache.lengths() == [12]
-    keys, _ = layer.segments[1].dequantise(torch.float32)
+    keys, _ = layer.segments[1].dequantize(torch.float32)
     step = layer.segments[1].key_step.max()
     assert (keys[0, 0] - stored[0].keys[0, 4:8]).abs().max() < step
 
@@ -667,7 +667,7 @@ class Twice(CacheStage):
     """Two segments of one kind: the first and the second half of a layer."""
 
     name: ClassVar[str] = "test-twice"
-    quantises: ClassVar[bool] = True
+    quantizes: ClassVar[bool] = True
 
     def compress(self, step, layer, kv, stats):
         half = len(kv) // 2

@@ -27,7 +27,7 @@ from vlmfast.engine.cache import KVCache
 from vlmfast.engine.decode import Decoder
 from vlmfast.engine.prefill import Inputs, prefill, prepare
 from vlmfast.engine.stats import Stats, Trace
-from vlmfast.kernels.quantize_kv import quantise
+from vlmfast.kernels.quantize_kv import quantize
 
 # Norms and rotary tables are float32 in every model.
 FLOAT = torch.float32
@@ -106,7 +106,7 @@ class Dense:
             self.seen[layer].fill_(False)
             self._put(layer, kv.order, kv.keys, kv.values, kv.valid)
             for segment in kv.segments:
-                keys, values = segment.dequantise(torch.float64)
+                keys, values = segment.dequantize(torch.float64)
                 self._put(layer, segment.order.long(), keys, values, segment.valid)
 
     def _put(self, layer: int, order: Tensor, keys: Tensor, values: Tensor, valid: Tensor) -> None:
@@ -275,7 +275,7 @@ def paged(page: int, **how) -> Callable[[Dense, list[KV], dict], Rule]:
                 at = torch.stack(waiting)
                 wide = at[..., None].expand(-1, -1, keys.shape[2])
                 scaled = kv.segments[0].value_scale
-                segment = quantise(
+                segment = quantize(
                     keys.gather(1, wide),
                     values.gather(1, wide),
                     at,
@@ -283,7 +283,7 @@ def paged(page: int, **how) -> Callable[[Dense, list[KV], dict], Rule]:
                     scaled=False if scaled is None else scaled,
                     **how,
                 )
-                for of, new in zip((keys, values), segment.dequantise(torch.float64), strict=True):
+                for of, new in zip((keys, values), segment.dequantize(torch.float64), strict=True):
                     of.scatter_(1, wide, new)
                 done.scatter_(1, at, True)
 

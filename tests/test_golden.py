@@ -385,11 +385,11 @@ NOT_BUILT: dict[str, dict[str, str]] = {
     "reducers": {},
     "kv": {
         "adakv-": "not built yet: budgets that heads share out among themselves (AdaKV)",
-        "gear-": "not built yet: low-rank and sparse corrections of quantisation (GEAR)",
+        "gear-": "not built yet: low-rank and sparse corrections of quantization (GEAR)",
         "kvpress-": "not built yet: the scores of kvpress's own methods",
         "mergekv-": "not built yet: the merge weights of KVCache-Factory",
         "minicache-": "not built yet: merging across cache layers (MiniCache)",
-        "rotatekv-": "not built yet: rotated quantisation (RotateKV)",
+        "rotatekv-": "not built yet: rotated quantization (RotateKV)",
     },
     "spec": {},
 }

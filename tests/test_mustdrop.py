@@ -39,7 +39,7 @@ from vlmfast.core.protocols import EncodeStage
 from vlmfast.core.saliency import SaliencyRequest
 from vlmfast.core.statistics import StatRequest
 from vlmfast.engine.prefill import Inputs
-from vlmfast.kernels.quantize_kv import quantise
+from vlmfast.kernels.quantize_kv import quantize
 
 TOKENS = [5, 9, 11, 7, 8]  # fed one by one after the prompt
 NOTHING = MustDrop(similarity=2.0, global_thr=1.0, individual_thr=0.0)
@@ -748,7 +748,7 @@ def test_cache_stage_example() -> None:
     every = torch.arange(7)
     context.layout = TokenLayout.text(every, every[None])
     assert all(got is kv for got in part.finish(context, [kv] * 4))
-    codes = quantise(kv.keys, kv.values, kv.order, kv.lengths, 4)
+    codes = quantize(kv.keys, kv.values, kv.order, kv.lengths, 4)
     with pytest.raises(RecipeError, match=r"mustdrop: a later stage .* use cache=false"):
         part.finish(context, [replace(kv, segments=(codes,))] * 4)
 

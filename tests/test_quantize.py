@@ -28,8 +28,8 @@ from vlmfast.kernels.quantize_kv import (
     channel_scale,
     pack,
     parameter_dtype,
-    quantise,
     quantise_keys,
+    quantize,
     unpack,
 )
 
@@ -53,7 +53,7 @@ def segment(
     lengths = torch.full((heads,), n) if lengths is None else torch.tensor(lengths)
     order = torch.arange(n).expand(heads, -1)
     keys, values = noise(heads, n, dim, seed=seed), noise(heads, n, dim, seed=seed + 1)
-    return quantise(keys, values, order, lengths, bits, **more)
+    return quantize(keys, values, order, lengths, bits, **more)
 
 
 def same(a: Segment, b: Segment) -> bool:
@@ -63,7 +63,7 @@ def same(a: Segment, b: Segment) -> bool:
     n = int(a.lengths.max())
     valid = a.first(n).valid[..., None]
     pairs = [
-        *zip(a.first(n).dequantise(FLOAT), b.first(n).dequantise(FLOAT), strict=True),
+        *zip(a.first(n).dequantize(FLOAT), b.first(n).dequantize(FLOAT), strict=True),
         (a.first(n).order[..., None], b.first(n).order[..., None]),
     ]
     if (a.bias is None) != (b.bias is None):
@@ -117,7 +117,7 @@ def test_dequantization_error_is_within_half_a_step(
 ):
     keys = noise(2, n, 16, seed=seed, spread=spread, dtype=dtype)
     values = noise(2, n, 16, seed=seed + 1, spread=spread, dtype=dtype)
-    stored = quantise(
+    stored = quantize(
         keys,
         values,
         torch.arange(n).expand(2, -1),
@@ -128,7 +128,7 @@ def test_dequantization_error_is_within_half_a_step(
         scaled=scaled,
     )
     assert stored.key == (bits, group, 16 // (value_group or 16), scaled)
-    k, v = stored.dequantise(FLOAT)
+    k, v = stored.dequantize(FLOAT)
     step = stored.key_step.float()
     step = step.repeat_interleave(group, 1)[:, :n] if group else step
     # The quotient is rounded, the sum of scaled code and minimum, and a step that is
@@ -161,12 +161,12 @@ def test_stored_minimum_is_below_the_true_one():
 @pytest.mark.parametrize("value", [0.0, 1.5, -3.0, 1e-7])
 def test_constant_groups_round_trip(bits, value):
     x = torch.full((1, 5, 16), value)
-    stored = quantise(x, x, torch.arange(5)[None], torch.tensor([5]), bits, scaled=True)
+    stored = quantize(x, x, torch.arange(5)[None], torch.tensor([5]), bits, scaled=True)
     assert bool((stored.key_step == 1).all()) and not stored.key_codes.any()
     # A float16 minimum is lower by less than a unit in the last place, also for subnormal
     # numbers; and the scale is rounded.
     half = torch.finfo(torch.float16)
-    for back in stored.dequantise(FLOAT):
+    for back in stored.dequantize(FLOAT):
         assert (back - x).abs().max() <= 1.5 * half.eps * max(abs(value), half.smallest_normal)
 
 
@@ -183,10 +183,10 @@ def test_padding_does_not_affect_parameters(lengths, group, poison, seed):
     gone = torch.arange(n) >= torch.tensor(lengths)[:, None]
     order = torch.arange(n).expand(2, -1)
     spoiled = [x.masked_fill(gone[..., None], poison) for x in (keys, values)]
-    whole = quantise(*spoiled, order, torch.tensor(lengths), 4, key_group=group, scaled=True)
-    assert all(bool(x.isfinite().all()) for x in whole.dequantise(FLOAT))
+    whole = quantize(*spoiled, order, torch.tensor(lengths), 4, key_group=group, scaled=True)
+    assert all(bool(x.isfinite().all()) for x in whole.dequantize(FLOAT))
     for head, length in enumerate(lengths):
-        alone = quantise(
+        alone = quantize(
             keys[head : head + 1, :length],
             values[head : head + 1, :length],
             order[:1, :length],
@@ -209,16 +209,16 @@ def test_parameters_are_float16_if_the_range_fits():
     assert parameter_dtype(small.bfloat16(), large.bfloat16()) == torch.bfloat16
     assert parameter_dtype(small[:, :0], small[:, :0]) == torch.float16
     args = (torch.arange(9)[None], torch.tensor([9]), 8)
-    wide = quantise(large, small, *args)
+    wide = quantize(large, small, *args)
     assert wide.key_step.dtype == torch.float32
-    error = (wide.dequantise(FLOAT)[0] - large).abs()
+    error = (wide.dequantize(FLOAT)[0] - large).abs()
     assert bool((error <= 0.5 * wide.key_step + tolerance(FLOAT, 3, large.abs().max())).all())
-    forced = quantise(large, small, *args, dtype=torch.float16)
-    assert all(bool(x.isfinite().all()) for x in forced.dequantise(FLOAT))
+    forced = quantize(large, small, *args, dtype=torch.float16)
+    assert all(bool(x.isfinite().all()) for x in forced.dequantize(FLOAT))
     # Padding does not require a wider type.
     args = (torch.arange(9)[None], torch.tensor([8]), 8)
     small[:, 8] = torch.inf
-    assert quantise(small, small, *args).key_step.dtype == torch.float16
+    assert quantize(small, small, *args).key_step.dtype == torch.float16
 
 
 @pytest.mark.parametrize(
@@ -278,7 +278,7 @@ def test_batched_segments_equal_single_rows(bits, group, scaled, sizes, biased, 
         sizes_in_bytes = [single.held_bytes() for single in singles]
         assert joined.held_bytes() == sum(sizes_in_bytes)
         assert joined.rows(order[:1]).held_bytes() == sizes_in_bytes[0]
-    assert all(bool(x.isfinite().all()) for x in joined.dequantise(FLOAT))
+    assert all(bool(x.isfinite().all()) for x in joined.dequantize(FLOAT))
     assert same(joined.rows(order.flip(0)).rows(order.flip(0)), joined.rows(order))
 
 
@@ -292,7 +292,7 @@ def test_pages_are_appended_in_order(bits, pages, seed):
     scale = channel_scale(values[:, :group], dtype=torch.float16)
 
     def part(start: int, stop: int) -> Segment:
-        return quantise(
+        return quantize(
             keys[:, start:stop],
             values[:, start:stop],
             order[:, start:stop],
@@ -418,7 +418,7 @@ def problem(seed: int, heads: int, shared: int, rows: int, empty_tail: bool, bia
 
 def together(problem: dict) -> tuple[Tensor, ...]:
     """All keys, values, visibility masks and biases, dequantized and concatenated."""
-    parts = [segment.dequantise(FLOAT) for segment in problem["segments"]]
+    parts = [segment.dequantize(FLOAT) for segment in problem["segments"]]
     rows = problem["query"].shape[2]
     keys = torch.cat([*(k for k, _ in parts), problem["tail_keys"]], 2)
     values = torch.cat([*(v for _, v in parts), problem["tail_values"]], 2)
@@ -545,7 +545,7 @@ def test_no_device_synchronization():
         assert (out.shape, lse.shape, mass.shape) == ((3, 4, 1, 16), (3, 4, 1), (3, 2, 9))
         keys, lengths = torch.zeros(2, 8, 16), torch.full((2,), 8)
         order = torch.arange(8).expand(2, -1)
-        page = quantise(keys, keys, order, lengths, 4, scaled=True, dtype=torch.float16)
+        page = quantize(keys, keys, order, lengths, 4, scaled=True, dtype=torch.float16)
         page.unsqueeze().rows(torch.zeros(1, dtype=torch.int64))
         with pytest.raises(DataDependentOutputException):
             page.held_bytes()
@@ -590,7 +590,7 @@ class Tail:
         self.order[heads, self.length] = self.seen
         self.length, self.held, self.seen = self.length + 1, self.held + 1, self.seen + 1
 
-    def quantise(self, count: int, make) -> None:
+    def quantize(self, count: int, make) -> None:
         assert count <= int(self.length.min())
         page = make(self.keys[:, :count], self.values[:, :count]).unsqueeze()
         assert not page.order.is_set_to(self.order)
@@ -618,14 +618,14 @@ def test_kivi_keeps_less_than_a_residual_in_full_precision(n):
     assert torch.equal(torch.cat([stored.order.long(), out.order], 1), kv.order)
     assert torch.equal(out.keys, kv.keys[:, len(stored) :])
     assert torch.equal(out.lengths, torch.full((2,), n % 32))
-    own = quantise(
+    own = quantize(
         kv.keys[:, 8:16], kv.values[:, 8:16], kv.order[:, 8:16], torch.tensor([8, 8]), 4,
         key_group=8, value_group=8,
     )  # fmt: skip
-    keys, values = stored.dequantise(FLOAT)
-    assert torch.equal(keys[:, 8:16], own.dequantise(FLOAT)[0])
-    assert torch.equal(values[:, 8:16], own.dequantise(FLOAT)[1])
-    assert not torch.equal(keys[:, :8], own.dequantise(FLOAT)[0])
+    keys, values = stored.dequantize(FLOAT)
+    assert torch.equal(keys[:, 8:16], own.dequantize(FLOAT)[0])
+    assert torch.equal(values[:, 8:16], own.dequantize(FLOAT)[1])
+    assert not torch.equal(keys[:, :8], own.dequantize(FLOAT)[0])
 
 
 def test_kivi_uses_three_bits_per_value():
@@ -643,7 +643,7 @@ def test_kivi_with_biases_and_ragged_heads():
     (stored,) = out.segments
     assert len(stored) == 32 and out.lengths.tolist() == [38, 9]
     assert torch.equal(stored.bias, bias[:, :32]) and torch.equal(out.bias, bias[:, 32:])
-    assert all(bool(x.isfinite().all()) for x in stored.dequantise(FLOAT))
+    assert all(bool(x.isfinite().all()) for x in stored.dequantize(FLOAT))
     # Decoding quantizes what the shortest head has; it is 29 slots shorter than the longest.
     slots, part = Tail(out, step), stage.expand()[1]
     lengths = []
@@ -653,7 +653,7 @@ def test_kivi_with_biases_and_ragged_heads():
         slots.write(noise(2, 32, seed=1), noise(2, 32, seed=2))
     assert all(longest - shortest == 29 for longest, shortest in lengths)
     assert lengths[6:8] == [[44, 15], [29 + 0, 0]]
-    assert all(bool(x.isfinite().all()) for p in slots.pages for x in p.dequantise(FLOAT))
+    assert all(bool(x.isfinite().all()) for p in slots.pages for x in p.dequantize(FLOAT))
 
 
 @pytest.mark.parametrize("n", [5, 40])
@@ -773,7 +773,7 @@ def test_zipcache_splits_slots_into_two_precisions(lengths):
         for part, order in zip((high, low), orders, strict=True):
             mine = slice(0, len(order))
             assert torch.equal(part.bias[head, mine], kv.bias[head, order])
-            alone = quantise(
+            alone = quantize(
                 kv.keys[head : head + 1, order],
                 kv.values[head : head + 1, order],
                 kv.order[head : head + 1, order],
@@ -781,10 +781,10 @@ def test_zipcache_splits_slots_into_two_precisions(lengths):
                 part.bits,
                 scaled=part.value_scale[head : head + 1],
             )
-            for ours, other in zip(part.dequantise(FLOAT), alone.dequantise(FLOAT), strict=True):
+            for ours, other in zip(part.dequantize(FLOAT), alone.dequantize(FLOAT), strict=True):
                 assert torch.equal(ours[head, mine], other[0])
     error = [
-        (kv.keys.mean(1) - part.dequantise(FLOAT)[0].mean(1)).abs().mean() for part in (high, low)
+        (kv.keys.mean(1) - part.dequantize(FLOAT)[0].mean(1)).abs().mean() for part in (high, low)
     ]
     assert error[0] < error[1]
 
@@ -815,11 +815,11 @@ def test_zipcache_quantizes_answer_in_pages():
     assert pages.key == (4, 16, 1, True) and pages.lengths.tolist() == [32, 32]
     assert torch.equal(pages.value_scale, high.value_scale)
     assert pages.order[0].tolist() == list(range(1000, 1032))
-    own = quantise(
+    own = quantize(
         keys[:, 16:32], values[:, 16:32], kv.order[:, :16], torch.tensor([16, 16]), 4,
         key_group=16, scaled=high.value_scale,
     )  # fmt: skip
-    for ours, other in zip(pages.dequantise(FLOAT), own.dequantise(FLOAT), strict=True):
+    for ours, other in zip(pages.dequantize(FLOAT), own.dequantize(FLOAT), strict=True):
         assert torch.equal(ours[:, 16:], other)
         assert not torch.equal(ours[:, :16], other)
 

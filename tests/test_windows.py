@@ -520,7 +520,7 @@ class SlotTracker:
         assert [len(slots) for slots in self.tail] == lengths
         parts = []
         for segment, order in zip(layer.segments, self.segments, strict=True):
-            keys, values = segment.dequantise(torch.float32)
+            keys, values = segment.dequantize(torch.float32)
             bias = torch.zeros(order.shape) if segment.bias is None else segment.bias[0]
             parts.append((keys[0], values[0], order, segment.valid[0], bias))
         order = torch.zeros(layer.keys.shape[1:3], dtype=torch.long)

@@ -92,7 +92,7 @@ def test_listed_words_are_not_used() -> None:
         ("def test_pictures_stay():\n    pass\n", 1),
         ("x = 1\n# what comes behind the image\n", 2),
         ('"""One line.\n\nA picture.\n"""\n', 3),
-        ("raise ValueError(f'{x} quantises')\n", 1),
+        ("raise ValueError(f'{x} quantizes')\n", 1),
         ("def ask(*, proportional_attention=True):\n    pass\n", 1),
     ],
 )

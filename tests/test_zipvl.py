@@ -264,7 +264,7 @@ def test_cache_is_split_into_two_precisions(high: int, low: int) -> None:
         assert torch.equal(segment.order.long(), tokens.expand(2, -1))
         assert torch.equal(segment.bias, tokens.float().expand(2, -1))
         assert segment.value_scale is not None
-        keys, values = segment.dequantise(torch.float32)
+        keys, values = segment.dequantize(torch.float32)
         # Rounding to codes costs at most half a step; the rest is rounding of quotient and sum.
         slack = tolerance(FLOAT, 3, kv.keys.abs().max())
         worst = (keys - kv.keys[:, tokens]).abs()
@@ -272,7 +272,7 @@ def test_cache_is_split_into_two_precisions(high: int, low: int) -> None:
         error = (values - kv.values[:, tokens]).abs().mean()
         assert error < 0.3 * kv.values.std() * 4 / 2**segment.bits
     error = [
-        (s.dequantise(torch.float32)[0] - kv.keys[:, s.order[0].long()]).abs().mean()
+        (s.dequantize(torch.float32)[0] - kv.keys[:, s.order[0].long()]).abs().mean()
         for s in got.segments
     ]
     assert error[0] < error[1] / 2 or high == low
@@ -310,7 +310,7 @@ class PagedSlots(FakeSlots):
         super().__init__(*args, **kwargs)
         self.pages: list[Segment] = []
 
-    def quantise(self, count: int, make) -> None:
+    def quantize(self, count: int, make) -> None:
         self.pages.append(make(self.keys[:, :count], self.values[:, :count]))
         for buffer in (self.keys, self.values, self.order, self.mass):
             buffer[:, :-count] = buffer[:, count:].clone()
@@ -334,7 +334,7 @@ def test_answer_is_quantized_in_pages() -> None:
     assert len({page.key for page in slots.pages}) == 1
     whole = slots.pages[0].append(slots.pages[1]).append(slots.pages[2])
     assert whole.order.tolist() == [list(range(90, 114))] * 2
-    got = whole.dequantise(torch.float32)
+    got = whole.dequantize(torch.float32)
     for mine, right in zip(got, (keys[:, :24], values[:, :24]), strict=True):
         assert (mine - right).abs().mean() < 0.15
         apart(mine, right, terms=16)  # control: it is quantized
@@ -354,8 +354,8 @@ def test_recipe_and_expanded_stages() -> None:
         "drop": ["prefill", "cache"],
         "none": ["prefill"],
     }
-    assert [getattr(part, "quantises", None) for part in ZipVL().expand()[1:2]] == [True]
-    assert not ZipVL(kv="drop").expand()[1].quantises
+    assert [getattr(part, "quantizes", None) for part in ZipVL().expand()[1:2]] == [True]
+    assert not ZipVL(kv="drop").expand()[1].quantizes
     assert {part.name for part in ZipVL().expand()} == {"zipvl"}
     assert ZipVL.query_dependent
     assert Recipe.parse("zipvl:0.96,kv=drop") == Recipe((ZipVL(0.96, kv="drop"),))

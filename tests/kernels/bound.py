@@ -79,8 +79,8 @@ keys, values = (torch.randn(2, 3, 70, 128).bfloat16() for _ in range(2))
 order, lengths = torch.arange(70).expand(2, 3, -1), torch.full((2, 3), 70)
 own = {"dtype": torch.float16}
 segments = [
-    quantize_kv.quantise(keys, values, order, lengths, 4, scaled=True, **own),
-    quantize_kv.quantise(keys, values, order, lengths, 2, key_group=32, value_group=32, **own),
+    quantize_kv.quantize(keys, values, order, lengths, 4, scaled=True, **own),
+    quantize_kv.quantize(keys, values, order, lengths, 2, key_group=32, value_group=32, **own),
 ]
 bits, queries = (2 << torch.arange(9)) - 1, torch.randn(2, 6, 9, 128).bfloat16()
 tree = (keys[:, :, :9], values[:, :, 9:18])

@@ -15,7 +15,7 @@ from vlmfast import VLMFastError
 from vlmfast.kernels import decode_mixed as module
 from vlmfast.kernels._triton import INTERPRETED
 from vlmfast.kernels.decode_mixed import decode_mixed, decode_mixed_ref
-from vlmfast.kernels.quantize_kv import Segment, quantise
+from vlmfast.kernels.quantize_kv import Segment, quantize
 
 pytestmark = [
     pytest.mark.usefixtures("triton"),
@@ -52,7 +52,7 @@ def segment(kind: str, lengths: list[list[int]], dim: int, dtype, device, bias: 
         logit_bias = noise(heads, n, seed=row) if bias else None
         with pytest.MonkeyPatch.context() as patch:  # not under test here
             patch.setenv("VLMFAST_KERNELS", "torch")
-            made = quantise(keys, values, order, counts[row], bias=logit_bias, **KINDS[kind])
+            made = quantize(keys, values, order, counts[row], bias=logit_bias, **KINDS[kind])
         parts.append(made.unsqueeze())
     return Segment.cat(parts)._each(lambda name, x: x.to(device))
 

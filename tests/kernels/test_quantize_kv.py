@@ -16,11 +16,11 @@ from vlmfast.kernels import quantize_kv
 from vlmfast.kernels.quantize_kv import (
     channel_scale,
     channel_scale_ref,
-    quantise,
     quantise_keys,
     quantise_keys_ref,
     quantise_values,
     quantise_values_ref,
+    quantize,
 )
 
 pytestmark = [
@@ -138,11 +138,11 @@ def test_padding_does_not_affect_parameters(poison, device):
     order = torch.arange(n, device=device).expand(2, 2, -1)
     arguments = (order, lengths.to(device), 4)
     more = {"key_group": 16, "value_group": 8, "scaled": True, "dtype": torch.float16}
-    whole = quantise(*spoiled, *arguments, **more)
-    clean = quantise(keys.to(device), values.to(device), *arguments, **more)
+    whole = quantize(*spoiled, *arguments, **more)
+    clean = quantize(keys.to(device), values.to(device), *arguments, **more)
     assert same(whole.tensors(), clean.tensors())
-    assert all(bool(x.isfinite().all()) for x in whole.dequantise(torch.float32))
-    longer = quantise(*spoiled, order, lengths.clamp(max=n - 1).to(device) + 1, 4, **more)
+    assert all(bool(x.isfinite().all()) for x in whole.dequantize(torch.float32))
+    longer = quantize(*spoiled, order, lengths.clamp(max=n - 1).to(device) + 1, 4, **more)
     assert not same(whole.tensors(), longer.tensors())
 
 
@@ -152,9 +152,9 @@ def test_segment_matches_reference(device, monkeypatch):
     for more in ({"scaled": True}, {"key_group": 32, "value_group": 32}):
         monkeypatch.setenv("VLMFAST_KERNELS", "triton")
         on = [x.to(device) if isinstance(x, Tensor) else x for x in (keys, values, *arguments)]
-        ours = quantise(*on, **more)
+        ours = quantize(*on, **more)
         monkeypatch.setenv("VLMFAST_KERNELS", "torch")
-        theirs = quantise(keys, values, *arguments, **more)
+        theirs = quantize(keys, values, *arguments, **more)
         assert ours.key == theirs.key
         assert same(ours.tensors(), theirs.tensors())
 

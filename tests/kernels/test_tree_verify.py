@@ -16,7 +16,7 @@ from vlmfast import VLMFastError
 from vlmfast.kernels import decode_mixed as shared
 from vlmfast.kernels._triton import INTERPRETED
 from vlmfast.kernels.decode_mixed import decode_mixed_ref
-from vlmfast.kernels.quantize_kv import Segment, quantise
+from vlmfast.kernels.quantize_kv import Segment, quantize
 from vlmfast.kernels.tree_verify import tree_verify, tree_verify_ref
 
 pytestmark = pytest.mark.usefixtures("triton")
@@ -68,7 +68,7 @@ def case(
 def segment(batch: int, heads: int, n: int, dim: int, device, **more) -> Segment:
     with pytest.MonkeyPatch.context() as patch:  # not under test here
         patch.setenv("VLMFAST_KERNELS", "torch")
-        made = quantise(
+        made = quantize(
             noise(batch, heads, n, dim, seed=8),
             noise(batch, heads, n, dim, seed=9),
             torch.arange(n).expand(batch, heads, -1),

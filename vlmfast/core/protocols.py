@@ -231,7 +231,7 @@ class CacheStage(Stage):
 
     protocol: ClassVar[str] = "cache"
     blockwise: ClassVar[bool] = False  # whether `compress` may see a prompt block by block
-    quantises: ClassVar[bool] = False  # whether its output may contain segments
+    quantizes: ClassVar[bool] = False  # whether its output may contain segments
 
     def text_stats(self, depth: int) -> dict[int, ColumnRequest]:
         """Layer index to the statistics that `compress` reads."""
@@ -318,7 +318,7 @@ class Slots(Protocol):
     def evict(self, slot: Tensor) -> None:
         """Remove one slot per head, (H,); the last slot takes its place."""
 
-    def quantise(self, count: int, make: Callable[[Tensor, Tensor], Segment]) -> None:
+    def quantize(self, count: int, make: Callable[[Tensor, Tensor], Segment]) -> None:
         """Move the first ``count`` slots of every head, keys and values (H, count, D), to a page.
 
         Only where no stage of the recipe evicts in decode: slots are then in order.

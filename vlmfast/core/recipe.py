@@ -62,7 +62,7 @@ class Recipe(Stages):
             raise RecipeError(f"recipe {self} has two stages that choose the frames; only one may")
         parts = [p for s in self for p in s.expand() if p.protocol == "cache"]
         for first, second in pairwise(parts):
-            if first.quantises:
+            if first.quantizes:
                 raise RecipeError(
                     f"recipe {self}: {first.name} quantizes the cache, so {second.name} cannot "
                     "follow it"

@@ -336,7 +336,7 @@ class KVLayer(CacheLayerMixin):
         self, segment: Segment, tokens: int, tree: Tensor | None, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Dequantize a segment: keys, values (B, H, N, D), mask (B, H, T, N) and bias."""
-        keys, values = segment.dequantise(dtype)
+        keys, values = segment.dequantize(dtype)
         mask = segment.valid[:, :, None] & self._near(segment.order, self._depth(tokens, tree))
         if tree is not None:
             mask = mask & tree.diagonal(dim1=1, dim2=2)[:, None, :, None]
@@ -838,6 +838,6 @@ class RowSlots:
         self.length.sub_(1)
         self._layer.held[self._row] -= 1
 
-    def quantise(self, count: int, make: Callable[[Tensor, Tensor], Segment]) -> None:
+    def quantize(self, count: int, make: Callable[[Tensor, Tensor], Segment]) -> None:
         page = make(self.keys[:, :count], self.values[:, :count])
         self._layer.page(self._row, count, page)

@@ -121,7 +121,7 @@ def decode_mixed_ref(
 
     logits, values = [], []
     for segment in segments:
-        k, v = segment.dequantise(compute_dtype)
+        k, v = segment.dequantize(compute_dtype)
         logits.append(_logits(q, k, segment.bias, segment.valid[:, :, None]))
         values.append(_zero_masked(v, segment.valid))
     mask = tail_mask.expand(len(query), shared, -1, -1)

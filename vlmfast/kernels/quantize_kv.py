@@ -307,7 +307,7 @@ class Segment:
         """Tensor, bool, (..., N): valid slots."""
         return torch.arange(len(self), device=self.lengths.device) < self.lengths[..., None]
 
-    def dequantise(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def dequantize(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Keys and values (..., N, D), computed in float32; padding gives finite numbers."""
         keys = dequantise_keys(self.key_codes, self.key_step, self.key_min, self.bits, self.group)
         values = dequantise_values(
@@ -397,7 +397,7 @@ class Segment:
 
         Both need an equal `key` with a ``group``. The last group must be full in every row and
         head to which ``other`` adds slots (all heads of equal length). If values have a channel
-        scale, both must use the same one: pass the first segment's to `quantise`.
+        scale, both must use the same one: pass the first segment's to `quantize`.
         """
         _same_key([self, other])
         if not self.group or len(self) % self.group:
@@ -463,7 +463,7 @@ def _same_key(segments: list[Segment]) -> None:
         )
 
 
-def quantise(
+def quantize(
     keys: Tensor,
     values: Tensor,
     order: Tensor,

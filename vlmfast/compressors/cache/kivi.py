@@ -43,7 +43,7 @@ from vlmfast.core.protocols import CacheStage, DecodeStage, Slots
 from vlmfast.core.stage import Stage
 from vlmfast.core.statistics import ColumnStats
 from vlmfast.errors import RecipeError
-from vlmfast.kernels.quantize_kv import Segment, quantise
+from vlmfast.kernels.quantize_kv import Segment, quantize
 
 from ..part import Part
 
@@ -61,7 +61,7 @@ class Kivi(CacheStage):
     name: ClassVar[str] = "kivi"
     paper: ClassVar[str] = "ICML 2024, arXiv 2402.02750"
     lead: ClassVar[str | None] = "bits"
-    quantises: ClassVar[bool] = True
+    quantizes: ClassVar[bool] = True
 
     bits: int = param(2, "bits of a code: 2, 4 or 8", ge=2, le=8)
     group: int = param(32, "tokens (of keys) and channels (of values) that share a step", ge=1)
@@ -104,7 +104,7 @@ class Kivi(CacheStage):
         """Quantize keys and values (H, N, D); ``dtype`` is that of the parameters."""
         lengths = torch.full((len(keys),), keys.shape[1], device=keys.device)
         try:
-            return quantise(
+            return quantize(
                 keys,
                 values,
                 order,
@@ -133,7 +133,7 @@ class Pages(Part, DecodeStage):
             return
         order = slots.order[:, :count]
         dtype = note.get("dtype", torch.float16)
-        slots.quantise(count, lambda k, v: self.of.segment(k, v, order, dtype=dtype))
+        slots.quantize(count, lambda k, v: self.of.segment(k, v, order, dtype=dtype))
 
     def quiet(self, slots: Slots, layer: int) -> int:
         note = slots.notes.get(self.name, {}).get(layer, {})

@@ -47,7 +47,7 @@ from vlmfast.core.protocols import CacheStage, DecodeStage, Slots
 from vlmfast.core.stage import Stage
 from vlmfast.core.statistics import ColumnRequest, ColumnStats
 from vlmfast.errors import RecipeError
-from vlmfast.kernels.quantize_kv import Segment, channel_scale, check, parameter_dtype, quantise
+from vlmfast.kernels.quantize_kv import Segment, channel_scale, check, parameter_dtype, quantize
 from vlmfast.kernels.select import ranked
 
 from ..part import Part
@@ -97,7 +97,7 @@ class ZipCache(CacheStage):
     name: ClassVar[str] = "zipcache"
     paper: ClassVar[str] = "NeurIPS 2024, arXiv 2405.14256"
     lead: ClassVar[str | None] = "important"
-    quantises: ClassVar[bool] = True
+    quantizes: ClassVar[bool] = True
 
     important: float = param(0.6, "fraction of the slots stored in bits_high", ge=0.0, le=1.0)
     bits_high: int = param(4, "bits of salient slots and of the answer: 2, 4 or 8", ge=2, le=8)
@@ -150,7 +150,7 @@ class ZipCache(CacheStage):
         scale = channel_scale(kv.values, kv.valid, dtype=dtype)
         context.notes.setdefault(self.name, {})[layer] = scale
         segments = tuple(
-            quantise(
+            quantize(
                 part.keys,
                 part.values,
                 part.order,
@@ -191,7 +191,7 @@ class Pages(Part, DecodeStage):
             if layer not in scales:
                 scales[layer] = channel_scale(values, dtype=torch.float16)
             lengths = torch.full((len(keys),), count, device=keys.device)
-            return quantise(
+            return quantize(
                 keys,
                 values,
                 order,
@@ -202,7 +202,7 @@ class Pages(Part, DecodeStage):
                 dtype=scales[layer].dtype,
             )
 
-        slots.quantise(count, make)
+        slots.quantize(count, make)
 
     def quiet(self, slots: Slots, layer: int) -> int:
         return self.of.page - 1 - slots.held

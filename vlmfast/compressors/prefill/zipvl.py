@@ -55,7 +55,7 @@ from vlmfast.core.stage import Stage
 from vlmfast.core.statistics import ColumnStats
 from vlmfast.errors import RecipeError
 from vlmfast.kernels.col_stats import col_stats
-from vlmfast.kernels.quantize_kv import BITS, Segment, quantise
+from vlmfast.kernels.quantize_kv import BITS, Segment, quantize
 from vlmfast.kernels.select import mass_count, top_k
 
 from ..part import Part
@@ -307,7 +307,7 @@ class Mixed(Part, CacheStage):
     """Quantizes each layer, important tokens in more bits than the others."""
 
     name: ClassVar[str] = ZipVL.name
-    quantises: ClassVar[bool] = True
+    quantizes: ClassVar[bool] = True
 
     def compress(
         self, context: PrefillContext, layer: int, kv: KV, stats: ColumnStats | None
@@ -317,7 +317,7 @@ class Mixed(Part, CacheStage):
             part = kv.select_mask(mask)
             if len(part):
                 segments.append(
-                    quantise(
+                    quantize(
                         part.keys,
                         part.values,
                         part.order,
@@ -348,7 +348,7 @@ class Pages(Part, DecodeStage):
         lengths = torch.full_like(slots.length, page)
 
         def make(keys: Tensor, values: Tensor) -> Segment:
-            return quantise(
+            return quantize(
                 keys,
                 values,
                 order,
@@ -359,7 +359,7 @@ class Pages(Part, DecodeStage):
                 dtype=scale.dtype,
             )
 
-        slots.quantise(page, make)
+        slots.quantize(page, make)
 
     def quiet(self, slots: Slots, layer: int) -> int:
         return self.of.page - 1 - slots.held
