@@ -92,7 +92,7 @@ def pretended(vlm: Any, decoder: Any) -> Iterator[Watch]:
         cache.length, cache.seen = on_cuda(cache.length, seen), on_cuda(cache.seen, seen)
         for layer, length in zip(cache.layers, cache.length, strict=True):
             layer.length, layer.seen = length, cache.seen
-            for name in ("keys", "values", "order", "rank", "mass", "bias"):
+            for name in ("keys", "values", "order", "rank", "attention_mass", "bias"):
                 setattr(layer, name, on_cuda(getattr(layer, name), seen))
             layer.segments = [on_cuda(segment, seen) for segment in layer.segments]
             layer.device = torch.device("cuda")

@@ -84,8 +84,8 @@ class FakeSlots:
         # Padding is poisoned, since stages must not read it.
         self.keys, self.values = buffer(kv.keys, torch.nan), buffer(kv.values, torch.nan)
         self.order = buffer(kv.order, 10**9)
-        mass = torch.zeros_like(kv.keys[..., 0]) if kv.mass is None else kv.mass
-        self.mass = buffer(mass, torch.nan)
+        mass = torch.zeros_like(kv.keys[..., 0]) if kv.attention_mass is None else kv.attention_mass
+        self.attention_mass = buffer(mass, torch.nan)
         self.length, self.prompt, self.held = kv.lengths.clone(), kv.lengths.clone(), len(kv)
         self.seen = len(context.layout) if seen is None else seen
         self.notes = context.notes
@@ -95,7 +95,7 @@ class FakeSlots:
         """Append the next token's key and value, (H, D)."""
         heads = torch.arange(len(key))
         self.keys[heads, self.length], self.values[heads, self.length] = key, value
-        self.order[heads, self.length], self.mass[heads, self.length] = self.seen, 0.0
+        self.order[heads, self.length], self.attention_mass[heads, self.length] = self.seen, 0.0
         self.length += 1
         self.held += 1
         self.seen += 1
@@ -108,7 +108,7 @@ class FakeSlots:
         ):
             logits = group @ self.keys[head, :n].T * group.shape[-1] ** -0.5
             p = logits.softmax(-1)
-            self.mass[head, :n] += p.mean(0)
+            self.attention_mass[head, :n] += p.mean(0)
             outputs.append(p @ self.values[head, :n])
         return torch.cat(outputs)
 
@@ -118,7 +118,7 @@ class FakeSlots:
             (self.keys, torch.nan),
             (self.values, torch.nan),
             (self.order, 10**9),
-            (self.mass, torch.nan),
+            (self.attention_mass, torch.nan),
         ):
             buffer[heads, slot] = buffer[heads, last].clone()
             buffer[heads, last] = nothing

@@ -88,7 +88,12 @@ def h2o_answer(data: dict, meta: dict) -> None:
     assert torch.equal(kept.values, data["v_after_prefill"][0])
     # Logits over a head's width, rows over all keys, columns over all rows: nothing cancels.
     terms = whole.keys.shape[2] + 2 * len(whole)
-    close(kept.mass, data["score_after_prefill"], terms=terms, scale=data["score_after_prefill"])
+    close(
+        kept.attention_mass,
+        data["score_after_prefill"],
+        terms=terms,
+        scale=data["score_after_prefill"],
+    )
 
     slots = FakeSlots(kept, step, room=1)
     for t in range(n, len(whole)):
@@ -98,7 +103,7 @@ def h2o_answer(data: dict, meta: dict) -> None:
     answer.step(slots, 0)
     assert torch.equal(torch.stack(slots.sorted("keys")), data["k_after_decode"][0])
     assert torch.equal(torch.stack(slots.sorted("values")), data["v_after_decode"][0])
-    mass, stored = torch.stack(slots.sorted("mass")), data["score_after_decode"]
+    mass, stored = torch.stack(slots.sorted("attention_mass")), data["score_after_decode"]
     close(mass, stored, terms=terms, scale=stored)
 
 

@@ -364,7 +364,7 @@ def test_cake_decode_evicts_the_least_attended_token(reset):
     kv = cache[layer]
     slots, count = FakeSlots(kv, step, steps + 2), len(kv)
     if not reset:
-        slots.mass[:, :count] += torch.rand(
+        slots.attention_mass[:, :count] += torch.rand(
             HEADS, count, generator=torch.Generator().manual_seed(5)
         )
     expected = [
@@ -376,7 +376,7 @@ def test_cake_decode_evicts_the_least_attended_token(reset):
     for i in range(steps):
         decode.step(slots, layer)
         if not reset:  # scores that were not reset
-            slots.mass[:, : slots.held] += torch.rand(HEADS, slots.held, generator=g)
+            slots.attention_mass[:, : slots.held] += torch.rand(HEADS, slots.held, generator=g)
         for head, tokens in enumerate(expected):
             if row is not None and len(tokens) > count:
                 free = [t for t in tokens if t < N + i - 8]

@@ -31,7 +31,7 @@ from vlmfast.engine.stats import Stats, Trace
 from vlmfast.kernels.quantize_kv import Segment, quantize
 
 TOKENS = [5, 9, 11, 7, 8, 6, 10, 12, 30, 31, 32, 33]
-BUFFERS = ("keys", "values", "order", "mass", "bias")
+BUFFERS = ("keys", "values", "order", "attention_mass", "bias")
 HEADS = {"heads of their own": 4, "grouped queries": 2}
 
 
@@ -239,14 +239,14 @@ def test_choosing_slots_by_head(heads, n, seed, extras):
         visual=torch.rand(heads, n, generator=generator) < 0.5,
         lengths=torch.full((heads,), n),
         bias=torch.randn(heads, n, generator=generator) if extras else None,
-        mass=torch.rand(heads, n, generator=generator) if extras else None,
+        attention_mass=torch.rand(heads, n, generator=generator) if extras else None,
     )
     keep = torch.rand(heads, n, generator=generator) < 0.5
     got = kv.select_mask(keep)
     assert got.lengths.tolist() == keep.sum(1).tolist()
     assert len(got) == int(keep.sum(1).max())
     assert got.valid.sum(1).tolist() == got.lengths.tolist()
-    for name in ("keys", "values", "order", "position", "visual", "bias", "mass"):
+    for name in ("keys", "values", "order", "position", "visual", "bias", "attention_mass"):
         of, new = getattr(kv, name), getattr(got, name)
         assert (of is None) == (new is None)
         for head in range(heads) if of is not None else ():
@@ -323,7 +323,7 @@ def test_number_of_buckets_is_small():
 
 def test_freezing_moves_to_buffers_with_free_slots():
     cache, stored = frozen(
-        [[5, 3], [4, 4]], logical=9, max_new_tokens=70, track=True, mass=True, bias=True
+        [[5, 3], [4, 4]], logical=9, max_new_tokens=70, track=True, attention_mass=True, bias=True
     )
     for at, kv in enumerate(stored):
         layer = cache.layers[at]
@@ -331,7 +331,7 @@ def test_freezing_moves_to_buffers_with_free_slots():
         for name in ("keys", "values", "order", "bias"):
             for head, got in enumerate(contents(cache, at, 0, name)):
                 assert torch.equal(got, getattr(kv, name)[head, : kv.lengths[head]])
-        assert layer.mass.shape == layer.order.shape and not layer.mass.any()
+        assert layer.attention_mass.shape == layer.order.shape and not layer.attention_mass.any()
         assert layer.held == [max(kv.lengths.tolist())]
     assert [layer.even for layer in cache.layers] == [False, True]
     assert cache.logical == [9] and cache.lengths() == [5, 4]
@@ -342,9 +342,9 @@ def test_freezing_moves_to_buffers_with_free_slots():
 
 
 def test_new_tokens_follow_each_heads_last_slot():
-    cache, stored = frozen([[5, 3], [4, 4]], track=True, mass=True, bias=True)
+    cache, stored = frozen([[5, 3], [4, 4]], track=True, attention_mass=True, bias=True)
     for layer in cache.layers:  # stale values of an earlier use
-        for name in ("mass", "bias"):
+        for name in ("attention_mass", "bias"):
             getattr(layer, name)[:, :, max(layer.held) :] = 7.0
     new = write(cache, 2)
     assert cache.lengths() == [5, 4]  # not counted yet
@@ -356,7 +356,7 @@ def test_new_tokens_follow_each_heads_last_slot():
             assert torch.equal(keys, torch.cat([kv.keys[head, :n], new[at][0, head]]))
             assert torch.equal(values, torch.cat([kv.values[head, :n], 2 * new[at][0, head]]))
             assert contents(cache, at, 0, "order")[head][n:].tolist() == [5, 6]
-            assert contents(cache, at, 0, "mass")[head][n:].tolist() == [0, 0]
+            assert contents(cache, at, 0, "attention_mass")[head][n:].tolist() == [0, 0]
             assert contents(cache, at, 0, "bias")[head][n:].tolist() == [0, 0]
             assert torch.equal(contents(cache, at, 0, "bias")[head][:n], kv.bias[head, :n])
 
@@ -364,9 +364,11 @@ def test_new_tokens_follow_each_heads_last_slot():
 @pytest.mark.parametrize("lengths", [[[60, 60]], [[60, 31]]], ids=["even", "uneven"])
 def test_growing_keeps_the_contents(lengths):
     pool = BufferPool()
-    cache, _ = frozen(lengths, pool=pool, max_new_tokens=1, track=True, mass=True, bias=True)
+    cache, _ = frozen(
+        lengths, pool=pool, max_new_tokens=1, track=True, attention_mass=True, bias=True
+    )
     layer = cache.layers[0]
-    layer.mass.copy_(torch.rand_like(layer.mass))
+    layer.attention_mass.copy_(torch.rand_like(layer.attention_mass))
     before = {name: contents(cache, 0, 0, name) for name in BUFFERS}
     capacity, expected = layer.keys.shape[2], []
     assert pool.idle == 0
@@ -566,7 +568,7 @@ def test_accepting_some_written_tokens():
         parts = [frozen(of, seed=i, logical=20 + i, **how)[0] for i, of in enumerate(lengths)]
         return KVCache.cat(parts)
 
-    for how in ({}, {"track": True, "mass": True, "bias": True}):
+    for how in ({}, {"track": True, "attention_mass": True, "bias": True}):
         cache, other = rows(**how), rows(**how)
         tree = write(cache, 6)
         cache.accept(torch.tensor([[0, 2, 5], [1, 4, 0]]), [3, 2])
@@ -594,7 +596,7 @@ def test_accepting_some_written_tokens():
                     assert order[-len(paths[row]) :].tolist() == [
                         20 + row + i for i in range(len(paths[row]))
                     ]
-                for name in ("mass", "bias"):
+                for name in ("attention_mass", "bias"):
                     for of in contents(cache, at, row, name):
                         assert not of[-len(paths[row]) :].any()
 

@@ -181,7 +181,7 @@ def h2o(dense: Dense, stored: list[KV], notes: dict) -> Rule:
     mass = []
     for kv in stored:
         total = torch.zeros(len(kv.keys), dense.count)
-        mass.append(total.scatter(1, kv.order, kv.mass))
+        mass.append(total.scatter(1, kv.order, kv.attention_mass))
 
     def before(dense: Dense) -> None:
         for layer, seen in enumerate(dense.seen):

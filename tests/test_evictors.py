@@ -387,10 +387,10 @@ def test_h2o_keep_1_lets_the_answer_grow() -> None:
 
 def test_h2o_without_decode_counts_nothing() -> None:
     query, kv = tensors(40)
-    assert compressed(H2O(0.5, decode=False), query, kv)[0].mass is None
+    assert compressed(H2O(0.5, decode=False), query, kv)[0].attention_mass is None
     kept, _ = compressed(H2O(0.5), query, kv)
     stats = columns(query, kv.keys, H2O().text_stats(1)[0])
-    assert torch.equal(kept.mass, stats.sum.mean(1).gather(1, kept.order))
+    assert torch.equal(kept.attention_mass, stats.sum.mean(1).gather(1, kept.order))
 
 
 def test_h2o_with_heads_of_different_lengths() -> None:

@@ -312,7 +312,7 @@ class PagedSlots(FakeSlots):
 
     def quantize(self, count: int, make) -> None:
         self.pages.append(make(self.keys[:, :count], self.values[:, :count]))
-        for buffer in (self.keys, self.values, self.order, self.mass):
+        for buffer in (self.keys, self.values, self.order, self.attention_mass):
             buffer[:, :-count] = buffer[:, count:].clone()
         self.length -= count
         self.held -= count

@@ -304,7 +304,10 @@ def check_cache(
     _whole(frozen["steps"], "steps", 0, consumed)
     stages = recipe.acting(DecodeStage) if known is not None else []
     need(frozen["track"] is bool(stages), "track does not fit the recipe")
-    need(frozen["mass"] is any(stage.mass for stage in stages), "mass does not fit the recipe")
+    need(
+        frozen["attention_mass"] is any(stage.attention_mass for stage in stages),
+        "mass does not fit the recipe",
+    )
     depth = adapter.depth
     _tensor(frozen["length"], "length", (depth, 1, heads), torch.int64, 0)
     _tensor(frozen["prompt"], "prompt", (depth, heads), torch.int64, 0, consumed)
@@ -346,14 +349,14 @@ def _check_layer(
     buffers = layer["buffers"]
     wanted = {"keys", "values"}
     wanted |= {"order"} if frozen["track"] else set()
-    wanted |= {"mass"} if frozen["mass"] else set()
+    wanted |= {"attention_mass"} if frozen["attention_mass"] else set()
     free = {"bias"} | ({"rank"} if window is not None else set())
     need(wanted <= buffers.keys() <= wanted | free, f"{what} has other buffers")
     row = (1, heads, held)
     for name, dtype, low, high in (
         ("order", torch.int64, None, consumed - 1),
         ("rank", torch.int32, None, None),
-        ("mass", torch.float32, 0, None),
+        ("attention_mass", torch.float32, 0, None),
         ("bias", torch.float32, None, None),
     ):
         if name in buffers:

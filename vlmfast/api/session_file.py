@@ -206,7 +206,7 @@ def frozen(prefix: Prefix) -> dict[str, Any]:
         "logical": cache.logical,
         "compressed": cache.base,
         "track": cache.track,
-        "mass": cache.mass,
+        "attention_mass": cache.attention_mass,
         "position": prefix.decoder.position,
         "notes": prefix.notes,
         "prompt": prefix.prompt_slots,
@@ -222,7 +222,7 @@ def thawed(adapter: Adapter, recipe: Recipe, file: dict[str, Any]) -> Prefix:
     """Restore what `frozen` saved; ``file`` has passed `session_checks.check_cache`."""
     saved = snapshot.moved({key: file[key] for key in OF_CACHE}, adapter.device)
     cache = KVCache(adapter.depth, adapter.pool, adapter.windows)
-    cache.track, cache.mass = saved["track"], saved["mass"]
+    cache.track, cache.attention_mass = saved["track"], saved["attention_mass"]
     cache.length, cache.logical = saved["length"].clone(), list(saved["logical"])
     cache.base = saved["compressed"]
     cache.seen = torch.tensor(cache.logical, device=adapter.device)
@@ -261,7 +261,7 @@ OF_CACHE = (
     "logical",
     "compressed",
     "track",
-    "mass",
+    "attention_mass",
     "position",
     "notes",
     "prompt",

@@ -11,7 +11,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from vlmfast.kernels.quantize_kv import Segment
 
-SLOTWISE = ("keys", "values", "order", "position", "visual", "bias", "mass")
+SLOTWISE = ("keys", "values", "order", "position", "visual", "bias", "attention_mass")
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,7 +45,7 @@ class KV:
     visual: Tensor
     lengths: Tensor
     bias: Tensor | None = None
-    mass: Tensor | None = None
+    attention_mass: Tensor | None = None
     segments: tuple[Segment, ...] = ()
 
     def __len__(self) -> int:

@@ -253,7 +253,9 @@ class DecodeStage(Stage):
     """Modifies the cache between decode steps."""
 
     protocol: ClassVar[str] = "decode"
-    mass: ClassVar[bool] = False  # whether `step` reads the attention that each slot receives
+    attention_mass: ClassVar[bool] = (
+        False  # whether `step` reads the attention that each slot receives
+    )
     every: ClassVar[int] = 1  # decode steps from one call to the next
 
     def step(self, slots: Slots, layer: int) -> None:
@@ -283,7 +285,7 @@ class Slots(Protocol):
         are undefined.
     mass : Tensor, float32, (H, capacity)
         Attention received since the prompt, mean over the query heads of each KV head; only where
-        a stage of the recipe sets ``mass``. Writable.
+        a stage of the recipe sets ``attention_mass``. Writable.
     length : Tensor, int64, (H,)
         Slots in use; on the device.
     held : int
@@ -303,7 +305,7 @@ class Slots(Protocol):
     @property
     def order(self) -> Tensor: ...
     @property
-    def mass(self) -> Tensor: ...
+    def attention_mass(self) -> Tensor: ...
     @property
     def length(self) -> Tensor: ...
     @property

@@ -168,7 +168,7 @@ def _cached(
     index, tokens = module.layer_idx, query.shape[2]
     layer = context.cache.layers[index]
     sliding = context.cache.sliding(index, tokens)
-    plain = not layer.segments and layer.mass is None
+    plain = not layer.segments and layer.attention_mass is None
     # Few rows over a cache on a GPU: the decode kernel, which reads only slots in use.
     dense = plain and not (tokens <= _FEW and _kernels(query, key))
     if dense and layer.prefix and tokens == 1 and not (sliding and layer.rank is not None):
@@ -189,7 +189,7 @@ def _cached(
         )[0]
     if (
         context.ancestors is not None
-        and layer.mass is None
+        and layer.attention_mass is None
         and not sliding
         and _kernels(query, key)
     ):
@@ -225,7 +225,7 @@ def _cached(
             mask,
             scaling,
             bias,
-            want_mass=layer.mass is not None,
+            want_mass=layer.attention_mass is not None,
         )
         if mass is not None:
             layer.receive(mass[:, :, -tail:], sliding)

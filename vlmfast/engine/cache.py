@@ -31,7 +31,7 @@ from vlmfast.kernels.quantize_kv import Segment
 
 _FREE_SLOTS = 256  # that a frozen layer starts with at most, and gains when it is full
 _NEAR = torch.iinfo(torch.int32).max
-_SLOTWISE = ("keys", "values", "order", "rank", "mass", "bias")
+_SLOTWISE = ("keys", "values", "order", "rank", "attention_mass", "bias")
 
 
 class KVLayer(CacheLayerMixin):
@@ -56,7 +56,7 @@ class KVLayer(CacheLayerMixin):
         Of a layer with a window whose slots may have gaps: the index of each slot's token among
         the rows that entered the layer, counted so that the next token's is ``seen``. In its
         segments, ``order`` holds the same. Without it, slots are contiguous up to the next token.
-    mass : Tensor, float32, (B, H, capacity), optional
+    attention_mass : Tensor, float32, (B, H, capacity), optional
         Attention received, where a decode stage reads it.
     bias : Tensor, float32, (B, H, capacity), optional
         Added to the logits of each slot.
@@ -86,7 +86,7 @@ class KVLayer(CacheLayerMixin):
         self.segments: list[Segment] = []
         self.order: Tensor | None = None
         self.rank: Tensor | None = None
-        self.mass: Tensor | None = None
+        self.attention_mass: Tensor | None = None
         self.bias: Tensor | None = None
         self.entered: Tensor | None = None  # (S,): ``order`` of the rows that entered the layer
         self.rows = 0  # how many rows entered
@@ -155,7 +155,7 @@ class KVLayer(CacheLayerMixin):
         seen: Tensor,
         logical: int,
         track: bool,
-        mass: bool,
+        attention_mass: bool,
     ) -> None:
         """Move to buffers with free slots for up to ``max_new_tokens`` tokens.
 
@@ -167,8 +167,8 @@ class KVLayer(CacheLayerMixin):
             Ids consumed so far, on the device.
         logical : int
             The same on the host.
-        track, mass : bool
-            Whether decode stages read ``order`` and ``mass``; only for layers that were `put`.
+        track, attention_mass : bool
+            Whether decode stages read ``order`` and ``attention_mass``; only for layers that were `put`.
         """
         kv, self.kv = self.kv, None
         order = masses = rank = None
@@ -178,7 +178,7 @@ class KVLayer(CacheLayerMixin):
             bias = None if bias is None else bias.expand(1, keys.shape[1], -1)
         else:
             keys, values, order = kv.keys[None], kv.values[None], kv.order[None]
-            bias, masses = (None if x is None else x[None] for x in (kv.bias, kv.mass))
+            bias, masses = (None if x is None else x[None] for x in (kv.bias, kv.attention_mass))
             length.copy_(kv.lengths[None])
             self.even = bool((kv.lengths == kv.lengths[0]).all())
             self.segments = [segment.unsqueeze() for segment in kv.segments]
@@ -192,9 +192,9 @@ class KVLayer(CacheLayerMixin):
         if track:
             assert order is not None
             self.order = self._buffer(order, capacity)
-        if mass:
+        if attention_mass:
             start = torch.zeros(keys.shape[:3], device=keys.device) if masses is None else masses
-            self.mass = self._buffer(start, capacity)
+            self.attention_mass = self._buffer(start, capacity)
 
     def _ranked(self, kv: KV, logical: int) -> Tensor | None:
         """`rank` of the slots of ``kv``, (H, N); also replaces the ``order`` of its segments."""
@@ -256,7 +256,7 @@ class KVLayer(CacheLayerMixin):
 
     def note(self, tokens: int) -> None:
         """Initialize what accompanies the keys and values of the next ``tokens`` slots."""
-        if all(x is None for x in (self.order, self.rank, self.mass, self.bias)):
+        if all(x is None for x in (self.order, self.rank, self.attention_mass, self.bias)):
             return
         steps = torch.arange(tokens, device=self.device)
         index = self.length[..., None] + steps
@@ -264,7 +264,7 @@ class KVLayer(CacheLayerMixin):
             if buffer is not None:
                 new = (self.seen[:, None, None] + steps).to(buffer.dtype)
                 buffer.scatter_(2, index, new.expand_as(index))
-        for buffer in (self.mass, self.bias):  # slots may have been used before
+        for buffer in (self.attention_mass, self.bias):  # slots may have been used before
             if buffer is not None:
                 buffer.scatter_(2, index, torch.zeros_like(index, dtype=buffer.dtype))
 
@@ -276,7 +276,11 @@ class KVLayer(CacheLayerMixin):
         for buffer, new in ((self.keys, kv.keys), (self.values, kv.values)):
             at = index[..., None].expand_as(new)
             buffer[0].scatter_(1, at, new.to(self.dtype))
-        extra = ((self.order, kv.order), (self.mass, kv.mass), (self.bias, kv.bias))
+        extra = (
+            (self.order, kv.order),
+            (self.attention_mass, kv.attention_mass),
+            (self.bias, kv.bias),
+        )
         for stored, added in extra:
             if stored is not None and added is not None:
                 stored[0].scatter_(1, index, added.to(stored.dtype))
@@ -342,17 +346,17 @@ class KVLayer(CacheLayerMixin):
             mask = mask & tree.diagonal(dim1=1, dim2=2)[:, None, :, None]
         return keys, values, mask, segment.bias
 
-    def receive(self, mass: Tensor, sliding: bool) -> None:
+    def receive(self, attention_mass: Tensor, sliding: bool) -> None:
         """Count the attention that the first N slots of the tail have just received, (B, H, N).
 
         Slots that have left the window receive no more attention; theirs is set to zero.
         """
-        assert self.mass is not None
-        self.mass[:, :, : mass.shape[2]] += mass
+        assert self.attention_mass is not None
+        self.attention_mass[:, :, : attention_mass.shape[2]] += attention_mass
         if sliding:
             assert self.window is not None
             gone = self.ranks() <= (self.seen - self.window)[:, None, None]
-            self.mass.masked_fill_(gone, 0.0)
+            self.attention_mass.masked_fill_(gone, 0.0)
 
     def release(self) -> None:
         """Return the buffers; the layer must not be used afterwards."""
@@ -412,7 +416,7 @@ class KVLayer(CacheLayerMixin):
         keys = self.kv.keys if self.kv is not None else self.keys
         each = 2 * keys.shape[-1] * keys.element_size()
         if self.frozen:
-            extra = (self.order, self.rank, self.mass, self.bias)
+            extra = (self.order, self.rank, self.attention_mass, self.bias)
             each += sum(e.element_size() for e in extra if e is not None)
         return taken * each + sum(segment.held_bytes() for segment in segments)
 
@@ -461,25 +465,30 @@ class KVCache(Cache):
         super().__init__(layers=[KVLayer(self.pool, window) for window in windows])
         self.logical: list[int] = []  # `seen` on the host
         self.base: list[int] = []  # by row: ids up to the last compressed one
-        self.track = self.mass = False
+        self.track = self.attention_mass = False
 
     @property
     def rows(self) -> int:
         return len(self.logical)
 
     def freeze(
-        self, max_new_tokens: int, logical: int, *, track: bool = False, mass: bool = False
+        self,
+        max_new_tokens: int,
+        logical: int,
+        *,
+        track: bool = False,
+        attention_mass: bool = False,
     ) -> None:
         """End of prefill: move ``logical`` consumed ids to buffers for ``max_new_tokens`` more."""
         first = self.layers[0]
         heads = len(first.kv.keys) if first.kv is not None else first.keys.shape[1]
         shape = (len(self.layers), 1, heads)
-        self.track, self.mass = track, mass
+        self.track, self.attention_mass = track, attention_mass
         self.length = torch.zeros(shape, dtype=torch.int64, device=first.device)
         self.seen = torch.full((1,), logical, device=first.device)
         self.logical = [logical]
         for layer, length in zip(self.layers, self.length, strict=True):
-            layer.freeze(max_new_tokens, length, self.seen, logical, track, mass)
+            layer.freeze(max_new_tokens, length, self.seen, logical, track, attention_mass)
         whole = all(layer.held == self.logical and layer.even for layer in self.layers)
         self.base = [0 if whole else logical]
 
@@ -632,7 +641,7 @@ class KVCache(Cache):
         first = caches[0]
         joined = KVCache(len(first.layers), first.pool)
         joined.track = any(cache.track for cache in caches)
-        joined.mass = any(cache.mass for cache in caches)
+        joined.attention_mass = any(cache.attention_mass for cache in caches)
         joined.length = torch.cat([cache.length for cache in caches], dim=1)
         joined.seen = torch.cat([cache.seen for cache in caches])
         joined.logical = [n for cache in caches for n in cache.logical]
@@ -654,7 +663,7 @@ class KVCache(Cache):
                 ("values", True),
                 ("order", joined.track),
                 ("rank", ranked),
-                ("mass", joined.mass),
+                ("attention_mass", joined.attention_mass),
                 ("bias", any(part.bias is not None for part in parts)),
             ):
                 if wanted:
@@ -698,7 +707,7 @@ class KVCache(Cache):
     def clone(self) -> KVCache:
         """A copy that shares no mutable state."""
         twin = KVCache(len(self.layers), self.pool, [layer.window for layer in self.layers])
-        twin.track, twin.mass = self.track, self.mass
+        twin.track, twin.attention_mass = self.track, self.attention_mass
         twin.logical, twin.base = list(self.logical), list(self.base)
         twin.length, twin.seen = self.length.clone(), self.seen.clone()
         for layer, copy, length in zip(self.layers, twin.layers, twin.length, strict=True):
@@ -809,9 +818,9 @@ class RowSlots:
         return self._layer.order[self._row]
 
     @property
-    def mass(self) -> Tensor:
-        assert self._layer.mass is not None
-        return self._layer.mass[self._row]
+    def attention_mass(self) -> Tensor:
+        assert self._layer.attention_mass is not None
+        return self._layer.attention_mass[self._row]
 
     @property
     def length(self) -> Tensor:

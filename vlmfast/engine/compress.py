@@ -137,8 +137,8 @@ class Compression:
         return bool(self.decoding)
 
     @property
-    def mass(self) -> bool:
-        return any(stage.mass for stage in self.decoding)
+    def attention_mass(self) -> bool:
+        return any(stage.attention_mass for stage in self.decoding)
 
 
 def query_rows(request: ColumnRequest, layer: int, context: PrefillContext) -> Tensor:

@@ -134,7 +134,7 @@ class Decoder:
             tokens[row, :n] = torch.tensor(tree.tokens)
             offset[row, :n] = torch.tensor(tree.depths)
             mask[row, :n, :n] = tree.mask()
-            if self.cache.mass:  # padding must not count as a reader
+            if self.cache.attention_mass:  # padding must not count as a reader
                 mask[row, n:] = False
         given = tuple(x.to(self.position.device) for x in (tokens, offset, mask))
         self.cache.reserve(width)
@@ -160,7 +160,9 @@ class Decoder:
     def spare(self, number: int) -> int:
         """How many drafted tokens a row may take before a decode stage has work to do."""
         row, spare = self.rows[number], 1 << 30
-        if any(stage.mass for stage in row.stages):  # what rejected tokens attend to would count
+        if any(
+            stage.attention_mass for stage in row.stages
+        ):  # what rejected tokens attend to would count
             return 0
         for stage in row.stages:
             assert row.prompt_slots is not None
@@ -270,7 +272,7 @@ class Decoder:
         cache.reserve(1)
         position = self.position + drafted
         self.context.tree = None
-        if cache.mass:  # what is drafted must not count as a reader of other rows
+        if cache.attention_mass:  # what is drafted must not count as a reader of other rows
             self.context.tree = torch.zeros(len(self.rows), 1, 1, dtype=torch.bool)
             self.context.tree[number] = True
             self.context.tree = self.context.tree.to(position.device)

@@ -239,7 +239,7 @@ class Engine:
             max_new_tokens,
             prompt.full_length,
             track=bool(stages),
-            mass=any(stage.mass for stage in stages),
+            attention_mass=any(stage.attention_mass for stage in stages),
         )
         stats.kv_bytes = cache.held_bytes()
         position = torch.full_like(prompt.layout.position[:, :1], prompt.next_position)

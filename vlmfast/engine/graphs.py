@@ -127,7 +127,7 @@ def cuda_graph(step: Callable[[], None], state: State) -> Callable[[], None]:
 
 def _advances(key: tuple) -> bool:
     """Whether a step changes more of this tensor than the free slot that it writes."""
-    return key[0] in ("position", "length", "seen") or key[-1] == "mass"
+    return key[0] in ("position", "length", "seen") or key[-1] == "attention_mass"
 
 
 class Graphs:

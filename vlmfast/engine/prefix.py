@@ -18,7 +18,7 @@ from .decode import Decoder
 from .sequence import Sequence
 from .stats import Stats, Trace
 
-BUFFERS = ("keys", "values", "order", "rank", "mass", "bias")
+BUFFERS = ("keys", "values", "order", "rank", "attention_mass", "bias")
 # Statistics of the prefix, which every sequence that continues from it reports.
 _SHARED = (
     "saliency",

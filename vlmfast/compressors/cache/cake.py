@@ -182,13 +182,13 @@ class Decode(Part, DecodeStage):
     """During the answer: evicts one slot for each new one."""
 
     name: ClassVar[str] = CAKE.name
-    mass: ClassVar[bool] = True
+    attention_mass: ClassVar[bool] = True
 
     def step(self, slots: Slots, layer: int) -> None:
         note = slots.notes.get(self.name, {})
         if note.get("kept") and slots.held > note["kept"][layer]:
-            slot = torch.arange(slots.mass.shape[1], device=slots.mass.device)
+            slot = torch.arange(slots.attention_mass.shape[1], device=slots.attention_mass.device)
             safe = slots.order >= slots.seen - note["windows"][layer]
             safe = safe | (slot >= slots.length[:, None])
-            slots.evict(slots.mass.masked_fill(safe, torch.inf).argmin(1))
-        slots.mass.zero_()  # only the newest row counts
+            slots.evict(slots.attention_mass.masked_fill(safe, torch.inf).argmin(1))
+        slots.attention_mass.zero_()  # only the newest row counts

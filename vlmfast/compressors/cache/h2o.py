@@ -44,13 +44,13 @@ from ..evictor import Evictor
 from ..part import Part
 
 
-def lightest(order: Tensor, mass: Tensor, length: Tensor, recent: Tensor) -> Tensor:
-    """The slot of each head with the least attention mass that is not among its last ones.
+def lightest(order: Tensor, attention_mass: Tensor, length: Tensor, recent: Tensor) -> Tensor:
+    """The slot of each head with the least attention attention_mass that is not among its last ones.
 
     Parameters
     ----------
     order : Tensor, int64, (H, N)
-    mass : Tensor, float32, (H, N)
+    attention_mass : Tensor, float32, (H, N)
     length, recent : Tensor, int64, (H,)
         Number of valid slots, which come first, and of the latest ones by order, which are kept.
 
@@ -64,8 +64,8 @@ def lightest(order: Tensor, mass: Tensor, length: Tensor, recent: Tensor) -> Ten
     # Only slots that are not among the latest ``recent`` may be evicted.
     youngest = latest.gather(1, recent[:, None].clamp(max=order.shape[1] - 1))
     free = valid & (order <= youngest)
-    mass = mass.masked_fill(~free, torch.inf)
-    least = free & (mass == mass.amin(1, keepdim=True))
+    attention_mass = attention_mass.masked_fill(~free, torch.inf)
+    least = free & (attention_mass == attention_mass.amin(1, keepdim=True))
     return order.masked_fill(~least, torch.iinfo(order.dtype).max).argmin(1)
 
 
@@ -94,7 +94,7 @@ class H2O(Evictor):
     def compress(
         self, context: PrefillContext, layer: int, kv: KV, stats: ColumnStats | None
     ) -> KV:
-        counted = replace(kv, mass=stats.sum.mean(1)) if self.decode else kv
+        counted = replace(kv, attention_mass=stats.sum.mean(1)) if self.decode else kv
         kept = super().compress(context, layer, counted, stats)
         if kept is counted:
             return kv
@@ -105,10 +105,10 @@ class H2O(Evictor):
 
 @dataclass(frozen=True)
 class Answer(Part, DecodeStage):
-    """Evicts the slot with the least attention mass whenever a layer exceeds its budget."""
+    """Evicts the slot with the least attention attention_mass whenever a layer exceeds its budget."""
 
     name: ClassVar[str] = H2O.name
-    mass: ClassVar[bool] = True
+    attention_mass: ClassVar[bool] = True
 
     def step(self, slots: Slots, layer: int) -> None:
         note, length = slots.notes.get(self.name, {}).get(layer), slots.held
@@ -117,4 +117,6 @@ class Answer(Part, DecodeStage):
         budget, recent = note
         for evicted in range(length - budget):
             now = slice(length - evicted)
-            slots.evict(lightest(slots.order[:, now], slots.mass[:, now], slots.length, recent))
+            slots.evict(
+                lightest(slots.order[:, now], slots.attention_mass[:, now], slots.length, recent)
+            )
