@@ -86,7 +86,7 @@ class FakeSlots:
         self.order = buffer(kv.order, 10**9)
         mass = torch.zeros_like(kv.keys[..., 0]) if kv.attention_mass is None else kv.attention_mass
         self.attention_mass = buffer(mass, torch.nan)
-        self.length, self.prompt, self.held = kv.lengths.clone(), kv.lengths.clone(), len(kv)
+        self.length, self.prompt, self.max_length = kv.lengths.clone(), kv.lengths.clone(), len(kv)
         self.seen = len(context.layout) if seen is None else seen
         self.notes = context.notes
         self.rotate: Callable[[Tensor, Tensor], Tensor] = context.rotate
@@ -97,7 +97,7 @@ class FakeSlots:
         self.keys[heads, self.length], self.values[heads, self.length] = key, value
         self.order[heads, self.length], self.attention_mass[heads, self.length] = self.seen, 0.0
         self.length += 1
-        self.held += 1
+        self.max_length += 1
         self.seen += 1
 
     def attend(self, query: Tensor) -> Tensor:
@@ -123,7 +123,7 @@ class FakeSlots:
             buffer[heads, slot] = buffer[heads, last].clone()
             buffer[heads, last] = nothing
         self.length -= 1
-        self.held -= 1
+        self.max_length -= 1
 
     def sorted(self, name: str) -> list[Tensor]:
         """One of the buffers in token order, per head."""

@@ -376,16 +376,18 @@ def test_cake_decode_evicts_the_least_attended_token(reset):
     for i in range(steps):
         decode.step(slots, layer)
         if not reset:  # scores that were not reset
-            slots.attention_mass[:, : slots.held] += torch.rand(HEADS, slots.held, generator=g)
+            slots.attention_mass[:, : slots.max_length] += torch.rand(
+                HEADS, slots.max_length, generator=g
+            )
         for head, tokens in enumerate(expected):
             if row is not None and len(tokens) > count:
                 free = [t for t in tokens if t < N + i - 8]
                 place = {t: j for j, t in enumerate(tokens)}
                 del tokens[min(free, key=lambda t: float(row[head][place[t]]))]
-            agree &= set(slots.order[head, : slots.held].tolist()) == set(tokens)
+            agree &= set(slots.order[head, : slots.max_length].tolist()) == set(tokens)
         if not agree:
             break
-        assert slots.held == count
+        assert slots.max_length == count
         key, value = torch.randn(2, HEADS, DIM, generator=g)
         query = torch.randn(HEADS * GROUPS, DIM, generator=g)
         slots.write(key, value)
@@ -406,7 +408,7 @@ def test_cake_does_not_evict_from_an_uncut_cache():
     for _ in range(3):
         slots.write(torch.zeros(HEADS, DIM), torch.zeros(HEADS, DIM))
         stage.expand()[1].step(slots, 0)
-    assert slots.held == N + 3
+    assert slots.max_length == N + 3
 
 
 # --- FastKV --------------------------------------------------------------------------------------

@@ -332,7 +332,7 @@ def test_freezing_moves_to_buffers_with_free_slots():
             for head, got in enumerate(contents(cache, at, 0, name)):
                 assert torch.equal(got, getattr(kv, name)[head, : kv.lengths[head]])
         assert layer.attention_mass.shape == layer.order.shape and not layer.attention_mass.any()
-        assert layer.held == [max(kv.lengths.tolist())]
+        assert layer.max_lengths == [max(kv.lengths.tolist())]
     assert [layer.even for layer in cache.layers] == [False, True]
     assert cache.logical == [9] and cache.lengths() == [5, 4]
     # Counts are views of the cache's own.
@@ -345,7 +345,7 @@ def test_new_tokens_follow_each_heads_last_slot():
     cache, stored = frozen([[5, 3], [4, 4]], track=True, attention_mass=True, bias=True)
     for layer in cache.layers:  # stale values of an earlier use
         for name in ("attention_mass", "bias"):
-            getattr(layer, name)[:, :, max(layer.held) :] = 7.0
+            getattr(layer, name)[:, :, max(layer.max_lengths) :] = 7.0
     new = write(cache, 2)
     assert cache.lengths() == [5, 4]  # not counted yet
     cache.advance(2)
@@ -423,7 +423,7 @@ def test_pages_of_one_row(bias):
         slots.quantize(count, lambda k, v, order=order: paged(k, v, order))
         assert cache.lengths(1) == [20]  # no slot of the row was dropped
     (segment,) = layer.segments
-    assert layer.held == [12, 8, 9] and cache.length[0].tolist() == [[12], [8], [9]]
+    assert layer.max_lengths == [12, 8, 9] and cache.length[0].tolist() == [[12], [8], [9]]
     assert layer.stored == [[0, 12, 0]] and segment.lengths.tolist() == [[0], [12], [0]]
     assert segment.order[1, 0].tolist() == list(range(12))
     keys, values = segment.dequantize(torch.float32)
@@ -580,12 +580,12 @@ def test_accepting_some_written_tokens():
                     for head, n in enumerate(other.length[at, row].tolist()):
                         new = factor * tree[at][row, head, path]
                         getattr(layer, name)[row, head, n : n + len(path)] = new
-                layer.held[row] += len(path)
+                layer.max_lengths[row] += len(path)
             other.length[:, row] += len(path)
         assert torch.equal(cache.length, other.length)
         assert cache.logical == [23, 23] == cache.seen.tolist()
         for at, row in ((at, row) for at in range(2) for row in range(2)):
-            assert cache.layers[at].held == other.layers[at].held
+            assert cache.layers[at].max_lengths == other.layers[at].max_lengths
             for name in ("keys", "values"):
                 for a, b in zip(
                     contents(cache, at, row, name), contents(other, at, row, name), strict=True
@@ -652,7 +652,7 @@ def test_joining_and_choosing_rows():
     idle = pool.idle
     cache.select([2, 0])
     assert pool.idle > idle
-    assert cache.logical == [70, 5] and cache.layers[0].held == [70, 5]
+    assert cache.logical == [70, 5] and cache.layers[0].max_lengths == [70, 5]
     same(0, 2)
     same(1, 0)
     # New tokens are written to the right slots.
@@ -897,7 +897,9 @@ def test_free_slots_of_a_batch_are_finite(grouped, pool):
                     buffer.fill_(torch.nan)
         decoder, new = uneven_rows(grouped), pool.new
         for layer in decoder.cache.layers:
-            slots = torch.arange(layer.keys.shape[2]) >= torch.tensor(layer.held)[:, None, None]
+            slots = (
+                torch.arange(layer.keys.shape[2]) >= torch.tensor(layer.max_lengths)[:, None, None]
+            )
             assert not layer.keys[slots.expand(layer.keys.shape[:3])].any()
             assert not layer.values[slots.expand(layer.keys.shape[:3])].any()
         assert torch.equal(fed(grouped, decoder, TOKENS, 3), expected)

@@ -579,14 +579,14 @@ def test_cache_contents_match_its_lengths(vlm):
     run = start(vlm, Rank(), images=[picture(0)])
     answer_logits(vlm, run, TOKENS[:3])
     layer = run.cache.layers[3]
-    assert layer.length.unique().tolist() == layer.held == [run.cache.lengths()[3]]
+    assert layer.length.unique().tolist() == layer.max_lengths == [run.cache.lengths()[3]]
     assert layer.get_seq_length() == run.inputs.tensors["input_ids"].shape[1] + 3
     per_token = 2 * layer.keys.shape[1] * layer.keys.shape[3] * 4
     assert run.cache.held_bytes() == sum(run.cache.lengths()) * per_token
     # Buffers stay in place until they are full, and growing keeps their contents.
-    address, before = layer.keys.data_ptr(), layer.keys[:, :, : layer.held[0]].clone()
+    address, before = layer.keys.data_ptr(), layer.keys[:, :, : layer.max_lengths[0]].clone()
     with torch.no_grad(), switched(vlm.model):
-        for _ in range(layer.keys.shape[2] - layer.held[0]):
+        for _ in range(layer.keys.shape[2] - layer.max_lengths[0]):
             run.next(torch.tensor([[5]]))
         assert layer.keys.data_ptr() == address
         run.next(torch.tensor([[5]]))

@@ -367,7 +367,7 @@ def test_h2o_equals_a_literal_implementation(share, recent) -> None:
     stage = H2O(share, recent=recent)
     budget = int(share * n)
     slots, outputs = run(stage, Answer(stage), query, kv, n)
-    assert slots.held == budget + 1
+    assert slots.max_length == budget + 1
     Answer(stage).step(slots, 0)
     assert slots.length.tolist() == [budget, budget]
     remaining, wanted = literal_h2o(query, kv, n, budget, int(recent * budget))
@@ -382,7 +382,7 @@ def test_h2o_keep_1_lets_the_answer_grow() -> None:
     query, kv = tensors(40)
     stage = H2O(1.0)
     slots, _ = run(stage, Answer(stage), query, kv, 30)
-    assert slots.held == 40
+    assert slots.max_length == 40
 
 
 def test_h2o_without_decode_counts_nothing() -> None:
@@ -458,7 +458,7 @@ def test_streaming_is_slot_rope(sinks, start) -> None:
     turned, cached = baked(query, kv, start)
     slots, outputs = run(stage, Slide(stage), turned, cached, n)
     budget = int(share * n)
-    assert slots.held == budget
+    assert slots.max_length == budget
     wanted = [*range(sinks), *range(80 - budget + sinks, 80)]
     assert [row.tolist() for row in slots.sorted("order")] == [wanted] * 2
     exact = literal_slot_rope(query, kv, n, budget, sinks)
@@ -515,7 +515,7 @@ def test_streaming_keep_1_lets_the_answer_grow() -> None:
     query, kv = baked(*tensors(40))
     stage = StreamingLLM(1.0)
     slots, _ = run(stage, Slide(stage), query, kv, 30)
-    assert slots.held == 40
+    assert slots.max_length == 40
 
 
 def test_streaming_refuses_three_rotary_ids() -> None:

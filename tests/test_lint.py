@@ -147,7 +147,7 @@ def test_pages_change_shapes_without_synchronization(case, rows):
     """In between, steps are alike."""
     vlm, joined = decoder([PAGED[case], ()][:rows])
     sizes = []
-    watch = steps(vlm, joined, STEPS, lambda: sizes.append(joined.cache.layers[0].held[0]))
+    watch = steps(vlm, joined, STEPS, lambda: sizes.append(joined.cache.layers[0].max_lengths[0]))
     assert watch.complaints == []
     flushed = [i for i in range(1, STEPS) if sizes[i] < sizes[i - 1]]
     assert len(flushed) >= 2
@@ -159,7 +159,7 @@ def test_growing_does_not_synchronize():
     vlm, joined = decoder([Uneven()], fed=0, max_new_tokens=1)
     (layer, _), sizes = joined.cache.layers, []
     with torch.no_grad(), switched(vlm.model):
-        while layer.held[0] < layer.keys.shape[2] - 2:
+        while layer.max_lengths[0] < layer.keys.shape[2] - 2:
             joined.next(torch.tensor([[7]]))
     watch = steps(vlm, joined, 5, lambda: sizes.append(layer.keys.shape[2]))
     (at,) = [i for i in range(1, 5) if sizes[i] > sizes[i - 1]]
@@ -215,5 +215,5 @@ def test_host_tensors_are_detected(case):
 
 
 def test_growing_shapes_are_detected():
-    watch = watched([(Uneven(), Does(lambda slots: slots.keys[:, : slots.held] + 1))], 4)
+    watch = watched([(Uneven(), Does(lambda slots: slots.keys[:, : slots.max_length] + 1))], 4)
     assert watch.complaints == [] and changes(watch) == [1, 2, 3]

@@ -719,7 +719,7 @@ def test_renumbered_keys_equal_those_of_the_same_tokens(positions, monkeypatch):
         found = []
         for index, layer in enumerate(sequence.decoder.cache.layers):
             ids = torch.cat(noted.kept[index], dim=1) + off
-            found.append(bound.adapter.rotate(layer.keys[0, :, : layer.held[0]], -ids))
+            found.append(bound.adapter.rotate(layer.keys[0, :, : layer.max_lengths[0]], -ids))
         return found
 
     def watch(self, engine, sequence, noted, tokens) -> None:

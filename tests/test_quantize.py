@@ -577,7 +577,7 @@ class Tail:
 
     def __init__(self, kv: KV, context: PrefillContext) -> None:
         self.keys, self.values, self.order = kv.keys, kv.values, kv.order
-        self.length, self.held, self.seen = kv.lengths.clone(), len(kv), 1000
+        self.length, self.max_length, self.seen = kv.lengths.clone(), len(kv), 1000
         self.notes, self.pages = context.notes, list(kv.segments)
         self.calls = 0
 
@@ -588,7 +588,11 @@ class Tail:
         heads = torch.arange(len(key))
         self.keys[heads, self.length], self.values[heads, self.length] = key, value
         self.order[heads, self.length] = self.seen
-        self.length, self.held, self.seen = self.length + 1, self.held + 1, self.seen + 1
+        self.length, self.max_length, self.seen = (
+            self.length + 1,
+            self.max_length + 1,
+            self.seen + 1,
+        )
 
     def quantize(self, count: int, make) -> None:
         assert count <= int(self.length.min())
@@ -597,7 +601,11 @@ class Tail:
         self.order, self.keys, self.values = (
             x[:, count:].clone() for x in (self.order, self.keys, self.values)
         )
-        self.length, self.held, self.calls = self.length - count, self.held - count, self.calls + 1
+        self.length, self.max_length, self.calls = (
+            self.length - count,
+            self.max_length - count,
+            self.calls + 1,
+        )
         last = self.pages and self.pages[-1].unsqueeze()
         if last and last.key == page.key and last.group:
             self.pages[-1], page = last.append(page)._each(lambda _, x: x[0]), None
@@ -666,11 +674,11 @@ def test_kivi_quantizes_answer_like_prompt(n):
     slots.seen = 3 + n
     for at in range(n, total):
         part.step(slots, 0)
-        assert slots.held < 16
+        assert slots.max_length < 16
         slots.write(kv.keys[:, at], kv.values[:, at])
     part.step(slots, 0)
     whole = stage.compress(prefill_context(total), 0, kv, None)
-    assert slots.held == len(whole) == total % 16
+    assert slots.max_length == len(whole) == total % 16
     (stored,) = slots.pages
     assert same(stored, whole.segments[0])
     assert torch.equal(slots.keys, whole.keys)
@@ -684,7 +692,7 @@ def test_kivi_quantizes_many_new_tokens_at_once():
     stage, step = Kivi(bits=2, group=8, residual=16), prefill_context(50)
     slots = Tail(prompt(50), step)
     stage.expand()[1].step(slots, 0)
-    assert (slots.held, slots.calls) == (2, 1)
+    assert (slots.max_length, slots.calls) == (2, 1)
 
 
 @pytest.mark.parametrize(
@@ -806,7 +814,7 @@ def test_zipcache_quantizes_answer_in_pages():
     keys, values = noise(2, 40, 32, seed=8), noise(2, 40, 32, seed=9)
     for at in range(40):
         part.step(slots, 0)
-        assert slots.held < 16
+        assert slots.max_length < 16
         slots.write(keys[:, at], values[:, at])
     assert slots.calls == 2
     high, low, pages = slots.pages

@@ -603,7 +603,7 @@ def test_strict_redecodes_near_ties(recipe: str, monkeypatch) -> None:
     def drifts(self, trees):
         output = verify(self, trees)
         for layer in self.cache.layers:
-            layer.values[:, :, layer.held[0] : layer.held[0] + 8] += 0.3
+            layer.values[:, :, layer.max_lengths[0] : layer.max_lengths[0] + 8] += 0.3
         return output
 
     monkeypatch.setattr(Decoder, "verify", drifts)

@@ -612,7 +612,7 @@ def test_h2o_evicts_slots_outside_the_window_first(vlm):
     answer_logits(vlm, run, (TOKENS * 8)[:60])
     for index, layer in enumerate(run.cache.layers):
         if layer.window is not None:
-            n = layer.held[0]
+            n = layer.max_lengths[0]
             assert int(layer.rank[0, :, :n].min()) >= int(layer.seen) - WINDOW - 1, index
 
 

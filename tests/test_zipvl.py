@@ -315,7 +315,7 @@ class PagedSlots(FakeSlots):
         for buffer in (self.keys, self.values, self.order, self.attention_mass):
             buffer[:, :-count] = buffer[:, count:].clone()
         self.length -= count
-        self.held -= count
+        self.max_lengths -= count
 
 
 def test_answer_is_quantized_in_pages() -> None:
@@ -327,7 +327,7 @@ def test_answer_is_quantized_in_pages() -> None:
     lengths = []
     for token in range(27):
         pages.step(slots, 1)
-        lengths.append(slots.held)
+        lengths.append(slots.max_length)
         slots.write(keys[:, token], values[:, token])
     assert lengths == [token % 8 if token % 8 or not token else 0 for token in range(27)]
     assert [page.bits for page in slots.pages] == [4, 4, 4]

@@ -183,7 +183,7 @@ def frozen(prefix: Prefix) -> dict[str, Any]:
     cache = prefix.cache
     layers = []
     for layer in cache.layers:
-        length = layer.held[0]
+        length = layer.max_lengths[0]
         layers.append(
             {
                 "held": length,
@@ -230,7 +230,7 @@ def thawed(adapter: Adapter, recipe: Recipe, file: dict[str, Any]) -> Prefix:
         buffers = state["buffers"]
         layer.lazy_initialization(buffers["keys"], buffers["values"])
         layer.length, layer.seen, layer.even = length, cache.seen, state["even"]
-        layer.held, layer.shift = [state["held"]], list(state["shift"])
+        layer.max_lengths, layer.shift = [state["held"]], list(state["shift"])
         if layer.window is not None:
             layer.gap = list(state["gap"])
         layer.segments = list(state["segments"])

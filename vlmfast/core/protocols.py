@@ -288,7 +288,7 @@ class Slots(Protocol):
         a stage of the recipe sets ``attention_mass``. Writable.
     length : Tensor, int64, (H,)
         Slots in use; on the device.
-    held : int
+    max_length : int
         The largest of ``length``, on the host.
     prompt : Tensor, int64, (H,)
         What ``length`` was when decoding began.
@@ -309,7 +309,7 @@ class Slots(Protocol):
     @property
     def length(self) -> Tensor: ...
     @property
-    def held(self) -> int: ...
+    def max_length(self) -> int: ...
     @property
     def prompt(self) -> Tensor: ...
     @property

@@ -173,7 +173,7 @@ def _cached(
     dense = plain and not (tokens <= _FEW and _kernels(query, key))
     if dense and layer.prefix and tokens == 1 and not (sliding and layer.rank is not None):
         # One token, nothing ragged: Hugging Face's own call on these slots is bit-identical.
-        n = layer.held[0] + 1
+        n = layer.max_lengths[0] + 1
         visible = slice(n - layer.window if sliding else 0, n)
         bias = None if layer.bias is None else layer.bias[:, :, None, visible].to(query.dtype)
         if bias is not None and bias.shape[1] != query.shape[1]:
@@ -204,7 +204,7 @@ def _cached(
     mask = layer.mask(tokens, context.tree, sliding)
     bias, segments = layer.bias, layer.segments
     if layer.prefix:
-        n = layer.held[0] + tokens
+        n = layer.max_lengths[0] + tokens
         key, value, mask = key[:, :, :n], value[:, :, :n], mask[..., :n]
         bias = None if bias is None else bias[:, :, :n]
     tail = key.shape[2]

@@ -46,7 +46,7 @@ class KVLayer(CacheLayerMixin):
         The tail.
     length : Tensor, int64, (B, H)
         Slots in use in the tail; on the device, a view into `KVCache.length`.
-    held : list of int
+    max_lengths : list of int
         The largest of each row's lengths, on the host.
     segments : list of Segment
         Quantized slots, leading dimensions (B, H), one segment per kind.
@@ -81,7 +81,7 @@ class KVLayer(CacheLayerMixin):
         super().__init__()
         self.pool, self.window = pool, window
         self.kv: KV | None = None
-        self.held: list[int] = [0]
+        self.max_lengths: list[int] = [0]
         self.stored: list[list[int]] = []  # by segment and row: slots on the host
         self.segments: list[Segment] = []
         self.order: Tensor | None = None
@@ -111,7 +111,11 @@ class KVLayer(CacheLayerMixin):
         Hugging Face's own attention over this prefix is then bit-identical. On CUDA, shapes must
         not change between steps, so masks select the slots.
         """
-        return self.even and min(self.held) == max(self.held) and self.device.type == "cpu"
+        return (
+            self.even
+            and min(self.max_lengths) == max(self.max_lengths)
+            and self.device.type == "cpu"
+        )
 
     # --- prefill ---------------------------------------------------------------------------------
 
@@ -129,7 +133,7 @@ class KVLayer(CacheLayerMixin):
             value_states = torch.cat([self.values, value_states], dim=2)
         self.keys, self.values = key_states, value_states
         self.rows = key_states.shape[2]
-        self.held = [self.rows]
+        self.max_lengths = [self.rows]
         return self.keys, self.values
 
     def slide(self) -> None:
@@ -139,13 +143,13 @@ class KVLayer(CacheLayerMixin):
         # Copies, so that the rest is freed.
         self.keys, self.values = self.keys[:, :, start:].clone(), self.values[:, :, start:].clone()
         self.bias = None if self.bias is None else self.bias[..., start:]
-        self.held = [self.keys.shape[2]]
+        self.max_lengths = [self.keys.shape[2]]
 
     def put(self, kv: KV) -> None:
         """Replace the collected keys and values by the output of a cache stage."""
         self.kv, self.bias = kv, None
         self.keys = self.values = None  # type: ignore[assignment]  # not read before `freeze`
-        self.held = [len(kv)]
+        self.max_lengths = [len(kv)]
         self.stored = [[int(segment.lengths.max())] for segment in kv.segments]
 
     def freeze(
@@ -184,7 +188,7 @@ class KVLayer(CacheLayerMixin):
             self.segments = [segment.unsqueeze() for segment in kv.segments]
             rank = self._ranked(kv, logical)
         self.gap, self.entered = [logical - self.rows], None
-        self.length, self.seen, self.held = length, seen, [keys.shape[2]]
+        self.length, self.seen, self.max_lengths = length, seen, [keys.shape[2]]
         capacity = bucket(keys.shape[2] + min(max_new_tokens, _FREE_SLOTS))
         self.keys, self.values = self._buffer(keys, capacity), self._buffer(values, capacity)
         self.bias = None if bias is None else self._buffer(bias, capacity)
@@ -233,7 +237,7 @@ class KVLayer(CacheLayerMixin):
 
     def reserve(self, tokens: int) -> None:
         """Make sure that ``tokens`` more fit in every row."""
-        need = max(self.held) + tokens
+        need = max(self.max_lengths) + tokens
         if need > self.keys.shape[2]:
             self._resize(bucket(need + max(_FREE_SLOTS - tokens, 0)))
 
@@ -242,7 +246,7 @@ class KVLayer(CacheLayerMixin):
         self.reserve(tokens)
         index = self.length[..., None] + torch.arange(tokens, device=self.device)
         if self.prefix:
-            at = slice(self.held[0], self.held[0] + tokens)
+            at = slice(self.max_lengths[0], self.max_lengths[0] + tokens)
             self.keys[:, :, at], self.values[:, :, at] = keys, values
         else:
             for buffer, new in ((self.keys, keys), (self.values, values)):
@@ -287,7 +291,7 @@ class KVLayer(CacheLayerMixin):
         start.add_(kv.lengths)
         even = bool((kv.lengths == kv.lengths[0]).all())
         self.even = self.even and even
-        self.held[0] = int(start.max())
+        self.max_lengths[0] = int(start.max())
 
     def mask(self, tokens: int, tree: Tensor | None = None, sliding: bool = False) -> Tensor:
         """Bool (B, H, T, capacity): slots that each of the next ``tokens`` may read.
@@ -380,8 +384,8 @@ class KVLayer(CacheLayerMixin):
             at = kinds.index(page.key)
         else:  # a segment with one set of parameters for all slots cannot grow
             at = len(kinds)
-            self.segments.append(Segment.empty(page, len(self.held)))
-            self.stored.append([0] * len(self.held))
+            self.segments.append(Segment.empty(page, len(self.max_lengths)))
+            self.stored.append([0] * len(self.max_lengths))
         segment = self.segments[at]
         rows = []
         for b, stored in enumerate(self.stored[at]):
@@ -396,11 +400,11 @@ class KVLayer(CacheLayerMixin):
             if buffer is not None:
                 buffer[row, :, : buffer.shape[2] - count] = buffer[row, :, count:].clone()
         self.length[row].sub_(count)
-        self.held[row] -= count
+        self.max_lengths[row] -= count
 
     def slots(self, row: int) -> int:
         """Physical length of a row: its segments and its tail, of the longest head."""
-        return self.held[row] + sum(stored[row] for stored in self.stored)
+        return self.max_lengths[row] + sum(stored[row] for stored in self.stored)
 
     def held_bytes(self) -> int:
         """Bytes in use, including the parameters of segments, excluding free slots."""
@@ -412,7 +416,7 @@ class KVLayer(CacheLayerMixin):
         elif self.keys is None:  # the layer has not run yet
             return 0
         else:
-            taken = self.keys.shape[1] * self.held[0]
+            taken = self.keys.shape[1] * self.max_lengths[0]
         keys = self.kv.keys if self.kv is not None else self.keys
         each = 2 * keys.shape[-1] * keys.element_size()
         if self.frozen:
@@ -421,10 +425,10 @@ class KVLayer(CacheLayerMixin):
         return taken * each + sum(segment.held_bytes() for segment in segments)
 
     def get_seq_length(self) -> int:
-        return int(self.seen.max()) if self.frozen else self.held[0]
+        return int(self.seen.max()) if self.frozen else self.max_lengths[0]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return max(self.held) + query_length, 0
+        return max(self.max_lengths) + query_length, 0
 
     def get_max_length(self) -> int:
         return -1
@@ -489,7 +493,7 @@ class KVCache(Cache):
         self.logical = [logical]
         for layer, length in zip(self.layers, self.length, strict=True):
             layer.freeze(max_new_tokens, length, self.seen, logical, track, attention_mass)
-        whole = all(layer.held == self.logical and layer.even for layer in self.layers)
+        whole = all(layer.max_lengths == self.logical and layer.even for layer in self.layers)
         self.base = [0 if whole else logical]
 
     def sliding(self, layer: int, tokens: int) -> bool:
@@ -515,7 +519,7 @@ class KVCache(Cache):
     def advance_host(self, tokens: int = 1) -> None:
         """The part of `advance` that a captured step does not repeat."""
         for layer in self.layers:
-            layer.held = [length + tokens for length in layer.held]
+            layer.max_lengths = [length + tokens for length in layer.max_lengths]
         self.logical = [logical + tokens for logical in self.logical]
 
     def reserve(self, tokens: int) -> None:
@@ -591,7 +595,7 @@ class KVCache(Cache):
                 raise ValueError(f"{tokens} tokens reach into the compressed part of the cache")
         self.length.sub_(tokens)
         for layer in self.layers:
-            layer.held = [length - tokens for length in layer.held]
+            layer.max_lengths = [length - tokens for length in layer.max_lengths]
         self._count(-tokens)
 
     def accept(self, index: Tensor, counts: Sequence[int], *, moves: bool = True) -> None:
@@ -626,7 +630,9 @@ class KVCache(Cache):
                     at = target.clamp(max=buffer.shape[2] - 1)
                     buffer.scatter_(2, at, order.expand_as(target))
         for layer in self.layers:
-            layer.held = [length + n for length, n in zip(layer.held, counts, strict=True)]
+            layer.max_lengths = [
+                length + n for length, n in zip(layer.max_lengths, counts, strict=True)
+            ]
         self.length.add_(kept[None, :, None])
         self.seen.add_(kept)
         self.logical = [n + count for n, count in zip(self.logical, counts, strict=True)]
@@ -650,14 +656,14 @@ class KVCache(Cache):
             parts = [cache.layers[at] for cache in caches]
             layer.lazy_initialization(parts[0].keys, parts[0].values)
             layer.length, layer.seen = joined.length[at], joined.seen
-            layer.held = [n for part in parts for n in part.held]
+            layer.max_lengths = [n for part in parts for n in part.max_lengths]
             layer.shift = [n for part in parts for n in part.shift]
             layer.gap = [n for part in parts for n in part.gap]
             layer.window = next((p.window for p in parts if p.window is not None), None)
             own = {part.window for part in parts}
             ranked = len(own) > 1 or any(part.rank is not None for part in parts)
             layer.even = all(part.even for part in parts)
-            capacity = bucket(max(layer.held) + _FREE_SLOTS)
+            capacity = bucket(max(layer.max_lengths) + _FREE_SLOTS)
             for name, wanted in (
                 ("keys", True),
                 ("values", True),
@@ -687,8 +693,9 @@ class KVCache(Cache):
         self.base = [self.base[row] for row in rows]
         for layer, length in zip(self.layers, self.length, strict=True):
             layer.length, layer.seen = length, self.seen
-            layer.held, layer.shift, layer.gap = (
-                [values[row] for row in rows] for values in (layer.held, layer.shift, layer.gap)
+            layer.max_lengths, layer.shift, layer.gap = (
+                [values[row] for row in rows]
+                for values in (layer.max_lengths, layer.shift, layer.gap)
             )
             layer.stored = [[stored[row] for row in rows] for stored in layer.stored]
             for name in _SLOTWISE:
@@ -713,7 +720,7 @@ class KVCache(Cache):
         for layer, copy, length in zip(self.layers, twin.layers, twin.length, strict=True):
             copy.lazy_initialization(layer.keys, layer.values)
             copy.length, copy.seen, copy.even = length, twin.seen, layer.even
-            copy.held, copy.shift = list(layer.held), list(layer.shift)
+            copy.max_lengths, copy.shift = list(layer.max_lengths), list(layer.shift)
             copy.gap = list(layer.gap)
             # Segments are immutable, unless a captured step owns them: pages make a new one.
             copy.segments = [
@@ -756,14 +763,14 @@ def _replaced(segment: Segment, tensors: dict[str, Any]) -> Segment:
 def _stacked(layer: KVLayer, name: str, parts: Sequence[KVLayer], capacity: int) -> Tensor:
     """A buffer with the rows of all parts; zeros where a part has none."""
     like = next(getattr(part, name) for part in parts if getattr(part, name) is not None)
-    rows = sum(len(part.held) for part in parts)
+    rows = sum(len(part.max_lengths) for part in parts)
     shape = (rows, like.shape[1], capacity, *like.shape[3:])
     buffer, row = layer.pool.take(shape, like.dtype, like.device), 0
     for part in parts:
-        own, count = part.ranks() if name == "rank" else getattr(part, name), max(part.held)
+        own, count = part.ranks() if name == "rank" else getattr(part, name), max(part.max_lengths)
         if own is not None:
-            buffer[row : row + len(part.held), :, :count] = own[:, :, :count]
-        row += len(part.held)
+            buffer[row : row + len(part.max_lengths), :, :count] = own[:, :, :count]
+        row += len(part.max_lengths)
     return buffer
 
 
@@ -782,7 +789,7 @@ def _join_segments(layer: KVLayer, parts: Sequence[KVLayer]) -> None:
     for kind, like in kinds.items():
         pieces, stored = [], []
         for part, index in zip(parts, indices, strict=True):
-            rows, own = len(part.held), index.get(kind)
+            rows, own = len(part.max_lengths), index.get(kind)
             pieces.append(Segment.empty(like, rows) if own is None else part.segments[own])
             stored += [0] * rows if own is None else part.stored[own]
         layer.segments.append(Segment.cat(pieces))
@@ -827,7 +834,7 @@ class RowSlots:
         return self._layer.length[self._row]
 
     @property
-    def held(self) -> int:
+    def max_length(self) -> int:
         return self._layer.held[self._row]
 
     @property

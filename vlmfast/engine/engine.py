@@ -372,7 +372,7 @@ class Engine:
         assert decoder is not None and prompt is not None
         layers = decoder.cache.layers
         pairs = list(zip(layers, positions, strict=True))
-        if any(not layer.even or old.shape[1] != layer.held[0] for layer, old in pairs):
+        if any(not layer.even or old.shape[1] != layer.max_lengths[0] for layer, old in pairs):
             return None
         found = []
         for layer, old in pairs:

@@ -186,7 +186,7 @@ class Decode(Part, DecodeStage):
 
     def step(self, slots: Slots, layer: int) -> None:
         note = slots.notes.get(self.name, {})
-        if note.get("kept") and slots.held > note["kept"][layer]:
+        if note.get("kept") and slots.max_length > note["kept"][layer]:
             slot = torch.arange(slots.attention_mass.shape[1], device=slots.attention_mass.device)
             safe = slots.order >= slots.seen - note["windows"][layer]
             safe = safe | (slot >= slots.length[:, None])

@@ -111,7 +111,7 @@ class Answer(Part, DecodeStage):
     attention_mass: ClassVar[bool] = True
 
     def step(self, slots: Slots, layer: int) -> None:
-        note, length = slots.notes.get(self.name, {}).get(layer), slots.held
+        note, length = slots.notes.get(self.name, {}).get(layer), slots.max_length
         if note is None:  # the whole prompt was kept
             return
         budget, recent = note

@@ -128,7 +128,7 @@ class Pages(Part, DecodeStage):
     def step(self, slots: Slots, layer: int) -> None:
         note = slots.notes.get(self.name, {}).get(layer, {})
         # All heads grow alike: their lengths differ as much as after the prompt.
-        count = (slots.held - note.get("apart", 0)) // self.of.residual * self.of.residual
+        count = (slots.max_length - note.get("apart", 0)) // self.of.residual * self.of.residual
         if count <= 0:
             return
         order = slots.order[:, :count]
@@ -137,4 +137,4 @@ class Pages(Part, DecodeStage):
 
     def quiet(self, slots: Slots, layer: int) -> int:
         note = slots.notes.get(self.name, {}).get(layer, {})
-        return self.of.residual - 1 - (slots.held - note.get("apart", 0))
+        return self.of.residual - 1 - (slots.max_length - note.get("apart", 0))

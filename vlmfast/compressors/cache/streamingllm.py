@@ -131,7 +131,7 @@ class Slide(Part, DecodeStage):
     name: ClassVar[str] = StreamingLLM.name
 
     def step(self, slots: Slots, layer: int) -> None:
-        note, length = slots.notes.get(self.name, {}).get(layer), slots.held
+        note, length = slots.notes.get(self.name, {}).get(layer), slots.max_length
         if note is None:  # the whole prompt was kept
             return
         if length < note.budget:  # the first slots may no longer be the sinks

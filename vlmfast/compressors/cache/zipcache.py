@@ -181,7 +181,7 @@ class Pages(Part, DecodeStage):
     name: ClassVar[str] = ZipCache.name
 
     def step(self, slots: Slots, layer: int) -> None:
-        count = slots.held // self.of.page * self.of.page
+        count = slots.max_length // self.of.page * self.of.page
         if not count:
             return
         # All pages of a layer share a scale, so that they can be concatenated.
@@ -205,4 +205,4 @@ class Pages(Part, DecodeStage):
         slots.quantize(count, make)
 
     def quiet(self, slots: Slots, layer: int) -> int:
-        return self.of.page - 1 - slots.held
+        return self.of.page - 1 - slots.max_length

@@ -340,7 +340,7 @@ class Pages(Part, DecodeStage):
 
     def step(self, slots: Slots, layer: int) -> None:
         page = self.of.page
-        if slots.held < page:
+        if slots.max_length < page:
             return
         # The prompt's scale and dtype: all pages have one kind, without synchronizing the device.
         scale = slots.notes[self.name]["scale", layer]
@@ -362,4 +362,4 @@ class Pages(Part, DecodeStage):
         slots.quantize(page, make)
 
     def quiet(self, slots: Slots, layer: int) -> int:
-        return self.of.page - 1 - slots.held
+        return self.of.page - 1 - slots.max_length
