@@ -140,7 +140,7 @@ def fastkv_case(data: dict, meta: dict) -> None:
 
     ((layer, request),) = tsp.text_stats(depth).items()
     step.stats[layer] = window_attention(query, key, request.n)
-    rows = tsp.keep(step, cut)
+    rows = tsp.select_tokens(step, cut)
     assert torch.equal(rows, data["tsp_indices"][0])
     # After the TSP layer as many slots stay, of fewer.
     assert cache.capacity(step, cut, len(rows)) == capacity

@@ -17,7 +17,7 @@ def choice(data: dict, meta: dict) -> None:
     context = PrefillContext(depth=32, layout=layout, stats={k - 1: row[:, None]})
     stage = FastV(1 - float(data["fastv_r"]), k=k)
     assert stage.layers(32) == (k,)
-    kept = stage.keep(context, k)
+    kept = stage.select_tokens(context, k)
     stored = data["image_scores"]
     close(row.mean(0)[start : start + n], stored, terms=len(row), scale=stored)  # mean over heads
     assert torch.equal(kept, data["keep_index"])

@@ -86,7 +86,7 @@ def gqa_case(data: dict, meta: dict) -> None:
     assert (hh, rec) == (int(meta["hh_size"]), int(meta["recent_size"]))
     kv = layer(k, v, ~data["text_mask"])
     with pytest.raises(RecipeError, match="lookm: share="):
-        stage.keep(kv, kv.keys[..., 0])
+        stage.select_slots(kv, kv.keys[..., 0])
     among = (torch.arange(n) < n - rec).expand(h, -1)
     score = col_stats(q, k)["sum"].mean(1)
     keep = heavy_hitters(score, stage.first(kv), among, torch.full((h,), hh)) | ~among

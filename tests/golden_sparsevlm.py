@@ -39,7 +39,7 @@ def choice(data: dict, meta: dict) -> None:
     layer = drop.layers(32)[number]
     notes = {"sparsevlm": {"raters": rate, "all": 576}}
     context = PrefillContext(depth=32, layout=layout, stats={layer - 1: attention}, notes=notes)
-    rows = drop.keep(context, layer)
+    rows = drop.select_tokens(context, layer)
     assert torch.equal(
         rows, (~layout.visual).index_fill(0, START + mask.nonzero()[:, 0], True).nonzero()[:, 0]
     )

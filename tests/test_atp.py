@@ -231,8 +231,8 @@ def test_kept_tokens_meet_thresholds_or_budget(
     step = step_for(*images, net=net, seed=seed)
     n, counts = int(step.layout.visual.sum()), []
     for layer in stage.layers(DEPTH):
-        again = stage.keep(step, layer)
-        kept = stage.keep(step, layer)
+        again = stage.select_tokens(step, layer)
+        kept = stage.select_tokens(step, layer)
         if kept is None:
             kept = torch.arange(len(step.layout))
         else:
@@ -253,11 +253,11 @@ def test_budget_ranks_by_the_trained_thresholds() -> None:
     net = module(5, layers=(1,))
     stage, step = ATP((1,)), step_for({"tiles": (2, 2), "patches": (6, 6)}, net=module(5))
     step.trained["atp"] = net
-    kept = stage.keep(step, 1)
+    kept = stage.select_tokens(step, 1)
     n, left = int(step.layout.visual.sum()), int(step.layout.visual[kept].sum())
     assert 0 < left < n
     same = ATP((1,), budget=equivalent(n, (1,), (left,), DEPTH) / n)
-    assert torch.equal(same.keep(step, 1), kept)
+    assert torch.equal(same.select_tokens(step, 1), kept)
 
 
 @given(
@@ -294,20 +294,20 @@ def test_newlines_are_scored_by_redundancy_only() -> None:
     newline = step.layout.visual & ~step.layout.patches
     step.stats[0][..., newline] = 1e-6
     step.received[0][..., newline] = -50.0
-    kept = ATP().keep(step, 1)
+    kept = ATP().select_tokens(step, 1)
     assert newline.any() and not newline[kept].any()
     step.received[0][..., newline] = 50.0
     step.stats[0][..., newline] = 0.2
-    assert bool(newline[ATP().keep(step, 1)].sum() == newline.sum())
+    assert bool(newline[ATP().select_tokens(step, 1)].sum() == newline.sum())
 
 
 def test_keep_returns_none_without_text_or_image() -> None:
     net = module()
     step = step_for({"tiles": (0, 0), "patches": (4, 4)}, net=net, text=0)
-    assert ATP().keep(step, 1) is None  # no text tokens
+    assert ATP().select_tokens(step, 1) is None  # no text tokens
     step = step_for({"tiles": (0, 0), "patches": (4, 4)}, net=net)
     step.select((~step.layout.visual).nonzero().flatten())
-    assert ATP().keep(step, 1) is None  # no image left
+    assert ATP().select_tokens(step, 1) is None  # no image left
 
 
 @pytest.mark.parametrize(
@@ -333,7 +333,7 @@ def test_invalid_values_are_named(word: str, named: str) -> None:
 def test_unknown_layers_of_the_weights_are_refused() -> None:
     step = step_for({"tiles": (0, 0), "patches": (4, 4)}, net=module(layers=(1, 6)))
     with pytest.raises(RecipeError, match=r"atp: layers=.* after 1, 4, 6 of 8 .* after 1, 6$"):
-        ATP().keep(step, 1)
+        ATP().select_tokens(step, 1)
     with pytest.raises(RecipeError, match="atp: layers"):
         ATP((9,)).layers(DEPTH)
 

@@ -425,7 +425,7 @@ def propagate(
     step = prompt_step(n, DEPTH, visual)
     ((layer, request),) = tsp.text_stats(DEPTH).items()
     step.stats[layer] = maps(*prompt(0, layer, n), request.n).flatten(0, 1)
-    return tsp.keep(step, layer + 1), step
+    return tsp.select_tokens(step, layer + 1), step
 
 
 def test_propagated_rows_include_all_text_and_the_window():

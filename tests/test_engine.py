@@ -69,7 +69,7 @@ class Shorten(EncodeStage):
     name: ClassVar[str] = "test-shorten"
     positions: str = positions_param("keep")
 
-    def keep(self, tokens, geometry, stats, request):
+    def select_tokens(self, tokens, geometry, stats, request):
         return torch.arange(0, len(tokens), 3)
 
 
@@ -87,7 +87,7 @@ class Rank(PrefillStage):
     def text_stats(self, depth):
         return {layer - 1: StatRequest("last") for layer in self.at}
 
-    def keep(self, step, layer):
+    def select_tokens(self, step, layer):
         visual = step.layout.visual.nonzero().flatten()
         score = step.stats[layer - 1].mean(dim=(0, 1))[visual]
         best = visual[score.argsort(descending=True)[: len(visual) // 2]]
@@ -264,7 +264,7 @@ def test_statistics_equal_eager_attention(vlm):
                 2: StatRequest("columns"),
             }
 
-        def keep(self, step, layer):
+        def select_tokens(self, step, layer):
             seen.update(step.stats)
 
     run = start(vlm, Look(), images=[picture(0)])
@@ -330,7 +330,7 @@ def test_two_drops_at_one_layer_and_none_at_all(vlm):
         def layers(self, depth):
             return (1,)
 
-        def keep(self, step, layer):
+        def select_tokens(self, step, layer):
             return torch.arange(len(step.layout))
 
     run = start(vlm, KeepAll(), images=[picture(0)])
@@ -345,7 +345,7 @@ class Half(PrefillStage):
     def layers(self, depth):
         return (2,)
 
-    def keep(self, step, layer):
+    def select_tokens(self, step, layer):
         visual = step.layout.visual.nonzero().flatten()
         gone = visual[len(visual) // 2 :]
         left = torch.ones(len(step.layout), dtype=torch.bool)
@@ -362,7 +362,7 @@ def test_invalid_drops_and_layers_are_refused(vlm):
         def layers(self, depth):
             return (self.at,)
 
-        def keep(self, step, layer):
+        def select_tokens(self, step, layer):
             return torch.arange(1, len(step.layout))
 
     with pytest.raises(RecipeError, match="test-text must keep every text token"):
@@ -549,9 +549,9 @@ def test_attention_can_be_requested_before_a_layer_runs(vlm):
         def text_stats(self, depth):
             return {1: StatRequest("last", ahead=True), 2: StatRequest("last", ahead=True)}
 
-        def keep(self, step, layer):
+        def select_tokens(self, step, layer):
             seen[layer] = step.stats[layer]
-            return Half().keep(step, layer) if self.drop else None
+            return Half().select_tokens(step, layer) if self.drop else None
 
     @dataclass(frozen=True)
     class After(Ahead):
@@ -563,7 +563,7 @@ def test_attention_can_be_requested_before_a_layer_runs(vlm):
         def text_stats(self, depth):
             return {1: StatRequest("last"), 2: StatRequest("last")}
 
-        def keep(self, step, layer):
+        def select_tokens(self, step, layer):
             seen[-(layer - 1)] = step.stats[layer - 1]
 
     answer_logits(vlm, start(vlm, Ahead(), images=[picture(0)]), [])
@@ -655,10 +655,10 @@ class Breaks(PrefillStage):
     def layers(self, depth):
         return (1, 2)
 
-    def keep(self, step, layer):
+    def select_tokens(self, step, layer):
         if layer == 2:
             raise KeyError("in the middle")
-        return Half().keep(step, layer)
+        return Half().select_tokens(step, layer)
 
 
 def test_model_is_restored_after_an_exception(vlm):

@@ -313,7 +313,7 @@ class Rank(PrefillStage):
     def text_stats(self, depth):
         return {layer - 1: StatRequest("last") for layer in self.at}
 
-    def keep(self, step, layer):
+    def select_tokens(self, step, layer):
         visual = step.layout.visual.nonzero().flatten()
         score = step.stats[layer - 1].mean(dim=(0, 1))[visual]
         best = visual[score.argsort(descending=True)[: len(visual) // 2]]
@@ -590,7 +590,7 @@ def test_statistics_equal_eager_attention(name):
             rows = StatRequest("last"), StatRequest("window", 40), StatRequest("columns")
             return dict(enumerate(rows))
 
-        def keep(self, step, layer):
+        def select_tokens(self, step, layer):
             seen.update(step.stats)
 
     @dataclass(frozen=True)

@@ -242,7 +242,7 @@ def hired_llava15(data: Data, meta: Meta) -> None:
     if exact and rate < 1:
         tokens, geometry = picture((0, 0), PATCHES, (336, 336))
         stats = stats_of((geometry,), {0: cls_rows(stored), 22: cls_rows(stored)})
-        kept = HiRED(rate).keep(tokens, geometry, stats, REQUEST)
+        kept = HiRED(rate).select_tokens(tokens, geometry, stats, REQUEST)
         assert torch.equal(kept, data["kept_index"].sort().values)
 
 

@@ -352,7 +352,7 @@ class Between(PrefillStage):
     def layers(self, depth):
         return tuple(layer for layer, _ in self.gone)
 
-    def keep(self, step, layer):
+    def select_tokens(self, step, layer):
         gone = torch.tensor(dict(self.gone)[layer])
         return (~torch.isin(step.layout.order, gone)).nonzero()[:, 0]
 

@@ -325,7 +325,7 @@ def test_filter_keeps_text_and_key_set(stage: MustDrop, seed: int) -> None:
     for layer in part.layers(4):
         attend(step, layer, seed)
         g, m = text_attention(step.stats[layer - 1][..., step.layout.visual])
-        kept = part.keep(step, layer)
+        kept = part.select_tokens(step, layer)
         before = int(step.layout.visual.sum())
         if kept is not None:
             assert (kept[1:] > kept[:-1]).all()
@@ -368,7 +368,7 @@ def test_budget_keeps_key_set_then_best_ranked() -> None:
     g, m = text_attention(step.stats[1][..., visual])
     rank = dual_attention_rank(g, m, *PUBLISHED["192"])
     rank[step.layout.protected[visual]] = torch.inf
-    kept = part.keep(step, 2)
+    kept = part.select_tokens(step, 2)
     images = kept[torch.isin(kept, visual)]
     best = visual[rank.argsort(descending=True)[: len(images)]]
     assert torch.equal(images, best.sort().values)
@@ -379,7 +379,7 @@ def test_no_image_or_no_trailing_text_keeps_everything() -> None:
     for step in (prompt_step(0, text_after=0), prompt_step(0, images=())):
         part = MustDrop(global_thr=1.0, individual_thr=1.0).expand()[2]
         attend(step, 1, seed=0)
-        assert part.keep(step, 1) is None
+        assert part.select_tokens(step, 1) is None
 
 
 # --- parameters ----------------------------------------------------------------------------------

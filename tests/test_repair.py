@@ -166,7 +166,7 @@ def test_repair_bias_follows_rows_through_drops(vlm) -> None:
         def layers(self, depth):
             return (2,)
 
-        def keep(self, step, layer):
+        def select_tokens(self, step, layer):
             second = int(step.layout.visual.nonzero()[1])
             return torch.tensor([i for i in range(len(step.layout)) if i != second])
 
@@ -257,7 +257,7 @@ def test_received_logits_and_text_rows_from_one_layer(vlm) -> None:
         def text_stats(self, depth):
             return {1: StatRequest("text", received=True)}
 
-        def keep(self, step, layer):
+        def select_tokens(self, step, layer):
             seen["text"], seen["received"] = step.stats[1], step.received[1]
             step.select(torch.arange(len(step.layout) - 1))
             assert step.received[1].shape[-1] == seen["received"].shape[-1] - 1
@@ -393,7 +393,7 @@ def test_soft_mask_equals_drop_in_the_limit(vlm) -> None:
         def layers(self, depth):
             return (1,)
 
-        def keep(self, step, layer):
+        def select_tokens(self, step, layer):
             visual = step.layout.visual
             if self.left:
                 step.soft = torch.where(visual, self.left, 1.0)

@@ -373,7 +373,7 @@ class Rank(PrefillStage):
     def text_stats(self, depth):
         return {0: StatRequest("columns"), 2: StatRequest("columns")}
 
-    def keep(self, step, layer):
+    def select_tokens(self, step, layer):
         visual = step.layout.visual.nonzero().flatten()
         score = step.stats[layer - 1].mean(dim=(0, 1))[visual]
         best = visual[score.argsort(descending=True)[: len(visual) // 2]]
@@ -855,7 +855,7 @@ def test_statistics_equal_eager_attention(vlm):
                 3: StatRequest("last", ahead=True),
             }
 
-        def keep(self, step, layer):
+        def select_tokens(self, step, layer):
             seen.update(step.stats)
 
     @dataclass(frozen=True)

@@ -153,12 +153,12 @@ class EncodeStage(Stage):
     ) -> VisualTokens | None:
         """The reduced tokens of one image, or ``None`` to keep all of them.
 
-        By default the rows that `keep` names.
+        By default the rows that `select_tokens` names.
         """
-        index = self.keep(tokens, geometry, stats, request)
+        index = self.select_tokens(tokens, geometry, stats, request)
         return None if index is None else tokens.select(index)
 
-    def keep(
+    def select_tokens(
         self,
         tokens: VisualTokens,
         geometry: ItemGeometry,
@@ -181,14 +181,14 @@ class PrefillStage(Stage):
     positions = "keep"
 
     def layers(self, depth: int) -> tuple[int, ...]:
-        """Layers (0 .. depth-1) before which `keep` is called."""
+        """Layers (0 .. depth-1) before which `select_tokens` is called."""
         raise NotImplementedError(f"{type(self).__name__}.layers")
 
     def text_stats(self, depth: int) -> dict[int, StatRequest]:
-        """Layer index to the attention rows that `keep` reads."""
+        """Layer index to the attention rows that `select_tokens` reads."""
         return {}
 
-    def keep(self, context: PrefillContext, layer: int) -> Tensor | None:
+    def select_tokens(self, context: PrefillContext, layer: int) -> Tensor | None:
         """Rows of ``context.layout`` that enter ``layer``: int64, ascending, with all text."""
         raise NotImplementedError(f"{type(self).__name__}.keep")
 

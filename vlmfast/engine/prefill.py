@@ -420,7 +420,7 @@ class Drops:
             for stage in self.schedule.get(index, ()):
                 start = clock(hidden.device)
                 self.context.hidden = rows = hidden[0]
-                keep = stage.keep(self.context, index)
+                keep = stage.select_tokens(self.context, index)
                 if self.context.hidden is not rows:
                     hidden = self.context.hidden[None]
                 if keep is not None:

@@ -110,7 +110,7 @@ class Propagation(Part, PrefillStage):
         rows = int(self.of.window) if self.of.window >= 1 else ROWS
         return {self.of.cut(depth) - 1: StatRequest("window", n=rows)}
 
-    def keep(self, context: PrefillContext, layer: int) -> Tensor | None:
+    def select_tokens(self, context: PrefillContext, layer: int) -> Tensor | None:
         visual, n = context.layout.visual, len(context.layout)
         count = max(int(self.of.tsp * n), int(self.of.share * n))
         window = self.of.last(count)

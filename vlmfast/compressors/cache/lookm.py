@@ -126,10 +126,10 @@ class LookM(CacheStage):
         valid = kv.valid
         if self.text_prior and not bool((kv.visual & valid).any()):
             return kv
-        keep = self.keep(kv, stats.sum.mean(1))
+        keep = self.select_slots(kv, stats.sum.mean(1))
         return kv if torch.equal(keep, valid) else self.shrunk(context, kv, keep)
 
-    def keep(self, kv: KV, score: Tensor) -> Tensor:
+    def select_slots(self, kv: KV, score: Tensor) -> Tensor:
         """Slots to keep: bool, (H, N). ``score`` is float32, (H, N)."""
         slots, valid = torch.arange(len(kv), device=score.device), kv.valid
         lengths = kv.lengths.tolist()

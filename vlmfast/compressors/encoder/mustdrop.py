@@ -376,7 +376,7 @@ class Filter(Part, PrefillStage):
     def text_stats(self, depth: int) -> dict[int, StatRequest]:
         return {layer - 1: StatRequest("text") for layer in self.layers(depth)}
 
-    def keep(self, context: PrefillContext, layer: int) -> Tensor | None:
+    def select_tokens(self, context: PrefillContext, layer: int) -> Tensor | None:
         layout, attention = context.layout, context.stats[layer - 1]
         visual = layout.visual.nonzero().flatten()
         if len(visual) == 0 or attention.shape[1] == 0:  # no image, or no text after it

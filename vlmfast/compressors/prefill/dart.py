@@ -102,7 +102,7 @@ class DART(PrefillStage):
             return count(self.rate, n)
         return solve_counts(n, self.budget * n, (self.k,), depth)[0]
 
-    def keep(self, context: PrefillContext, layer: int) -> Tensor | None:
+    def select_tokens(self, context: PrefillContext, layer: int) -> Tensor | None:
         layout, note = context.layout, context.notes[self.name]
         visual, n = layout.visual, int(layout.visual.sum())
         total = self.kept(n, context.depth)

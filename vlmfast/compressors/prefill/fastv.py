@@ -67,7 +67,7 @@ class FastV(PrefillStage):
             return count(self.rate, n)
         return solve_counts(n, self.budget * n, (self.k,), depth)[0]
 
-    def keep(self, context: PrefillContext, layer: int) -> Tensor | None:
+    def select_tokens(self, context: PrefillContext, layer: int) -> Tensor | None:
         visual = context.layout.visual
         if not bool(visual.any()):
             return None

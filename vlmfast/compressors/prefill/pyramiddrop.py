@@ -126,7 +126,7 @@ class PyramidDrop(PrefillStage):
         powers = tuple(self.ratio**s for s in range(1, len(layers) + 1))
         return tuple(stage_counts(n, self.ratios or powers))
 
-    def keep(self, context: PrefillContext, layer: int) -> Tensor | None:
+    def select_tokens(self, context: PrefillContext, layer: int) -> Tensor | None:
         layout, layers = context.layout, self.layers(context.depth)
         if not bool(layout.visual.any()):
             return None

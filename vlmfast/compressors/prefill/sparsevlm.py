@@ -175,7 +175,7 @@ class Drop(Part, PrefillStage):
     def text_stats(self, depth: int) -> dict[int, StatRequest]:
         return {layer - 1: StatRequest("text") for layer in self.layers(depth)}
 
-    def keep(self, context: PrefillContext, layer: int) -> Tensor | None:
+    def select_tokens(self, context: PrefillContext, layer: int) -> Tensor | None:
         layout, attention = context.layout, context.stats[layer - 1]
         note = context.notes[self.name]
         rate = note["raters"]

@@ -154,7 +154,7 @@ class Context(Part, PrefillStage):
         k = self.of.layer(depth)
         return {k - 1: StatRequest("last"), k: StatRequest("last"), k + 1: StatRequest("last")}
 
-    def keep(self, context: PrefillContext, layer: int) -> Tensor | None:
+    def select_tokens(self, context: PrefillContext, layer: int) -> Tensor | None:
         layout, note, hidden = context.layout, context.notes[self.name], context.hidden.float()
         asks = layout.visual & torch.isin(layout.item, note["asks"])
         shown = layout.visual & ~asks  # the other images

@@ -31,7 +31,7 @@ class Grid(Reducer):
     name: ClassVar[str] = "grid"
     paper: ClassVar[str] = "control"
 
-    def keep(
+    def select_tokens(
         self,
         tokens: VisualTokens,
         geometry: ItemGeometry,

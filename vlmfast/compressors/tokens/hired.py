@@ -180,7 +180,7 @@ class HiRED(Reducer):
         """Of the first block, and of the one whose output goes to the projector."""
         return SaliencyRequest("first", self.saliency), SaliencyRequest("features", self.saliency)
 
-    def keep(
+    def select_tokens(
         self,
         tokens: VisualTokens,
         geometry: ItemGeometry,

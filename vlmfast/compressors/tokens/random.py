@@ -39,7 +39,7 @@ class Random(Reducer):
 
     seed: int = param(0, "seed of the draw", ge=0)
 
-    def keep(
+    def select_tokens(
         self,
         tokens: VisualTokens,
         geometry: ItemGeometry,

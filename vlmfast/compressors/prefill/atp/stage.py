@@ -72,7 +72,7 @@ class ATP(PrefillStage):
     def text_stats(self, depth: int) -> dict[int, StatRequest]:
         return {layer - 1: StatRequest("text", received=True) for layer in self.layers(depth)}
 
-    def keep(self, context: PrefillContext, layer: int) -> Tensor | None:
+    def select_tokens(self, context: PrefillContext, layer: int) -> Tensor | None:
         layout, module, layers = (
             context.layout,
             context.trained[self.name],
