@@ -218,7 +218,7 @@ class Fuzz:
         for _ in range(rng.choice((1, 1, 2, 3))):
             part = rng.choice(WORDS)
             for _ in range(rng.choice((0, 1, 2))):
-                key = rng.choice(("", "budget=", "rate=", "positions=", "k=", "bits=", "x=", "="))
+                key = rng.choice(("", "budget=", "keep=", "positions=", "k=", "bits=", "x=", "="))
                 number = rng.choice(("0.5", "1", "0", "-1", "nan", "1e9", "compact", "", "3/2"))
                 part += rng.choice((":", ",", "::")) + key + number
             parts.append(part)

@@ -81,7 +81,7 @@ def vlcache_case(data: dict, meta: dict) -> None:
     """Sparsity, budgets, ranking and slots; uniform budgets come from uniform sparsities."""
     depth, rows = len(data["sparsity"]), int(meta["tau"])
     n = data["k0"].shape[2]
-    stage = VLCache(share=float(meta["alpha"]), head_adaptive=meta["head_adaptive"] == "True")
+    stage = VLCache(keep=float(meta["alpha"]), head_adaptive=meta["head_adaptive"] == "True")
     adaptive = meta["layer_adaptive"] == "True"
     step, cache = prompt_step(n, depth), []
     for layer, request in stage.text_stats(depth).items():
@@ -100,7 +100,7 @@ def vlcache_case(data: dict, meta: dict) -> None:
         if not adaptive:
             seen.claim = 1.0
     claims = [of.claim for of in stage.seen(step).values()]
-    ours = torch.tensor(budgets(claims, stage.share, stage.recent))
+    ours = torch.tensor(budgets(claims, stage.keep, stage.recent))
     close(ours, data["budget"], terms=depth, scale=data["budget"])
     for layer, kv in enumerate(stage.finish(step, cache)):
         same_slots(kv, data, layer)

@@ -53,7 +53,7 @@ def merge_case(mode: str) -> Callable[[dict, dict], None]:
         # Logits, rows, columns: sums of non-negative terms.
         close(total[:, 0], data["col_sum"], terms=dim + 2 * n, scale=data["col_sum"])
         stage = LookM(hh + rec, rec / (hh + rec), mode, filter="slot", text_prior=False)
-        count = sizes(k.shape[1], stage.share, stage.recent)
+        count = sizes(k.shape[1], stage.keep, stage.recent)
         assert count == (int(meta["hh_size"]), int(meta["recent_size"]))
         kv = layer(k, v, torch.ones(k.shape[1], dtype=torch.bool))
         same(stage.compress(STEP, 0, kv, received(total)), data["k_out"], data["v_out"], n)
@@ -82,10 +82,10 @@ def gqa_case(data: dict, meta: dict) -> None:
     q, k, v = (data[name][0] for name in "qkv")
     stage = LookM(float(meta["budget"]), 0.1, "pivot" if meta["merge"] == "True" else "none")
     h, n, _ = k.shape
-    hh, rec = sizes(n, stage.share, stage.recent)
+    hh, rec = sizes(n, stage.keep, stage.recent)
     assert (hh, rec) == (int(meta["hh_size"]), int(meta["recent_size"]))
     kv = layer(k, v, ~data["text_mask"])
-    with pytest.raises(RecipeError, match="lookm: share="):
+    with pytest.raises(RecipeError, match="lookm: keep="):
         stage.select_slots(kv, kv.keys[..., 0])
     among = (torch.arange(n) < n - rec).expand(h, -1)
     score = col_stats(q, k)["sum"].mean(1)

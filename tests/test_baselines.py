@@ -45,7 +45,7 @@ def same(a: VisualTokens, b: VisualTokens) -> bool:
 def test_order_type_and_repeatability(
     kind: type[EncodeStage], arguments: list[dict], data: st.DataObject
 ) -> None:
-    name = data.draw(st.sampled_from(["rate", "budget"]))
+    name = data.draw(st.sampled_from(["keep", "budget"]))
     stage = kind(**{name: data.draw(st.floats(0.01, 0.99))})
     tokens, kept = reduced(stage, *arguments)
     order = kept.layout.order.tolist()
@@ -81,9 +81,9 @@ def test_keep_1_is_identity(kind: type[EncodeStage], arguments: dict, newline: b
 
 
 @classes
-@pytest.mark.parametrize("value", ["0", "1.5", "-1", "nan", "budget=0", "budget=nan", "rate=inf"])
+@pytest.mark.parametrize("value", ["0", "1.5", "-1", "nan", "budget=0", "budget=nan", "keep=inf"])
 def test_invalid_values_are_named(kind: type[EncodeStage], value: str) -> None:
-    field = "budget" if value.startswith("budget") else "rate"
+    field = "budget" if value.startswith("budget") else "keep"
     with pytest.raises(RecipeError, match=rf"{kind.name}: {field}="):
         Recipe.parse(f"{kind.name}:{value}")
 

@@ -35,18 +35,18 @@ REQUESTS = [
     request("hired:0.4", (1, 2), "and in these two ?", max_new_tokens=20),
     request("kivi:bits=2,group=4,residual=8", (3,), max_new_tokens=25),
     request("pyramiddrop:layers=1/3,positions=compact", (4,), "a", max_new_tokens=4),
-    request("snapkv:share=0.8,window=4", (5, 6, 7), max_new_tokens=14),
+    request("snapkv:keep=0.8,window=4", (5, 6, 7), max_new_tokens=14),
     request(None, (), "say something without a picture", max_new_tokens=17),
     request("h2o:0.6", (8,), "where is the square ?", max_new_tokens=22),
     request("streamingllm:0.6", (9,), "how many are there , and which ?", max_new_tokens=19),
     request("zipcache:page=8", (10,), "why ?", max_new_tokens=21),
-    request("lookm:share=0.8,merge=avg,proportional_attention=true", (11,), max_new_tokens=1),
+    request("lookm:keep=0.8,merge=avg,proportional_attention=true", (11,), max_new_tokens=1),
     request(
         "visionzip:dominant=6,contextual=4,proportional_attention=true", (12, 13), max_new_tokens=6
     ),
-    request("cake:share=0.8,window=4", (14,), "which colour is it ?", max_new_tokens=16),
-    request("hired:0.6+pyramiddrop+snapkv:share=0.9,window=4", (15, 16), max_new_tokens=18),
-    request("snapkv:share=0.8,window=4+kivi:residual=8,group=4", (17,), max_new_tokens=20),
+    request("cake:keep=0.8,window=4", (14,), "which colour is it ?", max_new_tokens=16),
+    request("hired:0.6+pyramiddrop+snapkv:keep=0.9,window=4", (15, 16), max_new_tokens=18),
+    request("snapkv:keep=0.8,window=4+kivi:residual=8,group=4", (17,), max_new_tokens=20),
 ]
 
 
@@ -109,7 +109,7 @@ def test_family_with_tiles():
 
 REDUCERS = {
     "pyramiddrop": ("pyramiddrop:layers=1/3", "pyramiddrop", "pyramiddrop:positions=compact"),
-    "fastv": ("fastv:k=1", "fastv:k=2,rate=0.7", "fastv:k=1,rate=0.3"),
+    "fastv": ("fastv:k=1", "fastv:k=2,keep=0.7", "fastv:k=1,keep=0.3"),
     "mustdrop": (
         "mustdrop:window=1,layers=1/3,global_thr=0.05,individual_thr=0.3",
         "mustdrop",
@@ -202,7 +202,7 @@ def test_videos_and_images_in_one_batch(vlm):
         "what happens ?",
         video=frames,
         num_frames=3,
-        recipe="snapkv:share=0.8,window=4",
+        recipe="snapkv:keep=0.8,window=4",
         generation={"max_new_tokens": 8},
     )
     answers = vlm.ask_many([video, REQUESTS[0]], batch_size=2)
@@ -246,7 +246,7 @@ BAD = {
     "a share that is too small": (
         request("snapkv:0.01"),
         RecipeError,
-        "snapkv: share=0.01 leaves 0 of 49 slots",
+        "snapkv: keep=0.01 leaves 0 of 49 slots",
     ),
     "a picture that is none": (Request("what ?", "nowhere.png"), MediaError, "nowhere.png"),
     "no question": (Request(" "), VLMFastError, "question is empty"),

@@ -89,19 +89,19 @@ def same(a: list[KV], b: list[KV]) -> bool:
 
 @pytest.mark.parametrize("stage", STAGES, ids=str)
 def test_keep_1_returns_the_same_cache(stage):
-    along, cache, step = run(replace(stage, share=1.0))
+    along, cache, step = run(replace(stage, keep=1.0))
     for layer, (later, end) in enumerate(zip(along, cache, strict=True)):
         assert later is end
         query, kv = prompt(0, layer, N, SHARP[layer])
         request = stage.text_stats(6)[layer]
-        whole = replace(stage, share=1.0).compress(step, layer, kv, asked(query, kv, request))
+        whole = replace(stage, keep=1.0).compress(step, layer, kv, asked(query, kv, request))
         assert whole is kv
-    assert sum(lengths(run(replace(stage, share=0.9))[1])) < 6 * N  # control
+    assert sum(lengths(run(replace(stage, keep=0.9))[1])) < 6 * N  # control
 
 
 @pytest.mark.parametrize("stage", STAGES, ids=str)
 def test_kept_slots_are_valid_ascending_and_include_the_window(stage):
-    _, cache, _ = run(replace(stage, share=0.4))
+    _, cache, _ = run(replace(stage, keep=0.4))
     for layer, kv in enumerate(cache):
         _, full = prompt(0, layer, N, SHARP[layer])
         assert bool((kv.order.diff(dim=1) > 0).all())
@@ -115,21 +115,21 @@ def test_kept_slots_are_valid_ascending_and_include_the_window(stage):
 
 @pytest.mark.parametrize("stage", STAGES, ids=str)
 def test_too_small_share_names_the_minimum(stage):
-    with pytest.raises(RecipeError, match=f"{stage.name}: share=0.01 leaves 0 of 96 .*at least"):
-        run(replace(stage, share=0.01))
+    with pytest.raises(RecipeError, match=f"{stage.name}: keep=0.01 leaves 0 of 96 .*at least"):
+        run(replace(stage, keep=0.01))
     try:
-        run(replace(stage, share=0.01))
+        run(replace(stage, keep=0.01))
     except RecipeError as error:
         least = float(str(error).split()[-1])
-    run(replace(stage, share=least))
+    run(replace(stage, keep=least))
     with pytest.raises(RecipeError):
-        run(replace(stage, share=least - 1 / N))
+        run(replace(stage, keep=least - 1 / N))
 
 
 @pytest.mark.parametrize("stage", [VLCache(), CAKE(window=8)], ids=str)
 def test_heads_of_different_lengths_keep_valid_slots(stage):
     """A head that an earlier stage shortened is cut like the other, down to its own length."""
-    stage, step, cache = replace(stage, share=0.5), prompt_step(N, 2), []
+    stage, step, cache = replace(stage, keep=0.5), prompt_step(N, 2), []
     for layer, request in stage.text_stats(2).items():
         query, kv = prompt(0, layer, N)
         stats = asked(query, kv, request)
@@ -152,7 +152,7 @@ def test_heads_of_different_lengths_keep_valid_slots(stage):
 
 def test_recipes_round_trip_and_refuse_invalid_values():
     assert str(Recipe.parse("vlcache:0.2+cake:window=8")) == "vlcache:0.2+cake:window=8"
-    assert str(Recipe.parse("fastkv:0.3,tsp=0.4")) == "fastkv:share=0.3,tsp=0.4"
+    assert str(Recipe.parse("fastkv:0.3,tsp=0.4")) == "fastkv:keep=0.3,tsp=0.4"
     # It drops rows too, so it must precede methods that only change the cache.
     Recipe.parse("fastkv+vlcache")
     with pytest.raises(RecipeError, match=r"write fastkv\+vlcache"):
@@ -163,7 +163,7 @@ def test_recipes_round_trip_and_refuse_invalid_values():
         "cake:window=8.5": "window=8.5 must be a whole number",
         "vlcache:recent=1": "recent=1 is out of range",
         "fastkv:layer=2.5": "must be one or more whole numbers",
-        "fastkv:0": "share=0 is out of range",
+        "fastkv:0": "keep=0 is out of range",
     }.items():
         with pytest.raises(RecipeError, match=message):
             Recipe.parse(word)
@@ -206,7 +206,7 @@ def test_density_is_the_fraction_above_the_threshold():
 
 
 def test_vlcache_gives_dense_layers_more_and_meets_its_budget():
-    _, cache, _ = run(VLCache(share=0.3))
+    _, cache, _ = run(VLCache(keep=0.3))
     counts = lengths(cache)
     # The less sharp a layer's attention (a smaller factor), the more slots it gets.
     assert [counts[i] for i in sorted(range(6), key=lambda i: SHARP[i])] == sorted(counts)[::-1]
@@ -217,12 +217,12 @@ def test_vlcache_gives_dense_layers_more_and_meets_its_budget():
 def test_vlcache_budgets_are_fractions_of_each_layers_slots():
     """After a reducer that left later layers fewer rows."""
     lengths_in = [96, 96, 64, 64]
-    _, cache, _ = run(VLCache(share=0.25), sharp=(0.02,) * 4, n=lengths_in)
+    _, cache, _ = run(VLCache(keep=0.25), sharp=(0.02,) * 4, n=lengths_in)
     assert all(abs(len(kv) - 0.25 * n) <= 2 for kv, n in zip(cache, lengths_in, strict=True))
 
 
 def test_vlcache_heads_keep_the_same_tokens():
-    _, cache, _ = run(VLCache(share=0.3, head_adaptive=False))
+    _, cache, _ = run(VLCache(keep=0.3, head_adaptive=False))
     assert all(torch.equal(kv.order[0], kv.order[1]) for kv in cache)
     _, kv = prompt(0)
     moved = torch.stack([torch.arange(90), torch.arange(2, 92)])
@@ -233,7 +233,7 @@ def test_vlcache_heads_keep_the_same_tokens():
 
 def test_later_stage_may_drop_slots_before_finish():
     """`finish` finds its scores by token, not by slot."""
-    stage = VLCache(share=0.2)
+    stage = VLCache(keep=0.2)
     along, cache, _ = run(stage)
     step, thinned = prompt_step(N, 6, visual_rows(N)), []
     for layer, request in stage.text_stats(6).items():
@@ -272,7 +272,7 @@ def test_cake_redistributes_surplus_budget():
 
 @pytest.mark.parametrize("share", [0.15, 0.3, 0.6, 0.9])
 def test_cake_meets_its_budget_on_average(share):
-    _, cache, step = run(CAKE(share=share, window=8, tau2=1.0))
+    _, cache, step = run(CAKE(keep=share, window=8, tau2=1.0))
     counts = lengths(cache)
     assert counts == step.notes["cake"]["kept"]
     assert sum(counts) == 6 * int(share * N)
@@ -301,14 +301,14 @@ def test_cascade_equals_cutting_at_the_end(seed, share, layers, tau):
     """For any preferences of the layers, also where reducers shortened later ones."""
     sharp = tuple(s for s, _ in layers)
     n = sorted((n for _, n in layers), reverse=True)
-    stage = CAKE(share=share, window=4, tau1=tau, tau2=tau)
+    stage = CAKE(keep=share, window=4, tau1=tau, tau2=tau)
     along, cache, _ = run(stage, seed, sharp, n)
     assert same(cache, at_the_end(stage, seed, sharp, n))
     assert all(len(a) >= len(b) for a, b in zip(along, cache, strict=True))
 
 
 def test_cascade_cuts_during_the_prefill():
-    stage, sharp = CAKE(share=0.1, window=4), (1.0,) * 12
+    stage, sharp = CAKE(keep=0.1, window=4), (1.0,) * 12
     along, cache, _ = run(stage, 0, sharp, [400] * 12)
     assert same(cache, at_the_end(stage, 0, sharp, [400] * 12))
     assert len(along[0]) == 400 and sum(lengths(along)) < 0.5 * 12 * 400
@@ -332,7 +332,7 @@ def test_budget_of_a_layer_may_grow_again():
 
 
 def test_each_cake_parameter_has_an_effect():
-    stage = CAKE(share=0.3, window=8)
+    stage = CAKE(keep=0.3, window=8)
     usual = run(stage)[1]
     for other in ({"share": 0.35}, {"gamma": 0.0}, {"tau1": 3.0}, {"tau2": 0.5}, {"kernel": 1}):
         changed = run(replace(stage, **other))[1]
@@ -340,14 +340,14 @@ def test_each_cake_parameter_has_an_effect():
 
 
 def test_cake_limits_follow_each_layers_length():
-    _, cache, _ = run(CAKE(share=0.7, window=8, tau1=0.3), sharp=(1, 3, 3, 1), n=[96, 96, 40, 40])
+    _, cache, _ = run(CAKE(keep=0.7, window=8, tau1=0.3), sharp=(1, 3, 3, 1), n=[96, 96, 40, 40])
     counts = lengths(cache)
     assert all(k <= n for k, n in zip(counts, [96, 96, 40, 40], strict=True))
     assert sum(counts) <= 2 * int(0.7 * 96) + 2 * int(0.7 * 40)
 
 
 def test_window_may_be_a_fraction_of_the_budget():
-    stage = CAKE(share=0.2, window=0.25)
+    stage = CAKE(keep=0.2, window=0.25)
     want = ("sum", "sumsq", "entropy")
     assert stage.text_stats(2)[0] == ColumnRequest("window", 32, want=want)
     _, cache, step = run(stage)
@@ -357,7 +357,7 @@ def test_window_may_be_a_fraction_of_the_budget():
 
 @pytest.mark.parametrize("reset", [True, False], ids=["newest row", "control: all rows"])
 def test_cake_decode_evicts_the_least_attended_token(reset):
-    stage = CAKE(share=0.3, window=8)
+    stage = CAKE(keep=0.3, window=8)
     _, cache, step = run(stage, sharp=(1.0, 2.0))
     _, decode = stage.expand()
     layer, steps = 1, 40
@@ -402,7 +402,7 @@ def test_cake_decode_evicts_the_least_attended_token(reset):
 
 
 def test_cake_does_not_evict_from_an_uncut_cache():
-    stage = CAKE(share=1.0, window=8)
+    stage = CAKE(keep=1.0, window=8)
     _, cache, step = run(stage, sharp=(1.0,))
     slots = FakeSlots(cache[0], step, 3)
     for _ in range(3):
@@ -447,7 +447,7 @@ def test_propagated_rows_include_all_text_and_the_window():
 
 
 def test_every_layer_stores_the_same_number_of_slots():
-    stage = FastKV(share=0.2, tsp=0.45)
+    stage = FastKV(keep=0.2, tsp=0.45)
     rows, step = propagate(stage)
     counts = []
     for layer, request in stage.text_stats(DEPTH).items():
@@ -463,8 +463,8 @@ def test_every_layer_stores_the_same_number_of_slots():
 
 
 def test_as_many_rows_propagate_as_slots_are_kept():
-    assert len(propagate(FastKV(share=0.6, tsp=0.3))[0]) == int(0.6 * N)
-    assert propagate(FastKV(share=1.0))[0] is None
+    assert len(propagate(FastKV(keep=0.6, tsp=0.3))[0]) == int(0.6 * N)
+    assert propagate(FastKV(keep=1.0))[0] is None
     assert propagate(FastKV(tsp=1.0))[0] is None
     assert propagate(FastKV(), visual=torch.zeros(N, dtype=torch.bool))[0] is None
 

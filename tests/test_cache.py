@@ -494,7 +494,7 @@ def test_cropping_into_an_uncompressed_prompt(grouped):
 
 
 @pytest.mark.parametrize(
-    "recipe", [Own(), "snapkv:share=0.8,window=4", "hired:0.4", "pyramiddrop", "lookm:share=0.8"]
+    "recipe", [Own(), "snapkv:keep=0.8,window=4", "hired:0.4", "pyramiddrop", "lookm:keep=0.8"]
 )
 def test_cropping_into_compressed_slots_is_refused(grouped, recipe):
     run = started(grouped, recipe)
@@ -748,9 +748,9 @@ def counted(cache: KVCache) -> int:
 COSTS = {
     "none": (),
     "uneven": Own(),
-    "evicted": "snapkv:share=0.8,window=4",
+    "evicted": "snapkv:keep=0.8,window=4",
     "tracked": "h2o:0.6",
-    "biased": "lookm:share=0.8,merge=avg,proportional_attention=true",
+    "biased": "lookm:keep=0.8,merge=avg,proportional_attention=true",
     "2 bits": "kivi:residual=8,group=4",
     "4 and 2 bits": "zipcache:page=8",
     "dropped in layers": "pyramiddrop",
@@ -831,7 +831,7 @@ def poison(cache: KVCache) -> None:
 
 
 @pytest.mark.parametrize(
-    "recipe", [(), "snapkv:share=0.8,window=4", "h2o:0.6", "kivi:residual=8,group=4", "zipcache"]
+    "recipe", [(), "snapkv:keep=0.8,window=4", "h2o:0.6", "kivi:residual=8,group=4", "zipcache"]
 )
 def test_single_row_never_reads_free_slots(grouped, recipe):
     run = started(grouped, recipe)
@@ -873,7 +873,7 @@ def pool(grouped, monkeypatch) -> Counting:
     return pool
 
 
-UNEVEN = ((), Own(), "snapkv:share=0.8,window=4")
+UNEVEN = ((), Own(), "snapkv:keep=0.8,window=4")
 
 
 def uneven_rows(vlm: VLM) -> Decoder:
@@ -963,7 +963,7 @@ def test_pool_keeps_at_most_its_limit():
 
 
 @pytest.mark.parametrize(
-    "recipe", [None, "snapkv:share=0.8,window=4", "h2o:0.6", "kivi:residual=8,group=4"]
+    "recipe", [None, "snapkv:keep=0.8,window=4", "h2o:0.6", "kivi:residual=8,group=4"]
 )
 def test_second_request_of_the_same_size_allocates_nothing(grouped, pool, recipe):
     first = grouped.ask("what ?", picture(seed=0), recipe=recipe, max_new_tokens=20)

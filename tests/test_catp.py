@@ -149,7 +149,7 @@ def test_invalid_layer_is_refused(k) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("catp:0", r"rate=0 is out of range"),
+        ("catp:0", r"keep=0 is out of range"),
         ("catp:k=0", r"k=0 is out of range"),
         ("catp:text=-1", r"text=-1 is out of range"),
     ],

@@ -231,7 +231,7 @@ def test_missing_images_are_refused() -> None:
 def test_recipe_round_trips() -> None:
     for text in ("clip-relevance", "clip-relevance:0.2,model=ViT-B-32,pretrained=/a/b.pt"):
         assert Recipe.parse(text) == Recipe.parse(str(Recipe.parse(text)))
-    with pytest.raises(RecipeError, match=r"clip-relevance: rate=0 is out of range"):
+    with pytest.raises(RecipeError, match=r"clip-relevance: keep=0 is out of range"):
         Recipe.parse("clip-relevance:0")
     assert ClipRelevance.query_dependent
 

@@ -89,7 +89,7 @@ def test_works_after_another_stage(random_vlm) -> None:
 
 
 def test_recipe_round_trips() -> None:
-    assert DART().rate == 0.222
+    assert DART().keep == 0.222
     assert DART().positions == "keep"
     assert DART(k=5).layers(32) == (5,)
     assert DART(k=5).attends(32) == (4,)

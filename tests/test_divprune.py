@@ -83,7 +83,7 @@ def test_frames_of_a_video_are_grouped() -> None:
     assert MOST == 8192
 
 
-@given(picture_arguments(), st.floats(0.02, 0.98), st.sampled_from(["rate", "budget"]))
+@given(picture_arguments(), st.floats(0.02, 0.98), st.sampled_from(["keep", "budget"]))
 @settings(max_examples=20, deadline=None)
 def test_kept_count_per_image(arguments: dict, share: float, name: str) -> None:
     tokens, stats = prompt(arguments, arguments)
@@ -107,7 +107,7 @@ def test_keep_1_is_identity(stage: DivPrune) -> None:
 
 
 def test_recipe_round_trips() -> None:
-    assert DivPrune().rate == 0.098
+    assert DivPrune().keep == 0.098
     assert DivPrune().positions == "compact"
     stage = Recipe.parse("divprune:0.1,across=frame,positions=keep")
     assert stage == Recipe.parse(str(stage))
@@ -116,7 +116,7 @@ def test_recipe_round_trips() -> None:
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("divprune:0", r"divprune: rate=0 is out of range"),
+        ("divprune:0", r"divprune: keep=0 is out of range"),
         ("divprune:across=picture", r"across=picture is out of range, allowed is one of clip"),
         ("divprune:budget=2", r"budget=2 is out of range"),
     ],

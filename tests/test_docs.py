@@ -131,7 +131,7 @@ def test_python_of_the_faq_runs(tmp_path: Path, monkeypatch, capsys) -> None:
     assert True in values  # the unwrapped model's tokens
     assert "up" in values  # with positions=keep
     printed = " ".join(capsys.readouterr().out.split())
-    assert "share=0.01" in printed and printed in " ".join(text.split())
+    assert "keep=0.01" in printed and printed in " ".join(text.split())
 
 
 def test_numbers_of_the_examples_are_current(vlm) -> None:

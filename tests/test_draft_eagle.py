@@ -824,7 +824,7 @@ def test_misaligned_embeddings_are_never_accepted() -> None:
 
 
 def test_recipes_round_trip_and_invalid_values_are_refused() -> None:
-    stage = DraftEagle("prune", share=0.1, nodes=12)
+    stage = DraftEagle("prune", keep=0.1, nodes=12)
     assert Recipe.parse(str(stage)) == Recipe((stage,))
     assert DraftEagle().largest() == (26, 4)
     assert (DraftEagle().features, DraftEagle().taps(32)) == (True, ())
@@ -832,7 +832,7 @@ def test_recipes_round_trip_and_invalid_values_are_refused() -> None:
     assert (third.features, third.taps(32), third.taps(28)) == (False, (2, 16, 29), (2, 14, 25))
     for bad, text in {
         "draft-eagle:top_k=2,depth=2,nodes=8": "at most 7 nodes",
-        "draft-eagle:all,share=0.1": "share=0.1 applies to",
+        "draft-eagle:all,keep=0.1": "share=0.1 applies to",
         "draft-eagle:visual=zip": "out of range",
         "draft-eagle:nodes=1": "out of range",
         "draft-eagle:kind=medusa": "out of range",

@@ -125,7 +125,7 @@ def test_pruning_equals_the_control_random() -> None:
 def test_counts_order_and_weights(
     images: list[dict], branch: str, rate: float, as_budget: bool
 ) -> None:
-    stage = Elastic(branch=branch, **{"budget" if as_budget else "rate": rate})
+    stage = Elastic(branch=branch, **{"budget" if as_budget else "keep": rate})
     net = module(2, queries=200)
     tokens, kept, _ = reduced(stage, net, *images)
     order = kept.layout.order.tolist()
@@ -300,7 +300,7 @@ def test_concat_at_any_keep_fraction(arguments: dict, rate: float) -> None:
 
 
 @pytest.mark.parametrize("mode", ["select", "weighted", "concat"])
-@pytest.mark.parametrize("share", [{"rate": 1.0}, {"budget": 1}, {"rate": 0.1, "budget": 1.0}])
+@pytest.mark.parametrize("share", [{"keep": 1.0}, {"budget": 1}, {"keep": 0.1, "budget": 1.0}])
 def test_keep_1_is_identity(mode: str, share: dict) -> None:
     tokens, kept, _ = reduced(Elastic(mode=mode, **share), module(7), PLAIN, PLAIN)
     assert kept is tokens
@@ -309,8 +309,8 @@ def test_keep_1_is_identity(mode: str, share: dict) -> None:
 @pytest.mark.parametrize(
     ("word", "named"),
     [
-        ("elastic:0", "rate=0"),
-        ("elastic:rate=1.5", "rate=1.5"),
+        ("elastic:0", "keep=0"),
+        ("elastic:keep=1.5", "keep=1.5"),
         ("elastic:budget=nan", "budget=nan"),
         ("elastic:queries=0", "queries=0"),
         ("elastic:conv=0", "conv=0"),
@@ -318,7 +318,7 @@ def test_keep_1_is_identity(mode: str, share: dict) -> None:
         ("elastic:branch=best", "branch=best"),
         ("elastic:mode=concat,branch=pool", "mode=concat"),
         ("elastic:mode=weighted,text=true", "mode=weighted"),
-        ("elastic:0.1,text=true", "rate=0.1"),
+        ("elastic:0.1,text=true", "keep=0.1"),
         ("elastic:budget=0.1,branch=text", "budget=0.1"),
     ],
 )
@@ -331,7 +331,7 @@ def test_invalid_values_are_named(word: str, named: str) -> None:
 def test_unsupported_modes_of_the_weights_are_named() -> None:
     with pytest.raises(RecipeError, match=r"elastic: queries=10 .* 9"):
         reduced(Elastic(queries=10), module(), PLAIN)
-    with pytest.raises(RecipeError, match=r"elastic: rate=0.5 .*branch=resample .* 9"):
+    with pytest.raises(RecipeError, match=r"elastic: keep=0.5 .*branch=resample .* 9"):
         reduced(Elastic(0.5, branch="resample"), module(), PLAIN)
     with pytest.raises(RecipeError, match="elastic: mode=concat would leave more"):
         reduced(Elastic(mode="concat", conv=1.0), module(), PLAIN)
@@ -414,13 +414,13 @@ def test_forward_passes_of_a_sample() -> None:
     early = [training.stages(random.Random(i), 0.1) for i in range(30)]
     assert all(len(stages) == 1 for stages in early)
     assert {stages[0].branch for stages in early} == {"conv", "resample"}
-    assert len({stages[0].rate for stages in early}) == 30
+    assert len({stages[0].keep for stages in early}) == 30
     late = [training.stages(random.Random(i), 0.9) for i in range(30)]
     for stages in late:
-        own = stages[0].rate is None
+        own = stages[0].keep is None
         assert [s.branch for s in stages] == list(BRANCHES if own else BRANCHES[:-1])
-        assert len({s.rate for s in stages}) == 1
-    assert {stages[0].rate is None for stages in late} == {True, False}
+        assert len({s.keep for s in stages}) == 1
+    assert {stages[0].keep is None for stages in late} == {True, False}
     one = TRAINING(options("--mode", "weighted"), {}).stages(random.Random(0), 0.9)
     assert [stage.mode for stage in one] == ["weighted"]
     assert Elastic.build({"width": DIM} | training.config()).queries == 80

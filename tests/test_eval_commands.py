@@ -96,8 +96,8 @@ def test_cache_is_every_cache_method_at_each_share():
     names = {m["name"] for m in vlmfast.methods() if shrinks_cache(Recipe.parse(m["name"]))}
     assert {"lookm", "snapkv", "fastkv", "kivi", "zipvl"} <= names == set(found)
     for stages in found.values():
-        if hasattr(stages[0], "share"):
-            assert [stage.share for stage in stages] == shares
+        if hasattr(stages[0], "keep"):
+            assert [stage.keep for stage in stages] == shares
         # A separate window would fill the budget of a short prompt.
         windows = {getattr(stage, "window", 0) for stage in stages}
         assert windows <= {0, 0.1}

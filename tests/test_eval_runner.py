@@ -450,7 +450,7 @@ def test_lines_reach_the_disk_within_a_second(tmp_path, monkeypatch):
     [
         ("none", "none"),
         ("hired:budget=0.33", "hired_budget=0.33"),
-        ("hired:rate=0.3,positions=keep+lookm", "hired_rate=0.3,positions=keep+lookm"),
+        ("hired:keep=0.3,positions=keep+lookm", "hired_rate=0.3,positions=keep+lookm"),
     ],
 )
 def test_folder_names(recipe, name):
@@ -469,7 +469,7 @@ def test_method_of_a_recipe():
     assert method_of(Recipe.parse("none")) == ("none", None)
     assert method_of(Recipe.parse("hired:0.3")) == ("hired", None)
     assert method_of(Recipe.parse("hired:budget=0.3")) == ("hired", 0.3)
-    alpha = "hired:rate=0.3,alpha=0.1,budget=0.2"
+    alpha = "hired:keep=0.3,alpha=0.1,budget=0.2"
     assert method_of(Recipe.parse(alpha)) == ("hired:alpha=0.1", 0.2)
 
 

@@ -201,12 +201,12 @@ def test_preference_is_lexicographic() -> None:
     [
         (
             SnapKV(0.01),
-            "snapkv: share=0.01 leaves 3 of 300 slots in layer 0, no more than its window of 32; "
+            "snapkv: keep=0.01 leaves 3 of 300 slots in layer 0, no more than its window of 32; "
             "it must be at least 0.11",
         ),
-        (PyramidKV(0.02), "pyramidkv: share=0.02 leaves 6 of 300 .* window of 8; .* least 0.03"),
-        (StreamingLLM(0.01), "streamingllm: share=0.01 leaves 3 .* its 4 first ones; .* 0.017"),
-        (H2O(0.001), "h2o: share=0.001 leaves 0 of 300 slots in layer 0; it must .* least 0.004"),
+        (PyramidKV(0.02), "pyramidkv: keep=0.02 leaves 6 of 300 .* window of 8; .* least 0.03"),
+        (StreamingLLM(0.01), "streamingllm: keep=0.01 leaves 3 .* its 4 first ones; .* 0.017"),
+        (H2O(0.001), "h2o: keep=0.001 leaves 0 of 300 slots in layer 0; it must .* least 0.004"),
         (Plain(0.01, window=2, sinks=2), "its window of 2 and its 2 first ones; .* least 0.017"),
     ],
 )
@@ -215,7 +215,7 @@ def test_too_small_share_is_refused(stage, says) -> None:
     with pytest.raises(RecipeError, match=says):
         compressed(stage, query, kv)
     least = float(says.split()[-1])
-    assert len(compressed(replace(stage, share=least), query, kv)[0]) <= 33
+    assert len(compressed(replace(stage, keep=least), query, kv)[0]) <= 33
 
 
 @given(n=st.integers(1, 4000), data=st.data())

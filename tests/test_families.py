@@ -344,7 +344,7 @@ def entered(vlm: VLM, run: Driven) -> list[torch.Tensor]:
 )
 def test_encode_stages_equal_the_dense_reference(vlm, case, policy, method):
     case = served(vlm, case)
-    run = start(vlm, f"{method}:rate=0.4,positions={policy}", **CASES[case])
+    run = start(vlm, f"{method}:keep=0.4,positions={policy}", **CASES[case])
     got = answer_logits(vlm, run, TOKENS)
     alive = entered(vlm, run)
     assert int((~alive[0]).sum()) > 1
@@ -408,7 +408,7 @@ def readable(kept: dict, layers: list[KVLayer], size: int) -> list[torch.Tensor]
 @pytest.mark.parametrize("case", PICTURED)
 def test_cache_stages_equal_the_dense_reference(vlm, case, kept):
     case = served(vlm, case)
-    run = start(vlm, "snapkv:share=0.5,window=4", **CASES[case])
+    run = start(vlm, "snapkv:keep=0.5,window=4", **CASES[case])
     got = answer_logits(vlm, run, TOKENS)
     dense = Dense(vlm, run.inputs.tensors)
     read = readable(kept, run.cache.layers, dense.size)
@@ -465,7 +465,7 @@ def test_ragged_batch_equals_the_dense_reference(vlm, method, kept):
         "random": "random:0.4,positions=keep",
         "rank": Rank(layers_of(vlm)),
         "compact": Rank(layers_of(vlm), "compact"),
-        "snapkv": "snapkv:share=0.5,window=4",
+        "snapkv": "snapkv:keep=0.5,window=4",
     }[method]
     cases = ("one image", "three images", "an image and a video")
     runs = [start(vlm, recipe, **CASES[served(vlm, case)]) for case in cases]

@@ -229,11 +229,11 @@ def test_choice_does_not_depend_on_other_images(stage: HiRED, images: list[dict]
 @settings(max_examples=40, deadline=None)
 def test_rate_selects_at_most_its_count(stage: HiRED, arguments: dict) -> None:
     tokens, kept = reduced(stage, arguments)
-    if stage.rate == 1:
+    if stage.keep == 1:
         assert kept is tokens
         return
     (h, w), (gh, gw) = arguments["patches"], arguments["tiles"]
-    total = int((1 + gh * gw) * h * w * stage.rate)
+    total = int((1 + gh * gw) * h * w * stage.keep)
     assert 1 <= int(kept.layout.patches.sum()) <= max(total, 1)
     if stage.newline == "keep":
         assert newlines(kept) == newlines(tokens)
@@ -242,7 +242,7 @@ def test_rate_selects_at_most_its_count(stage: HiRED, arguments: dict) -> None:
 @given(stages, picture_arguments(), st.floats(0.02, 1))
 @settings(max_examples=40, deadline=None)
 def test_higher_rate_keeps_a_superset(stage: HiRED, arguments: dict, rate: float) -> None:
-    low, high = sorted([stage.rate, rate])
+    low, high = sorted([stage.keep, rate])
     words = {"alpha": stage.alpha, "rule": stage.rule, "newline": stage.newline}
     fewer = reduced(HiRED(low, **words), arguments)[1]
     more = reduced(HiRED(high, **words), arguments)[1]
@@ -331,15 +331,15 @@ def test_best_breaks_ties_by_index(scores: list[int], data: st.DataObject) -> No
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("hired:1.5", r"hired: rate=1.5 is out of range, allowed is > 0 and <= 1"),
+        ("hired:1.5", r"hired: keep=1.5 is out of range, allowed is > 0 and <= 1"),
         ("hired:0", r"rate=0(\.0)? is out of range"),
-        ("hired:-0.1", r"rate=-0.1 is out of range"),
-        ("hired:rate=nan", r"rate=nan is out of range"),
-        ("hired:rate=inf", r"rate=inf is out of range"),
+        ("hired:-0.1", r"keep=-0.1 is out of range"),
+        ("hired:keep=nan", r"keep=nan is out of range"),
+        ("hired:keep=inf", r"keep=inf is out of range"),
         ("hired:alpha=-1", r"alpha=-1(\.0)? is out of range"),
         ("hired:budget=0", r"budget=0(\.0)? is out of range"),
         ("hired:budget=2", r"budget=2(\.0)? is out of range"),
-        ("hired:much", r"rate='much' cannot be read as float"),
+        ("hired:much", r"keep='much' cannot be read as float"),
         ("hired:grid_compat=maybe", r"grid_compat='maybe' cannot be read as bool"),
         ("hired:rule=math", r"rule=math is out of range, allowed is one of paper, code"),
         ("hired:newline=some", r"newline=some .* one of drop, keep, rows"),
@@ -353,7 +353,7 @@ def test_invalid_recipes_are_refused(word: str, message: str) -> None:
         Recipe.parse(word)
 
 
-@pytest.mark.parametrize("values", [{"rate": 1.5}, {"rate": 0.0}, {"rate": float("nan")}])
+@pytest.mark.parametrize("values", [{"keep": 1.5}, {"keep": 0.0}, {"keep": float("nan")}])
 def test_invalid_values_in_python_are_refused(values: dict[str, float]) -> None:
     with pytest.raises(RecipeError, match="rate"):
         HiRED(**values)

@@ -72,7 +72,7 @@ def keeping() -> dict[str, set[str]]:
             "in-encoder", "encode", "prefill", "cache"
         }:  # fmt: skip
             continue
-        if method["protocol"] == "cache" and "share" not in names:
+        if method["protocol"] == "cache" and "keep" not in names:
             continue  # quantizes, and keeps every slot at any setting
         found[method["name"]] = names
     return found

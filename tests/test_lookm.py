@@ -285,7 +285,7 @@ def test_text_beyond_the_budget_is_an_error_or_an_overrun() -> None:
     visual = mixed(300, 90)
     with pytest.raises(
         RecipeError,
-        match=r"lookm: share=0.2 leaves 30 of 300 slots before the last 30, fewer than the 8\d",
+        match=r"lookm: keep=0.2 leaves 30 of 300 slots before the last 30, fewer than the 8\d",
     ) as error:
         read(LookM(0.2), visual)
     least = float(str(error.value).rpartition(" ")[2])

@@ -20,7 +20,7 @@ METHODS = sorted(n for n in stage_names() if stage_class(n).protocol not in ("me
 DRAFTERS = sorted(n for n in stage_names() if stage_class(n).protocol == "drafter")
 REDUCERS = [n for n in METHODS if hasattr(stage_class(n)(), "budget")]
 CACHES = [n for n in METHODS if n not in REDUCERS]
-SHARED = [n for n in CACHES if hasattr(stage_class(n)(), "share")]
+SHARED = [n for n in CACHES if hasattr(stage_class(n)(), "keep")]
 MEDIA = {
     "one pixel": {"images": Image.new("RGB", (1, 1), "red")},
     "below a patch": {"images": picture(5, 3)},

@@ -196,8 +196,8 @@ def atp_rule(vlm: VLM) -> Callable:
 
 
 METHODS = {
-    "fastv": (FastV(rate=0.4), fastv_rule),
-    "fastv compact": (FastV(rate=0.4, positions="compact"), fastv_rule),
+    "fastv": (FastV(keep=0.4), fastv_rule),
+    "fastv compact": (FastV(keep=0.4, positions="compact"), fastv_rule),
     "pyramiddrop": (PyramidDrop(0.6, layers_=STAGES), pyramid_rule("next")),
     "pyramiddrop keep": (
         PyramidDrop(0.6, layers_=STAGES, positions="keep"),

@@ -82,7 +82,7 @@ def test_grid_between_outliers() -> None:
 
 
 @pytest.mark.parametrize("method", BOTH)
-@given(picture_arguments(), st.floats(0.02, 0.98) | st.none(), st.sampled_from(["rate", "budget"]))
+@given(picture_arguments(), st.floats(0.02, 0.98) | st.none(), st.sampled_from(["keep", "budget"]))
 @settings(max_examples=12, deadline=None)
 def test_kept_tokens(method, arguments: dict, share: float | None, name: str) -> None:
     stage = method(**{name: share})
@@ -172,7 +172,7 @@ def test_recipe_parameters() -> None:
         "prumerge:budget=0.1",
     ):
         assert Recipe.parse(text) == Recipe.parse(str(Recipe.parse(text)))
-    assert PruMerge().rate is None
+    assert PruMerge().keep is None
     assert PruMerge().positions == "compact"
 
 
@@ -185,7 +185,7 @@ def test_conflicting_key_requests_are_not_joined() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("prumerge:0", r"prumerge: rate=0 is out of range"),
+        ("prumerge:0", r"prumerge: keep=0 is out of range"),
         ("prumerge-plus:budget=2", r"prumerge-plus: budget=2 is out of range"),
         ("prumerge-plus:step=2", r"prumerge-plus has no parameter 'step'"),
     ],

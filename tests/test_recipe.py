@@ -130,11 +130,11 @@ def test_any_text_parses_or_raises(text: str) -> None:
         ("none", "none"),
         ("hired", "hired"),
         ("hired:0.2", "hired"),
-        ("hired:rate=0.20", "hired"),
+        ("hired:keep=0.20", "hired"),
         ("hired:0.4", "hired:0.4"),
         (" hired: 0.4 , alpha = 0.5 + grid ", "hired:0.4+grid"),
-        ("hired:0.4,alpha=0.25", "hired:rate=0.4,alpha=0.25"),
-        ("hired:alpha=0.25,rate=0.4", "hired:rate=0.4,alpha=0.25"),
+        ("hired:0.4,alpha=0.25", "hired:keep=0.4,alpha=0.25"),
+        ("hired:alpha=0.25,keep=0.4", "hired:keep=0.4,alpha=0.25"),
         ("hired:grid_compat=yes", "hired:grid_compat=true"),
         ("hired:budget=None", "hired"),
         ("hired:budget=1e-05", "hired:budget=1e-05"),
@@ -171,7 +171,7 @@ def test_presets() -> None:
 
 def test_save_and_load(tmp_path: Path) -> None:
     path = tmp_path / "recipe.yaml"
-    for text in ("none", "hired:rate=0.4,alpha=0.25+grid", "random:0.1"):
+    for text in ("none", "hired:keep=0.4,alpha=0.25+grid", "random:0.1"):
         Recipe.parse(text).save(path)
         assert Recipe.load(path) == Recipe.parse(text)
     for content in ("- hired\n", "recipe: 3\n", "recipe: [\n", "other: hired\n"):
@@ -198,9 +198,9 @@ def test_save_and_load(tmp_path: Path) -> None:
         ("hired:", r"ends in ':'"),
         ("hired:0.2,", r"cannot read ''"),
         ("hired:=0.2", r"no parameter ''"),
-        ("hired:rate=", r"cannot read 'rate='"),
+        ("hired:keep=", r"cannot read 'keep='"),
         ("hired:0.2,0.4", r"cannot read '0.4'"),
-        ("hired:0.2,rate=0.4", r"rate is given twice"),
+        ("hired:0.2,keep=0.4", r"keep is given twice"),
         ("hired++grid", r"empty method name"),
         ("+hired", r"empty method name"),
         ("random:seed=1.5", r"random: seed='1.5' cannot be read as int"),

@@ -157,7 +157,7 @@ def test_query_independent_reducers_reuse_the_cache(random_vlm, recipe):
 
 @pytest.mark.parametrize(
     "recipe",
-    ["pyramiddrop", "fastv", "mustdrop", "snapkv:share=0.5,window=8", "hired:0.5+fastv"],
+    ["pyramiddrop", "fastv", "mustdrop", "snapkv:keep=0.5,window=8", "hired:0.5+fastv"],
 )
 def test_query_dependent_methods_select_per_question(random_vlm, recipe):
     """``reuses`` reports it, the tower does not run again, and answers equal ask and chat."""
@@ -327,7 +327,7 @@ def test_several_images_and_videos(family):
         assert s.ask(QUESTIONS[0], restore=True, **ASK).token_ids == expected
 
 
-@pytest.mark.parametrize("recipe", [None, "h2o:0.5", "snapkv:share=0.5,window=8"])
+@pytest.mark.parametrize("recipe", [None, "h2o:0.5", "snapkv:keep=0.5,window=8"])
 def test_text_only_session(vlm, recipe):
     with vlm.session(recipe=recipe, history=False) as s:
         for question in QUESTIONS:
@@ -832,12 +832,12 @@ def test_errors_leave_the_session_unchanged(vlm):
         vlm.session(images=image, num_frames=3)
     with pytest.raises(VLMFastError, match=r"nowhere\.png"):
         vlm.session(images="nowhere.png")
-    with pytest.raises(RecipeError, match=r"h2o: share=0\.01"):
+    with pytest.raises(RecipeError, match=r"h2o: keep=0\.01"):
         vlm.session(images=image, recipe="h2o:0.01")
     assert s not in vlm._sessions.open
 
 
-@pytest.mark.parametrize("recipe", [None, SMALL["h2o"], "snapkv:share=0.5,window=8"])
+@pytest.mark.parametrize("recipe", [None, SMALL["h2o"], "snapkv:keep=0.5,window=8"])
 @pytest.mark.parametrize("history", [True, False])
 def test_interrupted_answer_leaves_the_session_usable(vlm, recipe, history):
     def breaks(ids, scores, **kwargs):

@@ -23,7 +23,7 @@ RECIPES = {
     "none": None,
     "hired": "hired:0.4",
     "mustdrop": "mustdrop",
-    "snapkv": "snapkv:share=0.5,window=8",
+    "snapkv": "snapkv:keep=0.5,window=8",
     "kivi": "kivi:group=8,residual=16",
     "lookm": "lookm:0.7",
     "zipcache": "zipcache:page=4",

@@ -131,7 +131,7 @@ def test_recipe_parameters() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("tome:0", r"tome: rate=0 is out of range"),
+        ("tome:0", r"tome: keep=0 is out of range"),
         ("tome:r=-1", r"tome: r=-1 is out of range, allowed is >= 0"),
         ("tome:r=1.5", r"r='1.5' cannot be read as int"),
         ("tome+mustdrop", r"tome and mustdrop, which both modify the rows between the blocks"),

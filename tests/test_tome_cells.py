@@ -346,7 +346,7 @@ def test_packed_towers_equal_reference(name, text):
     for wrong in wrongs:
         other, _, _ = packed_by_hand(vlm, hidden, tables, item.patches, stage, wrong)
         apart(ours[0], other[0][cell], terms=4 * 512)
-    other = ToMe(stage.rate, proportional_attention=not stage.proportional_attention)
+    other = ToMe(stage.keep, proportional_attention=not stage.proportional_attention)
     other, _, _ = packed_by_hand(vlm, hidden, tables, item.patches, other)
     apart(ours[0], other[0][cell], terms=4 * 512)
 

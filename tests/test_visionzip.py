@@ -97,7 +97,7 @@ def test_explicit_counts() -> None:
 # --- properties ----------------------------------------------------------------------------------
 
 
-@given(picture_arguments(), st.floats(0.02, 0.98), st.sampled_from(["rate", "budget"]))
+@given(picture_arguments(), st.floats(0.02, 0.98), st.sampled_from(["keep", "budget"]))
 @settings(max_examples=30, deadline=None)
 def test_kept_tokens(arguments: dict, share: float, name: str) -> None:
     stage = VisionZip(**{name: share})
@@ -176,7 +176,7 @@ def test_recipe_parameters() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("visionzip:0", r"visionzip: rate=0 is out of range, allowed is > 0 and <= 1"),
+        ("visionzip:0", r"visionzip: keep=0 is out of range, allowed is > 0 and <= 1"),
         ("visionzip:budget=2", r"budget=2 is out of range"),
         ("visionzip:dominant=-1", r"dominant=-1 is out of range, allowed is >= 0"),
         ("visionzip:contextual=1.5", r"contextual='1.5' cannot be read as int"),

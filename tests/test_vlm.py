@@ -135,7 +135,7 @@ def test_methods_lists_every_stage():
     hired = listed["hired"]
     assert hired["protocol"] == "encode"
     assert "2408.10945" in hired["paper"]
-    assert {"rate", "alpha", "budget", "positions"} <= {p["name"] for p in hired["parameters"]}
+    assert {"keep", "alpha", "budget", "positions"} <= {p["name"] for p in hired["parameters"]}
     assert all(p["doc"] for m in listed.values() for p in m["parameters"])
     json.dumps(vlmfast.methods())
 
@@ -172,12 +172,12 @@ BAD_CALLS = {
     "rate above one": (
         lambda v: v.ask("what ?", picture(), recipe="hired:1.5"),
         RecipeError,
-        "rate=1.5 is out of range",
+        "keep=1.5 is out of range",
     ),
     "rate zero": (
         lambda v: v.ask("what ?", picture(), recipe="hired:0"),
         RecipeError,
-        "rate=0",
+        "keep=0",
     ),
     "layers beyond the depth": (
         lambda v: v.ask("what ?", picture(), recipe="pyramiddrop:layers=2/9"),

@@ -350,7 +350,7 @@ def test_answers_that_cross_the_window(vlm, margin):
 def test_prompt_within_the_window_is_unchanged(vlm, monkeypatch):
     """A window that covers prompt and answer adds no work and changes no bit."""
     text = IMAGE + random_words(20)
-    run = start(vlm, text, "snapkv:share=0.6,window=4")
+    run = start(vlm, text, "snapkv:keep=0.6,window=4")
     got = answer_logits(vlm, run, TOKENS)
     assert all(layer.window is None and layer.rank is None for layer in run.cache.layers)
     monkeypatch.setattr(vlm.adapter, "windows", (None,) * vlm.adapter.depth)
@@ -392,7 +392,7 @@ DENSE = (
 
 
 @pytest.mark.parametrize("policy", ["keep", "compact"])
-@pytest.mark.parametrize("method", ["random:rate=0.4", "grid:rate=0.4"])
+@pytest.mark.parametrize("method", ["random:keep=0.4", "grid:keep=0.4"])
 def test_token_reducers(vlm, method, policy):
     run = start(vlm, DENSE, f"{method},positions={policy}")
     got = answer_logits(vlm, run, TOKENS)
@@ -407,7 +407,7 @@ def test_token_reducers(vlm, method, policy):
 
 @pytest.mark.parametrize("policy", ["keep", "compact"])
 @pytest.mark.parametrize(
-    "method", ["rank", "fastv:0.4,k=1", "pyramiddrop", "sparsevlm:rate=0.4,layers=2,recycle=false"]
+    "method", ["rank", "fastv:0.4,k=1", "pyramiddrop", "sparsevlm:keep=0.4,layers=2,recycle=false"]
 )
 def test_prefill_drops(vlm, method, policy):
     recipe = (
@@ -539,22 +539,22 @@ class SlotTracker:
 
 
 CACHE = {
-    "snapkv": "snapkv:share=0.5,window=4",
-    "pyramidkv": "pyramidkv:share=0.5,window=4",
+    "snapkv": "snapkv:keep=0.5,window=4",
+    "pyramidkv": "pyramidkv:keep=0.5,window=4",
     "vlcache": "vlcache:0.4",
-    "fastkv": "fastkv:share=0.4,tsp=0.9,window=3",
-    "lookm": "lookm:share=0.9,merge=avg",
-    "lookm, weighted": "lookm:share=0.9,merge=avg,proportional_attention=true",
-    "lookm, weighted, and kivi": "lookm:share=0.9,merge=avg,proportional_attention=true+kivi:4,group=4,residual=16",
+    "fastkv": "fastkv:keep=0.4,tsp=0.9,window=3",
+    "lookm": "lookm:keep=0.9,merge=avg",
+    "lookm, weighted": "lookm:keep=0.9,merge=avg,proportional_attention=true",
+    "lookm, weighted, and kivi": "lookm:keep=0.9,merge=avg,proportional_attention=true+kivi:4,group=4,residual=16",
     "h2o": "h2o:0.5",
-    "cake": "cake:share=0.5,window=4",
+    "cake": "cake:keep=0.5,window=4",
     "kivi": "kivi:bits=4,group=4,residual=16",
     "zipcache": "zipcache",
-    "snapkv and kivi": "snapkv:share=0.7,window=4+kivi:bits=4,group=4,residual=8",
+    "snapkv and kivi": "snapkv:keep=0.7,window=4+kivi:bits=4,group=4,residual=8",
     "random and zipcache": "random:0.7,positions=keep+zipcache",
     # Pages of tokens after dropped ones.
     "random and kivi": "random:0.7,positions=keep+kivi:bits=4,group=4,residual=64",
-    "rank and snapkv": (Rank(), "snapkv:share=0.5,window=4"),
+    "rank and snapkv": (Rank(), "snapkv:keep=0.5,window=4"),
 }
 
 
@@ -617,7 +617,7 @@ def test_h2o_evicts_slots_outside_the_window_first(vlm):
 
 
 def test_methods_that_move_rotary_ids_raise(vlm):
-    for recipe in ("streamingllm:0.5", "lookm:share=0.9,rope_aware=true"):
+    for recipe in ("streamingllm:0.5", "lookm:keep=0.9,rope_aware=true"):
         with pytest.raises(RecipeError, match="changes the rotary ids of cached keys"):
             answer_logits(vlm, start(vlm, DENSE, recipe), [])
 
@@ -655,7 +655,7 @@ def test_zipvl_ranks_within_the_window(vlm):
 
 
 @pytest.mark.parametrize(
-    "recipe", ["none", "snapkv:share=0.8,window=1", "rank", "kivi:bits=8,group=4,residual=16"]
+    "recipe", ["none", "snapkv:keep=0.8,window=1", "rank", "kivi:bits=8,group=4,residual=16"]
 )
 @pytest.mark.parametrize("window", [WINDOW, 6])
 def test_draft_trees(recipe, window, kept):
@@ -711,7 +711,7 @@ def test_drafts_do_not_change_answers(vlm):
 def test_ragged_batch(vlm, kept):
     """Prompts of different lengths, one of which fits into the window with its answer."""
     texts = DENSE, LONG, IMAGE * 3 + random_words(2)
-    recipes = "snapkv:share=0.5,window=4", (), "random:0.2,positions=keep+zipcache"
+    recipes = "snapkv:keep=0.5,window=4", (), "random:0.2,positions=keep+zipcache"
     answers = [
         (answer * 5)[:30] for answer in (TOKENS, TOKENS[::-1], [token + 2 for token in TOKENS])
     ]
@@ -806,9 +806,7 @@ def test_session_returns_to_evicted_tokens(vlm):
         assert got.stats.prompt_reused == 0
 
 
-@pytest.mark.parametrize(
-    "recipe", ["lookm:share=0.9,merge=none", "kivi:bits=8,group=4,residual=16"]
-)
+@pytest.mark.parametrize("recipe", ["lookm:keep=0.9,merge=none", "kivi:bits=8,group=4,residual=16"])
 def test_session_with_compressed_cache(vlm, recipe, tmp_path):
     """A long question over a compressed cache equals the question fed token by token."""
     with vlm.session(images=[image(i) for i in range(6)], recipe=recipe) as session:
@@ -903,7 +901,7 @@ def test_statistics_equal_eager_attention(vlm):
 
 
 @pytest.mark.parametrize(
-    "recipe", ["none", "snapkv:share=0.5,window=4", "kivi:bits=8,group=4,residual=8", "h2o:0.6"]
+    "recipe", ["none", "snapkv:keep=0.5,window=4", "kivi:bits=8,group=4,residual=8", "h2o:0.6"]
 )
 def test_captured_steps(vlm, recipe, monkeypatch):
     """Captured steps give the same tokens within and beyond the window."""
@@ -926,7 +924,7 @@ def test_captured_steps(vlm, recipe, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "recipe", ["none", "snapkv:share=0.5,window=4", "kivi:bits=8,group=4,residual=16"]
+    "recipe", ["none", "snapkv:keep=0.5,window=4", "kivi:bits=8,group=4,residual=16"]
 )
 def test_cuda_kernels(vlm, recipe, monkeypatch):
     """Decode steps and trees with the CUDA kernels."""

@@ -127,7 +127,7 @@ def axis_of(word: str, report: Report) -> str:
 def line_of(recipe: str) -> str:
     """The recipe without its budget, which the points of one curve have in common."""
     stage = Recipe.parse(recipe)[0]
-    axes = {"budget", "rate", "share"} | ({stage.lead} if _number(stage) else set())
+    axes = {"budget", "keep"} | ({stage.lead} if _number(stage) else set())
     plain = {f.name: f.default for f in fields(stage) if f.name in axes}
     return str(replace(stage, **plain))
 

@@ -61,7 +61,7 @@ def test_a_budget_replaces_the_methods_own_number() -> None:
 
 def test_positions_are_set_for_all_stages() -> None:
     text = builder.set_positions("hired:0.5+kivi:4", keep=True)
-    assert text == "hired:rate=0.5,positions=keep+kivi:4"
+    assert text == "hired:keep=0.5,positions=keep+kivi:4"
     assert builder.read(text).keep
     assert builder.set_positions(text, keep=False) == "hired:0.5+kivi:4"
 

@@ -48,7 +48,7 @@ class Uneven(CacheStage):
 RECIPES: dict[str, list[Any]] = {
     "full": [()],
     "ragged heads": [Uneven()],
-    "ragged rows": [(), Uneven(), "snapkv:share=0.7,window=4"],
+    "ragged rows": [(), Uneven(), "snapkv:keep=0.7,window=4"],
     "quantized": ["kivi:bits=4,group=4,residual=4"],
     "quantized in two widths, attention counted": ["zipcache:page=4"],
     "biased": ["visionzip:dominant=4,contextual=3,proportional_attention=true"],

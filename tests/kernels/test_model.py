@@ -30,8 +30,8 @@ MODULES = (*STEP, biased_attention, col_stats, gather_rows, merge, quantize_kv, 
 # What a recipe must launch in addition to the kernels of the decode step.
 RECIPES = {
     "none": (),
-    "snapkv:share=0.7,window=4": (col_stats, select),
-    "lookm:share=0.8,recent=0.2": (col_stats, merge),
+    "snapkv:keep=0.7,window=4": (col_stats, select),
+    "lookm:keep=0.8,recent=0.2": (col_stats, merge),
     "h2o:0.7": (col_stats, select),
     "kivi:bits=4,group=4,residual=4": (quantize_kv,),
     "downsample:0.3,proportional_attention=true": (biased_attention,),

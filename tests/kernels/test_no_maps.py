@@ -15,12 +15,12 @@ RECIPES = [
     "none",
     "mustdrop",
     "fastv",
-    "snapkv:share=0.7,window=4",
-    pytest.param("lookm:share=0.8", marks=pytest.mark.slow),
+    "snapkv:keep=0.7,window=4",
+    pytest.param("lookm:keep=0.8", marks=pytest.mark.slow),
     "h2o:0.7",
-    "pyramidkv:share=0.8,window=4",
+    "pyramidkv:keep=0.8,window=4",
     "vlcache:0.7",
-    "cake:share=0.7,window=4",
+    "cake:keep=0.7,window=4",
     "zipvl:tau=0.9",
     "zipcache:page=8",
     "downsample:0.3,proportional_attention=true",
@@ -69,4 +69,4 @@ def test_no_attention_map_is_materialized(vlm: VLM, recipe: str) -> None:
 
 def test_reference_attention_map_is_detected(vlm: VLM, monkeypatch) -> None:
     monkeypatch.setenv("VLMFAST_KERNELS", "torch")
-    assert maps(vlm, "lookm:share=0.8")
+    assert maps(vlm, "lookm:keep=0.8")

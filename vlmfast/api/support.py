@@ -78,7 +78,7 @@ def support(vlm: VLM, *, video: bool = False) -> list[Support]:
         # The defaults of cache methods are for longer prompts than this one.
         keeps = {}
         if any(part.protocol == "cache" for part in stage.expand()):
-            keeps = {f.name: _KEEP for f in fields(stage) if f.name in ("share", "tsp")}
+            keeps = {f.name: _KEEP for f in fields(stage) if f.name in ("keep", "tsp")}
         tried = support_of(vlm, Recipe((replace(stage, **keeps),)), video=video)
         found.append(replace(tried, method=name))
     return found

@@ -55,13 +55,17 @@ class Evictor(CacheStage):
     below 1 is a fraction of the kept slots.
     """
 
-    lead: ClassVar[str | None] = "share"
+    lead: ClassVar[str | None] = "keep"
     # Not annotated: a ClassVar would come first among the fields of a stage that declares it.
     window = 0
     sinks = 0
 
-    share: float = param(
-        0.2, "fraction of the prompt's keys and values kept in each layer", gt=0.0, le=1.0
+    keep: float = param(
+        0.2,
+        "fraction of the prompt's keys and values kept in each layer",
+        gt=0.0,
+        le=1.0,
+        former=("share",),
     )
 
     def score(self, kv: KV, stats: ColumnStats | None, ranked: Tensor) -> Tensor:
@@ -76,7 +80,7 @@ class Evictor(CacheStage):
 
     def capacity(self, context: PrefillContext, layer: int, n: int) -> int:
         """Slots kept of ``n`` in each head of ``layer``, window and sinks included."""
-        return int(self.share * n)
+        return int(self.keep * n)
 
     def first(self, kv: KV) -> Tensor | None:
         """Slots kept before all others, whatever their scores: bool, (H, N)."""
@@ -125,7 +129,7 @@ class Evictor(CacheStage):
         must += [f"its {self.sinks} first ones"] if self.sinks else []
         least = next((c for c in range(1, n) if c > self.sinks + self.last(c)), n)
         raise RecipeError(
-            f"{self.name}: share={self.share:g} leaves {count} of {n} slots in layer {layer}"
+            f"{self.name}: keep={self.keep:g} leaves {count} of {n} slots in layer {layer}"
             + (f", no more than {' and '.join(must)}" if must else "")
             + f"; it must be at least {least_share(least, n):g}"
         )

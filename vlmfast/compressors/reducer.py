@@ -18,24 +18,24 @@ from .select import count
 class Reducer(EncodeStage):
     """An encode stage that keeps a fraction of the visual tokens, by ``rate`` or by ``budget``."""
 
-    lead: ClassVar[str | None] = "rate"
+    lead: ClassVar[str | None] = "keep"
 
-    rate: float = param(0.2, "fraction of the visual tokens kept", gt=0.0, le=1.0)
+    keep: float = param(0.2, "fraction of the visual tokens kept", gt=0.0, le=1.0, former=("rate",))
     _: KW_ONLY  # so that the method's own fields come next as positional arguments
     positions: str = positions_param("compact")
     budget: float | None = budget_param()
 
     @property
-    def share(self) -> float | None:
+    def fraction(self) -> float | None:
         """Fraction of the tokens kept; ``None`` if the method uses other parameters."""
-        return self.rate if self.budget is None else self.budget
+        return self.keep if self.budget is None else self.budget
 
     def target(self, tokens: VisualTokens) -> int:
         """Number of tokens kept of one image."""
-        return count(self.share, len(tokens))
+        return count(self.fraction, len(tokens))
 
     def reduce(
         self, tokens: VisualTokens, stats: VisionStats, request: EncodeRequest
     ) -> VisualTokens:
         """Reduce each image separately; returns ``tokens`` itself when all are kept."""
-        return tokens if self.share == 1 else super().reduce(tokens, stats, request)
+        return tokens if self.fraction == 1 else super().reduce(tokens, stats, request)

@@ -47,13 +47,18 @@ def shrinks_cache(stages: Stage | Recipe) -> bool:
 
 def share_of(recipe: Recipe) -> float | None:
     """The ``share`` of a recipe's cache methods; None if they differ or have none."""
-    shares = {stage.share for stage in recipe if _has(stage, "share")}
+    shares = {stage.keep for stage in recipe if shrinks_cache(stage) and _has(stage, "keep")}
     return shares.pop() if len(shares) == 1 else None
 
 
 def with_share(recipe: Recipe, share: float) -> Recipe:
     """Set the ``share`` of all cache methods of a recipe that have one."""
-    return with_field(recipe, "share", share)
+    return Recipe(
+        tuple(
+            replace(stage, keep=share) if shrinks_cache(stage) and _has(stage, "keep") else stage
+            for stage in recipe
+        )
+    )
 
 
 def with_field(recipe: Recipe, name: str, value: Any) -> Recipe:

@@ -135,11 +135,12 @@ class CAKE(Layered, SnapKV):
     name: ClassVar[str] = "cake"
     paper: ClassVar[str] = "ICLR 2025, arXiv 2503.12491"
 
-    share: float = param(
+    keep: float = param(
         0.2,
         "fraction of the prompt's keys and values kept, averaged over layers",
         gt=0.0,
         le=1.0,
+        former=("share",),
     )
     kernel: int = param(5, "width of the pooling kernel, an odd number", ge=1)
     pool: str = param("avg", "how neighbours are pooled", choices=("max", "avg"))

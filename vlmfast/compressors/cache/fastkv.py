@@ -18,7 +18,7 @@ Different from the authors' code, and why:
 
 - All text is kept; only visual tokens are dropped. Text is what the user wrote, and a prompt has
   little of it. So ``tsp`` must leave enough rows for the text; otherwise it is an error.
-- At least as many rows are kept as each layer stores slots, so ``share=1`` leaves the model
+- At least as many rows are kept as each layer stores slots, so ``keep=1`` leaves the model
   unchanged. The authors' ``tsp`` is independent of ``share``.
 - Layers after the TSP layer keep ``share`` divided by the fraction of kept rows, as the authors' do
   with ``tsp``; counts are taken from the rows actually kept.
@@ -59,8 +59,12 @@ class FastKV(SnapKV):
     # Not annotated: it is no parameter, but the parts read it.
     positions = "keep"
 
-    share: float = param(
-        0.1, "fraction of the prompt's keys and values kept in each layer", gt=0.0, le=1.0
+    keep: float = param(
+        0.1,
+        "fraction of the prompt's keys and values kept in each layer",
+        gt=0.0,
+        le=1.0,
+        former=("share",),
     )
     window: float = param(
         8.0, "last slots, which vote and are kept; below 1 a fraction of the kept slots", gt=0.0
@@ -94,7 +98,7 @@ class FastKV(SnapKV):
         before, left = context.notes.get(self.name, {}).get("rows", (1, 1))
         if layer < self.cut(context.depth):
             before = left
-        return int(self.share * (n * before / left))
+        return int(self.keep * (n * before / left))
 
 
 @dataclass(frozen=True)
@@ -112,7 +116,7 @@ class Propagation(Part, PrefillStage):
 
     def select_tokens(self, context: PrefillContext, layer: int) -> Tensor | None:
         visual, n = context.layout.visual, len(context.layout)
-        count = max(int(self.of.tsp * n), int(self.of.share * n))
+        count = max(int(self.of.tsp * n), int(self.of.keep * n))
         window = self.of.last(count)
         before = torch.arange(n, device=visual.device) < n - window
         must = int((~visual | ~before).sum())

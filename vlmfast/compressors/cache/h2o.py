@@ -16,7 +16,7 @@ Different from the authors' code, and why:
 - One KV head has one ``acc``, the mean over its query heads; the authors' code supports only models
   without grouped queries. Sums run over one sequence, theirs over the whole batch.
 - One fraction, and how much of it the last slots get, instead of a fraction for each: with
-  ``share=1`` everything is kept, during the answer as well.
+  ``keep=1`` everything is kept, during the answer as well.
 - ``acc`` is float32; in half precision the sums of a long prompt absorb later additions.
 - Prompt slots are evicted after each layer's attention over the whole prompt, as in the authors'
   caching code. Their simulation, which hides keys from the prompt's own rows, is a tool for scoring

@@ -91,10 +91,14 @@ class LookM(CacheStage):
 
     name: ClassVar[str] = "lookm"
     paper: ClassVar[str] = "EMNLP 2024 Findings, arXiv 2406.18139"
-    lead: ClassVar[str | None] = "share"
+    lead: ClassVar[str | None] = "keep"
 
-    share: float = param(
-        0.2, "fraction of the prompt's keys and values kept in each layer", gt=0.0, le=1.0
+    keep: float = param(
+        0.2,
+        "fraction of the prompt's keys and values kept in each layer",
+        gt=0.0,
+        le=1.0,
+        former=("share",),
     )
     recent: float = param(0.5, "fraction of the kept slots that are the last ones", ge=0.0, lt=1.0)
     merge: str = param(
@@ -133,7 +137,7 @@ class LookM(CacheStage):
         """Slots to keep: bool, (H, N). ``score`` is float32, (H, N)."""
         slots, valid = torch.arange(len(kv), device=score.device), kv.valid
         lengths = kv.lengths.tolist()
-        hh, rec = torch.tensor([sizes(n, self.share, self.recent) for n in lengths]).T.to(slots)
+        hh, rec = torch.tensor([sizes(n, self.keep, self.recent) for n in lengths]).T.to(slots)
         among = slots < (kv.lengths - rec)[:, None]
         first = self.first(kv)
         if self.overrun:
@@ -180,11 +184,11 @@ class LookM(CacheStage):
                 rows.append((int(must[: n - rec].sum()) - hh, n, hh, rec))
             return max(rows)
 
-        lacking, n, hh, rec = short(self.share)
+        lacking, n, hh, rec = short(self.keep)
         # In steps of 1 / 10,000, so that it is short to type.
         least = bisect_left(range(10_000), True, key=lambda i: short(i / 10_000)[0] <= 0) / 10_000
         what = "text tokens" if self.text_prior else "sinks"
         return (
-            f"{self.name}: share={self.share:g} leaves {hh} of {n} slots before the last {rec}, "
+            f"{self.name}: keep={self.keep:g} leaves {hh} of {n} slots before the last {rec}, "
             f"fewer than the {hh + lacking} {what} there; it must be at least {least:g}"
         )

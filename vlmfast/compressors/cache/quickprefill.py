@@ -58,10 +58,12 @@ class QuickPrefill(CacheStage):
 
     name: ClassVar[str] = "quickprefill"
     paper: ClassVar[str] = "QuickVideo, arXiv 2505.16175"
-    lead: ClassVar[str | None] = "share"
+    lead: ClassVar[str | None] = "keep"
     blockwise: ClassVar[bool] = True
 
-    share: float = param(0.5, "fraction of each block's visual tokens kept", gt=0.0, le=1.0)
+    keep: float = param(
+        0.5, "fraction of each block's visual tokens kept", gt=0.0, le=1.0, former=("share",)
+    )
     top_k: int | None = param(None, "visual tokens kept of each block, instead of share", ge=1)
     score: str = param(
         "key-norm-small",
@@ -71,7 +73,7 @@ class QuickPrefill(CacheStage):
 
     def count(self, visual: int) -> int:
         """Visual slots kept of a block with ``visual`` of them."""
-        return min(max(int(self.share * visual), 1) if self.top_k is None else self.top_k, visual)
+        return min(max(int(self.keep * visual), 1) if self.top_k is None else self.top_k, visual)
 
     def compress(
         self, context: PrefillContext, layer: int, kv: KV, stats: ColumnStats | None

@@ -82,11 +82,12 @@ class VLCache(Layered):
     paper: ClassVar[str] = "ICLR 2025, arXiv 2410.23317"
     query_dependent: ClassVar[bool] = True
 
-    share: float = param(
+    keep: float = param(
         0.1,
         "fraction of the prompt's keys and values kept, averaged over layers",
         gt=0.0,
         le=1.0,
+        former=("share",),
     )
     p: float = param(
         0.01, "threshold of an entry, as a fraction of its row's largest", gt=0.0, le=1.0
@@ -119,7 +120,7 @@ class VLCache(Layered):
         return density(stats.count, stats.nnz)
 
     def counts(self, layers: list[Scored]) -> list[int]:
-        betas = budgets([layer.claim for layer in layers], self.share, self.recent)
+        betas = budgets([layer.claim for layer in layers], self.keep, self.recent)
         return [
             min(max(int(beta * layer.n), 1) + layer.window, layer.n)
             for beta, layer in zip(betas, layers, strict=True)

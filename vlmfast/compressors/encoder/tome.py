@@ -123,9 +123,11 @@ class ToMe(Stage):
     name: ClassVar[str] = "tome"
     protocol: ClassVar[str] = "in-encoder"
     paper: ClassVar[str] = "ICLR 2023, arXiv 2210.09461"
-    lead: ClassVar[str | None] = "rate"
+    lead: ClassVar[str | None] = "keep"
 
-    rate: float = param(1 / 3, "fraction of each view's visual tokens kept", gt=0.0, le=1.0)
+    keep: float = param(
+        1 / 3, "fraction of each view's visual tokens kept", gt=0.0, le=1.0, former=("rate",)
+    )
     r: int = param(0, "tokens merged in each block; if not 0, it replaces rate", ge=0)
     positions: str = positions_param("compact")
     proportional_attention: bool = proportional_attention_param(True)
@@ -137,13 +139,13 @@ class ToMe(Stage):
     @property
     def whole(self) -> bool:
         """Whether nothing merges."""
-        return (self.rate if self.budget is None and not self.r else self.budget) == 1
+        return (self.keep if self.budget is None and not self.r else self.budget) == 1
 
     def steps(self, n: int, blocks: int) -> list[int]:
         """Patches that each block merges, of ``n``."""
         if self.budget is None and self.r:
             return schedule(n, 1, blocks, self.r)
-        share = self.rate if self.budget is None else self.budget
+        share = self.keep if self.budget is None else self.budget
         return schedule(n, max(1, round(share * n)), blocks)
 
 

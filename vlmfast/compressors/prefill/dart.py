@@ -63,10 +63,12 @@ class DART(PrefillStage):
 
     name: ClassVar[str] = "dart"
     paper: ClassVar[str] = "EMNLP 2025, arXiv 2502.11494"
-    lead: ClassVar[str | None] = "rate"
+    lead: ClassVar[str | None] = "keep"
     query_dependent: ClassVar[bool] = True
 
-    rate: float = param(0.222, "fraction of the visual tokens kept after the drop", gt=0.0, le=1.0)
+    keep: float = param(
+        0.222, "fraction of the visual tokens kept after the drop", gt=0.0, le=1.0, former=("rate",)
+    )
     k: int = param(2, "layers that see every token", ge=1)
     visual_pivots: int = param(4, "number of visual pivots, those with the largest keys", ge=1)
     text_pivots: int = param(4, "number of text pivots after the image, likewise", ge=0)
@@ -99,7 +101,7 @@ class DART(PrefillStage):
     def kept(self, n: int, depth: int) -> int:
         """Number of tokens kept of ``n``."""
         if self.budget is None:
-            return count(self.rate, n)
+            return count(self.keep, n)
         return solve_counts(n, self.budget * n, (self.k,), depth)[0]
 
     def select_tokens(self, context: PrefillContext, layer: int) -> Tensor | None:

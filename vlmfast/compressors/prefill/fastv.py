@@ -42,10 +42,12 @@ class FastV(PrefillStage):
 
     name: ClassVar[str] = "fastv"
     paper: ClassVar[str] = "ECCV 2024, arXiv 2403.06764"
-    lead: ClassVar[str | None] = "rate"
+    lead: ClassVar[str | None] = "keep"
     query_dependent: ClassVar[bool] = True
 
-    rate: float = param(0.5, "fraction of the visual tokens kept after the drop", gt=0.0, le=1.0)
+    keep: float = param(
+        0.5, "fraction of the visual tokens kept after the drop", gt=0.0, le=1.0, former=("rate",)
+    )
     k: int = param(2, "layers that see every token", ge=1)
     positions: str = positions_param("keep")
     budget: float | None = budget_param()
@@ -64,7 +66,7 @@ class FastV(PrefillStage):
     def kept(self, n: int, depth: int) -> int:
         """Number of tokens kept of ``n``."""
         if self.budget is None:
-            return count(self.rate, n)
+            return count(self.keep, n)
         return solve_counts(n, self.budget * n, (self.k,), depth)[0]
 
     def select_tokens(self, context: PrefillContext, layer: int) -> Tensor | None:

@@ -58,11 +58,15 @@ class PyramidDrop(PrefillStage):
 
     name: ClassVar[str] = "pyramiddrop"
     paper: ClassVar[str] = "CVPR 2025, arXiv 2410.17247"
-    lead: ClassVar[str | None] = "ratio"
+    lead: ClassVar[str | None] = "keep"
     query_dependent: ClassVar[bool] = True
 
-    ratio: float = param(
-        0.5, "lambda: fraction of its tokens that each drop keeps", word="keep", gt=0.0, le=1.0
+    keep: float = param(
+        0.5,
+        "lambda: fraction of its tokens that each drop keeps",
+        gt=0.0,
+        le=1.0,
+        former=("ratio",),
     )
     ratios: tuple[float, ...] | None = param(
         None,
@@ -100,7 +104,7 @@ class PyramidDrop(PrefillStage):
         if min(n * depth if n < 1 else n for n in self.layers_) >= first - 0.5:
             return self
         moved = moved_layers(self.layers_, depth, first)
-        ratios = self.ratios or tuple(self.ratio ** (s + 1) for s in range(len(self.layers_)))
+        ratios = self.ratios or tuple(self.keep ** (s + 1) for s in range(len(self.layers_)))
         return replace(
             self,
             layers_=tuple(float(count) for count in moved),
@@ -123,7 +127,7 @@ class PyramidDrop(PrefillStage):
         layers = self.layers(depth)
         if self.budget is not None:
             return solve_counts(n, self.budget * n, layers, depth, whole=int)
-        powers = tuple(self.ratio**s for s in range(1, len(layers) + 1))
+        powers = tuple(self.keep**s for s in range(1, len(layers) + 1))
         return tuple(stage_counts(n, self.ratios or powers))
 
     def select_tokens(self, context: PrefillContext, layer: int) -> Tensor | None:

@@ -99,11 +99,15 @@ class SparseVLM(Stage):
     name: ClassVar[str] = "sparsevlm"
     protocol: ClassVar[str] = "encode"
     paper: ClassVar[str] = "ICML 2025, arXiv 2410.04417"
-    lead: ClassVar[str | None] = "rate"
+    lead: ClassVar[str | None] = "keep"
     query_dependent: ClassVar[bool] = True
 
-    rate: float | None = param(
-        None, "fraction of the visual tokens left after every drop", gt=0.0, le=1.0
+    keep: float | None = param(
+        None,
+        "fraction of the visual tokens left after every drop",
+        gt=0.0,
+        le=1.0,
+        former=("rate",),
     )
     published: str = param(
         "192", "the authors' counts, by the average tokens left of 576", choices=tuple(PUBLISHED)
@@ -121,7 +125,7 @@ class SparseVLM(Stage):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_layers(self.name, self.layers)
-        if self.rate is None and self.budget is None and len(self.layers) != 3:
+        if self.keep is None and self.budget is None and len(self.layers) != 3:
             raise RecipeError(
                 f"sparsevlm: the published counts are for 3 drops, layers has {len(self.layers)}; "
                 "give rate or budget"
@@ -138,7 +142,7 @@ class SparseVLM(Stage):
         return drop_layers(self.name, self.layers, depth, merge=True)
 
     def fitted(self, depth: int, first: int) -> Stage:
-        published = self.rate is None and self.budget is None  # counts for exactly these drops
+        published = self.keep is None and self.budget is None  # counts for exactly these drops
         if published or self.drops(depth)[0] >= first:
             return self
         return replace(self, layers=tuple(map(float, moved_layers(self.layers, depth, first))))

@@ -58,10 +58,12 @@ class CATP(Stage):
     name: ClassVar[str] = "catp"
     protocol: ClassVar[str] = "encode"
     paper: ClassVar[str] = "AAAI 2026, arXiv 2508.07871"
-    lead: ClassVar[str | None] = "rate"
+    lead: ClassVar[str | None] = "keep"
     query_dependent: ClassVar[bool] = True
 
-    rate: float = param(1 / 3, "fraction of the tokens left at the end, 1 - R", gt=0.0, le=1.0)
+    keep: float = param(
+        1 / 3, "fraction of the tokens left at the end, 1 - R", gt=0.0, le=1.0, former=("rate",)
+    )
     k: float = param(6 / 32, "layer K; a value below 1 is a fraction of the depth", gt=0.0)
     text: float = param(0.7, "weight of an image's text, before the language model", ge=0.0)
     sample: float = param(0.6, "weight of the last image's text, in the language model", ge=0.0)
@@ -90,7 +92,7 @@ class CATP(Stage):
         ``asks`` is the fraction of the tokens that belongs to the last image.
         """
         if self.budget is None:
-            return (1 + self.rate) / 2, self.rate
+            return (1 + self.keep) / 2, self.keep
         k = self.layer(depth)
 
         def cost(rate: float) -> float:

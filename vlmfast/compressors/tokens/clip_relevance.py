@@ -52,7 +52,9 @@ class ClipRelevance(Reducer):
     other_model: ClassVar[bool] = True
     query_dependent: ClassVar[bool] = True
 
-    rate: float = param(1 / 9, "fraction of the visual tokens kept", gt=0.0, le=1.0)
+    keep: float = param(
+        1 / 9, "fraction of the visual tokens kept", gt=0.0, le=1.0, former=("rate",)
+    )
     model: str = _clip.model_param()
     pretrained: str = _clip.pretrained_param()
     diversity: bool = param(True, "select by the determinant; false: by relevance alone")
@@ -70,7 +72,7 @@ class ClipRelevance(Reducer):
     def reduce(
         self, tokens: VisualTokens, stats: VisionStats, request: EncodeRequest
     ) -> VisualTokens:
-        if self.share == 1:
+        if self.fraction == 1:
             return tokens
         if len(request.pictures) < len(stats.items):
             raise RecipeError(
@@ -78,7 +80,7 @@ class ClipRelevance(Reducer):
             )
         relevance, kept = self.relevance(tokens, request), []
         for index in together(tokens, stats.items):
-            k = count(self.share, len(index))
+            k = count(self.fraction, len(index))
             index = index[tokens.layout.patches[index]]
             r, k = relevance[index], min(k, len(index))
             if self.diversity:

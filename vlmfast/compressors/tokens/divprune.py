@@ -44,7 +44,9 @@ class DivPrune(Reducer):
     name: ClassVar[str] = "divprune"
     paper: ClassVar[str] = "CVPR 2025, arXiv 2503.02175"
 
-    rate: float = param(0.098, "fraction of the visual tokens kept", gt=0.0, le=1.0)
+    keep: float = param(
+        0.098, "fraction of the visual tokens kept", gt=0.0, le=1.0, former=("rate",)
+    )
     across: str = param(
         "clip",
         "frames of one video: prune them together (clip), or each separately (frame)",
@@ -54,14 +56,14 @@ class DivPrune(Reducer):
     def reduce(
         self, tokens: VisualTokens, stats: VisionStats, request: EncodeRequest
     ) -> VisualTokens:
-        if self.share == 1:
+        if self.fraction == 1:
             return tokens
         if self.across == "clip":
             groups = together(tokens, stats.items)
         else:
             groups = [index for _, index in tokens.items()]
         kept = [
-            index[max_min(cosine(tokens.features[index]), count(self.share, len(index)))]
+            index[max_min(cosine(tokens.features[index]), count(self.fraction, len(index)))]
             for index in groups
         ]
         return tokens.select(torch.cat(kept).sort().values)

@@ -100,7 +100,7 @@ class FlashVID(Reducer):
     name: ClassVar[str] = "flashvid"
     paper: ClassVar[str] = "ICLR 2026, arXiv 2602.08024"
 
-    rate: float = param(0.1, "fraction of the visual tokens kept", gt=0.0, le=1.0)
+    keep: float = param(0.1, "fraction of the visual tokens kept", gt=0.0, le=1.0, former=("rate",))
     alpha: float = param(0.7, "fraction of these chosen rather than merged", gt=0.0, le=1.0)
     similarity: float = param(0.8, "cosine above which tokens of two frames are linked", ge=-1.0)
     segment: float = param(0.9, "cosine of two frames below which a segment ends", le=1.0)
@@ -114,12 +114,12 @@ class FlashVID(Reducer):
     def reduce(
         self, tokens: VisualTokens, stats: VisionStats, request: EncodeRequest
     ) -> VisualTokens:
-        if self.share == 1:
+        if self.fraction == 1:
             return tokens
         attention = token_saliency(tokens, stats, *self.saliencies())
         parts = []
         for index in together(tokens, stats.items):
-            k = count(self.share, len(index))
+            k = count(self.fraction, len(index))
             index = index[tokens.layout.patches[index]]
             parts.append(self._video(tokens.select(index), attention[index], min(k, len(index))))
         levels = zip(*(part.extra for part in parts), strict=True)

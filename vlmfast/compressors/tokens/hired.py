@@ -165,7 +165,9 @@ class HiRED(Reducer):
     name: ClassVar[str] = "hired"
     paper: ClassVar[str] = "AAAI 2025, arXiv 2408.10945"
 
-    rate: float = param(0.2, "fraction of the patches of all views to select", gt=0.0, le=1.0)
+    keep: float = param(
+        0.2, "fraction of the patches of all views to select", gt=0.0, le=1.0, former=("rate",)
+    )
     alpha: float = param(0.5, "fraction of the budget for the whole view", ge=0.0, le=1.0)
     rule: str = param("paper", "how a crop's content is measured", choices=("paper", "code"))
     grid_compat: bool = param(False, "also drop the tokens that the authors' swapped grid drops")
@@ -209,9 +211,9 @@ class HiRED(Reducer):
         """The paper's rule: patches of all views, newlines not counted: bool, (V, N)."""
         views, n = importance.shape
         if content is None:
-            counts = [int(n * self.rate)] * views
+            counts = [int(n * self.keep)] * views
         else:
-            whole, crops = view_budgets(views, n, self.rate, self.alpha)
+            whole, crops = view_budgets(views, n, self.keep, self.alpha)
             counts = [whole, *crop_budgets(content, crops, n)]
         chosen = best(importance, counts) & exists
         if not chosen.any():

@@ -63,7 +63,9 @@ class MMTok(Reducer):
     paper: ClassVar[str] = "ICLR 2026, arXiv 2508.18264"
     query_dependent: ClassVar[bool] = True
 
-    rate: float = param(1 / 9, "fraction of the visual tokens kept", gt=0.0, le=1.0)
+    keep: float = param(
+        1 / 9, "fraction of the visual tokens kept", gt=0.0, le=1.0, former=("rate",)
+    )
     alpha: float = param(0.5, "weight of image coverage relative to text coverage", ge=0.0)
     tau_t: float = param(0.02, "temperature of text-image similarity", gt=0.0)
     tau_v: float = param(0.2, "temperature of image-image similarity", gt=0.0)
@@ -71,14 +73,14 @@ class MMTok(Reducer):
     def reduce(
         self, tokens: VisualTokens, stats: VisionStats, request: EncodeRequest
     ) -> VisualTokens:
-        if self.share == 1:
+        if self.fraction == 1:
             return tokens
         text, kept = request.question_embeds, []
         if request.order is not None:
             after = request.order > tokens.layout.order[0]
             text = text[after] if bool(after.any()) else text
         for index in together(tokens, stats.items):
-            k = count(self.share, len(index))
+            k = count(self.fraction, len(index))
             index = index[tokens.layout.patches[index]]
             worth = coverage(tokens.features[index], text, self.tau_t, self.tau_v, self.alpha)
             kept.append(index[cover(worth, min(k, len(index)))])

@@ -109,8 +109,12 @@ class PruMerge(Reducer):
     name: ClassVar[str] = "prumerge"
     paper: ClassVar[str] = "ICCV 2025, arXiv 2403.15388"
 
-    rate: float | None = param(
-        None, "fraction of the visual tokens kept; none: as many as outliers", gt=0.0, le=1.0
+    keep: float | None = param(
+        None,
+        "fraction of the visual tokens kept; none: as many as outliers",
+        gt=0.0,
+        le=1.0,
+        former=("rate",),
     )
     proportional_attention: bool = proportional_attention_param(False)
     saliency: str = saliency_param()
@@ -131,7 +135,7 @@ class PruMerge(Reducer):
         stats: VisionStats,
         request: EncodeRequest,
     ) -> VisualTokens:
-        total = None if self.share is None else self.target(tokens)
+        total = None if self.fraction is None else self.target(tokens)
         tokens = tokens.select(tokens.layout.patches)
         salient = stats.salient(*self.saliencies(), geometry)
         attention = one_head(salient.rows, cls=salient.source == "cls")

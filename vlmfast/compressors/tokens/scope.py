@@ -57,7 +57,9 @@ class SCOPE(Reducer):
     name: ClassVar[str] = "scope"
     paper: ClassVar[str] = "NeurIPS 2025, arXiv 2510.24214"
 
-    rate: float = param(1 / 9, "fraction of the visual tokens kept", gt=0.0, le=1.0)
+    keep: float = param(
+        1 / 9, "fraction of the visual tokens kept", gt=0.0, le=1.0, former=("rate",)
+    )
     alpha: float = param(1.0, "exponent of saliency; 0: coverage alone", ge=0.0)
     saliency: str = saliency_param()
 
@@ -67,12 +69,12 @@ class SCOPE(Reducer):
     def reduce(
         self, tokens: VisualTokens, stats: VisionStats, request: EncodeRequest
     ) -> VisualTokens:
-        if self.share == 1:
+        if self.fraction == 1:
             return tokens
         weight = token_saliency(tokens, stats, *self.saliencies()) ** self.alpha
         kept = []
         for index in together(tokens, stats.items):
-            k = count(self.share, len(index))
+            k = count(self.fraction, len(index))
             index = index[tokens.layout.patches[index]]
             alike = cosine(tokens.features[index]).clamp(min=0)
             kept.append(index[cover(alike, min(k, len(index)), scale=weight[index])])

@@ -63,8 +63,12 @@ class DraftEagle(DrafterStage):
         "how the drafter's visual rows are shortened: a branch, or a combination of them",
         choices=CHOICES,
     )
-    share: float | None = param(
-        None, "fraction of an image's rows under every branch, not its own", gt=0.0, le=1.0
+    keep: float | None = param(
+        None,
+        "fraction of an image's rows under every branch, not its own",
+        gt=0.0,
+        le=1.0,
+        former=("share",),
     )
     queries: int = param(2, "rows of the resampler for each image", ge=1)
     seed: int = param(0, "seed of random pruning", ge=0)
@@ -77,9 +81,9 @@ class DraftEagle(DrafterStage):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_size(self)
-        if self.share is not None and self.visual in ("all", "text"):
+        if self.keep is not None and self.visual in ("all", "text"):
             raise RecipeError(
-                f"draft-eagle: share={self.share:g} applies to a branch that shortens images, "
+                f"draft-eagle: keep={self.keep:g} applies to a branch that shortens images, "
                 f"not to visual={self.visual}"
             )
 
@@ -112,6 +116,6 @@ class DraftEagle(DrafterStage):
             raise RecipeError(
                 f"draft-eagle: the weights are of kind={module.kind}, not kind={self.kind}"
             )
-        rule = Visual(self.visual, self.share, self.queries, self.seed)
+        rule = Visual(self.visual, self.keep, self.queries, self.seed)
         check(rule, module.compressor)
         return EagleDrafter(target, module, self.top_k, self.depth, self.nodes, rule)

@@ -240,7 +240,7 @@ def _shortened_image(
         wanted = counts[BRANCHES.index(choice.branch)]
         if wanted is None:
             raise RecipeError(
-                f"draft-eagle: share={visual.share:g} needs more rows of an image than "
+                f"draft-eagle: keep={visual.share:g} needs more rows of an image than "
                 f"visual={choice.branch} can give, at most {compressor.queries}"
             )
         made = (compressor or _untrained()).branch(choice.branch, patches, geometry, wanted, key)

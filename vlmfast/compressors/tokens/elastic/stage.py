@@ -28,8 +28,12 @@ class Elastic(Reducer):
     paper: ClassVar[str] = "SpecVLM, arXiv 2509.11815"
     trained: ClassVar[bool] = True
 
-    rate: float | None = param(
-        None, "fraction of the visual tokens kept, the same for every branch", gt=0.0, le=1.0
+    keep: float | None = param(
+        None,
+        "fraction of the visual tokens kept, the same for every branch",
+        gt=0.0,
+        le=1.0,
+        former=("rate",),
     )
     mode: str = param("select", "one branch, a weighted sum, or all concatenated", choices=MODES)
     branch: str = param("gate", "chosen by the gate, or always this one", choices=_CHOICES)
@@ -50,7 +54,7 @@ class Elastic(Reducer):
                 f"elastic: mode={self.mode} uses its branches together; branch and text are for "
                 "mode=select only"
             )
-        if self.share is not None and (self.branch == "text" or self.text):
+        if self.fraction is not None and (self.branch == "text" or self.text):
             raise RecipeError(
                 f"elastic: {self._asked} cannot be combined with text=true or branch=text, which "
                 "drop the whole image"
@@ -63,8 +67,8 @@ class Elastic(Reducer):
 
     @property
     def _asked(self) -> str:
-        name = "rate" if self.budget is None else "budget"
-        return f"{name}={self.share:g}"
+        name = "keep" if self.budget is None else "budget"
+        return f"{name}={self.fraction:g}"
 
     @classmethod
     def build(cls, config: dict[str, Any]) -> nn.Module:
@@ -74,18 +78,18 @@ class Elastic(Reducer):
 
     def counts(self, total: int, queries: int) -> list[int | None]:
         """Tokens that each of `BRANCHES` leaves of ``total``; ``None`` if it is closed."""
-        if self.share is None:
+        if self.fraction is None:
             shares = (self.prune, self.pool, self.conv)
             text = 0 if self.text or self.branch == "text" else None
             return [*(count(share, total) for share in shares), self.queries, text]
-        same = count(self.share, total)
+        same = count(self.fraction, total)
         return [same, same, same, same if same <= queries else None, None]
 
     def reduce(
         self, tokens: VisualTokens, stats: VisionStats, request: EncodeRequest
     ) -> VisualTokens:
         """One decision for all images, then each image separately."""
-        if self.share == 1 or not bool(tokens.layout.patches.any()):
+        if self.fraction == 1 or not bool(tokens.layout.patches.any()):
             return tokens
         module = request.trained[self.name]
         if self.queries > module.queries:
@@ -130,13 +134,13 @@ class Elastic(Reducer):
         key = (self.seed, int(tokens.layout.item[0]), len(tokens))
         counts = self.counts(len(tokens), module.queries)
         if self.mode == "weighted":
-            wanted = count(self.conv if self.share is None else self.share, len(tokens))
+            wanted = count(self.conv if self.fraction is None else self.fraction, len(tokens))
             gates = notes["logits"][:3].softmax(0)
             return module.weighted(patches, geometry, wanted, gates, key)
         if self.mode == "concat":
-            if self.share is not None:
+            if self.fraction is not None:
                 limits = (*(len(patches),) * 3, module.queries)
-                counts = apportion(count(self.share, len(tokens)), (1, 1, 1, 1), limits)
+                counts = apportion(count(self.fraction, len(tokens)), (1, 1, 1, 1), limits)
             several = {name: n for name, n in zip(BRANCHES, counts, strict=False) if n}
             return module.concat(patches, geometry, several, key)
         wanted = counts[BRANCHES.index(notes["branch"])]

@@ -57,7 +57,7 @@ class ElasticTraining(Training):
             return [Elastic(rate, branch=rng.choice(LEARNING))]
         own = rng.random() < 0.5
         names = BRANCHES if own and self.args.text else BRANCHES[:-1]
-        options = {"text": self.args.text and own, "rate": None if own else rate}
+        options = {"text": self.args.text and own, "keep": None if own else rate}
         return [Elastic(branch=name, **options) for name in names]
 
     def groups(self, module: nn.Module, lr: float) -> list[dict[str, Any]]:
