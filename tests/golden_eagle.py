@@ -115,7 +115,7 @@ def size_of(meta: Meta) -> tuple[int, int, int]:
     return int(meta["top_k"]), int(meta["depth"]) + 1, int(meta["total_tokens_arg"])
 
 
-def two_rounds(drafter: EagleDrafter, data: Data, meta: Meta, taps: int = 0) -> None:
+def two_rounds(drafter: EagleDrafter, data: Data, meta: Meta, aux_hidden_states: int = 0) -> None:
     """The tree after a prompt, and the one after its accepted tokens."""
     _, depth, nodes = size_of(meta)
     budget = Budget(nodes, depth)
@@ -129,8 +129,8 @@ def two_rounds(drafter: EagleDrafter, data: Data, meta: Meta, taps: int = 0) -> 
         list(range(len(emitted))),
         emitted,
         torch.zeros(len(emitted), 1),
-        None if taps else features,
-        features.unflatten(1, (taps, -1)) if taps else None,
+        None if aux_hidden_states else features,
+        features.unflatten(1, (aux_hidden_states, -1)) if aux_hidden_states else None,
     )
     drafter.extend(done)
     same_tree(drafter.propose(emitted[-1], budget), data, "r2_")
@@ -165,9 +165,11 @@ def eagle3_case(data: Data, meta: Meta) -> None:
     if "w.t2d" in data:
         assert torch.equal(module.vocabulary(), data["w.t2d"].nonzero().flatten())
     drafter = EagleDrafter(target, module, *size_of(meta))
-    taps = features[0].unflatten(1, (3, -1))
-    drafter.prefill(Read(ids[:-1].tolist(), text(n), embeds[:-1], taps=taps))
-    two_rounds(drafter, data, meta, taps=3)
+    aux_hidden_states = features[0].unflatten(1, (3, -1))
+    drafter.prefill(
+        Read(ids[:-1].tolist(), text(n), embeds[:-1], aux_hidden_states=aux_hidden_states)
+    )
+    two_rounds(drafter, data, meta, aux_hidden_states=3)
 
 
 def vispec_case(data: Data, meta: Meta) -> None:

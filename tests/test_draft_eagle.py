@@ -141,7 +141,7 @@ TILED = {"tiles": (1, 2), "patches": (4, 4)}
 PLAIN = {"tiles": (0, 0), "patches": (6, 6)}
 
 
-def read_of(layout: TokenLayout, seed: int = 1, taps: bool = False, **own) -> Read:
+def read_of(layout: TokenLayout, seed: int = 1, aux_hidden_states: bool = False, **own) -> Read:
     """Random embeddings and hidden states for a layout."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -149,7 +149,7 @@ def read_of(layout: TokenLayout, seed: int = 1, taps: bool = False, **own) -> Re
         return torch.randn(len(layout), *shape, generator=generator, dtype=torch.float64)
 
     values = {"embeds": rows(WIDTH), "features": rows(WIDTH), "taps": rows(3, WIDTH)} | own
-    unused = "features" if taps else "taps"
+    unused = "features" if aux_hidden_states else "taps"
     return Read([7] * len(layout), layout, **(values | {unused: None}))
 
 
@@ -160,7 +160,7 @@ def rows_of(read: Read, start: int, stop: int) -> Read:
         read.layout.select(index),
         read.embeds[start:stop],
         None if read.features is None else read.features[start:stop],
-        None if read.taps is None else read.taps[start:stop],
+        None if read.aux_hidden_states is None else read.aux_hidden_states[start:stop],
     )
 
 
@@ -578,7 +578,7 @@ def open_drafter(
 
 
 def reading(module: EagleModule, layout: TokenLayout, **own) -> Read:
-    return read_of(layout, taps=module.kind == "eagle3", **own)
+    return read_of(layout, aux_hidden_states=module.kind == "eagle3", **own)
 
 
 @pytest.mark.parametrize("visual", ["all", "prune", "pool", "text"])
@@ -586,7 +586,12 @@ def test_cache_after_rounds_equals_one_prefill(module: EagleModule, visual: str)
     layout = layout_of(3, PLAIN, 4)
     read = reading(module, layout)
     drafter = open_drafter(module, read, visual)
-    root, embeds, features, taps = 4, [read.embeds], [read.features], [read.taps]
+    root, embeds, features, aux_hidden_states = (
+        4,
+        [read.embeds],
+        [read.features],
+        [read.aux_hidden_states],
+    )
     for number, accepted in enumerate([0, 2, 1, 3, 0]):
         tree = drafter.propose(root, BUDGET)
         assert 1 < len(tree) <= 9
@@ -600,7 +605,7 @@ def test_cache_after_rounds_equals_one_prefill(module: EagleModule, visual: str)
         if done.features is not None:
             features.append(done.features[path])
         else:
-            taps.append(done.taps[path])
+            aux_hidden_states.append(done.aux_hidden_states[path])
         root = done.emitted[-1]
     tree = drafter.propose(root, BUDGET)
     long = torch.cat(embeds)
@@ -610,7 +615,7 @@ def test_cache_after_rounds_equals_one_prefill(module: EagleModule, visual: str)
         TokenLayout.cat([layout, text_layout(extra, len(layout))]),
         long,
         None if read.features is None else torch.cat(features),
-        None if read.taps is None else torch.cat(taps),
+        None if read.aux_hidden_states is None else torch.cat(aux_hidden_states),
     )
     fresh = open_drafter(module, whole, visual)
     assert fresh.propose(root, BUDGET) == tree
@@ -827,9 +832,13 @@ def test_recipes_round_trip_and_invalid_values_are_refused() -> None:
     stage = DraftEagle("prune", keep=0.1, nodes=12)
     assert Recipe.parse(str(stage)) == Recipe((stage,))
     assert DraftEagle().largest() == (26, 4)
-    assert (DraftEagle().features, DraftEagle().taps(32)) == (True, ())
+    assert (DraftEagle().features, DraftEagle().aux_hidden_states(32)) == (True, ())
     third = DraftEagle(kind="eagle3")
-    assert (third.features, third.taps(32), third.taps(28)) == (False, (2, 16, 29), (2, 14, 25))
+    assert (third.features, third.aux_hidden_states(32), third.aux_hidden_states(28)) == (
+        False,
+        (2, 16, 29),
+        (2, 14, 25),
+    )
     for bad, text in {
         "draft-eagle:top_k=2,depth=2,nodes=8": "at most 7 nodes",
         "draft-eagle:all,keep=0.1": "share=0.1 applies to",
@@ -867,7 +876,7 @@ def test_models_that_do_not_fit() -> None:
     with pytest.raises(ValueError, match="needs a prompt"):
         drafter.propose(3, BUDGET)
     with pytest.raises(ValueError, match="needs the target's hidden states"):
-        drafter.prefill(read_of(layout_of(4), taps=True))
+        drafter.prefill(read_of(layout_of(4), aux_hidden_states=True))
 
 
 def test_every_visual_choice_drafts() -> None:

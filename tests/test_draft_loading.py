@@ -185,7 +185,7 @@ def test_every_layout_computes_with_its_weights(tmp_path: Path, name: str, binar
     logits = [m.output(out, lambda x: x @ head.T) for m in (loaded, module)]
     assert torch.equal(*logits)
     drafter = stage.open(target(loaded))
-    read = read_of(layout_of(5), taps=module.kind == "eagle3")
+    read = read_of(layout_of(5), aux_hidden_states=module.kind == "eagle3")
     drafter.prefill(read)
     assert len(drafter.propose(3, Budget(9, 3))) == 9
 

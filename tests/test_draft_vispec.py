@@ -228,7 +228,7 @@ def test_drafter_that_knows_the_target_is_always_accepted() -> None:
 def test_recipes_round_trip_and_invalid_values_are_refused() -> None:
     stage = DraftVispec(nodes=12)
     assert Recipe.parse(str(stage)) == Recipe((stage,))
-    assert stage.largest() == (12, 4) and stage.features and stage.taps(32) == ()
+    assert stage.largest() == (12, 4) and stage.features and stage.aux_hidden_state_layers(32) == ()
     with pytest.raises(RecipeError, match="draft-vispec: nodes=8 is out of range"):
         DraftVispec(top_k=2, depth=2, nodes=8)
     with pytest.raises(RecipeError, match="queries=1"):

@@ -93,7 +93,7 @@ def test_recipe_round_trips(stage: DrafterStage) -> None:
     recipe = Recipe.parse(str(stage))
     assert list(recipe) == [stage]
     assert recipe.acting("drafter") == [stage]
-    assert stage.merges and not stage.features and stage.taps(24) == ()
+    assert stage.merges and not stage.features and stage.aux_hidden_state_layers(24) == ()
 
 
 @BOTH

@@ -446,7 +446,7 @@ class Listens(Knows):
     logits: ClassVar[bool] = True
     heard: ClassVar[list] = []
 
-    def taps(self, depth):
+    def aux_hidden_state_layers(self, depth):
         return (1, depth - 1)
 
     def open(self, target):
@@ -456,7 +456,7 @@ class Listens(Knows):
 
 @pytest.mark.parametrize("recipe", ["none", "hired:0.5", "pyramiddrop"])
 def test_drafters_receive_the_pruned_prompt(vlm: VLM, recipe: str) -> None:
-    """Features and taps belong to rows of the pruned prompt, then to tree nodes."""
+    """Features and aux_hidden_states belong to rows of the pruned prompt, then to tree nodes."""
     Listens.heard.clear()
     wanted = vlm.ask(QUESTION, recipe=recipe, **given())
     got = drafted(vlm, wanted, recipe, Listens(wrong=0.2), **given())
@@ -466,13 +466,13 @@ def test_drafters_receive_the_pruned_prompt(vlm: VLM, recipe: str) -> None:
     rows = len(read.layout)
     assert rows == len(drafting.reads[0].embeds) == len(read.features)
     assert (rows < len(read.ids)) == (recipe != "none")
-    assert read.taps.shape == (rows, 2, target.width)
+    assert read.aux_hidden_states.shape == (rows, 2, target.width)
     # The last row gives the first token, and the nodes give the next ones.
     assert int(target.logits(read.features[-1]).argmax()) == wanted.token_ids[0]
     emitted = []
     for done in drafting.rounds:
         close(target.logits(done.features), done.logits, FLOAT, target.width)
-        assert done.taps.shape == (len(done.tree), 2, target.width)
+        assert done.aux_hidden_states.shape == (len(done.tree), 2, target.width)
         assert done.logits[done.path].argmax(-1).tolist() == done.emitted
         emitted += done.emitted
     assert wanted.token_ids[1 : 1 + len(emitted)] == emitted
@@ -492,10 +492,12 @@ def test_taps_are_layer_inputs(llava: VLM) -> None:
     with torch.no_grad():
         states = llava.model(**inputs, output_hidden_states=True).hidden_states
     terms = network(llava.model, len(states[0][0]))
-    close(drafting.reads[0].taps[:, 0], states[1][0], FLOAT, terms)
-    close(drafting.reads[0].taps[:, 1], states[3][0], FLOAT, terms)
+    close(drafting.reads[0].aux_hidden_states[:, 0], states[1][0], FLOAT, terms)
+    close(drafting.reads[0].aux_hidden_states[:, 1], states[3][0], FLOAT, terms)
     close(drafting.reads[0].features, states[-1][0], FLOAT, terms)
-    apart(drafting.reads[0].taps[:, 0], states[0][0], FLOAT, terms)  # control: another layer
+    apart(
+        drafting.reads[0].aux_hidden_states[:, 0], states[0][0], FLOAT, terms
+    )  # control: another layer
 
 
 def test_placeholders_are_never_drafted(llava: VLM) -> None:

@@ -161,8 +161,8 @@ def test_teacher_logits_predict_the_next_token(tiny: VLM, lesson) -> None:
     close(head(lesson.features[n:-1]), lesson.logits, terms=width)
     assert not torch.equal(head(lesson.features[n - 1 : -2]).argmax(-1), lesson.answer[1:])
     assert torch.equal(lesson.embeds[n:], tiny.adapter.embed(lesson.answer))
-    assert lesson.taps.shape == (len(lesson.embeds), 3, 256)
-    assert not torch.equal(lesson.taps[:, 1], lesson.taps[:, 2])
+    assert lesson.aux_hidden_states.shape == (len(lesson.embeds), 3, 256)
+    assert not torch.equal(lesson.aux_hidden_states[:, 1], lesson.aux_hidden_states[:, 2])
 
 
 KINDS = [
@@ -202,13 +202,21 @@ def test_training_drafts_equal_the_stage(tiny: VLM, lesson, flags, shift: int) -
         drafts = made.draft(module, lesson, Teacher(tiny.adapter), depth, "all").tolist()
     drafter = drafter_of(tiny, stage, module)
     # A control: features of the previous token.
-    features, taps = (x.roll(shift, 0) for x in (lesson.features, lesson.taps))
+    features, aux_hidden_states = (
+        x.roll(shift, 0) for x in (lesson.features, lesson.aux_hidden_states)
+    )
     if flags[1] != "eagle3":
-        taps = None
+        aux_hidden_states = None
     prompt = lesson.layout.select(torch.arange(n))
     read_ids = [1] * n
     drafter.prefill(
-        Read(read_ids, prompt, lesson.embeds[:n], features[:n], None if taps is None else taps[:n])
+        Read(
+            read_ids,
+            prompt,
+            lesson.embeds[:n],
+            features[:n],
+            None if aux_hidden_states is None else aux_hidden_states[:n],
+        )
     )
     budget = Budget(5, depth)
     found = [list(drafter.propose(ids[0], budget).tokens[1:])]
@@ -220,7 +228,7 @@ def test_training_drafts_equal_the_stage(tiny: VLM, lesson, flags, shift: int) -
         ids[1:4],
         lesson.logits[:3],
         features[path],
-        None if taps is None else taps[path],
+        None if aux_hidden_states is None else aux_hidden_states[path],
     )
     drafter.extend(round_)
     found.append(list(drafter.propose(ids[3], budget).tokens[1:]))

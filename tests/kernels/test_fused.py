@@ -148,7 +148,7 @@ class ForwardPass:
         return hidden, layer_inputs
 
     def fused(self, cache: KVCache, later: int = 0) -> tuple[Tensor, dict[int, Tensor]]:
-        step, taps = self.step(cache), range(self.vlm.adapter.depth)
+        step, aux_hidden_states = self.step(cache), range(self.vlm.adapter.depth)
         return fused_step(
             self.vlm.adapter,
             self.embeds,
@@ -156,7 +156,7 @@ class ForwardPass:
             cache,
             step,
             offsets(self.decoder),
-            taps,
+            aux_hidden_states,
         )
 
 

@@ -60,15 +60,15 @@ class Read:
         Input of the first layer for these rows.
     features : Tensor, (S, D), optional
         After the last norm; where the stage sets `DrafterStage.features`.
-    taps : Tensor, (S, K, D), optional
-        Input of the K layers of `DrafterStage.taps`.
+    aux_hidden_states : Tensor, (S, K, D), optional
+        Input of the K layers of `DrafterStage.aux_hidden_state_layers`.
     """
 
     ids: list[int]
     layout: TokenLayout
     embeds: Tensor
     features: Tensor | None = None
-    taps: Tensor | None = None
+    aux_hidden_states: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,7 +84,7 @@ class Round:
         The tokens of ``path`` after the root, and the target's own next one.
     logits : Tensor, (N, V), optional
         The target's, of every node; where a stage of the recipe sets `DrafterStage.logits`.
-    features, taps : Tensor, (N, D) and (N, K, D), optional
+    features, aux_hidden_states : Tensor, (N, D) and (N, K, D), optional
         As in `Read`, of every node.
     """
 
@@ -93,7 +93,7 @@ class Round:
     emitted: list[int]
     logits: Tensor | None = None
     features: Tensor | None = None
-    taps: Tensor | None = None
+    aux_hidden_states: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)

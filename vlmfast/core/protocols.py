@@ -340,7 +340,7 @@ class DrafterStage(Stage):
     logits: ClassVar[bool] = False  # whether it reads the target's logits
     governs: ClassVar[bool] = False  # whether it drafts nothing and controls other drafters
 
-    def taps(self, depth: int) -> tuple[int, ...]:
+    def aux_hidden_state_layers(self, depth: int) -> tuple[int, ...]:
         """Decoder layers (0 .. depth-1) whose input it reads."""
         return ()
 

@@ -277,10 +277,14 @@ def fitting(stage: DrafterStage, target: Target, kind: type[Module]) -> Module:
             f"{target.vocabulary}"
         )
     layers = module.source_layers
-    if layers is not None and module.kind == "eagle3" and layers != stage.taps(target.depth):
+    if (
+        layers is not None
+        and module.kind == "eagle3"
+        and layers != stage.aux_hidden_state_layers(target.depth)
+    ):
         raise RecipeError(
             f"{stage.name}: the weights read layers {layers}; in a model of {target.depth} layers "
-            f"they must be {stage.taps(target.depth)}"
+            f"they must be {stage.aux_hidden_state_layers(target.depth)}"
         )
     return module
 
@@ -333,8 +337,10 @@ def accepts_something(drafter: Drafter, read: Read, prompt: int, least: float = 
 def _part(read: Read, rows: int) -> Read:
     index = torch.arange(rows, device=read.embeds.device)
     features = None if read.features is None else read.features[:rows]
-    taps = None if read.taps is None else read.taps[:rows]
-    return Read(read.ids[:rows], read.layout.select(index), read.embeds[:rows], features, taps)
+    aux_hidden_states = None if read.aux_hidden_states is None else read.aux_hidden_states[:rows]
+    return Read(
+        read.ids[:rows], read.layout.select(index), read.embeds[:rows], features, aux_hidden_states
+    )
 
 
 def _round(read: Read, tree: Any, path: list[int], emitted: list[int], at: int) -> Round:
@@ -348,4 +354,4 @@ def _round(read: Read, tree: Any, path: list[int], emitted: list[int], at: int) 
         return out
 
     logits = read.embeds.new_zeros(len(tree), 1)
-    return Round(tree, path, emitted, logits, spread(read.features), spread(read.taps))
+    return Round(tree, path, emitted, logits, spread(read.features), spread(read.aux_hidden_states))

@@ -38,7 +38,7 @@ class Lesson:
         Inputs of the first layer.
     features : Tensor, (S, D)
         Hidden states after the last norm.
-    taps : Tensor, (S, K, D), optional
+    aux_hidden_states : Tensor, (S, K, D), optional
         Inputs of the K layers that the drafter reads.
     layout : TokenLayout
         S rows.
@@ -49,7 +49,7 @@ class Lesson:
 
     embeds: Tensor
     features: Tensor
-    taps: Tensor | None
+    aux_hidden_states: Tensor | None
     layout: TokenLayout
     answer: Tensor
     logits: Tensor

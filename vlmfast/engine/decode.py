@@ -19,8 +19,8 @@ from vlmfast.models.base import Adapter
 from .cache import KVCache, RowSlots
 from .fused import fusable, fused_step
 from .graphs import Graphs, StepGraph
+from .hidden_states import tapped
 from .output import Output
-from .taps import tapped
 
 _WIDTHS = (2, 4, 8, 16, 32, 48, 64)  # nodes of a captured tree
 
@@ -42,7 +42,7 @@ class DecodeRow(Protocol):
         Slots of the tail when decoding began.
     steps : int
         Tokens that have been fed since; the decoder counts them.
-    taps : tuple of int
+    aux_layers : tuple of int
         Layers whose input its drafters read.
     """
 
@@ -52,7 +52,7 @@ class DecodeRow(Protocol):
     steps: int
 
     @property
-    def taps(self) -> tuple[int, ...]: ...
+    def aux_layers(self) -> tuple[int, ...]: ...
 
 
 class Decoder:
@@ -86,7 +86,7 @@ class Decoder:
     def seat(self, rows: Many[DecodeRow]) -> None:
         """Set the sequences whose cache this is."""
         self.rows = list(rows)
-        self.taps = tuple(sorted({layer for row in rows for layer in row.taps}))
+        self.aux_layers = tuple(sorted({layer for row in rows for layer in row.aux_layers}))
 
     @staticmethod
     def join(decoders: Many[Decoder]) -> Decoder:
@@ -231,21 +231,26 @@ class Decoder:
         if not compiles and fusable(self.adapter):
             offsets = {layer: self._offsets[shift] for layer, shift in self._shifts.items()}
             hidden, seen = fused_step(
-                self.adapter, embeds, position, self.cache, self.context, offsets, self.taps
+                self.adapter, embeds, position, self.cache, self.context, offsets, self.aux_layers
             )
         else:
             hidden, seen = self._modules(embeds, position)
-        taps = torch.stack([seen[layer] for layer in self.taps], 2) if self.taps else None
+        aux_hidden_states = (
+            torch.stack([seen[layer] for layer in self.aux_layers], 2) if self.aux_layers else None
+        )
         if tree is not None:
-            return Output(self.adapter.logits(hidden), hidden, taps)
+            return Output(self.adapter.logits(hidden), hidden, aux_hidden_states)
         self.cache.advance_device()
         self.position.add_(1)
-        return Output(self.adapter.logits(hidden[:, -1])[:, None], hidden, taps)
+        return Output(self.adapter.logits(hidden[:, -1])[:, None], hidden, aux_hidden_states)
 
     def _modules(self, embeds: Tensor, position: Tensor) -> tuple[Tensor, dict[int, Tensor]]:
         """`fused_step` through the model's own modules."""
         decoder = self.adapter.decoder
-        with self.shifted(self.context, position), tapped(decoder, self.taps, self.context) as seen:
+        with (
+            self.shifted(self.context, position),
+            tapped(decoder, self.aux_layers, self.context) as seen,
+        ):
             if self.adapter.decoding == "compile":
                 decoder = self.adapter.kept.setdefault("compiled", torch.compile(decoder))
             hidden = decoder(

@@ -35,13 +35,13 @@ from .attention import switched
 from .cache import KVCache
 from .compress import Compression
 from .decode import Decoder, lasting
+from .hidden_states import Watch, nothing_seen
 from .prefill import Inputs, Prompt, Seen, prefill, prepare, rows_of
 from .prefix import copied
 from .sampling import Sampler, Sampling
 from .sequence import Sequence
 from .speculation import Speculation, check, drafting, walk
 from .stats import Stats, Trace, clock
-from .taps import Watch, nothing_seen
 
 _ULPS = 8  # near tie: within this many units in the last place of the largest logit
 

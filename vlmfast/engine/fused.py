@@ -51,7 +51,7 @@ def fused_step(
     cache: KVCache,
     context: DecodeContext,
     offsets: Mapping[int, Tensor] | None = None,
-    taps: Sequence[int] = (),
+    aux_layers: Sequence[int] = (),
 ) -> tuple[Tensor, dict[int, Tensor]]:
     """The output of the model's own decoder; the cache is written to, not advanced.
 
@@ -68,7 +68,7 @@ def fused_step(
     context : DecodeContext
     offsets : mapping of int to Tensor, int64 (B, 1), optional
         By layer, what is subtracted from ``position`` for its rotary ids.
-    taps : sequence of int
+    aux_layers : sequence of int
         Layers whose input is returned.
 
     Returns
@@ -76,7 +76,7 @@ def fused_step(
     hidden : Tensor, (B, T, D)
         After the last norm.
     seen : dict of int to Tensor, (B, T, D)
-        Input of the layers ``taps``.
+        Input of the layers ``aux_layers``.
     """
     decoder, offsets = adapter.decoder, offsets or {}
     tables: dict[int | None, tuple[Tensor, Tensor]] = {}
@@ -90,7 +90,7 @@ def fused_step(
             tables[id(offset)] = decoder.rotary_emb(embeds, at)
         attention, mlp = layer.self_attn, layer.mlp
         x, stream = _norm(layer.input_layernorm, added, stream)
-        if index in taps:
+        if index in aux_layers:
             seen[index] = stream
         query, key, value = (
             project(x).unflatten(-1, (-1, attention.head_dim)).transpose(1, 2)

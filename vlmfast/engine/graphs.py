@@ -27,7 +27,7 @@ class Steps(Protocol):
     """What decodes in the buffers of a graph: `Decoder`."""
 
     cache: KVCache
-    taps: tuple[int, ...]
+    aux_layers: tuple[int, ...]
 
     def state(self) -> State: ...
 
@@ -95,7 +95,7 @@ class StepGraph:
         # Steps beyond the window of a layer have a mask that others do not need.
         width, cache = given[0].shape[1], decoder.cache
         sliding = tuple(cache.sliding(layer, width) for layer in range(len(cache.layers)))
-        key = (width, decoder.taps, sliding)
+        key = (width, decoder.aux_layers, sliding)
         if key not in self._replays:
             self.inputs[key] = tuple(x.clone() for x in given)
             self._replays[key] = self.record(self._step_of(decoder, key), self.state)

@@ -16,10 +16,10 @@ class Output:
     logits : Tensor, (B, T, V)
     hidden : Tensor, (B, T, D)
         After the last norm.
-    taps : Tensor, (B, T, K, D), optional
-        Input of the layers `Decoder.taps`.
+    aux_hidden_states : Tensor, (B, T, K, D), optional
+        Input of the layers `Decoder.aux_layers`.
     """
 
     logits: Tensor
     hidden: Tensor
-    taps: Tensor | None = None
+    aux_hidden_states: Tensor | None = None

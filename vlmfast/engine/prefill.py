@@ -21,8 +21,8 @@ from vlmfast.models.base import Adapter
 
 from .cache import KVCache
 from .compress import Compression
+from .hidden_states import Watch, nothing_seen
 from .stats import Stats, Trace, clock
-from .taps import Watch, nothing_seen
 from .vision import encode, merge_requests, served
 
 

@@ -12,11 +12,11 @@ from vlmfast.core.recipe import Recipe
 from vlmfast.core.tree import Tree
 
 from .decode import Decoder
+from .hidden_states import Watch
 from .output import Output
 from .prefill import Inputs, Prompt
 from .sampling import Sampler, Sampling
 from .stats import Stats, Trace
-from .taps import Watch
 
 
 class Drafts(Protocol):
@@ -138,6 +138,6 @@ class Sequence:
         return requested if self.most is None else min(requested, self.most)
 
     @property
-    def taps(self) -> tuple[int, ...]:
+    def aux_layers(self) -> tuple[int, ...]:
         """Layers whose input its drafters read."""
         return () if self.watch is None else self.watch.layers

@@ -226,16 +226,16 @@ class Speculation:
             self.first = False
         if self.sequence.done:
             return
-        taps = None
-        if output.taps is not None:
+        aux_hidden_states = None
+        if output.aux_hidden_states is not None:
             assert self.seat is not None
             (decoder, _), own = self.seat, self.own_taps
-            at = [decoder.taps.index(layer) for layer in own]
-            taps = output.taps[number, :n, at]
+            at = [decoder.aux_layers.index(layer) for layer in own]
+            aux_hidden_states = output.aux_hidden_states[number, :n, at]
         # A captured step overwrites these with its next outputs.
         logits = output.logits[number, :n].clone() if self.reads("logits") else None
         features = output.hidden[number, :n].clone() if self.reads("features") else None
-        self.unseen.append(Round(tree, path, emitted, logits, features, taps))
+        self.unseen.append(Round(tree, path, emitted, logits, features, aux_hidden_states))
         if self.drafters is not None:
             with self._drafting():
                 self._catch_up()
@@ -246,7 +246,9 @@ class Speculation:
     @property
     def own_taps(self) -> tuple[int, ...]:
         depth = self.adapter.depth
-        return tuple(sorted({at for stage in self.stages for at in stage.taps(depth)}))
+        return tuple(
+            sorted({at for stage in self.stages for at in stage.aux_hidden_state_layers(depth)})
+        )
 
     def _open(self) -> None:
         adapter, ids = self.adapter, self.sequence.ids[0, : self.sequence.prompt_length].tolist()
@@ -254,7 +256,13 @@ class Speculation:
         self.drafters = [stage.open(t) for stage, t in zip(self.stages, targets, strict=True)]
         for drafter in self.drafters:
             for part, read in enumerate(self.prompt):
-                own = Read([] if part else ids, read.layout, read.embeds, read.features, read.taps)
+                own = Read(
+                    [] if part else ids,
+                    read.layout,
+                    read.embeds,
+                    read.features,
+                    read.aux_hidden_states,
+                )
                 drafter.prefill(own)
         self.prompt.clear()
         self._catch_up()

@@ -264,9 +264,9 @@ def teach(vlm: VLM, messages: Messages, answer: list[int], readers: list[Drafter
     from vlmfast.core.recipe import Recipe
     from vlmfast.engine.attention import switched
     from vlmfast.engine.cache import KVCache
+    from vlmfast.engine.hidden_states import Watch
     from vlmfast.engine.prefill import prefill, prepare
     from vlmfast.engine.stats import Stats, Trace
-    from vlmfast.engine.taps import Watch
 
     adapter, recipe, stats, trace = vlm.adapter, Recipe(), Stats(), Trace()
     inputs, watch = inputs_of(vlm, messages, answer), Watch(readers, adapter.depth)
@@ -279,7 +279,9 @@ def teach(vlm: VLM, messages: Messages, answer: list[int], readers: list[Drafter
     return Lesson(
         embeds=read.embeds.float(),
         features=read.features.float(),
-        taps=None if read.taps is None else read.taps.float(),
+        aux_hidden_states=None
+        if read.aux_hidden_states is None
+        else read.aux_hidden_states.float(),
         layout=read.layout,
         answer=inputs.tensors["input_ids"][0, -len(answer) :],
         logits=logits[0, 1:-1].float(),

@@ -95,7 +95,7 @@ class EagleDrafter:
 
     def _features(self, source: Read | Round) -> Tensor:
         """Hidden states (S, D) in the module's dtype."""
-        features = source.features if self.module.kind != "eagle3" else source.taps
+        features = source.features if self.module.kind != "eagle3" else source.aux_hidden_states
         if features is None:
             what = "hidden states" if self.module.kind != "eagle3" else "auxiliary hidden states"
             raise ValueError(f"the drafter needs the target's {what}; none were passed")

@@ -19,7 +19,7 @@ from vlmfast.errors import RecipeError
 from .._layer import Attend, Layer, RMSNorm, causal
 
 KINDS = ("eagle", "msd", "eagle3")
-TAPS = 3  # layers of the target that EAGLE-3 reads
+AUX_STATES = 3  # layers of the target that EAGLE-3 reads
 
 
 class EagleModule(nn.Module):
@@ -81,7 +81,7 @@ class EagleModule(nn.Module):
             double=own,
             norm_before_residual=config.get("norm_before_residual", False),
         )
-        self.feature_width = TAPS * width if own else width
+        self.feature_width = AUX_STATES * width if own else width
         inputs = self.feature_width if own else 2 * width
         self.fc = nn.Linear(inputs, width, bias=config.get("bias", not own))
         self.norm_output = config.get("norm_output", False)
@@ -90,7 +90,7 @@ class EagleModule(nn.Module):
             if config.get("norm_before_fc", False):
                 self.input_norm = RMSNorm(inputs, eps)
             if config.get("fc_norm", False):
-                self.fc_norm = nn.ModuleList(RMSNorm(width, eps) for _ in range(TAPS))
+                self.fc_norm = nn.ModuleList(RMSNorm(width, eps) for _ in range(AUX_STATES))
             drafted = config["draft_vocabulary"]
             self.norm = RMSNorm(width, eps)
             self.lm_head = nn.Linear(width, drafted, bias=False)
@@ -112,9 +112,10 @@ class EagleModule(nn.Module):
         if self.input_norm is not None:
             features = self.input_norm(features)
         if self.fc_norm is not None:
-            taps = features.chunk(TAPS, dim=-1)
+            aux_hidden_states = features.chunk(AUX_STATES, dim=-1)
             features = torch.cat(
-                [norm(tap) for norm, tap in zip(self.fc_norm, taps, strict=True)], dim=-1
+                [norm(tap) for norm, tap in zip(self.fc_norm, aux_hidden_states, strict=True)],
+                dim=-1,
             )
         return self.fc(features)
 

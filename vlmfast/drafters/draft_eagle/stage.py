@@ -92,7 +92,7 @@ class DraftEagle(DrafterStage):
         """Whether it reads the target's last hidden states; EAGLE-3 reads earlier ones."""
         return self.kind != "eagle3"
 
-    def taps(self, depth: int) -> tuple[int, ...]:
+    def aux_hidden_state_layers(self, depth: int) -> tuple[int, ...]:
         """Decoder layers (0 .. depth-1) whose input it reads."""
         return layers_read(depth) if self.kind == "eagle3" else ()
 

@@ -86,7 +86,7 @@ class EagleTraining(DrafterTraining):
         module.restrict(torch.tensor(sorted(chosen)))
 
     def features(self, module: EagleModule, lesson: Lesson) -> Tensor:
-        return lesson.taps.flatten(1) if self.three else lesson.features
+        return lesson.aux_hidden_states.flatten(1) if self.three else lesson.features
 
     def known(
         self, module: EagleModule, lesson: Lesson, features: Tensor, view: str | Visual

@@ -74,7 +74,9 @@ class Watch:
     _orders: dict[int, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.layers = tuple(sorted({at for s in self.stages for at in s.taps(self.depth)}))
+        self.layers = tuple(
+            sorted({at for s in self.stages for at in s.aux_hidden_state_layers(self.depth)})
+        )
 
     @property
     def features(self) -> bool:
@@ -82,7 +84,7 @@ class Watch:
 
     @contextmanager
     def over(self, decoder: TextDecoder, context: PrefillContext) -> Iterator[dict[int, Tensor]]:
-        """Capture the taps of one forward pass of a prompt, and their rows."""
+        """Capture the aux_hidden_states of one forward pass of a prompt, and their rows."""
 
         def hook(index: int) -> Callable[..., None]:
             def note(*_: Any) -> None:
@@ -122,9 +124,9 @@ class Watch:
             self.reads.append(Read([], context.layout, embeds[:0]))
             return
         left = context.layout.order
-        taps = None
+        aux_hidden_states = None
         if self.layers:
-            taps = torch.stack(
+            aux_hidden_states = torch.stack(
                 [
                     seen[at][0].index_select(0, _indices(self._orders.pop(at, left), left))
                     for at in self.layers
@@ -132,7 +134,9 @@ class Watch:
                 1,
             )
         rows = embeds.index_select(0, _indices(order, left))
-        self.reads.append(Read([], context.layout, rows, hidden if self.features else None, taps))
+        self.reads.append(
+            Read([], context.layout, rows, hidden if self.features else None, aux_hidden_states)
+        )
 
 
 def _indices(order: Tensor, values: Tensor) -> Tensor:
