@@ -39,7 +39,7 @@ def words(codes: Tensor, bits: int, dim: int) -> Tensor:
     return packed.to(torch.int32).movedim(-1, dim)
 
 
-def from_words(packed: Tensor, bits: int, dim: int) -> Tensor:
+def from_texts(packed: Tensor, bits: int, dim: int) -> Tensor:
     """The inverse of `words`."""
     shifts = torch.arange(0, 32, bits, dtype=torch.int32)
     return (
@@ -111,7 +111,7 @@ def kivi(data: dict, meta: dict) -> None:
             ("k", k, segment.key_codes, segment.key_step, segment.key_min, keys, tokens),
             ("v", v, segment.value_codes, segment.value_step, segment.value_min, values, channels),
         ):
-            theirs = from_words(data[f"{name}_code"][at], bits, dim)
+            theirs = from_texts(data[f"{name}_code"][at], bits, dim)
             assert torch.equal(words(theirs, bits, dim), data[f"{name}_code"][at])
             same(steps, data[f"{name}_scale"][at])
             stored = data[f"{name}_min"][at].reshape(minimum.shape)

@@ -639,7 +639,7 @@ def test_mismatched_module_raises(next_vlm: VLM) -> None:
 def test_recipe_round_trip_and_floor() -> None:
     stage = PVC(side=4, video_repeat=2, positions="keep")
     assert Recipe.parse(str(stage)) == Recipe((stage,))
-    assert PVC.from_words({None: "0.22"}).budget == 0.22
+    assert PVC.from_texts({None: "0.22"}).budget == 0.22
     assert PVC().floor(32) == 1 / 16
 
 

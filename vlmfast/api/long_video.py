@@ -155,7 +155,7 @@ def checked(recipe: Recipe, max_kv_tokens: int) -> Recipe:
             )
     if recipe.acting(CacheStage):
         return recipe
-    return recipe + stage_class("quickprefill").from_words({None: "1"})
+    return recipe + stage_class("quickprefill").from_texts({None: "1"})
 
 
 class LongVideo:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vlmfast.core.params import word_of
+from vlmfast.core.params import recipe_name
 from vlmfast.core.recipe import Recipe
 from vlmfast.core.registry import stage_class, stage_names
 from vlmfast.core.stage import Stage
@@ -407,7 +407,7 @@ def _method(cls: type[Stage]) -> dict[str, Any]:
         "summary": (cls.__doc__ or "").strip().partition("\n")[0],
         "parameters": [
             {
-                "name": word_of(f),
+                "name": recipe_name(f),
                 "type": str(f.type),
                 "default": None if f.default is MISSING else f.default,
                 **{key: value for key, value in f.metadata.items() if key != "word"},

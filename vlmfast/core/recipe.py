@@ -172,4 +172,4 @@ def _stage(item: str, text: str) -> Stage:
         values[where] = value
     if item.endswith(":"):
         raise RecipeError(f"{item!r} ends in ':' without a value")
-    return stage_class(name).from_words(values)
+    return stage_class(name).from_texts(values)

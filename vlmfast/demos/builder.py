@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import Any
 
-from vlmfast.core.params import word_of
+from vlmfast.core.params import recipe_name
 from vlmfast.core.protocols import PROTOCOLS
 from vlmfast.core.recipe import PRESETS, Recipe
 from vlmfast.core.registry import stage_class, stage_names
@@ -150,14 +150,14 @@ def dial_of(stage: Stage) -> Dial | None:
     kind = type(f.default)
     if kind is int:
         low, high = f.metadata.get("ge", 1), f.metadata.get("le", max(8, 2 * f.default))
-        return Dial(word_of(f), value, low, high, 1)
+        return Dial(recipe_name(f), value, low, high, 1)
     if kind is float or f.name == "budget":
-        return Dial(word_of(f), value, 0.05, 0.95 if "lt" in f.metadata else 1.0, 0.005)
+        return Dial(recipe_name(f), value, 0.05, 0.95 if "lt" in f.metadata else 1.0, 0.005)
     return None
 
 
 def _set(stage: Stage, dial: Dial, value: float) -> Stage:
-    names = {word_of(f): f for f in fields(stage)}
+    names = {recipe_name(f): f for f in fields(stage)}
     f = names[dial.name]
     values: dict[str, Any] = {f.name: int(value) if type(f.default) is int else float(value)}
     if f.name == "budget" and stage.lead not in (None, "budget"):

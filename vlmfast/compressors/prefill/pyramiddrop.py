@@ -77,7 +77,7 @@ class PyramidDrop(PrefillStage):
     layers_: tuple[float, ...] = param(
         (0.25, 0.5, 0.75),
         "layers before each drop; a value below 1 is a fraction of the model's depth",
-        word="layers",
+        recipe_name="layers",
         gt=0.0,
     )
     rule: str = param(

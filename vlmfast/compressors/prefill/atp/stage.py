@@ -41,7 +41,7 @@ class ATP(PrefillStage):
         (1 / 8, 7 / 16, 3 / 4),
         "layers before each drop, among those that the weights were trained for; a value below 1 "
         "is a fraction of the model's depth",
-        word="layers",
+        recipe_name="layers",
         gt=0.0,
     )
     grids: int | None = param(

@@ -70,7 +70,7 @@ class ATPTraining(Training):
 
     def __init__(self, args: argparse.Namespace, sizes: dict[str, Any]) -> None:
         super().__init__(args, sizes)
-        self.recipe = ATP.from_words({"layers": args.layers, "grids": str(args.grids)})
+        self.recipe = ATP.from_texts({"layers": args.layers, "grids": str(args.grids)})
         floor = self.recipe.floor(sizes["depth"])
         if not floor < args.target < 1:
             raise RecipeError(
