@@ -41,7 +41,7 @@ def cake_case(data: dict, meta: dict) -> None:
     depth, window, capacity = (int(meta[name]) for name in ("layers", "window", "cache_size"))
     n = data["k0"].shape[2]
     stage = CAKE(
-        share=capacity / n,
+        keep=capacity / n,
         window=window,
         gamma=float(meta["gamma"]),
         tau1=float(meta["tau1"]),
@@ -122,7 +122,7 @@ def fastkv_case(data: dict, meta: dict) -> None:
     capacity, left = int(meta["max_capacity"]), int(meta["tsp_length"])
     proportional = meta["mode"] == "proportional"
     stage = FastKV(
-        share=float(meta["retain_rate"]) if proportional else capacity / n,
+        keep=float(meta["retain_rate"]) if proportional else capacity / n,
         tsp=float(meta["tsp_rate"]) if proportional else left / n,
         window=window,
         kernel=int(meta["kernel"]),

@@ -363,7 +363,7 @@ def test_method_of_the_page_compresses(tiny: vlmfast.VLM) -> None:
     asked = {"question": QUESTION, "images": PICTURE, "max_new_tokens": 4}
     full = tiny.ask(**asked)
     none, half, fifth = (
-        tiny.ask(**asked, recipe=Recipe((namespace["Loud"](share=share),)))
+        tiny.ask(**asked, recipe=Recipe((namespace["Loud"](keep=share),)))
         for share in (1.0, 0.5, 0.2)
     )
     assert none.token_ids == full.token_ids

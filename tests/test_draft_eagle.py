@@ -841,7 +841,7 @@ def test_recipes_round_trip_and_invalid_values_are_refused() -> None:
     )
     for bad, text in {
         "draft-eagle:top_k=2,depth=2,nodes=8": "at most 7 nodes",
-        "draft-eagle:all,keep=0.1": "share=0.1 applies to",
+        "draft-eagle:all,keep=0.1": "keep=0.1 applies to",
         "draft-eagle:visual=zip": "out of range",
         "draft-eagle:nodes=1": "out of range",
         "draft-eagle:kind=medusa": "out of range",

@@ -24,14 +24,14 @@ from vlmfast.drafters.draft_vispec.module import VispecModule
 FAMILIES = {"llava": build_llava, "llava-next": build_llava_next}
 BRANCHES = (
     "all",
-    "prune,share=0.3",
-    "pool,share=0.3",
+    "prune,keep=0.3",
+    "pool,keep=0.3",
     "conv",
     "resample",
     "text",
     "select",
     "weighted",
-    "concat,share=0.5",
+    "concat,keep=0.5",
 )
 DRAFTERS = [
     "draft-ngram",

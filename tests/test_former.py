@@ -186,12 +186,14 @@ def test_a_reducer_with_former_names_works(tiny: VLM) -> None:
 
 
 def test_prefill_and_drafter_stages_with_former_names() -> None:
-    with pytest.warns(DeprecationWarning):
+    with pytest.warns(DeprecationWarning, match="repair is deprecated"):
 
         @dataclass(frozen=True)
         class Merges(PrefillStage):
             name: ClassVar[str] = "merges"
             repair: bool = param(True, "")
+
+    with pytest.warns(DeprecationWarning, match="taps is deprecated"):
 
         @dataclass(frozen=True)
         class Drafts(DrafterStage):
@@ -228,7 +230,7 @@ def tiny() -> VLM:
             "hired:keep=0.15,alpha=0.4+lookm:proportional_attention=true",
             "green",
         ),
-        ("session-h2o", "hired:keep=0.15,alpha=0.6+h2o:0.6", "ANSWER"),
+        ("session-h2o", "hired:keep=0.15,alpha=0.6+h2o:0.6", "yellow"),
         ("session-kivi", "visionzip:keep=0.1,proportional_attention=true+kivi:4", "yellow"),
     ],
 )
@@ -240,7 +242,7 @@ def test_sessions_of_the_first_version_go_on(
     assert session.reuses == "kv"
     assert str(session.recipe).split("+")[0] == str(Recipe.parse(recipe)).split("+")[0]
     given = session.ask("What color is it?", max_new_tokens=6)
-    # By 2.4 and 5.5 logits the likeliest, so that rounding changes nothing.
+    # By 2.4, 5.9 and 5.5 logits the likeliest, so that rounding changes nothing.
     assert given.text == answer
     assert given.stats.prompt_reused > 300
     session.close()

@@ -332,7 +332,7 @@ def test_best_breaks_ties_by_index(scores: list[int], data: st.DataObject) -> No
     ("word", "message"),
     [
         ("hired:1.5", r"hired: keep=1.5 is out of range, allowed is > 0 and <= 1"),
-        ("hired:0", r"rate=0(\.0)? is out of range"),
+        ("hired:0", r"keep=0(\.0)? is out of range"),
         ("hired:-0.1", r"keep=-0.1 is out of range"),
         ("hired:keep=nan", r"keep=nan is out of range"),
         ("hired:keep=inf", r"keep=inf is out of range"),

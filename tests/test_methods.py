@@ -43,7 +43,7 @@ def with_budget(name: str, share: float):
     """A method that keeps about ``share`` of the visual tokens or of the cache."""
     if name in REDUCERS:
         return with_parameters(stage_class(name)(), budget=share)
-    return with_parameters(stage_class(name)(), share=share, **SHORT)
+    return with_parameters(stage_class(name)(), keep=share, **SHORT)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -106,7 +106,7 @@ def test_budget_1_is_identity(tiny, name) -> None:
 @pytest.mark.parametrize("name", SHARED)
 def test_share_1_is_identity(tiny, name) -> None:
     """All other parameters have their defaults."""
-    stage = with_parameters(stage_class(name)(), share=1.0)
+    stage = with_parameters(stage_class(name)(), keep=1.0)
     for case in ("two pictures", "a clip"):
         full = tiny.ask("what ?", **MEDIA[case], max_new_tokens=12)
         same = tiny.ask("what ?", **MEDIA[case], recipe=stage, max_new_tokens=12)

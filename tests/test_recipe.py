@@ -205,7 +205,7 @@ def test_save_and_load(tmp_path: Path) -> None:
         ("+hired", r"empty method name"),
         ("random:seed=1.5", r"random: seed='1.5' cannot be read as int"),
         ("random:seed=-1", r"random: seed=-1 is out of range, allowed is >= 0"),
-        ("grid:sead=1", r"grid has no parameter 'sead'; parameters: rate, positions, budget"),
+        ("grid:sead=1", r"grid has no parameter 'sead'; parameters: keep, positions, budget"),
     ],
 )
 def test_invalid_recipes_raise(text: str, message: str) -> None:
@@ -230,7 +230,7 @@ def test_errors_are_value_errors() -> None:
 def test_paths_with_reserved_characters_raise(path):
     from vlmfast.compressors.encoder.pvc import PVC
 
-    with pytest.raises(RecipeError, match="cannot stand in a recipe"):
+    with pytest.raises(RecipeError, match="cannot be used in a recipe"):
         PVC(weights=path)
     assert Recipe.parse(str(PVC(weights="runs/1e+5".replace("+", "")))) == Recipe(
         (PVC(weights="runs/1e5"),)

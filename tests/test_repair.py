@@ -142,7 +142,7 @@ class Weigh(EncodeStage):
 
 
 def test_repair_changes_answers_only_with_weights(vlm) -> None:
-    """Weights of 1 change nothing; others do, in prefill and decoding, unless proportional_attention is off."""
+    """Weights of 1 change nothing; others do, in prefill and decoding, unless switched off."""
     full = answer_logits(vlm, start(vlm, (), [picture()]), TOKENS)
     same = answer_logits(vlm, start(vlm, Weigh(1.0), [picture()]), TOKENS)
     terms = sums(vlm)

@@ -211,7 +211,7 @@ def test_cache_equals_single_token_decoding(vlm: VLM, recipe: str) -> None:
     assert plain.rows[0].steps == drafts.rows[0].steps
     assert plain.cache.logical == drafts.cache.logical
     for one, other in zip(plain.cache.layers, drafts.cache.layers, strict=True):
-        assert torch.equal(one.length, other.length) and one.held == other.held
+        assert torch.equal(one.length, other.length) and one.max_lengths == other.max_lengths
         assert one.stored == other.stored
         for head, length in enumerate(one.length[0].tolist()):
             for name in ("keys", "values"):

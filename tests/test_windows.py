@@ -545,7 +545,9 @@ CACHE = {
     "fastkv": "fastkv:keep=0.4,tsp=0.9,window=3",
     "lookm": "lookm:keep=0.9,merge=avg",
     "lookm, weighted": "lookm:keep=0.9,merge=avg,proportional_attention=true",
-    "lookm, weighted, and kivi": "lookm:keep=0.9,merge=avg,proportional_attention=true+kivi:4,group=4,residual=16",
+    "lookm, weighted, and kivi": (
+        "lookm:keep=0.9,merge=avg,proportional_attention=true+kivi:4,group=4,residual=16"
+    ),
     "h2o": "h2o:0.5",
     "cake": "cake:keep=0.5,window=4",
     "kivi": "kivi:bits=4,group=4,residual=16",

@@ -16,7 +16,7 @@ from .select import count
 
 @dataclass(frozen=True)
 class Reducer(EncodeStage):
-    """An encode stage that keeps a fraction of the visual tokens, by ``rate`` or by ``budget``."""
+    """An encode stage that keeps a fraction of the visual tokens, by ``keep`` or by ``budget``."""
 
     lead: ClassVar[str | None] = "keep"
 

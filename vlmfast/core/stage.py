@@ -116,8 +116,8 @@ class Stage(metaclass=_StageType):
                 continue
             if isinstance(value, str) and (set(value) & set("+,") or value != value.strip()):
                 raise RecipeError(
-                    f"{self.name}: {recipe_name(f)}={value!r} cannot be used in a recipe: no '+', no ',' "
-                    "and no blanks at the ends"
+                    f"{self.name}: {recipe_name(f)}={value!r} cannot be used in a recipe: no '+', "
+                    "no ',' and no blanks at the ends"
                 )
             values = value if isinstance(value, tuple) else (value,)
             if meta.get("choices"):

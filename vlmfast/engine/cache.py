@@ -172,7 +172,8 @@ class KVLayer(CacheLayerMixin):
         logical : int
             The same on the host.
         track, attention_mass : bool
-            Whether decode stages read ``order`` and ``attention_mass``; only for layers that were `put`.
+            Whether decode stages read ``order`` and ``attention_mass``; only for layers that were
+            `put`.
         """
         kv, self.kv = self.kv, None
         order = masses = rank = None
@@ -501,7 +502,7 @@ class KVCache(Cache):
         cached = self.layers[layer]
         if cached.window is None:
             return False
-        spans = cached.held
+        spans = cached.max_lengths
         if cached.rank is not None:
             spans = [logical - gap for logical, gap in zip(self.logical, cached.gap, strict=True)]
         return max(spans) + tokens > cached.window
@@ -835,7 +836,7 @@ class RowSlots:
 
     @property
     def max_length(self) -> int:
-        return self._layer.held[self._row]
+        return self._layer.max_lengths[self._row]
 
     @property
     def seen(self) -> int:
@@ -852,7 +853,7 @@ class RowSlots:
                 moved = row.gather(1, last[wide].expand(shape))
                 row.scatter_(1, slot[:, None][wide].expand(shape), moved)
         self.length.sub_(1)
-        self._layer.held[self._row] -= 1
+        self._layer.max_lengths[self._row] -= 1
 
     def quantize(self, count: int, make: Callable[[Tensor, Tensor], Segment]) -> None:
         page = make(self.keys[:, :count], self.values[:, :count])

@@ -140,7 +140,7 @@ def _read(processor: Any) -> dict[str, Any] | None:
         case MinPLogitsWarper():
             return {"min_p": processor.min_p}
         case TypicalLogitsWarper():
-            return {"typical_p": processor.attention_mass}
+            return {"typical_p": processor.mass}
         case _:
             return {"normalize": True}
 

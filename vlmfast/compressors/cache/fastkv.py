@@ -19,8 +19,8 @@ Different from the authors' code, and why:
 - All text is kept; only visual tokens are dropped. Text is what the user wrote, and a prompt has
   little of it. So ``tsp`` must leave enough rows for the text; otherwise it is an error.
 - At least as many rows are kept as each layer stores slots, so ``keep=1`` leaves the model
-  unchanged. The authors' ``tsp`` is independent of ``share``.
-- Layers after the TSP layer keep ``share`` divided by the fraction of kept rows, as the authors' do
+  unchanged. The authors' ``tsp`` is independent of ``keep``.
+- Layers after the TSP layer keep ``keep`` divided by the fraction of kept rows, as the authors' do
   with ``tsp``; counts are taken from the rows actually kept.
 - Any depth: a ``layer`` below 1 is a fraction of the model's depth (16 layers of 32 see the whole
   prompt).

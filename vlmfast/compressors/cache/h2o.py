@@ -45,7 +45,7 @@ from ..part import Part
 
 
 def lightest(order: Tensor, attention_mass: Tensor, length: Tensor, recent: Tensor) -> Tensor:
-    """The slot of each head with the least attention attention_mass that is not among its last ones.
+    """The slot of each head with the least attention that is not among its last ones.
 
     Parameters
     ----------
@@ -105,7 +105,7 @@ class H2O(Evictor):
 
 @dataclass(frozen=True)
 class Answer(Part, DecodeStage):
-    """Evicts the slot with the least attention attention_mass whenever a layer exceeds its budget."""
+    """Evicts the slot with the least attention whenever a layer exceeds its budget."""
 
     name: ClassVar[str] = H2O.name
     attention_mass: ClassVar[bool] = True

@@ -9,10 +9,10 @@ block, mean over heads, and ``s`` the number of patches in a row::
                                                               and all j in A with e(j) = b
 
 so that every block removes ``r`` rows. *Proportional attention* adds log(s) to the logits of a key,
-as if every patch were still present; ``proportional_attention`` (on, as in the paper for towers that were not
-trained with merging) does so in the tower, and in the language model too.
+as if every patch were still present; ``proportional_attention`` (on, as in the paper for towers
+that were not trained with merging) does so in the tower, and in the language model too.
 
-``rate`` and ``budget`` set the fraction of a view's tokens that is left, and solve ``r``: the
+``keep`` and ``budget`` set the fraction of a view's tokens that is left, and solve ``r``: the
 smallest number that reaches it, where the last merging block takes the remainder. ``r`` itself may
 be given instead. Newlines are dropped.
 

@@ -13,7 +13,7 @@ score the visual tokens; the best are kept. Of the ``d`` others::
     (density peaks over the c nearest; distances by sqrt(width)), and each becomes its mean
 
 ``published`` selects the authors' counts by the average number of tokens left of LLaVA-1.5's 576;
-other prompts keep the same fractions. ``rate`` keeps one fraction of all tokens after every drop,
+other prompts keep the same fractions. ``keep`` keeps one fraction of all tokens after every drop,
 and ``budget`` solves ``n lambda^s`` after drop s. Both include the recycled tokens.
 
 Different from the authors' code, and why:

@@ -15,7 +15,7 @@ after layer K, and those of the last after layer K + 1::
     max(0, A_K[c] - A_(K-1)[c]) + 0.6 cos(h_c, mean h of the last image and the text after it)
     cos(h_q, mean h of what is left of the other images)
 
-until a fraction ``1 - R`` of each is left. ``rate`` is that fraction, and ``budget`` solves it.
+until a fraction ``1 - R`` of each is left. ``keep`` is that fraction, and ``budget`` solves it.
 
 The paper has no public code. Where it leaves details open:
 

@@ -48,9 +48,10 @@ class DivPrune(Reducer):
         0.098, "fraction of the visual tokens kept", gt=0.0, le=1.0, former=("rate",)
     )
     across: str = param(
-        "clip",
-        "frames of one video: prune them together (clip), or each separately (frame)",
-        choices=("clip", "frame"),
+        "video",
+        "frames of one video: prune them together (video), or each separately (frame)",
+        choices=("video", "frame"),
+        former_choices={"clip": "video"},
     )
 
     def reduce(
@@ -58,7 +59,7 @@ class DivPrune(Reducer):
     ) -> VisualTokens:
         if self.fraction == 1:
             return tokens
-        if self.across == "clip":
+        if self.across == "video":
             groups = together(tokens, stats.items)
         else:
             groups = [index for _, index in tokens.items()]

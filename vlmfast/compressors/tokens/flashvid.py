@@ -26,8 +26,8 @@ Different from the authors' code, and why:
 - A single image is a video of one frame: tokens are chosen, and the rest is clustered.
 - On vision towers without CLS, ``a`` is the attention that patches receive in the block that feeds
   the projector, pooled with the features, as on LLaVA-OneVision, LLaVA-Video and Qwen-VL there.
-- ``w`` below 0 counts as 0. Newlines are dropped. With ``proportional_attention``, a token weighs as much as the
-  tokens of its cluster.
+- ``w`` below 0 counts as 0. Newlines are dropped. With ``proportional_attention``, a token weighs
+  as much as the tokens of its cluster.
 """
 
 from __future__ import annotations

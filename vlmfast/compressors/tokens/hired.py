@@ -31,7 +31,7 @@ Different from the authors' code, and why:
 - On vision towers without CLS, received attention replaces its row, and several patches that become
   one token count together (`vlmfast.core.saliency`).
 - The authors never insert newlines; ``newline`` can keep them.
-- ``budget`` counts the tokens that are in the prompt. ``rate`` counts all ``V N`` patches, so that
+- ``budget`` counts the tokens that are in the prompt. ``keep`` counts all ``V N`` patches, so that
   patches selected in the letterbox padding are dropped and fewer tokens are kept.
 """
 

@@ -15,7 +15,7 @@ the keys of the same layer, all heads concatenated; one more token represents al
 The softmax over a sum of heads is not a sum of softmaxes, but follows from them: with ``p_h`` the
 row of head h of H, ``a = softmax(H^(-1/2) sum over h of log p_h)``.
 
-``rate`` and ``budget`` give all views of an image the same number of tokens, x_rest included. A
+``keep`` and ``budget`` give all views of an image the same number of tokens, x_rest included. A
 view that keeps all of its tokens is unchanged. Newlines are dropped.
 
 Different from the authors' code, and why:
@@ -24,8 +24,8 @@ Different from the authors' code, and why:
   kept of an image depend on the other images. A view without outliers keeps its best patch.
 - Features are those after the projector, where encode stages run, not before it.
 - Tokens keep the order of the prompt (theirs: by decreasing attention). x_rest takes the position
-  of the last dropped patch, and its weight is the number of dropped patches. With ``proportional_attention``, the
-  weight of a kept patch is 1.
+  of the last dropped patch, and its weight is the number of dropped patches. With
+  ``proportional_attention``, the weight of a kept patch is 1.
 - Letterbox patches that are not in the prompt are ignored.
 - On vision towers without CLS, ``p_h`` is the attention that patches receive, scaled to sum to 1.
 """

@@ -8,7 +8,7 @@ LLaVA-PruMerge (ICCV 2025, arXiv 2403.15388) adds patches of the raster in equal
 
 Neighbours and the rest are then merged as in `prumerge`.
 
-Of the ``t`` tokens that ``rate`` or ``budget`` give a view, one is x_rest, ``(t - 1) // 2`` are
+Of the ``t`` tokens that ``keep`` or ``budget`` give a view, one is x_rest, ``(t - 1) // 2`` are
 spread evenly over the patches that are not outliers, and the others are outliers; the authors'
 fixed ratio for training halves them alike.
 

@@ -1,6 +1,6 @@
 """Random selection: the baseline that every method must beat.
 
-Keeps ``rate`` of an image's tokens, drawn without replacement from its patches. Newlines are
+Keeps ``keep`` of an image's tokens, drawn without replacement from its patches. Newlines are
 dropped. The draw depends only on ``seed``, the index of the image in the prompt and its number of
 tokens, not on the device or the global random state. With the same seed, a smaller rate keeps a
 subset of what a larger one keeps.

@@ -7,7 +7,7 @@ other patches in raster order, and their keys in the same layer, mean over heads
     targets t = number 0, s, 2s, ... of them, C in all         s = max(1, floor(m / C))
     token of t = x_t + mean of the x whose keys are most like that of t (cosine)
 
-``rate`` and ``budget`` give each view the same D + C, as 54 : 10. Newlines are dropped.
+``keep`` and ``budget`` give each view the same D + C, as 54 : 10. Newlines are dropped.
 
 Different from the authors' code, and why:
 

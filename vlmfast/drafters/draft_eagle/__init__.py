@@ -18,7 +18,7 @@ the vocabulary, and rows are twice as wide).
 ``visual`` selects how visual rows are shortened: ``all`` (not), ``prune`` (to 1/20, at random),
 ``pool`` (1/20), ``conv`` (1/3), ``resample`` (``queries`` rows), ``text`` (none). The gate chooses
 one of these (``select``), adds them up (``weighted``, at 1/3), or they are concatenated
-(``concat``). ``share`` gives all the same number of rows.
+(``concat``). ``keep`` gives all the same number of rows.
 
 What differs from the authors' code, or is left open by them:
 

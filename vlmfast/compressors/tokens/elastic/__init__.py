@@ -12,7 +12,7 @@ Modes, with N tokens of an image (newlines are counted, but never kept)::
     weighted  sum of softmax(g)_i y_i over prune, pool and conv, each at the fraction ``conv``
     concat    prune, pool, conv and resample concatenated
 
-``rate`` and ``budget`` give every branch the same count, so that the gate chooses by quality alone;
+``keep`` and ``budget`` give every branch the same count, so that the gate chooses by quality alone;
 ``concat`` splits it in equal parts. A branch that cannot reach the count is closed: the resampler
 if the count exceeds its learned queries, and text-only always.
 
