@@ -40,7 +40,7 @@ from gradio_client.utils import apply_diff
 
 from vlmfast.core.env import environment
 
-PICTURE = ROOT / "examples" / "picture.png"
+IMAGE = ROOT / "examples" / "picture.png"
 QUESTIONS = {
     "What is in the bottom left?": "yellow triangle",
     "What color is the circle?": "purple",
@@ -101,9 +101,9 @@ class Page:
 
     def __enter__(self) -> Page:
         self.alive.__enter__()
-        with PICTURE.open("rb") as file:
+        with IMAGE.open("rb") as file:
             (path,) = self.http.post("gradio_api/upload", files={"files": file}).json()
-        about = {"path": path, "orig_name": PICTURE.name, "meta": {"_type": "gradio.FileData"}}
+        about = {"path": path, "orig_name": IMAGE.name, "meta": {"_type": "gradio.FileData"}}
         self.values[self.ids["image-media"]] = about
         return self
 

@@ -92,7 +92,7 @@ class Shape:
     heads: int
     kv_heads: int
     vocabulary: int
-    picture: tuple[int, int]
+    image: tuple[int, int]
     canvases: tuple[tuple[int, int], ...] = ()
     tower: tuple[int, int, int, int, int] = (24, 1024, 16, 336, 14)
     prompt: int = 0
@@ -190,7 +190,7 @@ class Job:
 
     model: Any
     processor: Any
-    picture: Any
+    image: Any
     question: str
     decoding: str = "auto"
 
@@ -206,10 +206,10 @@ class Job:
 def prepared(name: str, device: torch.device, dtype: torch.dtype, args: argparse.Namespace) -> Job:
     shape = MODELS[name]
     model, processor = build(shape, device, dtype, args.layers)
-    height, width = shape.picture
-    picture = drawn(max(shape.picture)).resize((width, height))
-    job = Job(model, processor, picture, QUESTION, args.decoding)
-    tokens = job.vlm().inputs(QUESTION, images=picture)["input_ids"].shape[1]
+    height, width = shape.image
+    image = drawn(max(shape.image)).resize((width, height))
+    job = Job(model, processor, image, QUESTION, args.decoding)
+    tokens = job.vlm().inputs(QUESTION, images=image)["input_ids"].shape[1]
     if tokens < shape.prompt:  # one token per letter
         job.question = f"{'.' * (shape.prompt - tokens)}{QUESTION}"
     return job
@@ -280,7 +280,7 @@ def huggingface(job: Job, static: bool = False) -> Answer:
         begin = clock(job.device)
         # Resize images on the same device as vlmfast.
         inputs = job.processor(
-            images=[job.picture] * batch,
+            images=[job.image] * batch,
             text=[text] * batch,
             return_tensors="pt",
             **vlm.adapter.on_device(),
@@ -318,7 +318,7 @@ def own(job: Job, recipe: str) -> Answer:
         requests = [
             Request(
                 job.question,
-                job.picture,
+                job.image,
                 recipe=recipe,
                 generation=generation | ({"logits_processor": [probe]} if forced else {}),
             )

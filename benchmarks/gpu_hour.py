@@ -408,7 +408,7 @@ def serve(bench: Bench) -> None:
     report = bench.report
     shape = end_to_end.MODELS["tiny-shape" if bench.dry else "llava-next-7b"]
     vlm = VLM(*end_to_end.build(shape, bench.device, bench.dtype))
-    image = drawn(max(shape.picture))
+    image = drawn(max(shape.image))
     batches = (("none", 2),) if bench.dry else (("none", 4), ("hired:0.2", 4), ("hired:0.2", 16))
     for recipe, size in batches:
         rates = {}

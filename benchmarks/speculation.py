@@ -120,7 +120,7 @@ class Said:
 class Dialogue:
     """An image and the questions about it; the last one is measured."""
 
-    picture: Any
+    image: Any
     questions: tuple[str, ...]
     generation: dict[str, Any]
 
@@ -130,9 +130,9 @@ class Dialogue:
         more = self.generation | special
         if not before:
             begin = clock(vlm.adapter.device)
-            answer = vlm.ask(last, images=self.picture, recipe=recipe, **more)
+            answer = vlm.ask(last, images=self.image, recipe=recipe, **more)
             return _said([answer], clock(vlm.adapter.device) - begin)
-        with vlm.session(images=self.picture, recipe=recipe) as session:
+        with vlm.session(images=self.image, recipe=recipe) as session:
             answers = [session.ask(question, **self.generation) for question in before]
             begin = clock(vlm.adapter.device)
             answers.append(session.ask(last, **more))
@@ -140,7 +140,7 @@ class Dialogue:
 
     def until(self, number: int) -> Dialogue:
         """The dialogue up to the question with this index."""
-        return Dialogue(self.picture, self.questions[: number + 1], self.generation)
+        return Dialogue(self.image, self.questions[: number + 1], self.generation)
 
 
 def _said(answers: list[Any], seconds: float) -> Said:
@@ -151,7 +151,7 @@ def _said(answers: list[Any], seconds: float) -> Said:
 
 def dialogues(job: Job, workload: str, count: int, first: int = 0) -> list[Dialogue]:
     if job.shape != TINY:
-        return [Dialogue(job.picture, (end_to_end.QUESTION,), job.generation)] * count
+        return [Dialogue(job.image, (end_to_end.QUESTION,), job.generation)] * count
     found = []
     for number in range(first, first + count):
         example = image_example(EVAL_SEED_START + number)
@@ -294,7 +294,7 @@ class Job:
     model: Any
     processor: Any
     generation: dict[str, Any]
-    picture: Any = None
+    image: Any = None
     decoding: str = "auto"
 
     def vlm(self) -> VLM:
@@ -314,9 +314,9 @@ def prepared(args: argparse.Namespace) -> Job:
         return Job(TINY, vlm.model, vlm.processor, generation, decoding=args.decoding)
     shape = SHAPES[args.shape]
     model, processor = end_to_end.build(shape, torch.device(args.device), dtype, args.layers)
-    height, width = shape.picture
-    picture = drawn(max(shape.picture)).resize((width, height))
-    return Job(args.shape, model, processor, generation, picture, args.decoding)
+    height, width = shape.image
+    image = drawn(max(shape.image)).resize((width, height))
+    return Job(args.shape, model, processor, generation, image, args.decoding)
 
 
 def plainly(vlm: VLM, plan: Recipe) -> Answer:
@@ -364,7 +364,7 @@ def huggingface(job: Job, name: str) -> Answer:
         hook = job.model.get_decoder().register_forward_pre_hook(count)
         begin = clock(vlm.adapter.device)
         try:
-            inputs = vlm.inputs(dialogue.questions[0], images=dialogue.picture)
+            inputs = vlm.inputs(dialogue.questions[0], images=dialogue.image)
             ids = job.model.generate(**inputs, **dialogue.generation, **more)
         finally:
             hook.remove()

@@ -10,12 +10,12 @@ from pathlib import Path
 
 from vlmfast.scenes.examples import EVAL_SEED_START, image_example, video_example
 
-PICTURE_SEED = EVAL_SEED_START + 9
-CLIP_SEED = EVAL_SEED_START + 12
+IMAGE_SEED = EVAL_SEED_START + 9
+VIDEO_SEED = EVAL_SEED_START + 12
 FOLDER = Path(__file__).parent
 
 
-def write_clip(path: Path, frames: list, rate: int = 2) -> None:
+def write_video(path: Path, frames: list, rate: int = 2) -> None:
     """Write RGB frames as lossless H.264 in MP4."""
     import av
 
@@ -29,9 +29,9 @@ def write_clip(path: Path, frames: list, rate: int = 2) -> None:
 
 
 def main() -> None:
-    image, video = image_example(PICTURE_SEED), video_example(CLIP_SEED)
+    image, video = image_example(IMAGE_SEED), video_example(VIDEO_SEED)
     image.image.save(FOLDER / "picture.png", optimize=True)
-    write_clip(FOLDER / "clip.mp4", video.frames)
+    write_video(FOLDER / "clip.mp4", video.frames)
     for name, example in (("picture.png", image), ("clip.mp4", video)):
         print(f"{name}: {example.caption}")
         for qa in example.qa:

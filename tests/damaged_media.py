@@ -46,7 +46,7 @@ def videos(folder: Path) -> dict[str, bytes]:
 
 def images() -> dict[str, bytes]:
     """Small images: one per format, an animation, 16 bits, and CMYK."""
-    plain, *others = (Image.fromarray(fx.picture(20, 24, seed)) for seed in range(3))
+    plain, *others = (Image.fromarray(fx.make_image(20, 24, seed)) for seed in range(3))
     deep = Image.fromarray(np.asarray(plain)[..., 0].astype(np.uint16) * 257)
     found = {fmt: fx.encoded(plain, fmt) for fmt in ("PNG", "JPEG", "BMP", "TIFF", "PPM")}
     for fmt in ("GIF", "WEBP", "PNG"):

@@ -12,7 +12,7 @@ from PIL import Image
 
 from vlmfast.scenes.examples import EVAL_SEED_START, image_example, video_example
 
-PICTURES = [f"image_{i}" for i in range(1, 8)]
+IMAGES = [f"image_{i}" for i in range(1, 8)]
 
 
 @cache
@@ -34,7 +34,7 @@ def question(name: str, text: str, options: Any, answer: Any, images: int = 1, *
         "question": text,
         "options": options if isinstance(options, str) else repr(options),
         "explanation": "",
-        **dict.fromkeys(PICTURES),
+        **dict.fromkeys(IMAGES),
         "img_type": "['Tables']",
         "answer": answer,
         "topic_difficulty": "Easy",
@@ -60,14 +60,14 @@ MMMU = [
 ]
 
 
-def write_rows(file: Path, rows: list[dict], pictures: list[str] = PICTURES) -> Path:
+def write_rows(file: Path, rows: list[dict], images: list[str] = IMAGES) -> Path:
     """A parquet file as written by ``datasets``, with column types."""
     from datasets import Dataset, Features
     from datasets import Image as Picture
 
     file.parent.mkdir(parents=True, exist_ok=True)
     table = Dataset.from_list(rows)
-    types = Features({**table.features, **{key: Picture() for key in pictures}})
+    types = Features({**table.features, **{key: Picture() for key in images}})
     table.cast(types).to_parquet(str(file))
     return file
 

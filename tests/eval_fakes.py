@@ -153,7 +153,7 @@ def write_results(
                 "doc_id": doc.doc_id,
                 "type": doc.type,
                 "modality": doc.modality,
-                "picture": doc.picture,
+                "picture": doc.image,
                 "prompt_hash": "0",
                 "target": doc.target,
                 "resps": [["?"]],

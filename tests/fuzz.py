@@ -158,9 +158,9 @@ class Fuzz:
     def __post_init__(self) -> None:
         self.vlm = VLM(self.model, self.processor)
         shape = (44, 60, 3)
-        self.picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, shape, np.uint8))
+        self.image = Image.fromarray(np.random.default_rng(0).integers(0, 256, shape, np.uint8))
         self.model.get_decoder().register_forward_pre_hook(self._count)
-        tensors = self.vlm.inputs(QUESTION, self.picture)
+        tensors = self.vlm.inputs(QUESTION, self.image)
         self.tensors = {key: tensor.clone() for key, tensor in tensors.items()}
         self.expected = self._plain()
 
@@ -168,7 +168,7 @@ class Fuzz:
         self.passes += 1
 
     def _plain(self) -> list[int]:
-        return self.vlm.ask(QUESTION, self.picture, max_new_tokens=NEW).token_ids
+        return self.vlm.ask(QUESTION, self.image, max_new_tokens=NEW).token_ids
 
     # --- random arguments ------------------------------------------------------------------------
 
@@ -232,7 +232,7 @@ class Fuzz:
             lambda: np.zeros(rng.choice(((0, 0, 3), (2, 2), (2, 2, 5), (1, 2, 3, 4, 5), (3,)))),
             lambda: np.full((4, 4, 3), rng.choice((np.nan, np.inf, -1.0, 300.0, 1j))),
             lambda: torch.full((3, 4, 4), rng.choice((0.5, float("nan"), 2e9))),
-            lambda: [[self.picture]],
+            lambda: [[self.image]],
         )
         return rng.choice(makers)()
 
@@ -288,7 +288,7 @@ class Fuzz:
         vlm, plain = self.vlm, {"max_new_tokens": NEW}
         way = rng.choice(WAYS)
         if way == "ask":
-            given, image = self.generation(rng), rng.choice((self.picture, None))
+            given, image = self.generation(rng), rng.choice((self.image, None))
             return f"ask {given}", True, lambda: vlm.ask(QUESTION, image, **given)
         if way == "question":
             question = self.question(rng)
@@ -304,7 +304,7 @@ class Fuzz:
             return (
                 f"recipe {recipe!r:.80}",
                 False,
-                lambda: vlm.ask(QUESTION, self.picture, recipe=recipe, **plain),
+                lambda: vlm.ask(QUESTION, self.image, recipe=recipe, **plain),
             )
         if way == "chat":
             messages = self.messages(rng)
@@ -326,13 +326,13 @@ class Fuzz:
             return (
                 f"compare {recipes!r:.80}",
                 False,
-                lambda: vlm.compare(QUESTION, self.picture, recipes=recipes, **plain),
+                lambda: vlm.compare(QUESTION, self.image, recipes=recipes, **plain),
             )
         if way == "session":
             given, question = self.generation(rng), rng.choice((QUESTION, self.question(rng)))
 
             def ask() -> None:
-                with vlm.session(rng.choice((self.picture, None))) as session:
+                with vlm.session(rng.choice((self.image, None))) as session:
                     self.passes = 0
                     session.ask(question, **given)
 
@@ -353,7 +353,7 @@ class Fuzz:
             given = plain | {name: self.odd_tensor(rng, self.tensors[name])}
             return f"tensors {name} {given[name]!r:.200}", True, lambda: self.generate(given)
         bound = self.value(rng)
-        frames = [self.picture] * 3
+        frames = [self.image] * 3
         return (
             f"long {bound!r:.40}",
             False,

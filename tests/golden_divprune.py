@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from helpers_layout import REQUEST, picture
+from helpers_layout import REQUEST, make_image
 from vlmfast.compressors.select import count
 from vlmfast.compressors.tokens.divprune import DivPrune
 from vlmfast.core.layout import VisualTokens
@@ -27,7 +27,7 @@ def choice(data: dict, meta: dict) -> None:
     assert torch.equal(order.sort().values, data["kept_sorted"])
 
     if features.dtype == torch.float32:
-        tokens, geometry = picture((0, 0), (1, n))
+        tokens, geometry = make_image((0, 0), (1, n))
         tokens = VisualTokens(features, tokens.layout)
         kept = DivPrune(rate).reduce(tokens, VisionStats((geometry,), {}), REQUEST)
         assert torch.equal(kept.layout.order, data["kept_sorted"])

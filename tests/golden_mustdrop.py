@@ -12,7 +12,7 @@ from transformers import CLIPVisionConfig, CLIPVisionModel, LlamaConfig, LlamaFo
 
 from closeness import close, network
 from driven import Driven
-from helpers_layout import REQUEST, picture, stats_of
+from helpers_layout import REQUEST, make_image, stats_of
 from vlmfast.compressors.encoder.mustdrop import (
     MustDrop,
     dual_attention,
@@ -63,7 +63,7 @@ def merge_case(data: dict, meta: dict) -> None:
         assert torch.equal(rows, source) if int(counts[0]) else rows is None
 
 
-def clip_blocks(data: dict) -> nn.ModuleList:
+def video_blocks(data: dict) -> nn.ModuleList:
     """Blocks of a tower of transformers with the stored weights."""
     hidden, prefix = data["embeddings_after_pre_layrnorm"], "clip.vision_model.encoder.layers."
     side = math.isqrt(hidden.shape[1] - 1)
@@ -89,7 +89,7 @@ def clip_blocks(data: dict) -> nn.ModuleList:
 @torch.no_grad()
 def clip_case(data: dict, meta: dict) -> None:
     """A tower merged by the stage; then the key set."""
-    hidden, blocks = data["embeddings_after_pre_layrnorm"], clip_blocks(data)
+    hidden, blocks = data["embeddings_after_pre_layrnorm"], video_blocks(data)
     views, side, depth = hidden.shape[0], math.isqrt(hidden.shape[1] - 1), len(blocks)
     merge, key_set, *_ = MustDrop(merge="call").expand()
     modules = {id(block.self_attn): index for index, block in enumerate(blocks)}
@@ -114,7 +114,7 @@ def clip_case(data: dict, meta: dict) -> None:
         context.merged = torch.arange(1 + side * side).expand(views, -1)
     attention = context.stats[depth - 1][:, :, 0, 1:]
     for view, stored in enumerate(data["key_token_index"]):
-        tokens, geometry = picture((0, 0), (side, side))
+        tokens, geometry = make_image((0, 0), (side, side))
         rows = context.merged[view : view + 1, 1:] - 1
         tokens = representatives(tokens, rows, [side])
         stats = stats_of((geometry,), {depth - 1: attention[view : view + 1]})

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from closeness import close
-from helpers_layout import REQUEST, picture, stats_of
+from helpers_layout import REQUEST, make_image, stats_of
 from vlmfast.compressors.select import best
 from vlmfast.compressors.tokens.prumerge import PruMerge, mixture, one_head, outliers
 from vlmfast.core.layout import VisualTokens
@@ -61,7 +61,7 @@ def case(data: dict, meta: dict) -> None:
 def stage_delivers(data: dict, rows: Tensor, n: int) -> None:
     """The same rows in the order of the prompt; that of dropped tokens represents all of them."""
     side = math.isqrt(n)
-    tokens, geometry = picture((0, 0), (side, side))
+    tokens, geometry = make_image((0, 0), (side, side))
     tokens = VisualTokens(data["features_penultimate"][0, 1:], tokens.layout)
     stats = stats_of((geometry,), {23: rows}, {23: data["k_layer23"][:, 1:]})
     out = PruMerge().reduce(tokens, stats, REQUEST)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from closeness import close, network
-from golden_mustdrop import clip_blocks
-from helpers_layout import REQUEST, picture, stats_of
+from golden_mustdrop import video_blocks
+from helpers_layout import REQUEST, make_image, stats_of
 from vlmfast.compressors.select import plus_mean
 from vlmfast.compressors.tokens.visionzip import VisionZip, homes
 from vlmfast.core.contexts import VisionContext, active
@@ -28,7 +28,7 @@ def zip_case(data: dict, meta: dict) -> None:
 def clip_case(data: dict, meta: dict) -> None:
     """A tower of transformers with the stored weights; statistics in the engine's form."""
     hidden = data["embeddings_after_pre_layrnorm"]
-    blocks = clip_blocks(data)
+    blocks = video_blocks(data)
     depth = len(blocks)
     layer, request = depth - 2, StatRequest("cls", keys=True)  # LLaVA's feature layer
     context = VisionContext(
@@ -72,7 +72,7 @@ def views_case(data: dict, attention: Tensor, keys: Tensor, hidden: Tensor, term
 
     # The stage: the same rows, in the order of the prompt.
     side, tiles = math.isqrt(n), {1: (0, 0), 2: (1, 1), 5: (2, 2)}[views]
-    tokens, geometry = picture(tiles, (side, side))
+    tokens, geometry = make_image(tiles, (side, side))
     layout = tokens.layout
     place = 1 + layout.grid[:, 1] * side + layout.grid[:, 2]
     place = torch.where(layout.patches, place, 0).long()

@@ -26,7 +26,7 @@ def unpadded(rows: int, columns: int, size: tuple[int, int]) -> tuple[slice, sli
     return slice(0, rows), slice(cut, columns - cut)
 
 
-def picture(
+def make_image(
     tiles: tuple[int, int] = (2, 2),
     patches: tuple[int, int] = (4, 4),
     size: tuple[int, int] | None = None,
@@ -85,7 +85,7 @@ def prompt(*images: dict, seed: int = 0) -> tuple[VisualTokens, VisionStats]:
     """Several images (arguments of `picture`) with three text tokens before each."""
     parts, items, view, order = [], [], 0, 0
     for number, arguments in enumerate(images):
-        tokens, geometry = picture(
+        tokens, geometry = make_image(
             **arguments, item=number, view=view, order=order + 3, seed=seed + number
         )
         parts.append(tokens)
@@ -139,7 +139,7 @@ def attention(items: list[ItemGeometry], seed: int, heads: int = 2) -> dict[int,
 
 
 @st.composite
-def picture_arguments(draw: st.DrawFn, patches: tuple[int, int] | None = None) -> dict:
+def image_arguments(draw: st.DrawFn, patches: tuple[int, int] | None = None) -> dict:
     """Arguments of `picture`: all grids of LLaVA-NeXT and none, with and without letterbox."""
     tiles = draw(st.sampled_from([(0, 0), (1, 1), (1, 2), (2, 1), (2, 2), (3, 1), (1, 3), (2, 3)]))
     patches = patches or draw(st.sampled_from([(4, 4), (6, 6), (3, 5)]))

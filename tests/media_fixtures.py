@@ -18,7 +18,7 @@ import numpy as np
 from PIL import Image
 
 
-def picture(height: int = 30, width: int = 40, seed: int = 0) -> np.ndarray:
+def make_image(height: int = 30, width: int = 40, seed: int = 0) -> np.ndarray:
     """Return a uint8 HxWx3 image: a gradient, which shows orientation, with noise."""
     noise = np.random.default_rng(seed).integers(0, 40, (height, width, 3))
     ramp = np.add.outer(np.arange(height) * 3, np.arange(width) * 2)[..., None]

@@ -122,7 +122,7 @@ VIDEOS = (
 BLOCKWISE = ("llava", "llava_next", "tiny")
 
 
-def picture(seed: int, width: int, height: int) -> Image.Image:
+def make_image(seed: int, width: int, height: int) -> Image.Image:
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
     return Image.fromarray(pixels)
 
@@ -225,11 +225,11 @@ def _media(media: list[list[Any]]) -> dict[str, Any]:
     for kind, *of in media:
         if kind == "video":
             frames, width, height, seed = of
-            given["video"] = [picture(seed + at, width, height) for at in range(frames)]
+            given["video"] = [make_image(seed + at, width, height) for at in range(frames)]
             given["num_frames"] = frames
         else:
             width, height, seed = of
-            given.setdefault("images", []).append(picture(seed, width, height))
+            given.setdefault("images", []).append(make_image(seed, width, height))
     return given
 
 

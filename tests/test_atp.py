@@ -13,7 +13,7 @@ from torch import Tensor
 
 import tiny_models
 from closeness import apart, close, network
-from helpers_layout import picture_arguments, prompt
+from helpers_layout import image_arguments, prompt
 from vlmfast import VLM, Recipe, RecipeError
 from vlmfast.compressors.budget import equivalent
 from vlmfast.compressors.prefill.atp import ATP
@@ -91,7 +91,7 @@ def test_grids_of_a_full_view(side: int) -> None:
     assert not spatial_score(layout, 0).any()
 
 
-@given(arguments=picture_arguments(), grids=st.integers(1, 5))
+@given(arguments=image_arguments(), grids=st.integers(1, 5))
 @settings(max_examples=30, deadline=None)
 def test_grids_are_nested_lattices_without_newlines(arguments: dict, grids: int) -> None:
     layout = prompt(arguments)[0].layout
@@ -219,7 +219,7 @@ def test_ranking_breaks_ties_by_other_score_then_index() -> None:
 
 
 @given(
-    images=st.lists(picture_arguments((4, 4)), min_size=1, max_size=2),
+    images=st.lists(image_arguments((4, 4)), min_size=1, max_size=2),
     budget=st.none() | st.floats(0.01, 0.99),
     seed=st.integers(0, 20),
 )
@@ -359,7 +359,7 @@ def vlm(request) -> VLM:
 
 
 def asked(vlm: VLM, recipe: str, **media):
-    media = media or {"images": tiny_models.picture(64, 64)}
+    media = media or {"images": tiny_models.make_image(64, 64)}
     return vlm.ask("what?", recipe=recipe, max_new_tokens=4, **media)
 
 
@@ -378,11 +378,11 @@ def test_keep_1_is_identity(vlm: VLM) -> None:
 
 
 def test_own_thresholds_with_images_and_videos(vlm: VLM) -> None:
-    images = [tiny_models.picture(64, 48, seed=s) for s in range(2)]
+    images = [tiny_models.make_image(64, 48, seed=s) for s in range(2)]
     for media in (
         {"images": images},
-        {"video": [tiny_models.picture(64, 64, seed=s) for s in range(3)], "num_frames": 3},
-        {"images": tiny_models.picture(5, 5)},
+        {"video": [tiny_models.make_image(64, 64, seed=s) for s in range(3)], "num_frames": 3},
+        {"images": tiny_models.make_image(5, 5)},
     ):
         first, second = asked(vlm, "atp", **media), asked(vlm, "atp", **media)
         assert first.token_ids == second.token_ids
@@ -457,7 +457,7 @@ def test_invalid_options_are_named(words: tuple[str, ...], named: str) -> None:
 def passed(vlm: VLM, stage: ATP, net: Module) -> tuple[Tensor, dict]:
     """Logits of an answer's tokens, and the notes of the stage."""
     vlm.adapter.modules["atp", "auto", ""] = net
-    sample = Sample({"images": tiny_models.picture(64, 64)}, "what?", "that")
+    sample = Sample({"images": tiny_models.make_image(64, 64)}, "what?", "that")
     logits, notes, _ = run(vlm, inputs_of(vlm, sample), stage)
     return logits, notes
 
@@ -497,7 +497,7 @@ def test_steep_soft_masks_equal_drops(own: VLM) -> None:
         masked, _ = passed(own, stage, net.train())
         gentle, _ = passed(own, ATP((4,), temperature=10.0), net)
         full, _ = passed(own, ATP((4,), budget=1.0), net.eval())
-    prompt = own.inputs("what?", images=tiny_models.picture(64, 64))["input_ids"]
+    prompt = own.inputs("what?", images=tiny_models.make_image(64, 64))["input_ids"]
     terms = network(own.model, prompt.shape[1])
     close(masked, dropped, terms=terms)
     apart(full, dropped, terms=terms)

@@ -34,19 +34,19 @@ BUILD = {
         if name.startswith("build_")
     },
 }
-CLIPS = ("llava_next_video", "llava_onevision", "qwen2_5_vl", "qwen3_vl", "internvl")
+VIDEOS = ("llava_next_video", "llava_onevision", "qwen2_5_vl", "qwen3_vl", "internvl")
 NEW = 6
 
 
-def picture(seed: int, width: int = 60, height: int = 44) -> Image.Image:
+def make_image(seed: int, width: int = 60, height: int = 44) -> Image.Image:
     of = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
     return Image.fromarray(of)
 
 
 # Three rows of different lengths: one image, three, none.
 ROWS = [
-    ("what is here ?", [picture(0)]),
-    ("and in these ?", [picture(1, 30, 70), picture(2, 90, 33), picture(3)]),
+    ("what is here ?", [make_image(0)]),
+    ("and in these ?", [make_image(1, 30, 70), make_image(2, 90, 33), make_image(3)]),
     ("hello", []),
 ]
 
@@ -138,11 +138,11 @@ def test_each_row_equals_its_single_answer(pair, recipe, side):
             assert answer.stats.equivalent_tokens < 0.6 * answer.stats.visual_tokens_in
 
 
-@pytest.mark.parametrize("family", CLIPS)
+@pytest.mark.parametrize("family", VIDEOS)
 def test_videos_and_images_go_to_their_rows(family):
     model, processor = BUILD[family]()
     vlm = VLM(model, processor)
-    frames = [[picture(10 * n + i, 40, 40) for i in range(4)] for n in range(2)]
+    frames = [[make_image(10 * n + i, 40, 40) for i in range(4)] for n in range(2)]
     asked = [("what happens ?", 1), ("hello", 0), ("and then, in the other one ?", 1)]
     videos = [np.stack([np.asarray(frame) for frame in video]) for video in frames]
     about = [{"fps": 1.0, "total_num_frames": 4, "frames_indices": list(range(4))} for _ in videos]
@@ -171,7 +171,7 @@ def test_flat_image_list_is_cropped_per_image_by_onevision():
     model, processor = BUILD["llava_onevision"]()
     text = prompt(processor, "both ?", 2)
     given = {"text": [text], "return_tensors": "pt"}
-    images = [picture(0), picture(1, 30, 70)]
+    images = [make_image(0), make_image(1, 30, 70)]
     flat = dict(processor(images=images, **given))
     nested = dict(processor(images=[images], **given))
     assert flat["input_ids"].shape[1] > nested["input_ids"].shape[1]
@@ -408,7 +408,7 @@ def test_pipeline_runs_on_attached_model():
     text = prompt(processor, "what is here ?", 1)
 
     def ask() -> str:
-        (got,) = pipe(images=picture(0), text=text, max_new_tokens=NEW, return_full_text=False)
+        (got,) = pipe(images=make_image(0), text=text, max_new_tokens=NEW, return_full_text=False)
         return got["generated_text"]
 
     full = ask()

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from closeness import close
-from helpers_layout import REQUEST, picture, picture_arguments, prompt
+from helpers_layout import REQUEST, image_arguments, make_image, prompt
 from vlmfast.compressors.cells import occupied, resolution
 from vlmfast.compressors.select import count
 from vlmfast.compressors.tokens.downsample import Downsample
@@ -40,7 +40,7 @@ def same(a: VisualTokens, b: VisualTokens) -> bool:
 
 
 @classes
-@given(arguments=st.lists(picture_arguments((4, 4)), min_size=1, max_size=3), data=st.data())
+@given(arguments=st.lists(image_arguments((4, 4)), min_size=1, max_size=3), data=st.data())
 @settings(max_examples=25, deadline=None)
 def test_order_type_and_repeatability(
     kind: type[EncodeStage], arguments: list[dict], data: st.DataObject
@@ -61,7 +61,7 @@ def test_order_type_and_repeatability(
 
 
 @classes
-@given(picture_arguments(), st.floats(0.01, 0.99), st.floats(0.01, 0.99))
+@given(image_arguments(), st.floats(0.01, 0.99), st.floats(0.01, 0.99))
 @settings(max_examples=25, deadline=None)
 def test_a_higher_rate_keeps_at_least_as_many(
     kind: type[EncodeStage], arguments: dict, one: float, other: float
@@ -72,7 +72,7 @@ def test_a_higher_rate_keeps_at_least_as_many(
 
 
 @classes
-@given(picture_arguments(), st.booleans())
+@given(image_arguments(), st.booleans())
 @settings(max_examples=10, deadline=None)
 def test_keep_1_is_identity(kind: type[EncodeStage], arguments: dict, newline: bool) -> None:
     for stage in (kind(1.0), kind(1), kind(0.2, budget=1.0)):
@@ -92,7 +92,7 @@ def test_invalid_values_are_named(kind: type[EncodeStage], value: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [Random, Grid])
-@given(picture_arguments(), st.floats(0.01, 0.99))
+@given(image_arguments(), st.floats(0.01, 0.99))
 @settings(max_examples=25, deadline=None)
 def test_count_is_exact(kind: type[EncodeStage], arguments: dict, rate: float) -> None:
     tokens, kept = reduced(kind(rate), arguments)
@@ -146,7 +146,7 @@ def test_evenly_spaced_indices(n: int, data: st.DataObject) -> None:
 
 
 def test_average_on_a_worked_example() -> None:
-    tokens, geometry = picture((0, 0), (4, 4))
+    tokens, geometry = make_image((0, 0), (4, 4))
     kept = Downsample(0.25).reduce(tokens, VisionStats((geometry,), NO_ROWS), REQUEST)
     assert len(kept) == 4
     blocks = tokens.features.view(2, 2, 2, 2, -1).mean((1, 3)).flatten(0, 1)
@@ -160,12 +160,12 @@ def test_average_on_a_worked_example() -> None:
 
 
 def test_representative_is_nearest_the_centre() -> None:
-    tokens, geometry = picture((0, 0), (6, 6))
+    tokens, geometry = make_image((0, 0), (6, 6))
     kept = Downsample(4 / 36).reduce(tokens, VisionStats((geometry,), NO_ROWS), REQUEST)
     assert kept.layout.grid[:, 1:].tolist() == [[1, 1], [1, 4], [4, 1], [4, 4]]
 
 
-@given(picture_arguments(), st.floats(0.01, 0.99))
+@given(image_arguments(), st.floats(0.01, 0.99))
 @settings(max_examples=40, deadline=None)
 def test_weighted_sum_is_conserved(arguments: dict, rate: float) -> None:
     tokens, kept = reduced(Downsample(rate), arguments)
@@ -180,7 +180,7 @@ def test_weighted_sum_is_conserved(arguments: dict, rate: float) -> None:
         assert float(kept.layout.weight[kept.layout.view == view].sum()) == int(whole.sum())
 
 
-@given(picture_arguments(), st.floats(0.01, 0.99))
+@given(image_arguments(), st.floats(0.01, 0.99))
 @settings(max_examples=25, deadline=None)
 def test_resolution_is_nearest_to_target(arguments: dict, rate: float) -> None:
     """Brute-force search over every allowed shape of cells."""
@@ -199,7 +199,7 @@ def test_resolution_is_nearest_to_target(arguments: dict, rate: float) -> None:
 
 
 def test_weights_and_levels_are_pooled() -> None:
-    tokens, geometry = picture((0, 0), (4, 4))
+    tokens, geometry = make_image((0, 0), (4, 4))
     weight = 1 + torch.arange(16.0) % 3
     protected = torch.arange(16) == 5
     level = torch.randn(16, 8, dtype=torch.float64)

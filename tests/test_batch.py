@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
-from tiny_models import build_llava, build_llava_next, picture
+from tiny_models import build_llava, build_llava_next, make_image
 from vlmfast import VLM, MediaError, RecipeError, Request, VLMFastError
 from vlmfast.core.buffers import BufferPool
 
@@ -25,7 +25,7 @@ KV_STATS = (
 
 
 def request(recipe, seeds=(0,), question="what is here ?", **generation) -> Request:
-    images = [picture(seed=seed) for seed in seeds] or None
+    images = [make_image(seed=seed) for seed in seeds] or None
     return Request(question, images, recipe=recipe, generation=generation)
 
 
@@ -197,7 +197,7 @@ def test_questions_without_an_image(vlm):
 
 
 def test_videos_and_images_in_one_batch(vlm):
-    frames = [picture(40, 40, seed) for seed in range(6)]
+    frames = [make_image(40, 40, seed) for seed in range(6)]
     video = Request(
         "what happens ?",
         video=frames,

@@ -271,7 +271,7 @@ def judge(job: end_to_end.Job) -> end_to_end.Judge:
 
 
 def test_prompt_has_the_announced_length(job: end_to_end.Job) -> None:
-    ids = job.vlm().inputs(job.question, images=job.picture)["input_ids"]
+    ids = job.vlm().inputs(job.question, images=job.image)["input_ids"]
     assert ids.shape[1] == end_to_end.MODELS["tiny-shape"].prompt
 
 

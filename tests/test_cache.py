@@ -16,7 +16,7 @@ from transformers import DynamicCache
 
 from closeness import apart, close, network
 from driven import Driven
-from tiny_models import build_llava, picture
+from tiny_models import build_llava, make_image
 from vlmfast import VLM
 from vlmfast.core.buffers import BufferPool, bucket
 from vlmfast.core.kv import KV
@@ -74,7 +74,7 @@ def sums(vlm: VLM, n: int) -> int:
 
 
 def run_of(vlm: VLM, recipe=(), seeds=(0,), question: str = "what is here ?") -> Driven:
-    images = [picture(seed=seed) for seed in seeds]
+    images = [make_image(seed=seed) for seed in seeds]
     tensors = vlm.inputs(question, images=images)
     sizes = [(p.height, p.width) for p in images]
     inputs = Inputs(tensors, sizes, question)
@@ -966,11 +966,11 @@ def test_pool_keeps_at_most_its_limit():
     "recipe", [None, "snapkv:keep=0.8,window=4", "h2o:0.6", "kivi:residual=8,group=4"]
 )
 def test_second_request_of_the_same_size_allocates_nothing(grouped, pool, recipe):
-    first = grouped.ask("what ?", picture(seed=0), recipe=recipe, max_new_tokens=20)
+    first = grouped.ask("what ?", make_image(seed=0), recipe=recipe, max_new_tokens=20)
     new = pool.new
     assert new > 0 and pool.out == 0 and pool.idle > 0
-    second = grouped.ask("what ?", picture(seed=0), recipe=recipe, max_new_tokens=20)
+    second = grouped.ask("what ?", make_image(seed=0), recipe=recipe, max_new_tokens=20)
     assert pool.new == new and pool.out == 0
     assert second.token_ids == first.token_ids
-    grouped.ask("what ?", picture(seed=0), recipe=recipe, max_new_tokens=100)
+    grouped.ask("what ?", make_image(seed=0), recipe=recipe, max_new_tokens=100)
     assert pool.new > new  # control: another size allocates

@@ -18,7 +18,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, rotat
 
 from closeness import apart, close, network
 from driven import Driven
-from tiny_models import build_llava, picture
+from tiny_models import build_llava, make_image
 from vlmfast import VLM
 from vlmfast.core.kv import KV
 from vlmfast.core.recipe import Recipe
@@ -52,13 +52,13 @@ def vlm(request) -> VLM:
 def sums(vlm: VLM, prompt: int) -> int:
     """Terms of a logit, over a prompt and `TOKENS`."""
     question, seeds = PROMPTS[prompt]
-    tensors = vlm.inputs(question, images=[picture(seed=seed) for seed in seeds])
+    tensors = vlm.inputs(question, images=[make_image(seed=seed) for seed in seeds])
     return network(vlm.model, tensors["input_ids"].shape[1] + STEPS)
 
 
 def run_of(vlm: VLM, recipe: str, prompt: int) -> Driven:
     question, seeds = PROMPTS[prompt]
-    images = [picture(seed=seed) for seed in seeds]
+    images = [make_image(seed=seed) for seed in seeds]
     tensors = vlm.inputs(question, images=images)
     sizes = [(p.height, p.width) for p in images]
     return Driven(
@@ -161,7 +161,7 @@ class Dense:
 def everything(vlm: VLM, prompt: int) -> list[tuple[Tensor, Tensor]]:
     """Hugging Face's own keys and values of the whole prompt, by layer."""
     question, seeds = PROMPTS[prompt]
-    tensors = vlm.inputs(question, images=[picture(seed=seed) for seed in seeds])
+    tensors = vlm.inputs(question, images=[make_image(seed=seed) for seed in seeds])
     cache = vlm.model(**tensors, use_cache=True).past_key_values
     return [(layer.keys[0], layer.values[0]) for layer in cache.layers]
 
@@ -385,7 +385,7 @@ def test_reference_equals_the_model(vlm: VLM) -> None:
     """With nothing dropped the reference gives Hugging Face's logits."""
     dense = Dense(vlm, everything(vlm, 0), None)
     question, seeds = PROMPTS[0]
-    tensors = vlm.inputs(question, images=[picture(seed=seed) for seed in seeds])
+    tensors = vlm.inputs(question, images=[make_image(seed=seed) for seed in seeds])
     with torch.no_grad():
         cache = vlm.model(**tensors, use_cache=True).past_key_values
         for token in TOKENS[:4]:

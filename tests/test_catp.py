@@ -8,7 +8,7 @@ from torch.nn.functional import cosine_similarity, normalize
 
 from closeness import apart, close, network
 from short_prefill import embeds_of, ran, shortened
-from tiny_models import build_llava, build_llava_next, picture
+from tiny_models import build_llava, build_llava_next, make_image
 from vlmfast import VLM, Recipe, RecipeError
 from vlmfast.compressors.cover import cover
 from vlmfast.compressors.tokens.catp import CATP
@@ -51,7 +51,7 @@ def test_covering_on_a_worked_example() -> None:
 @pytest.mark.parametrize("count", [1, 3])
 def test_run_equals_a_prefill_by_hand(build, positions, count) -> None:
     vlm = VLM(*build(layers=6))
-    images = [picture(seed=i) for i in range(count)]
+    images = [make_image(seed=i) for i in range(count)]
     tensors = vlm.inputs("what is here ?", images=images)
     run, logits = ran(vlm, f"catp:0.4,k=2,positions={positions}", images)
     layout = run.trace.layout
@@ -123,7 +123,7 @@ def test_run_equals_a_prefill_by_hand(build, positions, count) -> None:
 @pytest.mark.parametrize("budget", [0.4, 0.6, 0.9])
 def test_budget_is_met(count, budget) -> None:
     vlm = VLM(*build_llava_next(layers=8))
-    images = [picture(seed=i) for i in range(count)]
+    images = [make_image(seed=i) for i in range(count)]
     run, _ = ran(vlm, f"catp:budget={budget}", images)
     share = run.stats.equivalent_tokens / run.stats.visual_tokens_in
     assert share == pytest.approx(budget, abs=0.02)

@@ -24,7 +24,7 @@ ROOT = Path(cli.__file__).parents[2]
 @pytest.fixture(scope="module")
 def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("media") / "picture.png"
-    tiny_models.picture(80, 60).save(path)
+    tiny_models.make_image(80, 60).save(path)
     return path
 
 
@@ -36,7 +36,7 @@ def video(tmp_path_factory: pytest.TempPathFactory) -> Path:
         stream = container.add_stream("mpeg4", rate=4)
         stream.width = stream.height = 64
         for i in range(6):
-            frame = av.VideoFrame.from_image(tiny_models.picture(64, 64, seed=i))
+            frame = av.VideoFrame.from_image(tiny_models.make_image(64, 64, seed=i))
             container.mux(stream.encode(frame))
         container.mux(stream.encode())
     return path

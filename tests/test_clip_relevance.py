@@ -10,11 +10,11 @@ import torch
 from torch.nn.functional import cosine_similarity, interpolate
 
 from closeness import apart, close
-from helpers_layout import REQUEST, picture, prompt
+from helpers_layout import REQUEST, make_image, prompt
 from tiny_models import build_llava, build_llava_next
-from tiny_models import picture as photo
+from tiny_models import make_image as photo
 from vlmfast import VLM, Recipe, RecipeError
-from vlmfast.compressors import clip as _clip
+from vlmfast.compressors import clip as open_clip_models
 from vlmfast.compressors.tokens.clip_relevance import ClipRelevance
 from vlmfast.core.contexts import EncodeRequest
 from vlmfast.core.layout import VisualTokens
@@ -34,15 +34,15 @@ def weights(tmp_path_factory) -> dict[str, tuple[str, str]]:
 
 
 @pytest.fixture(params=["vit", "resnet"])
-def judge(request, weights) -> _clip.Clip:
-    return _clip.load("test", *weights[request.param])
+def judge(request, weights) -> open_clip_models.Clip:
+    return open_clip_models.load("test", *weights[request.param])
 
 
-def asked(*pictures, question: str = QUESTION) -> EncodeRequest:
-    return EncodeRequest(question, torch.zeros(3, 8), depth=4, pictures=pictures)
+def asked(*images, question: str = QUESTION) -> EncodeRequest:
+    return EncodeRequest(question, torch.zeros(3, 8), depth=4, images=images)
 
 
-def num_terms(judge: _clip.Clip) -> int:
+def num_terms(judge: open_clip_models.Clip) -> int:
     """Terms of the judge's features: the sums of all its layers."""
     return sum(w[0].numel() for w in judge.model.parameters() if w.dim() > 1)
 
@@ -59,12 +59,12 @@ def test_texts_and_images_equal_open_clip(judge) -> None:
         pixels = torch.stack([judge.prepare(photo(seed=i)) for i in range(20)])
         seen = judge.model.encode_image(pixels, normalize=True)
     close(judge.text(QUESTION), text, terms=num_terms(judge))
-    close(judge.pictures([photo(seed=i) for i in range(20)]), seen, terms=num_terms(judge))
+    close(judge.images([photo(seed=i) for i in range(20)]), seen, terms=num_terms(judge))
 
 
 @torch.no_grad()
 def test_patch_features_by_hand(weights) -> None:
-    judge = _clip.load("test", *weights["vit"])
+    judge = open_clip_models.load("test", *weights["vit"])
     visual, text, seen = judge.model.visual, judge.text(QUESTION), []
     hook = visual.transformer.register_forward_hook(lambda module, args, out: seen.append(out))
     visual(judge.prepare(photo(70, 40))[None])
@@ -80,32 +80,34 @@ def test_patch_features_by_hand(weights) -> None:
 
 
 def test_windows_without_patches(weights, monkeypatch) -> None:
-    judge, image = _clip.load("test", *weights["resnet"]), photo(80, 40)
+    judge, image = open_clip_models.load("test", *weights["resnet"]), photo(80, 40)
     text = judge.text(QUESTION)
-    shown, pictures = [], _clip.Clip.pictures
+    shown, embed = [], open_clip_models.Clip.images
     monkeypatch.setattr(
-        _clip.Clip, "pictures", lambda self, given: shown.extend(given) or pictures(self, given)
+        open_clip_models.Clip,
+        "images",
+        lambda self, given: shown.extend(given) or embed(self, given),
     )
     found = judge.relevance(image, text)
     assert not judge.dense
     assert found.shape == (4, 4)
-    corner = judge.pictures([image.crop((0, 0, 40, 20)), image.crop((40, 20, 80, 40))]) @ text
+    corner = judge.images([image.crop((0, 0, 40, 20)), image.crop((40, 20, 80, 40))]) @ text
     close(found[[0, 3], [0, 3]], corner, terms=num_terms(judge), scale=1)
     # The second of four centres is at 3/8: its window begins at 1/8.
     assert shown[2 * 4 + 1].tobytes() == image.crop((10, 15, 50, 35)).tobytes()
     assert shown[2 * 4 + 1].tobytes() != image.crop((10, 10, 50, 30)).tobytes()
-    window = judge.pictures([image.crop((10, 15, 50, 35))]) @ text
+    window = judge.images([image.crop((10, 15, 50, 35))]) @ text
     close(found[2, 1], window[0], terms=num_terms(judge), scale=1)
     assert judge.relevance(photo(1, 1), text).isfinite().all()
 
 
 def test_maps_are_sampled_at_box_centres() -> None:
     values = torch.arange(16.0).view(4, 4)
-    tokens, _ = picture((0, 0), (4, 4))
-    close(_clip.at_boxes(values, tokens.layout.box), values.flatten(), terms=4)
-    tokens, _ = picture((0, 0), (8, 8))
+    tokens, _ = make_image((0, 0), (4, 4))
+    close(open_clip_models.at_boxes(values, tokens.layout.box), values.flatten(), terms=4)
+    tokens, _ = make_image((0, 0), (8, 8))
     wide = interpolate(values[None, None], scale_factor=2, mode="bilinear")
-    close(_clip.at_boxes(values, tokens.layout.box), wide.flatten(), terms=4)
+    close(open_clip_models.at_boxes(values, tokens.layout.box), wide.flatten(), terms=4)
 
 
 # --- the choice ----------------------------------------------------------------------------------
@@ -114,9 +116,9 @@ def test_maps_are_sampled_at_box_centres() -> None:
 def test_determinant_by_brute_force() -> None:
     features = torch.randn(7, 8, generator=torch.Generator().manual_seed(2))
     relevance = torch.tensor([0.9, 0.1, 0.5, 0.8, 0.2, 0.7, 0.3])
-    kernel = _clip.conditional(cosine(features), relevance)
+    kernel = open_clip_models.conditional(cosine(features), relevance)
     r = (relevance - 0.1) / (0.8 + 1e-6)
-    plain = r[:, None] * (cosine(features) + _clip._RIDGE * torch.eye(7)) * r
+    plain = r[:, None] * (cosine(features) + open_clip_models._RIDGE * torch.eye(7)) * r
     close(kernel, plain, terms=features.shape[1], scale=1)
     chosen: list[int] = []
     for _ in range(4):
@@ -133,13 +135,13 @@ def test_duplicates_are_ranked_by_relevance() -> None:
     """Once every direction is covered, duplicates follow by relevance, not by index."""
     features = torch.eye(2)[[0, 0, 1, 1, 0]]
     relevance = torch.tensor([0.5, 1.0, 0.9, 0.0, 0.8])
-    chosen = dpp(_clip.conditional(cosine(features), relevance), 4).tolist()
+    chosen = dpp(open_clip_models.conditional(cosine(features), relevance), 4).tolist()
     assert chosen == [1, 2, 4, 0]
 
 
 @pytest.mark.parametrize("diversity", [True, False])
 def test_kept_tokens_follow_relevance_and_diversity(judge, monkeypatch, diversity) -> None:
-    monkeypatch.setattr(_clip, "load", lambda *names: judge)
+    monkeypatch.setattr(open_clip_models, "load", lambda *names: judge)
     tokens, stats = prompt({"tiles": (2, 2), "size": (90, 60)}, {"tiles": (0, 0)})
     images = photo(60, 90, seed=1), photo(60, 60, seed=2)
     stage = ClipRelevance(0.3, diversity=diversity)
@@ -149,10 +151,10 @@ def test_kept_tokens_follow_relevance_and_diversity(judge, monkeypatch, diversit
     for item, image in enumerate(images):
         mine = tokens.layout.item == item
         places = (mine & tokens.layout.patches).nonzero()[:, 0]
-        r = _clip.at_boxes(judge.relevance(image, text), tokens.layout.box[places])
+        r = open_clip_models.at_boxes(judge.relevance(image, text), tokens.layout.box[places])
         k = round(0.3 * int(mine.sum()))
         if diversity:
-            chosen = dpp(_clip.conditional(cosine(tokens.features[places]), r), k)
+            chosen = dpp(open_clip_models.conditional(cosine(tokens.features[places]), r), k)
         else:
             chosen = r.argsort(descending=True, stable=True)[:k]
         ours = kept.layout.order[kept.layout.item == item]
@@ -167,7 +169,7 @@ def test_kept_tokens_follow_relevance_and_diversity(judge, monkeypatch, diversit
     )
 
 
-def test_keep_1_is_identity_without_clip() -> None:
+def test_keep_1_is_identity_without_video() -> None:
     tokens, stats = prompt({"tiles": (2, 2)})
     assert ClipRelevance(1.0).reduce(tokens, stats, REQUEST) is tokens
     assert ClipRelevance(0.2, budget=1.0).reduce(tokens, stats, REQUEST) is tokens
@@ -219,7 +221,7 @@ def test_unloadable_models_are_refused(weights, tmp_path) -> None:
         ((model, ""), r"pretrained is empty"),
     ):
         with pytest.raises(RecipeError, match=message):
-            _clip.load("clip-relevance", *words)
+            open_clip_models.load("clip-relevance", *words)
 
 
 def test_missing_images_are_refused() -> None:
@@ -237,8 +239,8 @@ def test_recipe_round_trips() -> None:
 
 
 def test_deeper_features_use_the_same_indices(judge, monkeypatch) -> None:
-    monkeypatch.setattr(_clip, "load", lambda *names: judge)
-    tokens, geometry = picture((0, 0), (4, 4))
+    monkeypatch.setattr(open_clip_models, "load", lambda *names: judge)
+    tokens, geometry = make_image((0, 0), (4, 4))
     tokens = VisualTokens(tokens.features, tokens.layout, (2 * tokens.features,))
     kept = ClipRelevance(0.3).reduce(tokens, VisionStats((geometry,), {}), asked(photo()))
     assert torch.equal(kept.extra[0], 2 * kept.features)

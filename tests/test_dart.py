@@ -8,7 +8,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from closeness import apart, close, network
 from short_prefill import embeds_of, ran, shortened
-from tiny_models import build_llava, build_llava_next, picture
+from tiny_models import build_llava, build_llava_next, make_image
 from vlmfast import VLM, Recipe, RecipeError
 from vlmfast.compressors.prefill.dart import DART, retained
 
@@ -31,7 +31,7 @@ def test_pivots_take_the_least_similar_tokens() -> None:
 def test_run_equals_a_prefill_by_hand(case, positions) -> None:
     build, kv_heads, count = case
     vlm = VLM(*build(layers=4, kv_heads=kv_heads))
-    images = [picture(seed=i) for i in range(count)]
+    images = [make_image(seed=i) for i in range(count)]
     tensors = vlm.inputs("what is here ?", images=images)
     embeds = embeds_of(vlm, tensors)
     visual = tensors["input_ids"][0] == vlm.adapter.image_token_id
@@ -76,14 +76,14 @@ def test_run_equals_a_prefill_by_hand(case, positions) -> None:
 
 @pytest.mark.parametrize("rate", [0.02, 0.1, 0.33, 0.8])
 def test_kept_count_equals_the_announced_count(random_vlm, rate) -> None:
-    run, _ = ran(random_vlm, f"dart:{rate}", [picture()])
+    run, _ = ran(random_vlm, f"dart:{rate}", [make_image()])
     n = run.stats.visual_tokens_in
     assert run.stats.visual_tokens_per_layer[-1] == max(1, round(rate * n))
 
 
 def test_works_after_another_stage(random_vlm) -> None:
     """Rows that another stage dropped after the keys were seen."""
-    run, _ = ran(random_vlm, "fastv:0.7,k=2+dart:0.3,k=2", [picture()])
+    run, _ = ran(random_vlm, "fastv:0.7,k=2+dart:0.3,k=2", [make_image()])
     n = run.stats.visual_tokens_in
     assert run.stats.visual_tokens_per_layer[-1] == round(0.3 * round(0.7 * n))
 

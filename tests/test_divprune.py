@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from helpers_layout import REQUEST, picture, picture_arguments, prompt
+from helpers_layout import REQUEST, image_arguments, make_image, prompt
 from vlmfast import Recipe, RecipeError
 from vlmfast.compressors.groups import MOST, together
 from vlmfast.compressors.tokens.divprune import DivPrune
@@ -33,12 +33,12 @@ def by_hand(features: Tensor, k: int) -> list[int]:
 def as_video(stats: VisionStats) -> VisionStats:
     """The same images as frames of one video."""
     n = len(stats.items)
-    frames = (replace(item, clip=0, frame=(i, n)) for i, item in enumerate(stats.items))
+    frames = (replace(item, video=0, frame=(i, n)) for i, item in enumerate(stats.items))
     return VisionStats(tuple(frames), stats.rows)
 
 
 def test_rule_on_a_worked_example() -> None:
-    tokens, geometry = picture((0, 0), (4, 5), seed=3)
+    tokens, geometry = make_image((0, 0), (4, 5), seed=3)
     stats = VisionStats((geometry,), {})
     for k in (1, 2, 7, 19):
         kept = DivPrune(k / 20).reduce(tokens, stats, REQUEST)
@@ -68,22 +68,22 @@ def test_frames_of_a_video_are_compared() -> None:
 def test_frames_of_a_video_are_grouped() -> None:
     tokens, stats = prompt(*[{"tiles": (0, 0)}] * 4)
     a, b, c, d = stats.items
-    mixed = (a, replace(b, clip=0), replace(c, clip=0), replace(d, clip=1))
+    mixed = (a, replace(b, video=0), replace(c, video=0), replace(d, video=1))
     assert [len(g) for g in together(tokens, mixed)] == [16, 32, 16]
     assert torch.equal(torch.cat(together(tokens, mixed)), torch.arange(64))
     assert [len(g) for g in together(tokens, stats.items)] == [16] * 4
-    big, geometry = picture((0, 0), (50, 60))
+    big, geometry = make_image((0, 0), (50, 60))
     parts = [
         VisualTokens(big.features, big.layout.replace(item=big.layout.item + i)) for i in range(4)
     ]
     layouts = type(big.layout).cat([p.layout for p in parts])
     long = VisualTokens(torch.cat([p.features for p in parts]), layouts)
-    frames = (replace(geometry, clip=0),) * 4
+    frames = (replace(geometry, video=0),) * 4
     assert [len(g) for g in together(long, frames)] == [6000, 6000]
     assert MOST == 8192
 
 
-@given(picture_arguments(), st.floats(0.02, 0.98), st.sampled_from(["keep", "budget"]))
+@given(image_arguments(), st.floats(0.02, 0.98), st.sampled_from(["keep", "budget"]))
 @settings(max_examples=20, deadline=None)
 def test_kept_count_per_image(arguments: dict, share: float, name: str) -> None:
     tokens, stats = prompt(arguments, arguments)

@@ -88,7 +88,7 @@ NOT_RUN_PYTHON = {
     r'"cuda"': "needs a GPU",
     r'"[\w.-]+-hf/[\w.-]+"': "online: a hub id",
 }
-QUESTION, PICTURE = "What is in the bottom left?", "examples/picture.png"
+QUESTION, IMAGE = "What is in the bottom left?", "examples/picture.png"
 CORE = (contexts, layout, params, protocols, stage, statistics)
 # The names in `add-a-method`'s fragments: the imports of every method's file.
 OF_METHODS = {
@@ -106,7 +106,7 @@ def given(vlm: vlmfast.VLM) -> dict[str, Any]:
     text = vlm.processor.apply_chat_template(
         [{"role": "user", "content": content}], add_generation_prompt=True
     )
-    inputs = vlm.processor(images=[Image.open(PICTURE)], text=text, return_tensors="pt")
+    inputs = vlm.processor(images=[Image.open(IMAGE)], text=text, return_tensors="pt")
     return {
         "vlm": vlm,
         "vlmfast": vlmfast,
@@ -115,8 +115,8 @@ def given(vlm: vlmfast.VLM) -> dict[str, Any]:
         "inputs": inputs.to(vlm.model.device, vlm.model.dtype),
         "name": "llava-hf/llava-v1.6-mistral-7b-hf",
         "q": QUESTION,
-        "p": PICTURE,
-        "work": [(QUESTION, PICTURE, recipe) for recipe in ("none", "grid")],
+        "p": IMAGE,
+        "work": [(QUESTION, IMAGE, recipe) for recipe in ("none", "grid")],
     }
 
 
@@ -360,7 +360,7 @@ def test_method_of_the_page_compresses(tiny: vlmfast.VLM) -> None:
     (block,) = (b for b in PYTHON["docs/add-a-method.md"] if "class Loud" in b.text)
     namespace = {**OF_METHODS, "__name__": "documented_page"}
     run_python(block, namespace)
-    asked = {"question": QUESTION, "images": PICTURE, "max_new_tokens": 4}
+    asked = {"question": QUESTION, "images": IMAGE, "max_new_tokens": 4}
     full = tiny.ask(**asked)
     none, half, fifth = (
         tiny.ask(**asked, recipe=Recipe((namespace["Loud"](keep=share),)))

@@ -19,7 +19,7 @@ from torch import Tensor
 
 import golden_eagle
 from closeness import apart, close
-from helpers_layout import picture
+from helpers_layout import make_image
 from vlmfast.core.drafting import Budget, Read, Round, Target
 from vlmfast.core.layout import Kind, TokenLayout
 from vlmfast.core.recipe import Recipe
@@ -131,7 +131,7 @@ def layout_of(*parts: int | dict) -> TokenLayout:
         if isinstance(part, int):
             layouts.append(text_layout(part, first))
         else:
-            layouts.append(picture(**part, item=items, order=first)[0].layout)
+            layouts.append(make_image(**part, item=items, order=first)[0].layout)
             items += 1
         first += len(layouts[-1])
     return TokenLayout.cat(layouts)

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from fake_drafters import Knows
-from tiny_models import build_llava, build_llava_next, picture
+from tiny_models import build_llava, build_llava_next, make_image
 from vlmfast import VLM, Request
 from vlmfast.core.recipe import Recipe
 from vlmfast.drafters.draft_eagle.module import EagleModule
@@ -135,7 +135,7 @@ def check(models: Models, case: tuple) -> None:
         more = {"max_new_tokens": TOKENS + 3 * number, "eos_token_id": None, **WAYS[way]}
         if way == "sampled":
             more["seed"] = number
-        images = [picture(seed=s) for s in range(number, 2 * number + 1)]
+        images = [make_image(seed=s) for s in range(number, 2 * number + 1)]
         question = "what is here ?" + " and there ?" * number
         requests.append(Request(question, images, recipe=recipe, generation=more))
     wanted = vlm.ask_many(requests, batch_size=size)

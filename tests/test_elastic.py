@@ -15,7 +15,7 @@ from torch import nn
 import tiny_models
 import vlmfast
 from closeness import apart, close
-from helpers_layout import DIM, REQUEST, picture_arguments, prompt
+from helpers_layout import DIM, REQUEST, image_arguments, prompt
 from vlmfast.compressors.select import count
 from vlmfast.compressors.tokens.downsample import Downsample
 from vlmfast.compressors.tokens.elastic import Elastic
@@ -80,7 +80,7 @@ def prefer(net: nn.Module, *names: str) -> nn.Module:
 
 
 @pytest.mark.parametrize("branch", ["pool", "conv"])
-@given(arguments=picture_arguments(), rate=st.floats(0.01, 0.99))
+@given(arguments=image_arguments(), rate=st.floats(0.01, 0.99))
 @settings(max_examples=15, deadline=None)
 def test_untrained_convolution_equals_downsampling(
     branch: str, arguments: dict, rate: float
@@ -116,7 +116,7 @@ def test_pruning_equals_the_control_random() -> None:
 
 
 @given(
-    images=st.lists(picture_arguments((4, 4)), min_size=1, max_size=2),
+    images=st.lists(image_arguments((4, 4)), min_size=1, max_size=2),
     branch=st.sampled_from(BRANCHES[:-1]),
     rate=st.floats(0.01, 0.99),
     as_budget=st.booleans(),
@@ -289,7 +289,7 @@ def test_concat_contains_all_of_its_branches() -> None:
     assert abs(len(kept) - count(0.2, len(tokens))) <= 4
 
 
-@given(picture_arguments(), st.floats(0.01, 0.99))
+@given(image_arguments(), st.floats(0.01, 0.99))
 @settings(max_examples=15, deadline=None)
 def test_concat_at_any_keep_fraction(arguments: dict, rate: float) -> None:
     tokens, kept, _ = reduced(Elastic(rate, mode="concat"), module(6), arguments)
@@ -440,7 +440,7 @@ def vlm(request) -> vlmfast.VLM:
 
 
 def ask(vlm: vlmfast.VLM, recipe: str, count: int = 1) -> vlmfast.Answer:
-    images = [tiny_models.picture(64, 64, seed) for seed in range(count)]
+    images = [tiny_models.make_image(64, 64, seed) for seed in range(count)]
     return vlm.ask("what is here ?", images, recipe=recipe, max_new_tokens=4)
 
 

@@ -29,15 +29,15 @@ FAMILIES = {"llava": build_llava, "llava_next": build_llava_next}
 TOKENS = [5, 9, 11, 7, 8, 6, 10, 12]  # fed one by one after the prompt
 
 
-def picture(seed: int, width: int = 60, height: int = 44) -> np.ndarray:
+def make_image(seed: int, width: int = 60, height: int = 44) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
 
 
 CASES = {
     "no image": {},
-    "one image": {"images": [picture(0)]},
-    "three images": {"images": [picture(0), picture(1, 30, 70), picture(2, 90, 33)]},
-    "a video": {"video": [picture(i, 40, 40) for i in range(4)], "num_frames": 4},
+    "one image": {"images": [make_image(0)]},
+    "three images": {"images": [make_image(0), make_image(1, 30, 70), make_image(2, 90, 33)]},
+    "a video": {"video": [make_image(i, 40, 40) for i in range(4)], "num_frames": 4},
 }
 
 
@@ -162,7 +162,7 @@ def test_sampling_depends_on_the_seed(vlm):
     for seed in range(4):
         torch.manual_seed(seed)
         answers.append(
-            vlm.ask("what ?", picture(0), max_new_tokens=12, do_sample=True, top_k=0).token_ids
+            vlm.ask("what ?", make_image(0), max_new_tokens=12, do_sample=True, top_k=0).token_ids
         )
     assert len({tuple(a) for a in answers}) > 1
 
@@ -267,7 +267,7 @@ def test_statistics_equal_eager_attention(vlm):
         def select_tokens(self, step, layer):
             seen.update(step.stats)
 
-    run = start(vlm, Look(), images=[picture(0)])
+    run = start(vlm, Look(), images=[make_image(0)])
     answer_logits(vlm, run, [])
     vlm.model.set_attn_implementation("eager")
     try:
@@ -297,7 +297,7 @@ def test_vision_statistics_equal_eager_attention(vlm):
             seen["rows"], seen["items"] = stats.rows, stats.items
             return tokens
 
-    run = start(vlm, Look(), images=[picture(0), picture(1)])
+    run = start(vlm, Look(), images=[make_image(0), make_image(1)])
     answer_logits(vlm, run, [])
     encoder = vlm.model.get_encoder(modality="image")
     pixels = run.inputs.tensors["pixel_values"]
@@ -318,7 +318,7 @@ def test_vision_statistics_equal_eager_attention(vlm):
 
 def test_two_drops_at_one_layer_and_none_at_all(vlm):
     """A second stage at a layer gets the rows the first one kept; keeping all changes nothing."""
-    both = start(vlm, (Rank(at=(2,)), Half()), images=[picture(0)])
+    both = start(vlm, (Rank(at=(2,)), Half()), images=[make_image(0)])
     answer_logits(vlm, both, [])
     n = both.stats.visual_tokens_in
     assert both.stats.visual_tokens_per_layer == [n, n, n // 2 // 2, n // 2 // 2]
@@ -333,7 +333,7 @@ def test_two_drops_at_one_layer_and_none_at_all(vlm):
         def select_tokens(self, step, layer):
             return torch.arange(len(step.layout))
 
-    run = start(vlm, KeepAll(), images=[picture(0)])
+    run = start(vlm, KeepAll(), images=[make_image(0)])
     expected = hf_logits(vlm, run.inputs.tensors, TOKENS)
     close(answer_logits(vlm, run, TOKENS), expected, terms=sums(run))
 
@@ -366,10 +366,10 @@ def test_invalid_drops_and_layers_are_refused(vlm):
             return torch.arange(1, len(step.layout))
 
     with pytest.raises(RecipeError, match="test-text must keep every text token"):
-        vlm.ask("what ?", picture(0), recipe=DropsText())
+        vlm.ask("what ?", make_image(0), recipe=DropsText())
     with pytest.raises(RecipeError, match="test-text: layer 9 is out of range"):
-        vlm.ask("what ?", picture(0), recipe=DropsText(at=9))
-    assert vlm.ask("what ?", picture(0), max_new_tokens=3).token_ids  # still usable
+        vlm.ask("what ?", make_image(0), recipe=DropsText(at=9))
+    assert vlm.ask("what ?", make_image(0), max_new_tokens=3).token_ids  # still usable
 
 
 def test_wrapped_model_is_unchanged(vlm):
@@ -377,10 +377,10 @@ def test_wrapped_model_is_unchanged(vlm):
         vlm.model.config.text_config._attn_implementation,
         vlm.model.config.vision_config._attn_implementation,
     ]
-    tensors = vlm.inputs("what ?", picture(0))
+    tensors = vlm.inputs("what ?", make_image(0))
     with torch.no_grad():
         before = vlm.model(**tensors).logits
-    vlm.ask("what ?", picture(0), recipe=(Shorten(), Rank()), max_new_tokens=3)
+    vlm.ask("what ?", make_image(0), recipe=(Shorten(), Rank()), max_new_tokens=3)
     assert names == [
         vlm.model.config.text_config._attn_implementation,
         vlm.model.config.vision_config._attn_implementation,
@@ -393,12 +393,12 @@ def test_wrapped_model_is_unchanged(vlm):
 def test_attention_without_a_step_raises(vlm):
     """A silent fallback would ignore padding; calling the function from outside is an error."""
     with switched(vlm.model), pytest.raises(RuntimeError, match="outside a vlmfast call"):
-        vlm.model(**vlm.inputs("what ?", picture(0)))
+        vlm.model(**vlm.inputs("what ?", make_image(0)))
 
 
 def test_stats_and_trace_are_consistent(vlm):
     answer = vlm.ask(
-        "what ?", picture(0), recipe=(Shorten(), Rank()), max_new_tokens=5, min_new_tokens=5
+        "what ?", make_image(0), recipe=(Shorten(), Rank()), max_new_tokens=5, min_new_tokens=5
     )
     stats, depth = answer.stats, answer.trace.depth
     n = stats.visual_tokens_in
@@ -424,32 +424,32 @@ def test_stats_and_trace_are_consistent(vlm):
 
 def test_beams_are_refused(vlm):
     with pytest.raises(VLMFastError, match="num_beams"):
-        vlm.ask("what ?", picture(0), num_beams=2)
+        vlm.ask("what ?", make_image(0), num_beams=2)
     with pytest.raises(VLMFastError, match="guidance_scale"):
-        vlm.ask("what ?", picture(0), guidance_scale=2.0)
+        vlm.ask("what ?", make_image(0), guidance_scale=2.0)
 
 
 def test_length_limits_and_stop_strings(vlm):
-    full = vlm.ask("what ?", picture(0), max_new_tokens=12, min_new_tokens=12)
+    full = vlm.ask("what ?", make_image(0), max_new_tokens=12, min_new_tokens=12)
     assert len(full.token_ids) == 12
     words = [vlm.processor.tokenizer.decode([t]) for t in full.token_ids]
     stop = next(w.strip() for w in words[2:] if w.strip())
-    cut = vlm.ask("what ?", picture(0), max_new_tokens=12, stop_strings=[stop])
+    cut = vlm.ask("what ?", make_image(0), max_new_tokens=12, stop_strings=[stop])
     assert len(cut.token_ids) < len(full.token_ids)
     assert cut.token_ids == full.token_ids[: len(cut.token_ids)]
     assert stop in cut.text
     config = copy.deepcopy(vlm.model.generation_config)
     config.stop_strings, config.max_new_tokens = [stop], 12
-    assert vlm.ask("what ?", picture(0), generation_config=config).token_ids == cut.token_ids
+    assert vlm.ask("what ?", make_image(0), generation_config=config).token_ids == cut.token_ids
     off = {"generation_config": config, "stop_strings": None}
-    assert vlm.ask("what ?", picture(0), **off).token_ids == full.token_ids
-    length = vlm.inputs("what ?", picture(0))["input_ids"].shape[1]
-    assert vlm.ask("what ?", picture(0), max_length=length + 5).token_ids == full.token_ids[:5]
+    assert vlm.ask("what ?", make_image(0), **off).token_ids == full.token_ids
+    length = vlm.inputs("what ?", make_image(0))["input_ids"].shape[1]
+    assert vlm.ask("what ?", make_image(0), max_length=length + 5).token_ids == full.token_ids[:5]
 
 
 def test_stream_yields_the_pieces_of_the_answer(vlm):
-    expected = vlm.ask("what ?", picture(0), max_new_tokens=8)
-    *pieces, answer = vlm.stream("what ?", picture(0), max_new_tokens=8)
+    expected = vlm.ask("what ?", make_image(0), max_new_tokens=8)
+    *pieces, answer = vlm.stream("what ?", make_image(0), max_new_tokens=8)
     assert "".join(pieces).strip() == answer.text == expected.text
     assert answer.token_ids == expected.token_ids
     calls = []
@@ -459,16 +459,16 @@ def test_stream_yields_the_pieces_of_the_answer(vlm):
         return torch.zeros(1, dtype=torch.bool)
 
     abandoned = vlm.stream(
-        "what ?", picture(0), max_new_tokens=3000, min_new_tokens=3000, stopping_criteria=[count]
+        "what ?", make_image(0), max_new_tokens=3000, min_new_tokens=3000, stopping_criteria=[count]
     )
     next(abandoned)
     abandoned.close()  # returns when the generation has stopped
     assert len(calls) < 3000
     with pytest.raises(VLMFastError):
-        list(vlm.stream("", picture(0)))
+        list(vlm.stream("", make_image(0)))
     with pytest.raises(VLMFastError, match="num_beams"):
-        list(vlm.stream("what ?", picture(0), num_beams=2))
-    assert vlm.ask("what ?", picture(0), max_new_tokens=8).token_ids == expected.token_ids
+        list(vlm.stream("what ?", make_image(0), num_beams=2))
+    assert vlm.ask("what ?", make_image(0), max_new_tokens=8).token_ids == expected.token_ids
 
 
 @dataclass(frozen=True)
@@ -493,7 +493,7 @@ class MergePairs(InEncoderStage):
 
 def test_merging_inside_the_tower(vlm):
     """Merged rows stay merged, keep their place in the image and count their sources."""
-    run = start(vlm, MergePairs(), images=[picture(0), picture(1)])
+    run = start(vlm, MergePairs(), images=[make_image(0), make_image(1)])
     answer_logits(vlm, run, [])
     layout = run.prompt.layout.select(run.prompt.layout.patches)
     sources = run.trace.layout.patches.sum()
@@ -525,12 +525,12 @@ def test_merging_inside_the_tower(vlm):
 
 
 def test_in_encoder_stages_at_range_limits(vlm):
-    run = start(vlm, MergePairs(merge=False), images=[picture(0)])
+    run = start(vlm, MergePairs(merge=False), images=[make_image(0)])
     expected = hf_logits(vlm, run.inputs.tensors, TOKENS)
     close(answer_logits(vlm, run, TOKENS), expected, terms=sums(run))
     for block in (0, 3, 9):  # the last block of the tower does not reach the projector
         with pytest.raises(RecipeError, match=f"vision block {block} is out of range"):
-            vlm.ask("what ?", picture(0), recipe=MergePairs(block))
+            vlm.ask("what ?", make_image(0), recipe=MergePairs(block))
     assert not any(block._forward_pre_hooks for block in vlm.adapter.vision_blocks())
 
 
@@ -566,17 +566,17 @@ def test_attention_can_be_requested_before_a_layer_runs(vlm):
         def select_tokens(self, step, layer):
             seen[-(layer - 1)] = step.stats[layer - 1]
 
-    answer_logits(vlm, start(vlm, Ahead(), images=[picture(0)]), [])
-    answer_logits(vlm, start(vlm, After(), images=[picture(0)]), [])
+    answer_logits(vlm, start(vlm, Ahead(), images=[make_image(0)]), [])
+    answer_logits(vlm, start(vlm, After(), images=[make_image(0)]), [])
     for layer in (1, 2):
         close(seen[layer], seen[-layer], terms=network(vlm.model, seen[layer].shape[-1]))
     full = seen[2]
-    answer_logits(vlm, start(vlm, Ahead(drop=True), images=[picture(0)]), [])
+    answer_logits(vlm, start(vlm, Ahead(drop=True), images=[make_image(0)]), [])
     assert seen[2].shape[-1] < full.shape[-1]  # sees what the first drop kept
 
 
 def test_cache_contents_match_its_lengths(vlm):
-    run = start(vlm, Rank(), images=[picture(0)])
+    run = start(vlm, Rank(), images=[make_image(0)])
     answer_logits(vlm, run, TOKENS[:3])
     layer = run.cache.layers[3]
     assert layer.length.unique().tolist() == layer.max_lengths == [run.cache.lengths()[3]]
@@ -596,7 +596,7 @@ def test_cache_contents_match_its_lengths(vlm):
 
 def test_multiple_tokens_per_forward_pass(vlm):
     """The masked path, for batches and trees, equals feeding one token at a time."""
-    run, other = (start(vlm, Rank(), images=[picture(0)]) for _ in range(2))
+    run, other = (start(vlm, Rank(), images=[make_image(0)]) for _ in range(2))
     expected = answer_logits(vlm, run, TOKENS)
     with torch.no_grad(), switched(vlm.model):
         other.start(len(TOKENS))
@@ -615,25 +615,25 @@ def test_multiple_tokens_per_forward_pass(vlm):
 @pytest.mark.parametrize("build", FAMILIES.values(), ids=FAMILIES)
 def test_half_precision_is_bitwise_equal(build, dtype):
     half = VLM(*build(dtype=dtype))
-    tensors = half.inputs("what is here ?", picture(0))
+    tensors = half.inputs("what is here ?", make_image(0))
     expected = half.model.generate(
         **tensors, max_new_tokens=16, output_logits=True, return_dict_in_generate=True
     )
-    run = start(half, images=[picture(0)])
+    run = start(half, images=[make_image(0)])
     tokens = expected.sequences[0, tensors["input_ids"].shape[1] :].tolist()
     got = answer_logits(half, run, tokens[:-1])
     assert torch.equal(got.float(), torch.cat(expected.logits))
-    assert half.ask("what is here ?", picture(0), max_new_tokens=16).token_ids == tokens
+    assert half.ask("what is here ?", make_image(0), max_new_tokens=16).token_ids == tokens
 
 
 def test_two_wrappers_of_one_model_take_turns(vlm):
     """Switching attention changes the model, so a second wrapper must wait for the first."""
     second = VLM(vlm.model, vlm.processor)
-    expected = [vlm.ask("what ?", picture(i), max_new_tokens=8).token_ids for i in range(2)]
+    expected = [vlm.ask("what ?", make_image(i), max_new_tokens=8).token_ids for i in range(2)]
     got: list = [None, None]
 
     def ask(index: int, wrapper: VLM) -> None:
-        got[index] = wrapper.ask("what ?", picture(index), max_new_tokens=8).token_ids
+        got[index] = wrapper.ask("what ?", make_image(index), max_new_tokens=8).token_ids
 
     for _ in range(3):
         threads = [threading.Thread(target=ask, args=pair) for pair in ((0, vlm), (1, second))]
@@ -642,7 +642,7 @@ def test_two_wrappers_of_one_model_take_turns(vlm):
         for thread in threads:
             thread.join()
         assert got == expected
-    inputs = vlm.inputs("what ?", picture(0))
+    inputs = vlm.inputs("what ?", make_image(0))
     assert vlm.model.generate(**inputs, max_new_tokens=8)[0, -8:].tolist() == expected[0]
 
 
@@ -662,10 +662,10 @@ class Breaks(PrefillStage):
 
 
 def test_model_is_restored_after_an_exception(vlm):
-    inputs = vlm.inputs("what ?", picture(0))
+    inputs = vlm.inputs("what ?", make_image(0))
     before = vlm.model.generate(**inputs, max_new_tokens=4)
     with pytest.raises(KeyError, match="in the middle"):
-        vlm.ask("what ?", picture(0), recipe=(MergePairs(), Breaks()))
+        vlm.ask("what ?", make_image(0), recipe=(MergePairs(), Breaks()))
     assert vlm.model.config.text_config._attn_implementation == "sdpa"
     assert vlm.model.config.vision_config._attn_implementation == "sdpa"
     assert not any(layer._forward_pre_hooks for layer in vlm.adapter.decoder.layers)
@@ -681,7 +681,7 @@ def test_unsupported_stages_are_refused(vlm):
         protocol: ClassVar[str] = "guess"
 
     with pytest.raises(RecipeError, match="test-drafts is a guess stage"):
-        vlm.ask("what ?", picture(0), recipe=Drafts())
+        vlm.ask("what ?", make_image(0), recipe=Drafts())
 
 
 def test_text_only_prompts_pass_every_stage(vlm):
@@ -712,12 +712,14 @@ def test_answers_beyond_a_sliding_window_are_refused():
     torch.manual_seed(0)
     windowed = VLM(LlavaForConditionalGeneration(config).eval(), processor)
     with pytest.raises(ModelError, match="sliding window of 64"):
-        windowed.ask("what is here, and where is it ?", picture(0), max_new_tokens=60)
-    inputs = windowed.inputs("what ?", picture(0))
+        windowed.ask("what is here, and where is it ?", make_image(0), max_new_tokens=60)
+    inputs = windowed.inputs("what ?", make_image(0))
     length = inputs["input_ids"].shape[1]
     max_new_tokens = 64 - length
     expected = windowed.model.generate(**inputs, max_new_tokens=max_new_tokens)[0, length:].tolist()
-    assert windowed.ask("what ?", picture(0), max_new_tokens=max_new_tokens).token_ids == expected
+    assert (
+        windowed.ask("what ?", make_image(0), max_new_tokens=max_new_tokens).token_ids == expected
+    )
 
 
 def test_unused_last_tower_block_is_skipped(vlm):
@@ -728,10 +730,10 @@ def test_unused_last_tower_block_is_skipped(vlm):
         for index, block in enumerate(blocks)
     ]
     try:
-        vlm.ask("what ?", picture(0), max_new_tokens=1)
+        vlm.ask("what ?", make_image(0), max_new_tokens=1)
         assert ran == list(range(len(blocks) - 1))
         with torch.no_grad():
-            vlm.model(**vlm.inputs("what ?", picture(0)))
+            vlm.model(**vlm.inputs("what ?", make_image(0)))
         assert ran[len(blocks) - 1 :] == list(range(len(blocks)))
         assert "forward" not in blocks[-1].__dict__
     finally:
@@ -741,18 +743,18 @@ def test_unused_last_tower_block_is_skipped(vlm):
 
 def test_answers_in_inference_mode_do_not_affect_later_ones(vlm):
     with torch.inference_mode():
-        inside = [vlm.ask("what ?", picture(0), max_new_tokens=4, recipe="snapkv:window=0.1")]
-        inside += vlm.ask_many([Request("what ?", picture(0))], max_new_tokens=4)
-        with vlm.session(picture(0)) as session:
+        inside = [vlm.ask("what ?", make_image(0), max_new_tokens=4, recipe="snapkv:window=0.1")]
+        inside += vlm.ask_many([Request("what ?", make_image(0))], max_new_tokens=4)
+        with vlm.session(make_image(0)) as session:
             inside.append(session.ask("what ?", max_new_tokens=4))
-    outside = [vlm.ask("what ?", picture(0), max_new_tokens=4, recipe="snapkv:window=0.1")]
-    outside += vlm.ask_many([Request("what ?", picture(0))], max_new_tokens=4)
-    with vlm.session(picture(0)) as session:
+    outside = [vlm.ask("what ?", make_image(0), max_new_tokens=4, recipe="snapkv:window=0.1")]
+    outside += vlm.ask_many([Request("what ?", make_image(0))], max_new_tokens=4)
+    with vlm.session(make_image(0)) as session:
         outside.append(session.ask("what ?", max_new_tokens=4))
     assert [a.token_ids for a in inside] == [a.token_ids for a in outside]
 
 
 def test_compiled_model_can_be_wrapped(vlm):
     compiled = VLM(torch.compile(vlm.model, backend="eager"), vlm.processor)
-    expected = vlm.ask("what ?", picture(0), max_new_tokens=4).token_ids
-    assert compiled.ask("what ?", picture(0), max_new_tokens=4).token_ids == expected
+    expected = vlm.ask("what ?", make_image(0), max_new_tokens=4).token_ids
+    assert compiled.ask("what ?", make_image(0), max_new_tokens=4).token_ids == expected

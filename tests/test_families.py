@@ -41,18 +41,18 @@ MEASURED: dict[tuple[str, str], float] = {}
 DOCS = Path(__file__).parents[1] / "docs" / "models.md"
 
 
-def picture(seed: int, width: int = 60, height: int = 44) -> np.ndarray:
+def make_image(seed: int, width: int = 60, height: int = 44) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
 
 
 CASES = {
     "no image": {},
-    "one image": {"images": [picture(0)]},
-    "three images": {"images": [picture(0), picture(1, 30, 70), picture(2, 90, 33)]},
-    "a video": {"video": [picture(i, 40, 40) for i in range(5)], "num_frames": 5},
+    "one image": {"images": [make_image(0)]},
+    "three images": {"images": [make_image(0), make_image(1, 30, 70), make_image(2, 90, 33)]},
+    "a video": {"video": [make_image(i, 40, 40) for i in range(5)], "num_frames": 5},
     "an image and a video": {
-        "images": [picture(0)],
-        "video": [picture(i, 40, 40) for i in range(4)],
+        "images": [make_image(0)],
+        "video": [make_image(i, 40, 40) for i in range(4)],
         "num_frames": 4,
     },
 }
@@ -535,7 +535,7 @@ def one(name: str) -> VLM:
 def test_times_of_a_video_reach_the_model(name):
     """Frames farther apart in time give another prompt."""
     vlm = one(name)
-    frames = [picture(i, 40, 40) for i in range(8)]
+    frames = [make_image(i, 40, 40) for i in range(8)]
     run = start(vlm, video=frames, num_frames=4)  # one frame per second, every second one
     seconds = [at for *_, at in run.inputs.frames]
     assert len(seconds) == 4 and seconds == sorted(seconds) and seconds[-1] - seconds[0] > 3
@@ -786,7 +786,7 @@ def test_unsupported_media_are_refused():
 def test_video_block_by_block():
     vlm = one("qwen2_5_vl")
     answer = vlm.ask(
-        "what ?", video=[picture(i, 40, 40) for i in range(12)], num_frames=12,
+        "what ?", video=[make_image(i, 40, 40) for i in range(12)], num_frames=12,
         max_kv_tokens=120, progress=False, max_new_tokens=4,
     )  # fmt: skip
     assert answer.stats.visual_tokens_in == 12 * 4 and len(answer.token_ids) == 4

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from closeness import close
-from helpers_layout import DIM, REQUEST, TOWER, picture_arguments, prompt, stats_of
+from helpers_layout import DIM, REQUEST, TOWER, image_arguments, prompt, stats_of
 from vlmfast import Recipe, RecipeError
 from vlmfast.compressors.tokens.flashvid import FlashVID, calibrated, means, segments
 from vlmfast.core.layout import VisualTokens
@@ -21,7 +21,7 @@ from vlmfast.kernels.diversity import cosine, max_min
 
 def as_video(stats: VisionStats) -> VisionStats:
     n = len(stats.items)
-    frames = (replace(item, clip=0, frame=(i, n)) for i, item in enumerate(stats.items))
+    frames = (replace(item, video=0, frame=(i, n)) for i, item in enumerate(stats.items))
     return stats_of(tuple(frames), {TOWER - 2: stats.rows[TOWER - 2]})
 
 
@@ -97,18 +97,18 @@ def test_links_stop_at_the_budget() -> None:
         assert kept.layout.weight.sum() == 48
 
 
-@given(picture_arguments(), st.integers(1, 4), st.floats(0.03, 0.97), st.booleans())
+@given(image_arguments(), st.integers(1, 4), st.floats(0.03, 0.97), st.booleans())
 @settings(max_examples=20, deadline=None)
-def test_kept_count_per_video(arguments: dict, frames: int, share: float, clip: bool) -> None:
+def test_kept_count_per_video(arguments: dict, frames: int, share: float, video: bool) -> None:
     tokens, stats = prompt(*[arguments] * frames)
-    given = as_video(stats) if clip else replace(as_video(stats), items=stats.items)
+    given = as_video(stats) if video else replace(as_video(stats), items=stats.items)
     kept = FlashVID(share).reduce(tokens, given, REQUEST)
     order = kept.layout.order
     assert bool((order[1:] > order[:-1]).all())
     assert bool(kept.layout.patches.all())
     each = int((tokens.layout.item == 0).sum())
     patches = int(tokens.layout.patches[tokens.layout.item == 0].sum())
-    parts = [(each * frames, patches * frames)] if clip else [(each, patches)] * frames
+    parts = [(each * frames, patches * frames)] if video else [(each, patches)] * frames
     assert len(kept) == sum(min(max(1, round(share * n)), p) for n, p in parts)
     assert kept.layout.weight.sum() <= patches * frames
     alone = kept.layout.weight == 1

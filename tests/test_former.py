@@ -180,8 +180,8 @@ def test_a_reducer_with_former_names_works(tiny: VLM) -> None:
 
     assert First().query_dependent
     assert First.query_dependent
-    picture = Path(__file__).parents[1] / "examples" / "picture.png"
-    answer = tiny.ask("What is there?", picture, recipe=First(), max_new_tokens=1)
+    image = Path(__file__).parents[1] / "examples" / "picture.png"
+    answer = tiny.ask("What is there?", image, recipe=First(), max_new_tokens=1)
     assert answer.stats.visual_tokens_kept == {"first": 5}
 
 
@@ -249,9 +249,9 @@ def test_sessions_of_the_first_version_go_on(
 
 
 def test_a_trained_stage_of_the_first_version_loads(tiny: VLM) -> None:
-    picture = Path(__file__).parents[1] / "examples" / "picture.png"
+    image = Path(__file__).parents[1] / "examples" / "picture.png"
     kept = [
-        tiny.ask("What is in the bottom left?", picture, recipe=recipe).stats.equivalent_tokens
+        tiny.ask("What is in the bottom left?", image, recipe=recipe).stats.equivalent_tokens
         for recipe in (f"atp:0.3,weights={FILES / 'atp'}", "atp:0.3")
     ]
     assert kept[0] == kept[1]

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from tiny_models import build_llava
-from tiny_models import picture as photo
+from tiny_models import make_image as photo
 from vlmfast import VLM, Recipe, RecipeError
-from vlmfast.compressors import clip as _clip
+from vlmfast.compressors import clip as open_clip_models
 from vlmfast.compressors.frames.frames_clip import FramesClip
 from vlmfast.kernels.diversity import cosine, dpp
 from vlmfast.media import VideoInfo, load_video
@@ -31,8 +31,8 @@ def video(n: int) -> list:
 
 
 def by_hand(weights, frames: list, places: list[int], n: int, question: str) -> list[int]:
-    judge = _clip.load("test", *weights)
-    seen = judge.pictures([frames[i] for i in places])
+    judge = open_clip_models.load("test", *weights)
+    seen = judge.images([frames[i] for i in places])
     r = seen @ judge.text(question)
     r = (r - r.min()) / (r.max() - r.min() + 1e-6)
     s = cosine(seen) + 1e-4 * torch.eye(len(seen))

@@ -83,7 +83,7 @@ from golden_tree import tree_case
 from golden_visionzip import clip_case as visionzip_clip
 from golden_visionzip import zip_case as visionzip_zip
 from golden_zipvl import tau_case as zipvl_tau
-from helpers_layout import picture, stats_of
+from helpers_layout import make_image, stats_of
 from vlmfast.compressors.select import best
 from vlmfast.compressors.tokens.hired import (
     HiRED,
@@ -199,7 +199,7 @@ def stage_delivers(
     wanted: Tensor,
 ) -> None:
     """The stage, on tokens of the correct grid, keeps those of ``wanted`` that exist."""
-    tokens, geometry = picture(tiles, PATCHES, size, view=first)
+    tokens, geometry = make_image(tiles, PATCHES, size, view=first)
     stats = stats_of(
         (geometry,),
         {0: cls_rows(data["cls_attn_layer0"]), 22: cls_rows(data["cls_attn_layer22"])},
@@ -240,7 +240,7 @@ def hired_llava15(data: Data, meta: Meta) -> None:
     assert torch.equal(mask[0].nonzero().flatten(), data["kept_index"].sort().values)
 
     if exact and rate < 1:
-        tokens, geometry = picture((0, 0), PATCHES, (336, 336))
+        tokens, geometry = make_image((0, 0), PATCHES, (336, 336))
         stats = stats_of((geometry,), {0: cls_rows(stored), 22: cls_rows(stored)})
         kept = HiRED(rate).select_tokens(tokens, geometry, stats, REQUEST)
         assert torch.equal(kept, data["kept_index"].sort().values)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import vlmfast
-from tiny_models import build_llava, picture
+from tiny_models import build_llava, make_image
 from vlmfast import VLM, Request, VLMFastError
 from vlmfast.engine.graphs import Graphs, StepGraph
 
@@ -69,7 +69,7 @@ def follow(monkeypatch) -> None:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_captured_steps_give_the_same_tokens(plain: VLM, vlm: VLM, recipe: str) -> None:
     for seed in (0, 1):
-        given = {"images": picture(seed=seed), "recipe": recipe, "max_new_tokens": 40}
+        given = {"images": make_image(seed=seed), "recipe": recipe, "max_new_tokens": 40}
         wanted = plain.ask("what is here ?", **given, eos_token_id=None).token_ids
         assert vlm.ask("what is here ?", **given, eos_token_id=None).token_ids == wanted
         assert len(wanted) == 40
@@ -78,10 +78,10 @@ def test_captured_steps_give_the_same_tokens(plain: VLM, vlm: VLM, recipe: str) 
 def test_second_request_reuses_the_step(plain: VLM, vlm: VLM) -> None:
     graphs = vlm.adapter.kept["graphs"]
     for number in range(3):
-        vlm.ask("what is here ?", images=picture(seed=number), max_new_tokens=6)
+        vlm.ask("what is here ?", images=make_image(seed=number), max_new_tokens=6)
         assert (graphs.captured, graphs.adopted) == (1, number)
     # Another shape is another step.
-    vlm.ask("what is here ?", images=[picture(seed=s) for s in range(4)], max_new_tokens=6)
+    vlm.ask("what is here ?", images=[make_image(seed=s) for s in range(4)], max_new_tokens=6)
     assert graphs.captured == 2
 
 
@@ -91,7 +91,7 @@ def test_trees_are_captured_by_their_width(plain: VLM, vlm: VLM, recipe: str) ->
     from fake_drafters import Knows
     from vlmfast.core.recipe import Recipe
 
-    given = {"images": picture(seed=0), "max_new_tokens": 40, "eos_token_id": None}
+    given = {"images": make_image(seed=0), "max_new_tokens": 40, "eos_token_id": None}
     wanted = plain.ask("what is here ?", recipe=recipe, **given).token_ids
     knows = Knows(answer=tuple(wanted), cycle=True)
     for _ in range(2):
@@ -106,7 +106,7 @@ def test_growing_beyond_the_buffers_recaptures(plain: VLM, vlm: VLM, monkeypatch
     from vlmfast.engine import cache
 
     monkeypatch.setattr(cache, "_FREE_SLOTS", 8)
-    given = {"images": picture(seed=0), "max_new_tokens": 120, "eos_token_id": None}
+    given = {"images": make_image(seed=0), "max_new_tokens": 120, "eos_token_id": None}
     first = vlm.ask("what is here ?", **given).token_ids
     assert first == plain.ask("what is here ?", **given).token_ids
     graphs = vlm.adapter.kept["graphs"]
@@ -118,7 +118,7 @@ def test_growing_beyond_the_buffers_recaptures(plain: VLM, vlm: VLM, monkeypatch
 
 def test_captured_batches_and_sessions(plain: VLM, vlm: VLM) -> None:
     requests = [
-        Request("what ?", picture(seed=i), recipe=r, generation={"max_new_tokens": 5 + 7 * i})
+        Request("what ?", make_image(seed=i), recipe=r, generation={"max_new_tokens": 5 + 7 * i})
         for i, r in enumerate(["none", "h2o:0.7", "pyramiddrop", "none"])
     ]
     wanted = [a.token_ids for a in plain.ask_many(requests, batch_size=3)]
@@ -126,7 +126,7 @@ def test_captured_batches_and_sessions(plain: VLM, vlm: VLM) -> None:
         assert [a.token_ids for a in vlm.ask_many(requests, batch_size=3)] == wanted
     answers = []
     for model in (plain, vlm):
-        with model.session(images=picture(seed=3), recipe="h2o:0.8") as session:
+        with model.session(images=make_image(seed=3), recipe="h2o:0.8") as session:
             answers.append(
                 [session.ask(q, max_new_tokens=9).token_ids for q in ("what ?", "and ?", "so ?")]
             )
@@ -140,7 +140,7 @@ def test_stand_in_detects_a_moved_buffer(vlm: VLM) -> None:
     from vlmfast.engine.attention import switched
     from vlmfast.engine.prefill import Inputs
 
-    tensors = vlm.inputs("what ?", images=[picture(seed=0)])
+    tensors = vlm.inputs("what ?", images=[make_image(seed=0)])
     run = Driven(vlm.adapter, Inputs(tensors, [(64, 64)], "what ?"), Recipe(), 0.0)
     with torch.no_grad(), switched(vlm.model):
         run.start(8)
@@ -165,7 +165,7 @@ def test_compiled_steps_give_the_same_tokens(plain: VLM) -> None:
     torch._dynamo.reset()
     vlm = VLM(*build_llava(), decoding="compile")
     vlm.adapter.kept["compiled"] = torch.compile(vlm.adapter.decoder, backend="eager")
-    given = {"images": picture(seed=0), "max_new_tokens": 6, "eos_token_id": None}
+    given = {"images": make_image(seed=0), "max_new_tokens": 6, "eos_token_id": None}
     wanted = plain.ask("what is here ?", **given).token_ids
     assert vlm.ask("what is here ?", **given).token_ids == wanted
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers_layout import REQUEST, picture, picture_arguments, prompt, stats_of
+from helpers_layout import REQUEST, image_arguments, make_image, prompt, stats_of
 from vlmfast.compressors.select import apportion, best, count
 from vlmfast.compressors.tokens.hired import (
     HiRED,
@@ -101,7 +101,7 @@ def test_crop_budgets_are_truncated_and_clamped() -> None:
 
 def test_full_view_and_crops_on_a_worked_example() -> None:
     """Two crops side by side; all content on the right, so the right crop gets all."""
-    tokens, geometry = picture((1, 2), (2, 2))
+    tokens, geometry = make_image((1, 2), (2, 2))
     content = torch.tensor([[[0.0, 0.5, 0.0, 0.5]]] * 3)
     importance = torch.tensor([[[0.1, 0.2, 0.3, 0.4]], [[1.0, 0, 0, 0]], [[0.1, 0.6, 0.2, 0.1]]])
     stats = stats_of((geometry,), {0: content, 22: importance})
@@ -129,7 +129,7 @@ def test_images_without_crops_use_their_own_scores() -> None:
 
 
 def test_ties_go_to_the_lower_index() -> None:
-    tokens, geometry = picture((2, 2), (4, 4))
+    tokens, geometry = make_image((2, 2), (4, 4))
     flat = torch.full((5, 2, 16), 1 / 16)
     stats = stats_of((geometry,), {0: flat, 22: flat})
     kept = HiRED(0.3).reduce(tokens, stats, REQUEST).layout
@@ -140,7 +140,7 @@ def test_ties_go_to_the_lower_index() -> None:
 
 def test_newline_policies() -> None:
     """Only the right crop has a choice in its lower row: one canvas row of two is open."""
-    tokens, geometry = picture((1, 2), (2, 2))
+    tokens, geometry = make_image((1, 2), (2, 2))
     rows = torch.tensor([[[1.0, 0, 0, 0]], [[0.0, 0, 0, 0]], [[0.0, 0, 0, 1]]])
     content = torch.tensor([[[0.0, 1, 0, 1]]] * 3)
     stats = stats_of((geometry,), {0: content, 22: rows})
@@ -154,7 +154,7 @@ def test_newline_policies() -> None:
 
 
 def test_open_rows_of_an_image_without_crops() -> None:
-    tokens, _ = picture((1, 1), (2, 2))
+    tokens, _ = make_image((1, 1), (2, 2))
     layout = tokens.layout  # four base tokens, then two rows of two and a newline
     kept = torch.zeros(len(layout), dtype=torch.bool)
     kept[0] = True
@@ -167,7 +167,7 @@ def test_open_rows_of_an_image_without_crops() -> None:
 def test_packed_order_equals_the_prompt_order() -> None:
     for tiles in [(2, 2), (1, 2), (3, 1), (2, 3)]:
         for size in [(100, 100), (60, 200), (210, 70)]:
-            tokens, _ = picture(tiles, (4, 4), size, newlines=False)
+            tokens, _ = make_image(tiles, (4, 4), size, newlines=False)
             ids = tokens.layout.tile * 16 + tokens.layout.grid[:, 1] * 4 + tokens.layout.grid[:, 2]
             assert packed(tiles, (4, 4), size, transposed=False).tolist() == ids.tolist()
 
@@ -196,7 +196,7 @@ def test_blocks_are_the_first_and_the_feature_layer() -> None:
 # --- properties ----------------------------------------------------------------------------------
 
 
-@given(stages | to_budget, st.lists(picture_arguments(patches=(4, 4)), min_size=1, max_size=3))
+@given(stages | to_budget, st.lists(image_arguments(patches=(4, 4)), min_size=1, max_size=3))
 @settings(max_examples=40, deadline=None)
 def test_choice_is_ascending_repeatable_and_visual(stage: HiRED, images: list[dict]) -> None:
     tokens, kept = reduced(stage, *images)
@@ -215,7 +215,7 @@ def test_choice_is_ascending_repeatable_and_visual(stage: HiRED, images: list[di
     assert orders(reduced(stage, *images)[1]) == orders(kept)
 
 
-@given(stages | to_budget, st.lists(picture_arguments(patches=(4, 4)), min_size=2, max_size=3))
+@given(stages | to_budget, st.lists(image_arguments(patches=(4, 4)), min_size=2, max_size=3))
 @settings(max_examples=30, deadline=None)
 def test_choice_does_not_depend_on_other_images(stage: HiRED, images: list[dict]) -> None:
     alone = reduced(stage, images[0])[1]
@@ -225,7 +225,7 @@ def test_choice_does_not_depend_on_other_images(stage: HiRED, images: list[dict]
     assert (together.layout.item[len(alone) :] > 0).all()
 
 
-@given(stages, picture_arguments())
+@given(stages, image_arguments())
 @settings(max_examples=40, deadline=None)
 def test_rate_selects_at_most_its_count(stage: HiRED, arguments: dict) -> None:
     tokens, kept = reduced(stage, arguments)
@@ -239,7 +239,7 @@ def test_rate_selects_at_most_its_count(stage: HiRED, arguments: dict) -> None:
         assert newlines(kept) == newlines(tokens)
 
 
-@given(stages, picture_arguments(), st.floats(0.02, 1))
+@given(stages, image_arguments(), st.floats(0.02, 1))
 @settings(max_examples=40, deadline=None)
 def test_higher_rate_keeps_a_superset(stage: HiRED, arguments: dict, rate: float) -> None:
     low, high = sorted([stage.keep, rate])
@@ -251,7 +251,7 @@ def test_higher_rate_keeps_a_superset(stage: HiRED, arguments: dict, rate: float
         assert set(orders(fewer)) <= set(orders(more))
 
 
-@given(to_budget, picture_arguments())
+@given(to_budget, image_arguments())
 @settings(max_examples=80, deadline=None)
 def test_budget_is_met_exactly(stage: HiRED, arguments: dict) -> None:
     tokens, kept = reduced(stage, arguments)
@@ -277,7 +277,7 @@ def test_budget_is_met_exactly(stage: HiRED, arguments: dict) -> None:
             assert target == 1 or not (is_open & tokens.layout.patches & ~mine).any()
 
 
-@given(picture_arguments(), st.integers(0, 5))
+@given(image_arguments(), st.integers(0, 5))
 @settings(max_examples=20, deadline=None)
 def test_keep_1_is_identity(arguments: dict, seed: int) -> None:
     tokens, stats = prompt(arguments, arguments, seed=seed)

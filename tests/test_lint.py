@@ -15,7 +15,7 @@ import torch
 
 from driven import Driven
 from fake_cuda import Watch, shapes, steps
-from tiny_models import build_llava, picture
+from tiny_models import build_llava, make_image
 from vlmfast import VLM
 from vlmfast.core.protocols import CacheStage, DecodeStage
 from vlmfast.core.recipe import Recipe
@@ -92,7 +92,7 @@ def decoder(recipes: list, fed: int = 2, max_new_tokens: int = STEPS + 2) -> tup
     with torch.no_grad(), switched(vlm.model):
         for number, recipe in enumerate(recipes):
             # Prompts of different lengths.
-            images = [picture(seed=10 * number + i) for i in range(number + 1)]
+            images = [make_image(seed=10 * number + i) for i in range(number + 1)]
             tensors = vlm.inputs("what is here ?", images=images)
             inputs = Inputs(tensors, [(p.height, p.width) for p in images], "what ?")
             run = Driven(vlm.adapter, inputs, Recipe.of(recipe), time.perf_counter())

@@ -21,7 +21,7 @@ import torch
 import vlmfast.api.long_video as module
 from closeness import apart, close, network, tower
 from media_fixtures import frame_number, write_video
-from tiny_models import build_llava, build_llava_next, picture
+from tiny_models import build_llava, build_llava_next, make_image
 from vlmfast import VLM, MediaError, ModelError, RecipeError, VLMFastError
 from vlmfast.api.long_video import LongVideo
 from vlmfast.core.protocols import CacheStage
@@ -36,7 +36,7 @@ QUIET = {"max_new_tokens": NEW, "progress": False}
 
 
 def frames_of(count: int, size: int = 40) -> list:
-    return [picture(size, size, seed) for seed in range(count)]
+    return [make_image(size, size, seed) for seed in range(count)]
 
 
 FRAMES = frames_of(40)
@@ -307,7 +307,7 @@ def test_stages_that_need_the_whole_prompt_are_refused(vlm, recipe):
 
 
 def test_cap_without_a_single_video_is_refused(vlm):
-    for media in ({"images": picture()}, {}, {"images": picture(), "video": FRAMES[:3]}):
+    for media in ({"images": make_image()}, {}, {"images": make_image(), "video": FRAMES[:3]}):
         with pytest.raises(VLMFastError, match="max_kv_tokens is for video= alone"):
             vlm.ask(QUESTION, **media, max_kv_tokens=500)
     with pytest.raises(VLMFastError, match="question is empty"):
@@ -439,7 +439,7 @@ class Made(list):
     def __getitem__(self, at):
         if isinstance(at, slice):
             return [self[i] for i in range(*at.indices(len(self)))]
-        return self.bad.get(at, None) or picture(40, 40, at)
+        return self.bad.get(at, None) or make_image(40, 40, at)
 
 
 def threads() -> set:
@@ -509,10 +509,10 @@ def test_decoding_overlaps_with_the_model(vlm, monkeypatch):
 
 BAD = {
     "missing": ({25: "nowhere.png"}, "frame 26 of 40: nowhere.png"),
-    "of another size": ({25: picture(48, 40)}, "frame 26 of 40: is 48x40, the first is 40x40"),
+    "of another size": ({25: make_image(48, 40)}, "frame 26 of 40: is 48x40, the first is 40x40"),
     # Frames of a block are alike, and unlike those before them.
     "all of another size": (
-        {at: picture(48, 40, at) for at in range(24, 40)},
+        {at: make_image(48, 40, at) for at in range(24, 40)},
         "frame 25 of 40 is 48x40 and not 40x40",
     ),
 }

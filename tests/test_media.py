@@ -123,7 +123,7 @@ def test_pixels_are_preserved(array: np.ndarray, way: str) -> None:
 
 
 def test_changed_pixels_are_detected() -> None:
-    array = fx.picture()
+    array = fx.make_image()
     other = array.copy()
     other[3, 4, 1] ^= 1
     assert not np.array_equal(pixels(load_image(other)), array)
@@ -131,7 +131,7 @@ def test_changed_pixels_are_detected() -> None:
 
 
 def test_source_types(tmp_path: Path) -> None:
-    array = fx.picture()
+    array = fx.make_image()
     data = fx.encoded(Image.fromarray(array), "PNG")
     path = tmp_path / "a picture: with spaces.png"
     path.write_bytes(data)
@@ -152,7 +152,7 @@ def test_source_types(tmp_path: Path) -> None:
 @pytest.mark.parametrize("orientation", range(1, 9))
 @pytest.mark.parametrize("fmt", ["PNG", "TIFF"])
 def test_exif_orientation_is_applied_once(orientation: int, fmt: str) -> None:
-    stored = fx.picture(12, 20)
+    stored = fx.make_image(12, 20)
     upright = {
         1: stored,
         2: stored[:, ::-1],
@@ -176,7 +176,7 @@ def test_exif_orientation_is_applied_once(orientation: int, fmt: str) -> None:
 def test_jpeg_orientation_and_unreadable_metadata() -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
-    image = Image.fromarray(fx.picture(12, 20))
+    image = Image.fromarray(fx.make_image(12, 20))
     data = fx.encoded(image, "JPEG", exif=exif, quality=95)
     plain = pixels(Image.open(io.BytesIO(data)))
     assert np.array_equal(pixels(load_image(data)), np.rot90(plain, -1))
@@ -285,7 +285,7 @@ def test_float_images() -> None:
 
 
 def test_array_and_tensor_shapes() -> None:
-    rgb = fx.picture(10, 12)
+    rgb = fx.make_image(10, 12)
     tensor = torch.from_numpy(rgb)
     for source in (
         tensor,
@@ -298,13 +298,13 @@ def test_array_and_tensor_shapes() -> None:
     grey = rgb[..., :1]
     for source in (grey, grey[..., 0], torch.from_numpy(grey), torch.from_numpy(grey[..., 0])):
         assert np.array_equal(pixels(load_image(source)), grey.repeat(3, axis=2))
-    both = fx.picture(3, 5)[:, :3]  # 3x3x3 is channels first as a tensor, last as an array
+    both = fx.make_image(3, 5)[:, :3]  # 3x3x3 is channels first as a tensor, last as an array
     assert np.array_equal(pixels(load_image(both)), both)
     assert np.array_equal(pixels(load_image(torch.from_numpy(both))), both.transpose(1, 2, 0))
 
 
 def test_source_is_neither_modified_nor_shared() -> None:
-    array = fx.picture()
+    array = fx.make_image()
     image = Image.fromarray(array)
     image.info["note"] = "kept"
     loaded = load_image(image)
@@ -321,7 +321,7 @@ def test_source_is_neither_modified_nor_shared() -> None:
 
 
 def test_lists_of_images() -> None:
-    array = fx.picture()
+    array = fx.make_image()
     assert [image.size for image in load_images([array, Image.fromarray(array)])] == [(40, 30)] * 2
     assert [image.size for image in load_images(array)] == [(40, 30)]
     assert load_images([]) == []
@@ -379,7 +379,7 @@ def test_truncated_images_are_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fmt: str, options: dict, indulgent: bool
 ) -> None:
     monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", indulgent)
-    data = fx.encoded(Image.fromarray(fx.picture()), fmt, **options)
+    data = fx.encoded(Image.fromarray(fx.make_image()), fmt, **options)
     whole = load_image(data).tobytes()
     refusals = 0
     for length in range(1, len(data), max(1, len(data) // 60)):
@@ -397,7 +397,7 @@ def test_truncated_images_are_rejected(
 
 def test_truncated_jpeg_that_pillow_accepts_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", True)
-    data = fx.encoded(Image.fromarray(fx.picture(64, 64)), "JPEG")
+    data = fx.encoded(Image.fromarray(fx.make_image(64, 64)), "JPEG")
     Image.open(io.BytesIO(data[: len(data) // 2])).load()
     refused(data[: len(data) // 2], "truncated")
     refused(Image.open(io.BytesIO(data[: len(data) // 2])), "PIL image 64x64 RGB", "truncated")
@@ -410,15 +410,15 @@ def test_oversized_images_are_rejected_before_decoding(tmp_path: Path) -> None:
     refused(bomb, "bomb.png", "too large", "50000x50000", str(media.MAX_PIXELS))
     refused(fx.png_header(20_000, 20), "too narrow", "20000x20", "above 100:1")
     refused(fx.png_header(20_000, 20), "truncated", max_aspect=None)
-    refused(fx.picture(9, 9), "too large", max_pixels=80)
-    assert load_image(fx.picture(9, 9), max_pixels=81).size == (9, 9)
+    refused(fx.make_image(9, 9), "too large", max_pixels=80)
+    assert load_image(fx.make_image(9, 9), max_pixels=81).size == (9, 9)
     refused(np.broadcast_to(np.uint8(0), (20_000, 20_000)), "NumPy array", "too large")
     for wrong in ({"max_pixels": 0}, {"max_aspect": 0.5}, {"max_aspect": math.nan}):
-        refused(fx.picture(), f"{next(iter(wrong))}=", "at least 1", **wrong)
+        refused(fx.make_image(), f"{next(iter(wrong))}=", "at least 1", **wrong)
 
 
 def test_pillow_pixel_limit_is_not_applied(monkeypatch: pytest.MonkeyPatch) -> None:
-    data = fx.encoded(Image.fromarray(fx.picture(30, 40)), "PNG")
+    data = fx.encoded(Image.fromarray(fx.make_image(30, 40)), "PNG")
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
     with pytest.raises(Image.DecompressionBombError):
         Image.open(io.BytesIO(data))
@@ -485,7 +485,7 @@ def test_invalid_pil_images_are_rejected(tmp_path: Path) -> None:
     refused(Image.fromarray(np.full((4, 4), -1, np.int32)), "from -1 to -1")
     refused(Image.fromarray(np.full((4, 4), np.nan, np.float32)), "NaN")
     path = tmp_path / "closed.png"
-    path.write_bytes(fx.encoded(Image.fromarray(fx.picture()), "PNG"))
+    path.write_bytes(fx.encoded(Image.fromarray(fx.make_image()), "PNG"))
     with Image.open(path) as image:
         pass
     refused(image, "closed.png", "truncated or damaged")
@@ -529,7 +529,7 @@ def test_invalid_data_urls_are_rejected(url: str, reason: str) -> None:
 
 def test_urls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("no_proxy", "127.0.0.1")
-    array = fx.picture()
+    array = fx.make_image()
     with fx.web_server(fx.encoded(Image.fromarray(array), "PNG")) as address:
         for path in ("/picture", "/moved", "/picture?key=secret"):
             assert np.array_equal(pixels(load_image(address + path)), array)
@@ -572,7 +572,7 @@ def test_damaged_images_raise_only_media_errors(fmt: str) -> None:
         fmt == "JPEG2000" and not features.check("jpg_2000")
     ):
         pytest.skip(f"this Pillow has no {fmt}")
-    data = fx.encoded(Image.fromarray(fx.picture(20, 24)), fmt)
+    data = fx.encoded(Image.fromarray(fx.make_image(20, 24)), fmt)
     for seed in range(60):
         survives(load_image, _mutated(data, seed), max_pixels=10_000)
 
@@ -824,13 +824,13 @@ def test_lists_of_frames() -> None:
 
 
 def test_kind_is_detected_from_content(video_path: Path, tmp_path: Path) -> None:
-    data = fx.encoded(Image.fromarray(fx.picture()), "PNG")
+    data = fx.encoded(Image.fromarray(fx.make_image()), "PNG")
     path = tmp_path / "picture.mp4"
     path.write_bytes(data)
     disguised = tmp_path / "clip.jpg"
     disguised.write_bytes(video_path.read_bytes())
-    assert kind_of(path) == kind_of(data) == kind_of(fx.picture()) == "image"
-    assert kind_of(Image.fromarray(fx.picture())) == kind_of(torch.zeros(3, 4, 4)) == "image"
+    assert kind_of(path) == kind_of(data) == kind_of(fx.make_image()) == "image"
+    assert kind_of(Image.fromarray(fx.make_image())) == kind_of(torch.zeros(3, 4, 4)) == "image"
     assert kind_of("https://example.org/x.mp4") == "image"  # only images are fetched
     assert kind_of(disguised) == kind_of(disguised.read_bytes()) == kind_of([data]) == "video"
     kind, image = read_media(path, num_frames=3)
@@ -882,8 +882,8 @@ def _broken(folder: Path, video_folder: Path) -> dict[str, tuple[Path, str]]:
         "words.mp4": (b"not a video\n" * 50, "is not a video: its content is text"),
         "playlist.mp4": (b"#EXTM3U\n#EXTINF:1,\nfile:///etc/hosts\n", "its content is text"),
         "noise.mp4": (random.Random(0).randbytes(999), "has no known format"),
-        "picture.mp4": (fx.encoded(Image.fromarray(fx.picture()), "PNG"), "is an image (PNG)"),
-        "animation.mp4": (fx.encoded(Image.fromarray(fx.picture()), "GIF"), "is an image (GIF)"),
+        "picture.mp4": (fx.encoded(Image.fromarray(fx.make_image()), "PNG"), "is an image (PNG)"),
+        "animation.mp4": (fx.encoded(Image.fromarray(fx.make_image()), "GIF"), "is an image (GIF)"),
     }
     for name, (content, _) in made.items():
         (folder / name).write_bytes(content)

@@ -15,7 +15,7 @@ from vlmfast.errors import MediaError
 from vlmfast.media import download, load_image, load_images, load_video, sources
 from vlmfast.media.sources import shown
 
-IMAGE = fx.picture()
+IMAGE = fx.make_image()
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,8 @@ import torch
 from PIL import Image
 
 import vlmfast
-from tiny_models import picture
-from vlmfast.compressors import clip as _clip
+from tiny_models import make_image
+from vlmfast.compressors import clip as open_clip_models
 from vlmfast.compressors.tokens.random import Random
 from vlmfast.core.recipe import Recipe
 from vlmfast.core.registry import stage_class, stage_names
@@ -23,11 +23,11 @@ CACHES = [n for n in METHODS if n not in REDUCERS]
 SHARED = [n for n in CACHES if hasattr(stage_class(n)(), "keep")]
 MEDIA = {
     "one pixel": {"images": Image.new("RGB", (1, 1), "red")},
-    "below a patch": {"images": picture(5, 3)},
-    "a clip of one frame": {"video": [picture(64, 64)], "num_frames": 1},
-    "a strip": {"images": picture(120, 20)},
-    "two pictures": {"images": [picture(seed=1), picture(128, 128, seed=2)]},
-    "a clip": {"video": [picture(seed=i) for i in range(3)], "num_frames": 3},
+    "below a patch": {"images": make_image(5, 3)},
+    "a clip of one frame": {"video": [make_image(64, 64)], "num_frames": 1},
+    "a strip": {"images": make_image(120, 20)},
+    "two pictures": {"images": [make_image(seed=1), make_image(128, 128, seed=2)]},
+    "a clip": {"video": [make_image(seed=i) for i in range(3)], "num_frames": 3},
 }
 # Replaces defaults that are meant for prompts of thousands of tokens.
 SHORT = {"window": 0.1, "residual": 32, "tsp": 0.6}
@@ -51,14 +51,14 @@ def small_openclip(tmp_path_factory):
     """Methods that use an OpenCLIP model use a tiny one, so that tests need no network."""
     import tiny_clip
 
-    folder, load, names = tmp_path_factory.mktemp("clip"), _clip.load, []
+    folder, load, names = tmp_path_factory.mktemp("clip"), open_clip_models.load, []
 
     def tiny(stage, model, pretrained):
         names[:] = names or tiny_clip.build(folder)
         return load(stage, *names)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_clip, "load", tiny)
+        patch.setattr(open_clip_models, "load", tiny)
         yield
 
 
@@ -119,7 +119,7 @@ def test_budget_is_met_without_a_floor(tiny, name) -> None:
     """As closely as equal cells and integer counts allow."""
     for budget in (0.5, 0.22, 0.11):
         stats = tiny.ask(
-            "what ?", picture(128, 128), recipe=with_budget(name, budget), max_new_tokens=1
+            "what ?", make_image(128, 128), recipe=with_budget(name, budget), max_new_tokens=1
         ).stats
         assert stats.equivalent_tokens / stats.visual_tokens_in == pytest.approx(budget, rel=0.12)
 
@@ -129,7 +129,7 @@ def test_cache_share_is_met(tiny, name) -> None:
     """In bytes: text that is always kept and the state of decode stages are added."""
     for share in (0.5, 0.2, 0.1):
         stats = tiny.ask(
-            "what ?", picture(128, 128), recipe=with_budget(name, share), max_new_tokens=1
+            "what ?", make_image(128, 128), recipe=with_budget(name, share), max_new_tokens=1
         ).stats
         kept = stats.kv_bytes / stats.kv_bytes_full
         text = 1 - stats.visual_tokens_in / stats.prompt_tokens
@@ -139,7 +139,9 @@ def test_cache_share_is_met(tiny, name) -> None:
 @pytest.mark.parametrize("name", METHODS)
 def test_methods_are_deterministic(tiny, name) -> None:
     stage = with_budget(name, 0.3)
-    runs = [tiny.ask("what ?", picture(128, 128), recipe=stage, max_new_tokens=8) for _ in range(2)]
+    runs = [
+        tiny.ask("what ?", make_image(128, 128), recipe=stage, max_new_tokens=8) for _ in range(2)
+    ]
     assert runs[0].token_ids == runs[1].token_ids
     assert torch.equal(runs[0].trace.depth, runs[1].trace.depth)
     assert runs[0].stats.kv_bytes == runs[1].stats.kv_bytes
@@ -175,9 +177,9 @@ def test_missing_weights_raise(name) -> None:
 
     other = vlmfast.VLM(*build_llava())
     with pytest.raises(RecipeError, match=f"{name}: there are no weights for this llava model"):
-        other.ask("what ?", picture(), recipe=name)
+        other.ask("what ?", make_image(), recipe=name)
     with pytest.raises(RecipeError, match=rf"vlmfast train {name}"):
-        other.ask("what ?", picture(), recipe=f"{name}:weights=nowhere")
+        other.ask("what ?", make_image(), recipe=f"{name}:weights=nowhere")
     # Text-only prompts need none.
     assert other.ask("what ?", recipe=name, max_new_tokens=1).token_ids
 
@@ -245,7 +247,9 @@ def test_stacked_cache_methods_use_less_memory_than_each_alone(tiny, recipe) -> 
 def test_seed_changes_the_selection(tiny) -> None:
     """The control of the determinism test."""
     depths = [
-        tiny.ask("what ?", picture(128, 128), recipe=Random(seed=s), max_new_tokens=1).trace.depth
+        tiny.ask(
+            "what ?", make_image(128, 128), recipe=Random(seed=s), max_new_tokens=1
+        ).trace.depth
         for s in (0, 1)
     ]
     assert not torch.equal(*depths)

@@ -7,10 +7,10 @@ import torch
 from torch.nn.functional import cosine_similarity
 
 from closeness import close
-from helpers_layout import DIM, picture, prompt
+from helpers_layout import DIM, make_image, prompt
 from short_prefill import embeds_of, ran
 from tiny_models import build_llava
-from tiny_models import picture as photo
+from tiny_models import make_image as photo
 from vlmfast import VLM, Recipe, RecipeError
 from vlmfast.compressors.tokens.mmtok import MMTok, coverage
 from vlmfast.core.contexts import EncodeRequest
@@ -49,7 +49,7 @@ def test_coverage_sums_to_one() -> None:
 
 
 def test_selection_equals_greedy_reference() -> None:
-    tokens, geometry = picture((0, 0), (4, 5), seed=1)
+    tokens, geometry = make_image((0, 0), (4, 5), seed=1)
     stats = VisionStats((geometry,), {})
     generator = torch.Generator().manual_seed(3)
     text, other = (torch.randn(4, DIM, generator=generator) for _ in range(2))
@@ -63,7 +63,7 @@ def test_selection_equals_greedy_reference() -> None:
 
 
 def test_text_before_the_image_is_ignored() -> None:
-    tokens, geometry = picture((0, 0), (4, 5), order=3)
+    tokens, geometry = make_image((0, 0), (4, 5), order=3)
     text = torch.randn(5, DIM, generator=torch.Generator().manual_seed(1))
     order = torch.tensor([0, 1, 2, 23, 24])
     stats = VisionStats((geometry,), {})

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from closeness import apart, close, network, tolerance
 from driven import Driven
-from helpers_layout import REQUEST, picture, prompt, stats_of
+from helpers_layout import REQUEST, make_image, prompt, stats_of
 from reference import answer_logits, dense_logits
 from tiny_models import build_llava, build_llava_next
 from tower_terms import tower
@@ -200,7 +200,7 @@ def test_non_square_grid_raises() -> None:
 
 def test_key_tokens_are_selected_per_view() -> None:
     """Two adjacent crops without newlines; one attends to the end, one to the start."""
-    tokens, item = picture((1, 2), (2, 2))
+    tokens, item = make_image((1, 2), (2, 2))
     rows = torch.tensor([[0.1, 0.2, 0.3, 0.4], [0.4, 0.3, 0.2, 0.1], [0.25] * 4])
     key = key_tokens(rows, tokens.layout, item, 0.3)  # ceil(1.2) of four
     layout = tokens.layout.select(key)
@@ -237,14 +237,14 @@ def test_key_set_size_follows_prompt_tokens(share: float, seed: int) -> None:
 
 def test_published_key_counts() -> None:
     for side, tokens, number in [(24, 576, 47), (24, 296, 24)]:
-        whole, item = picture((0, 0), (side, side))
+        whole, item = make_image((0, 0), (side, side))
         layout = whole.layout.select(torch.arange(tokens))
         key = key_tokens(torch.rand(1, side * side), layout, item, 0.08)
         assert int(key.sum()) == number
 
 
 def test_existing_protection_is_kept() -> None:
-    tokens, geometry = picture((0, 0), (4, 4))
+    tokens, geometry = make_image((0, 0), (4, 4))
     protected = torch.zeros(16, dtype=torch.bool)
     protected[5] = True
     tokens = type(tokens)(tokens.features, tokens.layout.replace(protected=protected))

@@ -92,7 +92,7 @@ def test_kept_regions_are_outlined() -> None:
 
 
 def test_nothing_dropped_leaves_the_image_unchanged() -> None:
-    source = tiny_models.picture(MIN_SIDE, MIN_SIDE)
+    source = tiny_models.make_image(MIN_SIDE, MIN_SIDE)
     (image,) = overlay(answer(grid_layout(4), torch.full((16,), LAYERS), source))
     assert np.array_equal(np.asarray(image)[:MIN_SIDE, :MIN_SIDE], np.asarray(source))
 
@@ -230,7 +230,7 @@ def test_text_only_prompt_has_no_overlay() -> None:
 
 
 def test_overlays_of_generated_answers(random_vlm: vlmfast.VLM) -> None:
-    images = [tiny_models.picture(80, 60), tiny_models.picture(40, 90, seed=1)]
+    images = [tiny_models.make_image(80, 60), tiny_models.make_image(40, 90, seed=1)]
     recipes = ["hired:0.3", "grid", "downsample:0.3", "mustdrop:0.4", "visionzip:0.3"]
     rows = random_vlm.compare("what?", images, recipes=recipes, max_new_tokens=2)
     for row in rows:
@@ -247,7 +247,7 @@ def test_overlays_of_generated_answers(random_vlm: vlmfast.VLM) -> None:
 
 
 def test_video_frames_are_side_by_side(random_vlm: vlmfast.VLM) -> None:
-    frames = [tiny_models.picture(32, 32, seed=i) for i in range(5)]
+    frames = [tiny_models.make_image(32, 32, seed=i) for i in range(5)]
     made = random_vlm.ask("what?", video=frames, recipe="random:0.4", max_new_tokens=2)
     assert len(vlmfast.overlay(made)) == 5
     sheet = contact_sheet([made])

@@ -95,7 +95,7 @@ def test_example_image_matches_the_script(drawing) -> None:
     from vlmfast.scenes.examples import image_example
 
     stored = load_image(ROOT / "examples" / "picture.png")
-    drawn = image_example(drawing.PICTURE_SEED).image
+    drawn = image_example(drawing.IMAGE_SEED).image
     assert np.array_equal(np.asarray(stored), np.asarray(drawn))
 
 
@@ -106,7 +106,7 @@ def test_example_video_matches_the_script(drawing, decoder: str) -> None:
     from vlmfast.scenes.examples import video_example
 
     video = load_video(ROOT / "examples" / "clip.mp4", num_frames=4, decoder=decoder)
-    drawn = video_example(drawing.CLIP_SEED).frames
+    drawn = video_example(drawing.VIDEO_SEED).frames
     assert len(video) == len(drawn) == 4
     for got, frame in zip(video.frames, drawn, strict=True):
         assert np.array_equal(np.asarray(got), np.asarray(frame))
@@ -118,7 +118,7 @@ def test_written_video_reads_back(drawing, tmp_path: Path) -> None:
     from vlmfast.scenes.examples import EVAL_SEED_START, video_example
 
     frames = video_example(EVAL_SEED_START + 100).frames
-    drawing.write_clip(tmp_path / "clip.mp4", frames)
+    drawing.write_video(tmp_path / "clip.mp4", frames)
     got = load_video(tmp_path / "clip.mp4").frames
     assert all(
         np.array_equal(np.asarray(a), np.asarray(b)) for a, b in zip(got, frames, strict=True)
@@ -130,5 +130,5 @@ def test_example_questions_are_known_to_the_generator(drawing) -> None:
     from vlmfast.scenes.examples import image_example, video_example
 
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    for example in (image_example(drawing.PICTURE_SEED), video_example(drawing.CLIP_SEED)):
+    for example in (image_example(drawing.IMAGE_SEED), video_example(drawing.VIDEO_SEED)):
         assert any(f'"{qa.question}"' in makefile for qa in example.qa)

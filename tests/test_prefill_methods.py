@@ -17,7 +17,7 @@ from torch import Tensor
 from closeness import apart, close, network
 from driven import Driven
 from reference import answer_logits, dense_logits
-from tiny_models import build_llava, build_llava_next, picture
+from tiny_models import build_llava, build_llava_next, make_image
 from vlmfast import VLM
 from vlmfast.compressors.encoder.mustdrop import MustDrop
 from vlmfast.compressors.prefill.atp import ATP
@@ -216,7 +216,7 @@ METHODS = {
 @pytest.mark.parametrize("num_images", [1, 2])
 def test_prefill_methods_equal_dense_reference(vlm, method, num_images) -> None:
     stage, rule = METHODS[method]
-    images = [picture(seed=i) for i in range(num_images)]
+    images = [make_image(seed=i) for i in range(num_images)]
     tensors = vlm.inputs("what is here ?", images)
     sizes = [(p.height, p.width) for p in images]
     if stage.trained:

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from closeness import apart, close
 from driven import Driven
-from helpers_layout import REQUEST, picture, picture_arguments, prompt, stats_of
+from helpers_layout import REQUEST, image_arguments, make_image, prompt, stats_of
 from reference import answer_logits
 from tiny_models import build_llava
-from tiny_models import picture as photo
+from tiny_models import make_image as photo
 from tower_terms import tower
 from vlmfast import VLM, Recipe, RecipeError
 from vlmfast.compressors.tokens.prumerge import PruMerge, mixture, one_head, outliers
@@ -82,7 +82,7 @@ def test_grid_between_outliers() -> None:
 
 
 @pytest.mark.parametrize("method", BOTH)
-@given(picture_arguments(), st.floats(0.02, 0.98) | st.none(), st.sampled_from(["keep", "budget"]))
+@given(image_arguments(), st.floats(0.02, 0.98) | st.none(), st.sampled_from(["keep", "budget"]))
 @settings(max_examples=12, deadline=None)
 def test_kept_tokens(method, arguments: dict, share: float | None, name: str) -> None:
     stage = method(**{name: share})
@@ -115,7 +115,7 @@ def test_budget_1_is_identity(method) -> None:
 
 @pytest.mark.parametrize("method", BOTH)
 def test_extra_features_are_mixed_alike(method) -> None:
-    tokens, geometry = picture((0, 0), (4, 4))
+    tokens, geometry = make_image((0, 0), (4, 4))
     tokens = VisualTokens(tokens.features, tokens.layout, (2 * tokens.features,))
     _, stats = prompt({"tiles": (0, 0)})
     kept = method(0.3).reduce(tokens, with_keys(stats_of((geometry,), stats.rows)), REQUEST)

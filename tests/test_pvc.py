@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from closeness import apart, close
 from driven import Driven
 from tiny_models import build_llava, build_llava_next
-from tiny_models import picture as noise_picture
+from tiny_models import make_image as noise_image
 from tower_terms import tower
 from vlmfast import VLM, Recipe, RecipeError
 from vlmfast.api.request import render
@@ -104,9 +104,9 @@ def test_positions_cycle() -> None:
 # --- plans ---------------------------------------------------------------------------------------
 
 
-def geometry(tiles=(0, 0), first=0, clip=-1, frame=(0, 1), patches=(4, 4)) -> ItemGeometry:
+def geometry(tiles=(0, 0), first=0, video=-1, frame=(0, 1), patches=(4, 4)) -> ItemGeometry:
     views = (first, first + 1 + tiles[0] * tiles[1])
-    return ItemGeometry((64, 64), tiles, views, patches, clip, frame)
+    return ItemGeometry((64, 64), tiles, views, patches, video, frame)
 
 
 def video_items(
@@ -119,7 +119,7 @@ def video_items(
 def test_plan_of_an_image_and_two_videos() -> None:
     items = [geometry((1, 2)), *video_items(0, 3, first=3), *video_items(1, 2, first=9)]
     choices = {-1: Choice(2, 4), 0: Choice(2, 1), 1: Choice(4, 2, crops=False)}
-    plan = make_plan(items, lambda scene: choices[scene[0].clip])
+    plan = make_plan(items, lambda scene: choices[scene[0].video])
     assert scenes(items) == [[0], [1, 2, 3], [4, 5]]
     assert plan.source[:13].tolist() == list(range(13))
     assert Counter(plan.source[13:].tolist()) == {0: 3, 1: 3, 2: 3, 9: 1, 11: 1}
@@ -151,17 +151,17 @@ def test_each_row_is_in_exactly_one_sequence(
     for number, (frames, tiles) in enumerate(parts):
         first = items[-1].views[1] if items else 0
         items += video_items(number, frames, tiles, first) if frames else [geometry(tiles, first)]
-    plan = make_plan(items, lambda scene: Choice(2, repeats, crops or scene[0].clip < 0))
+    plan = make_plan(items, lambda scene: Choice(2, repeats, crops or scene[0].video < 0))
     rows = torch.cat([rows.flatten() for rows in plan.sequences])
     assert len(rows.unique()) == len(rows)
     seen = [
-        v for item in items for v in range(*item.views)[: None if crops or item.clip < 0 else 1]
+        v for item in items for v in range(*item.views)[: None if crops or item.video < 0 else 1]
     ]
     assert Counter(plan.source[rows].tolist()) == dict.fromkeys(seen, repeats)
     video_of_row = torch.tensor([i for i, item in enumerate(items) for _ in range(*item.views)])
     for sequence in (s for rows in plan.sequences for s in rows):
         shown = video_of_row[plan.source[sequence]].tolist()
-        assert len({(items[i].clip, i if items[i].clip < 0 else -1) for i in shown}) == 1
+        assert len({(items[i].video, i if items[i].video < 0 else -1) for i in shown}) == 1
 
 
 def test_budgets_attained_on_the_shipped_model() -> None:
@@ -285,7 +285,7 @@ def next_vlm() -> VLM:
 
 
 def frames(n: int, seed: int = 0, size: int = 32) -> list:
-    return [noise_picture(size, size, seed=seed + i) for i in range(n)]
+    return [noise_image(size, size, seed=seed + i) for i in range(n)]
 
 
 def content(*media) -> list[dict]:
@@ -324,13 +324,13 @@ def test_untrained_tokens_are_local_means(vlm: VLM) -> None:
         lambda _, args: found.append(args[0])
     )
     try:
-        visual(vlm, encoder(vlm), None, noise_picture(64, 64))
+        visual(vlm, encoder(vlm), None, noise_image(64, 64))
     finally:
         handle.remove()
     patches = found[0]
     for repeats in (1, 2, 4):
         stage = PVC(image_repeat=repeats)
-        layout, features, _ = visual(vlm, encoder(vlm), stage, noise_picture(64, 64))
+        layout, features, _ = visual(vlm, encoder(vlm), stage, noise_image(64, 64))
         here = layout.view >= 0
         for token, feature in zip(here.nonzero().flatten(), features[here], strict=True):
             v, (y, x) = int(layout.view[token]), layout.grid[token, 1:].tolist()
@@ -348,7 +348,7 @@ def test_untrained_tokens_are_local_means(vlm: VLM) -> None:
 
 def test_budget_1_is_identity(vlm: VLM) -> None:
     module = randomized(encoder(vlm))
-    media = (noise_picture(64, 64), frames(2, seed=5))
+    media = (noise_image(64, 64), frames(2, seed=5))
     _, full, _ = visual(vlm, module, None, *media)
     layout, same, _ = visual(vlm, module, PVC(budget=1.0), *media)
     assert torch.equal(full, same)
@@ -361,7 +361,7 @@ def test_budget_1_is_identity(vlm: VLM) -> None:
 
 def test_budget_1_gives_the_same_answer(vlm: VLM) -> None:
     vlm.adapter.modules["pvc", "auto", ""] = randomized(encoder(vlm))
-    image = noise_picture(64, 64)
+    image = noise_image(64, 64)
     full = vlm.ask("What is it?", image, max_new_tokens=8)
     assert vlm.ask("What is it?", image, recipe="pvc:1", max_new_tokens=8).token_ids == (
         full.token_ids
@@ -376,7 +376,7 @@ def test_budget_1_gives_the_same_answer(vlm: VLM) -> None:
 def test_counts_order_and_weights(vlm: VLM, side: int, image: int, video: int, views: str) -> None:
     """A letterboxed image, a video and a square image."""
     stage = PVC(side=side, image_repeat=image, video_repeat=video, views=views)
-    media = (noise_picture(64, 40), frames(3, seed=5), noise_picture(64, 64, seed=9))
+    media = (noise_image(64, 40), frames(3, seed=5), noise_image(64, 64, seed=9))
     came, _, _ = visual(vlm, encoder(vlm), None, *media)
     layout, _, stats = visual(vlm, randomized(encoder(vlm)), stage, *media)
     assert (layout.order.diff() > 0).all()
@@ -431,7 +431,7 @@ def test_token_positions_alternate_between_frames(next_vlm: VLM) -> None:
 def test_videos_and_images_are_independent(vlm: VLM, stage: PVC) -> None:
     """Within a video, frames attend to the past only."""
     module = randomized(encoder(vlm))
-    one, two, alone = frames(3), frames(3, seed=20), noise_picture(64, 64, seed=40)
+    one, two, alone = frames(3), frames(3, seed=20), noise_image(64, 64, seed=40)
     layout, features, _ = visual(vlm, module, stage, one, alone, two)
 
     terms = 2 * tower(vlm)  # the encoder's layers are no wider than the tower's
@@ -442,9 +442,9 @@ def test_videos_and_images_are_independent(vlm: VLM, stage: PVC) -> None:
             rows = layout.item == i
             (apart if i in items else close)(got[rows], features[rows], terms=terms)
 
-    other = noise_picture(32, 32, seed=77)
+    other = noise_image(32, 32, seed=77)
     changed(set(), one, alone, two)
-    changed({3}, one, noise_picture(64, 64, seed=41), two)
+    changed({3}, one, noise_image(64, 64, seed=41), two)
     changed({0, 1, 2}, [other, *one[1:]], alone, two)
     changed({2}, [*one[:2], other], alone, two)
     changed({5, 6}, one, alone, [two[0], other, two[2]])
@@ -454,7 +454,7 @@ def test_repeats_of_an_image_differ_when_trained(vlm: VLM) -> None:
     """Before the last block, where they still have the same positions."""
 
     def rows(module: ProgressiveEncoder) -> torch.Tensor:
-        inputs = inputs_of(vlm, noise_picture(32, 32))
+        inputs = inputs_of(vlm, noise_image(32, 32))
         items = vlm.adapter.geometry(inputs.sizes)
         context = VisionContext(depth=4, items=items, trained={"pvc": module})
         inside = PVC().expand()[0]
@@ -474,7 +474,7 @@ def test_repeats_of_an_image_differ_when_trained(vlm: VLM) -> None:
 
 
 def test_one_frame_video_equals_repeated_image(next_vlm: VLM) -> None:
-    module, shown = randomized(encoder(next_vlm)), noise_picture(32, 32)
+    module, shown = randomized(encoder(next_vlm)), noise_image(32, 32)
     stage = PVC(image_repeat=2, video_repeat=2, views="all")
     layout, features, _ = visual(next_vlm, module, stage, shown)
     same, equal, _ = visual(next_vlm, module, stage, [shown])
@@ -487,7 +487,7 @@ def test_one_frame_video_equals_repeated_image(next_vlm: VLM) -> None:
 
 def test_grids_not_divisible_by_cells(next_vlm: VLM) -> None:
     module = randomized(encoder(next_vlm, sides=[3]))
-    layout, features, _ = visual(next_vlm, module, PVC(side=3, image_repeat=2), noise_picture())
+    layout, features, _ = visual(next_vlm, module, PVC(side=3, image_repeat=2), noise_image())
     # Cells of 3x3, 3x1, 1x3 and 1x1 patches in each of five views; a cell has up to two tokens.
     cells = Counter(zip(layout.view.tolist(), *(layout.grid[:, 1:] // 3).T.tolist(), strict=True))
     assert len(cells) == 20
@@ -498,7 +498,7 @@ def test_grids_not_divisible_by_cells(next_vlm: VLM) -> None:
 
 def test_half_precision(next_vlm: VLM) -> None:
     half = VLM(*build_llava_next(dtype=torch.bfloat16))
-    media = (noise_picture(64, 64), frames(2))
+    media = (noise_image(64, 64), frames(2))
     _, features, _ = visual(next_vlm, randomized(encoder(next_vlm)), PVC(), *media)
     _, rounded, _ = visual(half, randomized(encoder(half)), PVC(), *media)
     assert rounded.dtype == torch.bfloat16
@@ -509,11 +509,11 @@ def test_half_precision(next_vlm: VLM) -> None:
 @pytest.mark.parametrize("share", [0.05, 0.2, 0.5])
 def test_budgets_are_met_to_the_nearest_count(next_vlm: VLM, share: float) -> None:
     """The frames' crops keep their letterbox."""
-    media = (noise_picture(64, 64), frames(3, seed=5), noise_picture(90, 32))
+    media = (noise_image(64, 64), frames(3, seed=5), noise_image(90, 32))
     came, _, _ = visual(next_vlm, encoder(next_vlm), None, *media)
     layout, _, _ = visual(next_vlm, randomized(encoder(next_vlm)), PVC(budget=share), *media)
     items = list(next_vlm.adapter.geometry([(64, 64), *[(32, 32)] * 3, (32, 90)]))
-    items[1:4] = [replace(item, clip=0) for item in items[1:4]]
+    items[1:4] = [replace(item, video=0) for item in items[1:4]]
     for number, item in enumerate(items):
         assert int((came.item == number).sum()) == tokens_in(item)
         choice = nearest([item], share, (2, 4), (1, 2, 4))
@@ -537,7 +537,7 @@ def test_gradients_reach_every_weight(next_vlm: VLM) -> None:
     for stage in (PVC(), PVC(side=4, image_repeat=2)):
         run = Driven(
             next_vlm.adapter,
-            inputs_of(next_vlm, noise_picture(64, 64), frames(3)),
+            inputs_of(next_vlm, noise_image(64, 64), frames(3)),
             Recipe((stage,)),
             0.0,
         )
@@ -593,7 +593,7 @@ def test_shipped_weights_beat_random_on_videos(tiny: VLM) -> None:
 def test_shipped_counts_and_size(tiny: VLM) -> None:
     from vlmfast.core.weights import SHIPPED
 
-    frames = [noise_picture(64, 64, seed=i) for i in range(4)]
+    frames = [noise_image(64, 64, seed=i) for i in range(4)]
     answer = tiny.ask("Which object moves?", video=frames, num_frames=4, recipe="pvc")
     assert answer.stats.visual_tokens_kept["pvc"] == 64
     folder = SHIPPED / "tiny-pvc"
@@ -624,7 +624,7 @@ def test_invalid_recipes_raise(text: str, named: str) -> None:
 def test_mismatched_module_raises(next_vlm: VLM) -> None:
     module = encoder(next_vlm)
     with pytest.raises(RecipeError, match="side=3"):
-        visual(next_vlm, module, PVC(side=3), noise_picture())
+        visual(next_vlm, module, PVC(side=3), noise_image())
     context = VisionContext(depth=4, items=(geometry(),), trained={"pvc": module})
     inside = PVC().expand()[0]
     with pytest.raises(RecipeError, match="16 patches"):

@@ -24,7 +24,7 @@ TRAINED = {"blocks": [1, 2], "sides": [2, 4], "repeats": [1, 2, 4], "hidden": 16
 TERMS = 8 * 512
 
 
-def picture(seed: int, width: int = 90, height: int = 44) -> np.ndarray:
+def make_image(seed: int, width: int = 90, height: int = 44) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
 
 
@@ -32,11 +32,11 @@ def video(frames: list[np.ndarray]) -> dict:
     return {"video": frames, "num_frames": len(frames)}
 
 
-IMAGE = {"images": picture(0)}
-FRAMES = [picture(i, 40, 40) for i in range(5)]
+IMAGE = {"images": make_image(0)}
+FRAMES = [make_image(i, 40, 40) for i in range(5)]
 CASES = {
     "image": IMAGE,
-    "images": {"images": [picture(0), picture(1, 40, 60)]},
+    "images": {"images": [make_image(0), make_image(1, 40, 60)]},
     "video": video(FRAMES),
     "both": {**IMAGE, **video(FRAMES)},
 }
@@ -182,7 +182,7 @@ def test_video_equals_formulas(vlm):
 def test_frames_depend_only_on_the_past(vlm):
     use(vlm, module_of(vlm, True))
     plain, _ = projected(vlm, PVC(), **video(FRAMES))
-    other = [*FRAMES[:2], picture(9, 40, 40), *FRAMES[3:]]
+    other = [*FRAMES[:2], make_image(9, 40, 40), *FRAMES[3:]]
     changed, _ = projected(vlm, PVC(), **video(other))
     close(changed[:2], plain[:2], terms=TERMS)
     for frame in (2, 3, 4):
@@ -195,7 +195,7 @@ def test_frames_depend_only_on_the_past(vlm):
 def test_repeated_image_equals_static_video(vlm):
     """Four equal frames give the same result as four repeats of one view."""
     use(vlm, module_of(vlm, True))
-    still = picture(3, 40, 40)
+    still = make_image(3, 40, 40)
     seen = []
 
     def hook(module: torch.nn.Module, args: tuple) -> None:

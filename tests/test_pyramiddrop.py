@@ -19,7 +19,7 @@ def vlm(request) -> VLM:
     return VLM(*request.param(layers=4))
 
 
-def picture(seed: int, width: int = 60, height: int = 44) -> np.ndarray:
+def make_image(seed: int, width: int = 60, height: int = 44) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
 
 
@@ -72,23 +72,26 @@ def test_solve_finds_the_nearest_step():
 
 def test_budget_is_met_and_reported(vlm):
     answer = vlm.ask(
-        "what ?", [picture(0), picture(1)], recipe="pyramiddrop:budget=0.6", max_new_tokens=3
+        "what ?", [make_image(0), make_image(1)], recipe="pyramiddrop:budget=0.6", max_new_tokens=3
     )
     n = answer.stats.visual_tokens_in
     assert answer.stats.equivalent_tokens == pytest.approx(0.6 * n, abs=1)
     assert answer.stats.visual_tokens_per_layer[0] == n
-    low = vlm.ask("what ?", picture(0), recipe="pyramiddrop:budget=0.01", max_new_tokens=3).stats
+    low = vlm.ask("what ?", make_image(0), recipe="pyramiddrop:budget=0.01", max_new_tokens=3).stats
     assert low.visual_tokens_per_layer == [low.visual_tokens_in, 1, 1, 1]  # the floor, not 1 %
 
 
 @pytest.mark.parametrize("rule", ["next", "last"])
 def test_images_are_ranked_jointly_or_separately(vlm, rule):
     together = vlm.ask(
-        "what ?", [picture(0), picture(1)], recipe=f"pyramiddrop:rule={rule}", max_new_tokens=2
+        "what ?",
+        [make_image(0), make_image(1)],
+        recipe=f"pyramiddrop:rule={rule}",
+        max_new_tokens=2,
     )
     apart = vlm.ask(
         "what ?",
-        [picture(0), picture(1)],
+        [make_image(0), make_image(1)],
         recipe=f"pyramiddrop:rule={rule},per_item=true",
         max_new_tokens=2,
     )
@@ -102,7 +105,7 @@ def test_images_are_ranked_jointly_or_separately(vlm, rule):
 def test_parameters_change_the_answer(vlm):
     """The controls of the equality tests in other files."""
     depths = [
-        vlm.ask("what ?", picture(0), recipe=r, max_new_tokens=2).trace.depth
+        vlm.ask("what ?", make_image(0), recipe=r, max_new_tokens=2).trace.depth
         for r in ("pyramiddrop", "pyramiddrop:rule=last")
     ]
     assert not torch.equal(*depths)
@@ -110,7 +113,7 @@ def test_parameters_change_the_answer(vlm):
 
 def test_text_only_and_video_prompts(vlm):
     assert vlm.ask("what ?", recipe="pyramiddrop", max_new_tokens=3).token_ids
-    video = [picture(i, 40, 40) for i in range(4)]
+    video = [make_image(i, 40, 40) for i in range(4)]
     answer = vlm.ask(
         "what ?", video=video, num_frames=4, recipe="hired:0.5+pyramiddrop", max_new_tokens=3
     )

@@ -13,7 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from closeness import apart, close, network, tower
 from driven import Driven
 from reference import answer_logits
-from tiny_models import build_llava, build_llava_next, picture
+from tiny_models import build_llava, build_llava_next, make_image
 from vlmfast import VLM
 from vlmfast.core.contexts import DecodeContext, PrefillContext
 from vlmfast.core.layout import Kind, TokenLayout, VisualTokens
@@ -45,7 +45,7 @@ def start(vlm: VLM, recipe, images, **inputs) -> Driven:
 
 def sums(vlm: VLM) -> int:
     """Number of summed terms of a logit, for a prompt with one image and `TOKENS`."""
-    prompt = vlm.inputs("what is here ?", [picture()])["input_ids"].shape[1]
+    prompt = vlm.inputs("what is here ?", [make_image()])["input_ids"].shape[1]
     return tower(vlm.model) + network(vlm.model, prompt + len(TOKENS))
 
 
@@ -143,15 +143,15 @@ class Weigh(EncodeStage):
 
 def test_repair_changes_answers_only_with_weights(vlm) -> None:
     """Weights of 1 change nothing; others do, in prefill and decoding, unless switched off."""
-    full = answer_logits(vlm, start(vlm, (), [picture()]), TOKENS)
-    same = answer_logits(vlm, start(vlm, Weigh(1.0), [picture()]), TOKENS)
+    full = answer_logits(vlm, start(vlm, (), [make_image()]), TOKENS)
+    same = answer_logits(vlm, start(vlm, Weigh(1.0), [make_image()]), TOKENS)
     terms = sums(vlm)
     close(same, full, terms=terms)
-    heavy = answer_logits(vlm, start(vlm, Weigh(50.0), [picture()]), TOKENS)
+    heavy = answer_logits(vlm, start(vlm, Weigh(50.0), [make_image()]), TOKENS)
     for row, other in zip(heavy, full, strict=True):
         apart(row, other, terms=terms)
     off = answer_logits(
-        vlm, start(vlm, Weigh(50.0, proportional_attention=False), [picture()]), TOKENS
+        vlm, start(vlm, Weigh(50.0, proportional_attention=False), [make_image()]), TOKENS
     )
     assert torch.equal(off, full)
 
@@ -170,7 +170,7 @@ def test_repair_bias_follows_rows_through_drops(vlm) -> None:
             second = int(step.layout.visual.nonzero()[1])
             return torch.tensor([i for i in range(len(step.layout)) if i != second])
 
-    run = start(vlm, (Weigh(9.0), DropSecond()), [picture()])
+    run = start(vlm, (Weigh(9.0), DropSecond()), [make_image()])
     with torch.no_grad(), switched(vlm.model):
         run.start(2)
     first = int(run.prompt.layout.visual.nonzero()[0])
@@ -219,7 +219,7 @@ def test_repair_in_tower_is_exact_for_duplicates(vlm) -> None:
             blocks[-1].register_forward_hook(look(name)),
         ]
         try:
-            answer_logits(vlm, start(vlm, recipe, [picture()]), [])
+            answer_logits(vlm, start(vlm, recipe, [make_image()]), [])
         finally:
             for handle in handles:
                 handle.remove()
@@ -262,7 +262,7 @@ def test_received_logits_and_text_rows_from_one_layer(vlm) -> None:
             step.select(torch.arange(len(step.layout) - 1))
             assert step.received[1].shape[-1] == seen["received"].shape[-1] - 1
 
-    run = start(vlm, Look(), [picture()], answer=3)
+    run = start(vlm, Look(), [make_image()], answer=3)
     with torch.no_grad():
         training.run(vlm, run.inputs, Look())
     n = run.inputs.tensors["input_ids"].shape[1]
@@ -296,7 +296,7 @@ def test_tower_keys_and_cls_equal_hugging_face(vlm) -> None:
             seen["stats"] = stats
             return tokens
 
-    run = start(vlm, Look(), [picture(seed=0), picture(seed=1)])
+    run = start(vlm, Look(), [make_image(seed=0), make_image(seed=1)])
     answer_logits(vlm, run, [])
     pixels = run.inputs.tensors["pixel_values"].flatten(0, -4)
     encoder, block = vlm.model.get_encoder(modality="image"), vlm.adapter.vision_blocks()[1]
@@ -330,15 +330,15 @@ def test_video_frames_are_known_to_stages(vlm) -> None:
         {
             "role": "user",
             "content": [
-                {"type": "image", "image": picture(seed=0)},
-                {"type": "video", "video": [picture(seed=i) for i in (1, 2)], "num_frames": 2},
-                {"type": "video", "video": [picture(seed=3)], "num_frames": 1},
+                {"type": "image", "image": make_image(seed=0)},
+                {"type": "video", "video": [make_image(seed=i) for i in (1, 2)], "num_frames": 2},
+                {"type": "video", "video": [make_image(seed=3)], "num_frames": 1},
                 {"type": "text", "text": "what ?"},
             ],
         }
     ]
     answer = vlm.chat(messages, recipe=Look(), max_new_tokens=1)
-    assert [(i.clip, i.frame) for i in seen["items"]] == [
+    assert [(i.video, i.frame) for i in seen["items"]] == [
         (-1, (0, 1)),
         (0, (0, 2)),
         (0, (1, 2)),
@@ -368,12 +368,12 @@ def test_in_encoder_stage_may_add_rows(vlm) -> None:
             step.notes[self.name] = {"rows": len(hidden)}
             return hidden.chunk(2)[self.pick]
 
-    full = answer_logits(vlm, start(vlm, (), [picture()]), TOKENS)
-    run = start(vlm, Copies(), [picture()])
+    full = answer_logits(vlm, start(vlm, (), [make_image()]), TOKENS)
+    run = start(vlm, Copies(), [make_image()])
     terms = sums(vlm)
     close(answer_logits(vlm, run, TOKENS), full, terms=terms)
     assert run.prompt.notes["test-copies"]["rows"] == 2 * run.trace.layout.view.max() + 2
-    other = answer_logits(vlm, start(vlm, Copies(1), [picture()]), TOKENS)
+    other = answer_logits(vlm, start(vlm, Copies(1), [make_image()]), TOKENS)
     apart(other, full, terms=terms)
 
 
@@ -401,7 +401,7 @@ def test_soft_mask_equals_drop_in_the_limit(vlm) -> None:
             return (~visual).nonzero().flatten()
 
     def taught(stage: Soft | None) -> torch.Tensor:
-        inputs = start(vlm, (), [picture()], answer=1).inputs
+        inputs = start(vlm, (), [make_image()], answer=1).inputs
         with torch.no_grad():
             return training.run(vlm, inputs, stage)[0]
 

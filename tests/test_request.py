@@ -14,7 +14,7 @@ from transformers import GenerationConfig
 
 import tiny_families
 import vlmfast
-from tiny_models import build_llava, picture
+from tiny_models import build_llava, make_image
 from vlmfast import VLM, ModelError, Request, VLMFastError
 from vlmfast.api.generation import REFUSED, gate
 from vlmfast.api.request import placeholder_texts
@@ -130,7 +130,7 @@ def test_invalid_generation_arguments_raise(vlm, passes, arguments, message):
 
 def test_misspelled_arguments_get_suggestions(vlm):
     with pytest.raises(VLMFastError, match=r"unknown argument image; did you mean images\?"):
-        vlm.ask(QUESTION, image=picture())
+        vlm.ask(QUESTION, image=make_image())
     with pytest.raises(VLMFastError, match=r"unknown argument message; did you mean messages\?"):
         vlm.chat([{"role": "user", "content": QUESTION}], message=3)
 
@@ -145,7 +145,7 @@ def test_errors_do_not_print_the_model(vlm):
 @pytest.mark.parametrize("name", sorted(REFUSED))
 def test_ask_and_attach_reject_the_same_arguments(vlm, name):
     assert f"{name} cannot be given" in refused(vlm, **{name: 0.6})
-    inputs = vlm.inputs(QUESTION, picture())
+    inputs = vlm.inputs(QUESTION, make_image())
     with (
         vlmfast.attach(vlm.model, vlm.processor),
         pytest.raises(VLMFastError, match=f"{name} cannot be given"),
@@ -156,7 +156,7 @@ def test_ask_and_attach_reject_the_same_arguments(vlm, name):
 
 def test_valid_arguments_match_hugging_face(vlm):
     """Unusual but valid arguments give the same tokens; a control shows that they take effect."""
-    inputs = vlm.inputs(QUESTION, picture())
+    inputs = vlm.inputs(QUESTION, make_image())
     length = inputs["input_ids"].shape[1]
     seen = set()
     for given in (
@@ -171,7 +171,7 @@ def test_valid_arguments_match_hugging_face(vlm):
     ):
         given = {"max_new_tokens": 3, **given}
         full = vlm.model.generate(**inputs, do_sample=False, **given)[0, length:].tolist()
-        assert vlm.ask(QUESTION, picture(), do_sample=False, **given).token_ids == full, given
+        assert vlm.ask(QUESTION, make_image(), do_sample=False, **given).token_ids == full, given
         seen.add(tuple(full[:3]))
     assert len(seen) > 1
 
@@ -213,11 +213,11 @@ def test_placeholder_in_text_raises(family):
     for mark in marks:
         text = f"what is {mark} ?"
         for way in (
-            lambda text=text: vlm.ask(text, picture()),
+            lambda text=text: vlm.ask(text, make_image()),
             lambda text=text: vlm.ask(text),
             lambda text=text: vlm.chat([{"role": "user", "content": text}]),
             lambda text=text: vlm.ask_many([text]),
-            lambda text=text: vlm.session(picture()).ask(text),
+            lambda text=text: vlm.session(make_image()).ask(text),
         ):
             with pytest.raises(VLMFastError, match=r"contains .*, the placeholder of an") as error:
                 way()
@@ -231,10 +231,10 @@ def test_lone_surrogate_raises(vlm):
 
 
 def test_requests_accept_messages(vlm):
-    content = [{"type": "image", "image": picture()}, {"type": "text", "text": QUESTION}]
+    content = [{"type": "image", "image": make_image()}, {"type": "text", "text": QUESTION}]
     messages = [{"role": "user", "content": content}]
-    asked = vlm.ask(QUESTION, picture(), max_new_tokens=3)
-    other = vlm.ask(QUESTION, picture(seed=5), max_new_tokens=3)
+    asked = vlm.ask(QUESTION, make_image(), max_new_tokens=3)
+    other = vlm.ask(QUESTION, make_image(seed=5), max_new_tokens=3)
     (got,) = vlm.ask_many([Request(messages=messages)], max_new_tokens=3)
     assert got.token_ids == asked.token_ids != other.token_ids
     for wrong in (Request(QUESTION, messages=messages), Request(images=[], messages=messages)):
@@ -286,27 +286,27 @@ def test_too_long_text_raises_before_prefill(vlm, passes):
 
 
 def test_prompt_and_answer_must_fit_max_positions(vlm, passes, positions):
-    size = vlm.inputs(QUESTION, picture())["input_ids"].shape[1]
+    size = vlm.inputs(QUESTION, make_image())["input_ids"].shape[1]
     positions(size + 5)
-    answer = vlm.ask(QUESTION, picture(), max_new_tokens=5, eos_token_id=None)
+    answer = vlm.ask(QUESTION, make_image(), max_new_tokens=5, eos_token_id=None)
     assert len(answer.token_ids) == 5
     passes.clear()
-    inputs = vlm.inputs(QUESTION, picture())
+    inputs = vlm.inputs(QUESTION, make_image())
     with pytest.raises(ModelError, match=rf"{size} positions .* up to 6, .* has {size + 5}; use "):
-        vlm.ask(QUESTION, picture(), max_new_tokens=6)
+        vlm.ask(QUESTION, make_image(), max_new_tokens=6)
     with pytest.raises(ModelError, match="max_new_tokens=5"):
-        vlm.ask(QUESTION, picture(), max_length=size + 6)
+        vlm.ask(QUESTION, make_image(), max_length=size + 6)
     with vlmfast.attach(vlm.model, vlm.processor), pytest.raises(ModelError, match="up to 6"):
         vlm.model.generate(**inputs, max_new_tokens=6)
     with pytest.raises(VLMFastError, match="max_length=3 leaves no token for the answer"):
-        vlm.ask(QUESTION, picture(), max_length=3)
+        vlm.ask(QUESTION, make_image(), max_length=3)
     assert not passes
     # The default length is cut to what fits and gives the same tokens up to there.
-    cut = vlm.ask(QUESTION, picture(), eos_token_id=None)
+    cut = vlm.ask(QUESTION, make_image(), eos_token_id=None)
     assert cut.token_ids == answer.token_ids
-    (many,) = vlm.ask_many([Request(QUESTION, picture(), generation={"eos_token_id": None})])
-    *_, streamed = vlm.stream(QUESTION, picture(), eos_token_id=None)
-    with vlm.session(picture()) as session:
+    (many,) = vlm.ask_many([Request(QUESTION, make_image(), generation={"eos_token_id": None})])
+    *_, streamed = vlm.stream(QUESTION, make_image(), eos_token_id=None)
+    with vlm.session(make_image()) as session:
         asked = session.ask(QUESTION, eos_token_id=None)
     assert many.token_ids == streamed.token_ids == asked.token_ids == answer.token_ids
     with vlmfast.attach(vlm.model, vlm.processor):
@@ -315,23 +315,23 @@ def test_prompt_and_answer_must_fit_max_positions(vlm, passes, positions):
     positions(size)
     passes.clear()
     with pytest.raises(ModelError, match=f"{size} positions"):
-        vlm.ask(QUESTION, picture())
+        vlm.ask(QUESTION, make_image())
     assert not passes
 
 
 def test_dropped_tokens_count_unless_compacted(vlm, passes, positions):
-    size = vlm.inputs(QUESTION, picture())["input_ids"].shape[1]
+    size = vlm.inputs(QUESTION, make_image())["input_ids"].shape[1]
     positions(size - 4)
     for recipe in ("random:0.5,positions=keep", "pyramiddrop:positions=compact"):
         with pytest.raises(ModelError, match=f"{size} positions"):
-            vlm.ask(QUESTION, picture(), recipe=recipe, max_new_tokens=2)
+            vlm.ask(QUESTION, make_image(), recipe=recipe, max_new_tokens=2)
     assert not passes
-    got = vlm.ask(QUESTION, picture(), recipe="random:0.5,positions=compact", max_new_tokens=4)
+    got = vlm.ask(QUESTION, make_image(), recipe="random:0.5,positions=compact", max_new_tokens=4)
     assert len(got.token_ids) == 4
     with pytest.raises(ModelError, match=f"{size - 8} positions and its answer up to 5"):
-        vlm.ask(QUESTION, picture(), recipe="random:0.5,positions=compact", max_new_tokens=5)
+        vlm.ask(QUESTION, make_image(), recipe="random:0.5,positions=compact", max_new_tokens=5)
     given = {"recipe": "random:0.5,positions=compact", "eos_token_id": None}
-    assert len(vlm.ask(QUESTION, picture(), **given).token_ids) == 4
+    assert len(vlm.ask(QUESTION, make_image(), **given).token_ids) == 4
 
 
 def test_model_without_position_limit(vlm, monkeypatch):
@@ -342,9 +342,9 @@ def test_model_without_position_limit(vlm, monkeypatch):
 
 
 def test_conversation_beyond_max_positions_raises(vlm, positions):
-    with vlm.session(picture()) as session:
+    with vlm.session(make_image()) as session:
         first = session.ask(QUESTION, max_new_tokens=4)
-        positions(vlm.inputs(QUESTION, picture())["input_ids"].shape[1] + 10)
+        positions(vlm.inputs(QUESTION, make_image())["input_ids"].shape[1] + 10)
         with pytest.raises(ModelError, match="positions and its answer"):
             session.ask(QUESTION, max_new_tokens=4)
         session.messages = []

@@ -56,14 +56,14 @@ RECIPES = (
 )
 
 
-def picture(seed: int, width: int = 60, height: int = 44) -> np.ndarray:
+def make_image(seed: int, width: int = 60, height: int = 44) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
 
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-IMAGE = {"images": picture(0, 90, 44)}
-VIDEO = {"video": [picture(i, 40, 40) for i in range(5)], "num_frames": 5}
-BOTH = {"images": picture(0, 90, 44), **VIDEO}
+IMAGE = {"images": make_image(0, 90, 44)}
+VIDEO = {"video": [make_image(i, 40, 40) for i in range(5)], "num_frames": 5}
+BOTH = {"images": make_image(0, 90, 44), **VIDEO}
 CASES = {"image": IMAGE, "video": VIDEO, "both": BOTH}
 
 
@@ -243,7 +243,7 @@ def marked(vlm, tokens, items, shapes, call, view, patch) -> set[int]:
     """Tokens to which `Adapter.to_tokens` assigns a patch of the tower."""
     adapter = vlm.adapter
     if adapter.packed:  # all images of a call form one row
-        order = sorted(range(len(items)), key=lambda i: items[i].clip >= 0)
+        order = sorted(range(len(items)), key=lambda i: items[i].video >= 0)
         row = sum(shape[-2] for shape in shapes[:call]) + patch
         for number in order:
             n = items[number].patches[0] * items[number].patches[1]
@@ -312,7 +312,7 @@ def test_received_attention_of_packed_images():
         lambda m, a, kw: seen.update(tables=kw["position_embeddings"]), with_kwargs=True
     )
     try:
-        media = {"images": [picture(0), picture(1, 90, 60)]}
+        media = {"images": [make_image(0), make_image(1, 90, 60)]}
         _, stats = looked(vlm, SaliencyRequest(), **media)
     finally:
         handle.remove(), position.remove()
@@ -396,7 +396,7 @@ def test_invalid_requests_raise():
 def test_sources_of_a_tower_with_cls(random_vlm):
     answers = {
         source: random_vlm.ask(
-            "what ?", picture(0), recipe=f"hired:0.3,saliency={source}", max_new_tokens=2
+            "what ?", make_image(0), recipe=f"hired:0.3,saliency={source}", max_new_tokens=2
         )
         for source in ("auto", "cls", "received", "norm")
     }
@@ -410,7 +410,7 @@ def test_sources_of_a_tower_with_cls(random_vlm):
 def test_visionzip_keeps_equal_counts_without_cls(random_vlm):
     counts = {
         source: random_vlm.ask(
-            "what ?", picture(0), recipe=f"visionzip:0.3,saliency={source}", max_new_tokens=1
+            "what ?", make_image(0), recipe=f"visionzip:0.3,saliency={source}", max_new_tokens=1
         ).trace.entered
         for source in ("cls", "received")
     }
@@ -440,6 +440,6 @@ def test_method_without_supported_parts_raises(vlm):
 
 
 def test_session_reports_the_source(random_vlm):
-    with random_vlm.session(images=picture(0), recipe="hired:0.5", history=False) as session:
+    with random_vlm.session(images=make_image(0), recipe="hired:0.5", history=False) as session:
         for question in ("what ?", "and here ?"):
             assert session.ask(question, max_new_tokens=2).stats.saliency == "cls"

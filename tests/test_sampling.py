@@ -33,7 +33,7 @@ from transformers import (
 )
 
 from closeness import close, network
-from tiny_models import build_llava, picture
+from tiny_models import build_llava, make_image
 from vlmfast import VLM, Request
 from vlmfast.engine import sampling
 from vlmfast.engine.engine import Engine
@@ -545,7 +545,7 @@ def reads_of_a_step(vlm: VLM, rows: int, monkeypatch, **generation: Any) -> list
         return result
 
     monkeypatch.setattr(Engine, "_step", counted)
-    requests = [Request(f"what is {number} ?", picture(seed=number)) for number in range(rows)]
+    requests = [Request(f"what is {number} ?", make_image(seed=number)) for number in range(rows)]
     vlm.ask_many(requests, batch_size=rows, **{"max_new_tokens": 6} | generation)
     return found
 
@@ -591,11 +591,13 @@ REQUESTS = [
 
 def test_mixed_batch_equals_single_requests(vlm: VLM) -> None:
     alone = [
-        vlm.ask("what is here ?", picture(seed=1), max_new_tokens=8 + number, **own).token_ids
+        vlm.ask("what is here ?", make_image(seed=1), max_new_tokens=8 + number, **own).token_ids
         for number, own in enumerate(REQUESTS)
     ]
     requests = [
-        Request("what is here ?", picture(seed=1), generation={"max_new_tokens": 8 + number, **own})
+        Request(
+            "what is here ?", make_image(seed=1), generation={"max_new_tokens": 8 + number, **own}
+        )
         for number, own in enumerate(REQUESTS)
     ]
     for batch_size in (2, 6):
@@ -620,7 +622,7 @@ def test_mixed_batch_equals_single_requests(vlm: VLM) -> None:
 )
 def test_single_request_equals_generate(vlm: VLM, generation: dict) -> None:
     given = {"max_new_tokens": 12, **generation}
-    inputs = vlm.inputs("what is here ?", picture(seed=2))
+    inputs = vlm.inputs("what is here ?", make_image(seed=2))
     torch.manual_seed(11)
     wanted = vlm.model.generate(
         **inputs, **given, return_dict_in_generate=True, output_scores=True, output_logits=True
@@ -636,7 +638,7 @@ def test_single_request_equals_generate(vlm: VLM, generation: dict) -> None:
         patch.setattr(Sampler, "__init__", noted)
         torch.manual_seed(11)
         more = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
-        got = vlm.ask("what is here ?", picture(seed=2), **given, **more)
+        got = vlm.ask("what is here ?", make_image(seed=2), **given, **more)
     tokens = wanted.sequences[0, inputs["input_ids"].shape[1] :].tolist()
     assert got.token_ids == tokens
     assert Parameters.of(seen[0].processors) not in (None, Parameters())

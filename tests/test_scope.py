@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
-from helpers_layout import REQUEST, TOWER, picture_arguments, prompt, stats_of
+from helpers_layout import REQUEST, TOWER, image_arguments, prompt, stats_of
 from vlmfast import Recipe, RecipeError
 from vlmfast.compressors.tokens.scope import SCOPE
 from vlmfast.core.saliency import SaliencyRequest
@@ -55,7 +55,7 @@ def test_video_frames_cover_each_other() -> None:
     tokens, stats = prompt(*[{"tiles": (0, 0)}] * 3)
     stats = one_layer(stats)
     video = stats_of(
-        tuple(replace(item, clip=0, frame=(i, 3)) for i, item in enumerate(stats.items)),
+        tuple(replace(item, video=0, frame=(i, 3)) for i, item in enumerate(stats.items)),
         stats.rows,
     )
     kept = SCOPE(0.25).reduce(tokens, video, REQUEST)
@@ -66,7 +66,7 @@ def test_video_frames_cover_each_other() -> None:
     assert not torch.equal(alone.layout.order, kept.layout.order)
 
 
-@given(picture_arguments(), st.floats(0.02, 0.98))
+@given(image_arguments(), st.floats(0.02, 0.98))
 @settings(max_examples=15, deadline=None)
 def test_kept_tokens(arguments: dict, share: float) -> None:
     tokens, stats = prompt(arguments, arguments)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from closeness import close
-from helpers_layout import picture, picture_arguments
+from helpers_layout import image_arguments, make_image
 from vlmfast.compressors.budget import check_layers, drop_layers, equivalent, solve_counts
 from vlmfast.compressors.select import best, most_alike, plus_mean, top
 from vlmfast.core.views import by_view, covering, marked, per_token, slots
@@ -53,9 +53,9 @@ def test_plus_mean_equals_loop(wanted: list[int], seed: int) -> None:
 # --- patch indices -------------------------------------------------------------------------------
 
 
-@given(picture_arguments())
+@given(image_arguments())
 def test_token_and_patch_indices_are_inverse(arguments: dict) -> None:
-    tokens, geometry = picture(**arguments, view=3)
+    tokens, geometry = make_image(**arguments, view=3)
     layout, (h, w) = tokens.layout, geometry.patches
     first, last = geometry.views
     ids = torch.arange((last - first) * h * w).view(last - first, h * w)

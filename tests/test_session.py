@@ -19,7 +19,7 @@ import pytest
 import torch
 from transformers import LogitsProcessorList
 
-from tiny_models import build_llava, build_llava_next, picture
+from tiny_models import build_llava, build_llava_next, make_image
 from vlmfast import VLM, ModelError, RecipeError, VLMFastError
 from vlmfast.api.session import Session
 from vlmfast.api.session_file import frozen, identity
@@ -54,7 +54,9 @@ def family(request) -> VLM:
 
 
 def image_for(vlm: VLM, seed: int = 0):
-    return picture(seed=seed) if vlm.adapter.sizes()["width"] == 64 else picture(224, 224, seed)
+    return (
+        make_image(seed=seed) if vlm.adapter.sizes()["width"] == 64 else make_image(224, 224, seed)
+    )
 
 
 def turns_of(image, pairs: list[tuple[str, str]], question: str) -> list[dict]:
@@ -139,7 +141,7 @@ def test_with_history_answers_equal_chat(family):
 
 @pytest.mark.parametrize("recipe", ["hired:0.3", "visionzip", "grid:0.5,positions=compact"])
 def test_query_independent_reducers_reuse_the_cache(random_vlm, recipe):
-    image = picture()
+    image = make_image()
     full = [random_vlm.ask(q, image, **ASK).token_ids for q in QUESTIONS]
     expected = [random_vlm.ask(q, image, recipe=recipe, **ASK) for q in QUESTIONS]
     with random_vlm.session(images=image, recipe=recipe, history=False) as s:
@@ -161,7 +163,7 @@ def test_query_independent_reducers_reuse_the_cache(random_vlm, recipe):
 )
 def test_query_dependent_methods_select_per_question(random_vlm, recipe):
     """``reuses`` reports it, the tower does not run again, and answers equal ask and chat."""
-    image, turns = picture(), []
+    image, turns = make_image(), []
     with random_vlm.session(images=image, recipe=recipe) as s:
         assert s.reuses == "features" and s.bytes == 0
         for question in QUESTIONS:
@@ -182,7 +184,7 @@ def test_query_dependent_methods_select_per_question(random_vlm, recipe):
 
 
 def test_question_prefills_only_new_tokens(random_vlm):
-    vlm, image = random_vlm, picture()
+    vlm, image = random_vlm, make_image()
     with counted(vlm) as count:
         s = vlm.session(images=image)
     prefix = s.stats.prompt_fed
@@ -225,7 +227,7 @@ def test_cached_answer_is_reused_if_retokenization_matches(tiny, recipe):
 @pytest.mark.parametrize("history", [True, False])
 @pytest.mark.parametrize("recipe", SMALL.values(), ids=SMALL)
 def test_questions_use_the_compressed_images(recipe, history):
-    vlm, image = VLM(*build_llava_next()), picture()
+    vlm, image = VLM(*build_llava_next()), make_image()
     with vlm.session(images=image, history=history) as s:
         full = [s.ask(q, **ASK) for q in QUESTIONS[:2]]
     with vlm.session(images=image, recipe=recipe, history=history) as s:
@@ -247,12 +249,12 @@ def test_questions_use_the_compressed_images(recipe, history):
 
 def test_decode_stages_cause_full_reprefill_on_mismatch(vlm):
     """If an answer tokenizes differently than it was generated, everything is prefilled again."""
-    with vlm.session(images=picture(), recipe=SMALL["h2o"]) as s:
+    with vlm.session(images=make_image(), recipe=SMALL["h2o"]) as s:
         s.ask(QUESTIONS[0], **ASK)
         answer = s.ask(QUESTIONS[1], **ASK)
         messages = s.messages
     assert answer.stats.prompt_reused == 0
-    with vlm.session(images=picture(), recipe=SMALL["h2o"]) as s:
+    with vlm.session(images=make_image(), recipe=SMALL["h2o"]) as s:
         s.messages = messages[:2]
         assert s.ask(QUESTIONS[1], **ASK).token_ids == answer.token_ids
         s._drop()
@@ -261,14 +263,14 @@ def test_decode_stages_cause_full_reprefill_on_mismatch(vlm):
 
 
 def test_conversation_can_be_replaced(vlm):
-    with vlm.session(images=picture()) as s:
+    with vlm.session(images=make_image()) as s:
         answers = [s.ask(question, **ASK) for question in QUESTIONS[:3]]
         messages = s.messages
         s.messages = messages[:4]  # remove the last question
         again = s.ask(QUESTIONS[2], **ASK)
         assert again.token_ids == answers[2].token_ids and s.messages == messages
         assert again.stats.prompt_reused > answers[1].stats.prompt_reused
-        with vlm.session(images=picture()) as other:
+        with vlm.session(images=make_image()) as other:
             other.messages = messages[:4]
             assert other.ask(QUESTIONS[2], **ASK).token_ids == again.token_ids
         s.messages = []
@@ -285,14 +287,14 @@ def test_conversation_can_be_replaced(vlm):
             with pytest.raises(VLMFastError, match=message):
                 s.messages = wrong
             assert s.messages == messages
-    with vlm.session(images=picture(), history=False) as s:
+    with vlm.session(images=make_image(), history=False) as s:
         s.messages = []
         with pytest.raises(VLMFastError, match="history=False"):
             s.messages = messages
 
 
 def test_logits_processors_see_the_whole_prompt(vlm):
-    image, seen = picture(), []
+    image, seen = make_image(), []
 
     def spy(ids, scores):
         seen.append(ids.clone())
@@ -349,7 +351,7 @@ def test_text_only_session(vlm, recipe):
 
 
 def test_streaming(vlm):
-    image = picture()
+    image = make_image()
     with vlm.session(images=image) as s, vlm.session(images=image) as t:
         for question in QUESTIONS:
             *pieces, answer = s.stream(question, **ASK)
@@ -386,7 +388,7 @@ def test_streaming(vlm):
 )
 @pytest.mark.parametrize("history", [True, False])
 def test_restore_gives_the_full_model_answer(random_vlm, recipe, history):
-    vlm, image = random_vlm, picture()
+    vlm, image = random_vlm, make_image()
     full = vlm.ask(QUESTIONS[0], image, **ASK)
     with vlm.session(images=image, recipe=recipe, history=history) as s:
         with counted(vlm) as count:
@@ -416,7 +418,7 @@ def test_restore_gives_the_full_model_answer(random_vlm, recipe, history):
 
 def test_least_recently_used_session_is_evicted():
     vlm = VLM(*build_llava())
-    images = [picture(seed=seed) for seed in range(3)]
+    images = [make_image(seed=seed) for seed in range(3)]
     expected = [vlm.ask(QUESTIONS[0], image, **ASK).token_ids for image in images]
     sessions = [vlm.session(images=image, history=False) for image in images]
     one = sessions[0].bytes
@@ -452,7 +454,7 @@ def test_least_recently_used_session_is_evicted():
 
 @pytest.mark.parametrize("recipe", [None, *SMALL.values()], ids=["none", *SMALL])
 def test_eviction_does_not_change_answers(vlm, recipe):
-    image = picture()
+    image = make_image()
     for history in (False, True) if recipe is None else (False,):
         with vlm.session(images=image, recipe=recipe, history=history) as s:
             expected = [s.ask(q, **ASK).token_ids for q in QUESTIONS]
@@ -474,7 +476,7 @@ SAVED = {"none": None, "hired": "hired:0.4", "pyramiddrop": "pyramiddrop", **SMA
 def test_loaded_session_continues_bit_for_bit(vlm, tmp_path, recipe, history):
     path = tmp_path / "a.session"
     options = {"max_new_tokens": 10}
-    with vlm.session(images=picture(), recipe=recipe, history=history) as s:
+    with vlm.session(images=make_image(), recipe=recipe, history=history) as s:
         s.ask(QUESTIONS[0], **options)
         s.save(path)
         other = VLM(*build_llava())
@@ -498,7 +500,7 @@ def test_loaded_session_continues_bit_for_bit(vlm, tmp_path, recipe, history):
 
 def test_in_encoder_sessions_can_be_saved(vlm, tmp_path):
     """In-encoder stages leave no full features, so pixels are saved instead."""
-    path, image = tmp_path / "a.session", picture()
+    path, image = tmp_path / "a.session", make_image()
     with vlm.session(images=image, recipe="mustdrop", history=False) as s:
         s.save(path)
     loaded = vlm.load_session(path)
@@ -522,7 +524,7 @@ def test_loaded_session_reloads_trained_weights(tiny, tmp_path, recipe):
 
 
 def test_evicted_or_unused_session_is_saved_without_cache(vlm, tmp_path):
-    with vlm.session(images=picture()) as s:
+    with vlm.session(images=make_image()) as s:
         expected = s.ask(QUESTIONS[0], **ASK).token_ids
         s._drop()
         s._messages = []
@@ -538,7 +540,7 @@ def test_evicted_or_unused_session_is_saved_without_cache(vlm, tmp_path):
 @pytest.fixture(scope="module")
 def saved(vlm, tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("saved") / "a.session"
-    with vlm.session(images=picture(), recipe=SMALL["kivi"]) as s:
+    with vlm.session(images=make_image(), recipe=SMALL["kivi"]) as s:
         s.ask(QUESTIONS[0], **ASK)
         s.save(path)
     return path
@@ -692,7 +694,7 @@ FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 )
 def test_failed_save_keeps_the_old_file(vlm, tmp_path, monkeypatch, step, at, error):
     path = tmp_path / "a.session"
-    with vlm.session(images=picture()) as s:
+    with vlm.session(images=make_image()) as s:
         s.save(path)
         old = path.read_bytes()
         s.ask(QUESTIONS[0], **ASK)
@@ -714,7 +716,7 @@ def test_failed_save_keeps_the_old_file(vlm, tmp_path, monkeypatch, step, at, er
 
 def test_failed_folder_sync_keeps_the_new_file(vlm, tmp_path, monkeypatch):
     path = tmp_path / "a.session"
-    with vlm.session(images=picture()) as s:
+    with vlm.session(images=make_image()) as s:
         s.save(path)
         s.ask(QUESTIONS[0], **ASK)
         with monkeypatch.context() as patch:
@@ -727,7 +729,7 @@ def test_failed_folder_sync_keeps_the_new_file(vlm, tmp_path, monkeypatch):
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no device that is full")
 def test_full_disk(vlm, tmp_path):
     path = tmp_path / "a.session"
-    with vlm.session(images=picture()) as s:
+    with vlm.session(images=make_image()) as s:
         s.save(path)
         old = path.read_bytes()
         draft = tmp_path / f".a.session.{os.getpid()}.tmp"
@@ -738,7 +740,7 @@ def test_full_disk(vlm, tmp_path):
 
 
 def test_unwritable_paths_raise(vlm, tmp_path):
-    with vlm.session(images=picture()) as s:
+    with vlm.session(images=make_image()) as s:
         with pytest.raises(VLMFastError, match=r"nowhere.a cannot be written: No such file"):
             s.save(tmp_path / "nowhere" / "a")
         (tmp_path / "folder").mkdir()
@@ -809,7 +811,7 @@ def test_killed_save_leaves_old_or_new_file(tmp_path):
 
 
 def test_errors_leave_the_session_unchanged(vlm):
-    image = picture()
+    image = make_image()
     with vlm.session(images=image, history=False) as s:
         expected = s.ask(QUESTIONS[0], **ASK).token_ids
         for call, error, message in (
@@ -844,8 +846,8 @@ def test_interrupted_answer_leaves_the_session_usable(vlm, recipe, history):
         raise RuntimeError("broken")
 
     with (
-        vlm.session(images=picture(), recipe=recipe, history=history) as s,
-        vlm.session(images=picture(), recipe=recipe, history=history) as other,
+        vlm.session(images=make_image(), recipe=recipe, history=history) as s,
+        vlm.session(images=make_image(), recipe=recipe, history=history) as other,
     ):
         for question in QUESTIONS[:2]:
             with pytest.raises(RuntimeError, match="broken"):
@@ -866,12 +868,12 @@ def test_query_dependent_media_stage_raises(vlm):
         query_dependent: ClassVar[bool] = True
 
     with pytest.raises(RecipeError, match="test-asking chooses frames by the question"):
-        vlm.session(video=[picture()] * 3, recipe=Asking())
+        vlm.session(video=[make_image()] * 3, recipe=Asking())
 
 
 def test_changed_template_prefix_raises():
     vlm = VLM(*build_llava())
-    with vlm.session(images=picture()) as s:
+    with vlm.session(images=make_image()) as s:
         s.ask(QUESTIONS[0], **ASK)
         vlm.adapter.processor.chat_template = "Look: " + vlm.processor.chat_template
         vlm.processor.chat_template = vlm.adapter.processor.chat_template

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tiny_families import build_qwen2_5_vl
-from tiny_models import build_llava, picture
+from tiny_models import build_llava, make_image
 from vlmfast import VLM, VLMFastError
 from vlmfast.core import snapshot
 
@@ -34,7 +34,7 @@ OTHERS = [None, True, -1, 0, 1, 7, 10**12, 10**30, 0.5, "", "x", [], [3], {}, fl
 
 
 def saved(vlm: VLM, recipe: str | None, path: Path) -> tuple[dict, dict]:
-    with vlm.session(images=picture(), recipe=recipe) as session:
+    with vlm.session(images=make_image(), recipe=recipe) as session:
         session.ask("what is here ?", **ASK)
         session.save(path)
     metadata, tensors = snapshot.read(path, "a session")

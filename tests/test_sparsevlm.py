@@ -8,7 +8,7 @@ from torch import Tensor
 
 from closeness import apart, close, network
 from short_prefill import embeds_of, ran, shortened
-from tiny_models import build_llava, build_llava_next, picture
+from tiny_models import build_llava, build_llava_next, make_image
 from vlmfast import VLM, Recipe, RecipeError
 from vlmfast.compressors.prefill.sparsevlm import SparseVLM, clusters, raters, recycled, split
 from vlmfast.core.statistics import StatRequest
@@ -95,7 +95,7 @@ def recipe_text(recycle: bool, positions: str) -> str:
 @pytest.mark.parametrize("recycle", [True, False])
 @pytest.mark.parametrize("num_images", [1, 2])
 def test_prompt_equals_reference_prefill(vlm, positions, recycle, num_images, monkeypatch) -> None:
-    images = [picture(seed=i) for i in range(num_images)]
+    images = [make_image(seed=i) for i in range(num_images)]
     tensors = vlm.inputs("what is here ?", images=images)
     embeds = embeds_of(vlm, tensors)
     n0 = int((tensors["input_ids"] == vlm.adapter.image_token_id).sum())
@@ -132,7 +132,7 @@ def test_recycled_token_weights_are_used(vlm, monkeypatch) -> None:
         return prefill(adapter, prompt, recipe, cache, *args, **kwargs)
 
     monkeypatch.setattr("vlmfast.engine.engine.prefill", watched)
-    images = [picture(seed=i) for i in range(3)]
+    images = [make_image(seed=i) for i in range(3)]
     run, plain = ran(vlm, recipe_text(True, "keep"), images)
     _, repaired = ran(vlm, recipe_text(True, "keep") + ",proportional_attention=true", images)
     assert max(float(w) for w in steps[1::2]) > 1

@@ -16,7 +16,7 @@ import vlmfast.engine.sampling as sampling
 import vlmfast.engine.speculation as speculation
 from closeness import apart, close, network
 from fake_drafters import Drafting, Knows
-from tiny_models import build_llava, build_llava_next, picture
+from tiny_models import build_llava, build_llava_next, make_image
 from vlmfast import VLM, Request
 from vlmfast.api.generation import gate
 from vlmfast.api.request import messages_of, sequence_of
@@ -67,7 +67,7 @@ def llava() -> VLM:
 
 
 def given(**more) -> dict:
-    return {"images": picture(seed=1), "max_new_tokens": 40, "eos_token_id": None, **more}
+    return {"images": make_image(seed=1), "max_new_tokens": 40, "eos_token_id": None, **more}
 
 
 def drafted(vlm: VLM, wanted, recipe: str = "none", knows: Knows | None = None, **more):
@@ -177,7 +177,7 @@ def test_empty_drafts_build_no_tree(llava: VLM) -> None:
 def test_greedy_equals_hugging_face() -> None:
     model, processor = build_llava(dtype=torch.float64)
     vlm = VLM(model, processor)
-    inputs = vlm.inputs(QUESTION, images=picture(seed=1))
+    inputs = vlm.inputs(QUESTION, images=make_image(seed=1))
     wanted = model.generate(**inputs, max_new_tokens=24, do_sample=False, eos_token_id=None)
     wanted = wanted[0, inputs["input_ids"].shape[1] :].tolist()
     got = vlm.ask(
@@ -240,7 +240,7 @@ def test_tree_logits_equal_single_steps(llava: VLM) -> None:
     with torch.no_grad(), switched(llava.model):
 
         def begin() -> Decoder:
-            tensors = llava.inputs(QUESTION, images=picture(seed=1))
+            tensors = llava.inputs(QUESTION, images=make_image(seed=1))
             run = Driven(llava.adapter, Inputs(tensors, [(64, 64)], QUESTION), Recipe(), 0.0)
             run.start(16)
             return run.decoder
@@ -310,7 +310,7 @@ class Fifth(StoppingCriteria):
 
 def test_stopping_criteria_run_for_every_token(llava: VLM) -> None:
     wanted = llava.ask(QUESTION, **given())
-    length = llava.inputs(QUESTION, images=picture(seed=1))["input_ids"].shape[1]
+    length = llava.inputs(QUESTION, images=make_image(seed=1))["input_ids"].shape[1]
     criteria = Fifth(length + 7)
     got = drafted(llava, wanted, **given(stopping_criteria=[criteria]))
     assert got.token_ids == wanted.token_ids[:7]
@@ -381,7 +381,7 @@ def requests(vlm: VLM, drafts: bool, way: str) -> list[Request]:
         }
         if way == "sampled":
             generation["seed"] = number
-        images = [picture(seed=s) for s in range(1 + number % 2)]
+        images = [make_image(seed=s) for s in range(1 + number % 2)]
         request = Request(QUESTION, images, recipe=recipe, generation=generation)
         if drafts and number != 4:
             answer = vlm.ask(QUESTION, images=images, recipe=recipe, **generation)
@@ -408,7 +408,7 @@ def test_batched_trees(vlm: VLM, way: str, size: int) -> None:
 def test_sessions_with_drafts(llava: VLM, recipe: str) -> None:
     questions = [QUESTION, "and now ?", "what else ?"]
     more = {"max_new_tokens": 14, "eos_token_id": None}
-    with llava.session(images=picture(seed=1), recipe=recipe) as session:
+    with llava.session(images=make_image(seed=1), recipe=recipe) as session:
         wanted = [session.ask(q, **more).token_ids for q in questions]
 
     class Follows(Knows):
@@ -426,7 +426,7 @@ def test_sessions_with_drafts(llava: VLM, recipe: str) -> None:
             super().prefill(read)
 
     answers = [list(ids) for ids in wanted]
-    with llava.session(images=picture(seed=1), recipe=Recipe.of(recipe) + Follows()) as session:
+    with llava.session(images=make_image(seed=1), recipe=Recipe.of(recipe) + Follows()) as session:
         got = [session.ask(q, **more) for q in questions]
     assert [a.token_ids for a in got] == wanted
     assert all(a.stats.accepted > 2 for a in got)
@@ -488,7 +488,7 @@ def test_taps_are_layer_inputs(llava: VLM) -> None:
     wanted = llava.ask(QUESTION, **given())
     drafted(llava, wanted, "none", Listens(), **given())
     _, (_, drafting) = Listens.heard
-    inputs = llava.inputs(QUESTION, images=picture(seed=1))
+    inputs = llava.inputs(QUESTION, images=make_image(seed=1))
     with torch.no_grad():
         states = llava.model(**inputs, output_hidden_states=True).hidden_states
     terms = network(llava.model, len(states[0][0]))
@@ -624,7 +624,9 @@ def test_strict_disables_drafts_in_batches_and_with_pages() -> None:
         assert got.token_ids == wanted.token_ids and got.stats.drafted == 0
         assert got.stats.speculation.startswith("off: strict")
     generation = {"max_new_tokens": 8, "eos_token_id": None, "strict": True}
-    requests = [Request(QUESTION, picture(seed=1), recipe=Recipe((Patient(),))) for _ in range(2)]
+    requests = [
+        Request(QUESTION, make_image(seed=1), recipe=Recipe((Patient(),))) for _ in range(2)
+    ]
     answers = vlm.ask_many(requests, **generation)
     assert all(a.stats.drafted == 0 for a in answers)
 
@@ -636,10 +638,10 @@ def test_strict_and_drafted_rows_in_one_batch(llava: VLM, sampled: bool) -> None
     drafting_recipe = Recipe((Knows(answer=tuple(wanted.token_ids)),))
     strict = {"max_new_tokens": 8, "eos_token_id": None, "strict": True, "do_sample": sampled}
     requests = [
-        Request(QUESTION, picture(seed=1), generation=strict),
+        Request(QUESTION, make_image(seed=1), generation=strict),
         Request(
             QUESTION,
-            picture(seed=1),
+            make_image(seed=1),
             recipe=drafting_recipe,
             generation={**strict, "strict": False},
         ),

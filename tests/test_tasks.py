@@ -363,7 +363,7 @@ def test_limit_and_seed(objects):
 def test_pope_docs_and_judge(objects, tmp_path):
     task = find_task("pope", data=objects)
     docs = task.docs(None, 0)
-    assert {doc.picture for doc in docs} == {"drawn_0", "drawn_1"}
+    assert {doc.image for doc in docs} == {"drawn_0", "drawn_1"}
     assert np.array_equal(task.media(docs[1])["images"], drawn(1))
     assert task.judge(docs[1], "No, there is none.")["score"] == 1.0
     rows = [POPE[0] | {"answer": "maybe"}]
@@ -387,7 +387,7 @@ def test_video_mme_docs(films):
         "sub_category": "Multilingual",
         "task_type": "OCR Problems",
     }
-    assert [doc.picture for doc in task.docs(1, 0)] == list(VIDEOS)
+    assert [doc.image for doc in task.docs(1, 0)] == list(VIDEOS)
     assert docs[0].options == tuple(OPTIONS)
 
 

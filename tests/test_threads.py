@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import LogitsProcessor, LogitsProcessorList
 
-from tiny_models import build_llava, picture
+from tiny_models import build_llava, make_image
 from vlmfast import VLM, Request, attach
 from vlmfast.engine import attention, graphs, tower
 from vlmfast.engine.attention import lock_of, switched
@@ -120,7 +120,9 @@ def test_locks_are_freed_with_their_configs() -> None:
 
 def answers(vlm: VLM, count: int) -> list[list[int]]:
     return [
-        vlm.ask(QUESTION, picture(seed=number % 4), max_new_tokens=3, eos_token_id=None).token_ids
+        vlm.ask(
+            QUESTION, make_image(seed=number % 4), max_new_tokens=3, eos_token_id=None
+        ).token_ids
         for number in range(count)
     ]
 
@@ -176,14 +178,14 @@ def overlapped(one: VLM, two: VLM, seconds: float) -> list[int]:
     inside.wait()
     processor = LogitsProcessorList([Once(end)])
     given = {"max_new_tokens": 6, "eos_token_id": None, "recipe": "h2o:0.5"}
-    return two.ask(QUESTION, picture(seed=0), logits_processor=processor, **given).token_ids
+    return two.ask(QUESTION, make_image(seed=0), logits_processor=processor, **given).token_ids
 
 
 def test_lock_is_held_during_the_answer(pair, monkeypatch) -> None:
     """The control: with separate locks one model ends the switch of the other."""
     one, two = pair
     wanted = two.ask(
-        QUESTION, picture(seed=0), max_new_tokens=6, eos_token_id=None, recipe="h2o:0.5"
+        QUESTION, make_image(seed=0), max_new_tokens=6, eos_token_id=None, recipe="h2o:0.5"
     ).token_ids
     assert overlapped(one, two, seconds=0.05) == wanted
     own = {id(vlm.model): threading.RLock() for vlm in pair}
@@ -216,14 +218,14 @@ class Devices:
 
 
 WAYS: dict[str, Callable[[VLM], Any]] = {
-    "ask": lambda vlm: vlm.ask(QUESTION, picture(), max_new_tokens=3),
-    "stream": lambda vlm: list(vlm.stream(QUESTION, picture(), max_new_tokens=3)),
-    "ask_many": lambda vlm: vlm.ask_many([Request(QUESTION, picture())] * 3, max_new_tokens=3),
+    "ask": lambda vlm: vlm.ask(QUESTION, make_image(), max_new_tokens=3),
+    "stream": lambda vlm: list(vlm.stream(QUESTION, make_image(), max_new_tokens=3)),
+    "ask_many": lambda vlm: vlm.ask_many([Request(QUESTION, make_image())] * 3, max_new_tokens=3),
     "session": lambda vlm: [
-        vlm.session(images=picture()).ask(QUESTION, max_new_tokens=3) for _ in range(2)
+        vlm.session(images=make_image()).ask(QUESTION, max_new_tokens=3) for _ in range(2)
     ],
     "long video": lambda vlm: vlm.ask(
-        QUESTION, video=[picture()] * 3, num_frames=3, max_new_tokens=3, max_kv_tokens=64
+        QUESTION, video=[make_image()] * 3, num_frames=3, max_new_tokens=3, max_kv_tokens=64
     ),
 }
 
@@ -330,18 +332,18 @@ def test_answers_of_a_model_in_training_mode(training: VLM) -> None:
     assert any("language_model" in name for name in before)
     assert any("vision_tower" in name for name in before)
     given = {"max_new_tokens": 6, "eos_token_id": None}
-    inputs = plain.inputs(QUESTION, picture())
+    inputs = plain.inputs(QUESTION, make_image())
     # Without a cache: with checkpointing, Hugging Face's layers get none.
     wanted = vlm.model.generate(**inputs, **given, use_cache=False)[0, -6:].tolist()
-    assert vlm.ask(QUESTION, picture(), **given).token_ids == wanted
+    assert vlm.ask(QUESTION, make_image(), **given).token_ids == wanted
     cached = vlm.model.generate(**inputs, **given)[0, -6:].tolist()
     assert cached != wanted  # the control: with checkpointing
     for recipe in ("pyramiddrop", "h2o:0.5", "hired:0.5"):
-        wanted = plain.ask(QUESTION, picture(), recipe=recipe, **given).token_ids
-        assert vlm.ask(QUESTION, picture(), recipe=recipe, **given).token_ids == wanted
+        wanted = plain.ask(QUESTION, make_image(), recipe=recipe, **given).token_ids
+        assert vlm.ask(QUESTION, make_image(), recipe=recipe, **given).token_ids == wanted
     with attach(vlm.model, vlm.processor):
         got = vlm.model.generate(**inputs, **given)[0, -6:].tolist()
-    assert got == plain.ask(QUESTION, picture(), **given).token_ids
+    assert got == plain.ask(QUESTION, make_image(), **given).token_ids
     assert checkpointing(vlm.model) == before and vlm.model.training
 
 
@@ -355,7 +357,7 @@ def test_gradient_checkpointing_is_restored_after_an_exception(training: VLM) ->
     with pytest.raises(KeyError, match="in the middle"):
         training.ask(
             QUESTION,
-            picture(),
+            make_image(),
             max_new_tokens=3,
             logits_processor=LogitsProcessorList([Once(fail)]),
         )
@@ -363,7 +365,7 @@ def test_gradient_checkpointing_is_restored_after_an_exception(training: VLM) ->
 
 
 def test_gradient_checkpointing_is_restored_after_an_answer(training: VLM) -> None:
-    model, inputs = training.model, training.inputs(QUESTION, picture())
+    model, inputs = training.model, training.inputs(QUESTION, make_image())
 
     def passes() -> int:
         """Number of runs of the first layer in one training step."""
@@ -375,7 +377,7 @@ def test_gradient_checkpointing_is_restored_after_an_answer(training: VLM) -> No
         return count[0]
 
     assert passes() == 2
-    training.ask(QUESTION, picture(), max_new_tokens=2)
+    training.ask(QUESTION, make_image(), max_new_tokens=2)
     assert passes() == 2
     model.gradient_checkpointing_disable()  # the control
     assert passes() == 1
@@ -400,15 +402,15 @@ def test_ask_runs_in_the_calling_thread(pair) -> None:
 
     handle = vlm.adapter.decoder.layers[0].register_forward_pre_hook(look)
     here = threading.get_ident()
-    vlm.ask(QUESTION, picture(), max_new_tokens=3, eos_token_id=None)
+    vlm.ask(QUESTION, make_image(), max_new_tokens=3, eos_token_id=None)
     assert set(seen) == {(here, False, False, False)}
     seen.clear()
     with torch.autocast("cpu", torch.bfloat16), torch.inference_mode():
-        vlm.ask(QUESTION, picture(), max_new_tokens=3, eos_token_id=None)
+        vlm.ask(QUESTION, make_image(), max_new_tokens=3, eos_token_id=None)
         assert torch.is_inference_mode_enabled()
     assert set(seen) == {(here, True, False, False)}
     seen.clear()
-    list(vlm.stream(QUESTION, picture(), max_new_tokens=3, eos_token_id=None))
+    list(vlm.stream(QUESTION, make_image(), max_new_tokens=3, eos_token_id=None))
     ((there, *state),) = set(seen)
     assert there != here and state == [False, False, False]  # the control: a thread of its own
     handle.remove()
@@ -423,5 +425,5 @@ def test_keyboard_interrupt_ends_an_answer(pair) -> None:
     wanted = answers(vlm, 1)
     processor = LogitsProcessorList([Once(interrupt)])
     with pytest.raises(KeyboardInterrupt):
-        vlm.ask(QUESTION, picture(), max_new_tokens=3, logits_processor=processor)
+        vlm.ask(QUESTION, make_image(), max_new_tokens=3, logits_processor=processor)
     assert free(vlm.model) and answers(vlm, 1) == wanted

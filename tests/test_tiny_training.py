@@ -363,7 +363,7 @@ def test_invalid_arguments_raise(tmp_path):
 
 
 def test_evaluation_restores_the_training_mode(packed, tokenizer_file):
-    table = evaluate(packed, tokenizer_file, images=2, clips=1, batch=2)
+    table = evaluate(packed, tokenizer_file, images=2, videos=1, batch=2)
     assert set(table) == {"image", "video"}
     assert 0.0 <= table["image"]["mean"] <= 1.0
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from closeness import apart, close
 from driven import Driven
 from reference import answer_logits
-from tiny_models import build_llava, build_llava_next, picture
+from tiny_models import build_llava, build_llava_next, make_image
 from tower_terms import answer, tower
 from vlmfast import VLM, Recipe, RecipeError
 from vlmfast.compressors.encoder.tome import Merge, ToMe, bipartite, merge, schedule
@@ -84,7 +84,7 @@ def tower_by_hand(vlm: VLM, pixels: Tensor, stage: ToMe) -> tuple[Tensor, Tensor
 @pytest.mark.parametrize("build", [build_llava, build_llava_next])
 @pytest.mark.parametrize("text", ["tome:0.4", "tome:0.4,proportional_attention=false", "tome:r=3"])
 def test_prompt_equals_reference_tower(build, text) -> None:
-    vlm, image = VLM(*build()), picture()
+    vlm, image = VLM(*build()), make_image()
     tensors = vlm.inputs("what is here ?", images=[image])
     recipe = Recipe.parse(text)
     (stage,) = recipe

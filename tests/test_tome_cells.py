@@ -30,12 +30,12 @@ BUILD = {
 PACKED = ("qwen2_5_vl", "qwen3_vl")
 
 
-def picture(seed: int, width: int = 60, height: int = 44) -> np.ndarray:
+def make_image(seed: int, width: int = 60, height: int = 44) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
 
 
-IMAGES = [picture(0, 90, 44), picture(1, 40, 60)]
-VIDEO = {"video": [picture(i, 40, 40) for i in range(5)], "num_frames": 5}
+IMAGES = [make_image(0, 90, 44), make_image(1, 40, 60)]
+VIDEO = {"video": [make_image(i, 40, 40) for i in range(5)], "num_frames": 5}
 CASES = {
     "image": {"images": IMAGES[0]},
     "images": {"images": IMAGES},
@@ -323,7 +323,7 @@ def packed_by_hand(
 @pytest.mark.parametrize("name", PACKED)
 @pytest.mark.parametrize("text", ["tome:0.5", "tome:0.3", "tome:0.5,proportional_attention=false"])
 def test_packed_towers_equal_reference(name, text):
-    vlm, image = built(name), picture(2, 64, 48)
+    vlm, image = built(name), make_image(2, 64, 48)
     (stage,) = Recipe.parse(text)
     hidden, tables = entering(vlm, images=image)
     tokens, stats = looked(vlm, stage, asked=(SaliencyRequest(),), images=image)
@@ -398,7 +398,7 @@ def internvl_by_hand(vlm: VLM, hidden: Tensor, stage: ToMe) -> tuple[Tensor, Ten
 
 @pytest.mark.parametrize("text", ["tome:0.5", "tome:r=1", "tome:0.5,proportional_attention=false"])
 def test_internvl_equals_reference(text):
-    vlm, image = built("internvl"), picture(0, 90, 44)
+    vlm, image = built("internvl"), make_image(0, 90, 44)
     (stage,) = Recipe.parse(text)
     hidden, _ = entering(vlm, images=image)
     tokens, stats = looked(vlm, stage, images=image)
@@ -499,9 +499,9 @@ def test_tower_without_attention_raises():
 
 def test_frames_not_divisible_into_cells_raise(monkeypatch):
     """LLaVA-OneVision pools 5 x 5 patches to 3 x 3 tokens by interpolation."""
-    small, side = tiny_families._clip, 5 * tiny_families.PATCH
+    small, side = tiny_families.open_clip_models, 5 * tiny_families.PATCH
     monkeypatch.setattr(
-        tiny_families, "_clip", lambda **more: small(**{**more, "image_size": side})
+        tiny_families, "open_clip_models", lambda **more: small(**{**more, "image_size": side})
     )
     model, processor = tiny_families.build_llava_onevision()
     processor.num_image_tokens = 25

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from tiny_models import build_llava, build_llava_next, picture
+from tiny_models import build_llava, build_llava_next, make_image
 from vlmfast import VLM
 from vlmfast.engine.tower import _SHAPES, Towers
 
@@ -47,7 +47,7 @@ def test_captured_tower_gives_the_same_answers(pair, recipe: str) -> None:
     plain, vlm = pair
     towers = vlm.adapter.kept["towers"]
     for seed in range(4):
-        given = {"images": picture(seed=seed), "recipe": recipe, "max_new_tokens": 5}
+        given = {"images": make_image(seed=seed), "recipe": recipe, "max_new_tokens": 5}
         wanted = plain.ask("what ?", **given)
         got = vlm.ask("what ?", **given)
         assert got.token_ids == wanted.token_ids
@@ -59,7 +59,7 @@ def test_captured_tower_gives_the_same_answers(pair, recipe: str) -> None:
 def test_graphs_are_keyed_by_shape_and_statistics(pair) -> None:
     plain, vlm = pair
     towers = vlm.adapter.kept["towers"]
-    for images in ([picture(seed=0)], [picture(seed=1), picture(seed=2)]):
+    for images in ([make_image(seed=0)], [make_image(seed=1), make_image(seed=2)]):
         for recipe in ("none", "hired:0.4"):
             for _ in range(3):
                 given = {"images": images, "recipe": recipe, "max_new_tokens": 3}
@@ -73,11 +73,11 @@ def test_replay_does_not_overwrite_earlier_outputs(pair) -> None:
     """Two sessions contain the images of two replays."""
     plain, vlm = pair
     for seed in range(2):
-        vlm.ask("what ?", images=picture(seed=seed), max_new_tokens=1)
+        vlm.ask("what ?", images=make_image(seed=seed), max_new_tokens=1)
     answers = []
     for model in (plain, vlm):
-        one = model.session(images=picture(seed=5), recipe="hired:0.4")
-        other = model.session(images=picture(seed=6), recipe="hired:0.4")
+        one = model.session(images=make_image(seed=5), recipe="hired:0.4")
+        other = model.session(images=make_image(seed=6), recipe="hired:0.4")
         answers.append([s.ask("what ?", max_new_tokens=4).token_ids for s in (one, other, one)])
     assert answers[0] == answers[1]
 
@@ -85,7 +85,7 @@ def test_replay_does_not_overwrite_earlier_outputs(pair) -> None:
 def test_in_encoder_stages_are_not_captured(pair) -> None:
     _, vlm = pair
     for seed in range(3):
-        vlm.ask("what ?", images=picture(seed=seed), recipe="mustdrop", max_new_tokens=2)
+        vlm.ask("what ?", images=make_image(seed=seed), recipe="mustdrop", max_new_tokens=2)
     assert vlm.adapter.kept["towers"].replayed == 0
 
 
@@ -106,7 +106,7 @@ def test_stale_replay_is_detected(pair) -> None:
     vlm.adapter.kept["towers"] = Towers(record=lambda run: (run(), lambda: None))
     given = {"recipe": "none", "max_new_tokens": 8}
     answers = [
-        [m.ask("what ?", images=picture(seed=s), **given).token_ids for s in range(4)]
+        [m.ask("what ?", images=make_image(seed=s), **given).token_ids for s in range(4)]
         for m in (plain, vlm)
     ]
     assert answers[0][:2] == answers[1][:2] and answers[0] != answers[1]

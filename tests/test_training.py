@@ -248,10 +248,10 @@ def test_files_without_conversations_raise(tmp_path, data) -> None:
 
 def test_end_of_turn_blank_is_not_trained_on() -> None:
     """A template may put a blank between answer and end token; the model does not generate it."""
-    from tiny_models import build_llava, picture
+    from tiny_models import build_llava, make_image
 
     other = VLM(*build_llava())
-    inputs = loop.inputs_of(other, loop.Sample({"images": picture()}, "what ?", "a cat"))
+    inputs = loop.inputs_of(other, loop.Sample({"images": make_image()}, "what ?", "a cat"))
     ids = inputs.tensors["input_ids"][0, -inputs.answer :]
     assert other.processor.tokenizer.decode(ids).strip() == "a cat</s>"
 

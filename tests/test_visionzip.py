@@ -13,7 +13,7 @@ from torch import Tensor
 
 from closeness import apart, close
 from driven import Driven
-from helpers_layout import DIM, REQUEST, TOWER, picture, picture_arguments, prompt, stats_of
+from helpers_layout import DIM, REQUEST, TOWER, image_arguments, make_image, prompt, stats_of
 from reference import answer_logits
 from tiny_models import build_llava, build_llava_next
 from tower_terms import answer, tower
@@ -97,7 +97,7 @@ def test_explicit_counts() -> None:
 # --- properties ----------------------------------------------------------------------------------
 
 
-@given(picture_arguments(), st.floats(0.02, 0.98), st.sampled_from(["keep", "budget"]))
+@given(image_arguments(), st.floats(0.02, 0.98), st.sampled_from(["keep", "budget"]))
 @settings(max_examples=30, deadline=None)
 def test_kept_tokens(arguments: dict, share: float, name: str) -> None:
     stage = VisionZip(**{name: share})
@@ -126,7 +126,7 @@ def test_kept_tokens(arguments: dict, share: float, name: str) -> None:
     assert torch.equal(kept.features[alone], tokens.features[same])
 
 
-@given(picture_arguments(), st.floats(0.02, 0.98))
+@given(image_arguments(), st.floats(0.02, 0.98))
 @settings(max_examples=20, deadline=None)
 def test_images_are_independent(arguments: dict, share: float) -> None:
     alone = reduced(VisionZip(share), arguments)[1]
@@ -143,7 +143,7 @@ def test_budget_1_is_identity(stage: VisionZip) -> None:
 
 
 def test_weights_protection_and_extra_features_are_kept() -> None:
-    tokens, geometry = picture((0, 0), (2, 2))
+    tokens, geometry = make_image((0, 0), (2, 2))
     weight, protected = torch.tensor([1.0, 2, 3, 4]), torch.tensor([False, False, True, False])
     tokens = VisualTokens(
         tokens.features,

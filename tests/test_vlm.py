@@ -15,7 +15,7 @@ from PIL import Image
 
 import vlmfast
 from media_fixtures import encoded, png_header, write_audio, write_video
-from tiny_models import build_llava, build_llava_next, build_text_only, picture
+from tiny_models import build_llava, build_llava_next, build_text_only, make_image
 from vlmfast import VLM, MediaError, ModelError, RecipeError, VLMFastError
 
 ASK = {"max_new_tokens": 6}
@@ -29,7 +29,7 @@ def vlm() -> VLM:
 @pytest.fixture(scope="module")
 def expected(vlm) -> list[int]:
     """The answer that the VLM must still give after every error."""
-    return vlm.ask("what is here ?", picture(), **ASK).token_ids
+    return vlm.ask("what is here ?", make_image(), **ASK).token_ids
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def png(image: Image.Image) -> bytes:
 
 
 def test_image_sources_give_the_same_answer(vlm, expected, tmp_path):
-    image = picture()
+    image = make_image()
     path = tmp_path / "a.png"
     image.save(path)
     array = np.asarray(image)
@@ -60,12 +60,12 @@ def test_image_sources_give_the_same_answer(vlm, expected, tmp_path):
     ]
     for form in forms:
         assert vlm.ask("what is here ?", form, **ASK).token_ids == expected
-    assert vlm.ask("what is here ?", picture(seed=1), **ASK).token_ids != expected
+    assert vlm.ask("what is here ?", make_image(seed=1), **ASK).token_ids != expected
 
 
 def test_chat_accepts_hugging_face_messages(vlm, expected, tmp_path):
     path = tmp_path / "a.png"
-    picture().save(path)
+    make_image().save(path)
     content = [{"type": "image", "path": str(path)}, {"type": "text", "text": "what is here ?"}]
     answer = vlm.chat([{"role": "user", "content": content}], **ASK)
     assert answer.token_ids == expected
@@ -95,7 +95,7 @@ def test_chat_accepts_hugging_face_messages(vlm, expected, tmp_path):
 
 
 def test_compare_lists_the_full_model_first(vlm, expected):
-    rows = vlm.compare("what is here ?", picture(), recipes=["hired:0.2", "hired:1.0"], **ASK)
+    rows = vlm.compare("what is here ?", make_image(), recipes=["hired:0.2", "hired:1.0"], **ASK)
     assert [row.recipe for row in rows] == ["none", "hired", "hired:1"]
     assert rows[0].answer.token_ids == expected == rows[2].answer.token_ids
     assert rows[0].agreement == rows[2].agreement == 1.0
@@ -117,14 +117,14 @@ def test_compare_lists_the_full_model_first(vlm, expected):
     ],
 )
 def test_keeping_everything_is_identity(vlm, expected, recipe):
-    assert vlm.ask("what is here ?", picture(), recipe=recipe, **ASK).token_ids == expected
+    assert vlm.ask("what is here ?", make_image(), recipe=recipe, **ASK).token_ids == expected
 
 
 def test_python_and_text_recipes_are_equivalent(vlm):
     from vlmfast.compressors.tokens.hired import HiRED
 
-    by_text = vlm.ask("what ?", picture(), recipe="hired:0.4", **ASK)
-    in_python = vlm.ask("what ?", picture(), recipe=HiRED(0.4), **ASK)
+    by_text = vlm.ask("what ?", make_image(), recipe="hired:0.4", **ASK)
+    in_python = vlm.ask("what ?", make_image(), recipe=HiRED(0.4), **ASK)
     assert by_text.token_ids == in_python.token_ids
     assert by_text.recipe == in_python.recipe == "hired:0.4"
 
@@ -141,21 +141,21 @@ def test_methods_lists_every_stage():
 
 
 BAD_CALLS = {
-    "empty question": (lambda v: v.ask("  ", picture()), VLMFastError, "question is empty"),
+    "empty question": (lambda v: v.ask("  ", make_image()), VLMFastError, "question is empty"),
     "no such file": (lambda v: v.ask("what ?", "nowhere.png"), MediaError, "nowhere.png"),
     "frames without a clip": (
-        lambda v: v.ask("what ?", picture(), num_frames=3),
+        lambda v: v.ask("what ?", make_image(), num_frames=3),
         VLMFastError,
         "no video was given",
     ),
     "zero frames": (
-        lambda v: v.ask("what ?", video=[picture()] * 3, num_frames=0),
+        lambda v: v.ask("what ?", video=[make_image()] * 3, num_frames=0),
         MediaError,
         "num_frames",
     ),
     "no frames": (lambda v: v.ask("what ?", video=[]), MediaError, "frame"),
     "a placeholder in the question": (
-        lambda v: v.ask("what is <image> ?", picture()),
+        lambda v: v.ask("what is <image> ?", make_image()),
         VLMFastError,
         "contains <image>",
     ),
@@ -165,77 +165,77 @@ BAD_CALLS = {
         "contains <image>",
     ),
     "unknown word": (
-        lambda v: v.ask("what ?", picture(), recipe="hirde:0.2"),
+        lambda v: v.ask("what ?", make_image(), recipe="hirde:0.2"),
         RecipeError,
         "did you mean 'hired'",
     ),
     "rate above one": (
-        lambda v: v.ask("what ?", picture(), recipe="hired:1.5"),
+        lambda v: v.ask("what ?", make_image(), recipe="hired:1.5"),
         RecipeError,
         "keep=1.5 is out of range",
     ),
     "rate zero": (
-        lambda v: v.ask("what ?", picture(), recipe="hired:0"),
+        lambda v: v.ask("what ?", make_image(), recipe="hired:0"),
         RecipeError,
         "keep=0",
     ),
     "layers beyond the depth": (
-        lambda v: v.ask("what ?", picture(), recipe="pyramiddrop:layers=2/9"),
+        lambda v: v.ask("what ?", make_image(), recipe="pyramiddrop:layers=2/9"),
         RecipeError,
         "stay below 4",
     ),
     "layers that descend": (
-        lambda v: v.ask("what ?", picture(), recipe="pyramiddrop:layers=3/2"),
+        lambda v: v.ask("what ?", make_image(), recipe="pyramiddrop:layers=3/2"),
         RecipeError,
         "ascend",
     ),
     "a layer twice": (
-        lambda v: v.ask("what ?", picture(), recipe="pyramiddrop:layers=2/2"),
+        lambda v: v.ask("what ?", make_image(), recipe="pyramiddrop:layers=2/2"),
         RecipeError,
         "ascend",
     ),
     "ratios that grow": (
-        lambda v: v.ask("what ?", picture(), recipe="pyramiddrop:layers=1/2,ratios=0.3/0.5"),
+        lambda v: v.ask("what ?", make_image(), recipe="pyramiddrop:layers=1/2,ratios=0.3/0.5"),
         RecipeError,
         "must not grow",
     ),
     "k beyond the depth": (
-        lambda v: v.ask("what ?", picture(), recipe="fastv:k=4"),
+        lambda v: v.ask("what ?", make_image(), recipe="fastv:k=4"),
         RecipeError,
         "below the model's 4 layers",
     ),
     "a filter beyond the depth": (
-        lambda v: v.ask("what ?", picture(), recipe="mustdrop:layers=1/4"),
+        lambda v: v.ask("what ?", make_image(), recipe="mustdrop:layers=1/4"),
         RecipeError,
         "stay below 4",
     ),
     "a budget that leaves nothing": (
-        lambda v: v.ask("what ?", picture(), recipe="random:budget=0.001"),
+        lambda v: v.ask("what ?", make_image(), recipe="random:budget=0.001"),
         RecipeError,
         "budget=0.001 leaves no token",
     ),
     "a method twice": (
-        lambda v: v.ask("what ?", picture(), recipe="random+random:0.1"),
+        lambda v: v.ask("what ?", make_image(), recipe="random+random:0.1"),
         RecipeError,
         "random appears twice",
     ),
     "two stages in the tower": (
-        lambda v: v.ask("what ?", picture(), recipe="mustdrop+pvc"),
+        lambda v: v.ask("what ?", make_image(), recipe="mustdrop+pvc"),
         RecipeError,
         "mustdrop and pvc",
     ),
     "trained, without weights": (
-        lambda v: v.ask("what ?", picture(), recipe="atp"),
+        lambda v: v.ask("what ?", make_image(), recipe="atp"),
         RecipeError,
         "no weights for this",
     ),
     "trained, weights that are not there": (
-        lambda v: v.ask("what ?", picture(), recipe="elastic:weights=nowhere"),
+        lambda v: v.ask("what ?", make_image(), recipe="elastic:weights=nowhere"),
         RecipeError,
         "nowhere",
     ),
     "a recipe of another kind": (
-        lambda v: v.ask("what ?", picture(), recipe=3),
+        lambda v: v.ask("what ?", make_image(), recipe=3),
         RecipeError,
         "not int",
     ),
@@ -247,7 +247,7 @@ def test_invalid_calls_raise_and_leave_the_vlm_usable(vlm, expected, case):
     call, error, message = BAD_CALLS[case]
     with pytest.raises(error, match=message):
         call(vlm)
-    assert vlm.ask("what is here ?", picture(), **ASK).token_ids == expected
+    assert vlm.ask("what is here ?", make_image(), **ASK).token_ids == expected
 
 
 def bad_files(folder) -> dict[str, tuple[dict, str]]:
@@ -257,7 +257,7 @@ def bad_files(folder) -> dict[str, tuple[dict, str]]:
         (folder / name).write_bytes(content)
         return str(folder / name)
 
-    jpeg = encoded(picture(200, 200), "JPEG")
+    jpeg = encoded(make_image(200, 200), "JPEG")
     video = write_video(folder / "whole.mp4").read_bytes()
     return {
         "missing": ({"images": str(folder / "missing.png")}, "missing.png"),
@@ -265,7 +265,7 @@ def bad_files(folder) -> dict[str, tuple[dict, str]]:
         "text": ({"images": file("text.png", b"not a picture at all")}, "text.png"),
         "truncated": ({"images": file("cut.jpg", jpeg[: len(jpeg) // 2])}, "cut.jpg.*truncated"),
         "bomb": ({"images": file("bomb.png", png_header(60_000, 60_000))}, "bomb.png"),
-        "a line": ({"images": picture(20_000, 20)}, "20000x20"),
+        "a line": ({"images": make_image(20_000, 20)}, "20000x20"),
         "truncated clip": ({"video": file("cut.mp4", video[: len(video) // 2])}, "cut.mp4"),
         "sound only": ({"video": str(write_audio(folder / "sound.mp4"))}, "sound.mp4"),
         "no frames": (
@@ -280,12 +280,12 @@ def test_invalid_files_raise_and_leave_the_vlm_usable(vlm, expected, tmp_path):
         with pytest.raises(MediaError, match=f"(?s){message}") as error:
             vlm.ask("what is here ?", **media)
         assert "\n" not in str(error.value), name
-        assert vlm.ask("what is here ?", picture(), **ASK).token_ids == expected, name
+        assert vlm.ask("what is here ?", make_image(), **ASK).token_ids == expected, name
 
 
 def test_unusual_image_encodings(vlm, expected):
     """Encodings of the same image give the same answer; other images give any answer."""
-    image = picture()
+    image = make_image()
     turned = Image.Exif()
     turned[0x0112] = 6  # rotated to the right when displayed
     sideways = encoded(image.transpose(Image.Transpose.ROTATE_90), "PNG", exif=turned)
@@ -295,7 +295,7 @@ def test_unusual_image_encodings(vlm, expected):
     white = Image.new("RGB", clear.size, "white")
     white.paste(image, (0, 0))
     animated = io.BytesIO()
-    frames = [picture().quantize(64), picture(seed=5).quantize(64)]
+    frames = [make_image().quantize(64), make_image(seed=5).quantize(64)]
     frames[0].save(animated, "GIF", save_all=True, append_images=frames[1:])
     same = {
         "EXIF": (sideways, image),
@@ -317,14 +317,14 @@ def test_unusual_image_encodings(vlm, expected):
 
 def test_saved_checkpoint_gives_the_same_answer(folder, expected):
     loaded = VLM.from_pretrained(folder, device="cpu")
-    assert loaded.ask("what is here ?", picture(), **ASK).token_ids == expected
+    assert loaded.ask("what is here ?", make_image(), **ASK).token_ids == expected
 
 
 def test_dtype_defaults_to_the_checkpoint(tmp_path):
     build_llava(tmp_path, dtype=torch.bfloat16)
     loaded = VLM.from_pretrained(tmp_path, device="cpu")
     assert loaded.model.dtype == torch.bfloat16
-    assert loaded.ask("what ?", picture(), recipe="hired:0.5", **ASK).token_ids
+    assert loaded.ask("what ?", make_image(), recipe="hired:0.5", **ASK).token_ids
     assert VLM.from_pretrained(tmp_path, device="cpu", dtype="float32").model.dtype == torch.float32
 
 
@@ -338,7 +338,7 @@ def test_folders_saved_with_older_processors(folder, expected, tmp_path):
     (tmp_path / "processor_config.json").write_text(json.dumps(saved))
     old = VLM.from_pretrained(tmp_path, device="cpu")
     assert old.processor.patch_size is None
-    assert old.ask("what is here ?", picture(), **ASK).token_ids == expected
+    assert old.ask("what is here ?", make_image(), **ASK).token_ids == expected
     assert old.processor.patch_size is None  # the user's processor is not modified
 
 
@@ -390,10 +390,10 @@ def test_mismatched_processor_raises():
         VLM(ghost, processor)
     for one, another in ((build_llava, build_llava_next), (build_llava_next, build_llava)):
         with pytest.raises(ModelError, match=r"does not belong|do not belong"):
-            VLM(one()[0], another()[1]).ask("what ?", picture())
+            VLM(one()[0], another()[1]).ask("what ?", make_image())
     processor.chat_template = None
     with pytest.raises(ModelError, match="no chat template"):
-        VLM(model, processor).ask("what ?", picture())
+        VLM(model, processor).ask("what ?", make_image())
 
 
 def test_tower_without_cls_uses_received_attention():
@@ -419,10 +419,10 @@ def test_tower_without_cls_uses_received_attention():
     processor.num_additional_image_tokens = 0
     processor.vision_feature_select_strategy = "full"
     vlm = VLM(LlavaForConditionalGeneration(config).eval(), processor)
-    assert vlm.ask("what ?", picture(), recipe="grid:0.5", **ASK).token_ids
-    assert vlm.ask("what ?", picture(), recipe="hired:0.2", **ASK).stats.saliency == "received"
+    assert vlm.ask("what ?", make_image(), recipe="grid:0.5", **ASK).token_ids
+    assert vlm.ask("what ?", make_image(), recipe="hired:0.2", **ASK).stats.saliency == "received"
     with pytest.raises(RecipeError, match="CLS"):
-        vlm.ask("what ?", picture(), recipe="hired:0.2,saliency=cls")
+        vlm.ask("what ?", make_image(), recipe="hired:0.2,saliency=cls")
 
 
 def test_import_is_light():

@@ -13,7 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from closeness import apart, close, tolerance
 from fake_slots import FakeSlots, prompt_kv, prompt_step
-from tiny_models import picture
+from tiny_models import make_image
 from vlmfast import Recipe, RecipeError
 from vlmfast.compressors.prefill.zipvl import ZipVL, important, probe_rows, sparse_attention
 from vlmfast.core.contexts import PrefillContext
@@ -367,7 +367,7 @@ def test_recipe_and_expanded_stages() -> None:
 
 
 def test_answers_of_the_shipped_model(tiny) -> None:
-    image = picture(128, 128)
+    image = make_image(128, 128)
 
     def ask(recipe: str, **more):
         return tiny.ask("what is here ?", image, recipe=recipe, max_new_tokens=10, **more)

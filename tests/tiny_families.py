@@ -190,7 +190,7 @@ def build_qwen3_vl(seed: int = 0) -> tuple[nn.Module, Any]:
     return filled(Qwen3VLForConditionalGeneration, config, 8, seed), processor
 
 
-def _clip(**more: Any) -> dict[str, Any]:
+def open_clip_models(**more: Any) -> dict[str, Any]:
     return {
         "hidden_size": 32,
         "intermediate_size": 64,
@@ -229,7 +229,7 @@ def build_llava_next_video(seed: int = 0) -> tuple[nn.Module, Any]:
     config = LlavaNextVideoConfig(
         **_llava(tokens),
         text_config={**TEXT, "model_type": "llama", "vocab_size": len(tokens)},
-        vision_config=_clip(model_type="clip_vision_model", projection_dim=32),
+        vision_config=open_clip_models(model_type="clip_vision_model", projection_dim=32),
         vision_feature_layer=-2,
         vision_feature_select_strategy="default",
     )
@@ -262,7 +262,7 @@ def build_llava_onevision(seed: int = 0) -> tuple[nn.Module, Any]:
     config = LlavaOnevisionConfig(
         **_llava(tokens),
         text_config={**TEXT, "model_type": "qwen2", "vocab_size": len(tokens)},
-        vision_config=_clip(model_type="siglip_vision_model", vision_use_head=False),
+        vision_config=open_clip_models(model_type="siglip_vision_model", vision_use_head=False),
         vision_feature_layer=-1,
         vision_feature_select_strategy="full",
         vision_aspect_ratio="anyres_max_2",
@@ -298,7 +298,7 @@ def build_internvl(seed: int = 0) -> tuple[nn.Module, Any]:
     )
     config = InternVLConfig(
         text_config={**TEXT, "model_type": "qwen2", "vocab_size": len(tokens)},
-        vision_config=_clip(
+        vision_config=open_clip_models(
             model_type="internvl_vision",
             image_size=[4 * PATCH] * 2,
             patch_size=[PATCH] * 2,
@@ -350,7 +350,9 @@ def build_idefics3(seed: int = 0) -> tuple[nn.Module, Any]:
     )
 
     tokens = tokenizer(*_IDEFICS, image_token="<image>")
-    config = Idefics3Config(**_idefics(tokens), vision_config=_clip(model_type="idefics3_vision"))
+    config = Idefics3Config(
+        **_idefics(tokens), vision_config=open_clip_models(model_type="idefics3_vision")
+    )
     edge = {"longest_edge": 4 * PATCH}
     processor = Idefics3Processor(
         image_processor=Idefics3ImageProcessor(
@@ -374,7 +376,9 @@ def build_smolvlm(seed: int = 0) -> tuple[nn.Module, Any]:
     )
 
     tokens = tokenizer(*_IDEFICS, image_token="<image>", video_token="<video>")
-    config = SmolVLMConfig(**_idefics(tokens), vision_config=_clip(model_type="smolvlm_vision"))
+    config = SmolVLMConfig(
+        **_idefics(tokens), vision_config=open_clip_models(model_type="smolvlm_vision")
+    )
     edge = {"longest_edge": 4 * PATCH}
     processor = SmolVLMProcessor(
         image_processor=SmolVLMImageProcessor(
@@ -411,7 +415,7 @@ def build_gemma3(seed: int = 0, window: int = 256) -> tuple[nn.Module, Any]:
             "sliding_window": window,
             "layer_types": ["sliding_attention"] * 2 + ["full_attention", "sliding_attention"],
         },
-        vision_config=_clip(
+        vision_config=open_clip_models(
             model_type="siglip_vision_model", vision_use_head=False, image_size=8 * PATCH
         ),
         mm_tokens_per_image=16,

@@ -122,7 +122,7 @@ def build_text_only(folder: str | Path, *, seed: int = 0) -> nn.Module:
     return model
 
 
-def picture(width: int = 64, height: int = 64, seed: int = 0) -> Image.Image:
+def make_image(width: int = 64, height: int = 64, seed: int = 0) -> Image.Image:
     """Coloured noise on several scales: all patches differ."""
     rng = np.random.default_rng(seed)
     canvas = np.zeros((height, width, 3))

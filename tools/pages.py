@@ -50,14 +50,14 @@ EXAMPLES = {
     "quickprefill": "quickprefill:score=key-norm",
     "snapkv": "snapkv:window=0.1",
 }
-_CLIP = (
+_VIDEO = (
     "It needs an OpenCLIP model in addition to the VLM. The weights are not shipped. They are "
     "downloaded when needed; offline, set `model=local-dir:FOLDER`."
 )
 # Requirements of methods that are not shipped.
 NEEDS = {
-    "clip-relevance": _CLIP,
-    "frames-clip": _CLIP,
+    "clip-relevance": _VIDEO,
+    "frames-clip": _VIDEO,
     "draft-vispec": "No weights are shipped for `tiny`. To train them, run "
     "`vlmfast train drafter --out runs/eagle`, then "
     "`vlmfast train drafter --kind vispec --init runs/eagle/weights`.",

@@ -21,7 +21,7 @@ import pytest
 from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
 
 ROOT = Path(__file__).parents[2]
-PICTURE, CLIP = ROOT / "examples" / "picture.png", ROOT / "examples" / "clip.mp4"
+IMAGE, CLIP = ROOT / "examples" / "picture.png", ROOT / "examples" / "clip.mp4"
 QUESTION, SAID = "What is in the bottom left?", "yellow triangle"
 EXAMPLE, EXAMPLE_SAID = "What shape is the green object?", "cross"
 # Generous: the machine may do other work as well, and nothing waits longer than it must.
@@ -134,7 +134,7 @@ def shot(page: Page, name: str) -> None:
 
 @pytest.fixture
 def asked(page: Page) -> Page:
-    upload(page, PICTURE)
+    upload(page, IMAGE)
     expect(page.locator("#image-media img")).to_be_visible()
     ask(page)
     answered(page)
@@ -171,7 +171,7 @@ def test_the_slider_slides(asked: Page) -> None:
 
 
 def test_text_streams(page: Page) -> None:
-    upload(page, PICTURE)
+    upload(page, IMAGE)
     expect(page.locator("#image-media img")).to_be_visible()
     page.evaluate(
         """() => { window.seen = new Set();
@@ -228,7 +228,7 @@ def test_the_recipe_by_text_and_by_controls(page: Page) -> None:
     expect(text).to_have_value("hired:positions=keep,budget=0.11")
     expect(page.locator("#method-cache input")).to_have_value("none")
     shot(page, "builder")
-    upload(page, PICTURE)
+    upload(page, IMAGE)
     expect(page.locator("#image-media img")).to_be_visible()
     ask(page)
     answered(page)
@@ -239,7 +239,7 @@ def test_an_empty_question_and_a_mistyped_recipe(page: Page) -> None:
     ask(page)
     alert = page.locator("#image-note [role=alert]")
     expect(alert).to_contain_text("no image")
-    upload(page, PICTURE)
+    upload(page, IMAGE)
     expect(page.locator("#image-media img")).to_be_visible()
     ask(page, " ")
     expect(alert).to_contain_text("question is empty")
@@ -303,10 +303,10 @@ def test_a_bad_file_after_an_example(page: Page, tmp_path: Path) -> None:
     expect(page.locator("#image-note [role=alert]")).to_contain_text(huge.name)
 
 
-def test_of_an_animation_the_first_picture_is_taken(page: Page, tmp_path: Path) -> None:
+def test_of_an_animation_the_first_image_is_taken(page: Page, tmp_path: Path) -> None:
     from PIL import Image
 
-    path, first = tmp_path / "animated.gif", Image.open(PICTURE).convert("RGB")
+    path, first = tmp_path / "animated.gif", Image.open(IMAGE).convert("RGB")
     other = Image.new("RGB", first.size)
     first.save(path, save_all=True, append_images=[other], duration=100)
     upload(page, path)
@@ -331,7 +331,7 @@ def test_models_that_cannot_be_had(page: Page, tmp_path: Path) -> None:
     page.locator("#model-load").click()
     expect(page.locator("#model-note [role=status]")).to_contain_text("Loaded tiny")
     expect(page.get_by_text("is a demo model")).to_be_visible()
-    upload(page, PICTURE)
+    upload(page, IMAGE)
     expect(page.locator("#image-media img")).to_be_visible()
     ask(page)
     answered(page)
@@ -340,7 +340,7 @@ def test_models_that_cannot_be_had(page: Page, tmp_path: Path) -> None:
 def test_two_users_at_once(browser: Browser, address: str, asked: Page) -> None:
     users = opened(browser, address)
     other = next(users)
-    upload(other, PICTURE)
+    upload(other, IMAGE)
     expect(other.locator("#image-media img")).to_be_visible()
     ask(other, "What color is the circle?")
     ask(asked, "How many yellow objects are there?")
@@ -354,12 +354,12 @@ def test_two_users_at_once(browser: Browser, address: str, asked: Page) -> None:
 
 
 def test_reload_in_the_middle_of_an_answer(page: Page) -> None:
-    upload(page, PICTURE)
+    upload(page, IMAGE)
     expect(page.locator("#image-media img")).to_be_visible()
     ask(page, "Describe the image.")
     expect(page.locator("#image-full")).to_contain_text("There")
     page.reload()
-    upload(page, PICTURE)
+    upload(page, IMAGE)
     expect(page.locator("#image-media img")).to_be_visible()
     ask(page)
     answered(page)
@@ -371,12 +371,12 @@ def test_closing_the_page_while_it_answers(browser: Browser, address: str, page:
     for _ in range(2):
         users = opened(browser, address)
         other = next(users)
-        upload(other, PICTURE)
+        upload(other, IMAGE)
         expect(other.locator("#image-media img")).to_be_visible()
         ask(other, "Describe the image.")
         expect(other.locator("#image-full")).to_contain_text("There")
         assert next(users, None) is None
-    upload(page, PICTURE)
+    upload(page, IMAGE)
     expect(page.locator("#image-media img")).to_be_visible()
     ask(page)
     answered(page)
@@ -403,7 +403,7 @@ def test_the_other_controls(page: Page) -> None:
     longest.fill("40")
     longest.press("Enter")
     page.get_by_label("Include earlier questions in the context").check()
-    upload(page, PICTURE)
+    upload(page, IMAGE)
     expect(page.locator("#image-media img")).to_be_visible()
     ask(page, "Describe the image.")
     answered(page)
@@ -431,7 +431,7 @@ def test_the_other_controls(page: Page) -> None:
 
 
 def test_stop(page: Page) -> None:
-    upload(page, PICTURE)
+    upload(page, IMAGE)
     expect(page.locator("#image-media img")).to_be_visible()
     ask(page, "Describe the image.")
     expect(page.locator("#image-full")).to_contain_text("There")
@@ -441,7 +441,7 @@ def test_stop(page: Page) -> None:
     answered(page)
 
 
-def test_a_clip_has_a_strip_of_frames(page: Page) -> None:
+def test_a_video_has_a_strip_of_frames(page: Page) -> None:
     page.get_by_role("tab", name="Video").click()
     upload(page, CLIP, "video")
     expect(page.locator("#video-media video")).to_be_visible()

@@ -29,7 +29,7 @@ def examples(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[st
 
 
 @pytest.fixture
-def picture(examples) -> Media:
+def make_image(examples) -> Media:
     return Media("image", examples["image"][0][0])
 
 
@@ -61,10 +61,10 @@ def png_of(width: int, height: int) -> bytes:
 # --- answers -------------------------------------------------------------------------------------
 
 
-def test_a_first_question_costs_what_ask_says(desk: Desk, picture: Media, tiny) -> None:
-    turn = ask(desk, picture).turns[-1]
+def test_a_first_question_costs_what_ask_says(desk: Desk, image: Media, tiny) -> None:
+    turn = ask(desk, image).turns[-1]
     for side, recipe in ((FULL, "none"), (RECIPE, "balanced")):
-        alone = tiny.ask(QUESTION, images=picture.path, recipe=recipe, max_new_tokens=24)
+        alone = tiny.ask(QUESTION, images=image.path, recipe=recipe, max_new_tokens=24)
         answer = turn.answers[side]
         assert answer.token_ids == alone.token_ids
         assert answer.stats.visual_tokens_kept == alone.stats.visual_tokens_kept
@@ -73,9 +73,9 @@ def test_a_first_question_costs_what_ask_says(desk: Desk, picture: Media, tiny) 
     assert kept[1] < 0.25 * kept[0]
 
 
-def test_text_grows_piece_by_piece(desk: Desk, picture: Media) -> None:
+def test_text_grows_piece_by_piece(desk: Desk, image: Media) -> None:
     seen = []
-    given = ("u", picture, "Describe the image.", "balanced", 24, False)
+    given = ("u", image, "Describe the image.", "balanced", 24, False)
     for talk in desk.ask(*given):
         if talk.current:
             seen.append(dict(talk.current.texts))
@@ -86,10 +86,10 @@ def test_text_grows_piece_by_piece(desk: Desk, picture: Media) -> None:
     assert len(talk.turns) == 1
 
 
-def test_a_later_question_finds_the_picture_read(desk: Desk, picture: Media) -> None:
-    first = ask(desk, picture)
+def test_a_later_question_finds_the_image_read(desk: Desk, image: Media) -> None:
+    first = ask(desk, image)
     assert first.turns[0].answers[FULL].stats.prompt_reused == 0
-    talk = ask(desk, picture, "What color is the circle?")
+    talk = ask(desk, image, "What color is the circle?")
     assert talk is first
     stats = talk.turns[1].answers[RECIPE].stats
     assert stats.prompt_reused > 300
@@ -98,10 +98,10 @@ def test_a_later_question_finds_the_picture_read(desk: Desk, picture: Media) -> 
     assert talk.turns[1].texts[FULL] == "purple"
 
 
-def test_history_reaches_both_sides(desk: Desk, picture: Media, tiny) -> None:
-    ask(desk, picture, history=True)
-    talk = ask(desk, picture, "Is there a blue circle?", history=True)
-    said = [{"role": "user", "content": [{"type": "image", "image": picture.path},
+def test_history_reaches_both_sides(desk: Desk, image: Media, tiny) -> None:
+    ask(desk, image, history=True)
+    talk = ask(desk, image, "Is there a blue circle?", history=True)
+    said = [{"role": "user", "content": [{"type": "image", "image": image.path},
                                          {"type": "text", "text": QUESTION}]},
             {"role": "assistant", "content": talk.turns[0].texts[FULL]},
             {"role": "user", "content": "Is there a blue circle?"}]  # fmt: skip
@@ -116,9 +116,9 @@ def test_history_reaches_both_sides(desk: Desk, picture: Media, tiny) -> None:
 
 
 @pytest.mark.parametrize("history", [False, True])
-def test_looking_again_takes_all_tokens(desk: Desk, picture: Media, history: bool) -> None:
-    ask(desk, picture, history=history, recipe="grid:0.05")
-    talk = ask(desk, picture, "What color is the circle?", history=history, recipe="grid:0.05")
+def test_looking_again_takes_all_tokens(desk: Desk, image: Media, history: bool) -> None:
+    ask(desk, image, history=history, recipe="grid:0.05")
+    talk = ask(desk, image, "What color is the circle?", history=history, recipe="grid:0.05")
     kept = talk.turns[-1].shown.stats.equivalent_tokens
     for _ in range(2):
         for again in desk.look_again("u", 24):
@@ -128,19 +128,19 @@ def test_looking_again_takes_all_tokens(desk: Desk, picture: Media, history: boo
         assert turn.shown.stats.equivalent_tokens == 336 > 10 * kept
         assert turn.agreement == 1
         assert len(talk._sessions[RECIPE].messages) == (4 if history else 0)
-    assert ask(desk, picture, history=history, recipe="grid:0.05").turns[-1].texts[RECIPE]
+    assert ask(desk, image, history=history, recipe="grid:0.05").turns[-1].texts[RECIPE]
 
 
-def test_another_recipe_begins_another_conversation(desk: Desk, picture: Media) -> None:
-    first = ask(desk, picture)
-    second = ask(desk, picture, recipe="fast")
+def test_another_recipe_begins_another_conversation(desk: Desk, image: Media) -> None:
+    first = ask(desk, image)
+    second = ask(desk, image, recipe="fast")
     assert second is not first
     assert first.closed
     assert len(second.turns) == 1
-    assert ask(desk, picture, recipe=str(vlmfast.Recipe.parse("fast"))) is second
+    assert ask(desk, image, recipe=str(vlmfast.Recipe.parse("fast"))) is second
 
 
-def test_a_clip_is_read_frame_by_frame(desk: Desk, examples) -> None:
+def test_a_video_is_read_frame_by_frame(desk: Desk, examples) -> None:
     path, question = examples["video"][0]
     turn = ask(desk, Media("video", path, 4), question).turns[-1]
     assert turn.texts == {FULL: "up", RECIPE: "up"}
@@ -190,9 +190,9 @@ def test_a_recipe_may_choose_the_frames_itself(tiny, tmp_path: Path, stage: Medi
 # --- what is shown -------------------------------------------------------------------------------
 
 
-def test_counters_are_those_of_the_answers(desk: Desk, picture: Media) -> None:
+def test_counters_are_those_of_the_answers(desk: Desk, image: Media) -> None:
     recipe = f"{BALANCED}+pyramiddrop:positions=keep+draft-ngram"
-    talk = ask(desk, picture, "Describe the image.", recipe=recipe, tokens=64)
+    talk = ask(desk, image, "Describe the image.", recipe=recipe, tokens=64)
     turn = talk.turns[-1]
     rows = {what: (full, shown) for what, full, shown in panels.counters(turn)}
     kept = turn.shown.stats.visual_tokens_kept
@@ -213,10 +213,10 @@ def test_counters_are_those_of_the_answers(desk: Desk, picture: Media) -> None:
     assert {cell for *cells, _ in panels.counters(None) for cell in cells[1:]} == {"–"}
 
 
-def test_the_slider_shows_both_alike(desk: Desk, picture: Media) -> None:
+def test_the_slider_shows_both_alike(desk: Desk, image: Media) -> None:
     import numpy as np
 
-    turn = ask(desk, picture).turns[-1]
+    turn = ask(desk, image).turns[-1]
     before, after = panels.slider(turn.answers[FULL], turn.shown)
     assert before.size == after.size
     assert before.width == 448
@@ -226,9 +226,9 @@ def test_the_slider_shows_both_alike(desk: Desk, picture: Media) -> None:
     assert np.array_equal(np.asarray(same[0]), np.asarray(same[1]))
 
 
-def test_depths_follow_the_trace(desk: Desk, picture: Media) -> None:
+def test_depths_follow_the_trace(desk: Desk, image: Media) -> None:
     recipe = f"{BALANCED}+pyramiddrop:positions=keep"
-    answer = ask(desk, picture, recipe=recipe).turns[-1].shown
+    answer = ask(desk, image, recipe=recipe).turns[-1].shown
     captions = [caption for _, caption in panels.depths(answer)]
     per_layer = answer.stats.visual_tokens_per_layer
     shown = [captions[0], *(f"layer {i}: {per_layer[i]} of 336 tokens" for i in (0, 2, 3, 4))]
@@ -236,8 +236,8 @@ def test_depths_follow_the_trace(desk: Desk, picture: Media) -> None:
     assert captions[0].startswith("from the vision tower: 336")
 
 
-def test_the_trace_is_json(desk: Desk, picture: Media, tmp_path: Path) -> None:
-    talk = ask(desk, picture)
+def test_the_trace_is_json(desk: Desk, image: Media, tmp_path: Path) -> None:
+    talk = ask(desk, image)
     path = panels.write_trace(talk, talk.turns[-1], tmp_path / "traces")
     found = json.loads(path.read_text(encoding="utf-8"))
     assert found["question"] == QUESTION
@@ -279,7 +279,7 @@ def bad_files(folder: Path) -> dict[str, tuple[str, bytes, str]]:
 
 @pytest.mark.parametrize("what", list(bad_files(Path())))
 def test_a_bad_file_says_what_is_wrong_and_the_next_question_works(
-    desk: Desk, picture: Media, tmp_path: Path, what: str
+    desk: Desk, image: Media, tmp_path: Path, what: str
 ) -> None:
     kind, data, words = bad_files(tmp_path)[what]
     path = tmp_path / "upload.bin"
@@ -289,7 +289,7 @@ def test_a_bad_file_says_what_is_wrong_and_the_next_question_works(
     assert str(tmp_path) not in str(caught.value)
     assert "upload.bin" in str(caught.value)
     assert re.search("choose another file|tab Image", str(caught.value))
-    assert ask(desk, picture).turns[-1].texts[FULL] == "yellow triangle"
+    assert ask(desk, image).turns[-1].texts[FULL] == "yellow triangle"
 
 
 def test_no_file(desk: Desk) -> None:
@@ -297,7 +297,7 @@ def test_no_file(desk: Desk) -> None:
         ask(desk, Media("image", None))
 
 
-def test_of_an_animation_the_first_picture_is_taken(desk: Desk, tmp_path: Path, examples) -> None:
+def test_of_an_animation_the_first_image_is_taken(desk: Desk, tmp_path: Path, examples) -> None:
     from PIL import Image
 
     frames = [Image.open(path).convert("RGB") for path, _ in examples["image"][:2]]
@@ -334,7 +334,7 @@ def write_sound(path: Path) -> None:
         container.mux(stream.encode())
 
 
-def test_a_clip_without_frames(desk: Desk, tmp_path: Path) -> None:
+def test_a_video_without_frames(desk: Desk, tmp_path: Path) -> None:
     path = tmp_path / "sound.mp4"
     write_sound(path)
     with pytest.raises(MediaError, match=r"video stream|no video"):
@@ -349,16 +349,16 @@ def test_an_hour_of_video_costs_the_frames_that_are_read(desk: Desk, tmp_path: P
 
 
 @pytest.mark.parametrize("question", ["", "  \n"])
-def test_an_empty_question(desk: Desk, picture: Media, question: str) -> None:
+def test_an_empty_question(desk: Desk, image: Media, question: str) -> None:
     with pytest.raises(VLMFastError, match="question is empty"):
-        ask(desk, picture, question)
+        ask(desk, image, question)
 
 
-def test_a_mistyped_recipe_keeps_the_conversation(desk: Desk, picture: Media) -> None:
-    talk = ask(desk, picture)
+def test_a_mistyped_recipe_keeps_the_conversation(desk: Desk, image: Media) -> None:
+    talk = ask(desk, image)
     with pytest.raises(RecipeError, match="hired"):
-        ask(desk, picture, recipe="hirred:0.2")
-    assert ask(desk, picture) is talk
+        ask(desk, image, recipe="hirred:0.2")
+    assert ask(desk, image) is talk
     assert len(talk.turns) == 2
 
 
@@ -368,9 +368,9 @@ def test_nothing_to_look_at_again(desk: Desk) -> None:
 
 
 def test_models_that_cannot_be_had_leave_the_old_one(
-    desk: Desk, picture: Media, tmp_path: Path, random_llava: Path
+    desk: Desk, image: Media, tmp_path: Path, random_llava: Path
 ) -> None:
-    talk = ask(desk, picture)
+    talk = ask(desk, image)
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
     for name, words in (
         ("nobody/no-such-model", "nobody/no-such-model"),
@@ -381,61 +381,61 @@ def test_models_that_cannot_be_had_leave_the_old_one(
             desk.load(name, device="cpu")
         assert desk.toy
     assert issubclass(ModelError, VLMFastError)
-    assert ask(desk, picture) is talk
+    assert ask(desk, image) is talk
     desk.load(str(random_llava), device="cpu")
     assert talk.closed
     assert not desk.toy
-    assert FULL in ask(desk, picture, recipe="none", tokens=2).turns[-1].answers
+    assert FULL in ask(desk, image, recipe="none", tokens=2).turns[-1].answers
 
 
-def test_leaving_in_the_middle_frees_the_model(desk: Desk, picture: Media) -> None:
-    ask(desk, picture)
-    pieces = desk.ask("u", picture, "Describe the image.", "balanced", 512, False)
+def test_leaving_in_the_middle_frees_the_model(desk: Desk, image: Media) -> None:
+    ask(desk, image)
+    pieces = desk.ask("u", image, "Describe the image.", "balanced", 512, False)
     talk = next(pieces)
     next(pieces)
     assert talk.current
     pieces.close()
     assert talk.current is None
     assert len(talk.turns) == 1
-    assert ask(desk, picture) is talk
+    assert ask(desk, image) is talk
     assert talk.turns[-1].texts[RECIPE] == "yellow triangle"
 
 
-def test_an_answer_of_a_closed_conversation_stops(desk: Desk, picture: Media) -> None:
-    pieces = desk.ask("u", picture, "Describe the image.", "balanced", 512, False)
+def test_an_answer_of_a_closed_conversation_stops(desk: Desk, image: Media) -> None:
+    pieces = desk.ask("u", image, "Describe the image.", "balanced", 512, False)
     next(pieces)
     desk.forget("u")
     with pytest.raises(VLMFastError, match="closed"):
         list(pieces)
-    assert ask(desk, picture).turns[-1].texts[FULL] == "yellow triangle"
+    assert ask(desk, image).turns[-1].texts[FULL] == "yellow triangle"
 
 
-def test_stopping_leaves_what_was_said_before(desk: Desk, picture: Media) -> None:
-    ask(desk, picture)
-    pieces = desk.ask("u", picture, "Describe the image.", "balanced", 512, False)
+def test_stopping_leaves_what_was_said_before(desk: Desk, image: Media) -> None:
+    ask(desk, image)
+    pieces = desk.ask("u", image, "Describe the image.", "balanced", 512, False)
     talk = next(pieces)
     talk.stop()
     with pytest.raises(Stopped):
         list(pieces)
     assert [turn.question for turn in talk.turns] == [QUESTION]
     talk.stop()  # nothing is being said
-    assert len(ask(desk, picture).turns) == 2
+    assert len(ask(desk, image).turns) == 2
 
 
-def test_conversations_are_bounded(tiny, picture: Media) -> None:
+def test_conversations_are_bounded(tiny, image: Media) -> None:
     desk = Desk(tiny, "tiny", Limits(users=2))
-    talks = [ask(desk, picture, user=user, tokens=1) for user in "abc"]
+    talks = [ask(desk, image, user=user, tokens=1) for user in "abc"]
     assert [talk.closed for talk in talks] == [True, False, False]
     assert desk.talk("a") is None
 
 
-def test_answers_are_bounded(tiny, picture: Media) -> None:
+def test_answers_are_bounded(tiny, image: Media) -> None:
     desk = Desk(tiny, "tiny", Limits(seconds=0.02, tokens=64))
     with pytest.raises(VLMFastError, match="1 to 64"):
-        ask(desk, picture, tokens=65)
-    answer = ask(desk, picture, "Describe the image.", tokens=64).turns[-1].answers[FULL]
+        ask(desk, image, tokens=65)
+    answer = ask(desk, image, "Describe the image.", tokens=64).turns[-1].answers[FULL]
     free = Desk(tiny, "tiny", Limits(tokens=64))
-    whole = ask(free, picture, "Describe the image.", tokens=64).turns[-1].answers[FULL]
+    whole = ask(free, image, "Describe the image.", tokens=64).turns[-1].answers[FULL]
     assert len(answer.token_ids) < len(whole.token_ids)
 
 

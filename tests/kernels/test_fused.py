@@ -16,7 +16,7 @@ import tiny_models
 from closeness import apart, close, network
 from driven import Driven
 from fake_cuda import pretended
-from tiny_models import build_llava, picture
+from tiny_models import build_llava, make_image
 from vlmfast import VLM
 from vlmfast.core.contexts import DecodeContext
 from vlmfast.core.protocols import CacheStage
@@ -86,7 +86,7 @@ def decoder_of(vlm: VLM, recipes: list) -> Decoder:
     runs = []
     with torch.no_grad(), switched(vlm.model), references():
         for number, recipe in enumerate(recipes):
-            images = [picture(seed=10 * number + i) for i in range(number + 1)]
+            images = [make_image(seed=10 * number + i) for i in range(number + 1)]
             tensors = vlm.inputs("what is here ?", images=images)
             inputs = Inputs(tensors, [(p.height, p.width) for p in images], "what ?")
             run = Driven(vlm.adapter, inputs, Recipe.of(recipe), time.perf_counter())

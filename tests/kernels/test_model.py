@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fake_drafters import Knows
-from tiny_models import build_llava, picture
+from tiny_models import build_llava, make_image
 from vlmfast import VLM, Request
 from vlmfast.core.recipe import Recipe
 from vlmfast.engine.prefill import Drops
@@ -66,7 +66,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.usefixtures("triton")
 def test_tokens_match_reference(vlm: VLM, recipe: str, monkeypatch) -> None:
-    given = {"images": picture(seed=3), "recipe": recipe, "max_new_tokens": 6}
+    given = {"images": make_image(seed=3), "recipe": recipe, "max_new_tokens": 6}
     counts = counted(monkeypatch)
     got = vlm.ask("what is here ?", **given, eos_token_id=None)
     for module in (*STEP, *RECIPES[recipe]):
@@ -89,7 +89,7 @@ def test_tokens_match_reference(vlm: VLM, recipe: str, monkeypatch) -> None:
 )
 @pytest.mark.usefixtures("triton")
 def test_drafting_gives_same_tokens(vlm: VLM, recipe: str, monkeypatch) -> None:
-    given = {"images": picture(seed=3), "max_new_tokens": 9, "eos_token_id": None}
+    given = {"images": make_image(seed=3), "max_new_tokens": 9, "eos_token_id": None}
     wanted = vlm.ask("what is here ?", recipe=recipe, **given).token_ids
     seen = []
     attend = tree_verify.attend
@@ -102,7 +102,7 @@ def test_drafting_gives_same_tokens(vlm: VLM, recipe: str, monkeypatch) -> None:
 @pytest.mark.usefixtures("triton")
 def test_ragged_batch_tokens_match_reference(vlm: VLM, monkeypatch) -> None:
     requests = [
-        Request("what ?", picture(seed=i), recipe=r, generation={"max_new_tokens": 3 + i})
+        Request("what ?", make_image(seed=i), recipe=r, generation={"max_new_tokens": 3 + i})
         for i, r in enumerate(["none", "kivi:bits=2,group=4,residual=4", "h2o:0.7"])
     ]
     got = [answer.token_ids for answer in vlm.ask_many(requests, eos_token_id=None)]
@@ -140,7 +140,7 @@ def test_drops_rows_of_per_layer_rotary_tables(positions: str, device) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Drops, "_hook", recorded_hook)
         recipe = f"pyramiddrop:layers=1/3,ratios=0.7/0.4,positions={positions}"
-        vlm.ask("what ?", images=picture(seed=1), recipe=recipe, max_new_tokens=1)
+        vlm.ask("what ?", images=make_image(seed=1), recipe=recipe, max_new_tokens=1)
     lengths = [seen[index][0].shape[1] for index in range(1, 6)]
     assert lengths[0] == lengths[1] > lengths[2] == lengths[3] == lengths[4]
     for at in (3, 4):

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tiny_models import build_llava, picture
+from tiny_models import build_llava, make_image
 from vlmfast import VLM
 
 RECIPES = [
@@ -25,7 +25,7 @@ RECIPES = [
     "zipcache:page=8",
     "downsample:0.3,proportional_attention=true",
 ]
-IMAGES = [picture(seed=seed) for seed in range(5)]
+IMAGES = [make_image(seed=seed) for seed in range(5)]
 
 
 class Maps(TorchDispatchMode):

@@ -201,7 +201,7 @@ class Attachment:
             if given.get("input_ids") is not None:
                 raise VLMFastError("the prompt was given twice, as inputs and as input_ids")
             given["input_ids"] = given.pop("inputs")
-        allowed = (*adapter.tensors, *adapter.clip_tensors, *adapter.beside)
+        allowed = (*adapter.tensors, *adapter.video_tensors, *adapter.beside)
         tensors = {
             key: given.pop(key)
             for key in list(given)
@@ -326,7 +326,7 @@ def _check_media(adapter: Adapter, batch: dict[str, Tensor]) -> None:
             value.is_complex() or not bool(torch.isfinite(value).all())
         ):
             raise VLMFastError(f"{key} must be finite numbers, not {_shape(value)}")
-    for keys in (adapter.tensors, adapter.clip_tensors):
+    for keys in (adapter.tensors, adapter.video_tensors):
         found = [key for key in keys if key in batch]
         if found and len(found) < len(keys):
             lacking = ", ".join(key for key in keys if key not in batch)

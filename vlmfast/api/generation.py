@@ -582,7 +582,7 @@ def _known(
         raise VLMFastError(f"{name} cannot be given: names that begin with vlmfast_ are internal")
     if name in settings or name in (*_OF_CALL, *_IGNORED) or value is None:
         return
-    tensors = (*adapter.tensors, *adapter.clip_tensors, *adapter.beside)
+    tensors = (*adapter.tensors, *adapter.video_tensors, *adapter.beside)
     if name in ("inputs", "input_ids", "attention_mask", "labels", "token_type_ids", *tensors):
         raise VLMFastError(
             f"{name} cannot be given: the prompt is made of the question, images and video; "

@@ -172,7 +172,7 @@ class LongVideo:
     """
 
     def __init__(
-        self, adapter: Adapter, clip: OpenVideo, text: str, max_kv_tokens: int, progress: bool
+        self, adapter: Adapter, video: OpenVideo, text: str, max_kv_tokens: int, progress: bool
     ) -> None:
         if not adapter.blocks:
             raise ModelError(
@@ -185,8 +185,8 @@ class LongVideo:
                 f"{adapter.config.model_type} attend within a window, which needs the whole "
                 "prompt; ask without it, with fewer frames"
             )
-        self.adapter, self.clip, self.cap, self.progress = adapter, clip, max_kv_tokens, progress
-        self.frames = len(clip.indices)
+        self.adapter, self.video, self.cap, self.progress = adapter, video, max_kv_tokens, progress
+        self.frames = len(video.indices)
         bos = adapter.processor.tokenizer.bos_token
         ids = adapter.processor.tokenizer(
             text, add_special_tokens=not (bos and text.startswith(bos)), return_tensors="pt"
@@ -213,11 +213,11 @@ class LongVideo:
         return torch.cat([*parts, self.pieces[-1]])[None].to(self.adapter.device)
 
     def _processed(self, start: int, stop: int) -> Block:
-        frames, info = self.clip.read(start, stop), self.clip.info
+        frames, info = self.video.read(start, stop), self.video.info
         for at, frame in enumerate(frames, start):  # a reader only compares frames of one call
             if frame.size != (info.width, info.height):
                 raise MediaError(
-                    f"{self.clip.name}: frame {at + 1} of {self.frames} is {frame.width}x"
+                    f"{self.video.name}: frame {at + 1} of {self.frames} is {frame.width}x"
                     f"{frame.height} and not {info.width}x{info.height}: frames must be of one size"
                 )
         tensors = self.adapter.inputs(self.adapter.image_token() * len(frames), frames)

@@ -272,7 +272,7 @@ def read_media(adapter: Adapter, content: Any, prompt: Rendered, select: Any) ->
                 select=select,
             )
             number = 1 + max((video for video, *_ in prompt.frames), default=-1)
-            if adapter.clip_tensors:
+            if adapter.video_tensors:
                 plain.append({"type": "video"})
             else:
                 plain += frame_parts(adapter, len(video.frames))

@@ -53,7 +53,7 @@ _AT_ONCE = 1024  # rows prefilled at once after a cache: bounds the size of thei
 
 
 @dataclass
-class Pictures:
+class Images:
     """A session's images and their features; tensors in host memory.
 
     Parameters
@@ -161,14 +161,14 @@ class Session:
         group: Sessions,
         recipe: Recipe,
         history: bool,
-        pictures: Pictures | None,
+        images: Images | None,
         stats: Stats,
     ) -> None:
-        self._group, self._adapter, self._pictures = group, group.adapter, pictures
+        self._group, self._adapter, self._images = group, group.adapter, images
         self._engine = Engine(group.adapter)
         self.recipe, self.history, self.stats = recipe, history, stats
         asks = any(p.query_dependent for p in _parts(recipe))
-        self.reuses = "features" if asks or not (pictures is None or pictures.ends) else "kv"
+        self.reuses = "features" if asks or not (images is None or images.ends) else "kv"
         self._messages: list[dict] = []
         self._kept: Prefix | None = None
         self._closed = False
@@ -224,7 +224,7 @@ class Session:
             ends = ends and not _times_may_lead(adapter, recipe, ids, position)
             tensors.pop("attention_mask", None)
             pixels = {k: value for k, value in tensors.items() if k.startswith("pixel_values")}
-            known = Pictures(
+            known = Images(
                 media,
                 head,
                 prefix,
@@ -252,7 +252,7 @@ class Session:
         """Release all memory; a closed session cannot be asked."""
         with lock_of(self._adapter.model):
             self._drop()
-            self._closed, self._pictures = True, None
+            self._closed, self._images = True, None
             self._group.open.discard(self)
 
     def __enter__(self) -> Session:
@@ -340,7 +340,7 @@ class Session:
             raise RecipeError(
                 f"a session has one recipe, here {self.recipe}; open another session for another"
             )
-        if restore and self._pictures is None:
+        if restore and self._images is None:
             raise VLMFastError("restore needs images, and this session has none")
         return gate(self._adapter, generation, names=("question", "restore"))
 
@@ -354,7 +354,7 @@ class Session:
 
     def _answer(self, question: str, restore: bool, generation: Generation) -> Answer:
         self._must_be_open()
-        adapter, known, begin = self._adapter, self._pictures, time.perf_counter()
+        adapter, known, begin = self._adapter, self._images, time.perf_counter()
         media = [] if known is None else known.media
         text = render(adapter, _turns(media, self._messages, question), Recipe()).text
         inputs = self._inputs(self._ids(text), question)
@@ -385,7 +385,7 @@ class Session:
 
     def _ids(self, text: str) -> Tensor:
         """Ids (1, S) of a prompt, placeholders included."""
-        adapter, known = self._adapter, self._pictures
+        adapter, known = self._adapter, self._images
         if known is None:
             return adapter.inputs(text, [])["input_ids"]
         head, tail = _split(text, adapter.marks())
@@ -397,7 +397,7 @@ class Session:
         return torch.tensor([known.prefix + _tokens(adapter, tail)], device=adapter.device)
 
     def _inputs(self, ids: Tensor, question: str) -> Inputs:
-        known = self._pictures
+        known = self._images
         if known is None:
             return Inputs({"input_ids": ids}, question=question)
         tensors = snapshot.moved(known.tensors, ids.device)
@@ -408,7 +408,7 @@ class Session:
 
         ``more`` is passed to `Engine.read`.
         """
-        known, seen = self._pictures, None
+        known, seen = self._images, None
         if known is not None:
             self._engine.adopt(sequence, known.stats, known.trace)
             seen = snapshot.moved(known.seen, self._adapter.device)
@@ -422,7 +422,7 @@ class Session:
 
     def _restored(self, sequence: Sequence) -> Tensor:
         """Prefill for the full model, whose features may have to be recomputed."""
-        if self._pictures is None or not self._pictures.pixels:
+        if self._images is None or not self._images.pixels:
             return self._reprefill(sequence)
         self._engine.count_prompt(sequence, reused=0)
         return self._engine.read(sequence)
@@ -430,7 +430,7 @@ class Session:
     def _continue(self, sequence: Sequence) -> None:
         """Answer a sequence from the cache."""
         independent = not self.history
-        if independent and self._pictures is None:  # nothing to share
+        if independent and self._images is None:  # nothing to share
             self._engine.answer(sequence, partial(self._reprefill, sequence))
             self._engine.release(sequence)
             return
@@ -475,8 +475,8 @@ class Session:
 
         Also returns the logits (1, V) after it.
         """
-        if self._pictures is not None:
-            ids = ids[:, : len(self._pictures.prefix)]
+        if self._images is not None:
+            ids = ids[:, : len(self._images.prefix)]
         logits = self._read(sequence, ids, max_new_tokens=_FREE_SLOTS, bounded=False)
         self._kept = Prefix.of(sequence, ids[0].tolist())
         return self._kept, logits
@@ -505,7 +505,7 @@ class Session:
         """
         with lock_of(self._adapter.model):
             self._must_be_open()
-            known = self._pictures
+            known = self._images
             if known is not None:
                 known = replace(known, seen=replace(known.seen, trained={}), images=[])
             state = {
@@ -531,7 +531,7 @@ class Session:
             return session
 
         with lock_of(adapter.model):
-            session = session_file.read(path, adapter, choose, (Pictures,), build)
+            session = session_file.read(path, adapter, choose, (Images,), build)
             group.make_room(session)
             return session
 
@@ -610,7 +610,7 @@ def _common(one: list[int], another: list[int]) -> int:
 
 def _checked(
     adapter: Adapter, recipe: Recipe, state: dict[str, Any]
-) -> tuple[Pictures | None, Prefix | None]:
+) -> tuple[Images | None, Prefix | None]:
     """Images and cache of a file, after checking that all of it is consistent.
 
     Raises
@@ -625,8 +625,8 @@ def _checked(
     session_checks.check_messages(state["messages"], state["history"])
     top = -1
     if known is not None:
-        session_checks.need(isinstance(known, Pictures), "its images are none")
-        session_checks.check_pictures(known, adapter)
+        session_checks.need(isinstance(known, Images), "its images are none")
+        session_checks.check_images(known, adapter)
         tensors, length = _blank_prompt(adapter, known, state["messages"])
         session_checks.check_seen(known, adapter, recipe, tensors, length)
         top = int(adapter.positions(tensors)[:, :length].max())
@@ -643,7 +643,7 @@ def _checked(
 
 
 def _blank_prompt(
-    adapter: Adapter, known: Pictures, messages: list[dict]
+    adapter: Adapter, known: Images, messages: list[dict]
 ) -> tuple[dict[str, Tensor], int]:
     """The processor's output for blank images of the same sizes.
 

@@ -23,7 +23,7 @@ from vlmfast.kernels.quantize_kv import Segment
 from vlmfast.media import MAX_PIXELS, MAX_VIDEO_PIXELS
 from vlmfast.models.base import Adapter
 
-__all__ = ["capacity", "check_cache", "check_messages", "check_pictures", "check_seen", "need"]
+__all__ = ["capacity", "check_cache", "check_images", "check_messages", "check_seen", "need"]
 
 _FREE = 2048  # free slots that a loaded cache reserves at most
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
@@ -87,7 +87,7 @@ def check_messages(messages: Any, history: Any) -> None:
 # --- images -------------------------------------------------------------------------------------
 
 
-def check_pictures(known: Any, adapter: Adapter) -> None:
+def check_images(known: Any, adapter: Adapter) -> None:
     """Check images and videos as far as possible without a blank prompt of the same sizes."""
     for part in known.media:
         fine = isinstance(part, dict) and part.get("type") in ("image", "video", "text")
@@ -119,7 +119,7 @@ def check_seen(
 
     Parameters
     ----------
-    known : vlmfast.api.session.Pictures
+    known : vlmfast.api.session.Images
     tensors : dict of str to Tensor
         Of blank images of the same sizes, with the ids of a prompt around them.
     length : int
@@ -277,7 +277,7 @@ def check_cache(
 
     Parameters
     ----------
-    known : vlmfast.api.session.Pictures, optional
+    known : vlmfast.api.session.Images, optional
     top : int
         The largest rotary id of the prompt up to its last image.
     """

@@ -112,7 +112,7 @@ def read(
             f"{path} was saved by vlmfast {str(metadata.get('vlmfast'))[:40]} in format "
             f"{str(metadata.get('version'))[:40]}; this vlmfast reads format {_VERSION}"
         )
-    lacking = [key for key in ("model", "recipe", "session") if key not in metadata]
+    lacking = [key for key in ("model", "recipe", "session") if not metadata.get(key)]
     if not lacking and len(metadata["recipe"]) > _LONGEST:
         raise VLMFastError(f"{path} cannot be used: its recipe is too long")
     if lacking:

@@ -45,11 +45,11 @@ class Clip:
         return normalize(self.model.encode_text(ids).float(), dim=-1)[0]
 
     @torch.no_grad()
-    def pictures(self, pictures: Sequence[Any]) -> Tensor:
+    def images(self, images: Sequence[Any]) -> Tensor:
         """Embeddings of whole images: float32, (N, D), of length 1."""
         parts = [
-            self.model.encode_image(self._pixels(pictures[i : i + _AT_ONCE]))
-            for i in range(0, len(pictures), _AT_ONCE)
+            self.model.encode_image(self._pixels(images[i : i + _AT_ONCE]))
+            for i in range(0, len(images), _AT_ONCE)
         ]
         return normalize(torch.cat(parts).float(), dim=-1)
 
@@ -61,7 +61,7 @@ class Clip:
         return plain and isinstance(getattr(visual, "proj", None), Tensor)
 
     @torch.no_grad()
-    def relevance(self, picture: Any, text: Tensor) -> Tensor:
+    def relevance(self, image: Any, text: Tensor) -> Tensor:
         """Relevance of each part of an image to a text: float32, (h, w).
 
         For a ViT, minus the cosine of its patches after the last norm and projection: with a model
@@ -71,15 +71,15 @@ class Clip:
         if self.dense:
             visual = self.model.visual
             found = visual.forward_intermediates(
-                self._pixels([picture]), indices=1, normalize_intermediates=True
+                self._pixels([image]), indices=1, normalize_intermediates=True
             )
             patches = found["image_intermediates"][0][0].permute(1, 2, 0) @ visual.proj
             return -(normalize(patches.float(), dim=-1) @ text)
-        width, height = picture.size
+        width, height = image.size
         starts = [(2 * i + 1) / (2 * _WINDOWS) - 0.25 for i in range(_WINDOWS)]
         starts = [min(max(start, 0.0), 0.5) for start in starts]
         windows = [
-            picture.crop(
+            image.crop(
                 (
                     int(x * width),
                     int(y * height),
@@ -90,14 +90,14 @@ class Clip:
             for y in starts
             for x in starts
         ]
-        return (self.pictures(windows) @ text).view(_WINDOWS, _WINDOWS)
+        return (self.images(windows) @ text).view(_WINDOWS, _WINDOWS)
 
     @property
     def _device(self) -> torch.device:
         return next(self.model.parameters()).device
 
-    def _pixels(self, pictures: Sequence[Any]) -> Tensor:
-        return torch.stack([self.prepare(picture) for picture in pictures]).to(self._device)
+    def _pixels(self, images: Sequence[Any]) -> Tensor:
+        return torch.stack([self.prepare(image) for image in images]).to(self._device)
 
 
 def load(stage: str, model: str, pretrained: str) -> Clip:

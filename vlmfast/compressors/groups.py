@@ -22,7 +22,7 @@ def together(tokens: VisualTokens, items: Sequence[ItemGeometry]) -> list[Tensor
     run = size = 0
     last = -1
     for item, index in tokens.items():
-        video = items[item].clip
+        video = items[item].video
         size = size + len(index) if video == last >= 0 else len(index)
         if video != last or video < 0 or size > MOST:
             run, size = run + 1, len(index)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .former import FormerAttribute
 from .layout import TokenLayout
 from .statistics import ItemGeometry, StatRequest
 
@@ -74,6 +75,7 @@ class VisionContext:
     merged: Tensor | None = None
     sizes: Iterator[Tensor] | None = None
     lengths: Tensor | None = None
+    repair = FormerAttribute("proportional_attention")
 
 
 @dataclass
@@ -147,6 +149,7 @@ class PrefillContext:
     stats: dict[int, Tensor] = field(default_factory=dict)
     received: dict[int, Tensor] = field(default_factory=dict)
     hidden: Tensor | None = None
+    repair = FormerAttribute("proportional_attention")
 
     # Not annotated: `TrainingContext` declares them as fields.
     answer = 0
@@ -245,4 +248,5 @@ class EncodeRequest:
     notes: dict[str, dict[str, Any]] = field(default_factory=dict)
     trained: dict[str, nn.Module] = field(default_factory=dict)
     order: Tensor | None = None
-    pictures: Sequence[Any] = ()
+    images: Sequence[Any] = ()
+    pictures = FormerAttribute("images")

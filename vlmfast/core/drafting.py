@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from .former import FormerAttribute
 from .layout import TokenLayout
 from .tree import Tree
 
@@ -69,6 +70,7 @@ class Read:
     embeds: Tensor
     features: Tensor | None = None
     aux_hidden_states: Tensor | None = None
+    taps = FormerAttribute("aux_hidden_states")
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,6 +96,7 @@ class Round:
     logits: Tensor | None = None
     features: Tensor | None = None
     aux_hidden_states: Tensor | None = None
+    taps = FormerAttribute("aux_hidden_states")
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from .former import FormerAttribute
+
 if TYPE_CHECKING:
     from vlmfast.kernels.quantize_kv import Segment
 
@@ -46,6 +48,7 @@ class KV:
     lengths: Tensor
     bias: Tensor | None = None
     attention_mass: Tensor | None = None
+    mass = FormerAttribute("attention_mass")
     segments: tuple[Segment, ...] = ()
 
     def __len__(self) -> int:

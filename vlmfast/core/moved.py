@@ -91,6 +91,7 @@ def _table() -> Iterator[tuple[str, tuple[str, ...]]]:
 
 
 _ROOT = "vlmfast"
+_RENAMED_CLASSES = {"vlmfast.session.Pictures": "vlmfast.api.session.Images"}
 MOVED: dict[str, tuple[str, ...]] = {
     f"{_ROOT}.{old}": tuple(f"{_ROOT}.{name}" for name in new) for old, new in _table()
 }
@@ -99,7 +100,14 @@ MOVED: dict[str, tuple[str, ...]] = {
 
 def former_names(cls: type) -> list[str]:
     """Paths, as ``module.Class``, under which ``cls`` could be imported before it moved."""
-    return [f"{old}.{cls.__qualname__}" for old, new in MOVED.items() if cls.__module__ in new]
+    renamed = [
+        old
+        for old, new in _RENAMED_CLASSES.items()
+        if new == f"{cls.__module__}.{cls.__qualname__}"
+    ]
+    return renamed + [
+        f"{old}.{cls.__qualname__}" for old, new in MOVED.items() if cls.__module__ in new
+    ]
 
 
 class _Loader(Loader):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import difflib
-import warnings
 from collections.abc import Iterable
 from dataclasses import MISSING, Field, field
 from types import NoneType
 from typing import Any, get_args
 
 from ..errors import RecipeError
+from .former import warn_renamed
 from .saliency import SOURCES
 
 
@@ -64,12 +64,6 @@ def param(
 def recipe_name(f: Field) -> str:
     """A field's name in recipes."""
     return f.metadata.get("recipe_name") or f.name
-
-
-def warn_renamed(old: str, new: str) -> None:
-    """Warn about a deprecated name; Python shows it once for each line that uses it."""
-    # The caller of the function that knows the old name.
-    warnings.warn(f"{old} is deprecated, use {new}", DeprecationWarning, stacklevel=3)
 
 
 def positions_param(default: str) -> Any:

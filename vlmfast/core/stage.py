@@ -10,7 +10,8 @@ from typing import Any, ClassVar, Self, TypeVar, get_type_hints, overload
 from torch import nn
 
 from ..errors import RecipeError
-from .params import SIGNS, describe, listed, nearest, parse_value, recipe_name, show, warn_renamed
+from .former import warn_renamed
+from .params import SIGNS, describe, listed, nearest, parse_value, recipe_name, show
 
 # Names of class attributes and methods until version 0.1, and of today.
 _FORMER = {

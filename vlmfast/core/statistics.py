@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
+from .former import FormerAttribute
 from .saliency import Saliency, SaliencyRequest
 
 _ROWS = ("cls", "received", "keys", "last", "text", "window", "columns")
@@ -139,7 +140,7 @@ class ItemGeometry:
         First row and one past the last row of the image in the vision batch (base first).
     patches : (int, int)
         Rows and columns of visual tokens per view, before anything was dropped.
-    clip : int
+    video : int
         Which video of the prompt the image is a frame of; -1 for an image of its own.
     frame : (int, int)
         Which frame of how many.
@@ -149,8 +150,9 @@ class ItemGeometry:
     tiles: tuple[int, int]
     views: tuple[int, int]
     patches: tuple[int, int]
-    clip: int = -1
+    video: int = -1
     frame: tuple[int, int] = (0, 1)
+    clip = FormerAttribute("video")
 
 
 @dataclass(frozen=True)

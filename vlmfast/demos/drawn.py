@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from vlmfast.scenes.captions import CAPTION_QUESTION, CLIP_QUESTION
+from vlmfast.scenes.captions import CAPTION_QUESTION, VIDEO_QUESTION
 from vlmfast.scenes.examples import EVAL_SEED_START, image_example, video_example
 
 # Seed and question: the index of one of the scene's questions, or a text.
 _IMAGES = ((9, 2), (4, CAPTION_QUESTION), (2, 1), (1, 1))
-_VIDEOS = ((12, 0), (3, 1), (3, CLIP_QUESTION))
+_VIDEOS = ((12, 0), (3, 1), (3, VIDEO_QUESTION))
 _FPS = 2
 
 

@@ -26,6 +26,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from vlmfast.core.buffers import BufferPool, bucket
+from vlmfast.core.former import FormerAttribute
 from vlmfast.core.kv import KV
 from vlmfast.kernels.quantize_kv import Segment
 
@@ -799,6 +800,9 @@ def _join_segments(layer: KVLayer, parts: Sequence[KVLayer]) -> None:
 
 class RowSlots:
     """One row of one layer's tail, as decode stages see it (`core.protocols.Slots`)."""
+
+    mass = FormerAttribute("attention_mass")
+    held = FormerAttribute("max_length")
 
     def __init__(
         self,

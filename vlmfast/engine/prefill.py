@@ -211,7 +211,7 @@ def prepare(
         notes,
         seen.trained,
         order=text_layout.order[: len(question_embeds)],
-        pictures=trace.images,
+        images=trace.images,
     )
     tower = len(adapter.vision_blocks())
     for stage in recipe:

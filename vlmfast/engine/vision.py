@@ -112,7 +112,7 @@ def encode(
             f"{features.shape[0]} tokens; processor and model do not belong together"
         )
     layout = TokenLayout.cat(encoded.layouts).replace(order=order, position=position)
-    frames = torch.tensor([item.clip >= 0 for item in items], device=order.device)
+    frames = torch.tensor([item.video >= 0 for item in items], device=order.device)
     in_video = (layout.kind == Kind.IMAGE) & frames[layout.item.long()]
     layout = layout.replace(kind=layout.kind.masked_fill(in_video, int(Kind.VIDEO)))
     extra = tuple(torch.cat(level) for level in zip(*encoded.extra, strict=True))

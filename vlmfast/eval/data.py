@@ -79,12 +79,12 @@ class Rows:
 
         Every recipe uses all images, and reading a stream again may download it again.
         """
-        images = {key: row[key] for key in self.pictures if row.get(key) is not None}
+        images = {key: row[key] for key in self.images if row.get(key) is not None}
         size = sum(map(_stored_bytes, images.values()))
         if images and size <= self._free_bytes:
             self._free_bytes -= size
             self._cached[number] = images
-        return {key: value for key, value in row.items() if key not in self.pictures}
+        return {key: value for key, value in row.items() if key not in self.images}
 
     def _stream(self) -> Iterator[dict[str, Any]]:
         for part in self._parts():
@@ -109,7 +109,7 @@ class Rows:
         """Keep images encoded, so that a damaged image fails only its own sample."""
         from datasets import Image
 
-        for name in self.pictures:
+        for name in self.images:
             if isinstance(part.features.get(name), Image):
                 part = part.cast_column(name, Image(decode=False))
         return part
@@ -188,7 +188,7 @@ def check_ids(ids: Sequence[str], source: str | Path) -> None:
         seen.add(one)
 
 
-def picture(
+def row_image(
     row: dict[str, Any], name: str, data: str | Path = ".", allow_outside: bool = False
 ) -> Image.Image:
     """The image in a column, RGB.

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from vlmfast.errors import MediaError, VLMFastError
 
-from .data import Rows, check_ids, picture
+from .data import Rows, check_ids, row_image
 from .scorers import check_mode, drawn_by, letters
 from .scorers.mmmu import SUBJECTS, judge, subject_of
 from .tasks import HIDDEN, Doc, check_choice, first_of_each, grey
@@ -106,9 +106,9 @@ class MMMU:
 
     def media(self, doc: Doc, control: str | None = None) -> dict[str, Any]:
         """The images that the prompt refers to."""
-        row, names = self._rows.row(doc.seed), named_pictures(doc.question)
+        row, names = self._rows.row(doc.seed), named_images(doc.question)
         try:
-            images = [picture(row, name, self.data, self.allow_outside) for name in names]
+            images = [row_image(row, name, self.data, self.allow_outside) for name in names]
         except MediaError as error:
             raise MediaError(f"{doc.doc_id}: {error}") from error
         return {"images": [grey(image) for image in images] if control else images}
@@ -172,7 +172,7 @@ def prompt(question: str, options: tuple[str, ...], kind: str, mode: str) -> str
     return f"{question}\n{lines}\n{_DIRECTLY}" if named else f"{question}\n{_BRIEFLY}"
 
 
-def named_pictures(text: str) -> list[str]:
+def named_images(text: str) -> list[str]:
     """``image_1`` for each ``<image 1>`` in the text, without duplicates, sorted by number."""
     return [f"image_{i}" for i in sorted({int(i) for i in re.findall(r"<image (\d+)>", text)})]
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from vlmfast.errors import MediaError, VLMFastError
 
-from .data import Rows, check_ids, picture
+from .data import Rows, check_ids, row_image
 from .scorers import check_mode
 from .scorers.pope import parse
 from .tasks import Doc, check_choice, first_of_each, grey
@@ -84,7 +84,7 @@ class POPE:
 
     def media(self, doc: Doc, control: str | None = None) -> dict[str, Any]:
         try:
-            image = picture(self._rows.row(doc.seed), "image", self.data, self.allow_outside)
+            image = row_image(self._rows.row(doc.seed), "image", self.data, self.allow_outside)
         except MediaError as error:
             raise MediaError(f"{doc.doc_id}: {error}") from error
         return {"images": grey(image) if control else image}

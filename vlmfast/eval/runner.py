@@ -177,8 +177,8 @@ def part_of(docs: list[Doc], part: int, parts: int) -> list[Doc]:
     """
     if not 0 <= part < parts:
         raise VLMFastError(f"shard {part}/{parts} is invalid; of 4 shards, the first is 0/4")
-    index = {name: i for i, name in enumerate(dict.fromkeys(doc.picture for doc in docs))}
-    return [doc for doc in docs if index[doc.picture] % parts == part]
+    index = {name: i for i, name in enumerate(dict.fromkeys(doc.image for doc in docs))}
+    return [doc for doc in docs if index[doc.image] % parts == part]
 
 
 @dataclass(frozen=True)
@@ -241,7 +241,7 @@ class _Asking:
         self, docs: list[Doc], done: set[str]
     ) -> Iterator[tuple[dict[str, Any], dict[str, Any] | None]]:
         """Ask the questions that are not ``done``, image by image; ``turn`` counts from 0."""
-        for about in _by_picture(docs):
+        for about in _by_image(docs):
             if done.issuperset(doc.doc_id for doc in about):
                 continue
             with ExitStack() as stack:
@@ -285,7 +285,7 @@ class _Asking:
             "doc_id": doc.doc_id,
             "type": doc.type,
             "modality": doc.modality,
-            "picture": doc.picture,
+            "picture": doc.image,
             **({"groups": dict(doc.groups)} if doc.groups else {}),
             **place,
             "prompt_hash": None,
@@ -320,11 +320,11 @@ class _Asking:
         return sample, {"doc_id": doc.doc_id, **times}
 
 
-def _by_picture(docs: list[Doc]) -> list[list[Doc]]:
+def _by_image(docs: list[Doc]) -> list[list[Doc]]:
     """The questions about each image, in an order that does not depend on types or limits."""
     groups: dict[str, list[Doc]] = {}
     for doc in docs:
-        groups.setdefault(doc.picture, []).append(doc)
+        groups.setdefault(doc.image, []).append(doc)
     return [sorted(own, key=lambda doc: zlib.crc32(doc.doc_id.encode())) for own in groups.values()]
 
 

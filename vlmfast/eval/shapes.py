@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from vlmfast.errors import VLMFastError
 from vlmfast.scenes.examples import (
     CAPTION_QUESTION,
-    CLIP_QUESTION,
     EVAL_SEED_START,
     EVAL_SEED_STOP,
     IMAGE_TYPES,
+    VIDEO_QUESTION,
     VIDEO_TYPES,
     image_example,
     score_caption,
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 _EXAMPLES = {"image": image_example, "video": video_example}
 _TYPES = {"image": IMAGE_TYPES, "video": VIDEO_TYPES}
-_CAPTIONS = {"image": CAPTION_QUESTION, "video": CLIP_QUESTION}
+_CAPTIONS = {"image": CAPTION_QUESTION, "video": VIDEO_QUESTION}
 # Number of seeds with disjoint scenes that the held-out range allows.
 _SEEDS = 16
 _STRIDE = (EVAL_SEED_STOP - EVAL_SEED_START) // _SEEDS

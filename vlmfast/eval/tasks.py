@@ -52,7 +52,7 @@ class Doc:
     doc_id: str
     type: str
     modality: str
-    picture: str
+    image: str
     question: str
     target: str
     kind: str

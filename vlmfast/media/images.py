@@ -20,9 +20,9 @@ __all__ = [
     "check_size",
     "from_array",
     "from_tensor",
+    "image_name",
     "load_pixels",
-    "open_picture",
-    "picture_name",
+    "open_image",
     "upright_rgb",
 ]
 
@@ -30,7 +30,7 @@ _ARRAY_SHAPES = "HxW, HxWx1, HxWx3 or HxWx4"
 _PILLOW_LOCK = threading.Lock()
 
 
-def picture_name(image: Image.Image) -> str:
+def image_name(image: Image.Image) -> str:
     """Return the name of a PIL image for messages: its file name, if known."""
     filename = getattr(image, "filename", "")
     if filename:
@@ -55,7 +55,7 @@ def check_size(
         )
 
 
-def open_picture(name: str, file: BinaryIO) -> Image.Image:
+def open_image(name: str, file: BinaryIO) -> Image.Image:
     """Read an image's header."""
     from PIL import Image
 

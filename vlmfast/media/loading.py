@@ -18,9 +18,9 @@ from .images import (
     check_size,
     from_array,
     from_tensor,
+    image_name,
     load_pixels,
-    open_picture,
-    picture_name,
+    open_image,
     upright_rgb,
 )
 from .info import MAX_ASPECT, MAX_PIXELS, MAX_VIDEO_PIXELS, VideoInfo
@@ -134,7 +134,7 @@ def load_image(
         if value is not None and not value >= 1:
             raise MediaError(f"{argument}={value!r}: must be at least 1, or None for no limit")
     if is_a(source, "PIL.Image", "Image"):
-        name, image = picture_name(source), source
+        name, image = image_name(source), source
     elif is_a(source, "numpy", "ndarray"):
         name = f"NumPy array {source.shape} {source.dtype}"
         image = from_array(name, source, max_pixels, max_aspect)
@@ -143,7 +143,7 @@ def load_image(
         image = from_array(name, from_tensor(name, source), max_pixels, max_aspect)
     else:
         with opened(source, timeout_s) as (name, file):
-            image = open_picture(name, file)
+            image = open_image(name, file)
             check_size(name, *image.size, max_pixels, max_aspect)
             load_pixels(name, image)
             return upright_rgb(name, image)

@@ -38,7 +38,7 @@ def split(
     """
     shape = batch["input_ids"].shape
     ids = [row[real] for row, real in zip(batch["input_ids"], mask, strict=True)]
-    images, videos = adapter.pictures_in(batch, ids), adapter.clips_in(batch, ids)
+    images, videos = adapter.images_in(batch, ids), adapter.videos_in(batch, ids)
     waiting = iter(images), iter(videos)
     rows = []
     for number, row_ids in enumerate(ids):

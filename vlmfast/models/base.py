@@ -72,7 +72,7 @@ class Adapter:
 
     kind: ClassVar[Kind] = Kind.IMAGE
     tensors: ClassVar[tuple[str, ...]] = ("pixel_values",)  # what `encode` takes
-    clip_tensors: ClassVar[tuple[str, ...]] = ()  # the same of videos not read as images
+    video_tensors: ClassVar[tuple[str, ...]] = ()  # the same of videos not read as images
     beside: ClassVar[tuple[str, ...]] = ()  # optional outputs of processors
     processors: ClassVar[tuple[str, ...]] = ()  # allowed classes; empty allows all
     fixed: ClassVar[bool] = False  # whether all views have the size that the tower takes
@@ -359,7 +359,7 @@ class Adapter:
 
     def marks(self) -> tuple[str, ...]:
         """The placeholders of images, and of videos that are not read as images."""
-        videos = (self.processor.video_token,) if self.clip_tensors else ()
+        videos = (self.processor.video_token,) if self.video_tensors else ()
         return (self.image_token(), *videos)
 
     def inputs(
@@ -378,7 +378,7 @@ class Adapter:
                 text=[text],
                 return_tensors="pt",
                 add_special_tokens=not (bos and text.startswith(bos)),
-                **(self.of_clips(videos) if videos else {}),
+                **(self.of_videos(videos) if videos else {}),
                 **(self.on_device() if images else {}),
             )
         except (ValueError, TypeError) as error:
@@ -386,7 +386,7 @@ class Adapter:
             raise ModelError(
                 f"{type(self.processor).__name__} rejected the prompt: {reason}"
             ) from error
-        wanted = (self.tensors if single else ()) + (self.clip_tensors if videos else ())
+        wanted = (self.tensors if single else ()) + (self.video_tensors if videos else ())
         lacking = [key for key in wanted if key not in batch]
         if lacking:
             raise ModelError(
@@ -426,7 +426,7 @@ class Adapter:
         self, images: list[Any], frames: Sequence[tuple]
     ) -> tuple[list[Any], list[tuple[list[Any], list[float]]]]:
         """Separate images from videos that are not read as images: frames and their seconds."""
-        if not self.clip_tensors or not frames:
+        if not self.video_tensors or not frames:
             return images, []
         single: list[Any] = []
         videos: dict[int, tuple[list[Any], list[float]]] = {}
@@ -439,7 +439,7 @@ class Adapter:
                 times += seconds
         return single, list(videos.values())
 
-    def of_clips(self, videos: list[tuple[list[Any], list[float]]]) -> dict[str, Any]:
+    def of_videos(self, videos: list[tuple[list[Any], list[float]]]) -> dict[str, Any]:
         """Arguments of the processor for videos: chosen frames and their times."""
         about = []
         for shown, times in videos:
@@ -457,11 +457,11 @@ class Adapter:
 
     # --- a batch of prompts ----------------------------------------------------------------------
 
-    def pictures_in(self, batch: dict[str, Tensor], ids: list[Tensor]) -> list[Media]:
+    def images_in(self, batch: dict[str, Tensor], ids: list[Tensor]) -> list[Media]:
         """The images of a batch in the order of its rows, whose ids are ``ids``, (S_i,) each."""
         return self._alike(batch, self.tensors[0], self.image_token_id, ids)
 
-    def clips_in(self, batch: dict[str, Tensor], ids: list[Tensor]) -> list[Media]:
+    def videos_in(self, batch: dict[str, Tensor], ids: list[Tensor]) -> list[Media]:
         """The videos of a batch that are not read as images."""
         return []
 
@@ -567,7 +567,7 @@ class Adapter:
         if not frames:
             return items
         return tuple(
-            replace(item, clip=video, frame=(index, total))
+            replace(item, video=video, frame=(index, total))
             for item, (video, index, total, *_) in zip(items, frames, strict=True)
         )
 

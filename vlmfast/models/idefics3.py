@@ -40,7 +40,7 @@ class FamilyAdapter(Tiled):
         side = self.side()
         return ItemGeometry(size, tiles, (start, start + count), (side, side))
 
-    def pictures_in(self, batch: dict[str, Tensor], ids: list[Tensor]) -> list[Media]:
+    def images_in(self, batch: dict[str, Tensor], ids: list[Tensor]) -> list[Media]:
         """Text before each crop gives its row and column; the whole image comes last."""
         found = []
         keys = [key for key in (*self.tensors, *self.beside) if key in batch]

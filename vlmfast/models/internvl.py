@@ -77,7 +77,7 @@ class Tiled(Adapter):
 
 
 class FamilyAdapter(Tiled):
-    clip_tensors = ("pixel_values",)
+    video_tensors = ("pixel_values",)
     processors = ("InternVLProcessor",)
     fixed, token_rows = True, True
     attention = "attention"
@@ -100,7 +100,7 @@ class FamilyAdapter(Tiled):
         patches = self.patches() // self.side() ** 2
         return sizes | {"token_width": patches * sizes["vision_width"]}
 
-    def pictures_in(self, batch: dict[str, Tensor], ids: list[Tensor]) -> list[Media]:
+    def images_in(self, batch: dict[str, Tensor], ids: list[Tensor]) -> list[Media]:
         """The tokens of each image or frame are between two markers."""
         found, view, pixels = [], 0, batch.get("pixel_values")
         for _, tokens in [run for row in ids for run in runs(row, self.image_token_id)]:

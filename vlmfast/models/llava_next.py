@@ -45,7 +45,7 @@ class FamilyAdapter(Adapter):
         stats = self.patch_stats(context, rows * columns)
         return Encoded(features, layouts, stats, [()] * len(features))
 
-    def pictures_in(self, batch: dict[str, Tensor], ids: list[Tensor]) -> list[Media]:
+    def images_in(self, batch: dict[str, Tensor], ids: list[Tensor]) -> list[Media]:
         if "image_sizes" not in batch:
             return []
         return [self._image(batch, i) for i in range(len(batch["image_sizes"]))]

@@ -17,7 +17,7 @@ from .llava_next import FamilyAdapter as LlavaNext
 
 
 class FamilyAdapter(LlavaNext):
-    clip_tensors = ("pixel_values_videos",)
+    video_tensors = ("pixel_values_videos",)
     processors = ("LlavaNextVideoProcessor",)
     fixed = True
 
@@ -31,16 +31,16 @@ class FamilyAdapter(LlavaNext):
 
     def cells(self, item: ItemGeometry) -> Tensor | None:
         stride = getattr(self.config, "spatial_pool_stride", 1)
-        pooled = item.clip >= 0 and item.patches == (self.pooled(), self.pooled())
+        pooled = item.video >= 0 and item.patches == (self.pooled(), self.pooled())
         return None if pooled and self.patches() ** 0.5 % stride else super().cells(item)
 
-    def clips_in(self, batch: dict[str, Tensor], ids: list[Tensor]) -> list[Media]:
-        return self._alike(batch, self.clip_tensors[0], self.config.video_token_id, ids)
+    def videos_in(self, batch: dict[str, Tensor], ids: list[Tensor]) -> list[Media]:
+        return self._alike(batch, self.video_tensors[0], self.config.video_token_id, ids)
 
     def items(
         self, tensors: dict[str, Tensor], sizes: list[tuple[int, int]], frames: Sequence[tuple]
     ) -> tuple[ItemGeometry, ...]:
-        if self.clip_tensors[0] not in tensors:
+        if self.video_tensors[0] not in tensors:
             return super().items(tensors, sizes, frames)
         alone = [size for size, (video, *_) in zip(sizes, frames, strict=True) if video < 0]
         single = self.views_of(tensors, alone)
@@ -59,11 +59,11 @@ class FamilyAdapter(LlavaNext):
         features: dict[int, Tensor] = {}
         layouts: dict[int, TokenLayout] = {}
         strategy = self.config.vision_feature_select_strategy
-        has_video = self.clip_tensors[0] in inputs
-        framed = [i for i, item in enumerate(context.items) if has_video and item.clip >= 0]
+        has_video = self.video_tensors[0] in inputs
+        framed = [i for i, item in enumerate(context.items) if has_video and item.video >= 0]
         alone = [i for i in range(len(context.items)) if i not in framed]
         if alone:
-            for n, (i, of) in enumerate(zip(alone, self.pictures(inputs), strict=True)):
+            for n, (i, of) in enumerate(zip(alone, self.images(inputs), strict=True)):
                 size = inputs["image_sizes"][n : n + 1]
                 features[i], layouts[i] = of, self._layout(i, context.items[i], size, strategy)
         first = dict(context.stats), dict(context.keys)
@@ -80,7 +80,7 @@ class FamilyAdapter(LlavaNext):
             [features[i] for i in order], [layouts[i] for i in order], stats, [()] * len(order)
         )
 
-    def pictures(self, inputs: dict[str, Tensor]) -> list[Tensor]:
+    def images(self, inputs: dict[str, Tensor]) -> list[Tensor]:
         """Features of each image, packed."""
         output = self.model.base_model.get_image_features(
             inputs["pixel_values"],

@@ -32,8 +32,8 @@ class FamilyAdapter(LlavaNextVideo):
         vision = self.config.vision_config
         return -(-(vision.image_size // vision.patch_size) // 2)
 
-    def pictures_in(self, batch: dict[str, Tensor], ids: list[Tensor]) -> list[Media]:
-        images = super().pictures_in(batch, ids)
+    def images_in(self, batch: dict[str, Tensor], ids: list[Tensor]) -> list[Media]:
+        images = super().images_in(batch, ids)
         # Images per prompt; given one flat list, a processor crops all of them.
         each = torch.ones(len(images), dtype=torch.int64)
         counts = batch.get("batch_num_images", each).tolist()
@@ -78,7 +78,7 @@ class FamilyAdapter(LlavaNextVideo):
         size = torch.tensor([longer / width, longer / height], device=tile.device).expand_as(size)
         return (1 - size) / 2, size
 
-    def pictures(self, inputs: dict[str, Tensor]) -> list[Tensor]:
+    def images(self, inputs: dict[str, Tensor]) -> list[Tensor]:
         output = self.model.base_model.get_image_features(
             inputs["pixel_values"],
             inputs["image_sizes"],

@@ -25,7 +25,7 @@ from .base import Adapter, Encoded
 
 class FamilyAdapter(Adapter):
     tensors = ("pixel_values", "image_grid_thw")
-    clip_tensors = ("pixel_values_videos", "video_grid_thw")
+    video_tensors = ("pixel_values_videos", "video_grid_thw")
     beside = ("second_per_grid_ts", "mm_token_type_ids")
     processors = ("Qwen2_5_VLProcessor", "Qwen2VLProcessor")
     attention = "attn"
@@ -51,7 +51,7 @@ class FamilyAdapter(Adapter):
 
     def tower_order(self, items: Sequence[ItemGeometry]) -> list[int]:
         """The tower reads the images first."""
-        return sorted(range(len(items)), key=lambda i: items[i].clip >= 0)
+        return sorted(range(len(items)), key=lambda i: items[i].video >= 0)
 
     def specials(self) -> int:
         return 0
@@ -123,11 +123,11 @@ class FamilyAdapter(Adapter):
         moved = (shrunk.cumsum(0) - shrunk)[segment]
         return (position - gaps - moved).index_select(1, kept)
 
-    def pictures_in(self, batch: dict[str, Tensor], ids: list[Tensor]) -> list[Media]:
+    def images_in(self, batch: dict[str, Tensor], ids: list[Tensor]) -> list[Media]:
         return self._patches_in(batch, *self.tensors)
 
-    def clips_in(self, batch: dict[str, Tensor], ids: list[Tensor]) -> list[Media]:
-        return self._patches_in(batch, *self.clip_tensors, video=True)
+    def videos_in(self, batch: dict[str, Tensor], ids: list[Tensor]) -> list[Media]:
+        return self._patches_in(batch, *self.video_tensors, video=True)
 
     def _patches_in(
         self, batch: dict[str, Tensor], pixels: str, grid: str, video: bool = False
@@ -155,7 +155,7 @@ class FamilyAdapter(Adapter):
         )
         items: list[ItemGeometry] = []
         for size, (video, *frame) in zip(sizes, frames or [(-1, 0, 1)] * len(sizes), strict=True):
-            whole = video >= 0 and self.clip_tensors[0] in tensors  # not read as images
+            whole = video >= 0 and self.video_tensors[0] in tensors  # not read as images
             if whole and frame[0] > 0:
                 continue
             t, h, w = next(videos if whole else images)
@@ -166,15 +166,15 @@ class FamilyAdapter(Adapter):
 
     def encode(self, inputs: dict[str, Tensor], context: VisionContext) -> Encoded:
         images, videos = self._tower("image", inputs), self._tower("video", inputs)
-        whole = self.clip_tensors[0] in inputs
-        parts = [next(videos if whole and item.clip >= 0 else images) for item in context.items]
+        whole = self.video_tensors[0] in inputs
+        parts = [next(videos if whole and item.video >= 0 else images) for item in context.items]
         layouts = [self._layout(i, geometry) for i, geometry in enumerate(context.items)]
         stats = VisionStats(context.items, {})
         return Encoded([p[0] for p in parts], layouts, stats, [p[1:] for p in parts])
 
     def _tower(self, kind: str, inputs: dict[str, Tensor]) -> Iterator[tuple[Tensor, ...]]:
         """Features of each image, or of each time step of each video, level by level."""
-        pixels = inputs.get(self.tensors[0] if kind == "image" else self.clip_tensors[0])
+        pixels = inputs.get(self.tensors[0] if kind == "image" else self.video_tensors[0])
         if pixels is None:
             return iter(())
         grid = inputs[f"{kind}_grid_thw"]

@@ -16,7 +16,7 @@ from .idefics3 import FamilyAdapter as Idefics3
 
 
 class FamilyAdapter(Idefics3):
-    clip_tensors = ("pixel_values",)
+    video_tensors = ("pixel_values",)
 
     def inputs(
         self, text: str, images: list[Any], frames: Sequence[tuple] = ()
@@ -26,8 +26,8 @@ class FamilyAdapter(Idefics3):
             raise ModelError("smolvlm takes images or one video, not both in one prompt")
         return super().inputs(text, images, frames)
 
-    def of_clips(self, videos: list[tuple[list[Any], list[float]]]) -> dict[str, Any]:
-        given = super().of_clips(videos)
+    def of_videos(self, videos: list[tuple[list[Any], list[float]]]) -> dict[str, Any]:
+        given = super().of_videos(videos)
         # One list of videos per prompt, each an array, so that no frame is mistaken for a video.
         arrays = [np.stack([np.asarray(frame) for frame in shown]) for shown, _ in videos]
         return {**given, "videos": [arrays]}
@@ -38,6 +38,6 @@ class FamilyAdapter(Idefics3):
         if not any(video >= 0 for video, *_ in frames):
             return super().items(tensors, sizes, frames)
         return tuple(
-            replace(self._item(size, (0, 0), i, 1), clip=video, frame=(index, total))
+            replace(self._item(size, (0, 0), i, 1), video=video, frame=(index, total))
             for i, (size, (video, index, total, *_)) in enumerate(zip(sizes, frames, strict=True))
         )

@@ -10,7 +10,7 @@ from .drawing import Scene, quadrant
 from .vocabulary import QUADRANTS
 
 CAPTION_QUESTION = "Describe the image."
-CLIP_QUESTION = "Describe the clip."
+VIDEO_QUESTION = "Describe the clip."
 _HEADS = ("There are", "The image shows")
 
 

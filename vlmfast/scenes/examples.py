@@ -19,18 +19,18 @@ from dataclasses import dataclass, field
 import numpy as np
 from PIL import Image
 
-from .captions import CAPTION_QUESTION, CLIP_QUESTION, caption, score_caption
+from .captions import CAPTION_QUESTION, VIDEO_QUESTION, caption, score_caption
 from .drawing import Scene, make_image_scene, make_video_scene, paint
 from .questions import QA, ask_all
 from .vocabulary import EVAL_SEED_START, EVAL_SEED_STOP, IMAGE_TYPES, VIDEO_TYPES
 
 __all__ = [
     "CAPTION_QUESTION",
-    "CLIP_QUESTION",
     "EVAL_SEED_START",
     "EVAL_SEED_STOP",
     "IMAGE_TYPES",
     "QA",
+    "VIDEO_QUESTION",
     "VIDEO_TYPES",
     "ImageExample",
     "VideoExample",

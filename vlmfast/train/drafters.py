@@ -117,7 +117,7 @@ def drawn(number: int) -> Messages:
     """
     from PIL import Image
 
-    from vlmfast.scenes.captions import CAPTION_QUESTION, CLIP_QUESTION, caption
+    from vlmfast.scenes.captions import CAPTION_QUESTION, VIDEO_QUESTION, caption
     from vlmfast.scenes.drawing import make_image_scene, make_video_scene, paint
     from vlmfast.scenes.questions import ask
     from vlmfast.scenes.vocabulary import EVAL_SEED_START, IMAGE_TYPES, VIDEO_TYPES
@@ -134,7 +134,7 @@ def drawn(number: int) -> Messages:
         media = {"type": "video", "video": frames, "num_frames": len(frames)}
     else:
         media = {"type": "image", "image": frames[0]}
-    describe = CLIP_QUESTION if is_video else CAPTION_QUESTION
+    describe = VIDEO_QUESTION if is_video else CAPTION_QUESTION
     types = list(VIDEO_TYPES if is_video else IMAGE_TYPES)
     rng.shuffle(types)
     question = next(qa.question for qa in (ask(scene, t, rng) for t in types) if qa is not None)
@@ -317,7 +317,7 @@ class DrafterTrainer(loop.Trainer):
 
     def __init__(self, args: argparse.Namespace) -> None:
         _check(args)
-        self.clip, self.measured = args.clip, {}
+        self.video, self.measured = args.video, {}
         super().__init__(KINDS[args.kind], args)
         folder = Path(args.answers) if args.answers else self.out / "answers"
         self.answers = Answers(self.vlm, self.prompt, folder, args, self.leave_out)

@@ -23,7 +23,7 @@ from vlmfast.core.views import cells
 from vlmfast.errors import RecipeError
 from vlmfast.kernels.diversity import cosine, dpp
 
-from .. import clip as _clip
+from .. import clip as open_clip_models
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ class FramesClip(MediaStage):
 
     n: int = param(8, "frames passed to the model", ge=1)
     candidates: int = param(64, "evenly spaced frames to choose from", ge=1)
-    model: str = _clip.model_param()
-    pretrained: str = _clip.pretrained_param()
+    model: str = open_clip_models.model_param()
+    pretrained: str = open_clip_models.pretrained_param()
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -52,10 +52,10 @@ class FramesClip(MediaStage):
             return list(range(video.frames))
         if video.read is None:
             raise RecipeError("frames-clip needs the frames of the video, which are not available")
-        judge = _clip.load(self.name, self.model, self.pretrained)
+        judge = open_clip_models.load(self.name, self.model, self.pretrained)
         candidates = cells(min(self.candidates, video.frames), video.frames)
         # A few at a time: hundreds of large frames need much memory.
         parts = candidates.split(16)
-        embeds = torch.cat([judge.pictures(video.read(part.tolist())) for part in parts])
-        kernel = _clip.conditional(cosine(embeds), embeds @ judge.text(question))
+        embeds = torch.cat([judge.images(video.read(part.tolist())) for part in parts])
+        kernel = open_clip_models.conditional(cosine(embeds), embeds @ judge.text(question))
         return candidates[dpp(kernel, self.n).cpu()].sort().values.tolist()

@@ -115,7 +115,7 @@ class Cover(Part, EncodeStage):
         self, tokens: VisualTokens, stats: VisionStats, request: EncodeRequest
     ) -> VisualTokens:
         groups = together(tokens, stats.items)
-        videos = [stats.items[int(tokens.layout.item[index[0]])].clip for index in groups]
+        videos = [stats.items[int(tokens.layout.item[index[0]])].video for index in groups]
         # Long videos come in parts.
         asks = [i for i, video in enumerate(videos) if video == videos[-1] >= 0]
         asks = asks or [len(videos) - 1]

@@ -37,7 +37,7 @@ from vlmfast.core.statistics import VisionStats
 from vlmfast.errors import RecipeError
 from vlmfast.kernels.diversity import cosine, dpp
 
-from .. import clip as _clip
+from .. import clip as open_clip_models
 from ..groups import together
 from ..reducer import Reducer
 from ..select import count, top
@@ -55,18 +55,18 @@ class ClipRelevance(Reducer):
     keep: float = param(
         1 / 9, "fraction of the visual tokens kept", gt=0.0, le=1.0, former=("rate",)
     )
-    model: str = _clip.model_param()
-    pretrained: str = _clip.pretrained_param()
+    model: str = open_clip_models.model_param()
+    pretrained: str = open_clip_models.pretrained_param()
     diversity: bool = param(True, "select by the determinant; false: by relevance alone")
 
     def relevance(self, tokens: VisualTokens, request: EncodeRequest) -> Tensor:
         """Relevance of each token, float32, (S,); undefined for tokens without an image region."""
-        judge = _clip.load(self.name, self.model, self.pretrained)
+        judge = open_clip_models.load(self.name, self.model, self.pretrained)
         text, found = judge.text(request.question), torch.zeros(len(tokens))
         for item, index in tokens.items():
             boxes = tokens.layout.box[index].cpu().nan_to_num(0.5)
-            values = judge.relevance(request.pictures[item], text).cpu()
-            found[index.cpu()] = _clip.at_boxes(values, boxes)
+            values = judge.relevance(request.images[item], text).cpu()
+            found[index.cpu()] = open_clip_models.at_boxes(values, boxes)
         return found.to(tokens.features.device)
 
     def reduce(
@@ -74,7 +74,7 @@ class ClipRelevance(Reducer):
     ) -> VisualTokens:
         if self.fraction == 1:
             return tokens
-        if len(request.pictures) < len(stats.items):
+        if len(request.images) < len(stats.items):
             raise RecipeError(
                 f"{self.name} needs the images, but only their features are available"
             )
@@ -84,7 +84,7 @@ class ClipRelevance(Reducer):
             index = index[tokens.layout.patches[index]]
             r, k = relevance[index], min(k, len(index))
             if self.diversity:
-                kernel = _clip.conditional(cosine(tokens.features[index]), r)
+                kernel = open_clip_models.conditional(cosine(tokens.features[index]), r)
                 kept.append(index[dpp(kernel, k)])
             else:
                 kept.append(index[top(r, torch.ones_like(r, dtype=torch.bool), k)])

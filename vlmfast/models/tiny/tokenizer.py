@@ -11,7 +11,7 @@ import re
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from vlmfast.scenes.captions import CAPTION_QUESTION, CLIP_QUESTION, caption
+from vlmfast.scenes.captions import CAPTION_QUESTION, VIDEO_QUESTION, caption
 from vlmfast.scenes.drawing import make_image_scene, make_video_scene
 from vlmfast.scenes.questions import ask_all
 from vlmfast.scenes.vocabulary import COLOR_NAMES, SHAPES
@@ -40,10 +40,10 @@ def turn(question: str, answer: str = "") -> str:
     return f"{question} ASSISTANT: {answer}</s>" if answer else f"{question} ASSISTANT:"
 
 
-def corpus(scenes: int = 3000, clips: int = 1500) -> list[str]:
+def corpus(scenes: int = 3000, videos: int = 1500) -> list[str]:
     """Text to train the tokenizer on; deterministic."""
     lines: list[str] = []
-    for i in range(scenes + clips):
+    for i in range(scenes + videos):
         rng = random.Random(f"vlmfast-tiny-corpus-{i}")
         video = i >= scenes
         scene = make_video_scene(rng) if video else make_image_scene(rng)
@@ -52,7 +52,7 @@ def corpus(scenes: int = 3000, clips: int = 1500) -> list[str]:
         for qa in ask_all(scene, rng):
             # letters and colors on their own too, so that each is one token after a space
             lines.append(prefix + turn(qa.question, qa.answer).removesuffix("</s>"))
-        question = CLIP_QUESTION if video else CAPTION_QUESTION
+        question = VIDEO_QUESTION if video else CAPTION_QUESTION
         lines.append(prefix + turn(question, caption(scene, rng)[0]).removesuffix("</s>"))
     names = [f" {c} {s}" for c in COLOR_NAMES for s in SHAPES]
     return lines + names * 20 + [" Hint option says:"] * 500

@@ -18,7 +18,7 @@ from PIL import Image
 from vlmfast.errors import VLMFastError
 from vlmfast.models.tiny.tokenizer import IMAGE_ID, FastEncoder, image_prefix, turn, video_prefix
 from vlmfast.scenes import questions as Q
-from vlmfast.scenes.captions import CAPTION_QUESTION, CLIP_QUESTION, caption
+from vlmfast.scenes.captions import CAPTION_QUESTION, VIDEO_QUESTION, caption
 from vlmfast.scenes.drawing import make_image_scene, make_video_scene, paint
 from vlmfast.scenes.examples import image_example, video_example
 from vlmfast.scenes.vocabulary import (
@@ -285,7 +285,7 @@ def make_batch(spec: Spec, tokenizer_path: str | Path) -> Batch:
             asks: list[Q.QA | None] = [_text_choice(spec, rng) for _ in slots]
         else:
             scene, qas, text, rng = _example(spec, b)
-            question = CLIP_QUESTION if spec.kind == "video" else CAPTION_QUESTION
+            question = VIDEO_QUESTION if spec.kind == "video" else CAPTION_QUESTION
             asks = [*qas, Q.QA("caption", question, text)]
         for k, (length, qa) in enumerate(zip(slots, asks, strict=True)):
             if qa is not None:

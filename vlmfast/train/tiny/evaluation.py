@@ -15,7 +15,7 @@ def evaluate(
     packed: Packed,
     tokenizer_path: str,
     images: int = 160,
-    clips: int = 64,
+    videos: int = 64,
     start: int = EVAL_SEED_START,
     batch: int = 16,
 ) -> dict[str, dict[str, float]]:
@@ -33,7 +33,7 @@ def evaluate(
     packed.eval()
     device = packed.model.lm_head.weight.device
     out: dict[str, dict[str, float]] = {}
-    for kind, total in (("image", images), ("video", clips)):
+    for kind, total in (("image", images), ("video", videos)):
         right: dict[str, float] = {}
         seen: dict[str, float] = {}
         for first in range(0, total, batch):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from PIL import Image
 
-from vlmfast.scenes.captions import CAPTION_QUESTION, CLIP_QUESTION, caption
+from vlmfast.scenes.captions import CAPTION_QUESTION, VIDEO_QUESTION, caption
 from vlmfast.scenes.drawing import make_image_scene, make_video_scene, paint
 from vlmfast.scenes.questions import ask
 from vlmfast.scenes.vocabulary import EVAL_SEED_START, IMAGE_TYPES, VIDEO_TYPES
@@ -41,7 +41,7 @@ def lesson(modality: str, seed: int) -> Lesson:
     scene = make_video_scene(rng) if is_video else make_image_scene(rng)
     frames = [Image.fromarray(raster.rgb) for raster in paint(scene)]
     if rng.random() < _CAPTIONS:
-        question = CLIP_QUESTION if is_video else CAPTION_QUESTION
+        question = VIDEO_QUESTION if is_video else CAPTION_QUESTION
         return Lesson(frames, question, caption(scene, rng)[0])
     types = list(VIDEO_TYPES if is_video else IMAGE_TYPES)
     rng.shuffle(types)

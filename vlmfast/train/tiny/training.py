@@ -226,7 +226,7 @@ class Trainer:
             info["slots"] = (wrong == 0).view(target.shape[0], -1).cpu().numpy()
         return total + answer, info
 
-    def evaluate(self, images: int = 160, clips: int = 64) -> dict[str, dict[str, float]]:
+    def evaluate(self, images: int = 160, videos: int = 64) -> dict[str, dict[str, float]]:
         """Evaluate the averaged weights, then restore the trained ones."""
         import torch
 
@@ -236,7 +236,7 @@ class Trainer:
             for n, p in self.optimizer.named.items():
                 p.copy_(self.optimizer.ema[n])
             try:
-                return evaluate(self.packed, self.tokenizer, images, clips)
+                return evaluate(self.packed, self.tokenizer, images, videos)
             finally:
                 for n, p in self.optimizer.named.items():
                     p.copy_(self.optimizer.master[n])

@@ -87,8 +87,8 @@ def scenes(items: Sequence[ItemGeometry]) -> list[list[int]]:
     """Groups of items: single images, and the frames of each video in temporal order."""
     found: dict[tuple[bool, int], list[int]] = {}
     for index, item in enumerate(items):
-        is_video = item.clip >= 0
-        found.setdefault((is_video, item.clip if is_video else index), []).append(index)
+        is_video = item.video >= 0
+        found.setdefault((is_video, item.video if is_video else index), []).append(index)
     return [sorted(scene, key=lambda i: items[i].frame[0]) for scene in found.values()]
 
 
@@ -204,6 +204,6 @@ def nearest(
         far = abs(sum(tokens_out(item, choice, stitched) for item in scene) - target)
         return far, choice.side, choice.crops is single, choice.repeats
 
-    crops = (True, False) if scene[0].clip >= 0 else (True,)
+    crops = (True, False) if scene[0].video >= 0 else (True,)
     choices = [Choice(s, r, c) for s, r, c in product(sides, repeats, crops) if r <= s * s]
     return min(choices, key=worth)

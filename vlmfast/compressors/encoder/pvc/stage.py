@@ -94,7 +94,7 @@ class PVC(Stage):
                 f"pvc: side={self.side} has no trained compressor; these weights have sides "
                 + ", ".join(map(str, module.sides))
             )
-        if scene[0].clip < 0:
+        if scene[0].video < 0:
             return Choice(self.side, self.image_repeat)
         return Choice(self.side, self.video_repeat, self.views == "all")
 
