@@ -52,7 +52,7 @@ RECIPES = ("none", "lookm:0.2", "snapkv:0.2", "zipvl", "zipcache", "kivi")
 # Target for the size of a cache, as a fraction of the full one in bfloat16.
 AIMS = {"lookm:0.2": 0.21, "zipvl": 0.27}
 HF = "hf DynamicCache"
-QUANTISED = {
+QUANTIZED = {
     "hf QuantizedCache quanto 4 bit": {"backend": "quanto", "nbits": 4},
     "hf QuantizedCache quanto 2 bit": {"backend": "quanto", "nbits": 2},
     "hf QuantizedCache hqq 2 bit": {"backend": "hqq", "nbits": 2, "axis_key": 1, "axis_value": 1},
@@ -141,7 +141,7 @@ def huggingface(vlm: VLM, tokens: int) -> dict[str, Variant | str]:
     config = vlm.model.config.text_config
     makers = {
         name: partial(QuantizedCache, config=config, **options)
-        for name, options in QUANTISED.items()
+        for name, options in QUANTIZED.items()
     }
     found: dict[str, Variant | str] = {}
     for name, make in {HF: DynamicCache, **makers}.items():

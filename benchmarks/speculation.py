@@ -131,19 +131,19 @@ class Dialogue:
         if not before:
             begin = clock(vlm.adapter.device)
             answer = vlm.ask(last, images=self.image, recipe=recipe, **more)
-            return _said([answer], clock(vlm.adapter.device) - begin)
+            return _turn([answer], clock(vlm.adapter.device) - begin)
         with vlm.session(images=self.image, recipe=recipe) as session:
             answers = [session.ask(question, **self.generation) for question in before]
             begin = clock(vlm.adapter.device)
             answers.append(session.ask(last, **more))
-            return _said(answers, clock(vlm.adapter.device) - begin)
+            return _turn(answers, clock(vlm.adapter.device) - begin)
 
     def until(self, number: int) -> Dialogue:
         """The dialogue up to the question with this index."""
         return Dialogue(self.image, self.questions[: number + 1], self.generation)
 
 
-def _said(answers: list[Any], seconds: float) -> Said:
+def _turn(answers: list[Any], seconds: float) -> Said:
     stats = answers[-1].stats
     calls = stats.rounds if stats.speculation else stats.generated_tokens - 1
     return Said([answer.token_ids for answer in answers], seconds, calls, stats)

@@ -54,7 +54,7 @@ class FakeVLM:
         self.asked.append((question, media | {"recipe": recipe} | generation))
         time.sleep(self.delay)
         if self.fail is not None and self.fail(question):
-            raise MediaError(f"cannot read the picture of {question!r}")
+            raise MediaError(f"cannot read the image of {question!r}")
         several = list(images) if isinstance(images, list) else [images]
         frames = several if video is None else video
         key = b"".join([question.encode(), str(recipe).encode(), *(f.tobytes() for f in frames)])
@@ -153,7 +153,7 @@ def write_results(
                 "doc_id": doc.doc_id,
                 "type": doc.type,
                 "modality": doc.modality,
-                "picture": doc.image,
+                "picture": doc.media_id,
                 "prompt_hash": "0",
                 "target": doc.target,
                 "resps": [["?"]],

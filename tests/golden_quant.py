@@ -17,11 +17,11 @@ from vlmfast.kernels.decode_mixed import decode_mixed
 from vlmfast.kernels.quantize_kv import (
     Segment,
     channel_scale,
-    dequantise_keys,
-    dequantise_values,
+    dequantize_keys,
+    dequantize_values,
     pack,
-    quantise_keys,
-    quantise_values,
+    quantize_keys,
+    quantize_values,
     unpack,
 )
 
@@ -142,23 +142,23 @@ def zipcache_quant(data: dict, meta: dict) -> None:
     k, v = folded(data["k"]), folded(data["v"])
     batch = len(k)
     for bits in (2, 4, 8):
-        packed, step, minimum = quantise_keys(rows_of(k), bits, dtype=dtype)
+        packed, step, minimum = quantize_keys(rows_of(k), bits, dtype=dtype)
         same(step, data[f"chan{bits}_step"])
         same(minimum, data[f"chan{bits}_min"])
         x = rows_of(k)
         codes = unrounded(x, step, minimum)
         equal = agree(packed, data[f"chan{bits}_q"].flatten(0, -2), bits, codes, dtype)
-        back = dequantise_keys(packed, step, minimum, bits, 0)
+        back = dequantize_keys(packed, step, minimum, bits, 0)
         restored(back, rows_of(folded(data[f"chan{bits}_deq"])), x, 0, equal)
         scale = channel_scale(rows_of(v), dtype=dtype).expand(batch, -1)
         for name, by in (("tok", None), ("cst", scale)):
             x = k if f"{name}{bits}_of_keys" in data else v
-            packed, step, minimum = quantise_values(x, bits, scale=by, dtype=dtype)
+            packed, step, minimum = quantize_values(x, bits, scale=by, dtype=dtype)
             same(step, data[f"{name}{bits}_step"])
             same(minimum, data[f"{name}{bits}_min"])
             codes = unrounded(scaled(x, by), step, minimum)
             equal = agree(packed, data[f"{name}{bits}_q"], bits, codes, dtype)
-            back = dequantise_values(packed, step, minimum, bits, by)
+            back = dequantize_values(packed, step, minimum, bits, by)
             restored(back, folded(data[f"{name}{bits}_deq"]), x, -1, equal)
         same(scale[:1], data[f"cst{bits}_chanscale"])
 
@@ -188,20 +188,20 @@ def zipcache_mixed(data: dict, meta: dict) -> None:
         ("un", data["unimportant"], 2),
     ):
         x = rows_of(folded(gathered(k, index)))
-        packed, step, minimum = quantise_keys(x, bits, dtype=dtype)
+        packed, step, minimum = quantize_keys(x, bits, dtype=dtype)
         same(step, data[f"k_{name}_step"])
         same(minimum, data[f"k_{name}_min"])
         codes = unrounded(x, step, minimum)
         equal = agree(packed, data[f"k_{name}_q"].flatten(0, -2), bits, codes, dtype)
-        back = dequantise_keys(packed, step, minimum, bits, 0)
+        back = dequantize_keys(packed, step, minimum, bits, 0)
         restored(back, rows_of(folded(gathered(data["k_deq"], index))), x, 0, equal)
         x, by = folded(gathered(v, index)), scale.expand(batch, -1)
-        packed, step, minimum = quantise_values(x, bits, scale=by, dtype=dtype)
+        packed, step, minimum = quantize_values(x, bits, scale=by, dtype=dtype)
         same(step, data[f"v_{name}_step"])
         same(minimum, data[f"v_{name}_min"])
         codes = unrounded(scaled(x, by), step, minimum)
         equal = agree(packed, data[f"v_{name}_q"], bits, codes, dtype)
-        back = dequantise_values(packed, step, minimum, bits, by)
+        back = dequantize_values(packed, step, minimum, bits, by)
         restored(back, folded(gathered(data["v_deq"], index)), x, -1, equal)
 
 

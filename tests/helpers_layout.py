@@ -82,7 +82,7 @@ def make_image(
 
 
 def prompt(*images: dict, seed: int = 0) -> tuple[VisualTokens, VisionStats]:
-    """Several images (arguments of `picture`) with three text tokens before each."""
+    """Several images (arguments of `image`) with three text tokens before each."""
     parts, items, view, order = [], [], 0, 0
     for number, arguments in enumerate(images):
         tokens, geometry = make_image(
@@ -140,7 +140,7 @@ def attention(items: list[ItemGeometry], seed: int, heads: int = 2) -> dict[int,
 
 @st.composite
 def image_arguments(draw: st.DrawFn, patches: tuple[int, int] | None = None) -> dict:
-    """Arguments of `picture`: all grids of LLaVA-NeXT and none, with and without letterbox."""
+    """Arguments of `image`: all grids of LLaVA-NeXT and none, with and without letterbox."""
     tiles = draw(st.sampled_from([(0, 0), (1, 1), (1, 2), (2, 1), (2, 2), (3, 1), (1, 3), (2, 3)]))
     patches = patches or draw(st.sampled_from([(4, 4), (6, 6), (3, 5)]))
     size = draw(st.none() | st.tuples(st.integers(20, 90), st.integers(20, 90)))

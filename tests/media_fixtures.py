@@ -165,7 +165,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         path = self.path.partition("?")[0]
         if path == "/moved":
             self.send_response(302)
-            self.send_header("Location", "/picture")
+            self.send_header("Location", "/image")
             self.end_headers()
             return
         if path == "/missing":
@@ -206,7 +206,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 def web_server(payload: bytes) -> Iterator[str]:
     """Serve a payload on this machine, correctly and with faults; yields the address.
 
-    Paths: /picture, /moved (to it), /missing, /huge (by its header), /cut (shorter than its
+    Paths: /image, /moved (to it), /missing, /huge (by its header), /cut (shorter than its
     header states), /trickle and /slow-headers (a byte now and then), /to?URL (redirect to URL),
     /garbage (no HTTP), /endless.
     """

@@ -218,7 +218,7 @@ def test_errors_are_one_line(
 
 def test_unreadable_media(ask, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = tmp_path / "text.png"
-    text.write_text("no picture")
+    text.write_text("no image")
     empty = tmp_path / "empty.mp4"
     empty.touch()
     for file in (text, empty, tmp_path / "missing.png", tmp_path):

@@ -117,7 +117,7 @@ def test_recipe_round_trips() -> None:
     ("word", "message"),
     [
         ("divprune:0", r"divprune: keep=0 is out of range"),
-        ("divprune:across=picture", r"across=picture is out of range, allowed is one of video"),
+        ("divprune:across=image", r"across=image is out of range, allowed is one of video"),
         ("divprune:budget=2", r"budget=2 is out of range"),
     ],
 )

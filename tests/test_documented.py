@@ -489,7 +489,7 @@ def test_unknown_option_in_a_sentence_is_found() -> None:
         ("from vlmfast import nothing", "nothing"),
         ('vlm.ask(q, images="nowhere.png")', "nowhere.png"),
         ('vlm.session(images="examples/picture.png").answer(q)', "answer"),
-        ('vlm.ask(q, picture="examples/picture.png")', "picture"),
+        ('vlm.ask(q, photo="examples/picture.png")', "photo"),
     ],
 )
 def test_wrong_python_is_found(code: str, words: str, tiny: vlmfast.VLM) -> None:

@@ -125,7 +125,7 @@ def text_layout(n: int, first: int = 0) -> TokenLayout:
 
 
 def layout_of(*parts: int | dict) -> TokenLayout:
-    """Text of some length, and images (arguments of `picture`), in the order of a prompt."""
+    """Text of some length, and images (arguments of `image`), in the order of a prompt."""
     layouts, first, items = [], 0, 0
     for part in parts:
         if isinstance(part, int):

@@ -461,10 +461,10 @@ def test_elastic_through_the_engine(vlm: vlmfast.VLM, count: int) -> None:
             assert pooled.token_ids == mean.token_ids
             assert pooled.stats.equivalent_tokens == mean.stats.equivalent_tokens
     for mode in ("weighted", "concat"):
-        for repair in ("true", "false"):
+        for value in ("true", "false"):
             ask(
                 vlm,
-                f"elastic:0.3,mode={mode},proportional_attention={repair},positions=compact",
+                f"elastic:0.3,mode={mode},proportional_attention={value},positions=compact",
                 count,
             )
 

@@ -275,7 +275,7 @@ def test_failing_sample_is_recorded_and_the_run_continues(tmp_path):
     assert len(run.samples) == DOCS
     assert len(failed) >= LIMIT
     for s in failed:
-        assert "cannot read the picture" in s["error"]
+        assert "cannot read the image" in s["error"]
         assert s["score"] == 0.0
         assert s["resps"] == []
         assert s["doc_id"] not in run.timings
@@ -389,10 +389,10 @@ def test_interrupted_session_resumes(tmp_path):
 def test_unopenable_session_fails_for_each_question(tmp_path):
     class Closed(FakeVLM):
         def session(self, **kwargs):
-            raise MediaError("cannot read the picture")
+            raise MediaError("cannot read the image")
 
     run = evaluate(Closed(), "shapes", out=tmp_path, limit=1, session=True, max_errors=21)
-    assert all(s["error"] == "cannot read the picture" for s in run.samples.values())
+    assert all(s["error"] == "cannot read the image" for s in run.samples.values())
     assert len(run.samples) == 21
 
 

@@ -53,7 +53,7 @@ def test_larger_limit_extends_a_smaller_one():
 
 
 def test_other_seeds_ask_about_other_scenes():
-    images = [{doc.image for doc in task.docs(3, seed)} for seed in (0, 1, 15)]
+    images = [{doc.media_id for doc in task.docs(3, seed)} for seed in (0, 1, 15)]
     assert not set.intersection(*images)
     assert len(set.union(*images)) == sum(map(len, images))
 

@@ -85,7 +85,7 @@ def test_shards_cover_every_question_once():
     for parts in (1, 2, 5):
         split = [part_of(docs, part, parts) for part in range(parts)]
         assert sorted(doc.doc_id for of in split for doc in of) == sorted(d.doc_id for d in docs)
-        images = [{doc.image for doc in of} for of in split]
+        images = [{doc.media_id for doc in of} for of in split]
         assert sum(map(len, images)) == len(set.union(*images))
         assert min(map(len, split)) > len(docs) / parts / 2
     for part, parts in ((2, 2), (-1, 2), (0, 0)):

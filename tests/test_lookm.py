@@ -362,11 +362,11 @@ def test_bias_stays_with_its_pivot_and_repair_counts_merges() -> None:
     query = noise(2, 40, 8, seed=2)
     kept, _ = compressed(LookM(0.5), query, kv, visual=visual)
     assert torch.equal(kept.bias, kv.bias.gather(1, kept.order))
-    repaired, _ = compressed(LookM(0.5, proportional_attention=True), query, kv, visual=visual)
-    assert torch.equal(repaired.keys, kept.keys)
-    close(repaired.bias.exp().sum(1), weight.sum(1), terms=40)
-    largest = float(repaired.bias.abs().max())
-    assert (repaired.bias >= kept.bias - tolerance(None, 2, largest, kept.bias)).all()
+    weighted, _ = compressed(LookM(0.5, proportional_attention=True), query, kv, visual=visual)
+    assert torch.equal(weighted.keys, kept.keys)
+    close(weighted.bias.exp().sum(1), weight.sum(1), terms=40)
+    largest = float(weighted.bias.abs().max())
+    assert (weighted.bias >= kept.bias - tolerance(None, 2, largest, kept.bias)).all()
     apart(kept.bias.exp().sum(1), weight.sum(1), terms=40)
     plain, _ = compressed(
         LookM(0.5, proportional_attention=True), query, replace(kv, bias=None), visual=visual

@@ -133,7 +133,7 @@ def test_changed_pixels_are_detected() -> None:
 def test_source_types(tmp_path: Path) -> None:
     array = fx.make_image()
     data = fx.encoded(Image.fromarray(array), "PNG")
-    path = tmp_path / "a picture: with spaces.png"
+    path = tmp_path / "an image: with spaces.png"
     path.write_bytes(data)
     text = base64.b64encode(data).decode()
     for source in (
@@ -531,7 +531,7 @@ def test_urls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     array = fx.make_image()
     with fx.web_server(fx.encoded(Image.fromarray(array), "PNG")) as address:
-        for path in ("/picture", "/moved", "/picture?key=secret"):
+        for path in ("/image", "/moved", "/image?key=secret"):
             assert np.array_equal(pixels(load_image(address + path)), array)
         refused(f"{address}/missing", f"{address}/missing", "HTTP 404")
         refused(f"{address}/huge", "/huge", "too large to download", "64 MiB")
@@ -539,8 +539,8 @@ def test_urls(monkeypatch: pytest.MonkeyPatch) -> None:
         refused(f"{address}/trickle", "/trickle", "took over 0.2 s", timeout_s=0.2)
         assert "secret" not in refused(f"{address}/missing?key=secret", "/missing")
         monkeypatch.setattr(sources, "MAX_DOWNLOAD_BYTES", 1000)
-        refused(f"{address}/picture", "/picture", "too large to download")
-    refused(f"{address}/picture", "/picture", "cannot be fetched")
+        refused(f"{address}/image", "/image", "too large to download")
+    refused(f"{address}/image", "/image", "cannot be fetched")
     refused("http://", "cannot be fetched")
     refused("http://[bad", "cannot be fetched")
 
@@ -825,7 +825,7 @@ def test_lists_of_frames() -> None:
 
 def test_kind_is_detected_from_content(video_path: Path, tmp_path: Path) -> None:
     data = fx.encoded(Image.fromarray(fx.make_image()), "PNG")
-    path = tmp_path / "picture.mp4"
+    path = tmp_path / "image.mp4"
     path.write_bytes(data)
     disguised = tmp_path / "clip.jpg"
     disguised.write_bytes(video_path.read_bytes())
@@ -882,7 +882,7 @@ def _broken(folder: Path, video_folder: Path) -> dict[str, tuple[Path, str]]:
         "words.mp4": (b"not a video\n" * 50, "is not a video: its content is text"),
         "playlist.mp4": (b"#EXTM3U\n#EXTINF:1,\nfile:///etc/hosts\n", "its content is text"),
         "noise.mp4": (random.Random(0).randbytes(999), "has no known format"),
-        "picture.mp4": (fx.encoded(Image.fromarray(fx.make_image()), "PNG"), "is an image (PNG)"),
+        "image.mp4": (fx.encoded(Image.fromarray(fx.make_image()), "PNG"), "is an image (PNG)"),
         "animation.mp4": (fx.encoded(Image.fromarray(fx.make_image()), "GIF"), "is an image (GIF)"),
     }
     for name, (content, _) in made.items():

@@ -50,7 +50,7 @@ def test_the_deadline_covers_redirects(server: str) -> None:
 
 
 def test_redirects_are_followed(server: str) -> None:
-    absolute, relative = f"{server}/to?{quote(server + '/moved')}", f"{server}/to?/picture"
+    absolute, relative = f"{server}/to?{quote(server + '/moved')}", f"{server}/to?/image"
     for url in (absolute, relative):
         assert np.array_equal(np.asarray(load_image(url)), IMAGE)
 

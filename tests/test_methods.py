@@ -24,10 +24,10 @@ SHARED = [n for n in CACHES if hasattr(stage_class(n)(), "keep")]
 MEDIA = {
     "one pixel": {"images": Image.new("RGB", (1, 1), "red")},
     "below a patch": {"images": make_image(5, 3)},
-    "a clip of one frame": {"video": [make_image(64, 64)], "num_frames": 1},
+    "a video of one frame": {"video": [make_image(64, 64)], "num_frames": 1},
     "a strip": {"images": make_image(120, 20)},
-    "two pictures": {"images": [make_image(seed=1), make_image(128, 128, seed=2)]},
-    "a clip": {"video": [make_image(seed=i) for i in range(3)], "num_frames": 3},
+    "two images": {"images": [make_image(seed=1), make_image(128, 128, seed=2)]},
+    "a video": {"video": [make_image(seed=i) for i in range(3)], "num_frames": 3},
 }
 # Replaces defaults that are meant for prompts of thousands of tokens.
 SHORT = {"window": 0.1, "residual": 32, "tsp": 0.6}
@@ -96,7 +96,7 @@ def test_text_only_prompts_are_unchanged(tiny, name) -> None:
 
 @pytest.mark.parametrize("name", REDUCERS)
 def test_budget_1_is_identity(tiny, name) -> None:
-    media = MEDIA["two pictures"]
+    media = MEDIA["two images"]
     full = tiny.ask("what ?", **media, max_new_tokens=6)
     same = tiny.ask("what ?", **media, recipe=with_budget(name, 1.0), max_new_tokens=6)
     assert same.token_ids == full.token_ids
@@ -107,7 +107,7 @@ def test_budget_1_is_identity(tiny, name) -> None:
 def test_share_1_is_identity(tiny, name) -> None:
     """All other parameters have their defaults."""
     stage = with_parameters(stage_class(name)(), keep=1.0)
-    for case in ("two pictures", "a clip"):
+    for case in ("two images", "a video"):
         full = tiny.ask("what ?", **MEDIA[case], max_new_tokens=12)
         same = tiny.ask("what ?", **MEDIA[case], recipe=stage, max_new_tokens=12)
         assert same.token_ids == full.token_ids, case
@@ -153,16 +153,16 @@ def test_small_cache_changes_the_answer(tiny, name) -> None:
     stage = with_parameters(
         with_budget(name, 0.025), important=0.0, tau=0.1, kv="drop", sinks=1, text_prior=False
     )
-    media = MEDIA["two pictures"]
+    media = MEDIA["two images"]
     ask = {"max_new_tokens": 24, "min_new_tokens": 24}
-    full = tiny.ask("Describe the picture.", **media, **ask)
-    less = tiny.ask("Describe the picture.", **media, recipe=stage, **ask)
+    full = tiny.ask("Describe the image.", **media, **ask)
+    less = tiny.ask("Describe the image.", **media, recipe=stage, **ask)
     assert less.token_ids != full.token_ids
 
 
 def test_cache_methods_in_one_batch_equal_single_requests(tiny) -> None:
     """Each row has its own method and gives the same answer as alone."""
-    media = MEDIA["a clip"]
+    media = MEDIA["a video"]
     recipes = [None, *(with_budget(name, 0.4) for name in CACHES)]
     requests = [vlmfast.Request("what ?", **media, recipe=recipe) for recipe in recipes]
     answers = tiny.ask_many(requests, batch_size=len(requests), max_new_tokens=5)
@@ -206,7 +206,7 @@ STACKS = (
 @pytest.mark.parametrize("recipe", STACKS)
 def test_stacked_methods_cost_less_than_each_alone(tiny, recipe) -> None:
     """Several stages in one recipe, on an image and a video, with both position policies."""
-    for case in ("two pictures", "a clip"):
+    for case in ("two images", "a video"):
         for positions in ("keep", "compact"):
             stages = tuple(with_parameters(s, positions=positions) for s in Recipe.parse(recipe))
             first = tiny.ask("what ?", **MEDIA[case], recipe=stages[:1], max_new_tokens=2).stats
@@ -234,7 +234,7 @@ CACHE_STACKS = (
 @pytest.mark.parametrize("recipe", CACHE_STACKS)
 def test_stacked_cache_methods_use_less_memory_than_each_alone(tiny, recipe) -> None:
     """Also if an earlier stage renumbered the rows, or dropped different rows per layer."""
-    for case in ("two pictures", "a clip"):
+    for case in ("two images", "a video"):
         for positions in ("keep", "compact"):
             stages = tuple(with_parameters(s, positions=positions) for s in Recipe.parse(recipe))
             whole = tiny.ask("what ?", **MEDIA[case], recipe=stages, max_new_tokens=4)

@@ -514,8 +514,8 @@ def half_flat(seed: int, width: int = 60, height: int = 44) -> np.ndarray:
 
 
 CASES = {
-    "one picture": [half_flat(0, 64, 64)],
-    "three pictures": [half_flat(0), half_flat(1, 30, 70), half_flat(2, 90, 33)],
+    "one image": [half_flat(0, 64, 64)],
+    "three images": [half_flat(0), half_flat(1, 30, 70), half_flat(2, 90, 33)],
 }
 # Random weights spread their attention; these thresholds and this similarity take effect.
 STRONG = {"similarity": 0.35, "global_thr": 0.08, "individual_thr": 0.1}
@@ -583,7 +583,7 @@ def test_merged_features_equal_reference_tower(vlm: VLM, case: str) -> None:
     assert tokens + newlines == int(layout.visual.sum()) < len(full)
     assert float(layout.weight[layout.visual].sum()) == len(full)
     assert sorted(layout.order.tolist()) == layout.order.tolist()
-    if case == "three pictures":
+    if case == "three images":
         assert len(sizes) > 1  # the views differ, so some were padded
     # Control: another threshold gives different features.
     other = start(vlm, MustDrop(similarity=0.999), CASES[case])
@@ -592,9 +592,9 @@ def test_merged_features_equal_reference_tower(vlm: VLM, case: str) -> None:
 
 
 def test_views_are_independent(vlm: VLM) -> None:
-    alone = start(vlm, MustDrop(**STRONG), CASES["three pictures"][:1])
-    together = start(vlm, MustDrop(**STRONG), CASES["three pictures"])
-    by_call = start(vlm, MustDrop(merge="call", **STRONG), CASES["three pictures"])
+    alone = start(vlm, MustDrop(**STRONG), CASES["three images"][:1])
+    together = start(vlm, MustDrop(**STRONG), CASES["three images"])
+    by_call = start(vlm, MustDrop(merge="call", **STRONG), CASES["three images"])
     for run in (alone, together, by_call):
         answer_logits(vlm, run, [])
     first = [run.prompt.embeds[run.prompt.layout.item == 0] for run in (alone, together, by_call)]
@@ -616,7 +616,7 @@ def test_padding_does_not_change_statistics(vlm: VLM) -> None:
             return tokens
 
     seen: list[dict] = []
-    for images in (CASES["three pictures"][:1], CASES["three pictures"]):
+    for images in (CASES["three images"][:1], CASES["three images"]):
         answer_logits(vlm, start(vlm, (MustDrop(**STRONG), Look()), images), [])
     for layer in (1, 2):
         alone, together = (rows[layer] for rows in seen)
@@ -650,7 +650,7 @@ def test_first_filter_equals_eager_attention(vlm: VLM, case: str) -> None:
     orders = run.trace.layout.order[run.trace.depth > 1]
     assert torch.equal(layout.order[visual[kept]], orders)
     assert 0 < int(kept.sum()) < len(visual)
-    if case == "three pictures":
+    if case == "three images":
         # Controls: without the key set, or with all rows, the selection differs.
         assert (key & (g < 0.08 * g.sum()) & (m < 0.1)).any()
         g, m = attention[:, visual].sum(0), attention[:, visual].amax(0)
@@ -775,7 +775,7 @@ def test_budget_is_met(vlm: VLM, case: str, budget: float) -> None:
 
 
 def test_budget_below_floor_keeps_key_set(vlm: VLM) -> None:
-    run = start(vlm, MustDrop(budget=0.01), CASES["three pictures"])
+    run = start(vlm, MustDrop(budget=0.01), CASES["three images"])
     answer_logits(vlm, run, [])
     key = int(run.prompt.layout.protected.sum())
     n = int(run.prompt.layout.visual.sum())

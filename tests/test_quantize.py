@@ -28,8 +28,8 @@ from vlmfast.kernels.quantize_kv import (
     channel_scale,
     pack,
     parameter_dtype,
-    quantise_keys,
     quantize,
+    quantize_keys,
     unpack,
 )
 
@@ -150,7 +150,7 @@ def test_dequantization_error_is_within_half_a_step(
 def test_stored_minimum_is_below_the_true_one():
     """Otherwise float16 rounding would erase a channel of small range far from zero."""
     keys = 100 + noise(1, 64, 8) * 1e-2
-    _, step, minimum = quantise_keys(keys, 4, dtype=torch.float16)
+    _, step, minimum = quantize_keys(keys, 4, dtype=torch.float16)
     assert bool((minimum.float() <= keys.amin(1, keepdim=True)).all())
     slack = tolerance(FLOAT, 2, keys.max())
     assert bool((minimum.float() + 15 * step.float() >= keys.amax(1, keepdim=True) - slack).all())

@@ -134,9 +134,9 @@ def test_recycled_token_weights_are_used(vlm, monkeypatch) -> None:
     monkeypatch.setattr("vlmfast.engine.engine.prefill", watched)
     images = [make_image(seed=i) for i in range(3)]
     run, plain = ran(vlm, recipe_text(True, "keep"), images)
-    _, repaired = ran(vlm, recipe_text(True, "keep") + ",proportional_attention=true", images)
+    _, weighted = ran(vlm, recipe_text(True, "keep") + ",proportional_attention=true", images)
     assert max(float(w) for w in steps[1::2]) > 1
-    apart(plain, repaired, terms=network(vlm.model, run.prompt.full_length))
+    apart(plain, weighted, terms=network(vlm.model, run.prompt.full_length))
 
 
 def test_published_average_counts() -> None:

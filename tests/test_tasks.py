@@ -363,7 +363,7 @@ def test_limit_and_seed(objects):
 def test_pope_docs_and_judge(objects, tmp_path):
     task = find_task("pope", data=objects)
     docs = task.docs(None, 0)
-    assert {doc.image for doc in docs} == {"drawn_0", "drawn_1"}
+    assert {doc.media_id for doc in docs} == {"drawn_0", "drawn_1"}
     assert np.array_equal(task.media(docs[1])["images"], drawn(1))
     assert task.judge(docs[1], "No, there is none.")["score"] == 1.0
     rows = [POPE[0] | {"answer": "maybe"}]
@@ -387,7 +387,7 @@ def test_video_mme_docs(films):
         "sub_category": "Multilingual",
         "task_type": "OCR Problems",
     }
-    assert [doc.image for doc in task.docs(1, 0)] == list(VIDEOS)
+    assert [doc.media_id for doc in task.docs(1, 0)] == list(VIDEOS)
     assert docs[0].options == tuple(OPTIONS)
 
 
@@ -679,7 +679,7 @@ def test_invalid_paths_raise(data_root, value):
 def test_urls_in_data_need_a_flag(data_root, monkeypatch):
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     with fx.web_server(stored(drawn(3))["bytes"]) as address:
-        url = f"{address}/picture?key=secret"
+        url = f"{address}/image?key=secret"
         task, doc = task_of(data_root, url)
         with pytest.raises(
             MediaError, match=r"image_1 is the URL .*; use --allow-outside"

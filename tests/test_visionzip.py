@@ -272,8 +272,8 @@ def test_prompt_equals_reference_tower(vlm: VLM) -> None:
 
 
 def test_repair_uses_the_weights(vlm: VLM) -> None:
-    (run, repaired), (_, plain) = (
+    (run, weighted), (_, plain) = (
         start(vlm, recipe, [noise(0)])
         for recipe in ("visionzip:0.4,proportional_attention=true", "visionzip:0.4")
     )
-    apart(repaired, plain, terms=answer(vlm, run.prompt.full_length))
+    apart(weighted, plain, terms=answer(vlm, run.prompt.full_length))

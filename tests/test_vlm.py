@@ -143,7 +143,7 @@ def test_methods_lists_every_stage():
 BAD_CALLS = {
     "empty question": (lambda v: v.ask("  ", make_image()), VLMFastError, "question is empty"),
     "no such file": (lambda v: v.ask("what ?", "nowhere.png"), MediaError, "nowhere.png"),
-    "frames without a clip": (
+    "frames without a video": (
         lambda v: v.ask("what ?", make_image(), num_frames=3),
         VLMFastError,
         "no video was given",
@@ -159,7 +159,7 @@ BAD_CALLS = {
         VLMFastError,
         "contains <image>",
     ),
-    "a placeholder and no picture": (
+    "a placeholder and no image": (
         lambda v: v.ask("what is <image> ?"),
         VLMFastError,
         "contains <image>",
@@ -262,7 +262,7 @@ def bad_files(folder) -> dict[str, tuple[dict, str]]:
     return {
         "missing": ({"images": str(folder / "missing.png")}, "missing.png"),
         "empty": ({"images": file("empty.png", b"")}, "empty.png.*empty"),
-        "text": ({"images": file("text.png", b"not a picture at all")}, "text.png"),
+        "text": ({"images": file("text.png", b"not an image at all")}, "text.png"),
         "truncated": ({"images": file("cut.jpg", jpeg[: len(jpeg) // 2])}, "cut.jpg.*truncated"),
         "bomb": ({"images": file("bomb.png", png_header(60_000, 60_000))}, "bomb.png"),
         "a line": ({"images": make_image(20_000, 20)}, "20000x20"),

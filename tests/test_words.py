@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import re
 import tokenize
@@ -21,7 +22,10 @@ KEPT = re.compile(
         [
             r"examples/(picture\.png|clip\.mp4)|\b(picture\.png|clip\.mp4)",
             r"clip[-_]relevance|frames[-_]clip|ClipRelevance|FramesClip",
-            r"Describe the clip\.",  # the demo model's question
+            r"Describe the clip\.",  # a question that the demo model was trained on
+            r"\bCLIP\b",
+            r"[\"']pictures?[\"']",  # keys of result and session files
+            r"``pictures``",
         ]
     )
 )
@@ -31,15 +35,26 @@ FORMER = (  # files about former names and recorded or generated texts
     "vlmfast/core/stage.py",
     "vlmfast/api/former_sessions.py",
     "tests/test_former.py",
+    "vlmfast/core/former.py",
+    "vlmfast/core/params.py",
     "docs/results/",
+    "tests/golden/",
+    # Texts that the demo model was trained on.
+    "vlmfast/scenes/captions.py",
+    "vlmfast/train/tiny/export.py",
 )
 
 
-def patterns(kind: str) -> list[tuple[re.Pattern[str], str]]:
+@functools.cache
+def patterns(kind: str) -> list[tuple[re.Pattern[str], str, str]]:
+    """Pattern, replacement and folder of each entry of a kind."""
     rows = [line.split("\t") for line in LIST.read_text(encoding="utf-8").splitlines()]
-    rows = [row for row in rows if len(row) == 3]
     flags = re.IGNORECASE if kind == "text" else 0
-    return [(re.compile(pattern, flags), new) for of, pattern, new in rows if of == kind]
+    return [
+        (re.compile(row[1], flags), row[2], row[3] if len(row) > 3 else "")
+        for row in rows
+        if row[0] == kind
+    ]
 
 
 def sources() -> Iterator[Path]:
@@ -58,21 +73,23 @@ def findings(path: str, text: str) -> list[str]:
         for token in tokenize.generate_tokens(io.StringIO(text).readline):
             line = token.start[0]
             if token.type == tokenize.NAME:
-                for pattern, new in patterns("name"):
-                    if pattern.fullmatch(token.string):
-                        found.append(f"{path}:{line}: {token.string}: write {new}")
-            elif (
-                token.type in (tokenize.STRING, tokenize.COMMENT)
-                or tokenize.tok_name[token.type] == "FSTRING_MIDDLE"
-            ):
+                found += [
+                    f"{path}:{line}: {token.string}: write {new}"
+                    for pattern, new, folder in patterns("name")
+                    if pattern.fullmatch(token.string) and path.startswith(folder)
+                    if "FormerAttribute(" not in token.line
+                ]
+            # From Python 3.12 on, the texts of an f-string are tokens of their own.
+            elif tokenize.tok_name[token.type] in ("STRING", "COMMENT", "FSTRING_MIDDLE"):
                 texts.append((line, token.string))
     for line, part in texts:
         part = KEPT.sub("", part)
-        for pattern, new in patterns("text"):
-            found += [
-                f"{path}:{line + part.count(chr(10), 0, m.start())}: {m.group()!r}: write {new}"
-                for m in pattern.finditer(part)
-            ]
+        found += [
+            f"{path}:{line + part.count(chr(10), 0, m.start())}: {m.group()!r}: write {new}"
+            for pattern, new, folder in patterns("text")
+            if path.startswith(folder)
+            for m in pattern.finditer(part)
+        ]
     return found
 
 
@@ -88,12 +105,12 @@ def test_listed_words_are_not_used() -> None:
 @pytest.mark.parametrize(
     ("text", "line"),
     [
-        ("query_dependent = 1\n", 1),
+        ("asks_question = 1\n", 1),
         ("def test_pictures_stay():\n    pass\n", 1),
         ("x = 1\n# what comes behind the image\n", 2),
         ('"""One line.\n\nA picture.\n"""\n', 3),
-        ("raise ValueError(f'{x} quantizes')\n", 1),
-        ("def ask(*, proportional_attention=True):\n    pass\n", 1),
+        ("raise ValueError(f'{x} quantises')\n", 1),
+        ("def ask(*, repair=True):\n    pass\n", 1),
     ],
 )
 def test_planted_words_are_found(text: str, line: int) -> None:
@@ -110,5 +127,5 @@ def test_names_of_files_and_methods_are_kept() -> None:
 def test_every_entry_has_a_replacement() -> None:
     lines = LIST.read_text(encoding="utf-8").splitlines()
     rows = [line.split("\t") for line in lines if line and not line.startswith("#")]
-    assert all(len(row) == 3 and row[0] in ("name", "text") and row[2] for row in rows)
+    assert all(len(row) in (3, 4) and row[0] in ("name", "text") and row[2] for row in rows)
     assert len(patterns("name")) + len(patterns("text")) == len(rows)

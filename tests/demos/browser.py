@@ -27,7 +27,7 @@ EXAMPLE, EXAMPLE_SAID = "What shape is the green object?", "cross"
 # Generous: the machine may do other work as well, and nothing waits longer than it must.
 WAIT_MS = 60_000
 READY_S = 180
-# Chromium asks nobody but the page.
+# Chromium makes no requests of its own.
 FLAGS = ("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run")
 FLAGS += ("--disable-background-networking", "--disable-component-update", "--disable-sync")
 
@@ -141,7 +141,7 @@ def asked(page: Page) -> Page:
     return page
 
 
-def test_ask_counts_and_draws(asked: Page) -> None:
+def test_ask_updates_counters_and_overlay(asked: Page) -> None:
     for side in ("full", "recipe"):
         expect(asked.locator(f"#image-{side}")).to_contain_text(SAID)
     assert counter(asked, "Visual tokens", "full") == "336"
@@ -156,7 +156,7 @@ def test_ask_counts_and_draws(asked: Page) -> None:
     shot(asked, "asked-1280")
 
 
-def test_the_slider_slides(asked: Page) -> None:
+def test_slider_moves(asked: Page) -> None:
     slider = asked.locator("#image-slider")
     expect(slider.locator("img")).to_have_count(2)
     slider.scroll_into_view_if_needed()
@@ -170,7 +170,7 @@ def test_the_slider_slides(asked: Page) -> None:
     assert slider.screenshot() != before
 
 
-def test_text_streams(page: Page) -> None:
+def test_text_is_streamed(page: Page) -> None:
     upload(page, IMAGE)
     expect(page.locator("#image-media img")).to_be_visible()
     page.evaluate(
@@ -186,7 +186,7 @@ def test_text_streams(page: Page) -> None:
     assert len([text for text in texts if "There are" in text]) > 3
 
 
-def test_second_question_and_a_second_look(asked: Page) -> None:
+def test_second_question_and_full_detail(asked: Page) -> None:
     ask(asked, "What color is the circle?")
     expect(asked.locator("#image-recipe")).to_contain_text("purple")
     answered(asked)
@@ -203,7 +203,7 @@ def test_second_question_and_a_second_look(asked: Page) -> None:
     assert set(trace["answers"]) == {"full", "recipe", "restored"}
 
 
-def test_the_recipe_by_text_and_by_controls(page: Page) -> None:
+def test_recipe_by_text_and_by_controls(page: Page) -> None:
     text = page.locator("#recipe textarea, #recipe input")
     page.locator("#builder > button").click()
     write(text, "grid:0.5")
@@ -235,7 +235,7 @@ def test_the_recipe_by_text_and_by_controls(page: Page) -> None:
     assert counter(page, "Visual tokens", "recipe") == "336 → 37 (hired)"
 
 
-def test_an_empty_question_and_a_mistyped_recipe(page: Page) -> None:
+def test_empty_question_and_invalid_recipe(page: Page) -> None:
     ask(page)
     alert = page.locator("#image-note [role=alert]")
     expect(alert).to_contain_text("no image")
@@ -265,7 +265,7 @@ def bad_files(folder: Path) -> Iterator[tuple[str, Path, str]]:
     yield "video", silent, "video stream|no video"
 
 
-def test_bad_files_are_named_and_the_next_question_works(
+def test_unreadable_files_are_reported_and_the_next_question_works(
     browser: Browser, address: str, tmp_path: Path
 ) -> None:
     for kind, path, words in bad_files(tmp_path):
@@ -290,7 +290,7 @@ def test_bad_files_are_named_and_the_next_question_works(
         assert next(users, None) is None
 
 
-def test_a_bad_file_after_an_example(page: Page, tmp_path: Path) -> None:
+def test_unreadable_file_after_an_example(page: Page, tmp_path: Path) -> None:
     """The page opens no file itself: not even once an example has been in its place."""
     page.get_by_text(EXAMPLE).first.click()
     expect(page.locator("#image-media img")).to_have_attribute("src", re.compile("image-"))
@@ -303,7 +303,7 @@ def test_a_bad_file_after_an_example(page: Page, tmp_path: Path) -> None:
     expect(page.locator("#image-note [role=alert]")).to_contain_text(huge.name)
 
 
-def test_of_an_animation_the_first_image_is_taken(page: Page, tmp_path: Path) -> None:
+def test_animation_gives_its_first_image(page: Page, tmp_path: Path) -> None:
     from PIL import Image
 
     path, first = tmp_path / "animated.gif", Image.open(IMAGE).convert("RGB")
@@ -316,11 +316,11 @@ def test_of_an_animation_the_first_image_is_taken(page: Page, tmp_path: Path) ->
     assert text_of(page, "full") == SAID
 
 
-def test_models_that_cannot_be_had(page: Page, tmp_path: Path) -> None:
+def test_unavailable_models_are_reported(page: Page, tmp_path: Path) -> None:
     page.locator("#model-area > button").click()
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     for name, words in (
-        ("nobody/no-such-model", "nobody/no-such-model"),  # the hub cannot be reached
+        ("example/no-such-model", "example/no-such-model"),  # the hub cannot be reached
         (str(tmp_path), "'gpt2' model, which is not supported"),
         (" ", "the model is empty"),
     ):
@@ -353,7 +353,7 @@ def test_two_users_at_once(browser: Browser, address: str, asked: Page) -> None:
     assert next(users, None) is None
 
 
-def test_reload_in_the_middle_of_an_answer(page: Page) -> None:
+def test_reload_during_an_answer(page: Page) -> None:
     upload(page, IMAGE)
     expect(page.locator("#image-media img")).to_be_visible()
     ask(page, "Describe the image.")
@@ -366,7 +366,7 @@ def test_reload_in_the_middle_of_an_answer(page: Page) -> None:
     expect(page.locator("#image-full")).to_contain_text(SAID)
 
 
-def test_closing_the_page_while_it_answers(browser: Browser, address: str, page: Page) -> None:
+def test_closing_the_page_during_an_answer(browser: Browser, address: str, page: Page) -> None:
     """Both places in the queue are taken by pages that go away."""
     for _ in range(2):
         users = opened(browser, address)
@@ -383,7 +383,7 @@ def test_closing_the_page_while_it_answers(browser: Browser, address: str, page:
     assert text_of(page, "full") == SAID
 
 
-def test_the_other_controls(page: Page) -> None:
+def test_other_controls(page: Page) -> None:
     recipe = page.locator("#recipe textarea, #recipe input")
     page.locator("#builder > button").click()
     write(recipe, "hired:0.2")
@@ -430,7 +430,7 @@ def test_the_other_controls(page: Page) -> None:
     assert remembered > alone + 30 > 336
 
 
-def test_stop(page: Page) -> None:
+def test_stop_ends_the_answer(page: Page) -> None:
     upload(page, IMAGE)
     expect(page.locator("#image-media img")).to_be_visible()
     ask(page, "Describe the image.")
@@ -455,11 +455,11 @@ def test_a_video_has_a_strip_of_frames(page: Page) -> None:
     ask(page, "Which way does the cyan star move?", "video")
     expect(page.locator("#video-strip img")).to_have_count(2)
     assert counter(page, "Visual tokens", "full", "video") == "272"
-    shot(page, "clip")
+    shot(page, "video")
 
 
 def contrasts(page: Page) -> dict[str, float]:
-    """Contrast of the project's own texts with what is behind them, by the formula of WCAG 2."""
+    """Contrast of the project's own texts with their background, by the formula of WCAG 2."""
     return page.evaluate(
         """() => {
         const rgba = text => { const n = text.match(/[0-9.]+/g).map(Number);
@@ -484,7 +484,7 @@ def contrasts(page: Page) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_narrow_screen(browser: Browser, address: str, scheme: str) -> None:
+def test_narrow_screen(browser: Browser, address: str, scheme: str) -> None:
     narrow = {"viewport": {"width": 390, "height": 800}, "color_scheme": scheme}
     users = opened(browser, f"{address}/?__theme={scheme}", **narrow)
     page = next(users)
@@ -502,7 +502,7 @@ def test_a_narrow_screen(browser: Browser, address: str, scheme: str) -> None:
     assert next(users, None) is None
 
 
-def test_everything_has_a_name(page: Page) -> None:
+def test_controls_have_accessible_names(page: Page) -> None:
     """What a screen reader would read out, and that the keyboard alone can ask."""
     nameless = page.evaluate(
         """() => [...document.querySelectorAll('input, textarea, button, select')].filter(
@@ -518,7 +518,7 @@ def test_everything_has_a_name(page: Page) -> None:
     answered(page)
 
 
-def test_the_measured_plots(page: Page) -> None:
+def test_measured_plots(page: Page) -> None:
     page.get_by_role("tab", name="Measured").click()
     plots = page.locator(".plot img")
     expect(plots).to_have_count(2)

@@ -10,7 +10,7 @@ from vlmfast.demos import builder
 WITH_MORE = "hired:budget=0.5,alpha=0.3+elastic:budget=0.44+pyramiddrop+kivi:4+draft-ngram"
 
 
-def test_every_method_has_a_place_and_controls_that_show_it() -> None:
+def test_every_method_has_controls() -> None:
     from vlmfast.core.registry import stage_names
 
     shown = {m for place in builder.PLACES for m in builder.methods_of(place)} - {builder.NONE}
@@ -42,11 +42,11 @@ def test_text_sets_the_controls() -> None:
 
 
 @pytest.mark.parametrize("name", ["none", "faithful", "balanced", "fast"])
-def test_presets_are_recognised_by_what_they_do(name: str) -> None:
+def test_presets_are_recognized_by_their_stages(name: str) -> None:
     assert builder.read(str(Recipe.parse(name))).preset == name
 
 
-def test_a_control_changes_its_own_word_alone() -> None:
+def test_control_changes_only_its_method() -> None:
     assert builder.turn(WITH_MORE, "encode", 0.3) == WITH_MORE.replace("budget=0.5", "budget=0.3")
     assert builder.turn(WITH_MORE, "cache", 8) == WITH_MORE.replace("kivi:4", "kivi:8")
     assert builder.choose(WITH_MORE, "cache", "none") == WITH_MORE.replace("+kivi:4", "")
@@ -55,7 +55,7 @@ def test_a_control_changes_its_own_word_alone() -> None:
     assert text == "tome:budget=0.22+" + WITH_MORE
 
 
-def test_a_budget_replaces_the_methods_own_number() -> None:
+def test_budget_replaces_the_methods_own_parameter() -> None:
     assert builder.turn("hired:0.5", "encode", 0.3) == "hired:budget=0.3"
 
 
@@ -67,7 +67,7 @@ def test_positions_are_set_for_all_stages() -> None:
 
 
 @pytest.mark.parametrize("place", list(builder.PLACES))
-def test_what_every_slider_can_reach_is_a_recipe(place: str) -> None:
+def test_every_slider_position_is_a_valid_recipe(place: str) -> None:
     for method in builder.methods_of(place):
         text = builder.choose("none", place, method)
         dial = builder.read(text).slots[place].dial
@@ -76,7 +76,7 @@ def test_what_every_slider_can_reach_is_a_recipe(place: str) -> None:
             assert builder.read(turned).slots[place].dial.value == value
 
 
-def test_mistakes_are_named() -> None:
+def test_invalid_recipes_are_reported() -> None:
     with pytest.raises(RecipeError, match="hired"):
         builder.read("hirred:0.2")
     with pytest.raises(RecipeError, match="choose a method first"):

@@ -29,7 +29,7 @@ def examples(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[st
 
 
 @pytest.fixture
-def make_image(examples) -> Media:
+def image(examples) -> Media:
     return Media("image", examples["image"][0][0])
 
 
@@ -61,7 +61,7 @@ def png_of(width: int, height: int) -> bytes:
 # --- answers -------------------------------------------------------------------------------------
 
 
-def test_a_first_question_costs_what_ask_says(desk: Desk, image: Media, tiny) -> None:
+def test_first_question_reports_the_statistics_of_ask(desk: Desk, image: Media, tiny) -> None:
     turn = ask(desk, image).turns[-1]
     for side, recipe in ((FULL, "none"), (RECIPE, "balanced")):
         alone = tiny.ask(QUESTION, images=image.path, recipe=recipe, max_new_tokens=24)
@@ -73,7 +73,7 @@ def test_a_first_question_costs_what_ask_says(desk: Desk, image: Media, tiny) ->
     assert kept[1] < 0.25 * kept[0]
 
 
-def test_text_grows_piece_by_piece(desk: Desk, image: Media) -> None:
+def test_text_is_streamed(desk: Desk, image: Media) -> None:
     seen = []
     given = ("u", image, "Describe the image.", "balanced", 24, False)
     for talk in desk.ask(*given):
@@ -86,7 +86,7 @@ def test_text_grows_piece_by_piece(desk: Desk, image: Media) -> None:
     assert len(talk.turns) == 1
 
 
-def test_a_later_question_finds_the_image_read(desk: Desk, image: Media) -> None:
+def test_later_question_reuses_the_image(desk: Desk, image: Media) -> None:
     first = ask(desk, image)
     assert first.turns[0].answers[FULL].stats.prompt_reused == 0
     talk = ask(desk, image, "What color is the circle?")
@@ -98,7 +98,7 @@ def test_a_later_question_finds_the_image_read(desk: Desk, image: Media) -> None
     assert talk.turns[1].texts[FULL] == "purple"
 
 
-def test_history_reaches_both_sides(desk: Desk, image: Media, tiny) -> None:
+def test_both_answers_see_the_history(desk: Desk, image: Media, tiny) -> None:
     ask(desk, image, history=True)
     talk = ask(desk, image, "Is there a blue circle?", history=True)
     said = [{"role": "user", "content": [{"type": "image", "image": image.path},
@@ -116,7 +116,7 @@ def test_history_reaches_both_sides(desk: Desk, image: Media, tiny) -> None:
 
 
 @pytest.mark.parametrize("history", [False, True])
-def test_looking_again_takes_all_tokens(desk: Desk, image: Media, history: bool) -> None:
+def test_full_detail_uses_all_tokens(desk: Desk, image: Media, history: bool) -> None:
     ask(desk, image, history=history, recipe="grid:0.05")
     talk = ask(desk, image, "What color is the circle?", history=history, recipe="grid:0.05")
     kept = talk.turns[-1].shown.stats.equivalent_tokens
@@ -131,7 +131,7 @@ def test_looking_again_takes_all_tokens(desk: Desk, image: Media, history: bool)
     assert ask(desk, image, history=history, recipe="grid:0.05").turns[-1].texts[RECIPE]
 
 
-def test_another_recipe_begins_another_conversation(desk: Desk, image: Media) -> None:
+def test_new_recipe_starts_a_new_conversation(desk: Desk, image: Media) -> None:
     first = ask(desk, image)
     second = ask(desk, image, recipe="fast")
     assert second is not first
@@ -140,7 +140,7 @@ def test_another_recipe_begins_another_conversation(desk: Desk, image: Media) ->
     assert ask(desk, image, recipe=str(vlmfast.Recipe.parse("fast"))) is second
 
 
-def test_a_video_is_read_frame_by_frame(desk: Desk, examples) -> None:
+def test_video_is_sampled_and_shown_by_frame(desk: Desk, examples) -> None:
     path, question = examples["video"][0]
     turn = ask(desk, Media("video", path, 4), question).turns[-1]
     assert turn.texts == {FULL: "up", RECIPE: "up"}
@@ -170,7 +170,7 @@ class AskedEnds(Ends):
 
 
 @pytest.mark.parametrize("stage", [Ends(), AskedEnds()])
-def test_a_recipe_may_choose_the_frames_itself(tiny, tmp_path: Path, stage: MediaStage) -> None:
+def test_frame_selection_by_the_recipe(tiny, tmp_path: Path, stage: MediaStage) -> None:
     path = tmp_path / "clip.mp4"
     write_video(path, 40, 4)
     talk = Conversation(tiny, Media("video", str(path), 3), vlmfast.Recipe((stage,)), False)
@@ -178,7 +178,7 @@ def test_a_recipe_may_choose_the_frames_itself(tiny, tmp_path: Path, stage: Medi
     turn = talk.turns[-1]
     images = {side: answer.trace.images for side, answer in turn.answers.items()}
     assert [len(images[side]) for side in (FULL, RECIPE)] == [3, 2]
-    assert images[RECIPE][1].getpixel((0, 0))[0] > 30  # of the whole clip, not of the three frames
+    assert images[RECIPE][1].getpixel((0, 0))[0] > 30  # of the whole video, not of the three frames
     before, after = panels.slider(turn.answers[FULL], turn.shown)
     assert before.size == after.size
     list(talk.ask("Which object moves?", max_new_tokens=2))
@@ -190,7 +190,7 @@ def test_a_recipe_may_choose_the_frames_itself(tiny, tmp_path: Path, stage: Medi
 # --- what is shown -------------------------------------------------------------------------------
 
 
-def test_counters_are_those_of_the_answers(desk: Desk, image: Media) -> None:
+def test_counters_equal_the_answers_statistics(desk: Desk, image: Media) -> None:
     recipe = f"{BALANCED}+pyramiddrop:positions=keep+draft-ngram"
     talk = ask(desk, image, "Describe the image.", recipe=recipe, tokens=64)
     turn = talk.turns[-1]
@@ -213,7 +213,7 @@ def test_counters_are_those_of_the_answers(desk: Desk, image: Media) -> None:
     assert {cell for *cells, _ in panels.counters(None) for cell in cells[1:]} == {"–"}
 
 
-def test_the_slider_shows_both_alike(desk: Desk, image: Media) -> None:
+def test_slider_images_have_one_size(desk: Desk, image: Media) -> None:
     import numpy as np
 
     turn = ask(desk, image).turns[-1]
@@ -226,7 +226,7 @@ def test_the_slider_shows_both_alike(desk: Desk, image: Media) -> None:
     assert np.array_equal(np.asarray(same[0]), np.asarray(same[1]))
 
 
-def test_depths_follow_the_trace(desk: Desk, image: Media) -> None:
+def test_depth_slider_follows_the_trace(desk: Desk, image: Media) -> None:
     recipe = f"{BALANCED}+pyramiddrop:positions=keep"
     answer = ask(desk, image, recipe=recipe).turns[-1].shown
     captions = [caption for _, caption in panels.depths(answer)]
@@ -253,7 +253,7 @@ def test_messages_are_escaped() -> None:
     assert "<b>" not in panels.table([("<b>", "<b>", "<b>")])
 
 
-def test_the_measured_plots_are_there() -> None:
+def test_measured_plots_exist() -> None:
     assert len(panels.plots()) == 2
 
 
@@ -268,17 +268,17 @@ def bad_files(folder: Path) -> dict[str, tuple[str, bytes, str]]:
     whole = io.BytesIO()
     Image.effect_noise((64, 64), 50).convert("RGB").save(whole, "PNG")
     return {
-        "not a picture": ("image", b"hello, I am a text" * 20, "neither|not"),
+        "not an image": ("image", b"hello, I am a text" * 20, "neither|not"),
         "truncated": ("image", whole.getvalue()[:-2000], "truncated|damaged"),
         "300 megapixels": ("image", png_of(20_000, 15_000), "too large|pixels"),
         "empty": ("image", b"", "empty"),
-        "a picture among the clips": ("video", whole.getvalue(), "tab Image"),
-        "not a clip": ("video", b"hello, I am a text" * 20, "neither|not"),
+        "an image as video": ("video", whole.getvalue(), "tab Image"),
+        "not a video": ("video", b"hello, I am a text" * 20, "neither|not"),
     }
 
 
 @pytest.mark.parametrize("what", list(bad_files(Path())))
-def test_a_bad_file_says_what_is_wrong_and_the_next_question_works(
+def test_unreadable_file_is_reported_and_the_next_question_works(
     desk: Desk, image: Media, tmp_path: Path, what: str
 ) -> None:
     kind, data, words = bad_files(tmp_path)[what]
@@ -292,12 +292,12 @@ def test_a_bad_file_says_what_is_wrong_and_the_next_question_works(
     assert ask(desk, image).turns[-1].texts[FULL] == "yellow triangle"
 
 
-def test_no_file(desk: Desk) -> None:
+def test_question_without_file(desk: Desk) -> None:
     with pytest.raises(MediaError, match="upload one"):
         ask(desk, Media("image", None))
 
 
-def test_of_an_animation_the_first_image_is_taken(desk: Desk, tmp_path: Path, examples) -> None:
+def test_animation_gives_its_first_image(desk: Desk, tmp_path: Path, examples) -> None:
     from PIL import Image
 
     frames = [Image.open(path).convert("RGB") for path, _ in examples["image"][:2]]
@@ -322,7 +322,7 @@ def write_video(path: Path, frames: int, rate: int) -> None:
 
 
 def write_sound(path: Path) -> None:
-    """A clip without a picture."""
+    """A video file with sound only."""
     import av
     import numpy as np
 
@@ -334,14 +334,14 @@ def write_sound(path: Path) -> None:
         container.mux(stream.encode())
 
 
-def test_a_video_without_frames(desk: Desk, tmp_path: Path) -> None:
+def test_video_without_frames_is_reported(desk: Desk, tmp_path: Path) -> None:
     path = tmp_path / "sound.mp4"
     write_sound(path)
     with pytest.raises(MediaError, match=r"video stream|no video"):
         ask(desk, Media("video", str(path)))
 
 
-def test_an_hour_of_video_costs_the_frames_that_are_read(desk: Desk, tmp_path: Path) -> None:
+def test_long_video_costs_only_sampled_frames(desk: Desk, tmp_path: Path) -> None:
     path = tmp_path / "hour.mp4"
     write_video(path, 3600, 1)
     talk = ask(desk, Media("video", str(path), 4), "Which object moves?")
@@ -349,12 +349,12 @@ def test_an_hour_of_video_costs_the_frames_that_are_read(desk: Desk, tmp_path: P
 
 
 @pytest.mark.parametrize("question", ["", "  \n"])
-def test_an_empty_question(desk: Desk, image: Media, question: str) -> None:
+def test_empty_question_is_reported(desk: Desk, image: Media, question: str) -> None:
     with pytest.raises(VLMFastError, match="question is empty"):
         ask(desk, image, question)
 
 
-def test_a_mistyped_recipe_keeps_the_conversation(desk: Desk, image: Media) -> None:
+def test_invalid_recipe_keeps_the_conversation(desk: Desk, image: Media) -> None:
     talk = ask(desk, image)
     with pytest.raises(RecipeError, match="hired"):
         ask(desk, image, recipe="hirred:0.2")
@@ -362,18 +362,18 @@ def test_a_mistyped_recipe_keeps_the_conversation(desk: Desk, image: Media) -> N
     assert len(talk.turns) == 2
 
 
-def test_nothing_to_look_at_again(desk: Desk) -> None:
+def test_full_detail_without_question(desk: Desk) -> None:
     with pytest.raises(VLMFastError, match="ask a question first"):
         list(desk.look_again("u", 8))
 
 
-def test_models_that_cannot_be_had_leave_the_old_one(
+def test_unavailable_model_keeps_the_current_one(
     desk: Desk, image: Media, tmp_path: Path, random_llava: Path
 ) -> None:
     talk = ask(desk, image)
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
     for name, words in (
-        ("nobody/no-such-model", "nobody/no-such-model"),
+        ("example/no-such-model", "example/no-such-model"),
         (str(tmp_path), "'bert' model, which is not supported"),
         (" ", "the model is empty"),
     ):
@@ -388,7 +388,7 @@ def test_models_that_cannot_be_had_leave_the_old_one(
     assert FULL in ask(desk, image, recipe="none", tokens=2).turns[-1].answers
 
 
-def test_leaving_in_the_middle_frees_the_model(desk: Desk, image: Media) -> None:
+def test_leaving_during_an_answer_releases_the_model(desk: Desk, image: Media) -> None:
     ask(desk, image)
     pieces = desk.ask("u", image, "Describe the image.", "balanced", 512, False)
     talk = next(pieces)
@@ -401,7 +401,7 @@ def test_leaving_in_the_middle_frees_the_model(desk: Desk, image: Media) -> None
     assert talk.turns[-1].texts[RECIPE] == "yellow triangle"
 
 
-def test_an_answer_of_a_closed_conversation_stops(desk: Desk, image: Media) -> None:
+def test_closed_conversation_stops_its_answer(desk: Desk, image: Media) -> None:
     pieces = desk.ask("u", image, "Describe the image.", "balanced", 512, False)
     next(pieces)
     desk.forget("u")
@@ -410,7 +410,7 @@ def test_an_answer_of_a_closed_conversation_stops(desk: Desk, image: Media) -> N
     assert ask(desk, image).turns[-1].texts[FULL] == "yellow triangle"
 
 
-def test_stopping_leaves_what_was_said_before(desk: Desk, image: Media) -> None:
+def test_stop_keeps_earlier_answers(desk: Desk, image: Media) -> None:
     ask(desk, image)
     pieces = desk.ask("u", image, "Describe the image.", "balanced", 512, False)
     talk = next(pieces)
@@ -439,7 +439,7 @@ def test_answers_are_bounded(tiny, image: Media) -> None:
     assert len(answer.token_ids) < len(whole.token_ids)
 
 
-def test_users_do_not_meet(desk: Desk, examples) -> None:
+def test_users_are_isolated(desk: Desk, examples) -> None:
     first, second = (Media("image", examples["image"][i][0]) for i in (0, 2))
     a = desk.ask("a", first, QUESTION, "balanced", 24, False)
     b = desk.ask("b", second, QUESTION, "fast", 24, False)

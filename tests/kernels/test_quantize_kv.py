@@ -16,11 +16,11 @@ from vlmfast.kernels import quantize_kv
 from vlmfast.kernels.quantize_kv import (
     channel_scale,
     channel_scale_ref,
-    quantise_keys,
-    quantise_keys_ref,
-    quantise_values,
-    quantise_values_ref,
     quantize,
+    quantize_keys,
+    quantize_keys_ref,
+    quantize_values,
+    quantize_values_ref,
 )
 
 pytestmark = [
@@ -67,11 +67,11 @@ def test_keys_match_reference(bits, group, stored, device):
     for dim, n, dtype, masked_only in ((16, 70, torch.float32, True), (72, 33, stored, False)):
         x, valid = noise(1, 2, n, dim, dtype=dtype), ragged(1, 2, n=n)
         for seen in (valid,) if masked_only else (None,):
-            expected = quantise_keys_ref(x, bits, group, seen, dtype=stored)
+            expected = quantize_keys_ref(x, bits, group, seen, dtype=stored)
             mask = None if seen is None else seen.to(device)
-            assert same(quantise_keys(x.to(device), bits, group, mask, dtype=stored), expected)
+            assert same(quantize_keys(x.to(device), bits, group, mask, dtype=stored), expected)
     other = noise(1, 2, n, dim, seed=1).to(device)  # control
-    assert not same(quantise_keys(other, bits, group, dtype=stored), expected)
+    assert not same(quantize_keys(other, bits, group, dtype=stored), expected)
 
 
 @pytest.mark.parametrize(("bits", "group"), VALUES)
@@ -84,14 +84,14 @@ def test_values_match_reference(bits, group, stored, device):
             scale = channel_scale_ref(x, seen, dtype=stored)
             assert same(channel_scale(x.to(device), mask, dtype=stored), scale)
             for divisor in (scale,) if masked_only else (None, scale):
-                expected = quantise_values_ref(x, bits, group or dim, divisor, seen, dtype=stored)
+                expected = quantize_values_ref(x, bits, group or dim, divisor, seen, dtype=stored)
                 divisor = None if divisor is None else divisor.to(device)
                 assert same(
-                    quantise_values(x.to(device), bits, group, divisor, mask, dtype=stored),
+                    quantize_values(x.to(device), bits, group, divisor, mask, dtype=stored),
                     expected,
                 )
     other = noise(2, n, dim, seed=1).to(device)  # control
-    assert not same(quantise_values(other, bits, group, dtype=stored), expected)
+    assert not same(quantize_values(other, bits, group, dtype=stored), expected)
 
 
 @pytest.mark.parametrize("stored", TYPES)
@@ -104,26 +104,26 @@ def test_out_of_range_values_match_reference(stored, device):
     x[0, 5, :, 2] = torch.arange(40) / 2  # codes of 2.5: half to even
     x[0, 5, :, 3] = -0.0
     for bits in (2, 8):
-        expected = quantise_keys_ref(x, bits, 0, dtype=stored)
-        assert same(quantise_keys(x.to(device), bits, 0, dtype=stored), expected)
-        expected = quantise_values_ref(x, bits, 8, dtype=stored)
-        assert same(quantise_values(x.to(device), bits, 8, dtype=stored), expected)
+        expected = quantize_keys_ref(x, bits, 0, dtype=stored)
+        assert same(quantize_keys(x.to(device), bits, 0, dtype=stored), expected)
+        expected = quantize_values_ref(x, bits, 8, dtype=stored)
+        assert same(quantize_values(x.to(device), bits, 8, dtype=stored), expected)
 
 
 def test_single_slot_and_wide_head(device):
     x = noise(1, 1, 136).half()
-    expected = quantise_keys_ref(x, 2, 0, dtype=torch.float16)
-    assert same(quantise_keys(x.to(device), 2, 0, dtype=torch.float16), expected)
+    expected = quantize_keys_ref(x, 2, 0, dtype=torch.float16)
+    assert same(quantize_keys(x.to(device), 2, 0, dtype=torch.float16), expected)
     scale = channel_scale_ref(x, dtype=torch.float16)
     assert same(channel_scale(x.to(device), dtype=torch.float16), scale)
-    expected = quantise_values_ref(x, 4, 136, scale, dtype=torch.float16)
-    ours = quantise_values(x.to(device), 4, None, scale.to(device), dtype=torch.float16)
+    expected = quantize_values_ref(x, 4, 136, scale, dtype=torch.float16)
+    ours = quantize_values(x.to(device), 4, None, scale.to(device), dtype=torch.float16)
     assert same(ours, expected)
 
 
 def test_rounds_half_to_even(device):
     x = torch.tensor([0.0, 0.5, 1.5, 2.5, 3.5, 15.0])[None, :, None].repeat(1, 1, 8)
-    packed, step, _ = quantise_keys(x.to(device), 4, dtype=torch.float32)
+    packed, step, _ = quantize_keys(x.to(device), 4, dtype=torch.float32)
     assert bool((step == 1).all())
     assert (packed[0, :, 0] & 15).tolist() == [0, 0, 2, 2, 4, 15]
 
@@ -164,21 +164,21 @@ def test_non_contiguous_inputs(device):
     part = x[:, 1:, 5:50]
     valid = torch.arange(45).expand(2, 2, -1) % 3 > 0
     mask = valid.to(device)
-    expected = quantise_keys_ref(part, 4, 8, valid, dtype=torch.float16)
-    ours = quantise_keys(x.to(device)[:, 1:, 5:50], 4, 8, mask, dtype=torch.float16)
+    expected = quantize_keys_ref(part, 4, 8, valid, dtype=torch.float16)
+    ours = quantize_keys(x.to(device)[:, 1:, 5:50], 4, 8, mask, dtype=torch.float16)
     assert same(ours, expected)
     transposed = noise(2, 48, 60).transpose(1, 2)  # the channels are not contiguous
     scale = channel_scale_ref(transposed, dtype=torch.float32)
-    expected = quantise_values_ref(transposed, 2, 12, scale, dtype=torch.float32)
-    ours = quantise_values(transposed.to(device), 2, 12, scale.to(device), dtype=torch.float32)
+    expected = quantize_values_ref(transposed, 2, 12, scale, dtype=torch.float32)
+    ours = quantize_values(transposed.to(device), 2, 12, scale.to(device), dtype=torch.float32)
     assert same(ours, expected)
     five = noise(2, 1, 2, 20, 16)
-    expected = quantise_keys_ref(five, 4, 0, dtype=torch.float16)
-    assert same(quantise_keys(five.to(device), 4, 0, dtype=torch.float16), expected)
+    expected = quantize_keys_ref(five, 4, 0, dtype=torch.float16)
+    assert same(quantize_keys(five.to(device), 4, 0, dtype=torch.float16), expected)
     flat = noise(20, 16)
     assert same(
-        quantise_keys(flat.to(device), 4, 0, dtype=torch.float16),
-        quantise_keys_ref(flat, 4, 0, dtype=torch.float16),
+        quantize_keys(flat.to(device), 4, 0, dtype=torch.float16),
+        quantize_keys_ref(flat, 4, 0, dtype=torch.float16),
     )
 
 
@@ -186,12 +186,12 @@ def test_non_contiguous_inputs(device):
 @pytest.mark.parametrize("group", [0, 8])
 def test_empty_slots_and_heads(shape, group, device):
     x = torch.zeros(shape)
-    expected = quantise_keys_ref(x, 4, group, dtype=torch.float16)
-    assert same(quantise_keys(x.to(device), 4, group, dtype=torch.float16), expected)
+    expected = quantize_keys_ref(x, 4, group, dtype=torch.float16)
+    assert same(quantize_keys(x.to(device), 4, group, dtype=torch.float16), expected)
     if shape[0]:
         expected = channel_scale_ref(x, dtype=torch.float16)
         assert same(channel_scale(x.to(device), dtype=torch.float16), expected)
-    packed, step, _ = quantise_values(x.to(device), 4, 8, dtype=torch.float16)
+    packed, step, _ = quantize_values(x.to(device), 4, 8, dtype=torch.float16)
     assert packed.shape == (*shape[:-1], 8) and step.shape == (*shape[:-1], 2)
 
 
@@ -216,27 +216,27 @@ def test_golden(prefix, runner, changed):
 
 
 def test_environment_selects_implementation(device, monkeypatch):
-    monkeypatch.setattr(quantize_kv, "quantise_keys_ref", None)
-    quantise_keys(noise(1, 4, 8).to(device), 4, dtype=torch.float16)
+    monkeypatch.setattr(quantize_kv, "quantize_keys_ref", None)
+    quantize_keys(noise(1, 4, 8).to(device), 4, dtype=torch.float16)
     monkeypatch.setenv("VLMFAST_KERNELS", "torch")
     with pytest.raises(TypeError):
-        quantise_keys(noise(1, 4, 8).to(device), 4, dtype=torch.float16)
+        quantize_keys(noise(1, 4, 8).to(device), 4, dtype=torch.float16)
 
 
 def test_invalid_inputs_raise(device):
     for dim in (12, 264):
         x = torch.zeros(1, 4, dim, device=device)
         for run in (
-            lambda x=x: quantise_keys(x, 4, dtype=torch.float16),
-            lambda x=x: quantise_values(x, 4, dtype=torch.float16),
+            lambda x=x: quantize_keys(x, 4, dtype=torch.float16),
+            lambda x=x: quantize_values(x, 4, dtype=torch.float16),
             lambda x=x: channel_scale(x, dtype=torch.float16),
         ):
             with pytest.raises(VLMFastError, match=f"quantize_kv: head dimension {dim}"):
                 run()
     x = torch.zeros(1, 4, 16, device=device)
     with pytest.raises(ValueError, match="bits=3"):
-        quantise_keys(x, 3, dtype=torch.float16)
+        quantize_keys(x, 3, dtype=torch.float16)
     with pytest.raises(ValueError, match="groups of 5"):
-        quantise_values(x, 4, 5, dtype=torch.float16)
+        quantize_values(x, 4, 5, dtype=torch.float16)
     with pytest.raises(VLMFastError, match="quantize_kv: tensors on"):
-        quantise_keys(x, 4, 0, torch.ones(1, 4, device="meta"), dtype=torch.float16)
+        quantize_keys(x, 4, 0, torch.ones(1, 4, device="meta"), dtype=torch.float16)

@@ -238,7 +238,7 @@ class EncodeRequest:
         As in `PrefillContext`.
     order : Tensor, int64, (T,), optional
         Indices of these tokens in the full prompt.
-    pictures : sequence of PIL.Image.Image
+    images : sequence of PIL.Image.Image
         The images, by ``TokenLayout.item``; empty where only their features are known.
     """
 

@@ -102,11 +102,11 @@ def load_published(stage: DrafterStage, folder: str | Path, sizes: dict[str, Any
             f"{stage.name}: the drafter in {folder} is for models of width {width}, this one has "
             f"{sizes['width']}"
         )
-    tap = config.get("target_hidden_size") or width
-    if tap != width:
+    target_width = config.get("target_hidden_size") or width
+    if target_width != width:
         raise RecipeError(
-            f"{stage.name}: the drafter in {folder} has width {width}, its model has width {tap}; "
-            "drafters with embeddings of their own are not supported"
+            f"{stage.name}: the drafter in {folder} has width {width}, its model has width "
+            f"{target_width}; drafters with embeddings of their own are not supported"
         )
     if (act := layer.get("hidden_act", "silu")) != "silu":
         raise RecipeError(f"{stage.name}: {folder} has hidden_act={act}; only silu is supported")

@@ -31,7 +31,7 @@ class Rows:
     split : str
     needed : sequence of str
         Required columns.
-    pictures : sequence of str
+    image_columns : sequence of str
         Columns of images.
     configs : sequence of str
         Configurations of the hub repository, in this order. Missing ones are skipped; if all are
@@ -46,7 +46,7 @@ class Rows:
     source: str | Path
     split: str
     needed: Sequence[str]
-    pictures: Sequence[str] = ()
+    image_columns: Sequence[str] = ()
     configs: Sequence[str] = ()
     _texts: list[dict[str, Any]] | None = field(default=None, repr=False)
     _cached: dict[int, dict[str, Any]] = field(default_factory=dict, repr=False)
@@ -79,12 +79,12 @@ class Rows:
 
         Every recipe uses all images, and reading a stream again may download it again.
         """
-        images = {key: row[key] for key in self.images if row.get(key) is not None}
+        images = {key: row[key] for key in self.image_columns if row.get(key) is not None}
         size = sum(map(_stored_bytes, images.values()))
         if images and size <= self._free_bytes:
             self._free_bytes -= size
             self._cached[number] = images
-        return {key: value for key, value in row.items() if key not in self.images}
+        return {key: value for key, value in row.items() if key not in self.image_columns}
 
     def _stream(self) -> Iterator[dict[str, Any]]:
         for part in self._parts():
@@ -109,7 +109,7 @@ class Rows:
         """Keep images encoded, so that a damaged image fails only its own sample."""
         from datasets import Image
 
-        for name in self.images:
+        for name in self.image_columns:
             if isinstance(part.features.get(name), Image):
                 part = part.cast_column(name, Image(decode=False))
         return part

@@ -177,8 +177,8 @@ def part_of(docs: list[Doc], part: int, parts: int) -> list[Doc]:
     """
     if not 0 <= part < parts:
         raise VLMFastError(f"shard {part}/{parts} is invalid; of 4 shards, the first is 0/4")
-    index = {name: i for i, name in enumerate(dict.fromkeys(doc.image for doc in docs))}
-    return [doc for doc in docs if index[doc.image] % parts == part]
+    index = {name: i for i, name in enumerate(dict.fromkeys(doc.media_id for doc in docs))}
+    return [doc for doc in docs if index[doc.media_id] % parts == part]
 
 
 @dataclass(frozen=True)
@@ -285,7 +285,7 @@ class _Asking:
             "doc_id": doc.doc_id,
             "type": doc.type,
             "modality": doc.modality,
-            "picture": doc.image,
+            "picture": doc.media_id,
             **({"groups": dict(doc.groups)} if doc.groups else {}),
             **place,
             "prompt_hash": None,
@@ -324,7 +324,7 @@ def _by_image(docs: list[Doc]) -> list[list[Doc]]:
     """The questions about each image, in an order that does not depend on types or limits."""
     groups: dict[str, list[Doc]] = {}
     for doc in docs:
-        groups.setdefault(doc.image, []).append(doc)
+        groups.setdefault(doc.media_id, []).append(doc)
     return [sorted(own, key=lambda doc: zlib.crc32(doc.doc_id.encode())) for own in groups.values()]
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from vlmfast.core.former import FormerAttribute
 from vlmfast.core.params import nearest
 from vlmfast.errors import VLMFastError
 
@@ -36,7 +37,7 @@ class Doc:
     type : str
         Kind of question; headline scores are means over types.
     modality : {"image", "video"}
-    picture : str
+    media_id : str
         Identifies the image or video. Questions about the same one are not independent.
     question, target : str
     kind : {"question", "caption"}
@@ -52,13 +53,14 @@ class Doc:
     doc_id: str
     type: str
     modality: str
-    image: str
+    media_id: str
     question: str
     target: str
     kind: str
     seed: int
     groups: tuple[tuple[str, str], ...] = ()
     options: tuple[str, ...] = ()
+    picture = FormerAttribute("media_id")
 
 
 class Task(Protocol):

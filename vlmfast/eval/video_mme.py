@@ -94,7 +94,7 @@ class VideoMME:
         docs = first_of_each(docs, limit, lambda doc: dict(doc.groups)["duration"])
         if not self._reported:
             self._reported = True
-            self._report_missing(dict.fromkeys(doc.image for doc in docs))
+            self._report_missing(dict.fromkeys(doc.media_id for doc in docs))
         return docs
 
     def _report_missing(self, names: dict[str, None]) -> None:
@@ -127,15 +127,15 @@ class VideoMME:
 
     def media(self, doc: Doc, control: str | None = None) -> dict[str, Any]:
         """The selected frames, and the prompt, which may contain their subtitles."""
-        path = find_video(self.videos, doc.image)
+        path = find_video(self.videos, doc.media_id)
         if path is None:
-            raise MediaError(f"video {doc.image} of {doc.doc_id} is not in {self.videos}")
+            raise MediaError(f"video {doc.media_id} of {doc.doc_id} is not in {self.videos}")
         path = self._own(path, doc, "video")
         video = load_video(path, select=self._frames)
         frames = [grey(f) for f in video.frames] if control else video.frames
         text = None
         if self.subtitles:
-            file = Path(self.videos, "subtitle", f"{doc.image}.srt")
+            file = Path(self.videos, "subtitle", f"{doc.media_id}.srt")
             if file.is_file():
                 file = self._own(file, doc, "subtitles")
                 text = spoken(read_subtitles(file), video.indices, video.info, self.mode)

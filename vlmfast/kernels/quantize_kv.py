@@ -100,7 +100,7 @@ def grouped(x: Tensor, group: int, fill: float = 0.0) -> Tensor:
     return pad(x, (0, 0, 0, -x.shape[-2] % group), value=fill).unflatten(-2, (-1, group))
 
 
-def quantise_keys(
+def quantize_keys(
     x: Tensor, bits: int, group: int = 0, valid: Tensor | None = None, *, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Quantize keys per channel, over groups of slots.
@@ -118,14 +118,14 @@ def quantise_keys(
     packed : Tensor, uint8, (..., N, D*bits//8)
     step, minimum : Tensor, dtype, (..., G, D)
     """
-    run = _launch_keys if use_triton("quantize_kv", x, valid) else quantise_keys_ref
+    run = _launch_keys if use_triton("quantize_kv", x, valid) else quantize_keys_ref
     return run(x, bits, group, valid, dtype=dtype)
 
 
-def quantise_keys_ref(
+def quantize_keys_ref(
     x: Tensor, bits: int, group: int = 0, valid: Tensor | None = None, *, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`quantise_keys` in plain PyTorch."""
+    """`quantize_keys` in plain PyTorch."""
     x = x.float()
     low = high = x
     if valid is not None:
@@ -143,7 +143,7 @@ def quantise_keys_ref(
     return pack(codes, bits), step, minimum
 
 
-def quantise_values(
+def quantize_values(
     x: Tensor,
     bits: int,
     group: int | None = None,
@@ -171,11 +171,11 @@ def quantise_values(
     """
     group = x.shape[-1] if group is None else group
     check(bits, x.shape[-1], group)
-    run = _launch_values if use_triton("quantize_kv", x, scale, valid) else quantise_values_ref
+    run = _launch_values if use_triton("quantize_kv", x, scale, valid) else quantize_values_ref
     return run(x, bits, group, scale, valid, dtype=dtype)
 
 
-def quantise_values_ref(
+def quantize_values_ref(
     x: Tensor,
     bits: int,
     group: int,
@@ -184,7 +184,7 @@ def quantise_values_ref(
     *,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`quantise_values` in plain PyTorch."""
+    """`quantize_values` in plain PyTorch."""
     x = x.float()
     if valid is not None:
         x = x.masked_fill(~valid[..., None], 0.0)
@@ -215,8 +215,8 @@ def channel_scale_ref(x: Tensor, valid: Tensor | None = None, *, dtype: torch.dt
     return scale.masked_fill(scale == 0, 1)
 
 
-def dequantise_keys(packed: Tensor, step: Tensor, minimum: Tensor, bits: int, group: int) -> Tensor:
-    """The inverse of `quantise_keys`, float32 (..., N, D)."""
+def dequantize_keys(packed: Tensor, step: Tensor, minimum: Tensor, bits: int, group: int) -> Tensor:
+    """The inverse of `quantize_keys`, float32 (..., N, D)."""
     codes = unpack(packed, bits).float()
     step, minimum = step.float(), minimum.float()
     if group:
@@ -225,10 +225,10 @@ def dequantise_keys(packed: Tensor, step: Tensor, minimum: Tensor, bits: int, gr
     return codes * step + minimum
 
 
-def dequantise_values(
+def dequantize_values(
     packed: Tensor, step: Tensor, minimum: Tensor, bits: int, scale: Tensor | None = None
 ) -> Tensor:
-    """The inverse of `quantise_values`, float32 (..., N, D)."""
+    """The inverse of `quantize_values`, float32 (..., N, D)."""
     codes = unpack(packed, bits).float().unflatten(-1, (step.shape[-1], -1))
     x = (codes * step.float()[..., None] + minimum.float()[..., None]).flatten(-2)
     return x if scale is None else x * scale.float()[..., None, :]
@@ -309,8 +309,8 @@ class Segment:
 
     def dequantize(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Keys and values (..., N, D), computed in float32; padding gives finite numbers."""
-        keys = dequantise_keys(self.key_codes, self.key_step, self.key_min, self.bits, self.group)
-        values = dequantise_values(
+        keys = dequantize_keys(self.key_codes, self.key_step, self.key_min, self.bits, self.group)
+        values = dequantize_values(
             self.value_codes, self.value_step, self.value_min, self.bits, self.value_scale
         )
         return keys.to(dtype), values.to(dtype)
@@ -511,8 +511,8 @@ def quantize(
         scale = scaled
     else:
         scale = channel_scale(values, valid, dtype=dtype) if scaled else None
-    key_codes, key_step, key_min = quantise_keys(keys, bits, key_group, valid, dtype=dtype)
-    value_codes, value_step, value_min = quantise_values(
+    key_codes, key_step, key_min = quantize_keys(keys, bits, key_group, valid, dtype=dtype)
+    value_codes, value_step, value_min = quantize_values(
         values, bits, value_group, scale, valid, dtype=dtype
     )
     return Segment(

@@ -132,7 +132,7 @@ class AvReader(_Reader):
             super().__init__(self.name, [index / rate for index in range(count)], 0.0, fps)
         else:
             self._keys = sorted(packet.pts for packet in packets if packet.is_keyframe)
-            # If a recording starts within a group of pictures, its first key frame comes first.
+            # If a recording starts within a GOP, its first key frame comes first.
             shown = [packet for packet in shown if self._keys and packet.pts >= self._keys[0]]
             shown.sort(key=lambda packet: packet.pts)
             self._pts = [packet.pts for packet in shown]
@@ -257,7 +257,7 @@ class DecordReader(_Reader):
     """Frames by decord; parameters and errors as for :class:`AvReader`.
 
     It decodes from the beginning up to the last requested frame. After a seek, decord returns wrong
-    frames in open groups of pictures and near the end.
+    frames in open GOPs and near the end.
     """
 
     def __init__(self, name: str, file: BinaryIO) -> None:

@@ -114,7 +114,7 @@ class EagleModule(nn.Module):
         if self.fc_norm is not None:
             aux_hidden_states = features.chunk(AUX_STATES, dim=-1)
             features = torch.cat(
-                [norm(tap) for norm, tap in zip(self.fc_norm, aux_hidden_states, strict=True)],
+                [norm(state) for norm, state in zip(self.fc_norm, aux_hidden_states, strict=True)],
                 dim=-1,
             )
         return self.fc(features)
