@@ -334,7 +334,7 @@ def test_budget_of_a_layer_may_grow_again():
 def test_each_cake_parameter_has_an_effect():
     stage = CAKE(keep=0.3, window=8)
     usual = run(stage)[1]
-    for other in ({"share": 0.35}, {"gamma": 0.0}, {"tau1": 3.0}, {"tau2": 0.5}, {"kernel": 1}):
+    for other in ({"keep": 0.35}, {"gamma": 0.0}, {"tau1": 3.0}, {"tau2": 0.5}, {"kernel": 1}):
         changed = run(replace(stage, **other))[1]
         assert lengths(changed) != lengths(usual) or not same(changed, usual), other
 

@@ -148,8 +148,12 @@ def read_of(layout: TokenLayout, seed: int = 1, aux_hidden_states: bool = False,
     def rows(*shape: int) -> Tensor:
         return torch.randn(len(layout), *shape, generator=generator, dtype=torch.float64)
 
-    values = {"embeds": rows(WIDTH), "features": rows(WIDTH), "taps": rows(3, WIDTH)} | own
-    unused = "features" if aux_hidden_states else "taps"
+    values = {
+        "embeds": rows(WIDTH),
+        "features": rows(WIDTH),
+        "aux_hidden_states": rows(3, WIDTH),
+    } | own
+    unused = "features" if aux_hidden_states else "aux_hidden_states"
     return Read([7] * len(layout), layout, **(values | {unused: None}))
 
 
@@ -832,9 +836,13 @@ def test_recipes_round_trip_and_invalid_values_are_refused() -> None:
     stage = DraftEagle("prune", keep=0.1, nodes=12)
     assert Recipe.parse(str(stage)) == Recipe((stage,))
     assert DraftEagle().largest() == (26, 4)
-    assert (DraftEagle().features, DraftEagle().aux_hidden_states(32)) == (True, ())
+    assert (DraftEagle().features, DraftEagle().aux_hidden_state_layers(32)) == (True, ())
     third = DraftEagle(kind="eagle3")
-    assert (third.features, third.aux_hidden_states(32), third.aux_hidden_states(28)) == (
+    assert (
+        third.features,
+        third.aux_hidden_state_layers(32),
+        third.aux_hidden_state_layers(28),
+    ) == (
         False,
         (2, 16, 29),
         (2, 14, 25),

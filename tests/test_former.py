@@ -25,6 +25,8 @@ from vlmfast.core.params import param
 from vlmfast.core.protocols import DrafterStage, EncodeStage, PrefillStage
 from vlmfast.core.registry import stage_names
 
+# Elsewhere in the suite a deprecated name is an error.
+pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning")
 FILES = Path(__file__).parent / "data" / "former"
 
 

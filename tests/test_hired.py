@@ -344,7 +344,7 @@ def test_best_breaks_ties_by_index(scores: list[int], data: st.DataObject) -> No
         ("hired:rule=math", r"rule=math is out of range, allowed is one of paper, code"),
         ("hired:newline=some", r"newline=some .* one of drop, keep, rows"),
         ("hired:positions=odd", r"positions=odd .* one of keep, compact"),
-        ("hired:alfa=0.5", r"no parameter 'alfa' \(did you mean 'alpha'\?\); parameters: rate, "),
+        ("hired:alfa=0.5", r"no parameter 'alfa' \(did you mean 'alpha'\?\); parameters: keep, "),
         ("hirde", r"unknown method 'hirde' \(did you mean 'hired'\?\); known: .*hired"),
     ],
 )
@@ -355,5 +355,5 @@ def test_invalid_recipes_are_refused(word: str, message: str) -> None:
 
 @pytest.mark.parametrize("values", [{"keep": 1.5}, {"keep": 0.0}, {"keep": float("nan")}])
 def test_invalid_values_in_python_are_refused(values: dict[str, float]) -> None:
-    with pytest.raises(RecipeError, match="rate"):
+    with pytest.raises(RecipeError, match="keep"):
         HiRED(**values)

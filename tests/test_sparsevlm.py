@@ -120,15 +120,15 @@ def test_recycled_token_weights_are_used(vlm, monkeypatch) -> None:
         from vlmfast.compressors.prefill.sparsevlm import Drop
 
         (stage,) = (s for s in recipe.acting("prefill") if isinstance(s, Drop))
-        keep = Drop.keep
+        select = Drop.select_tokens
 
         def noted(self, step, layer):
-            rows = keep(self, step, layer)
+            rows = select(self, step, layer)
             steps.append(step.layout.weight[step.layout.visual].sum())
             steps.append(step.layout.select(rows).weight.max())
             return rows
 
-        monkeypatch.setattr(type(stage), "keep", noted)
+        monkeypatch.setattr(type(stage), "select_tokens", noted)
         return prefill(adapter, prompt, recipe, cache, *args, **kwargs)
 
     monkeypatch.setattr("vlmfast.engine.engine.prefill", watched)

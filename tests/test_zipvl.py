@@ -315,7 +315,7 @@ class PagedSlots(FakeSlots):
         for buffer in (self.keys, self.values, self.order, self.attention_mass):
             buffer[:, :-count] = buffer[:, count:].clone()
         self.length -= count
-        self.max_lengths -= count
+        self.max_length -= count
 
 
 def test_answer_is_quantized_in_pages() -> None:

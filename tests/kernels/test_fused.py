@@ -166,7 +166,7 @@ def written(cache: KVCache, tokens: int) -> list[Tensor]:
     for layer in cache.layers:
         at = torch.arange(layer.keys.shape[2], device=layer.keys.device)
         slots = at < layer.length[..., None] + tokens
-        for name in ("keys", "values", "order", "mass", "bias"):
+        for name in ("keys", "values", "order", "attention_mass", "bias"):
             values = getattr(layer, name)
             if values is not None:
                 tensors.append(

@@ -317,7 +317,7 @@ class DrafterTrainer(loop.Trainer):
 
     def __init__(self, args: argparse.Namespace) -> None:
         _check(args)
-        self.video, self.measured = args.video, {}
+        self.max_grad_norm, self.measured = args.clip, {}
         super().__init__(KINDS[args.kind], args)
         folder = Path(args.answers) if args.answers else self.out / "answers"
         self.answers = Answers(self.vlm, self.prompt, folder, args, self.leave_out)

@@ -310,7 +310,7 @@ class Trainer:
     # Options that must not change when a run resumes, and those stored with the weights.
     fixed = ("model", "data", "seed", "batch", "lr", "decay", "distill", "dtype", "num_frames")
     told = ("batch", "lr", "distill", "seed")
-    video = 1.0  # largest norm of a step's gradient
+    max_grad_norm = 1.0  # largest norm of a step's gradient
 
     def __init__(self, name: str, args: argparse.Namespace) -> None:
         import torch
@@ -482,7 +482,7 @@ class Trainer:
                     for key, value in info.items():
                         pair = sums.setdefault(key, [0.0, 0.0])
                         pair[0], pair[1] = pair[0] + value, pair[1] + 1
-                norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), self.video)
+                norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), self.max_grad_norm)
                 for group in self.optimizer.param_groups:
                     group["lr"] = group["peak"] * self.rate()
                 if math.isfinite(float(norm)):  # one bad batch must not corrupt the momenta

@@ -9,7 +9,7 @@ window. With ``P`` a layer's causal attention over its N slots, ``j < N - w``::
     preference = H^(1 / tau1) V^(1 / tau2)
 
 In addition to its window a layer gets a part, by preference, of the ``(C - w) L`` slots of all L
-layers, ``C = int(share N)``. A layer gets at most its own slots; the excess is split evenly among
+layers, ``C = int(keep N)``. A layer gets at most its own slots; the excess is split evenly among
 the others. It keeps
 the best by attention and by its changes, which foretell that a key will be wanted later::
 

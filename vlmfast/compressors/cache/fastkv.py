@@ -2,8 +2,8 @@
 
 Deep layers agree about which tokens matter. FastKV (arXiv 2502.01068, third version; the first two
 describe other schemes) runs the layers up to one in the middle, the TSP layer, on the whole prompt
-of N rows. After it only ``max(int(tsp N), int(share N))`` rows are kept (token-selective
-propagation), which makes the prefill cheaper. Every layer stores the same ``int(share N)`` slots,
+of N rows. After it only ``max(int(tsp N), int(keep N))`` rows are kept (token-selective
+propagation), which makes the prefill cheaper. Every layer stores the same ``int(keep N)`` slots,
 whether it saw the whole prompt or only the kept rows. Both selections are made by the last ``w``
 rows. With ``P`` the causal attention of a layer in query head h, for ``j < N - w``::
 

@@ -8,7 +8,7 @@ exceeds its budget, it evicts the slot with the lowest ``acc``, except for the l
     acc[h, j] += P[h, t, j]                               each token t of the answer
     keep        the last r slots and those with the largest acc of the others
 
-Of N slots, ``C = int(share N)`` are kept, ``r = int(recent C)`` of them as the last ones. Each
+Of N slots, ``C = int(keep N)`` are kept, ``r = int(recent C)`` of them as the last ones. Each
 further token evicts one slot per KV head, so that a layer keeps its size while the answer grows.
 
 Different from the authors' code, and why:

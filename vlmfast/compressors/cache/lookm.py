@@ -5,19 +5,19 @@ After the prefill of a layer, LOOK-M (EMNLP 2024 Findings, arXiv 2406.18139) sco
 text before images::
 
     a[h, j] = sum over all rows i of P[h, i, j]                 causal softmax attention
-    rec     = int(N share recent)        hh = int(N share (1 - recent))
+    rec     = int(N keep recent)        hh = int(N keep (1 - recent))
     keep      the last rec slots, and the hh first of the rest by (is text, a[h, j])
 
 Keys and values of an evicted slot merge into the kept slot whose key is most similar to its own, by
 `kernels.merge`. Without ``text_prior`` the first ``sinks`` slots come before all others instead.
 
 The paper adds ``max(a)`` to the scores of text, which is the order above. So text is never evicted,
-and a share that cannot hold it is an error; a prompt without images is unchanged.
+and a fraction that cannot hold it is an error; a prompt without images is unchanged.
 
 Different from the authors' code, and why:
 
 - Exactly ``hh + rec`` slots are kept, as in the paper. Their code keeps all text beyond ``hh`` too;
-  ``overrun`` does so, and then more than the share may be kept.
+  ``overrun`` does so, and then more than the fraction may be kept.
 - They add -65516 to the scores of an image. This overflows float16, and in bfloat16 all of these
   scores become equal: the order of ties then decides which image slots are kept. Here text comes
   first by comparison, and scores are unchanged.
@@ -114,7 +114,7 @@ class LookM(CacheStage):
         choices=("token", "slot", "all"),
     )
     text_prior: bool = param(True, "keep text before any image slot")
-    overrun: bool = param(False, "keep all text even beyond the share, as in the authors' code")
+    overrun: bool = param(False, "keep all text even beyond keep, as in the authors' code")
     sinks: int | None = param(
         None, "first slots always kept; by default 0 with text_prior and 4 without", ge=0
     )

@@ -2,7 +2,7 @@
 
 Shallow layers spread their attention over the whole prompt, deep ones concentrate it on few keys.
 PyramidKV (arXiv 2406.02069) ranks slots as SnapKV does (see `snapkv`) and decreases the number of
-slots from layer to layer. Of N slots, ``C = int(share N)`` are kept in the middle of L layers,
+slots from layer to layer. Of N slots, ``C = int(keep N)`` are kept in the middle of L layers,
 ``w`` of them being the window that every layer keeps; layer l keeps ``w + n_l``::
 
     m = floor((C - w) / beta)      M = 2 (C - w) - m

@@ -7,7 +7,7 @@ cache of the whole video never exists. No attention is needed: with ``k[h, j]`` 
 slot j in KV head h, a block of which ``v`` slots are visual keeps its text and::
 
     norm_j = sqrt(sum over all heads h of |k[h, j]|^2)
-    keep     the int(share v) visual slots, or top_k, with the smallest norm
+    keep     the int(keep v) visual slots, or top_k, with the smallest norm
 
 the same slots in all heads, in the order of the prompt.
 
@@ -64,7 +64,7 @@ class QuickPrefill(CacheStage):
     keep: float = param(
         0.5, "fraction of each block's visual tokens kept", gt=0.0, le=1.0, former=("share",)
     )
-    top_k: int | None = param(None, "visual tokens kept of each block, instead of share", ge=1)
+    top_k: int | None = param(None, "visual tokens kept of each block, instead of keep", ge=1)
     score: str = param(
         "key-norm-small",
         "which tokens are kept: small keys, large keys, or large values",

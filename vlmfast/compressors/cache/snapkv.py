@@ -7,7 +7,7 @@ and the best of the rest. With ``P`` the layer's causal attention, for ``j < N -
 
     s[h, j] = sum over the last w rows i of P[h, i, j]
     z[h]    = pool(s[h])                    1-D, odd kernel, stride 1, zeros beyond both ends
-    keep      the window and the int(share N) - w largest of z[h]
+    keep      the window and the int(keep N) - w largest of z[h]
 
 Different from the authors' code, and why:
 
@@ -15,10 +15,10 @@ Different from the authors' code, and why:
   head is stored once. The authors repeat the keys for each query head first, which makes the cache
   of a grouped-query model larger than an uncompressed one.
 - The budget is a fraction of the prompt. The authors keep a fixed number of slots; with N slots,
-  ``share = capacity / N`` is the same.
+  ``keep = capacity / N`` is the same.
 - A ``window`` below 1 is a fraction of the kept slots, as in ports to vision-language models (0.1).
   Then the last 32 rows vote, since the tenth of a short prompt's budget is hardly a row. The
-  default is the paper's number; a share that leaves no more than the window is an error.
+  default is the paper's number; a fraction that leaves no more than the window is an error.
 - Softmax, sums and pooling are float32 throughout; ties go to the lower index; kept slots keep the
   order of the prompt.
 """

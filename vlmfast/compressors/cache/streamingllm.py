@@ -4,7 +4,7 @@ Models attend to the first tokens when they need no other. StreamingLLM (ICLR 20
 2309.17453) keeps these sinks and a window that slides over the rest, however long a text becomes,
 and numbers the cache by slots: with n slots, the key in slot i is seen at the rotary distance
 ``n - 1 - i`` of the last one, no matter how far apart the tokens were. Of N slots of the prompt,
-the first ``sinks`` and the last ``int(share N) - sinks`` are kept; every token of the answer evicts
+the first ``sinks`` and the last ``int(keep N) - sinks`` are kept; every token of the answer evicts
 the oldest slot that is not a sink.
 
 The authors cache keys without rotary ids and rotate all of them by slot at each step. Here keys are

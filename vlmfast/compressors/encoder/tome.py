@@ -128,7 +128,7 @@ class ToMe(Stage):
     keep: float = param(
         1 / 3, "fraction of each view's visual tokens kept", gt=0.0, le=1.0, former=("rate",)
     )
-    r: int = param(0, "tokens merged in each block; if not 0, it replaces rate", ge=0)
+    r: int = param(0, "tokens merged in each block; if not 0, it replaces keep", ge=0)
     positions: str = positions_param("compact")
     proportional_attention: bool = proportional_attention_param(True)
     budget: float | None = budget_param()

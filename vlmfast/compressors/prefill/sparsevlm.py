@@ -128,7 +128,7 @@ class SparseVLM(Stage):
         if self.keep is None and self.budget is None and len(self.layers) != 3:
             raise RecipeError(
                 f"sparsevlm: the published counts are for 3 drops, layers has {len(self.layers)}; "
-                "give rate or budget"
+                "give keep or budget"
             )
 
     def expand(self) -> tuple[Stage, ...]:
@@ -225,8 +225,8 @@ class Drop(Part, PrefillStage):
             note["all"] = n
             if method.budget is not None:
                 note["totals"] = solve_counts(n, method.budget * came_in, layers, context.depth)
-            elif method.rate is not None:
-                note["totals"] = (count(method.rate, n),) * len(layers)
+            elif method.keep is not None:
+                note["totals"] = (count(method.keep, n),) * len(layers)
         if "totals" in note:
             total = min(note["totals"][index], n)
             return split(n, total) if method.recycle else (total, 0)

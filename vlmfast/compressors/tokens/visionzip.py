@@ -59,7 +59,7 @@ class VisionZip(Reducer):
     paper: ClassVar[str] = "CVPR 2025, arXiv 2412.04467"
     wants_cls: ClassVar[bool] = True
 
-    dominant: int = param(0, "D: tokens kept per view; D + C > 0 replaces rate", ge=0)
+    dominant: int = param(0, "D: tokens kept per view; D + C > 0 replaces keep", ge=0)
     contextual: int = param(0, "C: merged tokens per view", ge=0)
     proportional_attention: bool = proportional_attention_param(False)
     saliency: str = saliency_param()

@@ -60,7 +60,7 @@ class Optimizer:
         self.second = {n: torch.zeros_like(self.master[n]) for n in self.adam}
 
     @torch.no_grad()
-    def step(self, scale: float, video: float = 1.0) -> float:
+    def step(self, scale: float, max_norm: float = 1.0) -> float:
         """Apply the gradients at ``scale`` times the peak rate; return the gradient norm."""
         self.steps += 1
         live = {n: p.grad.float() for n, p in self.named.items() if p.grad is not None}
@@ -75,7 +75,7 @@ class Optimizer:
         for vision in (True, False):
             part = [n for n in norms if ("vision_tower" in n or "heads." in n) == vision]
             size = math.hypot(*(norms[n] for n in part)) if part else 0.0
-            factor |= dict.fromkeys(part, min(1.0, video / (size + 1e-6)))
+            factor |= dict.fromkeys(part, min(1.0, max_norm / (size + 1e-6)))
         lr = self.lr * scale
         for shape, names in self.groups.items():
             names = [n for n in names if n in live]
