@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ import torch
 
 import vlmfast
 from vlmfast import VLM, Recipe, RecipeError
+from vlmfast.cli import main
 from vlmfast.compressors.cache.h2o import H2O
 from vlmfast.compressors.prefill.pyramiddrop import PyramidDrop
 from vlmfast.compressors.tokens.divprune import DivPrune
@@ -26,8 +28,12 @@ from vlmfast.core.protocols import DrafterStage, EncodeStage, PrefillStage
 from vlmfast.core.registry import stage_names
 
 # Elsewhere in the suite a deprecated name is an error.
-pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("default::DeprecationWarning"),
+    pytest.mark.filterwarnings("default::FutureWarning"),
+]
 FILES = Path(__file__).parent / "data" / "former"
+IMAGE = str(Path(__file__).parents[1] / "examples" / "picture.png")
 
 
 @pytest.fixture
@@ -89,6 +95,13 @@ def test_former_names_of_a_class() -> None:
     assert former_names(Path) == []
 
 
+def test_former_module_runs_as_a_program() -> None:
+    command = [sys.executable, "-m", "vlmfast.models.tiny.training", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.startswith("usage: ")
+    assert "--minutes" in done.stdout or "--hours" in done.stdout or "--max-steps" in done.stdout
+
+
 def test_unknown_modules_stay_unknown() -> None:
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("vlmfast.nothing")
@@ -130,13 +143,21 @@ def test_former_parameters_warn_and_work(former, today, old: str) -> None:
     ],
 )
 def test_former_recipes_warn_and_parse(former: str, today: str) -> None:
-    with pytest.warns(DeprecationWarning, match="is deprecated, use"):
+    with pytest.warns(FutureWarning, match="is deprecated, use"):
         recipe = Recipe.parse(former)
     assert recipe == Recipe.parse(today)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert Recipe.parse(str(recipe)) == recipe  # what is written has the names of today
         assert Recipe.parse(today) == recipe
+
+
+def test_command_line_shows_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["ask", IMAGE, "What is there?", "--max-new-tokens", "1", "--recipe"]
+    assert main([*words, "hired:rate=0.3"]) == 0
+    assert capsys.readouterr().err == "vlmfast: warning: hired:rate= is deprecated, use keep=\n"
+    assert main([*words, "hired:keep=0.3"]) == 0
+    assert capsys.readouterr().err == ""
 
 
 def test_former_and_present_name_together_are_refused() -> None:
@@ -260,7 +281,7 @@ def test_a_trained_stage_of_the_first_version_loads(tiny: VLM) -> None:
 
 
 def test_a_recipe_file_of_the_first_version_loads(tmp_path: Path) -> None:
-    with pytest.warns(DeprecationWarning, match="repair"):
+    with pytest.warns(FutureWarning, match="repair"):
         recipe = Recipe.load(FILES / "recipe.yaml")
     assert str(recipe) == (
         "tome:keep=0.5,proportional_attention=false+divprune:0.3+"

@@ -683,10 +683,16 @@ def _bytes(value: float | None) -> str:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Suppress warnings and log lines of libraries: stderr is for vlmfast's errors."""
+    """Suppress warnings and log lines of libraries: stderr is for vlmfast's own messages."""
+
+    def show(message: Warning | str, *_: Any, **__: Any) -> None:
+        print(f"vlmfast: warning: {message}", file=sys.stderr)
+
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        warnings.filterwarnings("default", ".* is deprecated, use ", FutureWarning)
+        warnings.showwarning = show
         yield
 
 

@@ -6,10 +6,14 @@ import warnings
 from typing import Any
 
 
-def warn_renamed(old: str, new: str) -> None:
-    """Warn about a deprecated name; Python shows it once for each line that uses it."""
+def warn_renamed(old: str, new: str, category: type[Warning] = DeprecationWarning) -> None:
+    """Warn about a deprecated name.
+
+    Python shows a warning once for each line that causes it: a ``DeprecationWarning`` to those
+    who run this line, a ``FutureWarning``, for names in recipes, to everyone.
+    """
     # The caller of the function that knows the old name.
-    warnings.warn(f"{old} is deprecated, use {new}", DeprecationWarning, stacklevel=3)
+    warnings.warn(f"{old} is deprecated, use {new}", category, stacklevel=3)
 
 
 class FormerAttribute:

@@ -34,7 +34,7 @@ class KV:
         Valid slots of each head; the others, at the end, are padding.
     bias : Tensor, float32, (H, N), optional
         What attention adds to the logit of each key.
-    mass : Tensor, float32, (H, N), optional
+    attention_mass : Tensor, float32, (H, N), optional
         Attention that each slot has received so far, where a decode stage continues to count it.
     segments : tuple of Segment
         Quantized slots; ``keys`` and ``values`` hold the rest.

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 __all__ = ["MOVED", "former_names", "install"]
@@ -132,6 +132,12 @@ class _Loader(Loader):
             raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
 
         module.__dict__["__getattr__"] = find
+
+    def get_code(self, name: str) -> CodeType:
+        """What ``python -m NAME`` runs."""
+        (target,) = MOVED[name]
+        text = f"import runpy; runpy.run_module({target!r}, run_name='__main__', alter_sys=True)"
+        return compile(text, target, "exec")
 
 
 class _Finder(MetaPathFinder):

@@ -166,7 +166,7 @@ class EncodeStage(Stage):
         request: EncodeRequest,
     ) -> Tensor | None:
         """Rows of one image to keep: int64 indices, ascending; ``None`` for all."""
-        raise NotImplementedError(f"{type(self).__name__}.keep")
+        raise NotImplementedError(f"{type(self).__name__}.select_tokens")
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ class PrefillStage(Stage):
 
     def select_tokens(self, context: PrefillContext, layer: int) -> Tensor | None:
         """Rows of ``context.layout`` that enter ``layer``: int64, ascending, with all text."""
-        raise NotImplementedError(f"{type(self).__name__}.keep")
+        raise NotImplementedError(f"{type(self).__name__}.select_tokens")
 
     def attends(self, depth: int) -> tuple[int, ...]:
         """Layers (0 .. depth-1) whose attention `attend` computes."""
@@ -253,9 +253,7 @@ class DecodeStage(Stage):
     """Modifies the cache between decode steps."""
 
     protocol: ClassVar[str] = "decode"
-    attention_mass: ClassVar[bool] = (
-        False  # whether `step` reads the attention that each slot receives
-    )
+    attention_mass: ClassVar[bool] = False  # whether `step` reads what each slot receives
     every: ClassVar[int] = 1  # decode steps from one call to the next
 
     def step(self, slots: Slots, layer: int) -> None:
@@ -283,7 +281,7 @@ class Slots(Protocol):
     order : Tensor, int64, (H, capacity)
         Index of each slot's token in the full sequence, answer included. Slots beyond ``length``
         are undefined.
-    mass : Tensor, float32, (H, capacity)
+    attention_mass : Tensor, float32, (H, capacity)
         Attention received since the prompt, mean over the query heads of each KV head; only where
         a stage of the recipe sets ``attention_mass``. Writable.
     length : Tensor, int64, (H,)

@@ -155,6 +155,7 @@ class Stage(metaclass=_StageType):
         hints, values = get_type_hints(cls), {}
         names = {recipe_name(f): f.name for f in fields(cls)}
         former = {old: f.name for f in fields(cls) for old in f.metadata.get("former", ())}
+        choices = {f.name: f.metadata.get("former_choices", {}) for f in fields(cls)}
         for key, text in texts.items():
             if key is None:
                 if cls.lead is None:
@@ -169,9 +170,13 @@ class Stage(metaclass=_StageType):
                 )
             name = names.get(key) or former[key]
             if key not in names:
-                warn_renamed(f"{cls.name}:{key}=", f"{name}=")
+                warn_renamed(f"{cls.name}:{key}=", f"{name}=", FutureWarning)
             if name in values:
                 raise RecipeError(f"{cls.name}: {key} is given twice")
+            replaced = choices.get(name, {}).get(text)
+            if replaced is not None:
+                warn_renamed(f"{cls.name}:{name}={text}", f"{name}={replaced}", FutureWarning)
+                text = replaced
             values[name] = parse_value(cls.name, key, text, hints[name])
         return cls(**values)
 

@@ -201,13 +201,13 @@ class HiRED(Reducer):
             exists = exists & marked(seen.to(slot.device), importance)
 
         if self.budget is None:
-            kept = per_token(self._by_rate(content, importance, exists), slot)
+            kept = per_token(self._by_keep(content, importance, exists), slot)
             kept = kept | self._newlines(kept, layout, tiled)
         else:
             kept = self._by_budget(content, importance, exists, slot, layout, self.target(tokens))
         return kept.nonzero().flatten()
 
-    def _by_rate(self, content: Tensor | None, importance: Tensor, exists: Tensor) -> Tensor:
+    def _by_keep(self, content: Tensor | None, importance: Tensor, exists: Tensor) -> Tensor:
         """The paper's rule: patches of all views, newlines not counted: bool, (V, N)."""
         views, n = importance.shape
         if content is None:
