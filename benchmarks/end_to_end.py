@@ -68,7 +68,7 @@ QUESTION = "How many yellow objects are there?"
 FORCED = 8  # number of tokens whose logits are compared
 LEAST = {torch.float32: 1e-4, torch.bfloat16: 1e-2}  # smallest tolerance, relative
 USUAL = {"batches": "1,8,32", "new_tokens": 64, "repeats": 3}
-TOY = {"batches": "1,2", "new_tokens": 8, "repeats": 1}
+SMALL_MODEL = {"batches": "1,2", "new_tokens": 8, "repeats": 1}
 UNFINISHED = 3  # exit code
 FULL = "out of memory"
 
@@ -575,7 +575,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--fresh", action="store_true", help="discard the contents of the result file")
     add("--out", type=Path, help="default: benchmarks/results/end_to_end-MODEL-DEVICE.json")
     args = parser.parse_args(argv)
-    for name, value in (TOY if args.model == "tiny-shape" else USUAL).items():
+    for name, value in (SMALL_MODEL if args.model == "tiny-shape" else USUAL).items():
         if getattr(args, name) is None:
             setattr(args, name, value)
     if args.new_tokens < 3:

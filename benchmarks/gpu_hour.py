@@ -281,9 +281,9 @@ def beside_a_thread(bench: Bench) -> None:
 
 def step(bench: Bench) -> None:
     bandwidth = bench.bandwidth()
-    toy = end_to_end.MODELS["tiny-shape" if bench.dry else "llava-next-7b"]
+    small = end_to_end.MODELS["tiny-shape" if bench.dry else "llava-next-7b"]
     models = {
-        "llava-next-7b": lambda: end_to_end.build(toy, bench.device, bench.dtype),
+        "llava-next-7b": lambda: end_to_end.build(small, bench.device, bench.dtype),
         "qwen2.5-vl-7b": lambda: qwen(bench),
     }
     for name, build in models.items():
@@ -306,8 +306,8 @@ def qwen(bench: Bench) -> tuple[Any, Any]:
     sys.path.insert(0, str(ROOT / "tests"))
     import tiny_families
 
-    toy, processor = tiny_families.build_qwen2_5_vl()
-    config, shape = toy.config, end_to_end.MODELS["qwen2.5-vl-7b-shape"]
+    small, processor = tiny_families.build_qwen2_5_vl()
+    config, shape = small.config, end_to_end.MODELS["qwen2.5-vl-7b-shape"]
     if not bench.dry:
         text = config.text_config
         text.hidden_size, text.intermediate_size = shape.width, shape.ffn
@@ -322,7 +322,7 @@ def qwen(bench: Bench) -> tuple[Any, Any]:
     torch.set_default_dtype(bench.dtype)
     try:
         with torch.device(bench.device):
-            model = type(toy)(config)
+            model = type(small)(config)
     finally:
         torch.set_default_dtype(before)
     return model.eval().requires_grad_(False), processor

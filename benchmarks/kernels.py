@@ -67,7 +67,7 @@ class Shape:
     length: int
     width: int
     ffn: int
-    toy: bool = False
+    small: bool = False
 
 
 SHAPES = {
@@ -77,9 +77,9 @@ SHAPES = {
     "D": Shape(28, 4, 128, 8192, 3584, 18944),
     "E": Shape(28, 4, 128, 32768, 3584, 18944),
 }
-TOYS = {
-    "toy": Shape(4, 2, 16, 48, 64, 96, toy=True),
-    "odd": Shape(2, 2, 24, 37, 40, 72, toy=True),
+SMALL_SHAPES = {
+    "small": Shape(4, 2, 16, 48, 64, 96, small=True),
+    "odd": Shape(2, 2, 24, 37, 40, 72, small=True),
 }
 
 
@@ -420,7 +420,7 @@ def temporal_attention(s: Shape) -> Work:
     """A video of 4 frames, 576 positions, 16 heads of 64."""
     from vlmfast.kernels.temporal_attention import temporal_attention as kernel
 
-    size = (1, 3, 7, 2, 16) if s.toy else (1, 4, 576, 16, 64)
+    size = (1, 3, 7, 2, 16) if s.small else (1, 4, 576, 16, 64)
     query, key, value = (randn(*size, dtype=torch.float32) for _ in range(3))
     return Work(lambda: kernel(query, key, value), 4 * query.nbytes)
 
@@ -453,7 +453,7 @@ def cell_mix(s: Shape) -> Work:
 def resample(s: Shape) -> Work:
     from vlmfast.kernels.pool import resample as kernel
 
-    queries, heads, dim = (5, 2, 16) if s.toy else (80, 8, 64)
+    queries, heads, dim = (5, 2, 16) if s.small else (80, 8, 64)
     query = randn(queries, heads, dim, dtype=torch.float32)
     key = randn(s.length, heads, dim, dtype=torch.float32)
     rows = randn(s.length, s.width, dtype=torch.float32)
@@ -468,8 +468,8 @@ def similar(s: Shape) -> tuple[Tensor, int]:
     """Cosine similarities of an image's tokens, and how many tokens are selected."""
     from vlmfast.kernels.diversity import cosine
 
-    n = 24 if s.toy else 576
-    return cosine(randn(1, n, 32 if s.toy else 1024, dtype=torch.float32)), n // 6
+    n = 24 if s.small else 576
+    return cosine(randn(1, n, 32 if s.small else 1024, dtype=torch.float32)), n // 6
 
 
 def max_min(s: Shape) -> Work:
@@ -497,7 +497,7 @@ def density_peaks(s: Shape) -> Work:
 def atp_score(s: Shape) -> Work:
     from vlmfast.kernels.score import atp_score as kernel
 
-    n = 37 if s.toy else 576
+    n = 37 if s.small else 576
     attention = uniform(s.hq, n).softmax(-1)
     received = randn(s.hq, n, dtype=torch.float32)
     soft = uniform(n) + 0.1
@@ -784,7 +784,7 @@ def _product(timer: Timer, n: int = 8192) -> float:
 def measured(case: Case, shape: str, rates: dict[str, float] | None) -> dict[str, Any]:
     """One row: the comparison, and times if it passed and ``rates`` are known."""
     torch.manual_seed(0)
-    work = case.make((SHAPES | TOYS)[shape])
+    work = case.make((SHAPES | SMALL_SHAPES)[shape])
     row = {"file": case.file, "bytes": work.bytes, "flop": work.flop, "check": checked(work)}
     if rates is None or not row["check"]["passed"]:
         return row
@@ -970,7 +970,7 @@ def chosen(args: argparse.Namespace, cuda: bool) -> dict[str, list[Pair]]:
     for case in CASES:
         if args.kernel and not any(k == case.file or k in case.name for k in args.kernel):
             continue
-        shapes = [*(TOYS if args.check else ()), *(case.shapes if cuda else ())]
+        shapes = [*(SMALL_SHAPES if args.check else ()), *(case.shapes if cuda else ())]
         pairs = [(case.name, shape) for shape in shapes if wanted is None or shape in wanted]
         found.setdefault(case.file, []).extend(pairs)
     return found

@@ -49,9 +49,9 @@ def test_every_kernel_has_a_case() -> None:
 
 
 @pytest.mark.parametrize("case", kernels.CASES, ids=lambda case: case.name)
-@pytest.mark.parametrize("toy", kernels.TOYS)
-def test_every_case_runs(case: kernels.Case, toy: str) -> None:
-    work = case.make(kernels.TOYS[toy])
+@pytest.mark.parametrize("small", kernels.SMALL_SHAPES)
+def test_every_case_runs(case: kernels.Case, small: str) -> None:
+    work = case.make(kernels.SMALL_SHAPES[small])
     check = kernels.checked(work)
     assert check["passed"], check
     assert work.bytes > 0
@@ -70,7 +70,7 @@ def test_a_case_on_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 def test_interpreter_runs_in_a_separate_process() -> None:
     pytest.importorskip("triton")
-    pairs = [("swiglu, 1 token", "toy"), ("swiglu, 1 token", "odd")]
+    pairs = [("swiglu, 1 token", "small"), ("swiglu, 1 token", "odd")]
     rows = list(kernels.spawned(pairs, True, 120))
     assert [pair for pair, _ in rows] == pairs
     assert all(row["check"]["passed"] for _, row in rows), rows

@@ -379,12 +379,12 @@ def test_unavailable_model_keeps_the_current_one(
     ):
         with pytest.raises(VLMFastError, match=words):
             desk.load(name, device="cpu")
-        assert desk.toy
+        assert desk.is_demo_model
     assert issubclass(ModelError, VLMFastError)
     assert ask(desk, image) is talk
     desk.load(str(random_llava), device="cpu")
     assert talk.closed
-    assert not desk.toy
+    assert not desk.is_demo_model
     assert FULL in ask(desk, image, recipe="none", tokens=2).turns[-1].answers
 
 

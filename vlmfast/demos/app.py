@@ -190,7 +190,7 @@ def _user(request: gr.Request, kind: str) -> str:
 
 
 def _about(desk: Desk) -> str:
-    return f"Model: `{desk.name}`. " + (_TINY if desk.toy else "")
+    return f"Model: `{desk.name}`. " + (_TINY if desk.is_demo_model else "")
 
 
 # --- the recipe ----------------------------------------------------------------------------------
@@ -246,7 +246,7 @@ def _recipe_area(desk: Desk, recipe: str) -> tuple[Any, Any, Any]:
             elem_id="tokens",
         )
         history = gr.Checkbox(
-            not desk.toy,
+            not desk.is_demo_model,
             label="Include earlier questions in the context",
             info="tiny was trained on single questions and works best without them",
             elem_id="history",

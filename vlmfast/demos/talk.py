@@ -235,7 +235,7 @@ class Desk:
         self._lock = threading.Lock()
 
     @property
-    def toy(self) -> bool:
+    def is_demo_model(self) -> bool:
         return self.name == "tiny"
 
     def ask(
