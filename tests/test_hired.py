@@ -25,7 +25,7 @@ from vlmfast.errors import RecipeError
 
 stages = st.builds(
     HiRED,
-    rate=st.floats(0.02, 1),
+    keep=st.floats(0.02, 1),
     alpha=st.floats(0, 1),
     rule=st.sampled_from(["paper", "code"]),
     grid_compat=st.booleans(),
@@ -227,7 +227,7 @@ def test_choice_does_not_depend_on_other_images(stage: HiRED, images: list[dict]
 
 @given(stages, image_arguments())
 @settings(max_examples=40, deadline=None)
-def test_rate_selects_at_most_its_count(stage: HiRED, arguments: dict) -> None:
+def test_keep_selects_at_most_its_count(stage: HiRED, arguments: dict) -> None:
     tokens, kept = reduced(stage, arguments)
     if stage.keep == 1:
         assert kept is tokens
@@ -241,7 +241,7 @@ def test_rate_selects_at_most_its_count(stage: HiRED, arguments: dict) -> None:
 
 @given(stages, image_arguments(), st.floats(0.02, 1))
 @settings(max_examples=40, deadline=None)
-def test_higher_rate_keeps_a_superset(stage: HiRED, arguments: dict, rate: float) -> None:
+def test_higher_keep_selects_a_superset(stage: HiRED, arguments: dict, rate: float) -> None:
     low, high = sorted([stage.keep, rate])
     words = {"alpha": stage.alpha, "rule": stage.rule, "newline": stage.newline}
     fewer = reduced(HiRED(low, **words), arguments)[1]
@@ -285,7 +285,7 @@ def test_keep_1_is_identity(arguments: dict, seed: int) -> None:
         assert stage.reduce(tokens, stats, REQUEST) is tokens
 
 
-def test_budget_replaces_the_rate() -> None:
+def test_budget_replaces_keep() -> None:
     arguments = {"tiles": (2, 2), "patches": (6, 6)}
     assert orders(reduced(HiRED(1.0, budget=0.2), arguments)[1]) == orders(
         reduced(HiRED(0.7, budget=0.2), arguments)[1]

@@ -222,7 +222,7 @@ def test_placeholder_in_text_raises(family):
             with pytest.raises(VLMFastError, match=r"contains .*, the placeholder of an") as error:
                 way()
             assert mark in str(error.value)
-    assert vlm.ask("what is <image> ?", max_new_tokens=1).token_ids  # other tags are text
+    assert vlm.ask("what is <photo> ?", max_new_tokens=1).token_ids  # other tags are text
 
 
 def test_lone_surrogate_raises(vlm):
