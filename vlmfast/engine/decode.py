@@ -19,7 +19,7 @@ from vlmfast.models.base import Adapter
 from .cache import KVCache, RowSlots
 from .fused import fusable, fused_step
 from .graphs import Graphs, StepGraph
-from .hidden_states import tapped
+from .hidden_states import capture_layer_inputs
 from .output import Output
 
 _WIDTHS = (2, 4, 8, 16, 32, 48, 64)  # nodes of a captured tree
@@ -249,7 +249,7 @@ class Decoder:
         decoder = self.adapter.decoder
         with (
             self.shifted(self.context, position),
-            tapped(decoder, self.aux_layers, self.context) as seen,
+            capture_layer_inputs(decoder, self.aux_layers, self.context) as seen,
         ):
             if self.adapter.decoding == "compile":
                 decoder = self.adapter.kept.setdefault("compiled", torch.compile(decoder))

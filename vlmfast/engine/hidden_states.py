@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def tapped(
+def capture_layer_inputs(
     decoder: TextDecoder, layers: Sequence[int], context: Context
 ) -> Iterator[dict[int, Tensor]]:
     """Capture the input of ``layers`` in a forward pass of ``context``: (B, T, D) by layer."""
@@ -84,7 +84,7 @@ class Watch:
 
     @contextmanager
     def over(self, decoder: TextDecoder, context: PrefillContext) -> Iterator[dict[int, Tensor]]:
-        """Capture the aux_hidden_states of one forward pass of a prompt, and their rows."""
+        """Capture the auxiliary hidden states of one forward pass of a prompt, and their rows."""
 
         def hook(index: int) -> Callable[..., None]:
             def note(*_: Any) -> None:
@@ -95,7 +95,7 @@ class Watch:
 
         handles = [decoder.layers[at].register_forward_pre_hook(hook(at)) for at in self.layers]
         try:
-            with tapped(decoder, self.layers, context) as seen:
+            with capture_layer_inputs(decoder, self.layers, context) as seen:
                 yield seen
         finally:
             for handle in handles:
