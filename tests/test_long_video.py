@@ -601,6 +601,7 @@ def watch(layer, keys, values, *args, **kwargs):
 
 KVLayer.update = watch
 vlm = VLM(*build_llava(layers=2, kv_heads=2))
+vlm.model.config.get_text_config().max_position_embeddings = 8000  # more than a cache holds
 cap, *paths = sys.argv[2:]
 for path in paths:
     if int(cap):
