@@ -440,7 +440,7 @@ def together(problem: dict) -> tuple[Tensor, ...]:
 )
 def test_attention_equals_dense_over_dequantized(seed, heads, shared, rows, empty_tail, biased):
     case = problem(seed, heads, shared, rows, empty_tail, biased)
-    out, lse, mass = decode_mixed(**case, want_mass=True)
+    out, lse, mass = decode_mixed(**case, want_attention_mass=True)
     expected, lse_expected, p = dense(case["query"], *together(case))
     terms = 16 + together(case)[0].shape[2]
     close(out, expected.float(), terms=terms)
@@ -483,7 +483,7 @@ def poisoned(stored: Segment) -> Segment:
 @pytest.mark.parametrize("shared", [1, 2])
 def test_padding_slots_are_not_read(biased, shared):
     case = problem(5, 2, shared, 2, empty_tail=True, biased=biased)
-    clean = decode_mixed(**case, want_mass=True)
+    clean = decode_mixed(**case, want_attention_mass=True)
     unseen = ~case["tail_mask"].any(2)
     dirty = case | {
         "segments": [poisoned(part) for part in case["segments"]],
@@ -492,7 +492,7 @@ def test_padding_slots_are_not_read(biased, shared):
     }
     if biased:
         dirty["tail_bias"] = case["tail_bias"].masked_fill(unseen, torch.nan)
-    for ours, other in zip(clean, decode_mixed(**dirty, want_mass=True), strict=True):
+    for ours, other in zip(clean, decode_mixed(**dirty, want_attention_mass=True), strict=True):
         assert torch.equal(ours, other)
     # Control: the same garbage in existing slots changes the result.
     longer = [replace(part, lengths=part.lengths + 1) for part in dirty["segments"]]
@@ -512,9 +512,11 @@ def test_half_precision_inputs_compute_in_float32():
 def test_broadcast_mask():
     case = problem(3, 2, 2, 1, empty_tail=False, biased=False)
     mask = case["tail_mask"][:, :1]
-    whole = decode_mixed(**case | {"tail_mask": mask.expand(-1, 2, -1, -1)}, want_mass=True)
+    whole = decode_mixed(
+        **case | {"tail_mask": mask.expand(-1, 2, -1, -1)}, want_attention_mass=True
+    )
     for ours, other in zip(
-        whole, decode_mixed(**case | {"tail_mask": mask}, want_mass=True), strict=True
+        whole, decode_mixed(**case | {"tail_mask": mask}, want_attention_mass=True), strict=True
     ):
         assert torch.equal(ours, other)
     without = decode_mixed(**case | {"segments": []})
@@ -541,7 +543,7 @@ def test_no_device_synchronization():
         case["segments"] = [
             part._each(lambda _, x: mode.from_tensor(x)) for part in case["segments"]
         ]
-        out, lse, mass = decode_mixed(**case, want_mass=True)
+        out, lse, mass = decode_mixed(**case, want_attention_mass=True)
         assert (out.shape, lse.shape, mass.shape) == ((3, 4, 1, 16), (3, 4, 1), (3, 2, 9))
         keys, lengths = torch.zeros(2, 8, 16), torch.full((2,), 8)
         order = torch.arange(8).expand(2, -1)

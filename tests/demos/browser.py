@@ -464,7 +464,7 @@ def contrasts(page: Page) -> dict[str, float]:
         """() => {
         const rgba = text => { const n = text.match(/[0-9.]+/g).map(Number);
             return [n[0], n[1], n[2], n.length > 3 ? n[3] : 1]; };
-        const behind = e => { for (; e; e = e.parentElement) {
+        const background = e => { for (; e; e = e.parentElement) {
             const c = rgba(getComputedStyle(e).backgroundColor); if (c[3] == 1) return c; }
             return [255, 255, 255, 1]; };
         const light = c => { const [r, g, b] = c.slice(0, 3).map(v => v / 255).map(
@@ -476,7 +476,7 @@ def contrasts(page: Page) -> dict[str, float]:
                 + '.caption-label, [data-testid=block-info], [data-testid=block-info] + *, '
                 + 'button.lg, [role=tab]'))
             if (e.offsetParent && e.innerText.trim()) {
-                const [a, b] = [light(rgba(getComputedStyle(e).color)), light(behind(e))];
+                const [a, b] = [light(rgba(getComputedStyle(e).color)), light(background(e))];
                 found[e.className + ' ' + e.innerText.slice(0, 30)] =
                     (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05); }
         return found; }"""

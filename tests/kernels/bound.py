@@ -88,7 +88,7 @@ tree_verify.tree_verify(queries, keys, values, lengths, *tree, bits, segments=se
 one = (queries[:, :3, :1], keys[:, :, :0], values[:, :, :0], lengths, tree[0][:, :, :1])
 tree_verify.tree_verify(*one, tree[1][:, :, :1], bits[:1], bias=torch.zeros(2, 3, 0))
 mask = torch.ones(2, 1, 1, 70, dtype=torch.bool)
-decode_mixed.decode_mixed(queries[:, :, :1], segments, keys, values, mask, want_mass=True)
+decode_mixed.decode_mixed(queries[:, :, :1], segments, keys, values, mask, want_attention_mass=True)
 
 x, table = torch.randn(2, 1, 48).bfloat16(), torch.randn(2, 1, 128).bfloat16()
 norm_rope_append.residual_norm(x, x[0, 0], 1e-6)

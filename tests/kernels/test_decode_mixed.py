@@ -88,8 +88,8 @@ def seen(lse: Tensor) -> Tensor:
 
 
 def check(arguments: tuple, mass: bool = False) -> None:
-    got = decode_mixed(*arguments, want_mass=mass)
-    expected = decode_mixed_ref(*arguments, want_mass=mass)
+    got = decode_mixed(*arguments, want_attention_mass=mass)
+    expected = decode_mixed_ref(*arguments, want_attention_mass=mass)
     assert got[0].dtype == expected[0].dtype
     dtype, terms = arguments[0].dtype, sums(arguments)
     # Sums are in float32. In half precision the result and the operands of the tensor cores
@@ -148,10 +148,10 @@ def test_long_tail_matches_reference(device) -> None:
 def test_one_tile_per_split_matches_default(kinds, groups, device, monkeypatch) -> None:
     """As many programs as tiles, including programs without slots."""
     arguments = case(1, 2, groups, 1, 32, 100, torch.float32, device, kinds, bias=True)
-    whole = decode_mixed(*arguments, want_mass=True)
+    whole = decode_mixed(*arguments, want_attention_mass=True)
     monkeypatch.setattr(module, "MIN_SLOTS", 16)
     check(arguments, mass=True)
-    for ours, other in zip(whole, decode_mixed(*arguments, want_mass=True), strict=True):
+    for ours, other in zip(whole, decode_mixed(*arguments, want_attention_mass=True), strict=True):
         close(ours, other, terms=sums(arguments))
 
 
@@ -161,11 +161,13 @@ def test_row_is_independent_of_batch(groups, device) -> None:
     query, segments, keys, values, mask, *_ = case(
         3, 1, groups, 1, 16, 40, torch.float32, device, ("4 bit, whole", "groups")
     )
-    together = decode_mixed(query, segments, keys, values, mask, want_mass=True)
+    together = decode_mixed(query, segments, keys, values, mask, want_attention_mass=True)
     for row in (0, 2):
         at = torch.tensor([row], device=device)
         own = [x[at] for x in (query, keys, values, mask)]
-        alone = decode_mixed(own[0], [of.rows(at) for of in segments], *own[1:], want_mass=True)
+        alone = decode_mixed(
+            own[0], [of.rows(at) for of in segments], *own[1:], want_attention_mass=True
+        )
         for ours, other in zip(together, alone, strict=True):
             assert torch.equal(ours[at], other)
 
@@ -176,7 +178,7 @@ def test_padding_is_not_read(groups, device) -> None:
     arguments = list(
         case(2, 1, groups, 1, 16, 20, torch.float32, device, ("2 bit, whole", "groups"), bias=True)
     )
-    clean = decode_mixed(*arguments, want_mass=True)
+    clean = decode_mixed(*arguments, want_attention_mass=True)
     spoiled = []
     for part in arguments[1]:
         masked = ~part.valid
@@ -194,7 +196,7 @@ def test_padding_is_not_read(groups, device) -> None:
         }
         spoiled.append(part._each(lambda name, x, changed=changed: changed.get(name, x)))
     arguments[1] = spoiled
-    for ours, other in zip(clean, decode_mixed(*arguments, want_mass=True), strict=True):
+    for ours, other in zip(clean, decode_mixed(*arguments, want_attention_mass=True), strict=True):
         assert torch.equal(ours, other)
 
     def longer(part: Segment) -> Segment:
@@ -220,9 +222,11 @@ def test_infinite_bias_masks_keys(device) -> None:
 def test_empty_tail_and_empty_query(device) -> None:
     query, _, keys, values, mask, *_ = case(1, 2, 2, 1, 16, 20, torch.float32, device)
     none = (keys[:, :, :0], values[:, :, :0], mask[..., :0])
-    out, lse, mass = decode_mixed(query, [], *none, want_mass=True)
+    out, lse, mass = decode_mixed(query, [], *none, want_attention_mass=True)
     assert not out.any() and (lse == -1e30).all() and mass.shape == (1, 2, 0)
-    out, lse, mass = decode_mixed(query[:, :, :0], [], keys, values, mask[:, :, :0], want_mass=True)
+    out, lse, mass = decode_mixed(
+        query[:, :, :0], [], keys, values, mask[:, :, :0], want_attention_mass=True
+    )
     assert out.shape == (1, 4, 0, 16) and lse.shape == (1, 4, 0)
 
 
@@ -250,9 +254,9 @@ def test_launch_does_not_synchronize(device, monkeypatch) -> None:
             patch.setattr(torch.Tensor, name, refuse)
         with pytest.raises(AssertionError, match="synchronized"):  # control
             int(arguments[1][0].lengths.max())
-        for kernel in ("_attend", "_attend_one", "_join", "_mass"):
+        for kernel in ("_attend", "_attend_one", "_join", "_attention_mass"):
             patch.setattr(module, kernel, _NoKernel())
-        decode_mixed(*arguments, want_mass=True)
+        decode_mixed(*arguments, want_attention_mass=True)
 
 
 class _NoKernel:

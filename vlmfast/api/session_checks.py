@@ -337,10 +337,10 @@ def _check_layer(
     heads, dim = sizes
     window = adapter.windows[at]
     (consumed,), (compressed,) = frozen["logical"], frozen["compressed"]
-    held = layer["held"]
-    _whole(held, f"{what}.held", 0, consumed)
-    need(held == int(length.max()), f"{what}.held is not its length")
-    _whole(layer["capacity"], f"{what}.capacity", held, 1 << 62)
+    longest = layer["held"]
+    _whole(longest, f"{what}.held", 0, consumed)
+    need(longest == int(length.max()), f"{what}.held is not its length")
+    _whole(layer["capacity"], f"{what}.capacity", longest, 1 << 62)
     for name in ("shift", "gap"):
         need(len(layer[name]) == 1, f"{what}.{name} is not of one row")
         _whole(layer[name][0], f"{what}.{name}", -consumed if name == "shift" else 0, consumed)
@@ -352,7 +352,7 @@ def _check_layer(
     wanted |= {"attention_mass"} if frozen["attention_mass"] else set()
     free = {"bias"} | ({"rank"} if window is not None else set())
     need(wanted <= buffers.keys() <= wanted | free, f"{what} has other buffers")
-    row = (1, heads, held)
+    row = (1, heads, longest)
     for name, dtype, low, high in (
         ("order", torch.int64, None, consumed - 1),
         ("rank", torch.int32, None, None),
@@ -371,7 +371,7 @@ def _check_layer(
     if not frozen["track"]:  # the last ids can be removed one by one
         need(int(length.min()) >= consumed - compressed, f"{what} has too few slots")
     if compressed == 0 and not frozen["track"]:
-        need(not segments and held == consumed and even, f"{what} is not whole")
+        need(not segments and longest == consumed and even, f"{what} is not whole")
 
 
 def _check_segment(

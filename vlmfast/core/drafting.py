@@ -136,7 +136,7 @@ class Governor(Protocol):
 
     reason: str
 
-    def choose(self, rows: int, count: int, room: int) -> tuple[int, int]:
+    def choose(self, rows: int, count: int, max_new_tokens: int) -> tuple[int, int]:
         """Nodes and depth of the next tree, where ``rows`` sequences are decoded together."""
 
     def observe(

@@ -24,21 +24,25 @@ _FORMER = {
 }
 
 
+def _former_parameters(cls: type) -> dict[str, str]:
+    """Deprecated to present names of the fields of a stage."""
+    return {old: f.name for f in fields(cls) for old in f.metadata.get("former", ())}
+
+
 class _StageType(type):
     """Accepts deprecated parameter names and values when a stage is constructed."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        known = fields(cls)
-        former = {old: f.name for f in known for old in f.metadata.get("former", ())}
+        former = _former_parameters(cls)
         values: dict[str, Any] = {}
         for name, value in kwargs.items():
-            if name in former and name not in (f.name for f in known):
+            if name in former:
                 warn_renamed(f"{cls.__name__}({name}=)", f"{former[name]}=")
                 name = former[name]
             if name in values:
                 raise TypeError(f"{cls.__name__}: {name} is given twice")
             values[name] = value
-        for f in known:
+        for f in fields(cls):
             replaced = f.metadata.get("former_choices", {})
             if isinstance(value := values.get(f.name), str) and value in replaced:
                 warn_renamed(f"{cls.__name__}({f.name}={value!r})", repr(replaced[value]))
@@ -103,8 +107,7 @@ class Stage(metaclass=_StageType):
 
     def __getattr__(self, name: str) -> Any:
         """The value of a parameter or attribute under its deprecated name."""
-        former = {old: f.name for f in fields(self) for old in f.metadata.get("former", ())}
-        new = former.get(name) or _FORMER.get(name)
+        new = _former_parameters(type(self)).get(name) or _FORMER.get(name)
         if new is None or not hasattr(type(self), new):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         warn_renamed(f"{type(self).__name__}.{name}", new)
@@ -154,7 +157,7 @@ class Stage(metaclass=_StageType):
         """
         hints, values = get_type_hints(cls), {}
         names = {recipe_name(f): f.name for f in fields(cls)}
-        former = {old: f.name for f in fields(cls) for old in f.metadata.get("former", ())}
+        former = _former_parameters(cls)
         choices = {f.name: f.metadata.get("former_choices", {}) for f in fields(cls)}
         for key, text in texts.items():
             if key is None:

@@ -104,7 +104,7 @@ class Known:
         Rotary ids.
     first : int
         The first row of the answer: it predicts the second token.
-    behind : callable
+    to_input : callable
         Maps embeddings and features (..., D) of further answer rows to the layer's input.
     gate : Tensor, (branches,), optional
         Logits of the gate that chose how images are shortened.
@@ -113,7 +113,7 @@ class Known:
     rows: Tensor
     position: Tensor
     first: int
-    behind: Callable[[Tensor, Tensor], Tensor]
+    to_input: Callable[[Tensor, Tensor], Tensor]
     gate: Tensor | None = None
 
 
@@ -132,7 +132,7 @@ def unroll(
         level = embeds(step, hidden)
         if not len(level):
             return
-        rows = known.behind(level, hidden[: len(level)])
+        rows = known.to_input(level, hidden[: len(level)])
         position = known.position[known.first :][: len(level)] + step
         hidden = module.run(rows[None], position[None], attend)[0]
         yield hidden

@@ -109,17 +109,17 @@ class Governor:
     def arm(self, rows: int, size: tuple[int, int]) -> Arm:
         return self.known.setdefault((rows, size), Arm())
 
-    def choose(self, rows: int, count: int, room: int) -> tuple[int, int]:
+    def choose(self, rows: int, count: int, max_new_tokens: int) -> tuple[int, int]:
         """Nodes and depth of the next tree.
 
         Parameters
         ----------
         rows : int
             Sequences that are decoded together.
-        count, room : int
+        count, max_new_tokens : int
             Tokens of the answer so far, and their limit.
         """
-        size, self.reason = self._choose(rows, count, room)
+        size, self.reason = self._choose(rows, count, max_new_tokens)
         return size
 
     def _choose(self, rows: int, count: int, limit: int) -> tuple[tuple[int, int], str]:

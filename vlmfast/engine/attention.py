@@ -217,7 +217,7 @@ def _cached(
             mask = _with_bias(mask, bias[:, :, None], query.dtype)
         output = _buffer_attention(query, key, value, mask, scaling)
     else:
-        output, _, mass = decode_mixed(
+        output, _, attention_mass = decode_mixed(
             query,
             segments,
             key,
@@ -225,10 +225,10 @@ def _cached(
             mask,
             scaling,
             bias,
-            want_mass=layer.attention_mass is not None,
+            want_attention_mass=layer.attention_mass is not None,
         )
-        if mass is not None:
-            layer.receive(mass[:, :, -tail:], sliding)
+        if attention_mass is not None:
+            layer.receive(attention_mass[:, :, -tail:], sliding)
         output = output.transpose(1, 2)
     return output
 

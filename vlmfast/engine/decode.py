@@ -76,7 +76,7 @@ class Decoder:
         self.graph: StepGraph | None = None
         self.seat(rows)
         # Layers whose rows were renumbered in prefill, and by how much; on the device once.
-        shifts = {index: tuple(held.shift) for index, held in enumerate(cache.layers)}
+        shifts = {index: tuple(layer.shift) for index, layer in enumerate(cache.layers)}
         self._shifts = {index: shift for index, shift in shifts.items() if any(shift)}
         self._offsets = {
             shift: torch.tensor(shift, device=position.device)[:, None]

@@ -21,8 +21,8 @@ from .summary import (
     compare,
     difference,
     full_model,
-    held,
     kept,
+    kept_cache,
     mean_tokens,
     median_time,
     reduces,
@@ -64,7 +64,7 @@ def load(folder: Path) -> dict[str, list[Results]]:
 
 def _order(run: Results) -> tuple:
     rank = 2 if run.meta["control"] else int(run.meta["recipe"] != "none")
-    cost = -(kept(run) or 0), -(held(run) or 0)
+    cost = -(kept(run) or 0), -(kept_cache(run) or 0)
     return rank, baseline(run) is not None, run.meta["method"], *cost, run.name
 
 

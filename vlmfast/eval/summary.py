@@ -122,9 +122,9 @@ def summarise(run: Results, full: Results | None = None) -> dict[str, Any]:
     for modality, part in parts.items():
         numbers[f"equivalent_tokens_{modality}"] = mean_tokens(part)
         numbers[f"kept_{modality}"] = kept(part)
-        numbers[f"held_{modality}"] = held(part)
+        numbers[f"held_{modality}"] = kept_cache(part)
     numbers["visual_tokens_in"] = _mean(run, lambda s: s["visual_tokens_in"])
-    numbers["kept"], numbers["held"] = kept(run), held(run)
+    numbers["kept"], numbers["held"] = kept(run), kept_cache(run)
     for modality in MODALITIES:
         numbers[f"ttft_s_{modality}"] = median_time(run, modality)
         numbers[f"reduce_s_{modality}"] = median_time(run, modality, "time_reduce_s")
@@ -240,7 +240,7 @@ def kept(run: Results) -> float | None:
     return _mean(run, fraction)
 
 
-def held(run: Results) -> float | None:
+def kept_cache(run: Results) -> float | None:
     """Mean size of the cache when decoding starts, as a fraction of the full cache."""
 
     def fraction(s: dict) -> float | None:

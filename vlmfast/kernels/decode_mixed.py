@@ -51,7 +51,7 @@ def decode_mixed(
     tail_mask: Tensor,
     scaling: float | None = None,
     tail_bias: Tensor | None = None,
-    want_mass: bool = False,
+    want_attention_mass: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Attention of a few query rows over ``[segments..., tail]``.
 
@@ -69,8 +69,8 @@ def decode_mixed(
         ``D ** -0.5`` by default.
     tail_bias : Tensor, float32, (B, Hk, cap), optional
         Added to the logits of each key of the tail.
-    want_mass : bool
-        Whether ``mass`` is returned.
+    want_attention_mass : bool
+        Whether ``attention_mass`` is returned.
 
     Returns
     -------
@@ -78,7 +78,7 @@ def decode_mixed(
         In the query's dtype; zeros for a row that sees nothing.
     lse : Tensor, float32, (B, Hq, T)
         Natural logarithm of the sum of exponentiated logits; -1e30 for a row that sees nothing.
-    mass : Tensor, float32, (B, Hk, cap), or None
+    attention_mass : Tensor, float32, (B, Hk, cap), or None
         Attention that each slot of the tail receives: sum over the rows, mean over the query heads
         that share it.
 
@@ -92,13 +92,22 @@ def decode_mixed(
         "decode_mixed", query, tail_keys, tail_values, tail_mask, tail_bias, *segment_tensors
     ):
         return decode_mixed_ref(
-            query, segments, tail_keys, tail_values, tail_mask, scaling, tail_bias, want_mass
+            query,
+            segments,
+            tail_keys,
+            tail_values,
+            tail_mask,
+            scaling,
+            tail_bias,
+            want_attention_mass,
         )
     rows, (batch, shared, cap) = query.shape[2], tail_keys.shape[:3]
     tail = Floats(
         tail_keys, tail_values, tail_mask.expand(batch, shared, rows, cap), MASK, tail_bias
     )
-    return attend("decode_mixed", query, [*segments, tail], scaling, tail if want_mass else None)
+    return attend(
+        "decode_mixed", query, [*segments, tail], scaling, tail if want_attention_mass else None
+    )
 
 
 def decode_mixed_ref(
@@ -109,7 +118,7 @@ def decode_mixed_ref(
     tail_mask: Tensor,
     scaling: float | None = None,
     tail_bias: Tensor | None = None,
-    want_mass: bool = False,
+    want_attention_mass: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """`decode_mixed` in plain PyTorch: segments are dequantized one after another."""
     heads, rows, dim = query.shape[1:]
@@ -138,13 +147,13 @@ def decode_mixed_ref(
     p = p / row_sum.masked_fill(row_sum == 0, 1.0)
     parts = p.split([v.shape[2] for v in values], -1)
     out = sum(part @ v for part, v in zip(parts, values, strict=True))
-    mass = None
-    if want_mass:
-        mass = parts[-1].unflatten(2, (-1, rows)).sum(3).mean(2).float()
+    attention_mass = None
+    if want_attention_mass:
+        attention_mass = parts[-1].unflatten(2, (-1, rows)).sum(3).mean(2).float()
     return (
         out.view(query.shape).to(query.dtype),
         lse.squeeze(-1).view(query.shape[:-1]).float(),
-        mass,
+        attention_mass,
     )
 
 
@@ -656,10 +665,10 @@ def _join(
 
 
 @triton.jit(do_not_specialize=("rows", "slots"))
-def _mass(
+def _attention_mass(
     logits,
     lse,
-    mass,  # out: float32 (B*Hk, slots)
+    attention_mass,  # out: float32 (B*Hk, slots)
     rows,
     slots,
     G: tl.constexpr,
@@ -677,7 +686,7 @@ def _mass(
         m_s = (r < rows) & (n < slots)[None, :]
         b_s = tl.load(logits + offset * slots + n[None, :], mask=m_s, other=-1e30)
         acc += tl.sum(tl.where(b_s > -1e30, tl.exp(b_s - b_lse), 0.0), 0)
-    tl.store(mass + head * slots + n, acc / G, mask=n < slots)
+    tl.store(attention_mass + head * slots + n, acc / G, mask=n < slots)
 
 
 @dataclass(frozen=True)
@@ -742,9 +751,9 @@ def attend(
         empty(flat, num_splits, rows),
         empty(flat, num_splits, rows, dim),
     )
-    logits = mass = None
+    logits = attention_mass = None
     if mass_of is not None:
-        logits, mass = empty(flat, rows, len(mass_of)), empty(batch, heads, len(mass_of))
+        logits, attention_mass = empty(flat, rows, len(mass_of)), empty(batch, heads, len(mass_of))
     if query.numel():
         first_split, query = 0, _contiguous_last(query)
         for piece, count in zip(pieces, counts, strict=True):
@@ -756,11 +765,18 @@ def attend(
         _join[rows, flat](
             *partial, out, lse, num_splits, rows, D=dim, BLOCK_D=block, BLOCK_S=2048 // block
         )
-    if mass is not None and mass.numel():
-        _mass[triton.cdiv(len(mass_of), 128), flat](
-            logits, lse, mass, rows, len(mass_of), G=query_heads // heads, BLOCK_M=8, BLOCK_N=128
+    if attention_mass is not None and attention_mass.numel():
+        _attention_mass[triton.cdiv(len(mass_of), 128), flat](
+            logits,
+            lse,
+            attention_mass,
+            rows,
+            len(mass_of),
+            G=query_heads // heads,
+            BLOCK_M=8,
+            BLOCK_N=128,
         )
-    return out.to(query.dtype), lse, mass
+    return out.to(query.dtype), lse, attention_mass
 
 
 def _check(name: str, query: Tensor, pieces: Sequence[Segment | Floats], heads: int) -> None:
@@ -909,7 +925,7 @@ def variant(
     tokens: int,
     layout: tuple[int, int, int] | None = None,
     seen: int = LENGTHS,
-    mass: bool = False,
+    attention_mass: bool = False,
 ) -> Variant:
     """The variant that `_launch` would compile."""
     bits, slots, each = layout or (0, 0, dim)
@@ -932,7 +948,7 @@ def variant(
         **dict.fromkeys(("heads", "tokens", "slots", "num_splits", "first_split"), "i32"),
     }
     absent = [] if seen == MASK else ["bias"]
-    absent += [] if mass else ["logits"]
+    absent += [] if attention_mass else ["logits"]
     absent += ["scale"] if slots else []
     absent += [] if bits else ["key_step", "key_min", "value_step", "value_min", "scale"]
     constants = {**flags, "ALIGN": align, "SEEN": seen, "UPCAST": False, **dict.fromkeys(absent)}
@@ -968,9 +984,9 @@ VARIANTS = [
     ),
     # A chain of drafted tokens, over a tail that may be ragged.
     *(
-        variant("bf16", dim, *_CHAIN, None, MASK, mass)
+        variant("bf16", dim, *_CHAIN, None, MASK, attention_mass)
         for dim in (80, 128)
-        for mass in (False, True)
+        for attention_mass in (False, True)
     ),
     *(
         variant("fp16", dim, *queries, layout, *seen)
@@ -979,8 +995,12 @@ VARIANTS = [
     ),
     *(_join_variant("bf16", dim) for dim in (80, 128)),
     Variant(
-        _mass,
-        {**dict.fromkeys(("logits", "lse", "mass"), "*fp32"), "rows": "i32", "slots": "i32"},
+        _attention_mass,
+        {
+            **dict.fromkeys(("logits", "lse", "attention_mass"), "*fp32"),
+            "rows": "i32",
+            "slots": "i32",
+        },
         {"G": 4, "BLOCK_M": 8, "BLOCK_N": 128},
     ),
 ]

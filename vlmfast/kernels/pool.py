@@ -33,7 +33,7 @@ from vlmfast.errors import VLMFastError
 from ._triton import Variant, padded, pointer, tl, triton, use_triton
 
 
-def cell_average(rows: Tensor, weight: Tensor, table: Tensor, there: Tensor) -> Tensor:
+def cell_average(rows: Tensor, weight: Tensor, table: Tensor, valid: Tensor) -> Tensor:
     """Weighted mean of the rows of each cell.
 
     Parameters
@@ -42,7 +42,7 @@ def cell_average(rows: Tensor, weight: Tensor, table: Tensor, there: Tensor) -> 
     weight : Tensor, float32, (N,)
     table : Tensor, int64, (C, m)
         Rows of each cell.
-    there : Tensor, bool, (C, m)
+    valid : Tensor, bool, (C, m)
         Which entries of the table are not padding; at least one in every cell.
 
     Returns
@@ -50,24 +50,24 @@ def cell_average(rows: Tensor, weight: Tensor, table: Tensor, there: Tensor) -> 
     Tensor, (C, D)
         In the dtype of the rows, computed in float32.
     """
-    _check_cells("cell_average", rows, table, there)
+    _check_cells("cell_average", rows, table, valid)
     if weight.shape != rows.shape[:1]:
         raise VLMFastError(
             f"cell_average: {len(rows)} rows and weights {tuple(weight.shape)}; it takes one each"
         )
-    if use_triton("cell_average", rows, weight, table, there) and not _needs_grad(rows, weight):
-        return _launch_average(rows, weight, table, there)
-    return cell_average_ref(rows, weight, table, there)
+    if use_triton("cell_average", rows, weight, table, valid) and not _needs_grad(rows, weight):
+        return _launch_average(rows, weight, table, valid)
+    return cell_average_ref(rows, weight, table, valid)
 
 
-def cell_average_ref(rows: Tensor, weight: Tensor, table: Tensor, there: Tensor) -> Tensor:
+def cell_average_ref(rows: Tensor, weight: Tensor, table: Tensor, valid: Tensor) -> Tensor:
     """`cell_average` in plain PyTorch."""
-    weighted = there * weight[table]
+    weighted = valid * weight[table]
     share = weighted / weighted.sum(1, keepdim=True)
     return (rows.float()[table] * share[..., None]).sum(-2).to(rows.dtype)
 
 
-def cell_mix(rows: Tensor, score: Tensor, table: Tensor, there: Tensor) -> tuple[Tensor, Tensor]:
+def cell_mix(rows: Tensor, score: Tensor, table: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
     """Rows of each cell, weighted by a softmax of their scores; each head weights its features.
 
     Parameters
@@ -75,7 +75,7 @@ def cell_mix(rows: Tensor, score: Tensor, table: Tensor, there: Tensor) -> tuple
     rows : Tensor, float32, (N, D)
     score : Tensor, float32, (N, H)
         H a divisor of D.
-    table, there : Tensor, (C, m)
+    table, valid : Tensor, (C, m)
         As in `cell_average`.
 
     Returns
@@ -84,7 +84,7 @@ def cell_mix(rows: Tensor, score: Tensor, table: Tensor, there: Tensor) -> tuple
     share : Tensor, float32, (C, m, H)
         Zero in padding.
     """
-    _check_cells("cell_mix", rows, table, there)
+    _check_cells("cell_mix", rows, table, valid)
     heads = score.shape[-1]
     if score.shape != (len(rows), heads) or not heads or rows.shape[1] % heads:
         raise VLMFastError(
@@ -92,16 +92,16 @@ def cell_mix(rows: Tensor, score: Tensor, table: Tensor, there: Tensor) -> tuple
             "and (N, H), H a divisor of D"
         )
     _check_float("cell_mix", rows, score)
-    if use_triton("cell_mix", rows, score, table, there) and not _needs_grad(rows, score):
-        return _launch_mix(rows, score, table, there)
-    return cell_mix_ref(rows, score, table, there)
+    if use_triton("cell_mix", rows, score, table, valid) and not _needs_grad(rows, score):
+        return _launch_mix(rows, score, table, valid)
+    return cell_mix_ref(rows, score, table, valid)
 
 
 def cell_mix_ref(
-    rows: Tensor, score: Tensor, table: Tensor, there: Tensor
+    rows: Tensor, score: Tensor, table: Tensor, valid: Tensor
 ) -> tuple[Tensor, Tensor]:
     """`cell_mix` in plain PyTorch."""
-    share = score[table].masked_fill(~there[..., None], -torch.inf).softmax(-2)
+    share = score[table].masked_fill(~valid[..., None], -torch.inf).softmax(-2)
     parts = rows[table].unflatten(-1, (score.shape[1], -1))
     return (share[..., None] * parts).sum(-3).flatten(-2), share
 
@@ -179,11 +179,11 @@ def resample_ref(
     return out, attention.mean(0)
 
 
-def _check_cells(name: str, rows: Tensor, table: Tensor, there: Tensor) -> None:
-    if rows.dim() != 2 or table.dim() != 2 or table.shape != there.shape or not table.shape[1]:
+def _check_cells(name: str, rows: Tensor, table: Tensor, valid: Tensor) -> None:
+    if rows.dim() != 2 or table.dim() != 2 or table.shape != valid.shape or not table.shape[1]:
         raise VLMFastError(
-            f"{name}: rows {tuple(rows.shape)}, table {tuple(table.shape)}, there "
-            f"{tuple(there.shape)}; it takes (N, D) and (C, m) twice, m at least 1"
+            f"{name}: rows {tuple(rows.shape)}, table {tuple(table.shape)}, valid "
+            f"{tuple(valid.shape)}; it takes (N, D) and (C, m) twice, m at least 1"
         )
 
 
@@ -205,7 +205,7 @@ def _average(
     rows,
     weight,
     table,  # int64 (C, m)
-    there,  # bool (C, m)
+    valid,  # bool (C, m)
     out,  # (C, D)
     stride_n,
     M,
@@ -219,7 +219,7 @@ def _average(
     acc_weight = tl.zeros((BLOCK_M,), tl.float32)
     for m0 in range(0, M, BLOCK_M):
         m = m0 + tl.arange(0, BLOCK_M)
-        m_row = tl.load(there + c * M + m, mask=m < M, other=0) != 0
+        m_row = tl.load(valid + c * M + m, mask=m < M, other=0) != 0
         row = tl.load(table + c * M + m, mask=m_row, other=0)
         b_weight = tl.load(weight + row, mask=m_row, other=0.0)
         b_x = tl.load(
@@ -238,7 +238,7 @@ def _mix(
     rows,
     score,  # (N, H)
     table,  # int64 (C, m)
-    there,  # bool (C, m)
+    valid,  # bool (C, m)
     out,  # (C, D)
     share,  # out: (C, m, H)
     stride_n,
@@ -256,7 +256,7 @@ def _mix(
     row_sum = tl.zeros((BLOCK_M,), tl.float32)
     for m0 in range(0, M, BLOCK_M):
         m = m0 + tl.arange(0, BLOCK_M)
-        m_row = tl.load(there + c * M + m, mask=m < M, other=0) != 0
+        m_row = tl.load(valid + c * M + m, mask=m < M, other=0) != 0
         row = tl.load(table + c * M + m, mask=m_row, other=0)
         b_score = tl.load(score + row * stride_sn + head, mask=m_row, other=-1e30)
         new_max = tl.maximum(lane_max, b_score)
@@ -269,7 +269,7 @@ def _mix(
     acc = tl.zeros((BLOCK_D,), tl.float32)
     for m0 in range(0, M, BLOCK_M):
         m = m0 + tl.arange(0, BLOCK_M)
-        m_row = tl.load(there + c * M + m, mask=m < M, other=0) != 0
+        m_row = tl.load(valid + c * M + m, mask=m < M, other=0) != 0
         row = tl.load(table + c * M + m, mask=m_row, other=0)
         b_score = tl.load(score + row * stride_sn + head, mask=m_row, other=-1e30)
         b_p = tl.where(m_row, tl.exp(b_score - row_max), 0.0) / row_sum
@@ -418,7 +418,7 @@ def _contiguous_last(rows: Tensor) -> Tensor:
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
-def _launch_average(rows: Tensor, weight: Tensor, table: Tensor, there: Tensor) -> Tensor:
+def _launch_average(rows: Tensor, weight: Tensor, table: Tensor, valid: Tensor) -> Tensor:
     (cells, m), d = table.shape, rows.shape[1]
     out = torch.empty(cells, d, dtype=rows.dtype, device=rows.device)
     rows = _contiguous_last(rows)
@@ -427,7 +427,7 @@ def _launch_average(rows: Tensor, weight: Tensor, table: Tensor, there: Tensor) 
             rows,
             weight.float().contiguous(),
             table.contiguous(),
-            there.contiguous(),
+            valid.contiguous(),
             out,
             rows.stride(0),
             m,
@@ -439,7 +439,7 @@ def _launch_average(rows: Tensor, weight: Tensor, table: Tensor, there: Tensor) 
     return out
 
 
-def _launch_mix(rows: Tensor, score: Tensor, table: Tensor, there: Tensor) -> tuple[Tensor, Tensor]:
+def _launch_mix(rows: Tensor, score: Tensor, table: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
     (cells, m), d, heads = table.shape, rows.shape[1], score.shape[1]
     out = torch.empty(cells, d, dtype=torch.float32, device=rows.device)
     share = torch.empty(cells, m, heads, dtype=torch.float32, device=rows.device)
@@ -449,7 +449,7 @@ def _launch_mix(rows: Tensor, score: Tensor, table: Tensor, there: Tensor) -> tu
             rows,
             score,
             table.contiguous(),
-            there.contiguous(),
+            valid.contiguous(),
             out,
             share,
             rows.stride(0),
@@ -529,7 +529,7 @@ _FLOATS = ("weight", "score", "share", "query", "key", "bias", "at", "place", "p
 _TYPES = {
     **dict.fromkeys(_FLOATS, "*fp32"),
     "table": "*i64",
-    "there": "*i1",
+    "valid": "*i1",
     "stride_n": "i32:16",
     "scaling": "fp32",
     **dict.fromkeys(("stride_sn", "M", "D", "DH", "Q", "N", "F"), "i32"),

@@ -86,31 +86,31 @@ def top_k_ref(
     return chosen
 
 
-def mass_count(mass: Tensor, target: Tensor | float) -> Tensor:
+def mass_count(attention_mass: Tensor, target: Tensor | float) -> Tensor:
     """Smallest number of largest entries whose sum reaches ``target``; int64, (...,).
 
     At least one and at most N. Masses are not negative. Sums are float32: if the target equals a
     sum, the count may differ by one between implementations.
     """
-    target = _target(mass, target)
-    if use_triton("mass_count", mass, target) and 0 < mass.shape[-1] <= LONGEST:
-        return _launch_mass_count(mass, target)
-    return mass_count_ref(mass, target)
+    target = _target(attention_mass, target)
+    if use_triton("mass_count", attention_mass, target) and 0 < attention_mass.shape[-1] <= LONGEST:
+        return _launch_mass_count(attention_mass, target)
+    return mass_count_ref(attention_mass, target)
 
 
-def mass_count_ref(mass: Tensor, target: Tensor | float) -> Tensor:
+def mass_count_ref(attention_mass: Tensor, target: Tensor | float) -> Tensor:
     """`mass_count` in plain PyTorch."""
-    target = _target(mass, target)
-    total = mass.float().sort(dim=-1, descending=True).values.cumsum(-1)
+    target = _target(attention_mass, target)
+    total = attention_mass.float().sort(dim=-1, descending=True).values.cumsum(-1)
     short = (total < target[..., None]).sum(-1)
-    return (short + 1).clamp(max=mass.shape[-1])
+    return (short + 1).clamp(max=attention_mass.shape[-1])
 
 
-def _target(mass: Tensor, target: Tensor | float) -> Tensor:
+def _target(attention_mass: Tensor, target: Tensor | float) -> Tensor:
     if isinstance(target, Tensor):
         return target.float()
     # Filled on the device: a copy from the host would synchronize.
-    return torch.full((), target, device=mass.device, dtype=torch.float32)
+    return torch.full((), target, device=attention_mass.device, dtype=torch.float32)
 
 
 # --- Triton --------------------------------------------------------------------------------------
@@ -176,7 +176,7 @@ def _top_k(
 
 @triton.jit(do_not_specialize=("N",))
 def _mass_count(
-    mass,  # float32 (rows, N)
+    attention_mass,  # float32 (rows, N)
     target,  # float32 (rows,)
     out,  # out: int64 (rows,)
     N,
@@ -185,7 +185,7 @@ def _mass_count(
     row = tl.program_id(0).to(tl.int64)
     n = tl.arange(0, BLOCK_N)
     m_n = n < N
-    b_mass = tl.load(mass + row * N + n, mask=m_n, other=0.0)
+    b_mass = tl.load(attention_mass + row * N + n, mask=m_n, other=0.0)
     b_key = _ordered(b_mass)
     goal = tl.load(target + row)
     # Greatest threshold at which the sum reaches the goal; not negative, like the masses.
@@ -227,18 +227,18 @@ def _launch_top_k(scores: Tensor, k: int | Tensor, first: Tensor | None, width: 
     return out.view(*scores.shape[:-1], width)
 
 
-def _launch_mass_count(mass: Tensor, target: Tensor) -> Tensor:
-    n = mass.shape[-1]
-    flat = mass.float().reshape(-1, n).contiguous()
-    out = torch.empty(len(flat), device=mass.device, dtype=torch.int64)
+def _launch_mass_count(attention_mass: Tensor, target: Tensor) -> Tensor:
+    n = attention_mass.shape[-1]
+    flat = attention_mass.float().reshape(-1, n).contiguous()
+    out = torch.empty(len(flat), device=attention_mass.device, dtype=torch.int64)
     if len(flat):
-        each = target.expand(mass.shape[:-1]).reshape(-1).contiguous()
+        each = target.expand(attention_mass.shape[:-1]).reshape(-1).contiguous()
         _mass_count[(len(flat),)](flat, each, out, n, **_sizes(n))
-    return out.view(mass.shape[:-1])
+    return out.view(attention_mass.shape[:-1])
 
 
 _TYPES = {
-    **dict.fromkeys(("scores", "mass", "target"), "*fp32"),
+    **dict.fromkeys(("scores", "attention_mass", "target"), "*fp32"),
     **dict.fromkeys(("counts", "out"), "*i64"),
     **dict.fromkeys(("K", "N", "W"), "i32"),
     "first": "*u8",

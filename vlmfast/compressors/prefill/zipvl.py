@@ -101,13 +101,13 @@ def important(
     """
     if window is None:
         stats = col_stats(query, key, rows, scaling, bias=bias, want=("sum", "nnz"))
-        mass, nnz = stats["sum"].mean((0, 1)), stats["nnz"]
+        attention_mass, nnz = stats["sum"].mean((0, 1)), stats["nnz"]
     else:
-        mass, nnz = within(query, key, rows, scaling, bias, window)
-    count = int(mass_count(mass, tau * len(rows)))
+        attention_mass, nnz = within(query, key, rows, scaling, bias, window)
+    count = int(mass_count(attention_mass, tau * len(rows)))
     if forced is not None:
         count = max(count, int(forced.sum()))
-    return top_k(mass / nnz, count, forced)
+    return top_k(attention_mass / nnz, count, forced)
 
 
 def within(
