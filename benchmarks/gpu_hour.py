@@ -371,7 +371,7 @@ def prefilled(vlm: VLM, recipe: str, length: int) -> Sequence:
     position = prompt.layout.position.expand(axes, -1)
     prompt.layout = prompt.layout.replace(position=position)
     sequence.trace.begin(prompt.layout.select(prompt.layout.visual), vlm.adapter.depth)
-    engine.prefill(sequence, prompt, 200)
+    engine.prefiller.prefill(sequence, prompt, 200)
     return sequence
 
 

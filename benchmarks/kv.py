@@ -108,7 +108,7 @@ def vlmfast(vlm: VLM, recipe: str, tokens: int) -> Variant:
     sequence = engine.reading(inputs, Recipe.parse(recipe), clock(vlm.adapter.device))
     sequence.trace.begin(asked.layout.select(asked.layout.visual), vlm.adapter.depth)
     with switched(vlm.model):
-        logits = engine.prefill(sequence, asked, 256)
+        logits = engine.prefiller.prefill(sequence, asked, 256)
 
     def start(requests: int) -> tuple[Step, int, int]:
         decoder = Decoder.join([_clone(sequence.decoder) for _ in range(requests)])

@@ -65,17 +65,17 @@ class Driven:
 
     def start(self, max_new_tokens: int) -> Tensor:
         """Prefill the prompt; logits (1, V)."""
-        return self.engine.read(self.sequence, max_new_tokens=max_new_tokens)
+        return self.engine.prefiller.read(self.sequence, max_new_tokens=max_new_tokens)
 
     def start_from(self, prompt: Prompt, max_new_tokens: int, *more: Any, **named: Any) -> Tensor:
-        return self.engine.prefill(self.sequence, prompt, max_new_tokens, *more, **named)
+        return self.engine.prefiller.prefill(self.sequence, prompt, max_new_tokens, *more, **named)
 
     def extend(self, prompt: Prompt, **more: Any) -> Tensor:
-        return self.engine.extend(self.sequence, prompt, **more)
+        return self.engine.prefiller.extend(self.sequence, prompt, **more)
 
     def next(self, tokens: Tensor) -> Tensor:
         """Feed tokens (1, 1); logits (1, V)."""
         return self.decoder.next(tokens)
 
     def release(self) -> None:
-        self.engine.release(self.sequence)
+        self.engine.prefiller.release(self.sequence)

@@ -26,7 +26,7 @@ from test_families import TOKENS, Dense, start
 from vlmfast import VLM, ModelError, RecipeError, Request
 from vlmfast.core.layout import Numbering
 from vlmfast.core.protocols import EncodeStage, PrefillStage
-from vlmfast.engine.engine import Engine
+from vlmfast.engine.prefiller import Prefiller
 from vlmfast.models.base import Adapter
 
 BUILD = tiny_families.builders()
@@ -155,7 +155,7 @@ class Ids:
 @pytest.fixture
 def read(monkeypatch) -> list[Ids]:
     """The rotary ids of a test's requests."""
-    seen, prefill = [], Engine.prefill
+    seen, prefill = [], Prefiller.prefill
 
     def noted(self, sequence, prompt, *args, **kwargs):
         logits = prefill(self, sequence, prompt, *args, **kwargs)
@@ -164,7 +164,7 @@ def read(monkeypatch) -> list[Ids]:
         seen.append(Ids(prompt.layout.position, own, shifts))
         return logits
 
-    monkeypatch.setattr(Engine, "prefill", noted)
+    monkeypatch.setattr(Prefiller, "prefill", noted)
     return seen
 
 

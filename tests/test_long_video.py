@@ -26,7 +26,7 @@ from vlmfast import VLM, MediaError, ModelError, RecipeError, VLMFastError
 from vlmfast.api.long_video import LongVideo
 from vlmfast.core.protocols import CacheStage
 from vlmfast.engine.cache import KVLayer
-from vlmfast.engine.engine import Engine
+from vlmfast.engine.prefiller import Prefiller
 from vlmfast.media import OpenVideo, load_video, open_video
 
 QUESTION = "what happens here ?"
@@ -75,13 +75,13 @@ def lengths(monkeypatch) -> list[int]:
 @pytest.fixture
 def logits(monkeypatch) -> list[torch.Tensor]:
     """The final logits of each long video's prefill."""
-    seen, read = [], LongVideo.read
+    seen, prefill = [], LongVideo.prefill
 
     def keep(self, *args):
-        seen.append(read(self, *args))
+        seen.append((yield from prefill(self, *args)))
         return seen[-1]
 
-    monkeypatch.setattr(LongVideo, "read", keep)
+    monkeypatch.setattr(LongVideo, "prefill", keep)
     return seen
 
 
@@ -500,8 +500,8 @@ def test_decoding_overlaps_with_the_model(vlm, monkeypatch):
         return run
 
     monkeypatch.setattr(LongVideo, "_processed", making)
-    monkeypatch.setattr(Engine, "prefill", overlapping(Engine.prefill))
-    monkeypatch.setattr(Engine, "extend", overlapping(Engine.extend))
+    monkeypatch.setattr(Prefiller, "prefill", overlapping(Prefiller.prefill))
+    monkeypatch.setattr(Prefiller, "extend", overlapping(Prefiller.extend))
     vlm.ask(QUESTION, video=FRAMES, max_kv_tokens=4 * 4 * 16, max_new_tokens=1, progress=False)
     assert made == starts
     assert len(taken) == 10 + 1  # ten blocks, and the text after the video
@@ -537,13 +537,13 @@ def test_damaged_file_in_the_middle(vlm, tmp_path):
     broken = tmp_path / "broken.mp4"
     broken.write_bytes(damaged(path, 31))
     before = threads()
-    started, prefill = [], Engine.prefill
-    Engine.prefill = lambda *args, **kwargs: (started.append(1), prefill(*args, **kwargs))[1]
+    started, prefill = [], Prefiller.prefill
+    Prefiller.prefill = lambda *args, **kwargs: (started.append(1), prefill(*args, **kwargs))[1]
     try:
         with pytest.raises(MediaError, match=r"broken\.mp4"):
             vlm.ask(QUESTION, video=broken, num_frames=40, max_kv_tokens=300, **QUIET)
     finally:
-        Engine.prefill = prefill
+        Prefiller.prefill = prefill
     assert started
     assert threads() == before
 
@@ -568,10 +568,11 @@ def test_decoding_thread_ends_when_the_model_fails(vlm):
         vlm.ask(QUESTION, video=Made(400), recipe=Breaks(), max_kv_tokens=700, **QUIET)
     assert threads() == before
     with module._ahead(iter(range(1000))) as ready:
-        assert [next(ready), next(ready)] == [0, 1]
+        blocks = (block for block in ready if block is not None)
+        assert [next(blocks), next(blocks)] == [0, 1]
     assert threads() == before
     with module._ahead(iter(range(5))) as ready:
-        assert list(ready) == list(range(5))
+        assert [block for block in ready if block is not None] == list(range(5))
     assert threads() == before
 
 

@@ -36,8 +36,8 @@ from closeness import close, network
 from tiny_models import build_llava, make_image
 from vlmfast import VLM, Request
 from vlmfast.engine import sampling
-from vlmfast.engine.engine import Engine
 from vlmfast.engine.noise import gumbel, gumbels
+from vlmfast.engine.rounds import Rounds
 from vlmfast.engine.sampling import HostCriterion, Parameters, Sampler, Sampling
 
 V = 29
@@ -523,9 +523,11 @@ class Passes(StoppingCriteria):
 def reads_of_a_step(vlm: VLM, rows: int, monkeypatch, **generation: Any) -> list[list[str]]:
     """Device reads of every step while it samples tokens, as long as all rows are active."""
     found: list[list[str]] = []
-    step = Engine._step
+    step = Rounds._single
 
-    def counted(engine: Engine, decoder: Any, sequences: Any, tokens: Any, batch: Any) -> Any:
+    def counted(rounds: Rounds, groups: Any) -> None:
+        (group,) = groups
+        decoder, sequences = group.decoder, group.sequences
         feed = decoder.feed
 
         def fed(tokens: Tensor) -> Any:
@@ -537,14 +539,13 @@ def reads_of_a_step(vlm: VLM, rows: int, monkeypatch, **generation: Any) -> list
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(decoder, "feed", fed)
             try:
-                result = step(engine, decoder, sequences, tokens, batch)
+                step(rounds, groups)
             finally:
                 reads.__exit__(None, None, None)
         if len(sequences) == rows and not any(sequence.done for sequence in sequences):
             found.append(reads.seen)
-        return result
 
-    monkeypatch.setattr(Engine, "_step", counted)
+    monkeypatch.setattr(Rounds, "_single", counted)
     requests = [Request(f"what is {number} ?", make_image(seed=number)) for number in range(rows)]
     vlm.ask_many(requests, batch_size=rows, **{"max_new_tokens": 6} | generation)
     return found

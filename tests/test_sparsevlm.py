@@ -131,7 +131,7 @@ def test_recycled_token_weights_are_used(vlm, monkeypatch) -> None:
         monkeypatch.setattr(type(stage), "select_tokens", noted)
         return prefill(adapter, prompt, recipe, cache, *args, **kwargs)
 
-    monkeypatch.setattr("vlmfast.engine.engine.prefill", watched)
+    monkeypatch.setattr("vlmfast.engine.prefiller.prefill", watched)
     images = [make_image(seed=i) for i in range(3)]
     run, plain = ran(vlm, recipe_text(True, "keep"), images)
     _, weighted = ran(vlm, recipe_text(True, "keep") + ",proportional_attention=true", images)

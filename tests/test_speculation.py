@@ -11,7 +11,8 @@ import pytest
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria
 
-import vlmfast.engine.engine as engines
+import vlmfast.engine.prefiller as prefiller
+import vlmfast.engine.rounds as rounds
 import vlmfast.engine.sampling as sampling
 import vlmfast.engine.speculation as speculation
 from closeness import apart, close, network
@@ -25,7 +26,6 @@ from vlmfast.core.tree import Tree
 from vlmfast.engine.attention import switched
 from vlmfast.engine.cache import KVCache
 from vlmfast.engine.decode import Decoder
-from vlmfast.engine.engine import Engine
 from vlmfast.engine.sampling import Sampling
 from vlmfast.errors import RecipeError, VLMFastError
 
@@ -193,11 +193,12 @@ def test_greedy_equals_hugging_face() -> None:
 
 def final_decoder(vlm: VLM, recipe: Recipe, wanted=None, tokens: int = 24) -> Decoder:
     """The decoder at the end of an answer."""
-    seen = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Engine, "release", lambda engine, sequence: seen.append(sequence))
-        vlm.ask(QUESTION, recipe=recipe, **given(max_new_tokens=tokens))
-    return seen[0].decoder
+    more = given(max_new_tokens=tokens)
+    messages = messages_of(QUESTION, more.pop("images"))
+    sequence = sequence_of(vlm.adapter, messages, recipe, gate(vlm.adapter, more))
+    sequence.keeps_cache = True
+    vlm.engine.submit(sequence, lambda sequence: None).result()
+    return sequence.decoder
 
 
 @pytest.mark.parametrize("recipe", ["none", "pyramiddrop", "lookm:0.8", "zipvl:page=8"])
@@ -356,7 +357,7 @@ def test_scores_of_emitted_tokens(llava: VLM) -> None:
         messages = messages_of(QUESTION, more["images"])
         rest = {key: value for key, value in more.items() if key != "images"}
         sequence = sequence_of(llava.adapter, messages, recipe, gate(llava.adapter, rest))
-        Engine(llava.adapter).answer(sequence)
+        llava.engine.submit(sequence, lambda sequence: None).result()
         answered.append(sequence)
     plain, got = (sequence.sampler for sequence in answered)
     terms = network(llava.model, plain.length)
@@ -573,7 +574,7 @@ def test_drafter_of_another_model_raises_before_prefill(llava: VLM) -> None:
         llava.adapter.modules[key] = EagleModule(config)
         try:
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(engines, "prefill", None)
+                patch.setattr(prefiller, "prefill", None)
                 with pytest.raises(RecipeError, match=match):
                     llava.ask(QUESTION, recipe="draft-eagle", **given())
         finally:
@@ -595,7 +596,7 @@ def test_strict_redecodes_near_ties(recipe: str, monkeypatch) -> None:
     got = drafted(vlm, wanted, recipe, Knows(cycle=True), **more, strict=True)
     assert got.token_ids == wanted.token_ids
     # If every margin is below the tolerance, every token is decoded alone ...
-    monkeypatch.setattr(engines, "_ULPS", 1e9)
+    monkeypatch.setattr(rounds, "_ULPS", 1e9)
     got = drafted(vlm, wanted, recipe, Knows(cycle=True), **more, strict=True)
     assert got.token_ids == wanted.token_ids
     assert got.stats.accepted == 0 and got.stats.redecoded == 46  # the last one is not drafted
@@ -610,7 +611,7 @@ def test_strict_redecodes_near_ties(recipe: str, monkeypatch) -> None:
 
     monkeypatch.setattr(Decoder, "verify", drifts)
     for ulps, same in ((40.0, True), (0.0, False)):  # the second is the control
-        monkeypatch.setattr(engines, "_ULPS", ulps)
+        monkeypatch.setattr(rounds, "_ULPS", ulps)
         got = drafted(vlm, wanted, recipe, Patient(), **more, strict=True)
         assert (got.token_ids == wanted.token_ids) == same
     assert got.stats.accepted > 0
@@ -700,7 +701,7 @@ def raw_bonus(patch) -> None:
             node = None if done else tree.children[node].get(token)
         return path, emitted
 
-    patch.setattr(engines, "walk", walked)
+    patch.setattr(rounds, "walk", walked)
 
 
 def unkeyed(patch) -> None:
@@ -719,7 +720,7 @@ def keyed_by_depth(patch) -> None:
         offset[0] = take.args[0].sampler.length
         return speculation.walk(tree, logits, take, is_unambiguous)
 
-    patch.setattr(engines, "walk", walked)
+    patch.setattr(rounds, "walk", walked)
     patch.setattr(
         sampling, "gumbels", lambda s, p, size, d: gumbels(s, [p[0] - offset[0]], size, d)
     )
@@ -737,7 +738,7 @@ def unprocessed_root(patch) -> None:
         with processed_by(sequence, processor):
             return speculation.walk(tree, logits, take, is_unambiguous)
 
-    patch.setattr(engines, "walk", walked)
+    patch.setattr(rounds, "walk", walked)
 
 
 def not_compacted(patch) -> None:
@@ -755,7 +756,7 @@ def stop_ignored(patch) -> None:
     def walked(tree, logits, take, is_unambiguous=None):
         return speculation.walk(tree, logits, lambda row: (take(row)[0], False), is_unambiguous)
 
-    patch.setattr(engines, "walk", walked)
+    patch.setattr(rounds, "walk", walked)
 
 
 def siblings_see_each_other(patch) -> None:

@@ -15,7 +15,15 @@ if TYPE_CHECKING:
     from vlmfast.api.session import Session
     from vlmfast.api.vlm import VLM, methods
     from vlmfast.core.recipe import Recipe
-    from vlmfast.errors import MediaError, ModelError, RecipeError, VLMFastError
+    from vlmfast.engine.handle import Handle
+    from vlmfast.errors import (
+        DeadlineExceeded,
+        MediaError,
+        ModelError,
+        RecipeError,
+        RequestCancelled,
+        VLMFastError,
+    )
 
 # Public name -> module. Everything is imported on first use, so that `import vlmfast` is cheap.
 _HOMES = {
@@ -33,6 +41,9 @@ _HOMES = {
     "RecipeError": "errors",
     "MediaError": "errors",
     "ModelError": "errors",
+    "RequestCancelled": "errors",
+    "DeadlineExceeded": "errors",
+    "Handle": "engine.handle",
 }
 
 # Former module paths still work and raise a deprecation warning.
@@ -43,11 +54,14 @@ __all__ = [
     "Answer",
     "Attachment",
     "Comparison",
+    "DeadlineExceeded",
+    "Handle",
     "MediaError",
     "ModelError",
     "Recipe",
     "RecipeError",
     "Request",
+    "RequestCancelled",
     "Session",
     "VLMFastError",
     "__version__",

@@ -1,6 +1,13 @@
 """Exceptions raised by vlmfast."""
 
-__all__ = ["MediaError", "ModelError", "RecipeError", "VLMFastError"]
+__all__ = [
+    "DeadlineExceeded",
+    "MediaError",
+    "ModelError",
+    "RecipeError",
+    "RequestCancelled",
+    "VLMFastError",
+]
 
 
 class VLMFastError(ValueError):
@@ -33,3 +40,11 @@ class ModelError(VLMFastError):
     Raised for unsupported families, missing processors and checkpoints whose keys do not fit.
     The message lists what is supported.
     """
+
+
+class RequestCancelled(VLMFastError):
+    """A request was cancelled before its answer was complete."""
+
+
+class DeadlineExceeded(VLMFastError):
+    """The deadline of a request passed before its answer was complete."""

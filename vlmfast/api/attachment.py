@@ -14,9 +14,8 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from vlmfast.core.protocols import MediaStage
-from vlmfast.engine.attention import lock_of
 from vlmfast.engine.decode import lasting
-from vlmfast.engine.engine import Engine, generate_of
+from vlmfast.engine.engine import engine_of, generate_of
 from vlmfast.engine.prefill import Inputs
 from vlmfast.engine.sequence import Sequence
 from vlmfast.engine.stats import clock
@@ -189,7 +188,7 @@ class Attachment:
                 raise VLMFastError("streamer is for one prompt, and this is a batch")
             generation.streamer.put(ids.cpu())  # as Hugging Face: the prompt first
         adapter, waiting = self.vlm.adapter, self._sequences(batch, mask, generation)
-        done = {s.number: s for s in Engine(adapter).answer_many(waiting, at_once=len(ids))}
+        done = {s.number: s for s in engine_of(adapter).answer_many(waiting, at_once=len(ids))}
         rows = [done[number] for number in range(len(ids))]
         self.answers = [answer_of(adapter, sequence) for sequence in rows]
         return _output(ids, rows)
@@ -247,15 +246,14 @@ class Attachment:
     ) -> Iterator[Sequence]:
         adapter, config = self.vlm.adapter, generation.config
         allowed = generation.arguments.get("prefix_allowed_tokens_fn")
-        with lock_of(self.vlm.model):
-            try:
-                rows = split(adapter, batch, mask)
-            except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
-                if isinstance(error, VLMFastError):
-                    raise
-                raise ModelError(
-                    f"the tensors of this batch do not belong together: {one_line(error)}"
-                ) from error
+        try:
+            rows = split(adapter, batch, mask)
+        except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            if isinstance(error, VLMFastError):
+                raise
+            raise ModelError(
+                f"the tensors of this batch do not belong together: {one_line(error)}"
+            ) from error
         for number, (tensors, sizes, items) in enumerate(rows):
             padding = int((~mask[number]).sum())
             own = generation.arguments | _lengths(config, padding)
@@ -263,12 +261,10 @@ class Attachment:
                 own["prefix_allowed_tokens_fn"] = functools.partial(_of_row, allowed, number)
             if padding:
                 own |= _padded(own, batch["input_ids"][number], tensors["input_ids"].shape[1])
-            with lock_of(self.vlm.model):
-                inputs = Inputs(tensors, sizes, items=items)
-                begin = clock(adapter.device)
-                row = generation.changed(**own)
-                sequence = opened(adapter, inputs, self.recipe, begin, row, number=number)
-            yield sequence
+            inputs = Inputs(tensors, sizes, items=items)
+            begin = clock(adapter.device)
+            row = generation.changed(**own)
+            yield opened(adapter, inputs, self.recipe, begin, row, number=number)
 
 
 def _tensor(key: str, value: Any) -> Tensor:

@@ -450,11 +450,6 @@ class Generation:
         """A copy with other arguments."""
         return replace(self, arguments={**self.arguments, **arguments})
 
-    def streamed(self, streamer: Any, cancelled: Any) -> Generation:
-        """A copy that puts tokens into ``streamer`` until the criterion ``cancelled`` is met."""
-        criteria = [*(self.arguments.get("stopping_criteria") or []), cancelled]
-        return replace(self.changed(stopping_criteria=criteria), streamer=streamer)
-
     def for_loop(self) -> dict[str, Any]:
         """The arguments for Hugging Face's ``generate`` with vlmfast's decoding loop.
 

@@ -29,10 +29,10 @@ from vlmfast.core.protocols import CacheStage
 from vlmfast.core.recipe import Recipe
 from vlmfast.core.registry import stage_class
 from vlmfast.core.statistics import ColumnStats
-from vlmfast.engine.attention import lock_of
-from vlmfast.engine.engine import Engine, too_long
+from vlmfast.engine.engine import engine_of
 from vlmfast.engine.prefill import Inputs, prepare
-from vlmfast.engine.sequence import Sequence
+from vlmfast.engine.prefiller import Prefiller, too_long
+from vlmfast.engine.sequence import Prefill, Sequence
 from vlmfast.engine.stats import Stats, Trace
 from vlmfast.errors import MediaError, ModelError, RecipeError, VLMFastError
 from vlmfast.media import OpenVideo, open_video
@@ -41,13 +41,13 @@ from vlmfast.models.base import Adapter
 from .answer import Answer
 from .generation import Generation, shown
 from .request import (
-    answer_of,
     begun,
     check_frames,
     check_messages,
     chooser,
     frame_parts,
     messages_of,
+    submitted,
     templated,
 )
 
@@ -124,15 +124,12 @@ def answer_long(
     with open_video(video, num_frames=num_frames, fps=fps, select=choose) as opened:
         content = [*frame_parts(adapter, len(opened.indices)), {"type": "text", "text": question}]
         text = templated(adapter, [{"role": "user", "content": content}])
-        with lock_of(adapter.model):
-            begin = time.perf_counter()
-            long = LongVideo(adapter, opened, text, max_kv_tokens, progress)
-            inputs = Inputs({"input_ids": long.ids()})
-            sequence = begun(adapter, inputs, recipe, begin, generation)
-            engine = Engine(adapter)
-            engine.answer(sequence, lambda: long.read(engine, sequence, question))
-            engine.release(sequence)
-    return answer_of(adapter, sequence)
+        begin = time.perf_counter()
+        long = LongVideo(adapter, opened, text, max_kv_tokens, progress)
+        inputs = Inputs({"input_ids": long.ids()}, question=question)
+        sequence = begun(adapter, inputs, recipe, begin, generation, prefill=long.prefill)
+        with submitted(adapter, sequence) as handle:
+            return handle.result()
 
 
 def checked(recipe: Recipe, max_kv_tokens: int) -> Recipe:
@@ -260,8 +257,9 @@ class LongVideo:
             f"answer; it must be at least {min(least)}"
         )
 
-    def read(self, engine: Engine, sequence: Sequence, question: str) -> Tensor:
-        """Prefill the whole prompt of a sequence. Returns the logits (1, V) after it."""
+    def prefill(self, sequence: Sequence) -> Prefill:
+        """Prefill the prompt of a sequence block by block."""
+        prefiller, question = engine_of(self.adapter).prefiller, sequence.inputs.question
         max_new_tokens = sequence.max_new_tokens
         # One token per block; the rest is distributed over frames.
         blocks, space = self._plan(max_new_tokens)
@@ -273,8 +271,13 @@ class LongVideo:
         whole = sum(map(len, self.pieces)) + self.frames * self.per_frame
         noting = (noted,) if whole + max_new_tokens > self.most else ()
         with _ahead(self._blocks()) as ready, self._bar() as bar:
-            for number, block in enumerate(ready, 1):
-                self._make_room(engine, sequence, noted, block.tensors["input_ids"].shape[1])
+            number = 0
+            for block in ready:
+                if block is None:
+                    yield False
+                    continue
+                number += 1
+                self._make_room(prefiller, sequence, noted, block.tensors["input_ids"].shape[1])
                 inputs = Inputs(
                     block.tensors,
                     block.sizes,
@@ -292,38 +295,41 @@ class LongVideo:
                 done = block.first + len(block.sizes)
                 limit = text_tokens + number + (space - blocks) * done // self.frames - kept
                 if sequence.decoder is None:
-                    logits = engine.prefill(
+                    logits = prefiller.prefill(
                         sequence, prompt, max_new_tokens, limit, bounded=False, noting=noting
                     )
                 else:
-                    logits = engine.extend(
+                    logits = prefiller.extend(
                         sequence, prompt, compress=True, limit=limit, noting=noting
                     )
                 fed += prompt.full_length
                 assert sequence.decoder is not None
                 kept = max(sequence.decoder.cache.lengths())
-                engine.count_block(sequence, own)
+                prefiller.count_block(sequence, own)
                 bar.update(len(block.sizes))
+                yield True
         assert sequence.prompt is not None and logits is not None
-        self._make_room(engine, sequence, noted, len(self.pieces[-1]) + max_new_tokens)
+        self._make_room(prefiller, sequence, noted, len(self.pieces[-1]) + max_new_tokens)
         start = sequence.prompt.next_position
-        engine.fit(sequence, start + len(self.pieces[-1]), max_new_tokens)
+        prefiller.fit(sequence, start + len(self.pieces[-1]), max_new_tokens)
         if len(self.pieces[-1]):
             ids = self.pieces[-1][None].to(self.adapter.device)
             inputs = Inputs({"input_ids": ids}, offset=fed, start=start)
             text = prepare(self.adapter, inputs, Recipe(), Stats(), Trace())
-            logits = engine.extend(sequence, text)
+            logits = prefiller.extend(sequence, text)
             fed += ids.shape[1]
         # A block attends to what is left of those before it.
-        engine.count_blocks(sequence, fed, entered, flops * self.adapter.depth)
+        prefiller.count_blocks(sequence, fed, entered, flops * self.adapter.depth)
         return logits
 
-    def _make_room(self, engine: Engine, sequence: Sequence, noted: Positions, tokens: int) -> None:
+    def _make_room(
+        self, prefiller: Prefiller, sequence: Sequence, noted: Positions, tokens: int
+    ) -> None:
         """Close the gaps between the cache's rotary ids if ``tokens`` more do not fit."""
         if sequence.prompt is None or sequence.prompt.next_position + tokens <= self.most:
             return
         old = [torch.cat(noted.kept[index], dim=1) for index in range(self.adapter.depth)]
-        new = engine.close_up(sequence, old)
+        new = prefiller.close_up(sequence, old)
         if new is None:
             raise too_long(sequence.prompt.next_position, tokens, self.most)
         noted.kept.update({index: [position] for index, position in enumerate(new)})
@@ -335,8 +341,11 @@ class LongVideo:
 
 
 @contextmanager
-def _ahead(blocks: Iterator[Block]) -> Iterator[Iterator[Block]]:
-    """Prepare ``blocks`` in a thread, a few in advance; the consumer gets its exceptions."""
+def _ahead(blocks: Iterator[Block]) -> Iterator[Iterator[Block | None]]:
+    """Prepare ``blocks`` in a thread, a few in advance; the consumer gets its exceptions.
+
+    It gets ``None`` where the next block is not ready.
+    """
     waiting: queue.Queue[Any] = queue.Queue(_AHEAD)
     stop, end = threading.Event(), object()
 
@@ -356,8 +365,14 @@ def _ahead(blocks: Iterator[Block]) -> Iterator[Iterator[Block]]:
         except BaseException as error:
             put(error)
 
-    def read() -> Iterator[Block]:
-        while (item := waiting.get()) is not end:
+    def read() -> Iterator[Block | None]:
+        while True:
+            try:
+                item = waiting.get_nowait()
+            except queue.Empty:
+                item = None
+            if item is end:
+                return
             if isinstance(item, BaseException):
                 raise item
             yield item

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numbers
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field, fields
 from functools import partial
@@ -20,9 +20,10 @@ import torch
 
 from vlmfast.core.protocols import EncodeStage, InEncoderStage, MediaStage
 from vlmfast.core.recipe import Recipe
-from vlmfast.engine.attention import lock_of
-from vlmfast.engine.engine import Engine, too_long
+from vlmfast.engine.engine import engine_of
+from vlmfast.engine.handle import Handle
 from vlmfast.engine.prefill import Inputs
+from vlmfast.engine.prefiller import too_long
 from vlmfast.engine.sequence import Sequence
 from vlmfast.engine.stats import Stats
 from vlmfast.errors import MediaError, ModelError, VLMFastError
@@ -370,7 +371,7 @@ def begun(
 ) -> Sequence:
     """Like `opened` without the length check; errors of Hugging Face become `VLMFastError`."""
     try:
-        return Engine(adapter).open(
+        return engine_of(adapter).open(
             inputs,
             recipe,
             generation.for_loop(),
@@ -398,12 +399,11 @@ def sequence_of(
     start = time.perf_counter()
     prompt = render(adapter, messages, recipe)
     loaded = time.perf_counter()
-    with lock_of(adapter.model):
-        begin = time.perf_counter()
-        inputs = Inputs(tensors_of(adapter, prompt), prompt.sizes, prompt.question, prompt.frames)
-        spent = Stats(time_media_s=loaded - start, time_processor_s=time.perf_counter() - begin)
-        more = {"number": number, "stats": spent, "images": prompt.images}
-        return opened(adapter, inputs, recipe, begin, generation, **more)
+    begin = time.perf_counter()
+    inputs = Inputs(tensors_of(adapter, prompt), prompt.sizes, prompt.question, prompt.frames)
+    spent = Stats(time_media_s=loaded - start, time_processor_s=time.perf_counter() - begin)
+    more = {"number": number, "stats": spent, "images": prompt.images}
+    return opened(adapter, inputs, recipe, begin, generation, **more)
 
 
 def sequence_of_request(
@@ -428,18 +428,43 @@ def sequence_of_request(
     return sequence_of(adapter, messages, recipe, passed, number)
 
 
+def submitted(adapter: Adapter, sequence: Sequence, **more: Any) -> Handle[Answer]:
+    """Submit a sequence; its handle gives an `Answer`. ``more`` is passed to `Engine.submit`."""
+    return engine_of(adapter).submit(sequence, partial(answer_of, adapter), **more)
+
+
 def answered(
     adapter: Adapter, messages: list[dict], recipe: Recipe, generation: Generation
 ) -> Answer:
     """Answer a conversation."""
-    sequence = sequence_of(adapter, messages, recipe, generation)
-    engine = Engine(adapter)
-    with lock_of(adapter.model):
-        if adapter.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(adapter.device)
-        engine.answer(sequence)
-        engine.release(sequence)
-    return answer_of(adapter, sequence)
+    with submitted(adapter, sequence_of(adapter, messages, recipe, generation)) as handle:
+        return handle.result()
+
+
+def streamed(
+    adapter: Adapter, messages: list[dict], recipe: Recipe, generation: Generation
+) -> Iterator[str | Answer]:
+    """Yield the pieces of an answer, then the answer; closing the iterator cancels the request."""
+    with submitted(adapter, sequence_of(adapter, messages, recipe, generation)) as handle:
+        yield from handle
+
+
+def check_number(name: str, value: Any, *, whole: bool = False, above: float | None = None) -> None:
+    """Raise unless an argument is a number, or ``None`` where it may be left out."""
+    if value is None and not whole:
+        return
+    kind = numbers.Integral if whole else numbers.Real
+    fits = isinstance(value, kind) and not isinstance(value, bool)
+    if not fits or (above is not None and not value > above):
+        must = "a whole number" if whole else "a number"
+        limit = "" if above is None else f" above {above:g}"
+        raise VLMFastError(f"{name}={shown(value)} must be {must}{limit}")
+
+
+def check_streamer(generation: Generation) -> None:
+    """Raise where a call that streams was given a streamer."""
+    if generation.streamer is not None:
+        raise VLMFastError("streamer cannot be given: stream yields the text itself")
 
 
 def answer_of(adapter: Adapter, sequence: Sequence) -> Answer:

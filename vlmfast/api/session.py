@@ -8,8 +8,10 @@ only its own tokens.
 from __future__ import annotations
 
 import copy
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -22,13 +24,13 @@ from torch import Tensor
 from vlmfast.core import snapshot
 from vlmfast.core.protocols import InEncoderStage, MediaStage
 from vlmfast.core.recipe import Recipe
-from vlmfast.engine.attention import lock_of, switched
-from vlmfast.engine.engine import Engine
+from vlmfast.engine.engine import engine_of
+from vlmfast.engine.handle import Handle
 from vlmfast.engine.prefill import Inputs, Seen, look
 from vlmfast.engine.prefix import Prefix, copied
-from vlmfast.engine.sequence import Sequence
+from vlmfast.engine.sequence import Phase, Prefill, Sequence
 from vlmfast.engine.stats import Stats, Trace
-from vlmfast.errors import ModelError, RecipeError, VLMFastError
+from vlmfast.errors import ModelError, RecipeError, RequestCancelled, VLMFastError
 from vlmfast.models.base import Adapter
 
 from . import session_checks, session_file
@@ -39,12 +41,14 @@ from .request import (
     answer_of,
     check_length,
     check_question,
+    check_streamer,
     chooser,
     messages_of,
     opened,
     read_media,
     recipe_of,
     render,
+    submitted,
     tensors_of,
 )
 
@@ -111,18 +115,21 @@ class Sessions:
         self.adapter = adapter
         self.bytes: int | None = None
         self.open: WeakSet[Session] = WeakSet()
+        self.lock = threading.Lock()
 
     def make_room(self, used: Session) -> None:
         """Drop the caches of the least recently used sessions until the bound is met."""
         if self.bytes is None:
             return
-        others = [s for s in self.open if s is not used and s.bytes]
-        total = used.bytes + sum(s.bytes for s in others)
-        for session in sorted(others, key=lambda s: s._used):
-            if total <= self.bytes:
-                return
-            total -= session.bytes
-            session._drop()
+        with self.lock:
+            others = [s for s in self.open if s is not used and s.bytes]
+            total = used.bytes + sum(s.bytes for s in others)
+            for session in sorted(others, key=lambda s: s._used):
+                if total <= self.bytes:
+                    return
+                if not session._busy:
+                    total -= session.bytes
+                    session._drop()
 
 
 class Session:
@@ -165,13 +172,14 @@ class Session:
         stats: Stats,
     ) -> None:
         self._group, self._adapter, self._images = group, group.adapter, images
-        self._engine = Engine(group.adapter)
+        self._engine = engine_of(group.adapter)
         self.recipe, self.history, self.stats = recipe, history, stats
         asks = any(p.query_dependent for p in _parts(recipe))
         self.reuses = "features" if asks or not (images is None or images.ends) else "kv"
         self._messages: list[dict] = []
         self._kept: Prefix | None = None
-        self._closed = False
+        self._closed = self._busy = False
+        self._cloned = False  # whether the current question continues from a copy of the cache
         self._used = time.perf_counter_ns()
         group.open.add(self)
 
@@ -202,28 +210,29 @@ class Session:
         media = read_media(adapter, messages[0]["content"][:-1], prompt, select)
         images_read, frames, sizes = prompt.images, prompt.frames, prompt.sizes
         loaded = time.perf_counter()
-        with lock_of(adapter.model):
-            engine = Engine(adapter)
-            engine.fitted(recipe)  # raises for recipes that the engine does not run
-            if not images_read:
-                return cls(group, recipe, history, None, Stats())
-            begin = time.perf_counter()
-            text = prompt.text = render(adapter, _turns(media, [], question), Recipe()).text
-            tensors = tensors_of(adapter, prompt)
-            check_length(adapter, tensors, recipe, gate(adapter, {"max_new_tokens": 1}))
-            stats = Stats(time_media_s=loaded - start, time_processor_s=time.perf_counter() - begin)
+        engine = engine_of(adapter)
+        engine.fitted(recipe)  # raises for recipes that the engine does not run
+        if not images_read:
+            return cls(group, recipe, history, None, Stats())
+        begin = time.perf_counter()
+        text = prompt.text = render(adapter, _turns(media, [], question), Recipe()).text
+        tensors = tensors_of(adapter, prompt)
+        check_length(adapter, tensors, recipe, gate(adapter, {"max_new_tokens": 1}))
+        stats = Stats(time_media_s=loaded - start, time_processor_s=time.perf_counter() - begin)
+        head, tail = _split(text, adapter.marks())
+        ids = tensors.pop("input_ids")
+        prefix = _before(adapter, ids[0].tolist(), tail)
+        inputs = Inputs({**tensors, "input_ids": ids}, sizes, "", frames)
+        position, n = adapter.positions(inputs.tensors), len(prefix)
+        ends = int(position[:, n:].min()) > int(position[:, :n].max())
+        ends = ends and not _times_may_lead(adapter, recipe, ids, position)
+        tensors.pop("attention_mask", None)
+        pixels = {k: value for k, value in tensors.items() if k.startswith("pixel_values")}
+        opened: list[Session] = []
+
+        def prefill(sequence: Sequence) -> Prefill:
             trace = Trace(images=images_read)
-            head, tail = _split(text, adapter.marks())
-            ids = tensors.pop("input_ids")
-            prefix = _before(adapter, ids[0].tolist(), tail)
-            inputs = Inputs({**tensors, "input_ids": ids}, sizes, "", frames)
-            with switched(adapter.model), torch.no_grad():
-                seen = look(adapter, inputs, recipe, stats, trace)
-            position, n = adapter.positions(inputs.tensors), len(prefix)
-            ends = int(position[:, n:].min()) > int(position[:, :n].max())
-            ends = ends and not _times_may_lead(adapter, recipe, ids, position)
-            tensors.pop("attention_mask", None)
-            pixels = {k: value for k, value in tensors.items() if k.startswith("pixel_values")}
+            seen = look(adapter, inputs, recipe, stats, trace)
             known = Images(
                 media,
                 head,
@@ -238,19 +247,25 @@ class Session:
                 images_read,
                 ends,
             )
+            yield True
             session = cls(group, recipe, history, known, stats)
+            opened.append(session)
             if session.reuses == "kv":
-                sequence = engine.reading(inputs, recipe, begin, stats, images_read)
-                with switched(adapter.model), torch.no_grad():
-                    session._keep(sequence, ids)
+                session._keep(sequence, ids)
                 stats.prompt_fed = len(prefix)
                 group.make_room(session)
-            stats.time_total_s = time.perf_counter() - start
-            return session
+            return None
+
+        more = {"prefill": prefill, "keeps_cache": True}
+        sequence = engine.reading(inputs, recipe, begin, stats, images_read, **more)
+        with engine.submit(sequence, lambda sequence: opened[0]) as handle:
+            session = handle.result()
+        stats.time_total_s = time.perf_counter() - start
+        return session
 
     def close(self) -> None:
         """Release all memory; a closed session cannot be asked."""
-        with lock_of(self._adapter.model):
+        with self._claimed():
             self._drop()
             self._closed, self._images = True, None
             self._group.open.discard(self)
@@ -283,7 +298,9 @@ class Session:
         VLMFastError
             For an empty question, a closed session, or ``restore`` without images.
         """
-        return self._answered(question, restore, self._check(question, restore, generation))
+        passed = self._check(question, restore, generation)
+        with self._submit(question, restore, passed) as handle:
+            return handle.result()
 
     def stream(
         self, question: str, *, restore: bool = False, **generation: Any
@@ -292,17 +309,15 @@ class Session:
 
         If the stream is closed early, the conversation continues with the partial answer.
         """
-        from vlmfast.engine.streaming import stream
-
         passed = self._check(question, restore, generation)
-        if passed.streamer is not None:
-            raise VLMFastError("streamer cannot be given: stream yields the text itself")
-        return stream(
-            self._adapter.processor.tokenizer,
-            lambda streamer, cancelled: self._answered(
-                question, restore, passed.streamed(streamer, cancelled)
-            ),
-        )
+        check_streamer(passed)
+        return self._streamed(question, restore, passed)
+
+    def _streamed(
+        self, question: str, restore: bool, generation: Generation
+    ) -> Iterator[str | Answer]:
+        with self._submit(question, restore, generation) as handle:
+            yield from handle
 
     @property
     def messages(self) -> list[dict]:
@@ -344,16 +359,44 @@ class Session:
             raise VLMFastError("restore needs images, and this session has none")
         return gate(self._adapter, generation, names=("question", "restore"))
 
-    def _answered(self, question: str, restore: bool, generation: Generation) -> Answer:
-        with lock_of(self._adapter.model):
-            return self._answer(question, restore, generation)
+    def _submit(self, question: str, restore: bool, generation: Generation) -> Handle[Answer]:
+        """Submit a question when the one before has been answered."""
+        self._claim()
+        try:
+            self._must_be_open()
+            sequence = self._sequence(question, restore, generation)
+            return submitted(self._adapter, sequence)
+        except BaseException:
+            self._free()
+            raise
+
+    def _claim(self) -> None:
+        """Wait until nothing else uses the session, and keep others from using it."""
+        while True:
+            self._engine.run(lambda: not self._busy)
+            with self._group.lock:
+                if not self._busy:
+                    self._busy = True
+                    return
+
+    def _free(self) -> None:
+        self._busy = False
+        self._engine.notify()
+
+    @contextmanager
+    def _claimed(self) -> Iterator[None]:
+        self._claim()
+        try:
+            yield
+        finally:
+            self._free()
 
     def _must_be_open(self) -> None:
         if self._closed:
             raise VLMFastError("the session is closed; vlm.session(...) opens another one")
 
-    def _answer(self, question: str, restore: bool, generation: Generation) -> Answer:
-        self._must_be_open()
+    def _sequence(self, question: str, restore: bool, generation: Generation) -> Sequence:
+        """Open the sequence of a question; nothing is computed yet."""
         adapter, known, begin = self._adapter, self._images, time.perf_counter()
         media = [] if known is None else known.media
         text = render(adapter, _turns(media, self._messages, question), Recipe()).text
@@ -362,26 +405,65 @@ class Session:
             inputs.tensors |= snapshot.moved(known.pixels, adapter.device)
         recipe = Recipe() if restore else self.recipe
         spent = Stats(time_processor_s=time.perf_counter() - begin)
-        images = [] if known is None else known.images
-        sequence = opened(adapter, inputs, recipe, begin, generation, stats=spent, images=images)
+        # Without history and images there is nothing to share.
+        continues = not restore and self.reuses == "kv" and (self.history or known is not None)
         self._used = time.perf_counter_ns()
-        if self._kept is not None and self._kept.cache.seen.device != adapter.device:
+        return opened(
+            adapter,
+            inputs,
+            recipe,
+            begin,
+            generation,
+            stats=spent,
+            images=[] if known is None else known.images,
+            prefill=partial(self._prefill, restore, continues),
+            keeps_cache=continues,
+            on_end=partial(self._ended, question, continues),
+        )
+
+    def _prefill(self, restore: bool, continues: bool, sequence: Sequence) -> Prefill:
+        """Prefill the prompt of a question."""
+        kept, prefiller = self._kept, self._engine.prefiller
+        if kept is not None and kept.cache.seen.device != self._adapter.device:
             self._drop()  # the model has moved since
         self._group.make_room(self)
-        if adapter.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(adapter.device)
-        if restore or self.reuses == "features":
-            read = self._restored if restore else self._reprefill
-            self._engine.answer(sequence, partial(read, sequence))
-            self._engine.release(sequence)
+        if continues:
+            return (yield from self._extend(sequence))
+        prefiller.count_prompt(sequence, reused=0)
+        if restore and self._images is not None and self._images.pixels:
+            return prefiller.read(sequence)  # the features have to be recomputed
+        return self._read(sequence, sequence.ids)
+
+    def _ended(self, question: str, continues: bool, sequence: Sequence) -> None:
+        """Keep the cache and the answer of a question, complete or cut short by its reader."""
+        try:
+            short = isinstance(sequence.error, RequestCancelled) and sequence.phase is Phase.DECODE
+            complete = sequence.error is None or short
+            if continues and sequence.phase is not Phase.WAITING:
+                self._keep_cache(sequence, complete)
+                self._group.make_room(self)
+            if complete and self.history:
+                text = answer_of(self._adapter, sequence).text
+                self._messages.append({"role": "user", "content": question})
+                self._messages.append({"role": "assistant", "content": text})
+        finally:
+            self._free()
+
+    def _keep_cache(self, sequence: Sequence, complete: bool) -> None:
+        """Take the cache back from a question; without an answer it may be inconsistent."""
+        kept = self._kept
+        if kept is None or self._cloned:
+            self._engine.prefiller.release(sequence)
+        elif complete:
+            kept.update(sequence)
         else:
-            self._continue(sequence)
-            self._group.make_room(self)
-        answer = answer_of(adapter, sequence)
-        if self.history:
-            self._messages.append({"role": "user", "content": question})
-            self._messages.append({"role": "assistant", "content": answer.text})
-        return answer
+            kept.reclaim(sequence)
+        if kept is not None and self._cloned:
+            kept.decoder.seat([])
+        undone = self._cloned or self.history or kept is None or kept.rewind(kept.base)
+        if not complete or not undone:
+            self._drop()
+        self._cloned = False
 
     def _ids(self, text: str) -> Tensor:
         """Ids (1, S) of a prompt, placeholders included."""
@@ -406,60 +488,23 @@ class Session:
     def _read(self, sequence: Sequence, ids: Tensor, **more: Any) -> Tensor:
         """Prefill a prompt, or its first ``ids`` (1, S). Returns the logits (1, V) after it.
 
-        ``more`` is passed to `Engine.read`.
+        ``more`` is passed to `Prefiller.read`.
         """
         known, seen = self._images, None
         if known is not None:
-            self._engine.adopt(sequence, known.stats, known.trace)
+            self._engine.prefiller.adopt(sequence, known.stats, known.trace)
             seen = snapshot.moved(known.seen, self._adapter.device)
         inputs = self._inputs(ids, sequence.inputs.question)
-        return self._engine.read(sequence, inputs=inputs, seen=seen, **more)
+        return self._engine.prefiller.read(sequence, inputs=inputs, seen=seen, **more)
 
-    def _reprefill(self, sequence: Sequence) -> Tensor:
-        """Prefill the whole prompt. Returns the logits (1, V) after it."""
-        self._engine.count_prompt(sequence, reused=0)
-        return self._read(sequence, sequence.ids)
-
-    def _restored(self, sequence: Sequence) -> Tensor:
-        """Prefill for the full model, whose features may have to be recomputed."""
-        if self._images is None or not self._images.pixels:
-            return self._reprefill(sequence)
-        self._engine.count_prompt(sequence, reused=0)
-        return self._engine.read(sequence)
-
-    def _continue(self, sequence: Sequence) -> None:
-        """Answer a sequence from the cache."""
-        independent = not self.history
-        if independent and self._images is None:  # nothing to share
-            self._engine.answer(sequence, partial(self._reprefill, sequence))
-            self._engine.release(sequence)
-            return
-        try:
-            self._engine.answer(sequence, partial(self._extend, sequence))
-        except BaseException:  # the cache is in an inconsistent state
-            kept = self._kept
-            if kept is None or sequence.decoder is not kept.decoder:
-                self._engine.release(sequence)
-            self._drop()
-            raise
-        kept = self._kept
-        assert kept is not None
-        if sequence.decoder is not kept.decoder:
-            self._engine.release(sequence)
-            kept.decoder.seat([])
-            return
-        kept.update(sequence)
-        if independent and not kept.rewind(kept.base):
-            self._drop()
-
-    def _extend(self, sequence: Sequence) -> Tensor:
-        """Prefill the part of a prompt after the cache. Returns the logits (1, V) after it."""
-        engine, kept = self._engine, self._kept
+    def _extend(self, sequence: Sequence) -> Prefill:
+        """Prefill the part of a prompt after the cache."""
+        prefiller, kept = self._engine.prefiller, self._kept
         whole = sequence.ids[0].tolist()
         if kept is not None and not kept.rewind(min(_common(kept.ids, whole), len(whole) - 1)):
             self._drop()
             kept = None
-        engine.count_prompt(sequence, reused=0 if kept is None else len(kept.ids))
+        prefiller.count_prompt(sequence, reused=0 if kept is None else len(kept.ids))
         logits = None
         if kept is None:
             kept, logits = self._keep(sequence, sequence.ids)
@@ -467,8 +512,9 @@ class Session:
             kept.resume(sequence)
         if not self.history and kept.cache.track:  # its stages cannot undo this question
             kept.clone().resume(sequence)
+            self._cloned = True
         new = sequence.ids[:, len(kept.ids) :]
-        return engine.extend_text(sequence, new, _AT_ONCE, logits)
+        return (yield from prefiller.extend_text(sequence, new, _AT_ONCE, logits))
 
     def _keep(self, sequence: Sequence, ids: Tensor) -> tuple[Prefix, Tensor]:
         """Prefill the images, or a whole prompt without any, under the recipe and keep the cache.
@@ -503,7 +549,7 @@ class Session:
         VLMFastError
             With the reason, if the file cannot be written.
         """
-        with lock_of(self._adapter.model):
+        with self._claimed():
             self._must_be_open()
             known = self._images
             if known is not None:
@@ -530,10 +576,9 @@ class Session:
             session._messages, session._kept = state["messages"], kept
             return session
 
-        with lock_of(adapter.model):
-            session = session_file.read(path, adapter, choose, (Images,), build)
-            group.make_room(session)
-            return session
+        session = session_file.read(path, adapter, choose, (Images,), build)
+        group.make_room(session)
+        return session
 
 
 # --- prompts -------------------------------------------------------------------------------------

@@ -20,6 +20,8 @@ from .answer import Answer, Comparison, Request, agreement
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from vlmfast.engine.engine import Engine
+    from vlmfast.engine.handle import Handle
     from vlmfast.engine.sequence import Sequence
 
     from .session import Session
@@ -213,21 +215,67 @@ class VLM:
         **generation: Any,
     ) -> Iterator[str | Answer]:
         """Stream an answer: like `ask`, but yields ``str`` pieces and finally the `Answer`."""
-        from vlmfast.engine.streaming import stream
-
         from .generation import gate
-        from .request import ASK, answered, messages_of
+        from .request import ASK, check_streamer, messages_of, streamed
 
         recipe, passed = self.recipe(recipe), gate(self.adapter, generation, names=ASK)
-        if passed.streamer is not None:
-            raise VLMFastError("streamer cannot be given: stream yields the text itself")
+        check_streamer(passed)
         messages = messages_of(question, images, video, num_frames, fps)
-        return stream(
-            self.processor.tokenizer,
-            lambda streamer, cancelled: answered(
-                self.adapter, messages, recipe, passed.streamed(streamer, cancelled)
-            ),
-        )
+        return streamed(self.adapter, messages, recipe, passed)
+
+    def submit(
+        self,
+        request: Request | str,
+        *,
+        priority: int = 0,
+        deadline: float | None = None,
+        **generation: Any,
+    ) -> Handle[Answer]:
+        """Queue a request, and return without waiting for its answer.
+
+        Any thread may call this. Requests that were submitted are answered together, with those of
+        `ask`, `stream`, `ask_many`, sessions and attachments of this `VLM`.
+
+        >>> handles = [vlm.submit(Request("What is this?", path)) for path in paths]
+        >>> answers = [handle.result() for handle in handles]
+
+        Parameters
+        ----------
+        request : Request or str
+            A ``str`` is a question without an image. Its media are read before this returns.
+        priority : int
+            Lower values are answered first.
+        deadline : float, optional
+            Seconds from now after which the request is given up.
+        **generation
+            Defaults; the request's own ``generation`` overrides them.
+
+        Returns
+        -------
+        Handle
+            ``handle.result(timeout)`` waits for the `Answer`, ``handle.cancel()`` ends the
+            request, and iterating over it yields the text in pieces and finally the `Answer`.
+
+        Raises
+        ------
+        VLMFastError
+            For a request that cannot be answered.
+        """
+        from .request import check_number, sequence_of_request, submitted
+
+        check_number("priority", priority, whole=True)
+        check_number("deadline", deadline, above=0)
+        sequence = sequence_of_request(self.adapter, request, generation)
+        handle = submitted(self.adapter, sequence, priority=priority, deadline=deadline)
+        self.engine.start()
+        return handle
+
+    @property
+    def engine(self) -> Engine:
+        """The engine that answers the requests; ``max_rows`` and ``max_cache_bytes`` bound it."""
+        from vlmfast.engine.engine import engine_of
+
+        return engine_of(self.adapter)
 
     def compare(
         self,
@@ -255,8 +303,13 @@ class VLM:
         return [Comparison(a.recipe, a, agreement(a.token_ids, full)) for a in answers]
 
     def ask_many(
-        self, requests: Iterable[Request | str], *, batch_size: int = 8, **generation: Any
-    ) -> list[Answer]:
+        self,
+        requests: Iterable[Request | str],
+        *,
+        batch_size: int = 8,
+        errors: str = "raise",
+        **generation: Any,
+    ) -> list[Any]:
         """Answer many questions, up to ``batch_size`` of them decoded together.
 
         Every request has its own images, recipe, length and stopping criteria. Prompts are
@@ -268,21 +321,22 @@ class VLM:
         requests : iterable of Request or str
             Consumed as batch rows become free. A ``str`` is a question without an image.
         batch_size : int
+        errors : {"raise", "keep"}
+            Whether the first error is raised and cancels the other requests, or stands in the
+            place of its answer.
         **generation
             Defaults for all requests; a request's own ``generation`` overrides them.
 
         Returns
         -------
         list of Answer
-            In the order of the requests.
+            In the order of the requests; with ``errors="keep"`` also exceptions.
 
         Raises
         ------
         VLMFastError
             For the first request that cannot be answered; the message gives its number.
         """
-        from vlmfast.engine.engine import Engine
-
         from .generation import shown
         from .request import answer_of
 
@@ -296,22 +350,35 @@ class VLM:
             raise VLMFastError(
                 f"requests={shown(requests)} must be a list of vlmfast.Request or of questions"
             )
-        answers: dict[int, Answer] = {}
-        sequences = self._sequences(requests, generation)
-        for sequence in Engine(self.adapter).answer_many(sequences, batch_size):
-            answers[sequence.number] = answer_of(self.adapter, sequence)
-        return [answers[number] for number in sorted(answers)]
+        if errors not in ("raise", "keep"):
+            raise VLMFastError(f"errors={shown(errors)} must be 'raise' or 'keep'")
+        found: dict[int, Any] = {}
+        failed = found if errors == "keep" else None
+        sequences = self._sequences(requests, generation, failed)
+        for sequence in self.engine.answer_many(
+            sequences, batch_size, keep_errors=errors == "keep"
+        ):
+            error = sequence.error
+            found[sequence.number] = answer_of(self.adapter, sequence) if error is None else error
+        return [found[number] for number in sorted(found)]
 
     def _sequences(
-        self, requests: Iterable[Request | str], generation: dict[str, Any]
+        self,
+        requests: Iterable[Request | str],
+        generation: dict[str, Any],
+        failed: dict[int, Any] | None,
     ) -> Iterator[Sequence]:
+        """Open the sequences of requests; errors are put into ``failed``, if it is given."""
         from .request import sequence_of_request
 
         for number, request in enumerate(requests):
             try:
                 sequence = sequence_of_request(self.adapter, request, generation, number)
             except VLMFastError as error:
-                raise type(error)(f"request {number}: {error}") from error
+                if failed is None:
+                    raise type(error)(f"request {number}: {error}") from error
+                failed[number] = error
+                continue
             yield sequence
 
     # --- sessions --------------------------------------------------------------------------------

@@ -1,61 +1,103 @@
-"""The engine: prefills prompts and decodes answers, one sequence or several at once.
+"""The engine: continuous batching of the requests of one model.
+
+A request is submitted from any thread and becomes a sequence. One thread at a time runs the engine,
+step by step: a thread that waits for an answer, or else a background thread. A step prefills one
+chunk of a prompt, or decodes one token of every row. See docs/engine.md.
 
 Hugging Face's ``generate`` prepares logits processors, stopping criteria and the generation config
-of each sequence; the loop here calls them in the same order and with the same ids, so that
-tokens and random numbers are those of Hugging Face's sampling loop (`engine.sampling`).
+of each sequence; the engine calls them in the same order and with the same ids, so that tokens and
+random numbers are those of Hugging Face's sampling loop (`engine.sampling`).
 """
 
 from __future__ import annotations
 
+import math
+import os
+import threading
+import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Many
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.utils import GenerationMixin
 
-from vlmfast.core.contexts import PrefillContext
-from vlmfast.core.layout import TokenLayout
-from vlmfast.core.protocols import (
-    CacheStage,
-    DecodeStage,
-    DrafterStage,
-    EncodeStage,
-    InEncoderStage,
-)
+from vlmfast.core.protocols import DrafterStage
 from vlmfast.core.recipe import Recipe
-from vlmfast.core.tree import Tree
-from vlmfast.errors import ModelError, VLMFastError
+from vlmfast.errors import (
+    DeadlineExceeded,
+    ModelError,
+    RequestCancelled,
+    VLMFastError,
+)
 from vlmfast.models.base import Adapter
 
 from .attention import switched
-from .cache import KVCache
-from .compress import Compression
-from .decode import Decoder, lasting
-from .hidden_states import Watch, nothing_seen
-from .prefill import Inputs, Prompt, Seen, prefill, prepare, rows_of
-from .prefix import copied
-from .sampling import Sampler, Sampling
-from .sequence import Sequence
-from .speculation import Speculation, check, drafting, walk
+from .batch import Batch
+from .decode import lasting
+from .handle import Handle
+from .hidden_states import Watch
+from .interleave import interleaved
+from .memory import free_bytes, total_bytes
+from .mode import Mode
+from .prefill import Inputs
+from .prefiller import Prefiller
+from .rounds import Rounds, fail
+from .sampling import Sampler
+from .scheduler import Scheduler
+from .sequence import Phase, Prefill, Sequence
+from .speculation import Speculation, check, drafting
 from .stats import Stats, Trace, clock
 
-_ULPS = 8  # near tie: within this many units in the last place of the largest logit
+_PAUSE = 2.0  # least time between two interleaved decode steps, in mean decode steps
+_IDLE = 0.002  # seconds between looks at media that are being read
+
+Result = TypeVar("Result")
 
 
 class Engine:
-    """Runs the requests of one model.
+    """Runs the requests of one model; obtained by `engine_of`.
 
     Parameters
     ----------
     adapter : Adapter
+    max_rows : int
+        Sequences that are decoded together at most.
+    max_cache_bytes : int, optional
+        Upper bound on the caches of all running sequences, by the length that each may reach. By
+        default a sequence is admitted if its cache fits into the free memory of the device.
+
+    Attributes
+    ----------
+    prefiller : Prefiller
     """
 
-    def __init__(self, adapter: Adapter) -> None:
-        self.adapter = adapter
+    def __init__(
+        self, adapter: Adapter, max_rows: int = 256, max_cache_bytes: int | None = None
+    ) -> None:
+        self.adapter, self.max_rows, self.max_cache_bytes = adapter, max_rows, max_cache_bytes
+        self.prefiller = Prefiller(adapter)
+        self._reset()
+
+    def _reset(self) -> None:
+        """Forget all requests and threads."""
+        self._process = os.getpid()
+        self._changed = threading.Condition()
+        # Guarded by the condition:
+        self._runner: int | None = None  # the thread that runs steps
+        self._serving = False  # whether the background thread runs
+        self._arrivals: list[Sequence] = []
+        self._unfinished: set[Sequence] = set()
+        self._count = 0
+        self._thread: threading.Thread | None = None
+        # Only used by the thread that runs steps:
+        self._scheduler, self._batch, self._rounds = Scheduler(), Batch(), Rounds(self.adapter)
+        self._prefill: Prefill | None = None  # of the sequence that is prefilled
+        self._decoding = False
+        self._decoded_at, self._decode_s = 0.0, 0.0  # end and mean time of decode steps
 
     # --- opening ---------------------------------------------------------------------------------
 
@@ -88,6 +130,7 @@ class Engine:
         number: int = 0,
         stats: Stats | None = None,
         images: Many[Any] = (),
+        **more: Any,
     ) -> Sequence:
         """A sequence prepared by Hugging Face's ``generate``; nothing is computed yet.
 
@@ -95,7 +138,7 @@ class Engine:
         ----------
         arguments : dict
             For ``generate``.
-        begin, streamer, strict, cut, number
+        begin, streamer, strict, cut, number, **more
             As in `Sequence`.
         seed : int, optional
             As in `Sampler`; drawn where drafts of a sampled answer need one.
@@ -126,9 +169,10 @@ class Engine:
             strict,
             cut,
             number,
-            Stats() if stats is None else stats,
-            Trace(images=list(images)),
-            watch,
+            stats=Stats() if stats is None else stats,
+            trace=Trace(images=list(images)),
+            watch=watch,
+            **more,
         )
 
     def reading(
@@ -138,498 +182,443 @@ class Engine:
         begin: float,
         stats: Stats | None = None,
         images: Many[Any] = (),
+        **more: Any,
     ) -> Sequence:
         """A sequence that is only prefilled, without settings for an answer."""
         recipe, watch = self.fitted(recipe)
         ids = inputs.tensors["input_ids"]
         config = GenerationConfig(max_length=ids.shape[1])
         sampler = Sampler(ids, LogitsProcessorList(), StoppingCriteriaList(), config)
-        records = Stats() if stats is None else stats, Trace(images=list(images))
-        return Sequence(inputs, recipe, sampler, begin, None, False, False, 0, *records, watch)
-
-    # --- prefill ---------------------------------------------------------------------------------
-
-    @lasting
-    def read(
-        self,
-        sequence: Sequence,
-        *,
-        inputs: Inputs | None = None,
-        seen: Seen | None = None,
-        max_new_tokens: int | None = None,
-        bounded: bool = True,
-    ) -> Tensor:
-        """Prefill the prompt of a sequence. Returns the logits (1, V) after it.
-
-        Parameters
-        ----------
-        inputs : Inputs, optional
-            The first part of the prompt, where only that is prefilled.
-        seen : Seen, optional
-            Its images, already encoded by the tower; see `adopt`.
-        max_new_tokens : int, optional
-            Those of the answer by default.
-        bounded : bool
-            As in `prefill`.
-        """
-        prompt = prepare(
-            self.adapter,
-            sequence.inputs if inputs is None else inputs,
-            sequence.recipe,
-            sequence.stats,
-            sequence.trace,
-            seen,
+        stats = Stats() if stats is None else stats
+        trace = Trace(images=list(images))
+        return Sequence(
+            inputs, recipe, sampler, begin, stats=stats, trace=trace, watch=watch, **more
         )
-        if max_new_tokens is None:
-            max_new_tokens = sequence.max_new_tokens
-        return self.prefill(sequence, prompt, max_new_tokens, bounded=bounded)
 
-    @lasting
-    def prefill(
+    # --- requests --------------------------------------------------------------------------------
+
+    def submit(
         self,
         sequence: Sequence,
-        prompt: Prompt,
-        max_new_tokens: int,
-        limit: int | None = None,
+        finish: Callable[[Sequence], Result],
         *,
-        bounded: bool = True,
-        noting: tuple[CacheStage, ...] = (),
-    ) -> Tensor:
-        """Prefill a prompt whose visual tokens are merged in. Returns the logits (1, V) after it.
+        priority: int = 0,
+        deadline: float | None = None,
+    ) -> Handle[Result]:
+        """Queue a sequence; any thread may call this. Nothing runs until the handle is used.
 
         Parameters
         ----------
-        limit, noting : optional
-            As in `extend`.
-        bounded : bool
-            Whether at most ``max_new_tokens`` tokens follow.
+        finish : callable
+            Makes the result of the handle from the finished sequence.
+        priority : int
+            Lower values are answered first.
+        deadline : float, optional
+            Seconds from now after which the request is given up.
 
         Raises
         ------
         ModelError
-            When prompt and answer do not fit into the model's positions or its sliding window.
+            When its cache can never fit into the memory.
         """
-        adapter, stats, watch = self.adapter, sequence.stats, sequence.watch
-        self.fit(sequence, prompt.next_position, max_new_tokens if bounded else 1)
-        sequence.prompt, sequence.notes = prompt, prompt.notes
-        stats.prompt_tokens = len(prompt.layout)
-        windows: Many[int | None] = adapter.windows
-        if bounded:  # a window as long as the whole sequence has no effect
-            total = len(prompt.layout) + max_new_tokens
-            windows = [None if window is None or total <= window else window for window in windows]
-        cache = KVCache(adapter.depth, adapter.pool, windows)
+        self._check_process()
+        with self._changed:
+            self._check_not_inside()
+        self._check_bytes(sequence)
+        sequence.priority, sequence.mode = priority, Mode.current(self.adapter.device)
+        sequence.submitted = time.monotonic()
+        sequence.deadline = math.inf if deadline is None else sequence.submitted + deadline
+        with self._changed:
+            sequence.arrived = self._count
+            self._count += 1
+            self._arrivals.append(sequence)
+            self._unfinished.add(sequence)
+            self._changed.notify_all()
+        return Handle(self, sequence, finish)
+
+    def answer_many(
+        self, sequences: Iterator[Sequence], at_once: int, *, keep_errors: bool = False
+    ) -> Iterator[Sequence]:
+        """Yield sequences as they finish; up to ``at_once`` of them are in the engine.
+
+        A prompt is prefilled as soon as a row is free, one at a time and without padding.
+
+        Parameters
+        ----------
+        keep_errors : bool
+            Whether a sequence that failed is yielded with its ``error``. Otherwise the error is
+            raised, and the other sequences are cancelled.
+        """
+        running: list[Handle[Sequence]] = []
         try:
-            logits = prefill(
-                adapter,
-                prompt,
-                sequence.recipe + noting,
-                cache,
-                stats,
-                sequence.trace,
-                limit=limit,
-                watch=watch,
-            )
-        except BaseException:
-            cache.release()
-            raise
-        # Without an image the cache is left alone.
-        has_image = bool(prompt.layout.visual.any())
-        stages = sequence.recipe.acting(DecodeStage) if has_image else []
-        cache.freeze(
-            max_new_tokens,
-            prompt.full_length,
-            track=bool(stages),
-            attention_mass=any(stage.attention_mass for stage in stages),
-        )
-        stats.kv_bytes = cache.held_bytes()
-        position = torch.full_like(prompt.layout.position[:, :1], prompt.next_position)
-        sequence.stages, sequence.prompt_slots = stages, cache.length[:, 0].clone()
-        sequence.decoder = Decoder(adapter, cache, rows_of(position), [sequence])
-        return logits[:, -1]
+            while True:
+                while len(running) < at_once and (sequence := next(sequences, None)) is not None:
+                    running.append(self.submit(sequence, _itself))
+                    # Before the next one is opened, which may draw random numbers.
+                    self.run(partial(_prefilled, sequence))
+                    if sequence.finished:
+                        break
+                if not running:
+                    return
+                self.run(partial(_any_done, running))
+                ended = [handle for handle in running if handle.done]
+                running = [handle for handle in running if not handle.done]
+                for handle in ended:
+                    sequence = handle.sequence
+                    if sequence.error is not None and not keep_errors:
+                        raise _numbered(sequence)
+                    yield sequence
+        finally:
+            for handle in running:
+                handle.cancel()
+            for handle in running:
+                handle.close()
+            self.settle()
 
-    @lasting
-    def extend(
-        self,
-        sequence: Sequence,
-        prompt: Prompt,
-        *,
-        compress: bool = False,
-        limit: int | None = None,
-        noting: tuple[CacheStage, ...] = (),
-    ) -> Tensor:
-        """Prefill a later chunk of a prompt. Returns the logits (1, V) after it.
+    # --- threads ---------------------------------------------------------------------------------
+
+    def run(self, until: Callable[[], bool], end: float = math.inf) -> bool:
+        """Run the engine until a condition is met, or wait for the thread that runs it.
 
         Parameters
         ----------
-        prompt : Prompt
-            Its ``full_length`` counts only these rows, its positions continue those before.
-        compress : bool
-            Whether the recipe's cache stages run on these rows.
-        limit : int, optional
-            Slots of these rows that each layer may keep.
-        noting : tuple of CacheStage
-            Observers, called after the cache stages of the recipe.
-        """
-        adapter, decoder, watch = self.adapter, sequence.decoder, sequence.watch
-        assert decoder is not None
-        self.fit(sequence, prompt.next_position, 0)
-        recipe, cache, rows = sequence.recipe, decoder.cache, len(prompt.layout)
-        merging = [*recipe.acting(InEncoderStage), *recipe.acting(EncodeStage)]
-        context = PrefillContext(
-            prompt.layout,
-            depth=adapter.depth,
-            extends=True,
-            cache=cache,
-            notes=prompt.notes,
-            trained=prompt.trained,
-            # As in `prefill`.
-            proportional_attention=any(s.proportional_attention for s in merging)
-            and bool((prompt.layout.weight != 1).any()),
-            limit=limit,
-        )
-        if compress:
-            Compression.of(adapter, recipe + noting, context, cache, sequence.stats)
-        position = rows_of(prompt.layout.position)
-        start = clock(position.device)
-        watched = nothing_seen() if watch is None else watch.over(adapter.decoder, context)
-        biased = cache.biased(context.key_bias())
-        with decoder.shifted(context, position), biased, watched as seen:
-            hidden = adapter.decoder(
-                inputs_embeds=prompt.embeds[None],
-                position_ids=position,
-                past_key_values=cache,
-                use_cache=True,
-                vlmfast_context=context,
-                **adapter.decoder_kwargs(prompt.layout, prompt.extra),
-            ).last_hidden_state
-        if watch is not None:
-            watch.remember(context, prompt.embeds, prompt.layout.order, hidden[0], seen)
-        if context.after is None:
-            cache.advance(rows)
-            cache.consume(prompt.full_length - rows)
-        else:
-            cache.consume(prompt.full_length)
-        sequence.prompt = prompt
-        sequence.stats.time_prefill_s += clock(position.device) - start
-        sequence.stats.prompt_tokens += rows
-        decoder.position.fill_(prompt.next_position)
-        sequence.prompt_slots = cache.length[:, 0].clone()
-        return adapter.logits(hidden[:, -1])
-
-    def fit(self, sequence: Sequence, positions: int, max_new_tokens: int) -> None:
-        """Check that ``max_new_tokens`` tokens fit after ``positions``; shorten a default answer.
-
-        Raises
-        ------
-        ModelError
-            When they do not fit into the model's positions or its sliding window.
-        """
-        window, bound = self.adapter.window, self.adapter.max_positions
-        if bound is not None and positions + max_new_tokens > bound:
-            if not sequence.cut or positions >= bound:
-                raise too_long(positions, max_new_tokens, bound)
-            sequence.most = max_new_tokens = bound - positions
-        if window is not None and positions + max_new_tokens > window:
-            raise ModelError(
-                f"prompt and answer take {positions + max_new_tokens} positions, more than the "
-                f"model's sliding window of {window}; shorten one of them, or drop visual tokens "
-                "with positions=compact"
-            )
-
-    def release(self, sequence: Sequence) -> None:
-        """Return the cache buffers of a sequence."""
-        if sequence.decoder is not None:
-            sequence.decoder.release()
-            sequence.decoder = None
-
-    # --- sharing ---------------------------------------------------------------------------------
-
-    def adopt(self, sequence: Sequence, stats: Stats, trace: Trace) -> None:
-        """Copy to a sequence the statistics of images encoded for an earlier one."""
-        sequence.stats.visual_tokens_in = stats.visual_tokens_in
-        sequence.stats.visual_tokens_kept = dict(stats.visual_tokens_kept)
-        sequence.trace = copied(trace, self.adapter.device, sequence.trace.images)
-
-    def count_prompt(self, sequence: Sequence, *, reused: int) -> None:
-        """Record how many ids of a prompt are already cached; the others are prefilled."""
-        sequence.stats.prompt_reused = reused
-        sequence.stats.prompt_fed = sequence.prompt_length - reused
-
-    def close_up(self, sequence: Sequence, positions: Many[Tensor]) -> list[Tensor] | None:
-        """Renumber the cached tokens of a sequence without gaps; later tokens continue from there.
-
-        Parameters
-        ----------
-        positions : sequence of Tensor, int64, (H, N)
-            Rotary ids of the N slots of each layer.
+        until : callable
+            Evaluated after each step.
+        end : float
+            Time at which to give up, by `time.monotonic`.
 
         Returns
         -------
-        list of Tensor, int64, (H, N), or None
-            The new ids; ``None``, with nothing changed, where heads hold different slots.
+        bool
+            Whether the condition was met.
         """
-        decoder, prompt = sequence.decoder, sequence.prompt
-        assert decoder is not None and prompt is not None
-        layers = decoder.cache.layers
-        pairs = list(zip(layers, positions, strict=True))
-        if any(not layer.even or old.shape[1] != layer.max_lengths[0] for layer, old in pairs):
-            return None
-        found = []
-        for layer, old in pairs:
-            new = torch.arange(old.shape[1], device=old.device).expand(len(old), -1)
-            keys = layer.keys[0, :, : old.shape[1]]
-            keys.copy_(self.adapter.rotate(keys, new - old))
-            found.append(new)
-        prompt.next_position = max(decoder.cache.lengths())
-        decoder.position.fill_(prompt.next_position)
-        return found
+        self._check_process()
+        while True:
+            with self._changed:
+                while not until() and (self._runner is not None or not self._unfinished):
+                    self._check_not_inside()
+                    left = end - time.monotonic()
+                    if left <= 0:
+                        return False
+                    self._changed.wait(None if math.isinf(left) else left)
+                if until():
+                    return True
+                self._runner = threading.get_ident()
+            try:
+                with switched(self.adapter.model):
+                    while self._unfinished and not until():
+                        if time.monotonic() > end:
+                            return False
+                        if not self.step():
+                            time.sleep(_IDLE)
+            finally:
+                with self._changed:
+                    self._runner = None
+                    self._changed.notify_all()
 
-    def count_block(self, sequence: Sequence, stats: Stats) -> None:
-        """Add the cost of one block of a video before the language model."""
-        own = sequence.stats
-        own.visual_tokens_in += stats.visual_tokens_in
-        own.time_vision_s += stats.time_vision_s
-        own.time_reduce_s += stats.time_reduce_s
-        for name, count in stats.visual_tokens_kept.items():
-            own.visual_tokens_kept[name] = own.visual_tokens_kept.get(name, 0) + count
+    def wait(self, until: Callable[[], bool]) -> None:
+        """Wait for the background thread, see `start`, until a condition is met."""
+        with self._changed:
+            self._check_not_inside()
+            self._changed.wait_for(until)
 
-    def count_blocks(self, sequence: Sequence, ids: int, visual: int, flops: float) -> None:
-        """Record the language model's cost of a prompt that was prefilled block by block.
+    def notify(self) -> None:
+        """Make all waiting threads evaluate their conditions."""
+        with self._changed:
+            self._changed.notify_all()
 
-        Parameters
-        ----------
-        ids : int
-            Of the full prompt.
-        visual : int
-            Visual tokens that entered each layer.
-        flops : float
-        """
-        stats, decoder = sequence.stats, sequence.decoder
-        assert decoder is not None
-        stats.layer_tokens([visual] * self.adapter.depth, self.adapter.config.get_text_config())
-        stats.flops_prefill = float(flops)
-        stats.kv_bytes = decoder.cache.held_bytes()
-        stats.kv_bytes_full = self.adapter.cache_bytes(ids)
-        stats.kv_tokens_per_layer = decoder.cache.lengths()
+    def start(self) -> None:
+        """Run the engine in a background thread that ends when all requests have ended."""
+        self._check_process()
+        with self._changed:
+            if self._serving or not self._unfinished:
+                return
+            self._serving = True
+            self._thread = threading.Thread(target=self._serve, name="vlmfast", daemon=True)
+            self._thread.start()
 
-    def extend_text(
-        self, sequence: Sequence, ids: Tensor, chunk: int, logits: Tensor | None
-    ) -> Tensor:
-        """Prefill the text that ends a prompt.
-
-        Parameters
-        ----------
-        ids : Tensor, int64, (1, T)
-        chunk : int
-            Ids per forward pass.
-        logits : Tensor, (1, V), optional
-            After the previous part; returned where no text follows.
-        """
-        decoder = sequence.decoder
-        assert decoder is not None
-        cache = decoder.cache
-        positions = int(decoder.position.max()) + ids.shape[1]
-        self.fit(sequence, positions, sequence.max_new_tokens)
-        for part in ids.split(chunk, dim=1) if ids.shape[1] else ():
-            count = torch.arange(part.shape[1], device=part.device)
-            position = decoder.position.reshape(-1, 1) + count
-            prompt = Prompt(
-                self.adapter.embed(part)[0],
-                TokenLayout.text(count + cache.logical[0], position),
-                part.shape[1],
-                int(position.max()) + 1,
-                notes=sequence.notes,
-            )
-            logits = self.extend(sequence, prompt)
-        stats = sequence.stats
-        stats.kv_bytes, stats.kv_tokens_per_layer = cache.held_bytes(), cache.lengths()
-        stats.kv_bytes_full = self.adapter.cache_bytes(sequence.prompt_length)
-        assert logits is not None
-        return logits
-
-    # --- answers ---------------------------------------------------------------------------------
-
-    @lasting
-    def answer(self, sequence: Sequence, read: Callable[[], Tensor] | None = None) -> None:
-        """Decode the answer of one sequence.
-
-        Parameters
-        ----------
-        read : callable, optional
-            Prefills the prompt and returns the logits (1, V) after it; `read` by default.
-        """
-        with switched(self.adapter.model):
-            logits = self.read(sequence) if read is None else read()
-            token = self._take(sequence, logits)
-            self._draft(sequence)
-            while not sequence.done:
-                assert sequence.decoder is not None
-                (token,) = self._step(sequence.decoder, [sequence], [token], sequence.sampling)
-
-    @lasting
-    def answer_many(self, sequences: Iterator[Sequence], at_once: int) -> Iterator[Sequence]:
-        """Yield sequences as they finish; up to ``at_once`` are decoded together.
-
-        A prompt is prefilled as soon as a batch row is free, one at a time and without padding; a
-        row that finishes leaves the batch immediately.
-        """
-        active: list[Sequence] = []
-        decoder: Decoder | None = None
-        tokens: list[Tensor] = []
-        sampling = Sampling([])
-        with switched(self.adapter.model):
+    def _serve(self) -> None:
+        try:
             while True:
-                while len(active) < at_once and (sequence := next(sequences, None)) is not None:
-                    try:
-                        token = self._take(sequence, self.read(sequence))
-                    except VLMFastError as error:
-                        raise type(error)(f"request {sequence.number}: {error}") from error
-                    if sequence.done:
-                        self.release(sequence)
-                        yield sequence
-                        continue
-                    self._draft(sequence)
-                    active.append(sequence)
-                    tokens.append(token)
-                    alone = sequence.decoder
-                    assert alone is not None
-                    decoder = Decoder.join([alone] if decoder is None else [decoder, alone])
-                    sequence.decoder = None
-                if decoder is None:
-                    return
-                sampling = sampling.of([sequence.sampler for sequence in active])
-                tokens = self._step(decoder, active, tokens, sampling)
-                alive = [row for row, sequence in enumerate(active) if not sequence.done]
-                ended = [sequence for sequence in active if sequence.done]
-                if ended:
-                    if alive:
-                        decoder = decoder.select(alive)
-                    else:
-                        decoder.release()
-                        decoder = None
-                    active, tokens = [active[r] for r in alive], [tokens[r] for r in alive]
-                yield from ended
+                self.run(lambda: not self._unfinished)
+                with self._changed:
+                    if not self._unfinished:
+                        self._serving = False
+                        return
+        except BaseException as error:  # other threads wait for these requests
+            with self._changed:
+                lost, self._unfinished, self._serving = self._unfinished, set(), False
+                for sequence in lost:
+                    _give_up(sequence, error)
+                self._changed.notify_all()
+            raise
 
-    def _step(
-        self,
-        decoder: Decoder,
-        sequences: Many[Sequence],
-        tokens: Many[Tensor],
-        sampling: Sampling,
-    ) -> list[Tensor]:
-        """One round: every sequence emits its next token, and accepted drafts.
+    def settle(self) -> None:
+        """Wait for the end of the background thread, where it has nothing left to do."""
+        thread = self._thread
+        if thread is None or thread is threading.current_thread():
+            return
+        while thread.is_alive() and not self._unfinished:
+            thread.join(_IDLE)
 
-        ``tokens``, (1,) each, are the last tokens emitted; returns the new last ones. ``sampling``
-        is that of the sequences.
+    def _check_not_inside(self) -> None:
+        if self._runner == threading.get_ident():
+            raise VLMFastError(
+                "a processor, criterion or streamer of a request asked the model that is answering "
+                "it; ask it before or afterwards"
+            )
+
+    def _check_process(self) -> None:
+        """After a fork, the requests of the parent are the parent's."""
+        if self._process == os.getpid():
+            return
+        lost = set(self._unfinished)
+        self._reset()
+        for sequence in lost:
+            _give_up(sequence, VLMFastError("a request belongs to the process that submitted it"))
+
+    # --- steps -----------------------------------------------------------------------------------
+
+    @lasting
+    def step(self) -> bool:
+        """Prefill one chunk of a prompt, or decode one token of every row.
+
+        Returns
+        -------
+        bool
+            Whether there was anything to do.
         """
-        decoder.run_decode_stages()
-        if all(sequence.drafts is None for sequence in sequences):
-            logits = decoder.feed(torch.stack(list(tokens))).logits[:, -1]
-            taken = sampling.take(logits)
-            for sequence in sequences:
-                self._emit(sequence)
-            return list(taken.split(1))
-        return self._round(decoder, sequences, tokens)
+        self._receive()
+        scheduler = self._scheduler
+        sequence = scheduler.next(self._admits)
+        if sequence is not None and self._read(sequence):
+            return True
+        if scheduler.active:
+            self._decode()
+            return True
+        return False
 
-    def _round(
-        self, decoder: Decoder, sequences: Many[Sequence], tokens: Many[Tensor]
-    ) -> list[Tensor]:
-        """`_step` where drafts are checked."""
-        roots = [sequence.sampler.tokens[-1] for sequence in sequences]
-        trees = [
-            Tree.chain([root])
-            if sequence.drafts is None
-            else sequence.drafts.propose(decoder, row, root)
-            for row, (sequence, root) in enumerate(zip(sequences, roots, strict=True))
-        ]
-        start = clock(decoder.position.device)
-        drafted = any(len(tree) > 1 for tree in trees)
-        if drafted:
-            output = decoder.verify(trees)
-        else:
-            output = decoder.feed(torch.stack(list(tokens)))
-        seconds = clock(decoder.position.device) - start
-        # In a batch, drafts of a strict answer are off, and so is what they would need.
-        strict = len(sequences) == 1 and sequences[0].strict
-        last, paths = [], []
-        for row, (sequence, tree) in enumerate(zip(sequences, trees, strict=True)):
-            # A strict answer takes unambiguous tokens, or logits computed by single tokens alone.
-            watched = strict and (drafted or bool(sequence.drifted))
-            is_unambiguous = partial(self._is_unambiguous, sequence) if watched else None
-            take = partial(self._take_one, sequence)
-            path, emitted = walk(tree, output.logits[row], take, is_unambiguous)
-            sequence.stats.time_verify_s += seconds
-            if sequence.drafts is not None:
-                sequence.drafts.learn(tree, path, emitted, output, row)
-            if watched:
-                sequence.drifted += len(path) if drafted else 1
-            paths.append(path)
-            last.append(sequence.ids[0, -1:])
-        if drafted:
-            decoder.accept(paths)
-        sequence, path = sequences[0], paths[0]
-        ambiguous = not path or sequence.sampler.tokens[-1] in trees[0].children[path[-1]]
-        if strict and not sequence.done and ambiguous:
-            if not drafted:
-                decoder.rewind(1)
-                sequence.drifted -= 1
-            return [self._redecode(decoder, sequence)]
-        return last
+    def _receive(self) -> None:
+        """Take submitted sequences, and end those that must end."""
+        with self._changed:
+            arrivals, self._arrivals = self._arrivals, []
+        scheduler = self._scheduler
+        for sequence in arrivals:
+            scheduler.add(sequence)
+        prefilling = [] if scheduler.prefilling is None else [scheduler.prefilling]
+        for sequence in [*scheduler.waiting, *scheduler.active, *prefilling]:
+            if sequence.must_end:
+                self._end(sequence, _stopped(sequence))
 
-    def _redecode(self, decoder: Decoder, sequence: Sequence) -> Tensor:
-        """The next token of a strict answer, from a cache written by single tokens alone."""
-        fed = sequence.ids[:, -1 - sequence.drifted :]
-        decoder.rewind(sequence.drifted)
-        for token in fed.split(1, dim=1):
-            output = decoder.feed(token)
-        sequence.drifted = 0
-        sequence.stats.redecoded += 1
-        root = Tree.chain([int(fed[0, -1])])
-        path, emitted = walk(root, output.logits[0], partial(self._take_one, sequence))
-        assert sequence.drafts is not None
-        sequence.drafts.learn(root, path, emitted, output, 0)
-        return sequence.ids[0, -1:]
+    def _read(self, sequence: Sequence) -> bool:
+        """Prefill the next chunk of a prompt. Returns whether there was anything to do."""
+        assert sequence.mode is not None
+        try:
+            if self._prefill is None:
+                self._begin(sequence)
+            assert self._prefill is not None
+            with sequence.mode.entered():
+                try:
+                    with interleaved(self.adapter, partial(self._between, sequence)):
+                        return next(self._prefill)
+                except StopIteration as end:
+                    logits = end.value
+                self._answer(sequence, logits)
+        except Exception as error:
+            self._end(sequence, error)
+        except BaseException:
+            self._end(sequence, _interrupted())
+            raise
+        return True
 
-    # --- tokens ----------------------------------------------------------------------------------
-
-    def _take(self, sequence: Sequence, logits: Tensor) -> Tensor:
-        """The next token (1,) from ``logits`` (1, V)."""
-        token = sequence.sampling.take(logits)
-        self._emit(sequence)
-        return token
-
-    def _take_one(self, sequence: Sequence, logits: Tensor) -> tuple[int, bool]:
-        """As `_take`, from logits (V,), for a walk through a tree."""
-        self._take(sequence, logits[None])
-        return sequence.sampler.tokens[-1], sequence.done
-
-    def _emit(self, sequence: Sequence) -> None:
-        """Stream the token that was taken, and end the sequence when it was the last."""
+    def _begin(self, sequence: Sequence) -> None:
+        """Start the prefill of a prompt."""
         device = self.adapter.device
-        if sequence.first is None:
-            sequence.first = clock(device)
-        if sequence.streamer is not None:
-            sequence.streamer.put(torch.tensor(sequence.sampler.tokens[-1:]))
-        sequence.done = sequence.sampler.is_done() or sequence.count == sequence.most
-        if sequence.done:
-            end = clock(device)
-            sequence.stats.finish(sequence.count, sequence.begin, sequence.first, end, device)
-            if sequence.streamer is not None:
-                sequence.streamer.end()
+        self._check_device(sequence)
+        sequence.stats.queue_s = time.monotonic() - sequence.submitted
+        if device.type == "cuda" and not self._scheduler.active:
+            torch.cuda.reset_peak_memory_stats(device)
+        self._prefill = (sequence.prefill or self._whole)(sequence)
 
-    def _is_unambiguous(self, sequence: Sequence, logits: Tensor) -> bool:
-        """Whether the token of ``logits`` (V,) does not depend on their last bits."""
-        ulp = torch.finfo(self.adapter.dtype).eps * float(logits.float().abs().max())
-        best = sequence.sampling.ranked(logits[None]).topk(2, dim=-1).values[0]
-        sampler = sequence.sampler
-        scale = getattr(sampler.config, "temperature", None) or 1.0 if sampler.sampled else 1.0
-        return float(best[0] - best[1]) > _ULPS * ulp / scale
+    def _whole(self, sequence: Sequence) -> Prefill:
+        """Prefill a prompt in one chunk."""
+        return self.prefiller.read(sequence)
+        yield  # which makes it a generator
+
+    def _answer(self, sequence: Sequence, logits: Tensor | None) -> None:
+        """Emit the first token after a prompt, and decode the sequence from now on."""
+        if logits is not None:
+            self._rounds.first(sequence, logits)
+        if logits is None or sequence.done:
+            self._end(sequence)
+            return
+        self._draft(sequence)
+        self._batch.join(sequence)
+        self._prefill = None
+        self._scheduler.activate(sequence)
+        self.notify()
 
     def _draft(self, sequence: Sequence) -> None:
-        """Start the recipe's drafters, once the prompt has been prefilled."""
-        if sequence.watch is not None and not sequence.done:
+        """Start the recipe's drafters."""
+        if sequence.watch is not None:
             stages = sequence.recipe.acting(DrafterStage)
             sequence.drafts = Speculation(self.adapter, sequence, stages)
+
+    def _between(self, sequence: Sequence) -> None:
+        """Between two blocks of a forward pass over a prompt."""
+        if sequence.must_end:
+            raise _stopped(sequence)
+        if not self._scheduler.streams or self.adapter.decoding == "compile":
+            return
+        if time.monotonic() - self._decoded_at >= _PAUSE * self._decode_s:
+            self._end_all_that_must()
+            self._decode()
+
+    def _end_all_that_must(self) -> None:
+        for sequence in list(self._scheduler.active):
+            if sequence.must_end:
+                self._end(sequence, _stopped(sequence))
+
+    def _decode(self) -> None:
+        """Decode one token of every row."""
+        start = time.monotonic()
+        for groups in list(self._batch.modes()):
+            rows = [sequence for group in groups for sequence in group.sequences]
+            mode = rows[0].mode
+            assert mode is not None
+            try:
+                self._check_device(rows[0])
+                with mode.entered():
+                    self._rounds.run(groups)
+            except Exception as error:
+                for sequence in rows:
+                    fail(sequence, error)
+            except BaseException:
+                for sequence in rows:
+                    fail(sequence, _interrupted())
+                    self._end(sequence)
+                raise
+            for sequence in rows:
+                if sequence.done:
+                    self._end(sequence)
+        self._decoded_at = time.monotonic()
+        spent = self._decoded_at - start
+        self._decode_s = spent if not self._decode_s else 0.9 * self._decode_s + 0.1 * spent
+        self.notify()
+
+    def _end(self, sequence: Sequence, error: Exception | None = None) -> None:
+        """A sequence leaves the engine."""
+        if error is not None:
+            fail(sequence, error)
+        if sequence is self._scheduler.prefilling:
+            prefill, self._prefill = self._prefill, None
+            if prefill is not None:
+                prefill.close()
+        self._scheduler.remove(sequence)
+        self._batch.leave(sequence, keep=sequence.keeps_cache)
+        if not sequence.keeps_cache:
+            self.prefiller.release(sequence)
+        device = self.adapter.device
+        if sequence.first is not None:
+            sequence.stats.finish(
+                sequence.count, sequence.begin, sequence.first, clock(device), device
+            )
+        if sequence.on_end is not None:
+            try:
+                sequence.on_end(sequence)
+            except Exception as problem:
+                fail(sequence, problem)
+        with self._changed:
+            sequence.phase = Phase.FINISHED
+            self._unfinished.discard(sequence)
+            self._changed.notify_all()
+
+    # --- memory and devices ----------------------------------------------------------------------
+
+    def _admits(self, sequence: Sequence) -> bool:
+        """Whether a waiting sequence can run beside those that are decoded."""
+        active = self._scheduler.active
+        if not active:
+            return True
+        if len(active) >= self.max_rows:
+            return False
+        need = self._bytes(sequence)
+        if self.max_cache_bytes is None:
+            return need <= free_bytes(self.adapter.device)
+        return need + sum(map(self._bytes, active)) <= self.max_cache_bytes
+
+    def _bytes(self, sequence: Sequence) -> int:
+        """An upper bound on the cache of a sequence."""
+        return self.adapter.cache_bytes(sequence.prompt_length + sequence.max_new_tokens)
+
+    def _check_bytes(self, sequence: Sequence) -> None:
+        """Refuse a sequence whose text and answer alone need more memory than there is."""
+        ids = sequence.ids[0]
+        least = int((~self.adapter.visual(ids)).sum()) if tuple(sequence.recipe) else len(ids)
+        need = self.adapter.cache_bytes(least + sequence.max_new_tokens)
+        bound = self.max_cache_bytes
+        most = total_bytes(self.adapter.device) if bound is None else bound
+        if need > most:
+            raise ModelError(
+                f"the cache of prompt and answer takes at least {need:,} bytes and there are "
+                f"{most:,.0f}; use a shorter prompt or a smaller max_new_tokens"
+            )
+
+    def _check_device(self, sequence: Sequence) -> None:
+        assert sequence.mode is not None
+        if sequence.mode.device != self.adapter.device:
+            raise ModelError(
+                f"the model was moved from {sequence.mode.device} to {self.adapter.device} while a "
+                "request was answered"
+            )
+
+
+def engine_of(adapter: Adapter) -> Engine:
+    """The engine of a model; there is one for each adapter."""
+    engine = adapter.kept.get("engine")
+    return engine if engine is not None else adapter.kept.setdefault("engine", Engine(adapter))
+
+
+def _give_up(sequence: Sequence, error: BaseException) -> None:
+    """End a sequence that nothing will run any more."""
+    fail(sequence, error if isinstance(error, Exception) else VLMFastError(repr(error)))
+    sequence.phase = Phase.FINISHED
+
+
+def _itself(sequence: Sequence) -> Sequence:
+    return sequence
+
+
+def _prefilled(sequence: Sequence) -> bool:
+    return sequence.phase not in (Phase.WAITING, Phase.PREFILL)
+
+
+def _any_done(handles: Many[Handle]) -> bool:
+    return any(handle.done for handle in handles)
+
+
+def _stopped(sequence: Sequence) -> VLMFastError:
+    """Why a sequence that must end ends."""
+    after = f"after {sequence.count} tokens of its answer"
+    if sequence.cancelled:
+        return RequestCancelled(f"the request was cancelled {after}")
+    return DeadlineExceeded(f"the request reached its deadline {after}")
+
+
+def _interrupted() -> VLMFastError:
+    return VLMFastError("the thread that ran the engine was interrupted; ask again")
+
+
+def _numbered(sequence: Sequence) -> Exception:
+    """The error of a sequence, with the number of its request."""
+    error = sequence.error
+    assert error is not None
+    if not isinstance(error, VLMFastError):  # of the caller's own code
+        error.add_note(f"request {sequence.number}")
+        return error
+    numbered = type(error)(f"request {sequence.number}: {error}")
+    numbered.__cause__ = error
+    return numbered
 
 
 def generate_of(model: nn.Module) -> Callable[..., Any]:
@@ -649,18 +638,3 @@ def _prepared(
 ) -> Sampler:
     """The callable that ``generate(custom_generate=...)`` calls instead of its own loop."""
     return Sampler(input_ids, logits_processor, stopping_criteria, generation_config, vlmfast_seed)
-
-
-def too_long(positions: int, max_new_tokens: int, bound: int, *, least: bool = False) -> ModelError:
-    """The error for a prompt whose answer of ``max_new_tokens`` tokens does not fit.
-
-    ``least``: ``positions`` is a lower bound.
-    """
-    ways = ["a shorter text", "fewer or smaller images or frames", "positions=compact"]
-    if positions < bound:
-        ways.insert(0, f"max_new_tokens={bound - positions}")
-    return ModelError(
-        f"the prompt takes {'at least ' if least else ''}{positions} positions and its answer up "
-        f"to {max_new_tokens}, and the model has {bound}; use {', '.join(ways[:-1])}, or a recipe "
-        f"with {ways[-1]}"
-    )

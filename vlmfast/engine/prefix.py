@@ -129,12 +129,17 @@ class Prefix:
         images = sequence.trace.images
         sequence.trace = copied(self.trace, self.decoder.adapter.device, images)
 
+    def reclaim(self, sequence: Sequence) -> None:
+        """Take the cache back from a sequence that has ended."""
+        if sequence.decoder is not None:
+            self.decoder, sequence.decoder = sequence.decoder, None
+        self.decoder.seat([])
+
     def update(self, sequence: Sequence) -> None:
         """Extend the prefix by what ``sequence`` has prefilled and answered."""
         self.prompt_slots, self.steps = sequence.prompt_slots, sequence.steps
         self.ids = sequence.ids[0, :-1].tolist()  # the last token of an answer is never fed
-        self.decoder.seat([])
-        sequence.decoder = None
+        self.reclaim(sequence)
 
     def release(self) -> None:
         """Return the buffers of the cache."""

@@ -271,6 +271,8 @@ class Sampler:
         Chosen so far.
     scores, raw : list of Tensor, float32, (1, V)
         Of each step, after and before the processors, where ``config`` requests them.
+    error : Exception, optional
+        What one of its processors raised; the token of this step is not meaningful.
     """
 
     def __init__(
@@ -286,6 +288,7 @@ class Sampler:
         self.tokens: list[int] = []
         self.scores: list[Tensor] = []
         self.raw: list[Tensor] = []
+        self.error: Exception | None = None
         self.seen: Tensor | None = None  # (V,), ids that a repetition penalty counts
         self._ids = prompt
         self._known, others = [], StoppingCriteriaList()
@@ -456,7 +459,10 @@ class Sampling:
         blocks = list(scores.split(1))
         for number in self._apart:
             row = self.rows[number]
-            blocks[number] = row.processors(row.ids, raw[number : number + 1])
+            try:
+                blocks[number] = row.processors(row.ids, raw[number : number + 1])
+            except Exception as error:  # of the caller's own code; other rows go on
+                row.error = error
         # A processor of the caller's own may have changed the dtype.
         alike = len({(block.dtype, block.shape, block.device) for block in blocks}) == 1
         return [torch.cat(blocks)] if alike else blocks

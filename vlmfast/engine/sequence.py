@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import time
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -13,6 +17,7 @@ from vlmfast.core.tree import Tree
 
 from .decode import Decoder
 from .hidden_states import Watch
+from .mode import Mode
 from .output import Output
 from .prefill import Inputs, Prompt
 from .sampling import Sampler, Sampling
@@ -29,6 +34,20 @@ class Drafts(Protocol):
         self, tree: Tree, path: list[int], emitted: list[int], output: Output, number: int
     ) -> None:
         """Process the model's results for ``tree``."""
+
+
+class Phase(Enum):
+    """Where a sequence is in its life."""
+
+    WAITING = "waiting"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    FINISHED = "finished"
+
+
+# Prefills a prompt chunk by chunk. It yields after each chunk whether there was anything to do, and
+# returns the logits (1, V) after the prompt, or ``None`` where no answer follows.
+Prefill = Generator[bool, None, Tensor | None]
 
 
 @dataclass(eq=False)
@@ -53,9 +72,34 @@ class Sequence:
         Whether the answer may be shorter than requested, to fit the model's positions.
     number : int
         Which request of a batch it is.
+    prefill : callable, optional
+        Makes the generator that prefills the prompt of the sequence, see `Prefill`. By default it
+        is prefilled in one chunk.
+    keeps_cache : bool
+        Whether its cache is left in ``decoder`` when it has ended.
+    on_end : callable, optional
+        Called with the sequence when it has ended, in the thread that runs the engine; ``phase``
+        is the one in which it ended.
 
     Attributes
     ----------
+    phase : Phase
+    priority : int
+        Lower values are answered first.
+    deadline : float
+        When it is given up, by `time.monotonic`.
+    arrived : int
+        Number of requests that were submitted before it.
+    submitted : float
+        When it was submitted, by `time.monotonic`.
+    streamed : bool
+        Whether its tokens are read while they are generated; prompts of others then make way.
+    cancelled : bool
+        Set by any thread.
+    error : Exception, optional
+        Why it ended without a complete answer.
+    mode : Mode, optional
+        In which it is computed.
     stats, trace
         Its cost, and the dropped tokens.
     watch : Watch, optional
@@ -92,6 +136,9 @@ class Sequence:
     strict: bool = False
     cut: bool = False
     number: int = 0
+    prefill: Callable[[Sequence], Prefill] | None = None
+    keeps_cache: bool = False
+    on_end: Callable[[Sequence], None] | None = None
     stats: Stats = field(default_factory=Stats)
     trace: Trace = field(default_factory=Trace)
     watch: Watch | None = None
@@ -106,10 +153,28 @@ class Sequence:
     most: int | None = None
     first: float | None = None
     done: bool = False
+    phase: Phase = Phase.WAITING
+    priority: int = 0
+    deadline: float = math.inf
+    arrived: int = 0
+    submitted: float = 0.0
+    streamed: bool = False
+    cancelled: bool = False
+    error: Exception | None = None
+    mode: Mode | None = None
     sampling: Sampling = field(init=False)
 
     def __post_init__(self) -> None:
         self.sampling = Sampling([self.sampler])
+
+    @property
+    def finished(self) -> bool:
+        return self.phase is Phase.FINISHED
+
+    @property
+    def must_end(self) -> bool:
+        """Whether it was cancelled, or is past its deadline."""
+        return self.cancelled or time.monotonic() > self.deadline
 
     @property
     def ids(self) -> Tensor:

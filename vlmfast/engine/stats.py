@@ -78,6 +78,7 @@ class Stats:
     time_prefill_s: float = 0.0
     ttft_s: float = 0.0
     time_total_s: float = 0.0
+    queue_s: float = 0.0
     tpot_s: float = 0.0
     tokens_per_s: float = 0.0
     peak_memory_bytes: int = 0

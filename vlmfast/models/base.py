@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -105,6 +106,7 @@ class Adapter:
         if model.get_output_embeddings() is None or not model.can_generate():
             raise ModelError(f"{type(model).__name__} has no language-model head to answer with")
         self.model, self.processor = model, processor
+        self.processing = threading.RLock()  # processors are not made for several threads
         self.writer = processor  # its chat template writes prompts; the user's own
         self.config: Any = model.config
         self.decoder: TextDecoder = model.get_decoder()
@@ -373,7 +375,7 @@ class Adapter:
         bos = tokenizer.bos_token
         single, videos = self.parted(images, frames)
         try:
-            batch = self.processor(
+            batch = self._process(
                 images=([single] if self.nested else single) if single else None,
                 text=[text],
                 return_tensors="pt",
@@ -404,6 +406,10 @@ class Adapter:
         return {
             key: self.moved(key, value) for key, value in batch.items() if isinstance(value, Tensor)
         }
+
+    def _process(self, **given: Any) -> Any:
+        with self.processing:
+            return self.processor(**given)
 
     def moved(self, key: str, value: Tensor) -> Tensor:
         """Move an input to the device without blocking; pixels in the model's dtype."""

@@ -225,7 +225,7 @@ class Answers:
         from vlmfast.api.generation import gate
         from vlmfast.api.request import sequence_of
         from vlmfast.core.recipe import Recipe
-        from vlmfast.engine.engine import Engine
+        from vlmfast.engine.engine import engine_of
 
         vlm, args = self.vlm, self.args
         found: dict[int, list[int]] = {number: [] for number in numbers}
@@ -247,7 +247,7 @@ class Answers:
 
         torch.manual_seed(random.Random(f"answers-{args.seed}-{numbers[0]}").getrandbits(62))
         with torch.no_grad():
-            for sequence in Engine(vlm.adapter).answer_many(sequences(), _BLOCK):
+            for sequence in engine_of(vlm.adapter).answer_many(sequences(), _BLOCK):
                 found[sequence.number] = sequence.tokens
         return [found[number] for number in numbers]
 

@@ -1,0 +1,715 @@
+"""Requests in company: handles, priorities, cancels, deadlines, failures, interleaved prefill."""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria
+
+from fake_drafters import Knows
+from tiny_families import builders
+from tiny_models import build_llava, make_image
+from vlmfast import (
+    VLM,
+    Answer,
+    DeadlineExceeded,
+    ModelError,
+    RecipeError,
+    Request,
+    RequestCancelled,
+    VLMFastError,
+)
+from vlmfast.core.buffers import BufferPool
+from vlmfast.core.recipe import Recipe
+from vlmfast.engine.engine import Engine
+from vlmfast.engine.rounds import Rounds
+from vlmfast.engine.sequence import Phase
+
+QUESTION = "what is here ?"
+
+
+class Counting(BufferPool):
+    """Counts the bytes that were taken and not returned."""
+
+    out = 0
+
+    def take(self, shape, dtype, device):
+        buffer = super().take(shape, dtype, device)
+        self.out += buffer.nbytes
+        return buffer
+
+    def give(self, buffer):
+        self.out -= 0 if buffer is None else buffer.nbytes
+        super().give(buffer)
+
+
+def request(image: int = 0, recipe: Any = None, tokens: int = 6, **generation: Any) -> Request:
+    generation = {"max_new_tokens": tokens, "eos_token_id": None} | generation
+    return Request(QUESTION, [make_image(seed=image)], recipe=recipe, generation=generation)
+
+
+def alone(vlm: VLM, r: Request) -> list[int]:
+    return vlm.ask(r.question, r.images, recipe=r.recipe, **r.generation).token_ids
+
+
+def assert_idle(vlm: VLM, threads: set[threading.Thread]) -> None:
+    """Nothing is left of any request."""
+    engine = vlm.engine
+    assert not engine._batch.groups and not engine._unfinished and not engine._arrivals
+    assert not engine._scheduler.active and not engine._scheduler.waiting
+    assert engine._scheduler.prefilling is None and engine._prefill is None
+    assert engine._runner is None
+    assert set(threading.enumerate()) <= threads
+    assert vlm.model.config.text_config._attn_implementation == "sdpa"
+    assert not any(layer._forward_pre_hooks for layer in vlm.adapter.decoder.layers)
+    assert not any(block._forward_pre_hooks for block in vlm.adapter.vision_blocks())
+    if isinstance(vlm.adapter.pool, Counting):
+        assert vlm.adapter.pool.out == 0
+
+
+@pytest.fixture
+def vlm() -> Iterator[VLM]:
+    vlm = VLM(*build_llava(layers=4, dtype=torch.float64))
+    vlm.adapter.pool = Counting()
+    threads = set(threading.enumerate())
+    yield vlm
+    assert_idle(vlm, threads)
+
+
+class Acts(LogitsProcessor):
+    """Calls a function at one token of an answer."""
+
+    def __init__(self, at: int, act: Callable[[], Any]) -> None:
+        self.at, self.act, self.calls = at, act, 0
+
+    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if self.calls == self.at:
+            self.act()
+        self.calls += 1
+        return scores
+
+
+def acting(at: int, act: Callable[[], Any]) -> LogitsProcessorList:
+    return LogitsProcessorList([Acts(at, act)])
+
+
+def raises(error: BaseException) -> Callable[[], None]:
+    def act() -> None:
+        raise error
+
+    return act
+
+
+# --- handles -------------------------------------------------------------------------------------
+
+
+def test_handles_give_the_answers_of_ask(vlm: VLM) -> None:
+    recipes = [None, "hired:0.5", "h2o:0.6", "pyramiddrop"]
+    requests = [request(seed, recipe, 5 + seed) for seed, recipe in enumerate(recipes)]
+    wanted = [alone(vlm, r) for r in requests]
+    handles = [vlm.submit(r) for r in requests]
+    assert [handle.result().token_ids for handle in reversed(handles)] == wanted[::-1]
+    assert all(handle.done for handle in handles)
+    assert handles[0].result() is handles[0].result()
+    assert len({tuple(ids) for ids in wanted}) == 4  # a control: answers differ
+
+
+def test_iterating_gives_the_text_in_pieces(vlm: VLM) -> None:
+    for r in (request(0, tokens=20), request(1, "snapkv:0.7", tokens=9)):
+        *pieces, answer = vlm.submit(r)
+        assert isinstance(answer, Answer)
+        assert "".join(pieces).strip() == answer.text
+        assert answer.token_ids == alone(vlm, r)
+
+
+def test_pieces_come_while_the_answer_is_generated(tiny: VLM) -> None:
+    threads = set(threading.enumerate())
+    handle = tiny.submit(
+        Request(
+            "describe the image",
+            make_image(),
+            generation={"max_new_tokens": 40, "eos_token_id": None},
+        )
+    )
+    counts = [handle.sequence.count for piece in handle if isinstance(piece, str)]
+    assert len(counts) > 3 and counts == sorted(counts) and counts[0] < counts[-1]
+    assert_idle(tiny, threads)
+
+
+def test_an_answer_that_is_complete_can_still_be_iterated(vlm: VLM) -> None:
+    handle = vlm.submit(request())
+    answer = handle.result()
+    *pieces, last = handle
+    assert last is answer and "".join(pieces).strip() == answer.text
+
+
+def test_a_handle_is_answered_although_it_is_not_used(vlm: VLM) -> None:
+    before = set(threading.enumerate())
+    handle = vlm.submit(request())
+    (thread,) = set(threading.enumerate()) - before
+    thread.join(60)
+    assert handle.done and not thread.is_alive()
+
+
+def test_result_gives_up_after_its_timeout(vlm: VLM) -> None:
+    go = threading.Event()
+    handle = vlm.submit(request(logits_processor=acting(1, lambda: go.wait(60))))
+    with pytest.raises(TimeoutError, match=r"not complete after 0\.05 s"):
+        handle.result(timeout=0.05)
+    assert not handle.done
+    go.set()
+    assert handle.result(timeout=60).token_ids == alone(vlm, request())
+
+
+def test_requests_are_submitted_from_many_threads(vlm: VLM) -> None:
+    requests = [request(n % 4, (None, "hired:0.5", "kivi:residual=8,group=4")[n % 3], 5 + n)
+                for n in range(9)]  # fmt: skip
+    wanted = [alone(vlm, r) for r in requests]
+    got: list = [None] * len(requests)
+
+    def work(number: int) -> None:
+        got[number] = vlm.submit(requests[number]).result().token_ids
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(len(requests))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert got == wanted
+
+
+def ends_in_order(vlm: VLM, priorities: list[int]) -> list[int]:
+    """The numbers of requests in the order in which they end, one at a time."""
+    vlm.engine.max_rows, ended, go = 1, [], threading.Event()
+    first = vlm.submit(request(logits_processor=acting(0, lambda: go.wait(60))))
+
+    class Ends:
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def put(self, tokens: torch.Tensor) -> None:
+            pass
+
+        def end(self) -> None:
+            ended.append(self.number)
+
+    handles = [
+        vlm.submit(request(streamer=Ends(n), tokens=2), priority=p)
+        for n, p in enumerate(priorities)
+    ]
+    go.set()
+    for handle in [first, *handles]:
+        handle.result()
+    return ended
+
+
+def test_requests_are_answered_by_priority_and_then_in_order(vlm: VLM) -> None:
+    assert ends_in_order(vlm, [0, 0, 0]) == [0, 1, 2]
+    assert ends_in_order(vlm, [1, 0, -1, 0]) == [2, 1, 3, 0]
+
+
+def test_queue_time_is_reported(vlm: VLM) -> None:
+    vlm.engine.max_rows = 1
+    first = vlm.submit(request(logits_processor=acting(0, lambda: time.sleep(0.2))))
+    second = vlm.submit(request())
+    assert second.result().stats.queue_s >= 0.1 > first.result().stats.queue_s
+
+
+@pytest.mark.parametrize(("name", "value"), [("priority", 0.5), ("priority", True), ("deadline", 0),
+                                         ("deadline", "1"), ("deadline", math.nan)])  # fmt: skip
+def test_wrong_arguments_are_refused(vlm: VLM, name: str, value: Any) -> None:
+    with pytest.raises(VLMFastError, match=f"^{name}="):
+        vlm.submit(request(), **{name: value})
+
+
+# --- ends ----------------------------------------------------------------------------------------
+
+
+def phases(vlm: VLM) -> dict[Phase, Callable[[Callable[[Any], None]], Any]]:
+    """Handles whose request is ended by a function while it is in a phase."""
+
+    def waiting(end: Callable[[Any], None]) -> Any:
+        handle = vlm.submit(request())
+        end(handle)
+        return handle
+
+    def prefill(end: Callable[[Any], None]) -> Any:
+        holder: list = []
+
+        def act(*_: Any) -> None:
+            hook.remove()
+            end(holder[0])
+
+        hook = vlm.adapter.decoder.layers[1].register_forward_pre_hook(act)
+        sequence_handle = vlm.submit(request())
+        holder.append(sequence_handle)
+        return sequence_handle
+
+    def decode(end: Callable[[Any], None]) -> Any:
+        holder: list = []
+        ready = threading.Event()
+
+        def act() -> None:
+            ready.wait(60)
+            end(holder[0])
+
+        holder.append(vlm.submit(request(tokens=20, logits_processor=acting(3, act))))
+        ready.set()
+        return holder[0]
+
+    return {Phase.WAITING: waiting, Phase.PREFILL: prefill, Phase.DECODE: decode}
+
+
+def cancel(handle: Any) -> None:
+    handle.cancel()
+
+
+def expire(handle: Any) -> None:
+    handle.sequence.deadline = 0.0
+
+
+@pytest.mark.parametrize("phase", [Phase.WAITING, Phase.PREFILL, Phase.DECODE])
+@pytest.mark.parametrize(
+    ("end", "error"),
+    [(cancel, RequestCancelled), (expire, DeadlineExceeded)],
+    ids=["cancel", "expire"],
+)
+def test_a_request_ends_early_in_each_phase(vlm: VLM, phase: Phase, end: Any, error: type) -> None:
+    wanted = alone(vlm, request(1, tokens=12))
+    with vlm.engine._changed:  # until both are submitted, nothing runs
+        ended, other = phases(vlm)[phase](end), vlm.submit(request(1, tokens=12))
+    with pytest.raises(error, match=r"after \d+ tokens of its answer"):
+        ended.result()
+    count = ended.sequence.count
+    assert count == {Phase.WAITING: count, Phase.PREFILL: 0}.get(phase, 4)
+    assert other.result().token_ids == wanted
+    ended.cancel()  # has no effect any more
+    assert ended.done
+
+
+def test_closing_a_stream_ends_its_request(tiny: VLM) -> None:
+    threads = set(threading.enumerate())
+    go = threading.Event()
+    wait = acting(6, lambda: go.wait(60))
+    stream = tiny.stream("describe the image", make_image(), max_new_tokens=400, eos_token_id=None,
+                         logits_processor=wait)  # fmt: skip
+    assert isinstance(next(stream), str)
+    (sequence,) = tiny.engine._unfinished
+    go.set()
+    stream.close()
+    assert 0 < sequence.count < 400
+    assert_idle(tiny, threads)
+
+
+def test_an_interrupt_ends_what_was_running_and_no_more(vlm: VLM) -> None:
+    wanted = alone(vlm, request(1))
+    with pytest.raises(KeyboardInterrupt):
+        vlm.ask(QUESTION, make_image(), logits_processor=acting(2, raises(KeyboardInterrupt())))
+    assert alone(vlm, request(1)) == wanted
+
+
+# --- failures ------------------------------------------------------------------------------------
+
+
+class Stops(StoppingCriteria):
+    def __call__(self, ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        raise KeyError("a criterion")
+
+
+class Streams:
+    def put(self, tokens: torch.Tensor) -> None:
+        raise KeyError("a streamer")
+
+    def end(self) -> None:
+        pass
+
+
+FAILING = {
+    "a processor": {"logits_processor": acting(2, raises(KeyError("a processor")))},
+    "a criterion": {"stopping_criteria": [Stops()]},
+    "a streamer": {"streamer": Streams()},
+}
+
+
+@pytest.mark.parametrize("what", FAILING)
+def test_an_error_belongs_to_its_own_request(vlm: VLM, what: str) -> None:
+    others = [request(1, tokens=9), request(2, "h2o:0.6", tokens=9)]
+    wanted = [alone(vlm, r) for r in others]
+    handles = [vlm.submit(r) for r in (others[0], request(0, tokens=9, **FAILING[what]), others[1])]
+    with pytest.raises(KeyError, match=what):
+        handles[1].result()
+    assert [handles[n].result().token_ids for n in (0, 2)] == wanted
+
+
+def test_ask_many_raises_the_first_error_and_cancels_the_rest(vlm: VLM) -> None:
+    bad = request(0, tokens=9, logits_processor=acting(1, raises(KeyError("mine"))))
+    with pytest.raises(KeyError, match="mine") as caught:
+        vlm.ask_many([request(1, tokens=50), bad, request(2)], batch_size=3)
+    assert caught.value.__notes__ == ["request 1"]
+    wrong = request(0, "snapkv:0.01")
+    with pytest.raises(RecipeError, match=r"^request 1: snapkv"):
+        vlm.ask_many([request(1, tokens=50), wrong, request(2)], batch_size=3)
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_ask_many_keeps_errors_in_their_places(vlm: VLM, batch_size: int) -> None:
+    bad = request(0, tokens=9, logits_processor=acting(1, raises(KeyError("mine"))))
+    requests = [request(1), bad, Request(" "), request(2, "snapkv:0.01"), request(2)]
+    found = vlm.ask_many(requests, batch_size=batch_size, errors="keep")
+    assert [type(of) for of in found] == [Answer, KeyError, VLMFastError, RecipeError, Answer]
+    assert found[0].token_ids == alone(vlm, request(1))
+    assert found[4].token_ids == alone(vlm, request(2))
+    with pytest.raises(VLMFastError, match="errors='ignore' must be 'raise' or 'keep'"):
+        vlm.ask_many([], errors="ignore")
+
+
+def test_requests_that_raise_half_way(vlm: VLM) -> None:
+    def requests() -> Iterator[Request]:
+        yield request(0, tokens=40)
+        yield request(1, tokens=40)
+        raise OSError("the file ends here")
+
+    with pytest.raises(OSError, match="the file ends here"):
+        vlm.ask_many(requests(), batch_size=4)
+
+
+def test_a_processor_that_asks_the_model_gets_one_line(vlm: VLM) -> None:
+    def ask() -> None:
+        vlm.ask(QUESTION, make_image(1), max_new_tokens=2)
+
+    with pytest.raises(VLMFastError, match="asked the model that is answering") as caught:
+        vlm.ask(QUESTION, make_image(), max_new_tokens=4, logits_processor=acting(1, ask))
+    assert "\n" not in str(caught.value)
+
+
+def test_what_can_never_fit_is_refused(vlm: VLM) -> None:
+    prompt = vlm.inputs(QUESTION, make_image())["input_ids"].shape[1]
+    bound = vlm.engine.max_cache_bytes = vlm.adapter.cache_bytes(prompt + 20)
+    need = vlm.adapter.cache_bytes(prompt + 30)
+    with pytest.raises(ModelError, match=f"at least {need:,} bytes and there are {bound:,}"):
+        vlm.submit(request(tokens=30))
+    assert vlm.submit(request(tokens=2)).result()
+
+
+def test_requests_wait_for_memory(vlm: VLM) -> None:
+    prompt = vlm.inputs(QUESTION, make_image())["input_ids"].shape[1]
+    vlm.engine.max_cache_bytes = int(2.5 * vlm.adapter.cache_bytes(prompt + 8))
+    requests = [request(seed, tokens=8) for seed in range(5)]
+    wanted = [alone(vlm, r) for r in requests]
+    rows: list[int] = []
+    run = Rounds.run
+
+    def counted(self: Rounds, groups: Any) -> None:
+        rows.append(sum(len(group.sequences) for group in groups))
+        run(self, groups)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Rounds, "run", counted)
+        handles = [vlm.submit(r) for r in requests]
+        assert [handle.result().token_ids for handle in handles] == wanted
+    assert max(rows) == 2
+
+
+def test_an_allocation_that_fails_ends_one_request(vlm: VLM, monkeypatch) -> None:
+    wanted = alone(vlm, request(1, tokens=12))
+    take, taken = Counting.take, [0]
+
+    def failing(self: Counting, shape: Any, dtype: Any, device: Any) -> torch.Tensor:
+        prefilling = vlm.engine._scheduler.prefilling
+        taken[0] += prefilling is not None and prefilling.arrived == two.sequence.arrived
+        if taken[0] == 3:
+            raise torch.OutOfMemoryError("no memory")
+        return take(self, shape, dtype, device)
+
+    monkeypatch.setattr(Counting, "take", failing)
+    with vlm.engine._changed:
+        one = vlm.submit(request(1, tokens=12))
+        two = vlm.submit(request(2, tokens=12))
+    with pytest.raises(torch.OutOfMemoryError):
+        two.result()
+    assert one.result().token_ids == wanted
+    vlm.adapter.pool.out = 0  # buffers that were taken before are freed with their cache
+
+
+def test_two_engines_on_one_model() -> None:
+    model, processor = build_llava(layers=2, dtype=torch.float64)
+    pair = VLM(model, processor), VLM(model, processor)
+    assert pair[0].engine is not pair[1].engine
+    requests = [request(seed, tokens=8) for seed in range(6)]
+    wanted = [alone(pair[0], r) for r in requests]
+    handles = [pair[n % 2].submit(r) for n, r in enumerate(requests)]
+    assert [handle.result().token_ids for handle in handles] == wanted
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork")
+def test_a_fork_inherits_no_request(vlm: VLM) -> None:
+    go = threading.Event()
+    handle = vlm.submit(request(logits_processor=acting(1, lambda: go.wait(60))))
+    child = os.fork()
+    if child == 0:
+        try:
+            handle.result(timeout=5)
+        except VLMFastError as error:
+            os._exit(0 if "process that submitted it" in str(error) else 1)
+        finally:
+            os._exit(2)
+    go.set()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert handle.result().token_ids == alone(vlm, request())
+
+
+# --- modes ---------------------------------------------------------------------------------------
+
+
+def test_rows_in_different_modes_never_share_a_step(monkeypatch) -> None:
+    vlm = VLM(*build_llava(layers=2))
+    requests = [request(seed, tokens=8) for seed in range(4)]
+    wanted = []
+    for number, r in enumerate(requests):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=number % 2 == 1):
+            wanted.append(alone(vlm, r))
+    steps: list[tuple[bool, set[bool]]] = []
+    run = Rounds.run
+
+    def noted(self: Rounds, groups: Any) -> None:
+        modes = {s.mode.autocast is not None for group in groups for s in group.sequences}
+        steps.append((torch.is_autocast_enabled("cpu"), modes))
+        run(self, groups)
+
+    monkeypatch.setattr(Rounds, "run", noted)
+    handles = []
+    with vlm.engine._changed:
+        for number, r in enumerate(requests):
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=number % 2 == 1):
+                handles.append(vlm.submit(r))
+    assert [handle.result().token_ids for handle in handles] == wanted
+    assert {on for on, _ in steps} == {True, False}
+    assert all(modes == {on} for on, modes in steps)
+
+
+def test_gradient_mode_of_the_caller_is_kept(vlm: VLM) -> None:
+    with torch.enable_grad():
+        assert vlm.submit(request()).result().token_ids
+        assert torch.is_grad_enabled()
+    with torch.inference_mode():
+        inside = vlm.ask(QUESTION, make_image(), max_new_tokens=6, eos_token_id=None)
+    assert inside.token_ids == alone(vlm, request())
+
+
+# --- interleaved prefill -------------------------------------------------------------------------
+
+LONG = ["none", "pyramiddrop", "mustdrop", "zipvl", "snapkv:0.6", "hired:0.5+lookm:0.7", "kivi",
+        "tome"]  # fmt: skip
+
+
+def steps_while_reading(vlm: VLM, recipe: str, monkeypatch) -> tuple[int, list[int], list[int]]:
+    """Decode steps during the prefill of a long prompt beside a stream; both answers."""
+    monkeypatch.setattr("vlmfast.engine.engine._PAUSE", 0.0)
+    inside = [0]
+    run = Rounds.run
+
+    def counted(self: Rounds, groups: Any) -> None:
+        inside[0] += vlm.engine._scheduler.prefilling is not None
+        run(self, groups)
+
+    monkeypatch.setattr(Rounds, "run", counted)
+    stream = vlm.submit(request(0, tokens=80))
+    stream.sequence.streamed = True
+    vlm.engine.wait(lambda: stream.sequence.count > 2)
+    images = [make_image(seed=seed) for seed in range(1, 5)]
+    given = {"max_new_tokens": 5, "eos_token_id": None}
+    handle = vlm.submit(Request(QUESTION, images, recipe=recipe, generation=given))
+    got, streamed = handle.result().token_ids, stream.result().token_ids
+    return inside[0], got, streamed
+
+
+@pytest.mark.parametrize("recipe", LONG)
+def test_streams_go_on_while_a_prompt_is_prefilled(vlm: VLM, recipe: str, monkeypatch) -> None:
+    images = [make_image(seed=seed) for seed in range(1, 5)]
+    wanted = vlm.ask(QUESTION, images, recipe=recipe, max_new_tokens=5, eos_token_id=None)
+    steps, got, streamed = steps_while_reading(vlm, recipe, monkeypatch)
+    assert got == wanted.token_ids and streamed == alone(vlm, request(0, tokens=80))
+    assert steps >= 4  # of four layers and the blocks of the tower
+
+
+@pytest.mark.parametrize("family", builders())
+def test_interleaving_on_every_family(family: str, monkeypatch) -> None:
+    model, processor = builders()[family]()
+    vlm = VLM(model.double(), processor)
+    images = [make_image(seed=seed) for seed in range(1, 5)]
+    wanted = vlm.ask(QUESTION, images, max_new_tokens=5, eos_token_id=None).token_ids
+    steps, got, streamed = steps_while_reading(vlm, "none", monkeypatch)
+    assert got == wanted and streamed == alone(vlm, request(0, tokens=80))
+    assert steps >= 2
+
+
+def test_prompts_are_not_interrupted_where_no_answer_is_streamed(vlm: VLM, monkeypatch) -> None:
+    monkeypatch.setattr("vlmfast.engine.engine._PAUSE", 0.0)
+    inside: list[bool] = []
+    run = Rounds.run
+
+    def noted(self: Rounds, groups: Any) -> None:
+        inside.append(vlm.engine._scheduler.prefilling is not None)
+        run(self, groups)
+
+    monkeypatch.setattr(Rounds, "run", noted)
+    vlm.ask_many([request(seed, tokens=9) for seed in range(3)], batch_size=3)
+    assert inside and not any(inside)
+
+
+# --- drafts in company ---------------------------------------------------------------------------
+
+
+def test_company_never_ends_a_strict_answer(vlm: VLM) -> None:
+    r = request(0, tokens=30)
+    wanted = alone(vlm, r)
+    knows = Recipe((Knows(answer=tuple(wanted), wrong=0.3),))
+    strict = Request(QUESTION, r.images, recipe=knows, generation={**r.generation, "strict": True})
+    by_itself = vlm.ask(QUESTION, r.images, recipe=knows, **strict.generation)
+    others = [request(1, tokens=30), request(2, "h2o:0.6", 30)]
+    answers = vlm.ask_many([others[0], strict, others[1]], batch_size=3)
+    assert answers[1].token_ids == wanted
+    assert answers[1].stats.accepted == by_itself.stats.accepted > 5
+    assert answers[1].stats.speculation == by_itself.stats.speculation
+    assert [answers[n].token_ids for n in (0, 2)] == [alone(vlm, other) for other in others]
+
+
+# --- random schedules ----------------------------------------------------------------------------
+
+RECIPES = [None, "hired:0.5", "pyramiddrop", "h2o:0.6", "kivi:bits=4,residual=8,group=4",
+           "snapkv:0.7", "streamingllm:0.7", "zipcache:page=8", "draft-ngram"]  # fmt: skip
+_KNOWN: dict[str, Any] = {}
+
+
+def known() -> tuple[VLM, list[Request], list[list[int]]]:
+    """A model, requests and their answers, computed once."""
+    if not _KNOWN:
+        vlm = VLM(*build_llava(layers=4, dtype=torch.float64))
+        vlm.adapter.pool = Counting()
+        requests = [request(n % 3, recipe, 3 + 2 * n) for n, recipe in enumerate(RECIPES)]
+        seeded = {"do_sample": True, "temperature": 1.2, "seed": 5}
+        requests.append(request(1, None, 12, **seeded))
+        requests.append(request(2, "draft-ngram", 12, **seeded))
+        _KNOWN.update(vlm=vlm, requests=requests, wanted=[alone(vlm, r) for r in requests])
+    return _KNOWN["vlm"], _KNOWN["requests"], _KNOWN["wanted"]
+
+
+class Schedules(RuleBasedStateMachine):
+    """Submits, cancels, deadlines and failures in any order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vlm, self.requests, self.wanted = known()
+        self.engine: Engine = self.vlm.engine
+        self.threads = set(threading.enumerate())
+        self.open: list[tuple[Any, int, type | None]] = []
+
+    def submit(self, number: int, fails: type | None = None, **more: Any) -> None:
+        from vlmfast.api.request import sequence_of_request, submitted
+
+        deadline = more.pop("deadline", None)
+        priority = more.pop("priority", 0)
+        sequence = sequence_of_request(self.vlm.adapter, self.requests[number], more)
+        handle = submitted(self.vlm.adapter, sequence, priority=priority, deadline=deadline)
+        self.open.append((handle, number, fails))
+
+    @rule(number=st.integers(0, len(RECIPES) + 1), priority=st.integers(-1, 1))
+    def submits(self, number: int, priority: int) -> None:
+        self.submit(number, priority=priority)
+
+    @rule(number=st.integers(0, len(RECIPES) - 1), at=st.integers(0, 3))
+    def submits_a_failing_one(self, number: int, at: int) -> None:
+        if at < self.requests[number].generation["max_new_tokens"]:
+            self.submit(number, KeyError, logits_processor=acting(at, raises(KeyError("planted"))))
+
+    @rule(number=st.integers(0, len(RECIPES) - 1))
+    def submits_a_late_one(self, number: int) -> None:
+        self.submit(number, DeadlineExceeded, deadline=1e-9)
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data())
+    def cancels(self, data: Any) -> None:
+        at = data.draw(st.integers(0, len(self.open) - 1))
+        handle, number, fails = self.open[at]
+        if not handle.done and fails is None:
+            handle.cancel()
+            self.open[at] = handle, number, RequestCancelled
+
+    @rule(steps=st.integers(1, 6))
+    def runs(self, steps: int) -> None:
+        left = [steps]
+
+        def until() -> bool:
+            left[0] -= 1
+            return left[0] < 0 or not self.engine._unfinished
+
+        if self.engine._unfinished:
+            self.engine.run(until)
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data())
+    def waits(self, data: Any) -> None:
+        self.check(self.open.pop(data.draw(st.integers(0, len(self.open) - 1))))
+
+    @precondition(lambda self: self.open)
+    @rule()
+    def streams(self) -> None:
+        handle, number, fails = self.open.pop()
+        if fails is None:
+            *_, answer = handle
+            assert answer.token_ids == self.wanted[number]
+        else:
+            self.check((handle, number, fails))
+
+    def check(self, entry: tuple[Any, int, type | None]) -> None:
+        handle, number, fails = entry
+        if fails is None:
+            assert handle.result().token_ids == self.wanted[number]
+        else:
+            with pytest.raises(fails):
+                handle.result()
+
+    @invariant()
+    def rows_are_those_of_active_sequences(self) -> None:
+        engine = self.engine
+        if engine._runner is None:
+            rows = {s for group in engine._batch.groups for s in group.sequences}
+            assert rows == set(engine._scheduler.active)
+
+    def teardown(self) -> None:
+        for entry in self.open:
+            self.check(entry)
+        self.engine.settle()
+        assert_idle(self.vlm, self.threads)
+
+
+def machine(examples: int) -> type:
+    found = type(f"Schedules{examples}", (Schedules,), {})
+    case = found.TestCase
+    case.settings = settings(
+        max_examples=examples,
+        stateful_step_count=20,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    return case
+
+
+class TestSchedules(machine(40)):
+    pass
+
+
+@pytest.mark.slow
+class TestManySchedules(machine(500)):
+    pass

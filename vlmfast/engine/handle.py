@@ -1,0 +1,137 @@
+"""A request that the engine is answering."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+
+from .sequence import Sequence
+
+Result = TypeVar("Result")
+
+
+class Runs(Protocol):
+    """What a handle needs of the engine, see `engine.engine.Engine`."""
+
+    adapter: Any
+
+    def run(self, until: Callable[[], bool], end: float = math.inf) -> bool:
+        """Run the engine until a condition is met, or wait for the thread that runs it."""
+
+    def wait(self, until: Callable[[], bool]) -> None:
+        """Wait for the background thread until a condition is met."""
+
+    def start(self) -> None:
+        """Run the engine in a background thread that ends when all requests have ended."""
+
+    def settle(self) -> None:
+        """Wait for the end of this thread, where it has nothing left to do."""
+
+
+class Handle(Generic[Result]):
+    """A request that was submitted; several threads may use it.
+
+    A thread that waits for it runs the engine, or waits for the thread that does. As a context
+    manager it cancels the request when the block ends before the answer.
+
+    Iterate over it for the pieces of the text as they are generated, and finally the answer.
+
+    Attributes
+    ----------
+    sequence : Sequence
+        The state of the request, to be read only.
+    """
+
+    def __init__(
+        self, engine: Runs, sequence: Sequence, finish: Callable[[Sequence], Result]
+    ) -> None:
+        self._engine, self.sequence, self._finish = engine, sequence, finish
+        self._result: Result | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended: with an answer, an error, or because it was cancelled."""
+        return self.sequence.finished
+
+    def cancel(self) -> None:
+        """End the request at the next opportunity; `result` then raises `RequestCancelled`."""
+        self.sequence.cancelled = True
+
+    def result(self, timeout: float | None = None) -> Result:
+        """Wait for the answer.
+
+        Parameters
+        ----------
+        timeout : float, optional
+            Seconds; waits as long as it takes by default.
+
+        Raises
+        ------
+        TimeoutError
+            The request goes on.
+        RequestCancelled, DeadlineExceeded
+            When it was ended before its answer was complete.
+        Exception
+            What went wrong.
+        """
+        engine, sequence = self._engine, self.sequence
+        end = math.inf if timeout is None else time.monotonic() + timeout
+        if not engine.run(lambda: sequence.finished, end):
+            raise TimeoutError(f"the answer is not complete after {timeout:g} s")
+        engine.settle()
+        if sequence.error is not None:
+            raise sequence.error
+        if self._result is None:
+            self._result = self._finish(sequence)
+        return self._result
+
+    def close(self) -> None:
+        """Cancel the request, unless it has ended, and wait until it has left the engine."""
+        sequence = self.sequence
+        if not sequence.finished:
+            self.cancel()
+            self._engine.run(lambda: sequence.finished)
+        self._engine.settle()
+
+    def __enter__(self) -> Handle[Result]:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def __iter__(self) -> Iterator[str | Result]:
+        from transformers import TextIteratorStreamer
+
+        engine, sequence = self._engine, self.sequence
+        streamer = TextIteratorStreamer(
+            engine.adapter.processor.tokenizer, skip_special_tokens=True
+        )
+        sequence.streamed = True
+        engine.start()
+        tokens = sequence.sampler.tokens
+        read = 0
+        while True:
+            engine.wait(partial(_more, sequence, read))
+            ended = sequence.finished
+            if sequence.error is None:
+                for token in tokens[read:]:
+                    streamer.put(torch.tensor([token]))
+                    read += 1
+                if ended:
+                    streamer.end()
+            while not streamer.text_queue.empty():
+                if piece := streamer.text_queue.get():
+                    yield piece
+            if ended:
+                break
+        yield self.result()
+
+
+def _more(sequence: Sequence, read: int) -> bool:
+    """Whether a sequence has more than ``read`` tokens, or has ended."""
+    return len(sequence.sampler.tokens) > read or sequence.finished

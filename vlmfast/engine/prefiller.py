@@ -1,0 +1,349 @@
+"""Prefills prompts: whole, chunk by chunk, and after a cache that is reused."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+
+import torch
+from torch import Tensor
+
+from vlmfast.core.contexts import PrefillContext
+from vlmfast.core.layout import TokenLayout
+from vlmfast.core.protocols import CacheStage, DecodeStage, EncodeStage, InEncoderStage
+from vlmfast.errors import ModelError
+from vlmfast.models.base import Adapter
+
+from .cache import KVCache
+from .compress import Compression
+from .decode import Decoder, lasting
+from .hidden_states import nothing_seen
+from .prefill import Inputs, Prompt, Seen, prefill, prepare, rows_of
+from .prefix import copied
+from .sequence import Prefill, Sequence
+from .stats import Stats, Trace, clock
+
+
+class Prefiller:
+    """Prefills the prompts of one model's sequences.
+
+    Parameters
+    ----------
+    adapter : Adapter
+    """
+
+    def __init__(self, adapter: Adapter) -> None:
+        self.adapter = adapter
+
+    @lasting
+    def read(
+        self,
+        sequence: Sequence,
+        *,
+        inputs: Inputs | None = None,
+        seen: Seen | None = None,
+        max_new_tokens: int | None = None,
+        bounded: bool = True,
+    ) -> Tensor:
+        """Prefill the prompt of a sequence. Returns the logits (1, V) after it.
+
+        Parameters
+        ----------
+        inputs : Inputs, optional
+            The first part of the prompt, where only that is prefilled.
+        seen : Seen, optional
+            Its images, already encoded by the tower; see `adopt`.
+        max_new_tokens : int, optional
+            Those of the answer by default.
+        bounded : bool
+            As in `prefill`.
+        """
+        prompt = prepare(
+            self.adapter,
+            sequence.inputs if inputs is None else inputs,
+            sequence.recipe,
+            sequence.stats,
+            sequence.trace,
+            seen,
+        )
+        if max_new_tokens is None:
+            max_new_tokens = sequence.max_new_tokens
+        return self.prefill(sequence, prompt, max_new_tokens, bounded=bounded)
+
+    @lasting
+    def prefill(
+        self,
+        sequence: Sequence,
+        prompt: Prompt,
+        max_new_tokens: int,
+        limit: int | None = None,
+        *,
+        bounded: bool = True,
+        noting: tuple[CacheStage, ...] = (),
+    ) -> Tensor:
+        """Prefill a prompt whose visual tokens are merged in. Returns the logits (1, V) after it.
+
+        Parameters
+        ----------
+        limit, noting : optional
+            As in `extend`.
+        bounded : bool
+            Whether at most ``max_new_tokens`` tokens follow.
+
+        Raises
+        ------
+        ModelError
+            When prompt and answer do not fit into the model's positions or its sliding window.
+        """
+        adapter, stats, watch = self.adapter, sequence.stats, sequence.watch
+        self.fit(sequence, prompt.next_position, max_new_tokens if bounded else 1)
+        sequence.prompt, sequence.notes = prompt, prompt.notes
+        stats.prompt_tokens = len(prompt.layout)
+        windows: Many[int | None] = adapter.windows
+        if bounded:  # a window as long as the whole sequence has no effect
+            total = len(prompt.layout) + max_new_tokens
+            windows = [None if window is None or total <= window else window for window in windows]
+        cache = KVCache(adapter.depth, adapter.pool, windows)
+        try:
+            logits = prefill(
+                adapter,
+                prompt,
+                sequence.recipe + noting,
+                cache,
+                stats,
+                sequence.trace,
+                limit=limit,
+                watch=watch,
+            )
+        except BaseException:
+            cache.release()
+            raise
+        # Without an image the cache is left alone.
+        has_image = bool(prompt.layout.visual.any())
+        stages = sequence.recipe.acting(DecodeStage) if has_image else []
+        cache.freeze(
+            max_new_tokens,
+            prompt.full_length,
+            track=bool(stages),
+            attention_mass=any(stage.attention_mass for stage in stages),
+        )
+        stats.kv_bytes = cache.held_bytes()
+        position = torch.full_like(prompt.layout.position[:, :1], prompt.next_position)
+        sequence.stages, sequence.prompt_slots = stages, cache.length[:, 0].clone()
+        sequence.decoder = Decoder(adapter, cache, rows_of(position), [sequence])
+        return logits[:, -1]
+
+    @lasting
+    def extend(
+        self,
+        sequence: Sequence,
+        prompt: Prompt,
+        *,
+        compress: bool = False,
+        limit: int | None = None,
+        noting: tuple[CacheStage, ...] = (),
+    ) -> Tensor:
+        """Prefill a later chunk of a prompt. Returns the logits (1, V) after it.
+
+        Parameters
+        ----------
+        prompt : Prompt
+            Its ``full_length`` counts only these rows, its positions continue those before.
+        compress : bool
+            Whether the recipe's cache stages run on these rows.
+        limit : int, optional
+            Slots of these rows that each layer may keep.
+        noting : tuple of CacheStage
+            Observers, called after the cache stages of the recipe.
+        """
+        adapter, decoder, watch = self.adapter, sequence.decoder, sequence.watch
+        assert decoder is not None
+        self.fit(sequence, prompt.next_position, 0)
+        recipe, cache, rows = sequence.recipe, decoder.cache, len(prompt.layout)
+        merging = [*recipe.acting(InEncoderStage), *recipe.acting(EncodeStage)]
+        context = PrefillContext(
+            prompt.layout,
+            depth=adapter.depth,
+            extends=True,
+            cache=cache,
+            notes=prompt.notes,
+            trained=prompt.trained,
+            # As in `prefill`.
+            proportional_attention=any(s.proportional_attention for s in merging)
+            and bool((prompt.layout.weight != 1).any()),
+            limit=limit,
+        )
+        if compress:
+            Compression.of(adapter, recipe + noting, context, cache, sequence.stats)
+        position = rows_of(prompt.layout.position)
+        start = clock(position.device)
+        watched = nothing_seen() if watch is None else watch.over(adapter.decoder, context)
+        biased = cache.biased(context.key_bias())
+        with decoder.shifted(context, position), biased, watched as seen:
+            hidden = adapter.decoder(
+                inputs_embeds=prompt.embeds[None],
+                position_ids=position,
+                past_key_values=cache,
+                use_cache=True,
+                vlmfast_context=context,
+                **adapter.decoder_kwargs(prompt.layout, prompt.extra),
+            ).last_hidden_state
+        if watch is not None:
+            watch.remember(context, prompt.embeds, prompt.layout.order, hidden[0], seen)
+        if context.after is None:
+            cache.advance(rows)
+            cache.consume(prompt.full_length - rows)
+        else:
+            cache.consume(prompt.full_length)
+        sequence.prompt = prompt
+        sequence.stats.time_prefill_s += clock(position.device) - start
+        sequence.stats.prompt_tokens += rows
+        decoder.position.fill_(prompt.next_position)
+        sequence.prompt_slots = cache.length[:, 0].clone()
+        return adapter.logits(hidden[:, -1])
+
+    def fit(self, sequence: Sequence, positions: int, max_new_tokens: int) -> None:
+        """Check that ``max_new_tokens`` tokens fit after ``positions``; shorten a default answer.
+
+        Raises
+        ------
+        ModelError
+            When they do not fit into the model's positions or its sliding window.
+        """
+        window, bound = self.adapter.window, self.adapter.max_positions
+        if bound is not None and positions + max_new_tokens > bound:
+            if not sequence.cut or positions >= bound:
+                raise too_long(positions, max_new_tokens, bound)
+            sequence.most = max_new_tokens = bound - positions
+        if window is not None and positions + max_new_tokens > window:
+            raise ModelError(
+                f"prompt and answer take {positions + max_new_tokens} positions, more than the "
+                f"model's sliding window of {window}; shorten one of them, or drop visual tokens "
+                "with positions=compact"
+            )
+
+    def release(self, sequence: Sequence) -> None:
+        """Return the cache buffers of a sequence."""
+        if sequence.decoder is not None:
+            sequence.decoder.release()
+            sequence.decoder = None
+
+    # --- sharing ---------------------------------------------------------------------------------
+
+    def adopt(self, sequence: Sequence, stats: Stats, trace: Trace) -> None:
+        """Copy to a sequence the statistics of images encoded for an earlier one."""
+        sequence.stats.visual_tokens_in = stats.visual_tokens_in
+        sequence.stats.visual_tokens_kept = dict(stats.visual_tokens_kept)
+        sequence.trace = copied(trace, self.adapter.device, sequence.trace.images)
+
+    def count_prompt(self, sequence: Sequence, *, reused: int) -> None:
+        """Record how many ids of a prompt are already cached; the others are prefilled."""
+        sequence.stats.prompt_reused = reused
+        sequence.stats.prompt_fed = sequence.prompt_length - reused
+
+    def close_up(self, sequence: Sequence, positions: Many[Tensor]) -> list[Tensor] | None:
+        """Renumber the cached tokens of a sequence without gaps; later tokens continue from there.
+
+        Parameters
+        ----------
+        positions : sequence of Tensor, int64, (H, N)
+            Rotary ids of the N slots of each layer.
+
+        Returns
+        -------
+        list of Tensor, int64, (H, N), or None
+            The new ids; ``None``, with nothing changed, where heads hold different slots.
+        """
+        decoder, prompt = sequence.decoder, sequence.prompt
+        assert decoder is not None and prompt is not None
+        layers = decoder.cache.layers
+        pairs = list(zip(layers, positions, strict=True))
+        if any(not layer.even or old.shape[1] != layer.max_lengths[0] for layer, old in pairs):
+            return None
+        found = []
+        for layer, old in pairs:
+            new = torch.arange(old.shape[1], device=old.device).expand(len(old), -1)
+            keys = layer.keys[0, :, : old.shape[1]]
+            keys.copy_(self.adapter.rotate(keys, new - old))
+            found.append(new)
+        prompt.next_position = max(decoder.cache.lengths())
+        decoder.position.fill_(prompt.next_position)
+        return found
+
+    def count_block(self, sequence: Sequence, stats: Stats) -> None:
+        """Add the cost of one block of a video before the language model."""
+        own = sequence.stats
+        own.visual_tokens_in += stats.visual_tokens_in
+        own.time_vision_s += stats.time_vision_s
+        own.time_reduce_s += stats.time_reduce_s
+        for name, count in stats.visual_tokens_kept.items():
+            own.visual_tokens_kept[name] = own.visual_tokens_kept.get(name, 0) + count
+
+    def count_blocks(self, sequence: Sequence, ids: int, visual: int, flops: float) -> None:
+        """Record the language model's cost of a prompt that was prefilled block by block.
+
+        Parameters
+        ----------
+        ids : int
+            Of the full prompt.
+        visual : int
+            Visual tokens that entered each layer.
+        flops : float
+        """
+        stats, decoder = sequence.stats, sequence.decoder
+        assert decoder is not None
+        stats.layer_tokens([visual] * self.adapter.depth, self.adapter.config.get_text_config())
+        stats.flops_prefill = float(flops)
+        stats.kv_bytes = decoder.cache.held_bytes()
+        stats.kv_bytes_full = self.adapter.cache_bytes(ids)
+        stats.kv_tokens_per_layer = decoder.cache.lengths()
+
+    def extend_text(
+        self, sequence: Sequence, ids: Tensor, chunk: int, logits: Tensor | None
+    ) -> Prefill:
+        """Prefill the text that ends a prompt, chunk by chunk.
+
+        Parameters
+        ----------
+        ids : Tensor, int64, (1, T)
+        chunk : int
+            Ids per forward pass.
+        logits : Tensor, (1, V), optional
+            After the previous part; returned where no text follows.
+        """
+        decoder = sequence.decoder
+        assert decoder is not None
+        cache = decoder.cache
+        positions = int(decoder.position.max()) + ids.shape[1]
+        self.fit(sequence, positions, sequence.max_new_tokens)
+        for part in ids.split(chunk, dim=1) if ids.shape[1] else ():
+            count = torch.arange(part.shape[1], device=part.device)
+            position = decoder.position.reshape(-1, 1) + count
+            prompt = Prompt(
+                self.adapter.embed(part)[0],
+                TokenLayout.text(count + cache.logical[0], position),
+                part.shape[1],
+                int(position.max()) + 1,
+                notes=sequence.notes,
+            )
+            logits = self.extend(sequence, prompt)
+            yield True
+        stats = sequence.stats
+        stats.kv_bytes, stats.kv_tokens_per_layer = cache.held_bytes(), cache.lengths()
+        stats.kv_bytes_full = self.adapter.cache_bytes(sequence.prompt_length)
+        assert logits is not None
+        return logits
+
+
+def too_long(positions: int, max_new_tokens: int, bound: int, *, least: bool = False) -> ModelError:
+    """The error for a prompt whose answer of ``max_new_tokens`` tokens does not fit.
+
+    ``least``: ``positions`` is a lower bound.
+    """
+    ways = ["a shorter text", "fewer or smaller images or frames", "positions=compact"]
+    if positions < bound:
+        ways.insert(0, f"max_new_tokens={bound - positions}")
+    return ModelError(
+        f"the prompt takes {'at least ' if least else ''}{positions} positions and its answer up "
+        f"to {max_new_tokens}, and the model has {bound}; use {', '.join(ways[:-1])}, or a recipe "
+        f"with {ways[-1]}"
+    )
