@@ -360,6 +360,7 @@ _CHECKS: dict[str, _Check] = {
     "min_new_tokens": _whole(0),
     "max_time": _number(0.0),
     "stop_strings": _stops,
+    "prefill_chunk_size": _whole(1),
     # The loop.
     "do_sample": _flag,
     "num_beams": _only(1, why=_BEAMS),

@@ -16,6 +16,7 @@ from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -244,15 +245,44 @@ def _extended(
 ) -> Tensor:
     """Attention of a later chunk of a prompt."""
     index, tokens = module.layer_idx, query.shape[2]
-    over = DecodeContext(context.cache)
-    output = _cached(module, query, key, value, over, scaling, dropout)
+    layer, sliding = context.cache.layers[index], context.cache.sliding(index, tokens)
+    if layer.even and not layer.segments and layer.attention_mass is None and not sliding:
+        output = _after_slots(module, query, key, value, context, scaling, dropout)
+    else:
+        over = DecodeContext(context.cache)
+        output = _cached(module, query, key, value, over, scaling, dropout)
     if context.after is not None:
-        layer = context.cache.layers[index]
         at = layer.length[..., None] + torch.arange(tokens, device=key.device)
         at = at[..., None].expand(-1, -1, -1, key.shape[3])
         keys, values = (buffer.gather(2, at) for buffer in (layer.keys, layer.values))
         context.after(index, query, keys, values, scaling)
     return output
+
+
+def _after_slots(
+    module: TextAttention,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    context: PrefillContext,
+    scaling: float | None,
+    dropout: float,
+) -> Tensor:
+    """Attention of a chunk over the slots in use, the same in all heads, and over its own rows."""
+    layer, tokens = context.cache.layers[module.layer_idx], query.shape[2]
+    n = layer.max_lengths[0] + tokens
+    mask: Tensor = causal_lower_right(tokens, n)  # by lengths, where a kernel can do that
+    if context.mask_rule is not None:
+        earlier = torch.ones(tokens, n - tokens, dtype=torch.bool, device=key.device)
+        mask = torch.cat([earlier, context.mask_rule(context.layout)], dim=1)
+    if layer.bias is not None:
+        if context.mask_rule is None:
+            mask = torch.ones(tokens, n, dtype=torch.bool, device=key.device).tril(n - tokens)
+        mask = _with_bias(mask, layer.bias[:, :, None, :n], query.dtype)
+        mask = mask.repeat_interleave(query.shape[1] // mask.shape[1], 1)
+    return sdpa_attention_forward(
+        module, query, key[:, :, :n], value[:, :, :n], mask, dropout=dropout, scaling=scaling
+    )[0]
 
 
 def _joined(

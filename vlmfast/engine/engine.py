@@ -69,6 +69,8 @@ class Engine:
     max_cache_bytes : int, optional
         Upper bound on the caches of all running sequences, by the length that each may reach. By
         default a sequence is admitted if its cache fits into the free memory of the device.
+    prefill_chunk_size : int, optional
+        Rows of a prompt that are prefilled at once; all by default. A request may set its own.
 
     Attributes
     ----------
@@ -76,9 +78,14 @@ class Engine:
     """
 
     def __init__(
-        self, adapter: Adapter, max_rows: int = 256, max_cache_bytes: int | None = None
+        self,
+        adapter: Adapter,
+        max_rows: int = 256,
+        max_cache_bytes: int | None = None,
+        prefill_chunk_size: int | None = None,
     ) -> None:
         self.adapter, self.max_rows, self.max_cache_bytes = adapter, max_rows, max_cache_bytes
+        self.prefill_chunk_size = prefill_chunk_size
         self.prefiller = Prefiller(adapter)
         self._reset()
 
@@ -441,9 +448,11 @@ class Engine:
         self._prefill = (sequence.prefill or self._whole)(sequence)
 
     def _whole(self, sequence: Sequence) -> Prefill:
-        """Prefill a prompt in one chunk."""
-        return self.prefiller.read(sequence)
-        yield  # which makes it a generator
+        """Prefill a prompt."""
+        size = sequence.sampler.config.prefill_chunk_size or self.prefill_chunk_size
+        if size is None:
+            return self.prefiller.read(sequence)
+        return (yield from self.prefiller.read_chunks(sequence, size))
 
     def _answer(self, sequence: Sequence, logits: Tensor | None) -> None:
         """Emit the first token after a prompt, and decode the sequence from now on."""

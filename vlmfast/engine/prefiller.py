@@ -14,6 +14,7 @@ from vlmfast.errors import ModelError
 from vlmfast.models.base import Adapter
 
 from .cache import KVCache
+from .chunks import chunks, why_whole
 from .compress import Compression
 from .decode import Decoder, lasting
 from .hidden_states import nothing_seen
@@ -69,6 +70,32 @@ class Prefiller:
             max_new_tokens = sequence.max_new_tokens
         return self.prefill(sequence, prompt, max_new_tokens, bounded=bounded)
 
+    def read_chunks(self, sequence: Sequence, size: int) -> Prefill:
+        """Prefill the prompt of a sequence in chunks of at most ``size`` rows, where possible."""
+        inputs, recipe, stats = sequence.inputs, sequence.recipe, sequence.stats
+        whole = prepare(self.adapter, inputs, recipe, stats, sequence.trace)
+        yield True
+        max_new_tokens, rows = sequence.max_new_tokens, len(whole.layout)
+        if rows <= size or why_whole(self.adapter, recipe, whole, rows + max_new_tokens):
+            return self.prefill(sequence, whole, max_new_tokens)
+        logits, count = None, 0
+        for part in chunks(self.adapter, whole, size):
+            count += 1
+            rows -= len(part.layout)
+            if sequence.decoder is None:
+                logits = self.prefill(sequence, part, max_new_tokens, following=rows)
+            else:
+                logits = self.extend(sequence, part)
+            yield True
+        assert sequence.decoder is not None
+        stats.prefill_chunks = count
+        visual = int(whole.layout.visual.sum())
+        stats.layer_tokens([visual] * self.adapter.depth, self.adapter.config.get_text_config())
+        cache = sequence.decoder.cache
+        stats.kv_bytes, stats.kv_tokens_per_layer = cache.held_bytes(), cache.lengths()
+        stats.kv_bytes_full = self.adapter.cache_bytes(whole.full_length)
+        return logits
+
     @lasting
     def prefill(
         self,
@@ -78,6 +105,7 @@ class Prefiller:
         limit: int | None = None,
         *,
         bounded: bool = True,
+        following: int = 0,
         noting: tuple[CacheStage, ...] = (),
     ) -> Tensor:
         """Prefill a prompt whose visual tokens are merged in. Returns the logits (1, V) after it.
@@ -87,7 +115,9 @@ class Prefiller:
         limit, noting : optional
             As in `extend`.
         bounded : bool
-            Whether at most ``max_new_tokens`` tokens follow.
+            Whether at most ``max_new_tokens`` tokens follow the prompt.
+        following : int
+            Rows of the prompt after these, see `extend`.
 
         Raises
         ------
@@ -100,7 +130,7 @@ class Prefiller:
         stats.prompt_tokens = len(prompt.layout)
         windows: Many[int | None] = adapter.windows
         if bounded:  # a window as long as the whole sequence has no effect
-            total = len(prompt.layout) + max_new_tokens
+            total = len(prompt.layout) + following + max_new_tokens
             windows = [None if window is None or total <= window else window for window in windows]
         cache = KVCache(adapter.depth, adapter.pool, windows)
         try:
@@ -170,6 +200,7 @@ class Prefiller:
             # As in `prefill`.
             proportional_attention=any(s.proportional_attention for s in merging)
             and bool((prompt.layout.weight != 1).any()),
+            mask_rule=adapter.mask_rule,
             limit=limit,
         )
         if compress:

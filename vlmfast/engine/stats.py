@@ -59,6 +59,7 @@ class Stats:
     prompt_tokens: int = 0
     prompt_reused: int = 0
     prompt_fed: int = 0
+    prefill_chunks: int = 1
     generated_tokens: int = 0
     rounds: int = 0
     drafted: int = 0
