@@ -29,10 +29,13 @@ from vlmfast import (
     RequestCancelled,
     VLMFastError,
 )
+from vlmfast.api.generation import gate
+from vlmfast.api.request import messages_of, sequence_of, sequence_of_request, submitted
 from vlmfast.core.buffers import BufferPool
 from vlmfast.core.recipe import Recipe
 from vlmfast.engine.engine import Engine
 from vlmfast.engine.rounds import Rounds
+from vlmfast.engine.scheduler import Scheduler
 from vlmfast.engine.sequence import Phase
 
 QUESTION = "what is here ?"
@@ -103,8 +106,8 @@ def acting(at: int, act: Callable[[], Any]) -> LogitsProcessorList:
     return LogitsProcessorList([Acts(at, act)])
 
 
-def raises(error: BaseException) -> Callable[[], None]:
-    def act() -> None:
+def raises(error: BaseException) -> Callable[..., None]:
+    def act(*_: Any) -> None:
         raise error
 
     return act
@@ -454,19 +457,58 @@ def test_two_engines_on_one_model() -> None:
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork")
 def test_a_fork_inherits_no_request(vlm: VLM) -> None:
-    go = threading.Event()
-    handle = vlm.submit(request(logits_processor=acting(1, lambda: go.wait(60))))
+    inside, go = threading.Event(), threading.Event()
+
+    def act() -> None:
+        inside.set()
+        go.wait(60)
+
+    handle = vlm.submit(request(logits_processor=acting(1, act)))
+    inside.wait(60)
     child = os.fork()
     if child == 0:
         try:
             handle.result(timeout=5)
         except VLMFastError as error:
-            os._exit(0 if "process that submitted it" in str(error) else 1)
+            os._exit(0 if "forked while the model was answering" in str(error) else 1)
         finally:
             os._exit(2)
     go.set()
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert handle.result().token_ids == alone(vlm, request())
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork")
+def test_a_waiting_request_belongs_to_the_process_that_submitted_it(vlm: VLM) -> None:
+    messages = messages_of(QUESTION, make_image())
+    passed = gate(vlm.adapter, {"max_new_tokens": 3})
+    sequence = sequence_of(vlm.adapter, messages, Recipe(), passed)
+    handle = submitted(vlm.adapter, sequence)  # nothing runs yet
+    child = os.fork()
+    if child == 0:
+        try:
+            handle.result(timeout=5)
+        except VLMFastError as error:
+            own = submitted(vlm.adapter, sequence_of(vlm.adapter, messages, Recipe(), passed))
+            fine = "before the fork" in str(error) and not own.done
+            os._exit(0 if fine else 1)
+        finally:
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert len(handle.result().token_ids) == 3
+
+
+def test_an_error_of_the_engine_itself_ends_all_requests(vlm: VLM, monkeypatch) -> None:
+    with monkeypatch.context() as patch, vlm.engine._changed:
+        patch.setattr(Scheduler, "next", raises(KeyError("inside")))
+        handles = [vlm.submit(request(seed)) for seed in range(3)]
+        vlm.engine._changed.wait_for(lambda: all(handle.done for handle in handles), 60)
+    for handle in handles:
+        with pytest.raises(KeyError, match="inside"):
+            handle.result()
+    vlm.adapter.pool.out = 0
+    assert vlm.submit(request()).result().token_ids
 
 
 # --- modes ---------------------------------------------------------------------------------------
@@ -616,8 +658,6 @@ class Schedules(RuleBasedStateMachine):
         self.open: list[tuple[Any, int, type | None]] = []
 
     def submit(self, number: int, fails: type | None = None, **more: Any) -> None:
-        from vlmfast.api.request import sequence_of_request, submitted
-
         deadline = more.pop("deadline", None)
         priority = more.pop("priority", 0)
         sequence = sequence_of_request(self.vlm.adapter, self.requests[number], more)

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Many
+from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -91,7 +92,7 @@ class Engine:
 
     def _reset(self) -> None:
         """Forget all requests and threads."""
-        self._process = os.getpid()
+        self._process, self._broken = os.getpid(), False
         self._changed = threading.Condition()
         # Guarded by the condition:
         self._runner: int | None = None  # the thread that runs steps
@@ -103,7 +104,6 @@ class Engine:
         # Only used by the thread that runs steps:
         self._scheduler, self._batch, self._rounds = Scheduler(), Batch(), Rounds(self.adapter)
         self._prefill: Prefill | None = None  # of the sequence that is prefilled
-        self._decoding = False
         self._decoded_at, self._decode_s = 0.0, 0.0  # end and mean time of decode steps
 
     # --- opening ---------------------------------------------------------------------------------
@@ -318,6 +318,9 @@ class Engine:
                             return False
                         if not self.step():
                             time.sleep(_IDLE)
+            except Exception as error:  # requests catch their own
+                self._abandon(error)
+                raise
             finally:
                 with self._changed:
                     self._runner = None
@@ -345,20 +348,22 @@ class Engine:
             self._thread.start()
 
     def _serve(self) -> None:
-        try:
-            while True:
+        while True:
+            with suppress(BaseException):  # which the requests concerned have as their error
                 self.run(lambda: not self._unfinished)
-                with self._changed:
-                    if not self._unfinished:
-                        self._serving = False
-                        return
-        except BaseException as error:  # other threads wait for these requests
             with self._changed:
-                lost, self._unfinished, self._serving = self._unfinished, set(), False
-                for sequence in lost:
-                    _give_up(sequence, error)
-                self._changed.notify_all()
-            raise
+                if not self._unfinished:
+                    self._serving = False
+                    return
+
+    def _abandon(self, error: Exception) -> None:
+        """End all requests by an error that leaves the engine in an unknown state."""
+        with self._changed:
+            lost, self._unfinished, self._arrivals = self._unfinished, set(), []
+            self._scheduler, self._batch, self._prefill = Scheduler(), Batch(), None
+            for sequence in lost:
+                fail(sequence, error)
+                sequence.phase = Phase.FINISHED
 
     def settle(self) -> None:
         """Wait for the end of the background thread, where it has nothing left to do."""
@@ -376,13 +381,24 @@ class Engine:
             )
 
     def _check_process(self) -> None:
-        """After a fork, the requests of the parent are the parent's."""
-        if self._process == os.getpid():
-            return
-        lost = set(self._unfinished)
-        self._reset()
-        for sequence in lost:
-            _give_up(sequence, VLMFastError("a request belongs to the process that submitted it"))
+        """After a fork, the requests of the parent are the parent's.
+
+        Raises
+        ------
+        VLMFastError
+            When a thread that does not exist in this process was using the model.
+        """
+        if self._process != os.getpid():
+            lost, broken = set(self._unfinished), self._runner is not None
+            self._reset()
+            self._broken = broken
+            for sequence in lost:
+                fail(sequence, VLMFastError("the request belongs to the process before the fork"))
+                sequence.phase = Phase.FINISHED
+        if self._broken:
+            raise VLMFastError(
+                "this process was forked while the model was answering; load the model again"
+            )
 
     # --- steps -----------------------------------------------------------------------------------
 
@@ -586,12 +602,6 @@ def engine_of(adapter: Adapter) -> Engine:
     """The engine of a model; there is one for each adapter."""
     engine = adapter.kept.get("engine")
     return engine if engine is not None else adapter.kept.setdefault("engine", Engine(adapter))
-
-
-def _give_up(sequence: Sequence, error: BaseException) -> None:
-    """End a sequence that nothing will run any more."""
-    fail(sequence, error if isinstance(error, Exception) else VLMFastError(repr(error)))
-    sequence.phase = Phase.FINISHED
 
 
 def _itself(sequence: Sequence) -> Sequence:
