@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Many
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +34,7 @@ from vlmfast.models.base import Adapter
 from .attention import switched
 from .cache import KVCache
 from .compress import Compression
-from .decode import Decoder, lasting
+from .decode import Batch, Decoder, lasting
 from .hidden_states import Watch, nothing_seen
 from .prefill import Inputs, Prompt, Seen, prefill, prepare, rows_of
 from .prefix import copied
@@ -43,6 +43,7 @@ from .sequence import Sequence
 from .speculation import Speculation, check, drafting, walk
 from .stats import Stats, Trace, clock
 
+_TREE = 64  # tokens that a tree of fewer nodes may be padded to
 _ULPS = 8  # near tie: within this many units in the last place of the largest logit
 
 
@@ -474,7 +475,7 @@ class Engine:
         row that finishes leaves the batch immediately.
         """
         active: list[Sequence] = []
-        decoder: Decoder | None = None
+        batch = Batch(at_once)
         tokens: list[Tensor] = []
         sampling = Sampling([])
         with switched(self.adapter.model):
@@ -491,23 +492,21 @@ class Engine:
                     self._draft(sequence)
                     active.append(sequence)
                     tokens.append(token)
-                    alone = sequence.decoder
-                    assert alone is not None
-                    decoder = Decoder.join([alone] if decoder is None else [decoder, alone])
+                    assert sequence.decoder is not None
+                    batch.join(sequence.decoder)
                     sequence.decoder = None
-                if decoder is None:
+                if not active:
                     return
+                drafts = [cast(Speculation, s.drafts) for s in active if s.drafts is not None]
+                batch.reserve(max((_TREE, *(d.limit[0] for d in drafts))) if drafts else 1)
                 sampling = sampling.of([sequence.sampler for sequence in active])
-                tokens = self._step(decoder, active, tokens, sampling)
+                # A batch has the methods of a group that a round calls.
+                tokens = self._step(cast(Decoder, batch), active, tokens, sampling)
                 alive = [row for row, sequence in enumerate(active) if not sequence.done]
                 ended = [sequence for sequence in active if sequence.done]
-                if ended:
-                    if alive:
-                        decoder = decoder.select(alive)
-                    else:
-                        decoder.release()
-                        decoder = None
-                    active, tokens = [active[r] for r in alive], [tokens[r] for r in alive]
+                for sequence in ended:
+                    batch.leave(sequence)
+                active, tokens = [active[r] for r in alive], [tokens[r] for r in alive]
                 yield from ended
 
     def _step(

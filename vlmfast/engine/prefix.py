@@ -14,7 +14,7 @@ from vlmfast.core.protocols import DecodeStage
 from vlmfast.core.snapshot import moved
 
 from .cache import KVCache
-from .decode import Decoder
+from .decode import RowGroup
 from .sequence import Sequence
 from .stats import Stats, Trace
 
@@ -36,7 +36,7 @@ class Prefix:
 
     Parameters
     ----------
-    decoder : Decoder
+    decoder : RowGroup
         Of one row; its cache has consumed ``ids``.
     ids : list of int
     base : int
@@ -49,7 +49,7 @@ class Prefix:
         What drafters read of the first part.
     """
 
-    decoder: Decoder
+    decoder: RowGroup
     ids: list[int]
     base: int
     stats: Stats
@@ -108,7 +108,7 @@ class Prefix:
     def clone(self) -> Prefix:
         """A copy that shares no mutable state."""
         position = self.decoder.position.clone()
-        decoder = Decoder(self.decoder.adapter, self.cache.clone(), position, [])
+        decoder = RowGroup(self.decoder.adapter, self.cache.clone(), position, [])
         return replace(
             self,
             decoder=decoder,
@@ -134,6 +134,7 @@ class Prefix:
         self.prompt_slots, self.steps = sequence.prompt_slots, sequence.steps
         self.ids = sequence.ids[0, :-1].tolist()  # the last token of an answer is never fed
         self.decoder.seat([])
+        self.decoder.detach()  # other requests may use the captured steps meanwhile
         sequence.decoder = None
 
     def release(self) -> None:
