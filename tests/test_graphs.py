@@ -6,6 +6,8 @@ tensor of the step has moved.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -175,6 +177,33 @@ def test_ragged_requests_capture_few_steps(plain: VLM, vlm: VLM, recipes, kinds:
     before = graphs.captured
     vlm.ask_many(ragged(48, recipes), batch_size=4)
     assert graphs.captured == before
+
+
+@pytest.mark.parametrize("batch_size", [3, 5])
+def test_batch_size_need_not_be_a_power_of_two(plain: VLM, vlm: VLM, batch_size: int) -> None:
+    requests = ragged(2 * batch_size, ["none"])
+    wanted = [answer.token_ids for answer in plain.ask_many(requests, batch_size=batch_size)]
+    answers = vlm.ask_many(requests, batch_size=batch_size)
+    assert [answer.token_ids for answer in answers] == wanted
+    rows = {rows for graph in vlm.adapter.kept["graphs"]._idle for rows, *_ in graph.keys}
+    assert max(rows) == {3: 4, 5: 8}[batch_size]
+
+
+def test_new_buffers_take_at_most_half_of_the_free_memory(vlm: VLM, monkeypatch) -> None:
+    """With a stand-in for the memory of a GPU."""
+    vlm.ask("what is here ?", images=make_image(seed=0), max_new_tokens=6)
+    (graph,) = vlm.adapter.kept["graphs"]._idle
+
+    class OnCuda:
+        layers, seen = graph.cache.layers, SimpleNamespace(is_cuda=True, device=None)
+        row_bytes = staticmethod(lambda: 100)
+
+    for free, size in ((10_000, 32), (6_400, 32), (6_399, 16), (1_000, 4), (10, 4)):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free, 0))
+        assert Graphs().size(OnCuda(), 3, 30) == size
+    layer = graph.cache.layers[0]
+    nbytes = sum(of._buffers[name].nbytes for of in graph.cache.layers for name in of._buffers)
+    assert layer.size == 1 and graph.cache.row_bytes() == nbytes
 
 
 def test_idle_steps_are_bounded() -> None:

@@ -20,6 +20,7 @@ last one, and the last one takes the place of a row that leaves, so that no othe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -955,6 +956,16 @@ class KVCache(Cache):
     def held_bytes(self) -> int:
         """Bytes of all keys and values in use."""
         return sum(layer.held_bytes() for layer in self.layers)
+
+    def row_bytes(self) -> int:
+        """Bytes of the buffers of one row in a group, without segments."""
+        total = 0
+        for layer in self.layers:
+            for name in _SLOTWISE:
+                if (x := getattr(layer, name)) is not None:
+                    of_slot = x.element_size() * x.shape[1] * math.prod(x.shape[3:])
+                    total += capacity_class(layer.capacity) * of_slot
+        return total
 
     def lengths(self, row: int = 0) -> list[int]:
         """Slots in use per layer, of the longest head."""

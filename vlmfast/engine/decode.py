@@ -19,7 +19,7 @@ from vlmfast.models.base import Adapter
 
 from .cache import JointCache, KVCache, RowSlots
 from .fused import fusable, fused_step
-from .graphs import Graphs, StepGraphs, rounded
+from .graphs import Graphs, StepGraphs
 from .hidden_states import capture_layer_inputs
 from .output import Output
 
@@ -161,10 +161,11 @@ class RowGroup:
 
     def outgrown(self, tokens: int) -> list[int]:
         """Rows in whose buffers ``tokens`` more do not fit."""
+        layers = [layer for layer in self.cache.layers if layer.outgrown(tokens)]
         return [
             row
             for row in range(len(self.rows))
-            if any(layer.max_lengths[row] + tokens > layer.capacity for layer in self.cache.layers)
+            if any(layer.max_lengths[row] + tokens > layer.capacity for layer in layers)
         ]
 
     def reserve(self, tokens: int) -> None:
@@ -254,10 +255,10 @@ class RowGroup:
             Tokens that were drafted in this way before it; nothing is counted.
         layers : sequence of int
         """
+        self.reserve(drafted + 1)
         decoder, cache = self.adapter.decoder, self.cache
         tokens = torch.full((len(self.rows), 1), token, device=self.position.device)
         cache.advance(drafted)
-        cache.reserve(1)
         position = self.position + drafted
         context = self.context
         if cache.attention_mass:  # what is drafted must not count as a reader of other rows
@@ -317,7 +318,7 @@ class RowGroup:
             self.cache, self.graphs = found.cache, found
             return
         kind = self.kind
-        self.cache.resize(max(rounded(rows), self.size))
+        self.cache.resize(self._idle.size(self.cache, rows, self.size))
         self.graphs = self._idle.new(kind, self.cache)
 
     def captured(self, *given: Tensor) -> Output:
@@ -342,7 +343,7 @@ class RowGroup:
             yield
 
 
-Decoder = RowGroup
+Decoder = RowGroup  # the former name, which other modules still use
 
 
 class Batch:

@@ -162,6 +162,18 @@ class Graphs:
                 return self._idle.pop(at)
         return None
 
+    def size(self, cache: KVCache, rows: int, most: int) -> int:
+        """For how many rows new buffers have space: ``rows``, or up to ``most`` of them.
+
+        On CUDA, the larger number only if it takes less than half of the memory that is free.
+        """
+        size = rounded(max(rows, most))
+        if cache.seen.is_cuda:
+            free = torch.cuda.mem_get_info(cache.seen.device)[0]
+            while size >= 2 * rows and size * cache.row_bytes() > free // 2:
+                size //= 2
+        return max(size, rounded(rows))
+
     def new(self, kind: tuple, cache: KVCache) -> StepGraphs:
         """The steps of ``cache``, none of which is captured yet."""
         return StepGraphs(kind, cache, self._count)
