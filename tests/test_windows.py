@@ -511,7 +511,7 @@ class SlotTracker:
             page = torch.tensor([slots[:count] for slots in self.tail])
             self.tail = [slots[count:] for slots in self.tail]
             grown = [len(segment[0]) for segment in self.segments]
-            stored = [len(segment) for segment in layer.segments]
+            stored = [count for (count,) in layer.stored]
             if len(stored) > len(grown):
                 self.segments.append(page)
             else:
@@ -519,7 +519,8 @@ class SlotTracker:
                 self.segments[at] = torch.cat([self.segments[at], page], 1)
         assert [len(slots) for slots in self.tail] == lengths
         parts = []
-        for segment, order in zip(layer.segments, self.segments, strict=True):
+        for whole, order in zip(layer.segments, self.segments, strict=True):
+            segment = whole.first(order.shape[1])  # free slots follow
             keys, values = segment.dequantize(torch.float32)
             bias = torch.zeros(order.shape) if segment.bias is None else segment.bias[0]
             parts.append((keys[0], values[0], order, segment.valid[0], bias))
