@@ -34,6 +34,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,10 +47,10 @@ from kernels import kernels
 from vlmfast import VLM, RecipeError, Request
 from vlmfast.core.recipe import Recipe
 from vlmfast.engine.attention import switched
-from vlmfast.engine.decode import Decoder
+from vlmfast.engine.decode import Batch, RowGroup, forward
 from vlmfast.engine.engine import Engine
 from vlmfast.engine.fused import fusable
-from vlmfast.engine.graphs import StepGraph
+from vlmfast.engine.graphs import StepGraphs, cuda_graph
 from vlmfast.engine.prefill import Inputs
 from vlmfast.engine.sequence import Sequence
 from vlmfast.engine.stats import clock
@@ -334,7 +335,10 @@ def steps(bench: Bench, vlm: VLM, name: str, recipe: str, batch: int, bandwidth:
     report, what = bench.report, f"{name} | {recipe} | batch {batch}"
     with switched(vlm.model):
         runs = [prefilled(vlm, recipe, 256 if bench.dry else 2944) for _ in range(batch)]
-        decoder = Decoder.join([run.decoder for run in runs])
+        decoder = Batch(batch)
+        for run in runs:
+            decoder.join(run.decoder)
+        (group,) = decoder.groups
         tokens = torch.full((batch, 1), 7, device=bench.device)
         begin = clock(bench.device)
         decoder.next(tokens)
@@ -346,15 +350,15 @@ def steps(bench: Bench, vlm: VLM, name: str, recipe: str, batch: int, bandwidth:
         for _ in range(count):  # asynchronous, as far as the method allows it
             decoder.next(tokens)
         took = (clock(bench.device) - begin) / count
-        floor = (end_to_end.weights(vlm.model) + decoder.cache.held_bytes()) / bandwidth
+        floor = (end_to_end.weights(vlm.model) + group.cache.held_bytes()) / bandwidth
         report.row(f"{what}: least time of a step, ms", 1e3 * floor)
         report.row(f"{what}: step, ms", 1e3 * took)
         aim = OF_FLOOR[name]
         judged = (f">= {aim}", floor / took >= aim) if not bench.dry else ("", None)
         report.row(f"{what}: least time over time", floor / took, *judged)
-        if decoder.graph is not None:
+        if group.graphs is not None:
             with report.guarded(f"{what}: captured step"):
-                capture(bench, what, decoder, tokens)
+                capture(bench, what, group, tokens)
         decoder.release()
     if not bench.dry:
         idle = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
@@ -375,17 +379,17 @@ def prefilled(vlm: VLM, recipe: str, length: int) -> Sequence:
     return sequence
 
 
-def capture(bench: Bench, what: str, decoder: Decoder, tokens: torch.Tensor) -> None:
+def capture(bench: Bench, what: str, group: RowGroup, tokens: torch.Tensor) -> None:
     """Measure one replay without the host, its kernels, and the time of a capture."""
     from torch.profiler import ProfilerActivity, profile
 
-    report, replay = bench.report, next(iter(decoder.graph._replays.values()))
+    report, replay = bench.report, next(iter(group.graphs._replays.values()))
     report.row(f"{what}: replay alone, ms", 1e3 * bench.seconds(replay, 10))
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         replay()
         torch.cuda.synchronize()
     events = seen.key_averages()
-    launched = sum(event.count for event in events) / decoder.adapter.depth
+    launched = sum(event.count for event in events) / group.adapter.depth
     report.row(
         f"{what}: kernels per layer",
         launched,
@@ -397,7 +401,8 @@ def capture(bench: Bench, what: str, decoder: Decoder, tokens: torch.Tensor) -> 
         milliseconds = event.self_device_time_total / 1e3
         print(f"{'':6}{milliseconds:8.3f} ms {event.count:5} x {event.key[:80]}", flush=True)
     begin = clock(bench.device)
-    StepGraph(decoder).replay(decoder, tokens)
+    again = StepGraphs(group.kind, group.cache, cuda_graph)
+    again.run(partial(forward, group.adapter), (), tokens)
     bench.timed(f"{what}: another capture", clock(bench.device) - begin, CAPTURE)
 
 

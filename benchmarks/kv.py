@@ -43,7 +43,7 @@ from vlmfast import VLM
 from vlmfast.core.layout import Kind, TokenLayout
 from vlmfast.core.recipe import Recipe
 from vlmfast.engine.attention import switched
-from vlmfast.engine.decode import Decoder
+from vlmfast.engine.decode import Batch, RowGroup
 from vlmfast.engine.engine import Engine
 from vlmfast.engine.prefill import Inputs, Prompt
 from vlmfast.engine.stats import clock
@@ -111,22 +111,25 @@ def vlmfast(vlm: VLM, recipe: str, tokens: int) -> Variant:
         logits = engine.prefiller.prefill(sequence, asked, 256)
 
     def start(requests: int) -> tuple[Step, int, int]:
-        decoder = Decoder.join([_clone(sequence.decoder) for _ in range(requests)])
-        layers = decoder.cache.layers
-        names = ("keys", "values", "order", "rank", "mass", "bias")
+        batch = Batch(requests)
+        for _ in range(requests):
+            batch.join(_clone(sequence.group))
+        caches = [group.cache for group in batch.groups]
+        layers = [layer for cache in caches for layer in cache.layers]
+        names = ("keys", "values", "order", "rank", "attention_mass", "bias")
         taken = [getattr(layer, name) for layer in layers for name in names]
         taken += [vars(segment) for layer in layers for segment in layer.segments]
-        return decoder.next, decoder.cache.held_bytes(), _size(taken)
+        return batch.next, sum(cache.held_bytes() for cache in caches), _size(taken)
 
     return Variant(logits.argmax(-1)[:, None], start, sequence.stats.time_prefill_s)
 
 
-def _clone(decoder: Decoder) -> Decoder:
+def _clone(decoder: RowGroup) -> RowGroup:
     (row,) = decoder.rows
     row = copy.copy(row)
     row.notes, row.prompt_slots = copy.deepcopy(row.notes), row.prompt_slots.clone()
     position = decoder.position.clone()
-    return Decoder(decoder.adapter, decoder.cache.clone(), position, [row])
+    return RowGroup(decoder.adapter, decoder.cache.clone(), position, [row])
 
 
 def huggingface(vlm: VLM, tokens: int) -> dict[str, Variant | str]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from vlmfast.core.contexts import DecodeContext
 from vlmfast.core.recipe import Recipe
 from vlmfast.engine.cache import KVCache
-from vlmfast.engine.decode import Decoder
+from vlmfast.engine.decode import RowGroup
 from vlmfast.engine.engine import Engine
 from vlmfast.engine.prefill import Inputs, Prompt
 from vlmfast.engine.stats import Stats, Trace
@@ -48,8 +48,8 @@ class Driven:
         return self.sequence.prompt
 
     @property
-    def decoder(self) -> Decoder:
-        return self.sequence.decoder
+    def decoder(self) -> RowGroup:
+        return self.sequence.group
 
     @property
     def cache(self) -> KVCache:

@@ -88,16 +88,18 @@ def pretended(vlm: Any, decoder: Any) -> Iterator[Watch]:
     seen: dict[int, Any] = {}
     with FakeTensorMode(allow_non_fake_inputs=False):
         module_on_cuda(vlm.model, seen)
-        cache = decoder.cache
-        cache.length, cache.seen = on_cuda(cache.length, seen), on_cuda(cache.seen, seen)
-        for layer, length in zip(cache.layers, cache.length, strict=True):
-            layer.length, layer.seen = length, cache.seen
-            for name in ("keys", "values", "order", "rank", "attention_mass", "bias"):
-                setattr(layer, name, on_cuda(getattr(layer, name), seen))
-            layer.segments = [on_cuda(segment, seen) for segment in layer.segments]
-            layer.device = torch.device("cuda")
-        decoder.position = on_cuda(decoder.position, seen)
-        decoder._offsets = on_cuda(decoder._offsets, seen)
+        for group in groups_of(decoder):
+            cache = group.cache
+            for name in ("length", "seen", "position", "offsets", "_buffers"):
+                setattr(cache, name, on_cuda(getattr(cache, name), seen))
+            for layer, length in zip(cache.layers, cache.length, strict=True):
+                layer.length, layer.seen = length, cache.seen
+                for name in ("keys", "values", "order", "rank", "attention_mass", "bias"):
+                    setattr(layer, name, on_cuda(getattr(layer, name), seen))
+                layer.segments = on_cuda(layer.segments, seen)
+                layer._buffers = on_cuda(layer._buffers, seen)
+                layer._stores = on_cuda(layer._stores, seen)
+                layer.device = torch.device("cuda")
         for row in decoder.rows:
             row.prompt_slots = on_cuda(row.prompt_slots, seen)
             row.notes = on_cuda(row.notes, seen)
@@ -105,11 +107,17 @@ def pretended(vlm: Any, decoder: Any) -> Iterator[Watch]:
         yield watch
 
 
+def groups_of(decoder: Any) -> list[Any]:
+    """The groups of a batch, or the only one."""
+    return getattr(decoder, "groups", [decoder])
+
+
 def steps(
     vlm: Any, decoder: Any, count: int, change: Callable[[], None] | None = None, width: int = 1
 ) -> Watch:
     """Watch ``count`` decode steps, or tree verifications of ``width`` tokens."""
     from vlmfast.engine.attention import switched
+    from vlmfast.engine.decode import run_step
 
     # Graphs and kernels cannot be launched on a fake GPU.
     vlm.adapter.decoding = "eager"
@@ -123,8 +131,9 @@ def steps(
                 if width == 1:
                     decoder.next(tokens)
                 else:
-                    decoder.cache.reserve(width)
-                    decoder.forward(tokens, tokens, tree)
+                    for group in groups_of(decoder):
+                        group.cache.reserve(width)
+                    run_step(groups_of(decoder), tokens, tokens, tree)
                 if change is not None:
                     change()
     return watch

@@ -20,6 +20,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
+from batched import joined_caches
 from closeness import close
 from vlmfast.core.tree import Tree
 from vlmfast.drafters._static import ROOT, filled, guesses, shape_of
@@ -371,7 +372,7 @@ def ragged_batch(data: dict, meta: dict) -> None:
             layer.update(*(data[f"{kind}_in_{at}"][row, None, :, old] for kind in "kv"))
         cache.freeze(written, content - 1)
         rows.append(cache)
-    cache = KVCache.cat(rows)
+    cache = joined_caches(rows)
     for at, layer in zip(layers, cache.layers, strict=True):
         layer.update(*(data[f"{kind}_in_{at}"][:, :, -written:] for kind in "kv"))
     cache.accept(torch.arange(written).expand(len(rows), -1), counts)

@@ -14,18 +14,19 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import DynamicCache
 
+from batched import Together, joined_caches
 from closeness import apart, close, network
 from driven import Driven
 from tiny_models import build_llava, make_image
 from vlmfast import VLM
-from vlmfast.core.buffers import BufferPool, bucket
+from vlmfast.core.buffers import BufferPool, bucket, capacity_class
 from vlmfast.core.kv import KV
 from vlmfast.core.protocols import CacheStage
 from vlmfast.core.recipe import Recipe
 from vlmfast.core.statistics import ColumnRequest
 from vlmfast.engine.attention import switched
 from vlmfast.engine.cache import KVCache, RowSlots
-from vlmfast.engine.decode import Decoder
+from vlmfast.engine.decode import RowGroup
 from vlmfast.engine.prefill import Inputs, prefill, prepare
 from vlmfast.engine.stats import Stats, Trace
 from vlmfast.kernels.quantize_kv import Segment, quantize
@@ -90,7 +91,9 @@ def started(
     return run
 
 
-def fed(vlm: VLM, decoder: Decoder | Driven, tokens: list[int], rows: int = 1) -> Tensor:
+def fed(
+    vlm: VLM, decoder: RowGroup | Together | Driven, tokens: list[int], rows: int = 1
+) -> Tensor:
     """Logits (rows, T, V) after each of ``tokens``, the same tokens for all rows."""
     with torch.no_grad(), switched(vlm.model):
         logits = [decoder.next(torch.full((rows, 1), token)) for token in tokens]
@@ -175,7 +178,7 @@ def test_rows_of_different_lengths(vlm):
     expected = [
         masked_logits(vlm, run, masks(vlm, n), TOKENS) for run, n in zip(runs, lengths, strict=True)
     ]
-    decoder = Decoder.join([*(run.decoder for run in runs), plain.decoder])
+    decoder = Together([*(run.decoder for run in runs), plain.decoder]).as_group()
     got, terms = fed(vlm, decoder, TOKENS, 4), sums(vlm, max(lengths))
     for row, one, wanted in zip(got, alone, expected, strict=False):
         close(row, wanted, terms=terms)
@@ -410,7 +413,7 @@ def paged(keys: Tensor, values: Tensor, order: Tensor, bits: int = 8, group: int
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "with a bias"])
 def test_pages_of_one_row(bias):
     parts = [frozen([[n]], seed=n, track=True, bias=bias, dim=16) for n in (12, 20, 9)]
-    cache = KVCache.cat([cache for cache, _ in parts])
+    cache = joined_caches([cache for cache, _ in parts])
     layer = cache.layers[0]
     before = {
         name: [contents(cache, 0, row, name)[0] for row in range(3)]
@@ -425,13 +428,13 @@ def test_pages_of_one_row(bias):
     (segment,) = layer.segments
     assert layer.max_lengths == [12, 8, 9] and cache.length[0].tolist() == [[12], [8], [9]]
     assert layer.stored == [[0, 12, 0]] and segment.lengths.tolist() == [[0], [12], [0]]
-    assert segment.order[1, 0].tolist() == list(range(12))
+    assert segment.order[1, 0, :12].tolist() == list(range(12))
     keys, values = segment.dequantize(torch.float32)
     step = segment.key_step.max()
-    assert (keys[1, 0] - before["keys"][1][:12]).abs().max() < step
-    assert (values[1, 0] - before["values"][1][:12]).abs().max() < step
+    assert (keys[1, 0, :12] - before["keys"][1][:12]).abs().max() < step
+    assert (values[1, 0, :12] - before["values"][1][:12]).abs().max() < step
     if bias:
-        assert torch.equal(segment.bias[1, 0], before["bias"][1][:12])
+        assert torch.equal(segment.bias[1, 0, :12], before["bias"][1][:12])
     for name, of in before.items():
         assert torch.equal(contents(cache, 0, 1, name)[0], of[1][12:])
         for row in (0, 2):
@@ -445,8 +448,8 @@ def test_pages_of_one_row(bias):
     assert layer.segments[1].order[0, 0, :2].tolist() == [4, 5]
     assert [cache.lengths(row) for row in range(3)] == [[12], [20], [9]]
     # A row that leaves takes its kinds of segments with it.
-    cache.select([1, 2])
-    assert layer.stored == [[12, 0]] and len(layer.segments) == 1
+    cache.leave(0)
+    assert layer.stored == [[0, 12]] and len(layer.segments) == 1
 
 
 def test_per_tensor_pages_get_separate_segments():
@@ -455,14 +458,14 @@ def test_per_tensor_pages_get_separate_segments():
     for _ in range(2):
         slots.quantize(4, lambda k, v: paged(k, v, slots.order[:, :4], group=0))
     layer = cache.layers[0]
-    assert [segment.order[0, 0].tolist() for segment in layer.segments] == [
+    assert [segment.order[0, 0, :4].tolist() for segment in layer.segments] == [
         [0, 1, 2, 3],
         [4, 5, 6, 7],
     ]
     assert layer.stored == [[4], [4]] and cache.lengths() == [12]
     keys, _ = layer.segments[1].dequantize(torch.float32)
     step = layer.segments[1].key_step.max()
-    assert (keys[0, 0] - stored[0].keys[0, 4:8]).abs().max() < step
+    assert (keys[0, 0, :4] - stored[0].keys[0, 4:8]).abs().max() < step
 
 
 # --- crop ----------------------------------------------------------------------------------------
@@ -506,12 +509,17 @@ def test_cropping_into_compressed_slots_is_refused(grouped, recipe):
     run.cache.crop(3)
     with pytest.raises(ValueError, match="1 tokens reach"):
         run.cache.crop(1)
-    # In a batch the row with the latest limit decides.
+    # In a batch each row has its own limit; that of all rows is the latest one.
     rows = [started(grouped), started(grouped, recipe)]
-    decoder = Decoder.join([row.decoder for row in rows])
-    with pytest.raises(ValueError, match="1 tokens reach"):
-        decoder.cache.crop(1)
-    decoder.select([0]).cache.crop(1)
+    batch = Together([row.decoder for row in rows])
+    (cache, row), (plain, other) = batch.cache_of(1), batch.cache_of(0)
+    for chosen in (None, row):
+        with pytest.raises(ValueError, match="1 tokens reach"):
+            cache.crop(1, chosen)
+    before = cache.logical[row]
+    plain.crop(1, other)
+    assert plain.logical[other] == rows[0].prompt.full_length - 1
+    assert cache.logical[row] == before
 
 
 @pytest.mark.parametrize("recipe", ["h2o:0.6", "kivi:residual=8,group=4", "zipcache"])
@@ -548,7 +556,7 @@ def test_clone_shares_no_mutable_state(grouped, recipe):
                 assert of.untyped_storage().data_ptr() != twin.untyped_storage().data_ptr()
     other = copy.copy(row)
     other.prompt_slots = row.prompt_slots.clone()
-    twin = Decoder(grouped.adapter, cache, run.position.clone(), [other])
+    twin = RowGroup(grouped.adapter, cache, run.position.clone(), [other])
     # Either one continues as if it were alone, whatever the other does.
     mine = fed(grouped, run, TOKENS[::-1])
     its = fed(grouped, twin, TOKENS)
@@ -566,7 +574,7 @@ def test_accepting_some_written_tokens():
     def rows(**how) -> KVCache:
         lengths = ([[5, 3], [4, 4]], [[9, 9], [2, 6]])
         parts = [frozen(of, seed=i, logical=20 + i, **how)[0] for i, of in enumerate(lengths)]
-        return KVCache.cat(parts)
+        return joined_caches(parts)
 
     for how in ({}, {"track": True, "attention_mass": True, "bias": True}):
         cache, other = rows(**how), rows(**how)
@@ -627,41 +635,37 @@ def test_accepting_a_prefix_of_one_forward_pass(grouped):
 # --- batches -------------------------------------------------------------------------------------
 
 
-def test_joining_and_choosing_rows():
+def test_rows_join_and_leave():
     pool = BufferPool()
-    sizes = ([[5, 3]], [[300, 200]], [[70, 70]])
-    parts = [
-        frozen(n, seed=i, pool=pool, max_new_tokens=i, bias=i == 1) for i, n in enumerate(sizes)
-    ]
+    sizes = ([[5, 3]], [[150, 120]], [[70, 70]])
+    parts = [frozen(n, seed=i, pool=pool, max_new_tokens=i, bias=True) for i, n in enumerate(sizes)]
     assert len({cache.layers[0].keys.shape[2] for cache, _ in parts}) == 3
-    cache = KVCache.cat([cache for cache, _ in parts])
-    assert cache.rows == 3 and cache.logical == [5, 300, 70]
-    assert all(part.layers[0].keys is None for part, _ in parts)  # consumed
+    cache = joined_caches([cache for cache, _ in parts])
+    assert cache.rows == 3 and cache.logical == [5, 150, 70]
+    assert cache.size == 4 and cache.layers[0].capacity == capacity_class(150)
+    assert all(part.layers[0].keys is None for part, _ in parts[1:])  # consumed
 
     def same(row: int, of: int) -> None:
         kv = parts[of][1][0]
         for head, n in enumerate(kv.lengths.tolist()):
-            for name in ("keys", "values"):
+            for name in ("keys", "values", "bias"):
                 got = contents(cache, 0, row, name)[head]
                 assert torch.equal(got[:n], getattr(kv, name)[head, :n])
-            bias = contents(cache, 0, row, "bias")[head]
-            assert torch.equal(bias, torch.zeros_like(bias) if of != 1 else kv.bias[head, :n])
 
     for row in range(3):
         same(row, row)
-    idle = pool.idle
-    cache.select([2, 0])
-    assert pool.idle > idle
-    assert cache.logical == [70, 5] and cache.layers[0].max_lengths == [70, 5]
+    cache.leave(0)  # the last row takes its place
+    assert cache.logical == [70, 150] and cache.layers[0].max_lengths == [70, 150]
     same(0, 2)
-    same(1, 0)
+    same(1, 1)
     # New tokens are written to the right slots.
     new = write(cache, 1)
     cache.advance()
-    assert torch.equal(contents(cache, 0, 1)[1][3:], new[0][1, 1])
-    assert cache.length[0].tolist() == [[71, 71], [6, 4]]
+    assert torch.equal(contents(cache, 0, 1)[1][120:], new[0][1, 1])
+    assert cache.length[0].tolist() == [[71, 71], [151, 121]]
+    idle = pool.idle
     cache.release()
-    assert KVCache.cat([cache]) is cache
+    assert pool.idle > idle
 
 
 @dataclass(frozen=True)
@@ -701,11 +705,13 @@ def test_rows_of_different_kinds_in_one_batch():
     }
     runs = [started(grouped, recipe, (i,)) for i, recipe in enumerate(MIXED.values())]
     slots = [run.cache.lengths() for run in runs]
-    decoder = Decoder.join([run.decoder for run in runs])
-    assert [decoder.cache.lengths(row) for row in range(len(runs))] == slots
+    decoder = Together([run.decoder for run in runs])
+    assert len(decoder.groups) > 3
+    places = [decoder.cache_of(number) for number in range(len(runs))]
+    assert [cache.lengths(row) for cache, row in places] == slots
     got = fed(grouped, decoder, TOKENS[:6], len(runs))
-    order = [4, 0, 3, 5, 1]  # two end, the others change rows
-    decoder = decoder.select(order)
+    order = [0, 1, 3, 4, 5]  # two end
+    decoder.only(order)
     rest = fed(grouped, decoder, TOKENS[6:], len(order))
     names, float32 = list(MIXED), torch.float32  # of norms and rotary tables
     terms = sums(grouped, max(run.prompt.full_length for run in runs))
@@ -771,9 +777,10 @@ def test_bytes_equal_those_of_the_contents(grouped, case):
     fed(grouped, run, TOKENS)
     assert run.cache.held_bytes() == counted(run.cache)
     rows = [started(grouped, recipe, (i,)).decoder for i, recipe in enumerate(COSTS.values())]
-    decoder = Decoder.join(rows)
-    fed(grouped, decoder, TOKENS, len(rows))
-    assert decoder.cache.held_bytes() == counted(decoder.cache)
+    batch = Together(rows)
+    fed(grouped, batch, TOKENS, len(rows))
+    for cache in batch.caches:
+        assert cache.held_bytes() == counted(cache)
 
 
 @pytest.mark.parametrize("recipe", [(), Own(), "kivi:residual=8,group=4"])
@@ -840,13 +847,14 @@ def test_single_row_never_reads_free_slots(grouped, recipe):
 
 
 def test_mixed_rows_never_read_free_slots(grouped):
-    def decoder() -> Decoder:
-        recipes = ((), "h2o:0.6", Own(), "kivi:residual=8,group=4")
+    def decoder() -> Together:
+        recipes = ("h2o:0.6", "kivi:residual=8,group=4", "h2o:0.6", "kivi:residual=8,group=4")
         runs = [started(grouped, recipe, (i,)) for i, recipe in enumerate(recipes)]
-        return Decoder.join([run.decoder for run in runs])
+        return Together([run.decoder for run in runs])
 
     one, another = decoder(), decoder()
-    poison(one.cache)
+    for cache in one.caches:
+        poison(cache)
     assert torch.equal(fed(grouped, one, TOKENS, 4), fed(grouped, another, TOKENS, 4))
 
 
@@ -876,9 +884,10 @@ def pool(grouped, monkeypatch) -> Counting:
 UNEVEN = ((), Own(), "snapkv:keep=0.8,window=4")
 
 
-def uneven_rows(vlm: VLM) -> Decoder:
-    """Rows that use masked attention over whole buffers."""
-    return Decoder.join([started(vlm, r, (i,)).decoder for i, r in enumerate(UNEVEN)])
+def uneven_rows(vlm: VLM) -> RowGroup:
+    """Rows that use masked attention."""
+    rows = [started(vlm, r, (i,)).decoder for i, r in enumerate(UNEVEN)]
+    return Together(rows).as_group()
 
 
 def test_free_slots_of_a_batch_are_finite(grouped, pool):
@@ -909,13 +918,16 @@ def test_free_slots_of_a_batch_are_finite(grouped, pool):
 @pytest.mark.parametrize("recipe", ["h2o:0.6", "streamingllm:0.6", "kivi:residual=8,group=4"])
 def test_freed_slots_stay_finite(grouped, pool, recipe):
     """Evicting, paging, cropping and growing leave finite values, which masks can hide."""
-    decoder = Decoder.join([started(grouped, r, (i,)).decoder for i, r in enumerate((recipe, ()))])
-    fed(grouped, decoder, (TOKENS * 30)[:300], 2)
-    decoder = decoder.select([1, 0])
-    fed(grouped, decoder, TOKENS, 2)
-    for layer in decoder.cache.layers:
+    recipes = (recipe, (), recipe, recipe)
+    batch = Together([started(grouped, r, (i,)).decoder for i, r in enumerate(recipes)])
+    for tokens in (TOKENS * 30)[:300:10]:
+        batch.reserve(10)
+        fed(grouped, batch, [tokens] * 10, 4)
+    batch.only([1, 2, 3])
+    fed(grouped, batch, TOKENS, 3)
+    for layer in (layer for cache in batch.caches for layer in cache.layers):
         for name in BUFFERS:
-            of = getattr(layer, name)
+            of = layer._buffers.get(name, getattr(layer, name))
             assert of is None or bool(of.isfinite().all())
 
 

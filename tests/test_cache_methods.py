@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, rotate_half
 
+from batched import Together
 from closeness import apart, close, network
 from driven import Driven
 from tiny_models import build_llava, make_image
@@ -24,7 +25,6 @@ from vlmfast.core.kv import KV
 from vlmfast.core.recipe import Recipe
 from vlmfast.engine.attention import switched
 from vlmfast.engine.cache import KVCache
-from vlmfast.engine.decode import Decoder
 from vlmfast.engine.prefill import Inputs, prefill, prepare
 from vlmfast.engine.stats import Stats, Trace
 from vlmfast.kernels.quantize_kv import quantize
@@ -350,7 +350,7 @@ def decoded(vlm: VLM, runs: list[Driven], steps: int = STEPS) -> list[Tensor]:
     with torch.no_grad(), switched(vlm.model):
         for run in runs:
             run.start(steps)
-        decoder = Decoder.join([run.decoder for run in runs])
+        decoder = Together([run.decoder for run in runs])
         rows = [decoder.next(torch.full((len(runs), 1), token)) for token in TOKENS[:steps]]
     return list(torch.stack(rows, 1))
 

@@ -68,7 +68,7 @@ def alone(vlm: VLM, r: Request) -> list[int]:
 def assert_idle(vlm: VLM, threads: set[threading.Thread]) -> None:
     """Nothing is left of any request."""
     engine = vlm.engine
-    assert not engine._batch.groups and not engine._unfinished and not engine._arrivals
+    assert not list(engine._batches) and not engine._unfinished and not engine._arrivals
     assert not engine._scheduler.active and not engine._scheduler.waiting
     assert engine._scheduler.prefilling is None and engine._prefill is None
     assert engine._runner is None
@@ -412,9 +412,9 @@ def test_requests_wait_for_memory(vlm: VLM) -> None:
     rows: list[int] = []
     run = Rounds.run
 
-    def counted(self: Rounds, groups: Any) -> None:
-        rows.append(sum(len(group.sequences) for group in groups))
-        run(self, groups)
+    def counted(self: Rounds, batches: Any) -> None:
+        rows.append(sum(len(batch.rows) for batch in batches))
+        run(self, batches)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Rounds, "run", counted)
@@ -524,10 +524,10 @@ def test_rows_in_different_modes_never_share_a_step(monkeypatch) -> None:
     steps: list[tuple[bool, set[bool]]] = []
     run = Rounds.run
 
-    def noted(self: Rounds, groups: Any) -> None:
-        modes = {s.mode.autocast is not None for group in groups for s in group.sequences}
+    def noted(self: Rounds, batches: Any) -> None:
+        modes = {s.mode.autocast is not None for batch in batches for s in batch.rows}
         steps.append((torch.is_autocast_enabled("cpu"), modes))
-        run(self, groups)
+        run(self, batches)
 
     monkeypatch.setattr(Rounds, "run", noted)
     handles = []
@@ -561,9 +561,9 @@ def steps_while_reading(vlm: VLM, recipe: str, monkeypatch) -> tuple[int, list[i
     inside = [0]
     run = Rounds.run
 
-    def counted(self: Rounds, groups: Any) -> None:
+    def counted(self: Rounds, batches: Any) -> None:
         inside[0] += vlm.engine._scheduler.prefilling is not None
-        run(self, groups)
+        run(self, batches)
 
     monkeypatch.setattr(Rounds, "run", counted)
     stream = vlm.submit(request(0, tokens=80))
@@ -601,9 +601,9 @@ def test_prompts_are_not_interrupted_where_no_answer_is_streamed(vlm: VLM, monke
     inside: list[bool] = []
     run = Rounds.run
 
-    def noted(self: Rounds, groups: Any) -> None:
+    def noted(self: Rounds, batches: Any) -> None:
         inside.append(vlm.engine._scheduler.prefilling is not None)
-        run(self, groups)
+        run(self, batches)
 
     monkeypatch.setattr(Rounds, "run", noted)
     vlm.ask_many([request(seed, tokens=9) for seed in range(3)], batch_size=3)
@@ -724,7 +724,7 @@ class Schedules(RuleBasedStateMachine):
     def rows_are_those_of_active_sequences(self) -> None:
         engine = self.engine
         if engine._runner is None:
-            rows = {s for group in engine._batch.groups for s in group.sequences}
+            rows = {s for batch in engine._batches for s in batch.rows}
             assert rows == set(engine._scheduler.active)
 
     def teardown(self) -> None:

@@ -18,6 +18,7 @@ import torch
 
 import closeness
 import tiny_families
+from batched import Together
 from driven import Driven
 from fake_drafters import Knows
 from reference import answer_logits, closed
@@ -30,7 +31,6 @@ from vlmfast.core.statistics import ColumnRequest, StatRequest
 from vlmfast.core.tree import Tree
 from vlmfast.engine.attention import switched
 from vlmfast.engine.cache import KVLayer
-from vlmfast.engine.decode import Decoder
 from vlmfast.engine.prefill import Inputs
 from vlmfast.models import families
 
@@ -473,7 +473,7 @@ def test_ragged_batch_equals_the_dense_reference(vlm, method, kept):
     with torch.no_grad(), switched(vlm.model):
         rows.append(torch.cat([run.start(len(TOKENS)) for run in runs]))
         layers = [run.cache.layers for run in runs]
-        decoder = Decoder.join([run.decoder for run in runs])
+        decoder = Together([run.decoder for run in runs])
         for tokens in zip(*answers, strict=True):
             rows.append(decoder.next(torch.tensor(tokens)[:, None]))
     depth, sizes = vlm.adapter.depth, set()

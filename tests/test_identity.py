@@ -159,7 +159,7 @@ def read(monkeypatch) -> list[Ids]:
 
     def noted(self, sequence, prompt, *args, **kwargs):
         logits = prefill(self, sequence, prompt, *args, **kwargs)
-        shifts = [shift for layer in sequence.decoder.cache.layers for shift in layer.shift]
+        shifts = [shift for layer in sequence.group.cache.layers for shift in layer.shift]
         own = self.adapter.positions(sequence.inputs.tensors)
         seen.append(Ids(prompt.layout.position, own, shifts))
         return logits

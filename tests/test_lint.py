@@ -20,7 +20,7 @@ from vlmfast import VLM
 from vlmfast.core.protocols import CacheStage, DecodeStage
 from vlmfast.core.recipe import Recipe
 from vlmfast.engine.attention import switched
-from vlmfast.engine.decode import Decoder
+from vlmfast.engine.decode import Batch
 from vlmfast.engine.prefill import Inputs
 
 STEPS = 10  # two pages
@@ -86,7 +86,7 @@ PAGED = {
 }
 
 
-def decoder(recipes: list, fed: int = 2, max_new_tokens: int = STEPS + 2) -> tuple[VLM, Decoder]:
+def decoder(recipes: list, fed: int = 2, max_new_tokens: int = STEPS + 2) -> tuple[VLM, Batch]:
     """Rows that have taken ``fed`` steps on the CPU; model and decoder are consumed by `steps`."""
     vlm, runs = VLM(*build_llava(layers=2, kv_heads=2)), []
     with torch.no_grad(), switched(vlm.model):
@@ -98,7 +98,9 @@ def decoder(recipes: list, fed: int = 2, max_new_tokens: int = STEPS + 2) -> tup
             run = Driven(vlm.adapter, inputs, Recipe.of(recipe), time.perf_counter())
             run.start(max_new_tokens)
             runs.append(run)
-        joined = Decoder.join([run.decoder for run in runs])
+        joined = Batch()
+        for run in runs:
+            joined.join(run.decoder)
         for _ in range(fed):
             joined.next(torch.full((len(runs), 1), 7))
     return vlm, joined
@@ -147,7 +149,9 @@ def test_pages_change_shapes_without_synchronization(case, rows):
     """In between, steps are alike."""
     vlm, joined = decoder([PAGED[case], ()][:rows])
     sizes = []
-    watch = steps(vlm, joined, STEPS, lambda: sizes.append(joined.cache.layers[0].max_lengths[0]))
+    watch = steps(
+        vlm, joined, STEPS, lambda: sizes.append(joined.groups[0].cache.layers[0].max_lengths[0])
+    )
     assert watch.complaints == []
     flushed = [i for i in range(1, STEPS) if sizes[i] < sizes[i - 1]]
     assert len(flushed) >= 2
@@ -157,7 +161,7 @@ def test_pages_change_shapes_without_synchronization(case, rows):
 
 def test_growing_does_not_synchronize():
     vlm, joined = decoder([Uneven()], fed=0, max_new_tokens=1)
-    (layer, _), sizes = joined.cache.layers, []
+    (layer, _), sizes = joined.groups[0].cache.layers, []
     with torch.no_grad(), switched(vlm.model):
         while layer.max_lengths[0] < layer.keys.shape[2] - 2:
             joined.next(torch.tensor([[7]]))

@@ -719,7 +719,7 @@ def test_renumbered_keys_equal_those_of_the_same_tokens(positions, monkeypatch):
 
     def plain(sequence, noted, off: int = 0) -> list[torch.Tensor]:
         found = []
-        for index, layer in enumerate(sequence.decoder.cache.layers):
+        for index, layer in enumerate(sequence.group.cache.layers):
             ids = torch.cat(noted.kept[index], dim=1) + off
             found.append(bound.adapter.rotate(layer.keys[0, :, : layer.max_lengths[0]], -ids))
         return found
@@ -729,7 +729,7 @@ def test_renumbered_keys_equal_those_of_the_same_tokens(positions, monkeypatch):
         before = None if prompt is None else (plain(sequence, noted), prompt.next_position)
         make(self, engine, sequence, noted, tokens)
         if before is not None and prompt.next_position != before[1]:
-            assert prompt.next_position == max(sequence.decoder.cache.lengths()) < before[1]
+            assert prompt.next_position == max(sequence.group.cache.lengths()) < before[1]
             wrong = plain(sequence, noted, off=1)
             for one, other, control in zip(before[0], plain(sequence, noted), wrong, strict=True):
                 # A rotation sums two products; its angle is rounded as the id is large.

@@ -525,10 +525,9 @@ def reads_of_a_step(vlm: VLM, rows: int, monkeypatch, **generation: Any) -> list
     found: list[list[str]] = []
     step = Rounds._single
 
-    def counted(rounds: Rounds, groups: Any) -> None:
-        (group,) = groups
-        decoder, sequences = group.decoder, group.sequences
-        feed = decoder.feed
+    def counted(rounds: Rounds, batch: Any) -> None:
+        sequences = list(batch.rows)
+        feed = batch.feed
 
         def fed(tokens: Tensor) -> Any:
             output = feed(tokens)
@@ -537,9 +536,9 @@ def reads_of_a_step(vlm: VLM, rows: int, monkeypatch, **generation: Any) -> list
 
         reads = Reads()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(decoder, "feed", fed)
+            patch.setattr(batch, "feed", fed)
             try:
-                step(rounds, groups)
+                step(rounds, batch)
             finally:
                 reads.__exit__(None, None, None)
         if len(sequences) == rows and not any(sequence.done for sequence in sequences):

@@ -25,7 +25,7 @@ from vlmfast.core.recipe import Recipe
 from vlmfast.core.tree import Tree
 from vlmfast.engine.attention import switched
 from vlmfast.engine.cache import KVCache
-from vlmfast.engine.decode import Decoder
+from vlmfast.engine.decode import RowGroup
 from vlmfast.engine.sampling import Sampling
 from vlmfast.errors import RecipeError, VLMFastError
 
@@ -191,14 +191,14 @@ def test_greedy_equals_hugging_face() -> None:
 # --- the cache -----------------------------------------------------------------------------------
 
 
-def final_decoder(vlm: VLM, recipe: Recipe, wanted=None, tokens: int = 24) -> Decoder:
+def final_decoder(vlm: VLM, recipe: Recipe, wanted=None, tokens: int = 24) -> RowGroup:
     """The decoder at the end of an answer."""
     more = given(max_new_tokens=tokens)
     messages = messages_of(QUESTION, more.pop("images"))
     sequence = sequence_of(vlm.adapter, messages, recipe, gate(vlm.adapter, more))
     sequence.keeps_cache = True
     vlm.engine.submit(sequence, lambda sequence: None).result()
-    return sequence.decoder
+    return sequence.group
 
 
 @pytest.mark.parametrize("recipe", ["none", "pyramiddrop", "lookm:0.8", "zipvl:page=8"])
@@ -240,7 +240,7 @@ def test_tree_logits_equal_single_steps(llava: VLM) -> None:
     tree = Tree.of_paths(7, [[8, 9], [8, 10, 11], [12]])
     with torch.no_grad(), switched(llava.model):
 
-        def begin() -> Decoder:
+        def begin() -> RowGroup:
             tensors = llava.inputs(QUESTION, images=make_image(seed=1))
             run = Driven(llava.adapter, Inputs(tensors, [(64, 64)], QUESTION), Recipe(), 0.0)
             run.start(16)
@@ -514,10 +514,10 @@ def test_placeholders_are_never_drafted(llava: VLM) -> None:
             return Tree.of_paths(root, [[self.target.banned[0], 7], [9]])
 
     seen = []
-    verify = Decoder.verify
+    verify = RowGroup.verify
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            Decoder, "verify", lambda self, trees: seen.extend(trees) or verify(self, trees)
+            RowGroup, "verify", lambda self, trees: seen.extend(trees) or verify(self, trees)
         )
         llava.ask(QUESTION, recipe=Recipe((Wild(),)), **given())
     assert seen and all(tree.tokens[1:] == (9,) for tree in seen)
@@ -601,7 +601,7 @@ def test_strict_redecodes_near_ties(recipe: str, monkeypatch) -> None:
     assert got.token_ids == wanted.token_ids
     assert got.stats.accepted == 0 and got.stats.redecoded == 46  # the last one is not drafted
     # ... and if half of them are, the drafted tokens in between are rewritten.
-    verify = Decoder.verify
+    verify = RowGroup.verify
 
     def drifts(self, trees):
         output = verify(self, trees)
@@ -609,7 +609,7 @@ def test_strict_redecodes_near_ties(recipe: str, monkeypatch) -> None:
             layer.values[:, :, layer.max_lengths[0] : layer.max_lengths[0] + 8] += 0.3
         return output
 
-    monkeypatch.setattr(Decoder, "verify", drifts)
+    monkeypatch.setattr(RowGroup, "verify", drifts)
     for ulps, same in ((40.0, True), (0.0, False)):  # the second is the control
         monkeypatch.setattr(rounds, "_ULPS", ulps)
         got = drafted(vlm, wanted, recipe, Patient(), **more, strict=True)

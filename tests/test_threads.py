@@ -296,7 +296,7 @@ def test_graph_capture_is_thread_local(monkeypatch) -> None:
         for tensor in state.values():
             tensor += 1
 
-    graphs.cuda_graph(step, state)()
+    graphs.cuda_graph(step, lambda: state)()
     assert captures.modes == ["thread_local"]
     # Three warm-up steps and one recorded step; the state that a step advances is restored.
     assert [float(tensor) for tensor in state.values()] == [0.0, 4.0]

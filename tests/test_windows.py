@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 import tiny_families
+from batched import Together
 from closeness import apart, close, network
 from driven import Driven
 from fake_drafters import Knows
@@ -34,7 +35,6 @@ from vlmfast.core.training import TrainingContext
 from vlmfast.core.tree import Tree
 from vlmfast.engine.attention import switched
 from vlmfast.engine.cache import KVCache, KVLayer
-from vlmfast.engine.decode import Decoder
 from vlmfast.engine.prefill import Inputs, prefill, prepare
 from vlmfast.engine.stats import Stats, Trace
 
@@ -511,7 +511,7 @@ class SlotTracker:
             page = torch.tensor([slots[:count] for slots in self.tail])
             self.tail = [slots[count:] for slots in self.tail]
             grown = [len(segment[0]) for segment in self.segments]
-            stored = [len(segment) for segment in layer.segments]
+            stored = [count for (count,) in layer.stored]
             if len(stored) > len(grown):
                 self.segments.append(page)
             else:
@@ -519,7 +519,8 @@ class SlotTracker:
                 self.segments[at] = torch.cat([self.segments[at], page], 1)
         assert [len(slots) for slots in self.tail] == lengths
         parts = []
-        for segment, order in zip(layer.segments, self.segments, strict=True):
+        for whole, order in zip(layer.segments, self.segments, strict=True):
+            segment = whole.first(order.shape[1])  # free slots follow
             keys, values = segment.dequantize(torch.float32)
             bias = torch.zeros(order.shape) if segment.bias is None else segment.bias[0]
             parts.append((keys[0], values[0], order, segment.valid[0], bias))
@@ -721,11 +722,10 @@ def test_ragged_batch(vlm, kept):
     with torch.no_grad(), switched(vlm.model):
         rows.append(torch.cat([run.start(30) for run in runs]))
         bounded = [all(layer.window is None for layer in run.cache.layers) for run in runs]
-        decoder = Decoder.join([run.decoder for run in runs])
+        decoder = Together([run.decoder for run in runs])
         for tokens in zip(*answers, strict=True):
             rows.append(decoder.next(torch.tensor(tokens)[:, None]))
-        cut = decoder.select([2, 0])
-        last = cut.next(torch.tensor([[50], [60]]))
+        last = decoder.only([0, 2]).next(torch.tensor([[60], [50]]))
     assert bounded == [False, False, True]
     got = torch.stack(rows, 1)
     for number, (text, recipe) in enumerate(zip(texts, recipes, strict=True)):
@@ -735,7 +735,7 @@ def test_ragged_batch(vlm, kept):
         size = run.inputs.tensors["input_ids"].shape[1]
         equal(vlm, got[number], want[:31], size)
         if more:
-            equal(vlm, last[[2, 0].index(number)], want[31], size)
+            equal(vlm, last[[0, 2].index(number)], want[31], size)
     dense = Dense(vlm, runs[1].inputs.tensors)
     equal(vlm, got[1], dense(tokens=answers[1]), dense.size)
     wide = Dense(vlm, runs[1].inputs.tensors, windows=False)
@@ -907,20 +907,20 @@ def test_statistics_equal_eager_attention(vlm):
 )
 def test_captured_steps(vlm, recipe, monkeypatch):
     """Captured steps give the same tokens within and beyond the window."""
-    from test_graphs import follow, repeated
+    from test_graphs import repeated
     from vlmfast.engine.graphs import Graphs
 
     given = {"images": [image(0), image(1)], "recipe": recipe, "eos_token_id": None}
     wanted = vlm.ask("what ?", **given, max_new_tokens=50).token_ids
     monkeypatch.setattr(KVLayer, "prefix", False)
     monkeypatch.setattr(vlm.adapter, "decoding", "graph")
+    monkeypatch.setattr(KVLayer, "extent", lambda layer, tokens: layer.capacity)
     monkeypatch.setitem(vlm.adapter.kept, "graphs", Graphs(record=repeated))
-    follow(monkeypatch)
     for _ in range(2):
         assert vlm.ask("what ?", **given, max_new_tokens=50).token_ids == wanted
     # A step captured with everything visible is not used if something is masked.
     graphs = vlm.adapter.kept["graphs"]._idle
-    sliding = {key[-1] for graph in graphs for key in graph.outputs}
+    sliding = {key[-1] for graph in graphs for key in graph.keys}
     local = tuple(window is not None for window in vlm.adapter.windows)
     assert sliding == ({(False,) * 4, local} if recipe == "none" else {local})
 

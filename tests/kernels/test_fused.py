@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import tiny_models
+from batched import Together, together
 from closeness import apart, close, network
 from driven import Driven
 from fake_cuda import pretended
@@ -23,7 +24,7 @@ from vlmfast.core.protocols import CacheStage
 from vlmfast.core.recipe import Recipe
 from vlmfast.engine.attention import switched
 from vlmfast.engine.cache import KVCache
-from vlmfast.engine.decode import Decoder
+from vlmfast.engine.decode import shifted
 from vlmfast.engine.fused import fusable, fused_step
 from vlmfast.engine.prefill import Inputs
 from vlmfast.kernels import norm_rope_append, swiglu
@@ -81,7 +82,7 @@ def build(kind: str, monkeypatch, device: torch.device) -> VLM:
     return VLM(model.to(device), processor)
 
 
-def decoder_of(vlm: VLM, recipes: list) -> Decoder:
+def decoder_of(vlm: VLM, recipes: list) -> Together:
     """Rows with prompts of different lengths, prefilled by the references."""
     runs = []
     with torch.no_grad(), switched(vlm.model), references():
@@ -92,7 +93,7 @@ def decoder_of(vlm: VLM, recipes: list) -> Decoder:
             run = Driven(vlm.adapter, inputs, Recipe.of(recipe), time.perf_counter())
             run.start(8)
             runs.append(run)
-        return Decoder.join([run.decoder for run in runs])
+        return Together([run.decoder for run in runs])
 
 
 @contextmanager
@@ -102,10 +103,6 @@ def references() -> Iterator[None]:
         yield
 
 
-def offsets(decoder: Decoder) -> dict[int, Tensor]:
-    return {layer: decoder._offsets[shift] for layer, shift in decoder._shifts.items()}
-
-
 def noise(*shape: int, seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
@@ -113,7 +110,7 @@ def noise(*shape: int, seed: int) -> Tensor:
 class ForwardPass:
     """The same tokens through either decoder, each with its own cache."""
 
-    def __init__(self, vlm: VLM, decoder: Decoder, tokens: int = 1, tree: Tensor | None = None):
+    def __init__(self, vlm: VLM, decoder: Together, tokens: int = 1, tree: Tensor | None = None):
         self.vlm, self.decoder, self.tree = vlm, decoder, tree
         width = vlm.adapter.config.text_config.hidden_size
         self.embeds = noise(len(decoder.rows), tokens, width, seed=tokens).to(vlm.adapter.device)
@@ -122,24 +119,25 @@ class ForwardPass:
             depth = tree.sum(-1) - 1
         self.position = decoder.position + depth
 
-    def step(self, cache: KVCache) -> DecodeContext:
-        cache.reserve(self.embeds.shape[1])
-        return DecodeContext(cache, self.tree)
+    def step(self, caches: list[KVCache]) -> DecodeContext:
+        for cache in caches:
+            cache.reserve(self.embeds.shape[1])
+        return DecodeContext(together(caches), self.tree)
 
-    def plain(self, cache: KVCache) -> tuple[Tensor, dict[int, Tensor]]:
+    def plain(self, caches: list[KVCache]) -> tuple[Tensor, dict[int, Tensor]]:
         layer_inputs: dict[int, Tensor] = {}
-        step, layers = self.step(cache), self.vlm.adapter.decoder.layers
+        step, layers = self.step(caches), self.vlm.adapter.decoder.layers
         hooks = [
             layer.register_forward_pre_hook(
                 lambda module, args, index=index: layer_inputs.__setitem__(index, args[0])
             )
             for index, layer in enumerate(layers)
         ]
-        with references(), self.decoder.shifted(step, self.position):
+        with references(), shifted(self.vlm.adapter, step.cache, step, self.position):
             hidden = self.vlm.adapter.decoder(
                 inputs_embeds=self.embeds,
                 position_ids=self.position,
-                past_key_values=cache,
+                past_key_values=step.cache,
                 use_cache=True,
                 vlmfast_context=step,
             ).last_hidden_state
@@ -147,23 +145,23 @@ class ForwardPass:
             hook.remove()
         return hidden, layer_inputs
 
-    def fused(self, cache: KVCache, later: int = 0) -> tuple[Tensor, dict[int, Tensor]]:
-        step, aux_hidden_states = self.step(cache), range(self.vlm.adapter.depth)
+    def fused(self, caches: list[KVCache], later: int = 0) -> tuple[Tensor, dict[int, Tensor]]:
+        step, aux_hidden_states = self.step(caches), range(self.vlm.adapter.depth)
         return fused_step(
             self.vlm.adapter,
             self.embeds,
             self.position + later,
-            cache,
+            step.cache,
             step,
-            offsets(self.decoder),
+            step.cache.offsets,
             aux_hidden_states,
         )
 
 
-def written(cache: KVCache, tokens: int) -> list[Tensor]:
+def written(caches: list[KVCache], tokens: int) -> list[Tensor]:
     """All tensors of the layers, up to the slots that the last forward pass wrote."""
     tensors = []
-    for layer in cache.layers:
+    for layer in (layer for cache in caches for layer in cache.layers):
         at = torch.arange(layer.keys.shape[2], device=layer.keys.device)
         slots = at < layer.length[..., None] + tokens
         for name in ("keys", "values", "order", "attention_mass", "bias"):
@@ -177,11 +175,12 @@ def written(cache: KVCache, tokens: int) -> list[Tensor]:
 
 def compare(forward_pass: ForwardPass) -> None:
     """Compare both forward passes on clones of the decoder's cache, with a control."""
-    cache, tokens = forward_pass.decoder.cache, forward_pass.embeds.shape[1]
-    ours, theirs, later = cache.clone(), cache.clone(), cache.clone()
+    caches, tokens = forward_pass.decoder.caches, forward_pass.embeds.shape[1]
+    ours, theirs, later = ([cache.clone() for cache in caches] for _ in range(3))
     hidden, seen = forward_pass.fused(ours)
     expected, inputs = forward_pass.plain(theirs)
-    terms = network(forward_pass.vlm.model, max(layer.keys.shape[2] for layer in cache.layers))
+    slots = max(layer.capacity for cache in caches for layer in cache.layers)
+    terms = network(forward_pass.vlm.model, slots)
     close(hidden, expected, terms=terms)
     assert seen.keys() == inputs.keys()
     for layer, x in seen.items():
@@ -191,7 +190,7 @@ def compare(forward_pass: ForwardPass) -> None:
             close(a, b, terms=terms)
         else:
             assert torch.equal(a, b)
-    assert torch.equal(ours.length, cache.length)
+    assert all(torch.equal(a.length, b.length) for a, b in zip(ours, caches, strict=True))
     apart(forward_pass.fused(later, later=1)[0], expected, terms=terms)
 
 
@@ -202,15 +201,16 @@ def test_fused_step_matches_decoder(kind: str, case: str, triton, device, monkey
     vlm = build(kind, monkeypatch, device)
     decoder = decoder_of(vlm, RECIPES[case])
     if case == "compact and kept positions":
-        assert offsets(decoder)
+        assert together(decoder.caches).offsets
     assert fusable(vlm.adapter)
     with switched(vlm.model):
         for _ in range(STEPS):
             forward_pass = ForwardPass(vlm, decoder)
             compare(forward_pass)
-            forward_pass.plain(decoder.cache)
-            decoder.cache.advance()
-            decoder.position.add_(1)
+            forward_pass.plain(decoder.caches)
+            for cache in decoder.caches:
+                cache.advance()
+                cache.position.add_(1)
 
 
 @pytest.mark.parametrize("case", ["full", "ragged rows", "quantized"])
@@ -244,7 +244,7 @@ def test_fused_step_launches_kernels(triton, device, monkeypatch) -> None:
     count(norm_rope_append, "_launch_rotate")
     count(swiglu, "_launch")
     with switched(vlm.model):
-        ForwardPass(vlm, decoder).fused(decoder.cache)
+        ForwardPass(vlm, decoder).fused(decoder.caches)
     depth = vlm.adapter.depth
     assert counts == {"_launch_norm": 2 * depth + 1, "_launch_rotate": depth, "_launch": depth}
 
@@ -259,7 +259,8 @@ def test_fused_step_does_not_synchronize(case: str, monkeypatch) -> None:
     with torch.no_grad(), switched(vlm.model), pretended(vlm, decoder) as watch:
         embeds = torch.zeros(len(decoder.rows), 1, width, device="cuda")
         with watch:
-            fused_step(vlm.adapter, embeds, decoder.position, decoder.cache, decoder.context)
+            cache = together(decoder.caches)
+            fused_step(vlm.adapter, embeds, decoder.position, cache, DecodeContext(cache))
     assert watch.trace and not watch.complaints
 
 

@@ -294,7 +294,7 @@ class LongVideo:
                 flops += visual * (4 * d * d + 2 * (kept + visual) * d + 3 * d * m)
                 done = block.first + len(block.sizes)
                 limit = text_tokens + number + (space - blocks) * done // self.frames - kept
-                if sequence.decoder is None:
+                if sequence.group is None:
                     logits = prefiller.prefill(
                         sequence, prompt, max_new_tokens, limit, bounded=False, noting=noting
                     )
@@ -303,8 +303,8 @@ class LongVideo:
                         sequence, prompt, compress=True, limit=limit, noting=noting
                     )
                 fed += prompt.full_length
-                assert sequence.decoder is not None
-                kept = max(sequence.decoder.cache.lengths())
+                assert sequence.group is not None
+                kept = max(sequence.group.cache.lengths())
                 prefiller.count_block(sequence, own)
                 bar.update(len(block.sizes))
                 yield True

@@ -459,7 +459,7 @@ class Session:
         else:
             kept.reclaim(sequence)
         if kept is not None and self._cloned:
-            kept.decoder.seat([])
+            kept.group.seat([])
         undone = self._cloned or self.history or kept is None or kept.rewind(kept.base)
         if not complete or not undone:
             self._drop()

@@ -19,7 +19,7 @@ from vlmfast.core.recipe import Recipe
 from vlmfast.core.saliency import Saliency
 from vlmfast.core.statistics import ItemGeometry, VisionStats
 from vlmfast.engine.cache import KVCache
-from vlmfast.engine.decode import Decoder
+from vlmfast.engine.decode import RowGroup
 from vlmfast.engine.prefill import Seen
 from vlmfast.engine.prefix import BUFFERS, Prefix
 from vlmfast.engine.stats import Stats, Trace
@@ -207,7 +207,7 @@ def frozen(prefix: Prefix) -> dict[str, Any]:
         "compressed": cache.base,
         "track": cache.track,
         "attention_mass": cache.attention_mass,
-        "position": prefix.decoder.position,
+        "position": prefix.group.position,
         "notes": prefix.notes,
         "prompt": prefix.prompt_slots,
         "steps": prefix.steps,
@@ -243,7 +243,7 @@ def thawed(adapter: Adapter, recipe: Recipe, file: dict[str, Any]) -> Prefix:
             setattr(layer, name, buffer)
     stages = recipe.acting(DecodeStage) if cache.track else []
     return Prefix(
-        Decoder(adapter, cache, saved["position"].clone(), []),
+        RowGroup(adapter, cache, saved["position"].clone(), []),
         file["ids"],
         file["base"],
         file["stats"],

@@ -37,6 +37,8 @@ from vlmfast.kernels.col_stats import col_stats
 from vlmfast.kernels.decode_mixed import decode_mixed
 from vlmfast.kernels.tree_verify import tree_verify
 
+from .cache import JointCache
+
 # No "flash", "sdpa" or "/" in these names: transformers tests for such substrings.
 TEXT, VISION = "vlmfast_text", "vlmfast_vision"
 
@@ -167,6 +169,8 @@ def _cached(
 ) -> Tensor:
     """Attention of new tokens over a frozen cache; its tail already contains them."""
     index, tokens = module.layer_idx, query.shape[2]
+    if isinstance(context.cache, JointCache):
+        return _grouped(module, query, context, scaling, dropout)
     layer = context.cache.layers[index]
     sliding = context.cache.sliding(index, tokens)
     plain = not layer.segments and layer.attention_mass is None
@@ -204,8 +208,7 @@ def _cached(
         return output.transpose(1, 2)
     mask = layer.mask(tokens, context.tree, sliding)
     bias, segments = layer.bias, layer.segments
-    if layer.prefix:
-        n = layer.max_lengths[0] + tokens
+    if (n := layer.extent(tokens)) < key.shape[2]:
         key, value, mask = key[:, :, :n], value[:, :, :n], mask[..., :n]
         bias = None if bias is None else bias[:, :, :n]
     tail = key.shape[2]
@@ -232,6 +235,28 @@ def _cached(
             layer.receive(attention_mass[:, :, -tail:], sliding)
         output = output.transpose(1, 2)
     return output
+
+
+def _grouped(
+    module: TextAttention,
+    query: Tensor,
+    context: DecodeContext,
+    scaling: float | None,
+    dropout: float,
+) -> Tensor:
+    """`_cached` for rows of several groups, one group after another."""
+    outputs, first = [], 0
+    for cache in context.cache.caches:
+        layer, rows = cache.layers[module.layer_idx], slice(first, first + cache.rows)
+        tree, ancestors = (
+            None if x is None else x[rows] for x in (context.tree, context.ancestors)
+        )
+        own = DecodeContext(cache, tree, ancestors)
+        outputs.append(
+            _cached(module, query[rows], layer.keys, layer.values, own, scaling, dropout)
+        )
+        first += cache.rows
+    return torch.cat(outputs)
 
 
 def _extended(

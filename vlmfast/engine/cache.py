@@ -12,27 +12,32 @@ Some models have layers that attend within a *window*. As in the model itself, i
 that entered the layer: rows dropped before the layer do not count, rows evicted afterwards do.
 After prefill such a layer holds the last ``window - 1`` rows, which are all that later tokens can
 see, and cache stages work on these. Slots that leave the window during decoding are masked.
+
+Sequences that are decoded together share buffers. Those have at least as many batch rows as are in
+use, which come first; tensors of a cache are views of these. A row that joins is written after the
+last one, and the last one takes the place of a row that leaves, so that no other row is copied.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import Field, fields, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from vlmfast.core.buffers import BufferPool, bucket
+from vlmfast.core.buffers import BufferPool, bucket, capacity_class
 from vlmfast.core.former import FormerAttribute
 from vlmfast.core.kv import KV
 from vlmfast.kernels.quantize_kv import Segment
 
 _FREE_SLOTS = 256  # that a frozen layer starts with at most, and gains when it is full
-_NEAR = torch.iinfo(torch.int32).max
 _SLOTWISE = ("keys", "values", "order", "rank", "attention_mass", "bias")
+_BY_ROW = {"length": 1, "seen": 0, "position": -2, "shifts": 1}  # with the axis of the rows
 
 
 class KVLayer(CacheLayerMixin):
@@ -67,6 +72,10 @@ class KVLayer(CacheLayerMixin):
         How many rows a row of this layer sees, itself included; all of them if ``None``.
     gap : list of int
         Ids of each row's prompt that did not enter this layer.
+    stored : list of list of int
+        By segment and row: slots in use, on the host.
+    evens : list of bool
+        By row: whether all heads are equally long.
     """
 
     is_compileable = False  # True would make generate() compile the model
@@ -83,7 +92,7 @@ class KVLayer(CacheLayerMixin):
         self.pool, self.window = pool, window
         self.kv: KV | None = None
         self.max_lengths: list[int] = [0]
-        self.stored: list[list[int]] = []  # by segment and row: slots on the host
+        self.stored: list[list[int]] = []
         self.segments: list[Segment] = []
         self.order: Tensor | None = None
         self.rank: Tensor | None = None
@@ -94,8 +103,11 @@ class KVLayer(CacheLayerMixin):
         self.gap: list[int] = [0]
         self.incoming: Tensor | None = None  # (T,): bias of the next tokens
         self.shift: list[int] = [0]
-        self.even = True  # whether all heads of a row are equally long
-        self.graph_owned = False  # whether the buffers belong to a captured step, which reuses them
+        self.evens = [True]
+        # Buffers and segments with more rows than are in use; the attributes above are their views.
+        self._buffers: dict[str, Tensor] = {}
+        self._stores: list[Segment] = []
+        self.replaced = 0  # how often a segment moved to a larger buffer
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -104,6 +116,20 @@ class KVLayer(CacheLayerMixin):
     @property
     def frozen(self) -> bool:
         return hasattr(self, "length")
+
+    @property
+    def even(self) -> bool:
+        """Whether all heads of each row are equally long."""
+        return all(self.evens)
+
+    @even.setter
+    def even(self, value: bool) -> None:
+        self.evens = [value]
+
+    @property
+    def capacity(self) -> int:
+        """Slots of the tail's buffers."""
+        return self.keys.shape[2]
 
     @property
     def prefix(self) -> bool:
@@ -117,6 +143,13 @@ class KVLayer(CacheLayerMixin):
             and min(self.max_lengths) == max(self.max_lengths)
             and self.device.type == "cpu"
         )
+
+    def extent(self, tokens: int) -> int:
+        """How many slots attention reads, with ``tokens`` new ones: none after the longest row.
+
+        On CUDA, shapes must not change between steps.
+        """
+        return max(self.max_lengths) + tokens if self.device.type == "cpu" else self.capacity
 
     # --- prefill ---------------------------------------------------------------------------------
 
@@ -226,22 +259,37 @@ class KVLayer(CacheLayerMixin):
         buffer[:, :, :taken] = source[:, :, :taken]
         return buffer
 
-    def _give(self, buffer: Tensor) -> None:
-        if not self.graph_owned:
-            self.pool.give(buffer)
+    def _give(self, name: str) -> None:
+        self.pool.give(self._buffers.pop(name, getattr(self, name)))
 
-    def _resize(self, capacity: int) -> None:
-        for name in _SLOTWISE:
-            old = getattr(self, name)
-            if old is not None:
-                setattr(self, name, self._buffer(old, capacity))
-                self._give(old)
+    def outgrown(self, tokens: int) -> bool:
+        """Whether ``tokens`` more do not fit in every row."""
+        return max(self.max_lengths) + tokens > self.capacity
+
+    def enlarged(self, tokens: int, row: int = 0) -> int:
+        """The capacity with which ``tokens`` more fit in a row."""
+        need = self.max_lengths[row] + tokens
+        if need <= self.capacity:
+            return self.capacity
+        return bucket(need + max(_FREE_SLOTS - tokens, 0))
 
     def reserve(self, tokens: int) -> None:
-        """Make sure that ``tokens`` more fit in every row."""
-        need = max(self.max_lengths) + tokens
-        if need > self.keys.shape[2]:
-            self._resize(bucket(need + max(_FREE_SLOTS - tokens, 0)))
+        """Make sure that ``tokens`` more fit.
+
+        Raises
+        ------
+        RuntimeError
+            Where they do not, in buffers that rows share: these do not grow for one row.
+        """
+        if not self.outgrown(tokens):
+            return
+        if self._buffers:
+            raise RuntimeError(f"{tokens} more tokens do not fit; the rows must leave their group")
+        capacity = self.enlarged(tokens)
+        for name in _SLOTWISE:
+            if (old := getattr(self, name)) is not None:
+                setattr(self, name, self._buffer(old, capacity))
+                self.pool.give(old)
 
     def _write(self, keys: Tensor, values: Tensor) -> None:
         tokens = keys.shape[2]
@@ -255,7 +303,7 @@ class KVLayer(CacheLayerMixin):
                 buffer.scatter_(2, index[..., None].expand_as(new), new)
         if self.incoming is not None and self.bias is None:
             nothing = torch.zeros(*index.shape[:2], 0, device=self.device)
-            self.bias = self._buffer(nothing, self.keys.shape[2])
+            self.bias = self._buffer(nothing, self.capacity)
         self.note(tokens)
         if self.incoming is not None and self.bias is not None:
             self.bias.scatter_(2, index, self.incoming.to(self.bias.dtype).expand_as(index))
@@ -292,7 +340,7 @@ class KVLayer(CacheLayerMixin):
                 stored[0].scatter_(1, index, added.to(stored.dtype))
         start.add_(kv.lengths)
         even = bool((kv.lengths == kv.lengths[0]).all())
-        self.even = self.even and even
+        self.evens[0] = self.evens[0] and even
         self.max_lengths[0] = int(start.max())
 
     def mask(self, tokens: int, tree: Tensor | None = None, sliding: bool = False) -> Tensor:
@@ -368,9 +416,9 @@ class KVLayer(CacheLayerMixin):
         """Return the buffers; the layer must not be used afterwards."""
         for name in _SLOTWISE:
             if self.frozen:
-                self._give(getattr(self, name))
+                self._give(name)
             setattr(self, name, None)
-        self.segments, self.kv = [], None
+        self.segments, self._stores, self.kv = [], [], None
 
     # --- rows ------------------------------------------------------------------------------------
 
@@ -380,29 +428,119 @@ class KVLayer(CacheLayerMixin):
             page = replace(page, bias=self.bias[row, :, :count].clone())
         if self.rank is not None:
             page = replace(page, order=self.rank[row, :, :count].clone())
-        page = page.unsqueeze()
-        kinds = [segment.key for segment in self.segments]
-        if page.group and page.key in kinds:
-            at = kinds.index(page.key)
-        else:  # a segment with one set of parameters for all slots cannot grow
-            at = len(kinds)
-            self.segments.append(Segment.empty(page, len(self.max_lengths)))
-            self.stored.append([0] * len(self.max_lengths))
-        segment = self.segments[at]
-        rows = []
-        for b, stored in enumerate(self.stored[at]):
-            own = segment.rows(torch.arange(b, b + 1, device=self.device)).first(stored)
-            if b == row:
-                own = own.append(page) if stored else page
-            rows.append(own)
-        self.segments[at] = rows[0] if len(rows) == 1 else Segment.cat(rows)
-        self.stored[at][row] += count
+        at = self._segment_for(row, page, grows=page.group > 0)
+        self._write_segment(at, row, page, count)
         for name in _SLOTWISE:
             buffer = getattr(self, name)
             if buffer is not None:
                 buffer[row, :, : buffer.shape[2] - count] = buffer[row, :, count:].clone()
         self.length[row].sub_(count)
         self.max_lengths[row] -= count
+
+    def _segment_for(self, row: int, page: Segment, *, grows: bool) -> int:
+        """Index of the segment for ``page`` (H, ...) of a row; a new one where none is suitable.
+
+        ``grows``: whether it may be appended to slots that the row has. A segment with one set of
+        parameters for all slots cannot grow.
+        """
+        for at, segment in enumerate(self.segments):
+            if segment.key == page.key and (grows or not self.stored[at][row]):
+                return at
+        rows = len(self.max_lengths)
+        self.segments.append(Segment.empty(page.unsqueeze(), rows))
+        self.stored.append([0] * rows)
+        if self._buffers:
+            self._stores.append(Segment.empty(page.unsqueeze(), self.size))
+        return len(self.segments) - 1
+
+    def _write_segment(self, at: int, row: int, page: Segment, count: int) -> None:
+        """Write ``page`` (H, ...), of which ``count`` slots are in use, after those of the row."""
+        stores = self._stores if self._buffers else self.segments
+        store, start, rows = stores[at], self.stored[at][row], len(self.max_lengths)
+        need, bias = start + len(page), page.bias is not None
+        if need > len(store) or (bias and store.bias is None):
+            slots = (capacity_class if self._buffers else bucket)(max(need, len(store)))
+            group = store.group or 1
+            store = store.resized(self.size, -(-slots // group) * group, bias=bias)
+            stores[at] = store
+            self.replaced += 1
+        store.write(row, start, page)
+        self.stored[at][row] += count
+        if self._buffers:
+            self.segments[at] = store.select(slice(rows))
+
+    def state(self, index: int) -> dict[tuple, Tensor]:
+        """The part of a layer in `KVCache.state`."""
+        state: dict[tuple, Tensor] = {(index, name): x for name, x in self._buffers.items()}
+        for number, store in enumerate(self._stores):
+            state |= {(index, number, at): x for at, x in enumerate(store.tensors())}
+        return state
+
+    @property
+    def size(self) -> int:
+        """Rows of the buffers."""
+        return len(self._buffers.get("keys", self.keys))
+
+    def resize(self, size: int) -> None:
+        """Move to buffers of ``size`` rows, whose capacity is that of a class."""
+        rows, capacity = len(self.max_lengths), capacity_class(self.capacity)
+        for name in _SLOTWISE:
+            if (old := getattr(self, name)) is not None:
+                shape = (size, old.shape[1], capacity, *old.shape[3:])
+                new = self.pool.take(shape, old.dtype, old.device)
+                new[:rows, :, : old.shape[2]] = old
+                self._give(name)
+                self._buffers[name] = new
+        stores = []
+        for segment in self.segments:
+            group = segment.group or 1
+            slots = -(-capacity_class(len(segment)) // group) * group
+            stores.append(segment.resized(size, slots))
+        self._stores = stores
+        self.replaced += 1
+
+    def show(self, rows: int) -> None:
+        """Make the tensors views of the first ``rows`` rows of the buffers."""
+        for name, buffer in self._buffers.items():
+            setattr(self, name, buffer[:rows])
+        self.segments = [store.select(slice(rows)) for store in self._stores]
+
+    def join(self, other: KVLayer, source: int) -> None:
+        """Write a row of ``other`` after the last row."""
+        row, count = len(self.max_lengths), other.max_lengths[source]
+        for name, buffer in self._buffers.items():
+            buffer[row, :, :count] = getattr(other, name)[source, :, :count]
+            buffer[row, :, count:] = 0  # may hold anything, and NaN * 0 is NaN
+        self.max_lengths.append(count)
+        self.shift.append(other.shift[source])
+        self.gap.append(other.gap[source])
+        self.evens.append(other.evens[source])
+        for stored in self.stored:
+            stored.append(0)
+        for segment, lengths in zip(other.segments, other.stored, strict=True):
+            if count := lengths[source]:
+                page = segment.select(slice(source, source + 1)).first(count).squeeze()
+                at = self._segment_for(row, page, grows=False)
+                self._write_segment(at, row, page, count)
+
+    def leave(self, row: int, *, keep: bool) -> None:
+        """Move the last row to ``row``, which leaves. ``keep``: also segments without slots."""
+        last = len(self.max_lengths) - 1
+        if row != last:
+            for buffer in self._buffers.values():
+                buffer[row] = buffer[last]
+            for store in self._stores:
+                store.move(last, row)
+        for store in self._stores:
+            store.lengths[last] = 0
+        by_row: list[list] = [self.max_lengths, self.shift, self.gap, self.evens, *self.stored]
+        for values in by_row:
+            values[row] = values[last]
+            values.pop()
+        if not keep:
+            used = [at for at, stored in enumerate(self.stored) if any(stored)]
+            self._stores = [self._stores[at] for at in used]
+            self.stored = [self.stored[at] for at in used]
 
     def slots(self, row: int) -> int:
         """Physical length of a row: its segments and its tail, of the longest head."""
@@ -454,6 +592,14 @@ class KVCache(Cache):
         Those of the layers are views of it.
     seen : Tensor, int64, (B,)
         Ids consumed, on the device.
+    position : Tensor, int64, (B, 1), or (3, B, 1) for M-RoPE
+        Rotary ids of the next tokens.
+    shifts : Tensor, int64, (K, B)
+        How much smaller the rotary ids of layers are whose rows were renumbered in prefill.
+    offsets : dict of int to Tensor, int64, (B, 1)
+        The same by layer; layers with equal ones share a tensor.
+    live : Tensor, int64, (B,), or None
+        1 for rows in use. Only where `shown` includes other rows, which must not advance.
     """
 
     layers: list[KVLayer]  # type: ignore[assignment]  # narrower than Hugging Face's: no others
@@ -469,6 +615,12 @@ class KVCache(Cache):
         self.pool = pool or BufferPool(0)
         windows = [None] * depth if windows is None else windows
         super().__init__(layers=[KVLayer(self.pool, window) for window in windows])
+        self.position: Tensor | None = None
+        self.shifts: Tensor | None = None
+        self.live: Tensor | None = None
+        self.offsets: dict[int, Tensor] = {}
+        self._buffers: dict[str, Tensor] = {}  # with more rows than are in use
+        self._shifted: dict[int, int] = {}  # by layer: index into `shifts`
         self.logical: list[int] = []  # `seen` on the host
         self.base: list[int] = []  # by row: ids up to the last compressed one
         self.track = self.attention_mass = False
@@ -514,12 +666,23 @@ class KVCache(Cache):
         self.advance_host(tokens)
 
     def advance_device(self, tokens: int = 1) -> None:
-        """The part of `advance` that a captured step repeats."""
+        """The part of `advance` on the device."""
         self.length.add_(tokens)
         self.seen.add_(tokens)
 
+    def count_token(self) -> None:
+        """Count one token of every row and move to the next position, on the device."""
+        assert self.position is not None
+        if self.live is None:
+            self.advance_device()
+            self.position.add_(1)
+        else:
+            self.length.add_(self.live[:, None])
+            self.seen.add_(self.live)
+            self.position.add_(self.live[:, None])
+
     def advance_host(self, tokens: int = 1) -> None:
-        """The part of `advance` that a captured step does not repeat."""
+        """The part of `advance` on the host."""
         for layer in self.layers:
             layer.max_lengths = [length + tokens for length in layer.max_lengths]
         self.logical = [logical + tokens for logical in self.logical]
@@ -530,46 +693,18 @@ class KVCache(Cache):
             layer.reserve(tokens)
 
     def state(self) -> dict[tuple, Tensor]:
-        """Every tensor that a decode step reads or writes."""
-        state: dict[tuple, Tensor] = {("length",): self.length, ("seen",): self.seen}
+        """Every tensor that a captured step reads or writes, with all its rows."""
+        state: dict[tuple, Tensor] = {(name,): x for name, x in self._buffers.items()}
         for at, layer in enumerate(self.layers):
-            for name in _SLOTWISE:
-                if (buffer := getattr(layer, name)) is not None:
-                    state[at, name] = buffer
-            for number, segment in enumerate(layer.segments):
-                for field in _tensors(segment):
-                    state[at, number, field.name] = getattr(segment, field.name)
+            state |= layer.state(at)
         return state
-
-    def load(self, state: dict[tuple, Tensor]) -> None:
-        """Switch to the tensors of ``state``, which hold the same values; return own buffers."""
-        self.length, self.seen = state["length",], state["seen",]
-        for at, (layer, length) in enumerate(zip(self.layers, self.length, strict=True)):
-            layer.length, layer.seen = length, self.seen
-            for name in _SLOTWISE:
-                buffer = getattr(layer, name)
-                if buffer is not None and buffer is not state[at, name]:
-                    layer._give(buffer)
-                    setattr(layer, name, state[at, name])
-            layer.segments = [
-                _replaced(segment, {f.name: state[at, number, f.name] for f in _tensors(segment)})
-                for number, segment in enumerate(layer.segments)
-            ]
-
-    def mark_graph_owned(self, owned: bool) -> None:
-        """Record whether the buffers belong to a captured step."""
-        for layer in self.layers:
-            layer.graph_owned = owned
 
     def consume(self, tokens: int) -> None:
         """Count ids of every row that were compressed: their slots are counted already."""
         if tokens:
-            self._count(tokens)
+            self.seen.add_(tokens)
+            self.logical = [logical + tokens for logical in self.logical]
             self.base = list(self.logical)
-
-    def _count(self, tokens: int) -> None:
-        self.seen.add_(tokens)
-        self.logical = [logical + tokens for logical in self.logical]
 
     @contextmanager
     def biased(self, bias: Tensor | None) -> Iterator[None]:
@@ -582,8 +717,8 @@ class KVCache(Cache):
             for layer in self.layers:
                 layer.incoming = None
 
-    def crop(self, tokens: int) -> None:
-        """Remove the last ``tokens`` of every row.
+    def crop(self, tokens: int, row: int | None = None) -> None:
+        """Remove the last ``tokens`` of every row, or of one.
 
         Raises
         ------
@@ -592,13 +727,16 @@ class KVCache(Cache):
         """
         if self.track:
             raise ValueError("a cache that decode stages modify cannot be cropped")
-        for logical, base in zip(self.logical, self.base, strict=True):
-            if logical - tokens < base:
-                raise ValueError(f"{tokens} tokens reach into the compressed part of the cache")
-        self.length.sub_(tokens)
-        for layer in self.layers:
-            layer.max_lengths = [length - tokens for length in layer.max_lengths]
-        self._count(-tokens)
+        rows = range(self.rows) if row is None else [row]
+        if any(self.logical[at] - tokens < self.base[at] for at in rows):
+            raise ValueError(f"{tokens} tokens reach into the compressed part of the cache")
+        chosen = slice(None) if row is None else slice(row, row + 1)
+        self.length[:, chosen].sub_(tokens)
+        self.seen[chosen].sub_(tokens)
+        for at in rows:
+            self.logical[at] -= tokens
+            for layer in self.layers:
+                layer.max_lengths[at] -= tokens
 
     def accept(self, index: Tensor, counts: Sequence[int], *, moves: bool = True) -> None:
         """Keep the accepted tokens of those that the last forward pass wrote, and count them.
@@ -639,103 +777,173 @@ class KVCache(Cache):
         self.seen.add_(kept)
         self.logical = [n + count for n, count in zip(self.logical, counts, strict=True)]
 
-    # --- batches ---------------------------------------------------------------------------------
+    # --- rows ------------------------------------------------------------------------------------
 
-    @staticmethod
-    def cat(caches: Sequence[KVCache]) -> KVCache:
-        """One frozen cache with the rows of all ``caches``, which must not be used afterwards."""
-        if len(caches) == 1:
-            return caches[0]
-        first = caches[0]
-        joined = KVCache(len(first.layers), first.pool)
-        joined.track = any(cache.track for cache in caches)
-        joined.attention_mass = any(cache.attention_mass for cache in caches)
-        joined.length = torch.cat([cache.length for cache in caches], dim=1)
-        joined.seen = torch.cat([cache.seen for cache in caches])
-        joined.logical = [n for cache in caches for n in cache.logical]
-        joined.base = [n for cache in caches for n in cache.base]
-        for at, layer in enumerate(joined.layers):
-            parts = [cache.layers[at] for cache in caches]
-            layer.lazy_initialization(parts[0].keys, parts[0].values)
-            layer.length, layer.seen = joined.length[at], joined.seen
-            layer.max_lengths = [n for part in parts for n in part.max_lengths]
-            layer.shift = [n for part in parts for n in part.shift]
-            layer.gap = [n for part in parts for n in part.gap]
-            layer.window = next((p.window for p in parts if p.window is not None), None)
-            own = {part.window for part in parts}
-            ranked = len(own) > 1 or any(part.rank is not None for part in parts)
-            layer.even = all(part.even for part in parts)
-            capacity = bucket(max(layer.max_lengths) + _FREE_SLOTS)
-            for name, wanted in (
-                ("keys", True),
-                ("values", True),
-                ("order", joined.track),
-                ("rank", ranked),
-                ("attention_mass", joined.attention_mass),
-                ("bias", any(part.bias is not None for part in parts)),
-            ):
-                if wanted:
-                    setattr(layer, name, _stacked(layer, name, parts, capacity))
-            for part in parts:  # all of it fits into the window, also for later tokens
-                if part.window is None and layer.window is not None:
-                    part.segments = [
-                        replace(s, order=torch.full_like(s.order, _NEAR)) for s in part.segments
-                    ]
-            _join_segments(layer, parts)
-            for part in parts:
-                part.release()
-        return joined
+    @property
+    def size(self) -> int:
+        """Rows of the buffers, of which the first ones are in use."""
+        return len(self._buffers["seen"]) if self._buffers else self.rows
 
-    def select(self, rows: Sequence[int]) -> None:
-        """Keep only ``rows``, in that order."""
-        index = torch.tensor(list(rows), device=self.length.device)
-        self.length = self.length.index_select(1, index)
-        self.seen = self.seen.index_select(0, index)
-        self.logical = [self.logical[row] for row in rows]
-        self.base = [self.base[row] for row in rows]
+    @property
+    def shared(self) -> bool:
+        """Whether the buffers are for several rows."""
+        return bool(self._buffers)
+
+    @property
+    def replaced(self) -> int:
+        """How often a part of the buffers was replaced by a larger one."""
+        return sum(layer.replaced for layer in self.layers)
+
+    def start(self, position: Tensor) -> None:
+        """Begin decoding at ``position``: (B, 1), or (3, B, 1) for M-RoPE."""
+        self.position, found = position, dict[tuple[int, ...], int]()
+        for index, layer in enumerate(self.layers):
+            if any(shift := tuple(layer.shift)):
+                self._shifted[index] = found.setdefault(shift, len(found))
+        if found:
+            self.shifts = torch.tensor(list(found), device=position.device)
+        self._set_offsets()
+
+    def _set_offsets(self) -> None:
+        if self.shifts is not None:
+            columns = [shift[:, None] for shift in self.shifts]
+            self.offsets = {layer: columns[at] for layer, at in self._shifted.items()}
+
+    def kind(self) -> tuple:
+        """What rows must have in common to share buffers without costs for each other."""
+        return tuple(
+            (
+                layer.window,
+                self._shifted.get(index),
+                *(getattr(layer, name) is not None for name in _SLOTWISE),
+            )
+            for index, layer in enumerate(self.layers)
+        )
+
+    def holds(self, other: KVCache, *, larger: bool = False) -> bool:
+        """Whether a row of ``other`` is of the same capacity class, in every layer.
+
+        ``larger``: whether segments may be of a larger class, too.
+        """
+        for layer, part in zip(self.layers, other.layers, strict=True):
+            if capacity_class(layer.capacity) != capacity_class(part.capacity):
+                return False
+            own = capacity_class(max(map(len, layer.segments), default=0))
+            need = capacity_class(max(map(max, part.stored), default=0))
+            if need > own or (need < own and not larger):
+                return False
+        return True
+
+    def resize(self, size: int) -> None:
+        """Move to buffers of ``size`` rows and of the capacity of a class; all rows are copied."""
+        rows = self.rows
+        for layer in self.layers:
+            layer.resize(size)
+        for name, axis in _BY_ROW.items():
+            old = getattr(self, name)
+            if old is not None:
+                shape = list(old.shape)
+                shape[axis] = size
+                self._buffers[name] = old.new_zeros(shape)
+                self._buffers[name].narrow(axis, 0, rows).copy_(old)
+        self._buffers["live"] = torch.zeros_like(self._buffers["seen"])
+        self._buffers["live"][:rows] = 1
+        self.show(rows)
+
+    def show(self, rows: int) -> None:
+        """Make all tensors views of the first ``rows`` rows of the buffers."""
+        for name, axis in _BY_ROW.items():
+            if name in self._buffers:
+                setattr(self, name, self._buffers[name].narrow(axis, 0, rows))
         for layer, length in zip(self.layers, self.length, strict=True):
             layer.length, layer.seen = length, self.seen
-            layer.max_lengths, layer.shift, layer.gap = (
-                [values[row] for row in rows]
-                for values in (layer.max_lengths, layer.shift, layer.gap)
-            )
-            layer.stored = [[stored[row] for row in rows] for stored in layer.stored]
-            for name in _SLOTWISE:
-                old = getattr(layer, name)
-                if old is not None:
-                    shape = (len(rows), *old.shape[1:])
-                    buffer = layer.pool.take(shape, old.dtype, old.device)
-                    torch.index_select(old, 0, index, out=buffer)
-                    setattr(layer, name, buffer)
-                    layer._give(old)
-            layer.segments = [segment.rows(index) for segment in layer.segments]
-            kept = [at for at, stored in enumerate(layer.stored) if any(stored)]
-            layer.segments = [layer.segments[at] for at in kept]
-            layer.stored = [layer.stored[at] for at in kept]
+            layer.show(rows)
+        self._set_offsets()
 
-    def clone(self) -> KVCache:
-        """A copy that shares no mutable state."""
+    @contextmanager
+    def shown(self, rows: int) -> Iterator[None]:
+        """Inside the block, a step runs on the first ``rows`` rows, not only on those in use.
+
+        Rows not in use are fed too, write to their own free slots, and do not advance.
+        """
+        self.show(rows)
+        # With one or two rows, all are in use: their number is rounded up to a power of two.
+        self.live = self._buffers["live"][:rows] if rows > 2 else None
+        try:
+            yield
+        finally:
+            self.live = None
+            self.show(self.rows)
+
+    def join(self, other: KVCache) -> None:
+        """Write the rows of ``other``, of the same `kind`, after the last row."""
+        for source in range(other.rows):
+            row = self.rows
+            if row == self.size or not self.shared:
+                self.resize(max(2 * row, 1))
+            for layer, part in zip(self.layers, other.layers, strict=True):
+                layer.join(part, source)
+            for name, axis in _BY_ROW.items():
+                if name in self._buffers:
+                    new = getattr(other, name).select(axis, source)
+                    self._buffers[name].select(axis, row).copy_(new)
+            self._buffers["live"][row] = 1
+            self.logical.append(other.logical[source])
+            self.base.append(other.base[source])
+            self.show(self.rows)
+
+    def leave(self, row: int, *, keep: bool = False) -> None:
+        """Remove a row; the last one takes its place.
+
+        ``keep``: whether segments without slots keep their buffers.
+        """
+        if not self.shared:
+            self.resize(self.rows)
+        last = self.rows - 1
+        for layer in self.layers:
+            layer.leave(row, keep=keep)
+        for name, axis in _BY_ROW.items():
+            if name in self._buffers and row != last:
+                buffer = self._buffers[name]
+                buffer.select(axis, row).copy_(buffer.select(axis, last))
+        self._buffers["live"][last] = 0
+        self._buffers["length"][:, last] = 0
+        for values in (self.logical, self.base):
+            values[row] = values[last]
+            values.pop()
+        self.show(last)
+
+    def clear(self) -> None:
+        """Remove all rows, but keep the buffers."""
+        while self.rows:
+            self.leave(self.rows - 1, keep=True)
+
+    def clone(self, row: int | None = None, tokens: int = 0) -> KVCache:
+        """A copy of all rows, or of one, that shares no mutable state.
+
+        ``tokens``: how many more must fit in its buffers.
+        """
+        rows = slice(None) if row is None else slice(row, row + 1)
         twin = KVCache(len(self.layers), self.pool, [layer.window for layer in self.layers])
         twin.track, twin.attention_mass = self.track, self.attention_mass
-        twin.logical, twin.base = list(self.logical), list(self.base)
-        twin.length, twin.seen = self.length.clone(), self.seen.clone()
+        twin.logical, twin.base = self.logical[rows], self.base[rows]
+        twin.length, twin.seen = self.length[:, rows].clone(), self.seen[rows].clone()
         for layer, copy, length in zip(self.layers, twin.layers, twin.length, strict=True):
             copy.lazy_initialization(layer.keys, layer.values)
-            copy.length, copy.seen, copy.even = length, twin.seen, layer.even
-            copy.max_lengths, copy.shift = list(layer.max_lengths), list(layer.shift)
-            copy.gap = list(layer.gap)
-            # Segments are immutable, unless a captured step owns them: pages make a new one.
-            copy.segments = [
-                _replaced(s, {f.name: getattr(s, f.name).clone() for f in _tensors(s)})
-                if layer.graph_owned
-                else s
-                for s in layer.segments
-            ]
-            copy.stored = [list(s) for s in layer.stored]
+            copy.length, copy.seen, copy.evens = length, twin.seen, layer.evens[rows]
+            copy.max_lengths, copy.shift = layer.max_lengths[rows], layer.shift[rows]
+            copy.gap = layer.gap[rows]
+            for segment, stored in zip(layer.segments, layer.stored, strict=True):
+                if any(own := stored[rows]):
+                    copy.segments.append(segment.select(rows).first(max(own)).clone())
+                    copy.stored.append(own)
+            capacity = layer.enlarged(tokens, row or 0)
             for name in _SLOTWISE:
                 buffer = getattr(layer, name)
                 if buffer is not None:
-                    setattr(copy, name, copy._buffer(buffer, buffer.shape[2]))
+                    setattr(copy, name, copy._buffer(buffer[rows], capacity))
+        if self.position is not None:
+            twin.start(self.position[..., rows, :].clone())
         return twin
 
     def release(self) -> None:
@@ -749,53 +957,98 @@ class KVCache(Cache):
         """Bytes of all keys and values in use."""
         return sum(layer.held_bytes() for layer in self.layers)
 
+    def row_bytes(self) -> int:
+        """Bytes of the buffers of one row in a group, without segments."""
+        total = 0
+        for layer in self.layers:
+            for name in _SLOTWISE:
+                if (x := getattr(layer, name)) is not None:
+                    of_slot = x.element_size() * x.shape[1] * math.prod(x.shape[3:])
+                    total += capacity_class(layer.capacity) * of_slot
+        return total
+
     def lengths(self, row: int = 0) -> list[int]:
         """Slots in use per layer, of the longest head."""
         return [layer.slots(row) for layer in self.layers]
 
 
-def _tensors(segment: Segment) -> list[Field]:
-    return [f for f in fields(segment) if isinstance(getattr(segment, f.name), Tensor)]
+class JointLayer(CacheLayerMixin):
+    """One layer of the caches of several groups."""
+
+    keys: Tensor  # never assigned: those of the parts are read
+    values: Tensor
+
+    def __init__(self, parts: Sequence[KVLayer]) -> None:
+        super().__init__()
+        self.parts = list(parts)
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.is_initialized = True
+
+    def split(self, x: Tensor) -> tuple[Tensor, ...]:
+        """The rows (B, ...) of each group."""
+        return x.split([len(part.max_lengths) for part in self.parts])
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Write the rows of each group to its buffers; attention reads them from there."""
+        keys, values = self.split(key_states), self.split(value_states)
+        for part, key, value in zip(self.parts, keys, values, strict=True):
+            part.update(key, value)
+        return key_states, value_states
+
+    def get_seq_length(self) -> int:
+        return max(part.get_seq_length() for part in self.parts)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return max(part.get_mask_sizes(query_length) for part in self.parts)
+
+    def get_max_length(self) -> int:
+        return -1
 
 
-def _replaced(segment: Segment, tensors: dict[str, Any]) -> Segment:
-    return replace(segment, **tensors)
+class JointCache(Cache):
+    """The caches of several groups of rows in one forward pass, in this order.
 
+    Parameters
+    ----------
+    caches : sequence of KVCache
+        Frozen, with free slots for the new tokens.
+    """
 
-def _stacked(layer: KVLayer, name: str, parts: Sequence[KVLayer], capacity: int) -> Tensor:
-    """A buffer with the rows of all parts; zeros where a part has none."""
-    like = next(getattr(part, name) for part in parts if getattr(part, name) is not None)
-    rows = sum(len(part.max_lengths) for part in parts)
-    shape = (rows, like.shape[1], capacity, *like.shape[3:])
-    buffer, row = layer.pool.take(shape, like.dtype, like.device), 0
-    for part in parts:
-        own, count = part.ranks() if name == "rank" else getattr(part, name), max(part.max_lengths)
-        if own is not None:
-            buffer[row : row + len(part.max_lengths), :, :count] = own[:, :, :count]
-        row += len(part.max_lengths)
-    return buffer
+    layers: list[JointLayer]  # type: ignore[assignment]  # as in `KVCache`
 
+    def __init__(self, caches: Sequence[KVCache]) -> None:
+        self.caches = list(caches)
+        layers = zip(*(cache.layers for cache in caches), strict=True)
+        super().__init__(layers=[JointLayer(parts) for parts in layers])
 
-def _join_segments(layer: KVLayer, parts: Sequence[KVLayer]) -> None:
-    """Join segments of the same kind; rows without one get an empty segment."""
-    # A layer may hold several of one kind: the first of each are joined, then the second.
-    kinds: dict[tuple, Segment] = {}
-    indices: list[dict[tuple, int]] = []
-    for part in parts:
-        keys, index = [segment.key for segment in part.segments], {}
-        for at, segment in enumerate(part.segments):
-            kind = segment.key, keys[:at].count(segment.key)
-            index[kind] = at
-            kinds.setdefault(kind, segment)
-        indices.append(index)
-    for kind, like in kinds.items():
-        pieces, stored = [], []
-        for part, index in zip(parts, indices, strict=True):
-            rows, own = len(part.max_lengths), index.get(kind)
-            pieces.append(Segment.empty(like, rows) if own is None else part.segments[own])
-            stored += [0] * rows if own is None else part.stored[own]
-        layer.segments.append(Segment.cat(pieces))
-        layer.stored.append(stored)
+    @property
+    def position(self) -> Tensor:
+        """As in `KVCache`, of all rows."""
+        positions = [x for cache in self.caches if (x := cache.position) is not None]
+        return torch.cat(positions, -2)
+
+    @property
+    def offsets(self) -> dict[int, Tensor]:
+        """As in `KVCache`, of all rows; zeros where a group was not renumbered."""
+        found: dict[tuple, Tensor] = {}
+        offsets = {}
+        for layer in sorted({layer for cache in self.caches for layer in cache.offsets}):
+            parts = [cache.offsets.get(layer) for cache in self.caches]
+            key = tuple(map(id, parts))
+            if key not in found:
+                zeros = (cache.seen.new_zeros(cache.rows, 1) for cache in self.caches)
+                pairs = zip(parts, zeros, strict=True)
+                found[key] = torch.cat([zero if part is None else part for part, zero in pairs])
+            offsets[layer] = found[key]
+        return offsets
+
+    def count_token(self) -> None:
+        """As in `KVCache`."""
+        for cache in self.caches:
+            cache.count_token()
 
 
 class RowSlots:

@@ -1,11 +1,12 @@
-"""Batched decoding: forward passes over the new tokens of sequences, and their cache."""
+"""Batched decoding: groups of rows with their cache, and forward passes over their new tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Many
 from contextlib import contextmanager
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +17,9 @@ from vlmfast.core.tree import Tree
 from vlmfast.kernels.tree_verify import WORD
 from vlmfast.models.base import Adapter
 
-from .cache import KVCache, RowSlots
+from .cache import JointCache, KVCache, RowSlots
 from .fused import fusable, fused_step
-from .graphs import Graphs, StepGraph
+from .graphs import Graphs, StepGraphs
 from .hidden_states import capture_layer_inputs
 from .output import Output
 
@@ -55,8 +56,8 @@ class DecodeRow(Protocol):
     def aux_layers(self) -> tuple[int, ...]: ...
 
 
-class Decoder:
-    """Sequences that are decoded together, one token each per step.
+class RowGroup:
+    """Sequences of one kind and capacity class that are decoded together in shared buffers.
 
     Parameters
     ----------
@@ -66,47 +67,136 @@ class Decoder:
     position : Tensor, int64, (B, 1), or (3, B, 1) for M-RoPE
         Rotary ids of the next tokens; changed in place.
     rows : list of DecodeRow
+        The sequences, in the order of their rows in the cache.
+    size : int
+        Rows for which the buffers of captured steps have space from the beginning.
     """
 
     def __init__(
-        self, adapter: Adapter, cache: KVCache, position: Tensor, rows: Many[DecodeRow]
+        self,
+        adapter: Adapter,
+        cache: KVCache,
+        position: Tensor,
+        rows: Many[DecodeRow],
+        size: int = 1,
     ) -> None:
-        self.adapter, self.cache, self.position = adapter, cache, position
-        self.context = DecodeContext(cache=cache)
-        self.graph: StepGraph | None = None
+        self.adapter, self.cache, self.size = adapter, cache, size
+        self.graphs: StepGraphs | None = None
         self.seat(rows)
-        # Layers whose rows were renumbered in prefill, and by how much; on the device once.
-        shifts = {index: tuple(layer.shift) for index, layer in enumerate(cache.layers)}
-        self._shifts = {index: shift for index, shift in shifts.items() if any(shift)}
-        self._offsets = {
-            shift: torch.tensor(shift, device=position.device)[:, None]
-            for shift in set(self._shifts.values())
-        }
+        cache.start(position)
 
     def seat(self, rows: Many[DecodeRow]) -> None:
         """Set the sequences whose cache this is."""
         self.rows = list(rows)
-        self.aux_layers = tuple(sorted({layer for row in rows for layer in row.aux_layers}))
 
-    @staticmethod
-    def join(decoders: Many[Decoder]) -> Decoder:
-        """One decoder for the sequences of all, which must not be used afterwards."""
-        if len(decoders) == 1:
-            return decoders[0]
-        position = torch.cat([decoder.position for decoder in decoders], dim=-2)
-        cache = KVCache.cat([decoder.cache for decoder in decoders])
-        for decoder in decoders:
-            decoder.retire()
-        rows = [row for decoder in decoders for row in decoder.rows]
-        return Decoder(decoders[0].adapter, cache, position, rows)
+    @property
+    def position(self) -> Tensor:
+        """Rotary ids of the next tokens, int64, (B, 1), or (3, B, 1) for M-RoPE."""
+        assert self.cache.position is not None
+        return self.cache.position
 
-    def select(self, rows: Many[int]) -> Decoder:
-        """A decoder for ``rows`` alone; this one must not be used afterwards."""
-        self.cache.select(rows)
-        index = torch.tensor(list(rows), device=self.position.device)
-        position = self.position.index_select(-2, index)
-        self.retire()
-        return Decoder(self.adapter, self.cache, position, [self.rows[row] for row in rows])
+    @property
+    def context(self) -> DecodeContext:
+        """The context of a forward pass over single tokens."""
+        return DecodeContext(self.cache)
+
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        """Layers whose input the drafters of any row read."""
+        return _aux_layers(self.rows)
+
+    # --- rows ------------------------------------------------------------------------------------
+
+    @property
+    def kind(self) -> tuple:
+        """What rows must have in common so that none of them pays for what another one needs."""
+        stages = tuple(self.rows[0].stages)
+        segments = [sorted({s.key for s in layer.segments}) for layer in self.cache.layers]
+        return self.cache.kind(), stages, None if stages else segments
+
+    def fits(self, other: RowGroup) -> bool:
+        """Whether ``other``, of one row, is of the same kind and capacity class."""
+        # Kernels read only slots in use, so that larger segments cost captured steps nothing.
+        larger = self.graphs is not None
+        return self.kind == other.kind and self.cache.holds(other.cache, larger=larger)
+
+    def join(self, other: RowGroup) -> None:
+        """Add the row of ``other``, which `fits` and must not be used afterwards.
+
+        Only this row is written, unless the buffers are full: they then move to others with twice
+        the rows.
+        """
+        if self.captures:
+            self._settle(len(self.rows) + 1)
+        self.cache.join(other.cache)
+        self.rows += other.rows
+        other.release()
+
+    def leave(self, row: int) -> None:
+        """Remove a row, whose place the last row takes. Without rows, the group must not be used.
+
+        At most one row is copied.
+        """
+        self.rows[row] = self.rows[-1]
+        self.rows.pop()
+        if self.rows:
+            self.cache.leave(row, keep=self.graphs is not None)
+        else:
+            self.release()
+
+    def take(self, row: int, tokens: int = 0) -> RowGroup:
+        """Remove a row, as in `leave`, and return it as a group of one row, with its own buffers.
+
+        The only row of a group that shares no buffers stays where it is: the group is returned.
+        ``tokens``: how many more must fit in the row's buffers.
+        """
+        if len(self.rows) == 1 and not self.cache.shared:
+            self.reserve(tokens)
+            return self
+        cache = self.cache.clone(row, tokens)
+        assert cache.position is not None
+        taken = RowGroup(self.adapter, cache, cache.position, [self.rows[row]], self.size)
+        self.leave(row)
+        return taken
+
+    def outgrown(self, tokens: int) -> list[int]:
+        """Rows in whose buffers ``tokens`` more do not fit."""
+        layers = [layer for layer in self.cache.layers if layer.outgrown(tokens)]
+        return [
+            row
+            for row in range(len(self.rows))
+            if any(layer.max_lengths[row] + tokens > layer.capacity for layer in layers)
+        ]
+
+    def reserve(self, tokens: int) -> None:
+        """Make sure that ``tokens`` more fit in every row. A single row moves to larger buffers.
+
+        Raises
+        ------
+        RuntimeError
+            Where one of several rows has outgrown the group: it must be taken first.
+        """
+        if self.cache.shared and len(self.rows) == 1 and self.outgrown(tokens):
+            self.detach(tokens)
+        self.cache.reserve(tokens)
+
+    def detach(self, tokens: int = 0) -> None:
+        """Move all rows to buffers that no captured step uses, with space for ``tokens`` more."""
+        if self.cache.shared:
+            cache = self.cache.clone(None if len(self.rows) > 1 else 0, tokens)
+            self.release()
+            self.cache = cache
+
+    def release(self) -> None:
+        """Return all buffers; the group must not be used afterwards."""
+        if self.graphs is None:
+            self.cache.release()
+        else:
+            self.cache.clear()
+            self._idle.put(self.graphs)
+            self.graphs = None
+
+    # --- tokens ----------------------------------------------------------------------------------
 
     def next(self, tokens: Tensor) -> Tensor:
         """Feed ``tokens`` (B, 1); returns the logits (B, V) after them. No host sync."""
@@ -115,30 +205,11 @@ class Decoder:
 
     def feed(self, tokens: Tensor) -> Output:
         """As `next`, without the decode stages; returns the full output."""
-        self.cache.reserve(1)
-        output = self.captured(tokens) if self.captures else self.forward(tokens)
-        self.cache.advance_host()
-        return output
+        return feed([self], tokens)
 
     def verify(self, trees: Many[Tree]) -> Output:
         """Check one tree per row, after its cached tokens; `accept` then counts tokens."""
-        width = max(len(tree) for tree in trees)
-        if self.captures:  # few widths, so that few steps are captured
-            width = next(w for w in _WIDTHS if w >= width) if width <= _WIDTHS[-1] else width
-        tokens = torch.zeros(len(trees), width, dtype=torch.int64)
-        offset, mask = torch.zeros_like(tokens), torch.eye(width, dtype=torch.bool)
-        mask = mask.repeat(len(trees), 1, 1)
-        for row, tree in enumerate(trees):
-            n = len(tree)
-            tokens[row] = tree.tokens[0]  # padding: any token, masked out
-            tokens[row, :n] = torch.tensor(tree.tokens)
-            offset[row, :n] = torch.tensor(tree.depths)
-            mask[row, :n, :n] = tree.mask()
-            if self.cache.attention_mass:  # padding must not count as a reader
-                mask[row, n:] = False
-        given = tuple(x.to(self.position.device) for x in (tokens, offset, mask))
-        self.cache.reserve(width)
-        return self.captured(*given) if self.captures else self.forward(*given)
+        return verify([self], trees)
 
     def accept(self, paths: Many[Many[int]]) -> None:
         """Count the nodes of ``paths``, root first, of the trees that `verify` has checked."""
@@ -152,10 +223,11 @@ class Decoder:
         for row, count in zip(self.rows, counts, strict=True):
             row.steps += count - 1  # `run_decode_stages` has counted the root
 
-    def rewind(self, tokens: int) -> None:
-        """Remove the last ``tokens`` of every row."""
-        self.cache.crop(tokens)
-        self.position.sub_(tokens)
+    def rewind(self, tokens: int, row: int | None = None) -> None:
+        """Remove the last ``tokens`` of every row, or of one."""
+        self.cache.crop(tokens, row)
+        chosen = slice(None) if row is None else slice(row, row + 1)
+        self.position[..., chosen, :].sub_(tokens)
 
     def spare(self, number: int) -> int:
         """How many drafted tokens a row may take before a decode stage has work to do."""
@@ -174,94 +246,6 @@ class Decoder:
             spare = min(spare, max(gap, quiet, 0))
         return spare
 
-    @property
-    def captures(self) -> bool:
-        """Whether steps are captured: on CUDA, unless the user chose otherwise."""
-        mode = self.adapter.decoding
-        return mode == "graph" or (mode == "auto" and self.position.is_cuda)
-
-    @property
-    def graphs(self) -> Graphs:
-        return self.adapter.kept.setdefault("graphs", Graphs())
-
-    def captured(self, *given: Tensor) -> Output:
-        """Run a step through a graph, captured where none fits. Arguments as in `forward`."""
-        if self.graph is None or not self.graph.serves(self):
-            if self.graph is not None:
-                # Some buffers may still belong to the old step: copy them before it is reused.
-                own = self.graph.state
-                self.load({k: x.clone() if own.get(k) is x else x for k, x in self.state().items()})
-                self.retire()
-            self.graph = self.graphs.get(self)
-            self.cache.mark_graph_owned(True)
-        return self.graph.replay(self, *given)
-
-    def retire(self) -> None:
-        """Make the captured step available to others; its buffers must be unused by now."""
-        if self.graph is not None:
-            self.graphs.put(self.graph)
-            self.graph = None
-            self.cache.mark_graph_owned(False)
-
-    def release(self) -> None:
-        """Return all buffers; the decoder must not be used afterwards."""
-        self.cache.release()
-        self.retire()
-
-    def forward(
-        self, tokens: Tensor, offset: Tensor | None = None, tree: Tensor | None = None
-    ) -> Output:
-        """The device part of a step, from embedding to logits, which can be captured.
-
-        Parameters
-        ----------
-        tokens : Tensor, int64, (B, T)
-        offset : Tensor, int64, (B, T), optional
-            Offset of each token from the next position. Without it, T is 1 and the token is
-            counted.
-        tree : Tensor, bool, (B, T, T), optional
-            Which of the tokens see each other.
-        """
-        position = self.position if offset is None else self.position + offset
-        self.context.tree, self.context.ancestors = tree, None
-        if tree is not None and tree.shape[1] <= WORD:
-            bits = torch.arange(tree.shape[1], device=tree.device)
-            self.context.ancestors = (tree.long() << bits).sum(-1, keepdim=True)
-        embeds, compiles = self.adapter.embed(tokens), self.adapter.decoding == "compile"
-        if not compiles and fusable(self.adapter):
-            offsets = {layer: self._offsets[shift] for layer, shift in self._shifts.items()}
-            hidden, seen = fused_step(
-                self.adapter, embeds, position, self.cache, self.context, offsets, self.aux_layers
-            )
-        else:
-            hidden, seen = self._modules(embeds, position)
-        aux_hidden_states = (
-            torch.stack([seen[layer] for layer in self.aux_layers], 2) if self.aux_layers else None
-        )
-        if tree is not None:
-            return Output(self.adapter.logits(hidden), hidden, aux_hidden_states)
-        self.cache.advance_device()
-        self.position.add_(1)
-        return Output(self.adapter.logits(hidden[:, -1])[:, None], hidden, aux_hidden_states)
-
-    def _modules(self, embeds: Tensor, position: Tensor) -> tuple[Tensor, dict[int, Tensor]]:
-        """`fused_step` through the model's own modules."""
-        decoder = self.adapter.decoder
-        with (
-            self.shifted(self.context, position),
-            capture_layer_inputs(decoder, self.aux_layers, self.context) as seen,
-        ):
-            if self.adapter.decoding == "compile":
-                decoder = self.adapter.kept.setdefault("compiled", torch.compile(decoder))
-            hidden = decoder(
-                inputs_embeds=embeds,
-                position_ids=position,
-                past_key_values=self.cache,
-                use_cache=True,
-                vlmfast_context=self.context,
-            ).last_hidden_state
-        return hidden, seen
-
     def shallow(self, number: int, token: int, drafted: int, layers: Many[int]) -> Tensor:
         """Logits (V,) after ``token`` of one row, computed by ``layers`` alone.
 
@@ -271,18 +255,18 @@ class Decoder:
             Tokens that were drafted in this way before it; nothing is counted.
         layers : sequence of int
         """
+        self.reserve(drafted + 1)
         decoder, cache = self.adapter.decoder, self.cache
         tokens = torch.full((len(self.rows), 1), token, device=self.position.device)
         cache.advance(drafted)
-        cache.reserve(1)
         position = self.position + drafted
-        self.context.tree = None
+        context = self.context
         if cache.attention_mass:  # what is drafted must not count as a reader of other rows
-            self.context.tree = torch.zeros(len(self.rows), 1, 1, dtype=torch.bool)
-            self.context.tree[number] = True
-            self.context.tree = self.context.tree.to(position.device)
+            tree = torch.zeros(len(self.rows), 1, 1, dtype=torch.bool)
+            tree[number] = True
+            context.tree = tree.to(position.device)
         try:
-            with self.shifted(self.context, position):
+            with self.shifted(context, position):
                 hidden = self.adapter.embed(tokens)
                 for index in layers:
                     hidden = decoder.layers[index](
@@ -292,63 +276,411 @@ class Decoder:
                         past_key_values=cache,
                         use_cache=True,
                         position_embeddings=self.adapter.tables(hidden, position, index),
-                        vlmfast_context=self.context,
+                        vlmfast_context=context,
                     )
             return self.adapter.logits(decoder.norm(hidden)[number, -1])
         finally:
             cache.advance(-drafted)
 
-    def state(self) -> dict[tuple, Tensor]:
-        """Every tensor except the weights that a step reads or writes."""
-        shifts = {("shift", *shift): offset for shift, offset in self._offsets.items()}
-        return {("position",): self.position, **shifts, **self.cache.state()}
-
-    def load(self, state: dict[tuple, Tensor]) -> None:
-        """Switch to the tensors of ``state``, which hold the same values."""
-        self.position = state["position",]
-        self._offsets = {shift: state["shift", *shift] for shift in self._offsets}
-        self.cache.load(state)
-
-    def run_decode_stages(self) -> None:
-        """Run the decode stages of each row on its cache."""
-        for number, row in enumerate(self.rows):
+    def run_decode_stages(self, number: int | None = None) -> None:
+        """Run the decode stages of one row, or of each row, on its cache."""
+        for at in range(len(self.rows)) if number is None else (number,):
+            row = self.rows[at]
             for stage in row.stages:
                 if row.steps % stage.every == 0:
                     assert row.prompt_slots is not None
                     for layer, prompt in enumerate(row.prompt_slots):
-                        stage.step(self._slots(number, layer, prompt), layer)
+                        stage.step(self._slots(at, layer, prompt), layer)
             row.steps += 1
 
     def _slots(self, number: int, layer: int, prompt: Tensor) -> RowSlots:
         notes = self.rows[number].notes
         return RowSlots(self.cache, layer, number, prompt, notes, self.adapter.rotate)
 
+    # --- captured steps --------------------------------------------------------------------------
+
+    @property
+    def captures(self) -> bool:
+        """Whether steps are captured: on CUDA, unless the user chose otherwise."""
+        mode = self.adapter.decoding
+        return mode == "graph" or (mode == "auto" and self.position.is_cuda)
+
+    @property
+    def _idle(self) -> Graphs:
+        return self.adapter.kept.setdefault("graphs", Graphs())
+
+    def _settle(self, rows: int) -> None:
+        """Move to buffers for ``rows`` rows that captured steps use: idle ones, or new ones."""
+        if self.graphs is not None and rows <= self.cache.size:
+            return
+        if (found := self._idle.take(self.kind, self.cache, rows)) is not None:
+            found.cache.join(self.cache)
+            self.release()
+            self.cache, self.graphs = found.cache, found
+            return
+        kind = self.kind
+        self.cache.resize(self._idle.size(self.cache, rows, self.size))
+        self.graphs = self._idle.new(kind, self.cache)
+
+    def captured(self, *given: Tensor) -> Output:
+        """Run a step through a graph, captured where none fits. Arguments as in `forward`.
+
+        The next step of the same width overwrites the output.
+        """
+        self._settle(len(self.rows))
+        assert self.graphs is not None
+        return self.graphs.run(partial(forward, self.adapter), self.aux_layers, *given)
+
+    def forward(
+        self, tokens: Tensor, offset: Tensor | None = None, tree: Tensor | None = None
+    ) -> Output:
+        """The device part of a step, see `forward`."""
+        return forward(self.adapter, self.cache, self.aux_layers, tokens, offset, tree)
+
     @contextmanager
     def shifted(self, context: Context, position: Tensor) -> Iterator[None]:
         """Inside the block, layers renumbered in prefill rotate by their own positions."""
-        tables: dict[tuple, tuple[Tensor, ...]] = {}
-
-        def hook(index: int, shift: tuple[int, ...]) -> Callable[..., tuple[tuple, dict] | None]:
-            key = shift, self.adapter.rotary(index)
-
-            def rotate(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-                if kwargs.get("vlmfast_context") is not context:
-                    return None
-                if key not in tables:
-                    own = position - self._offsets[shift]
-                    tables[key] = self.adapter.tables(args[0], own, index)
-                return args, {**kwargs, "position_embeddings": tables[key]}
-
-            return rotate
-
-        handles = [
-            self.adapter.decoder.layers[index].register_forward_pre_hook(
-                hook(index, shift), with_kwargs=True
-            )
-            for index, shift in self._shifts.items()
-        ]
-        try:
+        with shifted(self.adapter, self.cache, context, position):
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
+
+
+Row = TypeVar("Row", bound=DecodeRow)
+
+
+class Batch(Generic[Row]):
+    """Groups of rows that are decoded together: products with weights run once for all rows.
+
+    Rows are numbered in the order in which they joined, whichever group they are in.
+
+    Parameters
+    ----------
+    size : int
+        As in `RowGroup`, for its groups.
+
+    Attributes
+    ----------
+    groups : list of RowGroup
+    rows : list of DecodeRow
+        The sequences.
+    """
+
+    def __init__(self, size: int = 1) -> None:
+        self.size = size
+        self.groups: list[RowGroup] = []
+        self.rows: list[Row] = []
+        self._orders: tuple[Tensor, Tensor] | None = None  # of the groups' rows, and its inverse
+
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        """As in `RowGroup`, of all rows: `Output.aux_hidden_states` has these."""
+        return _aux_layers(self.rows)
+
+    @property
+    def position(self) -> Tensor:
+        """As in `RowGroup`; a copy where there are several groups."""
+        position = torch.cat([group.position for group in self.groups], -2)
+        return position if self._orders is None else position.index_select(-2, self._orders[1])
+
+    # --- rows ------------------------------------------------------------------------------------
+
+    def join(self, group: RowGroup) -> None:
+        """Add a group of one row, which must not be used afterwards."""
+        self.rows += cast("list[Row]", group.rows)
+        self._add(group)
+        self._arrange()
+
+    def leave(self, row: DecodeRow) -> None:
+        """Remove a sequence."""
+        group, number = self._place(row)
+        group.leave(number)
+        self._remove(row)
+
+    def take(self, row: DecodeRow, tokens: int = 0) -> RowGroup:
+        """Remove a sequence and return it as a group of one row; see `RowGroup.take`."""
+        group, number = self._place(row)
+        taken = group.take(number, tokens)
+        self.groups = [own for own in self.groups if own is not taken]
+        self._remove(row)
+        return taken
+
+    def reserve(self, tokens: int) -> None:
+        """Make sure that ``tokens`` more fit in every row; rows that outgrow others move."""
+        moved = False
+        for group in list(self.groups):
+            if len(group.rows) == 1:
+                group.reserve(tokens)
+                continue
+            for row in [group.rows[number] for number in group.outgrown(tokens)]:
+                taken = group.take(_number(group.rows, row), tokens)
+                self.groups = [own for own in self.groups if own.rows and own is not taken]
+                self._add(taken)
+                moved = True
+        if moved:
+            self._arrange()
+
+    def release(self) -> None:
+        """Return all buffers; the batch has no rows afterwards."""
+        for group in self.groups:
+            group.release()
+        self.groups.clear()
+        self.rows.clear()
+
+    def _add(self, group: RowGroup) -> None:
+        group.size = max(group.size, self.size)
+        for own in self.groups:
+            if own.fits(group):
+                own.join(group)
+                return
+        self.groups.append(group)
+
+    def _remove(self, row: DecodeRow) -> None:
+        self.groups = [group for group in self.groups if group.rows]
+        self.rows.pop(_number(self.rows, row))
+        self._arrange()
+
+    def _place(self, row: DecodeRow) -> tuple[RowGroup, int]:
+        """The group of a sequence, and its row there."""
+        for group in self.groups:
+            for number, own in enumerate(group.rows):
+                if own is row:
+                    return group, number
+        raise ValueError("the sequence is not in this batch")
+
+    def _arrange(self) -> None:
+        """Find the order in which the groups hold the rows."""
+        order = [_number(self.rows, row) for group in self.groups for row in group.rows]
+        self._orders = None
+        if order != sorted(order):
+            numbers = torch.tensor(order, device=self.groups[0].position.device)
+            self._orders = numbers, numbers.argsort()
+
+    def _by_group(self, values: Many[Any]) -> list[list[Any]]:
+        """``values``, one per row, for the rows of each group."""
+        return [[values[_number(self.rows, row)] for row in group.rows] for group in self.groups]
+
+    def _arranged(self, output: Output) -> Output:
+        """An output of the groups' rows in the order of `rows`."""
+        if self._orders is None:
+            return output
+        inverse, aux = self._orders[1], output.aux_hidden_states
+        return Output(
+            output.logits.index_select(0, inverse),
+            output.hidden.index_select(0, inverse),
+            None if aux is None else aux.index_select(0, inverse),
+        )
+
+    # --- tokens ----------------------------------------------------------------------------------
+
+    def next(self, tokens: Tensor) -> Tensor:
+        """As in `RowGroup`."""
+        self.run_decode_stages()
+        return self.feed(tokens).logits[:, -1]
+
+    def feed(self, tokens: Tensor) -> Output:
+        """As in `RowGroup`."""
+        tokens = tokens if self._orders is None else tokens.index_select(0, self._orders[0])
+        return self._arranged(feed(self.groups, tokens))
+
+    def verify(self, trees: Many[Tree]) -> Output:
+        """As in `RowGroup`."""
+        ordered = [tree for own in self._by_group(trees) for tree in own]
+        return self._arranged(verify(self.groups, ordered))
+
+    def accept(self, paths: Many[Many[int]]) -> None:
+        """As in `RowGroup`."""
+        for group, own in zip(self.groups, self._by_group(paths), strict=True):
+            group.accept(own)
+
+    def run_decode_stages(self, number: int | None = None) -> None:
+        """As in `RowGroup`."""
+        for row in self.rows if number is None else [self.rows[number]]:
+            group, at = self._place(row)
+            group.run_decode_stages(at)
+
+    def spare(self, number: int) -> int:
+        """As in `RowGroup`."""
+        group, row = self._place(self.rows[number])
+        return group.spare(row)
+
+    def rewind(self, tokens: int, number: int | None = None) -> None:
+        """As in `RowGroup`."""
+        for row in self.rows if number is None else [self.rows[number]]:
+            group, own = self._place(row)
+            group.rewind(tokens, own)
+
+    def shallow(self, number: int, token: int, drafted: int, layers: Many[int]) -> Tensor:
+        """As in `RowGroup`."""
+        group, row = self._place(self.rows[number])
+        return group.shallow(row, token, drafted, layers)
+
+
+def _number(rows: Many[DecodeRow], row: DecodeRow) -> int:
+    return next(number for number, own in enumerate(rows) if own is row)
+
+
+def _aux_layers(rows: Many[DecodeRow]) -> tuple[int, ...]:
+    return tuple(sorted({layer for row in rows for layer in row.aux_layers}))
+
+
+# --- forward passes ------------------------------------------------------------------------------
+
+
+def feed(groups: Many[RowGroup], tokens: Tensor) -> Output:
+    """Feed ``tokens`` (B, 1) to the rows of all groups, in this order."""
+    for group in groups:
+        group.reserve(1)
+    output = run_step(groups, tokens)
+    for group in groups:
+        group.cache.advance_host()
+    return output
+
+
+def verify(groups: Many[RowGroup], trees: Many[Tree]) -> Output:
+    """Check one tree per row of all groups, in this order, after its cached tokens."""
+    width = max(len(tree) for tree in trees)
+    if groups[0].captures:  # few widths, so that few steps are captured
+        width = next(w for w in _WIDTHS if w >= width) if width <= _WIDTHS[-1] else width
+    tokens = torch.zeros(len(trees), width, dtype=torch.int64)
+    offset, mask = torch.zeros_like(tokens), torch.eye(width, dtype=torch.bool)
+    mask = mask.repeat(len(trees), 1, 1)
+    masses = [group.cache.attention_mass for group in groups for _ in group.rows]
+    for row, (tree, attention_mass) in enumerate(zip(trees, masses, strict=True)):
+        n = len(tree)
+        tokens[row] = tree.tokens[0]  # padding: any token, masked out
+        tokens[row, :n] = torch.tensor(tree.tokens)
+        offset[row, :n] = torch.tensor(tree.depths)
+        mask[row, :n, :n] = tree.mask()
+        if attention_mass:  # padding must not count as a reader
+            mask[row, n:] = False
+    device = groups[0].position.device
+    for group in groups:
+        group.reserve(width)
+    return run_step(groups, *(x.to(device) for x in (tokens, offset, mask)))
+
+
+def run_step(groups: Many[RowGroup], *given: Tensor) -> Output:
+    """A step of all groups: one forward pass, or the captured step of each group."""
+    first = groups[0]
+    if not first.captures:
+        caches = [group.cache for group in groups]
+        cache = caches[0] if len(caches) == 1 else JointCache(caches)
+        aux_layers = _aux_layers([row for group in groups for row in group.rows])
+        return forward(first.adapter, cache, aux_layers, *given)
+    if len(groups) == 1:
+        return first.captured(*given)
+    parts = (x.split([len(group.rows) for group in groups]) for x in given)
+    outputs = [group.captured(*part) for group, *part in zip(groups, *parts, strict=True)]
+    aux = [output.aux_hidden_states for output in outputs]
+    return Output(
+        torch.cat([output.logits for output in outputs]),
+        torch.cat([output.hidden for output in outputs]),
+        None if any(x is None for x in aux) else torch.cat(aux),
+    )
+
+
+def forward(
+    adapter: Adapter,
+    cache: KVCache | JointCache,
+    aux_layers: tuple[int, ...],
+    tokens: Tensor,
+    offset: Tensor | None = None,
+    tree: Tensor | None = None,
+) -> Output:
+    """The device part of a step, from embedding to logits, which can be captured.
+
+    Parameters
+    ----------
+    cache : KVCache or JointCache
+    aux_layers : tuple of int
+        Layers whose input is returned.
+    tokens : Tensor, int64, (B, T)
+    offset : Tensor, int64, (B, T), optional
+        Offset of each token from the next position. Without it, T is 1 and the token is
+        counted.
+    tree : Tensor, bool, (B, T, T), optional
+        Which of the tokens see each other.
+    """
+    position = cache.position
+    assert position is not None
+    position = position if offset is None else position + offset
+    context = DecodeContext(cache, tree)
+    if tree is not None and tree.shape[1] <= WORD:
+        bits = torch.arange(tree.shape[1], device=tree.device)
+        context.ancestors = (tree.long() << bits).sum(-1, keepdim=True)
+    embeds = adapter.embed(tokens)
+    if adapter.decoding != "compile" and fusable(adapter):
+        hidden, seen = fused_step(
+            adapter, embeds, position, cache, context, cache.offsets, aux_layers
+        )
+    else:
+        hidden, seen = _modules(adapter, cache, context, embeds, position, aux_layers)
+    aux = torch.stack([seen[layer] for layer in aux_layers], 2) if aux_layers else None
+    if tree is not None:
+        return Output(adapter.logits(hidden), hidden, aux)
+    cache.count_token()
+    return Output(adapter.logits(hidden[:, -1])[:, None], hidden, aux)
+
+
+def _modules(
+    adapter: Adapter,
+    cache: KVCache | JointCache,
+    context: DecodeContext,
+    embeds: Tensor,
+    position: Tensor,
+    aux_layers: tuple[int, ...],
+) -> tuple[Tensor, dict[int, Tensor]]:
+    """`fused_step` through the model's own modules."""
+    decoder = adapter.decoder
+    with (
+        shifted(adapter, cache, context, position),
+        capture_layer_inputs(decoder, aux_layers, context) as seen,
+    ):
+        if adapter.decoding == "compile":
+            decoder = adapter.kept.setdefault("compiled", torch.compile(decoder))
+        hidden = decoder(
+            inputs_embeds=embeds,
+            position_ids=position,
+            past_key_values=cache,
+            use_cache=True,
+            vlmfast_context=context,
+        ).last_hidden_state
+    return hidden, seen
+
+
+@contextmanager
+def shifted(
+    adapter: Adapter, cache: KVCache | JointCache, context: Context, position: Tensor
+) -> Iterator[None]:
+    """Inside the block, layers renumbered in prefill rotate by their own positions.
+
+    Parameters
+    ----------
+    context : Context
+        Other forward passes are not affected.
+    position : Tensor, int64, (B, T), or (3, B, T) for M-RoPE
+    """
+    tables: dict[tuple, tuple[Tensor, ...]] = {}
+
+    def hook(index: int, offset: Tensor) -> Callable[..., tuple[tuple, dict] | None]:
+        key = id(offset), adapter.rotary(index)
+
+        def rotate(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+            if kwargs.get("vlmfast_context") is not context:
+                return None
+            if key not in tables:
+                tables[key] = adapter.tables(args[0], position - offset, index)
+            return args, {**kwargs, "position_embeddings": tables[key]}
+
+        return rotate
+
+    handles = [
+        adapter.decoder.layers[index].register_forward_pre_hook(
+            hook(index, offset), with_kwargs=True
+        )
+        for index, offset in cache.offsets.items()
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -37,7 +37,7 @@ from vlmfast.errors import (
 from vlmfast.models.base import Adapter
 
 from .attention import switched
-from .batch import Batch
+from .batches import Batches
 from .decode import lasting
 from .handle import Handle
 from .hidden_states import Watch
@@ -102,7 +102,7 @@ class Engine:
         self._count = 0
         self._thread: threading.Thread | None = None
         # Only used by the thread that runs steps:
-        self._scheduler, self._batch, self._rounds = Scheduler(), Batch(), Rounds(self.adapter)
+        self._scheduler, self._batches, self._rounds = Scheduler(), Batches(), Rounds(self.adapter)
         self._prefill: Prefill | None = None  # of the sequence that is prefilled
         self._decoded_at, self._decode_s = 0.0, 0.0  # end and mean time of decode steps
 
@@ -257,6 +257,7 @@ class Engine:
             raised, and the other sequences are cancelled.
         """
         running: list[Handle[Sequence]] = []
+        self._batches.size = max(self._batches.size, at_once)
         try:
             while True:
                 while len(running) < at_once and (sequence := next(sequences, None)) is not None:
@@ -360,7 +361,7 @@ class Engine:
         """End all requests by an error that leaves the engine in an unknown state."""
         with self._changed:
             lost, self._unfinished, self._arrivals = self._unfinished, set(), []
-            self._scheduler, self._batch, self._prefill = Scheduler(), Batch(), None
+            self._scheduler, self._batches, self._prefill = Scheduler(), Batches(), None
             for sequence in lost:
                 fail(sequence, error)
                 sequence.phase = Phase.FINISHED
@@ -478,7 +479,7 @@ class Engine:
             self._end(sequence)
             return
         self._draft(sequence)
-        self._batch.join(sequence)
+        self._batches.join(sequence)
         self._prefill = None
         self._scheduler.activate(sequence)
         self.notify()
@@ -507,14 +508,14 @@ class Engine:
     def _decode(self) -> None:
         """Decode one token of every row."""
         start = time.monotonic()
-        for groups in list(self._batch.modes()):
-            rows = [sequence for group in groups for sequence in group.sequences]
+        for batches in list(self._batches.modes()):
+            rows = [sequence for batch in batches for sequence in batch.rows]
             mode = rows[0].mode
             assert mode is not None
             try:
                 self._check_device(rows[0])
                 with mode.entered():
-                    self._rounds.run(groups)
+                    self._rounds.run(batches)
             except Exception as error:
                 for sequence in rows:
                     fail(sequence, error)
@@ -540,7 +541,7 @@ class Engine:
             if prefill is not None:
                 prefill.close()
         self._scheduler.remove(sequence)
-        self._batch.leave(sequence, keep=sequence.keeps_cache)
+        self._batches.leave(sequence)
         if not sequence.keeps_cache:
             self.prefiller.release(sequence)
         device = self.adapter.device

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from vlmfast.core.contexts import DecodeContext
@@ -21,7 +22,7 @@ from vlmfast.kernels.swiglu import swiglu
 from vlmfast.models.base import Adapter
 
 from .attention import text_attention
-from .cache import KVCache
+from .cache import JointCache, JointLayer, KVCache, KVLayer
 
 if TYPE_CHECKING:
     from vlmfast.models.base import TextDecoder
@@ -48,7 +49,7 @@ def fused_step(
     adapter: Adapter,
     embeds: Tensor,
     position: Tensor,
-    cache: KVCache,
+    cache: KVCache | JointCache,
     context: DecodeContext,
     offsets: Mapping[int, Tensor] | None = None,
     aux_layers: Sequence[int] = (),
@@ -63,7 +64,7 @@ def fused_step(
         New tokens of each row, few of them; no host sync.
     position : Tensor, int64, (B, T)
         Their rotary ids.
-    cache : KVCache
+    cache : KVCache or JointCache
         Frozen, with free slots for them.
     context : DecodeContext
     offsets : mapping of int to Tensor, int64 (B, 1), optional
@@ -83,7 +84,8 @@ def fused_step(
     seen: dict[int, Tensor] = {}
     added, stream = embeds, None
     layers: Iterable[Any] = decoder.layers  # with the parts that `_known` has checked
-    for index, (layer, cached) in enumerate(zip(layers, cache.layers, strict=True)):
+    caches: Iterable[KVLayer | JointLayer] = cache.layers
+    for index, (layer, cached) in enumerate(zip(layers, caches, strict=True)):
         offset = offsets.get(index)
         if id(offset) not in tables:
             at = position if offset is None else position - offset
@@ -96,15 +98,16 @@ def fused_step(
             project(x).unflatten(-1, (-1, attention.head_dim)).transpose(1, 2)
             for project in (attention.q_proj, attention.k_proj, attention.v_proj)
         )
-        cached.reserve(embeds.shape[1])
-        query = rotate_append(
-            query, key, value, *tables[id(offset)], cached.keys, cached.values, cached.length
-        )
-        cached.note(embeds.shape[1])
+        if isinstance(cached, JointLayer):
+            parts = (cached.split(x) for x in (query, key, value, *tables[id(offset)]))
+            rotated = [_append(*part) for part in zip(cached.parts, *parts, strict=True)]
+            query = torch.cat(rotated)
+        else:
+            query = _append(cached, query, key, value, *tables[id(offset)])
         output, _ = text_attention(
             attention,
             query,
-            cached.keys,
+            cached.keys,  # read from the groups' own caches where there are several
             cached.values,
             None,
             attention.scaling,
@@ -114,6 +117,17 @@ def fused_step(
         x, stream = _norm(layer.post_attention_layernorm, added, stream)
         added = mlp.down_proj(swiglu(mlp.gate_proj(x), mlp.up_proj(x)))
     return _norm(decoder.norm, added, stream)[0], seen
+
+
+def _append(
+    cached: KVLayer, query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor
+) -> Tensor:
+    """Rotate queries and keys of new tokens, and write keys and values to the cache."""
+    tokens = query.shape[2]
+    cached.reserve(tokens)
+    query = rotate_append(query, key, value, cos, sin, cached.keys, cached.values, cached.length)
+    cached.note(tokens)
+    return query
 
 
 def _norm(module: Any, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -1,15 +1,15 @@
-"""One decode step as a CUDA graph, captured once per shape and reused by later requests.
+"""Decode steps as CUDA graphs, captured once per number of rows and reused by later requests.
 
 A step launches a thousand small kernels from Python; a graph launches them at once. It reads and
-writes fixed addresses, so a captured step keeps its buffers: a decoder whose cache has the same
-shapes copies its state into them and continues there. A cache that outgrows its buffers, or gets a
-page of quantized slots or other rows, has new shapes and needs another step.
+writes fixed addresses, so captured steps belong to the buffers of a group of rows. Rows join and
+leave in place: a step runs on their number rounded up to a power of two, and rows that are not in
+use do not advance. When a group ends, its buffers wait with their steps for the next group of the
+same kind.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -20,108 +20,114 @@ from .output import Output
 _WARM_UP = 3  # steps before a capture, in which libraries allocate their workspaces
 
 State = dict[tuple, Tensor]
-Signature = tuple[tuple[tuple, tuple[int, ...], torch.dtype], ...]
+Record = Callable[[Callable[[], None], Callable[[], State]], Callable[[], None]]
 
 
-class Steps(Protocol):
-    """What decodes in the buffers of a graph: `Decoder`."""
-
-    cache: KVCache
-    aux_layers: tuple[int, ...]
-
-    def state(self) -> State: ...
-
-    def load(self, state: State) -> None: ...
-
-    def forward(
-        self, tokens: Tensor, offset: Tensor | None = None, tree: Tensor | None = None
-    ) -> Output: ...
+def rounded(rows: int) -> int:
+    """The number of rows of a captured step: the next power of two."""
+    return 1 << (rows - 1).bit_length()
 
 
-def signature(state: State) -> Signature:
-    """The shapes and dtypes that a captured step must share with a decoder."""
-    return tuple((key, tuple(x.shape), x.dtype) for key, x in state.items())
-
-
-class StepGraph:
-    """The captured steps of one set of buffers: for one token, and for trees by width.
+class StepGraphs:
+    """The captured steps on the buffers of one cache.
 
     Parameters
     ----------
-    decoder : Steps
-        Its buffers become those of the graph; it continues to use them.
-    record : callable, optional
-        ``(step, state) -> replay``: records a step and returns what replays it; `cuda_graph` by
-        default.
+    kind : tuple
+        `RowGroup.kind` of the rows.
+    cache : KVCache
+        With buffers that rows share.
+    record : callable
+        ``(step, state) -> replay``: records a step and returns what replays it. ``state`` returns
+        the tensors that it reads and writes.
     """
 
-    def __init__(self, decoder: Steps, record: Callable[..., Any] | None = None) -> None:
-        self.state = decoder.state()
-        self.signature = signature(self.state)
-        self.record = record or cuda_graph
-        self.inputs: dict[tuple, tuple[Tensor, ...]] = {}
-        self.outputs: dict[tuple, Output] = {}
+    def __init__(self, kind: tuple, cache: KVCache, record: Record) -> None:
+        self.kind, self.cache, self.record = kind, cache, record
+        self._replaced = cache.replaced
+        self._inputs: dict[tuple, tuple[Tensor, ...]] = {}
+        self._outputs: dict[tuple, Output] = {}
         self._replays: dict[tuple, Callable[[], None]] = {}
-
-    def _step_of(self, decoder: Steps, key: tuple) -> Callable[[], None]:
-        def step() -> None:
-            self.outputs[key] = decoder.forward(*self.inputs[key])
-
-        return step
 
     @property
     def nbytes(self) -> int:
-        return sum(x.nbytes for x in self.state.values())
+        return sum(x.nbytes for x in self.cache.state().values())
 
-    def serves(self, decoder: Steps) -> bool:
-        """Whether ``decoder`` uses these buffers."""
-        state = decoder.state()
-        return len(state) == len(self.state) and all(
-            key in self.state and self.state[key] is x for key, x in state.items()
-        )
+    @property
+    def keys(self) -> set[tuple]:
+        """Captured steps: rows, tokens, auxiliary layers, layers beyond their window."""
+        return set(self._replays)
 
-    def adopt(self, decoder: Steps) -> None:
-        """Copy the state of ``decoder`` into these buffers, which it then uses."""
-        for key, x in decoder.state().items():
-            self.state[key].copy_(x)
-        decoder.load(self.state)
+    def run(
+        self, forward: Callable[..., Output], aux_layers: tuple[int, ...], *given: Tensor
+    ) -> Output:
+        """Run a step of all rows in use.
 
-    def replay(self, decoder: Steps, *given: Tensor) -> Output:
-        """Run one step of ``decoder``, which uses these buffers.
+        Parameters
+        ----------
+        forward : callable
+            ``(cache, aux_layers, *given) -> Output``, without host sync.
+        given : Tensor, (B, ...)
 
-        ``given`` are the arguments of `Decoder.forward`. The output is overwritten by the next step
-        of the same width.
+        Returns
+        -------
+        Output
+            The next step with the same key overwrites it.
         """
+        cache, rows = self.cache, self.cache.rows
+        if self._replaced != cache.replaced:  # the old steps read buffers that are gone
+            self._replaced = cache.replaced
+            for steps in (self._inputs, self._outputs, self._replays):
+                steps.clear()
         # Steps beyond the window of a layer have a mask that others do not need.
-        width, cache = given[0].shape[1], decoder.cache
+        width = given[0].shape[1]
         sliding = tuple(cache.sliding(layer, width) for layer in range(len(cache.layers)))
-        key = (width, decoder.aux_layers, sliding)
+        key = rounded(rows), width, aux_layers, sliding
         if key not in self._replays:
-            self.inputs[key] = tuple(x.clone() for x in given)
-            self._replays[key] = self.record(self._step_of(decoder, key), self.state)
-        for own, x in zip(self.inputs[key], given, strict=True):
-            own.copy_(x)
+            self._replays[key] = self._capture(key, forward, given)
+        for own, x in zip(self._inputs[key], given, strict=True):
+            own[:rows] = x
         self._replays[key]()
-        return self.outputs[key]
+        output = self._outputs[key]
+        aux = output.aux_hidden_states
+        aux = None if aux is None else aux[:rows]
+        return Output(output.logits[:rows], output.hidden[:rows], aux)
+
+    def _capture(
+        self, key: tuple, forward: Callable[..., Output], given: tuple[Tensor, ...]
+    ) -> Callable[[], None]:
+        rows, _, aux_layers, _ = key
+        # Rows that are not in use repeat the first one's input.
+        inputs = tuple(x[:1].repeat(rows, *(1,) * (x.dim() - 1)) for x in given)
+        for own, x in zip(inputs, given, strict=True):
+            own[: len(x)] = x
+        self._inputs[key] = inputs
+
+        def step() -> None:
+            with self.cache.shown(rows):
+                self._outputs[key] = forward(self.cache, aux_layers, *inputs)
+
+        return self.record(step, self.cache.state)
 
 
-def cuda_graph(step: Callable[[], None], state: State) -> Callable[[], None]:
+def cuda_graph(step: Callable[[], None], state: Callable[[], State]) -> Callable[[], None]:
     """Record ``step`` as a CUDA graph; ``state`` is restored afterwards."""
-    before = {key: x.clone() for key, x in state.items() if _advances(key)}
+    tensors = state()
+    before = {key: x.clone() for key, x in tensors.items() if _advances(key)}
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(_WARM_UP):
             step()
             for key, x in before.items():
-                state[key].copy_(x)
+                tensors[key].copy_(x)
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     # Other threads may use the GPU meanwhile: only calls of this one invalidate the capture.
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         step()
     for key, x in before.items():  # capturing runs nothing; this is a safeguard
-        state[key].copy_(x)
+        tensors[key].copy_(x)
     return graph.replay
 
 
@@ -131,34 +137,62 @@ def _advances(key: tuple) -> bool:
 
 
 class Graphs:
-    """The idle captured steps of one model.
+    """Idle buffers of one model, with their captured steps.
 
     Parameters
     ----------
     limit : int
-        Maximum bytes of idle buffers; the oldest steps are freed first.
+        Maximum bytes of idle buffers, on CUDA also half of the memory that is free without them;
+        the oldest are freed first.
     record : callable, optional
-        As in `StepGraph`.
+        As in `StepGraphs`; `cuda_graph` by default.
     """
 
-    def __init__(self, limit: int = 4 << 30, record: Callable[..., Any] | None = None) -> None:
-        self.limit, self.record = limit, record
-        self.captured = self.adopted = 0  # how often a step was recorded, and reused
-        self._idle: list[StepGraph] = []
+    def __init__(self, limit: int = 4 << 30, record: Record | None = None) -> None:
+        self.limit, self.record = limit, record or cuda_graph
+        self.captured = self.reused = 0  # how often a step was recorded, and buffers were reused
+        self._idle: list[StepGraphs] = []
 
-    def get(self, decoder: Steps) -> StepGraph:
-        """A step whose buffers ``decoder`` then uses: an idle one, or a new one."""
-        wanted = signature(decoder.state())
-        for at, graph in enumerate(self._idle):
-            if graph.signature == wanted:
-                self._idle.pop(at).adopt(decoder)
-                self.adopted += 1
-                return graph
+    def take(self, kind: tuple, cache: KVCache, rows: int) -> StepGraphs | None:
+        """Idle buffers of ``kind`` for ``rows`` rows like those of ``cache``."""
+        for at, graphs in enumerate(self._idle):
+            own = graphs.cache
+            if graphs.kind == kind and own.size >= rows and own.holds(cache, larger=True):
+                self.reused += 1
+                return self._idle.pop(at)
+        return None
+
+    def size(self, cache: KVCache, rows: int, most: int) -> int:
+        """For how many rows new buffers have space: ``rows``, or up to ``most`` of them.
+
+        On CUDA, the larger number only if it takes less than half of the memory that is free.
+        """
+        size = rounded(max(rows, most))
+        if cache.seen.is_cuda:
+            free = torch.cuda.mem_get_info(cache.seen.device)[0]
+            while size >= 2 * rows and size * cache.row_bytes() > free // 2:
+                size //= 2
+        return max(size, rounded(rows))
+
+    def new(self, kind: tuple, cache: KVCache) -> StepGraphs:
+        """The steps of ``cache``, none of which is captured yet."""
+        return StepGraphs(kind, cache, self._count)
+
+    def _count(self, step: Callable[[], None], state: Callable[[], State]) -> Callable[[], None]:
         self.captured += 1
-        return StepGraph(decoder, self.record)
+        return self.record(step, state)
 
-    def put(self, graph: StepGraph) -> None:
-        """Add ``graph``, whose buffers no decoder uses now, to the idle steps."""
-        self._idle.append(graph)
-        while sum(idle.nbytes for idle in self._idle) > self.limit:
-            self._idle.pop(0)
+    def put(self, graphs: StepGraphs) -> None:
+        """Add ``graphs``, whose buffers have no rows now, to the idle ones."""
+        self._idle.append(graphs)
+        graphs.cache.pool.frees(self.clear)
+        idle = sum(each.nbytes for each in self._idle)
+        limit = self.limit
+        if graphs.cache.seen.is_cuda:
+            limit = min(limit, (torch.cuda.mem_get_info(graphs.cache.seen.device)[0] + idle) // 2)
+        while idle > limit:
+            idle -= self._idle.pop(0).nbytes
+
+    def clear(self) -> None:
+        """Free all idle buffers."""
+        self._idle.clear()

@@ -16,7 +16,7 @@ from vlmfast.models.base import Adapter
 from .cache import KVCache
 from .chunks import chunks, why_whole
 from .compress import Compression
-from .decode import Decoder, lasting
+from .decode import RowGroup, lasting
 from .hidden_states import nothing_seen
 from .prefill import Inputs, Prompt, Seen, prefill, prepare, rows_of
 from .prefix import copied
@@ -82,16 +82,16 @@ class Prefiller:
         for part in chunks(self.adapter, whole, size):
             count += 1
             rows -= len(part.layout)
-            if sequence.decoder is None:
+            if sequence.group is None:
                 logits = self.prefill(sequence, part, max_new_tokens, following=rows)
             else:
                 logits = self.extend(sequence, part)
             yield True
-        assert sequence.decoder is not None
+        assert sequence.group is not None
         stats.prefill_chunks = count
         visual = int(whole.layout.visual.sum())
         stats.layer_tokens([visual] * self.adapter.depth, self.adapter.config.get_text_config())
-        cache = sequence.decoder.cache
+        cache = sequence.group.cache
         stats.kv_bytes, stats.kv_tokens_per_layer = cache.held_bytes(), cache.lengths()
         stats.kv_bytes_full = self.adapter.cache_bytes(whole.full_length)
         return logits
@@ -159,7 +159,7 @@ class Prefiller:
         stats.kv_bytes = cache.held_bytes()
         position = torch.full_like(prompt.layout.position[:, :1], prompt.next_position)
         sequence.stages, sequence.prompt_slots = stages, cache.length[:, 0].clone()
-        sequence.decoder = Decoder(adapter, cache, rows_of(position), [sequence])
+        sequence.group = RowGroup(adapter, cache, rows_of(position), [sequence])
         return logits[:, -1]
 
     @lasting
@@ -185,10 +185,10 @@ class Prefiller:
         noting : tuple of CacheStage
             Observers, called after the cache stages of the recipe.
         """
-        adapter, decoder, watch = self.adapter, sequence.decoder, sequence.watch
-        assert decoder is not None
+        adapter, group, watch = self.adapter, sequence.group, sequence.watch
+        assert group is not None
         self.fit(sequence, prompt.next_position, 0)
-        recipe, cache, rows = sequence.recipe, decoder.cache, len(prompt.layout)
+        recipe, cache, rows = sequence.recipe, group.cache, len(prompt.layout)
         merging = [*recipe.acting(InEncoderStage), *recipe.acting(EncodeStage)]
         context = PrefillContext(
             prompt.layout,
@@ -209,7 +209,7 @@ class Prefiller:
         start = clock(position.device)
         watched = nothing_seen() if watch is None else watch.over(adapter.decoder, context)
         biased = cache.biased(context.key_bias())
-        with decoder.shifted(context, position), biased, watched as seen:
+        with group.shifted(context, position), biased, watched as seen:
             hidden = adapter.decoder(
                 inputs_embeds=prompt.embeds[None],
                 position_ids=position,
@@ -228,7 +228,7 @@ class Prefiller:
         sequence.prompt = prompt
         sequence.stats.time_prefill_s += clock(position.device) - start
         sequence.stats.prompt_tokens += rows
-        decoder.position.fill_(prompt.next_position)
+        group.position.fill_(prompt.next_position)
         sequence.prompt_slots = cache.length[:, 0].clone()
         return adapter.logits(hidden[:, -1])
 
@@ -254,9 +254,9 @@ class Prefiller:
 
     def release(self, sequence: Sequence) -> None:
         """Return the cache buffers of a sequence."""
-        if sequence.decoder is not None:
-            sequence.decoder.release()
-            sequence.decoder = None
+        if sequence.group is not None:
+            sequence.group.release()
+            sequence.group = None
 
     # --- sharing ---------------------------------------------------------------------------------
 
@@ -284,9 +284,9 @@ class Prefiller:
         list of Tensor, int64, (H, N), or None
             The new ids; ``None``, with nothing changed, where heads hold different slots.
         """
-        decoder, prompt = sequence.decoder, sequence.prompt
-        assert decoder is not None and prompt is not None
-        layers = decoder.cache.layers
+        group, prompt = sequence.group, sequence.prompt
+        assert group is not None and prompt is not None
+        layers = group.cache.layers
         pairs = list(zip(layers, positions, strict=True))
         if any(not layer.even or old.shape[1] != layer.max_lengths[0] for layer, old in pairs):
             return None
@@ -296,8 +296,8 @@ class Prefiller:
             keys = layer.keys[0, :, : old.shape[1]]
             keys.copy_(self.adapter.rotate(keys, new - old))
             found.append(new)
-        prompt.next_position = max(decoder.cache.lengths())
-        decoder.position.fill_(prompt.next_position)
+        prompt.next_position = max(group.cache.lengths())
+        group.position.fill_(prompt.next_position)
         return found
 
     def count_block(self, sequence: Sequence, stats: Stats) -> None:
@@ -320,13 +320,13 @@ class Prefiller:
             Visual tokens that entered each layer.
         flops : float
         """
-        stats, decoder = sequence.stats, sequence.decoder
-        assert decoder is not None
+        stats, group = sequence.stats, sequence.group
+        assert group is not None
         stats.layer_tokens([visual] * self.adapter.depth, self.adapter.config.get_text_config())
         stats.flops_prefill = float(flops)
-        stats.kv_bytes = decoder.cache.held_bytes()
+        stats.kv_bytes = group.cache.held_bytes()
         stats.kv_bytes_full = self.adapter.cache_bytes(ids)
-        stats.kv_tokens_per_layer = decoder.cache.lengths()
+        stats.kv_tokens_per_layer = group.cache.lengths()
 
     def extend_text(
         self, sequence: Sequence, ids: Tensor, chunk: int, logits: Tensor | None
@@ -341,14 +341,14 @@ class Prefiller:
         logits : Tensor, (1, V), optional
             After the previous part; returned where no text follows.
         """
-        decoder = sequence.decoder
-        assert decoder is not None
-        cache = decoder.cache
-        positions = int(decoder.position.max()) + ids.shape[1]
+        group = sequence.group
+        assert group is not None
+        cache = group.cache
+        positions = int(group.position.max()) + ids.shape[1]
         self.fit(sequence, positions, sequence.max_new_tokens)
         for part in ids.split(chunk, dim=1) if ids.shape[1] else ():
             count = torch.arange(part.shape[1], device=part.device)
-            position = decoder.position.reshape(-1, 1) + count
+            position = group.position.reshape(-1, 1) + count
             prompt = Prompt(
                 self.adapter.embed(part)[0],
                 TokenLayout.text(count + cache.logical[0], position),

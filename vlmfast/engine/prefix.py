@@ -14,7 +14,7 @@ from vlmfast.core.protocols import DecodeStage
 from vlmfast.core.snapshot import moved
 
 from .cache import KVCache
-from .decode import Decoder
+from .decode import RowGroup
 from .sequence import Sequence
 from .stats import Stats, Trace
 
@@ -36,7 +36,7 @@ class Prefix:
 
     Parameters
     ----------
-    decoder : Decoder
+    group : RowGroup
         Of one row; its cache has consumed ``ids``.
     ids : list of int
     base : int
@@ -49,7 +49,7 @@ class Prefix:
         What drafters read of the first part.
     """
 
-    decoder: Decoder
+    group: RowGroup
     ids: list[int]
     base: int
     stats: Stats
@@ -63,9 +63,9 @@ class Prefix:
     @staticmethod
     def of(sequence: Sequence, ids: list[int]) -> Prefix:
         """The state of ``sequence``, which has prefilled ``ids`` so far."""
-        assert sequence.decoder is not None
+        assert sequence.group is not None
         return Prefix(
-            sequence.decoder,
+            sequence.group,
             ids,
             len(ids),
             copy.deepcopy(sequence.stats),
@@ -79,7 +79,7 @@ class Prefix:
 
     @property
     def cache(self) -> KVCache:
-        return self.decoder.cache
+        return self.group.cache
 
     @property
     def bytes(self) -> int:
@@ -98,7 +98,7 @@ class Prefix:
         if removed == 0:
             return True
         try:
-            self.decoder.rewind(removed)
+            self.group.rewind(removed)
         except ValueError:
             return False
         self.prompt_slots = self.cache.length[:, 0].clone()
@@ -107,11 +107,11 @@ class Prefix:
 
     def clone(self) -> Prefix:
         """A copy that shares no mutable state."""
-        position = self.decoder.position.clone()
-        decoder = Decoder(self.decoder.adapter, self.cache.clone(), position, [])
+        position = self.group.position.clone()
+        group = RowGroup(self.group.adapter, self.cache.clone(), position, [])
         return replace(
             self,
-            decoder=decoder,
+            group=group,
             ids=list(self.ids),
             notes=copy.deepcopy(self.notes),
             prompt_slots=None if self.prompt_slots is None else self.prompt_slots.clone(),
@@ -119,21 +119,22 @@ class Prefix:
 
     def resume(self, sequence: Sequence) -> None:
         """Continue ``sequence`` from here; it keeps the images of its trace."""
-        sequence.decoder, sequence.stages, sequence.notes = self.decoder, self.stages, self.notes
+        sequence.group, sequence.stages, sequence.notes = self.group, self.stages, self.notes
         sequence.prompt_slots, sequence.steps = self.prompt_slots, self.steps
         if sequence.watch is not None:
             sequence.watch.reads = list(self.reads)
-        self.decoder.seat([sequence])
+        self.group.seat([sequence])
         for name in _SHARED:
             setattr(sequence.stats, name, copy.copy(getattr(self.stats, name)))
         images = sequence.trace.images
-        sequence.trace = copied(self.trace, self.decoder.adapter.device, images)
+        sequence.trace = copied(self.trace, self.group.adapter.device, images)
 
     def reclaim(self, sequence: Sequence) -> None:
         """Take the cache back from a sequence that has ended."""
-        if sequence.decoder is not None:
-            self.decoder, sequence.decoder = sequence.decoder, None
-        self.decoder.seat([])
+        if sequence.group is not None:
+            self.group, sequence.group = sequence.group, None
+        self.group.seat([])
+        self.group.detach()  # other requests may use the captured steps meanwhile
 
     def update(self, sequence: Sequence) -> None:
         """Extend the prefix by what ``sequence`` has prefilled and answered."""
@@ -143,7 +144,7 @@ class Prefix:
 
     def release(self) -> None:
         """Return the buffers of the cache."""
-        self.decoder.release()
+        self.group.release()
 
 
 def copied(trace: Trace, device: torch.device | str, images: list[Any]) -> Trace:

@@ -15,13 +15,13 @@ from torch import Tensor
 from vlmfast.core.tree import Tree
 from vlmfast.models.base import Adapter
 
-from .batch import Group
-from .decode import Decoder
+from .decode import Batch
 from .sampling import Sampling
 from .sequence import Sequence
 from .speculation import walk
 from .stats import clock
 
+_TREE = 64  # tokens that a tree of fewer nodes may be padded to
 _ULPS = 8  # near tie: within this many units in the last place of the largest logit
 
 
@@ -37,55 +37,50 @@ class Rounds:
         self.adapter = adapter
         self._sampling = Sampling([])
 
-    def run(self, groups: Many[Group]) -> None:
-        """One step of groups of one mode."""
-        for group in groups:
-            self._modify_caches(group)
-        plain = [group for group in groups if not group.drafted]
-        if plain:
-            self._single(plain)
-        for group in groups:
-            if group.drafted:
-                self._checked(group)
+    def run(self, batches: Many[Batch[Sequence]]) -> None:
+        """One step of batches of one mode."""
+        for batch in batches:
+            self._run_decode_stages(batch)
+        for batch in batches:
+            if batch.rows[0].drafts is None:
+                self._single(batch)
+            else:
+                self._checked(batch)
 
     def first(self, sequence: Sequence, logits: Tensor) -> None:
         """Emit the first token, from the logits (1, V) after the prompt."""
         self._take(sequence, logits)
 
-    def _modify_caches(self, group: Group) -> None:
-        group.decoder.run_decode_stages()
+    def _run_decode_stages(self, batch: Batch[Sequence]) -> None:
+        for number, sequence in enumerate(batch.rows):
+            try:
+                batch.run_decode_stages(number)
+            except Exception as error:
+                fail(sequence, error)
 
-    def _single(self, groups: Many[Group]) -> None:
+    def _single(self, batch: Batch[Sequence]) -> None:
         """One token of every row, without drafts."""
-        logits = []
-        for group in groups:
-            tokens = [sequence.sampler.tokens[-1:] for sequence in group.sequences]
-            device = group.decoder.position.device
-            logits.append(group.decoder.feed(torch.tensor(tokens, device=device)).logits[:, -1])
-        rows = [sequence for group in groups for sequence in group.sequences]
-        joined = logits[0] if len(logits) == 1 else torch.cat(logits)
-        # In the order of arrival, in which tokens without a seed are drawn.
-        order = sorted(range(len(rows)), key=lambda row: rows[row].arrived)
-        if order != list(range(len(rows))):
-            joined = joined[torch.tensor(order, device=joined.device)]
-            rows = [rows[row] for row in order]
-        self._sampling = self._sampling.of([sequence.sampler for sequence in rows])
-        self._sampling.take(joined)
-        for sequence in rows:
+        batch.reserve(1)
+        tokens = [sequence.sampler.tokens[-1:] for sequence in batch.rows]
+        output = batch.feed(torch.tensor(tokens, device=self.adapter.device))
+        self._sampling = self._sampling.of([sequence.sampler for sequence in batch.rows])
+        self._sampling.take(output.logits[:, -1])
+        for sequence in batch.rows:
             self._emit(sequence)
 
-    def _checked(self, group: Group) -> None:
+    def _checked(self, batch: Batch[Sequence]) -> None:
         """One round of rows that have drafters."""
-        decoder, sequences = group.decoder, group.sequences
-        trees = [self._tree(decoder, row, sequence) for row, sequence in enumerate(sequences)]
-        start = clock(decoder.position.device)
+        sequences = batch.rows
+        batch.reserve(max(_TREE, *(s.drafts.limit[0] for s in sequences if s.drafts is not None)))
+        trees = [self._tree(batch, row, sequence) for row, sequence in enumerate(sequences)]
+        start = clock(self.adapter.device)
         drafted = any(len(tree) > 1 for tree in trees)
         if drafted:
-            output = decoder.verify(trees)
+            output = batch.verify(trees)
         else:
             roots = [[tree.tokens[0]] for tree in trees]
-            output = decoder.feed(torch.tensor(roots, device=decoder.position.device))
-        seconds = clock(decoder.position.device) - start
+            output = batch.feed(torch.tensor(roots, device=self.adapter.device))
+        seconds = clock(self.adapter.device) - start
         paths = []
         for row, (sequence, tree) in enumerate(zip(sequences, trees, strict=True)):
             sequence.stats.time_verify_s += seconds
@@ -104,31 +99,31 @@ class Rounds:
                 sequence.drifted += len(path) if drafted else 1
             paths.append(path)
         if drafted:
-            decoder.accept(paths)
+            batch.accept(paths)
         sequence, path = sequences[0], paths[0]
         ambiguous = not path or sequence.sampler.tokens[-1] in trees[0].children[path[-1]]
-        if sequence.strict and not sequence.done and ambiguous:  # it is alone in its group
+        if sequence.strict and not sequence.done and ambiguous:  # it is alone in its batch
             if not drafted:
-                decoder.rewind(1)
+                batch.rewind(1)
                 sequence.drifted -= 1
-            self._redecode(decoder, sequence)
+            self._redecode(batch, sequence)
 
-    def _tree(self, decoder: Decoder, row: int, sequence: Sequence) -> Tree:
+    def _tree(self, batch: Batch[Sequence], row: int, sequence: Sequence) -> Tree:
         """What a row's drafters propose."""
         root = sequence.sampler.tokens[-1]
         try:
             assert sequence.drafts is not None
-            return sequence.drafts.propose(decoder, row, root)
+            return sequence.drafts.propose(batch, row, root)
         except Exception as error:
             fail(sequence, error)
             return Tree.chain([root])
 
-    def _redecode(self, decoder: Decoder, sequence: Sequence) -> None:
+    def _redecode(self, batch: Batch[Sequence], sequence: Sequence) -> None:
         """The next token of a strict answer, from a cache written by single tokens alone."""
         fed = sequence.ids[:, -1 - sequence.drifted :]
-        decoder.rewind(sequence.drifted)
+        batch.rewind(sequence.drifted)
         for token in fed.split(1, dim=1):
-            output = decoder.feed(token)
+            output = batch.feed(token)
         sequence.drifted = 0
         sequence.stats.redecoded += 1
         root = Tree.chain([int(fed[0, -1])])

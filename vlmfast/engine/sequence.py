@@ -15,7 +15,7 @@ from vlmfast.core.protocols import DecodeStage
 from vlmfast.core.recipe import Recipe
 from vlmfast.core.tree import Tree
 
-from .decode import Decoder
+from .decode import Batch, RowGroup
 from .hidden_states import Watch
 from .mode import Mode
 from .output import Output
@@ -25,9 +25,17 @@ from .stats import Stats, Trace
 
 
 class Drafts(Protocol):
-    """Drafts the answer of a sequence, see `engine.speculation`."""
+    """Drafts the answer of a sequence, see `engine.speculation`.
 
-    def propose(self, decoder: Decoder, number: int, root: int) -> Tree:
+    Attributes
+    ----------
+    limit : (int, int)
+        Most nodes and depth of a tree.
+    """
+
+    limit: tuple[int, int]
+
+    def propose(self, batch: Batch, number: int, root: int) -> Tree:
         """A tree of drafts after ``root``, which is not in the cache of row ``number`` yet."""
 
     def learn(
@@ -76,7 +84,7 @@ class Sequence:
         Makes the generator that prefills the prompt of the sequence, see `Prefill`. By default it
         is prefilled in one chunk.
     keeps_cache : bool
-        Whether its cache is left in ``decoder`` when it has ended.
+        Whether its cache is left in ``group`` when it has ended.
     on_end : callable, optional
         Called with the sequence when it has ended, in the thread that runs the engine; ``phase``
         is the one in which it ended.
@@ -106,8 +114,8 @@ class Sequence:
         Records what its drafters read of the prompt.
     prompt : Prompt, optional
         The part that was prefilled last.
-    decoder : Decoder, optional
-        Holds its cache; other sequences may share it.
+    group : RowGroup, optional
+        Its row, as long as it is in no batch.
     stages : list of DecodeStage
         Applied to its cache during decoding.
     notes : dict
@@ -143,7 +151,7 @@ class Sequence:
     trace: Trace = field(default_factory=Trace)
     watch: Watch | None = None
     prompt: Prompt | None = None
-    decoder: Decoder | None = None
+    group: RowGroup | None = None
     stages: list[DecodeStage] = field(default_factory=list)
     notes: dict[str, dict[str, Any]] = field(default_factory=dict)
     prompt_slots: Tensor | None = None

@@ -27,7 +27,7 @@ from vlmfast.core.tree import Tree
 from vlmfast.errors import RecipeError
 from vlmfast.models.base import Adapter
 
-from .decode import Decoder
+from .decode import Batch
 from .noise import gumbel
 from .output import Output
 from .sequence import Sequence
@@ -131,7 +131,7 @@ class Speculation:
 
     def __init__(self, adapter: Adapter, sequence: Sequence, stages: Many[DrafterStage]) -> None:
         self.adapter, self.sequence = adapter, sequence
-        self.seat: tuple[Decoder, int] | None = None
+        self.seat: tuple[Batch, int] | None = None
         self.stages = drafting(stages, adapter)
         self.prompt = [] if sequence.watch is None else list(sequence.watch.reads)
         self.limit = _limit(self.stages)
@@ -151,7 +151,7 @@ class Speculation:
 
     # --- a round ---------------------------------------------------------------------------------
 
-    def propose(self, decoder: Decoder, number: int, root: int) -> Tree:
+    def propose(self, batch: Batch, number: int, root: int) -> Tree:
         """A tree of drafts after ``root``, which the model has not processed yet."""
         sequence, stats = self.sequence, self.sequence.stats
         left = (
@@ -159,15 +159,15 @@ class Speculation:
         )  # what is emitted beyond the round's own token
         self.began = time.perf_counter()
         nodes, depth = self.limit
-        self.rows = len(decoder.rows)
+        self.rows = len(batch.rows)
         if self.governor is not None:
             nodes, depth = self.governor.choose(self.rows, sequence.count, sequence.max_new_tokens)
             stats.speculation = f"{self.names}: {self.governor.reason}"
         self.taken = nodes, depth
-        self.seat = decoder, number
-        depth = min(depth, left, decoder.spare(number)) if depth and left > 0 else 0
-        if sequence.strict and (len(decoder.rows) > 1 or decoder.rows[number].stages):
-            stats.speculation = "off: strict, in a batch or with decode stages"
+        self.seat = batch, number
+        depth = min(depth, left, batch.spare(number)) if depth and left > 0 else 0
+        if sequence.strict and sequence.stages:
+            stats.speculation = "off: strict, with decode stages"
             depth = 0
         if depth < 1 or nodes < 2:
             return Tree.chain([root])
@@ -229,8 +229,8 @@ class Speculation:
         aux_hidden_states = None
         if output.aux_hidden_states is not None:
             assert self.seat is not None
-            (decoder, _), own = self.seat, self.own_taps
-            at = [decoder.aux_layers.index(layer) for layer in own]
+            (batch, _), own = self.seat, self.own_taps
+            at = [batch.aux_layers.index(layer) for layer in own]
             aux_hidden_states = output.aux_hidden_states[number, :n, at]
         # A captured step overwrites these with its next outputs.
         logits = output.logits[number, :n].clone() if self.reads("logits") else None
@@ -277,8 +277,8 @@ class Speculation:
 
     def _shallow(self, token: int, drafted: int, layers: Many[int]) -> Tensor:
         assert self.seat is not None
-        decoder, number = self.seat
-        return decoder.shallow(number, token, drafted, layers)
+        batch, number = self.seat
+        return batch.shallow(number, token, drafted, layers)
 
 
 def _target(

@@ -341,9 +341,21 @@ class Segment:
         """Add a leading batch axis."""
         return self._each(lambda name, x: x[None])
 
+    def squeeze(self) -> Segment:
+        """Remove a leading batch axis of one row."""
+        return self._each(lambda name, x: x[0])
+
     def rows(self, index: Tensor) -> Segment:
         """Select batch rows ``index`` (int64)."""
         return self._each(lambda name, x: x.index_select(0, index))
+
+    def select(self, rows: slice) -> Segment:
+        """Views of batch rows."""
+        return self._each(lambda name, x: x[rows])
+
+    def clone(self) -> Segment:
+        """A copy that shares no memory."""
+        return self._each(lambda name, x: x.clone())
 
     def _padded(self, slots: int, groups: int) -> Segment:
         """Pad with zeros to ``slots`` slots and ``groups`` key groups."""
@@ -418,6 +430,76 @@ class Segment:
             return torch.cat([x, y], -1 if name in ("order", "bias") else -2)
 
         return first._each(change)
+
+    def resized(self, batch: int, slots: int, *, bias: bool = False) -> Segment:
+        """A copy for ``batch`` rows of ``slots`` slots each, in which `write` fills the new ones.
+
+        Parameters
+        ----------
+        batch, slots : int
+            Not below those in use; ``slots`` a multiple of ``group``.
+        bias : bool
+            Whether a bias is added where there is none.
+        """
+        source = self._with_bias() if bias else self
+        groups = slots // self.group if self.group else 1
+
+        def change(name: str, x: Tensor) -> Tensor:
+            size = list(x.shape)
+            size[0] = batch
+            if name in ("key_step", "key_min"):
+                size[2] = groups
+            elif name not in ("lengths", "value_scale"):
+                size[2] = slots
+            larger = x.new_zeros(size)
+            larger[tuple(map(slice, x.shape))] = x
+            return larger
+
+        return source._each(change)
+
+    def write(self, row: int, start: int, other: Segment) -> None:
+        """Write the slots of ``other`` to a row of this segment, in place.
+
+        Parameters
+        ----------
+        row : int
+        start : int
+            Slots that the row has, in every head to which ``other`` adds slots; a multiple of
+            ``group``, and 0 where all slots share their parameters.
+        other : Segment, leading axes (H,)
+            Of equal `key`. If values have a channel scale, it must be that of the row.
+
+        Raises
+        ------
+        ValueError
+            Where the slots cannot be written there.
+        """
+        _same_key([self, other])
+        if start % self.group if self.group else start:
+            raise ValueError(
+                f"{start} slots in groups of {self.group or 'all'} cannot grow; "
+                "their number must be a multiple of the group"
+            )
+        slots = slice(start, start + len(other))
+        first = start // self.group if self.group else 0
+        groups = slice(first, first + other.key_step.shape[-2])
+        for name in TENSORS:
+            target, source = getattr(self, name), getattr(other, name)
+            if target is None:
+                continue
+            if name == "lengths":
+                target[row] = source + target[row] if start else source
+            elif name == "value_scale":
+                target[row] = source
+            elif name in ("key_step", "key_min"):
+                target[row, :, groups] = source
+            else:  # a bias may be missing
+                target[row, :, slots] = 0 if source is None else source
+
+    def move(self, source: int, target: int) -> None:
+        """Copy one row to another, in place."""
+        for x in self.tensors():
+            x[target] = x[source]
 
     @staticmethod
     def empty(like: Segment, batch: int) -> Segment:

@@ -1,0 +1,56 @@
+"""Sequences that a test decodes together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from vlmfast.engine.cache import JointCache, KVCache
+from vlmfast.engine.decode import Batch, RowGroup
+
+
+class Together(Batch):
+    """A batch of ``groups`` of one row each."""
+
+    def __init__(self, groups: Sequence[RowGroup]) -> None:
+        super().__init__()
+        for group in groups:
+            self.join(group)
+
+    def only(self, numbers: Sequence[int]) -> Together:
+        """All other sequences leave."""
+        for row in [row for number, row in enumerate(self.rows) if number not in numbers]:
+            self.leave(row)
+        return self
+
+    def cache_of(self, number: int) -> tuple[KVCache, int]:
+        """The cache of a given sequence and its row there."""
+        group, row = self._place(self.rows[number])
+        return group.cache, row
+
+    @property
+    def caches(self) -> list[KVCache]:
+        return [group.cache for group in self.groups]
+
+    def as_group(self) -> RowGroup:
+        """The only group."""
+        (group,) = self.groups
+        return group
+
+
+def together(caches: Sequence[KVCache]) -> KVCache | JointCache:
+    """One cache for a forward pass over the rows of all."""
+    return caches[0] if len(caches) == 1 else JointCache(caches)
+
+
+def joined_caches(caches: Sequence[KVCache]) -> KVCache:
+    """One cache with the rows of all, which share a kind and are released."""
+    first, *others = caches
+    for cache in caches:
+        cache.start(torch.tensor(cache.logical)[:, None])
+    for other in others:
+        assert first.kind() == other.kind()
+        first.join(other)
+        other.release()
+    return first

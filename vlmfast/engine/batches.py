@@ -1,0 +1,63 @@
+"""The sequences that are decoded, in batches that share forward passes."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+
+from .decode import Batch
+from .sequence import Sequence
+
+
+class Batches:
+    """All sequences that are decoded.
+
+    Attributes
+    ----------
+    size : int
+        Rows for which the buffers of captured steps have space from the beginning.
+    """
+
+    def __init__(self) -> None:
+        self.size = 1
+        self._by_key: dict[Hashable, Batch[Sequence]] = {}
+
+    def __iter__(self) -> Iterator[Batch[Sequence]]:
+        return iter(self._by_key.values())
+
+    def join(self, sequence: Sequence) -> None:
+        """Add a sequence whose prompt has been prefilled."""
+        assert sequence.group is not None
+        key = _key(sequence)
+        if key not in self._by_key:
+            self._by_key[key] = Batch(self.size)
+        self._by_key[key].join(sequence.group)
+        sequence.group = None
+
+    def leave(self, sequence: Sequence) -> None:
+        """Remove a sequence, if it is there; a cache that it keeps becomes its own again."""
+        batch = self._by_key.get(_key(sequence))
+        if batch is None or sequence not in batch.rows:
+            return
+        if sequence.keeps_cache:
+            sequence.group = batch.take(sequence)
+        else:
+            batch.leave(sequence)
+        if not batch.rows:
+            del self._by_key[_key(sequence)]
+
+    def modes(self) -> Iterator[list[Batch[Sequence]]]:
+        """The batches of each mode."""
+        modes = list(dict.fromkeys(batch.rows[0].mode for batch in self))
+        for mode in modes:
+            yield [batch for batch in self if batch.rows[0].mode == mode]
+
+
+def _key(sequence: Sequence) -> Hashable:
+    """What sequences of one batch have in common.
+
+    Drafts make a step wider for all rows of a batch. A strict answer with drafts compares steps of
+    one width, so it has a batch of its own.
+    """
+    drafted = sequence.drafts is not None
+    own = id(sequence) if drafted and sequence.strict else None
+    return sequence.mode, drafted, own
