@@ -25,7 +25,7 @@ from vlmfast.core.recipe import Recipe
 from vlmfast.core.tree import Tree
 from vlmfast.engine.attention import switched
 from vlmfast.engine.cache import KVCache
-from vlmfast.engine.decode import RowGroup
+from vlmfast.engine.decode import Batch, RowGroup
 from vlmfast.engine.sampling import Sampling
 from vlmfast.errors import RecipeError, VLMFastError
 
@@ -514,10 +514,10 @@ def test_placeholders_are_never_drafted(llava: VLM) -> None:
             return Tree.of_paths(root, [[self.target.banned[0], 7], [9]])
 
     seen = []
-    verify = RowGroup.verify
+    verify = Batch.verify
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            RowGroup, "verify", lambda self, trees: seen.extend(trees) or verify(self, trees)
+            Batch, "verify", lambda self, trees: seen.extend(trees) or verify(self, trees)
         )
         llava.ask(QUESTION, recipe=Recipe((Wild(),)), **given())
     assert seen and all(tree.tokens[1:] == (9,) for tree in seen)
@@ -601,7 +601,7 @@ def test_strict_redecodes_near_ties(recipe: str, monkeypatch) -> None:
     assert got.token_ids == wanted.token_ids
     assert got.stats.accepted == 0 and got.stats.redecoded == 46  # the last one is not drafted
     # ... and if half of them are, the drafted tokens in between are rewritten.
-    verify = RowGroup.verify
+    verify = Batch.verify
 
     def drifts(self, trees):
         output = verify(self, trees)
@@ -609,7 +609,7 @@ def test_strict_redecodes_near_ties(recipe: str, monkeypatch) -> None:
             layer.values[:, :, layer.max_lengths[0] : layer.max_lengths[0] + 8] += 0.3
         return output
 
-    monkeypatch.setattr(RowGroup, "verify", drifts)
+    monkeypatch.setattr(Batch, "verify", drifts)
     for ulps, same in ((40.0, True), (0.0, False)):  # the second is the control
         monkeypatch.setattr(rounds, "_ULPS", ulps)
         got = drafted(vlm, wanted, recipe, Patient(), **more, strict=True)

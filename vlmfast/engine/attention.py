@@ -296,17 +296,27 @@ def _after_slots(
     """Attention of a chunk over the slots in use, the same in all heads, and over its own rows."""
     layer, tokens = context.cache.layers[module.layer_idx], query.shape[2]
     n = layer.max_lengths[0] + tokens
-    mask: Tensor = causal_lower_right(tokens, n)  # by lengths, where a kernel can do that
+    key, value = key[:, :, :n], value[:, :, :n]
+    if context.mask_rule is None and layer.bias is None:
+        groups = query.shape[1] // key.shape[1]
+        output = scaled_dot_product_attention(
+            query,
+            key.repeat_interleave(groups, 1),
+            value.repeat_interleave(groups, 1),
+            attn_mask=causal_lower_right(tokens, n),  # by lengths, where a kernel can do that
+            dropout_p=dropout,
+            scale=scaling,
+        )
+        return output.transpose(1, 2)
+    mask = torch.ones(tokens, n, dtype=torch.bool, device=key.device).tril(n - tokens)
     if context.mask_rule is not None:
-        earlier = torch.ones(tokens, n - tokens, dtype=torch.bool, device=key.device)
-        mask = torch.cat([earlier, context.mask_rule(context.layout)], dim=1)
+        mask[:, n - tokens :] = context.mask_rule(context.layout)
+    mask = mask[None, None]
     if layer.bias is not None:
-        if context.mask_rule is None:
-            mask = torch.ones(tokens, n, dtype=torch.bool, device=key.device).tril(n - tokens)
         mask = _with_bias(mask, layer.bias[:, :, None, :n], query.dtype)
         mask = mask.repeat_interleave(query.shape[1] // mask.shape[1], 1)
     return sdpa_attention_forward(
-        module, query, key[:, :, :n], value[:, :, :n], mask, dropout=dropout, scaling=scaling
+        module, query, key, value, mask, dropout=dropout, scaling=scaling
     )[0]
 
 

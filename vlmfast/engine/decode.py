@@ -344,10 +344,10 @@ class RowGroup:
             yield
 
 
-Row = TypeVar("Row", bound=DecodeRow)
+R = TypeVar("R", bound=DecodeRow)
 
 
-class Batch(Generic[Row]):
+class Batch(Generic[R]):
     """Groups of rows that are decoded together: products with weights run once for all rows.
 
     Rows are numbered in the order in which they joined, whichever group they are in.
@@ -367,7 +367,7 @@ class Batch(Generic[Row]):
     def __init__(self, size: int = 1) -> None:
         self.size = size
         self.groups: list[RowGroup] = []
-        self.rows: list[Row] = []
+        self.rows: list[R] = []
         self._orders: tuple[Tensor, Tensor] | None = None  # of the groups' rows, and its inverse
 
     @property
@@ -385,7 +385,7 @@ class Batch(Generic[Row]):
 
     def join(self, group: RowGroup) -> None:
         """Add a group of one row, which must not be used afterwards."""
-        self.rows += cast("list[Row]", group.rows)
+        self.rows += cast("list[R]", group.rows)
         self._add(group)
         self._arrange()
 
