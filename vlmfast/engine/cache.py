@@ -444,7 +444,8 @@ class KVLayer(CacheLayerMixin):
         parameters for all slots cannot grow.
         """
         for at, segment in enumerate(self.segments):
-            if segment.key == page.key and (grows or not self.stored[at][row]):
+            alike = segment.key == page.key and segment.key_step.dtype == page.key_step.dtype
+            if alike and (grows or not self.stored[at][row]):
                 return at
         rows = len(self.max_lengths)
         self.segments.append(Segment.empty(page.unsqueeze(), rows))
