@@ -499,6 +499,35 @@ def test_a_row_that_outgrows_its_group_moves_alone(models) -> None:
     assert moved is not group and not moved.outgrown(tokens)
 
 
+@pytest.mark.parametrize("takes", [0, 1, 2, 3])
+def test_a_failed_join_leaves_the_group_as_it_was(models, monkeypatch, takes) -> None:
+    """Memory is exhausted while the buffers of a full group grow."""
+    schedule = Schedule(models)
+    with torch.no_grad(), switched(models[0].vlm.model), switched(models[1].vlm.model):
+        for length in (0, 1):
+            schedule.join(0, length)
+        schedule.feed(2)
+        (group,), other = schedule.batch.groups, models[0].row("plain", 2, BufferPool())
+        assert group.cache.size == 2
+        left, take = [takes], schedule.pool.take
+
+        def exhausted(*given: Any) -> Tensor:
+            left[0] -= 1
+            if left[0] < 0:
+                raise torch.OutOfMemoryError("stand-in")
+            return take(*given)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(schedule.pool, "take", exhausted)
+            with pytest.raises(torch.OutOfMemoryError):
+                group.join(other)
+        schedule.check()
+        schedule.feed(2)
+        group.leave(1)  # and a later join succeeds
+        group.join(other)
+        assert group.cache.rows == len(group.rows) == 2
+
+
 def test_products_with_weights_run_once_for_all_groups(models) -> None:
     vlm, batch, calls = models[0].vlm, Batch(), []
     for kind in ("plain", "evicting", "paged"):

@@ -378,8 +378,9 @@ class Batch:
 
     def join(self, group: RowGroup) -> None:
         """Add a group of one row, which must not be used afterwards."""
-        self.rows += group.rows
+        rows = list(group.rows)
         self._add(group)
+        self.rows += rows
         self._arrange()
 
     def leave(self, row: DecodeRow) -> None:
