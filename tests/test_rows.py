@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+import tiny_families
 from closeness import close, network
 from test_cache import Counting, Own, frozen, started
 from test_graphs import repeated
@@ -20,7 +23,7 @@ from vlmfast import VLM
 from vlmfast.core.buffers import BufferPool, capacity_class
 from vlmfast.core.tree import Tree
 from vlmfast.engine.attention import switched
-from vlmfast.engine.cache import KVCache, KVLayer
+from vlmfast.engine.cache import KVCache, KVLayer, RowSlots
 from vlmfast.engine.decode import Batch, RowGroup
 from vlmfast.engine.graphs import Graphs
 from vlmfast.kernels.quantize_kv import Segment, quantize
@@ -54,12 +57,13 @@ class Model:
     """A model, and a prompt of each kind and length that was prefilled once."""
 
     vlm: VLM = field(repr=False)
+    recipes: dict[str, Any] = field(default_factory=lambda: RECIPES)
     templates: dict[tuple[str, int], RowGroup] = field(default_factory=dict, repr=False)
 
     def row(self, kind: str, length: int, pool: BufferPool) -> RowGroup:
         """A group of one row with buffers of ``pool``."""
         if (kind, length) not in self.templates:
-            run = started(self.vlm, RECIPES[kind], IMAGES[length])
+            run = started(self.vlm, self.recipes[kind], IMAGES[length])
             self.templates[kind, length] = run.decoder
         template = self.templates[kind, length]
         (of,) = template.rows
@@ -75,6 +79,18 @@ def models() -> tuple[Model, Model]:
     """Twice the same: rows of one are decoded together, rows of the other alone."""
     first, second = (
         Model(VLM(*build_llava(layers=2, kv_heads=2, dtype=torch.float64))) for _ in range(2)
+    )
+    return first, second
+
+
+@pytest.fixture(scope="module")
+def windowed() -> tuple[Model, Model]:
+    """The same for a model with layers that attend within a window, shorter than the prompts."""
+    kinds = ("plain", "uneven", "evicting", "paged")
+    recipes = {kind: RECIPES[kind] for kind in kinds}
+    first, second = (
+        Model(VLM(model.double(), processor), recipes)
+        for model, processor in (tiny_families.build_gemma3(window=32) for _ in range(2))
     )
     return first, second
 
@@ -119,7 +135,7 @@ class Schedule:
         assert held == sum(single.cache.held_bytes() for single in self.singles)
 
     def join(self, kind: int, length: int) -> None:
-        name = list(RECIPES)[kind % len(RECIPES)]
+        name = list(self.together.recipes)[kind % len(self.together.recipes)]
         length %= len(IMAGES)
         self.batch.join(self.together.row(name, length, self.pool))
         self.singles.append(self.alone.row(name, length, self.other))
@@ -189,6 +205,17 @@ class Schedule:
         assert torch.equal(got.argmax(-1), expected.argmax(-1))
 
 
+@contextmanager
+def capturing(vlm: VLM) -> Iterator[None]:
+    """Steps are captured by the stand-in, and masks mark the filled slots, as on CUDA."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vlm.adapter, "decoding", "graph")
+        patch.setitem(vlm.adapter.kept, "graphs", Graphs(record=repeated))
+        patch.setattr(KVLayer, "prefix", False)
+        patch.setattr(KVLayer, "extent", lambda layer, tokens: layer.capacity)
+        yield
+
+
 NUMBER = st.integers(0, 23)
 STEPS = st.one_of(
     st.tuples(st.just("join"), NUMBER, NUMBER),
@@ -208,16 +235,24 @@ def test_rows_decode_as_if_alone(models, steps) -> None:
     Schedule(models).run(BEGIN + steps)
 
 
+@settings(max_examples=15, deadline=None)
+@given(steps=st.lists(STEPS, min_size=4, max_size=10))
+def test_rows_within_a_window_decode_as_if_alone(windowed, steps) -> None:
+    Schedule(windowed).run(BEGIN + steps)
+
+
+@settings(max_examples=10, deadline=None)
+@given(steps=st.lists(STEPS, min_size=4, max_size=10))
+def test_captured_rows_within_a_window_decode_as_if_alone(windowed, steps) -> None:
+    with capturing(windowed[0].vlm):
+        Schedule(windowed, 4).run(BEGIN + steps)
+
+
 @settings(max_examples=25, deadline=None)
 @given(steps=st.lists(STEPS, min_size=4, max_size=10), size=st.sampled_from([1, 4]))
 def test_captured_rows_decode_as_if_alone(models, steps, size) -> None:
     """Captured steps run on a rounded number of rows, and on idle buffers of ended groups."""
-    adapter = models[0].vlm.adapter
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(adapter, "decoding", "graph")
-        patch.setitem(adapter.kept, "graphs", Graphs(record=repeated))
-        patch.setattr(KVLayer, "prefix", False)
-        patch.setattr(KVLayer, "extent", lambda layer, tokens: layer.capacity)
+    with capturing(models[0].vlm):
         Schedule(models, size).run(BEGIN + steps)
 
 
@@ -364,6 +399,33 @@ def test_pages_in_place_equal_appended_pages(bias: bool) -> None:
         assert torch.equal(x, y)
 
 
+def test_parameters_of_different_dtypes_are_not_converted() -> None:
+    """A row whose keys exceed half precision has a segment of its own."""
+    caches = []
+    for scale in (1.0, 1e6):
+        cache, _ = frozen([[16, 16]], dim=16, track=True)
+        layer = cache.layers[0]
+        slots = RowSlots(cache, 0, 0, None, {}, None)
+        layer.keys.mul_(scale)
+
+        def make(keys: Tensor, values: Tensor, order: Tensor = slots.order[:, :8]) -> Segment:
+            return quantize(keys, values, order, torch.full((2,), 8), 4, key_group=4)
+
+        slots.quantize(8, make)
+        cache.start(torch.tensor([[16]]))
+        caches.append(cache)
+    first, second = caches
+    expected = [cache.layers[0].segments[0].dequantize(torch.float32)[0][0] for cache in caches]
+    first.join(second)
+    one, another = first.layers[0].segments
+    assert {one.key_step.dtype, another.key_step.dtype} == {torch.float16, torch.float32}
+    assert first.layers[0].stored == [[8, 0], [0, 8]]
+    for row, segment in enumerate((one, another)):
+        keys = segment.dequantize(torch.float32)[0][row, :, :8]
+        assert torch.equal(keys, expected[row][:, :8])
+    assert expected[1].abs().max() > 6e4  # infinite in half precision
+
+
 def test_pages_that_cannot_be_written_are_refused() -> None:
     page = quantized(8, 4, bias=False)
     store = Segment.empty(page.unsqueeze(), 2).resized(2, 64)
@@ -435,6 +497,35 @@ def test_a_row_that_outgrows_its_group_moves_alone(models) -> None:
     assert group.cache.layers[0].keys.data_ptr() == address and len(group.rows) == 2
     moved, _ = batch._place(rows[longest])
     assert moved is not group and not moved.outgrown(tokens)
+
+
+@pytest.mark.parametrize("takes", [0, 1, 2, 3])
+def test_a_failed_join_leaves_the_group_as_it_was(models, monkeypatch, takes) -> None:
+    """Memory is exhausted while the buffers of a full group grow."""
+    schedule = Schedule(models)
+    with torch.no_grad(), switched(models[0].vlm.model), switched(models[1].vlm.model):
+        for length in (0, 1):
+            schedule.join(0, length)
+        schedule.feed(2)
+        (group,), other = schedule.batch.groups, models[0].row("plain", 2, BufferPool())
+        assert group.cache.size == 2
+        left, take = [takes], schedule.pool.take
+
+        def exhausted(*given: Any) -> Tensor:
+            left[0] -= 1
+            if left[0] < 0:
+                raise torch.OutOfMemoryError("stand-in")
+            return take(*given)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(schedule.pool, "take", exhausted)
+            with pytest.raises(torch.OutOfMemoryError):
+                group.join(other)
+        schedule.check()
+        schedule.feed(2)
+        group.leave(1)  # and a later join succeeds
+        group.join(other)
+        assert group.cache.rows == len(group.rows) == 2
 
 
 def test_products_with_weights_run_once_for_all_groups(models) -> None:

@@ -444,7 +444,8 @@ class KVLayer(CacheLayerMixin):
         parameters for all slots cannot grow.
         """
         for at, segment in enumerate(self.segments):
-            if segment.key == page.key and (grows or not self.stored[at][row]):
+            alike = segment.key == page.key and segment.key_step.dtype == page.key_step.dtype
+            if alike and (grows or not self.stored[at][row]):
                 return at
         rows = len(self.max_lengths)
         self.segments.append(Segment.empty(page.unsqueeze(), rows))
@@ -484,20 +485,21 @@ class KVLayer(CacheLayerMixin):
     def resize(self, size: int) -> None:
         """Move to buffers of ``size`` rows, whose capacity is that of a class."""
         rows, capacity = len(self.max_lengths), capacity_class(self.capacity)
+        buffers, stores = {}, []  # nothing changes where memory is exhausted
         for name in _SLOTWISE:
             if (old := getattr(self, name)) is not None:
                 shape = (size, old.shape[1], capacity, *old.shape[3:])
-                new = self.pool.take(shape, old.dtype, old.device)
-                new[:rows, :, : old.shape[2]] = old
-                self._give(name)
-                self._buffers[name] = new
-        stores = []
+                buffers[name] = self.pool.take(shape, old.dtype, old.device)
+                buffers[name][:rows, :, : old.shape[2]] = old
         for segment in self.segments:
             group = segment.group or 1
             slots = -(-capacity_class(len(segment)) // group) * group
             stores.append(segment.resized(size, slots))
-        self._stores = stores
+        for name in buffers:
+            self._give(name)
+        self._buffers, self._stores = buffers, stores
         self.replaced += 1
+        self.show(rows)
 
     def show(self, rows: int) -> None:
         """Make the tensors views of the first ``rows`` rows of the buffers."""
@@ -835,7 +837,10 @@ class KVCache(Cache):
         return True
 
     def resize(self, size: int) -> None:
-        """Move to buffers of ``size`` rows and of the capacity of a class; all rows are copied."""
+        """Move to buffers of ``size`` rows and of the capacity of a class; all rows are copied.
+
+        Where memory is exhausted, the rows in use stay as they are.
+        """
         rows = self.rows
         for layer in self.layers:
             layer.resize(size)

@@ -323,19 +323,13 @@ class RowGroup:
         self.graphs = self._idle.new(kind, self.cache)
 
     def captured(self, *given: Tensor) -> Output:
-        """Run a step through a graph, captured where none fits. Arguments as in `forward`.
+        """Run a step through a graph, captured where none fits. ``given`` as in `forward`.
 
         The next step of the same width overwrites the output.
         """
         self._settle(len(self.rows))
         assert self.graphs is not None
         return self.graphs.run(partial(forward, self.adapter), self.aux_layers, *given)
-
-    def forward(
-        self, tokens: Tensor, offset: Tensor | None = None, tree: Tensor | None = None
-    ) -> Output:
-        """The device part of a step, see `forward`."""
-        return forward(self.adapter, self.cache, self.aux_layers, tokens, offset, tree)
 
     @contextmanager
     def shifted(self, context: Context, position: Tensor) -> Iterator[None]:
@@ -385,8 +379,9 @@ class Batch(Generic[R]):
 
     def join(self, group: RowGroup) -> None:
         """Add a group of one row, which must not be used afterwards."""
-        self.rows += cast("list[R]", group.rows)
+        rows = cast("list[R]", list(group.rows))
         self._add(group)
+        self.rows += rows
         self._arrange()
 
     def leave(self, row: DecodeRow) -> None:
