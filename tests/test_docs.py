@@ -31,7 +31,7 @@ METHODS = vlmfast.methods()
 def tools():
     """The modules of ``tools``."""
     sys.path.insert(0, str(ROOT / "tools"))
-    names = ("pages", "hooks", "check_site", "tables")
+    names = ("pages", "hooks", "check_site", "tables", "engine_svg")
     try:
         yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
     finally:
@@ -183,6 +183,26 @@ def test_api_has_every_public_name() -> None:
         assert getattr(importlib.import_module(module), name).__doc__
     names = {path.rpartition(".")[2] for path in listed}
     assert set(vlmfast.__all__) - {"__version__"} <= names
+
+
+def test_drawing_of_the_engine_is_current(tools) -> None:
+    """Write it with ``python tools/engine_svg.py docs/images/engine.svg``."""
+    from vlmfast.engine.sequence import Phase
+
+    drawn = tools.engine_svg.draw_svg()
+    assert (DOCS / "images" / "engine.svg").read_text(encoding="utf-8") == drawn
+    shown = {node.text for node in ElementTree.fromstring(drawn).iter() if node.text}
+    assert {phase.value for phase in Phase} <= shown
+    # The table of the page has the same phases, in the same order.
+    text = (DOCS / "engine.md").read_text(encoding="utf-8").partition("| phase |")[2]
+    named = re.findall(r"^\| (\w+) \|", text.partition("\n\n")[0], re.MULTILINE)
+    assert named == list(tools.engine_svg.PHASES)
+
+
+def test_bounds_of_the_engine_are_current(vlm) -> None:
+    text = (DOCS / "engine.md").read_text(encoding="utf-8")
+    assert f"decoded together, {vlm.engine.max_rows} by default" in text
+    assert vlm.engine.max_cache_bytes is None
 
 
 # --- generated pages -----------------------------------------------------------------------------

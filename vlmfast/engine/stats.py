@@ -31,19 +31,32 @@ class Stats:
     the common cost axis. ``flops_prefill`` counts the visual tokens' part of the prefill by the
     papers' formula, per layer with n tokens, width d and FFN width m:
     ``4 n d^2 + 2 n^2 d + 3 n d m``. ``kv_bytes_full`` is the size of the cache if nothing had been
-    dropped. ``ttft_s`` runs from RGB images in host memory to the first token on the host.
-    ``time_reduce_s`` is the stages' own work. Its part inside the vision tower is also in
-    ``time_vision_s``, that inside the language model in ``time_prefill_s``. It does not include the
-    cost of additional rows in the tower's own blocks.
-    In a session ``prompt_reused`` ids of the prompt were in the cache already and ``prompt_fed``
-    went through the language model. Speculation: ``rounds`` are forward passes that checked
+    dropped. ``kv_tokens_per_layer`` counts the cache's slots when decoding begins, in the longest
+    head. In a session ``prompt_reused`` ids of the prompt were in the cache already and
+    ``prompt_fed`` went through the language model.
+
+    Speculation: ``rounds`` are forward passes that checked
     ``drafted`` tokens, of which ``accepted`` were in the answer; ``mean_emitted`` counts the tokens
     of a round, the model's own included, ``mean_accepted`` the drafted ones among them;
     ``accepted_at_depth`` of ``drafted_at_depth`` rounds went beyond that many drafts. ``redecoded``
     counts near ties resolved by the single-token path. ``speculation`` names the drafters, or the
-    reason why none ran. ``kv_tokens_per_layer`` counts the cache's slots when decoding begins, in
-    the longest head. ``peak_memory_bytes`` is the peak of this answer on a GPU, and of
-    the whole process so far on a CPU.
+    reason why none ran.
+
+    Times are wall times. The engine answers several requests at once, so they include steps that it
+    runs for others. ``queue_s`` runs from submission to the start of the prefill. ``ttft_s`` runs
+    from RGB images in host memory to the first token on the host, ``queue_s`` and the decode steps
+    of other sequences during the prefill included. ``time_vision_s`` and ``time_prefill_s`` are
+    those of this prompt, with the decode steps between its blocks. ``time_reduce_s`` is the stages'
+    own work. Its part inside the vision tower is also in ``time_vision_s``, that inside the
+    language model in ``time_prefill_s``. It does not include the cost of additional rows in the
+    tower's own blocks. ``tpot_s`` is the mean time between two tokens of this answer, with the
+    prefills of other prompts in between, and ``tokens_per_s`` its inverse, not the throughput of
+    the engine. ``time_verify_s`` counts the forward passes that checked drafts in full for every
+    sequence that shared them, ``time_draft_s`` only the drafters of this one.
+
+    ``peak_memory_bytes`` is, on a GPU, the peak since a prefill last began while no sequence was
+    decoded, with all sequences since then: of this answer alone, where there were no others. On a
+    CPU it is the peak of the whole process so far.
     """
 
     visual_tokens_in: int = 0
