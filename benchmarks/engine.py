@@ -27,7 +27,7 @@ last bits of sums in a wider one. Otherwise no ratio is reported and the exit co
 ``joins`` and ``overhead`` are CPU time, on a GPU wall time. Parts exclude what is nested in them:
 
 * `prefill`: `Engine._read`, from the vision tower to the first token, without joins.
-* `bare forward pass`: `Decoder.feed` and `Decoder.verify`, from the embedding to the logits of a
+* `bare forward pass`: `decode.run_step`, from the embedding to the logits of a
   decode step, without sampling. Buffers that grow in a step are part of it.
 * `before submission`: opening and processing of the images, chat template, checks of the
   arguments and ``generate``'s set-up.
@@ -71,8 +71,9 @@ import torch
 
 from vlmfast import VLM, Request
 from vlmfast.api import request as request_api
-from vlmfast.engine.batch import Batch
-from vlmfast.engine.decode import Decoder
+from vlmfast.engine import decode
+from vlmfast.engine.batches import Batches
+from vlmfast.engine.decode import Batch
 from vlmfast.engine.engine import Engine
 from vlmfast.engine.stats import clock
 from vlmfast.eval.bench import facts
@@ -83,8 +84,8 @@ from vlmfast.scenes.examples import CAPTION_QUESTION, EVAL_SEED_START, image_exa
 PARTS = {
     "before submission": [(request_api, "sequence_of_request")],
     "prefill": [(Engine, "_read")],
-    "joins": [(Batch, "join"), (Batch, "leave")],
-    "passes": [(Decoder, "feed"), (Decoder, "verify")],
+    "joins": [(Batches, "join"), (Batches, "leave"), (Batch, "reserve")],
+    "passes": [(decode, "run_step")],
 }
 REST = "rest"
 JOINS, OVERHEAD = 0.03, 0.04

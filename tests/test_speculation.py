@@ -605,7 +605,7 @@ def test_strict_redecodes_near_ties(recipe: str, monkeypatch) -> None:
 
     def drifts(self, trees):
         output = verify(self, trees)
-        for layer in self.cache.layers:
+        for layer in self.groups[0].cache.layers:
             layer.values[:, :, layer.max_lengths[0] : layer.max_lengths[0] + 8] += 0.3
         return output
 
