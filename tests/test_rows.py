@@ -458,6 +458,14 @@ def test_rows_of_different_kinds_do_not_share(models) -> None:
             assert len(group.rows) == 4
 
 
+def test_a_join_of_another_kind_is_refused(models) -> None:
+    plain, evicting = (models[0].row(kind, 0, BufferPool()) for kind in ("plain", "evicting"))
+    assert not plain.fits(evicting)
+    with pytest.raises(ValueError, match="different kinds"):
+        plain.join(evicting)
+    assert len(plain.rows) == 1 and plain.cache.rows == 1
+
+
 def test_settings_of_a_method_that_share(models) -> None:
     pool = BufferPool()
     paged, other = (models[0].row("paged", 0, pool) for _ in range(2))

@@ -881,7 +881,15 @@ class KVCache(Cache):
             self.show(self.rows)
 
     def join(self, other: KVCache) -> None:
-        """Write the rows of ``other``, of the same `kind`, after the last row."""
+        """Write the rows of ``other`` after the last row.
+
+        Raises
+        ------
+        ValueError
+            Where it is not of the same `kind`: a part of its rows would be left out.
+        """
+        if self.kind() != other.kind():
+            raise ValueError("rows of different kinds cannot share buffers")
         for source in range(other.rows):
             row = self.rows
             if row == self.size or not self.shared:
