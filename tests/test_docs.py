@@ -199,6 +199,23 @@ def test_drawing_of_the_engine_is_current(tools) -> None:
     assert named == list(tools.engine_svg.PHASES)
 
 
+def test_table_of_chunked_prefill_is_current() -> None:
+    from vlmfast.core.registry import stage_class, stage_names
+    from vlmfast.engine.chunks import splits
+
+    rows = {
+        cells[1].strip(): set(re.findall(r"`([a-z0-9-]+)`", cells[2]))
+        for line in (ROOT / "docs" / "engine.md").read_text(encoding="utf-8").splitlines()
+        if len(cells := line.split("|")) > 2
+    }
+    found: dict[bool, set[str]] = {True: set(), False: set()}
+    for name in stage_names():
+        found[splits(stage_class(name)())].add(name)
+    drafters = {name for name in found[True] if name.startswith("draft-")}
+    assert rows["prompts are split"] == found[True] - drafters
+    assert rows["prompts with images stay whole"] == found[False]
+
+
 def test_bounds_of_the_engine_are_current(vlm) -> None:
     text = (DOCS / "engine.md").read_text(encoding="utf-8")
     assert f"decoded together, {vlm.engine.max_rows} by default" in text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, fields
 from pathlib import Path
@@ -234,7 +235,7 @@ class VLM:
         """Queue a request, and return without waiting for its answer.
 
         Any thread may call this. Requests that were submitted are answered together, with those of
-        `ask`, `stream`, `ask_many`, sessions and attachments of this `VLM`.
+        `ask`, `stream`, `ask_many` and sessions of this `VLM`.
 
         >>> handles = [vlm.submit(Request("What is this?", path)) for path in paths]
         >>> answers = [handle.result() for handle in handles]
@@ -246,7 +247,7 @@ class VLM:
         priority : int
             Lower values are answered first.
         deadline : float, optional
-            Seconds from now after which the request is given up.
+            Seconds from now, reading the media included, after which the request is given up.
         **generation
             Defaults; the request's own ``generation`` overrides them.
 
@@ -265,7 +266,10 @@ class VLM:
 
         check_number("priority", priority, whole=True)
         check_number("deadline", deadline, above=0)
+        start = time.monotonic()
         sequence = sequence_of_request(self.adapter, request, generation)
+        if deadline is not None:
+            deadline -= time.monotonic() - start
         handle = submitted(self.adapter, sequence, priority=priority, deadline=deadline)
         self.engine.start()
         return handle

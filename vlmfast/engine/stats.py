@@ -32,7 +32,8 @@ class Stats:
     papers' formula, per layer with n tokens, width d and FFN width m:
     ``4 n d^2 + 2 n^2 d + 3 n d m``. ``kv_bytes_full`` is the size of the cache if nothing had been
     dropped. ``kv_tokens_per_layer`` counts the cache's slots when decoding begins, in the longest
-    head. In a session ``prompt_reused`` ids of the prompt were in the cache already and
+    head. ``prefill_chunks`` counts the forward passes over the prompt that `prefill_chunk_size` led
+    to. In a session ``prompt_reused`` ids of the prompt were in the cache already and
     ``prompt_fed`` went through the language model.
 
     Speculation: ``rounds`` are forward passes that checked
