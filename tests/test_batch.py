@@ -341,9 +341,9 @@ def test_buffers_return_to_the_pool(vlm, singles, monkeypatch):
     class Counting(BufferPool):
         new = out = 0
 
-        def take(self, shape, dtype, device):
+        def take(self, shape, dtype, device, **more):
             self.new += not self._free.get((shape, dtype, device))
-            buffer = super().take(shape, dtype, device)
+            buffer = super().take(shape, dtype, device, **more)
             self.out += buffer.nbytes
             return buffer
 

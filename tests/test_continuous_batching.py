@@ -46,8 +46,8 @@ class Counting(BufferPool):
 
     out = 0
 
-    def take(self, shape, dtype, device):
-        buffer = super().take(shape, dtype, device)
+    def take(self, shape, dtype, device, **more):
+        buffer = super().take(shape, dtype, device, **more)
         self.out += buffer.nbytes
         return buffer
 
@@ -427,12 +427,12 @@ def test_an_allocation_that_fails_ends_one_request(vlm: VLM, monkeypatch) -> Non
     wanted = alone(vlm, request(1, tokens=12))
     take, taken = Counting.take, [0]
 
-    def failing(self: Counting, shape: Any, dtype: Any, device: Any) -> torch.Tensor:
+    def failing(self: Counting, *args: Any, **more: Any) -> torch.Tensor:
         prefilling = vlm.engine._scheduler.prefilling
         taken[0] += prefilling is not None and prefilling.arrived == two.sequence.arrived
         if taken[0] == 3:
             raise torch.OutOfMemoryError("no memory")
-        return take(self, shape, dtype, device)
+        return take(self, *args, **more)
 
     monkeypatch.setattr(Counting, "take", failing)
     with vlm.engine._changed:

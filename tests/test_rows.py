@@ -519,11 +519,11 @@ def test_a_failed_join_leaves_the_group_as_it_was(models, monkeypatch, takes) ->
         assert group.cache.size == 2
         left, take = [takes], schedule.pool.take
 
-        def exhausted(*given: Any) -> Tensor:
+        def exhausted(*given: Any, **more: Any) -> Tensor:
             left[0] -= 1
             if left[0] < 0:
                 raise torch.OutOfMemoryError("stand-in")
-            return take(*given)
+            return take(*given, **more)
 
         with monkeypatch.context() as patch:
             patch.setattr(schedule.pool, "take", exhausted)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import torch
@@ -29,7 +30,7 @@ def capacity_class(slots: int) -> int:
 
 
 class BufferPool:
-    """Tensors by shape, dtype and device.
+    """Tensors by shape, dtype and device; several threads may use it.
 
     Parameters
     ----------
@@ -41,9 +42,20 @@ class BufferPool:
         self.limit, self.idle = limit, 0
         self._free: dict[tuple, list[Tensor]] = {}
         self._others: list[Callable[[], None]] = []
+        self._lock = threading.Lock()
 
-    def take(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    def take(
+        self,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        clear: bool = True,
+    ) -> Tensor:
         """A tensor of zeros. Not empty: masked slots still enter a product, and NaN * 0 is NaN.
+
+        ``clear``: ``False`` where the caller writes or clears every slot before it is read; the
+        tensor may then hold anything.
 
         Where memory is exhausted, everything idle is freed before a second attempt.
 
@@ -52,8 +64,11 @@ class BufferPool:
         torch.OutOfMemoryError
             When the buffer does not fit either way.
         """
-        free = self._free.get((shape, dtype, device))
-        if not free:
+        with self._lock:
+            free = self._free.get((shape, dtype, device))
+            buffer = free.pop() if free else None
+            self.idle -= 0 if buffer is None else buffer.nbytes
+        if buffer is None:
             try:
                 return torch.zeros(shape, dtype=dtype, device=device)
             except torch.OutOfMemoryError:
@@ -61,22 +76,23 @@ class BufferPool:
                 for release in self._others:
                     release()
                 return torch.zeros(shape, dtype=dtype, device=device)
-        buffer = free.pop()
-        self.idle -= buffer.nbytes
-        return buffer.zero_()
+        return buffer.zero_() if clear else buffer
 
     def give(self, buffer: Tensor | None) -> None:
         """Return ``buffer``; no other reference to it or a view of it may exist."""
-        if buffer is None or self.idle + buffer.nbytes > self.limit:
+        if buffer is None:
             return
-        self.idle += buffer.nbytes
         key = (tuple(buffer.shape), buffer.dtype, buffer.device)
-        self._free.setdefault(key, []).append(buffer)
+        with self._lock:
+            if self.idle + buffer.nbytes <= self.limit:
+                self.idle += buffer.nbytes
+                self._free.setdefault(key, []).append(buffer)
 
     def clear(self) -> None:
         """Free all idle buffers."""
-        self._free.clear()
-        self.idle = 0
+        with self._lock:
+            self._free.clear()
+            self.idle = 0
 
     def frees(self, release: Callable[[], None]) -> None:
         """Call ``release`` too where memory is exhausted: it frees what else is idle."""

@@ -177,10 +177,12 @@ def _cached(
     # Few rows over a cache on a GPU: the decode kernel, which reads only slots in use.
     dense = plain and not (tokens <= _FEW and _kernels(query, key))
     if dense and layer.prefix and tokens == 1 and not (sliding and layer.rank is not None):
-        # One token, nothing ragged: Hugging Face's own call on these slots is bit-identical.
         n = layer.max_lengths[0] + 1
         visible = slice(n - layer.window if sliding else 0, n)
         bias = None if layer.bias is None else layer.bias[:, :, None, visible].to(query.dtype)
+        if len(query) > 1:
+            return _buffer_attention(query, key[:, :, visible], value[:, :, visible], bias, scaling)
+        # One row: Hugging Face's own call on these slots is bit-identical.
         if bias is not None and bias.shape[1] != query.shape[1]:
             bias = bias.repeat_interleave(query.shape[1] // bias.shape[1], 1)
         return sdpa_attention_forward(
@@ -348,14 +350,14 @@ def _with_bias(mask: Tensor, bias: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _buffer_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None
 ) -> Tensor:
     """Attention over static buffers. ``mask`` (B, Hkv, T, cap); returns (B, T, Hq, D)."""
     b, hq, t, d = query.shape
     hkv = key.shape[1]
     # The query heads of one KV head become extra rows, so keys and values are never repeated.
     rows = query.reshape(b, hkv, hq // hkv * t, d)
-    if t > 1:  # one row of the mask serves all query heads
+    if mask is not None and t > 1:  # one row of the mask serves all query heads
         mask = mask.repeat(1, 1, hq // hkv, 1)
     out = scaled_dot_product_attention(rows, key, value, attn_mask=mask, scale=scaling)
     return out.reshape(b, hq, t, -1).transpose(1, 2)

@@ -254,9 +254,10 @@ class KVLayer(CacheLayerMixin):
     def _buffer(self, source: Tensor, capacity: int) -> Tensor:
         """Copy (B, H, N, ...) to the beginning of a buffer of ``capacity`` slots."""
         shape = (*source.shape[:2], capacity, *source.shape[3:])
-        buffer = self.pool.take(shape, source.dtype, source.device)
+        buffer = self.pool.take(shape, source.dtype, source.device, clear=False)
         taken = min(source.shape[2], capacity)
         buffer[:, :, :taken] = source[:, :, :taken]
+        buffer[:, :, taken:] = 0
         return buffer
 
     def _give(self, name: str) -> None:
@@ -296,11 +297,12 @@ class KVLayer(CacheLayerMixin):
         self.reserve(tokens)
         index = self.length[..., None] + torch.arange(tokens, device=self.device)
         if self.prefix:
-            at = slice(self.max_lengths[0], self.max_lengths[0] + tokens)
-            self.keys[:, :, at], self.values[:, :, at] = keys, values
+            new = slice(self.max_lengths[0], self.max_lengths[0] + tokens)
+            self.keys[:, :, new], self.values[:, :, new] = keys, values
         else:
-            for buffer, new in ((self.keys, keys), (self.values, values)):
-                buffer.scatter_(2, index[..., None].expand_as(new), new)
+            rows, heads = (torch.arange(n, device=self.device) for n in keys.shape[:2])
+            at = rows[:, None, None], heads[:, None], index
+            self.keys[at], self.values[at] = keys, values  # much faster than `scatter_`
         if self.incoming is not None and self.bias is None:
             nothing = torch.zeros(*index.shape[:2], 0, device=self.device)
             self.bias = self._buffer(nothing, self.capacity)
@@ -489,8 +491,9 @@ class KVLayer(CacheLayerMixin):
         for name in _SLOTWISE:
             if (old := getattr(self, name)) is not None:
                 shape = (size, old.shape[1], capacity, *old.shape[3:])
-                buffers[name] = self.pool.take(shape, old.dtype, old.device)
+                buffers[name] = self.pool.take(shape, old.dtype, old.device, clear=False)
                 buffers[name][:rows, :, : old.shape[2]] = old
+                buffers[name][:rows, :, old.shape[2] :] = 0  # `join` clears other rows
         for segment in self.segments:
             group = segment.group or 1
             slots = -(-capacity_class(len(segment)) // group) * group

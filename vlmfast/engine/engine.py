@@ -148,7 +148,7 @@ class Engine:
         begin, streamer, strict, cut, number, **more
             As in `Sequence`.
         seed : int, optional
-            As in `Sampler`; drawn where drafts of a sampled answer need one.
+            As in `Sampler`; drawn later where drafts of a sampled answer need one.
         stats : Stats, optional
             The cost of the prompt so far.
         images : sequence of PIL.Image.Image
@@ -165,8 +165,6 @@ class Engine:
             vlmfast_seed=seed,
             **arguments,
         )
-        if sampler.seed is None and sampler.sampled and watch is not None:
-            sampler.seed = int(torch.randint(2**62, ()))
         return Sequence(
             inputs,
             recipe,
@@ -257,18 +255,19 @@ class Engine:
             raised, and the other sequences are cancelled.
         """
         running: list[Handle[Sequence]] = []
+        exhausted = False
         self._batches.size = max(self._batches.size, at_once)
         try:
             while True:
-                while len(running) < at_once and (sequence := next(sequences, None)) is not None:
-                    running.append(self.submit(sequence, _itself))
-                    # Before the next one is opened, which may draw random numbers.
-                    self.run(partial(_prefilled, sequence))
-                    if sequence.finished:
-                        break
+                while not exhausted and len(running) < at_once:
+                    if (sequence := next(sequences, None)) is None:
+                        exhausted = True
+                    else:
+                        running.append(self.submit(sequence, _itself))
                 if not running:
                     return
-                self.run(partial(_any_done, running))
+                # As long as there are more, the first row that is free is taken by the next one.
+                self.run(partial(_all_done if exhausted else _any_done, running, keep_errors))
                 ended = [handle for handle in running if handle.done]
                 running = [handle for handle in running if not handle.done]
                 for handle in ended:
@@ -460,6 +459,9 @@ class Engine:
         device = self.adapter.device
         self._check_device(sequence)
         sequence.stats.queue_s = time.monotonic() - sequence.submitted
+        sampler = sequence.sampler
+        if sampler.seed is None and sampler.sampled and sequence.watch is not None:
+            sampler.seed = int(torch.randint(2**62, ()))
         if device.type == "cuda" and not self._scheduler.active:
             torch.cuda.reset_peak_memory_stats(device)
         self._prefill = (sequence.prefill or self._whole)(sequence)
@@ -609,12 +611,14 @@ def _itself(sequence: Sequence) -> Sequence:
     return sequence
 
 
-def _prefilled(sequence: Sequence) -> bool:
-    return sequence.phase not in (Phase.WAITING, Phase.PREFILL)
-
-
-def _any_done(handles: Many[Handle]) -> bool:
+def _any_done(handles: Many[Handle], keep_errors: bool) -> bool:
     return any(handle.done for handle in handles)
+
+
+def _all_done(handles: Many[Handle], keep_errors: bool) -> bool:
+    """Whether all have ended, or one has failed and errors are not kept."""
+    failed = not keep_errors and any(handle.sequence.error is not None for handle in handles)
+    return all(handle.done for handle in handles) or (failed and _any_done(handles, keep_errors))
 
 
 def _stopped(sequence: Sequence) -> VLMFastError:
