@@ -14,7 +14,7 @@ class Batches:
     Attributes
     ----------
     size : int
-        Rows for which the buffers of captured steps have space from the beginning.
+        Rows that are expected, see `RowGroup`.
     """
 
     def __init__(self) -> None:

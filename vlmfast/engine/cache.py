@@ -883,8 +883,10 @@ class KVCache(Cache):
             self.live = None
             self.show(self.rows)
 
-    def join(self, other: KVCache) -> None:
+    def join(self, other: KVCache, expected: int = 0) -> None:
         """Write the rows of ``other`` after the last row.
+
+        ``expected``: rows for which there is space once the buffers have to grow, at the least.
 
         Raises
         ------
@@ -896,7 +898,7 @@ class KVCache(Cache):
         for source in range(other.rows):
             row = self.rows
             if row == self.size or not self.shared:
-                self.resize(max(2 * row, 1))
+                self.resize(max(2 * row, expected, 1))
             for layer, part in zip(self.layers, other.layers, strict=True):
                 layer.join(part, source)
             for name, axis in _BY_ROW.items():
@@ -968,6 +970,11 @@ class KVCache(Cache):
             layer.release()
 
     # --- sizes -----------------------------------------------------------------------------------
+
+    def buffer_bytes(self) -> int:
+        """Bytes of all buffers, free slots included, segments excluded."""
+        buffers = [getattr(layer, name) for layer in self.layers for name in _SLOTWISE]
+        return sum(buffer.nbytes for buffer in buffers if buffer is not None)
 
     def held_bytes(self) -> int:
         """Bytes of all keys and values in use."""

@@ -23,6 +23,7 @@ from .graphs import Graphs, StepGraphs
 from .hidden_states import capture_layer_inputs
 from .output import Output
 
+_SMALL = 1 << 28  # bytes of the buffers of a group that may be mostly unused
 _WIDTHS = (2, 4, 8, 16, 32, 48, 64)  # nodes of a captured tree
 
 
@@ -69,7 +70,7 @@ class RowGroup:
     rows : list of DecodeRow
         The sequences, in the order of their rows in the cache.
     size : int
-        Rows for which the buffers of captured steps have space from the beginning.
+        Rows that are expected: buffers that are small, or of captured steps, have space for them.
     """
 
     def __init__(
@@ -123,12 +124,14 @@ class RowGroup:
     def join(self, other: RowGroup) -> None:
         """Add the row of ``other``, which `fits` and must not be used afterwards.
 
-        Only this row is written, unless the buffers are full: they then move to others with twice
-        the rows.
+        Only this row is written, unless the buffers are full: they then move to others with at
+        least twice the rows.
         """
         if self.captures:
             self._settle(len(self.rows) + 1)
-        self.cache.join(other.cache)
+        # Small buffers have space for all rows at once; others grow as rows join.
+        fits = self.size * other.cache.buffer_bytes() <= _SMALL
+        self.cache.join(other.cache, self.size if fits else 0)
         self.rows += other.rows
         other.release()
 
