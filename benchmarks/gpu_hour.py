@@ -337,7 +337,7 @@ def steps(bench: Bench, vlm: VLM, name: str, recipe: str, batch: int, bandwidth:
         runs = [prefilled(vlm, recipe, 256 if bench.dry else 2944) for _ in range(batch)]
         decoder = Batch(batch)
         for run in runs:
-            decoder.join(run.decoder)
+            decoder.join(run.group)
         (group,) = decoder.groups
         tokens = torch.full((batch, 1), 7, device=bench.device)
         begin = clock(bench.device)

@@ -196,6 +196,7 @@ def test_variants_generate_the_same_tokens(job: Any) -> None:
     assert engine.differing(job) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("exact", [False, True])
 def test_other_tokens_are_wrong(job: Any, monkeypatch: pytest.MonkeyPatch, exact: bool) -> None:
     """Other tokens in the model's dtype are near ties if they are equal in a wider one."""
@@ -262,6 +263,7 @@ def test_short_stream_is_an_error(job: Any, monkeypatch: pytest.MonkeyPatch) -> 
     assert not job.vlm.engine._unfinished
 
 
+@pytest.mark.slow
 def test_chunk_sizes_have_rows_where_the_engine_has_them(
     job: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -289,6 +291,7 @@ def test_chunk_size_is_restored() -> None:
 # --- classes -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("slow", "ratio"), [(0.0, 1.0), (14.0, 8.0)])
 def test_ratio_of_classes(
     job: Any, monkeypatch: pytest.MonkeyPatch, slow: float, ratio: float

@@ -27,6 +27,7 @@ QUESTION = "what is here ?"
 IMAGES = [make_image(seed=seed) for seed in range(3)]
 RECIPES = ["none", "hired:0.5", "tome", "divprune:0.4,positions=compact", "draft-ngram",
            "visionzip:dominant=6,contextual=4,proportional_attention=true"]  # fmt: skip
+SLOW = pytest.mark.slow
 # Statistics that may differ.
 OTHER = ("prefill_chunks", "peak_memory_bytes", "tokens_per_s")
 
@@ -60,8 +61,15 @@ def assert_same(got: Any, wanted: Any) -> None:
             assert getattr(got.stats, name) == value, name
 
 
-@pytest.mark.parametrize("family", builders())
-@pytest.mark.parametrize("recipe", RECIPES)
+FEW = [RECIPES[0], RECIPES[-1]]
+CASES = [
+    pytest.param(family, recipe, marks=[] if recipe in FEW or family == "llava" else SLOW)
+    for family in builders()
+    for recipe in RECIPES
+]
+
+
+@pytest.mark.parametrize(("family", "recipe"), CASES)
 def test_chunks_give_the_answer_of_one_pass(family: str, recipe: str, first_logits) -> None:
     model, processor = builders()[family]()
     vlm = VLM(model.double(), processor)
