@@ -53,7 +53,7 @@ from .sequence import Phase, Prefill, Sequence
 from .speculation import Speculation, check, drafting
 from .stats import Stats, Trace, clock
 
-_PAUSE = 2.0  # least time between two interleaved decode steps, in mean decode steps
+_PAUSE = 1.0  # least time between two interleaved decode steps, in mean decode steps
 _IDLE = 0.002  # seconds between looks at media that are being read
 
 Result = TypeVar("Result")
