@@ -166,8 +166,13 @@ def _cached(
     context: DecodeContext,
     scaling: float | None,
     dropout: float,
+    *,
+    alone: bool = True,
 ) -> Tensor:
-    """Attention of new tokens over a frozen cache; its tail already contains them."""
+    """Attention of new tokens over a frozen cache; its tail already contains them.
+
+    ``alone``: whether the step has no rows of other caches.
+    """
     index, tokens = module.layer_idx, query.shape[2]
     if isinstance(context.cache, JointCache):
         return _grouped(module, query, context, scaling, dropout)
@@ -180,9 +185,9 @@ def _cached(
         n = layer.max_lengths[0] + 1
         visible = slice(n - layer.window if sliding else 0, n)
         bias = None if layer.bias is None else layer.bias[:, :, None, visible].to(query.dtype)
-        if len(query) > 1:
+        if len(query) > 1 or not alone:
             return _buffer_attention(query, key[:, :, visible], value[:, :, visible], bias, scaling)
-        # One row: Hugging Face's own call on these slots is bit-identical.
+        # A single row: Hugging Face's own call on these slots is bit-identical.
         if bias is not None and bias.shape[1] != query.shape[1]:
             bias = bias.repeat_interleave(query.shape[1] // bias.shape[1], 1)
         return sdpa_attention_forward(
@@ -254,9 +259,8 @@ def _grouped(
             None if x is None else x[rows] for x in (context.tree, context.ancestors)
         )
         own = DecodeContext(cache, tree, ancestors)
-        outputs.append(
-            _cached(module, query[rows], layer.keys, layer.values, own, scaling, dropout)
-        )
+        given = query[rows], layer.keys, layer.values, own, scaling, dropout
+        outputs.append(_cached(module, *given, alone=False))
         first += cache.rows
     return torch.cat(outputs)
 
