@@ -147,7 +147,8 @@ def test_ask_updates_counters_and_overlay(asked: Page) -> None:
     assert counter(asked, "Visual tokens", "full") == "336"
     assert counter(asked, "Visual tokens", "recipe") == "336 → 74 (hired)"
     assert counter(asked, "Agreement", "recipe") == "100 %"
-    assert float(counter(asked, "Time to the first", "full").split(" ")[0]) > 0
+    first, _ = counter(asked, "Time to the first", "full").split(" ")
+    assert float(first.replace(",", "")) > 0  # 1,084.8 on a busy machine
     expect(asked.locator("#image-depths img")).to_have_count(2)
     expect(asked.locator("#image-slider img")).to_have_count(2)
     before, after = (pixels(asked, f"#image-slider img >> nth={number}") for number in range(2))
