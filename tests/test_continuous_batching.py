@@ -7,7 +7,8 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria
 
-from fake_drafters import Knows
+from fake_drafters import Drafting, Knows
 from tiny_families import builders
 from tiny_models import build_llava, make_image
 from vlmfast import (
@@ -32,7 +33,9 @@ from vlmfast import (
 from vlmfast.api.generation import gate
 from vlmfast.api.request import messages_of, sequence_of, sequence_of_request, submitted
 from vlmfast.core.buffers import BufferPool
+from vlmfast.core.protocols import DecodeStage
 from vlmfast.core.recipe import Recipe
+from vlmfast.core.tree import Tree
 from vlmfast.engine.engine import Engine
 from vlmfast.engine.rounds import Rounds
 from vlmfast.engine.scheduler import Scheduler
@@ -351,6 +354,48 @@ def test_an_error_belongs_to_its_own_request(vlm: VLM, what: str) -> None:
     handles = [vlm.submit(r) for r in (others[0], request(0, tokens=9, **FAILING[what]), others[1])]
     with pytest.raises(KeyError, match=what):
         handles[1].result()
+    assert [handles[n].result().token_ids for n in (0, 2)] == wanted
+
+
+@dataclass(frozen=True)
+class FailingStage(DecodeStage):
+    """Raises at the third token of an answer."""
+
+    name: ClassVar[str] = "test-failing-stage"
+    every: ClassVar[int] = 2
+
+    def step(self, slots: Any, layer: int) -> None:
+        if bool((slots.length > slots.prompt + 1).any()):
+            raise KeyError("a stage")
+
+
+class FailingDrafter(Drafting):
+    def propose(self, root: int, budget: Any) -> Any:
+        self.proposals += 1
+        if self.proposals == 2:
+            raise KeyError("a drafter")
+        return Tree.chain([root])
+
+
+@dataclass(frozen=True)
+class Drafts(Knows):
+    """Its drafter raises in the second round."""
+
+    name: ClassVar[str] = "test-failing-drafter"
+
+    def open(self, target: Any) -> FailingDrafter:
+        return FailingDrafter(self, target)
+
+
+@pytest.mark.parametrize("stage", [FailingStage(), Drafts()], ids=lambda stage: stage.name)
+def test_a_method_that_fails_ends_its_request_at_once(vlm: VLM, stage: Any) -> None:
+    others = [request(1, tokens=20), request(2, "draft-ngram", tokens=20)]
+    wanted = [alone(vlm, r) for r in others]
+    with vlm.engine._changed:
+        handles = [vlm.submit(r) for r in (others[0], request(0, stage, tokens=20), others[1])]
+    with pytest.raises(KeyError, match=r"a (stage|drafter)"):
+        handles[1].result()
+    assert handles[1].sequence.count <= 4  # not only after its twenty tokens
     assert [handles[n].result().token_ids for n in (0, 2)] == wanted
 
 

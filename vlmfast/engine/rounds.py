@@ -145,6 +145,8 @@ class Rounds:
 
     def _emit(self, sequence: Sequence) -> None:
         """Stream the token that was taken, and end the sequence when it was the last."""
+        if sequence.done:  # one of its stages has failed
+            return
         device, sampler = self.adapter.device, sequence.sampler
         if sequence.first is None:
             sequence.first = clock(device)
