@@ -387,6 +387,20 @@ class Drafts(Knows):
         return FailingDrafter(self, target)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("max_rows", None), ("max_rows", 0), ("max_cache_bytes", -1), ("prefill_chunk_size", 2.5)],
+)
+def test_limits_of_the_engine_are_checked(name: str, value: Any) -> None:
+    vlm = VLM(*build_llava())
+    before = getattr(vlm.engine, name)
+    setattr(vlm.engine, name, value)
+    with pytest.raises(VLMFastError, match=f"{name} must be a positive integer, not {value}"):
+        vlm.submit(request(0))
+    setattr(vlm.engine, name, before)
+    assert vlm.submit(request(0, tokens=3)).result().token_ids
+
+
 @pytest.mark.parametrize("stage", [FailingStage(), Drafts()], ids=lambda stage: stage.name)
 def test_a_method_that_fails_ends_its_request_at_once(vlm: VLM, stage: Any) -> None:
     others = [request(1, tokens=20), request(2, "draft-ngram", tokens=20)]

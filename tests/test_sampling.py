@@ -38,7 +38,7 @@ from vlmfast import VLM, Request
 from vlmfast.engine import sampling
 from vlmfast.engine.noise import gumbel, gumbels
 from vlmfast.engine.rounds import Rounds
-from vlmfast.engine.sampling import HostCriterion, Parameters, Sampler, Sampling
+from vlmfast.engine.sampling import Parameters, Sampler, Sampling
 
 V = 29
 PARTS = {
@@ -510,11 +510,6 @@ class Reads(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class Never(HostCriterion):
-    def is_done(self) -> bool:
-        return False
-
-
 class Passes(StoppingCriteria):
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         return torch.zeros(len(input_ids), dtype=torch.bool)
@@ -562,9 +557,8 @@ def vlm() -> VLM:
         {"do_sample": False, "repetition_penalty": 1.2, "max_time": 1e6},
         {"do_sample": True, "seed": 4, "top_k": 20, "top_p": 0.9, "temperature": 0.7},
         {"do_sample": True, "min_p": 0.1, "typical_p": 0.9},
-        {"do_sample": False, "stopping_criteria": [Never()]},
     ],
-    ids=["greedy", "penalty", "seeded", "drawn", "stream"],
+    ids=["greedy", "penalty", "seeded", "drawn"],
 )
 def test_one_device_read_per_step(vlm: VLM, monkeypatch, generation: dict) -> None:
     steps = reads_of_a_step(vlm, 8, monkeypatch, **generation)

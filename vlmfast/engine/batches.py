@@ -9,28 +9,24 @@ from .sequence import Sequence
 
 
 class Batches:
-    """All sequences that are decoded.
-
-    Attributes
-    ----------
-    size : int
-        Rows that are expected, see `RowGroup`.
-    """
+    """All sequences that are decoded."""
 
     def __init__(self) -> None:
-        self.size = 1
         self._by_key: dict[Hashable, Batch[Sequence]] = {}
 
     def __iter__(self) -> Iterator[Batch[Sequence]]:
         return iter(self._by_key.values())
 
-    def join(self, sequence: Sequence) -> None:
-        """Add a sequence whose prompt has been prefilled."""
+    def join(self, sequence: Sequence, expected: int = 1) -> None:
+        """Add a sequence whose prompt has been prefilled.
+
+        ``expected``: rows that its batch may get, see `RowGroup`.
+        """
         assert sequence.group is not None
         key = _key(sequence)
-        if key not in self._by_key:
-            self._by_key[key] = Batch(self.size)
-        self._by_key[key].join(sequence.group)
+        batch = self._by_key.setdefault(key, Batch())
+        batch.size = max(batch.size, expected)
+        batch.join(sequence.group)
         sequence.group = None
 
     def leave(self, sequence: Sequence) -> None:

@@ -971,11 +971,6 @@ class KVCache(Cache):
 
     # --- sizes -----------------------------------------------------------------------------------
 
-    def buffer_bytes(self) -> int:
-        """Bytes of all buffers, free slots included, segments excluded."""
-        buffers = [getattr(layer, name) for layer in self.layers for name in _SLOTWISE]
-        return sum(buffer.nbytes for buffer in buffers if buffer is not None)
-
     def held_bytes(self) -> int:
         """Bytes of all keys and values in use."""
         return sum(layer.held_bytes() for layer in self.layers)

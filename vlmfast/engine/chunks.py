@@ -10,6 +10,7 @@ rows attend to each other in both directions, such as an image of Gemma 3.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -29,39 +30,35 @@ def splits(stage: Stage) -> bool:
     return not any(isinstance(part, PrefillStage | CacheStage | DecodeStage) for part in parts)
 
 
-def why_whole(adapter: Adapter, recipe: Recipe, prompt: Prompt, total: int) -> str:
-    """Why a prompt is prefilled in one forward pass; empty where it may be split.
+def splittable(adapter: Adapter, recipe: Recipe, prompt: Prompt, total: int) -> bool:
+    """Whether a prompt may be prefilled in several forward passes.
 
     Parameters
     ----------
     total : int
         Rows of prompt and answer.
     """
-    visual = bool(prompt.layout.visual.any())
-    for stage in recipe if visual else ():
-        if not splits(stage):
-            return f"{stage.name} needs the whole prompt in each layer"
     if any(window is not None and total > window for window in adapter.windows):
-        return f"layers of {adapter.config.model_type} attend within a window"
-    return ""
+        return False
+    return all(map(splits, recipe)) or not bool(prompt.layout.visual.any())
 
 
 def chunks(adapter: Adapter, prompt: Prompt, size: int) -> Iterator[Prompt]:
     """The parts of a prompt, of at most ``size`` rows where no longer span must stay whole."""
     layout, rows = prompt.layout, len(prompt.layout)
     starts = layout.order.tolist()
+    visual = [0, *layout.visual.cumsum(0).tolist()]  # visual rows before each row
     first = 0
     for last in _ends(adapter, prompt, size):
         index = torch.arange(first, last, device=layout.device)
-        visual = layout.visual[:first].sum(), layout.visual[:last].sum()
-        extra = tuple(level[int(visual[0]) : int(visual[1])] for level in prompt.extra)
+        extra = tuple(level[visual[first] : visual[last]] for level in prompt.extra)
         end = prompt.full_length if last == rows else starts[last]
         yield replace(
             prompt,
             embeds=prompt.embeds[first:last],
             layout=layout.select(index),
             full_length=end - (starts[first] if first else 0),
-            extra=extra if visual[0] < visual[1] else (),
+            extra=extra if visual[first] < visual[last] else (),
         )
         first = last
 
@@ -77,6 +74,6 @@ def _ends(adapter: Adapter, prompt: Prompt, size: int) -> Iterator[int]:
     cuts = open_.nonzero().flatten().tolist()
     first = 0
     while first < rows:
-        within = [cut for cut in cuts if first < cut <= first + size]
-        first = max(within) if within else min(cut for cut in cuts if cut > first)
+        at = bisect_right(cuts, first + size) - 1  # the last cut within ``size`` rows
+        first = cuts[at] if cuts[at] > first else cuts[at + 1]
         yield first

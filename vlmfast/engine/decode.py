@@ -130,7 +130,7 @@ class RowGroup:
         if self.captures:
             self._settle(len(self.rows) + 1)
         # Small buffers have space for all rows at once; others grow as rows join.
-        fits = self.size * other.cache.buffer_bytes() <= _SMALL
+        fits = self.size * other.cache.row_bytes() <= _SMALL
         self.cache.join(other.cache, self.size if fits else 0)
         self.rows += other.rows
         other.release()

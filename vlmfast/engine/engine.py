@@ -225,8 +225,11 @@ class Engine:
         ------
         ModelError
             When its cache can never fit into the memory.
+        VLMFastError
+            When a limit of the engine is not a positive integer.
         """
         self._check_process()
+        self._check_limits()
         with self._changed:
             self._check_not_inside()
         self._check_bytes(sequence)
@@ -256,7 +259,6 @@ class Engine:
         """
         running: list[Handle[Sequence]] = []
         exhausted = False
-        self._batches.size = max(self._batches.size, at_once)
         try:
             while True:
                 while not exhausted and len(running) < at_once:
@@ -266,8 +268,10 @@ class Engine:
                         running.append(self.submit(sequence, _itself))
                 if not running:
                     return
-                # As long as there are more, the first row that is free is taken by the next one.
-                self.run(partial(_all_done if exhausted else _any_done, running, keep_errors))
+                if exhausted:
+                    self.run(partial(_all_done_or_failed, running, keep_errors))
+                else:  # the first row that is free is taken by the next sequence
+                    self.run(partial(_any_done, running))
                 ended = [handle for handle in running if handle.done]
                 running = [handle for handle in running if not handle.done]
                 for handle in ended:
@@ -429,7 +433,11 @@ class Engine:
         for sequence in arrivals:
             scheduler.add(sequence)
         prefilling = [] if scheduler.prefilling is None else [scheduler.prefilling]
-        for sequence in [*scheduler.waiting, *scheduler.active, *prefilling]:
+        self._end_those_that_must([*scheduler.waiting, *scheduler.active, *prefilling])
+
+    def _end_those_that_must(self, sequences: Many[Sequence]) -> None:
+        """End sequences that were cancelled or have reached their deadline."""
+        for sequence in sequences:
             if sequence.must_end:
                 self._end(sequence, _stopped(sequence))
 
@@ -481,7 +489,7 @@ class Engine:
             self._end(sequence)
             return
         self._draft(sequence)
-        self._batches.join(sequence)
+        self._batches.join(sequence, expected=len(self._unfinished))
         self._prefill = None
         self._scheduler.activate(sequence)
         self.notify()
@@ -499,13 +507,8 @@ class Engine:
         if not self._scheduler.streams or self.adapter.decoding == "compile":
             return
         if time.monotonic() - self._decoded_at >= _PAUSE * self._decode_s:
-            self._end_all_that_must()
+            self._end_those_that_must(list(self._scheduler.active))
             self._decode()
-
-    def _end_all_that_must(self) -> None:
-        for sequence in list(self._scheduler.active):
-            if sequence.must_end:
-                self._end(sequence, _stopped(sequence))
 
     def _decode(self) -> None:
         """Decode one token of every row."""
@@ -579,6 +582,14 @@ class Engine:
         """An upper bound on the cache of a sequence."""
         return self.adapter.cache_bytes(sequence.prompt_length + sequence.max_new_tokens)
 
+    def _check_limits(self) -> None:
+        for name in ("max_rows", "max_cache_bytes", "prefill_chunk_size"):
+            value = getattr(self, name)
+            if value is None and name != "max_rows":
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise VLMFastError(f"{name} must be a positive integer, not {value!r}")
+
     def _check_bytes(self, sequence: Sequence) -> None:
         """Refuse a sequence whose text and answer alone need more memory than there is."""
         ids = sequence.ids[0]
@@ -611,14 +622,15 @@ def _itself(sequence: Sequence) -> Sequence:
     return sequence
 
 
-def _any_done(handles: Many[Handle], keep_errors: bool) -> bool:
+def _any_done(handles: Many[Handle]) -> bool:
     return any(handle.done for handle in handles)
 
 
-def _all_done(handles: Many[Handle], keep_errors: bool) -> bool:
+def _all_done_or_failed(handles: Many[Handle], keep_errors: bool) -> bool:
     """Whether all have ended, or one has failed and errors are not kept."""
-    failed = not keep_errors and any(handle.sequence.error is not None for handle in handles)
-    return all(handle.done for handle in handles) or (failed and _any_done(handles, keep_errors))
+    done = [handle.sequence for handle in handles if handle.done]
+    failed = not keep_errors and any(sequence.error is not None for sequence in done)
+    return len(done) == len(handles) or failed
 
 
 def _stopped(sequence: Sequence) -> VLMFastError:

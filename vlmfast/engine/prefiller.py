@@ -14,7 +14,7 @@ from vlmfast.errors import ModelError
 from vlmfast.models.base import Adapter
 
 from .cache import KVCache
-from .chunks import chunks, why_whole
+from .chunks import chunks, splittable
 from .compress import Compression
 from .decode import RowGroup, lasting
 from .hidden_states import nothing_seen
@@ -76,7 +76,8 @@ class Prefiller:
         whole = prepare(self.adapter, inputs, recipe, stats, sequence.trace)
         yield True
         max_new_tokens, rows = sequence.max_new_tokens, len(whole.layout)
-        if rows <= size or why_whole(self.adapter, recipe, whole, rows + max_new_tokens):
+        total = rows + max_new_tokens
+        if rows <= size or not splittable(self.adapter, recipe, whole, total):
             return self.prefill(sequence, whole, max_new_tokens)
         logits, count = None, 0
         for part in chunks(self.adapter, whole, size):

@@ -29,7 +29,6 @@ from transformers import (
     MaxTimeCriteria,
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
-    StoppingCriteria,
     StoppingCriteriaList,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
@@ -50,17 +49,6 @@ _ORDER = (
     TypicalLogitsWarper,
     LogitNormalization,
 )
-
-
-class HostCriterion(StoppingCriteria):
-    """A stopping criterion that reads no tensor."""
-
-    def is_done(self) -> bool:
-        raise NotImplementedError
-
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        size = (input_ids.shape[0],)
-        return torch.full(size, self.is_done(), dtype=torch.bool, device=input_ids.device)
 
 
 @dataclass(frozen=True)
@@ -297,7 +285,7 @@ class Sampler:
             kind = type(criterion)
             if kind is EosTokenCriteria:
                 self._ends.update(criterion.eos_token_id.flatten().tolist())
-            elif kind in (MaxLengthCriteria, MaxTimeCriteria) or issubclass(kind, HostCriterion):
+            elif kind in (MaxLengthCriteria, MaxTimeCriteria):
                 self._known.append(criterion)
             else:
                 others.append(criterion)
@@ -360,8 +348,6 @@ class Sampler:
         return done
 
     def _is_reached(self, criterion: Any) -> bool:
-        if isinstance(criterion, HostCriterion):
-            return criterion.is_done()
         if isinstance(criterion, MaxTimeCriteria):
             return time.time() - criterion.initial_timestamp > criterion.max_time
         positions = criterion.max_position_embeddings

@@ -13,8 +13,8 @@ class Scheduler:
 
     Sequences are admitted by priority, lower values first, and within a priority in the order in
     which they were submitted. One prompt is prefilled at a time. Prompts go before decode steps, so
-    that many rows are decoded together, unless the answer of a row is streamed: then a decode step
-    follows each chunk of a prompt.
+    that many rows are decoded together. A decode step follows each chunk of a prompt that is not
+    its last, and while the answer of a row is streamed, each prompt.
 
     Attributes
     ----------
