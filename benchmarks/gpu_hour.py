@@ -47,10 +47,12 @@ from kernels import kernels
 from vlmfast import VLM, RecipeError, Request
 from vlmfast.core.recipe import Recipe
 from vlmfast.engine.attention import switched
-from vlmfast.engine.decode import Batch, RowGroup, forward
+from vlmfast.engine.decode import Batch, RowGroup
 from vlmfast.engine.engine import Engine
+from vlmfast.engine.forward import forward
 from vlmfast.engine.fused import fusable
 from vlmfast.engine.graphs import StepGraphs, cuda_graph
+from vlmfast.engine.opening import reading
 from vlmfast.engine.prefill import Inputs
 from vlmfast.engine.sequence import Sequence
 from vlmfast.engine.stats import clock
@@ -370,7 +372,7 @@ def prefilled(vlm: VLM, recipe: str, length: int) -> Sequence:
     prompt = kv.prompt(vlm, length)
     text = {"input_ids": torch.zeros(1, 1, dtype=torch.int64, device=vlm.adapter.device)}
     engine, begin = Engine(vlm.adapter), clock(vlm.adapter.device)
-    sequence = engine.reading(Inputs(text), Recipe.of(recipe), begin)
+    sequence = reading(vlm.adapter, Inputs(text), Recipe.of(recipe), begin)
     axes = len(vlm.adapter.positions(text))
     position = prompt.layout.position.expand(axes, -1)
     prompt.layout = prompt.layout.replace(position=position)

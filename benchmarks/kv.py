@@ -45,6 +45,7 @@ from vlmfast.core.recipe import Recipe
 from vlmfast.engine.attention import switched
 from vlmfast.engine.decode import Batch, RowGroup
 from vlmfast.engine.engine import Engine
+from vlmfast.engine.opening import reading
 from vlmfast.engine.prefill import Inputs, Prompt
 from vlmfast.engine.stats import clock
 
@@ -105,7 +106,7 @@ def vlmfast(vlm: VLM, recipe: str, tokens: int) -> Variant:
     """One prefill under a recipe."""
     engine, asked = Engine(vlm.adapter), prompt(vlm, tokens)
     inputs = Inputs({"input_ids": torch.zeros(1, 1, dtype=torch.int64)})
-    sequence = engine.reading(inputs, Recipe.parse(recipe), clock(vlm.adapter.device))
+    sequence = reading(vlm.adapter, inputs, Recipe.parse(recipe), clock(vlm.adapter.device))
     sequence.trace.begin(asked.layout.select(asked.layout.visual), vlm.adapter.depth)
     with switched(vlm.model):
         logits = engine.prefiller.prefill(sequence, asked, 256)

@@ -13,6 +13,7 @@ from vlmfast.core.recipe import Recipe
 from vlmfast.engine.cache import KVCache
 from vlmfast.engine.decode import RowGroup
 from vlmfast.engine.engine import Engine
+from vlmfast.engine.opening import reading
 from vlmfast.engine.prefill import Inputs, Prompt
 from vlmfast.engine.stats import Stats, Trace
 from vlmfast.models.base import Adapter
@@ -29,7 +30,7 @@ class Driven:
         # With a `Prompt` of the test's own, ids are not used.
         inputs.tensors.setdefault("input_ids", torch.zeros(1, 1, dtype=torch.int64))
         begin = time.perf_counter() if begin is None else begin
-        self.sequence = self.engine.reading(inputs, recipe, begin)
+        self.sequence = reading(adapter, inputs, recipe, begin)
 
     @property
     def recipe(self) -> Recipe:

@@ -39,7 +39,7 @@ def plain() -> VLM:
 @pytest.fixture
 def vlm(monkeypatch) -> VLM:
     """A model whose steps are captured by the stand-in."""
-    from vlmfast.engine.cache import KVLayer
+    from vlmfast.engine.kv_layer import KVLayer
 
     # As on CUDA: masks, not lengths, mark the filled slots.
     monkeypatch.setattr(KVLayer, "prefix", False)
@@ -90,9 +90,9 @@ def test_trees_are_captured_by_their_width(plain: VLM, vlm: VLM, recipe: str) ->
 
 def test_growing_beyond_the_buffers_recaptures(plain: VLM, vlm: VLM, monkeypatch) -> None:
     from vlmfast.core import buffers
-    from vlmfast.engine import cache
+    from vlmfast.engine import kv_layer
 
-    monkeypatch.setattr(cache, "_FREE_SLOTS", 8)
+    monkeypatch.setattr(kv_layer, "_FREE_SLOTS", 8)
     monkeypatch.setattr(buffers, "_SMALLEST", 64)
     given = {"images": make_image(seed=0), "max_new_tokens": 120, "eos_token_id": None}
     first = vlm.ask("what is here ?", **given).token_ids

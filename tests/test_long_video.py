@@ -25,7 +25,7 @@ from tiny_models import build_llava, build_llava_next, make_image
 from vlmfast import VLM, MediaError, ModelError, RecipeError, VLMFastError
 from vlmfast.api.long_video import LongVideo
 from vlmfast.core.protocols import CacheStage
-from vlmfast.engine.cache import KVLayer
+from vlmfast.engine.kv_layer import KVLayer
 from vlmfast.engine.prefiller import Prefiller
 from vlmfast.media import OpenVideo, load_video, open_video
 
@@ -591,7 +591,7 @@ import json, sys
 sys.path.insert(0, sys.argv[1])
 from tiny_models import build_llava
 from vlmfast import VLM, media
-from vlmfast.engine.cache import KVLayer
+from vlmfast.engine.kv_layer import KVLayer
 
 seen, update = [0], KVLayer.update
 

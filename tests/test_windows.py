@@ -34,7 +34,8 @@ from vlmfast.core.statistics import ColumnRequest, StatRequest
 from vlmfast.core.training import TrainingContext
 from vlmfast.core.tree import Tree
 from vlmfast.engine.attention import switched
-from vlmfast.engine.cache import KVCache, KVLayer
+from vlmfast.engine.cache import KVCache
+from vlmfast.engine.kv_layer import KVLayer
 from vlmfast.engine.prefill import Inputs, prefill, prepare
 from vlmfast.engine.stats import Stats, Trace
 

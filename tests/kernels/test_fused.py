@@ -24,7 +24,7 @@ from vlmfast.core.protocols import CacheStage
 from vlmfast.core.recipe import Recipe
 from vlmfast.engine.attention import switched
 from vlmfast.engine.cache import KVCache
-from vlmfast.engine.decode import shifted
+from vlmfast.engine.forward import shifted
 from vlmfast.engine.fused import fusable, fused_step
 from vlmfast.engine.prefill import Inputs
 from vlmfast.kernels import norm_rope_append, swiglu

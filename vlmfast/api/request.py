@@ -22,6 +22,7 @@ from vlmfast.core.protocols import EncodeStage, InEncoderStage, MediaStage
 from vlmfast.core.recipe import Recipe
 from vlmfast.engine.engine import engine_of
 from vlmfast.engine.handle import Handle
+from vlmfast.engine.opening import open_sequence
 from vlmfast.engine.prefill import Inputs
 from vlmfast.engine.prefiller import too_long
 from vlmfast.engine.sequence import Sequence
@@ -355,7 +356,7 @@ def opened(
     Parameters
     ----------
     begin, **more
-        Passed to `Engine.open`.
+        Passed to `engine.opening.open_sequence`.
     """
     check_length(adapter, inputs.tensors, recipe, generation)
     return begun(adapter, inputs, recipe, begin, generation, **more)
@@ -371,7 +372,8 @@ def begun(
 ) -> Sequence:
     """Like `opened` without the length check; errors of Hugging Face become `VLMFastError`."""
     try:
-        return engine_of(adapter).open(
+        return open_sequence(
+            adapter,
             inputs,
             recipe,
             generation.for_loop(),

@@ -26,6 +26,7 @@ from vlmfast.core.protocols import InEncoderStage, MediaStage
 from vlmfast.core.recipe import Recipe
 from vlmfast.engine.engine import engine_of
 from vlmfast.engine.handle import Handle
+from vlmfast.engine.opening import fitted, reading
 from vlmfast.engine.prefill import Inputs, Seen, look
 from vlmfast.engine.prefix import Prefix, copied
 from vlmfast.engine.sequence import Phase, Prefill, Sequence
@@ -211,7 +212,7 @@ class Session:
         images_read, frames, sizes = prompt.images, prompt.frames, prompt.sizes
         loaded = time.perf_counter()
         engine = engine_of(adapter)
-        engine.fitted(recipe)  # raises for recipes that the engine does not run
+        fitted(adapter, recipe)  # raises for recipes that the engine does not run
         if not images_read:
             return cls(group, recipe, history, None, Stats())
         begin = time.perf_counter()
@@ -257,7 +258,7 @@ class Session:
             return None
 
         more = {"prefill": prefill, "keeps_cache": True}
-        sequence = engine.reading(inputs, recipe, begin, stats, images_read, **more)
+        sequence = reading(adapter, inputs, recipe, begin, stats, images_read, **more)
         with engine.submit(sequence, lambda sequence: opened[0]) as handle:
             session = handle.result()
         stats.time_total_s = time.perf_counter() - start

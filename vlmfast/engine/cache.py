@@ -5,14 +5,6 @@ it. *Physical* length counts the slots in use of a layer, row and head; masks an
 follow it, and it differs between layers, rows and heads as soon as something is dropped. *Capacity*
 counts the slots of the buffers.
 
-A frozen layer holds, per row and head, ``[segment]...[tail]``: quantized slots, then slots in the
-model's dtype. New tokens go to the tail.
-
-Some models have layers that attend within a *window*. As in the model itself, it counts the rows
-that entered the layer: rows dropped before the layer do not count, rows evicted afterwards do.
-After prefill such a layer holds the last ``window - 1`` rows, which are all that later tokens can
-see, and cache stages work on these. Slots that leave the window during decoding are masked.
-
 Sequences that are decoded together share buffers. Those have at least as many batch rows as are in
 use, which come first; tensors of a cache are views of these. A row that joins is written after the
 last one, and the last one takes the place of a row that leaves, so that no other row is copied.
@@ -23,560 +15,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from vlmfast.core.buffers import BufferPool, bucket, capacity_class
+from vlmfast.core.buffers import BufferPool, capacity_class
 from vlmfast.core.former import FormerAttribute
-from vlmfast.core.kv import KV
 from vlmfast.kernels.quantize_kv import Segment
 
-_FREE_SLOTS = 256  # that a frozen layer starts with at most, and gains when it is full
-_SLOTWISE = ("keys", "values", "order", "rank", "attention_mass", "bias")
+from .kv_layer import SLOTWISE, KVLayer
+
 _BY_ROW = {"length": 1, "seen": 0, "position": -2, "shifts": 1}  # with the axis of the rows
-
-
-class KVLayer(CacheLayerMixin):
-    """Keys and values of one layer, for one row during prefill and for B rows afterwards.
-
-    During prefill, ``keys`` and ``values`` are (1, H, S, D), or ``kv`` holds the output of a cache
-    stage.
-
-    Attributes (frozen)
-    -------------------
-    keys, values : Tensor, (B, H, capacity, D)
-        The tail.
-    length : Tensor, int64, (B, H)
-        Slots in use in the tail; on the device, a view into `KVCache.length`.
-    max_lengths : list of int
-        The largest of each row's lengths, on the host.
-    segments : list of Segment
-        Quantized slots, leading dimensions (B, H), one segment per kind.
-    order : Tensor, int64, (B, H, capacity), optional
-        Index of each slot's token in the full sequence, where a decode stage reads it.
-    rank : Tensor, int32, (B, H, capacity), optional
-        Of a layer with a window whose slots may have gaps: the index of each slot's token among
-        the rows that entered the layer, counted so that the next token's is ``seen``. In its
-        segments, ``order`` holds the same. Without it, slots are contiguous up to the next token.
-    attention_mass : Tensor, float32, (B, H, capacity), optional
-        Attention received, where a decode stage reads it.
-    bias : Tensor, float32, (B, H, capacity), optional
-        Added to the logits of each slot.
-    shift : list of int
-        How much smaller this layer's rotary ids are than the running position, by row.
-    window : int, optional
-        How many rows a row of this layer sees, itself included; all of them if ``None``.
-    gap : list of int
-        Ids of each row's prompt that did not enter this layer.
-    stored : list of list of int
-        By segment and row: slots in use, on the host.
-    evens : list of bool
-        By row: whether all heads are equally long.
-    """
-
-    is_compileable = False  # True would make generate() compile the model
-
-    # In Hugging Face's class these are `None` until the layer has run; only `update` and
-    # `held_bytes` read them before. `length` and `seen` exist once the layer is `frozen`.
-    keys: Tensor
-    values: Tensor
-    length: Tensor
-    seen: Tensor
-
-    def __init__(self, pool: BufferPool, window: int | None = None) -> None:
-        super().__init__()
-        self.pool, self.window = pool, window
-        self.kv: KV | None = None
-        self.max_lengths: list[int] = [0]
-        self.stored: list[list[int]] = []
-        self.segments: list[Segment] = []
-        self.order: Tensor | None = None
-        self.rank: Tensor | None = None
-        self.attention_mass: Tensor | None = None
-        self.bias: Tensor | None = None
-        self.entered: Tensor | None = None  # (S,): ``order`` of the rows that entered the layer
-        self.rows = 0  # how many rows entered
-        self.gap: list[int] = [0]
-        self.incoming: Tensor | None = None  # (T,): bias of the next tokens
-        self.shift: list[int] = [0]
-        self.evens = [True]
-        # Buffers and segments with more rows than are in use; the attributes above are their views.
-        self._buffers: dict[str, Tensor] = {}
-        self._stores: list[Segment] = []
-        self.replaced = 0  # how often a segment moved to a larger buffer
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.dtype, self.device = key_states.dtype, key_states.device
-        self.is_initialized = True
-
-    @property
-    def frozen(self) -> bool:
-        return hasattr(self, "length")
-
-    @property
-    def even(self) -> bool:
-        """Whether all heads of each row are equally long."""
-        return all(self.evens)
-
-    @even.setter
-    def even(self, value: bool) -> None:
-        self.evens = [value]
-
-    @property
-    def capacity(self) -> int:
-        """Slots of the tail's buffers."""
-        return self.keys.shape[2]
-
-    @property
-    def prefix(self) -> bool:
-        """Whether the slots in use are a prefix of the buffers, the same for all rows and heads.
-
-        Hugging Face's own attention over this prefix is then bit-identical. On CUDA, shapes must
-        not change between steps, so masks select the slots.
-        """
-        return (
-            self.even
-            and min(self.max_lengths) == max(self.max_lengths)
-            and self.device.type == "cpu"
-        )
-
-    def extent(self, tokens: int) -> int:
-        """How many slots attention reads, with ``tokens`` new ones: none after the longest row.
-
-        On CUDA, shapes must not change between steps.
-        """
-        return max(self.max_lengths) + tokens if self.device.type == "cpu" else self.capacity
-
-    # --- prefill ---------------------------------------------------------------------------------
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Append (B, H, T, D). A frozen layer writes after ``length`` without advancing it."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        if self.frozen:
-            self._write(key_states, value_states)
-            return self.keys, self.values
-        if self.keys is not None:
-            key_states = torch.cat([self.keys, key_states], dim=2)
-            value_states = torch.cat([self.values, value_states], dim=2)
-        self.keys, self.values = key_states, value_states
-        self.rows = key_states.shape[2]
-        self.max_lengths = [self.rows]
-        return self.keys, self.values
-
-    def slide(self) -> None:
-        """Drop what later tokens cannot see: all but the last ``window - 1`` rows."""
-        assert self.window is not None
-        start = max(self.keys.shape[2] - self.window + 1, 0)
-        # Copies, so that the rest is freed.
-        self.keys, self.values = self.keys[:, :, start:].clone(), self.values[:, :, start:].clone()
-        self.bias = None if self.bias is None else self.bias[..., start:]
-        self.max_lengths = [self.keys.shape[2]]
-
-    def put(self, kv: KV) -> None:
-        """Replace the collected keys and values by the output of a cache stage."""
-        self.kv, self.bias = kv, None
-        self.keys = self.values = None  # type: ignore[assignment]  # not read before `freeze`
-        self.max_lengths = [len(kv)]
-        self.stored = [[int(segment.lengths.max())] for segment in kv.segments]
-
-    def freeze(
-        self,
-        max_new_tokens: int,
-        length: Tensor,
-        seen: Tensor,
-        logical: int,
-        track: bool,
-        attention_mass: bool,
-    ) -> None:
-        """Move to buffers with free slots for up to ``max_new_tokens`` tokens.
-
-        Parameters
-        ----------
-        length : Tensor, (1, H)
-            Filled with the slots in use.
-        seen : Tensor, (1,)
-            Ids consumed so far, on the device.
-        logical : int
-            The same on the host.
-        track, attention_mass : bool
-            Whether decode stages read ``order`` and ``attention_mass``; only for layers that were
-            `put`.
-        """
-        kv, self.kv = self.kv, None
-        order = masses = rank = None
-        if kv is None:
-            keys, values, bias = self.keys, self.values, self.bias
-            length.fill_(keys.shape[2])
-            bias = None if bias is None else bias.expand(1, keys.shape[1], -1)
-        else:
-            keys, values, order = kv.keys[None], kv.values[None], kv.order[None]
-            bias, masses = (None if x is None else x[None] for x in (kv.bias, kv.attention_mass))
-            length.copy_(kv.lengths[None])
-            self.even = bool((kv.lengths == kv.lengths[0]).all())
-            self.segments = [segment.unsqueeze() for segment in kv.segments]
-            rank = self._ranked(kv, logical)
-        self.gap, self.entered = [logical - self.rows], None
-        self.length, self.seen, self.max_lengths = length, seen, [keys.shape[2]]
-        capacity = bucket(keys.shape[2] + min(max_new_tokens, _FREE_SLOTS))
-        self.keys, self.values = self._buffer(keys, capacity), self._buffer(values, capacity)
-        self.bias = None if bias is None else self._buffer(bias, capacity)
-        self.rank = None if rank is None else self._buffer(rank[None], capacity)
-        if track:
-            assert order is not None
-            self.order = self._buffer(order, capacity)
-        if attention_mass:
-            start = torch.zeros(keys.shape[:3], device=keys.device) if masses is None else masses
-            self.attention_mass = self._buffer(start, capacity)
-
-    def _ranked(self, kv: KV, logical: int) -> Tensor | None:
-        """`rank` of the slots of ``kv``, (H, N); also replaces the ``order`` of its segments."""
-        if self.window is None:
-            return None
-        entered = self.entered
-        assert entered is not None
-
-        def rank(order: Tensor) -> Tensor:
-            index = torch.searchsorted(entered, order.to(entered.dtype).contiguous())
-            return (index + logical - self.rows).to(torch.int32)
-
-        self.segments = [replace(s, order=rank(s.order)) for s in self.segments]
-        return rank(kv.order)
-
-    # --- buffers ---------------------------------------------------------------------------------
-
-    def _buffer(self, source: Tensor, capacity: int) -> Tensor:
-        """Copy (B, H, N, ...) to the beginning of a buffer of ``capacity`` slots."""
-        shape = (*source.shape[:2], capacity, *source.shape[3:])
-        buffer = self.pool.take(shape, source.dtype, source.device, clear=False)
-        taken = min(source.shape[2], capacity)
-        buffer[:, :, :taken] = source[:, :, :taken]
-        buffer[:, :, taken:] = 0
-        return buffer
-
-    def _give(self, name: str) -> None:
-        self.pool.give(self._buffers.pop(name, getattr(self, name)))
-
-    def outgrown(self, tokens: int) -> bool:
-        """Whether ``tokens`` more do not fit in every row."""
-        return max(self.max_lengths) + tokens > self.capacity
-
-    def enlarged(self, tokens: int, row: int = 0) -> int:
-        """The capacity with which ``tokens`` more fit in a row."""
-        need = self.max_lengths[row] + tokens
-        if need <= self.capacity:
-            return self.capacity
-        return bucket(need + max(_FREE_SLOTS - tokens, 0))
-
-    def reserve(self, tokens: int) -> None:
-        """Make sure that ``tokens`` more fit.
-
-        Raises
-        ------
-        RuntimeError
-            Where they do not, in buffers that rows share: these do not grow for one row.
-        """
-        if not self.outgrown(tokens):
-            return
-        if self._buffers:
-            raise RuntimeError(f"{tokens} more tokens do not fit; the rows must leave their group")
-        capacity = self.enlarged(tokens)
-        for name in _SLOTWISE:
-            if (old := getattr(self, name)) is not None:
-                setattr(self, name, self._buffer(old, capacity))
-                self.pool.give(old)
-
-    def _write(self, keys: Tensor, values: Tensor) -> None:
-        tokens = keys.shape[2]
-        self.reserve(tokens)
-        index = self.length[..., None] + torch.arange(tokens, device=self.device)
-        if self.prefix:
-            new = slice(self.max_lengths[0], self.max_lengths[0] + tokens)
-            self.keys[:, :, new], self.values[:, :, new] = keys, values
-        else:
-            rows, heads = (torch.arange(n, device=self.device) for n in keys.shape[:2])
-            at = rows[:, None, None], heads[:, None], index
-            self.keys[at], self.values[at] = keys, values  # much faster than `scatter_`
-        if self.incoming is not None and self.bias is None:
-            nothing = torch.zeros(*index.shape[:2], 0, device=self.device)
-            self.bias = self._buffer(nothing, self.capacity)
-        self.note(tokens)
-        if self.incoming is not None and self.bias is not None:
-            self.bias.scatter_(2, index, self.incoming.to(self.bias.dtype).expand_as(index))
-
-    def note(self, tokens: int) -> None:
-        """Initialize what accompanies the keys and values of the next ``tokens`` slots."""
-        if all(x is None for x in (self.order, self.rank, self.attention_mass, self.bias)):
-            return
-        steps = torch.arange(tokens, device=self.device)
-        index = self.length[..., None] + steps
-        for buffer in (self.order, self.rank):
-            if buffer is not None:
-                new = (self.seen[:, None, None] + steps).to(buffer.dtype)
-                buffer.scatter_(2, index, new.expand_as(index))
-        for buffer in (self.attention_mass, self.bias):  # slots may have been used before
-            if buffer is not None:
-                buffer.scatter_(2, index, torch.zeros_like(index, dtype=buffer.dtype))
-
-    def append(self, kv: KV, tokens: int) -> None:
-        """Block-wise prefill: replace the last ``tokens`` that were written by ``kv``."""
-        kept = len(kv)
-        start = self.length[0]
-        index = start[:, None] + torch.arange(kept, device=self.device)
-        for buffer, new in ((self.keys, kv.keys), (self.values, kv.values)):
-            at = index[..., None].expand_as(new)
-            buffer[0].scatter_(1, at, new.to(self.dtype))
-        extra = (
-            (self.order, kv.order),
-            (self.attention_mass, kv.attention_mass),
-            (self.bias, kv.bias),
-        )
-        for stored, added in extra:
-            if stored is not None and added is not None:
-                stored[0].scatter_(1, index, added.to(stored.dtype))
-        start.add_(kv.lengths)
-        even = bool((kv.lengths == kv.lengths[0]).all())
-        self.evens[0] = self.evens[0] and even
-        self.max_lengths[0] = int(start.max())
-
-    def mask(self, tokens: int, tree: Tensor | None = None, sliding: bool = False) -> Tensor:
-        """Bool (B, H, T, capacity): slots that each of the next ``tokens`` may read.
-
-        ``tree`` (B, T, T) marks which of these tokens see each other; a token that does not see
-        itself sees nothing. Without it, attention is causal. ``sliding``: whether any slot in use
-        is outside the layer's window.
-        """
-        slots = torch.arange(self.keys.shape[2], device=self.device)
-        depth = self._depth(tokens, tree) if sliding else None
-        if tree is not None:
-            if depth is not None:
-                assert self.window is not None
-                tree = tree & (depth[:, :, None] - depth[:, None] < self.window)
-            at = slots - self.length[..., None]  # (B, H, capacity): index among the new tokens
-            new = (at >= 0) & (at < tokens)
-            at = at.clamp(0, tokens - 1)[:, :, None].expand(-1, -1, tokens, -1)
-            own = tree[:, None].expand(-1, at.shape[1], -1, -1).gather(3, at)
-            old = (slots < self.length[..., None])[:, :, None]
-            old = old & tree.diagonal(dim1=1, dim2=2)[:, None, :, None]
-            if depth is not None:
-                old = old & self._near(self.ranks(), depth)
-            return torch.where(new[:, :, None], own, old)
-        last = self.length[..., None] + torch.arange(tokens, device=self.device)
-        mask = slots <= last[..., None]
-        return mask if depth is None else mask & self._near(self.ranks(), depth)
-
-    # --- windows ---------------------------------------------------------------------------------
-
-    def ranks(self) -> Tensor:
-        """`rank`, computed where it is not stored: (B, H, capacity)."""
-        if self.rank is not None:
-            return self.rank
-        slots = torch.arange(self.keys.shape[2], device=self.device)
-        return (self.seen[:, None] - self.length)[..., None] + slots
-
-    def _depth(self, tokens: int, tree: Tensor | None) -> Tensor:
-        """Offset of each of the next ``tokens`` from the first of them, (B or 1, T)."""
-        if tree is None:
-            return torch.arange(tokens, device=self.device)[None]
-        return tree.sum(-1) - 1
-
-    def _near(self, rank: Tensor, depth: Tensor) -> Tensor:
-        """Bool (B, H, T, N): which slots of ``rank`` are in the window of each token."""
-        assert self.window is not None
-        first = self.seen[:, None] + depth - self.window + 1
-        return rank[:, :, None] >= first[:, None, :, None]
-
-    def opened(
-        self, segment: Segment, tokens: int, tree: Tensor | None, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Dequantize a segment: keys, values (B, H, N, D), mask (B, H, T, N) and bias."""
-        keys, values = segment.dequantize(dtype)
-        mask = segment.valid[:, :, None] & self._near(segment.order, self._depth(tokens, tree))
-        if tree is not None:
-            mask = mask & tree.diagonal(dim1=1, dim2=2)[:, None, :, None]
-        return keys, values, mask, segment.bias
-
-    def receive(self, attention_mass: Tensor, sliding: bool) -> None:
-        """Count the attention that the first N slots of the tail have just received, (B, H, N).
-
-        Slots that have left the window receive no more attention; theirs is set to zero.
-        """
-        assert self.attention_mass is not None
-        self.attention_mass[:, :, : attention_mass.shape[2]] += attention_mass
-        if sliding:
-            assert self.window is not None
-            gone = self.ranks() <= (self.seen - self.window)[:, None, None]
-            self.attention_mass.masked_fill_(gone, 0.0)
-
-    def release(self) -> None:
-        """Return the buffers; the layer must not be used afterwards."""
-        for name in _SLOTWISE:
-            if self.frozen:
-                self._give(name)
-            setattr(self, name, None)
-        self.segments, self._stores, self.kv = [], [], None
-
-    # --- rows ------------------------------------------------------------------------------------
-
-    def page(self, row: int, count: int, page: Segment) -> None:
-        """Replace the first ``count`` slots of a row's tail by ``page``, (H, ...)."""
-        if self.bias is not None and page.bias is None:
-            page = replace(page, bias=self.bias[row, :, :count].clone())
-        if self.rank is not None:
-            page = replace(page, order=self.rank[row, :, :count].clone())
-        at = self._segment_for(row, page, grows=page.group > 0)
-        self._write_segment(at, row, page, count)
-        for name in _SLOTWISE:
-            buffer = getattr(self, name)
-            if buffer is not None:
-                buffer[row, :, : buffer.shape[2] - count] = buffer[row, :, count:].clone()
-        self.length[row].sub_(count)
-        self.max_lengths[row] -= count
-
-    def _segment_for(self, row: int, page: Segment, *, grows: bool) -> int:
-        """Index of the segment for ``page`` (H, ...) of a row; a new one where none is suitable.
-
-        ``grows``: whether it may be appended to slots that the row has. A segment with one set of
-        parameters for all slots cannot grow.
-        """
-        for at, segment in enumerate(self.segments):
-            alike = segment.key == page.key and segment.key_step.dtype == page.key_step.dtype
-            if alike and (grows or not self.stored[at][row]):
-                return at
-        rows = len(self.max_lengths)
-        self.segments.append(Segment.empty(page.unsqueeze(), rows))
-        self.stored.append([0] * rows)
-        if self._buffers:
-            self._stores.append(Segment.empty(page.unsqueeze(), self.size))
-        return len(self.segments) - 1
-
-    def _write_segment(self, at: int, row: int, page: Segment, count: int) -> None:
-        """Write ``page`` (H, ...), of which ``count`` slots are in use, after those of the row."""
-        stores = self._stores if self._buffers else self.segments
-        store, start, rows = stores[at], self.stored[at][row], len(self.max_lengths)
-        need, bias = start + len(page), page.bias is not None
-        if need > len(store) or (bias and store.bias is None):
-            slots = (capacity_class if self._buffers else bucket)(max(need, len(store)))
-            group = store.group or 1
-            store = store.resized(self.size, -(-slots // group) * group, bias=bias)
-            stores[at] = store
-            self.replaced += 1
-        store.write(row, start, page)
-        self.stored[at][row] += count
-        if self._buffers:
-            self.segments[at] = store.select(slice(rows))
-
-    def state(self, index: int) -> dict[tuple, Tensor]:
-        """The part of a layer in `KVCache.state`."""
-        state: dict[tuple, Tensor] = {(index, name): x for name, x in self._buffers.items()}
-        for number, store in enumerate(self._stores):
-            state |= {(index, number, at): x for at, x in enumerate(store.tensors())}
-        return state
-
-    @property
-    def size(self) -> int:
-        """Rows of the buffers."""
-        return len(self._buffers.get("keys", self.keys))
-
-    def resize(self, size: int) -> None:
-        """Move to buffers of ``size`` rows, whose capacity is that of a class."""
-        rows, capacity = len(self.max_lengths), capacity_class(self.capacity)
-        buffers, stores = {}, []  # nothing changes where memory is exhausted
-        for name in _SLOTWISE:
-            if (old := getattr(self, name)) is not None:
-                shape = (size, old.shape[1], capacity, *old.shape[3:])
-                buffers[name] = self.pool.take(shape, old.dtype, old.device, clear=False)
-                buffers[name][:rows, :, : old.shape[2]] = old
-                buffers[name][:rows, :, old.shape[2] :] = 0  # `join` clears other rows
-        for segment in self.segments:
-            group = segment.group or 1
-            slots = -(-capacity_class(len(segment)) // group) * group
-            stores.append(segment.resized(size, slots))
-        for name in buffers:
-            self._give(name)
-        self._buffers, self._stores = buffers, stores
-        self.replaced += 1
-        self.show(rows)
-
-    def show(self, rows: int) -> None:
-        """Make the tensors views of the first ``rows`` rows of the buffers."""
-        for name, buffer in self._buffers.items():
-            setattr(self, name, buffer[:rows])
-        self.segments = [store.select(slice(rows)) for store in self._stores]
-
-    def join(self, other: KVLayer, source: int) -> None:
-        """Write a row of ``other`` after the last row."""
-        row, count = len(self.max_lengths), other.max_lengths[source]
-        for name, buffer in self._buffers.items():
-            buffer[row, :, :count] = getattr(other, name)[source, :, :count]
-            buffer[row, :, count:] = 0  # may hold anything, and NaN * 0 is NaN
-        self.max_lengths.append(count)
-        self.shift.append(other.shift[source])
-        self.gap.append(other.gap[source])
-        self.evens.append(other.evens[source])
-        for stored in self.stored:
-            stored.append(0)
-        for segment, lengths in zip(other.segments, other.stored, strict=True):
-            if count := lengths[source]:
-                page = segment.select(slice(source, source + 1)).first(count).squeeze()
-                at = self._segment_for(row, page, grows=False)
-                self._write_segment(at, row, page, count)
-
-    def leave(self, row: int, *, keep: bool) -> None:
-        """Move the last row to ``row``, which leaves. ``keep``: also segments without slots."""
-        last = len(self.max_lengths) - 1
-        if row != last:
-            for buffer in self._buffers.values():
-                buffer[row] = buffer[last]
-            for store in self._stores:
-                store.move(last, row)
-        for store in self._stores:
-            store.lengths[last] = 0
-        by_row: list[list] = [self.max_lengths, self.shift, self.gap, self.evens, *self.stored]
-        for values in by_row:
-            values[row] = values[last]
-            values.pop()
-        if not keep:
-            used = [at for at, stored in enumerate(self.stored) if any(stored)]
-            self._stores = [self._stores[at] for at in used]
-            self.stored = [self.stored[at] for at in used]
-
-    def slots(self, row: int) -> int:
-        """Physical length of a row: its segments and its tail, of the longest head."""
-        return self.max_lengths[row] + sum(stored[row] for stored in self.stored)
-
-    def held_bytes(self) -> int:
-        """Bytes in use, including the parameters of segments, excluding free slots."""
-        segments: Sequence[Segment] = ()
-        if self.frozen:
-            taken, segments = int(self.length.sum()), self.segments
-        elif self.kv is not None:
-            taken, segments = int(self.kv.lengths.sum()), self.kv.segments
-        elif self.keys is None:  # the layer has not run yet
-            return 0
-        else:
-            taken = self.keys.shape[1] * self.max_lengths[0]
-        keys = self.kv.keys if self.kv is not None else self.keys
-        each = 2 * keys.shape[-1] * keys.element_size()
-        if self.frozen:
-            extra = (self.order, self.rank, self.attention_mass, self.bias)
-            each += sum(e.element_size() for e in extra if e is not None)
-        return taken * each + sum(segment.held_bytes() for segment in segments)
-
-    def get_seq_length(self) -> int:
-        return int(self.seen.max()) if self.frozen else self.max_lengths[0]
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return max(self.max_lengths) + query_length, 0
-
-    def get_max_length(self) -> int:
-        return -1
 
 
 class KVCache(Cache):
@@ -759,7 +210,7 @@ class KVCache(Cache):
         for layer in self.layers if moves else ():
             source = layer.length[..., None] + index[:, None]
             target = layer.length[..., None] + torch.arange(index.shape[1], device=index.device)
-            for name in _SLOTWISE:
+            for name in SLOTWISE:
                 buffer = getattr(layer, name)
                 if buffer is None:
                     continue
@@ -820,7 +271,7 @@ class KVCache(Cache):
             (
                 layer.window,
                 self._shifted.get(index),
-                *(getattr(layer, name) is not None for name in _SLOTWISE),
+                *(getattr(layer, name) is not None for name in SLOTWISE),
             )
             for index, layer in enumerate(self.layers)
         )
@@ -956,7 +407,7 @@ class KVCache(Cache):
                     copy.segments.append(segment.select(rows).first(max(own)).clone())
                     copy.stored.append(own)
             capacity = layer.enlarged(tokens, row or 0)
-            for name in _SLOTWISE:
+            for name in SLOTWISE:
                 buffer = getattr(layer, name)
                 if buffer is not None:
                     setattr(copy, name, copy._buffer(buffer[rows], capacity))
@@ -979,7 +430,7 @@ class KVCache(Cache):
         """Bytes of the buffers of one row in a group, without segments."""
         total = 0
         for layer in self.layers:
-            for name in _SLOTWISE:
+            for name in SLOTWISE:
                 if (x := getattr(layer, name)) is not None:
                     of_slot = x.element_size() * x.shape[1] * math.prod(x.shape[3:])
                     total += capacity_class(layer.capacity) * of_slot
@@ -1119,7 +570,7 @@ class RowSlots:
 
     def evict(self, slot: Tensor) -> None:
         last = (self.length - 1)[:, None]
-        for name in _SLOTWISE:
+        for name in SLOTWISE:
             buffer = getattr(self._layer, name)
             if buffer is not None:
                 row = buffer[self._row]

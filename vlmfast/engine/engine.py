@@ -3,10 +3,6 @@
 A request is submitted from any thread and becomes a sequence. One thread at a time runs the engine,
 step by step: a thread that waits for an answer, or else a background thread. A step prefills one
 chunk of a prompt, or decodes one token of every row. See docs/engine.md.
-
-Hugging Face's ``generate`` prepares logits processors, stopping criteria and the generation config
-of each sequence; the engine calls them in the same order and with the same ids, so that tokens and
-random numbers are those of Hugging Face's sampling loop (`engine.sampling`).
 """
 
 from __future__ import annotations
@@ -19,15 +15,12 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Many
 from contextlib import suppress
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
-from torch import Tensor, nn
-from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
-from transformers.generation.utils import GenerationMixin
+from torch import Tensor
 
 from vlmfast.core.protocols import DrafterStage
-from vlmfast.core.recipe import Recipe
 from vlmfast.errors import (
     DeadlineExceeded,
     ModelError,
@@ -40,18 +33,15 @@ from .attention import switched
 from .batches import Batches
 from .decode import lasting
 from .handle import Handle
-from .hidden_states import Watch
 from .interleave import interleaved
 from .memory import free_bytes, total_bytes
 from .mode import Mode
-from .prefill import Inputs
 from .prefiller import Prefiller
 from .rounds import Rounds, fail
-from .sampling import Sampler
 from .scheduler import Scheduler
 from .sequence import Phase, Prefill, Sequence
-from .speculation import Speculation, check, drafting
-from .stats import Stats, Trace, clock
+from .speculation import Speculation
+from .stats import clock
 
 _PAUSE = 1.0  # least time between two interleaved decode steps, in mean decode steps
 _IDLE = 0.002  # seconds between looks at media that are being read
@@ -105,100 +95,6 @@ class Engine:
         self._scheduler, self._batches, self._rounds = Scheduler(), Batches(), Rounds(self.adapter)
         self._prefill: Prefill | None = None  # of the sequence that is prefilled
         self._decoded_at, self._decode_s = 0.0, 0.0  # end and mean time of decode steps
-
-    # --- opening ---------------------------------------------------------------------------------
-
-    def fitted(self, recipe: Recipe) -> tuple[Recipe, Watch | None]:
-        """The recipe fitted to the model, and the `Watch` that records a prompt for its drafters.
-
-        Raises
-        ------
-        RecipeError
-            When its drafters cannot work together, or on this model.
-        """
-        recipe = recipe.fitted(self.adapter.depth, self.adapter.min_drop_layer)
-        drafters = recipe.acting(DrafterStage)
-        if not drafters:
-            return recipe, None
-        check(drafters, self.adapter)
-        return recipe, Watch(drafting(drafters, self.adapter), self.adapter.depth)
-
-    def open(
-        self,
-        inputs: Inputs,
-        recipe: Recipe,
-        arguments: dict[str, Any],
-        *,
-        begin: float,
-        streamer: Any = None,
-        seed: int | None = None,
-        strict: bool = False,
-        cut: bool = False,
-        number: int = 0,
-        stats: Stats | None = None,
-        images: Many[Any] = (),
-        **more: Any,
-    ) -> Sequence:
-        """A sequence prepared by Hugging Face's ``generate``; nothing is computed yet.
-
-        Parameters
-        ----------
-        arguments : dict
-            For ``generate``.
-        begin, streamer, strict, cut, number, **more
-            As in `Sequence`.
-        seed : int, optional
-            As in `Sampler`; drawn later where drafts of a sampled answer need one.
-        stats : Stats, optional
-            The cost of the prompt so far.
-        images : sequence of PIL.Image.Image
-            For the trace.
-        """
-        recipe, watch = self.fitted(recipe)
-        ids = inputs.tensors["input_ids"]
-        sampler = generate_of(self.adapter.model)(
-            input_ids=ids,
-            attention_mask=torch.ones_like(ids),
-            # Given, so that families with rotary state of their own do not compute and keep it.
-            position_ids=torch.arange(ids.shape[1], device=ids.device)[None],
-            custom_generate=_prepared,
-            vlmfast_seed=seed,
-            **arguments,
-        )
-        return Sequence(
-            inputs,
-            recipe,
-            sampler,
-            begin,
-            streamer,
-            strict,
-            cut,
-            number,
-            stats=Stats() if stats is None else stats,
-            trace=Trace(images=list(images)),
-            watch=watch,
-            **more,
-        )
-
-    def reading(
-        self,
-        inputs: Inputs,
-        recipe: Recipe,
-        begin: float,
-        stats: Stats | None = None,
-        images: Many[Any] = (),
-        **more: Any,
-    ) -> Sequence:
-        """A sequence that is only prefilled, without settings for an answer."""
-        recipe, watch = self.fitted(recipe)
-        ids = inputs.tensors["input_ids"]
-        config = GenerationConfig(max_length=ids.shape[1])
-        sampler = Sampler(ids, LogitsProcessorList(), StoppingCriteriaList(), config)
-        stats = Stats() if stats is None else stats
-        trace = Trace(images=list(images))
-        return Sequence(
-            inputs, recipe, sampler, begin, stats=stats, trace=trace, watch=watch, **more
-        )
 
     # --- requests --------------------------------------------------------------------------------
 
@@ -655,22 +551,3 @@ def _numbered(sequence: Sequence) -> Exception:
     numbered = type(error)(f"request {sequence.number}: {error}")
     numbered.__cause__ = error
     return numbered
-
-
-def generate_of(model: nn.Module) -> Callable[..., Any]:
-    """Hugging Face's ``generate``; `attach` may have replaced that of the model."""
-    of_class: Callable[..., Any] = getattr(type(model), "generate", GenerationMixin.generate)
-    return partial(of_class, model)
-
-
-def _prepared(
-    model: Any,
-    input_ids: Tensor,
-    logits_processor: Any,
-    stopping_criteria: Any,
-    generation_config: Any,
-    vlmfast_seed: int | None = None,
-    **kwargs: Any,
-) -> Sampler:
-    """The callable that ``generate(custom_generate=...)`` calls instead of its own loop."""
-    return Sampler(input_ids, logits_processor, stopping_criteria, generation_config, vlmfast_seed)

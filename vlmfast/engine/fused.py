@@ -22,7 +22,8 @@ from vlmfast.kernels.swiglu import swiglu
 from vlmfast.models.base import Adapter
 
 from .attention import text_attention
-from .cache import JointCache, JointLayer, KVCache, KVLayer
+from .cache import JointCache, JointLayer, KVCache
+from .kv_layer import KVLayer
 
 if TYPE_CHECKING:
     from vlmfast.models.base import TextDecoder

@@ -1,0 +1,126 @@
+"""The forward pass of a decode step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from vlmfast.core.contexts import Context, DecodeContext
+from vlmfast.kernels.tree_verify import WORD
+from vlmfast.models.base import Adapter
+
+from .cache import JointCache, KVCache
+from .fused import fusable, fused_step
+from .hidden_states import capture_layer_inputs
+from .output import Output
+
+
+def forward(
+    adapter: Adapter,
+    cache: KVCache | JointCache,
+    aux_layers: tuple[int, ...],
+    tokens: Tensor,
+    offset: Tensor | None = None,
+    tree: Tensor | None = None,
+) -> Output:
+    """The device part of a step, from embedding to logits, which can be captured.
+
+    Parameters
+    ----------
+    cache : KVCache or JointCache
+    aux_layers : tuple of int
+        Layers whose input is returned.
+    tokens : Tensor, int64, (B, T)
+    offset : Tensor, int64, (B, T), optional
+        Offset of each token from the next position. Without it, T is 1 and the token is
+        counted.
+    tree : Tensor, bool, (B, T, T), optional
+        Which of the tokens see each other.
+    """
+    position = cache.position
+    assert position is not None
+    position = position if offset is None else position + offset
+    context = DecodeContext(cache, tree)
+    if tree is not None and tree.shape[1] <= WORD:
+        bits = torch.arange(tree.shape[1], device=tree.device)
+        context.ancestors = (tree.long() << bits).sum(-1, keepdim=True)
+    embeds = adapter.embed(tokens)
+    if adapter.decoding != "compile" and fusable(adapter):
+        hidden, seen = fused_step(
+            adapter, embeds, position, cache, context, cache.offsets, aux_layers
+        )
+    else:
+        hidden, seen = _modules(adapter, cache, context, embeds, position, aux_layers)
+    aux = torch.stack([seen[layer] for layer in aux_layers], 2) if aux_layers else None
+    if tree is not None:
+        return Output(adapter.logits(hidden), hidden, aux)
+    cache.count_token()
+    return Output(adapter.logits(hidden[:, -1])[:, None], hidden, aux)
+
+
+def _modules(
+    adapter: Adapter,
+    cache: KVCache | JointCache,
+    context: DecodeContext,
+    embeds: Tensor,
+    position: Tensor,
+    aux_layers: tuple[int, ...],
+) -> tuple[Tensor, dict[int, Tensor]]:
+    """`fused_step` through the model's own modules."""
+    decoder = adapter.decoder
+    with (
+        shifted(adapter, cache, context, position),
+        capture_layer_inputs(decoder, aux_layers, context) as seen,
+    ):
+        if adapter.decoding == "compile":
+            decoder = adapter.kept.setdefault("compiled", torch.compile(decoder))
+        hidden = decoder(
+            inputs_embeds=embeds,
+            position_ids=position,
+            past_key_values=cache,
+            use_cache=True,
+            vlmfast_context=context,
+        ).last_hidden_state
+    return hidden, seen
+
+
+@contextmanager
+def shifted(
+    adapter: Adapter, cache: KVCache | JointCache, context: Context, position: Tensor
+) -> Iterator[None]:
+    """Inside the block, layers renumbered in prefill rotate by their own positions.
+
+    Parameters
+    ----------
+    context : Context
+        Other forward passes are not affected.
+    position : Tensor, int64, (B, T), or (3, B, T) for M-RoPE
+    """
+    tables: dict[tuple, tuple[Tensor, ...]] = {}
+
+    def hook(index: int, offset: Tensor) -> Callable[..., tuple[tuple, dict] | None]:
+        key = id(offset), adapter.rotary(index)
+
+        def rotate(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+            if kwargs.get("vlmfast_context") is not context:
+                return None
+            if key not in tables:
+                tables[key] = adapter.tables(args[0], position - offset, index)
+            return args, {**kwargs, "position_embeddings": tables[key]}
+
+        return rotate
+
+    handles = [
+        adapter.decoder.layers[index].register_forward_pre_hook(
+            hook(index, offset), with_kwargs=True
+        )
+        for index, offset in cache.offsets.items()
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

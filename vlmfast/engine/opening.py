@@ -1,0 +1,141 @@
+"""Opens sequences; nothing is computed yet.
+
+Hugging Face's ``generate`` prepares logits processors, stopping criteria and the generation config
+of each sequence; the engine calls them in the same order and with the same ids, so that tokens and
+random numbers are those of Hugging Face's sampling loop (`engine.sampling`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Many
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers.generation.utils import GenerationMixin
+
+from vlmfast.core.protocols import DrafterStage
+from vlmfast.core.recipe import Recipe
+from vlmfast.models.base import Adapter
+
+from .hidden_states import Watch
+from .prefill import Inputs
+from .sampling import Sampler
+from .sequence import Sequence
+from .speculation import check, drafting
+from .stats import Stats, Trace
+
+
+def fitted(adapter: Adapter, recipe: Recipe) -> tuple[Recipe, Watch | None]:
+    """The recipe fitted to the model, and the `Watch` that records a prompt for its drafters.
+
+    Raises
+    ------
+    RecipeError
+        When its drafters cannot work together, or on this model.
+    """
+    recipe = recipe.fitted(adapter.depth, adapter.min_drop_layer)
+    drafters = recipe.acting(DrafterStage)
+    if not drafters:
+        return recipe, None
+    check(drafters, adapter)
+    return recipe, Watch(drafting(drafters, adapter), adapter.depth)
+
+
+def open_sequence(
+    adapter: Adapter,
+    inputs: Inputs,
+    recipe: Recipe,
+    arguments: dict[str, Any],
+    *,
+    begin: float,
+    streamer: Any = None,
+    seed: int | None = None,
+    strict: bool = False,
+    cut: bool = False,
+    number: int = 0,
+    stats: Stats | None = None,
+    images: Many[Any] = (),
+    **more: Any,
+) -> Sequence:
+    """A sequence prepared by Hugging Face's ``generate``; nothing is computed yet.
+
+    Parameters
+    ----------
+    arguments : dict
+        For ``generate``.
+    begin, streamer, strict, cut, number, **more
+        As in `Sequence`.
+    seed : int, optional
+        As in `Sampler`; drawn later where drafts of a sampled answer need one.
+    stats : Stats, optional
+        The cost of the prompt so far.
+    images : sequence of PIL.Image.Image
+        For the trace.
+    """
+    recipe, watch = fitted(adapter, recipe)
+    ids = inputs.tensors["input_ids"]
+    sampler = generate_of(adapter.model)(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        # Given, so that families with rotary state of their own do not compute and keep it.
+        position_ids=torch.arange(ids.shape[1], device=ids.device)[None],
+        custom_generate=_prepared,
+        vlmfast_seed=seed,
+        **arguments,
+    )
+    return Sequence(
+        inputs,
+        recipe,
+        sampler,
+        begin,
+        streamer,
+        strict,
+        cut,
+        number,
+        stats=Stats() if stats is None else stats,
+        trace=Trace(images=list(images)),
+        watch=watch,
+        **more,
+    )
+
+
+def reading(
+    adapter: Adapter,
+    inputs: Inputs,
+    recipe: Recipe,
+    begin: float,
+    stats: Stats | None = None,
+    images: Many[Any] = (),
+    **more: Any,
+) -> Sequence:
+    """A sequence that is only prefilled, without settings for an answer."""
+    recipe, watch = fitted(adapter, recipe)
+    ids = inputs.tensors["input_ids"]
+    config = GenerationConfig(max_length=ids.shape[1])
+    sampler = Sampler(ids, LogitsProcessorList(), StoppingCriteriaList(), config)
+    stats = Stats() if stats is None else stats
+    trace = Trace(images=list(images))
+    return Sequence(inputs, recipe, sampler, begin, stats=stats, trace=trace, watch=watch, **more)
+
+
+def generate_of(model: nn.Module) -> Callable[..., Any]:
+    """Hugging Face's ``generate``; `attach` may have replaced that of the model."""
+    of_class: Callable[..., Any] = getattr(type(model), "generate", GenerationMixin.generate)
+    return partial(of_class, model)
+
+
+def _prepared(
+    model: Any,
+    input_ids: Tensor,
+    logits_processor: Any,
+    stopping_criteria: Any,
+    generation_config: Any,
+    vlmfast_seed: int | None = None,
+    **kwargs: Any,
+) -> Sampler:
+    """The callable that ``generate(custom_generate=...)`` calls instead of its own loop."""
+    return Sampler(input_ids, logits_processor, stopping_criteria, generation_config, vlmfast_seed)
