@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
+from batched import CountingPool
 from tiny_models import build_llava, build_llava_next, make_image
 from vlmfast import VLM, MediaError, RecipeError, Request, VLMFastError
-from vlmfast.core.buffers import BufferPool
 
 KV_STATS = (
     "visual_tokens_in",
@@ -338,20 +338,7 @@ def test_sampling(vlm):
 
 
 def test_buffers_return_to_the_pool(vlm, singles, monkeypatch):
-    class Counting(BufferPool):
-        new = out = 0
-
-        def take(self, shape, dtype, device, **more):
-            self.new += not self._free.get((shape, dtype, device))
-            buffer = super().take(shape, dtype, device, **more)
-            self.out += buffer.nbytes
-            return buffer
-
-        def give(self, buffer):
-            self.out -= 0 if buffer is None else buffer.nbytes
-            super().give(buffer)
-
-    pool = Counting()
+    pool = CountingPool()
     monkeypatch.setattr(vlm.adapter, "pool", pool)
     vlm.ask_many(REQUESTS, batch_size=3)
     assert pool.out == 0 and pool.idle > 0

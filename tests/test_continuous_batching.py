@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria
 
+from batched import CountingPool
 from fake_drafters import Drafting, Knows
 from tiny_families import builders
 from tiny_models import build_llava, make_image
@@ -32,7 +33,6 @@ from vlmfast import (
 )
 from vlmfast.api.generation import gate
 from vlmfast.api.request import messages_of, sequence_of, sequence_of_request, submitted
-from vlmfast.core.buffers import BufferPool
 from vlmfast.core.protocols import DecodeStage
 from vlmfast.core.recipe import Recipe
 from vlmfast.core.tree import Tree
@@ -42,21 +42,6 @@ from vlmfast.engine.scheduler import Scheduler
 from vlmfast.engine.sequence import Phase
 
 QUESTION = "what is here ?"
-
-
-class Counting(BufferPool):
-    """Counts the bytes that were taken and not returned."""
-
-    out = 0
-
-    def take(self, shape, dtype, device, **more):
-        buffer = super().take(shape, dtype, device, **more)
-        self.out += buffer.nbytes
-        return buffer
-
-    def give(self, buffer):
-        self.out -= 0 if buffer is None else buffer.nbytes
-        super().give(buffer)
 
 
 def request(image: int = 0, recipe: Any = None, tokens: int = 6, **generation: Any) -> Request:
@@ -79,14 +64,14 @@ def assert_idle(vlm: VLM, threads: set[threading.Thread]) -> None:
     assert vlm.model.config.text_config._attn_implementation == "sdpa"
     assert not any(layer._forward_pre_hooks for layer in vlm.adapter.decoder.layers)
     assert not any(block._forward_pre_hooks for block in vlm.adapter.vision_blocks())
-    if isinstance(vlm.adapter.pool, Counting):
+    if isinstance(vlm.adapter.pool, CountingPool):
         assert vlm.adapter.pool.out == 0
 
 
 @pytest.fixture
 def vlm() -> Iterator[VLM]:
     vlm = VLM(*build_llava(layers=4, dtype=torch.float64))
-    vlm.adapter.pool = Counting()
+    vlm.adapter.pool = CountingPool()
     threads = set(threading.enumerate())
     yield vlm
     assert_idle(vlm, threads)
@@ -470,16 +455,16 @@ def test_requests_wait_for_memory(vlm: VLM) -> None:
 
 def test_an_allocation_that_fails_ends_one_request(vlm: VLM, monkeypatch) -> None:
     wanted = alone(vlm, request(1, tokens=12))
-    take, taken = Counting.take, [0]
+    take, taken = CountingPool.take, [0]
 
-    def failing(self: Counting, *args: Any, **more: Any) -> torch.Tensor:
+    def failing(self: CountingPool, *args: Any, **more: Any) -> torch.Tensor:
         prefilling = vlm.engine._scheduler.prefilling
         taken[0] += prefilling is not None and prefilling.arrived == two.sequence.arrived
         if taken[0] == 3:
             raise torch.OutOfMemoryError("no memory")
         return take(self, *args, **more)
 
-    monkeypatch.setattr(Counting, "take", failing)
+    monkeypatch.setattr(CountingPool, "take", failing)
     with vlm.engine._changed:
         one = vlm.submit(request(1, tokens=12))
         two = vlm.submit(request(2, tokens=12))
@@ -683,7 +668,7 @@ def known() -> tuple[VLM, list[Request], list[list[int]]]:
     """A model, requests and their answers, computed once."""
     if not _KNOWN:
         vlm = VLM(*build_llava(layers=4, dtype=torch.float64))
-        vlm.adapter.pool = Counting()
+        vlm.adapter.pool = CountingPool()
         requests = [request(n % 3, recipe, 3 + 2 * n) for n, recipe in enumerate(RECIPES)]
         seeded = {"do_sample": True, "temperature": 1.2, "seed": 5}
         requests.append(request(1, None, 12, **seeded))

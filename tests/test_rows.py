@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import tiny_families
+from batched import CountingPool
 from closeness import close, network
-from test_cache import Counting, Own, frozen, started
+from test_cache import Own, frozen, started
 from test_graphs import repeated
 from tiny_models import build_llava
 from vlmfast import VLM
@@ -100,7 +101,7 @@ class Schedule:
 
     def __init__(self, models: tuple[Model, Model], size: int = 1) -> None:
         self.together, self.alone = models
-        self.pool, self.other = Counting(), Counting()
+        self.pool, self.other = CountingPool(), CountingPool()
         self.batch = Batch(size)
         self.singles: list[RowGroup] = []
         self.seed = 0
