@@ -688,7 +688,7 @@ def known() -> tuple[VLM, list[Request], list[list[int]]]:
     if not _KNOWN:
         vlm = VLM(*build_llava(layers=4, dtype=torch.float64))
         vlm.adapter.pool = CountingPool()
-        requests = [request(n % 3, recipe, 3 + 2 * n) for n, recipe in enumerate(RECIPES)]
+        requests = [request(n % 3, recipe, 3 + n) for n, recipe in enumerate(RECIPES)]
         seeded = {"do_sample": True, "temperature": 1.2, "seed": 5}
         requests.append(request(1, None, 12, **seeded))
         requests.append(request(2, "draft-ngram", 12, **seeded))

@@ -251,13 +251,13 @@ def test_compiled_steps_give_the_same_tokens(layers: int, count: int) -> None:
     plain = VLM(*build_llava(layers=layers))
     vlm = VLM(*build_llava(layers=layers), decoding="compile")
     vlm.adapter.kept["compiled"] = torch.compile(vlm.adapter.decoder, backend="eager")
+    # Several groups of rows, and the last row alone.
+    requests = ragged(count, ["h2o:0.7", "none"])
+    wanted = [answer.token_ids for answer in plain.ask_many(requests, batch_size=3)]
+    assert [answer.token_ids for answer in vlm.ask_many(requests, batch_size=3)] == wanted
     given = {"images": make_image(seed=0), "max_new_tokens": 6, "eos_token_id": None}
     wanted = plain.ask("what is here ?", **given).token_ids
     assert vlm.ask("what is here ?", **given).token_ids == wanted
-    # Also for several groups of rows.
-    requests = ragged(count, ["none", "h2o:0.7"])
-    wanted = [answer.token_ids for answer in plain.ask_many(requests, batch_size=3)]
-    assert [answer.token_ids for answer in vlm.ask_many(requests, batch_size=3)] == wanted
 
 
 def test_invalid_choices_are_refused() -> None:
