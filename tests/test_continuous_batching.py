@@ -175,7 +175,7 @@ def test_result_gives_up_after_its_timeout(vlm: VLM) -> None:
 
 
 def test_requests_are_submitted_from_many_threads(vlm: VLM) -> None:
-    requests = [request(n % 4, (None, "hired:0.5", "kivi:residual=8,group=4")[n % 3], 5 + n)
+    requests = [request(n % 4, (None, "hired:0.5", "kivi:residual=8,group=4")[n % 3], 5 + n % 3)
                 for n in range(9)]  # fmt: skip
     wanted = [alone(vlm, r) for r in requests]
     got: list = [None] * len(requests)
@@ -788,22 +788,22 @@ class Schedules(RuleBasedStateMachine):
         assert_idle(self.vlm, self.threads)
 
 
-def machine(examples: int) -> type:
+def machine(examples: int, steps: int) -> type:
     found = type(f"Schedules{examples}", (Schedules,), {})
     case = found.TestCase
     case.settings = settings(
         max_examples=examples,
-        stateful_step_count=20,
+        stateful_step_count=steps,
         deadline=None,
         suppress_health_check=list(HealthCheck),
     )
     return case
 
 
-class TestSchedules(machine(40)):
+class TestSchedules(machine(40, 14)):
     pass
 
 
 @pytest.mark.slow
-class TestManySchedules(machine(500)):
+class TestManySchedules(machine(500, 20)):
     pass

@@ -7,6 +7,7 @@ tensor of the step has moved.
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -147,7 +148,7 @@ def ragged(count: int, recipes: list[str]) -> list[Request]:
             "what is here ?",
             [make_image(seed=i + j) for j in range(1 + i % 3)],
             recipe=recipes[i % len(recipes)],
-            generation={"max_new_tokens": 6 + 5 * (i * 7 % 5), "eos_token_id": None},
+            generation={"max_new_tokens": 5 + 3 * (i * 7 % 5), "eos_token_id": None},
         )
         for i in range(count)
     ]
@@ -176,7 +177,9 @@ def test_ragged_requests_capture_few_steps(plain: VLM, vlm: VLM, recipes, kinds,
     # In another order, other rows meet.
     vlm.ask_many(ragged(count, recipes)[::-1], batch_size=4)
     assert graphs.captured <= 3 * kinds
-    assert graphs.captured == captured or kinds > 1
+    if kinds == 1:
+        assert graphs.captured == captured
+        return
     before = graphs.captured
     vlm.ask_many(ragged(count, recipes), batch_size=4)
     assert graphs.captured == before
@@ -245,12 +248,17 @@ def test_idle_steps_are_freed_where_memory_is_exhausted(vlm: VLM, monkeypatch) -
         pool.take((3, 9), torch.float32, torch.device("cpu"))
 
 
-@pytest.mark.parametrize(("layers", "count"), [(2, 2), pytest.param(4, 3, marks=SLOW)])
-def test_compiled_steps_give_the_same_tokens(layers: int, count: int) -> None:
+@pytest.mark.parametrize(
+    ("layers", "count", "dynamic"), [(2, 2, True), pytest.param(4, 3, None, marks=SLOW)]
+)
+def test_compiled_steps_give_the_same_tokens(layers: int, count: int, dynamic: Any) -> None:
+    """With ``dynamic``, steps of other sizes are not compiled again."""
     torch._dynamo.reset()
     plain = VLM(*build_llava(layers=layers))
     vlm = VLM(*build_llava(layers=layers), decoding="compile")
-    vlm.adapter.kept["compiled"] = torch.compile(vlm.adapter.decoder, backend="eager")
+    vlm.adapter.kept["compiled"] = torch.compile(
+        vlm.adapter.decoder, backend="eager", dynamic=dynamic
+    )
     # Several groups of rows, and the last row alone.
     requests = ragged(count, ["h2o:0.7", "none"])
     wanted = [answer.token_ids for answer in plain.ask_many(requests, batch_size=3)]
