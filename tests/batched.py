@@ -1,11 +1,14 @@
-"""Sequences that a test decodes together."""
+"""Sequences that a test decodes together, and the buffers that they use."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
 
+from vlmfast.core.buffers import BufferPool
 from vlmfast.engine.cache import JointCache, KVCache
 from vlmfast.engine.decode import Batch, RowGroup
 
@@ -54,3 +57,21 @@ def joined_caches(caches: Sequence[KVCache]) -> KVCache:
         first.join(other)
         other.release()
     return first
+
+
+class CountingPool(BufferPool):
+    """Counts buffers that were allocated, and the bytes that were taken and not returned."""
+
+    new = out = 0
+
+    def take(
+        self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, **more: Any
+    ) -> Tensor:
+        self.new += not self._free.get((shape, dtype, device))
+        buffer = super().take(shape, dtype, device, **more)
+        self.out += buffer.nbytes
+        return buffer
+
+    def give(self, buffer: Tensor | None) -> None:
+        self.out -= 0 if buffer is None else buffer.nbytes
+        super().give(buffer)

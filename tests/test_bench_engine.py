@@ -35,10 +35,24 @@ LENGTHS = (3, 9, 5, 6)
 PAUSE = 0.3  # seconds
 
 
+def loaded(*_: Any) -> VLM:
+    """A model that generates a space from time to time, with which a piece of a stream ends."""
+    vlm = VLM(*build_llava())
+    (space,) = vlm.processor.tokenizer.encode(" ", add_special_tokens=False)[-1:]
+    vlm.model.generation_config.sequence_bias = [[[space], 2.0]]
+    return vlm
+
+
+@pytest.fixture(autouse=True)
+def no_garbage_collection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No collection before each repeat: it takes long in the process of the tests."""
+    monkeypatch.setattr(engine, "gc", SimpleNamespace(collect=lambda: None))
+
+
 @pytest.fixture
 def job() -> Any:
     """Four requests with answers of different lengths."""
-    vlm = VLM(*build_llava())
+    vlm = loaded()
     vlm.model.generation_config.eos_token_id = None
     captions = [
         Request(
@@ -78,7 +92,7 @@ class Clock:
 def test_command_reports_all_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(engine, "load", lambda args: VLM(*build_llava()))
+    monkeypatch.setattr(engine, "load", loaded)
     monkeypatch.setattr(engine, "RECIPES", ("none", "snapkv:0.5"))  # for short prompts
     out, threads = tmp_path / "out.json", torch.get_num_threads()
     argv = ["--quick", "--device", "cpu", "--threads", str(threads), "--out", str(out)]
@@ -109,7 +123,7 @@ def test_command_reports_all_rows(
 def test_command_measures_only_what_is_asked_for(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(engine, "load", lambda args: VLM(*build_llava()))
+    monkeypatch.setattr(engine, "load", loaded)
     for name in ("variants_of", "gap", "step"):
         monkeypatch.setattr(engine, name, lambda *_: pytest.fail("not asked for"))
     argv = ["--quick", "--device", "cpu", "--threads", "0", "--only", "joins"]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import DynamicCache
 
-from batched import Together, joined_caches
+from batched import CountingPool, Together, joined_caches
 from closeness import apart, close, network
 from driven import Driven
 from tiny_models import build_llava, make_image
@@ -858,25 +858,9 @@ def test_mixed_rows_never_read_free_slots(grouped):
     assert torch.equal(fed(grouped, one, TOKENS, 4), fed(grouped, another, TOKENS, 4))
 
 
-class Counting(BufferPool):
-    """Counts new buffers and those in use."""
-
-    new = out = 0
-
-    def take(self, shape, dtype, device, **more):
-        self.new += not self._free.get((shape, dtype, device))
-        buffer = super().take(shape, dtype, device, **more)
-        self.out += buffer.nbytes
-        return buffer
-
-    def give(self, buffer):
-        self.out -= 0 if buffer is None else buffer.nbytes
-        super().give(buffer)
-
-
 @pytest.fixture
-def pool(grouped, monkeypatch) -> Counting:
-    pool = Counting()
+def pool(grouped, monkeypatch) -> CountingPool:
+    pool = CountingPool()
     monkeypatch.setattr(grouped.adapter, "pool", pool)
     return pool
 

@@ -50,7 +50,7 @@ def first_logits(monkeypatch) -> list[torch.Tensor]:
 
 
 def asked(vlm: VLM, recipe: str, **more: Any) -> Any:
-    generation = {"max_new_tokens": 8, "eos_token_id": None} | more
+    generation = {"max_new_tokens": 4, "eos_token_id": None} | more
     return vlm.ask(QUESTION, IMAGES, recipe=recipe, **generation)
 
 

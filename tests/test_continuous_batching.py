@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria
 
+from batched import CountingPool
 from fake_drafters import Drafting, Knows
 from tiny_families import builders
 from tiny_models import build_llava, make_image
@@ -32,31 +34,17 @@ from vlmfast import (
 )
 from vlmfast.api.generation import gate
 from vlmfast.api.request import messages_of, sequence_of, sequence_of_request, submitted
-from vlmfast.core.buffers import BufferPool
 from vlmfast.core.protocols import DecodeStage
 from vlmfast.core.recipe import Recipe
 from vlmfast.core.tree import Tree
 from vlmfast.engine.engine import Engine
+from vlmfast.engine.handle import Handle
 from vlmfast.engine.rounds import Rounds
 from vlmfast.engine.scheduler import Scheduler
 from vlmfast.engine.sequence import Phase
 
 QUESTION = "what is here ?"
-
-
-class Counting(BufferPool):
-    """Counts the bytes that were taken and not returned."""
-
-    out = 0
-
-    def take(self, shape, dtype, device, **more):
-        buffer = super().take(shape, dtype, device, **more)
-        self.out += buffer.nbytes
-        return buffer
-
-    def give(self, buffer):
-        self.out -= 0 if buffer is None else buffer.nbytes
-        super().give(buffer)
+GUARD = 60.0  # seconds; only a test that fails waits as long
 
 
 def request(image: int = 0, recipe: Any = None, tokens: int = 6, **generation: Any) -> Request:
@@ -79,14 +67,14 @@ def assert_idle(vlm: VLM, threads: set[threading.Thread]) -> None:
     assert vlm.model.config.text_config._attn_implementation == "sdpa"
     assert not any(layer._forward_pre_hooks for layer in vlm.adapter.decoder.layers)
     assert not any(block._forward_pre_hooks for block in vlm.adapter.vision_blocks())
-    if isinstance(vlm.adapter.pool, Counting):
+    if isinstance(vlm.adapter.pool, CountingPool):
         assert vlm.adapter.pool.out == 0
 
 
 @pytest.fixture
 def vlm() -> Iterator[VLM]:
     vlm = VLM(*build_llava(layers=4, dtype=torch.float64))
-    vlm.adapter.pool = Counting()
+    vlm.adapter.pool = CountingPool()
     threads = set(threading.enumerate())
     yield vlm
     assert_idle(vlm, threads)
@@ -107,6 +95,15 @@ class Acts(LogitsProcessor):
 
 def acting(at: int, act: Callable[[], Any]) -> LogitsProcessorList:
     return LogitsProcessorList([Acts(at, act)])
+
+
+def waits(at: int, event: threading.Event) -> LogitsProcessorList:
+    """Holds an answer at one of its tokens until an event; without the event it fails."""
+
+    def wait() -> None:
+        assert event.wait(GUARD), "the event has not happened"
+
+    return acting(at, wait)
 
 
 def raises(error: BaseException) -> Callable[..., None]:
@@ -139,16 +136,14 @@ def test_iterating_gives_the_text_in_pieces(vlm: VLM) -> None:
 
 
 def test_pieces_come_while_the_answer_is_generated(tiny: VLM) -> None:
-    threads = set(threading.enumerate())
-    handle = tiny.submit(
-        Request(
-            "describe the image",
-            make_image(),
-            generation={"max_new_tokens": 40, "eos_token_id": None},
-        )
-    )
-    counts = [handle.sequence.count for piece in handle if isinstance(piece, str)]
-    assert len(counts) > 3 and counts == sorted(counts) and counts[0] < counts[-1]
+    threads, received = set(threading.enumerate()), threading.Event()
+    generation = {"max_new_tokens": 40, "eos_token_id": None}
+    generation["logits_processor"] = waits(20, received)
+    pieces = []
+    for piece in tiny.submit(Request("describe the image", make_image(), generation=generation)):
+        pieces.append(piece)
+        received.set()  # without which the second half is never generated
+    assert len(pieces) > 4 and len(pieces[-1].token_ids) == 40
     assert_idle(tiny, threads)
 
 
@@ -160,25 +155,27 @@ def test_an_answer_that_is_complete_can_still_be_iterated(vlm: VLM) -> None:
 
 
 def test_a_handle_is_answered_although_it_is_not_used(vlm: VLM) -> None:
-    before = set(threading.enumerate())
     handle = vlm.submit(request())
-    (thread,) = set(threading.enumerate()) - before
-    thread.join(60)
+    thread = vlm.engine._thread
+    assert thread is not None
+    thread.join(GUARD)
     assert handle.done and not thread.is_alive()
 
 
 def test_result_gives_up_after_its_timeout(vlm: VLM) -> None:
-    go = threading.Event()
-    handle = vlm.submit(request(logits_processor=acting(1, lambda: go.wait(60))))
+    inside, go = threading.Event(), threading.Event()
+    processors = LogitsProcessorList([Acts(0, inside.set), *waits(1, go)])
+    handle = vlm.submit(request(logits_processor=processors))
+    assert inside.wait(GUARD)  # another thread runs the engine
     with pytest.raises(TimeoutError, match=r"not complete after 0\.05 s"):
         handle.result(timeout=0.05)
     assert not handle.done
     go.set()
-    assert handle.result(timeout=60).token_ids == alone(vlm, request())
+    assert handle.result(timeout=GUARD).token_ids == alone(vlm, request())
 
 
 def test_requests_are_submitted_from_many_threads(vlm: VLM) -> None:
-    requests = [request(n % 4, (None, "hired:0.5", "kivi:residual=8,group=4")[n % 3], 5 + n)
+    requests = [request(n % 4, (None, "hired:0.5", "kivi:residual=8,group=4")[n % 3], 5 + n % 3)
                 for n in range(9)]  # fmt: skip
     wanted = [alone(vlm, r) for r in requests]
     got: list = [None] * len(requests)
@@ -196,8 +193,7 @@ def test_requests_are_submitted_from_many_threads(vlm: VLM) -> None:
 
 def ends_in_order(vlm: VLM, priorities: list[int]) -> list[int]:
     """The numbers of requests in the order in which they end, one at a time."""
-    vlm.engine.max_rows, ended, go = 1, [], threading.Event()
-    first = vlm.submit(request(logits_processor=acting(0, lambda: go.wait(60))))
+    vlm.engine.max_rows, ended = 1, []
 
     class Ends:
         def __init__(self, number: int) -> None:
@@ -209,12 +205,12 @@ def ends_in_order(vlm: VLM, priorities: list[int]) -> list[int]:
         def end(self) -> None:
             ended.append(self.number)
 
-    handles = [
-        vlm.submit(request(streamer=Ends(n), tokens=2), priority=p)
-        for n, p in enumerate(priorities)
-    ]
-    go.set()
-    for handle in [first, *handles]:
+    with vlm.engine._changed:  # until all are submitted, nothing runs
+        handles = [
+            vlm.submit(request(streamer=Ends(n), tokens=2), priority=p)
+            for n, p in enumerate(priorities)
+        ]
+    for handle in handles:
         handle.result()
     return ended
 
@@ -224,11 +220,15 @@ def test_requests_are_answered_by_priority_and_then_in_order(vlm: VLM) -> None:
     assert ends_in_order(vlm, [1, 0, -1, 0]) == [2, 1, 3, 0]
 
 
-def test_queue_time_is_reported(vlm: VLM) -> None:
-    vlm.engine.max_rows = 1
-    first = vlm.submit(request(logits_processor=acting(0, lambda: time.sleep(0.2))))
-    second = vlm.submit(request())
-    assert second.result().stats.queue_s >= 0.1 > first.result().stats.queue_s
+def test_queue_time_is_reported(vlm: VLM, monkeypatch) -> None:
+    """By a clock that stands still but for five seconds inside the first answer."""
+    now, vlm.engine.max_rows = [1000.0], 1
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=time.sleep)
+    monkeypatch.setattr("vlmfast.engine.engine.time", clock)
+    passes = acting(2, lambda: now.__setitem__(0, now[0] + 5.0))
+    with vlm.engine._changed:
+        handles = [vlm.submit(request(logits_processor=passes)), vlm.submit(request())]
+    assert [handle.result().stats.queue_s for handle in handles] == [0.0, 5.0]
 
 
 @pytest.mark.parametrize(("name", "value"), [("priority", 0.5), ("priority", True), ("deadline", 0),
@@ -266,7 +266,7 @@ def phases(vlm: VLM) -> dict[Phase, Callable[[Callable[[Any], None]], Any]]:
         ready = threading.Event()
 
         def act() -> None:
-            ready.wait(60)
+            assert ready.wait(GUARD)
             end(holder[0])
 
         holder.append(vlm.submit(request(tokens=20, logits_processor=acting(3, act))))
@@ -291,29 +291,34 @@ def expire(handle: Any) -> None:
     ids=["cancel", "expire"],
 )
 def test_a_request_ends_early_in_each_phase(vlm: VLM, phase: Phase, end: Any, error: type) -> None:
-    wanted = alone(vlm, request(1, tokens=12))
+    wanted, ended_in = alone(vlm, request(1, tokens=12)), []
     with vlm.engine._changed:  # until both are submitted, nothing runs
         ended, other = phases(vlm)[phase](end), vlm.submit(request(1, tokens=12))
+        ended.sequence.on_end = lambda sequence: ended_in.append(sequence.phase)
     with pytest.raises(error, match=r"after \d+ tokens of its answer"):
         ended.result()
-    count = ended.sequence.count
-    assert count == {Phase.WAITING: count, Phase.PREFILL: 0}.get(phase, 4)
+    assert ended_in == [phase]
+    assert ended.sequence.count == (4 if phase is Phase.DECODE else 0)
     assert other.result().token_ids == wanted
     ended.cancel()  # has no effect any more
     assert ended.done
 
 
-def test_closing_a_stream_ends_its_request(tiny: VLM) -> None:
-    threads = set(threading.enumerate())
-    go = threading.Event()
-    wait = acting(6, lambda: go.wait(60))
-    stream = tiny.stream("describe the image", make_image(), max_new_tokens=400, eos_token_id=None,
-                         logits_processor=wait)  # fmt: skip
+def test_closing_a_stream_ends_its_request(tiny: VLM, monkeypatch) -> None:
+    threads, cancelled = set(threading.enumerate()), threading.Event()
+    own = Handle.cancel
+
+    def noted(handle: Handle) -> None:
+        own(handle)
+        cancelled.set()
+
+    monkeypatch.setattr(Handle, "cancel", noted)
+    stream = tiny.stream("describe the image", make_image(), max_new_tokens=40, eos_token_id=None,
+                         logits_processor=waits(6, cancelled))  # fmt: skip
     assert isinstance(next(stream), str)
     (sequence,) = tiny.engine._unfinished
-    go.set()
     stream.close()
-    assert 0 < sequence.count < 400
+    assert isinstance(sequence.error, RequestCancelled) and 0 < sequence.count <= 7
     assert_idle(tiny, threads)
 
 
@@ -477,23 +482,24 @@ def test_requests_wait_for_memory(vlm: VLM) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Rounds, "run", counted)
-        handles = [vlm.submit(r) for r in requests]
+        with vlm.engine._changed:
+            handles = [vlm.submit(r) for r in requests]
         assert [handle.result().token_ids for handle in handles] == wanted
     assert max(rows) == 2
 
 
 def test_an_allocation_that_fails_ends_one_request(vlm: VLM, monkeypatch) -> None:
     wanted = alone(vlm, request(1, tokens=12))
-    take, taken = Counting.take, [0]
+    take, taken = CountingPool.take, [0]
 
-    def failing(self: Counting, *args: Any, **more: Any) -> torch.Tensor:
+    def failing(self: CountingPool, *args: Any, **more: Any) -> torch.Tensor:
         prefilling = vlm.engine._scheduler.prefilling
         taken[0] += prefilling is not None and prefilling.arrived == two.sequence.arrived
         if taken[0] == 3:
             raise torch.OutOfMemoryError("no memory")
         return take(self, *args, **more)
 
-    monkeypatch.setattr(Counting, "take", failing)
+    monkeypatch.setattr(CountingPool, "take", failing)
     with vlm.engine._changed:
         one = vlm.submit(request(1, tokens=12))
         two = vlm.submit(request(2, tokens=12))
@@ -517,17 +523,13 @@ def test_two_engines_on_one_model() -> None:
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork")
 def test_a_fork_inherits_no_request(vlm: VLM) -> None:
     inside, go = threading.Event(), threading.Event()
-
-    def act() -> None:
-        inside.set()
-        go.wait(60)
-
-    handle = vlm.submit(request(logits_processor=acting(1, act)))
-    inside.wait(60)
+    processors = LogitsProcessorList([Acts(1, inside.set), *waits(1, go)])
+    handle = vlm.submit(request(logits_processor=processors))
+    assert inside.wait(GUARD)
     child = os.fork()
     if child == 0:
         try:
-            handle.result(timeout=5)
+            handle.result(timeout=GUARD)
         except VLMFastError as error:
             os._exit(0 if "forked while the model was answering" in str(error) else 1)
         finally:
@@ -547,7 +549,7 @@ def test_a_waiting_request_belongs_to_the_process_that_submitted_it(vlm: VLM) ->
     child = os.fork()
     if child == 0:
         try:
-            handle.result(timeout=5)
+            handle.result(timeout=GUARD)
         except VLMFastError as error:
             own = submitted(vlm.adapter, sequence_of(vlm.adapter, messages, Recipe(), passed))
             fine = "before the fork" in str(error) and not own.done
@@ -562,7 +564,7 @@ def test_an_error_of_the_engine_itself_ends_all_requests(vlm: VLM, monkeypatch) 
     with monkeypatch.context() as patch, vlm.engine._changed:
         patch.setattr(Scheduler, "next", raises(KeyError("inside")))
         handles = [vlm.submit(request(seed)) for seed in range(3)]
-        vlm.engine._changed.wait_for(lambda: all(handle.done for handle in handles), 60)
+        assert vlm.engine._changed.wait_for(lambda: all(h.done for h in handles), GUARD)
     for handle in handles:
         with pytest.raises(KeyError, match="inside"):
             handle.result()
@@ -612,6 +614,7 @@ def test_gradient_mode_of_the_caller_is_kept(vlm: VLM) -> None:
 
 LONG = ["none", "pyramiddrop", "mustdrop", "zipvl", "snapkv:0.6", "hired:0.5+lookm:0.7", "kivi",
         "tome"]  # fmt: skip
+STREAM = 20  # tokens; more than there are blocks
 
 
 def steps_while_reading(vlm: VLM, recipe: str, monkeypatch) -> tuple[int, list[int], list[int]]:
@@ -625,12 +628,13 @@ def steps_while_reading(vlm: VLM, recipe: str, monkeypatch) -> tuple[int, list[i
         run(self, batches)
 
     monkeypatch.setattr(Rounds, "run", counted)
-    stream = vlm.submit(request(0, tokens=80))
+    go = threading.Event()
+    stream = vlm.submit(request(0, tokens=STREAM, logits_processor=waits(2, go)))
     stream.sequence.streamed = True
-    vlm.engine.wait(lambda: stream.sequence.count > 2)
     images = [make_image(seed=seed) for seed in range(1, 5)]
     given = {"max_new_tokens": 5, "eos_token_id": None}
     handle = vlm.submit(Request(QUESTION, images, recipe=recipe, generation=given))
+    go.set()
     got, streamed = handle.result().token_ids, stream.result().token_ids
     return inside[0], got, streamed
 
@@ -640,7 +644,7 @@ def test_streams_go_on_while_a_prompt_is_prefilled(vlm: VLM, recipe: str, monkey
     images = [make_image(seed=seed) for seed in range(1, 5)]
     wanted = vlm.ask(QUESTION, images, recipe=recipe, max_new_tokens=5, eos_token_id=None)
     steps, got, streamed = steps_while_reading(vlm, recipe, monkeypatch)
-    assert got == wanted.token_ids and streamed == alone(vlm, request(0, tokens=80))
+    assert got == wanted.token_ids and streamed == alone(vlm, request(0, tokens=STREAM))
     assert steps >= 4  # of four layers and the blocks of the tower
 
 
@@ -651,7 +655,7 @@ def test_interleaving_on_every_family(family: str, monkeypatch) -> None:
     images = [make_image(seed=seed) for seed in range(1, 5)]
     wanted = vlm.ask(QUESTION, images, max_new_tokens=5, eos_token_id=None).token_ids
     steps, got, streamed = steps_while_reading(vlm, "none", monkeypatch)
-    assert got == wanted and streamed == alone(vlm, request(0, tokens=80))
+    assert got == wanted and streamed == alone(vlm, request(0, tokens=STREAM))
     assert steps >= 2
 
 
@@ -697,8 +701,8 @@ def known() -> tuple[VLM, list[Request], list[list[int]]]:
     """A model, requests and their answers, computed once."""
     if not _KNOWN:
         vlm = VLM(*build_llava(layers=4, dtype=torch.float64))
-        vlm.adapter.pool = Counting()
-        requests = [request(n % 3, recipe, 3 + 2 * n) for n, recipe in enumerate(RECIPES)]
+        vlm.adapter.pool = CountingPool()
+        requests = [request(n % 3, recipe, 3 + n) for n, recipe in enumerate(RECIPES)]
         seeded = {"do_sample": True, "temperature": 1.2, "seed": 5}
         requests.append(request(1, None, 12, **seeded))
         requests.append(request(2, "draft-ngram", 12, **seeded))
@@ -741,8 +745,13 @@ class Schedules(RuleBasedStateMachine):
     def cancels(self, data: Any) -> None:
         at = data.draw(st.integers(0, len(self.open) - 1))
         handle, number, fails = self.open[at]
-        if not handle.done and fails is None:
-            handle.cancel()
+        if handle.done or fails is not None:
+            return
+        serving = self.engine._serving
+        handle.cancel()
+        if serving:  # the background thread may complete the answer first
+            handle.close()
+        if not serving or handle.sequence.error is not None:
             self.open[at] = handle, number, RequestCancelled
 
     @rule(steps=st.integers(1, 6))
@@ -782,7 +791,7 @@ class Schedules(RuleBasedStateMachine):
     @invariant()
     def rows_are_those_of_active_sequences(self) -> None:
         engine = self.engine
-        if engine._runner is None:
+        if not engine._serving:
             rows = {s for batch in engine._batches for s in batch.rows}
             assert rows == set(engine._scheduler.active)
 
@@ -793,22 +802,22 @@ class Schedules(RuleBasedStateMachine):
         assert_idle(self.vlm, self.threads)
 
 
-def machine(examples: int) -> type:
+def machine(examples: int, steps: int) -> type:
     found = type(f"Schedules{examples}", (Schedules,), {})
     case = found.TestCase
     case.settings = settings(
         max_examples=examples,
-        stateful_step_count=20,
+        stateful_step_count=steps,
         deadline=None,
         suppress_health_check=list(HealthCheck),
     )
     return case
 
 
-class TestSchedules(machine(40)):
+class TestSchedules(machine(40, 14)):
     pass
 
 
 @pytest.mark.slow
-class TestManySchedules(machine(500)):
+class TestManySchedules(machine(500, 20)):
     pass

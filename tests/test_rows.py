@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import tiny_families
+from batched import CountingPool
 from closeness import close, network
-from test_cache import Counting, Own, frozen, started
+from test_cache import Own, frozen, started
 from test_graphs import repeated
 from tiny_models import build_llava
 from vlmfast import VLM
@@ -100,7 +101,7 @@ class Schedule:
 
     def __init__(self, models: tuple[Model, Model], size: int = 1) -> None:
         self.together, self.alone = models
-        self.pool, self.other = Counting(), Counting()
+        self.pool, self.other = CountingPool(), CountingPool()
         self.batch = Batch(size)
         self.singles: list[RowGroup] = []
         self.seed = 0
@@ -229,31 +230,51 @@ STEPS = st.one_of(
 BEGIN = [("join", 0, 0), ("join", 0, 1), ("join", 4, 0), ("feed", 2)]
 
 
-@settings(max_examples=40, deadline=None)
-@given(steps=st.lists(STEPS, min_size=4, max_size=10))
-def test_rows_decode_as_if_alone(models, steps) -> None:
-    Schedule(models).run(BEGIN + steps)
+def explore(examples: int, schedule: Callable[..., None], **more: Any) -> None:
+    """Run random schedules."""
+    steps = st.lists(STEPS, min_size=4, max_size=10)
+    settings(max_examples=examples, deadline=None)(given(steps=steps, **more)(schedule))()
 
 
-@settings(max_examples=15, deadline=None)
-@given(steps=st.lists(STEPS, min_size=4, max_size=10))
-def test_rows_within_a_window_decode_as_if_alone(windowed, steps) -> None:
-    Schedule(windowed).run(BEGIN + steps)
+def numbers(few: int, many: int) -> Any:
+    """Parametrize by the number of schedules."""
+    return pytest.mark.parametrize("examples", [few, pytest.param(many, marks=pytest.mark.slow)])
 
 
-@settings(max_examples=10, deadline=None)
-@given(steps=st.lists(STEPS, min_size=4, max_size=10))
-def test_captured_rows_within_a_window_decode_as_if_alone(windowed, steps) -> None:
-    with capturing(windowed[0].vlm):
-        Schedule(windowed, 4).run(BEGIN + steps)
+@numbers(20, 80)
+def test_rows_decode_as_if_alone(models, examples) -> None:
+    def schedule(steps: list[tuple]) -> None:
+        Schedule(models).run(BEGIN + steps)
+
+    explore(examples, schedule)
 
 
-@settings(max_examples=25, deadline=None)
-@given(steps=st.lists(STEPS, min_size=4, max_size=10), size=st.sampled_from([1, 4]))
-def test_captured_rows_decode_as_if_alone(models, steps, size) -> None:
+@numbers(8, 30)
+def test_rows_within_a_window_decode_as_if_alone(windowed, examples) -> None:
+    def schedule(steps: list[tuple]) -> None:
+        Schedule(windowed).run(BEGIN + steps)
+
+    explore(examples, schedule)
+
+
+@numbers(6, 20)
+def test_captured_rows_within_a_window_decode_as_if_alone(windowed, examples) -> None:
+    def schedule(steps: list[tuple]) -> None:
+        with capturing(windowed[0].vlm):
+            Schedule(windowed, 4).run(BEGIN + steps)
+
+    explore(examples, schedule)
+
+
+@numbers(12, 50)
+def test_captured_rows_decode_as_if_alone(models, examples) -> None:
     """Captured steps run on a rounded number of rows, and on idle buffers of ended groups."""
-    with capturing(models[0].vlm):
-        Schedule(models, size).run(BEGIN + steps)
+
+    def schedule(steps: list[tuple], size: int) -> None:
+        with capturing(models[0].vlm):
+            Schedule(models, size).run(BEGIN + steps)
+
+    explore(examples, schedule, size=st.sampled_from([1, 4]))
 
 
 # --- controls ------------------------------------------------------------------------------------
