@@ -112,13 +112,15 @@ def load(args: argparse.Namespace) -> tuple[Any, Any]:
 
     dtype = getattr(torch, args.dtype)
     if args.model != SHAPED:
-        vlm = vlmfast.VLM.from_pretrained(args.model, device=args.device, dtype=dtype)
+        vlm = vlmfast.VLM.from_pretrained(
+            args.model, device=args.device, dtype=dtype, prefix_cache_bytes=0
+        )
         image = Image.open(ROOT / "examples" / "picture.png").convert("RGB")
     else:
         model, processor = qwen_shaped(args.tower, args.layers)
         import tiny_models
 
-        vlm = vlmfast.VLM(model.to(args.device, dtype), processor)
+        vlm = vlmfast.VLM(model.to(args.device, dtype), processor, prefix_cache_bytes=0)
         image = tiny_models.image(672, 672)
     # Every variant decodes the same number of tokens.
     vlm.model.generation_config.eos_token_id = None

@@ -200,7 +200,7 @@ class Job:
 
     def vlm(self) -> VLM:
         """A new VLM without the buffers and captured steps of earlier variants."""
-        return VLM(self.model, self.processor, decoding=self.decoding)
+        return VLM(self.model, self.processor, decoding=self.decoding, prefix_cache_bytes=0)
 
 
 def prepared(name: str, device: torch.device, dtype: torch.dtype, args: argparse.Namespace) -> Job:

@@ -357,7 +357,7 @@ def differing(job: Job) -> list[tuple[str, int]]:
     found = _differing(variants_of(job.vlm, job.captions, job.rows))
     if not found:
         return []
-    wide = VLM(copy.deepcopy(job.vlm.model).to(dtype), job.vlm.processor)
+    wide = VLM(copy.deepcopy(job.vlm.model).to(dtype), job.vlm.processor, prefix_cache_bytes=0)
     compared = variants_of(wide, job.captions, job.rows)
     return _differing({name: compared[name] for name in [("ask", 1), *found]})
 
@@ -547,7 +547,9 @@ NAMES = [name for names in MEASURED for name in names]
 
 
 def load(args: argparse.Namespace) -> VLM:
-    return VLM.from_pretrained("tiny", device=args.device, dtype=getattr(torch, args.dtype))
+    return VLM.from_pretrained(
+        "tiny", device=args.device, dtype=getattr(torch, args.dtype), prefix_cache_bytes=0
+    )
 
 
 def captions_of(vlm: VLM, count: int) -> list[Request]:

@@ -179,7 +179,7 @@ def probe(bench: Bench) -> None:
         report.exact("compute capability", f"{major}.{minor}", ">= 8.0", major >= 8)
     report.row("bandwidth of a copy, TB/s", bench.bandwidth() / 1e12)
     begin = clock(bench.device)
-    vlm = VLM.from_pretrained("tiny", device=bench.device)
+    vlm = VLM.from_pretrained("tiny", device=bench.device, prefix_cache_bytes=0)
     bench.timed("loading tiny", clock(bench.device) - begin)
     for what, aim in (("first answer, kernels compile", None), ("second", FIRST), ("third", LATER)):
         begin = clock(bench.device)
@@ -196,9 +196,11 @@ def probe(bench: Bench) -> None:
 def smoke(bench: Bench) -> None:
     report, new = bench.report, 6 if bench.dry else 48
     length = {"max_new_tokens": new, "min_new_tokens": new}
-    cpu = VLM.from_pretrained("tiny", device="cpu", dtype=torch.float32)
-    auto = VLM.from_pretrained("tiny", device=bench.device, dtype=torch.float32)
-    eager = VLM(auto.model, auto.processor, decoding="eager")
+    cpu = VLM.from_pretrained("tiny", device="cpu", dtype=torch.float32, prefix_cache_bytes=0)
+    auto = VLM.from_pretrained(
+        "tiny", device=bench.device, dtype=torch.float32, prefix_cache_bytes=0
+    )
+    eager = VLM(auto.model, auto.processor, decoding="eager", prefix_cache_bytes=0)
     modes = {"auto": (auto, None), "eager": (eager, None), "references": (eager, "torch")}
     differing, ran, second = [], 0, {}
     for recipe in DRY_RECIPES if bench.dry else recipes():
@@ -270,7 +272,7 @@ def beside_a_thread(bench: Bench) -> None:
     other = threading.Thread(target=allocate, daemon=True)
     other.start()
     try:
-        vlm = VLM.from_pretrained("tiny", device=bench.device)
+        vlm = VLM.from_pretrained("tiny", device=bench.device, prefix_cache_bytes=0)
         for share in (0.1, 0.2, 0.3, 0.4):
             vlm.ask(QUESTION, IMAGE, recipe=f"hired:{share}", max_new_tokens=4)
     finally:
@@ -291,7 +293,7 @@ def step(bench: Bench) -> None:
     }
     for name, build in models.items():
         with bench.report.guarded(name):
-            vlm = VLM(*build())
+            vlm = VLM(*build(), prefix_cache_bytes=0)
             fused = not bench.dry and fusable(vlm.adapter)
             bench.report.row(f"{name}: fused decode step", fused)
             for recipe, batch in (("none", 1), ("none", 2 if bench.dry else 16)):
@@ -414,7 +416,7 @@ def capture(bench: Bench, what: str, group: RowGroup, tokens: torch.Tensor) -> N
 def serve(bench: Bench) -> None:
     report = bench.report
     shape = end_to_end.MODELS["tiny-shape" if bench.dry else "llava-next-7b"]
-    vlm = VLM(*end_to_end.build(shape, bench.device, bench.dtype))
+    vlm = VLM(*end_to_end.build(shape, bench.device, bench.dtype), prefix_cache_bytes=0)
     image = drawn(max(shape.image))
     batches = (("none", 2),) if bench.dry else (("none", 4), ("hired:0.2", 4), ("hired:0.2", 16))
     for recipe, size in batches:

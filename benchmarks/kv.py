@@ -301,7 +301,7 @@ def verdicts(rows: dict[str, dict[str, Any]], dtype: str) -> list[str]:
 
 def load(args: argparse.Namespace, layers: int) -> VLM:
     model, processor = ask.qwen_shaped("small", layers)
-    return VLM(model.to(args.device, getattr(torch, args.dtype)), processor)
+    return VLM(model.to(args.device, getattr(torch, args.dtype)), processor, prefix_cache_bytes=0)
 
 
 def parse(argv: list[str]) -> argparse.Namespace:

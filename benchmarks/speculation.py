@@ -299,7 +299,7 @@ class Job:
 
     def vlm(self) -> VLM:
         """A new VLM without statistics of earlier drafts."""
-        return VLM(self.model, self.processor, decoding=self.decoding)
+        return VLM(self.model, self.processor, decoding=self.decoding, prefix_cache_bytes=0)
 
     @property
     def exact(self) -> bool:
@@ -310,7 +310,7 @@ def prepared(args: argparse.Namespace) -> Job:
     dtype = getattr(torch, args.dtype)
     generation = {"max_new_tokens": args.new_tokens, "do_sample": False}
     if args.shape == TINY:
-        vlm = VLM.from_pretrained(TINY, device=args.device, dtype=dtype)
+        vlm = VLM.from_pretrained(TINY, device=args.device, dtype=dtype, prefix_cache_bytes=0)
         return Job(TINY, vlm.model, vlm.processor, generation, decoding=args.decoding)
     shape = SHAPES[args.shape]
     model, processor = end_to_end.build(shape, torch.device(args.device), dtype, args.layers)

@@ -35,6 +35,15 @@ def pytest_configure() -> None:
         torch.set_num_threads(int(threads))
 
 
+@pytest.fixture(autouse=True)
+def _cold(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No prefix cache in tests that count what is computed."""
+    if request.node.get_closest_marker("cold") is not None:
+        from vlmfast.engine.prefix_cache import PrefixCache
+
+        monkeypatch.setattr(PrefixCache, "enabled", property(lambda cache: False))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark tests that compare by `closeness`, directly or through a helper module."""
     for item in items:

@@ -243,9 +243,15 @@ def _generation(case: dict[str, Any], request: dict[str, Any]) -> dict[str, Any]
     return given
 
 
-def answers(case: dict[str, Any], of: tuple[Any, Any] | None = None) -> list[dict[str, Any]]:
-    """The library's answers to a case: one record for each of its requests."""
+def answers(
+    case: dict[str, Any], of: tuple[Any, Any] | None = None, *, cached: bool = True
+) -> list[dict[str, Any]]:
+    """The library's answers to a case: one record for each of its requests.
+
+    ``cached``: whether the prefix cache is on.
+    """
     vlm = VLM(*(model(case["family"]) if of is None else of))
+    vlm.prefix_cache.limit *= cached
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(case["n"])
         return [_record(case, answer) for answer in _ask(vlm, case)]

@@ -12,6 +12,8 @@ from batched import CountingPool
 from tiny_models import build_llava, build_llava_next, make_image
 from vlmfast import VLM, MediaError, RecipeError, Request, VLMFastError
 
+pytestmark = pytest.mark.cold
+
 SLOW = pytest.mark.slow
 KV_STATS = (
     "visual_tokens_in",

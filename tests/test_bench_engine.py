@@ -19,6 +19,8 @@ from vlmfast.engine.engine import Engine
 from vlmfast.engine.sequence import Sequence
 from vlmfast.errors import RecipeError
 
+pytestmark = pytest.mark.cold
+
 
 def script(name: str) -> Any:
     """A benchmark as a module, loaded from its file: `tests` has a folder of the same name."""

@@ -31,6 +31,8 @@ from vlmfast.engine.prefill import Inputs, prefill, prepare
 from vlmfast.engine.stats import Stats, Trace
 from vlmfast.kernels.quantize_kv import Segment, quantize
 
+pytestmark = pytest.mark.cold
+
 TOKENS = [5, 9, 11, 7, 8, 6, 10, 12, 30, 31, 32, 33]
 BUFFERS = ("keys", "values", "order", "attention_mass", "bias")
 HEADS = {"heads of their own": 4, "grouped queries": 2}
@@ -496,8 +498,22 @@ def test_cropping_into_an_uncompressed_prompt(grouped):
     close(fed(grouped, run, ids)[:, -1], expected, terms=terms)
 
 
+def test_cropping_stops_at_tokens_that_were_dropped(grouped):
+    """Before the language model: every id of the text after the image has a slot."""
+    run = started(grouped, "hired:0.4")
+    visual = grouped.adapter.visual(run.inputs.tensors["input_ids"][0]).nonzero()
+    after = run.prompt.full_length - int(visual[-1]) - 1
+    fed(grouped, run, TOKENS[:3])
+    with pytest.raises(ValueError, match=f"{after + 4} tokens reach into the compressed part"):
+        run.cache.crop(after + 4)
+    run.cache.crop(after + 3)
+    assert run.cache.base == [int(visual[-1]) + 1] == run.cache.logical
+    with pytest.raises(ValueError, match="1 tokens reach"):
+        run.cache.crop(1)
+
+
 @pytest.mark.parametrize(
-    "recipe", [Own(), "snapkv:keep=0.8,window=4", "hired:0.4", "pyramiddrop", "lookm:keep=0.8"]
+    "recipe", [Own(), "snapkv:keep=0.8,window=4", "pyramiddrop", "lookm:keep=0.8"]
 )
 def test_cropping_into_compressed_slots_is_refused(grouped, recipe):
     run = started(grouped, recipe)

@@ -23,6 +23,8 @@ from vlmfast.engine.chunks import chunks, splits
 from vlmfast.engine.prefill import Prompt
 from vlmfast.engine.prefiller import Prefiller
 
+pytestmark = pytest.mark.cold
+
 QUESTION = "what is here ?"
 IMAGES = [make_image(seed=seed) for seed in range(3)]
 RECIPES = ["none", "hired:0.5", "tome", "divprune:0.4,positions=compact", "draft-ngram",

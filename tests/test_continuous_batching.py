@@ -68,6 +68,7 @@ def assert_idle(vlm: VLM, threads: set[threading.Thread]) -> None:
     assert not any(layer._forward_pre_hooks for layer in vlm.adapter.decoder.layers)
     assert not any(block._forward_pre_hooks for block in vlm.adapter.vision_blocks())
     if isinstance(vlm.adapter.pool, CountingPool):
+        vlm.prefix_cache.clear()  # what is left is in use
         assert vlm.adapter.pool.out == 0
 
 
@@ -506,6 +507,7 @@ def test_an_allocation_that_fails_ends_one_request(vlm: VLM, monkeypatch) -> Non
     with pytest.raises(torch.OutOfMemoryError):
         two.result()
     assert one.result().token_ids == wanted
+    vlm.prefix_cache.clear()
     vlm.adapter.pool.out = 0  # buffers that were taken before are freed with their cache
 
 
@@ -753,6 +755,11 @@ class Schedules(RuleBasedStateMachine):
             handle.close()
         if not serving or handle.sequence.error is not None:
             self.open[at] = handle, number, RequestCancelled
+
+    @rule(limit=st.sampled_from([0, 200_000, 1 << 30]))
+    def bounds_the_prefix_cache(self, limit: int) -> None:
+        """To nothing, to less than two prompts, or to more than all."""
+        self.vlm.prefix_cache.limit = limit
 
     @rule(steps=st.integers(1, 6))
     def runs(self, steps: int) -> None:

@@ -25,6 +25,8 @@ from vlmfast.core.statistics import StatRequest
 from vlmfast.engine.attention import switched
 from vlmfast.engine.prefill import Inputs
 
+pytestmark = pytest.mark.cold
+
 FAMILIES = {"llava": build_llava, "llava_next": build_llava_next}
 TOKENS = [5, 9, 11, 7, 8, 6, 10, 12]  # fed one by one after the prompt
 

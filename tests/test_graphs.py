@@ -18,6 +18,8 @@ from vlmfast import VLM, Request, VLMFastError
 from vlmfast.engine.cache import KVCache
 from vlmfast.engine.graphs import Graphs
 
+pytestmark = pytest.mark.cold
+
 RECIPES = ["none", "pyramiddrop", "h2o:0.7", "kivi:bits=4,group=4,residual=8", "streamingllm:0.7"]
 
 

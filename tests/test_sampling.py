@@ -40,6 +40,8 @@ from vlmfast.engine.noise import gumbel, gumbels
 from vlmfast.engine.rounds import Rounds
 from vlmfast.engine.sampling import Parameters, Sampler, Sampling
 
+pytestmark = pytest.mark.cold
+
 V = 29
 PARTS = {
     "repetition_penalty": lambda value: RepetitionPenaltyLogitsProcessor(value),

@@ -189,14 +189,17 @@ def within(value: Any) -> Any:
 @pytest.mark.parametrize(
     ("path", "value", "reason"),
     [
-        (["cache", "layers", 0, "held"], 10**6, "held is 1000000"),
-        (["cache", "layers", 0, "shift"], [10**9], "shift is"),
-        (["cache", "layers", 0, "stored"], [[3]], "stored is not of its segments"),
-        (["cache", "steps"], -1, "steps is -1"),
-        (["cache", "base"], 5, "base is not the length"),
-        (["cache", "track"], True, "track does not fit the recipe"),
-        (["cache", "logical"], [1], "logical is not"),
-        (["cache", "ids"], [10**9] * 30, "an id of the cache"),
+        (["caches", 0, "layers", 0, "held"], 10**6, "held is 1000000"),
+        (["caches", 0, "layers", 0, "shift"], [10**9], "shift is"),
+        (["caches", 0, "layers", 0, "stored"], [[3]], "stored is not of its segments"),
+        (["caches", 0, "steps"], -1, "steps is -1"),
+        (["consumed", "ids"], [10**9], "an id of the conversation"),
+        (["consumed", "ids"], [1, 2, 3], "about other images"),
+        (["caches"], [None] * 9, "many caches"),
+        (["pictures", "digests"], {"tuple": ["x"]}, "digests of images"),
+        (["caches", 0, "track"], True, "track does not fit the recipe"),
+        (["caches", 0, "logical"], [1], "logical is not"),
+        (["caches", 0, "ids"], [10**9] * 30, "an id of the cache"),
         (["pictures", "sizes"], [{"tuple": [10**6, 10**6]}], "is too large"),
         (["pictures", "sizes"], [{"tuple": [64, 128]}], "id|geometry|features|tokens"),
         (["pictures", "head"], "USER: <image><image>", "in another prompt"),
@@ -219,7 +222,7 @@ def test_forged_capacity_does_not_allocate_memory(sessions, tmp_path) -> None:
     with vlm.load_session(honest) as session:
         expected = session.ask("is there more ?", **ASK).token_ids
     state = json.loads(metadata["session"])
-    changed(state, ["cache", "layers", 0, "capacity"], 10**12)
+    changed(state, ["caches", 0, "layers", 0, "capacity"], 10**12)
     snapshot.write(tmp_path / "a", {**metadata, "session": json.dumps(state)}, tensors)
     with vlm.load_session(tmp_path / "a") as session:
         assert session.bytes < 1 << 22
@@ -227,8 +230,8 @@ def test_forged_capacity_does_not_allocate_memory(sessions, tmp_path) -> None:
 
 
 KEYS = ("kind", "version", "recipe", "model", "session")
-VALUES = (None, "", "x", "[]", "{}", "1", "null", "[" * 100_000)
-HONEST = ("version", "1")
+VALUES = (None, "", "x", "[]", "{}", "2", "null", "[" * 100_000)
+HONEST = ("version", "2")
 
 
 @pytest.mark.parametrize(

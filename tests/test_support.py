@@ -14,6 +14,8 @@ from vlmfast.api.support import Support, support, support_of
 from vlmfast.cli import main
 from vlmfast.core.registry import stage_class, stage_names
 
+pytestmark = pytest.mark.cold
+
 BUILD = tiny_families.builders()
 FAMILIES = sorted(BUILD)
 DOCS = Path(__file__).parents[1] / "docs" / "models.md"

@@ -18,6 +18,8 @@ from vlmfast import VLM, Request, attach
 from vlmfast.engine import attention, graphs, tower
 from vlmfast.engine.attention import lock_of, switched
 
+pytestmark = pytest.mark.cold
+
 QUESTION = "what is here ?"
 
 

@@ -21,6 +21,8 @@ from vlmfast.core.saliency import SaliencyRequest, window_order
 from vlmfast.core.statistics import ItemGeometry
 from vlmfast.engine.between import Batched, Packed
 
+pytestmark = pytest.mark.cold
+
 NAMES = [name for name in vars(tiny_families) if name.startswith("build_")]
 BUILD = {
     name.removeprefix("build_"): getattr(tiny_families, name)

@@ -69,6 +69,8 @@ def serve() -> None:
 
     torch.set_num_threads(1)
     vlm = vlmfast.VLM.from_pretrained("tiny", device="cpu")
+    if hasattr(vlm, "prefix_cache"):  # every answer in full, as in revisions without it
+        vlm.prefix_cache.limit = 0
     image = Path(vlmfast.__file__).parents[1] / "examples" / "picture.png"
     for line in sys.stdin:
         begin = time.process_time()

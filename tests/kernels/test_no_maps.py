@@ -11,6 +11,8 @@ from torch.utils._pytree import tree_leaves
 from tiny_models import build_llava, make_image
 from vlmfast import VLM
 
+pytestmark = pytest.mark.cold
+
 RECIPES = [
     "none",
     "mustdrop",

@@ -43,6 +43,8 @@ class Request:
         Hugging Face's generation arguments.
     messages : list of dict, optional
         Replaces the question, its images and its video.
+    tenant : str
+        Requests share entries of the prefix cache only with requests of the same tenant.
     """
 
     question: str | None = None
@@ -53,6 +55,7 @@ class Request:
     recipe: Any = None
     generation: dict[str, Any] = field(default_factory=dict)
     messages: list[dict] | None = None
+    tenant: str = ""
 
 
 @dataclass

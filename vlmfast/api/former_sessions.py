@@ -1,5 +1,6 @@
 """Session files of earlier versions: entries that they lack are filled in before they are checked.
 
+Format 1 names classes by the modules that they were in, and how many ids were prefilled first.
 Until version 0.1.0 stages read the CLS row of a vision block themselves, where they ask for a
 `Saliency` today, and caches did not count the tokens that a sliding window has dropped.
 """
@@ -9,13 +10,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from vlmfast.core.moved import former_names
 from vlmfast.core.protocols import EncodeStage
 from vlmfast.core.recipe import Recipe
 from vlmfast.core.saliency import Saliency, SaliencyRequest
 from vlmfast.core.statistics import VisionStats
 from vlmfast.models.base import Adapter
 
-__all__ = ["completed"]
+__all__ = ["completed", "former_paths"]
 
 _RENAMED = {"mass": "attention_mass"}
 
@@ -36,15 +38,10 @@ def completed(adapter: Adapter, recipe: Recipe, state: dict[str, Any]) -> dict[s
     ValueError
         Where an entry is missing that cannot be computed from the others.
     """
-    cache, known = state.get("cache"), state.get("pictures")
-    if cache is not None:
-        layers = [
-            ({} if "gap" in layer else {"gap": _gap(adapter, index)})
-            | layer
-            | {"buffers": _renamed(layer["buffers"])}
-            for index, layer in enumerate(cache["layers"])
-        ]
-        cache = _renamed(cache) | {"layers": layers}
+    known, rest = state.get("pictures"), dict(state)
+    if "cache" in rest:
+        cache = rest.pop("cache")
+        rest["caches"] = [] if cache is None else [_cache(adapter, cache)]
     if known is not None:
         vision = known.seen.vision
         missing = {
@@ -56,7 +53,24 @@ def completed(adapter: Adapter, recipe: Recipe, state: dict[str, Any]) -> dict[s
         found = {key: _of_rows(adapter, vision, asked) for key, asked in missing.items()}
         vision = replace(vision, saliency=vision.saliency | found)
         known = replace(known, seen=replace(known.seen, vision=vision))
-    return state | {"cache": cache, "pictures": known}
+    return {"consumed": None} | rest | {"pictures": known}
+
+
+def former_paths(cls: type) -> list[str]:
+    """Paths, as ``module.Class``, by which files of format 1 name a class."""
+    return [f"{cls.__module__}.{cls.__qualname__}", *former_names(cls)]
+
+
+def _cache(adapter: Adapter, cache: dict[str, Any]) -> dict[str, Any]:
+    """The only cache of a file of format 1."""
+    layers = [
+        ({} if "gap" in layer else {"gap": _gap(adapter, index)})
+        | layer
+        | {"buffers": _renamed(layer["buffers"])}
+        for index, layer in enumerate(cache["layers"])
+    ]
+    present = {name: of for name, of in _renamed(cache).items() if name != "base"}
+    return present | {"layers": layers}
 
 
 def _renamed(entries: dict[str, Any]) -> dict[str, Any]:

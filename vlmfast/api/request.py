@@ -21,10 +21,12 @@ import torch
 from vlmfast.core.protocols import EncodeStage, InEncoderStage, MediaStage
 from vlmfast.core.recipe import Recipe
 from vlmfast.engine.engine import engine_of
+from vlmfast.engine.features import hashed
 from vlmfast.engine.handle import Handle
 from vlmfast.engine.opening import open_sequence
 from vlmfast.engine.prefill import Inputs
 from vlmfast.engine.prefiller import too_long
+from vlmfast.engine.prefix_cache import prefix_cache_of
 from vlmfast.engine.sequence import Sequence
 from vlmfast.engine.stats import Stats
 from vlmfast.errors import MediaError, ModelError, VLMFastError
@@ -201,13 +203,18 @@ def _texts(messages: Many[dict]) -> Iterable[str]:
 # --- media and template --------------------------------------------------------------------------
 
 
-def render(adapter: Adapter, messages: list[dict], recipe: Recipe) -> Rendered:
-    """Read the media of a conversation and write its prompt."""
+def render(
+    adapter: Adapter, messages: list[dict], recipe: Recipe, loaded: dict[int, Any] | None = None
+) -> Rendered:
+    """Read the media of a conversation and write its prompt; ``loaded`` is as in `read_media`."""
     check_messages(adapter, messages)
     prompt = Rendered("", question=question_of(messages))
     select = chooser(recipe, prompt.question)
     plain = [
-        {"role": turn["role"], "content": read_media(adapter, turn["content"], prompt, select)}
+        {
+            "role": turn["role"],
+            "content": read_media(adapter, turn["content"], prompt, select, loaded),
+        }
         for turn in messages
     ]
     prompt.text = templated(adapter, plain)
@@ -243,11 +250,25 @@ def templated(adapter: Adapter, plain: list[dict]) -> str:
         raise VLMFastError(f"the chat template rejected the messages: {one_line(error)}") from error
 
 
-def read_media(adapter: Adapter, content: Any, prompt: Rendered, select: Any) -> list[dict]:
-    """Return the content of a turn without its media, which are appended to ``prompt``."""
+def read_media(
+    adapter: Adapter,
+    content: Any,
+    prompt: Rendered,
+    select: Any,
+    loaded: dict[int, Any] | None = None,
+) -> list[dict]:
+    """Return the content of a turn without its media, which are appended to ``prompt``.
+
+    Parameters
+    ----------
+    loaded : dict, optional
+        Media by the ``id`` of their content entry. Those in it are not decoded again, others are
+        added. Videos whose frames a stage chooses are not in it.
+    """
     from vlmfast.media import load_image, load_video
 
     plain: list[dict] = []
+    loaded = {} if loaded is None else loaded
     text = {"type": "text", "text": content}
     parts: list[dict[str, Any]] = [text] if isinstance(content, str) else content
     for part in parts:
@@ -255,7 +276,10 @@ def read_media(adapter: Adapter, content: Any, prompt: Rendered, select: Any) ->
         if kind == "text":
             plain.append({"type": "text", "text": part["text"]})
         elif kind == "image":
-            prompt.images.append(load_image(_source(part, "image", "path", "url", "base64")))
+            source = _source(part, "image", "path", "url", "base64")
+            if id(part) not in loaded:
+                loaded[id(part)] = load_image(source)
+            prompt.images.append(loaded[id(part)])
             prompt.frames.append((-1, 0, 1))
             plain.append({"type": "image"})
         elif kind == "video":
@@ -267,12 +291,16 @@ def read_media(adapter: Adapter, content: Any, prompt: Rendered, select: Any) ->
                 )
             for name in ("num_frames", "fps"):
                 check_frames(name, part.get(name))
-            video = load_video(
-                source,
-                num_frames=part.get("num_frames"),
-                fps=part.get("fps"),
-                select=select,
-            )
+            video = None if select else loaded.get(id(part))
+            if video is None:
+                video = load_video(
+                    source,
+                    num_frames=part.get("num_frames"),
+                    fps=part.get("fps"),
+                    select=select,
+                )
+            if not select:
+                loaded[id(part)] = video
             number = 1 + max((video for video, *_ in prompt.frames), default=-1)
             if adapter.video_tensors:
                 plain.append({"type": "video"})
@@ -343,6 +371,15 @@ def check_length(
         raise too_long(taken, least, most, least=True)
 
 
+def identify(adapter: Adapter, inputs: Inputs) -> None:
+    """Hash the images of a prompt for the prefix cache, before the engine is occupied by it."""
+    has_pixels = any(key.startswith("pixel_values") for key in inputs.tensors)
+    if has_pixels and prefix_cache_of(adapter).enabled:
+        if inputs.items is None:
+            inputs.items = adapter.items(inputs.tensors, inputs.sizes, inputs.frames)
+        inputs.hashed = hashed(adapter, inputs.tensors, inputs.items)
+
+
 def opened(
     adapter: Adapter,
     inputs: Inputs,
@@ -359,6 +396,7 @@ def opened(
         Passed to `engine.opening.open_sequence`.
     """
     check_length(adapter, inputs.tensors, recipe, generation)
+    identify(adapter, inputs)
     return begun(adapter, inputs, recipe, begin, generation, **more)
 
 
@@ -396,14 +434,27 @@ def sequence_of(
     recipe: Recipe,
     generation: Generation,
     number: int = 0,
+    *,
+    tenant: str = "",
+    loaded: dict[int, Any] | None = None,
 ) -> Sequence:
-    """Read and process the media of a conversation; nothing is computed yet."""
+    """Read and process the media of a conversation; nothing is computed yet.
+
+    Parameters
+    ----------
+    tenant : str
+        As in `answer.Request`.
+    loaded : dict, optional
+        As in `read_media`.
+    """
     start = time.perf_counter()
-    prompt = render(adapter, messages, recipe)
-    loaded = time.perf_counter()
+    prompt = render(adapter, messages, recipe, loaded)
+    read = time.perf_counter()
     begin = time.perf_counter()
-    inputs = Inputs(tensors_of(adapter, prompt), prompt.sizes, prompt.question, prompt.frames)
-    spent = Stats(time_media_s=loaded - start, time_processor_s=time.perf_counter() - begin)
+    inputs = Inputs(
+        tensors_of(adapter, prompt), prompt.sizes, prompt.question, prompt.frames, tenant=tenant
+    )
+    spent = Stats(time_media_s=read - start, time_processor_s=time.perf_counter() - begin)
     more = {"number": number, "stats": spent, "images": prompt.images}
     return opened(adapter, inputs, recipe, begin, generation, **more)
 
@@ -420,6 +471,7 @@ def sequence_of_request(
     recipe = recipe_of(adapter, one.recipe)
     names = [entry.name for entry in fields(Request)]
     passed = gate(adapter, {**generation, **one.generation}, names=names)
+    check_tenant(one.tenant)
     media = (one.images, one.video, one.num_frames, one.fps)
     if one.messages is None:
         messages = messages_of(one.question, *media)
@@ -427,7 +479,7 @@ def sequence_of_request(
         raise VLMFastError("messages replace question, images and video; give one or the other")
     else:
         messages = one.messages
-    return sequence_of(adapter, messages, recipe, passed, number)
+    return sequence_of(adapter, messages, recipe, passed, number, tenant=one.tenant)
 
 
 def submitted(adapter: Adapter, sequence: Sequence, **more: Any) -> Handle[Answer]:
@@ -436,10 +488,15 @@ def submitted(adapter: Adapter, sequence: Sequence, **more: Any) -> Handle[Answe
 
 
 def answered(
-    adapter: Adapter, messages: list[dict], recipe: Recipe, generation: Generation
+    adapter: Adapter,
+    messages: list[dict],
+    recipe: Recipe,
+    generation: Generation,
+    loaded: dict[int, Any] | None = None,
 ) -> Answer:
-    """Answer a conversation."""
-    with submitted(adapter, sequence_of(adapter, messages, recipe, generation)) as handle:
+    """Answer a conversation; ``loaded`` is as in `read_media`."""
+    sequence = sequence_of(adapter, messages, recipe, generation, loaded=loaded)
+    with submitted(adapter, sequence) as handle:
         return handle.result()
 
 
@@ -451,16 +508,34 @@ def streamed(
         yield from handle
 
 
-def check_number(name: str, value: Any, *, whole: bool = False, above: float | None = None) -> None:
+def check_number(
+    name: str,
+    value: Any,
+    *,
+    whole: bool = False,
+    above: float | None = None,
+    least: float | None = None,
+) -> None:
     """Raise unless an argument is a number, or ``None`` where it may be left out."""
     if value is None and not whole:
         return
     kind = numbers.Integral if whole else numbers.Real
     fits = isinstance(value, kind) and not isinstance(value, bool)
-    if not fits or (above is not None and not value > above):
+    if (
+        not fits
+        or (above is not None and not value > above)
+        or (least is not None and not value >= least)
+    ):
         must = "a whole number" if whole else "a number"
         limit = "" if above is None else f" above {above:g}"
+        limit += "" if least is None else f" of at least {least:g}"
         raise VLMFastError(f"{name}={shown(value)} must be {must}{limit}")
+
+
+def check_tenant(tenant: Any) -> None:
+    """Raise unless the name of a tenant is a text."""
+    if not isinstance(tenant, str):
+        raise VLMFastError(f"tenant={shown(tenant)} must be a text")
 
 
 def check_streamer(generation: Generation) -> None:

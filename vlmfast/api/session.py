@@ -8,9 +8,10 @@ only its own tokens.
 from __future__ import annotations
 
 import copy
+import secrets
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -25,10 +26,13 @@ from vlmfast.core import snapshot
 from vlmfast.core.protocols import InEncoderStage, MediaStage
 from vlmfast.core.recipe import Recipe
 from vlmfast.engine.engine import engine_of
+from vlmfast.engine.features import tower_fingerprint
 from vlmfast.engine.handle import Handle
 from vlmfast.engine.opening import fitted, reading
 from vlmfast.engine.prefill import Inputs, Seen, look
 from vlmfast.engine.prefix import Prefix, copied
+from vlmfast.engine.prefix_cache import Entry
+from vlmfast.engine.prefixes import Prefixes, Scope, parts
 from vlmfast.engine.sequence import Phase, Prefill, Sequence
 from vlmfast.engine.stats import Stats, Trace
 from vlmfast.errors import ModelError, RecipeError, RequestCancelled, VLMFastError
@@ -36,6 +40,7 @@ from vlmfast.models.base import Adapter
 
 from . import session_checks, session_file
 from .answer import Answer
+from .conversation import Consumed, answered, before, continued, split, tail_ids, turns
 from .generation import Generation, gate, shown
 from .request import (
     Rendered,
@@ -44,6 +49,7 @@ from .request import (
     check_question,
     check_streamer,
     chooser,
+    identify,
     messages_of,
     opened,
     read_media,
@@ -54,7 +60,6 @@ from .request import (
 )
 
 _FREE_SLOTS = 128  # of a new cache
-_AT_ONCE = 1024  # rows prefilled at once after a cache: bounds the size of their mask
 
 
 @dataclass
@@ -82,6 +87,8 @@ class Images:
         For overlays.
     ends : bool
         Whether the text after the images continues from their largest rotary id.
+    digests : tuple of str
+        Of their content, see `engine.features.Hashed`.
     """
 
     media: list[dict]
@@ -96,6 +103,7 @@ class Images:
     trace: Trace
     images: list[Any] = field(default_factory=list)
     ends: bool = True
+    digests: tuple[str, ...] = ()
 
 
 class Sessions:
@@ -107,47 +115,37 @@ class Sessions:
 
     Attributes
     ----------
-    bytes : int or None
-        Upper bound on their caches between questions, see `VLM.session_bytes`.
     open : WeakSet of Session
     """
 
     def __init__(self, adapter: Adapter) -> None:
         self.adapter = adapter
-        self.bytes: int | None = None
         self.open: WeakSet[Session] = WeakSet()
         self.lock = threading.Lock()
-
-    def make_room(self, used: Session) -> None:
-        """Drop the caches of the least recently used sessions until the bound is met."""
-        if self.bytes is None:
-            return
-        with self.lock:
-            others = [s for s in self.open if s is not used and s.bytes]
-            total = used.bytes + sum(s.bytes for s in others)
-            for session in sorted(others, key=lambda s: s._used):
-                if total <= self.bytes:
-                    return
-                if not session._busy:
-                    total -= session.bytes
-                    session._drop()
 
 
 class Session:
     """Ask many questions about images that are encoded once; opened by `VLM.session`.
 
-    ``session.reuses`` tells what questions share:
+    ``session.reuses`` tells what the last question shared with earlier ones, before the first
+    question what there is to share:
 
     ``"kv"``
         The recipe does not depend on the question. The keys and values of the images, compressed by
-        the recipe, are shared by all questions, and each question costs only its own tokens.
+        the recipe, are shared by all questions, and each question costs only its own tokens. They
+        are in the model's prefix cache, where sessions and other requests about the same images
+        find them, too, until others need the room.
         Answers equal those of `VLM.ask` unless the recipe compresses the cache: in `VLM.ask` the
         question attends to the images before compression, in a session only afterwards. Questions
         and answers are not compressed in prefill; methods that work in decode include them.
     ``"features"``
-        A stage of the recipe depends on the question (``query_dependent`` of its class). The tower
-        does not run again, but each question is prefilled with the images. Its answer is that of
-        `VLM.ask`, or of `VLM.chat` with the conversation so far.
+        A stage of the recipe depends on the question (``query_dependent`` of its class), or the
+        keys and values are no longer in the prefix cache. The tower does not run again, but the
+        question is prefilled with the images. Where a stage depends on the question, its answer is
+        that of `VLM.ask`, or of `VLM.chat` with the conversation so far.
+
+    A conversation keeps the ids that the model has consumed and generated. Where the chat template
+    does not repeat an answer verbatim, the prompt is prefilled again from there on.
 
     All features of the tower stay in host memory, so that ``restore=True`` can run the full model.
 
@@ -171,17 +169,25 @@ class Session:
         history: bool,
         images: Images | None,
         stats: Stats,
+        tenant: str = "",
     ) -> None:
         self._group, self._adapter, self._images = group, group.adapter, images
         self._engine = engine_of(group.adapter)
         self.recipe, self.history, self.stats = recipe, history, stats
-        asks = any(p.query_dependent for p in _parts(recipe))
-        self.reuses = "features" if asks or not (images is None or images.ends) else "kv"
+        asks = any(p.query_dependent for p in parts(recipe))
+        self._shares = not asks and (images is None or images.ends)
+        self.reuses = "kv" if self._shares else "features"
         self._messages: list[dict] = []
-        self._kept: Prefix | None = None
+        self._consumed: Consumed | None = None
+        self._prefixes, self._tenant = Prefixes(group.adapter), tenant
+        self._entries: list[Entry] = []  # of the conversation, in the prefix cache
+        self._scope: Scope | None = None  # of the current question, with what it continues
+        self._prefix: Prefix | None = None
         self._closed = self._busy = False
-        self._cloned = False  # whether the current question continues from a copy of the cache
-        self._used = time.perf_counter_ns()
+        # Its features are those of this vision tower.
+        self._tower = None
+        if images is not None:
+            self._tower = tower_fingerprint(group.adapter, values=True)
         group.open.add(self)
 
     # --- opening and closing ---------------------------------------------------------------------
@@ -196,6 +202,7 @@ class Session:
         fps: float | None,
         recipe: Recipe,
         history: bool,
+        tenant: str,
     ) -> Session:
         start = time.perf_counter()
         for stage in recipe.acting(MediaStage):
@@ -214,16 +221,17 @@ class Session:
         engine = engine_of(adapter)
         fitted(adapter, recipe)  # raises for recipes that the engine does not run
         if not images_read:
-            return cls(group, recipe, history, None, Stats())
+            return cls(group, recipe, history, None, Stats(), tenant)
         begin = time.perf_counter()
-        text = prompt.text = render(adapter, _turns(media, [], question), Recipe()).text
+        text = prompt.text = render(adapter, turns(media, [], question), Recipe()).text
         tensors = tensors_of(adapter, prompt)
         check_length(adapter, tensors, recipe, gate(adapter, {"max_new_tokens": 1}))
         stats = Stats(time_media_s=loaded - start, time_processor_s=time.perf_counter() - begin)
-        head, tail = _split(text, adapter.marks())
+        head, tail = split(text, adapter.marks())
         ids = tensors.pop("input_ids")
-        prefix = _before(adapter, ids[0].tolist(), tail)
-        inputs = Inputs({**tensors, "input_ids": ids}, sizes, "", frames)
+        prefix = before(adapter, ids[0].tolist(), tail)
+        inputs = Inputs({**tensors, "input_ids": ids}, sizes, "", frames, tenant=tenant)
+        identify(adapter, inputs)
         position, n = adapter.positions(inputs.tensors), len(prefix)
         ends = int(position[:, n:].min()) > int(position[:, :n].max())
         ends = ends and not _times_may_lead(adapter, recipe, ids, position)
@@ -247,17 +255,16 @@ class Session:
                 copied(trace, "cpu", []),
                 images_read,
                 ends,
+                tuple(image.digest.hex() for image in inputs.hashed or ()),
             )
             yield True
-            session = cls(group, recipe, history, known, stats)
+            session = cls(group, recipe, history, known, stats, tenant)
             opened.append(session)
-            if session.reuses == "kv":
-                session._keep(sequence, ids)
-                stats.prompt_fed = len(prefix)
-                group.make_room(session)
+            if session._shares:
+                session._prepare(sequence)
             return None
 
-        more = {"prefill": prefill, "keeps_cache": True}
+        more = {"prefill": prefill}
         sequence = reading(adapter, inputs, recipe, begin, stats, images_read, **more)
         with engine.submit(sequence, lambda sequence: opened[0]) as handle:
             session = handle.result()
@@ -265,7 +272,11 @@ class Session:
         return session
 
     def close(self) -> None:
-        """Release all memory; a closed session cannot be asked."""
+        """Release its memory; a closed session cannot be asked.
+
+        The keys and values of the images stay in the prefix cache, where another session about them
+        finds them.
+        """
         with self._claimed():
             self._drop()
             self._closed, self._images = True, None
@@ -344,9 +355,8 @@ class Session:
 
     @property
     def bytes(self) -> int:
-        """Bytes of its cache on the device between questions, free slots included."""
-        kept = self._kept
-        return 0 if kept is None else kept.bytes
+        """Bytes of what its next question continues from in the prefix cache."""
+        return self._prefixes.bytes(*self._known())
 
     def _check(self, question: str, restore: bool, generation: dict) -> Generation:
         """Check a question and its generation arguments, and return these."""
@@ -396,19 +406,28 @@ class Session:
         if self._closed:
             raise VLMFastError("the session is closed; vlm.session(...) opens another one")
 
+    def _check_tower(self) -> None:
+        """The features of the images must be those of today's vision tower."""
+        now = tower_fingerprint(self._adapter, values=True)
+        if self._tower is not None and now is not None and now != self._tower:
+            raise ModelError(
+                "the weights of the vision tower have changed since the session was opened; open "
+                "another one"
+            )
+
     def _sequence(self, question: str, restore: bool, generation: Generation) -> Sequence:
         """Open the sequence of a question; nothing is computed yet."""
+        self._check_tower()
         adapter, known, begin = self._adapter, self._images, time.perf_counter()
         media = [] if known is None else known.media
-        text = render(adapter, _turns(media, self._messages, question), Recipe()).text
+        text = render(adapter, turns(media, self._messages, question), Recipe()).text
         inputs = self._inputs(self._ids(text), question)
         if restore and known is not None:
             inputs.tensors |= snapshot.moved(known.pixels, adapter.device)
         recipe = Recipe() if restore else self.recipe
         spent = Stats(time_processor_s=time.perf_counter() - begin)
         # Without history and images there is nothing to share.
-        continues = not restore and self.reuses == "kv" and (self.history or known is not None)
-        self._used = time.perf_counter_ns()
+        continues = not restore and self._shares and (self.history or known is not None)
         return opened(
             adapter,
             inputs,
@@ -418,66 +437,59 @@ class Session:
             stats=spent,
             images=[] if known is None else known.images,
             prefill=partial(self._prefill, restore, continues),
-            keeps_cache=continues,
-            on_end=partial(self._ended, question, continues),
+            keeps_cache=continues and self.history,
+            on_end=partial(self._ended, question, text, continues),
         )
 
     def _prefill(self, restore: bool, continues: bool, sequence: Sequence) -> Prefill:
         """Prefill the prompt of a question."""
-        kept, prefiller = self._kept, self._engine.prefiller
-        if kept is not None and kept.cache.seen.device != self._adapter.device:
-            self._drop()  # the model has moved since
-        self._group.make_room(self)
         if continues:
             return (yield from self._extend(sequence))
+        prefiller = self._engine.prefiller
         prefiller.count_prompt(sequence, reused=0)
         if restore and self._images is not None and self._images.pixels:
             return prefiller.read(sequence)  # the features have to be recomputed
         return self._read(sequence, sequence.ids)
 
-    def _ended(self, question: str, continues: bool, sequence: Sequence) -> None:
+    def _ended(self, question: str, text: str, continues: bool, sequence: Sequence) -> None:
         """Keep the cache and the answer of a question, complete or cut short by its reader."""
         try:
             short = isinstance(sequence.error, RequestCancelled) and sequence.phase is Phase.DECODE
             complete = sequence.error is None or short
-            if continues and sequence.phase is not Phase.WAITING:
-                self._keep_cache(sequence, complete)
-                self._group.make_room(self)
+            if sequence.phase is not Phase.WAITING:
+                shared = continues and (self._images is None or sequence.stats.prompt_reused > 0)
+                self.reuses = "kv" if shared else "features"
+            if continues and self.history and complete and self._prefix is not None:
+                self._store(self._prefix.extended(sequence), self._prefixes.keep)
             if complete and self.history:
-                text = answer_of(self._adapter, sequence).text
+                self._consumed = answered(
+                    self._adapter,
+                    text,
+                    sequence.ids[0, : sequence.prompt_length].tolist(),
+                    sequence.tokens,
+                )
+                answer = answer_of(self._adapter, sequence).text
                 self._messages.append({"role": "user", "content": question})
-                self._messages.append({"role": "assistant", "content": text})
+                self._messages.append({"role": "assistant", "content": answer})
         finally:
-            self._free()
-
-    def _keep_cache(self, sequence: Sequence, complete: bool) -> None:
-        """Take the cache back from a question; without an answer it may be inconsistent."""
-        kept = self._kept
-        if kept is None or self._cloned:
             self._engine.prefiller.release(sequence)
-        elif complete:
-            kept.update(sequence)
-        else:
-            kept.reclaim(sequence)
-        if kept is not None and self._cloned:
-            kept.group.seat([])
-        undone = self._cloned or self.history or kept is None or kept.rewind(kept.base)
-        if not complete or not undone:
-            self._drop()
-        self._cloned = False
+            self._prefix = self._scope = None
+            self._free()
 
     def _ids(self, text: str) -> Tensor:
         """Ids (1, S) of a prompt, placeholders included."""
         adapter, known = self._adapter, self._images
         if known is None:
-            return adapter.inputs(text, [])["input_ids"]
-        head, tail = _split(text, adapter.marks())
-        if head != known.head:
-            raise ModelError(
-                "the chat template now writes another text before the images than when the session "
-                "was opened; open another one"
-            )
-        return torch.tensor([known.prefix + _tokens(adapter, tail)], device=adapter.device)
+            ids = adapter.inputs(text, [])["input_ids"][0].tolist()
+        else:
+            head, tail = split(text, adapter.marks())
+            if head != known.head:
+                raise ModelError(
+                    "the chat template now writes another text before the images than when the "
+                    "session was opened; open another one"
+                )
+            ids = known.prefix + tail_ids(adapter, tail)
+        return torch.tensor([continued(adapter, text, ids, self._consumed)], device=adapter.device)
 
     def _inputs(self, ids: Tensor, question: str) -> Inputs:
         known = self._images
@@ -498,43 +510,90 @@ class Session:
         inputs = self._inputs(ids, sequence.inputs.question)
         return self._engine.prefiller.read(sequence, inputs=inputs, seen=seen, **more)
 
-    def _extend(self, sequence: Sequence) -> Prefill:
-        """Prefill the part of a prompt after the cache."""
-        prefiller, kept = self._engine.prefiller, self._kept
-        whole = sequence.ids[0].tolist()
-        if kept is not None and not kept.rewind(min(_common(kept.ids, whole), len(whole) - 1)):
-            self._drop()
-            kept = None
-        prefiller.count_prompt(sequence, reused=0 if kept is None else len(kept.ids))
-        logits = None
-        if kept is None:
-            kept, logits = self._keep(sequence, sequence.ids)
-        else:
-            kept.resume(sequence)
-        if not self.history and kept.cache.track:  # its stages cannot undo this question
-            kept.clone().resume(sequence)
-            self._cloned = True
-        new = sequence.ids[:, len(kept.ids) :]
-        return (yield from prefiller.extend_text(sequence, new, _AT_ONCE, logits))
+    # --- shared keys and values ------------------------------------------------------------------
 
-    def _keep(self, sequence: Sequence, ids: Tensor) -> tuple[Prefix, Tensor]:
-        """Prefill the images, or a whole prompt without any, under the recipe and keep the cache.
+    def _prepare(self, sequence: Sequence) -> None:
+        """Prefill the images when the session is opened, unless the prefix cache has them."""
+        assert self._images is not None
+        count, stats = len(self._images.prefix), sequence.stats
+        self._scope = self._scoped(sequence.recipe)
+        if self._prefixes.resume(self._scope, sequence, count) is None:
+            self._begin(sequence)
+            stats.prompt_fed = count
+        else:
+            stats.prompt_reused = count
+            self._engine.prefiller.count_cache(sequence)
+        self.reuses = "kv" if stats.prompt_reused or self._entries else "features"
+        self._scope = None
+
+    def _extend(self, sequence: Sequence) -> Prefill:
+        """Prefill the part of a prompt after what the prefix cache has of it."""
+        prefiller, known = self._engine.prefiller, self._images
+        self._scope, logits = self._scoped(sequence.recipe), None
+        least = 0 if known is None else len(known.prefix)
+        prefix = self._prefixes.resume(self._scope, sequence, least)
+        prefiller.count_prompt(sequence, reused=0 if prefix is None else len(prefix.ids))
+        if prefix is None:
+            prefix, logits = self._begin(sequence)
+        new = sequence.ids[:, len(prefix.ids) :]
+        logits = yield from prefiller.extend_text(sequence, new, logits)
+        self._prefix = prefix
+        if self.history and prefix.cache.track:  # decoding changes what was prefilled
+            before = prefix.after(sequence, sequence.ids[0].tolist())
+            self._store(before, self._prefixes.keep_copy)
+        return logits
+
+    def _begin(self, sequence: Sequence) -> tuple[Prefix, Tensor]:
+        """Prefill the images, or a whole prompt without any, under the recipe, and store that.
 
         Also returns the logits (1, V) after it.
         """
+        ids = sequence.ids
         if self._images is not None:
             ids = ids[:, : len(self._images.prefix)]
         logits = self._read(sequence, ids, max_new_tokens=_FREE_SLOTS, bounded=False)
-        self._kept = Prefix.of(sequence, ids[0].tolist())
-        return self._kept, logits
+        prefix = Prefix.of(sequence, ids[0].tolist())
+        self._store(prefix, self._prefixes.keep_copy)
+        return prefix, logits
+
+    def _scoped(self, recipe: Recipe) -> Scope | None:
+        """The scope of its prompts in the prefix cache."""
+        known = self._images
+        about = () if known is None else (known.digests, known.sizes, known.frames)
+        return self._prefixes.scope(recipe, *about, tenant=self._tenant, apart=True)
+
+    def _store(self, prefix: Prefix, keep: Callable[..., Entry | None]) -> None:
+        """Store a prefix of the conversation, in place of what led to the answer before the last.
+
+        The images alone, and the last prompt with and without its answer, stay.
+
+        Parameters
+        ----------
+        keep : callable
+            `Prefixes.keep` or `Prefixes.keep_copy`.
+        """
+        entry = keep(self._scope, prefix)
+        if entry is not None:
+            self._entries = [own for own in self._entries if own.stored and own is not entry]
+            self._entries.append(entry)
+            for old in self._entries[1:-2]:
+                self._prefixes.drop(old)
 
     # --- memory ----------------------------------------------------------------------------------
 
     def _drop(self) -> None:
-        """Release the cache; the next question rebuilds it."""
-        if self._kept is not None:
-            self._kept.release()
-            self._kept = None
+        """Remove the conversation from the prefix cache; the next question reads it again."""
+        for entry in self._entries:
+            self._prefixes.drop(entry)
+        self._entries.clear()
+
+    def _known(self) -> tuple[Scope | None, list[int]]:
+        """The scope of its prompts, and the ids that the next one begins with."""
+        if not self._shares:
+            return None, []
+        ids = [] if self._images is None else self._images.prefix
+        ids = ids if self._consumed is None else self._consumed.ids
+        return self._scoped(fitted(self._adapter, self.recipe)[0]), ids
 
     # --- files -----------------------------------------------------------------------------------
 
@@ -554,15 +613,21 @@ class Session:
             self._must_be_open()
             known = self._images
             if known is not None:
-                known = replace(known, seen=replace(known.seen, trained={}), images=[])
+                known = replace(known, seen=replace(known.seen, trained={}), images=[], digests=())
             state = {
                 "history": self.history,
                 "messages": self._messages,
+                "consumed": self._consumed,
                 "stats": self.stats,
                 "pictures": known,
-                "cache": None if self._kept is None else session_file.frozen(self._kept),
             }
-            session_file.write(path, self._adapter, self.recipe, state)
+            prefixes = self._prefixes.copied(*self._known())
+            try:
+                state["caches"] = [session_file.frozen(prefix) for prefix in prefixes]
+                session_file.write(path, self._adapter, self.recipe, _SAVED, state)
+            finally:
+                for prefix in prefixes:
+                    prefix.release()
 
     @classmethod
     def _load(cls, group: Sessions, path: str | Path, recipe: Any) -> Session:
@@ -572,63 +637,27 @@ class Session:
             return recipe_of(adapter, saved if recipe is None else recipe)
 
         def build(chosen: Recipe, state: dict[str, Any]) -> Session:
-            known, kept = _checked(adapter, chosen, state)
-            session = cls(group, chosen, state["history"], known, state["stats"])
-            session._messages, session._kept = state["messages"], kept
+            known, prefixes = _checked(adapter, chosen, state)
+            # No one else continues from what a file contains.
+            tenant = secrets.token_hex()
+            session = cls(group, chosen, state["history"], known, state["stats"], tenant)
+            session._messages, session._consumed = state["messages"], state["consumed"]
+            if known is not None:
+                known.digests = ("",)
+            session._scope, _ = session._known()
+            for prefix in prefixes:
+                session._store(prefix, session._prefixes.keep)
+            session._scope = None
             return session
 
-        session = session_file.read(path, adapter, choose, (Images,), build)
-        group.make_room(session)
-        return session
+        return session_file.read(path, adapter, choose, _SAVED, build)
 
 
-# --- prompts -------------------------------------------------------------------------------------
+_SAVED = Images, Consumed  # classes of a file
+_MOST = 8  # caches of a file
 
 
-def _parts(recipe: Recipe) -> list:
-    """The stages of a recipe and the stages that they expand to."""
-    return [part for stage in recipe for part in (stage, *stage.expand())]
-
-
-def _turns(media: list[dict], messages: list[dict], question: str) -> list[dict]:
-    """The conversation as `VLM.chat` takes it, with blank images, to render its text.
-
-    ``media`` are the content entries before the first question.
-    """
-    from PIL import Image
-
-    blank = Image.new("RGB", (1, 1))
-    blanks: dict[str, dict[str, Any]] = {"image": {"image": blank}, "video": {"video": [blank]}}
-    shown = [{**part, **blanks.get(part["type"], {})} for part in media]
-    first, *rest = [*messages, {"role": "user", "content": question}]
-    return [
-        {"role": "user", "content": [*shown, {"type": "text", "text": first["content"]}]},
-        *rest,
-    ]
-
-
-def _split(text: str, marks: tuple[str, ...]) -> tuple[str, str]:
-    """A prompt's text up to the end of its last image or video, and the rest."""
-    end = max(text.rindex(mark) + len(mark) for mark in marks if mark in text)
-    return text[:end], text[end:]
-
-
-def _tokens(adapter: Adapter, tail: str) -> list[int]:
-    """Ids of the text after an image: it is tokenized after one, as in the whole prompt."""
-    text = adapter.image_token() + tail
-    return adapter.processor.tokenizer(text, add_special_tokens=False).input_ids[1:]
-
-
-def _before(adapter: Adapter, ids: list[int], tail: str) -> list[int]:
-    """The ids of a prompt without those of ``tail``."""
-    tail_ids = _tokens(adapter, tail)
-    end = len(ids) - len(tail_ids)
-    if ids[end:] != tail_ids or adapter.image_token_id in tail_ids:
-        raise ModelError(
-            f"{type(adapter.processor).__name__} does not tokenize the text after an image on its "
-            "own; sessions cannot be opened on this model"
-        )
-    return ids[:end]
+# --- prompts ---------------------------------------------------------------------------------
 
 
 def _times_may_lead(adapter: Adapter, recipe: Recipe, ids: Tensor, position: Tensor) -> bool:
@@ -637,7 +666,7 @@ def _times_may_lead(adapter: Adapter, recipe: Recipe, ids: Tensor, position: Ten
     Text follows the rows and columns that are left, while a video's times are not compacted.
     """
     if len(position) == 1 or all(
-        getattr(part, "positions", "keep") != "compact" for part in _parts(recipe)
+        getattr(part, "positions", "keep") != "compact" for part in parts(recipe)
     ):
         return False
     visual = adapter.visual(ids[0])
@@ -645,28 +674,22 @@ def _times_may_lead(adapter: Adapter, recipe: Recipe, ids: Tensor, position: Ten
     return bool((position[0].diff() != 0)[inside].any())
 
 
-def _common(one: list[int], another: list[int]) -> int:
-    """Length of the common prefix."""
-    pairs = enumerate(zip(one, another, strict=False))
-    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(another)))
-
-
 # --- saved sessions ------------------------------------------------------------------------------
 
 
 def _checked(
     adapter: Adapter, recipe: Recipe, state: dict[str, Any]
-) -> tuple[Images | None, Prefix | None]:
-    """Images and cache of a file, after checking that all of it is consistent.
+) -> tuple[Images | None, list[Prefix]]:
+    """Images and caches of a file, after checking that all of it is consistent.
 
     Raises
     ------
     ValueError
         For the first part that is not.
     """
-    keys = ("history", "messages", "stats", "pictures", "cache")
+    keys = ("history", "messages", "consumed", "stats", "pictures", "caches")
     session_checks.need(state.keys() == set(keys), "its parts are others")
-    known, cache = state["pictures"], state["cache"]
+    known, caches = state["pictures"], state["caches"]
     session_checks.need(isinstance(state["stats"], Stats), "stats are none")
     session_checks.check_messages(state["messages"], state["history"])
     top = -1
@@ -678,14 +701,18 @@ def _checked(
         top = int(adapter.positions(tensors)[:, :length].max())
         trained = {s.name: adapter.trained(s) for s in recipe if s.trained}
         known.seen = replace(known.seen, trained=trained)
-    if cache is None:
-        return known, None
-    wanted = {"ids", "base", "stats", "trace", *session_file.OF_CACHE}
-    session_checks.need(isinstance(cache, dict) and cache.keys() == wanted, "its cache lacks parts")
-    fine = isinstance(cache["stats"], Stats) and isinstance(cache["trace"], Trace)
-    session_checks.need(fine, "its cache has no stats or no trace")
-    session_checks.check_cache(cache, adapter, recipe, known, top)
-    return known, session_file.thawed(adapter, recipe, cache)
+    if (consumed := state["consumed"]) is not None:
+        session_checks.need(isinstance(consumed, Consumed), "its conversation is none")
+        session_checks.check_consumed(consumed, known, adapter)
+    session_checks.need(isinstance(caches, list) and len(caches) <= _MOST, "it has many caches")
+    wanted = {"ids", "stats", "trace", *session_file.OF_CACHE}
+    for cache in caches:
+        fine = isinstance(cache, dict) and cache.keys() == wanted
+        session_checks.need(fine, "its cache lacks parts")
+        fine = isinstance(cache["stats"], Stats) and isinstance(cache["trace"], Trace)
+        session_checks.need(fine, "its cache has no stats or no trace")
+        session_checks.check_cache(cache, adapter, recipe, known, top)
+    return known, [session_file.thawed(adapter, recipe, cache) for cache in caches]
 
 
 def _blank_prompt(
@@ -698,10 +725,10 @@ def _blank_prompt(
     from PIL import Image
 
     # The conversation too: a placeholder in it would be mistaken for one of the images.
-    for turns in (messages, []):
-        text = render(adapter, _turns(known.media, turns, "?"), Recipe()).text
-        head, tail = _split(text, adapter.marks())
+    for said in (messages, []):
+        text = render(adapter, turns(known.media, said, "?"), Recipe()).text
+        head, tail = split(text, adapter.marks())
         session_checks.need(head == known.head, "its images stand in another prompt")
     blanks = [Image.new("RGB", (width, height)) for height, width in known.sizes]
     tensors = adapter.inputs(text, blanks, known.frames)
-    return tensors, len(_before(adapter, tensors["input_ids"][0].tolist(), tail))
+    return tensors, len(before(adapter, tensors["input_ids"][0].tolist(), tail))

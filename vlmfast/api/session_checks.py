@@ -108,8 +108,25 @@ def check_images(known: Any, adapter: Adapter) -> None:
         for number in entry[3:]:
             need(isinstance(number, int | float) and math.isfinite(number), "a frame has no time")
     need(not known.images, "there are images in the file")
+    need(not known.digests, "there are digests of images in the file")
     for at in known.prefix:
         _whole(at, "an id of the prompt", 0, max(adapter.vocabulary, *adapter.placeholders()))
+
+
+def check_consumed(consumed: Any, known: Any, adapter: Adapter) -> None:
+    """Check what the model has consumed of a conversation.
+
+    Parameters
+    ----------
+    consumed : vlmfast.api.conversation.Consumed
+    known : vlmfast.api.session.Images, optional
+    """
+    prefix = [] if known is None else known.prefix
+    for at in consumed.ids:
+        _whole(at, "an id of the conversation", 0, max(adapter.vocabulary, *adapter.placeholders()))
+    need(consumed.ids[: len(prefix)] == prefix, "the conversation is about other images")
+    rest = torch.tensor(consumed.ids[len(prefix) :], dtype=torch.int64)
+    need(not bool(adapter.visual(rest).any()), "there are image tokens in the conversation")
 
 
 def check_seen(
@@ -289,13 +306,8 @@ def check_cache(
     for at in ids:
         _whole(at, "an id of the cache", 0, max(adapter.vocabulary, *adapter.placeholders(), 0))
     consumed = len(ids)
-    _whole(frozen["base"], "base", 1, consumed)
     if known is not None:
         need(ids[: len(prefix)] == prefix, "the cache is that of another prompt")
-        need(
-            frozen["base"] == len(prefix),
-            "base is not the length of the prompt before the question",
-        )
     rest = torch.tensor(ids[len(prefix) :])
     need(not bool(adapter.visual(rest).any()), "there are image tokens among the text")
     need(frozen["logical"] == [consumed], "logical is not the number of ids")

@@ -13,7 +13,6 @@ import torch
 
 from vlmfast.core import snapshot
 from vlmfast.core.layout import TokenLayout, VisualTokens
-from vlmfast.core.moved import former_names
 from vlmfast.core.protocols import DecodeStage
 from vlmfast.core.recipe import Recipe
 from vlmfast.core.saliency import Saliency
@@ -28,12 +27,13 @@ from vlmfast.kernels.quantize_kv import Segment
 from vlmfast.models.base import Adapter
 from vlmfast.version import __version__
 
-from .former_sessions import completed
+from .former_sessions import completed, former_paths
 from .session_checks import capacity
 
-__all__ = ["OF_CACHE", "frozen", "identity", "read", "thawed", "write"]
+__all__ = ["OF_CACHE", "classes", "frozen", "identity", "read", "thawed", "write"]
 
-_KIND, _VERSION = "vlmfast-session", "1"
+_KIND, _VERSION = "vlmfast-session", "2"
+_READ = ("1", _VERSION)
 _LONGEST = 4096  # characters of a recipe
 
 
@@ -55,13 +55,18 @@ def identity(adapter: Adapter) -> dict[str, Any]:
     }
 
 
-def write(path: str | Path, adapter: Adapter, recipe: Recipe, state: dict[str, Any]) -> None:
+def write(
+    path: str | Path, adapter: Adapter, recipe: Recipe, own: tuple[type, ...], state: dict[str, Any]
+) -> None:
     """Write a session's state, replacing an existing file atomically.
 
     Parameters
     ----------
+    own : tuple of type
+        As in `read`.
     state : dict
-        ``history``, ``messages``, ``stats``, ``pictures`` and ``cache`` (see `frozen`).
+        ``history``, ``messages``, ``consumed``, ``stats``, ``pictures`` and ``caches`` (a list
+        of what `frozen` returns).
 
     Raises
     ------
@@ -75,7 +80,7 @@ def write(path: str | Path, adapter: Adapter, recipe: Recipe, state: dict[str, A
         "vlmfast": __version__,
         "recipe": str(recipe),
         "model": json.dumps(identity(adapter)),
-        "session": json.dumps(snapshot.pack(state, tensors, "session")),
+        "session": json.dumps(snapshot.pack(state, tensors, "session", classes(recipe, own))),
     }
     snapshot.write(path, metadata, tensors)
 
@@ -107,10 +112,11 @@ def read(
     metadata, tensors = snapshot.read(path, "a saved session")
     if metadata.get("kind") != _KIND:
         raise VLMFastError(f"{path} is not a saved session")
-    if metadata.get("version") != _VERSION:
+    version = metadata.get("version")
+    if version not in _READ:
         raise VLMFastError(
             f"{path} was saved by vlmfast {str(metadata.get('vlmfast'))[:40]} in format "
-            f"{str(metadata.get('version'))[:40]}; this vlmfast reads format {_VERSION}"
+            f"{str(version)[:40]}; this vlmfast reads format {' and '.join(_READ)}"
         )
     lacking = [key for key in ("model", "recipe", "session") if not metadata.get(key)]
     if not lacking and len(metadata["recipe"]) > _LONGEST:
@@ -129,7 +135,10 @@ def read(
             f"{path} was saved under the recipe {metadata['recipe'][:200]}, not {recipe}"
         )
     try:
-        state = snapshot.unpack(about, tensors, _classes(recipe, own))
+        allowed = classes(recipe, own)
+        if version == "1":
+            allowed = {name: cls for cls in allowed.values() for name in former_paths(cls)}
+        state = snapshot.unpack(about, tensors, allowed)
         if not isinstance(state, dict):
             raise ValueError("it contains no state")
         return build(recipe, completed(adapter, recipe, state))
@@ -162,17 +171,17 @@ def _same_model(path: str | Path, saved: Any, own: dict[str, Any]) -> None:
     raise ModelError(f"{path} was saved with another model: its weights are different")
 
 
-def _classes(recipe: Recipe, own: tuple[type, ...]) -> dict[str, type]:
-    """Classes allowed in a file: the project's own and the dataclasses of the recipe's methods."""
+def classes(recipe: Recipe, own: tuple[type, ...]) -> dict[str, type]:
+    """Classes allowed in a file, by their names there: the project's and those of its methods."""
     found = [*own, Seen, Stats, Trace, Segment]
     found += [ItemGeometry, Saliency, TokenLayout, VisionStats, VisualTokens]
+    names = {cls.__qualname__: cls for cls in found}
     for part in (part for stage in recipe for part in (stage, *stage.expand())):
-        module = sys.modules[type(part).__module__]
-        found += [v for v in vars(module).values() if hasattr(v, "__dataclass_fields__")]
-    known = [cls for cls in found if isinstance(cls, type)]
-    # Earlier files of this format name classes by their former modules.
-    names = {former: cls for cls in known for former in former_names(cls)}
-    return names | {snapshot.name_of(cls): cls for cls in known}
+        for cls in vars(sys.modules[type(part).__module__]).values():
+            dataclass = isinstance(cls, type) and hasattr(cls, "__dataclass_fields__")
+            if dataclass and cls not in names.values():
+                names[f"{part.name}.{cls.__qualname__}"] = cls
+    return names
 
 
 # --- caches --------------------------------------------------------------------------------------
@@ -212,7 +221,6 @@ def frozen(prefix: Prefix) -> dict[str, Any]:
         "prompt": prefix.prompt_slots,
         "steps": prefix.steps,
         "ids": prefix.ids,
-        "base": prefix.base,
         "stats": prefix.stats,
         "trace": prefix.trace,
     }
@@ -245,7 +253,6 @@ def thawed(adapter: Adapter, recipe: Recipe, file: dict[str, Any]) -> Prefix:
     return Prefix(
         RowGroup(adapter, cache, saved["position"].clone(), []),
         file["ids"],
-        file["base"],
         file["stats"],
         file["trace"],
         stages,

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from vlmfast.engine.engine import Engine
     from vlmfast.engine.handle import Handle
+    from vlmfast.engine.prefix_cache import PrefixCache
     from vlmfast.engine.sequence import Sequence
 
     from .session import Session
@@ -45,13 +46,16 @@ class VLM:
     decoding : {"auto", "graph", "compile", "eager"}
         How decode steps run: as CUDA graphs, captured once per shape (``auto`` on a GPU), through
         ``torch.compile``, or eagerly (``auto`` on a CPU).
+    prefix_cache_bytes : int, optional
+        Upper bound on the prefix cache, in which requests share the features of their images, and
+        keys and values of the beginnings of their prompts; 0 turns it off. By default a tenth of
+        the memory of the device.
 
     Attributes
     ----------
-    session_bytes : int or None
-        Upper bound on the caches of all open sessions between questions; unbounded by default.
-        Above it the least recently used sessions drop their caches and rebuild them at their next
-        question. The session in use keeps its cache, even if that is larger than the bound.
+    session_bytes : int
+        Another name of ``prefix_cache.limit``: sessions keep their conversations in the prefix
+        cache.
 
     Raises
     ------
@@ -59,7 +63,14 @@ class VLM:
         For an unsupported family, several devices, or a processor without an image processor.
     """
 
-    def __init__(self, model: PreTrainedModel, processor: Any, *, decoding: str = "auto") -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        processor: Any,
+        *,
+        decoding: str = "auto",
+        prefix_cache_bytes: int | None = None,
+    ) -> None:
         from vlmfast.models import adapter_for
 
         from .session import Sessions
@@ -73,6 +84,7 @@ class VLM:
             )
         self.adapter.decoding, self.adapter.writer = decoding, processor
         self.model, self.processor = model, processor
+        self._limit_cache("prefix_cache_bytes", prefix_cache_bytes)
         self._sessions = Sessions(self.adapter)
 
     @classmethod
@@ -82,6 +94,7 @@ class VLM:
         *,
         device: str | torch.device | None = None,
         dtype: str | torch.dtype = "auto",
+        prefix_cache_bytes: int | None = None,
         **kwargs: Any,
     ) -> VLM:
         """Load a checkpoint and its processor.
@@ -94,6 +107,8 @@ class VLM:
             By default a CUDA device if one is available, else the CPU.
         dtype : str or torch.dtype
             ``"auto"`` keeps the checkpoint's dtype.
+        prefix_cache_bytes : int, optional
+            As in `VLM`.
         **kwargs
             Passed to Hugging Face's ``from_pretrained`` (``revision``, ``token``, ...).
 
@@ -105,17 +120,32 @@ class VLM:
         """
         from vlmfast.models._loading import load
 
+        _check_bytes("prefix_cache_bytes", prefix_cache_bytes)
         path = _SHIPPED.get(str(name), name)
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        return cls(*load(path, device, dtype, **kwargs))
+        loaded = load(path, device, dtype, **kwargs)
+        return cls(*loaded, prefix_cache_bytes=prefix_cache_bytes)
 
     @property
-    def session_bytes(self) -> int | None:
-        return self._sessions.bytes
+    def prefix_cache(self) -> PrefixCache:
+        """What requests share; ``stats()`` describes it, ``clear()`` empties it."""
+        from vlmfast.engine.prefix_cache import prefix_cache_of
+
+        return prefix_cache_of(self.adapter)
+
+    @property
+    def session_bytes(self) -> int:
+        return self.prefix_cache.limit
 
     @session_bytes.setter
     def session_bytes(self, bytes: int | None) -> None:
-        self._sessions.bytes = bytes
+        self._limit_cache("session_bytes", bytes)
+
+    def _limit_cache(self, name: str, bytes: int | None) -> None:
+        from vlmfast.engine.prefix_cache import default_limit
+
+        _check_bytes(name, bytes)
+        self.prefix_cache.limit = default_limit(self.adapter) if bytes is None else int(bytes)
 
     def recipe(self, recipe: Any) -> Recipe:
         """Parse a recipe for this model; presets depend on its vision tower.
@@ -292,7 +322,11 @@ class VLM:
         fps: float | None = None,
         **generation: Any,
     ) -> list[Comparison]:
-        """Answer with the full model first, then under each recipe."""
+        """Answer with the full model first, then under each recipe.
+
+        Images and videos are decoded once. Everything else is computed for each recipe: the prefix
+        cache is off meanwhile.
+        """
         from .generation import gate, shown
         from .request import ASK, answered, messages_of
 
@@ -302,7 +336,9 @@ class VLM:
         chosen = [Recipe(), *map(self.recipe, recipes)]
         passed = gate(self.adapter, generation, names=(*ASK, "recipes"))
         messages = messages_of(question, images, video, num_frames, fps)
-        answers = [answered(self.adapter, messages, recipe, passed) for recipe in chosen]
+        loaded: dict[int, Any] = {}
+        with self.prefix_cache.bypassed():
+            answers = [answered(self.adapter, messages, each, passed, loaded) for each in chosen]
         full = answers[0].token_ids
         return [Comparison(a.recipe, a, agreement(a.token_ids, full)) for a in answers]
 
@@ -396,6 +432,7 @@ class VLM:
         fps: float | None = None,
         recipe: Any = None,
         history: bool = True,
+        tenant: str = "",
     ) -> Session:
         """Open a session: encode images once and, if the recipe allows, prefill them once.
 
@@ -406,6 +443,8 @@ class VLM:
         history : bool
             Whether each question sees the previous ones and their answers, as in `chat`. Otherwise
             every question is independent, as in `ask`.
+        tenant : str
+            As in `Request`.
 
         Returns
         -------
@@ -417,10 +456,13 @@ class VLM:
         VLMFastError
             As `ask`, for images and recipes that cannot be used.
         """
+        from .request import check_tenant
         from .session import Session
 
         recipe = self.recipe(recipe)
-        return Session._open(self._sessions, images, video, num_frames, fps, recipe, history)
+        check_tenant(tenant)
+        media = images, video, num_frames, fps
+        return Session._open(self._sessions, *media, recipe, history, tenant)
 
     def load_session(self, path: str | Path, *, recipe: Any = None) -> Session:
         """Load a session that `Session.save` wrote, and continue it.
@@ -486,3 +528,10 @@ def _method(cls: type[Stage]) -> dict[str, Any]:
             for f in fields(cls)
         ],
     }
+
+
+def _check_bytes(name: str, bytes: int | None) -> None:
+    from .request import check_number
+
+    if bytes is not None:
+        check_number(name, bytes, whole=True, least=0)

@@ -72,6 +72,21 @@ class Read:
     aux_hidden_states: Tensor | None = None
     taps = FormerAttribute("aux_hidden_states")
 
+    def first(self, ids: int) -> Read:
+        """The rows of the first ``ids`` of the prompt."""
+        rows = (self.layout.order < ids).nonzero().flatten()
+        cut = [
+            x if x is None else x.index_select(0, rows[: len(x)])
+            for x in (self.embeds, self.features, self.aux_hidden_states)
+        ]
+        assert cut[0] is not None
+        return Read(self.ids[:ids], self.layout.select(rows), cut[0], cut[1], cut[2])
+
+    def tensors(self) -> list[Tensor]:
+        """Its tensors, without those of the layout."""
+        found = (self.embeds, self.features, self.aux_hidden_states)
+        return [x for x in found if x is not None]
+
 
 @dataclass(frozen=True, eq=False)
 class Round:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from types import NoneType, UnionType
@@ -43,10 +43,11 @@ _DTYPES = {
 # --- nested values -------------------------------------------------------------------------------
 
 
-def pack(value: Any, tensors: dict[str, Tensor], name: str) -> Any:
+def pack(value: Any, tensors: dict[str, Tensor], name: str, classes: dict[str, type]) -> Any:
     """``value`` as JSON; its tensors go to ``tensors`` under names that begin with ``name``.
 
-    Numbers, texts, lists, tuples, dicts, dtypes, tensors and dataclasses of these can be packed.
+    Numbers, texts, lists, tuples, dicts, dtypes, tensors and dataclasses of these can be packed,
+    the latter under their names in ``classes``.
     """
     if value is None or isinstance(value, bool | int | float | str):
         return value
@@ -56,26 +57,28 @@ def pack(value: Any, tensors: dict[str, Tensor], name: str) -> Any:
     if isinstance(value, torch.dtype):
         return {"dtype": str(value).removeprefix("torch.")}
     if isinstance(value, list | tuple):
-        items = [pack(item, tensors, f"{name}.{at}") for at, item in enumerate(value)]
+        items = [pack(item, tensors, f"{name}.{at}", classes) for at, item in enumerate(value)]
         return items if isinstance(value, list) else {"tuple": items}
     if isinstance(value, dict):
         # Keys may be numbers or tuples too.
         return {
             "dict": [
-                [pack(key, tensors, name), pack(item, tensors, f"{name}.{key}")]
+                [pack(key, tensors, name, classes), pack(item, tensors, f"{name}.{key}", classes)]
                 for key, item in value.items()
             ]
         }
-    if is_dataclass(value) and not isinstance(value, type):
+    if type(value) in classes.values():
         packed = {
-            f.name: pack(getattr(value, f.name), tensors, f"{name}.{f.name}") for f in fields(value)
+            f.name: pack(getattr(value, f.name), tensors, f"{name}.{f.name}", classes)
+            for f in fields(value)
         }
-        return {"class": name_of(type(value)), "fields": packed}
+        own = next(key for key, cls in classes.items() if cls is type(value))
+        return {"class": own, "fields": packed}
     raise VLMFastError(f"{name} is a {type(value).__name__}, which cannot be saved")
 
 
 def unpack(value: Any, tensors: dict[str, Tensor], classes: dict[str, type]) -> Any:
-    """The inverse of `pack`; builds only ``classes``, which are found by `name_of`.
+    """The inverse of `pack`; builds only ``classes``.
 
     Fields may have deprecated names, see `core.former.FormerAttribute`.
     """
@@ -135,20 +138,22 @@ def conforms(value: Any, hint: Any) -> bool:
     return isinstance(value, hint) if isinstance(hint, type) else True
 
 
-def name_of(cls: type) -> str:
-    return f"{cls.__module__}.{cls.__qualname__}"
-
-
 def moved(value: Any, device: torch.device | str) -> Any:
     """Nested values with all tensors on ``device``; those already there are shared, not copied."""
+    return mapped(value, lambda tensor: tensor.to(device))
+
+
+def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Nested values with ``change`` applied to each tensor."""
     if isinstance(value, Tensor):
-        return value.to(device)
+        return change(value)
     if isinstance(value, list | tuple):
-        return type(value)(moved(item, device) for item in value)
+        return type(value)(mapped(item, change) for item in value)
     if isinstance(value, dict):
-        return {key: moved(item, device) for key, item in value.items()}
+        return {key: mapped(item, change) for key, item in value.items()}
     if is_dataclass(value) and not isinstance(value, type):
-        return type(value)(**{f.name: moved(getattr(value, f.name), device) for f in fields(value)})
+        parts = {f.name: mapped(getattr(value, f.name), change) for f in fields(value)}
+        return type(value)(**parts)
     return value
 
 

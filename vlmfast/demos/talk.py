@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import secrets
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from vlmfast.api.answer import Request
 from vlmfast.api.session import Session
 from vlmfast.api.vlm import VLM, Answer, agreement
 from vlmfast.core.protocols import MediaStage
@@ -83,8 +85,9 @@ class Turn:
 class Conversation:
     """Questions about one image or video to the full model and to one recipe.
 
-    The first question uses `VLM.stream`, so that its cost is that of a single question. Later
-    questions use sessions, which prefill the images once.
+    The first question is a request of its own, so that its cost is that of a single question. Later
+    questions use sessions, which prefill the images once. What others have asked makes neither of
+    them faster.
 
     Parameters
     ----------
@@ -149,9 +152,12 @@ class Conversation:
             self._sessions.popitem()[1].close()
 
     def _first(self, recipe: Recipe) -> Callable[..., Iterator]:
-        return lambda question, **generation: self.vlm.stream(
-            question, **self._given(recipe), recipe=recipe, **generation
-        )
+        def pieces(question: str, **generation: Any) -> Iterator:
+            given = self._given(recipe) | {"recipe": recipe, "tenant": _new()}
+            with self.vlm.submit(Request(question, **given, generation=generation)) as handle:
+                yield from handle
+
+        return pieces
 
     def _given(self, recipe: Recipe) -> dict[str, Any]:
         """The decoded input, or the video's path if the recipe selects frames."""
@@ -160,7 +166,8 @@ class Conversation:
 
     def _session(self, side: str, recipe: Recipe) -> Session:
         if side not in self._sessions:
-            session = self.vlm.session(**self._given(recipe), recipe=recipe, history=self.history)
+            given = self._given(recipe) | {"history": self.history, "tenant": _new()}
+            session = self.vlm.session(**given, recipe=recipe)
             if self.history:
                 session.messages = self._earlier_messages(side)
             self._sessions[side] = session
@@ -197,6 +204,11 @@ class Conversation:
             self.current, self._stopped = None, False
             self._drop()
             raise
+
+
+def _new() -> str:
+    """A tenant that has found nothing in the prefix cache yet, for what is timed."""
+    return secrets.token_hex()
 
 
 @dataclass(frozen=True)

@@ -303,6 +303,7 @@ def _after_slots(
     layer, tokens = context.cache.layers[module.layer_idx], query.shape[2]
     n = layer.max_lengths[0] + tokens
     key, value = key[:, :, :n], value[:, :, :n]
+    query, key = query.to(value.dtype), key.to(value.dtype)  # rotated in float32 under autocast
     if context.mask_rule is None and layer.bias is None:
         groups = query.shape[1] // key.shape[1]
         output = scaled_dot_product_attention(

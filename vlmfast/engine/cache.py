@@ -90,10 +90,15 @@ class KVCache(Cache):
         max_new_tokens: int,
         logical: int,
         *,
+        base: int | None = None,
         track: bool = False,
         attention_mass: bool = False,
     ) -> None:
-        """End of prefill: move ``logical`` consumed ids to buffers for ``max_new_tokens`` more."""
+        """End of prefill: move ``logical`` consumed ids to buffers for ``max_new_tokens`` more.
+
+        ``base``: to how many ids it can be cropped, if no layer has dropped or compressed rows; by
+        default to none of them if each has a slot.
+        """
         first = self.layers[0]
         heads = len(first.kv.keys) if first.kv is not None else first.keys.shape[1]
         shape = (len(self.layers), 1, heads)
@@ -103,8 +108,9 @@ class KVCache(Cache):
         self.logical = [logical]
         for layer, length in zip(self.layers, self.length, strict=True):
             layer.freeze(max_new_tokens, length, self.seen, logical, track, attention_mass)
-        whole = all(layer.max_lengths == self.logical and layer.even for layer in self.layers)
-        self.base = [0 if whole else logical]
+        rows = logical if base is None else first.rows
+        whole = all(layer.max_lengths == [rows] and layer.even for layer in self.layers)
+        self.base = [base or 0 if whole else logical]
 
     def sliding(self, layer: int, tokens: int) -> bool:
         """Whether a layer may hold slots outside the window of one of the next ``tokens``."""

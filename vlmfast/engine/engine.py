@@ -37,6 +37,7 @@ from .interleave import interleaved
 from .memory import free_bytes, total_bytes
 from .mode import Mode
 from .prefiller import Prefiller
+from .prefix_cache import prefix_cache_of
 from .rounds import Rounds, fail
 from .scheduler import Scheduler
 from .sequence import Phase, Prefill, Sequence
@@ -373,9 +374,7 @@ class Engine:
     def _whole(self, sequence: Sequence) -> Prefill:
         """Prefill a prompt."""
         size = sequence.sampler.config.prefill_chunk_size or self.prefill_chunk_size
-        if size is None:
-            return self.prefiller.read(sequence)
-        return (yield from self.prefiller.read_chunks(sequence, size))
+        return self.prefiller.shared(sequence, size)
 
     def _answer(self, sequence: Sequence, logits: Tensor | None) -> None:
         """Emit the first token after a prompt, and decode the sequence from now on."""
@@ -471,6 +470,8 @@ class Engine:
             return False
         need = self._bytes(sequence)
         if self.max_cache_bytes is None:
+            if need > free_bytes(self.adapter.device):
+                prefix_cache_of(self.adapter).free()
             return need <= free_bytes(self.adapter.device)
         return need + sum(map(self._bytes, active)) <= self.max_cache_bytes
 

@@ -21,9 +21,10 @@ from vlmfast.models.base import Adapter
 
 from .cache import KVCache
 from .compress import Compression
+from .features import Hashed, encoded
 from .hidden_states import Watch, nothing_seen
 from .stats import Stats, Trace, clock
-from .vision import encode, merge_requests, served
+from .vision import Wanted, merge_requests, place, served
 
 
 @dataclass
@@ -58,6 +59,15 @@ class Prompt:
     answer: int = 0
     full: Numbering | None = None
 
+    def countable(self) -> int:
+        """The first id from which every id has a row and the rotary id after that before it."""
+        layout, rows = self.layout, len(self.layout)
+        left = torch.arange(rows, 0, -1, device=layout.device)  # rows up to the end
+        single = layout.order == layout.order[-1] + 1 - left
+        single &= (layout.position == self.next_position - left).all(0)
+        first = rows - int(single.flip(0).long().cumprod(0).sum())
+        return int(layout.order[first]) if first < rows else int(layout.order[-1]) + 1
+
     def after(self, ids: int) -> Prompt:
         """The same as a later part of a prompt, after ``ids`` others."""
         if not ids:
@@ -90,6 +100,10 @@ class Inputs:
         Of a later part of a prompt: ids and rotary ids before it.
     items : tuple of ItemGeometry, optional
         Of the images; the result of `Adapter.items` by default.
+    hashed : list of Hashed, optional
+        The images by their content, see `features.hashed`; computed where it is needed by default.
+    tenant : str
+        Whose entries of the prefix cache may be used, see `prefix_cache.Key`.
     """
 
     tensors: dict[str, Tensor]
@@ -100,6 +114,8 @@ class Inputs:
     offset: int = 0
     start: int = 0
     items: tuple[ItemGeometry, ...] | None = None
+    hashed: list[Hashed] | None = None
+    tenant: str = ""
 
 
 @dataclass
@@ -137,28 +153,20 @@ def look(
     position = adapter.positions(inputs.tensors) if position is None else position
     is_visual = adapter.visual(ids[0])
     order = torch.arange(ids.shape[1], device=ids.device)
-    notes: dict[str, dict] = {}
     items = inputs.items
     if items is None:
         items = adapter.items(inputs.tensors, inputs.sizes, inputs.frames)
     served(adapter, recipe.acting(InEncoderStage), items)  # before weights are loaded
     trained = {stage.name: adapter.trained(stage) for stage in recipe if stage.trained}
     start = clock(ids.device)
-    tokens, vision = encode(
-        adapter,
-        inputs.tensors,
-        items,
-        recipe.acting(InEncoderStage),
-        recipe.acting(EncodeStage),
-        order[is_visual],
-        position[:, is_visual],
-        stats,
-        trace,
-        notes,
-        trained,
+    wanted = Wanted.of(adapter, items, recipe.acting(InEncoderStage), recipe.acting(EncodeStage))
+    images = encoded(
+        adapter, inputs.tensors, items, inputs.hashed, wanted, inputs.tenant, stats, trained
     )
+    where = order[is_visual], position[:, is_visual]
+    tokens = place(adapter, images, wanted, *where, stats, trace)
     stats.time_vision_s += clock(ids.device) - start
-    return Seen(tokens, vision, notes, trained)
+    return Seen(tokens, images.encoded.stats, images.notes, trained)
 
 
 def prepare(

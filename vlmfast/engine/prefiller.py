@@ -19,9 +19,12 @@ from .compress import Compression
 from .decode import RowGroup, lasting
 from .hidden_states import nothing_seen
 from .prefill import Inputs, Prompt, Seen, prefill, prepare, rows_of
-from .prefix import copied
+from .prefix import Prefix, copied
+from .prefixes import Prefixes
 from .sequence import Prefill, Sequence
 from .stats import Stats, Trace, clock
+
+_AT_ONCE = 1024  # ids of text that are prefilled at once after a cache
 
 
 class Prefiller:
@@ -33,7 +36,7 @@ class Prefiller:
     """
 
     def __init__(self, adapter: Adapter) -> None:
-        self.adapter = adapter
+        self.adapter, self.prefixes = adapter, Prefixes(adapter)
 
     @lasting
     def read(
@@ -70,6 +73,35 @@ class Prefiller:
             max_new_tokens = sequence.max_new_tokens
         return self.prefill(sequence, prompt, max_new_tokens, bounded=bounded)
 
+    def shared(self, sequence: Sequence, size: int | None = None) -> Prefill:
+        """Prefill the prompt of a sequence after what the prefix cache has of it.
+
+        Parameters
+        ----------
+        size : int, optional
+            As in `read_chunks`; by default the prompt is prefilled at once.
+        """
+        inputs, ids = sequence.inputs, sequence.ids
+        digests = tuple(image.digest.hex() for image in inputs.hashed or ())
+        visual = self.adapter.visual(ids[0]).nonzero()
+        scope = None
+        if digests or not len(visual):
+            about = digests, inputs.sizes, inputs.frames
+            scope = self.prefixes.scope(sequence.recipe, *about, tenant=inputs.tenant)
+        prefix = self.prefixes.resume(scope, sequence, int(visual[-1]) + 1 if len(visual) else 0)
+        if prefix is not None:
+            reused = len(prefix.ids)
+            self.count_prompt(sequence, reused=reused)
+            logits = yield from self.extend_text(sequence, ids[:, reused:], chunk=size)
+        elif size is None:
+            reused, logits = 0, self.read(sequence)
+        else:
+            reused, logits = 0, (yield from self.read_chunks(sequence, size))
+        # A copy of what is there already, with another question, is not worth its bytes.
+        if scope is not None and 2 * reused < ids.shape[1]:
+            self.prefixes.keep_copy(scope, Prefix.of(sequence, ids[0].tolist()))
+        return logits
+
     def read_chunks(self, sequence: Sequence, size: int) -> Prefill:
         """Prefill the prompt of a sequence in chunks of at most ``size`` rows, where possible."""
         inputs, recipe, stats = sequence.inputs, sequence.recipe, sequence.stats
@@ -93,6 +125,7 @@ class Prefiller:
         visual = int(whole.layout.visual.sum())
         stats.layer_tokens([visual] * self.adapter.depth, self.adapter.config.get_text_config())
         cache = sequence.group.cache
+        cache.base = [max(cache.base[0], whole.countable())]
         stats.kv_bytes, stats.kv_tokens_per_layer = cache.held_bytes(), cache.lengths()
         stats.kv_bytes_full = self.adapter.cache_bytes(whole.full_length)
         return logits
@@ -154,6 +187,7 @@ class Prefiller:
         cache.freeze(
             max_new_tokens,
             prompt.full_length,
+            base=prompt.countable(),
             track=bool(stages),
             attention_mass=any(stage.attention_mass for stage in stages),
         )
@@ -269,8 +303,15 @@ class Prefiller:
 
     def count_prompt(self, sequence: Sequence, *, reused: int) -> None:
         """Record how many ids of a prompt are already cached; the others are prefilled."""
-        sequence.stats.prompt_reused = reused
+        sequence.stats.prompt_reused = sequence.stats.cached_tokens = reused
         sequence.stats.prompt_fed = sequence.prompt_length - reused
+
+    def count_cache(self, sequence: Sequence) -> None:
+        """Record the size of the cache of a prompt."""
+        stats, group = sequence.stats, sequence.group
+        assert group is not None
+        stats.kv_bytes, stats.kv_tokens_per_layer = group.cache.held_bytes(), group.cache.lengths()
+        stats.kv_bytes_full = self.adapter.cache_bytes(group.cache.logical[0])
 
     def close_up(self, sequence: Sequence, positions: Many[Tensor]) -> list[Tensor] | None:
         """Renumber the cached tokens of a sequence without gaps; later tokens continue from there.
@@ -305,6 +346,7 @@ class Prefiller:
         """Add the cost of one block of a video before the language model."""
         own = sequence.stats
         own.visual_tokens_in += stats.visual_tokens_in
+        own.cached_tokens += stats.cached_tokens
         own.time_vision_s += stats.time_vision_s
         own.time_reduce_s += stats.time_reduce_s
         for name, count in stats.visual_tokens_kept.items():
@@ -330,24 +372,28 @@ class Prefiller:
         stats.kv_tokens_per_layer = group.cache.lengths()
 
     def extend_text(
-        self, sequence: Sequence, ids: Tensor, chunk: int, logits: Tensor | None
+        self,
+        sequence: Sequence,
+        ids: Tensor,
+        logits: Tensor | None = None,
+        chunk: int | None = None,
     ) -> Prefill:
         """Prefill the text that ends a prompt, chunk by chunk.
 
         Parameters
         ----------
         ids : Tensor, int64, (1, T)
-        chunk : int
-            Ids per forward pass.
         logits : Tensor, (1, V), optional
             After the previous part; returned where no text follows.
+        chunk : int, optional
+            Ids per forward pass, which bounds the size of their mask.
         """
         group = sequence.group
         assert group is not None
         cache = group.cache
         positions = int(group.position.max()) + ids.shape[1]
         self.fit(sequence, positions, sequence.max_new_tokens)
-        for part in ids.split(chunk, dim=1) if ids.shape[1] else ():
+        for part in ids.split(chunk or _AT_ONCE, dim=1) if ids.shape[1] else ():
             count = torch.arange(part.shape[1], device=part.device)
             position = group.position.reshape(-1, 1) + count
             prompt = Prompt(
@@ -359,9 +405,7 @@ class Prefiller:
             )
             logits = self.extend(sequence, prompt)
             yield True
-        stats = sequence.stats
-        stats.kv_bytes, stats.kv_tokens_per_layer = cache.held_bytes(), cache.lengths()
-        stats.kv_bytes_full = self.adapter.cache_bytes(sequence.prompt_length)
+        self.count_cache(sequence)
         assert logits is not None
         return logits
 

@@ -39,8 +39,6 @@ class Prefix:
     group : RowGroup
         Of one row; its cache has consumed ``ids``.
     ids : list of int
-    base : int
-        How many of them were prefilled first, under the recipe.
     stages, notes, prompt_slots, steps
         As in `Sequence`.
     stats, trace
@@ -51,7 +49,6 @@ class Prefix:
 
     group: RowGroup
     ids: list[int]
-    base: int
     stats: Stats
     trace: Trace
     stages: list[DecodeStage] = field(default_factory=list)
@@ -67,7 +64,6 @@ class Prefix:
         return Prefix(
             sequence.group,
             ids,
-            len(ids),
             copy.deepcopy(sequence.stats),
             copied(sequence.trace, "cpu", []),
             sequence.stages,
@@ -82,9 +78,14 @@ class Prefix:
         return self.group.cache
 
     @property
+    def least(self) -> int:
+        """To how many ids it can be cut."""
+        return len(self.ids) if self.cache.track else min(self.cache.base[0], len(self.ids))
+
+    @property
     def bytes(self) -> int:
-        """Size of the cache on the device, free slots included."""
-        total = 0
+        """Its size on the device, free slots included."""
+        total = sum(x.nbytes for read in self.reads for x in read.tensors())
         for layer in self.cache.layers:
             buffers = [getattr(layer, name) for name in BUFFERS]
             for segment in layer.segments:
@@ -92,29 +93,21 @@ class Prefix:
             total += sum(x.nbytes for x in buffers if x is not None)
         return total
 
-    def rewind(self, ids: int) -> bool:
-        """Remove all but the first ``ids``. Returns whether that was possible."""
-        removed = len(self.ids) - ids
-        if removed == 0:
-            return True
-        try:
-            self.group.rewind(removed)
-        except ValueError:
-            return False
-        self.prompt_slots = self.cache.length[:, 0].clone()
-        self.ids = self.ids[:ids]
-        return True
-
-    def clone(self) -> Prefix:
-        """A copy that shares no mutable state."""
-        position = self.group.position.clone()
-        group = RowGroup(self.group.adapter, self.cache.clone(), position, [])
+    def clone(self, ids: int | None = None) -> Prefix:
+        """A copy of the first ``ids``, at least `least`, that shares no mutable state."""
+        count = len(self.ids) if ids is None else ids
+        cache = self.cache.clone(0)
+        assert cache.position is not None
+        group = RowGroup(self.group.adapter, cache, cache.position, [])
+        slots = None if self.prompt_slots is None else self.prompt_slots.clone()
+        reads = self.reads
+        if count < len(self.ids):
+            group.rewind(len(self.ids) - count)
+            slots = group.cache.length[:, 0].clone()
+            reads = [read.first(count) for read in reads]
+        notes = copy.deepcopy(self.notes)
         return replace(
-            self,
-            group=group,
-            ids=list(self.ids),
-            notes=copy.deepcopy(self.notes),
-            prompt_slots=None if self.prompt_slots is None else self.prompt_slots.clone(),
+            self, group=group, ids=self.ids[:count], notes=notes, prompt_slots=slots, reads=reads
         )
 
     def resume(self, sequence: Sequence) -> None:
@@ -129,18 +122,26 @@ class Prefix:
         images = sequence.trace.images
         sequence.trace = copied(self.trace, self.group.adapter.device, images)
 
-    def reclaim(self, sequence: Sequence) -> None:
-        """Take the cache back from a sequence that has ended."""
-        if sequence.group is not None:
-            self.group, sequence.group = sequence.group, None
-        self.group.seat([])
-        self.group.detach()  # other requests may use the captured steps meanwhile
+    def after(self, sequence: Sequence, ids: list[int]) -> Prefix:
+        """The prefix after a sequence has consumed ``ids``; it has the cache of the sequence."""
+        assert sequence.group is not None
+        return replace(
+            self,
+            group=sequence.group,
+            ids=ids,
+            prompt_slots=sequence.prompt_slots,
+            steps=sequence.steps,
+            notes=sequence.notes,
+        )
 
-    def update(self, sequence: Sequence) -> None:
-        """Extend the prefix by what ``sequence`` has prefilled and answered."""
-        self.prompt_slots, self.steps = sequence.prompt_slots, sequence.steps
-        self.ids = sequence.ids[0, :-1].tolist()  # the last token of an answer is never fed
-        self.reclaim(sequence)
+    def extended(self, sequence: Sequence) -> Prefix:
+        """The prefix after a prompt and its answer; the sequence loses its cache."""
+        # The last token of an answer is never fed.
+        prefix = self.after(sequence, sequence.ids[0, :-1].tolist())
+        sequence.group = None
+        prefix.group.seat([])
+        prefix.group.detach()  # other requests may use the captured steps meanwhile
+        return prefix
 
     def release(self) -> None:
         """Return the buffers of the cache."""

@@ -33,8 +33,10 @@ class Stats:
     ``4 n d^2 + 2 n^2 d + 3 n d m``. ``kv_bytes_full`` is the size of the cache if nothing had been
     dropped. ``kv_tokens_per_layer`` counts the cache's slots when decoding begins, in the longest
     head. ``prefill_chunks`` counts the forward passes over the prompt that `prefill_chunk_size` led
-    to. In a session ``prompt_reused`` ids of the prompt were in the cache already and
-    ``prompt_fed`` went through the language model.
+    to. ``cached_tokens`` counts the ids of the prompt that were found in the prefix cache. Where it
+    had keys and values, ``prompt_reused`` of the ids were not prefilled and ``prompt_fed`` were; in
+    a session both are always counted. Otherwise they are ids of images and videos that the vision
+    tower did not encode again.
 
     Speculation: ``rounds`` are forward passes that checked
     ``drafted`` tokens, of which ``accepted`` were in the answer; ``mean_emitted`` counts the tokens
@@ -70,6 +72,7 @@ class Stats:
     kv_bytes: int = 0
     kv_bytes_full: int = 0
     kv_tokens_per_layer: list[int] = field(default_factory=list)
+    cached_tokens: int = 0
     prompt_tokens: int = 0
     prompt_reused: int = 0
     prompt_fed: int = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,10 +15,10 @@ from vlmfast.core.contexts import VisionContext, active
 from vlmfast.core.layout import Kind, TokenLayout, VisualTokens
 from vlmfast.core.protocols import EncodeStage, InEncoderStage
 from vlmfast.core.saliency import Saliency, SaliencyRequest
-from vlmfast.core.statistics import ItemGeometry, StatRequest, VisionStats
+from vlmfast.core.statistics import ItemGeometry, StatRequest
 from vlmfast.core.views import covering
 from vlmfast.errors import ModelError, RecipeError
-from vlmfast.models.base import Adapter
+from vlmfast.models.base import Adapter, Encoded
 
 from .between import between_blocks
 from .stats import Stats, Trace
@@ -39,72 +39,146 @@ def merge_requests(
         requests[layer] = joined
 
 
+@dataclass(frozen=True)
+class Wanted:
+    """What a recipe asks of the vision tower.
+
+    Parameters
+    ----------
+    inside : tuple of InEncoderStage
+        Stages that run between its blocks.
+    left_out : tuple of str
+        As in `VisionStats`.
+    requests : dict of int to StatRequest
+        Block index to the requested rows.
+    saliency : dict of str to (SaliencyRequest, str)
+        By key: requests, and the source that serves each.
+    cls : bool
+        Whether the projected CLS token of each view is requested.
+    """
+
+    inside: tuple[InEncoderStage, ...]
+    left_out: tuple[str, ...]
+    requests: dict[int, StatRequest]
+    saliency: dict[str, tuple[SaliencyRequest, str]]
+    cls: bool
+
+    @staticmethod
+    def of(
+        adapter: Adapter,
+        items: tuple[ItemGeometry, ...],
+        inside: list[InEncoderStage],
+        outside: list[EncodeStage],
+    ) -> Wanted:
+        """The requests of stages inside and ``outside`` the tower, for these images.
+
+        Raises
+        ------
+        RecipeError
+            Where the tower cannot serve them.
+        """
+        depth = len(adapter.vision_blocks())
+        requests: dict[int, StatRequest] = {}
+        inside, left_out = served(adapter, inside, items)
+        for stage in inside:
+            merge_requests(requests, stage.vision_stats(depth), stage.name)
+        for reader in outside:
+            _request_rows(adapter, reader, depth, requests)
+        saliency = _request_saliency(adapter, outside, requests)
+        cls = adapter.projects_cls() and any(
+            stage.wants_cls and {saliency[asked.key][1] for asked in stage.saliencies()} <= {"cls"}
+            for stage in outside
+        )
+        return Wanted(tuple(inside), left_out, requests, saliency, cls)
+
+
+@dataclass(frozen=True, eq=False)
+class Images:
+    """Images after the vision tower, independent of the prompt that they stand in.
+
+    Parameters
+    ----------
+    encoded : Encoded
+        With all statistics that were wanted.
+    groups : dict of int to Tensor
+        For each view in which tokens merged, the group of each visual token: int64, (N,).
+    notes : dict
+        What stages inside the tower noted, as in `VisionContext`.
+    """
+
+    encoded: Encoded
+    groups: dict[int, Tensor] = field(default_factory=dict)
+    notes: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+
 def encode(
     adapter: Adapter,
     tensors: dict[str, Tensor],
     items: tuple[ItemGeometry, ...],
-    inside: list[InEncoderStage],
-    outside: list[EncodeStage],
-    order: Tensor,
-    position: Tensor,
+    wanted: Wanted,
     stats: Stats,
-    trace: Trace,
-    notes: dict[str, dict],
     trained: dict[str, nn.Module],
-) -> tuple[VisualTokens, VisionStats]:
-    """Encode all images, with ``inside`` stages between the blocks of the tower.
+) -> Images:
+    """Run the vision tower on all images, with the recipe's stages between its blocks.
 
     Parameters
     ----------
     items : tuple of ItemGeometry
         The images.
-    outside : list of EncodeStage
-        Only their requests for statistics are used here.
-    order : Tensor, int64, (N,)
-        Indices of the image placeholders in the prompt.
-    position : Tensor, int64, (P, N)
-        Their rotary ids.
     """
-    blocks = adapter.vision_blocks()
-    inside, left_out = served(adapter, inside, items)
+    blocks, inside = adapter.vision_blocks(), list(wanted.inside)
     context = VisionContext(
         depth=len(blocks),
         modules={id(getattr(block, adapter.attention)): i for i, block in enumerate(blocks)},
         items=items,
-        notes=notes,
+        requests=dict(wanted.requests),
         trained=trained,
         proportional_attention=any(stage.proportional_attention for stage in inside),
         specials=adapter.specials(),
         chunks={} if adapter.packed else None,
     )
-    for stage in inside:
-        merge_requests(context.requests, stage.vision_stats(context.depth), stage.name)
-    for reader in outside:
-        _request_rows(adapter, reader, context)
-    wanted = _request_saliency(adapter, outside, context)
-    wants_cls = adapter.projects_cls() and any(
-        stage.wants_cls and {wanted[request.key][1] for request in stage.saliencies()} <= {"cls"}
-        for stage in outside
-    )
-    views = max(item.views[1] for item in items) if wants_cls else 0
+    views = max(item.views[1] for item in items) if wanted.cls else 0
+    sources = {source for _, source in wanted.saliency.values()}
     with (
         active(context),
         _unused_skipped(adapter, context),
         between_blocks(adapter, inside, context, stats) as groups,
         _cls(adapter, views) as cls,
-        _projected(adapter, any(source == "norm" for _, source in wanted.values())) as projected,
+        _projected(adapter, "norm" in sources) as projected,
         nullcontext() if inside else captured(adapter, context, cls, views),
     ):
         encoded = adapter.encode(tensors, context)
-    vision = replace(
+    encoded.stats = replace(
         encoded.stats,
         cls=torch.cat(cls) if cls else None,
         saliency={
             key: _saliency(adapter, context, request, source, projected)
-            for key, (request, source) in wanted.items()
+            for key, (request, source) in wanted.saliency.items()
         },
-        left_out=left_out,
+        left_out=wanted.left_out,
     )
+    return Images(encoded, groups, context.notes)
+
+
+def place(
+    adapter: Adapter,
+    images: Images,
+    wanted: Wanted,
+    order: Tensor,
+    position: Tensor,
+    stats: Stats,
+    trace: Trace,
+) -> VisualTokens:
+    """The visual tokens of images that stand in a prompt.
+
+    Parameters
+    ----------
+    order : Tensor, int64, (N,)
+        Indices of the image placeholders in the prompt.
+    position : Tensor, int64, (P, N)
+        Their rotary ids.
+    """
+    encoded, items = images.encoded, images.encoded.stats.items
     features = torch.cat(encoded.features)
     if features.shape[0] != order.shape[0]:
         raise ModelError(
@@ -119,11 +193,12 @@ def encode(
     tokens = VisualTokens(features, layout, extra)
     stats.visual_tokens_in = len(tokens)
     trace.begin(layout, adapter.depth)
-    if groups:
-        tokens = representatives(tokens, *_of_views(groups, items))
-        trace.drop_before(0, tokens.layout, inside[-1].name)
-        stats.visual_tokens_kept[inside[-1].name] = len(tokens)
-    return tokens, vision
+    if images.groups:
+        name = wanted.inside[-1].name
+        tokens = representatives(tokens, *_of_views(images.groups, items))
+        trace.drop_before(0, tokens.layout, name)
+        stats.visual_tokens_kept[name] = len(tokens)
+    return tokens
 
 
 def served(
@@ -158,11 +233,13 @@ def served(
     return stays, tuple(left_out)
 
 
-def _request_rows(adapter: Adapter, stage: EncodeStage, context: VisionContext) -> None:
-    """Requests of single blocks, whose statistics are of whole views."""
-    requests = stage.vision_stats(context.depth)
+def _request_rows(
+    adapter: Adapter, stage: EncodeStage, depth: int, requests: dict[int, StatRequest]
+) -> None:
+    """Add a stage's requests of single blocks, whose statistics are of whole views."""
+    own = stage.vision_stats(depth)
     family = adapter.config.model_type
-    for layer, request in requests.items():
+    for layer, request in own.items():
         if adapter.packed or not adapter.global_blocks():
             raise adapter.refusal(
                 f"{stage.name} reads the attention of single blocks of the vision tower, view by "
@@ -173,17 +250,15 @@ def _request_rows(adapter: Adapter, stage: EncodeStage, context: VisionContext) 
                 f"{stage.name} ranks visual tokens by the attention of a CLS token, and the vision "
                 f"tower of {family} has none"
             )
-        if not 0 <= layer < context.depth:
-            raise RecipeError(
-                f"vision layer {layer} was requested, the tower has {context.depth} layers"
-            )
-    merge_requests(context.requests, requests, stage.name)
+        if not 0 <= layer < depth:
+            raise RecipeError(f"vision layer {layer} was requested, the tower has {depth} layers")
+    merge_requests(requests, own, stage.name)
 
 
 def _request_saliency(
-    adapter: Adapter, stages: list[EncodeStage], context: VisionContext
+    adapter: Adapter, stages: list[EncodeStage], requests: dict[int, StatRequest]
 ) -> dict[str, tuple[SaliencyRequest, str]]:
-    """By key: the requests of stages, and the source that serves each."""
+    """By key: the requests of stages, and the source that serves each; adds what these need."""
     wanted: dict[str, tuple[SaliencyRequest, str]] = {}
     for stage in stages:
         for request in stage.saliencies():
@@ -197,9 +272,7 @@ def _request_saliency(
             wanted[request.key] = request, source
             if source != "norm":
                 rows = StatRequest(source, keys=request.keys, wide=request.wide)
-                merge_requests(
-                    context.requests, {adapter.salient_block(request.block): rows}, stage.name
-                )
+                merge_requests(requests, {adapter.salient_block(request.block): rows}, stage.name)
     return wanted
 
 

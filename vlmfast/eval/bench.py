@@ -2,7 +2,7 @@
 
 Each recipe answers the same question about the same generated image with the same number of tokens.
 Recipes are interleaved, so that thermal throttling or other load affects all of them. The first
-round is a warm-up; medians are reported.
+round is a warm-up; medians are reported. The prefix cache is off.
 
 ``--audit-lossless`` does not measure times. It checks whether drafts change answers (`audit`).
 """
@@ -95,7 +95,7 @@ def bench(
     image = drawn(size or 2 * _side(vlm.adapter.config.vision_config))
     generation = {"max_new_tokens": new_tokens, "do_sample": False}
     found: list[list[tuple[Any, int | None]]] = [[] for _ in plans]
-    with _without_end_token(vlm.model.generation_config):
+    with _without_end_token(vlm.model.generation_config), vlm.prefix_cache.bypassed():
         for turn in range(repeats + 1):
             for plan, taken in zip(plans, found, strict=True):
                 forget_peak(vlm.model.device)

@@ -80,7 +80,8 @@ class VLMFast(lmms):
         self._world_size = self.accelerator.num_processes
         if self._world_size > 1 and self.accelerator.device.type == "cuda":
             device = str(self.accelerator.device)
-        kwargs = {} if revision is None else {"revision": revision}
+        kwargs: dict[str, Any] = {} if revision is None else {"revision": revision}
+        kwargs["prefix_cache_bytes"] = 0  # times are reported
         self.vlm = VLM.from_pretrained(pretrained, device=device, dtype=dtype, **kwargs)
         self.recipe = self.vlm.recipe(str(recipe).replace(";", ","))
 

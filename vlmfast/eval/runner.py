@@ -6,7 +6,7 @@ import hashlib
 import json
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -146,9 +146,10 @@ def evaluate(
             lines = map(asking.alone, left)
         done = len(docs) - len(left)
         check_errors(writer.errors, path, max_errors)
-        for line in _bar(lines, done, len(docs), path.name) if progress else lines:
-            writer.add(*line)
-            check_errors(writer.errors, path, max_errors)
+        with _uncached(vlm):
+            for line in _bar(lines, done, len(docs), path.name) if progress else lines:
+                writer.add(*line)
+                check_errors(writer.errors, path, max_errors)
     return finished(task, path, limit, seed)
 
 
@@ -363,6 +364,12 @@ def _sha256(module: torch.nn.Module) -> str:
         if flat.numel():
             digest.update(memoryview(flat.view(torch.uint8).numpy()))
     return digest.hexdigest()
+
+
+def _uncached(vlm: Any) -> AbstractContextManager:
+    """Without the prefix cache: the cost of a sample does not depend on those before it."""
+    cache = getattr(vlm, "prefix_cache", None)
+    return nullcontext() if cache is None else cache.bypassed()
 
 
 def check_errors(errors: list[str], path: Path, most: int) -> None:

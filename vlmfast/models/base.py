@@ -63,6 +63,22 @@ class Encoded:
     extra: list[tuple[Tensor, ...]]
 
 
+@dataclass(frozen=True, eq=False)
+class Part:
+    """Images whose features do not depend on the other images of a prompt.
+
+    Parameters
+    ----------
+    items : tuple of int
+        Their indices.
+    tensors : dict of str to Tensor
+        Their part of what `Adapter.encode` takes.
+    """
+
+    items: tuple[int, ...]
+    tensors: dict[str, Tensor]
+
+
 class Adapter:
     """One family: encodes pixels into visual tokens and locates them in the prompt.
 
@@ -592,6 +608,16 @@ class Adapter:
         """Views of images of ``sizes`` (height, width in pixels) in the vision batch."""
         raise NotImplementedError(f"{type(self).__name__}.geometry")
 
+    def parts(
+        self, tensors: dict[str, Tensor], items: tuple[ItemGeometry, ...]
+    ) -> list[Part] | None:
+        """The images of a prompt one by one, and videos that are not read as images.
+
+        `joined` puts any of them together again. ``None`` where the tensors do not belong to the
+        items; `encode` raises then.
+        """
+        return by_views(items, {self.tensors[0]: tensors[self.tensors[0]]})
+
     def encode(self, inputs: dict[str, Tensor], context: VisionContext) -> Encoded:
         """Run vision tower and projector on all images of a prompt, ``context.items``.
 
@@ -644,3 +670,23 @@ class Adapter:
         size = [short / width, short / height] if crop else [1.0, 1.0]
         size = torch.tensor(size, device=tile.device).expand(tile.shape[0], 2)
         return (1 - size) / 2, size
+
+
+def by_views(
+    items: tuple[ItemGeometry, ...], tensors: dict[str, Tensor], dim: int = 0
+) -> list[Part] | None:
+    """The views of each item, along ``dim``; ``None`` where the items do not cover them all."""
+    ends = [0, *(item.views[1] for item in items)]
+    fits = [item.views[0] for item in items] == ends[:-1]
+    if not fits or any(value.shape[dim] != ends[-1] for value in tensors.values()):
+        return None
+    return [
+        Part(
+            (i,),
+            {
+                key: value.narrow(dim, item.views[0], item.views[1] - item.views[0])
+                for key, value in tensors.items()
+            },
+        )
+        for i, item in enumerate(items)
+    ]

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from vlmfast.core.statistics import ItemGeometry
 
 from ._media import Media, runs
+from .base import Part, by_views
 from .internvl import Tiled
 
 
@@ -58,6 +59,12 @@ class FamilyAdapter(Tiled):
                 found.append(Media(tokens, own, size, 0, tiles))
                 first, tokens, tiles = views, 0, (0, 0)
         return found
+
+    def parts(
+        self, tensors: dict[str, Tensor], items: tuple[ItemGeometry, ...]
+    ) -> list[Part] | None:
+        keys = (*self.tensors, *self.beside)
+        return by_views(items, {key: tensors[key] for key in keys if key in tensors}, dim=1)
 
     def joined(self, parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
         keys = parts[0] if parts else ()

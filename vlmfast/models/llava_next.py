@@ -12,7 +12,7 @@ from vlmfast.core.layout import Kind, TokenLayout
 from vlmfast.core.statistics import ItemGeometry
 
 from ._media import Media
-from .base import Adapter, Encoded
+from .base import Adapter, Encoded, Part
 from .llava import complete
 
 if TYPE_CHECKING:
@@ -44,6 +44,25 @@ class FamilyAdapter(Adapter):
         rows, columns = context.items[0].patches
         stats = self.patch_stats(context, rows * columns)
         return Encoded(features, layouts, stats, [()] * len(features))
+
+    def parts(
+        self, tensors: dict[str, Tensor], items: tuple[ItemGeometry, ...]
+    ) -> list[Part] | None:
+        pixels, sizes = tensors["pixel_values"], tensors["image_sizes"]
+        if len(pixels) != len(items) or len(sizes) != len(items):
+            return None
+        return [
+            Part((i,), self._own_views(item, pixels[i : i + 1], sizes[i : i + 1]))
+            for i, item in enumerate(items)
+        ]
+
+    def _own_views(self, item: ItemGeometry, pixels: Tensor, size: Tensor) -> dict[str, Tensor]:
+        """The tensors of one image, without views that only pad it to the largest image."""
+        return {"pixel_values": pixels[:, : item.views[1] - item.views[0]], "image_sizes": size}
+
+    def joined(self, parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        views = [part["pixel_values"].shape[1] for part in parts if "pixel_values" in part]
+        return super().joined([_padded(part, max(views, default=0)) for part in parts])
 
     def images_in(self, batch: dict[str, Tensor], ids: list[Tensor]) -> list[Media]:
         if "image_sizes" not in batch:
@@ -107,3 +126,12 @@ class FamilyAdapter(Adapter):
         corner = (crop - (canvas - shown) / 2) / shown
         base = (tile == 0)[:, None]
         return torch.where(base, 0.0, corner), torch.where(base, 1.0, side / shown)
+
+
+def _padded(part: dict[str, Tensor], views: int) -> dict[str, Tensor]:
+    """An image with black views up to ``views``, as processors pad them."""
+    pixels = part.get("pixel_values")
+    if pixels is None or pixels.shape[1] == views:
+        return part
+    more = pixels.new_zeros(len(pixels), views - pixels.shape[1], *pixels.shape[2:])
+    return {**part, "pixel_values": torch.cat([pixels, more], dim=1)}

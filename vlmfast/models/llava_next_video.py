@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from vlmfast.core.layout import Kind, TokenLayout
 from vlmfast.core.statistics import ItemGeometry
 
 from ._media import Media
-from .base import Encoded
+from .base import Encoded, Part
 from .llava_next import FamilyAdapter as LlavaNext
 
 
@@ -54,6 +55,30 @@ class FamilyAdapter(LlavaNext):
                 items.append(ItemGeometry(size, (0, 0), views, (side, side), video, (index, total)))
                 view += 1
         return tuple(items)
+
+    def parts(
+        self, tensors: dict[str, Tensor], items: tuple[ItemGeometry, ...]
+    ) -> list[Part] | None:
+        key = self.video_tensors[0]
+        if key not in tensors:
+            return super().parts(tensors, items)
+        alone = tuple(i for i, item in enumerate(items) if item.video < 0)
+        found: list[Part] = []
+        if alone:
+            images = super().parts(tensors, tuple(items[i] for i in alone))
+            if images is None:
+                return None
+            found = [replace(of, items=tuple(alone[i] for i in of.items)) for of in images]
+        videos: dict[int, list[int]] = {}
+        for i, item in enumerate(items):
+            if item.video >= 0:
+                videos.setdefault(item.video, []).append(i)
+        if len(tensors[key]) != len(videos):
+            return None
+        return found + [
+            Part(tuple(frames), {key: tensors[key][n : n + 1]})
+            for n, frames in enumerate(videos.values())
+        ]
 
     def encode(self, inputs: dict[str, Tensor], context: VisionContext) -> Encoded:
         features: dict[int, Tensor] = {}

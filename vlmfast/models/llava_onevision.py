@@ -12,7 +12,7 @@ from vlmfast.core.layout import Kind, TokenLayout
 from vlmfast.core.statistics import ItemGeometry
 
 from ._media import Media
-from .base import Adapter
+from .base import Adapter, Part
 from .llava_next_video import FamilyAdapter as LlavaNextVideo
 
 if TYPE_CHECKING:
@@ -45,6 +45,25 @@ class FamilyAdapter(LlavaNextVideo):
             own = {**one.tensors, "batch_num_images": count}
             found.append(replace(one, tokens=tokens, tensors=own))
         return found
+
+    def _own_views(self, item: ItemGeometry, pixels: Tensor, size: Tensor) -> dict[str, Tensor]:
+        own = super()._own_views(item, pixels, size)
+        return {**own, "batch_num_images": torch.ones(1, dtype=torch.int64, device=size.device)}
+
+    def parts(
+        self, tensors: dict[str, Tensor], items: tuple[ItemGeometry, ...]
+    ) -> list[Part] | None:
+        found = super().parts(tensors, items)
+        counts = tensors.get("batch_num_images")
+        if found is None or counts is None or bool((counts == 1).all()):
+            return found
+        # A model that gets one of several images alone expects its crops: they stay together.
+        images = [part for part in found if "image_sizes" in part.tensors]
+        keys = (*self.tensors, *self.beside)
+        together = Part(
+            tuple(i for part in images for i in part.items), {key: tensors[key] for key in keys}
+        )
+        return [together, *(part for part in found if part not in images)]
 
     def joined(self, parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
         tensors = super().joined(parts)

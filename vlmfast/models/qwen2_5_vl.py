@@ -20,7 +20,7 @@ from vlmfast.core.saliency import window_order
 from vlmfast.core.statistics import ItemGeometry, VisionStats
 
 from ._media import Media
-from .base import Adapter, Encoded
+from .base import Adapter, Encoded, Part
 
 
 class FamilyAdapter(Adapter):
@@ -163,6 +163,23 @@ class FamilyAdapter(Adapter):
             steps = [(i, t) for i in range(t)] if whole else [tuple(frame[:2])]
             items += [replace(item, frame=step) for step in steps]
         return tuple(replace(item, views=(i, i + 1)) for i, item in enumerate(items))
+
+    def parts(
+        self, tensors: dict[str, Tensor], items: tuple[ItemGeometry, ...]
+    ) -> list[Part] | None:
+        images, videos = (
+            iter(of(tensors, [tensors["input_ids"]])) for of in (self.images_in, self.videos_in)
+        )
+        found: list[Part] = []
+        whole = self.video_tensors[0] in tensors
+        first = 0
+        while first < len(items):
+            in_video = whole and items[first].video >= 0
+            stop = first + (items[first].frame[1] if in_video else 1)
+            media = next(videos if in_video else images)
+            found.append(Part(tuple(range(first, stop)), media.tensors))
+            first = stop
+        return found
 
     def encode(self, inputs: dict[str, Tensor], context: VisionContext) -> Encoded:
         images, videos = self._tower("image", inputs), self._tower("video", inputs)

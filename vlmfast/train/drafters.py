@@ -246,7 +246,8 @@ class Answers:
                 yield sequence
 
         torch.manual_seed(random.Random(f"answers-{args.seed}-{numbers[0]}").getrandbits(62))
-        with torch.no_grad():
+        # Each prompt is answered once: nothing is worth keeping.
+        with torch.no_grad(), vlm.prefix_cache.bypassed():
             for sequence in engine_of(vlm.adapter).answer_many(sequences(), _BLOCK):
                 found[sequence.number] = sequence.tokens
         return [found[number] for number in numbers]

@@ -1,0 +1,306 @@
+"""The fingerprint of weights: any change that changes what a model computes changes it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoModel, CLIPVisionConfig
+
+from vlmfast.engine import fingerprint as module
+from vlmfast.engine.fingerprint import fingerprint
+
+
+class Lora(nn.Module):
+    """A linear layer with two adapters, which has the attributes of PEFT's layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base_layer = nn.Linear(24, 24)
+        self.lora = nn.ModuleDict({name: nn.Linear(24, 24) for name in ("one", "two")})
+        self._active_adapter = ["one"]
+        self._disable_adapters = False
+        self.merged_adapters: list[str] = []
+        self.scaling = {"one": 1.0, "two": 0.5}
+
+    def set_adapter(self, name: str) -> None:
+        self._active_adapter = [name]
+
+
+class Net(nn.Module):
+    """A convolution, a normalization with buffers, an adapter layer, and scalars."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3)
+        self.norm = nn.BatchNorm2d(8)
+        self.lora = Lora()
+        self.wide = nn.Linear(128, 96)
+        self.scale = nn.Parameter(torch.tensor(2.0))
+        self.register_buffer("empty", torch.zeros(0))
+        self.decoder = nn.Linear(4, 4)
+
+
+def net() -> Net:
+    torch.manual_seed(0)
+    return Net().eval().requires_grad_(False)
+
+
+def optimized(model: Net) -> None:
+    weight = model.wide.weight.requires_grad_()
+    weight.grad = torch.ones_like(weight)
+    torch.optim.SGD([weight], lr=1e-3).step()
+
+
+def loaded(model: Net) -> None:
+    state = model.state_dict()
+    state["conv.weight"] = state["conv.weight"] * 1.5
+    model.load_state_dict(state)
+
+
+def replaced(model: Net) -> None:
+    model.wide.weight = nn.Parameter(model.wide.weight * 0.5, requires_grad=False)
+
+
+def swapped(model: Net) -> None:
+    """The same data at the same address, read in another order."""
+    model.lora.base_layer.weight.data = model.lora.base_layer.weight.data.T
+
+
+CHANGES: dict[str, Callable[[Net], Any]] = {
+    "in place": lambda m: m.wide.weight.mul_(0.5),
+    "through data": lambda m: m.wide.weight.data.mul_(0.5),
+    "bias through data": lambda m: m.wide.bias.data.mul_(0.5),
+    "half of the entries": lambda m: m.wide.weight.data[:, ::2].zero_(),
+    "a scalar": lambda m: m.scale.data.fill_(3.0),
+    "a buffer": lambda m: m.norm.running_mean.data.add_(1),
+    "new data": lambda m: setattr(m.wide.weight, "data", m.wide.weight.data * 2),
+    "transposed": swapped,
+    "a parameter replaced": replaced,
+    "a parameter removed": lambda m: m.wide.register_parameter("bias", None),
+    "load_state_dict": loaded,
+    "an optimizer": optimized,
+    "dtype": lambda m: m.to(torch.bfloat16),
+    "set_adapter": lambda m: m.lora.set_adapter("two"),
+    "adapters off": lambda m: setattr(m.lora, "_disable_adapters", True),
+    "merged": lambda m: m.lora.merged_adapters.append("one"),
+    "scaling": lambda m: m.lora.scaling.update(one=2.0),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_change_is_noticed(change: str) -> None:
+    model = net()
+    before = fingerprint(model)
+    assert before is not None
+    assert fingerprint(model) == before
+    CHANGES[change](model)
+    after = fingerprint(model)
+    assert after is not None
+    assert after != before
+    assert fingerprint(model) == after
+
+
+@pytest.mark.parametrize("change", ["through data", "half of the entries", "a buffer"])
+def test_version_counters_alone_miss_it(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Control: without the samples of the content these changes are not noticed."""
+    monkeypatch.setattr(module, "_samples", lambda tensors: iter(()))
+    model = net()
+    before = fingerprint(model)
+    CHANGES[change](model)
+    assert fingerprint(model) == before
+
+
+@pytest.mark.parametrize("change", ["set_adapter", "adapters off", "merged", "scaling"])
+def test_weights_alone_miss_adapters(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Control: without the state of adapters these changes are not noticed."""
+    monkeypatch.setattr(module, "_ADAPTERS", set())
+    model = net()
+    before = fingerprint(model)
+    CHANGES[change](model)
+    assert fingerprint(model) == before
+
+
+def test_inference_tensors_have_no_version_counter() -> None:
+    with torch.inference_mode():
+        model = net()
+        before = fingerprint(model)
+        model.wide.weight.mul_(0.5)
+    with pytest.raises(RuntimeError, match="version counter"):
+        _ = model.wide.weight._version
+    assert fingerprint(model) not in (None, before)
+
+
+def test_skipped_modules_do_not_count() -> None:
+    model = net()
+    before = fingerprint(model, skip=[model.decoder])
+    whole = fingerprint(model)
+    model.decoder.weight.data.mul_(2)
+    model.decoder.train()
+    assert fingerprint(model, skip=[model.decoder]) == before
+    model.decoder.eval()
+    assert fingerprint(model) != whole
+
+
+@pytest.mark.parametrize("which", ["training", "hook", "pre-hook", "forward", "global hook"])
+def test_what_is_not_determined_by_weights_has_none(which: str) -> None:
+    model = net()
+    known = fingerprint(model)
+
+    def hook(*args: Any) -> None:
+        """A hook of the user's."""
+
+    handles = {
+        "training": lambda: model.lora.train(),
+        "hook": lambda: model.wide.register_forward_hook(hook),
+        "pre-hook": lambda: model.wide.register_forward_pre_hook(hook),
+        "forward": lambda: setattr(model.wide, "forward", hook),
+        "global hook": lambda: nn.modules.module.register_module_forward_hook(hook),
+    }
+    handle = handles[which]()
+    try:
+        assert fingerprint(model) is None
+    finally:
+        if which == "training":
+            model.eval()
+        elif which == "forward":
+            del model.wide.forward
+        else:
+            handle.remove()
+    assert fingerprint(model) == known
+
+
+def test_hooks_can_be_part_of_it() -> None:
+    """Each registration is another one, also of the same function."""
+    model, found = net(), []
+    for _ in range(2):
+        handle = model.wide.register_forward_hook(_watch)
+        found += [fingerprint(model, hooks=True), fingerprint(model, hooks=True)]
+        handle.remove()
+    assert found[0] == found[1] != found[2] == found[3]
+    assert fingerprint(model, hooks=True) == fingerprint(model) not in found
+
+
+def test_values_stay_on_another_device_or_at_another_address() -> None:
+    model = net()
+    other = copy.deepcopy(model)
+    assert fingerprint(model) != fingerprint(other)
+    assert fingerprint(model, values=True) == fingerprint(other, values=True)
+    other.wide.weight.data.mul_(0.5)
+    assert fingerprint(model, values=True) != fingerprint(other, values=True)
+
+
+def _watch(*args: Any) -> None:
+    """A hook of the user's."""
+
+
+def test_hooks_of_the_library_do_not_matter() -> None:
+    """transformers leaves hooks on modules once hidden states were requested."""
+    config = CLIPVisionConfig(
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        image_size=16,
+        patch_size=8,
+    )
+    torch.manual_seed(0)
+    model = AutoModel.from_config(config).eval()
+    before = fingerprint(model)
+    with torch.no_grad():
+        model(torch.randn(1, 3, 16, 16), output_hidden_states=True, output_attentions=True)
+    assert fingerprint(model) == before is not None
+
+
+def test_compiled_modules_have_one() -> None:
+    model = nn.Sequential(nn.Linear(24, 24)).eval()
+    compiled = torch.compile(model, backend="eager")
+    before = fingerprint(compiled)
+    assert before is not None
+    model[0].weight.data.mul_(0.5)
+    assert fingerprint(compiled) not in (None, before)
+    model.train()
+    assert fingerprint(compiled) is None
+
+
+class Packed(Tensor):
+    """A tensor subclass of two tensors, as quantized weights are."""
+
+    @staticmethod
+    def __new__(cls, codes: Tensor, scale: Tensor) -> Packed:
+        made = Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)
+        made.codes, made.scale = codes, scale
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["codes", "scale"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None):
+        raise NotImplementedError(f"{function}")
+
+
+def test_parts_of_tensor_subclasses_count() -> None:
+    codes, scale = torch.arange(96, dtype=torch.int8), torch.ones(1)
+    model = nn.Module().eval()
+    model.register_buffer("weight", Packed(codes, scale))
+    before = fingerprint(model)
+    assert before is not None
+    scale.data.mul_(2)
+    middle = fingerprint(model)
+    codes.data.add_(1)
+    assert len({before, middle, fingerprint(model)}) == 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.bool, torch.complex64])
+def test_every_layout_and_dtype_is_read(dtype: torch.dtype) -> None:
+    """Strided, expanded, empty and scalar tensors, and samples stay inside of each."""
+    full = torch.arange(5000).remainder(7).reshape(50, 100).to(dtype)
+    views = [full, full[::2, 1::3], full[0].expand(40, 100), full[:, :0], full[3, 3], full.T]
+    model = nn.Module().eval()
+    for at, view in enumerate(views):
+        model.register_buffer(f"view{at}", view)
+    before = fingerprint(model)
+    assert fingerprint(copy.deepcopy(model)) != before  # other addresses
+    full.data.copy_(full.roll(1))
+    assert fingerprint(model) not in (None, before)
+
+
+@pytest.mark.parametrize("size", [*range(14, 40), 127, 511, 1023, 4096, 4099])
+def test_samples_are_spread_over_the_whole_tensor(size: int) -> None:
+    flat = torch.arange(size, dtype=torch.int64).reshape(1, -1)
+    (found,) = module._samples([flat])
+    chosen = torch.frombuffer(bytearray(found), dtype=torch.int64)
+    if flat.nbytes < module._WHOLE:
+        assert chosen.tolist() == list(range(size))
+        return
+    gaps = chosen.diff()
+    assert len(chosen) == module._PLACES
+    assert int(gaps[0]) % 2 == 1
+    assert bool((gaps == gaps[0]).all())
+    assert 0 <= int(chosen.min()) < int(chosen.max()) < size
+    assert int(chosen.max()) > 0.3 * size  # of a large one, 7/8
+    assert size < 1000 or int(chosen.max()) > 0.8 * size
+
+
+def test_one_transfer_reads_all_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    transfers = []
+    cpu = Tensor.cpu
+    monkeypatch.setattr(Tensor, "cpu", lambda self: transfers.append(self.numel()) or cpu(self))
+    model = net()
+    model.norm.to(torch.bfloat16)
+    assert fingerprint(model) is not None
+    assert len(transfers) == 1
+
+
+def test_shared_modules_are_walked_once() -> None:
+    model = net()
+    model.again = model.wide
+    model.ring = SimpleNamespace()  # not a module: ignored
+    seen = list(module._states([model, model.wide], []))
+    assert len(seen) == len(list(model.modules()))

@@ -1,0 +1,325 @@
+"""Features of images in the prefix cache: the vision tower runs only on images that are missing.
+
+Where no stage of the recipe works inside the tower, every image is an entry of its own, and so is a
+video that is not read as images. Otherwise all images of a prompt are one entry, because such
+stages may see all of them.
+
+The tower runs once on all missing images. Features then do not depend on which other images were
+there, apart from rounding: matrix products of another size may differ in the last bits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vlmfast.core.layout import TokenLayout
+from vlmfast.core.saliency import Saliency
+from vlmfast.core.snapshot import mapped
+from vlmfast.core.statistics import ItemGeometry, VisionStats
+from vlmfast.models.base import Adapter, Encoded, Part
+
+from .fingerprint import fingerprint
+from .mode import Mode
+from .prefix_cache import Entry, Key, prefix_cache_of
+from .stats import Stats
+from .vision import Images, Wanted, encode
+
+KIND = "images"
+_SIMPLE = (bool, int, float, str, type(None))
+
+
+@dataclass(frozen=True, eq=False)
+class Hashed:
+    """Images of a prompt that are found together.
+
+    Parameters
+    ----------
+    part : Part
+    digest : bytes
+        Of the content of its tensors.
+    """
+
+    part: Part
+    digest: bytes
+
+
+@dataclass(frozen=True, eq=False)
+class Item:
+    """One of ``VisionStats.items`` after the tower; views are counted from its own first one.
+
+    Parameters
+    ----------
+    features, layout, extra
+        As in `Encoded`.
+    rows, keys, cls
+        Those of its views, as in `VisionStats`.
+    saliency : dict of str to Saliency
+    """
+
+    features: Tensor
+    layout: TokenLayout
+    extra: tuple[Tensor, ...]
+    rows: dict[int, Tensor]
+    keys: dict[int, Tensor]
+    cls: Tensor | None
+    saliency: dict[str, Saliency]
+
+
+@dataclass(frozen=True, eq=False)
+class Kept:
+    """The value of an entry: images that were encoded; see `Images`.
+
+    Parameters
+    ----------
+    items : tuple of Item
+    groups, notes : dict
+    """
+
+    items: tuple[Item, ...]
+    groups: dict[int, Tensor] = field(default_factory=dict)
+    notes: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+
+def hashed(
+    adapter: Adapter, tensors: dict[str, Tensor], items: tuple[ItemGeometry, ...]
+) -> list[Hashed]:
+    """The images of a prompt with digests of their content: a transfer to the host on a GPU."""
+    parts = adapter.parts(tensors, items)
+    if parts is None:
+        keys = {*adapter.tensors, *adapter.video_tensors, *adapter.beside}
+        whole = {key: value for key, value in tensors.items() if key in keys}
+        parts = [Part(tuple(range(len(items))), whole)]
+    return [Hashed(part, digest(part.tensors)) for part in parts]
+
+
+def digest(tensors: dict[str, Tensor]) -> bytes:
+    """Of the content of tensors, whatever device they are on."""
+    digest = hashlib.blake2b(digest_size=32)
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)};".encode())
+        if tensor.numel():
+            flat = tensor.detach().cpu().contiguous().view(-1)
+            digest.update(flat.view(torch.uint8).numpy().data)
+    return digest.digest()
+
+
+def encoded(
+    adapter: Adapter,
+    tensors: dict[str, Tensor],
+    items: tuple[ItemGeometry, ...],
+    known: list[Hashed] | None,
+    wanted: Wanted,
+    tenant: str,
+    stats: Stats,
+    trained: dict[str, nn.Module],
+) -> Images:
+    """The images of a prompt after the vision tower; those in the prefix cache are not encoded.
+
+    Parameters
+    ----------
+    known : list of Hashed, optional
+        The result of `hashed`, if it was computed before.
+    tenant : str
+        As in `Key`.
+    """
+    cache = prefix_cache_of(adapter)
+    state = _state(adapter, wanted, trained) if cache.enabled else None
+    if state is None:
+        return encode(adapter, tensors, items, wanted, stats, trained)
+    known = hashed(adapter, tensors, items) if known is None else known
+    groups = [known] if wanted.inside else [[one] for one in known]
+    keys = [Key(KIND, tenant, (state, _content(group, items, wanted))) for group in groups]
+    pinned: list[Entry] = []
+    values: dict[Key, Kept] = {}
+    try:
+        for key in dict.fromkeys(keys):
+            if (entry := cache.find(key)) is not None:
+                pinned.append(entry)
+                values[key] = entry.value
+        hits, by_key = set(values), dict(zip(keys, groups, strict=True))
+        missing = {key: _indices(group) for key, group in by_key.items() if key not in hits}
+        everything = len(missing) == len(keys)
+        if missing:
+            own, chosen = items, list(range(len(items)))
+            if not everything:
+                chosen = sorted(i for indices in missing.values() for i in indices)
+                own = _alone([items[i] for i in chosen])
+                parts = [one.part.tensors for key in missing for one in by_key[key]]
+                tensors = adapter.joined(parts)
+            made = encode(adapter, tensors, own, wanted, stats, trained)
+            encoded_items = dict(zip(chosen, _items(made.encoded), strict=True))
+            for key, indices in missing.items():
+                value = Kept(tuple(encoded_items[i] for i in indices), made.groups, made.notes)
+                # Not views of tensors that belong to all images.
+                values[key] = value = mapped(value, Tensor.clone)
+                if (entry := cache.put(key, value, _bytes(value))) is not None:
+                    pinned.append(entry)
+            if everything:
+                return made
+        found = {
+            i: item
+            for key, group in zip(keys, groups, strict=True)
+            for i, item in zip(_indices(group), values[key].items, strict=True)
+        }
+        stats.cached_tokens = sum(
+            len(found[i].features)
+            for key, group in zip(keys, groups, strict=True)
+            for i in (_indices(group) if key in hits else ())
+        )
+        joined = _joined(items, [found[i] for i in range(len(items))], wanted)
+        whole = values[keys[0]]  # with stages inside the tower, all images are one entry
+        return Images(joined, whole.groups, whole.notes)
+    finally:
+        for entry in pinned:
+            cache.unpin(entry)
+
+
+def _indices(group: list[Hashed]) -> list[int]:
+    return [i for one in group for i in one.part.items]
+
+
+def tower_fingerprint(adapter: Adapter, *, values: bool = False) -> bytes | None:
+    """The fingerprint of all weights but those of the language model; ``values`` as there."""
+    model = adapter.model
+    language = [adapter.decoder, model.get_input_embeddings(), model.get_output_embeddings()]
+    return fingerprint(model, skip=language, values=values)
+
+
+# --- keys ----------------------------------------------------------------------------------------
+
+
+def _state(adapter: Adapter, wanted: Wanted, trained: dict[str, nn.Module]) -> Hashable | None:
+    """All that features depend on except the images; ``None`` where they are not shared."""
+    training = adapter.model.training or torch.is_grad_enabled()
+    if training or torch.is_inference_mode_enabled():  # whose tensors others cannot use
+        return None
+    mode = Mode.current(adapter.device)
+    weights = [tower_fingerprint(adapter)]
+    if wanted.inside and trained:
+        weights.append(fingerprint(*trained.values()))
+    asked = (
+        tuple((type(stage), stage) for stage in wanted.inside),
+        tuple(sorted(wanted.requests.items())),
+        tuple(sorted(wanted.saliency.items())),
+        wanted.cls,
+    )
+    try:
+        hash(asked)
+    except TypeError:  # a stage whose parameters can change
+        return None
+    if None in weights:
+        return None
+    precision = torch.get_float32_matmul_precision()
+    return (*weights, str(mode.device), mode.autocast, precision, settings_of(adapter), asked)
+
+
+def settings_of(adapter: Adapter) -> Hashable:
+    """The settings of model and processor that features and their layout depend on."""
+    found: list[Hashable] = []
+    for config in (adapter.config, adapter.config.vision_config):
+        for name, value in vars(config).items():
+            if name.startswith("_"):  # the engine switches attention, for example
+                continue
+            if isinstance(value, list | tuple):
+                found.append((name, str(value)))
+            elif isinstance(value, _SIMPLE):
+                found.append((name, value))
+    for kind in ("image_processor", "video_processor"):
+        processor = getattr(adapter.processor, kind, None)
+        found.append(getattr(processor, "do_center_crop", None))
+    return tuple(found)
+
+
+def _content(
+    group: list[Hashed], items: tuple[ItemGeometry, ...], wanted: Wanted
+) -> tuple[Hashable, ...]:
+    """What identifies images: their pixels, and how these are divided."""
+    digests = tuple(one.digest for one in group)
+    if wanted.inside:  # its stages see which image is a frame of which video
+        return (*digests, items)
+    return (*digests, tuple(_plain(items[i]) for i in _indices(group)))
+
+
+def _plain(item: ItemGeometry) -> Hashable:
+    """The geometry of an item, wherever it is in a prompt."""
+    first, stop = item.views
+    return item.size, item.tiles, item.patches, stop - first, item.video >= 0
+
+
+# --- items ---------------------------------------------------------------------------------------
+
+
+def _alone(items: list[ItemGeometry]) -> tuple[ItemGeometry, ...]:
+    """Some items of a prompt, as if there were no others: their views follow each other."""
+    first, found = 0, list(items)
+    for i in _by_view(items):
+        count = items[i].views[1] - items[i].views[0]
+        found[i] = replace(items[i], views=(first, first + count))
+        first += count
+    return tuple(found)
+
+
+def _by_view(items: Sequence[ItemGeometry]) -> list[int]:
+    """Indices of items in the order of their views in the tower."""
+    return sorted(range(len(items)), key=lambda i: items[i].views[0])
+
+
+def _items(of: Encoded) -> list[Item]:
+    """Each item of encoded images."""
+    found = []
+    for i, (item, layout) in enumerate(zip(of.stats.items, of.layouts, strict=True)):
+        views = slice(*item.views)
+        found.append(
+            Item(
+                of.features[i],
+                _moved(layout, 0, -item.views[0]),
+                of.extra[i],
+                {layer: rows[views] for layer, rows in of.stats.rows.items()},
+                {layer: keys[views] for layer, keys in of.stats.keys.items()},
+                None if of.stats.cls is None else of.stats.cls[views],
+                {key: each[i] for key, each in of.stats.saliency.items()},
+            )
+        )
+    return found
+
+
+def _joined(items: tuple[ItemGeometry, ...], kept: list[Item], wanted: Wanted) -> Encoded:
+    """The inverse of `_items`, for the items of a prompt."""
+    ordered = [kept[i] for i in _by_view(items)]
+    first = kept[0]
+    stats = VisionStats(
+        items,
+        {layer: torch.cat([of.rows[layer] for of in ordered]) for layer in first.rows},
+        {layer: torch.cat([of.keys[layer] for of in ordered]) for layer in first.keys},
+        None if first.cls is None else torch.cat([of.cls for of in ordered if of.cls is not None]),
+        {key: tuple(of.saliency[key] for of in kept) for key in first.saliency},
+        wanted.left_out,
+    )
+    pairs = zip(items, kept, strict=True)
+    layouts = [_moved(of.layout, i, item.views[0]) for i, (item, of) in enumerate(pairs)]
+    return Encoded([of.features for of in kept], layouts, stats, [of.extra for of in kept])
+
+
+def _moved(layout: TokenLayout, item: int, views: int) -> TokenLayout:
+    """A layout as that of item ``item``, with ``views`` added to its views."""
+    return layout.replace(
+        item=torch.full_like(layout.item, item),
+        view=torch.where(layout.view >= 0, layout.view + views, layout.view),
+    )
+
+
+def _bytes(value: Kept) -> int:
+    sizes: list[int] = []
+
+    def count(tensor: Tensor) -> Tensor:
+        sizes.append(tensor.nbytes)
+        return tensor
+
+    mapped(value, count)
+    return sum(sizes)

@@ -1,0 +1,275 @@
+"""Keys and values of the beginnings of prompts, in the prefix cache.
+
+An entry is what the language model has computed for the first ids of a prompt. A later prompt with
+the same images that begins with the same ids continues from a copy of it. Entries are found by the
+longest common beginning. A cache that nothing has compressed is cut to any length within the text
+after its last image; any other one is used as a whole.
+
+A prompt that is prefilled at once may only continue from what gives the same answer: recipes whose
+stages neither read the question nor work in the language model. A session prefills its images
+before any question, so under all recipes that do not read the question its prompts continue from
+the images that were compressed without one. These entries are kept apart where it matters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from collections.abc import Sequence as Many
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from vlmfast.core.recipe import Recipe
+from vlmfast.core.stage import Stage
+from vlmfast.errors import RecipeError
+from vlmfast.models.base import Adapter
+
+from .chunks import splits
+from .features import settings_of
+from .fingerprint import fingerprint
+from .mode import Mode
+from .prefix import Prefix
+from .prefix_cache import Entry, Key, PrefixCache, prefix_cache_of
+from .sequence import Sequence
+
+KIND = "prefixes"
+
+
+@dataclass(frozen=True)
+class Scope:
+    """What prefixes that can be exchanged have in common, except their ids.
+
+    Parameters
+    ----------
+    tenant : str
+    content : Hashable
+    """
+
+    tenant: str
+    content: Hashable
+
+
+@dataclass(frozen=True, eq=False)
+class Beginning:
+    """The identity of an entry within its scope.
+
+    Parameters
+    ----------
+    ids : tuple of int
+    least : int
+        To how many ids it can be cut.
+    """
+
+    ids: tuple[int, ...]
+    least: int
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Beginning) and self.ids == other.ids
+
+    def __hash__(self) -> int:
+        return hash(self.ids)
+
+    def shared(self, ids: list[int]) -> int:
+        """How many of the first ``ids`` can be taken from it."""
+        count = common(self.ids, ids)
+        return count if count >= self.least else 0
+
+    def contains(self, other: Beginning) -> bool:
+        """Whether all that can be taken from ``other`` can be taken from this one."""
+        return self.least <= other.least and common(self.ids, other.ids) == len(other.ids)
+
+
+def common(one: Iterable[int], another: Iterable[int]) -> int:
+    """Length of the common prefix."""
+    count = 0
+    for a, b in zip(one, another, strict=False):
+        if a != b:
+            break
+        count += 1
+    return count
+
+
+def parts(recipe: Recipe) -> list[Stage]:
+    """The stages of a recipe and the stages that they expand to."""
+    return [part for stage in recipe for part in (stage, *stage.expand())]
+
+
+class Prefixes:
+    """The prefixes of prompts to one model.
+
+    Parameters
+    ----------
+    adapter : Adapter
+    """
+
+    def __init__(self, adapter: Adapter) -> None:
+        self.adapter = adapter
+
+    @property
+    def cache(self) -> PrefixCache:
+        return prefix_cache_of(self.adapter)
+
+    def scope(
+        self,
+        recipe: Recipe,
+        digests: tuple[str, ...] = (),
+        sizes: Many[tuple[int, int]] = (),
+        frames: Many[tuple] = (),
+        *,
+        tenant: str = "",
+        apart: bool = False,
+    ) -> Scope | None:
+        """Of prompts with the same images; ``None`` where nothing is shared.
+
+        Parameters
+        ----------
+        digests : tuple of str
+            Of the content of the images, see `features.Hashed`.
+        sizes, frames
+            As in `Inputs`.
+        tenant : str
+            As in `Key`.
+        apart : bool
+            Whether the images are prefilled before the text, as in a session.
+        """
+        adapter, model = self.adapter, self.adapter.model
+        stages = parts(recipe)
+        whole = all(map(splits, recipe))
+        if not self.cache.enabled or model.training or torch.is_inference_mode_enabled():
+            return None
+        if any(part.query_dependent for part in stages) or not (whole or apart):
+            return None
+        if sizes and not digests:
+            return None
+        try:
+            trained = [adapter.trained(stage) for stage in recipe if stage.trained]
+        except RecipeError:  # the prefill has more to say about it
+            return None
+        weights = [fingerprint(model, hooks=True)]
+        weights += [fingerprint(own) for own in trained if isinstance(own, nn.Module)]
+        if None in weights:
+            return None
+        mode = Mode.current(adapter.device)
+        content = (
+            tuple(weights),
+            tuple((type(stage), stage) for stage in recipe),
+            not whole,
+            digests,
+            tuple(sizes),
+            tuple(frames),
+            str(mode.device),
+            mode.autocast,
+            torch.get_float32_matmul_precision(),
+            settings_of(adapter),
+        )
+        try:
+            hash(content)
+        except TypeError:  # a stage whose parameters can change
+            return None
+        return Scope(tenant, content)
+
+    def find(
+        self, scope: Scope | None, ids: list[int], least: int = 1, *, use: bool = True
+    ) -> Entry | None:
+        """The entry that shares the most of the first ``ids``, pinned; ``least`` at the least.
+
+        ``use`` is as in `PrefixCache.search`.
+        """
+        if scope is None:
+            return None
+
+        def score(key: Key) -> int:
+            own, beginning = key.content
+            count = beginning.shared(ids) if own == scope.content else 0
+            return count if count >= max(least, 1) else 0
+
+        return self.cache.search(KIND, scope.tenant, score, use=use)
+
+    def resume(self, scope: Scope | None, sequence: Sequence, least: int) -> Prefix | None:
+        """Continue a sequence from a copy of the longest prefix of its prompt.
+
+        Parameters
+        ----------
+        least : int
+            Ids that must be part of it: up to the last image.
+
+        Returns
+        -------
+        Prefix or None
+            The copy, whose ``ids`` are those that need not be prefilled.
+        """
+        ids = sequence.ids[0].tolist()[:-1]  # the logits after the last one are needed
+        if (entry := self.find(scope, ids, least)) is None:
+            return None
+        try:
+            prefix = entry.value.clone(entry.key.content[1].shared(ids))
+        finally:
+            self.cache.unpin(entry)
+        prefix.resume(sequence)
+        return prefix
+
+    def keep(self, scope: Scope | None, prefix: Prefix) -> Entry | None:
+        """Store a prefix, whose buffers are no one else's, in place of entries that it contains.
+
+        Where it is not stored, its buffers are returned.
+        """
+        # Layers of a short prompt may have been prefilled as if they had no window.
+        windows = [layer.window for layer in prefix.cache.layers]
+        size, entry = prefix.bytes, None
+        if scope is not None and size <= self.cache.limit and windows == list(self.adapter.windows):
+            beginning = Beginning(tuple(prefix.ids), prefix.least)
+            for key in self.cache.keys(KIND, scope.tenant):
+                own, other = key.content
+                if own == scope.content and beginning.contains(other):
+                    self.cache.remove(key)
+            key = Key(KIND, scope.tenant, (scope.content, beginning))
+            entry = self.cache.put(key, prefix, size, prefix.release)
+        if entry is None:
+            prefix.release()
+            return None
+        self.cache.unpin(entry)
+        return entry
+
+    def keep_copy(self, scope: Scope | None, prefix: Prefix) -> Entry | None:
+        """As `keep`, a copy of a prefix whose buffers remain the caller's."""
+        if scope is None or prefix.bytes > self.cache.limit:
+            return None
+        try:
+            copy = prefix.clone()
+        except torch.OutOfMemoryError:  # the request itself needs no copy
+            return None
+        return self.keep(scope, copy)
+
+    def bytes(self, scope: Scope | None, ids: list[int]) -> int:
+        """The size of the entry that shares the most of ``ids``; 0 without any."""
+        if (entry := self.find(scope, ids, use=False)) is None:
+            return 0
+        self.cache.unpin(entry)
+        return entry.bytes
+
+    def drop(self, entry: Entry) -> None:
+        """Remove an entry, if it is still stored."""
+        if entry.stored:
+            self.cache.remove(entry.key)
+
+    def copied(self, scope: Scope | None, ids: list[int]) -> list[Prefix]:
+        """Copies of all entries that begin as ``ids`` and can be cut to a part of them.
+
+        The shortest comes first. None is part of another one.
+        """
+        if scope is None:
+            return []
+        found: dict[Beginning, Prefix] = {}
+        for key in self.cache.keys(KIND, scope.tenant):
+            own, beginning = key.content
+            count = beginning.shared(ids) if own == scope.content else 0
+            entry = self.cache.find(key) if count else None
+            if entry is not None:
+                prefix = entry.value.clone(count)
+                found[Beginning(tuple(prefix.ids), prefix.least)] = prefix
+                self.cache.unpin(entry)
+        inside = [one for one in found if any(o != one and o.contains(one) for o in found)]
+        for one in inside:
+            found.pop(one).release()
+        return sorted(found.values(), key=lambda prefix: len(prefix.ids))
