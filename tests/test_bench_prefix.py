@@ -1,0 +1,63 @@
+"""The benchmark of the prefix cache, on little."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tiny_families
+from vlmfast.engine.prefixes import Prefixes
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+
+import prefix
+
+LITTLE = ["--sessions", "1", "--turns", "2", "--images", "5", "--questions", "2", "--repeat", "1"]
+
+
+@pytest.fixture
+def one_family(monkeypatch: pytest.MonkeyPatch) -> None:
+    build = tiny_families.builders()["llava"]
+    monkeypatch.setattr(tiny_families, "builders", lambda: {"llava": build})
+
+
+def run(tmp_path: Path, *more: str) -> tuple[int, list[dict[str, Any]]]:
+    out = tmp_path / "prefix.json"
+    code = prefix.main([*LITTLE, *more, "--out", str(out)])
+    return code, json.loads(out.read_text())["rows"]
+
+
+def test_all_parts(one_family: None, tmp_path: Path) -> None:
+    code, rows = run(tmp_path, "--models", "tiny")
+    assert code == 0 and {row["name"] for row in rows} == set(prefix.NAMES)
+    by_name = {row["name"]: row for row in rows}
+    again = [row["median"] for row in rows if row["name"] == "sessions"]
+    assert again == [0] * len(again) and len(again) >= 5
+    assert 0 < by_name["second"]["median"] < 1
+    assert 0 < by_name["memory"]["median"] <= 1
+    assert not by_name["memory"]["what"].endswith(" 0 evictions")
+
+
+def test_prompts_that_are_read_again_are_counted(
+    one_family: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control: nothing is found."""
+    monkeypatch.setattr(Prefixes, "resume", lambda *given: None)
+    _, rows = run(tmp_path, "--only", "sessions")
+    assert all(row["median"] == 2 for row in rows)
+
+
+def test_other_answers_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: with the cache, every prompt continues from that of the first image."""
+    scope = Prefixes.scope
+
+    def blind(self: Prefixes, recipe: Any, digests: Any = (), *given: Any, **more: Any) -> Any:
+        return scope(self, recipe, digests and ("",), *given, **more)
+
+    monkeypatch.setattr(Prefixes, "scope", blind)
+    code, (row,) = run(tmp_path, "--only", "batch", "--images", "12", "--questions", "4")
+    assert code == 1 and row["wrong"] and row["median"] is None
