@@ -230,11 +230,6 @@ def halved(vlm: VLM) -> None:
         layer.self_attn.v_proj.weight.data.mul_(0.5)  # leaves the version counter as it was
 
 
-def another_size(vlm: VLM) -> None:
-    vlm.processor.image_processor.size = {"height": 32, "width": 32}
-    vlm.processor.image_processor.crop_size = {"height": 32, "width": 32}
-
-
 def inference_weights(vlm: VLM) -> None:
     with torch.inference_mode():
         vlm.model.load_state_dict(
@@ -285,6 +280,18 @@ def test_an_open_session_notices_changed_weights(
     answer, wanted = answers(True)
     assert answer.stats.prompt_reused > 0
     assert answer.token_ids != wanted.token_ids
+
+
+def test_another_setting_of_the_processor() -> None:
+    """Of the same size, so that the ids of the prompt are the same."""
+    model, processor = tiny_families.builders()["qwen2_5_vl"]()
+    vlm = VLM(model.double(), processor)
+    asked(vlm)
+    vlm.processor.image_processor.image_mean = [0.1, 0.2, 0.3]
+    answer = asked(vlm, QUESTIONS[1])
+    assert answer.stats.prompt_reused == 0
+    assert shown(answer) == shown(cold(vlm, QUESTIONS[1]))
+    assert asked(vlm, QUESTIONS[2]).stats.prompt_reused > 0
 
 
 def test_tenants_share_nothing(vlm: VLM) -> None:
