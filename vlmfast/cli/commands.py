@@ -475,9 +475,9 @@ def _demo(args: argparse.Namespace) -> None:
     def ready(address: str) -> None:
         print(f"{args.model} is served at {address} (stop with Ctrl+C)", flush=True)
 
-    # Without the prefix cache, since the page compares the times of two recipes.
-    vlm = _vlm(args, prefix_cache_bytes=0)
-    app.launch(vlm, args.model, recipe=args.recipe, host=args.host, port=args.port, ready=ready)
+    app.launch(
+        _vlm(args), args.model, recipe=args.recipe, host=args.host, port=args.port, ready=ready
+    )
 
 
 _COMMANDS: dict[str, tuple[str, Callable[[Any], None], Callable[[Any], int | None]]] = {
@@ -508,7 +508,7 @@ _COMMANDS: dict[str, tuple[str, Callable[[Any], None], Callable[[Any], int | Non
 # --- inputs --------------------------------------------------------------------------------------
 
 
-def _vlm(args: argparse.Namespace, **more: Any) -> VLM:
+def _vlm(args: argparse.Namespace) -> VLM:
     import torch
 
     from vlmfast.api.vlm import VLM
@@ -532,7 +532,7 @@ def _vlm(args: argparse.Namespace, **more: Any) -> VLM:
         if args.model == "tiny" or Path(args.model).is_dir():
             # No progress bar without a download.
             logging.disable_progress_bar()
-    return VLM.from_pretrained(args.model, device=device, dtype=args.dtype, **more)
+    return VLM.from_pretrained(args.model, device=device, dtype=args.dtype)
 
 
 def _media(args: argparse.Namespace) -> dict[str, Any]:
