@@ -121,7 +121,7 @@ def load(args: argparse.Namespace) -> tuple[Any, Any]:
         import tiny_models
 
         vlm = vlmfast.VLM(model.to(args.device, dtype), processor, prefix_cache_bytes=0)
-        image = tiny_models.image(672, 672)
+        image = tiny_models.make_image(672, 672)
     # Every variant decodes the same number of tokens.
     vlm.model.generation_config.eos_token_id = None
     return vlm, image
