@@ -366,6 +366,15 @@ def test_buffers_return_to_the_pool(vlm: VLM) -> None:
     assert pool.out == 0
 
 
+def test_nothing_is_copied_where_memory_is_short(vlm: VLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefixes, "free_bytes", lambda device: 100_000)
+    asked(vlm)
+    assert entries(vlm) == []
+    monkeypatch.undo()
+    asked(vlm)
+    assert len(entries(vlm)) == 1
+
+
 def test_entries_make_room_for_requests(vlm: VLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the memory that is free is not enough for one more row."""
     asked(vlm)

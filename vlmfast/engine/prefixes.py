@@ -28,6 +28,7 @@ from vlmfast.models.base import Adapter
 from .chunks import splits
 from .features import settings_of
 from .fingerprint import fingerprint
+from .memory import free_bytes
 from .mode import Mode
 from .prefix import Prefix
 from .prefix_cache import Entry, Key, PrefixCache, prefix_cache_of
@@ -232,8 +233,13 @@ class Prefixes:
         return entry
 
     def keep_copy(self, scope: Scope | None, prefix: Prefix) -> Entry | None:
-        """As `keep`, a copy of a prefix whose buffers remain the caller's."""
+        """As `keep`, a copy of a prefix whose buffers remain the caller's.
+
+        There is none where it would take more than half of the memory that is free.
+        """
         if scope is None or prefix.bytes > self.cache.limit:
+            return None
+        if prefix.bytes > free_bytes(self.adapter.device) / 2:
             return None
         try:
             copy = prefix.clone()
