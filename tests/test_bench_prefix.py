@@ -59,5 +59,5 @@ def test_other_answers_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         return scope(self, recipe, digests and ("",), *given, **more)
 
     monkeypatch.setattr(Prefixes, "scope", blind)
-    code, (row,) = run(tmp_path, "--only", "batch", "--images", "12", "--questions", "4")
+    code, (row,) = run(tmp_path, "--only", "batch", "--images", "4", "--questions", "2")
     assert code == 1 and row["wrong"] and row["median"] is None
