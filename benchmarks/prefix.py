@@ -34,6 +34,7 @@ import ask
 import torch
 
 from vlmfast import VLM, RecipeError, Request
+from vlmfast.core.files import replace_text
 from vlmfast.core.protocols import CacheStage, DecodeStage
 from vlmfast.core.recipe import Recipe
 from vlmfast.core.registry import stage_names
@@ -243,22 +244,22 @@ def main(argv: list[str] | None = None) -> int:
         "device": about["device"] if args.device.startswith("cuda") else args.device,
         "threads": torch.get_num_threads(),
     }
+    out = args.out or ask.RESULTS / f"prefix-{args.device.partition(':')[0]}.json"
+    out.parent.mkdir(parents=True, exist_ok=True)
     table: list[Row] = []
     for name, measure in MEASURED.items():
         if name in (args.only or NAMES):
             for row in measure(args):
                 table.append(row)
                 print(f"{row.name}: {row.what}: {row.values}", file=sys.stderr)
-    report["rows"] = [row.report() for row in table]
+                report["rows"] = [row.report() for row in table]
+                replace_text(out, json.dumps(report, indent=1) + "\n")
     versions = about["environment"]["packages"]
     print(
         f"\n{report['device']}, threads: {report['threads']}, torch {versions['torch']}, "
         f"transformers {versions['transformers']}, {about['date']}\n"
     )
     print(markdown(table))
-    out = args.out or ask.RESULTS / f"prefix-{args.device.partition(':')[0]}.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     print(f"\nwritten: {out}", file=sys.stderr)
     return int(any(row.wrong for row in table))
 
