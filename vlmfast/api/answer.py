@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from vlmfast.engine.sampling import TokenLogprobs
     from vlmfast.engine.stats import Stats, Trace
 
 
@@ -22,6 +23,10 @@ class Answer:
     trace : Trace
     recipe : str
         Canonical text of the recipe.
+    finish_reason : {"stop", "length"}
+        Whether an end token, a stop string or a stopping criterion ended the answer, or its length.
+    logprobs : list of TokenLogprobs, optional
+        One for each token, where ``top_logprobs`` was given.
     """
 
     text: str
@@ -29,6 +34,8 @@ class Answer:
     stats: Stats
     trace: Trace = field(repr=False)
     recipe: str = "none"
+    finish_reason: str = "stop"
+    logprobs: list[TokenLogprobs] | None = field(default=None, repr=False)
 
 
 @dataclass

@@ -78,6 +78,7 @@ _OF_CALL = (
     "stopping_criteria",
     "streamer",
     "strict",
+    "top_logprobs",
 )
 _PASSED_ON = (
     "generation_config",
@@ -372,6 +373,7 @@ _CHECKS: dict[str, _Check] = {
     "length_penalty": _number(),
     "seed": _seed,
     "strict": _flag,
+    "top_logprobs": _whole(0),
     "use_cache": _flag,
     # The distribution.
     "temperature": _temperature,
@@ -426,7 +428,7 @@ class Generation:
         The arguments merged with the given config and the model's own.
     explicit : bool
         Whether the call sets the length of the answer.
-    streamer, seed, strict
+    streamer, seed, strict, top_logprobs
         As `VLM.ask` takes them.
     stops : StoppingCriteria, optional
         Ends the answer at a stop string.
@@ -438,6 +440,7 @@ class Generation:
     streamer: Any = None
     seed: int | None = None
     strict: bool = False
+    top_logprobs: int | None = None
     stops: Any = None
 
     def max_new_tokens(self, prompt: int) -> int:
@@ -552,6 +555,7 @@ def gate(
         given.get("streamer"),
         given.get("seed"),
         bool(given.get("strict", False)),
+        given.get("top_logprobs"),
         _stopping(adapter, found.stop_strings),
     )
 

@@ -418,6 +418,7 @@ def begun(
             begin=begin,
             streamer=generation.streamer,
             seed=generation.seed,
+            top_logprobs=generation.top_logprobs,
             strict=generation.strict,
             cut=not generation.explicit,
             **more,
@@ -547,6 +548,13 @@ def check_streamer(generation: Generation) -> None:
 def answer_of(adapter: Adapter, sequence: Sequence) -> Answer:
     """The `Answer` of a finished sequence."""
     text = adapter.processor.tokenizer.decode(sequence.tokens, skip_special_tokens=True)
+    sampler = sequence.sampler
     return Answer(
-        text.strip(), sequence.tokens, sequence.stats, sequence.trace, str(sequence.recipe)
+        text.strip(),
+        sequence.tokens,
+        sequence.stats,
+        sequence.trace,
+        str(sequence.recipe),
+        finish_reason=sampler.finish_reason,
+        logprobs=None if sampler.top_logprobs is None else list(sampler.logprobs),
     )

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Many
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
@@ -48,6 +49,30 @@ _PAUSE = 1.0  # least time between two interleaved decode steps, in mean decode 
 _IDLE = 0.002  # seconds between looks at media that are being read
 
 Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Load:
+    """What an engine is doing.
+
+    Parameters
+    ----------
+    waiting, prefilling, decoding : int
+        Number of requests.
+    steps : int
+        Steps so far.
+    cache_bytes : int
+        Upper bound on the caches of the requests that run, by the length that each may reach.
+    max_cache_bytes : float
+        Upper bound on the caches of all requests.
+    """
+
+    waiting: int
+    prefilling: int
+    decoding: int
+    steps: int
+    cache_bytes: int
+    max_cache_bytes: float
 
 
 class Engine:
@@ -90,7 +115,7 @@ class Engine:
         self._serving = False  # whether the background thread runs
         self._arrivals: list[Sequence] = []
         self._unfinished: set[Sequence] = set()
-        self._count = 0
+        self._count = self._steps = 0
         self._thread: threading.Thread | None = None
         # Only used by the thread that runs steps:
         self._scheduler, self._batches, self._rounds = Scheduler(), Batches(), Rounds(self.adapter)
@@ -140,6 +165,22 @@ class Engine:
             self._unfinished.add(sequence)
             self._changed.notify_all()
         return Handle(self, sequence, finish)
+
+    def load(self) -> Load:
+        """What the engine is doing; any thread may call this."""
+        with self._changed:
+            phases = [sequence.phase for sequence in self._unfinished]
+            running = [each for each in self._unfinished if each.phase is not Phase.WAITING]
+            steps = self._steps
+        bound = self.max_cache_bytes
+        return Load(
+            phases.count(Phase.WAITING),
+            phases.count(Phase.PREFILL),
+            phases.count(Phase.DECODE),
+            steps,
+            sum(map(self._bytes, running)),
+            total_bytes(self.adapter.device) if bound is None else bound,
+        )
 
     def answer_many(
         self, sequences: Iterator[Sequence], at_once: int, *, keep_errors: bool = False
@@ -265,6 +306,8 @@ class Engine:
             for sequence in lost:
                 fail(sequence, error)
                 sequence.phase = Phase.FINISHED
+        for sequence in lost:
+            _call_listener(sequence)
 
     def settle(self) -> None:
         """Wait for the end of the background thread, where it has nothing left to do."""
@@ -312,6 +355,7 @@ class Engine:
         bool
             Whether there was anything to do.
         """
+        self._steps += 1
         self._receive()
         scheduler = self._scheduler
         sequence = scheduler.next(self._admits)
@@ -458,6 +502,7 @@ class Engine:
             sequence.phase = Phase.FINISHED
             self._unfinished.discard(sequence)
             self._changed.notify_all()
+        _call_listener(sequence)
 
     # --- memory and devices ----------------------------------------------------------------------
 
@@ -513,6 +558,12 @@ def engine_of(adapter: Adapter) -> Engine:
     """The engine of a model; there is one for each adapter."""
     engine = adapter.kept.get("engine")
     return engine if engine is not None else adapter.kept.setdefault("engine", Engine(adapter))
+
+
+def _call_listener(sequence: Sequence) -> None:
+    if sequence.listener is not None:
+        with suppress(Exception):  # its event loop may be closed; the result is in the handle
+            sequence.listener()
 
 
 def _itself(sequence: Sequence) -> Sequence:

@@ -62,6 +62,27 @@ class Handle(Generic[Result]):
         """End the request at the next opportunity; `result` then raises `RequestCancelled`."""
         self.sequence.cancelled = True
 
+    def listen(self, callback: Callable[[], None], *, streamed: bool = False) -> None:
+        """Call a function after each new token and at the end, instead of waiting in a thread.
+
+        It is also called once before this returns. The engine runs in the background from now on,
+        and calls the function in its own thread: it must return at once.
+
+        >>> handle.listen(lambda: loop.call_soon_threadsafe(event.set))
+
+        Parameters
+        ----------
+        callback : callable
+            Without arguments. What it raises ends the request.
+        streamed : bool
+            Whether tokens are read while they are generated: prompts of other requests then make
+            way for them.
+        """
+        self.sequence.streamed |= streamed
+        self.sequence.listener = callback
+        self._engine.start()
+        callback()
+
     def result(self, timeout: float | None = None) -> Result:
         """Wait for the answer.
 

@@ -54,6 +54,7 @@ def open_sequence(
     begin: float,
     streamer: Any = None,
     seed: int | None = None,
+    top_logprobs: int | None = None,
     strict: bool = False,
     cut: bool = False,
     number: int = 0,
@@ -69,6 +70,8 @@ def open_sequence(
         For ``generate``.
     begin, streamer, strict, cut, number, **more
         As in `Sequence`.
+    top_logprobs : int, optional
+        As in `Sampler`.
     seed : int, optional
         As in `Sampler`; drawn later where drafts of a sampled answer need one.
     stats : Stats, optional
@@ -87,6 +90,7 @@ def open_sequence(
         vlmfast_seed=seed,
         **arguments,
     )
+    sampler.top_logprobs = top_logprobs
     return Sequence(
         inputs,
         recipe,

@@ -158,6 +158,8 @@ class Rounds:
             sequence.done = sampler.is_done() or sequence.count == sequence.most
             if sequence.done and sequence.streamer is not None:
                 sequence.streamer.end()
+            if sequence.listener is not None:
+                sequence.listener()
         except Exception as error:
             fail(sequence, error)
 

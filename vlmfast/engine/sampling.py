@@ -133,6 +133,24 @@ def _read(processor: Any) -> dict[str, Any] | None:
             return {"normalize": True}
 
 
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Log-probabilities at one token of an answer, before any logits processor.
+
+    Parameters
+    ----------
+    token : int
+    logprob : float
+        Of this token.
+    top : list of (int, float)
+        The most probable tokens and their log-probabilities, in descending order.
+    """
+
+    token: int
+    logprob: float
+    top: list[tuple[int, float]]
+
+
 class Columns:
     """The parameters of B rows as columns (B, 1), on the device of the scores.
 
@@ -257,6 +275,12 @@ class Sampler:
     ----------
     tokens : list of int
         Chosen so far.
+    finish_reason : {"length", "stop"}
+        Whether an end token or a criterion of the caller ended the answer, or its length.
+    top_logprobs : int, optional
+        Number of most probable tokens in each of ``logprobs``.
+    logprobs : list of TokenLogprobs
+        Of the chosen tokens, where ``top_logprobs`` is given.
     scores, raw : list of Tensor, float32, (1, V)
         Of each step, after and before the processors, where ``config`` requests them.
     error : Exception, optional
@@ -274,6 +298,9 @@ class Sampler:
         self.prompt = prompt.shape[1]
         self.processors, self.config, self.seed = processors, config, seed
         self.tokens: list[int] = []
+        self.finish_reason = "length"
+        self.top_logprobs: int | None = None
+        self.logprobs: list[TokenLogprobs] = []
         self.scores: list[Tensor] = []
         self.raw: list[Tensor] = []
         self.error: Exception | None = None
@@ -340,12 +367,13 @@ class Sampler:
     def is_done(self) -> bool:
         """Whether the last token ends the sequence."""
         # All of them are called, as in Hugging Face: a user's own may keep state.
-        done = bool(self.tokens) and self.tokens[-1] in self._ends
-        for criterion in self._known:
-            done |= self._is_reached(criterion)
+        stopped = bool(self.tokens) and self.tokens[-1] in self._ends
+        reached = [self._is_reached(criterion) for criterion in self._known]
         if self._others:
-            done |= bool(self._others(self.ids, tuple(self.scores)).all())
-        return done
+            stopped |= bool(self._others(self.ids, tuple(self.scores)).all())
+        if stopped:
+            self.finish_reason = "stop"
+        return stopped or any(reached)
 
     def _is_reached(self, criterion: Any) -> bool:
         if isinstance(criterion, MaxTimeCriteria):
@@ -395,6 +423,9 @@ class Sampling:
             On the device of ``logits``.
         """
         raw = self._raw(logits)
+        asked = [number for number, row in enumerate(self.rows) if row.top_logprobs is not None]
+        # Before processors, which may modify the logits in place.
+        logprobs = raw[asked].log_softmax(-1) if asked else raw[:0]
         blocks = self._scores(raw)
         if any(row.keeps for row in self.rows):
             scores = [score for block in blocks for score in block.split(1)]
@@ -409,7 +440,23 @@ class Sampling:
             self._seen.scatter_(1, tokens[:, None], True)
         for row, token in zip(self.rows, tokens.tolist(), strict=True):
             row.tokens.append(token)
+        self._keep_logprobs([self.rows[number] for number in asked], logprobs)
         return tokens
+
+    @staticmethod
+    def _keep_logprobs(rows: Sequence[Sampler], logprobs: Tensor) -> None:
+        """Store the log-probabilities (B, V) at the last tokens of ``rows``."""
+        if not rows:
+            return
+        size = min(max(row.top_logprobs or 0 for row in rows), logprobs.shape[1])
+        tokens = torch.tensor([row.tokens[-1] for row in rows], device=logprobs.device)
+        own = logprobs.gather(1, tokens[:, None]).flatten().tolist()
+        best = logprobs.topk(size)
+        for row, value, *top in zip(
+            rows, own, best.indices.tolist(), best.values.tolist(), strict=True
+        ):
+            pairs = list(zip(*top, strict=True))[: row.top_logprobs]
+            row.logprobs.append(TokenLogprobs(row.tokens[-1], value, pairs))
 
     def ranked(self, logits: Tensor) -> Tensor:
         """Scores whose largest is the next token, (1, V), of one greedy or seeded row.

@@ -85,6 +85,9 @@ class Sequence:
         is prefilled in one chunk.
     keeps_cache : bool
         Whether its cache is left in ``group`` when it has ended.
+    listener : callable, optional
+        Called without arguments in the thread that runs the engine, after each token and when the
+        sequence has ended.
     on_end : callable, optional
         Called with the sequence when it has ended, in the thread that runs the engine; ``phase``
         is the one in which it ended.
@@ -146,6 +149,7 @@ class Sequence:
     number: int = 0
     prefill: Callable[[Sequence], Prefill] | None = None
     keeps_cache: bool = False
+    listener: Callable[[], None] | None = None
     on_end: Callable[[Sequence], None] | None = None
     stats: Stats = field(default_factory=Stats)
     trace: Trace = field(default_factory=Trace)
